@@ -1,0 +1,49 @@
+# Every target prepares .venv by itself; nothing but Python 3.11+, pip and make is needed.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.ready-dev
+BENCH  := $(VENV)/.ready-bench
+
+.PHONY: demo test check bench soak format clean help
+
+help:
+	@echo "make demo    durable work on an embedded Postgres, with a worker killed on the way"
+	@echo "make test    the test suite, on real Postgres"
+	@echo "make check   format, lint, types, floors and tests: what CI runs"
+	@echo "make bench   the benchmark against the raw limit and the peers"
+
+$(STAMP): pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[dev]"
+	@touch $@
+
+$(BENCH): $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[dev,bench]"
+	@touch $@
+
+demo: $(STAMP)
+	$(BIN)/python -m flowfabric.cli.demo
+
+test: $(STAMP)
+	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+check: $(STAMP)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(MAKE) test
+
+bench: $(BENCH)
+	$(BIN)/python -m flowfabric.bench
+
+soak: $(BENCH)
+	$(BIN)/python -m flowfabric.bench --soak
+
+format: $(STAMP)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,0 +1,57 @@
+-- name: create_queue
+-- The least a queue needs: what is ready, in which order, and with which payload.
+create table queue (
+       id       bigint generated always as identity primary key,
+       state    smallint not null default 0,
+       priority integer not null default 0,
+       payload  bytea not null);
+create index queue_ready on queue (priority desc, id) where state = 0;
+
+-- name: empty_queue
+-- The queue as it was created.
+truncate queue;
+
+-- name: fill_queue
+-- A backlog of ready rows.
+insert into queue (payload)
+select :payload::bytea from generate_series(1, :count::int);
+
+-- name: analyze_queue
+-- Statistics, as autovacuum would have taken them.
+analyze queue;
+
+-- name: insert_one
+-- One ready row.
+insert into queue (payload) values (:payload);
+
+-- name: insert_many
+-- One ready row for each payload.
+insert into queue (payload) select unnest(:payloads::bytea[]);
+
+-- name: claim_1
+-- The best ready row, now running. The limit is a literal: a generic plan for a parameter would scan the table.
+update queue set state = 1
+ where id in (select id from queue
+               where state = 0
+               order by priority desc, id
+               limit 1
+                 for update skip locked)
+returning id, payload;
+
+-- name: claim_100
+-- The best hundred ready rows, now running.
+update queue set state = 1
+ where id in (select id from queue
+               where state = 0
+               order by priority desc, id
+               limit 100
+                 for update skip locked)
+returning id, payload;
+
+-- name: complete_one
+-- A running row, now ended.
+update queue set state = 2 where id = :id and state = 1;
+
+-- name: complete_many
+-- Running rows, now ended.
+update queue set state = 2 where id = any(:ids::bigint[]) and state = 1;

@@ -1,0 +1,58 @@
+"""One subject, alone in this process: `python -m flowfabric.bench.run <subject> --url …` prints its figures."""
+
+import argparse
+import asyncio
+import importlib
+import json
+import logging
+import os
+import sys
+from collections.abc import Coroutine
+from dataclasses import asdict
+from typing import Any
+
+from flowfabric.bench.subject import Figures, Measure, Task
+
+SUBJECTS = {
+    "raw": "flowfabric.bench.raw",
+    "pgqueuer": "flowfabric.bench.peer_pgqueuer",
+    "awa": "flowfabric.bench.peer_awa",
+    "absurd": "flowfabric.bench.peer_absurd",
+    "procrastinate": "flowfabric.bench.peer_procrastinate",
+    "dbos": "flowfabric.bench.peer_dbos",
+}
+
+
+def main() -> None:
+    """Print the figures of the subject, or the reason why there are none, as the only text on stdout."""
+    parser = argparse.ArgumentParser(prog="python -m flowfabric.bench.run")
+    parser.add_argument("subject", choices=SUBJECTS)
+    parser.add_argument("--url", required=True)
+    parser.add_argument("--scale", type=float, default=1.0)
+    options = parser.parse_args()
+    with os.fdopen(os.dup(1), "w") as answer:
+        # A peer that prints, prints elsewhere.
+        os.dup2(2, 1)
+        logging.disable(logging.ERROR)
+        try:
+            measure: Measure = importlib.import_module(SUBJECTS[options.subject]).measure
+            figures = on_loop(measure(Task(url=options.url, scale=options.scale)))
+            json.dump({"figures": {name: asdict(figure) for name, figure in figures.items()}}, answer)
+        except Exception as error:
+            json.dump({"error": f"{type(error).__name__}: {error}"}, answer)
+            raise
+    sys.stdout.flush()
+
+
+def on_loop(work: Coroutine[Any, Any, Figures]) -> Figures:
+    """Run the work on uvloop where it is installed: the same loop for every subject."""
+    try:
+        from uvloop import new_event_loop
+    except ImportError:
+        return asyncio.run(work)
+    with asyncio.Runner(loop_factory=new_event_loop) as runner:
+        return runner.run(work)
+
+
+if __name__ == "__main__":
+    main()

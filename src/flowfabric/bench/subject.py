@@ -1,0 +1,96 @@
+"""What a subject of the benchmark is given, how it takes time, and what it reports."""
+
+import asyncio
+import itertools
+import time
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any
+
+BATCH = 100
+CONNECTIONS = 4
+PAYLOAD = b"x" * 100
+LARGE_PAYLOAD = b"x" * 1500
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figure:
+    """One measured number with its unit."""
+
+    value: float
+    unit: str
+
+
+Figures = dict[str, Figure]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """The empty database a subject works in, and how much of the full load it takes."""
+
+    url: str
+    scale: float
+
+    def count(self, full: int) -> int:
+        """A number of items at this scale, in whole batches for every connection."""
+        unit = BATCH * CONNECTIONS
+        return max(unit, round(full * self.scale / unit) * unit)
+
+
+Measure = Callable[[Task], Coroutine[Any, Any, Figures]]
+
+
+def per_second(count: int, seconds: float) -> Figure:
+    """A throughput."""
+    return Figure(value=count / seconds, unit="/s")
+
+
+def milliseconds(seconds: float) -> Figure:
+    """A duration."""
+    return Figure(value=seconds * 1000, unit="ms")
+
+
+async def rate(count: int, work: Awaitable[object]) -> Figure:
+    """The throughput of work that handles `count` items."""
+    started = time.perf_counter()
+    await work
+    return per_second(count, time.perf_counter() - started)
+
+
+async def spread(times: int, *, among: int, each: Callable[[], Coroutine[Any, Any, object]]) -> None:
+    """Call `each` so many times, `among` callers at once."""
+    tickets = iter(range(times))
+
+    async def call() -> None:
+        for _ in tickets:
+            await each()
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(among):
+            group.create_task(call())
+
+
+class Drain:
+    """A backlog of no-ops, timed from the start of the first to the committed ending of the last."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._numbers = itertools.count(1)
+        self._first = 0.0
+        self._loop = asyncio.get_running_loop()
+        self._all_started = asyncio.Event()
+
+    def start(self) -> None:
+        """What a no-op does; safe in any thread."""
+        number = next(self._numbers)
+        if number == 1:
+            self._first = time.perf_counter()
+        if number == self._count:
+            self._loop.call_soon_threadsafe(self._all_started.set)
+
+    async def rate(self, is_drained: Callable[[], Awaitable[bool]]) -> Figure:
+        """The throughput of the whole backlog, once the store says that nothing of it is left."""
+        await self._all_started.wait()
+        while not await is_drained():
+            await asyncio.sleep(0.005)
+        return per_second(self._count, time.perf_counter() - self._first)

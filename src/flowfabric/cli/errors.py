@@ -1,0 +1,34 @@
+"""How a command fails: one line that a person can act on, and an exit code."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import asyncpg
+import typer
+
+from flowfabric.db.database import StoreFault
+from flowfabric.db.embedded import EmbeddedError
+from flowfabric.db.migrate import MigrationError
+from flowfabric.settings import SettingsError
+
+FAILED = 1
+MISUSED = 2
+
+
+@contextmanager
+def told_in_one_line() -> Iterator[None]:
+    """Turn the failures a command can meet into a line on stderr and an exit code; anything else is a defect."""
+    try:
+        yield
+    except SettingsError as error:
+        raise fail(str(error), code=MISUSED) from None
+    except (MigrationError, EmbeddedError) as error:
+        raise fail(str(error)) from None
+    except (StoreFault, asyncpg.PostgresError, asyncpg.InterfaceError, OSError, TimeoutError) as error:
+        raise fail(f"the database does not answer as it should: {error or type(error).__name__}") from None
+
+
+def fail(text: str, *, code: int = FAILED) -> typer.Exit:
+    """Say why on stderr; raise what this returns."""
+    typer.echo(f"ff: {' '.join(text.split())}", err=True)
+    return typer.Exit(code)

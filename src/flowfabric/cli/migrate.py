@@ -1,0 +1,102 @@
+"""`ff migrate`: bring a schema up to date, show how, or say whether it is."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Annotated, Any
+
+import asyncpg
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from flowfabric.cli.errors import FAILED, MISUSED, fail, told_in_one_line
+from flowfabric.db import migrate as migrations
+from flowfabric.db.embedded import Embedded
+from flowfabric.db.migrate import Applied, Migration
+from flowfabric.settings import Settings
+
+
+def migrate(
+    *,
+    database_url: Annotated[
+        str | None, typer.Option(help="The database; FF_DATABASE_URL or the embedded one when not given.")
+    ] = None,
+    schema: Annotated[str | None, typer.Option(help="The schema; FF_SCHEMA or flowfabric when not given.")] = None,
+    sql: Annotated[bool, typer.Option("--sql", help="Print the migrations for psql and touch no database.")] = False,
+    after: Annotated[int, typer.Option(min=0, help="With --sql: leave out migrations up to this number.")] = 0,
+    check: Annotated[
+        bool, typer.Option("--check", help="Change nothing; exit with 1 unless this version can run on the schema.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Bring the schema of the database up to date."""
+    if sql and (check or as_json):
+        raise fail("--sql goes with neither --check nor --json", code=MISUSED)
+    options: dict[str, Any] = {"database_url": database_url, "schema_name": schema}
+    with told_in_one_line():
+        settings = Settings(**{name: value for name, value in options.items() if value is not None})
+        if sql:
+            known = migrations.load_migrations()
+            typer.echo(migrations.render_sql(known, settings.schema_name, from_number=after), nl=False)
+        elif check:
+            asyncio.run(_check(settings, as_json=as_json))
+        else:
+            asyncio.run(_apply(settings, as_json=as_json))
+
+
+async def _check(settings: Settings, *, as_json: bool) -> None:
+    async with _connection(settings) as connection:
+        status = await migrations.check(connection, schema=settings.schema_name)
+    if as_json:
+        _print_json(
+            schema=settings.schema_name,
+            runs=status.runs,
+            verdict=status.verdict,
+            text=status.text,
+            pending=_rows(status.pending),
+            newer=_rows(status.newer),
+        )
+    if not status.runs:
+        raise typer.Exit(FAILED) if as_json else fail(status.text)
+    if not as_json:
+        typer.echo(status.text)
+
+
+async def _apply(settings: Settings, *, as_json: bool) -> None:
+    async with _connection(settings) as connection:
+        applied = await migrations.migrate(connection, schema=settings.schema_name)
+    if as_json:
+        _print_json(schema=settings.schema_name, applied=_rows(applied))
+    elif not applied:
+        typer.echo(f"schema {settings.schema_name} is up to date")
+    else:
+        table = Table("number", "name", "compatible", "what it brings", title=f"applied to {settings.schema_name}")
+        for migration in applied:
+            compatible = "yes" if migration.compatible else "no"
+            table.add_row(f"{migration.number:04}", migration.name, compatible, migration.description)
+        Console().print(table)
+
+
+@asynccontextmanager
+async def _connection(settings: Settings) -> AsyncIterator[asyncpg.Connection]:
+    """A connection to the configured database, with the embedded server held meanwhile."""
+    server = None if settings.database_url else await asyncio.to_thread(Embedded.start, settings.home)
+    try:
+        connection = await asyncpg.connect(server.url if server else settings.database_url, timeout=30)
+        try:
+            yield connection
+        finally:
+            await connection.close()
+    finally:
+        if server:
+            await asyncio.to_thread(server.release)
+
+
+def _rows(found: Sequence[Migration | Applied]) -> list[dict[str, object]]:
+    return [{"number": one.number, "name": one.name, "compatible": one.compatible} for one in found]
+
+
+def _print_json(**fields: object) -> None:
+    typer.echo(json.dumps(fields))

@@ -1,0 +1,184 @@
+"""A pool of connections to one Postgres schema, and the faults that can meet its callers."""
+
+import asyncio
+import ssl
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from typing import Any, TypeAlias, TypeVar
+
+import asyncpg
+
+from flowfabric.db.statements import Statement
+
+Record: TypeAlias = asyncpg.Record
+Connection: TypeAlias = Any
+Answer = TypeVar("Answer")
+
+ATTEMPTS = 3
+"""How often a transaction is run when Postgres asks for it to be run again."""
+BACKOFF_SECONDS = (0.005, 0.010)
+
+_SESSION = {
+    "application_name": "flowfabric",
+    # A row held for longer than this is given up and the transaction is run again.
+    "lock_timeout": "2s",
+    # The statements are index walks whatever the tables hold: a plan made on an empty table must not scan a full one.
+    "enable_seqscan": "off",
+    "plan_cache_mode": "force_generic_plan",
+    "jit": "off",
+}
+
+_RUN_AGAIN = (
+    asyncpg.SerializationError,
+    asyncpg.DeadlockDetectedError,
+    asyncpg.LockNotAvailableError,
+)
+_LOST = (
+    asyncpg.PostgresConnectionError,
+    asyncpg.AdminShutdownError,
+    asyncpg.CrashShutdownError,
+    asyncpg.CannotConnectNowError,
+    asyncpg.TooManyConnectionsError,
+    asyncpg.InterfaceError,
+    ConnectionError,
+    ssl.SSLError,
+    OSError,
+)
+
+
+class StoreFault(Exception):
+    """A failed conversation with Postgres; kind says which: transport, timeout, auth, contention or other."""
+
+    def __init__(self, kind: str, message: str) -> None:
+        super().__init__(message)
+        self.kind = kind
+
+
+def fault_of(error: BaseException) -> StoreFault | None:
+    """The fault a driver's error stands for, or None when the error is not the driver's."""
+    match error:
+        case StoreFault():
+            return error
+        case asyncpg.InvalidAuthorizationSpecificationError():
+            return StoreFault("auth", str(error))
+        case asyncpg.QueryCanceledError() | TimeoutError():
+            return StoreFault("timeout", str(error) or "no answer in time")
+        case _ if isinstance(error, _RUN_AGAIN):
+            return StoreFault("contention", str(error))
+        case _ if isinstance(error, _LOST) and not isinstance(error, asyncpg.DataError):
+            return StoreFault("transport", str(error) or type(error).__name__)
+        case asyncpg.PostgresError() | asyncpg.InternalClientError():
+            return StoreFault("other", f"{type(error).__name__}: {error}")
+        case _:
+            return None
+
+
+async def _keep_session(_: object) -> None:
+    """Leave a returned connection as it is: no statement of ours changes its session."""
+
+
+class Database:
+    """One schema of one Postgres server, reached through a pool."""
+
+    def __init__(self, pool: Any, url: str, schema: str) -> None:
+        self._pool = pool
+        self.url = url
+        self.schema = schema
+
+    @classmethod
+    async def open(cls, url: str, *, schema: str, pool_size: int = 10) -> "Database":
+        """Connect; the pool grows to its size as it is used."""
+        try:
+            pool = await asyncpg.create_pool(
+                url,
+                min_size=1,
+                max_size=pool_size,
+                server_settings=session_settings(schema),
+                reset=_keep_session,
+                max_inactive_connection_lifetime=300,
+                timeout=30,
+            )
+        except (asyncpg.PostgresError, *_LOST, TimeoutError) as error:
+            fault = fault_of(error)
+            assert fault is not None
+            raise fault from error
+        return cls(pool, url, schema)
+
+    async def close(self) -> None:
+        """Return every connection; what still runs is waited for, ten seconds at most."""
+        try:
+            await asyncio.wait_for(self._pool.close(), 10)
+        except TimeoutError:
+            self._pool.terminate()
+
+    async def connect(self, **settings: str) -> Connection:
+        """A connection of the caller's own, outside the pool."""
+        return await connect(self.url, schema=self.schema, **settings)
+
+    @asynccontextmanager
+    async def acquire(self) -> AsyncIterator[Connection]:
+        """A connection of the pool, with driver errors told as faults."""
+        try:
+            async with self._pool.acquire() as connection:
+                yield connection
+        except StoreFault:
+            raise
+        except Exception as error:
+            fault = fault_of(error)
+            if fault is None:
+                raise
+            raise fault from error
+
+    async def fetch(self, statement: Statement, values: Mapping[str, object]) -> list[Record]:
+        """Run one statement as a transaction of its own, again where Postgres asks for it."""
+        arguments = statement.arguments(values)
+
+        async def once(connection: Connection) -> list[Record]:
+            rows: list[Record] = await connection.fetch(statement.sql, *arguments)
+            return rows
+
+        return await self._again(once)
+
+    async def transact(self, work: Callable[["Transaction"], Awaitable[Answer]]) -> Answer:
+        """Run work in one READ COMMITTED transaction, again from its start where Postgres asks for it."""
+
+        async def once(connection: Connection) -> Answer:
+            async with connection.transaction():
+                return await work(Transaction(connection))
+
+        return await self._again(once)
+
+    async def _again(self, once: Callable[[Connection], Awaitable[Answer]]) -> Answer:
+        for attempt in range(ATTEMPTS):
+            try:
+                async with self.acquire() as connection:
+                    return await once(connection)
+            except StoreFault as fault:
+                if fault.kind != "contention" or attempt == ATTEMPTS - 1:
+                    raise
+            await asyncio.sleep(BACKOFF_SECONDS[attempt])
+        raise AssertionError("unreachable")
+
+
+class Transaction:
+    """An open transaction: statements run in it in order."""
+
+    __slots__ = ("connection",)
+
+    def __init__(self, connection: Connection) -> None:
+        self.connection = connection
+
+    async def fetch(self, statement: Statement, **values: object) -> list[Record]:
+        """The rows of one statement."""
+        rows: list[Record] = await self.connection.fetch(statement.sql, *statement.arguments(values))
+        return rows
+
+
+def session_settings(schema: str) -> dict[str, str]:
+    """What every session of ours asks of the server."""
+    return {**_SESSION, "search_path": schema}
+
+
+async def connect(url: str, *, schema: str, **settings: str) -> Connection:
+    """One connection with the session settings of the pool, for a listener or a thread of its own."""
+    return await asyncpg.connect(url, server_settings={**session_settings(schema), **settings}, timeout=30)

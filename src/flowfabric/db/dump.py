@@ -1,0 +1,185 @@
+"""A plain text of everything a schema holds, the same on every server and under every schema name."""
+
+import asyncio
+import tempfile
+from pathlib import Path
+
+import asyncpg
+
+from flowfabric.db.embedded import Embedded
+from flowfabric.db.migrate import check_schema_name, migrate
+
+SCHEMA_FILE = Path(__file__).parent / "schema.sql"
+
+_HEADER = "-- What all migrations lead to, to read and to compare. Written by: python -m flowfabric.db.dump\n"
+
+# Every query answers one text per object, in a fixed order; names of the schema itself are visible, so unqualified.
+_TYPES = """
+select text from (
+select format('create type %I as enum (%s);', t.typname,
+              (select string_agg(quote_literal(e.enumlabel), ', ' order by e.enumsortorder)
+                 from pg_enum e where e.enumtypid = t.oid))
+  from pg_type t
+ where t.typnamespace = $1::text::regnamespace and t.typtype = 'e'
+union all
+select format('create domain %I as %s%s%s;', t.typname, format_type(t.typbasetype, t.typtypmod),
+              case when t.typnotnull then ' not null' end,
+              (select string_agg(' ' || pg_get_constraintdef(c.oid, true), '' order by c.conname)
+                 from pg_constraint c where c.contypid = t.oid and c.contype = 'c'))
+  from pg_type t
+ where t.typnamespace = $1::text::regnamespace and t.typtype = 'd'
+union all
+select format(E'create type %I as (\\n  %s);', r.relname,
+              (select string_agg(format('%I %s', a.attname, format_type(a.atttypid, a.atttypmod)), E',\\n  '
+                                 order by a.attnum)
+                 from pg_attribute a where a.attrelid = r.oid and a.attnum > 0 and not a.attisdropped))
+  from pg_class r
+ where r.relnamespace = $1::text::regnamespace and r.relkind = 'c') found(text)
+ order by text collate "C"
+"""
+
+_FUNCTIONS = """
+select format(E'create %s %I(%s)%s language %s%s%s%s%s%s\\n%s;',
+              case p.prokind when 'p' then 'procedure' else 'function' end,
+              p.proname, pg_get_function_arguments(p.oid),
+              case when p.prokind <> 'p' then ' returns ' || pg_get_function_result(p.oid) end,
+              l.lanname,
+              case p.provolatile when 'i' then ' immutable' when 's' then ' stable' else ' volatile' end,
+              case when p.proisstrict then ' strict' end,
+              case p.proparallel when 's' then ' parallel safe' when 'r' then ' parallel restricted' end,
+              case when p.prosecdef then ' security definer' end,
+              (select string_agg(' set ' || setting, '' order by setting collate "C") from unnest(p.proconfig) setting),
+              coalesce(pg_get_function_sqlbody(p.oid), format('as $body$%s$body$', p.prosrc)))
+  from pg_proc p
+  join pg_language l on l.oid = p.prolang
+ where p.pronamespace = $1::text::regnamespace and p.prokind in ('f', 'p', 'w')
+ order by p.proname, pg_get_function_identity_arguments(p.oid) collate "C"
+"""
+
+_SEQUENCES = """
+select format('create sequence %I as %s start %s increment %s minvalue %s maxvalue %s cache %s%s;',
+              r.relname, format_type(s.seqtypid, null), s.seqstart, s.seqincrement, s.seqmin, s.seqmax, s.seqcache,
+              case when s.seqcycle then ' cycle' end)
+  from pg_sequence s
+  join pg_class r on r.oid = s.seqrelid
+ where r.relnamespace = $1::text::regnamespace
+   and not exists (select from pg_depend d
+                    where d.objid = r.oid and d.classid = 'pg_class'::regclass and d.deptype = 'i')
+ order by r.relname
+"""
+
+_TABLES = """
+select case when r.relispartition
+            then format('create table %I partition of %s %s%s%s;', r.relname,
+                        (select i.inhparent::regclass from pg_inherits i where i.inhrelid = r.oid),
+                        pg_get_expr(r.relpartbound, r.oid, true),
+                        ' partition by ' || pg_get_partkeydef(r.oid),
+                        options.text)
+            else format(E'create%s table %I (\\n  %s)%s%s;',
+                        case r.relpersistence when 'u' then ' unlogged' end, r.relname,
+                        concat_ws(E',\\n  ', columns.text, constraints.text),
+                        ' partition by ' || pg_get_partkeydef(r.oid),
+                        options.text) end
+  from pg_class r
+ cross join lateral (
+       select string_agg(
+                concat(quote_ident(a.attname), ' ', format_type(a.atttypid, a.atttypmod),
+                       case when a.attcollation <> t.typcollation then format(' collate %I', c.collname) end,
+                       case a.attcompression when 'l' then ' compression lz4' when 'p' then ' compression pglz' end,
+                       case when a.attstorage <> t.typstorage then format(' storage %s', a.attstorage) end,
+                       case when a.attnotnull then ' not null' end,
+                       case a.attidentity when 'a' then ' generated always as identity'
+                                          when 'd' then ' generated by default as identity' end,
+                       case a.attgenerated when 's' then format(' generated always as (%s) stored', d.text)
+                                           when 'v' then format(' generated always as (%s) virtual', d.text)
+                                           else ' default ' || d.text end),
+                E',\\n  ' order by a.attnum) as text
+         from pg_attribute a
+         join pg_type t on t.oid = a.atttypid
+         left join pg_collation c on c.oid = a.attcollation
+         left join lateral (select pg_get_expr(d.adbin, d.adrelid, true) as text
+                              from pg_attrdef d where d.adrelid = a.attrelid and d.adnum = a.attnum) d on true
+        where a.attrelid = r.oid and a.attnum > 0 and not a.attisdropped) columns
+ cross join lateral (
+       select string_agg(format('constraint %I %s', c.conname, pg_get_constraintdef(c.oid, true)),
+                         E',\\n  ' order by c.contype <> 'p', c.conname) as text
+         from pg_constraint c
+        -- Not-null constraints stand on their columns; before Postgres 18 they have no rows here.
+        where c.conrelid = r.oid and c.contype <> 'n' and c.conparentid = 0) constraints
+ cross join lateral (
+       select nullif(concat(E'\\n  with (' || string_agg(option, ', ' order by option collate "C") || ')'), '') as text
+         from unnest(r.reloptions || (select array_agg('toast.' || o)
+                                        from pg_class toast, unnest(toast.reloptions) o
+                                       where toast.oid = r.reltoastrelid)) option) options
+ where r.relnamespace = $1::text::regnamespace and r.relkind in ('r', 'p')
+ order by r.relispartition, r.relname
+"""
+
+_INDEXES = """
+select pg_get_indexdef(i.indexrelid, 0, true) || ';'
+  from pg_index i
+  join pg_class r on r.oid = i.indexrelid
+ where r.relnamespace = $1::text::regnamespace and not r.relispartition
+   and not exists (select from pg_constraint c where c.conindid = i.indexrelid and c.contype in ('p', 'u', 'x'))
+ order by i.indrelid::regclass::text collate "C", r.relname
+"""
+
+_VIEWS = """
+select format(E'create%s view %I%s as\\n%s', case r.relkind when 'm' then ' materialized' end, r.relname,
+              ' with (' || array_to_string(r.reloptions, ', ') || ')', pg_get_viewdef(r.oid, true))
+  from pg_class r
+ where r.relnamespace = $1::text::regnamespace and r.relkind in ('v', 'm')
+ order by r.relname
+"""
+
+_TRIGGERS = """
+select pg_get_triggerdef(t.oid, true) || ';'
+  from pg_trigger t
+  join pg_class r on r.oid = t.tgrelid
+ where r.relnamespace = $1::text::regnamespace and not t.tgisinternal and t.tgparentid = 0
+ order by r.relname, t.tgname
+"""
+
+_STATISTICS = """
+select replace(pg_get_statisticsobjdef(s.oid), quote_ident($1) || '.', '') || ';'
+  from pg_statistic_ext s
+ where s.stxnamespace = $1::text::regnamespace
+ order by s.stxname
+"""
+
+_SECTIONS = (_TYPES, _FUNCTIONS, _SEQUENCES, _TABLES, _INDEXES, _VIEWS, _TRIGGERS, _STATISTICS)
+
+
+async def dump_schema(connection: asyncpg.Connection, *, schema: str) -> str:
+    """What a schema holds, as text in the manner of SQL: equal texts mean equal schemas."""
+    check_schema_name(schema)
+    parts = [_HEADER]
+    async with connection.transaction(isolation="repeatable_read", readonly=True):
+        await connection.execute(f'set local search_path to "{schema}"')
+        for section in _SECTIONS:
+            parts += [f"{row[0]}\n" for row in await connection.fetch(section, schema)]
+    return "\n".join(parts)
+
+
+async def dump_migrations(url: str) -> str:
+    """What all migrations lead to, on the empty database at this address."""
+    connection = await asyncpg.connect(url)
+    try:
+        await migrate(connection, schema="flowfabric")
+        return await dump_schema(connection, schema="flowfabric")
+    finally:
+        await connection.close()
+
+
+def main() -> None:
+    """Write schema.sql anew from the migrations, on a server that lives as long as this takes."""
+    with tempfile.TemporaryDirectory() as home:
+        server = Embedded.start(Path(home))
+        try:
+            SCHEMA_FILE.write_text(asyncio.run(dump_migrations(server.url)), encoding="utf-8")
+        finally:
+            server.release(discard=True)
+
+
+if __name__ == "__main__":
+    main()

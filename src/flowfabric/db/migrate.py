@@ -1,0 +1,273 @@
+"""Numbered SQL files, and the ledger that says which of them a schema has."""
+
+import hashlib
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import assert_never
+
+import asyncpg
+
+from flowfabric.version import __version__
+
+FOLDER = Path(__file__).parent / "migrations"
+
+_FILE = re.compile(r"(\d{4})_([a-z0-9_]+)\.sql")
+_HEADER = re.compile(r"-- compatible: (yes|no)")
+_SCHEMA_NAME = re.compile(r"[a-z_][a-z0-9_]{0,62}")
+_APPLIED_BY = f"flowfabric {__version__}"
+_LEDGER = """create table if not exists schema_migration (
+  number int primary key,
+  name text not null,
+  checksum text not null,
+  compatible boolean not null,
+  applied_at timestamptz not null,
+  applied_by text not null)"""
+
+
+class MigrationError(RuntimeError):
+    """A schema that cannot be migrated or run on; the text says what is there, what is known and what to do."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Migration:
+    """One step of the schema: compatible when code that does not know it can still run."""
+
+    number: int
+    name: str
+    description: str
+    sql: str
+    checksum: str
+    compatible: bool
+
+    @property
+    def file(self) -> str:
+        """The name of its file."""
+        return f"{self.number:04}_{self.name}.sql"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Applied:
+    """One row of the ledger."""
+
+    number: int
+    name: str
+    checksum: str
+    compatible: bool
+
+
+class Verdict(StrEnum):
+    """How a schema stands to the migrations this code knows."""
+
+    CURRENT = "current"
+    BEHIND = "behind"
+    AHEAD = "ahead"
+    BREAKING = "breaking"
+    DAMAGED = "damaged"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchemaStatus:
+    """Whether this code can run on a schema, and why."""
+
+    verdict: Verdict
+    text: str
+    pending: tuple[Migration, ...]
+    newer: tuple[Applied, ...]
+
+    @property
+    def runs(self) -> bool:
+        """Whether this code can run on the schema as it is."""
+        return self.verdict in (Verdict.CURRENT, Verdict.AHEAD)
+
+
+def check_schema_name(schema: str) -> str:
+    """Give back a name that needs no quoting care anywhere, or raise ValueError."""
+    if not _SCHEMA_NAME.fullmatch(schema) or schema.startswith("pg_"):
+        raise ValueError(
+            f"{schema!r} is not a schema name: use lower-case letters, digits and _, at most 63, not starting"
+            " with a digit or with pg_"
+        )
+    return schema
+
+
+def load_migrations(folder: Path = FOLDER) -> tuple[Migration, ...]:
+    """The migrations of a folder in order; numbers start at 1 and leave no gap."""
+    migrations = tuple(_load(path) for path in sorted(folder.glob("*.sql")))
+    for expected, migration in enumerate(migrations, start=1):
+        if migration.number != expected:
+            raise MigrationError(f"{folder}: expected migration {expected:04}, found {migration.file}")
+    return migrations
+
+
+def _load(path: Path) -> Migration:
+    name = _FILE.fullmatch(path.name)
+    if name is None:
+        raise MigrationError(f"{path.name} is not named NNNN_name.sql")
+    # read_text turns the line ends of any checkout into one.
+    sql = path.read_text(encoding="utf-8")
+    header, _, description = sql.partition("\n")
+    mark = _HEADER.fullmatch(header.rstrip())
+    if mark is None:
+        raise MigrationError(f"{path.name} does not begin with '-- compatible: yes' or '-- compatible: no'")
+    first = description.partition("\n")[0]
+    if not first.startswith("-- "):
+        raise MigrationError(f"{path.name} has no '-- ' line that describes it after the first")
+    return Migration(
+        number=int(name[1]),
+        name=name[2],
+        description=first.removeprefix("-- ").strip(),
+        sql=sql,
+        checksum=hashlib.sha256(sql.encode()).hexdigest(),
+        compatible=mark[1] == "yes",
+    )
+
+
+async def migrate(
+    connection: asyncpg.Connection, *, schema: str, migrations: Sequence[Migration] | None = None
+) -> list[Migration]:
+    """Bring a schema to the newest known migration, and give those applied.
+
+    Each migration commits together with its row of the ledger. Runs at the same time wait for each other, and each
+    migration is applied once. A schema that this code could not run on afterwards is refused before any change.
+    """
+    check_schema_name(schema)
+    known = load_migrations() if migrations is None else migrations
+    applied: list[Migration] = []
+    while True:
+        # A snapshot taken before the wait for the lock would miss what the other run applied.
+        async with connection.transaction(isolation="read_committed"):
+            await connection.execute("set local lock_timeout = 0; set local statement_timeout = 0")
+            await connection.execute(_lock(schema))
+            ledger = await _read_ledger(connection, schema)
+            status = judge(schema, known, ledger or ())
+            match status.verdict:
+                case Verdict.BREAKING | Verdict.DAMAGED:
+                    raise MigrationError(status.text)
+                case Verdict.CURRENT | Verdict.AHEAD:
+                    return applied
+                case Verdict.BEHIND:
+                    await _apply(connection, schema, status.pending[0], fresh=ledger is None)
+                    applied.append(status.pending[0])
+                case never:
+                    assert_never(never)
+
+
+async def _apply(connection: asyncpg.Connection, schema: str, migration: Migration, *, fresh: bool) -> None:
+    # "if not exists" alone would ask for the right to create schemas even where it is there.
+    if not await connection.fetchval("select 1 from pg_namespace where nspname = $1", schema):
+        await connection.execute(f'create schema "{schema}"')
+    await connection.execute(f'set local search_path to "{schema}"')
+    if fresh:
+        await connection.execute(_LEDGER)
+    try:
+        await connection.execute(migration.sql)
+        await connection.execute(_record(migration))
+    except asyncpg.PostgresError as error:
+        raise MigrationError(f"{migration.file} failed on schema {schema} and left no trace: {error}") from error
+
+
+async def check(
+    connection: asyncpg.Connection, *, schema: str, migrations: Sequence[Migration] | None = None
+) -> SchemaStatus:
+    """Compare a schema with the migrations this code knows, without changing anything."""
+    check_schema_name(schema)
+    known = load_migrations() if migrations is None else migrations
+    return judge(schema, known, await _read_ledger(connection, schema) or ())
+
+
+async def _read_ledger(connection: asyncpg.Connection, schema: str) -> tuple[Applied, ...] | None:
+    """The ledger in order, or None when there is none."""
+    if await connection.fetchval("select to_regclass($1)", f'"{schema}".schema_migration') is None:
+        return None
+    rows = await connection.fetch(
+        f'select number, name, checksum, compatible from "{schema}".schema_migration order by number'
+    )
+    return tuple(Applied(**row) for row in rows)
+
+
+def judge(schema: str, known: Sequence[Migration], ledger: Sequence[Applied]) -> SchemaStatus:
+    """Say how a ledger stands to the known migrations."""
+    newest = len(known)
+    pending = tuple(known[len(ledger) :])
+    newer = tuple(applied for applied in ledger if applied.number > newest)
+    breaking = [f"{applied.number:04}_{applied.name}" for applied in newer if not applied.compatible]
+    has = f"at migration {ledger[-1].number}" if ledger else "empty"
+    knows = f"schema {schema} is {has} and flowfabric {__version__} knows {newest}"
+    if damage := _damage(known, ledger):
+        verdict, text = Verdict.DAMAGED, f"schema {schema} cannot be used: {damage}"
+    elif pending:
+        verdict, text = Verdict.BEHIND, f"{knows}: run `ff migrate` to apply {len(pending)} more"
+    elif breaking:
+        verdict = Verdict.BREAKING
+        text = f"{knows}: {', '.join(breaking)} broke compatibility, upgrade flowfabric"
+    elif newer:
+        verdict, text = Verdict.AHEAD, f"{knows}: the newer migrations are compatible, nothing to do"
+    else:
+        verdict, text = Verdict.CURRENT, f"{knows}: up to date"
+    return SchemaStatus(verdict=verdict, text=text, pending=pending, newer=newer)
+
+
+def _damage(known: Sequence[Migration], ledger: Sequence[Applied]) -> str | None:
+    """What is wrong with a ledger that no run of these migrations leaves behind."""
+    for expected, applied in enumerate(ledger, start=1):
+        if applied.number != expected:
+            return (
+                f"migration {expected} is not in its ledger but {applied.number} is;"
+                " restore the missing row if it was applied, else restore the database"
+            )
+    for migration, applied in zip(known, ledger, strict=False):
+        if migration.checksum != applied.checksum:
+            return (
+                f"{migration.file} differs from what was applied as {applied.number:04}_{applied.name};"
+                " a migration never changes, so install the release it came from"
+            )
+    return None
+
+
+def render_sql(migrations: Sequence[Migration], schema: str, *, from_number: int = 0) -> str:
+    """The migrations after a number as a script for psql, with the same effect on a schema as `migrate`."""
+    check_schema_name(schema)
+    script = [
+        f"-- Migrations of flowfabric {__version__} for schema {schema}, after number {from_number}.",
+        "-- Run with: psql --set ON_ERROR_STOP=1 --file THIS_FILE\n",
+    ]
+    for migration in migrations[from_number:]:
+        script += [
+            "begin;",
+            f"{_lock(schema)};",
+            f'create schema if not exists "{schema}";' if migration.number == 1 else "",
+            f'set local search_path to "{schema}";',
+            f"{_LEDGER};" if migration.number == 1 else "",
+            _expect(migration.number - 1),
+            migration.sql,
+            f"{_record(migration)};",
+            "commit;\n",
+        ]
+    return "\n".join(line for line in script if line)
+
+
+def _lock(schema: str) -> str:
+    return f"select pg_advisory_xact_lock(hashtextextended('flowfabric migrate {schema}', 0))"
+
+
+def _expect(number: int) -> str:
+    return (
+        "do $$ begin\n"
+        f"  if (select coalesce(max(number), 0) from schema_migration) <> {number} then\n"
+        f"    raise exception 'this script expects a schema at migration {number}, found %',"
+        " (select coalesce(max(number), 0) from schema_migration);\n"
+        "  end if;\n"
+        "end $$;"
+    )
+
+
+def _record(migration: Migration) -> str:
+    # Every value is made of letters, digits, dots and underscores by the rules of this module.
+    return (
+        "insert into schema_migration (number, name, checksum, compatible, applied_at, applied_by) values"
+        f" ({migration.number}, '{migration.name}', '{migration.checksum}', {str(migration.compatible).lower()},"
+        f" clock_timestamp(), '{_APPLIED_BY}')"
+    )

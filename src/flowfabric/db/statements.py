@@ -1,0 +1,69 @@
+"""Statements kept in .sql files, with named parameters bound to positions once at import."""
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import MappingProxyType
+
+_HEADER = re.compile(r"^-- name: ([a-z][a-z0-9_]*)$", re.MULTILINE)
+_NOT_CODE = re.compile(r"'(?:[^']|'')*'|--[^\n]*")
+_PARAMETER = re.compile(r"(?<![:\w]):([a-z][a-z0-9_]*)")
+
+
+class Statement:
+    """One SQL text and the order of its parameters."""
+
+    __slots__ = ("name", "parameters", "sql")
+
+    def __init__(self, name: str, text: str) -> None:
+        self.name = name
+        order: dict[str, int] = {}
+
+        def bind(code: str) -> str:
+            return _PARAMETER.sub(lambda found: f"${order.setdefault(found[1], len(order) + 1)}", code)
+
+        pieces: list[str] = []
+        position = 0
+        for skipped in _NOT_CODE.finditer(text):
+            pieces.append(bind(text[position : skipped.start()]))
+            pieces.append("" if skipped[0].startswith("--") else skipped[0])
+            position = skipped.end()
+        pieces.append(bind(text[position:]))
+        self.sql = f"/* {name} */ " + "".join(pieces).strip().rstrip(";")
+        self.parameters = tuple(order)
+
+    def arguments(self, values: Mapping[str, object]) -> list[object]:
+        """The values in the order of the statement's positions; a missing or unknown name is a KeyError."""
+        if len(values) != len(self.parameters):
+            raise KeyError(f"{self.name} takes {self.parameters}, got {tuple(values)}")
+        return [values[name] for name in self.parameters]
+
+    def __repr__(self) -> str:
+        return f"Statement({self.name})"
+
+
+class Statements:
+    """The statements of one .sql file, each an attribute of its name."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        text = path.read_text(encoding="utf-8")
+        heads = list(_HEADER.finditer(text))
+        ends = [head.start() for head in heads[1:]] + [len(text)]
+        self._by_name = MappingProxyType(
+            {head[1]: Statement(head[1], text[head.end() : end]) for head, end in zip(heads, ends, strict=True)}
+        )
+
+    def __getattr__(self, name: str) -> Statement:
+        try:
+            return self._by_name[name]
+        except KeyError:
+            raise AttributeError(f"{self.path.name} has no statement {name}") from None
+
+    def __iter__(self) -> Iterator[Statement]:
+        return iter(self._by_name.values())
+
+
+def statements_beside(module_file: str) -> Statements:
+    """The statements of the .sql file that stands beside a module and bears its name."""
+    return Statements(Path(module_file).with_suffix(".sql"))

@@ -1,0 +1,1 @@
+"""The operations: the only code that changes an execution."""

@@ -1,0 +1,112 @@
+"""Opening a store: the server, the schema this code can run on, and what is written at the first start."""
+
+import asyncio
+from dataclasses import dataclass
+
+from flowfabric.db import migrate
+from flowfabric.db.database import Database, StoreFault
+from flowfabric.db.embedded import Embedded, EmbeddedError
+from flowfabric.db.notify import Hints
+from flowfabric.engine.store import SQL, Rules, Store, error_of
+from flowfabric.model.errors import UnavailableError, error
+from flowfabric.model.ids import Partitions, check_lane_id
+from flowfabric.settings import Settings
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NoOp:
+    """There was nothing to prepare."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Applied:
+    """What was prepared."""
+
+    description: str
+
+
+class Boot:
+    """The connection of one engine to its store, from start to close."""
+
+    def __init__(self, settings: Settings, database: Database, embedded: Embedded | None) -> None:
+        self._settings = settings
+        self._database = database
+        self._embedded = embedded
+        self.hints = Hints(database, deaf=not settings.listen)
+        self.store = Store(
+            database,
+            self.hints,
+            Rules(
+                partitions=Partitions(
+                    flow=settings.flow_partitions, budget=settings.budget_partitions, quota=settings.quota_partitions
+                ),
+                instance_tag=settings.instance_tag,
+                tell_renewals=settings.lease_renewal_events,
+                retention_ms=settings.retention_ms,
+                feed_retention_ms=settings.feed_retention_ms,
+            ),
+        )
+
+    @classmethod
+    async def open(cls, settings: Settings) -> "Boot":
+        """Connect, starting the embedded server where no other is named, and prepare the schema."""
+        embedded: Embedded | None = None
+        url = settings.database_url
+        try:
+            if url is None:
+                embedded = await asyncio.to_thread(Embedded.start, settings.home)
+                url = embedded.url
+            database = await Database.open(url, schema=settings.schema_name, pool_size=settings.database_pool_size)
+            boot = cls(settings, database, embedded)
+            try:
+                await boot.prepare()
+            except BaseException:
+                await database.close()
+                raise
+        except EmbeddedError as failed:
+            raise error("unavailable", str(failed)) from failed
+        except StoreFault as fault:
+            raise error_of(fault) from fault
+        except BaseException:
+            if embedded is not None:
+                await asyncio.to_thread(embedded.release)
+            raise
+        return boot
+
+    async def prepare(self) -> NoOp | Applied:
+        """Bring the store to where this code can run on it; safe to call at any time, from any number of processes."""
+        done = await self._prepare_schema()
+        counts = self.store.rules.partitions
+        (row,) = await self.store.fetch(
+            SQL.insert_configuration, flow=counts.flow, budget=counts.budget, quota=counts.quota
+        )
+        stored = Partitions(
+            flow=row["flow_partitions"], budget=row["budget_partitions"], quota=row["quota_partitions"]
+        )
+        if stored != counts:
+            raise UnavailableError("unavailable", f"the store was made with {stored}, this process has {counts}")
+        for lane in self._settings.lanes:
+            await self.store.lane_no(check_lane_id(lane), registered_by="configuration")
+        return Applied(description=", ".join(done)) if done else NoOp()
+
+    async def _prepare_schema(self) -> list[str]:
+        connection = await self._database.connect()
+        try:
+            if self._settings.migrates:
+                applied = await migrate.migrate(connection, schema=self._database.schema)
+                return [migration.file for migration in applied]
+            status = await migrate.check(connection, schema=self._database.schema)
+            if not status.runs:
+                raise error("unavailable", status.text)
+            return []
+        except migrate.MigrationError as refused:
+            raise error("unavailable", str(refused)) from refused
+        finally:
+            await connection.close()
+
+    async def close(self) -> None:
+        """Give back every connection, and the embedded server."""
+        await self.hints.close()
+        await self._database.close()
+        if self._embedded is not None:
+            await asyncio.to_thread(self._embedded.release)

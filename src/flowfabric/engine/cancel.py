@@ -1,0 +1,96 @@
+"""Cancelling: by the worker that holds the lease, or by anyone with the right to override it."""
+
+from uuid import UUID
+
+from flowfabric.db.database import Record, Transaction
+from flowfabric.db.statements import statements_beside
+from flowfabric.engine.fence import refusal
+from flowfabric.engine.finish import storable
+from flowfabric.engine.lease import usable
+from flowfabric.engine.release import Releases, Run
+from flowfabric.engine.store import Store
+from flowfabric.engine.transition import Release
+from flowfabric.model.errors import error
+from flowfabric.model.handle import Handle
+from flowfabric.model.ids import check_text, parse_execution_id, parse_uuid, split_execution_id
+from flowfabric.model.outcomes import Cancelled
+from flowfabric.model.states import CancelSource, PublicState
+
+SQL = statements_beside(__file__)
+
+_FENCE_EXEMPT = frozenset({CancelSource.OPERATOR_OVERRIDE, CancelSource.FLOW_CASCADE, CancelSource.SYSTEM_TIMEOUT})
+
+
+class Cancel:
+    """The cancel operations."""
+
+    def __init__(self, store: Store, releases: Releases) -> None:
+        self._store = store
+        self._releases = releases
+
+    async def cancel(self, handle: Handle, reason: str) -> None:
+        """End the run a handle holds as cancelled; a repeat of the call that did so is success too."""
+        handle = usable(handle)
+        run = Run(
+            handle.execution_id,
+            Release.CANCELLED,
+            handle=handle,
+            reason=storable(reason),
+            source=CancelSource.LEASE_HOLDER,
+        )
+        row = await self._releases.one(run)
+        is_repeat = (
+            row["verdict"] == "execution_not_active"
+            and row["terminal_outcome"] == "cancelled"
+            and row["lease_epoch"] == handle.lease_epoch
+            and row["attempt_id"] == handle.attempt_id
+        )
+        if row["verdict"] != "ok" and not is_repeat:
+            raise refusal(row)
+
+    async def cancel_execution(
+        self,
+        execution_id: str,
+        reason: str,
+        source: str,
+        lease_id: UUID | str | None,
+        lease_epoch: int | None,
+        attempt_id: UUID | str | None,
+    ) -> Cancelled:
+        """End an execution as cancelled from any state; cancelling it again changes nothing."""
+        parsed = parse_execution_id(execution_id)
+        reason = check_text(reason, "reason")
+        source = check_text(source, "source") or CancelSource.OPERATOR_OVERRIDE
+        expected_lease = parse_uuid(lease_id, "lease_id") if lease_id else None
+        expected_attempt = parse_uuid(attempt_id, "attempt_id") if attempt_id else None
+        partition, uuid = split_execution_id(parsed)
+
+        def check(held: Record) -> None:
+            if held["lifecycle_phase"] == "terminal":
+                raise refusal({"verdict": "execution_not_active", **dict(held)})
+            if held["lifecycle_phase"] != "active" or source in _FENCE_EXEMPT:
+                return
+            if held["ownership_state"] == "lease_revoked":
+                raise error("lease_revoked")
+            if expected_lease is None or lease_epoch is None:
+                raise error("invalid_input", f"a cancel of active work by {source!r} names lease_id and lease_epoch")
+            if (
+                held["lease_id"] != expected_lease
+                or held["lease_epoch"] != lease_epoch
+                or (expected_attempt is not None and held["attempt_id"] != expected_attempt)
+            ):
+                raise error("stale_lease")
+
+        run = Run(parsed, Release.CANCELLED, reason=reason, source=source)
+
+        async def end(transaction: Transaction) -> list[Record]:
+            rows = await transaction.fetch(SQL.lock_for_cancel, partition_key=partition, execution_id=uuid)
+            if not rows:
+                raise error("execution_not_found")
+            if rows[0]["terminal_outcome"] == "cancelled":
+                return []
+            check(rows[0])
+            return await self._releases.within(transaction, [run])
+
+        self._releases.tell([run], await self._store.transact(end))
+        return Cancelled(execution_id=parsed, public_state=PublicState.CANCELLED)

@@ -1,0 +1,184 @@
+"""Claiming: the best claimable executions of a worker's lanes, leased in one statement."""
+
+import time
+from collections.abc import Sequence
+
+import msgspec
+
+from flowfabric.db.database import Record
+from flowfabric.db.statements import statements_beside
+from flowfabric.engine.finish import Finish
+from flowfabric.engine.lease import Leases
+from flowfabric.engine.store import Store
+from flowfabric.engine.transition import CLAIM_PARAMETERS
+from flowfabric.model.errors import error
+from flowfabric.model.handle import Handle
+from flowfabric.model.ids import (
+    ExecutionId,
+    WorkerInstanceId,
+    check_lane_id,
+    check_worker_id,
+    mint_uuid_texts,
+)
+from flowfabric.model.outcomes import ClaimedExecution
+from flowfabric.model.policy import check_capabilities, parse_policy
+from flowfabric.model.states import AttemptType, HandleKind
+
+SQL = statements_beside(__file__)
+
+MAX_LANES = 64
+MAX_LIMIT = 1000
+MAX_TTL_MS = 2**32 - 1
+POLL_SECONDS = 1.0
+"""The longest pause between two looks at the queues while a claim waits without hints."""
+
+_KINDS = {"fresh": HandleKind.FRESH, "resumed": HandleKind.RESUMED, "reclaimed": HandleKind.RECLAIMED}
+_TYPES = {str(attempt_type): attempt_type for attempt_type in AttemptType}
+_read_tags = msgspec.json.Decoder(dict[str, str]).decode
+_NO_TAGS: dict[str, str] = {}
+
+
+class Claim:
+    """The claim family of operations."""
+
+    def __init__(self, store: Store, leases: Leases, finish: Finish) -> None:
+        self._store = store
+        self._leases = leases
+        self._finish = finish
+        self.closing = False
+        """Set at shutdown: no claim waits any longer."""
+
+    async def claim_many(
+        self,
+        *,
+        lanes: Sequence[str],
+        capabilities: Sequence[str],
+        worker_id: str,
+        worker_instance_id: str,
+        lease_ttl_ms: int,
+        limit: int,
+        max_wait_ms: int,
+    ) -> list[ClaimedExecution]:
+        """Lease at most `limit` executions; wait for the first one up to `max_wait_ms`."""
+        if isinstance(lanes, str) or not 1 <= len(lanes) <= MAX_LANES:
+            raise error("invalid_input", f"lanes: 1 to {MAX_LANES} lane ids")
+        lane_ids = sorted({check_lane_id(lane) for lane in lanes})
+        offered = check_capabilities(tuple(capabilities))
+        worker_id = check_worker_id(worker_id, "worker_id")
+        instance = WorkerInstanceId(check_worker_id(worker_instance_id, "worker_instance_id"))
+        _check_range(lease_ttl_ms, "lease_ttl_ms", 1, MAX_TTL_MS)
+        _check_range(limit, "limit", 1, MAX_LIMIT)
+        _check_range(max_wait_ms, "max_wait_ms", 0, MAX_TTL_MS)
+        worker_no = await self._store.worker_no(worker_id, instance)
+        deadline = time.monotonic() + max_wait_ms / 1000
+        while True:
+            claimed = await self._look(lane_ids, offered, worker_no, instance, lease_ttl_ms, limit)
+            left = deadline - time.monotonic()
+            if claimed or left <= 0 or self.closing:
+                return claimed
+            await self._store.wakeups.wait_for_work(lane_ids, min(left, POLL_SECONDS))
+
+    async def _look(
+        self,
+        lanes: list[str],
+        offered: Sequence[str],
+        worker_no: int,
+        instance: WorkerInstanceId,
+        lease_ttl_ms: int,
+        limit: int,
+    ) -> list[ClaimedExecution]:
+        """One search: where the marks lead, else over whole queues, else after what is due by now."""
+        marks = self._store.wakeups.marks
+        claimed: list[ClaimedExecution] = []
+        while len(claimed) < limit:
+            queues, firsts, lasts = marks.spans()
+            wanted = limit - len(claimed)
+            rows = await self._store.fetch(
+                SQL.claim_best,
+                lanes=lanes,
+                capabilities=offered,
+                worker_no=worker_no,
+                lease_ttl_ms=lease_ttl_ms,
+                limit=wanted,
+                span_queues=queues,
+                span_firsts=firsts,
+                span_lasts=lasts,
+                lease_ids=mint_uuid_texts(wanted),
+                attempt_ids=mint_uuid_texts(wanted),
+                **CLAIM_PARAMETERS,
+            )
+            capped: list[ExecutionId] = []
+            for row in rows:
+                marks.raise_to(row["queue_no"], row["place"])
+                if row["branch"] == "capped":
+                    capped.append(ExecutionId(f"{{fp:{row['partition_key']}}}:{row['execution_id']}"))
+                else:
+                    claimed.append(_claimed(row, instance, lease_ttl_ms))
+            if capped:
+                await self._finish.end_at_reclaim_cap(capped)
+                continue
+            if claimed:
+                break
+            if queues:
+                marks.clear()
+            elif not await self._leases.catch_up(lanes):
+                break
+        return claimed
+
+
+def _claimed(row: Record, instance: WorkerInstanceId, lease_ttl_ms: int) -> ClaimedExecution:
+    (
+        branch,
+        partition,
+        uuid,
+        _queue_no,
+        _place,
+        lane_id,
+        priority,
+        retry_count,
+        lease_id,
+        lease_epoch,
+        lease_expires_at,
+        attempt_id,
+        attempt_type,
+        attempt_index,
+        execution_kind,
+        input_payload,
+        payload_encoding,
+        policy,
+        tags,
+    ) = row
+    execution_id = ExecutionId(f"{{fp:{partition}}}:{uuid}")
+    return ClaimedExecution(
+        execution_id=execution_id,
+        lease_id=lease_id,
+        lease_epoch=lease_epoch,
+        attempt_index=attempt_index,
+        attempt_id=attempt_id,
+        attempt_type=_TYPES[attempt_type],
+        lease_expires_at=lease_expires_at,
+        handle=Handle(
+            kind=_KINDS[branch],
+            execution_id=execution_id,
+            attempt_index=attempt_index,
+            attempt_id=attempt_id,
+            lease_id=lease_id,
+            lease_epoch=lease_epoch,
+            lease_ttl_ms=lease_ttl_ms,
+            lane_id=lane_id,
+            worker_instance_id=instance,
+        ),
+        lane_id=lane_id,
+        execution_kind=execution_kind,
+        input_payload=input_payload,
+        payload_encoding=payload_encoding,
+        tags=_read_tags(tags) if tags else _NO_TAGS,
+        policy=parse_policy(policy) if policy else None,
+        retry_count=retry_count,
+        priority=priority,
+    )
+
+
+def _check_range(value: object, field: str, least: int, most: int) -> None:
+    if type(value) is not int or not least <= value <= most:
+        raise error("invalid_input", f"{field}: {least} to {most}, got {value!r}")

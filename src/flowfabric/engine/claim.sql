@@ -1,0 +1,131 @@
+-- name: claim_best
+-- Leases the best claimable executions of the lanes this worker may serve, at most :limit, in claim order.
+-- spans: where to walk a queue whose head is known to be spent; a queue without spans is walked whole.
+-- With one queue the lateral walk is lazy, so :limit bounds the rows it locks; with several, a read without locks
+-- first settles how many each span gives.
+with clock as materialized (select ff_now() as now),
+serving as materialized (
+  select q.queue_no, l.lane_id
+    from lane l
+    join queue q using (lane_no)
+    join capability_set c using (capability_set_no)
+   where l.lane_id = any(:lanes::text[]) and l.state in ('active', 'draining') and c.required <@ :capabilities::text[]
+),
+span as materialized (
+  select s.queue_no, s.lane_id, coalesce(w.first_place, 0) as first_place,
+         coalesce(w.last_place, 9223372036854775807) as last_place
+    from serving s
+    left join unnest(:span_queues::int[], :span_firsts::bigint[], :span_lasts::bigint[])
+              as w(queue_no, first_place, last_place) using (queue_no)
+   order by 3
+),
+share as materialized (
+  select queue_no, lane_id, first_place, last_place, :limit::bigint as rows
+    from span where (select count(*) from serving) = 1
+  union all
+  select queue_no, lane_id, first_place, last_place, count(*)
+    from (select s.*
+            from span s
+           cross join lateral (
+                 select e.place from execution e
+                  where e.queue_no = s.queue_no and e.place between s.first_place and s.last_place
+                    and (e.eligibility_state = 'eligible_now' or e.ownership_state in ('lease_expired_reclaimable', 'lease_revoked'))
+                  order by e.place limit :limit) e
+           where (select count(*) from serving) > 1
+           order by e.place limit :limit) best
+   group by 1, 2, 3, 4
+),
+picked as materialized (
+  select s.lane_id, e.*
+    from share s
+   cross join lateral (
+         select e.partition_key, e.execution_id, e.queue_no, e.place, e.priority, e.namespace_no, e.ownership_state, e.attempt_state,
+                e.lease_epoch, e.lease_id, e.attempt_id, e.attempt_type, e.attempt_count, e.worker_no, e.claimed_at,
+                e.retry_count, e.reclaim_count, e.remaining_attempt_timeout_ms, e.flow_id, e.instance_tag,
+                e.previous_attempt_index, e.retry_reason, e.reclaim_reason, e.replay_reason, e.replay_requested_by,
+                e.attempt_policy
+           from execution e
+          where e.queue_no = s.queue_no and e.place between s.first_place and s.last_place
+            and (e.eligibility_state = 'eligible_now' or e.ownership_state in ('lease_expired_reclaimable', 'lease_revoked'))
+            and (e.granted_until is null or e.granted_until <= (select now from clock))
+            and e.blocking_reason <> 'paused_by_flow_cancel'
+          order by e.place limit s.rows
+            for update skip locked) e
+   limit :limit
+),
+judged as materialized (
+  select p.*, c.now, i.execution_kind, i.input_payload, i.payload_encoding, i.policy, i.has_tags,
+         row_number() over (order by p.place) as nth,
+         case
+           when p.ownership_state = 'unowned' then
+             case p.attempt_state when 'attempt_interrupted' then 'resumed' else 'fresh' end
+           when p.reclaim_count >= case when i.policy is null then 1000 else coalesce((i.policy ->> 'max_reclaim_count')::int, 100) end
+             then 'capped'
+           else 'reclaimed' end as branch,
+         case when p.attempt_state = 'attempt_interrupted' and p.ownership_state = 'unowned'
+           then p.remaining_attempt_timeout_ms
+           else nullif((i.policy #>> '{timeout_policy,attempt_timeout_ms}')::bigint, 0) end as timeout_ms
+    from picked p
+    join execution_input i using (partition_key, execution_id)
+   cross join clock c
+),
+leased as (
+  update execution e
+     set lifecycle_phase = :to_phase, ownership_state = :to_ownership, eligibility_state = :to_eligibility,
+         blocking_reason = :to_blocking, terminal_outcome = :to_outcome, attempt_state = :to_attempt,
+         blocking_detail = null,
+         lease_epoch = j.lease_epoch + 1, lease_id = (:lease_ids::uuid[])[j.nth], worker_no = :worker_no,
+         claimed_at = j.now, lease_expires_at = j.now + :lease_ttl_ms::bigint, lease_renewed_at = null,
+         granted_until = null, delay_until = null, remaining_attempt_timeout_ms = null,
+         attempt_timeout_at = j.now + j.timeout_ms,
+         attempt_id = case j.branch when 'resumed' then e.attempt_id else (:attempt_ids::uuid[])[j.nth] end,
+         attempt_count = e.attempt_count + (j.branch <> 'resumed')::int,
+         attempt_type = case
+           when j.branch = 'resumed' then e.attempt_type
+           when j.branch = 'reclaimed' then 'reclaim'
+           when e.attempt_state = 'pending_retry_attempt' then 'retry'
+           when e.attempt_state = 'pending_replay_attempt' then 'replay'
+           else 'initial' end::attempt_type,
+         reclaim_count = e.reclaim_count + (j.branch = 'reclaimed')::int,
+         previous_attempt_index = case j.branch when 'reclaimed' then j.attempt_count - 1 else e.previous_attempt_index end,
+         reclaim_reason = case j.branch when 'reclaimed' then 'lease_' || j.ownership_state when 'fresh' then null else e.reclaim_reason end,
+         retry_reason = case j.branch when 'reclaimed' then null else e.retry_reason end,
+         replay_reason = case j.branch when 'reclaimed' then null else e.replay_reason end,
+         replay_requested_by = case j.branch when 'reclaimed' then null else e.replay_requested_by end,
+         attempt_policy = case j.branch when 'resumed' then e.attempt_policy end,
+         lease_expired_at = null, lease_revoked_at = null, lease_revoke_reason = null,
+         started_at = coalesce(e.started_at, j.now), last_transition_at = j.now, last_mutation_at = j.now
+    from judged j
+   where e.partition_key = j.partition_key and e.execution_id = j.execution_id and j.branch <> 'capped'
+  returning e.partition_key, e.execution_id, e.lease_id, e.lease_epoch, e.lease_expires_at, e.attempt_id, e.attempt_type,
+            e.attempt_count, j.nth
+),
+interrupted as (
+  insert into attempt as a (partition_key, execution_id, attempt_index, attempt_id, attempt_type, attempt_state,
+                       started_at, ended_at, lease_id, lease_epoch, worker_no, failure_reason, previous_attempt_index,
+                       retry_reason, reclaim_reason, replay_reason, replay_requested_by, policy)
+  select partition_key, execution_id, attempt_count - 1, attempt_id, attempt_type, 'interrupted_reclaimed',
+         claimed_at, now, lease_id, lease_epoch, worker_no, 'lease_' || ownership_state, previous_attempt_index,
+         retry_reason, reclaim_reason, replay_reason, replay_requested_by, attempt_policy
+    from judged where branch = 'reclaimed'
+  on conflict (partition_key, execution_id, attempt_index) do update
+     set attempt_state = excluded.attempt_state, resumed_at = excluded.started_at, ended_at = excluded.ended_at,
+         lease_id = excluded.lease_id, lease_epoch = excluded.lease_epoch, worker_no = excluded.worker_no,
+         failure_reason = excluded.failure_reason
+),
+told as (
+  insert into event (at, execution_id, partition_key, kind, namespace_no, attempt_index, worker_no, lease_epoch, lease_id,
+                     reason, flow_id, instance_tag)
+  select j.now, j.execution_id, j.partition_key, case j.branch when 'reclaimed' then 6 else 1 end, j.namespace_no,
+         l.attempt_count - 1, :worker_no, l.lease_epoch, l.lease_id,
+         case j.branch when 'resumed' then 'claim_resumed' end, j.flow_id, j.instance_tag
+    from leased l join judged j using (nth)
+)
+select j.branch, j.partition_key, j.execution_id, j.queue_no, j.place, j.lane_id, j.priority, j.retry_count,
+       l.lease_id, l.lease_epoch, l.lease_expires_at, l.attempt_id, l.attempt_type, l.attempt_count - 1 as attempt_index,
+       j.execution_kind, j.input_payload, j.payload_encoding, j.policy,
+       case when j.has_tags then (
+         select jsonb_object_agg(t.key, t.value) from execution_tag t
+          where t.partition_key = j.partition_key and t.execution_id = j.execution_id) end as tags
+  from judged j left join leased l using (nth)
+ order by j.nth;

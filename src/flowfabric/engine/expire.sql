@@ -1,0 +1,12 @@
+-- name: lock_expired
+-- Holds executions whose attempt timer or deadline has passed, with what the decision to retry needs.
+select e.partition_key, e.execution_id, e.retry_count, e.lifecycle_phase, i.policy,
+       coalesce(e.deadline_at <= c.now, false) as past_deadline
+  from (select ff_now() as now) c
+ cross join lateral (
+       select e.* from execution e
+        where e.due_at <= c.now
+          and (e.deadline_at <= c.now or (e.lifecycle_phase = 'active' and e.attempt_timeout_at <= c.now))
+        order by e.due_at limit :limit
+          for update skip locked) e
+  join execution_input i using (partition_key, execution_id);

@@ -1,0 +1,193 @@
+"""Finishing: complete and fail, and what a repeated call of either finds."""
+
+import logging
+import random
+from collections.abc import Sequence
+
+from flowfabric.db.database import Record, Transaction
+from flowfabric.db.statements import statements_beside
+from flowfabric.engine.fence import refusal
+from flowfabric.engine.lease import usable
+from flowfabric.engine.release import Releases, Run
+from flowfabric.engine.store import Store
+from flowfabric.engine.transition import Release
+from flowfabric.model.errors import EngineError, error
+from flowfabric.model.handle import Handle
+from flowfabric.model.ids import ExecutionId, format_execution_id, split_execution_id
+from flowfabric.model.outcomes import (
+    ClaimedExecution,
+    Completed,
+    FailureClass,
+    FailureReason,
+    RetryScheduled,
+    TerminalFailed,
+    failure_category,
+)
+from flowfabric.model.policy import ExecutionPolicy, may_retry, parse_policy, reclaim_cap, retry_delay_ms
+from flowfabric.model.states import PublicState
+
+SQL = statements_beside(__file__)
+
+logger = logging.getLogger(__name__)
+
+MAX_BATCH = 1000
+MAX_RECLAIMS_EXCEEDED = "max_reclaims_exceeded"
+
+
+class Finish:
+    """The finish family of operations."""
+
+    def __init__(self, store: Store, releases: Releases) -> None:
+        self._store = store
+        self._releases = releases
+
+    async def complete(self, handle: Handle, payload: bytes | None) -> None:
+        """End in success; a repeat of the call that did so is success too."""
+        run = _completion(handle, payload)
+        row = await self._releases.one(run)
+        if row[1] != "ok" and not _was_completed(row, handle):
+            raise refusal(row)
+
+    async def complete_many(self, items: Sequence[tuple[Handle, bytes | None]]) -> list[Completed | EngineError]:
+        """End up to a thousand runs in success in one statement, each with its own verdict."""
+        if not 1 <= len(items) <= MAX_BATCH:
+            raise error("invalid_input", f"items: 1 to {MAX_BATCH}, got {len(items)}")
+        runs: list[Run | EngineError] = []
+        for handle, payload in items:
+            try:
+                runs.append(_completion(handle, payload))
+            except EngineError as refused:
+                runs.append(refused)
+        good = [run for run in runs if isinstance(run, Run)]
+        rows = iter(await self._releases.many(good) if good else ())
+        answers: list[Completed | EngineError] = []
+        for run, (handle, _) in zip(runs, items, strict=True):
+            if isinstance(run, EngineError):
+                answers.append(run)
+                continue
+            row = next(rows)
+            if isinstance(row, EngineError):
+                answers.append(row)
+            elif not isinstance(row, Exception) and (row[1] == "ok" or _was_completed(row, handle)):
+                answers.append(Completed(execution_id=run.execution_id, public_state=PublicState.COMPLETED))
+            elif not isinstance(row, Exception):
+                answers.append(refusal(row))
+        return answers
+
+    async def fail(
+        self,
+        handle: Handle,
+        reason: FailureReason | str,
+        classification: FailureClass | str,
+        claimed: ClaimedExecution | None,
+    ) -> RetryScheduled | TerminalFailed:
+        """End the attempt in failure: tried again after a pause where the policy says so, else ended."""
+        handle = usable(handle)
+        if isinstance(reason, str):
+            reason = FailureReason(reason)
+        message = storable(reason.message)
+        try:
+            classification = FailureClass(classification)
+        except ValueError:
+            raise error(
+                "invalid_input", f"classification: one of {', '.join(FailureClass)}, got {classification!r}"
+            ) from None
+        category = storable(failure_category(reason, classification))
+        if claimed is None:
+            policy, retry_count = await self._retry_state(handle.execution_id)
+        else:
+            policy, retry_count = claimed.policy, claimed.retry_count
+        delay_ms = retry_pause(policy, retry_count, category)
+        run = Run(
+            handle.execution_id,
+            Release.FAILED if delay_ms is None else Release.RETRY,
+            handle=handle,
+            reason=message,
+            category=category,
+            delay_ms=delay_ms,
+        )
+        row = await self._releases.one(run)
+        if row["verdict"] == "ok":
+            return TerminalFailed() if delay_ms is None else RetryScheduled(delay_until=row["delayed_to"])
+        return _was_failed(row, handle)
+
+    async def end_at_reclaim_cap(self, execution_ids: Sequence[ExecutionId]) -> None:
+        """End executions whose lease was lost once more than their policy allows."""
+        pairs = [split_execution_id(execution_id) for execution_id in execution_ids]
+
+        async def end(transaction: Transaction) -> tuple[list[Run], list[Record]]:
+            held = await transaction.fetch(
+                SQL.lock_lost,
+                partition_keys=[partition for partition, _ in pairs],
+                execution_ids=[uuid for _, uuid in pairs],
+            )
+            runs = [
+                Run(
+                    format_execution_id(row["partition_key"], row["execution_id"]),
+                    Release.RECLAIM_CAP,
+                    reason=MAX_RECLAIMS_EXCEEDED,
+                )
+                for row in held
+                if row["reclaim_count"] >= reclaim_cap(parse_policy(row["policy"]))
+            ]
+            return runs, await self._releases.within(transaction, runs) if runs else []
+
+        runs, rows = await self._store.transact(end)
+        for run in runs:
+            logger.warning("%s ended: its lease was lost as often as its policy allows", run.execution_id)
+        self._releases.tell(runs, rows)
+
+    async def _retry_state(self, execution_id: ExecutionId) -> tuple[ExecutionPolicy | None, int]:
+        partition, uuid = split_execution_id(execution_id)
+        rows = await self._store.fetch(SQL.read_retry_state, partition_key=partition, execution_id=uuid)
+        if not rows:
+            raise error("execution_not_found")
+        return parse_policy(rows[0]["policy"]), rows[0]["retry_count"]
+
+
+def retry_pause(policy: ExecutionPolicy | None, retry_count: int, category: str) -> int | None:
+    """The milliseconds before the next attempt, or None when there is none."""
+    retry_policy = policy.retry_policy if policy is not None else None
+    if retry_policy is None or not may_retry(retry_policy, retry_count=retry_count, category=category):
+        return None
+    return retry_delay_ms(retry_policy.backoff, retry_count, draw=random.random())
+
+
+def storable(text: object) -> str:
+    """A text the store can hold, whatever a failing handler said: a failure is never refused over its message."""
+    return str(text).replace("\0", "\N{REPLACEMENT CHARACTER}").encode("utf-8", "replace").decode()
+
+
+def _completion(handle: Handle, payload: bytes | None) -> Run:
+    handle = usable(handle)
+    if payload is not None and type(payload) is not bytes:
+        if not isinstance(payload, bytearray | memoryview):
+            raise error("invalid_input", f"payload: must be bytes, got {type(payload).__name__}")
+        payload = bytes(payload)
+    return Run(handle.execution_id, Release.COMPLETED, handle=handle, payload=payload)
+
+
+def _is_same_run(row: Record, handle: Handle) -> bool:
+    return (
+        row["verdict"] == "execution_not_active"
+        and bool(row["lease_epoch"] == handle.lease_epoch)
+        and bool(row["attempt_id"] == handle.attempt_id)
+    )
+
+
+def _was_completed(row: Record, handle: Handle) -> bool:
+    return _is_same_run(row, handle) and row["terminal_outcome"] == "success"
+
+
+def _was_failed(row: Record, handle: Handle) -> RetryScheduled | TerminalFailed:
+    """What an earlier call of this run's failure answered, else why this one is refused."""
+    if _is_same_run(row, handle) and row["terminal_outcome"] == "failed":
+        return TerminalFailed()
+    if (
+        row["verdict"] == "execution_not_active"
+        and row["attempt_state"] == "pending_retry_attempt"
+        and row["lease_epoch"] == handle.lease_epoch
+        and row["previous_attempt_index"] == handle.attempt_index
+    ):
+        return RetryScheduled(delay_until=row["delay_until"])
+    raise refusal(row)

@@ -1,0 +1,178 @@
+"""Leases: renewing them, marking the lapsed ones, and reporting progress under them."""
+
+from collections.abc import Sequence
+
+from flowfabric.db.batch import LOCKED, Batch, Locked
+from flowfabric.db.database import Record, Transaction
+from flowfabric.db.statements import statements_beside
+from flowfabric.engine.fence import lock_execution, refusal
+from flowfabric.engine.store import Store
+from flowfabric.engine.transition import LEASE_EXPIRED_PARAMETERS, PROMOTED
+from flowfabric.model.errors import EngineError, error
+from flowfabric.model.handle import Handle, check_handle
+from flowfabric.model.ids import ExecutionId, check_text, format_execution_id, split_execution_id
+from flowfabric.model.outcomes import Renewed
+from flowfabric.model.states import HandleKind
+
+SQL = statements_beside(__file__)
+
+SWEEP_LIMIT = 1000
+MAX_BATCH = 1000
+
+
+class Leases:
+    """The lease family of operations."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._batch: Batch[Handle, Renewed] = Batch(
+            self._renew_together, self._renew_alone, key=lambda handle: handle.execution_id
+        )
+        self.is_swept = False
+        """Set while a reconciler of this process does what is due; a claim then need not."""
+
+    async def renew(self, handle: Handle) -> Renewed:
+        """Extend one lease by the time its handle holds; concurrent callers share a statement."""
+        return await self._store.answer(self._batch.put(usable(handle)))
+
+    async def renew_many(self, handles: Sequence[Handle]) -> list[Renewed | EngineError]:
+        """Extend the leases of up to a thousand handles in one statement, each with its own verdict."""
+        if not 1 <= len(handles) <= MAX_BATCH:
+            raise error("invalid_input", f"handles: 1 to {MAX_BATCH}, got {len(handles)}")
+        usable, refused = [], {}
+        for at, handle in enumerate(handles):
+            try:
+                usable.append(usable(handle))
+            except EngineError as refusal_of_it:
+                refused[at] = refusal_of_it
+        answers = iter(await self._store.answers(self._batch.run(usable)) if usable else ())
+        return [refused[at] if at in refused else next(answers) for at in range(len(handles))]
+
+    async def progress(self, handle: Handle, *, percent: int | None, message: str | None) -> None:
+        """Overwrite what the run reports of itself; what is absent keeps its value."""
+        handle = usable(handle)
+        if percent is not None and (type(percent) is not int or not 0 <= percent <= 255):
+            raise error("invalid_input", f"percent: 0 to 255, got {percent!r}")
+        if message is not None:
+            check_text(message, "message")
+        partition, uuid = split_execution_id(handle.execution_id)
+
+        async def write(transaction: Transaction) -> Record:
+            await lock_execution(transaction, handle.execution_id)
+            (row,) = await transaction.fetch(
+                SQL.set_progress,
+                partition_key=partition,
+                execution_id=uuid,
+                lease_epoch=handle.lease_epoch,
+                lease_id=handle.lease_id,
+                attempt_id=handle.attempt_id,
+                percent=percent,
+                message=message,
+            )
+            return row
+
+        row = await self._store.transact(write)
+        if row["verdict"] != "ok":
+            if row["verdict"] == "lease_expired":
+                await self.mark_lapsed([handle.execution_id])
+            raise refusal(row)
+
+    async def mark_lapsed(self, execution_ids: Sequence[ExecutionId] | None = None) -> int:
+        """Mark lapsed leases, the named ones or the oldest due, so that the next claim takes them; answers how many."""
+        pairs = [split_execution_id(execution_id) for execution_id in execution_ids or ()]
+        rows = await self._store.fetch(
+            SQL.mark_lapsed_leases,
+            partition_keys=[partition for partition, _ in pairs],
+            execution_ids=None if execution_ids is None else [uuid for _, uuid in pairs],
+            limit=SWEEP_LIMIT,
+            **LEASE_EXPIRED_PARAMETERS,
+        )
+        self._tell(rows)
+        return len(rows)
+
+    async def promote_delayed(self) -> int:
+        """Make the delayed executions whose time has come claimable, the oldest first; answers how many."""
+        rows = await self._store.fetch(SQL.promote_delayed, limit=SWEEP_LIMIT, **PROMOTED)
+        self._tell(rows)
+        return len(rows)
+
+    async def catch_up(self, lanes: Sequence[str]) -> bool:
+        """Whether marking lapsed leases and promoting delayed work just made something of these lanes claimable."""
+        if self.is_swept:
+            return False
+        woken: set[str] = set()
+        for statement, target in ((SQL.mark_lapsed_leases, LEASE_EXPIRED_PARAMETERS), (SQL.promote_delayed, PROMOTED)):
+            values: dict[str, object] = {"limit": SWEEP_LIMIT, **target}
+            if statement is SQL.mark_lapsed_leases:
+                values |= {"partition_keys": [], "execution_ids": None}
+            rows = await self._store.fetch(statement, **values)
+            self._tell(rows)
+            woken.update(row["lane_id"] for row in rows)
+        return not woken.isdisjoint(lanes)
+
+    async def drain(self) -> None:
+        """Wait until every renewal under way is answered."""
+        await self._batch.drain()
+
+    def _tell(self, rows: Sequence[Record]) -> None:
+        lowest: dict[str, dict[int, int]] = {}
+        for row in rows:
+            places = lowest.setdefault(row["lane_id"], {})
+            place = places.get(row["queue_no"], row["place"])
+            places[row["queue_no"]] = min(place, row["place"])
+        for lane_id, places in lowest.items():
+            self._store.wakeups.work(lane_id, places)
+
+    async def _renew_together(self, handles: Sequence[Handle]) -> Sequence[Renewed | Locked | Exception]:
+        rows = await self._store.database.fetch(SQL.renew_leases, self._columns(handles))
+        answers = self._judge(rows)
+        await self._mark(handles, rows)
+        return answers
+
+    async def _renew_alone(self, handle: Handle) -> Renewed:
+        async def renew(transaction: Transaction) -> list[Record]:
+            await lock_execution(transaction, handle.execution_id)
+            return await transaction.fetch(SQL.renew_leases, **self._columns([handle]))
+
+        rows = await self._store.transact(renew)
+        (answer,) = self._judge(rows)
+        await self._mark([handle], rows)
+        if isinstance(answer, Renewed):
+            return answer
+        raise answer if isinstance(answer, Exception) else error("execution_not_found")
+
+    async def _mark(self, handles: Sequence[Handle], rows: Sequence[Record]) -> None:
+        lapsed = [handles[row["nth"] - 1].execution_id for row in rows if row["verdict"] == "lease_expired"]
+        if lapsed:
+            await self.mark_lapsed(lapsed)
+
+    @staticmethod
+    def _judge(rows: Sequence[Record]) -> list[Renewed | Locked | Exception]:
+        answers: list[Renewed | Locked | Exception] = [LOCKED] * len(rows)
+        for row in rows:
+            verdict = row["verdict"]
+            if verdict == "ok":
+                answers[row["nth"] - 1] = Renewed(expires_at_ms=row["expires_at"], lease_epoch=row["lease_epoch"])
+            elif verdict is not None:
+                answers[row["nth"] - 1] = refusal(row)
+        return answers
+
+    def _columns(self, handles: Sequence[Handle]) -> dict[str, object]:
+        pairs = [split_execution_id(handle.execution_id) for handle in handles]
+        return {
+            "partition_keys": [partition for partition, _ in pairs],
+            "execution_ids": [uuid for _, uuid in pairs],
+            "lease_epochs": [handle.lease_epoch for handle in handles],
+            "lease_ids": [handle.lease_id for handle in handles],
+            "attempt_ids": [handle.attempt_id for handle in handles],
+            "ttls_ms": [handle.lease_ttl_ms for handle in handles],
+            "tell": self._store.rules.tell_renewals,
+        }
+
+
+def usable(handle: Handle) -> Handle:
+    """The handle itself, where it stands for a lease."""
+    handle = check_handle(handle)
+    if handle.kind is HandleKind.SUSPENDED:
+        raise error("lease_conflict", "the lease ended with the suspension")
+    return handle

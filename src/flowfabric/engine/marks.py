@@ -1,0 +1,69 @@
+"""Low-water marks: where the walk of a queue begins, so that spent rows at its head cost nothing.
+
+An index keeps the entries of rows that have left a queue until no open transaction can see them any more. A claim
+that began at the head would step over all of them while somebody's transaction stays open.
+"""
+
+import time
+
+BAND_BITS = 48
+"""The bits of a place below its priority band."""
+_END = 2**63 - 1
+
+
+class Marks:
+    """For each queue and priority, the first place this process has not yet taken."""
+
+    LIFE_SECONDS = 1.0
+    """How long marks are trusted: a row that came back below one without a hint is found when they end."""
+    MOST_BANDS = 16
+    """With more priorities than this in use a queue is walked whole: so many short walks would cost more."""
+
+    def __init__(self) -> None:
+        self._marks: dict[int, dict[int, int]] = {}
+        self._ends_at = 0.0
+
+    def spans(self) -> tuple[list[int], list[int], list[int]]:
+        """What to walk, as columns of queue, first place and last place; a queue that is absent is walked whole."""
+        now = time.monotonic()
+        if now >= self._ends_at:
+            self._marks.clear()
+            self._ends_at = now + self.LIFE_SECONDS
+        queues: list[int] = []
+        firsts: list[int] = []
+        lasts: list[int] = []
+        for queue_no, bands in self._marks.items():
+            if not bands:
+                continue
+            first = 0
+            for band in sorted(bands):
+                if first < band << BAND_BITS:
+                    queues.append(queue_no)
+                    firsts.append(first)
+                    lasts.append((band << BAND_BITS) - 1)
+                first = bands[band]
+            queues.append(queue_no)
+            firsts.append(first)
+            lasts.append(_END)
+        return queues, firsts, lasts
+
+    def raise_to(self, queue_no: int, place: int) -> None:
+        """Everything of this place's priority up to it was seen and taken, or is held by others."""
+        bands = self._marks.setdefault(queue_no, {})
+        band = place >> BAND_BITS
+        if bands.get(band, 0) <= place:
+            bands[band] = place + 1
+            if len(bands) > self.MOST_BANDS:
+                bands.clear()
+
+    def lower(self, queue_no: int, place: int) -> None:
+        """A row stands at this place again, or stands there late."""
+        bands = self._marks.get(queue_no)
+        if bands is not None:
+            band = place >> BAND_BITS
+            if bands.get(band, 0) > place:
+                bands[band] = place
+
+    def clear(self) -> None:
+        """Walk every queue whole the next time."""
+        self._marks.clear()

@@ -1,0 +1,106 @@
+-- name: release_executions
+-- Ends or parks runs, each item by its own move, and says of each why it was refused where it was.
+-- The verdict is taken from the locked row alone; a row held elsewhere, or absent, has the verdict null.
+-- The row is found by its key only: a fence in the join would let the planner hash every leased row.
+with clock as materialized (select ff_now() as now),
+item as materialized (
+  select i.*, m.lifecycle_phase, m.eligibility_state, m.blocking_reason, m.terminal_outcome, m.attempt_state,
+         m.attempt_lifecycle, m.release_reason, m.completion
+    from unnest(:partition_keys::smallint[], :execution_ids::uuid[], :moves::text[], :lease_epochs::bigint[],
+                :lease_ids::uuid[], :attempt_ids::uuid[], :payloads::bytea[], :encodings::text[],
+                :reasons::text[], :categories::text[], :delays_ms::bigint[], :sources::text[])
+         with ordinality
+         as i(partition_key, execution_id, move, lease_epoch, lease_id, attempt_id, payload, encoding,
+              reason, category, delay_ms, source, nth)
+    join unnest(:move_names::text[], :to_phases::lifecycle_phase[], :to_eligibilities::eligibility_state[],
+                :to_blockings::blocking_reason[], :to_outcomes::terminal_outcome[], :to_attempts::attempt_state[],
+                :attempt_lifecycles::attempt_lifecycle[], :release_reasons::text[], :completions::smallint[])
+         as m(move, lifecycle_phase, eligibility_state, blocking_reason, terminal_outcome, attempt_state,
+              attempt_lifecycle, release_reason, completion) using (move)
+),
+held as materialized (
+  select i.nth, i.move, i.payload, i.encoding, i.reason, i.category, i.delay_ms, i.source,
+         i.lifecycle_phase as to_phase, i.eligibility_state as to_eligibility, i.blocking_reason as to_blocking,
+         i.terminal_outcome as to_outcome, i.attempt_state as to_attempt, i.attempt_lifecycle, i.release_reason, i.completion,
+         e.*, c.now,
+         e.attempt_state in ('running_attempt', 'attempt_interrupted') as attempt_lives,
+         case
+           when e.execution_id is null then null
+           when i.lease_epoch is null then
+             case when e.lifecycle_phase = 'terminal' then 'execution_not_active' else 'ok' end
+           when e.lease_epoch <> i.lease_epoch then 'stale_fence'
+           when e.lifecycle_phase <> 'active' then 'execution_not_active'
+           when e.ownership_state = 'lease_revoked' then 'lease_revoked'
+           when e.lease_expires_at <= c.now or e.ownership_state <> 'leased' then 'lease_expired'
+           when e.lease_id <> i.lease_id or e.attempt_id <> i.attempt_id then 'stale_fence'
+           else 'ok' end as verdict
+    from item i
+   cross join clock c
+    left join lateral (
+         select e.partition_key, e.execution_id, e.queue_no, e.place, e.namespace_no, e.lifecycle_phase, e.ownership_state,
+                e.terminal_outcome, e.attempt_state, e.lease_epoch, e.lease_id, e.attempt_id, e.attempt_type, e.attempt_count,
+                e.worker_no, e.claimed_at, e.lease_expires_at, e.retry_count, e.retention_ms, e.delay_until, e.flow_id, e.instance_tag,
+                e.previous_attempt_index, e.retry_reason, e.reclaim_reason, e.replay_reason, e.replay_requested_by,
+                e.attempt_policy
+           from execution e
+          where e.partition_key = i.partition_key and e.execution_id = i.execution_id
+            for update skip locked) e on true
+),
+moved as (
+  update execution e
+     set lifecycle_phase = h.to_phase, ownership_state = 'unowned', eligibility_state = h.to_eligibility,
+         blocking_reason = h.to_blocking, terminal_outcome = h.to_outcome,
+         attempt_state = case when h.to_attempt = 'attempt_terminal' and h.attempt_count = 0 then e.attempt_state else h.to_attempt end,
+         lease_id = null, worker_no = null, claimed_at = null, lease_expires_at = null, lease_renewed_at = null,
+         granted_until = null, attempt_timeout_at = null, suspension_timeout_at = null, remaining_attempt_timeout_ms = null,
+         lease_expired_at = null, lease_revoked_at = null, lease_revoke_reason = null, attempt_policy = null,
+         attempt_id = case when h.to_attempt = 'pending_retry_attempt' then null else e.attempt_id end,
+         retry_count = e.retry_count + (h.to_attempt = 'pending_retry_attempt')::int,
+         delay_until = h.now + h.delay_ms,
+         completed_at = case when h.to_phase = 'terminal' then h.now end,
+         retain_until = case when h.to_phase = 'terminal' then h.now + coalesce(h.retention_ms, :retention_ms::bigint) end,
+         failure_reason = case when h.to_outcome in ('success', 'cancelled') then null else h.reason end,
+         cancellation_reason = case h.to_outcome when 'cancelled' then h.reason end,
+         cancelled_by = case h.to_outcome when 'cancelled' then h.source end,
+         blocking_detail = case h.to_attempt when 'pending_retry_attempt' then
+           'retry backoff until ' || (h.now + h.delay_ms) || ' (attempt ' || (h.attempt_count - 1) || ' failed: ' || h.reason || ')' end,
+         previous_attempt_index = case h.to_attempt when 'pending_retry_attempt' then h.attempt_count - 1 end,
+         retry_reason = case h.to_attempt when 'pending_retry_attempt' then h.reason end,
+         reclaim_reason = null, replay_reason = null, replay_requested_by = null,
+         last_transition_at = h.now, last_mutation_at = h.now
+    from held h
+   where e.partition_key = h.partition_key and e.execution_id = h.execution_id and h.verdict = 'ok'
+),
+ended as (
+  insert into attempt as a (partition_key, execution_id, attempt_index, attempt_id, attempt_type, attempt_state,
+                       started_at, ended_at, lease_id, lease_epoch, worker_no, result_payload, result_encoding,
+                       failure_reason, failure_category, previous_attempt_index,
+                       retry_reason, reclaim_reason, replay_reason, replay_requested_by, policy)
+  select partition_key, execution_id, attempt_count - 1, attempt_id, attempt_type, attempt_lifecycle,
+         coalesce(claimed_at, now), now, lease_id, lease_epoch, worker_no, payload, encoding,
+         case attempt_lifecycle
+           when 'ended_success' then null
+           when 'ended_cancelled' then 'cancelled: ' || reason
+           else reason end,
+         category, previous_attempt_index, retry_reason, reclaim_reason, replay_reason, replay_requested_by, attempt_policy
+    from held where verdict = 'ok' and attempt_lives
+  on conflict (partition_key, execution_id, attempt_index) do update
+     set attempt_state = excluded.attempt_state, ended_at = excluded.ended_at,
+         resumed_at = case when excluded.lease_id is not null then excluded.started_at else a.resumed_at end,
+         lease_id = coalesce(excluded.lease_id, a.lease_id), lease_epoch = excluded.lease_epoch,
+         worker_no = coalesce(excluded.worker_no, a.worker_no), result_payload = excluded.result_payload,
+         result_encoding = excluded.result_encoding, failure_reason = excluded.failure_reason,
+         failure_category = excluded.failure_category
+),
+told as (
+  insert into event (at, execution_id, partition_key, kind, namespace_no, attempt_index, worker_no, lease_epoch, lease_id,
+                     outcome, reason, flow_id, instance_tag)
+  select now, execution_id, partition_key,
+         case when ownership_state = 'leased' or move = 'reclaim_cap' then 3 else 0 end, namespace_no,
+         nullif(attempt_count, 0) - 1, worker_no, lease_epoch, lease_id, completion, release_reason, flow_id, instance_tag
+    from held
+   where verdict = 'ok' and (ownership_state = 'leased' or completion is not null)
+)
+select nth, verdict, to_outcome, terminal_outcome, lifecycle_phase, attempt_state, lease_epoch, attempt_id,
+       delay_until, now + delay_ms as delayed_to, previous_attempt_index, attempt_count, queue_no, place
+  from held;

@@ -1,0 +1,65 @@
+"""Letting go: ended executions past their retention, spent keys, lapsed grants, old events."""
+
+from dataclasses import dataclass
+
+from flowfabric.db.statements import statements_beside
+from flowfabric.engine.store import Store
+
+SQL = statements_beside(__file__)
+
+TRIM_LIMIT = 500
+PURGE_LIMIT = 1000
+SAMPLE = 1000
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Due:
+    """What waits for a sweep, and in how many milliseconds the next timer runs out."""
+
+    lapsed_leases: int
+    elapsed_delays: int
+    expiries: int
+    has_retained: bool
+    has_spent_keys: bool
+    has_lapsed_grants: bool
+    has_lapsed_workers: bool
+    next_due_in_ms: int | None
+
+
+class Retention:
+    """What is due, and the deletion of what nobody needs any more."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    async def read_due(self) -> Due:
+        """What is due of everything the engine does by itself, in one statement."""
+        (row,) = await self._store.fetch(SQL.read_due, sample=SAMPLE)
+        return Due(
+            lapsed_leases=row["lapsed_leases"],
+            elapsed_delays=row["elapsed_delays"],
+            expiries=row["attempt_timeouts"] + row["deadlines"],
+            has_retained=row["has_retained"],
+            has_spent_keys=row["has_spent_keys"],
+            has_lapsed_grants=row["has_lapsed_grants"],
+            has_lapsed_workers=row["has_lapsed_workers"],
+            next_due_in_ms=row["next_due_in_ms"],
+        )
+
+    async def trim(self, limit: int = TRIM_LIMIT) -> int:
+        """Delete ended executions past their retention, the oldest first; answers how many."""
+        rows = await self._store.fetch(SQL.take_retained, limit=limit)
+        trimmed: int = rows[0]["trimmed"]
+        return trimmed
+
+    async def purge_keys(self) -> int:
+        """Delete idempotency entries past their time to live; answers how many."""
+        rows = await self._store.fetch(SQL.take_spent_keys, limit=PURGE_LIMIT)
+        purged: int = rows[0]["purged"]
+        return purged
+
+    async def purge_grants(self) -> int:
+        """Delete grants past their expiry; answers how many."""
+        rows = await self._store.fetch(SQL.take_lapsed_grants, limit=PURGE_LIMIT)
+        purged: int = rows[0]["purged"]
+        return purged

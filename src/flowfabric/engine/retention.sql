@@ -1,0 +1,71 @@
+-- name: read_due
+-- What waits for a sweep: how many rows of each kind are due among the oldest :sample timers, and when the next is due.
+with clock as materialized (select ff_now() as now),
+timer as materialized (
+  select e.* from clock c
+   cross join lateral (
+         select e.lifecycle_phase, e.ownership_state, e.eligibility_state, e.lease_expires_at, e.delay_until,
+                e.attempt_timeout_at, e.deadline_at
+           from execution e where e.due_at <= c.now order by e.due_at limit :sample) e
+)
+select count(*) filter (where t.ownership_state = 'leased' and t.lease_expires_at <= c.now) as lapsed_leases,
+       count(*) filter (where t.eligibility_state = 'not_eligible_until_time' and t.delay_until <= c.now) as elapsed_delays,
+       count(*) filter (where t.lifecycle_phase = 'active' and t.attempt_timeout_at <= c.now) as attempt_timeouts,
+       count(*) filter (where t.deadline_at <= c.now) as deadlines,
+       exists (select from execution where retain_until <= (select now from clock)) as has_retained,
+       exists (select from idempotency where expires_at <= (select now from clock)) as has_spent_keys,
+       exists (select from claim_grant where expires_at <= (select now from clock)) as has_lapsed_grants,
+       exists (select from worker where lapses_at < (select now from clock)) as has_lapsed_workers,
+       (select min(e.due_at) from execution e where e.due_at > (select now from clock)) - c.now as next_due_in_ms
+  from clock c left join timer t on true
+ group by c.now;
+
+-- name: take_retained
+-- Deletes ended executions past their retention with everything that belongs to them; answers how many.
+with clock as materialized (select ff_now() as now),
+due as materialized (
+  select e.* from clock c
+   cross join lateral (
+         select e.partition_key, e.execution_id
+           from execution e
+          where e.retain_until <= c.now
+          order by e.retain_until limit :limit
+            for update skip locked) e
+),
+attempts as (
+  delete from attempt a using due d where a.partition_key = d.partition_key and a.execution_id = d.execution_id),
+grants as (
+  delete from claim_grant g using due d where g.partition_key = d.partition_key and g.execution_id = d.execution_id),
+tags as (
+  delete from execution_tag t using due d where t.partition_key = d.partition_key and t.execution_id = d.execution_id),
+inputs as (
+  delete from execution_input i using due d where i.partition_key = d.partition_key and i.execution_id = d.execution_id),
+gone as (
+  delete from execution e using due d where e.partition_key = d.partition_key and e.execution_id = d.execution_id
+  returning 1)
+select count(*) as trimmed from gone;
+
+-- name: take_spent_keys
+-- Deletes idempotency entries past their time to live; answers how many.
+with spent as (
+  delete from idempotency
+   where (partition_key, namespace_no, idempotency_key) in (
+         select partition_key, namespace_no, idempotency_key from idempotency
+          where expires_at <= (select ff_now()) order by expires_at limit :limit for update skip locked)
+  returning 1)
+select count(*) as purged from spent;
+
+-- name: take_lapsed_grants
+-- Deletes grants past their expiry; answers how many.
+with lapsed as (
+  delete from claim_grant
+   where (partition_key, execution_id) in (
+         select partition_key, execution_id from claim_grant
+          where expires_at <= (select ff_now()) order by expires_at limit :limit for update skip locked)
+  returning 1)
+select count(*) as purged from lapsed;
+
+-- name: list_event_partitions
+-- The time partitions of the event table, with the age their newest row may have.
+select c.relname as name from pg_inherits h join pg_class c on c.oid = h.inhrelid
+ where h.inhparent = 'event'::regclass and c.relname like 'event\_2%' order by 1;

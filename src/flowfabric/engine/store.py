@@ -1,0 +1,126 @@
+"""What every family of operations shares: the database, its faults in the engine's words, and the names it numbers."""
+
+import hashlib
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from flowfabric.db.database import Database, Record, StoreFault, Transaction
+from flowfabric.db.notify import Hints
+from flowfabric.db.statements import Statement, statements_beside
+from flowfabric.engine.wakeups import Wakeups
+from flowfabric.model.errors import EngineError, TransportError, error
+from flowfabric.model.ids import Partitions
+
+SQL = statements_beside(__file__)
+Answer = TypeVar("Answer")
+
+DEFAULT_RETENTION_MS = 86_400_000
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rules:
+    """What a deployment decides for all of its executions."""
+
+    partitions: Partitions = Partitions()
+    retention_ms: int = DEFAULT_RETENTION_MS
+    instance_tag: str = "cairn.instance_id"
+    tell_renewals: bool = True
+    feed_retention_ms: int = 86_400_000
+
+
+class Store:
+    """The database as the operations see it."""
+
+    def __init__(self, database: Database, hints: Hints, rules: Rules) -> None:
+        self.database = database
+        self.rules = rules
+        self.wakeups = Wakeups(hints)
+        self._numbers: dict[tuple[str, ...], int] = {}
+
+    async def fetch(self, statement: Statement, **values: object) -> list[Record]:
+        """The rows of one statement that is a transaction of its own."""
+        try:
+            return await self.database.fetch(statement, values)
+        except StoreFault as fault:
+            raise error_of(fault) from fault
+
+    async def transact(self, work: Callable[[Transaction], Awaitable[Answer]]) -> Answer:
+        """Run work in one transaction; a fault undoes it whole."""
+        try:
+            return await self.database.transact(work)
+        except StoreFault as fault:
+            raise error_of(fault) from fault
+
+    async def answer(self, pending: Awaitable[Answer]) -> Answer:
+        """The answer of a shared statement."""
+        try:
+            return await pending
+        except StoreFault as fault:
+            raise error_of(fault) from fault
+
+    async def answers(self, pending: Awaitable[Sequence[Answer | Exception]]) -> list[Answer | EngineError]:
+        """The verdicts of one caller's items; a store fault that met them all is raised."""
+        verdicts: list[Answer | EngineError] = []
+        for verdict in await pending:
+            if isinstance(verdict, StoreFault):
+                raise error_of(verdict) from verdict
+            if isinstance(verdict, Exception) and not isinstance(verdict, EngineError):
+                raise verdict
+            verdicts.append(verdict)
+        return verdicts
+
+    async def namespace_no(self, namespace: str) -> int:
+        """The number of a namespace."""
+        return await self._number(("namespace", namespace), SQL.insert_namespace, namespace=namespace)
+
+    async def lane_no(self, lane_id: str, *, registered_by: str) -> int:
+        """The number of a lane, which is registered by its first use."""
+        return await self._number(("lane", lane_id), SQL.insert_lane, lane_id=lane_id, registered_by=registered_by)
+
+    async def worker_no(self, worker_id: str, worker_instance_id: str) -> int:
+        """The number of a worker process."""
+        return await self._number(
+            ("worker", worker_id, worker_instance_id),
+            SQL.insert_worker_identity,
+            worker_id=worker_id,
+            worker_instance_id=worker_instance_id,
+        )
+
+    def known_queue_no(self, lane_id: str, required: Sequence[str]) -> int | None:
+        """The number of a queue this process has met before."""
+        return self._numbers.get(("queue", lane_id, *required))
+
+    def known_namespace_no(self, namespace: str) -> int | None:
+        """The number of a namespace this process has met before."""
+        return self._numbers.get(("namespace", namespace))
+
+    async def queue_no(self, lane_id: str, required: Sequence[str], *, registered_by: str) -> int:
+        """The number of the queue of a lane and a set of required capabilities."""
+        key = ("queue", lane_id, *required)
+        if (known := self._numbers.get(key)) is not None:
+            return known
+        lane_no = await self.lane_no(lane_id, registered_by=registered_by)
+        capability_set_no = await self._number(
+            ("capability_set", *required),
+            SQL.insert_capability_set,
+            required=list(required),
+            digest=hashlib.sha256(",".join(required).encode()).digest(),
+        )
+        return await self._number(key, SQL.insert_queue, lane_no=lane_no, capability_set_no=capability_set_no)
+
+    async def _number(self, key: tuple[str, ...], statement: Statement, **values: object) -> int:
+        if (known := self._numbers.get(key)) is not None:
+            return known
+        while not (rows := await self.fetch(statement, **values)):
+            pass
+        number: int = rows[0][0]
+        self._numbers[key] = number
+        return number
+
+
+def error_of(fault: StoreFault) -> EngineError:
+    """The engine's error for a fault of the store."""
+    if fault.kind == "contention":
+        return error("retry_exhausted", str(fault))
+    return TransportError(fault.kind, str(fault))

@@ -1,0 +1,57 @@
+-- name: insert_namespace
+-- The number of a namespace, new or known; no row when another transaction is just adding it.
+with made as (
+  insert into namespace (namespace)
+  select :namespace where not exists (select from namespace where namespace = :namespace)
+  on conflict do nothing returning namespace_no)
+select namespace_no from made union all select namespace_no from namespace where namespace = :namespace;
+
+-- name: insert_lane
+-- The number of a lane, new or known; no row when another transaction is just adding it.
+with made as (
+  insert into lane (lane_id, registered_at, registered_by)
+  select :lane_id, ff_now(), :registered_by where not exists (select from lane where lane_id = :lane_id)
+  on conflict do nothing returning lane_no)
+select lane_no from made union all select lane_no from lane where lane_id = :lane_id;
+
+-- name: insert_capability_set
+-- The number of a set of required capabilities, new or known; no row when another transaction is just adding it.
+with made as (
+  insert into capability_set (required, digest)
+  select :required, :digest where not exists (select from capability_set where digest = :digest)
+  on conflict do nothing returning capability_set_no)
+select capability_set_no from made union all select capability_set_no from capability_set where digest = :digest;
+
+-- name: insert_queue
+-- The number of a queue, new or known; no row when another transaction is just adding it.
+with made as (
+  insert into queue (lane_no, capability_set_no)
+  select :lane_no, :capability_set_no
+   where not exists (select from queue where lane_no = :lane_no and capability_set_no = :capability_set_no and admission_key_no = 0)
+  on conflict do nothing returning queue_no)
+select queue_no from made
+union all
+select queue_no from queue where lane_no = :lane_no and capability_set_no = :capability_set_no and admission_key_no = 0;
+
+-- name: insert_worker_identity
+-- The number of a worker process, new or known; no row when another transaction is just adding it.
+with made as (
+  insert into worker_identity (worker_id, worker_instance_id)
+  select :worker_id, :worker_instance_id
+   where not exists (select from worker_identity where worker_id = :worker_id and worker_instance_id = :worker_instance_id)
+  on conflict do nothing returning worker_no)
+select worker_no from made
+union all
+select worker_no from worker_identity where worker_id = :worker_id and worker_instance_id = :worker_instance_id;
+
+-- name: insert_configuration
+-- Stores the partition counts at the first start and answers the stored ones.
+with made as (
+  insert into configuration (flow_partitions, budget_partitions, quota_partitions)
+  select :flow, :budget, :quota where not exists (select from configuration)
+  on conflict do nothing returning flow_partitions, budget_partitions, quota_partitions)
+select * from made union all select flow_partitions, budget_partitions, quota_partitions from configuration;
+
+-- name: set_lane_state
+-- Changes what a lane accepts; no row when there is no such lane.
+update lane set state = :state::lane_state where lane_id = :lane_id returning lane_no;

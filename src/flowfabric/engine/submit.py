@@ -1,0 +1,353 @@
+"""Creating executions: once each, however often and however concurrently they are submitted."""
+
+from collections.abc import Hashable, Sequence
+from functools import lru_cache
+from typing import Any
+
+from flowfabric.db.batch import LOCKED, Batch, Locked
+from flowfabric.db.database import Record, Transaction
+from flowfabric.db.statements import statements_beside
+from flowfabric.engine.store import Store
+from flowfabric.model.errors import EngineError, error
+from flowfabric.model.execution import NewExecution
+from flowfabric.model.ids import (
+    ExecutionId,
+    check_lane_id,
+    check_partition,
+    check_text,
+    format_execution_id,
+    lane_partition,
+    mint_uuid_texts,
+    parse_execution_id,
+)
+from flowfabric.model.outcomes import Created, Duplicate
+from flowfabric.model.policy import ExecutionPolicy, parse_policy, policy_json
+from flowfabric.model.states import PublicState
+from flowfabric.model.tags import check_tags
+
+SQL = statements_beside(__file__)
+
+MAX_BATCH = 1000
+MAX_PRIORITY = 9000
+MAX_KEY_BYTES = 1024
+DEFAULT_DEDUP_MS = 86_400_000
+
+Submitted = Created | Duplicate
+
+_COLUMNS = (
+    "partition_keys",
+    "execution_ids",
+    "queue_nos",
+    "namespace_nos",
+    "priorities",
+    "execution_kinds",
+    "input_payloads",
+    "payload_encodings",
+    "creator_identities",
+    "policies",
+    "delays_until",
+    "deadlines_at",
+    "deadlines_ms",
+    "retentions_ms",
+    "instance_tags",
+    "has_tags",
+)
+
+_partition_of_lane = lru_cache(maxsize=4096)(lane_partition)
+
+
+class _Submission:
+    """A checked item: its row for the statement and what stands beside the row."""
+
+    __slots__ = ("execution_id", "is_minted", "key", "key_ttl_ms", "lane_id", "row", "tags")
+
+    def __init__(
+        self,
+        execution_id: ExecutionId,
+        lane_id: str,
+        row: tuple[Any, ...],
+        tags: dict[str, str] | None,
+        key: str | None,
+        key_ttl_ms: int,
+        *,
+        is_minted: bool,
+    ) -> None:
+        self.execution_id = execution_id
+        self.lane_id = lane_id
+        self.row = row
+        self.tags = tags
+        self.key = key
+        self.key_ttl_ms = key_ttl_ms
+        self.is_minted = is_minted
+
+    @property
+    def scope(self) -> Hashable:
+        """The scope of the idempotency key: partition, namespace, key."""
+        return self.row[0], self.row[3], self.key
+
+
+class _NotCreated(Exception):
+    """Undoes the key of an execution that turned out to exist."""
+
+
+class Submit:
+    """The submit family of operations."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._batch: Batch[_Submission, Submitted] = Batch(
+            self._insert_together, self._insert_alone, key=lambda item: item.execution_id
+        )
+
+    async def create(self, new: NewExecution) -> Submitted:
+        """Create one execution; concurrent callers share a statement."""
+        try:
+            submission = await self._check(new, mint_uuid_texts(1)[0])
+        except _Found as found:
+            return found.duplicate
+        if submission.key is not None and not submission.is_minted:
+            return await self._insert_alone(submission)
+        return await self._store.answer(self._batch.put(submission))
+
+    async def create_many(self, items: Sequence[NewExecution]) -> list[Submitted | EngineError]:
+        """Create up to a thousand executions, each with its own verdict."""
+        if not 1 <= len(items) <= MAX_BATCH:
+            raise error("invalid_input", f"items: 1 to {MAX_BATCH}, got {len(items)}")
+        minted = mint_uuid_texts(len(items))
+        checked = [await self._check_apart(new, uuid) for new, uuid in zip(items, minted, strict=True)]
+        good = [item for item in checked if isinstance(item, _Submission)]
+        answers = iter(await self._store.answers(self._batch.run(good)))
+        return [next(answers) if isinstance(item, _Submission) else item for item in checked]
+
+    async def drain(self) -> None:
+        """Wait until every submission under way is answered."""
+        await self._batch.drain()
+
+    async def _check_apart(self, new: NewExecution, uuid: str) -> _Submission | Duplicate | EngineError:
+        try:
+            return await self._check(new, uuid)
+        except EngineError as refused:
+            return refused
+        except _Found as found:
+            return found.duplicate
+
+    async def _check(self, new: NewExecution, uuid: str) -> _Submission:
+        store = self._store
+        lane_id = check_lane_id(new.lane_id)
+        count = store.rules.partitions.flow
+        is_minted = new.execution_id is None
+        if is_minted:
+            partition = _partition_of_lane(lane_id, count)
+            execution_id = format_execution_id(partition, uuid)
+        else:
+            execution_id = parse_execution_id(new.execution_id)
+            partition = check_partition(execution_id, count)
+            uuid = execution_id[-36:]
+        priority = new.priority
+        if type(priority) is not int:
+            raise error("invalid_input", f"priority: must be an integer, got {priority!r}")
+        priority = 0 if priority < 0 else min(priority, MAX_PRIORITY)
+        payload = new.input_payload
+        if type(payload) is not bytes:
+            payload = _check_bytes(payload)
+        namespace_no = store.known_namespace_no(new.namespace)
+        if namespace_no is None:
+            namespace_no = await store.namespace_no(_check_short(new.namespace, "namespace"))
+        kind = check_text(new.execution_kind, "execution_kind")
+        creator = check_text(new.creator_identity, "creator_identity")
+        encoding = new.payload_encoding
+        if encoding is not None:
+            encoding = check_text(encoding, "payload_encoding")
+        key = new.idempotency_key or None
+        if key is not None:
+            key = _check_short(key, "idempotency_key")
+        delay_until = _check_time(new.delay_until, "delay_until")
+        deadline_at = _check_time(new.execution_deadline_at, "execution_deadline_at")
+        tags: dict[str, str] | None = None
+        policy: ExecutionPolicy | None = None
+        try:
+            if new.tags:
+                tags = check_tags(new.tags)
+            if new.policy is not None:
+                policy = parse_policy(new.policy)
+        except EngineError:
+            found = await self._find_duplicate(execution_id, namespace_no, key)
+            if found is not None:
+                raise _Found(found) from None
+            raise
+        required: tuple[str, ...] = ()
+        policy_text = None
+        deadline_ms = None
+        retention_ms = None
+        key_ttl_ms = DEFAULT_DEDUP_MS
+        if policy is not None:
+            policy_text = policy_json(policy)
+            if policy.routing_requirements is not None:
+                required = policy.routing_requirements.required_capabilities
+            if delay_until is None:
+                delay_until = policy.delay_until
+            if policy.timeout_policy is not None:
+                deadline_ms = policy.timeout_policy.execution_deadline_ms
+            if policy.stream_policy is not None:
+                retention_ms = policy.stream_policy.retention_ttl_ms
+            if policy.dedup_window_ms is not None:
+                key_ttl_ms = policy.dedup_window_ms
+        if key is not None and key_ttl_ms <= 0:
+            # Nothing is recorded under such a key, but an entry made before still counts.
+            found = await self._find_duplicate(execution_id, namespace_no, key)
+            if found is not None:
+                raise _Found(found)
+            key = None
+        queue_no = store.known_queue_no(lane_id, required)
+        if queue_no is None:
+            queue_no = await store.queue_no(lane_id, required, registered_by=creator)
+        row = (
+            partition,
+            uuid,
+            queue_no,
+            namespace_no,
+            priority,
+            kind,
+            payload,
+            encoding,
+            creator,
+            policy_text,
+            delay_until,
+            deadline_at,
+            deadline_ms,
+            retention_ms,
+            tags.get(store.rules.instance_tag) if tags else None,
+            bool(tags),
+        )
+        return _Submission(execution_id, lane_id, row, tags, key, key_ttl_ms, is_minted=is_minted)
+
+    async def _find_duplicate(
+        self, execution_id: ExecutionId, namespace_no: int, key: str | None
+    ) -> Duplicate | None:
+        partition = int(execution_id[4:-38])
+        rows = await self._store.fetch(
+            SQL.list_duplicates,
+            partition_keys=[partition],
+            execution_ids=[execution_id[-36:]],
+            namespace_nos=[namespace_no],
+            idempotency_keys=[key],
+        )
+        found = rows[0]["execution_id"]
+        return None if found is None else Duplicate(execution_id=format_execution_id(partition, found))
+
+    async def _insert_together(self, items: Sequence[_Submission]) -> Sequence[Submitted | Locked | Exception]:
+        taken: list[_Submission] = []
+        taken_at: list[int] = []
+        scopes: set[Hashable] = set()
+        answers: list[Submitted | Locked | Exception] = [LOCKED] * len(items)
+        for at, item in enumerate(items):
+            if item.key is not None:
+                # A key twice in one statement would fail it whole; a caller's own id needs the key undone when it exists.
+                if item.scope in scopes or not item.is_minted:
+                    continue
+                scopes.add(item.scope)
+            taken.append(item)
+            taken_at.append(at)
+        if taken:
+            rows = await self._store.database.fetch(SQL.insert_executions, _columns(taken))
+            self._tell(taken, rows)
+            for at, answer in zip(taken_at, await self._judge(taken, rows), strict=True):
+                answers[at] = answer
+        return answers
+
+    async def _insert_alone(self, item: _Submission) -> Submitted:
+        async def insert(transaction: Transaction) -> list[Record]:
+            rows = await transaction.fetch(SQL.insert_executions, **_columns([item]))
+            if item.key is not None and rows[0]["lane_accepts"] and not rows[0]["is_new"]:
+                raise _NotCreated
+            return rows
+
+        try:
+            rows = await self._store.transact(insert)
+        except _NotCreated:
+            rows = []
+        if not rows:
+            found = await self._find_duplicate(item.execution_id, item.row[3], item.key)
+            return found or Duplicate(execution_id=item.execution_id)
+        self._tell([item], rows)
+        (answer,) = await self._judge([item], rows)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    async def _judge(self, items: Sequence[_Submission], rows: Sequence[Record]) -> list[Submitted | Exception]:
+        answers: list[Submitted | Exception | None] = [None] * len(items)
+        for nth, is_new, is_delayed, lane_accepts, _, _ in rows:
+            item = items[nth - 1]
+            if is_new:
+                state = PublicState.DELAYED if is_delayed else PublicState.WAITING
+                answers[nth - 1] = Created(execution_id=item.execution_id, public_state=state)
+            elif lane_accepts and item.key is None:
+                answers[nth - 1] = Duplicate(execution_id=item.execution_id)
+        for at in [at for at, answer in enumerate(answers) if answer is None]:
+            item = items[at]
+            found = await self._find_duplicate(item.execution_id, item.row[3], item.key)
+            answers[at] = found or error("invalid_input", f"lane_id: lane {item.lane_id!r} accepts no submissions")
+        return [answer for answer in answers if answer is not None]
+
+    def _tell(self, items: Sequence[_Submission], rows: Sequence[Record]) -> None:
+        lowest: dict[str, dict[int, int]] = {}
+        for nth, is_new, is_delayed, _, place, due_in_ms in rows:
+            if not is_new:
+                continue
+            item = items[nth - 1]
+            if is_delayed:
+                self._store.wakeups.timer(due_in_ms)
+            else:
+                places = lowest.setdefault(item.lane_id, {})
+                queue_no = item.row[2]
+                if places.get(queue_no, place) >= place:
+                    places[queue_no] = place
+        for lane_id, places in lowest.items():
+            self._store.wakeups.work(lane_id, places)
+
+
+class _Found(Exception):
+    """Tells of a duplicate met on the way to a refusal."""
+
+    def __init__(self, duplicate: Duplicate) -> None:
+        super().__init__(duplicate)
+        self.duplicate = duplicate
+
+
+def _columns(items: Sequence[_Submission]) -> dict[str, object]:
+    columns: dict[str, object] = dict(zip(_COLUMNS, zip(*[item.row for item in items], strict=True), strict=True))
+    tags = [
+        (nth, key, value) for nth, item in enumerate(items, 1) if item.tags for key, value in item.tags.items()
+    ]
+    keys = [
+        (nth, item.key, item.key_ttl_ms) for nth, item in enumerate(items, 1) if item.key is not None
+    ]
+    columns["tag_nths"], columns["tag_keys"], columns["tag_values"] = zip(*tags, strict=True) if tags else ((), (), ())
+    columns["key_nths"], columns["idempotency_keys"], columns["key_ttls_ms"] = (
+        zip(*keys, strict=True) if keys else ((), (), ())
+    )
+    return columns
+
+
+def _check_bytes(value: object) -> bytes:
+    if isinstance(value, bytes | bytearray | memoryview):
+        return bytes(value)
+    raise error("invalid_input", f"input_payload: must be bytes, got {type(value).__name__}")
+
+
+def _check_short(value: object, field: str) -> str:
+    text = check_text(value, field)
+    if not text:
+        raise error("invalid_input", f"{field}: must not be empty")
+    if len(text.encode()) > MAX_KEY_BYTES:
+        raise error("invalid_input", f"{field}: longer than {MAX_KEY_BYTES} bytes")
+    return text
+
+
+def _check_time(value: object, field: str) -> int | None:
+    if value is None:
+        return None
+    if type(value) is not int or not 0 <= value < 2**62:
+        raise error("invalid_input", f"{field}: must be milliseconds since the epoch, got {value!r}")
+    return value

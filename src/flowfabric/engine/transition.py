@@ -1,0 +1,126 @@
+"""The table of moves: which state vector each operation leads to."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+from flowfabric.model.events import CompletionOutcome, ReleaseReason
+from flowfabric.model.states import (
+    AttemptLifecycle,
+    AttemptState,
+    BlockingReason,
+    EligibilityState,
+    LifecyclePhase,
+    OwnershipState,
+    TerminalOutcome,
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Target:
+    """The six stored dimensions a move leads to; the seventh, public_state, Postgres derives."""
+
+    phase: LifecyclePhase
+    ownership: OwnershipState = OwnershipState.UNOWNED
+    eligibility: EligibilityState = EligibilityState.NOT_APPLICABLE
+    blocking: BlockingReason = BlockingReason.NONE
+    outcome: TerminalOutcome = TerminalOutcome.NONE
+    attempt: AttemptState
+
+
+CLAIMED = Target(
+    phase=LifecyclePhase.ACTIVE, ownership=OwnershipState.LEASED, attempt=AttemptState.RUNNING_ATTEMPT
+)
+LEASE_EXPIRED = Target(
+    phase=LifecyclePhase.ACTIVE,
+    ownership=OwnershipState.LEASE_EXPIRED_RECLAIMABLE,
+    blocking=BlockingReason.WAITING_FOR_WORKER,
+    attempt=AttemptState.ATTEMPT_INTERRUPTED,
+)
+
+
+class Release(StrEnum):
+    """The moves that end a run, or end its execution while nothing runs."""
+
+    COMPLETED = "completed"
+    FAILED = "failed"
+    RETRY = "retry"
+    CANCELLED = "cancelled"
+    TIMEOUT_RETRY = "timeout_retry"
+    TIMEOUT_EXPIRED = "timeout_expired"
+    DEADLINE_EXPIRED = "deadline_expired"
+    RECLAIM_CAP = "reclaim_cap"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ending:
+    """What a release leads to and what it leaves behind: the attempt's end, the lease event, the completion event."""
+
+    target: Target
+    attempt: AttemptLifecycle
+    reason: ReleaseReason
+
+
+def _ended(outcome: TerminalOutcome, attempt: AttemptLifecycle, reason: ReleaseReason) -> Ending:
+    target = Target(phase=LifecyclePhase.TERMINAL, outcome=outcome, attempt=AttemptState.ATTEMPT_TERMINAL)
+    return Ending(target=target, attempt=attempt, reason=reason)
+
+
+_BACKOFF = Target(
+    phase=LifecyclePhase.RUNNABLE,
+    eligibility=EligibilityState.NOT_ELIGIBLE_UNTIL_TIME,
+    blocking=BlockingReason.WAITING_FOR_RETRY_BACKOFF,
+    attempt=AttemptState.PENDING_RETRY_ATTEMPT,
+)
+_FAILURE = AttemptLifecycle.ENDED_FAILURE
+
+RELEASES: Mapping[Release, Ending] = {
+    Release.COMPLETED: _ended(TerminalOutcome.SUCCESS, AttemptLifecycle.ENDED_SUCCESS, ReleaseReason.COMPLETED),
+    Release.FAILED: _ended(TerminalOutcome.FAILED, _FAILURE, ReleaseReason.FAILED_TERMINAL),
+    Release.RETRY: Ending(target=_BACKOFF, attempt=_FAILURE, reason=ReleaseReason.FAILED_RETRY_SCHEDULED),
+    Release.CANCELLED: _ended(TerminalOutcome.CANCELLED, AttemptLifecycle.ENDED_CANCELLED, ReleaseReason.CANCELLED),
+    Release.TIMEOUT_RETRY: Ending(target=_BACKOFF, attempt=_FAILURE, reason=ReleaseReason.EXPIRED_ATTEMPT_TIMEOUT),
+    Release.TIMEOUT_EXPIRED: _ended(TerminalOutcome.EXPIRED, _FAILURE, ReleaseReason.EXPIRED_ATTEMPT_TIMEOUT),
+    Release.DEADLINE_EXPIRED: _ended(TerminalOutcome.EXPIRED, _FAILURE, ReleaseReason.EXPIRED_EXECUTION_DEADLINE),
+    Release.RECLAIM_CAP: _ended(
+        TerminalOutcome.FAILED, AttemptLifecycle.INTERRUPTED_RECLAIMED, ReleaseReason.MAX_RECLAIMS_EXCEEDED
+    ),
+}
+
+PROMOTED: Mapping[str, str] = {
+    "to_eligibility": EligibilityState.ELIGIBLE_NOW,
+    "to_blocking": BlockingReason.WAITING_FOR_WORKER,
+}
+"""What promotion changes; the other dimensions keep their values."""
+
+CLAIM_PARAMETERS: Mapping[str, str] = {
+    "to_phase": CLAIMED.phase,
+    "to_ownership": CLAIMED.ownership,
+    "to_eligibility": CLAIMED.eligibility,
+    "to_blocking": CLAIMED.blocking,
+    "to_outcome": CLAIMED.outcome,
+    "to_attempt": CLAIMED.attempt,
+}
+
+LEASE_EXPIRED_PARAMETERS: Mapping[str, str] = {
+    "to_ownership": LEASE_EXPIRED.ownership,
+    "to_blocking": LEASE_EXPIRED.blocking,
+    "to_attempt": LEASE_EXPIRED.attempt,
+}
+
+RELEASE_PARAMETERS: Mapping[str, list[str] | list[int | None]] = {
+    "move_names": [release.value for release in RELEASES],
+    "to_phases": [ending.target.phase.value for ending in RELEASES.values()],
+    "to_eligibilities": [ending.target.eligibility.value for ending in RELEASES.values()],
+    "to_blockings": [ending.target.blocking.value for ending in RELEASES.values()],
+    "to_outcomes": [ending.target.outcome.value for ending in RELEASES.values()],
+    "to_attempts": [ending.target.attempt.value for ending in RELEASES.values()],
+    "attempt_lifecycles": [ending.attempt.value for ending in RELEASES.values()],
+    "release_reasons": [ending.reason.value for ending in RELEASES.values()],
+    "completions": [
+        CompletionOutcome.of(ending.target.outcome).value
+        if ending.target.outcome is not TerminalOutcome.NONE
+        else None
+        for ending in RELEASES.values()
+    ],
+}

@@ -1,0 +1,85 @@
+"""Who waits in this process for work, an ending or a timer, and how they learn of it early."""
+
+import asyncio
+import time
+from collections.abc import Iterable, Mapping
+
+from flowfabric.db.notify import EVERYTHING, Hints
+from flowfabric.engine.marks import Marks
+
+_WORK = "work"
+_ENDED = "ended"
+
+
+class Wakeups:
+    """Wakes the waiters of this process at once and those of others by a hint."""
+
+    MOST_PLACES = 20
+    """Places named in one hint; the marks of other processes end by themselves a moment later."""
+
+    def __init__(self, hints: Hints) -> None:
+        self.hints = hints
+        self.marks = Marks()
+        self.ended_event = asyncio.Event()
+        self.timer_event = asyncio.Event()
+        self.next_timer = float("inf")
+        self._waiting: dict[str, set[asyncio.Future[None]]] = {}
+        hints.hear(_WORK, self._work_heard)
+        hints.hear(_ENDED, lambda _: self.ended_event.set())
+
+    def work(self, lane_id: str, lowest: Mapping[int, int]) -> None:
+        """There is work on a lane; lowest holds the lowest place of each queue that has some."""
+        for queue_no, place in lowest.items():
+            self.marks.lower(queue_no, place)
+        self._wake(lane_id)
+        named = [f"{queue_no}.{place}" for queue_no, place in lowest.items()][: self.MOST_PLACES]
+        self.hints.send(_WORK, ",".join([lane_id.encode().hex(), *named]))
+
+    def ended(self) -> None:
+        """Executions have ended."""
+        self.ended_event.set()
+        self.hints.send(_ENDED)
+
+    def timer(self, milliseconds: int) -> None:
+        """A timer that runs out so long from now was set."""
+        due = time.monotonic() + milliseconds / 1000
+        if due < self.next_timer:
+            self.next_timer = due
+            self.timer_event.set()
+
+    async def wait_for_work(self, lanes: Iterable[str], seconds: float) -> bool:
+        """Whether a lane was woken before the time was up."""
+        await self.hints.listen()
+        woken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        lanes = tuple(lanes)
+        for lane in lanes:
+            self._waiting.setdefault(lane, set()).add(woken)
+        try:
+            await asyncio.wait((woken,), timeout=seconds)
+            return woken.done()
+        finally:
+            woken.cancel()
+            for lane in lanes:
+                self._waiting[lane].discard(woken)
+
+    def wake_all(self) -> None:
+        """Wake whoever waits for work."""
+        for lane in list(self._waiting):
+            self._wake(lane)
+
+    def _wake(self, lane_id: str) -> None:
+        for woken in self._waiting.get(lane_id, ()):
+            if not woken.done():
+                woken.set_result(None)
+
+    def _work_heard(self, words: list[str]) -> None:
+        if EVERYTHING in words:
+            self.marks.clear()
+            self.wake_all()
+            return
+        for word in words:
+            lane, *named = word.split(",")
+            for pair in named:
+                queue_no, _, place = pair.partition(".")
+                self.marks.lower(int(queue_no), int(place))
+            self._wake(bytes.fromhex(lane).decode())

@@ -1,0 +1,91 @@
+"""The worker registry: who is alive, on which lanes, with which capabilities."""
+
+from collections.abc import Sequence
+
+from flowfabric.db.database import Transaction
+from flowfabric.db.statements import statements_beside
+from flowfabric.engine.store import Store
+from flowfabric.model.errors import error
+from flowfabric.model.ids import (
+    WorkerInstanceId,
+    check_lane_id,
+    check_text,
+    check_worker_id,
+    has_space_or_control,
+    worker_partition,
+)
+from flowfabric.model.outcomes import Marked, NotRegistered, Refreshed, Registered
+from flowfabric.model.policy import check_capabilities
+
+SQL = statements_beside(__file__)
+
+MAX_REASON_BYTES = 256
+SWEEP_LIMIT = 1000
+
+
+class Workers:
+    """The worker family of operations."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    async def register(
+        self,
+        worker_id: str,
+        worker_instance_id: str,
+        lanes: Sequence[str],
+        capabilities: Sequence[str],
+        liveness_ttl_ms: int,
+        namespace: str,
+    ) -> Registered | Refreshed:
+        """Enter a worker process into the registry, or renew its entry."""
+        if isinstance(lanes, str) or not lanes:
+            raise error("invalid_input", "lanes: at least one lane id")
+        if type(liveness_ttl_ms) is not int or not 0 < liveness_ttl_ms < 2**53:
+            raise error("invalid_input", f"liveness_ttl_ms: must be above 0, got {liveness_ttl_ms!r}")
+        entry: dict[str, object] = {
+            **self._key(worker_instance_id, namespace),
+            "worker_id": check_worker_id(worker_id, "worker_id"),
+            "lanes": sorted({check_lane_id(lane) for lane in lanes}),
+            "capabilities": check_capabilities(tuple(capabilities)),
+            "liveness_ttl_ms": liveness_ttl_ms,
+        }
+        rows = await self._store.fetch(SQL.insert_worker, **entry)
+        if not rows:
+            raise error("invalid_input", "instance_id reassigned")
+        return Registered() if rows[0]["is_fresh"] else Refreshed()
+
+    async def heartbeat(self, worker_instance_id: str, namespace: str) -> Refreshed | NotRegistered:
+        """Keep a live registration alive."""
+        rows = await self._store.fetch(SQL.renew_worker, **self._key(worker_instance_id, namespace))
+        return Refreshed(next_expiry_ms=rows[0]["lapses_at"]) if rows else NotRegistered()
+
+    async def mark_dead(self, worker_instance_id: str, namespace: str, reason: str) -> Marked | NotRegistered:
+        """End a live registration; its leases are not touched."""
+        check_text(reason, "reason")
+        if len(reason.encode()) > MAX_REASON_BYTES:
+            raise error("invalid_input", f"reason: longer than {MAX_REASON_BYTES} bytes")
+        if has_space_or_control(reason.replace(" ", "")):
+            raise error("invalid_input", "reason: must not contain control characters")
+        key = self._key(worker_instance_id, namespace)
+
+        async def end(transaction: Transaction) -> bool:
+            await transaction.fetch(SQL.lock_worker, **key)
+            return bool(await transaction.fetch(SQL.take_worker, **key, reason=reason))
+
+        return Marked() if await self._store.transact(end) else NotRegistered()
+
+    async def sweep_lapsed(self) -> int:
+        """End registrations nobody keeps alive any more; answers how many."""
+        rows = await self._store.fetch(SQL.take_lapsed_workers, limit=SWEEP_LIMIT)
+        swept: int = rows[0]["swept"]
+        return swept
+
+    @staticmethod
+    def _key(worker_instance_id: str, namespace: str) -> dict[str, object]:
+        instance = WorkerInstanceId(check_worker_id(worker_instance_id, "worker_instance_id"))
+        return {
+            "partition_key": worker_partition(instance),
+            "namespace": check_text(namespace, "namespace"),
+            "worker_instance_id": instance,
+        }

@@ -1,0 +1,80 @@
+-- name: lock_worker
+-- Holds a registration, lapsed or live.
+select worker_id, lapses_at > (select ff_now()) as is_live from worker
+ where partition_key = :partition_key and namespace = :namespace and worker_instance_id = :worker_instance_id
+   for update;
+
+-- name: insert_worker
+-- Registers a worker or renews its registration, and says so in the registry's history; no row when another
+-- registration of the same instance came first and is not ours to overwrite.
+with clock as materialized (select ff_now() as now),
+written as (
+  insert into worker as w (partition_key, namespace, worker_instance_id, worker_id, lanes, capabilities,
+                           last_heartbeat_at, liveness_ttl_ms, registered_at)
+  select :partition_key, :namespace, :worker_instance_id, :worker_id, :lanes::text[], :capabilities::text[], now, :liveness_ttl_ms, now
+    from clock
+  on conflict (partition_key, namespace, worker_instance_id) do update
+     set worker_id = excluded.worker_id, lanes = excluded.lanes, capabilities = excluded.capabilities,
+         last_heartbeat_at = excluded.last_heartbeat_at, liveness_ttl_ms = excluded.liveness_ttl_ms,
+         registered_at = case when w.lapses_at > excluded.last_heartbeat_at then w.registered_at else excluded.registered_at end
+   where w.lapses_at <= excluded.last_heartbeat_at or w.worker_id = excluded.worker_id
+  returning w.partition_key, w.namespace, w.worker_instance_id, w.worker_id, w.last_heartbeat_at, w.registered_at
+),
+told as (
+  insert into worker_event (partition_key, namespace, worker_instance_id, at, kind, worker_id)
+  select partition_key, namespace, worker_instance_id, last_heartbeat_at,
+         case when registered_at = last_heartbeat_at then 'registered' else 'heartbeat' end, worker_id
+    from written
+  on conflict do nothing
+)
+select registered_at = last_heartbeat_at as is_fresh from written;
+
+-- name: renew_worker
+-- Keeps a live registration alive; no row when it is absent or has lapsed.
+with clock as materialized (select ff_now() as now),
+renewed as (
+  update worker w set last_heartbeat_at = c.now
+    from clock c
+   where w.partition_key = :partition_key and w.namespace = :namespace
+     and w.worker_instance_id = :worker_instance_id and w.lapses_at > c.now
+  returning w.partition_key, w.namespace, w.worker_instance_id, w.worker_id, w.last_heartbeat_at, w.lapses_at
+),
+told as (
+  insert into worker_event (partition_key, namespace, worker_instance_id, at, kind, worker_id)
+  select partition_key, namespace, worker_instance_id, last_heartbeat_at, 'heartbeat', worker_id from renewed
+  on conflict do nothing
+)
+select lapses_at from renewed;
+
+-- name: take_worker
+-- Ends a live registration; no row when it is absent or has lapsed.
+with clock as materialized (select ff_now() as now),
+gone as (
+  delete from worker w using clock c
+   where w.partition_key = :partition_key and w.namespace = :namespace
+     and w.worker_instance_id = :worker_instance_id and w.lapses_at > c.now
+  returning w.partition_key, w.namespace, w.worker_instance_id, w.worker_id, c.now
+),
+told as (
+  insert into worker_event (partition_key, namespace, worker_instance_id, at, kind, worker_id, reason)
+  select partition_key, namespace, worker_instance_id, now, 'marked_dead', worker_id, :reason from gone
+  on conflict do nothing
+)
+select worker_id from gone;
+
+-- name: take_lapsed_workers
+-- Ends registrations that have lapsed; answers how many.
+with clock as materialized (select ff_now() as now),
+gone as (
+  delete from worker w using clock c
+   where (w.partition_key, w.namespace, w.worker_instance_id) in (
+         select partition_key, namespace, worker_instance_id from worker
+          where lapses_at < (select now from clock) order by lapses_at limit :limit for update skip locked)
+  returning w.partition_key, w.namespace, w.worker_instance_id, w.worker_id, c.now
+),
+told as (
+  insert into worker_event (partition_key, namespace, worker_instance_id, at, kind, worker_id)
+  select partition_key, namespace, worker_instance_id, now, 'ttl_swept', worker_id from gone
+  on conflict do nothing
+)
+select count(*) as swept from gone;

@@ -1,0 +1,277 @@
+"""What can go wrong, as exceptions with a stable code, a category and a class that says what to do next."""
+
+from collections.abc import Iterable, Mapping
+from enum import StrEnum
+from typing import ClassVar, Self
+
+Detail = str | Mapping[str, object] | None
+
+
+class ErrorClass(StrEnum):
+    """What a caller should do with an error."""
+
+    TERMINAL = "Terminal"
+    RETRYABLE = "Retryable"
+    COOPERATIVE = "Cooperative"
+    INFORMATIONAL = "Informational"
+    ADVISORY = "Advisory"
+    BUG = "Bug"
+    EXPECTED = "Expected"
+    SOFT_ERROR = "SoftError"
+
+
+class TransportKind(StrEnum):
+    """How the store could not be reached or understood."""
+
+    TRANSPORT = "transport"
+    PROTOCOL = "protocol"
+    TIMEOUT = "timeout"
+    AUTH = "auth"
+    CLUSTER = "cluster"
+    BUSY_LOADING = "busy_loading"
+    SCRIPT_NOT_LOADED = "script_not_loaded"
+    OTHER = "other"
+
+
+RETRYABLE_TRANSPORT = frozenset(
+    {TransportKind.TRANSPORT, TransportKind.TIMEOUT, TransportKind.CLUSTER, TransportKind.BUSY_LOADING}
+)
+
+
+class EngineError(Exception):
+    """An operation was refused or could not be carried out; `code` is its stable name."""
+
+    category: ClassVar[str]
+    takes_context: ClassVar[bool] = False
+
+    def __init__(self, code: str, detail: Detail = None) -> None:
+        """Build the error of a known code of this class's category."""
+        super().__init__(code, detail)
+        self.code = code
+        self.detail = detail
+        self.error_class = self._classify(code)
+
+    def _classify(self, code: str) -> ErrorClass:
+        category, error_class = CODES[code]
+        if category != self.category:
+            raise ValueError(f"{code} is a {category} code, not a {self.category} one")
+        return error_class
+
+    @property
+    def retryable(self) -> bool:
+        """Whether the same call may succeed after a pause."""
+        return self.error_class is ErrorClass.RETRYABLE
+
+    def with_context(self, text: str) -> Self:
+        """Note what was being done; errors that are an answer of the engine stay as they are."""
+        if self.takes_context:
+            self.add_note(text)
+        return self
+
+    def __str__(self) -> str:
+        """Read `<code>: <detail>`, or the code alone."""
+        if not self.detail:
+            return self.code
+        if isinstance(self.detail, str):
+            return f"{self.code}: {self.detail}"
+        return f"{self.code}: {', '.join(f'{name}={value}' for name, value in self.detail.items())}"
+
+
+class NotFoundError(EngineError):
+    """No such object."""
+
+    category = "not_found"
+
+    @property
+    def entity(self) -> str:
+        """Name what is missing: `execution`, `flow`, ..."""
+        return self.code.removesuffix("_not_found")
+
+    def __str__(self) -> str:
+        """Read `not found: <entity>`."""
+        return f"not found: {self.entity}"
+
+
+class ValidationError(EngineError):
+    """The caller's input is refused, or stored data is unreadable."""
+
+    category = "validation"
+
+
+class ContentionError(EngineError):
+    """A race is lost or the state has moved: ask again or take other work."""
+
+    category = "contention"
+
+
+class ConflictError(EngineError):
+    """A permanent clash with an existing record."""
+
+    category = "conflict"
+
+
+class StateError(EngineError):
+    """The execution's state does not allow the call."""
+
+    category = "state"
+
+
+class BugError(EngineError):
+    """An invariant of the engine is broken."""
+
+    category = "bug"
+
+
+class TransportError(EngineError):
+    """The store cannot be reached or its reply cannot be read; the code is the transport kind."""
+
+    category = "transport"
+    takes_context = True
+
+    def __init__(self, kind: str = TransportKind.TRANSPORT, detail: Detail = None, backend: str = "postgres") -> None:
+        """Build the error of a transport kind, as met on a backend."""
+        self.kind = TransportKind(kind)
+        self.backend = backend
+        super().__init__(self.kind.value, detail)
+        self.args = (self.kind.value, detail, backend)
+
+    def _classify(self, code: str) -> ErrorClass:
+        return ErrorClass.RETRYABLE if code in RETRYABLE_TRANSPORT else ErrorClass.TERMINAL
+
+
+class UnavailableError(EngineError):
+    """The operation cannot be offered now; the detail names it."""
+
+    category = "unavailable"
+    takes_context = True
+
+
+class ResourceExhaustedError(EngineError):
+    """A pool of the engine is full; the detail holds `pool`, `max` and maybe `retry_after_ms`."""
+
+    category = "resource_exhausted"
+    takes_context = True
+
+
+class OperationTimeoutError(EngineError):
+    """An operation overran its deadline; the detail holds `op` and `elapsed_ms`."""
+
+    category = "timeout"
+    takes_context = True
+
+
+class StreamDisconnectedError(EngineError):
+    """A subscription ended; the detail holds the `cursor` to reconnect with."""
+
+    category = "stream_disconnected"
+
+
+class StreamBackpressureError(EngineError):
+    """A subscription dropped events and goes on."""
+
+    category = "stream_backpressure"
+
+
+def error(code: str, detail: Detail = None) -> EngineError:
+    """Give the error of a code, as the exception of its category."""
+    category, _ = CODES[code]
+    return _ERRORS[category](code, detail)
+
+
+_ERRORS: Mapping[str, type[EngineError]] = {
+    kind.category: kind
+    for kind in (
+        NotFoundError,
+        ValidationError,
+        ContentionError,
+        ConflictError,
+        StateError,
+        BugError,
+        UnavailableError,
+        ResourceExhaustedError,
+        OperationTimeoutError,
+        StreamDisconnectedError,
+        StreamBackpressureError,
+    )
+}
+
+
+def _rows(category: str, error_class: ErrorClass, codes: str) -> Iterable[tuple[str, tuple[str, ErrorClass]]]:
+    return ((code, (category, error_class)) for code in codes.split())
+
+
+CODES: Mapping[str, tuple[str, ErrorClass]] = dict(
+    [
+        *_rows(
+            "validation",
+            ErrorClass.TERMINAL,
+            """
+            invalid_input invalid_capabilities invalid_policy_json payload_too_large signal_limit_exceeded
+            invalid_waitpoint_key invalid_token missing_token token_expired waitpoint_not_token_bound
+            invalid_waitpoint_for_execution retention_limit_exceeded invalid_lease_for_suspend invalid_dependency
+            invalid_blocking_reason unauthorized invalid_budget_scope budget_override_not_allowed invalid_quota_spec
+            invalid_kid invalid_secret_hex invalid_grace_ms invalid_tag_key corruption handle_from_other_backend
+            """,
+        ),
+        *_rows("validation", ErrorClass.RETRYABLE, "capability_mismatch invalid_offset"),
+        *_rows("validation", ErrorClass.SOFT_ERROR, "invalid_frame_type"),
+        *_rows(
+            "contention",
+            ErrorClass.RETRYABLE,
+            """
+            use_claim_resumed_execution not_a_resumed_execution execution_not_leaseable lease_conflict
+            invalid_claim_grant claim_grant_expired no_eligible_execution waitpoint_not_found stale_graph_revision
+            rate_limit_exceeded concurrency_limit_exceeded retry_exhausted
+            """,
+        ),
+        *_rows("contention", ErrorClass.TERMINAL, "execution_not_active"),
+        *_rows(
+            "contention",
+            ErrorClass.INFORMATIONAL,
+            "execution_not_eligible execution_not_in_eligible_set execution_not_reclaimable no_active_lease",
+        ),
+        *_rows(
+            "conflict",
+            ErrorClass.TERMINAL,
+            """
+            dependency_already_exists cycle_detected self_referencing_edge execution_already_in_flow
+            budget_attach_conflict quota_attach_conflict rotation_conflict
+            """,
+        ),
+        *_rows("conflict", ErrorClass.INFORMATIONAL, "waitpoint_already_exists"),
+        *_rows("conflict", ErrorClass.BUG, "active_attempt_exists"),
+        *_rows(
+            "state",
+            ErrorClass.TERMINAL,
+            """
+            stale_lease lease_expired lease_revoked target_not_signalable resume_condition_not_met stream_closed
+            stale_owner_cannot_append execution_not_in_flow attempt_not_started execution_not_eligible_for_attempt
+            max_retries_exhausted execution_not_terminal max_replays_exhausted replay_not_allowed not_runnable
+            terminal flow_already_terminal
+            """,
+        ),
+        *_rows(
+            "state",
+            ErrorClass.INFORMATIONAL,
+            """
+            execution_not_suspended already_suspended waitpoint_closed waitpoint_not_pending
+            pending_waitpoint_expired waitpoint_not_open grant_already_exists deps_not_satisfied not_blocked_by_deps
+            duplicate_signal ok_already_applied attempt_already_terminal stream_already_closed already_satisfied
+            budget_soft_exceeded
+            """,
+        ),
+        *_rows("state", ErrorClass.COOPERATIVE, "budget_exceeded"),
+        *_rows("bug", ErrorClass.BUG, "attempt_not_in_created_state internal"),
+        *_rows(
+            "not_found",
+            ErrorClass.TERMINAL,
+            "execution_not_found flow_not_found attempt_not_found budget_not_found quota_policy_not_found",
+        ),
+        *_rows("not_found", ErrorClass.EXPECTED, "stream_not_found"),
+        *_rows("unavailable", ErrorClass.TERMINAL, "unavailable hmac_secret_not_initialized"),
+        *_rows("resource_exhausted", ErrorClass.RETRYABLE, "resource_exhausted"),
+        *_rows("timeout", ErrorClass.TERMINAL, "timeout"),
+        *_rows("stream_disconnected", ErrorClass.TERMINAL, "stream_disconnected"),
+        *_rows("stream_backpressure", ErrorClass.INFORMATIONAL, "stream_backpressure"),
+    ]
+)

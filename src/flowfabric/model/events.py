@@ -1,0 +1,77 @@
+"""What the feeds say happened."""
+
+from enum import IntEnum, StrEnum
+from typing import Self
+
+from flowfabric.model.states import TerminalOutcome
+
+
+class EventKind(IntEnum):
+    """What happened to a lease, stored as a small number."""
+
+    ACQUIRED = 1
+    RENEWED = 2
+    RELEASED = 3
+    EXPIRED = 4
+    REVOKED = 5
+    RECLAIMED = 6
+    REPLAY_INITIATED = 7
+
+    @property
+    def literal(self) -> str:
+        """The word readers see."""
+        return self.name.lower()
+
+
+class ReleaseReason(StrEnum):
+    """Why a held lease ended."""
+
+    COMPLETED = "completed"
+    FAILED_RETRY_SCHEDULED = "failed_retry_scheduled"
+    FAILED_TERMINAL = "failed_terminal"
+    CANCELLED = "cancelled"
+    WORKER_DELAY = "worker_delay"
+    WAITING_CHILDREN = "waiting_children"
+    SUSPEND = "suspend"
+    EXPIRED_ATTEMPT_TIMEOUT = "expired:attempt_timeout"
+    EXPIRED_EXECUTION_DEADLINE = "expired:execution_deadline"
+    DEPENDENCY_IMPOSSIBLE = "dependency_impossible"
+    MAX_RECLAIMS_EXCEEDED = "max_reclaims_exceeded"
+
+
+class AcquireReason(StrEnum):
+    """Which claim other than an ordinary one took a lease."""
+
+    CLAIM_RESUMED = "claim_resumed"
+    ISSUE_GRANT_AND_CLAIM = "issue_grant_and_claim"
+    ISSUE_GRANT_AND_CLAIM_RESUMED = "issue_grant_and_claim_resumed"
+
+
+class CompletionOutcome(IntEnum):
+    """What the completion feed reports, stored as a small number; `resumable` is no ending."""
+
+    SUCCESS = 1
+    FAILED = 2
+    CANCELLED = 3
+    EXPIRED = 4
+    SKIPPED = 5
+    RESUMABLE = 6
+
+    @property
+    def literal(self) -> str:
+        """The word readers see."""
+        return self.name.lower()
+
+    @classmethod
+    def of(cls, outcome: TerminalOutcome) -> Self:
+        """Give what the feed reports for an ending."""
+        return cls[outcome.name]
+
+
+class WorkerEvent(StrEnum):
+    """What happened to a worker registry entry."""
+
+    REGISTERED = "registered"
+    HEARTBEAT = "heartbeat"
+    MARKED_DEAD = "marked_dead"
+    TTL_SWEPT = "ttl_swept"

@@ -1,0 +1,322 @@
+"""Names of things, the partition each belongs to, and how new ones are minted."""
+
+import os
+import re
+import struct
+import threading
+import time
+import unicodedata
+import uuid
+from binascii import crc_hqx
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import lru_cache
+from typing import NewType
+
+from flowfabric.model.errors import EngineError, error
+
+ExecutionId = NewType("ExecutionId", str)
+LaneId = NewType("LaneId", str)
+WorkerId = NewType("WorkerId", str)
+WorkerInstanceId = NewType("WorkerInstanceId", str)
+Namespace = NewType("Namespace", str)
+WaitpointKey = NewType("WaitpointKey", str)
+
+FlowId = NewType("FlowId", uuid.UUID)
+BudgetId = NewType("BudgetId", uuid.UUID)
+QuotaPolicyId = NewType("QuotaPolicyId", uuid.UUID)
+LeaseId = NewType("LeaseId", uuid.UUID)
+AttemptId = NewType("AttemptId", uuid.UUID)
+SignalId = NewType("SignalId", uuid.UUID)
+WaitpointId = NewType("WaitpointId", uuid.UUID)
+SuspensionId = NewType("SuspensionId", uuid.UUID)
+EdgeId = NewType("EdgeId", uuid.UUID)
+
+MAX_PARTITION_COUNT = 32768
+MAX_LANE_BYTES = 64
+MAX_WORKER_BYTES = 256
+WORKER_PARTITIONS = 256
+
+_MAX_INDEX = 65535
+_MAX_STORED_INDEX = 32767
+_INDEX = re.compile(r"0|[1-9][0-9]{0,4}")
+_UUID = re.compile(r"[0-9a-fA-F]{8}-?(?:[0-9a-fA-F]{4}-?){3}[0-9a-fA-F]{12}")
+_HYPHENATED = re.compile(r"[0-9a-fA-F]{8}-(?:[0-9a-fA-F]{4}-){3}[0-9a-fA-F]{12}")
+_CANONICAL_EXECUTION_ID = re.compile(r"\{fp:(?:0|[1-9][0-9]{0,3})\}:[0-9a-f]{8}-(?:[0-9a-f]{4}-){3}[0-9a-f]{12}")
+
+
+def parse_execution_id(value: object) -> ExecutionId:
+    """Give the canonical text of an execution id, the UUID in lower case."""
+    if type(value) is str and _CANONICAL_EXECUTION_ID.fullmatch(value):
+        return ExecutionId(value)
+    if not isinstance(value, str) or not value.startswith("{fp:"):
+        raise _refusal("MissingTag", value)
+    index, tag_end, uuid_text = value[4:].partition("}:")
+    if not tag_end:
+        raise _refusal("MissingTag", value)
+    if not _INDEX.fullmatch(index) or int(index) > _MAX_INDEX:
+        raise _refusal("InvalidPartitionIndex", value)
+    if not _HYPHENATED.fullmatch(uuid_text):
+        raise _refusal("InvalidUuid", value)
+    return ExecutionId(f"{{fp:{index}}}:{uuid_text.lower()}")
+
+
+def split_execution_id(execution_id: ExecutionId) -> tuple[int, str]:
+    """Give the partition index and the UUID text of a parsed execution id."""
+    return int(execution_id[4:-38]), execution_id[-36:]
+
+
+def format_execution_id(partition: int, uuid: uuid.UUID | str) -> ExecutionId:
+    """Give the execution id of a partition index and a UUID (or its canonical text)."""
+    return ExecutionId(f"{{fp:{partition}}}:{uuid}")
+
+
+def check_partition(execution_id: ExecutionId, count: int) -> int:
+    """Give the partition index of a parsed execution id that this deployment has."""
+    partition = int(execution_id[4:-38])
+    if partition < count:
+        return partition
+    if partition > _MAX_STORED_INDEX:
+        raise error("invalid_input", f"execution_id: partition index {partition} exceeds i16 range")
+    raise error("invalid_input", f"execution_id: partition index {partition} is not below {count}")
+
+
+def _refusal(reason: str, value: object) -> EngineError:
+    shown = repr(value)
+    return error("invalid_input", f"{reason}: {shown if len(shown) <= 200 else shown[:200] + '...'}")
+
+
+def crc16_xmodem(data: bytes) -> int:
+    """Give the CRC-16/XMODEM checksum."""
+    return crc_hqx(data, 0)
+
+
+def fnv1a_64(data: bytes) -> int:
+    """Give the 64-bit FNV-1a hash."""
+    digest = 0xCBF29CE484222325
+    for byte in data:
+        digest = ((digest ^ byte) * 0x100000001B3) & 0xFFFFFFFFFFFFFFFF
+    return digest
+
+
+def log_digest(text: str) -> str:
+    """Give eight hex digits that stand for a text in logs."""
+    digest = fnv1a_64(text.encode())
+    return f"{(digest ^ (digest >> 32)) & 0xFFFFFFFF:08x}"
+
+
+def flow_partition(flow_id: FlowId, count: int) -> int:
+    """Give the partition index of a flow and of every execution in it."""
+    return crc_hqx(flow_id.bytes, 0) % count
+
+
+@lru_cache(maxsize=4096)
+def lane_partition(lane_id: LaneId, count: int) -> int:
+    """Give the partition index of an execution outside any flow."""
+    return crc_hqx(lane_id.encode(), 0) % count
+
+
+def budget_partition(budget_id: BudgetId, count: int) -> int:
+    """Give the partition index of a budget."""
+    return crc_hqx(budget_id.bytes, 0) % count
+
+
+def quota_partition(quota_policy_id: QuotaPolicyId, count: int) -> int:
+    """Give the partition index of a quota policy."""
+    return crc_hqx(quota_policy_id.bytes, 0) % count
+
+
+@lru_cache(maxsize=4096)
+def worker_partition(worker_instance_id: WorkerInstanceId) -> int:
+    """Give the partition index of a worker registry entry."""
+    return fnv1a_64(worker_instance_id.encode()) % WORKER_PARTITIONS
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Partitions:
+    """How many logical partitions a deployment has, and where executions outside any flow go."""
+
+    flow: int = 256
+    budget: int = 32
+    quota: int = 32
+    solo: Callable[[LaneId, int], int] = lane_partition
+
+    def __post_init__(self) -> None:
+        """Refuse counts outside 1..32768."""
+        for family in ("flow", "budget", "quota"):
+            count = getattr(self, family)
+            if type(count) is not int or not 1 <= count <= MAX_PARTITION_COUNT:
+                raise error("invalid_input", f"num_{family}_partitions: {count!r} is not in 1..{MAX_PARTITION_COUNT}")
+
+
+class PartitionFamily(StrEnum):
+    """What kind of thing a partition key routes; executions share the family of flows."""
+
+    FLOW = "fp"
+    BUDGET = "b"
+    QUOTA = "q"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PartitionKey:
+    """A partition as callers see it: `{fp:N}`, `{b:N}` or `{q:N}`."""
+
+    family: PartitionFamily
+    index: int
+
+    def __str__(self) -> str:
+        """Read as the wire text."""
+        return f"{{{self.family}:{self.index}}}"
+
+
+def parse_partition_key(value: object) -> PartitionKey:
+    """Give the partition key a wire text stands for."""
+    if not isinstance(value, str) or len(value) < 2 or value[0] != "{" or value[-1] != "}":
+        raise _refusal("MissingBraces", value)
+    prefix, colon, index = value[1:-1].partition(":")
+    if not colon:
+        raise _refusal("MalformedBody", value)
+    if prefix not in set(PartitionFamily):
+        raise _refusal(f"UnknownFamilyPrefix({prefix})", value)
+    if not _INDEX.fullmatch(index) or int(index) > _MAX_INDEX:
+        raise _refusal(f"InvalidIndex({index})", value)
+    return PartitionKey(family=PartitionFamily(prefix), index=int(index))
+
+
+def mint_for_flow(flow_id: FlowId, partitions: Partitions) -> ExecutionId:
+    """Mint the id of an execution that joins a flow."""
+    return format_execution_id(flow_partition(flow_id, partitions.flow), mint_uuid_texts(1)[0])
+
+
+def mint_solo(lane_id: LaneId, partitions: Partitions) -> ExecutionId:
+    """Mint the id of an execution outside any flow."""
+    return format_execution_id(partitions.solo(lane_id, partitions.flow), mint_uuid_texts(1)[0])
+
+
+def deterministic_for_flow(flow_id: FlowId, uuid: uuid.UUID, partitions: Partitions) -> ExecutionId:
+    """Give the one id of a flow member that carries the caller's UUID."""
+    return format_execution_id(flow_partition(flow_id, partitions.flow), uuid)
+
+
+def deterministic_solo(lane_id: LaneId, uuid: uuid.UUID, partitions: Partitions) -> ExecutionId:
+    """Give the one id of an execution outside any flow that carries the caller's UUID."""
+    return format_execution_id(partitions.solo(lane_id, partitions.flow), uuid)
+
+
+_tick_lock = threading.Lock()
+_last_tick = 0
+
+
+def _reserve_ticks(count: int) -> int:
+    # A tick is 1/4096 ms: 48 bits of milliseconds and the 12 bits after the version. Each id takes its own, so
+    # ids rise strictly within the process even where the clock stands still or steps back.
+    global _last_tick
+    now = time.time_ns() * 4096 // 1_000_000
+    with _tick_lock:
+        first = now if now > _last_tick else _last_tick + 1
+        _last_tick = first + count - 1
+    return first
+
+
+def uuid7() -> uuid.UUID:
+    """Mint a UUIDv7 greater than every one this process minted before."""
+    return mint_uuids(1)[0]
+
+
+def mint_uuids(count: int) -> list[uuid.UUID]:
+    """Mint rising UUIDv7s with one reading of the clock and of the random source."""
+    tick = _reserve_ticks(count)
+    new, put, kind, unknown = object.__new__, object.__setattr__, uuid.UUID, uuid.SafeUUID.unknown
+    minted = []
+    for random in struct.unpack(f"{count}Q", os.urandom(8 * count)):
+        high = (tick >> 12) << 16 | 0x7000 | tick & 0xFFF
+        # What UUID(int=...) does after its argument checks, which cost more than everything else here.
+        made = new(kind)
+        put(made, "int", high << 64 | 0x8000000000000000 | random >> 2)
+        put(made, "is_safe", unknown)
+        minted.append(made)
+        tick += 1
+    return minted
+
+
+def mint_uuid_texts(count: int) -> list[str]:
+    """Mint rising UUIDv7s as canonical texts with one reading of the clock and of the random source."""
+    tick = _reserve_ticks(count)
+    random = os.urandom(8 * count).hex()
+    millisecond, head = -1, ""
+    minted = []
+    for at in range(0, 16 * count, 16):
+        if tick >> 12 != millisecond:
+            millisecond = tick >> 12
+            head = f"{millisecond >> 16:08x}-{millisecond & 0xFFFF:04x}-7"
+        minted.append(f"{head}{tick & 0xFFF:03x}-8{random[at : at + 3]}-{random[at + 3 : at + 15]}")
+        tick += 1
+    return minted
+
+
+def check_lane_id(value: object) -> LaneId:
+    """Give the lane id a text is: 1 to 64 printable ASCII characters."""
+    if not isinstance(value, str):
+        raise error("invalid_input", "lane_id: must be text")
+    return _check_lane_text(value)
+
+
+@lru_cache(maxsize=4096)
+def _check_lane_text(value: str) -> LaneId:
+    data = value.encode("utf-8", "surrogatepass")
+    if not data:
+        raise error("invalid_input", "lane_id: Empty")
+    if len(data) > MAX_LANE_BYTES:
+        raise error("invalid_input", f"lane_id: TooLong({len(data)})")
+    for index, byte in enumerate(data):
+        if not 0x20 <= byte <= 0x7E:
+            raise error("invalid_input", f"lane_id: NonPrintable({index})")
+    return LaneId(value)
+
+
+def check_worker_id(value: object, field: str) -> str:
+    """Give a worker or worker instance id: 1 to 256 bytes without whitespace or control characters."""
+    if not isinstance(value, str):
+        raise error("invalid_input", f"{field}: must be text")
+    return _check_worker_text(value, field)
+
+
+@lru_cache(maxsize=4096)
+def _check_worker_text(value: str, field: str) -> str:
+    check_text(value, field)
+    if not value:
+        raise error("invalid_input", f"{field}: must not be empty")
+    if len(value.encode()) > MAX_WORKER_BYTES:
+        raise error("invalid_input", f"{field}: longer than {MAX_WORKER_BYTES} bytes")
+    if has_space_or_control(value):
+        raise error("invalid_input", f"{field}: must not contain whitespace or control characters")
+    return value
+
+
+def has_space_or_control(text: str) -> bool:
+    """Tell whether any character is whitespace or a control character, in all of Unicode."""
+    return any(char.isspace() or unicodedata.category(char) == "Cc" for char in text)
+
+
+def parse_uuid(value: object, field: str) -> uuid.UUID:
+    """Give the UUID a value is, or the text of one says."""
+    if isinstance(value, uuid.UUID):
+        return value
+    if isinstance(value, str) and _UUID.fullmatch(value):
+        return uuid.UUID(value)
+    raise _refusal(f"{field}: must be a UUID", value)
+
+
+def check_text(value: object, field: str) -> str:
+    """Give a text the store can hold: valid Unicode without NUL."""
+    if not isinstance(value, str):
+        raise error("invalid_input", f"{field}: must be text")
+    if "\0" in value:
+        raise error("invalid_input", f"{field}: must not contain NUL")
+    if not value.isascii():
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            raise error("invalid_input", f"{field}: is not valid Unicode") from None
+    return value

@@ -1,0 +1,193 @@
+"""What operations answer, named as callers match on them."""
+
+from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+from flowfabric.model.handle import Handle
+from flowfabric.model.ids import AttemptId, ExecutionId, FlowId, LaneId, LeaseId, Namespace
+from flowfabric.model.policy import ExecutionPolicy
+from flowfabric.model.states import AttemptType, PublicState, StateVector
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Created:
+    """A new execution exists."""
+
+    execution_id: ExecutionId
+    public_state: PublicState
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Duplicate:
+    """The execution, or its idempotency key, existed already; nothing was written."""
+
+    execution_id: ExecutionId
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClaimedExecution:
+    """A lease on an execution, with all a worker needs to run it."""
+
+    execution_id: ExecutionId
+    lease_id: LeaseId
+    lease_epoch: int
+    attempt_index: int
+    attempt_id: AttemptId
+    attempt_type: AttemptType
+    lease_expires_at: int
+    handle: Handle
+    lane_id: LaneId
+    execution_kind: str
+    input_payload: bytes
+    payload_encoding: str | None
+    tags: Mapping[str, str]
+    policy: ExecutionPolicy | None
+    retry_count: int
+    priority: int
+
+    if not TYPE_CHECKING:
+        # The generated initialiser of a frozen dataclass sets field by field, at several times the cost, and a
+        # busy process builds tens of thousands of claims a second. Type checkers hold callers to the fields.
+        def __init__(self, **fields: object) -> None:
+            self.__dict__.update(fields)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Renewed:
+    """The lease now ends later."""
+
+    expires_at_ms: int
+    lease_epoch: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Completed:
+    """The execution ended in success."""
+
+    execution_id: ExecutionId
+    public_state: PublicState
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RetryScheduled:
+    """The attempt failed; another follows at `delay_until`."""
+
+    delay_until: int
+    next_attempt_index: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TerminalFailed:
+    """The attempt failed and no retry is left."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cancelled:
+    """The execution is cancelled, by this call or an earlier one."""
+
+    execution_id: ExecutionId
+    public_state: PublicState
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Registered:
+    """The worker is new, or had lapsed."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Refreshed:
+    """The worker was live and stays so."""
+
+    next_expiry_ms: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NotRegistered:
+    """No live worker of that name; it must register again."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Promoted:
+    """A delayed execution is due and may be claimed."""
+
+    public_state: PublicState
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AlreadySatisfied:
+    """Nothing to do, and why."""
+
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Marked:
+    """The mark is set: a lease as expired, a worker as dead."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Expired:
+    """The execution ran out of time and ended."""
+
+    execution_id: ExecutionId
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AlreadyTerminal:
+    """The execution had ended before."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NotYetDue:
+    """The time has not come."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExecutionInfo:
+    """An execution as an operator reads it; times are milliseconds since the epoch."""
+
+    execution_id: ExecutionId
+    namespace: Namespace
+    lane_id: LaneId
+    priority: int
+    execution_kind: str
+    state_vector: StateVector
+    public_state: PublicState
+    created_at: int
+    started_at: int | None
+    completed_at: int | None
+    current_attempt_index: int
+    flow_id: FlowId | None
+    blocking_detail: str
+
+
+class FailureClass(StrEnum):
+    """What kind of failure a worker reports; the value is its category."""
+
+    TRANSIENT = "transient"
+    PERMANENT = "permanent"
+    INFRA_CRASH = "infra_crash"
+    TIMEOUT = "timeout"
+    CANCELLED = "cancelled"
+
+
+@dataclass(frozen=True, slots=True)
+class FailureReason:
+    """Why an attempt failed; a non-empty detail names a category of the caller's own."""
+
+    message: str
+    _: KW_ONLY
+    detail: str | bytes | None = None
+
+
+def failure_category(reason: FailureReason, failure_class: FailureClass) -> str:
+    """Give the category the retry policy judges a failure by."""
+    detail = reason.detail
+    if isinstance(detail, bytes):
+        try:
+            detail = detail.decode()
+        except UnicodeDecodeError:
+            detail = None
+    return detail or failure_class.value

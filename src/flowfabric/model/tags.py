@@ -1,0 +1,33 @@
+"""Tags: the caller's own labels on an execution."""
+
+import re
+from collections.abc import Mapping
+from functools import lru_cache
+
+from flowfabric.model.errors import error
+from flowfabric.model.ids import check_text
+
+_KEY = re.compile(r"[a-z][a-z0-9_]*\.[a-z0-9_][a-z0-9_.]*", re.ASCII)
+
+
+def check_tag_key(key: object) -> str:
+    """Give a tag key: a lower-case namespace, a dot and a name."""
+    if not isinstance(key, str):
+        raise error("invalid_tag_key", repr(key))
+    return _check_key_text(key)
+
+
+@lru_cache(maxsize=4096)
+def _check_key_text(key: str) -> str:
+    if not _KEY.fullmatch(key):
+        raise error("invalid_tag_key", key.encode("utf-8", "backslashreplace").decode())
+    return key
+
+
+def check_tags(tags: Mapping[str, str] | None) -> dict[str, str]:
+    """Give a copy of tags whose keys and values may be stored."""
+    if tags is None:
+        return {}
+    if not isinstance(tags, Mapping):
+        raise error("invalid_input", "tags: must map text to text")
+    return {check_tag_key(key): check_text(value, f"tags.{key}") for key, value in tags.items()}

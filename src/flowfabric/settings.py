@@ -1,0 +1,110 @@
+"""What a process is configured with: from the environment, and from code where code says otherwise."""
+
+from pathlib import Path
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, ModelWrapValidatorHandler, ValidationError, field_validator, model_validator
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+
+from flowfabric.db.migrate import check_schema_name
+
+PREFIX = "FF_"
+
+Count = Annotated[int, Field(ge=1)]
+PartitionCount = Annotated[int, Field(ge=1, le=32_768)]
+
+
+class SettingsError(RuntimeError):
+    """A value that cannot be used; the text names its environment variable."""
+
+
+class Settings(BaseSettings):
+    """The configuration of one process; `database_pool_size` is `FF_DATABASE_POOL_SIZE` and so on."""
+
+    model_config = SettingsConfigDict(env_prefix=PREFIX, frozen=True, extra="forbid", populate_by_name=True)
+
+    database_url: Annotated[str | None, Field(repr=False)] = None
+    home: Path = Path(".flowfabric")
+    database_pool_size: Count = 10
+    schema_name: Annotated[str, Field(validation_alias="FF_SCHEMA")] = "flowfabric"
+    migrate_on_start: bool | None = None
+    lanes: Annotated[tuple[str, ...], NoDecode] = ("default",)
+    flow_partitions: PartitionCount = 256
+    budget_partitions: PartitionCount = 32
+    quota_partitions: PartitionCount = 32
+    listen: bool = True
+    retention_ms: Count = 86_400_000
+    feed_retention_ms: Count = 86_400_000
+    instance_tag: Annotated[str, Field(min_length=1)] = "cairn.instance_id"
+    lease_renewal_events: bool = True
+    log_level: Annotated[Literal["debug", "info", "warning", "error", "critical"], Field(validation_alias="FF_LOG")] = (
+        "info"
+    )
+    lease_expiry_interval_ms: Count = 1_500
+    delayed_promoter_interval_ms: Count = 750
+    attempt_timeout_interval_s: Count = 2
+    execution_deadline_interval_s: Count = 5
+    retention_trimmer_interval_s: Count = 60
+    index_reconciler_interval_s: Count = 45
+
+    @property
+    def migrates(self) -> bool:
+        """Whether this process brings the schema up to date when it starts: its own embedded one unless told."""
+        return self.database_url is None if self.migrate_on_start is None else self.migrate_on_start
+
+    @field_validator("database_url")
+    @classmethod
+    def _postgres_url(cls, url: str | None) -> str | None:
+        if url and not url.startswith(("postgresql://", "postgres://")):
+            raise ValueError("must begin with postgresql://")
+        return url or None
+
+    @field_validator("home", mode="before")
+    @classmethod
+    def _some_folder(cls, home: object) -> object:
+        if home == "":
+            raise ValueError("must name a folder")
+        return home
+
+    @field_validator("schema_name")
+    @classmethod
+    def _plain_name(cls, schema: str) -> str:
+        return check_schema_name(schema)
+
+    @field_validator("lanes", mode="before")
+    @classmethod
+    def _comma_list(cls, lanes: object) -> object:
+        return lanes.split(",") if isinstance(lanes, str) else lanes
+
+    @field_validator("lanes")
+    @classmethod
+    def _some_lane(cls, lanes: tuple[str, ...]) -> tuple[str, ...]:
+        named = tuple(dict.fromkeys(lane.strip() for lane in lanes if lane.strip()))
+        if not named:
+            raise ValueError("must name at least one lane")
+        return named
+
+    @field_validator("log_level", mode="before")
+    @classmethod
+    def _lower_case(cls, level: object) -> object:
+        return level.lower() if isinstance(level, str) else level
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _named_by_variable(cls, values: object, build: ModelWrapValidatorHandler[Self]) -> Self:
+        try:
+            return build(values)
+        except ValidationError as invalid:
+            text = "; ".join(_complaint(cls, error["loc"], error["msg"], error["input"]) for error in invalid.errors())
+            raise SettingsError(text) from None
+
+
+def _complaint(settings: type[Settings], location: tuple[int | str, ...], message: str, value: object) -> str:
+    name = str(location[0])
+    field = settings.model_fields.get(name)
+    if field is None and not name.startswith(PREFIX):
+        return f"there is no setting {name}"
+    variable = name if field is None else str(field.validation_alias or f"{PREFIX}{name.upper()}")
+    # An address may hold a password.
+    shown = "" if name == "database_url" else f"={value}"
+    return f"{variable}{shown}: {message.removeprefix('Value error, ')}"

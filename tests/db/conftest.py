@@ -1,0 +1,193 @@
+"""Homes, processes that hold them, and databases that come and go on one server."""
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from urllib.parse import urlsplit, urlunsplit
+from uuid import uuid4
+
+import asyncpg
+import pytest
+
+from flowfabric.db.embedded import Embedded
+
+NOBODY = 65534
+
+
+def is_alive(pid: int) -> bool:
+    """Whether this process exists and has not ended."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    if Path("/proc/self").exists():
+        return False
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, 0)
+        return True
+    return False
+
+
+def is_dead(pid: int) -> bool:
+    """Whether this process has ended."""
+    return not is_alive(pid)
+
+
+def eventually(holds: Callable[[], bool], *, seconds: float = 20) -> None:
+    """Return as soon as this holds; fail when it does not in time."""
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline, "did not happen in time"
+        time.sleep(0.01)
+
+
+def stop_server(home: Path) -> Path:
+    """End the server of a home, whatever state it is in, and give the folder that holds its data."""
+    location = home / "location.txt"
+    place = Path(location.read_text().strip()) if location.exists() else home
+    for pid_file in place.glob("postgres-*/postmaster.pid"):
+        pid = int(pid_file.read_text().splitlines()[0])
+        if is_alive(pid) and os.fsencode(pid_file.parent) in Path(f"/proc/{pid}/cmdline").read_bytes():
+            os.kill(pid, signal.SIGQUIT)
+            eventually(partial(is_dead, pid))
+    return place
+
+
+def remove_home(home: Path) -> None:
+    """End the server of a home and delete its data."""
+    shutil.rmtree(stop_server(home), ignore_errors=True)
+    shutil.rmtree(home, ignore_errors=True)
+
+
+@dataclass
+class Holder:
+    """Another process that holds the server of a home."""
+
+    process: subprocess.Popen[str]
+    url: str
+    pid: int
+    data: Path
+
+    def end(self, order: str) -> None:
+        """Tell the process to `release` and end, or just to end as any program does."""
+        self.process.communicate(f"{order}\n", timeout=30)
+        assert self.process.returncode == 0
+
+    def kill(self) -> None:
+        """End the process with no chance to clean up."""
+        self.process.kill()
+        self.process.communicate(timeout=30)
+
+
+Launch = Callable[..., Holder]
+
+
+def ready(process: subprocess.Popen[str]) -> Holder:
+    """Wait until a process holds its server."""
+    assert process.stdout is not None
+    answer = json.loads(process.stdout.readline())
+    assert "error" not in answer, answer
+    return Holder(process, answer["url"], answer["pid"], Path(answer["data"]))
+
+
+def spawn(home: Path, *, uid: int | None = None, **environment: str) -> subprocess.Popen[str]:
+    """Start a process that will hold the server of a home."""
+    script = Path(__file__).with_name("holder.py")
+    user = os.geteuid() if uid is None else uid
+    return subprocess.Popen(
+        [sys.executable, str(script), str(home), str(user)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **environment},
+    )
+
+
+@pytest.fixture
+def fresh_home(tmp_path: Path) -> Iterator[Path]:
+    """A home that does not exist yet."""
+    home = tmp_path / "home"
+    yield home
+    remove_home(home)
+
+
+@pytest.fixture(scope="session")
+def used_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    home = tmp_path_factory.mktemp("used") / "home"
+    Embedded.start(home).release()
+    yield home
+    remove_home(home)
+
+
+@pytest.fixture
+def home(used_home: Path) -> Iterator[Path]:
+    """A home that has been used before, with no server running."""
+    yield used_home
+    stop_server(used_home)
+
+
+@pytest.fixture
+def open_home() -> Iterator[Path]:
+    """A home that does not exist yet, in a folder of a user who is not root."""
+    with tempfile.TemporaryDirectory(prefix="ff-") as folder:
+        if os.geteuid() == 0:
+            os.chown(folder, NOBODY, NOBODY)
+        home = Path(folder) / "home"
+        yield home
+        remove_home(home)
+
+
+@pytest.fixture
+def launch() -> Iterator[Launch]:
+    """Start processes that hold a home; what is left of them ends with the test."""
+    holders: list[Holder] = []
+
+    def launch(home: Path, *, uid: int | None = None, **environment: str) -> Holder:
+        holders.append(ready(spawn(home, uid=uid, **environment)))
+        return holders[-1]
+
+    yield launch
+    for holder in holders:
+        if holder.process.poll() is None:
+            holder.kill()
+
+
+@pytest.fixture
+def someone() -> int:
+    """A user who is not root: this one, or nobody when this one is root."""
+    return os.geteuid() or NOBODY
+
+
+@pytest.fixture(scope="session")
+def server_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of one server for all tests that only need databases."""
+    server = Embedded.start(tmp_path_factory.mktemp("server") / "home")
+    yield server.url
+    server.release(discard=True)
+
+
+@pytest.fixture
+async def database_url(server_url: str) -> AsyncIterator[str]:
+    """The address of an empty database of the test's own."""
+    name = f"test_{uuid4().hex}"
+    connection = await asyncpg.connect(server_url)
+    await connection.execute(f"create database {name}")
+    yield urlunsplit(urlsplit(server_url)._replace(path=f"/{name}"))
+    await connection.execute(f"drop database {name} with (force)")
+    await connection.close()
+
+
+@pytest.fixture
+async def connection(database_url: str) -> AsyncIterator[asyncpg.Connection]:
+    """A connection to the test's own database."""
+    connection = await asyncpg.connect(database_url)
+    yield connection
+    await connection.close()

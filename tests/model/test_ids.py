@@ -1,0 +1,343 @@
+import binascii
+import itertools
+import re
+import threading
+import time
+import uuid
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flowfabric.model import ids
+from flowfabric.model.errors import ValidationError
+from flowfabric.model.ids import (
+    BudgetId,
+    ExecutionId,
+    FlowId,
+    LaneId,
+    PartitionFamily,
+    PartitionKey,
+    Partitions,
+    QuotaPolicyId,
+    WorkerInstanceId,
+)
+
+UUID = "550e8400-e29b-41d4-a716-446655440000"
+V7 = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-7[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}")
+
+
+def test_a_canonical_execution_id_is_returned_as_it_is() -> None:
+    text = f"{{fp:42}}:{UUID}"
+    assert ids.parse_execution_id(text) is text
+
+
+def test_an_upper_case_uuid_is_read_as_lower_case() -> None:
+    assert ids.parse_execution_id(f"{{fp:42}}:{UUID.upper()}") == f"{{fp:42}}:{UUID}"
+
+
+def test_parsing_knows_no_partition_count() -> None:
+    assert ids.parse_execution_id(f"{{fp:65535}}:{UUID}") == f"{{fp:65535}}:{UUID}"
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        (UUID, "MissingTag"),
+        ("", "MissingTag"),
+        (None, "MissingTag"),
+        (7, "MissingTag"),
+        (f"{{fp:7:{UUID}", "MissingTag"),
+        (f"fp:7:{UUID}", "MissingTag"),
+        (f"{{b:7}}:{UUID}", "MissingTag"),
+        (f"{{fp:}}:{UUID}", "InvalidPartitionIndex"),
+        (f"{{fp:x}}:{UUID}", "InvalidPartitionIndex"),
+        (f"{{fp:-1}}:{UUID}", "InvalidPartitionIndex"),
+        (f"{{fp:+1}}:{UUID}", "InvalidPartitionIndex"),
+        (f"{{fp: 1}}:{UUID}", "InvalidPartitionIndex"),
+        (f"{{fp:007}}:{UUID}", "InvalidPartitionIndex"),
+        (f"{{fp:65536}}:{UUID}", "InvalidPartitionIndex"),
+        (f"{{fp:١}}:{UUID}", "InvalidPartitionIndex"),
+        ("{fp:7}:", "InvalidUuid"),
+        ("{fp:7}:not-a-uuid", "InvalidUuid"),
+        (f"{{fp:7}}:{UUID}\n", "InvalidUuid"),
+        (f"{{fp:7}}:{UUID.replace('-', '')}", "InvalidUuid"),
+        (f"{{fp:7}}:{{{UUID}}}", "InvalidUuid"),
+        (f"{{fp:7}}:{UUID[:-1]}\0", "InvalidUuid"),
+    ],
+)
+def test_a_malformed_execution_id_is_refused_with_what_is_wrong(value: object, reason: str) -> None:
+    with pytest.raises(ValidationError) as refused:
+        ids.parse_execution_id(value)
+    assert refused.value.code == "invalid_input"
+    assert str(refused.value.detail).startswith(f"{reason}: {value!r}")
+
+
+def test_a_refusal_never_repeats_a_huge_value() -> None:
+    with pytest.raises(ValidationError) as refused:
+        ids.parse_execution_id("x" * 1_000_000)
+    assert len(str(refused.value)) < 300
+
+
+@given(st.integers(0, 65535), st.uuids())
+def test_an_execution_id_survives_splitting_and_rebuilding(partition: int, value: uuid.UUID) -> None:
+    made = ids.format_execution_id(partition, value)
+    assert ids.parse_execution_id(made) == made
+    assert ids.split_execution_id(made) == (partition, str(value))
+    assert ids.format_execution_id(*ids.split_execution_id(made)) == made
+
+
+@given(st.text())
+def test_any_text_is_an_execution_id_or_refused(text: str) -> None:
+    try:
+        parsed = ids.parse_execution_id(text)
+    except ValidationError:
+        return
+    assert ids.format_execution_id(*ids.split_execution_id(parsed)) == parsed
+
+
+def test_a_partition_this_deployment_lacks_is_refused_at_ingress() -> None:
+    assert ids.check_partition(ExecutionId(f"{{fp:255}}:{UUID}"), 256) == 255
+    with pytest.raises(ValidationError, match="invalid_input") as refused:
+        ids.check_partition(ExecutionId(f"{{fp:256}}:{UUID}"), 256)
+    assert "i16" not in str(refused.value)
+    with pytest.raises(ValidationError, match="exceeds i16 range"):
+        ids.check_partition(ExecutionId(f"{{fp:32768}}:{UUID}"), 256)
+    assert ids.check_partition(ExecutionId(f"{{fp:32767}}:{UUID}"), 32768) == 32767
+
+
+def test_the_checksum_is_crc_16_xmodem() -> None:
+    assert ids.crc16_xmodem(b"123456789") == 0x31C3
+
+
+@pytest.mark.parametrize(
+    ("lane", "crc", "partition"),
+    [("default", 0xD656, 86), ("workers-a", 0x2EC1, 193), ("workers-b", 0x1EA2, 162)],
+)
+def test_a_lane_has_the_partition_of_its_checksum(lane: str, crc: int, partition: int) -> None:
+    assert ids.crc16_xmodem(lane.encode()) == crc
+    assert ids.lane_partition(LaneId(lane), 256) == partition
+
+
+@pytest.mark.parametrize(
+    ("flow", "crc", "of_256", "of_32"),
+    [
+        ("00000000-0000-0000-0000-000000000000", 0, 0, 0),
+        ("550e8400-e29b-41d4-a716-446655440000", 0x9018, 24, 24),
+        ("11111111-2222-3333-4444-555555555555", 0x45B5, 181, 21),
+    ],
+)
+def test_flows_budgets_and_quotas_hash_the_bytes_of_their_uuid(flow: str, crc: int, of_256: int, of_32: int) -> None:
+    value = uuid.UUID(flow)
+    assert ids.crc16_xmodem(value.bytes) == crc
+    assert ids.flow_partition(FlowId(value), 256) == of_256
+    assert ids.budget_partition(BudgetId(value), 32) == of_32
+    assert ids.quota_partition(QuotaPolicyId(value), 32) == of_32
+
+
+def test_a_worker_hashes_by_fnv() -> None:
+    assert ids.fnv1a_64(b"worker-a") == 0x2490EEC5902763FD
+    assert ids.worker_partition(WorkerInstanceId("worker-a")) == 253
+    assert ids.log_digest("worker-a") == "b4b78d38"
+
+
+@given(st.binary())
+def test_the_checksum_agrees_with_its_definition(data: bytes) -> None:
+    crc = 0
+    for byte in data:
+        crc ^= byte << 8
+        for _ in range(8):
+            crc = ((crc << 1) ^ 0x1021 if crc & 0x8000 else crc << 1) & 0xFFFF
+    assert ids.crc16_xmodem(data) == crc == binascii.crc_hqx(data, 0)
+
+
+def test_the_default_counts_are_those_of_the_original() -> None:
+    assert (Partitions().flow, Partitions().budget, Partitions().quota) == (256, 32, 32)
+
+
+@pytest.mark.parametrize("family", ["flow", "budget", "quota"])
+@pytest.mark.parametrize("count", [0, -1, 32769, True, 2.0, "8", None])
+def test_a_partition_count_outside_1_to_32768_is_refused(family: str, count: object) -> None:
+    with pytest.raises(ValidationError, match=f"num_{family}_partitions"):
+        Partitions(**{family: count})  # type: ignore[arg-type]
+
+
+def test_partition_counts_include_both_ends() -> None:
+    assert Partitions(flow=1, budget=32768, quota=1).budget == 32768
+
+
+def test_executions_of_a_flow_share_its_partition() -> None:
+    flow = FlowId(uuid.UUID(UUID))
+    minted = ids.mint_for_flow(flow, Partitions())
+    assert ids.split_execution_id(minted)[0] == 24
+    assert ids.parse_execution_id(minted) is minted
+    fixed = ids.deterministic_for_flow(flow, uuid.UUID(int=1), Partitions())
+    assert fixed == "{fp:24}:00000000-0000-0000-0000-000000000001"
+
+
+def test_executions_outside_a_flow_go_where_the_solo_rule_says() -> None:
+    lane = LaneId("default")
+    assert ids.split_execution_id(ids.mint_solo(lane, Partitions()))[0] == 86
+    spread = Partitions(solo=lambda _lane, count: count - 1)
+    assert ids.split_execution_id(ids.mint_solo(lane, spread))[0] == 255
+    fixed = ids.deterministic_solo(lane, uuid.UUID(int=1), Partitions())
+    assert fixed == "{fp:86}:00000000-0000-0000-0000-000000000001"
+    assert fixed == ids.deterministic_solo(lane, uuid.UUID(int=1), Partitions())
+
+
+def test_minted_uuids_are_version_7_of_now() -> None:
+    before = time.time_ns() // 1_000_000
+    minted = ids.mint_uuids(10)
+    texts = ids.mint_uuid_texts(10)
+    after = time.time_ns() // 1_000_000
+    assert all(V7.fullmatch(str(value)) for value in minted)
+    assert all(V7.fullmatch(text) for text in texts)
+    for value in [*minted, *map(uuid.UUID, texts), ids.uuid7()]:
+        assert value.version == 7
+        assert before <= value.int >> 80 <= after + 1
+
+
+def test_a_minted_uuid_is_a_whole_uuid() -> None:
+    minted = ids.uuid7()
+    assert minted == uuid.UUID(str(minted))
+    assert hash(minted) == hash(uuid.UUID(str(minted)))
+    assert minted.is_safe is uuid.SafeUUID.unknown
+
+
+def test_minted_uuids_rise_whatever_way_they_are_minted() -> None:
+    minted = [
+        *map(str, ids.mint_uuids(10_000)),
+        *ids.mint_uuid_texts(10_000),
+        str(ids.uuid7()),
+        *ids.mint_uuid_texts(3),
+        *map(str, ids.mint_uuids(3)),
+    ]
+    assert all(before < after for before, after in itertools.pairwise(minted))
+
+
+def test_a_clock_that_steps_back_does_not_stop_them_from_rising(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = ids.uuid7()
+    monkeypatch.setattr("time.time_ns", lambda: 1_000_000_000_000_000_000)
+    assert before < ids.uuid7() < ids.uuid7()
+
+
+def test_threads_never_mint_the_same_uuid() -> None:
+    minted: list[str] = []
+    threads = [
+        threading.Thread(target=lambda: minted.extend(text for _ in range(50) for text in ids.mint_uuid_texts(20)))
+        for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len({text[:18] for text in minted}) == 4000
+
+
+def test_no_uuid_is_minted_when_none_is_asked_for() -> None:
+    assert ids.mint_uuids(0) == []
+    assert ids.mint_uuid_texts(0) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "family", "index"),
+    [
+        ("{fp:0}", PartitionFamily.FLOW, 0),
+        ("{b:31}", PartitionFamily.BUDGET, 31),
+        ("{q:65535}", PartitionFamily.QUOTA, 65535),
+    ],
+)
+def test_a_partition_key_reads_and_prints_the_same(text: str, family: PartitionFamily, index: int) -> None:
+    key = ids.parse_partition_key(text)
+    assert key == PartitionKey(family=family, index=index)
+    assert str(key) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        ("", "MissingBraces"),
+        (None, "MissingBraces"),
+        ("{", "MissingBraces"),
+        ("fp:1", "MissingBraces"),
+        ("{fp:1", "MissingBraces"),
+        ("{}", "MalformedBody"),
+        ("{fp}", "MalformedBody"),
+        ("{p:1}", "UnknownFamilyPrefix(p)"),
+        ("{:1}", "UnknownFamilyPrefix()"),
+        ("{fp:}", "InvalidIndex()"),
+        ("{fp:x}", "InvalidIndex(x)"),
+        ("{b:65536}", "InvalidIndex(65536)"),
+        ("{q:-1}", "InvalidIndex(-1)"),
+    ],
+)
+def test_a_malformed_partition_key_is_refused_with_what_is_wrong(value: object, reason: str) -> None:
+    with pytest.raises(ValidationError) as refused:
+        ids.parse_partition_key(value)
+    assert refused.value.code == "invalid_input"
+    assert str(refused.value.detail).startswith(f"{reason}: ")
+
+
+@pytest.mark.parametrize("lane", ["default", "a", "a b~", "x" * 64])
+def test_a_lane_id_is_printable_ascii(lane: str) -> None:
+    assert ids.check_lane_id(lane) == lane
+
+
+@pytest.mark.parametrize(
+    ("lane", "reason"),
+    [
+        ("", "Empty"),
+        ("x" * 65, "TooLong(65)"),
+        ("é" * 33, "TooLong(66)"),
+        ("ab\n", "NonPrintable(2)"),
+        ("\x7f", "NonPrintable(0)"),
+        ("aé", "NonPrintable(1)"),
+        ("a\ud800", "NonPrintable(1)"),
+        (None, "must be text"),
+        (["default"], "must be text"),
+    ],
+)
+def test_any_other_lane_id_is_refused_with_what_is_wrong(lane: object, reason: str) -> None:
+    with pytest.raises(ValidationError) as refused:
+        ids.check_lane_id(lane)
+    assert refused.value.code == "invalid_input"
+    assert refused.value.detail == f"lane_id: {reason}"
+
+
+@pytest.mark.parametrize("worker", ["w", "worker-1@host:8", "wörker", "x" * 256])
+def test_a_worker_id_is_text_without_spaces(worker: str) -> None:
+    assert ids.check_worker_id(worker, "worker_id") == worker
+
+
+@pytest.mark.parametrize(
+    "worker",
+    ["", " ", "a b", "a\tb", "a\u00a0b", "a\u2003b", "a\x00b", "a\x85b", "x" * 257, "é" * 129, "\ud800", None, 3],
+)
+def test_any_other_worker_id_is_refused_by_its_field(worker: object) -> None:
+    with pytest.raises(ValidationError, match="invalid_input: worker_instance_id: "):
+        ids.check_worker_id(worker, "worker_instance_id")
+
+
+def test_a_uuid_is_taken_as_a_value_or_as_text() -> None:
+    value = uuid.UUID(UUID)
+    assert ids.parse_uuid(value, "flow_id") is value
+    assert ids.parse_uuid(UUID, "flow_id") == value
+    assert ids.parse_uuid(UUID.upper(), "flow_id") == value
+    assert ids.parse_uuid(value.hex, "flow_id") == value
+
+
+@pytest.mark.parametrize("value", ["", "x", UUID + "0", "_" + UUID[1:], " " + UUID[1:], b"x" * 16, 5, None])
+def test_any_other_uuid_is_refused_by_its_field(value: object) -> None:
+    with pytest.raises(ValidationError, match="invalid_input: flow_id: must be a UUID"):
+        ids.parse_uuid(value, "flow_id")
+
+
+@pytest.mark.parametrize("text", ["", "plain", "ünïcode \U0001f600", "line\nbreak"])
+def test_text_the_store_can_hold_is_taken(text: str) -> None:
+    assert ids.check_text(text, "namespace") is text
+
+
+@pytest.mark.parametrize("text", ["a\0b", "\ud800", "é\0", None, 3, b"x"])
+def test_text_the_store_cannot_hold_is_refused_by_its_field(text: object) -> None:
+    with pytest.raises(ValidationError, match="invalid_input: namespace: "):
+        ids.check_text(text, "namespace")
