@@ -77,7 +77,7 @@ class Holder:
     data: Path
 
     def end(self, order: str) -> None:
-        """Tell the process to `release` and end, or just to end as any program does."""
+        """Tell the process to `release` or `discard` and end, or just to end as any program does."""
         self.process.communicate(f"{order}\n", timeout=30)
         assert self.process.returncode == 0
 

@@ -19,5 +19,5 @@ except EmbeddedError as error:
     sys.exit(1)
 print(json.dumps({"url": server.url, "pid": server.pid, "data": str(server.data)}), flush=True)
 order = sys.stdin.readline().strip()
-if order == "release":
-    server.release()
+if order in ("release", "discard"):
+    server.release(discard=order == "discard")

@@ -104,7 +104,7 @@ def test_any_bytes_are_a_handle_or_refused(data: bytes) -> None:
 
 def test_every_prefix_of_a_handle_is_truncated() -> None:
     for end in range(len(BYTES)):
-        with pytest.raises(ValidationError, match="corruption: handle_codec: Truncated{needed=") as refused:
+        with pytest.raises(ValidationError, match=r"corruption: handle_codec: Truncated\{needed=") as refused:
             _decode(BYTES[:end])
         assert refused.value.code == "corruption"
 
@@ -145,7 +145,7 @@ def test_lane_and_worker_are_not_judged_again() -> None:
 
 @pytest.mark.parametrize("beyond", [_fields(attempt_index=2**31), _fields(lease_epoch=2**63)])
 def test_numbers_beyond_what_is_stored_are_refused(beyond: bytes) -> None:
-    with pytest.raises(ValidationError, match="invalid_input: handle.*exceeds the stored range"):
+    with pytest.raises(ValidationError, match=r"invalid_input: handle.*exceeds the stored range"):
         _decode(b"\x02\x01\x02" + beyond)
 
 

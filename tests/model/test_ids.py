@@ -4,6 +4,7 @@ import re
 import threading
 import time
 import uuid
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -151,15 +152,15 @@ def test_the_checksum_agrees_with_its_definition(data: bytes) -> None:
     assert ids.crc16_xmodem(data) == crc == binascii.crc_hqx(data, 0)
 
 
-def test_the_default_counts_are_those_of_the_original() -> None:
+def test_the_default_counts_are_256_flow_and_32_budget_and_quota_partitions() -> None:
     assert (Partitions().flow, Partitions().budget, Partitions().quota) == (256, 32, 32)
 
 
 @pytest.mark.parametrize("family", ["flow", "budget", "quota"])
 @pytest.mark.parametrize("count", [0, -1, 32769, True, 2.0, "8", None])
-def test_a_partition_count_outside_1_to_32768_is_refused(family: str, count: object) -> None:
+def test_a_partition_count_outside_1_to_32768_is_refused(family: str, count: Any) -> None:
     with pytest.raises(ValidationError, match=f"num_{family}_partitions"):
-        Partitions(**{family: count})  # type: ignore[arg-type]
+        Partitions(**{family: count})
 
 
 def test_partition_counts_include_both_ends() -> None:
@@ -265,6 +266,7 @@ def test_a_partition_key_reads_and_prints_the_same(text: str, family: PartitionF
         ("{fp}", "MalformedBody"),
         ("{p:1}", "UnknownFamilyPrefix(p)"),
         ("{:1}", "UnknownFamilyPrefix()"),
+        ("{\ud800:1}", "UnknownFamilyPrefix(\\ud800)"),
         ("{fp:}", "InvalidIndex()"),
         ("{fp:x}", "InvalidIndex(x)"),
         ("{b:65536}", "InvalidIndex(65536)"),

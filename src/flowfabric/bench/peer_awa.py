@@ -1,43 +1,53 @@
-"""awa: COPY into its queue storage, a worker of its Rust core with Python handlers."""
-import os
+"""awa: COPY into its queue storage, and the worker of its Rust core with Python handlers."""
+
 from dataclasses import dataclass
+from typing import Any
 
 import awa
 
+from flowfabric.bench.peers import observing
 from flowfabric.bench.subject import BATCH, CONNECTIONS, PAYLOAD, Drain, Figures, Task, rate, spread
 
-W=int(os.environ.get("W","100"))
-C=int(os.environ.get("C","2"))
-CB=int(os.environ.get("CB","100"))
-N=int(os.environ.get("N","10000"))
+QUEUE = {"name": "bench", "max_workers": 1_000, "claimers": 2, "claim_batch_size": 500}
+
 
 @dataclass
 class Noop:
-    text: str
+    """The arguments of the no-op."""
+
+    payload: str
+
 
 async def measure(task: Task) -> Figures:
-    client = awa.AsyncClient(task.url.replace("@/", "@localhost/", 1), max_connections=int(os.environ.get("MC","10")))
+    """Insert one by one and by COPY, then work off what was copied."""
+    few, many = task.count(600), task.count(10_000)
+    drain = Drain(many)
+    job = Noop(payload=PAYLOAD.decode())
+    # Its driver wants a host in the address even where a socket is named.
+    client = awa.AsyncClient(task.url.replace("@/", "@localhost/", 1), max_connections=20)
     await client.migrate()
     await client.install_queue_storage(schema="awa")
-    single, many = task.count(800), task.count(N)
-    noop = Noop(text=PAYLOAD.decode())
-    submit = await rate(single, spread(single, among=CONNECTIONS, each=lambda: client.insert(noop, queue="single")))
-    batch = [noop] * int(os.environ.get("B","100"))
-    submit_batch = await rate(many, spread(many // len(batch), among=CONNECTIONS, each=lambda: client.enqueue_many_copy(batch, queue="bench")))
-    drain = Drain(many)
 
     @client.task(Noop, queue="bench")
-    async def run(job) -> None:
+    async def noop(_: Any) -> None:
         drain.start()
 
-    await client.start([{"name": "bench", "max_workers": W, "claimers": C, "claim_batch_size": CB}], poll_interval_ms=50)
-    async def drained():
-        for s in await client.queue_stats():
-            if s.queue == "bench":
-                print(s.queue, s.available, s.running, s.total_queued)
-                return s.available + s.running == 0
+    async def insert() -> None:
+        await client.insert(job, queue="single")
+
+    async def copy() -> None:
+        await client.enqueue_many_copy([job] * BATCH, queue="bench")
+
+    async def stop() -> bool:
+        # Its own count of a queue takes minutes; a stop waits for every ending to be committed.
+        await client.shutdown(timeout_ms=60_000)
         return True
-    end_to_end = await drain.rate(drained)
-    await client.shutdown(2000)
+
+    submit = await rate(few, spread(few, *[insert] * CONNECTIONS))
+    submit_batch = await rate(many, spread(many // BATCH, *[copy] * CONNECTIONS))
+    async with observing(task.url) as observer:
+        await observer.analyze()
+    await client.start([QUEUE], poll_interval_ms=50)
+    end_to_end = await drain.rate(stop)
     await client.close()
     return {"awa_submit": submit, "awa_submit_batch": submit_batch, "awa_worker_end_to_end": end_to_end}

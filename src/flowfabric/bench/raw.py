@@ -1,12 +1,11 @@
 """The raw limit: what asyncpg and Postgres do with the least a queue needs, and no engine in between."""
 
-import asyncio
 from contextlib import AsyncExitStack
 from typing import Any
 
 import asyncpg
 
-from flowfabric.bench.subject import BATCH, CONNECTIONS, LARGE_PAYLOAD, PAYLOAD, Figure, Figures, Task, rate
+from flowfabric.bench.subject import BATCH, CONNECTIONS, LARGE_PAYLOAD, PAYLOAD, Figure, Figures, Task, rate, spread
 from flowfabric.db.statements import Statement, statements_beside
 
 SQL = statements_beside(__file__)
@@ -22,14 +21,14 @@ async def measure(task: Task) -> Figures:
             connections.append(connection)
         await connections[0].execute(SQL.create_queue.sql)
         raw = Raw(connections)
-        few, many, large = task.count(6_000), task.count(120_000), task.count(80_000)
+        few, many, large = task.count(5_000), task.count(120_000), task.count(80_000)
         hundred, large_hundred = [PAYLOAD] * BATCH, [LARGE_PAYLOAD] * BATCH
         return {
             "raw_claim1_complete1": await raw.claim_and_complete(SQL.claim_1, SQL.complete_one, few),
             "raw_claim100_complete100": await raw.claim_and_complete(SQL.claim_100, SQL.complete_many, many),
-            "raw_insert1": await raw.insert(SQL.insert_one, PAYLOAD, times=few, batch=1),
-            "raw_insert100": await raw.insert(SQL.insert_many, hundred, times=many // BATCH, batch=BATCH),
-            "raw_insert100_1500b": await raw.insert(SQL.insert_many, large_hundred, times=large // BATCH, batch=BATCH),
+            "raw_insert1": await raw.insert(SQL.insert_one, PAYLOAD, count=few, batch=1),
+            "raw_insert100": await raw.insert(SQL.insert_many, hundred, count=many, batch=BATCH),
+            "raw_insert100_1500b": await raw.insert(SQL.insert_many, large_hundred, count=large, batch=BATCH),
         }
 
 
@@ -45,22 +44,19 @@ class Raw:
         await first.execute(SQL.empty_queue.sql)
         await first.execute(SQL.fill_queue.sql, PAYLOAD, count)
         await first.execute(SQL.analyze_queue.sql)
+        batch = BATCH if complete is SQL.complete_many else 1
+        pairs = [(await each.prepare(claim.sql), await each.prepare(complete.sql)) for each in self._connections]
 
-        async def drain(connection: Any) -> None:
-            take, end = await connection.prepare(claim.sql), await connection.prepare(complete.sql)
-            while rows := await take.fetch():
-                ids = [row[0] for row in rows]
-                await end.fetch(ids if complete is SQL.complete_many else ids[0])
+        async def work(take: Any, end: Any) -> None:
+            if ids := [row[0] for row in await take.fetch()]:
+                await end.fetch(ids[0] if batch == 1 else ids)
 
-        return await rate(count, asyncio.gather(*map(drain, self._connections)))
+        calls = [lambda pair=pair: work(*pair) for pair in pairs]
+        return await rate(count, spread(count // batch, *calls))
 
-    async def insert(self, statement: Statement, argument: object, *, times: int, batch: int) -> Figure:
+    async def insert(self, statement: Statement, argument: object, *, count: int, batch: int) -> Figure:
         """The rate at which rows are inserted, so many a committed statement."""
         await self._connections[0].execute(SQL.empty_queue.sql)
-
-        async def add(connection: Any) -> None:
-            prepared = await connection.prepare(statement.sql)
-            for _ in range(times // CONNECTIONS):
-                await prepared.fetch(argument)
-
-        return await rate(times * batch, asyncio.gather(*map(add, self._connections)))
+        prepared = [await each.prepare(statement.sql) for each in self._connections]
+        calls = [lambda insert=insert: insert.fetch(argument) for insert in prepared]
+        return await rate(count, spread(count // batch, *calls))

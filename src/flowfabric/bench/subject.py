@@ -32,9 +32,8 @@ class Task:
     scale: float
 
     def count(self, full: int) -> int:
-        """A number of items at this scale, in whole batches for every connection."""
-        unit = BATCH * CONNECTIONS
-        return max(unit, round(full * self.scale / unit) * unit)
+        """A number of items at this scale, in whole batches."""
+        return max(1, round(full * self.scale / BATCH)) * BATCH
 
 
 Measure = Callable[[Task], Coroutine[Any, Any, Figures]]
@@ -57,17 +56,17 @@ async def rate(count: int, work: Awaitable[object]) -> Figure:
     return per_second(count, time.perf_counter() - started)
 
 
-async def spread(times: int, *, among: int, each: Callable[[], Coroutine[Any, Any, object]]) -> None:
-    """Call `each` so many times, `among` callers at once."""
+async def spread(times: int, *calls: Callable[[], Awaitable[object]]) -> None:
+    """Make so many calls, each of `calls` again and again beside the others."""
     tickets = iter(range(times))
 
-    async def call() -> None:
+    async def repeat(call: Callable[[], Awaitable[object]]) -> None:
         for _ in tickets:
-            await each()
+            await call()
 
     async with asyncio.TaskGroup() as group:
-        for _ in range(among):
-            group.create_task(call())
+        for call in calls:
+            group.create_task(repeat(call))
 
 
 class Drain:
@@ -91,6 +90,7 @@ class Drain:
     async def rate(self, is_drained: Callable[[], Awaitable[bool]]) -> Figure:
         """The throughput of the whole backlog, once the store says that nothing of it is left."""
         await self._all_started.wait()
-        while not await is_drained():
+        while True:
+            if await is_drained():
+                return per_second(self._count, time.perf_counter() - self._first)
             await asyncio.sleep(0.005)
-        return per_second(self._count, time.perf_counter() - self._first)

@@ -69,19 +69,26 @@ class Batch(Generic[Item, Answer]):
 
     async def run(self, items: Sequence[Item]) -> list[Answer | Exception]:
         """Answer the items of one caller in their order, in one statement; an item of a key given before comes after it."""
-        answers: list[Answer | Exception | None] = [None] * len(items)
+        answers: list[Answer | Locked | Exception] = [LOCKED] * len(items)
         rest = list(range(len(items)))
         while rest:
             seen: set[Hashable] = set()
-            now, later = [], []
+            now: list[int] = []
+            later: list[int] = []
             for at in rest:
                 key = self._key(items[at])
                 (later if key in seen else now).append(at)
                 seen.add(key)
-            for at, answer in zip(now, await self._try([items[at] for at in now]), strict=True):
-                answers[at] = await self._one(items[at]) if isinstance(answer, Locked) else answer
+            for _ in range(self.MAX_PASSES):
+                for at, answer in zip(now, await self._try([items[at] for at in now]), strict=True):
+                    answers[at] = answer
+                now = [at for at in now if answers[at] is LOCKED]
+                if not now:
+                    break
+            for at, answer in zip(now, await asyncio.gather(*(self._one(items[at]) for at in now)), strict=True):
+                answers[at] = answer
             rest = later
-        return [answer for answer in answers if answer is not None]
+        return [answer for answer in answers if not isinstance(answer, Locked)]
 
     async def drain(self) -> None:
         """Wait until nothing is queued or under way."""

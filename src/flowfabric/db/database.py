@@ -17,6 +17,7 @@ Answer = TypeVar("Answer")
 ATTEMPTS = 3
 """How often a transaction is run when Postgres asks for it to be run again."""
 BACKOFF_SECONDS = (0.005, 0.010)
+CLOSE_SECONDS = 10
 
 _SESSION = {
     "application_name": "flowfabric",
@@ -73,43 +74,32 @@ def fault_of(error: BaseException) -> StoreFault | None:
             return None
 
 
-async def _keep_session(_: object) -> None:
-    """Leave a returned connection as it is: no statement of ours changes its session."""
-
-
 class Database:
-    """One schema of one Postgres server, reached through a pool."""
+    """One schema of one Postgres server, reached through a few connections that are kept."""
 
-    def __init__(self, pool: Any, url: str, schema: str) -> None:
-        self._pool = pool
+    def __init__(self, url: str, schema: str, pool_size: int) -> None:
         self.url = url
         self.schema = schema
+        self._free: list[Connection] = []
+        self._places = asyncio.Semaphore(pool_size)
+        self._used: set[Connection] = set()
 
     @classmethod
     async def open(cls, url: str, *, schema: str, pool_size: int = 10) -> "Database":
-        """Connect; the pool grows to its size as it is used."""
-        try:
-            pool = await asyncpg.create_pool(
-                url,
-                min_size=1,
-                max_size=pool_size,
-                server_settings=session_settings(schema),
-                reset=_keep_session,
-                max_inactive_connection_lifetime=300,
-                timeout=30,
-            )
-        except (asyncpg.PostgresError, *_LOST, TimeoutError) as error:
-            fault = fault_of(error)
-            assert fault is not None
-            raise fault from error
-        return cls(pool, url, schema)
+        """Connect once, so that a wrong address shows at once; more connections are made as they are needed."""
+        database = cls(url, schema, pool_size)
+        async with database.acquire():
+            return database
 
     async def close(self) -> None:
-        """Return every connection; what still runs is waited for, ten seconds at most."""
-        try:
-            await asyncio.wait_for(self._pool.close(), 10)
-        except TimeoutError:
-            self._pool.terminate()
+        """Wait for what still runs, ten seconds at most, and give every connection back."""
+        deadline = asyncio.get_running_loop().time() + CLOSE_SECONDS
+        while self._used and asyncio.get_running_loop().time() < deadline:
+            await asyncio.sleep(0.01)
+        for connection in self._used:
+            connection.terminate()
+        free, self._free = self._free, []
+        await asyncio.gather(*(connection.close(timeout=2) for connection in free), return_exceptions=True)
 
     async def connect(self, **settings: str) -> Connection:
         """A connection of the caller's own, outside the pool."""
@@ -117,10 +107,12 @@ class Database:
 
     @asynccontextmanager
     async def acquire(self) -> AsyncIterator[Connection]:
-        """A connection of the pool, with driver errors told as faults."""
+        """A connection for a while, with driver errors told as faults."""
+        connection: Connection = None
+        await self._places.acquire()
         try:
-            async with self._pool.acquire() as connection:
-                yield connection
+            connection = await self._take()
+            yield connection
         except StoreFault:
             raise
         except Exception as error:
@@ -128,6 +120,29 @@ class Database:
             if fault is None:
                 raise
             raise fault from error
+        finally:
+            self._places.release()
+            if connection is not None:
+                self._give_back(connection)
+
+    async def _take(self) -> Connection:
+        while self._free:
+            connection = self._free.pop()
+            if not connection.is_closed():
+                break
+        else:
+            connection = await self.connect()
+        self._used.add(connection)
+        return connection
+
+    def _give_back(self, connection: Connection) -> None:
+        self._used.discard(connection)
+        if connection.is_closed():
+            return
+        if connection.is_in_transaction() or connection._protocol.is_in_transaction():
+            connection.terminate()
+        else:
+            self._free.append(connection)
 
     async def fetch(self, statement: Statement, values: Mapping[str, object]) -> list[Record]:
         """Run one statement as a transaction of its own, again where Postgres asks for it."""

@@ -406,9 +406,11 @@ def _stop(site: Site) -> None:
 
 def _discard(site: Site) -> None:
     """Delete what this module put into the place, and the place when it is its own."""
-    shutil.rmtree(site.data)
-    shutil.rmtree(site.holders)
+    for folder in (site.data, site.holders):
+        shutil.rmtree(folder)
     for path in (site.log, site.log.with_suffix(".log.old"), site.lock):
         path.unlink(missing_ok=True)
+    if (folder := _socket_folder(site)) != site.place:
+        shutil.rmtree(folder)
     if site.account is not None:
         shutil.rmtree(site.place)

@@ -1,7 +1,7 @@
 """Statements kept in .sql files, with named parameters bound to positions once at import."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
@@ -67,3 +67,19 @@ class Statements:
 def statements_beside(module_file: str) -> Statements:
     """The statements of the .sql file that stands beside a module and bears its name."""
     return Statements(Path(module_file).with_suffix(".sql"))
+
+
+def columns_of(names: Sequence[str], rows: Sequence[Sequence[object]]) -> dict[str, object]:
+    """Rows as one array a column, short where it can be: unnest fills a short array up with nulls.
+
+    A column of nothing but nulls is empty; a column of one value repeated holds it once, and the statement takes the
+    first element for what is missing. An element costs the driver and the server more than all else about it.
+    """
+    columns: dict[str, object] = {}
+    for name, column in zip(names, zip(*rows, strict=True), strict=True):
+        first = column[0]
+        if column.count(first) == len(column):
+            columns[name] = () if first is None else column[:1]
+        else:
+            columns[name] = column
+    return columns

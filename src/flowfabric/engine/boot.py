@@ -29,7 +29,7 @@ class Boot:
     """The connection of one engine to its store, from start to close."""
 
     def __init__(self, settings: Settings, database: Database, embedded: Embedded | None) -> None:
-        self._settings = settings
+        self.settings = settings
         self._database = database
         self._embedded = embedded
         self.hints = Hints(database, deaf=not settings.listen)
@@ -73,6 +73,11 @@ class Boot:
             raise
         return boot
 
+    @property
+    def address(self) -> Settings:
+        """The settings that lead another engine to the same store, as it stands."""
+        return self.settings.model_copy(update={"database_url": self._database.url, "migrate_on_start": False})
+
     async def prepare(self) -> NoOp | Applied:
         """Bring the store to where this code can run on it; safe to call at any time, from any number of processes."""
         done = await self._prepare_schema()
@@ -85,14 +90,14 @@ class Boot:
         )
         if stored != counts:
             raise UnavailableError("unavailable", f"the store was made with {stored}, this process has {counts}")
-        for lane in self._settings.lanes:
+        for lane in self.settings.lanes:
             await self.store.lane_no(check_lane_id(lane), registered_by="configuration")
         return Applied(description=", ".join(done)) if done else NoOp()
 
     async def _prepare_schema(self) -> list[str]:
         connection = await self._database.connect()
         try:
-            if self._settings.migrates:
+            if self.settings.migrates:
                 applied = await migrate.migrate(connection, schema=self._database.schema)
                 return [migration.file for migration in applied]
             status = await migrate.check(connection, schema=self._database.schema)

@@ -4,7 +4,7 @@ from uuid import UUID
 
 from flowfabric.db.database import Record, Transaction
 from flowfabric.db.statements import statements_beside
-from flowfabric.engine.fence import refusal
+from flowfabric.engine.fence import Found, found_at_rest, not_active, refusal
 from flowfabric.engine.finish import storable
 from flowfabric.engine.lease import usable
 from flowfabric.engine.release import Releases, Run
@@ -39,12 +39,8 @@ class Cancel:
             source=CancelSource.LEASE_HOLDER,
         )
         row = await self._releases.one(run)
-        is_repeat = (
-            row["verdict"] == "execution_not_active"
-            and row["terminal_outcome"] == "cancelled"
-            and row["lease_epoch"] == handle.lease_epoch
-            and row["attempt_id"] == handle.attempt_id
-        )
+        found = found_at_rest(row)
+        is_repeat = found is not None and found.terminal_outcome == "cancelled" and found.is_run_of(handle)
         if row["verdict"] != "ok" and not is_repeat:
             raise refusal(row)
 
@@ -67,7 +63,14 @@ class Cancel:
 
         def check(held: Record) -> None:
             if held["lifecycle_phase"] == "terminal":
-                raise refusal({"verdict": "execution_not_active", **dict(held)})
+                raise not_active(
+                    Found(
+                        terminal_outcome=held["terminal_outcome"],
+                        lifecycle_phase=held["lifecycle_phase"],
+                        lease_epoch=held["lease_epoch"],
+                        attempt_id=held["attempt_id"],
+                    )
+                )
             if held["lifecycle_phase"] != "active" or source in _FENCE_EXEMPT:
                 return
             if held["ownership_state"] == "lease_revoked":

@@ -1,5 +1,6 @@
 """Claiming: the best claimable executions of a worker's lanes, leased in one statement."""
 
+import asyncio
 import time
 from collections.abc import Sequence
 
@@ -18,6 +19,7 @@ from flowfabric.model.ids import (
     WorkerInstanceId,
     check_lane_id,
     check_worker_id,
+    format_execution_id,
     mint_uuid_texts,
 )
 from flowfabric.model.outcomes import ClaimedExecution
@@ -36,6 +38,7 @@ _KINDS = {"fresh": HandleKind.FRESH, "resumed": HandleKind.RESUMED, "reclaimed":
 _TYPES = {str(attempt_type): attempt_type for attempt_type in AttemptType}
 _read_tags = msgspec.json.Decoder(dict[str, str]).decode
 _NO_TAGS: dict[str, str] = {}
+_QUEUE_NO, _PLACE = 3, 4
 
 
 class Claim:
@@ -45,6 +48,8 @@ class Claim:
         self._store = store
         self._leases = leases
         self._finish = finish
+        # One claim at a time: two at once would meet at the head of the queue, and each keeps the locks it lost with.
+        self._turn = asyncio.Lock()
         self.closing = False
         """Set at shutdown: no claim waits any longer."""
 
@@ -72,7 +77,8 @@ class Claim:
         worker_no = await self._store.worker_no(worker_id, instance)
         deadline = time.monotonic() + max_wait_ms / 1000
         while True:
-            claimed = await self._look(lane_ids, offered, worker_no, instance, lease_ttl_ms, limit)
+            async with self._turn:
+                claimed = await self._look(lane_ids, offered, worker_no, instance, lease_ttl_ms, limit)
             left = deadline - time.monotonic()
             if claimed or left <= 0 or self.closing:
                 return claimed
@@ -104,14 +110,13 @@ class Claim:
                 span_firsts=firsts,
                 span_lasts=lasts,
                 lease_ids=mint_uuid_texts(wanted),
-                attempt_ids=mint_uuid_texts(wanted),
                 **CLAIM_PARAMETERS,
             )
             capped: list[ExecutionId] = []
             for row in rows:
-                marks.raise_to(row["queue_no"], row["place"])
-                if row["branch"] == "capped":
-                    capped.append(ExecutionId(f"{{fp:{row['partition_key']}}}:{row['execution_id']}"))
+                marks.raise_to(row[_QUEUE_NO], row[_PLACE])
+                if row[0] == "capped":
+                    capped.append(format_execution_id(row["partition_key"], row["execution_id"]))
                 else:
                     claimed.append(_claimed(row, instance, lease_ttl_ms))
             if capped:
@@ -138,10 +143,10 @@ def _claimed(row: Record, instance: WorkerInstanceId, lease_ttl_ms: int) -> Clai
         retry_count,
         lease_id,
         lease_epoch,
-        lease_expires_at,
         attempt_id,
         attempt_type,
         attempt_index,
+        now,
         execution_kind,
         input_payload,
         payload_encoding,
@@ -156,7 +161,7 @@ def _claimed(row: Record, instance: WorkerInstanceId, lease_ttl_ms: int) -> Clai
         attempt_index=attempt_index,
         attempt_id=attempt_id,
         attempt_type=_TYPES[attempt_type],
-        lease_expires_at=lease_expires_at,
+        lease_expires_at=now + lease_ttl_ms,
         handle=Handle(
             kind=_KINDS[branch],
             execution_id=execution_id,

@@ -1,7 +1,8 @@
 -- name: claim_best
 -- Leases the best claimable executions of the lanes this worker may serve, at most :limit, in claim order.
 -- spans: where to walk a queue whose head is known to be spent; a queue without spans is walked whole.
--- With one queue the lateral walk is lazy, so :limit bounds the rows it locks; with several, a read without locks
+-- The lease that begins an attempt gives the attempt its id. The row is found again by its ctid, which is safe as the
+-- row is held: a version this statement cannot see is left for the next claim. With one queue the lateral walk is lazy, so :limit bounds the rows it locks; with several, a read without locks
 -- first settles how many each span gives.
 with clock as materialized (select ff_now() as now),
 serving as materialized (
@@ -39,11 +40,11 @@ picked as materialized (
   select s.lane_id, e.*
     from share s
    cross join lateral (
-         select e.partition_key, e.execution_id, e.queue_no, e.place, e.priority, e.namespace_no, e.ownership_state, e.attempt_state,
+         select e.ctid as tid, e.partition_key, e.execution_id, e.queue_no, e.place, e.priority, e.namespace_no, e.ownership_state, e.attempt_state,
                 e.lease_epoch, e.lease_id, e.attempt_id, e.attempt_type, e.attempt_count, e.worker_no, e.claimed_at,
                 e.retry_count, e.reclaim_count, e.remaining_attempt_timeout_ms, e.flow_id, e.instance_tag,
                 e.previous_attempt_index, e.retry_reason, e.reclaim_reason, e.replay_reason, e.replay_requested_by,
-                e.attempt_policy
+                e.attempt_policy, e.attempt_stored
            from execution e
           where e.queue_no = s.queue_no and e.place between s.first_place and s.last_place
             and (e.eligibility_state = 'eligible_now' or e.ownership_state in ('lease_expired_reclaimable', 'lease_revoked'))
@@ -78,7 +79,8 @@ leased as (
          claimed_at = j.now, lease_expires_at = j.now + :lease_ttl_ms::bigint, lease_renewed_at = null,
          granted_until = null, delay_until = null, remaining_attempt_timeout_ms = null,
          attempt_timeout_at = j.now + j.timeout_ms,
-         attempt_id = case j.branch when 'resumed' then e.attempt_id else (:attempt_ids::uuid[])[j.nth] end,
+         attempt_id = case j.branch when 'resumed' then e.attempt_id else (:lease_ids)[j.nth] end,
+         attempt_stored = j.branch = 'resumed',
          attempt_count = e.attempt_count + (j.branch <> 'resumed')::int,
          attempt_type = case
            when j.branch = 'resumed' then e.attempt_type
@@ -96,36 +98,45 @@ leased as (
          lease_expired_at = null, lease_revoked_at = null, lease_revoke_reason = null,
          started_at = coalesce(e.started_at, j.now), last_transition_at = j.now, last_mutation_at = j.now
     from judged j
-   where e.partition_key = j.partition_key and e.execution_id = j.execution_id and j.branch <> 'capped'
-  returning e.partition_key, e.execution_id, e.lease_id, e.lease_epoch, e.lease_expires_at, e.attempt_id, e.attempt_type,
-            e.attempt_count, j.nth
+   where e.ctid = j.tid and e.partition_key = j.partition_key and e.execution_id = j.execution_id and j.branch <> 'capped'
+  returning j.nth, j.branch, j.partition_key, j.execution_id, j.queue_no, j.place, j.lane_id, j.priority, j.retry_count,
+            e.lease_id, e.lease_epoch, e.attempt_id, e.attempt_type, e.attempt_count - 1 as attempt_index, j.now,
+            j.execution_kind, j.input_payload, j.payload_encoding, j.policy, j.has_tags,
+            j.namespace_no, j.flow_id, j.instance_tag
 ),
 interrupted as (
-  insert into attempt as a (partition_key, execution_id, attempt_index, attempt_id, attempt_type, attempt_state,
+  insert into attempt (partition_key, execution_id, attempt_index, attempt_id, attempt_type, attempt_state,
                        started_at, ended_at, lease_id, lease_epoch, worker_no, failure_reason, previous_attempt_index,
                        retry_reason, reclaim_reason, replay_reason, replay_requested_by, policy)
   select partition_key, execution_id, attempt_count - 1, attempt_id, attempt_type, 'interrupted_reclaimed',
          claimed_at, now, lease_id, lease_epoch, worker_no, 'lease_' || ownership_state, previous_attempt_index,
          retry_reason, reclaim_reason, replay_reason, replay_requested_by, attempt_policy
-    from judged where branch = 'reclaimed'
-  on conflict (partition_key, execution_id, attempt_index) do update
-     set attempt_state = excluded.attempt_state, resumed_at = excluded.started_at, ended_at = excluded.ended_at,
-         lease_id = excluded.lease_id, lease_epoch = excluded.lease_epoch, worker_no = excluded.worker_no,
-         failure_reason = excluded.failure_reason
+    from judged where branch = 'reclaimed' and not attempt_stored
+),
+interrupted_again as (
+  update attempt a
+     set attempt_state = 'interrupted_reclaimed', resumed_at = j.claimed_at, ended_at = j.now, lease_id = j.lease_id,
+         lease_epoch = j.lease_epoch, worker_no = j.worker_no, failure_reason = 'lease_' || j.ownership_state
+    from judged j
+   where j.branch = 'reclaimed' and j.attempt_stored
+     and a.partition_key = j.partition_key and a.execution_id = j.execution_id and a.attempt_index = j.attempt_count - 1
 ),
 told as (
   insert into event (at, execution_id, partition_key, kind, namespace_no, attempt_index, worker_no, lease_epoch, lease_id,
                      reason, flow_id, instance_tag)
-  select j.now, j.execution_id, j.partition_key, case j.branch when 'reclaimed' then 6 else 1 end, j.namespace_no,
-         l.attempt_count - 1, :worker_no, l.lease_epoch, l.lease_id,
-         case j.branch when 'resumed' then 'claim_resumed' end, j.flow_id, j.instance_tag
-    from leased l join judged j using (nth)
+  select now, execution_id, partition_key, case branch when 'reclaimed' then 6 else 1 end, namespace_no,
+         attempt_index, :worker_no, lease_epoch, lease_id, case branch when 'resumed' then 'claim_resumed' end,
+         flow_id, instance_tag
+    from leased
 )
-select j.branch, j.partition_key, j.execution_id, j.queue_no, j.place, j.lane_id, j.priority, j.retry_count,
-       l.lease_id, l.lease_epoch, l.lease_expires_at, l.attempt_id, l.attempt_type, l.attempt_count - 1 as attempt_index,
-       j.execution_kind, j.input_payload, j.payload_encoding, j.policy,
-       case when j.has_tags then (
+select branch, partition_key, execution_id, queue_no, place, lane_id, priority, retry_count,
+       lease_id, lease_epoch, attempt_id, attempt_type, attempt_index, now,
+       execution_kind, input_payload, payload_encoding, policy,
+       case when has_tags then (
          select jsonb_object_agg(t.key, t.value) from execution_tag t
-          where t.partition_key = j.partition_key and t.execution_id = j.execution_id) end as tags
-  from judged j left join leased l using (nth)
- order by j.nth;
+          where t.partition_key = l.partition_key and t.execution_id = l.execution_id) end as tags
+  from (select * from leased order by nth) l
+union all
+select branch, partition_key, execution_id, queue_no, place, lane_id, priority, retry_count,
+       null, null, null, null, null, now, null, null, null, null, null
+  from judged where branch = 'capped';

@@ -8,6 +8,7 @@ from flowfabric.engine.boot import Applied, Boot, NoOp
 from flowfabric.engine.cancel import Cancel
 from flowfabric.engine.claim import Claim
 from flowfabric.engine.expire import Expire
+from flowfabric.engine.feed import Feed
 from flowfabric.engine.finish import Finish
 from flowfabric.engine.lanes import Lanes
 from flowfabric.engine.lease import Leases
@@ -49,6 +50,7 @@ class Engine:
 
     def __init__(self, boot: Boot) -> None:
         self._boot = boot
+        self.settings = boot.settings
         store = boot.store
         self.wakeups = store.wakeups
         self.leases = Leases(store)
@@ -59,6 +61,7 @@ class Engine:
         self._cancel = Cancel(store, self._releases)
         self.expiry = Expire(store, self._releases)
         self.retention = Retention(store)
+        self.feed = Feed(store)
         self.workers = Workers(store)
         self._lanes = Lanes(store)
         self._view = View(store)
@@ -76,6 +79,13 @@ class Engine:
             yield engine
         finally:
             await engine._close()
+
+    @asynccontextmanager
+    async def beside(self, *, pool_size: int = 1) -> AsyncIterator["Engine"]:
+        """Another engine on the same store with connections of its own, for a thread with an event loop of its own."""
+        settings = self._boot.address.model_copy(update={"database_pool_size": pool_size})
+        async with Engine.connect(settings=settings) as engine:
+            yield engine
 
     async def _close(self) -> None:
         self._claim.closing = True

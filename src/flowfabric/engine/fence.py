@@ -1,11 +1,61 @@
 """What a fenced write finds when its lease does not hold."""
 
+from uuid import UUID
+
+import msgspec
+
 from flowfabric.db.database import Record, Transaction
 from flowfabric.db.statements import statements_beside
 from flowfabric.model.errors import EngineError, error
+from flowfabric.model.handle import Handle
 from flowfabric.model.ids import ExecutionId, split_execution_id
 
 SQL = statements_beside(__file__)
+
+
+class Found(msgspec.Struct, frozen=True, kw_only=True):
+    """The row a refused write met."""
+
+    terminal_outcome: str
+    lifecycle_phase: str
+    lease_epoch: int
+    attempt_id: UUID | None
+    attempt_state: str = ""
+    delay_until: int | None = None
+    previous_attempt_index: int | None = None
+
+    def is_run_of(self, handle: Handle) -> bool:
+        """Whether the last run of the execution was the one this handle held."""
+        return self.lease_epoch == handle.lease_epoch and self.attempt_id == handle.attempt_id
+
+
+read_found = msgspec.json.Decoder(Found).decode
+
+
+def found_at_rest(row: Record) -> Found | None:
+    """The row of an execution that a fenced write found not running, else None."""
+    return read_found(row["found"]) if row["verdict"] == "execution_not_active" else None
+
+
+def refusal(row: Record, *, stale: str = "lease_conflict") -> EngineError:
+    """The error of a row's verdict; stale is the word for a fence that is not the current one."""
+    found = found_at_rest(row)
+    if found is None:
+        return error(stale if row["verdict"] == "stale_fence" else row["verdict"])
+    return not_active(found)
+
+
+def not_active(found: Found) -> EngineError:
+    """The error that lets a caller who lost a reply tell whether the ending was its own."""
+    return error(
+        "execution_not_active",
+        {
+            "terminal_outcome": found.terminal_outcome,
+            "lease_epoch": str(found.lease_epoch),
+            "lifecycle_phase": found.lifecycle_phase,
+            "attempt_id": str(found.attempt_id or ""),
+        },
+    )
 
 
 async def lock_execution(transaction: Transaction, execution_id: ExecutionId) -> None:
@@ -13,19 +63,3 @@ async def lock_execution(transaction: Transaction, execution_id: ExecutionId) ->
     partition, uuid = split_execution_id(execution_id)
     if not await transaction.fetch(SQL.lock_execution, partition_key=partition, execution_id=uuid):
         raise error("execution_not_found")
-
-
-def refusal(row: Record, *, stale: str = "lease_conflict") -> EngineError:
-    """The error of a row's verdict; stale is the word for a fence that is not the current one."""
-    verdict: str = row["verdict"]
-    if verdict == "execution_not_active":
-        return error(
-            verdict,
-            {
-                "terminal_outcome": row["terminal_outcome"],
-                "lease_epoch": str(row["lease_epoch"]),
-                "lifecycle_phase": row["lifecycle_phase"],
-                "attempt_id": str(row["attempt_id"] or ""),
-            },
-        )
-    return error(stale if verdict == "stale_fence" else verdict)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from flowfabric.db.database import Record, Transaction
 from flowfabric.db.statements import statements_beside
-from flowfabric.engine.fence import refusal
+from flowfabric.engine.fence import found_at_rest, refusal
 from flowfabric.engine.lease import usable
 from flowfabric.engine.release import Releases, Run
 from flowfabric.engine.store import Store
@@ -167,27 +167,22 @@ def _completion(handle: Handle, payload: bytes | None) -> Run:
     return Run(handle.execution_id, Release.COMPLETED, handle=handle, payload=payload)
 
 
-def _is_same_run(row: Record, handle: Handle) -> bool:
-    return (
-        row["verdict"] == "execution_not_active"
-        and bool(row["lease_epoch"] == handle.lease_epoch)
-        and bool(row["attempt_id"] == handle.attempt_id)
-    )
-
-
 def _was_completed(row: Record, handle: Handle) -> bool:
-    return _is_same_run(row, handle) and row["terminal_outcome"] == "success"
+    found = found_at_rest(row)
+    return found is not None and found.terminal_outcome == "success" and found.is_run_of(handle)
 
 
 def _was_failed(row: Record, handle: Handle) -> RetryScheduled | TerminalFailed:
     """What an earlier call of this run's failure answered, else why this one is refused."""
-    if _is_same_run(row, handle) and row["terminal_outcome"] == "failed":
-        return TerminalFailed()
-    if (
-        row["verdict"] == "execution_not_active"
-        and row["attempt_state"] == "pending_retry_attempt"
-        and row["lease_epoch"] == handle.lease_epoch
-        and row["previous_attempt_index"] == handle.attempt_index
-    ):
-        return RetryScheduled(delay_until=row["delay_until"])
+    found = found_at_rest(row)
+    if found is not None:
+        if found.terminal_outcome == "failed" and found.is_run_of(handle):
+            return TerminalFailed()
+        if (
+            found.attempt_state == "pending_retry_attempt"
+            and found.delay_until is not None
+            and found.lease_epoch == handle.lease_epoch
+            and found.previous_attempt_index == handle.attempt_index
+        ):
+            return RetryScheduled(delay_until=found.delay_until)
     raise refusal(row)

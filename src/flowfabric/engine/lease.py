@@ -125,9 +125,8 @@ class Leases:
 
     async def _renew_together(self, handles: Sequence[Handle]) -> Sequence[Renewed | Locked | Exception]:
         rows = await self._store.database.fetch(SQL.renew_leases, self._columns(handles))
-        answers = self._judge(rows)
         await self._mark(handles, rows)
-        return answers
+        return self._judge(handles, rows)
 
     async def _renew_alone(self, handle: Handle) -> Renewed:
         async def renew(transaction: Transaction) -> list[Record]:
@@ -135,8 +134,8 @@ class Leases:
             return await transaction.fetch(SQL.renew_leases, **self._columns([handle]))
 
         rows = await self._store.transact(renew)
-        (answer,) = self._judge(rows)
         await self._mark([handle], rows)
+        (answer,) = self._judge([handle], rows)
         if isinstance(answer, Renewed):
             return answer
         raise answer if isinstance(answer, Exception) else error("execution_not_found")
@@ -147,14 +146,14 @@ class Leases:
             await self.mark_lapsed(lapsed)
 
     @staticmethod
-    def _judge(rows: Sequence[Record]) -> list[Renewed | Locked | Exception]:
+    def _judge(handles: Sequence[Handle], rows: Sequence[Record]) -> list[Renewed | Locked | Exception]:
         answers: list[Renewed | Locked | Exception] = [LOCKED] * len(rows)
         for row in rows:
-            verdict = row["verdict"]
-            if verdict == "ok":
-                answers[row["nth"] - 1] = Renewed(expires_at_ms=row["expires_at"], lease_epoch=row["lease_epoch"])
-            elif verdict is not None:
-                answers[row["nth"] - 1] = refusal(row)
+            at = row["nth"] - 1
+            if row["verdict"] == "ok":
+                answers[at] = Renewed(expires_at_ms=row["expires_at"], lease_epoch=handles[at].lease_epoch)
+            elif row["verdict"] is not None:
+                answers[at] = refusal(row)
         return answers
 
     def _columns(self, handles: Sequence[Handle]) -> dict[str, object]:

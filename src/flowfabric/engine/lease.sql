@@ -35,7 +35,10 @@ told as (
          flow_id, instance_tag
     from held where verdict = 'ok' and :tell::boolean
 )
-select nth, verdict, now + ttl_ms as expires_at, lease_epoch, terminal_outcome, lifecycle_phase, attempt_id from held;
+select nth, verdict, now + ttl_ms as expires_at,
+       case when verdict = 'execution_not_active' then
+         jsonb_build_object('terminal_outcome', terminal_outcome, 'lifecycle_phase', lifecycle_phase, 'lease_epoch', lease_epoch, 'attempt_id', attempt_id) end as found
+  from held;
 
 -- name: set_progress
 -- Overwrites the progress of a run whose fence holds; no row when the execution is absent.
@@ -61,7 +64,10 @@ written as (
     from held h
    where e.partition_key = h.partition_key and e.execution_id = h.execution_id and h.verdict = 'ok'
 )
-select verdict, lease_epoch, terminal_outcome, lifecycle_phase, attempt_id from held;
+select verdict,
+       case when verdict = 'execution_not_active' then
+         jsonb_build_object('terminal_outcome', terminal_outcome, 'lifecycle_phase', lifecycle_phase, 'lease_epoch', lease_epoch, 'attempt_id', attempt_id) end as found
+  from held;
 
 -- name: mark_lapsed_leases
 -- Marks lapsed leases so that the next claim takes them: the named executions, or the oldest due ones when none is named.

@@ -4,11 +4,11 @@ from collections.abc import Sequence
 
 from flowfabric.db.batch import LOCKED, Batch, Locked
 from flowfabric.db.database import Record, Transaction
-from flowfabric.db.statements import statements_beside
+from flowfabric.db.statements import columns_of, statements_beside
 from flowfabric.engine.fence import lock_execution
 from flowfabric.engine.lease import Leases
 from flowfabric.engine.store import Store
-from flowfabric.engine.transition import RELEASE_PARAMETERS, Release
+from flowfabric.engine.transition import Release, release_parameters
 from flowfabric.model.handle import Handle
 from flowfabric.model.ids import ExecutionId
 
@@ -90,11 +90,11 @@ class Releases:
     def tell(self, runs: Sequence[Run], rows: Sequence[Record]) -> None:
         """After the commit: wake who waits for endings or for the timers that were set."""
         has_ended = False
-        for row in rows:
-            if row[1] == "ok":
-                if row[2] != "none":
+        for nth, verdict, is_ending, _, _ in rows:
+            if verdict == "ok":
+                if is_ending:
                     has_ended = True
-                elif (delay_ms := runs[row[0] - 1].row[10]) is not None:
+                elif (delay_ms := runs[nth - 1].row[10]) is not None:
                     self._store.wakeups.timer(delay_ms)
         if has_ended:
             self._store.wakeups.ended()
@@ -131,7 +131,7 @@ class Releases:
         return row
 
     def _columns(self, runs: Sequence[Run]) -> dict[str, object]:
-        columns: dict[str, object] = dict(zip(_COLUMNS, zip(*[run.row for run in runs], strict=True), strict=True))
+        columns = columns_of(_COLUMNS, [run.row for run in runs])
         columns["retention_ms"] = self._store.rules.retention_ms
-        columns.update(RELEASE_PARAMETERS)
+        columns.update(release_parameters(frozenset(run.move for run in runs)))
         return columns

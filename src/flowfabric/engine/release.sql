@@ -3,15 +3,29 @@
 -- The verdict is taken from the locked row alone; a row held elsewhere, or absent, has the verdict null.
 -- The row is found by its key only: a fence in the join would let the planner hash every leased row.
 with clock as materialized (select ff_now() as now),
-item as materialized (
-  select i.*, m.lifecycle_phase, m.eligibility_state, m.blocking_reason, m.terminal_outcome, m.attempt_state,
-         m.attempt_lifecycle, m.release_reason, m.completion
-    from unnest(:partition_keys::smallint[], :execution_ids::uuid[], :moves::text[], :lease_epochs::bigint[],
-                :lease_ids::uuid[], :attempt_ids::uuid[], :payloads::bytea[], :encodings::text[],
+given as (
+  select coalesce(partition_key, (:partition_keys)[1]) as partition_key, execution_id,
+         coalesce(move, (:moves)[1]) as move,
+         case cardinality(:lease_epochs) when 1 then (:lease_epochs)[1] else lease_epoch end as lease_epoch,
+         case cardinality(:lease_ids) when 1 then (:lease_ids)[1] else lease_id end as lease_id,
+         case cardinality(:attempt_ids) when 1 then (:attempt_ids)[1] else attempt_id end as attempt_id,
+         case cardinality(:payloads) when 1 then (:payloads)[1] else payload end as payload,
+         case cardinality(:encodings) when 1 then (:encodings)[1] else encoding end as encoding,
+         case cardinality(:reasons) when 1 then (:reasons)[1] else reason end as reason,
+         case cardinality(:categories) when 1 then (:categories)[1] else category end as category,
+         case cardinality(:delays_ms) when 1 then (:delays_ms)[1] else delay_ms end as delay_ms,
+         case cardinality(:sources) when 1 then (:sources)[1] else source end as source,
+         nth
+    from unnest(:partition_keys::smallint[], :execution_ids::uuid[], :moves::text[], :lease_epochs::bigint[], :lease_ids::uuid[], :attempt_ids::uuid[], :payloads::bytea[], :encodings::text[],
                 :reasons::text[], :categories::text[], :delays_ms::bigint[], :sources::text[])
          with ordinality
          as i(partition_key, execution_id, move, lease_epoch, lease_id, attempt_id, payload, encoding,
               reason, category, delay_ms, source, nth)
+),
+item as materialized (
+  select i.*, m.lifecycle_phase, m.eligibility_state, m.blocking_reason, m.terminal_outcome, m.attempt_state,
+         m.attempt_lifecycle, m.release_reason, m.completion
+    from given i
     join unnest(:move_names::text[], :to_phases::lifecycle_phase[], :to_eligibilities::eligibility_state[],
                 :to_blockings::blocking_reason[], :to_outcomes::terminal_outcome[], :to_attempts::attempt_state[],
                 :attempt_lifecycles::attempt_lifecycle[], :release_reasons::text[], :completions::smallint[])
@@ -23,6 +37,10 @@ held as materialized (
          i.lifecycle_phase as to_phase, i.eligibility_state as to_eligibility, i.blocking_reason as to_blocking,
          i.terminal_outcome as to_outcome, i.attempt_state as to_attempt, i.attempt_lifecycle, i.release_reason, i.completion,
          e.*, c.now,
+         case i.attempt_lifecycle
+           when 'ended_success' then null
+           when 'ended_cancelled' then 'cancelled: ' || i.reason
+           else i.reason end as attempt_reason,
          e.attempt_state in ('running_attempt', 'attempt_interrupted') as attempt_lives,
          case
            when e.execution_id is null then null
@@ -41,7 +59,7 @@ held as materialized (
                 e.terminal_outcome, e.attempt_state, e.lease_epoch, e.lease_id, e.attempt_id, e.attempt_type, e.attempt_count,
                 e.worker_no, e.claimed_at, e.lease_expires_at, e.retry_count, e.retention_ms, e.delay_until, e.flow_id, e.instance_tag,
                 e.previous_attempt_index, e.retry_reason, e.reclaim_reason, e.replay_reason, e.replay_requested_by,
-                e.attempt_policy
+                e.attempt_policy, e.attempt_stored
            from execution e
           where e.partition_key = i.partition_key and e.execution_id = i.execution_id
             for update skip locked) e on true
@@ -53,7 +71,7 @@ moved as (
          attempt_state = case when h.to_attempt = 'attempt_terminal' and h.attempt_count = 0 then e.attempt_state else h.to_attempt end,
          lease_id = null, worker_no = null, claimed_at = null, lease_expires_at = null, lease_renewed_at = null,
          granted_until = null, attempt_timeout_at = null, suspension_timeout_at = null, remaining_attempt_timeout_ms = null,
-         lease_expired_at = null, lease_revoked_at = null, lease_revoke_reason = null, attempt_policy = null,
+         lease_expired_at = null, lease_revoked_at = null, lease_revoke_reason = null, attempt_policy = null, attempt_stored = false,
          attempt_id = case when h.to_attempt = 'pending_retry_attempt' then null else e.attempt_id end,
          retry_count = e.retry_count + (h.to_attempt = 'pending_retry_attempt')::int,
          delay_until = h.now + h.delay_ms,
@@ -72,25 +90,24 @@ moved as (
    where e.partition_key = h.partition_key and e.execution_id = h.execution_id and h.verdict = 'ok'
 ),
 ended as (
-  insert into attempt as a (partition_key, execution_id, attempt_index, attempt_id, attempt_type, attempt_state,
+  insert into attempt (partition_key, execution_id, attempt_index, attempt_id, attempt_type, attempt_state,
                        started_at, ended_at, lease_id, lease_epoch, worker_no, result_payload, result_encoding,
                        failure_reason, failure_category, previous_attempt_index,
                        retry_reason, reclaim_reason, replay_reason, replay_requested_by, policy)
   select partition_key, execution_id, attempt_count - 1, attempt_id, attempt_type, attempt_lifecycle,
-         coalesce(claimed_at, now), now, lease_id, lease_epoch, worker_no, payload, encoding,
-         case attempt_lifecycle
-           when 'ended_success' then null
-           when 'ended_cancelled' then 'cancelled: ' || reason
-           else reason end,
+         claimed_at, now, lease_id, lease_epoch, worker_no, payload, encoding, attempt_reason,
          category, previous_attempt_index, retry_reason, reclaim_reason, replay_reason, replay_requested_by, attempt_policy
-    from held where verdict = 'ok' and attempt_lives
-  on conflict (partition_key, execution_id, attempt_index) do update
-     set attempt_state = excluded.attempt_state, ended_at = excluded.ended_at,
-         resumed_at = case when excluded.lease_id is not null then excluded.started_at else a.resumed_at end,
-         lease_id = coalesce(excluded.lease_id, a.lease_id), lease_epoch = excluded.lease_epoch,
-         worker_no = coalesce(excluded.worker_no, a.worker_no), result_payload = excluded.result_payload,
-         result_encoding = excluded.result_encoding, failure_reason = excluded.failure_reason,
-         failure_category = excluded.failure_category
+    from held where verdict = 'ok' and attempt_lives and not attempt_stored
+),
+ended_again as (
+  update attempt a
+     set attempt_state = h.attempt_lifecycle, ended_at = h.now, resumed_at = coalesce(h.claimed_at, a.resumed_at),
+         lease_id = coalesce(h.lease_id, a.lease_id), lease_epoch = h.lease_epoch,
+         worker_no = coalesce(h.worker_no, a.worker_no), result_payload = h.payload, result_encoding = h.encoding,
+         failure_reason = h.attempt_reason, failure_category = h.category
+    from held h
+   where h.verdict = 'ok' and h.attempt_lives and h.attempt_stored
+     and a.partition_key = h.partition_key and a.execution_id = h.execution_id and a.attempt_index = h.attempt_count - 1
 ),
 told as (
   insert into event (at, execution_id, partition_key, kind, namespace_no, attempt_index, worker_no, lease_epoch, lease_id,
@@ -101,6 +118,9 @@ told as (
     from held
    where verdict = 'ok' and (ownership_state = 'leased' or completion is not null)
 )
-select nth, verdict, to_outcome, terminal_outcome, lifecycle_phase, attempt_state, lease_epoch, attempt_id,
-       delay_until, now + delay_ms as delayed_to, previous_attempt_index, attempt_count, queue_no, place
+select nth, verdict, completion is not null as has_ended, now + delay_ms as delayed_to,
+       case when verdict = 'execution_not_active' then jsonb_build_object(
+         'terminal_outcome', terminal_outcome, 'lifecycle_phase', lifecycle_phase, 'attempt_state', attempt_state,
+         'lease_epoch', lease_epoch, 'attempt_id', attempt_id, 'delay_until', delay_until,
+         'previous_attempt_index', previous_attempt_index) end as found
   from held;

@@ -64,8 +64,3 @@ with lapsed as (
           where expires_at <= (select ff_now()) order by expires_at limit :limit for update skip locked)
   returning 1)
 select count(*) as purged from lapsed;
-
--- name: list_event_partitions
--- The time partitions of the event table, with the age their newest row may have.
-select c.relname as name from pg_inherits h join pg_class c on c.oid = h.inhrelid
- where h.inhparent = 'event'::regclass and c.relname like 'event\_2%' order by 1;

@@ -37,6 +37,7 @@ class Store:
         self.rules = rules
         self.wakeups = Wakeups(hints)
         self._numbers: dict[tuple[str, ...], int] = {}
+        self._queues: dict[tuple[str, tuple[str, ...]], tuple[int, int]] = {}
 
     async def fetch(self, statement: Statement, **values: object) -> list[Record]:
         """The rows of one statement that is a transaction of its own."""
@@ -87,19 +88,18 @@ class Store:
             worker_instance_id=worker_instance_id,
         )
 
-    def known_queue_no(self, lane_id: str, required: Sequence[str]) -> int | None:
-        """The number of a queue this process has met before."""
-        return self._numbers.get(("queue", lane_id, *required))
+    def known_queue(self, lane_id: str, required: tuple[str, ...]) -> tuple[int, int] | None:
+        """The numbers of a queue and its lane, where this process has met them before."""
+        return self._queues.get((lane_id, required))
 
     def known_namespace_no(self, namespace: str) -> int | None:
         """The number of a namespace this process has met before."""
         return self._numbers.get(("namespace", namespace))
 
-    async def queue_no(self, lane_id: str, required: Sequence[str], *, registered_by: str) -> int:
+    async def queue_no(self, lane_id: str, required: tuple[str, ...], *, registered_by: str) -> int:
         """The number of the queue of a lane and a set of required capabilities."""
-        key = ("queue", lane_id, *required)
-        if (known := self._numbers.get(key)) is not None:
-            return known
+        if (known := self._queues.get((lane_id, required))) is not None:
+            return known[0]
         lane_no = await self.lane_no(lane_id, registered_by=registered_by)
         capability_set_no = await self._number(
             ("capability_set", *required),
@@ -107,7 +107,11 @@ class Store:
             required=list(required),
             digest=hashlib.sha256(",".join(required).encode()).digest(),
         )
-        return await self._number(key, SQL.insert_queue, lane_no=lane_no, capability_set_no=capability_set_no)
+        queue_no = await self._number(
+            ("queue", lane_id, *required), SQL.insert_queue, lane_no=lane_no, capability_set_no=capability_set_no
+        )
+        self._queues[lane_id, required] = queue_no, lane_no
+        return queue_no
 
     async def _number(self, key: tuple[str, ...], statement: Statement, **values: object) -> int:
         if (known := self._numbers.get(key)) is not None:

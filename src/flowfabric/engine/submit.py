@@ -1,12 +1,15 @@
 """Creating executions: once each, however often and however concurrently they are submitted."""
 
 from collections.abc import Hashable, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
+import msgspec
+
 from flowfabric.db.batch import LOCKED, Batch, Locked
 from flowfabric.db.database import Record, Transaction
-from flowfabric.db.statements import statements_beside
+from flowfabric.db.statements import columns_of, statements_beside
 from flowfabric.engine.store import Store
 from flowfabric.model.errors import EngineError, error
 from flowfabric.model.execution import NewExecution
@@ -38,6 +41,7 @@ _COLUMNS = (
     "partition_keys",
     "execution_ids",
     "queue_nos",
+    "lane_nos",
     "namespace_nos",
     "priorities",
     "execution_kinds",
@@ -50,7 +54,9 @@ _COLUMNS = (
     "deadlines_ms",
     "retentions_ms",
     "instance_tags",
-    "has_tags",
+    "tags",
+    "idempotency_keys",
+    "key_ttls_ms",
 )
 
 _partition_of_lane = lru_cache(maxsize=4096)(lane_partition)
@@ -59,31 +65,21 @@ _partition_of_lane = lru_cache(maxsize=4096)(lane_partition)
 class _Submission:
     """A checked item: its row for the statement and what stands beside the row."""
 
-    __slots__ = ("execution_id", "is_minted", "key", "key_ttl_ms", "lane_id", "row", "tags")
+    __slots__ = ("execution_id", "is_minted", "key", "lane_id", "row")
 
     def __init__(
-        self,
-        execution_id: ExecutionId,
-        lane_id: str,
-        row: tuple[Any, ...],
-        tags: dict[str, str] | None,
-        key: str | None,
-        key_ttl_ms: int,
-        *,
-        is_minted: bool,
+        self, execution_id: ExecutionId, lane_id: str, row: tuple[Any, ...], key: str | None, *, is_minted: bool
     ) -> None:
         self.execution_id = execution_id
         self.lane_id = lane_id
         self.row = row
-        self.tags = tags
         self.key = key
-        self.key_ttl_ms = key_ttl_ms
         self.is_minted = is_minted
 
     @property
     def scope(self) -> Hashable:
         """The scope of the idempotency key: partition, namespace, key."""
-        return self.row[0], self.row[3], self.key
+        return self.row[0], self.row[4], self.key
 
 
 class _NotCreated(Exception):
@@ -101,10 +97,9 @@ class Submit:
 
     async def create(self, new: NewExecution) -> Submitted:
         """Create one execution; concurrent callers share a statement."""
-        try:
-            submission = await self._check(new, mint_uuid_texts(1)[0])
-        except _Found as found:
-            return found.duplicate
+        submission = await self._check(new, mint_uuid_texts(1)[0])
+        if isinstance(submission, Duplicate):
+            return submission
         if submission.key is not None and not submission.is_minted:
             return await self._insert_alone(submission)
         return await self._store.answer(self._batch.put(submission))
@@ -114,7 +109,12 @@ class Submit:
         if not 1 <= len(items) <= MAX_BATCH:
             raise error("invalid_input", f"items: 1 to {MAX_BATCH}, got {len(items)}")
         minted = mint_uuid_texts(len(items))
-        checked = [await self._check_apart(new, uuid) for new, uuid in zip(items, minted, strict=True)]
+        checked: list[_Submission | Duplicate | EngineError] = []
+        for new, uuid in zip(items, minted, strict=True):
+            try:
+                checked.append(self._row(new, uuid) or await self._check(new, uuid))
+            except EngineError as refused:
+                checked.append(refused)
         good = [item for item in checked if isinstance(item, _Submission)]
         answers = iter(await self._store.answers(self._batch.run(good)))
         return [next(answers) if isinstance(item, _Submission) else item for item in checked]
@@ -123,22 +123,46 @@ class Submit:
         """Wait until every submission under way is answered."""
         await self._batch.drain()
 
-    async def _check_apart(self, new: NewExecution, uuid: str) -> _Submission | Duplicate | EngineError:
+    async def _check(self, new: NewExecution, uuid: str) -> _Submission | Duplicate:
+        """The checked item, after a look at the store where its names are new or its tags and policy are wrong."""
+        if (known := self._row(new, uuid)) is not None:
+            return known
+        store = self._store
+        lane_id = check_lane_id(new.lane_id)
+        creator = check_text(new.creator_identity, "creator_identity")
+        namespace_no = await store.namespace_no(_check_short(new.namespace, "namespace"))
+        execution_id = format_execution_id(0, uuid)
+        if new.execution_id is not None:
+            execution_id = parse_execution_id(new.execution_id)
+        key = new.idempotency_key or None
         try:
-            return await self._check(new, uuid)
-        except EngineError as refused:
-            return refused
-        except _Found as found:
-            return found.duplicate
+            check_tags(new.tags)
+            policy = parse_policy(new.policy)
+        except EngineError:
+            found = await self._find_duplicate(execution_id, namespace_no, key)
+            if found is not None:
+                return found
+            raise
+        await store.queue_no(lane_id, _required(policy), registered_by=creator)
+        if key is not None and _dedup_ms(policy) <= 0:
+            # Nothing is recorded under such a key, but an entry made before still counts.
+            found = await self._find_duplicate(execution_id, namespace_no, key)
+            if found is not None:
+                return found
+            new = replace(new, idempotency_key=None)
+        row = self._row(new, uuid)
+        assert row is not None
+        return row
 
-    async def _check(self, new: NewExecution, uuid: str) -> _Submission:
+    def _row(self, new: NewExecution, uuid: str) -> _Submission | None:
+        """The checked item, or None where only the store can tell."""
         store = self._store
         lane_id = check_lane_id(new.lane_id)
         count = store.rules.partitions.flow
         is_minted = new.execution_id is None
         if is_minted:
             partition = _partition_of_lane(lane_id, count)
-            execution_id = format_execution_id(partition, uuid)
+            execution_id = ExecutionId(f"{{fp:{partition}}}:{uuid}")
         else:
             execution_id = parse_execution_id(new.execution_id)
             partition = check_partition(execution_id, count)
@@ -146,13 +170,9 @@ class Submit:
         priority = new.priority
         if type(priority) is not int:
             raise error("invalid_input", f"priority: must be an integer, got {priority!r}")
-        priority = 0 if priority < 0 else min(priority, MAX_PRIORITY)
         payload = new.input_payload
         if type(payload) is not bytes:
             payload = _check_bytes(payload)
-        namespace_no = store.known_namespace_no(new.namespace)
-        if namespace_no is None:
-            namespace_no = await store.namespace_no(_check_short(new.namespace, "namespace"))
         kind = check_text(new.execution_kind, "execution_kind")
         creator = check_text(new.creator_identity, "creator_identity")
         encoding = new.payload_encoding
@@ -161,52 +181,41 @@ class Submit:
         key = new.idempotency_key or None
         if key is not None:
             key = _check_short(key, "idempotency_key")
-        delay_until = _check_time(new.delay_until, "delay_until")
-        deadline_at = _check_time(new.execution_deadline_at, "execution_deadline_at")
+        delay_until = new.delay_until
+        if delay_until is not None:
+            delay_until = _check_time(delay_until, "delay_until")
+        deadline_at = new.execution_deadline_at
+        if deadline_at is not None:
+            deadline_at = _check_time(deadline_at, "execution_deadline_at")
         tags: dict[str, str] | None = None
         policy: ExecutionPolicy | None = None
-        try:
-            if new.tags:
+        if new.tags or new.policy is not None:
+            try:
                 tags = check_tags(new.tags)
-            if new.policy is not None:
                 policy = parse_policy(new.policy)
-        except EngineError:
-            found = await self._find_duplicate(execution_id, namespace_no, key)
-            if found is not None:
-                raise _Found(found) from None
-            raise
-        required: tuple[str, ...] = ()
-        policy_text = None
-        deadline_ms = None
-        retention_ms = None
-        key_ttl_ms = DEFAULT_DEDUP_MS
+            except EngineError:
+                return None
+        queue = store.known_queue(lane_id, _required(policy))
+        namespace_no = store.known_namespace_no(new.namespace)
+        if queue is None or namespace_no is None or (key is not None and _dedup_ms(policy) <= 0):
+            return None
+        queue_no, lane_no = queue
+        policy_text = deadline_ms = retention_ms = None
         if policy is not None:
             policy_text = policy_json(policy)
-            if policy.routing_requirements is not None:
-                required = policy.routing_requirements.required_capabilities
             if delay_until is None:
                 delay_until = policy.delay_until
             if policy.timeout_policy is not None:
                 deadline_ms = policy.timeout_policy.execution_deadline_ms
             if policy.stream_policy is not None:
                 retention_ms = policy.stream_policy.retention_ttl_ms
-            if policy.dedup_window_ms is not None:
-                key_ttl_ms = policy.dedup_window_ms
-        if key is not None and key_ttl_ms <= 0:
-            # Nothing is recorded under such a key, but an entry made before still counts.
-            found = await self._find_duplicate(execution_id, namespace_no, key)
-            if found is not None:
-                raise _Found(found)
-            key = None
-        queue_no = store.known_queue_no(lane_id, required)
-        if queue_no is None:
-            queue_no = await store.queue_no(lane_id, required, registered_by=creator)
         row = (
             partition,
             uuid,
             queue_no,
+            lane_no,
             namespace_no,
-            priority,
+            0 if priority < 0 else min(priority, MAX_PRIORITY),
             kind,
             payload,
             encoding,
@@ -217,9 +226,11 @@ class Submit:
             deadline_ms,
             retention_ms,
             tags.get(store.rules.instance_tag) if tags else None,
-            bool(tags),
+            msgspec.json.encode(tags).decode() if tags else None,
+            key,
+            None if key is None else _dedup_ms(policy),
         )
-        return _Submission(execution_id, lane_id, row, tags, key, key_ttl_ms, is_minted=is_minted)
+        return _Submission(execution_id, lane_id, row, key, is_minted=is_minted)
 
     async def _find_duplicate(
         self, execution_id: ExecutionId, namespace_no: int, key: str | None
@@ -267,7 +278,7 @@ class Submit:
         except _NotCreated:
             rows = []
         if not rows:
-            found = await self._find_duplicate(item.execution_id, item.row[3], item.key)
+            found = await self._find_duplicate(item.execution_id, item.row[4], item.key)
             return found or Duplicate(execution_id=item.execution_id)
         self._tell([item], rows)
         (answer,) = await self._judge([item], rows)
@@ -286,7 +297,7 @@ class Submit:
                 answers[nth - 1] = Duplicate(execution_id=item.execution_id)
         for at in [at for at, answer in enumerate(answers) if answer is None]:
             item = items[at]
-            found = await self._find_duplicate(item.execution_id, item.row[3], item.key)
+            found = await self._find_duplicate(item.execution_id, item.row[4], item.key)
             answers[at] = found or error("invalid_input", f"lane_id: lane {item.lane_id!r} accepts no submissions")
         return [answer for answer in answers if answer is not None]
 
@@ -307,27 +318,20 @@ class Submit:
             self._store.wakeups.work(lane_id, places)
 
 
-class _Found(Exception):
-    """Tells of a duplicate met on the way to a refusal."""
+def _required(policy: ExecutionPolicy | None) -> tuple[str, ...]:
+    if policy is None or policy.routing_requirements is None:
+        return ()
+    return policy.routing_requirements.required_capabilities
 
-    def __init__(self, duplicate: Duplicate) -> None:
-        super().__init__(duplicate)
-        self.duplicate = duplicate
+
+def _dedup_ms(policy: ExecutionPolicy | None) -> int:
+    if policy is None or policy.dedup_window_ms is None:
+        return DEFAULT_DEDUP_MS
+    return policy.dedup_window_ms
 
 
 def _columns(items: Sequence[_Submission]) -> dict[str, object]:
-    columns: dict[str, object] = dict(zip(_COLUMNS, zip(*[item.row for item in items], strict=True), strict=True))
-    tags = [
-        (nth, key, value) for nth, item in enumerate(items, 1) if item.tags for key, value in item.tags.items()
-    ]
-    keys = [
-        (nth, item.key, item.key_ttl_ms) for nth, item in enumerate(items, 1) if item.key is not None
-    ]
-    columns["tag_nths"], columns["tag_keys"], columns["tag_values"] = zip(*tags, strict=True) if tags else ((), (), ())
-    columns["key_nths"], columns["idempotency_keys"], columns["key_ttls_ms"] = (
-        zip(*keys, strict=True) if keys else ((), (), ())
-    )
-    return columns
+    return columns_of(_COLUMNS, [item.row for item in items])
 
 
 def _check_bytes(value: object) -> bytes:
@@ -345,9 +349,7 @@ def _check_short(value: object, field: str) -> str:
     return text
 
 
-def _check_time(value: object, field: str) -> int | None:
-    if value is None:
-        return None
+def _check_time(value: object, field: str) -> int:
     if type(value) is not int or not 0 <= value < 2**62:
         raise error("invalid_input", f"{field}: must be milliseconds since the epoch, got {value!r}")
     return value

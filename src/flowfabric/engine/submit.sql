@@ -2,33 +2,49 @@
 -- Creates what is new of a batch, in input order, and says of each item what became of it.
 -- Keys are taken before rows and both in sorted order, so that two batches never wait for each other in a circle.
 with clock as materialized (select ff_now() as now),
-item as materialized (
-  select i.*, l.lane_no, l.state in ('active', 'paused') as lane_accepts, c.now,
-         coalesce(i.delay_until, 0) > c.now as is_delayed,
-         ((9000 - i.priority)::bigint << 48) | nextval('execution_sequence') as place
-    from unnest(:partition_keys::smallint[], :execution_ids::uuid[], :queue_nos::int[], :namespace_nos::int[],
-                :priorities::smallint[], :execution_kinds::text[], :input_payloads::bytea[], :payload_encodings::text[],
-                :creator_identities::text[], :policies::text[], :delays_until::bigint[], :deadlines_at::bigint[],
-                :deadlines_ms::bigint[], :retentions_ms::bigint[], :instance_tags::text[], :has_tags::boolean[])
+refusing as materialized (select lane_no from lane where state in ('draining', 'disabled')),
+given as (
+  select coalesce(partition_key, (:partition_keys)[1]) as partition_key, execution_id,
+         coalesce(queue_no, (:queue_nos)[1]) as queue_no, coalesce(lane_no, (:lane_nos)[1]) as lane_no,
+         coalesce(namespace_no, (:namespace_nos)[1]) as namespace_no,
+         coalesce(priority, (:priorities)[1]) as priority,
+         coalesce(execution_kind, (:execution_kinds)[1]) as execution_kind,
+         coalesce(input_payload, (:input_payloads)[1]) as input_payload,
+         coalesce(creator_identity, (:creator_identities)[1]) as creator_identity,
+         case cardinality(:payload_encodings) when 1 then (:payload_encodings)[1] else payload_encoding end as payload_encoding,
+         case cardinality(:policies) when 1 then (:policies)[1] else policy end as policy,
+         case cardinality(:delays_until) when 1 then (:delays_until)[1] else delay_until end as delay_until,
+         case cardinality(:deadlines_at) when 1 then (:deadlines_at)[1] else deadline_at end as deadline_at,
+         case cardinality(:deadlines_ms) when 1 then (:deadlines_ms)[1] else deadline_ms end as deadline_ms,
+         case cardinality(:retentions_ms) when 1 then (:retentions_ms)[1] else retention_ms end as retention_ms,
+         case cardinality(:instance_tags) when 1 then (:instance_tags)[1] else instance_tag end as instance_tag,
+         case cardinality(:tags) when 1 then (:tags)[1] else tags end as tags,
+         case cardinality(:idempotency_keys) when 1 then (:idempotency_keys)[1] else idempotency_key end as idempotency_key,
+         case cardinality(:key_ttls_ms) when 1 then (:key_ttls_ms)[1] else key_ttl_ms end as key_ttl_ms,
+         nth
+    from unnest(:partition_keys::smallint[], :execution_ids::uuid[], :queue_nos::int[], :lane_nos::int[],
+                :namespace_nos::int[], :priorities::smallint[], :execution_kinds::text[], :input_payloads::bytea[],
+                :payload_encodings::text[], :creator_identities::text[], :policies::text[], :delays_until::bigint[],
+                :deadlines_at::bigint[], :deadlines_ms::bigint[], :retentions_ms::bigint[], :instance_tags::text[],
+                :tags::text[], :idempotency_keys::text[], :key_ttls_ms::bigint[])
          with ordinality
-         as i(partition_key, execution_id, queue_no, namespace_no, priority, execution_kind, input_payload,
+         as i(partition_key, execution_id, queue_no, lane_no, namespace_no, priority, execution_kind, input_payload,
               payload_encoding, creator_identity, policy, delay_until, deadline_at, deadline_ms, retention_ms,
-              instance_tag, has_tags, nth)
-    join queue q using (queue_no)
-    join lane l using (lane_no)
-   cross join clock c
+              instance_tag, tags, idempotency_key, key_ttl_ms, nth)
 ),
-keyed as (
-  select k.nth, k.idempotency_key, k.ttl_ms, i.partition_key, i.namespace_no, i.execution_id, i.now
-    from unnest(:key_nths::bigint[], :idempotency_keys::text[], :key_ttls_ms::bigint[]) as k(nth, idempotency_key, ttl_ms)
-    join item i using (nth)
-   where i.lane_accepts
-     and not exists (select from execution e where e.partition_key = i.partition_key and e.execution_id = i.execution_id)
-   order by i.partition_key, i.namespace_no, k.idempotency_key
+item as materialized (
+  select i.*, c.now, not exists (select from refusing r where r.lane_no = i.lane_no) as lane_accepts,
+         coalesce(i.delay_until > c.now, false) as is_delayed,
+         ((9000 - i.priority)::bigint << 48) | nextval('execution_sequence') as place
+    from given i cross join clock c
 ),
 won as (
   insert into idempotency (partition_key, namespace_no, idempotency_key, execution_id, expires_at)
-  select partition_key, namespace_no, idempotency_key, execution_id, now + ttl_ms from keyed
+  select partition_key, namespace_no, idempotency_key, execution_id, now + key_ttl_ms
+    from item i
+   where idempotency_key is not null and lane_accepts
+     and not exists (select from execution e where e.partition_key = i.partition_key and e.execution_id = i.execution_id)
+   order by partition_key, namespace_no, idempotency_key
   on conflict (partition_key, namespace_no, idempotency_key)
   do update set execution_id = excluded.execution_id, expires_at = excluded.expires_at
    where idempotency.expires_at <= (select now from clock)
@@ -44,29 +60,29 @@ fresh as (
          'pending_first_attempt', case when is_delayed then delay_until end,
          coalesce(deadline_at, now + deadline_ms), now, now, instance_tag, retention_ms,
          case when is_delayed then 'delayed until ' || delay_until end
-    from item i
-   where lane_accepts
-     and (i.nth <> all(:key_nths) or exists (select from won w where w.execution_id = i.execution_id))
+    from item
+   where lane_accepts and (idempotency_key is null or execution_id in (select execution_id from won))
    order by partition_key, execution_id
   on conflict (partition_key, execution_id) do nothing
-  returning partition_key, execution_id
+  returning execution_id
 ),
 described as (
   insert into execution_input (partition_key, execution_id, created_at, namespace_no, lane_no, has_tags, execution_kind,
                                creator_identity, input_payload, payload_encoding, policy)
-  select partition_key, execution_id, now, namespace_no, lane_no, has_tags, execution_kind,
+  select partition_key, execution_id, now, namespace_no, lane_no, tags is not null, execution_kind,
          creator_identity, input_payload, payload_encoding, policy::jsonb
-    from fresh join item using (partition_key, execution_id)
+    from item
+   where execution_id in (select execution_id from fresh)
 ),
 tagged as (
   insert into execution_tag (partition_key, execution_id, key, value)
   select i.partition_key, i.execution_id, t.key, t.value
-    from unnest(:tag_nths::bigint[], :tag_keys::text[], :tag_values::text[]) as t(nth, key, value)
-    join item i using (nth)
-    join fresh f using (partition_key, execution_id)
+    from item i cross join lateral jsonb_each_text(i.tags::jsonb) t
+   where i.tags is not null and i.execution_id in (select execution_id from fresh)
 )
-select i.nth, f.execution_id is not null as is_new, i.is_delayed, i.lane_accepts, i.place, i.delay_until - i.now as due_in_ms
-  from item i left join fresh f using (partition_key, execution_id);
+select nth, execution_id in (select execution_id from fresh) as is_new, is_delayed, lane_accepts, place,
+       delay_until - now as due_in_ms
+  from item;
 
 -- name: list_duplicates
 -- Of each (partition, id, namespace, key): the execution that makes it a duplicate, the key's owner first.

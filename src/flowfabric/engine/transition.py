@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import lru_cache
 
 from flowfabric.model.events import CompletionOutcome, ReleaseReason
 from flowfabric.model.states import (
@@ -108,19 +109,23 @@ LEASE_EXPIRED_PARAMETERS: Mapping[str, str] = {
     "to_attempt": LEASE_EXPIRED.attempt,
 }
 
-RELEASE_PARAMETERS: Mapping[str, list[str] | list[int | None]] = {
-    "move_names": [release.value for release in RELEASES],
-    "to_phases": [ending.target.phase.value for ending in RELEASES.values()],
-    "to_eligibilities": [ending.target.eligibility.value for ending in RELEASES.values()],
-    "to_blockings": [ending.target.blocking.value for ending in RELEASES.values()],
-    "to_outcomes": [ending.target.outcome.value for ending in RELEASES.values()],
-    "to_attempts": [ending.target.attempt.value for ending in RELEASES.values()],
-    "attempt_lifecycles": [ending.attempt.value for ending in RELEASES.values()],
-    "release_reasons": [ending.reason.value for ending in RELEASES.values()],
-    "completions": [
-        CompletionOutcome.of(ending.target.outcome).value
-        if ending.target.outcome is not TerminalOutcome.NONE
-        else None
-        for ending in RELEASES.values()
-    ],
-}
+
+
+@lru_cache
+def release_parameters(releases: frozenset[Release]) -> Mapping[str, list[str] | list[int | None]]:
+    """The rows of the table for some releases, as the arrays their statement takes."""
+    endings = {release: RELEASES[release] for release in sorted(releases)}
+    return {
+        "move_names": [release.value for release in endings],
+        "to_phases": [ending.target.phase.value for ending in endings.values()],
+        "to_eligibilities": [ending.target.eligibility.value for ending in endings.values()],
+        "to_blockings": [ending.target.blocking.value for ending in endings.values()],
+        "to_outcomes": [ending.target.outcome.value for ending in endings.values()],
+        "to_attempts": [ending.target.attempt.value for ending in endings.values()],
+        "attempt_lifecycles": [ending.attempt.value for ending in endings.values()],
+        "release_reasons": [ending.reason.value for ending in endings.values()],
+        "completions": [
+            None if ending.target.outcome is TerminalOutcome.NONE else CompletionOutcome.of(ending.target.outcome).value
+            for ending in endings.values()
+        ],
+    }

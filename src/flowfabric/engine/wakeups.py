@@ -24,6 +24,7 @@ class Wakeups:
         self.timer_event = asyncio.Event()
         self.next_timer = float("inf")
         self._waiting: dict[str, set[asyncio.Future[None]]] = {}
+        self._wakes: dict[str, int] = {}
         hints.hear(_WORK, self._work_heard)
         hints.hear(_ENDED, lambda _: self.ended_event.set())
 
@@ -47,11 +48,17 @@ class Wakeups:
             self.next_timer = due
             self.timer_event.set()
 
-    async def wait_for_work(self, lanes: Iterable[str], seconds: float) -> bool:
-        """Whether a lane was woken before the time was up."""
+    def wakes(self, lanes: Iterable[str]) -> int:
+        """How often these lanes were woken so far: read before a look at them, it makes the wait after it miss nothing."""
+        return sum(self._wakes.setdefault(lane, 0) for lane in lanes)
+
+    async def wait_for_work(self, lanes: Iterable[str], seconds: float, *, since: int | None = None) -> bool:
+        """Whether a lane was woken before the time was up, or since that many wakes."""
         await self.hints.listen()
-        woken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         lanes = tuple(lanes)
+        if since is not None and self.wakes(lanes) != since:
+            return True
+        woken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         for lane in lanes:
             self._waiting.setdefault(lane, set()).add(woken)
         try:
@@ -64,10 +71,12 @@ class Wakeups:
 
     def wake_all(self) -> None:
         """Wake whoever waits for work."""
-        for lane in list(self._waiting):
+        for lane in {*self._waiting, *self._wakes}:
             self._wake(lane)
 
     def _wake(self, lane_id: str) -> None:
+        if lane_id in self._wakes:
+            self._wakes[lane_id] += 1
         for woken in self._waiting.get(lane_id, ()):
             if not woken.done():
                 woken.set_result(None)

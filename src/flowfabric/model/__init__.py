@@ -1,1 +1,1 @@
-
+"""Pure values and rules: what the words mean."""

@@ -83,8 +83,13 @@ def check_partition(execution_id: ExecutionId, count: int) -> int:
 
 
 def _refusal(reason: str, value: object) -> EngineError:
-    shown = repr(value)
-    return error("invalid_input", f"{reason}: {shown if len(shown) <= 200 else shown[:200] + '...'}")
+    return error("invalid_input", f"{shorten(reason)}: {shorten(repr(value))}")
+
+
+def shorten(text: str) -> str:
+    """Give a text fit for a message: valid Unicode of at most 200 characters."""
+    shown = text if len(text) <= 200 else f"{text[:200]}..."
+    return shown.encode("utf-8", "backslashreplace").decode()
 
 
 def crc16_xmodem(data: bytes) -> int:

@@ -9,7 +9,7 @@ from typing import Any, TypeVar, cast
 import msgspec
 
 from flowfabric.model.errors import error
-from flowfabric.model.ids import has_space_or_control
+from flowfabric.model.ids import has_space_or_control, shorten
 from flowfabric.model.policy_checks import (
     INT32,
     MAX_MS,
@@ -287,7 +287,7 @@ def _read(
     given: dict[str, object] = {}
     for key, value in plain.items():
         if key not in known:
-            raise wrong(f"{prefix}{key}", "is not a field of a policy")
+            raise wrong(f"{prefix}{shorten(str(key))}", "is not a field of a policy")
         if value is not None:
             given[key] = readers[key](value) if readers and key in readers else value
     for name, field in known.items():

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 
 from flowfabric.model.errors import error
-from flowfabric.model.ids import check_text
+from flowfabric.model.ids import check_text, shorten
 
 _KEY = re.compile(r"[a-z][a-z0-9_]*\.[a-z0-9_][a-z0-9_.]*", re.ASCII)
 
@@ -13,14 +13,14 @@ _KEY = re.compile(r"[a-z][a-z0-9_]*\.[a-z0-9_][a-z0-9_.]*", re.ASCII)
 def check_tag_key(key: object) -> str:
     """Give a tag key: a lower-case namespace, a dot and a name."""
     if not isinstance(key, str):
-        raise error("invalid_tag_key", repr(key))
+        raise error("invalid_tag_key", shorten(repr(key)))
     return _check_key_text(key)
 
 
 @lru_cache(maxsize=4096)
 def _check_key_text(key: str) -> str:
     if not _KEY.fullmatch(key):
-        raise error("invalid_tag_key", key.encode("utf-8", "backslashreplace").decode())
+        raise error("invalid_tag_key", shorten(key))
     return key
 
 

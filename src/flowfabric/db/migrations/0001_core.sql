@@ -102,6 +102,8 @@ create table execution (
   attempt_id uuid,
   attempt_type attempt_type,
   attempt_count int not null default 0,
+  -- Whether the current attempt has its row already, because it was parked before.
+  attempt_stored boolean not null default false,
   worker_no int,
   claimed_at bigint,
   lease_expires_at bigint,
@@ -273,7 +275,6 @@ create table event (
 ) partition by range (at);
 create table event_default partition of event default;
 create index event_feed on event (xid, event_id);
-create index event_timeline on event (partition_key, execution_id, event_id);
 
 create table claim_grant (
   partition_key smallint not null,

@@ -1,0 +1,49 @@
+"""The benchmark against the raw limit and the peers: `python -m flowfabric.bench`."""
+
+import argparse
+import asyncio
+from pathlib import Path
+
+from rich.console import Console
+
+from flowfabric.bench.plot import draw
+from flowfabric.bench.report import show
+from flowfabric.bench.server import serve
+from flowfabric.bench.suite import FULL, QUICK, Plan, Results, measure_all
+
+
+def main() -> None:
+    """Measure, then write the results; a quick run prints them only."""
+    parser = argparse.ArgumentParser(prog="python -m flowfabric.bench", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="one round at a smaller load, in under a minute")
+    parser.add_argument("--json", action="store_true", help="print the results as JSON, and nothing else, on stdout")
+    parser.add_argument("--url", help="a Postgres server to use instead of an embedded one")
+    parser.add_argument("--output", type=Path, default=Path("bench"), help="where results.json and results.png go")
+    options = parser.parse_args()
+    results = asyncio.run(measure(options.url, QUICK if options.quick else FULL))
+    if not options.quick:
+        options.output.mkdir(parents=True, exist_ok=True)
+        (options.output / "results.json").write_text(results.as_json() + "\n")
+        draw(results, options.output / "results.png")
+    if options.json:
+        print(results.as_json())
+    else:
+        show(results, Console())
+
+
+async def measure(url: str | None, plan: Plan) -> Results:
+    """The results of a whole run, its progress told on stderr."""
+    console = Console(stderr=True)
+    with console.status("starting Postgres") as status:
+
+        def tell(text: str) -> None:
+            status.update(text)
+            if not console.is_terminal:
+                console.print(text, highlight=False)
+
+        async with serve(url) as server:
+            return await measure_all(server, plan, tell=tell)
+
+
+if __name__ == "__main__":
+    main()

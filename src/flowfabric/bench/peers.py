@@ -1,0 +1,40 @@
+"""What the benchmark does beside a peer: takes statistics for its planner, and asks whether its backlog is gone."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import asyncpg
+
+from flowfabric.db.statements import Statement, statements_beside
+
+SQL = statements_beside(__file__)
+
+
+class Observer:
+    """A connection of the benchmark to the database a peer works in."""
+
+    def __init__(self, connection: Any) -> None:
+        self._connection = connection
+
+    async def execute(self, sql: str) -> None:
+        """Run a script, such as the schema of a peer."""
+        await self._connection.execute(sql)
+
+    async def analyze(self) -> None:
+        """Let the planner know the backlog, as it would after a while."""
+        await self._connection.execute(SQL.analyze.sql)
+
+    async def ask(self, question: Statement) -> bool:
+        """The answer to a question of yes or no."""
+        return bool(await self._connection.fetchval(question.sql))
+
+
+@asynccontextmanager
+async def observing(url: str) -> AsyncIterator[Observer]:
+    """An observer for as long as the block runs."""
+    connection = await asyncpg.connect(url)
+    try:
+        yield Observer(connection)
+    finally:
+        await connection.close()

@@ -1,0 +1,170 @@
+"""The run: every subject in turn, round after round, each in a process and a database of its own."""
+
+import asyncio
+import json
+import os
+import platform
+import signal
+import statistics
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from importlib import metadata
+from typing import Any
+
+from flowfabric.bench.run import SUBJECTS
+from flowfabric.bench.server import Server
+from flowfabric.bench.subject import Figure, Figures
+
+PATIENCE_S = 300
+PEERS = ("pgqueuer", "awa", "absurd", "procrastinate", "dbos")
+DISTRIBUTIONS = ("flowfabric", "asyncpg", "uvloop", "pgqueuer", "awa-pg", "absurd-sdk", "procrastinate", "dbos")
+
+RATIOS = {
+    **{f"worker_end_to_end/{peer}": ("worker_end_to_end", f"{peer}_worker_end_to_end") for peer in PEERS},
+    **{f"submit_batch/{peer}": ("submit_batch", f"{peer}_submit_batch") for peer in PEERS},
+    "worker_end_to_end/raw_claim100_complete100": ("worker_end_to_end", "raw_claim100_complete100"),
+    "engine_claim_finish/raw_claim100_complete100": ("engine_claim_finish", "raw_claim100_complete100"),
+    "submit_batch/raw_insert100": ("submit_batch", "raw_insert100"),
+    "submit_batch_1500b_tag/raw_insert100_1500b": ("submit_batch_1500b_tag", "raw_insert100_1500b"),
+    "claim_1m/claim_20k": ("claim_1m", "claim_20k"),
+    "claim_1m_mixed/claim_20k_mixed": ("claim_1m_mixed", "claim_20k_mixed"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """How often each subject is measured, and at which share of its full load."""
+
+    rounds: int
+    scale: float
+
+
+FULL = Plan(rounds=3, scale=1.0)
+QUICK = Plan(rounds=1, scale=0.25)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Results:
+    """What a run found: the median of every figure and ratio, and why a subject has none."""
+
+    environment: dict[str, Any]
+    figures: Figures
+    ratios: dict[str, float]
+    errors: dict[str, str] = field(default_factory=dict)
+
+    def as_json(self) -> str:
+        """The results as written to disk and printed."""
+        return json.dumps(
+            {
+                "environment": self.environment,
+                "figures": {
+                    name: {"value": round(each.value, 3), "unit": each.unit} for name, each in self.figures.items()
+                },
+                "ratios": {name: round(value, 4) for name, value in self.ratios.items()},
+                "errors": self.errors,
+            },
+            indent=2,
+        )
+
+
+async def measure_all(server: Server, plan: Plan, *, tell: Callable[[str], None]) -> Results:
+    """Measure every subject in every round: what disturbs the machine for a while disturbs all of them."""
+    rounds: list[Figures] = []
+    errors: dict[str, str] = {}
+    for number in range(plan.rounds):
+        figures: Figures = {}
+        for subject in SUBJECTS:
+            tell(f"round {number + 1} of {plan.rounds}: {subject}")
+            try:
+                figures |= await measure_one(server, subject, scale=plan.scale)
+            except SubjectError as error:
+                errors[subject] = str(error)
+                tell(f"{subject}: {error}")
+        rounds.append(figures)
+    return Results(
+        environment=await environment(server, plan),
+        figures=medians(rounds),
+        ratios=ratios(rounds),
+        errors=errors,
+    )
+
+
+class SubjectError(Exception):
+    """A subject could not be measured."""
+
+
+async def measure_one(server: Server, subject: str, *, scale: float) -> Figures:
+    """The figures of one subject from a process and a database that exist for it alone."""
+    async with server.database(f"bench_{subject}") as url:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "flowfabric.bench.run", subject, "--url", url, "--scale", str(scale)),
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            start_new_session=True,
+        )
+        try:
+            out, noise = await asyncio.wait_for(process.communicate(), PATIENCE_S)
+        except TimeoutError:
+            raise SubjectError(f"no answer within {PATIENCE_S} s") from None
+        finally:
+            if process.returncode is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                await process.wait()
+    try:
+        answer = json.loads(out)
+    except ValueError:
+        raise SubjectError(f"exit {process.returncode}: {last_line(noise)}") from None
+    if "error" in answer:
+        raise SubjectError(answer["error"])
+    return {name: Figure(**figure) for name, figure in answer["figures"].items()}
+
+
+def last_line(noise: bytes) -> str:
+    """The end of what a process said on stderr."""
+    return (noise.decode(errors="replace").strip().splitlines() or ["it said nothing"])[-1]
+
+
+def medians(rounds: list[Figures]) -> Figures:
+    """The median of each figure over the rounds that have it."""
+    names = dict.fromkeys(name for figures in rounds for name in figures)
+    found = {name: [figures[name] for figures in rounds if name in figures] for name in names}
+    return {
+        name: Figure(value=statistics.median(each.value for each in figures), unit=figures[0].unit)
+        for name, figures in found.items()
+    }
+
+
+def ratios(rounds: list[Figures]) -> dict[str, float]:
+    """The median of each ratio over the rounds that have both its figures: a round is compared with itself."""
+    found: dict[str, float] = {}
+    for name, (above, below) in RATIOS.items():
+        values = [each[above].value / each[below].value for each in rounds if above in each and below in each]
+        if values:
+            found[name] = statistics.median(values)
+    return found
+
+
+async def environment(server: Server, plan: Plan) -> dict[str, Any]:
+    """What the figures depend on."""
+    settings = await server.settings()
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "quick": plan is QUICK,
+        "rounds": plan.rounds,
+        "cores": os.cpu_count(),
+        "machine": platform.machine(),
+        "python": platform.python_version(),
+        "postgres": settings.pop("server_version"),
+        **settings,
+        "versions": {name: version for name in DISTRIBUTIONS if (version := installed(name))},
+    }
+
+
+def installed(distribution: str) -> str | None:
+    """The installed version of a distribution."""
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None

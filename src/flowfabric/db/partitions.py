@@ -1,0 +1,153 @@
+"""Daily partitions of an event table: made before they are needed, dropped when nobody needs them any more."""
+
+import logging
+import re
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+import asyncpg
+
+from flowfabric.db.database import Connection
+from flowfabric.db.migrate import check_schema_name
+
+logger = logging.getLogger(__name__)
+
+DAY_MS = 86_400_000
+LOCK_TIMEOUT = "100ms"
+"""How long a change waits for the table's writers, and they for it; whoever gives up tries again at the next visit."""
+LARGEST_DEFAULT = 1 << 30
+"""Bytes of the default partition above which it is not searched while its writers wait."""
+
+_IS_TAKEN = "the default partition holds events of that day"
+_NAME = re.compile(r"event_(\d{8})")
+
+_LIST = """
+select c.relname as name, h.inhrelid is not null as is_attached
+  from pg_class c
+  left join pg_inherits h on h.inhrelid = c.oid and h.inhparent = to_regclass($1 || '.event')
+ where c.relnamespace = to_regnamespace($1) and c.relkind = 'r' and c.relname ~ '^event_[0-9]{8}$'
+ order by 1
+"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Kept:
+    """What was made, and which days have to do without a partition of their own, with the reason."""
+
+    made: tuple[str, ...]
+    skipped: dict[str, str]
+
+
+def name_of(at_ms: int) -> str:
+    """The name of the partition that holds an instant."""
+    return f"event_{datetime.fromtimestamp(at_ms // 1000, UTC):%Y%m%d}"
+
+
+def bounds_of(name: str) -> tuple[int, int]:
+    """The first millisecond of a partition and the first after it."""
+    found = _NAME.fullmatch(name)
+    if found is None:
+        raise ValueError(f"{name!r} is not the name of a daily partition")
+    first = int(datetime.strptime(found[1], "%Y%m%d").replace(tzinfo=UTC).timestamp()) * 1000
+    return first, first + DAY_MS
+
+
+async def ensure(connection: Connection, *, schema: str, now_ms: int, ahead_days: int = 2) -> Kept:
+    """Have the partitions of today and of the days ahead; safe from any number of processes at once.
+
+    A day whose events are in the default partition already does without.
+    """
+    check_schema_name(schema)
+    wanted = [name_of(now_ms + day * DAY_MS) for day in range(ahead_days + 1)]
+    there = {row["name"] for row in await connection.fetch(_LIST, schema) if row["is_attached"]}
+    made: list[str] = []
+    skipped: dict[str, str] = {}
+    for name in wanted:
+        if name in there:
+            continue
+        try:
+            if await _make(connection, schema, name):
+                made.append(name)
+        except asyncpg.CheckViolationError:
+            skipped[name] = _IS_TAKEN
+        except _Skipped as reason:
+            skipped[name] = str(reason)
+        except asyncpg.LockNotAvailableError:
+            logger.debug("%s is left for the next visit: its table is busy", name)
+    return Kept(made=tuple(made), skipped=skipped)
+
+
+async def drop_older(connection: Connection, *, schema: str, before_ms: int) -> list[str]:
+    """Drop the partitions all of whose events are older; answers their names."""
+    check_schema_name(schema)
+    dropped: list[str] = []
+    for name, is_attached in await connection.fetch(_LIST, schema):
+        if bounds_of(name)[1] > before_ms:
+            continue
+        try:
+            # Detaching needs the whole table for a moment; deleting the files afterwards may take longer.
+            if is_attached:
+                await _detach(connection, schema, name)
+            if await _drop(connection, schema, name):
+                dropped.append(name)
+        except asyncpg.LockNotAvailableError:
+            logger.debug("%s is left for the next visit: its table is busy", name)
+    return dropped
+
+
+class _Skipped(Exception):
+    """A day goes without a partition of its own; the text says why."""
+
+
+async def _make(connection: Connection, schema: str, name: str) -> bool:
+    first, end = bounds_of(name)
+    async with _alone(connection, schema):
+        if await _is_there(connection, schema, name):
+            return False
+        newest = await connection.fetchval(
+            f'select at from "{schema}".event_default order by xid desc, event_id desc limit 1'
+        )
+        if newest is not None:
+            if first <= newest < end:
+                raise _Skipped(_IS_TAKEN)
+            size = await connection.fetchval("select pg_relation_size($1::regclass)", f'"{schema}".event_default')
+            if size > LARGEST_DEFAULT:
+                raise _Skipped(f"the default partition is larger than {LARGEST_DEFAULT >> 20} MB")
+        # To attach a table locks the default partition only; to create it as a partition would lock all of them.
+        await connection.execute(
+            f'create table "{schema}"."{name}" (like "{schema}".event including defaults including storage);'
+            f'alter table "{schema}".event attach partition "{schema}"."{name}" for values from ({first}) to ({end})'
+        )
+        return True
+
+
+async def _detach(connection: Connection, schema: str, name: str) -> None:
+    async with _alone(connection, schema):
+        if await _is_there(connection, schema, name, attached=True):
+            await connection.execute(f'alter table "{schema}".event detach partition "{schema}"."{name}"')
+
+
+async def _drop(connection: Connection, schema: str, name: str) -> bool:
+    async with _alone(connection, schema):
+        if not await _is_there(connection, schema, name, attached=False):
+            return False
+        await connection.execute(f'drop table "{schema}"."{name}"')
+        return True
+
+
+async def _is_there(connection: Connection, schema: str, name: str, *, attached: bool | None = None) -> bool:
+    rows = await connection.fetch(_LIST, schema)
+    return any(row["name"] == name and attached in (None, row["is_attached"]) for row in rows)
+
+
+@asynccontextmanager
+async def _alone(connection: Connection, schema: str) -> AsyncIterator[None]:
+    """A transaction that is the only one, over all processes, to change the partitions."""
+    async with connection.transaction():
+        await connection.execute(f"set local lock_timeout = '{LOCK_TIMEOUT}'")
+        await connection.execute(
+            "select pg_advisory_xact_lock(hashtextextended('flowfabric partitions ' || $1, 0))", schema
+        )
+        yield

@@ -1,0 +1,29 @@
+-- name: read_feed_clock
+-- The clock, and the time before which events are past their age.
+select c.now, c.now - :retention_ms::bigint as oldest from (select ff_now() as now) c;
+
+-- name: take_old_events
+-- Deletes events past their age that no daily partition holds, the oldest first; answers how many.
+-- Transactions begin in the order of their ids, so the oldest rows stand at the head of the feed's index.
+with oldest as materialized (
+  select xid, event_id, at from event_default order by xid, event_id limit :limit
+),
+old as materialized (
+  select e.xid, e.event_id
+    from oldest o join event_default e on e.xid = o.xid and e.event_id = o.event_id
+   where o.at < (select ff_now()) - :retention_ms::bigint
+     for update of e skip locked
+),
+gone as (
+  delete from event_default e using old o where e.xid = o.xid and e.event_id = o.event_id returning 1)
+select count(*) as trimmed from gone;
+
+-- name: take_old_worker_events
+-- Deletes entries of the registry's history past their age, the oldest first; answers how many.
+with gone as (
+  delete from worker_event
+   where (partition_key, namespace, worker_instance_id, at, kind) in (
+         select partition_key, namespace, worker_instance_id, at, kind from worker_event
+          where at < (select ff_now()) - :retention_ms::bigint order by at limit :limit for update skip locked)
+  returning 1)
+select count(*) as trimmed from gone;

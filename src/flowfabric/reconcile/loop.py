@@ -1,0 +1,214 @@
+"""The only background loop: asks once what is due, runs the sweeps that have work, and sleeps until more is due."""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType, TracebackType
+from typing import Self
+
+from flowfabric.engine.engine import Engine
+from flowfabric.model.errors import TransportError
+from flowfabric.reconcile.sweeps import SWEEPS, Sweep, WokenBy
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(kw_only=True, slots=True)
+class SweepStats:
+    """What one sweep has done in this process."""
+
+    cycles: int = 0
+    processed: int = 0
+    errors: int = 0
+    seconds: float = 0.0
+    last_error: str | None = None
+    due_since: float | None = None
+
+    @property
+    def lag_seconds(self) -> float:
+        """For how long something has been waiting for this sweep, as far as this process has seen."""
+        return 0.0 if self.due_since is None else time.monotonic() - self.due_since
+
+
+class _Duty:
+    """A sweep with its place in time."""
+
+    __slots__ = ("every", "failures", "is_behind", "not_before", "stats", "sweep")
+
+    def __init__(self, sweep: Sweep, every: float) -> None:
+        self.sweep = sweep
+        self.every = every
+        self.stats = SweepStats()
+        self.not_before = 0.0
+        self.is_behind = False
+        self.failures = 0
+
+
+class Reconciler:
+    """Does what is due while its block runs; any number of processes may run one on the same store.
+
+    A sweep that fails is logged, counted and tried again; after three failures in a row it is left alone for ten of
+    its intervals. A store that cannot be reached is asked again after a growing pause.
+    """
+
+    IDLE_SECONDS = 1.5
+    """The pause of a loop that has nothing to do and sees no timer near."""
+    LEAST_SECONDS = 0.02
+    NEAR_MS = 10_000
+    """A timer this close makes others likely that this process has not seen."""
+    FAULT_SECONDS = (0.2, 5.0)
+    RESTART_SECONDS = 5.0
+    SHUTDOWN_SECONDS = 15.0
+    FAILURES_IN_A_ROW = 3
+    INTERVALS_LEFT_OUT = 10
+
+    def __init__(self, engine: Engine, *, sweeps: Sequence[Sweep] = SWEEPS) -> None:
+        self._engine = engine
+        self._duties = [_Duty(sweep, sweep.every(engine.settings).total_seconds()) for sweep in sweeps]
+        timed = [duty.every for duty in self._duties if duty.sweep.woken_by is WokenBy.TIMER]
+        self._shortest = min(timed, default=self.IDLE_SECONDS)
+        self._is_stopping = False
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def stats(self) -> Mapping[str, SweepStats]:
+        """What each sweep has done so far, by its name."""
+        return MappingProxyType({duty.sweep.name: duty.stats for duty in self._duties})
+
+    async def __aenter__(self) -> Self:
+        """Begin; the partitions that events are written to are there when this returns."""
+        first = asyncio.Event()
+        self._task = asyncio.create_task(self._keep_going(first), name="reconciler")
+        await first.wait()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Stop after the sweep under way, at the latest after fifteen seconds."""
+        self._is_stopping = True
+        self._engine.leases.is_swept = False
+        self._engine.wakeups.timer_event.set()
+        task, self._task = self._task, None
+        if task is not None:
+            await asyncio.wait({task}, timeout=self.SHUTDOWN_SECONDS)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    async def catch_up(self) -> int:
+        """Do all that is due by now, whatever the intervals; answers how many items there were."""
+        total = 0
+        while True:
+            due = await self._engine.retention.read_due()
+            processed = 0
+            for duty in self._duties:
+                if duty.sweep.is_due(due):
+                    processed += await self._run(duty)
+            if not processed:
+                return total
+            total += processed
+
+    async def _keep_going(self, first: asyncio.Event) -> None:
+        while not self._is_stopping:
+            try:
+                await self._go(first)
+            except Exception:
+                logger.exception("the reconciler failed and starts again in %s s", self.RESTART_SECONDS)
+                self._engine.leases.is_swept = False
+                first.set()
+                await self._wait(self.RESTART_SECONDS)
+
+    async def _go(self, first: asyncio.Event) -> None:
+        least, longest = self.FAULT_SECONDS
+        fault_pause = least
+        while not self._is_stopping:
+            try:
+                pause = await self._tick()
+                fault_pause = least
+            except TransportError as fault:
+                logger.warning("the store does not answer the reconciler: %s", fault)
+                self._engine.leases.is_swept = False
+                pause, fault_pause = fault_pause, min(fault_pause * 2, longest)
+            first.set()
+            await self._wait(pause)
+
+    async def _tick(self) -> float:
+        """One look and one batch of everything that is due; answers the pause until the next look."""
+        wakeups = self._engine.wakeups
+        # A timer set before this is in what is read now; one set from now on shortens the pause.
+        wakeups.next_timer = float("inf")
+        wakeups.timer_event.clear()
+        due = await self._engine.retention.read_due()
+        processed = 0
+        for duty in self._duties:
+            if not duty.sweep.is_due(due):
+                duty.is_behind = False
+                duty.stats.due_since = None
+            elif time.monotonic() >= duty.not_before and not self._is_stopping:
+                processed += await self._try(duty)
+            elif duty.stats.due_since is None:
+                duty.stats.due_since = time.monotonic()
+        self._engine.leases.is_swept = not self._is_stopping and all(
+            duty.failures == 0 for duty in self._duties if duty.sweep.woken_by is WokenBy.TIMER
+        )
+        return self._pause(processed, due.next_due_in_ms)
+
+    def _pause(self, processed: int, next_due_in_ms: int | None) -> float:
+        is_near = next_due_in_ms is not None and next_due_in_ms < self.NEAR_MS
+        pause = self._shortest if processed or is_near else min(2 * self._shortest, self.IDLE_SECONDS)
+        if next_due_in_ms is not None:
+            pause = min(pause, next_due_in_ms / 1000)
+        now = time.monotonic()
+        return max(self.LEAST_SECONDS, min([pause, *(d.not_before - now for d in self._duties if d.is_behind)]))
+
+    async def _try(self, duty: _Duty) -> int:
+        """Run one batch; an error is counted, and raised only when it is the store that is out of reach."""
+        try:
+            return await self._run(duty)
+        except Exception as error:
+            duty.is_behind = False
+            duty.failures += 1
+            duty.stats.errors += 1
+            duty.stats.last_error = str(error)
+            is_left_out = duty.failures % self.FAILURES_IN_A_ROW == 0
+            intervals = self.INTERVALS_LEFT_OUT if is_left_out else 1
+            duty.not_before = time.monotonic() + duty.every * intervals
+            if isinstance(error, TransportError) and error.retryable:
+                raise
+            logger.warning("sweep %s failed: %s", duty.sweep.name, error, exc_info=duty.failures == 1)
+            return 0
+
+    async def _run(self, duty: _Duty) -> int:
+        began = time.monotonic()
+        stats = duty.stats
+        if stats.due_since is None:
+            stats.due_since = began
+        processed = await duty.sweep.run(self._engine)
+        ended = time.monotonic()
+        duty.failures = 0
+        duty.is_behind = processed >= duty.sweep.batch
+        if duty.is_behind:
+            duty.not_before = ended + (ended - began if duty.sweep.is_gentle else 0.0)
+        else:
+            stats.due_since = None
+            duty.not_before = 0.0 if duty.sweep.woken_by is WokenBy.TIMER else ended + duty.every
+        stats.cycles += 1
+        stats.processed += processed
+        stats.seconds += ended - began
+        return processed
+
+    async def _wait(self, seconds: float) -> None:
+        """Sleep so long, less when a timer of this process runs out sooner or the loop is to stop."""
+        wakeups = self._engine.wakeups
+        now = time.monotonic()
+        least, until = now + self.LEAST_SECONDS, now + seconds
+        while not self._is_stopping:
+            left = min(until, max(least, wakeups.next_timer)) - time.monotonic()
+            if left <= 0:
+                return
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(wakeups.timer_event.wait(), left)
+            wakeups.timer_event.clear()

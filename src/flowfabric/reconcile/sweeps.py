@@ -1,0 +1,132 @@
+"""The table of sweeps: what the engine does by itself, how late it may be, and what tells that it is due."""
+
+from collections.abc import Awaitable, Callable
+from dataclasses import KW_ONLY, dataclass
+from datetime import timedelta
+from enum import StrEnum
+
+from flowfabric.engine import feed, lease, retention, workers
+from flowfabric.engine.engine import Engine
+from flowfabric.engine.retention import Due
+from flowfabric.settings import Settings
+
+
+class WokenBy(StrEnum):
+    """What makes a sweep run before its time."""
+
+    TIMER = "timer"
+    """A lease, delay, timeout or deadline that runs out: known from the due index or set by this process."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    """One thing the engine does by itself, in batches that any number of processes may share."""
+
+    name: str
+    run: Callable[[Engine], Awaitable[int]]
+    """Does one batch and answers how many items it changed; rows held elsewhere are left for the next one."""
+    _: KW_ONLY
+    every: Callable[[Settings], timedelta]
+    """The longest lateness of a sweep woken by timers; the pause between two passes of any other."""
+    batch: int
+    """So many items make a full batch: another follows without a pause."""
+    is_due: Callable[[Due], bool]
+    woken_by: WokenBy | None = None
+    is_gentle: bool = False
+    """Rests after a full batch for as long as it took, so that live work keeps half of the machine."""
+
+
+def _milliseconds(count: int) -> timedelta:
+    return timedelta(milliseconds=count)
+
+
+def _seconds(count: int) -> timedelta:
+    return timedelta(seconds=count)
+
+
+def _always(_: Due) -> bool:
+    return True
+
+
+SWEEPS = (
+    Sweep(
+        "lease_expiry",
+        lambda engine: engine.leases.mark_lapsed(),
+        every=lambda settings: _milliseconds(settings.lease_expiry_interval_ms),
+        batch=lease.SWEEP_LIMIT,
+        is_due=lambda due: due.lapsed_leases > 0,
+        woken_by=WokenBy.TIMER,
+    ),
+    Sweep(
+        "delayed_promoter",
+        lambda engine: engine.leases.promote_delayed(),
+        every=lambda settings: _milliseconds(settings.delayed_promoter_interval_ms),
+        batch=lease.SWEEP_LIMIT,
+        is_due=lambda due: due.elapsed_delays > 0,
+        woken_by=WokenBy.TIMER,
+    ),
+    Sweep(
+        "expiry",
+        lambda engine: engine.expiry.expire_due(),
+        every=lambda settings: _seconds(
+            min(settings.attempt_timeout_interval_s, settings.execution_deadline_interval_s)
+        ),
+        batch=lease.SWEEP_LIMIT,
+        is_due=lambda due: due.expiries > 0,
+        woken_by=WokenBy.TIMER,
+    ),
+    Sweep(
+        "retention_trimmer",
+        lambda engine: engine.retention.trim(),
+        every=lambda settings: _seconds(settings.retention_trimmer_interval_s),
+        batch=retention.TRIM_LIMIT,
+        is_due=lambda due: due.has_retained,
+        is_gentle=True,
+    ),
+    Sweep(
+        "dedup_sweep",
+        lambda engine: engine.retention.purge_keys(),
+        every=lambda _: _seconds(60),
+        batch=retention.PURGE_LIMIT,
+        is_due=lambda due: due.has_spent_keys,
+        is_gentle=True,
+    ),
+    Sweep(
+        "claim_grant_expiry",
+        lambda engine: engine.retention.purge_grants(),
+        every=lambda _: _seconds(1),
+        batch=retention.PURGE_LIMIT,
+        is_due=lambda due: due.has_lapsed_grants,
+    ),
+    Sweep(
+        "worker_registry_ttl_sweep",
+        lambda engine: engine.workers.sweep_lapsed(),
+        every=lambda _: _seconds(30),
+        batch=workers.SWEEP_LIMIT,
+        is_due=lambda due: due.has_lapsed_workers,
+    ),
+    Sweep(
+        "event_partitions",
+        lambda engine: engine.feed.keep_partitions(),
+        every=lambda _: _seconds(60),
+        batch=feed.TRIM_LIMIT,
+        is_due=_always,
+    ),
+    Sweep(
+        "outbox_trim",
+        lambda engine: engine.feed.trim_events(),
+        every=lambda _: _seconds(60),
+        batch=feed.TRIM_LIMIT,
+        is_due=_always,
+        is_gentle=True,
+    ),
+    Sweep(
+        "worker_event_trim",
+        lambda engine: engine.feed.trim_worker_events(),
+        every=lambda _: _seconds(60),
+        batch=feed.TRIM_LIMIT,
+        is_due=_always,
+        is_gentle=True,
+    ),
+)
+"""In the order they run in: what frees work first, what only frees space last."""

@@ -1,0 +1,141 @@
+"""What a worker holds of an execution while it runs it, and what a handler sees of that."""
+
+import asyncio
+from collections.abc import Coroutine, Mapping
+from typing import Any, TypeVar
+
+from flowfabric.engine.engine import Engine
+from flowfabric.model.errors import EngineError
+from flowfabric.model.handle import Fence
+from flowfabric.model.ids import ExecutionId
+from flowfabric.model.outcomes import ClaimedExecution
+from flowfabric.model.states import AttemptType
+
+Answer = TypeVar("Answer")
+
+UNHEALTHY_FAILURES = 3
+"""Renewals that fail in a row before a lease counts as unhealthy."""
+
+
+class Running:
+    """One claimed execution, from its claim to the commit of its ending."""
+
+    __slots__ = ("claimed", "failures", "has_ended", "has_started", "is_dropped", "lost", "renewed_at", "task", "waiter")
+
+    def __init__(self, claimed: ClaimedExecution, at: float) -> None:
+        self.claimed = claimed
+        self.renewed_at = at
+        """When the lease was last asked for, by the monotonic clock."""
+        self.failures = 0
+        self.has_started = False
+        self.has_ended = False
+        """Whether its handler has returned; the run goes on until that is committed."""
+        self.is_dropped = False
+        """Whether its result is of no more use: the lease is lost, or the worker stops without it."""
+        self.lost: EngineError | None = None
+        self.task: asyncio.Task[None] | None = None
+        self.waiter: asyncio.Future[None] | None = None
+
+    @property
+    def execution_id(self) -> ExecutionId:
+        """The execution that runs."""
+        return self.claimed.execution_id
+
+
+class Context:
+    """What a handler knows of its run and can do with it: a parameter of this type is given one."""
+
+    __slots__ = ("_engine", "_loop", "_running")
+
+    def __init__(self, running: Running, engine: Engine) -> None:
+        self._running = running
+        self._engine = engine
+        self._loop = asyncio.get_running_loop()
+
+    @property
+    def execution_id(self) -> ExecutionId:
+        """The execution that runs."""
+        return self._running.claimed.execution_id
+
+    @property
+    def execution_kind(self) -> str:
+        """The name it was submitted under."""
+        return self._running.claimed.execution_kind
+
+    @property
+    def lane_id(self) -> str:
+        """The lane it was claimed from."""
+        return self._running.claimed.lane_id
+
+    @property
+    def attempt_index(self) -> int:
+        """Which attempt this is, from 0."""
+        return self._running.claimed.attempt_index
+
+    @property
+    def attempt_type(self) -> AttemptType:
+        """Why this attempt was made."""
+        return self._running.claimed.attempt_type
+
+    @property
+    def retry_count(self) -> int:
+        """How many attempts failed before this one; those of a lost lease do not count."""
+        return self._running.claimed.retry_count
+
+    @property
+    def priority(self) -> int:
+        """The priority it was claimed with."""
+        return self._running.claimed.priority
+
+    @property
+    def tags(self) -> Mapping[str, str]:
+        """The tags it was submitted with."""
+        return self._running.claimed.tags
+
+    @property
+    def input_payload(self) -> bytes:
+        """The payload as it was submitted."""
+        return self._running.claimed.input_payload
+
+    @property
+    def lease_epoch(self) -> int:
+        """A number that rises with every claim of this execution: the token to fence writes of one's own with."""
+        return self._running.claimed.lease_epoch
+
+    @property
+    def fence(self) -> Fence:
+        """What proves that this attempt holds the lease."""
+        return self._running.claimed.handle.fence
+
+    @property
+    def worker_instance_id(self) -> str:
+        """The worker process that runs it."""
+        return self._running.claimed.handle.worker_instance_id
+
+    @property
+    def consecutive_renewal_failures(self) -> int:
+        """How many renewals of the lease failed since the last that did not."""
+        return self._running.failures
+
+    @property
+    def lease_lost(self) -> "asyncio.Future[None]":
+        """Done when the lease is known to be lost; the handler is cancelled at the same moment."""
+        running = self._running
+        if running.waiter is None:
+            running.waiter = self._loop.create_future()
+            if running.lost is not None:
+                running.waiter.set_result(None)
+        return asyncio.shield(running.waiter)
+
+    def is_lease_healthy(self) -> bool:
+        """Whether the lease is not known to be lost and its renewals get through; safe from any thread."""
+        running = self._running
+        return running.lost is None and not running.is_dropped and running.failures < UNHEALTHY_FAILURES
+
+    async def progress(self, percent: int | None = None, message: str | None = None) -> None:
+        """Overwrite what the run reports of itself; what is absent keeps its value."""
+        await self._engine.progress(self._running.claimed.handle, percent=percent, message=message)
+
+    def from_thread(self, awaitable: Coroutine[Any, Any, Answer]) -> Answer:
+        """The answer of an asynchronous call, for a handler in a thread: `ctx.from_thread(ctx.progress(50))`."""
+        return asyncio.run_coroutine_threadsafe(awaitable, self._loop).result()

@@ -1,0 +1,128 @@
+"""Bringing the ends of runs into the store: the completions of one moment share a statement."""
+
+import asyncio
+import logging
+import random
+from collections import deque
+from collections.abc import Callable, Iterator
+
+from flowfabric.engine.engine import Engine
+from flowfabric.model.errors import EngineError
+from flowfabric.model.outcomes import FailureReason
+from flowfabric.worker.context import Running
+from flowfabric.worker.outcome import Failure
+
+logger = logging.getLogger(__name__)
+
+LEASE_IS_LOST = frozenset(
+    {
+        "lease_conflict",
+        "stale_lease",
+        "lease_expired",
+        "lease_revoked",
+        "execution_not_active",
+        "execution_not_found",
+    }
+)
+"""The errors that say that a lease is no longer held: repeating the call cannot help."""
+
+RESULT_REFUSED = "result_refused"
+
+
+def pauses(*, first: float = 0.05, longest: float = 1.0) -> Iterator[float]:
+    """Seconds to wait before each further try: doubling, with jitter."""
+    pause = first
+    while True:
+        yield pause * random.uniform(0.75, 1)
+        pause = min(pause * 2, longest)
+
+
+class Endings:
+    """Writes how runs ended and gives up their slots once that is committed.
+
+    A call that meets a fault of the store is repeated until the store answers: a repeat of an ending is harmless.
+    """
+
+    SIZE = 250
+    """Completions in one statement."""
+    STREAMS = 2
+    """Statements under way at the same time."""
+
+    def __init__(self, engine: Engine, release: Callable[[Running], None]) -> None:
+        self._engine = engine
+        self._release = release
+        self._completed: deque[tuple[Running, bytes | None]] = deque()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def complete(self, running: Running, payload: bytes | None) -> None:
+        """End a run in success, soon."""
+        self._completed.append((running, payload))
+        if len(self._tasks) < self.STREAMS:
+            task = asyncio.create_task(self._write_completed())
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def fail(self, running: Running, failure: Failure) -> None:
+        """End a run's attempt in failure."""
+        try:
+            for pause in pauses():
+                if await self._write_failure(running, failure) or running.is_dropped:
+                    return
+                await asyncio.sleep(pause)
+        finally:
+            self._release(running)
+
+    def close(self) -> None:
+        """Give up on what could not be written."""
+        for task in self._tasks:
+            task.cancel()
+
+    async def _write_failure(self, running: Running, failure: Failure) -> bool:
+        """Whether the store has answered."""
+        claimed = running.claimed
+        try:
+            await self._engine.fail(
+                claimed.handle, reason=failure.reason, classification=failure.classification, claimed=claimed
+            )
+        except EngineError as error:
+            if _is_passing(error):
+                return False
+            logger.warning("the failure of %s was refused: %s", running.execution_id, error)
+        return True
+
+    async def _write_completed(self) -> None:
+        # One turn of the loop lets the runs that end in this instant join the first statement.
+        await asyncio.sleep(0)
+        completed = self._completed
+        while completed:
+            batch = [completed.popleft() for _ in range(min(self.SIZE, len(completed)))]
+            for pause in pauses():
+                try:
+                    verdicts = await self._engine.complete_many(
+                        [(running.claimed.handle, payload) for running, payload in batch]
+                    )
+                    break
+                except EngineError as error:
+                    if not _is_passing(error):
+                        verdicts = [error] * len(batch)
+                        break
+                    logger.info("completions are repeated: %s", error)
+                await asyncio.sleep(pause)
+            for (running, payload), verdict in zip(batch, verdicts, strict=True):
+                if not isinstance(verdict, EngineError):
+                    self._release(running)
+                elif _is_passing(verdict):
+                    completed.append((running, payload))
+                else:
+                    await self._refused(running, verdict)
+
+    async def _refused(self, running: Running, error: EngineError) -> None:
+        logger.warning("the result of %s was refused: %s", running.execution_id, error)
+        if error.code in LEASE_IS_LOST:
+            self._release(running)
+        else:
+            await self.fail(running, Failure(FailureReason(f"the result was refused: {error}", detail=RESULT_REFUSED)))
+
+
+def _is_passing(error: EngineError) -> bool:
+    return error.retryable and error.code not in LEASE_IS_LOST

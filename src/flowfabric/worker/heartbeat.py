@@ -1,0 +1,166 @@
+"""The heartbeat: a thread with a loop and a connection of its own that keeps a worker's leases and its registration."""
+
+import asyncio
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from flowfabric.engine.engine import Engine
+from flowfabric.model.errors import EngineError
+from flowfabric.model.outcomes import NotRegistered, Renewed
+from flowfabric.worker.context import Running
+from flowfabric.worker.endings import LEASE_IS_LOST
+
+logger = logging.getLogger(__name__)
+
+Answer = TypeVar("Answer")
+
+MAX_BATCH = 1000
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Registration:
+    """What a worker process says of itself in the registry."""
+
+    worker_id: str
+    worker_instance_id: str
+    lanes: Sequence[str]
+    capabilities: Sequence[str]
+    liveness_ttl_ms: int
+    namespace: str
+
+    async def enter(self, engine: Engine) -> None:
+        """Enter the registry, or renew the entry."""
+        await engine.register_worker(
+            worker_id=self.worker_id,
+            worker_instance_id=self.worker_instance_id,
+            lanes=self.lanes,
+            capabilities=self.capabilities,
+            liveness_ttl_ms=self.liveness_ttl_ms,
+            namespace=self.namespace,
+        )
+
+    async def keep(self, engine: Engine) -> None:
+        """Stay alive in the registry, entering it again after a lapse."""
+        kept = await engine.heartbeat_worker(worker_instance_id=self.worker_instance_id, namespace=self.namespace)
+        if isinstance(kept, NotRegistered):
+            await self.enter(engine)
+
+    async def leave(self, engine: Engine) -> None:
+        """Be dead at once instead of after the time to live."""
+        await engine.mark_worker_dead(
+            worker_instance_id=self.worker_instance_id, namespace=self.namespace, reason="stopped"
+        )
+
+
+class Heartbeat:
+    """Renews every lease that a third of its time has passed on, whatever the handlers do to the main loop.
+
+    It looks every sixth, so that a renewal is tried three times before the lease can lapse.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        lease_ttl_ms: int,
+        registration: Registration,
+        running: Callable[[], list[Running]],
+        lose: Callable[[Running], None],
+    ) -> None:
+        self._engine = engine
+        self._registration = registration
+        self._running = running
+        self._lose = lose
+        self._ttl = lease_ttl_ms / 1000
+        self._tick = max(self._ttl / 6, 0.001)
+        self._kept_at = time.monotonic()
+        self._main = asyncio.get_running_loop()
+        self._started: Future[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = Future()
+        self._thread = threading.Thread(target=self._run, name="flowfabric-heartbeat", daemon=True)
+
+    async def start(self) -> None:
+        """Begin to beat."""
+        self._thread.start()
+        await asyncio.wrap_future(self._started)
+
+    async def stop(self) -> None:
+        """Beat no more."""
+        loop, stopping = self._started.result()
+        loop.call_soon_threadsafe(stopping.set)
+        await asyncio.to_thread(self._thread.join)
+
+    def _run(self) -> None:
+        asyncio.run(self._live())
+
+    async def _live(self) -> None:
+        stopping = asyncio.Event()
+        self._started.set_result((asyncio.get_running_loop(), stopping))
+        while not stopping.is_set():
+            try:
+                async with self._engine.beside(pool_size=1) as engine:
+                    while not await _is_set_within(stopping, self._tick):
+                        await self._beat(engine)
+            except (EngineError, _Stuck) as error:
+                logger.warning("the heartbeat connects again: %s", error)
+                await _is_set_within(stopping, self._tick)
+
+    async def _beat(self, engine: Engine) -> None:
+        now = time.monotonic()
+        due = [running for running in self._running() if now - running.renewed_at >= self._ttl / 3]
+        for at in range(0, len(due), MAX_BATCH):
+            await self._renew(engine, due[at : at + MAX_BATCH])
+        if now - self._kept_at >= self._registration.liveness_ttl_ms / 3000:
+            try:
+                await self._answer(self._registration.keep(engine))
+                self._kept_at = now
+            except EngineError as error:
+                logger.warning("the registration was not kept: %s", error)
+
+    async def _renew(self, engine: Engine, due: list[Running]) -> None:
+        asked_at = time.monotonic()
+        verdicts: Sequence[Renewed | EngineError]
+        try:
+            verdicts = await self._answer(engine.renew_many([running.claimed.handle for running in due]))
+        except EngineError as error:
+            logger.warning("%d leases were not renewed: %s", len(due), error)
+            verdicts = [error] * len(due)
+        except _Stuck:
+            for running in due:
+                running.failures += 1
+            raise
+        for running, verdict in zip(due, verdicts, strict=True):
+            if isinstance(verdict, Renewed):
+                running.renewed_at = asked_at
+                running.failures = 0
+            elif verdict.code in LEASE_IS_LOST:
+                running.lost = verdict
+                self._main.call_soon_threadsafe(self._lose, running)
+            else:
+                running.failures += 1
+
+    async def _answer(self, asked: Coroutine[Any, Any, Answer]) -> Answer:
+        """What the store answers; a connection that stays silent is given up while there is time for another."""
+        task = asyncio.create_task(asked)
+        task.add_done_callback(lambda task: task.cancelled() or task.exception())
+        answered, _ = await asyncio.wait((task,), timeout=self._ttl / 3)
+        if not answered:
+            # Not awaited: a silent server answers the cancellation no more than the statement.
+            task.cancel()
+            raise _Stuck("the store does not answer")
+        return task.result()
+
+
+class _Stuck(Exception):
+    """The store stays silent."""
+
+
+async def _is_set_within(event: asyncio.Event, seconds: float) -> bool:
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(event.wait(), seconds)
+    return event.is_set()

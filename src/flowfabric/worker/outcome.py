@@ -1,0 +1,103 @@
+"""What a handler's run comes to, and the words it fails with."""
+
+import asyncio
+import inspect
+import logging
+from collections.abc import Callable, Iterator
+
+import msgspec
+
+from flowfabric.model.outcomes import FailureClass, FailureReason
+from flowfabric.worker.codec import encode_result
+from flowfabric.worker.context import Context, Running
+from flowfabric.worker.handler import Handler
+from flowfabric.worker.threads import Threads
+
+logger = logging.getLogger(__name__)
+
+NO_HANDLER = "runtime_no_handler"
+PAYLOAD_DECODE = "extractor_payload_decode"
+HANDLER_ERROR = "handler_error"
+HANDLER_PANIC = "handler_panic"
+
+
+class PermanentError(Exception):
+    """Raised by a handler whose failure no retry can mend."""
+
+
+class Success(msgspec.Struct, frozen=True):
+    """The handler returned."""
+
+    payload: bytes | None
+
+
+class Failure(msgspec.Struct, frozen=True):
+    """The handler could not be called, or raised."""
+
+    reason: FailureReason
+    classification: FailureClass = FailureClass.TRANSIENT
+
+
+class Dropped(msgspec.Struct, frozen=True):
+    """The run is no longer this worker's to end: nothing is written."""
+
+
+Outcome = Success | Failure | Dropped
+
+
+async def outcome_of(
+    running: Running, handler: Handler | None, context: Callable[[], Context], threads: Threads
+) -> Outcome:
+    """Run the handler of an execution and say what came of it; only an interrupt of the process is raised."""
+    claimed = running.claimed
+    if handler is None:
+        return _failure(f"no handler for kind {claimed.execution_kind!r}", NO_HANDLER)
+    try:
+        args, kwargs = handler.bind(claimed.input_payload, context)
+    except Exception as error:
+        return _failure(_chain(error), PAYLOAD_DECODE)
+    try:
+        if handler.is_async:
+            result = await handler.function(*args, **kwargs)
+        else:
+            result = await threads.run(handler.function, args, kwargs)
+            if inspect.isawaitable(result):
+                result = await result
+        return Dropped() if running.is_dropped else Success(encode_result(result))
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        return _failed(running, error)
+
+
+def _failed(running: Running, error: BaseException) -> Outcome:
+    task = running.task
+    # Cancelled from outside; a handler that lets the cancellation of something else through has failed.
+    if running.is_dropped or (isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling()):
+        return Dropped()
+    logger.warning("%s (%s) failed", running.execution_id, running.claimed.execution_kind, exc_info=error)
+    match error:
+        case PermanentError():
+            return Failure(FailureReason(_chain(error)), FailureClass.PERMANENT)
+        case Exception() | asyncio.CancelledError():
+            return _failure(_chain(error), HANDLER_ERROR)
+        case _:
+            return _failure(f"handler panicked: {_chain(error)}", HANDLER_PANIC)
+
+
+def _failure(message: str, category: str) -> Failure:
+    return Failure(FailureReason(message, detail=category))
+
+
+def _chain(error: BaseException) -> str:
+    return ": ".join(f"{type(link).__name__}: {link}" if str(link) else type(link).__name__ for link in _links(error))
+
+
+def _links(error: BaseException) -> Iterator[BaseException]:
+    """An error and what it came from, as a traceback shows it."""
+    seen: set[int] = set()
+    link: BaseException | None = error
+    while link is not None and id(link) not in seen:
+        seen.add(id(link))
+        yield link
+        link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)

@@ -1,0 +1,119 @@
+"""`ff migrate`: applies, prints, checks, and fails in one line."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from flowfabric.cli.main import app
+from flowfabric.db.embedded import Embedded
+from flowfabric.db.migrate import load_migrations, render_sql
+from flowfabric.version import __version__
+
+NEWEST = load_migrations()[-1].number
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The home of an embedded server that runs meanwhile."""
+    home = tmp_path_factory.mktemp("ff") / "home"
+    server = Embedded.start(home)
+    yield home
+    server.release(discard=True)
+
+
+@pytest.fixture
+def ff(home: Path, monkeypatch: pytest.MonkeyPatch) -> CliRunner:
+    """The command, with an embedded database and no other variable."""
+    for name in [name for name in os.environ if name.startswith("FF_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("FF_HOME", str(home))
+    return CliRunner()
+
+
+def test_the_version_is_printed(ff: CliRunner) -> None:
+    result = ff.invoke(app, ["--version"])
+    assert (result.exit_code, result.stdout) == (0, f"flowfabric {__version__}\n")
+
+
+def test_migrate_shows_what_it_applied_and_then_that_nothing_is_left(ff: CliRunner) -> None:
+    result = ff.invoke(app, ["migrate", "--schema", "shown"])
+    assert result.exit_code == 0, result.output
+    assert "applied to shown" in result.stdout
+    assert "0001" in result.stdout
+    result = ff.invoke(app, ["migrate", "--schema", "shown"])
+    assert (result.exit_code, result.stdout) == (0, "schema shown is up to date\n")
+
+
+def test_migrate_answers_in_json(ff: CliRunner) -> None:
+    result = ff.invoke(app, ["migrate", "--schema", "answered", "--json"])
+    assert result.exit_code == 0, result.output
+    answer = json.loads(result.stdout)
+    assert answer["schema"] == "answered"
+    assert [one["number"] for one in answer["applied"]] == list(range(1, NEWEST + 1))
+
+
+def test_check_fails_before_the_migration_and_passes_after_it(ff: CliRunner) -> None:
+    result = ff.invoke(app, ["migrate", "--schema", "checked", "--check"])
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert result.stderr.startswith("ff: schema checked is empty")
+    assert "run `ff migrate`" in result.stderr
+    assert ff.invoke(app, ["migrate", "--schema", "checked"]).exit_code == 0
+    result = ff.invoke(app, ["migrate", "--schema", "checked", "--check"])
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert result.stdout.endswith("up to date\n")
+
+
+def test_check_answers_in_json_with_the_same_exit_code(ff: CliRunner) -> None:
+    result = ff.invoke(app, ["migrate", "--schema", "unseen", "--check", "--json"])
+    assert result.exit_code == 1
+    answer = json.loads(result.stdout)
+    assert (answer["runs"], answer["verdict"], len(answer["pending"])) == (False, "behind", NEWEST)
+
+
+def test_sql_is_printed_without_a_database(ff: CliRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FF_DATABASE_URL", "postgresql://127.0.0.1:1/nowhere")
+    result = ff.invoke(app, ["migrate", "--sql", "--schema", "printed"])
+    assert (result.exit_code, result.stdout) == (0, render_sql(load_migrations(), "printed"))
+    result = ff.invoke(app, ["migrate", "--sql", "--after", str(NEWEST)])
+    assert result.exit_code == 0
+    assert "create" not in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "reason"),
+    [
+        (["--schema", "Not Plain"], 2, "FF_SCHEMA=Not Plain: "),
+        (["--database-url", "mysql://host/db"], 2, "FF_DATABASE_URL: must begin with postgresql://"),
+        (["--sql", "--check"], 2, "--sql goes with neither --check nor --json"),
+        (["--database-url", "postgresql://127.0.0.1:1/nowhere"], 1, "the database does not answer as it should: "),
+    ],
+)
+def test_a_failure_is_one_line_on_stderr(ff: CliRunner, arguments: list[str], code: int, reason: str) -> None:
+    result = ff.invoke(app, ["migrate", *arguments])
+    assert (result.exit_code, result.stdout) == (code, "")
+    assert result.stderr.startswith(f"ff: {reason}")
+    assert result.stderr.count("\n") == 1
+
+
+def test_the_installed_command_migrates_a_home_and_leaves_no_server_running(tmp_path: Path) -> None:
+    command = Path(sys.executable).with_name("ff")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("FF_")}
+    done = subprocess.run(
+        [command, "migrate", "--json"],
+        env={**environment, "FF_HOME": str(tmp_path / "home")},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert len(json.loads(done.stdout)["applied"]) == NEWEST
+    server = Embedded.start(tmp_path / "home")
+    data = server.data
+    server.release(discard=True)
+    assert not data.exists()

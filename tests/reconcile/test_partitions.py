@@ -1,0 +1,181 @@
+"""Daily partitions of events: there before they are needed, gone when past their age, never in a writer's way."""
+
+import asyncio
+from typing import Any
+
+import asyncpg
+import pytest
+
+from flowfabric.db import partitions
+from flowfabric.engine.engine import Engine
+
+SCHEMA = "flowfabric"
+DAY = 86_400
+DAY_MS = DAY * 1000
+
+
+async def names(connection: asyncpg.Connection) -> list[str]:
+    """The daily partitions that are attached to the event table."""
+    query = """select c.relname from pg_inherits h join pg_class c on c.oid = h.inhrelid
+                where h.inhparent = 'event'::regclass and c.relname <> 'event_default' order by 1"""
+    return [row[0] for row in await connection.fetch(query)]
+
+
+def test_the_name_of_a_partition_says_its_bounds() -> None:
+    noon = 1_772_366_400_000
+    assert partitions.name_of(noon) == "event_20260301"
+    first, end = partitions.bounds_of("event_20260301")
+    assert (end - first, first <= noon < end) == (DAY_MS, True)
+    assert partitions.name_of(first) == partitions.name_of(end - 1) != partitions.name_of(end)
+
+
+@pytest.mark.parametrize("name", ["event_default", "event_2026031", "event_202603011", "other_20260301"])
+def test_only_daily_partitions_have_bounds(name: str) -> None:
+    with pytest.raises(ValueError, match="not the name"):
+        partitions.bounds_of(name)
+
+
+async def test_today_and_the_days_ahead_have_partitions(
+    engine: Engine, connection: asyncpg.Connection, clock: Any
+) -> None:
+    assert await engine.feed.keep_partitions() == 3
+    now = await clock.now()
+    assert await names(connection) == [partitions.name_of(now + day * DAY_MS) for day in range(3)]
+    assert await engine.feed.keep_partitions() == 0
+    await clock.advance(seconds=DAY)
+    assert await engine.feed.keep_partitions() == 1
+
+
+async def test_events_are_written_to_the_partition_of_their_day(
+    engine: Engine, given: Any, connection: asyncpg.Connection
+) -> None:
+    await engine.feed.keep_partitions()
+    await given.completed()
+    places = await connection.fetch("select distinct tableoid::regclass::text from event")
+    assert [row[0] for row in places] == [(await names(connection))[0]]
+    assert [row["kind"] for row in await connection.fetch("select kind from event order by event_id")] == [1, 3]
+
+
+async def test_a_partition_has_the_indexes_of_the_feed(engine: Engine, connection: asyncpg.Connection) -> None:
+    await engine.feed.keep_partitions()
+    query = "select indexdef from pg_indexes where schemaname = $1 and tablename = $2"
+    definitions = [row[0] for row in await connection.fetch(query, SCHEMA, (await names(connection))[0])]
+    assert len(definitions) == 2
+    assert any("(xid, event_id)" in text for text in definitions)
+
+
+async def test_a_partition_past_the_age_of_the_feed_is_dropped(
+    engine: Engine, given: Any, connection: asyncpg.Connection, clock: Any, rows: Any
+) -> None:
+    await engine.feed.keep_partitions()
+    today = (await names(connection))[0]
+    await given.completed()
+    await clock.advance(seconds=DAY)
+    await engine.feed.keep_partitions()
+    assert today in await names(connection)
+    await clock.advance(seconds=DAY)
+    await engine.feed.keep_partitions()
+    assert today not in await names(connection)
+    assert await rows.of("event") == []
+    assert await connection.fetchval("select to_regclass($1)", today) is None
+
+
+async def test_a_partition_that_was_only_detached_is_dropped_at_the_next_visit(
+    engine: Engine, connection: asyncpg.Connection, clock: Any
+) -> None:
+    await engine.feed.keep_partitions()
+    today = (await names(connection))[0]
+    await connection.execute(f"alter table event detach partition {today}")
+    await clock.advance(seconds=2 * DAY)
+    await engine.feed.keep_partitions()
+    assert await connection.fetchval("select to_regclass($1)", today) is None
+
+
+async def test_a_day_whose_events_came_first_does_without_a_partition(
+    engine: Engine, given: Any, connection: asyncpg.Connection, clock: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    await given.completed()
+    caplog.set_level("INFO", "flowfabric.engine.feed")
+    assert await engine.feed.keep_partitions() == 2
+    assert await engine.feed.keep_partitions() == 0
+    told = [record.getMessage() for record in caplog.records if record.name == "flowfabric.engine.feed"]
+    assert told == [
+        f"{partitions.name_of(await clock.now())} is not made: the default partition holds events of that day"
+    ]
+    assert partitions.name_of(await clock.now()) not in await names(connection)
+
+
+async def test_an_older_event_in_the_default_partition_is_found_too(
+    engine: Engine, given: Any, connection: asyncpg.Connection, clock: Any
+) -> None:
+    await given.completed()
+    await clock.advance(seconds=DAY)
+    await given.completed()
+    now = await clock.now()
+    kept = await partitions.ensure(connection, schema=SCHEMA, now_ms=now - DAY_MS, ahead_days=2)
+    assert kept.made == (partitions.name_of(now + DAY_MS),)
+    assert set(kept.skipped) == {partitions.name_of(now - DAY_MS), partitions.name_of(now)}
+
+
+async def test_old_events_of_the_default_partition_are_deleted(
+    engine: Engine, given: Any, clock: Any, rows: Any
+) -> None:
+    await given.completed()
+    await clock.advance(seconds=DAY - 10)
+    fresh = await given.completed()
+    await clock.advance(seconds=11)
+    assert await engine.feed.trim_events() == 2
+    assert {str(row["execution_id"]) for row in await rows.of("event")} == {fresh[-36:]}
+    assert await engine.feed.trim_events() == 0
+
+
+async def test_processes_that_make_partitions_at_once_make_each_once(url: str, engine: Engine, clock: Any) -> None:
+    now = await clock.now()
+
+    async def ensure() -> partitions.Kept:
+        connection = await asyncpg.connect(url)
+        try:
+            return await partitions.ensure(connection, schema=SCHEMA, now_ms=now, ahead_days=4)
+        finally:
+            await connection.close()
+
+    kept = await asyncio.gather(*(ensure() for _ in range(4)))
+    made = [name for one in kept for name in one.made]
+    assert len(made) == len(set(made))
+    assert await engine.feed.keep_partitions() == 0
+
+
+async def test_processes_that_drop_partitions_at_once_drop_each_once(
+    url: str, engine: Engine, clock: Any, connection: asyncpg.Connection
+) -> None:
+    await engine.feed.keep_partitions()
+    later = await clock.advance(seconds=10 * DAY)
+
+    async def drop() -> list[str]:
+        connection = await asyncpg.connect(url)
+        try:
+            return await partitions.drop_older(connection, schema=SCHEMA, before_ms=later)
+        finally:
+            await connection.close()
+
+    dropped = [name for names in await asyncio.gather(*(drop() for _ in range(4))) for name in names]
+    assert len(dropped) == len(set(dropped))
+    await drop()
+    assert await names(connection) == []
+
+
+async def test_a_busy_event_table_is_left_for_the_next_visit(
+    engine: Engine, url: str, connection: asyncpg.Connection, clock: Any
+) -> None:
+    await engine.feed.keep_partitions()
+    await clock.advance(seconds=10 * DAY)
+    reader = await asyncpg.connect(url)
+    try:
+        async with reader.transaction():
+            await reader.execute(f"lock table {SCHEMA}.event in row exclusive mode")
+            await reader.execute(f"lock table {SCHEMA}.event_default in row exclusive mode")
+            assert await engine.feed.keep_partitions() == 0
+    finally:
+        await reader.close()
+    assert await engine.feed.keep_partitions() == 6
+    assert len(await names(connection)) == 3

@@ -1,0 +1,252 @@
+"""Each sweep does its job, on what is due and on nothing else."""
+
+from typing import Any
+
+import pytest
+
+from flowfabric.engine.engine import Engine
+from flowfabric.model.errors import EngineError
+from flowfabric.model.outcomes import Refreshed
+from flowfabric.model.states import AttemptType, PublicState
+from flowfabric.reconcile.loop import Reconciler
+from flowfabric.reconcile.sweeps import SWEEPS
+
+DAY = 86_400
+RETRIED_ONCE = {"retry_policy": {"max_retries": 1, "backoff": {"type": "fixed", "delay_ms": 5_000}}}
+
+
+@pytest.fixture
+def reconciler(engine: Engine) -> Reconciler:
+    return Reconciler(engine)
+
+
+async def test_a_lapsed_lease_is_marked_and_the_next_claim_takes_it(
+    engine: Engine, reconciler: Reconciler, given: Any, rows: Any
+) -> None:
+    lost = await given.expired_lease()
+    await reconciler.catch_up()
+    row = await rows.execution(lost.execution_id)
+    assert (row["lifecycle_phase"], row["ownership_state"]) == ("active", "lease_expired_reclaimable")
+    assert (row["attempt_state"], row["blocking_detail"]) == ("attempt_interrupted", "lease expired, awaiting reclaim")
+    assert (row["lease_epoch"], row["lease_id"]) == (lost.lease_epoch, lost.lease_id)
+    assert [event["kind"] for event in await rows.events(lost.execution_id)] == [1, 4]
+    engine.leases.is_swept = True
+    taken = await given.claim(worker="another")
+    assert (taken.execution_id, taken.attempt_type) == (lost.execution_id, AttemptType.RECLAIM)
+    assert taken.lease_epoch == lost.lease_epoch + 1
+
+
+async def test_a_renewed_lease_is_not_marked(
+    engine: Engine, reconciler: Reconciler, given: Any, clock: Any, rows: Any
+) -> None:
+    handle = await given.claimed(lease_ttl_ms=30_000)
+    await clock.advance(seconds=20)
+    await engine.renew(handle)
+    await clock.advance(seconds=20)
+    async with rows.unchanged(without=["event"]):
+        await reconciler.catch_up()
+
+
+async def test_a_lapsed_lease_is_marked_once(reconciler: Reconciler, given: Any, rows: Any) -> None:
+    lost = await given.expired_lease()
+    await reconciler.catch_up()
+    async with rows.unchanged():
+        await reconciler.catch_up()
+    assert reconciler.stats["lease_expiry"].processed == 1
+    assert lost.execution_id
+
+
+async def test_delayed_work_becomes_claimable_when_its_time_has_come(
+    engine: Engine, reconciler: Reconciler, given: Any, clock: Any, rows: Any
+) -> None:
+    early, late = await given.delayed(seconds=60), await given.delayed(seconds=120)
+    await reconciler.catch_up()
+    assert await engine.read_execution_state(early) is PublicState.DELAYED
+    await clock.advance(seconds=61)
+    await reconciler.catch_up()
+    assert await engine.read_execution_state(early) is PublicState.WAITING
+    assert await engine.read_execution_state(late) is PublicState.DELAYED
+    row = await rows.execution(early)
+    assert (row["delay_until"], row["attempt_state"]) == (None, "pending_first_attempt")
+    assert (await given.claim()).execution_id == early
+
+
+async def test_a_retry_becomes_claimable_after_its_backoff(
+    engine: Engine, reconciler: Reconciler, given: Any, clock: Any
+) -> None:
+    failed = await given.backing_off(delay_ms=5_000)
+    await clock.advance(seconds=6)
+    await reconciler.catch_up()
+    assert await engine.read_execution_state(failed.execution_id) is PublicState.WAITING
+    retried = await given.claim()
+    assert (retried.attempt_type, retried.attempt_index) == (AttemptType.RETRY, 1)
+
+
+async def test_an_attempt_that_takes_too_long_is_retried(
+    engine: Engine, reconciler: Reconciler, given: Any, clock: Any, rows: Any
+) -> None:
+    policy = {"timeout_policy": {"attempt_timeout_ms": 10_000}, **RETRIED_ONCE}
+    handle = await given.claimed(policy=policy)
+    await clock.advance(seconds=11)
+    await reconciler.catch_up()
+    assert await engine.read_execution_state(handle.execution_id) is PublicState.DELAYED
+    (attempt,) = await rows.of("attempt")
+    assert (attempt["attempt_state"], attempt["failure_category"]) == ("ended_failure", "timeout")
+    assert (await rows.events(handle.execution_id))[-1]["reason"] == "expired:attempt_timeout"
+    with pytest.raises(EngineError, match="execution_not_active"):
+        await engine.complete(handle, b"late")
+
+
+async def test_an_attempt_that_takes_too_long_with_no_retry_left_expires(
+    engine: Engine, reconciler: Reconciler, given: Any, clock: Any, rows: Any
+) -> None:
+    handle = await given.claimed(policy={"timeout_policy": {"attempt_timeout_ms": 10_000}})
+    await clock.advance(seconds=11)
+    await reconciler.catch_up()
+    row = await rows.execution(handle.execution_id)
+    assert (row["public_state"], row["failure_reason"]) == ("expired", "attempt_timeout")
+    assert row["completed_at"] is not None
+
+
+async def test_a_lost_attempt_times_out_too(
+    engine: Engine, reconciler: Reconciler, given: Any, clock: Any, rows: Any
+) -> None:
+    policy = {"timeout_policy": {"attempt_timeout_ms": 60_000}}
+    lost = await given.reclaimable(policy=policy, lease_ttl_ms=10_000)
+    await clock.advance(seconds=60)
+    await reconciler.catch_up()
+    assert await engine.read_execution_state(lost.execution_id) is PublicState.EXPIRED
+    (attempt,) = await rows.of("attempt")
+    assert attempt["attempt_state"] == "ended_failure"
+
+
+@pytest.mark.parametrize("phase", ["waiting", "delayed", "active", "lost", "backing_off"])
+async def test_a_deadline_ends_an_execution_in_any_phase(
+    engine: Engine, reconciler: Reconciler, given: Any, clock: Any, rows: Any, phase: str
+) -> None:
+    deadline = await clock.now() + 100_000
+    match phase:
+        case "waiting":
+            execution_id = await given.created(execution_deadline_at=deadline)
+        case "delayed":
+            execution_id = await given.delayed(seconds=DAY, execution_deadline_at=deadline)
+        case "active":
+            held = await given.claimed(lease_ttl_ms=DAY * 1000, execution_deadline_at=deadline)
+            execution_id = held.execution_id
+        case "lost":
+            execution_id = (await given.reclaimable(execution_deadline_at=deadline)).execution_id
+        case _:
+            execution_id = (await given.backing_off(delay_ms=DAY * 1000, execution_deadline_at=deadline)).execution_id
+    await clock.advance(seconds=60)
+    await reconciler.catch_up()
+    assert await engine.read_execution_state(execution_id) is not PublicState.EXPIRED
+    await clock.advance(seconds=60)
+    await reconciler.catch_up()
+    row = await rows.execution(execution_id)
+    assert (row["public_state"], row["failure_reason"]) == ("expired", "execution_deadline")
+    assert (row["ownership_state"], row["due_at"], row["lease_id"]) == ("unowned", None, None)
+    endings = [event for event in await rows.events(execution_id) if event["outcome"] is not None]
+    assert len(endings) == 1
+    held_lease = phase == "active"
+    assert endings[0]["kind"] == (3 if held_lease else 0)
+
+
+async def test_a_deadline_is_not_retried(reconciler: Reconciler, engine: Engine, given: Any, clock: Any) -> None:
+    policy = {"timeout_policy": {"attempt_timeout_ms": 5_000, "execution_deadline_ms": 10_000}, **RETRIED_ONCE}
+    handle = await given.claimed(policy=policy)
+    await clock.advance(seconds=11)
+    await reconciler.catch_up()
+    assert await engine.read_execution_state(handle.execution_id) is PublicState.EXPIRED
+
+
+async def test_retention_deletes_everything_of_ended_executions_and_nothing_else(
+    engine: Engine, given: Any, clock: Any, rows: Any
+) -> None:
+    reconciler = Reconciler(engine, sweeps=[sweep for sweep in SWEEPS if sweep.name == "retention_trimmer"])
+    ended = [
+        await given.completed(tags={"app.team": "a"}, idempotency_key="k"),
+        await given.failed(),
+        await given.cancelled(),
+    ]
+    waiting = await given.delayed(seconds=10 * DAY, tags={"app.team": "b"})
+    await clock.advance(seconds=DAY - 10)
+    fresh = await given.completed()
+    held = await given.claimed(lease_ttl_ms=30 * DAY * 1000)
+    await clock.advance(seconds=11)
+    others = await rows.snapshot(without=["execution", "execution_input", "execution_tag", "attempt"])
+    await reconciler.catch_up()
+    assert await rows.snapshot(without=["execution", "execution_input", "execution_tag", "attempt"]) == others
+    kept = {execution_id[-36:] for execution_id in (waiting, fresh, held.execution_id)}
+    for table in ("execution", "execution_input"):
+        assert {str(row["execution_id"]) for row in await rows.of(table)} == kept
+    assert {str(row["execution_id"]) for row in await rows.of("attempt")} == {fresh[-36:]}
+    assert [row["value"] for row in await rows.of("execution_tag")] == ["b"]
+    for execution_id in ended:
+        assert await engine.read_execution_info(execution_id) is None
+        assert await engine.get_execution_result(execution_id) is None
+    assert reconciler.stats["retention_trimmer"].processed == len(ended)
+
+
+async def test_a_policy_decides_how_long_its_execution_is_kept(
+    reconciler: Reconciler, given: Any, clock: Any, rows: Any
+) -> None:
+    await given.completed(policy={"stream_policy": {"retention_ttl_ms": 1_000}})
+    long = await given.completed(policy={"stream_policy": {"retention_ttl_ms": 2 * DAY * 1000}})
+    ordinary = await given.completed()
+    await clock.advance(seconds=2)
+    await reconciler.catch_up()
+    assert {str(row["execution_id"]) for row in await rows.of("execution")} == {long[-36:], ordinary[-36:]}
+    await clock.advance(seconds=DAY)
+    await reconciler.catch_up()
+    assert {str(row["execution_id"]) for row in await rows.of("execution")} == {long[-36:]}
+    await clock.advance(seconds=DAY)
+    await reconciler.catch_up()
+    assert await rows.of("execution") == []
+
+
+async def test_an_idempotency_key_is_forgotten_when_its_time_is_up(
+    reconciler: Reconciler, given: Any, clock: Any, rows: Any
+) -> None:
+    await given.created(idempotency_key="short", policy={"dedup_window_ms": 1_000})
+    await given.created(idempotency_key="long")
+    await clock.advance(seconds=2)
+    await reconciler.catch_up()
+    assert [row["idempotency_key"] for row in await rows.of("idempotency")] == ["long"]
+    again = await given.created(idempotency_key="short")
+    assert again
+
+
+async def test_a_worker_nobody_hears_of_leaves_the_registry_with_one_event(
+    engine: Engine, reconciler: Reconciler, given: Any, clock: Any, rows: Any
+) -> None:
+    await given.registered(worker_instance_id="silent", liveness_ttl_ms=10_000)
+    await given.registered(worker_instance_id="alive", liveness_ttl_ms=60_000)
+    await clock.advance(seconds=11)
+    await reconciler.catch_up()
+    assert [row["worker_instance_id"] for row in await rows.of("worker")] == ["alive"]
+    (swept,) = await rows.of("worker_event", kind="ttl_swept")
+    assert swept["worker_instance_id"] == "silent"
+    assert isinstance(await engine.heartbeat_worker(worker_instance_id="alive", namespace="tests"), Refreshed)
+
+
+async def test_the_history_of_the_registry_ends_with_the_age_of_the_feed(
+    reconciler: Reconciler, given: Any, clock: Any, rows: Any
+) -> None:
+    await given.registered(worker_instance_id="old", liveness_ttl_ms=1_000)
+    await clock.advance(seconds=DAY + 1)
+    await given.registered(worker_instance_id="new", liveness_ttl_ms=60_000)
+    await reconciler.catch_up()
+    kept = sorted((row["worker_instance_id"], row["kind"]) for row in await rows.of("worker_event"))
+    assert kept == [("new", "registered"), ("old", "ttl_swept")]
+
+
+async def test_nothing_due_changes_nothing(reconciler: Reconciler, given: Any, rows: Any) -> None:
+    await given.completed()
+    await given.delayed()
+    await given.created()
+    await given.registered()
+    async with rows.unchanged():
+        assert await reconciler.catch_up() == 2
+    assert {name: stats.processed for name, stats in reconciler.stats.items() if stats.processed} == {
+        "event_partitions": 2
+    }

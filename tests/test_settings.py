@@ -1,0 +1,161 @@
+"""Settings: read from FF_ variables, overruled by code, frozen, and clear about what is wrong."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from flowfabric.settings import Settings, SettingsError
+
+
+@pytest.fixture(autouse=True)
+def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("FF_")]:
+        monkeypatch.delenv(name)
+
+
+def test_without_variables_the_defaults_stand() -> None:
+    settings = Settings()
+    assert (
+        settings.model_dump().items()
+        >= {
+            "database_url": None,
+            "home": Path(".flowfabric"),
+            "database_pool_size": 10,
+            "schema_name": "flowfabric",
+            "migrate_on_start": None,
+            "lanes": ("default",),
+            "flow_partitions": 256,
+            "budget_partitions": 32,
+            "quota_partitions": 32,
+            "feed_retention_ms": 86_400_000,
+            "instance_tag": "cairn.instance_id",
+            "lease_renewal_events": True,
+            "log_level": "info",
+            "lease_expiry_interval_ms": 1500,
+            "delayed_promoter_interval_ms": 750,
+            "attempt_timeout_interval_s": 2,
+            "execution_deadline_interval_s": 5,
+            "retention_trimmer_interval_s": 60,
+            "index_reconciler_interval_s": 45,
+        }.items()
+    )
+
+
+@pytest.mark.parametrize(
+    ("variable", "text", "field", "value"),
+    [
+        ("FF_DATABASE_URL", "postgresql://host/db", "database_url", "postgresql://host/db"),
+        ("FF_DATABASE_URL", "", "database_url", None),
+        ("FF_HOME", "/srv/ff", "home", Path("/srv/ff")),
+        ("FF_DATABASE_POOL_SIZE", "3", "database_pool_size", 3),
+        ("FF_SCHEMA", "tenant_1", "schema_name", "tenant_1"),
+        ("FF_MIGRATE_ON_START", "no", "migrate_on_start", False),
+        ("FF_LANES", "fast, slow,,fast", "lanes", ("fast", "slow")),
+        ("FF_FLOW_PARTITIONS", "32768", "flow_partitions", 32768),
+        ("FF_FEED_RETENTION_MS", "1000", "feed_retention_ms", 1000),
+        ("FF_INSTANCE_TAG", "my.tag", "instance_tag", "my.tag"),
+        ("FF_LEASE_RENEWAL_EVENTS", "false", "lease_renewal_events", False),
+        ("FF_LOG", "DEBUG", "log_level", "debug"),
+        ("FF_LEASE_EXPIRY_INTERVAL_MS", "200", "lease_expiry_interval_ms", 200),
+    ],
+)
+def test_a_variable_sets_its_field(
+    monkeypatch: pytest.MonkeyPatch, variable: str, text: str, field: str, value: object
+) -> None:
+    monkeypatch.setenv(variable, text)
+    assert getattr(Settings(), field) == value
+
+
+@pytest.mark.parametrize(
+    ("variable", "text", "given"),
+    [
+        ("FF_DATABASE_URL", "postgresql://host/db", {"database_url": None}),
+        ("FF_SCHEMA", "from_outside", {"schema_name": "from_code"}),
+        ("FF_LOG", "debug", {"log_level": "error"}),
+        ("FF_LANES", "outside", {"lanes": ("code",)}),
+        ("FF_DATABASE_POOL_SIZE", "3", {"database_pool_size": 4}),
+    ],
+)
+def test_code_wins_over_the_environment(
+    monkeypatch: pytest.MonkeyPatch, variable: str, text: str, given: dict[str, Any]
+) -> None:
+    monkeypatch.setenv(variable, text)
+    settings = Settings(**given)
+    assert {name: getattr(settings, name) for name in given} == given
+
+
+@pytest.mark.parametrize(
+    ("variable", "text"),
+    [
+        ("FF_HOME", ""),
+        ("FF_DATABASE_POOL_SIZE", "0"),
+        ("FF_DATABASE_POOL_SIZE", "ten"),
+        ("FF_SCHEMA", "Not Plain"),
+        ("FF_MIGRATE_ON_START", "perhaps"),
+        ("FF_LANES", " ,"),
+        ("FF_LANES", ""),
+        ("FF_FLOW_PARTITIONS", "0"),
+        ("FF_BUDGET_PARTITIONS", "32769"),
+        ("FF_QUOTA_PARTITIONS", "-1"),
+        ("FF_FEED_RETENTION_MS", "1.5"),
+        ("FF_INSTANCE_TAG", ""),
+        ("FF_LOG", "loud"),
+        ("FF_LEASE_EXPIRY_INTERVAL_MS", "1.5"),
+        ("FF_RETENTION_TRIMMER_INTERVAL_S", "0"),
+    ],
+)
+def test_a_bad_value_is_refused_by_the_name_of_its_variable(
+    monkeypatch: pytest.MonkeyPatch, variable: str, text: str
+) -> None:
+    monkeypatch.setenv(variable, text)
+    with pytest.raises(SettingsError, match=f"^{variable}={text}: "):
+        Settings()
+
+
+def test_a_bad_value_from_code_is_refused_by_the_name_of_its_variable() -> None:
+    with pytest.raises(SettingsError, match=r"^FF_SCHEMA=Not Plain: "):
+        Settings(schema_name="Not Plain")
+
+
+def test_every_bad_value_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FF_LOG", "loud")
+    monkeypatch.setenv("FF_DATABASE_POOL_SIZE", "0")
+    with pytest.raises(SettingsError, match=r"FF_DATABASE_POOL_SIZE=0: .*; FF_LOG=loud: "):
+        Settings()
+
+
+def test_no_password_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FF_DATABASE_URL", "mysql://user:secret@host/db")
+    with pytest.raises(SettingsError, match=r"^FF_DATABASE_URL: must begin with postgresql://$"):
+        Settings()
+    assert "secret" not in repr(Settings(database_url="postgresql://user:secret@host/db"))
+
+
+def test_a_setting_that_does_not_exist_is_refused() -> None:
+    given: dict[str, Any] = {"pool": 3}
+    with pytest.raises(SettingsError, match="there is no setting pool"):
+        Settings(**given)
+
+
+def test_settings_do_not_change() -> None:
+    settings = Settings()
+    with pytest.raises((SettingsError, ValidationError), match="frozen"):
+        settings.database_pool_size = 3
+
+
+@pytest.mark.parametrize(
+    ("url", "asked", "migrates"),
+    [
+        (None, None, True),
+        (None, False, False),
+        ("postgresql://host/db", None, False),
+        ("postgresql://host/db", True, True),
+    ],
+)
+def test_only_an_embedded_database_migrates_itself_unless_told(
+    *, url: str | None, asked: bool | None, migrates: bool
+) -> None:
+    assert Settings(database_url=url, migrate_on_start=asked).migrates is migrates
