@@ -178,13 +178,12 @@ async def _others(connection: asyncpg.Connection, database: str) -> list[str]:
     return [row[0] for row in await connection.fetch(query, database)]
 
 
-@pytest.fixture
-async def url(_leaves_no_task: None, server: str, template: str) -> AsyncIterator[str]:
-    """The address of a migrated database of the test's own; no session may be left on it."""
+@asynccontextmanager
+async def _database(server: str, options: str) -> AsyncIterator[str]:
     name = f"ff_test_{uuid4().hex}"
     connection = await asyncpg.connect(server)
     try:
-        await connection.execute(f"create database {name} template {template} strategy file_copy")
+        await connection.execute(f"create database {name} {options}")
         yield _at_database(server, name)
         # A closed session takes a moment to leave the server's list.
         for _ in range(200):
@@ -196,6 +195,20 @@ async def url(_leaves_no_task: None, server: str, template: str) -> AsyncIterato
         assert not left, f"the test left sessions open: {left}"
     finally:
         await connection.close()
+
+
+@pytest.fixture
+async def url(_leaves_no_task: None, server: str, template: str) -> AsyncIterator[str]:
+    """The address of a migrated database of the test's own; no session may be left on it."""
+    async with _database(server, f"template {template} strategy file_copy") as url:
+        yield url
+
+
+@pytest.fixture
+async def empty_url(_leaves_no_task: None, server: str) -> AsyncIterator[str]:
+    """The address of an empty database of the test's own; no session may be left on it."""
+    async with _database(server, "strategy file_copy") as url:
+        yield url
 
 
 # What a test works with.

@@ -9,26 +9,42 @@ from rich.console import Console
 from flowfabric.bench.plot import draw
 from flowfabric.bench.report import show
 from flowfabric.bench.server import serve
-from flowfabric.bench.suite import FULL, QUICK, Plan, Results, measure_all
+from flowfabric.bench.suite import FULL, LONG_SOAK, QUICK, SHORT_SOAK, Plan, Results, measure_all, measure_soak
 
 
 def main() -> None:
     """Measure, then write the results; a quick run prints them only."""
     parser = argparse.ArgumentParser(prog="python -m flowfabric.bench", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="one round at a smaller load, in under a minute")
+    parser.add_argument("--soak", action="store_true", help="full rate for ten minutes on a store with a past, instead")
     parser.add_argument("--json", action="store_true", help="print the results as JSON, and nothing else, on stdout")
     parser.add_argument("--url", help="a Postgres server to use instead of an embedded one")
     parser.add_argument("--output", type=Path, default=Path("bench"), help="where results.json and results.png go")
     options = parser.parse_args()
-    results = asyncio.run(measure(options.url, QUICK if options.quick else FULL))
+    if options.soak:
+        results = asyncio.run(soak(options.url, SHORT_SOAK if options.quick else LONG_SOAK))
+    else:
+        results = asyncio.run(measure(options.url, QUICK if options.quick else FULL))
     if not options.quick:
-        options.output.mkdir(parents=True, exist_ok=True)
-        (options.output / "results.json").write_text(results.as_json() + "\n")
-        draw(results, options.output / "results.png")
+        write(results, options.output, name="soak" if options.soak else "results")
     if options.json:
         print(results.as_json())
     else:
         show(results, Console())
+
+
+def write(results: Results, folder: Path, *, name: str) -> None:
+    """Leave the results in a folder, and a picture of them where there are throughputs to compare."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{name}.json").write_text(results.as_json() + "\n")
+    if results.ratios:
+        draw(results, folder / f"{name}.png")
+
+
+async def soak(url: str | None, plan: Plan) -> Results:
+    """The results of a soak."""
+    async with serve(url) as server:
+        return await measure_soak(server, plan)
 
 
 async def measure(url: str | None, plan: Plan) -> Results:

@@ -7,7 +7,7 @@ from typing import Any
 
 from absurd_sdk import AsyncAbsurd
 
-from flowfabric.bench.peers import SQL, observing
+from flowfabric.bench.observer import SQL, observing
 from flowfabric.bench.subject import BATCH, CONNECTIONS, PAYLOAD, Drain, Figures, Task, rate, spread
 
 CONCURRENCY = 25

@@ -5,7 +5,7 @@ from typing import Any
 
 import awa
 
-from flowfabric.bench.peers import observing
+from flowfabric.bench.observer import observing
 from flowfabric.bench.subject import BATCH, CONNECTIONS, PAYLOAD, Drain, Figures, Task, rate, spread
 
 QUEUE = {"name": "bench", "max_workers": 1_000, "claimers": 2, "claim_batch_size": 500}

@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from dbos import DBOS
 
-from flowfabric.bench.peers import SQL, observing
+from flowfabric.bench.observer import SQL, observing
 from flowfabric.bench.subject import CONNECTIONS, PAYLOAD, Drain, Figures, Task, rate, spread
 
 THREADS = 16

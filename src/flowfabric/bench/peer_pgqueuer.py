@@ -5,7 +5,7 @@ import asyncio
 import asyncpg
 from pgqueuer import AsyncpgPoolDriver, Job, PgQueuer, Queries
 
-from flowfabric.bench.peers import SQL, observing
+from flowfabric.bench.observer import SQL, observing
 from flowfabric.bench.subject import BATCH, CONNECTIONS, PAYLOAD, Drain, Figures, Task, rate, spread
 
 

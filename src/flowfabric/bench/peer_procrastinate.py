@@ -5,7 +5,7 @@ import asyncio
 from procrastinate import App, PsycopgConnector
 from procrastinate.types import JSONDict
 
-from flowfabric.bench.peers import SQL, observing
+from flowfabric.bench.observer import SQL, observing
 from flowfabric.bench.subject import BATCH, CONNECTIONS, PAYLOAD, Drain, Figures, Task, rate, spread
 
 WORKERS = 4

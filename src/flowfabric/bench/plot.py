@@ -29,6 +29,7 @@ def draw(results: Results, path: Path) -> None:
     )
     panel(upper, done, title="claimed and ended, a second")
     panel(lower, submitted, title="submitted, a second")
+    lower.set_xlim(100, 2.5 * max(each.value for each in rates.values()))
     lower.set_xlabel("a second, each acknowledged after its commit; logarithmic")
     handles = [patches.Patch(color=colour, label=name) for name, colour in COLOURS.items()]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(COLOURS), frameon=False)
@@ -48,8 +49,7 @@ def panel(axes: Any, rates: dict[str, Figure], *, title: str) -> None:
     bars = axes.barh(names, [each.value for _, each in ordered], color=[COLOURS[kind(name)] for name, _ in ordered])
     axes.bar_label(bars, labels=[f"{each.value:,.0f}" for _, each in ordered], padding=3, fontsize="small")
     axes.set_xscale("log")
-    axes.set_xlim(left=100)
-    axes.margins(x=0.12, y=0.02)
+    axes.margins(y=0.02)
     axes.set_title(title, loc="left", fontsize="medium")
     axes.tick_params(axis="y", labelsize="small", length=0)
     axes.grid(axis="x", alpha=0.3)

@@ -15,11 +15,16 @@ from flowfabric.bench.subject import Figures, Measure, Task
 
 SUBJECTS = {
     "raw": "flowfabric.bench.raw",
+    "submit": "flowfabric.bench.ours_submit",
+    "work": "flowfabric.bench.ours_work",
     "pgqueuer": "flowfabric.bench.peer_pgqueuer",
     "awa": "flowfabric.bench.peer_awa",
     "absurd": "flowfabric.bench.peer_absurd",
     "procrastinate": "flowfabric.bench.peer_procrastinate",
     "dbos": "flowfabric.bench.peer_dbos",
+    "idle": "flowfabric.bench.ours_idle",
+    "backlog": "flowfabric.bench.ours_backlog",
+    "soak": "flowfabric.bench.soak",
 }
 
 

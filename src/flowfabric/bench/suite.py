@@ -7,6 +7,7 @@ import platform
 import signal
 import statistics
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -18,6 +19,9 @@ from flowfabric.bench.server import Server
 from flowfabric.bench.subject import Figure, Figures
 
 PATIENCE_S = 300
+SOAK = "soak"
+ONCE = frozenset({"idle", "backlog"})
+"""Subjects that take medians of their own, and need no further round."""
 PEERS = ("pgqueuer", "awa", "absurd", "procrastinate", "dbos")
 DISTRIBUTIONS = ("flowfabric", "asyncpg", "uvloop", "pgqueuer", "awa-pg", "absurd-sdk", "procrastinate", "dbos")
 
@@ -28,21 +32,24 @@ RATIOS = {
     "engine_claim_finish/raw_claim100_complete100": ("engine_claim_finish", "raw_claim100_complete100"),
     "submit_batch/raw_insert100": ("submit_batch", "raw_insert100"),
     "submit_batch_1500b_tag/raw_insert100_1500b": ("submit_batch_1500b_tag", "raw_insert100_1500b"),
-    "claim_1m/claim_20k": ("claim_1m", "claim_20k"),
-    "claim_1m_mixed/claim_20k_mixed": ("claim_1m_mixed", "claim_20k_mixed"),
+    **{f"claim_{size}/claim_20k": (f"claim_{size}", "claim_20k") for size in ("1m", "100k")},
+    **{f"claim_{size}_mixed/claim_20k_mixed": (f"claim_{size}_mixed", "claim_20k_mixed") for size in ("1m", "100k")},
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """How often each subject is measured, and at which share of its full load."""
+    """How often each subject is measured, at which share of its full load, and how long all of it may take."""
 
     rounds: int
     scale: float
+    seconds: float
 
 
-FULL = Plan(rounds=3, scale=1.0)
-QUICK = Plan(rounds=1, scale=0.25)
+FULL = Plan(rounds=3, scale=1.0, seconds=3_600)
+QUICK = Plan(rounds=1, scale=0.25, seconds=50)
+LONG_SOAK = Plan(rounds=1, scale=1.0, seconds=3_600)
+SHORT_SOAK = Plan(rounds=1, scale=0.1, seconds=600)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,16 +76,31 @@ class Results:
         )
 
 
+async def measure_soak(server: Server, plan: Plan) -> Results:
+    """Measure the soak alone; it tells its progress on stderr by itself."""
+    figures: Figures = {}
+    errors: dict[str, str] = {}
+    try:
+        figures = await measure_one(server, SOAK, scale=plan.scale, patience=plan.seconds, is_heard=True)
+    except SubjectError as error:
+        errors[SOAK] = str(error)
+    return Results(environment=await environment(server, plan), figures=figures, ratios={}, errors=errors)
+
+
 async def measure_all(server: Server, plan: Plan, *, tell: Callable[[str], None]) -> Results:
     """Measure every subject in every round: what disturbs the machine for a while disturbs all of them."""
     rounds: list[Figures] = []
     errors: dict[str, str] = {}
+    ends_at = time.monotonic() + plan.seconds
     for number in range(plan.rounds):
         figures: Figures = {}
         for subject in SUBJECTS:
+            if subject == SOAK or (number and subject in ONCE):
+                continue
             tell(f"round {number + 1} of {plan.rounds}: {subject}")
+            patience = min(PATIENCE_S, ends_at - time.monotonic())
             try:
-                figures |= await measure_one(server, subject, scale=plan.scale)
+                figures |= await measure_one(server, subject, scale=plan.scale, patience=patience)
             except SubjectError as error:
                 errors[subject] = str(error)
                 tell(f"{subject}: {error}")
@@ -95,19 +117,23 @@ class SubjectError(Exception):
     """A subject could not be measured."""
 
 
-async def measure_one(server: Server, subject: str, *, scale: float) -> Figures:
+async def measure_one(
+    server: Server, subject: str, *, scale: float, patience: float, is_heard: bool = False
+) -> Figures:
     """The figures of one subject from a process and a database that exist for it alone."""
+    if patience < 1:
+        raise SubjectError("no time is left for it")
     async with server.database(f"bench_{subject}") as url:
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "flowfabric.bench.run", subject, "--url", url, "--scale", str(scale)),
             stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
+            stderr=None if is_heard else asyncio.subprocess.PIPE,
             start_new_session=True,
         )
         try:
-            out, noise = await asyncio.wait_for(process.communicate(), PATIENCE_S)
+            out, noise = await asyncio.wait_for(process.communicate(), patience)
         except TimeoutError:
-            raise SubjectError(f"no answer within {PATIENCE_S} s") from None
+            raise SubjectError(f"no answer within {patience:.0f} s") from None
         finally:
             if process.returncode is None:
                 os.killpg(process.pid, signal.SIGKILL)
@@ -115,7 +141,7 @@ async def measure_one(server: Server, subject: str, *, scale: float) -> Figures:
     try:
         answer = json.loads(out)
     except ValueError:
-        raise SubjectError(f"exit {process.returncode}: {last_line(noise)}") from None
+        raise SubjectError(f"exit {process.returncode}: {last_line(noise or b'')}") from None
     if "error" in answer:
         raise SubjectError(answer["error"])
     return {name: Figure(**figure) for name, figure in answer["figures"].items()}
@@ -151,7 +177,7 @@ async def environment(server: Server, plan: Plan) -> dict[str, Any]:
     settings = await server.settings()
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "quick": plan is QUICK,
+        "quick": plan in (QUICK, SHORT_SOAK),
         "rounds": plan.rounds,
         "cores": os.cpu_count(),
         "machine": platform.machine(),

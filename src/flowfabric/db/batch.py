@@ -68,7 +68,7 @@ class Batch(Generic[Item, Answer]):
         return answer
 
     async def run(self, items: Sequence[Item]) -> list[Answer | Exception]:
-        """Answer the items of one caller in their order, in one statement; an item of a key given before comes after it."""
+        """Answer the items of one caller in their order, in one statement; a key given twice takes a second one."""
         answers: list[Answer | Locked | Exception] = [LOCKED] * len(items)
         rest = list(range(len(items)))
         while rest:

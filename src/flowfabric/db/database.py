@@ -1,6 +1,7 @@
 """A pool of connections to one Postgres schema, and the faults that can meet its callers."""
 
 import asyncio
+import contextlib
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
@@ -23,8 +24,12 @@ _SESSION = {
     "application_name": "flowfabric",
     # A row held for longer than this is given up and the transaction is run again.
     "lock_timeout": "2s",
-    # The statements are index walks whatever the tables hold: a plan made on an empty table must not scan a full one.
+    # The statements are nested loops over indexes, whatever the tables hold: a plan made while a table was empty lives
+    # on when it is full, and must not be one that reads it whole.
     "enable_seqscan": "off",
+    "enable_bitmapscan": "off",
+    "enable_hashjoin": "off",
+    "enable_mergejoin": "off",
     "plan_cache_mode": "force_generic_plan",
     "jit": "off",
 }
@@ -81,6 +86,7 @@ class Database:
         self.url = url
         self.schema = schema
         self._free: list[Connection] = []
+        self._pool_size = pool_size
         self._places = asyncio.Semaphore(pool_size)
         self._used: set[Connection] = set()
 
@@ -93,9 +99,10 @@ class Database:
 
     async def close(self) -> None:
         """Wait for what still runs, ten seconds at most, and give every connection back."""
-        deadline = asyncio.get_running_loop().time() + CLOSE_SECONDS
-        while self._used and asyncio.get_running_loop().time() < deadline:
-            await asyncio.sleep(0.01)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(CLOSE_SECONDS):
+                for _ in range(self._pool_size):
+                    await self._places.acquire()
         for connection in self._used:
             connection.terminate()
         free, self._free = self._free, []
@@ -139,12 +146,14 @@ class Database:
         self._used.discard(connection)
         if connection.is_closed():
             return
-        if connection.is_in_transaction() or connection._protocol.is_in_transaction():
+        if connection.is_in_transaction():
             connection.terminate()
         else:
             self._free.append(connection)
 
-    async def fetch(self, statement: Statement, values: Mapping[str, object]) -> list[Record]:
+    async def fetch(
+        self, statement: Statement, values: Mapping[str, object], *, attempts: int = ATTEMPTS
+    ) -> list[Record]:
         """Run one statement as a transaction of its own, again where Postgres asks for it."""
         arguments = statement.arguments(values)
 
@@ -152,7 +161,7 @@ class Database:
             rows: list[Record] = await connection.fetch(statement.sql, *arguments)
             return rows
 
-        return await self._again(once)
+        return await self._again(once, attempts)
 
     async def transact(self, work: Callable[["Transaction"], Awaitable[Answer]]) -> Answer:
         """Run work in one READ COMMITTED transaction, again from its start where Postgres asks for it."""
@@ -163,13 +172,13 @@ class Database:
 
         return await self._again(once)
 
-    async def _again(self, once: Callable[[Connection], Awaitable[Answer]]) -> Answer:
-        for attempt in range(ATTEMPTS):
+    async def _again(self, once: Callable[[Connection], Awaitable[Answer]], attempts: int = ATTEMPTS) -> Answer:
+        for attempt in range(attempts):
             try:
                 async with self.acquire() as connection:
                     return await once(connection)
             except StoreFault as fault:
-                if fault.kind != "contention" or attempt == ATTEMPTS - 1:
+                if fault.kind != "contention" or attempt == attempts - 1:
                     raise
             await asyncio.sleep(BACKOFF_SECONDS[attempt])
         raise AssertionError("unreachable")

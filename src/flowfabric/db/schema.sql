@@ -150,6 +150,7 @@ END) stored,
   attempt_id uuid,
   attempt_type attempt_type,
   attempt_count integer not null default 0,
+  attempt_stored boolean not null default false,
   worker_no integer,
   claimed_at bigint,
   lease_expires_at bigint,
@@ -319,8 +320,6 @@ CREATE INDEX claim_grant_due ON claim_grant USING btree (expires_at);
 
 CREATE INDEX event_feed ON ONLY event USING btree (xid, event_id);
 
-CREATE INDEX event_timeline ON ONLY event USING btree (partition_key, execution_id, event_id);
-
 CREATE INDEX execution_blocked ON execution USING btree (eligibility_state, last_transition_at) WHERE eligibility_state = ANY (ARRAY['blocked_by_budget'::eligibility_state, 'blocked_by_quota'::eligibility_state, 'blocked_by_route'::eligibility_state, 'blocked_by_operator'::eligibility_state, 'blocked_by_lane_state'::eligibility_state]);
 
 CREATE INDEX execution_claim ON execution USING btree (queue_no, place) WHERE eligibility_state = 'eligible_now'::eligibility_state OR (ownership_state = ANY (ARRAY['lease_expired_reclaimable'::ownership_state, 'lease_revoked'::ownership_state]));
@@ -331,7 +330,7 @@ CREATE INDEX execution_retained ON execution USING btree (retain_until) WHERE re
 
 CREATE INDEX execution_unhappy ON execution USING btree (completed_at) WHERE terminal_outcome = ANY (ARRAY['failed'::terminal_outcome, 'cancelled'::terminal_outcome, 'expired'::terminal_outcome, 'skipped'::terminal_outcome]);
 
-CREATE INDEX execution_input_list ON execution_input USING btree (namespace_no, created_at, execution_id);
+CREATE INDEX execution_input_list ON execution_input USING btree (namespace_no, created_at);
 
 CREATE INDEX execution_tag_find ON execution_tag USING btree (key, "left"(value, 128), execution_id);
 

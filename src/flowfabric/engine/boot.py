@@ -85,9 +85,7 @@ class Boot:
         (row,) = await self.store.fetch(
             SQL.insert_configuration, flow=counts.flow, budget=counts.budget, quota=counts.quota
         )
-        stored = Partitions(
-            flow=row["flow_partitions"], budget=row["budget_partitions"], quota=row["quota_partitions"]
-        )
+        stored = Partitions(flow=row["flow_partitions"], budget=row["budget_partitions"], quota=row["quota_partitions"])
         if stored != counts:
             raise UnavailableError("unavailable", f"the store was made with {stored}, this process has {counts}")
         for lane in self.settings.lanes:

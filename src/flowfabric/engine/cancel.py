@@ -2,9 +2,10 @@
 
 from uuid import UUID
 
+from flowfabric.db.batch import LOCKED, Locked
 from flowfabric.db.database import Record, Transaction
 from flowfabric.db.statements import statements_beside
-from flowfabric.engine.fence import Found, found_at_rest, not_active, refusal
+from flowfabric.engine.fence import Found, Verdict, not_active
 from flowfabric.engine.finish import storable
 from flowfabric.engine.lease import usable
 from flowfabric.engine.release import Releases, Run
@@ -38,11 +39,11 @@ class Cancel:
             reason=storable(reason),
             source=CancelSource.LEASE_HOLDER,
         )
-        row = await self._releases.one(run)
-        found = found_at_rest(row)
+        verdict = await self._releases.one(run)
+        found = verdict.found
         is_repeat = found is not None and found.terminal_outcome == "cancelled" and found.is_run_of(handle)
-        if row["verdict"] != "ok" and not is_repeat:
-            raise refusal(row)
+        if not verdict.is_done and not is_repeat:
+            raise verdict.refusal()
 
     async def cancel_execution(
         self,
@@ -86,14 +87,14 @@ class Cancel:
 
         run = Run(parsed, Release.CANCELLED, reason=reason, source=source)
 
-        async def end(transaction: Transaction) -> list[Record]:
+        async def end(transaction: Transaction) -> list[Verdict | Locked]:
             rows = await transaction.fetch(SQL.lock_for_cancel, partition_key=partition, execution_id=uuid)
             if not rows:
                 raise error("execution_not_found")
             if rows[0]["terminal_outcome"] == "cancelled":
-                return []
+                return [LOCKED]
             check(rows[0])
             return await self._releases.within(transaction, [run])
 
-        self._releases.tell([run], await self._store.transact(end))
+        await self._releases.settle([run], await self._store.transact(end))
         return Cancelled(execution_id=parsed, public_state=PublicState.CANCELLED)

@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Sequence
+from operator import itemgetter
 
 import msgspec
 
@@ -39,6 +40,7 @@ _TYPES = {str(attempt_type): attempt_type for attempt_type in AttemptType}
 _read_tags = msgspec.json.Decoder(dict[str, str]).decode
 _NO_TAGS: dict[str, str] = {}
 _QUEUE_NO, _PLACE = 3, 4
+_place = itemgetter(_PLACE)
 
 
 class Claim:
@@ -86,7 +88,7 @@ class Claim:
 
     async def _look(
         self,
-        lanes: list[str],
+        lanes: Sequence[str],
         offered: Sequence[str],
         worker_no: int,
         instance: WorkerInstanceId,
@@ -113,7 +115,8 @@ class Claim:
                 **CLAIM_PARAMETERS,
             )
             capped: list[ExecutionId] = []
-            for row in rows:
+            # Each queue's rows come in order; together they come queue by queue.
+            for row in sorted(rows, key=_place) if len(lanes) > 1 or offered else rows:
                 marks.raise_to(row[_QUEUE_NO], row[_PLACE])
                 if row[0] == "capped":
                     capped.append(format_execution_id(row["partition_key"], row["execution_id"]))

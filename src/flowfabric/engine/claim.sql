@@ -36,27 +36,9 @@ share as materialized (
            order by e.place limit :limit) best
    group by 1, 2, 3, 4
 ),
-picked as materialized (
-  select s.lane_id, e.*
-    from share s
-   cross join lateral (
-         select e.ctid as tid, e.partition_key, e.execution_id, e.queue_no, e.place, e.priority, e.namespace_no, e.ownership_state, e.attempt_state,
-                e.lease_epoch, e.lease_id, e.attempt_id, e.attempt_type, e.attempt_count, e.worker_no, e.claimed_at,
-                e.retry_count, e.reclaim_count, e.remaining_attempt_timeout_ms, e.flow_id, e.instance_tag,
-                e.previous_attempt_index, e.retry_reason, e.reclaim_reason, e.replay_reason, e.replay_requested_by,
-                e.attempt_policy, e.attempt_stored
-           from execution e
-          where e.queue_no = s.queue_no and e.place between s.first_place and s.last_place
-            and (e.eligibility_state = 'eligible_now' or e.ownership_state in ('lease_expired_reclaimable', 'lease_revoked'))
-            and (e.granted_until is null or e.granted_until <= (select now from clock))
-            and e.blocking_reason <> 'paused_by_flow_cancel'
-          order by e.place limit s.rows
-            for update skip locked) e
-   limit :limit
-),
 judged as materialized (
   select p.*, c.now, i.execution_kind, i.input_payload, i.payload_encoding, i.policy, i.has_tags,
-         row_number() over (order by p.place) as nth,
+         row_number() over () as nth,
          case
            when p.ownership_state = 'unowned' then
              case p.attempt_state when 'attempt_interrupted' then 'resumed' else 'fresh' end
@@ -66,7 +48,22 @@ judged as materialized (
          case when p.attempt_state = 'attempt_interrupted' and p.ownership_state = 'unowned'
            then p.remaining_attempt_timeout_ms
            else nullif((i.policy #>> '{timeout_policy,attempt_timeout_ms}')::bigint, 0) end as timeout_ms
-    from picked p
+    from (select s.lane_id, e.*
+            from share s
+           cross join lateral (
+                 select e.ctid as tid, e.partition_key, e.execution_id, e.queue_no, e.place, e.priority, e.namespace_no,
+                        e.ownership_state, e.attempt_state, e.lease_epoch, e.lease_id, e.attempt_id, e.attempt_type, e.attempt_count,
+                        e.worker_no, e.claimed_at, e.retry_count, e.reclaim_count, e.remaining_attempt_timeout_ms, e.flow_id,
+                        e.instance_tag, e.previous_attempt_index, e.retry_reason, e.reclaim_reason, e.replay_reason,
+                        e.replay_requested_by, e.attempt_policy, e.attempt_stored
+                   from execution e
+                  where e.queue_no = s.queue_no and e.place between s.first_place and s.last_place
+                    and (e.eligibility_state = 'eligible_now' or e.ownership_state in ('lease_expired_reclaimable', 'lease_revoked'))
+                    and (e.granted_until is null or e.granted_until <= (select now from clock))
+                    and e.blocking_reason <> 'paused_by_flow_cancel'
+                  order by e.place limit s.rows
+                    for update skip locked) e
+           limit :limit) p
     join execution_input i using (partition_key, execution_id)
    cross join clock c
 ),
@@ -135,7 +132,7 @@ select branch, partition_key, execution_id, queue_no, place, lane_id, priority, 
        case when has_tags then (
          select jsonb_object_agg(t.key, t.value) from execution_tag t
           where t.partition_key = l.partition_key and t.execution_id = l.execution_id) end as tags
-  from (select * from leased order by nth) l
+  from leased l
 union all
 select branch, partition_key, execution_id, queue_no, place, lane_id, priority, retry_count,
        null, null, null, null, null, now, null, null, null, null, null

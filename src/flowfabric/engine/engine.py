@@ -256,9 +256,7 @@ class Engine:
         """Keep a live registration alive."""
         return await self.workers.heartbeat(worker_instance_id, namespace)
 
-    async def mark_worker_dead(
-        self, *, worker_instance_id: str, namespace: str, reason: str
-    ) -> Marked | NotRegistered:
+    async def mark_worker_dead(self, *, worker_instance_id: str, namespace: str, reason: str) -> Marked | NotRegistered:
         """End a live registration; its leases are not touched."""
         return await self.workers.mark_dead(worker_instance_id, namespace, reason)
 

@@ -1,7 +1,9 @@
 """Running out of time: attempts past their timeout and executions past their deadline."""
 
+from flowfabric.db.batch import Locked
 from flowfabric.db.database import Record, Transaction
 from flowfabric.db.statements import statements_beside
+from flowfabric.engine.fence import Verdict
 from flowfabric.engine.finish import retry_pause
 from flowfabric.engine.lease import SWEEP_LIMIT
 from flowfabric.engine.release import Releases, Run
@@ -27,12 +29,12 @@ class Expire:
     async def expire_due(self) -> int:
         """Expire what is past its attempt timeout or deadline, the oldest first; answers how many."""
 
-        async def expire(transaction: Transaction) -> tuple[list[Run], list[Record]]:
+        async def expire(transaction: Transaction) -> tuple[list[Run], list[Verdict | Locked]]:
             runs = [_expiry(row) for row in await transaction.fetch(SQL.lock_expired, limit=SWEEP_LIMIT)]
             return runs, await self._releases.within(transaction, runs) if runs else []
 
-        runs, rows = await self._store.transact(expire)
-        self._releases.tell(runs, rows)
+        runs, verdicts = await self._store.transact(expire)
+        await self._releases.settle(runs, verdicts)
         return len(runs)
 
 

@@ -29,20 +29,33 @@ class Found(msgspec.Struct, frozen=True, kw_only=True):
         return self.lease_epoch == handle.lease_epoch and self.attempt_id == handle.attempt_id
 
 
-read_found = msgspec.json.Decoder(Found).decode
+class Verdict(msgspec.Struct, frozen=True):
+    """What a fenced write came to on one row: done, or why not."""
+
+    code: str
+    found: Found | None = None
+    delay_until: int | None = None
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the write took place."""
+        return self.code == "ok"
+
+    def refusal(self, *, stale: str = "lease_conflict") -> EngineError:
+        """The error of a write that did not take place; stale is the word for a fence that is not the current one."""
+        if self.found is not None:
+            return not_active(self.found)
+        return error(stale if self.code == "stale_fence" else self.code)
 
 
-def found_at_rest(row: Record) -> Found | None:
-    """The row of an execution that a fenced write found not running, else None."""
-    return read_found(row["found"]) if row["verdict"] == "execution_not_active" else None
+DONE = Verdict("ok")
+_read_found = msgspec.json.Decoder(Found).decode
 
 
-def refusal(row: Record, *, stale: str = "lease_conflict") -> EngineError:
-    """The error of a row's verdict; stale is the word for a fence that is not the current one."""
-    found = found_at_rest(row)
-    if found is None:
-        return error(stale if row["verdict"] == "stale_fence" else row["verdict"])
-    return not_active(found)
+def verdict_of(row: Record) -> Verdict:
+    """The verdict a statement gave on a row it could lock."""
+    found = row["found"]
+    return Verdict(row["verdict"], None if found is None else _read_found(found))
 
 
 def not_active(found: Found) -> EngineError:

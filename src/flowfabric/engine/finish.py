@@ -4,9 +4,10 @@ import logging
 import random
 from collections.abc import Sequence
 
-from flowfabric.db.database import Record, Transaction
+from flowfabric.db.batch import Locked
+from flowfabric.db.database import Transaction
 from flowfabric.db.statements import statements_beside
-from flowfabric.engine.fence import found_at_rest, refusal
+from flowfabric.engine.fence import DONE, Verdict
 from flowfabric.engine.lease import usable
 from flowfabric.engine.release import Releases, Run
 from flowfabric.engine.store import Store
@@ -44,9 +45,9 @@ class Finish:
     async def complete(self, handle: Handle, payload: bytes | None) -> None:
         """End in success; a repeat of the call that did so is success too."""
         run = _completion(handle, payload)
-        row = await self._releases.one(run)
-        if row[1] != "ok" and not _was_completed(row, handle):
-            raise refusal(row)
+        verdict = await self._releases.one(run)
+        if verdict is not DONE and not _was_completed(verdict, handle):
+            raise verdict.refusal()
 
     async def complete_many(self, items: Sequence[tuple[Handle, bytes | None]]) -> list[Completed | EngineError]:
         """End up to a thousand runs in success in one statement, each with its own verdict."""
@@ -59,19 +60,16 @@ class Finish:
             except EngineError as refused:
                 runs.append(refused)
         good = [run for run in runs if isinstance(run, Run)]
-        rows = iter(await self._releases.many(good) if good else ())
+        verdicts = iter(await self._releases.many(good) if good else ())
         answers: list[Completed | EngineError] = []
         for run, (handle, _) in zip(runs, items, strict=True):
-            if isinstance(run, EngineError):
-                answers.append(run)
-                continue
-            row = next(rows)
-            if isinstance(row, EngineError):
-                answers.append(row)
-            elif not isinstance(row, Exception) and (row[1] == "ok" or _was_completed(row, handle)):
-                answers.append(Completed(execution_id=run.execution_id, public_state=PublicState.COMPLETED))
-            elif not isinstance(row, Exception):
-                answers.append(refusal(row))
+            verdict = run if isinstance(run, EngineError) else next(verdicts)
+            if verdict is DONE or (isinstance(verdict, Verdict) and _was_completed(verdict, handle)):
+                answers.append(Completed(execution_id=handle.execution_id, public_state=PublicState.COMPLETED))
+            elif isinstance(verdict, Verdict):
+                answers.append(verdict.refusal())
+            else:
+                answers.append(verdict)
         return answers
 
     async def fail(
@@ -106,16 +104,18 @@ class Finish:
             category=category,
             delay_ms=delay_ms,
         )
-        row = await self._releases.one(run)
-        if row["verdict"] == "ok":
-            return TerminalFailed() if delay_ms is None else RetryScheduled(delay_until=row["delayed_to"])
-        return _was_failed(row, handle)
+        verdict = await self._releases.one(run)
+        if verdict is DONE:
+            return TerminalFailed()
+        if verdict.is_done and verdict.delay_until is not None:
+            return RetryScheduled(delay_until=verdict.delay_until)
+        return _was_failed(verdict, handle)
 
     async def end_at_reclaim_cap(self, execution_ids: Sequence[ExecutionId]) -> None:
         """End executions whose lease was lost once more than their policy allows."""
         pairs = [split_execution_id(execution_id) for execution_id in execution_ids]
 
-        async def end(transaction: Transaction) -> tuple[list[Run], list[Record]]:
+        async def end(transaction: Transaction) -> tuple[list[Run], list[Verdict | Locked]]:
             held = await transaction.fetch(
                 SQL.lock_lost,
                 partition_keys=[partition for partition, _ in pairs],
@@ -132,10 +132,10 @@ class Finish:
             ]
             return runs, await self._releases.within(transaction, runs) if runs else []
 
-        runs, rows = await self._store.transact(end)
+        runs, verdicts = await self._store.transact(end)
         for run in runs:
             logger.warning("%s ended: its lease was lost as often as its policy allows", run.execution_id)
-        self._releases.tell(runs, rows)
+        await self._releases.settle(runs, verdicts)
 
     async def _retry_state(self, execution_id: ExecutionId) -> tuple[ExecutionPolicy | None, int]:
         partition, uuid = split_execution_id(execution_id)
@@ -167,14 +167,14 @@ def _completion(handle: Handle, payload: bytes | None) -> Run:
     return Run(handle.execution_id, Release.COMPLETED, handle=handle, payload=payload)
 
 
-def _was_completed(row: Record, handle: Handle) -> bool:
-    found = found_at_rest(row)
+def _was_completed(verdict: Verdict, handle: Handle) -> bool:
+    found = verdict.found
     return found is not None and found.terminal_outcome == "success" and found.is_run_of(handle)
 
 
-def _was_failed(row: Record, handle: Handle) -> RetryScheduled | TerminalFailed:
+def _was_failed(verdict: Verdict, handle: Handle) -> RetryScheduled | TerminalFailed:
     """What an earlier call of this run's failure answered, else why this one is refused."""
-    found = found_at_rest(row)
+    found = verdict.found
     if found is not None:
         if found.terminal_outcome == "failed" and found.is_run_of(handle):
             return TerminalFailed()
@@ -185,4 +185,4 @@ def _was_failed(row: Record, handle: Handle) -> RetryScheduled | TerminalFailed:
             and found.previous_attempt_index == handle.attempt_index
         ):
             return RetryScheduled(delay_until=found.delay_until)
-    raise refusal(row)
+    raise verdict.refusal()

@@ -5,12 +5,12 @@ from collections.abc import Sequence
 from flowfabric.db.batch import LOCKED, Batch, Locked
 from flowfabric.db.database import Record, Transaction
 from flowfabric.db.statements import statements_beside
-from flowfabric.engine.fence import lock_execution, refusal
+from flowfabric.engine.fence import lock_execution, verdict_of
 from flowfabric.engine.store import Store
 from flowfabric.engine.transition import LEASE_EXPIRED_PARAMETERS, PROMOTED
 from flowfabric.model.errors import EngineError, error
 from flowfabric.model.handle import Handle, check_handle
-from flowfabric.model.ids import ExecutionId, check_text, format_execution_id, split_execution_id
+from flowfabric.model.ids import ExecutionId, check_text, split_execution_id
 from flowfabric.model.outcomes import Renewed
 from flowfabric.model.states import HandleKind
 
@@ -39,13 +39,14 @@ class Leases:
         """Extend the leases of up to a thousand handles in one statement, each with its own verdict."""
         if not 1 <= len(handles) <= MAX_BATCH:
             raise error("invalid_input", f"handles: 1 to {MAX_BATCH}, got {len(handles)}")
-        usable, refused = [], {}
+        good: list[Handle] = []
+        refused: dict[int, EngineError] = {}
         for at, handle in enumerate(handles):
             try:
-                usable.append(usable(handle))
-            except EngineError as refusal_of_it:
-                refused[at] = refusal_of_it
-        answers = iter(await self._store.answers(self._batch.run(usable)) if usable else ())
+                good.append(usable(handle))
+            except EngineError as error_of_it:
+                refused[at] = error_of_it
+        answers = iter(await self._store.answers(self._batch.run(good)) if good else ())
         return [refused[at] if at in refused else next(answers) for at in range(len(handles))]
 
     async def progress(self, handle: Handle, *, percent: int | None, message: str | None) -> None:
@@ -71,11 +72,11 @@ class Leases:
             )
             return row
 
-        row = await self._store.transact(write)
-        if row["verdict"] != "ok":
-            if row["verdict"] == "lease_expired":
-                await self.mark_lapsed([handle.execution_id])
-            raise refusal(row)
+        verdict = verdict_of(await self._store.transact(write))
+        if verdict.code == "lease_expired":
+            await self.mark_lapsed([handle.execution_id])
+        if not verdict.is_done:
+            raise verdict.refusal()
 
     async def mark_lapsed(self, execution_ids: Sequence[ExecutionId] | None = None) -> int:
         """Mark lapsed leases, the named ones or the oldest due, so that the next claim takes them; answers how many."""
@@ -153,7 +154,7 @@ class Leases:
             if row["verdict"] == "ok":
                 answers[at] = Renewed(expires_at_ms=row["expires_at"], lease_epoch=handles[at].lease_epoch)
             elif row["verdict"] is not None:
-                answers[at] = refusal(row)
+                answers[at] = verdict_of(row).refusal()
         return answers
 
     def _columns(self, handles: Sequence[Handle]) -> dict[str, object]:

@@ -1,14 +1,16 @@
 """Ending or parking runs: one statement for every way a lease is given up."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from flowfabric.db.batch import LOCKED, Batch, Locked
-from flowfabric.db.database import Record, Transaction
+from flowfabric.db.database import Record, StoreFault, Transaction
 from flowfabric.db.statements import columns_of, statements_beside
-from flowfabric.engine.fence import lock_execution
+from flowfabric.engine.fence import DONE, Verdict, lock_execution, verdict_of
 from flowfabric.engine.lease import Leases
 from flowfabric.engine.store import Store
-from flowfabric.engine.transition import Release, release_parameters
+from flowfabric.engine.transition import Release, completion_parameters, release_parameters
+from flowfabric.model.errors import EngineError, error
 from flowfabric.model.handle import Handle
 from flowfabric.model.ids import ExecutionId
 
@@ -28,6 +30,9 @@ _COLUMNS = (
     "delays_ms",
     "sources",
 )
+_DELAY_MS = _COLUMNS.index("delays_ms")
+_COMPLETION_COLUMNS = ("partition_keys", "execution_ids", "lease_epochs", "lease_ids", "attempt_ids", "payloads")
+_COMPLETION = completion_parameters()
 
 
 class Run:
@@ -51,7 +56,7 @@ class Run:
         self.execution_id = execution_id
         self.move = move
         lease = (None, None, None) if handle is None else (handle.lease_epoch, handle.lease_id, handle.attempt_id)
-        self.row = (
+        self.row: tuple[Any, ...] = (
             int(execution_id[4:-38]),
             execution_id[-36:],
             move.value,
@@ -64,6 +69,11 @@ class Run:
             source,
         )
 
+    @property
+    def completion(self) -> tuple[Any, ...]:
+        """What a completion needs of the row: key, fence and result."""
+        return self.row[:2] + self.row[3:7]
+
 
 class Releases:
     """Releases runs, alone in a caller's transaction or shared by concurrent callers."""
@@ -71,31 +81,36 @@ class Releases:
     def __init__(self, store: Store, leases: Leases) -> None:
         self._store = store
         self._leases = leases
-        self._batch: Batch[Run, Record] = Batch(
+        self._batch: Batch[Run, Verdict] = Batch(
             self._release_together, self._release_alone, key=lambda run: run.execution_id
         )
 
-    async def one(self, run: Run) -> Record:
-        """The row and the verdict on one run; concurrent callers share a statement."""
+    async def one(self, run: Run) -> Verdict:
+        """The verdict on one run; concurrent callers share a statement."""
         return await self._store.answer(self._batch.put(run))
 
-    async def many(self, runs: Sequence[Run]) -> list[Record | Exception]:
-        """The rows and the verdicts on the runs of one caller, in their order."""
-        return list(await self._store.answers(self._batch.run(runs)))
+    async def many(self, runs: Sequence[Run]) -> list[Verdict | EngineError]:
+        """The verdicts on the runs of one caller, in their order, from one statement."""
+        return await self._store.answers(self._batch.run(runs))
 
-    async def within(self, transaction: Transaction, runs: Sequence[Run]) -> list[Record]:
-        """Release runs whose rows the transaction holds already."""
-        return await transaction.fetch(SQL.release_executions, **self._columns(runs))
+    async def within(self, transaction: Transaction, runs: Sequence[Run]) -> list[Verdict | Locked]:
+        """Release runs whose rows the transaction holds already; `settle` follows the commit."""
+        return self._judge(runs, await transaction.fetch(SQL.release_executions, **self._columns(runs)))
 
-    def tell(self, runs: Sequence[Run], rows: Sequence[Record]) -> None:
-        """After the commit: wake who waits for endings or for the timers that were set."""
+    async def settle(self, runs: Sequence[Run], verdicts: Sequence[Verdict | Locked]) -> None:
+        """After the commit: mark leases found lapsed, wake who waits for endings or for the timers that were set."""
+        lapsed = []
         has_ended = False
-        for nth, verdict, is_ending, _, _ in rows:
-            if verdict == "ok":
-                if is_ending:
-                    has_ended = True
-                elif (delay_ms := runs[nth - 1].row[10]) is not None:
-                    self._store.wakeups.timer(delay_ms)
+        for run, verdict in zip(runs, verdicts, strict=True):
+            if verdict is DONE:
+                has_ended = True
+            elif isinstance(verdict, Verdict):
+                if verdict.is_done:
+                    self._store.wakeups.timer(run.row[_DELAY_MS])
+                elif verdict.code == "lease_expired":
+                    lapsed.append(run.execution_id)
+        if lapsed:
+            await self._leases.mark_lapsed(lapsed)
         if has_ended:
             self._store.wakeups.ended()
 
@@ -103,35 +118,72 @@ class Releases:
         """Wait until every release under way is answered."""
         await self._batch.drain()
 
-    async def _release_together(self, runs: Sequence[Run]) -> Sequence[Record | Locked | Exception]:
-        rows = await self._store.database.fetch(SQL.release_executions, self._columns(runs))
-        answers: list[Record | Locked | Exception] = [LOCKED] * len(runs)
-        lapsed = []
-        for row in rows:
-            verdict = row[1]
-            if verdict is not None:
-                answers[row[0] - 1] = row
-                if verdict == "lease_expired":
-                    lapsed.append(runs[row[0] - 1].execution_id)
-        if lapsed:
-            await self._leases.mark_lapsed(lapsed)
-        self.tell(runs, rows)
-        return answers
+    async def _release_together(self, runs: Sequence[Run]) -> Sequence[Verdict | Locked | Exception]:
+        if not all(run.move is Release.COMPLETED for run in runs):
+            return await self._release_each(runs)
+        completed = await self._complete_held(runs)
+        if len(completed) == len(runs):
+            return [DONE] * len(runs)
+        done = {nth - 1 for nth in completed}
+        left = iter(await self._release_each([run for at, run in enumerate(runs) if at not in done]))
+        return [DONE if at in done else next(left) for at in range(len(runs))]
 
-    async def _release_alone(self, run: Run) -> Record:
-        async def release(transaction: Transaction) -> Record:
+    async def _release_each(self, runs: Sequence[Run]) -> Sequence[Verdict | Locked]:
+        verdicts = self._judge(runs, await self._store.database.fetch(SQL.release_executions, self._columns(runs)))
+        await self.settle(runs, verdicts)
+        return verdicts
+
+    async def _complete_held(self, runs: Sequence[Run]) -> Sequence[int]:
+        """Complete the runs whose fence holds at less cost than judging each; answers which, counted from 1."""
+        columns = columns_of(_COMPLETION_COLUMNS, [run.completion for run in runs])
+        if columns["attempt_ids"] == columns["lease_ids"]:
+            columns["attempt_ids"] = ()
+        columns["retention_ms"] = self._store.rules.retention_ms
+        columns.update(_COMPLETION)
+        try:
+            (row,) = await self._store.database.fetch(SQL.complete_held, columns, attempts=1)
+        except StoreFault as fault:
+            if fault.kind != "contention":
+                raise
+            return ()
+        completed: Sequence[int] = row["completed"] or ()
+        if completed:
+            self._store.wakeups.ended()
+        return completed
+
+    async def _release_alone(self, run: Run) -> Verdict:
+        async def release(transaction: Transaction) -> list[Verdict | Locked]:
             await lock_execution(transaction, run.execution_id)
-            (row,) = await self.within(transaction, [run])
-            return row
+            return await self.within(transaction, [run])
 
-        row = await self._store.transact(release)
-        if row["verdict"] == "lease_expired":
-            await self._leases.mark_lapsed([run.execution_id])
-        self.tell([run], [row])
-        return row
+        verdicts = await self._store.transact(release)
+        await self.settle([run], verdicts)
+        verdict = verdicts[0]
+        assert isinstance(verdict, Verdict), "the row is held"
+        return verdict
+
+    @staticmethod
+    def _judge(runs: Sequence[Run], rows: Sequence[Record]) -> list[Verdict | Locked]:
+        verdicts: list[Verdict | Locked] = [DONE] * len(runs)
+        released = 0
+        for row in rows:
+            nth, code, count, delay_until, _ = row
+            if nth == 0:
+                released = count
+            elif code is None:
+                verdicts[nth - 1] = LOCKED
+            elif code == "ok":
+                verdicts[nth - 1] = Verdict(code, None, delay_until)
+            else:
+                verdicts[nth - 1] = verdict_of(row)
+        if released + len(rows) - 1 != len(runs):
+            raise error("internal", f"{len(runs)} runs were given, {released + len(rows) - 1} were judged")
+        return verdicts
 
     def _columns(self, runs: Sequence[Run]) -> dict[str, object]:
         columns = columns_of(_COLUMNS, [run.row for run in runs])
+        if columns["attempt_ids"] == columns["lease_ids"]:
+            columns["attempt_ids"] = ()
         columns["retention_ms"] = self._store.rules.retention_ms
         columns.update(release_parameters(frozenset(run.move for run in runs)))
         return columns

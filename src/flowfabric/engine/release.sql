@@ -1,5 +1,5 @@
 -- name: release_executions
--- Ends or parks runs, each item by its own move, and says of each why it was refused where it was.
+-- Ends or parks runs, each item by its own move: how many of them ended, and a row for each that did not or was delayed.
 -- The verdict is taken from the locked row alone; a row held elsewhere, or absent, has the verdict null.
 -- The row is found by its key only: a fence in the join would let the planner hash every leased row.
 with clock as materialized (select ff_now() as now),
@@ -8,7 +8,9 @@ given as (
          coalesce(move, (:moves)[1]) as move,
          case cardinality(:lease_epochs) when 1 then (:lease_epochs)[1] else lease_epoch end as lease_epoch,
          case cardinality(:lease_ids) when 1 then (:lease_ids)[1] else lease_id end as lease_id,
-         case cardinality(:attempt_ids) when 1 then (:attempt_ids)[1] else attempt_id end as attempt_id,
+         -- Of an attempt's first lease both ids are the same, and its one array is left out.
+         case cardinality(:attempt_ids) when 0 then case cardinality(:lease_ids) when 1 then (:lease_ids)[1] else lease_id end
+           when 1 then (:attempt_ids)[1] else attempt_id end as attempt_id,
          case cardinality(:payloads) when 1 then (:payloads)[1] else payload end as payload,
          case cardinality(:encodings) when 1 then (:encodings)[1] else encoding end as encoding,
          case cardinality(:reasons) when 1 then (:reasons)[1] else reason end as reason,
@@ -118,9 +120,59 @@ told as (
     from held
    where verdict = 'ok' and (ownership_state = 'leased' or completion is not null)
 )
-select nth, verdict, completion is not null as has_ended, now + delay_ms as delayed_to,
+select 0 as nth, 'ok' as verdict, count(*) as released, null as delay_until, null as found
+  from held where verdict = 'ok' and delay_ms is null
+union all
+select nth, verdict, 0, now + delay_ms,
        case when verdict = 'execution_not_active' then jsonb_build_object(
          'terminal_outcome', terminal_outcome, 'lifecycle_phase', lifecycle_phase, 'attempt_state', attempt_state,
          'lease_epoch', lease_epoch, 'attempt_id', attempt_id, 'delay_until', delay_until,
-         'previous_attempt_index', previous_attempt_index) end as found
-  from held;
+         'previous_attempt_index', previous_attempt_index) end
+  from held where verdict is distinct from 'ok' or delay_ms is not null;
+
+-- name: complete_held
+-- Ends in success the runs whose fence holds, and says which; the others are for release_executions to judge.
+-- Waits for a row held elsewhere no longer than a claim that lost a race takes to commit.
+with clock as materialized (select ff_now() as now, set_config('lock_timeout', '50ms', true)),
+item as materialized (
+  select coalesce(partition_key, (:partition_keys)[1]) as partition_key, execution_id,
+         coalesce(lease_epoch, (:lease_epochs)[1]) as lease_epoch, lease_id,
+         case cardinality(:attempt_ids) when 0 then lease_id else attempt_id end as attempt_id,
+         case cardinality(:payloads) when 1 then (:payloads)[1] else payload end as payload, nth, c.now
+    from clock c
+   cross join unnest(:partition_keys::smallint[], :execution_ids::uuid[], :lease_epochs::bigint[], :lease_ids::uuid[],
+                     :attempt_ids::uuid[], :payloads::bytea[])
+         with ordinality as i(partition_key, execution_id, lease_epoch, lease_id, attempt_id, payload, nth)
+),
+moved as (
+  update execution e
+     set lifecycle_phase = :to_phase, ownership_state = :to_ownership, eligibility_state = :to_eligibility,
+         blocking_reason = :to_blocking, terminal_outcome = :to_outcome, attempt_state = :to_attempt,
+         attempt_timeout_at = null, failure_reason = null, completed_at = i.now,
+         retain_until = i.now + coalesce(e.retention_ms, :retention_ms::bigint),
+         last_transition_at = i.now, last_mutation_at = i.now
+    from item i
+   where e.partition_key = i.partition_key and e.execution_id = i.execution_id
+     and e.lease_epoch = i.lease_epoch and e.ownership_state = 'leased' and e.lease_expires_at > i.now
+     and e.lease_id = i.lease_id and e.attempt_id = i.attempt_id and not e.attempt_stored
+  returning i.nth, i.now, i.payload, e.partition_key, e.execution_id, e.namespace_no, e.attempt_count - 1 as attempt_index,
+            e.attempt_id, e.attempt_type, e.claimed_at, e.lease_id, e.lease_epoch, e.worker_no, e.previous_attempt_index,
+            e.retry_reason, e.reclaim_reason, e.replay_reason, e.replay_requested_by, e.attempt_policy, e.flow_id, e.instance_tag
+),
+ended as (
+  insert into attempt (partition_key, execution_id, attempt_index, attempt_id, attempt_type, attempt_state,
+                       started_at, ended_at, lease_id, lease_epoch, worker_no, result_payload, previous_attempt_index,
+                       retry_reason, reclaim_reason, replay_reason, replay_requested_by, policy)
+  select partition_key, execution_id, attempt_index, attempt_id, attempt_type, :attempt_lifecycle,
+         claimed_at, now, lease_id, lease_epoch, worker_no, payload, previous_attempt_index,
+         retry_reason, reclaim_reason, replay_reason, replay_requested_by, attempt_policy
+    from moved
+),
+told as (
+  insert into event (at, execution_id, partition_key, kind, namespace_no, attempt_index, worker_no, lease_epoch, lease_id,
+                     outcome, reason, flow_id, instance_tag)
+  select now, execution_id, partition_key, 3, namespace_no, attempt_index, worker_no, lease_epoch, lease_id,
+         :completion::smallint, :release_reason, flow_id, instance_tag
+    from moved
+)
+select array_agg(nth) as completed from moved;

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from flowfabric.db.database import Database, Record, StoreFault, Transaction
@@ -22,7 +22,7 @@ DEFAULT_RETENTION_MS = 86_400_000
 class Rules:
     """What a deployment decides for all of its executions."""
 
-    partitions: Partitions = Partitions()
+    partitions: Partitions = field(default_factory=Partitions)
     retention_ms: int = DEFAULT_RETENTION_MS
     instance_tag: str = "cairn.instance_id"
     tell_renewals: bool = True
@@ -37,6 +37,7 @@ class Store:
         self.rules = rules
         self.wakeups = Wakeups(hints)
         self._numbers: dict[tuple[str, ...], int] = {}
+        self._lanes: dict[int, str] = {}
         self._queues: dict[tuple[str, tuple[str, ...]], tuple[int, int]] = {}
 
     async def fetch(self, statement: Statement, **values: object) -> list[Record]:
@@ -92,6 +93,10 @@ class Store:
         """The numbers of a queue and its lane, where this process has met them before."""
         return self._queues.get((lane_id, required))
 
+    def lane_id(self, lane_no: int) -> str:
+        """The lane of a number this process has submitted to."""
+        return self._lanes[lane_no]
+
     def known_namespace_no(self, namespace: str) -> int | None:
         """The number of a namespace this process has met before."""
         return self._numbers.get(("namespace", namespace))
@@ -101,6 +106,7 @@ class Store:
         if (known := self._queues.get((lane_id, required))) is not None:
             return known[0]
         lane_no = await self.lane_no(lane_id, registered_by=registered_by)
+        self._lanes[lane_no] = lane_id
         capability_set_no = await self._number(
             ("capability_set", *required),
             SQL.insert_capability_set,

@@ -1,6 +1,6 @@
 """Creating executions: once each, however often and however concurrently they are submitted."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -58,6 +58,7 @@ _COLUMNS = (
     "idempotency_keys",
     "key_ttls_ms",
 )
+_NAMESPACE_NO = _COLUMNS.index("namespace_nos")
 
 _partition_of_lane = lru_cache(maxsize=4096)(lane_partition)
 
@@ -79,7 +80,7 @@ class _Submission:
     @property
     def scope(self) -> Hashable:
         """The scope of the idempotency key: partition, namespace, key."""
-        return self.row[0], self.row[4], self.key
+        return self.row[0], self.row[_NAMESPACE_NO], self.key
 
 
 class _NotCreated(Exception):
@@ -116,7 +117,7 @@ class Submit:
             except EngineError as refused:
                 checked.append(refused)
         good = [item for item in checked if isinstance(item, _Submission)]
-        answers = iter(await self._store.answers(self._batch.run(good)))
+        answers: Iterator[Submitted | EngineError] = iter(await self._store.answers(self._batch.run(good)))
         return [next(answers) if isinstance(item, _Submission) else item for item in checked]
 
     async def drain(self) -> None:
@@ -232,9 +233,7 @@ class Submit:
         )
         return _Submission(execution_id, lane_id, row, key, is_minted=is_minted)
 
-    async def _find_duplicate(
-        self, execution_id: ExecutionId, namespace_no: int, key: str | None
-    ) -> Duplicate | None:
+    async def _find_duplicate(self, execution_id: ExecutionId, namespace_no: int, key: str | None) -> Duplicate | None:
         partition = int(execution_id[4:-38])
         rows = await self._store.fetch(
             SQL.list_duplicates,
@@ -253,7 +252,7 @@ class Submit:
         answers: list[Submitted | Locked | Exception] = [LOCKED] * len(items)
         for at, item in enumerate(items):
             if item.key is not None:
-                # A key twice in one statement would fail it whole; a caller's own id needs the key undone when it exists.
+                # A key twice in one statement would fail it whole; a caller's own id may have to undo its key.
                 if item.scope in scopes or not item.is_minted:
                     continue
                 scopes.add(item.scope)
@@ -261,7 +260,6 @@ class Submit:
             taken_at.append(at)
         if taken:
             rows = await self._store.database.fetch(SQL.insert_executions, _columns(taken))
-            self._tell(taken, rows)
             for at, answer in zip(taken_at, await self._judge(taken, rows), strict=True):
                 answers[at] = answer
         return answers
@@ -276,46 +274,44 @@ class Submit:
         try:
             rows = await self._store.transact(insert)
         except _NotCreated:
-            rows = []
-        if not rows:
-            found = await self._find_duplicate(item.execution_id, item.row[4], item.key)
+            found = await self._find_duplicate(item.execution_id, item.row[_NAMESPACE_NO], item.key)
             return found or Duplicate(execution_id=item.execution_id)
-        self._tell([item], rows)
         (answer,) = await self._judge([item], rows)
         if isinstance(answer, Exception):
             raise answer
         return answer
 
     async def _judge(self, items: Sequence[_Submission], rows: Sequence[Record]) -> list[Submitted | Exception]:
-        answers: list[Submitted | Exception | None] = [None] * len(items)
-        for nth, is_new, is_delayed, lane_accepts, _, _ in rows:
+        """The answers of a statement that has committed, after waking who waits for what it brought."""
+        waiting = PublicState.WAITING
+        answers: list[Submitted | Exception] = [
+            Created(execution_id=item.execution_id, public_state=waiting) for item in items
+        ]
+        wakeups = self._store.wakeups
+        judged = 0
+        lanes: dict[int, dict[int, int]] = {}
+        for nth, lane_no, queue_no, place, created, is_new, lane_accepts, due_in_ms in rows:
+            if nth == 0:
+                judged += created
+                lanes.setdefault(lane_no, {})[queue_no] = place
+                continue
+            judged += 1
             item = items[nth - 1]
             if is_new:
-                state = PublicState.DELAYED if is_delayed else PublicState.WAITING
-                answers[nth - 1] = Created(execution_id=item.execution_id, public_state=state)
+                answers[nth - 1] = Created(execution_id=item.execution_id, public_state=PublicState.DELAYED)
+                wakeups.timer(due_in_ms)
             elif lane_accepts and item.key is None:
                 answers[nth - 1] = Duplicate(execution_id=item.execution_id)
-        for at in [at for at, answer in enumerate(answers) if answer is None]:
-            item = items[at]
-            found = await self._find_duplicate(item.execution_id, item.row[4], item.key)
-            answers[at] = found or error("invalid_input", f"lane_id: lane {item.lane_id!r} accepts no submissions")
-        return [answer for answer in answers if answer is not None]
-
-    def _tell(self, items: Sequence[_Submission], rows: Sequence[Record]) -> None:
-        lowest: dict[str, dict[int, int]] = {}
-        for nth, is_new, is_delayed, _, place, due_in_ms in rows:
-            if not is_new:
-                continue
-            item = items[nth - 1]
-            if is_delayed:
-                self._store.wakeups.timer(due_in_ms)
             else:
-                places = lowest.setdefault(item.lane_id, {})
-                queue_no = item.row[2]
-                if places.get(queue_no, place) >= place:
-                    places[queue_no] = place
-        for lane_id, places in lowest.items():
-            self._store.wakeups.work(lane_id, places)
+                found = await self._find_duplicate(item.execution_id, item.row[_NAMESPACE_NO], item.key)
+                answers[nth - 1] = found or error(
+                    "invalid_input", f"lane_id: lane {item.lane_id!r} accepts no submissions"
+                )
+        if judged != len(items):
+            raise error("internal", f"{len(items)} submissions were given, {judged} were judged")
+        for lane_no, places in lanes.items():
+            wakeups.work(self._store.lane_id(lane_no), places)
+        return answers
 
 
 def _required(policy: ExecutionPolicy | None) -> tuple[str, ...]:

@@ -1,5 +1,6 @@
 -- name: insert_executions
--- Creates what is new of a batch, in input order, and says of each item what became of it.
+-- Creates what is new of a batch, in input order: how many of each queue, and a row for each item that was not new or
+-- starts delayed.
 -- Keys are taken before rows and both in sorted order, so that two batches never wait for each other in a circle.
 with clock as materialized (select ff_now() as now),
 refusing as materialized (select lane_no from lane where state in ('draining', 'disabled')),
@@ -60,29 +61,35 @@ fresh as (
          'pending_first_attempt', case when is_delayed then delay_until end,
          coalesce(deadline_at, now + deadline_ms), now, now, instance_tag, retention_ms,
          case when is_delayed then 'delayed until ' || delay_until end
-    from item
-   where lane_accepts and (idempotency_key is null or execution_id in (select execution_id from won))
+    from (select i.*, idempotency_key is null or execution_id in (select execution_id from won) as is_free from item i) i
+   where lane_accepts and is_free
    order by partition_key, execution_id
   on conflict (partition_key, execution_id) do nothing
   returning execution_id
+),
+-- Asked as a column, the question is answered from a hash; as a condition it would be a join.
+answered as materialized (
+  select i.*, execution_id in (select execution_id from fresh) as is_new from item i
 ),
 described as (
   insert into execution_input (partition_key, execution_id, created_at, namespace_no, lane_no, has_tags, execution_kind,
                                creator_identity, input_payload, payload_encoding, policy)
   select partition_key, execution_id, now, namespace_no, lane_no, tags is not null, execution_kind,
          creator_identity, input_payload, payload_encoding, policy::jsonb
-    from item
-   where execution_id in (select execution_id from fresh)
+    from answered
+   where is_new
 ),
 tagged as (
   insert into execution_tag (partition_key, execution_id, key, value)
-  select i.partition_key, i.execution_id, t.key, t.value
-    from item i cross join lateral jsonb_each_text(i.tags::jsonb) t
-   where i.tags is not null and i.execution_id in (select execution_id from fresh)
+  select a.partition_key, a.execution_id, t.key, t.value
+    from answered a cross join lateral jsonb_each_text(a.tags::jsonb) t
+   where a.is_new and a.tags is not null
 )
-select nth, execution_id in (select execution_id from fresh) as is_new, is_delayed, lane_accepts, place,
-       delay_until - now as due_in_ms
-  from item;
+select 0 as nth, lane_no, queue_no, min(place) as place, count(*) as created, true as is_new, true as lane_accepts, null as due_in_ms
+  from answered where is_new and not is_delayed group by lane_no, queue_no
+union all
+select nth, lane_no, queue_no, place, 0, is_new, lane_accepts, delay_until - now
+  from answered where not is_new or is_delayed;
 
 -- name: list_duplicates
 -- Of each (partition, id, namespace, key): the execution that makes it a duplicate, the key's owner first.

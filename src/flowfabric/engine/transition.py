@@ -29,9 +29,7 @@ class Target:
     attempt: AttemptState
 
 
-CLAIMED = Target(
-    phase=LifecyclePhase.ACTIVE, ownership=OwnershipState.LEASED, attempt=AttemptState.RUNNING_ATTEMPT
-)
+CLAIMED = Target(phase=LifecyclePhase.ACTIVE, ownership=OwnershipState.LEASED, attempt=AttemptState.RUNNING_ATTEMPT)
 LEASE_EXPIRED = Target(
     phase=LifecyclePhase.ACTIVE,
     ownership=OwnershipState.LEASE_EXPIRED_RECLAIMABLE,
@@ -110,7 +108,6 @@ LEASE_EXPIRED_PARAMETERS: Mapping[str, str] = {
 }
 
 
-
 @lru_cache
 def release_parameters(releases: frozenset[Release]) -> Mapping[str, list[str] | list[int | None]]:
     """The rows of the table for some releases, as the arrays their statement takes."""
@@ -128,4 +125,21 @@ def release_parameters(releases: frozenset[Release]) -> Mapping[str, list[str] |
             None if ending.target.outcome is TerminalOutcome.NONE else CompletionOutcome.of(ending.target.outcome).value
             for ending in endings.values()
         ],
+    }
+
+
+def completion_parameters() -> Mapping[str, object]:
+    """The row of the table for the one release that has a statement of its own."""
+    ending = RELEASES[Release.COMPLETED]
+    target = ending.target
+    return {
+        "to_phase": target.phase.value,
+        "to_ownership": target.ownership.value,
+        "to_eligibility": target.eligibility.value,
+        "to_blocking": target.blocking.value,
+        "to_outcome": target.outcome.value,
+        "to_attempt": target.attempt.value,
+        "attempt_lifecycle": ending.attempt.value,
+        "release_reason": ending.reason.value,
+        "completion": CompletionOutcome.of(target.outcome).value,
     }

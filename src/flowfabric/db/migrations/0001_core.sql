@@ -184,7 +184,8 @@ create table execution_input (
   policy jsonb,
   primary key (partition_key, execution_id)
 ) with (autovacuum_vacuum_scale_factor = 0.05, autovacuum_vacuum_cost_delay = 0);
-create index execution_input_list on execution_input (namespace_no, created_at, execution_id);
+-- Many rows share a millisecond, so their entries are stored together; ties are sorted by id when read.
+create index execution_input_list on execution_input (namespace_no, created_at);
 
 create table execution_tag (
   partition_key smallint not null,

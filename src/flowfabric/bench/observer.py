@@ -1,4 +1,4 @@
-"""What the benchmark does beside a peer: takes statistics for its planner, and asks whether its backlog is gone."""
+"""What the benchmark does beside a subject: takes statistics for the planner, and asks what the store holds."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -12,7 +12,7 @@ SQL = statements_beside(__file__)
 
 
 class Observer:
-    """A connection of the benchmark to the database a peer works in."""
+    """A connection of the benchmark to the database a subject works in."""
 
     def __init__(self, connection: Any) -> None:
         self._connection = connection
@@ -28,6 +28,10 @@ class Observer:
     async def ask(self, question: Statement) -> bool:
         """The answer to a question of yes or no."""
         return bool(await self._connection.fetchval(question.sql))
+
+    async def read(self, question: Statement) -> tuple[int, ...]:
+        """The numbers in the one row of an answer."""
+        return tuple(await self._connection.fetchrow(question.sql))
 
 
 @asynccontextmanager

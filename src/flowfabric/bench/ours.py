@@ -1,0 +1,67 @@
+"""What every measurement of FlowFabric shares: an engine on the given database, and work to put into it."""
+
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
+from typing import Any
+
+from flowfabric.bench.subject import CONNECTIONS, PAYLOAD, spread
+from flowfabric.db.statements import statements_beside
+from flowfabric.engine.engine import Engine
+from flowfabric.model.errors import EngineError
+from flowfabric.model.execution import NewExecution
+from flowfabric.model.policy import ExecutionPolicy
+from flowfabric.settings import Settings
+
+SQL = statements_beside(__file__)
+
+LANE = "bench"
+KIND = "noop"
+LARGEST_BATCH = 1_000
+SCHEMA = "flowfabric"
+
+
+@asynccontextmanager
+async def engine_on(url: str, **overrides: Any) -> AsyncIterator[Engine]:
+    """An engine on this database, which it prepares, with the default settings but for these."""
+    settings = Settings(database_url=url, schema_name=SCHEMA, migrate_on_start=True, **overrides)
+    async with Engine.connect(settings=settings) as engine:
+        yield engine
+
+
+def noop(
+    *,
+    lane: str = LANE,
+    payload: bytes = PAYLOAD,
+    priority: int = 0,
+    tags: dict[str, str] | None = None,
+    policy: ExecutionPolicy | None = None,
+) -> NewExecution:
+    """An execution that does nothing."""
+    return NewExecution(
+        namespace="bench",
+        lane_id=lane,
+        execution_kind=KIND,
+        input_payload=payload,
+        priority=priority,
+        creator_identity="bench",
+        tags=tags,
+        policy=policy,
+    )
+
+
+async def fill(engine: Engine, items: Iterable[NewExecution], count: int) -> None:
+    """Create a backlog from the first so many items."""
+    source = iter(items)
+
+    async def create() -> None:
+        batch = [item for item, _ in zip(source, range(LARGEST_BATCH), strict=False)]
+        check(await engine.create_many(batch))
+
+    await spread(-(-count // LARGEST_BATCH), *[create] * CONNECTIONS)
+
+
+def check(verdicts: Iterable[object]) -> None:
+    """Refuse to go on with a batch of which any member was refused."""
+    for verdict in verdicts:
+        if isinstance(verdict, EngineError):
+            raise verdict

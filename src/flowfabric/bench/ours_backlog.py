@@ -1,0 +1,86 @@
+"""FlowFabric, claiming from backlogs: what a claim of a hundred costs, whatever waits beside and behind it."""
+
+import statistics
+import time
+from collections.abc import Iterator
+from itertools import count, repeat
+
+from flowfabric.bench.observer import observing
+from flowfabric.bench.ours import engine_on, fill, noop
+from flowfabric.bench.subject import BATCH, Figure, Figures, Task, milliseconds
+from flowfabric.engine.engine import Engine
+from flowfabric.model.execution import NewExecution
+from flowfabric.model.policy import ExecutionPolicy, RoutingRequirements
+
+SMALL = 20_000
+CLAIMS = 30
+PRIORITIES = 10
+CAPABILITIES = ("gpu", "eu", "large")
+
+
+async def measure(task: Task) -> Figures:
+    """Claim from a small and a large backlog, of one priority and of many, and behind work nobody here may do."""
+    is_full = task.scale >= 1
+    large, unmatched = (1_000_000, 300_000) if is_full else (100_000, 30_000)
+    small_name, large_name = short(SMALL), short(large)
+    backlogs: dict[str, tuple[int, Iterator[NewExecution]]] = {
+        f"claim_{small_name}": (SMALL, repeat(noop(lane="small"))),
+        f"claim_{small_name}_mixed": (SMALL, mixed("small_mixed")),
+        f"claim_{large_name}": (large, repeat(noop(lane="large"))),
+        f"claim_{large_name}_mixed": (large, mixed("large_mixed")),
+        f"claim_behind_{short(unmatched)}_unmatched": (unmatched + SMALL // 2, unmatchable_first("behind", unmatched)),
+    }
+    figures: Figures = {}
+    async with engine_on(task.url) as engine, observing(task.url) as observer:
+        for name, (size, items) in backlogs.items():
+            first = next(items)
+            await fill(engine, items, size)
+            await observer.analyze()
+            figures[name] = await claim_cost(engine, first.lane_id, () if "behind" in name else CAPABILITIES)
+    return figures
+
+
+def mixed(lane: str) -> Iterator[NewExecution]:
+    """Work of every priority, in turn, that needs no capability, one of them or all."""
+    needs = [requiring(), *map(requiring, CAPABILITIES), requiring(*CAPABILITIES)]
+    for number in count():
+        yield noop(lane=lane, priority=number % PRIORITIES, policy=needs[number // PRIORITIES % len(needs)])
+
+
+def unmatchable_first(lane: str, unmatched: int) -> Iterator[NewExecution]:
+    """Urgent work that needs what no worker has, then plain work."""
+    needs = requiring("quantum")
+    for _ in range(unmatched):
+        yield noop(lane=lane, priority=PRIORITIES, policy=needs)
+    yield from repeat(noop(lane=lane))
+
+
+def requiring(*capabilities: str) -> ExecutionPolicy | None:
+    """A policy that asks for a worker with these capabilities."""
+    if not capabilities:
+        return None
+    return ExecutionPolicy(routing_requirements=RoutingRequirements(required_capabilities=capabilities))
+
+
+async def claim_cost(engine: Engine, lane: str, capabilities: tuple[str, ...]) -> Figure:
+    """The median duration of a claim of a hundred from this lane."""
+    durations = []
+    for _ in range(CLAIMS):
+        started = time.perf_counter()
+        claimed = await engine.claim_many(
+            lanes=[lane],
+            worker_id="bench",
+            worker_instance_id="bench-1",
+            limit=BATCH,
+            capabilities=capabilities,
+            lease_ttl_ms=600_000,
+        )
+        durations.append(time.perf_counter() - started)
+        if len(claimed) != BATCH:
+            raise RuntimeError(f"a claim of {BATCH} from {lane} gave {len(claimed)}")
+    return milliseconds(statistics.median(durations))
+
+
+def short(number: int) -> str:
+    """A round number as people write it."""
+    return f"{number // 1_000_000}m" if number >= 1_000_000 else f"{number // 1_000}k"

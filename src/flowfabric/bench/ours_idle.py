@@ -1,0 +1,64 @@
+"""FlowFabric, idle: how soon new work starts, and what a process without work asks of the store."""
+
+import asyncio
+import time
+from urllib.parse import urlsplit
+
+import asyncpg
+
+from flowfabric.bench.ours import KIND, LANE, SQL, engine_on
+from flowfabric.bench.ours_submit import create_one
+from flowfabric.bench.subject import Figure, Figures, Task, milliseconds
+from flowfabric.engine.engine import Engine
+from flowfabric.worker.worker import Worker
+
+SUBMITS = 200
+WINDOW_S = 10
+
+
+async def measure(task: Task) -> Figures:
+    """Time from a submit to the start of its handler, the worker's engine apart as in another process; then silence."""
+    async with engine_on(task.url) as engine, engine_on(task.url) as other:
+        started = asyncio.Event()
+
+        async def handle() -> None:
+            started.set()
+
+        async with Worker(other, lanes=[LANE], handlers={KIND: handle}):
+            latencies = sorted([await submit_to_start(engine, started) for _ in range(SUBMITS)])
+            await asyncio.sleep(1)
+            idle = await idle_statements(task.url, max(5, WINDOW_S * task.scale))
+    return {
+        "submit_to_start_p50": milliseconds(latencies[len(latencies) // 2]),
+        "submit_to_start_p99": milliseconds(latencies[len(latencies) * 99 // 100]),
+        "idle_statements": idle,
+    }
+
+
+async def submit_to_start(engine: Engine, started: asyncio.Event) -> float:
+    """The seconds between the call that submits and the start of the handler."""
+    started.clear()
+    submitted = time.perf_counter()
+    await create_one(engine)
+    await started.wait()
+    seconds = time.perf_counter() - submitted
+    # The worker ends this one and is idle again before the next.
+    await asyncio.sleep(0.01)
+    return seconds
+
+
+async def idle_statements(url: str, seconds: float) -> Figure:
+    """The statements a second of everything connected to this database, watched from another one."""
+    name = urlsplit(url).path[1:]
+    connection = await asyncpg.connect(url, database="postgres")
+    try:
+        before = {tuple(row) for row in await connection.fetch(SQL.list_activity.sql, name)}
+        seen = set(before)
+        started = time.perf_counter()
+        # A statement is missed only where the same connection begins another one within this pause.
+        while time.perf_counter() - started < seconds:
+            seen.update(tuple(row) for row in await connection.fetch(SQL.list_activity.sql, name))
+            await asyncio.sleep(0.005)
+    finally:
+        await connection.close()
+    return Figure(value=len(seen - before) / seconds, unit="statements/s")

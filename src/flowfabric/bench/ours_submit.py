@@ -1,0 +1,45 @@
+"""FlowFabric, submitting: one by one, from many callers at once, and in batches."""
+
+from flowfabric.bench.ours import check, engine_on, noop
+from flowfabric.bench.subject import BATCH, CONNECTIONS, LARGE_PAYLOAD, Figures, Task, rate, spread
+from flowfabric.engine.engine import Engine
+
+CALLERS = 100
+
+
+async def measure(task: Task) -> Figures:
+    """Create executions, each acknowledged after its commit."""
+    few, some, many, large = task.count(1_000), task.count(20_000), task.count(60_000), task.count(40_000)
+    async with engine_on(task.url) as engine:
+
+        async def create() -> None:
+            await create_one(engine)
+
+        async def create_batch() -> None:
+            check(await engine.create_many([noop() for _ in range(BATCH)]))
+
+        async def create_large_batch() -> None:
+            tags = {"bench.customer": "acme"}
+            check(await engine.create_many([noop(payload=LARGE_PAYLOAD, tags=tags) for _ in range(BATCH)]))
+
+        await create_batch()
+        return {
+            "submit_1_caller": await rate(few, spread(few, create)),
+            "submit": await rate(few, spread(few, *[create] * CONNECTIONS)),
+            "submit_100_callers": await rate(some, spread(some, *[create] * CALLERS)),
+            "submit_batch": await rate(many, spread(many // BATCH, *[create_batch] * CONNECTIONS)),
+            "submit_batch_1500b_tag": await rate(large, spread(large // BATCH, *[create_large_batch] * CONNECTIONS)),
+        }
+
+
+async def create_one(engine: Engine) -> None:
+    """Create one execution by a call of its own."""
+    item = noop()
+    await engine.create_execution(
+        namespace=item.namespace,
+        lane_id=item.lane_id,
+        execution_kind=item.execution_kind,
+        input_payload=item.input_payload,
+        priority=item.priority,
+        creator_identity=item.creator_identity,
+    )

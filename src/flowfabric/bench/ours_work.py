@@ -1,0 +1,43 @@
+"""FlowFabric, working: the engine's claim and finish alone, and a worker from claim to committed ending."""
+
+from itertools import repeat
+
+from flowfabric.bench.observer import observing
+from flowfabric.bench.ours import KIND, LANE, SQL, check, engine_on, fill, noop
+from flowfabric.bench.subject import BATCH, CONNECTIONS, Drain, Figures, Task, rate, spread
+from flowfabric.engine.engine import Engine
+from flowfabric.worker.worker import Worker
+
+CONCURRENCY = 500
+
+
+async def measure(task: Task) -> Figures:
+    """Work off a backlog twice, without a worker and with one."""
+    count = task.count(40_000)
+    async with engine_on(task.url) as engine, observing(task.url) as observer:
+        await fill(engine, repeat(noop()), count)
+        await observer.analyze()
+        claim_finish = await rate(count, claim_and_finish(engine, count))
+        await fill(engine, repeat(noop()), count)
+        await observer.analyze()
+        drain = Drain(count)
+
+        async def handle() -> None:
+            drain.start()
+
+        async with Worker(engine, lanes=[LANE], handlers={KIND: handle}, concurrency=CONCURRENCY):
+            end_to_end = await drain.rate(lambda: observer.ask(SQL.is_drained))
+    return {"engine_claim_finish": claim_finish, "worker_end_to_end": end_to_end}
+
+
+async def claim_and_finish(engine: Engine, count: int) -> None:
+    """Claim and complete a backlog, a hundred a call."""
+
+    async def work() -> None:
+        claimed = await engine.claim_many(
+            lanes=[LANE], worker_id="bench", worker_instance_id="bench-1", limit=BATCH, lease_ttl_ms=60_000
+        )
+        if claimed:
+            check(await engine.complete_many([(each.handle, b"{}") for each in claimed]))
+
+    await spread(count // BATCH, *[work] * CONNECTIONS)

@@ -1,0 +1,283 @@
+"""The conversation with Postgres: run again where Postgres asks for it, told as faults where it fails."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+from urllib.parse import urlsplit, urlunsplit
+
+import asyncpg
+import pytest
+
+from flowfabric.db.database import ATTEMPTS, Database, StoreFault, Transaction, fault_of
+from flowfabric.db.statements import Statement
+
+ADD = Statement("add", "select :a::int + :b::int as sum")
+SLEEP = Statement("sleep", "select pg_sleep(:seconds)")
+READ = Statement("read", "select value from shelf where id = :id")
+WRITE = Statement("write", "update shelf set value = value + 1 where id = :id")
+OWN_SESSIONS = """select count(*) from pg_stat_activity where datname = current_database() and pid <> pg_backend_pid()
+                     and application_name = 'flowfabric'"""
+END_SESSIONS = OWN_SESSIONS.replace("count(*)", "pg_terminate_backend(pid)")
+
+
+@pytest.fixture
+async def other(url: str) -> AsyncIterator[asyncpg.Connection]:
+    """A session beside the pool, with a table that holds two rows."""
+    connection = await asyncpg.connect(url, server_settings={"search_path": "flowfabric"})
+    await connection.execute("create table shelf (id int primary key, value int not null check (value < 100))")
+    await connection.execute("insert into shelf values (1, 0), (2, 0)")
+    yield connection
+    await connection.close()
+
+
+@pytest.fixture
+async def database(url: str, other: asyncpg.Connection) -> AsyncIterator[Database]:
+    database = await Database.open(url, schema="flowfabric", pool_size=3)
+    yield database
+    await database.close()
+
+
+async def value(connection: asyncpg.Connection, number: int) -> int:
+    found: int = await connection.fetchval("select value from shelf where id = $1", number)
+    return found
+
+
+async def test_a_statement_takes_its_values_by_name(database: Database) -> None:
+    (row,) = await database.fetch(ADD, {"b": 1, "a": 2})
+    assert row["sum"] == 3
+
+
+async def test_a_transaction_is_kept_whole(database: Database, other: asyncpg.Connection) -> None:
+    async def write(transaction: Transaction) -> None:
+        await transaction.fetch(WRITE, id=1)
+        await transaction.fetch(WRITE, id=2)
+        raise LookupError
+
+    with pytest.raises(LookupError):
+        await database.transact(write)
+    assert (await value(other, 1), await value(other, 2)) == (0, 0)
+
+
+async def test_a_deadlock_is_run_again(database: Database, other: asyncpg.Connection) -> None:
+    runs = 0
+    both_hold = asyncio.Barrier(2)
+
+    def write(first: int, second: int) -> Callable[[Transaction], Awaitable[None]]:
+        async def work(transaction: Transaction) -> None:
+            nonlocal runs
+            runs += 1
+            await transaction.connection.execute("set local lock_timeout = 0; set local deadlock_timeout = '10ms'")
+            await transaction.fetch(WRITE, id=first)
+            if runs <= 2:
+                await both_hold.wait()
+            await transaction.fetch(WRITE, id=second)
+
+        return work
+
+    await asyncio.gather(database.transact(write(1, 2)), database.transact(write(2, 1)))
+    assert runs == 3
+    assert (await value(other, 1), await value(other, 2)) == (2, 2)
+
+
+async def test_a_serialization_failure_is_run_again(database: Database, other: asyncpg.Connection) -> None:
+    runs = 0
+
+    async def work(transaction: Transaction) -> int:
+        nonlocal runs
+        runs += 1
+        await transaction.connection.execute("set transaction isolation level repeatable read")
+        (row,) = await transaction.fetch(READ, id=1)
+        if runs == 1:
+            await other.execute("update shelf set value = 10 where id = 1")
+        await transaction.fetch(WRITE, id=1)
+        return int(row["value"])
+
+    assert await database.transact(work) == 10
+    assert (runs, await value(other, 1)) == (2, 11)
+
+
+async def test_a_row_that_stays_locked_is_given_up_after_three_attempts(
+    database: Database, other: asyncpg.Connection
+) -> None:
+    runs = 0
+
+    async def work(transaction: Transaction) -> None:
+        nonlocal runs
+        runs += 1
+        await transaction.connection.execute("set local lock_timeout = '10ms'")
+        await transaction.fetch(WRITE, id=1)
+
+    async with other.transaction():
+        await other.execute("update shelf set value = 5 where id = 1")
+        with pytest.raises(StoreFault) as raised:
+            await database.transact(work)
+    assert (raised.value.kind, runs) == ("contention", ATTEMPTS)
+
+
+async def test_an_error_of_the_statement_itself_is_not_run_again(database: Database) -> None:
+    runs = 0
+
+    async def work(transaction: Transaction) -> None:
+        nonlocal runs
+        runs += 1
+        await transaction.connection.execute("update shelf set value = 100")
+
+    with pytest.raises(StoreFault, match="CheckViolation") as raised:
+        await database.transact(work)
+    assert (raised.value.kind, runs) == ("other", 1)
+
+
+async def test_a_connection_lost_during_a_statement_is_a_transport_fault_and_the_next_call_works(
+    database: Database, other: asyncpg.Connection, eventually: Any
+) -> None:
+    sleeping = asyncio.create_task(database.fetch(SLEEP, {"seconds": 60}))
+    query = OWN_SESSIONS + " and query like '/* sleep */%' and state = 'active'"
+    await eventually(lambda: other.fetchval(query))
+    await other.fetch(END_SESSIONS)
+    with pytest.raises(StoreFault) as raised:
+        await sleeping
+    assert raised.value.kind == "transport"
+    assert (await database.fetch(ADD, {"a": 1, "b": 1}))[0]["sum"] == 2
+
+
+async def test_idle_connections_that_were_lost_are_replaced(
+    database: Database, other: asyncpg.Connection, eventually: Any
+) -> None:
+    await asyncio.gather(*(database.fetch(SLEEP, {"seconds": 0.01}) for _ in range(3)))
+    await other.fetch(END_SESSIONS)
+    kinds: set[str] = set()
+
+    async def works() -> bool:
+        try:
+            await database.fetch(ADD, {"a": 1, "b": 1})
+        except StoreFault as fault:
+            kinds.add(f"{fault.kind} {fault} {fault.__cause__!r}")
+            return False
+        return True
+
+    await eventually(works, timeout=5)
+    for _ in range(5):
+        assert await works()
+    assert kinds <= {"transport"}
+
+
+async def test_a_lost_connection_in_a_transaction_undoes_it(database: Database, other: asyncpg.Connection) -> None:
+    async def work(transaction: Transaction) -> None:
+        await transaction.fetch(WRITE, id=1)
+        await other.fetch(END_SESSIONS)
+        await transaction.fetch(WRITE, id=2)
+
+    with pytest.raises(StoreFault) as raised:
+        await database.transact(work)
+    assert raised.value.kind == "transport"
+    assert (await value(other, 1), await value(other, 2)) == (0, 0)
+
+
+async def test_a_cancelled_caller_leaves_a_usable_connection(url: str, other: asyncpg.Connection) -> None:
+    database = await Database.open(url, schema="flowfabric", pool_size=1)
+    try:
+        for _ in range(3):
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(database.fetch(SLEEP, {"seconds": 60}), 0.05)
+            assert (await database.fetch(ADD, {"a": 1, "b": 1}))[0]["sum"] == 2
+        assert await other.fetchval(OWN_SESSIONS) <= 1
+    finally:
+        await database.close()
+
+
+async def test_a_caller_cancelled_within_a_transaction_undoes_it(url: str, other: asyncpg.Connection) -> None:
+    database = await Database.open(url, schema="flowfabric", pool_size=1)
+
+    async def work(transaction: Transaction) -> None:
+        await transaction.fetch(WRITE, id=1)
+        await transaction.fetch(SLEEP, seconds=60)
+
+    try:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(database.transact(work), 0.1)
+        assert (await database.fetch(READ, {"id": 1}))[0]["value"] == 0
+        await other.execute("update shelf set value = 1 where id = 1")
+    finally:
+        await database.close()
+
+
+async def test_more_callers_than_connections_wait_for_their_turn(database: Database, other: asyncpg.Connection) -> None:
+    calls = [asyncio.create_task(database.fetch(SLEEP, {"seconds": 0.05})) for _ in range(9)]
+    most = 0
+    while not all(call.done() for call in calls):
+        most = max(most, await other.fetchval(OWN_SESSIONS))
+    await asyncio.gather(*calls)
+    assert 0 < most <= 3
+
+
+async def test_closing_waits_for_what_runs(url: str, other: asyncpg.Connection) -> None:
+    database = await Database.open(url, schema="flowfabric")
+    running = asyncio.create_task(database.fetch(SLEEP, {"seconds": 0.2}))
+    await asyncio.sleep(0.05)
+    await database.close()
+    assert running.done()
+    assert len(running.result()) == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "kind"),
+    [
+        ({"path": "/there_is_no_such_database"}, "other"),
+        ({"query": "host=/nowhere"}, "transport"),
+        ({"netloc": "nobody_of_that_name@"}, "auth"),
+    ],
+)
+async def test_a_wrong_address_is_told_at_once(url: str, change: dict[str, str], kind: str) -> None:
+    address = urlunsplit(urlsplit(url)._replace(**change))
+    with pytest.raises(StoreFault) as raised:
+        await Database.open(address, schema="flowfabric")
+    assert raised.value.kind == kind
+
+
+async def test_a_value_postgres_cannot_hold_is_not_taken_for_a_lost_connection(database: Database) -> None:
+    echo = Statement("echo", "select :text::text")
+    with pytest.raises(StoreFault) as raised:
+        await database.fetch(echo, {"text": "\0"})
+    assert raised.value.kind == "other"
+
+
+async def test_every_session_is_set_up_alike(database: Database) -> None:
+    settings = Statement(
+        "settings",
+        """select current_schema() as schema, current_setting('plan_cache_mode') as plans,
+                  current_setting('lock_timeout') as patience, current_setting('application_name') as name""",
+    )
+    for _ in range(2):
+        (row,) = await database.fetch(settings, {})
+        assert tuple(row) == ("flowfabric", "force_generic_plan", "2s", "flowfabric")
+    own = await database.connect(application_name="own")
+    try:
+        assert tuple(await own.fetchrow(settings.sql))[3] == "own"
+    finally:
+        await own.close()
+
+
+def test_an_error_that_is_not_the_drivers_is_no_fault() -> None:
+    assert fault_of(LookupError()) is None
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (asyncpg.SerializationError("no"), "contention"),
+        (asyncpg.DeadlockDetectedError("no"), "contention"),
+        (asyncpg.LockNotAvailableError("no"), "contention"),
+        (asyncpg.QueryCanceledError("no"), "timeout"),
+        (TimeoutError(), "timeout"),
+        (asyncpg.AdminShutdownError("no"), "transport"),
+        (asyncpg.ConnectionDoesNotExistError("no"), "transport"),
+        (asyncpg.TooManyConnectionsError("no"), "transport"),
+        (ConnectionResetError(), "transport"),
+        (asyncpg.InvalidPasswordError("no"), "auth"),
+        (asyncpg.UniqueViolationError("no"), "other"),
+    ],
+)
+def test_an_error_of_the_driver_has_its_kind_of_fault(error: BaseException, kind: str) -> None:
+    fault = fault_of(error)
+    assert fault is not None
+    assert fault.kind == kind

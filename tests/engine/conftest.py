@@ -1,0 +1,45 @@
+"""In these tests time stands still, so that every stamp has one right value; a test moves it where it wants to."""
+
+from collections.abc import AsyncIterator
+
+import asyncpg
+import pytest
+
+_STANDING_CLOCK = """
+create or replace function ff_now() returns bigint language sql volatile parallel safe
+  return (select offset_ms from test_clock);
+"""
+
+
+class StandingClock:
+    """The clock of the test's database, moved by the test alone."""
+
+    def __init__(self, connection: asyncpg.Connection) -> None:
+        self._connection = connection
+
+    async def advance(self, *, seconds: float = 0, ms: int = 0) -> int:
+        """Move the clock on and give the new time in milliseconds."""
+        return await self.set(await self.now() + round(seconds * 1000) + ms)
+
+    async def set(self, now: int) -> int:
+        """Move the clock to a time."""
+        await self._connection.execute("update test_clock set offset_ms = $1", now)
+        return now
+
+    async def now(self) -> int:
+        """The time in milliseconds."""
+        now: int = await self._connection.fetchval("select ff_now()")
+        return now
+
+
+@pytest.fixture
+async def clock(url: str) -> AsyncIterator[StandingClock]:
+    """A clock that stands still: `await clock.advance(seconds=31)`."""
+    connection = await asyncpg.connect(
+        url, server_settings={"search_path": "flowfabric", "application_name": "test clock"}
+    )
+    clock = StandingClock(connection)
+    await clock.set(await clock.now())
+    await connection.execute(_STANDING_CLOCK)
+    yield clock
+    await connection.close()

@@ -1,0 +1,175 @@
+"""What tests of the engine say about states, events and calls, in the words of the specification."""
+
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import Any
+
+import pytest
+
+from flowfabric.engine.engine import Engine
+from flowfabric.model.errors import EngineError
+from flowfabric.model.events import CompletionOutcome, EventKind
+from flowfabric.model.execution import NewExecution
+from flowfabric.model.handle import Handle
+from flowfabric.model.outcomes import Created, Duplicate
+
+WAITING = "runnable/unowned/eligible_now/waiting_for_worker/none/pending_first_attempt/waiting"
+DELAYED = "runnable/unowned/not_eligible_until_time/waiting_for_delay/none/pending_first_attempt/delayed"
+ACTIVE = "active/leased/not_applicable/none/none/running_attempt/active"
+LAPSED = "active/lease_expired_reclaimable/not_applicable/waiting_for_worker/none/attempt_interrupted/active"
+COMPLETED = "terminal/unowned/not_applicable/none/success/attempt_terminal/completed"
+FAILED = "terminal/unowned/not_applicable/none/failed/attempt_terminal/failed"
+BACKING_OFF = "runnable/unowned/not_eligible_until_time/waiting_for_retry_backoff/none/pending_retry_attempt/delayed"
+RETRYABLE = "runnable/unowned/eligible_now/waiting_for_worker/none/pending_retry_attempt/waiting"
+CANCELLED = "terminal/unowned/not_applicable/none/cancelled/attempt_terminal/cancelled"
+CANCELLED_UNTRIED = "terminal/unowned/not_applicable/none/cancelled/pending_first_attempt/cancelled"
+
+_DIMENSIONS = (
+    "lifecycle_phase",
+    "ownership_state",
+    "eligibility_state",
+    "blocking_reason",
+    "terminal_outcome",
+    "attempt_state",
+    "public_state",
+)
+
+_LEASE = (
+    "lease_id",
+    "worker_no",
+    "claimed_at",
+    "lease_expires_at",
+    "lease_renewed_at",
+    "lease_expired_at",
+    "lease_revoked_at",
+    "lease_revoke_reason",
+    "attempt_timeout_at",
+    "granted_until",
+)
+
+
+def vector(row: dict[str, Any]) -> str:
+    """The seven dimensions of an execution's row, as the specification writes them."""
+    return "/".join(row[name] for name in _DIMENSIONS)
+
+
+def lease_left(row: dict[str, Any]) -> dict[str, Any]:
+    """What a row still holds of a lease: nothing, once it was given up."""
+    return {name: row[name] for name in _LEASE if row[name] is not None}
+
+
+async def told(rows: Any, execution_id: str) -> list[str]:
+    """The events of an execution in order, as `kind reason>outcome` with what is absent left out."""
+    return [_event(row) for row in await rows.events(execution_id)]
+
+
+def _event(row: dict[str, Any]) -> str:
+    kind = "ended" if row["kind"] == 0 else EventKind(row["kind"]).literal
+    reason = "" if row["reason"] is None else f" {row['reason']}"
+    outcome = "" if row["outcome"] is None else f">{CompletionOutcome(row['outcome']).literal}"
+    return f"{kind}{reason}{outcome}"
+
+
+async def attempts(rows: Any, execution_id: str) -> list[dict[str, Any]]:
+    """The stored attempts of an execution in order."""
+    found = await rows.of("attempt", execution_id=execution_id[-36:])
+    return sorted(found, key=lambda row: int(row["attempt_index"]))
+
+
+def new(**overrides: Any) -> dict[str, Any]:
+    """The arguments of a create, with what is not said at its default."""
+    return {
+        "namespace": "tests",
+        "lane_id": "default",
+        "execution_kind": "job",
+        "input_payload": b"{}",
+        "priority": 0,
+        "creator_identity": "test",
+        **overrides,
+    }
+
+
+def items(*arguments: dict[str, Any]) -> list[NewExecution]:
+    """Creates as items of create_many."""
+    return [NewExecution(**argument) for argument in arguments]
+
+
+Creating = Callable[..., Awaitable[Created | Duplicate]]
+
+
+async def create_one(engine: Engine, **arguments: Any) -> Created | Duplicate:
+    """Create through the single call."""
+    return await engine.create_execution(**arguments)
+
+
+async def create_in_many(engine: Engine, **arguments: Any) -> Created | Duplicate:
+    """Create through the batch form; a refusal is raised as the single call raises it."""
+    (verdict,) = await engine.create_many(items(arguments))
+    if isinstance(verdict, EngineError):
+        raise verdict
+    return verdict
+
+
+both_creates = pytest.mark.parametrize("create", [create_one, create_in_many], ids=["one", "many"])
+"""Runs a test with the single create and with the batch form."""
+
+
+Fenced = Callable[[Engine, Handle], Awaitable[object]]
+
+
+def _value(verdicts: Sequence[object]) -> object:
+    (verdict,) = verdicts
+    if isinstance(verdict, EngineError):
+        raise verdict
+    return verdict
+
+
+async def _renew_many(engine: Engine, handle: Handle) -> object:
+    return _value(await engine.renew_many([handle]))
+
+
+async def _complete_many(engine: Engine, handle: Handle) -> object:
+    return _value(await engine.complete_many([(handle, b"x")]))
+
+
+FENCED: dict[str, Fenced] = {
+    "renew": lambda engine, handle: engine.renew(handle),
+    "renew_many": _renew_many,
+    "progress": lambda engine, handle: engine.progress(handle, percent=50, message="half"),
+    "complete": lambda engine, handle: engine.complete(handle, b"x"),
+    "complete_many": _complete_many,
+    "fail": lambda engine, handle: engine.fail(handle, reason="x"),
+    "cancel": lambda engine, handle: engine.cancel(handle, "x"),
+}
+"""Every operation a worker does under its lease; a refused item of a batch form is raised."""
+
+each_fenced = pytest.mark.parametrize("operation", FENCED)
+
+
+async def refused(call: Awaitable[object], code: str, detail: str | None = None) -> EngineError:
+    """The refusal of a call, which must bear this code and, where given, hold this text in its detail."""
+    with pytest.raises(EngineError) as caught:
+        await call
+    refusal: EngineError = caught.value
+    assert refusal.code == code, refusal
+    assert detail is None or detail in str(refusal.detail), refusal
+    return refusal
+
+
+async def claim(engine: Engine, *lanes: str, **overrides: Any) -> list[Any]:
+    """Claim up to ten executions of some lanes."""
+    return list(
+        await engine.claim_many(
+            **{
+                "lanes": lanes or ("default",),
+                "worker_id": "worker",
+                "worker_instance_id": "worker-1",
+                "limit": 10,
+                **overrides,
+            }
+        )
+    )
+
+
+def ids(claimed: Iterable[Any]) -> list[str]:
+    """The executions of some claims."""
+    return [one.execution_id for one in claimed]

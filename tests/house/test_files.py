@@ -1,0 +1,79 @@
+"""What files look like: short, with SQL where SQL lives, and public names that are meant."""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import flowfabric
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "src" / "flowfabric"
+LONGEST = 500
+
+SOURCES = sorted((*PACKAGE.rglob("*.py"), *PACKAGE.glob("engine/*.sql")))
+TESTS = sorted((ROOT / "tests").rglob("*.py"))
+
+# Words that begin a statement, with enough of what follows to tell it from a sentence.
+_SQL = re.compile(
+    r"^\s*(select\s.+\sfrom\s|insert\s+into\s|update\s+\S+\s+set\s|delete\s+from\s|with\s+\w+\s+as\s"
+    r"|(create|alter|drop|truncate|lock)\s+(table|index|type|function|schema|database|view)\s|select\s+\w+\()",
+    re.IGNORECASE | re.DOTALL,
+)
+
+
+def strings(path: Path) -> Iterator[tuple[int, str]]:
+    """The string constants of a module that are not docstrings, with their lines."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    docstrings = {
+        id(node.body[0].value)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+        and node.body
+        and isinstance(node.body[0], ast.Expr)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
+            yield node.lineno, node.value
+
+
+@pytest.mark.parametrize("path", [*SOURCES, *TESTS], ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_file_is_short(path: Path) -> None:
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= LONGEST
+
+
+def test_sql_is_kept_in_sql_files() -> None:
+    # The benchmark also speaks to servers and systems that are not ours.
+    found = [
+        f"{path.relative_to(ROOT)}:{line}"
+        for path in PACKAGE.rglob("*.py")
+        if path.parent not in (PACKAGE / "db", PACKAGE / "bench")
+        for line, text in strings(path)
+        if _SQL.search(text)
+    ]
+    assert found == []
+
+
+def test_sql_in_a_string_would_be_found(tmp_path: Path) -> None:
+    module = tmp_path / "module.py"
+    module.write_text('"""Select nothing from here."""\nx = "select 1 from t"\ny = "the update of a set"\n')
+    assert [line for line, text in strings(module) if _SQL.search(text)] == [2]
+
+
+def test_every_public_name_is_there_and_is_meant() -> None:
+    listed = getattr(flowfabric, "__all__", [])
+    assert len(listed) == len(set(listed))
+    assert [name for name in listed if not hasattr(flowfabric, name)] == []
+    there = {
+        name
+        for name, value in vars(flowfabric).items()
+        if not name.startswith("_") and not isinstance(value, ModuleType)
+    }
+    assert there - set(listed) == set()
+
+
+def test_the_sources_silence_no_type_checker() -> None:
+    assert [str(path) for path in PACKAGE.rglob("*.py") if "type: ignore" in path.read_text(encoding="utf-8")] == []

@@ -1,0 +1,156 @@
+"""Hot statements touch few rows, whatever the tables hold and whatever the planner knows of them.
+
+The rows are counted by the server while real operations run, on the plans they really use.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import asyncpg
+import pytest
+
+from flowfabric.db.database import Database, Transaction
+from flowfabric.db.statements import Statement
+from flowfabric.engine.engine import Engine
+from flowfabric.model.execution import NewExecution
+
+BACKLOG = 10_000
+DELAYED = 5_000
+LEASED = 2_000
+ENDED = 1_000
+HOUR = 3_600_000
+DAY = 86_400_000
+
+# Rows a table's scans gave, and entries its indexes' scans gave, in this transaction so far.
+_TOUCHED = """
+select coalesce(sum(pg_stat_get_xact_tuples_returned(r.oid)), 0)::int
+  from (select c.oid from pg_class c where c.oid = $1::text::regclass
+        union all select i.indexrelid from pg_index i where i.indrelid = $1::text::regclass) r(oid)
+"""
+_SCANNED = "select pg_stat_get_xact_numscans($1::text::regclass)::int"
+
+
+@dataclass
+class Touched:
+    """Rows of the execution table that each statement has touched, and how often it was scanned whole."""
+
+    rows: dict[str, int] = field(default_factory=dict)
+    scans: dict[str, int] = field(default_factory=dict)
+
+    def __getitem__(self, name: str) -> int:
+        assert self.scans[name] == 0, f"{name} scanned the table of executions"
+        return self.rows[name]
+
+
+@pytest.fixture
+def touched(monkeypatch: pytest.MonkeyPatch) -> Touched:
+    """Count while operations run: each statement in a transaction of its own asks the server what it did."""
+    seen = Touched()
+
+    async def count(connection: Any, statement: Statement, arguments: list[object]) -> Any:
+        before = await connection.fetchval(_TOUCHED, "execution"), await connection.fetchval(_SCANNED, "execution")
+        found = await connection.fetch(statement.sql, *arguments)
+        after = await connection.fetchval(_TOUCHED, "execution"), await connection.fetchval(_SCANNED, "execution")
+        seen.rows[statement.name] = max(seen.rows.get(statement.name, 0), after[0] - before[0])
+        seen.scans[statement.name] = seen.scans.get(statement.name, 0) + after[1] - before[1]
+        return found
+
+    async def fetch(database: Database, statement: Statement, values: Mapping[str, object]) -> Any:
+        async with database.acquire() as connection, connection.transaction():
+            return await count(connection, statement, statement.arguments(values))
+
+    async def fetch_within(transaction: Transaction, statement: Statement, **values: object) -> Any:
+        return await count(transaction.connection, statement, statement.arguments(values))
+
+    monkeypatch.setattr(Database, "fetch", fetch)
+    monkeypatch.setattr(Transaction, "fetch", fetch_within)
+    return seen
+
+
+def new(**overrides: Any) -> NewExecution:
+    return NewExecution(
+        **{
+            "namespace": "tests",
+            "lane_id": "default",
+            "execution_kind": "job",
+            "input_payload": b"1",
+            "priority": 0,
+            "creator_identity": "test",
+            **overrides,
+        }
+    )
+
+
+async def claim(engine: Engine, limit: int, **overrides: Any) -> list[Any]:
+    return await engine.claim_many(
+        **{"lanes": ("default",), "worker_id": "w", "worker_instance_id": "w-1", "limit": limit, **overrides}
+    )
+
+
+@pytest.fixture(params=["no statistics", "statistics"])
+async def full(request: pytest.FixtureRequest, engine: Engine, clock: Any, connection: asyncpg.Connection) -> Engine:
+    """An engine on tables that hold ended, leased, delayed and waiting executions, of one lane and of others."""
+    for _ in range(ENDED // 1000):
+        await engine.create_many([new() for _ in range(1000)])
+        await engine.complete_many([(run.handle, b"1") for run in await claim(engine, 1000)])
+    for _ in range(LEASED // 1000):
+        await engine.create_many([new(execution_deadline_at=await clock.now() + DAY) for _ in range(1000)])
+        await claim(engine, 1000, lease_ttl_ms=4 * HOUR)
+    later = await clock.now() + HOUR
+    for nth in range(DELAYED // 1000):
+        await engine.create_many([new(delay_until=later + (nth * 1000 + n) * 1000) for n in range(1000)])
+    for nth in range(BACKLOG // 1000):
+        await engine.create_many([new(lane_id=f"lane{nth % 4}" if nth % 2 else "default") for _ in range(1000)])
+    # Rows that have left an index keep their entries until a vacuum; the first visit would count them.
+    await connection.execute("vacuum")
+    if request.param == "statistics":
+        await connection.execute("analyze")
+    return engine
+
+
+async def test_operations_on_few_executions_touch_few_rows(full: Engine, touched: Touched) -> None:
+    await full.create_many([new() for _ in range(10)])
+    assert touched["insert_executions"] <= 20
+    runs = await claim(full, 10)
+    assert touched["claim_best"] <= 40
+    assert len(await claim(full, 10, lanes=("default", "lane0", "lane1", "lane2", "lane3"))) == 10
+    # Each lane is read up to the limit before the best of all are taken.
+    assert touched["claim_best"] <= 5 * 10 + 40
+    await full.renew_many([run.handle for run in runs])
+    assert touched["renew_leases"] <= 40
+    await full.progress(runs[0].handle, percent=50)
+    assert touched["set_progress"] <= 10
+    await full.complete_many([(run.handle, b"1") for run in runs[:5]])
+    await full.fail(runs[5].handle, reason="no luck")
+    await full.cancel_execution(execution_id=runs[6].execution_id, reason="not wanted")
+    assert touched["release_executions"] <= 40
+    await full.read_execution_info(runs[0].execution_id)
+    assert touched["read_info"] <= 5
+
+
+async def test_sweeps_touch_what_is_due_and_of_that_a_batch(
+    full: Engine, touched: Touched, clock: Any, connection: asyncpg.Connection
+) -> None:
+    due = await full.retention.read_due()
+    assert (due.lapsed_leases, due.elapsed_delays, due.expiries) == (0, 0, 0)
+    assert touched["read_due"] <= 10
+    await clock.advance(ms=HOUR)
+    assert await full.leases.mark_lapsed() == 0
+    assert touched["mark_lapsed_leases"] <= 100
+    assert await full.expiry.expire_due() == 0
+    assert touched["lock_expired"] <= 100
+    assert 0 < await full.leases.promote_delayed() < 50
+    assert touched["promote_delayed"] <= 200
+    await clock.advance(ms=DAY + HOUR)
+    assert await full.leases.promote_delayed() == 1000
+    assert touched["promote_delayed"] <= 4_000
+    while await full.leases.promote_delayed():
+        pass
+    await connection.execute("vacuum execution")
+    assert await full.leases.mark_lapsed() == 1000
+    assert touched["mark_lapsed_leases"] <= 4_000
+    assert await full.expiry.expire_due() == 1000
+    assert touched["lock_expired"] <= 4_000
+    assert await full.retention.trim(limit=100) == 100
+    assert touched["take_retained"] <= 4 * 100

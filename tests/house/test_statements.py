@@ -1,0 +1,136 @@
+"""Every statement is sound, used, and one of few that move an execution."""
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import asyncpg
+import pytest
+
+from flowfabric.db.database import session_settings
+from flowfabric.db.statements import Statement, Statements
+from flowfabric.engine.transition import CLAIM_PARAMETERS, LEASE_EXPIRED_PARAMETERS, PROMOTED, RELEASES
+from flowfabric.model.states import OwnershipState
+
+ENGINE = Path(__file__).parents[2] / "src" / "flowfabric" / "engine"
+FILES = sorted(ENGINE.glob("*.sql"))
+ALL = {statement.name: statement for path in FILES for statement in Statements(path)}
+
+VECTOR = (
+    "lifecycle_phase",
+    "ownership_state",
+    "eligibility_state",
+    "blocking_reason",
+    "terminal_outcome",
+    "attempt_state",
+)
+
+CREATES = {"insert_executions"}
+MOVES = {"claim_best", "release_executions", "mark_lapsed_leases", "promote_delayed"}
+"""The only statements that write the state of an execution."""
+
+CONSTANT = {("release_executions", "ownership_state"): "'unowned'"}
+"""Where every move of a statement leads to the same word, the statement says it."""
+
+_UPDATE = re.compile(r"\bupdate execution\b(?: as)?(?: \w+)?\s+set\s(.*?)\s(?:from|where|returning)\s", re.DOTALL)
+_INSERT = re.compile(r"\binsert into execution\b(?: as \w+)?\s*\((.*?)\)", re.DOTALL)
+
+
+def assignments(statement: Statement) -> Iterator[tuple[str, str]]:
+    """What a statement assigns to the state of an execution: column and expression."""
+    for found in _UPDATE.finditer(statement.sql):
+        for part in split(found[1]):
+            column, _, expression = part.partition("=")
+            if column.strip() in VECTOR:
+                yield column.strip(), expression.strip()
+
+
+def split(clause: str) -> list[str]:
+    """The parts of a SET clause, which commas separate outside of parentheses."""
+    parts, depth = [""], 0
+    for letter in clause:
+        depth += (letter in "([") - (letter in ")]")
+        if letter == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    return parts
+
+
+@pytest.fixture(scope="module")
+def python() -> str:
+    """The text of every module of the engine."""
+    return "\n".join(path.read_text(encoding="utf-8") for path in ENGINE.glob("*.py"))
+
+
+def test_names_are_given_once() -> None:
+    counted = Counter(statement.name for path in FILES for statement in Statements(path))
+    assert [name for name, count in counted.items() if count > 1] == []
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_every_statement_is_in_the_file_of_its_family_and_says_what_it_answers(path: Path) -> None:
+    assert path.with_suffix(".py").exists()
+    heads = re.findall(r"^-- name: \w+\n(.*)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+    assert len(heads) == len(list(Statements(path)))
+    assert [line for line in heads if not re.fullmatch(r"-- [A-Z].*", line)] == []
+
+
+async def test_every_statement_fits_the_schema(url: str) -> None:
+    connection = await asyncpg.connect(url, server_settings=session_settings("flowfabric"))
+    refused = []
+    try:
+        for name, statement in ALL.items():
+            try:
+                await connection.prepare(statement.sql)
+            except asyncpg.PostgresError as error:
+                refused.append(f"{name}: {error}")
+    finally:
+        await connection.close()
+    assert refused == []
+
+
+def test_every_statement_is_used(python: str) -> None:
+    assert [name for name in ALL if not re.search(rf"\bSQL\.{name}\b", python)] == []
+
+
+def test_few_statements_write_the_state_of_an_execution() -> None:
+    creates = {name for name, statement in ALL.items() if _INSERT.search(statement.sql)}
+    moves = {name for name, statement in ALL.items() if any(assignments(statement))}
+    assert (creates, moves) == (CREATES, MOVES)
+
+
+@pytest.mark.parametrize("name", sorted(MOVES))
+def test_a_move_takes_its_target_from_the_table_of_moves(name: str) -> None:
+    for column, expression in assignments(ALL[name]):
+        if (name, column) in CONSTANT:
+            assert expression == CONSTANT[name, column]
+        else:
+            # A word may stand in a condition, never as what is written.
+            assert not re.match(r"'", expression), (column, expression)
+            assert not re.search(r"\b(then|else)\s+'", expression), (column, expression)
+
+
+def test_the_words_that_moves_have_in_common_are_those_of_the_table() -> None:
+    assert {ending.target.ownership for ending in RELEASES.values()} == {OwnershipState.UNOWNED}
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("claim_best", CLAIM_PARAMETERS),
+        ("mark_lapsed_leases", LEASE_EXPIRED_PARAMETERS),
+        ("promote_delayed", PROMOTED),
+    ],
+)
+def test_a_statement_takes_the_whole_target_of_its_move(name: str, parameters: dict[str, str]) -> None:
+    taken = {parameter for parameter in ALL[name].parameters if parameter.startswith("to_")}
+    assert taken == set(parameters)
+    assert {column for column, _ in assignments(ALL[name])} <= set(VECTOR)
+
+
+def test_bare_clocks_are_read_once_a_statement() -> None:
+    # A volatile call in a condition is made for every row and keeps an index from being used.
+    bare = re.compile(r"(<|>|=|between|and)\s*ff_now\(\)")
+    assert [name for name, statement in ALL.items() if bare.search(statement.sql)] == []

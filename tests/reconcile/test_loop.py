@@ -1,0 +1,240 @@
+"""The loop: on time, cheap when idle, shared by processes, and hard to stop by accident."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from datetime import timedelta
+from typing import Any
+
+import asyncpg
+import pytest
+
+from flowfabric.db.database import Database
+from flowfabric.engine.engine import Engine
+from flowfabric.model.errors import TransportError
+from flowfabric.model.states import PublicState
+from flowfabric.reconcile.loop import Reconciler
+from flowfabric.reconcile.sweeps import SWEEPS, Sweep, WokenBy
+
+OFTEN = {"lease_expiry_interval_ms": 50, "delayed_promoter_interval_ms": 50}
+
+
+def counting(run: Callable[[int], int], *, every_ms: int = 20, woken_by: WokenBy | None = WokenBy.TIMER) -> Sweep:
+    """A sweep that is always due, whose nth batch does what it is told."""
+    calls = 0
+
+    async def batch(_: Engine) -> int:
+        nonlocal calls
+        calls += 1
+        return run(calls)
+
+    return Sweep(
+        "counting",
+        batch,
+        every=lambda _: timedelta(milliseconds=every_ms),
+        batch=10,
+        is_due=lambda _: True,
+        woken_by=woken_by,
+    )
+
+
+async def test_what_is_due_happens_by_itself(engines: Any, given: Any, clock: Any, eventually: Any) -> None:
+    engine = await engines(**OFTEN)
+    lost = await given.claimed(lease_ttl_ms=30_000)
+    delayed = await given.delayed(seconds=40)
+    late = await given.created(execution_deadline_at=await clock.now() + 50_000)
+    async with Reconciler(engine) as reconciler:
+        await clock.advance(seconds=60)
+        await eventually(lambda: reconciler.stats["lease_expiry"].processed == 1)
+        await eventually(lambda: reconciler.stats["delayed_promoter"].processed == 1)
+        await eventually(lambda: reconciler.stats["expiry"].processed == 1)
+    assert await engine.read_execution_state(delayed) is PublicState.WAITING
+    assert await engine.read_execution_state(late) is PublicState.EXPIRED
+    assert {(await given.claim()).execution_id for _ in range(2)} == {lost.execution_id, delayed}
+
+
+async def test_a_timer_of_this_process_is_met_on_time(engine: Engine, given: Any, clock: Any) -> None:
+    async with Reconciler(engine):
+        await given.created(delay_until=await clock.now() + 150)
+        claimed = await engine.claim(lane_id="default", worker_id="w", worker_instance_id="w-1", max_wait_ms=20_000)
+        assert claimed is not None
+
+
+async def test_a_timer_another_process_set_is_met_on_time(engines: Any, engine: Engine, given: Any, clock: Any) -> None:
+    await given.created(delay_until=await clock.now() + 300)
+    other = await engines()
+    async with Reconciler(other):
+        claimed = await other.claim(lane_id="default", worker_id="w", worker_instance_id="w-1", max_wait_ms=20_000)
+        assert claimed is not None
+
+
+async def test_claims_leave_what_is_due_to_the_loop_and_take_it_back_afterwards(engine: Engine) -> None:
+    assert not engine.leases.is_swept
+    async with Reconciler(engine):
+        assert engine.leases.is_swept
+    assert not engine.leases.is_swept
+
+
+async def test_an_idle_loop_costs_less_than_a_statement_a_second(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    acquire = Database.acquire
+    statements = 0
+
+    def counted(database: Database) -> Any:
+        nonlocal statements
+        statements += 1
+        return acquire(database)
+
+    monkeypatch.setattr(Database, "acquire", counted)
+    async with Reconciler(engine):
+        statements, began = 0, time.monotonic()
+        await asyncio.sleep(5)
+        seconds = time.monotonic() - began
+    assert 0 < statements <= seconds
+
+
+async def test_two_loops_do_everything_once(engines: Any, given: Any, clock: Any, rows: Any, eventually: Any) -> None:
+    engine, other = await engines(**OFTEN), await engines(**OFTEN)
+    lost = [await given.claimed() for _ in range(20)]
+    delayed = [await given.delayed(seconds=20) for _ in range(20)]
+    timed_out = [await given.created(execution_deadline_at=await clock.now() + 20_000) for _ in range(20)]
+    await given.registered(liveness_ttl_ms=1000)
+    async with Reconciler(engine) as one, Reconciler(other) as two:
+
+        def processed(name: str) -> int:
+            return one.stats[name].processed + two.stats[name].processed
+
+        await clock.advance(seconds=60)
+        await eventually(lambda: processed("lease_expiry") >= len(lost))
+        await eventually(lambda: processed("delayed_promoter") >= len(delayed))
+        await eventually(lambda: processed("expiry") >= len(timed_out))
+    await Reconciler(engine).catch_up()
+    counted = {name: processed(name) for name in ("lease_expiry", "delayed_promoter", "expiry")}
+    assert counted == {"lease_expiry": 20, "delayed_promoter": 20, "expiry": 20}
+    assert len(await rows.of("event", kind=4)) == len(lost)
+    assert len([event for event in await rows.of("event") if event["outcome"] is not None]) == len(timed_out)
+    assert len(await rows.of("worker_event", kind="ttl_swept")) == 1
+    assert len(await rows.of("execution", public_state="waiting")) == len(delayed)
+
+
+async def test_a_full_batch_is_followed_by_the_next_without_a_pause(engine: Engine, eventually: Any) -> None:
+    sweep = counting(lambda call: 10 if call <= 5 else 0, every_ms=60_000, woken_by=None)
+    async with Reconciler(engine, sweeps=[sweep]) as reconciler:
+        await eventually(lambda: reconciler.stats["counting"].cycles == 6)
+        assert reconciler.stats["counting"].processed == 50
+
+
+async def test_a_failing_sweep_is_counted_and_does_not_stop_the_others(
+    engines: Any, given: Any, clock: Any, eventually: Any
+) -> None:
+    def fail(_: int) -> int:
+        raise ValueError("cannot")
+
+    engine = await engines(**OFTEN)
+    await given.delayed(seconds=30)
+    async with Reconciler(engine, sweeps=[counting(fail), *SWEEPS]) as reconciler:
+        await clock.advance(seconds=31)
+        await eventually(lambda: reconciler.stats["delayed_promoter"].processed == 1)
+        stats = reconciler.stats["counting"]
+        await eventually(lambda: stats.errors >= 3)
+        assert (stats.last_error, stats.cycles) == ("cannot", 0)
+        assert stats.lag_seconds > 0
+        assert not engine.leases.is_swept
+
+
+async def test_a_sweep_that_succeeds_again_is_forgiven(engine: Engine, eventually: Any) -> None:
+    def fail_twice(call: int) -> int:
+        if call <= 2:
+            raise ValueError("not yet")
+        return 0
+
+    async with Reconciler(engine, sweeps=[counting(fail_twice)]) as reconciler:
+        await eventually(lambda: reconciler.stats["counting"].cycles >= 1)
+        assert reconciler.stats["counting"].errors == 2
+        await eventually(lambda: engine.leases.is_swept)
+        assert reconciler.stats["counting"].lag_seconds == 0
+
+
+async def test_a_store_out_of_reach_is_asked_again(engine: Engine, eventually: Any) -> None:
+    def lose(call: int) -> int:
+        if call <= 2:
+            raise TransportError("transport", "gone")
+        return 0
+
+    async with Reconciler(engine, sweeps=[counting(lose)]) as reconciler:
+        await eventually(lambda: reconciler.stats["counting"].cycles >= 1)
+        assert reconciler.stats["counting"].errors == 2
+
+
+async def test_the_loop_outlives_its_sessions(
+    engines: Any, given: Any, clock: Any, connection: asyncpg.Connection, eventually: Any
+) -> None:
+    engine = await engines(**OFTEN)
+    await given.delayed(seconds=30)
+    async with Reconciler(engine) as reconciler:
+        await connection.fetch(
+            """select pg_terminate_backend(pid) from pg_stat_activity
+                where datname = current_database() and application_name = 'flowfabric'"""
+        )
+        await clock.advance(seconds=31)
+        await eventually(lambda: reconciler.stats["delayed_promoter"].processed == 1)
+
+
+async def test_a_loop_that_breaks_starts_again(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, eventually: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(Reconciler, "RESTART_SECONDS", 0.05)
+    read_due: Callable[..., Awaitable[Any]] = engine.retention.read_due
+    calls = 0
+
+    async def break_at_first(*arguments: Any, **named: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 1:
+            raise RuntimeError("broken")
+        return await read_due(*arguments, **named)
+
+    monkeypatch.setattr(engine.retention, "read_due", break_at_first)
+    async with Reconciler(engine) as reconciler:
+        await eventually(lambda: reconciler.stats["event_partitions"].cycles == 1)
+    assert "starts again" in caplog.text
+
+
+async def test_stopping_waits_for_the_sweep_under_way(engine: Engine) -> None:
+    began, may_end = asyncio.Event(), asyncio.Event()
+
+    async def wait(_: Engine) -> int:
+        began.set()
+        await may_end.wait()
+        return 1
+
+    sweep = Sweep("waiting", wait, every=lambda _: timedelta(seconds=1), batch=10, is_due=lambda _: True)
+    reconciler = Reconciler(engine, sweeps=[sweep])
+    starting = asyncio.create_task(reconciler.__aenter__())
+    await began.wait()
+    stopping = asyncio.create_task(reconciler.__aexit__(None, None, None))
+    done, _ = await asyncio.wait({stopping}, timeout=0.05)
+    assert not done
+    may_end.set()
+    await stopping
+    await starting
+    assert reconciler.stats["waiting"].processed == 1
+
+
+async def test_stopping_does_not_wait_for_ever(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Reconciler, "SHUTDOWN_SECONDS", 0.05)
+    began = asyncio.Event()
+
+    async def hang(_: Engine) -> int:
+        began.set()
+        await asyncio.Event().wait()
+        return 0
+
+    sweep = Sweep("hanging", hang, every=lambda _: timedelta(seconds=1), batch=10, is_due=lambda _: True)
+    reconciler = Reconciler(engine, sweeps=[sweep])
+    starting = asyncio.create_task(reconciler.__aenter__())
+    await began.wait()
+    await reconciler.__aexit__(None, None, None)
+    starting.cancel()
+    await asyncio.gather(starting, return_exceptions=True)
