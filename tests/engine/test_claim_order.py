@@ -69,7 +69,7 @@ async def test_a_worker_gets_what_its_capabilities_cover(engine: Engine) -> None
     assert ids(await claim(engine, capabilities=("cpu",))) == [nothing]
     assert ids(await claim(engine, capabilities=["gpu", "gpu"])) == [gpu]
     assert ids(await claim(engine, capabilities={"cpu", "gpu", "tpu"})) == [both]
-    assert ids(await claim(engine, capabilities=("gpu,"[:3], "größe"))) == [accent]
+    assert ids(await claim(engine, capabilities=("gpu", "größe"))) == [accent]
     assert ids(await claim(engine, capabilities=("GPU",))) == [upper]
 
 

@@ -26,8 +26,8 @@ async def measure(task: Task) -> Figures:
 
         async with Worker(other, lanes=[LANE], handlers={KIND: handle}):
             latencies = sorted([await submit_to_start(engine, started) for _ in range(SUBMITS)])
-            await asyncio.sleep(1)
-            idle = await idle_statements(task.url, max(5, WINDOW_S * task.scale))
+            await asyncio.sleep(0.5)
+            idle = await idle_statements(task.url, max(3, WINDOW_S * task.scale))
     return {
         "submit_to_start_p50": milliseconds(latencies[len(latencies) // 2]),
         "submit_to_start_p99": milliseconds(latencies[len(latencies) * 99 // 100]),

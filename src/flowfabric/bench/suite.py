@@ -47,7 +47,7 @@ class Plan:
 
 
 FULL = Plan(rounds=3, scale=1.0, seconds=3_600)
-QUICK = Plan(rounds=1, scale=0.25, seconds=50)
+QUICK = Plan(rounds=1, scale=0.2, seconds=50)
 LONG_SOAK = Plan(rounds=1, scale=1.0, seconds=3_600)
 SHORT_SOAK = Plan(rounds=1, scale=0.1, seconds=600)
 

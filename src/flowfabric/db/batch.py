@@ -12,7 +12,7 @@ Answer = TypeVar("Answer")
 
 
 class Locked:
-    """The answer of a shared statement for an item it could not take: a row held elsewhere, or a key given twice."""
+    """The answer of a shared statement for an item it left out: its row is held elsewhere, or it must be done alone."""
 
 
 LOCKED: Final = Locked()
@@ -22,11 +22,11 @@ _SHARED_FATE = frozenset({"transport", "timeout", "auth"})
 
 
 class _Entry(Generic[Item, Answer]):
-    __slots__ = ("answer", "item", "key", "passes")
+    __slots__ = ("answer", "item", "keys", "passes")
 
-    def __init__(self, item: Item, key: Hashable, answer: "asyncio.Future[Answer]") -> None:
+    def __init__(self, item: Item, keys: tuple[Hashable, ...], answer: "asyncio.Future[Answer]") -> None:
         self.item = item
-        self.key = key
+        self.keys = keys
         self.answer = answer
         self.passes = 0
 
@@ -46,13 +46,13 @@ class Batch(Generic[Item, Answer]):
         together: Callable[[Sequence[Item]], Awaitable[Sequence[Answer | Locked | Exception]]],
         alone: Callable[[Item], Awaitable[Answer]],
         *,
-        key: Callable[[Item], Hashable],
+        keys: Callable[[Item], tuple[Hashable, ...]],
         size: int = 128,
         streams: int = 2,
     ) -> None:
         self._together = together
         self._alone = alone
-        self._key = key
+        self._keys = keys
         self._size = size
         self._streams = streams
         self._waiting: deque[_Entry[Item, Answer]] = deque()
@@ -62,7 +62,7 @@ class Batch(Generic[Item, Answer]):
     def put(self, item: Item) -> "asyncio.Future[Answer]":
         """Queue one item; the future holds its answer or its error."""
         answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
-        self._waiting.append(_Entry(item, self._key(item), answer))
+        self._waiting.append(_Entry(item, self._keys(item), answer))
         if len(self._tasks) < self._streams:
             self._spawn(self._stream())
         return answer
@@ -76,9 +76,9 @@ class Batch(Generic[Item, Answer]):
             now: list[int] = []
             later: list[int] = []
             for at in rest:
-                key = self._key(items[at])
-                (later if key in seen else now).append(at)
-                seen.add(key)
+                keys = self._keys(items[at])
+                (now if seen.isdisjoint(keys) else later).append(at)
+                seen.update(keys)
             for _ in range(self.MAX_PASSES):
                 for at, answer in zip(now, await self._try([items[at] for at in now]), strict=True):
                     answers[at] = answer
@@ -112,11 +112,11 @@ class Batch(Generic[Item, Answer]):
         waiting, flying, size = self._waiting, self._flying, self._size
         while waiting and len(taken) < size:
             entry = waiting.popleft()
-            if entry.key in flying:
-                passed_over.append(entry)
-            else:
-                flying.add(entry.key)
+            if flying.isdisjoint(entry.keys):
+                flying.update(entry.keys)
                 taken.append(entry)
+            else:
+                passed_over.append(entry)
         waiting.extendleft(reversed(passed_over))
         return taken
 
@@ -144,13 +144,13 @@ class Batch(Generic[Item, Answer]):
             if isinstance(answer, Locked):
                 entry.passes += 1
                 if entry.passes < self.MAX_PASSES:
-                    flying.discard(entry.key)
+                    flying.difference_update(entry.keys)
                     self._waiting.appendleft(entry)
                 else:
                     # Waits for the lock in a task of its own, so that the stream goes on with the rest.
                     self._spawn(self._settle_alone(entry))
                 continue
-            flying.discard(entry.key)
+            flying.difference_update(entry.keys)
             future = entry.answer
             if future.done():
                 continue

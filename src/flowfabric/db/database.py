@@ -46,6 +46,8 @@ _LOST = (
     asyncpg.CannotConnectNowError,
     asyncpg.TooManyConnectionsError,
     asyncpg.InterfaceError,
+    # A session that was ended while it rested is met in a state the driver does not expect.
+    asyncpg.InternalClientError,
     ConnectionError,
     ssl.SSLError,
     OSError,
@@ -73,7 +75,7 @@ def fault_of(error: BaseException) -> StoreFault | None:
             return StoreFault("contention", str(error))
         case _ if isinstance(error, _LOST) and not isinstance(error, asyncpg.DataError):
             return StoreFault("transport", str(error) or type(error).__name__)
-        case asyncpg.PostgresError() | asyncpg.InternalClientError():
+        case asyncpg.PostgresError():
             return StoreFault("other", f"{type(error).__name__}: {error}")
         case _:
             return None
@@ -89,6 +91,7 @@ class Database:
         self._pool_size = pool_size
         self._places = asyncio.Semaphore(pool_size)
         self._used: set[Connection] = set()
+        self._is_closed = False
 
     @classmethod
     async def open(cls, url: str, *, schema: str, pool_size: int = 10) -> "Database":
@@ -103,6 +106,10 @@ class Database:
             async with asyncio.timeout(CLOSE_SECONDS):
                 for _ in range(self._pool_size):
                     await self._places.acquire()
+        # Whoever still waits for a connection is told so, instead of waiting for ever.
+        self._is_closed = True
+        for _ in range(self._pool_size):
+            self._places.release()
         for connection in self._used:
             connection.terminate()
         free, self._free = self._free, []
@@ -118,6 +125,8 @@ class Database:
         connection: Connection = None
         await self._places.acquire()
         try:
+            if self._is_closed:
+                raise StoreFault("other", "the connections to the store are closed")
             connection = await self._take()
             yield connection
         except StoreFault:

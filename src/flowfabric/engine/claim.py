@@ -78,13 +78,16 @@ class Claim:
         _check_range(max_wait_ms, "max_wait_ms", 0, MAX_TTL_MS)
         worker_no = await self._store.worker_no(worker_id, instance)
         deadline = time.monotonic() + max_wait_ms / 1000
-        while True:
+        wakeups = self._store.wakeups
+        while not self.closing:
+            wakes = wakeups.wakes(lane_ids)
             async with self._turn:
                 claimed = await self._look(lane_ids, offered, worker_no, instance, lease_ttl_ms, limit)
             left = deadline - time.monotonic()
-            if claimed or left <= 0 or self.closing:
+            if claimed or left <= 0:
                 return claimed
-            await self._store.wakeups.wait_for_work(lane_ids, min(left, POLL_SECONDS))
+            await wakeups.wait_for_work(lane_ids, min(left, POLL_SECONDS))
+        return []
 
     async def _look(
         self,

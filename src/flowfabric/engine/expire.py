@@ -29,8 +29,10 @@ class Expire:
     async def expire_due(self) -> int:
         """Expire what is past its attempt timeout or deadline, the oldest first; answers how many."""
 
+        since = self._store.due.since
+
         async def expire(transaction: Transaction) -> tuple[list[Run], list[Verdict | Locked]]:
-            runs = [_expiry(row) for row in await transaction.fetch(SQL.lock_expired, limit=SWEEP_LIMIT)]
+            runs = [_expiry(row) for row in await transaction.fetch(SQL.lock_expired, since=since, limit=SWEEP_LIMIT)]
             return runs, await self._releases.within(transaction, runs) if runs else []
 
         runs, verdicts = await self._store.transact(expire)

@@ -5,7 +5,7 @@ select e.partition_key, e.execution_id, e.retry_count, e.lifecycle_phase, i.poli
   from (select ff_now() as now) c
  cross join lateral (
        select e.* from execution e
-        where e.due_at <= c.now
+        where e.due_at > :since and e.due_at <= c.now
           and (e.deadline_at <= c.now or (e.lifecycle_phase = 'active' and e.attempt_timeout_at <= c.now))
         order by e.due_at limit :limit
           for update skip locked) e

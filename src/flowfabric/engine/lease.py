@@ -26,7 +26,7 @@ class Leases:
     def __init__(self, store: Store) -> None:
         self._store = store
         self._batch: Batch[Handle, Renewed] = Batch(
-            self._renew_together, self._renew_alone, key=lambda handle: handle.execution_id
+            self._renew_together, self._renew_alone, keys=lambda handle: (handle.execution_id,)
         )
         self.is_swept = False
         """Set while a reconciler of this process does what is due; a claim then need not."""
@@ -85,6 +85,7 @@ class Leases:
             SQL.mark_lapsed_leases,
             partition_keys=[partition for partition, _ in pairs],
             execution_ids=None if execution_ids is None else [uuid for _, uuid in pairs],
+            since=self._store.due.since,
             limit=SWEEP_LIMIT,
             **LEASE_EXPIRED_PARAMETERS,
         )
@@ -93,7 +94,7 @@ class Leases:
 
     async def promote_delayed(self) -> int:
         """Make the delayed executions whose time has come claimable, the oldest first; answers how many."""
-        rows = await self._store.fetch(SQL.promote_delayed, limit=SWEEP_LIMIT, **PROMOTED)
+        rows = await self._store.fetch(SQL.promote_delayed, since=self._store.due.since, limit=SWEEP_LIMIT, **PROMOTED)
         self._tell(rows)
         return len(rows)
 
@@ -103,7 +104,7 @@ class Leases:
             return False
         woken: set[str] = set()
         for statement, target in ((SQL.mark_lapsed_leases, LEASE_EXPIRED_PARAMETERS), (SQL.promote_delayed, PROMOTED)):
-            values: dict[str, object] = {"limit": SWEEP_LIMIT, **target}
+            values: dict[str, object] = {"since": 0, "limit": SWEEP_LIMIT, **target}
             if statement is SQL.mark_lapsed_leases:
                 values |= {"partition_keys": [], "execution_ids": None}
             rows = await self._store.fetch(statement, **values)

@@ -70,7 +70,8 @@ select verdict,
   from held;
 
 -- name: mark_lapsed_leases
--- Marks lapsed leases so that the next claim takes them: the named executions, or the oldest due ones when none is named.
+-- Marks lapsed leases so that the next claim takes them: the named executions, or the oldest due after :since when none
+-- is named.
 with clock as materialized (select ff_now() as now),
 due as materialized (
   select e.partition_key, e.execution_id, e.queue_no, e.place, e.namespace_no, e.lease_epoch, e.lease_id, e.worker_no,
@@ -79,7 +80,7 @@ due as materialized (
    cross join lateral (
          select e.* from execution e
           where :execution_ids::uuid[] is null
-            and e.due_at <= c.now and e.ownership_state = 'leased' and e.lease_expires_at <= c.now
+            and e.due_at > :since and e.due_at <= c.now and e.ownership_state = 'leased' and e.lease_expires_at <= c.now
           order by e.due_at limit :limit
             for update skip locked) e
   union all
@@ -110,14 +111,15 @@ select l.lane_id, d.queue_no, d.place
   from due d join queue q using (queue_no) join lane l using (lane_no);
 
 -- name: promote_delayed
--- Makes due delayed executions claimable, the oldest first; their attempt state says how they will be claimed.
+-- Makes due delayed executions claimable, the oldest after :since first; their attempt state says how they will be claimed.
 with clock as materialized (select ff_now() as now),
 due as materialized (
   select e.* from clock c
    cross join lateral (
          select e.partition_key, e.execution_id, e.queue_no, e.place
            from execution e
-          where e.due_at <= c.now and e.eligibility_state = 'not_eligible_until_time' and e.delay_until <= c.now
+          where e.due_at > :since and e.due_at <= c.now
+            and e.eligibility_state = 'not_eligible_until_time' and e.delay_until <= c.now
           order by e.due_at limit :limit
             for update skip locked) e
 ),

@@ -82,7 +82,7 @@ class Releases:
         self._store = store
         self._leases = leases
         self._batch: Batch[Run, Verdict] = Batch(
-            self._release_together, self._release_alone, key=lambda run: run.execution_id
+            self._release_together, self._release_alone, keys=lambda run: (run.execution_id,)
         )
 
     async def one(self, run: Run) -> Verdict:

@@ -10,11 +10,13 @@ SQL = statements_beside(__file__)
 TRIM_LIMIT = 500
 PURGE_LIMIT = 1000
 SAMPLE = 1000
+AHEAD_MS = 2_000
+"""How far a look goes ahead to see when the next timer runs out."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Due:
-    """What waits for a sweep, and in how many milliseconds the next timer runs out."""
+    """What waits for a sweep, and in how many milliseconds the next timer runs out if that is soon."""
 
     lapsed_leases: int
     elapsed_delays: int
@@ -34,7 +36,15 @@ class Retention:
 
     async def read_due(self) -> Due:
         """What is due of everything the engine does by itself, in one statement."""
-        (row,) = await self._store.fetch(SQL.read_due, sample=SAMPLE)
+        store = self._store
+        (row,) = await store.fetch(
+            SQL.read_due,
+            due_since=store.due.look(),
+            retained_since=store.retained.look(),
+            ahead_ms=AHEAD_MS,
+            sample=SAMPLE,
+        )
+        store.due.reach(row["oldest_due_at"])
         return Due(
             lapsed_leases=row["lapsed_leases"],
             elapsed_delays=row["elapsed_delays"],
@@ -48,8 +58,10 @@ class Retention:
 
     async def trim(self, limit: int = TRIM_LIMIT) -> int:
         """Delete ended executions past their retention, the oldest first; answers how many."""
-        rows = await self._store.fetch(SQL.take_retained, limit=limit)
-        trimmed: int = rows[0]["trimmed"]
+        horizon = self._store.retained
+        (row,) = await self._store.fetch(SQL.take_retained, since=horizon.since, limit=limit)
+        horizon.reach(row["reached"])
+        trimmed: int = row["trimmed"]
         return trimmed
 
     async def purge_keys(self) -> int:

@@ -1,34 +1,41 @@
 -- name: read_due
--- What waits for a sweep: how many rows of each kind are due among the oldest :sample timers, and when the next is due.
+-- What waits for a sweep: how many rows of each kind are due among the oldest :sample timers after :due_since, the oldest
+-- of them, and when the next is due within :ahead_ms.
 with clock as materialized (select ff_now() as now),
 timer as materialized (
   select e.* from clock c
    cross join lateral (
          select e.lifecycle_phase, e.ownership_state, e.eligibility_state, e.lease_expires_at, e.delay_until,
-                e.attempt_timeout_at, e.deadline_at
-           from execution e where e.due_at <= c.now order by e.due_at limit :sample) e
+                e.attempt_timeout_at, e.deadline_at, e.due_at
+           from execution e
+          where e.due_at > :due_since and e.due_at <= c.now
+          order by e.due_at limit :sample) e
 )
 select count(*) filter (where t.ownership_state = 'leased' and t.lease_expires_at <= c.now) as lapsed_leases,
        count(*) filter (where t.eligibility_state = 'not_eligible_until_time' and t.delay_until <= c.now) as elapsed_delays,
        count(*) filter (where t.lifecycle_phase = 'active' and t.attempt_timeout_at <= c.now) as attempt_timeouts,
        count(*) filter (where t.deadline_at <= c.now) as deadlines,
-       exists (select from execution where retain_until <= (select now from clock)) as has_retained,
+       exists (select from execution
+                where retain_until > :retained_since and retain_until <= (select now from clock)) as has_retained,
        exists (select from idempotency where expires_at <= (select now from clock)) as has_spent_keys,
        exists (select from claim_grant where expires_at <= (select now from clock)) as has_lapsed_grants,
        exists (select from worker where lapses_at < (select now from clock)) as has_lapsed_workers,
-       (select min(e.due_at) from execution e where e.due_at > (select now from clock)) - c.now as next_due_in_ms
+       (select min(e.due_at) from execution e
+         where e.due_at > (select now from clock) and e.due_at <= (select now from clock) + :ahead_ms::bigint) - c.now as next_due_in_ms,
+       coalesce(min(t.due_at), c.now) as oldest_due_at
   from clock c left join timer t on true
  group by c.now;
 
 -- name: take_retained
--- Deletes ended executions past their retention with everything that belongs to them; answers how many.
+-- Deletes ended executions past their retention with everything that belongs to them, the oldest after :since first;
+-- answers how many, and up to when none is left but what is held elsewhere.
 with clock as materialized (select ff_now() as now),
 due as materialized (
   select e.* from clock c
    cross join lateral (
-         select e.partition_key, e.execution_id
+         select e.partition_key, e.execution_id, e.retain_until
            from execution e
-          where e.retain_until <= c.now
+          where e.retain_until > :since and e.retain_until <= c.now
           order by e.retain_until limit :limit
             for update skip locked) e
 ),
@@ -43,7 +50,7 @@ inputs as (
 gone as (
   delete from execution e using due d where e.partition_key = d.partition_key and e.execution_id = d.execution_id
   returning 1)
-select count(*) as trimmed from gone;
+select (select count(*) from gone) as trimmed, coalesce((select max(retain_until) from due), (select now from clock)) as reached;
 
 -- name: take_spent_keys
 -- Deletes idempotency entries past their time to live; answers how many.

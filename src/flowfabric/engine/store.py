@@ -8,6 +8,7 @@ from typing import TypeVar
 from flowfabric.db.database import Database, Record, StoreFault, Transaction
 from flowfabric.db.notify import Hints
 from flowfabric.db.statements import Statement, statements_beside
+from flowfabric.engine.horizon import Horizon
 from flowfabric.engine.wakeups import Wakeups
 from flowfabric.model.errors import EngineError, TransportError, error
 from flowfabric.model.ids import Partitions
@@ -36,6 +37,8 @@ class Store:
         self.database = database
         self.rules = rules
         self.wakeups = Wakeups(hints)
+        self.due = Horizon(whole_every_seconds=30)
+        self.retained = Horizon(whole_every_seconds=600)
         self._numbers: dict[tuple[str, ...], int] = {}
         self._lanes: dict[int, str] = {}
         self._queues: dict[tuple[str, tuple[str, ...]], tuple[int, int]] = {}

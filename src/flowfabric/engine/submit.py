@@ -1,6 +1,7 @@
 """Creating executions: once each, however often and however concurrently they are submitted."""
 
-from collections.abc import Hashable, Iterator, Sequence
+import time
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -58,7 +59,6 @@ _COLUMNS = (
     "idempotency_keys",
     "key_ttls_ms",
 )
-_NAMESPACE_NO = _COLUMNS.index("namespace_nos")
 
 _partition_of_lane = lru_cache(maxsize=4096)(lane_partition)
 
@@ -66,21 +66,31 @@ _partition_of_lane = lru_cache(maxsize=4096)(lane_partition)
 class _Submission:
     """A checked item: its row for the statement and what stands beside the row."""
 
-    __slots__ = ("execution_id", "is_minted", "key", "lane_id", "row")
+    __slots__ = ("execution_id", "is_minted", "key", "lane_id", "namespace", "row")
 
     def __init__(
-        self, execution_id: ExecutionId, lane_id: str, row: tuple[Any, ...], key: str | None, *, is_minted: bool
+        self,
+        execution_id: ExecutionId,
+        lane_id: str,
+        namespace: str,
+        row: tuple[Any, ...],
+        key: str | None,
+        *,
+        is_minted: bool,
     ) -> None:
         self.execution_id = execution_id
         self.lane_id = lane_id
+        self.namespace = namespace
         self.row = row
         self.key = key
         self.is_minted = is_minted
 
     @property
-    def scope(self) -> Hashable:
-        """The scope of the idempotency key: partition, namespace, key."""
-        return self.row[0], self.row[_NAMESPACE_NO], self.key
+    def names(self) -> tuple[Hashable, ...]:
+        """What no other submission of a statement may share: the id, and the idempotency key within its scope."""
+        if self.key is None:
+            return (self.execution_id,)
+        return self.execution_id, (self.row[0], self.namespace, self.key)
 
 
 class _NotCreated(Exception):
@@ -93,7 +103,7 @@ class Submit:
     def __init__(self, store: Store) -> None:
         self._store = store
         self._batch: Batch[_Submission, Submitted] = Batch(
-            self._insert_together, self._insert_alone, key=lambda item: item.execution_id
+            self._insert_together, self._insert_alone, keys=lambda item: item.names
         )
 
     async def create(self, new: NewExecution) -> Submitted:
@@ -131,26 +141,23 @@ class Submit:
         store = self._store
         lane_id = check_lane_id(new.lane_id)
         creator = check_text(new.creator_identity, "creator_identity")
-        namespace_no = await store.namespace_no(_check_short(new.namespace, "namespace"))
-        execution_id = format_execution_id(0, uuid)
+        namespace = _check_short(new.namespace, "namespace")
+        key = new.idempotency_key or None
         if new.execution_id is not None:
             execution_id = parse_execution_id(new.execution_id)
-        key = new.idempotency_key or None
-        try:
-            check_tags(new.tags)
-            policy = parse_policy(new.policy)
-        except EngineError:
-            found = await self._find_duplicate(execution_id, namespace_no, key)
+        else:
+            execution_id = format_execution_id(_partition_of_lane(lane_id, store.rules.partitions.flow), uuid)
+        # A duplicate is answered before its tags and policy are judged, and leaves no names behind.
+        if new.execution_id is not None or key is not None:
+            found = await self._find_duplicate(execution_id, namespace, key)
             if found is not None:
                 return found
-            raise
-        await store.queue_no(lane_id, _required(policy), registered_by=creator)
+        check_tags(new.tags)
+        policy = parse_policy(new.policy)
         if key is not None and _dedup_ms(policy) <= 0:
-            # Nothing is recorded under such a key, but an entry made before still counts.
-            found = await self._find_duplicate(execution_id, namespace_no, key)
-            if found is not None:
-                return found
             new = replace(new, idempotency_key=None)
+        await store.namespace_no(namespace)
+        await store.queue_no(lane_id, _required(policy), registered_by=creator)
         row = self._row(new, uuid)
         assert row is not None
         return row
@@ -231,35 +238,29 @@ class Submit:
             key,
             None if key is None else _dedup_ms(policy),
         )
-        return _Submission(execution_id, lane_id, row, key, is_minted=is_minted)
+        return _Submission(execution_id, lane_id, new.namespace, row, key, is_minted=is_minted)
 
-    async def _find_duplicate(self, execution_id: ExecutionId, namespace_no: int, key: str | None) -> Duplicate | None:
+    async def _find_duplicate(self, execution_id: ExecutionId, namespace: str, key: str | None) -> Duplicate | None:
         partition = int(execution_id[4:-38])
         rows = await self._store.fetch(
             SQL.list_duplicates,
             partition_keys=[partition],
             execution_ids=[execution_id[-36:]],
-            namespace_nos=[namespace_no],
+            namespaces=[namespace],
             idempotency_keys=[key],
         )
         found = rows[0]["execution_id"]
         return None if found is None else Duplicate(execution_id=format_execution_id(partition, found))
 
     async def _insert_together(self, items: Sequence[_Submission]) -> Sequence[Submitted | Locked | Exception]:
-        taken: list[_Submission] = []
-        taken_at: list[int] = []
-        scopes: set[Hashable] = set()
+        # A caller's own id may have to undo its key, which only a transaction of its own can.
+        taken_at = [at for at, item in enumerate(items) if item.key is None or item.is_minted]
+        taken = [items[at] for at in taken_at]
         answers: list[Submitted | Locked | Exception] = [LOCKED] * len(items)
-        for at, item in enumerate(items):
-            if item.key is not None:
-                # A key twice in one statement would fail it whole; a caller's own id may have to undo its key.
-                if item.scope in scopes or not item.is_minted:
-                    continue
-                scopes.add(item.scope)
-            taken.append(item)
-            taken_at.append(at)
         if taken:
-            rows = await self._store.database.fetch(SQL.insert_executions, _columns(taken))
+            columns = _columns(taken)
+            rows = await self._store.database.fetch(SQL.insert_executions, columns)
+            self._watch_deadlines(columns)
             for at, answer in zip(taken_at, await self._judge(taken, rows), strict=True):
                 answers[at] = answer
         return answers
@@ -273,13 +274,20 @@ class Submit:
 
         try:
             rows = await self._store.transact(insert)
+            self._watch_deadlines(_columns([item]))
         except _NotCreated:
-            found = await self._find_duplicate(item.execution_id, item.row[_NAMESPACE_NO], item.key)
+            found = await self._find_duplicate(item.execution_id, item.namespace, item.key)
             return found or Duplicate(execution_id=item.execution_id)
         (answer,) = await self._judge([item], rows)
         if isinstance(answer, Exception):
             raise answer
         return answer
+
+    def _watch_deadlines(self, columns: Mapping[str, Any]) -> None:
+        """A deadline that has passed already stands before the horizon of the sweeps."""
+        deadlines = [deadline for deadline in columns["deadlines_at"] if deadline is not None]
+        if deadlines and min(deadlines) < time.time() * 1000:
+            self._store.due.forget()
 
     async def _judge(self, items: Sequence[_Submission], rows: Sequence[Record]) -> list[Submitted | Exception]:
         """The answers of a statement that has committed, after waking who waits for what it brought."""
@@ -303,7 +311,7 @@ class Submit:
             elif lane_accepts and item.key is None:
                 answers[nth - 1] = Duplicate(execution_id=item.execution_id)
             else:
-                found = await self._find_duplicate(item.execution_id, item.row[_NAMESPACE_NO], item.key)
+                found = await self._find_duplicate(item.execution_id, item.namespace, item.key)
                 answers[nth - 1] = found or error(
                     "invalid_input", f"lane_id: lane {item.lane_id!r} accepts no submissions"
                 )
@@ -326,7 +334,7 @@ def _dedup_ms(policy: ExecutionPolicy | None) -> int:
     return policy.dedup_window_ms
 
 
-def _columns(items: Sequence[_Submission]) -> dict[str, object]:
+def _columns(items: Sequence[_Submission]) -> dict[str, Any]:
     return columns_of(_COLUMNS, [item.row for item in items])
 
 

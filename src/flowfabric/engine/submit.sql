@@ -94,10 +94,11 @@ select nth, lane_no, queue_no, place, 0, is_new, lane_accepts, delay_until - now
 -- name: list_duplicates
 -- Of each (partition, id, namespace, key): the execution that makes it a duplicate, the key's owner first.
 select i.nth, coalesce(k.execution_id, e.execution_id) as execution_id
-  from unnest(:partition_keys::smallint[], :execution_ids::uuid[], :namespace_nos::int[], :idempotency_keys::text[])
-       with ordinality as i(partition_key, execution_id, namespace_no, idempotency_key, nth)
+  from unnest(:partition_keys::smallint[], :execution_ids::uuid[], :namespaces::text[], :idempotency_keys::text[])
+       with ordinality as i(partition_key, execution_id, namespace, idempotency_key, nth)
+  left join namespace n using (namespace)
   left join lateral (
        select k.execution_id from idempotency k
-        where k.partition_key = i.partition_key and k.namespace_no = i.namespace_no
+        where k.partition_key = i.partition_key and k.namespace_no = n.namespace_no
           and k.idempotency_key = i.idempotency_key and k.expires_at > (select ff_now())) k on true
   left join execution e on e.partition_key = i.partition_key and e.execution_id = i.execution_id;

@@ -141,7 +141,8 @@ class _Endings:
                 del self._waiting[execution_id]
             if self._waiting:
                 await self._settle()
-            await asyncio.sleep(max(0.0, began + self.BUSY_SECONDS - time.monotonic()) if is_hinted else 0)
+            if self._waiting and is_hinted:
+                await asyncio.sleep(max(0.0, began + self.BUSY_SECONDS - time.monotonic()))
 
     async def _settle(self) -> None:
         wanted = list(self._waiting)

@@ -49,7 +49,7 @@ class Wakeups:
             self.timer_event.set()
 
     def wakes(self, lanes: Iterable[str]) -> int:
-        """How often these lanes were woken so far: read before a look at them, so that the wait after it misses nothing."""
+        """How often these lanes were woken so far: read before a look at them, so that no wake is missed."""
         return sum(self._wakes.setdefault(lane, 0) for lane in lanes)
 
     async def wait_for_work(self, lanes: Iterable[str], seconds: float, *, since: int | None = None) -> bool:

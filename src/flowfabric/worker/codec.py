@@ -36,10 +36,3 @@ def encode_result(result: object) -> bytes | None:
 def decoder(kind: Any) -> msgspec.json.Decoder[Any]:
     """A decoder of JSON text to this type."""
     return msgspec.json.Decoder(kind, dec_hook=_typed)
-
-
-def decode_result(payload: bytes | None, kind: Any) -> Any:
-    """The result of this type that an execution kept."""
-    if payload is None or kind is bytes:
-        return payload
-    return decoder(kind).decode(payload)

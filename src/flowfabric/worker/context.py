@@ -20,7 +20,17 @@ UNHEALTHY_FAILURES = 3
 class Running:
     """One claimed execution, from its claim to the commit of its ending."""
 
-    __slots__ = ("claimed", "failures", "has_ended", "has_started", "is_dropped", "lost", "renewed_at", "task", "waiter")
+    __slots__ = (
+        "claimed",
+        "failures",
+        "has_ended",
+        "has_started",
+        "is_dropped",
+        "lost",
+        "renewed_at",
+        "task",
+        "waiter",
+    )
 
     def __init__(self, claimed: ClaimedExecution, at: float) -> None:
         self.claimed = claimed

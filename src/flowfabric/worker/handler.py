@@ -5,6 +5,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from inspect import Parameter
+from types import GenericAlias
 from typing import Any, NamedTuple
 
 import msgspec
@@ -58,9 +59,9 @@ class Handler:
                 continue
             match parameter.kind:
                 case Parameter.VAR_POSITIONAL:
-                    fields.append((parameter.name, list[kind], msgspec.UNSET))
+                    fields.append((parameter.name, GenericAlias(list, (kind,)), msgspec.UNSET))
                 case Parameter.VAR_KEYWORD:
-                    fields.append((parameter.name, dict[str, kind], msgspec.UNSET))
+                    fields.append((parameter.name, GenericAlias(dict, (str, kind)), msgspec.UNSET))
                 case _ if parameter.default is Parameter.empty:
                     fields.append((parameter.name, kind))
                 case _:
@@ -70,12 +71,6 @@ class Handler:
         names = tuple(field[0] for field in fields)
         call = signature.replace(parameters=[p for p in signature.parameters.values() if p.name != context])
         return _Shape(signature, call, names, context, context_at, is_plain, decoder(arguments).decode)
-
-    @cached_property
-    def result_type(self) -> Any:
-        """The type of the function's result, as far as it says."""
-        annotation = self.shape.signature.return_annotation
-        return Any if annotation is inspect.Signature.empty else annotation
 
     def encode(self, args: Sequence[object], kwargs: Mapping[str, object]) -> bytes:
         """The payload of a call; a call the function would refuse is a TypeError."""
@@ -97,3 +92,14 @@ class Handler:
             given[shape.context] = context()
         bound = inspect.BoundArguments(shape.signature, given)
         return bound.args, bound.kwargs
+
+    def decode_result(self, payload: bytes | None) -> Any:
+        """The function's result, of the type it names, from what an execution kept of it."""
+        if payload is None or self.shape.signature.return_annotation is bytes:
+            return payload
+        return self._read_result(payload)
+
+    @cached_property
+    def _read_result(self) -> Callable[[bytes], Any]:
+        annotation = self.shape.signature.return_annotation
+        return decoder(Any if annotation is inspect.Signature.empty else annotation).decode

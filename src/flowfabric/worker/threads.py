@@ -41,4 +41,3 @@ def _call(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str
     except StopIteration as error:
         # A future cannot hold it: whoever waits for the future would wait for ever.
         raise RuntimeError("the handler raised StopIteration") from error
-

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypedDict
 
 from flowfabric.engine.engine import DEFAULT_LEASE_TTL_MS, Engine
 from flowfabric.model.ids import check_lane_id, check_worker_id
@@ -37,6 +37,22 @@ GATHER_SECONDS = 0.002
 """How long a few free slots wait for more to be claimed into with them."""
 CANCEL_SECONDS = 5.0
 """How long cancelled handlers may take to clean up."""
+
+
+class WorkerOptions(TypedDict, total=False):
+    """How a worker works, as `Worker` takes it."""
+
+    lanes: Sequence[str]
+    concurrency: int
+    worker_id: str
+    worker_instance_id: str
+    capabilities: Sequence[str]
+    lease_ttl_ms: int
+    namespace: str
+    claim_poll_interval_ms: int
+    drain_seconds: float
+    threads: int
+    reconcile: bool
 
 
 class Worker:
@@ -64,8 +80,8 @@ class Worker:
         threads: int | None = None,
         reconcile: bool = True,
     ) -> None:
-        if concurrency < 1 or claim_poll_interval_ms < 1 or (threads is not None and threads < 1):
-            raise ValueError("concurrency, claim_poll_interval_ms and threads must be at least 1")
+        if min(len(lanes), concurrency, lease_ttl_ms, claim_poll_interval_ms, 1 if threads is None else threads) < 1:
+            raise ValueError("lanes, concurrency, lease_ttl_ms, claim_poll_interval_ms and threads: at least one")
         host = "".join(char for char in socket.gethostname() if char.isprintable() and char != " ") or "worker"
         self.worker_id = check_worker_id(worker_id or host, "worker_id")
         self.worker_instance_id = check_worker_id(

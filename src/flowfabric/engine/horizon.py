@@ -1,0 +1,40 @@
+"""How far the timers of the store have been swept, so that a look begins where live ones can be."""
+
+import time
+
+
+class Horizon:
+    """The time before which no timer is live, as far as this process has seen.
+
+    An index keeps the entries of timers that are gone until no open transaction can see them any more; a look that
+    began at its head would step over all of them. A timer may still appear before the horizon, set late or for a
+    time long past: the margin covers what is common, and a whole look from time to time finds the rest.
+    """
+
+    MARGIN_MS = 5_000
+
+    def __init__(self, whole_every_seconds: float) -> None:
+        self._whole_every = whole_every_seconds
+        self._whole_at = 0.0
+        self._reached = 0
+
+    @property
+    def since(self) -> int:
+        """Where a sweep begins."""
+        return max(self._reached - self.MARGIN_MS, 0)
+
+    def look(self) -> int:
+        """Where a look begins: at the horizon, or at the beginning of time when that is due."""
+        now = time.monotonic()
+        if now >= self._whole_at:
+            self._whole_at = now + self._whole_every
+            self._reached = 0
+        return self.since
+
+    def reach(self, at_ms: int) -> None:
+        """The oldest live timer is at this time, or later."""
+        self._reached = at_ms
+
+    def forget(self) -> None:
+        """Begin the next look at the beginning of time."""
+        self._whole_at = 0.0

@@ -1,0 +1,317 @@
+"""Fabric: what users hold. Functions become durable tasks, and a submitted task becomes a run to wait for."""
+
+import asyncio
+import functools
+import os
+import socket
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import AsyncExitStack
+from datetime import timedelta
+from types import TracebackType
+from typing import Any, Concatenate, Generic, ParamSpec, Self, TypedDict, TypeVar, Unpack, cast, overload
+
+from flowfabric.engine.engine import Engine
+from flowfabric.model.errors import OperationTimeoutError, error
+from flowfabric.model.ids import ExecutionId, parse_execution_id
+from flowfabric.model.outcomes import Duplicate, ExecutionInfo
+from flowfabric.model.policy import (
+    Backoff,
+    ExecutionPolicy,
+    ExponentialBackoff,
+    FixedBackoff,
+    RetryPolicy,
+    RoutingRequirements,
+    TimeoutPolicy,
+)
+from flowfabric.model.states import PublicState, TerminalOutcome
+from flowfabric.settings import Settings
+from flowfabric.worker.context import Context
+from flowfabric.worker.handler import Handler
+from flowfabric.worker.worker import Worker, WorkerOptions
+
+Called = ParamSpec("Called")
+"""What a function takes."""
+Params = ParamSpec("Params")
+"""What a submission takes: the same without the context."""
+Returned = TypeVar("Returned")
+"""What a call gives: a coroutine or a result."""
+Result = TypeVar("Result")
+Kept = TypeVar("Kept", covariant=True)
+Seconds = float | timedelta
+
+
+class ExecutionFailed(Exception):
+    """A run did not succeed: `outcome` says how it ended, `reason` why."""
+
+    def __init__(self, execution_id: ExecutionId, outcome: TerminalOutcome, reason: str | None) -> None:
+        super().__init__(execution_id, outcome, reason)
+        self.execution_id = execution_id
+        self.outcome = outcome
+        self.reason = reason
+
+    def __str__(self) -> str:
+        """Read `<execution id> <outcome>: <reason>`."""
+        return f"{self.execution_id} {self.outcome}" + (f": {self.reason}" if self.reason else "")
+
+
+class SubmitOptions(TypedDict, total=False):
+    """How a task is submitted and run; what is absent is left to the fabric and the engine."""
+
+    lane: str
+    priority: int
+    retries: int
+    """How often a failed attempt is tried again."""
+    backoff: Backoff | Seconds
+    """The pause before a retry; one that doubles from a second to a minute when absent."""
+    timeout: Seconds
+    """How long one attempt may take."""
+    deadline: Seconds
+    """How long the execution may take, from its submission to its end."""
+    delay: Seconds
+    """How long it waits before it may be claimed."""
+    capabilities: Sequence[str]
+    """What a worker must offer."""
+    idempotency_key: str
+    """A submission under a key that is known already gives the run it belongs to."""
+    tags: Mapping[str, str]
+
+
+class TaskOptions(SubmitOptions, total=False):
+    """How a task is declared."""
+
+    name: str
+    """The kind of its executions: the function's name when absent. Queued work knows its task by this."""
+
+
+class Run(Generic[Kept]):
+    """A submitted execution, to be watched, waited for and cancelled from any process."""
+
+    def __init__(self, fabric: "Fabric", execution_id: ExecutionId, handler: Handler, *, is_duplicate: bool) -> None:
+        self._fabric = fabric
+        self._handler = handler
+        self.id = execution_id
+        self.is_duplicate = is_duplicate
+        """Whether the execution had been submitted before, under the same idempotency key."""
+
+    def __repr__(self) -> str:
+        """Read `Run(<execution id>)`."""
+        return f"Run({self.id})"
+
+    async def state(self) -> PublicState:
+        """The state in one word."""
+        return (await self.info()).public_state
+
+    async def info(self) -> ExecutionInfo:
+        """What an operator sees of it."""
+        info = await self._fabric.engine.read_execution_info(self.id)
+        if info is None:
+            raise error("execution_not_found")
+        return info
+
+    async def result(self, timeout: float | None = None) -> Kept:
+        """The result as soon as it is there; ExecutionFailed when there is none, TimeoutError when it takes longer."""
+        try:
+            ended = await self._fabric.engine.wait_for_ending(self.id, timeout=timeout)
+        except OperationTimeoutError:
+            raise TimeoutError(f"{self.id} has not ended within {timeout} s") from None
+        if ended.outcome is not TerminalOutcome.SUCCESS:
+            raise ExecutionFailed(self.id, ended.outcome, ended.reason)
+        return cast(Kept, self._handler.decode_result(ended.result))
+
+    async def cancel(self, reason: str = "cancelled by its submitter") -> None:
+        """End it as cancelled, whatever it does."""
+        await self._fabric.engine.cancel_execution(execution_id=self.id, reason=reason)
+
+
+class Task(Generic[Called, Params, Returned]):
+    """A function that can also be submitted; called, it is the plain function."""
+
+    def __init__(self, fabric: "Fabric", name: str, handler: Handler, options: SubmitOptions) -> None:
+        functools.update_wrapper(self, handler.function)
+        self._fabric = fabric
+        self._options = options
+        self._policy = _policy(options)
+        self.name = name
+        self.handler = handler
+
+    def __call__(self, *args: Called.args, **kwargs: Called.kwargs) -> Returned:
+        """Call the function here and now."""
+        return cast(Returned, self.handler.function(*args, **kwargs))
+
+    def __repr__(self) -> str:
+        """Read `Task(<name>)`."""
+        return f"Task({self.name})"
+
+    @property
+    def lane(self) -> str:
+        """The lane it is submitted to."""
+        return self._options.get("lane", self._fabric.lane)
+
+    def options(self, **options: Unpack[SubmitOptions]) -> Self:
+        """The same task with these options instead of its own: `await add.options(priority=5).submit(1, 2)`."""
+        _check_options(options, SubmitOptions)
+        return type(self)(self._fabric, self.name, self.handler, {**self._options, **options})
+
+    @overload
+    async def submit(
+        self: "Task[Called, Params, Coroutine[Any, Any, Result]]", *args: Params.args, **kwargs: Params.kwargs
+    ) -> Run[Result]: ...
+    @overload
+    async def submit(self, *args: Params.args, **kwargs: Params.kwargs) -> Run[Returned]: ...
+    async def submit(self, *args: Any, **kwargs: Any) -> Run[Any]:
+        """Have a worker call the function; the execution is durable when this returns."""
+        engine, options = self._fabric.engine, self._options
+        payload = self.handler.encode(args, kwargs)
+        delay = options.get("delay")
+        made = await engine.create_execution(
+            namespace=self._fabric.namespace,
+            lane_id=self.lane,
+            execution_kind=self.name,
+            input_payload=payload,
+            payload_encoding="json",
+            priority=options.get("priority", 0),
+            creator_identity=self._fabric.identity,
+            idempotency_key=options.get("idempotency_key"),
+            tags=options.get("tags"),
+            policy=self._policy,
+            delay_until=None if delay is None else await engine.server_time_ms() + _milliseconds(delay),
+        )
+        return Run(self._fabric, made.execution_id, self.handler, is_duplicate=isinstance(made, Duplicate))
+
+    @overload
+    def find(self: "Task[Called, Params, Coroutine[Any, Any, Result]]", execution_id: str) -> Run[Result]: ...
+    @overload
+    def find(self, execution_id: str) -> Run[Returned]: ...
+    def find(self, execution_id: str) -> Run[Any]:
+        """The run of an execution that was submitted before, by whichever process."""
+        return Run(self._fabric, parse_execution_id(execution_id), self.handler, is_duplicate=True)
+
+
+class TaskDecorator:
+    """What makes a function a task: `@fabric.task`, or `@fabric.task(retries=3)`."""
+
+    def __init__(self, fabric: "Fabric", options: TaskOptions) -> None:
+        _check_options(options, TaskOptions)
+        self._fabric = fabric
+        self._options = options
+
+    @overload
+    def __call__(
+        self, function: Callable[Concatenate[Context, Params], Returned], /
+    ) -> Task[Concatenate[Context, Params], Params, Returned]: ...
+    @overload
+    def __call__(self, function: Callable[Params, Returned], /) -> Task[Params, Params, Returned]: ...
+    @overload
+    def __call__(self, **options: Unpack[TaskOptions]) -> "TaskDecorator": ...
+    def __call__(self, *functions: Callable[..., Any], **options: Any) -> Any:
+        """Declare a function as a task, or give the decorator that does so with more options."""
+        if not functions:
+            return TaskDecorator(self._fabric, cast(TaskOptions, {**self._options, **options}))
+        (function,) = functions
+        submit_options = self._options.copy()
+        name = submit_options.pop("name", function.__name__)
+        return self._fabric.add(Task(self._fabric, name, Handler(function), submit_options))
+
+
+class Fabric:
+    """Tasks and the Postgres they live on: the named one, the configured one, or one embedded under `.flowfabric`.
+
+    `async with fabric:` connects it. Any number of fabrics may exist side by side.
+    """
+
+    def __init__(
+        self,
+        url: str | None = None,
+        *,
+        settings: Settings | None = None,
+        namespace: str = "default",
+        lane: str = "default",
+    ) -> None:
+        self._url = url
+        self._settings = settings
+        self.namespace = namespace
+        self.lane = lane
+        self.identity = f"{socket.gethostname()}-{os.getpid()}"
+        self.tasks: dict[str, Task[Any, Any, Any]] = {}
+        self._engine: Engine | None = None
+        self._open = AsyncExitStack()
+
+    @property
+    def task(self) -> TaskDecorator:
+        """Make a function a task: `@fabric.task`, or with options, `@fabric.task(retries=3)`."""
+        return TaskDecorator(self, {})
+
+    @property
+    def engine(self) -> Engine:
+        """The engine below, with every operation there is."""
+        if self._engine is None:
+            raise RuntimeError("the fabric is not connected: use it inside `async with fabric:`")
+        return self._engine
+
+    async def __aenter__(self) -> Self:
+        """Connect."""
+        if self._engine is not None:
+            raise RuntimeError("the fabric is connected already")
+        self._engine = await self._open.enter_async_context(Engine.connect(self._url, settings=self._settings))
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Disconnect."""
+        self._engine = None
+        await self._open.aclose()
+
+    def add(self, task: Task[Called, Params, Returned]) -> Task[Called, Params, Returned]:
+        """Have the workers of this fabric run a task."""
+        if task.name in self.tasks:
+            raise ValueError(f"there is a task {task.name!r} already; give this one another name=")
+        self.tasks[task.name] = task
+        return task
+
+    def worker(self, **options: Unpack[WorkerOptions]) -> Worker:
+        """A worker for the tasks of this fabric, on their lanes: `async with` it, or `await worker.run()`."""
+        options.setdefault("lanes", sorted({task.lane for task in self.tasks.values()}) or [self.lane])
+        options.setdefault("namespace", self.namespace)
+        return Worker(self.engine, handlers={name: task.handler for name, task in self.tasks.items()}, **options)
+
+    def run_worker(self, **options: Unpack[WorkerOptions]) -> None:
+        """Connect and work until SIGTERM or SIGINT: the main function of a worker process."""
+
+        async def work() -> None:
+            async with self:
+                await self.worker(**options).run()
+
+        asyncio.run(work())
+
+
+def _check_options(options: Mapping[str, object], known: type) -> None:
+    if unknown := options.keys() - known.__annotations__.keys():
+        raise TypeError(f"no such option: {', '.join(sorted(unknown))}")
+
+
+def _milliseconds(seconds: Seconds) -> int:
+    return round((seconds.total_seconds() if isinstance(seconds, timedelta) else seconds) * 1000)
+
+
+def _policy(options: SubmitOptions) -> ExecutionPolicy | None:
+    match options.get("backoff"):
+        case None:
+            backoff: Backoff = ExponentialBackoff()
+        case FixedBackoff() | ExponentialBackoff() as given:
+            backoff = given
+        case seconds:
+            backoff = FixedBackoff(delay_ms=_milliseconds(seconds))
+    retries, capabilities = options.get("retries", 0), options.get("capabilities")
+    timeout, deadline = options.get("timeout"), options.get("deadline")
+    policy = ExecutionPolicy(
+        retry_policy=RetryPolicy(max_retries=retries, backoff=backoff) if retries else None,
+        timeout_policy=None
+        if timeout is None and deadline is None
+        else TimeoutPolicy(
+            attempt_timeout_ms=None if timeout is None else _milliseconds(timeout),
+            execution_deadline_ms=None if deadline is None else _milliseconds(deadline),
+        ),
+        routing_requirements=RoutingRequirements(required_capabilities=tuple(capabilities)) if capabilities else None,
+    )
+    return None if policy == ExecutionPolicy() else policy

@@ -1,0 +1,255 @@
+"""What users hold: tasks, submissions and runs."""
+
+import asyncio
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flowfabric import (
+    Context,
+    ExecutionFailed,
+    Fabric,
+    FixedBackoff,
+    PermanentError,
+    PublicState,
+    Settings,
+    TerminalOutcome,
+)
+from flowfabric.model.errors import NotFoundError, ValidationError
+
+
+@dataclass
+class Point:
+    x: int
+    y: int
+
+
+async def test_a_task_is_submitted_run_and_waited_for(url: str) -> None:
+    fabric = Fabric(url)
+
+    @fabric.task
+    async def add(a: int, b: int) -> int:
+        return a + b
+
+    async with fabric, fabric.worker():
+        runs = [await add.submit(n, b=1) for n in range(10)]
+        assert [await run.result(timeout=10) for run in runs] == list(range(1, 11))
+        assert await runs[0].state() is PublicState.COMPLETED
+        assert (await runs[0].info()).execution_kind == "add"
+
+
+async def test_a_task_is_still_its_function() -> None:
+    fabric = Fabric()
+
+    @fabric.task(retries=3)
+    async def add(a: int, b: int) -> int:
+        """Add."""
+        return a + b
+
+    @fabric.task
+    def subtract(a: int, b: int) -> int:
+        return a - b
+
+    assert await add(1, 2) == 3
+    assert subtract(3, b=2) == 1
+    assert (add.__name__, add.__doc__, repr(add)) == ("add", "Add.", "Task(add)")
+
+
+async def test_results_have_the_type_the_function_names(url: str) -> None:
+    fabric = Fabric(url)
+
+    @fabric.task
+    def mirror(point: Point) -> Point:
+        return Point(point.y, point.x)
+
+    @fabric.task
+    async def raw(ctx: Context) -> bytes:
+        return ctx.execution_id.encode()
+
+    async with fabric, fabric.worker():
+        assert await (await mirror.submit(Point(1, 2))).result(timeout=10) == Point(2, 1)
+        run = await raw.submit()
+        assert await run.result(timeout=10) == run.id.encode()
+        assert await raw.find(run.id).result(timeout=10) == run.id.encode()
+
+
+async def test_a_run_that_failed_says_why(url: str) -> None:
+    fabric = Fabric(url)
+
+    @fabric.task(retries=2, backoff=0.001)
+    async def fail(ctx: Context) -> None:
+        raise ValueError(f"attempt {ctx.attempt_index}")
+
+    @fabric.task(retries=2)
+    async def give_up() -> None:
+        raise PermanentError("never")
+
+    async with fabric, fabric.worker():
+        run = await fail.submit()
+        with pytest.raises(ExecutionFailed, match="failed: ValueError: attempt 2") as failed:
+            await run.result(timeout=10)
+        assert (failed.value.execution_id, failed.value.outcome) == (run.id, TerminalOutcome.FAILED)
+        with pytest.raises(ExecutionFailed, match="PermanentError: never"):
+            await (await give_up.submit()).result(timeout=10)
+
+
+async def test_a_run_can_be_cancelled(url: str) -> None:
+    fabric = Fabric(url)
+
+    @fabric.task
+    async def never() -> None: ...
+
+    async with fabric:
+        run = await never.submit()
+        with pytest.raises(TimeoutError, match="has not ended within 0.01 s"):
+            await run.result(timeout=0.01)
+        await run.cancel("changed my mind")
+        with pytest.raises(ExecutionFailed, match="cancelled: changed my mind"):
+            await run.result(timeout=10)
+        assert await run.state() is PublicState.CANCELLED
+
+
+async def test_options_change_a_submission_and_nothing_else(url: str) -> None:
+    fabric = Fabric(url)
+
+    @fabric.task(priority=1, lane="slow")
+    async def job(priority: int) -> None: ...
+
+    async with fabric:
+        plain = await (await job.submit(priority=99)).info()
+        special = job.options(priority=5, lane="fast", tags={"app.a": "b"})
+        changed = await (await special.submit(priority=99)).info()
+        later = await job.options(delay=timedelta(hours=1)).submit(priority=99)
+        assert (plain.priority, plain.lane_id) == (1, "slow")
+        assert (changed.priority, changed.lane_id) == (5, "fast")
+        assert await later.state() is PublicState.DELAYED
+
+
+async def test_a_key_submits_once(url: str) -> None:
+    fabric = Fabric(url)
+
+    @fabric.task
+    async def pay(amount: int) -> int:
+        return amount
+
+    async with fabric:
+        keyed = pay.options(idempotency_key="invoice-7")
+        first, second = await asyncio.gather(keyed.submit(1), keyed.submit(1))
+        assert first.id == second.id
+        assert sorted([first.is_duplicate, second.is_duplicate]) == [False, True]
+
+
+async def test_options_become_a_policy(url: str, rows: Any) -> None:
+    fabric = Fabric(url)
+
+    @fabric.task(
+        retries=4, backoff=FixedBackoff(delay_ms=7), timeout=1.5, deadline=timedelta(minutes=1), capabilities=["gpu"]
+    )
+    async def job() -> None: ...
+
+    async with fabric:
+        run = await job.submit()
+        (stored,) = await rows.of("execution_input", execution_id=run.id[-36:])
+    assert stored["payload_encoding"] == "json"
+    policy = stored["policy"]
+    for part in ('"max_retries": 4', '"delay_ms": 7', '"attempt_timeout_ms": 1500', '"execution_deadline_ms": 60000'):
+        assert part in policy
+    assert '"required_capabilities": ["gpu"]' in policy
+
+
+async def test_an_attempt_that_takes_too_long_is_ended(url: str) -> None:
+    fabric = Fabric(url)
+
+    @fabric.task(timeout=0.1)
+    async def wait(ctx: Context) -> None:
+        await ctx.lease_lost
+
+    async with fabric, fabric.worker(lease_ttl_ms=600):
+        with pytest.raises(ExecutionFailed, match="expired") as failed:
+            await (await wait.submit()).result(timeout=20)
+        assert failed.value.outcome is TerminalOutcome.EXPIRED
+
+
+async def test_a_worker_serves_the_lanes_of_the_tasks(url: str) -> None:
+    fabric = Fabric(url, lane="main")
+
+    @fabric.task(lane="other")
+    async def elsewhere(ctx: Context) -> str:
+        return ctx.lane_id
+
+    @fabric.task
+    async def here(ctx: Context) -> str:
+        return ctx.lane_id
+
+    async with fabric, fabric.worker() as worker:
+        assert worker.lanes == ("main", "other")
+        assert await (await elsewhere.submit()).result(timeout=10) == "other"
+        assert await (await here.submit()).result(timeout=10) == "main"
+
+
+async def test_fabrics_stand_side_by_side(url: str, empty_url: str) -> None:
+    async with (
+        Fabric(url) as one,
+        Fabric(settings=Settings(database_url=empty_url, migrate_on_start=True)) as two,
+    ):
+        assert one.engine is not two.engine
+        assert one.tasks is not two.tasks
+
+
+async def test_a_fabric_can_be_opened_again(url: str) -> None:
+    fabric = Fabric(url)
+    for _ in range(2):
+        async with fabric:
+            await fabric.engine.ping()
+            with pytest.raises(RuntimeError, match="connected already"):
+                await fabric.__aenter__()
+    with pytest.raises(RuntimeError, match="not connected"):
+        _ = fabric.engine
+
+
+async def test_the_embedded_store_needs_no_settings(tmp_path: Path) -> None:
+    fabric = Fabric(settings=Settings(home=tmp_path / "home"))
+
+    @fabric.task
+    async def hello() -> str:
+        return "hello"
+
+    async with fabric, fabric.worker():
+        assert await (await hello.submit()).result(timeout=20) == "hello"
+
+
+async def test_names_are_unique() -> None:
+    fabric = Fabric()
+
+    @fabric.task
+    async def job() -> None: ...
+
+    with pytest.raises(ValueError, match="there is a task 'job' already"):
+
+        @fabric.task(name="job")
+        async def another() -> None: ...
+
+
+async def test_what_cannot_be_submitted_is_refused_at_once(url: str) -> None:
+    fabric = Fabric(url)
+
+    @fabric.task
+    async def job(a: int) -> None: ...
+
+    async with fabric:
+        with pytest.raises(TypeError, match="missing a required argument: 'a'"):
+            await job.submit()  # type: ignore[call-overload]
+        with pytest.raises(TypeError, match="no such option: prio"):
+            job.options(prio=1)  # type: ignore[call-arg]
+        with pytest.raises(TypeError, match="no such option: retires"):
+            fabric.task(retires=1)  # type: ignore[call-overload]
+        with pytest.raises(ValidationError, match="lane_id"):
+            await job.options(lane="").submit(1)
+        missing = job.find("{fp:0}:00000000-0000-7000-8000-000000000000")
+        with pytest.raises(NotFoundError):
+            await missing.state()
+        with pytest.raises(NotFoundError):
+            await missing.result(timeout=10)

@@ -1,0 +1,48 @@
+"""Workers of a test, and executions for them."""
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack
+from typing import Any
+
+import msgspec
+import pytest
+
+from flowfabric.engine.engine import Engine
+from flowfabric.model.ids import ExecutionId
+from flowfabric.worker.worker import Worker
+
+
+@pytest.fixture
+async def start_worker(engine: Engine) -> AsyncIterator[Callable[..., Any]]:
+    """Start a worker for handlers by kind: `await start_worker({"job": job}, concurrency=2)`; it stops with the test."""
+    async with AsyncExitStack() as stack:
+
+        async def start(handlers: dict[str, Callable[..., Any]], **options: Any) -> Worker:
+            options = {"lanes": ["default"], "namespace": "tests", **options}
+            return await stack.enter_async_context(Worker(engine, handlers=handlers, **options))
+
+        yield start
+
+
+@pytest.fixture
+def submit(given: Any) -> Callable[..., Any]:
+    """Create an execution of kind `job` from arguments by name: `await submit(a=1)`."""
+
+    async def submit(*, policy: Any = None, kind: str = "job", **arguments: Any) -> ExecutionId:
+        created: ExecutionId = await given.created(
+            execution_kind=kind, input_payload=msgspec.json.encode(arguments), policy=policy
+        )
+        return created
+
+    return submit
+
+
+@pytest.fixture
+def attempts(rows: Any) -> Callable[..., Any]:
+    """The attempts of an execution in their order."""
+
+    async def attempts(execution_id: ExecutionId) -> list[dict[str, Any]]:
+        found = await rows.of("attempt_all", execution_id=execution_id[-36:])
+        return sorted(found, key=lambda row: int(row["attempt_index"]))
+
+    return attempts

@@ -1,0 +1,150 @@
+"""How a function's arguments and result travel."""
+
+from dataclasses import dataclass
+from datetime import datetime
+from functools import partial
+from typing import Any
+
+import msgspec
+import pydantic
+import pytest
+
+from flowfabric.worker.codec import encode_result
+from flowfabric.worker.context import Context
+from flowfabric.worker.handler import Handler
+
+CONTEXT: Any = object()
+
+
+@dataclass
+class Point:
+    x: int
+    y: int = 0
+
+
+class Order(pydantic.BaseModel):
+    number: int
+    placed: datetime
+
+
+def through(function: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call a function with what is left of its arguments after the journey."""
+    handler = Handler(function)
+    bound_args, bound_kwargs = handler.bind(handler.encode(args, kwargs), lambda: CONTEXT)
+    result = function(*bound_args, **bound_kwargs)
+    return handler.decode_result(encode_result(result))
+
+
+def test_arguments_travel_by_name() -> None:
+    def add(a: int, b: int) -> int:
+        return a + b
+
+    assert Handler(add).encode((1,), {"b": 2}) == b'{"a":1,"b":2}'
+    assert through(add, 1, 2) == 3
+
+
+def test_a_default_is_that_of_the_function_that_runs() -> None:
+    def greet(name: str, greeting: str = "hello", *, mark: str = "!") -> str:
+        return f"{greeting} {name}{mark}"
+
+    assert Handler(greet).encode(("world",), {}) == b'{"name":"world"}'
+    assert through(greet, "world") == "hello world!"
+    assert through(greet, "world", mark="?") == "hello world?"
+
+
+def test_every_kind_of_parameter_travels() -> None:
+    def every(a: int, /, b: int, *rest: int, c: int, **more: int) -> list[Any]:
+        return [a, b, list(rest), c, more]
+
+    assert through(every, 1, 2, 3, 4, c=5, d=6) == [1, 2, [3, 4], 5, {"d": 6}]
+    assert through(every, 1, b=2, c=5) == [1, 2, [], 5, {}]
+
+
+def test_arguments_and_results_have_the_types_the_function_names() -> None:
+    def move(point: Point, orders: list[Order], when: datetime) -> tuple[Point, Order]:
+        assert type(when) is datetime
+        return Point(point.x + 1, len(orders)), orders[0]
+
+    order = Order(number=7, placed=datetime(2026, 1, 2))
+    assert through(move, Point(1), [order], datetime(2026, 1, 1)) == (Point(2, 1), order)
+
+
+def test_a_context_is_given_and_never_submitted() -> None:
+    def first(ctx: Context, a: int) -> Any:
+        return [ctx is CONTEXT, a]
+
+    def last(a: int = 1, *, ctx: Context) -> Any:
+        return [ctx is CONTEXT, a]
+
+    def alone(context: "Context") -> Any:
+        return context is CONTEXT
+
+    assert Handler(first).encode((5,), {}) == b'{"a":5}'
+    assert through(first, 5) == [True, 5]
+    assert through(last) == [True, 1]
+    assert through(alone) is True
+
+
+def test_a_function_without_parameters_takes_any_payload() -> None:
+    assert Handler(lambda: None).bind(b"\xff not JSON", lambda: CONTEXT) == ((), {})
+
+
+def test_bytes_are_kept_as_they_are() -> None:
+    def raw() -> bytes:
+        return b"\x00\xff"
+
+    assert encode_result(raw()) == b"\x00\xff"
+    assert through(raw) == b"\x00\xff"
+
+
+def test_nothing_is_kept_of_none() -> None:
+    assert encode_result(None) is None
+    assert through(lambda: None) is None
+
+
+def test_a_call_the_function_would_refuse_cannot_be_submitted() -> None:
+    def add(a: int, b: int) -> int:
+        return a + b
+
+    with pytest.raises(TypeError, match="missing a required argument: 'b'"):
+        Handler(add).encode((1,), {})
+
+
+@pytest.mark.parametrize(
+    "payload", [b'{"a": "one"}', b"{}", b'{"a": 1, "c": 2}', b"[1]", b"not JSON", b"", b'{"a": 1, "a": null}']
+)
+def test_a_payload_that_does_not_fit_is_refused(payload: bytes) -> None:
+    def handle(a: int) -> None: ...
+
+    with pytest.raises(msgspec.DecodeError):
+        Handler(handle).bind(payload, lambda: CONTEXT)
+
+
+def test_what_json_cannot_carry_is_refused() -> None:
+    def handle(a: object) -> None: ...
+
+    with pytest.raises(NotImplementedError, match="cannot be carried as JSON"):
+        Handler(handle).encode((object(),), {})
+
+
+def test_only_what_returns_can_be_a_handler() -> None:
+    def numbers() -> Any:
+        yield 1
+
+    async def later() -> Any:
+        yield 1
+
+    for generator in (numbers, later):
+        with pytest.raises(TypeError, match="is a generator"):
+            Handler(generator)
+
+
+def test_a_handler_knows_whether_to_await() -> None:
+    async def later(a: int) -> None: ...
+
+    class Called:
+        async def __call__(self) -> None: ...
+
+    def now() -> None: ...
+
+    assert [Handler(f).is_async for f in (later, partial(later, 1), Called(), now)] == [True, True, True, False]

@@ -1,0 +1,179 @@
+"""How a worker keeps its leases, and what it does when it loses one."""
+
+import asyncio
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from flowfabric.engine.engine import Engine
+from flowfabric.model.states import PublicState, TerminalOutcome
+from flowfabric.worker.context import Context
+
+TTL_MS = 600
+
+
+async def burn(ctx: Context, seconds: float) -> int:
+    """Keep the event loop from turning, as a handler should not do."""
+    until = time.monotonic() + seconds
+    turns = 0
+    while time.monotonic() < until:
+        turns += 1
+    return ctx.attempt_index
+
+
+async def test_a_handler_that_blocks_the_loop_keeps_its_lease(
+    engine: Engine, start_worker: Any, submit: Any, attempts: Any
+) -> None:
+    await start_worker({"job": burn}, lease_ttl_ms=TTL_MS)
+    run = await submit(seconds=3 * TTL_MS / 1000)
+    ended = await engine.wait_for_ending(run, timeout=20)
+    assert (ended.outcome, ended.result) == (TerminalOutcome.SUCCESS, b"0")
+    assert len(await attempts(run)) == 1
+
+
+async def test_a_plain_function_that_takes_long_keeps_its_lease(
+    engine: Engine, start_worker: Any, submit: Any, rows: Any, eventually: Any
+) -> None:
+    gate = threading.Event()
+
+    def wait() -> bool:
+        return gate.wait(timeout=20)
+
+    run = await submit()
+    await start_worker({"job": wait}, lease_ttl_ms=TTL_MS)
+
+    async def renewals() -> int:
+        return len([event for event in await rows.events(run) if event["kind"] == 2])
+
+    await eventually(lambda: _reaches(renewals, 4))
+    gate.set()
+    ended = await engine.wait_for_ending(run, timeout=10)
+    assert (ended.outcome, ended.result) == (TerminalOutcome.SUCCESS, b"true")
+
+
+async def _reaches(count: Any, least: int) -> bool:
+    return bool(await count() >= least)
+
+
+async def test_a_short_run_is_not_renewed(engine: Engine, start_worker: Any, submit: Any, rows: Any) -> None:
+    async def job() -> None: ...
+
+    await start_worker({"job": job}, lease_ttl_ms=TTL_MS)
+    runs = [await submit() for _ in range(20)]
+    for run in runs:
+        await engine.wait_for_ending(run, timeout=10)
+        assert [event["kind"] for event in await rows.events(run) if event["kind"] == 2] == []
+
+
+async def test_a_handler_whose_lease_is_lost_is_cancelled(
+    engine: Engine, start_worker: Any, submit: Any, rows: Any, eventually: Any
+) -> None:
+    contexts: list[Context] = []
+    cancelled = asyncio.Event()
+
+    async def wait(ctx: Context) -> str:
+        contexts.append(ctx)
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            cancelled.set()
+        return "swallowed"
+
+    run = await submit()
+    worker = await start_worker({"job": wait}, lease_ttl_ms=TTL_MS)
+    await eventually(lambda: contexts)
+    (ctx,) = contexts
+    assert ctx.is_lease_healthy()
+    lost = ctx.lease_lost
+    await engine.cancel_execution(execution_id=run, reason="not wanted")
+    await asyncio.wait_for(cancelled.wait(), 10)
+    await asyncio.wait_for(lost, 10)
+    await asyncio.wait_for(ctx.lease_lost, 10)
+    assert not ctx.is_lease_healthy()
+    await eventually(lambda: worker.running == 0)
+    assert (await rows.execution(run))["terminal_outcome"] == "cancelled"
+
+
+async def test_a_plain_function_learns_that_its_lease_is_lost(
+    engine: Engine, start_worker: Any, submit: Any, eventually: Any
+) -> None:
+    started = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def watch(ctx: Context) -> None:
+        loop.call_soon_threadsafe(started.set)
+        until = time.monotonic() + 20
+        while ctx.is_lease_healthy() and time.monotonic() < until:
+            pass
+
+    run = await submit()
+    worker = await start_worker({"job": watch}, lease_ttl_ms=TTL_MS)
+    await asyncio.wait_for(started.wait(), 10)
+    await engine.cancel_execution(execution_id=run, reason="not wanted")
+    await eventually(lambda: worker.running == 0)
+
+
+async def test_a_lapsed_lease_is_not_written_under(
+    engine: Engine, start_worker: Any, submit: Any, clock: Any, eventually: Any
+) -> None:
+    gate = asyncio.Event()
+    contexts: list[Context] = []
+
+    async def wait(ctx: Context) -> int:
+        contexts.append(ctx)
+        if ctx.attempt_index == 0:
+            await gate.wait()
+        return ctx.attempt_index
+
+    run = await submit()
+    # No renewal comes before the end of this test: only the store knows that the lease has lapsed.
+    await start_worker({"job": wait}, lease_ttl_ms=60_000)
+    await eventually(lambda: contexts)
+    await clock.advance(seconds=61)
+    await eventually(lambda: len(contexts) == 2)
+    gate.set()
+    ended = await engine.wait_for_ending(run, timeout=10)
+    assert (ended.outcome, ended.result) == (TerminalOutcome.SUCCESS, b"1")
+    assert [ctx.attempt_type for ctx in contexts] == ["initial", "reclaim"]
+    assert contexts[0].lease_epoch < contexts[1].lease_epoch
+
+
+async def test_a_store_that_breaks_off_is_asked_again(
+    engine: Engine, start_worker: Any, submit: Any, connection: Any, eventually: Any
+) -> None:
+    gate, started = asyncio.Event(), asyncio.Event()
+
+    async def wait(fails: bool) -> None:
+        started.set()
+        await gate.wait()
+        if fails:
+            raise ValueError("no luck")
+
+    runs = [await submit(fails=fails) for fails in (False, True)]
+    worker = await start_worker({"job": wait}, lease_ttl_ms=TTL_MS)
+    await eventually(lambda: worker.running == 2)
+    for _ in range(3):
+        await connection.execute(
+            "select pg_terminate_backend(pid) from pg_stat_activity"
+            " where datname = current_database() and application_name = 'flowfabric'"
+        )
+    gate.set()
+    ended = [await engine.wait_for_ending(run, timeout=20) for run in runs]
+    assert [one.outcome for one in ended] == [TerminalOutcome.SUCCESS, TerminalOutcome.FAILED]
+    started.clear()
+    after = await submit(fails=False)
+    assert (await engine.wait_for_ending(after, timeout=20)).outcome is TerminalOutcome.SUCCESS
+
+
+@pytest.mark.parametrize("reconcile", [True, False])
+async def test_delayed_work_is_found_when_it_is_due(
+    engine: Engine, start_worker: Any, given: Any, reconcile: bool
+) -> None:
+    async def job() -> None: ...
+
+    await start_worker({"job": job}, reconcile=reconcile, claim_poll_interval_ms=50)
+    run = await given.delayed(seconds=0.3)
+    assert await engine.read_execution_state(run) is PublicState.DELAYED
+    assert (await engine.wait_for_ending(run, timeout=10)).outcome is TerminalOutcome.SUCCESS

@@ -1,0 +1,139 @@
+"""How a worker registers, drains and leaves."""
+
+import asyncio
+import threading
+from typing import Any
+
+import pytest
+
+from flowfabric.engine.engine import Engine
+from flowfabric.model.errors import ValidationError
+from flowfabric.model.states import TerminalOutcome
+from flowfabric.worker.worker import Worker
+
+
+async def test_a_worker_is_registered_while_it_works(engine: Engine, rows: Any) -> None:
+    worker = Worker(
+        engine,
+        lanes=["b", "a"],
+        handlers={},
+        worker_id="pool",
+        worker_instance_id="pool-1",
+        capabilities=["gpu"],
+        namespace="tests",
+        lease_ttl_ms=5000,
+    )
+    async with worker:
+        (entry,) = await rows.of("worker")
+        assert (entry["worker_id"], entry["worker_instance_id"], entry["namespace"]) == ("pool", "pool-1", "tests")
+        assert (entry["lanes"], entry["capabilities"], entry["liveness_ttl_ms"]) == (["a", "b"], ["gpu"], 10_000)
+    assert await rows.of("worker") == []
+    (left,) = await rows.of("worker_event", kind="marked_dead")
+    assert left["reason"] == "stopped"
+
+
+async def test_a_worker_whose_registration_lapsed_registers_again(
+    engine: Engine, start_worker: Any, rows: Any, clock: Any, eventually: Any
+) -> None:
+    await start_worker({}, worker_instance_id="pool-1", lease_ttl_ms=300)
+    await clock.advance(seconds=3600)
+
+    async def swept_and_back() -> bool:
+        return bool(len(await rows.of("worker_event", kind="registered")) == 2 and await rows.of("worker"))
+
+    await engine.workers.sweep_lapsed()
+    await eventually(swept_and_back)
+
+
+async def test_an_instance_of_another_worker_is_refused(engine: Engine, given: Any) -> None:
+    await given.registered(worker_instance_id="pool-1")
+    with pytest.raises(ValidationError, match="reassigned"):
+        async with Worker(
+            engine, lanes=["default"], handlers={}, worker_id="other", worker_instance_id="pool-1", namespace="tests"
+        ):
+            pass
+
+
+async def test_a_quick_restart_under_the_same_name_succeeds(engine: Engine) -> None:
+    for _ in range(2):
+        async with Worker(engine, lanes=["default"], handlers={}, worker_id="pool", worker_instance_id="pool-1"):
+            pass
+
+
+async def test_stopping_waits_for_running_handlers(engine: Engine, submit: Any, eventually: Any) -> None:
+    gate = asyncio.Event()
+
+    async def wait() -> str:
+        await gate.wait()
+        return "done"
+
+    run = await submit()
+    worker = Worker(engine, lanes=["default"], handlers={"job": wait})
+    working = asyncio.create_task(worker.run())
+    await eventually(lambda: worker.running == 1)
+    worker.stop()
+    late = await submit()
+    gate.set()
+    await working
+    assert (await engine.wait_for_ending(run, timeout=10)).result == b'"done"'
+    assert await engine.read_execution_state(late) == "waiting"
+
+
+async def test_a_handler_that_does_not_end_in_time_is_left_to_another_worker(
+    engine: Engine, submit: Any, start_worker: Any, rows: Any, clock: Any, eventually: Any
+) -> None:
+    cleaned_up = asyncio.Event()
+
+    async def wait() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            cleaned_up.set()
+
+    async def finish() -> str:
+        return "done"
+
+    run = await submit()
+    worker = Worker(engine, lanes=["default"], handlers={"job": wait}, drain_seconds=0.05)
+    async with worker:
+        await eventually(lambda: worker.running == 1)
+    assert cleaned_up.is_set()
+    assert (await rows.execution(run))["ownership_state"] == "leased"
+    await clock.advance(seconds=31)
+    await start_worker({"job": finish})
+    ended = await engine.wait_for_ending(run, timeout=10)
+    assert (ended.outcome, ended.result) == (TerminalOutcome.SUCCESS, b'"done"')
+
+
+async def test_a_thread_that_does_not_end_in_time_does_not_hold_the_worker(
+    engine: Engine, submit: Any, eventually: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flowfabric.worker.worker.CANCEL_SECONDS", 0.05)
+    gate = threading.Event()
+
+    def wait() -> None:
+        gate.wait(timeout=20)
+
+    await submit()
+    worker = Worker(engine, lanes=["default"], handlers={"job": wait}, drain_seconds=0.05)
+    async with worker:
+        await eventually(lambda: worker.running == 1)
+    assert worker.running == 1
+    gate.set()
+    await eventually(lambda: worker.running == 0)
+
+
+async def test_results_of_the_last_moment_are_written(engine: Engine, submit: Any, rows: Any) -> None:
+    async def job() -> None: ...
+
+    runs = [await submit() for _ in range(200)]
+    worker = Worker(engine, lanes=["default"], handlers={"job": job}, concurrency=50)
+    async with worker:
+        await engine.wait_for_ending(runs[0], timeout=10)
+    left = await rows.of("execution", ownership_state="leased")
+    assert (left, worker.running) == ([], 0)
+
+
+async def test_an_idle_worker_stops_at_once(engine: Engine) -> None:
+    async with asyncio.timeout(5), Worker(engine, lanes=["default"], handlers={}):
+        await asyncio.sleep(0)
