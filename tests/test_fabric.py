@@ -18,6 +18,7 @@ from flowfabric import (
     Settings,
     TerminalOutcome,
 )
+from flowfabric.db.embedded import Embedded
 from flowfabric.model.errors import NotFoundError, ValidationError
 
 
@@ -104,7 +105,7 @@ async def test_a_run_can_be_cancelled(url: str) -> None:
 
     async with fabric:
         run = await never.submit()
-        with pytest.raises(TimeoutError, match="has not ended within 0.01 s"):
+        with pytest.raises(TimeoutError, match=r"has not ended within 0\.01 s"):
             await run.result(timeout=0.01)
         await run.cancel("changed my mind")
         with pytest.raises(ExecutionFailed, match="cancelled: changed my mind"):
@@ -211,7 +212,8 @@ async def test_a_fabric_can_be_opened_again(url: str) -> None:
 
 
 async def test_the_embedded_store_needs_no_settings(tmp_path: Path) -> None:
-    fabric = Fabric(settings=Settings(home=tmp_path / "home"))
+    home = tmp_path / "home"
+    fabric = Fabric(settings=Settings(home=home))
 
     @fabric.task
     async def hello() -> str:
@@ -219,6 +221,7 @@ async def test_the_embedded_store_needs_no_settings(tmp_path: Path) -> None:
 
     async with fabric, fabric.worker():
         assert await (await hello.submit()).result(timeout=20) == "hello"
+    (await asyncio.to_thread(Embedded.start, home)).release(discard=True)
 
 
 async def test_names_are_unique() -> None:

@@ -126,6 +126,8 @@ class Run(Generic[Kept]):
 class Task(Generic[Called, Params, Returned]):
     """A function that can also be submitted; called, it is the plain function."""
 
+    __name__: str
+
     def __init__(self, fabric: "Fabric", name: str, handler: Handler, options: SubmitOptions) -> None:
         functools.update_wrapper(self, handler.function)
         self._fabric = fabric

@@ -42,7 +42,8 @@ class Shelf:
         self.together: list[list[int]] = []
         self.alone: list[int] = []
         self.fault: StoreFault | None = None
-        self.batch: Batch[Item, int] = Batch(self._add_together, self._add_alone, key=lambda item: item.id)
+        self.patience = "2s"
+        self.batch: Batch[Item, int] = Batch(self._add_together, self._add_alone, keys=lambda item: (item.id,))
 
     async def _add_together(self, items: Sequence[Item]) -> Sequence[int | Locked | Exception]:
         self.together.append([item.id for item in items])
@@ -59,6 +60,7 @@ class Shelf:
         self.alone.append(item.id)
 
         async def add(transaction: Transaction) -> int:
+            await transaction.connection.execute(f"set local lock_timeout = '{self.patience}'")
             if not await transaction.fetch(LOCK, id=item.id):
                 raise LookupError(item.id)
             (row,) = await transaction.fetch(ADD, **self._columns([item]))
@@ -130,30 +132,31 @@ async def test_a_locked_row_holds_up_nobody_else(shelf: Shelf, other: asyncpg.Co
     assert await locked == 1
 
 
-async def test_callers_who_come_later_do_not_wait_for_a_locked_row(shelf: Shelf, other: asyncpg.Connection) -> None:
+async def test_callers_who_come_later_do_not_wait_for_a_locked_row(
+    shelf: Shelf, other: asyncpg.Connection, eventually: Any
+) -> None:
     async with other.transaction():
         await other.execute("select 1 from shelf where id <= 4 for update")
         locked = [shelf.batch.put(Item(n)) for n in range(1, 5)]
         await asyncio.wait_for(shelf.batch.put(Item(100)), 1.5)
-        while len(shelf.alone) < 4:
-            await asyncio.sleep(0.01)
+        await eventually(lambda: len(shelf.alone) == 4)
         assert await asyncio.wait_for(shelf.batch.put(Item(101)), 1.5) == 1
         assert not any(answer.done() for answer in locked)
     assert await asyncio.gather(*locked) == [1] * 4
 
 
 async def test_a_locked_row_within_a_call_is_waited_for_and_the_rest_is_done(
-    shelf: Shelf, other: asyncpg.Connection
+    shelf: Shelf, other: asyncpg.Connection, eventually: Any
 ) -> None:
     async with other.transaction():
         await other.execute("select 1 from shelf where id = 1 for update")
         call = asyncio.create_task(shelf.batch.run([Item(n) for n in range(1, 6)]))
-        while await other.fetchval("select count(*) from pg_locks where not granted") == 0:
-            await asyncio.sleep(0.01)
+        await eventually(lambda: other.fetchval("select count(*) from pg_locks where not granted"))
     assert await call == [1] * 5
 
 
 async def test_a_row_that_stays_locked_is_a_fault_of_its_caller_only(shelf: Shelf, other: asyncpg.Connection) -> None:
+    shelf.patience = "20ms"
     async with other.transaction():
         await other.execute("select 1 from shelf where id = 1 for update")
         locked, free = shelf.batch.put(Item(1)), shelf.batch.put(Item(2))
@@ -254,7 +257,7 @@ async def test_an_answer_that_is_an_error_meets_its_caller_only() -> None:
     async def alone(item: int) -> int:
         return item
 
-    batch: Batch[int, int] = Batch(together, alone, key=lambda item: item)
+    batch: Batch[int, int] = Batch(together, alone, keys=lambda item: (item,))
     even, odd = batch.put(2), batch.put(3)
     assert await even == 2
     with pytest.raises(ValueError, match="3"):
@@ -271,7 +274,26 @@ async def test_a_statement_that_breaks_over_its_items_is_repeated_item_by_item()
             raise LookupError(item)
         return item
 
-    batch: Batch[int, int] = Batch(together, alone, key=lambda item: item)
+    batch: Batch[int, int] = Batch(together, alone, keys=lambda item: (item,))
     answers = await asyncio.gather(*map(batch.put, (1, 2, 3)), return_exceptions=True)
     assert (answers[0], answers[2]) == (1, 3)
     assert isinstance(answers[1], LookupError)
+
+
+async def test_no_item_is_left_behind_when_streams_end_and_begin() -> None:
+    async def together(items: Sequence[int]) -> Sequence[int | Locked | Exception]:
+        await asyncio.sleep(0)
+        return items
+
+    async def alone(item: int) -> int:
+        return item
+
+    batch: Batch[int, int] = Batch(together, alone, keys=lambda item: (item,), size=3)
+
+    async def call(first: int) -> None:
+        for n in range(first, first + 100):
+            assert await batch.put(n) == n
+            for _ in range(n % 5):
+                await asyncio.sleep(0)
+
+    await asyncio.wait_for(asyncio.gather(*(call(first) for first in range(0, 2000, 100))), 30)

@@ -16,6 +16,7 @@ WAITING = "runnable/unowned/eligible_now/waiting_for_worker/none/pending_first_a
 DELAYED = "runnable/unowned/not_eligible_until_time/waiting_for_delay/none/pending_first_attempt/delayed"
 ACTIVE = "active/leased/not_applicable/none/none/running_attempt/active"
 LAPSED = "active/lease_expired_reclaimable/not_applicable/waiting_for_worker/none/attempt_interrupted/active"
+REVOKED = "active/lease_revoked/not_applicable/waiting_for_worker/none/attempt_interrupted/active"
 COMPLETED = "terminal/unowned/not_applicable/none/success/attempt_terminal/completed"
 FAILED = "terminal/unowned/not_applicable/none/failed/attempt_terminal/failed"
 BACKING_OFF = "runnable/unowned/not_eligible_until_time/waiting_for_retry_backoff/none/pending_retry_attempt/delayed"
@@ -143,6 +144,17 @@ FENCED: dict[str, Fenced] = {
 """Every operation a worker does under its lease; a refused item of a batch form is raised."""
 
 each_fenced = pytest.mark.parametrize("operation", FENCED)
+
+
+async def revoke(connection: Any, execution_id: str) -> None:
+    """Leave a lease as an operator who revokes it does."""
+    await connection.execute(
+        """update execution set ownership_state = 'lease_revoked', blocking_reason = 'waiting_for_worker',
+                  attempt_state = 'attempt_interrupted', blocking_detail = 'lease revoked: test',
+                  lease_revoked_at = ff_now(), lease_revoke_reason = 'test', last_mutation_at = ff_now()
+            where execution_id = $1 and ownership_state = 'leased'""",
+        execution_id[-36:],
+    )
 
 
 async def refused(call: Awaitable[object], code: str, detail: str | None = None) -> EngineError:

@@ -56,7 +56,7 @@ def touched(monkeypatch: pytest.MonkeyPatch) -> Touched:
         seen.scans[statement.name] = seen.scans.get(statement.name, 0) + after[1] - before[1]
         return found
 
-    async def fetch(database: Database, statement: Statement, values: Mapping[str, object]) -> Any:
+    async def fetch(database: Database, statement: Statement, values: Mapping[str, object], **_: object) -> Any:
         async with database.acquire() as connection, connection.transaction():
             return await count(connection, statement, statement.arguments(values))
 
@@ -111,6 +111,8 @@ async def full(request: pytest.FixtureRequest, engine: Engine, clock: Any, conne
 
 async def test_operations_on_few_executions_touch_few_rows(full: Engine, touched: Touched) -> None:
     await full.create_many([new() for _ in range(10)])
+    assert touched["insert_minted"] <= 20
+    await full.create_many([new(idempotency_key=f"key{n}") for n in range(10)])
     assert touched["insert_executions"] <= 20
     runs = await claim(full, 10)
     assert touched["claim_best"] <= 40
@@ -122,6 +124,7 @@ async def test_operations_on_few_executions_touch_few_rows(full: Engine, touched
     await full.progress(runs[0].handle, percent=50)
     assert touched["set_progress"] <= 10
     await full.complete_many([(run.handle, b"1") for run in runs[:5]])
+    assert touched["complete_held"] <= 40
     await full.fail(runs[5].handle, reason="no luck")
     await full.cancel_execution(execution_id=runs[6].execution_id, reason="not wanted")
     assert touched["release_executions"] <= 40

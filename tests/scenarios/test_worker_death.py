@@ -89,18 +89,6 @@ async def test_a_worker_that_froze_past_its_lease_cannot_complete(
     assert len([event for event in await rows.events(run.id) if event["outcome"] is not None]) == 1
 
 
-async def test_a_worker_that_freezes_within_its_lease_goes_on(
-    fabric: Fabric, start: Callable[[str], Process], tmp_path: Path, eventually: Any
-) -> None:
-    (run,) = await submit_waiting(tmp_path, 1)
-    worker = start("worker")
-    await eventually(lambda: started(tmp_path, "worker") == 1, timeout=20)
-    worker.send_signal(signal.SIGSTOP)
-    worker.send_signal(signal.SIGCONT)
-    (tmp_path / "gate").touch()
-    assert (await run.result(timeout=20))["attempt_index"] == 0
-
-
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 async def test_a_worker_that_is_told_to_go_finishes_what_it_runs(
     fabric: Fabric,
@@ -114,7 +102,6 @@ async def test_a_worker_that_is_told_to_go_finishes_what_it_runs(
     worker = start("worker")
     await eventually(lambda: started(tmp_path, "worker") == 3, timeout=20)
     worker.send_signal(number)
-    # A signal arrives in its own time; work that comes after it is left alone in the end, not at once.
     (tmp_path / "gate").touch()
     assert [(await run.result(timeout=20))["attempt_index"] for run in runs] == [0, 0, 0]
     assert worker.wait(timeout=20) == 0

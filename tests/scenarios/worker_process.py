@@ -26,7 +26,7 @@ async def wait_for_gate(ctx: Context, folder: str) -> Told:
     """Say in a folder that this run has started, and end when there is a file named `gate`."""
     place = Path(folder)
     (place / f"{ctx.worker_instance_id} {ctx.execution_id[-36:]}").touch()
-    while not (place / "gate").exists():
+    while not (place / "gate").exists():  # noqa: ASYNC110
         await asyncio.sleep(0.02)
     return told(ctx)
 

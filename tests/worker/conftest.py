@@ -14,7 +14,7 @@ from flowfabric.worker.worker import Worker
 
 @pytest.fixture
 async def start_worker(engine: Engine) -> AsyncIterator[Callable[..., Any]]:
-    """Start a worker for handlers by kind: `await start_worker({"job": job}, concurrency=2)`; it stops with the test."""
+    """Start a worker for handlers by kind, `await start_worker({"job": job}, concurrency=2)`; it ends with the test."""
     async with AsyncExitStack() as stack:
 
         async def start(handlers: dict[str, Callable[..., Any]], **options: Any) -> Worker:

@@ -143,15 +143,14 @@ async def test_a_lapsed_lease_is_not_written_under(
 async def test_a_store_that_breaks_off_is_asked_again(
     engine: Engine, start_worker: Any, submit: Any, connection: Any, eventually: Any
 ) -> None:
-    gate, started = asyncio.Event(), asyncio.Event()
+    gate = asyncio.Event()
 
-    async def wait(fails: bool) -> None:
-        started.set()
+    async def wait(luck: str) -> None:
         await gate.wait()
-        if fails:
+        if luck == "bad":
             raise ValueError("no luck")
 
-    runs = [await submit(fails=fails) for fails in (False, True)]
+    runs = [await submit(luck=luck) for luck in ("good", "bad")]
     worker = await start_worker({"job": wait}, lease_ttl_ms=TTL_MS)
     await eventually(lambda: worker.running == 2)
     for _ in range(3):
@@ -162,14 +161,13 @@ async def test_a_store_that_breaks_off_is_asked_again(
     gate.set()
     ended = [await engine.wait_for_ending(run, timeout=20) for run in runs]
     assert [one.outcome for one in ended] == [TerminalOutcome.SUCCESS, TerminalOutcome.FAILED]
-    started.clear()
-    after = await submit(fails=False)
+    after = await submit(luck="good")
     assert (await engine.wait_for_ending(after, timeout=20)).outcome is TerminalOutcome.SUCCESS
 
 
 @pytest.mark.parametrize("reconcile", [True, False])
 async def test_delayed_work_is_found_when_it_is_due(
-    engine: Engine, start_worker: Any, given: Any, reconcile: bool
+    engine: Engine, start_worker: Any, given: Any, reconcile: Any
 ) -> None:
     async def job() -> None: ...
 

@@ -24,7 +24,9 @@ async def test_a_result_is_kept_and_can_be_waited_for(engine: Engine, start_work
     await start_worker({"job": add})
     runs += [await submit(a=n, b=n) for n in range(20, 40)]
     ended = [await engine.wait_for_ending(run, timeout=10) for run in runs]
-    assert [(one.outcome, one.result) for one in ended] == [(TerminalOutcome.SUCCESS, b"%d" % (2 * n)) for n in range(40)]
+    assert [(one.outcome, one.result) for one in ended] == [
+        (TerminalOutcome.SUCCESS, b"%d" % (2 * n)) for n in range(40)
+    ]
 
 
 async def test_a_worker_claims_only_into_free_slots(engine: Engine, start_worker: Any, submit: Any, rows: Any) -> None:
@@ -111,10 +113,7 @@ async def ended_badly(engine: Engine, attempts: Any, run: Any) -> tuple[Any, ...
 
 async def test_a_failure_tells_its_causes(engine: Engine, start_worker: Any, submit: Any, attempts: Any) -> None:
     async def fall() -> None:
-        try:
-            {}["key"]
-        except KeyError as error:
-            raise RuntimeError("no luck") from error
+        raise RuntimeError("no luck") from KeyError("key")
 
     await start_worker({"job": fall})
     reason = "RuntimeError: no luck: KeyError: 'key'"

@@ -4,6 +4,7 @@ from typing import Annotated
 
 import typer
 
+from flowfabric.cli.demo import demo
 from flowfabric.cli.migrate import migrate
 from flowfabric.version import __version__
 
@@ -13,6 +14,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command()(migrate)
+app.command()(demo)
 
 
 @app.callback(invoke_without_command=True)

@@ -57,13 +57,15 @@ class Batch(Generic[Item, Answer]):
         self._streams = streams
         self._waiting: deque[_Entry[Item, Answer]] = deque()
         self._flying: set[Hashable] = set()
+        self._running = 0
         self._tasks: set[asyncio.Task[None]] = set()
 
     def put(self, item: Item) -> "asyncio.Future[Answer]":
         """Queue one item; the future holds its answer or its error."""
         answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self._waiting.append(_Entry(item, self._keys(item), answer))
-        if len(self._tasks) < self._streams:
+        if self._running < self._streams:
+            self._running += 1
             self._spawn(self._stream())
         return answer
 
@@ -101,10 +103,14 @@ class Batch(Generic[Item, Answer]):
         task.add_done_callback(self._tasks.discard)
 
     async def _stream(self) -> None:
-        # One turn of the loop lets the callers of this instant join the first statement.
-        await asyncio.sleep(0)
-        while entries := self._take():
-            self._settle(entries, await self._try([entry.item for entry in entries]))
+        try:
+            # One turn of the loop lets the callers of this instant join the first statement.
+            await asyncio.sleep(0)
+            while entries := self._take():
+                self._settle(entries, await self._try([entry.item for entry in entries]))
+        finally:
+            # Counted apart from the tasks: those that wait for a lock must not keep a new stream from starting.
+            self._running -= 1
 
     def _take(self) -> list[_Entry[Item, Answer]]:
         taken: list[_Entry[Item, Answer]] = []

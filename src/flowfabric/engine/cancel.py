@@ -13,7 +13,7 @@ from flowfabric.engine.store import Store
 from flowfabric.engine.transition import Release
 from flowfabric.model.errors import error
 from flowfabric.model.handle import Handle
-from flowfabric.model.ids import check_text, parse_execution_id, parse_uuid, split_execution_id
+from flowfabric.model.ids import check_text, parse_execution_id, parse_uuid, row_key
 from flowfabric.model.outcomes import Cancelled
 from flowfabric.model.states import CancelSource, PublicState
 
@@ -58,9 +58,11 @@ class Cancel:
         parsed = parse_execution_id(execution_id)
         reason = check_text(reason, "reason")
         source = check_text(source, "source") or CancelSource.OPERATOR_OVERRIDE
+        if lease_epoch is not None and type(lease_epoch) is not int:
+            raise error("invalid_input", f"lease_epoch: must be an integer, got {lease_epoch!r}")
         expected_lease = parse_uuid(lease_id, "lease_id") if lease_id else None
         expected_attempt = parse_uuid(attempt_id, "attempt_id") if attempt_id else None
-        partition, uuid = split_execution_id(parsed)
+        partition, uuid = row_key(parsed)
 
         def check(held: Record) -> None:
             if held["lifecycle_phase"] == "terminal":

@@ -86,7 +86,7 @@ class Claim:
             left = deadline - time.monotonic()
             if claimed or left <= 0:
                 return claimed
-            await wakeups.wait_for_work(lane_ids, min(left, POLL_SECONDS))
+            await wakeups.wait_for_work(lane_ids, min(left, POLL_SECONDS), since=wakes)
         return []
 
     async def _look(

@@ -10,7 +10,7 @@ from flowfabric.engine.store import Store
 from flowfabric.engine.transition import LEASE_EXPIRED_PARAMETERS, PROMOTED
 from flowfabric.model.errors import EngineError, error
 from flowfabric.model.handle import Handle, check_handle
-from flowfabric.model.ids import ExecutionId, check_text, split_execution_id
+from flowfabric.model.ids import ExecutionId, check_text, row_key, split_execution_id
 from flowfabric.model.outcomes import Renewed
 from flowfabric.model.states import HandleKind
 
@@ -172,8 +172,9 @@ class Leases:
 
 
 def usable(handle: Handle) -> Handle:
-    """The handle itself, where it stands for a lease."""
+    """The handle itself, where it stands for a lease this store can hold."""
     handle = check_handle(handle)
     if handle.kind is HandleKind.SUSPENDED:
         raise error("lease_conflict", "the lease ended with the suspension")
+    row_key(handle.execution_id)
     return handle

@@ -59,7 +59,8 @@ held as materialized (
     left join lateral (
          select e.partition_key, e.execution_id, e.queue_no, e.place, e.namespace_no, e.lifecycle_phase, e.ownership_state,
                 e.terminal_outcome, e.attempt_state, e.lease_epoch, e.lease_id, e.attempt_id, e.attempt_type, e.attempt_count,
-                e.worker_no, e.claimed_at, e.lease_expires_at, e.retry_count, e.retention_ms, e.delay_until, e.flow_id, e.instance_tag,
+                e.worker_no, e.claimed_at, e.lease_expires_at, e.retry_count, e.retention_ms, e.delay_until, e.last_transition_at,
+                e.flow_id, e.instance_tag,
                 e.previous_attempt_index, e.retry_reason, e.reclaim_reason, e.replay_reason, e.replay_requested_by,
                 e.attempt_policy, e.attempt_stored
            from execution e
@@ -126,7 +127,9 @@ union all
 select nth, verdict, 0, now + delay_ms,
        case when verdict = 'execution_not_active' then jsonb_build_object(
          'terminal_outcome', terminal_outcome, 'lifecycle_phase', lifecycle_phase, 'attempt_state', attempt_state,
-         'lease_epoch', lease_epoch, 'attempt_id', attempt_id, 'delay_until', delay_until,
+         'lease_epoch', lease_epoch, 'attempt_id', attempt_id,
+         -- Of a retry that may be claimed already: since when.
+         'delay_until', coalesce(delay_until, last_transition_at),
          'previous_attempt_index', previous_attempt_index) end
   from held where verdict is distinct from 'ok' or delay_ms is not null;
 

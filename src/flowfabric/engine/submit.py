@@ -259,7 +259,11 @@ class Submit:
         answers: list[Submitted | Locked | Exception] = [LOCKED] * len(items)
         if taken:
             columns = _columns(taken)
-            rows = await self._store.database.fetch(SQL.insert_executions, columns)
+            if all(item.is_minted and item.key is None for item in taken):
+                del columns["idempotency_keys"], columns["key_ttls_ms"]
+                rows = await self._store.database.fetch(SQL.insert_minted, columns)
+            else:
+                rows = await self._store.database.fetch(SQL.insert_executions, columns)
             self._watch_deadlines(columns)
             for at, answer in zip(taken_at, await self._judge(taken, rows), strict=True):
                 answers[at] = answer

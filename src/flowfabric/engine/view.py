@@ -10,7 +10,7 @@ from flowfabric.db.database import Record
 from flowfabric.db.statements import statements_beside
 from flowfabric.engine.store import Store
 from flowfabric.model.errors import EngineError, error
-from flowfabric.model.ids import ExecutionId, FlowId, LaneId, Namespace, parse_execution_id, split_execution_id
+from flowfabric.model.ids import ExecutionId, FlowId, LaneId, Namespace, parse_execution_id, row_key, split_execution_id
 from flowfabric.model.outcomes import ExecutionInfo
 from flowfabric.model.states import (
     AttemptState,
@@ -77,7 +77,9 @@ class View:
 
     async def wait_for_ending(self, execution_id: str, timeout: float | None) -> Ended:
         """How an execution ended, as soon as it has; NotFound when there is no such execution."""
-        waiting = self._endings.wait(parse_execution_id(execution_id))
+        parsed = parse_execution_id(execution_id)
+        row_key(parsed)
+        waiting = self._endings.wait(parsed)
         try:
             return await asyncio.wait_for(waiting, timeout)
         except TimeoutError:
@@ -184,7 +186,7 @@ class _Endings:
 
 
 def _key(execution_id: str) -> Mapping[str, object]:
-    partition, uuid = split_execution_id(parse_execution_id(execution_id))
+    partition, uuid = row_key(parse_execution_id(execution_id))
     return {"partition_key": partition, "execution_id": uuid}
 
 

@@ -67,6 +67,14 @@ def split_execution_id(execution_id: ExecutionId) -> tuple[int, str]:
     return int(execution_id[4:-38]), execution_id[-36:]
 
 
+def row_key(execution_id: ExecutionId) -> tuple[int, str]:
+    """Give the partition index and the UUID text of a parsed execution id that a row may have."""
+    partition = int(execution_id[4:-38])
+    if partition > _MAX_STORED_INDEX:
+        raise error("invalid_input", f"execution_id: partition index {partition} exceeds i16 range")
+    return partition, execution_id[-36:]
+
+
 def format_execution_id(partition: int, uuid: uuid.UUID | str) -> ExecutionId:
     """Give the execution id of a partition index and a UUID (or its canonical text)."""
     return ExecutionId(f"{{fp:{partition}}}:{uuid}")
@@ -74,11 +82,9 @@ def format_execution_id(partition: int, uuid: uuid.UUID | str) -> ExecutionId:
 
 def check_partition(execution_id: ExecutionId, count: int) -> int:
     """Give the partition index of a parsed execution id that this deployment has."""
-    partition = int(execution_id[4:-38])
+    partition, _ = row_key(execution_id)
     if partition < count:
         return partition
-    if partition > _MAX_STORED_INDEX:
-        raise error("invalid_input", f"execution_id: partition index {partition} exceeds i16 range")
     raise error("invalid_input", f"execution_id: partition index {partition} is not below {count}")
 
 

@@ -57,8 +57,6 @@ class Reconciler:
     IDLE_SECONDS = 1.5
     """The pause of a loop that has nothing to do and sees no timer near."""
     LEAST_SECONDS = 0.02
-    NEAR_MS = 10_000
-    """A timer this close makes others likely that this process has not seen."""
     FAULT_SECONDS = (0.2, 5.0)
     RESTART_SECONDS = 5.0
     SHUTDOWN_SECONDS = 15.0
@@ -157,10 +155,10 @@ class Reconciler:
         return self._pause(processed, due.next_due_in_ms)
 
     def _pause(self, processed: int, next_due_in_ms: int | None) -> float:
-        is_near = next_due_in_ms is not None and next_due_in_ms < self.NEAR_MS
-        pause = self._shortest if processed or is_near else min(2 * self._shortest, self.IDLE_SECONDS)
+        # Where timers run out, others are likely that this process has not seen.
+        pause = self._shortest if processed else min(2 * self._shortest, self.IDLE_SECONDS)
         if next_due_in_ms is not None:
-            pause = min(pause, next_due_in_ms / 1000)
+            pause = min(self._shortest, next_due_in_ms / 1000)
         now = time.monotonic()
         return max(self.LEAST_SECONDS, min([pause, *(d.not_before - now for d in self._duties if d.is_behind)]))
 

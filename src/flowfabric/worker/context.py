@@ -148,4 +148,7 @@ class Context:
 
     def from_thread(self, awaitable: Coroutine[Any, Any, Answer]) -> Answer:
         """The answer of an asynchronous call, for a handler in a thread: `ctx.from_thread(ctx.progress(50))`."""
+        if asyncio._get_running_loop() is self._loop:
+            awaitable.close()
+            raise RuntimeError("from_thread is for handlers in threads: this one can await")
         return asyncio.run_coroutine_threadsafe(awaitable, self._loop).result()

@@ -4,11 +4,11 @@ import asyncio
 import logging
 import random
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from flowfabric.engine.engine import Engine
 from flowfabric.model.errors import EngineError
-from flowfabric.model.outcomes import FailureReason
+from flowfabric.model.outcomes import Completed, FailureReason
 from flowfabric.worker.context import Running
 from flowfabric.worker.outcome import Failure
 
@@ -84,7 +84,7 @@ class Endings:
             await self._engine.fail(
                 claimed.handle, reason=failure.reason, classification=failure.classification, claimed=claimed
             )
-        except EngineError as error:
+        except Exception as error:
             if _is_passing(error):
                 return False
             logger.warning("the failure of %s was refused: %s", running.execution_id, error)
@@ -96,33 +96,33 @@ class Endings:
         completed = self._completed
         while completed:
             batch = [completed.popleft() for _ in range(min(self.SIZE, len(completed)))]
-            for pause in pauses():
-                try:
-                    verdicts = await self._engine.complete_many(
-                        [(running.claimed.handle, payload) for running, payload in batch]
-                    )
-                    break
-                except EngineError as error:
-                    if not _is_passing(error):
-                        verdicts = [error] * len(batch)
-                        break
-                    logger.info("completions are repeated: %s", error)
-                await asyncio.sleep(pause)
-            for (running, payload), verdict in zip(batch, verdicts, strict=True):
-                if not isinstance(verdict, EngineError):
+            for (running, payload), verdict in zip(batch, await self._complete(batch), strict=True):
+                if not isinstance(verdict, Exception):
                     self._release(running)
                 elif _is_passing(verdict):
                     completed.append((running, payload))
                 else:
                     await self._refused(running, verdict)
 
-    async def _refused(self, running: Running, error: EngineError) -> None:
+    async def _complete(self, batch: list[tuple[Running, bytes | None]]) -> Sequence[Completed | Exception]:
+        items = [(running.claimed.handle, payload) for running, payload in batch]
+        pause = pauses()
+        while True:
+            try:
+                return await self._engine.complete_many(items)
+            except Exception as error:
+                if not _is_passing(error):
+                    return [error] * len(items)
+                logger.warning("%d completions are repeated: %s", len(items), error)
+            await asyncio.sleep(next(pause))
+
+    async def _refused(self, running: Running, error: Exception) -> None:
         logger.warning("the result of %s was refused: %s", running.execution_id, error)
-        if error.code in LEASE_IS_LOST:
+        if isinstance(error, EngineError) and error.code in LEASE_IS_LOST:
             self._release(running)
         else:
             await self.fail(running, Failure(FailureReason(f"the result was refused: {error}", detail=RESULT_REFUSED)))
 
 
-def _is_passing(error: EngineError) -> bool:
-    return error.retryable and error.code not in LEASE_IS_LOST
+def _is_passing(error: Exception) -> bool:
+    return isinstance(error, EngineError) and error.retryable and error.code not in LEASE_IS_LOST

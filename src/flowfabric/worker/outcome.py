@@ -51,11 +51,11 @@ async def outcome_of(
     """Run the handler of an execution and say what came of it; only an interrupt of the process is raised."""
     claimed = running.claimed
     if handler is None:
-        return _failure(f"no handler for kind {claimed.execution_kind!r}", NO_HANDLER)
+        return _failure(running, f"no handler for kind {claimed.execution_kind!r}", NO_HANDLER)
     try:
         args, kwargs = handler.bind(claimed.input_payload, context)
     except Exception as error:
-        return _failure(_chain(error), PAYLOAD_DECODE)
+        return _failure(running, _chain(error), PAYLOAD_DECODE)
     try:
         if handler.is_async:
             result = await handler.function(*args, **kwargs)
@@ -75,18 +75,24 @@ def _failed(running: Running, error: BaseException) -> Outcome:
     # Cancelled from outside; a handler that lets the cancellation of something else through has failed.
     if running.is_dropped or (isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling()):
         return Dropped()
-    logger.warning("%s (%s) failed", running.execution_id, running.claimed.execution_kind, exc_info=error)
     match error:
         case PermanentError():
-            return Failure(FailureReason(_chain(error)), FailureClass.PERMANENT)
+            return _failure(running, _chain(error), None, error, FailureClass.PERMANENT)
         case Exception() | asyncio.CancelledError():
-            return _failure(_chain(error), HANDLER_ERROR)
+            return _failure(running, _chain(error), HANDLER_ERROR, error)
         case _:
-            return _failure(f"handler panicked: {_chain(error)}", HANDLER_PANIC)
+            return _failure(running, f"handler panicked: {_chain(error)}", HANDLER_PANIC, error)
 
 
-def _failure(message: str, category: str) -> Failure:
-    return Failure(FailureReason(message, detail=category))
+def _failure(
+    running: Running,
+    message: str,
+    category: str | None,
+    error: BaseException | None = None,
+    classification: FailureClass = FailureClass.TRANSIENT,
+) -> Failure:
+    logger.warning("%s (%s) failed: %s", running.execution_id, running.claimed.execution_kind, message, exc_info=error)
+    return Failure(FailureReason(message, detail=category), classification)
 
 
 def _chain(error: BaseException) -> str:

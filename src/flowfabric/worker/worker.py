@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import Any, Self, TypedDict
 
 from flowfabric.engine.engine import DEFAULT_LEASE_TTL_MS, Engine
+from flowfabric.model.errors import EngineError
 from flowfabric.model.ids import check_lane_id, check_worker_id
 from flowfabric.model.outcomes import ClaimedExecution
 from flowfabric.model.policy import check_capabilities
@@ -141,6 +142,7 @@ class Worker:
             self._claiming = asyncio.create_task(self._claim_while_wanted())
             self._claiming.add_done_callback(lambda _: self.stop())
             self._background = stack.pop_all()
+        logger.info("worker %s serves %s", self.worker_instance_id, ", ".join(self.lanes))
         return self
 
     async def __aexit__(
@@ -182,7 +184,8 @@ class Worker:
                     limit=min(free, MAX_CLAIM),
                 )
             except Exception as error:
-                logger.warning("a claim failed and is repeated: %s", error)
+                is_known = isinstance(error, EngineError)
+                logger.warning("a claim failed and is repeated: %s", error, exc_info=None if is_known else error)
                 await self._pause(next(retry_pauses))
                 continue
             retry_pauses = pauses()

@@ -1,0 +1,35 @@
+"""Failures: tried again after a pause, given up at once, or submitted only once."""
+
+import asyncio
+
+from flowfabric import Context, ExecutionFailed, Fabric, PermanentError
+
+fabric = Fabric(lane="payments")
+
+
+@fabric.task(retries=3, backoff=0.1)
+async def charge(ctx: Context, amount: int) -> str:
+    """Succeed at the third attempt; refuse nonsense for good."""
+    if amount <= 0:
+        raise PermanentError(f"{amount} is not an amount")
+    if ctx.retry_count < 2:
+        raise ConnectionError("the bank does not answer")
+    return f"charged {amount} at attempt {ctx.attempt_index + 1}"
+
+
+async def main() -> None:
+    """Charge, charge nonsense, and charge twice under one key."""
+    async with fabric, fabric.worker():
+        print(await (await charge.submit(10)).result())
+        try:
+            await (await charge.submit(-1)).result()
+        except ExecutionFailed as failed:
+            print(f"{failed.outcome}: {failed.reason}")
+        once = charge.options(idempotency_key="invoice-7", tags={"shop.customer": "acme"})
+        first, second = await once.submit(20), await once.submit(20)
+        print(f"submitted once: {first.id == second.id}")
+        await first.result()
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

@@ -1,0 +1,28 @@
+"""What `make demo` shows, and that it leaves nothing behind."""
+
+import os
+import re
+import subprocess
+import sys
+
+
+def run_demo(url: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [sys.executable, "-m", "flowfabric.cli.demo"],
+        env={**os.environ, "FF_DATABASE_URL": url, "TERM": "dumb"},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=90,
+        check=False,
+    )
+
+
+async def test_the_demo_loses_nothing_and_says_so_in_plain_text(url: str) -> None:
+    done = run_demo(url)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "\x1b" not in done.stdout
+    said = re.search(r"Nothing was lost: 300 of 300 executions succeeded, (\d+) of them taken over", done.stdout)
+    assert said is not None
+    assert int(said.group(1)) >= 1
+    assert re.search(r"charge\W+100/100\W+25\d\W+150\W", done.stdout)

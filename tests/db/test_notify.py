@@ -1,0 +1,200 @@
+"""Hints between processes: heard soon, told together, healed when lost, and never needed."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack
+from typing import Any
+
+import asyncpg
+import pytest
+
+from flowfabric.db.database import Database
+from flowfabric.db.notify import EVERYTHING, Hints
+
+SESSIONS = """from pg_stat_activity where datname = current_database() and pid <> pg_backend_pid()
+                and application_name = 'flowfabric'"""
+LISTENERS = f"select count(*) {SESSIONS} and query like 'LISTEN%'"
+END_LISTENERS = f"select pg_terminate_backend(pid) {SESSIONS} and query like 'LISTEN%'"
+END_ALL = f"select pg_terminate_backend(pid) {SESSIONS}"
+
+Open = Callable[..., Awaitable[Hints]]
+
+
+@pytest.fixture
+async def other(url: str) -> AsyncIterator[asyncpg.Connection]:
+    connection = await asyncpg.connect(url)
+    yield connection
+    await connection.close()
+
+
+@pytest.fixture
+async def hints(url: str) -> AsyncIterator[Open]:
+    """Open the hints of any number of processes on the test's database."""
+    async with AsyncExitStack() as stack:
+
+        async def open_hints(*, schema: str = "flowfabric", deaf: bool = False) -> Hints:
+            database = await Database.open(url, schema=schema, pool_size=1)
+            stack.push_async_callback(database.close)
+            hints = Hints(database, deaf=deaf)
+            stack.push_async_callback(hints.close)
+            return hints
+
+        yield open_hints
+
+
+class Heard:
+    """The hints of one channel as they came."""
+
+    def __init__(self, hints: Hints, channel: str) -> None:
+        self.hints: list[list[str]] = []
+        hints.hear(channel, self.hints.append)
+
+    @property
+    def words(self) -> list[str]:
+        """Every word heard, but for the one that says something may have been missed."""
+        return [word for words in self.hints for word in words if word != EVERYTHING]
+
+    def forget(self) -> None:
+        """Begin anew."""
+        self.hints.clear()
+
+
+async def test_a_hint_reaches_the_other_processes_and_the_own_one(hints: Open, eventually: Any) -> None:
+    sender, one, two = await hints(), await hints(), await hints()
+    heard = [Heard(process, "work") for process in (sender, one, two)]
+    for process in (sender, one, two):
+        await process.listen()
+        assert process.is_listening
+    sender.send("work", "default")
+    await eventually(lambda: all(ear.words == ["default"] for ear in heard))
+
+
+async def test_a_hint_is_heard_on_its_channel_only(hints: Open, eventually: Any) -> None:
+    sender, listener = await hints(), await hints()
+    work, ended = Heard(listener, "work"), Heard(listener, "ended")
+    await listener.listen()
+    sender.send("ended", "a")
+    await eventually(lambda: ended.words == ["a"])
+    assert work.words == []
+
+
+async def test_schemas_of_one_database_do_not_hear_each_other(hints: Open, eventually: Any) -> None:
+    sender, here, there = await hints(), await hints(), await hints(schema="elsewhere")
+    ours, theirs = Heard(here, "work"), Heard(there, "work")
+    await here.listen()
+    await there.listen()
+    sender.send("work", "a")
+    await eventually(lambda: ours.words == ["a"])
+    assert theirs.words == []
+
+
+async def test_hints_of_one_moment_travel_together(hints: Open, eventually: Any) -> None:
+    sender, listener = await hints(), await hints()
+    heard = Heard(listener, "work")
+    await listener.listen()
+    heard.forget()
+    for n in range(1000):
+        sender.send("work", f"lane{n % 10}")
+        if n % 100 == 0:
+            await asyncio.sleep(0)
+    await eventually(lambda: set(heard.words) == {f"lane{n}" for n in range(10)})
+    assert len(heard.hints) <= 3
+
+
+async def test_more_words_than_fit_a_hint_say_everything(hints: Open, eventually: Any) -> None:
+    sender, listener = await hints(), await hints()
+    heard = Heard(listener, "work")
+    await listener.listen()
+    heard.forget()
+    for n in range(1000):
+        sender.send("work", f"a-lane-with-a-long-name-{n}")
+    await eventually(lambda: heard.hints)
+    assert heard.hints[0] == [EVERYTHING]
+
+
+async def test_a_listener_hears_that_it_may_have_missed_something_when_it_begins(hints: Open) -> None:
+    listener = await hints()
+    heard = Heard(listener, "work")
+    await listener.listen()
+    assert heard.hints == [[EVERYTHING]]
+
+
+async def test_a_lost_listener_listens_again_and_hears_of_the_gap(
+    hints: Open, other: asyncpg.Connection, eventually: Any
+) -> None:
+    sender, listener = await hints(), await hints()
+    heard = Heard(listener, "work")
+    await listener.listen()
+    heard.forget()
+    await other.fetch(END_LISTENERS)
+    await eventually(lambda: heard.hints == [[EVERYTHING]])
+    assert listener.is_listening
+    sender.send("work", "after")
+    await eventually(lambda: heard.words == ["after"])
+    assert await other.fetchval(LISTENERS) == 1
+
+
+async def test_a_lost_sender_sends_again(hints: Open, other: asyncpg.Connection, eventually: Any) -> None:
+    sender, listener = await hints(), await hints()
+    heard = Heard(listener, "work")
+    await listener.listen()
+    sender.send("work", "before")
+    await eventually(lambda: "before" in heard.words)
+    await other.fetch(END_ALL)
+
+    def again() -> bool:
+        sender.send("work", "after")
+        return "after" in heard.words
+
+    await eventually(again)
+
+
+async def test_to_listen_twice_is_to_listen_once(hints: Open, other: asyncpg.Connection) -> None:
+    listener = await hints()
+    Heard(listener, "work")
+    await asyncio.gather(listener.listen(), listener.listen())
+    await listener.listen()
+    assert await other.fetchval(LISTENERS) == 1
+
+
+async def test_a_deaf_process_neither_listens_nor_tells(hints: Open, other: asyncpg.Connection) -> None:
+    deaf, listener = await hints(deaf=True), await hints()
+    silent, heard = Heard(deaf, "work"), Heard(listener, "work")
+    await deaf.listen()
+    await listener.listen()
+    heard.forget()
+    deaf.send("work", "default")
+    await deaf.close()
+    assert (deaf.is_listening, silent.hints, heard.hints) == (False, [], [])
+    assert await other.fetchval(LISTENERS) == 1
+
+
+async def test_what_is_pending_is_told_before_the_end(hints: Open, eventually: Any) -> None:
+    sender, listener = await hints(), await hints()
+    heard = Heard(listener, "work")
+    await listener.listen()
+    sender.send("work", "last words")
+    await sender.close()
+    sender.send("work", "too late")
+    await eventually(lambda: heard.words == ["last", "words"])
+
+
+async def test_closing_ends_the_sessions(hints: Open, other: asyncpg.Connection, eventually: Any) -> None:
+    process = await hints()
+    Heard(process, "work")
+    await process.listen()
+    process.send("work", "a")
+    await process.close()
+    assert not process.is_listening
+    await eventually(lambda: no_sessions(other))
+
+
+async def no_sessions(other: asyncpg.Connection) -> bool:
+    # The pool of the process keeps its one session.
+    return bool(await other.fetchval(f"select count(*) <= 1 {SESSIONS}"))
+
+
+async def test_closing_what_never_began_is_no_trouble(hints: Open) -> None:
+    process = await hints()
+    await process.close()
+    await process.close()

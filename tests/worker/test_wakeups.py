@@ -1,0 +1,58 @@
+"""What wakes a worker that waits for work."""
+
+import asyncio
+from typing import Any
+
+from flowfabric.engine.engine import Engine
+from flowfabric.model.states import TerminalOutcome
+from flowfabric.worker.worker import Worker
+
+LANES = ("default",)
+
+
+async def test_work_that_comes_during_a_look_is_not_missed(engine: Engine) -> None:
+    wakeups = engine.wakeups
+    await wakeups.hints.listen()
+    wakes = wakeups.wakes(LANES)
+    wakeups.work("default", {})
+    assert await asyncio.wait_for(wakeups.wait_for_work(LANES, 60, since=wakes), 5)
+
+
+async def test_work_of_other_lanes_wakes_nobody(engine: Engine) -> None:
+    wakeups = engine.wakeups
+    await wakeups.hints.listen()
+    wakes = wakeups.wakes(LANES)
+    wakeups.work("other", {})
+    assert not await wakeups.wait_for_work(LANES, 0.1, since=wakes)
+
+
+async def test_an_idle_worker_hears_of_work_from_another_process(
+    engine: Engine, engines: Any, start_worker: Any, eventually: Any
+) -> None:
+    async def job() -> None: ...
+
+    await start_worker({"job": job}, claim_poll_interval_ms=60_000)
+    await eventually(lambda: engine.wakeups.hints.is_listening)
+    other = await engines()
+    for _ in range(10):
+        made = await other.create_execution(
+            namespace="tests",
+            lane_id="default",
+            execution_kind="job",
+            input_payload=b"",
+            priority=0,
+            creator_identity="test",
+        )
+        # Well below the pause between two looks of a worker that hears nothing.
+        ended = await other.wait_for_ending(made.execution_id, timeout=3)
+        assert ended.outcome is TerminalOutcome.SUCCESS
+
+
+async def test_a_worker_that_cannot_listen_polls(engines: Any, submit: Any) -> None:
+    async def job() -> None: ...
+
+    deaf = await engines(listen=False)
+    async with Worker(deaf, lanes=["default"], handlers={"job": job}, claim_poll_interval_ms=50):
+        for _ in range(3):
+            run = await submit()
+            assert (await deaf.wait_for_ending(run, timeout=10)).outcome is TerminalOutcome.SUCCESS
