@@ -128,7 +128,7 @@ async def test_any_other_source_must_know_the_lease_of_what_runs(
     assert (await rows.execution(handle.execution_id))["cancelled_by"] == source
     for fields in (["lease_id", "lease_epoch"], ["lease_id", "lease_epoch", "attempt_id"]):
         other = await given.claimed()
-        texts = {"lease_id": str(other.lease_id), "lease_epoch": 1, "attempt_id": str(other.attempt_id)}
+        texts: dict[str, Any] = {"lease_id": str(other.lease_id), "lease_epoch": 1, "attempt_id": str(other.attempt_id)}
         named["execution_id"] = other.execution_id
         await engine.cancel_execution(**named, **{field: texts[field] for field in fields})
     revoked = await given.claimed()

@@ -23,6 +23,7 @@ from flowfabric.model.policy import (
     parse_policy,
     parse_retry_policy,
     policy_json,
+    read_stored_policy,
 )
 from flowfabric.model.states import TimeoutBehavior
 
@@ -421,3 +422,12 @@ def test_a_retry_policy_is_read_alone() -> None:
     assert parse_retry_policy(RetryPolicy()) == RetryPolicy()
     with pytest.raises(ValidationError, match="invalid_policy_json: malformed"):
         parse_retry_policy("{")
+
+
+def test_a_stored_policy_of_a_newer_version_is_read_as_far_as_it_is_understood() -> None:
+    text = '{"from_the_future":1,"retry_policy":{"max_retries":2,"newer":true},"stream_policy":{"durability_mode":"newer"}}'
+    read = read_stored_policy(text)
+    assert read == ExecutionPolicy(retry_policy=RetryPolicy(max_retries=2))
+    assert read_stored_policy(None) is None
+    with pytest.raises(ValidationError):
+        parse_policy(text)

@@ -238,3 +238,22 @@ async def test_stopping_does_not_wait_for_ever(engine: Engine, monkeypatch: pyte
     await reconciler.__aexit__(None, None, None)
     starting.cancel()
     await asyncio.gather(starting, return_exceptions=True)
+
+
+async def test_a_start_that_is_cancelled_leaves_nothing_running(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Reconciler, "SHUTDOWN_SECONDS", 0.05)
+    began = asyncio.Event()
+
+    async def hang(_: Engine) -> int:
+        began.set()
+        await asyncio.Event().wait()
+        return 0
+
+    sweep = Sweep("hanging", hang, every=lambda _: timedelta(seconds=1), batch=10, is_due=lambda _: True)
+    starting = asyncio.create_task(Reconciler(engine, sweeps=[sweep]).__aenter__())
+    await began.wait()
+    starting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await starting

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import asyncpg
 import pytest
 
 from flowfabric.engine.engine import Engine
@@ -157,6 +158,19 @@ async def test_a_deadline_is_not_retried(reconciler: Reconciler, engine: Engine,
     await clock.advance(seconds=11)
     await reconciler.catch_up()
     assert await engine.read_execution_state(handle.execution_id) is PublicState.EXPIRED
+
+
+async def test_a_policy_of_a_newer_version_counts_as_far_as_this_one_understands_it(
+    engine: Engine, reconciler: Reconciler, given: Any, clock: Any, connection: asyncpg.Connection
+) -> None:
+    policy = {"timeout_policy": {"attempt_timeout_ms": 10_000}}
+    odd = await given.claimed(policy=policy, lease_ttl_ms=DAY * 1000)
+    await connection.execute("update execution_input set policy = policy || '{\"from_the_future\": 1}'")
+    plain = await given.claimed(policy=policy, lease_ttl_ms=DAY * 1000)
+    await clock.advance(seconds=11)
+    await reconciler.catch_up()
+    assert await engine.read_execution_state(plain.execution_id) is PublicState.EXPIRED
+    assert await engine.read_execution_state(odd.execution_id) is PublicState.EXPIRED
 
 
 async def test_retention_deletes_everything_of_ended_executions_and_nothing_else(

@@ -120,15 +120,46 @@ async def test_a_failure_tells_its_causes(engine: Engine, start_worker: Any, sub
     assert await ended_badly(engine, attempts, await submit()) == (reason, "handler_error", 1)
 
 
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (PermanentError("never"), "PermanentError: never"),
+        (
+            ExceptionGroup("several", [ValueError("no"), PermanentError("never")]),
+            "ExceptionGroup: several: ValueError: no; PermanentError: never",
+        ),
+    ],
+)
 async def test_a_permanent_error_is_not_tried_again(
-    engine: Engine, start_worker: Any, submit: Any, attempts: Any
+    engine: Engine, start_worker: Any, submit: Any, attempts: Any, error: Exception, reason: str
 ) -> None:
     async def refuse() -> None:
-        raise PermanentError("never")
+        raise error
 
     await start_worker({"job": refuse})
     run = await submit(policy=RETRIES)
-    assert await ended_badly(engine, attempts, run) == ("PermanentError: never", "permanent", 1)
+    assert await ended_badly(engine, attempts, run) == (reason, "permanent", 1)
+
+
+async def test_an_error_without_words_fails_too(engine: Engine, start_worker: Any, submit: Any, attempts: Any) -> None:
+    class Wordless(Exception):
+        def __str__(self) -> str:
+            raise ValueError("no words")
+
+    async def fall() -> None:
+        raise Wordless
+
+    await start_worker({"job": fall})
+    assert await ended_badly(engine, attempts, await submit()) == ("Wordless", "handler_error", 1)
+
+
+async def test_only_a_thread_may_wait_for_a_call(engine: Engine, start_worker: Any, submit: Any, attempts: Any) -> None:
+    async def confuse(ctx: Context) -> None:
+        ctx.from_thread(ctx.progress(1))
+
+    await start_worker({"job": confuse})
+    reason = "TypeError: from_thread is for handlers in threads: this one can await"
+    assert await ended_badly(engine, attempts, await submit()) == (reason, "handler_error", 1)
 
 
 async def test_an_unknown_kind_fails(engine: Engine, start_worker: Any, submit: Any, attempts: Any) -> None:

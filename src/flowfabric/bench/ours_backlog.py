@@ -19,24 +19,23 @@ CAPABILITIES = ("gpu", "eu", "large")
 
 
 async def measure(task: Task) -> Figures:
-    """Claim from a small and a large backlog, of one priority and of many, and behind work nobody here may do."""
-    is_full = task.scale >= 1
-    large, unmatched = (1_000_000, 300_000) if is_full else (100_000, 30_000)
-    small_name, large_name = short(SMALL), short(large)
-    backlogs: dict[str, tuple[int, Iterator[NewExecution]]] = {
-        f"claim_{small_name}": (SMALL, repeat(noop(lane="small"))),
-        f"claim_{small_name}_mixed": (SMALL, mixed("small_mixed")),
-        f"claim_{large_name}": (large, repeat(noop(lane="large"))),
-        f"claim_{large_name}_mixed": (large, mixed("large_mixed")),
-        f"claim_behind_{short(unmatched)}_unmatched": (unmatched + SMALL // 2, unmatchable_first("behind", unmatched)),
-    }
+    """Claim from a small backlog and again when it has grown large, and behind work that nobody here may do."""
+    large, unmatched = (1_000_000, 300_000) if task.scale >= 1 else (100_000, 30_000)
     figures: Figures = {}
     async with engine_on(task.url) as engine, observing(task.url) as observer:
-        for name, (size, items) in backlogs.items():
-            first = next(items)
+
+        async def grow(items: Iterator[NewExecution], size: int) -> None:
             await fill(engine, items, size)
             await observer.analyze()
-            figures[name] = await claim_cost(engine, first.lane_id, () if "behind" in name else CAPABILITIES)
+
+        for suffix, items in (("", repeat(noop(lane="plain"))), ("_mixed", mixed("mixed"))):
+            lane = next(items).lane_id
+            await grow(items, SMALL)
+            figures[f"claim_{short(SMALL)}{suffix}"] = await claim_cost(engine, lane, CAPABILITIES)
+            await grow(items, large - SMALL)
+            figures[f"claim_{short(large)}{suffix}"] = await claim_cost(engine, lane, CAPABILITIES)
+        await grow(unmatchable_first("behind", unmatched), unmatched + 2 * CLAIMS * BATCH)
+        figures[f"claim_behind_{short(unmatched)}_unmatched"] = await claim_cost(engine, "behind", ())
     return figures
 
 

@@ -25,7 +25,7 @@ async def measure(task: Task) -> Figures:
             started.set()
 
         async with Worker(other, lanes=[LANE], handlers={KIND: handle}):
-            latencies = sorted([await submit_to_start(engine, started) for _ in range(SUBMITS)])
+            latencies = sorted([await submit_to_start(engine, started) for _ in range(task.count(SUBMITS))])
             await asyncio.sleep(0.5)
             idle = await idle_statements(task.url, max(3, WINDOW_S * task.scale))
     return {

@@ -15,7 +15,7 @@ CONCURRENCY = 25
 
 async def measure(task: Task) -> Figures:
     """Spawn one by one, which is the only way there is, then work off what was spawned."""
-    many = task.count(3_000)
+    many = task.count(2_000)
     drain = Drain(many)
 
     async def noop(_parameters: Any, _context: Any) -> None:

@@ -20,7 +20,7 @@ class Noop:
 
 async def measure(task: Task) -> Figures:
     """Insert one by one and by COPY, then work off what was copied."""
-    few, many = task.count(600), task.count(10_000)
+    few, many = task.count(400), task.count(10_000)
     drain = Drain(many)
     job = Noop(payload=PAYLOAD.decode())
     # Its driver wants a host in the address even where a socket is named.

@@ -13,7 +13,7 @@ THREADS = 16
 
 async def measure(task: Task) -> Figures:
     """Enqueue one by one, which is the only way there is, then work off the queue."""
-    many = task.count(600)
+    many = task.count(400)
     drain = Drain(many)
     DBOS(
         config={

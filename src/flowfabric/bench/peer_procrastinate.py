@@ -14,7 +14,7 @@ CONCURRENCY = 25
 
 async def measure(task: Task) -> Figures:
     """Defer one by one and in batches, then work off the batches."""
-    few, many = task.count(1_000), task.count(1_500)
+    few, many = task.count(600), task.count(1_000)
     connector = PsycopgConnector(conninfo=task.url, min_size=10, max_size=10)
     app = App(connector=connector)
     drain = Drain(few + many)

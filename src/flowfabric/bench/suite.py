@@ -28,6 +28,7 @@ DISTRIBUTIONS = ("flowfabric", "asyncpg", "uvloop", "pgqueuer", "awa-pg", "absur
 RATIOS = {
     **{f"worker_end_to_end/{peer}": ("worker_end_to_end", f"{peer}_worker_end_to_end") for peer in PEERS},
     **{f"submit_batch/{peer}": ("submit_batch", f"{peer}_submit_batch") for peer in PEERS},
+    "worker_end_to_end/pgqueuer_batch500": ("worker_end_to_end", "pgqueuer_worker_end_to_end_batch500"),
     "worker_end_to_end/raw_claim100_complete100": ("worker_end_to_end", "raw_claim100_complete100"),
     "engine_claim_finish/raw_claim100_complete100": ("engine_claim_finish", "raw_claim100_complete100"),
     "submit_batch/raw_insert100": ("submit_batch", "raw_insert100"),
@@ -47,7 +48,7 @@ class Plan:
 
 
 FULL = Plan(rounds=3, scale=1.0, seconds=3_600)
-QUICK = Plan(rounds=1, scale=0.2, seconds=50)
+QUICK = Plan(rounds=1, scale=0.2, seconds=51)
 LONG_SOAK = Plan(rounds=1, scale=1.0, seconds=3_600)
 SHORT_SOAK = Plan(rounds=1, scale=0.1, seconds=600)
 
@@ -98,9 +99,11 @@ async def measure_all(server: Server, plan: Plan, *, tell: Callable[[str], None]
             if subject == SOAK or (number and subject in ONCE):
                 continue
             tell(f"round {number + 1} of {plan.rounds}: {subject}")
-            patience = min(PATIENCE_S, ends_at - time.monotonic())
+            started = time.monotonic()
+            patience = min(PATIENCE_S, ends_at - started)
             try:
                 figures |= await measure_one(server, subject, scale=plan.scale, patience=patience)
+                tell(f"{subject} took {time.monotonic() - started:.1f} s")
             except SubjectError as error:
                 errors[subject] = str(error)
                 tell(f"{subject}: {error}")

@@ -17,9 +17,6 @@ class Locked:
 
 LOCKED: Final = Locked()
 
-_SHARED_FATE = frozenset({"transport", "timeout", "auth"})
-"""Faults of the connection, not of an item: trying the items one by one would not help."""
-
 
 class _Entry(Generic[Item, Answer]):
     __slots__ = ("answer", "item", "keys", "passes")
@@ -131,7 +128,8 @@ class Batch(Generic[Item, Answer]):
         try:
             return await self._together(items)
         except StoreFault as fault:
-            if fault.kind in _SHARED_FATE:
+            # Trying the items one by one would not help.
+            if fault.is_of_connection:
                 return [StoreFault(fault.kind, str(fault)) for _ in items]
         except Exception as error:
             if len(items) == 1:

@@ -61,6 +61,11 @@ class StoreFault(Exception):
         super().__init__(message)
         self.kind = kind
 
+    @property
+    def is_of_connection(self) -> bool:
+        """Whether the conversation itself failed, so that nothing that was said in it counts."""
+        return self.kind in ("transport", "timeout", "auth")
+
 
 def fault_of(error: BaseException) -> StoreFault | None:
     """The fault a driver's error stands for, or None when the error is not the driver's."""

@@ -24,7 +24,7 @@ from flowfabric.model.ids import (
     mint_uuid_texts,
 )
 from flowfabric.model.outcomes import ClaimedExecution
-from flowfabric.model.policy import check_capabilities, parse_policy
+from flowfabric.model.policy import check_capabilities, read_stored_policy
 from flowfabric.model.states import AttemptType, HandleKind
 
 SQL = statements_beside(__file__)
@@ -184,7 +184,7 @@ def _claimed(row: Record, instance: WorkerInstanceId, lease_ttl_ms: int) -> Clai
         input_payload=input_payload,
         payload_encoding=payload_encoding,
         tags=_read_tags(tags) if tags else _NO_TAGS,
-        policy=parse_policy(policy) if policy else None,
+        policy=read_stored_policy(policy),
         retry_count=retry_count,
         priority=priority,
     )

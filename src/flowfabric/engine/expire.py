@@ -11,7 +11,7 @@ from flowfabric.engine.store import Store
 from flowfabric.engine.transition import Release
 from flowfabric.model.ids import format_execution_id
 from flowfabric.model.outcomes import FailureClass
-from flowfabric.model.policy import parse_policy
+from flowfabric.model.policy import read_stored_policy
 
 SQL = statements_beside(__file__)
 
@@ -28,11 +28,11 @@ class Expire:
 
     async def expire_due(self) -> int:
         """Expire what is past its attempt timeout or deadline, the oldest first; answers how many."""
-
         since = self._store.due.since
 
         async def expire(transaction: Transaction) -> tuple[list[Run], list[Verdict | Locked]]:
-            runs = [_expiry(row) for row in await transaction.fetch(SQL.lock_expired, since=since, limit=SWEEP_LIMIT)]
+            rows = await transaction.fetch(SQL.lock_expired, since=since, limit=SWEEP_LIMIT)
+            runs = [_expiry(row) for row in rows]
             return runs, await self._releases.within(transaction, runs) if runs else []
 
         runs, verdicts = await self._store.transact(expire)
@@ -45,6 +45,6 @@ def _expiry(row: Record) -> Run:
     category = FailureClass.TIMEOUT.value
     if row["past_deadline"]:
         return Run(execution_id, Release.DEADLINE_EXPIRED, reason=EXECUTION_DEADLINE, category=category)
-    delay_ms = retry_pause(parse_policy(row["policy"]), row["retry_count"], category)
+    delay_ms = retry_pause(read_stored_policy(row["policy"]), row["retry_count"], category)
     move = Release.TIMEOUT_EXPIRED if delay_ms is None else Release.TIMEOUT_RETRY
     return Run(execution_id, move, reason=ATTEMPT_TIMEOUT, category=category, delay_ms=delay_ms)

@@ -24,7 +24,7 @@ from flowfabric.model.outcomes import (
     TerminalFailed,
     failure_category,
 )
-from flowfabric.model.policy import ExecutionPolicy, may_retry, parse_policy, reclaim_cap, retry_delay_ms
+from flowfabric.model.policy import ExecutionPolicy, may_retry, read_stored_policy, reclaim_cap, retry_delay_ms
 from flowfabric.model.states import PublicState
 
 SQL = statements_beside(__file__)
@@ -128,7 +128,7 @@ class Finish:
                     reason=MAX_RECLAIMS_EXCEEDED,
                 )
                 for row in held
-                if row["reclaim_count"] >= reclaim_cap(parse_policy(row["policy"]))
+                if row["reclaim_count"] >= reclaim_cap(read_stored_policy(row["policy"]))
             ]
             return runs, await self._releases.within(transaction, runs) if runs else []
 
@@ -142,7 +142,7 @@ class Finish:
         rows = await self._store.fetch(SQL.read_retry_state, partition_key=partition, execution_id=uuid)
         if not rows:
             raise error("execution_not_found")
-        return parse_policy(rows[0]["policy"]), rows[0]["retry_count"]
+        return read_stored_policy(rows[0]["policy"]), rows[0]["retry_count"]
 
 
 def retry_pause(policy: ExecutionPolicy | None, retry_count: int, category: str) -> int | None:

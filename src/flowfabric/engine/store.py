@@ -65,14 +65,19 @@ class Store:
             raise error_of(fault) from fault
 
     async def answers(self, pending: Awaitable[Sequence[Answer | Exception]]) -> list[Answer | EngineError]:
-        """The verdicts of one caller's items; a store fault that met them all is raised."""
+        """The verdicts of one caller's items; a fault of the connection that met them all is raised."""
+        found = await pending
+        faults = [verdict for verdict in found if isinstance(verdict, StoreFault) and verdict.is_of_connection]
+        if faults and len(faults) == len(found):
+            raise error_of(faults[0]) from faults[0]
         verdicts: list[Answer | EngineError] = []
-        for verdict in await pending:
+        for verdict in found:
             if isinstance(verdict, StoreFault):
-                raise error_of(verdict) from verdict
-            if isinstance(verdict, Exception) and not isinstance(verdict, EngineError):
+                verdicts.append(error_of(verdict))
+            elif isinstance(verdict, Exception) and not isinstance(verdict, EngineError):
                 raise verdict
-            verdicts.append(verdict)
+            else:
+                verdicts.append(verdict)
         return verdicts
 
     async def namespace_no(self, namespace: str) -> int:

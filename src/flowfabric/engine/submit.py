@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from flowfabric.db.batch import LOCKED, Batch, Locked
-from flowfabric.db.database import Record, Transaction
+from flowfabric.db.database import Record, StoreFault, Transaction
 from flowfabric.db.statements import columns_of, statements_beside
 from flowfabric.engine.store import Store
 from flowfabric.model.errors import EngineError, error
@@ -35,6 +35,8 @@ MAX_BATCH = 1000
 MAX_PRIORITY = 9000
 MAX_KEY_BYTES = 1024
 DEFAULT_DEDUP_MS = 86_400_000
+PATIENCE_SHARED, PATIENCE_ALONE = "50ms", "2s"
+"""How long a statement waits for a key or an id that is being taken elsewhere: with others behind it, and alone."""
 
 Submitted = Created | Duplicate
 
@@ -263,7 +265,14 @@ class Submit:
                 del columns["idempotency_keys"], columns["key_ttls_ms"]
                 rows = await self._store.database.fetch(SQL.insert_minted, columns)
             else:
-                rows = await self._store.database.fetch(SQL.insert_executions, columns)
+                try:
+                    rows = await self._store.database.fetch(
+                        SQL.insert_executions, {**columns, "patience": PATIENCE_SHARED}, attempts=1
+                    )
+                except StoreFault as fault:
+                    if fault.kind != "contention":
+                        raise
+                    return answers
             self._watch_deadlines(columns)
             for at, answer in zip(taken_at, await self._judge(taken, rows), strict=True):
                 answers[at] = answer
@@ -271,7 +280,7 @@ class Submit:
 
     async def _insert_alone(self, item: _Submission) -> Submitted:
         async def insert(transaction: Transaction) -> list[Record]:
-            rows = await transaction.fetch(SQL.insert_executions, **_columns([item]))
+            rows = await transaction.fetch(SQL.insert_executions, **_columns([item]), patience=PATIENCE_ALONE)
             if item.key is not None and rows[0]["lane_accepts"] and not rows[0]["is_new"]:
                 raise _NotCreated
             return rows

@@ -73,7 +73,8 @@ select nth, lane_no, queue_no, place, 0, lane_accepts, lane_accepts, delay_until
 -- Creates what is new of a batch, in input order: how many of each queue, and a row for each item that was not new or
 -- starts delayed.
 -- Keys are taken before rows and both in sorted order, so that two batches never wait for each other in a circle.
-with clock as materialized (select ff_now() as now),
+-- Waits for a key or an id that somebody else is taking no longer than :patience.
+with clock as materialized (select ff_now() as now, set_config('lock_timeout', :patience, true)),
 refusing as materialized (select lane_no from lane where state in ('draining', 'disabled')),
 given as (
   select coalesce(partition_key, (:partition_keys)[1]) as partition_key, execution_id,

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from flowfabric.db.database import Transaction
+from flowfabric.db.database import Record, Transaction
 from flowfabric.db.statements import statements_beside
 from flowfabric.engine.store import Store
 from flowfabric.model.errors import error
@@ -11,7 +11,7 @@ from flowfabric.model.ids import (
     check_lane_id,
     check_text,
     check_worker_id,
-    has_space_or_control,
+    has_control,
     worker_partition,
 )
 from flowfabric.model.outcomes import Marked, NotRegistered, Refreshed, Registered
@@ -43,14 +43,21 @@ class Workers:
             raise error("invalid_input", "lanes: at least one lane id")
         if type(liveness_ttl_ms) is not int or not 0 < liveness_ttl_ms < 2**53:
             raise error("invalid_input", f"liveness_ttl_ms: must be above 0, got {liveness_ttl_ms!r}")
+        key = self._key(worker_instance_id, namespace)
         entry: dict[str, object] = {
-            **self._key(worker_instance_id, namespace),
+            **key,
             "worker_id": check_worker_id(worker_id, "worker_id"),
             "lanes": sorted({check_lane_id(lane) for lane in lanes}),
             "capabilities": check_capabilities(tuple(capabilities)),
             "liveness_ttl_ms": liveness_ttl_ms,
         }
-        rows = await self._store.fetch(SQL.insert_worker, **entry)
+
+        async def write(transaction: Transaction) -> list[Record]:
+            held = await transaction.fetch(SQL.lock_worker, **key)
+            has_lapsed = bool(held) and not held[0]["is_live"]
+            return await transaction.fetch(SQL.insert_worker, **entry, has_lapsed=has_lapsed)
+
+        rows = await self._store.transact(write)
         if not rows:
             raise error("invalid_input", "instance_id reassigned")
         return Registered() if rows[0]["is_fresh"] else Refreshed()
@@ -65,7 +72,7 @@ class Workers:
         check_text(reason, "reason")
         if len(reason.encode()) > MAX_REASON_BYTES:
             raise error("invalid_input", f"reason: longer than {MAX_REASON_BYTES} bytes")
-        if has_space_or_control(reason.replace(" ", "")):
+        if has_control(reason):
             raise error("invalid_input", "reason: must not contain control characters")
         key = self._key(worker_instance_id, namespace)
 

@@ -16,18 +16,20 @@ written as (
   on conflict (partition_key, namespace, worker_instance_id) do update
      set worker_id = excluded.worker_id, lanes = excluded.lanes, capabilities = excluded.capabilities,
          last_heartbeat_at = excluded.last_heartbeat_at, liveness_ttl_ms = excluded.liveness_ttl_ms,
-         registered_at = case when w.lapses_at > excluded.last_heartbeat_at then w.registered_at else excluded.registered_at end
-   where w.lapses_at <= excluded.last_heartbeat_at or w.worker_id = excluded.worker_id
-  returning w.partition_key, w.namespace, w.worker_instance_id, w.worker_id, w.last_heartbeat_at, w.registered_at
+         registered_at = case when :has_lapsed then excluded.registered_at else w.registered_at end
+   where :has_lapsed or w.worker_id = excluded.worker_id
+  -- A row that was there before carries the lock this statement took to update it.
+  returning w.partition_key, w.namespace, w.worker_instance_id, w.worker_id, w.last_heartbeat_at,
+            :has_lapsed or w.xmax = 0 as is_fresh
 ),
 told as (
   insert into worker_event (partition_key, namespace, worker_instance_id, at, kind, worker_id)
   select partition_key, namespace, worker_instance_id, last_heartbeat_at,
-         case when registered_at = last_heartbeat_at then 'registered' else 'heartbeat' end, worker_id
+         case when is_fresh then 'registered' else 'heartbeat' end, worker_id
     from written
   on conflict do nothing
 )
-select registered_at = last_heartbeat_at as is_fresh from written;
+select is_fresh from written;
 
 -- name: renew_worker
 -- Keeps a live registration alive; no row when it is absent or has lapsed.

@@ -307,7 +307,12 @@ def _check_worker_text(value: str, field: str) -> str:
 
 def has_space_or_control(text: str) -> bool:
     """Tell whether any character is whitespace or a control character, in all of Unicode."""
-    return any(char.isspace() or unicodedata.category(char) == "Cc" for char in text)
+    return any(char.isspace() for char in text) or has_control(text)
+
+
+def has_control(text: str) -> bool:
+    """Tell whether any character is a control character, in all of Unicode."""
+    return any(unicodedata.category(char) == "Cc" for char in text)
 
 
 def parse_uuid(value: object, field: str) -> uuid.UUID:

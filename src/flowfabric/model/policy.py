@@ -1,5 +1,6 @@
 """What an execution asks of the engine: retries, timeouts, routing, limits. Every instance is valid."""
 
+import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, fields
 from enum import StrEnum
@@ -8,7 +9,7 @@ from typing import Any, TypeVar, cast
 
 import msgspec
 
-from flowfabric.model.errors import error
+from flowfabric.model.errors import EngineError, error
 from flowfabric.model.ids import has_space_or_control, shorten
 from flowfabric.model.policy_checks import (
     INT32,
@@ -241,6 +242,32 @@ def parse_policy(value: ExecutionPolicy | Mapping[str, object] | str | bytes | N
     if isinstance(value, str | bytes):
         return _parse_cached(value) if len(value) <= _LARGEST_CACHED_TEXT else _parse_text(value)
     return _read_policy(value)
+
+
+@lru_cache(maxsize=1024)
+def read_stored_policy(text: str | None) -> ExecutionPolicy | None:
+    """Give the policy a row holds, without what only a newer version that runs beside this one understands."""
+    if not text:
+        return None
+    try:
+        return _parse_text(text)
+    except EngineError:
+        plain = _known(ExecutionPolicy, cast(Mapping[str, object], _decode(text)))
+    kept: dict[str, object] = {}
+    for name, value in plain.items():
+        with contextlib.suppress(EngineError):
+            _read_policy({name: value})
+            kept[name] = value
+    return _read_policy(kept)
+
+
+def _known(part: type, plain: Mapping[str, object]) -> dict[str, object]:
+    names = {field.name for field in fields(part)}
+    return {
+        name: _known(_PARTS[name], value) if name in _PARTS and isinstance(value, Mapping) else value
+        for name, value in plain.items()
+        if name in names
+    }
 
 
 def parse_retry_policy(value: RetryPolicy | Mapping[str, object] | str | bytes | None) -> RetryPolicy | None:

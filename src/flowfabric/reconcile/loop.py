@@ -80,13 +80,20 @@ class Reconciler:
         """Begin; the partitions that events are written to are there when this returns."""
         first = asyncio.Event()
         self._task = asyncio.create_task(self._keep_going(first), name="reconciler")
-        await first.wait()
+        try:
+            await first.wait()
+        except BaseException:
+            await self._stop()
+            raise
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Stop after the sweep under way, at the latest after fifteen seconds."""
+        await self._stop()
+
+    async def _stop(self) -> None:
         self._is_stopping = True
         self._engine.leases.is_swept = False
         self._engine.wakeups.timer_event.set()

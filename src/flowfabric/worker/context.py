@@ -1,6 +1,7 @@
 """What a worker holds of an execution while it runs it, and what a handler sees of that."""
 
 import asyncio
+import contextlib
 from collections.abc import Coroutine, Mapping
 from typing import Any, TypeVar
 
@@ -148,7 +149,8 @@ class Context:
 
     def from_thread(self, awaitable: Coroutine[Any, Any, Answer]) -> Answer:
         """The answer of an asynchronous call, for a handler in a thread: `ctx.from_thread(ctx.progress(50))`."""
-        if asyncio._get_running_loop() is self._loop:
+        with contextlib.suppress(RuntimeError):
+            asyncio.get_running_loop()
             awaitable.close()
-            raise RuntimeError("from_thread is for handlers in threads: this one can await")
+            raise TypeError("from_thread is for handlers in threads: this one can await")
         return asyncio.run_coroutine_threadsafe(awaitable, self._loop).result()

@@ -76,7 +76,7 @@ def _failed(running: Running, error: BaseException) -> Outcome:
     if running.is_dropped or (isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling()):
         return Dropped()
     match error:
-        case PermanentError():
+        case _ if _is_permanent(error):
             return _failure(running, _chain(error), None, error, FailureClass.PERMANENT)
         case Exception() | asyncio.CancelledError():
             return _failure(running, _chain(error), HANDLER_ERROR, error)
@@ -95,8 +95,24 @@ def _failure(
     return Failure(FailureReason(message, detail=category), classification)
 
 
+def _is_permanent(error: BaseException) -> bool:
+    if isinstance(error, BaseExceptionGroup):
+        return error.subgroup(PermanentError) is not None
+    return isinstance(error, PermanentError)
+
+
 def _chain(error: BaseException) -> str:
-    return ": ".join(f"{type(link).__name__}: {link}" if str(link) else type(link).__name__ for link in _links(error))
+    return ": ".join(_words(link) for link in _links(error))
+
+
+def _words(error: BaseException) -> str:
+    name = type(error).__name__
+    if isinstance(error, BaseExceptionGroup):
+        return f"{name}: {error.message}: {'; '.join(_chain(one) for one in error.exceptions)}"
+    try:
+        return f"{name}: {text}" if (text := str(error)) else name
+    except Exception:
+        return name
 
 
 def _links(error: BaseException) -> Iterator[BaseException]:

@@ -1,0 +1,82 @@
+"""Starting: what is prepared, what is compared, and what is refused."""
+
+from typing import Any
+
+import asyncpg
+import pytest
+
+from flowfabric.engine.boot import Applied, NoOp
+from flowfabric.engine.engine import Engine
+from flowfabric.model.errors import EngineError, TransportError, UnavailableError
+from flowfabric.settings import Settings
+
+from .state import new
+
+
+async def opened(**settings: Any) -> None:
+    """Start an engine and stop it again."""
+    async with Engine.connect(settings=Settings(**settings)):
+        pass
+
+
+async def test_preparing_what_is_ready_does_nothing(engine: Engine, rows: Any) -> None:
+    async with rows.unchanged():
+        assert await engine.prepare() == NoOp()
+
+
+async def test_an_empty_database_is_prepared_where_it_is_asked_for(url: str, connection: asyncpg.Connection) -> None:
+    settings = Settings(database_url=url, schema_name="another", migrate_on_start=True)
+    async with Engine.connect(settings=settings) as engine:
+        made = await engine.create_execution(**new())
+        assert await engine.prepare() == NoOp()
+        assert made.execution_id
+        await connection.execute("drop schema another cascade")
+        applied = await engine.prepare()
+        assert isinstance(applied, Applied)
+        assert applied.description.startswith("0001_core.sql")
+
+
+@pytest.mark.parametrize("asked", [None, False])
+async def test_an_empty_database_is_refused_where_nobody_asked_to_prepare_it(url: str, asked: bool | None) -> None:  # noqa: FBT001
+    with pytest.raises(UnavailableError, match="run `ff migrate`"):
+        await opened(database_url=url, schema_name="another", migrate_on_start=asked)
+
+
+@pytest.mark.parametrize("family", ["flow", "budget", "quota"])
+async def test_other_partition_counts_than_the_stores_are_refused(url: str, rows: Any, family: str) -> None:
+    await opened(database_url=url)
+    (stored,) = await rows.of("configuration")
+    assert [stored[f"{name}_partitions"] for name in ("flow", "budget", "quota")] == [256, 32, 32]
+    async with rows.unchanged():
+        with pytest.raises(UnavailableError, match="the store was made with") as refusal:
+            await opened(database_url=url, **{f"{family}_partitions": 7})
+    assert not refusal.value.retryable
+    await opened(database_url=url)
+
+
+async def test_the_first_start_decides_the_partition_counts(url: str) -> None:
+    await opened(database_url=url, flow_partitions=1, budget_partitions=2, quota_partitions=32_768)
+    async with Engine.connect(
+        settings=Settings(database_url=url, flow_partitions=1, budget_partitions=2, quota_partitions=32_768)
+    ) as engine:
+        made = await engine.create_execution(**new())
+        assert made.execution_id.startswith("{fp:0}:")
+    with pytest.raises(UnavailableError):
+        await opened(database_url=url)
+
+
+async def test_a_lane_that_is_none_is_refused_at_the_start(url: str) -> None:
+    with pytest.raises(EngineError, match="lane_id: TooLong"):
+        await opened(database_url=url, lanes=("x" * 65,))
+
+
+async def test_a_store_that_is_not_there_is_a_transport_error(tmp_path: Any) -> None:
+    with pytest.raises(TransportError) as refusal:
+        await opened(database_url=f"postgresql://nobody@/nothing?host={tmp_path}")
+    assert (refusal.value.code, refusal.value.retryable) == ("transport", True)
+
+
+async def test_another_engine_beside_this_one_has_its_own_connections(engine: Engine) -> None:
+    async with engine.beside() as other:
+        made = await other.create_execution(**new())
+    assert await engine.read_execution_state(made.execution_id) == "waiting"
