@@ -37,6 +37,8 @@ class Batch(Generic[Item, Answer]):
     """
 
     MAX_PASSES = 2
+    MAX_ALONE = 4
+    """Items done alone at the same time: rows held elsewhere must not keep every connection waiting."""
 
     def __init__(
         self,
@@ -55,6 +57,7 @@ class Batch(Generic[Item, Answer]):
         self._waiting: deque[_Entry[Item, Answer]] = deque()
         self._flying: set[Hashable] = set()
         self._running = 0
+        self._places_alone = asyncio.Semaphore(self.MAX_ALONE)
         self._tasks: set[asyncio.Task[None]] = set()
 
     def put(self, item: Item) -> "asyncio.Future[Answer]":
@@ -137,10 +140,11 @@ class Batch(Generic[Item, Answer]):
         return await asyncio.gather(*map(self._one, items))
 
     async def _one(self, item: Item) -> Answer | Exception:
-        try:
-            return await self._alone(item)
-        except Exception as error:
-            return error
+        async with self._places_alone:
+            try:
+                return await self._alone(item)
+            except Exception as error:
+                return error
 
     def _settle(self, entries: list[_Entry[Item, Answer]], answers: Sequence[Answer | Locked | Exception]) -> None:
         flying = self._flying

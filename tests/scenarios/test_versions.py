@@ -1,0 +1,144 @@
+"""Two versions side by side: an engine on a schema that is newer than itself."""
+
+import asyncio
+import shutil
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import asyncpg
+import pytest
+
+from flowfabric.db.migrate import FOLDER, load_migrations, migrate
+from flowfabric.engine.boot import NoOp
+from flowfabric.engine.engine import Engine
+from flowfabric.model.errors import UnavailableError
+from flowfabric.model.outcomes import Completed, Created, Duplicate, Renewed, RetryScheduled
+from flowfabric.settings import Settings
+
+MORE = """
+alter table execution add column region text;
+alter table execution_input add column region text not null default 'here';
+alter table attempt add column region text;
+alter table event add column region text;
+create table region (region text primary key);
+create index execution_region on execution (region);
+"""
+
+Release = Callable[[str], Any]
+
+
+@pytest.fixture
+def release(tmp_path: Path, connection: asyncpg.Connection) -> Release:
+    """Migrate the test's database to the next release: `await release("yes")` to a compatible one."""
+    folder = tmp_path / "migrations"
+    shutil.copytree(FOLDER, folder)
+
+    async def release(compatible: str) -> None:
+        known = load_migrations(folder)
+        file = folder / f"{len(known) + 1:04}_regions.sql"
+        file.write_text(f"-- compatible: {compatible}\n-- Regions.\n{MORE}")
+        applied = await migrate(connection, schema="flowfabric", migrations=load_migrations(folder))
+        assert [migration.file for migration in applied] == [file.name]
+
+    return release
+
+
+def new(**overrides: Any) -> dict[str, Any]:
+    """The arguments of a create."""
+    return {
+        "namespace": "tests",
+        "lane_id": "default",
+        "execution_kind": "job",
+        "input_payload": b"{}",
+        "priority": 0,
+        "creator_identity": "test",
+        **overrides,
+    }
+
+
+async def test_an_engine_finishes_what_it_holds_on_a_newer_compatible_schema(
+    engine: Engine, given: Any, clock: Any, release: Release
+) -> None:
+    retried = {"retry_policy": {"backoff": {"type": "fixed", "delay_ms": 1000}}}
+    completed, batched, failed, cancelled, lost = [await given.claimed(policy=retried) for _ in range(5)]
+    keyed = await engine.create_execution(**new(idempotency_key="k"))
+    delayed = await given.delayed(seconds=1)
+    await given.registered()
+    await release("yes")
+    assert isinstance(await engine.renew(completed), Renewed)
+    assert [type(verdict) for verdict in await engine.renew_many([batched, failed])] == [Renewed, Renewed]
+    await engine.progress(completed, percent=50)
+    await engine.complete(completed, b"done")
+    assert [type(verdict) for verdict in await engine.complete_many([(batched, b"x")])] == [Completed]
+    assert isinstance(await engine.fail(failed, reason="again"), RetryScheduled)
+    await engine.cancel_execution(execution_id=cancelled.execution_id, reason="no")
+    assert await engine.create_execution(**new(idempotency_key="k")) == Duplicate(execution_id=keyed.execution_id)
+    assert isinstance(await engine.create_execution(**new(tags={"a.b": "c"})), Created)
+    assert isinstance(await engine.create_execution(**new(idempotency_key="other")), Created)
+    await engine.heartbeat_worker(worker_instance_id="worker-1", namespace="tests")
+    await clock.advance(seconds=60)
+    found: set[str] = set()
+    while taken := await engine.claim_many(lanes=("default",), worker_id="w", worker_instance_id="w-1", limit=10):
+        found |= {one.execution_id for one in taken}
+        verdicts = await engine.complete_many([(one.handle, None) for one in taken])
+        assert {type(verdict) for verdict in verdicts} == {Completed}
+    assert {failed.execution_id, lost.execution_id, delayed, keyed.execution_id} < found
+    assert await engine.get_execution_result(completed.execution_id) == b"done"
+    assert await engine.prepare() == NoOp()
+
+
+async def test_work_under_way_does_not_notice_a_compatible_migration(
+    engines: Any, release: Release, eventually: Any
+) -> None:
+    done: Counter[str] = Counter()
+    is_over = asyncio.Event()
+
+    async def work(engine: Engine, name: str) -> None:
+        while not is_over.is_set():
+            await engine.create_execution(**new())
+            claimed = await engine.claim_many(lanes=("default",), worker_id=name, worker_instance_id=name, limit=5)
+            for one in claimed:
+                await engine.renew(one.handle)
+                await engine.progress(one.handle, percent=1)
+                await engine.complete(one.handle, b"x")
+                done[name] += 1
+
+    working = [asyncio.create_task(work(await engines(), f"w-{at}")) for at in range(2)]
+    await eventually(lambda: len(done) == 2)
+    await release("yes")
+    before = dict(done)
+    await eventually(lambda: all(done[name] > before[name] for name in before))
+    is_over.set()
+    await asyncio.gather(*working)
+
+
+@pytest.mark.parametrize("migrates", [None, True, False])
+async def test_a_process_starts_on_a_newer_compatible_schema(
+    url: str,
+    release: Release,
+    rows: Any,
+    migrates: bool | None,  # noqa: FBT001
+) -> None:
+    await release("yes")
+    async with Engine.connect(settings=Settings(database_url=url, migrate_on_start=migrates)) as engine:
+        assert isinstance(await engine.create_execution(**new()), Created)
+        assert await engine.claim(lane_id="default", worker_id="w", worker_instance_id="w-1") is not None
+    assert len(await rows.of("region")) == 0
+
+
+@pytest.mark.parametrize("migrates", [None, True, False])
+async def test_a_process_refuses_to_start_on_a_newer_breaking_schema(
+    url: str,
+    release: Release,
+    rows: Any,
+    migrates: bool | None,  # noqa: FBT001
+) -> None:
+    await release("no")
+    async with rows.unchanged():
+        with pytest.raises(UnavailableError, match="broke compatibility, upgrade flowfabric") as refusal:
+            async with Engine.connect(settings=Settings(database_url=url, migrate_on_start=migrates)):
+                pytest.fail("it started")
+    assert refusal.value.code == "unavailable"
+    assert not refusal.value.retryable

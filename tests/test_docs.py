@@ -1,0 +1,211 @@
+"""The documents are true: their programs run, their links lead somewhere, and what they list is what there is.
+
+A block marked `python program` is run by itself as a file. Those marked `python session` are run in their order, page
+by page, with an `engine` at hand and `await` allowed anywhere. What a line prints is what the comment behind it says.
+"""
+
+import ast
+import asyncio
+import contextlib
+import io
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from inspect import iscoroutine
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from flowfabric.engine.engine import Engine
+from flowfabric.reconcile.sweeps import SWEEPS
+from flowfabric.settings import PREFIX, Settings
+
+ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
+PAGES = sorted((*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), ROOT / "bench" / "README.md"))
+
+_BLOCK = re.compile(r"^```(?P<mark>[^\n`]*)\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
+_PRINTED = re.compile(r"^\s*print\(.*\)  # (.*)$", re.MULTILINE)
+_LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+_HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
+_VARIABLE = re.compile(rf"\b{PREFIX}[A-Z_]*[A-Z]\b")
+_ROW = re.compile(rf"^\| `({PREFIX}[A-Z_]+)` \| (.*?) \|", re.MULTILINE)
+
+
+class Block(NamedTuple):
+    """A piece of code of a page."""
+
+    page: Path
+    line: int
+    mark: str
+    code: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.page.relative_to(ROOT)}:{self.line}"
+
+    @property
+    def prints(self) -> list[str]:
+        """What its lines say they print."""
+        return _PRINTED.findall(self.code)
+
+
+def blocks(page: Path) -> Iterator[Block]:
+    text = page.read_text(encoding="utf-8")
+    for found in _BLOCK.finditer(text):
+        yield Block(page, text.count("\n", 0, found.start()) + 1, found["mark"].strip(), found["code"])
+
+
+ALL = [block for page in PAGES for block in blocks(page)]
+PROGRAMS = [block for block in ALL if block.mark == "python program"]
+SESSIONS = [page for page in PAGES if any(block.mark == "python session" for block in blocks(page))]
+
+
+def without_code(page: Path) -> str:
+    return _BLOCK.sub("", page.read_text(encoding="utf-8"))
+
+
+def anchors(page: Path) -> set[str]:
+    """What a link can name within a page."""
+    titles = _HEADING.findall(without_code(page))
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def relative(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+# What is written as code runs.
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda block: block.name)
+async def test_a_program_runs_and_prints_what_it_says(program: Block, url: str, tmp_path: Path) -> None:
+    file = tmp_path / "program.py"
+    file.write_text(program.code, encoding="utf-8")
+    done = await asyncio.to_thread(
+        subprocess.run,
+        [sys.executable, str(file)],
+        env={**os.environ, "FF_DATABASE_URL": url},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == program.prints
+
+
+@pytest.mark.parametrize("page", SESSIONS, ids=relative)
+async def test_a_session_runs_and_prints_what_it_says(page: Path, engine: Engine) -> None:
+    names: dict[str, Any] = {"engine": engine}
+    for block in blocks(page):
+        if block.mark == "python session":
+            assert await printed(block, names) == block.prints, block.name
+
+
+async def printed(block: Block, names: dict[str, Any]) -> list[str]:
+    code = compile(block.code, block.name, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+    told = io.StringIO()
+    with contextlib.redirect_stdout(told):
+        running = eval(code, names)
+        if iscoroutine(running):
+            await running
+    return told.getvalue().splitlines()
+
+
+@pytest.mark.parametrize("block", [block for block in ALL if block.mark.startswith("python")], ids=lambda b: b.name)
+def test_code_is_marked_by_a_known_word_and_is_python(block: Block) -> None:
+    assert block.mark in ("python", "python program", "python session")
+    compile(block.code, block.name, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+
+
+def test_the_front_page_shows_code_that_runs() -> None:
+    assert len([block for block in PROGRAMS if block.page == README]) >= 2
+
+
+# What is linked is there.
+
+
+@pytest.mark.parametrize("page", PAGES, ids=relative)
+def test_every_link_within_the_project_leads_somewhere(page: Path) -> None:
+    assert list(broken(page, _LINK.findall(without_code(page)))) == []
+
+
+def broken(page: Path, links: Sequence[str]) -> Iterator[str]:
+    for link in links:
+        if re.match(r"[a-z]+:", link):
+            continue
+        name, _, anchor = link.partition("#")
+        target = (page.parent / name).resolve() if name else page
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            yield link
+
+
+def test_a_broken_link_would_be_found() -> None:
+    assert list(broken(README, ["nowhere.md", "docs/engine.md#no-such-heading", "docs/engine.md#handles"])) == [
+        "nowhere.md",
+        "docs/engine.md#no-such-heading",
+    ]
+
+
+# What is listed is what there is.
+
+
+def variables() -> dict[str, str]:
+    """The variable of every setting, with its default as the front page writes it."""
+    found = {}
+    for name, field in Settings.model_fields.items():
+        variable = str(field.validation_alias or f"{PREFIX}{name.upper()}")
+        match field.default:
+            case None:
+                found[variable] = "unset"
+            case bool() as is_on:
+                found[variable] = f"`{str(is_on).lower()}`"
+            case tuple() as words:
+                found[variable] = f"`{','.join(words)}`"
+            case value:
+                found[variable] = f"`{value}`"
+    return found
+
+
+def test_the_front_page_lists_every_setting_with_its_default() -> None:
+    assert dict(_ROW.findall(README.read_text(encoding="utf-8"))) == variables()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=relative)
+def test_every_variable_a_page_names_is_a_setting(page: Path) -> None:
+    known = set(variables()) | set(_VARIABLE.findall((ROOT / "tests" / "conftest.py").read_text(encoding="utf-8")))
+    assert set(_VARIABLE.findall(page.read_text(encoding="utf-8"))) - known == set()
+
+
+def test_every_operation_is_described() -> None:
+    text = (ROOT / "docs" / "engine.md").read_text(encoding="utf-8")
+    operations = [name for name, value in vars(Engine).items() if not name.startswith("_") and not_a_value(value)]
+    assert len(operations) > 20
+    assert [name for name in operations if not re.search(rf"`(?:[Ee]ngine\.)?{name}\b", text)] == []
+
+
+def not_a_value(member: object) -> bool:
+    return callable(member) or isinstance(member, classmethod)
+
+
+def test_every_sweep_is_described_with_its_interval() -> None:
+    text = (ROOT / "docs" / "operating.md").read_text(encoding="utf-8")
+    rows = dict(re.findall(r"^\| `([a-z_]+)` \| [^|]+ \| ([\d.]+) s \|", text, re.MULTILINE))
+    defaults = Settings.model_construct()
+    assert rows == {sweep.name: f"{sweep.every(defaults).total_seconds():g}" for sweep in SWEEPS}
+
+
+def test_every_target_of_make_a_page_names_is_there() -> None:
+    known = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    named = {
+        target
+        for page in PAGES
+        for target in re.findall(r"(?:^|`)make ([a-z]+)", page.read_text("utf-8"), re.MULTILINE)
+    }
+    assert {"demo", "test"} <= named
+    assert named - known == set()
