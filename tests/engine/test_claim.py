@@ -216,12 +216,14 @@ async def test_a_waiting_claim_is_woken_by_a_submit_whenever_it_comes(
 
 
 @pytest.mark.usefixtures("hints_only")
-async def test_a_waiting_claim_is_woken_by_a_lane_that_opens(engines: Any, engine: Engine, given: Any) -> None:
+async def test_a_waiting_claim_is_woken_by_a_lane_that_opens(
+    engines: Any, engine: Engine, given: Any, eventually: Any
+) -> None:
     waiting_row = await given.created()
     await engine.set_lane_state("default", "paused")
     other = await engines()
     waiting = asyncio.create_task(claim(engine, max_wait_ms=10_000))
-    await asyncio.sleep(0.05)
+    await eventually(lambda: engine.wakeups.hints.is_listening)
     await other.set_lane_state("default", "active")
     async with asyncio.timeout(5):
         assert ids(await waiting) == [waiting_row]
@@ -231,33 +233,32 @@ async def test_a_deaf_engine_finds_work_by_polling(engines: Any, monkeypatch: py
     monkeypatch.setattr(claim_family, "POLL_SECONDS", 0.02)
     deaf, submitter = await engines(listen=False), await engines(listen=False)
     waiting = asyncio.create_task(claim(deaf, max_wait_ms=10_000))
-    await asyncio.sleep(0.05)
     made = await submitter.create_execution(**new())
     assert ids(await waiting) == [made.execution_id]
 
 
-async def test_one_submit_wakes_waiting_claims_and_one_gets_it(engines: Any, engine: Engine) -> None:
-    others = [await engines() for _ in range(2)]
-    waiting = [asyncio.create_task(claim(one, max_wait_ms=1500)) for one in (engine, *others)]
-    await asyncio.sleep(0.1)
+async def test_one_submit_wakes_waiting_claims_and_one_gets_it(engines: Any, engine: Engine, eventually: Any) -> None:
+    several = [engine, await engines(), await engines()]
+    waiting = [asyncio.create_task(claim(one, max_wait_ms=1500)) for one in several]
+    await eventually(lambda: all(one.wakeups.hints.is_listening for one in several))
     made = await engine.create_execution(**new())
     found = [ids(claimed) for claimed in await asyncio.gather(*waiting)]
     assert sorted(found, key=len) == [[], [], [made.execution_id]]
     assert await engine.read_execution_state(made.execution_id) is PublicState.ACTIVE
 
 
-async def test_a_waiting_claim_ends_when_its_engine_closes(url: str) -> None:
+async def test_a_waiting_claim_ends_when_its_engine_closes(url: str, eventually: Any) -> None:
     async with Engine.connect(settings=Settings(database_url=url)) as closing:
         waiting = asyncio.create_task(claim(closing, max_wait_ms=60_000))
-        await asyncio.sleep(0.1)
+        await eventually(lambda: closing.wakeups.hints.is_listening)
     async with asyncio.timeout(5):
         assert await waiting == []
         await refused(closing.ping(), "other", "closed")
 
 
-async def test_a_cancelled_claim_leaves_the_engine_usable(engine: Engine, given: Any) -> None:
+async def test_a_cancelled_claim_leaves_the_engine_usable(engine: Engine, given: Any, eventually: Any) -> None:
     waiting = asyncio.create_task(claim(engine, max_wait_ms=60_000))
-    await asyncio.sleep(0.05)
+    await eventually(lambda: engine.wakeups.hints.is_listening)
     waiting.cancel()
     await asyncio.gather(waiting, return_exceptions=True)
     created = await given.created()

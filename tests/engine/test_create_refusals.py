@@ -53,6 +53,7 @@ TEXTS: list[Case] = [
     ({"idempotency_key": "ü" * 513}, "invalid_input", "idempotency_key: longer than 1024 bytes"),
     ({"namespace": "n" * 1025}, "invalid_input", "namespace: longer than 1024 bytes"),
     ({"namespace": None}, "invalid_input", "namespace"),
+    ({"namespace": []}, "invalid_input", "namespace"),
     ({"execution_kind": None}, "invalid_input", "execution_kind"),
     ({"creator_identity": None}, "invalid_input", "creator_identity"),
 ]

@@ -137,14 +137,14 @@ async def test_a_ping_is_answered_and_the_backend_has_its_name(engine: Engine) -
     assert engine.backend_label() == "postgres"
 
 
-async def test_an_ending_is_waited_for(engines: Any, engine: Engine, given: Any) -> None:
+async def test_an_ending_is_waited_for(engines: Any, engine: Engine, given: Any, eventually: Any) -> None:
     other = await engines()
     completed, failed, cancelled = [await given.claimed() for _ in range(3)]
     waiting = [
         asyncio.create_task(engine.wait_for_ending(handle.execution_id, timeout=10))
         for handle in (completed, failed, cancelled, completed)
     ]
-    await asyncio.sleep(0.05)
+    await eventually(lambda: engine.wakeups.hints.is_listening)
     assert not any(task.done() for task in waiting)
     await other.complete(completed, b"done")
     await other.fail(failed, reason="broke")

@@ -425,7 +425,8 @@ def test_a_retry_policy_is_read_alone() -> None:
 
 
 def test_a_stored_policy_of_a_newer_version_is_read_as_far_as_it_is_understood() -> None:
-    text = '{"from_the_future":1,"retry_policy":{"max_retries":2,"newer":true},"stream_policy":{"durability_mode":"newer"}}'
+    newer = {"retry_policy": {"max_retries": 2, "newer": True}, "stream_policy": {"durability_mode": "newer"}}
+    text = json.dumps({"from_the_future": 1, **newer})
     read = read_stored_policy(text)
     assert read == ExecutionPolicy(retry_policy=RetryPolicy(max_retries=2))
     assert read_stored_policy(None) is None

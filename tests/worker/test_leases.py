@@ -140,6 +140,30 @@ async def test_a_lapsed_lease_is_not_written_under(
     assert contexts[0].lease_epoch < contexts[1].lease_epoch
 
 
+async def test_a_renewal_that_hangs_is_given_up_and_tried_again(
+    engine: Engine, start_worker: Any, submit: Any, connection: Any, eventually: Any
+) -> None:
+    gate = asyncio.Event()
+    contexts: list[Context] = []
+
+    async def wait(ctx: Context) -> int:
+        contexts.append(ctx)
+        await gate.wait()
+        return ctx.attempt_index
+
+    run = await submit()
+    await start_worker({"job": wait}, lease_ttl_ms=6000)
+    await eventually(lambda: contexts)
+    async with connection.transaction():
+        await connection.execute("select from execution where execution_id = $1 for update", run[-36:])
+        await eventually(lambda: contexts[0].consecutive_renewal_failures == 1)
+        assert contexts[0].is_lease_healthy()
+    await eventually(lambda: contexts[0].consecutive_renewal_failures == 0)
+    gate.set()
+    ended = await engine.wait_for_ending(run, timeout=10)
+    assert (ended.outcome, ended.result) == (TerminalOutcome.SUCCESS, b"0")
+
+
 async def test_a_store_that_breaks_off_is_asked_again(
     engine: Engine, start_worker: Any, submit: Any, connection: Any, eventually: Any
 ) -> None:

@@ -244,10 +244,18 @@ async def test_a_lane_that_is_not_served_is_left_alone(engine: Engine, start_wor
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"concurrency": 0}, {"threads": 0}, {"claim_poll_interval_ms": 0}, {"lanes": []}, {"lease_ttl_ms": 0}]
+    "wrong",
+    [
+        {"concurrency": 0},
+        {"threads": 0},
+        {"claim_poll_interval_ms": 0},
+        {"lanes": []},
+        {"lanes": [f"lane-{n}" for n in range(65)]},
+        {"lease_ttl_ms": 0},
+    ],
 )
 async def test_a_worker_that_cannot_work_is_refused(engine: Engine, wrong: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="at least"):
+    with pytest.raises(ValueError, match="at least 1"):
         Worker(engine, **{"lanes": ["default"], "handlers": {}, **wrong})
 
 

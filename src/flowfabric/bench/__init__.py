@@ -1,1 +1,1 @@
-
+"""The benchmark: FlowFabric beside the raw limit and its peers."""

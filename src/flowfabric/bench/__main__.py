@@ -26,19 +26,19 @@ def main() -> None:
     else:
         results = asyncio.run(measure(options.url, QUICK if options.quick else FULL))
     if not options.quick:
-        write(results, options.output, name="soak" if options.soak else "results")
+        write(results, options.output / ("soak.json" if options.soak else "results.json"))
+        if not options.soak:
+            draw(results, options.output / "results.png")
     if options.json:
         print(results.as_json())
     else:
         show(results, Console())
 
 
-def write(results: Results, folder: Path, *, name: str) -> None:
-    """Leave the results in a folder, and a picture of them where there are throughputs to compare."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{name}.json").write_text(results.as_json() + "\n")
-    if results.ratios:
-        draw(results, folder / f"{name}.png")
+def write(results: Results, path: Path) -> None:
+    """Leave the results in a file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(results.as_json() + "\n")
 
 
 async def soak(url: str | None, plan: Plan) -> Results:

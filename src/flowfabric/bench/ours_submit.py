@@ -5,6 +5,7 @@ from flowfabric.bench.subject import BATCH, CONNECTIONS, LARGE_PAYLOAD, Figures,
 from flowfabric.engine.engine import Engine
 
 CALLERS = 100
+LARGE_BATCH = 1000
 
 
 async def measure(task: Task) -> Figures:
@@ -15,20 +16,26 @@ async def measure(task: Task) -> Figures:
         async def create() -> None:
             await create_one(engine)
 
-        async def create_batch() -> None:
+        async def create_hundred() -> None:
             check(await engine.create_many([noop() for _ in range(BATCH)]))
+
+        async def create_batch() -> None:
+            check(await engine.create_many([noop() for _ in range(LARGE_BATCH)]))
 
         async def create_large_batch() -> None:
             tags = {"bench.customer": "acme"}
-            check(await engine.create_many([noop(payload=LARGE_PAYLOAD, tags=tags) for _ in range(BATCH)]))
+            check(await engine.create_many([noop(payload=LARGE_PAYLOAD, tags=tags) for _ in range(LARGE_BATCH)]))
 
-        await create_batch()
+        await create_hundred()
         return {
             "submit_1_caller": await rate(few, spread(few, create)),
             "submit": await rate(few, spread(few, *[create] * CONNECTIONS)),
             "submit_100_callers": await rate(some, spread(some, *[create] * CALLERS)),
-            "submit_batch": await rate(many, spread(many // BATCH, *[create_batch] * CONNECTIONS)),
-            "submit_batch_1500b_tag": await rate(large, spread(large // BATCH, *[create_large_batch] * CONNECTIONS)),
+            "submit_batch_100": await rate(many, spread(many // BATCH, *[create_hundred] * CONNECTIONS)),
+            "submit_batch": await rate(many, spread(many // LARGE_BATCH, *[create_batch] * CONNECTIONS)),
+            "submit_batch_1500b_tag": await rate(
+                large, spread(large // LARGE_BATCH, *[create_large_batch] * CONNECTIONS)
+            ),
         }
 
 

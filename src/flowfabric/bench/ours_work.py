@@ -8,7 +8,8 @@ from flowfabric.bench.subject import BATCH, CONNECTIONS, Drain, Figures, Task, r
 from flowfabric.engine.engine import Engine
 from flowfabric.worker.worker import Worker
 
-CONCURRENCY = 500
+CONCURRENCY = 1000
+LARGE_BATCH = 500
 
 
 async def measure(task: Task) -> Figures:
@@ -17,9 +18,10 @@ async def measure(task: Task) -> Figures:
     async with engine_on(task.url) as engine, observing(task.url) as observer:
         await fill(engine, repeat(noop()), count)
         await observer.analyze()
-        claim_finish = await rate(count, claim_and_finish(engine, count))
+        hundred = await rate(count, claim_and_finish(engine, count, BATCH))
         await fill(engine, repeat(noop()), count)
-        await observer.analyze()
+        claim_finish = await rate(count, claim_and_finish(engine, count, LARGE_BATCH))
+        await fill(engine, repeat(noop()), count)
         drain = Drain(count)
 
         async def handle() -> None:
@@ -27,17 +29,21 @@ async def measure(task: Task) -> Figures:
 
         async with Worker(engine, lanes=[LANE], handlers={KIND: handle}, concurrency=CONCURRENCY):
             end_to_end = await drain.rate(lambda: observer.ask(SQL.is_drained))
-    return {"engine_claim_finish": claim_finish, "worker_end_to_end": end_to_end}
+    return {
+        "engine_claim_finish_100": hundred,
+        "engine_claim_finish": claim_finish,
+        "worker_end_to_end": end_to_end,
+    }
 
 
-async def claim_and_finish(engine: Engine, count: int) -> None:
-    """Claim and complete a backlog, a hundred a call."""
+async def claim_and_finish(engine: Engine, count: int, batch: int) -> None:
+    """Claim and complete a backlog, so many a call."""
 
     async def work() -> None:
         claimed = await engine.claim_many(
-            lanes=[LANE], worker_id="bench", worker_instance_id="bench-1", limit=BATCH, lease_ttl_ms=60_000
+            lanes=[LANE], worker_id="bench", worker_instance_id="bench-1", limit=batch, lease_ttl_ms=60_000
         )
         if claimed:
             check(await engine.complete_many([(each.handle, b"{}") for each in claimed]))
 
-    await spread(count // BATCH, *[work] * CONNECTIONS)
+    await spread(count // batch, *[work] * CONNECTIONS)

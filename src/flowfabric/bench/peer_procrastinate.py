@@ -20,7 +20,7 @@ async def measure(task: Task) -> Figures:
     drain = Drain(few + many)
 
     @app.task(name="noop", queue="bench")
-    async def noop(payload: str) -> None:  # noqa: ARG001
+    async def noop(**_: str) -> None:
         drain.start()
 
     async with app.open_async(), observing(task.url) as observer:

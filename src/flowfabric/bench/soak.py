@@ -11,7 +11,7 @@ import asyncpg
 
 from flowfabric.bench.observer import observing
 from flowfabric.bench.ours import KIND, LANE, SQL, check, engine_on, fill, noop
-from flowfabric.bench.ours_work import CONCURRENCY, claim_and_finish
+from flowfabric.bench.ours_work import LARGE_BATCH, CONCURRENCY, claim_and_finish
 from flowfabric.bench.subject import BATCH, CONNECTIONS, Figure, Figures, Task, per_second
 from flowfabric.engine.engine import Engine
 from flowfabric.worker.worker import Worker
@@ -44,7 +44,6 @@ async def measure(task: Task) -> Figures:
     return {
         "soak_first_tenth": rates[0],
         "soak_last_tenth": rates[-1],
-        "soak_last/first": Figure(value=rates[-1].value / rates[0].value, unit=""),
         "soak_log_per_execution": Figure(value=(log_after - log_before) / load.ended, unit="bytes"),
         "soak_table_growth": Figure(value=(tables_after - tables_before) / 2**20, unit="MiB"),
         "soak_index_growth": Figure(value=(indexes_after - indexes_before) / 2**20, unit="MiB"),
@@ -60,7 +59,7 @@ async def retain(engine: Engine, count: int) -> None:
     for done in range(0, count, step):
         size = min(step, count - done)
         await fill(engine, repeat(noop()), size)
-        await claim_and_finish(engine, size)
+        await claim_and_finish(engine, size, LARGE_BATCH)
 
 
 @asynccontextmanager

@@ -33,6 +33,7 @@ RATIOS = {
     "engine_claim_finish/raw_claim100_complete100": ("engine_claim_finish", "raw_claim100_complete100"),
     "submit_batch/raw_insert100": ("submit_batch", "raw_insert100"),
     "submit_batch_1500b_tag/raw_insert100_1500b": ("submit_batch_1500b_tag", "raw_insert100_1500b"),
+    "soak_last_tenth/soak_first_tenth": ("soak_last_tenth", "soak_first_tenth"),
     **{f"claim_{size}/claim_20k": (f"claim_{size}", "claim_20k") for size in ("1m", "100k")},
     **{f"claim_{size}_mixed/claim_20k_mixed": (f"claim_{size}_mixed", "claim_20k_mixed") for size in ("1m", "100k")},
 }
@@ -85,7 +86,9 @@ async def measure_soak(server: Server, plan: Plan) -> Results:
         figures = await measure_one(server, SOAK, scale=plan.scale, patience=plan.seconds, is_heard=True)
     except SubjectError as error:
         errors[SOAK] = str(error)
-    return Results(environment=await environment(server, plan), figures=figures, ratios={}, errors=errors)
+    return Results(
+        environment=await environment(server, plan), figures=figures, ratios=ratios([figures]), errors=errors
+    )
 
 
 async def measure_all(server: Server, plan: Plan, *, tell: Callable[[str], None]) -> Results:

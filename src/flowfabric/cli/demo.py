@@ -107,7 +107,8 @@ def demo(*, worker: Annotated[str | None, typer.Option(hidden=True)] = None) -> 
 
 async def _demo(console: Console) -> bool:
     """Whether anything was lost."""
-    console.print("Starting Postgres ...")
+    settings = Settings()
+    console.print("Starting an embedded Postgres ..." if settings.database_url is None else "Connecting ...")
     async with fabric:
         runs = [
             (task.name, run)
@@ -130,8 +131,8 @@ async def _demo(console: Console) -> bool:
             f"{recovered} of them taken over from the killed worker.",
             soft_wrap=True,
         )
-    if Settings().database_url is None:
-        console.print(f"The data is kept under {Settings().home}.")
+    if settings.database_url is None:
+        console.print(f"The data is kept under {settings.home}.")
     return bool(lost)
 
 
@@ -156,7 +157,7 @@ def _worker_processes() -> Iterator[dict[str, subprocess.Popen[bytes]]]:
 async def _watch(
     console: Console, runs: Sequence[tuple[str, Run[Told]]], victim: subprocess.Popen[bytes]
 ) -> list[Ending]:
-    """Follow the runs to their ends, and kill a worker when a third of them has ended."""
+    """Follow the runs to their ends, and kill a worker that is at work when a third of them has ended."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as progress:
         bar = progress.add_task("executions", total=len(runs))
@@ -167,7 +168,8 @@ async def _watch(
             done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
             endings += [task.result() for task in done]
             progress.update(bar, completed=len(endings))
-            if not is_killed and len(endings) >= len(runs) // 3:
+            is_at_work = any(ending.told and ending.told["worker"].startswith(VICTIM) for ending in endings)
+            if not is_killed and is_at_work and len(endings) >= len(runs) // 3:
                 victim.kill()
                 is_killed = True
                 progress.console.print(

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import ssl
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any, TypeAlias, TypeVar
@@ -19,6 +20,8 @@ ATTEMPTS = 3
 """How often a transaction is run when Postgres asks for it to be run again."""
 BACKOFF_SECONDS = (0.005, 0.010)
 CLOSE_SECONDS = 10
+SLOW_SECONDS = 0.1
+"""A statement that took longer may have a plan made while its tables were empty: its connection plans anew."""
 
 _SESSION = {
     "application_name": "flowfabric",
@@ -172,7 +175,10 @@ class Database:
         arguments = statement.arguments(values)
 
         async def once(connection: Connection) -> list[Record]:
+            began = time.monotonic()
             rows: list[Record] = await connection.fetch(statement.sql, *arguments)
+            if time.monotonic() - began > SLOW_SECONDS:
+                await connection.execute("discard plans")
             return rows
 
         return await self._again(once, attempts)

@@ -42,7 +42,7 @@ class Hints:
 
     def send(self, channel: str, word: str = EVERYTHING) -> None:
         """Tell the other processes, soon and together with what else there is to tell."""
-        if self._deaf or self._closed:
+        if self._closed:
             return
         self._pending.setdefault(channel, set()).add(word)
         if self._sender is None or self._sender.done():
@@ -53,8 +53,8 @@ class Hints:
         self._callbacks.setdefault(channel, []).append(callback)
 
     async def listen(self) -> None:
-        """Begin to listen, unless this process is deaf or listens already."""
-        if not self._deaf and self._listener is None:
+        """Begin to listen, unless this process is deaf, listens already or is about to end."""
+        if not self._deaf and not self._closed and self._listener is None:
             self._listener = asyncio.ensure_future(self._keep_listening())
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._listening.wait(), 2)

@@ -63,14 +63,16 @@ class Boot:
             except BaseException:
                 await database.close()
                 raise
-        except EmbeddedError as failed:
-            raise error("unavailable", str(failed)) from failed
-        except StoreFault as fault:
-            raise error_of(fault) from fault
-        except BaseException:
+        except BaseException as failed:
             if embedded is not None:
                 await asyncio.to_thread(embedded.release)
-            raise
+            match failed:
+                case EmbeddedError():
+                    raise error("unavailable", str(failed)) from failed
+                case StoreFault():
+                    raise error_of(failed) from failed
+                case _:
+                    raise
         return boot
 
     @property

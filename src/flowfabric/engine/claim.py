@@ -82,12 +82,21 @@ class Claim:
         while not self.closing:
             wakes = wakeups.wakes(lane_ids)
             async with self._turn:
+                if self.closing:
+                    break
                 claimed = await self._look(lane_ids, offered, worker_no, instance, lease_ttl_ms, limit)
             left = deadline - time.monotonic()
             if claimed or left <= 0:
                 return claimed
             await wakeups.wait_for_work(lane_ids, min(left, POLL_SECONDS), since=wakes)
         return []
+
+    async def drain(self) -> None:
+        """Wait until the claim under way is answered; those behind it find nothing."""
+        self.closing = True
+        self._store.wakeups.wake_all()
+        async with self._turn:
+            pass
 
     async def _look(
         self,

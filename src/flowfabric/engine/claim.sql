@@ -110,13 +110,17 @@ interrupted as (
          retry_reason, reclaim_reason, replay_reason, replay_requested_by, attempt_policy
     from judged where branch = 'reclaimed' and not attempt_stored
 ),
+-- An attempt that was parked before has its row already. Not an update: its join might be driven from the wrong side.
 interrupted_again as (
-  update attempt a
-     set attempt_state = 'interrupted_reclaimed', resumed_at = j.claimed_at, ended_at = j.now, lease_id = j.lease_id,
-         lease_epoch = j.lease_epoch, worker_no = j.worker_no, failure_reason = 'lease_' || j.ownership_state
-    from judged j
-   where j.branch = 'reclaimed' and j.attempt_stored
-     and a.partition_key = j.partition_key and a.execution_id = j.execution_id and a.attempt_index = j.attempt_count - 1
+  insert into attempt as a (partition_key, execution_id, attempt_index, attempt_id, attempt_type, attempt_state, started_at,
+                            resumed_at, ended_at, lease_id, lease_epoch, worker_no, failure_reason)
+  select partition_key, execution_id, attempt_count - 1, attempt_id, attempt_type, 'interrupted_reclaimed', claimed_at,
+         claimed_at, now, lease_id, lease_epoch, worker_no, 'lease_' || ownership_state
+    from judged where branch = 'reclaimed' and attempt_stored
+  on conflict (partition_key, execution_id, attempt_index) do update
+     set attempt_state = excluded.attempt_state, resumed_at = excluded.resumed_at, ended_at = excluded.ended_at,
+         lease_id = excluded.lease_id, lease_epoch = excluded.lease_epoch, worker_no = excluded.worker_no,
+         failure_reason = excluded.failure_reason
 ),
 told as (
   insert into event (at, execution_id, partition_key, kind, namespace_no, attempt_index, worker_no, lease_epoch, lease_id,

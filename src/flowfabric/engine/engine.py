@@ -72,7 +72,7 @@ class Engine:
         """An engine on the named Postgres, on the configured one, or on the embedded one."""
         settings = settings or Settings()
         if url is not None:
-            settings = settings.model_copy(update={"database_url": url})
+            settings = settings.model_copy(update={"database_url": Settings(database_url=url).database_url})
         boot = await Boot.open(settings)
         engine = cls(boot)
         try:
@@ -88,10 +88,8 @@ class Engine:
             yield engine
 
     async def _close(self) -> None:
-        self._claim.closing = True
-        self.wakeups.wake_all()
         await self._view.close()
-        for family in (self._submit, self._releases, self.leases):
+        for family in (self._claim, self._submit, self._releases, self.leases):
             await family.drain()
         await self._boot.close()
 

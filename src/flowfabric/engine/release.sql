@@ -102,15 +102,20 @@ ended as (
          category, previous_attempt_index, retry_reason, reclaim_reason, replay_reason, replay_requested_by, attempt_policy
     from held where verdict = 'ok' and attempt_lives and not attempt_stored
 ),
+-- An attempt that was parked before has its row already. Not an update: its join might be driven from the wrong side.
 ended_again as (
-  update attempt a
-     set attempt_state = h.attempt_lifecycle, ended_at = h.now, resumed_at = coalesce(h.claimed_at, a.resumed_at),
-         lease_id = coalesce(h.lease_id, a.lease_id), lease_epoch = h.lease_epoch,
-         worker_no = coalesce(h.worker_no, a.worker_no), result_payload = h.payload, result_encoding = h.encoding,
-         failure_reason = h.attempt_reason, failure_category = h.category
-    from held h
-   where h.verdict = 'ok' and h.attempt_lives and h.attempt_stored
-     and a.partition_key = h.partition_key and a.execution_id = h.execution_id and a.attempt_index = h.attempt_count - 1
+  insert into attempt as a (partition_key, execution_id, attempt_index, attempt_id, attempt_type, attempt_state, started_at,
+                            resumed_at, ended_at, lease_id, lease_epoch, worker_no, result_payload, result_encoding,
+                            failure_reason, failure_category)
+  select partition_key, execution_id, attempt_count - 1, attempt_id, attempt_type, attempt_lifecycle, coalesce(claimed_at, now),
+         claimed_at, now, lease_id, lease_epoch, worker_no, payload, encoding, attempt_reason, category
+    from held where verdict = 'ok' and attempt_lives and attempt_stored
+  on conflict (partition_key, execution_id, attempt_index) do update
+     set attempt_state = excluded.attempt_state, ended_at = excluded.ended_at,
+         resumed_at = coalesce(excluded.resumed_at, a.resumed_at), lease_id = coalesce(excluded.lease_id, a.lease_id),
+         lease_epoch = excluded.lease_epoch, worker_no = coalesce(excluded.worker_no, a.worker_no),
+         result_payload = excluded.result_payload, result_encoding = excluded.result_encoding,
+         failure_reason = excluded.failure_reason, failure_category = excluded.failure_category
 ),
 told as (
   insert into event (at, execution_id, partition_key, kind, namespace_no, attempt_index, worker_no, lease_epoch, lease_id,

@@ -183,6 +183,7 @@ class Submit:
         payload = new.input_payload
         if type(payload) is not bytes:
             payload = _check_bytes(payload)
+        namespace = check_text(new.namespace, "namespace")
         kind = check_text(new.execution_kind, "execution_kind")
         creator = check_text(new.creator_identity, "creator_identity")
         encoding = new.payload_encoding
@@ -206,7 +207,8 @@ class Submit:
             except EngineError:
                 return None
         queue = store.known_queue(lane_id, _required(policy))
-        namespace_no = store.known_namespace_no(new.namespace)
+        namespace = new.namespace if type(new.namespace) is str else check_text(new.namespace, "namespace")
+        namespace_no = store.known_namespace_no(namespace)
         if queue is None or namespace_no is None or (key is not None and _dedup_ms(policy) <= 0):
             return None
         queue_no, lane_no = queue
@@ -240,7 +242,7 @@ class Submit:
             key,
             None if key is None else _dedup_ms(policy),
         )
-        return _Submission(execution_id, lane_id, new.namespace, row, key, is_minted=is_minted)
+        return _Submission(execution_id, lane_id, namespace, row, key, is_minted=is_minted)
 
     async def _find_duplicate(self, execution_id: ExecutionId, namespace: str, key: str | None) -> Duplicate | None:
         partition = int(execution_id[4:-38])

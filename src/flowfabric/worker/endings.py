@@ -52,12 +52,15 @@ class Endings:
         self._engine = engine
         self._release = release
         self._completed: deque[tuple[Running, bytes | None]] = deque()
+        self._streams = 0
+        """Streams that will still look; a task counts as running for a moment longer."""
         self._tasks: set[asyncio.Task[None]] = set()
 
     def complete(self, running: Running, payload: bytes | None) -> None:
         """End a run in success, soon."""
         self._completed.append((running, payload))
-        if len(self._tasks) < self.STREAMS:
+        if self._streams < self.STREAMS:
+            self._streams += 1
             task = asyncio.create_task(self._write_completed())
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
@@ -91,18 +94,23 @@ class Endings:
         return True
 
     async def _write_completed(self) -> None:
-        # One turn of the loop lets the runs that end in this instant join the first statement.
-        await asyncio.sleep(0)
-        completed = self._completed
-        while completed:
-            batch = [completed.popleft() for _ in range(min(self.SIZE, len(completed)))]
-            for (running, payload), verdict in zip(batch, await self._complete(batch), strict=True):
-                if not isinstance(verdict, Exception):
-                    self._release(running)
-                elif _is_passing(verdict):
-                    completed.append((running, payload))
-                else:
-                    await self._refused(running, verdict)
+        try:
+            # One turn of the loop lets the runs that end in this instant join the first statement.
+            await asyncio.sleep(0)
+            while self._completed:
+                count = min(self.SIZE, len(self._completed))
+                await self._settle([self._completed.popleft() for _ in range(count)])
+        finally:
+            self._streams -= 1
+
+    async def _settle(self, batch: list[tuple[Running, bytes | None]]) -> None:
+        for (running, payload), verdict in zip(batch, await self._complete(batch), strict=True):
+            if not isinstance(verdict, Exception):
+                self._release(running)
+            elif _is_passing(verdict):
+                self._completed.append((running, payload))
+            else:
+                await self._refused(running, verdict)
 
     async def _complete(self, batch: list[tuple[Running, bytes | None]]) -> Sequence[Completed | Exception]:
         items = [(running.claimed.handle, payload) for running, payload in batch]
@@ -112,7 +120,8 @@ class Endings:
                 return await self._engine.complete_many(items)
             except Exception as error:
                 if not _is_passing(error):
-                    return [error] * len(items)
+                    # Something may be wrong with one of them: each is told alone.
+                    return [error] if len(items) == 1 else [(await self._complete([one]))[0] for one in batch]
                 logger.warning("%d completions are repeated: %s", len(items), error)
             await asyncio.sleep(next(pause))
 

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -101,14 +102,24 @@ class Heartbeat:
     async def _live(self) -> None:
         stopping = asyncio.Event()
         self._started.set_result((asyncio.get_running_loop(), stopping))
+        closings: set[asyncio.Task[None]] = set()
         while not stopping.is_set():
+            connected = AsyncExitStack()
             try:
-                async with self._engine.beside(pool_size=1) as engine:
-                    while not await _is_set_within(stopping, self._tick):
-                        await self._beat(engine)
-            except (EngineError, _Stuck) as error:
-                logger.warning("the heartbeat connects again: %s", error)
+                engine = await connected.enter_async_context(self._engine.beside(pool_size=1))
+                while not stopping.is_set():
+                    await self._beat(engine)
+                    await _is_set_within(stopping, self._tick)
+            except _Stuck as silence:
+                logger.warning("the heartbeat connects again: %s", silence)
+            except EngineError as error:
+                logger.warning("the heartbeat cannot connect: %s", error)
                 await _is_set_within(stopping, self._tick)
+            # Not waited for: the connection to a silent server takes its time to close.
+            closing = asyncio.create_task(connected.aclose())
+            closings.add(closing)
+            closing.add_done_callback(closings.discard)
+        await asyncio.gather(*closings, return_exceptions=True)
 
     async def _beat(self, engine: Engine) -> None:
         now = time.monotonic()

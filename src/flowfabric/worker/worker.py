@@ -6,15 +6,14 @@ import logging
 import os
 import random
 import secrets
-import signal
 import socket
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from types import TracebackType
 from typing import Any, Self, TypedDict
 
+from flowfabric.engine.claim import MAX_LANES, MAX_LIMIT, MAX_TTL_MS
 from flowfabric.engine.engine import DEFAULT_LEASE_TTL_MS, Engine
 from flowfabric.model.errors import EngineError
 from flowfabric.model.ids import check_lane_id, check_worker_id
@@ -26,11 +25,11 @@ from flowfabric.worker.endings import Endings, pauses
 from flowfabric.worker.handler import Handler
 from flowfabric.worker.heartbeat import Heartbeat, Registration
 from flowfabric.worker.outcome import Dropped, Failure, Success, outcome_of
+from flowfabric.worker.signals import calling_on_signals
 from flowfabric.worker.threads import Threads
 
 logger = logging.getLogger(__name__)
 
-MAX_CLAIM = 1000
 MAX_THREADS = 32
 LISTENING_POLL_SECONDS = 5.0
 """The longest pause between two looks at the lanes while hints arrive and due work is announced."""
@@ -81,8 +80,12 @@ class Worker:
         threads: int | None = None,
         reconcile: bool = True,
     ) -> None:
-        if min(len(lanes), concurrency, lease_ttl_ms, claim_poll_interval_ms, 1 if threads is None else threads) < 1:
-            raise ValueError("lanes, concurrency, lease_ttl_ms, claim_poll_interval_ms and threads: at least one")
+        threads = min(concurrency, MAX_THREADS) if threads is None else threads
+        _check_range("lanes", len(lanes), MAX_LANES)
+        _check_range("concurrency", concurrency)
+        _check_range("threads", threads)
+        _check_range("lease_ttl_ms", lease_ttl_ms, MAX_TTL_MS)
+        _check_range("claim_poll_interval_ms", claim_poll_interval_ms)
         host = "".join(char for char in socket.gethostname() if char.isprintable() and char != " ") or "worker"
         self.worker_id = check_worker_id(worker_id or host, "worker_id")
         self.worker_instance_id = check_worker_id(
@@ -110,7 +113,7 @@ class Worker:
         )
         self._running: set[Running] = set()
         self._endings = Endings(engine, self._release)
-        self._threads = Threads(threads or min(concurrency, MAX_THREADS))
+        self._threads = Threads(threads)
         self._claiming: asyncio.Task[None] | None = None
         self._stopping = asyncio.Event()
         self._slot_freed = asyncio.Event()
@@ -154,7 +157,7 @@ class Worker:
 
     async def run(self) -> None:
         """Work until `stop()`, SIGTERM or SIGINT, then drain; a second signal does what it does by default."""
-        with _calling_on_signals(self.stop):
+        with calling_on_signals(self.stop):
             async with self:
                 await self._stopping.wait()
 
@@ -181,7 +184,7 @@ class Worker:
                     worker_instance_id=self.worker_instance_id,
                     capabilities=self.capabilities,
                     lease_ttl_ms=self._lease_ttl_ms,
-                    limit=min(free, MAX_CLAIM),
+                    limit=min(free, MAX_LIMIT),
                 )
             except Exception as error:
                 is_known = isinstance(error, EngineError)
@@ -280,26 +283,6 @@ class Worker:
             logger.warning("the registration is left to lapse: %s", error)
 
 
-@contextlib.contextmanager
-def _calling_on_signals(stop: Callable[[], None]) -> Iterator[None]:
-    """Call on the first SIGTERM or SIGINT; outside the main thread, where no signal arrives, do nothing."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    loop = asyncio.get_running_loop()
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-
-    def restore() -> None:
-        for number, action in before.items():
-            signal.signal(number, signal.SIG_DFL if action is None else action)
-
-    def first(*_: object) -> None:
-        restore()
-        loop.call_soon_threadsafe(stop)
-
-    for number in before:
-        signal.signal(number, first)
-    try:
-        yield
-    finally:
-        restore()
+def _check_range(name: str, value: int, most: int | None = None) -> None:
+    if value < 1 or (most is not None and value > most):
+        raise ValueError(f"{name}: at least 1{'' if most is None else f', at most {most}'}, got {value}")

@@ -1,0 +1,94 @@
+"""How the ends of runs reach the store."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from flowfabric.engine.engine import Engine
+from flowfabric.model.outcomes import FailureReason
+from flowfabric.worker.context import Running
+from flowfabric.worker.endings import Endings
+from flowfabric.worker.outcome import Failure
+
+
+class Slots:
+    """Remembers whose slot was given up, and calls back for it."""
+
+    def __init__(self) -> None:
+        self.released: asyncio.Queue[Running] = asyncio.Queue()
+        self.on_release: Any = None
+
+    def release(self, running: Running) -> None:
+        self.released.put_nowait(running)
+        if self.on_release is not None:
+            self.on_release(running)
+
+    async def next(self) -> Running:
+        return await asyncio.wait_for(self.released.get(), 10)
+
+
+async def test_a_result_that_comes_as_the_last_one_is_written_is_not_left_behind(
+    engine: Engine, given: Any, rows: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Endings, "STREAMS", 1)
+    first, second = Running(await given.run(), 0.0), Running(await given.run(), 0.0)
+    slots = Slots()
+    endings = Endings(engine, slots.release)
+
+    def complete_second(running: Running) -> None:
+        if running is first:
+            asyncio.get_running_loop().call_soon(endings.complete, second, b"2")
+
+    slots.on_release = complete_second
+    endings.complete(first, b"1")
+    assert [await slots.next(), await slots.next()] == [first, second]
+    assert [(await engine.wait_for_ending(one.execution_id)).result for one in (first, second)] == [b"1", b"2"]
+
+
+async def test_a_slot_is_free_when_the_ending_is_committed(engine: Engine, given: Any, rows: Any) -> None:
+    running = Running(await given.run(), 0.0)
+    slots = Slots()
+    Endings(engine, slots.release).complete(running, None)
+    assert slots.released.empty()
+    await slots.next()
+    assert (await rows.execution(running.execution_id))["terminal_outcome"] == "success"
+
+
+async def test_a_result_under_a_lost_lease_is_dropped_and_spares_the_others(
+    engine: Engine, given: Any, rows: Any
+) -> None:
+    runs = [Running(await given.run(), 0.0) for _ in range(3)]
+    await engine.cancel_execution(execution_id=runs[1].execution_id, reason="not wanted")
+    slots = Slots()
+    endings = Endings(engine, slots.release)
+    for running in runs:
+        endings.complete(running, b"done")
+    assert {await slots.next() for _ in runs} == set(runs)
+    outcomes = [(await rows.execution(running.execution_id))["terminal_outcome"] for running in runs]
+    assert outcomes == ["success", "cancelled", "success"]
+
+
+async def test_a_result_the_store_refuses_fails_its_run_alone(
+    engine: Engine, given: Any, rows: Any, attempts: Any
+) -> None:
+    wrong: Any = "no bytes"
+    runs = [Running(await given.run(), 0.0) for _ in range(3)]
+    slots = Slots()
+    endings = Endings(engine, slots.release)
+    for running, payload in zip(runs, (b"1", wrong, b"3"), strict=True):
+        endings.complete(running, payload)
+    assert {await slots.next() for _ in runs} == set(runs)
+    outcomes = [(await rows.execution(running.execution_id))["terminal_outcome"] for running in runs]
+    assert outcomes == ["success", "failed", "success"]
+    (attempt,) = await attempts(runs[1].execution_id)
+    assert attempt["failure_category"] == "result_refused"
+
+
+async def test_a_failure_under_a_lost_lease_is_dropped(engine: Engine, given: Any, rows: Any) -> None:
+    running = Running(await given.run(), 0.0)
+    await engine.cancel_execution(execution_id=running.execution_id, reason="not wanted")
+    slots = Slots()
+    await Endings(engine, slots.release).fail(running, Failure(FailureReason("no luck")))
+    assert await slots.next() is running
+    assert (await rows.execution(running.execution_id))["terminal_outcome"] == "cancelled"
