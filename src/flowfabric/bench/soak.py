@@ -11,7 +11,7 @@ import asyncpg
 
 from flowfabric.bench.observer import observing
 from flowfabric.bench.ours import KIND, LANE, SQL, check, engine_on, fill, noop
-from flowfabric.bench.ours_work import LARGE_BATCH, CONCURRENCY, claim_and_finish
+from flowfabric.bench.ours_work import CONCURRENCY, LARGE_BATCH, claim_and_finish
 from flowfabric.bench.subject import BATCH, CONNECTIONS, Figure, Figures, Task, per_second
 from flowfabric.engine.engine import Engine
 from flowfabric.worker.worker import Worker
