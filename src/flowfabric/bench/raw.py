@@ -7,8 +7,11 @@ import asyncpg
 
 from flowfabric.bench.subject import BATCH, CONNECTIONS, LARGE_PAYLOAD, PAYLOAD, Figure, Figures, Task, rate, spread
 from flowfabric.db.statements import Statement, statements_beside
+from flowfabric.model.ids import mint_uuid_texts
 
 SQL = statements_beside(__file__)
+
+FILL = 5_000
 
 
 async def measure(task: Task) -> Figures:
@@ -22,13 +25,12 @@ async def measure(task: Task) -> Figures:
         await connections[0].execute(SQL.create_queue.sql)
         raw = Raw(connections)
         few, many, large = task.count(5_000), task.count(120_000), task.count(80_000)
-        hundred, large_hundred = [PAYLOAD] * BATCH, [LARGE_PAYLOAD] * BATCH
         return {
             "raw_claim1_complete1": await raw.claim_and_complete(SQL.claim_1, SQL.complete_one, few),
             "raw_claim100_complete100": await raw.claim_and_complete(SQL.claim_100, SQL.complete_many, many),
             "raw_insert1": await raw.insert(SQL.insert_one, PAYLOAD, count=few, batch=1),
-            "raw_insert100": await raw.insert(SQL.insert_many, hundred, count=many, batch=BATCH),
-            "raw_insert100_1500b": await raw.insert(SQL.insert_many, large_hundred, count=large, batch=BATCH),
+            "raw_insert100": await raw.insert(SQL.insert_many, PAYLOAD, count=many, batch=BATCH),
+            "raw_insert100_1500b": await raw.insert(SQL.insert_many, LARGE_PAYLOAD, count=large, batch=BATCH),
         }
 
 
@@ -42,7 +44,9 @@ class Raw:
         """The rate at which a backlog is claimed and completed, each statement committed."""
         first = self._connections[0]
         await first.execute(SQL.empty_queue.sql)
-        await first.execute(SQL.fill_queue.sql, PAYLOAD, count)
+        for at in range(0, count, FILL):
+            size = min(FILL, count - at)
+            await first.execute(SQL.insert_many.sql, mint_uuid_texts(size), [PAYLOAD] * size)
         await first.execute(SQL.analyze_queue.sql)
         batch = BATCH if complete is SQL.complete_many else 1
         pairs = [(await each.prepare(claim.sql), await each.prepare(complete.sql)) for each in self._connections]
@@ -54,9 +58,16 @@ class Raw:
         calls = [lambda pair=pair: work(*pair) for pair in pairs]
         return await rate(count, spread(count // batch, *calls))
 
-    async def insert(self, statement: Statement, argument: object, *, count: int, batch: int) -> Figure:
-        """The rate at which rows are inserted, so many a committed statement."""
+    async def insert(self, statement: Statement, payload: bytes, *, count: int, batch: int) -> Figure:
+        """The rate at which rows are inserted, so many a committed statement, each with an id of the caller's."""
         await self._connections[0].execute(SQL.empty_queue.sql)
         prepared = [await each.prepare(statement.sql) for each in self._connections]
-        calls = [lambda insert=insert: insert.fetch(argument) for insert in prepared]
+
+        async def one(insert: Any) -> None:
+            if batch == 1:
+                await insert.fetch(mint_uuid_texts(1)[0], payload)
+            else:
+                await insert.fetch(mint_uuid_texts(batch), [payload] * batch)
+
+        calls = [lambda insert=insert: one(insert) for insert in prepared]
         return await rate(count, spread(count // batch, *calls))

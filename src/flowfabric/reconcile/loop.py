@@ -54,7 +54,7 @@ class Reconciler:
     its intervals. A store that cannot be reached is asked again after a growing pause.
     """
 
-    IDLE_SECONDS = 1.5
+    IDLE_SECONDS = 2.0
     """The pause of a loop that has nothing to do and sees no timer near."""
     LEAST_SECONDS = 0.02
     FAULT_SECONDS = (0.2, 5.0)
@@ -163,7 +163,7 @@ class Reconciler:
 
     def _pause(self, processed: int, next_due_in_ms: int | None) -> float:
         # Where timers run out, others are likely that this process has not seen.
-        pause = self._shortest if processed else min(2 * self._shortest, self.IDLE_SECONDS)
+        pause = self._shortest if processed else self.IDLE_SECONDS
         if next_due_in_ms is not None:
             pause = min(self._shortest, next_due_in_ms / 1000)
         now = time.monotonic()
