@@ -43,7 +43,7 @@ class Endings:
     A call that meets a fault of the store is repeated until the store answers: a repeat of an ending is harmless.
     """
 
-    SIZE = 250
+    SIZE = 300
     """Completions in one statement."""
     STREAMS = 2
     """Statements under way at the same time."""

@@ -30,8 +30,8 @@ from flowfabric.worker.threads import Threads
 
 logger = logging.getLogger(__name__)
 
-CLAIM_SIZE = 250
-"""Executions in one claim: two of this size under way at once fill a worker faster than one that takes all it can."""
+CLAIM_SIZE = 300
+"""Executions in one claim: while some of a worker's slots are claimed into, others run and yet others are ended."""
 MAX_THREADS = 32
 LISTENING_POLL_SECONDS = 10.0
 """The longest pause between two looks at the lanes while hints arrive and due work is announced."""
@@ -100,7 +100,7 @@ class Worker:
             kind: handler if isinstance(handler, Handler) else Handler(handler) for kind, handler in handlers.items()
         }
         self._concurrency = concurrency
-        self._worth_claiming = max(1, concurrency // 4)
+        self._worth_claiming = max(1, min(concurrency // 4, CLAIM_SIZE))
         self._lease_ttl_ms = lease_ttl_ms
         self._poll_seconds = claim_poll_interval_ms / 1000
         self._drain_seconds = drain_seconds
@@ -116,11 +116,7 @@ class Worker:
         self._running: set[Running] = set()
         self._endings = Endings(engine, self._release)
         self._threads = Threads(threads)
-        self._claiming: asyncio.Future[Any] | None = None
-        self._reserved = 0
-        """Slots promised to claims under way."""
-        self._has_backlog = asyncio.Event()
-        """Set while claims come back full: only then does a second one go on beside the first."""
+        self._claiming: asyncio.Task[None] | None = None
         self._stopping = asyncio.Event()
         self._slot_freed = asyncio.Event()
         self._background = AsyncExitStack()
@@ -148,7 +144,7 @@ class Worker:
             stack.push_async_callback(heartbeat.stop)
             if self._reconcile:
                 await stack.enter_async_context(Reconciler(self._engine))
-            self._claiming = asyncio.gather(self._claim_forever(), self._claim_forever(is_second=True))
+            self._claiming = asyncio.create_task(self._claim_while_wanted())
             self._claiming.add_done_callback(lambda _: self.stop())
             self._background = stack.pop_all()
         logger.info("worker %s serves %s", self.worker_instance_id, ", ".join(self.lanes))
@@ -171,23 +167,27 @@ class Worker:
         """Claim nothing more; `run()` and the end of `async with` wait for what runs."""
         self._stopping.set()
         self._slot_freed.set()
-        self._has_backlog.set()
         self._engine.wakeups.wake_all()
 
-    async def _claim_forever(self, *, is_second: bool = False) -> None:
-        """Claim until the worker stops; the second of two claims from a backlog only and leaves waiting to the first."""
+    async def _claim_while_wanted(self) -> None:
         wakeups = self._engine.wakeups
         retry_pauses = pauses()
         idle_pauses = pauses(longest=self._poll_seconds)
         while True:
-            if is_second:
-                await self._has_backlog.wait()
-            limit = min(await self._free_slots(), CLAIM_SIZE)
+            free = await self._free_slots()
             if self._stopping.is_set():
                 return
             wakes = wakeups.wakes(self.lanes)
+            asked_at = time.monotonic()
             try:
-                claimed = await self._claim(limit)
+                claimed = await self._engine.claim_many(
+                    lanes=self.lanes,
+                    worker_id=self.worker_id,
+                    worker_instance_id=self.worker_instance_id,
+                    capabilities=self.capabilities,
+                    lease_ttl_ms=self._lease_ttl_ms,
+                    limit=min(free, CLAIM_SIZE),
+                )
             except Exception as error:
                 is_known = isinstance(error, EngineError)
                 logger.warning("a claim failed and is repeated: %s", error, exc_info=None if is_known else error)
@@ -196,51 +196,22 @@ class Worker:
             retry_pauses = pauses()
             if claimed:
                 idle_pauses = pauses(longest=self._poll_seconds)
-            elif not is_second and not self._stopping.is_set():
+                self._start(claimed, asked_at)
+            elif not self._stopping.is_set():
                 if self._reconcile and wakeups.hints.is_listening:
                     seconds = LISTENING_POLL_SECONDS * random.uniform(0.75, 1)
                 else:
                     seconds = next(idle_pauses)
                 await wakeups.wait_for_work(self.lanes, seconds, since=wakes)
 
-    @property
-    def _free(self) -> int:
-        return self._concurrency - len(self._running) - self._reserved
-
     async def _free_slots(self) -> int:
         """How many slots are free, as soon as it pays to claim into them."""
-        while not self._stopping.is_set():
-            while self._free < 1 and not self._stopping.is_set():
-                self._slot_freed.clear()
-                await self._slot_freed.wait()
-            if self._free < self._worth_claiming and self._running:
-                await self._pause(GATHER_SECONDS)
-            if self._free > 0:
-                break
-        return self._free
-
-    async def _claim(self, limit: int) -> bool:
-        """Claim into so many free slots and start what was claimed; answers whether there was anything."""
-        asked_at = time.monotonic()
-        self._reserved += limit
-        try:
-            claimed = await self._engine.claim_many(
-                lanes=self.lanes,
-                worker_id=self.worker_id,
-                worker_instance_id=self.worker_instance_id,
-                capabilities=self.capabilities,
-                lease_ttl_ms=self._lease_ttl_ms,
-                limit=limit,
-            )
-        finally:
-            self._reserved -= limit
-            self._slot_freed.set()
-        self._start(claimed, asked_at)
-        if len(claimed) == limit or self._stopping.is_set():
-            self._has_backlog.set()
-        else:
-            self._has_backlog.clear()
-        return bool(claimed)
+        while len(self._running) >= self._concurrency and not self._stopping.is_set():
+            self._slot_freed.clear()
+            await self._slot_freed.wait()
+        if self._running and self._concurrency - len(self._running) < self._worth_claiming:
+            await self._pause(GATHER_SECONDS)
+        return self._concurrency - len(self._running)
 
     def _start(self, claimed: Sequence[ClaimedExecution], asked_at: float) -> None:
         loop = asyncio.get_running_loop()
