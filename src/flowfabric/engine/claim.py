@@ -32,6 +32,7 @@ SQL = statements_beside(__file__)
 MAX_LANES = 64
 MAX_LIMIT = 1000
 MAX_TTL_MS = 2**32 - 1
+MAX_AT_ONCE = 2
 POLL_SECONDS = 1.0
 """The longest pause between two looks at the queues while a claim waits without hints."""
 
@@ -50,8 +51,8 @@ class Claim:
         self._store = store
         self._leases = leases
         self._finish = finish
-        # One claim at a time: two at once would meet at the head of the queue, and each keeps the locks it lost with.
-        self._turn = asyncio.Lock()
+        # Claims meet at the head of the queue, and each keeps the locks it lost with; two at once pay, more do not.
+        self._turn = asyncio.Semaphore(MAX_AT_ONCE)
         self.closing = False
         """Set at shutdown: no claim waits any longer."""
 
@@ -92,11 +93,13 @@ class Claim:
         return []
 
     async def drain(self) -> None:
-        """Wait until the claim under way is answered; those behind it find nothing."""
+        """Wait until the claims under way are answered; those behind them find nothing."""
         self.closing = True
         self._store.wakeups.wake_all()
-        async with self._turn:
-            pass
+        for _ in range(MAX_AT_ONCE):
+            await self._turn.acquire()
+        for _ in range(MAX_AT_ONCE):
+            self._turn.release()
 
     async def _look(
         self,
