@@ -20,7 +20,7 @@ _Callback = Callable[[list[str]], None]
 class Hints:
     """Sends and hears the hints of one process; a lost connection heals by itself and everything goes on by polling."""
 
-    PAUSE = 0.025
+    PAUSE = 0.005
     """Seconds between two hints of one process: the first goes at once, those behind it travel together."""
     RECONNECT = (0.1, 1.0)
 
