@@ -53,7 +53,7 @@ create table attempt (
   usage jsonb,
   policy jsonb,
   constraint attempt_pkey PRIMARY KEY (partition_key, execution_id, attempt_index))
-  with (autovacuum_vacuum_cost_delay=0, autovacuum_vacuum_scale_factor=0.05);
+  with (autovacuum_vacuum_scale_factor=0.05);
 
 create table capability_set (
   capability_set_no integer not null generated always as identity,
@@ -217,7 +217,7 @@ END) stored,
   constraint execution_check3 CHECK ((completed_at IS NOT NULL) = (lifecycle_phase = 'terminal'::lifecycle_phase)),
   constraint execution_lifecycle_phase_check CHECK (lifecycle_phase <> 'submitted'::lifecycle_phase),
   constraint execution_priority_check CHECK (priority >= 0 AND priority <= 9000))
-  with (autovacuum_analyze_scale_factor=0.05, autovacuum_vacuum_cost_delay=0, autovacuum_vacuum_insert_scale_factor=0.1, autovacuum_vacuum_scale_factor=0.02, fillfactor=80);
+  with (autovacuum_analyze_scale_factor=0.05, autovacuum_vacuum_insert_scale_factor=0.1, autovacuum_vacuum_scale_factor=0.02, fillfactor=80);
 
 create table execution_input (
   partition_key smallint not null,
@@ -232,7 +232,7 @@ create table execution_input (
   payload_encoding text,
   policy jsonb,
   constraint execution_input_pkey PRIMARY KEY (partition_key, execution_id))
-  with (autovacuum_vacuum_cost_delay=0, autovacuum_vacuum_scale_factor=0.05);
+  with (autovacuum_vacuum_scale_factor=0.05);
 
 create table execution_tag (
   partition_key smallint not null,

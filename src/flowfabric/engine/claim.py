@@ -116,6 +116,7 @@ class Claim:
         while len(claimed) < limit:
             queues, firsts, lasts = marks.spans()
             wanted = limit - len(claimed)
+            began = time.monotonic()
             rows = await self._store.fetch(
                 SQL.claim_best,
                 lanes=lanes,
@@ -129,6 +130,8 @@ class Claim:
                 lease_ids=mint_uuid_texts(wanted),
                 **CLAIM_PARAMETERS,
             )
+            if not queues:
+                marks.walked_whole(time.monotonic() - began)
             capped: list[ExecutionId] = []
             # Each queue's rows come in order; together they come queue by queue.
             for row in sorted(rows, key=_place) if len(lanes) > 1 or offered else rows:
@@ -142,7 +145,7 @@ class Claim:
                 continue
             if claimed:
                 break
-            if queues:
+            if queues and marks.may_walk_whole:
                 marks.clear()
             elif not await self._leases.catch_up(lanes):
                 break

@@ -1,9 +1,10 @@
 -- name: claim_best
--- Leases the best claimable executions of the lanes this worker may serve, at most :limit, in claim order.
--- spans: where to walk a queue whose head is known to be spent; a queue without spans is walked whole.
+-- Leases the best claimable executions of the lanes this worker may serve, at most :limit; each queue's come in order.
+-- spans: where to walk a queue whose head is known to be spent; a queue without spans is walked whole. With one queue the
+-- lateral walk is lazy, so :limit bounds the rows it locks; with several, a read without locks first settles how many
+-- each span gives.
 -- The lease that begins an attempt gives the attempt its id. The row is found again by its ctid, which is safe as the
--- row is held: a version this statement cannot see is left for the next claim. With one queue the lateral walk is lazy, so :limit bounds the rows it locks; with several, a read without locks
--- first settles how many each span gives.
+-- row is held: a version this statement cannot see is left for the next claim.
 with clock as materialized (select ff_now() as now),
 serving as materialized (
   select q.queue_no, l.lane_id

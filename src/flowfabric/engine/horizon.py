@@ -11,17 +11,19 @@ class Horizon:
     time long past: the margin covers what is common, and a whole look from time to time finds the rest.
     """
 
-    MARGIN_MS = 5_000
+    SHARE = 50
+    """A whole look is made again when this many times its own time has passed, at the earliest."""
 
-    def __init__(self, whole_every_seconds: float) -> None:
+    def __init__(self, *, whole_every_seconds: float, margin_ms: int) -> None:
         self._whole_every = whole_every_seconds
+        self._margin_ms = margin_ms
         self._whole_at = 0.0
         self._reached = 0
 
     @property
     def since(self) -> int:
         """Where a sweep begins."""
-        return max(self._reached - self.MARGIN_MS, 0)
+        return max(self._reached - self._margin_ms, 0)
 
     def look(self) -> int:
         """Where a look begins: at the horizon, or at the beginning of time when that is due."""
@@ -30,6 +32,10 @@ class Horizon:
             self._whole_at = now + self._whole_every
             self._reached = 0
         return self.since
+
+    def looked(self, seconds: float) -> None:
+        """A look has taken this long: so much later comes the next whole one."""
+        self._whole_at = max(self._whole_at, time.monotonic() + self.SHARE * seconds)
 
     def reach(self, at_ms: int) -> None:
         """The oldest live timer is at this time, or later."""

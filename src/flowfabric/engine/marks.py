@@ -19,9 +19,14 @@ class Marks:
     MOST_BANDS = 16
     """With more priorities than this in use a queue is walked whole: so many short walks would cost more."""
 
+    CHEAP_SECONDS = 0.02
+    SHARE = 20
+    """A whole walk that is not cheap is made again when this many times its own time has passed."""
+
     def __init__(self) -> None:
         self._marks: dict[int, dict[int, int]] = {}
         self._ends_at = 0.0
+        self._whole_again_at = 0.0
 
     def spans(self) -> tuple[list[int], list[int], list[int]]:
         """What to walk, as columns of queue, first place and last place; a queue that is absent is walked whole."""
@@ -63,6 +68,17 @@ class Marks:
             band = place >> BAND_BITS
             if bands.get(band, 0) > place:
                 bands[band] = place
+
+    def walked_whole(self, seconds: float) -> None:
+        """A walk of whole queues has taken this long: so much later the marks end."""
+        now = time.monotonic()
+        self._ends_at = now + max(self.LIFE_SECONDS, self.SHARE * seconds)
+        self._whole_again_at = now if seconds <= self.CHEAP_SECONDS else self._ends_at
+
+    @property
+    def may_walk_whole(self) -> bool:
+        """Whether a claim that found nothing where the marks led should walk the whole queues now."""
+        return time.monotonic() >= self._whole_again_at
 
     def clear(self) -> None:
         """Walk every queue whole the next time."""

@@ -1,5 +1,6 @@
 """Letting go: ended executions past their retention, spent keys, lapsed grants, old events."""
 
+import time
 from dataclasses import dataclass
 
 from flowfabric.db.statements import statements_beside
@@ -37,6 +38,7 @@ class Retention:
     async def read_due(self) -> Due:
         """What is due of everything the engine does by itself, in one statement."""
         store = self._store
+        began = time.monotonic()
         (row,) = await store.fetch(
             SQL.read_due,
             due_since=store.due.look(),
@@ -44,6 +46,8 @@ class Retention:
             ahead_ms=AHEAD_MS,
             sample=SAMPLE,
         )
+        for horizon in (store.due, store.retained):
+            horizon.looked(time.monotonic() - began)
         store.due.reach(row["oldest_due_at"])
         return Due(
             lapsed_leases=row["lapsed_leases"],

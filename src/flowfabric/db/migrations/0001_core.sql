@@ -158,7 +158,7 @@ create table execution (
   check ((eligibility_state <> 'not_applicable') = (lifecycle_phase = 'runnable')),
   check ((completed_at is not null) = (lifecycle_phase = 'terminal'))
 ) with (fillfactor = 80, autovacuum_vacuum_scale_factor = 0.02, autovacuum_vacuum_insert_scale_factor = 0.1,
-        autovacuum_analyze_scale_factor = 0.05, autovacuum_vacuum_cost_delay = 0);
+        autovacuum_analyze_scale_factor = 0.05);
 create index execution_claim on execution (queue_no, place)
   where eligibility_state = 'eligible_now' or ownership_state in ('lease_expired_reclaimable', 'lease_revoked');
 -- One index for every timer of live work: leases, delays, timeouts, deadlines.
@@ -183,7 +183,7 @@ create table execution_input (
   payload_encoding text,
   policy jsonb,
   primary key (partition_key, execution_id)
-) with (autovacuum_vacuum_scale_factor = 0.05, autovacuum_vacuum_cost_delay = 0);
+) with (autovacuum_vacuum_scale_factor = 0.05);
 -- Many rows share a millisecond, so their entries are stored together; ties are sorted by id when read.
 create index execution_input_list on execution_input (namespace_no, created_at);
 
@@ -233,7 +233,7 @@ create table attempt (
   usage jsonb,
   policy jsonb,
   primary key (partition_key, execution_id, attempt_index)
-) with (autovacuum_vacuum_scale_factor = 0.05, autovacuum_vacuum_cost_delay = 0);
+) with (autovacuum_vacuum_scale_factor = 0.05);
 
 create view attempt_all as
   select partition_key, execution_id, attempt_index, attempt_id, attempt_type, attempt_state, started_at, suspended_at,
