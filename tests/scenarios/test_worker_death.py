@@ -84,7 +84,8 @@ async def test_a_worker_that_froze_past_its_lease_cannot_complete(
     # It goes on with other work, and what it had in hand has changed nothing.
     after = await worker_process.pause.submit(0)
     assert (await after.result(timeout=20))["worker"] == "frozen"
-    assert "is lost" in (tmp_path / "frozen.log").read_text() or "was refused" in (tmp_path / "frozen.log").read_text()
+    log = tmp_path / "frozen.log"
+    await eventually(lambda: any(words in log.read_text() for words in ("is lost", "was refused")), timeout=20)
     assert await run.result(timeout=20) == told
     assert len([event for event in await rows.events(run.id) if event["outcome"] is not None]) == 1
 
