@@ -19,7 +19,7 @@ class Marks:
     MOST_BANDS = 16
     """With more priorities than this in use a queue is walked whole: so many short walks would cost more."""
 
-    CHEAP_SECONDS = 0.02
+    CHEAP_SECONDS = 0.5
     SHARE = 20
     """A whole walk that is not cheap is made again when this many times its own time has passed."""
 
