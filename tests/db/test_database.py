@@ -210,10 +210,15 @@ async def test_more_callers_than_connections_wait_for_their_turn(database: Datab
     assert 0 < most <= 3
 
 
-async def test_closing_waits_for_what_runs(url: str, other: asyncpg.Connection) -> None:
+async def test_closing_waits_for_what_runs(url: str, other: asyncpg.Connection, eventually: Any) -> None:
     database = await Database.open(url, schema="flowfabric")
-    running = asyncio.create_task(database.fetch(SLEEP, {"seconds": 0.2}))
-    await asyncio.sleep(0.05)
+    running = asyncio.create_task(database.fetch(SLEEP, {"seconds": 0.5}))
+    asleep = "select count(*) from pg_stat_activity where datname = current_database() and wait_event = 'PgSleep'"
+
+    async def is_under_way() -> bool:
+        return bool(await other.fetchval(asleep) == 1)
+
+    await eventually(is_under_way)
     await database.close()
     assert running.done()
     assert len(running.result()) == 1
