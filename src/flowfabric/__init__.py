@@ -1,7 +1,6 @@
 """FlowFabric: durable execution for Python on nothing but Postgres."""
 
 from flowfabric.engine.engine import Engine
-from flowfabric.engine.view import Ended
 from flowfabric.fabric import ExecutionFailed, Fabric, Run, Task
 from flowfabric.model.errors import (
     BugError,
@@ -25,6 +24,7 @@ from flowfabric.model.outcomes import (
     Completed,
     Created,
     Duplicate,
+    Ended,
     ExecutionInfo,
     FailureClass,
     FailureReason,

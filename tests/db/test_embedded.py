@@ -52,7 +52,7 @@ async def test_a_commit_is_on_disk_and_no_port_is_open(home: Path) -> None:
         "data_checksums": "on",
         "listen_addresses": "",
         "unix_socket_permissions": "0700",
-        "shared_buffers": "256MB",
+        "shared_buffers": "512MB",
     }.items():
         assert await ask(server.url, f"select current_setting('{name}')") == value
     server.release()

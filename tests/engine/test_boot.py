@@ -5,9 +5,9 @@ from typing import Any
 import asyncpg
 import pytest
 
-from flowfabric.engine.boot import Applied, NoOp
 from flowfabric.engine.engine import Engine
 from flowfabric.model.errors import EngineError, TransportError, UnavailableError
+from flowfabric.model.outcomes import Applied, NoOp
 from flowfabric.settings import Settings
 
 from .state import new

@@ -332,14 +332,3 @@ def test_a_uuid_is_taken_as_a_value_or_as_text() -> None:
 def test_any_other_uuid_is_refused_by_its_field(value: object) -> None:
     with pytest.raises(ValidationError, match="invalid_input: flow_id: must be a UUID"):
         ids.parse_uuid(value, "flow_id")
-
-
-@pytest.mark.parametrize("text", ["", "plain", "ünïcode \U0001f600", "line\nbreak"])
-def test_text_the_store_can_hold_is_taken(text: str) -> None:
-    assert ids.check_text(text, "namespace") is text
-
-
-@pytest.mark.parametrize("text", ["a\0b", "\ud800", "é\0", None, 3, b"x"])
-def test_text_the_store_cannot_hold_is_refused_by_its_field(text: object) -> None:
-    with pytest.raises(ValidationError, match="invalid_input: namespace: "):
-        ids.check_text(text, "namespace")

@@ -11,10 +11,9 @@ import asyncpg
 import pytest
 
 from flowfabric.db.migrate import FOLDER, load_migrations, migrate
-from flowfabric.engine.boot import NoOp
 from flowfabric.engine.engine import Engine
 from flowfabric.model.errors import UnavailableError
-from flowfabric.model.outcomes import Completed, Created, Duplicate, Renewed, RetryScheduled
+from flowfabric.model.outcomes import Completed, Created, Duplicate, NoOp, Renewed, RetryScheduled
 from flowfabric.settings import Settings
 
 MORE = """

@@ -8,7 +8,7 @@ from flowfabric.bench.subject import BATCH, CONNECTIONS, Drain, Figures, Task, r
 from flowfabric.engine.engine import Engine
 from flowfabric.worker.worker import Worker
 
-CONCURRENCY = 1000
+CONCURRENCY = 1500
 LARGE_BATCH = 500
 
 

@@ -1,11 +1,23 @@
 """The raw limit: what asyncpg and Postgres do with the least a queue needs, and no engine in between."""
 
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from typing import Any
 
 import asyncpg
 
-from flowfabric.bench.subject import BATCH, CONNECTIONS, LARGE_PAYLOAD, PAYLOAD, Figure, Figures, Task, rate, spread
+from flowfabric.bench.subject import (
+    BATCH,
+    CONNECTIONS,
+    LARGE_PAYLOADS,
+    PAYLOAD,
+    PAYLOADS,
+    Figure,
+    Figures,
+    Task,
+    rate,
+    spread,
+)
 from flowfabric.db.statements import Statement, statements_beside
 from flowfabric.model.ids import mint_uuid_texts
 
@@ -28,9 +40,9 @@ async def measure(task: Task) -> Figures:
         return {
             "raw_claim1_complete1": await raw.claim_and_complete(SQL.claim_1, SQL.complete_one, few),
             "raw_claim100_complete100": await raw.claim_and_complete(SQL.claim_100, SQL.complete_many, many),
-            "raw_insert1": await raw.insert(SQL.insert_one, PAYLOAD, count=few, batch=1),
-            "raw_insert100": await raw.insert(SQL.insert_many, PAYLOAD, count=many, batch=BATCH),
-            "raw_insert100_1500b": await raw.insert(SQL.insert_many, LARGE_PAYLOAD, count=large, batch=BATCH),
+            "raw_insert1": await raw.insert(SQL.insert_one, PAYLOADS, count=few, batch=1),
+            "raw_insert100": await raw.insert(SQL.insert_many, PAYLOADS, count=many, batch=BATCH),
+            "raw_insert100_1500b": await raw.insert(SQL.insert_many, LARGE_PAYLOADS, count=large, batch=BATCH),
         }
 
 
@@ -58,16 +70,16 @@ class Raw:
         calls = [lambda pair=pair: work(*pair) for pair in pairs]
         return await rate(count, spread(count // batch, *calls))
 
-    async def insert(self, statement: Statement, payload: bytes, *, count: int, batch: int) -> Figure:
+    async def insert(self, statement: Statement, payloads: Sequence[bytes], *, count: int, batch: int) -> Figure:
         """The rate at which rows are inserted, so many a committed statement, each with an id of the caller's."""
         await self._connections[0].execute(SQL.empty_queue.sql)
         prepared = [await each.prepare(statement.sql) for each in self._connections]
 
         async def one(insert: Any) -> None:
             if batch == 1:
-                await insert.fetch(mint_uuid_texts(1)[0], payload)
+                await insert.fetch(mint_uuid_texts(1)[0], payloads[0])
             else:
-                await insert.fetch(mint_uuid_texts(batch), [payload] * batch)
+                await insert.fetch(mint_uuid_texts(batch), payloads[:batch])
 
         calls = [lambda insert=insert: one(insert) for insert in prepared]
         return await rate(count, spread(count // batch, *calls))

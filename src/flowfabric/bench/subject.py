@@ -9,8 +9,10 @@ from typing import Any
 
 BATCH = 100
 CONNECTIONS = 4
-PAYLOAD = b"x" * 100
-LARGE_PAYLOAD = b"x" * 1500
+PAYLOADS = tuple(b"%0100d" % number for number in range(1000))
+"""A hundred bytes each, and no two alike: a batch of equal ones could be sent as one."""
+LARGE_PAYLOADS = tuple(b"%01500d" % number for number in range(1000))
+PAYLOAD = PAYLOADS[-1]
 
 
 @dataclass(frozen=True, kw_only=True)

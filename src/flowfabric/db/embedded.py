@@ -40,7 +40,7 @@ _SOCKET_PATH_BYTES = 103
 _SETTINGS = {
     "fsync": "on",
     "synchronous_commit": "on",
-    "shared_buffers": "256MB",
+    "shared_buffers": "512MB",
     "max_wal_size": "4GB",
     "checkpoint_timeout": "15min",
     "max_connections": "200",

@@ -283,6 +283,15 @@ create table schema_migration (
   applied_by text not null,
   constraint schema_migration_pkey PRIMARY KEY (number));
 
+create table signing_key (
+  kid text not null,
+  secret bytea not null,
+  is_current boolean not null,
+  installed_at bigint not null,
+  expires_at bigint,
+  constraint signing_key_pkey PRIMARY KEY (kid),
+  constraint signing_key_check CHECK (NOT is_current OR expires_at IS NULL));
+
 create table worker (
   partition_key smallint not null,
   namespace text not null,
@@ -335,6 +344,8 @@ CREATE INDEX execution_input_list ON execution_input USING btree (namespace_no, 
 CREATE INDEX execution_tag_find ON execution_tag USING btree (key, "left"(value, 128), execution_id);
 
 CREATE INDEX idempotency_due ON idempotency USING btree (expires_at);
+
+CREATE UNIQUE INDEX signing_key_current ON signing_key USING btree (is_current) WHERE is_current;
 
 CREATE INDEX worker_due ON worker USING btree (lapses_at);
 

@@ -1,7 +1,6 @@
 """Opening a store: the server, the schema this code can run on, and what is written at the first start."""
 
 import asyncio
-from dataclasses import dataclass
 
 from flowfabric.db import migrate
 from flowfabric.db.database import Database, StoreFault
@@ -10,19 +9,8 @@ from flowfabric.db.notify import Hints
 from flowfabric.engine.store import SQL, Rules, Store, error_of
 from flowfabric.model.errors import UnavailableError, error
 from flowfabric.model.ids import Partitions, check_lane_id
+from flowfabric.model.outcomes import Applied, NoOp
 from flowfabric.settings import Settings
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class NoOp:
-    """There was nothing to prepare."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Applied:
-    """What was prepared."""
-
-    description: str
 
 
 class Boot:

@@ -5,17 +5,16 @@ from uuid import UUID
 from flowfabric.db.batch import LOCKED, Locked
 from flowfabric.db.database import Record, Transaction
 from flowfabric.db.statements import statements_beside
-from flowfabric.engine.fence import Found, Verdict, not_active
-from flowfabric.engine.finish import storable
-from flowfabric.engine.lease import usable
-from flowfabric.engine.release import Releases, Run
+from flowfabric.engine.fence import Found, Verdict, not_active, usable
+from flowfabric.engine.release import Ending, Releases
 from flowfabric.engine.store import Store
 from flowfabric.engine.transition import Release
 from flowfabric.model.errors import error
 from flowfabric.model.handle import Handle
-from flowfabric.model.ids import check_text, parse_execution_id, parse_uuid, row_key
+from flowfabric.model.ids import parse_execution_id, parse_uuid, row_key
 from flowfabric.model.outcomes import Cancelled
 from flowfabric.model.states import CancelSource, PublicState
+from flowfabric.model.text import check_text, storable
 
 SQL = statements_beside(__file__)
 
@@ -32,14 +31,14 @@ class Cancel:
     async def cancel(self, handle: Handle, reason: str) -> None:
         """End the run a handle holds as cancelled; a repeat of the call that did so is success too."""
         handle = usable(handle)
-        run = Run(
+        ending = Ending(
             handle.execution_id,
             Release.CANCELLED,
             handle=handle,
             reason=storable(reason),
             source=CancelSource.LEASE_HOLDER,
         )
-        verdict = await self._releases.one(run)
+        verdict = await self._releases.one(ending)
         found = verdict.found
         is_repeat = found is not None and found.terminal_outcome == "cancelled" and found.is_run_of(handle)
         if not verdict.is_done and not is_repeat:
@@ -87,7 +86,7 @@ class Cancel:
             ):
                 raise error("stale_lease")
 
-        run = Run(parsed, Release.CANCELLED, reason=reason, source=source)
+        ending = Ending(parsed, Release.CANCELLED, reason=reason, source=source)
 
         async def end(transaction: Transaction) -> list[Verdict | Locked]:
             rows = await transaction.fetch(SQL.lock_for_cancel, partition_key=partition, execution_id=uuid)
@@ -96,7 +95,7 @@ class Cancel:
             if rows[0]["terminal_outcome"] == "cancelled":
                 return [LOCKED]
             check(rows[0])
-            return await self._releases.within(transaction, [run])
+            return await self._releases.within(transaction, [ending])
 
-        await self._releases.settle([run], await self._store.transact(end))
+        await self._releases.settle([ending], await self._store.transact(end))
         return Cancelled(execution_id=parsed, public_state=PublicState.CANCELLED)

@@ -26,13 +26,17 @@ from flowfabric.model.ids import (
 from flowfabric.model.outcomes import ClaimedExecution
 from flowfabric.model.policy import check_capabilities, read_stored_policy
 from flowfabric.model.states import AttemptType, HandleKind
+from flowfabric.model.text import check_range
 
 SQL = statements_beside(__file__)
 
 MAX_LANES = 64
 MAX_LIMIT = 1000
+DEFAULT_LEASE_TTL_MS = 30_000
 MAX_TTL_MS = 2**32 - 1
 MAX_AT_ONCE = 2
+CATCH_UP_SECONDS = 1.0
+"""How late lapsed leases and elapsed delays may join a lane that never empties while no reconciler runs."""
 POLL_SECONDS = 1.0
 """The longest pause between two looks at the queues while a claim waits without hints."""
 
@@ -74,9 +78,9 @@ class Claim:
         offered = check_capabilities(tuple(capabilities))
         worker_id = check_worker_id(worker_id, "worker_id")
         instance = WorkerInstanceId(check_worker_id(worker_instance_id, "worker_instance_id"))
-        _check_range(lease_ttl_ms, "lease_ttl_ms", 1, MAX_TTL_MS)
-        _check_range(limit, "limit", 1, MAX_LIMIT)
-        _check_range(max_wait_ms, "max_wait_ms", 0, MAX_TTL_MS)
+        check_range(lease_ttl_ms, "lease_ttl_ms", 1, MAX_TTL_MS)
+        check_range(limit, "limit", 1, MAX_LIMIT)
+        check_range(max_wait_ms, "max_wait_ms", 0, MAX_TTL_MS)
         worker_no = await self._store.worker_no(worker_id, instance)
         deadline = time.monotonic() + max_wait_ms / 1000
         wakeups = self._store.wakeups
@@ -110,7 +114,8 @@ class Claim:
         lease_ttl_ms: int,
         limit: int,
     ) -> list[ClaimedExecution]:
-        """One search: where the marks lead, else over whole queues, else after what is due by now."""
+        """One search: where the marks lead, else over whole queues, else after what is due by now was brought there."""
+        await self._leases.catch_up(lanes, within_seconds=CATCH_UP_SECONDS)
         marks = self._store.wakeups.marks
         claimed: list[ClaimedExecution] = []
         while len(claimed) < limit:
@@ -147,7 +152,7 @@ class Claim:
                 break
             if queues and marks.may_walk_whole:
                 marks.clear()
-            elif not await self._leases.catch_up(lanes):
+            elif not await self._leases.catch_up(lanes, within_seconds=0):
                 break
         return claimed
 
@@ -203,8 +208,3 @@ def _claimed(row: Record, instance: WorkerInstanceId, lease_ttl_ms: int) -> Clai
         retry_count=retry_count,
         priority=priority,
     )
-
-
-def _check_range(value: object, field: str, least: int, most: int) -> None:
-    if type(value) is not int or not least <= value <= most:
-        raise error("invalid_input", f"{field}: {least} to {most}, got {value!r}")

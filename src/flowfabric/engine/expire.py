@@ -4,9 +4,8 @@ from flowfabric.db.batch import Locked
 from flowfabric.db.database import Record, Transaction
 from flowfabric.db.statements import statements_beside
 from flowfabric.engine.fence import Verdict
-from flowfabric.engine.finish import retry_pause
 from flowfabric.engine.lease import SWEEP_LIMIT
-from flowfabric.engine.release import Releases, Run
+from flowfabric.engine.release import Ending, Releases, retry_pause
 from flowfabric.engine.store import Store
 from flowfabric.engine.transition import Release
 from flowfabric.model.ids import format_execution_id
@@ -30,21 +29,21 @@ class Expire:
         """Expire what is past its attempt timeout or deadline, the oldest first; answers how many."""
         since = self._store.due.since
 
-        async def expire(transaction: Transaction) -> tuple[list[Run], list[Verdict | Locked]]:
+        async def expire(transaction: Transaction) -> tuple[list[Ending], list[Verdict | Locked]]:
             rows = await transaction.fetch(SQL.lock_expired, since=since, limit=SWEEP_LIMIT)
-            runs = [_expiry(row) for row in rows]
-            return runs, await self._releases.within(transaction, runs) if runs else []
+            endings = [_expiry(row) for row in rows]
+            return endings, await self._releases.within(transaction, endings) if endings else []
 
-        runs, verdicts = await self._store.transact(expire)
-        await self._releases.settle(runs, verdicts)
-        return len(runs)
+        endings, verdicts = await self._store.transact(expire)
+        await self._releases.settle(endings, verdicts)
+        return len(endings)
 
 
-def _expiry(row: Record) -> Run:
+def _expiry(row: Record) -> Ending:
     execution_id = format_execution_id(row["partition_key"], row["execution_id"])
     category = FailureClass.TIMEOUT.value
     if row["past_deadline"]:
-        return Run(execution_id, Release.DEADLINE_EXPIRED, reason=EXECUTION_DEADLINE, category=category)
+        return Ending(execution_id, Release.DEADLINE_EXPIRED, reason=EXECUTION_DEADLINE, category=category)
     delay_ms = retry_pause(read_stored_policy(row["policy"]), row["retry_count"], category)
     move = Release.TIMEOUT_EXPIRED if delay_ms is None else Release.TIMEOUT_RETRY
-    return Run(execution_id, move, reason=ATTEMPT_TIMEOUT, category=category, delay_ms=delay_ms)
+    return Ending(execution_id, move, reason=ATTEMPT_TIMEOUT, category=category, delay_ms=delay_ms)

@@ -7,8 +7,9 @@ import msgspec
 from flowfabric.db.database import Record, Transaction
 from flowfabric.db.statements import statements_beside
 from flowfabric.model.errors import EngineError, error
-from flowfabric.model.handle import Handle
-from flowfabric.model.ids import ExecutionId, split_execution_id
+from flowfabric.model.handle import Handle, check_handle
+from flowfabric.model.ids import ExecutionId, row_key, split_execution_id
+from flowfabric.model.states import HandleKind
 
 SQL = statements_beside(__file__)
 
@@ -76,3 +77,12 @@ async def lock_execution(transaction: Transaction, execution_id: ExecutionId) ->
     partition, uuid = split_execution_id(execution_id)
     if not await transaction.fetch(SQL.lock_execution, partition_key=partition, execution_id=uuid):
         raise error("execution_not_found")
+
+
+def usable(handle: Handle) -> Handle:
+    """The handle itself, where it stands for a lease this store can hold."""
+    handle = check_handle(handle)
+    if handle.kind is HandleKind.SUSPENDED:
+        raise error("lease_conflict", "the lease ended with the suspension")
+    row_key(handle.execution_id)
+    return handle

@@ -1,15 +1,13 @@
 """Finishing: complete and fail, and what a repeated call of either finds."""
 
 import logging
-import random
 from collections.abc import Sequence
 
 from flowfabric.db.batch import Locked
 from flowfabric.db.database import Transaction
 from flowfabric.db.statements import statements_beside
-from flowfabric.engine.fence import DONE, Verdict
-from flowfabric.engine.lease import usable
-from flowfabric.engine.release import Releases, Run
+from flowfabric.engine.fence import DONE, Verdict, usable
+from flowfabric.engine.release import Ending, Releases, retry_pause
 from flowfabric.engine.store import Store
 from flowfabric.engine.transition import Release
 from flowfabric.model.errors import EngineError, error
@@ -24,8 +22,9 @@ from flowfabric.model.outcomes import (
     TerminalFailed,
     failure_category,
 )
-from flowfabric.model.policy import ExecutionPolicy, may_retry, read_stored_policy, reclaim_cap, retry_delay_ms
+from flowfabric.model.policy import ExecutionPolicy, read_stored_policy, reclaim_cap
 from flowfabric.model.states import PublicState
+from flowfabric.model.text import storable
 
 SQL = statements_beside(__file__)
 
@@ -44,8 +43,8 @@ class Finish:
 
     async def complete(self, handle: Handle, payload: bytes | None) -> None:
         """End in success; a repeat of the call that did so is success too."""
-        run = _completion(handle, payload)
-        verdict = await self._releases.one(run)
+        ending = _completion(handle, payload)
+        verdict = await self._releases.one(ending)
         if verdict is not DONE and not _was_completed(verdict, handle):
             raise verdict.refusal()
 
@@ -53,17 +52,17 @@ class Finish:
         """End up to a thousand runs in success in one statement, each with its own verdict."""
         if not 1 <= len(items) <= MAX_BATCH:
             raise error("invalid_input", f"items: 1 to {MAX_BATCH}, got {len(items)}")
-        runs: list[Run | EngineError] = []
+        endings: list[Ending | EngineError] = []
         for handle, payload in items:
             try:
-                runs.append(_completion(handle, payload))
+                endings.append(_completion(handle, payload))
             except EngineError as refused:
-                runs.append(refused)
-        good = [run for run in runs if isinstance(run, Run)]
+                endings.append(refused)
+        good = [ending for ending in endings if isinstance(ending, Ending)]
         verdicts = iter(await self._releases.many(good) if good else ())
         answers: list[Completed | EngineError] = []
-        for run, (handle, _) in zip(runs, items, strict=True):
-            verdict = run if isinstance(run, EngineError) else next(verdicts)
+        for ending, (handle, _) in zip(endings, items, strict=True):
+            verdict = ending if isinstance(ending, EngineError) else next(verdicts)
             if verdict is DONE or (isinstance(verdict, Verdict) and _was_completed(verdict, handle)):
                 answers.append(Completed(execution_id=handle.execution_id, public_state=PublicState.COMPLETED))
             elif isinstance(verdict, Verdict):
@@ -96,7 +95,7 @@ class Finish:
         else:
             policy, retry_count = claimed.policy, claimed.retry_count
         delay_ms = retry_pause(policy, retry_count, category)
-        run = Run(
+        ending = Ending(
             handle.execution_id,
             Release.FAILED if delay_ms is None else Release.RETRY,
             handle=handle,
@@ -104,7 +103,7 @@ class Finish:
             category=category,
             delay_ms=delay_ms,
         )
-        verdict = await self._releases.one(run)
+        verdict = await self._releases.one(ending)
         if verdict is DONE:
             return TerminalFailed()
         if verdict.is_done and verdict.delay_until is not None:
@@ -115,14 +114,14 @@ class Finish:
         """End executions whose lease was lost once more than their policy allows."""
         pairs = [split_execution_id(execution_id) for execution_id in execution_ids]
 
-        async def end(transaction: Transaction) -> tuple[list[Run], list[Verdict | Locked]]:
+        async def end(transaction: Transaction) -> tuple[list[Ending], list[Verdict | Locked]]:
             held = await transaction.fetch(
                 SQL.lock_lost,
                 partition_keys=[partition for partition, _ in pairs],
                 execution_ids=[uuid for _, uuid in pairs],
             )
-            runs = [
-                Run(
+            endings = [
+                Ending(
                     format_execution_id(row["partition_key"], row["execution_id"]),
                     Release.RECLAIM_CAP,
                     reason=MAX_RECLAIMS_EXCEEDED,
@@ -130,12 +129,12 @@ class Finish:
                 for row in held
                 if row["reclaim_count"] >= reclaim_cap(read_stored_policy(row["policy"]))
             ]
-            return runs, await self._releases.within(transaction, runs) if runs else []
+            return endings, await self._releases.within(transaction, endings) if endings else []
 
-        runs, verdicts = await self._store.transact(end)
-        for run in runs:
-            logger.warning("%s ended: its lease was lost as often as its policy allows", run.execution_id)
-        await self._releases.settle(runs, verdicts)
+        endings, verdicts = await self._store.transact(end)
+        for ending in endings:
+            logger.warning("%s ended: its lease was lost as often as its policy allows", ending.execution_id)
+        await self._releases.settle(endings, verdicts)
 
     async def _retry_state(self, execution_id: ExecutionId) -> tuple[ExecutionPolicy | None, int]:
         partition, uuid = split_execution_id(execution_id)
@@ -145,26 +144,13 @@ class Finish:
         return read_stored_policy(rows[0]["policy"]), rows[0]["retry_count"]
 
 
-def retry_pause(policy: ExecutionPolicy | None, retry_count: int, category: str) -> int | None:
-    """The milliseconds before the next attempt, or None when there is none."""
-    retry_policy = policy.retry_policy if policy is not None else None
-    if retry_policy is None or not may_retry(retry_policy, retry_count=retry_count, category=category):
-        return None
-    return retry_delay_ms(retry_policy.backoff, retry_count, draw=random.random())
-
-
-def storable(text: object) -> str:
-    """A text the store can hold, whatever a failing handler said: a failure is never refused over its message."""
-    return str(text).replace("\0", "\N{REPLACEMENT CHARACTER}").encode("utf-8", "replace").decode()
-
-
-def _completion(handle: Handle, payload: bytes | None) -> Run:
+def _completion(handle: Handle, payload: bytes | None) -> Ending:
     handle = usable(handle)
     if payload is not None and type(payload) is not bytes:
         if not isinstance(payload, bytearray | memoryview):
             raise error("invalid_input", f"payload: must be bytes, got {type(payload).__name__}")
         payload = bytes(payload)
-    return Run(handle.execution_id, Release.COMPLETED, handle=handle, payload=payload)
+    return Ending(handle.execution_id, Release.COMPLETED, handle=handle, payload=payload)
 
 
 def _was_completed(verdict: Verdict, handle: Handle) -> bool:

@@ -1,9 +1,12 @@
 """Lanes: what each accepts, changeable while work runs."""
 
-from flowfabric.engine.store import SQL, Store
+from flowfabric.db.statements import statements_beside
+from flowfabric.engine.store import Store
 from flowfabric.model.errors import error
 from flowfabric.model.ids import check_lane_id
 from flowfabric.model.states import LaneState
+
+SQL = statements_beside(__file__)
 
 
 class Lanes:

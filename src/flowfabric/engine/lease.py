@@ -1,18 +1,20 @@
 """Leases: renewing them, marking the lapsed ones, and reporting progress under them."""
 
+import math
+import time
 from collections.abc import Sequence
 
 from flowfabric.db.batch import LOCKED, Batch, Locked
 from flowfabric.db.database import Record, Transaction
 from flowfabric.db.statements import statements_beside
-from flowfabric.engine.fence import lock_execution, verdict_of
+from flowfabric.engine.fence import lock_execution, usable, verdict_of
 from flowfabric.engine.store import Store
 from flowfabric.engine.transition import LEASE_EXPIRED_PARAMETERS, PROMOTED
 from flowfabric.model.errors import EngineError, error
-from flowfabric.model.handle import Handle, check_handle
-from flowfabric.model.ids import ExecutionId, check_text, row_key, split_execution_id
+from flowfabric.model.handle import Handle
+from flowfabric.model.ids import ExecutionId, split_execution_id
 from flowfabric.model.outcomes import Renewed
-from flowfabric.model.states import HandleKind
+from flowfabric.model.text import check_text
 
 SQL = statements_beside(__file__)
 
@@ -28,6 +30,7 @@ class Leases:
         self._batch: Batch[Handle, Renewed] = Batch(
             self._renew_together, self._renew_alone, keys=lambda handle: (handle.execution_id,)
         )
+        self._caught_up_at = -math.inf
         self.is_swept = False
         """Set while a reconciler of this process does what is due; a claim then need not."""
 
@@ -80,37 +83,38 @@ class Leases:
 
     async def mark_lapsed(self, execution_ids: Sequence[ExecutionId] | None = None) -> int:
         """Mark lapsed leases, the named ones or the oldest due, so that the next claim takes them; answers how many."""
+        return len(await self._mark_lapsed(self._store.due.since, execution_ids))
+
+    async def promote_delayed(self) -> int:
+        """Make the delayed executions whose time has come claimable, the oldest first; answers how many."""
+        return len(await self._promote_delayed(self._store.due.since))
+
+    async def catch_up(self, lanes: Sequence[str], *, within_seconds: float) -> bool:
+        """Do what is due, unless that was done within this time or a reconciler does it; whether these lanes gained."""
+        now = time.monotonic()
+        if self.is_swept or now < self._caught_up_at + within_seconds:
+            return False
+        self._caught_up_at = now
+        rows = await self._mark_lapsed(0) + await self._promote_delayed(0)
+        return any(row["lane_id"] in lanes for row in rows)
+
+    async def _mark_lapsed(self, since: int, execution_ids: Sequence[ExecutionId] | None = None) -> list[Record]:
         pairs = [split_execution_id(execution_id) for execution_id in execution_ids or ()]
         rows = await self._store.fetch(
             SQL.mark_lapsed_leases,
             partition_keys=[partition for partition, _ in pairs],
             execution_ids=None if execution_ids is None else [uuid for _, uuid in pairs],
-            since=self._store.due.since,
+            since=since,
             limit=SWEEP_LIMIT,
             **LEASE_EXPIRED_PARAMETERS,
         )
         self._tell(rows)
-        return len(rows)
+        return rows
 
-    async def promote_delayed(self) -> int:
-        """Make the delayed executions whose time has come claimable, the oldest first; answers how many."""
-        rows = await self._store.fetch(SQL.promote_delayed, since=self._store.due.since, limit=SWEEP_LIMIT, **PROMOTED)
+    async def _promote_delayed(self, since: int) -> list[Record]:
+        rows = await self._store.fetch(SQL.promote_delayed, since=since, limit=SWEEP_LIMIT, **PROMOTED)
         self._tell(rows)
-        return len(rows)
-
-    async def catch_up(self, lanes: Sequence[str]) -> bool:
-        """Whether marking lapsed leases and promoting delayed work just made something of these lanes claimable."""
-        if self.is_swept:
-            return False
-        woken: set[str] = set()
-        for statement, target in ((SQL.mark_lapsed_leases, LEASE_EXPIRED_PARAMETERS), (SQL.promote_delayed, PROMOTED)):
-            values: dict[str, object] = {"since": 0, "limit": SWEEP_LIMIT, **target}
-            if statement is SQL.mark_lapsed_leases:
-                values |= {"partition_keys": [], "execution_ids": None}
-            rows = await self._store.fetch(statement, **values)
-            self._tell(rows)
-            woken.update(row["lane_id"] for row in rows)
-        return not woken.isdisjoint(lanes)
+        return rows
 
     async def drain(self) -> None:
         """Wait until every renewal under way is answered."""
@@ -169,12 +173,3 @@ class Leases:
             "ttls_ms": [handle.lease_ttl_ms for handle in handles],
             "tell": self._store.rules.tell_renewals,
         }
-
-
-def usable(handle: Handle) -> Handle:
-    """The handle itself, where it stands for a lease this store can hold."""
-    handle = check_handle(handle)
-    if handle.kind is HandleKind.SUSPENDED:
-        raise error("lease_conflict", "the lease ended with the suspension")
-    row_key(handle.execution_id)
-    return handle

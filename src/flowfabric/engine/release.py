@@ -1,5 +1,6 @@
-"""Ending or parking runs: one statement for every way a lease is given up."""
+"""Ending runs: one statement for every way a lease is given up."""
 
+import random
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from flowfabric.engine.transition import Release, completion_parameters, release
 from flowfabric.model.errors import EngineError, error
 from flowfabric.model.handle import Handle
 from flowfabric.model.ids import ExecutionId
+from flowfabric.model.policy import ExecutionPolicy, may_retry, retry_delay_ms
 
 SQL = statements_beside(__file__)
 
@@ -35,8 +37,8 @@ _COMPLETION_COLUMNS = ("partition_keys", "execution_ids", "lease_epochs", "lease
 _COMPLETION = completion_parameters()
 
 
-class Run:
-    """One run to be released, and how; without a handle the row's own lease counts."""
+class Ending:
+    """How one run ends; without a handle the row's own lease counts."""
 
     __slots__ = ("execution_id", "move", "row")
 
@@ -76,39 +78,39 @@ class Run:
 
 
 class Releases:
-    """Releases runs, alone in a caller's transaction or shared by concurrent callers."""
+    """Ends runs, alone in a caller's transaction or shared by concurrent callers."""
 
     def __init__(self, store: Store, leases: Leases) -> None:
         self._store = store
         self._leases = leases
-        self._batch: Batch[Run, Verdict] = Batch(
-            self._release_together, self._release_alone, keys=lambda run: (run.execution_id,)
+        self._batch: Batch[Ending, Verdict] = Batch(
+            self._release_together, self._release_alone, keys=lambda ending: (ending.execution_id,)
         )
 
-    async def one(self, run: Run) -> Verdict:
+    async def one(self, ending: Ending) -> Verdict:
         """The verdict on one run; concurrent callers share a statement."""
-        return await self._store.answer(self._batch.put(run))
+        return await self._store.answer(self._batch.put(ending))
 
-    async def many(self, runs: Sequence[Run]) -> list[Verdict | EngineError]:
-        """The verdicts on the runs of one caller, in their order, from one statement."""
-        return await self._store.answers(self._batch.run(runs))
+    async def many(self, endings: Sequence[Ending]) -> list[Verdict | EngineError]:
+        """The verdicts on the endings of one caller, in their order, from one statement."""
+        return await self._store.answers(self._batch.run(endings))
 
-    async def within(self, transaction: Transaction, runs: Sequence[Run]) -> list[Verdict | Locked]:
-        """Release runs whose rows the transaction holds already; `settle` follows the commit."""
-        return self._judge(runs, await transaction.fetch(SQL.release_executions, **self._columns(runs)))
+    async def within(self, transaction: Transaction, endings: Sequence[Ending]) -> list[Verdict | Locked]:
+        """End runs whose rows the transaction holds already; `settle` follows the commit."""
+        return self._judge(endings, await transaction.fetch(SQL.release_executions, **self._columns(endings)))
 
-    async def settle(self, runs: Sequence[Run], verdicts: Sequence[Verdict | Locked]) -> None:
+    async def settle(self, endings: Sequence[Ending], verdicts: Sequence[Verdict | Locked]) -> None:
         """After the commit: mark leases found lapsed, wake who waits for endings or for the timers that were set."""
         lapsed = []
         has_ended = False
-        for run, verdict in zip(runs, verdicts, strict=True):
+        for ending, verdict in zip(endings, verdicts, strict=True):
             if verdict is DONE:
                 has_ended = True
             elif isinstance(verdict, Verdict):
                 if verdict.is_done:
-                    self._store.wakeups.timer(run.row[_DELAY_MS])
+                    self._store.wakeups.timer(ending.row[_DELAY_MS])
                 elif verdict.code == "lease_expired":
-                    lapsed.append(run.execution_id)
+                    lapsed.append(ending.execution_id)
         if lapsed:
             await self._leases.mark_lapsed(lapsed)
         if has_ended:
@@ -118,24 +120,26 @@ class Releases:
         """Wait until every release under way is answered."""
         await self._batch.drain()
 
-    async def _release_together(self, runs: Sequence[Run]) -> Sequence[Verdict | Locked | Exception]:
-        if not all(run.move is Release.COMPLETED for run in runs):
-            return await self._release_each(runs)
-        completed = await self._complete_held(runs)
-        if len(completed) == len(runs):
-            return [DONE] * len(runs)
+    async def _release_together(self, endings: Sequence[Ending]) -> Sequence[Verdict | Locked | Exception]:
+        if not all(ending.move is Release.COMPLETED for ending in endings):
+            return await self._release_each(endings)
+        completed = await self._complete_held(endings)
+        if len(completed) == len(endings):
+            return [DONE] * len(endings)
         done = {nth - 1 for nth in completed}
-        left = iter(await self._release_each([run for at, run in enumerate(runs) if at not in done]))
-        return [DONE if at in done else next(left) for at in range(len(runs))]
+        left = iter(await self._release_each([ending for at, ending in enumerate(endings) if at not in done]))
+        return [DONE if at in done else next(left) for at in range(len(endings))]
 
-    async def _release_each(self, runs: Sequence[Run]) -> Sequence[Verdict | Locked]:
-        verdicts = self._judge(runs, await self._store.database.fetch(SQL.release_executions, self._columns(runs)))
-        await self.settle(runs, verdicts)
+    async def _release_each(self, endings: Sequence[Ending]) -> Sequence[Verdict | Locked]:
+        verdicts = self._judge(
+            endings, await self._store.database.fetch(SQL.release_executions, self._columns(endings))
+        )
+        await self.settle(endings, verdicts)
         return verdicts
 
-    async def _complete_held(self, runs: Sequence[Run]) -> Sequence[int]:
+    async def _complete_held(self, endings: Sequence[Ending]) -> Sequence[int]:
         """Complete the runs whose fence holds at less cost than judging each; answers which, counted from 1."""
-        columns = columns_of(_COMPLETION_COLUMNS, [run.completion for run in runs])
+        columns = columns_of(_COMPLETION_COLUMNS, [ending.completion for ending in endings])
         if columns["attempt_ids"] == columns["lease_ids"]:
             columns["attempt_ids"] = ()
         columns["retention_ms"] = self._store.rules.retention_ms
@@ -151,20 +155,20 @@ class Releases:
             self._store.wakeups.ended()
         return completed
 
-    async def _release_alone(self, run: Run) -> Verdict:
+    async def _release_alone(self, ending: Ending) -> Verdict:
         async def release(transaction: Transaction) -> list[Verdict | Locked]:
-            await lock_execution(transaction, run.execution_id)
-            return await self.within(transaction, [run])
+            await lock_execution(transaction, ending.execution_id)
+            return await self.within(transaction, [ending])
 
         verdicts = await self._store.transact(release)
-        await self.settle([run], verdicts)
+        await self.settle([ending], verdicts)
         verdict = verdicts[0]
         assert isinstance(verdict, Verdict), "the row is held"
         return verdict
 
     @staticmethod
-    def _judge(runs: Sequence[Run], rows: Sequence[Record]) -> list[Verdict | Locked]:
-        verdicts: list[Verdict | Locked] = [DONE] * len(runs)
+    def _judge(endings: Sequence[Ending], rows: Sequence[Record]) -> list[Verdict | Locked]:
+        verdicts: list[Verdict | Locked] = [DONE] * len(endings)
         released = 0
         for row in rows:
             nth, code, count, delay_until, _ = row
@@ -176,14 +180,22 @@ class Releases:
                 verdicts[nth - 1] = Verdict(code, None, delay_until)
             else:
                 verdicts[nth - 1] = verdict_of(row)
-        if released + len(rows) - 1 != len(runs):
-            raise error("internal", f"{len(runs)} runs were given, {released + len(rows) - 1} were judged")
+        if released + len(rows) - 1 != len(endings):
+            raise error("internal", f"{len(endings)} endings were given, {released + len(rows) - 1} were judged")
         return verdicts
 
-    def _columns(self, runs: Sequence[Run]) -> dict[str, object]:
-        columns = columns_of(_COLUMNS, [run.row for run in runs])
+    def _columns(self, endings: Sequence[Ending]) -> dict[str, object]:
+        columns = columns_of(_COLUMNS, [ending.row for ending in endings])
         if columns["attempt_ids"] == columns["lease_ids"]:
             columns["attempt_ids"] = ()
         columns["retention_ms"] = self._store.rules.retention_ms
-        columns.update(release_parameters(frozenset(run.move for run in runs)))
+        columns.update(release_parameters(frozenset(ending.move for ending in endings)))
         return columns
+
+
+def retry_pause(policy: ExecutionPolicy | None, retry_count: int, category: str) -> int | None:
+    """The milliseconds before the next attempt, or None when there is none."""
+    retry_policy = policy.retry_policy if policy is not None else None
+    if retry_policy is None or not may_retry(retry_policy, retry_count=retry_count, category=category):
+        return None
+    return retry_delay_ms(retry_policy.backoff, retry_count, draw=random.random())

@@ -8,7 +8,7 @@ from flowfabric.engine.store import Store
 
 SQL = statements_beside(__file__)
 
-TRIM_LIMIT = 500
+TRIM_LIMIT = 2000
 PURGE_LIMIT = 1000
 SAMPLE = 1000
 AHEAD_MS = 2_000
@@ -49,6 +49,8 @@ class Retention:
         for horizon in (store.due, store.retained):
             horizon.looked(time.monotonic() - began)
         store.due.reach(row["oldest_due_at"])
+        if not row["has_retained"]:
+            store.retained.reach(row["now"])
         return Due(
             lapsed_leases=row["lapsed_leases"],
             elapsed_delays=row["elapsed_delays"],

@@ -22,7 +22,7 @@ select count(*) filter (where t.ownership_state = 'leased' and t.lease_expires_a
        exists (select from worker where lapses_at < (select now from clock)) as has_lapsed_workers,
        (select min(e.due_at) from execution e
          where e.due_at > (select now from clock) and e.due_at <= (select now from clock) + :ahead_ms::bigint) - c.now as next_due_in_ms,
-       coalesce(min(t.due_at), c.now) as oldest_due_at
+       coalesce(min(t.due_at), c.now) as oldest_due_at, c.now
   from clock c left join timer t on true
  group by c.now;
 

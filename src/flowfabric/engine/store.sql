@@ -51,7 +51,3 @@ with made as (
   select :flow, :budget, :quota where not exists (select from configuration)
   on conflict do nothing returning flow_partitions, budget_partitions, quota_partitions)
 select * from made union all select flow_partitions, budget_partitions, quota_partitions from configuration;
-
--- name: set_lane_state
--- Changes what a lane accepts; no row when there is no such lane.
-update lane set state = :state::lane_state where lane_id = :lane_id returning lane_no;

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -18,22 +18,24 @@ from flowfabric.model.ids import (
     ExecutionId,
     check_lane_id,
     check_partition,
-    check_text,
     format_execution_id,
     lane_partition,
     mint_uuid_texts,
     parse_execution_id,
+    row_key,
 )
 from flowfabric.model.outcomes import Created, Duplicate
 from flowfabric.model.policy import ExecutionPolicy, parse_policy, policy_json
 from flowfabric.model.states import PublicState
 from flowfabric.model.tags import check_tags
+from flowfabric.model.text import check_text
 
 SQL = statements_beside(__file__)
 
 MAX_BATCH = 1000
 MAX_PRIORITY = 9000
 MAX_KEY_BYTES = 1024
+MAX_SHAPES = 4096
 DEFAULT_DEDUP_MS = 86_400_000
 PATIENCE_SHARED, PATIENCE_ALONE = "50ms", "2s"
 """How long a statement waits for a key or an id that is being taken elsewhere: with others behind it, and alone."""
@@ -42,57 +44,61 @@ Submitted = Created | Duplicate
 
 _COLUMNS = (
     "partition_keys",
-    "execution_ids",
     "queue_nos",
     "lane_nos",
     "namespace_nos",
-    "priorities",
     "execution_kinds",
-    "input_payloads",
-    "payload_encodings",
     "creator_identities",
+    "payload_encodings",
     "policies",
-    "delays_until",
-    "deadlines_at",
     "deadlines_ms",
     "retentions_ms",
+    "execution_ids",
+    "priorities",
+    "input_payloads",
+    "delays_until",
+    "deadlines_at",
     "instance_tags",
     "tags",
     "idempotency_keys",
     "key_ttls_ms",
 )
+"""What submissions of one shape share, and from the ids on what each has for itself."""
 
 _partition_of_lane = lru_cache(maxsize=4096)(lane_partition)
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """What many submissions have in common: checked once, with the numbers the store knows it by."""
+
+    partition: int
+    lane_id: str
+    namespace: str
+    row: tuple[Any, ...]
+    delay_until: int | None
+    key_ttl_ms: int
 
 
 class _Submission:
     """A checked item: its row for the statement and what stands beside the row."""
 
-    __slots__ = ("execution_id", "is_minted", "key", "lane_id", "namespace", "row")
+    __slots__ = ("execution_id", "is_minted", "key", "row", "shape")
 
     def __init__(
-        self,
-        execution_id: ExecutionId,
-        lane_id: str,
-        namespace: str,
-        row: tuple[Any, ...],
-        key: str | None,
-        *,
-        is_minted: bool,
+        self, execution_id: ExecutionId, shape: _Shape, row: tuple[Any, ...], key: str | None, *, is_minted: bool
     ) -> None:
         self.execution_id = execution_id
-        self.lane_id = lane_id
-        self.namespace = namespace
+        self.shape = shape
         self.row = row
         self.key = key
         self.is_minted = is_minted
 
-    @property
     def names(self) -> tuple[Hashable, ...]:
-        """What no other submission of a statement may share: the id, and the idempotency key within its scope."""
+        """What no other submission of a statement may share: a given id, and the idempotency key within its scope."""
         if self.key is None:
-            return (self.execution_id,)
-        return self.execution_id, (self.row[0], self.namespace, self.key)
+            return () if self.is_minted else (self.execution_id,)
+        return self.execution_id, (self.row[0], self.shape.namespace, self.key)
 
 
 class _NotCreated(Exception):
@@ -105,8 +111,9 @@ class Submit:
     def __init__(self, store: Store) -> None:
         self._store = store
         self._batch: Batch[_Submission, Submitted] = Batch(
-            self._insert_together, self._insert_alone, keys=lambda item: item.names
+            self._insert_together, self._insert_alone, keys=_Submission.names
         )
+        self._shapes: dict[tuple[Any, ...], _Shape] = {}
 
     async def create(self, new: NewExecution) -> Submitted:
         """Create one execution; concurrent callers share a statement."""
@@ -125,7 +132,7 @@ class Submit:
         checked: list[_Submission | Duplicate | EngineError] = []
         for new, uuid in zip(items, minted, strict=True):
             try:
-                checked.append(self._row(new, uuid) or await self._check(new, uuid))
+                checked.append(self._submission(new, uuid) or await self._check(new, uuid))
             except EngineError as refused:
                 checked.append(refused)
         good = [item for item in checked if isinstance(item, _Submission)]
@@ -137,8 +144,8 @@ class Submit:
         await self._batch.drain()
 
     async def _check(self, new: NewExecution, uuid: str) -> _Submission | Duplicate:
-        """The checked item, after a look at the store where its names are new or its tags and policy are wrong."""
-        if (known := self._row(new, uuid)) is not None:
+        """The checked item, after a look at the store where its shape is new or its tags and policy are wrong."""
+        if (known := self._submission(new, uuid)) is not None:
             return known
         store = self._store
         lane_id = check_lane_id(new.lane_id)
@@ -160,35 +167,22 @@ class Submit:
             new = replace(new, idempotency_key=None)
         await store.namespace_no(namespace)
         await store.queue_no(lane_id, _required(policy), registered_by=creator)
-        row = self._row(new, uuid)
-        assert row is not None
-        return row
+        submission = self._submission(new, uuid)
+        assert submission is not None
+        return submission
 
-    def _row(self, new: NewExecution, uuid: str) -> _Submission | None:
+    def _submission(self, new: NewExecution, uuid: str) -> _Submission | None:
         """The checked item, or None where only the store can tell."""
-        store = self._store
-        lane_id = check_lane_id(new.lane_id)
-        count = store.rules.partitions.flow
-        is_minted = new.execution_id is None
-        if is_minted:
-            partition = _partition_of_lane(lane_id, count)
-            execution_id = ExecutionId(f"{{fp:{partition}}}:{uuid}")
-        else:
+        execution_id = None
+        if new.execution_id is not None:
             execution_id = parse_execution_id(new.execution_id)
-            partition = check_partition(execution_id, count)
-            uuid = execution_id[-36:]
+            check_partition(execution_id, self._store.rules.partitions.flow)
         priority = new.priority
         if type(priority) is not int:
             raise error("invalid_input", f"priority: must be an integer, got {priority!r}")
         payload = new.input_payload
         if type(payload) is not bytes:
             payload = _check_bytes(payload)
-        namespace = check_text(new.namespace, "namespace")
-        kind = check_text(new.execution_kind, "execution_kind")
-        creator = check_text(new.creator_identity, "creator_identity")
-        encoding = new.payload_encoding
-        if encoding is not None:
-            encoding = check_text(encoding, "payload_encoding")
         key = new.idempotency_key or None
         if key is not None:
             key = _check_short(key, "idempotency_key")
@@ -198,51 +192,85 @@ class Submit:
         deadline_at = new.execution_deadline_at
         if deadline_at is not None:
             deadline_at = _check_time(deadline_at, "execution_deadline_at")
-        tags: dict[str, str] | None = None
-        policy: ExecutionPolicy | None = None
-        if new.tags or new.policy is not None:
+        shape = self._known_shape(new)
+        if shape is None or (key is not None and shape.key_ttl_ms <= 0):
+            return None
+        tags_json = instance_tag = None
+        if new.tags:
             try:
                 tags = check_tags(new.tags)
-                policy = parse_policy(new.policy)
             except EngineError:
                 return None
-        queue = store.known_queue(lane_id, _required(policy))
-        namespace = new.namespace if type(new.namespace) is str else check_text(new.namespace, "namespace")
-        namespace_no = store.known_namespace_no(namespace)
-        if queue is None or namespace_no is None or (key is not None and _dedup_ms(policy) <= 0):
+            tags_json = msgspec.json.encode(tags).decode()
+            instance_tag = tags.get(self._store.rules.instance_tag)
+        partition = shape.partition
+        if is_minted := execution_id is None:
+            execution_id = ExecutionId(f"{{fp:{partition}}}:{uuid}")
+        else:
+            partition, uuid = row_key(execution_id)
+        row = (
+            partition,
+            *shape.row,
+            uuid,
+            0 if priority < 0 else min(priority, MAX_PRIORITY),
+            payload,
+            shape.delay_until if delay_until is None else delay_until,
+            deadline_at,
+            instance_tag,
+            tags_json,
+            key,
+            None if key is None else shape.key_ttl_ms,
+        )
+        return _Submission(execution_id, shape, row, key, is_minted=is_minted)
+
+    def _known_shape(self, new: NewExecution) -> _Shape | None:
+        """The shape of an item, or None where the store has to be asked for its numbers or its policy is wrong."""
+        names = (new.namespace, new.lane_id, new.execution_kind, new.creator_identity, new.payload_encoding, new.policy)
+        try:
+            shape = self._shapes.get(names)
+        except TypeError:
+            # A policy given as a dictionary has no hash.
+            return self._shape(new)
+        if shape is None and (shape := self._shape(new)) is not None:
+            if len(self._shapes) >= MAX_SHAPES:
+                self._shapes.clear()
+            self._shapes[names] = shape
+        return shape
+
+    def _shape(self, new: NewExecution) -> _Shape | None:
+        store = self._store
+        lane_id = check_lane_id(new.lane_id)
+        namespace = check_text(new.namespace, "namespace")
+        kind = check_text(new.execution_kind, "execution_kind")
+        creator = check_text(new.creator_identity, "creator_identity")
+        encoding = new.payload_encoding
+        if encoding is not None:
+            encoding = check_text(encoding, "payload_encoding")
+        try:
+            policy = parse_policy(new.policy)
+        except EngineError:
             return None
-        queue_no, lane_no = queue
-        policy_text = deadline_ms = retention_ms = None
+        queue = store.known_queue(lane_id, _required(policy))
+        namespace_no = store.known_namespace_no(namespace)
+        if queue is None or namespace_no is None:
+            return None
+        policy_text = delay_until = deadline_ms = retention_ms = None
         if policy is not None:
             policy_text = policy_json(policy)
-            if delay_until is None:
-                delay_until = policy.delay_until
+            delay_until = policy.delay_until
             if policy.timeout_policy is not None:
                 deadline_ms = policy.timeout_policy.execution_deadline_ms
             if policy.stream_policy is not None:
                 retention_ms = policy.stream_policy.retention_ttl_ms
-        row = (
-            partition,
-            uuid,
-            queue_no,
-            lane_no,
-            namespace_no,
-            0 if priority < 0 else min(priority, MAX_PRIORITY),
-            kind,
-            payload,
-            encoding,
-            creator,
-            policy_text,
-            delay_until,
-            deadline_at,
-            deadline_ms,
-            retention_ms,
-            tags.get(store.rules.instance_tag) if tags else None,
-            msgspec.json.encode(tags).decode() if tags else None,
-            key,
-            None if key is None else _dedup_ms(policy),
+        queue_no, lane_no = queue
+        return _Shape(
+            partition=_partition_of_lane(lane_id, store.rules.partitions.flow),
+            lane_id=lane_id,
+            namespace=namespace,
+            row=(queue_no, lane_no, namespace_no, kind, creator, encoding, policy_text, deadline_ms, retention_ms),
+            delay_until=delay_until,
+            key_ttl_ms=_dedup_ms(policy),
         )
-        return _Submission(execution_id, lane_id, namespace, row, key, is_minted=is_minted)
 
     async def _find_duplicate(self, execution_id: ExecutionId, namespace: str, key: str | None) -> Duplicate | None:
         partition = int(execution_id[4:-38])
@@ -291,7 +319,7 @@ class Submit:
             rows = await self._store.transact(insert)
             self._watch_deadlines(_columns([item]))
         except _NotCreated:
-            found = await self._find_duplicate(item.execution_id, item.namespace, item.key)
+            found = await self._find_duplicate(item.execution_id, item.shape.namespace, item.key)
             return found or Duplicate(execution_id=item.execution_id)
         (answer,) = await self._judge([item], rows)
         if isinstance(answer, Exception):
@@ -326,9 +354,9 @@ class Submit:
             elif lane_accepts and item.key is None:
                 answers[nth - 1] = Duplicate(execution_id=item.execution_id)
             else:
-                found = await self._find_duplicate(item.execution_id, item.namespace, item.key)
+                found = await self._find_duplicate(item.execution_id, item.shape.namespace, item.key)
                 answers[nth - 1] = found or error(
-                    "invalid_input", f"lane_id: lane {item.lane_id!r} accepts no submissions"
+                    "invalid_input", f"lane_id: lane {item.shape.lane_id!r} accepts no submissions"
                 )
         if judged != len(items):
             raise error("internal", f"{len(items)} submissions were given, {judged} were judged")

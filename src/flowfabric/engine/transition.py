@@ -52,7 +52,7 @@ class Release(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Ending:
+class Effect:
     """What a release leads to and what it leaves behind: the attempt's end, the lease event, the completion event."""
 
     target: Target
@@ -60,9 +60,9 @@ class Ending:
     reason: ReleaseReason
 
 
-def _ended(outcome: TerminalOutcome, attempt: AttemptLifecycle, reason: ReleaseReason) -> Ending:
+def _ended(outcome: TerminalOutcome, attempt: AttemptLifecycle, reason: ReleaseReason) -> Effect:
     target = Target(phase=LifecyclePhase.TERMINAL, outcome=outcome, attempt=AttemptState.ATTEMPT_TERMINAL)
-    return Ending(target=target, attempt=attempt, reason=reason)
+    return Effect(target=target, attempt=attempt, reason=reason)
 
 
 _BACKOFF = Target(
@@ -73,12 +73,12 @@ _BACKOFF = Target(
 )
 _FAILURE = AttemptLifecycle.ENDED_FAILURE
 
-RELEASES: Mapping[Release, Ending] = {
+RELEASES: Mapping[Release, Effect] = {
     Release.COMPLETED: _ended(TerminalOutcome.SUCCESS, AttemptLifecycle.ENDED_SUCCESS, ReleaseReason.COMPLETED),
     Release.FAILED: _ended(TerminalOutcome.FAILED, _FAILURE, ReleaseReason.FAILED_TERMINAL),
-    Release.RETRY: Ending(target=_BACKOFF, attempt=_FAILURE, reason=ReleaseReason.FAILED_RETRY_SCHEDULED),
+    Release.RETRY: Effect(target=_BACKOFF, attempt=_FAILURE, reason=ReleaseReason.FAILED_RETRY_SCHEDULED),
     Release.CANCELLED: _ended(TerminalOutcome.CANCELLED, AttemptLifecycle.ENDED_CANCELLED, ReleaseReason.CANCELLED),
-    Release.TIMEOUT_RETRY: Ending(target=_BACKOFF, attempt=_FAILURE, reason=ReleaseReason.EXPIRED_ATTEMPT_TIMEOUT),
+    Release.TIMEOUT_RETRY: Effect(target=_BACKOFF, attempt=_FAILURE, reason=ReleaseReason.EXPIRED_ATTEMPT_TIMEOUT),
     Release.TIMEOUT_EXPIRED: _ended(TerminalOutcome.EXPIRED, _FAILURE, ReleaseReason.EXPIRED_ATTEMPT_TIMEOUT),
     Release.DEADLINE_EXPIRED: _ended(TerminalOutcome.EXPIRED, _FAILURE, ReleaseReason.EXPIRED_EXECUTION_DEADLINE),
     Release.RECLAIM_CAP: _ended(
@@ -111,27 +111,27 @@ LEASE_EXPIRED_PARAMETERS: Mapping[str, str] = {
 @lru_cache
 def release_parameters(releases: frozenset[Release]) -> Mapping[str, list[str] | list[int | None]]:
     """The rows of the table for some releases, as the arrays their statement takes."""
-    endings = {release: RELEASES[release] for release in sorted(releases)}
+    effects = {release: RELEASES[release] for release in sorted(releases)}
     return {
-        "move_names": [release.value for release in endings],
-        "to_phases": [ending.target.phase.value for ending in endings.values()],
-        "to_eligibilities": [ending.target.eligibility.value for ending in endings.values()],
-        "to_blockings": [ending.target.blocking.value for ending in endings.values()],
-        "to_outcomes": [ending.target.outcome.value for ending in endings.values()],
-        "to_attempts": [ending.target.attempt.value for ending in endings.values()],
-        "attempt_lifecycles": [ending.attempt.value for ending in endings.values()],
-        "release_reasons": [ending.reason.value for ending in endings.values()],
+        "move_names": [release.value for release in effects],
+        "to_phases": [effect.target.phase.value for effect in effects.values()],
+        "to_eligibilities": [effect.target.eligibility.value for effect in effects.values()],
+        "to_blockings": [effect.target.blocking.value for effect in effects.values()],
+        "to_outcomes": [effect.target.outcome.value for effect in effects.values()],
+        "to_attempts": [effect.target.attempt.value for effect in effects.values()],
+        "attempt_lifecycles": [effect.attempt.value for effect in effects.values()],
+        "release_reasons": [effect.reason.value for effect in effects.values()],
         "completions": [
-            None if ending.target.outcome is TerminalOutcome.NONE else CompletionOutcome.of(ending.target.outcome).value
-            for ending in endings.values()
+            None if effect.target.outcome is TerminalOutcome.NONE else CompletionOutcome.of(effect.target.outcome).value
+            for effect in effects.values()
         ],
     }
 
 
 def completion_parameters() -> Mapping[str, object]:
     """The row of the table for the one release that has a statement of its own."""
-    ending = RELEASES[Release.COMPLETED]
-    target = ending.target
+    effect = RELEASES[Release.COMPLETED]
+    target = effect.target
     return {
         "to_phase": target.phase.value,
         "to_ownership": target.ownership.value,
@@ -139,7 +139,7 @@ def completion_parameters() -> Mapping[str, object]:
         "to_blocking": target.blocking.value,
         "to_outcome": target.outcome.value,
         "to_attempt": target.attempt.value,
-        "attempt_lifecycle": ending.attempt.value,
-        "release_reason": ending.reason.value,
+        "attempt_lifecycle": effect.attempt.value,
+        "release_reason": effect.reason.value,
         "completion": CompletionOutcome.of(target.outcome).value,
     }

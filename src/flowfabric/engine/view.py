@@ -4,14 +4,13 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from flowfabric.db.database import Record
 from flowfabric.db.statements import statements_beside
 from flowfabric.engine.store import Store
 from flowfabric.model.errors import EngineError, error
 from flowfabric.model.ids import ExecutionId, FlowId, LaneId, Namespace, parse_execution_id, row_key, split_execution_id
-from flowfabric.model.outcomes import ExecutionInfo
+from flowfabric.model.outcomes import Ended, ExecutionInfo
 from flowfabric.model.states import (
     AttemptState,
     BlockingReason,
@@ -26,22 +25,12 @@ from flowfabric.model.states import (
 SQL = statements_beside(__file__)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Ended:
-    """How an execution ended: its outcome, its result where it succeeded, the reason where it did not."""
-
-    execution_id: ExecutionId
-    outcome: TerminalOutcome
-    result: bytes | None
-    reason: str | None
-
-
 class View:
     """The view family of operations."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._endings = _Endings(store)
+        self._waiters = _Waiters(store)
 
     async def state(self, execution_id: str) -> PublicState | None:
         """The public state of an execution."""
@@ -79,7 +68,7 @@ class View:
         """How an execution ended, as soon as it has; NotFound when there is no such execution."""
         parsed = parse_execution_id(execution_id)
         row_key(parsed)
-        waiting = self._endings.wait(parsed)
+        waiting = self._waiters.wait(parsed)
         try:
             return await asyncio.wait_for(waiting, timeout)
         except TimeoutError:
@@ -93,10 +82,10 @@ class View:
 
     async def close(self) -> None:
         """Stop waiting for endings."""
-        await self._endings.close()
+        await self._waiters.close()
 
 
-class _Endings:
+class _Waiters:
     """Looks for the endings this process waits for: together, on a hint, and from time to time without one."""
 
     BUSY_SECONDS = 0.02

@@ -6,16 +6,10 @@ from flowfabric.db.database import Record, Transaction
 from flowfabric.db.statements import statements_beside
 from flowfabric.engine.store import Store
 from flowfabric.model.errors import error
-from flowfabric.model.ids import (
-    WorkerInstanceId,
-    check_lane_id,
-    check_text,
-    check_worker_id,
-    has_control,
-    worker_partition,
-)
+from flowfabric.model.ids import WorkerInstanceId, check_lane_id, check_worker_id, worker_partition
 from flowfabric.model.outcomes import Marked, NotRegistered, Refreshed, Registered
 from flowfabric.model.policy import check_capabilities
+from flowfabric.model.text import check_text, has_control
 
 SQL = statements_beside(__file__)
 

@@ -5,7 +5,6 @@ import re
 import struct
 import threading
 import time
-import unicodedata
 import uuid
 from binascii import crc_hqx
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from functools import lru_cache
 from typing import NewType
 
 from flowfabric.model.errors import EngineError, error
+from flowfabric.model.text import check_text, has_space_or_control, shorten
 
 ExecutionId = NewType("ExecutionId", str)
 LaneId = NewType("LaneId", str)
@@ -90,12 +90,6 @@ def check_partition(execution_id: ExecutionId, count: int) -> int:
 
 def _refusal(reason: str, value: object) -> EngineError:
     return error("invalid_input", f"{shorten(reason)}: {shorten(repr(value))}")
-
-
-def shorten(text: str) -> str:
-    """Give a text fit for a message: valid Unicode of at most 200 characters."""
-    shown = text if len(text) <= 200 else f"{text[:200]}..."
-    return shown.encode("utf-8", "backslashreplace").decode()
 
 
 def crc16_xmodem(data: bytes) -> int:
@@ -305,16 +299,6 @@ def _check_worker_text(value: str, field: str) -> str:
     return value
 
 
-def has_space_or_control(text: str) -> bool:
-    """Tell whether any character is whitespace or a control character, in all of Unicode."""
-    return any(char.isspace() for char in text) or has_control(text)
-
-
-def has_control(text: str) -> bool:
-    """Tell whether any character is a control character, in all of Unicode."""
-    return any(unicodedata.category(char) == "Cc" for char in text)
-
-
 def parse_uuid(value: object, field: str) -> uuid.UUID:
     """Give the UUID a value is, or the text of one says."""
     if isinstance(value, uuid.UUID):
@@ -322,17 +306,3 @@ def parse_uuid(value: object, field: str) -> uuid.UUID:
     if isinstance(value, str) and _UUID.fullmatch(value):
         return uuid.UUID(value)
     raise _refusal(f"{field}: must be a UUID", value)
-
-
-def check_text(value: object, field: str) -> str:
-    """Give a text the store can hold: valid Unicode without NUL."""
-    if not isinstance(value, str):
-        raise error("invalid_input", f"{field}: must be text")
-    if "\0" in value:
-        raise error("invalid_input", f"{field}: must not contain NUL")
-    if not value.isascii():
-        try:
-            value.encode()
-        except UnicodeEncodeError:
-            raise error("invalid_input", f"{field}: is not valid Unicode") from None
-    return value

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from flowfabric.model.handle import Handle
 from flowfabric.model.ids import AttemptId, ExecutionId, FlowId, LaneId, LeaseId, Namespace
 from flowfabric.model.policy import ExecutionPolicy
-from flowfabric.model.states import AttemptType, PublicState, StateVector
+from flowfabric.model.states import AttemptType, PublicState, StateVector, TerminalOutcome
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -191,3 +191,25 @@ def failure_category(reason: FailureReason, failure_class: FailureClass) -> str:
         except UnicodeDecodeError:
             detail = None
     return detail or failure_class.value
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ended:
+    """How an execution ended: its outcome, its result where it succeeded, the reason where it did not."""
+
+    execution_id: ExecutionId
+    outcome: TerminalOutcome
+    result: bytes | None
+    reason: str | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NoOp:
+    """There was nothing to prepare."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Applied:
+    """What was prepared."""
+
+    description: str

@@ -10,7 +10,6 @@ from typing import Any, TypeVar, cast
 import msgspec
 
 from flowfabric.model.errors import EngineError, error
-from flowfabric.model.ids import has_space_or_control, shorten
 from flowfabric.model.policy_checks import (
     INT32,
     MAX_MS,
@@ -29,6 +28,7 @@ from flowfabric.model.policy_checks import (
     wrong,
 )
 from flowfabric.model.states import TimeoutBehavior
+from flowfabric.model.text import has_space_or_control, shorten
 
 DAY_MS = 86_400_000
 DEFAULT_RETRY_DELAY_MS = 1000

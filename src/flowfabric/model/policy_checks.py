@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from uuid import UUID
 
 from flowfabric.model.errors import EngineError, error
-from flowfabric.model.ids import check_text
+from flowfabric.model.text import check_text
 
 MAX_CAPABILITIES = 256
 MAX_CAPABILITY_BYTES = 4096

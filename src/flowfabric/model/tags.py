@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 
 from flowfabric.model.errors import error
-from flowfabric.model.ids import check_text, shorten
+from flowfabric.model.text import check_text, shorten
 
 _KEY = re.compile(r"[a-z][a-z0-9_]*\.[a-z0-9_][a-z0-9_.]*", re.ASCII)
 

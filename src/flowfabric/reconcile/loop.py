@@ -57,6 +57,8 @@ class Reconciler:
     IDLE_SECONDS = 2.0
     """The pause of a loop that has nothing to do and sees no timer near."""
     LEAST_SECONDS = 0.02
+    LOOK_SHARE = 10
+    """While full batches follow each other, so many times its own time lies between two looks."""
     FAULT_SECONDS = (0.2, 5.0)
     RESTART_SECONDS = 5.0
     SHUTDOWN_SECONDS = 15.0
@@ -68,6 +70,7 @@ class Reconciler:
         self._duties = [_Duty(sweep, sweep.every(engine.settings).total_seconds()) for sweep in sweeps]
         timed = [duty.every for duty in self._duties if duty.sweep.woken_by is WokenBy.TIMER]
         self._shortest = min(timed, default=self.IDLE_SECONDS)
+        self._look_at = 0.0
         self._is_stopping = False
         self._task: asyncio.Task[None] | None = None
 
@@ -141,12 +144,18 @@ class Reconciler:
             await self._wait(pause)
 
     async def _tick(self) -> float:
-        """One look and one batch of everything that is due; answers the pause until the next look."""
+        """One look and one batch of everything that is due; answers the pause until the next tick."""
         wakeups = self._engine.wakeups
+        now = time.monotonic()
+        behind = [duty for duty in self._duties if duty.is_behind and now >= duty.not_before]
+        if behind and now < min(self._look_at, wakeups.next_timer):
+            return self._pause(sum([await self._try(duty) for duty in behind]), None)
         # A timer set before this is in what is read now; one set from now on shortens the pause.
         wakeups.next_timer = float("inf")
         wakeups.timer_event.clear()
         due = await self._engine.retention.read_due()
+        ended = time.monotonic()
+        self._look_at = ended + min(self._shortest, self.LOOK_SHARE * (ended - now))
         processed = 0
         for duty in self._duties:
             if not duty.sweep.is_due(due):

@@ -13,8 +13,8 @@ from contextlib import AsyncExitStack
 from types import TracebackType
 from typing import Any, Self, TypedDict
 
-from flowfabric.engine.claim import MAX_LANES, MAX_TTL_MS
-from flowfabric.engine.engine import DEFAULT_LEASE_TTL_MS, Engine
+from flowfabric.engine.claim import DEFAULT_LEASE_TTL_MS, MAX_LANES, MAX_TTL_MS
+from flowfabric.engine.engine import Engine
 from flowfabric.model.errors import EngineError
 from flowfabric.model.ids import check_lane_id, check_worker_id
 from flowfabric.model.outcomes import ClaimedExecution
@@ -30,7 +30,7 @@ from flowfabric.worker.threads import Threads
 
 logger = logging.getLogger(__name__)
 
-CLAIM_SIZE = 300
+CLAIM_SIZE = 500
 """Executions in one claim: while some of a worker's slots are claimed into, others run and yet others are ended."""
 MAX_THREADS = 32
 LISTENING_POLL_SECONDS = 10.0

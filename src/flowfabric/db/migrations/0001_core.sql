@@ -277,6 +277,16 @@ create table event (
 create table event_default partition of event default;
 create index event_feed on event (xid, event_id);
 
+-- The keys that sign grants and waitpoint tokens: one signs, older ones verify until their grace ends.
+create table signing_key (
+  kid text primary key,
+  secret bytea not null,
+  is_current boolean not null,
+  installed_at bigint not null,
+  expires_at bigint,
+  check (not is_current or expires_at is null));
+create unique index signing_key_current on signing_key (is_current) where is_current;
+
 create table claim_grant (
   partition_key smallint not null,
   execution_id uuid not null,

@@ -1,0 +1,38 @@
+"""Operations on the registry of workers."""
+
+from collections.abc import Sequence
+
+from flowfabric.engine.families import Families
+from flowfabric.model.outcomes import (
+    Marked,
+    NotRegistered,
+    Refreshed,
+    Registered,
+)
+
+
+class WorkerOperations(Families):
+    """Operations on the registry of workers."""
+
+    async def register_worker(
+        self,
+        *,
+        worker_id: str,
+        worker_instance_id: str,
+        lanes: Sequence[str],
+        liveness_ttl_ms: int,
+        namespace: str,
+        capabilities: Sequence[str] = (),
+    ) -> Registered | Refreshed:
+        """Enter a worker process into the registry, or renew its entry."""
+        return await self.workers.register(
+            worker_id, worker_instance_id, lanes, capabilities, liveness_ttl_ms, namespace
+        )
+
+    async def heartbeat_worker(self, *, worker_instance_id: str, namespace: str) -> Refreshed | NotRegistered:
+        """Keep a live registration alive."""
+        return await self.workers.heartbeat(worker_instance_id, namespace)
+
+    async def mark_worker_dead(self, *, worker_instance_id: str, namespace: str, reason: str) -> Marked | NotRegistered:
+        """End a live registration; its leases are not touched."""
+        return await self.workers.mark_dead(worker_instance_id, namespace, reason)

@@ -1,0 +1,46 @@
+"""Texts as callers give them: what the store can hold, what a message can show, what a field allows."""
+
+import unicodedata
+
+from flowfabric.model.errors import error
+
+
+def check_text(value: object, field: str) -> str:
+    """Give a text the store can hold: valid Unicode without NUL."""
+    if not isinstance(value, str):
+        raise error("invalid_input", f"{field}: must be text")
+    if "\0" in value:
+        raise error("invalid_input", f"{field}: must not contain NUL")
+    if not value.isascii():
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            raise error("invalid_input", f"{field}: is not valid Unicode") from None
+    return value
+
+
+def check_range(value: object, field: str, least: int, most: int) -> None:
+    """Refuse what is no whole number from least to most."""
+    if type(value) is not int or not least <= value <= most:
+        raise error("invalid_input", f"{field}: {least} to {most}, got {value!r}")
+
+
+def storable(text: object) -> str:
+    """A text the store can hold, whatever a failing handler said: a failure is never refused over its message."""
+    return str(text).replace("\0", "\N{REPLACEMENT CHARACTER}").encode("utf-8", "replace").decode()
+
+
+def shorten(text: str) -> str:
+    """Give a text fit for a message: valid Unicode of at most 200 characters."""
+    shown = text if len(text) <= 200 else f"{text[:200]}..."
+    return shown.encode("utf-8", "backslashreplace").decode()
+
+
+def has_space_or_control(text: str) -> bool:
+    """Tell whether any character is whitespace or a control character, in all of Unicode."""
+    return any(char.isspace() for char in text) or has_control(text)
+
+
+def has_control(text: str) -> bool:
+    """Tell whether any character is a control character, in all of Unicode."""
+    return any(unicodedata.category(char) == "Cc" for char in text)
