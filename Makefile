@@ -10,8 +10,11 @@ BENCH  := $(VENV)/.ready-bench
 help:
 	@echo "make demo    durable work on an embedded Postgres, with a worker killed on the way"
 	@echo "make test    the test suite, on real Postgres"
-	@echo "make check   format, lint, types, floors and tests: what CI runs"
+	@echo "make check   format, lint, types and tests, the floors among them: what CI runs"
+	@echo "make format  formats the code and mends what can be mended"
 	@echo "make bench   the benchmark against the raw limit and the peers"
+	@echo "make soak    ten minutes at full rate on a store with a past"
+	@echo "make clean   removes the virtual environment and the caches"
 
 $(STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -32,7 +35,6 @@ check: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/lint-imports
 	$(MAKE) test
 
 bench: $(BENCH)
@@ -46,4 +48,4 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -19,13 +19,19 @@ from typing import Any, NamedTuple
 
 import pytest
 
+import flowfabric
+from flowfabric.bench.suite import PEERS, RATIOS
+from flowfabric.db.dump import SCHEMA_FILE
 from flowfabric.engine.engine import Engine
+from flowfabric.model import errors, execution, handle, outcomes, policy
 from flowfabric.reconcile.sweeps import SWEEPS
 from flowfabric.settings import PREFIX, Settings
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 PAGES = sorted((*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), ROOT / "bench" / "README.md"))
+
+MODULES = (errors, execution, handle, outcomes, policy)
 
 _BLOCK = re.compile(r"^```(?P<mark>[^\n`]*)\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
 _PRINTED = re.compile(r"^\s*print\(.*\)  # (.*)$", re.MULTILINE)
@@ -190,6 +196,19 @@ def test_every_operation_is_described() -> None:
     assert [name for name in operations if not re.search(rf"`(?:[Ee]ngine\.)?{name}\b", text)] == []
 
 
+def test_the_names_of_the_engines_page_are_imported_from_the_package() -> None:
+    text = (ROOT / "docs" / "engine.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`([A-Z][a-z]\w+)[`(]", text))
+    ours = {name for name in named for module in MODULES if isinstance(getattr(module, name, None), type)}
+    assert len(ours) > 20
+    assert ours - set(flowfabric.__all__) == set()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=relative)
+def test_a_page_imports_from_the_package_itself(page: Path) -> None:
+    assert [block.name for block in blocks(page) if re.search(r"from flowfabric\.", block.code)] == []
+
+
 def not_a_value(member: object) -> bool:
     return callable(member) or isinstance(member, classmethod)
 
@@ -201,6 +220,13 @@ def test_every_sweep_is_described_with_its_interval() -> None:
     assert rows == {sweep.name: f"{sweep.every(defaults).total_seconds():g}" for sweep in SWEEPS}
 
 
+def test_every_table_is_described() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    tables = re.findall(r"^create table (\w+)", SCHEMA_FILE.read_text(encoding="utf-8"), re.MULTILINE)
+    assert len(tables) > 10
+    assert [name for name in tables if not re.search(rf"^\|[^|]*`{name}`", text, re.MULTILINE)] == []
+
+
 def test_every_target_of_make_a_page_names_is_there() -> None:
     known = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
     named = {
@@ -210,3 +236,19 @@ def test_every_target_of_make_a_page_names_is_there() -> None:
     }
     assert {"demo", "test"} <= named
     assert named - known == set()
+
+
+def test_help_lists_every_target_of_make() -> None:
+    text = (ROOT / "Makefile").read_text(encoding="utf-8")
+    (phony,) = re.findall(r"^\.PHONY: (.*)$", text, re.MULTILINE)
+    assert set(re.findall(r'@echo "make (\w+)', text)) == set(phony.split()) - {"help"}
+
+
+def test_every_ratio_of_the_benchmark_is_described_with_both_sizes_of_batch() -> None:
+    text = (ROOT / "bench" / "README.md").read_text(encoding="utf-8").partition("## Ratios")[2]
+    rows = dict(re.findall(r"^\| (`.*?`) \| (.*?) \|", text, re.MULTILINE))
+    described = {name: sizes for names, sizes in rows.items() for name in re.findall(r"`([^`]+)`", names)}
+    # A quick run compares a smaller backlog.
+    ratios = {re.sub(rf"/({'|'.join(PEERS)})$", "/<peer>", name) for name in RATIOS if "100k" not in name}
+    assert set(described) == ratios
+    assert {name for name, sizes in described.items() if "," not in sizes} <= {"soak_last_tenth/soak_first_tenth"}

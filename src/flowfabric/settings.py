@@ -1,17 +1,20 @@
 """What a process is configured with: from the environment, and from code where code says otherwise."""
 
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Self
 
-from pydantic import Field, ModelWrapValidatorHandler, ValidationError, field_validator, model_validator
+from pydantic import Field, ModelWrapValidatorHandler, SecretStr, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from flowfabric.db.migrate import check_schema_name
+from flowfabric.model.errors import EngineError
+from flowfabric.model.ids import MAX_PARTITION_COUNT, check_lane_id
+from flowfabric.model.keys import check_secret
 
 PREFIX = "FF_"
 
 Count = Annotated[int, Field(ge=1)]
-PartitionCount = Annotated[int, Field(ge=1, le=32_768)]
+PartitionCount = Annotated[int, Field(ge=1, le=MAX_PARTITION_COUNT)]
 
 
 class SettingsError(RuntimeError):
@@ -37,15 +40,12 @@ class Settings(BaseSettings):
     feed_retention_ms: Count = 86_400_000
     instance_tag: Annotated[str, Field(min_length=1)] = "cairn.instance_id"
     lease_renewal_events: bool = True
-    log_level: Annotated[Literal["debug", "info", "warning", "error", "critical"], Field(validation_alias="FF_LOG")] = (
-        "info"
-    )
+    waitpoint_hmac_secret: SecretStr | None = None
     lease_expiry_interval_ms: Count = 1_500
     delayed_promoter_interval_ms: Count = 750
     attempt_timeout_interval_s: Count = 2
     execution_deadline_interval_s: Count = 5
     retention_trimmer_interval_s: Count = 60
-    index_reconciler_interval_s: Count = 45
 
     @property
     def migrates(self) -> bool:
@@ -82,12 +82,21 @@ class Settings(BaseSettings):
         named = tuple(dict.fromkeys(lane.strip() for lane in lanes if lane.strip()))
         if not named:
             raise ValueError("must name at least one lane")
-        return named
+        try:
+            return tuple(check_lane_id(lane) for lane in named)
+        except EngineError as refused:
+            raise ValueError(str(refused.detail)) from None
 
-    @field_validator("log_level", mode="before")
+    @field_validator("waitpoint_hmac_secret")
     @classmethod
-    def _lower_case(cls, level: object) -> object:
-        return level.lower() if isinstance(level, str) else level
+    def _hex_secret(cls, secret: SecretStr | None) -> SecretStr | None:
+        if secret is None or not secret.get_secret_value():
+            return None
+        try:
+            check_secret(secret.get_secret_value(), "invalid_input")
+        except EngineError:
+            raise ValueError("must be 64 hex digits") from None
+        return secret
 
     @model_validator(mode="wrap")
     @classmethod
@@ -106,5 +115,6 @@ def _complaint(settings: type[Settings], location: tuple[int | str, ...], messag
         return f"there is no setting {name}"
     variable = name if field is None else str(field.validation_alias or f"{PREFIX}{name.upper()}")
     # An address may hold a password.
-    shown = "" if name == "database_url" else f"={value}"
+    is_secret = name in ("database_url", "waitpoint_hmac_secret") or variable == f"{PREFIX}WAITPOINT_HMAC_SECRET"
+    shown = "" if is_secret else f"={value}"
     return f"{variable}{shown}: {message.removeprefix('Value error, ')}"

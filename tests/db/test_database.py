@@ -47,6 +47,20 @@ async def test_a_statement_takes_its_values_by_name(database: Database) -> None:
     assert row["sum"] == 3
 
 
+async def test_a_connection_plans_anew_after_a_slow_statement(
+    url: str, other: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    last = "select query from pg_stat_activity where datname = current_database() and application_name = 'flowfabric'"
+    database = await Database.open(url, schema="flowfabric", pool_size=1)
+    try:
+        for slow, said in ((60.0, READ.sql), (0.0, "discard plans"), (60.0, READ.sql)):
+            monkeypatch.setattr("flowfabric.db.database.SLOW_SECONDS", slow)
+            assert [row["value"] for row in await database.fetch(READ, {"id": 1})] == [0]
+            assert await other.fetchval(last) == said
+    finally:
+        await database.close()
+
+
 async def test_a_transaction_is_kept_whole(database: Database, other: asyncpg.Connection) -> None:
     async def write(transaction: Transaction) -> None:
         await transaction.fetch(WRITE, id=1)

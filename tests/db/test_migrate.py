@@ -282,7 +282,7 @@ def test_two_files_of_one_number_are_refused(tmp_path: Path) -> None:
         load_migrations(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["", "Upper", "9lives", "a-b", 'a"b', "a b", "ä", "pg_mine", "x" * 64, "a\n"])
+@pytest.mark.parametrize("name", ["", "Upper", "9lives", "a-b", 'a"b', "a b", "ä", "pg_mine", "x" * 58, "a\n"])
 async def test_a_schema_name_is_a_plain_identifier(connection: asyncpg.Connection, name: str) -> None:
     with pytest.raises(ValueError, match="is not a schema name"):
         check_schema_name(name)

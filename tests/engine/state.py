@@ -1,4 +1,4 @@
-"""What tests of the engine say about states, events and calls, in the words of the specification."""
+"""What tests of the engine say about states, events, calls and time."""
 
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any
@@ -21,6 +21,8 @@ COMPLETED = "terminal/unowned/not_applicable/none/success/attempt_terminal/compl
 FAILED = "terminal/unowned/not_applicable/none/failed/attempt_terminal/failed"
 BACKING_OFF = "runnable/unowned/not_eligible_until_time/waiting_for_retry_backoff/none/pending_retry_attempt/delayed"
 RETRYABLE = "runnable/unowned/eligible_now/waiting_for_worker/none/pending_retry_attempt/waiting"
+PARKED = "runnable/unowned/not_eligible_until_time/waiting_for_delay/none/attempt_interrupted/delayed"
+RESUMABLE = "runnable/unowned/eligible_now/waiting_for_worker/none/attempt_interrupted/resumable"
 CANCELLED = "terminal/unowned/not_applicable/none/cancelled/attempt_terminal/cancelled"
 CANCELLED_UNTRIED = "terminal/unowned/not_applicable/none/cancelled/pending_first_attempt/cancelled"
 
@@ -49,7 +51,7 @@ _LEASE = (
 
 
 def vector(row: dict[str, Any]) -> str:
-    """The seven dimensions of an execution's row, as the specification writes them."""
+    """The seven dimensions of an execution's row, one after the other."""
     return "/".join(row[name] for name in _DIMENSIONS)
 
 
@@ -140,6 +142,8 @@ FENCED: dict[str, Fenced] = {
     "complete_many": _complete_many,
     "fail": lambda engine, handle: engine.fail(handle, reason="x"),
     "cancel": lambda engine, handle: engine.cancel(handle, "x"),
+    "delay": lambda engine, handle: engine.delay(handle, 0),
+    "wait_children": lambda engine, handle: engine.wait_children(handle),
 }
 """Every operation a worker does under its lease; a refused item of a batch form is raised."""
 
@@ -185,3 +189,18 @@ async def claim(engine: Engine, *lanes: str, **overrides: Any) -> list[Any]:
 def ids(claimed: Iterable[Any]) -> list[str]:
     """The executions of some claims."""
     return [one.execution_id for one in claimed]
+
+
+async def made(engine: Engine, *arguments: dict[str, Any]) -> list[str]:
+    """The ids of new executions, created in one call."""
+    return [one.execution_id for one in await engine.create_many(items(*arguments))]  # type: ignore[union-attr]
+
+
+class HandClock:
+    """A clock that a test moves by hand."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now

@@ -6,7 +6,7 @@ import asyncpg
 import pytest
 
 from flowfabric.engine.engine import Engine
-from flowfabric.model.errors import EngineError, TransportError, UnavailableError
+from flowfabric.model.errors import TransportError, UnavailableError
 from flowfabric.model.outcomes import Applied, NoOp
 from flowfabric.settings import Settings
 
@@ -29,7 +29,7 @@ async def test_an_empty_database_is_prepared_where_it_is_asked_for(url: str, con
     async with Engine.connect(settings=settings) as engine:
         made = await engine.create_execution(**new())
         assert await engine.prepare() == NoOp()
-        assert made.execution_id
+        assert await engine.read_execution_state(made.execution_id) == "waiting"
         await connection.execute("drop schema another cascade")
         applied = await engine.prepare()
         assert isinstance(applied, Applied)
@@ -48,9 +48,15 @@ async def test_other_partition_counts_than_the_stores_are_refused(url: str, rows
     (stored,) = await rows.of("configuration")
     assert [stored[f"{name}_partitions"] for name in ("flow", "budget", "quota")] == [256, 32, 32]
     async with rows.unchanged():
-        with pytest.raises(UnavailableError, match="the store was made with") as refusal:
+        with pytest.raises(UnavailableError) as refusal:
             await opened(database_url=url, **{f"{family}_partitions": 7})
     assert not refusal.value.retryable
+    counts = {"flow": 256, "budget": 32, "quota": 32}
+    made, here = (
+        " ".join(f"FF_{name.upper()}_PARTITIONS={count}" for name, count in each.items())
+        for each in (counts, {**counts, family: 7})
+    )
+    assert refusal.value.detail == f"the store was made with {made}, this process has {here}"
     await opened(database_url=url)
 
 
@@ -63,11 +69,6 @@ async def test_the_first_start_decides_the_partition_counts(url: str) -> None:
         assert made.execution_id.startswith("{fp:0}:")
     with pytest.raises(UnavailableError):
         await opened(database_url=url)
-
-
-async def test_a_lane_that_is_none_is_refused_at_the_start(url: str) -> None:
-    with pytest.raises(EngineError, match="lane_id: TooLong"):
-        await opened(database_url=url, lanes=("x" * 65,))
 
 
 async def test_a_store_that_is_not_there_is_a_transport_error(tmp_path: Any) -> None:

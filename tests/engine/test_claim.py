@@ -141,6 +141,22 @@ async def test_what_is_not_waiting_is_not_claimed(engine: Engine, given: Any, ro
         assert await claim(engine, worker_id="other") == []
 
 
+async def test_what_is_due_joins_a_lane_that_never_empties_where_no_reconciler_runs(
+    engine: Engine, given: Any, clock: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lost = await given.claimed(lease_ttl_ms=1000)
+    delayed = await given.delayed(seconds=1, priority=1)
+    for _ in range(3):
+        await given.created()
+    await clock.advance(seconds=2)
+    monkeypatch.setattr(claim_family, "CATCH_UP_SECONDS", 3600.0)
+    assert {lost.execution_id, delayed}.isdisjoint(ids(await claim(engine, limit=1)))
+    monkeypatch.setattr(claim_family, "CATCH_UP_SECONDS", 0.0)
+    assert ids(await claim(engine, limit=1)) == [delayed]
+    assert ids(await claim(engine, limit=1)) == [lost.execution_id]
+    assert len(await claim(engine, limit=3)) == 2
+
+
 WRONG: list[tuple[dict[str, Any], str, str]] = [
     *(({"lanes": wrong}, "invalid_input", "lanes: 1 to 64") for wrong in ((), "default", [f"{n}" for n in range(65)])),
     ({"lanes": ("",)}, "invalid_input", "lane_id: Empty"),
@@ -209,7 +225,8 @@ async def test_a_waiting_claim_is_woken_by_a_submit_whenever_it_comes(
     for at in range(60):
         waiting = asyncio.create_task(claim(engine, max_wait_ms=10_000))
         # From before the first look at the queue, through it, until well into the wait.
-        await asyncio.sleep(at * 0.0002)
+        for _ in range(at * at):
+            await asyncio.sleep(0)
         made = await submitter.create_execution(**new())
         async with asyncio.timeout(5):
             assert ids(await waiting) == [made.execution_id]

@@ -5,17 +5,12 @@ from typing import Any
 from flowfabric.engine.engine import Engine
 from flowfabric.model.states import AttemptType, HandleKind
 
-from .state import claim, ids, items, new
+from .state import claim, ids, made, new
 
 
 def requiring(*tokens: str, **overrides: Any) -> dict[str, Any]:
     """A create that asks for capabilities."""
     return new(policy={"routing_requirements": {"required_capabilities": tokens}}, **overrides)
-
-
-async def made(engine: Engine, *arguments: dict[str, Any]) -> list[str]:
-    """The ids of new executions, created in one call."""
-    return [one.execution_id for one in await engine.create_many(items(*arguments))]  # type: ignore[union-attr]
 
 
 async def test_the_highest_priority_comes_first_then_the_oldest(engine: Engine) -> None:

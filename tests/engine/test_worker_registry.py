@@ -7,6 +7,7 @@ import pytest
 
 from flowfabric.engine.engine import Engine
 from flowfabric.model.outcomes import Marked, NotRegistered, Refreshed, Registered
+from flowfabric.model.snapshots import WorkerCursor, WorkerEntry, WorkerPage
 
 from .state import refused
 
@@ -193,3 +194,109 @@ async def test_the_shortest_and_the_longest_life(engine: Engine, clock: Any, ttl
     await clock.advance(ms=1)
     expected = NotRegistered if ttl == 1 else Refreshed
     assert isinstance(await engine.heartbeat_worker(**NAMED), expected)
+
+
+async def test_a_live_worker_is_listed_with_what_it_registered(engine: Engine, clock: Any) -> None:
+    began = await clock.now()
+    await engine.register_worker(**worker(lanes=("b", "a"), capabilities=("gpu", "cpu")))
+    now = await clock.advance(seconds=1)
+    await engine.heartbeat_worker(**NAMED)
+    page = await engine.list_workers()
+    assert page == WorkerPage(
+        entries=[
+            WorkerEntry(
+                namespace="tests",  # type: ignore[arg-type]
+                worker_instance_id="pool-1",  # type: ignore[arg-type]
+                worker_id="pool",  # type: ignore[arg-type]
+                lanes=("a", "b"),  # type: ignore[arg-type]
+                capabilities=("cpu", "gpu"),
+                last_heartbeat_ms=now,
+                liveness_ttl_ms=TTL,
+                registered_at_ms=began,
+            )
+        ],
+        cursor=None,
+    )
+
+
+async def test_a_lapsed_or_dead_worker_is_not_listed(engine: Engine, clock: Any) -> None:
+    await engine.register_worker(**worker())
+    await engine.register_worker(**worker(worker_instance_id="pool-2", liveness_ttl_ms=2 * TTL))
+    await clock.advance(ms=TTL)
+    assert [entry.worker_instance_id for entry in (await engine.list_workers()).entries] == ["pool-2"]
+    await engine.mark_worker_dead(worker_instance_id="pool-2", namespace="tests", reason="gone")
+    assert (await engine.list_workers()).entries == []
+
+
+async def test_workers_are_listed_by_namespace_and_instance_page_by_page(engine: Engine) -> None:
+    names = sorted((space, f"{letter}-{at}") for space in ("B", "a", "ä") for letter in "aBz" for at in range(2))
+    for space, instance in reversed(names):
+        await engine.register_worker(**worker(namespace=space, worker_instance_id=instance))
+    for limit in (1, 2, 5, 17, 1000):
+        seen: list[tuple[str, str]] = []
+        cursor: WorkerCursor | None = None
+        while True:
+            page = await engine.list_workers(after=cursor, limit=limit)
+            seen += [(entry.namespace, entry.worker_instance_id) for entry in page.entries]
+            cursor = page.cursor
+            if cursor is None:
+                break
+            assert len(page.entries) == limit
+        assert seen == names
+    assert (await engine.list_workers(limit=len(names))).cursor is None
+
+
+async def test_a_list_of_one_namespace_goes_on_behind_an_instance(engine: Engine, clock: Any) -> None:
+    for space in ("tests", "others"):
+        for at in range(4):
+            await engine.register_worker(**worker(namespace=space, worker_instance_id=f"w-{at}"))
+    page = await engine.list_workers(namespace="tests", limit=2)
+    assert [entry.worker_instance_id for entry in page.entries] == ["w-0", "w-1"]
+    await engine.mark_worker_dead(worker_instance_id="w-1", namespace="tests", reason="gone")
+    for after in ("w-1", page.cursor):
+        page = await engine.list_workers(namespace="tests", after=after)
+        assert [(entry.namespace, entry.worker_instance_id) for entry in page.entries] == [
+            ("tests", "w-2"),
+            ("tests", "w-3"),
+        ]
+    assert (await engine.list_workers(namespace="unknown")).entries == []
+    await clock.advance(ms=TTL)
+    assert (await engine.list_workers()).entries == []
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"limit": -1},
+        {"limit": "1"},
+        {"namespace": "\0"},
+        {"namespace": 5},
+        {"after": "w-1"},
+        {"after": 5},
+        {"namespace": "tests", "after": "\0"},
+        {"namespace": "tests", "after": WorkerCursor(namespace="others", worker_instance_id="w")},
+        {"after": WorkerCursor(namespace=5, worker_instance_id="w")},  # type: ignore[arg-type]
+    ],
+)
+async def test_what_is_no_page_of_workers_is_refused(engine: Engine, rows: Any, wrong: dict[str, Any]) -> None:
+    async with rows.unchanged():
+        await refused(engine.list_workers(**wrong), "invalid_input")
+        assert await engine.list_workers(limit=0) == WorkerPage(entries=[], cursor=None)
+
+
+async def test_of_two_names_for_one_instance_at_once_one_is_refused(engines: Any, rows: Any) -> None:
+    several = [await engines() for _ in range(3)]
+    for at in range(10):
+        answers = await asyncio.gather(
+            *(
+                engine.register_worker(**worker(worker_instance_id=f"pool-{at}", worker_id=f"name{nth}"))
+                for nth, engine in enumerate(several)
+            ),
+            return_exceptions=True,
+        )
+        assert sorted(type(answer).__name__ for answer in answers) == [
+            "Registered",
+            "ValidationError",
+            "ValidationError",
+        ]
+    assert len(await rows.of("worker_event")) == 10

@@ -14,6 +14,7 @@ from flowfabric.db.database import Database, Transaction
 from flowfabric.db.statements import Statement
 from flowfabric.engine.engine import Engine
 from flowfabric.model.execution import NewExecution
+from flowfabric.model.grants import Granted
 
 BACKLOG = 10_000
 DELAYED = 5_000
@@ -132,6 +133,20 @@ async def test_operations_on_few_executions_touch_few_rows(full: Engine, touched
     assert touched["read_info"] <= 5
 
 
+async def test_grants_and_named_claims_touch_few_rows(full: Engine, touched: Touched) -> None:
+    await full.seed_waitpoint_hmac_secret(kid="k1", secret_hex="ab" * 32)
+    planner: dict[str, Any] = {"lane_id": "default", "worker_id": "w", "worker_instance_id": "w-1"}
+    assert len(await full.scan_eligible_executions(lane_id="default", limit=10)) == 10
+    assert touched["list_eligible"] <= 25
+    granted = [await full.claim_for_worker(**planner) for _ in range(5)]
+    assert touched["lock_best"] <= 20
+    assert touched["read_held"] <= 5
+    assert touched["insert_grant"] <= 5
+    assert isinstance(granted[0], Granted)
+    await full.claim_execution(execution_id=granted[0].execution_id, **planner)
+    assert touched["lease_held"] <= 10
+
+
 async def test_sweeps_touch_what_is_due_and_of_that_a_batch(
     full: Engine, touched: Touched, clock: Any, connection: asyncpg.Connection
 ) -> None:
@@ -157,3 +172,34 @@ async def test_sweeps_touch_what_is_due_and_of_that_a_batch(
     assert touched["lock_expired"] <= 4_000
     assert await full.retention.trim(limit=100) == 100
     assert touched["take_retained"] <= 4 * 100
+
+
+async def test_a_page_of_a_list_touches_few_rows_whatever_is_asked_for(full: Engine, touched: Touched) -> None:
+    # Executions of one millisecond are read together: the fixture makes a thousand of them at a time.
+    page = 5 * 1000 + 200
+    for order in ("newest", "oldest"):
+        for plenty in ({}, {"namespace": "tests"}, {"lane_id": "lane1"}, {"execution_kind": "job"}):
+            touched.rows.clear()
+            found = await full.list_executions(order=order, limit=20, **plenty)  # type: ignore[arg-type]
+            assert len(found.executions) == 20
+            assert touched[f"list_{order}"] <= page
+            assert "list_candidates" not in touched.rows
+        for rare in (
+            {"public_state": "failed"},
+            {"public_state": ["cancelled", "expired"]},
+            {"public_state": "rate_limited"},
+        ):
+            touched.rows.clear()
+            assert (await full.list_executions(order=order, **rare)).executions == []
+            assert touched[f"list_{order}"] <= page
+            assert touched["list_candidates"] <= 10
+        # What is tagged is found by its tags, without a walk.
+        touched.rows.clear()
+        assert (await full.list_executions(order=order, tag=("a.b", "c"))).executions == []
+        assert touched["list_candidates"] <= 10
+        assert f"list_{order}" not in touched.rows
+        # A narrow index leads to the ended executions, which are few, past all the others.
+        touched.rows.clear()
+        found = await full.list_executions(order=order, public_state="completed", limit=20)
+        assert len(found.executions) == 20
+        assert touched.rows.get("list_candidates", 0) <= 2 * ENDED + 10

@@ -17,6 +17,7 @@ from flowfabric.engine.transition import (
     RELEASES,
     completion_parameters,
 )
+from flowfabric.model.events import CompletionOutcome, EventKind, WorkerEvent
 from flowfabric.model.states import AttemptState, BlockingReason, EligibilityState, LifecyclePhase, OwnershipState
 
 ENGINE = Path(__file__).parents[2] / "src" / "flowfabric" / "engine"
@@ -33,7 +34,14 @@ VECTOR = (
 )
 
 CREATES = {"insert_executions", "insert_minted"}
-MOVES = {"claim_best", "complete_held", "release_executions", "mark_lapsed_leases", "promote_delayed"}
+MOVES = {
+    "claim_best",
+    "lease_held",
+    "complete_held",
+    "mark_lapsed_leases",
+    "promote_delayed",
+    "release_executions",
+}
 """The only statements that write the state of an execution."""
 
 CONSTANT = {("release_executions", "ownership_state"): "'unowned'"}
@@ -137,6 +145,7 @@ def test_the_words_that_moves_have_in_common_are_those_of_the_table() -> None:
     ("name", "parameters"),
     [
         ("claim_best", CLAIM_PARAMETERS),
+        ("lease_held", CLAIM_PARAMETERS),
         ("complete_held", completion_parameters()),
         ("mark_lapsed_leases", LEASE_EXPIRED_PARAMETERS),
         ("promote_delayed", PROMOTED),
@@ -149,7 +158,55 @@ def test_a_statement_takes_the_whole_target_of_its_move(name: str, parameters: d
     assert len(list(assignments(ALL[name]))) == len(given)
 
 
-def test_bare_clocks_are_read_once_a_statement() -> None:
+WAITS = {"complete_held"}
+"""Statements that find each row by its key and may wait for it: the clock is read after the wait."""
+
+
+def test_the_clock_is_read_once_a_statement_unless_it_waits_for_rows() -> None:
     # A volatile call in a condition is made for every row and keeps an index from being used.
     bare = re.compile(r"(<|>|=|between|and)\s*ff_now\(\)")
-    assert [name for name, statement in ALL.items() if bare.search(statement.sql)] == []
+    assert {name for name, statement in ALL.items() if bare.search(statement.sql)} == WAITS
+
+
+NO_LEASE = 0
+"""The kind of an event that tells of an ending alone, where no lease was held."""
+KINDS = {
+    "claim_best": {EventKind.ACQUIRED, EventKind.RECLAIMED},
+    "lease_held": {EventKind.ACQUIRED, EventKind.RECLAIMED},
+    "renew_leases": {EventKind.RENEWED},
+    "complete_held": {EventKind.RELEASED},
+    "release_executions": {EventKind.RELEASED, NO_LEASE},
+    "mark_lapsed_leases": {EventKind.EXPIRED},
+}
+"""What the hot statements tell."""
+
+_EVENT = re.compile(r"\binsert into (event|worker_event) \(([^)]*)\)\s+select\s(.*?)\s+from\s", re.DOTALL)
+
+
+def written(statement: Statement, table: str, column: str) -> Iterator[str]:
+    """What a statement writes to a column of an event table."""
+    for found in _EVENT.finditer(statement.sql):
+        if found[1] == table:
+            named = dict(zip((name.strip() for name in split(found[2])), split(found[3]), strict=True))
+            if column in named:
+                # What a condition compares with is not what is written.
+                yield re.sub(r"\bcase\b.*?\bthen\b|\bwhen\b.*?\bthen\b", " ", named[column], flags=re.DOTALL)
+
+
+def numbers(statement: Statement, column: str) -> set[int]:
+    """The numbers a statement itself writes to a column of the events."""
+    return {
+        int(number) for text in written(statement, "event", column) for number in re.findall(r"(?<![$\w])\d+\b", text)
+    }
+
+
+def test_the_events_of_statements_are_of_known_kinds() -> None:
+    assert {name: numbers(ALL[name], "kind") for name in KINDS} == KINDS
+    for name, statement in ALL.items():
+        assert numbers(statement, "kind") <= {*EventKind, NO_LEASE}, name
+        assert numbers(statement, "outcome") <= set(CompletionOutcome), name
+
+
+def test_the_events_of_workers_are_of_known_kinds() -> None:
+    told = [text for statement in ALL.values() for text in written(statement, "worker_event", "kind")]
+    assert {word for text in told for word in re.findall(r"'(\w+)'", text)} == set(WorkerEvent)

@@ -10,11 +10,9 @@ from flowfabric.model.policy import (
     ExponentialBackoff,
     FixedBackoff,
     RetryPolicy,
-    StreamPolicy,
     dedup_window_ms,
     may_retry,
     reclaim_cap,
-    retention_ms,
     retry_delay_ms,
 )
 
@@ -104,12 +102,6 @@ def test_the_policy_then_the_argument_then_1000_caps_reclaims() -> None:
     assert reclaim_cap(None, 3) == 3
     assert reclaim_cap(None, 0) == 0
     assert reclaim_cap(None) == 1000
-
-
-def test_an_execution_is_kept_a_day_unless_its_stream_policy_says_otherwise() -> None:
-    assert retention_ms(None) == retention_ms(ExecutionPolicy()) == 86_400_000
-    assert retention_ms(ExecutionPolicy(stream_policy=StreamPolicy())) == 86_400_000
-    assert retention_ms(ExecutionPolicy(stream_policy=StreamPolicy(retention_ttl_ms=0))) == 0
 
 
 def test_an_idempotency_key_is_remembered_a_day_unless_the_policy_says_otherwise() -> None:

@@ -54,7 +54,7 @@ async def test_a_lapsed_lease_is_marked_once(reconciler: Reconciler, given: Any,
     async with rows.unchanged():
         await reconciler.catch_up()
     assert reconciler.stats["lease_expiry"].processed == 1
-    assert lost.execution_id
+    assert [event["kind"] for event in await rows.events(lost.execution_id)] == [1, 4]
 
 
 async def test_delayed_work_becomes_claimable_when_its_time_has_come(
@@ -227,7 +227,8 @@ async def test_an_idempotency_key_is_forgotten_when_its_time_is_up(
     await reconciler.catch_up()
     assert [row["idempotency_key"] for row in await rows.of("idempotency")] == ["long"]
     again = await given.created(idempotency_key="short")
-    assert again
+    (entry,) = await rows.of("idempotency", idempotency_key="short")
+    assert str(entry["execution_id"]) == again[-36:]
 
 
 async def test_a_worker_nobody_hears_of_leaves_the_registry_with_one_event(

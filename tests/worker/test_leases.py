@@ -53,6 +53,25 @@ async def test_a_plain_function_that_takes_long_keeps_its_lease(
     assert (ended.outcome, ended.result) == (TerminalOutcome.SUCCESS, b"true")
 
 
+async def test_a_heartbeat_that_fails_begins_again(
+    engine: Engine, start_worker: Any, submit: Any, attempts: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    beside = engine.beside
+    faults = iter([OSError("no route"), ValueError("whatever else")])
+
+    def fails_at_first(**options: Any) -> Any:
+        if fault := next(faults, None):
+            raise fault
+        return beside(**options)
+
+    monkeypatch.setattr(engine, "beside", fails_at_first)
+    await start_worker({"job": burn}, lease_ttl_ms=TTL_MS)
+    run = await submit(seconds=3 * TTL_MS / 1000)
+    assert (await engine.wait_for_ending(run, timeout=20)).outcome is TerminalOutcome.SUCCESS
+    assert len(await attempts(run)) == 1
+    assert next(faults, None) is None
+
+
 async def _reaches(count: Any, least: int) -> bool:
     return bool(await count() >= least)
 

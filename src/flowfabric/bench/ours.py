@@ -1,10 +1,11 @@
 """What every measurement of FlowFabric shares: an engine on the given database, and work to put into it."""
 
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import asynccontextmanager
+from itertools import count
 from typing import Any
 
-from flowfabric.bench.subject import CONNECTIONS, PAYLOAD, spread
+from flowfabric.bench.subject import CONNECTIONS, PAYLOADS, spread
 from flowfabric.db.statements import statements_beside
 from flowfabric.engine.engine import Engine
 from flowfabric.model.errors import EngineError
@@ -19,6 +20,8 @@ KIND = "noop"
 LARGEST_BATCH = 1_000
 SCHEMA = "flowfabric"
 
+_numbers = count()
+
 
 @asynccontextmanager
 async def engine_on(url: str, **overrides: Any) -> AsyncIterator[Engine]:
@@ -31,22 +34,28 @@ async def engine_on(url: str, **overrides: Any) -> AsyncIterator[Engine]:
 def noop(
     *,
     lane: str = LANE,
-    payload: bytes = PAYLOAD,
+    payload: bytes | None = None,
     priority: int = 0,
     tags: dict[str, str] | None = None,
     policy: ExecutionPolicy | None = None,
 ) -> NewExecution:
-    """An execution that does nothing."""
+    """An execution that does nothing; its payload is another than that of the one before, unless it is given."""
     return NewExecution(
         namespace="bench",
         lane_id=lane,
         execution_kind=KIND,
-        input_payload=payload,
+        input_payload=PAYLOADS[next(_numbers) % len(PAYLOADS)] if payload is None else payload,
         priority=priority,
         creator_identity="bench",
         tags=tags,
         policy=policy,
     )
+
+
+def noops(*, lane: str = LANE) -> Iterator[NewExecution]:
+    """Any number of executions that do nothing."""
+    while True:
+        yield noop(lane=lane)
 
 
 async def fill(engine: Engine, items: Iterable[NewExecution], count: int) -> None:

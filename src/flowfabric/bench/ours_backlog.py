@@ -3,10 +3,10 @@
 import statistics
 import time
 from collections.abc import Iterator
-from itertools import count, repeat
+from itertools import count
 
 from flowfabric.bench.observer import observing
-from flowfabric.bench.ours import engine_on, fill, noop
+from flowfabric.bench.ours import engine_on, fill, noop, noops
 from flowfabric.bench.subject import BATCH, Figure, Figures, Task, milliseconds
 from flowfabric.engine.engine import Engine
 from flowfabric.model.execution import NewExecution
@@ -28,7 +28,7 @@ async def measure(task: Task) -> Figures:
             await fill(engine, items, size)
             await observer.analyze()
 
-        for suffix, items in (("", repeat(noop(lane="plain"))), ("_mixed", mixed("mixed"))):
+        for suffix, items in (("", noops(lane="plain")), ("_mixed", mixed("mixed"))):
             lane = next(items).lane_id
             await grow(items, SMALL)
             figures[f"claim_{short(SMALL)}{suffix}"] = await claim_cost(engine, lane, CAPABILITIES)
@@ -51,7 +51,7 @@ def unmatchable_first(lane: str, unmatched: int) -> Iterator[NewExecution]:
     needs = requiring("quantum")
     for _ in range(unmatched):
         yield noop(lane=lane, priority=PRIORITIES, policy=needs)
-    yield from repeat(noop(lane=lane))
+    yield from noops(lane=lane)
 
 
 def requiring(*capabilities: str) -> ExecutionPolicy | None:

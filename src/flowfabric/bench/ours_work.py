@@ -1,9 +1,7 @@
 """FlowFabric, working: the engine's claim and finish alone, and a worker from claim to committed ending."""
 
-from itertools import repeat
-
 from flowfabric.bench.observer import observing
-from flowfabric.bench.ours import KIND, LANE, SQL, check, engine_on, fill, noop
+from flowfabric.bench.ours import KIND, LANE, SQL, check, engine_on, fill, noops
 from flowfabric.bench.subject import BATCH, CONNECTIONS, Drain, Figures, Task, rate, spread
 from flowfabric.engine.engine import Engine
 from flowfabric.worker.worker import Worker
@@ -16,12 +14,12 @@ async def measure(task: Task) -> Figures:
     """Work off a backlog twice, without a worker and with one."""
     count = task.count(40_000)
     async with engine_on(task.url) as engine, observing(task.url) as observer:
-        await fill(engine, repeat(noop()), count)
+        await fill(engine, noops(), count)
         await observer.analyze()
         hundred = await rate(count, claim_and_finish(engine, count, BATCH))
-        await fill(engine, repeat(noop()), count)
+        await fill(engine, noops(), count)
         claim_finish = await rate(count, claim_and_finish(engine, count, LARGE_BATCH))
-        await fill(engine, repeat(noop()), count)
+        await fill(engine, noops(), count)
         drain = Drain(count)
 
         async def handle() -> None:

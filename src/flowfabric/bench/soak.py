@@ -5,12 +5,11 @@ import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from itertools import repeat
 
 import asyncpg
 
 from flowfabric.bench.observer import observing
-from flowfabric.bench.ours import KIND, LANE, SQL, check, engine_on, fill, noop
+from flowfabric.bench.ours import KIND, LANE, SQL, check, engine_on, fill, noop, noops
 from flowfabric.bench.ours_work import CONCURRENCY, LARGE_BATCH, claim_and_finish
 from flowfabric.bench.subject import BATCH, CONNECTIONS, Figure, Figures, Task, per_second
 from flowfabric.engine.engine import Engine
@@ -58,7 +57,7 @@ async def retain(engine: Engine, count: int) -> None:
     step = BACKLOG
     for done in range(0, count, step):
         size = min(step, count - done)
-        await fill(engine, repeat(noop()), size)
+        await fill(engine, noops(), size)
         await claim_and_finish(engine, size, LARGE_BATCH)
 
 

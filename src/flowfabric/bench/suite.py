@@ -6,24 +6,27 @@ import os
 import platform
 import signal
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 from flowfabric.bench.run import SUBJECTS
 from flowfabric.bench.server import Server
 from flowfabric.bench.subject import Figure, Figures
+from flowfabric.version import __version__
 
 PATIENCE_S = 300
 SOAK = "soak"
 ONCE = frozenset({"idle", "backlog"})
 """Subjects that take medians of their own, and need no further round."""
 PEERS = ("pgqueuer", "awa", "absurd", "procrastinate", "dbos")
-DISTRIBUTIONS = ("flowfabric", "asyncpg", "uvloop", "pgqueuer", "awa-pg", "absurd-sdk", "procrastinate", "dbos")
+DISTRIBUTIONS = ("asyncpg", "uvloop", "pgqueuer", "awa-pg", "absurd-sdk", "procrastinate", "dbos")
 
 RATIOS = {
     **{f"worker_end_to_end/{peer}": ("worker_end_to_end", f"{peer}_worker_end_to_end") for peer in PEERS},
@@ -31,7 +34,9 @@ RATIOS = {
     "worker_end_to_end/pgqueuer_batch500": ("worker_end_to_end", "pgqueuer_worker_end_to_end_batch500"),
     "worker_end_to_end/raw_claim100_complete100": ("worker_end_to_end", "raw_claim100_complete100"),
     "engine_claim_finish/raw_claim100_complete100": ("engine_claim_finish", "raw_claim100_complete100"),
+    "engine_claim_finish_100/raw_claim100_complete100": ("engine_claim_finish_100", "raw_claim100_complete100"),
     "submit_batch/raw_insert100": ("submit_batch", "raw_insert100"),
+    "submit_batch_100/raw_insert100": ("submit_batch_100", "raw_insert100"),
     "submit_batch_1500b_tag/raw_insert100_1500b": ("submit_batch_1500b_tag", "raw_insert100_1500b"),
     "soak_last_tenth/soak_first_tenth": ("soak_last_tenth", "soak_first_tenth"),
     **{f"claim_{size}/claim_20k": (f"claim_{size}", "claim_20k") for size in ("1m", "100k")},
@@ -182,6 +187,8 @@ async def environment(server: Server, plan: Plan) -> dict[str, Any]:
     """What the figures depend on."""
     settings = await server.settings()
     return {
+        "version": __version__,
+        **checkout(Path(__file__)),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "quick": plan in (QUICK, SHORT_SOAK),
         "rounds": plan.rounds,
@@ -192,6 +199,20 @@ async def environment(server: Server, plan: Plan) -> dict[str, Any]:
         **settings,
         "versions": {name: version for name in DISTRIBUTIONS if (version := installed(name))},
     }
+
+
+def checkout(module: Path) -> dict[str, Any]:
+    """The commit a module is from, and whether anything was changed since; nothing where it is not from a checkout."""
+
+    def git(*arguments: str) -> str:
+        command = ("git", "-C", str(module.parent), *arguments)
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        git("ls-files", "--error-unmatch", module.name)
+        return {"commit": git("rev-parse", "HEAD"), "is_changed": bool(git("status", "--porcelain"))}
+    except (OSError, subprocess.CalledProcessError):
+        return {"commit": None, "is_changed": None}
 
 
 def installed(distribution: str) -> str | None:

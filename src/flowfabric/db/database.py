@@ -178,7 +178,7 @@ class Database:
             began = time.monotonic()
             rows: list[Record] = await connection.fetch(statement.sql, *arguments)
             if time.monotonic() - began > SLOW_SECONDS:
-                await connection.execute("discard plans")
+                await _plan_anew(connection)
             return rows
 
         return await self._again(once, attempts)
@@ -216,6 +216,14 @@ class Transaction:
         """The rows of one statement."""
         rows: list[Record] = await self.connection.fetch(statement.sql, *statement.arguments(values))
         return rows
+
+
+async def _plan_anew(connection: Connection) -> None:
+    """Drop the plans of a session; the statement before this is committed, so a fault is only this session's end."""
+    try:
+        await connection.execute("discard plans")
+    except Exception:
+        connection.terminate()
 
 
 def session_settings(schema: str) -> dict[str, str]:

@@ -25,10 +25,9 @@ if sys.platform == "win32":
 else:
     import fcntl
 
-__all__ = ["DATABASE", "DEFAULT_HOME", "Embedded", "EmbeddedError"]
+__all__ = ["DATABASE", "Embedded", "EmbeddedError"]
 
 DATABASE = "flowfabric"
-DEFAULT_HOME = Path(".flowfabric")
 
 _SUPERUSER = "postgres"
 _PATIENCE_S = 300
@@ -80,7 +79,7 @@ class Embedded:
         atexit.register(self._release_at_exit)
 
     @classmethod
-    def start(cls, home: Path = DEFAULT_HOME, *, version: int = 18) -> Embedded:
+    def start(cls, home: Path, *, version: int = 18) -> Embedded:
         """Hold the server of this home, starting it or creating it when it is not there.
 
         Safe from several processes and threads at once; blocks, so call it off the event loop.

@@ -16,7 +16,8 @@ FOLDER = Path(__file__).parent / "migrations"
 
 _FILE = re.compile(r"(\d{4})_([a-z0-9_]+)\.sql")
 _HEADER = re.compile(r"-- compatible: (yes|no)")
-_SCHEMA_NAME = re.compile(r"[a-z_][a-z0-9_]{0,62}")
+# Postgres keeps 63 letters of a name; the longest that is made of a schema's is the channel `<schema>_ended`.
+_SCHEMA_NAME = re.compile(r"[a-z_][a-z0-9_]{0,56}")
 _APPLIED_BY = f"flowfabric {__version__}"
 _LEDGER = """create table if not exists schema_migration (
   number int primary key,
@@ -87,7 +88,7 @@ def check_schema_name(schema: str) -> str:
     """Give back a name that needs no quoting care anywhere, or raise ValueError."""
     if not _SCHEMA_NAME.fullmatch(schema) or schema.startswith("pg_"):
         raise ValueError(
-            f"{schema!r} is not a schema name: use lower-case letters, digits and _, at most 63, not starting"
+            f"{schema!r} is not a schema name: use lower-case letters, digits and _, at most 57, not starting"
             " with a digit or with pg_"
         )
     return schema

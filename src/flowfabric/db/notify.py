@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from flowfabric.db.database import Database
+from flowfabric.pauses import pauses
 
 logger = logging.getLogger(__name__)
 
@@ -22,7 +23,8 @@ class Hints:
 
     PAUSE = 0.005
     """Seconds between two hints of one process: the first goes at once, those behind it travel together."""
-    RECONNECT = (0.1, 1.0)
+    RECONNECT_SECONDS = (0.1, 1.0)
+    """The first and the longest pause before a lost listener connects again."""
 
     def __init__(self, database: Database, *, deaf: bool = False) -> None:
         self._database = database
@@ -90,16 +92,15 @@ class Hints:
             await asyncio.sleep(self.PAUSE)
 
     async def _keep_listening(self) -> None:
-        pause, longest = self.RECONNECT
+        reconnects = pauses(*self.RECONNECT_SECONDS)
         while True:
             try:
                 connection = await self._database.connect()
             except Exception as error:
                 logger.debug("not listening: %s", error)
-                await asyncio.sleep(pause)
-                pause = min(pause * 2, longest)
+                await asyncio.sleep(next(reconnects))
                 continue
-            pause = self.RECONNECT[0]
+            reconnects = pauses(*self.RECONNECT_SECONDS)
             lost = asyncio.Event()
             connection.add_termination_listener(lambda _, lost=lost: lost.set())
             try:

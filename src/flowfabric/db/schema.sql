@@ -169,7 +169,7 @@ CASE
         ELSE NULL::bigint
     END,
     CASE eligibility_state
-        WHEN 'not_eligible_until_time'::eligibility_state THEN delay_until
+        WHEN 'not_eligible_until_time'::eligibility_state THEN GREATEST(delay_until, last_transition_at)
         ELSE NULL::bigint
     END,
     CASE lifecycle_phase
@@ -339,7 +339,7 @@ CREATE INDEX execution_retained ON execution USING btree (retain_until) WHERE re
 
 CREATE INDEX execution_unhappy ON execution USING btree (completed_at) WHERE terminal_outcome = ANY (ARRAY['failed'::terminal_outcome, 'cancelled'::terminal_outcome, 'expired'::terminal_outcome, 'skipped'::terminal_outcome]);
 
-CREATE INDEX execution_input_list ON execution_input USING btree (namespace_no, created_at);
+CREATE INDEX execution_input_list ON execution_input USING btree (namespace_no, lane_no, created_at);
 
 CREATE INDEX execution_tag_find ON execution_tag USING btree (key, "left"(value, 128), execution_id);
 
@@ -349,7 +349,7 @@ CREATE UNIQUE INDEX signing_key_current ON signing_key USING btree (is_current) 
 
 CREATE INDEX worker_due ON worker USING btree (lapses_at);
 
-CREATE INDEX worker_list ON worker USING btree (namespace, worker_instance_id);
+CREATE INDEX worker_list ON worker USING btree (namespace COLLATE "C", worker_instance_id COLLATE "C");
 
 CREATE INDEX worker_event_age ON worker_event USING btree (at);
 

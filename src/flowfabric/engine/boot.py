@@ -6,11 +6,12 @@ from flowfabric.db import migrate
 from flowfabric.db.database import Database, StoreFault
 from flowfabric.db.embedded import Embedded, EmbeddedError
 from flowfabric.db.notify import Hints
+from flowfabric.engine.keys import Keys
 from flowfabric.engine.store import SQL, Rules, Store, error_of
 from flowfabric.model.errors import UnavailableError, error
-from flowfabric.model.ids import Partitions, check_lane_id
+from flowfabric.model.ids import LaneId, Partitions
 from flowfabric.model.outcomes import Applied, NoOp
-from flowfabric.settings import Settings
+from flowfabric.settings import PREFIX, Settings
 
 
 class Boot:
@@ -34,6 +35,7 @@ class Boot:
                 feed_retention_ms=settings.feed_retention_ms,
             ),
         )
+        self.keys = Keys(self.store)
 
     @classmethod
     async def open(cls, settings: Settings) -> "Boot":
@@ -66,36 +68,45 @@ class Boot:
     @property
     def address(self) -> Settings:
         """The settings that lead another engine to the same store, as it stands."""
-        return self.settings.model_copy(update={"database_url": self._database.url, "migrate_on_start": False})
+        return self.settings.model_copy(
+            update={"database_url": self._database.url, "migrate_on_start": False, "waitpoint_hmac_secret": None}
+        )
 
     async def prepare(self) -> NoOp | Applied:
         """Bring the store to where this code can run on it; safe to call at any time, from any number of processes."""
-        done = await self._prepare_schema()
+        done = await self.store.answer(self._prepare_schema())
         counts = self.store.rules.partitions
-        (row,) = await self.store.fetch(
-            SQL.insert_configuration, flow=counts.flow, budget=counts.budget, quota=counts.quota
-        )
+        given = {"flow": counts.flow, "budget": counts.budget, "quota": counts.quota}
+        while not (rows := await self.store.fetch(SQL.insert_configuration, **given)):
+            pass
+        (row,) = rows
         stored = Partitions(flow=row["flow_partitions"], budget=row["budget_partitions"], quota=row["quota_partitions"])
         if stored != counts:
-            raise UnavailableError("unavailable", f"the store was made with {stored}, this process has {counts}")
+            raise UnavailableError(
+                "unavailable", f"the store was made with {_variables(stored)}, this process has {_variables(counts)}"
+            )
         for lane in self.settings.lanes:
-            await self.store.lane_no(check_lane_id(lane), registered_by="configuration")
+            await self.store.lane_no(LaneId(lane), registered_by="configuration")
+        secret = self.settings.waitpoint_hmac_secret
+        kid = await self.keys.seed_at_start(
+            None if secret is None else secret.get_secret_value(), may_generate=self._embedded is not None
+        )
+        if kid is not None:
+            done.append(f"signing key {kid}")
         return Applied(description=", ".join(done)) if done else NoOp()
 
     async def _prepare_schema(self) -> list[str]:
-        connection = await self._database.connect()
-        try:
-            if self.settings.migrates:
-                applied = await migrate.migrate(connection, schema=self._database.schema)
-                return [migration.file for migration in applied]
-            status = await migrate.check(connection, schema=self._database.schema)
-            if not status.runs:
-                raise error("unavailable", status.text)
-            return []
-        except migrate.MigrationError as refused:
-            raise error("unavailable", str(refused)) from refused
-        finally:
-            await connection.close()
+        async with self._database.acquire() as connection:
+            try:
+                if self.settings.migrates:
+                    applied = await migrate.migrate(connection, schema=self._database.schema)
+                    return [migration.file for migration in applied]
+                status = await migrate.check(connection, schema=self._database.schema)
+            except migrate.MigrationError as refused:
+                raise error("unavailable", str(refused)) from refused
+        if not status.runs:
+            raise error("unavailable", status.text)
+        return []
 
     async def close(self) -> None:
         """Give back every connection, and the embedded server."""
@@ -103,3 +114,10 @@ class Boot:
         await self._database.close()
         if self._embedded is not None:
             await asyncio.to_thread(self._embedded.release)
+
+
+def _variables(counts: Partitions) -> str:
+    return " ".join(
+        f"{PREFIX}{family}_PARTITIONS={count}"
+        for family, count in (("FLOW", counts.flow), ("BUDGET", counts.budget), ("QUOTA", counts.quota))
+    )

@@ -5,7 +5,7 @@ from uuid import UUID
 from flowfabric.db.batch import LOCKED, Locked
 from flowfabric.db.database import Record, Transaction
 from flowfabric.db.statements import statements_beside
-from flowfabric.engine.fence import Found, Verdict, not_active, usable
+from flowfabric.engine.fence import Verdict, found_in, not_active, usable
 from flowfabric.engine.release import Ending, Releases
 from flowfabric.engine.store import Store
 from flowfabric.engine.transition import Release
@@ -34,7 +34,7 @@ class Cancel:
         ending = Ending(
             handle.execution_id,
             Release.CANCELLED,
-            handle=handle,
+            fence=handle,
             reason=storable(reason),
             source=CancelSource.LEASE_HOLDER,
         )
@@ -65,14 +65,7 @@ class Cancel:
 
         def check(held: Record) -> None:
             if held["lifecycle_phase"] == "terminal":
-                raise not_active(
-                    Found(
-                        terminal_outcome=held["terminal_outcome"],
-                        lifecycle_phase=held["lifecycle_phase"],
-                        lease_epoch=held["lease_epoch"],
-                        attempt_id=held["attempt_id"],
-                    )
-                )
+                raise not_active(found_in(held))
             if held["lifecycle_phase"] != "active" or source in _FENCE_EXEMPT:
                 return
             if held["ownership_state"] == "lease_revoked":

@@ -59,6 +59,10 @@ class Claim:
         self._turn = asyncio.Semaphore(MAX_AT_ONCE)
         self.closing = False
         """Set at shutdown: no claim waits any longer."""
+        self._refuses_waits = False
+        self._under_way = 0
+        self._is_idle = asyncio.Event()
+        self._is_idle.set()
 
     async def claim_many(
         self,
@@ -75,12 +79,33 @@ class Claim:
         if isinstance(lanes, str) or not 1 <= len(lanes) <= MAX_LANES:
             raise error("invalid_input", f"lanes: 1 to {MAX_LANES} lane ids")
         lane_ids = sorted({check_lane_id(lane) for lane in lanes})
-        offered = check_capabilities(tuple(capabilities))
+        offered = check_capabilities(capabilities)
         worker_id = check_worker_id(worker_id, "worker_id")
         instance = WorkerInstanceId(check_worker_id(worker_instance_id, "worker_instance_id"))
         check_range(lease_ttl_ms, "lease_ttl_ms", 1, MAX_TTL_MS)
         check_range(limit, "limit", 1, MAX_LIMIT)
         check_range(max_wait_ms, "max_wait_ms", 0, MAX_TTL_MS)
+        if self._refuses_waits and max_wait_ms:
+            raise error("unavailable", "claim: the engine is shutting down")
+        self._under_way += 1
+        self._is_idle.clear()
+        try:
+            return await self._search(lane_ids, offered, worker_id, instance, lease_ttl_ms, limit, max_wait_ms)
+        finally:
+            self._under_way -= 1
+            if not self._under_way:
+                self._is_idle.set()
+
+    async def _search(
+        self,
+        lane_ids: Sequence[str],
+        offered: Sequence[str],
+        worker_id: str,
+        instance: WorkerInstanceId,
+        lease_ttl_ms: int,
+        limit: int,
+        max_wait_ms: int,
+    ) -> list[ClaimedExecution]:
         worker_no = await self._store.worker_no(worker_id, instance)
         deadline = time.monotonic() + max_wait_ms / 1000
         wakeups = self._store.wakeups
@@ -91,10 +116,19 @@ class Claim:
                     break
                 claimed = await self._look(lane_ids, offered, worker_no, instance, lease_ttl_ms, limit)
             left = deadline - time.monotonic()
-            if claimed or left <= 0:
+            if claimed or left <= 0 or self._refuses_waits:
                 return claimed
             await wakeups.wait_for_work(lane_ids, min(left, POLL_SECONDS), since=wakes)
         return []
+
+    def refuse_waits(self) -> None:
+        """Send waiting claims home with nothing, and refuse those that would wait."""
+        self._refuses_waits = True
+        self._store.wakeups.wake_all()
+
+    async def settle(self) -> None:
+        """Wait until no claim is under way."""
+        await self._is_idle.wait()
 
     async def drain(self) -> None:
         """Wait until the claims under way are answered; those behind them find nothing."""
@@ -118,6 +152,7 @@ class Claim:
         await self._leases.catch_up(lanes, within_seconds=CATCH_UP_SECONDS)
         marks = self._store.wakeups.marks
         claimed: list[ClaimedExecution] = []
+        is_unshared = False
         while len(claimed) < limit:
             queues, firsts, lasts = marks.spans()
             wanted = limit - len(claimed)
@@ -132,21 +167,33 @@ class Claim:
                 span_queues=queues,
                 span_firsts=firsts,
                 span_lasts=lasts,
+                unshared=is_unshared,
                 lease_ids=mint_uuid_texts(wanted),
                 **CLAIM_PARAMETERS,
             )
             if not queues:
                 marks.walked_whole(time.monotonic() - began)
+            is_short = bool(rows) and rows[-1][0] == "short"
+            if is_short:
+                rows.pop()
             capped: list[ExecutionId] = []
+            reclaimed: list[ExecutionId] = []
             # Each queue's rows come in order; together they come queue by queue.
             for row in sorted(rows, key=_place) if len(lanes) > 1 or offered else rows:
                 marks.raise_to(row[_QUEUE_NO], row[_PLACE])
                 if row[0] == "capped":
                     capped.append(format_execution_id(row["partition_key"], row["execution_id"]))
                 else:
-                    claimed.append(_claimed(row, instance, lease_ttl_ms))
+                    claimed.append(claimed_of(row, instance, lease_ttl_ms))
+                    if row[0] == "reclaimed":
+                        reclaimed.append(claimed[-1].execution_id)
+            if reclaimed:
+                await self._finish.warn_of_losses(reclaimed)
             if capped:
                 await self._finish.end_at_reclaim_cap(capped)
+                continue
+            if is_short:
+                is_unshared = True
                 continue
             if claimed:
                 break
@@ -157,7 +204,8 @@ class Claim:
         return claimed
 
 
-def _claimed(row: Record, instance: WorkerInstanceId, lease_ttl_ms: int) -> ClaimedExecution:
+def claimed_of(row: Record, instance: WorkerInstanceId, lease_ttl_ms: int) -> ClaimedExecution:
+    """What a worker gets of a row that a statement has just leased to it."""
     (
         branch,
         partition,

@@ -2,7 +2,8 @@
 -- Leases the best claimable executions of the lanes this worker may serve, at most :limit; each queue's come in order.
 -- spans: where to walk a queue whose head is known to be spent; a queue without spans is walked whole. With one queue the
 -- lateral walk is lazy, so :limit bounds the rows it locks; with several, a read without locks first settles how many
--- each span gives.
+-- each span gives. Where rows held elsewhere were counted into that, a row 'short' says so, and a search that is
+-- :unshared takes from each span what it can get.
 -- The lease that begins an attempt gives the attempt its id. The row is found again by its ctid, which is safe as the
 -- row is held: a version this statement cannot see is left for the next claim.
 with clock as materialized (select ff_now() as now),
@@ -23,7 +24,7 @@ span as materialized (
 ),
 share as materialized (
   select queue_no, lane_id, first_place, last_place, :limit::bigint as rows
-    from span where (select count(*) from serving) = 1
+    from span where :unshared::boolean or (select count(*) from serving) = 1
   union all
   select queue_no, lane_id, first_place, last_place, count(*)
     from (select s.*
@@ -33,7 +34,7 @@ share as materialized (
                   where e.queue_no = s.queue_no and e.place between s.first_place and s.last_place
                     and (e.eligibility_state = 'eligible_now' or e.ownership_state in ('lease_expired_reclaimable', 'lease_revoked'))
                   order by e.place limit :limit) e
-           where (select count(*) from serving) > 1
+           where not :unshared and (select count(*) from serving) > 1
            order by e.place limit :limit) best
    group by 1, 2, 3, 4
 ),
@@ -92,7 +93,7 @@ leased as (
          retry_reason = case j.branch when 'reclaimed' then null else e.retry_reason end,
          replay_reason = case j.branch when 'reclaimed' then null else e.replay_reason end,
          replay_requested_by = case j.branch when 'reclaimed' then null else e.replay_requested_by end,
-         attempt_policy = case j.branch when 'resumed' then e.attempt_policy end,
+         attempt_policy = case when j.branch <> 'reclaimed' then e.attempt_policy end,
          lease_expired_at = null, lease_revoked_at = null, lease_revoke_reason = null,
          started_at = coalesce(e.started_at, j.now), last_transition_at = j.now, last_mutation_at = j.now
     from judged j
@@ -109,7 +110,7 @@ interrupted as (
   select partition_key, execution_id, attempt_count - 1, attempt_id, attempt_type, 'interrupted_reclaimed',
          claimed_at, now, lease_id, lease_epoch, worker_no, 'lease_' || ownership_state, previous_attempt_index,
          retry_reason, reclaim_reason, replay_reason, replay_requested_by, attempt_policy
-    from judged where branch = 'reclaimed' and not attempt_stored
+    from judged where branch = 'reclaimed' and not attempt_stored and nth = any(array(select nth from leased))
 ),
 -- An attempt that was parked before has its row already. Not an update: its join might be driven from the wrong side.
 interrupted_again as (
@@ -117,11 +118,11 @@ interrupted_again as (
                             resumed_at, ended_at, lease_id, lease_epoch, worker_no, failure_reason)
   select partition_key, execution_id, attempt_count - 1, attempt_id, attempt_type, 'interrupted_reclaimed', claimed_at,
          claimed_at, now, lease_id, lease_epoch, worker_no, 'lease_' || ownership_state
-    from judged where branch = 'reclaimed' and attempt_stored
+    from judged where branch = 'reclaimed' and attempt_stored and nth = any(array(select nth from leased))
   on conflict (partition_key, execution_id, attempt_index) do update
      set attempt_state = excluded.attempt_state, resumed_at = excluded.resumed_at, ended_at = excluded.ended_at,
          lease_id = excluded.lease_id, lease_epoch = excluded.lease_epoch, worker_no = excluded.worker_no,
-         failure_reason = excluded.failure_reason
+         failure_reason = excluded.failure_reason, suspension_marker = null
 ),
 told as (
   insert into event (at, execution_id, partition_key, kind, namespace_no, attempt_index, worker_no, lease_epoch, lease_id,
@@ -141,4 +142,98 @@ select branch, partition_key, execution_id, queue_no, place, lane_id, priority, 
 union all
 select branch, partition_key, execution_id, queue_no, place, lane_id, priority, retry_count,
        null, null, null, null, null, now, null, null, null, null, null
-  from judged where branch = 'capped';
+  from judged where branch = 'capped'
+union all
+select 'short', null, null, null, null, null, null, null, null, null, null, null, null, null, null, null, null, null, null
+ where not :unshared and (select count(*) from serving) > 1 and (select sum(rows) from share) > (select count(*) from judged);
+
+-- name: lease_held
+-- Leases one execution that the transaction holds and has judged; it leaves what claim_best leaves.
+with clock as materialized (select ff_now() as now),
+held as materialized (
+  select e.partition_key, e.execution_id, e.queue_no, e.place, e.priority, e.namespace_no, e.ownership_state, e.attempt_state,
+         e.lease_epoch, e.lease_id, e.attempt_id, e.attempt_type, e.attempt_count, e.worker_no, e.claimed_at, e.retry_count,
+         e.flow_id, e.instance_tag, e.previous_attempt_index, e.retry_reason, e.reclaim_reason, e.replay_reason,
+         e.replay_requested_by, e.attempt_policy, e.attempt_stored, l.lane_id, c.now, :branch::text as branch,
+         i.execution_kind, i.input_payload, i.payload_encoding, i.policy, i.has_tags
+    from execution e
+    join execution_input i using (partition_key, execution_id)
+    join queue q using (queue_no)
+    join lane l on l.lane_no = q.lane_no
+   cross join clock c
+   where e.partition_key = :partition_key and e.execution_id = :execution_id
+),
+leased as (
+  update execution e
+     set lifecycle_phase = :to_phase, ownership_state = :to_ownership, eligibility_state = :to_eligibility,
+         blocking_reason = :to_blocking, terminal_outcome = :to_outcome, attempt_state = :to_attempt,
+         blocking_detail = null,
+         lease_epoch = h.lease_epoch + 1, lease_id = :lease_id, worker_no = :worker_no,
+         claimed_at = h.now, lease_expires_at = h.now + :lease_ttl_ms::bigint, lease_renewed_at = null,
+         granted_until = null, delay_until = null, remaining_attempt_timeout_ms = null,
+         deadline_at = coalesce(:deadline_at::bigint, e.deadline_at),
+         attempt_timeout_at = h.now + :timeout_ms::bigint,
+         attempt_id = case h.branch when 'resumed' then e.attempt_id else :attempt_id::uuid end,
+         attempt_stored = h.branch = 'resumed',
+         attempt_count = e.attempt_count + (h.branch <> 'resumed')::int,
+         attempt_type = case
+           when h.branch = 'resumed' then e.attempt_type
+           when h.branch = 'reclaimed' then 'reclaim'
+           when e.attempt_state = 'pending_retry_attempt' then 'retry'
+           when e.attempt_state = 'pending_replay_attempt' then 'replay'
+           else 'initial' end::attempt_type,
+         reclaim_count = e.reclaim_count + (h.branch = 'reclaimed')::int,
+         previous_attempt_index = case h.branch when 'reclaimed' then h.attempt_count - 1 else e.previous_attempt_index end,
+         reclaim_reason = case h.branch when 'reclaimed' then 'lease_' || h.ownership_state when 'fresh' then null else e.reclaim_reason end,
+         retry_reason = case h.branch when 'reclaimed' then null else e.retry_reason end,
+         replay_reason = case h.branch when 'reclaimed' then null else e.replay_reason end,
+         replay_requested_by = case h.branch when 'reclaimed' then null else e.replay_requested_by end,
+         attempt_policy = case h.branch
+           when 'resumed' then e.attempt_policy
+           when 'reclaimed' then :attempt_policy::jsonb
+           else coalesce(:attempt_policy, e.attempt_policy) end,
+         lease_expired_at = null, lease_revoked_at = null, lease_revoke_reason = null,
+         started_at = coalesce(e.started_at, h.now), last_transition_at = h.now, last_mutation_at = h.now
+    from held h
+   where e.partition_key = h.partition_key and e.execution_id = h.execution_id
+  returning e.partition_key, e.execution_id, e.lease_id, e.lease_epoch, e.attempt_id, e.attempt_type,
+            e.attempt_count - 1 as attempt_index
+),
+consumed as (
+  delete from claim_grant where partition_key = :partition_key and execution_id = :execution_id
+),
+interrupted as (
+  insert into attempt (partition_key, execution_id, attempt_index, attempt_id, attempt_type, attempt_state,
+                       started_at, ended_at, lease_id, lease_epoch, worker_no, failure_reason, previous_attempt_index,
+                       retry_reason, reclaim_reason, replay_reason, replay_requested_by, policy)
+  select partition_key, execution_id, attempt_count - 1, attempt_id, attempt_type, 'interrupted_reclaimed',
+         claimed_at, now, lease_id, lease_epoch, worker_no, 'lease_' || ownership_state, previous_attempt_index,
+         retry_reason, reclaim_reason, replay_reason, replay_requested_by, attempt_policy
+    from held where branch = 'reclaimed' and not attempt_stored
+),
+-- An attempt that was parked before has its row already. Not an update: its join might be driven from the wrong side.
+interrupted_again as (
+  insert into attempt as a (partition_key, execution_id, attempt_index, attempt_id, attempt_type, attempt_state, started_at,
+                            resumed_at, ended_at, lease_id, lease_epoch, worker_no, failure_reason)
+  select partition_key, execution_id, attempt_count - 1, attempt_id, attempt_type, 'interrupted_reclaimed', claimed_at,
+         claimed_at, now, lease_id, lease_epoch, worker_no, 'lease_' || ownership_state
+    from held where branch = 'reclaimed' and attempt_stored
+  on conflict (partition_key, execution_id, attempt_index) do update
+     set attempt_state = excluded.attempt_state, resumed_at = excluded.resumed_at, ended_at = excluded.ended_at,
+         lease_id = excluded.lease_id, lease_epoch = excluded.lease_epoch, worker_no = excluded.worker_no,
+         failure_reason = excluded.failure_reason, suspension_marker = null
+),
+told as (
+  insert into event (at, execution_id, partition_key, kind, namespace_no, attempt_index, worker_no, lease_epoch, lease_id,
+                     reason, flow_id, instance_tag)
+  select h.now, h.execution_id, h.partition_key, case h.branch when 'reclaimed' then 6 else 1 end, h.namespace_no,
+         l.attempt_index, :worker_no, l.lease_epoch, l.lease_id, :reason, h.flow_id, h.instance_tag
+    from held h join leased l using (partition_key, execution_id)
+)
+select h.branch, h.partition_key, h.execution_id, h.queue_no, h.place, h.lane_id, h.priority, h.retry_count,
+       l.lease_id, l.lease_epoch, l.attempt_id, l.attempt_type, l.attempt_index, h.now,
+       h.execution_kind, h.input_payload, h.payload_encoding, h.policy,
+       case when h.has_tags then (
+         select jsonb_object_agg(t.key, t.value) from execution_tag t
+          where t.partition_key = h.partition_key and t.execution_id = h.execution_id) end as tags
+  from held h join leased l using (partition_key, execution_id);

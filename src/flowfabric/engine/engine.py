@@ -1,4 +1,4 @@
-"""Engine: the operations of the specification on one Postgres."""
+"""Engine: every operation, on one Postgres."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -7,13 +7,22 @@ from flowfabric.engine.boot import Boot
 from flowfabric.engine.operations.claim import ClaimOperations
 from flowfabric.engine.operations.execution import ExecutionOperations
 from flowfabric.engine.operations.finish import FinishOperations
+from flowfabric.engine.operations.keys import KeyOperations
 from flowfabric.engine.operations.lease import LeaseOperations
 from flowfabric.engine.operations.view import ViewOperations
 from flowfabric.engine.operations.worker import WorkerOperations
 from flowfabric.settings import Settings
 
 
-class Engine(ExecutionOperations, ClaimOperations, LeaseOperations, FinishOperations, WorkerOperations, ViewOperations):
+class Engine(
+    ExecutionOperations,
+    ClaimOperations,
+    LeaseOperations,
+    FinishOperations,
+    WorkerOperations,
+    ViewOperations,
+    KeyOperations,
+):
     """The engine on one Postgres; get one from `Engine.connect`."""
 
     @classmethod

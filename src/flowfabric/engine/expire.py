@@ -1,21 +1,30 @@
 """Running out of time: attempts past their timeout and executions past their deadline."""
 
+from enum import StrEnum
+
 from flowfabric.db.batch import Locked
 from flowfabric.db.database import Record, Transaction
 from flowfabric.db.statements import statements_beside
-from flowfabric.engine.fence import Verdict
+from flowfabric.engine.fence import Verdict, lock_execution
 from flowfabric.engine.lease import SWEEP_LIMIT
 from flowfabric.engine.release import Ending, Releases, retry_pause
 from flowfabric.engine.store import Store
 from flowfabric.engine.transition import Release
-from flowfabric.model.ids import format_execution_id
-from flowfabric.model.outcomes import FailureClass
+from flowfabric.model.errors import error
+from flowfabric.model.ids import format_execution_id, parse_execution_id, row_key
+from flowfabric.model.outcomes import AlreadyTerminal, Expired, FailureClass, NotYetDue, RetryScheduled
 from flowfabric.model.policy import read_stored_policy
+from flowfabric.model.states import LifecyclePhase
+from flowfabric.model.text import word_of
 
 SQL = statements_beside(__file__)
 
-ATTEMPT_TIMEOUT = "attempt_timeout"
-EXECUTION_DEADLINE = "execution_deadline"
+
+class ExpiryPhase(StrEnum):
+    """Which time is up; the word is the reason an expired execution bears."""
+
+    ATTEMPT_TIMEOUT = "attempt_timeout"
+    EXECUTION_DEADLINE = "execution_deadline"
 
 
 class Expire:
@@ -31,19 +40,54 @@ class Expire:
 
         async def expire(transaction: Transaction) -> tuple[list[Ending], list[Verdict | Locked]]:
             rows = await transaction.fetch(SQL.lock_expired, since=since, limit=SWEEP_LIMIT)
-            endings = [_expiry(row) for row in rows]
+            endings = [
+                _expiry(row, ExpiryPhase.EXECUTION_DEADLINE if row["past_deadline"] else ExpiryPhase.ATTEMPT_TIMEOUT)
+                for row in rows
+            ]
             return endings, await self._releases.within(transaction, endings) if endings else []
 
         endings, verdicts = await self._store.transact(expire)
         await self._releases.settle(endings, verdicts)
         return len(endings)
 
+    async def expire_execution(
+        self, execution_id: str, phase: ExpiryPhase | str
+    ) -> Expired | RetryScheduled | AlreadyTerminal | NotYetDue:
+        """Expire one execution whose attempt timeout or deadline has passed, as it is once its row is held."""
+        parsed = parse_execution_id(execution_id)
+        partition, uuid = row_key(parsed)
+        which = word_of(ExpiryPhase, phase)
+        if which is None:
+            raise error("invalid_input", f"phase: one of {', '.join(ExpiryPhase)}, got {phase!r}")
 
-def _expiry(row: Record) -> Ending:
+        async def expire(
+            transaction: Transaction,
+        ) -> tuple[Ending, list[Verdict | Locked]] | AlreadyTerminal | NotYetDue:
+            held = await lock_execution(transaction, parsed)
+            if held["lifecycle_phase"] == LifecyclePhase.TERMINAL:
+                return AlreadyTerminal()
+            (row,) = await transaction.fetch(SQL.read_expiry, partition_key=partition, execution_id=uuid)
+            if not row["past_deadline" if which is ExpiryPhase.EXECUTION_DEADLINE else "past_timeout"]:
+                return NotYetDue()
+            ending = _expiry(row, which)
+            return ending, await self._releases.within(transaction, [ending])
+
+        found = await self._store.transact(expire)
+        if not isinstance(found, tuple):
+            return found
+        ending, verdicts = found
+        await self._releases.settle([ending], verdicts)
+        (verdict,) = verdicts
+        if isinstance(verdict, Verdict) and verdict.delay_until is not None:
+            return RetryScheduled(delay_until=verdict.delay_until)
+        return Expired(execution_id=parsed)
+
+
+def _expiry(row: Record, phase: ExpiryPhase) -> Ending:
     execution_id = format_execution_id(row["partition_key"], row["execution_id"])
     category = FailureClass.TIMEOUT.value
-    if row["past_deadline"]:
-        return Ending(execution_id, Release.DEADLINE_EXPIRED, reason=EXECUTION_DEADLINE, category=category)
+    if phase is ExpiryPhase.EXECUTION_DEADLINE:
+        return Ending(execution_id, Release.DEADLINE_EXPIRED, reason=phase.value, category=category)
     delay_ms = retry_pause(read_stored_policy(row["policy"]), row["retry_count"], category)
     move = Release.TIMEOUT_EXPIRED if delay_ms is None else Release.TIMEOUT_RETRY
-    return Ending(execution_id, move, reason=ATTEMPT_TIMEOUT, category=category, delay_ms=delay_ms)
+    return Ending(execution_id, move, reason=phase.value, category=category, delay_ms=delay_ms)

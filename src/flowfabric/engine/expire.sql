@@ -1,6 +1,6 @@
 -- name: lock_expired
 -- Holds executions whose attempt timer or deadline has passed, with what the decision to retry needs.
-select e.partition_key, e.execution_id, e.retry_count, e.lifecycle_phase, i.policy,
+select e.partition_key, e.execution_id, e.retry_count, i.policy,
        coalesce(e.deadline_at <= c.now, false) as past_deadline
   from (select ff_now() as now) c
  cross join lateral (
@@ -10,3 +10,13 @@ select e.partition_key, e.execution_id, e.retry_count, e.lifecycle_phase, i.poli
         order by e.due_at limit :limit
           for update skip locked) e
   join execution_input i using (partition_key, execution_id);
+
+-- name: read_expiry
+-- Whether the deadline or the attempt timer of a held execution has passed, with what the decision to retry needs.
+select e.partition_key, e.execution_id, e.retry_count, i.policy,
+       coalesce(e.deadline_at <= c.now, false) as past_deadline,
+       e.lifecycle_phase = 'active' and coalesce(e.attempt_timeout_at <= c.now, false) as past_timeout
+  from (select ff_now() as now) c
+ cross join execution e
+  join execution_input i using (partition_key, execution_id)
+ where e.partition_key = :partition_key and e.execution_id = :execution_id;

@@ -3,14 +3,23 @@
 from flowfabric.engine.boot import Boot
 from flowfabric.engine.cancel import Cancel
 from flowfabric.engine.claim import Claim
+from flowfabric.engine.consistency import Consistency
+from flowfabric.engine.endings import Endings
 from flowfabric.engine.expire import Expire
 from flowfabric.engine.feed import Feed
 from flowfabric.engine.finish import Finish
+from flowfabric.engine.grant import Grants
 from flowfabric.engine.lanes import Lanes
 from flowfabric.engine.lease import Leases
+from flowfabric.engine.listing import Listing
+from flowfabric.engine.named import NamedClaims
+from flowfabric.engine.park import Park
+from flowfabric.engine.reclaim import Reclaim
 from flowfabric.engine.release import Releases
 from flowfabric.engine.retention import Retention
+from flowfabric.engine.shutdown import Shutdown
 from flowfabric.engine.submit import Submit
+from flowfabric.engine.tagging import Tagging
 from flowfabric.engine.view import View
 from flowfabric.engine.workers import Workers
 
@@ -27,18 +36,31 @@ class Families:
         self._releases = Releases(store, self.leases)
         self._submit = Submit(store)
         self._finish = Finish(store, self._releases)
+        self._park = Park(self._releases)
         self._claim = Claim(store, self.leases, self._finish)
+        self._keys = boot.keys
+        self._grants = Grants(store, self._keys, self.leases, self._finish)
+        self._named_claims = NamedClaims(store, self._keys)
+        self._reclaim = Reclaim(store, self._grants, self._named_claims, self._releases)
         self._cancel = Cancel(store, self._releases)
         self.expiry = Expire(store, self._releases)
         self.retention = Retention(store)
         self.feed = Feed(store)
         self.workers = Workers(store)
         self._lanes = Lanes(store)
+        self._tagging = Tagging(store)
         self._view = View(store)
+        self._endings = Endings(store)
+        self._listing = Listing(store)
+        self._consistency = Consistency(store)
+        self._shutdown = Shutdown(
+            [self._claim.refuse_waits, self._endings.refuse],
+            [self._claim.settle, self._submit.drain, self._releases.drain, self.leases.drain],
+        )
 
     async def _close(self) -> None:
         """Answer what is under way and leave the store."""
-        await self._view.close()
+        await self._endings.close()
         for family in (self._claim, self._submit, self._releases, self.leases):
             await family.drain()
         await self._boot.close()

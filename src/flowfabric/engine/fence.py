@@ -1,15 +1,18 @@
 """What a fenced write finds when its lease does not hold."""
 
-from uuid import UUID
+from dataclasses import dataclass, replace
+from typing import Self
+from uuid import UUID, uuid4
 
 import msgspec
 
 from flowfabric.db.database import Record, Transaction
 from flowfabric.db.statements import statements_beside
 from flowfabric.model.errors import EngineError, error
-from flowfabric.model.handle import Handle, check_handle
-from flowfabric.model.ids import ExecutionId, row_key, split_execution_id
-from flowfabric.model.states import HandleKind
+from flowfabric.model.handle import Fence, Handle, check_handle
+from flowfabric.model.ids import AttemptId, ExecutionId, LeaseId, parse_uuid, row_key, split_execution_id
+from flowfabric.model.states import CancelSource, HandleKind
+from flowfabric.model.text import check_range, check_text
 
 SQL = statements_beside(__file__)
 
@@ -31,11 +34,14 @@ class Found(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Verdict(msgspec.Struct, frozen=True):
-    """What a fenced write came to on one row: done, or why not."""
+    """What a fenced write came to on one row: done, or why not; and what waits for its time, or for a worker, now."""
 
     code: str
     found: Found | None = None
     delay_until: int | None = None
+    delay_ms: int | None = None
+    work: tuple[str, int, int] | None = None
+    """Lane, queue and place of what may be claimed now."""
 
     @property
     def is_done(self) -> bool:
@@ -72,11 +78,78 @@ def not_active(found: Found) -> EngineError:
     )
 
 
-async def lock_execution(transaction: Transaction, execution_id: ExecutionId) -> None:
+async def lock_execution(transaction: Transaction, execution_id: ExecutionId) -> Record:
     """Wait for an execution's row and hold it, so that the next statement decides from what it is now."""
-    partition, uuid = split_execution_id(execution_id)
-    if not await transaction.fetch(SQL.lock_execution, partition_key=partition, execution_id=uuid):
+    row = await lock_if_there(transaction, execution_id)
+    if row is None:
         raise error("execution_not_found")
+    return row
+
+
+async def lock_if_there(transaction: Transaction, execution_id: ExecutionId) -> Record | None:
+    """Wait for an execution's row and hold it; None where there is none."""
+    partition, uuid = split_execution_id(execution_id)
+    rows = await transaction.fetch(SQL.lock_execution, partition_key=partition, execution_id=uuid)
+    return rows[0] if rows else None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GivenFence:
+    """What the caller of a service form says of the lease: the whole fence, or nothing; and maybe the attempt."""
+
+    fence: Fence | None
+    attempt_index: int | None
+
+    @classmethod
+    def read(
+        cls,
+        lease_id: UUID | str | None,
+        lease_epoch: int | None,
+        attempt_id: UUID | str | None,
+        attempt_index: int | None,
+        *,
+        source: str | None = None,
+    ) -> Self:
+        """Check what a caller says; a fence is given whole, and only who may override leases leaves it out."""
+        if source is not None:
+            check_text(source, "source")
+        if attempt_index is not None:
+            check_range(attempt_index, "attempt_index", 0, 2**31 - 1)
+        if not lease_id and lease_epoch is None and not attempt_id:
+            if source == CancelSource.OPERATOR_OVERRIDE:
+                return cls(fence=None, attempt_index=attempt_index)
+            raise error("invalid_input", "fence_required")
+        if not lease_id or lease_epoch is None or not attempt_id:
+            raise error("invalid_input", "partial_fence_triple")
+        check_range(lease_epoch, "lease_epoch", 0, 2**63 - 1)
+        fence = Fence(
+            lease_id=LeaseId(parse_uuid(lease_id, "lease_id")),
+            lease_epoch=lease_epoch,
+            attempt_id=AttemptId(parse_uuid(attempt_id, "attempt_id")),
+        )
+        return cls(fence=fence, attempt_index=attempt_index)
+
+    def against(self, held: Record) -> Fence:
+        """The fence a held row is to be judged by: the given one, else the row's own."""
+        fence = self.fence
+        if fence is None:
+            if held["lifecycle_phase"] != "active":
+                raise not_active(found_in(held))
+            fence = Fence(lease_id=held["lease_id"], lease_epoch=held["lease_epoch"], attempt_id=held["attempt_id"])
+        if self.attempt_index is None or self.attempt_index == held["attempt_count"] - 1:
+            return fence
+        # The index counts like an id, after everything else: a lease nobody has ends the judgement where ids do.
+        return replace(fence, lease_id=LeaseId(uuid4()))
+
+
+def found_in(held: Record) -> Found:
+    """What an execution that is not active is, for the error that says so."""
+    return Found(
+        terminal_outcome=held["terminal_outcome"],
+        lifecycle_phase=held["lifecycle_phase"],
+        lease_epoch=held["lease_epoch"],
+        attempt_id=held["attempt_id"],
+    )
 
 
 def usable(handle: Handle) -> Handle:

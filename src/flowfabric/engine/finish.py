@@ -1,18 +1,21 @@
 """Finishing: complete and fail, and what a repeated call of either finds."""
 
+import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+
+import msgspec
 
 from flowfabric.db.batch import Locked
-from flowfabric.db.database import Transaction
+from flowfabric.db.database import Record, Transaction
 from flowfabric.db.statements import statements_beside
-from flowfabric.engine.fence import DONE, Verdict, usable
+from flowfabric.engine.fence import DONE, GivenFence, Verdict, lock_execution, usable
 from flowfabric.engine.release import Ending, Releases, retry_pause
 from flowfabric.engine.store import Store
 from flowfabric.engine.transition import Release
 from flowfabric.model.errors import EngineError, error
 from flowfabric.model.handle import Handle
-from flowfabric.model.ids import ExecutionId, format_execution_id, split_execution_id
+from flowfabric.model.ids import ExecutionId, format_execution_id, parse_execution_id, row_key, split_execution_id
 from flowfabric.model.outcomes import (
     ClaimedExecution,
     Completed,
@@ -22,15 +25,23 @@ from flowfabric.model.outcomes import (
     TerminalFailed,
     failure_category,
 )
-from flowfabric.model.policy import ExecutionPolicy, read_stored_policy, reclaim_cap
+from flowfabric.model.policy import (
+    ExecutionPolicy,
+    RetryPolicy,
+    parse_retry_policy,
+    policy_json,
+    read_stored_policy,
+    reclaim_cap,
+)
 from flowfabric.model.states import PublicState
-from flowfabric.model.text import storable
+from flowfabric.model.text import check_text, storable
 
 SQL = statements_beside(__file__)
 
 logger = logging.getLogger(__name__)
 
 MAX_BATCH = 1000
+WARN_EVERY_RECLAIMS = 100
 MAX_RECLAIMS_EXCEEDED = "max_reclaims_exceeded"
 
 
@@ -80,8 +91,8 @@ class Finish:
     ) -> RetryScheduled | TerminalFailed:
         """End the attempt in failure: tried again after a pause where the policy says so, else ended."""
         handle = usable(handle)
-        if isinstance(reason, str):
-            reason = FailureReason(reason)
+        if not isinstance(reason, FailureReason):
+            reason = FailureReason(str(reason))
         message = storable(reason.message)
         try:
             classification = FailureClass(classification)
@@ -90,7 +101,7 @@ class Finish:
                 "invalid_input", f"classification: one of {', '.join(FailureClass)}, got {classification!r}"
             ) from None
         category = storable(failure_category(reason, classification))
-        if claimed is None:
+        if claimed is None or claimed.handle != handle:
             policy, retry_count = await self._retry_state(handle.execution_id)
         else:
             policy, retry_count = claimed.policy, claimed.retry_count
@@ -98,7 +109,7 @@ class Finish:
         ending = Ending(
             handle.execution_id,
             Release.FAILED if delay_ms is None else Release.RETRY,
-            handle=handle,
+            fence=handle,
             reason=message,
             category=category,
             delay_ms=delay_ms,
@@ -109,6 +120,71 @@ class Finish:
         if verdict.is_done and verdict.delay_until is not None:
             return RetryScheduled(delay_until=verdict.delay_until)
         return _was_failed(verdict, handle)
+
+    async def complete_execution(
+        self, execution_id: str, given: GivenFence, payload: bytes | None, encoding: str | None
+    ) -> Completed:
+        """End a run in success for a caller that knows its fence; a repeat of the call is refused."""
+        parsed = parse_execution_id(execution_id)
+        row_key(parsed)
+        payload = _bytes_of(payload)
+        if encoding is not None:
+            check_text(encoding, "result_encoding")
+
+        async def end(transaction: Transaction) -> tuple[Ending, list[Verdict | Locked]]:
+            fence = given.against(await lock_execution(transaction, parsed))
+            ending = Ending(parsed, Release.COMPLETED, fence=fence, payload=payload, encoding=encoding)
+            return ending, await self._releases.within(transaction, [ending])
+
+        await self._settle_service(*await self._store.transact(end))
+        return Completed(execution_id=parsed, public_state=PublicState.COMPLETED)
+
+    async def fail_execution(
+        self,
+        execution_id: str,
+        given: GivenFence,
+        failure_reason: str,
+        failure_category: str,
+        retry_policy_json: RetryPolicy | Mapping[str, object] | str | bytes | None,
+        next_attempt_policy_json: ExecutionPolicy | Mapping[str, object] | str | bytes | None,
+    ) -> RetryScheduled | TerminalFailed:
+        """End an attempt in failure for a caller that knows its fence; a repeat of the call is refused."""
+        parsed = parse_execution_id(execution_id)
+        partition, uuid = row_key(parsed)
+        reason, category = storable(failure_reason), storable(failure_category)
+        retry_policy = parse_retry_policy(retry_policy_json)
+        next_policy = _policy_text(next_attempt_policy_json)
+
+        async def end(transaction: Transaction) -> tuple[Ending, list[Verdict | Locked], int]:
+            held = await lock_execution(transaction, parsed)
+            fence = given.against(held)
+            (row,) = await transaction.fetch(SQL.read_retry_state, partition_key=partition, execution_id=uuid)
+            stored = read_stored_policy(row["policy"])
+            policy = stored if retry_policy is None else ExecutionPolicy(retry_policy=retry_policy)
+            delay_ms = retry_pause(policy, row["retry_count"], category)
+            ending = Ending(
+                parsed,
+                Release.FAILED if delay_ms is None else Release.RETRY,
+                fence=fence,
+                reason=reason,
+                category=category or None,
+                delay_ms=delay_ms,
+            )
+            verdicts = await self._releases.within(transaction, [ending])
+            if next_policy is not None and delay_ms is not None and _is_done(verdicts[0]):
+                await transaction.fetch(
+                    SQL.set_next_attempt_policy,
+                    partition_key=partition,
+                    execution_id=uuid,
+                    policy=next_policy,
+                )
+            return ending, verdicts, held["attempt_count"]
+
+        ending, verdicts, attempt_count = await self._store.transact(end)
+        verdict = await self._settle_service(ending, verdicts)
+        if verdict.delay_until is None:
+            return TerminalFailed()
+        return RetryScheduled(delay_until=verdict.delay_until, next_attempt_index=attempt_count)
 
     async def end_at_reclaim_cap(self, execution_ids: Sequence[ExecutionId]) -> None:
         """End executions whose lease was lost once more than their policy allows."""
@@ -136,6 +212,30 @@ class Finish:
             logger.warning("%s ended: its lease was lost as often as its policy allows", ending.execution_id)
         await self._releases.settle(endings, verdicts)
 
+    async def warn_of_losses(self, execution_ids: Sequence[ExecutionId]) -> None:
+        """Say so where the lease of an execution was taken over a hundred times, and at each hundred more."""
+        pairs = [split_execution_id(execution_id) for execution_id in execution_ids]
+        rows: Sequence[Record] = ()
+        # Whoever claimed them must learn of it, whatever becomes of the warning.
+        with contextlib.suppress(EngineError):
+            rows = await self._store.fetch(
+                SQL.list_often_reclaimed,
+                partition_keys=[partition for partition, _ in pairs],
+                execution_ids=[uuid for _, uuid in pairs],
+                every=WARN_EVERY_RECLAIMS,
+            )
+        for row in rows:
+            execution_id = format_execution_id(row["partition_key"], row["execution_id"])
+            logger.warning("%s: its lease was lost and taken over %d times", execution_id, row["reclaim_count"])
+
+    async def _settle_service(self, ending: Ending, verdicts: list[Verdict | Locked]) -> Verdict:
+        await self._releases.settle([ending], verdicts)
+        (verdict,) = verdicts
+        assert isinstance(verdict, Verdict), "the row is held"
+        if not verdict.is_done:
+            raise verdict.refusal(stale="stale_lease")
+        return verdict
+
     async def _retry_state(self, execution_id: ExecutionId) -> tuple[ExecutionPolicy | None, int]:
         partition, uuid = split_execution_id(execution_id)
         rows = await self._store.fetch(SQL.read_retry_state, partition_key=partition, execution_id=uuid)
@@ -144,13 +244,41 @@ class Finish:
         return read_stored_policy(rows[0]["policy"]), rows[0]["retry_count"]
 
 
+def _is_done(verdict: Verdict | Locked) -> bool:
+    return isinstance(verdict, Verdict) and verdict.is_done
+
+
 def _completion(handle: Handle, payload: bytes | None) -> Ending:
     handle = usable(handle)
     if payload is not None and type(payload) is not bytes:
-        if not isinstance(payload, bytearray | memoryview):
-            raise error("invalid_input", f"payload: must be bytes, got {type(payload).__name__}")
-        payload = bytes(payload)
-    return Ending(handle.execution_id, Release.COMPLETED, handle=handle, payload=payload)
+        payload = _bytes_of(payload)
+    return Ending(handle.execution_id, Release.COMPLETED, fence=handle, payload=payload)
+
+
+def _bytes_of(payload: object) -> bytes | None:
+    if payload is None or type(payload) is bytes:
+        return payload
+    if not isinstance(payload, bytes | bytearray | memoryview):
+        raise error("invalid_input", f"payload: must be bytes, got {type(payload).__name__}")
+    return bytes(payload)
+
+
+def _policy_text(value: ExecutionPolicy | Mapping[str, object] | str | bytes | None) -> str | None:
+    """The text of a policy that one attempt bears; the engine keeps it and leaves its meaning to the worker."""
+    if isinstance(value, ExecutionPolicy):
+        return policy_json(value)
+    if value is None or value == "" or value == b"":
+        return None
+    try:
+        plain = msgspec.json.decode(value) if isinstance(value, str | bytes) else value
+        text = msgspec.json.encode(plain).decode()
+    except (msgspec.MsgspecError, UnicodeError, TypeError, RecursionError):
+        raise error("invalid_policy_json", "malformed") from None
+    if not isinstance(plain, Mapping):
+        raise error("invalid_policy_json", "next_attempt_policy:not_object")
+    if "\\u0000" in text:
+        raise error("invalid_policy_json", "next_attempt_policy: must not contain NUL")
+    return text
 
 
 def _was_completed(verdict: Verdict, handle: Handle) -> bool:

@@ -12,3 +12,15 @@ select e.partition_key, e.execution_id, e.reclaim_count, i.policy
    and e.ownership_state in ('lease_expired_reclaimable', 'lease_revoked')
  order by e.partition_key, e.execution_id
    for update of e skip locked;
+
+-- name: set_next_attempt_policy
+-- Gives the attempt that is to come a policy of its own; the row is held.
+update execution set attempt_policy = :policy::text::jsonb
+ where partition_key = :partition_key and execution_id = :execution_id and attempt_state = 'pending_retry_attempt';
+
+-- name: list_often_reclaimed
+-- Of the named executions those whose number of reclaims has just come to a full :every.
+select e.partition_key, e.execution_id, e.reclaim_count
+  from unnest(:partition_keys::smallint[], :execution_ids::uuid[]) as i(partition_key, execution_id)
+  join execution e using (partition_key, execution_id)
+ where e.reclaim_count > 0 and e.reclaim_count % :every::int = 0;

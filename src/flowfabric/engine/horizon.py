@@ -1,6 +1,7 @@
 """How far the timers of the store have been swept, so that a look begins where live ones can be."""
 
 import time
+from collections.abc import Callable
 
 
 class Horizon:
@@ -14,7 +15,10 @@ class Horizon:
     SHARE = 50
     """A whole look is made again when this many times its own time has passed, at the earliest."""
 
-    def __init__(self, *, whole_every_seconds: float, margin_ms: int) -> None:
+    def __init__(
+        self, *, whole_every_seconds: float, margin_ms: int, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._clock = clock
         self._whole_every = whole_every_seconds
         self._margin_ms = margin_ms
         self._whole_at = 0.0
@@ -27,7 +31,7 @@ class Horizon:
 
     def look(self) -> int:
         """Where a look begins: at the horizon, or at the beginning of time when that is due."""
-        now = time.monotonic()
+        now = self._clock()
         if now >= self._whole_at:
             self._whole_at = now + self._whole_every
             self._reached = 0
@@ -35,7 +39,7 @@ class Horizon:
 
     def looked(self, seconds: float) -> None:
         """A look has taken this long: so much later comes the next whole one."""
-        self._whole_at = max(self._whole_at, time.monotonic() + self.SHARE * seconds)
+        self._whole_at = max(self._whole_at, self._clock() + self.SHARE * seconds)
 
     def reach(self, at_ms: int) -> None:
         """The oldest live timer is at this time, or later."""

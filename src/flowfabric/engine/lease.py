@@ -2,24 +2,38 @@
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from flowfabric.db.batch import LOCKED, Batch, Locked
 from flowfabric.db.database import Record, Transaction
 from flowfabric.db.statements import statements_beside
-from flowfabric.engine.fence import lock_execution, usable, verdict_of
+from flowfabric.engine.fence import GivenFence, lock_execution, lock_if_there, usable, verdict_of
 from flowfabric.engine.store import Store
 from flowfabric.engine.transition import LEASE_EXPIRED_PARAMETERS, PROMOTED
 from flowfabric.model.errors import EngineError, error
-from flowfabric.model.handle import Handle
-from flowfabric.model.ids import ExecutionId, split_execution_id
-from flowfabric.model.outcomes import Renewed
-from flowfabric.model.text import check_text
+from flowfabric.model.handle import Fence, Handle
+from flowfabric.model.ids import ExecutionId, WorkerInstanceId, parse_execution_id, row_key, split_execution_id
+from flowfabric.model.outcomes import (
+    AlreadySatisfied,
+    ExpiredLease,
+    ExpiredLeaseCursor,
+    ExpiredLeases,
+    Marked,
+    Promoted,
+    Renewed,
+)
+from flowfabric.model.states import EligibilityState, LifecyclePhase, OwnershipState, PublicState
+from flowfabric.model.text import check_range, check_text
 
 SQL = statements_beside(__file__)
 
 SWEEP_LIMIT = 1000
 MAX_BATCH = 1000
+MAX_TTL_MS = 2**32 - 1
+DEFAULT_HISTORY_GRACE_MS = 60_000
+DEFAULT_LISTED = 1000
+MAX_LISTED = 10_000
+LATEST_TIME = 2**62 - 1
 
 
 class Leases:
@@ -51,6 +65,37 @@ class Leases:
                 refused[at] = error_of_it
         answers = iter(await self._store.answers(self._batch.run(good)) if good else ())
         return [refused[at] if at in refused else next(answers) for at in range(len(handles))]
+
+    async def renew_lease(
+        self, execution_id: str, given: GivenFence, lease_ttl_ms: int, lease_history_grace_ms: int
+    ) -> Renewed:
+        """Extend a lease by a time, for a caller that knows its fence."""
+        parsed = parse_execution_id(execution_id)
+        partition, uuid = row_key(parsed)
+        check_range(lease_ttl_ms, "lease_ttl_ms", 1, MAX_TTL_MS)
+        check_range(lease_history_grace_ms, "lease_history_grace_ms", 0, MAX_TTL_MS)
+
+        async def renew(transaction: Transaction) -> tuple[Fence, Record]:
+            fence = given.against(await lock_execution(transaction, parsed))
+            (row,) = await transaction.fetch(
+                SQL.renew_leases,
+                partition_keys=[partition],
+                execution_ids=[uuid],
+                lease_epochs=[fence.lease_epoch],
+                lease_ids=[fence.lease_id],
+                attempt_ids=[fence.attempt_id],
+                ttls_ms=[lease_ttl_ms],
+                tell=self._store.rules.tell_renewals,
+            )
+            return fence, row
+
+        fence, row = await self._store.transact(renew)
+        verdict = verdict_of(row)
+        if verdict.code == "lease_expired":
+            await self.mark_lapsed([parsed])
+        if not verdict.is_done:
+            raise verdict.refusal(stale="stale_lease")
+        return Renewed(expires_at_ms=row["expires_at"], lease_epoch=fence.lease_epoch)
 
     async def progress(self, handle: Handle, *, percent: int | None, message: str | None) -> None:
         """Overwrite what the run reports of itself; what is absent keeps its value."""
@@ -89,30 +134,102 @@ class Leases:
         """Make the delayed executions whose time has come claimable, the oldest first; answers how many."""
         return len(await self._promote_delayed(self._store.due.since))
 
+    async def mark_if_due(self, execution_id: str) -> Marked | AlreadySatisfied:
+        """Mark one lease as lapsed, where it is; else say why there is nothing to mark."""
+        parsed = parse_execution_id(execution_id)
+        row_key(parsed)
+
+        async def mark(transaction: Transaction) -> tuple[list[Record], str]:
+            held = await lock_if_there(transaction, parsed)
+            if held is None:
+                return [], "execution_not_found"
+            marked = await transaction.fetch(SQL.mark_lapsed_leases, **_named([parsed]), **LEASE_EXPIRED_PARAMETERS)
+            return marked, _why_unmarked(held)
+
+        marked, reason = await self._store.transact(mark)
+        self._tell(marked)
+        return Marked() if marked else AlreadySatisfied(reason=reason)
+
+    async def promote(self, execution_id: str) -> Promoted | AlreadySatisfied:
+        """Make one delayed execution claimable, where its time has come; else say why there is nothing to do."""
+        parsed = parse_execution_id(execution_id)
+        row_key(parsed)
+
+        async def bring(transaction: Transaction) -> tuple[list[Record], str]:
+            held = await lock_if_there(transaction, parsed)
+            if held is None:
+                return [], "execution_not_found"
+            promoted = await transaction.fetch(SQL.promote_delayed, **_named([parsed]), **PROMOTED)
+            is_delayed = held["eligibility_state"] == EligibilityState.NOT_ELIGIBLE_UNTIL_TIME
+            return promoted, "not_yet_due" if is_delayed else "not_delayed"
+
+        promoted, reason = await self._store.transact(bring)
+        self._tell(promoted)
+        return (
+            Promoted(public_state=PublicState(promoted[0]["public_state"]))
+            if promoted
+            else AlreadySatisfied(reason=reason)
+        )
+
+    async def list_expired(
+        self, as_of: int | None, after: tuple[int, str] | None, limit: int, namespace: str | None
+    ) -> ExpiredLeases:
+        """Leases that end by a time, marked or not, in the order of their end."""
+        if as_of is not None:
+            check_range(as_of, "as_of", 0, LATEST_TIME)
+        check_range(limit, "limit", 0, 2**31 - 1)
+        if namespace is not None:
+            check_text(namespace, "namespace")
+        expires_at, id_text = _after(after)
+        limit = min(limit, MAX_LISTED)
+        rows = await self._store.fetch(
+            SQL.list_expired_leases,
+            as_of=as_of,
+            after_expires_at=expires_at,
+            after_id=id_text,
+            limit=limit,
+            namespace=namespace,
+        )
+        entries = tuple(
+            ExpiredLease(
+                execution_id=ExecutionId(row["id"]),
+                lease_id=row["lease_id"],
+                lease_epoch=row["lease_epoch"],
+                worker_instance_id=WorkerInstanceId(row["worker_instance_id"]),
+                expires_at_ms=row["lease_expires_at"],
+                attempt_index=row["attempt_index"],
+            )
+            for row in rows
+        )
+        cursor = None
+        if entries and len(entries) == limit:
+            cursor = ExpiredLeaseCursor(entries[-1].expires_at_ms, entries[-1].execution_id)
+        return ExpiredLeases(entries=entries, cursor=cursor)
+
     async def catch_up(self, lanes: Sequence[str], *, within_seconds: float) -> bool:
         """Do what is due, unless that was done within this time or a reconciler does it; whether these lanes gained."""
         now = time.monotonic()
         if self.is_swept or now < self._caught_up_at + within_seconds:
             return False
         self._caught_up_at = now
-        rows = await self._mark_lapsed(0) + await self._promote_delayed(0)
-        return any(row["lane_id"] in lanes for row in rows)
+        is_gain = False
+        for bring in (self._mark_lapsed, self._promote_delayed):
+            # A full batch of other lanes may stand before what is due on these.
+            while rows := await bring(0):
+                is_gain = is_gain or any(row["lane_id"] in lanes for row in rows)
+                if is_gain or len(rows) < SWEEP_LIMIT:
+                    break
+        return is_gain
 
     async def _mark_lapsed(self, since: int, execution_ids: Sequence[ExecutionId] | None = None) -> list[Record]:
-        pairs = [split_execution_id(execution_id) for execution_id in execution_ids or ()]
         rows = await self._store.fetch(
-            SQL.mark_lapsed_leases,
-            partition_keys=[partition for partition, _ in pairs],
-            execution_ids=None if execution_ids is None else [uuid for _, uuid in pairs],
-            since=since,
-            limit=SWEEP_LIMIT,
-            **LEASE_EXPIRED_PARAMETERS,
+            SQL.mark_lapsed_leases, **_named(execution_ids, since), **LEASE_EXPIRED_PARAMETERS
         )
         self._tell(rows)
         return rows
 
     async def _promote_delayed(self, since: int) -> list[Record]:
-        rows = await self._store.fetch(SQL.promote_delayed, since=since, limit=SWEEP_LIMIT, **PROMOTED)
+        rows = await self._store.fetch(SQL.promote_delayed, **_named(None, since), **PROMOTED)
         self._tell(rows)
         return rows
 
@@ -173,3 +290,37 @@ class Leases:
             "ttls_ms": [handle.lease_ttl_ms for handle in handles],
             "tell": self._store.rules.tell_renewals,
         }
+
+
+def _named(execution_ids: Sequence[ExecutionId] | None, since: int = 0) -> Mapping[str, object]:
+    """What tells a statement its rows: these executions, or whatever is due after a time."""
+    pairs = [split_execution_id(execution_id) for execution_id in execution_ids or ()]
+    return {
+        "partition_keys": [partition for partition, _ in pairs],
+        "execution_ids": None if execution_ids is None else [uuid for _, uuid in pairs],
+        "since": since,
+        "limit": SWEEP_LIMIT,
+    }
+
+
+_UNMARKED = {
+    OwnershipState.LEASE_EXPIRED_RECLAIMABLE: "already_expired",
+    OwnershipState.LEASE_REVOKED: "already_revoked",
+    OwnershipState.UNOWNED: "unowned",
+    OwnershipState.LEASED: "not_yet_expired",
+}
+
+
+def _why_unmarked(held: Record) -> str:
+    if held["lifecycle_phase"] != LifecyclePhase.ACTIVE:
+        return "not_active"
+    return _UNMARKED[OwnershipState(held["ownership_state"])]
+
+
+def _after(cursor: object) -> tuple[int | None, str | None]:
+    if cursor is None:
+        return None, None
+    if not isinstance(cursor, tuple) or len(cursor) != 2:
+        raise error("invalid_input", "after: must be a cursor of an earlier page")
+    check_range(cursor[0], "after.expires_at_ms", 0, 2**63 - 1)
+    return cursor[0], parse_execution_id(cursor[1])

@@ -111,17 +111,29 @@ select l.lane_id, d.queue_no, d.place
   from due d join queue q using (queue_no) join lane l using (lane_no);
 
 -- name: promote_delayed
--- Makes due delayed executions claimable, the oldest after :since first; their attempt state says how they will be claimed.
+-- Makes due delayed executions claimable: the named ones, or the oldest after :since when none is named; their attempt
+-- state says how they will be claimed.
 with clock as materialized (select ff_now() as now),
 due as materialized (
-  select e.* from clock c
+  select e.partition_key, e.execution_id
+    from clock c
    cross join lateral (
-         select e.partition_key, e.execution_id, e.queue_no, e.place
+         select e.partition_key, e.execution_id
            from execution e
-          where e.due_at > :since and e.due_at <= c.now
+          where :execution_ids::uuid[] is null
+            and e.due_at > :since and e.due_at <= c.now
             and e.eligibility_state = 'not_eligible_until_time' and e.delay_until <= c.now
           order by e.due_at limit :limit
             for update skip locked) e
+  union all
+  select e.partition_key, e.execution_id
+    from clock c
+   cross join lateral (
+         select e.partition_key, e.execution_id
+           from unnest(:partition_keys::smallint[], :execution_ids::uuid[]) as i(partition_key, execution_id)
+           join execution e using (partition_key, execution_id)
+          where e.eligibility_state = 'not_eligible_until_time' and e.delay_until <= c.now
+            for update of e skip locked) e
 ),
 promoted as (
   update execution e
@@ -129,6 +141,36 @@ promoted as (
          last_transition_at = c.now, last_mutation_at = c.now
     from due d cross join clock c
    where e.partition_key = d.partition_key and e.execution_id = d.execution_id
+  returning e.queue_no, e.place, e.public_state
 )
-select l.lane_id, d.queue_no, d.place
-  from due d join queue q using (queue_no) join lane l using (lane_no);
+select l.lane_id, p.queue_no, p.place, p.public_state
+  from promoted p join queue q using (queue_no) join lane l using (lane_no);
+
+-- name: list_expired_leases
+-- Leases of active work that end by :as_of, marked or not, by the time of their end, then id.
+with clock as materialized (select coalesce(:as_of::bigint, ff_now()) as as_of),
+lapsed as (
+  select e.* from clock c
+   cross join lateral (
+         select e.partition_key, e.execution_id, e.namespace_no, e.lease_id, e.lease_epoch, e.worker_no, e.lease_expires_at, e.attempt_count
+           from execution e
+          where e.due_at <= c.as_of and e.ownership_state = 'leased' and e.lease_expires_at <= c.as_of) e
+  union all
+  select e.* from clock c
+   cross join lateral (
+         select e.partition_key, e.execution_id, e.namespace_no, e.lease_id, e.lease_epoch, e.worker_no, e.lease_expires_at, e.attempt_count
+           from execution e
+          where e.ownership_state = 'lease_expired_reclaimable' and e.lease_expires_at <= c.as_of) e
+),
+found as (
+  select ('{fp:' || partition_key || '}:' || execution_id) collate "C" as id, lease_id, lease_epoch, worker_no,
+         lease_expires_at, attempt_count - 1 as attempt_index
+    from lapsed
+   where :namespace::text is null or namespace_no = (select namespace_no from namespace where namespace = :namespace)
+)
+select f.id, f.lease_id, f.lease_epoch, w.worker_instance_id, f.lease_expires_at, f.attempt_index
+  from (select * from found
+         where :after_expires_at::bigint is null or (lease_expires_at, id) > (:after_expires_at, :after_id::text collate "C")
+         order by lease_expires_at, id limit :limit) f
+  join worker_identity w using (worker_no)
+ order by f.lease_expires_at, f.id;

@@ -5,6 +5,7 @@ that began at the head would step over all of them while somebody's transaction 
 """
 
 import time
+from collections.abc import Callable
 
 BAND_BITS = 48
 """The bits of a place below its priority band."""
@@ -23,14 +24,15 @@ class Marks:
     SHARE = 20
     """A whole walk that is not cheap is made again when this many times its own time has passed."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self._marks: dict[int, dict[int, int]] = {}
         self._ends_at = 0.0
         self._whole_again_at = 0.0
 
     def spans(self) -> tuple[list[int], list[int], list[int]]:
         """What to walk, as columns of queue, first place and last place; a queue that is absent is walked whole."""
-        now = time.monotonic()
+        now = self._clock()
         if now >= self._ends_at:
             self._marks.clear()
             self._ends_at = now + self.LIFE_SECONDS
@@ -71,14 +73,14 @@ class Marks:
 
     def walked_whole(self, seconds: float) -> None:
         """A walk of whole queues has taken this long: so much later the marks end."""
-        now = time.monotonic()
+        now = self._clock()
         self._ends_at = now + max(self.LIFE_SECONDS, self.SHARE * seconds)
         self._whole_again_at = now if seconds <= self.CHEAP_SECONDS else self._ends_at
 
     @property
     def may_walk_whole(self) -> bool:
         """Whether a claim that found nothing where the marks led should walk the whole queues now."""
-        return time.monotonic() >= self._whole_again_at
+        return self._clock() >= self._whole_again_at
 
     def clear(self) -> None:
         """Walk every queue whole the next time."""

@@ -1,4 +1,4 @@
-"""Ending runs: one statement for every way a lease is given up."""
+"""Ending and parking runs: one statement for every way a lease is given up."""
 
 import random
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from flowfabric.engine.lease import Leases
 from flowfabric.engine.store import Store
 from flowfabric.engine.transition import Release, completion_parameters, release_parameters
 from flowfabric.model.errors import EngineError, error
-from flowfabric.model.handle import Handle
+from flowfabric.model.handle import Fence, Handle
 from flowfabric.model.ids import ExecutionId
 from flowfabric.model.policy import ExecutionPolicy, may_retry, retry_delay_ms
 
@@ -30,15 +30,15 @@ _COLUMNS = (
     "reasons",
     "categories",
     "delays_ms",
+    "delays_until",
     "sources",
 )
-_DELAY_MS = _COLUMNS.index("delays_ms")
 _COMPLETION_COLUMNS = ("partition_keys", "execution_ids", "lease_epochs", "lease_ids", "attempt_ids", "payloads")
 _COMPLETION = completion_parameters()
 
 
 class Ending:
-    """How one run ends; without a handle the row's own lease counts."""
+    """How one run ends or is parked; without a fence the row's own lease counts."""
 
     __slots__ = ("execution_id", "move", "row")
 
@@ -47,17 +47,18 @@ class Ending:
         execution_id: ExecutionId,
         move: Release,
         *,
-        handle: Handle | None = None,
+        fence: Handle | Fence | None = None,
         payload: bytes | None = None,
         encoding: str | None = None,
         reason: str | None = None,
         category: str | None = None,
         delay_ms: int | None = None,
+        delay_until: int | None = None,
         source: str | None = None,
     ) -> None:
         self.execution_id = execution_id
         self.move = move
-        lease = (None, None, None) if handle is None else (handle.lease_epoch, handle.lease_id, handle.attempt_id)
+        lease = (None, None, None) if fence is None else (fence.lease_epoch, fence.lease_id, fence.attempt_id)
         self.row: tuple[Any, ...] = (
             int(execution_id[4:-38]),
             execution_id[-36:],
@@ -68,6 +69,7 @@ class Ending:
             reason,
             category,
             delay_ms,
+            delay_until,
             source,
         )
 
@@ -78,7 +80,7 @@ class Ending:
 
 
 class Releases:
-    """Ends runs, alone in a caller's transaction or shared by concurrent callers."""
+    """Ends and parks runs, alone in a caller's transaction or shared by concurrent callers."""
 
     def __init__(self, store: Store, leases: Leases) -> None:
         self._store = store
@@ -100,21 +102,25 @@ class Releases:
         return self._judge(endings, await transaction.fetch(SQL.release_executions, **self._columns(endings)))
 
     async def settle(self, endings: Sequence[Ending], verdicts: Sequence[Verdict | Locked]) -> None:
-        """After the commit: mark leases found lapsed, wake who waits for endings or for the timers that were set."""
+        """After the commit: mark leases found lapsed, wake who waits for endings, for work or for the timers set."""
+        wakeups = self._store.wakeups
         lapsed = []
         has_ended = False
         for ending, verdict in zip(endings, verdicts, strict=True):
             if verdict is DONE:
                 has_ended = True
             elif isinstance(verdict, Verdict):
-                if verdict.is_done:
-                    self._store.wakeups.timer(ending.row[_DELAY_MS])
+                if verdict.delay_ms is not None:
+                    wakeups.timer(verdict.delay_ms)
+                elif verdict.work is not None:
+                    lane_id, queue_no, place = verdict.work
+                    wakeups.work(lane_id, {queue_no: place})
                 elif verdict.code == "lease_expired":
                     lapsed.append(ending.execution_id)
         if lapsed:
             await self._leases.mark_lapsed(lapsed)
         if has_ended:
-            self._store.wakeups.ended()
+            wakeups.ended()
 
     async def drain(self) -> None:
         """Wait until every release under way is answered."""
@@ -169,19 +175,20 @@ class Releases:
     @staticmethod
     def _judge(endings: Sequence[Ending], rows: Sequence[Record]) -> list[Verdict | Locked]:
         verdicts: list[Verdict | Locked] = [DONE] * len(endings)
-        released = 0
+        ended = 0
         for row in rows:
-            nth, code, count, delay_until, _ = row
+            nth, code, count, delay_until, delay_ms, lane_id, queue_no, place, _ = row
             if nth == 0:
-                released = count
+                ended = count
             elif code is None:
                 verdicts[nth - 1] = LOCKED
             elif code == "ok":
-                verdicts[nth - 1] = Verdict(code, None, delay_until)
+                work = None if lane_id is None else (lane_id, queue_no, place)
+                verdicts[nth - 1] = Verdict(code, delay_until=delay_until, delay_ms=delay_ms, work=work)
             else:
                 verdicts[nth - 1] = verdict_of(row)
-        if released + len(rows) - 1 != len(endings):
-            raise error("internal", f"{len(endings)} endings were given, {released + len(rows) - 1} were judged")
+        if ended + len(rows) - 1 != len(endings):
+            raise error("internal", f"{len(endings)} endings were given, {ended + len(rows) - 1} were judged")
         return verdicts
 
     def _columns(self, endings: Sequence[Ending]) -> dict[str, object]:

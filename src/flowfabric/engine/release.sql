@@ -1,5 +1,5 @@
 -- name: release_executions
--- Ends or parks runs, each item by its own move: how many of them ended, and a row for each that did not or was delayed.
+-- Ends or parks runs, each item by its own move: how many of them ended, and a row for each that did not.
 -- The verdict is taken from the locked row alone; a row held elsewhere, or absent, has the verdict null.
 -- The row is found by its key only: a fence in the join would let the planner hash every leased row.
 with clock as materialized (select ff_now() as now),
@@ -16,13 +16,14 @@ given as (
          case cardinality(:reasons) when 1 then (:reasons)[1] else reason end as reason,
          case cardinality(:categories) when 1 then (:categories)[1] else category end as category,
          case cardinality(:delays_ms) when 1 then (:delays_ms)[1] else delay_ms end as delay_ms,
+         case cardinality(:delays_until) when 1 then (:delays_until)[1] else delay_until end as delay_until,
          case cardinality(:sources) when 1 then (:sources)[1] else source end as source,
          nth
     from unnest(:partition_keys::smallint[], :execution_ids::uuid[], :moves::text[], :lease_epochs::bigint[], :lease_ids::uuid[], :attempt_ids::uuid[], :payloads::bytea[], :encodings::text[],
-                :reasons::text[], :categories::text[], :delays_ms::bigint[], :sources::text[])
+                :reasons::text[], :categories::text[], :delays_ms::bigint[], :delays_until::bigint[], :sources::text[])
          with ordinality
          as i(partition_key, execution_id, move, lease_epoch, lease_id, attempt_id, payload, encoding,
-              reason, category, delay_ms, source, nth)
+              reason, category, delay_ms, delay_until, source, nth)
 ),
 item as materialized (
   select i.*, m.lifecycle_phase, m.eligibility_state, m.blocking_reason, m.terminal_outcome, m.attempt_state,
@@ -35,7 +36,8 @@ item as materialized (
               attempt_lifecycle, release_reason, completion) using (move)
 ),
 held as materialized (
-  select i.nth, i.move, i.payload, i.encoding, i.reason, i.category, i.delay_ms, i.source,
+  select i.nth, i.move, i.payload, i.encoding, i.reason, i.category, i.source,
+         coalesce(i.delay_until, c.now + i.delay_ms) as to_delay_until, i.attempt_lifecycle = 'suspended' as parks,
          i.lifecycle_phase as to_phase, i.eligibility_state as to_eligibility, i.blocking_reason as to_blocking,
          i.terminal_outcome as to_outcome, i.attempt_state as to_attempt, i.attempt_lifecycle, i.release_reason, i.completion,
          e.*, c.now,
@@ -60,7 +62,7 @@ held as materialized (
          select e.partition_key, e.execution_id, e.queue_no, e.place, e.namespace_no, e.lifecycle_phase, e.ownership_state,
                 e.terminal_outcome, e.attempt_state, e.lease_epoch, e.lease_id, e.attempt_id, e.attempt_type, e.attempt_count,
                 e.worker_no, e.claimed_at, e.lease_expires_at, e.retry_count, e.retention_ms, e.delay_until, e.last_transition_at,
-                e.flow_id, e.instance_tag,
+                e.attempt_timeout_at, e.granted_until, e.flow_id, e.instance_tag,
                 e.previous_attempt_index, e.retry_reason, e.reclaim_reason, e.replay_reason, e.replay_requested_by,
                 e.attempt_policy, e.attempt_stored
            from execution e
@@ -73,45 +75,66 @@ moved as (
          blocking_reason = h.to_blocking, terminal_outcome = h.to_outcome,
          attempt_state = case when h.to_attempt = 'attempt_terminal' and h.attempt_count = 0 then e.attempt_state else h.to_attempt end,
          lease_id = null, worker_no = null, claimed_at = null, lease_expires_at = null, lease_renewed_at = null,
-         granted_until = null, attempt_timeout_at = null, suspension_timeout_at = null, remaining_attempt_timeout_ms = null,
-         lease_expired_at = null, lease_revoked_at = null, lease_revoke_reason = null, attempt_policy = null, attempt_stored = false,
+         granted_until = null, attempt_timeout_at = null, suspension_timeout_at = null,
+         lease_expired_at = null, lease_revoked_at = null, lease_revoke_reason = null,
+         -- What a parked attempt goes on with; a timer that has run out leaves it a moment, for none would be no timer.
+         remaining_attempt_timeout_ms = case when h.parks and h.attempt_timeout_at is not null then greatest(h.attempt_timeout_at - h.now, 1) end,
+         attempt_policy = case when h.parks then e.attempt_policy end, attempt_stored = h.parks,
          attempt_id = case when h.to_attempt = 'pending_retry_attempt' then null else e.attempt_id end,
          retry_count = e.retry_count + (h.to_attempt = 'pending_retry_attempt')::int,
-         delay_until = h.now + h.delay_ms,
+         delay_until = h.to_delay_until,
          completed_at = case when h.to_phase = 'terminal' then h.now end,
          retain_until = case when h.to_phase = 'terminal' then h.now + coalesce(h.retention_ms, :retention_ms::bigint) end,
-         failure_reason = case when h.to_outcome in ('success', 'cancelled') then null else h.reason end,
+         failure_reason = case when h.parks then e.failure_reason when h.to_outcome in ('success', 'cancelled') then null else h.reason end,
          cancellation_reason = case h.to_outcome when 'cancelled' then h.reason end,
          cancelled_by = case h.to_outcome when 'cancelled' then h.source end,
-         blocking_detail = case h.to_attempt when 'pending_retry_attempt' then
-           'retry backoff until ' || (h.now + h.delay_ms) || ' (attempt ' || (h.attempt_count - 1) || ' failed: ' || h.reason || ')' end,
-         previous_attempt_index = case h.to_attempt when 'pending_retry_attempt' then h.attempt_count - 1 end,
-         retry_reason = case h.to_attempt when 'pending_retry_attempt' then h.reason end,
-         reclaim_reason = null, replay_reason = null, replay_requested_by = null,
+         blocking_detail = case
+           when h.to_attempt = 'pending_retry_attempt' then
+             'retry backoff until ' || h.to_delay_until || ' (attempt ' || (h.attempt_count - 1) || ' failed: ' || h.reason || ')'
+           when h.parks then 'delayed until ' || h.to_delay_until end,
+         previous_attempt_index = case when h.to_attempt = 'pending_retry_attempt' then h.attempt_count - 1 when h.parks then e.previous_attempt_index end,
+         retry_reason = case when h.to_attempt = 'pending_retry_attempt' then h.reason when h.parks then e.retry_reason end,
+         reclaim_reason = case when h.parks then e.reclaim_reason end, replay_reason = case when h.parks then e.replay_reason end,
+         replay_requested_by = case when h.parks then e.replay_requested_by end,
          last_transition_at = h.now, last_mutation_at = h.now
     from held h
    where e.partition_key = h.partition_key and e.execution_id = h.execution_id and h.verdict = 'ok'
 ),
+-- Found by a walk that begins with what is held, which a join of the two tables need not.
+ungranted as (
+  delete from claim_grant
+   where ctid = any(array(
+         select g.tid
+           from held h
+          cross join lateral (
+                select g.ctid as tid from claim_grant g
+                 where g.partition_key = h.partition_key and g.execution_id = h.execution_id
+                   for update) g
+          where h.verdict = 'ok' and h.granted_until is not null))
+),
 ended as (
   insert into attempt (partition_key, execution_id, attempt_index, attempt_id, attempt_type, attempt_state,
-                       started_at, ended_at, lease_id, lease_epoch, worker_no, result_payload, result_encoding,
-                       failure_reason, failure_category, previous_attempt_index,
+                       started_at, suspended_at, suspension_marker, ended_at, lease_id, lease_epoch, worker_no,
+                       result_payload, result_encoding, failure_reason, failure_category, previous_attempt_index,
                        retry_reason, reclaim_reason, replay_reason, replay_requested_by, policy)
   select partition_key, execution_id, attempt_count - 1, attempt_id, attempt_type, attempt_lifecycle,
-         claimed_at, now, lease_id, lease_epoch, worker_no, payload, encoding, attempt_reason,
-         category, previous_attempt_index, retry_reason, reclaim_reason, replay_reason, replay_requested_by, attempt_policy
+         claimed_at, case when parks then now end, case when parks then release_reason end, case when not parks then now end,
+         lease_id, lease_epoch, worker_no, payload, encoding, attempt_reason, category, previous_attempt_index,
+         retry_reason, reclaim_reason, replay_reason, replay_requested_by, attempt_policy
     from held where verdict = 'ok' and attempt_lives and not attempt_stored
 ),
 -- An attempt that was parked before has its row already. Not an update: its join might be driven from the wrong side.
 ended_again as (
   insert into attempt as a (partition_key, execution_id, attempt_index, attempt_id, attempt_type, attempt_state, started_at,
-                            resumed_at, ended_at, lease_id, lease_epoch, worker_no, result_payload, result_encoding,
-                            failure_reason, failure_category)
+                            suspended_at, suspension_marker, resumed_at, ended_at, lease_id, lease_epoch, worker_no,
+                            result_payload, result_encoding, failure_reason, failure_category)
   select partition_key, execution_id, attempt_count - 1, attempt_id, attempt_type, attempt_lifecycle, coalesce(claimed_at, now),
-         claimed_at, now, lease_id, lease_epoch, worker_no, payload, encoding, attempt_reason, category
+         case when parks then now end, case when parks then release_reason end, claimed_at, case when not parks then now end,
+         lease_id, lease_epoch, worker_no, payload, encoding, attempt_reason, category
     from held where verdict = 'ok' and attempt_lives and attempt_stored
   on conflict (partition_key, execution_id, attempt_index) do update
      set attempt_state = excluded.attempt_state, ended_at = excluded.ended_at,
+         suspended_at = coalesce(excluded.suspended_at, a.suspended_at), suspension_marker = excluded.suspension_marker,
          resumed_at = coalesce(excluded.resumed_at, a.resumed_at), lease_id = coalesce(excluded.lease_id, a.lease_id),
          lease_epoch = excluded.lease_epoch, worker_no = coalesce(excluded.worker_no, a.worker_no),
          result_payload = excluded.result_payload, result_encoding = excluded.result_encoding,
@@ -126,21 +149,26 @@ told as (
     from held
    where verdict = 'ok' and (ownership_state = 'leased' or completion is not null)
 )
-select 0 as nth, 'ok' as verdict, count(*) as released, null as delay_until, null as found
-  from held where verdict = 'ok' and delay_ms is null
+select 0 as nth, 'ok' as verdict, count(*) as ended, null as delay_until, null as delay_ms,
+       null as lane_id, null as queue_no, null as place, null as found
+  from held where verdict = 'ok' and to_phase = 'terminal'
 union all
-select nth, verdict, 0, now + delay_ms,
+select nth, verdict, 0, to_delay_until, to_delay_until - now,
+       case when verdict = 'ok' and to_eligibility = 'eligible_now' then
+         (select l.lane_id from queue q join lane l using (lane_no) where q.queue_no = h.queue_no) end,
+       queue_no, place,
        case when verdict = 'execution_not_active' then jsonb_build_object(
          'terminal_outcome', terminal_outcome, 'lifecycle_phase', lifecycle_phase, 'attempt_state', attempt_state,
          'lease_epoch', lease_epoch, 'attempt_id', attempt_id,
          -- Of a retry that may be claimed already: since when.
          'delay_until', coalesce(delay_until, last_transition_at),
          'previous_attempt_index', previous_attempt_index) end
-  from held where verdict is distinct from 'ok' or delay_ms is not null;
+  from held h where verdict is distinct from 'ok' or to_phase <> 'terminal';
 
 -- name: complete_held
 -- Ends in success the runs whose fence holds, and says which; the others are for release_executions to judge.
--- Waits for a row held elsewhere no longer than a claim that lost a race takes to commit.
+-- Waits for a row held elsewhere no longer than a claim that lost a race takes to commit; the clock is read again for
+-- each row, as its lease may lapse meanwhile.
 with clock as materialized (select ff_now() as now, set_config('lock_timeout', '50ms', true)),
 item as materialized (
   select coalesce(partition_key, (:partition_keys)[1]) as partition_key, execution_id,
@@ -161,7 +189,7 @@ moved as (
          last_transition_at = i.now, last_mutation_at = i.now
     from item i
    where e.partition_key = i.partition_key and e.execution_id = i.execution_id
-     and e.lease_epoch = i.lease_epoch and e.ownership_state = 'leased' and e.lease_expires_at > i.now
+     and e.lease_epoch = i.lease_epoch and e.ownership_state = 'leased' and e.lease_expires_at > ff_now()
      and e.lease_id = i.lease_id and e.attempt_id = i.attempt_id and not e.attempt_stored
   returning i.nth, i.now, i.payload, e.partition_key, e.execution_id, e.namespace_no, e.attempt_count - 1 as attempt_index,
             e.attempt_id, e.attempt_type, e.claimed_at, e.lease_id, e.lease_epoch, e.worker_no, e.previous_attempt_index,

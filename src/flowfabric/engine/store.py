@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeVar
 
 from flowfabric.db.database import Database, Record, StoreFault, Transaction
@@ -16,18 +16,16 @@ from flowfabric.model.ids import Partitions
 SQL = statements_beside(__file__)
 Answer = TypeVar("Answer")
 
-DEFAULT_RETENTION_MS = 86_400_000
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rules:
     """What a deployment decides for all of its executions."""
 
-    partitions: Partitions = field(default_factory=Partitions)
-    retention_ms: int = DEFAULT_RETENTION_MS
-    instance_tag: str = "cairn.instance_id"
-    tell_renewals: bool = True
-    feed_retention_ms: int = 86_400_000
+    partitions: Partitions
+    retention_ms: int
+    instance_tag: str
+    tell_renewals: bool
+    feed_retention_ms: int
 
 
 class Store:

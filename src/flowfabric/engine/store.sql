@@ -45,7 +45,7 @@ union all
 select worker_no from worker_identity where worker_id = :worker_id and worker_instance_id = :worker_instance_id;
 
 -- name: insert_configuration
--- Stores the partition counts at the first start and answers the stored ones.
+-- Stores the partition counts at the first start and answers the stored ones; no row when another process is just doing so.
 with made as (
   insert into configuration (flow_partitions, budget_partitions, quota_partitions)
   select :flow, :budget, :quota where not exists (select from configuration)

@@ -1,9 +1,8 @@
 """Creating executions: once each, however often and however concurrently they are submitted."""
 
-import time
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+import contextlib
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Any
 
 import msgspec
@@ -19,13 +18,13 @@ from flowfabric.model.ids import (
     check_lane_id,
     check_partition,
     format_execution_id,
-    lane_partition,
     mint_uuid_texts,
     parse_execution_id,
     row_key,
+    split_execution_id,
 )
 from flowfabric.model.outcomes import Created, Duplicate
-from flowfabric.model.policy import ExecutionPolicy, parse_policy, policy_json
+from flowfabric.model.policy import ExecutionPolicy, dedup_window_ms, parse_policy, policy_json
 from flowfabric.model.states import PublicState
 from flowfabric.model.tags import check_tags
 from flowfabric.model.text import check_text
@@ -36,7 +35,6 @@ MAX_BATCH = 1000
 MAX_PRIORITY = 9000
 MAX_KEY_BYTES = 1024
 MAX_SHAPES = 4096
-DEFAULT_DEDUP_MS = 86_400_000
 PATIENCE_SHARED, PATIENCE_ALONE = "50ms", "2s"
 """How long a statement waits for a key or an id that is being taken elsewhere: with others behind it, and alone."""
 
@@ -64,8 +62,6 @@ _COLUMNS = (
     "key_ttls_ms",
 )
 """What submissions of one shape share, and from the ids on what each has for itself."""
-
-_partition_of_lane = lru_cache(maxsize=4096)(lane_partition)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,8 +132,15 @@ class Submit:
             except EngineError as refused:
                 checked.append(refused)
         good = [item for item in checked if isinstance(item, _Submission)]
-        answers: Iterator[Submitted | EngineError] = iter(await self._store.answers(self._batch.run(good)))
-        return [next(answers) if isinstance(item, _Submission) else item for item in checked]
+        made: Iterator[Submitted | EngineError] = iter(await self._store.answers(self._batch.run(good)))
+        answers = [next(made) if isinstance(item, _Submission) else item for item in checked]
+        for at, new in enumerate(items):
+            # What an item before it took makes a duplicate of one whose tags or policy are wrong.
+            if isinstance(checked[at], EngineError) and (new.execution_id is not None or new.idempotency_key):
+                with contextlib.suppress(EngineError):
+                    again = await self._check(new, minted[at])
+                    answers[at] = again if isinstance(again, Duplicate) else answers[at]
+        return answers
 
     async def drain(self) -> None:
         """Wait until every submission under way is answered."""
@@ -155,15 +158,15 @@ class Submit:
         if new.execution_id is not None:
             execution_id = parse_execution_id(new.execution_id)
         else:
-            execution_id = format_execution_id(_partition_of_lane(lane_id, store.rules.partitions.flow), uuid)
+            execution_id = format_execution_id(store.rules.partitions.of_lane(lane_id), uuid)
         # A duplicate is answered before its tags and policy are judged, and leaves no names behind.
         if new.execution_id is not None or key is not None:
-            found = await self._find_duplicate(execution_id, namespace, key)
+            (found,) = await self._find_duplicates([(execution_id, namespace, key)])
             if found is not None:
                 return found
         check_tags(new.tags)
         policy = parse_policy(new.policy)
-        if key is not None and _dedup_ms(policy) <= 0:
+        if key is not None and dedup_window_ms(policy) <= 0:
             new = replace(new, idempotency_key=None)
         await store.namespace_no(namespace)
         await store.queue_no(lane_id, _required(policy), registered_by=creator)
@@ -264,25 +267,29 @@ class Submit:
                 retention_ms = policy.stream_policy.retention_ttl_ms
         queue_no, lane_no = queue
         return _Shape(
-            partition=_partition_of_lane(lane_id, store.rules.partitions.flow),
+            partition=store.rules.partitions.of_lane(lane_id),
             lane_id=lane_id,
             namespace=namespace,
             row=(queue_no, lane_no, namespace_no, kind, creator, encoding, policy_text, deadline_ms, retention_ms),
             delay_until=delay_until,
-            key_ttl_ms=_dedup_ms(policy),
+            key_ttl_ms=dedup_window_ms(policy),
         )
 
-    async def _find_duplicate(self, execution_id: ExecutionId, namespace: str, key: str | None) -> Duplicate | None:
-        partition = int(execution_id[4:-38])
+    async def _find_duplicates(self, names: Sequence[tuple[ExecutionId, str, str | None]]) -> list[Duplicate | None]:
+        """Of each id, namespace and key: the execution that makes a duplicate of it."""
+        pairs = [split_execution_id(execution_id) for execution_id, _, _ in names]
         rows = await self._store.fetch(
             SQL.list_duplicates,
-            partition_keys=[partition],
-            execution_ids=[execution_id[-36:]],
-            namespaces=[namespace],
-            idempotency_keys=[key],
+            partition_keys=[partition for partition, _ in pairs],
+            execution_ids=[uuid for _, uuid in pairs],
+            namespaces=[namespace for _, namespace, _ in names],
+            idempotency_keys=[key for _, _, key in names],
         )
-        found = rows[0]["execution_id"]
-        return None if found is None else Duplicate(execution_id=format_execution_id(partition, found))
+        found: list[Duplicate | None] = [None] * len(names)
+        for nth, uuid in rows:
+            if uuid is not None:
+                found[nth - 1] = Duplicate(execution_id=format_execution_id(pairs[nth - 1][0], uuid))
+        return found
 
     async def _insert_together(self, items: Sequence[_Submission]) -> Sequence[Submitted | Locked | Exception]:
         # A caller's own id may have to undo its key, which only a transaction of its own can.
@@ -303,7 +310,6 @@ class Submit:
                     if fault.kind != "contention":
                         raise
                     return answers
-            self._watch_deadlines(columns)
             for at, answer in zip(taken_at, await self._judge(taken, rows), strict=True):
                 answers[at] = answer
         return answers
@@ -315,32 +321,38 @@ class Submit:
                 raise _NotCreated
             return rows
 
-        try:
-            rows = await self._store.transact(insert)
-            self._watch_deadlines(_columns([item]))
-        except _NotCreated:
-            found = await self._find_duplicate(item.execution_id, item.shape.namespace, item.key)
-            return found or Duplicate(execution_id=item.execution_id)
-        (answer,) = await self._judge([item], rows)
+        answer: Submitted | Locked | Exception = LOCKED
+        while isinstance(answer, Locked):
+            try:
+                rows = await self._store.transact(insert)
+            except _NotCreated:
+                (answer,) = await self._duplicates([item])
+            else:
+                (answer,) = await self._judge([item], rows)
         if isinstance(answer, Exception):
             raise answer
         return answer
 
-    def _watch_deadlines(self, columns: Mapping[str, Any]) -> None:
-        """A deadline that has passed already stands before the horizon of the sweeps."""
-        deadlines = [deadline for deadline in columns["deadlines_at"] if deadline is not None]
-        if deadlines and min(deadlines) < time.time() * 1000:
-            self._store.due.forget()
+    async def _duplicates(self, items: Sequence[_Submission]) -> list[Duplicate | Locked | EngineError]:
+        """What makes duplicates of items that were not created, or LOCKED where that has run out meanwhile."""
+        try:
+            found = await self._find_duplicates([(item.execution_id, item.shape.namespace, item.key) for item in items])
+        except EngineError as failed:
+            return [failed] * len(items)
+        return [one or LOCKED for one in found]
 
-    async def _judge(self, items: Sequence[_Submission], rows: Sequence[Record]) -> list[Submitted | Exception]:
+    async def _judge(
+        self, items: Sequence[_Submission], rows: Sequence[Record]
+    ) -> list[Submitted | Locked | Exception]:
         """The answers of a statement that has committed, after waking who waits for what it brought."""
         waiting = PublicState.WAITING
-        answers: list[Submitted | Exception] = [
+        answers: list[Submitted | Locked | Exception] = [
             Created(execution_id=item.execution_id, public_state=waiting) for item in items
         ]
         wakeups = self._store.wakeups
         judged = 0
         lanes: dict[int, dict[int, int]] = {}
+        open_at: list[int] = []
         for nth, lane_no, queue_no, place, created, is_new, lane_accepts, due_in_ms in rows:
             if nth == 0:
                 judged += created
@@ -354,27 +366,24 @@ class Submit:
             elif lane_accepts and item.key is None:
                 answers[nth - 1] = Duplicate(execution_id=item.execution_id)
             else:
-                found = await self._find_duplicate(item.execution_id, item.shape.namespace, item.key)
-                answers[nth - 1] = found or error(
-                    "invalid_input", f"lane_id: lane {item.shape.lane_id!r} accepts no submissions"
-                )
+                open_at.append(nth - 1)
+                if not lane_accepts:
+                    refusal = f"lane_id: lane {item.shape.lane_id!r} accepts no submissions"
+                    answers[nth - 1] = error("invalid_input", refusal)
         if judged != len(items):
             raise error("internal", f"{len(items)} submissions were given, {judged} were judged")
         for lane_no, places in lanes.items():
             wakeups.work(self._store.lane_id(lane_no), places)
+        if open_at:
+            for at, found in zip(open_at, await self._duplicates([items[at] for at in open_at]), strict=True):
+                # A refusal by the lane stands, unless the item is a duplicate.
+                if not (isinstance(found, Locked) and isinstance(answers[at], EngineError)):
+                    answers[at] = found
         return answers
 
 
 def _required(policy: ExecutionPolicy | None) -> tuple[str, ...]:
-    if policy is None or policy.routing_requirements is None:
-        return ()
-    return policy.routing_requirements.required_capabilities
-
-
-def _dedup_ms(policy: ExecutionPolicy | None) -> int:
-    if policy is None or policy.dedup_window_ms is None:
-        return DEFAULT_DEDUP_MS
-    return policy.dedup_window_ms
+    return () if policy is None else policy.required_capabilities
 
 
 def _columns(items: Sequence[_Submission]) -> dict[str, Any]:
@@ -397,6 +406,6 @@ def _check_short(value: object, field: str) -> str:
 
 
 def _check_time(value: object, field: str) -> int:
-    if type(value) is not int or not 0 <= value < 2**62:
+    if type(value) is not int or not -(2**62) < value < 2**62:
         raise error("invalid_input", f"{field}: must be milliseconds since the epoch, got {value!r}")
     return value

@@ -39,7 +39,7 @@ LEASE_EXPIRED = Target(
 
 
 class Release(StrEnum):
-    """The moves that end a run, or end its execution while nothing runs."""
+    """The moves that end a run, park it, or end its execution while nothing runs."""
 
     COMPLETED = "completed"
     FAILED = "failed"
@@ -49,11 +49,16 @@ class Release(StrEnum):
     TIMEOUT_EXPIRED = "timeout_expired"
     DEADLINE_EXPIRED = "deadline_expired"
     RECLAIM_CAP = "reclaim_cap"
+    DELAYED = "delayed"
+    CHILDREN_DONE = "children_done"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Effect:
-    """What a release leads to and what it leaves behind: the attempt's end, the lease event, the completion event."""
+    """What a release leads to and what it leaves behind: the attempt's end, the lease event, the completion event.
+
+    An attempt it leaves `suspended` is parked: it keeps its id and index, and the next claim goes on with it.
+    """
 
     target: Target
     attempt: AttemptLifecycle
@@ -73,6 +78,17 @@ _BACKOFF = Target(
 )
 _FAILURE = AttemptLifecycle.ENDED_FAILURE
 
+
+def _parked(eligibility: EligibilityState, blocking: BlockingReason, reason: ReleaseReason) -> Effect:
+    target = Target(
+        phase=LifecyclePhase.RUNNABLE,
+        eligibility=eligibility,
+        blocking=blocking,
+        attempt=AttemptState.ATTEMPT_INTERRUPTED,
+    )
+    return Effect(target=target, attempt=AttemptLifecycle.SUSPENDED, reason=reason)
+
+
 RELEASES: Mapping[Release, Effect] = {
     Release.COMPLETED: _ended(TerminalOutcome.SUCCESS, AttemptLifecycle.ENDED_SUCCESS, ReleaseReason.COMPLETED),
     Release.FAILED: _ended(TerminalOutcome.FAILED, _FAILURE, ReleaseReason.FAILED_TERMINAL),
@@ -83,6 +99,12 @@ RELEASES: Mapping[Release, Effect] = {
     Release.DEADLINE_EXPIRED: _ended(TerminalOutcome.EXPIRED, _FAILURE, ReleaseReason.EXPIRED_EXECUTION_DEADLINE),
     Release.RECLAIM_CAP: _ended(
         TerminalOutcome.FAILED, AttemptLifecycle.INTERRUPTED_RECLAIMED, ReleaseReason.MAX_RECLAIMS_EXCEEDED
+    ),
+    Release.DELAYED: _parked(
+        EligibilityState.NOT_ELIGIBLE_UNTIL_TIME, BlockingReason.WAITING_FOR_DELAY, ReleaseReason.WORKER_DELAY
+    ),
+    Release.CHILDREN_DONE: _parked(
+        EligibilityState.ELIGIBLE_NOW, BlockingReason.WAITING_FOR_WORKER, ReleaseReason.WAITING_CHILDREN
     ),
 }
 

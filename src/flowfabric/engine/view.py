@@ -1,18 +1,33 @@
-"""Reading: what an execution is, and waiting for what becomes of it."""
+"""Reading: what an execution is, field by field and as a whole."""
 
-import asyncio
-import contextlib
-import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+
+import msgspec
 
 from flowfabric.db.database import Record
-from flowfabric.db.statements import statements_beside
+from flowfabric.db.statements import Statement, statements_beside
 from flowfabric.engine.store import Store
-from flowfabric.model.errors import EngineError, error
-from flowfabric.model.ids import ExecutionId, FlowId, LaneId, Namespace, parse_execution_id, row_key, split_execution_id
-from flowfabric.model.outcomes import Ended, ExecutionInfo
+from flowfabric.engine.stored import corruption, literal, required
+from flowfabric.model.errors import error
+from flowfabric.model.ids import (
+    AttemptId,
+    ExecutionId,
+    FlowId,
+    LaneId,
+    LeaseId,
+    Namespace,
+    SuspensionId,
+    WorkerId,
+    WorkerInstanceId,
+    parse_execution_id,
+    row_key,
+)
+from flowfabric.model.outcomes import ExecutionInfo
+from flowfabric.model.snapshots import Attempt, CurrentAttempt, CurrentLease, ExecutionContext, ExecutionSnapshot
 from flowfabric.model.states import (
+    AttemptLifecycle,
     AttemptState,
+    AttemptType,
     BlockingReason,
     EligibilityState,
     LifecyclePhase,
@@ -21,8 +36,26 @@ from flowfabric.model.states import (
     StateVector,
     TerminalOutcome,
 )
+from flowfabric.model.text import shorten
 
 SQL = statements_beside(__file__)
+
+_NAMES = """
+namespace lane_id current_lane execution_kind creator_identity payload_encoding priority required_capabilities flow_id
+lifecycle_phase ownership_state eligibility_state blocking_reason terminal_outcome attempt_state public_state
+blocking_detail created_at started_at completed_at last_transition_at last_mutation_at delay_until
+execution_deadline_at attempt_timeout_at current_attempt_index current_attempt_id attempt_type total_attempt_count
+retry_count replay_count lease_reclaim_count current_lease_epoch current_lease_id current_worker_id
+current_worker_instance_id lease_acquired_at lease_expires_at lease_last_renewed_at lease_expired_at lease_revoked_at
+lease_revoke_reason failure_reason cancellation_reason cancelled_by pending_retry_reason pending_replay_reason
+pending_replay_requested_by pending_previous_attempt_index progress_pct progress_message progress_updated_at
+last_capability_mismatch_at
+"""
+CORE_FIELDS = frozenset(_NAMES.split())
+"""The names `read_exec_core_fields` knows."""
+
+_read_tags = msgspec.json.Decoder(dict[str, str]).decode
+_read_usage = msgspec.json.Decoder(dict[str, int]).decode
 
 
 class View:
@@ -30,12 +63,13 @@ class View:
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._waiters = _Waiters(store)
 
     async def state(self, execution_id: str) -> PublicState | None:
         """The public state of an execution."""
         rows = await self._store.fetch(SQL.read_state, **_key(execution_id))
-        return PublicState(rows[0][0]) if rows else None
+        if not rows:
+            return None
+        return literal(PublicState, rows[0][0], context="read_execution_state", field="public_state")
 
     async def info(self, execution_id: str) -> ExecutionInfo | None:
         """What an operator sees of an execution."""
@@ -43,15 +77,17 @@ class View:
         if not rows:
             return None
         row = rows[0]
+        context = "read_execution_info"
+        vector = _vector(row, context)
         return ExecutionInfo(
             execution_id=parse_execution_id(execution_id),
-            namespace=Namespace(row["namespace"]),
-            lane_id=LaneId(row["lane_id"]),
+            namespace=Namespace(required(row["namespace"], context=context, field="namespace")),
+            lane_id=LaneId(required(row["lane_id"], context=context, field="lane_id")),
             priority=row["priority"],
-            execution_kind=row["execution_kind"],
-            state_vector=_vector(row),
-            public_state=PublicState(row["public_state"]),
-            created_at=row["created_at"],
+            execution_kind=required(row["execution_kind"], context=context, field="execution_kind"),
+            state_vector=vector,
+            public_state=vector.public_state,
+            created_at=required(row["created_at"], context=context, field="created_at"),
             started_at=row["started_at"],
             completed_at=row["completed_at"],
             current_attempt_index=row["attempt_index"],
@@ -59,20 +95,56 @@ class View:
             blocking_detail=row["blocking_detail"] or "",
         )
 
+    async def describe(self, execution_id: str) -> ExecutionSnapshot | None:
+        """An execution as it stands."""
+        rows = await self._store.fetch(SQL.read_snapshot, **_key(execution_id))
+        return _snapshot(parse_execution_id(execution_id), rows[0]) if rows else None
+
+    async def context(self, execution_id: str) -> ExecutionContext:
+        """What the handler of an execution works from; an absent execution is the caller's mistake."""
+        row = await self._one(SQL.read_context, execution_id)
+        return ExecutionContext(
+            input_payload=row["input_payload"], execution_kind=row["execution_kind"], tags=_tags(row["tags"])
+        )
+
+    async def attempt_index(self, execution_id: str) -> int:
+        """The index of the latest attempt, 0 before the first; an absent execution is the caller's mistake."""
+        return max(await self.attempt_count(execution_id) - 1, 0)
+
+    async def attempt_count(self, execution_id: str) -> int:
+        """How many attempts were made; an absent execution is the caller's mistake."""
+        count: int = (await self._one(SQL.read_attempt_count, execution_id))["attempt_count"]
+        return count
+
+    async def flow_id(self, execution_id: str) -> FlowId | None:
+        """The flow an execution belongs to."""
+        rows = await self._store.fetch(SQL.read_flow, **_key(execution_id))
+        return FlowId(rows[0]["flow_id"]) if rows and rows[0]["flow_id"] is not None else None
+
+    async def namespace(self, execution_id: str) -> Namespace | None:
+        """The namespace of an execution."""
+        rows = await self._store.fetch(SQL.read_namespace, **_key(execution_id))
+        return Namespace(rows[0]["namespace"]) if rows else None
+
+    async def fields(self, execution_id: str, names: Sequence[str]) -> dict[str, str | None]:
+        """Fields of an execution as texts; all of an absent one are None."""
+        if isinstance(names, str):
+            raise error("invalid_input", "names: several names")
+        for name in names:
+            if not isinstance(name, str) or name not in CORE_FIELDS:
+                raise error("invalid_input", f"names: there is no field {shorten(repr(name))}")
+        rows = await self._store.fetch(SQL.read_fields, **_key(execution_id))
+        return {name: rows[0][name] if rows else None for name in names}
+
+    async def attempts(self, execution_id: str) -> list[Attempt]:
+        """The attempts of an execution in order, the running one included."""
+        parsed = parse_execution_id(execution_id)
+        return [_attempt(parsed, row) for row in await self._store.fetch(SQL.list_attempts, **_key(parsed))]
+
     async def result(self, execution_id: str) -> bytes | None:
         """The result of a completed execution."""
         rows = await self._store.fetch(SQL.read_result, **_key(execution_id))
         return rows[0][0] if rows else None
-
-    async def wait_for_ending(self, execution_id: str, timeout: float | None) -> Ended:
-        """How an execution ended, as soon as it has; NotFound when there is no such execution."""
-        parsed = parse_execution_id(execution_id)
-        row_key(parsed)
-        waiting = self._waiters.wait(parsed)
-        try:
-            return await asyncio.wait_for(waiting, timeout)
-        except TimeoutError:
-            raise error("timeout", {"op": "wait_for_ending", "elapsed_ms": int((timeout or 0) * 1000)}) from None
 
     async def clock(self) -> int:
         """The store's wall clock in milliseconds."""
@@ -80,98 +152,11 @@ class View:
         now: int = rows[0][0]
         return now
 
-    async def close(self) -> None:
-        """Stop waiting for endings."""
-        await self._waiters.close()
-
-
-class _Waiters:
-    """Looks for the endings this process waits for: together, on a hint, and from time to time without one."""
-
-    BUSY_SECONDS = 0.02
-    """The pause between two looks while hints keep coming."""
-    LONGEST_SECONDS = 1.0
-
-    def __init__(self, store: Store) -> None:
-        self._store = store
-        self._waiting: dict[ExecutionId, list[asyncio.Future[Ended]]] = {}
-        self._task: asyncio.Task[None] | None = None
-
-    def wait(self, execution_id: ExecutionId) -> "asyncio.Future[Ended]":
-        """The future of an execution's ending."""
-        future: asyncio.Future[Ended] = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(execution_id, []).append(future)
-        self._store.wakeups.ended_event.set()
-        if self._task is None or self._task.done():
-            self._task = asyncio.create_task(self._look())
-        return future
-
-    async def close(self) -> None:
-        """Give up on what has not ended."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
-        for futures in self._waiting.values():
-            for future in futures:
-                future.cancel()
-        self._waiting.clear()
-
-    async def _look(self) -> None:
-        wakeups = self._store.wakeups
-        await wakeups.hints.listen()
-        pause = self.BUSY_SECONDS
-        while self._waiting:
-            began = time.monotonic()
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(wakeups.ended_event.wait(), pause)
-            is_hinted = wakeups.ended_event.is_set()
-            wakeups.ended_event.clear()
-            pause = self.BUSY_SECONDS if is_hinted else min(pause * 2, self.LONGEST_SECONDS)
-            # Cancelled waiters drop out here.
-            for execution_id in [key for key, futures in self._waiting.items() if all(f.done() for f in futures)]:
-                del self._waiting[execution_id]
-            if self._waiting:
-                await self._settle()
-            if self._waiting and is_hinted:
-                await asyncio.sleep(max(0.0, began + self.BUSY_SECONDS - time.monotonic()))
-
-    async def _settle(self) -> None:
-        wanted = list(self._waiting)
-        pairs = [split_execution_id(execution_id) for execution_id in wanted]
-        try:
-            rows = await self._store.fetch(
-                SQL.list_endings,
-                partition_keys=[partition for partition, _ in pairs],
-                execution_ids=[uuid for _, uuid in pairs],
-            )
-        except EngineError as refused:
-            if refused.retryable:
-                return
-            self._answer_all(refused)
-            return
-        for row in rows:
-            execution_id = wanted[row["nth"] - 1]
-            for future in self._waiting.pop(execution_id, ()):
-                if future.done():
-                    continue
-                if row["terminal_outcome"] is None:
-                    future.set_exception(error("execution_not_found"))
-                else:
-                    future.set_result(
-                        Ended(
-                            execution_id=execution_id,
-                            outcome=TerminalOutcome(row["terminal_outcome"]),
-                            result=row["result_payload"],
-                            reason=row["reason"],
-                        )
-                    )
-
-    def _answer_all(self, refused: EngineError) -> None:
-        for futures in self._waiting.values():
-            for future in futures:
-                if not future.done():
-                    future.set_exception(refused)
-        self._waiting.clear()
+    async def _one(self, statement: Statement, execution_id: str) -> Record:
+        rows = await self._store.fetch(statement, **_key(execution_id))
+        if not rows:
+            raise error("invalid_input", f"execution_id: no execution {parse_execution_id(execution_id)}")
+        return rows[0]
 
 
 def _key(execution_id: str) -> Mapping[str, object]:
@@ -179,13 +164,102 @@ def _key(execution_id: str) -> Mapping[str, object]:
     return {"partition_key": partition, "execution_id": uuid}
 
 
-def _vector(row: Record) -> StateVector:
+def _tags(text: str | None) -> dict[str, str]:
+    return _read_tags(text) if text else {}
+
+
+def _snapshot(execution_id: ExecutionId, row: Record) -> ExecutionSnapshot:
+    context = f"describe_execution {execution_id}"
+    reason = literal(BlockingReason, row["blocking_reason"], context=context, field="blocking_reason")
+    return ExecutionSnapshot(
+        execution_id=execution_id,
+        flow_id=None if row["flow_id"] is None else FlowId(row["flow_id"]),
+        lane_id=LaneId(required(row["lane_id"], context=context, field="lane_id")),
+        namespace=Namespace(required(row["namespace"], context=context, field="namespace")),
+        public_state=literal(PublicState, row["public_state"], context=context, field="public_state"),
+        blocking_reason=None if reason is BlockingReason.NONE else reason,
+        blocking_detail=row["blocking_detail"] or None,
+        current_attempt=_current_attempt(row, context),
+        current_lease=_current_lease(row, context),
+        current_waitpoint=None,
+        created_at=required(row["created_at"], context=context, field="created_at"),
+        last_mutation_at=required(row["last_mutation_at"], context=context, field="last_mutation_at"),
+        total_attempt_count=row["attempt_count"],
+        tags=_tags(row["tags"]),
+    )
+
+
+def _current_attempt(row: Record, context: str) -> CurrentAttempt | None:
+    if row["attempt_id"] is None:
+        return None
+    return CurrentAttempt(attempt_id=AttemptId(row["attempt_id"]), attempt_index=_index(row, context))
+
+
+def _current_lease(row: Record, context: str) -> CurrentLease | None:
+    instance, expires_at = row["worker_instance_id"] or None, row["lease_expires_at"]
+    if instance is None or expires_at is None:
+        return None
+    return CurrentLease(
+        lease_id=LeaseId(required(row["lease_id"], context=context, field="lease_id")),
+        lease_epoch=required(row["lease_epoch"] or None, context=context, field="lease_epoch"),
+        attempt_index=_index(row, context),
+        worker_instance_id=WorkerInstanceId(instance),
+        expires_at=expires_at,
+        last_heartbeat_at=row["lease_renewed_at"],
+    )
+
+
+def _index(row: Record, context: str) -> int:
+    count: int = row["attempt_count"]
+    if count < 1:
+        raise corruption(context, "attempt_index", f"no attempt was counted, the count is {count}")
+    return count - 1
+
+
+def _attempt(execution_id: ExecutionId, row: Record) -> Attempt:
+    context = f"list_attempts {execution_id}"
+    attempt_type = literal(AttemptType, row["attempt_type"], context=context, field="attempt_type")
+    started_at: int = required(row["started_at"], context=context, field="started_at")
+    return Attempt(
+        attempt_id=AttemptId(required(row["attempt_id"], context=context, field="attempt_id")),
+        execution_id=execution_id,
+        attempt_index=row["attempt_index"],
+        attempt_type=attempt_type,
+        attempt_state=literal(AttemptLifecycle, row["attempt_state"], context=context, field="attempt_state"),
+        # A claim creates an attempt and starts it.
+        created_at=started_at,
+        started_at=started_at,
+        resumed_at=row["resumed_at"],
+        suspended_at=row["suspended_at"],
+        suspension_id=None if row["suspension_id"] is None else SuspensionId(row["suspension_id"]),
+        suspension_marker=row["suspension_marker"],
+        ended_at=row["ended_at"],
+        lease_id=None if row["lease_id"] is None else LeaseId(row["lease_id"]),
+        lease_epoch=row["lease_epoch"],
+        worker_id=None if row["worker_id"] is None else WorkerId(row["worker_id"]),
+        worker_instance_id=None if row["worker_instance_id"] is None else WorkerInstanceId(row["worker_instance_id"]),
+        failure_reason=row["failure_reason"],
+        failure_category=row["failure_category"],
+        retry_reason=row["retry_reason"],
+        replay_reason=row["replay_reason"],
+        replay_requested_by=row["replay_requested_by"],
+        reclaim_reason=row["reclaim_reason"],
+        previous_attempt_index=row["previous_attempt_index"],
+        replayed_from_attempt_index=row["previous_attempt_index"] if attempt_type is AttemptType.REPLAY else None,
+        usage=_read_usage(row["usage"]) if row["usage"] else {},
+        policy=row["policy"],
+    )
+
+
+def _vector(row: Record, context: str) -> StateVector:
     return StateVector(
-        lifecycle_phase=LifecyclePhase(row["lifecycle_phase"]),
-        ownership_state=OwnershipState(row["ownership_state"]),
-        eligibility_state=EligibilityState(row["eligibility_state"]),
-        blocking_reason=BlockingReason(row["blocking_reason"]),
-        terminal_outcome=TerminalOutcome(row["terminal_outcome"]),
-        attempt_state=AttemptState(row["attempt_state"]),
-        public_state=PublicState(row["public_state"]),
+        lifecycle_phase=literal(LifecyclePhase, row["lifecycle_phase"], context=context, field="lifecycle_phase"),
+        ownership_state=literal(OwnershipState, row["ownership_state"], context=context, field="ownership_state"),
+        eligibility_state=literal(
+            EligibilityState, row["eligibility_state"], context=context, field="eligibility_state"
+        ),
+        blocking_reason=literal(BlockingReason, row["blocking_reason"], context=context, field="blocking_reason"),
+        terminal_outcome=literal(TerminalOutcome, row["terminal_outcome"], context=context, field="terminal_outcome"),
+        attempt_state=literal(AttemptState, row["attempt_state"], context=context, field="attempt_state"),
+        public_state=literal(PublicState, row["public_state"], context=context, field="public_state"),
     )

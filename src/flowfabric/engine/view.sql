@@ -8,11 +8,103 @@ select n.namespace, l.lane_id, e.priority, i.execution_kind, e.lifecycle_phase, 
        e.blocking_reason, e.terminal_outcome, e.attempt_state, e.public_state, i.created_at, e.started_at, e.completed_at,
        greatest(e.attempt_count - 1, 0) as attempt_index, e.flow_id, e.blocking_detail
   from execution e
-  join execution_input i using (partition_key, execution_id)
-  join namespace n on n.namespace_no = e.namespace_no
-  join queue q using (queue_no)
-  join lane l on l.lane_no = q.lane_no
+  left join execution_input i using (partition_key, execution_id)
+  left join namespace n on n.namespace_no = e.namespace_no
+  left join queue q using (queue_no)
+  left join lane l on l.lane_no = q.lane_no
  where e.partition_key = :partition_key and e.execution_id = :execution_id;
+
+-- name: read_snapshot
+-- One execution as it stands; the lease columns of what is not owned are spent and show as nothing.
+select e.flow_id, l.lane_id, n.namespace, e.public_state, e.blocking_reason, e.blocking_detail, e.attempt_id, e.attempt_count,
+       i.created_at, e.last_mutation_at, w.worker_instance_id, o.lease_expires_at, o.lease_id, o.lease_epoch, o.lease_renewed_at,
+       case when i.has_tags then (
+         select jsonb_object_agg(t.key, t.value) from execution_tag t
+          where t.partition_key = e.partition_key and t.execution_id = e.execution_id) end as tags
+  from execution e
+  left join execution_input i using (partition_key, execution_id)
+  left join namespace n on n.namespace_no = e.namespace_no
+  left join queue q using (queue_no)
+  left join lane l on l.lane_no = q.lane_no
+  left join lateral (
+       select e.worker_no, e.lease_expires_at, e.lease_id, e.lease_epoch, e.lease_renewed_at
+        where e.ownership_state <> 'unowned') o on true
+  left join worker_identity w on w.worker_no = o.worker_no
+ where e.partition_key = :partition_key and e.execution_id = :execution_id;
+
+-- name: read_context
+-- What the handler of one execution works from.
+select i.input_payload, i.execution_kind,
+       case when i.has_tags then (
+         select jsonb_object_agg(t.key, t.value) from execution_tag t
+          where t.partition_key = i.partition_key and t.execution_id = i.execution_id) end as tags
+  from execution_input i
+ where i.partition_key = :partition_key and i.execution_id = :execution_id;
+
+-- name: read_attempt_count
+-- How many attempts one execution has had.
+select attempt_count from execution where partition_key = :partition_key and execution_id = :execution_id;
+
+-- name: read_flow
+-- The flow one execution belongs to.
+select flow_id from execution where partition_key = :partition_key and execution_id = :execution_id;
+
+-- name: read_namespace
+-- The namespace of one execution.
+select n.namespace
+  from execution e join namespace n using (namespace_no)
+ where e.partition_key = :partition_key and e.execution_id = :execution_id;
+
+-- name: read_fields
+-- The row of one execution as texts by name; lease columns while it is owned, the lineage of an attempt while it is pending.
+select n.namespace, l.lane_id, l.lane_id as current_lane, i.execution_kind, i.creator_identity, i.payload_encoding,
+       e.priority::text as priority, array_to_string(c.required, ',') as required_capabilities, e.flow_id::text as flow_id,
+       e.lifecycle_phase::text as lifecycle_phase, e.ownership_state::text as ownership_state,
+       e.eligibility_state::text as eligibility_state, e.blocking_reason::text as blocking_reason,
+       e.terminal_outcome::text as terminal_outcome, e.attempt_state::text as attempt_state,
+       e.public_state::text as public_state, e.blocking_detail,
+       i.created_at::text as created_at, e.started_at::text as started_at, e.completed_at::text as completed_at,
+       e.last_transition_at::text as last_transition_at, e.last_mutation_at::text as last_mutation_at,
+       e.delay_until::text as delay_until, e.deadline_at::text as execution_deadline_at,
+       e.attempt_timeout_at::text as attempt_timeout_at,
+       greatest(e.attempt_count - 1, 0)::text as current_attempt_index, e.attempt_id::text as current_attempt_id,
+       e.attempt_type::text as attempt_type, e.attempt_count::text as total_attempt_count,
+       e.retry_count::text as retry_count, e.replay_count::text as replay_count, e.reclaim_count::text as lease_reclaim_count,
+       e.lease_epoch::text as current_lease_epoch, o.lease_id::text as current_lease_id,
+       w.worker_id as current_worker_id, w.worker_instance_id as current_worker_instance_id,
+       o.claimed_at::text as lease_acquired_at, o.lease_expires_at::text as lease_expires_at,
+       o.lease_renewed_at::text as lease_last_renewed_at, e.lease_expired_at::text as lease_expired_at,
+       e.lease_revoked_at::text as lease_revoked_at, e.lease_revoke_reason,
+       e.failure_reason, e.cancellation_reason, e.cancelled_by,
+       p.retry_reason as pending_retry_reason, p.replay_reason as pending_replay_reason,
+       p.replay_requested_by as pending_replay_requested_by, p.previous_attempt_index::text as pending_previous_attempt_index,
+       e.progress_pct::text as progress_pct, e.progress_message, e.progress_updated_at::text as progress_updated_at,
+       e.last_capability_mismatch_at::text as last_capability_mismatch_at
+  from execution e
+  left join execution_input i using (partition_key, execution_id)
+  left join namespace n on n.namespace_no = e.namespace_no
+  left join queue q using (queue_no)
+  left join lane l on l.lane_no = q.lane_no
+  left join capability_set c on c.capability_set_no = q.capability_set_no
+  left join lateral (
+       select e.worker_no, e.lease_expires_at, e.lease_id, e.claimed_at, e.lease_renewed_at
+        where e.ownership_state <> 'unowned') o on true
+  left join worker_identity w on w.worker_no = o.worker_no
+  left join lateral (
+       select e.retry_reason, e.replay_reason, e.replay_requested_by, e.previous_attempt_index
+        where e.attempt_state in ('pending_retry_attempt', 'pending_replay_attempt')) p on true
+ where e.partition_key = :partition_key and e.execution_id = :execution_id;
+
+-- name: list_attempts
+-- The attempts of one execution in order, the running one included.
+select a.attempt_index, a.attempt_id, a.attempt_type, a.attempt_state, a.started_at, a.suspended_at, a.resumed_at, a.ended_at,
+       a.lease_id, a.lease_epoch, w.worker_id, w.worker_instance_id, a.failure_reason, a.failure_category,
+       a.previous_attempt_index, a.retry_reason, a.reclaim_reason, a.replay_reason, a.replay_requested_by,
+       a.suspension_marker, a.suspension_id, a.usage, a.policy
+  from attempt_all a
+  left join worker_identity w on w.worker_no = a.worker_no
+ where a.partition_key = :partition_key and a.execution_id = :execution_id
+ order by a.attempt_index;
 
 -- name: read_result
 -- The result of one completed execution.
@@ -21,15 +113,6 @@ select a.result_payload
   join attempt a on a.partition_key = e.partition_key and a.execution_id = e.execution_id
                 and a.attempt_index = e.attempt_count - 1
  where e.partition_key = :partition_key and e.execution_id = :execution_id and e.terminal_outcome = 'success';
-
--- name: list_endings
--- Of the named executions those that have ended, with their outcome and result; absent ones show an outcome of null.
-select i.nth, e.terminal_outcome, e.public_state, a.result_payload, coalesce(e.failure_reason, e.cancellation_reason) as reason
-  from unnest(:partition_keys::smallint[], :execution_ids::uuid[]) with ordinality as i(partition_key, execution_id, nth)
-  left join execution e using (partition_key, execution_id)
-  left join attempt a on e.terminal_outcome = 'success' and a.partition_key = e.partition_key
-                     and a.execution_id = e.execution_id and a.attempt_index = e.attempt_count - 1
- where e.execution_id is null or e.lifecycle_phase = 'terminal';
 
 -- name: read_clock
 -- The clock that decides everything.

@@ -6,15 +6,25 @@ from flowfabric.db.database import Record, Transaction
 from flowfabric.db.statements import statements_beside
 from flowfabric.engine.store import Store
 from flowfabric.model.errors import error
-from flowfabric.model.ids import WorkerInstanceId, check_lane_id, check_worker_id, worker_partition
+from flowfabric.model.ids import (
+    LaneId,
+    Namespace,
+    WorkerId,
+    WorkerInstanceId,
+    check_lane_id,
+    check_worker_id,
+    worker_partition,
+)
 from flowfabric.model.outcomes import Marked, NotRegistered, Refreshed, Registered
 from flowfabric.model.policy import check_capabilities
-from flowfabric.model.text import check_text, has_control
+from flowfabric.model.snapshots import WorkerCursor, WorkerEntry, WorkerPage
+from flowfabric.model.text import check_range, check_text, has_control
 
 SQL = statements_beside(__file__)
 
 MAX_REASON_BYTES = 256
 SWEEP_LIMIT = 1000
+MAX_LIMIT = 10_000
 
 
 class Workers:
@@ -42,7 +52,7 @@ class Workers:
             **key,
             "worker_id": check_worker_id(worker_id, "worker_id"),
             "lanes": sorted({check_lane_id(lane) for lane in lanes}),
-            "capabilities": check_capabilities(tuple(capabilities)),
+            "capabilities": check_capabilities(capabilities),
             "liveness_ttl_ms": liveness_ttl_ms,
         }
 
@@ -76,6 +86,29 @@ class Workers:
 
         return Marked() if await self._store.transact(end) else NotRegistered()
 
+    async def page(self, namespace: str | None, after: WorkerCursor | str | None, limit: int) -> WorkerPage:
+        """A page of the live workers by namespace and instance, behind the place of the cursor."""
+        check_range(limit, "limit", 0, 2**63 - 1)
+        if namespace is not None:
+            check_text(namespace, "namespace")
+        place = _place(after, namespace)
+        limit = min(limit, MAX_LIMIT)
+        if limit == 0:
+            return WorkerPage(entries=[], cursor=None)
+        rows = await self._store.fetch(
+            SQL.list_live_workers,
+            namespace=namespace,
+            after_namespace=place.namespace,
+            after_instance=place.worker_instance_id,
+            limit=limit + 1,
+        )
+        entries = [_entry(row) for row in rows[:limit]]
+        cursor = None
+        if len(rows) > limit:
+            last = entries[-1]
+            cursor = WorkerCursor(namespace=last.namespace, worker_instance_id=last.worker_instance_id)
+        return WorkerPage(entries=entries, cursor=cursor)
+
     async def sweep_lapsed(self) -> int:
         """End registrations nobody keeps alive any more; answers how many."""
         rows = await self._store.fetch(SQL.take_lapsed_workers, limit=SWEEP_LIMIT)
@@ -90,3 +123,31 @@ class Workers:
             "namespace": check_text(namespace, "namespace"),
             "worker_instance_id": instance,
         }
+
+
+def _place(after: WorkerCursor | str | None, namespace: str | None) -> WorkerCursor:
+    """The place a list goes on behind: of one namespace the instance alone names it."""
+    match after:
+        case None:
+            return WorkerCursor(namespace=namespace or "", worker_instance_id="")
+        case str() if namespace is not None:
+            return WorkerCursor(namespace=namespace, worker_instance_id=check_text(after, "after"))
+        case WorkerCursor() if namespace in (None, after.namespace):
+            check_text(after.namespace, "after")
+            check_text(after.worker_instance_id, "after")
+            return after
+        case _:
+            raise error("invalid_input", "after: not a cursor of this list")
+
+
+def _entry(row: Record) -> WorkerEntry:
+    return WorkerEntry(
+        namespace=Namespace(row["namespace"]),
+        worker_instance_id=WorkerInstanceId(row["worker_instance_id"]),
+        worker_id=WorkerId(row["worker_id"]),
+        lanes=tuple(LaneId(lane) for lane in row["lanes"]),
+        capabilities=tuple(row["capabilities"]),
+        last_heartbeat_ms=row["last_heartbeat_at"],
+        liveness_ttl_ms=row["liveness_ttl_ms"],
+        registered_at_ms=row["registered_at"],
+    )

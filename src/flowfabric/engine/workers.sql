@@ -80,3 +80,13 @@ told as (
   on conflict do nothing
 )
 select count(*) as swept from gone;
+
+-- name: list_live_workers
+-- The live registrations of one namespace or of all, by namespace and instance in the order of their bytes, behind a place.
+select namespace, worker_instance_id, worker_id, lanes, capabilities, last_heartbeat_at, liveness_ttl_ms, registered_at
+  from worker
+ where (:namespace::text is null or namespace collate "C" = :namespace)
+   and (namespace collate "C", worker_instance_id collate "C") > (:after_namespace::text, :after_instance::text)
+   and lapses_at > (select ff_now())
+ order by namespace collate "C", worker_instance_id collate "C"
+ limit :limit;

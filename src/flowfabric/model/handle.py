@@ -6,7 +6,7 @@ from base64 import b64decode, b64encode
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Self, TypeVar
+from typing import Self
 
 import msgspec
 
@@ -21,6 +21,7 @@ from flowfabric.model.ids import (
     parse_uuid,
 )
 from flowfabric.model.states import HandleKind
+from flowfabric.model.text import Word, word_of
 
 
 class Backend(StrEnum):
@@ -148,14 +149,11 @@ def _foreign(backend: str) -> EngineError:
     return error("handle_from_other_backend", f"expected={Backend.POSTGRES} actual={backend}")
 
 
-Word = TypeVar("Word", bound=StrEnum)
-
-
 def _word(words: type[Word], value: object, field: str) -> Word:
-    for word in words:
-        if word == value:
-            return word
-    raise error("invalid_input", f"{field}: must be one of {', '.join(words)}")
+    word = word_of(words, value)
+    if word is None:
+        raise error("invalid_input", f"{field}: must be one of {', '.join(words)}")
+    return word
 
 
 def _text(value: str) -> bytes:

@@ -2,13 +2,12 @@
 
 import os
 import re
-import struct
 import threading
 import time
 import uuid
 from binascii import crc_hqx
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import lru_cache
 from typing import NewType
@@ -92,11 +91,6 @@ def _refusal(reason: str, value: object) -> EngineError:
     return error("invalid_input", f"{shorten(reason)}: {shorten(repr(value))}")
 
 
-def crc16_xmodem(data: bytes) -> int:
-    """Give the CRC-16/XMODEM checksum."""
-    return crc_hqx(data, 0)
-
-
 def fnv1a_64(data: bytes) -> int:
     """Give the 64-bit FNV-1a hash."""
     digest = 0xCBF29CE484222325
@@ -145,7 +139,7 @@ class Partitions:
     flow: int = 256
     budget: int = 32
     quota: int = 32
-    solo: Callable[[LaneId, int], int] = lane_partition
+    solo: Callable[[LaneId, int], int] = field(default=lane_partition, repr=False)
 
     def __post_init__(self) -> None:
         """Refuse counts outside 1..32768."""
@@ -153,6 +147,10 @@ class Partitions:
             count = getattr(self, family)
             if type(count) is not int or not 1 <= count <= MAX_PARTITION_COUNT:
                 raise error("invalid_input", f"num_{family}_partitions: {count!r} is not in 1..{MAX_PARTITION_COUNT}")
+
+    def of_lane(self, lane_id: LaneId) -> int:
+        """Give the partition index of an execution of this lane that is outside any flow."""
+        return self.solo(lane_id, self.flow)
 
 
 class PartitionFamily(StrEnum):
@@ -196,7 +194,7 @@ def mint_for_flow(flow_id: FlowId, partitions: Partitions) -> ExecutionId:
 
 def mint_solo(lane_id: LaneId, partitions: Partitions) -> ExecutionId:
     """Mint the id of an execution outside any flow."""
-    return format_execution_id(partitions.solo(lane_id, partitions.flow), mint_uuid_texts(1)[0])
+    return format_execution_id(partitions.of_lane(lane_id), mint_uuid_texts(1)[0])
 
 
 def deterministic_for_flow(flow_id: FlowId, uuid: uuid.UUID, partitions: Partitions) -> ExecutionId:
@@ -206,7 +204,7 @@ def deterministic_for_flow(flow_id: FlowId, uuid: uuid.UUID, partitions: Partiti
 
 def deterministic_solo(lane_id: LaneId, uuid: uuid.UUID, partitions: Partitions) -> ExecutionId:
     """Give the one id of an execution outside any flow that carries the caller's UUID."""
-    return format_execution_id(partitions.solo(lane_id, partitions.flow), uuid)
+    return format_execution_id(partitions.of_lane(lane_id), uuid)
 
 
 _tick_lock = threading.Lock()
@@ -224,27 +222,6 @@ def _reserve_ticks(count: int) -> int:
     return first
 
 
-def uuid7() -> uuid.UUID:
-    """Mint a UUIDv7 greater than every one this process minted before."""
-    return mint_uuids(1)[0]
-
-
-def mint_uuids(count: int) -> list[uuid.UUID]:
-    """Mint rising UUIDv7s with one reading of the clock and of the random source."""
-    tick = _reserve_ticks(count)
-    new, put, kind, unknown = object.__new__, object.__setattr__, uuid.UUID, uuid.SafeUUID.unknown
-    minted = []
-    for random in struct.unpack(f"{count}Q", os.urandom(8 * count)):
-        high = (tick >> 12) << 16 | 0x7000 | tick & 0xFFF
-        # What UUID(int=...) does after its argument checks, which cost more than everything else here.
-        made = new(kind)
-        put(made, "int", high << 64 | 0x8000000000000000 | random >> 2)
-        put(made, "is_safe", unknown)
-        minted.append(made)
-        tick += 1
-    return minted
-
-
 def mint_uuid_texts(count: int) -> list[str]:
     """Mint rising UUIDv7s as canonical texts with one reading of the clock and of the random source."""
     tick = _reserve_ticks(count)
@@ -258,6 +235,11 @@ def mint_uuid_texts(count: int) -> list[str]:
         minted.append(f"{head}{tick & 0xFFF:03x}-8{random[at : at + 3]}-{random[at + 3 : at + 15]}")
         tick += 1
     return minted
+
+
+def uuid7() -> uuid.UUID:
+    """Mint a UUIDv7 greater than every one this process minted before."""
+    return uuid.UUID(mint_uuid_texts(1)[0])
 
 
 def check_lane_id(value: object) -> LaneId:

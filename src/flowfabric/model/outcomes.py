@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from flowfabric.model.handle import Handle
-from flowfabric.model.ids import AttemptId, ExecutionId, FlowId, LaneId, LeaseId, Namespace
+from flowfabric.model.ids import AttemptId, ExecutionId, FlowId, LaneId, LeaseId, Namespace, WorkerInstanceId
 from flowfabric.model.policy import ExecutionPolicy
 from flowfabric.model.states import AttemptType, PublicState, StateVector, TerminalOutcome
 
@@ -127,6 +127,33 @@ class Marked:
     """The mark is set: a lease as expired, a worker as dead."""
 
 
+class ExpiredLeaseCursor(NamedTuple):
+    """Where a page of expired leases ended; the next one begins behind it."""
+
+    expires_at_ms: int
+    execution_id: ExecutionId
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExpiredLease:
+    """A lease of active work whose time is up."""
+
+    execution_id: ExecutionId
+    lease_id: LeaseId
+    lease_epoch: int
+    worker_instance_id: WorkerInstanceId
+    expires_at_ms: int
+    attempt_index: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExpiredLeases:
+    """A page of expired leases; the cursor is there when the page was full."""
+
+    entries: tuple[ExpiredLease, ...]
+    cursor: ExpiredLeaseCursor | None
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Expired:
     """The execution ran out of time and ended."""
@@ -201,6 +228,7 @@ class Ended:
     outcome: TerminalOutcome
     result: bytes | None
     reason: str | None
+    result_encoding: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -395,9 +395,9 @@ def _plain(value: Any) -> object:
 
 def check_capabilities(values: object) -> tuple[str, ...]:
     """Give what a worker offers, sorted and without repeats."""
-    if isinstance(values, tuple):
+    if isinstance(values, list | tuple):
         try:
-            return _check_offered(values)
+            return _check_offered(tuple(values))
         except TypeError:
             raise error("invalid_capabilities", "worker:non_string_token") from None
     return check_tokens(values, "worker", has_space_or_control)
@@ -445,13 +445,6 @@ def reclaim_cap(policy: ExecutionPolicy | None, argument: int | None = None) -> 
     if policy is not None:
         return policy.max_reclaim_count
     return DEFAULT_RECLAIM_CAP if argument is None else argument
-
-
-def retention_ms(policy: ExecutionPolicy | None) -> int:
-    """Give how long an execution is kept after it ends."""
-    if policy is None or policy.stream_policy is None or policy.stream_policy.retention_ttl_ms is None:
-        return DAY_MS
-    return policy.stream_policy.retention_ttl_ms
 
 
 def dedup_window_ms(policy: ExecutionPolicy | None) -> int:

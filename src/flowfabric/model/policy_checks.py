@@ -3,12 +3,11 @@
 import re
 from collections.abc import Callable
 from collections.abc import Set as AbstractSet
-from enum import StrEnum
-from typing import Any, TypeVar
+from typing import Any
 from uuid import UUID
 
 from flowfabric.model.errors import EngineError, error
-from flowfabric.model.text import check_text
+from flowfabric.model.text import Word, check_text, word_of
 
 MAX_CAPABILITIES = 256
 MAX_CAPABILITY_BYTES = 4096
@@ -80,15 +79,12 @@ def texts(value: object, path: str) -> tuple[str, ...]:
     return tuple(text_of(item, path) for item in array(value, path))
 
 
-Word = TypeVar("Word", bound=StrEnum)
-
-
 def choice(words: type[Word], value: object, path: str) -> Word:
     """Give the word of a fixed set that a value is."""
-    for word in words:
-        if word == value:
-            return word
-    raise wrong(path, f"must be one of {', '.join(words)}")
+    word = word_of(words, value)
+    if word is None:
+        raise wrong(path, f"must be one of {', '.join(words)}")
+    return word
 
 
 def check_tokens(values: object, side: str, is_unclean: Callable[[str], bool]) -> tuple[str, ...]:

@@ -7,6 +7,7 @@ from functools import lru_cache
 from flowfabric.model.errors import error
 from flowfabric.model.text import check_text, shorten
 
+MAX_KEY_CHARACTERS = 1024
 _KEY = re.compile(r"[a-z][a-z0-9_]*\.[a-z0-9_][a-z0-9_.]*", re.ASCII)
 
 
@@ -19,7 +20,7 @@ def check_tag_key(key: object) -> str:
 
 @lru_cache(maxsize=4096)
 def _check_key_text(key: str) -> str:
-    if not _KEY.fullmatch(key):
+    if len(key) > MAX_KEY_CHARACTERS or not _KEY.fullmatch(key):
         raise error("invalid_tag_key", shorten(key))
     return key
 

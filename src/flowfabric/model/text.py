@@ -1,8 +1,12 @@
 """Texts as callers give them: what the store can hold, what a message can show, what a field allows."""
 
 import unicodedata
+from enum import StrEnum
+from typing import TypeVar
 
 from flowfabric.model.errors import error
+
+Word = TypeVar("Word", bound=StrEnum)
 
 
 def check_text(value: object, field: str) -> str:
@@ -23,6 +27,11 @@ def check_range(value: object, field: str, least: int, most: int) -> None:
     """Refuse what is no whole number from least to most."""
     if type(value) is not int or not least <= value <= most:
         raise error("invalid_input", f"{field}: {least} to {most}, got {value!r}")
+
+
+def word_of(words: type[Word], value: object) -> Word | None:
+    """Give the word of a fixed set that a value is."""
+    return next((word for word in words if word == value), None)
 
 
 def storable(text: object) -> str:

@@ -1,4 +1,4 @@
-"""The only background loop: asks once what is due, runs the sweeps that have work, and sleeps until more is due."""
+"""The loop of the sweeps: asks once what is due, runs those that have work, and sleeps until more is due."""
 
 import asyncio
 import contextlib
@@ -11,6 +11,7 @@ from typing import Self
 
 from flowfabric.engine.engine import Engine
 from flowfabric.model.errors import TransportError
+from flowfabric.pauses import pauses
 from flowfabric.reconcile.sweeps import SWEEPS, Sweep, WokenBy
 
 logger = logging.getLogger(__name__)
@@ -55,7 +56,7 @@ class Reconciler:
     """
 
     IDLE_SECONDS = 2.0
-    """The pause of a loop that has nothing to do and sees no timer near."""
+    """The pause of a loop that has nothing to do and sees no timer near: a look sees the timers of as long ahead."""
     LEAST_SECONDS = 0.02
     LOOK_SHARE = 10
     """While full batches follow each other, so many times its own time lies between two looks."""
@@ -69,7 +70,7 @@ class Reconciler:
         self._engine = engine
         self._duties = [_Duty(sweep, sweep.every(engine.settings).total_seconds()) for sweep in sweeps]
         timed = [duty.every for duty in self._duties if duty.sweep.woken_by is WokenBy.TIMER]
-        self._shortest = min(timed, default=self.IDLE_SECONDS)
+        self._shortest = min([self.IDLE_SECONDS, *timed])
         self._look_at = 0.0
         self._is_stopping = False
         self._task: asyncio.Task[None] | None = None
@@ -130,16 +131,15 @@ class Reconciler:
                 await self._wait(self.RESTART_SECONDS)
 
     async def _go(self, first: asyncio.Event) -> None:
-        least, longest = self.FAULT_SECONDS
-        fault_pause = least
+        faults = pauses(*self.FAULT_SECONDS)
         while not self._is_stopping:
             try:
                 pause = await self._tick()
-                fault_pause = least
+                faults = pauses(*self.FAULT_SECONDS)
             except TransportError as fault:
                 logger.warning("the store does not answer the reconciler: %s", fault)
                 self._engine.leases.is_swept = False
-                pause, fault_pause = fault_pause, min(fault_pause * 2, longest)
+                pause = next(faults)
             first.set()
             await self._wait(pause)
 
@@ -171,7 +171,7 @@ class Reconciler:
         return self._pause(processed, due.next_due_in_ms)
 
     def _pause(self, processed: int, next_due_in_ms: int | None) -> float:
-        # Where timers run out, others are likely that this process has not seen.
+        # Where timers run out, others are likely that another process sets meanwhile.
         pause = self._shortest if processed else self.IDLE_SECONDS
         if next_due_in_ms is not None:
             pause = min(self._shortest, next_due_in_ms / 1000)

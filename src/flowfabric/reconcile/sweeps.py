@@ -1,4 +1,4 @@
-"""The table of sweeps: what the engine does by itself, how late it may be, and what tells that it is due."""
+"""The table of sweeps: what the engine does by itself, how often, and what tells that it is due."""
 
 from collections.abc import Awaitable, Callable
 from dataclasses import KW_ONLY, dataclass
@@ -15,7 +15,7 @@ class WokenBy(StrEnum):
     """What makes a sweep run before its time."""
 
     TIMER = "timer"
-    """A lease, delay, timeout or deadline that runs out: known from the due index or set by this process."""
+    """A lease, delay, timeout or deadline that runs out: known from the due index, a delay of this process at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,10 @@ class Sweep:
     """Does one batch and answers how many items it changed; rows held elsewhere are left for the next one."""
     _: KW_ONLY
     every: Callable[[Settings], timedelta]
-    """The longest lateness of a sweep woken by timers; the pause between two passes of any other."""
+    """The pause between two passes; of a sweep woken by timers, the pause of the loop where timers run out.
+
+    The loop is one for all of them, so the shortest counts; each has its own again after a failure.
+    """
     batch: int
     """So many items make a full batch: another follows without a pause."""
     is_due: Callable[[Due], bool]

@@ -2,13 +2,13 @@
 
 import asyncio
 import logging
-import random
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 from flowfabric.engine.engine import Engine
 from flowfabric.model.errors import EngineError
 from flowfabric.model.outcomes import Completed, FailureReason
+from flowfabric.pauses import pauses
 from flowfabric.worker.context import Running
 from flowfabric.worker.outcome import Failure
 
@@ -27,14 +27,8 @@ LEASE_IS_LOST = frozenset(
 """The errors that say that a lease is no longer held: repeating the call cannot help."""
 
 RESULT_REFUSED = "result_refused"
-
-
-def pauses(*, first: float = 0.05, longest: float = 1.0) -> Iterator[float]:
-    """Seconds to wait before each further try: doubling, with jitter."""
-    pause = first
-    while True:
-        yield pause * random.uniform(0.75, 1)
-        pause = min(pause * 2, longest)
+FAULT_SECONDS = (0.05, 1.0)
+"""The first and the longest pause before a call that met a fault of the store is repeated."""
 
 
 class Endings:
@@ -68,7 +62,7 @@ class Endings:
     async def fail(self, running: Running, failure: Failure) -> None:
         """End a run's attempt in failure."""
         try:
-            for pause in pauses():
+            for pause in pauses(*FAULT_SECONDS):
                 if await self._write_failure(running, failure) or running.is_dropped:
                     return
                 await asyncio.sleep(pause)
@@ -114,7 +108,7 @@ class Endings:
 
     async def _complete(self, batch: list[tuple[Running, bytes | None]]) -> Sequence[Completed | Exception]:
         items = [(running.claimed.handle, payload) for running, payload in batch]
-        pause = pauses()
+        pause = pauses(*FAULT_SECONDS)
         while True:
             try:
                 return await self._engine.complete_many(items)

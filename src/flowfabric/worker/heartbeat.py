@@ -112,8 +112,10 @@ class Heartbeat:
                     await _is_set_within(stopping, self._tick)
             except _Stuck as silence:
                 logger.warning("the heartbeat connects again: %s", silence)
-            except EngineError as error:
-                logger.warning("the heartbeat cannot connect: %s", error)
+            except Exception as error:
+                # Whatever it is: a worker whose leases nobody renews does its work twice.
+                is_known = isinstance(error, EngineError)
+                logger.warning("the heartbeat begins again: %s", error, exc_info=None if is_known else error)
                 await _is_set_within(stopping, self._tick)
             # Not waited for: the connection to a silent server takes its time to close.
             closing = asyncio.create_task(connected.aclose())

@@ -19,9 +19,10 @@ from flowfabric.model.errors import EngineError
 from flowfabric.model.ids import check_lane_id, check_worker_id
 from flowfabric.model.outcomes import ClaimedExecution
 from flowfabric.model.policy import check_capabilities
+from flowfabric.pauses import pauses
 from flowfabric.reconcile.loop import Reconciler
 from flowfabric.worker.context import Context, Running
-from flowfabric.worker.endings import Endings, pauses
+from flowfabric.worker.endings import FAULT_SECONDS, Endings
 from flowfabric.worker.handler import Handler
 from flowfabric.worker.heartbeat import Heartbeat, Registration
 from flowfabric.worker.outcome import Dropped, Failure, Success, outcome_of
@@ -35,6 +36,8 @@ CLAIM_SIZE = 500
 MAX_THREADS = 32
 LISTENING_POLL_SECONDS = 10.0
 """The longest pause between two looks at the lanes while hints arrive and due work is announced."""
+IDLE_SECONDS = 0.05
+"""The first pause between two looks at the lanes while no hints arrive; each further one is longer."""
 GATHER_SECONDS = 0.002
 """How long a few free slots wait for more to be claimed into with them."""
 CANCEL_SECONDS = 5.0
@@ -94,7 +97,7 @@ class Worker:
             worker_instance_id or f"{self.worker_id[:200]}-{os.getpid()}-{secrets.token_hex(4)}", "worker_instance_id"
         )
         self.lanes = tuple(dict.fromkeys(check_lane_id(lane) for lane in lanes))
-        self.capabilities = check_capabilities(tuple(capabilities))
+        self.capabilities = check_capabilities(capabilities)
         self._engine = engine
         self._handlers = {
             kind: handler if isinstance(handler, Handler) else Handler(handler) for kind, handler in handlers.items()
@@ -171,8 +174,8 @@ class Worker:
 
     async def _claim_while_wanted(self) -> None:
         wakeups = self._engine.wakeups
-        retry_pauses = pauses()
-        idle_pauses = pauses(longest=self._poll_seconds)
+        retry_pauses = pauses(*FAULT_SECONDS)
+        idle_pauses = pauses(IDLE_SECONDS, self._poll_seconds)
         while True:
             free = await self._free_slots()
             if self._stopping.is_set():
@@ -193,9 +196,9 @@ class Worker:
                 logger.warning("a claim failed and is repeated: %s", error, exc_info=None if is_known else error)
                 await self._pause(next(retry_pauses))
                 continue
-            retry_pauses = pauses()
+            retry_pauses = pauses(*FAULT_SECONDS)
             if claimed:
-                idle_pauses = pauses(longest=self._poll_seconds)
+                idle_pauses = pauses(IDLE_SECONDS, self._poll_seconds)
                 self._start(claimed, asked_at)
             elif not self._stopping.is_set():
                 if self._reconcile and wakeups.hints.is_listening:

@@ -117,7 +117,8 @@ create table execution (
   due_at bigint generated always as (
     case when lifecycle_phase <> 'terminal' then least(
       case ownership_state when 'leased' then lease_expires_at end,
-      case eligibility_state when 'not_eligible_until_time' then delay_until end,
+      -- A delay into the past is due from when it was set: sweeps need not look for it further back.
+      case eligibility_state when 'not_eligible_until_time' then greatest(delay_until, last_transition_at) end,
       case lifecycle_phase when 'active' then attempt_timeout_at end,
       case lifecycle_phase when 'suspended' then suspension_timeout_at end,
       deadline_at) end) stored,
@@ -167,6 +168,7 @@ create index execution_due on execution (due_at) where due_at is not null;
 create index execution_retained on execution (retain_until) where retain_until is not null;
 create index execution_blocked on execution (eligibility_state, last_transition_at)
   where eligibility_state in ('blocked_by_budget', 'blocked_by_quota', 'blocked_by_route', 'blocked_by_operator', 'blocked_by_lane_state');
+create index execution_lapsed on execution (lease_expires_at) where ownership_state = 'lease_expired_reclaimable';
 create index execution_unhappy on execution (completed_at)
   where terminal_outcome in ('failed', 'cancelled', 'expired', 'skipped');
 
@@ -184,8 +186,9 @@ create table execution_input (
   policy jsonb,
   primary key (partition_key, execution_id)
 ) with (autovacuum_vacuum_scale_factor = 0.05);
--- Many rows share a millisecond, so their entries are stored together; ties are sorted by id when read.
-create index execution_input_list on execution_input (namespace_no, created_at);
+-- Many rows share a millisecond, so their entries are stored together; ties are sorted by id when read. The lane costs
+-- no space beside the namespace, and a list merges the few pairs of the two.
+create index execution_input_list on execution_input (namespace_no, lane_no, created_at);
 
 create table execution_tag (
   partition_key smallint not null,
@@ -317,7 +320,7 @@ create table worker (
   registered_at bigint not null,
   primary key (partition_key, namespace, worker_instance_id));
 create index worker_due on worker (lapses_at);
-create index worker_list on worker (namespace, worker_instance_id);
+create index worker_list on worker (namespace collate "C", worker_instance_id collate "C");
 
 create table worker_event (
   partition_key smallint not null,

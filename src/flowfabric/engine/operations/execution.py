@@ -1,24 +1,32 @@
-"""Operations on an execution as such: creating, cancelling."""
+"""Operations on an execution as such: creating, cancelling, and what its timers bring."""
 
 from collections.abc import Mapping, Sequence
 from uuid import UUID
 
+from flowfabric.engine.expire import ExpiryPhase
 from flowfabric.engine.families import Families
 from flowfabric.model.errors import EngineError
 from flowfabric.model.execution import NewExecution
 from flowfabric.model.handle import Handle
 from flowfabric.model.ids import ExecutionId
 from flowfabric.model.outcomes import (
+    AlreadySatisfied,
+    AlreadyTerminal,
     Cancelled,
     Created,
     Duplicate,
+    Expired,
+    NotYetDue,
+    Promoted,
+    RetryScheduled,
 )
 from flowfabric.model.policy import ExecutionPolicy
+from flowfabric.model.snapshots import TagsSet
 from flowfabric.model.states import CancelSource
 
 
 class ExecutionOperations(Families):
-    """Operations on an execution as such: creating, cancelling."""
+    """Operations on an execution as such: creating, cancelling, and what its timers bring."""
 
     async def create_execution(
         self,
@@ -76,3 +84,25 @@ class ExecutionOperations(Families):
     ) -> Cancelled:
         """End an execution as cancelled from any state; cancelling it again changes nothing."""
         return await self._cancel.cancel_execution(execution_id, reason, source, lease_id, lease_epoch, attempt_id)
+
+    async def promote_delayed(self, execution_id: ExecutionId | str) -> Promoted | AlreadySatisfied:
+        """Make a delayed execution claimable, where its time has come."""
+        return await self.leases.promote(execution_id)
+
+    async def expire_execution(
+        self, execution_id: ExecutionId | str, phase: ExpiryPhase | str
+    ) -> Expired | RetryScheduled | AlreadyTerminal | NotYetDue:
+        """Expire an execution whose attempt timeout or deadline has passed."""
+        return await self.expiry.expire_execution(execution_id, phase)
+
+    async def set_execution_tag(self, execution_id: ExecutionId | str, key: str, value: str) -> None:
+        """Store one tag of an execution, over what its key had before."""
+        await self._tagging.put(execution_id, key, value)
+
+    async def set_execution_tags(self, execution_id: ExecutionId | str, tags: Mapping[str, str]) -> TagsSet:
+        """Store tags of an execution in one transaction, over what their keys had before."""
+        return await self._tagging.put_many(execution_id, tags)
+
+    async def get_execution_tag(self, execution_id: ExecutionId | str, key: str) -> str | None:
+        """The value of one tag of an execution."""
+        return await self._tagging.get(execution_id, key)

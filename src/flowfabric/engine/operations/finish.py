@@ -1,10 +1,13 @@
-"""Operations of a run on itself: progress, and its end."""
+"""Operations of a run on itself: progress, putting itself aside, and its end."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from uuid import UUID
 
 from flowfabric.engine.families import Families
+from flowfabric.engine.fence import GivenFence
 from flowfabric.model.errors import EngineError
 from flowfabric.model.handle import Handle
+from flowfabric.model.ids import ExecutionId
 from flowfabric.model.outcomes import (
     ClaimedExecution,
     Completed,
@@ -13,10 +16,12 @@ from flowfabric.model.outcomes import (
     RetryScheduled,
     TerminalFailed,
 )
+from flowfabric.model.policy import ExecutionPolicy, RetryPolicy
+from flowfabric.model.states import CancelSource
 
 
 class FinishOperations(Families):
-    """Operations of a run on itself: progress, and its end."""
+    """Operations of a run on itself: progress, putting itself aside, and its end."""
 
     async def progress(self, handle: Handle, *, percent: int | None = None, message: str | None = None) -> None:
         """Overwrite what a run reports of itself; what is absent keeps its value."""
@@ -40,3 +45,47 @@ class FinishOperations(Families):
     ) -> RetryScheduled | TerminalFailed:
         """End an attempt in failure: tried again where the policy says so; `claimed` saves reading the policy."""
         return await self._finish.fail(handle, reason, classification, claimed)
+
+    async def complete_execution(
+        self,
+        *,
+        execution_id: ExecutionId | str,
+        attempt_index: int | None = None,
+        payload: bytes | None = None,
+        result_encoding: str | None = None,
+        source: str = CancelSource.LEASE_HOLDER,
+        lease_id: UUID | str | None = None,
+        lease_epoch: int | None = None,
+        attempt_id: UUID | str | None = None,
+    ) -> Completed:
+        """End a run in success on behalf of whoever holds its fence."""
+        given = GivenFence.read(lease_id, lease_epoch, attempt_id, attempt_index, source=source)
+        return await self._finish.complete_execution(execution_id, given, payload, result_encoding)
+
+    async def fail_execution(
+        self,
+        *,
+        execution_id: ExecutionId | str,
+        failure_reason: str,
+        failure_category: str = "",
+        attempt_index: int | None = None,
+        retry_policy_json: RetryPolicy | Mapping[str, object] | str | bytes | None = None,
+        next_attempt_policy_json: ExecutionPolicy | Mapping[str, object] | str | bytes | None = None,
+        source: str = CancelSource.LEASE_HOLDER,
+        lease_id: UUID | str | None = None,
+        lease_epoch: int | None = None,
+        attempt_id: UUID | str | None = None,
+    ) -> RetryScheduled | TerminalFailed:
+        """End an attempt in failure on behalf of whoever holds its fence: tried again where a policy says so."""
+        given = GivenFence.read(lease_id, lease_epoch, attempt_id, attempt_index, source=source)
+        return await self._finish.fail_execution(
+            execution_id, given, failure_reason, failure_category, retry_policy_json, next_attempt_policy_json
+        )
+
+    async def delay(self, handle: Handle, delay_until: int) -> None:
+        """Put a run aside until a time; its attempt goes on with the next claim after it."""
+        await self._park.delay(handle, delay_until)
+
+    async def wait_children(self, handle: Handle) -> None:
+        """Put a run aside until what it depends on has ended; its attempt goes on with the next claim after it."""
+        await self._park.wait_children(handle)

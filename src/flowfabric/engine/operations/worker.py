@@ -9,6 +9,7 @@ from flowfabric.model.outcomes import (
     Refreshed,
     Registered,
 )
+from flowfabric.model.snapshots import WorkerCursor, WorkerPage
 
 
 class WorkerOperations(Families):
@@ -36,3 +37,9 @@ class WorkerOperations(Families):
     async def mark_worker_dead(self, *, worker_instance_id: str, namespace: str, reason: str) -> Marked | NotRegistered:
         """End a live registration; its leases are not touched."""
         return await self.workers.mark_dead(worker_instance_id, namespace, reason)
+
+    async def list_workers(
+        self, *, namespace: str | None = None, after: WorkerCursor | str | None = None, limit: int = 1000
+    ) -> WorkerPage:
+        """A page of the live workers by namespace and instance, behind the place of the cursor."""
+        return await self.workers.page(namespace, after, limit)

@@ -1,0 +1,124 @@
+"""Waiting for what becomes of executions."""
+
+import asyncio
+import contextlib
+import time
+
+from flowfabric.db.statements import statements_beside
+from flowfabric.engine.store import Store
+from flowfabric.model.errors import EngineError, error
+from flowfabric.model.ids import ExecutionId, parse_execution_id, row_key, split_execution_id
+from flowfabric.model.outcomes import Ended
+from flowfabric.model.states import TerminalOutcome
+
+SQL = statements_beside(__file__)
+
+
+class Endings:
+    """Looks for the endings this process waits for: together, on a hint, and from time to time without one."""
+
+    BUSY_SECONDS = 0.02
+    """The pause between two looks while hints keep coming."""
+    LONGEST_SECONDS = 1.0
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._waiting: dict[ExecutionId, list[asyncio.Future[Ended]]] = {}
+        self._task: asyncio.Task[None] | None = None
+        self._refuses = False
+
+    async def wait(self, execution_id: str, timeout: float | None) -> Ended:
+        """How an execution ended, as soon as it has; NotFound when there is no such execution."""
+        parsed = parse_execution_id(execution_id)
+        row_key(parsed)
+        if self._refuses:
+            raise _refusal()
+        try:
+            return await asyncio.wait_for(self._future(parsed), timeout)
+        except TimeoutError:
+            raise error("timeout", {"op": "wait_for_ending", "elapsed_ms": int((timeout or 0) * 1000)}) from None
+
+    def refuse(self) -> None:
+        """Send away whoever waits and whoever comes."""
+        self._refuses = True
+        self._answer_all(_refusal())
+
+    def _future(self, execution_id: ExecutionId) -> "asyncio.Future[Ended]":
+        future: asyncio.Future[Ended] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(execution_id, []).append(future)
+        self._store.wakeups.ended_event.set()
+        if self._task is None or self._task.done():
+            self._task = asyncio.create_task(self._look())
+        return future
+
+    async def close(self) -> None:
+        """Give up on what has not ended."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        for futures in self._waiting.values():
+            for future in futures:
+                future.cancel()
+        self._waiting.clear()
+
+    async def _look(self) -> None:
+        wakeups = self._store.wakeups
+        await wakeups.hints.listen()
+        pause = self.BUSY_SECONDS
+        while self._waiting:
+            began = time.monotonic()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(wakeups.ended_event.wait(), pause)
+            is_hinted = wakeups.ended_event.is_set()
+            wakeups.ended_event.clear()
+            pause = self.BUSY_SECONDS if is_hinted else min(pause * 2, self.LONGEST_SECONDS)
+            # Cancelled waiters drop out here.
+            for execution_id in [key for key, futures in self._waiting.items() if all(f.done() for f in futures)]:
+                del self._waiting[execution_id]
+            if self._waiting:
+                await self._settle()
+            if self._waiting and is_hinted:
+                await asyncio.sleep(max(0.0, began + self.BUSY_SECONDS - time.monotonic()))
+
+    async def _settle(self) -> None:
+        wanted = list(self._waiting)
+        pairs = [split_execution_id(execution_id) for execution_id in wanted]
+        try:
+            rows = await self._store.fetch(
+                SQL.list_endings,
+                partition_keys=[partition for partition, _ in pairs],
+                execution_ids=[uuid for _, uuid in pairs],
+            )
+        except EngineError as refused:
+            if refused.retryable:
+                return
+            self._answer_all(refused)
+            return
+        for row in rows:
+            execution_id = wanted[row["nth"] - 1]
+            for future in self._waiting.pop(execution_id, ()):
+                if future.done():
+                    continue
+                if row["terminal_outcome"] is None:
+                    future.set_exception(error("execution_not_found"))
+                else:
+                    future.set_result(
+                        Ended(
+                            execution_id=execution_id,
+                            outcome=TerminalOutcome(row["terminal_outcome"]),
+                            result=row["result_payload"],
+                            reason=row["reason"],
+                            result_encoding=row["result_encoding"],
+                        )
+                    )
+
+    def _answer_all(self, refused: EngineError) -> None:
+        for futures in self._waiting.values():
+            for future in futures:
+                if not future.done():
+                    future.set_exception(refused)
+        self._waiting.clear()
+
+
+def _refusal() -> EngineError:
+    return error("unavailable", "wait_for_ending: the engine is shutting down")

@@ -1,0 +1,77 @@
+-- name: lock_best
+-- Holds the best execution of a lane that this worker may be granted; no row when there is none.
+-- Queues are walked in the order of their first candidate, and only until one row is held.
+with clock as materialized (select ff_now() as now),
+serving as materialized (
+  select q.queue_no
+    from lane l
+    join queue q using (lane_no)
+    join capability_set c using (capability_set_no)
+   where l.lane_id = :lane_id and l.state in ('active', 'draining') and c.required <@ :capabilities::text[]
+),
+span as materialized (
+  select s.queue_no, coalesce(w.first_place, 0) as first_place, coalesce(w.last_place, 9223372036854775807) as last_place
+    from serving s
+    left join unnest(:span_queues::int[], :span_firsts::bigint[], :span_lasts::bigint[])
+              as w(queue_no, first_place, last_place) using (queue_no)
+),
+candidate as materialized (
+  select s.queue_no, e.place, s.last_place
+    from span s
+   cross join lateral (
+         select e.place from execution e
+          where e.queue_no = s.queue_no and e.place between s.first_place and s.last_place
+            and (e.eligibility_state = 'eligible_now' or e.ownership_state in ('lease_expired_reclaimable', 'lease_revoked'))
+            and (e.granted_until is null or e.granted_until <= (select now from clock))
+            and e.blocking_reason <> 'paused_by_flow_cancel'
+          order by e.place limit 1) e
+   order by e.place
+)
+select e.partition_key, e.execution_id
+  from candidate s
+ cross join lateral (
+       select e.partition_key, e.execution_id
+         from execution e
+        where e.queue_no = s.queue_no and e.place between s.place and s.last_place
+          and (e.eligibility_state = 'eligible_now' or e.ownership_state in ('lease_expired_reclaimable', 'lease_revoked'))
+          and (e.granted_until is null or e.granted_until <= (select now from clock))
+          and e.blocking_reason <> 'paused_by_flow_cancel'
+        order by e.place limit 1
+          for update skip locked) e
+ limit 1;
+
+-- name: list_eligible
+-- The executions of a lane that wait for a worker and are granted to none, in the order of claims.
+with clock as materialized (select ff_now() as now)
+select e.partition_key, e.execution_id
+  from lane l
+  join queue q using (lane_no)
+ cross join lateral (
+       select e.partition_key, e.execution_id, e.place from execution e
+        where e.queue_no = q.queue_no and e.eligibility_state = 'eligible_now'
+          and (e.granted_until is null or e.granted_until <= (select now from clock))
+        order by e.place limit :limit) e
+ where l.lane_id = :lane_id and l.state in ('active', 'draining')
+ order by e.place limit :limit;
+
+-- name: insert_grant
+-- Reserves an execution that the transaction holds for one worker; what an earlier grant left is overwritten.
+with granted as (
+  update execution set granted_until = :expires_at, last_mutation_at = :now
+   where partition_key = :partition_key and execution_id = :execution_id
+)
+insert into claim_grant (partition_key, execution_id, grant_id, kind, worker_id, worker_instance_id, lane_no,
+                         worker_capabilities, capability_hash, route_snapshot, admission_summary, issued_at, expires_at)
+values (:partition_key, :execution_id, :grant_id, :kind, :worker_id, :worker_instance_id, :lane_no,
+        :worker_capabilities, :capability_hash, :route_snapshot, :admission_summary, :now, :expires_at)
+on conflict (partition_key, execution_id) do update
+   set grant_id = excluded.grant_id, kind = excluded.kind, worker_id = excluded.worker_id,
+       worker_instance_id = excluded.worker_instance_id, lane_no = excluded.lane_no,
+       worker_capabilities = excluded.worker_capabilities, capability_hash = excluded.capability_hash,
+       route_snapshot = excluded.route_snapshot, admission_summary = excluded.admission_summary,
+       issued_at = excluded.issued_at, expires_at = excluded.expires_at;
+
+-- name: set_capability_mismatch
+-- Notes when a worker that lacks a required capability last asked for an execution that the transaction holds.
+update execution set last_capability_mismatch_at = :now, last_mutation_at = :now
+ where partition_key = :partition_key and execution_id = :execution_id;

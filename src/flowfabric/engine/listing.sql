@@ -1,0 +1,196 @@
+-- name: list_pairs
+-- The namespaces and lanes to look in: those named, else those that hold executions, found by one index entry each.
+select n.namespace_no, l.lane_no
+  from (select namespace_no from namespace where :namespaces::text[] is null
+        union all
+        select namespace_no from namespace where namespace = any(:namespaces)) n
+ cross join lateral (
+       with recursive used as (
+         (select i.lane_no from execution_input i where i.namespace_no = n.namespace_no order by i.lane_no limit 1)
+         union all
+         select (select i.lane_no from execution_input i
+                  where i.namespace_no = n.namespace_no and i.lane_no > u.lane_no
+                  order by i.lane_no limit 1)
+           from used u where u.lane_no is not null)
+       select lane_no from used where lane_no is not null and :lanes::text[] is null
+       union all
+       select lane_no from lane where lane_id = any(:lanes)) l;
+
+-- name: list_newest
+-- The newest matching executions of some namespaces and lanes, and how far back they were looked for.
+-- Each pair is read to the same depth; of a pair that may hold more the list ends with the last entry that was read.
+with entry as materialized (
+  select p.nth, p.namespace_no, p.lane_no, i.created_at, i.partition_key, i.execution_id, i.execution_kind
+    from unnest(:namespace_nos::int[], :lane_nos::int[]) with ordinality as p(namespace_no, lane_no, nth)
+   cross join lateral (
+         select i.created_at, i.partition_key, i.execution_id, i.execution_kind
+           from execution_input i
+          where i.namespace_no = p.namespace_no and i.lane_no = p.lane_no
+            and i.created_at between :created_from and :created_to
+          order by i.created_at desc
+          fetch first (:depth::bigint) rows with ties) i
+),
+reached as materialized (
+  select max(last) as created_at
+    from (select min(created_at) as last from entry group by nth having count(*) >= :depth) cut
+)
+select reached.created_at as reached, found.*
+  from reached
+  left join lateral (
+       select x.partition_key, x.execution_id, n.namespace, l.lane_id, x.execution_kind, x.public_state, x.priority, x.created_at
+         from (select x.*, e.public_state, e.priority,
+                      ('{fp:' || x.partition_key || '}:' || x.execution_id) collate "C" as id_text
+                 from entry x
+                -- The limit keeps the entries in the lead, whatever the planner expects of them.
+                cross join lateral (
+                      select e.public_state, e.priority, e.flow_id, e.completed_at from execution e
+                       where e.partition_key = x.partition_key and e.execution_id = x.execution_id limit 1) e
+                where (reached.created_at is null or x.created_at >= reached.created_at)
+                  and (:kinds::text[] is null or x.execution_kind = any(:kinds))
+                  and (:states::public_state[] is null or e.public_state = any(:states))
+                  and (:flow_id::uuid is null or e.flow_id = :flow_id)
+                  and (:completed_from::bigint is null or e.completed_at >= :completed_from)
+                  and (:completed_to::bigint is null or e.completed_at <= :completed_to)
+                  and (:tag_key::text is null or exists (
+                       select from execution_tag t
+                        where t.partition_key = x.partition_key and t.execution_id = x.execution_id
+                          and t.key = :tag_key and t.value = :tag_value::text))) x
+         join namespace n on n.namespace_no = x.namespace_no
+         join lane l on l.lane_no = x.lane_no
+        where :after_at::bigint is null or (x.created_at, x.id_text) < (:after_at, :after_id::text collate "C")
+        order by x.created_at desc, x.id_text desc
+        limit :wanted) found on true;
+
+-- name: list_oldest
+-- The oldest matching executions of some namespaces and lanes, and how far on they were looked for.
+-- Each pair is read to the same depth; of a pair that may hold more the list ends with the last entry that was read.
+with entry as materialized (
+  select p.nth, p.namespace_no, p.lane_no, i.created_at, i.partition_key, i.execution_id, i.execution_kind
+    from unnest(:namespace_nos::int[], :lane_nos::int[]) with ordinality as p(namespace_no, lane_no, nth)
+   cross join lateral (
+         select i.created_at, i.partition_key, i.execution_id, i.execution_kind
+           from execution_input i
+          where i.namespace_no = p.namespace_no and i.lane_no = p.lane_no
+            and i.created_at between :created_from and :created_to
+          order by i.created_at
+          fetch first (:depth::bigint) rows with ties) i
+),
+reached as materialized (
+  select min(last) as created_at
+    from (select max(created_at) as last from entry group by nth having count(*) >= :depth) cut
+)
+select reached.created_at as reached, found.*
+  from reached
+  left join lateral (
+       select x.partition_key, x.execution_id, n.namespace, l.lane_id, x.execution_kind, x.public_state, x.priority, x.created_at
+         from (select x.*, e.public_state, e.priority,
+                      ('{fp:' || x.partition_key || '}:' || x.execution_id) collate "C" as id_text
+                 from entry x
+                -- The limit keeps the entries in the lead, whatever the planner expects of them.
+                cross join lateral (
+                      select e.public_state, e.priority, e.flow_id, e.completed_at from execution e
+                       where e.partition_key = x.partition_key and e.execution_id = x.execution_id limit 1) e
+                where (reached.created_at is null or x.created_at <= reached.created_at)
+                  and (:kinds::text[] is null or x.execution_kind = any(:kinds))
+                  and (:states::public_state[] is null or e.public_state = any(:states))
+                  and (:flow_id::uuid is null or e.flow_id = :flow_id)
+                  and (:completed_from::bigint is null or e.completed_at >= :completed_from)
+                  and (:completed_to::bigint is null or e.completed_at <= :completed_to)
+                  and (:tag_key::text is null or exists (
+                       select from execution_tag t
+                        where t.partition_key = x.partition_key and t.execution_id = x.execution_id
+                          and t.key = :tag_key and t.value = :tag_value::text))) x
+         join namespace n on n.namespace_no = x.namespace_no
+         join lane l on l.lane_no = x.lane_no
+        where :after_at::bigint is null or (x.created_at, x.id_text) > (:after_at, :after_id::text collate "C")
+        order by x.created_at, x.id_text
+        limit :wanted) found on true;
+
+-- name: list_candidates
+-- The matching executions by way of the narrow indexes named in :sources, and whether those are all: no index gave :cap.
+with candidate as materialized (
+  (select 'claimable' as source, e.partition_key, e.execution_id, e.namespace_no, e.public_state, e.priority, e.flow_id, e.completed_at
+     from (select queue_no from queue
+            where 'claimable' = any(:sources::text[]) and (:lane_nos::int[] is null or lane_no = any(:lane_nos))) q
+    cross join lateral (
+          select e.partition_key, e.execution_id, e.namespace_no, e.public_state, e.priority, e.flow_id, e.completed_at from execution e
+           where e.queue_no = q.queue_no
+             and (e.eligibility_state = 'eligible_now' or e.ownership_state in ('lease_expired_reclaimable', 'lease_revoked'))
+           order by e.place limit :cap) e
+    limit :cap)
+  union all
+  -- A timer leads to what is leased or delayed; to whatever else has one another index does, and it counts for nothing here.
+  (select 'timed', partition_key, execution_id, namespace_no,
+          case when ownership_state = 'leased' or eligibility_state = 'not_eligible_until_time' then public_state end,
+          priority, flow_id, completed_at
+     from execution
+    where 'timed' = any(:sources) and due_at is not null order by due_at limit :cap)
+  union all
+  (select 'blocked', partition_key, execution_id, namespace_no, public_state, priority, flow_id, completed_at
+     from execution
+    where 'blocked' = any(:sources)
+      and eligibility_state in ('blocked_by_budget', 'blocked_by_quota', 'blocked_by_route', 'blocked_by_operator', 'blocked_by_lane_state')
+    order by eligibility_state, last_transition_at limit :cap)
+  union all
+  (select 'unhappy', partition_key, execution_id, namespace_no, public_state, priority, flow_id, completed_at
+     from execution
+    where 'unhappy' = any(:sources) and terminal_outcome in ('failed', 'cancelled', 'expired', 'skipped')
+      and completed_at between coalesce(:completed_from::bigint, 0) and coalesce(:completed_to::bigint, 9223372036854775807)
+    order by completed_at limit :cap)
+  union all
+  (select 'ended', partition_key, execution_id, namespace_no, public_state, priority, flow_id, completed_at
+     from execution
+    where 'ended' = any(:sources) and retain_until is not null order by retain_until limit :cap)
+  union all
+  (select 'partition', partition_key, execution_id, namespace_no, public_state, priority, flow_id, completed_at
+     from execution
+    where 'partition' = any(:sources) and partition_key = :flow_partition order by partition_key, execution_id limit :cap)
+  union all
+  (select 'tagged', partition_key, execution_id, null, null, null, null, null
+     from execution_tag
+    where 'tagged' = any(:sources) and key = :tag_key::text and left(value, 128) = left(:tag_value::text, 128) limit :cap)
+),
+whole as materialized (
+  select coalesce(bool_and(entries < :cap), true) as is_whole
+    from (select count(*) as entries from candidate group by source) counted
+)
+select whole.is_whole, found.*
+  from whole
+  left join lateral (
+       select x.partition_key, x.execution_id, n.namespace, l.lane_id, x.execution_kind, x.public_state, x.priority, x.created_at
+         from (select i.partition_key, i.execution_id, i.execution_kind, i.created_at, i.namespace_no, i.lane_no,
+                      e.public_state, e.priority,
+                      ('{fp:' || i.partition_key || '}:' || i.execution_id) collate "C" as id_text
+                 from candidate c
+                -- A tag knows nothing of its execution; the other sources are executions.
+                cross join lateral (
+                      select c.namespace_no, c.public_state, c.priority, c.flow_id, c.completed_at where c.source <> 'tagged'
+                      union all
+                      select e.namespace_no, e.public_state, e.priority, e.flow_id, e.completed_at from execution e
+                       where c.source = 'tagged' and e.partition_key = c.partition_key and e.execution_id = c.execution_id) e
+                -- The limit keeps the candidates in the lead, whatever the planner expects of them.
+                cross join lateral (
+                      select i.partition_key, i.execution_id, i.execution_kind, i.created_at, i.namespace_no, i.lane_no
+                        from execution_input i
+                       where i.partition_key = c.partition_key and i.execution_id = c.execution_id limit 1) i
+                where whole.is_whole and e.public_state is not null
+                  and (:namespace_nos::int[] is null or e.namespace_no = any(:namespace_nos))
+                  and (:states::public_state[] is null or e.public_state = any(:states))
+                  and (:flow_id::uuid is null or e.flow_id = :flow_id)
+                  and (:completed_from is null or e.completed_at >= :completed_from)
+                  and (:completed_to is null or e.completed_at <= :completed_to)
+                  and (:lane_nos is null or i.lane_no = any(:lane_nos))
+                  and i.created_at between :created_from and :created_to
+                  and (:kinds::text[] is null or i.execution_kind = any(:kinds))
+                  and (:tag_key is null or exists (
+                       select from execution_tag t
+                        where t.partition_key = c.partition_key and t.execution_id = c.execution_id
+                          and t.key = :tag_key and t.value = :tag_value))) x
+         join namespace n on n.namespace_no = x.namespace_no
+         join lane l on l.lane_no = x.lane_no
+        where :after_at::bigint is null
+           or case when :is_newest_first::boolean then (x.created_at, x.id_text) < (:after_at, :after_id::text collate "C")
+              else (x.created_at, x.id_text) > (:after_at, :after_id collate "C") end
+        order by case when :is_newest_first then x.created_at end desc, case when :is_newest_first then x.id_text end desc,
+                 x.created_at, x.id_text
+        limit :wanted) found on true;

@@ -1,0 +1,125 @@
+"""Reclaiming: a lost lease handed to another worker under supervision, by a grant of its own."""
+
+import logging
+from collections.abc import Sequence
+
+from flowfabric.db.batch import Locked
+from flowfabric.db.database import Transaction
+from flowfabric.engine.fence import Verdict
+from flowfabric.engine.finish import MAX_RECLAIMS_EXCEEDED
+from flowfabric.engine.grant import Grantee, Grants, note_mismatch
+from flowfabric.engine.held import Held, check_named, hold
+from flowfabric.engine.lease import SQL
+from flowfabric.engine.named import Lease, NamedClaims
+from flowfabric.engine.release import Ending, Releases
+from flowfabric.engine.store import Store
+from flowfabric.engine.transition import LEASE_EXPIRED_PARAMETERS, Release
+from flowfabric.model.errors import error
+from flowfabric.model.grants import Granted, GrantKind, GrantNotFound, NotReclaimable, ReclaimCapExceeded
+from flowfabric.model.ids import check_lane_id
+from flowfabric.model.outcomes import ClaimedExecution
+from flowfabric.model.policy import check_capabilities, reclaim_cap
+from flowfabric.model.text import check_range
+
+logger = logging.getLogger(__name__)
+
+MAX_CAP = 2**31 - 1
+
+Settled = tuple[Ending, list[Verdict | Locked]]
+
+
+class Reclaim:
+    """The operations of supervised handover; ordinary claims take lost leases without them."""
+
+    def __init__(self, store: Store, grants: Grants, claims: NamedClaims, releases: Releases) -> None:
+        self._store = store
+        self._grants = grants
+        self._claims = claims
+        self._releases = releases
+
+    async def issue_reclaim_grant(
+        self, execution_id: str, lane_id: str, grantee: Grantee, worker_capabilities: Sequence[str]
+    ) -> Granted | NotReclaimable | ReclaimCapExceeded:
+        """Reserve an execution whose lease was lost; one that was lost too often ends here."""
+        parsed = check_named(self._store, execution_id)
+        lane = check_lane_id(lane_id)
+        offered = check_capabilities(worker_capabilities)
+
+        async def issue(transaction: Transaction) -> tuple[Held, Granted | NotReclaimable | tuple[int, Settled]]:
+            held = await hold(transaction, parsed, lane)
+            if held.has_lapsed:
+                await _mark(transaction, held)
+            elif not held.is_lost:
+                return held, NotReclaimable(execution_id=parsed, detail=_state_of(held))
+            cap = reclaim_cap(held.execution_policy)
+            if held.reclaim_count >= cap:
+                return held, (cap, await self._end(transaction, held))
+            if held.has_live_grant:
+                raise error("grant_already_exists")
+            if missing := held.missing(offered):
+                await note_mismatch(transaction, held)
+                return held, NotReclaimable(execution_id=parsed, detail=f"capability_mismatch: {missing}")
+            give = self._grants.give
+            return held, await give(transaction, held, GrantKind.RECLAIM, grantee, offered, names_lane=True)
+
+        held, answer = await self._store.transact(issue)
+        if isinstance(answer, tuple):
+            return await self._capped(*answer)
+        if isinstance(answer, NotReclaimable) and held.has_lapsed:
+            self._store.wakeups.work(held.lane_id, {held.queue_no: held.place})
+        return answer
+
+    async def reclaim_execution(
+        self, execution_id: str, lane_id: str, lease: Lease, max_reclaim_count: int | None
+    ) -> ClaimedExecution | NotReclaimable | GrantNotFound | ReclaimCapExceeded:
+        """Take a lost lease that was granted to this worker as a new attempt; at the cap the execution ends instead."""
+        parsed = check_named(self._store, execution_id)
+        lane = check_lane_id(lane_id)
+        if max_reclaim_count is not None:
+            check_range(max_reclaim_count, "max_reclaim_count", 0, MAX_CAP)
+        worker_no = await self._claims.number(lease)
+
+        async def reclaim(
+            transaction: Transaction,
+        ) -> ClaimedExecution | NotReclaimable | GrantNotFound | tuple[int, Settled]:
+            held = await hold(transaction, parsed, lane)
+            if not held.is_lost and not held.has_lapsed:
+                return NotReclaimable(execution_id=parsed, detail=_state_of(held))
+            if not held.has_live_grant or held.grant_kind != GrantKind.RECLAIM:
+                return GrantNotFound(execution_id=parsed)
+            if held.grant_worker_id != lease.worker_id:
+                raise error("invalid_claim_grant")
+            cap = reclaim_cap(held.execution_policy, max_reclaim_count)
+            if held.reclaim_count >= cap:
+                return cap, await self._end(transaction, held)
+            return await self._claims.take(transaction, held, "reclaimed", lease, worker_no)
+
+        answer = await self._store.transact(reclaim)
+        return await self._capped(*answer) if isinstance(answer, tuple) else answer
+
+    async def _end(self, transaction: Transaction, held: Held) -> Settled:
+        """End a held execution whose lease was lost as often as allowed, and with it the grant that led here."""
+        ending = Ending(held.id, Release.RECLAIM_CAP, reason=MAX_RECLAIMS_EXCEEDED)
+        return ending, await self._releases.within(transaction, [ending])
+
+    async def _capped(self, cap: int, settled: Settled) -> ReclaimCapExceeded:
+        ending, verdicts = settled
+        await self._releases.settle([ending], verdicts)
+        logger.warning("%s ended: its lease was lost as often as its policy allows", ending.execution_id)
+        return ReclaimCapExceeded(execution_id=ending.execution_id, reclaim_count=cap)
+
+
+async def _mark(transaction: Transaction, held: Held) -> None:
+    """Mark the lapsed lease of a held execution, so that it can be granted."""
+    await transaction.fetch(
+        SQL.mark_lapsed_leases,
+        partition_keys=[held.partition_key],
+        execution_ids=[held.execution_id],
+        since=0,
+        limit=1,
+        **LEASE_EXPIRED_PARAMETERS,
+    )
+
+
+def _state_of(held: Held) -> str:
+    return f"{held.lifecycle_phase}, {held.ownership_state}"

@@ -1,0 +1,31 @@
+-- name: set_tags
+-- Stores tags of one execution, over what their keys had before; no row when there is no such execution.
+with clock as materialized (select ff_now() as now),
+held as materialized (
+  select partition_key, execution_id from execution
+   where partition_key = :partition_key and execution_id = :execution_id
+     for update
+),
+touched as (
+  update execution e
+     set last_mutation_at = c.now, instance_tag = coalesce(:instance_tag::text, e.instance_tag)
+    from held h cross join clock c
+   where e.partition_key = h.partition_key and e.execution_id = h.execution_id
+),
+flagged as (
+  update execution_input i set has_tags = true
+    from held h
+   where i.partition_key = h.partition_key and i.execution_id = h.execution_id and not i.has_tags
+),
+tagged as (
+  insert into execution_tag (partition_key, execution_id, key, value)
+  select h.partition_key, h.execution_id, t.key, t.value
+    from held h cross join unnest(:keys::text[], :values::text[]) as t(key, value)
+  on conflict (partition_key, execution_id, key) do update set value = excluded.value
+)
+select 1 from held;
+
+-- name: read_tag
+-- The value of one tag of one execution.
+select value from execution_tag
+ where partition_key = :partition_key and execution_id = :execution_id and key = :key;

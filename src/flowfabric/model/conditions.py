@@ -1,0 +1,299 @@
+"""What a suspension waits for: a tree over signals, its JSON form, its shape rules, and when it is met."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from functools import lru_cache
+from typing import Any, TypeAlias
+
+import msgspec
+
+from flowfabric.model.errors import EngineError, error
+from flowfabric.model.policy_checks import settle
+from flowfabric.model.text import Word, check_range, check_text, word_of
+
+MAX_DEPTH = 4
+MAX_COUNT = 2**32 - 1
+OPERATOR_ONLY_NAME = "__operator_only__"
+TIMEOUT_ONLY_NAME = "__timeout_only__"
+RESERVED_NAMES = frozenset({OPERATOR_ONLY_NAME, TIMEOUT_ONLY_NAME})
+
+# Far past any tree that is accepted, and short of what a recursive reader can follow.
+_DEEPEST_READ = 32
+_ROOT = "<root>"
+
+
+@dataclass(frozen=True, slots=True)
+class ByName:
+    """Passes signals of one name, exactly."""
+
+    name: str
+
+    def __post_init__(self) -> None:
+        """Refuse what is no name."""
+        check_text(self.name, "signal_name")
+
+
+@dataclass(frozen=True, slots=True)
+class Wildcard:
+    """Passes signals of every name that is not reserved."""
+
+
+Matcher: TypeAlias = ByName | Wildcard
+
+
+class CountKind(StrEnum):
+    """What a count counts."""
+
+    DISTINCT_WAITPOINTS = "DistinctWaitpoints"
+    DISTINCT_SIGNALS = "DistinctSignals"
+    DISTINCT_SOURCES = "DistinctSources"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Single:
+    """One signal on one waitpoint."""
+
+    waitpoint_key: str
+    matcher: Matcher = Wildcard()
+
+    def __post_init__(self) -> None:
+        """Refuse what is no condition."""
+        check_text(self.waitpoint_key, "waitpoint_key")
+        if not isinstance(self.matcher, Matcher):
+            raise error("invalid_input", "matcher: must be ByName or Wildcard")
+
+
+@dataclass(frozen=True, slots=True)
+class OperatorOnly:
+    """An operator; no signal meets it."""
+
+
+@dataclass(frozen=True, slots=True)
+class TimeoutOnly:
+    """The deadline; no signal meets it."""
+
+
+@dataclass(frozen=True, slots=True)
+class AllOf:
+    """All of the members."""
+
+    members: "tuple[Condition, ...]"
+
+    def __post_init__(self) -> None:
+        """Refuse what is no condition."""
+        settle(self, "members", _items(self.members, "members"))
+        if not all(isinstance(member, Condition) for member in self.members):
+            raise error("invalid_input", "members: must be conditions")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Count:
+    """So many distinct waitpoints, signals or sources, over signals on any of the waitpoints."""
+
+    n: int
+    count_kind: CountKind
+    matcher: Matcher | None = None
+    waitpoints: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        """Refuse what is no condition."""
+        check_range(self.n, "n", 0, MAX_COUNT)
+        settle(self, "count_kind", check_word(CountKind, self.count_kind, "count_kind"))
+        if not isinstance(self.matcher, Matcher | None):
+            raise error("invalid_input", "matcher: must be ByName, Wildcard or nothing")
+        keys = _items(self.waitpoints, "waitpoints")
+        settle(self, "waitpoints", tuple(check_text(key, "waitpoint_key") for key in keys))
+
+
+@dataclass(frozen=True, slots=True)
+class UnknownCondition:
+    """What this version does not understand, as the JSON value it is; nothing meets it."""
+
+    plain: object = field(hash=False)
+    fault: str = field(default="resume_condition: not understood", compare=False)
+
+
+Composite: TypeAlias = AllOf | Count
+Condition: TypeAlias = Single | OperatorOnly | TimeoutOnly | AllOf | Count | UnknownCondition
+
+
+def all_of_waitpoints(keys: Iterable[str]) -> AllOf:
+    """Give the condition that any signal has come on each waitpoint."""
+    return AllOf(tuple(Single(waitpoint_key=key) for key in keys))
+
+
+def leaves(condition: Condition) -> Iterator[Condition]:
+    """Give what stands at the ends of the tree, depth first; every tree is walked, however deep."""
+    waiting = [condition]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, AllOf):
+            waiting.extend(reversed(node.members))
+        else:
+            yield node
+
+
+def keys_of(leaf: Condition) -> tuple[str, ...]:
+    """Give the waitpoint keys a leaf names."""
+    match leaf:
+        case Single():
+            return (leaf.waitpoint_key,)
+        case Count():
+            return leaf.waitpoints
+    return ()
+
+
+def waitpoint_keys(condition: Condition) -> tuple[str, ...]:
+    """Give every waitpoint key the tree names, once, in the order first met."""
+    return tuple(dict.fromkeys(key for leaf in leaves(condition) for key in keys_of(leaf)))
+
+
+def required_signal_names(condition: Condition, waitpoint_key: str) -> tuple[str, ...]:
+    """Give the names a waitpoint asks for; none means every name."""
+    names: list[str] = []
+    for leaf in leaves(condition):
+        match leaf:
+            case OperatorOnly():
+                names.append(OPERATOR_ONLY_NAME)
+            case TimeoutOnly():
+                names.append(TIMEOUT_ONLY_NAME)
+            case Single(matcher=ByName(name)) | Count(matcher=ByName(name)) if waitpoint_key in keys_of(leaf):
+                names.append(name)
+    return tuple(dict.fromkeys(names))
+
+
+def check_structure(condition: Condition) -> None:
+    """Refuse a tree that is too deep or holds a node nothing could meet."""
+    _check_node(condition, "", 0)
+
+
+def _check_node(node: Condition, path: str, above: int) -> None:
+    if not isinstance(node, Composite):
+        return
+    if above >= MAX_DEPTH:
+        raise _fault(f"depth {above + 1} exceeds cap {MAX_DEPTH}", path)
+    if isinstance(node, AllOf):
+        if not node.members:
+            raise _fault("allof_empty_members", path)
+        for index, member in enumerate(node.members):
+            _check_node(member, _member(path, index), above + 1)
+        return
+    if node.n == 0:
+        raise _fault("count_n_zero", path)
+    if not node.waitpoints:
+        raise _fault("count_waitpoints_empty", path)
+    distinct = len(set(node.waitpoints))
+    if node.count_kind is CountKind.DISTINCT_WAITPOINTS and node.n > distinct:
+        raise _fault(f"count_exceeds_waitpoint_set: n={node.n} > waitpoints.len()={distinct}", path)
+
+
+def condition_plain(condition: Condition) -> object:
+    """Give the JSON value of a condition."""
+    match condition:
+        case Single():
+            return {"Single": {"waitpoint_key": condition.waitpoint_key, "matcher": _matcher_plain(condition.matcher)}}
+        case OperatorOnly() | TimeoutOnly():
+            return type(condition).__name__
+        case AllOf():
+            return {"Composite": {"kind": "AllOf", "members": [condition_plain(each) for each in condition.members]}}
+        case Count():
+            matcher = {} if condition.matcher is None else {"matcher": _matcher_plain(condition.matcher)}
+            head = {"kind": "Count", "n": condition.n, "count_kind": condition.count_kind.value}
+            return {"Composite": {**head, **matcher, "waitpoints": list(condition.waitpoints)}}
+        case UnknownCondition():
+            return condition.plain
+
+
+def condition_json(condition: Condition) -> str:
+    """Give the JSON text of a condition, as it is stored."""
+    return msgspec.json.encode(condition_plain(condition)).decode()
+
+
+def parse_condition(value: object) -> Condition:
+    """Give the condition a JSON value says; what is not understood is refused."""
+    condition = value if isinstance(value, Condition) else _read(value, "", 1)
+    for leaf in leaves(condition):
+        if isinstance(leaf, UnknownCondition):
+            raise error("invalid_input", leaf.fault)
+    return condition
+
+
+@lru_cache(maxsize=1024)
+def read_stored_condition(text: str) -> Condition:
+    """Give the condition a row holds; what this version does not understand stays in it, and is never met."""
+    try:
+        return _read(msgspec.json.decode(text), "", 1)
+    except (msgspec.DecodeError, RecursionError):
+        return UnknownCondition(None)
+
+
+def _read(plain: Any, path: str, depth: int) -> Condition:
+    try:
+        return _read_known(plain, path, depth)
+    except EngineError as refused:
+        return UnknownCondition(plain, fault=str(refused.detail))
+
+
+def _read_known(plain: Any, path: str, depth: int) -> Condition:
+    # A field that is not known may narrow what is asked, so that a node with one is not understood.
+    match plain:
+        case "OperatorOnly":
+            return OperatorOnly()
+        case "TimeoutOnly":
+            return TimeoutOnly()
+        case {"Single": body} if len(plain) == 1:
+            given = _fields(body, path, "waitpoint_key", "matcher")
+            return Single(waitpoint_key=given["waitpoint_key"], matcher=_matcher(given["matcher"], path))
+        case {"Composite": {"kind": "AllOf"} as body} if len(plain) == 1:
+            if depth > _DEEPEST_READ:
+                raise _fault("resume_condition: nested too deeply", path)
+            members = enumerate(_items(_fields(body, path, "kind", "members")["members"], "members"))
+            return AllOf(tuple(_read(each, _member(path, index), depth + 1) for index, each in members))
+        case {"Composite": {"kind": "Count"} as body} if len(plain) == 1:
+            given = _fields({"matcher": None, **body}, path, "kind", "n", "count_kind", "matcher", "waitpoints")
+            matcher = None if given["matcher"] is None else _matcher(given["matcher"], path)
+            keys = given["waitpoints"]
+            return Count(n=given["n"], count_kind=given["count_kind"], matcher=matcher, waitpoints=keys)
+    raise _fault("resume_condition: unknown variant", path)
+
+
+def check_word(words: type[Word], value: object, field: str) -> Word:
+    """Give the word of a fixed set that an argument is."""
+    word = word_of(words, value)
+    if word is None:
+        raise error("invalid_input", f"{field}: must be one of {', '.join(words)}")
+    return word
+
+
+def _matcher(plain: Any, path: str) -> Matcher:
+    match plain:
+        case "Wildcard":
+            return Wildcard()
+        case {"ByName": str(name)} if len(plain) == 1:
+            return ByName(name)
+    raise _fault("resume_condition: unknown matcher", path)
+
+
+def _matcher_plain(matcher: Matcher) -> object:
+    return {"ByName": matcher.name} if isinstance(matcher, ByName) else "Wildcard"
+
+
+def _fields(body: object, path: str, *names: str) -> Mapping[str, Any]:
+    if not isinstance(body, Mapping) or set(body) != set(names):
+        raise _fault(f"resume_condition: must have the fields {', '.join(names)}", path)
+    return body
+
+
+def _items(value: object, field: str) -> tuple[Any, ...]:
+    if not isinstance(value, list | tuple):
+        raise error("invalid_input", f"{field}: must be a list")
+    return tuple(value)
+
+
+def _member(path: str, index: int) -> str:
+    return f"{path}.members[{index}]" if path else f"members[{index}]"
+
+
+def _fault(rule: str, path: str) -> EngineError:
+    return error("invalid_input", f"{rule} at path {path or _ROOT}")

@@ -1,0 +1,216 @@
+"""Grants: the right of one worker to lease one execution for a short time, as a signed text."""
+
+import hashlib
+import re
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from flowfabric.model.errors import EngineError, error
+from flowfabric.model.ids import ExecutionId, LaneId, LeaseId, parse_execution_id
+from flowfabric.model.keys import SigningKey, check_kid
+
+MIN_GRANT_TTL_MS = 1
+MAX_GRANT_TTL_MS = 60_000
+DEFAULT_GRANT_TTL_MS = 5_000
+
+_PREFIX = "pg:"
+_RECLAIM_PREFIX = "pg:reclaim:"
+_EXPIRES = re.compile(r"0|[1-9][0-9]{0,18}")
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+
+
+class GrantKind(StrEnum):
+    """What a grant gives: work that waits, or a lease that was lost."""
+
+    CLAIM = "claim"
+    RECLAIM = "reclaim"
+
+
+class GrantFailure(StrEnum):
+    """Why the key of a grant does not count."""
+
+    MALFORMED = "Malformed"
+    EXPIRED = "Expired"
+    UNKNOWN_KID = "UnknownKid"
+    UNKNOWN_GRANT = "UnknownGrant"
+    SIGNATURE_MISMATCH = "SignatureMismatch"
+    TRANSPORT = "Transport"
+
+    def refusal(self) -> EngineError:
+        """The error a claim answers with; its detail names the failure."""
+        if self is GrantFailure.EXPIRED:
+            return error("claim_grant_expired", self.value)
+        if self is GrantFailure.TRANSPORT:
+            return error("unavailable", self.value)
+        return error("invalid_claim_grant", self.value)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClaimGrant:
+    """An execution reserved for one worker until the grant expires."""
+
+    execution_id: ExecutionId
+    partition_key: str
+    grant_key: str = field(repr=False)
+    expires_at_ms: int
+
+    def for_resume(self, lane_id: str) -> "ResumeGrant":
+        """The same grant as claim_from_resume_grant takes it."""
+        return ResumeGrant(
+            execution_id=self.execution_id,
+            partition_key=self.partition_key,
+            grant_key=self.grant_key,
+            expires_at_ms=self.expires_at_ms,
+            lane_id=LaneId(lane_id),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ResumeGrant:
+    """A claim grant on an execution whose attempt goes on."""
+
+    execution_id: ExecutionId
+    partition_key: str
+    grant_key: str = field(repr=False)
+    expires_at_ms: int
+    lane_id: LaneId
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReclaimGrant:
+    """An execution whose lease was lost, reserved for one worker until the grant expires."""
+
+    execution_id: ExecutionId
+    partition_key: str
+    grant_key: str = field(repr=False)
+    expires_at_ms: int
+    lane_id: LaneId
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ResumeToken:
+    """A resume grant with the worker that presents it and the lease it wants."""
+
+    grant: ResumeGrant
+    worker_id: str
+    worker_instance_id: str
+    lease_ttl_ms: int = 30_000
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Granted:
+    """The execution is reserved for the worker."""
+
+    execution_id: ExecutionId
+    grant: ClaimGrant | ReclaimGrant
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NoWork:
+    """There is nothing this worker could be granted."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GrantedClaim:
+    """A lease taken without a worker of its own."""
+
+    lease_id: LeaseId
+    lease_epoch: int
+    attempt_index: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NotReclaimable:
+    """The execution has no lost lease this worker could take."""
+
+    execution_id: ExecutionId
+    detail: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReclaimCapExceeded:
+    """The lease was lost as often as allowed, and the execution has ended."""
+
+    execution_id: ExecutionId
+    reclaim_count: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GrantNotFound:
+    """No live reclaim grant."""
+
+    execution_id: ExecutionId
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GrantKey:
+    """What the text of a grant says; whether it is true, its signature tells."""
+
+    kind: GrantKind
+    execution_id: ExecutionId
+    expires_at_ms: int
+    kid: str
+    digest: str
+
+    def is_signed_by(self, key: SigningKey, worker_id: str, worker_instance_id: str) -> bool:
+        """Whether this key gave the grant to this worker."""
+        return key.has_signed(
+            _message(self.kind, self.execution_id, worker_id, worker_instance_id, self.expires_at_ms), self.digest
+        )
+
+
+def sign_grant(
+    key: SigningKey,
+    kind: GrantKind,
+    execution_id: ExecutionId,
+    *,
+    worker_id: str,
+    worker_instance_id: str,
+    expires_at_ms: int,
+) -> str:
+    """Give the key of a grant: what it is for, until when, and the signature over that and the worker."""
+    digest = key.digest(_message(kind, execution_id, worker_id, worker_instance_id, expires_at_ms))
+    prefix = _RECLAIM_PREFIX if kind is GrantKind.RECLAIM else _PREFIX
+    return f"{prefix}{execution_id}:{expires_at_ms}:{key.kid}:{digest}"
+
+
+def parse_grant_key(text: object) -> GrantKey:
+    """Read the key of a grant from its right end, as the execution id has colons of its own."""
+    if not isinstance(text, str):
+        raise GrantFailure.MALFORMED.refusal()
+    parts = text.rsplit(":", 3)
+    if len(parts) != 4:
+        raise GrantFailure.MALFORMED.refusal()
+    head, expires, kid, digest = parts
+    kind, prefix = GrantKind.CLAIM, _PREFIX
+    if head.startswith(_RECLAIM_PREFIX):
+        kind, prefix = GrantKind.RECLAIM, _RECLAIM_PREFIX
+    if not head.startswith(prefix) or not _EXPIRES.fullmatch(expires) or not _DIGEST.fullmatch(digest):
+        raise GrantFailure.MALFORMED.refusal()
+    named = head.removeprefix(prefix)
+    try:
+        check_kid(kid, "invalid_kid")
+        execution_id = parse_execution_id(named)
+    except EngineError:
+        raise GrantFailure.MALFORMED.refusal() from None
+    if execution_id != named:
+        raise GrantFailure.MALFORMED.refusal()
+    return GrantKey(kind=kind, execution_id=execution_id, expires_at_ms=int(expires), kid=kid, digest=digest)
+
+
+def grant_id(grant_key: str) -> bytes:
+    """Give what a grant is stored under, from which its key cannot be made."""
+    return hashlib.sha256(grant_key.encode("utf-8", "replace")).digest()
+
+
+def partition_text(execution_id: ExecutionId) -> str:
+    """Give the partition key that leads an execution id."""
+    return execution_id[:-37]
+
+
+def _message(
+    kind: GrantKind, execution_id: ExecutionId, worker_id: str, worker_instance_id: str, expires_at_ms: int
+) -> str:
+    tag, uuid = partition_text(execution_id), execution_id[-36:]
+    ending = "|reclaim" if kind is GrantKind.RECLAIM else ""
+    return f"{tag}|{uuid}|{worker_id}|{worker_instance_id}|{expires_at_ms}{ending}"

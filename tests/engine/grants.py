@@ -1,0 +1,65 @@
+"""What tests of grants and named claims call, with what is not said at its default."""
+
+from typing import Any
+
+from flowfabric.engine.engine import Engine
+from flowfabric.model.grants import Granted
+
+SECRET = "ab" * 32
+KID = "k1"
+
+
+async def seeded(engine: Engine) -> Engine:
+    """An engine whose store has a key to sign grants with."""
+    await engine.seed_waitpoint_hmac_secret(kid=KID, secret_hex=SECRET)
+    return engine
+
+
+def worker(name: str = "pool", **overrides: Any) -> dict[str, Any]:
+    """The arguments that name a worker and a lane."""
+    return {"worker_id": name, "worker_instance_id": f"{name}-1", "lane_id": "default", **overrides}
+
+
+async def known(engine: Engine, *names: str) -> None:
+    """Let the engine know workers, so that a refused call of theirs writes nothing at all."""
+    for name in names or ("pool", "other", "worker"):
+        await engine._boot.store.worker_no(name, f"{name}-1")
+
+
+async def grant(engine: Engine, execution_id: str, name: str = "pool", **overrides: Any) -> Granted:
+    """A claim grant for a worker."""
+    return await engine.issue_claim_grant(execution_id=execution_id, **worker(name, **overrides))
+
+
+async def reclaim_grant(engine: Engine, execution_id: str, name: str = "pool", **overrides: Any) -> Any:
+    """What asking for a reclaim grant for a worker answers."""
+    return await engine.issue_reclaim_grant(execution_id=execution_id, **worker(name, **overrides))
+
+
+async def granted(engine: Engine, name: str = "pool", **overrides: Any) -> Granted:
+    """A grant of the search for a worker."""
+    answer = await engine.claim_for_worker(**worker(name, **overrides))
+    assert isinstance(answer, Granted), answer
+    return answer
+
+
+async def claim_named(engine: Engine, execution_id: str, name: str = "pool", **overrides: Any) -> Any:
+    """A claim by a worker's grant."""
+    return await engine.claim_execution(execution_id=execution_id, **worker(name, **overrides))
+
+
+async def claim_resumed(engine: Engine, execution_id: str, name: str = "pool", **overrides: Any) -> Any:
+    """A claim of an attempt that goes on."""
+    return await engine.claim_resumed_execution(execution_id=execution_id, **worker(name, **overrides))
+
+
+async def reclaim(engine: Engine, execution_id: str, name: str = "pool", **overrides: Any) -> Any:
+    """A reclaim by a worker's grant."""
+    return await engine.reclaim_execution(execution_id=execution_id, **worker(name, **overrides))
+
+
+async def resumable(given: Any, **overrides: Any) -> str:
+    """An execution whose attempt was put aside and may go on at once."""
+    handle = await given.claimed(**overrides)
+    await given.engine.wait_children(handle)
+    return str(handle.execution_id)

@@ -1,0 +1,190 @@
+"""The operations of the grid: what each call is, and what its answer is called."""
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from flowfabric.model.errors import EngineError
+from flowfabric.model.grants import ResumeGrant, ResumeToken
+from flowfabric.model.handle import Handle
+from flowfabric.model.outcomes import AlreadySatisfied, ClaimedExecution
+
+from .states import GRANT_MS, LEASE_MS, MINUTE, OTHER, WORKER, Subject
+
+Call = Callable[[Subject], Awaitable[object]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Operation:
+    """A call of the grid: the operation, and in which of its variants."""
+
+    name: str
+    variant: str = ""
+    call: Call
+
+    @property
+    def title(self) -> str:
+        """The operation with its variant."""
+        return f"{self.name}, {self.variant}" if self.variant else self.name
+
+
+def answer(value: object) -> str:
+    """The word for an answer: its type, the kind of a handle, how many items a sweep did."""
+    match value:
+        case None | []:
+            return "nothing"
+        case [one]:
+            return answer(one)
+        case EngineError():
+            raise value
+        case Handle(kind=kind):
+            return str(kind.value)
+        case ClaimedExecution(handle=handle):
+            return str(handle.kind.value)
+        case AlreadySatisfied(reason=reason):
+            return str(reason)
+        case str():
+            return "found"
+        case int():
+            return str(value)
+        case _:
+            return type(value).__name__
+
+
+def _stale(subject: Subject) -> Handle:
+    """The handle of a lease that ended before the last one began."""
+    return msgspec.structs.replace(subject.handle, lease_epoch=_another_epoch(subject))
+
+
+def _stale_fence(subject: Subject) -> dict[str, Any]:
+    return {**subject.fence, "lease_epoch": _another_epoch(subject)}
+
+
+def _another_epoch(subject: Subject) -> int:
+    return subject.handle.lease_epoch - 1 if subject.handle.lease_epoch else 1
+
+
+async def _delay(subject: Subject, handle: Handle) -> object:
+    return await subject.engine.delay(handle, await subject.clock.now() + MINUTE)
+
+
+HANDLE_CALLS: dict[str, Callable[[Subject, Handle], Awaitable[object]]] = {
+    "renew": lambda s, handle: s.engine.renew(handle),
+    "renew_many": lambda s, handle: s.engine.renew_many([handle]),
+    "progress": lambda s, handle: s.engine.progress(handle, percent=50, message="half"),
+    "complete": lambda s, handle: s.engine.complete(handle, b"x"),
+    "complete_many": lambda s, handle: s.engine.complete_many([(handle, b"x")]),
+    "fail": lambda s, handle: s.engine.fail(handle, reason="x"),
+    "fail for good": lambda s, handle: s.engine.fail(handle, reason="x", classification="permanent"),
+    "delay": _delay,
+    "wait_children": lambda s, handle: s.engine.wait_children(handle),
+    "cancel": lambda s, handle: s.engine.cancel(handle, "x"),
+}
+"""What a worker does under its lease."""
+
+SERVICE_CALLS: dict[str, Callable[[Subject, dict[str, Any]], Awaitable[object]]] = {
+    "renew_lease": lambda s, fence: s.engine.renew_lease(**fence, lease_ttl_ms=LEASE_MS),
+    "complete_execution": lambda s, fence: s.engine.complete_execution(**fence, payload=b"x"),
+    "fail_execution": lambda s, fence: s.engine.fail_execution(**fence, failure_reason="x"),
+    "fail_execution for good": lambda s, fence: s.engine.fail_execution(
+        **fence, failure_reason="x", failure_category="permanent"
+    ),
+}
+"""What a control plane does that holds the fence of a lease."""
+
+
+def _unfenced(subject: Subject) -> dict[str, Any]:
+    return {"execution_id": subject.execution_id}
+
+
+def _override(subject: Subject) -> dict[str, Any]:
+    return {"execution_id": subject.execution_id, "source": "operator_override"}
+
+
+def _cancel_fence(fence: dict[str, Any]) -> dict[str, Any]:
+    return {name: fence[name] for name in ("execution_id", "lease_id", "lease_epoch", "attempt_id")}
+
+
+async def _claim_from_resume_grant(subject: Subject) -> object:
+    """The worker comes with the grant of the state, or with one that looks like it and was never issued."""
+    expires_at_ms = await subject.clock.now() + GRANT_MS
+    granted = subject.grant.grant if subject.grant is not None else None
+    key = f"pg:{subject.execution_id}:{expires_at_ms}:v1:{'0' * 64}" if granted is None else granted.grant_key
+    grant = ResumeGrant(
+        execution_id=subject.execution_id,
+        partition_key="{fp:1}",
+        grant_key=key,
+        expires_at_ms=expires_at_ms if granted is None else granted.expires_at_ms,
+        lane_id=subject.lane_id,
+    )
+    return await subject.engine.claim_from_resume_grant(ResumeToken(grant=grant, **WORKER, lease_ttl_ms=LEASE_MS))
+
+
+def _operations() -> Sequence[Operation]:
+    def one(name: str, call: Call, variant: str = "") -> Operation:
+        return Operation(name=name, variant=variant, call=call)
+
+    found = [
+        one("create_execution", lambda s: s.create()),
+        one("claim", lambda s: s.engine.claim(lane_id=s.lane_id, **OTHER)),
+        one("claim_many", lambda s: s.engine.claim_many(lanes=(s.lane_id,), limit=5, **OTHER)),
+        one("claim_for_worker", lambda s: s.engine.claim_for_worker(lane_id=s.lane_id, **OTHER)),
+        one("scan_eligible_executions", lambda s: s.engine.scan_eligible_executions(lane_id=s.lane_id)),
+        one("issue_claim_grant", lambda s: s.engine.issue_claim_grant(**s.named, **WORKER)),
+        one("claim_execution", lambda s: s.engine.claim_execution(**s.named, **WORKER)),
+        one("claim_execution", lambda s: s.engine.claim_execution(**s.named, **OTHER), "another worker"),
+        one("claim_resumed_execution", lambda s: s.engine.claim_resumed_execution(**s.named, **WORKER)),
+        one(
+            "claim_resumed_execution",
+            lambda s: s.engine.claim_resumed_execution(**s.named, **OTHER),
+            "another worker",
+        ),
+        one("claim_from_resume_grant", _claim_from_resume_grant),
+        one(
+            "issue_grant_and_claim",
+            lambda s: s.engine.issue_grant_and_claim(**s.named, lease_duration_ms=LEASE_MS),
+        ),
+        one("issue_reclaim_grant", lambda s: s.engine.issue_reclaim_grant(**s.named, **WORKER)),
+        one("reclaim_execution", lambda s: s.engine.reclaim_execution(**s.named, **WORKER)),
+        one("reclaim_execution", lambda s: s.engine.reclaim_execution(**s.named, **OTHER), "another worker"),
+        one("mark_lease_expired_if_due", lambda s: s.engine.mark_lease_expired_if_due(s.execution_id)),
+        one("promote_delayed", lambda s: s.engine.promote_delayed(s.execution_id)),
+        one("expire_execution", lambda s: s.engine.expire_execution(s.execution_id, "attempt_timeout"), "timeout"),
+        one("expire_execution", lambda s: s.engine.expire_execution(s.execution_id, "execution_deadline"), "deadline"),
+        one("cancel_execution", lambda s: s.engine.cancel_execution(execution_id=s.execution_id, reason="x")),
+        one(
+            "cancel_execution",
+            lambda s: s.engine.cancel_execution(**_cancel_fence(s.fence), reason="x", source="lease_holder"),
+            "the holder",
+        ),
+        one(
+            "cancel_execution",
+            lambda s: s.engine.cancel_execution(**_cancel_fence(_stale_fence(s)), reason="x", source="lease_holder"),
+            "a former holder",
+        ),
+        one(
+            "cancel_execution",
+            lambda s: s.engine.cancel_execution(execution_id=s.execution_id, reason="x", source="lease_holder"),
+            "a holder without a fence",
+        ),
+        one("set_execution_tag", lambda s: s.engine.set_execution_tag(s.execution_id, "app.key", "value")),
+        one("mark lapsed leases", lambda s: s.engine.leases.mark_lapsed(), "sweep"),
+        one("promote delayed work", lambda s: s.engine.leases.promote_delayed(), "sweep"),
+        one("expire what is late", lambda s: s.engine.expiry.expire_due(), "sweep"),
+    ]
+    for name, by_handle in HANDLE_CALLS.items():
+        found.append(one(name, lambda s, call=by_handle: call(s, s.handle)))  # type: ignore[misc]
+        found.append(one(name, lambda s, call=by_handle: call(s, _stale(s)), "a former holder"))  # type: ignore[misc]
+    for name, by_fence in SERVICE_CALLS.items():
+        found.append(one(name, lambda s, call=by_fence: call(s, s.fence)))  # type: ignore[misc]
+        found.append(one(name, lambda s, call=by_fence: call(s, _stale_fence(s)), "a former fence"))  # type: ignore[misc]
+    for name in ("complete_execution", "fail_execution"):
+        by_fence = SERVICE_CALLS[name]
+        found.append(one(name, lambda s, call=by_fence: call(s, _override(s)), "an operator"))  # type: ignore[misc]
+        found.append(one(name, lambda s, call=by_fence: call(s, _unfenced(s)), "without a fence"))  # type: ignore[misc]
+    return found
+
+
+OPERATIONS = {operation.title: operation for operation in _operations()}

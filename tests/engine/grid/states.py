@@ -1,0 +1,298 @@
+"""The states an operation can meet, each reached through operations alone."""
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+from uuid import uuid4
+
+from flowfabric.engine.engine import Engine
+from flowfabric.model.handle import Handle
+from flowfabric.model.ids import AttemptId, ExecutionId, LaneId, LeaseId, WorkerInstanceId
+from flowfabric.model.states import HandleKind
+
+from ..state import (  # noqa: TID252
+    ACTIVE,
+    BACKING_OFF,
+    CANCELLED,
+    COMPLETED,
+    DELAYED,
+    FAILED,
+    LAPSED,
+    PARKED,
+    RESUMABLE,
+    RETRYABLE,
+    REVOKED,
+    WAITING,
+    revoke,
+)
+
+EXPIRED = "terminal/unowned/not_applicable/none/expired/attempt_terminal/expired"
+
+MINUTE = 60_000
+HOUR = 60 * MINUTE
+LEASE_MS = 30_000
+GRANT_MS = 5_000
+POLICY = {
+    "retry_policy": {"max_retries": 3, "backoff": {"type": "fixed", "delay_ms": MINUTE}},
+    "timeout_policy": {"attempt_timeout_ms": HOUR},
+}
+WORKER = {"worker_id": "worker", "worker_instance_id": "worker-1"}
+OTHER = {"worker_id": "other", "worker_instance_id": "other-1"}
+
+
+class Subject:
+    """One execution on a lane of its own, the last lease somebody held on it, and the last grant."""
+
+    def __init__(self, engine: Engine, clock: Any, connection: Any) -> None:
+        self.engine = engine
+        self.clock = clock
+        self.connection = connection
+        self.lane_id = LaneId(f"lane {uuid4()}")
+        self.execution_id = ExecutionId(f"{{fp:1}}:{uuid4()}")
+        self.handle = Handle(
+            kind=HandleKind.FRESH,
+            execution_id=self.execution_id,
+            attempt_index=0,
+            attempt_id=AttemptId(uuid4()),
+            lease_id=LeaseId(uuid4()),
+            lease_epoch=0,
+            lease_ttl_ms=LEASE_MS,
+            lane_id=self.lane_id,
+            worker_instance_id=WorkerInstanceId("worker-1"),
+        )
+        """As long as nobody has held a lease: a made-up one of the epoch a new execution has."""
+        self.grant: Any = None
+
+    @property
+    def named(self) -> dict[str, Any]:
+        """What names the execution and its lane."""
+        return {"execution_id": self.execution_id, "lane_id": self.lane_id}
+
+    @property
+    def fence(self) -> dict[str, Any]:
+        """The last lease, as the arguments of a service."""
+        handle = self.handle
+        return {
+            "execution_id": handle.execution_id,
+            "lease_id": handle.lease_id,
+            "lease_epoch": handle.lease_epoch,
+            "attempt_id": handle.attempt_id,
+            "attempt_index": handle.attempt_index,
+        }
+
+    async def create(self, *, delay_ms: int = 0, deadline_ms: int = 100 * HOUR) -> Any:
+        now = await self.clock.now()
+        return await self.engine.create_execution(
+            **self.named,
+            namespace="tests",
+            execution_kind="job",
+            input_payload=b"{}",
+            priority=0,
+            creator_identity="test",
+            policy=POLICY,
+            delay_until=now + delay_ms if delay_ms else None,
+            execution_deadline_at=now + deadline_ms,
+        )
+
+    async def claim(self, *, lease_ttl_ms: int = LEASE_MS) -> None:
+        claimed = await self.engine.claim(lane_id=self.lane_id, **WORKER, lease_ttl_ms=lease_ttl_ms)
+        assert claimed is not None
+        self.handle = claimed
+
+
+Reach = Callable[[Subject], Awaitable[object]]
+
+
+async def _absent(subject: Subject) -> None:
+    """Nothing is done."""
+
+
+async def _waiting(subject: Subject) -> None:
+    await subject.create()
+
+
+async def _delayed(subject: Subject) -> None:
+    await subject.create(delay_ms=MINUTE)
+
+
+async def _due(subject: Subject) -> None:
+    await _delayed(subject)
+    await subject.clock.advance(ms=MINUTE)
+
+
+async def _past_deadline(subject: Subject) -> None:
+    await subject.create(deadline_ms=MINUTE)
+    await subject.clock.advance(ms=MINUTE)
+
+
+async def _granted(subject: Subject) -> None:
+    await _waiting(subject)
+    subject.grant = await subject.engine.issue_claim_grant(**subject.named, **WORKER, grant_ttl_ms=GRANT_MS)
+
+
+async def _grant_lapsed(subject: Subject) -> None:
+    await _granted(subject)
+    await subject.clock.advance(ms=GRANT_MS)
+
+
+async def _active(subject: Subject) -> None:
+    await _waiting(subject)
+    await subject.claim()
+
+
+async def _overdue(subject: Subject) -> None:
+    await _waiting(subject)
+    await subject.claim(lease_ttl_ms=2 * HOUR)
+    await subject.clock.advance(ms=HOUR)
+
+
+async def _lapsed(subject: Subject) -> None:
+    await _active(subject)
+    await subject.clock.advance(ms=LEASE_MS)
+
+
+async def _lease_expired(subject: Subject) -> None:
+    await _lapsed(subject)
+    await subject.engine.mark_lease_expired_if_due(subject.execution_id)
+
+
+async def _lease_revoked(subject: Subject) -> None:
+    await _active(subject)
+    await revoke(subject.connection, subject.execution_id)
+
+
+async def _reclaim_granted(subject: Subject) -> None:
+    await _lease_expired(subject)
+    subject.grant = await subject.engine.issue_reclaim_grant(**subject.named, **WORKER, grant_ttl_ms=GRANT_MS)
+
+
+async def _backing_off(subject: Subject) -> None:
+    await _active(subject)
+    await subject.engine.fail(subject.handle, reason="no luck")
+
+
+async def _retryable(subject: Subject) -> None:
+    await _backing_off(subject)
+    await subject.clock.advance(ms=MINUTE)
+    await subject.engine.promote_delayed(subject.execution_id)
+
+
+async def _parked(subject: Subject) -> None:
+    await _active(subject)
+    await subject.engine.delay(subject.handle, await subject.clock.now() + MINUTE)
+
+
+async def _resumable(subject: Subject) -> None:
+    await _parked(subject)
+    await subject.clock.advance(ms=MINUTE)
+    await subject.engine.promote_delayed(subject.execution_id)
+
+
+async def _resume_granted(subject: Subject) -> None:
+    await _resumable(subject)
+    subject.grant = await subject.engine.issue_claim_grant(**subject.named, **WORKER, grant_ttl_ms=GRANT_MS)
+
+
+async def _completed(subject: Subject) -> None:
+    await _active(subject)
+    await subject.engine.complete(subject.handle, b"done")
+
+
+async def _failed(subject: Subject) -> None:
+    await _active(subject)
+    await subject.engine.fail(subject.handle, reason="no luck", classification="permanent")
+
+
+async def _cancelled(subject: Subject) -> None:
+    await _active(subject)
+    await subject.engine.cancel_execution(execution_id=subject.execution_id, reason="not wanted")
+
+
+async def _expired(subject: Subject) -> None:
+    await subject.create(deadline_ms=MINUTE)
+    await subject.claim()
+    await subject.clock.advance(ms=MINUTE)
+    await subject.engine.expire_execution(subject.execution_id, "execution_deadline")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class State:
+    """A state of the grid: what it is, the vector it stands for, the attempts made so far, and how it is reached."""
+
+    means: str
+    vector: str | None
+    attempts: tuple[str, ...] = ()
+    reach: Reach
+
+
+STATES = {
+    "absent": State(means="no such execution", vector=None, reach=_absent),
+    "waiting": State(means="new, claimable", vector=WAITING, reach=_waiting),
+    "delayed": State(means="new, not claimable yet", vector=DELAYED, reach=_delayed),
+    "due": State(means="delayed, its time has come, nobody has promoted it yet", vector=DELAYED, reach=_due),
+    "past_deadline": State(
+        means="waiting, past its deadline, nobody has expired it yet", vector=WAITING, reach=_past_deadline
+    ),
+    "granted": State(means="waiting, with a live grant for the worker", vector=WAITING, reach=_granted),
+    "grant_lapsed": State(means="waiting, with a grant that ran out", vector=WAITING, reach=_grant_lapsed),
+    "active": State(means="a worker holds its lease", vector=ACTIVE, attempts=("started",), reach=_active),
+    "overdue": State(
+        means="active, past its attempt timeout, nobody has expired it yet",
+        vector=ACTIVE,
+        attempts=("started",),
+        reach=_overdue,
+    ),
+    "lapsed": State(
+        means="active, its lease ran out, nobody has marked it yet",
+        vector=ACTIVE,
+        attempts=("started",),
+        reach=_lapsed,
+    ),
+    "lease_expired": State(
+        means="active, its lease ran out and is marked", vector=LAPSED, attempts=("started",), reach=_lease_expired
+    ),
+    "lease_revoked": State(
+        means="active, an operator took the lease away", vector=REVOKED, attempts=("started",), reach=_lease_revoked
+    ),
+    "reclaim_granted": State(
+        means="lease_expired, with a live reclaim grant for the worker",
+        vector=LAPSED,
+        attempts=("started",),
+        reach=_reclaim_granted,
+    ),
+    "backing_off": State(
+        means="an attempt failed, the next waits for its time",
+        vector=BACKING_OFF,
+        attempts=("ended_failure",),
+        reach=_backing_off,
+    ),
+    "retryable": State(
+        means="an attempt failed, the next may be claimed",
+        vector=RETRYABLE,
+        attempts=("ended_failure",),
+        reach=_retryable,
+    ),
+    "parked": State(
+        means="its worker delayed it; the attempt goes on later",
+        vector=PARKED,
+        attempts=("suspended",),
+        reach=_parked,
+    ),
+    "resumable": State(
+        means="its attempt may be claimed and go on", vector=RESUMABLE, attempts=("suspended",), reach=_resumable
+    ),
+    "resume_granted": State(
+        means="resumable, with a live grant for the worker",
+        vector=RESUMABLE,
+        attempts=("suspended",),
+        reach=_resume_granted,
+    ),
+    "completed": State(means="ended in success", vector=COMPLETED, attempts=("ended_success",), reach=_completed),
+    "failed": State(means="ended in failure", vector=FAILED, attempts=("ended_failure",), reach=_failed),
+    "cancelled": State(
+        means="ended by an operator while it ran", vector=CANCELLED, attempts=("ended_cancelled",), reach=_cancelled
+    ),
+    "expired": State(
+        means="ended by its deadline while it ran", vector=EXPIRED, attempts=("ended_failure",), reach=_expired
+    ),
+}

@@ -1,0 +1,362 @@
+"""What the specification says of every operation in every state: a move, a refusal, or an answer without effect."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from ..state import (  # noqa: TID252
+    ACTIVE,
+    BACKING_OFF,
+    CANCELLED,
+    CANCELLED_UNTRIED,
+    COMPLETED,
+    FAILED,
+    LAPSED,
+    PARKED,
+    RESUMABLE,
+    WAITING,
+)
+from .operations import HANDLE_CALLS, OPERATIONS, SERVICE_CALLS
+from .states import STATES
+
+EXPIRED_UNTRIED = "terminal/unowned/not_applicable/none/expired/pending_first_attempt/expired"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Moved:
+    """The call changes the execution: where to, what the feed tells, and what is counted.
+
+    Every stamp follows from these: a move stamps `last_transition_at` and `last_mutation_at`, anything else the
+    latter alone; a first lease stamps `started_at`; an ending stamps `completed_at`.
+    """
+
+    answer: str
+    to: str | None = None
+    """The vector it leads to; None where the state stays."""
+    tells: tuple[str, ...] = ()
+    last: str | None = None
+    """What becomes of the latest attempt; None where it stays as it is."""
+    begins: bool = False
+    """Whether an attempt begins."""
+    leases: bool = False
+    """Whether a lease is issued: one epoch more."""
+    retries: int = 0
+    reclaims: int = 0
+    grants: str = "same"
+    """How many grants are left: the same, none, one, or any where the specification leaves it open."""
+    is_transition: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """The call is refused and leaves no trace, except that it may mark a lease it found lapsed."""
+
+    code: str
+    marks: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Same:
+    """The call is answered and changes nothing."""
+
+    answer: str
+
+
+Expected = Moved | Refused | Same
+Row = Mapping[str, Expected]
+
+MARKED = Moved(answer="Marked", to=LAPSED, tells=("expired",), is_transition=False)
+
+ABSENT = ("absent",)
+UNTRIED = ("waiting", "delayed", "due", "past_deadline", "granted", "grant_lapsed")
+TRIED = ("backing_off", "retryable")
+INTERRUPTED = ("parked", "resumable", "resume_granted")
+RUNNABLE = (*UNTRIED, *TRIED, *INTERRUPTED)
+HELD = ("active", "overdue")
+LOST = ("lease_expired", "lease_revoked", "reclaim_granted")
+ENDED = ("completed", "failed", "cancelled", "expired")
+LATER = ("delayed", "due", "backing_off", "parked")
+"""Runnable, but not eligible before a time."""
+NEW = ("waiting", "past_deadline")
+EVERY = tuple(STATES)
+
+
+def each(states: Iterable[str], expected: Expected) -> dict[str, Expected]:
+    return dict.fromkeys(states, expected)
+
+
+def whole(*parts: Row) -> Row:
+    """One row of the table: later parts win, and no state is left out."""
+    row: dict[str, Expected] = {}
+    for part in parts:
+        row.update(part)
+    return {state: row[state] for state in STATES}
+
+
+NOT_FOUND = each(ABSENT, Refused("execution_not_found"))
+NOT_ACTIVE = Refused("execution_not_active")
+LEASE_EXPIRED = Refused("lease_expired")
+
+
+# Under a lease: the epoch, the phase, revocation and expiry are judged in this order.
+
+
+def held(move: Moved, **repeats: Expected) -> Row:
+    """What only the holder of a live lease may do."""
+    return whole(
+        NOT_FOUND,
+        each((*RUNNABLE, *ENDED), NOT_ACTIVE),
+        each(HELD, move),
+        {"lapsed": Refused("lease_expired", marks=True)},
+        each(LOST, LEASE_EXPIRED),
+        {"lease_revoked": Refused("lease_revoked")},
+        repeats,
+    )
+
+
+def stale(code: str) -> Row:
+    """What anybody hears who comes with the lease of another epoch."""
+    return whole(each(EVERY, Refused(code)), NOT_FOUND)
+
+
+RENEWED = Moved(answer="Renewed", tells=("renewed",), is_transition=False)
+COMPLETING = Moved(answer="nothing", to=COMPLETED, tells=("released completed>success",), last="ended_success")
+COMPLETING_NAMED = Moved(answer="Completed", to=COMPLETED, tells=("released completed>success",), last="ended_success")
+RETRYING = Moved(
+    answer="RetryScheduled",
+    to=BACKING_OFF,
+    tells=("released failed_retry_scheduled",),
+    last="ended_failure",
+    retries=1,
+)
+FAILING = Moved(answer="TerminalFailed", to=FAILED, tells=("released failed_terminal>failed",), last="ended_failure")
+REPEATED_FAILURE: dict[str, Expected] = {
+    **each(TRIED, Same("RetryScheduled")),
+    "failed": Same("TerminalFailed"),
+}
+CANCELLING = Moved(answer="nothing", to=CANCELLED, tells=("released cancelled>cancelled",), last="ended_cancelled")
+
+BY_HANDLE: dict[str, Row] = {
+    "renew": held(RENEWED),
+    "renew_many": held(RENEWED),
+    "progress": held(Moved(answer="nothing", is_transition=False)),
+    "complete": held(COMPLETING, completed=Same("nothing")),
+    "complete_many": held(COMPLETING_NAMED, completed=Same("Completed")),
+    "fail": held(RETRYING, **REPEATED_FAILURE),
+    "fail for good": held(FAILING, **REPEATED_FAILURE),
+    "delay": held(Moved(answer="nothing", to=PARKED, tells=("released worker_delay",), last="suspended")),
+    "wait_children": held(
+        Moved(answer="nothing", to=RESUMABLE, tells=("released waiting_children",), last="suspended")
+    ),
+    "cancel": held(CANCELLING, cancelled=Same("nothing")),
+}
+BY_FENCE: dict[str, Row] = {
+    "renew_lease": held(RENEWED),
+    "complete_execution": held(COMPLETING_NAMED),
+    "fail_execution": held(RETRYING),
+    "fail_execution for good": held(FAILING),
+}
+WITHOUT_FENCE = whole(each(EVERY, Refused("invalid_input")))
+
+
+# Claims.
+
+
+FRESH = Moved(answer="Fresh", to=ACTIVE, tells=("acquired",), begins=True, leases=True)
+RESUMED = Moved(answer="Resumed", to=ACTIVE, tells=("acquired claim_resumed",), last="started", leases=True)
+RECLAIMED = Moved(
+    answer="Reclaimed",
+    to=ACTIVE,
+    tells=("reclaimed",),
+    last="interrupted_reclaimed",
+    begins=True,
+    leases=True,
+    reclaims=1,
+)
+MARKED_AND_RECLAIMED = Moved(
+    answer="Reclaimed",
+    to=ACTIVE,
+    tells=("expired", "reclaimed"),
+    last="interrupted_reclaimed",
+    begins=True,
+    leases=True,
+    reclaims=1,
+)
+# An expired grant is as good as absent; whether it is swept or deleted by who comes past it is not said.
+FRESH_PAST_A_GRANT = Moved(answer="Fresh", to=ACTIVE, tells=("acquired",), begins=True, leases=True, grants="any")
+SEARCHED = whole(
+    each(EVERY, Same("nothing")),
+    each((*NEW, "due", "retryable"), FRESH),
+    {"grant_lapsed": FRESH_PAST_A_GRANT},
+    {"resumable": RESUMED},
+    each(("lease_expired", "lease_revoked"), RECLAIMED),
+    {"lapsed": MARKED_AND_RECLAIMED},
+)
+
+GRANTED = Moved(answer="Granted", grants="one", is_transition=False)
+GRANTED_DUE = Moved(answer="Granted", to=WAITING, grants="one")
+MARKED_AND_GRANTED = Moved(answer="Granted", to=LAPSED, tells=("expired",), grants="one", is_transition=False)
+NOT_ELIGIBLE = Refused("execution_not_eligible")
+NOT_LEASEABLE = Refused("execution_not_leaseable")
+NOT_RESUMED = Refused("not_a_resumed_execution")
+GRANT_EXISTS = Refused("grant_already_exists")
+NO_GRANT = Refused("invalid_claim_grant")
+NOT_RECLAIMABLE = Same("NotReclaimable")
+
+CLAIM_EXECUTION: dict[str, Expected] = {
+    **NOT_FOUND,
+    **each((*LATER, *HELD, "lapsed", *LOST, *ENDED), NOT_LEASEABLE),
+    **each(("resumable", "resume_granted"), Refused("use_claim_resumed_execution")),
+    **each((*NEW, "retryable"), NO_GRANT),
+}
+CLAIM_RESUMED: dict[str, Expected] = {
+    **NOT_FOUND,
+    **each((*LATER, *HELD, "lapsed", *LOST, *ENDED), NOT_LEASEABLE),
+    **each((*NEW, "granted", "grant_lapsed", "retryable"), NOT_RESUMED),
+    "resumable": RESUMED,
+}
+RECLAIM: dict[str, Expected] = {
+    **NOT_FOUND,
+    **each((*RUNNABLE, *HELD, *ENDED), NOT_RECLAIMABLE),
+    **each(("lapsed", "lease_expired", "lease_revoked"), Same("GrantNotFound")),
+}
+FUSED = Moved(
+    answer="GrantedClaim", to=ACTIVE, tells=("acquired issue_grant_and_claim",), begins=True, leases=True, grants="none"
+)
+FUSED_RESUMED = Moved(
+    answer="GrantedClaim",
+    to=ACTIVE,
+    tells=("acquired issue_grant_and_claim_resumed",),
+    last="started",
+    leases=True,
+    grants="none",
+)
+
+BY_GRANT: dict[str, Row] = {
+    "claim_for_worker": whole(
+        each(EVERY, Same("NoWork")),
+        each((*NEW, "retryable", "resumable", "grant_lapsed", "lease_expired", "lease_revoked"), GRANTED),
+        {"due": GRANTED_DUE, "lapsed": MARKED_AND_GRANTED},
+    ),
+    "scan_eligible_executions": whole(
+        each(EVERY, Same("nothing")),
+        each((*NEW, "retryable", "resumable", "grant_lapsed"), Same("found")),
+    ),
+    "issue_claim_grant": whole(
+        NOT_FOUND,
+        each((*LATER, *HELD, "lapsed", *LOST, *ENDED), NOT_ELIGIBLE),
+        each((*NEW, "retryable", "resumable", "grant_lapsed"), GRANTED),
+        each(("granted", "resume_granted"), GRANT_EXISTS),
+    ),
+    "claim_execution": whole(
+        CLAIM_EXECUTION,
+        {
+            "granted": replace(FRESH, grants="none"),
+            "grant_lapsed": Refused("claim_grant_expired"),
+            "reclaim_granted": replace(RECLAIMED, grants="none"),
+        },
+    ),
+    "claim_execution, another worker": whole(CLAIM_EXECUTION, each(("granted", "grant_lapsed"), NO_GRANT)),
+    "claim_resumed_execution": whole(CLAIM_RESUMED, {"resume_granted": replace(RESUMED, grants="none")}),
+    "claim_resumed_execution, another worker": whole(CLAIM_RESUMED, {"resume_granted": NO_GRANT}),
+    "claim_from_resume_grant": whole(
+        each(EVERY, Same("nothing")),
+        NOT_FOUND,
+        {"resumable": NO_GRANT, "resume_granted": replace(RESUMED, grants="none")},
+    ),
+    "issue_grant_and_claim": whole(
+        NOT_FOUND,
+        each((*HELD, "lapsed", *LOST, *ENDED), NOT_ELIGIBLE),
+        each(("delayed", "due", "backing_off"), Refused("execution_not_in_eligible_set")),
+        {"parked": NOT_ELIGIBLE},
+        each((*NEW, "retryable", "grant_lapsed"), FUSED),
+        {"resumable": FUSED_RESUMED},
+        each(("granted", "resume_granted"), GRANT_EXISTS),
+    ),
+    "issue_reclaim_grant": whole(
+        NOT_FOUND,
+        each((*RUNNABLE, *HELD, *ENDED), NOT_RECLAIMABLE),
+        {"lapsed": MARKED_AND_GRANTED},
+        each(("lease_expired", "lease_revoked"), GRANTED),
+        {"reclaim_granted": GRANT_EXISTS},
+    ),
+    "reclaim_execution": whole(RECLAIM, {"reclaim_granted": replace(RECLAIMED, grants="none")}),
+    "reclaim_execution, another worker": whole(RECLAIM, {"reclaim_granted": NO_GRANT}),
+}
+
+
+# Cancelling and time.
+
+
+CANCELLED_UNHELD = Moved(answer="Cancelled", to=CANCELLED, tells=("ended>cancelled",), grants="none")
+CANCEL: dict[str, Expected] = {
+    **NOT_FOUND,
+    **each(UNTRIED, replace(CANCELLED_UNHELD, to=CANCELLED_UNTRIED)),
+    "grant_lapsed": replace(CANCELLED_UNHELD, to=CANCELLED_UNTRIED, grants="any"),
+    **each(TRIED, CANCELLED_UNHELD),
+    **each((*INTERRUPTED, *LOST), replace(CANCELLED_UNHELD, last="ended_cancelled")),
+    **each((*HELD, "lapsed"), replace(CANCELLING, answer="Cancelled")),
+    **each(("completed", "failed", "expired"), NOT_ACTIVE),
+    "cancelled": Same("Cancelled"),
+}
+CANCEL_REVOKED: dict[str, Expected] = {"lease_revoked": Refused("lease_revoked")}
+UNREVOKED = (*HELD, "lapsed", "lease_expired", "reclaim_granted")
+PROMOTED = Moved(answer="Promoted", to=WAITING)
+TIMED_OUT = Moved(
+    answer="RetryScheduled",
+    to=BACKING_OFF,
+    tells=("released expired:attempt_timeout",),
+    last="ended_failure",
+    retries=1,
+)
+LATE = Moved(answer="Expired", to=EXPIRED_UNTRIED, tells=("ended>expired",))
+EXPIRE: dict[str, Expected] = {
+    **each(EVERY, Same("NotYetDue")),
+    **each(ENDED, Same("AlreadyTerminal")),
+    **NOT_FOUND,
+}
+
+BY_ANYBODY: dict[str, Row] = {
+    "create_execution": whole(each(EVERY, Same("Duplicate")), {"absent": Moved(answer="Created", to=WAITING)}),
+    "claim": SEARCHED,
+    "claim_many": SEARCHED,
+    "cancel_execution": whole(CANCEL),
+    "cancel_execution, the holder": whole(CANCEL, CANCEL_REVOKED),
+    "cancel_execution, a former holder": whole(CANCEL, each(UNREVOKED, Refused("stale_lease")), CANCEL_REVOKED),
+    "cancel_execution, a holder without a fence": whole(
+        CANCEL, each(UNREVOKED, Refused("invalid_input")), CANCEL_REVOKED
+    ),
+    "set_execution_tag": whole(each(EVERY, Moved(answer="nothing", is_transition=False)), NOT_FOUND),
+    "mark_lease_expired_if_due": whole(
+        each((*RUNNABLE, *ENDED), Same("not_active")),
+        {"absent": Same("execution_not_found"), "lapsed": MARKED, "lease_revoked": Same("already_revoked")},
+        each(HELD, Same("not_yet_expired")),
+        each(("lease_expired", "reclaim_granted"), Same("already_expired")),
+    ),
+    "promote_delayed": whole(
+        each(EVERY, Same("not_delayed")),
+        {"absent": Same("execution_not_found"), "due": PROMOTED},
+        each(("delayed", "backing_off", "parked"), Same("not_yet_due")),
+    ),
+    "expire_execution, timeout": whole(EXPIRE, {"overdue": TIMED_OUT}),
+    "expire_execution, deadline": whole(EXPIRE, {"past_deadline": LATE}),
+    "mark lapsed leases, sweep": whole(each(EVERY, Same("0")), {"lapsed": replace(MARKED, answer="1")}),
+    "promote delayed work, sweep": whole(each(EVERY, Same("0")), {"due": replace(PROMOTED, answer="1")}),
+    "expire what is late, sweep": whole(
+        each(EVERY, Same("0")),
+        {"overdue": replace(TIMED_OUT, answer="1"), "past_deadline": replace(LATE, answer="1")},
+    ),
+}
+
+TABLE: Mapping[str, Row] = {
+    **BY_ANYBODY,
+    **BY_GRANT,
+    **BY_HANDLE,
+    **{f"{name}, a former holder": stale("lease_conflict") for name in HANDLE_CALLS},
+    **BY_FENCE,
+    **{f"{name}, a former fence": stale("stale_lease") for name in SERVICE_CALLS},
+    "complete_execution, an operator": BY_FENCE["complete_execution"],
+    "fail_execution, an operator": BY_FENCE["fail_execution"],
+    "complete_execution, without a fence": WITHOUT_FENCE,
+    "fail_execution, without a fence": WITHOUT_FENCE,
+}
+assert set(TABLE) == set(OPERATIONS)

@@ -1,0 +1,66 @@
+"""Horizons: a look begins where live timers can be, and from time to time at the beginning of time."""
+
+import pytest
+
+from flowfabric.engine.horizon import Horizon
+
+from .state import HandClock
+
+EVERY, MARGIN = 30.0, 1_000
+
+
+@pytest.fixture
+def clock() -> HandClock:
+    return HandClock()
+
+
+@pytest.fixture
+def horizon(clock: HandClock) -> Horizon:
+    """A horizon whose first look is over."""
+    horizon = Horizon(whole_every_seconds=EVERY, margin_ms=MARGIN, clock=clock)
+    assert horizon.look() == 0
+    horizon.looked(0.001)
+    return horizon
+
+
+def test_a_look_begins_a_margin_before_the_oldest_timer_seen(horizon: Horizon) -> None:
+    horizon.reach(50_000)
+    assert horizon.look() == horizon.since == 50_000 - MARGIN
+
+
+def test_a_horizon_does_not_lie_before_the_beginning_of_time(horizon: Horizon) -> None:
+    horizon.reach(MARGIN // 2)
+    assert horizon.look() == 0
+
+
+def test_a_horizon_follows_what_was_seen_in_both_directions(horizon: Horizon) -> None:
+    horizon.reach(50_000)
+    horizon.reach(20_000)
+    assert horizon.since == 20_000 - MARGIN
+
+
+def test_from_time_to_time_a_look_is_whole(horizon: Horizon, clock: HandClock) -> None:
+    horizon.reach(50_000)
+    clock.now += EVERY - 0.01
+    assert horizon.look() == 49_000
+    clock.now += 0.02
+    assert horizon.look() == 0
+    horizon.reach(60_000)
+    assert horizon.look() == 59_000
+
+
+def test_the_dearer_a_look_the_rarer_a_whole_one(horizon: Horizon, clock: HandClock) -> None:
+    horizon.reach(50_000)
+    horizon.looked(2.0)
+    clock.now += Horizon.SHARE * 2.0 - 0.01
+    assert horizon.look() == 49_000
+    clock.now += 0.02
+    assert horizon.look() == 0
+
+
+def test_what_is_forgotten_is_looked_for_from_the_beginning_once(horizon: Horizon) -> None:
+    horizon.reach(50_000)
+    horizon.forget()
+    assert horizon.look() == 0
+    horizon.reach(50_000)
+    assert horizon.look() == 49_000

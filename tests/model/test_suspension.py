@@ -1,0 +1,391 @@
+import json
+import uuid
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flowfabric.model.conditions import (
+    AllOf,
+    ByName,
+    Condition,
+    Count,
+    CountKind,
+    OperatorOnly,
+    Single,
+    TimeoutOnly,
+    all_of_waitpoints,
+    condition_plain,
+)
+from flowfabric.model.errors import ValidationError
+from flowfabric.model.evaluation import TimeoutSignal
+from flowfabric.model.ids import SuspensionId, WaitpointId
+from flowfabric.model.policy import SuspensionPolicy
+from flowfabric.model.states import BlockingReason, TimeoutBehavior
+from flowfabric.model.suspension import (
+    Binding,
+    Fresh,
+    ResumePolicy,
+    ResumeTarget,
+    SuspendArgs,
+    SuspensionReason,
+    SuspensionRequester,
+    UsePending,
+    binding_plain,
+    blocking_reason_of,
+    check_deadline,
+    check_suspend,
+    deadline_of,
+    default_binding,
+    parse_binding,
+    parse_resume_policy,
+    parse_timeout_behavior,
+    read_stored_resume_policy,
+    read_stored_timeout_behavior,
+    replay_window_ms,
+    resume_policy_json,
+)
+
+NOW = 1_700_000_000_000
+SUSPENSION = SuspensionId(uuid.UUID(int=1))
+
+
+def waitpoint(number: int) -> WaitpointId:
+    return WaitpointId(uuid.UUID(int=number))
+
+
+def fresh(key: str, number: int | None = None) -> Fresh:
+    return Fresh(waitpoint_id=waitpoint(number or sum(key.encode())), waitpoint_key=key)
+
+
+PENDING = UsePending(waitpoint_id=waitpoint(9))
+
+
+def suspend(condition: Any, *bindings: Any, **others: Any) -> SuspendArgs:
+    given = {"suspension_id": SUSPENSION, "reason_code": SuspensionReason.WAITING_FOR_SIGNAL, **others}
+    return SuspendArgs(resume_condition=condition, waitpoints=bindings, **given)
+
+
+def single(key: str = "a", name: str = "go") -> Single:
+    return Single(waitpoint_key=key, matcher=ByName(name))
+
+
+def count(n: int, *keys: str, name: str = "go", kind: CountKind = CountKind.DISTINCT_WAITPOINTS) -> Count:
+    return Count(n=n, count_kind=kind, waitpoints=keys, matcher=ByName(name))
+
+
+BOTH = all_of_waitpoints("ab")
+EMPTY_NAME = "resume_condition: empty signal name (use Wildcard instead)"
+MISSING = "referenced_waitpoint_key_missing_binding"
+EXTRA = "extra_binding_not_referenced_by_condition"
+
+
+@pytest.mark.parametrize(
+    ("condition", "bindings", "detail"),
+    [
+        (single(), [], "waitpoints_empty"),
+        (single("b"), [fresh("a")], "waitpoint_key_mismatch"),
+        (single("b"), [fresh("a"), PENDING], "waitpoint_key_mismatch"),
+        (BOTH, [fresh("a"), PENDING], "additional_waitpoint_binding_must_be_fresh at waitpoints[1]"),
+        (BOTH, [fresh("a"), fresh("b"), PENDING], "additional_waitpoint_binding_must_be_fresh at waitpoints[2]"),
+        (BOTH, [fresh("a"), fresh("", 5)], "additional_waitpoint_binding_empty_key at waitpoints[1]"),
+        (BOTH, [fresh("a"), fresh("", 5), PENDING], "additional_waitpoint_binding_empty_key at waitpoints[1]"),
+        (all_of_waitpoints("abc"), [fresh("a"), fresh("b")], f"{MISSING}: c"),
+        (all_of_waitpoints("ac"), [fresh("a"), fresh("b")], f"{MISSING}: c"),
+        (BOTH, [fresh("a"), fresh("b"), fresh("c")], f"{EXTRA}: c"),
+        (single(), [fresh("a"), fresh("b")], f"{EXTRA}: b"),
+        (TimeoutOnly(), [fresh("a"), fresh("b")], f"{EXTRA}: a"),
+        (BOTH, [PENDING, fresh("b")], f"{MISSING}: a"),
+        (all_of_waitpoints("b"), [PENDING, fresh("b")], f"{EXTRA}: {waitpoint(9)}"),
+        (TimeoutOnly(), [fresh("a")], "timeout_only_without_deadline"),
+        (single(name=""), [fresh("a")], EMPTY_NAME),
+        (AllOf((single(), AllOf((single("b", ""), AllOf(()))))), [fresh("a"), fresh("b")], EMPTY_NAME),
+        (count(0, "a", name=""), [fresh("a")], EMPTY_NAME),
+        (count(0, "a"), [fresh("a")], "count_n_zero at path <root>"),
+        (AllOf((single(), AllOf(()))), [fresh("a")], "allof_empty_members at path members[1]"),
+        (count(0, "a", "b"), [fresh("a"), fresh("b"), fresh("a", 7)], "count_n_zero at path <root>"),
+        (BOTH, [fresh("a", 1), fresh("b", 2), fresh("a", 3)], "duplicate_waitpoint_binding"),
+        (BOTH, [fresh("a", 1), fresh("b", 1)], "duplicate_waitpoint_binding"),
+        (BOTH, [fresh("a")], f"{MISSING}: b"),
+        (count(1, "b"), [fresh("a")], f"{MISSING}: b"),
+        (AllOf((OperatorOnly(),)), [fresh("a")], f"{EXTRA}: a"),
+    ],
+)
+def test_what_does_not_go_together_is_refused_by_the_first_rule_it_breaks(
+    condition: Condition, bindings: list[Binding], detail: str
+) -> None:
+    args = suspend(condition, *bindings)
+    with pytest.raises(ValidationError) as refused:
+        check_suspend(args)
+    assert (refused.value.code, refused.value.detail) == ("invalid_input", detail)
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        suspend(single(), fresh("a")),
+        suspend(single(), PENDING),
+        suspend(Single(waitpoint_key="a"), PENDING),
+        suspend(BOTH, fresh("b"), fresh("a")),
+        suspend(BOTH, PENDING),
+        suspend(count(2, "a", "b"), fresh("a"), fresh("b")),
+        suspend(count(2, "a", kind=CountKind.DISTINCT_SOURCES), fresh("a")),
+        suspend(OperatorOnly(), fresh("any")),
+        suspend(TimeoutOnly(), fresh("any"), timeout_at=NOW),
+        suspend(AllOf((single(), TimeoutOnly())), fresh("a")),
+        suspend(Single(waitpoint_key=""), fresh("", 5)),
+    ],
+)
+def test_what_goes_together_is_accepted(args: SuspendArgs) -> None:
+    check_suspend(args)
+
+
+def test_arguments_left_out_have_their_defaults() -> None:
+    args = suspend(single(), fresh("a"))
+    assert args.resume_policy == ResumePolicy.normal()
+    assert args.requested_by is SuspensionRequester.WORKER
+    assert (args.timeout_at, args.timeout_behavior) == (None, None)
+    assert (args.continuation_metadata_pointer, args.idempotency_key) == (None, None)
+
+
+def test_arguments_may_be_json_values() -> None:
+    typed = suspend(
+        BOTH,
+        fresh("a"),
+        fresh("b"),
+        resume_policy=ResumePolicy(resume_delay_ms=5),
+        requested_by=SuspensionRequester.OPERATOR,
+        timeout_behavior=TimeoutBehavior.AUTO_RESUME_WITH_TIMEOUT_SIGNAL,
+    )
+    plain = SuspendArgs(
+        suspension_id=str(SUSPENSION),  # type: ignore[arg-type]
+        waitpoints=[binding_plain(fresh("a")), binding_plain(fresh("b"))],  # type: ignore[arg-type]
+        resume_condition=condition_plain(BOTH),  # type: ignore[arg-type]
+        resume_policy={"resume_delay_ms": 5},  # type: ignore[arg-type]
+        reason_code="waiting_for_signal",  # type: ignore[arg-type]
+        requested_by="operator",  # type: ignore[arg-type]
+        timeout_behavior="auto_resume",  # type: ignore[arg-type]
+        idempotency_key="",
+    )
+    assert plain == typed
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("suspension_id", "1"),
+        ("suspension_id", None),
+        ("waitpoints", "a"),
+        ("waitpoints", ["a"]),
+        ("waitpoints", [{"Fresh": {"waitpoint_id": str(waitpoint(1))}}]),
+        ("resume_condition", "Whenever"),
+        ("resume_condition", None),
+        ("resume_policy", None),
+        ("resume_policy", {"resume_target": "terminal"}),
+        ("reason_code", "bored"),
+        ("requested_by", "nobody"),
+        ("timeout_at", 1.5),
+        ("timeout_at", True),
+        ("timeout_at", 2**63),
+        ("timeout_behavior", "panic"),
+        ("continuation_metadata_pointer", 5),
+        ("continuation_metadata_pointer", "\0"),
+        ("idempotency_key", 5),
+        ("idempotency_key", 0),
+        ("idempotency_key", "\ud800"),
+    ],
+)
+def test_an_argument_of_the_wrong_kind_is_refused(name: str, value: Any) -> None:
+    given: Any = {
+        "suspension_id": SUSPENSION,
+        "waitpoints": (fresh("a"),),
+        "resume_condition": single(),
+        "reason_code": "waiting_for_signal",
+    }
+    with pytest.raises(ValidationError, match=r"^invalid_input: "):
+        SuspendArgs(**{**given, name: value})
+
+
+@pytest.mark.parametrize(
+    ("condition", "key"),
+    [
+        (single("k"), "k"),
+        (AllOf((OperatorOnly(), AllOf((count(1, "second", "third"),)), single("fourth"))), "second"),
+        (AllOf((count(1), single("b"))), "b"),
+        (OperatorOnly(), f"wpk:{waitpoint(3)}"),
+        (TimeoutOnly(), f"wpk:{waitpoint(3)}"),
+        (AllOf((OperatorOnly(),)), f"wpk:{waitpoint(3)}"),
+    ],
+)
+def test_a_wait_without_bindings_is_bound_to_the_first_key_of_its_condition(condition: Condition, key: str) -> None:
+    assert default_binding(waitpoint(3), condition) == Fresh(waitpoint_id=waitpoint(3), waitpoint_key=key)
+
+
+bindings = st.one_of(
+    st.builds(Fresh, waitpoint_id=st.uuids().map(WaitpointId), waitpoint_key=st.sampled_from(("", "a", "é"))),
+    st.builds(UsePending, waitpoint_id=st.uuids().map(WaitpointId)),
+)
+
+
+@given(bindings)
+def test_json_says_the_same_binding(binding: Binding) -> None:
+    assert parse_binding(json.loads(json.dumps(binding_plain(binding)))) == binding
+    assert parse_binding(binding) is binding
+
+
+def test_bindings_have_their_json_form() -> None:
+    form = {"Fresh": {"waitpoint_id": "00000000-0000-0000-0000-000000000004", "waitpoint_key": "a"}}
+    assert binding_plain(fresh("a", 4)) == form
+    assert binding_plain(PENDING) == {"UsePending": {"waitpoint_id": "00000000-0000-0000-0000-000000000009"}}
+
+
+@pytest.mark.parametrize(
+    "plain",
+    [
+        None,
+        "Fresh",
+        {},
+        {"Fresh": {}},
+        {"Fresh": {"waitpoint_id": "x", "waitpoint_key": "a"}},
+        {"Fresh": {"waitpoint_id": str(waitpoint(1)), "waitpoint_key": 5}},
+        {"Fresh": {"waitpoint_id": str(waitpoint(1)), "waitpoint_key": "a", "ttl": 5}},
+        {"UsePending": {"waitpoint_id": str(waitpoint(1)), "waitpoint_key": "a"}},
+        {"UsePending": {"waitpoint_id": str(waitpoint(1))}, "Fresh": {}},
+        {"Shared": {"waitpoint_id": str(waitpoint(1))}},
+    ],
+)
+def test_a_binding_that_is_not_understood_is_refused(plain: object) -> None:
+    with pytest.raises(ValidationError, match=r"^invalid_input: "):
+        parse_binding(plain)
+
+
+policies = st.builds(
+    ResumePolicy,
+    consume_matched_signals=st.booleans(),
+    retain_signal_buffer_until_closed=st.booleans(),
+    resume_delay_ms=st.none() | st.integers(0, 2**53 - 1),
+    close_waitpoint_on_resume=st.booleans(),
+)
+
+
+@given(policies)
+def test_json_says_the_same_resume_policy(policy: ResumePolicy) -> None:
+    assert parse_resume_policy(json.loads(resume_policy_json(policy))) == policy
+    assert read_stored_resume_policy(resume_policy_json(policy)) == policy
+
+
+def test_the_normal_resume_policy_is_the_default() -> None:
+    assert ResumePolicy.normal() == ResumePolicy(
+        resume_target=ResumeTarget.RUNNABLE,
+        consume_matched_signals=True,
+        retain_signal_buffer_until_closed=False,
+        resume_delay_ms=None,
+        close_waitpoint_on_resume=True,
+    )
+    assert parse_resume_policy({}) == read_stored_resume_policy(None) == ResumePolicy.normal()
+    assert read_stored_resume_policy('{"resume_delay_ms":5,"newer":1}') == ResumePolicy(resume_delay_ms=5)
+
+
+@pytest.mark.parametrize(
+    "plain",
+    [
+        {"newer": 1},
+        {"resume_delay_ms": -1},
+        {"resume_delay_ms": True},
+        {"consume_matched_signals": 1},
+        {"close_waitpoint_on_resume": "yes"},
+        [],
+    ],
+)
+def test_a_resume_policy_that_is_not_understood_is_refused(plain: object) -> None:
+    with pytest.raises(ValidationError, match=r"^invalid_input: resume_policy"):
+        parse_resume_policy(plain)
+
+
+def test_the_signals_delay_goes_before_the_policys() -> None:
+    policy = ResumePolicy(resume_delay_ms=7)
+    assert [policy.delay_ms(given) for given in (None, 0, 3)] == [7, 0, 3]
+    assert ResumePolicy().delay_ms(None) == 0
+
+
+def test_each_reason_shows_as_its_blocking_reason() -> None:
+    assert {reason.value: blocking_reason_of(reason).value for reason in SuspensionReason} == {
+        "waiting_for_signal": "waiting_for_signal",
+        "waiting_for_approval": "waiting_for_approval",
+        "waiting_for_callback": "waiting_for_callback",
+        "waiting_for_tool_result": "waiting_for_tool_result",
+        "waiting_for_operator_review": "paused_by_operator",
+        "paused_by_policy": "paused_by_policy",
+        "paused_by_budget": "waiting_for_budget",
+        "step_boundary": "waiting_for_signal",
+        "manual_pause": "paused_by_operator",
+    }
+    for stored in ("manual_pause", "newer", "", None):
+        expected = BlockingReason.PAUSED_BY_OPERATOR if stored == "manual_pause" else BlockingReason.WAITING_FOR_SIGNAL
+        assert blocking_reason_of(stored) is expected
+
+
+def test_requesters_have_their_words() -> None:
+    assert list(SuspensionRequester) == ["worker", "operator", "policy", "system_timeout_policy"]
+
+
+def test_a_timeout_behavior_has_an_alias_and_a_default_where_none_is_stored() -> None:
+    assert parse_timeout_behavior("auto_resume") is TimeoutBehavior.AUTO_RESUME_WITH_TIMEOUT_SIGNAL
+    assert read_stored_timeout_behavior("auto_resume") is TimeoutBehavior.AUTO_RESUME_WITH_TIMEOUT_SIGNAL
+    assert read_stored_timeout_behavior(None) is read_stored_timeout_behavior("") is TimeoutBehavior.FAIL
+    for behavior in TimeoutBehavior:
+        assert parse_timeout_behavior(behavior.value) is read_stored_timeout_behavior(behavior.value) is behavior
+    with pytest.raises(ValidationError, match="invalid_input: timeout_behavior"):
+        parse_timeout_behavior(None)
+    with pytest.raises(ValidationError, match="corruption: timeout_behavior"):
+        read_stored_timeout_behavior("newer")
+
+
+def test_a_deadline_may_lie_ten_minutes_back() -> None:
+    check_deadline(None, NOW)
+    check_deadline(NOW - 600_000, NOW)
+    with pytest.raises(ValidationError, match=r"^invalid_input: timeout_at_in_past$"):
+        check_deadline(NOW - 600_001, NOW)
+
+
+@pytest.mark.parametrize(
+    ("given", "policy", "deadline"),
+    [
+        ({}, None, (None, "fail")),
+        ({"timeout_at": 5}, None, (5, "fail")),
+        ({"timeout_at": 5, "timeout_behavior": "cancel"}, None, (5, "cancel")),
+        ({}, SuspensionPolicy(timeout_behavior=TimeoutBehavior.EXPIRE), (None, "fail")),
+        ({}, SuspensionPolicy(default_timeout_ms=7), (NOW + 7, "fail")),
+        ({}, SuspensionPolicy(default_timeout_ms=0, timeout_behavior=TimeoutBehavior.EXPIRE), (NOW, "expire")),
+        (
+            {"timeout_at": 5},
+            SuspensionPolicy(default_timeout_ms=7, timeout_behavior=TimeoutBehavior.EXPIRE),
+            (5, "fail"),
+        ),
+        ({"timeout_behavior": "fail"}, SuspensionPolicy(default_timeout_ms=7), (NOW + 7, "fail")),
+        (
+            {"timeout_behavior": "fail"},
+            SuspensionPolicy(default_timeout_ms=7, timeout_behavior=TimeoutBehavior.EXPIRE),
+            (NOW + 7, "fail"),
+        ),
+    ],
+)
+def test_arguments_go_before_the_executions_policy(
+    given: dict[str, Any], policy: SuspensionPolicy | None, deadline: tuple[int | None, str]
+) -> None:
+    assert deadline_of(suspend(single(), fresh("a"), **given), policy, NOW) == deadline
+
+
+def test_an_answer_is_replayed_until_a_minute_after_the_deadline_and_a_week_at_most() -> None:
+    week = 7 * 86_400_000
+    assert replay_window_ms(None, NOW) == week
+    assert replay_window_ms(NOW + 5, NOW) == 60_005
+    assert replay_window_ms(NOW - 5, NOW) == 60_000
+    assert replay_window_ms(NOW + week, NOW) == week
+
+
+def test_the_signal_of_a_deadline_is_not_one_a_caller_sends() -> None:
+    told = TimeoutSignal()
+    assert (told.waitpoint_key, told.signal_name, told.signal_category) == ("__timeout__", "timeout", "timeout")
+    assert (told.source_type, told.source_identity) == ("system", "suspension_timeout")

@@ -1,0 +1,188 @@
+"""The pace of the loop, tick by tick on a clock that stands still: cheap when idle, gentle when behind."""
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from flowfabric.db.database import Database
+from flowfabric.engine.engine import Engine
+from flowfabric.engine.retention import AHEAD_MS
+from flowfabric.reconcile import loop
+from flowfabric.reconcile.loop import Reconciler
+from flowfabric.reconcile.sweeps import Sweep, WokenBy
+
+EVERY = 10.0
+
+
+class HandClock:
+    """The clock of the loop, moved by hand."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def hand(monkeypatch: pytest.MonkeyPatch, engine: Engine) -> HandClock:
+    """The loop's clock stands still; the engine's timers are set by hand, too."""
+    hand = HandClock()
+    monkeypatch.setattr(loop, "time", hand)
+    engine.wakeups.next_timer = float("inf")
+    return hand
+
+
+@pytest.fixture
+def statements(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
+    """How many statements were run so far."""
+    acquire, count = Database.acquire, 0
+
+    def counted(database: Database) -> Any:
+        nonlocal count
+        count += 1
+        return acquire(database)
+
+    monkeypatch.setattr(Database, "acquire", counted)
+    return lambda: count
+
+
+def sweep(run: Callable[[], int], *, woken_by: WokenBy | None = None, is_gentle: bool = False) -> Sweep:
+    """A sweep that is always due and whose full batch is ten."""
+
+    async def batch(_: Engine) -> int:
+        return run()
+
+    return Sweep(
+        "sweep",
+        batch,
+        every=lambda _: timedelta(seconds=EVERY),
+        batch=10,
+        is_due=lambda _: True,
+        woken_by=woken_by,
+        is_gentle=is_gentle,
+    )
+
+
+async def test_an_idle_loop_costs_less_than_a_statement_a_second(
+    engine: Engine, hand: HandClock, statements: Callable[[], int]
+) -> None:
+    reconciler = Reconciler(engine)
+    # The first tick makes the partitions of the events, and the second begins to wait for their next look.
+    for _ in range(2):
+        hand.now += await reconciler._tick()
+    began, before = hand.now, statements()
+    for _ in range(20):
+        hand.now += await reconciler._tick()
+    assert 0 < statements() - before < hand.now - began
+
+
+def test_an_idle_loop_sees_the_timers_of_as_long_ahead_as_it_sleeps() -> None:
+    assert AHEAD_MS / 1000 >= Reconciler.IDLE_SECONDS
+
+
+async def test_the_shortest_interval_is_the_pace_where_timers_run_out_and_only_there(
+    engine: Engine, given: Any, hand: HandClock
+) -> None:
+    reconciler = Reconciler(engine)
+    while await reconciler._tick() < Reconciler.IDLE_SECONDS:
+        pass
+    await given.delayed(seconds=1.5)
+    assert await reconciler._tick() == pytest.approx(0.75)
+    await given.clock.advance(seconds=2)
+    assert await reconciler._tick() == pytest.approx(0.75)
+    assert reconciler.stats["delayed_promoter"].processed == 1
+    assert await reconciler._tick() == Reconciler.IDLE_SECONDS
+
+
+async def test_three_failures_in_a_row_are_followed_by_ten_intervals_of_rest(engine: Engine, hand: HandClock) -> None:
+    def fail() -> int:
+        raise ValueError("cannot")
+
+    reconciler = Reconciler(engine, sweeps=[sweep(fail, woken_by=WokenBy.TIMER)])
+    errors = []
+    for _ in range(14):
+        await reconciler._tick()
+        errors.append(reconciler.stats["sweep"].errors)
+        hand.now += EVERY
+    assert errors == [1, 2, *[3] * 10, 4, 5]
+
+
+async def test_a_success_between_failures_begins_the_count_anew(engine: Engine, hand: HandClock) -> None:
+    calls = 0
+
+    def fail_twice() -> int:
+        nonlocal calls
+        calls += 1
+        if calls % 3:
+            raise ValueError("cannot")
+        return 0
+
+    reconciler = Reconciler(engine, sweeps=[sweep(fail_twice, woken_by=WokenBy.TIMER)])
+    for _ in range(9):
+        await reconciler._tick()
+        hand.now += EVERY
+    assert (reconciler.stats["sweep"].errors, reconciler.stats["sweep"].cycles) == (6, 3)
+
+
+@pytest.mark.parametrize(("is_gentle", "pause"), [(True, 3.0), (False, Reconciler.LEAST_SECONDS)])
+async def test_a_gentle_sweep_rests_after_a_full_batch_for_as_long_as_it_took(
+    *, engine: Engine, hand: HandClock, is_gentle: bool, pause: float
+) -> None:
+    def take_three_seconds() -> int:
+        hand.now += 3
+        return 10
+
+    reconciler = Reconciler(engine, sweeps=[sweep(take_three_seconds, is_gentle=is_gentle)])
+    for cycles in (1, 2):
+        assert await reconciler._tick() == pytest.approx(min(pause, Reconciler.IDLE_SECONDS))
+        assert reconciler.stats["sweep"].cycles == cycles
+        if is_gentle:
+            hand.now += pause / 2
+            await reconciler._tick()
+            assert reconciler.stats["sweep"].cycles == cycles
+        hand.now += pause
+
+
+@pytest.fixture
+def looks(engine: Engine, hand: HandClock, monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
+    """How many looks there were, each of which takes a tenth of a second."""
+    read_due, count = engine.retention.read_due, 0
+
+    async def slow() -> Any:
+        nonlocal count
+        count += 1
+        hand.now += 0.1
+        return await read_due()
+
+    monkeypatch.setattr(engine.retention, "read_due", slow)
+    return lambda: count
+
+
+async def test_full_batches_are_looked_between_for_a_share_of_the_time_only(
+    engine: Engine, hand: HandClock, looks: Callable[[], int]
+) -> None:
+    def take_a_tenth() -> int:
+        hand.now += 0.1
+        return 10
+
+    reconciler = Reconciler(engine, sweeps=[sweep(take_a_tenth, woken_by=WokenBy.TIMER)])
+    for _ in range(100):
+        await reconciler._tick()
+    # A look of a tenth is followed by a second without one: ten batches.
+    assert reconciler.stats["sweep"].cycles == 100
+    assert looks() == pytest.approx(100 / Reconciler.LOOK_SHARE, abs=1)
+
+
+async def test_a_timer_that_runs_out_is_looked_for_between_full_batches(
+    engine: Engine, hand: HandClock, looks: Callable[[], int]
+) -> None:
+    reconciler = Reconciler(engine, sweeps=[sweep(lambda: 10, woken_by=WokenBy.TIMER)])
+    for _ in range(5):
+        await reconciler._tick()
+    assert looks() == 1
+    engine.wakeups.next_timer = hand.now
+    await reconciler._tick()
+    assert looks() == 2

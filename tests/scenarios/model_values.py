@@ -1,0 +1,139 @@
+"""What the model is made of: executions, their attempts, leases and grants, and what a policy asks for."""
+
+from dataclasses import dataclass, field
+
+LOST = ("lease_expired_reclaimable", "lease_revoked")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy:
+    """What an execution asks for; None where a field is left out."""
+
+    max_retries: int | None = None
+    delay_ms: int | None = None
+    """A fixed pause; without one it doubles from a second up to a minute."""
+    categories: tuple[str, ...] = ()
+    timeout_ms: int | None = None
+    max_reclaims: int | None = None
+
+    def written(self) -> dict[str, object]:
+        """The policy as a caller writes it."""
+        found: dict[str, object] = {}
+        if self.max_retries is not None:
+            retry: dict[str, object] = {"max_retries": self.max_retries, "retryable_categories": list(self.categories)}
+            if self.delay_ms is not None:
+                retry["backoff"] = {"type": "fixed", "delay_ms": self.delay_ms}
+            found["retry_policy"] = retry
+        if self.timeout_ms is not None:
+            found["timeout_policy"] = {"attempt_timeout_ms": self.timeout_ms}
+        if self.max_reclaims is not None:
+            found["max_reclaim_count"] = self.max_reclaims
+        return found
+
+    def pause(self, retries: int, category: str) -> int | None:
+        """The milliseconds before the next attempt; None when there is none."""
+        if self.max_retries is None or retries >= self.max_retries or category in ("permanent", "cancelled"):
+            return None
+        if self.categories and category not in self.categories:
+            return None
+        return min(1000 * 2**retries, 60_000) if self.delay_ms is None else self.delay_ms
+
+
+@dataclass(frozen=True)
+class Lease:
+    """A hold on an execution, as a worker remembers it."""
+
+    execution: str
+    epoch: int
+    attempt: int
+    ttl_ms: int
+
+
+@dataclass
+class Attempt:
+    """One run of an execution."""
+
+    type: str
+    state: str
+    started_at: int
+    ended_at: int | None = None
+    reason: str | None = None
+    category: str | None = None
+    previous: int | None = None
+
+
+@dataclass
+class Grant:
+    """A reservation of an execution for one worker."""
+
+    kind: str
+    worker: str
+    expires_at: int
+
+
+@dataclass
+class Execution:
+    """One execution and everything that happened to it."""
+
+    name: str
+    lane: str
+    priority: int
+    order: int
+    policy: Policy | None
+    required: frozenset[str]
+    deadline_at: int | None
+    phase: str = "runnable"
+    ownership: str = "unowned"
+    eligibility: str = "eligible_now"
+    blocking: str = "waiting_for_worker"
+    outcome: str = "none"
+    attempt_state: str = "pending_first_attempt"
+    epoch: int = 0
+    retries: int = 0
+    reclaims: int = 0
+    delay_until: int | None = None
+    lease_expires_at: int | None = None
+    timeout_at: int | None = None
+    remaining_ms: int | None = None
+    started_at: int | None = None
+    completed_at: int | None = None
+    transition_at: int = 0
+    mutation_at: int = 0
+    reason: str | None = None
+    """Why it failed, expired or was cancelled."""
+    cancelled_by: str | None = None
+    progress: int | None = None
+    holds_attempt: bool = False
+    """Whether the row still names the latest attempt: a retry that was scheduled has forgotten it."""
+    grant: Grant | None = None
+    attempts: list[Attempt] = field(default_factory=list)
+    events: list[str] = field(default_factory=list)
+
+    @property
+    def public(self) -> str:
+        """The one word for the state."""
+        if self.phase == "terminal":
+            return {"success": "completed"}.get(self.outcome, self.outcome)
+        if self.phase == "active":
+            return "active"
+        if self.eligibility == "not_eligible_until_time":
+            return "delayed"
+        return "resumable" if self.attempt_state == "attempt_interrupted" else "waiting"
+
+    @property
+    def vector(self) -> str:
+        """The seven dimensions."""
+        stored = (self.phase, self.ownership, self.eligibility, self.blocking, self.outcome, self.attempt_state)
+        return "/".join((*stored, self.public))
+
+    @property
+    def is_claimable(self) -> bool:
+        """Whether a search may offer it."""
+        return self.eligibility == "eligible_now" or self.ownership in LOST
+
+    @property
+    def reclaim_cap(self) -> int:
+        """How often its lease may be lost."""
+        if self.policy is None:
+            return 1000
+        return 100 if self.policy.max_reclaims is None else self.policy.max_reclaims

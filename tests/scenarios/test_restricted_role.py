@@ -1,0 +1,53 @@
+"""A role that may read and write rows and nothing else runs everything but the daily partitions."""
+
+from collections.abc import AsyncIterator
+from typing import Any
+from urllib.parse import urlsplit, urlunsplit
+from uuid import uuid4
+
+import asyncpg
+import pytest
+
+from flowfabric.engine.engine import Engine
+from flowfabric.reconcile.loop import Reconciler
+from flowfabric.settings import Settings
+
+DAY = 86_400
+
+
+@pytest.fixture
+async def restricted(url: str, connection: asyncpg.Connection) -> AsyncIterator[Engine]:
+    """An engine of a role with the rights that the operating page names."""
+    role = f"ff_restricted_{uuid4().hex}"
+    await connection.execute(
+        f"""create role {role} login;
+            grant usage on schema flowfabric to {role};
+            grant select, insert, update, delete on all tables in schema flowfabric to {role};
+            grant usage on all sequences in schema flowfabric to {role}"""
+    )
+    parts = urlsplit(url)
+    address = urlunsplit(parts._replace(netloc=f"{role}@{parts.netloc.rpartition('@')[2]}"))
+    try:
+        async with Engine.connect(settings=Settings(database_url=address)) as engine:
+            yield engine
+    finally:
+        await connection.execute(f"drop owned by {role}; drop role {role}")
+
+
+async def test_a_restricted_role_does_without_partitions(
+    restricted: Engine, given: Any, rows: Any, clock: Any, eventually: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    given.engine = restricted
+    async with Reconciler(restricted) as reconciler:
+        await eventually(lambda: reconciler.stats["event_partitions"].errors == 1)
+    ended = await given.completed(tags={"app.a": "b"}, idempotency_key="k")
+    await given.backing_off()
+    await given.registered()
+    await given.reclaimable()
+    assert "sweep event_partitions failed" in caplog.text
+    assert await restricted.get_execution_result(ended) == b"done"
+    told = await rows.of("event")
+    assert len(told) == len(await rows.of("event_default")) > 0
+    await clock.advance(seconds=DAY + 1)
+    assert await restricted.feed.trim_events() == len(told)
+    assert await restricted.retention.trim() == 1
