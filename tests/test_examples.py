@@ -11,7 +11,8 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
 def environment(url: str) -> dict[str, str]:
-    return {**os.environ, "FF_DATABASE_URL": url}
+    # An embedded server has a key to sign with; the server of the tests is given one.
+    return {**os.environ, "FF_DATABASE_URL": url, "FF_WAITPOINT_HMAC_SECRET": "ab" * 32}
 
 
 def start(name: str, url: str, *arguments: str) -> "subprocess.Popen[bytes]":
@@ -43,6 +44,36 @@ def run(name: str, url: str) -> str:
             ],
         ),
         ("long_work.py", ["Report(pages=10, fence=1)"]),
+        (
+            "external_callback.py",
+            [
+                "with the token        k1:<REDACTED:len=64>",
+                "the order is suspended: no worker is busy with it",
+                "a forger says 'paid':     401 invalid_token (the log says TokenMismatch)",
+                "the order is still suspended",
+                "the provider says 'paid': 202 resume_condition_satisfied",
+                "order A-7: paid",
+            ],
+        ),
+        (
+            "deploy_approval.py",
+            [
+                "Ada says approve: appended_to_waitpoint",
+                "Ada says approve: appended_to_waitpoint_duplicate",
+                "Linus says reject: signal_ignored_matcher_failed",
+                "the deploy is suspended",
+                "Grace says approve: resume_condition_satisfied",
+                "v42 is live, approved by Ada and Grace",
+            ],
+        ),
+        (
+            "timeout_resume.py",
+            [
+                "run 1 asks: which colour?",
+                "run 2 of the same attempt finds the signal 'timeout' from 'suspension_timeout'",
+                "no answer, so: blue",
+            ],
+        ),
     ],
 )
 async def test_an_example_says(url: str, name: str, says: list[str]) -> None:

@@ -38,6 +38,8 @@ def test_without_variables_the_defaults_stand() -> None:
             "delayed_promoter_interval_ms": 750,
             "attempt_timeout_interval_s": 2,
             "execution_deadline_interval_s": 5,
+            "suspension_timeout_interval_s": 2,
+            "pending_wp_expiry_interval_s": 5,
             "retention_trimmer_interval_s": 60,
         }.items()
     )
@@ -57,6 +59,8 @@ def test_without_variables_the_defaults_stand() -> None:
         ("FF_FEED_RETENTION_MS", "1000", "feed_retention_ms", 1000),
         ("FF_INSTANCE_TAG", "my.tag", "instance_tag", "my.tag"),
         ("FF_LEASE_RENEWAL_EVENTS", "false", "lease_renewal_events", False),
+        ("FF_CALLBACK_URL", "https://app.example/callbacks", "callback_url", "https://app.example/callbacks"),
+        ("FF_CALLBACK_URL", "", "callback_url", None),
         ("FF_LEASE_EXPIRY_INTERVAL_MS", "200", "lease_expiry_interval_ms", 200),
     ],
 )
@@ -100,6 +104,7 @@ def test_code_wins_over_the_environment(
         ("FF_QUOTA_PARTITIONS", "-1"),
         ("FF_FEED_RETENTION_MS", "1.5"),
         ("FF_INSTANCE_TAG", ""),
+        ("FF_CALLBACK_URL", "app.example"),
         ("FF_LANES", "fast," + "x" * 65),
         ("FF_LANES", "bücher"),
         ("FF_LEASE_EXPIRY_INTERVAL_MS", "1.5"),

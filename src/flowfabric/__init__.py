@@ -2,6 +2,17 @@
 
 from flowfabric.engine.engine import Engine
 from flowfabric.fabric import ExecutionFailed, Fabric, Run, Task
+from flowfabric.model.conditions import (
+    AllOf,
+    ByName,
+    Count,
+    CountKind,
+    OperatorOnly,
+    Single,
+    TimeoutOnly,
+    Wildcard,
+    all_of_waitpoints,
+)
 from flowfabric.model.errors import (
     BugError,
     ConflictError,
@@ -15,6 +26,7 @@ from flowfabric.model.errors import (
     UnavailableError,
     ValidationError,
 )
+from flowfabric.model.evaluation import SignalDisposition, SignalEffect
 from flowfabric.model.execution import NewExecution
 from flowfabric.model.grants import (
     ClaimGrant,
@@ -74,7 +86,16 @@ from flowfabric.model.policy import (
     RetryPolicy,
     RoutingRequirements,
     StreamPolicy,
+    SuspensionPolicy,
     TimeoutPolicy,
+)
+from flowfabric.model.signals import (
+    Accepted,
+    Resumed,
+    ResumeSignal,
+    ResumeTrigger,
+    SignalDuplicate,
+    SuspensionExpired,
 )
 from flowfabric.model.snapshots import (
     Attempt,
@@ -92,32 +113,82 @@ from flowfabric.model.snapshots import (
     WorkerEntry,
     WorkerPage,
 )
-from flowfabric.model.states import AttemptType, HandleKind, LaneState, PublicState, StateVector, TerminalOutcome
+from flowfabric.model.states import (
+    AttemptType,
+    HandleKind,
+    LaneState,
+    PublicState,
+    StateVector,
+    TerminalOutcome,
+    TimeoutBehavior,
+    WaitpointState,
+)
 from flowfabric.model.support import BackendIdentity, Capabilities
+from flowfabric.model.suspension import (
+    Fresh,
+    ResumePolicy,
+    SuspendArgs,
+    SuspensionReason,
+    SuspensionRequester,
+    UsePending,
+)
+from flowfabric.model.tokens import WaitpointToken
+from flowfabric.model.waits import (
+    AdditionalWaitpoint,
+    AlreadyClosed,
+    Closed,
+    PendingWaitpoint,
+    SuspendDetails,
+    Suspended,
+    SuspendedExecution,
+    SuspendedPage,
+    WaitpointInfo,
+    WaitpointPage,
+)
 from flowfabric.reconcile.loop import Reconciler
 from flowfabric.settings import Settings
 from flowfabric.version import __version__
+from flowfabric.worker.callback import (
+    BackendError,
+    Callback,
+    CallbackError,
+    SignalFields,
+    TokenMismatch,
+    UnknownWaitpoint,
+    verify_and_deliver,
+)
 from flowfabric.worker.context import Context
 from flowfabric.worker.outcome import PermanentError
 from flowfabric.worker.worker import Worker
 
 __all__ = [
+    "Accepted",
+    "AdditionalWaitpoint",
+    "AllOf",
+    "AlreadyClosed",
     "AlreadySatisfied",
     "AlreadySeeded",
     "AlreadyTerminal",
     "Applied",
     "Attempt",
     "AttemptType",
+    "BackendError",
     "BackendIdentity",
     "BugError",
+    "ByName",
+    "Callback",
+    "CallbackError",
     "Cancelled",
     "Capabilities",
     "ClaimGrant",
     "ClaimedExecution",
+    "Closed",
     "Completed",
     "ConflictError",
     "ContentionError",
     "Context",
+    "Count",
+    "CountKind",
     "Created",
     "CurrentAttempt",
     "CurrentLease",
@@ -143,6 +214,7 @@ __all__ = [
     "FailureReason",
     "Fence",
     "FixedBackoff",
+    "Fresh",
     "GrantNotFound",
     "Granted",
     "GrantedClaim",
@@ -163,6 +235,8 @@ __all__ = [
     "NotRegistered",
     "NotYetDue",
     "OperationTimeoutError",
+    "OperatorOnly",
+    "PendingWaitpoint",
     "PermanentError",
     "Promoted",
     "PublicState",
@@ -174,7 +248,11 @@ __all__ = [
     "Renewed",
     "ResourceExhaustedError",
     "ResumeGrant",
+    "ResumePolicy",
+    "ResumeSignal",
     "ResumeToken",
+    "ResumeTrigger",
+    "Resumed",
     "RetryPolicy",
     "RetryScheduled",
     "Rotated",
@@ -183,21 +261,47 @@ __all__ = [
     "Run",
     "Seeded",
     "Settings",
+    "SignalDisposition",
+    "SignalDuplicate",
+    "SignalEffect",
+    "SignalFields",
+    "Single",
     "StateError",
     "StateVector",
     "StreamPolicy",
+    "SuspendArgs",
+    "SuspendDetails",
+    "Suspended",
+    "SuspendedExecution",
+    "SuspendedPage",
+    "SuspensionExpired",
+    "SuspensionPolicy",
+    "SuspensionReason",
+    "SuspensionRequester",
     "TagsSet",
     "Task",
     "TerminalFailed",
     "TerminalOutcome",
+    "TimeoutBehavior",
+    "TimeoutOnly",
     "TimeoutPolicy",
+    "TokenMismatch",
     "TransportError",
     "UnavailableError",
+    "UnknownWaitpoint",
+    "UsePending",
     "ValidationError",
     "VerifyingKid",
+    "WaitpointInfo",
+    "WaitpointPage",
+    "WaitpointState",
+    "WaitpointToken",
+    "Wildcard",
     "Worker",
     "WorkerCursor",
     "WorkerEntry",
     "WorkerPage",
     "__version__",
+    "all_of_waitpoints",
+    "verify_and_deliver",
 ]

@@ -41,10 +41,13 @@ class Settings(BaseSettings):
     instance_tag: Annotated[str, Field(min_length=1)] = "cairn.instance_id"
     lease_renewal_events: bool = True
     waitpoint_hmac_secret: SecretStr | None = None
+    callback_url: str | None = None
     lease_expiry_interval_ms: Count = 1_500
     delayed_promoter_interval_ms: Count = 750
     attempt_timeout_interval_s: Count = 2
     execution_deadline_interval_s: Count = 5
+    suspension_timeout_interval_s: Count = 2
+    pending_wp_expiry_interval_s: Count = 5
     retention_trimmer_interval_s: Count = 60
 
     @property
@@ -57,6 +60,13 @@ class Settings(BaseSettings):
     def _postgres_url(cls, url: str | None) -> str | None:
         if url and not url.startswith(("postgresql://", "postgres://")):
             raise ValueError("must begin with postgresql://")
+        return url or None
+
+    @field_validator("callback_url")
+    @classmethod
+    def _http_url(cls, url: str | None) -> str | None:
+        if url and not url.startswith(("https://", "http://")):
+            raise ValueError("must begin with https:// or http://")
         return url or None
 
     @field_validator("home", mode="before")

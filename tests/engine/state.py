@@ -7,7 +7,7 @@ import pytest
 
 from flowfabric.engine.engine import Engine
 from flowfabric.model.errors import EngineError
-from flowfabric.model.events import CompletionOutcome, EventKind
+from flowfabric.model.events import CompletionOutcome, EventKind, OperatorEvent
 from flowfabric.model.execution import NewExecution
 from flowfabric.model.handle import Handle
 from flowfabric.model.outcomes import Created, Duplicate
@@ -66,7 +66,8 @@ async def told(rows: Any, execution_id: str) -> list[str]:
 
 
 def _event(row: dict[str, Any]) -> str:
-    kind = "ended" if row["kind"] == 0 else EventKind(row["kind"]).literal
+    number = row["kind"]
+    kind = "ended" if number == 0 else (OperatorEvent if number in {*OperatorEvent} else EventKind)(number).literal
     reason = "" if row["reason"] is None else f" {row['reason']}"
     outcome = "" if row["outcome"] is None else f">{CompletionOutcome(row['outcome']).literal}"
     return f"{kind}{reason}{outcome}"

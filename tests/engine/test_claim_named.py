@@ -198,8 +198,8 @@ async def test_a_reclaim_grant_of_another_worker_or_past_its_end_does_not_count(
     ("wrong", "code"),
     [
         ({"execution_id": "x"}, "invalid_input"),
-        ({"execution_id": f"{{fp:256}}:{mint_uuid_texts(1)[0]}"}, "invalid_input"),
-        ({"execution_id": f"{{fp:40000}}:{mint_uuid_texts(1)[0]}"}, "invalid_input"),
+        ({"execution_id": "{fp:256}:11111111-2222-4333-8444-555555555555"}, "invalid_input"),
+        ({"execution_id": "{fp:40000}:11111111-2222-4333-8444-555555555555"}, "invalid_input"),
         ({"lane_id": "mail"}, "invalid_input"),
         ({"lane_id": "ä"}, "invalid_input"),
         ({"worker_id": ""}, "invalid_input"),

@@ -322,6 +322,8 @@ async def test_an_info_with_a_missing_part_is_corruption(
     execution_id = await given.created()
     await connection.execute(CORRUPT[field])
     await refused(engine.read_execution_info(execution_id), "corruption", "read_execution_info: ")
+    if field == "namespace":
+        await refused(engine.get_execution_namespace(execution_id), "corruption", "namespace: is missing")
 
 
 async def test_a_lease_without_a_holder_or_an_end_is_no_lease(

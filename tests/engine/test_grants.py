@@ -120,8 +120,8 @@ async def test_a_grant_lives_between_one_millisecond_and_a_minute(
     "wrong",
     [
         {"execution_id": "x"},
-        {"execution_id": f"{{fp:256}}:{mint_uuid_texts(1)[0]}"},
-        {"execution_id": f"{{fp:40000}}:{mint_uuid_texts(1)[0]}"},
+        {"execution_id": "{fp:256}:11111111-2222-4333-8444-555555555555"},
+        {"execution_id": "{fp:40000}:11111111-2222-4333-8444-555555555555"},
         {"lane_id": ""},
         {"lane_id": "mail"},
         {"worker_id": "a b"},

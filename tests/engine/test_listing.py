@@ -23,6 +23,7 @@ async def listed(engine: Engine, **filters: Any) -> list[str]:
     while True:
         page = await engine.list_executions(**{**filters, "cursor": cursor})
         found += [one.execution_id for one in page.executions]
+        assert len(found) == len(set(found))
         cursor = page.next_cursor
         if cursor is None:
             return found
@@ -69,6 +70,31 @@ async def test_each_state_is_found(engine: Engine, given: Any, connection: async
         states["failed"] + states["active"]
     )
     assert await listed(engine, public_state=[]) == []
+
+
+async def test_what_several_indexes_lead_to_is_listed_once(
+    engine: Engine, given: Any, clock: Any, connection: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    later = {"execution_deadline_at": await clock.now() + 10**9}
+    expected = [
+        (await given.reclaimable(lane_id="lost", **later)).execution_id,
+        (await given.claimed(**later)).execution_id,
+        await given.delayed(**later),
+        await given.created(**later),
+    ]
+    blocked = await given.created(lane_id="blocked", **later)
+    await connection.execute(
+        """update execution set eligibility_state = 'blocked_by_budget', blocking_reason = 'waiting_for_budget'
+            where execution_id = $1""",
+        blocked[-36:],
+    )
+    expected.append(blocked)
+    # The walk ends after the first execution, so that the indexes are asked.
+    monkeypatch.setattr(listing, "FIRST_WALK", 1)
+    monkeypatch.setattr(listing, "LEAST_DEPTH", 1)
+    states = ["active", "delayed", "waiting", "rate_limited"]
+    page = await engine.list_executions(public_state=states)
+    assert sorted(one.execution_id for one in page.executions) == sorted(expected)
 
 
 async def test_filters_combine_and_lists_are_alternatives(engine: Engine, given: Any) -> None:

@@ -143,7 +143,7 @@ async def test_at_the_cap_the_request_itself_ends_the_execution(
     "wrong",
     [
         {"execution_id": "x"},
-        {"execution_id": f"{{fp:256}}:{mint_uuid_texts(1)[0]}"},
+        {"execution_id": "{fp:256}:11111111-2222-4333-8444-555555555555"},
         {"lane_id": "mail"},
         {"worker_id": ""},
         {"worker_instance_id": "a b"},

@@ -68,7 +68,7 @@ async def test_a_failure_obeys_policy_and_class_by_handle_and_by_service(
         for classification, expected in (("transient", RetryScheduled), ("permanent", TerminalFailed)):
             handle = await given.claimed(policy=policy)
             if by_service:
-                named = {"failure_reason": "x", "failure_category": classification}
+                named: dict[str, Any] = {"failure_reason": "x", "failure_category": classification}
                 answer = await engine.fail_execution(**fence(handle), **named)
             else:
                 answer = await engine.fail(handle, reason="x", classification=classification)
@@ -205,7 +205,8 @@ async def test_the_list_of_expired_leases_names_real_leases_page_by_page(
     handles = [await given.claimed(lease_ttl_ms=1000) for _ in range(4)]
     await clock.advance(ms=1000)
     await engine.mark_lease_expired_if_due(handles[0].execution_id)
-    found, cursor = [], None
+    found: list[Any] = []
+    cursor = None
     while True:
         page = await engine.list_expired_leases(after=cursor, limit=2)
         found += page.entries
@@ -400,14 +401,24 @@ async def test_a_lapsed_registration_is_as_good_as_none(engine: Engine, given: A
     assert [entry.namespace for entry in (await engine.list_workers()).entries] == ["other", "tests"]
     await clock.advance(ms=1000)
     assert [entry.namespace for entry in (await engine.list_workers()).entries] == ["other"]
-    named = {"worker_instance_id": "worker-1", "lanes": ("default",), "liveness_ttl_ms": 1000, "namespace": "tests"}
+    named: dict[str, Any] = {
+        "worker_instance_id": "worker-1",
+        "lanes": ("default",),
+        "liveness_ttl_ms": 1000,
+        "namespace": "tests",
+    }
     assert await engine.register_worker(worker_id="another", **named) == Registered()
 
 
 async def test_of_two_first_registrations_at_once_one_is_the_first(engines: Any) -> None:
     rivals = [await engines(), await engines()]
     for number in range(10):
-        named = {"worker_instance_id": f"w-{number}", "lanes": ("default",), "liveness_ttl_ms": 1000, "namespace": "n"}
+        named: dict[str, Any] = {
+            "worker_instance_id": f"w-{number}",
+            "lanes": ("default",),
+            "liveness_ttl_ms": 1000,
+            "namespace": "n",
+        }
         answers = await asyncio.gather(*(engine.register_worker(worker_id="w", **named) for engine in rivals))
         assert sorted(type(answer).__name__ for answer in answers) == [Refreshed.__name__, Registered.__name__]
 

@@ -3,18 +3,29 @@
 The rows are counted by the server while real operations run, on the plans they really use.
 """
 
+import asyncio
+import contextlib
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import asyncpg
 import pytest
 
-from flowfabric.db.database import Database, Transaction
-from flowfabric.db.statements import Statement
+from flowfabric.db.database import Database, Transaction, session_settings
+from flowfabric.db.statements import Statement, Statements
 from flowfabric.engine.engine import Engine
+from flowfabric.model.conditions import Single
+from flowfabric.model.errors import EngineError
 from flowfabric.model.execution import NewExecution
 from flowfabric.model.grants import Granted
+from flowfabric.model.ids import SuspensionId, WaitpointId
+from flowfabric.model.suspension import Fresh, SuspendArgs, SuspensionReason
+
+ENGINE = Path(__file__).parents[2] / "src" / "flowfabric" / "engine"
 
 BACKLOG = 10_000
 DELAYED = 5_000
@@ -145,6 +156,73 @@ async def test_grants_and_named_claims_touch_few_rows(full: Engine, touched: Tou
     assert isinstance(granted[0], Granted)
     await full.claim_execution(execution_id=granted[0].execution_id, **planner)
     assert touched["lease_held"] <= 10
+
+
+async def test_signals_touch_few_rows(full: Engine, touched: Touched) -> None:
+    await full.seed_waitpoint_hmac_secret(kid="k1", secret_hex="ab" * 32)
+    handles = [run.handle for run in await claim(full, 10)]
+    waits = [await full.suspend(handle, suspension()) for handle in handles]
+    await asyncio.gather(*(full.deliver_signal(**signal(wait)) for wait in waits[:5]))
+    assert touched["lock_addressees"] <= 20
+    assert touched["read_deliveries"] <= 20
+    assert touched["insert_deliveries"] <= 5
+    assert touched["resume_held"] <= 40
+    with contextlib.suppress(EngineError):
+        await full.deliver_signal(**{**signal(waits[5]), "waitpoint_token": "k1:" + "0" * 64})
+    assert touched["insert_deliveries"] <= 10
+    await full.resume_execution(execution_id=handles[6].execution_id)
+    assert touched["resume_held"] <= 40
+
+
+def suspension() -> SuspendArgs:
+    return SuspendArgs(
+        suspension_id=SuspensionId(uuid4()),
+        waitpoints=(Fresh(waitpoint_id=WaitpointId(uuid4()), waitpoint_key="wait"),),
+        resume_condition=Single(waitpoint_key="wait"),
+        reason_code=SuspensionReason.WAITING_FOR_SIGNAL,
+    )
+
+
+def signal(wait: Any) -> dict[str, Any]:
+    return {
+        "execution_id": wait.handle.execution_id,
+        "waitpoint_id": wait.details.waitpoint_id,
+        "waitpoint_token": wait.details.waitpoint_token,
+        "signal_name": "ready",
+    }
+
+
+WAITS = ("suspension", "waitpoint", "signal", "suspend_key", "signal_key")
+WALKS = {"list_candidates", "list_suspended", "list_impossible"}
+"""Statements that walk these tables, for a list or to look for what cannot be."""
+
+_SCAN = re.compile(rf"Scan using (\w+) on ({'|'.join(WAITS)})\b")
+
+
+async def test_a_plan_made_while_nothing_waits_finds_waits_by_their_keys(url: str) -> None:
+    # An index that fits beside the primary key looks as good on an empty table, and the plan lives on.
+    connection = await asyncpg.connect(url, server_settings=session_settings("flowfabric"))
+    wrong = []
+    try:
+        for statement in (each for path in sorted(ENGINE.glob("*.sql")) for each in Statements(path)):
+            if statement.name in WALKS or not any(re.search(rf"\b{table}\b", statement.sql) for table in WAITS):
+                continue
+            nothing = f"({', '.join(['null'] * len(statement.parameters))})" if statement.parameters else ""
+            await connection.execute(f"prepare {statement.name} as {statement.sql}")
+            plan = [row[0].strip() for row in await connection.fetch(f"explain execute {statement.name}{nothing}")]
+            for at, line in enumerate(plan):
+                found = _SCAN.search(line)
+                condition = next((each for each in plan[at + 1 : at + 3] if each.startswith("Index Cond")), None)
+                is_of_existence = found is not None and plan[at - 1].startswith(("InitPlan", "One-Time Filter"))
+                if found is None or is_of_existence:
+                    continue
+                if condition is None or condition.count(" = ") + condition.count(" <= ") < 1:
+                    wrong.append(f"{statement.name}: {line}")
+                elif re.fullmatch(r"Index Cond: \(partition_key = [^)]*\)", condition):
+                    wrong.append(f"{statement.name}: {line} {condition}")
+    finally:
+        await connection.close()
+    assert wrong == []
 
 
 async def test_sweeps_touch_what_is_due_and_of_that_a_batch(

@@ -17,6 +17,7 @@ from flowfabric.model.states import (
     OwnershipState,
     PublicState,
     TerminalOutcome,
+    WaitpointState,
 )
 
 ENUMS: dict[str, type[StrEnum]] = {
@@ -30,6 +31,7 @@ ENUMS: dict[str, type[StrEnum]] = {
     "attempt_lifecycle": AttemptLifecycle,
     "attempt_type": AttemptType,
     "lane_state": LaneState,
+    "waitpoint_state": WaitpointState,
 }
 
 

@@ -12,6 +12,7 @@ from flowfabric.db.database import session_settings
 from flowfabric.db.statements import Statement, Statements
 from flowfabric.engine.transition import (
     CLAIM_PARAMETERS,
+    ESCALATED,
     LEASE_EXPIRED_PARAMETERS,
     PROMOTED,
     RELEASES,
@@ -41,6 +42,8 @@ MOVES = {
     "mark_lapsed_leases",
     "promote_delayed",
     "release_executions",
+    "resume_held",
+    "escalate_held",
 }
 """The only statements that write the state of an execution."""
 
@@ -149,6 +152,7 @@ def test_the_words_that_moves_have_in_common_are_those_of_the_table() -> None:
         ("complete_held", completion_parameters()),
         ("mark_lapsed_leases", LEASE_EXPIRED_PARAMETERS),
         ("promote_delayed", PROMOTED),
+        ("escalate_held", ESCALATED),
     ],
 )
 def test_a_statement_takes_the_whole_target_of_its_move(name: str, parameters: dict[str, object]) -> None:

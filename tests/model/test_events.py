@@ -1,6 +1,13 @@
 import pytest
 
-from flowfabric.model.events import AcquireReason, CompletionOutcome, EventKind, ReleaseReason, WorkerEvent
+from flowfabric.model.events import (
+    AcquireReason,
+    CompletionOutcome,
+    EventKind,
+    OperatorEvent,
+    ReleaseReason,
+    WorkerEvent,
+)
 from flowfabric.model.states import TerminalOutcome
 
 
@@ -14,6 +21,11 @@ def test_lease_events_have_their_stored_numbers_and_words() -> None:
         "reclaimed": 6,
         "replay_initiated": 7,
     }
+
+
+def test_operator_events_have_numbers_that_no_lease_event_has() -> None:
+    assert {event.literal: event.value for event in OperatorEvent} == {"resumed": 32}
+    assert {*OperatorEvent} & {*EventKind} == set()
 
 
 def test_completion_outcomes_have_their_stored_numbers_and_words() -> None:

@@ -68,13 +68,11 @@ class Model:
         return "Created", name, made.public
 
     def find(self, name: str) -> Execution:
-        """The execution of a name."""
         if name not in self.executions:
             raise Refusal("execution_not_found")
         return self.executions[name]
 
     def live_grant(self, execution: Execution) -> Grant | None:
-        """The grant that reserves an execution now."""
         grant = execution.grant
         return grant if grant is not None and grant.expires_at > self.now else None
 
@@ -242,7 +240,7 @@ class Model:
         if one.started_at is None:
             one.started_at = self.now
         self._move(one, "active", "leased", "not_applicable", "none", "none", "running_attempt")
-        one.events.append(event)
+        one.tell(event)
         return kind, one.name, one.epoch, len(one.attempts) - 1, one.attempts[-1].type, self.now + ttl_ms
 
     # Under a lease.
@@ -275,7 +273,7 @@ class Model:
         one = self.check(lease, stale)
         one.lease_expires_at = self.now + (lease.ttl_ms if ttl_ms is None else ttl_ms)
         one.mutation_at = self.now
-        one.events.append("renewed")
+        one.tell("renewed")
         return "Renewed", one.lease_expires_at, one.epoch
 
     def report(self, lease: Lease, percent: int) -> Answer:
@@ -336,7 +334,7 @@ class Model:
         later = ("not_eligible_until_time", "waiting_for_retry_backoff", "none", "pending_retry_attempt")
         self._move(one, "runnable", "unowned", *later)
         if is_held:
-            one.events.append(f"released {event}")
+            one.tell(f"released {event}")
         return "RetryScheduled", one.delay_until
 
     def delay(self, lease: Lease, until: int) -> Answer:
@@ -358,7 +356,7 @@ class Model:
         self._let_go(one)
         one.remaining_ms = remaining
         one.attempts[-1].state = "suspended"
-        one.events.append(f"released {event}")
+        one.tell(f"released {event}")
 
     # Cancelling.
 
@@ -400,7 +398,7 @@ class Model:
             return False
         one.ownership, one.blocking = "lease_expired_reclaimable", "waiting_for_worker"
         one.attempt_state, one.mutation_at = "attempt_interrupted", self.now
-        one.events.append("expired")
+        one.tell("expired")
         return True
 
     def mark_lease_expired_if_due(self, name: str) -> Answer:
@@ -472,7 +470,7 @@ class Model:
         reason = "max_reclaims_exceeded"
         self._end_attempt(one, "interrupted_reclaimed", reason, None)
         self._end(one, "failed", reason, None)
-        one.events[-1] = f"released {reason}>failed"
+        one.events[-1] = f"released {reason}>failed in {one.epoch}"
 
     def _end(self, one: Execution, outcome: str, reason: str | None, event: str | None) -> None:
         is_held = one.ownership == "leased"
@@ -481,7 +479,7 @@ class Model:
         one.completed_at, one.reason = self.now, reason
         attempt_state = "attempt_terminal" if one.attempts else one.attempt_state
         self._move(one, "terminal", "unowned", "not_applicable", "none", outcome, attempt_state)
-        one.events.append(f"released {event}>{outcome}" if is_held and event else f"ended>{outcome}")
+        one.tell(f"released {event}>{outcome}" if is_held and event else f"ended>{outcome}")
 
     def _end_attempt(self, one: Execution, state: str, reason: str | None, category: str | None) -> None:
         if one.attempt_state in ("running_attempt", "attempt_interrupted"):

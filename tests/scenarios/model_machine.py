@@ -7,7 +7,6 @@ from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack, suppress
 from typing import Any, NamedTuple, TypeVar
 
-import asyncpg
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -18,7 +17,7 @@ from flowfabric.model.ids import uuid7
 from flowfabric.settings import Settings
 
 from .model import Answer, Model, Refusal
-from .model_rows import agree, attempted, counted, differences, observe, seen, spoken
+from .model_rows import Stage, agree, attempted, counted, differences, observe, seen, spoken
 from .model_values import Execution, Lease, Policy
 
 START = 1_800_000_000_000
@@ -43,10 +42,6 @@ NAMES = (*NTH, -1)
 CALLS = ("once", "twice")
 """A worker that lost the reply of a call sends it again."""
 
-_CLOCK = """
-create or replace function ff_now() returns bigint language sql volatile parallel safe
-  return (select offset_ms from test_clock);
-"""
 _EMPTY = "truncate execution, execution_input, execution_tag, attempt, event, idempotency, claim_grant"
 
 
@@ -68,28 +63,12 @@ def does(*, weight: int = 1, of_lease: bool = False, **choices: tuple[Any, ...])
 
     def register(function: Function) -> Any:
         DEEDS.append(Deed(function.__name__, weight, of_lease, choices))
-        made = rule(**{name: st.sampled_from(values) for name, values in choices.items()})(function)
-        return precondition(lambda self: self.leases)(made) if of_lease else made
+        strategies: dict[str, Any] = {name: st.sampled_from(values) for name, values in choices.items()}
+        decorate: Any = rule(**strategies)
+        needs_lease: Any = precondition(lambda machine: bool(machine.leases))
+        return needs_lease(decorate(function)) if of_lease else decorate(function)
 
     return register
-
-
-class Stage:
-    """The database of the test and a loop to talk to it."""
-
-    def __init__(self, url: str) -> None:
-        self.url = url
-        self.loop = asyncio.new_event_loop()
-        self.connection = self.run(asyncpg.connect(url, server_settings={"search_path": "flowfabric"}))
-        self.run(self.connection.execute(_CLOCK))
-
-    def run(self, work: Awaitable[Any]) -> Any:
-        """What async work comes to."""
-        return self.loop.run_until_complete(work)
-
-    def close(self) -> None:
-        self.run(self.connection.close())
-        self.loop.close()
 
 
 class EngineAgainstModel(RuleBasedStateMachine):
@@ -145,7 +124,6 @@ class EngineAgainstModel(RuleBasedStateMachine):
         return sorted(self.leases, key=is_over)[which % len(self.leases)]
 
     def grantee(self, name: str, worker: str) -> str:
-        """The worker an execution is granted to, where the caller asks for that one."""
         one = self.model.executions.get(name)
         return one.grant.worker if worker == "grantee" and one and one.grant else worker
 
@@ -275,15 +253,19 @@ class EngineAgainstModel(RuleBasedStateMachine):
         which=NAMES,
         worker=("grantee", "grantee", *WORKERS),
         ttl_ms=TTLS,
-        operation=("claim_execution", "claim_resumed_execution", "reclaim_execution"),
+        operation=(None, None, None, "claim_execution", "claim_resumed_execution", "reclaim_execution"),
     )
-    def claim_named(self, which: int, worker: str, ttl_ms: int, operation: str) -> None:
-        is_resumed = operation == "claim_resumed_execution"
-        name = self.name(which, lambda one: one.public == "resumable" if is_resumed else one.grant)
+    def claim_named(self, which: int, worker: str, ttl_ms: int, operation: str | None) -> None:
+        """Claim by name: as the state asks for, where no operation is given."""
+        name = self.name(which, lambda one: one.public == "resumable" or one.grant)
+        if operation is None and (one := self.model.executions.get(name)):
+            by_grant = "reclaim_execution" if one.phase == "active" and ttl_ms == TTLS[0] else "claim_execution"
+            operation = "claim_resumed_execution" if one.public == "resumable" else by_grant
+        call = operation or "claim_execution"
         worker = self.grantee(name, worker)
         _, claimed = self.both(
-            lambda: getattr(self.model, operation)(name, worker, ttl_ms),
-            lambda: getattr(self.engine, operation)(
+            lambda: getattr(self.model, call)(name, worker, ttl_ms),
+            lambda: getattr(self.engine, call)(
                 execution_id=name, lane_id=self.lane(name), lease_ttl_ms=ttl_ms, **identity(worker)
             ),
         )
@@ -383,7 +365,9 @@ class EngineAgainstModel(RuleBasedStateMachine):
         name = self.name(which)
         held = [(lease, handle) for lease, handle in self.leases if lease.execution == name]
         lease, handle = held[-1] if held and source == "lease_holder" else (None, None)
-        fence = {} if handle is None else {"lease_id": handle.lease_id, "lease_epoch": handle.lease_epoch}
+        fence: dict[str, Any] = (
+            {} if handle is None else {"lease_id": handle.lease_id, "lease_epoch": handle.lease_epoch}
+        )
         self.both(
             lambda: self.model.cancel_execution(name, "unwanted", source, lease),
             lambda: self.engine.cancel_execution(execution_id=name, reason="unwanted", source=source, **fence),
@@ -457,7 +441,7 @@ class EngineAgainstModel(RuleBasedStateMachine):
         done = copy.deepcopy(self.model)
         if what == "complete":
             attempted(done.complete, lease)
-            calling = self.engine.complete(handle, b"x")
+            calling: Awaitable[object] = self.engine.complete(handle, b"x")
         else:
             attempted(done.fail, lease, "no luck", "transient")
             calling = self.engine.fail(handle, reason="no luck")
@@ -480,8 +464,6 @@ class EngineAgainstModel(RuleBasedStateMachine):
     def the_rows_are_those_of_the_model(self) -> None:
         assert differences(self.run(observe(self.stage.connection)), seen(self.model)) == []
 
-    # A walk.
-
     def walk(self, chance: random.Random, steps: int) -> None:
         """Take steps at random; each is noted in `taken` before it is taken."""
         self.taken: list[str] = []
@@ -495,8 +477,9 @@ class EngineAgainstModel(RuleBasedStateMachine):
             self.taken.append(f"{deed.name}({', '.join(f'{name}={value!r}' for name, value in arguments.items())})")
             getattr(self, deed.name)(**arguments)
             self.the_rows_are_those_of_the_model()
+        assert self.run(self.engine.find_inconsistencies()) == []
 
 
-def identity(worker: str) -> dict[str, str]:
+def identity(worker: str) -> dict[str, Any]:
     """The arguments that name a worker."""
     return {"worker_id": worker, "worker_instance_id": worker}

@@ -1,5 +1,6 @@
 """The engine's answers and rows in the words of the model, so that both can be compared."""
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -14,6 +15,10 @@ from .model_values import Execution
 Seen = dict[str, dict[str, Any]]
 """What is known of every execution, by its UUID."""
 
+_CLOCK = """
+create or replace function ff_now() returns bigint language sql volatile parallel safe
+  return (select offset_ms from test_clock);
+"""
 _ROWS = """
 select execution_id::text as id, concat_ws('/', lifecycle_phase, ownership_state, eligibility_state, blocking_reason,
        terminal_outcome, attempt_state, public_state) as vector,
@@ -30,12 +35,30 @@ select execution_id::text as id, attempt_type, attempt_state, started_at, ended_
        previous_attempt_index
   from attempt_all order by execution_id, attempt_index
 """
-_EVENTS = "select execution_id::text as id, kind, reason, outcome from event order by event_id"
+_EVENTS = "select execution_id::text as id, kind, reason, outcome, lease_epoch from event order by event_id"
 _GRANTS = """
 select g.execution_id::text as id, g.kind, g.worker_id, g.expires_at
   from claim_grant g join execution e using (partition_key, execution_id)
  where g.expires_at > ff_now() and e.granted_until = g.expires_at
 """
+
+
+class Stage:
+    """The database of the test and a loop to talk to it."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.loop = asyncio.new_event_loop()
+        self.connection = self.run(asyncpg.connect(url, server_settings={"search_path": "flowfabric"}))
+        self.run(self.connection.execute(_CLOCK))
+
+    def run(self, work: Awaitable[Any]) -> Any:
+        """What async work comes to."""
+        return self.loop.run_until_complete(work)
+
+    def close(self) -> None:
+        self.run(self.connection.close())
+        self.loop.close()
 
 
 async def counted(work: Awaitable[int]) -> Answer:
@@ -159,9 +182,9 @@ async def observe(connection: asyncpg.Connection) -> Seen:
 def _told(event: Any) -> str:
     outcome = "" if event["outcome"] is None else f">{CompletionOutcome(event['outcome']).literal}"
     if event["kind"] == 0:
-        return f"ended{outcome}"
+        return f"ended{outcome} in {event['lease_epoch']}"
     reason = "" if event["reason"] is None else f" {event['reason']}"
-    return f"{EventKind(event['kind']).literal}{reason}{outcome}"
+    return f"{EventKind(event['kind']).literal}{reason}{outcome} in {event['lease_epoch']}"
 
 
 def differences(rows: Seen, expected: Seen) -> list[str]:

@@ -137,3 +137,7 @@ class Execution:
         if self.policy is None:
             return 1000
         return 100 if self.policy.max_reclaims is None else self.policy.max_reclaims
+
+    def tell(self, event: str) -> None:
+        """Write an event, with the epoch it belongs to."""
+        self.events.append(f"{event} in {self.epoch}")

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from .model_machine import EngineAgainstModel, Stage
+from .model_machine import EngineAgainstModel
+from .model_rows import Stage
 
 EXAMPLES = int(os.environ.get("FF_TEST_EXAMPLES", "0"))
 STEPS = 50
@@ -31,7 +32,7 @@ def test_the_engine_and_the_model_never_differ_whatever_hypothesis_tries(stage: 
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=EXAMPLES or 20,
+            max_examples=EXAMPLES or 40,
             stateful_step_count=STEPS,
             derandomize=not EXAMPLES,
             print_blob=True,
@@ -47,7 +48,7 @@ def test_the_engine_and_the_model_never_differ_whatever_hypothesis_tries(stage: 
 @pytest.mark.timeout(1200)
 def test_the_engine_and_the_model_never_differ_on_long_walks(stage: Stage) -> None:
     machine = type("EngineAgainstModel", (EngineAgainstModel,), {"stage": stage})
-    for seed in range(EXAMPLES or 20):
+    for seed in range(EXAMPLES or 80):
         walker = machine()
         try:
             walker.walk(random.Random(seed), STEPS)

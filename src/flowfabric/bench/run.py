@@ -17,6 +17,7 @@ SUBJECTS = {
     "raw": "flowfabric.bench.raw",
     "submit": "flowfabric.bench.ours_submit",
     "work": "flowfabric.bench.ours_work",
+    "suspend": "flowfabric.bench.ours_suspend",
     "pgqueuer": "flowfabric.bench.peer_pgqueuer",
     "awa": "flowfabric.bench.peer_awa",
     "absurd": "flowfabric.bench.peer_absurd",

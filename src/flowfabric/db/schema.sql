@@ -20,6 +20,8 @@ create type public_state as enum ('waiting', 'delayed', 'rate_limited', 'waiting
 
 create type terminal_outcome as enum ('none', 'success', 'failed', 'cancelled', 'expired', 'skipped');
 
+create type waitpoint_state as enum ('pending', 'active', 'closed', 'expired');
+
 create function ff_now() returns bigint language sql volatile parallel safe
 RETURN ((EXTRACT(epoch FROM clock_timestamp()) * (1000)::numeric))::bigint;
 
@@ -176,10 +178,14 @@ CASE
         WHEN 'active'::lifecycle_phase THEN attempt_timeout_at
         ELSE NULL::bigint
     END,
-    CASE lifecycle_phase
-        WHEN 'suspended'::lifecycle_phase THEN suspension_timeout_at
+    CASE
+        WHEN lifecycle_phase = 'suspended'::lifecycle_phase AND suspension_timeout_at IS NOT NULL THEN GREATEST(suspension_timeout_at, last_transition_at)
         ELSE NULL::bigint
-    END, deadline_at)
+    END,
+    CASE
+        WHEN deadline_at IS NOT NULL THEN GREATEST(deadline_at, last_transition_at)
+        ELSE NULL::bigint
+    END)
     ELSE NULL::bigint
 END) stored,
   retry_count integer not null default 0,
@@ -210,6 +216,7 @@ END) stored,
   progress_pct smallint,
   progress_message text,
   progress_updated_at bigint,
+  last_hmac_validation_failed_at bigint,
   constraint execution_pkey PRIMARY KEY (partition_key, execution_id),
   constraint execution_check CHECK (ownership_state = 'unowned'::ownership_state OR lifecycle_phase = 'active'::lifecycle_phase),
   constraint execution_check1 CHECK ((terminal_outcome <> 'none'::terminal_outcome) = (lifecycle_phase = 'terminal'::lifecycle_phase)),
@@ -283,6 +290,37 @@ create table schema_migration (
   applied_by text not null,
   constraint schema_migration_pkey PRIMARY KEY (number));
 
+create table signal (
+  partition_key smallint not null,
+  execution_id uuid not null,
+  signal_id uuid not null,
+  sequence bigint not null generated always as identity,
+  suspension_id uuid,
+  waitpoint_id uuid,
+  waitpoint_key text not null,
+  signal_name text not null,
+  signal_category text not null,
+  source_type text not null,
+  source_identity text not null,
+  correlation_id text,
+  idempotency_key text,
+  target_scope text not null,
+  created_at bigint not null,
+  accepted_at bigint not null,
+  effect text not null,
+  disposition text not null,
+  payload bytea,
+  payload_encoding text,
+  constraint signal_pkey PRIMARY KEY (partition_key, execution_id, signal_id));
+
+create table signal_key (
+  partition_key smallint not null,
+  waitpoint_id uuid not null,
+  idempotency_key text not null,
+  signal_id uuid not null,
+  expires_at bigint not null,
+  constraint signal_key_pkey PRIMARY KEY (partition_key, waitpoint_id, idempotency_key));
+
 create table signing_key (
   kid text not null,
   secret bytea not null,
@@ -291,6 +329,60 @@ create table signing_key (
   expires_at bigint,
   constraint signing_key_pkey PRIMARY KEY (kid),
   constraint signing_key_check CHECK (NOT is_current OR expires_at IS NULL));
+
+create table suspend_key (
+  partition_key smallint not null,
+  execution_id uuid not null,
+  idempotency_key text not null,
+  outcome jsonb not null,
+  expires_at bigint not null,
+  constraint suspend_key_pkey PRIMARY KEY (partition_key, execution_id, idempotency_key));
+
+create table suspension (
+  partition_key smallint not null,
+  execution_id uuid not null,
+  suspension_id uuid not null,
+  attempt_index integer not null,
+  waitpoint_ids uuid[] not null,
+  namespace_no integer not null,
+  lane_no integer not null,
+  reason_code text not null,
+  requested_by text not null,
+  suspended_at bigint not null,
+  timeout_at bigint,
+  timeout_behavior text,
+  condition jsonb not null,
+  resume_policy jsonb not null,
+  continuation_metadata_pointer text,
+  satisfier_ids uuid[] not null default '{}'::uuid[],
+  satisfied_at bigint,
+  closed_at bigint,
+  close_reason text,
+  last_signal_at bigint,
+  constraint suspension_pkey PRIMARY KEY (partition_key, execution_id),
+  constraint suspension_check CHECK ((closed_at IS NULL) = (close_reason IS NULL)));
+
+create table waitpoint (
+  partition_key smallint not null,
+  waitpoint_id uuid not null,
+  execution_id uuid not null,
+  attempt_index integer not null,
+  suspension_id uuid,
+  waitpoint_key text not null,
+  token_kid text not null,
+  token text not null,
+  state waitpoint_state not null,
+  required_signal_names text[] not null default '{}'::text[],
+  created_at bigint not null,
+  activated_at bigint,
+  satisfied_at bigint,
+  closed_at bigint,
+  expires_at bigint,
+  close_reason text,
+  signal_count integer not null default 0,
+  matched_signal_count integer not null default 0,
+  last_signal_at bigint,
+  constraint waitpoint_pkey PRIMARY KEY (partition_key, waitpoint_id));
 
 create table worker (
   partition_key smallint not null,
@@ -335,6 +427,8 @@ CREATE INDEX execution_claim ON execution USING btree (queue_no, place) WHERE el
 
 CREATE INDEX execution_due ON execution USING btree (due_at) WHERE due_at IS NOT NULL;
 
+CREATE INDEX execution_lapsed ON execution USING btree (lease_expires_at) WHERE ownership_state = 'lease_expired_reclaimable'::ownership_state;
+
 CREATE INDEX execution_retained ON execution USING btree (retain_until) WHERE retain_until IS NOT NULL;
 
 CREATE INDEX execution_unhappy ON execution USING btree (completed_at) WHERE terminal_outcome = ANY (ARRAY['failed'::terminal_outcome, 'cancelled'::terminal_outcome, 'expired'::terminal_outcome, 'skipped'::terminal_outcome]);
@@ -345,7 +439,19 @@ CREATE INDEX execution_tag_find ON execution_tag USING btree (key, "left"(value,
 
 CREATE INDEX idempotency_due ON idempotency USING btree (expires_at);
 
+CREATE INDEX signal_of_waitpoint ON signal USING btree (waitpoint_id, sequence);
+
+CREATE INDEX signal_key_due ON signal_key USING btree (expires_at);
+
 CREATE UNIQUE INDEX signing_key_current ON signing_key USING btree (is_current) WHERE is_current;
+
+CREATE INDEX suspend_key_due ON suspend_key USING btree (expires_at);
+
+CREATE INDEX suspension_list ON suspension USING btree (suspended_at) WHERE close_reason IS NULL;
+
+CREATE INDEX waitpoint_due ON waitpoint USING btree (expires_at) WHERE activated_at IS NULL AND closed_at IS NULL;
+
+CREATE INDEX waitpoint_of_execution ON waitpoint USING btree (execution_id);
 
 CREATE INDEX worker_due ON worker USING btree (lapses_at);
 

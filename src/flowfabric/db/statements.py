@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
+ROW_IDS = "execution_ids"
 _HEADER = re.compile(r"^-- name: ([a-z][a-z0-9_]*)$", re.MULTILINE)
 _NOT_CODE = re.compile(r"'(?:[^']|'')*'|--[^\n]*")
 _PARAMETER = re.compile(r"(?<![:\w]):([a-z][a-z0-9_]*)")
@@ -73,12 +74,13 @@ def columns_of(names: Sequence[str], rows: Sequence[Sequence[object]]) -> dict[s
     """Rows as one array a column, short where it can be: unnest fills a short array up with nulls.
 
     A column of nothing but nulls is empty; a column of one value repeated holds it once, and the statement takes the
-    first element for what is missing. An element costs the driver and the server more than all else about it.
+    first element for what is missing. An element costs the driver and the server more than all else about it. The ids
+    of the rows are never shortened: they say how many there are.
     """
     columns: dict[str, object] = {}
     for name, column in zip(names, zip(*rows, strict=True), strict=True):
         first = column[0]
-        if column.count(first) == len(column):
+        if name != ROW_IDS and column.count(first) == len(column):
             columns[name] = () if first is None else column[:1]
         else:
             columns[name] = column

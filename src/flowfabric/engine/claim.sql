@@ -33,6 +33,8 @@ share as materialized (
                  select e.place from execution e
                   where e.queue_no = s.queue_no and e.place between s.first_place and s.last_place
                     and (e.eligibility_state = 'eligible_now' or e.ownership_state in ('lease_expired_reclaimable', 'lease_revoked'))
+                    and (e.granted_until is null or e.granted_until <= (select now from clock))
+                    and e.blocking_reason <> 'paused_by_flow_cancel'
                   order by e.place limit :limit) e
            where not :unshared and (select count(*) from serving) > 1
            order by e.place limit :limit) best
@@ -122,7 +124,7 @@ interrupted_again as (
   on conflict (partition_key, execution_id, attempt_index) do update
      set attempt_state = excluded.attempt_state, resumed_at = excluded.resumed_at, ended_at = excluded.ended_at,
          lease_id = excluded.lease_id, lease_epoch = excluded.lease_epoch, worker_no = excluded.worker_no,
-         failure_reason = excluded.failure_reason, suspension_marker = null
+         failure_reason = excluded.failure_reason, suspension_marker = null, suspension_id = null
 ),
 told as (
   insert into event (at, execution_id, partition_key, kind, namespace_no, attempt_index, worker_no, lease_epoch, lease_id,
@@ -221,7 +223,7 @@ interrupted_again as (
   on conflict (partition_key, execution_id, attempt_index) do update
      set attempt_state = excluded.attempt_state, resumed_at = excluded.resumed_at, ended_at = excluded.ended_at,
          lease_id = excluded.lease_id, lease_epoch = excluded.lease_epoch, worker_no = excluded.worker_no,
-         failure_reason = excluded.failure_reason, suspension_marker = null
+         failure_reason = excluded.failure_reason, suspension_marker = null, suspension_id = null
 ),
 told as (
   insert into event (at, execution_id, partition_key, kind, namespace_no, attempt_index, worker_no, lease_epoch, lease_id,

@@ -33,10 +33,13 @@ select e.partition_key, e.execution_id, rule.problem
   from clock c
  cross join execution e
   left join execution_input i using (partition_key, execution_id)
-  left join queue q on q.queue_no = e.queue_no
-  left join namespace n on n.namespace_no = e.namespace_no
-  left join worker_identity w on w.worker_no = e.worker_no
-  left join claim_grant g on g.partition_key = e.partition_key and g.execution_id = e.execution_id and g.expires_at = e.granted_until
+  left join lateral (select q.queue_no, q.lane_no from queue q where q.queue_no = e.queue_no limit 1) q on true
+  left join suspension u on u.partition_key = e.partition_key and u.execution_id = e.execution_id
+ cross join lateral (
+       select count(*) filter (where p.waitpoint_id = any(u.waitpoint_ids)) as bound,
+              count(*) filter (where p.state = 'active' and (u.closed_at is not null or u.suspension_id is distinct from p.suspension_id)) as stray,
+              count(*) filter (where (p.state in ('pending', 'active')) <> (p.closed_at is null)) as half_closed
+         from waitpoint p where p.partition_key = e.partition_key and p.execution_id = e.execution_id) p
  cross join lateral (
        select count(*) as tags, max(t.value) filter (where t.key = :instance_tag) as instance
          from execution_tag t where t.partition_key = e.partition_key and t.execution_id = e.execution_id) t
@@ -59,25 +62,25 @@ select e.partition_key, e.execution_id, rule.problem
        ('lifecycle_phase: submitted is never left stored', e.lifecycle_phase = 'submitted'),
        ('ownership_state: active work is owned', s.is_active and not s.is_owned),
        ('blocking_reason: does not fit the rest of the state', e.blocking_reason <> all (case
-         when s.is_terminal or e.ownership_state = 'leased' then '{none}'
-         when s.is_lost then '{waiting_for_worker,paused_by_flow_cancel}'
+         when s.is_terminal or e.ownership_state = 'leased' then '{none}'::blocking_reason[]
+         when s.is_lost then '{waiting_for_worker,paused_by_flow_cancel}'::blocking_reason[]
          when e.lifecycle_phase = 'suspended' then
-           '{waiting_for_signal,waiting_for_approval,waiting_for_callback,waiting_for_tool_result,waiting_for_budget,paused_by_operator,paused_by_policy}'
+           '{waiting_for_signal,waiting_for_approval,waiting_for_callback,waiting_for_tool_result,waiting_for_budget,paused_by_operator,paused_by_policy}'::blocking_reason[]
          else case e.eligibility_state
-           when 'eligible_now' then '{waiting_for_worker}'
-           when 'not_eligible_until_time' then '{waiting_for_delay,waiting_for_retry_backoff,waiting_for_resume_delay}'
-           when 'blocked_by_dependencies' then '{waiting_for_children}'
-           when 'blocked_by_budget' then '{waiting_for_budget}'
-           when 'blocked_by_quota' then '{waiting_for_quota}'
-           when 'blocked_by_route' then '{waiting_for_capable_worker,waiting_for_locality_match}'
-           when 'blocked_by_operator' then '{paused_by_operator,paused_by_flow_cancel}'
-           when 'blocked_by_lane_state' then '{paused_by_policy}'
-           else '{}' end end::blocking_reason[])),
+           when 'eligible_now' then '{waiting_for_worker}'::blocking_reason[]
+           when 'not_eligible_until_time' then '{waiting_for_delay,waiting_for_retry_backoff,waiting_for_resume_delay}'::blocking_reason[]
+           when 'blocked_by_dependencies' then '{waiting_for_children}'::blocking_reason[]
+           when 'blocked_by_budget' then '{waiting_for_budget}'::blocking_reason[]
+           when 'blocked_by_quota' then '{waiting_for_quota}'::blocking_reason[]
+           when 'blocked_by_route' then '{waiting_for_capable_worker,waiting_for_locality_match}'::blocking_reason[]
+           when 'blocked_by_operator' then '{paused_by_operator,paused_by_flow_cancel}'::blocking_reason[]
+           when 'blocked_by_lane_state' then '{paused_by_policy}'::blocking_reason[]
+           else '{}'::blocking_reason[] end end)),
        ('attempt_state: does not fit the rest of the state', e.attempt_state <> all (case
-         when e.ownership_state = 'leased' then '{running_attempt}'
-         when s.is_lost or e.lifecycle_phase = 'suspended' then '{attempt_interrupted}'
-         when s.is_terminal then '{attempt_terminal,none,pending_first_attempt,pending_replay_attempt}'
-         else '{pending_first_attempt,pending_retry_attempt,pending_replay_attempt,attempt_interrupted}' end::attempt_state[])),
+         when e.ownership_state = 'leased' then '{running_attempt}'::attempt_state[]
+         when s.is_lost or e.lifecycle_phase = 'suspended' then '{attempt_interrupted}'::attempt_state[]
+         when s.is_terminal then '{attempt_terminal,none,pending_first_attempt,pending_replay_attempt}'::attempt_state[]
+         else '{pending_first_attempt,pending_retry_attempt,pending_replay_attempt,attempt_interrupted}'::attempt_state[] end)),
        ('completed_at: is set exactly while terminal', (e.completed_at is not null) <> s.is_terminal),
        ('retain_until: is set exactly while terminal', (e.retain_until is not null) <> s.is_terminal),
        ('started_at: is set exactly from the first attempt on', (e.started_at is not null) <> (e.attempt_count > 0)),
@@ -88,7 +91,9 @@ select e.partition_key, e.execution_id, rule.problem
          when e.attempt_state in ('running_attempt', 'attempt_interrupted', 'pending_retry_attempt', 'attempt_terminal') then e.attempt_count < 1
          else e.attempt_count < 0 end),
        ('attempt_id: does not fit attempt_state', case
-         when e.attempt_state in ('running_attempt', 'attempt_interrupted', 'attempt_terminal') then e.attempt_id is null
+         when e.attempt_state in ('running_attempt', 'attempt_interrupted') then e.attempt_id is null
+         -- What ended while it waited for another attempt has none.
+         when e.attempt_state = 'attempt_terminal' then e.attempt_id is null and e.terminal_outcome not in ('cancelled', 'expired', 'skipped')
          else e.attempt_id is not null and (e.attempt_count = 0 or e.attempt_state = 'pending_retry_attempt') end),
        ('lease_epoch: is lower than the number of attempts', e.lease_epoch < e.attempt_count),
        ('lease_epoch: is lower than that of an attempt', e.lease_epoch < a.epoch),
@@ -113,11 +118,25 @@ select e.partition_key, e.execution_id, rule.problem
          when s.is_active or a.latest is null then false
          when e.attempt_state = 'attempt_interrupted' then a.latest <> 'suspended'
          else a.latest = 'suspended' end),
+       ('suspension: is missing, or closed, though the execution is suspended',
+         e.lifecycle_phase = 'suspended' and (u.execution_id is null or u.closed_at is not null)),
+       ('suspension: is open though the execution is not suspended',
+         e.lifecycle_phase <> 'suspended' and u.execution_id is not null and u.closed_at is null),
+       ('suspension: of another attempt than the latest', e.lifecycle_phase = 'suspended' and u.attempt_index <> e.attempt_count - 1),
+       ('suspension: of another namespace or lane', u.namespace_no <> e.namespace_no or u.lane_no <> q.lane_no),
+       ('suspension: not every waitpoint of it is there', p.bound <> cardinality(u.waitpoint_ids)),
+       ('suspension_timeout_at: does not fit the suspension', (e.suspension_timeout_at is not null)
+         <> (e.lifecycle_phase = 'suspended' and u.timeout_at is not null)),
+       ('waitpoint: one is active without an open suspension of its own', p.stray > 0),
+       ('waitpoint: closed_at does not fit the state of one', p.half_closed > 0),
        ('place: does not fit priority', e.place >> 48 <> 9000 - e.priority),
        ('queue_no: there is no such queue', q.queue_no is null),
-       ('namespace_no: there is no such namespace', n.namespace_no is null),
-       ('worker_no: there is no such worker', e.worker_no is not null and w.worker_no is null),
-       ('granted_until: without a grant', e.granted_until > c.now and (g.execution_id is null or s.is_terminal)),
+       ('namespace_no: there is no such namespace', not exists (select from namespace n where n.namespace_no = e.namespace_no)),
+       ('worker_no: there is no such worker', e.worker_no is not null
+         and not exists (select from worker_identity w where w.worker_no = e.worker_no)),
+       ('granted_until: without a grant', e.granted_until > c.now and (s.is_terminal or not exists (
+         select from claim_grant g
+          where g.partition_key = e.partition_key and g.execution_id = e.execution_id and g.expires_at = e.granted_until))),
        ('execution_input: is missing', i.execution_id is null),
        ('execution_input: of another namespace', i.namespace_no <> e.namespace_no),
        ('execution_input: of another lane', i.lane_no <> q.lane_no),
@@ -141,4 +160,13 @@ union all
   where not exists (select from execution e where e.partition_key = t.partition_key and e.execution_id = t.execution_id) limit :limit)
 union all
 (select g.partition_key, g.execution_id, 'claim_grant: without its execution' from claim_grant g
-  where not exists (select from execution e where e.partition_key = g.partition_key and e.execution_id = g.execution_id) limit :limit);
+  where not exists (select from execution e where e.partition_key = g.partition_key and e.execution_id = g.execution_id) limit :limit)
+union all
+(select s.partition_key, s.execution_id, 'suspension: without its execution' from suspension s
+  where not exists (select from execution e where e.partition_key = s.partition_key and e.execution_id = s.execution_id) limit :limit)
+union all
+(select distinct w.partition_key, w.execution_id, 'waitpoint: without its execution' from waitpoint w
+  where not exists (select from execution e where e.partition_key = w.partition_key and e.execution_id = w.execution_id) limit :limit)
+union all
+(select distinct x.partition_key, x.execution_id, 'signal: without its execution' from signal x
+  where not exists (select from execution e where e.partition_key = x.partition_key and e.execution_id = x.execution_id) limit :limit);

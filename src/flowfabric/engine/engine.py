@@ -9,6 +9,8 @@ from flowfabric.engine.operations.execution import ExecutionOperations
 from flowfabric.engine.operations.finish import FinishOperations
 from flowfabric.engine.operations.keys import KeyOperations
 from flowfabric.engine.operations.lease import LeaseOperations
+from flowfabric.engine.operations.signals import SignalOperations
+from flowfabric.engine.operations.suspend import SuspendOperations
 from flowfabric.engine.operations.view import ViewOperations
 from flowfabric.engine.operations.worker import WorkerOperations
 from flowfabric.settings import Settings
@@ -19,9 +21,11 @@ class Engine(
     ClaimOperations,
     LeaseOperations,
     FinishOperations,
+    SuspendOperations,
     WorkerOperations,
     ViewOperations,
     KeyOperations,
+    SignalOperations,
 ):
     """The engine on one Postgres; get one from `Engine.connect`."""
 

@@ -9,12 +9,12 @@ from flowfabric.engine.fence import Verdict, lock_execution
 from flowfabric.engine.lease import SWEEP_LIMIT
 from flowfabric.engine.release import Ending, Releases, retry_pause
 from flowfabric.engine.store import Store
-from flowfabric.engine.transition import Release
+from flowfabric.engine.transition import SUSPENSION_TIMEOUTS, Release
 from flowfabric.model.errors import error
-from flowfabric.model.ids import format_execution_id, parse_execution_id, row_key
+from flowfabric.model.ids import ExecutionId, format_execution_id, parse_execution_id, row_key
 from flowfabric.model.outcomes import AlreadyTerminal, Expired, FailureClass, NotYetDue, RetryScheduled
 from flowfabric.model.policy import read_stored_policy
-from flowfabric.model.states import LifecyclePhase
+from flowfabric.model.states import CancelSource, LifecyclePhase, TimeoutBehavior
 from flowfabric.model.text import word_of
 
 SQL = statements_beside(__file__)
@@ -81,6 +81,17 @@ class Expire:
         if isinstance(verdict, Verdict) and verdict.delay_until is not None:
             return RetryScheduled(delay_until=verdict.delay_until)
         return Expired(execution_id=parsed)
+
+
+def suspension_ending(execution_id: ExecutionId, behavior: TimeoutBehavior) -> Ending:
+    """How the timeout of its suspension ends an execution; not every behaviour does."""
+    return Ending(
+        execution_id,
+        SUSPENSION_TIMEOUTS[behavior],
+        reason=f"suspension_timeout:{behavior}",
+        category=FailureClass.TIMEOUT.value,
+        source=CancelSource.SYSTEM_TIMEOUT,
+    )
 
 
 def _expiry(row: Record, phase: ExpiryPhase) -> Ending:

@@ -16,11 +16,16 @@ from flowfabric.engine.named import NamedClaims
 from flowfabric.engine.park import Park
 from flowfabric.engine.reclaim import Reclaim
 from flowfabric.engine.release import Releases
+from flowfabric.engine.resume import Resumes
 from flowfabric.engine.retention import Retention
 from flowfabric.engine.shutdown import Shutdown
+from flowfabric.engine.signals import Signals
 from flowfabric.engine.submit import Submit
+from flowfabric.engine.suspend import Suspend
 from flowfabric.engine.tagging import Tagging
+from flowfabric.engine.timeouts import Timeouts
 from flowfabric.engine.view import View
+from flowfabric.engine.waitpoint import Waitpoints
 from flowfabric.engine.workers import Workers
 
 
@@ -42,6 +47,11 @@ class Families:
         self._grants = Grants(store, self._keys, self.leases, self._finish)
         self._named_claims = NamedClaims(store, self._keys)
         self._reclaim = Reclaim(store, self._grants, self._named_claims, self._releases)
+        self._waitpoints = Waitpoints(store, self._keys, self.leases)
+        self._suspend = Suspend(store, self._keys, self._releases, self.leases)
+        self._resumes = Resumes(store)
+        self._signals = Signals(store, self._keys, self._resumes)
+        self.timeouts = Timeouts(store, self._releases, self._resumes)
         self._cancel = Cancel(store, self._releases)
         self.expiry = Expire(store, self._releases)
         self.retention = Retention(store)
@@ -55,12 +65,19 @@ class Families:
         self._consistency = Consistency(store)
         self._shutdown = Shutdown(
             [self._claim.refuse_waits, self._endings.refuse],
-            [self._claim.settle, self._submit.drain, self._releases.drain, self.leases.drain],
+            [
+                self._claim.settle,
+                self._submit.drain,
+                self._signals.drain,
+                self._suspend.drain,
+                self._releases.drain,
+                self.leases.drain,
+            ],
         )
 
     async def _close(self) -> None:
         """Answer what is under way and leave the store."""
         await self._endings.close()
-        for family in (self._claim, self._submit, self._releases, self.leases):
+        for family in (self._claim, self._submit, self._signals, self._suspend, self._releases, self.leases):
             await family.drain()
         await self._boot.close()

@@ -1,7 +1,7 @@
 """What a fenced write finds when its lease does not hold."""
 
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import Protocol, Self
 from uuid import UUID, uuid4
 
 import msgspec
@@ -140,6 +140,48 @@ class GivenFence:
             return fence
         # The index counts like an id, after everything else: a lease nobody has ends the judgement where ids do.
         return replace(fence, lease_id=LeaseId(uuid4()))
+
+
+class HeldLease(Protocol):
+    """The lease of an execution that a transaction holds, and the time it is judged by."""
+
+    @property
+    def lifecycle_phase(self) -> str: ...
+    @property
+    def terminal_outcome(self) -> str: ...
+    @property
+    def ownership_state(self) -> str: ...
+    @property
+    def lease_epoch(self) -> int: ...
+    @property
+    def lease_id(self) -> UUID | None: ...
+    @property
+    def attempt_id(self) -> UUID | None: ...
+    @property
+    def lease_expires_at(self) -> int | None: ...
+    @property
+    def now(self) -> int: ...
+
+
+def check_lease(held: HeldLease, fence: Handle | Fence) -> None:
+    """Refuse a fence that a held execution is not under, in the order in which every fenced write judges it."""
+    if held.lease_epoch != fence.lease_epoch:
+        raise error("lease_conflict")
+    if held.lifecycle_phase != "active":
+        raise not_active(
+            Found(
+                terminal_outcome=held.terminal_outcome,
+                lifecycle_phase=held.lifecycle_phase,
+                lease_epoch=held.lease_epoch,
+                attempt_id=held.attempt_id,
+            )
+        )
+    if held.ownership_state == "lease_revoked":
+        raise error("lease_revoked")
+    if held.ownership_state != "leased" or held.lease_expires_at is None or held.lease_expires_at <= held.now:
+        raise error("lease_expired")
+    if held.lease_id != fence.lease_id or held.attempt_id != fence.attempt_id:
+        raise error("lease_conflict")
 
 
 def found_in(held: Record) -> Found:

@@ -4,8 +4,6 @@ import contextlib
 import logging
 from collections.abc import Mapping, Sequence
 
-import msgspec
-
 from flowfabric.db.batch import Locked
 from flowfabric.db.database import Record, Transaction
 from flowfabric.db.statements import statements_beside
@@ -34,7 +32,7 @@ from flowfabric.model.policy import (
     reclaim_cap,
 )
 from flowfabric.model.states import PublicState
-from flowfabric.model.text import check_text, storable
+from flowfabric.model.text import check_text, json_text, storable
 
 SQL = statements_beside(__file__)
 
@@ -270,14 +268,11 @@ def _policy_text(value: ExecutionPolicy | Mapping[str, object] | str | bytes | N
     if value is None or value == "" or value == b"":
         return None
     try:
-        plain = msgspec.json.decode(value) if isinstance(value, str | bytes) else value
-        text = msgspec.json.encode(plain).decode()
-    except (msgspec.MsgspecError, UnicodeError, TypeError, RecursionError):
-        raise error("invalid_policy_json", "malformed") from None
-    if not isinstance(plain, Mapping):
+        text = json_text(value)
+    except ValueError as wrong:
+        raise error("invalid_policy_json", str(wrong)) from None
+    if not text.startswith("{"):
         raise error("invalid_policy_json", "next_attempt_policy:not_object")
-    if "\\u0000" in text:
-        raise error("invalid_policy_json", "next_attempt_policy: must not contain NUL")
     return text
 
 

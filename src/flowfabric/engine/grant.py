@@ -4,8 +4,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import msgspec
-
 from flowfabric.db.database import Transaction
 from flowfabric.db.statements import statements_beside
 from flowfabric.engine.claim import CATCH_UP_SECONDS
@@ -29,7 +27,7 @@ from flowfabric.model.grants import (
 )
 from flowfabric.model.ids import ExecutionId, LaneId, check_lane_id, check_worker_id, format_execution_id
 from flowfabric.model.policy import check_capabilities, reclaim_cap
-from flowfabric.model.text import check_range, check_text
+from flowfabric.model.text import check_range, check_text, json_text
 
 SQL = statements_beside(__file__)
 
@@ -116,8 +114,11 @@ class Grants:
         """The best execution of one walk with its grant, which it has not at its reclaim cap."""
 
         async def search(transaction: Transaction) -> tuple[Held, Granted | None] | None:
-            rows = await transaction.fetch(SQL.lock_best, capabilities=capabilities, **where)
-            if not rows:
+            for is_any in (False, True):
+                rows = await transaction.fetch(SQL.lock_best, capabilities=capabilities, is_any=is_any, **where)
+                if rows:
+                    break
+            else:
                 return None
             held = await read(transaction, *rows[0])
             if held.is_lost and held.reclaim_count >= reclaim_cap(held.execution_policy):
@@ -232,14 +233,10 @@ def check_json(text: object, field: str) -> str | None:
     """Give JSON text the store can hold; nothing and empty text are none."""
     if text is None or text == "":
         return None
-    checked = check_text(text, field)
     try:
-        plain = msgspec.json.decode(checked)
-    except (msgspec.DecodeError, RecursionError):
-        raise error("invalid_input", f"{field}: must be JSON text") from None
-    if "\\u0000" in checked and b"\\u0000" in msgspec.json.encode(plain):
-        raise error("invalid_input", f"{field}: must not contain NUL")
-    return checked
+        return json_text(check_text(text, field))
+    except ValueError as wrong:
+        raise error("invalid_input", f"{field}: {wrong}") from None
 
 
 def _optional_text(value: object, field: str) -> str | None:

@@ -1,6 +1,6 @@
 -- name: lock_best
 -- Holds the best execution of a lane that this worker may be granted; no row when there is none.
--- Queues are walked in the order of their first candidate, and only until one row is held.
+-- A queue is walked up to where another one has something better, with :is_any to its end.
 with clock as materialized (select ff_now() as now),
 serving as materialized (
   select q.queue_no
@@ -16,7 +16,7 @@ span as materialized (
               as w(queue_no, first_place, last_place) using (queue_no)
 ),
 candidate as materialized (
-  select s.queue_no, e.place, s.last_place
+  select s.queue_no, e.place, s.last_place, lead(e.place) over (order by e.place) as next_place
     from span s
    cross join lateral (
          select e.place from execution e
@@ -32,7 +32,7 @@ select e.partition_key, e.execution_id
  cross join lateral (
        select e.partition_key, e.execution_id
          from execution e
-        where e.queue_no = s.queue_no and e.place between s.place and s.last_place
+        where e.queue_no = s.queue_no and e.place between s.place and s.last_place and (:is_any::boolean or e.place < s.next_place or s.next_place is null)
           and (e.eligibility_state = 'eligible_now' or e.ownership_state in ('lease_expired_reclaimable', 'lease_revoked'))
           and (e.granted_until is null or e.granted_until <= (select now from clock))
           and e.blocking_reason <> 'paused_by_flow_cancel'

@@ -21,6 +21,7 @@ from flowfabric.model.keys import (
     check_kid,
     check_secret,
 )
+from flowfabric.model.tokens import RingKey
 
 SQL = statements_beside(__file__)
 
@@ -120,6 +121,18 @@ class Keys:
                 self._known.clear()
             known = self._known[kid, installed_at] = SigningKey(kid=kid, secret=rows[0]["secret"])
         return known
+
+    async def ring(self, transaction: Transaction) -> dict[str, RingKey]:
+        """Every stored key by its name, with what says whether its signatures still count."""
+        return {
+            row["kid"]: RingKey(
+                key=SigningKey(kid=row["kid"], secret=row["secret"]),
+                is_current=row["is_current"],
+                expires_at=row["expires_at"],
+            )
+            for row in await transaction.fetch(SQL.list_keys)
+            if row["kid"] is not None
+        }
 
     async def verifying(self, transaction: Transaction, kid: str) -> SigningKey | None:
         """The key of a name if it signs or its grace has not ended, else None."""

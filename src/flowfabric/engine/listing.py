@@ -53,6 +53,7 @@ _SOURCES: dict[PublicState, frozenset[str]] = {
     PublicState.ACTIVE: frozenset({"timed", "claimable"}),
     PublicState.DELAYED: frozenset({"timed"}),
     PublicState.RATE_LIMITED: frozenset({"blocked"}),
+    PublicState.SUSPENDED: frozenset({"suspended"}),
     PublicState.COMPLETED: frozenset({"ended"}),
     **dict.fromkeys(_UNHAPPY, frozenset({"unhappy"})),
 }

@@ -146,6 +146,10 @@ with candidate as materialized (
      from execution
     where 'partition' = any(:sources) and partition_key = :flow_partition order by partition_key, execution_id limit :cap)
   union all
+  (select 'suspended', partition_key, execution_id, null, null, null, null, null
+     from suspension
+    where 'suspended' = any(:sources) and close_reason is null order by suspended_at limit :cap)
+  union all
   (select 'tagged', partition_key, execution_id, null, null, null, null, null
      from execution_tag
     where 'tagged' = any(:sources) and key = :tag_key::text and left(value, 128) = left(:tag_value::text, 128) limit :cap)
@@ -162,12 +166,12 @@ select whole.is_whole, found.*
                       e.public_state, e.priority,
                       ('{fp:' || i.partition_key || '}:' || i.execution_id) collate "C" as id_text
                  from candidate c
-                -- A tag knows nothing of its execution; the other sources are executions.
+                -- A tag and a suspension know nothing of their execution; the other sources are executions.
                 cross join lateral (
-                      select c.namespace_no, c.public_state, c.priority, c.flow_id, c.completed_at where c.source <> 'tagged'
+                      select c.namespace_no, c.public_state, c.priority, c.flow_id, c.completed_at where c.source not in ('tagged', 'suspended')
                       union all
                       select e.namespace_no, e.public_state, e.priority, e.flow_id, e.completed_at from execution e
-                       where c.source = 'tagged' and e.partition_key = c.partition_key and e.execution_id = c.execution_id) e
+                       where c.source in ('tagged', 'suspended') and e.partition_key = c.partition_key and e.execution_id = c.execution_id) e
                 -- The limit keeps the candidates in the lead, whatever the planner expects of them.
                 cross join lateral (
                       select i.partition_key, i.execution_id, i.execution_kind, i.created_at, i.namespace_no, i.lane_no

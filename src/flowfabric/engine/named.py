@@ -6,6 +6,7 @@ from uuid import UUID
 
 from flowfabric.db.database import Transaction
 from flowfabric.engine.claim import MAX_TTL_MS, SQL, claimed_of
+from flowfabric.engine.finish import WARN_EVERY_RECLAIMS
 from flowfabric.engine.grant import check_json
 from flowfabric.engine.held import Held, check_named, hold
 from flowfabric.engine.keys import Keys
@@ -30,8 +31,6 @@ from flowfabric.model.text import check_range
 
 logger = logging.getLogger(__name__)
 
-WARN_EVERY = 100
-"""A reclaim whose number is a multiple of this is worth a look."""
 OPERATOR = "operator"
 """Who holds a lease that is taken without a worker."""
 MAX_TIME = 2**62 - 1
@@ -129,6 +128,8 @@ class NamedClaims:
                 raise error("execution_not_leaseable")
             if held.attempt_state != "attempt_interrupted":
                 raise error("not_a_resumed_execution")
+            if not held.is_on_open_lane:
+                raise error("execution_not_leaseable", f"lane {held.lane_id} is {held.lane_state}")
             if held.has_live_grant and held.grant_worker_id != lease.worker_id:
                 raise error("invalid_claim_grant")
             return await self.take(transaction, held, "resumed", lease, worker_no, reason=AcquireReason.CLAIM_RESUMED)
@@ -153,7 +154,7 @@ class NamedClaims:
         async def claim(transaction: Transaction) -> ClaimedExecution | None:
             held = await hold(transaction, parsed, lane)
             is_resumable = held.lifecycle_phase == "runnable" and held.eligibility_state == "eligible_now"
-            if not is_resumable or held.attempt_state != "attempt_interrupted":
+            if not is_resumable or held.attempt_state != "attempt_interrupted" or not held.is_on_open_lane:
                 return None
             if failure := await self._grant_failure(transaction, held, key, grant_key, lease.worker_id):
                 raise failure.refusal()
@@ -219,7 +220,7 @@ class NamedClaims:
             reason=reason,
             **CLAIM_PARAMETERS,
         )
-        if branch == "reclaimed" and (held.reclaim_count + 1) % WARN_EVERY == 0:
+        if branch == "reclaimed" and (held.reclaim_count + 1) % WARN_EVERY_RECLAIMS == 0:
             logger.warning("%s was reclaimed for the %dth time", held.id, held.reclaim_count + 1)
         return claimed_of(row, lease.worker_instance_id, lease.lease_ttl_ms)
 

@@ -45,28 +45,36 @@ class Reclaim:
         lane = check_lane_id(lane_id)
         offered = check_capabilities(worker_capabilities)
 
-        async def issue(transaction: Transaction) -> tuple[Held, Granted | NotReclaimable | tuple[int, Settled]]:
+        marked: list[Held] = []
+
+        async def issue(transaction: Transaction) -> Granted | NotReclaimable | tuple[int, Settled]:
+            marked.clear()
             held = await hold(transaction, parsed, lane)
+            if not held.has_lapsed and not held.is_lost:
+                return NotReclaimable(execution_id=parsed, detail=_state_of(held))
+            if not held.is_on_open_lane:
+                return NotReclaimable(execution_id=parsed, detail=f"lane {held.lane_id} is {held.lane_state}")
             if held.has_lapsed:
                 await _mark(transaction, held)
-            elif not held.is_lost:
-                return held, NotReclaimable(execution_id=parsed, detail=_state_of(held))
+                marked.append(held)
+                held = await hold(transaction, parsed, lane)
             cap = reclaim_cap(held.execution_policy)
             if held.reclaim_count >= cap:
-                return held, (cap, await self._end(transaction, held))
+                return cap, await self._end(transaction, held)
             if held.has_live_grant:
                 raise error("grant_already_exists")
             if missing := held.missing(offered):
                 await note_mismatch(transaction, held)
-                return held, NotReclaimable(execution_id=parsed, detail=f"capability_mismatch: {missing}")
+                return NotReclaimable(execution_id=parsed, detail=f"capability_mismatch: {missing}")
             give = self._grants.give
-            return held, await give(transaction, held, GrantKind.RECLAIM, grantee, offered, names_lane=True)
+            return await give(transaction, held, GrantKind.RECLAIM, grantee, offered, names_lane=True)
 
-        held, answer = await self._store.transact(issue)
+        answer = await self._store.transact(issue)
         if isinstance(answer, tuple):
             return await self._capped(*answer)
-        if isinstance(answer, NotReclaimable) and held.has_lapsed:
-            self._store.wakeups.work(held.lane_id, {held.queue_no: held.place})
+        if isinstance(answer, NotReclaimable):
+            for held in marked:
+                self._store.wakeups.work(held.lane_id, {held.queue_no: held.place})
         return answer
 
     async def reclaim_execution(
@@ -85,6 +93,8 @@ class Reclaim:
             held = await hold(transaction, parsed, lane)
             if not held.is_lost and not held.has_lapsed:
                 return NotReclaimable(execution_id=parsed, detail=_state_of(held))
+            if not held.is_on_open_lane:
+                return NotReclaimable(execution_id=parsed, detail=f"lane {held.lane_id} is {held.lane_state}")
             if not held.has_live_grant or held.grant_kind != GrantKind.RECLAIM:
                 return GrantNotFound(execution_id=parsed)
             if held.grant_worker_id != lease.worker_id:

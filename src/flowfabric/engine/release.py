@@ -13,8 +13,9 @@ from flowfabric.engine.store import Store
 from flowfabric.engine.transition import Release, completion_parameters, release_parameters
 from flowfabric.model.errors import EngineError, error
 from flowfabric.model.handle import Fence, Handle
-from flowfabric.model.ids import ExecutionId
+from flowfabric.model.ids import ExecutionId, SuspensionId
 from flowfabric.model.policy import ExecutionPolicy, may_retry, retry_delay_ms
+from flowfabric.model.states import BlockingReason
 
 SQL = statements_beside(__file__)
 
@@ -32,6 +33,10 @@ _COLUMNS = (
     "delays_ms",
     "delays_until",
     "sources",
+    "blockings",
+    "details",
+    "suspension_ids",
+    "timeouts_at",
 )
 _COMPLETION_COLUMNS = ("partition_keys", "execution_ids", "lease_epochs", "lease_ids", "attempt_ids", "payloads")
 _COMPLETION = completion_parameters()
@@ -55,6 +60,10 @@ class Ending:
         delay_ms: int | None = None,
         delay_until: int | None = None,
         source: str | None = None,
+        blocking: BlockingReason | None = None,
+        detail: str | None = None,
+        suspension_id: SuspensionId | None = None,
+        timeout_at: int | None = None,
     ) -> None:
         self.execution_id = execution_id
         self.move = move
@@ -71,6 +80,10 @@ class Ending:
             delay_ms,
             delay_until,
             source,
+            blocking,
+            detail,
+            suspension_id,
+            timeout_at,
         )
 
     @property

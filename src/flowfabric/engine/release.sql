@@ -18,12 +18,17 @@ given as (
          case cardinality(:delays_ms) when 1 then (:delays_ms)[1] else delay_ms end as delay_ms,
          case cardinality(:delays_until) when 1 then (:delays_until)[1] else delay_until end as delay_until,
          case cardinality(:sources) when 1 then (:sources)[1] else source end as source,
+         case cardinality(:blockings) when 1 then (:blockings)[1] else blocking end as given_blocking,
+         case cardinality(:details) when 1 then (:details)[1] else detail end as detail,
+         case cardinality(:suspension_ids) when 1 then (:suspension_ids)[1] else suspension_id end as suspension_id,
+         case cardinality(:timeouts_at) when 1 then (:timeouts_at)[1] else timeout_at end as timeout_at,
          nth
     from unnest(:partition_keys::smallint[], :execution_ids::uuid[], :moves::text[], :lease_epochs::bigint[], :lease_ids::uuid[], :attempt_ids::uuid[], :payloads::bytea[], :encodings::text[],
-                :reasons::text[], :categories::text[], :delays_ms::bigint[], :delays_until::bigint[], :sources::text[])
+                :reasons::text[], :categories::text[], :delays_ms::bigint[], :delays_until::bigint[], :sources::text[],
+                :blockings::blocking_reason[], :details::text[], :suspension_ids::uuid[], :timeouts_at::bigint[])
          with ordinality
          as i(partition_key, execution_id, move, lease_epoch, lease_id, attempt_id, payload, encoding,
-              reason, category, delay_ms, delay_until, source, nth)
+              reason, category, delay_ms, delay_until, source, blocking, detail, suspension_id, timeout_at, nth)
 ),
 item as materialized (
   select i.*, m.lifecycle_phase, m.eligibility_state, m.blocking_reason, m.terminal_outcome, m.attempt_state,
@@ -36,9 +41,13 @@ item as materialized (
               attempt_lifecycle, release_reason, completion) using (move)
 ),
 held as materialized (
-  select i.nth, i.move, i.payload, i.encoding, i.reason, i.category, i.source,
+  select i.nth, i.move, i.payload, i.encoding, i.reason, i.category, i.source, i.detail, i.suspension_id,
+         -- A timer that has run out already is due from when it was set: sweeps need not look for it further back.
+         case when i.timeout_at is not null then greatest(i.timeout_at, c.now) end as timeout_at,
+         i.lifecycle_phase = 'suspended' as suspends,
          coalesce(i.delay_until, c.now + i.delay_ms) as to_delay_until, i.attempt_lifecycle = 'suspended' as parks,
-         i.lifecycle_phase as to_phase, i.eligibility_state as to_eligibility, i.blocking_reason as to_blocking,
+         i.lifecycle_phase as to_phase, i.eligibility_state as to_eligibility,
+         coalesce(i.given_blocking, i.blocking_reason) as to_blocking,
          i.terminal_outcome as to_outcome, i.attempt_state as to_attempt, i.attempt_lifecycle, i.release_reason, i.completion,
          e.*, c.now,
          case i.attempt_lifecycle
@@ -75,7 +84,10 @@ moved as (
          blocking_reason = h.to_blocking, terminal_outcome = h.to_outcome,
          attempt_state = case when h.to_attempt = 'attempt_terminal' and h.attempt_count = 0 then e.attempt_state else h.to_attempt end,
          lease_id = null, worker_no = null, claimed_at = null, lease_expires_at = null, lease_renewed_at = null,
-         granted_until = null, attempt_timeout_at = null, suspension_timeout_at = null,
+         granted_until = null, attempt_timeout_at = null,
+         suspension_timeout_at = case when h.suspends then h.timeout_at end,
+         -- What a worker still says under the lease it gave up is told from what the next one says.
+         lease_epoch = e.lease_epoch + h.suspends::int,
          lease_expired_at = null, lease_revoked_at = null, lease_revoke_reason = null,
          -- What a parked attempt goes on with; a timer that has run out leaves it a moment, for none would be no timer.
          remaining_attempt_timeout_ms = case when h.parks and h.attempt_timeout_at is not null then greatest(h.attempt_timeout_at - h.now, 1) end,
@@ -85,12 +97,16 @@ moved as (
          delay_until = h.to_delay_until,
          completed_at = case when h.to_phase = 'terminal' then h.now end,
          retain_until = case when h.to_phase = 'terminal' then h.now + coalesce(h.retention_ms, :retention_ms::bigint) end,
-         failure_reason = case when h.parks then e.failure_reason when h.to_outcome in ('success', 'cancelled') then null else h.reason end,
+         failure_reason = case
+           when h.parks then e.failure_reason
+           when h.to_outcome in ('success', 'cancelled') and h.move <> 'suspension_cancelled' then null
+           else h.reason end,
          cancellation_reason = case h.to_outcome when 'cancelled' then h.reason end,
          cancelled_by = case h.to_outcome when 'cancelled' then h.source end,
          blocking_detail = case
            when h.to_attempt = 'pending_retry_attempt' then
              'retry backoff until ' || h.to_delay_until || ' (attempt ' || (h.attempt_count - 1) || ' failed: ' || h.reason || ')'
+           when h.suspends then h.detail
            when h.parks then 'delayed until ' || h.to_delay_until end,
          previous_attempt_index = case when h.to_attempt = 'pending_retry_attempt' then h.attempt_count - 1 when h.parks then e.previous_attempt_index end,
          retry_reason = case when h.to_attempt = 'pending_retry_attempt' then h.reason when h.parks then e.retry_reason end,
@@ -116,29 +132,56 @@ ended as (
   insert into attempt (partition_key, execution_id, attempt_index, attempt_id, attempt_type, attempt_state,
                        started_at, suspended_at, suspension_marker, ended_at, lease_id, lease_epoch, worker_no,
                        result_payload, result_encoding, failure_reason, failure_category, previous_attempt_index,
-                       retry_reason, reclaim_reason, replay_reason, replay_requested_by, policy)
+                       retry_reason, reclaim_reason, replay_reason, replay_requested_by, policy, suspension_id)
   select partition_key, execution_id, attempt_count - 1, attempt_id, attempt_type, attempt_lifecycle,
          claimed_at, case when parks then now end, case when parks then release_reason end, case when not parks then now end,
-         lease_id, lease_epoch, worker_no, payload, encoding, attempt_reason, category, previous_attempt_index,
-         retry_reason, reclaim_reason, replay_reason, replay_requested_by, attempt_policy
+         lease_id, lease_epoch + suspends::int, case when not suspends then worker_no end, payload, encoding, attempt_reason, category,
+         previous_attempt_index, retry_reason, reclaim_reason, replay_reason, replay_requested_by, attempt_policy, suspension_id
     from held where verdict = 'ok' and attempt_lives and not attempt_stored
 ),
 -- An attempt that was parked before has its row already. Not an update: its join might be driven from the wrong side.
 ended_again as (
   insert into attempt as a (partition_key, execution_id, attempt_index, attempt_id, attempt_type, attempt_state, started_at,
                             suspended_at, suspension_marker, resumed_at, ended_at, lease_id, lease_epoch, worker_no,
-                            result_payload, result_encoding, failure_reason, failure_category)
+                            result_payload, result_encoding, failure_reason, failure_category, suspension_id)
   select partition_key, execution_id, attempt_count - 1, attempt_id, attempt_type, attempt_lifecycle, coalesce(claimed_at, now),
          case when parks then now end, case when parks then release_reason end, claimed_at, case when not parks then now end,
-         lease_id, lease_epoch, worker_no, payload, encoding, attempt_reason, category
+         lease_id, lease_epoch + suspends::int, worker_no, payload, encoding, attempt_reason, category, suspension_id
     from held where verdict = 'ok' and attempt_lives and attempt_stored
   on conflict (partition_key, execution_id, attempt_index) do update
      set attempt_state = excluded.attempt_state, ended_at = excluded.ended_at,
          suspended_at = coalesce(excluded.suspended_at, a.suspended_at), suspension_marker = excluded.suspension_marker,
          resumed_at = coalesce(excluded.resumed_at, a.resumed_at), lease_id = coalesce(excluded.lease_id, a.lease_id),
-         lease_epoch = excluded.lease_epoch, worker_no = coalesce(excluded.worker_no, a.worker_no),
+         lease_epoch = excluded.lease_epoch, suspension_id = excluded.suspension_id,
+         worker_no = case when excluded.suspension_id is null then coalesce(excluded.worker_no, a.worker_no) end,
          result_payload = excluded.result_payload, result_encoding = excluded.result_encoding,
          failure_reason = excluded.failure_reason, failure_category = excluded.failure_category
+),
+-- A suspended execution that ends takes its open suspension and every waitpoint of it along. Whoever ends it has held
+-- it before, so that what is read here is what belongs to it now.
+closing as materialized (
+  select s.tid, s.partition_key, s.waitpoint_ids, h.release_reason, h.now
+    from held h
+   cross join lateral (
+         select s.ctid as tid, s.partition_key, s.waitpoint_ids from suspension s
+          where s.partition_key = h.partition_key and s.execution_id = h.execution_id and s.closed_at is null
+            for update) s
+   where h.verdict = 'ok' and h.lifecycle_phase = 'suspended' and h.to_phase = 'terminal'
+),
+closed as (
+  update suspension s set closed_at = c.now, close_reason = c.release_reason from closing c where s.ctid = c.tid
+),
+shut as materialized (
+  select w.tid, c.release_reason, c.now
+    from closing c
+   cross join lateral (select waitpoint_id from unnest(c.waitpoint_ids) as i(waitpoint_id) order by 1) i
+   cross join lateral (
+         select w.ctid as tid from waitpoint w
+          where w.partition_key = c.partition_key and w.waitpoint_id = i.waitpoint_id and w.state in ('pending', 'active')
+            for update) w
+),
+closed_waitpoints as (
+  update waitpoint w set state = 'closed', closed_at = s.now, close_reason = s.release_reason from shut s where w.ctid = s.tid
 ),
 told as (
   insert into event (at, execution_id, partition_key, kind, namespace_no, attempt_index, worker_no, lease_epoch, lease_id,
@@ -153,7 +196,7 @@ select 0 as nth, 'ok' as verdict, count(*) as ended, null as delay_until, null a
        null as lane_id, null as queue_no, null as place, null as found
   from held where verdict = 'ok' and to_phase = 'terminal'
 union all
-select nth, verdict, 0, to_delay_until, to_delay_until - now,
+select nth, verdict, 0, to_delay_until, coalesce(to_delay_until, timeout_at) - now,
        case when verdict = 'ok' and to_eligibility = 'eligible_now' then
          (select l.lane_id from queue q join lane l using (lane_no) where q.queue_no = h.queue_no) end,
        queue_no, place,

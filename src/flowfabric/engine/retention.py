@@ -22,10 +22,12 @@ class Due:
     lapsed_leases: int
     elapsed_delays: int
     expiries: int
+    suspension_timeouts: int
     has_retained: bool
     has_spent_keys: bool
     has_lapsed_grants: bool
     has_lapsed_workers: bool
+    has_lapsed_waitpoints: bool
     next_due_in_ms: int | None
 
 
@@ -55,10 +57,12 @@ class Retention:
             lapsed_leases=row["lapsed_leases"],
             elapsed_delays=row["elapsed_delays"],
             expiries=row["attempt_timeouts"] + row["deadlines"],
+            suspension_timeouts=row["suspension_timeouts"],
             has_retained=row["has_retained"],
             has_spent_keys=row["has_spent_keys"],
             has_lapsed_grants=row["has_lapsed_grants"],
             has_lapsed_workers=row["has_lapsed_workers"],
+            has_lapsed_waitpoints=row["has_lapsed_waitpoints"],
             next_due_in_ms=row["next_due_in_ms"],
         )
 
@@ -71,9 +75,11 @@ class Retention:
         return trimmed
 
     async def purge_keys(self) -> int:
-        """Delete idempotency entries past their time to live; answers how many."""
-        rows = await self._store.fetch(SQL.take_spent_keys, limit=PURGE_LIMIT)
-        purged: int = rows[0]["purged"]
+        """Delete idempotency keys of submissions, suspends and signals past their time to live; answers how many."""
+        purged = 0
+        for statement in (SQL.take_spent_keys, SQL.take_spent_suspend_keys, SQL.take_spent_signal_keys):
+            (row,) = await self._store.fetch(statement, limit=PURGE_LIMIT)
+            purged += row["purged"]
         return purged
 
     async def purge_grants(self) -> int:

@@ -6,7 +6,7 @@ timer as materialized (
   select e.* from clock c
    cross join lateral (
          select e.lifecycle_phase, e.ownership_state, e.eligibility_state, e.lease_expires_at, e.delay_until,
-                e.attempt_timeout_at, e.deadline_at, e.due_at
+                e.attempt_timeout_at, e.suspension_timeout_at, e.deadline_at, e.due_at
            from execution e
           where e.due_at > :due_since and e.due_at <= c.now
           order by e.due_at limit :sample) e
@@ -15,9 +15,13 @@ select count(*) filter (where t.ownership_state = 'leased' and t.lease_expires_a
        count(*) filter (where t.eligibility_state = 'not_eligible_until_time' and t.delay_until <= c.now) as elapsed_delays,
        count(*) filter (where t.lifecycle_phase = 'active' and t.attempt_timeout_at <= c.now) as attempt_timeouts,
        count(*) filter (where t.deadline_at <= c.now) as deadlines,
+       count(*) filter (where t.lifecycle_phase = 'suspended' and t.suspension_timeout_at <= c.now) as suspension_timeouts,
        exists (select from execution
                 where retain_until > :retained_since and retain_until <= (select now from clock)) as has_retained,
-       exists (select from idempotency where expires_at <= (select now from clock)) as has_spent_keys,
+       exists (select from idempotency where expires_at <= (select now from clock))
+         or exists (select from suspend_key where expires_at <= (select now from clock))
+         or exists (select from signal_key where expires_at <= (select now from clock)) as has_spent_keys,
+       exists (select from waitpoint where activated_at is null and closed_at is null and expires_at <= (select now from clock)) as has_lapsed_waitpoints,
        exists (select from claim_grant where expires_at <= (select now from clock)) as has_lapsed_grants,
        exists (select from worker where lapses_at < (select now from clock)) as has_lapsed_workers,
        (select min(e.due_at) from execution e
@@ -45,6 +49,19 @@ grants as (
   delete from claim_grant g using due d where g.partition_key = d.partition_key and g.execution_id = d.execution_id),
 tags as (
   delete from execution_tag t using due d where t.partition_key = d.partition_key and t.execution_id = d.execution_id),
+-- Where nothing was ever suspended, nothing is looked for.
+waits as (
+  delete from suspension s using due d
+   where s.partition_key = d.partition_key and s.execution_id = d.execution_id and exists (select from suspension)),
+waitpoints as (
+  delete from waitpoint w using due d
+   where w.partition_key = d.partition_key and w.execution_id = d.execution_id and exists (select from waitpoint)),
+signals as (
+  delete from signal g using due d
+   where g.partition_key = d.partition_key and g.execution_id = d.execution_id and exists (select from signal)),
+outcomes as (
+  delete from suspend_key k using due d
+   where k.partition_key = d.partition_key and k.execution_id = d.execution_id and exists (select from suspend_key)),
 inputs as (
   delete from execution_input i using due d where i.partition_key = d.partition_key and i.execution_id = d.execution_id),
 gone as (
@@ -58,6 +75,26 @@ with spent as (
   delete from idempotency
    where (partition_key, namespace_no, idempotency_key) in (
          select partition_key, namespace_no, idempotency_key from idempotency
+          where expires_at <= (select ff_now()) order by expires_at limit :limit for update skip locked)
+  returning 1)
+select count(*) as purged from spent;
+
+-- name: take_spent_suspend_keys
+-- Deletes what suspends came to under idempotency keys past their time to live; answers how many.
+with spent as (
+  delete from suspend_key
+   where (partition_key, execution_id, idempotency_key) in (
+         select partition_key, execution_id, idempotency_key from suspend_key
+          where expires_at <= (select ff_now()) order by expires_at limit :limit for update skip locked)
+  returning 1)
+select count(*) as purged from spent;
+
+-- name: take_spent_signal_keys
+-- Deletes idempotency keys of signals past their time to live; answers how many.
+with spent as (
+  delete from signal_key
+   where (partition_key, waitpoint_id, idempotency_key) in (
+         select partition_key, waitpoint_id, idempotency_key from signal_key
           where expires_at <= (select ff_now()) order by expires_at limit :limit for update skip locked)
   returning 1)
 select count(*) as purged from spent;

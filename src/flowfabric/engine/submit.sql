@@ -44,7 +44,7 @@ fresh as (
          (case when is_delayed then 'not_eligible_until_time' else 'eligible_now' end)::eligibility_state,
          (case when is_delayed then 'waiting_for_delay' else 'waiting_for_worker' end)::blocking_reason,
          'pending_first_attempt', case when is_delayed then delay_until end,
-         case when coalesce(deadline_at, deadline_ms) is not null then greatest(coalesce(deadline_at, now + deadline_ms), now) end, now, now, instance_tag, retention_ms,
+         coalesce(deadline_at, now + deadline_ms), now, now, instance_tag, retention_ms,
          case when is_delayed then 'delayed until ' || delay_until end
     from item
    where lane_accepts
@@ -131,7 +131,7 @@ fresh as (
          (case when is_delayed then 'not_eligible_until_time' else 'eligible_now' end)::eligibility_state,
          (case when is_delayed then 'waiting_for_delay' else 'waiting_for_worker' end)::blocking_reason,
          'pending_first_attempt', case when is_delayed then delay_until end,
-         case when coalesce(deadline_at, deadline_ms) is not null then greatest(coalesce(deadline_at, now + deadline_ms), now) end, now, now, instance_tag, retention_ms,
+         coalesce(deadline_at, now + deadline_ms), now, now, instance_tag, retention_ms,
          case when is_delayed then 'delayed until ' || delay_until end
     from (select i.*, idempotency_key is null or execution_id in (select execution_id from won) as is_free from item i) i
    where lane_accepts and is_free

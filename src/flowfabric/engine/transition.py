@@ -1,7 +1,7 @@
 """The table of moves: which state vector each operation leads to."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import lru_cache
 
@@ -14,7 +14,9 @@ from flowfabric.model.states import (
     LifecyclePhase,
     OwnershipState,
     TerminalOutcome,
+    TimeoutBehavior,
 )
+from flowfabric.model.waits import CloseReason
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,6 +40,19 @@ LEASE_EXPIRED = Target(
 )
 
 
+RESUMED = Target(
+    phase=LifecyclePhase.RUNNABLE,
+    eligibility=EligibilityState.ELIGIBLE_NOW,
+    blocking=BlockingReason.WAITING_FOR_WORKER,
+    attempt=AttemptState.ATTEMPT_INTERRUPTED,
+)
+RESUME_DELAYED = replace(
+    RESUMED,
+    eligibility=EligibilityState.NOT_ELIGIBLE_UNTIL_TIME,
+    blocking=BlockingReason.WAITING_FOR_RESUME_DELAY,
+)
+
+
 class Release(StrEnum):
     """The moves that end a run, park it, or end its execution while nothing runs."""
 
@@ -51,21 +66,26 @@ class Release(StrEnum):
     RECLAIM_CAP = "reclaim_cap"
     DELAYED = "delayed"
     CHILDREN_DONE = "children_done"
+    SUSPENDED = "suspended"
+    SUSPENSION_FAILED = "suspension_failed"
+    SUSPENSION_CANCELLED = "suspension_cancelled"
+    SUSPENSION_EXPIRED = "suspension_expired"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Effect:
     """What a release leads to and what it leaves behind: the attempt's end, the lease event, the completion event.
 
-    An attempt it leaves `suspended` is parked: it keeps its id and index, and the next claim goes on with it.
+    An attempt it leaves `suspended` is parked: it keeps its id and index, and the next claim goes on with it. Where it
+    ends a suspended execution, its reason closes the suspension and every waitpoint of it.
     """
 
     target: Target
     attempt: AttemptLifecycle
-    reason: ReleaseReason
+    reason: ReleaseReason | CloseReason
 
 
-def _ended(outcome: TerminalOutcome, attempt: AttemptLifecycle, reason: ReleaseReason) -> Effect:
+def _ended(outcome: TerminalOutcome, attempt: AttemptLifecycle, reason: ReleaseReason | CloseReason) -> Effect:
     target = Target(phase=LifecyclePhase.TERMINAL, outcome=outcome, attempt=AttemptState.ATTEMPT_TERMINAL)
     return Effect(target=target, attempt=attempt, reason=reason)
 
@@ -106,13 +126,46 @@ RELEASES: Mapping[Release, Effect] = {
     Release.CHILDREN_DONE: _parked(
         EligibilityState.ELIGIBLE_NOW, BlockingReason.WAITING_FOR_WORKER, ReleaseReason.WAITING_CHILDREN
     ),
+    # What a suspension waits for stands in its arguments.
+    Release.SUSPENDED: Effect(
+        target=Target(
+            phase=LifecyclePhase.SUSPENDED,
+            blocking=BlockingReason.WAITING_FOR_SIGNAL,
+            attempt=AttemptState.ATTEMPT_INTERRUPTED,
+        ),
+        attempt=AttemptLifecycle.SUSPENDED,
+        reason=ReleaseReason.SUSPEND,
+    ),
+    Release.SUSPENSION_FAILED: _ended(TerminalOutcome.FAILED, _FAILURE, CloseReason.TIMED_OUT_FAIL),
+    Release.SUSPENSION_CANCELLED: _ended(
+        TerminalOutcome.CANCELLED, AttemptLifecycle.ENDED_CANCELLED, CloseReason.TIMED_OUT_CANCEL
+    ),
+    Release.SUSPENSION_EXPIRED: _ended(TerminalOutcome.EXPIRED, _FAILURE, CloseReason.TIMED_OUT_EXPIRE),
 }
+
+SUSPENSION_TIMEOUTS: Mapping[TimeoutBehavior, Release] = {
+    TimeoutBehavior.FAIL: Release.SUSPENSION_FAILED,
+    TimeoutBehavior.CANCEL: Release.SUSPENSION_CANCELLED,
+    TimeoutBehavior.EXPIRE: Release.SUSPENSION_EXPIRED,
+}
+"""The moves of the timeouts that end a suspended execution; the other behaviours let it live."""
 
 PROMOTED: Mapping[str, str] = {
     "to_eligibility": EligibilityState.ELIGIBLE_NOW,
     "to_blocking": BlockingReason.WAITING_FOR_WORKER,
 }
 """What promotion changes; the other dimensions keep their values."""
+
+ESCALATED: Mapping[str, str] = {"to_blocking": BlockingReason.PAUSED_BY_OPERATOR}
+"""What the escalation of a suspension changes; the other dimensions keep their values."""
+
+RESUMED_PARAMETERS: Mapping[str, str] = {
+    "to_phase": RESUMED.phase,
+    "to_ownership": RESUMED.ownership,
+    "to_outcome": RESUMED.outcome,
+    "to_attempt": RESUMED.attempt,
+}
+"""Where every resume leads; the other two dimensions say whether it has to wait for its time."""
 
 CLAIM_PARAMETERS: Mapping[str, str] = {
     "to_phase": CLAIMED.phase,

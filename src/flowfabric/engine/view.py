@@ -17,6 +17,7 @@ from flowfabric.model.ids import (
     LeaseId,
     Namespace,
     SuspensionId,
+    WaitpointId,
     WorkerId,
     WorkerInstanceId,
     parse_execution_id,
@@ -49,7 +50,8 @@ retry_count replay_count lease_reclaim_count current_lease_epoch current_lease_i
 current_worker_instance_id lease_acquired_at lease_expires_at lease_last_renewed_at lease_expired_at lease_revoked_at
 lease_revoke_reason failure_reason cancellation_reason cancelled_by pending_retry_reason pending_replay_reason
 pending_replay_requested_by pending_previous_attempt_index progress_pct progress_message progress_updated_at
-last_capability_mismatch_at
+last_capability_mismatch_at last_hmac_validation_failed_at current_suspension_id current_waitpoint_id
+suspension_timeout_at
 """
 CORE_FIELDS = frozenset(_NAMES.split())
 """The names `read_exec_core_fields` knows."""
@@ -124,7 +126,9 @@ class View:
     async def namespace(self, execution_id: str) -> Namespace | None:
         """The namespace of an execution."""
         rows = await self._store.fetch(SQL.read_namespace, **_key(execution_id))
-        return Namespace(rows[0]["namespace"]) if rows else None
+        if not rows:
+            return None
+        return Namespace(required(rows[0]["namespace"], context="get_execution_namespace", field="namespace"))
 
     async def fields(self, execution_id: str, names: Sequence[str]) -> dict[str, str | None]:
         """Fields of an execution as texts; all of an absent one are None."""
@@ -181,11 +185,12 @@ def _snapshot(execution_id: ExecutionId, row: Record) -> ExecutionSnapshot:
         blocking_detail=row["blocking_detail"] or None,
         current_attempt=_current_attempt(row, context),
         current_lease=_current_lease(row, context),
-        current_waitpoint=None,
+        current_waitpoint=None if row["waitpoint_id"] is None else WaitpointId(row["waitpoint_id"]),
         created_at=required(row["created_at"], context=context, field="created_at"),
         last_mutation_at=required(row["last_mutation_at"], context=context, field="last_mutation_at"),
         total_attempt_count=row["attempt_count"],
         tags=_tags(row["tags"]),
+        continuation_metadata_pointer=row["continuation_metadata_pointer"],
     )
 
 

@@ -18,6 +18,7 @@ select n.namespace, l.lane_id, e.priority, i.execution_kind, e.lifecycle_phase, 
 -- One execution as it stands; the lease columns of what is not owned are spent and show as nothing.
 select e.flow_id, l.lane_id, n.namespace, e.public_state, e.blocking_reason, e.blocking_detail, e.attempt_id, e.attempt_count,
        i.created_at, e.last_mutation_at, w.worker_instance_id, o.lease_expires_at, o.lease_id, o.lease_epoch, o.lease_renewed_at,
+       s.waitpoint_ids[1] as waitpoint_id, s.continuation_metadata_pointer,
        case when i.has_tags then (
          select jsonb_object_agg(t.key, t.value) from execution_tag t
           where t.partition_key = e.partition_key and t.execution_id = e.execution_id) end as tags
@@ -30,6 +31,7 @@ select e.flow_id, l.lane_id, n.namespace, e.public_state, e.blocking_reason, e.b
        select e.worker_no, e.lease_expires_at, e.lease_id, e.lease_epoch, e.lease_renewed_at
         where e.ownership_state <> 'unowned') o on true
   left join worker_identity w on w.worker_no = o.worker_no
+  left join suspension s on s.partition_key = e.partition_key and s.execution_id = e.execution_id and s.closed_at is null
  where e.partition_key = :partition_key and e.execution_id = :execution_id;
 
 -- name: read_context
@@ -52,7 +54,7 @@ select flow_id from execution where partition_key = :partition_key and execution
 -- name: read_namespace
 -- The namespace of one execution.
 select n.namespace
-  from execution e join namespace n using (namespace_no)
+  from execution e left join namespace n using (namespace_no)
  where e.partition_key = :partition_key and e.execution_id = :execution_id;
 
 -- name: read_fields
@@ -79,7 +81,10 @@ select n.namespace, l.lane_id, l.lane_id as current_lane, i.execution_kind, i.cr
        p.retry_reason as pending_retry_reason, p.replay_reason as pending_replay_reason,
        p.replay_requested_by as pending_replay_requested_by, p.previous_attempt_index::text as pending_previous_attempt_index,
        e.progress_pct::text as progress_pct, e.progress_message, e.progress_updated_at::text as progress_updated_at,
-       e.last_capability_mismatch_at::text as last_capability_mismatch_at
+       e.last_capability_mismatch_at::text as last_capability_mismatch_at,
+       e.last_hmac_validation_failed_at::text as last_hmac_validation_failed_at,
+       s.suspension_id::text as current_suspension_id, s.waitpoint_ids[1]::text as current_waitpoint_id,
+       s.timeout_at::text as suspension_timeout_at
   from execution e
   left join execution_input i using (partition_key, execution_id)
   left join namespace n on n.namespace_no = e.namespace_no
@@ -93,6 +98,7 @@ select n.namespace, l.lane_id, l.lane_id as current_lane, i.execution_kind, i.cr
   left join lateral (
        select e.retry_reason, e.replay_reason, e.replay_requested_by, e.previous_attempt_index
         where e.attempt_state in ('pending_retry_attempt', 'pending_replay_attempt')) p on true
+  left join suspension s on s.partition_key = e.partition_key and s.execution_id = e.execution_id and s.closed_at is null
  where e.partition_key = :partition_key and e.execution_id = :execution_id;
 
 -- name: list_attempts

@@ -49,6 +49,11 @@ class SignalDisposition(StrEnum):
         """Whether the signal counts as one the condition asks for."""
         return self in _MATCHED
 
+    @property
+    def is_adding(self) -> bool:
+        """Whether the signal is a satisfier: the condition is nearer to being met by it, or met."""
+        return self in _ADDING
+
 
 _EFFECTS = {
     SignalDisposition.RESUME_CONDITION_SATISFIED: SignalEffect.RESUME_CONDITION_SATISFIED,
@@ -105,19 +110,19 @@ def evaluate(condition: Condition, signals: Iterable[SignalFacts]) -> Evaluation
     Signals that were no satisfiers add nothing and may be left out: the earlier satisfiers and the newest signal
     lead to the same answer as all signals do.
     """
-    tree = _Tree(condition)
+    tally = Tally(condition)
     satisfiers: list[SignalId] = []
     closer: SignalId | None = None
     dispositions: list[SignalDisposition] = []
     for signal in signals:
-        disposition = tree.take(signal)
+        disposition = tally.take(signal)
         dispositions.append(disposition)
         if disposition is SignalDisposition.RESUME_CONDITION_SATISFIED:
             closer = signal.signal_id
-        if disposition in _ADDING:
+        if disposition.is_adding:
             satisfiers.append(signal.signal_id)
     return Evaluation(
-        satisfied=tree.is_met,
+        satisfied=tally.is_met,
         satisfiers=tuple(satisfiers),
         closer=closer,
         dispositions=tuple(dispositions),
@@ -157,10 +162,11 @@ class _Branch:
         return bool(self.members) and all(member is not None and member.is_met for member in self.members)
 
 
-class _Tree:
-    """A condition with what its nodes have counted."""
+class Tally:
+    """A condition with what its nodes have counted of the signals it took."""
 
     def __init__(self, condition: Condition) -> None:
+        """Begin with no signal."""
         self._is_composite = isinstance(condition, Composite)
         self._naming: defaultdict[str, list[_Leaf]] = defaultdict(list)
         self._root = self._grow(condition)
@@ -179,6 +185,7 @@ class _Tree:
         return None
 
     def take(self, signal: SignalFacts) -> SignalDisposition:
+        """Count the next signal and tell what it did."""
         naming = self._naming.get(signal.waitpoint_key, [])
         passing = [leaf for leaf in naming if leaf.passes(signal)]
         if not passing:

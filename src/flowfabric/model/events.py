@@ -23,6 +23,17 @@ class EventKind(IntEnum):
         return self.name.lower()
 
 
+class OperatorEvent(IntEnum):
+    """What an operator did to an execution, stored as a small number beside those of leases."""
+
+    RESUMED = 32
+
+    @property
+    def literal(self) -> str:
+        """The word readers see."""
+        return self.name.lower()
+
+
 class ReleaseReason(StrEnum):
     """Why a held lease ended."""
 

@@ -1,6 +1,5 @@
 """Keys that sign grants and tokens: what one is, how it is named, and what operations on them answer."""
 
-import hashlib
 import hmac
 import re
 from dataclasses import dataclass, field
@@ -23,7 +22,7 @@ class SigningKey:
 
     def digest(self, message: str) -> str:
         """The hex digest of a message; the name is part of what is signed, so it counts under this name only."""
-        return hmac.new(self.secret, f"{self.kid}:{message}".encode(), hashlib.sha256).hexdigest()
+        return hmac.digest(self.secret, f"{self.kid}:{message}".encode(), "sha256").hex()
 
     def has_signed(self, message: str, digest: str) -> bool:
         """Whether a digest is this key's of a message, compared in constant time."""

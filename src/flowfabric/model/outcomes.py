@@ -9,6 +9,7 @@ from flowfabric.model.handle import Handle
 from flowfabric.model.ids import AttemptId, ExecutionId, FlowId, LaneId, LeaseId, Namespace, WorkerInstanceId
 from flowfabric.model.policy import ExecutionPolicy
 from flowfabric.model.states import AttemptType, PublicState, StateVector, TerminalOutcome
+from flowfabric.model.waits import SuspendDetails
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,9 +118,10 @@ class Promoted:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AlreadySatisfied:
-    """Nothing to do, and why."""
+    """Nothing to do, and why; of a suspend that need not wait, also what it would have waited on."""
 
     reason: str
+    details: SuspendDetails | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -56,6 +56,8 @@ class ExecutionSnapshot:
     last_mutation_at: int
     total_attempt_count: int
     tags: Mapping[str, str]
+    continuation_metadata_pointer: str | None = None
+    """What the suspend it waits in has left for whoever goes on."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -164,6 +164,15 @@ class TimeoutBehavior(StrEnum):
     ESCALATE = "escalate"
 
 
+class WaitpointState(StrEnum):
+    """Whether a waitpoint takes signals: `pending` keeps them, `active` judges them; the others take none."""
+
+    PENDING = "pending"
+    ACTIVE = "active"
+    CLOSED = "closed"
+    EXPIRED = "expired"
+
+
 class HandleKind(StrEnum):
     """How a handle came about."""
 

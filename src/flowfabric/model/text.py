@@ -4,6 +4,8 @@ import unicodedata
 from enum import StrEnum
 from typing import TypeVar
 
+import msgspec
+
 from flowfabric.model.errors import error
 
 Word = TypeVar("Word", bound=StrEnum)
@@ -53,3 +55,23 @@ def has_space_or_control(text: str) -> bool:
 def has_control(text: str) -> bool:
     """Tell whether any character is a control character, in all of Unicode."""
     return any(unicodedata.category(char) == "Cc" for char in text)
+
+
+def json_text(value: object) -> str:
+    """Give the compact JSON text of a value, or of what a JSON text says; ValueError where the store cannot hold it."""
+    try:
+        plain = msgspec.json.decode(value) if isinstance(value, str | bytes) else value
+        text = msgspec.json.encode(plain).decode()
+    except (msgspec.MsgspecError, UnicodeError, TypeError, OverflowError, RecursionError):
+        raise ValueError("malformed") from None
+    if "\\u0000" in text and _has_nul(msgspec.json.decode(text)):
+        raise ValueError("must not contain NUL")
+    return text
+
+
+def _has_nul(plain: object) -> bool:
+    if isinstance(plain, str):
+        return "\0" in plain
+    if isinstance(plain, dict):
+        return any(_has_nul(part) for pair in plain.items() for part in pair)
+    return isinstance(plain, list) and any(map(_has_nul, plain))

@@ -5,7 +5,7 @@ from dataclasses import KW_ONLY, dataclass
 from datetime import timedelta
 from enum import StrEnum
 
-from flowfabric.engine import feed, lease, retention, workers
+from flowfabric.engine import feed, lease, retention, timeouts, workers
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.retention import Due
 from flowfabric.settings import Settings
@@ -77,6 +77,21 @@ SWEEPS = (
         batch=lease.SWEEP_LIMIT,
         is_due=lambda due: due.expiries > 0,
         woken_by=WokenBy.TIMER,
+    ),
+    Sweep(
+        "suspension_timeout",
+        lambda engine: engine.timeouts.expire_due(),
+        every=lambda settings: _seconds(settings.suspension_timeout_interval_s),
+        batch=timeouts.TIMEOUT_LIMIT,
+        is_due=lambda due: due.suspension_timeouts > 0,
+        woken_by=WokenBy.TIMER,
+    ),
+    Sweep(
+        "pending_wp_expiry",
+        lambda engine: engine.timeouts.close_pending(),
+        every=lambda settings: _seconds(settings.pending_wp_expiry_interval_s),
+        batch=timeouts.WAITPOINT_LIMIT,
+        is_due=lambda due: due.has_lapsed_waitpoints,
     ),
     Sweep(
         "retention_trimmer",

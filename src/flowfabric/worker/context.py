@@ -3,14 +3,19 @@
 import asyncio
 import contextlib
 from collections.abc import Coroutine, Mapping
-from typing import Any, TypeVar
+from typing import Any, TypeVar, Unpack
 
 from flowfabric.engine.engine import Engine
-from flowfabric.model.errors import EngineError
-from flowfabric.model.handle import Fence
+from flowfabric.model.errors import EngineError, error
+from flowfabric.model.handle import Fence, Handle
 from flowfabric.model.ids import ExecutionId
 from flowfabric.model.outcomes import ClaimedExecution
-from flowfabric.model.states import AttemptType
+from flowfabric.model.signals import ResumeSignal
+from flowfabric.model.states import AttemptType, HandleKind
+from flowfabric.model.suspension import SuspendArgs
+from flowfabric.model.waits import PendingWaitpoint, SuspendDetails, Suspended
+from flowfabric.worker.callback import Callback
+from flowfabric.worker.waits import SuspendOptions, Unwound, answer_of, suspend_args
 
 Answer = TypeVar("Answer")
 
@@ -27,8 +32,11 @@ class Running:
         "has_ended",
         "has_started",
         "is_dropped",
+        "is_suspended",
+        "is_suspending",
         "lost",
         "renewed_at",
+        "signals",
         "task",
         "waiter",
     )
@@ -42,7 +50,12 @@ class Running:
         self.has_ended = False
         """Whether its handler has returned; the run goes on until that is committed."""
         self.is_dropped = False
-        """Whether its result is of no more use: the lease is lost, or the worker stops without it."""
+        """Whether its result is of no more use: it waits, its lease is lost, or the worker stops without it."""
+        self.is_suspending = False
+        """Whether it asks to be suspended, or was: what is told of its lease meanwhile is no news."""
+        self.is_suspended = False
+        self.signals: tuple[ResumeSignal, ...] = ()
+        """What came to the wait it was resumed from, or need not begin."""
         self.lost: EngineError | None = None
         self.task: asyncio.Task[None] | None = None
         self.waiter: asyncio.Future[None] | None = None
@@ -51,6 +64,13 @@ class Running:
     def execution_id(self) -> ExecutionId:
         """The execution that runs."""
         return self.claimed.execution_id
+
+
+def _is_now(outcome: Suspended, handle: Handle) -> bool:
+    """Whether a suspension is the one asked for, and not that of an earlier run under the same idempotency key."""
+    if outcome.handle.attempt_id != handle.attempt_id:
+        raise error("invalid_input", "idempotency_key: an earlier attempt has waited under it")
+    return outcome.handle.lease_id == handle.lease_id
 
 
 class Context:
@@ -146,6 +166,59 @@ class Context:
     async def progress(self, percent: int | None = None, message: str | None = None) -> None:
         """Overwrite what the run reports of itself; what is absent keeps its value."""
         await self._engine.progress(self._running.claimed.handle, percent=percent, message=message)
+
+    @property
+    def is_resumed(self) -> bool:
+        """Whether this attempt was put aside before and goes on: its handler runs again, from its start."""
+        return self._running.claimed.handle.kind is HandleKind.RESUMED
+
+    def resumed_signals(self) -> tuple[ResumeSignal, ...]:
+        """The signals of the wait that is over, in the order they were accepted; none before the first wait."""
+        return self._running.signals
+
+    async def observe_signals(self) -> list[ResumeSignal]:
+        """Every signal of this attempt's latest wait, read now."""
+        return await self._engine.observe_signals(self._running.claimed.handle)
+
+    async def create_waitpoint(self, waitpoint_key: str, expires_in_ms: int) -> PendingWaitpoint:
+        """A waitpoint that takes signals from now on, to be waited for later; its token may be given away at once."""
+        return await self._engine.create_waitpoint(
+            self._running.claimed.handle, waitpoint_key=waitpoint_key, expires_in_ms=expires_in_ms
+        )
+
+    def callback(self, waitpoint: PendingWaitpoint, *, base_url: str | None = None) -> Callback:
+        """Where and with what an outsider signals a waitpoint of this run; `FF_CALLBACK_URL` is the usual base."""
+        return Callback.of(
+            base_url or self._engine.settings.callback_url,
+            self.execution_id,
+            waitpoint.waitpoint_id,
+            waitpoint.hmac_token,
+        )
+
+    async def suspend(self, args: SuspendArgs | None = None, **options: Unpack[SuspendOptions]) -> SuspendDetails:
+        """Wait for signals without a worker: the handler ends here, and runs again from its start when they came.
+
+        It returns only where there is nothing to wait for: signals that came before have met the condition already,
+        or this is a repeat, under its idempotency key, of a wait that is over.
+        """
+        if args is None:
+            args = await suspend_args(self._engine.server_time_ms, self.attempt_index, options)
+        elif options:
+            raise TypeError("suspend: name the arguments one by one, or all of them as SuspendArgs")
+        running, given = self._running, args
+        handle = running.claimed.handle
+        running.is_suspending = True
+        try:
+            outcome = await answer_of(lambda: self._engine.suspend(handle, given))
+            running.is_suspended = outcome is None or (isinstance(outcome, Suspended) and _is_now(outcome, handle))
+        finally:
+            running.is_suspending = running.is_suspended
+        if outcome is not None and not running.is_suspended:
+            assert outcome.details is not None, "a suspend tells what it waits on"
+            running.signals = tuple(await self.observe_signals())
+            return outcome.details
+        running.is_dropped = True
+        raise Unwound
 
     def from_thread(self, awaitable: Coroutine[Any, Any, Answer]) -> Answer:
         """The answer of an asynchronous call, for a handler in a thread: `ctx.from_thread(ctx.progress(50))`."""

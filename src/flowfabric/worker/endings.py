@@ -10,25 +10,12 @@ from flowfabric.model.errors import EngineError
 from flowfabric.model.outcomes import Completed, FailureReason
 from flowfabric.pauses import pauses
 from flowfabric.worker.context import Running
+from flowfabric.worker.faults import FAULT_SECONDS, LEASE_IS_LOST, is_passing
 from flowfabric.worker.outcome import Failure
 
 logger = logging.getLogger(__name__)
 
-LEASE_IS_LOST = frozenset(
-    {
-        "lease_conflict",
-        "stale_lease",
-        "lease_expired",
-        "lease_revoked",
-        "execution_not_active",
-        "execution_not_found",
-    }
-)
-"""The errors that say that a lease is no longer held: repeating the call cannot help."""
-
 RESULT_REFUSED = "result_refused"
-FAULT_SECONDS = (0.05, 1.0)
-"""The first and the longest pause before a call that met a fault of the store is repeated."""
 
 
 class Endings:
@@ -82,7 +69,7 @@ class Endings:
                 claimed.handle, reason=failure.reason, classification=failure.classification, claimed=claimed
             )
         except Exception as error:
-            if _is_passing(error):
+            if is_passing(error):
                 return False
             logger.warning("the failure of %s was refused: %s", running.execution_id, error)
         return True
@@ -101,7 +88,7 @@ class Endings:
         for (running, payload), verdict in zip(batch, await self._complete(batch), strict=True):
             if not isinstance(verdict, Exception):
                 self._release(running)
-            elif _is_passing(verdict):
+            elif is_passing(verdict):
                 self._completed.append((running, payload))
             else:
                 await self._refused(running, verdict)
@@ -113,7 +100,7 @@ class Endings:
             try:
                 return await self._engine.complete_many(items)
             except Exception as error:
-                if not _is_passing(error):
+                if not is_passing(error):
                     # Something may be wrong with one of them: each is told alone.
                     return [error] if len(items) == 1 else [(await self._complete([one]))[0] for one in batch]
                 logger.warning("%d completions are repeated: %s", len(items), error)
@@ -125,7 +112,3 @@ class Endings:
             self._release(running)
         else:
             await self.fail(running, Failure(FailureReason(f"the result was refused: {error}", detail=RESULT_REFUSED)))
-
-
-def _is_passing(error: Exception) -> bool:
-    return isinstance(error, EngineError) and error.retryable and error.code not in LEASE_IS_LOST

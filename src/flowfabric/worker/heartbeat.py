@@ -15,7 +15,7 @@ from flowfabric.engine.engine import Engine
 from flowfabric.model.errors import EngineError
 from flowfabric.model.outcomes import NotRegistered, Renewed
 from flowfabric.worker.context import Running
-from flowfabric.worker.endings import LEASE_IS_LOST
+from flowfabric.worker.faults import LEASE_IS_LOST
 
 logger = logging.getLogger(__name__)
 
@@ -125,7 +125,11 @@ class Heartbeat:
 
     async def _beat(self, engine: Engine) -> None:
         now = time.monotonic()
-        due = [running for running in self._running() if now - running.renewed_at >= self._ttl / 3]
+        due = [
+            running
+            for running in self._running()
+            if now - running.renewed_at >= self._ttl / 3 and not running.is_suspended
+        ]
         for at in range(0, len(due), MAX_BATCH):
             await self._renew(engine, due[at : at + MAX_BATCH])
         if now - self._kept_at >= self._registration.liveness_ttl_ms / 3000:

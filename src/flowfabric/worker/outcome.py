@@ -3,13 +3,19 @@
 import asyncio
 import inspect
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import msgspec
 
+from flowfabric.engine.engine import Engine
+from flowfabric.model.errors import EngineError
 from flowfabric.model.outcomes import FailureClass, FailureReason
+from flowfabric.model.signals import ResumeSignal
+from flowfabric.model.states import HandleKind
+from flowfabric.pauses import pauses
 from flowfabric.worker.codec import encode_result
 from flowfabric.worker.context import Context, Running
+from flowfabric.worker.faults import FAULT_SECONDS, is_passing
 from flowfabric.worker.handler import Handler
 from flowfabric.worker.threads import Threads
 
@@ -45,18 +51,18 @@ class Dropped(msgspec.Struct, frozen=True):
 Outcome = Success | Failure | Dropped
 
 
-async def outcome_of(
-    running: Running, handler: Handler | None, context: Callable[[], Context], threads: Threads
-) -> Outcome:
+async def outcome_of(running: Running, handler: Handler | None, engine: Engine, threads: Threads) -> Outcome:
     """Run the handler of an execution and say what came of it; only an interrupt of the process is raised."""
     claimed = running.claimed
     if handler is None:
         return _failure(running, f"no handler for kind {claimed.execution_kind!r}", NO_HANDLER)
     try:
-        args, kwargs = handler.bind(claimed.input_payload, context)
+        args, kwargs = handler.bind(claimed.input_payload, lambda: Context(running, engine))
     except Exception as error:
         return _failure(running, _chain(error), PAYLOAD_DECODE)
     try:
+        if claimed.handle.kind is HandleKind.RESUMED and handler.shape.context is not None:
+            running.signals = await _signals_of(running, engine)
         if handler.is_async:
             result = await handler.function(*args, **kwargs)
         else:
@@ -68,6 +74,18 @@ async def outcome_of(
         raise
     except BaseException as error:
         return _failed(running, error)
+
+
+async def _signals_of(running: Running, engine: Engine) -> tuple[ResumeSignal, ...]:
+    """What a resumed run was resumed by; a handler that did not know would wait again."""
+    pause = pauses(*FAULT_SECONDS)
+    while True:
+        try:
+            return tuple(await engine.observe_signals(running.claimed.handle))
+        except EngineError as error:
+            if not is_passing(error):
+                raise
+        await asyncio.sleep(next(pause))
 
 
 def _failed(running: Running, error: BaseException) -> Outcome:

@@ -21,8 +21,9 @@ from flowfabric.model.outcomes import ClaimedExecution
 from flowfabric.model.policy import check_capabilities
 from flowfabric.pauses import pauses
 from flowfabric.reconcile.loop import Reconciler
-from flowfabric.worker.context import Context, Running
-from flowfabric.worker.endings import FAULT_SECONDS, Endings
+from flowfabric.worker.context import Running
+from flowfabric.worker.endings import Endings
+from flowfabric.worker.faults import FAULT_SECONDS
 from flowfabric.worker.handler import Handler
 from flowfabric.worker.heartbeat import Heartbeat, Registration
 from flowfabric.worker.outcome import Dropped, Failure, Success, outcome_of
@@ -63,9 +64,9 @@ class WorkerOptions(TypedDict, total=False):
 class Worker:
     """Runs the executions of its lanes with handlers by kind: `async with worker:` in the background, or `run()`.
 
-    A handler whose lease is lost is cancelled, and its result is not written. Stopping waits for the running handlers;
-    one that is still running at the end of that time is cancelled and its lease left to lapse, so that another worker
-    takes the execution over.
+    A handler whose lease is lost is cancelled, and its result is not written. One that suspends ends there, and runs
+    again from its start when it is resumed. Stopping waits for the running handlers; one that is still running at the
+    end of that time is cancelled and its lease left to lapse, so that another worker takes the execution over.
     """
 
     def __init__(
@@ -226,7 +227,7 @@ class Worker:
     async def _run(self, running: Running) -> None:
         running.has_started = True
         handler = self._handlers.get(running.claimed.execution_kind)
-        outcome = await outcome_of(running, handler, lambda: Context(running, self._engine), self._threads)
+        outcome = await outcome_of(running, handler, self._engine, self._threads)
         running.has_ended = True
         match outcome:
             case Success(payload):
@@ -241,8 +242,8 @@ class Worker:
         self._slot_freed.set()
 
     def _lose(self, running: Running) -> None:
-        """Stop a handler whose lease is lost; where it has returned already, the store answers its ending."""
-        if not running.has_ended:
+        """Stop a handler whose lease is lost; where it has returned or suspends, the store answers that."""
+        if not running.has_ended and not running.is_suspending:
             logger.warning("the lease of %s is lost: %s", running.execution_id, running.lost)
             if running.waiter is not None and not running.waiter.done():
                 running.waiter.set_result(None)

@@ -66,8 +66,8 @@ def _another_epoch(subject: Subject) -> int:
     return subject.handle.lease_epoch - 1 if subject.handle.lease_epoch else 1
 
 
-async def _delay(subject: Subject, handle: Handle) -> object:
-    return await subject.engine.delay(handle, await subject.clock.now() + MINUTE)
+async def _delay(subject: Subject, handle: Handle) -> None:
+    await subject.engine.delay(handle, await subject.clock.now() + MINUTE)
 
 
 HANDLE_CALLS: dict[str, Callable[[Subject, Handle], Awaitable[object]]] = {

@@ -29,8 +29,8 @@ A move stamps `last_transition_at` and `last_mutation_at`; what leaves the state
 marked lease) stamps `last_mutation_at` only. `started_at` is set by the first lease and stays. `completed_at` is set
 exactly while the execution has ended. The lease epoch rises by one with every lease and never falls.
 
-In the examples a retry is left, nothing waits for children, and *the worker* is the one that holds the lease or the
-grant; searches are made by another one.
+Where it is not said otherwise a retry is left, nothing waits for children, and *the worker* is the one that holds the
+lease or the grant; searches are made by another one.
 """
 
 GROUPS = {

@@ -32,12 +32,13 @@ MINUTE = 60_000
 HOUR = 60 * MINUTE
 LEASE_MS = 30_000
 GRANT_MS = 5_000
-POLICY = {
+NO_RETRIES: dict[str, Any] = {"timeout_policy": {"attempt_timeout_ms": HOUR}}
+POLICY: dict[str, Any] = {
     "retry_policy": {"max_retries": 3, "backoff": {"type": "fixed", "delay_ms": MINUTE}},
-    "timeout_policy": {"attempt_timeout_ms": HOUR},
+    **NO_RETRIES,
 }
-WORKER = {"worker_id": "worker", "worker_instance_id": "worker-1"}
-OTHER = {"worker_id": "other", "worker_instance_id": "other-1"}
+WORKER: dict[str, Any] = {"worker_id": "worker", "worker_instance_id": "worker-1"}
+OTHER: dict[str, Any] = {"worker_id": "other", "worker_instance_id": "other-1"}
 
 
 class Subject:
@@ -80,7 +81,9 @@ class Subject:
             "attempt_index": handle.attempt_index,
         }
 
-    async def create(self, *, delay_ms: int = 0, deadline_ms: int = 100 * HOUR) -> Any:
+    async def create(
+        self, *, delay_ms: int = 0, deadline_ms: int = 100 * HOUR, policy: dict[str, Any] | None = None
+    ) -> Any:
         now = await self.clock.now()
         return await self.engine.create_execution(
             **self.named,
@@ -89,7 +92,7 @@ class Subject:
             input_payload=b"{}",
             priority=0,
             creator_identity="test",
-            policy=POLICY,
+            policy=policy or POLICY,
             delay_until=now + delay_ms if delay_ms else None,
             execution_deadline_at=now + deadline_ms,
         )
@@ -146,6 +149,12 @@ async def _overdue(subject: Subject) -> None:
     await subject.clock.advance(ms=HOUR)
 
 
+async def _overdue_last(subject: Subject) -> None:
+    await subject.create(policy=NO_RETRIES)
+    await subject.claim(lease_ttl_ms=2 * HOUR)
+    await subject.clock.advance(ms=HOUR)
+
+
 async def _lapsed(subject: Subject) -> None:
     await _active(subject)
     await subject.clock.advance(ms=LEASE_MS)
@@ -154,6 +163,11 @@ async def _lapsed(subject: Subject) -> None:
 async def _lease_expired(subject: Subject) -> None:
     await _lapsed(subject)
     await subject.engine.mark_lease_expired_if_due(subject.execution_id)
+
+
+async def _lost_overdue(subject: Subject) -> None:
+    await _lease_expired(subject)
+    await subject.clock.advance(ms=HOUR)
 
 
 async def _lease_revoked(subject: Subject) -> None:
@@ -182,9 +196,13 @@ async def _parked(subject: Subject) -> None:
     await subject.engine.delay(subject.handle, await subject.clock.now() + MINUTE)
 
 
-async def _resumable(subject: Subject) -> None:
+async def _parked_due(subject: Subject) -> None:
     await _parked(subject)
     await subject.clock.advance(ms=MINUTE)
+
+
+async def _resumable(subject: Subject) -> None:
+    await _parked_due(subject)
     await subject.engine.promote_delayed(subject.execution_id)
 
 
@@ -242,6 +260,9 @@ STATES = {
         attempts=("started",),
         reach=_overdue,
     ),
+    "overdue_last": State(
+        means="overdue, and no retry is left", vector=ACTIVE, attempts=("started",), reach=_overdue_last
+    ),
     "lapsed": State(
         means="active, its lease ran out, nobody has marked it yet",
         vector=ACTIVE,
@@ -250,6 +271,12 @@ STATES = {
     ),
     "lease_expired": State(
         means="active, its lease ran out and is marked", vector=LAPSED, attempts=("started",), reach=_lease_expired
+    ),
+    "lost_overdue": State(
+        means="lease_expired, and past its attempt timeout",
+        vector=LAPSED,
+        attempts=("started",),
+        reach=_lost_overdue,
     ),
     "lease_revoked": State(
         means="active, an operator took the lease away", vector=REVOKED, attempts=("started",), reach=_lease_revoked
@@ -277,6 +304,12 @@ STATES = {
         vector=PARKED,
         attempts=("suspended",),
         reach=_parked,
+    ),
+    "parked_due": State(
+        means="parked, its time has come, nobody has promoted it yet",
+        vector=PARKED,
+        attempts=("suspended",),
+        reach=_parked_due,
     ),
     "resumable": State(
         means="its attempt may be claimed and go on", vector=RESUMABLE, attempts=("suspended",), reach=_resumable

@@ -16,7 +16,7 @@ from ..state import (  # noqa: TID252
     WAITING,
 )
 from .operations import HANDLE_CALLS, OPERATIONS, SERVICE_CALLS
-from .states import STATES
+from .states import EXPIRED, STATES
 
 EXPIRED_UNTRIED = "terminal/unowned/not_applicable/none/expired/pending_first_attempt/expired"
 
@@ -69,12 +69,13 @@ MARKED = Moved(answer="Marked", to=LAPSED, tells=("expired",), is_transition=Fal
 ABSENT = ("absent",)
 UNTRIED = ("waiting", "delayed", "due", "past_deadline", "granted", "grant_lapsed")
 TRIED = ("backing_off", "retryable")
-INTERRUPTED = ("parked", "resumable", "resume_granted")
+INTERRUPTED = ("parked", "parked_due", "resumable", "resume_granted")
 RUNNABLE = (*UNTRIED, *TRIED, *INTERRUPTED)
-HELD = ("active", "overdue")
-LOST = ("lease_expired", "lease_revoked", "reclaim_granted")
+HELD = ("active", "overdue", "overdue_last")
+UNGRANTED = ("lease_expired", "lost_overdue", "lease_revoked")
+LOST = (*UNGRANTED, "reclaim_granted")
 ENDED = ("completed", "failed", "cancelled", "expired")
-LATER = ("delayed", "due", "backing_off", "parked")
+LATER = ("delayed", "due", "backing_off", "parked", "parked_due")
 """Runnable, but not eligible before a time."""
 NEW = ("waiting", "past_deadline")
 EVERY = tuple(STATES)
@@ -141,7 +142,7 @@ BY_HANDLE: dict[str, Row] = {
     "progress": held(Moved(answer="nothing", is_transition=False)),
     "complete": held(COMPLETING, completed=Same("nothing")),
     "complete_many": held(COMPLETING_NAMED, completed=Same("Completed")),
-    "fail": held(RETRYING, **REPEATED_FAILURE),
+    "fail": held(RETRYING, overdue_last=FAILING, **REPEATED_FAILURE),
     "fail for good": held(FAILING, **REPEATED_FAILURE),
     "delay": held(Moved(answer="nothing", to=PARKED, tells=("released worker_delay",), last="suspended")),
     "wait_children": held(
@@ -152,7 +153,7 @@ BY_HANDLE: dict[str, Row] = {
 BY_FENCE: dict[str, Row] = {
     "renew_lease": held(RENEWED),
     "complete_execution": held(COMPLETING_NAMED),
-    "fail_execution": held(RETRYING),
+    "fail_execution": held(RETRYING, overdue_last=FAILING),
     "fail_execution for good": held(FAILING),
 }
 WITHOUT_FENCE = whole(each(EVERY, Refused("invalid_input")))
@@ -187,8 +188,8 @@ SEARCHED = whole(
     each(EVERY, Same("nothing")),
     each((*NEW, "due", "retryable"), FRESH),
     {"grant_lapsed": FRESH_PAST_A_GRANT},
-    {"resumable": RESUMED},
-    each(("lease_expired", "lease_revoked"), RECLAIMED),
+    each(("resumable", "parked_due"), RESUMED),
+    each(UNGRANTED, RECLAIMED),
     {"lapsed": MARKED_AND_RECLAIMED},
 )
 
@@ -217,7 +218,7 @@ CLAIM_RESUMED: dict[str, Expected] = {
 RECLAIM: dict[str, Expected] = {
     **NOT_FOUND,
     **each((*RUNNABLE, *HELD, *ENDED), NOT_RECLAIMABLE),
-    **each(("lapsed", "lease_expired", "lease_revoked"), Same("GrantNotFound")),
+    **each(("lapsed", *UNGRANTED), Same("GrantNotFound")),
 }
 FUSED = Moved(
     answer="GrantedClaim", to=ACTIVE, tells=("acquired issue_grant_and_claim",), begins=True, leases=True, grants="none"
@@ -234,8 +235,8 @@ FUSED_RESUMED = Moved(
 BY_GRANT: dict[str, Row] = {
     "claim_for_worker": whole(
         each(EVERY, Same("NoWork")),
-        each((*NEW, "retryable", "resumable", "grant_lapsed", "lease_expired", "lease_revoked"), GRANTED),
-        {"due": GRANTED_DUE, "lapsed": MARKED_AND_GRANTED},
+        each((*NEW, "retryable", "resumable", "grant_lapsed", *UNGRANTED), GRANTED),
+        {"due": GRANTED_DUE, "parked_due": replace(GRANTED_DUE, to=RESUMABLE), "lapsed": MARKED_AND_GRANTED},
     ),
     "scan_eligible_executions": whole(
         each(EVERY, Same("nothing")),
@@ -267,7 +268,7 @@ BY_GRANT: dict[str, Row] = {
         NOT_FOUND,
         each((*HELD, "lapsed", *LOST, *ENDED), NOT_ELIGIBLE),
         each(("delayed", "due", "backing_off"), Refused("execution_not_in_eligible_set")),
-        {"parked": NOT_ELIGIBLE},
+        each(("parked", "parked_due"), NOT_ELIGIBLE),
         each((*NEW, "retryable", "grant_lapsed"), FUSED),
         {"resumable": FUSED_RESUMED},
         each(("granted", "resume_granted"), GRANT_EXISTS),
@@ -276,7 +277,7 @@ BY_GRANT: dict[str, Row] = {
         NOT_FOUND,
         each((*RUNNABLE, *HELD, *ENDED), NOT_RECLAIMABLE),
         {"lapsed": MARKED_AND_GRANTED},
-        each(("lease_expired", "lease_revoked"), GRANTED),
+        each(UNGRANTED, GRANTED),
         {"reclaim_granted": GRANT_EXISTS},
     ),
     "reclaim_execution": whole(RECLAIM, {"reclaim_granted": replace(RECLAIMED, grants="none")}),
@@ -299,14 +300,19 @@ CANCEL: dict[str, Expected] = {
     "cancelled": Same("Cancelled"),
 }
 CANCEL_REVOKED: dict[str, Expected] = {"lease_revoked": Refused("lease_revoked")}
-UNREVOKED = (*HELD, "lapsed", "lease_expired", "reclaim_granted")
+UNREVOKED = (*HELD, "lapsed", "lease_expired", "lost_overdue", "reclaim_granted")
 PROMOTED = Moved(answer="Promoted", to=WAITING)
+RESUMING = Moved(answer="Promoted", to=RESUMABLE)
 TIMED_OUT = Moved(
     answer="RetryScheduled",
     to=BACKING_OFF,
     tells=("released expired:attempt_timeout",),
     last="ended_failure",
     retries=1,
+)
+TIMED_OUT_LOST = replace(TIMED_OUT, tells=())
+TIMED_OUT_LAST = Moved(
+    answer="Expired", to=EXPIRED, tells=("released expired:attempt_timeout>expired",), last="ended_failure"
 )
 LATE = Moved(answer="Expired", to=EXPIRED_UNTRIED, tells=("ended>expired",))
 EXPIRE: dict[str, Expected] = {
@@ -330,20 +336,30 @@ BY_ANYBODY: dict[str, Row] = {
         each((*RUNNABLE, *ENDED), Same("not_active")),
         {"absent": Same("execution_not_found"), "lapsed": MARKED, "lease_revoked": Same("already_revoked")},
         each(HELD, Same("not_yet_expired")),
-        each(("lease_expired", "reclaim_granted"), Same("already_expired")),
+        each(("lease_expired", "lost_overdue", "reclaim_granted"), Same("already_expired")),
     ),
     "promote_delayed": whole(
         each(EVERY, Same("not_delayed")),
-        {"absent": Same("execution_not_found"), "due": PROMOTED},
+        {"absent": Same("execution_not_found"), "due": PROMOTED, "parked_due": RESUMING},
         each(("delayed", "backing_off", "parked"), Same("not_yet_due")),
     ),
-    "expire_execution, timeout": whole(EXPIRE, {"overdue": TIMED_OUT}),
+    "expire_execution, timeout": whole(
+        EXPIRE, {"overdue": TIMED_OUT, "lost_overdue": TIMED_OUT_LOST, "overdue_last": TIMED_OUT_LAST}
+    ),
     "expire_execution, deadline": whole(EXPIRE, {"past_deadline": LATE}),
     "mark lapsed leases, sweep": whole(each(EVERY, Same("0")), {"lapsed": replace(MARKED, answer="1")}),
-    "promote delayed work, sweep": whole(each(EVERY, Same("0")), {"due": replace(PROMOTED, answer="1")}),
+    "promote delayed work, sweep": whole(
+        each(EVERY, Same("0")),
+        {"due": replace(PROMOTED, answer="1"), "parked_due": replace(RESUMING, answer="1")},
+    ),
     "expire what is late, sweep": whole(
         each(EVERY, Same("0")),
-        {"overdue": replace(TIMED_OUT, answer="1"), "past_deadline": replace(LATE, answer="1")},
+        {
+            "overdue": replace(TIMED_OUT, answer="1"),
+            "lost_overdue": replace(TIMED_OUT_LOST, answer="1"),
+            "overdue_last": replace(TIMED_OUT_LAST, answer="1"),
+            "past_deadline": replace(LATE, answer="1"),
+        },
     ),
 }
 

@@ -149,6 +149,11 @@ async def _check_reads(subject: Subject, row: dict[str, Any], seen: Seen) -> Non
     snapshot = await subject.engine.describe_execution(subject.execution_id)
     assert snapshot is not None
     assert snapshot.total_attempt_count == len(seen.attempts)
+    assert (snapshot.current_lease is not None) == (row["lifecycle_phase"] == "active")
+    assert (snapshot.current_attempt is not None) == (row["attempt_id"] is not None)
+    assert [str(one.attempt_state) for one in await subject.engine.list_attempts(subject.execution_id)] == seen.attempts
+    found = await subject.engine.find_inconsistencies()
+    assert [one.problem for one in found if one.execution_id == subject.execution_id] == []
     assert snapshot.last_mutation_at == row["last_mutation_at"]
 
 

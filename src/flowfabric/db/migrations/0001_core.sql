@@ -117,11 +117,11 @@ create table execution (
   due_at bigint generated always as (
     case when lifecycle_phase <> 'terminal' then least(
       case ownership_state when 'leased' then lease_expires_at end,
-      -- A delay into the past is due from when it was set: sweeps need not look for it further back.
+      -- What is set into the past is due from when it was set: sweeps need not look for it further back.
       case eligibility_state when 'not_eligible_until_time' then greatest(delay_until, last_transition_at) end,
       case lifecycle_phase when 'active' then attempt_timeout_at end,
-      case lifecycle_phase when 'suspended' then suspension_timeout_at end,
-      deadline_at) end) stored,
+      case when lifecycle_phase = 'suspended' and suspension_timeout_at is not null then greatest(suspension_timeout_at, last_transition_at) end,
+      case when deadline_at is not null then greatest(deadline_at, last_transition_at) end) end) stored,
   retry_count int not null default 0,
   replay_count int not null default 0,
   reclaim_count int not null default 0,

@@ -1,0 +1,60 @@
+"""A deploy that two people must approve: the same person twice does not do."""
+
+import asyncio
+
+from flowfabric import Accepted, ByName, Context, Count, CountKind, Fabric, Run
+
+fabric = Fabric(lane="deploys")
+
+TWO_APPROVERS = Count(n=2, count_kind=CountKind.DISTINCT_SOURCES, matcher=ByName("approve"), waitpoints=("deploy",))
+
+
+@fabric.task
+async def deploy(ctx: Context, version: str) -> str:
+    """Wait for two approvals; the second run of this function has them."""
+    if not ctx.is_resumed:
+        await ctx.suspend(condition=TWO_APPROVERS, reason_code="waiting_for_approval")
+    approvers = [signal.source_identity for signal in ctx.resumed_signals() if signal.satisfier]
+    return f"{version} is live, approved by {' and '.join(approvers)}"
+
+
+async def say(run: Run[str], person: str, word: str) -> None:
+    """What the approval page does when somebody presses a button; being trusted, it may read the token."""
+    engine = fabric.engine
+    (waitpoint,) = (await engine.list_pending_waitpoints(execution_id=run.id)).entries
+    token = await engine.read_waitpoint_token(execution_id=run.id, waitpoint_id=waitpoint.waitpoint_id)
+    answer = await engine.deliver_signal(
+        execution_id=run.id,
+        waitpoint_id=waitpoint.waitpoint_id,
+        waitpoint_token=token,
+        signal_name=word,
+        signal_category="approval",
+        source_type="user",
+        source_identity=person,
+    )
+    print(f"{person} says {word}: {answer.disposition if isinstance(answer, Accepted) else 'known already'}")
+
+
+async def until_it_waits(run: Run[str]) -> None:
+    """Give the worker the moment it needs to come to the wait."""
+    while True:
+        if await run.state() == "suspended":
+            return
+        await asyncio.sleep(0.05)
+
+
+async def main() -> None:
+    """Deploy with the consent of Ada and Grace."""
+    async with fabric, fabric.worker():
+        run = await deploy.submit("v42")
+        await until_it_waits(run)
+        await say(run, "Ada", "approve")
+        await say(run, "Ada", "approve")
+        await say(run, "Linus", "reject")
+        print(f"the deploy is {await run.state()}")
+        await say(run, "Grace", "approve")
+        print(await run.result(timeout=30))
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

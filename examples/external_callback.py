@@ -1,0 +1,65 @@
+"""A payment provider calls back: a wait that costs no worker, a signed token, and a forger who gets nowhere."""
+
+import asyncio
+
+from flowfabric import Accepted, Callback, CallbackError, Context, Engine, Fabric, Run, verify_and_deliver
+
+fabric = Fabric(lane="shop")
+outbox: "asyncio.Queue[Callback]" = asyncio.Queue()
+"""What the payment provider is sent; in real life this is a request to its API."""
+
+
+@fabric.task
+async def take_payment(ctx: Context, order: str) -> str:
+    """Ask the provider to call back, and wait; the second run of this function finds what it said."""
+    if not ctx.is_resumed:
+        waitpoint = await ctx.create_waitpoint("payment", expires_in_ms=60_000)
+        await outbox.put(ctx.callback(waitpoint, base_url="https://shop.example/callbacks"))
+        await ctx.suspend(keys=["payment"], waitpoints=[waitpoint], reason_code="waiting_for_callback")
+    answer = ctx.resumed_signals()[-1]
+    return f"order {order}: {(answer.payload or b'').decode()}"
+
+
+async def receive(engine: Engine, callback: Callback, presented: str, body: bytes) -> str:
+    """What the shop's web server does with a call to that address; the token comes in a header."""
+    try:
+        answer = await verify_and_deliver(
+            engine,
+            callback.execution_id,
+            callback.waitpoint_id,
+            presented,
+            {"signal_name": "paid", "source_type": "external", "source_identity": "provider", "payload": body},
+        )
+    except CallbackError as refused:
+        return f"401 {refused.code} (the log says {type(refused).__name__})"
+    return f"202 {answer.effect}" if isinstance(answer, Accepted) else "202 known already"
+
+
+async def until_it_waits(run: Run[str]) -> None:
+    """Give the worker the moment it needs to come to the wait."""
+    while True:
+        if await run.state() == "suspended":
+            return
+        await asyncio.sleep(0.05)
+
+
+async def main() -> None:
+    """Sell something, be attacked, and be paid."""
+    async with fabric, fabric.worker():
+        run = await take_payment.submit("A-7")
+        callback = await outbox.get()
+        print(f"the provider may call {callback.url}")
+        print(f"with the token        {callback.token}")
+        await until_it_waits(run)
+        print(f"the order is {await run.state()}: no worker is busy with it")
+
+        token = callback.token.reveal()
+        forged = token[:-1] + ("0" if token[-1] != "0" else "1")
+        print(f"a forger says 'paid':     {await receive(fabric.engine, callback, forged, b'paid')}")
+        print(f"the order is still {await run.state()}")
+        print(f"the provider says 'paid': {await receive(fabric.engine, callback, token, b'paid')}")
+        print(await run.result(timeout=30))
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

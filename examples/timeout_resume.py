@@ -1,0 +1,29 @@
+"""Nobody answers: the wait ends by itself, and the handler goes on with what it knows."""
+
+import asyncio
+
+from flowfabric import Context, Fabric
+
+fabric = Fabric(lane="questions")
+
+
+@fabric.task
+async def ask(ctx: Context, question: str) -> str:
+    """Ask, and answer with a default when no answer comes within half a second."""
+    if not ctx.is_resumed:
+        print(f"run 1 asks: {question}")
+        await ctx.suspend(keys=["answer"], timeout_ms=500, timeout_behavior="auto_resume_with_timeout_signal")
+    last = ctx.resumed_signals()[-1]
+    print(f"run 2 of the same attempt finds the signal {last.signal_name!r} from {last.source_identity!r}")
+    return "no answer, so: blue" if last.signal_name == "timeout" else (last.payload or b"").decode()
+
+
+async def main() -> None:
+    """Ask, and wait for the default."""
+    async with fabric, fabric.worker():
+        run = await ask.submit("which colour?")
+        print(await run.result(timeout=30))
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

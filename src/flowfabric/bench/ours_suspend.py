@@ -1,0 +1,151 @@
+"""FlowFabric, waiting: how soon a signal brings a suspended run to its end, and how many signals resume at once."""
+
+import asyncio
+import statistics
+import time
+
+from flowfabric.bench.observer import observing
+from flowfabric.bench.ours import KIND, LANE, check, engine_on, fill, noops
+from flowfabric.bench.ours_submit import create_one
+from flowfabric.bench.subject import Figures, Task, milliseconds, rate
+from flowfabric.engine.engine import Engine
+from flowfabric.model.conditions import Single
+from flowfabric.model.handle import Handle
+from flowfabric.model.ids import SuspensionId, WaitpointId, uuid7
+from flowfabric.model.signals import Accepted
+from flowfabric.model.suspension import Fresh, SuspendArgs, SuspensionReason
+from flowfabric.model.waits import PendingWaitpoint, Suspended
+from flowfabric.worker.context import Context
+from flowfabric.worker.worker import Worker
+
+WAITS = 200
+BURST = 1_000
+BURSTS = 3
+CLAIMED = 500
+KEY = "answer"
+CONDITION = Single(waitpoint_key=KEY)
+
+
+async def measure(task: Task) -> Figures:
+    """Round trips one after the other with a worker that is idle but for them, then bursts without a worker."""
+    async with engine_on(task.url) as engine:
+        await engine.seed_waitpoint_hmac_secret(kid="bench", secret_hex="ab" * 32)
+        async with engine_on(task.url) as other:
+            trips = await round_trips(engine, other, task.count(WAITS))
+        async with observing(task.url) as observer:
+            rates = []
+            for _ in range(BURSTS):
+                waiting = await suspend_many(engine, task.count(BURST))
+                await observer.analyze()
+                rates.append(await rate(len(waiting), resume_all(engine, waiting)))
+                await finish(engine, len(waiting))
+    return {
+        "suspend_resume_round_trip": milliseconds(statistics.median(trips)),
+        "signal_resume_burst": sorted(rates, key=lambda each: each.value)[BURSTS // 2],
+    }
+
+
+async def round_trips(engine: Engine, other: Engine, count: int) -> list[float]:
+    """The seconds from a handler's call of suspend, past its signal and its second run, to its committed ending."""
+    began = 0.0
+    suspended: asyncio.Queue[tuple[Context, PendingWaitpoint]] = asyncio.Queue()
+    resumed = asyncio.Event()
+
+    async def handle(ctx: Context) -> None:
+        nonlocal began
+        if ctx.is_resumed:
+            resumed.set()
+            return
+        waitpoint = await ctx.create_waitpoint(KEY, expires_in_ms=60_000)
+        began = time.perf_counter()
+        try:
+            await ctx.suspend(condition=CONDITION, waitpoints=[waitpoint])
+        finally:
+            # The handler ends once its suspension is committed.
+            suspended.put_nowait((ctx, waitpoint))
+
+    async def trip(worker: Worker) -> float:
+        resumed.clear()
+        await create_one(engine)
+        ctx, waitpoint = await suspended.get()
+        await engine.deliver_signal(
+            execution_id=ctx.execution_id,
+            waitpoint_id=waitpoint.waitpoint_id,
+            waitpoint_token=waitpoint.hmac_token,
+            signal_name="go",
+        )
+        await resumed.wait()
+        await until_idle(worker)
+        return time.perf_counter() - began
+
+    async with Worker(other, lanes=[LANE], handlers={KIND: handle}) as worker:
+        return [await trip(worker) for _ in range(count)]
+
+
+async def until_idle(worker: Worker) -> None:
+    """Until the worker has ended all it ran: a slot is free once the ending is committed."""
+    while True:
+        if not worker.running:
+            return
+        await asyncio.sleep(0.0005)
+
+
+async def suspend_many(engine: Engine, count: int) -> list[Suspended]:
+    """So many suspended executions."""
+    await fill(engine, noops(), count)
+    waiting: list[Suspended] = []
+    while len(waiting) < count:
+        claimed = await claim(engine, count - len(waiting))
+        waiting.extend(await asyncio.gather(*(suspend(engine, each) for each in claimed)))
+    return waiting
+
+
+async def suspend(engine: Engine, handle: Handle) -> Suspended:
+    """Suspend a run on a waitpoint of its own."""
+    outcome = await engine.suspend(
+        handle,
+        SuspendArgs(
+            suspension_id=SuspensionId(uuid7()),
+            waitpoints=(Fresh(waitpoint_id=WaitpointId(uuid7()), waitpoint_key=KEY),),
+            resume_condition=CONDITION,
+            reason_code=SuspensionReason.WAITING_FOR_SIGNAL,
+        ),
+    )
+    assert isinstance(outcome, Suspended)
+    return outcome
+
+
+async def resume_all(engine: Engine, waiting: list[Suspended]) -> None:
+    """Signal all of them at once, one call each."""
+    answers = await asyncio.gather(
+        *(
+            engine.deliver_signal(
+                execution_id=each.handle.execution_id,
+                waitpoint_id=each.details.waitpoint_id,
+                waitpoint_token=each.details.waitpoint_token,
+                signal_name="go",
+            )
+            for each in waiting
+        )
+    )
+    assert all(isinstance(each, Accepted) for each in answers)
+
+
+async def finish(engine: Engine, count: int) -> None:
+    """Claim and complete what was resumed, so that the next burst begins with an empty lane."""
+    while count > 0:
+        handles = await claim(engine, count)
+        check(await engine.complete_many([(handle, b"{}") for handle in handles]))
+        count -= len(handles)
+
+
+async def claim(engine: Engine, count: int) -> list[Handle]:
+    """Lease up to so many executions."""
+    claimed = await engine.claim_many(
+        lanes=[LANE],
+        worker_id="bench",
+        worker_instance_id="bench-1",
+        limit=min(count, CLAIMED),
+        lease_ttl_ms=60_000,
+    )
+    return [each.handle for each in claimed]

@@ -1,0 +1,106 @@
+-- compatible: yes
+-- Suspensions, their waitpoints and the signals that resume them.
+
+alter table execution add column last_hmac_validation_failed_at bigint;
+
+create type waitpoint_state as enum ('pending', 'active', 'closed', 'expired');
+
+-- The open suspension of an execution, or its last closed one: the next suspend replaces it.
+create table suspension (
+  partition_key smallint not null,
+  execution_id uuid not null,
+  suspension_id uuid not null,
+  attempt_index int not null,
+  -- In the order of the bindings; the first is the one the execution shows.
+  waitpoint_ids uuid[] not null,
+  namespace_no int not null,
+  lane_no int not null,
+  reason_code text not null,
+  requested_by text not null,
+  suspended_at bigint not null,
+  timeout_at bigint,
+  timeout_behavior text,
+  condition jsonb not null,
+  resume_policy jsonb not null,
+  continuation_metadata_pointer text,
+  -- Signals that added to the condition, in the order they were accepted; the last one closed it.
+  satisfier_ids uuid[] not null default '{}',
+  satisfied_at bigint,
+  closed_at bigint,
+  close_reason text,
+  last_signal_at bigint,
+  primary key (partition_key, execution_id),
+  check ((closed_at is null) = (close_reason is null)));
+-- Many share a millisecond only by chance: what does is sorted by id when it is read.
+-- What serves lists and sweeps must not fit the statements that know a key: while a table is empty, the planner takes
+-- any index that fits for as good as the primary key, and a plan lives on. So these name other columns than those do.
+create index suspension_list on suspension (suspended_at) where close_reason is null;
+
+create table waitpoint (
+  partition_key smallint not null,
+  waitpoint_id uuid not null,
+  execution_id uuid not null,
+  attempt_index int not null,
+  suspension_id uuid,
+  waitpoint_key text not null,
+  token_kid text not null,
+  token text not null,
+  state waitpoint_state not null,
+  required_signal_names text[] not null default '{}',
+  created_at bigint not null,
+  activated_at bigint,
+  satisfied_at bigint,
+  closed_at bigint,
+  expires_at bigint,
+  close_reason text,
+  signal_count int not null default 0,
+  matched_signal_count int not null default 0,
+  last_signal_at bigint,
+  primary key (partition_key, waitpoint_id));
+create index waitpoint_of_execution on waitpoint (execution_id);
+-- Of the pending ones.
+create index waitpoint_due on waitpoint (expires_at) where activated_at is null and closed_at is null;
+
+create table signal (
+  partition_key smallint not null,
+  execution_id uuid not null,
+  signal_id uuid not null,
+  -- The order of acceptance.
+  sequence bigint generated always as identity,
+  suspension_id uuid,
+  waitpoint_id uuid,
+  waitpoint_key text not null,
+  signal_name text not null,
+  signal_category text not null,
+  source_type text not null,
+  source_identity text not null,
+  correlation_id text,
+  idempotency_key text,
+  target_scope text not null,
+  created_at bigint not null,
+  accepted_at bigint not null,
+  effect text not null,
+  disposition text not null,
+  payload bytea,
+  payload_encoding text,
+  primary key (partition_key, execution_id, signal_id));
+create index signal_of_waitpoint on signal (waitpoint_id, sequence);
+
+-- Outcomes of suspends by idempotency key. They hold tokens: guard them like waitpoints.
+create table suspend_key (
+  partition_key smallint not null,
+  execution_id uuid not null,
+  idempotency_key text not null,
+  outcome jsonb not null,
+  expires_at bigint not null,
+  primary key (partition_key, execution_id, idempotency_key));
+create index suspend_key_due on suspend_key (expires_at);
+
+create table signal_key (
+  partition_key smallint not null,
+  waitpoint_id uuid not null,
+  idempotency_key text not null,
+  signal_id uuid not null,
+  expires_at bigint not null,
+  primary key (partition_key, waitpoint_id, idempotency_key));
+create index signal_key_due on signal_key (expires_at);

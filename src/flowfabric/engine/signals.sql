@@ -1,0 +1,189 @@
+-- name: lock_addressees
+-- Holds the executions that signals are for, each with a word whether it is held, held elsewhere or absent; a row of
+-- theirs that a transaction holds out of order is waited for a moment only.
+with patience as materialized (select set_config('lock_timeout', '50ms', true))
+select i.nth, case when e.is_held then 'held' when x.is_there then 'locked' else 'absent' end as found
+  from patience
+ cross join unnest(:partition_keys::smallint[], :execution_ids::uuid[]) with ordinality as i(partition_key, execution_id, nth)
+  left join lateral (
+       select true as is_held from execution e
+        where e.partition_key = i.partition_key and e.execution_id = i.execution_id
+          for update skip locked) e on true
+  left join lateral (
+       select true as is_there from execution x
+        where e.is_held is null and x.partition_key = i.partition_key and x.execution_id = i.execution_id limit 1) x on true
+ order by i.nth;
+
+-- name: read_deliveries
+-- What signals for held executions are judged by, a row a signal: its waitpoint, what it repeats, and with the first
+-- signal of each execution the execution itself and its open suspension. Of a column that says the same of every signal,
+-- the first element counts for all.
+with clock as materialized (select ff_now() as now),
+item as materialized (
+  select coalesce(partition_key, (:partition_keys)[1]) as partition_key, coalesce(execution_id, (:execution_ids)[1]) as execution_id,
+         coalesce(waitpoint_id, (:waitpoint_ids)[1]) as waitpoint_id, coalesce(signal_id, (:signal_ids)[1]) as signal_id,
+         case cardinality(:idempotency_keys) when 1 then (:idempotency_keys)[1] else idempotency_key end as idempotency_key,
+         coalesce(is_first, (:are_first)[1]) as is_first, nth
+    from unnest(:partition_keys::smallint[], :execution_ids::uuid[], :waitpoint_ids::uuid[], :signal_ids::uuid[],
+                :idempotency_keys::text[], :are_first::boolean[])
+         with ordinality as i(partition_key, execution_id, waitpoint_id, signal_id, idempotency_key, is_first, nth)
+)
+select c.now, w.*, coalesce(k.signal_id, g.signal_id) as earlier_id, x.*
+  from clock c
+ cross join item i
+  left join lateral (
+       select w.waitpoint_key, w.token, w.state::text, w.suspension_id as waitpoint_suspension_id, w.activated_at,
+              w.expires_at, w.signal_count
+         from waitpoint w
+        where w.partition_key = i.partition_key and w.waitpoint_id = i.waitpoint_id and w.execution_id = i.execution_id
+          for update) w on true
+  left join lateral (
+       select k.signal_id from signal_key k
+        where k.partition_key = i.partition_key and k.waitpoint_id = i.waitpoint_id
+          and k.idempotency_key = i.idempotency_key and k.expires_at > c.now limit 1) k on true
+  left join lateral (
+       select g.signal_id from signal g
+        where g.partition_key = i.partition_key and g.execution_id = i.execution_id and g.signal_id = i.signal_id limit 1) g on true
+  left join lateral (
+       select e.lifecycle_phase::text, (p.policy ->> 'max_signals_per_execution')::int as signal_limit,
+              (select coalesce(sum(o.signal_count), 0)::bigint from waitpoint o
+                where o.partition_key = e.partition_key and o.execution_id = e.execution_id) as signals_taken,
+              s.suspension_id, s.waitpoint_ids, s.condition, s.resume_policy, s.satisfier_ids
+         from execution e
+         join execution_input p using (partition_key, execution_id)
+         left join lateral (
+              select s.suspension_id, s.waitpoint_ids, s.condition::text, s.resume_policy::text, s.satisfier_ids, s.closed_at
+                from suspension s
+               where s.partition_key = e.partition_key and s.execution_id = e.execution_id
+                 for update) s on s.closed_at is null
+        where i.is_first and e.partition_key = i.partition_key and e.execution_id = i.execution_id) x on true
+ order by i.nth;
+
+-- name: list_satisfiers
+-- The signals that have added to conditions so far, of each execution in the order of their acceptance.
+select i.nth, g.signal_id, g.signal_name, g.waitpoint_key, g.source_type, g.source_identity
+  from unnest(:partition_keys::smallint[], :execution_ids::uuid[], :signal_ids::uuid[], :nths::int[])
+       as i(partition_key, execution_id, signal_id, nth)
+ cross join lateral (
+       select g.* from signal g
+        where g.partition_key = i.partition_key and g.execution_id = i.execution_id and g.signal_id = i.signal_id limit 1) g
+ order by g.sequence;
+
+-- name: insert_deliveries
+-- Records accepted signals in their order, counts them on their waitpoints, keeps what their conditions have counted,
+-- stores their idempotency keys, and notes on executions that a token was refused. The rows are held already and found
+-- again by their ctid: the joins begin with what is given, which those of an update need not. Of a column that says the
+-- same of every signal, the first element counts for all.
+with recorded as (
+  insert into signal (partition_key, execution_id, signal_id, suspension_id, waitpoint_id, waitpoint_key, signal_name,
+                      signal_category, source_type, source_identity, correlation_id, idempotency_key, target_scope,
+                      created_at, accepted_at, effect, disposition, payload, payload_encoding)
+  select coalesce(i.partition_key, (:partition_keys)[1]), coalesce(i.execution_id, (:execution_ids)[1]), i.signal_id,
+         case cardinality(:suspension_ids) when 1 then (:suspension_ids)[1] else i.suspension_id end,
+         coalesce(i.waitpoint_id, (:waitpoint_ids)[1]), coalesce(i.waitpoint_key, (:waitpoint_keys)[1]), coalesce(i.signal_name, (:signal_names)[1]),
+         coalesce(i.signal_category, (:signal_categories)[1]), coalesce(i.source_type, (:source_types)[1]),
+         coalesce(i.source_identity, (:source_identities)[1]),
+         case cardinality(:correlation_ids) when 1 then (:correlation_ids)[1] else i.correlation_id end,
+         case cardinality(:idempotency_keys) when 1 then (:idempotency_keys)[1] else i.idempotency_key end,
+         coalesce(i.target_scope, (:target_scopes)[1]),
+         coalesce(case cardinality(:created_ats) when 1 then (:created_ats)[1] else i.created_at end, :now), :now,
+         coalesce(i.effect, (:effects)[1]), coalesce(i.disposition, (:dispositions)[1]),
+         case cardinality(:payloads) when 1 then (:payloads)[1] else i.payload end,
+         case cardinality(:payload_encodings) when 1 then (:payload_encodings)[1] else i.payload_encoding end
+    from unnest(:partition_keys::smallint[], :execution_ids::uuid[], :signal_ids::uuid[], :suspension_ids::uuid[],
+                :waitpoint_ids::uuid[], :waitpoint_keys::text[], :signal_names::text[], :signal_categories::text[],
+                :source_types::text[], :source_identities::text[], :correlation_ids::text[], :idempotency_keys::text[],
+                :target_scopes::text[], :created_ats::bigint[], :effects::text[], :dispositions::text[],
+                :payloads::bytea[], :payload_encodings::text[])
+         with ordinality
+         as i(partition_key, execution_id, signal_id, suspension_id, waitpoint_id, waitpoint_key, signal_name,
+              signal_category, source_type, source_identity, correlation_id, idempotency_key, target_scope, created_at,
+              effect, disposition, payload, payload_encoding, nth)
+   order by i.nth
+),
+tally as materialized (
+  select w.tid, i.accepted, i.matched
+    from unnest(:counted_partitions::smallint[], :counted_waitpoints::uuid[], :accepted::int[], :matched::int[])
+         as i(partition_key, waitpoint_id, accepted, matched)
+   cross join lateral (
+         select w.ctid as tid from waitpoint w
+          where w.partition_key = i.partition_key and w.waitpoint_id = i.waitpoint_id for update) w
+),
+counted as (
+  update waitpoint w
+     set signal_count = w.signal_count + t.accepted, matched_signal_count = w.matched_signal_count + t.matched, last_signal_at = :now
+    from tally t
+   where w.ctid = t.tid
+),
+progress as materialized (
+  select s.tid, i.satisfiers::uuid[] as satisfiers
+    from unnest(:waiting_partitions::smallint[], :waiting_executions::uuid[], :satisfiers::text[])
+         as i(partition_key, execution_id, satisfiers)
+   cross join lateral (
+         select s.ctid as tid from suspension s
+          where s.partition_key = i.partition_key and s.execution_id = i.execution_id for update) s
+),
+waiting as (
+  update suspension s set satisfier_ids = p.satisfiers, last_signal_at = :now from progress p where s.ctid = p.tid
+),
+keyed as (
+  insert into signal_key (partition_key, waitpoint_id, idempotency_key, signal_id, expires_at)
+  select * from unnest(:key_partitions::smallint[], :key_waitpoints::uuid[], :keys::text[], :key_signals::uuid[], :key_expiries::bigint[])
+  on conflict (partition_key, waitpoint_id, idempotency_key) do update
+     set signal_id = excluded.signal_id, expires_at = excluded.expires_at
+),
+refused as materialized (
+  select e.tid
+    from unnest(:refused_partitions::smallint[], :refused_executions::uuid[]) as i(partition_key, execution_id)
+   cross join lateral (
+         select e.ctid as tid from execution e
+          where e.partition_key = i.partition_key and e.execution_id = i.execution_id for update) e
+)
+update execution e set last_hmac_validation_failed_at = :now::bigint from refused r where e.ctid = r.tid;
+
+-- name: take_overflow
+-- Deletes what the log of a waitpoint holds beyond its newest signals, except what its condition has counted.
+delete from signal
+ where ctid = any(array(
+       select g.tid
+         from unnest(:partition_keys::smallint[], :waitpoint_ids::uuid[], :maxlens::int[], :satisfiers::text[])
+              as i(partition_key, waitpoint_id, maxlen, satisfiers)
+        cross join lateral (
+              select g.ctid as tid, g.signal_id from signal g
+               where g.partition_key = i.partition_key and g.waitpoint_id = i.waitpoint_id
+               order by g.sequence desc offset i.maxlen) g
+        where g.signal_id <> all(i.satisfiers::uuid[])));
+
+-- name: read_for_approval
+-- The lane of an execution, and the token of a waitpoint of it where there is such a one.
+select l.lane_id, w.token
+  from execution e
+  join queue q using (queue_no)
+  join lane l using (lane_no)
+  left join lateral (
+       select w.token from waitpoint w
+        where w.partition_key = e.partition_key and w.waitpoint_id = :waitpoint_id and w.execution_id = e.execution_id limit 1) w on true
+ where e.partition_key = :partition_key and e.execution_id = :execution_id;
+
+-- name: list_observed
+-- Every signal of the suspension of an attempt, open or closed, in the order of acceptance, and at least one row where
+-- there is such an execution. Of a wait that its deadline ended, the last satisfier is no waitpoint's.
+select g.signal_id, g.signal_name, g.signal_category, g.source_type, g.source_identity, g.correlation_id, g.accepted_at,
+       g.payload, g.disposition, coalesce(g.signal_id = any(s.satisfier_ids), false) as satisfier
+  from execution e
+  left join suspension s on s.partition_key = e.partition_key and s.execution_id = e.execution_id
+                        and s.attempt_index = :attempt_index
+  left join lateral (
+       select g.* from unnest(s.waitpoint_ids) as i(waitpoint_id)
+        cross join lateral (
+              select g.* from signal g
+               where g.partition_key = s.partition_key and g.waitpoint_id = i.waitpoint_id
+                 and g.suspension_id = s.suspension_id offset 0) g
+       union all
+       select g.* from (
+              select g.* from signal g
+               where g.partition_key = s.partition_key and g.execution_id = s.execution_id
+                 and g.signal_id = s.satisfier_ids[cardinality(s.satisfier_ids)] limit 1) g
+        where g.waitpoint_id is null) g on true
+ where e.partition_key = :partition_key and e.execution_id = :execution_id
+ order by g.sequence;

@@ -1,0 +1,105 @@
+-- name: lock_for_suspend
+-- The time, and whether there is such an execution, which is held until the transaction ends.
+with clock as materialized (select ff_now() as now)
+select c.now, e.execution_id is not null as is_there
+  from clock c
+  left join lateral (
+       select e.execution_id from execution e
+        where e.partition_key = :partition_key and e.execution_id = :execution_id
+          for update) e on true;
+
+-- name: lock_for_suspends
+-- The time, and which of some executions the transaction holds now; what is held elsewhere, or absent, it does not.
+with clock as materialized (select ff_now() as now)
+select c.now, e.execution_id is not null as is_held
+  from clock c
+ cross join unnest(:partition_keys::smallint[], :execution_ids::uuid[]) with ordinality as i(partition_key, execution_id, nth)
+  left join lateral (
+       select e.execution_id from execution e
+        where e.partition_key = i.partition_key and e.execution_id = i.execution_id
+          for update skip locked) e on true
+ order by i.nth;
+
+-- name: list_buffered
+-- The signals that a waitpoint has kept, in the order they were accepted.
+select signal_id, signal_name, waitpoint_key, source_type, source_identity, accepted_at
+  from signal
+ where partition_key = :partition_key and waitpoint_id = :waitpoint_id
+ order by sequence;
+
+-- name: insert_suspensions
+-- Stores the suspensions of executions that the transaction holds, each in the place of the last one, the waitpoints made
+-- with them, and their outcomes under idempotency keys where there are some; answers how many of the waitpoints' ids were
+-- free. A closed waitpoint gives its id up to its own execution alone.
+with stored as (
+  insert into suspension (partition_key, execution_id, suspension_id, attempt_index, waitpoint_ids, namespace_no, lane_no,
+                          reason_code, requested_by, suspended_at, timeout_at, timeout_behavior, condition, resume_policy,
+                          continuation_metadata_pointer, satisfier_ids, satisfied_at, closed_at, close_reason, last_signal_at)
+  select i.partition_key, i.execution_id, i.suspension_id, i.attempt_index, i.waitpoint_ids::uuid[], i.namespace_no, i.lane_no,
+         i.reason_code, i.requested_by, :now, i.timeout_at, i.timeout_behavior, i.condition, i.resume_policy,
+         i.pointer, i.satisfier_ids::uuid[], i.satisfied_at, i.satisfied_at, i.close_reason, i.last_signal_at
+    from unnest(:partition_keys::smallint[], :execution_ids::uuid[], :suspension_ids::uuid[], :attempt_indexes::int[],
+                :waitpoint_ids::text[], :namespace_nos::int[], :lane_nos::int[], :reason_codes::text[], :requesters::text[],
+                :timeouts_at::bigint[], :timeout_behaviors::text[], :conditions::jsonb[], :resume_policies::jsonb[],
+                :pointers::text[], :satisfier_ids::text[], :satisfied_ats::bigint[], :close_reasons::text[],
+                :last_signals_at::bigint[])
+         as i(partition_key, execution_id, suspension_id, attempt_index, waitpoint_ids, namespace_no, lane_no, reason_code,
+              requested_by, timeout_at, timeout_behavior, condition, resume_policy, pointer, satisfier_ids, satisfied_at,
+              close_reason, last_signal_at)
+  on conflict (partition_key, execution_id) do update
+     set suspension_id = excluded.suspension_id, attempt_index = excluded.attempt_index, waitpoint_ids = excluded.waitpoint_ids,
+         namespace_no = excluded.namespace_no, lane_no = excluded.lane_no, reason_code = excluded.reason_code,
+         requested_by = excluded.requested_by, suspended_at = excluded.suspended_at, timeout_at = excluded.timeout_at,
+         timeout_behavior = excluded.timeout_behavior, condition = excluded.condition, resume_policy = excluded.resume_policy,
+         continuation_metadata_pointer = excluded.continuation_metadata_pointer, satisfier_ids = excluded.satisfier_ids,
+         satisfied_at = excluded.satisfied_at, closed_at = excluded.closed_at, close_reason = excluded.close_reason,
+         last_signal_at = excluded.last_signal_at
+),
+made as (
+  insert into waitpoint as w (partition_key, waitpoint_id, execution_id, attempt_index, suspension_id, waitpoint_key, token_kid,
+                              token, state, required_signal_names, created_at, activated_at, expires_at)
+  select i.partition_key, i.waitpoint_id, i.execution_id, i.attempt_index, i.suspension_id, i.waitpoint_key, i.token_kid,
+         i.token, 'active', array(select jsonb_array_elements_text(i.required_signal_names)), :now, :now, i.timeout_at
+    from unnest(:fresh_partitions::smallint[], :fresh_ids::uuid[], :fresh_executions::uuid[], :fresh_attempts::int[],
+                :fresh_suspensions::uuid[], :fresh_keys::text[], :fresh_kids::text[], :fresh_tokens::text[],
+                :fresh_names::jsonb[], :fresh_timeouts_at::bigint[])
+         as i(partition_key, waitpoint_id, execution_id, attempt_index, suspension_id, waitpoint_key, token_kid, token,
+              required_signal_names, timeout_at)
+   order by i.partition_key, i.waitpoint_id
+  on conflict (partition_key, waitpoint_id) do update
+     set attempt_index = excluded.attempt_index, suspension_id = excluded.suspension_id, waitpoint_key = excluded.waitpoint_key,
+         token_kid = excluded.token_kid, token = excluded.token, state = excluded.state,
+         required_signal_names = excluded.required_signal_names, created_at = excluded.created_at,
+         activated_at = excluded.activated_at, satisfied_at = null, closed_at = null, expires_at = excluded.expires_at,
+         close_reason = null, signal_count = 0, matched_signal_count = 0, last_signal_at = null
+   where w.execution_id = excluded.execution_id and w.state in ('closed', 'expired')
+  returning 1
+),
+kept as (
+  insert into suspend_key (partition_key, execution_id, idempotency_key, outcome, expires_at)
+  select * from unnest(:kept_partitions::smallint[], :kept_executions::uuid[], :kept_keys::text[], :kept_outcomes::jsonb[],
+                       :kept_until::bigint[])
+  on conflict (partition_key, execution_id, idempotency_key) do update
+     set outcome = excluded.outcome, expires_at = excluded.expires_at
+)
+select count(*) as made from made;
+
+-- name: set_activated
+-- Binds a pending waitpoint, with the signals it has kept, to a suspension that waits on it or is met by them already;
+-- no row when it is pending no more.
+with bound as (
+  update waitpoint
+     set state = case when :satisfied_at::bigint is null then 'active'::waitpoint_state else 'closed' end,
+         suspension_id = :suspension_id, required_signal_names = :required_signal_names,
+         activated_at = case when :satisfied_at is null then :now::bigint end,
+         expires_at = case when :satisfied_at is null then :timeout_at::bigint else expires_at end,
+         satisfied_at = :satisfied_at, closed_at = :satisfied_at, close_reason = :close_reason,
+         matched_signal_count = :matched_signal_count
+   where partition_key = :partition_key and waitpoint_id = :waitpoint_id and state = 'pending'
+  returning waitpoint_id
+),
+taken as (
+  update signal set suspension_id = :suspension_id
+   where partition_key = :partition_key and waitpoint_id = :waitpoint_id and suspension_id is null
+)
+select waitpoint_id from bound;

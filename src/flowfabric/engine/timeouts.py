@@ -1,0 +1,205 @@
+"""Waiting too long: suspensions past their deadline, and waitpoints that no suspend has used in their time."""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+
+from flowfabric.db.batch import Locked
+from flowfabric.db.database import Record, Transaction
+from flowfabric.db.statements import statements_beside
+from flowfabric.engine.fence import Verdict, lock_if_there
+from flowfabric.engine.release import Ending, Releases
+from flowfabric.engine.resume import TIMED_OUT, Resume, Resumes
+from flowfabric.engine.store import Store
+from flowfabric.engine.transition import ESCALATED, SUSPENSION_TIMEOUTS
+from flowfabric.model.errors import EngineError, TransportError
+from flowfabric.model.evaluation import SignalDisposition, TimeoutSignal
+from flowfabric.model.ids import (
+    ExecutionId,
+    SignalId,
+    format_execution_id,
+    parse_execution_id,
+    row_key,
+    split_execution_id,
+    uuid7,
+)
+from flowfabric.model.outcomes import AlreadySatisfied, FailureClass
+from flowfabric.model.signals import SuspensionExpired
+from flowfabric.model.states import CancelSource, LifecyclePhase, TimeoutBehavior
+from flowfabric.model.suspension import SuspensionReason, read_stored_timeout_behavior
+from flowfabric.model.waits import CloseReason
+
+SQL = statements_beside(__file__)
+
+TIMEOUT_LIMIT = 100
+WAITPOINT_LIMIT = 100
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _TimedOut:
+    """A suspension that is over its time, and the execution it belongs to."""
+
+    execution_id: ExecutionId
+    suspension: Record
+    behavior: TimeoutBehavior
+
+
+@dataclass(kw_only=True, slots=True)
+class _Applied:
+    """What timeouts have done, for what follows their commit."""
+
+    behaviors: list[TimeoutBehavior] = field(default_factory=list)
+    endings: list[Ending] = field(default_factory=list)
+    verdicts: list[Verdict | Locked] = field(default_factory=list)
+    resumed: list[Record] = field(default_factory=list)
+
+
+class Timeouts:
+    """What happens to waits whose time is up."""
+
+    def __init__(self, store: Store, releases: Releases, resumes: Resumes) -> None:
+        self._store = store
+        self._releases = releases
+        self._resumes = resumes
+
+    async def expire_suspension(self, execution_id: str) -> SuspensionExpired | AlreadySatisfied:
+        """Do what the timeout of one suspension says, where its time has come; else say why there is nothing to do."""
+        parsed = parse_execution_id(execution_id)
+        row_key(parsed)
+
+        async def expire(transaction: Transaction) -> _Applied | AlreadySatisfied:
+            held = await lock_if_there(transaction, parsed)
+            if held is None:
+                return AlreadySatisfied(reason="not_found_cleaned")
+            if held["lifecycle_phase"] != LifecyclePhase.SUSPENDED:
+                return AlreadySatisfied(reason="not_suspended_cleaned")
+            rows = await self._suspensions(transaction, [parsed])
+            if not rows:
+                return AlreadySatisfied(reason="no_active_suspension_cleaned")
+            if not _is_due(rows[0]):
+                return AlreadySatisfied(reason="not_yet_due")
+            return await self._apply(transaction, [_timed_out(parsed, rows[0])])
+
+        applied = await self._store.transact(expire)
+        if isinstance(applied, AlreadySatisfied):
+            return applied
+        await self._settle(applied)
+        return SuspensionExpired(behavior_applied=applied.behaviors[0])
+
+    async def expire_due(self) -> int:
+        """Do what the timeouts of due suspensions say, the oldest first; answers how many."""
+        since = self._store.due.since
+        found: list[ExecutionId] = []
+
+        async def expire(transaction: Transaction) -> _Applied:
+            rows = await transaction.fetch(SQL.lock_timed_out, since=since, limit=TIMEOUT_LIMIT)
+            found[:] = [format_execution_id(row["partition_key"], row["execution_id"]) for row in rows]
+            due: list[_TimedOut] = []
+            for row in await self._suspensions(transaction, found) if found else ():
+                try:
+                    due += [_timed_out(found[row["nth"] - 1], row)] if _is_due(row) else []
+                except EngineError as unreadable:
+                    logger.warning("the timeout of %s is left alone: %s", found[row["nth"] - 1], unreadable)
+            return await self._apply(transaction, due)
+
+        try:
+            applied = await self._store.transact(expire)
+        except EngineError as fault:
+            if _is_of_connection(fault) or len(found) < 2:
+                raise
+            return await self._expire_each(found)
+        await self._settle(applied)
+        return len(applied.behaviors)
+
+    async def close_pending(self) -> int:
+        """Close waitpoints that no suspend has used in their time, the oldest first; answers how many."""
+        (row,) = await self._store.fetch(
+            SQL.expire_pending_waitpoints, limit=WAITPOINT_LIMIT, close_reason=CloseReason.NEVER_COMMITTED
+        )
+        closed: int = row["closed"]
+        return closed
+
+    async def _expire_each(self, execution_ids: Sequence[ExecutionId]) -> int:
+        """Expire one by one what could not be expired together: one that cannot be does not hold up the others."""
+        expired = 0
+        for execution_id in execution_ids:
+            try:
+                expired += isinstance(await self.expire_suspension(execution_id), SuspensionExpired)
+            except EngineError as fault:
+                if _is_of_connection(fault):
+                    raise
+                logger.warning("the suspension of %s could not be expired: %s", execution_id, fault)
+        return expired
+
+    @staticmethod
+    async def _suspensions(transaction: Transaction, execution_ids: Sequence[ExecutionId]) -> list[Record]:
+        return await transaction.fetch(SQL.list_open_suspensions, **_named(execution_ids))
+
+    async def _apply(self, transaction: Transaction, due: Sequence[_TimedOut]) -> _Applied:
+        """Apply the timeouts of suspensions whose executions the transaction holds."""
+        applied = _Applied(behaviors=[each.behavior for each in due])
+        applied.endings = [_ending(each) for each in due if each.behavior in SUSPENSION_TIMEOUTS]
+        if applied.endings:
+            applied.verdicts = await self._releases.within(transaction, applied.endings)
+        resumed = [each for each in due if each.behavior is TimeoutBehavior.AUTO_RESUME_WITH_TIMEOUT_SIGNAL]
+        if resumed:
+            applied.resumed = await self._resume(transaction, resumed)
+        escalated = [each.execution_id for each in due if each.behavior is TimeoutBehavior.ESCALATE]
+        if escalated:
+            reason = SuspensionReason.WAITING_FOR_OPERATOR_REVIEW
+            await transaction.fetch(SQL.escalate_held, **_named(escalated), reason_code=reason, **ESCALATED)
+        return applied
+
+    async def _resume(self, transaction: Transaction, due: Sequence[_TimedOut]) -> list[Record]:
+        signal_ids = [SignalId(uuid7()) for _ in due]
+        await transaction.fetch(
+            SQL.insert_timeout_signals,
+            **_named([each.execution_id for each in due]),
+            signal_ids=signal_ids,
+            suspension_ids=[each.suspension["suspension_id"] for each in due],
+            now=due[0].suspension["now"],
+            disposition=SignalDisposition.RESUME_CONDITION_SATISFIED,
+            **asdict(TimeoutSignal()),
+        )
+        resumes = [
+            Resume(execution_id=each.execution_id, satisfiers=[*each.suspension["satisfier_ids"], signal_id])
+            for each, signal_id in zip(due, signal_ids, strict=True)
+        ]
+        return await self._resumes.within(transaction, resumes, TIMED_OUT)
+
+    async def _settle(self, applied: _Applied) -> None:
+        await self._releases.settle(applied.endings, applied.verdicts)
+        self._resumes.settle(applied.resumed)
+
+
+def _is_of_connection(fault: EngineError) -> bool:
+    return isinstance(fault, TransportError) and fault.retryable
+
+
+def _is_due(suspension: Record) -> bool:
+    return suspension["timeout_at"] is not None and suspension["timeout_at"] <= suspension["now"]
+
+
+def _timed_out(execution_id: ExecutionId, suspension: Record) -> _TimedOut:
+    behavior = read_stored_timeout_behavior(suspension["timeout_behavior"])
+    return _TimedOut(execution_id=execution_id, suspension=suspension, behavior=behavior)
+
+
+def _ending(timed_out: _TimedOut) -> Ending:
+    return Ending(
+        timed_out.execution_id,
+        SUSPENSION_TIMEOUTS[timed_out.behavior],
+        reason=f"suspension_timeout:{timed_out.behavior}",
+        category=FailureClass.TIMEOUT.value,
+        source=CancelSource.SYSTEM_TIMEOUT,
+    )
+
+
+def _named(execution_ids: Sequence[ExecutionId]) -> dict[str, object]:
+    pairs = [split_execution_id(execution_id) for execution_id in execution_ids]
+    return {
+        "partition_keys": [partition for partition, _ in pairs],
+        "execution_ids": [uuid for _, uuid in pairs],
+    }

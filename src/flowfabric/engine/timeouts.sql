@@ -1,0 +1,90 @@
+-- name: lock_timed_out
+-- Holds suspended executions whose suspension has timed out, the oldest after :since first.
+select e.partition_key, e.execution_id
+  from (select ff_now() as now) c
+ cross join lateral (
+       select e.partition_key, e.execution_id from execution e
+        where e.due_at > :since and e.due_at <= c.now
+          and e.lifecycle_phase = 'suspended' and e.suspension_timeout_at <= c.now
+        order by e.due_at limit :limit
+          for update skip locked) e;
+
+-- name: list_open_suspensions
+-- The open suspensions of executions that the transaction holds, with the time.
+select i.nth, s.suspension_id, s.timeout_at, s.timeout_behavior, s.satisfier_ids, c.now
+  from (select ff_now() as now) c
+ cross join unnest(:partition_keys::smallint[], :execution_ids::uuid[]) with ordinality as i(partition_key, execution_id, nth)
+ cross join lateral (
+       select s.* from suspension s
+        where s.partition_key = i.partition_key and s.execution_id = i.execution_id
+          for update) s
+ where s.closed_at is null;
+
+-- name: insert_timeout_signals
+-- Records the signals that tell resumed attempts that their deadlines ended the wait.
+insert into signal (partition_key, execution_id, signal_id, suspension_id, waitpoint_key, signal_name, signal_category,
+                    source_type, source_identity, target_scope, created_at, accepted_at, effect, disposition)
+select i.partition_key, i.execution_id, i.signal_id, i.suspension_id, :waitpoint_key, :signal_name, :signal_category,
+       :source_type, :source_identity, 'execution', :now, :now, :disposition, :disposition
+  from unnest(:partition_keys::smallint[], :execution_ids::uuid[], :signal_ids::uuid[], :suspension_ids::uuid[])
+       as i(partition_key, execution_id, signal_id, suspension_id);
+
+-- name: escalate_held
+-- Leaves suspended executions that the transaction holds to an operator: they wait on, without a deadline.
+with clock as materialized (select ff_now() as now),
+held as materialized (
+  select c.now, e.tid, s.tid as suspension_tid, s.timeout_at
+    from clock c
+   cross join unnest(:partition_keys::smallint[], :execution_ids::uuid[]) as i(partition_key, execution_id)
+   cross join lateral (
+         select e.ctid as tid from execution e
+          where e.partition_key = i.partition_key and e.execution_id = i.execution_id for update) e
+   cross join lateral (
+         select s.ctid as tid, s.timeout_at, s.closed_at from suspension s
+          where s.partition_key = i.partition_key and s.execution_id = i.execution_id for update) s
+   where s.closed_at is null
+),
+moved as (
+  update execution e
+     set blocking_reason = :to_blocking, blocking_detail = 'suspension escalated: timeout at ' || h.timeout_at,
+         suspension_timeout_at = null, last_transition_at = h.now, last_mutation_at = h.now
+    from held h
+   where e.ctid = h.tid
+)
+update suspension s set reason_code = :reason_code, timeout_at = null, timeout_behavior = null
+  from held h
+ where s.ctid = h.suspension_tid;
+
+-- name: expire_pending_waitpoints
+-- Closes waitpoints that no suspend has used in their time, the oldest first; answers how many. Their executions are held
+-- meanwhile, except those that are gone; what is held elsewhere is left for the next time.
+with clock as materialized (select ff_now() as now),
+due as materialized (
+  select w.*, e.is_held
+    from clock c
+   cross join lateral (
+         select w.partition_key, w.execution_id, w.waitpoint_id, c.now from waitpoint w
+          where w.activated_at is null and w.closed_at is null and w.expires_at <= c.now
+          order by w.expires_at limit :limit) w
+    left join lateral (
+         select true as is_held from execution e
+          where e.partition_key = w.partition_key and e.execution_id = w.execution_id
+            for update skip locked) e on true
+),
+held as materialized (
+  select w.tid, d.now
+    from due d
+   cross join lateral (
+         select w.ctid as tid, w.state from waitpoint w
+          where w.partition_key = d.partition_key and w.waitpoint_id = d.waitpoint_id
+            for update skip locked) w
+   where w.state = 'pending' and (d.is_held or not exists (
+         select from execution e where e.partition_key = d.partition_key and e.execution_id = d.execution_id))
+),
+closed as (
+  update waitpoint w set state = 'closed', closed_at = h.now, close_reason = :close_reason
+    from held h
+   where w.ctid = h.tid
+  returning 1
+)
+select count(*) as closed from closed;

@@ -1,0 +1,271 @@
+"""Waitpoints: made ahead of a suspend, closed, and shown without their tokens."""
+
+import base64
+import binascii
+import logging
+from collections.abc import Sequence
+from uuid import UUID
+
+import msgspec
+
+from flowfabric.db.database import Transaction
+from flowfabric.db.statements import statements_beside
+from flowfabric.engine.fence import check_lease, lock_execution, usable
+from flowfabric.engine.keys import Keys
+from flowfabric.engine.lease import Leases
+from flowfabric.engine.store import Store
+from flowfabric.engine.stored import literal
+from flowfabric.model.errors import EngineError, error
+from flowfabric.model.handle import Handle
+from flowfabric.model.ids import (
+    ExecutionId,
+    WaitpointId,
+    check_lane_id,
+    parse_execution_id,
+    parse_uuid,
+    row_key,
+    split_execution_id,
+    uuid7,
+)
+from flowfabric.model.states import WaitpointState
+from flowfabric.model.text import check_range, check_text, shorten
+from flowfabric.model.tokens import WaitpointToken, sign_token
+from flowfabric.model.waits import (
+    AlreadyClosed,
+    Closed,
+    CloseReason,
+    PendingWaitpoint,
+    SuspendedExecution,
+    SuspendedPage,
+    WaitpointInfo,
+    WaitpointPage,
+)
+
+SQL = statements_beside(__file__)
+
+logger = logging.getLogger(__name__)
+
+MAX_LIMIT = 1000
+MAX_TIME = 2**63 - 1
+_OPEN = frozenset({WaitpointState.PENDING, WaitpointState.ACTIVE})
+_SHUT = frozenset({WaitpointState.CLOSED, WaitpointState.EXPIRED})
+
+
+class HeldRun(msgspec.Struct, frozen=True, kw_only=True):
+    """A run that a transaction holds, and what is needed to let it wait."""
+
+    partition_key: int
+    execution_id: UUID
+    lifecycle_phase: str
+    ownership_state: str
+    terminal_outcome: str
+    lease_epoch: int
+    lease_id: UUID | None
+    attempt_id: UUID | None
+    attempt_count: int
+    lease_expires_at: int | None
+    lease_ttl_ms: int | None
+    namespace_no: int
+    lane_no: int
+    lane_id: str
+    worker_instance_id: str | None
+    policy: str | None
+    signing_kid: str | None
+    signing_since: int
+    has_open_suspension: bool
+    outcome: str | None
+    now: int
+
+    @property
+    def attempt_index(self) -> int:
+        """The index of the latest attempt."""
+        return self.attempt_count - 1
+
+
+async def read_runs(transaction: Transaction, runs: Sequence[tuple[ExecutionId, str | None]]) -> list[HeldRun]:
+    """Read runs that the transaction holds already, each with what its idempotency key has come to before."""
+    pairs = [split_execution_id(execution_id) for execution_id, _ in runs]
+    rows = await transaction.fetch(
+        SQL.read_runs,
+        partition_keys=[partition for partition, _ in pairs],
+        execution_ids=[uuid for _, uuid in pairs],
+        idempotency_keys=[key for _, key in runs],
+    )
+    return [HeldRun(**row) for row in rows]
+
+
+class Waitpoints:
+    """The operations on waitpoints, and the list of who waits."""
+
+    def __init__(self, store: Store, keys: Keys, leases: Leases) -> None:
+        self._store = store
+        self._keys = keys
+        self._leases = leases
+
+    async def create(self, handle: Handle, waitpoint_key: str, expires_in_ms: int) -> PendingWaitpoint:
+        """Make a waitpoint that keeps signals for a later suspend of the run; its lease is kept."""
+        handle = usable(handle)
+        check_text(waitpoint_key, "waitpoint_key")
+        check_range(expires_in_ms, "expires_in_ms", 0, MAX_TIME)
+        waitpoint_id = WaitpointId(uuid7())
+
+        async def make(transaction: Transaction) -> PendingWaitpoint:
+            await lock_execution(transaction, handle.execution_id)
+            (held,) = await read_runs(transaction, [(handle.execution_id, None)])
+            check_lease(held, handle)
+            key = await self._keys.signing(transaction, held.signing_kid, held.signing_since)
+            token = sign_token(key, handle.execution_id, waitpoint_id)
+            made = await transaction.fetch(
+                SQL.insert_pending,
+                partition_key=held.partition_key,
+                waitpoint_id=waitpoint_id,
+                execution_id=held.execution_id,
+                attempt_index=held.attempt_index,
+                waitpoint_key=waitpoint_key,
+                token_kid=key.kid,
+                token=token.reveal(),
+                now=held.now,
+                expires_at=min(held.now + expires_in_ms, MAX_TIME),
+            )
+            if not made:
+                raise error("waitpoint_already_exists")
+            return PendingWaitpoint(waitpoint_id=waitpoint_id, hmac_token=token)
+
+        try:
+            return await self._store.transact(make)
+        except EngineError as refused:
+            if refused.code == "lease_expired":
+                await self._leases.mark_lapsed([handle.execution_id])
+            raise
+
+    async def close(
+        self, execution_id: str, waitpoint_id: UUID | str, reason: str = CloseReason.PROACTIVE_CLOSE
+    ) -> Closed | AlreadyClosed:
+        """Let a waitpoint take no more signals; its execution goes on as it is."""
+        parsed = parse_execution_id(execution_id)
+        partition, uuid = row_key(parsed)
+        wanted = parse_uuid(waitpoint_id, "waitpoint_id")
+        check_text(reason, "reason")
+
+        async def close(transaction: Transaction) -> Closed | AlreadyClosed:
+            await lock_execution(transaction, parsed)
+            rows = await transaction.fetch(SQL.read_waitpoint, partition_key=partition, waitpoint_id=wanted)
+            if not rows or str(rows[0]["execution_id"]) != uuid:
+                raise error("waitpoint_not_found")
+            if rows[0]["state"] in _SHUT:
+                return AlreadyClosed()
+            if rows[0]["state"] not in _OPEN:
+                raise error("waitpoint_not_open")
+            await transaction.fetch(SQL.set_closed, partition_key=partition, waitpoint_id=wanted, reason=reason)
+            return Closed()
+
+        return await self._store.transact(close)
+
+    async def token(self, execution_id: str, waitpoint_id: UUID | str) -> WaitpointToken | None:
+        """The token of a waitpoint that takes signals, for callers who may be trusted with it."""
+        partition, uuid = row_key(parse_execution_id(execution_id))
+        rows = await self._store.fetch(
+            SQL.read_token,
+            partition_key=partition,
+            execution_id=uuid,
+            waitpoint_id=parse_uuid(waitpoint_id, "waitpoint_id"),
+        )
+        return WaitpointToken(rows[0]["token"]) if rows and rows[0]["token"] else None
+
+    async def list_pending(self, execution_id: str, after: UUID | str | None, limit: int | None) -> WaitpointPage:
+        """The waitpoints of an execution that take signals, by id, without their tokens."""
+        parsed = parse_execution_id(execution_id)
+        partition, uuid = row_key(parsed)
+        wanted = min(max(_whole(100 if limit is None else limit, "limit"), 1), MAX_LIMIT)
+        rows = await self._store.fetch(
+            SQL.list_open_waitpoints,
+            partition_key=partition,
+            execution_id=uuid,
+            after=None if after is None else parse_uuid(after, "after"),
+            limit=wanted + 1,
+        )
+        if not rows:
+            raise error("execution_not_found")
+        found = [row for row in rows if row["waitpoint_id"] is not None]
+        entries = []
+        for row in found[:wanted]:
+            token = WaitpointToken(row["token"])
+            if not row["token"]:
+                logger.warning("waitpoint %s of %s has no token and is left out", row["waitpoint_id"], parsed)
+                continue
+            entries.append(
+                WaitpointInfo(
+                    waitpoint_id=WaitpointId(row["waitpoint_id"]),
+                    waitpoint_key=row["waitpoint_key"],
+                    state=literal(WaitpointState, row["state"], context="list_pending_waitpoints", field="state"),
+                    required_signal_names=tuple(row["required_signal_names"]),
+                    created_at=row["created_at"],
+                    activated_at=row["activated_at"],
+                    expires_at=row["expires_at"],
+                    execution_id=parsed,
+                    token_kid=token.kid,
+                    token_fingerprint=token.fingerprint,
+                )
+            )
+        is_more = len(found) > wanted
+        return WaitpointPage(
+            entries=entries, next_cursor=WaitpointId(found[wanted - 1]["waitpoint_id"]) if is_more else None
+        )
+
+    async def list_suspended(
+        self, namespace: str | None, lane_id: str | None, reason: str | None, cursor: str | None, limit: int
+    ) -> SuspendedPage:
+        """The executions that wait, by when they began to, then id."""
+        check_range(limit, "limit", 0, MAX_LIMIT)
+        for value, field in ((namespace, "namespace"), (reason, "reason")):
+            if value is not None:
+                check_text(value, field)
+        after = None if cursor is None else _read_cursor(cursor)
+        parameters = {
+            "namespace": namespace,
+            "lane_id": None if lane_id is None else check_lane_id(lane_id),
+            "reason": reason,
+            "after_at": None if after is None else after.suspended_at,
+            "after_id": None if after is None else after.execution_id,
+        }
+        if limit == 0:
+            return SuspendedPage(entries=[], next_cursor=None)
+        rows = await self._store.fetch(SQL.list_suspended, limit=limit + 1, **parameters)
+        entries = [
+            SuspendedExecution(
+                execution_id=ExecutionId(row["id"]), suspended_at_ms=row["suspended_at"], reason=row["reason_code"]
+            )
+            for row in rows[:limit]
+        ]
+        last = entries[-1] if len(rows) > limit else None
+        return SuspendedPage(entries=entries, next_cursor=None if last is None else _cursor_of(last))
+
+
+class _Cursor(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """The place of the last entry of a page."""
+
+    suspended_at: int
+    execution_id: str
+
+
+def _cursor_of(entry: SuspendedExecution) -> str:
+    plain = msgspec.json.encode(_Cursor(entry.suspended_at_ms, entry.execution_id))
+    return base64.urlsafe_b64encode(plain).decode().rstrip("=")
+
+
+def _read_cursor(text: object) -> _Cursor:
+    try:
+        padded = check_text(text, "cursor") + "=" * (-len(str(text)) % 4)
+        plain = base64.b64decode(padded, altchars=b"-_", validate=True)
+        read = msgspec.json.decode(plain, type=_Cursor)
+        check_range(read.suspended_at, "cursor", 0, MAX_TIME)
+        parse_execution_id(read.execution_id)
+    except (EngineError, ValueError, binascii.Error, msgspec.MsgspecError):
+        raise error("invalid_input", f"cursor: not one of this list: {shorten(repr(text))}") from None
+    return read
+
+
+def _whole(value: object, field: str) -> int:
+    if type(value) is not int:
+        raise error("invalid_input", f"{field}: must be a whole number, got {value!r}")
+    return value

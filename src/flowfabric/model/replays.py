@@ -1,0 +1,98 @@
+"""Outcomes of suspends as they are stored, so that a repeat under the same idempotency key gets the same answer."""
+
+from typing import TypeAlias
+
+import msgspec
+
+from flowfabric.model.errors import EngineError
+from flowfabric.model.evaluation import SignalEffect
+from flowfabric.model.handle import Handle
+from flowfabric.model.ids import SuspensionId, WaitpointId, parse_uuid
+from flowfabric.model.outcomes import AlreadySatisfied
+from flowfabric.model.states import HandleKind
+from flowfabric.model.tokens import WaitpointToken
+from flowfabric.model.waits import AdditionalWaitpoint, SuspendDetails, Suspended
+
+SuspendOutcome: TypeAlias = Suspended | AlreadySatisfied
+
+
+class _Extra(msgspec.Struct):
+    waitpoint_id: str
+    waitpoint_key: str
+    token: str
+
+
+class _Details(msgspec.Struct):
+    suspension_id: str
+    waitpoint_id: str
+    waitpoint_key: str
+    token: str
+    extras: list[_Extra]
+
+
+class _Record(msgspec.Struct):
+    variant: str
+    details: _Details
+    handle_opaque_hex: str | None
+
+
+_decode = msgspec.json.Decoder(_Record).decode
+
+
+def need_not_wait(details: SuspendDetails) -> AlreadySatisfied:
+    """Give the outcome of a suspend whose condition is met by signals that came before."""
+    return AlreadySatisfied(reason=SignalEffect.RESUME_CONDITION_SATISFIED, details=details)
+
+
+def outcome_json(outcome: SuspendOutcome) -> str:
+    """Give the JSON text of an outcome, as it is stored: it holds live tokens."""
+    details = outcome.details
+    assert details is not None, "a suspend answers with what it waits on"
+    record = _Record(
+        variant=type(outcome).__name__,
+        details=_Details(
+            suspension_id=str(details.suspension_id),
+            waitpoint_id=str(details.waitpoint_id),
+            waitpoint_key=details.waitpoint_key,
+            token=details.waitpoint_token.reveal(),
+            extras=[
+                _Extra(str(each.waitpoint_id), each.waitpoint_key, each.waitpoint_token.reveal())
+                for each in details.additional_waitpoints
+            ],
+        ),
+        handle_opaque_hex=outcome.handle.opaque.hex() if isinstance(outcome, Suspended) else None,
+    )
+    return msgspec.json.encode(record).decode()
+
+
+def read_stored_outcome(text: str | None) -> SuspendOutcome | None:
+    """Give the outcome a row holds; none where there is none that can be read."""
+    if text is None:
+        return None
+    try:
+        return _outcome(_decode(text))
+    except (msgspec.MsgspecError, EngineError, ValueError):
+        return None
+
+
+def _outcome(record: _Record) -> SuspendOutcome | None:
+    details = SuspendDetails(
+        suspension_id=SuspensionId(parse_uuid(record.details.suspension_id, "suspension_id")),
+        waitpoint_id=WaitpointId(parse_uuid(record.details.waitpoint_id, "waitpoint_id")),
+        waitpoint_key=record.details.waitpoint_key,
+        waitpoint_token=WaitpointToken(record.details.token),
+        additional_waitpoints=tuple(
+            AdditionalWaitpoint(
+                waitpoint_id=WaitpointId(parse_uuid(each.waitpoint_id, "waitpoint_id")),
+                waitpoint_key=each.waitpoint_key,
+                waitpoint_token=WaitpointToken(each.token),
+            )
+            for each in record.details.extras
+        ),
+    )
+    if record.variant == AlreadySatisfied.__name__:
+        return need_not_wait(details)
+    if record.variant == Suspended.__name__ and record.handle_opaque_hex is not None:
+        handle = Handle.decode(bytes.fromhex(record.handle_opaque_hex), HandleKind.SUSPENDED)
+        return Suspended(details=details, handle=handle)
+    return None

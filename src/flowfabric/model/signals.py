@@ -1,0 +1,162 @@
+"""Signals: what a caller delivers, what the delivery comes to, and what a resumed run reads of them."""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Self
+
+from flowfabric.model.errors import error
+from flowfabric.model.evaluation import SignalDisposition, SignalEffect
+from flowfabric.model.ids import ExecutionId, SignalId, WaitpointId, parse_execution_id, parse_uuid, row_key, uuid7
+from flowfabric.model.policy_checks import INT32, MAX_MS, settle
+from flowfabric.model.states import PublicState, TimeoutBehavior
+from flowfabric.model.text import check_range, check_text
+from flowfabric.model.tokens import WaitpointToken
+
+MAX_PAYLOAD_BYTES = 65_536
+DEFAULT_SIGNAL_LIMIT = 10_000
+DEFAULT_MAXLEN = 1_000
+DEFAULT_DEDUP_TTL_MS = 86_400_000
+MAX_KEY_BYTES = 1024
+
+_TEXTS = (
+    "signal_name",
+    "signal_category",
+    "source_type",
+    "source_identity",
+    "payload_encoding",
+    "correlation_id",
+    "idempotency_key",
+    "target_scope",
+)
+_NO_TOKEN = WaitpointToken("-")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NewSignal:
+    """A signal as a caller delivers it, checked as far as it can be without the store."""
+
+    execution_id: ExecutionId
+    waitpoint_id: WaitpointId
+    waitpoint_token: WaitpointToken | None
+    signal_name: str
+    signal_category: str = "external"
+    source_type: str = "external"
+    source_identity: str = ""
+    signal_id: SignalId | None = None
+    payload: bytes | None = field(default=None, repr=False)
+    payload_encoding: str | None = "json"
+    correlation_id: str | None = None
+    idempotency_key: str | None = None
+    target_scope: str = "waitpoint"
+    created_at: int | None = None
+    dedup_ttl_ms: int = DEFAULT_DEDUP_TTL_MS
+    resume_delay_ms: int | None = None
+    max_signals_per_execution: int | None = None
+    signal_maxlen: int = DEFAULT_MAXLEN
+
+    @classmethod
+    def of(cls, **given: Any) -> Self:
+        """Give the signal that arguments of a call describe; ids and token may be texts."""
+        return cls(**given)
+
+    def __post_init__(self) -> None:
+        """Refuse what is no signal; a missing or misshapen token is for the waitpoint to refuse."""
+        settle(self, "execution_id", parse_execution_id(self.execution_id))
+        row_key(self.execution_id)
+        settle(self, "waitpoint_id", parse_uuid(self.waitpoint_id, "waitpoint_id"))
+        settle(self, "signal_id", uuid7() if self.signal_id is None else parse_uuid(self.signal_id, "signal_id"))
+        token: object = self.waitpoint_token
+        if token is not None and not isinstance(token, WaitpointToken):
+            settle(self, "waitpoint_token", WaitpointToken(token) if isinstance(token, str) else _NO_TOKEN)
+        for name in _TEXTS:
+            if (text := getattr(self, name)) is not None:
+                check_text(text, name)
+            elif name not in ("payload_encoding", "correlation_id", "idempotency_key"):
+                raise error("invalid_input", f"{name}: must be text")
+        if len((self.idempotency_key or "").encode()) > MAX_KEY_BYTES:
+            raise error("invalid_input", f"idempotency_key: longer than {MAX_KEY_BYTES} bytes")
+        if not self.signal_name:
+            raise error("invalid_input", "signal_name: must not be empty")
+        if self.payload is not None and not isinstance(self.payload, bytes):
+            raise error("invalid_input", "payload: must be bytes")
+        for name, least, most in (
+            ("created_at", -MAX_MS, MAX_MS),
+            ("resume_delay_ms", 0, MAX_MS),
+            ("max_signals_per_execution", 0, INT32),
+        ):
+            if getattr(self, name) is not None:
+                check_range(getattr(self, name), name, least, most)
+        check_range(self.dedup_ttl_ms, "dedup_ttl_ms", 0, MAX_MS)
+        check_range(self.signal_maxlen, "signal_maxlen", 1, INT32)
+        if len(self.payload or b"") > MAX_PAYLOAD_BYTES:
+            raise error("payload_too_large", f"payload: {len(self.payload or b'')} bytes, at most {MAX_PAYLOAD_BYTES}")
+
+    @property
+    def id(self) -> SignalId:
+        """The id of the caller's, else the one minted."""
+        assert self.signal_id is not None, "minted where it was not given"
+        return self.signal_id
+
+    @property
+    def dedup_key(self) -> str | None:
+        """What a repeat of the signal is known by, where the caller wants that."""
+        return (self.idempotency_key or None) if self.dedup_ttl_ms else None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Accepted:
+    """The signal is recorded: what that did, and why."""
+
+    signal_id: SignalId
+    effect: SignalEffect
+    disposition: SignalDisposition
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SignalDuplicate:
+    """The signal was recorded before, under this id; nothing changed."""
+
+    existing_signal_id: SignalId
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ResumeSignal:
+    """A signal of a suspension as the run it is for reads it."""
+
+    signal_id: SignalId
+    signal_name: str
+    signal_category: str
+    source_type: str
+    source_identity: str
+    correlation_id: str
+    accepted_at: int
+    payload: bytes | None
+    disposition: SignalDisposition
+    satisfier: bool
+
+
+class ResumeTrigger(StrEnum):
+    """What an operator says made a resume necessary; it is only told on."""
+
+    SIGNAL = "signal"
+    OPERATOR = "operator"
+    AUTO_RESUME = "auto_resume"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Resumed:
+    """The execution waits no more: it may be claimed, now or after the delay."""
+
+    public_state: PublicState
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SuspensionExpired:
+    """The wait timed out, and what that did."""
+
+    behavior_applied: TimeoutBehavior
+
+
+def smallest_limit(*limits: int | None) -> int | None:
+    """Give the strictest of some limits of which 0 sets none; None when no limit is set."""
+    return min((limit for limit in limits if limit), default=None)

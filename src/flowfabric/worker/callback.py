@@ -1,0 +1,120 @@
+"""Callbacks: where and with what an outsider signals a waitpoint, and the check of what comes back."""
+
+from dataclasses import dataclass
+from typing import Any, Required, TypedDict
+from urllib.parse import quote
+from uuid import UUID
+
+from flowfabric.engine.engine import Engine
+from flowfabric.model.errors import EngineError
+from flowfabric.model.ids import ExecutionId, WaitpointId, parse_execution_id, parse_uuid
+from flowfabric.model.signals import Accepted, SignalDuplicate
+from flowfabric.model.tokens import WaitpointToken
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Callback:
+    """What an outsider is given to signal a waitpoint; it prints with its token redacted."""
+
+    execution_id: ExecutionId
+    waitpoint_id: WaitpointId
+    url: str
+    """Where to send the signal; the token is not part of it, as addresses end up in logs."""
+    token: WaitpointToken
+
+    @classmethod
+    def of(
+        cls, base_url: str | None, execution_id: ExecutionId, waitpoint_id: WaitpointId, token: WaitpointToken
+    ) -> "Callback":
+        """The callback of a waitpoint below a base address."""
+        if not base_url:
+            raise ValueError("callback: name a base_url, or set FF_CALLBACK_URL")
+        url = f"{base_url.rstrip('/')}/{quote(execution_id, safe='')}/{waitpoint_id}"
+        return cls(execution_id=execution_id, waitpoint_id=waitpoint_id, url=url, token=token)
+
+
+class SignalFields(TypedDict, total=False):
+    """What a signal says, as `Engine.deliver_signal` takes it; ids and token a bridge adds by itself."""
+
+    signal_name: Required[str]
+    signal_category: str
+    source_type: str
+    source_identity: str
+    signal_id: UUID | str
+    payload: bytes | None
+    payload_encoding: str
+    correlation_id: str | None
+    idempotency_key: str | None
+    target_scope: str
+    created_at: int | None
+    dedup_ttl_ms: int
+    resume_delay_ms: int | None
+    max_signals_per_execution: int | None
+    signal_maxlen: int
+
+
+class CallbackError(Exception):
+    """A callback was not delivered: the class is for the log of the bridge, `code` for whoever called it."""
+
+    code = "invalid_token"
+
+    def __init__(self, execution_id: str, waitpoint_id: str) -> None:
+        super().__init__(execution_id, waitpoint_id)
+        self.execution_id = execution_id
+        self.waitpoint_id = waitpoint_id
+
+    def __str__(self) -> str:
+        """Read `<code> at <execution id> <waitpoint id>`."""
+        return f"{self.code} at {self.execution_id} {self.waitpoint_id}"
+
+
+class UnknownWaitpoint(CallbackError):
+    """No such waitpoint is open; the caller is told the same as of a wrong token."""
+
+
+class TokenMismatch(CallbackError):
+    """The token is not the waitpoint's."""
+
+
+class BackendError(CallbackError):
+    """The engine refused the signal or could not be asked; `error` says why."""
+
+    def __init__(self, execution_id: str, waitpoint_id: str, error: EngineError) -> None:
+        super().__init__(execution_id, waitpoint_id)
+        self.error = error
+        self.code = error.code
+
+
+async def verify_and_deliver(
+    engine: Engine,
+    execution_id: ExecutionId | str,
+    waitpoint_id: WaitpointId | UUID | str,
+    presented: WaitpointToken | str | None,
+    signal: SignalFields,
+) -> Accepted | SignalDuplicate:
+    """Deliver a signal an outsider sent to a bridge, once the token it presented is the waitpoint's own.
+
+    Whatever ids and token the signal itself carries are overruled. The engine verifies the token again.
+    """
+    told = str(execution_id), str(waitpoint_id)
+    try:
+        execution_id, waitpoint_id = parse_execution_id(execution_id), parse_uuid(waitpoint_id, "waitpoint_id")
+    except EngineError:
+        raise UnknownWaitpoint(*told) from None
+    try:
+        stored = await engine.read_waitpoint_token(execution_id=execution_id, waitpoint_id=waitpoint_id)
+        if stored is None:
+            raise UnknownWaitpoint(*told)
+        if not isinstance(presented, WaitpointToken):
+            presented = WaitpointToken(presented if isinstance(presented, str) else "")
+        if presented != stored:
+            raise TokenMismatch(*told)
+        fields: dict[str, Any] = {
+            **signal,
+            "execution_id": execution_id,
+            "waitpoint_id": waitpoint_id,
+            "waitpoint_token": presented,
+        }
+        return await engine.deliver_signal(**fields)
+    except EngineError as refused:
+        raise BackendError(*told, refused) from refused

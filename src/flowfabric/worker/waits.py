@@ -1,0 +1,116 @@
+"""How a handler waits for signals: what it asks the engine for, and how its run ends while it waits."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, TypedDict, TypeVar
+
+from flowfabric.model.conditions import Condition, Single, all_of_waitpoints, parse_condition, waitpoint_keys
+from flowfabric.model.errors import EngineError
+from flowfabric.model.ids import SuspensionId, WaitpointId, uuid7
+from flowfabric.model.policy_checks import MAX_MS
+from flowfabric.model.states import TimeoutBehavior
+from flowfabric.model.suspension import (
+    Binding,
+    Fresh,
+    ResumePolicy,
+    SuspendArgs,
+    SuspensionReason,
+    UsePending,
+    default_binding,
+    parse_binding,
+)
+from flowfabric.model.text import check_range
+from flowfabric.model.waits import PendingWaitpoint
+from flowfabric.pauses import pauses
+from flowfabric.worker.faults import FAULT_SECONDS, LEASE_IS_LOST
+
+Answer = TypeVar("Answer")
+
+Waitpoint = Binding | PendingWaitpoint | Mapping[str, object]
+"""A waitpoint to wait on: one that the wait makes, or one made before."""
+
+_FAULTS = frozenset({"transport", "resource_exhausted"})
+
+
+class Unwound(BaseException):
+    """Ends a handler whose run is suspended; no `Exception`, so that no handler catches it by the way."""
+
+
+class SuspendOptions(TypedDict, total=False):
+    """What a handler waits for, as `Context.suspend` takes it; what is absent is left to the engine."""
+
+    condition: Condition | Mapping[str, object] | str
+    """What meets the wait; without it, any signal on each of the keys does."""
+    keys: Sequence[str]
+    reason_code: SuspensionReason | str
+    """Why it waits, as operators see it: `waiting_for_signal` when absent."""
+    waitpoints: Sequence[Waitpoint]
+    """Waitpoints made before; without them, one is made for each key of the condition."""
+    timeout_at: int
+    """When the wait is over in any case, by the store's clock."""
+    timeout_ms: int
+    """The same, counted from now."""
+    timeout_behavior: TimeoutBehavior | str
+    """What happens then: the execution fails when absent."""
+    resume_policy: ResumePolicy | Mapping[str, object]
+    continuation_metadata_pointer: str
+    idempotency_key: str
+    """What a repeat within this attempt is known by."""
+
+
+async def suspend_args(clock: Callable[[], Awaitable[int]], attempt_index: int, options: SuspendOptions) -> SuspendArgs:
+    """The arguments of a suspend from what a handler says."""
+    wait = {name: given for name, given in options.items() if given is not None}
+    if "timeout_ms" in wait:
+        timeout_ms: Any = wait.pop("timeout_ms")
+        if "timeout_at" in wait:
+            raise TypeError("suspend: timeout_at or timeout_ms, not both")
+        check_range(timeout_ms, "timeout_ms", 0, MAX_MS)
+        wait["timeout_at"] = await clock() + timeout_ms
+    if "idempotency_key" in wait:
+        # A wait that is over is over for its attempt: the next attempt waits anew.
+        wait["idempotency_key"] = f"{attempt_index}:{wait['idempotency_key']}"
+    condition = _condition(wait.pop("condition", None), wait.pop("keys", ()))
+    bindings = _bindings(wait.pop("waitpoints", ()), condition)
+    fields: dict[str, Any] = {"reason_code": SuspensionReason.WAITING_FOR_SIGNAL, **wait}
+    return SuspendArgs(suspension_id=SuspensionId(uuid7()), resume_condition=condition, waitpoints=bindings, **fields)
+
+
+def _condition(given: Any, keys: Any) -> Condition:
+    if given is not None:
+        if keys:
+            raise TypeError("suspend: a condition names its keys itself")
+        return parse_condition(given)
+    if isinstance(keys, str) or not keys:
+        raise TypeError("suspend: name a condition, or a list of keys to wait on")
+    return Single(waitpoint_key=keys[0]) if len(keys) == 1 else all_of_waitpoints(keys)
+
+
+def _bindings(given: Any, condition: Condition) -> tuple[Binding, ...]:
+    if given:
+        return tuple(
+            UsePending(waitpoint_id=each.waitpoint_id) if isinstance(each, PendingWaitpoint) else parse_binding(each)
+            for each in given
+        )
+    keys = waitpoint_keys(condition)
+    if not keys:
+        return (default_binding(WaitpointId(uuid7()), condition),)
+    return tuple(Fresh(waitpoint_id=WaitpointId(uuid7()), waitpoint_key=key) for key in keys)
+
+
+async def answer_of(call: Callable[[], Awaitable[Answer]]) -> Answer | None:
+    """The answer of a call that gives up a lease, repeated while the store is at fault.
+
+    None when a repeat finds the lease gone: the call before was carried out and its answer lost, or the lease was.
+    """
+    has_failed, pause = False, pauses(*FAULT_SECONDS)
+    while True:
+        try:
+            return await call()
+        except EngineError as error:
+            if has_failed and error.code in LEASE_IS_LOST:
+                return None
+            if not (error.retryable and (error.category in _FAULTS or error.code == "retry_exhausted")):
+                raise
+            has_failed = True
+        await asyncio.sleep(next(pause))

@@ -1,0 +1,93 @@
+"""What tests of waiting say: arguments of suspends, keys that sign, and what the tables hold of a wait."""
+
+from typing import Any
+from uuid import UUID, uuid4
+
+from flowfabric.engine.engine import Engine
+from flowfabric.model.conditions import ByName, Single, all_of_waitpoints
+from flowfabric.model.handle import Handle
+from flowfabric.model.ids import SuspensionId, WaitpointId, parse_execution_id
+from flowfabric.model.keys import SigningKey
+from flowfabric.model.suspension import Fresh, SuspendArgs, UsePending
+from flowfabric.model.tokens import sign_token
+from flowfabric.model.waits import PendingWaitpoint, Suspended
+
+KID = "k1"
+SECRET = "ab" * 32
+KEY = SigningKey(kid=KID, secret=bytes.fromhex(SECRET))
+
+SUSPENDED = "suspended/unowned/not_applicable/waiting_for_signal/none/attempt_interrupted/suspended"
+EXPIRED = "terminal/unowned/not_applicable/none/expired/attempt_terminal/expired"
+
+
+async def seed(engine: Engine) -> None:
+    """Install the key that signs tokens."""
+    await engine.seed_waitpoint_hmac_secret(kid=KID, secret_hex=SECRET)
+
+
+def fresh(key: str = "wait") -> Fresh:
+    """A binding that makes a waitpoint."""
+    return Fresh(waitpoint_id=WaitpointId(uuid4()), waitpoint_key=key)
+
+
+def args(**overrides: Any) -> SuspendArgs:
+    """The arguments of a suspend: one waitpoint that waits for `ready`, unless told otherwise."""
+    return SuspendArgs(
+        **{
+            "suspension_id": SuspensionId(uuid4()),
+            "waitpoints": (fresh(),),
+            "resume_condition": Single(waitpoint_key="wait", matcher=ByName("ready")),
+            "reason_code": "waiting_for_signal",
+            **overrides,
+        }
+    )
+
+
+def on_all(*keys: str, **overrides: Any) -> SuspendArgs:
+    """The arguments of a suspend that waits on several waitpoints, all of them."""
+    return args(waitpoints=tuple(map(fresh, keys)), resume_condition=all_of_waitpoints(keys), **overrides)
+
+
+def using(pending: PendingWaitpoint, **overrides: Any) -> SuspendArgs:
+    """The arguments of a suspend on a waitpoint made ahead."""
+    return args(waitpoints=(UsePending(waitpoint_id=pending.waitpoint_id),), **overrides)
+
+
+def triple(handle: Handle) -> dict[str, Any]:
+    """What a service that holds a lease says of it."""
+    return {
+        "execution_id": handle.execution_id,
+        "lease_id": handle.lease_id,
+        "lease_epoch": handle.lease_epoch,
+        "attempt_id": handle.attempt_id,
+    }
+
+
+def token_of(execution_id: str, waitpoint_id: UUID) -> str:
+    """The token of a waitpoint under the installed key."""
+    return sign_token(KEY, parse_execution_id(execution_id), WaitpointId(waitpoint_id)).reveal()
+
+
+async def suspended(engine: Engine, handle: Handle, given: SuspendArgs | None = None, **overrides: Any) -> Suspended:
+    """The outcome of a suspend that takes place."""
+    outcome = await engine.suspend(handle, given or args(**overrides))
+    assert isinstance(outcome, Suspended), outcome
+    return outcome
+
+
+async def suspension(rows: Any, execution_id: str) -> dict[str, Any]:
+    """The one suspension the tables hold of an execution."""
+    (row,) = await rows.of("suspension", execution_id=execution_id[-36:])
+    return dict(row)
+
+
+async def waitpoint(rows: Any, waitpoint_id: UUID) -> dict[str, Any]:
+    """The one row of a waitpoint."""
+    (row,) = await rows.of("waitpoint", waitpoint_id=waitpoint_id)
+    return dict(row)
+
+
+async def waitpoints(rows: Any, execution_id: str) -> list[dict[str, Any]]:
+    """The waitpoints of an execution by key."""
+    found = await rows.of("waitpoint", execution_id=execution_id[-36:])
+    return sorted(found, key=lambda row: str(row["waitpoint_key"]))

@@ -1,0 +1,104 @@
+"""Outcomes of suspends are read back as they were stored, or not at all."""
+
+from uuid import UUID
+
+import msgspec
+import pytest
+
+from flowfabric.model.handle import Handle
+from flowfabric.model.ids import (
+    AttemptId,
+    ExecutionId,
+    LaneId,
+    LeaseId,
+    SuspensionId,
+    WaitpointId,
+    WorkerInstanceId,
+)
+from flowfabric.model.replays import SuspendOutcome, need_not_wait, outcome_json, read_stored_outcome
+from flowfabric.model.states import HandleKind
+from flowfabric.model.tokens import WaitpointToken
+from flowfabric.model.waits import AdditionalWaitpoint, SuspendDetails, Suspended
+
+HANDLE = Handle(
+    kind=HandleKind.SUSPENDED,
+    execution_id=ExecutionId("{fp:7}:11111111-1111-4111-8111-111111111111"),
+    attempt_index=3,
+    attempt_id=AttemptId(UUID(int=1)),
+    lease_id=LeaseId(UUID(int=2)),
+    lease_epoch=9,
+    lease_ttl_ms=30_000,
+    lane_id=LaneId("default"),
+    worker_instance_id=WorkerInstanceId("w-1"),
+)
+DETAILS = SuspendDetails(
+    suspension_id=SuspensionId(UUID(int=3)),
+    waitpoint_id=WaitpointId(UUID(int=4)),
+    waitpoint_key='k "ü"',
+    waitpoint_token=WaitpointToken("k1:" + "ab" * 32),
+    additional_waitpoints=(
+        AdditionalWaitpoint(
+            waitpoint_id=WaitpointId(UUID(int=5)),
+            waitpoint_key="b",
+            waitpoint_token=WaitpointToken("k1:" + "cd" * 32),
+        ),
+    ),
+)
+OUTCOMES: dict[str, SuspendOutcome] = {
+    "Suspended": Suspended(details=DETAILS, handle=HANDLE),
+    "AlreadySatisfied": need_not_wait(DETAILS),
+}
+
+
+@pytest.mark.parametrize("variant", OUTCOMES)
+def test_an_outcome_is_read_back_as_it_was_stored(variant: str) -> None:
+    text = outcome_json(OUTCOMES[variant])
+    assert msgspec.json.decode(text)["variant"] == variant
+    read = read_stored_outcome(text)
+    assert read == OUTCOMES[variant]
+    assert read is not None
+    assert outcome_json(read) == text
+    if isinstance(read, Suspended):
+        assert read.handle.kind is HandleKind.SUSPENDED
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        None,
+        "",
+        "{",
+        "[]",
+        "null",
+        "{}",
+        '{"variant": "Suspended"}',
+        '{"variant": 1, "details": {}, "handle_opaque_hex": null}',
+    ],
+)
+def test_what_cannot_be_read_is_no_outcome(text: str | None) -> None:
+    assert read_stored_outcome(text) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("variant", "Asleep"), ("handle_opaque_hex", None), ("handle_opaque_hex", "zz"), ("handle_opaque_hex", "02")],
+)
+def test_a_part_that_cannot_be_makes_it_no_outcome(name: str, value: str | None) -> None:
+    plain = msgspec.json.decode(outcome_json(OUTCOMES["Suspended"]))
+    plain[name] = value
+    assert read_stored_outcome(msgspec.json.encode(plain).decode()) is None
+
+
+@pytest.mark.parametrize("name", ["suspension_id", "waitpoint_id", "waitpoint_key", "token", "extras"])
+def test_every_detail_is_needed(name: str) -> None:
+    plain = msgspec.json.decode(outcome_json(OUTCOMES["Suspended"]))
+    del plain["details"][name]
+    assert read_stored_outcome(msgspec.json.encode(plain).decode()) is None
+
+
+@pytest.mark.parametrize("variant", OUTCOMES)
+def test_an_outcome_is_shown_without_its_tokens(variant: str) -> None:
+    shown = repr(OUTCOMES[variant]) + str(OUTCOMES[variant])
+    assert "ab" * 32 not in shown
+    assert "cd" * 32 not in shown
+    assert "REDACTED" in shown

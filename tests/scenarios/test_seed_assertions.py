@@ -1,0 +1,200 @@
+"""What the documents this engine was made from assert of keys, waits, signals and resumes, each as a test."""
+
+import asyncio
+import logging
+from typing import Any
+from uuid import uuid4
+
+import asyncpg
+import pytest
+
+from flowfabric import (
+    AllOf,
+    AlreadySeeded,
+    ConflictError,
+    Count,
+    CountKind,
+    Engine,
+    HandleKind,
+    HmacKids,
+    Noop,
+    Rotated,
+    RotationEntry,
+    Seeded,
+    Single,
+    Suspended,
+)
+from flowfabric.db.database import ATTEMPTS
+from flowfabric.model.events import CompletionOutcome
+
+from .waiting import APPENDED, READY, SATISFIED, A, B, Waiting, args, claim_resumed, completions, refused, suspended
+
+
+@pytest.fixture
+async def keyed(engine: Engine) -> Engine:
+    """An engine whose store has a signing key, v1."""
+    await engine.seed_waitpoint_hmac_secret(kid="v1", secret_hex=A)
+    return engine
+
+
+async def rotate(engine: Engine, kid: str, secret_hex: str, grace_ms: int = 60_000) -> list[RotationEntry]:
+    return await engine.rotate_waitpoint_hmac_secret_all(new_kid=kid, new_secret_hex=secret_hex, grace_ms=grace_ms)
+
+
+async def test_1_a_rotation_of_an_empty_store_installs_the_first_key(engine: Engine) -> None:
+    assert await rotate(engine, "v1", A) == [
+        RotationEntry(partition=0, result=Rotated(previous_kid=None, new_kid="v1", gc_count=0))
+    ]
+    assert await engine.list_waitpoint_hmac_kids() == HmacKids(current_kid="v1", verifying=())
+
+
+async def test_2_a_repeated_rotation_does_nothing_and_another_secret_is_a_conflict(engine: Engine) -> None:
+    await rotate(engine, "v1", A)
+    assert await rotate(engine, "v1", A) == [RotationEntry(partition=0, result=Noop(kid="v1"))]
+    (entry,) = await rotate(engine, "v1", B)
+    assert entry.partition == 0
+    assert isinstance(entry.result, ConflictError)
+    assert entry.result.code == "rotation_conflict"
+
+
+async def test_3_a_seed_installs_once(engine: Engine, rows: Any) -> None:
+    seed = engine.seed_waitpoint_hmac_secret
+    assert await seed(kid="v1", secret_hex=A) == Seeded(kid="v1")
+    async with rows.unchanged():
+        assert await seed(kid="v1", secret_hex=A) == AlreadySeeded(kid="v1", same_secret=True)
+        assert await seed(kid="v1", secret_hex=B) == AlreadySeeded(kid="v1", same_secret=False)
+        assert (await refused(seed(kid="v2", secret_hex=B), "invalid_input")).category == "validation"
+        for secret in ("a" * 63, "a" * 65, "g" * 64, ""):
+            assert (await refused(seed(kid="v1", secret_hex=secret), "invalid_input")).category == "validation"
+
+
+async def test_4_a_token_outlives_a_rotation_and_counts_for_its_own_waitpoint_only(keyed: Engine, given: Any) -> None:
+    first = await suspended(keyed, await given.claimed(), READY)
+    second = await suspended(keyed, await given.claimed(), READY)
+    await rotate(keyed, "v2", B)
+    (_, token), (_, other) = first.points["wp"], second.points["wp"]
+    assert token.kid == "v1"
+    text = token.reveal()
+    tampered = text[:-1] + ("0" if text[-1] != "0" else "1")
+    for wrong in (tampered, other, text.replace("v1:", "v2:")):
+        await refused(first.signal("ready", waitpoint_token=wrong), "invalid_token")
+    assert (await first.said("ready"))[0] == SATISFIED
+
+
+async def test_5_only_the_signal_that_is_waited_for_resumes(keyed: Engine, given: Any, rows: Any) -> None:
+    wait = await suspended(keyed, await given.claimed(), READY)
+    assert (await wait.said("other"))[0] == APPENDED
+    assert await keyed.read_execution_state(wait.execution_id) == "suspended"
+    assert (await wait.said("ready"))[0] == SATISFIED
+    assert await completions(rows, wait.execution_id) == [CompletionOutcome.RESUMABLE]
+
+
+async def test_6_two_distinct_sources_are_needed(keyed: Engine, given: Any) -> None:
+    two = Count(n=2, count_kind=CountKind.DISTINCT_SOURCES, waitpoints=("wp",))
+    wait = await suspended(keyed, await given.claimed(), two)
+    by = {"source_type": "user"}
+    assert (await wait.said("go", source_identity="ada", **by))[0] == APPENDED
+    assert (await wait.said("go", source_identity="ada", **by))[0] == APPENDED
+    assert (await wait.said("go", source_identity="grace", **by))[0] == SATISFIED
+
+
+async def test_7_each_of_two_waitpoints_has_a_token_and_both_are_needed(keyed: Engine, given: Any) -> None:
+    both = AllOf((Single(waitpoint_key="a"), Single(waitpoint_key="b")))
+    wait = await suspended(keyed, await given.claimed(), both, keys=("a", "b"))
+    assert wait.points["a"][1] != wait.points["b"][1]
+    assert (await wait.said("x", "a"))[0] == APPENDED
+    assert (await wait.said("x", "b"))[0] == SATISFIED
+
+
+async def test_8_one_idempotency_key_makes_one_suspension(keyed: Engine, given: Any, rows: Any) -> None:
+    handle = await given.claimed()
+    first = await keyed.suspend(handle, args(READY, idempotency_key="once"))
+    assert isinstance(first, Suspended)
+    async with rows.unchanged():
+        second = await keyed.suspend(handle, args(READY, idempotency_key="once"))
+    assert isinstance(second, Suspended)
+    assert second.details.suspension_id == first.details.suspension_id
+    assert second.details.waitpoint_token == first.details.waitpoint_token
+    assert len(await rows.of("waitpoint")) == 1
+
+
+async def test_9_a_resumed_claim_needs_the_satisfaction_and_raises_the_epoch(keyed: Engine, given: Any) -> None:
+    run = await given.run()
+    wait = await suspended(keyed, run.handle, READY)
+    await refused(wait.claim(), "not_a_resumed_execution")
+    await wait.signal("ready")
+    claimed = await wait.claim()
+    assert claimed.execution_id == run.execution_id
+    assert claimed.lease_epoch > run.lease_epoch
+
+
+async def test_10_every_signal_is_seen_before_and_after_the_resume(keyed: Engine, given: Any) -> None:
+    wait = await suspended(keyed, await given.claimed(), READY)
+    for name in ("a", "b", "ready"):
+        await wait.signal(name)
+    assert wait.handle is not None
+    before = await keyed.observe_signals(wait.handle)
+    assert [signal.signal_name for signal in before] == ["a", "b", "ready"]
+    assert [signal.satisfier for signal in before] == [False, False, True]
+    claimed = await wait.claim()
+    assert await keyed.observe_signals(claimed.handle) == before
+
+
+@pytest.mark.parametrize("table", ["suspension", "execution"])
+async def test_11_a_signal_waits_for_another_writer(
+    keyed: Engine, given: Any, rows: Any, connection: asyncpg.Connection, table: str
+) -> None:
+    wait = await suspended(keyed, await given.claimed(), READY)
+    async with connection.transaction():
+        await connection.execute(f"select from {table} where execution_id = $1 for update", wait.execution_id[-36:])
+        delivering = asyncio.create_task(wait.signal("ready"))
+        assert await asyncio.wait((delivering,), timeout=0.2) == (set(), {delivering})
+        assert await keyed.read_execution_state(wait.execution_id) == "suspended"
+    answer = await asyncio.wait_for(delivering, 10)
+    assert answer.effect == SATISFIED
+    assert len(await rows.of("signal")) == 1
+    assert await completions(rows, wait.execution_id) == [CompletionOutcome.RESUMABLE]
+    assert await keyed.find_inconsistencies() == []
+
+
+def test_11_a_transaction_is_tried_three_times() -> None:
+    assert ATTEMPTS == 3
+
+
+async def test_12_a_fence_suspends_without_a_handle_and_only_once(keyed: Engine, given: Any, rows: Any) -> None:
+    run = await given.run()
+    fence = {
+        "execution_id": run.execution_id,
+        "lease_id": run.lease_id,
+        "lease_epoch": run.lease_epoch,
+        "attempt_id": run.attempt_id,
+    }
+    outcome = await keyed.suspend_by_triple(**fence, args=args(READY))
+    assert isinstance(outcome, Suspended)
+    assert (outcome.handle.kind, outcome.handle.backend) == (HandleKind.SUSPENDED, "Postgres")
+    assert (outcome.handle.lane_id, outcome.handle.worker_instance_id) == ("default", "worker-1")
+    async with rows.unchanged():
+        await refused(keyed.suspend_by_triple(**fence, args=args(READY)), "lease_conflict")
+    wait = Waiting(keyed, run.handle, outcome.details, outcome.handle)
+    assert (await wait.said("ready"))[0] == SATISFIED
+
+
+async def test_13_few_locks_a_transaction_are_enough_and_not_warned_of(
+    engines: Any, connection: asyncpg.Connection, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert int(await connection.fetchval("show max_locks_per_transaction")) < 256
+    with caplog.at_level(logging.WARNING):
+        engine = await engines()
+        await engine.prepare()
+    assert caplog.records == []
+
+
+async def test_13_a_partition_index_beyond_sixteen_bits_is_refused(engine: Engine, rows: Any) -> None:
+    beyond = f"{{fp:32768}}:{uuid4()}"
+    async with rows.unchanged():
+        for call in (
+            engine.describe_execution(beyond),
+            engine.resume_execution(execution_id=beyond),
+            claim_resumed(engine, beyond),
+        ):
+            assert (await refused(call, "invalid_input", "exceeds i16 range")).category == "validation"
