@@ -7,21 +7,16 @@
 import asyncio
 import inspect
 import os
-import shutil
-import subprocess
-import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
-from pathlib import Path
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any, TypeVar
-from urllib.parse import urlsplit, urlunsplit
 from uuid import uuid4
 
 import asyncpg
 import pytest
 
+from databases import CARELESS, FOR_TESTS, SCHEMA, Databases, at_database, debian_15, execute, left_on, run, session
 from flowfabric.db.embedded import Embedded
 from flowfabric.db.migrate import migrate
 from flowfabric.engine.engine import Engine
@@ -32,80 +27,8 @@ from flowfabric.settings import Settings
 
 Answer = TypeVar("Answer")
 
-SCHEMA = "flowfabric"
-DEBIAN_15 = Path("/usr/lib/postgresql/15/bin")
-
-# Nothing of a test outlives it, so nothing is worth a flush; a crash test has a server of its own.
-_CARELESS = {"fsync": "off", "synchronous_commit": "off", "full_page_writes": "off", "autovacuum": "off"}
-
-_MOVABLE_CLOCK = f"""
-set search_path to {SCHEMA};
-create table test_clock (offset_ms bigint not null);
-insert into test_clock values (0);
-create or replace function ff_now() returns bigint language sql volatile parallel safe
-  return (extract(epoch from clock_timestamp()) * 1000)::bigint + (select offset_ms from test_clock);
-"""
-
 
 # The server and the template.
-
-
-def _run(work: Coroutine[Any, Any, Answer]) -> Answer:
-    """Run async work from a sync fixture; in a thread, so that the loop of the tests is left alone."""
-    with ThreadPoolExecutor(1) as thread:
-        return thread.submit(asyncio.run, work).result()
-
-
-async def _execute(url: str, *commands: str) -> None:
-    connection = await asyncpg.connect(url)
-    try:
-        for command in commands:
-            await connection.execute(command)
-    finally:
-        await connection.close()
-
-
-def _at_database(url: str, name: str) -> str:
-    return urlunsplit(urlsplit(url)._replace(path=f"/{name}"))
-
-
-@contextmanager
-def _debian_15() -> Iterator[str]:
-    """A server on the binaries of Debian's package, as a user who is not root."""
-    if not DEBIAN_15.exists():
-        pytest.exit(f"FF_TEST_POSTGRES=15 needs {DEBIAN_15}: install the package postgresql-15", 2)
-    user = "postgres" if os.geteuid() == 0 else None
-    place = Path(tempfile.mkdtemp(prefix="ff-15-", dir="/tmp"))
-    if user:
-        shutil.chown(place, user)
-    data = place / "data"
-
-    def tool(name: str, *arguments: str) -> None:
-        # The server inherits what it writes to, and a pipe would not end before it does.
-        with tempfile.TemporaryFile() as output:
-            done = subprocess.run(
-                [str(DEBIAN_15 / name), *arguments],
-                cwd=place,
-                stdout=output,
-                stderr=output,
-                user=user,
-                extra_groups=[] if user else None,
-                check=False,
-            )
-            output.seek(0)
-            assert done.returncode == 0, output.read().decode(errors="replace")
-
-    try:
-        options = ("--username", "postgres", "--auth", "trust", "--encoding", "UTF8", "--no-locale", "--no-sync")
-        tool("initdb", *options, "--pgdata", str(data))
-        start = ("start", "-w", "-D", str(data), "-l", str(place / "log"), "-o", f"-h '' -k '{place}' -N 200")
-        tool("pg_ctl", *start)
-        try:
-            yield f"postgresql://postgres@/postgres?host={place}"
-        finally:
-            tool("pg_ctl", "stop", "-m", "immediate", "-w", "-D", str(data))
-    finally:
-        shutil.rmtree(place)
 
 
 @pytest.fixture(scope="session")
@@ -114,11 +37,11 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     if given := os.environ.get("FF_TEST_DATABASE_URL"):
         yield given
         return
-    careless = [f"alter system set {name} = {value}" for name, value in _CARELESS.items()]
+    careless = [f"alter system set {name} = {value}" for name, value in CARELESS.items()]
     version = int(os.environ.get("FF_TEST_POSTGRES", "18"))
     if version == 15:
-        with _debian_15() as url:
-            _run(_execute(url, *careless, "select pg_reload_conf()"))
+        with debian_15() as url:
+            run(execute(url, *careless, "select pg_reload_conf()"))
             yield url
         return
     root = tmp_path_factory.getbasetemp()
@@ -126,7 +49,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         root = root.parent
     embedded = Embedded.start(root / "server", version=version)
     try:
-        _run(_execute(embedded.url, *careless, "select pg_reload_conf()"))
+        run(execute(embedded.url, *careless, "select pg_reload_conf()"))
         yield embedded.url
     finally:
         embedded.release(discard=True)
@@ -138,17 +61,17 @@ def template(server: str) -> Iterator[str]:
     name = f"ff_template_{uuid4().hex}"
 
     async def make() -> None:
-        await _execute(server, f"create database {name}")
-        connection = await asyncpg.connect(_at_database(server, name))
+        await execute(server, f"create database {name}")
+        connection = await asyncpg.connect(at_database(server, name))
         try:
             await migrate(connection, schema=SCHEMA)
-            await connection.execute(_MOVABLE_CLOCK)
+            await connection.execute(FOR_TESTS)
         finally:
             await connection.close()
 
-    _run(make())
+    run(make())
     yield name
-    _run(_execute(server, f"drop database {name} with (force)"))
+    run(execute(server, f"drop database {name} with (force)"))
 
 
 # What every test leaves behind: nothing.
@@ -171,57 +94,43 @@ async def _leaves_no_task() -> AsyncIterator[None]:
     assert not left, f"the test left tasks running: {left}"
 
 
-async def _others(connection: asyncpg.Connection, database: str) -> list[str]:
-    query = """select coalesce(application_name, '') || ' ' || state || ': ' || query from pg_stat_activity
-                where datname = $1 and pid <> pg_backend_pid() and backend_type = 'client backend'
-               union all select 'prepared transaction ' || gid from pg_prepared_xacts where database = $1"""
-    return [row[0] for row in await connection.fetch(query, database)]
-
-
-@asynccontextmanager
-async def _database(server: str, options: str) -> AsyncIterator[str]:
-    name = f"ff_test_{uuid4().hex}"
-    connection = await asyncpg.connect(server)
-    try:
-        await connection.execute(f"create database {name} {options}")
-        yield _at_database(server, name)
-        # A closed session takes a moment to leave the server's list.
-        for _ in range(200):
-            left = await _others(connection, name)
-            if not left:
-                break
-            await asyncio.sleep(0.01)
-        await connection.execute(f"drop database {name} with (force)")
-        assert not left, f"the test left sessions open: {left}"
-    finally:
-        await connection.close()
+@pytest.fixture(scope="session")
+def databases(server: str, template: str) -> Iterator[Databases]:
+    """The databases of this process."""
+    databases = Databases(server, template)
+    yield databases
+    run(databases.drop())
 
 
 @pytest.fixture
-async def url(_leaves_no_task: None, server: str, template: str) -> AsyncIterator[str]:
+async def url(_leaves_no_task: None, databases: Databases) -> AsyncIterator[str]:
     """The address of a migrated database of the test's own; no session may be left on it."""
-    async with _database(server, f"template {template} strategy file_copy") as url:
+    async with databases.one() as url:
         yield url
 
 
 @pytest.fixture
 async def empty_url(_leaves_no_task: None, server: str) -> AsyncIterator[str]:
     """The address of an empty database of the test's own; no session may be left on it."""
-    async with _database(server, "strategy file_copy") as url:
-        yield url
+    name = f"ff_test_{uuid4().hex}"
+    connection = await asyncpg.connect(server)
+    try:
+        await connection.execute(f"create database {name} strategy file_copy")
+        yield at_database(server, name)
+        left = await left_on(connection, name)
+        await connection.execute(f"drop database {name} with (force)")
+        assert not left, f"the test left sessions open: {left}"
+    finally:
+        await connection.close()
 
 
 # What a test works with.
 
 
-async def _session(url: str, name: str) -> asyncpg.Connection:
-    return await asyncpg.connect(url, server_settings={"search_path": SCHEMA, "application_name": name})
-
-
 @pytest.fixture
 async def connection(url: str) -> AsyncIterator[asyncpg.Connection]:
     """A session of the test's own on its database."""
-    connection = await _session(url, "test")
+    connection = await session(url, "test")
     yield connection
     await connection.close()
 
@@ -267,7 +176,7 @@ class Clock:
 @pytest.fixture
 async def clock(url: str) -> AsyncIterator[Clock]:
     """Move time instead of sleeping: `await clock.advance(seconds=31)`."""
-    connection = await _session(url, "test clock")
+    connection = await session(url, "test clock")
     yield Clock(connection)
     await connection.close()
 
@@ -301,7 +210,7 @@ class Rows:
                 """select relname from pg_class where relnamespace = $1::text::regnamespace and relkind in ('r', 'p')
                     and not relispartition and relname <> all($2::text[]) order by 1""",
                 SCHEMA,
-                ["test_clock", *without],
+                ["test_clock", "test_change", *without],
             )
             return {
                 name: sorted(row[0] for row in await self._connection.fetch(f'select t::text from "{name}" t'))
@@ -319,7 +228,7 @@ class Rows:
 @pytest.fixture
 async def rows(url: str) -> AsyncIterator[Rows]:
     """Look into the tables: `async with rows.unchanged(): ...`, `await rows.of("event", kind=3)`."""
-    connection = await _session(url, "test rows")
+    connection = await session(url, "test rows")
     yield Rows(connection)
     await connection.close()
 

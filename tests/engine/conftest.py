@@ -5,11 +5,6 @@ from collections.abc import AsyncIterator
 import asyncpg
 import pytest
 
-_STANDING_CLOCK = """
-create or replace function ff_now() returns bigint language sql volatile parallel safe
-  return (select offset_ms from test_clock);
-"""
-
 
 class StandingClock:
     """The clock of the test's database, moved by the test alone."""
@@ -23,7 +18,7 @@ class StandingClock:
 
     async def set(self, now: int) -> int:
         """Move the clock to a time."""
-        await self._connection.execute("update test_clock set offset_ms = $1", now)
+        await self._connection.execute("update test_clock set offset_ms = $1, stands = true", now)
         return now
 
     async def now(self) -> int:
@@ -40,6 +35,5 @@ async def clock(url: str) -> AsyncIterator[StandingClock]:
     )
     clock = StandingClock(connection)
     await clock.set(await clock.now())
-    await connection.execute(_STANDING_CLOCK)
     yield clock
     await connection.close()

@@ -48,7 +48,7 @@ def test_the_engine_and_the_model_never_differ_whatever_hypothesis_tries(stage: 
 @pytest.mark.timeout(1200)
 def test_the_engine_and_the_model_never_differ_on_long_walks(stage: Stage) -> None:
     machine = type("EngineAgainstModel", (EngineAgainstModel,), {"stage": stage})
-    for seed in range(EXAMPLES or 80):
+    for seed in range(EXAMPLES or 50):
         walker = machine()
         try:
             walker.walk(random.Random(seed), STEPS)
