@@ -3,8 +3,9 @@
 select not exists (select from flowfabric.execution where lifecycle_phase <> 'terminal');
 
 -- name: list_activity
--- The last statement of each connection to a database, by the moment it began.
-select pid, query_start from pg_stat_activity where datname = :name and query_start is not null;
+-- The last statement of each client of a database, by the moment it began.
+select pid, query_start from pg_stat_activity
+ where datname = :name and query_start is not null and backend_type = 'client backend';
 
 -- name: read_position
 -- How many bytes of log the server has written.
