@@ -11,7 +11,7 @@ from flowfabric.model.outcomes import AlreadySatisfied
 from flowfabric.model.suspension import UsePending
 from flowfabric.model.waits import PendingWaitpoint
 
-from .state import ACTIVE, told, vector
+from .state import ACTIVE, refused, told, vector
 from .waits import SUSPENDED, args, seed, suspended, suspension, using, waitpoint
 
 LONG = 3_600_000
@@ -180,3 +180,11 @@ async def test_a_pending_waitpoint_is_given_by_its_text_as_well(engine: Engine, 
     assert asked.waitpoints == (UsePending(waitpoint_id=pending.waitpoint_id),)
     await suspended(engine, handle, asked)
     assert (await waitpoint(rows, pending.waitpoint_id))["required_signal_names"] == ["__operator_only__"]
+
+
+async def test_a_condition_that_does_not_name_the_waitpoint_is_refused(engine: Engine, given: Any, rows: Any) -> None:
+    handle = await given.claimed()
+    pending = await ahead(engine, handle, "other")
+    async with rows.unchanged():
+        await refused(engine.suspend(handle, using(pending)), "invalid_input", "waitpoint_key_mismatch")
+    await engine.renew(handle)

@@ -27,13 +27,12 @@ from flowfabric.model.outcomes import Created, Duplicate
 from flowfabric.model.policy import ExecutionPolicy, dedup_window_ms, parse_policy, policy_json
 from flowfabric.model.states import PublicState
 from flowfabric.model.tags import check_tags
-from flowfabric.model.text import check_text
+from flowfabric.model.text import check_short, check_text
 
 SQL = statements_beside(__file__)
 
 MAX_BATCH = 1000
 MAX_PRIORITY = 9000
-MAX_KEY_BYTES = 1024
 MAX_SHAPES = 4096
 PATIENCE_SHARED, PATIENCE_ALONE = "50ms", "2s"
 """How long a statement waits for a key or an id that is being taken elsewhere: with others behind it, and alone."""
@@ -153,7 +152,7 @@ class Submit:
         store = self._store
         lane_id = check_lane_id(new.lane_id)
         creator = check_text(new.creator_identity, "creator_identity")
-        namespace = _check_short(new.namespace, "namespace")
+        namespace = check_short(new.namespace, "namespace")
         key = new.idempotency_key or None
         if new.execution_id is not None:
             execution_id = parse_execution_id(new.execution_id)
@@ -188,7 +187,7 @@ class Submit:
             payload = _check_bytes(payload)
         key = new.idempotency_key or None
         if key is not None:
-            key = _check_short(key, "idempotency_key")
+            key = check_short(key, "idempotency_key")
         delay_until = new.delay_until
         if delay_until is not None:
             delay_until = _check_time(delay_until, "delay_until")
@@ -394,15 +393,6 @@ def _check_bytes(value: object) -> bytes:
     if isinstance(value, bytes | bytearray | memoryview):
         return bytes(value)
     raise error("invalid_input", f"input_payload: must be bytes, got {type(value).__name__}")
-
-
-def _check_short(value: object, field: str) -> str:
-    text = check_text(value, field)
-    if not text:
-        raise error("invalid_input", f"{field}: must not be empty")
-    if len(text.encode()) > MAX_KEY_BYTES:
-        raise error("invalid_input", f"{field}: longer than {MAX_KEY_BYTES} bytes")
-    return text
 
 
 def _check_time(value: object, field: str) -> int:

@@ -18,7 +18,7 @@ from flowfabric.engine.store import Store
 from flowfabric.engine.transition import Release
 from flowfabric.engine.waitpoint import SQL as WAITPOINT
 from flowfabric.engine.waitpoint import HeldRun, read_runs
-from flowfabric.model.conditions import condition_json, required_signal_names
+from flowfabric.model.conditions import condition_json, required_signal_names, waitpoint_keys
 from flowfabric.model.errors import EngineError, error
 from flowfabric.model.evaluation import Evaluation, SignalFacts, evaluate
 from flowfabric.model.handle import Fence, Handle, check_handle
@@ -205,6 +205,9 @@ class Suspend:
             else:
                 pending = binding
                 token, waitpoint_key = await _pending(transaction, held, binding)
+                # A condition that does not name it could not be met by its signals.
+                if (named := waitpoint_keys(ask.args.resume_condition)) and waitpoint_key not in named:
+                    raise error("invalid_input", "waitpoint_key_mismatch")
                 buffered = await transaction.fetch(
                     SQL.list_buffered, partition_key=held.partition_key, waitpoint_id=binding.waitpoint_id
                 )

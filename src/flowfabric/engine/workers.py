@@ -18,7 +18,7 @@ from flowfabric.model.ids import (
 from flowfabric.model.outcomes import Marked, NotRegistered, Refreshed, Registered
 from flowfabric.model.policy import check_capabilities
 from flowfabric.model.snapshots import WorkerCursor, WorkerEntry, WorkerPage
-from flowfabric.model.text import check_range, check_text, has_control
+from flowfabric.model.text import check_range, check_short, check_text, has_control
 
 SQL = statements_beside(__file__)
 
@@ -120,7 +120,7 @@ class Workers:
         instance = WorkerInstanceId(check_worker_id(worker_instance_id, "worker_instance_id"))
         return {
             "partition_key": worker_partition(instance),
-            "namespace": check_text(namespace, "namespace"),
+            "namespace": check_short(namespace, "namespace"),
             "worker_instance_id": instance,
         }
 

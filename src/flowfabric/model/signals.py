@@ -9,14 +9,13 @@ from flowfabric.model.evaluation import SignalDisposition, SignalEffect
 from flowfabric.model.ids import ExecutionId, SignalId, WaitpointId, parse_execution_id, parse_uuid, row_key, uuid7
 from flowfabric.model.policy_checks import INT32, MAX_MS, settle
 from flowfabric.model.states import PublicState, TimeoutBehavior
-from flowfabric.model.text import check_range, check_text
+from flowfabric.model.text import check_range, check_short, check_text
 from flowfabric.model.tokens import WaitpointToken
 
 MAX_PAYLOAD_BYTES = 65_536
 DEFAULT_SIGNAL_LIMIT = 10_000
 DEFAULT_MAXLEN = 1_000
 DEFAULT_DEDUP_TTL_MS = 86_400_000
-MAX_KEY_BYTES = 1024
 
 _TEXTS = (
     "signal_name",
@@ -73,8 +72,8 @@ class NewSignal:
                 check_text(text, name)
             elif name not in ("payload_encoding", "correlation_id", "idempotency_key"):
                 raise error("invalid_input", f"{name}: must be text")
-        if len((self.idempotency_key or "").encode()) > MAX_KEY_BYTES:
-            raise error("invalid_input", f"idempotency_key: longer than {MAX_KEY_BYTES} bytes")
+        if self.idempotency_key:
+            check_short(self.idempotency_key, "idempotency_key")
         if not self.signal_name:
             raise error("invalid_input", "signal_name: must not be empty")
         if self.payload is not None and not isinstance(self.payload, bytes):

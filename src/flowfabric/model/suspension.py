@@ -27,7 +27,7 @@ from flowfabric.model.ids import SuspensionId, WaitpointId, parse_uuid
 from flowfabric.model.policy import SuspensionPolicy
 from flowfabric.model.policy_checks import MAX_MS, settle
 from flowfabric.model.states import BlockingReason, TimeoutBehavior
-from flowfabric.model.text import check_range, check_text, shorten
+from flowfabric.model.text import check_range, check_short, check_text, shorten
 
 CLOCK_SKEW_MS = 600_000
 REPLAY_MARGIN_MS = 60_000
@@ -228,10 +228,10 @@ class SuspendArgs:
             check_range(self.timeout_at, "timeout_at", -MAX_MS, MAX_MS)
         if self.timeout_behavior is not None:
             settle(self, "timeout_behavior", parse_timeout_behavior(self.timeout_behavior))
-        for name in ("continuation_metadata_pointer", "idempotency_key"):
-            if getattr(self, name) is not None:
-                check_text(getattr(self, name), name)
-        settle(self, "idempotency_key", self.idempotency_key or None)
+        if self.continuation_metadata_pointer is not None:
+            check_text(self.continuation_metadata_pointer, "continuation_metadata_pointer")
+        key = None if self.idempotency_key == "" else self.idempotency_key
+        settle(self, "idempotency_key", None if key is None else check_short(key, "idempotency_key"))
 
 
 def check_suspend(args: SuspendArgs) -> None:

@@ -10,6 +10,8 @@ from flowfabric.model.errors import error
 
 Word = TypeVar("Word", bound=StrEnum)
 
+MAX_KEY_BYTES = 1024
+
 
 def check_text(value: object, field: str) -> str:
     """Give a text the store can hold: valid Unicode without NUL."""
@@ -23,6 +25,16 @@ def check_text(value: object, field: str) -> str:
         except UnicodeEncodeError:
             raise error("invalid_input", f"{field}: is not valid Unicode") from None
     return value
+
+
+def check_short(value: object, field: str) -> str:
+    """Give a text that fits a key of the store: not empty, and at most 1024 bytes."""
+    text = check_text(value, field)
+    if not text:
+        raise error("invalid_input", f"{field}: must not be empty")
+    if len(text.encode()) > MAX_KEY_BYTES:
+        raise error("invalid_input", f"{field}: longer than {MAX_KEY_BYTES} bytes")
+    return text
 
 
 def check_range(value: object, field: str, least: int, most: int) -> None:
