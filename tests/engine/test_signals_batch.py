@@ -238,3 +238,13 @@ async def test_two_executions_may_use_one_key_and_one_signal_id(engine: Engine, 
     both: dict[str, Any] = {"idempotency_key": "k", "signal_id": uuid4()}
     answers = await sent(engine, [one.signal(**both), two.signal(**both)])
     assert [type(answer) for answer in answers] == [Accepted, Accepted]
+
+
+async def test_one_signal_for_many_executions_goes_to_each_together(engine: Engine, given: Any, rows: Any) -> None:
+    waits = await many(engine, given, 20)
+    broadcast = uuid4()
+    answers = await sent(engine, [wait.signal(signal_id=broadcast) for wait in waits])
+    assert [answer.effect for answer in answers] == [MET] * len(waits)
+    for wait in waits:
+        (stored,) = await signals(rows, wait.execution_id)
+        assert stored["signal_id"] == broadcast

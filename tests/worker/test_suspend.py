@@ -15,6 +15,7 @@ from flowfabric.model.ids import ExecutionId, SuspensionId, WaitpointId
 from flowfabric.model.states import TerminalOutcome
 from flowfabric.model.suspension import Fresh, SuspendArgs, SuspensionReason
 from flowfabric.worker.context import Context
+from flowfabric.worker.waits import suspend_args
 from flowfabric.worker.worker import Worker
 
 READY = Single(waitpoint_key="answer", matcher=ByName("ready"))
@@ -416,3 +417,9 @@ async def test_many_waits_end_each_with_its_own_signal(engine: Engine, start_wor
         assert ended.result == b'[%d,"%d"]' % (nth, nth)
         assert len(await engine.list_attempts(run)) == 1
     assert await engine.find_inconsistencies() == []
+
+
+@pytest.mark.parametrize(("given_key", "kept"), [("", None), ("gate", "2:gate")])
+async def test_an_empty_idempotency_key_is_none(engine: Engine, given_key: str, kept: str | None) -> None:
+    args = await suspend_args(engine.server_time_ms, 2, {"keys": ["a"], "idempotency_key": given_key})
+    assert args.idempotency_key == kept

@@ -78,7 +78,7 @@ with recorded as (
   insert into signal (partition_key, execution_id, signal_id, suspension_id, waitpoint_id, waitpoint_key, signal_name,
                       signal_category, source_type, source_identity, correlation_id, idempotency_key, target_scope,
                       created_at, accepted_at, effect, disposition, payload, payload_encoding)
-  select coalesce(i.partition_key, (:partition_keys)[1]), coalesce(i.execution_id, (:execution_ids)[1]), i.signal_id,
+  select coalesce(i.partition_key, (:partition_keys)[1]), coalesce(i.execution_id, (:execution_ids)[1]), coalesce(i.signal_id, (:signal_ids)[1]),
          case cardinality(:suspension_ids) when 1 then (:suspension_ids)[1] else i.suspension_id end,
          coalesce(i.waitpoint_id, (:waitpoint_ids)[1]), coalesce(i.waitpoint_key, (:waitpoint_keys)[1]), coalesce(i.signal_name, (:signal_names)[1]),
          coalesce(i.signal_category, (:signal_categories)[1]), coalesce(i.source_type, (:source_types)[1]),

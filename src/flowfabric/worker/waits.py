@@ -67,7 +67,7 @@ async def suspend_args(clock: Callable[[], Awaitable[int]], attempt_index: int, 
             raise TypeError("suspend: timeout_at or timeout_ms, not both")
         check_range(timeout_ms, "timeout_ms", 0, MAX_MS)
         wait["timeout_at"] = await clock() + timeout_ms
-    if "idempotency_key" in wait:
+    if wait.get("idempotency_key"):
         # A wait that is over is over for its attempt: the next attempt waits anew.
         wait["idempotency_key"] = f"{attempt_index}:{wait['idempotency_key']}"
     condition = _condition(wait.pop("condition", None), wait.pop("keys", ()))
