@@ -1,7 +1,7 @@
 """Statements kept in .sql files, with named parameters bound to positions once at import."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
@@ -85,3 +85,14 @@ def columns_of(names: Sequence[str], rows: Sequence[Sequence[object]]) -> dict[s
         else:
             columns[name] = column
     return columns
+
+
+def columns_from(names: Sequence[str], rows: Sequence[Sequence[object]]) -> dict[str, object]:
+    """Rows as one array a column, each as long as there are rows."""
+    columns: list[Sequence[object]] = list(zip(*rows, strict=True)) if rows else [()] * len(names)
+    return dict(zip(names, columns, strict=True))
+
+
+def array_text(values: Iterable[object]) -> str:
+    """Ids as one text that Postgres reads as an array: arrays of different lengths do not make a column."""
+    return f"{{{','.join(map(str, values))}}}"

@@ -2,11 +2,11 @@
 
 import asyncio
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from flowfabric.db.database import Record
-from flowfabric.db.statements import columns_of
-from flowfabric.engine.resume import Resume, array_text
+from flowfabric.db.statements import array_text, columns_from, columns_of
+from flowfabric.engine.resume import Resume
 from flowfabric.model.conditions import read_stored_condition
 from flowfabric.model.delivery import Addressee, Recorded, Wait, Waitpoint
 from flowfabric.model.errors import EngineError
@@ -207,9 +207,3 @@ def resume_of(addressee: Addressee) -> Resume:
         accepted=accepted,
         matched=matched,
     )
-
-
-def columns_from(names: Sequence[str], rows: Sequence[tuple[Any, ...]]) -> dict[str, object]:
-    """Rows as one array a column."""
-    columns: list[Sequence[object]] = list(zip(*rows, strict=True)) if rows else [()] * len(names)
-    return dict(zip(names, columns, strict=True))

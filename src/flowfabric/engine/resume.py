@@ -1,12 +1,12 @@
 """Resuming: a suspended execution becomes runnable, and its suspension is over."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
 
 from flowfabric.db.database import Record, Transaction
-from flowfabric.db.statements import columns_of, statements_beside
+from flowfabric.db.statements import array_text, columns_of, statements_beside
 from flowfabric.engine.fence import lock_execution
 from flowfabric.engine.store import Store
 from flowfabric.engine.transition import RESUME_DELAYED, RESUMED, RESUMED_PARAMETERS
@@ -72,11 +72,6 @@ SATISFIED = ResumeCause(
 """A signal met the condition."""
 TIMED_OUT = ResumeCause(close_reason=CloseReason.TIMED_OUT_AUTO_RESUME)
 """The deadline ended the wait."""
-
-
-def array_text(ids: Iterable[SignalId]) -> str:
-    """Ids as one text that Postgres reads as an array: arrays of different lengths do not make a column."""
-    return f"{{{','.join(map(str, ids))}}}"
 
 
 def _row(resume: Resume) -> tuple[object, ...]:

@@ -7,14 +7,13 @@ from uuid import UUID
 
 from flowfabric.db.batch import LOCKED, Batch, Locked
 from flowfabric.db.database import Record, StoreFault, Transaction
-from flowfabric.db.statements import statements_beside
+from flowfabric.db.statements import columns_from, statements_beside
 from flowfabric.engine.fence import lock_execution
 from flowfabric.engine.keys import Keys
 from flowfabric.engine.mail import (
     Delivered,
     Mail,
     addressee_of,
-    columns_from,
     deliveries,
     overflow_of,
     resume_of,

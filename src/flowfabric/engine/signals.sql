@@ -146,13 +146,16 @@ update execution e set last_hmac_validation_failed_at = :now::bigint from refuse
 delete from signal
  where ctid = any(array(
        select g.tid
-         from unnest(:partition_keys::smallint[], :waitpoint_ids::uuid[], :maxlens::int[], :satisfiers::text[])
-              as i(partition_key, waitpoint_id, maxlen, satisfiers)
+         from (-- Read as an array here: in the condition it would be read again for every signal.
+               select i.partition_key, i.waitpoint_id, i.maxlen, i.satisfiers::uuid[] as satisfiers
+                 from unnest(:partition_keys::smallint[], :waitpoint_ids::uuid[], :maxlens::int[], :satisfiers::text[])
+                      as i(partition_key, waitpoint_id, maxlen, satisfiers)
+               offset 0) i
         cross join lateral (
               select g.ctid as tid, g.signal_id from signal g
                where g.partition_key = i.partition_key and g.waitpoint_id = i.waitpoint_id
                order by g.sequence desc offset i.maxlen) g
-        where g.signal_id <> all(i.satisfiers::uuid[])));
+        where g.signal_id <> all(i.satisfiers)));
 
 -- name: read_for_approval
 -- The lane of an execution, and the token of a waitpoint of it where there is such a one.

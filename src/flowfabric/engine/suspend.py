@@ -1,6 +1,6 @@
 """Suspending: a run gives up its lease and its attempt goes on once its condition is met."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 from uuid import UUID
@@ -9,7 +9,7 @@ import msgspec
 
 from flowfabric.db.batch import LOCKED, Batch, Locked
 from flowfabric.db.database import Record, Transaction
-from flowfabric.db.statements import statements_beside
+from flowfabric.db.statements import array_text, columns_from, statements_beside
 from flowfabric.engine.fence import GivenFence, Verdict, check_lease
 from flowfabric.engine.keys import Keys
 from flowfabric.engine.lease import Leases
@@ -334,9 +334,9 @@ async def _store(transaction: Transaction, waits: Sequence[_Wait]) -> None:
     (stored,) = await transaction.fetch(
         SQL.insert_suspensions,
         now=waits[0].held.now,
-        **_columns(_SUSPENSION_COLUMNS, [_suspension(wait) for wait in waits]),
-        **_columns(_FRESH_COLUMNS, fresh),
-        **_columns(_KEPT_COLUMNS, kept),
+        **columns_from(_SUSPENSION_COLUMNS, [_suspension(wait) for wait in waits]),
+        **columns_from(_FRESH_COLUMNS, fresh),
+        **columns_from(_KEPT_COLUMNS, kept),
     )
     if stored["made"] != len(fresh):
         raise error("waitpoint_already_exists")
@@ -369,7 +369,7 @@ def _suspension(wait: _Wait) -> tuple[object, ...]:
         held.execution_id,
         args.suspension_id,
         held.attempt_index,
-        _array(binding.waitpoint_id for binding in args.waitpoints),
+        array_text(binding.waitpoint_id for binding in args.waitpoints),
         held.namespace_no,
         held.lane_no,
         args.reason_code,
@@ -379,7 +379,7 @@ def _suspension(wait: _Wait) -> tuple[object, ...]:
         condition_json(args.resume_condition),
         resume_policy_json(args.resume_policy),
         args.continuation_metadata_pointer,
-        _array(wait.evaluation.satisfiers),
+        array_text(wait.evaluation.satisfiers),
         wait.satisfied_at,
         wait.close_reason,
         wait.buffered[-1]["accepted_at"] if wait.buffered else None,
@@ -405,17 +405,6 @@ def _fresh(wait: _Wait) -> list[tuple[object, ...]]:
         for binding, token in zip(wait.args.waitpoints, tokens, strict=True)
         if isinstance(binding, Fresh)
     ]
-
-
-def _columns(names: Sequence[str], rows: Sequence[tuple[object, ...]]) -> dict[str, object]:
-    """Rows as one array a column."""
-    columns: list[Sequence[object]] = list(zip(*rows, strict=True)) if rows else [()] * len(names)
-    return dict(zip(names, columns, strict=True))
-
-
-def _array(ids: Iterable[UUID]) -> str:
-    """Ids as the text of an array: an array of arrays would have to be a rectangle."""
-    return "{" + ",".join(map(str, ids)) + "}"
 
 
 def _details(args: SuspendArgs, bound: Sequence[AdditionalWaitpoint]) -> SuspendDetails:

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from flowfabric.db.batch import Locked
 from flowfabric.db.database import Record, Transaction
 from flowfabric.db.statements import statements_beside
+from flowfabric.engine.expire import suspension_ending
 from flowfabric.engine.fence import Verdict, lock_if_there
 from flowfabric.engine.release import Ending, Releases
 from flowfabric.engine.resume import TIMED_OUT, Resume, Resumes
@@ -23,9 +24,9 @@ from flowfabric.model.ids import (
     split_execution_id,
     uuid7,
 )
-from flowfabric.model.outcomes import AlreadySatisfied, FailureClass
+from flowfabric.model.outcomes import AlreadySatisfied
 from flowfabric.model.signals import SuspensionExpired
-from flowfabric.model.states import CancelSource, LifecyclePhase, TimeoutBehavior
+from flowfabric.model.states import LifecyclePhase, TimeoutBehavior
 from flowfabric.model.suspension import SuspensionReason, read_stored_timeout_behavior
 from flowfabric.model.waits import CloseReason
 
@@ -140,7 +141,9 @@ class Timeouts:
     async def _apply(self, transaction: Transaction, due: Sequence[_TimedOut]) -> _Applied:
         """Apply the timeouts of suspensions whose executions the transaction holds."""
         applied = _Applied(behaviors=[each.behavior for each in due])
-        applied.endings = [_ending(each) for each in due if each.behavior in SUSPENSION_TIMEOUTS]
+        applied.endings = [
+            suspension_ending(each.execution_id, each.behavior) for each in due if each.behavior in SUSPENSION_TIMEOUTS
+        ]
         if applied.endings:
             applied.verdicts = await self._releases.within(transaction, applied.endings)
         resumed = [each for each in due if each.behavior is TimeoutBehavior.AUTO_RESUME_WITH_TIMEOUT_SIGNAL]
@@ -185,16 +188,6 @@ def _is_due(suspension: Record) -> bool:
 def _timed_out(execution_id: ExecutionId, suspension: Record) -> _TimedOut:
     behavior = read_stored_timeout_behavior(suspension["timeout_behavior"])
     return _TimedOut(execution_id=execution_id, suspension=suspension, behavior=behavior)
-
-
-def _ending(timed_out: _TimedOut) -> Ending:
-    return Ending(
-        timed_out.execution_id,
-        SUSPENSION_TIMEOUTS[timed_out.behavior],
-        reason=f"suspension_timeout:{timed_out.behavior}",
-        category=FailureClass.TIMEOUT.value,
-        source=CancelSource.SYSTEM_TIMEOUT,
-    )
 
 
 def _named(execution_ids: Sequence[ExecutionId]) -> dict[str, object]:
