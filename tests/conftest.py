@@ -27,6 +27,9 @@ from flowfabric.settings import Settings
 
 Answer = TypeVar("Answer")
 
+# A store that is not embedded starts with the first signing key only where it is told one; processes inherit it.
+os.environ["FF_WAITPOINT_HMAC_SECRET"] = "ab" * 32
+
 
 # The server and the template.
 
@@ -98,8 +101,11 @@ async def _leaves_no_task() -> AsyncIterator[None]:
 def databases(server: str, template: str) -> Iterator[Databases]:
     """The databases of this process."""
     databases = Databases(server, template)
-    yield databases
-    run(databases.drop())
+    run(databases.open())
+    with pytest.MonkeyPatch.context() as patch:
+        databases.remember_types(patch)
+        yield databases
+    run(databases.close())
 
 
 @pytest.fixture
@@ -155,6 +161,14 @@ async def engine(engines: Engines) -> Engine:
     return await engines()
 
 
+@pytest.fixture
+async def keyless(engines: Engines, connection: asyncpg.Connection) -> Engine:
+    """An engine whose store has no signing key; no operation leaves it so."""
+    engine = await engines()
+    await connection.execute("delete from signing_key")
+    return engine
+
+
 class Clock:
     """The clock of the test's database: it goes on by itself, and further where a test says so."""
 
@@ -205,17 +219,15 @@ class Rows:
 
     async def snapshot(self, *, without: Iterable[str] = ()) -> dict[str, list[str]]:
         """Every row of every table as text, sorted."""
-        async with self._connection.transaction(isolation="repeatable_read", readonly=True):
-            tables = await self._connection.fetch(
-                """select relname from pg_class where relnamespace = $1::text::regnamespace and relkind in ('r', 'p')
-                    and not relispartition and relname <> all($2::text[]) order by 1""",
-                SCHEMA,
-                ["test_clock", "test_change", *without],
-            )
-            return {
-                name: sorted(row[0] for row in await self._connection.fetch(f'select t::text from "{name}" t'))
-                for (name,) in tables
-            }
+        every = await self._connection.fetchval(
+            """select string_agg(format('select %1$L, array(select t::text from %1$I t order by 1)', relname),
+                                 ' union all ')
+                 from pg_class where relnamespace = $1::text::regnamespace and relkind in ('r', 'p')
+                  and not relispartition and relname <> all($2::text[])""",
+            SCHEMA,
+            ["test_clock", "test_change", *without],
+        )
+        return dict(await self._connection.fetch(every))
 
     @asynccontextmanager
     async def unchanged(self, *, without: Iterable[str] = ()) -> AsyncIterator[None]:

@@ -5,16 +5,19 @@ import os
 import shutil
 import subprocess
 import tempfile
+import threading
 from collections.abc import AsyncIterator, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypeVar
 from urllib.parse import urlsplit, urlunsplit
 from uuid import uuid4
 
 import asyncpg
 import pytest
+from asyncpg.connection import Connection
 
 Answer = TypeVar("Answer")
 
@@ -38,20 +41,26 @@ create function test_note_change() returns event_trigger language plpgsql securi
 create event trigger test_change on ddl_command_end execute function test_note_change();
 """
 
-# Whether a database is as it was made but for its rows: what it consists of, its ledger, and what the planner knows.
-_IS_AS_MADE = """
+# Whether a database is as it was made but for its rows (what it consists of, its ledger, and what the planner knows),
+# and the tables that hold some.
+_LOOK = """
 select not exists (select from test_change)
-   and not exists (select from pg_statistic s join pg_class c on c.oid = s.starelid
-                    where c.relnamespace = current_schema::regnamespace)
-   and (select string_agg(m::text, ' ' order by m::text) from schema_migration m) = $1
+       and not exists (select from pg_statistic s join pg_class c on c.oid = s.starelid
+                        where c.relnamespace = current_schema::regnamespace)
+       and (select string_agg(m::text, ' ' order by m::text) from schema_migration m) = $1 as is_as_made,
+       (select string_agg(quote_ident(relname), ', ') from pg_class
+         where relnamespace = current_schema::regnamespace and relkind = 'r'
+           and relname <> all(array['test_clock', 'test_change', 'schema_migration'])
+           and pg_relation_size(oid) > 0) as used
 """
 _LEDGER = "select string_agg(m::text, ' ' order by m::text) from schema_migration m"
-_KEPT = ["test_clock", "test_change", "schema_migration"]
-_USED = """
-select string_agg(quote_ident(relname), ', ') from pg_class
- where relnamespace = current_schema::regnamespace and relkind = 'r'
-   and relname <> all($1::text[]) and pg_relation_size(oid) > 0
+_RESET = """
+update test_clock set offset_ms = 0, stands = false;
+select setval('execution_sequence', 1, false), pg_stat_reset(), pg_stat_force_next_flush();
 """
+_COPY = "ff_copy_"
+_FIRST_OID = 16384
+"""The least of what one database has and another need not have."""
 
 
 def run(work: Coroutine[Any, Any, Answer]) -> Answer:
@@ -127,58 +136,113 @@ async def left_on(connection: asyncpg.Connection, name: str) -> list[str]:
     """The sessions a test has left on its database."""
     left: list[str] = []
     # A closed session takes a moment to leave the server's list.
-    for _ in range(200):
+    for _ in range(1000):
         left = await _others(connection, name)
         if not left:
             break
-        await asyncio.sleep(0.01)
+        await asyncio.sleep(0.002)
     return left
 
 
+class Beside:
+    """A loop in a thread of its own: what is opened there outlives the loops of the tests."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+
+    async def do(self, work: Coroutine[Any, Any, Answer]) -> Answer:
+        """Wait for work in the loop beside this one."""
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
+
+    def close(self) -> None:
+        """End the thread."""
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
 class Databases:
-    """Copies of the template: made when none is free, emptied after a test and given to the next one."""
+    """Copies of the template: made when none is free, emptied after a test and given to the next one.
+
+    Each has a session that stays, which knows its tables already when it empties them.
+    """
 
     def __init__(self, server: str, template: str) -> None:
         self._server = server
         self._template = template
-        self._free: list[str] = []
+        self._beside = Beside()
+        self._free: list[tuple[str, asyncpg.Connection]] = []
+        self._ledger = ""
+        self._newest_type = 0
+        self._types: dict[frozenset[int], Any] = {}
+
+    async def open(self) -> None:
+        """Look at the template, which stays as it is."""
+        connection = await session(at_database(self._server, self._template), "test")
+        self._ledger = await connection.fetchval(_LEDGER)
+        self._newest_type = await connection.fetchval("select max(oid)::bigint from pg_type")
+        await connection.close()
+
+    def remember_types(self, patch: pytest.MonkeyPatch) -> None:
+        """Answer what the driver asks about types in every new session, which copies of the template have in common."""
+        ask = Connection._introspect_types
+
+        async def introspect(connection: Any, oids: Any, timeout: Any) -> Any:
+            wanted = frozenset(oids)
+            newest = self._newest_type if connection._params.database.startswith(_COPY) else _FIRST_OID - 1
+            if max(wanted) > newest:
+                return await ask(connection, oids, timeout)
+            if wanted not in self._types:
+                self._types[wanted] = (await ask(connection, oids, timeout))[0]
+            return self._types[wanted], SimpleNamespace(name="remembered")
+
+        patch.setattr(Connection, "_introspect_types", introspect)
 
     @asynccontextmanager
     async def one(self) -> AsyncIterator[str]:
         """The address of a database whose tables are empty."""
-        connection = await asyncpg.connect(self._server)
-        try:
-            name = self._free.pop() if self._free else f"ff_test_{uuid4().hex}"
-            if not await connection.fetchval("select exists (select from pg_database where datname = $1)", name):
-                await connection.execute(f"create database {name} template {self._template} strategy file_copy")
-            url = at_database(self._server, name)
-            yield url
-            left = await left_on(connection, name)
-            if not left and await self._emptied(url):
-                self._free.append(name)
-            else:
-                await connection.execute(f"drop database {name} with (force)")
-            assert not left, f"the test left sessions open: {left}"
-        finally:
-            await connection.close()
+        name, keeper = await self._beside.do(self._take())
+        yield at_database(self._server, name)
+        left = await self._beside.do(self._give_back(name, keeper))
+        assert not left, f"the test left sessions open: {left}"
 
-    async def _emptied(self, url: str) -> bool:
+    async def _take(self) -> tuple[str, asyncpg.Connection]:
+        while self._free:
+            name, keeper = self._free.pop()
+            if not keeper.is_closed():
+                return name, keeper
+        name = f"{_COPY}{uuid4().hex}"
+        await execute(self._server, f"create database {name} template {self._template} strategy file_copy")
+        return name, await session(at_database(self._server, name), "test databases")
+
+    async def _give_back(self, name: str, keeper: asyncpg.Connection) -> list[str]:
+        """The sessions a test has left on its database, which is kept when there are none and it is as it was made."""
+        left: list[str] = []
+        if not keeper.is_closed():
+            left = await left_on(keeper, name)
+            if not left and await self._emptied(keeper):
+                self._free.append((name, keeper))
+                return left
+            await keeper.close()
+        await execute(self._server, f"drop database if exists {name} with (force)")
+        return left
+
+    async def _emptied(self, keeper: asyncpg.Connection) -> bool:
         """Whether a database is as it was made, after its rows are gone; otherwise it is not worth keeping."""
-        template = await session(at_database(self._server, self._template), "test")
-        ledger = await template.fetchval(_LEDGER)
-        await template.close()
-        connection = await session(url, "test")
-        try:
-            if not await connection.fetchval(_IS_AS_MADE, ledger):
-                return False
-            if used := await connection.fetchval(_USED, _KEPT):
-                await connection.execute(f"truncate {used} restart identity cascade")
-            await connection.execute("update test_clock set offset_ms = 0, stands = false")
-            await connection.execute("select setval('execution_sequence', 1, false), pg_stat_reset()")
-            return True
-        finally:
-            await connection.close()
+        is_as_made, used = await keeper.fetchrow(_LOOK, self._ledger)
+        if is_as_made:
+            empty = f"truncate {used} restart identity cascade;" if used else ""
+            await keeper.execute(empty + _RESET)
+        return bool(is_as_made)
 
-    async def drop(self) -> None:
+    async def close(self) -> None:
         """Drop what is free."""
-        await execute(self._server, *(f"drop database {name} with (force)" for name in self._free))
+        await self._beside.do(self._drop())
+        self._beside.close()
+
+    async def _drop(self) -> None:
+        for name, keeper in self._free:
+            await keeper.close()
+            await execute(self._server, f"drop database if exists {name} with (force)")

@@ -95,7 +95,7 @@ async def test_a_program_runs_and_prints_what_it_says(program: Block, url: str, 
         subprocess.run,
         [sys.executable, str(file)],
         # An embedded server has a key to sign with; the server of the tests is given one.
-        env={**os.environ, "FF_DATABASE_URL": url, "FF_WAITPOINT_HMAC_SECRET": "ab" * 32},
+        env={**os.environ, "FF_DATABASE_URL": url},
         cwd=tmp_path,
         capture_output=True,
         text=True,

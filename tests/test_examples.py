@@ -12,7 +12,7 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 
 def environment(url: str) -> dict[str, str]:
     # An embedded server has a key to sign with; the server of the tests is given one.
-    return {**os.environ, "FF_DATABASE_URL": url, "FF_WAITPOINT_HMAC_SECRET": "ab" * 32}
+    return {**os.environ, "FF_DATABASE_URL": url}
 
 
 def start(name: str, url: str, *arguments: str) -> "subprocess.Popen[bytes]":

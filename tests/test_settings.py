@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pydantic import ValidationError
+from pydantic import SecretStr, ValidationError
 
 from flowfabric.settings import Settings, SettingsError
 
@@ -138,12 +138,27 @@ def test_no_password_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "pa55word" not in repr(Settings(database_url="postgresql://user:pa55word@host/db"))
 
 
-def test_no_signing_key_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FF_WAITPOINT_HMAC_SECRET", "pa55word")
-    with pytest.raises(SettingsError, match=r"^FF_WAITPOINT_HMAC_SECRET: must be 64 hex digits$"):
+@pytest.mark.parametrize("name", ["FF_WAITPOINT_HMAC_SECRET", "FF_SECRET_KEY", "FF_SECRET_KEY_OLD"])
+def test_no_secret_is_shown(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setenv("FF_SECRET_KEY", "cd" * 32)
+    monkeypatch.setenv(name, "pa55word")
+    with pytest.raises(SettingsError, match=rf"^{name}: must be 64 hex digits$"):
         Settings()
-    monkeypatch.setenv("FF_WAITPOINT_HMAC_SECRET", "ab" * 32)
-    assert "abab" not in repr(Settings())
+    monkeypatch.setenv(name, "ab" * 32)
+    settings = Settings()
+    assert "abab" not in f"{settings!r} {settings} {settings.model_dump()}"
+
+
+def test_stored_secrets_are_sealed_under_the_new_key_and_open_under_the_old_one_too() -> None:
+    new, old = SecretStr("ab" * 32), SecretStr("cd" * 32)
+    assert Settings().secret_keys == []
+    assert Settings(secret_key=new).secret_keys == [b"\xab" * 32]
+    assert Settings(secret_key=new, secret_key_old=old).secret_keys == [b"\xab" * 32, b"\xcd" * 32]
+    for nothing in (None, SecretStr("")):
+        with pytest.raises(SettingsError, match=r"^FF_SECRET_KEY_OLD: needs FF_SECRET_KEY beside it$"):
+            Settings(secret_key=nothing, secret_key_old=old)
+    with pytest.raises(SettingsError, match=r"^FF_SECRET_KEY: must be 64 hex digits$"):
+        Settings(secret_key=SecretStr("short"), secret_key_old=old)
 
 
 def test_a_setting_that_does_not_exist_is_refused() -> None:

@@ -3,7 +3,15 @@
 from pathlib import Path
 from typing import Annotated, Self
 
-from pydantic import Field, ModelWrapValidatorHandler, SecretStr, ValidationError, field_validator, model_validator
+from pydantic import (
+    Field,
+    ModelWrapValidatorHandler,
+    SecretStr,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from flowfabric.db.migrate import check_schema_name
@@ -15,6 +23,12 @@ PREFIX = "FF_"
 
 Count = Annotated[int, Field(ge=1)]
 PartitionCount = Annotated[int, Field(ge=1, le=MAX_PARTITION_COUNT)]
+
+
+# An address may hold a password.
+_UNSHOWN = frozenset(
+    f"{PREFIX}{name}" for name in ("DATABASE_URL", "WAITPOINT_HMAC_SECRET", "SECRET_KEY", "SECRET_KEY_OLD")
+)
 
 
 class SettingsError(RuntimeError):
@@ -41,6 +55,8 @@ class Settings(BaseSettings):
     instance_tag: Annotated[str, Field(min_length=1)] = "cairn.instance_id"
     lease_renewal_events: bool = True
     waitpoint_hmac_secret: SecretStr | None = None
+    secret_key: SecretStr | None = None
+    secret_key_old: SecretStr | None = None
     callback_url: str | None = None
     lease_expiry_interval_ms: Count = 1_500
     delayed_promoter_interval_ms: Count = 750
@@ -54,6 +70,12 @@ class Settings(BaseSettings):
     def migrates(self) -> bool:
         """Whether this process brings the schema up to date when it starts: its own embedded one unless told."""
         return self.database_url is None if self.migrate_on_start is None else self.migrate_on_start
+
+    @property
+    def secret_keys(self) -> list[bytes]:
+        """The keys that stored secrets are sealed under: the first seals, the other still opens."""
+        given = (self.secret_key, self.secret_key_old)
+        return [bytes.fromhex(key.get_secret_value()) for key in given if key is not None]
 
     @field_validator("database_url")
     @classmethod
@@ -97,7 +119,7 @@ class Settings(BaseSettings):
         except EngineError as refused:
             raise ValueError(str(refused.detail)) from None
 
-    @field_validator("waitpoint_hmac_secret")
+    @field_validator("waitpoint_hmac_secret", "secret_key", "secret_key_old")
     @classmethod
     def _hex_secret(cls, secret: SecretStr | None) -> SecretStr | None:
         if secret is None or not secret.get_secret_value():
@@ -107,6 +129,13 @@ class Settings(BaseSettings):
         except EngineError:
             raise ValueError("must be 64 hex digits") from None
         return secret
+
+    @field_validator("secret_key_old")
+    @classmethod
+    def _beside_another(cls, old: SecretStr | None, info: ValidationInfo) -> SecretStr | None:
+        if old is not None and info.data.get("secret_key", old) is None:
+            raise ValueError("needs FF_SECRET_KEY beside it")
+        return old
 
     @model_validator(mode="wrap")
     @classmethod
@@ -124,7 +153,5 @@ def _complaint(settings: type[Settings], location: tuple[int | str, ...], messag
     if field is None and not name.startswith(PREFIX):
         return f"there is no setting {name}"
     variable = name if field is None else str(field.validation_alias or f"{PREFIX}{name.upper()}")
-    # An address may hold a password.
-    is_secret = name in ("database_url", "waitpoint_hmac_secret") or variable == f"{PREFIX}WAITPOINT_HMAC_SECRET"
-    shown = "" if is_secret else f"={value}"
+    shown = "" if variable in _UNSHOWN else f"={value}"
     return f"{variable}{shown}: {message.removeprefix('Value error, ')}"

@@ -1,6 +1,7 @@
 """The conversation with Postgres: run again where Postgres asks for it, told as faults where it fails."""
 
 import asyncio
+import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
@@ -300,3 +301,35 @@ def test_an_error_of_the_driver_has_its_kind_of_fault(error: BaseException, kind
     fault = fault_of(error)
     assert fault is not None
     assert fault.kind == kind
+
+
+@pytest.mark.parametrize(
+    ("sql", "said"),
+    [
+        ("insert into vault values (:id::int, :token)", 'violates check constraint "never"'),
+        ("insert into keyed select :token where :id::int = 7", 'violates unique constraint "keyed_pkey"'),
+        ("select :token::uuid where :id::int = 7", "a value is refused (22"),
+        ("select :token::text::uuid where :id::int = 7", "a value is refused (22P02)"),
+        ("select :token::text::jsonb where :id::int = 7", "a value is refused (22P02)"),
+    ],
+    ids=["a row", "a key", "an argument", "a cast", "a document"],
+)
+async def test_a_fault_does_not_hold_the_values_it_is_about(
+    database: Database, other: asyncpg.Connection, sql: str, said: str
+) -> None:
+    token = "k1:5ec4e7"
+    await other.execute("create table vault (id int, token text, constraint never check (id < 0))")
+    await other.execute(f"create table keyed (token text primary key); insert into keyed values ('{token}')")
+    statement = Statement("store", sql)
+
+    async def within(transaction: Transaction) -> None:
+        await transaction.fetch(statement, id=7, token=token)
+
+    for is_within in (False, True):
+        with pytest.raises(StoreFault) as caught:
+            await (database.transact(within) if is_within else database.fetch(statement, {"id": 7, "token": token}))
+        fault = caught.value
+        assert said in str(fault)
+        printed = "".join(traceback.format_exception(fault))
+        assert "test_a_fault_does_not_hold" in printed
+        assert token not in f"{fault} {fault!r} {printed}"

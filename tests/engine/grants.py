@@ -9,20 +9,14 @@ SECRET = "ab" * 32
 KID = "k1"
 
 
-async def seeded(engine: Engine) -> Engine:
-    """An engine whose store has a key to sign grants with."""
-    await engine.seed_waitpoint_hmac_secret(kid=KID, secret_hex=SECRET)
-    return engine
-
-
 def worker(name: str = "pool", **overrides: Any) -> dict[str, Any]:
     """The arguments that name a worker and a lane."""
     return {"worker_id": name, "worker_instance_id": f"{name}-1", "lane_id": "default", **overrides}
 
 
 async def known(engine: Engine, *names: str) -> None:
-    """Let the engine know workers, so that a refused call of theirs writes nothing at all."""
-    for name in names or ("pool", "other", "worker"):
+    """Let the engine know workers, so that a search of theirs that finds nothing writes nothing at all."""
+    for name in names or ("worker",):
         await engine._boot.store.worker_no(name, f"{name}-1")
 
 

@@ -7,24 +7,24 @@ from uuid import UUID
 import pytest
 
 from flowfabric.engine.engine import Engine
-from flowfabric.model.errors import BugError, ConflictError
-from flowfabric.model.grants import Granted, GrantedClaim
+from flowfabric.model.errors import BugError, ConflictError, EngineError
+from flowfabric.model.grants import Granted, GrantedClaim, NotReclaimable, ResumeToken
 from flowfabric.model.ids import mint_uuid_texts
 from flowfabric.model.outcomes import ClaimedExecution, Completed, Renewed
 from flowfabric.model.states import AttemptType, HandleKind
 
-from .grants import claim_named, claim_resumed, grant, granted, known, resumable, seeded, worker
+from .grants import claim_named, claim_resumed, grant, granted, known, resumable, worker
 from .state import ACTIVE, attempts, claim, ids, refused, revoke, told, vector
 
 LEASE = "01a1def0-0000-7000-8000-000000000001"
 ATTEMPT = "01a1def0-0000-7000-8000-000000000002"
+NEW: dict[str, Any] = {"worker_id": "unheard", "worker_instance_id": "unheard-of"}
 
 
 @pytest.fixture
 async def engine(engine: Engine) -> Engine:
-    """An engine with a key to sign grants with, that knows the workers of these tests."""
-    await known(await seeded(engine), "pool", "other", "worker", "operator")
-    await engine._boot.store.worker_no("operator", "operator")
+    """An engine with a key to sign grants with, that knows the worker who searches."""
+    await known(engine)
     return engine
 
 
@@ -120,6 +120,32 @@ async def test_a_retry_is_claimed_by_grant_as_one(engine: Engine, given: Any, ro
     assert (row["retry_reason"], row["previous_attempt_index"]) == ("no luck", 0)
 
 
+@pytest.mark.parametrize(
+    ("stored", "argument", "kept"),
+    [('{"of": "failure"}', '{"of": "claim"}', "claim"), ('{"of": "failure"}', None, "failure"), (None, None, None)],
+    ids=["claim over failure", "failure", "none"],
+)
+async def test_the_policy_of_an_attempt_is_that_of_its_claim_else_that_of_the_failure_before(
+    engine: Engine, given: Any, rows: Any, clock: Any, stored: str | None, argument: str | None, kept: str | None
+) -> None:
+    handle = await given.claimed(policy={"retry_policy": {"backoff": {"type": "fixed", "delay_ms": 10}}})
+    await engine.fail_execution(
+        execution_id=handle.execution_id,
+        lease_id=handle.lease_id,
+        lease_epoch=handle.lease_epoch,
+        attempt_id=handle.attempt_id,
+        failure_reason="x",
+        next_attempt_policy_json=stored,
+    )
+    await clock.advance(ms=10)
+    await engine.leases.promote_delayed()
+    await grant(engine, handle.execution_id)
+    claimed = await claim_named(engine, handle.execution_id, attempt_policy_json=argument)
+    await engine.complete(claimed.handle)
+    policies = [attempt["policy"] for attempt in await attempts(rows, handle.execution_id)]
+    assert [policy and json.loads(policy) for policy in policies] == [None, kept and {"of": kept}]
+
+
 async def test_a_grant_of_a_lost_lease_is_turned_into_a_reclaimed_one(engine: Engine, given: Any, rows: Any) -> None:
     lost = await given.reclaimable()
     await granted(engine)
@@ -166,9 +192,53 @@ async def test_a_lapsed_grant_is_refused_and_left(engine: Engine, given: Any, ro
     async with rows.unchanged():
         await refused(claim_named(engine, waiting), "claim_grant_expired")
         await refused(claim_named(engine, waiting, "other"), "invalid_claim_grant")
-    await engine.retention.purge_grants()
+
+
+async def test_a_lapsed_grant_is_told_from_none_when_it_is_swept(
+    engine: Engine, given: Any, rows: Any, clock: Any
+) -> None:
+    waiting, ungranted = await given.created(), await given.created()
+    await grant(engine, waiting)
+    await clock.advance(ms=5000)
+    assert await engine.retention.purge_grants() == 1
+    async with rows.unchanged():
+        await refused(claim_named(engine, waiting), "claim_grant_expired")
+        await refused(claim_named(engine, ungranted), "invalid_claim_grant")
+    await grant(engine, waiting, "other")
     async with rows.unchanged():
         await refused(claim_named(engine, waiting), "invalid_claim_grant")
+
+
+async def test_a_refused_claim_leaves_no_name_of_its_worker_behind(engine: Engine, given: Any, rows: Any) -> None:
+    waiting, running = await given.created(lane_id="quiet"), await given.claimed()
+    before = await rows.of("worker_identity")
+    granted_to_another: Any = (await grant(engine, await resumable(given), "worker")).grant
+    token = ResumeToken(grant=granted_to_another.for_resume("default"), **NEW)
+    for call in (
+        engine.claim_execution(execution_id=waiting, lane_id="quiet", **NEW),
+        engine.claim_resumed_execution(execution_id=waiting, lane_id="quiet", **NEW),
+        engine.claim_from_resume_grant(token),
+        fused(engine, running.execution_id),
+    ):
+        with pytest.raises(EngineError):
+            await call
+    answer = await engine.reclaim_execution(execution_id=waiting, lane_id="quiet", **NEW)
+    assert isinstance(answer, NotReclaimable)
+    assert await rows.of("worker_identity") == before
+
+
+async def test_a_worker_has_one_number_however_often_it_claims(
+    engines: Any, engine: Engine, given: Any, rows: Any
+) -> None:
+    other = await engines()
+    numbers = set()
+    for one in (engine, engine, engine, other, other):
+        waiting = await given.created()
+        await grant(one, waiting, "newcomer")
+        await claim_named(one, waiting, "newcomer")
+        numbers.add((await rows.execution(waiting))["worker_no"])
+    (identity,) = await rows.of("worker_identity", worker_id="newcomer")
+    assert numbers == {identity["worker_no"]}
 
 
 async def test_a_grant_is_used_once(engine: Engine, given: Any, rows: Any, clock: Any) -> None:

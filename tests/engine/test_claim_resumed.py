@@ -8,7 +8,7 @@ from flowfabric.engine.engine import Engine
 from flowfabric.model.grants import Granted, ResumeToken
 from flowfabric.model.states import AttemptType, HandleKind
 
-from .grants import claim_resumed, grant, known, resumable, seeded
+from .grants import claim_resumed, grant, known, resumable
 from .state import ACTIVE, refused, told, vector
 
 LEASE = "01a1def0-0000-7000-8000-000000000001"
@@ -16,8 +16,8 @@ LEASE = "01a1def0-0000-7000-8000-000000000001"
 
 @pytest.fixture
 async def engine(engine: Engine) -> Engine:
-    """An engine with a key to sign grants with, that knows the workers of these tests."""
-    await known(await seeded(engine))
+    """An engine with a key to sign grants with, that knows the worker who searches."""
+    await known(engine)
     return engine
 
 
@@ -184,6 +184,25 @@ async def test_a_resume_grant_that_does_not_count_is_refused(engine: Engine, giv
         await refused(engine.claim_from_resume_grant(token(answer)), "claim_grant_expired")
 
 
+async def test_a_lapsed_resume_grant_is_told_from_an_unknown_one_when_it_is_swept(
+    engine: Engine, given: Any, rows: Any, clock: Any
+) -> None:
+    parked = await resumable(given)
+    first = await grant(engine, parked, grant_ttl_ms=1000)
+    await clock.advance(ms=1000)
+    assert await engine.retention.purge_grants() == 1
+    async with rows.unchanged():
+        for instance in ("pool-1", "pool-2"):
+            presented = token(first, worker_instance_id=instance)
+            await refused(engine.claim_from_resume_grant(presented), "claim_grant_expired", "Expired")
+    second = await grant(engine, parked, grant_ttl_ms=1000)
+    await clock.advance(ms=1000)
+    assert await engine.retention.purge_grants() == 1
+    async with rows.unchanged():
+        await refused(engine.claim_from_resume_grant(token(first)), "invalid_claim_grant", "UnknownGrant")
+        await refused(engine.claim_from_resume_grant(token(second)), "claim_grant_expired")
+
+
 async def test_a_resume_grant_counts_only_while_its_key_verifies(
     engine: Engine, given: Any, rows: Any, clock: Any
 ) -> None:
@@ -196,7 +215,7 @@ async def test_a_resume_grant_counts_only_while_its_key_verifies(
 
 async def test_a_signature_of_another_secret_is_refused(engine: Engine, given: Any, rows: Any, connection: Any) -> None:
     answer = await grant(engine, await resumable(given))
-    await connection.execute("update signing_key set secret = 'another'")
+    await connection.execute("update signing_key set secret = sha256('another'), installed_at = installed_at + 1")
     async with rows.unchanged():
         await refused(engine.claim_from_resume_grant(token(answer)), "invalid_claim_grant", "SignatureMismatch")
 

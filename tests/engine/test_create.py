@@ -147,6 +147,32 @@ async def test_items_of_one_call_may_differ_in_every_field(engine: Engine, rows:
     assert [row["deadline_at"] for row in stored] == [now + 5, None, None]
 
 
+async def test_items_of_one_shape_are_stored_as_they_would_be_among_others(engine: Engine, rows: Any) -> None:
+    policy = ExecutionPolicy(max_replay_count=1)
+    differing = {"execution_id", "place", "created_at", "last_transition_at", "last_mutation_at"}
+    shared = new(lane_id="alike", payload_encoding="json", policy=policy)
+    alike = [
+        shared | {"input_payload": b"1", "priority": 3},
+        shared | {"input_payload": b"2", "tags": {"cairn.instance_id": "i-1", "team.name": "blue"}},
+        shared | {"input_payload": b"3", "priority": 9_001, "tags": {"team.name": "red"}},
+    ]
+
+    async def stored(others: list[dict[str, Any]]) -> list[Any]:
+        verdicts = await engine.create_many(items(*alike, *others))
+        assert [type(verdict) for verdict in verdicts] == [Created] * (3 + len(others))
+        found = []
+        for verdict in verdicts[:3]:
+            uuid = verdict.execution_id[-36:]  # type: ignore[union-attr]
+            for table in ("execution", "execution_input", "execution_tag"):
+                of_table = sorted(await rows.of(table, execution_id=uuid), key=str)
+                found.append([{name: row[name] for name in row.keys() - differing} for row in of_table])
+        return found
+
+    assert await stored([]) == await stored([new(lane_id="others")])
+    claimed = await claim(engine, "alike")
+    assert [one.input_payload for one in claimed] == [b"3", b"3", b"1", b"1", b"2", b"2"]
+
+
 async def test_the_instance_tag_is_configurable(engines: Any, rows: Any) -> None:
     engine = await engines(instance_tag="app.instance")
     tags = {"app.instance": "mine", "cairn.instance_id": "theirs"}

@@ -1,6 +1,5 @@
 """Reading one execution whole and in part: snapshot, context, counters, fields, attempts."""
 
-import asyncio
 from typing import Any
 from uuid import uuid4
 
@@ -11,9 +10,9 @@ from flowfabric.engine.engine import Engine
 from flowfabric.engine.view import CORE_FIELDS
 from flowfabric.model.snapshots import CurrentAttempt, CurrentLease, ExecutionContext, ExecutionSnapshot
 from flowfabric.model.states import AttemptLifecycle, AttemptType, BlockingReason, PublicState
-from flowfabric.model.support import FLAGS, OPERATIONS
 
 from .state import claim, refused
+from .waits import args, suspended
 
 ABSENT = f"{{fp:1}}:{uuid4()}"
 
@@ -218,7 +217,68 @@ async def test_the_lineage_is_pending_until_it_is_claimed(engine: Engine, given:
     await clock.advance(seconds=1)
     await given.claim()
     found = await engine.read_exec_core_fields(handle.execution_id, names)
-    assert found["pending_retry_reason"] is None
+    assert (found["pending_retry_reason"], found["failure_reason"]) == (None, None)
+
+
+PROGRESS = ("progress_pct", "progress_message", "progress_updated_at", "failure_reason")
+
+
+async def test_progress_and_failure_are_those_of_the_latest_attempt(engine: Engine, given: Any, clock: Any) -> None:
+    async def shown() -> list[str | None]:
+        return list((await engine.read_exec_core_fields(execution_id, PROGRESS)).values())
+
+    retry = {"retry_policy": {"backoff": {"type": "fixed", "delay_ms": 10}}}
+    execution_id = await given.created(policy=retry)
+    first = await given.claim()
+    at = await clock.advance(seconds=1)
+    await engine.progress(first.handle, percent=80, message="nearly")
+    assert await shown() == ["80", "nearly", str(at), None]
+    await engine.fail(first.handle, reason="busy")
+    assert await shown() == ["80", "nearly", str(at), "busy"]
+    await clock.advance(seconds=1)
+    second = await given.claim()
+    assert await shown() == [None, None, None, None]
+    # Put aside before it reported anything, it has nothing to report when it goes on.
+    await engine.delay(second.handle, 0)
+    assert await shown() == [None, None, None, None]
+    await engine.promote_delayed(execution_id=execution_id)
+    at = await clock.advance(seconds=1)
+    second = await given.claim()
+    await engine.progress(second.handle, message="again")
+    assert await shown() == [None, "again", str(at), None]
+    await engine.delay(second.handle, 0)
+    await engine.promote_delayed(execution_id=execution_id)
+    await clock.advance(seconds=1)
+    second = await given.claim()
+    assert await shown() == [None, "again", str(at), None]
+    at = await clock.advance(seconds=1)
+    await engine.progress(second.handle, percent=5)
+    assert await shown() == ["5", "again", str(at), None]
+    await clock.advance(seconds=31)
+    third = await given.claim()
+    assert (third.attempt_index, await shown()) == (2, [None, None, None, None])
+    await engine.complete(third.handle)
+    assert await shown() == [None, None, None, None]
+
+
+async def test_what_a_suspend_left_is_shown_to_the_run_that_goes_on_and_not_to_another_attempt(
+    engine: Engine, given: Any, clock: Any
+) -> None:
+    async def left() -> str | None:
+        found = await engine.describe_execution(run.execution_id)
+        assert found is not None
+        return found.continuation_metadata_pointer
+
+    run = await given.run()
+    await suspended(engine, run.handle, args(continuation_metadata_pointer="s3://there"))
+    await engine.resume_execution(execution_id=run.execution_id)
+    assert await left() == "s3://there"
+    resumed = await given.claim()
+    assert await left() == "s3://there"
+    await clock.advance(seconds=31)
+    reclaimed = await given.claim()
+    assert (resumed.attempt_index, reclaimed.attempt_index) == (0, 1)
+    assert await left() is None
 
 
 async def test_an_unknown_field_is_refused(engine: Engine, given: Any, rows: Any) -> None:
@@ -324,6 +384,8 @@ async def test_an_info_with_a_missing_part_is_corruption(
     await refused(engine.read_execution_info(execution_id), "corruption", "read_execution_info: ")
     if field == "namespace":
         await refused(engine.get_execution_namespace(execution_id), "corruption", "namespace: is missing")
+    if field == "created_at":
+        await refused(engine.read_execution_context(execution_id), "corruption", "input_payload: is missing")
 
 
 async def test_a_lease_without_a_holder_or_an_end_is_no_lease(
@@ -348,75 +410,3 @@ async def test_an_unknown_literal_is_corruption(engine: Engine, given: Any, conn
     await connection.execute("update execution set public_state = 'lost'")
     await refused(engine.read_execution_state(execution_id), "corruption", "public_state: unknown literal 'lost'")
     await refused(engine.list_executions(), "corruption", "public_state: unknown literal 'lost'")
-
-
-# The engine itself.
-
-
-def test_every_flag_speaks_for_operations_by_name() -> None:
-    assert len(FLAGS) == 34
-    assert set(OPERATIONS) == set(FLAGS)
-
-
-async def test_a_flag_is_true_exactly_where_its_operations_are_there(engine: Engine) -> None:
-    found = engine.capabilities()
-    assert (found.identity.family, found.identity.stage) == ("postgres", "alpha")
-    assert (found.identity.version.major, found.identity.version.minor) == (0, 1)
-    for flag in FLAGS:
-        assert getattr(found, flag) is all(hasattr(Engine, operation) for operation in OPERATIONS[flag]), flag
-    built = (
-        "cancel_execution",
-        "claim_for_worker",
-        "prepare",
-        "list_workers",
-        "register_worker",
-        "read_execution_info",
-    )
-    assert all(getattr(found, flag) for flag in built)
-    assert engine.capabilities() == found
-
-
-async def test_a_shutdown_wakes_and_refuses_waits_and_leaves_the_rest_alone(
-    engine: Engine, given: Any, eventually: Any
-) -> None:
-    waiting = asyncio.create_task(claim(engine, "idle", max_wait_ms=60_000))
-    run = await given.run()
-    ending = asyncio.create_task(engine.wait_for_ending(run.execution_id))
-    await eventually(lambda: engine.wakeups.hints.is_listening)
-    await engine.shutdown_prepare(10_000)
-    assert await waiting == []
-    await refused(ending, "unavailable")
-    await refused(claim(engine, "idle", max_wait_ms=1), "unavailable")
-    await refused(engine.wait_for_ending(run.execution_id), "unavailable")
-    assert await claim(engine, "idle") == []
-    await engine.complete(run.handle)
-    await engine.shutdown_prepare(1_000)
-
-
-async def test_a_shutdown_answers_what_is_under_way_or_says_that_it_could_not(
-    engine: Engine, given: Any, connection: asyncpg.Connection, eventually: Any
-) -> None:
-    run = await given.run()
-    await connection.execute("begin")
-    await connection.execute("select from execution for update")
-    completing = asyncio.create_task(engine.complete(run.handle))
-    await eventually(lambda: _is_waiting(connection))
-    refusal = await refused(engine.shutdown_prepare(20), "timeout")
-    assert isinstance(refusal.detail, dict)
-    assert (refusal.detail["op"], refusal.detail["elapsed_ms"] >= 20) == ("shutdown_prepare", True)
-    await connection.execute("rollback")
-    await engine.shutdown_prepare(10_000)
-    assert completing.done()
-    await completing
-
-
-async def _is_waiting(connection: asyncpg.Connection) -> bool:
-    return bool(
-        await connection.fetchval("select exists (select from pg_stat_activity where wait_event_type = 'Lock')")
-    )
-
-
-@pytest.mark.parametrize("grace", [-1, "5", None, 1.5])
-async def test_a_grace_is_a_number_of_milliseconds(engine: Engine, grace: Any) -> None:
-    await refused(engine.shutdown_prepare(grace), "invalid_input", "grace_ms")
-    assert await claim(engine, max_wait_ms=1) == []

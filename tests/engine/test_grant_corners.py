@@ -1,16 +1,18 @@
 """Corners of grants and named claims: closed lanes, times past, rows held elsewhere, JSON at its limits."""
 
+import asyncio
 from typing import Any
 
 import pytest
 
+from flowfabric.engine import claim as claim_family
 from flowfabric.engine.engine import Engine
 from flowfabric.model.grants import NotReclaimable
 from flowfabric.model.keys import HmacKids, VerifyingKid
 from flowfabric.model.states import PublicState
 
-from .grants import claim_named, claim_resumed, grant, granted, known, reclaim, reclaim_grant, resumable, seeded
-from .state import made, new, refused
+from .grants import claim_named, claim_resumed, grant, granted, known, reclaim, reclaim_grant, resumable
+from .state import claim, ids, made, new, refused
 
 GPU = {"routing_requirements": {"required_capabilities": ["gpu"]}}
 
@@ -19,7 +21,6 @@ GPU = {"routing_requirements": {"required_capabilities": ["gpu"]}}
 async def test_a_closed_lane_stops_claims_that_need_no_search(
     engine: Engine, given: Any, rows: Any, clock: Any, state: str
 ) -> None:
-    await seeded(engine)
     await known(engine)
     lost = await given.claimed(lease_ttl_ms=1000)
     put_aside = await resumable(given)
@@ -36,7 +37,6 @@ async def test_a_closed_lane_stops_claims_that_need_no_search(
 async def test_a_deadline_given_with_a_claim_counts_even_if_it_has_passed(
     engine: Engine, given: Any, rows: Any, clock: Any
 ) -> None:
-    await seeded(engine)
     execution_id = await given.created()
     await grant(engine, execution_id)
     now = await clock.now()
@@ -50,7 +50,6 @@ async def test_a_deadline_given_with_a_claim_counts_even_if_it_has_passed(
 async def test_a_row_somebody_holds_does_not_put_a_worse_one_of_its_queue_first(
     engine: Engine, connection: Any
 ) -> None:
-    await seeded(engine)
     held, worse, better = await made(
         engine, new(priority=9000, policy=GPU), new(priority=0, policy=GPU), new(priority=5000)
     )
@@ -64,7 +63,6 @@ async def test_a_row_somebody_holds_does_not_put_a_worse_one_of_its_queue_first(
 
 @pytest.mark.parametrize("text", ['{"a": 1e-20000}', '{"a": "C:\\\\u0000"}', '{"a": "\\u00e9"}'])
 async def test_json_the_store_can_hold_is_taken(engine: Engine, given: Any, text: str) -> None:
-    await seeded(engine)
     execution_id = await given.created()
     await grant(engine, execution_id, route_snapshot_json=text)
     await claim_named(engine, execution_id, attempt_policy_json=text)
@@ -72,7 +70,6 @@ async def test_json_the_store_can_hold_is_taken(engine: Engine, given: Any, text
 
 @pytest.mark.parametrize("text", ['{"a": "\\u0000"}', '{"\\u0000": 1}', '[["\\u0000"]]', "{", "1e400"])
 async def test_json_the_store_cannot_hold_is_refused(engine: Engine, given: Any, rows: Any, text: str) -> None:
-    await seeded(engine)
     await known(engine)
     execution_id = await given.created()
     async with rows.unchanged():
@@ -85,13 +82,26 @@ async def test_json_the_store_cannot_hold_is_refused(engine: Engine, given: Any,
 async def test_a_lapse_found_by_a_refused_grant_leaves_its_stamp_last(
     engine: Engine, given: Any, rows: Any, clock: Any
 ) -> None:
-    await seeded(engine)
     lost = await given.claimed(lease_ttl_ms=1000, policy=GPU, capabilities=("gpu",))
     now = await clock.advance(seconds=2)
     answer = await reclaim_grant(engine, lost.execution_id)
     assert answer == NotReclaimable(execution_id=lost.execution_id, detail="capability_mismatch: gpu")
     row = await rows.execution(lost.execution_id)
     assert (row["lease_expired_at"], row["last_capability_mismatch_at"], row["last_mutation_at"]) == (now, now, now)
+
+
+async def test_a_lapse_found_by_a_refused_grant_wakes_who_waits_for_work(
+    engine: Engine, given: Any, clock: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(claim_family, "POLL_SECONDS", 60.0)
+    lost = await given.claimed(lease_ttl_ms=1000, policy=GPU, capabilities=("gpu",))
+    waiting = asyncio.create_task(claim(engine, capabilities=("gpu",), max_wait_ms=60_000))
+    async with asyncio.timeout(10):
+        while not engine.wakeups._waiting.get("default"):  # noqa: ASYNC110
+            await asyncio.sleep(0)
+    await clock.advance(seconds=2)
+    assert isinstance(await reclaim_grant(engine, lost.execution_id), NotReclaimable)
+    assert ids(await asyncio.wait_for(waiting, 10)) == [lost.execution_id]
 
 
 async def test_marked_leases_are_listed_as_of_a_time(engine: Engine, given: Any, clock: Any) -> None:
@@ -103,7 +113,6 @@ async def test_marked_leases_are_listed_as_of_a_time(engine: Engine, given: Any,
 
 
 async def test_a_retired_key_verifies_until_the_end_of_its_grace(engine: Engine, clock: Any) -> None:
-    await seeded(engine)
     await engine.rotate_waitpoint_hmac_secret_all(new_kid="k2", new_secret_hex="cd" * 32, grace_ms=500)
     ends_at = await clock.advance(ms=500)
     kids = HmacKids(current_kid="k2", verifying=(VerifyingKid(kid="k1", expires_at_ms=ends_at),))

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from flowfabric.engine.engine import Engine
+from flowfabric.engine.marks import Marks
 from flowfabric.model.grants import ClaimGrant, Granted, NoWork
 from flowfabric.model.ids import mint_uuid_texts
 
@@ -21,7 +22,6 @@ from .grants import (
     known,
     reclaim_grant,
     resumable,
-    seeded,
     worker,
 )
 from .state import ACTIVE, FAILED, WAITING, claim, ids, refused, vector
@@ -31,8 +31,8 @@ GPU = {"routing_requirements": {"required_capabilities": ["gpu", "cuda"]}}
 
 @pytest.fixture
 async def engine(engine: Engine) -> Engine:
-    """An engine with a key to sign grants with, that knows the workers of these tests."""
-    await known(await seeded(engine))
+    """An engine with a key to sign grants with, that knows the worker who searches."""
+    await known(engine)
     return engine
 
 
@@ -233,10 +233,8 @@ async def test_refusals_come_in_their_order(engine: Engine, given: Any, rows: An
 
 
 async def test_without_a_signing_key_there_are_no_grants(
-    engines: Any, given: Any, rows: Any, connection: Any, engine: Engine
+    engine: Engine, keyless: Engine, given: Any, rows: Any
 ) -> None:
-    await connection.execute("delete from signing_key")
-    keyless = await engines()
     waiting = await given.created()
     lost = await given.reclaimable(lane_id="lost")
     async with rows.unchanged():
@@ -258,7 +256,6 @@ async def test_a_rotation_in_another_process_counts_for_the_next_grant(
 
 async def test_one_connection_is_enough_for_everything(engine: Engine, engines: Any, given: Any, clock: Any) -> None:
     small = await engines(database_pool_size=1)
-    await small.seed_waitpoint_hmac_secret(kid=KID, secret_hex=SECRET)
     waiting = await given.created()
     await grant(small, waiting, "new")
     await claim_named(small, waiting, "new", lease_ttl_ms=1)
@@ -362,6 +359,18 @@ async def test_a_search_passes_over_rows_held_elsewhere(engine: Engine, given: A
         assert (await granted(engine, worker_capabilities=["cuda", "gpu"])).execution_id == third
         assert await engine.claim_for_worker(**worker()) == NoWork()
     assert (await granted(engine)).execution_id == first
+
+
+async def test_the_next_search_begins_behind_what_was_granted(
+    engine: Engine, given: Any, rows: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Marks, "LIFE_SECONDS", 600.0)
+    for _ in range(3):
+        await given.created()
+    last = [(await granted(engine)).execution_id for _ in range(2)][-1]
+    row = await rows.execution(last)
+    queues, firsts, lasts = engine.wakeups.marks.spans()
+    assert (queues[-1], firsts[-1], lasts[-1]) == (row["queue_no"], row["place"] + 1, 2**63 - 1)
 
 
 async def test_other_lanes_are_left_alone(engine: Engine, given: Any, rows: Any) -> None:

@@ -1,15 +1,11 @@
 """Signing keys: seeded once, rotated with a grace, listed by name, never shown."""
 
-import asyncio
 import logging
-from pathlib import Path
 from typing import Any
 
 import asyncpg
 import pytest
-from pydantic import SecretStr
 
-from flowfabric.db.embedded import Embedded
 from flowfabric.engine.engine import Engine
 from flowfabric.model.errors import ConflictError
 from flowfabric.model.keys import (
@@ -22,8 +18,6 @@ from flowfabric.model.keys import (
     SigningKey,
     VerifyingKid,
 )
-from flowfabric.model.outcomes import NoOp
-from flowfabric.settings import Settings, SettingsError
 
 from .state import refused
 
@@ -31,6 +25,12 @@ A = "aa" * 32
 B = "bb" * 32
 C = "cc" * 32
 NONE = HmacKids(current_kid=None, verifying=())
+
+
+@pytest.fixture
+async def engine(keyless: Engine) -> Engine:
+    """An engine whose store has no key yet."""
+    return keyless
 
 
 async def seed(engine: Engine, kid: str = "v1", secret_hex: str = A) -> Seeded | AlreadySeeded:
@@ -198,90 +198,3 @@ async def test_no_answer_holds_a_secret(engine: Engine, caplog: pytest.LogCaptur
     for secret in (A, B, C):
         assert secret not in shown
         assert repr(bytes.fromhex(secret)) not in shown
-
-
-# Starting.
-
-
-async def kids(settings: Settings) -> HmacKids:
-    """The names of the keys after a start with these settings."""
-    async with Engine.connect(settings=settings) as engine:
-        return await engine.list_waitpoint_hmac_kids()
-
-
-async def test_a_start_seeds_the_configured_secret(url: str, rows: Any) -> None:
-    settings = Settings(database_url=url, waitpoint_hmac_secret=SecretStr(A))
-    assert (await kids(settings)).current_kid == "k1"
-    (stored,) = await rows.of("signing_key")
-    assert stored["secret"] == bytes.fromhex(A)
-    async with rows.unchanged():
-        await kids(settings)
-
-
-async def test_a_start_without_a_secret_leaves_the_store_empty(url: str) -> None:
-    assert await kids(Settings(database_url=url)) == NONE
-    assert await kids(Settings(database_url=url, waitpoint_hmac_secret=SecretStr(""))) == NONE
-
-
-async def test_an_embedded_store_generates_its_first_key_and_keeps_it(tmp_path: Path) -> None:
-    home = tmp_path / "home"
-    secrets = []
-    try:
-        for _ in range(2):
-            async with Engine.connect(settings=Settings(home=home)) as engine:
-                assert (await engine.list_waitpoint_hmac_kids()).current_kid == "k1"
-                assert await engine.prepare() == NoOp()
-                key = await verifying(engine, "k1")
-                assert key is not None
-                secrets.append(key.secret)
-    finally:
-        (await asyncio.to_thread(Embedded.start, home)).release(discard=True)
-    assert secrets[0] == secrets[1]
-    assert len(secrets[0]) == 32
-
-
-@pytest.mark.parametrize("is_rotated", [False, True], ids=["other secret", "other key"])
-async def test_a_stored_key_is_kept_over_another_configured_one_with_a_warning(
-    url: str,
-    rows: Any,
-    caplog: pytest.LogCaptureFixture,
-    is_rotated: bool,  # noqa: FBT001
-) -> None:
-    async with Engine.connect(url) as engine:
-        if is_rotated:
-            await rotate(engine, "v9", A)
-        else:
-            await seed(engine, "k1", A)
-    async with rows.unchanged():
-        with caplog.at_level(logging.WARNING):
-            await kids(Settings(database_url=url, waitpoint_hmac_secret=SecretStr(B)))
-    assert "the stored keys count" in caplog.text
-    assert A not in caplog.text
-    assert B not in caplog.text
-
-
-async def test_an_engine_beside_another_does_not_seed_or_warn_again(url: str, caplog: pytest.LogCaptureFixture) -> None:
-    async with Engine.connect(settings=Settings(database_url=url, waitpoint_hmac_secret=SecretStr(A))) as engine:
-        await rotate(engine, "k2", B, grace_ms=0)
-        with caplog.at_level(logging.WARNING):
-            async with engine.beside() as other:
-                assert (await other.list_waitpoint_hmac_kids()).current_kid == "k2"
-    assert caplog.text == ""
-
-
-@pytest.mark.parametrize("secret", ["short", "g" * 64])
-def test_a_configured_secret_that_is_none_is_refused_without_being_shown(
-    monkeypatch: pytest.MonkeyPatch, secret: str
-) -> None:
-    with pytest.raises(SettingsError, match="FF_WAITPOINT_HMAC_SECRET: must be 64 hex digits") as refusal:
-        Settings(waitpoint_hmac_secret=SecretStr(secret))
-    assert secret not in str(refusal.value)
-    monkeypatch.setenv("FF_WAITPOINT_HMAC_SECRET", secret)
-    with pytest.raises(SettingsError, match="FF_WAITPOINT_HMAC_SECRET") as refusal:
-        Settings()
-    assert secret not in str(refusal.value)
-
-
-def test_settings_do_not_show_the_secret() -> None:
-    settings = Settings(waitpoint_hmac_secret=SecretStr(A))
-    assert A not in f"{settings!r} {settings} {settings.model_dump()}"

@@ -5,6 +5,8 @@ from typing import Any
 import pytest
 
 from flowfabric.engine.engine import Engine
+from flowfabric.model.events import EventKind
+from flowfabric.model.ids import mint_uuid_texts
 from flowfabric.model.outcomes import Renewed
 
 from .state import ACTIVE, claim, refused, told, vector
@@ -130,3 +132,53 @@ async def test_a_renewal_between_expiry_and_its_mark_is_refused_and_marks(
     verdict = (await engine.renew_many([handle]))[0] if many else await refused(engine.renew(handle), "lease_expired")
     assert getattr(verdict, "code", None) == "lease_expired"
     assert await told(rows, handle.execution_id) == ["acquired", "expired"]
+
+
+async def test_every_event_of_a_lease_names_its_attempt(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
+    first = await given.run(lease_ttl_ms=1000)
+    await engine.renew(first.handle)
+    await engine.delay(first.handle, 0)
+    resumed = await given.claim(lease_ttl_ms=1000)
+    await engine.renew(resumed.handle)
+    await engine.delay(resumed.handle, 0)
+    last = await given.claim(lease_ttl_ms=1000)
+    await clock.advance(ms=1000)
+    reclaimed = await given.claim()
+    await engine.complete(reclaimed.handle)
+    assert last.attempt_id == resumed.attempt_id == first.attempt_id != reclaimed.attempt_id
+    named = [
+        (EventKind(event["kind"]).literal, event["lease_id"], event["attempt_id"] or event["lease_id"])
+        for event in await rows.events(first.execution_id)
+    ]
+    one, two = first.attempt_id, reclaimed.attempt_id
+    assert named == [
+        ("acquired", first.lease_id, one),
+        ("renewed", first.lease_id, one),
+        ("released", first.lease_id, one),
+        ("acquired", resumed.lease_id, one),
+        ("renewed", resumed.lease_id, one),
+        ("released", resumed.lease_id, one),
+        ("acquired", last.lease_id, one),
+        ("expired", last.lease_id, one),
+        ("reclaimed", reclaimed.lease_id, two),
+        ("released", reclaimed.lease_id, two),
+    ]
+
+
+async def test_a_claim_that_names_its_ids_tells_both(engine: Engine, given: Any, rows: Any) -> None:
+    waiting = await given.created()
+    lease_id, attempt_id = mint_uuid_texts(2)
+    await engine.issue_claim_grant(
+        execution_id=waiting, lane_id="default", worker_id="pool", worker_instance_id="pool-1"
+    )
+    claimed = await engine.claim_execution(
+        execution_id=waiting,
+        lane_id="default",
+        worker_id="pool",
+        worker_instance_id="pool-1",
+        lease_id=lease_id,
+        attempt_id=attempt_id,
+    )
+    await engine.complete(claimed.handle)
+    told = {(str(event["lease_id"]), str(event["attempt_id"])) for event in await rows.events(waiting)}
+    assert told == {(lease_id, attempt_id)}

@@ -324,6 +324,7 @@ async def test_both_ways_to_a_page_agree_with_a_sorted_model(
     for turn in range(60):
         monkeypatch.setattr(listing, "FIRST_WALK", dice.choice((1, 30, 1000)))
         monkeypatch.setattr(listing, "FIRST_CAP", dice.choice((1, 20, 1000)))
+        monkeypatch.setattr(listing, "FIRST_FAN_OUT", dice.choice((1, 2, 64)))
         monkeypatch.setattr(listing, "LEAST_DEPTH", dice.choice((1, 8)))
         filters: dict[str, Any] = {"order": dice.choice(("newest", "oldest"))}
         if dice.random() < 0.4:

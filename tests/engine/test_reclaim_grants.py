@@ -12,7 +12,7 @@ from flowfabric.model.ids import LaneId, mint_uuid_texts
 from flowfabric.model.outcomes import ClaimedExecution
 from flowfabric.model.states import AttemptType, HandleKind
 
-from .grants import claim_named, grant, known, reclaim, reclaim_grant, seeded, worker
+from .grants import claim_named, grant, known, reclaim, reclaim_grant, worker
 from .state import ACTIVE, FAILED, LAPSED, attempts, claim, ids, lease_left, refused, revoke, told, vector
 from .test_grants import expected_key
 
@@ -23,8 +23,8 @@ ATTEMPT = "01a1def0-0000-7000-8000-000000000002"
 
 @pytest.fixture
 async def engine(engine: Engine) -> Engine:
-    """An engine with a key to sign grants with, that knows the workers of these tests."""
-    await known(await seeded(engine))
+    """An engine with a key to sign grants with, that knows the worker who searches."""
+    await known(engine)
     return engine
 
 

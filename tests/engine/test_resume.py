@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 
+from flowfabric.db.database import Database, Transaction
+from flowfabric.db.statements import Statement
 from flowfabric.engine.engine import Engine
 from flowfabric.model.conditions import OperatorOnly, TimeoutOnly
 from flowfabric.model.signals import Resumed
@@ -14,15 +16,10 @@ from flowfabric.reconcile.loop import Reconciler
 
 from .sending import waiting
 from .state import RESUMABLE, claim, refused, told, vector
-from .waits import args, on_all, seed, suspended, suspension, waitpoint, waitpoints
+from .waits import args, on_all, suspended, suspension, waitpoint, waitpoints
 
 RESUME_DELAYED = "runnable/unowned/not_eligible_until_time/waiting_for_resume_delay/none/attempt_interrupted/delayed"
 NOBODY = "{fp:3}:11111111-1111-4111-8111-111111111111"
-
-
-@pytest.fixture(autouse=True)
-async def _signing(engine: Engine) -> None:
-    await seed(engine)
 
 
 async def test_a_resume_closes_the_suspension_and_every_waitpoint_and_tells_no_completion(
@@ -126,3 +123,27 @@ async def test_a_resume_of_nonsense_is_refused(
     async with rows.unchanged():
         call = engine.resume_execution(**{"execution_id": wait.execution_id, **overrides})
         await refused(call, "invalid_input", detail)
+
+
+async def test_a_signal_and_the_end_of_the_run_it_resumes_take_few_statements(
+    engine: Engine, given: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wait, fetched, fetched_within = await waiting(engine, given), Database.fetch, Transaction.fetch
+    names: list[str] = []
+
+    async def fetch(database: Database, statement: Statement, values: Any, **options: Any) -> Any:
+        names.append(statement.name)
+        return await fetched(database, statement, values, **options)
+
+    async def fetch_within(transaction: Transaction, statement: Statement, **values: Any) -> Any:
+        names.append(statement.name)
+        return await fetched_within(transaction, statement, **values)
+
+    monkeypatch.setattr(Database, "fetch", fetch)
+    monkeypatch.setattr(Transaction, "fetch", fetch_within)
+    await wait.send()
+    assert names == ["lock_addressees", "read_deliveries", "insert_deliveries", "resume_held"]
+    (resumed,) = await claim(engine)
+    names.clear()
+    await engine.complete(resumed.handle, b"done")
+    assert names == ["release_executions"]

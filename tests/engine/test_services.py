@@ -441,7 +441,7 @@ async def test_arguments_out_of_range_are_refused(engine: Engine, given: Any, ro
     if operation == "complete_execution":
         wrong += [{"source": 7}, {"payload": "text"}, {"result_encoding": 7}, {"result_encoding": "a\0b"}]
     if operation == "renew_lease":
-        wrong += [{"lease_ttl_ms": 0}, {"lease_ttl_ms": 2**32}, {"lease_history_grace_ms": -1}]
+        wrong += [{"lease_ttl_ms": 0}, {"lease_ttl_ms": 2**32}, {"lease_history_grace_ms": -1}, {"attempt_index": None}]
     async with rows.unchanged():
         for changes in wrong:
             await refused(SERVICES[operation](engine, **fence(handle, **changes)), "invalid_input")

@@ -12,7 +12,7 @@ from flowfabric.model.ids import AttemptId, LeaseId
 from flowfabric.model.outcomes import Created, Duplicate, RetryScheduled
 from flowfabric.model.states import AttemptType, HandleKind, PublicState
 
-from .grants import claim_named, claim_resumed, grant, reclaim, reclaim_grant, seeded
+from .grants import claim_named, claim_resumed, grant, reclaim, reclaim_grant
 from .state import ACTIVE, COMPLETED, DELAYED, RESUMABLE, WAITING, attempts, claim, ids, new, refused, told, vector
 
 GPU = {"routing_requirements": {"required_capabilities": ["gpu"]}}
@@ -172,7 +172,6 @@ async def test_a_snapshot_holds_the_lease_and_every_other_field(engine: Engine, 
 
 
 async def test_a_search_writes_nothing_to_what_a_worker_cannot_do(engine: Engine, given: Any, rows: Any) -> None:
-    await seeded(engine)
     await given.created(policy=GPU)
     await claim(engine)
     async with rows.unchanged():
@@ -187,7 +186,6 @@ async def test_a_search_writes_nothing_to_what_a_worker_cannot_do(engine: Engine
 async def test_a_granted_execution_stays_eligible_and_is_claimed_by_its_grant(
     engine: Engine, given: Any, rows: Any
 ) -> None:
-    await seeded(engine)
     created = await given.created()
     await grant(engine, created)
     assert vector(await rows.execution(created)) == WAITING
@@ -196,7 +194,6 @@ async def test_a_granted_execution_stays_eligible_and_is_claimed_by_its_grant(
 
 
 async def test_a_grant_that_ran_out_strands_nothing(engine: Engine, given: Any, clock: Any) -> None:
-    await seeded(engine)
     created = await given.created()
     await grant(engine, created, grant_ttl_ms=1000)
     await clock.advance(ms=1000)
@@ -233,7 +230,6 @@ async def test_the_epoch_rises_over_attempts_resumes_and_reclaims(engine: Engine
 
 
 async def test_a_named_claim_points_at_the_attempt_it_began(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
-    await seeded(engine)
     created = await given.created()
     now = await clock.advance(ms=5)
     await grant(engine, created)
@@ -263,7 +259,6 @@ async def test_an_attempt_that_goes_on_keeps_its_row(engine: Engine, given: Any,
 
 
 async def test_an_interrupted_attempt_is_not_claimed_afresh(engine: Engine, given: Any, rows: Any) -> None:
-    await seeded(engine)
     handle = await given.claimed()
     await engine.wait_children(handle)
     await grant(engine, handle.execution_id)
@@ -290,7 +285,6 @@ async def test_a_fused_claim_answers_the_lease_it_stored_and_resumes_from_the_qu
 async def test_what_cannot_be_taken_hides_nothing_behind_it_and_a_claim_waits_as_long_as_it_says(
     engine: Engine, given: Any
 ) -> None:
-    await seeded(engine)
     await given.created(priority=9, policy=GPU)
     await grant(engine, await given.created(priority=8))
     behind = await given.created()
@@ -302,7 +296,6 @@ async def test_what_cannot_be_taken_hides_nothing_behind_it_and_a_claim_waits_as
 
 
 async def test_what_is_granted_costs_the_best_of_another_queue_nothing(engine: Engine, given: Any) -> None:
-    await seeded(engine)
     await grant(engine, await given.created(priority=9))
     worst = await given.created(priority=1)
     best = await given.created(priority=5, policy=GPU)
@@ -313,7 +306,6 @@ async def test_what_is_granted_costs_the_best_of_another_queue_nothing(engine: E
 async def test_a_grant_stores_lane_and_capabilities_and_a_reclaim_wants_its_own(
     engine: Engine, given: Any, rows: Any
 ) -> None:
-    await seeded(engine)
     created = await given.created(policy=GPU)
     await grant(engine, created, worker_capabilities=("gpu", "avx"))
     (stored,) = await rows.of("claim_grant")

@@ -14,7 +14,7 @@ from flowfabric.model.handle import Backend
 from flowfabric.model.ids import ExecutionId
 from flowfabric.model.outcomes import Created, Duplicate, Refreshed, Registered, RetryScheduled, TerminalFailed
 
-from .grants import grant, reclaim, reclaim_grant, seeded
+from .grants import grant, reclaim, reclaim_grant
 from .state import (
     ACTIVE,
     CANCELLED,
@@ -226,7 +226,6 @@ async def test_a_lost_lease_is_recovered_by_the_next_claim(engine: Engine, given
 async def test_the_policys_cap_on_reclaims_ends_the_execution_when_a_grant_is_asked_for(
     engine: Engine, given: Any, rows: Any
 ) -> None:
-    await seeded(engine)
     capped = await given.reclaimable(policy={"max_reclaim_count": 0})
     answer = await reclaim_grant(engine, capped.execution_id)
     assert (type(answer).__name__, answer.reclaim_count) == ("ReclaimCapExceeded", 0)
@@ -237,7 +236,6 @@ async def test_the_policys_cap_on_reclaims_ends_the_execution_when_a_grant_is_as
 async def test_a_reclaim_grant_wants_the_capabilities_and_a_reclaim_the_state(
     engine: Engine, given: Any, rows: Any, clock: Any
 ) -> None:
-    await seeded(engine)
     lost = await given.reclaimable(policy=GPU, capabilities=("gpu",))
     answer = await reclaim_grant(engine, lost.execution_id)
     assert (type(answer).__name__, answer.detail) == ("NotReclaimable", "capability_mismatch: gpu")
@@ -314,7 +312,6 @@ async def test_operations_of_all_kinds_on_one_execution_meet_no_deadlock(
     engines: Any, given: Any, connection: Any
 ) -> None:
     rivals = [await engines() for _ in range(3)]
-    await seeded(rivals[0])
 
     async def settled(call: Any) -> object:
         try:
@@ -339,7 +336,6 @@ async def test_operations_of_all_kinds_on_one_execution_meet_no_deadlock(
 
 
 async def test_the_stores_clock_decides_leases_and_grants(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
-    await seeded(engine)
     await clock.set(5_000_000)
     claimed = await given.run(lease_ttl_ms=1000)
     assert claimed.lease_expires_at == 5_001_000
@@ -361,7 +357,6 @@ async def test_a_retired_key_verifies_until_its_grace_ends(
     clock: Any,
     is_in_grace: bool,  # noqa: FBT001
 ) -> None:
-    await seeded(engine)
     handle = await given.claimed()
     await engine.wait_children(handle)
     granted = (await grant(engine, handle.execution_id, grant_ttl_ms=60_000)).grant

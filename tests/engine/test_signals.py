@@ -25,17 +25,12 @@ from flowfabric.reconcile.loop import Reconciler
 
 from .sending import Waiting, running, signals, waiting
 from .state import RESUMABLE, claim, refused, told, vector
-from .waits import SUSPENDED, args, fresh, on_all, seed, suspended, suspension, using, waitpoint, waitpoints
+from .waits import SUSPENDED, args, fresh, on_all, suspended, suspension, using, waitpoint, waitpoints
 
 APPENDED = "appended_to_waitpoint"
 MET = "resume_condition_satisfied"
 BUFFERED = "buffered_for_pending_waitpoint"
 RESUME_DELAYED = "runnable/unowned/not_eligible_until_time/waiting_for_resume_delay/none/attempt_interrupted/delayed"
-
-
-@pytest.fixture(autouse=True)
-async def _signing(engine: Engine) -> None:
-    await seed(engine)
 
 
 async def test_a_signal_that_meets_the_condition_makes_the_execution_claimable_once(

@@ -19,16 +19,11 @@ from flowfabric.reconcile.loop import Reconciler
 
 from .sending import Waiting, signals, waiting
 from .state import refused
-from .waits import args, seed, suspended, suspension, waitpoint
+from .waits import args, suspended, suspension, waitpoint
 
 GOOD = 99
 APPENDED = "appended_to_waitpoint"
 MET = "resume_condition_satisfied"
-
-
-@pytest.fixture(autouse=True)
-async def _signing(engine: Engine) -> None:
-    await seed(engine)
 
 
 async def many(engine: Engine, given: Any, count: int = GOOD + 1) -> list[Waiting]:

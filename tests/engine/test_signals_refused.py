@@ -15,15 +15,10 @@ from flowfabric.model.tokens import WaitpointToken
 
 from .sending import Waiting, running, signals, waiting
 from .state import claim, refused
-from .waits import args, on_all, seed, suspended, token_of
+from .waits import args, on_all, suspended, token_of
 
 OTHER_SECRET = "cd" * 32
 NOBODY = "{fp:3}:11111111-1111-4111-8111-111111111111"
-
-
-@pytest.fixture(autouse=True)
-async def _signing(engine: Engine) -> None:
-    await seed(engine)
 
 
 async def stamp(rows: Any, execution_id: ExecutionId) -> int | None:
@@ -61,6 +56,7 @@ async def stamped_only(rows: Any, clock: Any, call: Any, code: str, execution_id
         ({"idempotency_key": "k" * 1025}, "idempotency_key"),
         ({"created_at": 1.5}, "created_at"),
         ({"dedup_ttl_ms": -1}, "dedup_ttl_ms"),
+        ({"dedup_ttl_ms": 2**53}, "dedup_ttl_ms: 0 to 9007199254740991"),
         ({"dedup_ttl_ms": None}, "dedup_ttl_ms"),
         ({"resume_delay_ms": -1}, "resume_delay_ms"),
         ({"max_signals_per_execution": -1}, "max_signals_per_execution"),
@@ -146,6 +142,38 @@ async def test_what_a_caller_without_the_token_asks_is_answered_alike(
     assert set(answers.values()) == {(type(caught.value), "invalid_token", None)}
 
 
+@pytest.mark.parametrize(
+    "damage",
+    [
+        """update suspension set resume_policy = '"broken"'""",
+        """update suspension set resume_policy = '{"resume_delay_ms": "soon"}'""",
+        """update execution_input set policy = coalesce(policy, '{}') || '{"max_signals_per_execution": "many"}'""",
+    ],
+    ids=["policy that is none", "policy of wrong fields", "limit that is no number"],
+)
+async def test_what_is_broken_in_the_store_shows_to_nobody_without_the_token(
+    engine: Engine, given: Any, rows: Any, clock: Any, connection: asyncpg.Connection, damage: str
+) -> None:
+    wait, first = await waiting(engine, given), await waiting(engine, given, on_all("a", "b"))
+    sent = await first.send(key="a", idempotency_key="k")
+    # No operation of this version stores what it cannot read.
+    await connection.execute(damage)
+    await stamped_only(rows, clock, wait.send(waitpoint_token="k1:" + "0" * 64), "invalid_token", wait.execution_id)
+    async with rows.unchanged():
+        await refused(wait.send(waitpoint_id=uuid4()), "invalid_token")
+        await refused(wait.send(), "corruption")
+        assert await first.send(key="a", idempotency_key="k") == SignalDuplicate(existing_signal_id=sent.signal_id)
+
+
+async def test_a_condition_that_is_broken_in_the_store_is_met_by_nothing(
+    engine: Engine, given: Any, rows: Any, clock: Any, connection: asyncpg.Connection
+) -> None:
+    wait = await waiting(engine, given)
+    await connection.execute("update suspension set condition = '[1]'")
+    await stamped_only(rows, clock, wait.send(waitpoint_token="k1:" + "0" * 64), "invalid_token", wait.execution_id)
+    assert await wait.said() == "appended_to_waitpoint no_op"
+
+
 async def test_only_a_waitpoint_of_the_execution_leaves_a_stamp(engine: Engine, given: Any, rows: Any) -> None:
     wait, other = await waiting(engine, given), await waiting(engine, given)
     async with rows.unchanged():
@@ -188,7 +216,7 @@ async def test_a_stored_secret_that_is_unusable_is_corruption(
     engine: Engine, given: Any, rows: Any, connection: asyncpg.Connection
 ) -> None:
     wait = await waiting(engine, given)
-    await connection.execute("update signing_key set secret = ''")
+    await connection.execute("update signing_key set secret = '', installed_at = installed_at + 1")
     async with rows.unchanged():
         await refused(wait.send(), "corruption")
 
@@ -324,6 +352,8 @@ async def test_an_approval_is_refused_where_it_does_not_belong(
         await refused(approve(wait, waitpoint_id=uuid4()), "waitpoint_not_found")
         await refused(approve(wait, waitpoint_id=other.points["wait"][0]), "waitpoint_not_found")
         await refused(approve(wait, maxlen=0), "invalid_input", "signal_maxlen")
+        for ttl in (-1, 2**53, None, 1.5):
+            await refused(approve(wait, signal_dedup_ttl_ms=ttl), "invalid_input", "signal_dedup_ttl_ms: 0 to")
         await refused(approve(wait, idempotency_suffix=None), "invalid_input", "idempotency_suffix")
         await refused(approve(wait, signal_name=3), "invalid_input", "signal_name")
     await approve(wait, "x")

@@ -12,12 +12,7 @@ from flowfabric.model.suspension import ResumePolicy, SuspensionReason
 from flowfabric.model.waits import Suspended
 
 from .state import FENCED, RESUMABLE, attempts, claim, lease_left, refused, told, vector
-from .waits import SUSPENDED, args, fresh, on_all, seed, suspended, suspension, token_of, triple, waitpoint, waitpoints
-
-
-@pytest.fixture(autouse=True)
-async def _signing(engine: Engine) -> None:
-    await seed(engine)
+from .waits import SUSPENDED, args, fresh, on_all, suspended, suspension, token_of, triple, waitpoint, waitpoints
 
 
 async def test_a_suspend_gives_up_the_lease_and_keeps_the_attempt(

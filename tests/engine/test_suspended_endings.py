@@ -12,14 +12,9 @@ from flowfabric.model.outcomes import Expired
 from flowfabric.model.states import TimeoutBehavior
 
 from .state import CANCELLED, FAILED, attempts, claim, lease_left, refused, told, vector
-from .waits import EXPIRED, on_all, seed, suspended, suspension, waitpoints
+from .waits import EXPIRED, on_all, suspended, suspension, waitpoints
 
 ENDINGS = {"fail": FAILED, "cancel": CANCELLED, "expire": EXPIRED}
-
-
-@pytest.fixture(autouse=True)
-async def _signing(engine: Engine) -> None:
-    await seed(engine)
 
 
 async def check_closed(rows: Any, execution_id: str, reason: str, now: int, *, count: int = 3) -> None:

@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 
+from flowfabric.engine import retention
 from flowfabric.engine.engine import Engine
+from flowfabric.engine.setbacks import Setbacks
 from flowfabric.engine.timeouts import TIMEOUT_LIMIT, WAITPOINT_LIMIT
 from flowfabric.model.events import CompletionOutcome
 from flowfabric.model.outcomes import AlreadySatisfied
@@ -16,16 +18,11 @@ from flowfabric.reconcile.loop import Reconciler
 
 from .sending import Waiting, running, signals, waiting
 from .state import CANCELLED, FAILED, RESUMABLE, attempts, claim, lease_left, refused, told, vector
-from .waits import EXPIRED, args, on_all, seed, suspended, suspension, using, waitpoints
+from .waits import EXPIRED, args, on_all, suspended, suspension, using, waitpoints
 
 ESCALATED = "suspended/unowned/not_applicable/paused_by_operator/none/attempt_interrupted/suspended"
 NOBODY = "{fp:3}:11111111-1111-4111-8111-111111111111"
 MINUTE = 60_000
-
-
-@pytest.fixture(autouse=True)
-async def _signing(engine: Engine) -> None:
-    await seed(engine)
 
 
 async def timed(engine: Engine, given: Any, clock: Any, behavior: str | None, **overrides: Any) -> Waiting:
@@ -265,6 +262,72 @@ async def test_a_timeout_that_cannot_be_read_or_stored_does_not_hold_up_the_othe
     await refused(engine.expire_suspension(unread.execution_id), "corruption")
 
 
+async def spoil(connection: Any, kind: str, waits: list[Waiting]) -> None:
+    """Make timeouts fail: what a newer or a broken version stored, and a constraint that makes the store refuse."""
+    ids = [wait.execution_id[-36:] for wait in waits]
+    match kind:
+        case "unread":
+            await connection.execute(
+                "update suspension set timeout_behavior = 'sleep_on_it' where execution_id = any($1::uuid[])", ids
+            )
+        case "gone":
+            await connection.execute("delete from suspension where execution_id = any($1::uuid[])", ids)
+        case "unstored":
+            await connection.execute(
+                "update suspension set timeout_behavior = 'cancel' where execution_id = any($1)", ids
+            )
+            await connection.execute(
+                "alter table execution add constraint none check (terminal_outcome <> 'cancelled')"
+            )
+
+
+@pytest.mark.parametrize("kind", ["unread", "gone", "unstored"])
+async def test_timeouts_that_fail_do_not_stand_before_the_others(
+    engine: Engine, given: Any, rows: Any, clock: Any, connection: Any, kind: str
+) -> None:
+    bad = [await timed(engine, given, clock, "fail") for _ in range(TIMEOUT_LIMIT + 3)]
+    await clock.advance(ms=1)
+    good = await timed(engine, given, clock, "fail")
+    await spoil(connection, kind, bad)
+    await clock.advance(ms=MINUTE)
+    assert await engine.timeouts.expire_due() == 1
+    assert vector(await rows.execution(good.execution_id)) == FAILED
+    assert len(engine.timeouts.setbacks.left_out()) == len(bad)
+    async with rows.unchanged():
+        assert await engine.timeouts.expire_due() == 0
+
+
+async def test_a_timeout_that_failed_is_tried_again_after_its_pause(
+    engine: Engine, given: Any, rows: Any, clock: Any, connection: Any
+) -> None:
+    now = 0.0
+    engine.timeouts.setbacks = Setbacks(2.0, clock=lambda: now)
+    wait = await timed(engine, given, clock, "fail")
+    await spoil(connection, "unread", [wait])
+    await clock.advance(ms=MINUTE)
+    assert await engine.timeouts.expire_due() == 0
+    await connection.execute("update suspension set timeout_behavior = 'expire'")
+    assert await engine.timeouts.expire_due() == 0
+    now = 2.0
+    assert await engine.timeouts.expire_due() == 1
+    assert vector(await rows.execution(wait.execution_id)) == EXPIRED
+
+
+async def test_timeouts_that_fail_do_not_hide_what_else_is_due(
+    engine: Engine, given: Any, rows: Any, clock: Any, connection: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(retention, "SAMPLE", 5)
+    bad = [await timed(engine, given, clock, "fail") for _ in range(8)]
+    await clock.advance(ms=1)
+    lost = await given.claimed(lease_ttl_ms=MINUTE)
+    await spoil(connection, "unread", bad)
+    await clock.advance(ms=MINUTE)
+    reconciler = Reconciler(engine)
+    for _ in range(2):
+        await reconciler.catch_up()
+    assert (await rows.execution(lost.execution_id))["ownership_state"] == "lease_expired_reclaimable"
+
+
 async def test_a_waitpoint_nobody_used_in_its_time_is_closed(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
     lapsing, lasting = await running(engine, given, expires_in_ms=1_000), await running(engine, given)
     used = await given.claimed()
@@ -340,3 +403,18 @@ async def test_a_resume_by_timeout_wakes_who_waits_for_work(engine: Engine, give
     await engine.expire_suspension(wait.execution_id)
     (claimed,) = await claiming
     assert claimed.execution_id == wait.execution_id
+
+
+async def test_rows_that_are_not_pending_do_not_stand_before_waitpoints_that_are(
+    engine: Engine, given: Any, rows: Any, clock: Any, connection: Any
+) -> None:
+    first = await running(engine, given, expires_in_ms=1_000)
+    for _ in range(WAITPOINT_LIMIT):
+        await engine.create_waitpoint(first.handle, waitpoint_key="wait", expires_in_ms=1_000)
+    # A version of another mind ends waitpoints without saying when.
+    await connection.execute("update waitpoint set state = 'expired'")
+    await clock.advance(ms=1)
+    last = await running(engine, given, expires_in_ms=1_000)
+    await clock.advance(ms=1_000)
+    assert await engine.timeouts.close_pending() == 1
+    assert [row["state"] for row in await waitpoints(rows, last.execution_id)] == ["closed"]

@@ -400,7 +400,6 @@ async def test_every_hundredth_reclaim_is_warned_of(
 
 @pytest.mark.parametrize("ending", ["cancel", "expire"])
 async def test_a_grant_ends_with_its_execution(engine: Engine, given: Any, rows: Any, clock: Any, ending: str) -> None:
-    await engine.seed_waitpoint_hmac_secret(kid="k1", secret_hex="ab" * 32)
     deadline = await clock.now() + 1000
     waiting, other = [await given.created(execution_deadline_at=deadline) for _ in range(2)]
     worker: dict[str, Any] = {

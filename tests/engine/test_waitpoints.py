@@ -1,28 +1,27 @@
 """Waitpoints: made ahead, closed, and shown to those who may see them."""
 
+import traceback
+from collections.abc import Awaitable, Callable
 from typing import Any
 from uuid import UUID, uuid4
 
+import asyncpg
 import msgspec
 import pytest
 
 from flowfabric.engine import waitpoint as family
 from flowfabric.engine.engine import Engine
+from flowfabric.model.errors import EngineError
 from flowfabric.model.handle import Backend
 from flowfabric.model.ids import LeaseId, WaitpointId
 from flowfabric.model.states import HandleKind, WaitpointState
 from flowfabric.model.waits import AlreadyClosed, Closed, WaitpointInfo
 
 from .state import ACTIVE, LAPSED, refused, revoke, told, vector
-from .waits import SUSPENDED, on_all, seed, suspended, suspension, token_of, waitpoint, waitpoints
+from .waits import SUSPENDED, on_all, suspended, suspension, token_of, waitpoint, waitpoints
 
 MOST = 2**63 - 1
 SOON = 60_000
-
-
-@pytest.fixture(autouse=True)
-async def _signing(engine: Engine) -> None:
-    await seed(engine)
 
 
 # Making.
@@ -349,3 +348,21 @@ async def test_a_waitpoint_without_a_token_is_left_out_and_told_of(
     await connection.execute("update waitpoint set token = 'odd'")
     (one, _) = (await engine.list_pending_waitpoints(execution_id=handle.execution_id)).entries
     assert (one.token_kid, one.token_fingerprint) == ("", "")
+
+
+async def test_a_row_the_store_refuses_is_not_told(
+    engine: Engine, given: Any, connection: asyncpg.Connection, caplog: pytest.LogCaptureFixture
+) -> None:
+    handle, secret = await given.claimed(), uuid4().hex
+    await connection.execute("alter table waitpoint add constraint never check (created_at < 0)")
+    calls: list[Callable[[], Awaitable[object]]] = [
+        lambda: engine.create_waitpoint(handle, waitpoint_key=secret, expires_in_ms=1000),
+        lambda: engine.suspend(handle, on_all(secret, "other")),
+    ]
+    for call in calls:
+        with pytest.raises(EngineError) as caught:
+            await call()
+        printed = "".join(traceback.format_exception(caught.value))
+        assert 'violates check constraint "never"' in printed
+        for untold in (secret, "DETAIL", "k1:"):
+            assert untold not in f"{caught.value} {caught.value!r} {printed} {caplog.text}"

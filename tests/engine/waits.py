@@ -20,11 +20,6 @@ SUSPENDED = "suspended/unowned/not_applicable/waiting_for_signal/none/attempt_in
 EXPIRED = "terminal/unowned/not_applicable/none/expired/attempt_terminal/expired"
 
 
-async def seed(engine: Engine) -> None:
-    """Install the key that signs tokens."""
-    await engine.seed_waitpoint_hmac_secret(kid=KID, secret_hex=SECRET)
-
-
 def fresh(key: str = "wait") -> Fresh:
     """A binding that makes a waitpoint."""
     return Fresh(waitpoint_id=WaitpointId(uuid4()), waitpoint_key=key)

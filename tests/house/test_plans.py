@@ -123,7 +123,7 @@ async def full(request: pytest.FixtureRequest, engine: Engine, clock: Any, conne
 
 async def test_operations_on_few_executions_touch_few_rows(full: Engine, touched: Touched) -> None:
     await full.create_many([new() for _ in range(10)])
-    assert touched["insert_minted"] <= 20
+    assert touched["insert_alike"] <= 20
     await full.create_many([new(idempotency_key=f"key{n}") for n in range(10)])
     assert touched["insert_executions"] <= 20
     runs = await claim(full, 10)
@@ -145,7 +145,6 @@ async def test_operations_on_few_executions_touch_few_rows(full: Engine, touched
 
 
 async def test_grants_and_named_claims_touch_few_rows(full: Engine, touched: Touched) -> None:
-    await full.seed_waitpoint_hmac_secret(kid="k1", secret_hex="ab" * 32)
     planner: dict[str, Any] = {"lane_id": "default", "worker_id": "w", "worker_instance_id": "w-1"}
     assert len(await full.scan_eligible_executions(lane_id="default", limit=10)) == 10
     assert touched["list_eligible"] <= 25
@@ -159,7 +158,6 @@ async def test_grants_and_named_claims_touch_few_rows(full: Engine, touched: Tou
 
 
 async def test_signals_touch_few_rows(full: Engine, touched: Touched) -> None:
-    await full.seed_waitpoint_hmac_secret(kid="k1", secret_hex="ab" * 32)
     handles = [run.handle for run in await claim(full, 10)]
     waits = [await full.suspend(handle, suspension()) for handle in handles]
     await asyncio.gather(*(full.deliver_signal(**signal(wait)) for wait in waits[:5]))
@@ -269,7 +267,7 @@ async def test_a_page_of_a_list_touches_few_rows_whatever_is_asked_for(full: Eng
         ):
             touched.rows.clear()
             assert (await full.list_executions(order=order, **rare)).executions == []
-            assert touched[f"list_{order}"] <= page
+            assert f"list_{order}" not in touched.rows
             assert touched["list_candidates"] <= 10
         # What is tagged is found by its tags, without a walk.
         touched.rows.clear()

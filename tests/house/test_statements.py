@@ -34,7 +34,7 @@ VECTOR = (
     "attempt_state",
 )
 
-CREATES = {"insert_executions", "insert_minted"}
+CREATES = {"insert_executions", "insert_alike"}
 MOVES = {
     "claim_best",
     "lease_held",
@@ -113,7 +113,7 @@ def test_every_statement_is_used(python: str) -> None:
 
 
 def test_creations_write_words_the_enumerations_know() -> None:
-    words = {
+    words = {"execution_sequence"} | {
         member.value for enum in (LifecyclePhase, EligibilityState, BlockingReason, AttemptState) for member in enum
     }
     for name in CREATES:

@@ -36,6 +36,8 @@ from flowfabric.model.ids import SignalId
 
 KEYS = ("a", "b", "c")
 NAMES = ("go", "stop")
+RESERVED = ByName(OPERATOR_ONLY_NAME)
+UNMEETABLE = AllOf((Count(n=1, count_kind=CountKind.DISTINCT_SOURCES, waitpoints=("a",), matcher=RESERVED),))
 
 matchers = st.one_of(st.just(Wildcard()), st.sampled_from(NAMES).map(ByName))
 singles = st.builds(Single, waitpoint_key=st.sampled_from(KEYS), matcher=matchers)
@@ -257,6 +259,8 @@ def test_lists_are_taken_as_tuples() -> None:
             count(2, CountKind.DISTINCT_WAITPOINTS, "a", "a"),
             "count_exceeds_waitpoint_set: n=2 > waitpoints.len()=1 at path <root>",
         ),
+        (Single(waitpoint_key="a", matcher=RESERVED), "reserved_signal_name: __operator_only__ at path <root>"),
+        (UNMEETABLE, "reserved_signal_name: __operator_only__ at path members[0]"),
     ],
 )
 def test_a_tree_nothing_could_meet_is_refused_where_it_is_wrong(condition: Condition, detail: str) -> None:

@@ -126,7 +126,6 @@ def test_a_failure_is_told_in_the_detail_of_the_refusal() -> None:
         GrantFailure.UNKNOWN_KID: ("invalid_claim_grant", "UnknownKid"),
         GrantFailure.UNKNOWN_GRANT: ("invalid_claim_grant", "UnknownGrant"),
         GrantFailure.SIGNATURE_MISMATCH: ("invalid_claim_grant", "SignatureMismatch"),
-        GrantFailure.TRANSPORT: ("unavailable", "Transport"),
     }
 
 

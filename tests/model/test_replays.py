@@ -33,6 +33,7 @@ HANDLE = Handle(
 )
 DETAILS = SuspendDetails(
     suspension_id=SuspensionId(UUID(int=3)),
+    attempt_index=2,
     waitpoint_id=WaitpointId(UUID(int=4)),
     waitpoint_key='k "ü"',
     waitpoint_token=WaitpointToken("k1:" + "ab" * 32),
@@ -54,7 +55,7 @@ OUTCOMES: dict[str, SuspendOutcome] = {
 def test_an_outcome_is_read_back_as_it_was_stored(variant: str) -> None:
     text = outcome_json(OUTCOMES[variant])
     assert msgspec.json.decode(text)["variant"] == variant
-    read = read_stored_outcome(text)
+    read = read_stored_outcome(text, 2)
     assert read == OUTCOMES[variant]
     assert read is not None
     assert outcome_json(read) == text
@@ -76,7 +77,7 @@ def test_an_outcome_is_read_back_as_it_was_stored(variant: str) -> None:
     ],
 )
 def test_what_cannot_be_read_is_no_outcome(text: str | None) -> None:
-    assert read_stored_outcome(text) is None
+    assert read_stored_outcome(text, 2) is None
 
 
 @pytest.mark.parametrize(
@@ -86,14 +87,14 @@ def test_what_cannot_be_read_is_no_outcome(text: str | None) -> None:
 def test_a_part_that_cannot_be_makes_it_no_outcome(name: str, value: str | None) -> None:
     plain = msgspec.json.decode(outcome_json(OUTCOMES["Suspended"]))
     plain[name] = value
-    assert read_stored_outcome(msgspec.json.encode(plain).decode()) is None
+    assert read_stored_outcome(msgspec.json.encode(plain).decode(), 2) is None
 
 
 @pytest.mark.parametrize("name", ["suspension_id", "waitpoint_id", "waitpoint_key", "token", "extras"])
 def test_every_detail_is_needed(name: str) -> None:
     plain = msgspec.json.decode(outcome_json(OUTCOMES["Suspended"]))
     del plain["details"][name]
-    assert read_stored_outcome(msgspec.json.encode(plain).decode()) is None
+    assert read_stored_outcome(msgspec.json.encode(plain).decode(), 2) is None
 
 
 @pytest.mark.parametrize("variant", OUTCOMES)

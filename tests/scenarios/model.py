@@ -143,7 +143,7 @@ class Model:
             raise Refusal("execution_not_leaseable")
         if one.attempt_state == "attempt_interrupted":
             raise Refusal("use_claim_resumed_execution")
-        if grant is None or grant.worker != worker:
+        if grant is None or (grant.worker != worker and not grant.is_swept):
             raise Refusal("invalid_claim_grant")
         if grant.expires_at <= self.now:
             raise Refusal("claim_grant_expired")
@@ -455,8 +455,8 @@ class Model:
             return sum(self.mark(one) for one in every)
         if what == "delays":
             return sum(self.promote(one) for one in every)
-        for one in every:
-            one.grant = self.live_grant(one)
+        for grant in filter(None, [one.grant for one in every]):
+            grant.is_swept = grant.expires_at <= self.now
         done = ("Expired", "RetryScheduled")
         return sum(
             self.expire(one, "execution_deadline")[0] in done or self.expire(one, "attempt_timeout")[0] in done

@@ -85,8 +85,6 @@ class EngineAgainstModel(RuleBasedStateMachine):
         self.run(self.stage.connection.execute(_EMPTY))
         self._set_clock()
         self._open()
-        with suppress(EngineError):
-            self.run(self.engine.seed_waitpoint_hmac_secret(kid="v1", secret_hex="ab" * 32))
 
     def _open(self) -> None:
         self.stack = AsyncExitStack()

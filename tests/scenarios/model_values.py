@@ -69,6 +69,8 @@ class Grant:
     kind: str
     worker: str
     expires_at: int
+    is_swept: bool = False
+    """Whose it was is forgotten then."""
 
 
 @dataclass

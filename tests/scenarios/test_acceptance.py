@@ -47,11 +47,10 @@ from .waiting import (
 
 
 @pytest.fixture
-async def engine(engines: Any) -> Engine:
+async def engine(keyless: Engine) -> Engine:
     """An engine whose store has a signing key, `a`."""
-    engine: Engine = await engines()
-    await engine.seed_waitpoint_hmac_secret(kid="a", secret_hex=A)
-    return engine
+    await keyless.seed_waitpoint_hmac_secret(kid="a", secret_hex=A)
+    return keyless
 
 
 async def rotate(engine: Engine, kid: str, secret_hex: str, grace_ms: int = HOUR_MS) -> None:
@@ -317,6 +316,7 @@ async def test_7_signals_before_the_wait_count_towards_it(engine: Engine, given:
 def _details(pending: Any) -> Any:
     return SuspendDetails(
         suspension_id=uuid4(),  # type: ignore[arg-type]
+        attempt_index=0,
         waitpoint_id=pending.waitpoint_id,
         waitpoint_key="wp",
         waitpoint_token=pending.hmac_token,

@@ -27,11 +27,10 @@ from .waiting import (
 
 
 @pytest.fixture
-async def engine(engines: Any) -> Engine:
+async def engine(keyless: Engine) -> Engine:
     """An engine whose store has a signing key, `a`."""
-    engine: Engine = await engines()
-    await engine.seed_waitpoint_hmac_secret(kid="a", secret_hex=A)
-    return engine
+    await keyless.seed_waitpoint_hmac_secret(kid="a", secret_hex=A)
+    return keyless
 
 
 # 10

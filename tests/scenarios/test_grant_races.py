@@ -8,21 +8,15 @@ import pytest
 from flowfabric.engine.engine import Engine
 from flowfabric.model.execution import NewExecution
 from flowfabric.model.grants import Granted, GrantedClaim, NotReclaimable, NoWork
+from flowfabric.model.handle import Handle
 from flowfabric.model.keys import AlreadySeeded, Noop, Rotated, Seeded
-from flowfabric.model.outcomes import ClaimedExecution
+from flowfabric.model.outcomes import ClaimedExecution, Renewed
 
-from .test_races import ROUNDS, Rivals, at_once, claim, new, rivals
+from .test_races import ROUNDS, Rivals, a_moment, at_once, check_both_won, claim, claimed, new, rivals
 
 __all__ = ["rivals"]
 
 SECRET = "ab" * 32
-
-
-async def seeded(rivals: Rivals, count: int) -> list[Engine]:
-    """Rivals whose store has a signing key."""
-    engines = await rivals(count)
-    await engines[0].seed_waitpoint_hmac_secret(kid="k1", secret_hex=SECRET)
-    return engines
 
 
 def worker(name: str = "pool", instance: int = 1) -> dict[str, Any]:
@@ -66,7 +60,7 @@ async def leases(rows: Any, execution_id: str) -> int:
 
 
 async def test_of_two_claims_with_one_grant_one_wins(rivals: Rivals, rows: Any) -> None:
-    engines = await seeded(rivals, 3)
+    engines = await rivals(3)
     for _ in range(ROUNDS):
         execution_id = await created(engines[0])
         await engines[0].issue_claim_grant(execution_id=execution_id, **worker())
@@ -82,7 +76,7 @@ async def test_of_two_claims_with_one_grant_one_wins(rivals: Rivals, rows: Any) 
 
 
 async def test_of_two_grants_one_is_issued(rivals: Rivals, rows: Any) -> None:
-    engines = await seeded(rivals, 3)
+    engines = await rivals(3)
     for _ in range(ROUNDS):
         execution_id = await created(engines[0])
         answers = await at_once(
@@ -99,7 +93,7 @@ async def test_of_two_grants_one_is_issued(rivals: Rivals, rows: Any) -> None:
 
 
 async def test_a_search_for_a_grant_and_a_claim_never_take_the_same(rivals: Rivals, rows: Any) -> None:
-    one, other = await seeded(rivals, 2)
+    one, other = await rivals(2)
     for _ in range(ROUNDS):
         execution_id = await created(one)
         granted, claimed = await at_once(one.claim_for_worker(**worker(), grant_ttl_ms=60_000), claim(other))
@@ -116,7 +110,7 @@ async def test_a_search_for_a_grant_and_a_claim_never_take_the_same(rivals: Riva
 
 
 async def test_searches_grant_every_execution_once(rivals: Rivals) -> None:
-    engines = await seeded(rivals, 4)
+    engines = await rivals(4)
     for _ in range(ROUNDS // 20):
         made = await engines[0].create_many([NewExecution(**new(priority=at % 3)) for at in range(40)])
         found: Counter[str] = Counter()
@@ -136,7 +130,7 @@ async def test_searches_grant_every_execution_once(rivals: Rivals) -> None:
 
 
 async def test_a_lost_lease_goes_to_one(rivals: Rivals, rows: Any, clock: Any) -> None:
-    one, other, third = await seeded(rivals, 3)
+    one, other, third = await rivals(3)
     for _ in range(ROUNDS):
         execution_id = await lost(one, clock)
         granted, claimed, searched = await at_once(
@@ -156,7 +150,7 @@ async def test_a_lost_lease_goes_to_one(rivals: Rivals, rows: Any, clock: Any) -
 
 
 async def test_of_two_reclaims_with_one_grant_one_wins(rivals: Rivals, rows: Any, clock: Any) -> None:
-    engines = await seeded(rivals, 2)
+    engines = await rivals(2)
     for _ in range(ROUNDS):
         execution_id = await lost(engines[0], clock)
         await engines[0].issue_reclaim_grant(execution_id=execution_id, **worker())
@@ -172,7 +166,7 @@ async def test_of_two_reclaims_with_one_grant_one_wins(rivals: Rivals, rows: Any
 
 
 async def test_of_all_who_would_go_on_with_an_attempt_one_does(rivals: Rivals, rows: Any) -> None:
-    one, other, third = await seeded(rivals, 3)
+    one, other, third = await rivals(3)
     for _ in range(ROUNDS):
         execution_id = await resumable(one)
         resumed, fused, claimed = await at_once(
@@ -190,7 +184,7 @@ async def test_of_all_who_would_go_on_with_an_attempt_one_does(rivals: Rivals, r
 
 
 async def test_a_grant_at_its_end_leases_once_or_lets_go(rivals: Rivals, rows: Any) -> None:
-    one, other = await seeded(rivals, 2)
+    one, other = await rivals(2)
     told: Counter[str] = Counter()
     for _ in range(ROUNDS):
         execution_id = await created(one)
@@ -205,7 +199,7 @@ async def test_a_grant_at_its_end_leases_once_or_lets_go(rivals: Rivals, rows: A
 
 
 async def test_a_cancel_and_a_claim_by_grant_leave_one_story(rivals: Rivals, rows: Any) -> None:
-    one, other = await seeded(rivals, 2)
+    one, other = await rivals(2)
     for _ in range(ROUNDS):
         execution_id = await created(one)
         await one.issue_claim_grant(execution_id=execution_id, **worker())
@@ -225,21 +219,22 @@ async def test_a_cancel_and_a_claim_by_grant_leave_one_story(rivals: Rivals, row
 async def test_of_two_seeds_one_installs(rivals: Rivals, connection: Any) -> None:
     engines = await rivals(3)
     for at in range(ROUNDS):
+        # No operation leaves a store without a key.
+        await connection.execute("delete from signing_key")
         answers = await at_once(
             *(engine.seed_waitpoint_hmac_secret(kid=f"k{at}", secret_hex=SECRET) for engine in engines)
         )
         assert kinds(answers) == ["AlreadySeeded", "AlreadySeeded", "Seeded"]
         assert {answer.same_secret for answer in answers if isinstance(answer, AlreadySeeded)} == {True}
         assert Seeded(kid=f"k{at}") in answers
-        await connection.execute("delete from signing_key")
 
 
 @pytest.mark.parametrize("kid", ["one", "each its own"])
 async def test_rotations_come_one_after_the_other(rivals: Rivals, rows: Any, kid: str) -> None:
     engines = await rivals(3)
-    current: str | None = None
+    current: str | None = "k1"
     for at in range(ROUNDS):
-        names = [f"k{at}" if kid == "one" else f"k{at}-{nth}" for nth in range(len(engines))]
+        names = [f"r{at}" if kid == "one" else f"r{at}-{nth}" for nth in range(len(engines))]
         entries = await at_once(
             *(
                 engine.rotate_waitpoint_hmac_secret_all(new_kid=name, new_secret_hex=SECRET, grace_ms=0)
@@ -260,3 +255,57 @@ async def test_rotations_come_one_after_the_other(rivals: Rivals, rows: Any, kid
             current = follows[current]
         (signing,) = await rows.of("signing_key", is_current=True)
         assert signing["kid"] == current
+
+
+# Workers and leases.
+
+
+async def test_a_lapsing_lease_is_renewed_or_granted_to_another(rivals: Rivals, rows: Any, clock: Any) -> None:
+    one, other = await rivals(2)
+
+    async def hand_over(handle: Handle) -> Any:
+        await a_moment()
+        await clock.advance(ms=5000)
+        return await other.issue_reclaim_grant(execution_id=handle.execution_id, **worker(), grant_ttl_ms=60_000)
+
+    won: Counter[bool] = Counter()
+    leased: Counter[str] = Counter()
+    for _ in range(ROUNDS):
+        (handle,) = await claimed(one, lease_ttl_ms=60_000)
+        await clock.advance(ms=57_000)
+        renewed, granted = await at_once(one.renew(handle), hand_over(handle))
+        won[isinstance(renewed, Renewed)] += 1
+        if isinstance(renewed, Renewed):
+            assert isinstance(granted, NotReclaimable)
+        else:
+            assert renewed == "lease_expired"
+            assert isinstance(granted, Granted)
+            taken = await at_once(
+                one.renew(handle), other.reclaim_execution(execution_id=handle.execution_id, **worker())
+            )
+            assert kinds(taken)[0] == "ClaimedExecution"
+            assert taken[0] in ("lease_expired", "lease_conflict")
+        leased[handle.execution_id[-36:]] = 1 + isinstance(granted, Granted)
+        await ended(one, handle.execution_id)
+    check_both_won(won)
+    assert leased == Counter(str(event["execution_id"]) for event in await rows.of("event") if event["kind"] in (1, 6))
+    assert await rows.of("claim_grant") == []
+
+
+async def test_a_new_worker_that_claims_twice_at_once_is_one(rivals: Rivals, rows: Any) -> None:
+    engines = await rivals(2)
+    for at in range(ROUNDS // 5):
+        names = [await created(engine) for engine in engines]
+        for engine, execution_id in zip(engines, names, strict=True):
+            await engine.issue_claim_grant(execution_id=execution_id, **worker(f"new{at}"))
+        answers = await at_once(
+            *(
+                engine.claim_execution(execution_id=execution_id, **worker(f"new{at}"))
+                for engine, execution_id in zip(engines, names, strict=True)
+            )
+        )
+        assert kinds(answers) == ["ClaimedExecution", "ClaimedExecution"]
+    identities = [row for row in await rows.of("worker_identity") if row["worker_id"].startswith("new")]
+    assert len(identities) == ROUNDS // 5
+    numbers = Counter(row["worker_no"] for row in await rows.of("execution"))
+    assert numbers == {row["worker_no"]: 2 for row in identities}

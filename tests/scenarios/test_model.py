@@ -32,7 +32,7 @@ def test_the_engine_and_the_model_never_differ_whatever_hypothesis_tries(stage: 
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=EXAMPLES or 40,
+            max_examples=EXAMPLES or 30,
             stateful_step_count=STEPS,
             derandomize=not EXAMPLES,
             print_blob=True,
@@ -48,7 +48,7 @@ def test_the_engine_and_the_model_never_differ_whatever_hypothesis_tries(stage: 
 @pytest.mark.timeout(1200)
 def test_the_engine_and_the_model_never_differ_on_long_walks(stage: Stage) -> None:
     machine = type("EngineAgainstModel", (EngineAgainstModel,), {"stage": stage})
-    for seed in range(EXAMPLES or 50):
+    for seed in range(EXAMPLES or 35):
         walker = machine()
         try:
             walker.walk(random.Random(seed), STEPS)

@@ -4,13 +4,15 @@ import asyncio
 import os
 import signal
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import asyncpg
 import pytest
 
+from databases import at_database, execute
 from flowfabric.db.embedded import Embedded
 from flowfabric.engine.engine import Engine
 from flowfabric.model.errors import EngineError, TransportError
@@ -19,16 +21,22 @@ from flowfabric.settings import Settings
 
 
 class Server:
-    """A server of the test's own that can be killed and started again."""
+    """A server of these tests' own that can be killed and started again."""
 
     def __init__(self, home: Path) -> None:
         self._home = home
         self._holds = [Embedded.start(home)]
+        self._database = ""
+
+    async def make_database(self) -> None:
+        """Have a new database for a test."""
+        self._database = f"ff_test_{uuid4().hex}"
+        await execute(self._holds[-1].url, f"create database {self._database}")
 
     @property
     def url(self) -> str:
-        """The address of the running server."""
-        return self._holds[-1].url
+        """The address of the test's database on the running server."""
+        return at_database(self._holds[-1].url, self._database)
 
     def kill(self) -> None:
         """End the server and every session with no chance to clean up."""
@@ -61,11 +69,19 @@ def _children(parent: int) -> list[int]:
     return children
 
 
-@pytest.fixture
-async def server(tmp_path: Path) -> AsyncIterator[Server]:
-    server = await asyncio.to_thread(Server, tmp_path / "home")
+@pytest.fixture(scope="module")
+def mortal(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server that every test leaves running."""
+    server = Server(tmp_path_factory.mktemp("server") / "home")
     yield server
-    await asyncio.to_thread(server.discard)
+    server.discard()
+
+
+@pytest.fixture
+async def server(mortal: Server) -> Server:
+    """A server with a database of the test's own."""
+    await mortal.make_database()
+    return mortal
 
 
 class Load:

@@ -31,34 +31,34 @@ from .waiting import APPENDED, READY, SATISFIED, A, B, Waiting, args, claim_resu
 
 
 @pytest.fixture
-async def keyed(engine: Engine) -> Engine:
+async def keyed(keyless: Engine) -> Engine:
     """An engine whose store has a signing key, v1."""
-    await engine.seed_waitpoint_hmac_secret(kid="v1", secret_hex=A)
-    return engine
+    await keyless.seed_waitpoint_hmac_secret(kid="v1", secret_hex=A)
+    return keyless
 
 
 async def rotate(engine: Engine, kid: str, secret_hex: str, grace_ms: int = 60_000) -> list[RotationEntry]:
     return await engine.rotate_waitpoint_hmac_secret_all(new_kid=kid, new_secret_hex=secret_hex, grace_ms=grace_ms)
 
 
-async def test_1_a_rotation_of_an_empty_store_installs_the_first_key(engine: Engine) -> None:
-    assert await rotate(engine, "v1", A) == [
+async def test_1_a_rotation_of_an_empty_store_installs_the_first_key(keyless: Engine) -> None:
+    assert await rotate(keyless, "v1", A) == [
         RotationEntry(partition=0, result=Rotated(previous_kid=None, new_kid="v1", gc_count=0))
     ]
-    assert await engine.list_waitpoint_hmac_kids() == HmacKids(current_kid="v1", verifying=())
+    assert await keyless.list_waitpoint_hmac_kids() == HmacKids(current_kid="v1", verifying=())
 
 
-async def test_2_a_repeated_rotation_does_nothing_and_another_secret_is_a_conflict(engine: Engine) -> None:
-    await rotate(engine, "v1", A)
-    assert await rotate(engine, "v1", A) == [RotationEntry(partition=0, result=Noop(kid="v1"))]
-    (entry,) = await rotate(engine, "v1", B)
+async def test_2_a_repeated_rotation_does_nothing_and_another_secret_is_a_conflict(keyless: Engine) -> None:
+    await rotate(keyless, "v1", A)
+    assert await rotate(keyless, "v1", A) == [RotationEntry(partition=0, result=Noop(kid="v1"))]
+    (entry,) = await rotate(keyless, "v1", B)
     assert entry.partition == 0
     assert isinstance(entry.result, ConflictError)
     assert entry.result.code == "rotation_conflict"
 
 
-async def test_3_a_seed_installs_once(engine: Engine, rows: Any) -> None:
-    seed = engine.seed_waitpoint_hmac_secret
+async def test_3_a_seed_installs_once(keyless: Engine, rows: Any) -> None:
+    seed = keyless.seed_waitpoint_hmac_secret
     assert await seed(kid="v1", secret_hex=A) == Seeded(kid="v1")
     async with rows.unchanged():
         assert await seed(kid="v1", secret_hex=A) == AlreadySeeded(kid="v1", same_secret=True)

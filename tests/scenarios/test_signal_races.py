@@ -3,7 +3,7 @@
 import asyncio
 import random
 from collections import Counter, defaultdict
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Iterator
 from typing import Any
 
 import pytest
@@ -21,8 +21,10 @@ from flowfabric import (
     TimeoutBehavior,
 )
 
-from .test_races import at_once, claimed, outcome, rivals  # noqa: F401
-from .waiting import A, Waiting, args, suspended
+from .test_races import at_once, claimed, outcome, rivals
+from .waiting import Waiting, args, suspended
+
+__all__ = ["rivals"]
 
 TOGETHER = 20
 ROUNDS = 1000
@@ -31,18 +33,6 @@ RESUMABLE = 6
 """The outcome the completion feed tells of a wait that a signal has ended."""
 OVER = "target_not_signalable"
 """What a signal is told whose wait is over."""
-
-
-@pytest.fixture
-async def contenders(rivals: Any) -> Callable[[int], Awaitable[list[Engine]]]:  # noqa: F811
-    """Engines with connections of their own, and a key that signs."""
-
-    async def open_contenders(count: int) -> list[Engine]:
-        engines: list[Engine] = await rivals(count)
-        await engines[0].seed_waitpoint_hmac_secret(kid="k1", secret_hex=A)
-        return engines
-
-    return open_contenders
 
 
 async def waves(engine: Engine) -> list[list[Handle]]:
@@ -121,8 +111,8 @@ def check_won(won: Counter[str], *rivals_of: str) -> None:
 
 
 @pytest.mark.parametrize("key", [None, "once"], ids=["two signals", "one signal twice"])
-async def test_of_two_signals_that_meet_the_condition_one_resumes(contenders: Any, rows: Any, key: str | None) -> None:
-    one, other = await contenders(2)
+async def test_of_two_signals_that_meet_the_condition_one_resumes(rivals: Any, rows: Any, key: str | None) -> None:
+    one, other = await rivals(2)
 
     async def race(wait: Waiting) -> tuple[Waiting, list[Any]]:
         return wait, await at_once(*(signal(engine, wait, idempotency_key=key) for engine in (one, other)))
@@ -153,8 +143,8 @@ _LEFT: dict[TimeoutBehavior, tuple[str, str, dict[int, int]]] = {
 """What the timeouts that end a wait leave."""
 
 
-async def test_of_a_signal_and_the_timeout_one_ends_the_wait(contenders: Any, rows: Any, clock: Any) -> None:
-    one, other, third = await contenders(3)
+async def test_of_a_signal_and_the_timeout_one_ends_the_wait(rivals: Any, rows: Any, clock: Any) -> None:
+    one, other, third = await rivals(3)
 
     async def race(wait: Waiting) -> tuple[Waiting, list[Any]]:
         answers = await at_once(
@@ -190,8 +180,8 @@ async def test_of_a_signal_and_the_timeout_one_ends_the_wait(contenders: Any, ro
     check_won(won, "signal", *_LEFT)
 
 
-async def test_of_a_signal_and_a_cancel_one_comes_first(contenders: Any, rows: Any) -> None:
-    one, other = await contenders(2)
+async def test_of_a_signal_and_a_cancel_one_comes_first(rivals: Any, rows: Any) -> None:
+    one, other = await rivals(2)
 
     async def race(wait: Waiting) -> tuple[Waiting, list[Any]]:
         cancel = other.cancel_execution(execution_id=wait.execution_id, reason="not wanted")
@@ -218,9 +208,9 @@ async def test_of_a_signal_and_a_cancel_one_comes_first(contenders: Any, rows: A
 
 
 async def test_a_signal_during_a_rotation_is_judged_by_the_keys_before_or_after_it(
-    contenders: Any, rows: Any, clock: Any
+    rivals: Any, rows: Any, clock: Any
 ) -> None:
-    one, other = await contenders(2)
+    one, other = await rivals(2)
 
     async def moments() -> None:
         for _ in range(random.randrange(8)):
@@ -262,8 +252,8 @@ async def test_a_signal_during_a_rotation_is_judged_by_the_keys_before_or_after_
     check_won(won, "accepted", "expired")
 
 
-async def test_of_two_suspends_with_one_key_one_suspends_and_both_are_told_the_same(contenders: Any, rows: Any) -> None:
-    one, other = await contenders(2)
+async def test_of_two_suspends_with_one_key_one_suspends_and_both_are_told_the_same(rivals: Any, rows: Any) -> None:
+    one, other = await rivals(2)
 
     async def race(handle: Handle) -> tuple[Handle, list[Any], list[Any]]:
         asked = [args(idempotency_key="once") for _ in range(2)]
@@ -288,8 +278,8 @@ async def test_of_two_suspends_with_one_key_one_suspends_and_both_are_told_the_s
     check_won(won, "0", "1")
 
 
-async def test_a_wait_that_everybody_ends_at_once_ends_once(contenders: Any, rows: Any, clock: Any) -> None:
-    one, other, third = await contenders(3)
+async def test_a_wait_that_everybody_ends_at_once_ends_once(rivals: Any, rows: Any, clock: Any) -> None:
+    one, other, third = await rivals(3)
     body = {"kind": "Count", "n": 2, "count_kind": "DistinctWaitpoints", "waitpoints": ["a", "b", "c"]}
 
     async def race(wait: Waiting) -> tuple[Waiting, list[Any]]:

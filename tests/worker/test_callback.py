@@ -8,7 +8,7 @@ import pytest
 from flowfabric.engine.engine import Engine
 from flowfabric.model.conditions import Single
 from flowfabric.model.ids import WaitpointId
-from flowfabric.model.signals import Accepted
+from flowfabric.model.signals import Accepted, SignalDuplicate
 from flowfabric.model.suspension import Fresh, SuspendArgs
 from flowfabric.model.tokens import WaitpointToken
 from flowfabric.model.waits import Suspended
@@ -23,11 +23,6 @@ from flowfabric.worker.callback import (
 from flowfabric.worker.context import Context, Running
 
 READY: Any = {"signal_name": "ready"}
-
-
-@pytest.fixture(autouse=True)
-async def _keyed(engine: Engine) -> None:
-    await engine.seed_waitpoint_hmac_secret(kid="k1", secret_hex="ab" * 32)
 
 
 async def wait(engine: Engine, given: Any) -> tuple[str, WaitpointId, WaitpointToken]:
@@ -75,26 +70,58 @@ async def test_outside_a_wrong_token_and_an_unknown_waitpoint_are_the_same(
     engine: Engine, given: Any, rows: Any
 ) -> None:
     run, point, token = await wait(engine, given)
+    over, closed, spent = await wait(engine, given)
+    await verify_and_deliver(engine, over, closed, spent, READY)
     other = f"{{fp:3}}:{uuid4()}"
+    large: Any = {**READY, "payload": b"x" * 65_537}
+    told = [
+        await refused(TokenMismatch, engine, run, point, token.reveal()[:-1] + "x", READY),
+        await refused(TokenMismatch, engine, run, point, spent, READY),
+        await refused(TokenMismatch, engine, run, point, spent, large),
+        await refused(TokenMismatch, engine, run, point, "", READY),
+        await refused(TokenMismatch, engine, run, point, None, READY),
+    ]
     async with rows.unchanged():
-        told = [
-            await refused(TokenMismatch, engine, run, point, token.reveal()[:-1] + "x", READY),
-            await refused(TokenMismatch, engine, run, point, "", READY),
-            await refused(TokenMismatch, engine, run, point, None, READY),
+        told += [
             await refused(UnknownWaitpoint, engine, run, uuid4(), token, READY),
+            await refused(UnknownWaitpoint, engine, run, uuid4(), token, large),
             await refused(UnknownWaitpoint, engine, other, point, token, READY),
             await refused(UnknownWaitpoint, engine, "nonsense", point, token, READY),
             await refused(UnknownWaitpoint, engine, run, "nonsense", token, READY),
         ]
+    told.append(await refused(UnknownWaitpoint, engine, over, closed, token, READY))
     assert {error.code for error in told} == {"invalid_token"}
     assert all(token.reveal() not in f"{error} {error!r}" for error in told)
 
 
-async def test_a_waitpoint_that_is_over_is_unknown(engine: Engine, given: Any, rows: Any) -> None:
+async def test_a_forgery_at_the_bridge_is_noted_on_the_execution(engine: Engine, given: Any, rows: Any) -> None:
+    run, point, token = await wait(engine, given)
+    await refused(TokenMismatch, engine, run, point, "k1:" + "0" * 64, READY)
+    assert (await rows.execution(run))["last_hmac_validation_failed_at"] is not None
+    await verify_and_deliver(engine, run, point, token, READY)
+
+
+async def test_a_new_signal_for_a_waitpoint_that_is_over_finds_none(engine: Engine, given: Any, rows: Any) -> None:
     run, point, token = await wait(engine, given)
     await verify_and_deliver(engine, run, point, token, READY)
     async with rows.unchanged():
         await refused(UnknownWaitpoint, engine, run, point, token, READY)
+
+
+async def test_a_repeat_of_the_signal_that_closed_the_waitpoint_is_a_duplicate(
+    engine: Engine, given: Any, rows: Any
+) -> None:
+    run, point, token = await wait(engine, given)
+    keyed: Any = {**READY, "idempotency_key": "delivery-1"}
+    first = await verify_and_deliver(engine, run, point, token, keyed)
+    assert isinstance(first, Accepted)
+    async with rows.unchanged():
+        again = await verify_and_deliver(engine, run, point, token.reveal(), keyed)
+        assert again == SignalDuplicate(existing_signal_id=first.signal_id)
+        named: Any = {**READY, "signal_id": first.signal_id}
+        assert await verify_and_deliver(engine, run, point, token, named) == again
+    # Whoever does not hold the token learns nothing by repeating it.
+    await refused(UnknownWaitpoint, engine, run, point, "k1:" + "0" * 64, keyed)
 
 
 async def test_what_the_engine_refuses_is_told_as_such(engine: Engine, given: Any, rows: Any) -> None:

@@ -11,19 +11,15 @@ import pytest
 from flowfabric.engine.engine import Engine
 from flowfabric.model.conditions import ByName, Single
 from flowfabric.model.errors import TransportError
+from flowfabric.model.events import EventKind
 from flowfabric.model.ids import ExecutionId, SuspensionId, WaitpointId
 from flowfabric.model.states import TerminalOutcome
-from flowfabric.model.suspension import Fresh, SuspendArgs, SuspensionReason
+from flowfabric.model.suspension import Fresh, SuspendArgs, SuspensionReason, UsePending
 from flowfabric.worker.context import Context
 from flowfabric.worker.waits import suspend_args
 from flowfabric.worker.worker import Worker
 
 READY = Single(waitpoint_key="answer", matcher=ByName("ready"))
-
-
-@pytest.fixture(autouse=True)
-async def _keyed(engine: Engine) -> None:
-    await engine.seed_waitpoint_hmac_secret(kid="k1", secret_hex="ab" * 32)
 
 
 @pytest.fixture
@@ -140,25 +136,39 @@ async def test_what_a_suspended_handler_returns_is_not_written(
 
 
 async def test_the_lease_of_a_suspended_run_is_neither_renewed_nor_missed(
-    engine: Engine, start_worker: Any, submit: Any, caplog: pytest.LogCaptureFixture
+    engine: Engine, start_worker: Any, submit: Any, rows: Any, eventually: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    beats = asyncio.Semaphore(0)
+    leaving, may_leave, is_over = (asyncio.Event() for _ in range(3))
 
     async def slow_to_leave(ctx: Context) -> str:
         if not ctx.resumed_signals():
             try:
                 await ctx.suspend(condition=READY)
             finally:
-                # Longer than the lease would have lasted.
-                await asyncio.sleep(1.0)
-                beats.release()
+                leaving.set()
+                await may_leave.wait()
         return "resumed"
 
-    await start_worker({"job": slow_to_leave}, lease_ttl_ms=300)
-    run = await submit()
-    await asyncio.wait_for(beats.acquire(), 10)
+    await start_worker({"job": slow_to_leave, "steady": is_over.wait}, lease_ttl_ms=300)
+    steady, run = await submit(kind="steady"), await submit()
+    await asyncio.wait_for(leaving.wait(), 10)
+
+    async def renewals() -> int:
+        return sum(event["kind"] == EventKind.RENEWED for event in await rows.events(steady))
+
+    # Longer than the lease would have lasted: each renewal of the other run comes after a third of that.
+    enough = await renewals() + 5
+
+    async def has_beaten() -> bool:
+        return await renewals() >= enough
+
+    await eventually(has_beaten)
+    assert EventKind.RENEWED not in {event["kind"] for event in await rows.events(run)}
+    may_leave.set()
     await signal(engine, run)
     assert (await engine.wait_for_ending(run, timeout=10)).outcome is TerminalOutcome.SUCCESS
+    is_over.set()
+    assert (await engine.wait_for_ending(steady, timeout=10)).outcome is TerminalOutcome.SUCCESS
     assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
@@ -260,6 +270,41 @@ async def test_a_key_of_an_earlier_attempt_is_refused(
     await signal(engine, run)
     ended = await engine.wait_for_ending(run, timeout=10)
     assert "idempotency_key: an earlier attempt has waited under it" in (ended.reason or "")
+
+
+async def test_a_wait_that_an_earlier_attempt_need_not_begin_is_not_over_for_the_next(
+    engine: Engine, start_worker: Any, submit: Any
+) -> None:
+    went_on = []
+
+    async def early(ctx: Context) -> None:
+        point = await ctx.create_waitpoint("answer", expires_in_ms=60_000)
+        if ctx.attempt_index == 0:
+            await engine.deliver_signal(
+                execution_id=ctx.execution_id,
+                waitpoint_id=point.waitpoint_id,
+                waitpoint_token=point.hmac_token,
+                signal_name="ready",
+            )
+        for _ in range(2):
+            # A repeat within the attempt is told the same.
+            await ctx.suspend(
+                SuspendArgs(
+                    suspension_id=SuspensionId(uuid4()),
+                    waitpoints=(UsePending(waitpoint_id=point.waitpoint_id),),
+                    resume_condition=READY,
+                    reason_code=SuspensionReason.WAITING_FOR_SIGNAL,
+                    idempotency_key="the-answer",
+                )
+            )
+            went_on.append(ctx.attempt_index)
+        raise ValueError("try again")
+
+    await start_worker({"job": early})
+    run = await submit(policy={"retry_policy": {"max_retries": 1, "backoff": {"type": "fixed", "delay_ms": 1}}})
+    ended = await engine.wait_for_ending(run, timeout=10)
+    assert "idempotency_key: an earlier attempt has waited under it" in (ended.reason or "")
+    assert went_on == [0, 0]
 
 
 async def test_an_operators_resume_brings_no_signal(

@@ -5,6 +5,8 @@ from contextlib import asynccontextmanager
 from itertools import count
 from typing import Any
 
+from pydantic import SecretStr
+
 from flowfabric.bench.subject import CONNECTIONS, PAYLOADS, spread
 from flowfabric.db.statements import statements_beside
 from flowfabric.engine.engine import Engine
@@ -26,7 +28,13 @@ _numbers = count()
 @asynccontextmanager
 async def engine_on(url: str, **overrides: Any) -> AsyncIterator[Engine]:
     """An engine on this database, which it prepares, with the default settings but for these."""
-    settings = Settings(database_url=url, schema_name=SCHEMA, migrate_on_start=True, **overrides)
+    settings = Settings(
+        database_url=url,
+        schema_name=SCHEMA,
+        migrate_on_start=True,
+        waitpoint_hmac_secret=SecretStr("ab" * 32),
+        **overrides,
+    )
     async with Engine.connect(settings=settings) as engine:
         yield engine
 

@@ -29,7 +29,6 @@ CONDITION = Single(waitpoint_key=KEY)
 async def measure(task: Task) -> Figures:
     """Round trips one after the other with a worker that is idle but for them, then bursts without a worker."""
     async with engine_on(task.url) as engine:
-        await engine.seed_waitpoint_hmac_secret(kid="bench", secret_hex="ab" * 32)
         async with engine_on(task.url) as other:
             trips = await round_trips(engine, other, task.count(WAITS))
         async with observing(task.url) as observer:

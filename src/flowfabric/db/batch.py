@@ -79,8 +79,11 @@ class Batch(Generic[Item, Answer]):
             later: list[int] = []
             for at in rest:
                 keys = self._keys(items[at])
-                (now if seen.isdisjoint(keys) else later).append(at)
-                seen.update(keys)
+                if keys and not seen.isdisjoint(keys):
+                    later.append(at)
+                else:
+                    now.append(at)
+                    seen.update(keys)
             for _ in range(self.MAX_PASSES):
                 for at, answer in zip(now, await self._try([items[at] for at in now]), strict=True):
                     answers[at] = answer

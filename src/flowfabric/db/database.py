@@ -57,6 +57,10 @@ _LOST = (
 )
 
 
+_DETAILED = (asyncpg.PostgresError, asyncpg.InterfaceError)
+"""Errors that may be printed with more than their first line, such as the values of a row."""
+
+
 class StoreFault(Exception):
     """A failed conversation with Postgres; kind says which: transport, timeout, auth, contention or other."""
 
@@ -76,17 +80,25 @@ def fault_of(error: BaseException) -> StoreFault | None:
         case StoreFault():
             return error
         case asyncpg.InvalidAuthorizationSpecificationError():
-            return StoreFault("auth", str(error))
+            return StoreFault("auth", _text(error))
         case asyncpg.QueryCanceledError() | TimeoutError():
-            return StoreFault("timeout", str(error) or "no answer in time")
+            return StoreFault("timeout", _text(error) or "no answer in time")
         case _ if isinstance(error, _RUN_AGAIN):
-            return StoreFault("contention", str(error))
+            return StoreFault("contention", _text(error))
         case _ if isinstance(error, _LOST) and not isinstance(error, asyncpg.DataError):
-            return StoreFault("transport", str(error) or type(error).__name__)
+            return StoreFault("transport", _text(error) or type(error).__name__)
         case asyncpg.PostgresError():
-            return StoreFault("other", f"{type(error).__name__}: {error}")
+            return StoreFault("other", f"{type(error).__name__}: {_text(error)}")
         case _:
             return None
+
+
+def _text(error: BaseException) -> str:
+    """What a driver's error says without the values it is about: they may be tokens, secrets or payloads."""
+    if isinstance(error, asyncpg.DataError):
+        # Its first line names the value.
+        return f"a value is refused ({error.sqlstate})"
+    return str(error.args[0]) if isinstance(error, _DETAILED) and error.args else str(error)
 
 
 class Database:
@@ -143,7 +155,9 @@ class Database:
             fault = fault_of(error)
             if fault is None:
                 raise
-            raise fault from error
+            # Its traceback is kept, its text is not: it may hold the values of a row.
+            cause = None if isinstance(error, _DETAILED) else error
+            raise fault.with_traceback(error.__traceback__) from cause
         finally:
             self._places.release()
             if connection is not None:

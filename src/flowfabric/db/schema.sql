@@ -101,6 +101,7 @@ create table event (
   worker_no integer,
   lease_epoch bigint,
   lease_id uuid,
+  attempt_id uuid,
   outcome smallint,
   reason text,
   flow_id uuid,
@@ -334,6 +335,7 @@ create table suspend_key (
   partition_key smallint not null,
   execution_id uuid not null,
   idempotency_key text not null,
+  attempt_index integer not null,
   outcome jsonb not null,
   expires_at bigint not null,
   constraint suspend_key_pkey PRIMARY KEY (partition_key, execution_id, idempotency_key));
@@ -421,17 +423,19 @@ CREATE INDEX claim_grant_due ON claim_grant USING btree (expires_at);
 
 CREATE INDEX event_feed ON ONLY event USING btree (xid, event_id);
 
-CREATE INDEX execution_blocked ON execution USING btree (eligibility_state, last_transition_at) WHERE eligibility_state = ANY (ARRAY['blocked_by_budget'::eligibility_state, 'blocked_by_quota'::eligibility_state, 'blocked_by_route'::eligibility_state, 'blocked_by_operator'::eligibility_state, 'blocked_by_lane_state'::eligibility_state]);
+CREATE INDEX execution_blocked ON execution USING btree (eligibility_state, last_transition_at) WHERE eligibility_state <> ALL (ARRAY['eligible_now'::eligibility_state, 'not_applicable'::eligibility_state]);
 
 CREATE INDEX execution_claim ON execution USING btree (queue_no, place) WHERE eligibility_state = 'eligible_now'::eligibility_state OR (ownership_state = ANY (ARRAY['lease_expired_reclaimable'::ownership_state, 'lease_revoked'::ownership_state]));
 
-CREATE INDEX execution_due ON execution USING btree (due_at) WHERE due_at IS NOT NULL;
+CREATE INDEX execution_due ON execution USING btree (due_at, ownership_state) WHERE due_at IS NOT NULL;
 
-CREATE INDEX execution_lapsed ON execution USING btree (lease_expires_at) WHERE ownership_state = 'lease_expired_reclaimable'::ownership_state;
+CREATE INDEX execution_lost ON execution USING btree (ownership_state, lease_expires_at) WHERE ownership_state = ANY (ARRAY['lease_expired_reclaimable'::ownership_state, 'lease_revoked'::ownership_state]);
+
+CREATE INDEX execution_resumable ON execution USING btree (last_transition_at) WHERE eligibility_state = 'eligible_now'::eligibility_state AND attempt_state = 'attempt_interrupted'::attempt_state;
 
 CREATE INDEX execution_retained ON execution USING btree (retain_until) WHERE retain_until IS NOT NULL;
 
-CREATE INDEX execution_unhappy ON execution USING btree (completed_at) WHERE terminal_outcome = ANY (ARRAY['failed'::terminal_outcome, 'cancelled'::terminal_outcome, 'expired'::terminal_outcome, 'skipped'::terminal_outcome]);
+CREATE INDEX execution_unhappy ON execution USING btree (terminal_outcome, completed_at) WHERE terminal_outcome = ANY (ARRAY['failed'::terminal_outcome, 'cancelled'::terminal_outcome, 'expired'::terminal_outcome, 'skipped'::terminal_outcome]);
 
 CREATE INDEX execution_input_list ON execution_input USING btree (namespace_no, lane_no, created_at);
 

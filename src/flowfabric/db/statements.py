@@ -79,12 +79,16 @@ def columns_of(names: Sequence[str], rows: Sequence[Sequence[object]]) -> dict[s
     """
     columns: dict[str, object] = {}
     for name, column in zip(names, zip(*rows, strict=True), strict=True):
-        first = column[0]
-        if name != ROW_IDS and column.count(first) == len(column):
-            columns[name] = () if first is None else column[:1]
-        else:
-            columns[name] = column
+        columns[name] = column if name == ROW_IDS else short_column(column)
     return columns
+
+
+def short_column(column: Sequence[object]) -> Sequence[object]:
+    """A column that is empty if it holds nothing but nulls, and holds a value that is all of it once."""
+    # Most columns that vary differ at their ends already.
+    if not column or column[-1] != column[0] or column.count(column[0]) != len(column):
+        return column
+    return () if column[0] is None else column[:1]
 
 
 def columns_from(names: Sequence[str], rows: Sequence[Sequence[object]]) -> dict[str, object]:

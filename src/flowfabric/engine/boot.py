@@ -11,14 +11,18 @@ from flowfabric.engine.store import SQL, Rules, Store, error_of
 from flowfabric.model.errors import UnavailableError, error
 from flowfabric.model.ids import LaneId, Partitions
 from flowfabric.model.outcomes import Applied, NoOp
+from flowfabric.model.seals import Seals
 from flowfabric.settings import PREFIX, Settings
 
 
 class Boot:
     """The connection of one engine to its store, from start to close."""
 
-    def __init__(self, settings: Settings, database: Database, embedded: Embedded | None) -> None:
+    def __init__(
+        self, settings: Settings, database: Database, embedded: Embedded | None, beside: "Boot | None" = None
+    ) -> None:
         self.settings = settings
+        self._is_beside = beside is not None
         self._database = database
         self._embedded = embedded
         self.hints = Hints(database, deaf=not settings.listen)
@@ -35,11 +39,14 @@ class Boot:
                 feed_retention_ms=settings.feed_retention_ms,
             ),
         )
-        self.keys = Keys(self.store)
+        self.keys: Keys = Keys(self.store, Seals(settings.secret_keys), {} if beside is None else beside.keys.known)
 
     @classmethod
-    async def open(cls, settings: Settings) -> "Boot":
-        """Connect, starting the embedded server where no other is named, and prepare the schema."""
+    async def open(cls, settings: Settings, *, beside: "Boot | None" = None) -> "Boot":
+        """Connect, starting the embedded server where no other is named, and prepare the schema.
+
+        Beside another of the same process, which has read the keys, it takes them as they are known there.
+        """
         embedded: Embedded | None = None
         url = settings.database_url
         try:
@@ -47,7 +54,7 @@ class Boot:
                 embedded = await asyncio.to_thread(Embedded.start, settings.home)
                 url = embedded.url
             database = await Database.open(url, schema=settings.schema_name, pool_size=settings.database_pool_size)
-            boot = cls(settings, database, embedded)
+            boot = cls(settings, database, embedded, beside)
             try:
                 await boot.prepare()
             except BaseException:
@@ -68,9 +75,7 @@ class Boot:
     @property
     def address(self) -> Settings:
         """The settings that lead another engine to the same store, as it stands."""
-        return self.settings.model_copy(
-            update={"database_url": self._database.url, "migrate_on_start": False, "waitpoint_hmac_secret": None}
-        )
+        return self.settings.model_copy(update={"database_url": self._database.url, "migrate_on_start": False})
 
     async def prepare(self) -> NoOp | Applied:
         """Bring the store to where this code can run on it; safe to call at any time, from any number of processes."""
@@ -87,12 +92,11 @@ class Boot:
             )
         for lane in self.settings.lanes:
             await self.store.lane_no(LaneId(lane), registered_by="configuration")
-        secret = self.settings.waitpoint_hmac_secret
-        kid = await self.keys.seed_at_start(
-            None if secret is None else secret.get_secret_value(), may_generate=self._embedded is not None
-        )
-        if kid is not None:
-            done.append(f"signing key {kid}")
+        if not self._is_beside:
+            secret = self.settings.waitpoint_hmac_secret
+            done += await self.keys.prepare(
+                None if secret is None else secret.get_secret_value(), may_generate=self._embedded is not None
+            )
         return Applied(description=", ".join(done)) if done else NoOp()
 
     async def _prepare_schema(self) -> list[str]:

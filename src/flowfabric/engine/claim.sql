@@ -128,9 +128,9 @@ interrupted_again as (
 ),
 told as (
   insert into event (at, execution_id, partition_key, kind, namespace_no, attempt_index, worker_no, lease_epoch, lease_id,
-                     reason, flow_id, instance_tag)
+                     attempt_id, reason, flow_id, instance_tag)
   select now, execution_id, partition_key, case branch when 'reclaimed' then 6 else 1 end, namespace_no,
-         attempt_index, :worker_no, lease_epoch, lease_id, case branch when 'resumed' then 'claim_resumed' end,
+         attempt_index, :worker_no, lease_epoch, lease_id, nullif(attempt_id, lease_id), case branch when 'resumed' then 'claim_resumed' end,
          flow_id, instance_tag
     from leased
 )
@@ -227,9 +227,9 @@ interrupted_again as (
 ),
 told as (
   insert into event (at, execution_id, partition_key, kind, namespace_no, attempt_index, worker_no, lease_epoch, lease_id,
-                     reason, flow_id, instance_tag)
+                     attempt_id, reason, flow_id, instance_tag)
   select h.now, h.execution_id, h.partition_key, case h.branch when 'reclaimed' then 6 else 1 end, h.namespace_no,
-         l.attempt_index, :worker_no, l.lease_epoch, l.lease_id, :reason, h.flow_id, h.instance_tag
+         l.attempt_index, :worker_no, l.lease_epoch, l.lease_id, nullif(l.attempt_id, l.lease_id), :reason, h.flow_id, h.instance_tag
     from held h join leased l using (partition_key, execution_id)
 )
 select h.branch, h.partition_key, h.execution_id, h.queue_no, h.place, h.lane_id, h.priority, h.retry_count,

@@ -2,14 +2,18 @@
 
 import asyncio
 import contextlib
+import math
 import time
 
+from flowfabric.db.database import Record
 from flowfabric.db.statements import statements_beside
 from flowfabric.engine.store import Store
+from flowfabric.engine.stored import literal
 from flowfabric.model.errors import EngineError, error
 from flowfabric.model.ids import ExecutionId, parse_execution_id, row_key, split_execution_id
 from flowfabric.model.outcomes import Ended
 from flowfabric.model.states import TerminalOutcome
+from flowfabric.model.text import shown
 
 SQL = statements_beside(__file__)
 
@@ -24,6 +28,8 @@ class Endings:
     def __init__(self, store: Store) -> None:
         self._store = store
         self._waiting: dict[ExecutionId, list[asyncio.Future[Ended]]] = {}
+        self._unseen: set[asyncio.Future[Ended]] = set()
+        """Waiters nobody has looked for yet."""
         self._task: asyncio.Task[None] | None = None
         self._refuses = False
 
@@ -31,12 +37,21 @@ class Endings:
         """How an execution ended, as soon as it has; NotFound when there is no such execution."""
         parsed = parse_execution_id(execution_id)
         row_key(parsed)
+        seconds = None if timeout is None else _check_timeout(timeout)
         if self._refuses:
             raise _refusal()
+        future = self._future(parsed)
         try:
-            return await asyncio.wait_for(self._future(parsed), timeout)
-        except TimeoutError:
-            raise error("timeout", {"op": "wait_for_ending", "elapsed_ms": int((timeout or 0) * 1000)}) from None
+            await asyncio.wait((future,), timeout=seconds)
+            # However short the wait, it is not over before a look.
+            if future in self._unseen and not future.done():
+                await self._settle([parsed])
+            if future.done():
+                return future.result()
+        finally:
+            future.cancel()
+            self._unseen.discard(future)
+        raise error("timeout", {"op": "wait_for_ending", "elapsed_ms": int((seconds or 0) * 1000)})
 
     def refuse(self) -> None:
         """Send away whoever waits and whoever comes."""
@@ -46,20 +61,18 @@ class Endings:
     def _future(self, execution_id: ExecutionId) -> "asyncio.Future[Ended]":
         future: asyncio.Future[Ended] = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(execution_id, []).append(future)
+        self._unseen.add(future)
         self._store.wakeups.ended_event.set()
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._look())
         return future
 
     async def close(self) -> None:
-        """Give up on what has not ended."""
+        """Send away whoever waits, and look no more."""
+        self.refuse()
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
-        for futures in self._waiting.values():
-            for future in futures:
-                future.cancel()
-        self._waiting.clear()
 
     async def _look(self) -> None:
         wakeups = self._store.wakeups
@@ -76,12 +89,12 @@ class Endings:
             for execution_id in [key for key, futures in self._waiting.items() if all(f.done() for f in futures)]:
                 del self._waiting[execution_id]
             if self._waiting:
-                await self._settle()
+                await self._settle(list(self._waiting))
             if self._waiting and is_hinted:
                 await asyncio.sleep(max(0.0, began + self.BUSY_SECONDS - time.monotonic()))
 
-    async def _settle(self) -> None:
-        wanted = list(self._waiting)
+    async def _settle(self, wanted: list[ExecutionId]) -> None:
+        """Look once, and answer those whose execution has ended or is not there."""
         pairs = [split_execution_id(execution_id) for execution_id in wanted]
         try:
             rows = await self._store.fetch(
@@ -94,23 +107,18 @@ class Endings:
                 return
             self._answer_all(refused)
             return
+        for execution_id in wanted:
+            self._unseen.difference_update(self._waiting.get(execution_id, ()))
         for row in rows:
             execution_id = wanted[row["nth"] - 1]
+            ending = _ending(execution_id, row)
             for future in self._waiting.pop(execution_id, ()):
                 if future.done():
                     continue
-                if row["terminal_outcome"] is None:
-                    future.set_exception(error("execution_not_found"))
+                if isinstance(ending, EngineError):
+                    future.set_exception(ending)
                 else:
-                    future.set_result(
-                        Ended(
-                            execution_id=execution_id,
-                            outcome=TerminalOutcome(row["terminal_outcome"]),
-                            result=row["result_payload"],
-                            reason=row["reason"],
-                            result_encoding=row["result_encoding"],
-                        )
-                    )
+                    future.set_result(ending)
 
     def _answer_all(self, refused: EngineError) -> None:
         for futures in self._waiting.values():
@@ -120,5 +128,38 @@ class Endings:
         self._waiting.clear()
 
 
+def _ending(execution_id: ExecutionId, row: Record) -> Ended | EngineError:
+    """How an execution has ended; what cannot be read is the answer to those who wait for it, and to nobody else."""
+    if row["terminal_outcome"] is None:
+        return error("execution_not_found")
+    try:
+        outcome = literal(
+            TerminalOutcome,
+            row["terminal_outcome"],
+            context=f"wait_for_ending {execution_id}",
+            field="terminal_outcome",
+        )
+    except EngineError as unreadable:
+        return unreadable
+    return Ended(
+        execution_id=execution_id,
+        outcome=outcome,
+        result=row["result_payload"],
+        reason=row["reason"],
+        result_encoding=row["result_encoding"],
+    )
+
+
+def _check_timeout(value: object) -> float:
+    """The seconds of a wait."""
+    try:
+        seconds = float(value) if isinstance(value, int | float) and not isinstance(value, bool) else -1.0
+    except OverflowError:
+        seconds = math.inf
+    if not seconds >= 0:
+        raise error("invalid_input", f"timeout: seconds from 0 on, or None, got {shown(value)}")
+    return seconds
+
+
 def _refusal() -> EngineError:
-    return error("unavailable", "wait_for_ending: the engine is shutting down")
+    return error("unavailable", "wait_for_ending: the engine is closing")

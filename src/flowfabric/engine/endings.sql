@@ -1,6 +1,6 @@
 -- name: list_endings
 -- Of the named executions those that have ended, with their outcome and result; absent ones show an outcome of null.
-select i.nth, e.terminal_outcome, e.public_state, a.result_payload, a.result_encoding,
+select i.nth, e.terminal_outcome, a.result_payload, a.result_encoding,
        coalesce(e.failure_reason, e.cancellation_reason) as reason
   from unnest(:partition_keys::smallint[], :execution_ids::uuid[]) with ordinality as i(partition_key, execution_id, nth)
   left join execution e using (partition_key, execution_id)

@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
 
 from flowfabric.engine.boot import Boot
 from flowfabric.engine.operations.claim import ClaimOperations
@@ -13,6 +14,8 @@ from flowfabric.engine.operations.signals import SignalOperations
 from flowfabric.engine.operations.suspend import SuspendOperations
 from flowfabric.engine.operations.view import ViewOperations
 from flowfabric.engine.operations.worker import WorkerOperations
+from flowfabric.model.errors import error
+from flowfabric.model.support import NAMED_OPERATIONS
 from flowfabric.settings import Settings
 
 
@@ -29,6 +32,22 @@ class Engine(
 ):
     """The engine on one Postgres; get one from `Engine.connect`."""
 
+    if not TYPE_CHECKING:
+        # Type checkers know only what is offered. At run time any operation that has a name can be called.
+        def __getattr__(self, name: str) -> object:
+            """An operation that is named but not offered; whoever calls it is told so."""
+            if name not in NAMED_OPERATIONS:
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
+
+            async def refuse(*_: object, **__: object) -> None:
+                raise error("unavailable", f"{name}: not offered by this version")
+
+            async def refuse_each(*_: object, **__: object) -> AsyncIterator[object]:
+                await refuse()
+                yield
+
+            return refuse_each if name.startswith("subscribe_") else refuse
+
     @classmethod
     @asynccontextmanager
     async def connect(cls, url: str | None = None, *, settings: Settings | None = None) -> AsyncIterator["Engine"]:
@@ -36,16 +55,21 @@ class Engine(
         settings = settings or Settings()
         if url is not None:
             settings = settings.model_copy(update={"database_url": Settings(database_url=url).database_url})
-        boot = await Boot.open(settings)
-        engine = cls(boot)
-        try:
+        async with cls._on(await Boot.open(settings)) as engine:
             yield engine
-        finally:
-            await engine._close()
 
     @asynccontextmanager
     async def beside(self, *, pool_size: int = 1) -> AsyncIterator["Engine"]:
         """Another engine on the same store with connections of its own, for a thread with an event loop of its own."""
         settings = self._boot.address.model_copy(update={"database_pool_size": pool_size})
-        async with Engine.connect(settings=settings) as engine:
+        async with self._on(await Boot.open(settings, beside=self._boot)) as engine:
             yield engine
+
+    @classmethod
+    @asynccontextmanager
+    async def _on(cls, boot: Boot) -> AsyncIterator["Engine"]:
+        engine = cls(boot)
+        try:
+            yield engine
+        finally:
+            await engine._close()

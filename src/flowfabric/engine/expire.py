@@ -1,6 +1,8 @@
 """Running out of time: attempts past their timeout and executions past their deadline."""
 
+from collections.abc import Sequence
 from enum import StrEnum
+from uuid import UUID
 
 from flowfabric.db.batch import Locked
 from flowfabric.db.database import Record, Transaction
@@ -8,6 +10,7 @@ from flowfabric.db.statements import statements_beside
 from flowfabric.engine.fence import Verdict, lock_execution
 from flowfabric.engine.lease import SWEEP_LIMIT
 from flowfabric.engine.release import Ending, Releases, retry_pause
+from flowfabric.engine.setbacks import Setbacks
 from flowfabric.engine.store import Store
 from flowfabric.engine.transition import SUSPENSION_TIMEOUTS, Release
 from flowfabric.model.errors import error
@@ -30,16 +33,21 @@ class ExpiryPhase(StrEnum):
 class Expire:
     """What ends, or is tried again, because its time is up."""
 
-    def __init__(self, store: Store, releases: Releases) -> None:
+    def __init__(self, store: Store, releases: Releases, setbacks: Setbacks) -> None:
+        self.setbacks = setbacks
         self._store = store
         self._releases = releases
 
     async def expire_due(self) -> int:
         """Expire what is past its attempt timeout or deadline, the oldest first; answers how many."""
+        return await self.setbacks.sweep(self._expire_together, self._expire_alone, limit=SWEEP_LIMIT)
+
+    async def _expire_together(self, left_out: Sequence[UUID], found: list[ExecutionId]) -> int:
         since = self._store.due.since
 
         async def expire(transaction: Transaction) -> tuple[list[Ending], list[Verdict | Locked]]:
-            rows = await transaction.fetch(SQL.lock_expired, since=since, limit=SWEEP_LIMIT)
+            rows = await transaction.fetch(SQL.lock_expired, since=since, left_out=left_out, limit=SWEEP_LIMIT)
+            found[:] = [format_execution_id(row["partition_key"], row["execution_id"]) for row in rows]
             endings = [
                 _expiry(row, ExpiryPhase.EXECUTION_DEADLINE if row["past_deadline"] else ExpiryPhase.ATTEMPT_TIMEOUT)
                 for row in rows
@@ -49,6 +57,12 @@ class Expire:
         endings, verdicts = await self._store.transact(expire)
         await self._releases.settle(endings, verdicts)
         return len(endings)
+
+    async def _expire_alone(self, execution_id: ExecutionId) -> bool:
+        for phase in (ExpiryPhase.EXECUTION_DEADLINE, ExpiryPhase.ATTEMPT_TIMEOUT):
+            if isinstance(await self.expire_execution(execution_id, phase), Expired | RetryScheduled):
+                return True
+        return False
 
     async def expire_execution(
         self, execution_id: str, phase: ExpiryPhase | str

@@ -1,5 +1,6 @@
 -- name: lock_expired
--- Holds executions whose attempt timer or deadline has passed, with what the decision to retry needs.
+-- Holds executions whose attempt timer or deadline has passed, the oldest after :since first, but for some, with what
+-- the decision to retry needs.
 select e.partition_key, e.execution_id, e.retry_count, i.policy,
        coalesce(e.deadline_at <= c.now, false) as past_deadline
   from (select ff_now() as now) c
@@ -7,9 +8,10 @@ select e.partition_key, e.execution_id, e.retry_count, i.policy,
        select e.* from execution e
         where e.due_at > :since and e.due_at <= c.now
           and (e.deadline_at <= c.now or (e.lifecycle_phase = 'active' and e.attempt_timeout_at <= c.now))
+          and e.execution_id <> all(:left_out::uuid[])
         order by e.due_at limit :limit
           for update skip locked) e
-  join execution_input i using (partition_key, execution_id);
+  left join execution_input i using (partition_key, execution_id);
 
 -- name: read_expiry
 -- Whether the deadline or the attempt timer of a held execution has passed, with what the decision to retry needs.
@@ -18,5 +20,5 @@ select e.partition_key, e.execution_id, e.retry_count, i.policy,
        e.lifecycle_phase = 'active' and coalesce(e.attempt_timeout_at <= c.now, false) as past_timeout
   from (select ff_now() as now) c
  cross join execution e
-  join execution_input i using (partition_key, execution_id)
+  left join execution_input i using (partition_key, execution_id)
  where e.partition_key = :partition_key and e.execution_id = :execution_id;

@@ -18,6 +18,7 @@ from flowfabric.engine.reclaim import Reclaim
 from flowfabric.engine.release import Releases
 from flowfabric.engine.resume import Resumes
 from flowfabric.engine.retention import Retention
+from flowfabric.engine.setbacks import Setbacks
 from flowfabric.engine.shutdown import Shutdown
 from flowfabric.engine.signals import Signals
 from flowfabric.engine.submit import Submit
@@ -51,10 +52,12 @@ class Families:
         self._suspend = Suspend(store, self._keys, self._releases, self.leases)
         self._resumes = Resumes(store)
         self._signals = Signals(store, self._keys, self._resumes)
-        self.timeouts = Timeouts(store, self._releases, self._resumes)
+        self.timeouts = Timeouts(
+            store, self._releases, self._resumes, Setbacks(self.settings.suspension_timeout_interval_s)
+        )
         self._cancel = Cancel(store, self._releases)
-        self.expiry = Expire(store, self._releases)
-        self.retention = Retention(store)
+        self.expiry = Expire(store, self._releases, Setbacks(self.settings.attempt_timeout_interval_s))
+        self.retention = Retention(store, (self.timeouts.setbacks, self.expiry.setbacks))
         self.feed = Feed(store)
         self.workers = Workers(store)
         self._lanes = Lanes(store)

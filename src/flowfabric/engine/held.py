@@ -39,6 +39,7 @@ class Held(msgspec.Struct, frozen=True, kw_only=True):
     reclaim_count: int
     lease_expires_at: int | None
     remaining_attempt_timeout_ms: int | None
+    granted_until: int | None
     lane_no: int
     lane_id: str
     lane_state: str
@@ -84,6 +85,11 @@ class Held(msgspec.Struct, frozen=True, kw_only=True):
     def has_live_grant(self) -> bool:
         """Whether a worker has it reserved."""
         return self.grant_expires_at is not None and self.grant_expires_at > self.now
+
+    @property
+    def has_forgotten_grant(self) -> bool:
+        """Whether its last grant lapsed and was swept: whose it was is not known any more, only that it was."""
+        return self.grant_id is None and self.granted_until is not None and self.granted_until <= self.now
 
     @property
     def is_on_open_lane(self) -> bool:

@@ -3,12 +3,14 @@
 import hmac
 import logging
 import secrets
+from collections.abc import Mapping, Sequence
 
 from flowfabric.db.database import Record, Transaction
 from flowfabric.db.statements import statements_beside
 from flowfabric.engine.store import Store
 from flowfabric.model.errors import EngineError, error
 from flowfabric.model.keys import (
+    SECRET_BYTES,
     AlreadySeeded,
     HmacKids,
     Noop,
@@ -21,6 +23,7 @@ from flowfabric.model.keys import (
     check_kid,
     check_secret,
 )
+from flowfabric.model.seals import Seals, is_sealed
 from flowfabric.model.tokens import RingKey
 
 SQL = statements_beside(__file__)
@@ -34,9 +37,15 @@ _MOST_CACHED = 100
 class Keys:
     """The store of signing keys."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, seals: Seals, known: dict[tuple[str, int], SigningKey]) -> None:
         self._store = store
-        self._known: dict[tuple[str, int], SigningKey] = {}
+        self._seals = seals
+        self.known = known
+        """The keys this process has read, by name and time of installation.
+
+        Installed once, a key never changes, so that its secret is opened only the first time, and stays known where
+        another process seals it meanwhile.
+        """
 
     async def seed(self, kid: str, secret_hex: str) -> Seeded | AlreadySeeded:
         """Install the first key; a key of that name stays as it is."""
@@ -46,10 +55,10 @@ class Keys:
         async def install(transaction: Transaction) -> Seeded | AlreadySeeded:
             stored, now = await self._locked(transaction)
             if kid in stored:
-                return AlreadySeeded(kid=kid, same_secret=hmac.compare_digest(stored[kid]["secret"], secret))
+                return AlreadySeeded(kid=kid, same_secret=self._is_of(stored[kid], secret))
             if current := _current(stored):
                 raise error("invalid_input", f"kid: {current!r} signs already; rotate to change the key")
-            await transaction.fetch(SQL.insert_key, kid=kid, secret=secret, now=now)
+            await self._install(transaction, stored, kid, secret, now)
             return Seeded(kid=kid)
 
         return await self._store.transact(install)
@@ -63,14 +72,14 @@ class Keys:
         async def rotate(transaction: Transaction) -> Rotated | Noop | EngineError:
             stored, now = await self._locked(transaction)
             if new_kid in stored:
-                if hmac.compare_digest(stored[new_kid]["secret"], secret):
+                if self._is_of(stored[new_kid], secret):
                     return Noop(kid=new_kid)
                 return error("rotation_conflict", new_kid)
             spent = await transaction.fetch(SQL.take_spent_signing_keys, now=now)
             previous = _current(stored)
             if previous is not None:
                 await transaction.fetch(SQL.retire_key, kid=previous, expires_at=now + grace_ms)
-            await transaction.fetch(SQL.insert_key, kid=new_kid, secret=secret, now=now)
+            await self._install(transaction, stored, new_kid, secret, now)
             return Rotated(previous_kid=previous, new_kid=new_kid, gc_count=len(spent))
 
         return [RotationEntry(partition=0, result=await self._store.transact(rotate))]
@@ -85,66 +94,144 @@ class Keys:
             ),
         )
 
-    async def seed_at_start(self, secret_hex: str | None, *, may_generate: bool) -> str | None:
-        """Install the first key where there is none: the given one, else a generated one where that is allowed.
+    async def prepare(self, secret_hex: str | None, *, may_generate: bool) -> list[str]:
+        """Make sure at a start that a key signs and that the stored secrets open, and seal those that are not yet.
 
-        Answers the name of the key it installed. A stored key stays: other processes and what is signed already
-        depend on it.
+        Where no key signs, the given one is installed, or a generated one where that is allowed. A stored key stays:
+        other processes and what is signed already depend on it. Answers what it did.
         """
-        if secret_hex is None and (not may_generate or (await self.kids()).current_kid is not None):
-            return None
-        try:
-            seeded = await self.seed(FIRST_KID, secret_hex or secrets.token_hex(32))
-        except EngineError as refused:
-            if refused.code != "invalid_input":
-                raise
-            seeded = AlreadySeeded(kid=FIRST_KID, same_secret=False)
-        if isinstance(seeded, Seeded):
-            return seeded.kid
-        if secret_hex is not None and not seeded.same_secret:
-            logger.warning("the configured signing secret is not the stored one: the stored keys count")
-        return None
+        stored = await self._usable()
+        done: list[str] = []
+        if _current(stored) is None or self._unsettled(stored):
+
+            async def settle(transaction: Transaction) -> list[str]:
+                stored, now = await self._locked(transaction)
+                self._check_usable(stored)
+                return await self._settle(transaction, stored, now, secret_hex, may_generate=may_generate)
+
+            done = await self._store.transact(settle)
+            stored = await self._usable()
+        if secret_hex is not None and _current(stored) is not None:
+            secret = check_secret(secret_hex, "invalid_input")
+            verifying = [self._opened_or_empty(row).secret for row in stored.values() if row["verifies"]]
+            if not any(hmac.compare_digest(each, secret) for each in verifying):
+                logger.warning("the configured signing secret is not the stored one: the stored keys count")
+        return done
+
+    async def _settle(
+        self,
+        transaction: Transaction,
+        stored: Mapping[str, Record],
+        now: int,
+        secret_hex: str | None,
+        *,
+        may_generate: bool,
+    ) -> list[str]:
+        done: list[str] = []
+        for key in self._unsettled(stored):
+            await transaction.fetch(SQL.set_secret, kid=key.kid, secret=self._seals.seal(key.kid, key.secret))
+            done.append(f"signing key {key.kid} sealed")
+        if _current(stored) is None and FIRST_KID not in stored:
+            if secret_hex is None and not may_generate:
+                raise error(
+                    "unavailable",
+                    "no signing key is stored: set FF_WAITPOINT_HMAC_SECRET to 64 hex digits (openssl rand -hex 32),"
+                    " the same for every process",
+                )
+            secret = check_secret(secret_hex or secrets.token_hex(SECRET_BYTES), "invalid_input")
+            await self._install(transaction, stored, FIRST_KID, secret, now)
+            done.append(f"signing key {FIRST_KID}")
+        return done
 
     async def signing(self, transaction: Transaction, kid: str | None, installed_at: int) -> SigningKey:
-        """The key of a name that the transaction has just read as the one that signs.
-
-        Installed once, a key never changes, so that it is read only the first time.
-        """
+        """The key of a name that the transaction has just read as the one that signs."""
         if kid is None:
             raise error("hmac_secret_not_initialized")
-        known = self._known.get((kid, installed_at))
+        known = self.known.get((kid, installed_at))
         if known is None:
             rows = await transaction.fetch(SQL.read_key, kid=kid)
             if not rows:
                 raise error("retry_exhausted", "the signing key was replaced just now")
-            if len(self._known) >= _MOST_CACHED:
-                self._known.clear()
-            known = self._known[kid, installed_at] = SigningKey(kid=kid, secret=rows[0]["secret"])
+            known = self._opened(rows[0])
         return known
 
-    async def ring(self, transaction: Transaction) -> dict[str, RingKey]:
-        """Every stored key by its name, with what says whether its signatures still count."""
+    def ring(self, rows: Sequence[Record]) -> dict[str, RingKey]:
+        """The keys of stored rows by their names, with what says whether their signatures still count."""
         return {
-            row["kid"]: RingKey(
-                key=SigningKey(kid=row["kid"], secret=row["secret"]),
-                is_current=row["is_current"],
-                expires_at=row["expires_at"],
-            )
-            for row in await transaction.fetch(SQL.list_keys)
-            if row["kid"] is not None
+            kid: RingKey(key=self._opened_or_empty(row), is_current=row["is_current"], expires_at=row["expires_at"])
+            for kid, row in _by_kid(rows).items()
         }
 
     async def verifying(self, transaction: Transaction, kid: str) -> SigningKey | None:
         """The key of a name if it signs or its grace has not ended, else None."""
         rows = await transaction.fetch(SQL.read_key, kid=kid)
-        return SigningKey(kid=kid, secret=rows[0]["secret"]) if rows and rows[0]["verifies"] else None
+        return self._opened(rows[0]) if rows and rows[0]["verifies"] else None
+
+    async def _install(
+        self, transaction: Transaction, stored: Mapping[str, Record], kid: str, secret: bytes, now: int
+    ) -> None:
+        if not self._seals.has_key and any(is_sealed(row["secret"]) for row in stored.values()):
+            raise error("corruption", "the stored secrets are sealed: FF_SECRET_KEY is needed to add one")
+        await transaction.fetch(SQL.insert_key, kid=kid, secret=self._seals.seal(kid, secret), now=now)
+
+    def _opened(self, row: Record) -> SigningKey:
+        at = row["kid"], row["installed_at"]
+        known = self.known.get(at)
+        if known is None:
+            key = SigningKey(kid=row["kid"], secret=self._seals.open(row["kid"], row["secret"]))
+            if len(self.known) >= _MOST_CACHED:
+                self.known.clear()
+            known = self.known[at] = key
+        return known
+
+    def _opened_or_empty(self, row: Record) -> SigningKey:
+        try:
+            return self._opened(row)
+        except EngineError:
+            return SigningKey(kid=row["kid"], secret=b"")
+
+    def _is_of(self, row: Record, secret: bytes) -> bool:
+        return hmac.compare_digest(self._opened(row).secret, secret)
+
+    def _unsettled(self, stored: Mapping[str, Record]) -> list[SigningKey]:
+        """The keys to seal; one whose grace has ended may be past opening."""
+        rows = [row for kid, row in stored.items() if not self._seals.is_settled(kid, row["secret"])]
+        return [key for row in rows if (key := self._opened_or_empty(row)).secret]
+
+    async def _usable(self) -> dict[str, Record]:
+        stored = _by_kid(await self._store.fetch(SQL.list_keys))
+        self._check_usable(stored)
+        return stored
+
+    def _check_usable(self, stored: Mapping[str, Record]) -> None:
+        """Refuse to start where a key that signs or verifies is sealed under another; the rest is known from now on.
+
+        A secret that is none stops nobody but who is to sign or verify with it.
+        """
+        for kid, row in stored.items():
+            if not row["verifies"]:
+                continue
+            try:
+                self._seals.open(kid, row["secret"])
+                self._opened(row)
+            except EngineError:
+                if not is_sealed(row["secret"]):
+                    continue
+                given = "is not the one" if self._seals.has_key else "is not set, and it is needed"
+                raise error(
+                    "unavailable", f"FF_SECRET_KEY {given} that the signing key {kid!r} is stored under"
+                ) from None
 
     @staticmethod
     async def _locked(transaction: Transaction) -> tuple[dict[str, Record], int]:
         await transaction.fetch(SQL.lock_keys)
         rows = await transaction.fetch(SQL.list_keys)
-        return {row["kid"]: row for row in rows if row["kid"] is not None}, rows[0]["now"]
+        return _by_kid(rows), rows[0]["now"]
 
 
-def _current(stored: dict[str, Record]) -> str | None:
+def _by_kid(rows: Sequence[Record]) -> dict[str, Record]:
+    return {row["kid"]: row for row in rows if row["kid"] is not None}
+
+
+def _current(stored: Mapping[str, Record]) -> str | None:
     return next((kid for kid, row in stored.items() if row["is_current"]), None)

@@ -4,7 +4,8 @@ lock table signing_key in share row exclusive mode;
 
 -- name: list_keys
 -- Every stored key, and a row without one where none is stored.
-select k.kid, k.secret, k.is_current, k.expires_at, c.now
+select k.kid, k.secret, k.is_current, k.installed_at, k.expires_at, c.now,
+       k.is_current or coalesce(k.expires_at >= c.now, false) as verifies
   from (select ff_now() as now) c left join signing_key k on true
  order by k.installed_at, k.kid;
 
@@ -18,6 +19,10 @@ select k.kid, k.is_current, k.expires_at
 -- Installs the key that signs from now on.
 insert into signing_key (kid, secret, is_current, installed_at) values (:kid, :secret, true, :now);
 
+-- name: set_secret
+-- Writes the secret of a key in another form.
+update signing_key set secret = :secret where kid = :kid;
+
 -- name: retire_key
 -- Lets a key verify for its grace and sign no more.
 update signing_key set is_current = false, expires_at = :expires_at where kid = :kid;
@@ -30,5 +35,5 @@ returning kid;
 
 -- name: read_key
 -- The secret of a key, and whether what it signed still counts.
-select k.secret, k.is_current or coalesce(k.expires_at >= c.now, false) as verifies
+select k.kid, k.secret, k.installed_at, k.is_current or coalesce(k.expires_at >= c.now, false) as verifies
   from (select ff_now() as now) c join signing_key k on k.kid = :kid;

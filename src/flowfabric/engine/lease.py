@@ -30,6 +30,7 @@ SQL = statements_beside(__file__)
 SWEEP_LIMIT = 1000
 MAX_BATCH = 1000
 MAX_TTL_MS = 2**32 - 1
+MAX_INDEX = 2**31 - 1
 DEFAULT_HISTORY_GRACE_MS = 60_000
 DEFAULT_LISTED = 1000
 MAX_LISTED = 10_000
@@ -72,6 +73,7 @@ class Leases:
         """Extend a lease by a time, for a caller that knows its fence."""
         parsed = parse_execution_id(execution_id)
         partition, uuid = row_key(parsed)
+        check_range(given.attempt_index, "attempt_index", 0, MAX_INDEX)
         check_range(lease_ttl_ms, "lease_ttl_ms", 1, MAX_TTL_MS)
         check_range(lease_history_grace_ms, "lease_history_grace_ms", 0, MAX_TTL_MS)
 

@@ -30,9 +30,9 @@ extended as (
 ),
 told as (
   insert into event (at, execution_id, partition_key, kind, namespace_no, attempt_index, worker_no, lease_epoch, lease_id,
-                     flow_id, instance_tag)
+                     attempt_id, flow_id, instance_tag)
   select now, execution_id, partition_key, 2, namespace_no, attempt_count - 1, worker_no, lease_epoch, lease_id,
-         flow_id, instance_tag
+         nullif(attempt_id, lease_id), flow_id, instance_tag
     from held where verdict = 'ok' and :tell::boolean
 )
 select nth, verdict, now + ttl_ms as expires_at,
@@ -51,15 +51,20 @@ held as materialized (
            when e.ownership_state = 'lease_revoked' then 'lease_revoked'
            when e.lease_expires_at <= c.now or e.ownership_state <> 'leased' then 'lease_expired'
            when e.lease_id <> :lease_id or e.attempt_id <> :attempt_id then 'stale_fence'
-           else 'ok' end as verdict
+           else 'ok' end as verdict,
+         -- What an earlier attempt said of itself is not kept.
+         e.progress_updated_at >= coalesce((
+           select a.started_at from attempt a
+            where e.attempt_stored and a.partition_key = e.partition_key and a.execution_id = e.execution_id
+              and a.attempt_index = e.attempt_count - 1), e.claimed_at) as has_reported
     from execution e cross join clock c
    where e.partition_key = :partition_key and e.execution_id = :execution_id
      for update of e
 ),
 written as (
   update execution e
-     set progress_pct = coalesce(:percent::smallint, e.progress_pct),
-         progress_message = coalesce(:message::text, e.progress_message),
+     set progress_pct = coalesce(:percent::smallint, case when h.has_reported then e.progress_pct end),
+         progress_message = coalesce(:message::text, case when h.has_reported then e.progress_message end),
          progress_updated_at = h.now, last_mutation_at = h.now
     from held h
    where e.partition_key = h.partition_key and e.execution_id = h.execution_id and h.verdict = 'ok'
@@ -75,7 +80,7 @@ select verdict,
 with clock as materialized (select ff_now() as now),
 due as materialized (
   select e.partition_key, e.execution_id, e.queue_no, e.place, e.namespace_no, e.lease_epoch, e.lease_id, e.worker_no,
-         e.attempt_count, e.flow_id, e.instance_tag, c.now
+         e.attempt_id, e.attempt_count, e.flow_id, e.instance_tag, c.now
     from clock c
    cross join lateral (
          select e.* from execution e
@@ -85,7 +90,7 @@ due as materialized (
             for update skip locked) e
   union all
   select e.partition_key, e.execution_id, e.queue_no, e.place, e.namespace_no, e.lease_epoch, e.lease_id, e.worker_no,
-         e.attempt_count, e.flow_id, e.instance_tag, c.now
+         e.attempt_id, e.attempt_count, e.flow_id, e.instance_tag, c.now
     from clock c
    cross join lateral (
          select e.* from unnest(:partition_keys::smallint[], :execution_ids::uuid[]) as i(partition_key, execution_id)
@@ -102,9 +107,9 @@ marked as (
 ),
 told as (
   insert into event (at, execution_id, partition_key, kind, namespace_no, attempt_index, worker_no, lease_epoch, lease_id,
-                     flow_id, instance_tag)
+                     attempt_id, flow_id, instance_tag)
   select now, execution_id, partition_key, 4, namespace_no, attempt_count - 1, worker_no, lease_epoch, lease_id,
-         flow_id, instance_tag
+         nullif(attempt_id, lease_id), flow_id, instance_tag
     from due
 )
 select l.lane_id, d.queue_no, d.place

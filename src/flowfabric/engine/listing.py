@@ -7,7 +7,7 @@ in turn, each time four times as far, so a page costs a small multiple of the ch
 
 import base64
 import binascii
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from uuid import UUID
@@ -29,9 +29,9 @@ from flowfabric.model.ids import (
     parse_uuid,
 )
 from flowfabric.model.snapshots import ExecutionPage, ExecutionSummary
-from flowfabric.model.states import PublicState
+from flowfabric.model.states import EligibilityState, PublicState, TerminalOutcome
 from flowfabric.model.tags import check_tag_key
-from flowfabric.model.text import check_range, check_text, shorten
+from flowfabric.model.text import check_items, check_limit, check_range, check_text, shown, word_of
 
 SQL = statements_beside(__file__)
 
@@ -39,25 +39,62 @@ MAX_LIMIT = 1000
 MAX_TIME = 2**63 - 1
 FIRST_WALK, LONGEST_WALK = 1_000, 16_000
 """Entries of the order of creation that are looked at in the first statement, and at most in one."""
-FIRST_CAP = 10_000
+FIRST_CAP = 2_000
 """Entries of a narrow index that are collected at first."""
+FIRST_FAN_OUT = 64
+"""Pairs of a namespace and a lane that are walked along at first."""
 GROWTH = 4
 LEAST_DEPTH = 8
 
-_UNHAPPY = frozenset({PublicState.FAILED, PublicState.CANCELLED, PublicState.EXPIRED, PublicState.SKIPPED})
-_ENDED = _UNHAPPY | {PublicState.COMPLETED}
+_ENDINGS: Mapping[PublicState, TerminalOutcome] = {
+    PublicState.FAILED: TerminalOutcome.FAILED,
+    PublicState.CANCELLED: TerminalOutcome.CANCELLED,
+    PublicState.EXPIRED: TerminalOutcome.EXPIRED,
+    PublicState.SKIPPED: TerminalOutcome.SKIPPED,
+}
+_ENDED = frozenset({PublicState.COMPLETED, *_ENDINGS})
+_USUAL = frozenset({PublicState.WAITING, PublicState.COMPLETED})
 
-_SOURCES: dict[PublicState, frozenset[str]] = {
-    PublicState.WAITING: frozenset({"claimable", "blocked"}),
-    PublicState.RESUMABLE: frozenset({"claimable"}),
-    PublicState.ACTIVE: frozenset({"timed", "claimable"}),
-    PublicState.DELAYED: frozenset({"timed"}),
-    PublicState.RATE_LIMITED: frozenset({"blocked"}),
+_SOURCES: Mapping[PublicState, frozenset[str]] = {
+    PublicState.WAITING: frozenset({"claimable"}),
+    PublicState.RESUMABLE: frozenset({"resumable"}),
+    PublicState.ACTIVE: frozenset({"leased", "lost"}),
     PublicState.SUSPENDED: frozenset({"suspended"}),
     PublicState.COMPLETED: frozenset({"ended"}),
-    **dict.fromkeys(_UNHAPPY, frozenset({"unhappy"})),
 }
-"""The narrow indexes that together hold every execution of a state."""
+_BLOCKS: Mapping[PublicState, frozenset[EligibilityState]] = {
+    PublicState.WAITING: frozenset(
+        {
+            EligibilityState.BLOCKED_BY_ROUTE,
+            EligibilityState.BLOCKED_BY_OPERATOR,
+            EligibilityState.BLOCKED_BY_LANE_STATE,
+        }
+    ),
+    PublicState.DELAYED: frozenset({EligibilityState.NOT_ELIGIBLE_UNTIL_TIME}),
+    PublicState.RATE_LIMITED: frozenset({EligibilityState.BLOCKED_BY_BUDGET, EligibilityState.BLOCKED_BY_QUOTA}),
+    PublicState.WAITING_CHILDREN: frozenset({EligibilityState.BLOCKED_BY_DEPENDENCIES}),
+}
+"""Where the executions of a state are found: in the narrow indexes of `_SOURCES`, among the blocked ones of `_BLOCKS`,
+and those of `_ENDINGS` by their outcome."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Detour:
+    """Narrow indexes that together lead to every match."""
+
+    sources: frozenset[str] = frozenset()
+    blocks: frozenset[EligibilityState] = frozenset()
+    outcomes: frozenset[TerminalOutcome] = frozenset()
+
+    @classmethod
+    def of_states(cls, states: Iterable[PublicState]) -> "_Detour":
+        """The indexes that hold every execution of some states."""
+        wanted = tuple(states)
+        return cls(
+            sources=frozenset(source for state in wanted for source in _SOURCES.get(state, ())),
+            blocks=frozenset(block for state in wanted for block in _BLOCKS.get(state, ())),
+            outcomes=frozenset(_ENDINGS[state] for state in wanted if state in _ENDINGS),
+        )
 
 
 class ListOrder(StrEnum):
@@ -96,7 +133,21 @@ class _Question:
     def is_hopeless(self) -> bool:
         """Whether nothing can match."""
         given = (self.namespaces, self.lanes, self.states, self.kinds)
-        return self.created_from > self.created_to or any(values is not None and not values for values in given)
+        return (
+            self.created_from > self.created_to
+            or (
+                self.completed_from is not None
+                and self.completed_to is not None
+                and self.completed_from > self.completed_to
+            )
+            or any(values is not None and not values for values in given)
+        )
+
+    @property
+    def is_rare(self) -> bool:
+        """Whether few executions are likely to match: most have no such tag, are in no such flow, wait or succeeded."""
+        has_rare_states = self.states is not None and self.states.isdisjoint(_USUAL)
+        return self.tag is not None or self.flow_id is not None or has_rare_states
 
     def parameters(self) -> dict[str, object]:
         """What every statement of a list takes."""
@@ -112,16 +163,15 @@ class _Question:
             "after_id": None if self.after is None else self.after.execution_id,
         }
 
-    def detours(self) -> list[frozenset[str]]:
-        """The sets of narrow indexes each of which leads to every match."""
-        found: list[frozenset[str]] = []
+    def detours(self) -> list[_Detour]:
+        """The ways around the order of creation, each of which leads to every match."""
+        found = []
         if self.tag is not None:
-            found.append(frozenset({"tagged"}))
+            found.append(_Detour(sources=frozenset({"tagged"})))
         if self.flow_id is not None:
-            found.append(frozenset({"partition"}))
-        if self.states is not None and all(state in _SOURCES for state in self.states):
-            sources = frozenset[str]().union(*(_SOURCES[state] for state in self.states))
-            found.append(sources - {"unhappy"} if "ended" in sources else sources)
+            found.append(_Detour(sources=frozenset({"partition"})))
+        if self.states is not None:
+            found.append(_Detour.of_states(self.states))
         return found
 
 
@@ -149,7 +199,7 @@ class Listing:
         limit: int,
     ) -> ExecutionPage:
         """A page of the executions that meet every filter, in the order of their creation."""
-        check_range(limit, "limit", 0, MAX_TIME)
+        most = check_limit(limit, MAX_LIMIT)
         created_from, created_to = _span("created", created_after, created_before)
         completed_from, completed_to = _span("completed", completed_after, completed_before)
         wants_ended = completed_after is not None or completed_before is not None
@@ -175,46 +225,56 @@ class Listing:
             order=direction,
             after=None if cursor is None else _read_cursor(cursor, direction),
         )
-        limit = min(limit, MAX_LIMIT)
-        if limit == 0 or question.is_hopeless:
+        if most == 0 or question.is_hopeless:
             return ExecutionPage(executions=[], next_cursor=None)
-        rows = await self._find(question, limit + 1)
-        executions = [_summary(row) for row in rows[:limit]]
+        rows = await self._find(question, most + 1)
+        executions = [_summary(row) for row in rows[:most]]
         return ExecutionPage(
             executions=executions,
-            next_cursor=_write_cursor(direction, executions[-1]) if len(rows) > limit else None,
+            next_cursor=_write_cursor(direction, executions[-1]) if len(rows) > most else None,
         )
 
     async def _find(self, question: _Question, wanted: int) -> list[Record]:
-        pairs = await self._store.fetch(SQL.list_pairs, namespaces=question.namespaces, lanes=question.lanes)
-        if not pairs:
+        namespace_nos, lane_nos = await self._numbers(question)
+        if [] in (namespace_nos, lane_nos):
             return []
-        walk = _Walk(self._store, question, [pair[0] for pair in pairs], [pair[1] for pair in pairs], wanted)
+        walk = _Walk(self._store, question, namespace_nos, lane_nos, wanted)
         detours = question.detours()
         budget, cap = FIRST_WALK, FIRST_CAP
-        # A tag or a flow is rarely on most executions.
-        is_detour_first = question.tag is not None or question.flow_id is not None
+        is_detour_first = question.is_rare
         while is_detour_first or not await walk.go_on(budget):
             is_detour_first = False
-            for sources in detours:
-                found = await self._collect(question, walk, sources, cap, wanted)
+            for detour in detours:
+                found = await self._collect(question, walk, detour, cap, wanted)
                 if found is not None:
                     return found
             budget, cap = budget * GROWTH, cap * GROWTH
         return walk.found
 
+    async def _numbers(self, question: _Question) -> tuple[list[int] | None, list[int] | None]:
+        """The numbers of the namespaces and the lanes asked for; None where any will do."""
+        if question.namespaces is None and question.lanes is None:
+            return None, None
+        (row,) = await self._store.fetch(SQL.read_numbers, namespaces=question.namespaces, lanes=question.lanes)
+        return (
+            None if question.namespaces is None else row["namespace_nos"],
+            None if question.lanes is None else row["lane_nos"],
+        )
+
     async def _collect(
-        self, question: _Question, walk: "_Walk", sources: frozenset[str], cap: int, wanted: int
+        self, question: _Question, walk: "_Walk", detour: _Detour, cap: int, wanted: int
     ) -> list[Record] | None:
         """All the matches by way of narrow indexes, or None where those hold more than the cap."""
         flow_id = question.flow_id
         rows = await self._store.fetch(
             SQL.list_candidates,
-            sources=sorted(sources),
+            sources=sorted(detour.sources),
+            blocks=sorted(detour.blocks),
+            outcomes=sorted(detour.outcomes),
             cap=cap,
             wanted=wanted,
-            namespace_nos=None if question.namespaces is None else sorted(set(walk.namespace_nos)),
-            lane_nos=None if question.lanes is None else sorted(set(walk.lane_nos)),
+            namespace_nos=walk.namespace_nos,
+            lane_nos=walk.lane_nos,
             created_from=question.created_from,
             created_to=question.created_to,
             flow_partition=None if flow_id is None else flow_partition(flow_id, self._store.rules.partitions.flow),
@@ -226,76 +286,116 @@ class Listing:
 
 @dataclass(slots=True)
 class _Walk:
-    """The way along the order of creation, as far as it was gone."""
+    """The way along the order of creation, as far as it was gone.
+
+    Of many pairs of a namespace and a lane it goes along with those that come first, to where the next one begins.
+    """
 
     store: Store
     question: _Question
-    namespace_nos: list[int]
-    lane_nos: list[int]
+    namespace_nos: list[int] | None
+    lane_nos: list[int] | None
     wanted: int
     found: list[Record] = field(default_factory=list)
     created_from: int = 0
     created_to: int = 0
+    pairs: list[tuple[int, int, int]] | None = None
+    """Namespace, lane and the time of what comes first of them; in the order of those times, once they are known."""
+    fan_out: int = 0
+    limit: int = 0
+    """The last time up to which the pairs within the fan-out are all there are."""
 
     def __post_init__(self) -> None:
         self.created_from, self.created_to = self.question.created_from, self.question.created_to
         if (after := self.question.after) is not None:
-            if self.question.order is ListOrder.NEWEST:
+            if self.is_newest_first:
                 self.created_to = min(self.created_to, after.created_at)
             else:
                 self.created_from = max(self.created_from, after.created_at)
 
+    @property
+    def is_newest_first(self) -> bool:
+        """Whether it goes from the newest to the oldest."""
+        return self.question.order is ListOrder.NEWEST
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing is left of the time asked for."""
+        return self.created_from > self.created_to
+
     async def go_on(self, budget: int) -> bool:
         """Look at about so many more entries; whether the page is full or nothing is left."""
-        is_newest_first = self.question.order is ListOrder.NEWEST
-        pairs = len(self.namespace_nos)
-        while budget > 0 and self.created_from <= self.created_to:
-            depth = max(min(budget, LONGEST_WALK) // pairs + 1, LEAST_DEPTH)
-            rows = await self.store.fetch(
-                SQL.list_newest if is_newest_first else SQL.list_oldest,
-                namespace_nos=self.namespace_nos,
-                lane_nos=self.lane_nos,
-                created_from=self.created_from,
-                created_to=self.created_to,
-                depth=depth,
-                wanted=self.wanted - len(self.found),
-                **self.question.parameters(),
-            )
-            self.found += (row for row in rows if row["execution_id"] is not None)
-            reached: int | None = rows[0]["reached"]
-            if len(self.found) >= self.wanted or reached is None:
+        if self.pairs is None:
+            self.pairs = await self._read_pairs()
+            self._widen(self.pairs)
+        while budget > 0 and self.pairs and not self.is_over:
+            budget -= await self._step(self.pairs[: self.fan_out], min(budget, LONGEST_WALK))
+            if len(self.found) >= self.wanted:
                 return True
-            if is_newest_first:
-                self.created_to = reached - 1
+            self._widen(self.pairs)
+        return self.is_over or not self.pairs
+
+    async def _read_pairs(self) -> list[tuple[int, int, int]]:
+        rows = await self.store.fetch(
+            SQL.list_pairs,
+            namespace_nos=self.namespace_nos,
+            lane_nos=self.lane_nos,
+            created_from=self.created_from,
+            created_to=self.created_to,
+            is_newest_first=self.is_newest_first,
+        )
+        pairs = [(row["namespace_no"], row["lane_no"], row["edge"]) for row in rows if row["edge"] is not None]
+        return sorted(pairs, key=lambda pair: pair[2], reverse=self.is_newest_first)
+
+    def _widen(self, pairs: list[tuple[int, int, int]]) -> None:
+        """Take in more pairs until those within the fan-out have something left before the next one begins."""
+        while not self.fan_out or (self._is_spent() and self.fan_out < len(pairs)):
+            self.fan_out = self.fan_out * GROWTH or FIRST_FAN_OUT
+            if self.fan_out >= len(pairs):
+                self.limit = self.created_from if self.is_newest_first else self.created_to
             else:
-                self.created_from = reached + 1
-            budget -= depth * pairs
-        return self.created_from > self.created_to
+                self.limit = pairs[self.fan_out][2] + (1 if self.is_newest_first else -1)
+
+    def _is_spent(self) -> bool:
+        return self.limit > self.created_to if self.is_newest_first else self.limit < self.created_from
+
+    async def _step(self, pairs: list[tuple[int, int, int]], budget: int) -> int:
+        """Look at the next entries of some pairs; about how many those are."""
+        depth = max(budget // len(pairs) + 1, LEAST_DEPTH)
+        rows = await self.store.fetch(
+            SQL.list_newest if self.is_newest_first else SQL.list_oldest,
+            namespace_nos=[namespace_no for namespace_no, _, _ in pairs],
+            lane_nos=[lane_no for _, lane_no, _ in pairs],
+            created_from=self.limit if self.is_newest_first else self.created_from,
+            created_to=self.created_to if self.is_newest_first else self.limit,
+            depth=depth,
+            wanted=self.wanted - len(self.found),
+            **self.question.parameters(),
+        )
+        self.found += (row for row in rows if row["execution_id"] is not None)
+        reached: int = self.limit if rows[0]["reached"] is None else rows[0]["reached"]
+        if self.is_newest_first:
+            self.created_to = reached - 1
+        else:
+            self.created_from = reached + 1
+        return depth * len(pairs)
 
 
 def _several(value: object, field: str) -> Sequence[object]:
     """The values of a filter that takes one or several."""
-    if isinstance(value, str):
-        return (value,)
-    if not isinstance(value, Iterable) or isinstance(value, bytes | dict):
-        raise error("invalid_input", f"{field}: text or several texts, got {shorten(repr(value))}")
-    return tuple(value)
+    return (value,) if isinstance(value, str) else check_items(value, field)
 
 
 def _check_state(value: object) -> PublicState:
-    try:
-        return PublicState(str(value))
-    except ValueError:
-        raise error(
-            "invalid_input", f"public_state: one of {', '.join(PublicState)}, got {shorten(repr(value))}"
-        ) from None
+    if (state := word_of(PublicState, value)) is None:
+        raise error("invalid_input", f"public_state: one of {', '.join(PublicState)}, got {shown(value)}")
+    return state
 
 
 def _check_order(value: object) -> ListOrder:
-    try:
-        return ListOrder(str(value))
-    except ValueError:
-        raise error("invalid_input", f"order: one of {', '.join(ListOrder)}, got {shorten(repr(value))}") from None
+    if (order := word_of(ListOrder, value)) is None:
+        raise error("invalid_input", f"order: one of {', '.join(ListOrder)}, got {shown(value)}")
+    return order
 
 
 def _check_tag(tag: object) -> tuple[str, str]:

@@ -1,20 +1,39 @@
+-- name: read_numbers
+-- The numbers of the named namespaces and lanes there are.
+select array(select namespace_no from namespace where namespace = any(:namespaces::text[])) as namespace_nos,
+       array(select lane_no from lane where lane_id = any(:lanes::text[])) as lane_nos;
+
 -- name: list_pairs
--- The namespaces and lanes to look in: those named, else those that hold executions, found by one index entry each.
-select n.namespace_no, l.lane_no
-  from (select namespace_no from namespace where :namespaces::text[] is null
-        union all
-        select namespace_no from namespace where namespace = any(:namespaces)) n
- cross join lateral (
-       with recursive used as (
-         (select i.lane_no from execution_input i where i.namespace_no = n.namespace_no order by i.lane_no limit 1)
-         union all
-         select (select i.lane_no from execution_input i
-                  where i.namespace_no = n.namespace_no and i.lane_no > u.lane_no
-                  order by i.lane_no limit 1)
-           from used u where u.lane_no is not null)
-       select lane_no from used where lane_no is not null and :lanes::text[] is null
-       union all
-       select lane_no from lane where lane_id = any(:lanes)) l;
+-- The pairs of a namespace and a lane there are, and when the newest or the oldest execution of each in a span of time was
+-- created. Lanes that are not named are found by one index entry for each pair.
+with recursive used as (
+  select n as namespace_no, -1 as lane_no, n as last_no from unnest(:namespace_nos::int[]) as n where :lane_nos::int[] is null
+  union all
+  select -1, -1, 2147483647 where :namespace_nos is null and :lane_nos is null
+  union all
+  select i.namespace_no, i.lane_no, u.last_no
+    from used u
+   cross join lateral (
+         select i.namespace_no, i.lane_no from execution_input i
+          where (i.namespace_no, i.lane_no) > (u.namespace_no, u.lane_no) and i.namespace_no <= u.last_no
+          order by i.namespace_no, i.lane_no limit 1) i
+),
+pair as materialized (
+  select namespace_no, lane_no from used where lane_no >= 0
+  union all
+  select n.namespace_no, l.lane_no
+    from (select unnest(:namespace_nos) as namespace_no
+          union all
+          select namespace_no from namespace where :namespace_nos is null) n
+   cross join unnest(:lane_nos) as l(lane_no)
+)
+select p.namespace_no, p.lane_no, case when :is_newest_first::boolean
+         then (select max(i.created_at) from execution_input i
+                where i.namespace_no = p.namespace_no and i.lane_no = p.lane_no and i.created_at between :created_from and :created_to)
+         else (select min(i.created_at) from execution_input i
+                where i.namespace_no = p.namespace_no and i.lane_no = p.lane_no and i.created_at between :created_from and :created_to)
+         end as edge
+  from pair p;
 
 -- name: list_newest
 -- The newest matching executions of some namespaces and lanes, and how far back they were looked for.
@@ -107,38 +126,55 @@ select reached.created_at as reached, found.*
         limit :wanted) found on true;
 
 -- name: list_candidates
--- The matching executions by way of the narrow indexes named in :sources, and whether those are all: no index gave :cap.
+-- The matching executions by way of the narrow indexes named in :sources, of what waits for one of :blocks and of what
+-- ended with one of :outcomes, and whether those are all: no index gave :cap.
+-- A source that leads to other states too counts those to its length and passes on only its own, so that none comes twice.
 with candidate as materialized (
   (select 'claimable' as source, e.partition_key, e.execution_id, e.namespace_no, e.public_state, e.priority, e.flow_id, e.completed_at
      from (select queue_no from queue
             where 'claimable' = any(:sources::text[]) and (:lane_nos::int[] is null or lane_no = any(:lane_nos))) q
     cross join lateral (
-          select e.partition_key, e.execution_id, e.namespace_no, e.public_state, e.priority, e.flow_id, e.completed_at from execution e
+          select e.partition_key, e.execution_id, e.namespace_no, case when e.public_state = 'waiting' then e.public_state end as public_state,
+                 e.priority, e.flow_id, e.completed_at
+            from execution e
            where e.queue_no = q.queue_no
              and (e.eligibility_state = 'eligible_now' or e.ownership_state in ('lease_expired_reclaimable', 'lease_revoked'))
            order by e.place limit :cap) e
     limit :cap)
   union all
-  -- A timer leads to what is leased or delayed; to whatever else has one another index does, and it counts for nothing here.
-  (select 'timed', partition_key, execution_id, namespace_no,
-          case when ownership_state = 'leased' or eligibility_state = 'not_eligible_until_time' then public_state end,
+  (select 'resumable', partition_key, execution_id, namespace_no, public_state, priority, flow_id, completed_at
+     from execution
+    where 'resumable' = any(:sources) and eligibility_state = 'eligible_now' and attempt_state = 'attempt_interrupted'
+    order by last_transition_at limit :cap)
+  union all
+  (select 'leased', partition_key, execution_id, namespace_no, public_state, priority, flow_id, completed_at
+     from execution
+    where 'leased' = any(:sources) and due_at is not null and ownership_state = 'leased' order by due_at limit :cap)
+  union all
+  (select 'lost', partition_key, execution_id, namespace_no, public_state, priority, flow_id, completed_at
+     from execution
+    where 'lost' = any(:sources) and ownership_state in ('lease_expired_reclaimable', 'lease_revoked')
+    order by ownership_state, lease_expires_at limit :cap)
+  union all
+  (select 'blocked', e.*
+     from unnest(:blocks::eligibility_state[]) as b(eligibility_state)
+    cross join lateral (
+          select e.partition_key, e.execution_id, e.namespace_no, e.public_state, e.priority, e.flow_id, e.completed_at from execution e
+           where e.eligibility_state = b.eligibility_state and e.eligibility_state not in ('eligible_now', 'not_applicable')
+           order by e.last_transition_at limit :cap) e
+    limit :cap)
+  union all
+  (select 'unhappy', e.*
+     from unnest(:outcomes::terminal_outcome[]) as o(terminal_outcome)
+    cross join lateral (
+          select e.partition_key, e.execution_id, e.namespace_no, e.public_state, e.priority, e.flow_id, e.completed_at from execution e
+           where e.terminal_outcome = o.terminal_outcome and e.terminal_outcome in ('failed', 'cancelled', 'expired', 'skipped')
+             and e.completed_at between coalesce(:completed_from::bigint, 0) and coalesce(:completed_to::bigint, 9223372036854775807)
+           order by e.completed_at limit :cap) e
+    limit :cap)
+  union all
+  (select 'ended', partition_key, execution_id, namespace_no, case when terminal_outcome = 'success' then public_state end,
           priority, flow_id, completed_at
-     from execution
-    where 'timed' = any(:sources) and due_at is not null order by due_at limit :cap)
-  union all
-  (select 'blocked', partition_key, execution_id, namespace_no, public_state, priority, flow_id, completed_at
-     from execution
-    where 'blocked' = any(:sources)
-      and eligibility_state in ('blocked_by_budget', 'blocked_by_quota', 'blocked_by_route', 'blocked_by_operator', 'blocked_by_lane_state')
-    order by eligibility_state, last_transition_at limit :cap)
-  union all
-  (select 'unhappy', partition_key, execution_id, namespace_no, public_state, priority, flow_id, completed_at
-     from execution
-    where 'unhappy' = any(:sources) and terminal_outcome in ('failed', 'cancelled', 'expired', 'skipped')
-      and completed_at between coalesce(:completed_from::bigint, 0) and coalesce(:completed_to::bigint, 9223372036854775807)
-    order by completed_at limit :cap)
-  union all
-  (select 'ended', partition_key, execution_id, namespace_no, public_state, priority, flow_id, completed_at
      from execution
     where 'ended' = any(:sources) and retain_until is not null order by retain_until limit :cap)
   union all

@@ -8,17 +8,17 @@ from flowfabric.db.database import Record
 from flowfabric.db.statements import array_text, columns_from, columns_of
 from flowfabric.engine.resume import Resume
 from flowfabric.model.conditions import read_stored_condition
-from flowfabric.model.delivery import Addressee, Recorded, Wait, Waitpoint
+from flowfabric.model.delivery import Addressee, Wait, Waitpoint
 from flowfabric.model.errors import EngineError
-from flowfabric.model.evaluation import SignalFacts
-from flowfabric.model.ids import ExecutionId, WaitpointId, split_execution_id
-from flowfabric.model.signals import DEFAULT_SIGNAL_LIMIT, Accepted, NewSignal, SignalDuplicate
+from flowfabric.model.evaluation import SignalFacts, Tally, outline_of
+from flowfabric.model.ids import ExecutionId, SignalId, WaitpointId, split_execution_id
+from flowfabric.model.signals import Accepted, NewSignal, SignalDuplicate
 from flowfabric.model.states import LifecyclePhase, WaitpointState
-from flowfabric.model.suspension import read_stored_resume_policy
 from flowfabric.model.tokens import WaitpointToken
 
 Delivered: TypeAlias = Accepted | SignalDuplicate
 
+_DELIVERY_COLUMNS = ("partition_keys", "execution_ids", "waitpoint_ids", "signal_ids", "idempotency_keys", "are_first")
 _SIGNAL_COLUMNS = (
     "partition_keys",
     "execution_ids",
@@ -43,6 +43,8 @@ _COUNT_COLUMNS = ("counted_partitions", "counted_waitpoints", "accepted", "match
 _WAIT_COLUMNS = ("waiting_partitions", "waiting_executions", "satisfiers")
 _KEY_COLUMNS = ("key_partitions", "key_waitpoints", "keys", "key_signals", "key_expiries")
 _REFUSED_COLUMNS = ("refused_partitions", "refused_executions")
+_PHASES = {phase.value: phase for phase in LifecyclePhase}
+_STATES = {state.value: state for state in WaitpointState}
 
 
 class Mail:
@@ -51,77 +53,113 @@ class Mail:
     MOST = 100
     MOST_BYTES = 1_048_576
 
-    __slots__ = ("_bytes", "answers", "execution_id", "signals")
+    __slots__ = ("_answers", "_bytes", "execution_id", "key", "signals")
 
     def __init__(self, execution_id: ExecutionId, signals: Iterable[NewSignal] = ()) -> None:
         self.execution_id = execution_id
+        self.key = split_execution_id(execution_id)
         self.signals = list(signals)
+        self._answers: list[asyncio.Future[Delivered]] = []
         self._bytes = 0
-        self.answers: asyncio.Future[list[Delivered | EngineError]] | None = None
 
     @property
     def is_full(self) -> bool:
         """Whether the next signal is for another mail: what shares a transaction must fit a statement."""
         return len(self.signals) >= self.MOST or self._bytes >= self.MOST_BYTES
 
-    def add(self, signal: NewSignal) -> int:
-        """Take one more signal; answers its place."""
+    def add(self, signal: NewSignal) -> "asyncio.Future[Delivered]":
+        """Take one more signal; the future is its sender's own, who may give it up without the others."""
+        answer: asyncio.Future[Delivered] = asyncio.get_running_loop().create_future()
         self.signals.append(signal)
+        self._answers.append(answer)
         self._bytes += len(signal.payload or b"")
-        return len(self.signals) - 1
+        return answer
+
+    def settle(self, delivered: "asyncio.Future[list[Delivered | EngineError]]") -> None:
+        """Give every sender the answer to its signal, or the fault that met them all."""
+        fault = delivered.exception()
+        answers = [fault] * len(self.signals) if fault is not None else delivered.result()
+        for waiting, answer in zip(self._answers, answers, strict=True):
+            if waiting.done():
+                continue
+            if isinstance(answer, BaseException):
+                waiting.set_exception(answer)
+            else:
+                waiting.set_result(answer)
 
 
 def deliveries(mails: Sequence[Mail]) -> Mapping[str, object]:
-    """What is asked of the store about the signals of some mails."""
+    """What is asked of the store about the signals of some mails; a minted id cannot be stored yet."""
     rows = [
-        (*split_execution_id(mail.execution_id), signal.waitpoint_id, signal.id, signal.dedup_key, place == 0)
+        (*mail.key, signal.waitpoint_id, None if signal.is_minted else signal.id, signal.dedup_key, place == 0)
         for mail in mails
         for place, signal in enumerate(mail.signals)
     ]
-    names = ("partition_keys", "execution_ids", "waitpoint_ids", "signal_ids", "idempotency_keys", "are_first")
-    return columns_of(names, rows)
+    return columns_of(_DELIVERY_COLUMNS, rows)
 
 
-def addressee_of(mail: Mail, rows: Sequence[Record], satisfiers: Iterable[SignalFacts]) -> Addressee:
-    """An execution as the rows found for its mail show it."""
+def key_rows(first: Record) -> list[dict[str, object]]:
+    """The signing keys that came with the first of the rows."""
+    columns = [first[name] or () for name in ("kids", "secrets", "are_current", "installed_ats", "key_expiries")]
+    names = ("kid", "secret", "is_current", "installed_at", "expires_at")
+    return [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]
+
+
+def addressee_of(mail: Mail, phase: str, rows: Sequence[Record]) -> Addressee:
+    """An execution as the rows found for its mail show it, but for its wait: nobody is authenticated yet."""
+    waitpoints: dict[WaitpointId, Waitpoint] = {}
+    for signal, row in zip(mail.signals, rows, strict=True):
+        if (state := row["state"]) is not None:
+            waitpoints[signal.waitpoint_id] = Waitpoint(
+                waitpoint_id=signal.waitpoint_id,
+                waitpoint_key=row["waitpoint_key"],
+                token=WaitpointToken(row["token"]),
+                state=_STATES[state],
+                suspension_id=row["waitpoint_suspension_id"],
+                activated_at=row["activated_at"],
+                expires_at=row["expires_at"],
+                signal_count=row["signal_count"],
+            )
     first = rows[0]
-    waitpoints = {
-        signal.waitpoint_id: Waitpoint(
-            waitpoint_id=signal.waitpoint_id,
-            waitpoint_key=row["waitpoint_key"],
-            token=WaitpointToken(row["token"]),
-            state=WaitpointState(row["state"]),
-            suspension_id=row["waitpoint_suspension_id"],
-            activated_at=row["activated_at"],
-            expires_at=row["expires_at"],
-            signal_count=row["signal_count"],
-        )
-        for signal, row in zip(mail.signals, rows, strict=True)
-        if row["state"] is not None
-    }
-    wait = None
-    if first["suspension_id"] is not None:
-        wait = Wait.of(
-            first["suspension_id"],
-            first["waitpoint_ids"],
-            read_stored_condition(first["condition"]),
-            read_stored_resume_policy(first["resume_policy"]),
-            satisfiers,
-        )
-    limit = first["signal_limit"]
     return Addressee(
         execution_id=mail.execution_id,
-        phase=LifecyclePhase(first["lifecycle_phase"]),
-        limit=DEFAULT_SIGNAL_LIMIT if limit is None else limit,
+        phase=_PHASES[phase],
+        stored_limit=first["signal_limit"],
         count=first["signals_taken"],
         waitpoints=waitpoints,
-        wait=wait,
         now=first["now"],
     )
 
 
+def wait_of(row: Record) -> Wait | None:
+    """The open suspension of an execution; what earlier signals added to its condition is not counted yet."""
+    if row["suspension_id"] is None:
+        return None
+    outline = outline_of(read_stored_condition(row["condition"]))
+    before = row["satisfied_before"]
+    return Wait(
+        suspension_id=row["suspension_id"],
+        waitpoint_ids=row["waitpoint_ids"],
+        stored_policy=row["resume_policy"],
+        tally=Tally(outline, before if outline.is_count_of_signals else 0),
+        satisfied_before=before,
+        has_uncounted=before > 0 and not outline.is_count_of_signals,
+    )
+
+
+def facts_of(row: Record) -> SignalFacts:
+    """What a condition looks at in a stored signal."""
+    return SignalFacts(
+        signal_id=SignalId(row["signal_id"]),
+        signal_name=row["signal_name"],
+        waitpoint_key=row["waitpoint_key"],
+        source_type=row["source_type"],
+        source_identity=row["source_identity"],
+    )
+
+
 def writes(addressees: Sequence[Addressee]) -> Mapping[str, object]:
-    """What deliveries leave behind, but for the waits they have ended."""
+    """The columns of what signals for some executions leave behind."""
     signals: list[tuple[object, ...]] = []
     counted: list[tuple[object, ...]] = []
     waiting: list[tuple[object, ...]] = []
@@ -130,19 +168,41 @@ def writes(addressees: Sequence[Addressee]) -> Mapping[str, object]:
     for addressee in addressees:
         partition, uuid = split_execution_id(addressee.execution_id)
         for record in addressee.recorded:
-            signal, waitpoint_id = record.signal, record.waitpoint.waitpoint_id
-            signals.append((partition, uuid, *_stored(record)))
+            signal, waitpoint, disposition = record.signal, record.waitpoint, record.disposition
+            signals.append(
+                (
+                    partition,
+                    uuid,
+                    signal.signal_id,
+                    waitpoint.suspension_id,
+                    signal.waitpoint_id,
+                    waitpoint.waitpoint_key,
+                    signal.signal_name,
+                    signal.signal_category,
+                    signal.source_type,
+                    signal.source_identity,
+                    signal.correlation_id,
+                    signal.idempotency_key or None,
+                    signal.target_scope,
+                    signal.created_at,
+                    disposition.effect,
+                    disposition,
+                    signal.payload,
+                    signal.payload_encoding,
+                )
+            )
             if signal.dedup_key is not None:
                 expiry = addressee.now + signal.dedup_ttl_ms
-                keyed.append((partition, waitpoint_id, signal.dedup_key, signal.id, expiry))
-        counts = addressee.counts
-        wait = addressee.wait
+                keyed.append((partition, signal.waitpoint_id, signal.dedup_key, signal.id, expiry))
+        wait, counts, closer = addressee.wait, addressee.counts, addressee.closer
         # A suspension that is met, and the waitpoint of the signal that met it, are written when they are closed.
-        if addressee.closer is not None:
-            del counts[addressee.closer.waitpoint_id]
-        elif wait is not None and not wait.waitpoint_ids.isdisjoint(counts):
+        if closer is None and wait is not None and not counts.keys().isdisjoint(wait.waitpoint_ids):
             waiting.append((partition, uuid, array_text(wait.satisfiers)))
-        counted += [(partition, waitpoint_id, *count) for waitpoint_id, count in counts.items()]
+        counted += [
+            (partition, waitpoint_id, *count)
+            for waitpoint_id, count in counts.items()
+            if closer is None or waitpoint_id != closer.waitpoint_id
+        ]
         if addressee.has_token_failure:
             refused.append((partition, uuid))
     return {
@@ -154,41 +214,29 @@ def writes(addressees: Sequence[Addressee]) -> Mapping[str, object]:
     }
 
 
-def _stored(record: Recorded) -> tuple[object, ...]:
-    signal, waitpoint = record.signal, record.waitpoint
-    return (
-        signal.id,
-        waitpoint.suspension_id,
-        waitpoint.waitpoint_id,
-        waitpoint.waitpoint_key,
-        signal.signal_name,
-        signal.signal_category,
-        signal.source_type,
-        signal.source_identity,
-        signal.correlation_id,
-        signal.idempotency_key or None,
-        signal.target_scope,
-        signal.created_at,
-        record.disposition.effect,
-        record.disposition,
-        signal.payload,
-        signal.payload_encoding,
-    )
-
-
 def overflow_of(addressees: Sequence[Addressee]) -> Mapping[str, object] | None:
-    """The waitpoints that have taken more than their logs keep, each with the last limit given for it."""
-    trimmed: dict[tuple[int, WaitpointId], tuple[int, str]] = {}
+    """The waitpoints that have taken more than their logs keep, each with the last limit given for it.
+
+    What a condition has counted stays: a waitpoint that took nothing else has nothing to give up.
+    """
+    trimmed: dict[tuple[int, WaitpointId], tuple[str, int]] = {}
     for addressee in addressees:
-        partition, _ = split_execution_id(addressee.execution_id)
-        satisfiers = array_text(addressee.wait.satisfiers if addressee.wait is not None else ())
+        partition, uuid = split_execution_id(addressee.execution_id)
         for record in addressee.recorded:
-            if record.waitpoint.signal_count > record.signal.signal_maxlen:
-                trimmed[partition, record.waitpoint.waitpoint_id] = record.signal.signal_maxlen, satisfiers
+            waitpoint = record.waitpoint
+            if waitpoint.signal_count > max(record.signal.signal_maxlen, _kept(addressee.wait)):
+                trimmed[partition, waitpoint.waitpoint_id] = uuid, record.signal.signal_maxlen
     if not trimmed:
         return None
     rows = [(*key, *kept) for key, kept in trimmed.items()]
-    return columns_from(("partition_keys", "waitpoint_ids", "maxlens", "satisfiers"), rows)
+    return columns_from(("partition_keys", "waitpoint_ids", "execution_ids", "maxlens"), rows)
+
+
+def _kept(wait: Wait | None) -> int:
+    """How many signals of a waitpoint its condition has surely counted; of one waitpoint among several nobody knows."""
+    if wait is None or len(wait.waitpoint_ids) > 1:
+        return 0
+    return wait.satisfied_before + len(wait.satisfiers)
 
 
 def resume_of(addressee: Addressee) -> Resume:
@@ -196,13 +244,14 @@ def resume_of(addressee: Addressee) -> Resume:
     closer, wait = addressee.closer, addressee.wait
     assert closer is not None, "a signal met the condition"
     assert wait is not None, "a signal met the condition"
-    delay_ms = wait.resume_policy.delay_ms(closer.resume_delay_ms)
+    delay_ms = addressee.delay_ms
     accepted, matched = addressee.counts[closer.waitpoint_id]
     return Resume(
         execution_id=addressee.execution_id,
         delay_ms=delay_ms,
-        delay_detail=f"resume delay {delay_ms}ms after signal {closer.signal_name}",
-        satisfiers=wait.satisfiers,
+        delay_detail=f"resume delay {delay_ms}ms after signal {closer.signal_name}" if delay_ms else "",
+        satisfiers=wait.satisfiers[:-1],
+        closer_id=closer.signal_id,
         closing_waitpoint_id=closer.waitpoint_id,
         accepted=accepted,
         matched=matched,

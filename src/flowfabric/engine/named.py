@@ -100,17 +100,16 @@ class NamedClaims:
         """Lease an execution that was granted to this worker: a new attempt, after a lost lease a reclaimed one."""
         parsed = check_named(self._store, execution_id)
         lane = check_lane_id(lane_id)
-        worker_no = await self.number(lease)
 
         async def claim(transaction: Transaction) -> ClaimedExecution:
             held = await hold(transaction, parsed, lane)
             if held.is_lost and held.is_granted_to(lease.worker_id, GrantKind.RECLAIM):
                 if held.reclaim_count >= reclaim_cap(held.execution_policy):
                     raise error("execution_not_leaseable", "its lease was lost as often as its policy allows")
-                return await self.take(transaction, held, "reclaimed", lease, worker_no)
+                return await self.take(transaction, held, "reclaimed", lease)
             if code := _refusal_of_fresh(held, lease.worker_id):
                 raise error(code)
-            return await self.take(transaction, held, "fresh", lease, worker_no)
+            return await self.take(transaction, held, "fresh", lease)
 
         return await self._store.transact(claim)
 
@@ -118,7 +117,6 @@ class NamedClaims:
         """Go on with an attempt that was put aside and may run again."""
         parsed = check_named(self._store, execution_id)
         lane = check_lane_id(lane_id)
-        worker_no = await self.number(lease)
 
         async def claim(transaction: Transaction) -> ClaimedExecution:
             held = await hold(transaction, parsed, lane)
@@ -132,7 +130,7 @@ class NamedClaims:
                 raise error("execution_not_leaseable", f"lane {held.lane_id} is {held.lane_state}")
             if held.has_live_grant and held.grant_worker_id != lease.worker_id:
                 raise error("invalid_claim_grant")
-            return await self.take(transaction, held, "resumed", lease, worker_no, reason=AcquireReason.CLAIM_RESUMED)
+            return await self.take(transaction, held, "resumed", lease, reason=AcquireReason.CLAIM_RESUMED)
 
         return await self._store.transact(claim)
 
@@ -149,7 +147,6 @@ class NamedClaims:
             worker_instance_id=token.worker_instance_id,
             lease_ttl_ms=token.lease_ttl_ms,
         )
-        worker_no = await self.number(lease)
 
         async def claim(transaction: Transaction) -> ClaimedExecution | None:
             held = await hold(transaction, parsed, lane)
@@ -158,7 +155,7 @@ class NamedClaims:
                 return None
             if failure := await self._grant_failure(transaction, held, key, grant_key, lease.worker_id):
                 raise failure.refusal()
-            return await self.take(transaction, held, "resumed", lease, worker_no, reason=AcquireReason.CLAIM_RESUMED)
+            return await self.take(transaction, held, "resumed", lease, reason=AcquireReason.CLAIM_RESUMED)
 
         claimed = await self._store.transact(claim)
         return None if claimed is None else claimed.handle
@@ -168,7 +165,6 @@ class NamedClaims:
         parsed = check_named(self._store, execution_id)
         lane = check_lane_id(lane_id)
         lease = Lease.of(worker_id=OPERATOR, worker_instance_id=OPERATOR, lease_ttl_ms=lease_duration_ms)
-        worker_no = await self.number(lease)
 
         async def claim(transaction: Transaction) -> ClaimedExecution:
             held = await hold(transaction, parsed, lane)
@@ -176,19 +172,13 @@ class NamedClaims:
                 raise error(code)
             if held.attempt_state == "attempt_interrupted":
                 reason = AcquireReason.ISSUE_GRANT_AND_CLAIM_RESUMED
-                return await self.take(transaction, held, "resumed", lease, worker_no, reason=reason)
-            return await self.take(
-                transaction, held, "fresh", lease, worker_no, reason=AcquireReason.ISSUE_GRANT_AND_CLAIM
-            )
+                return await self.take(transaction, held, "resumed", lease, reason=reason)
+            return await self.take(transaction, held, "fresh", lease, reason=AcquireReason.ISSUE_GRANT_AND_CLAIM)
 
         claimed = await self._store.transact(claim)
         return GrantedClaim(
             lease_id=claimed.lease_id, lease_epoch=claimed.lease_epoch, attempt_index=claimed.attempt_index
         )
-
-    async def number(self, lease: Lease) -> int:
-        """The number of the worker a lease is for; asked for outside of the transaction that takes the lease."""
-        return await self._store.worker_no(lease.worker_id, lease.worker_instance_id)
 
     async def take(
         self,
@@ -196,7 +186,6 @@ class NamedClaims:
         held: Held,
         branch: str,
         lease: Lease,
-        worker_no: int,
         *,
         reason: str | None = None,
     ) -> ClaimedExecution:
@@ -210,7 +199,7 @@ class NamedClaims:
             partition_key=held.partition_key,
             execution_id=held.execution_id,
             branch=branch,
-            worker_no=worker_no,
+            worker_no=await self._store.worker_no_within(transaction, lease.worker_id, lease.worker_instance_id),
             lease_ttl_ms=lease.lease_ttl_ms,
             lease_id=lease.lease_id,
             attempt_id=lease.attempt_id,
@@ -228,7 +217,11 @@ class NamedClaims:
         self, transaction: Transaction, held: Held, key: GrantKey, grant_key: str, worker_id: str
     ) -> GrantFailure | None:
         """Why the key of a grant does not count for this worker on this execution."""
-        if key.execution_id != held.id or held.grant_id != grant_id(grant_key) or held.grant_worker_id != worker_id:
+        if key.execution_id != held.id:
+            return GrantFailure.UNKNOWN_GRANT
+        if held.has_forgotten_grant and key.expires_at_ms == held.granted_until:
+            return GrantFailure.EXPIRED
+        if held.grant_id != grant_id(grant_key) or held.grant_worker_id != worker_id:
             return GrantFailure.UNKNOWN_GRANT
         signer = await self._keys.verifying(transaction, key.kid)
         if signer is None:
@@ -250,6 +243,8 @@ def _refusal_of_fresh(held: Held, worker_id: str) -> str | None:
         return "active_attempt_exists"
     if held.attempt_state == "attempt_interrupted":
         return "use_claim_resumed_execution"
+    if held.has_forgotten_grant:
+        return "claim_grant_expired"
     if held.grant_kind != GrantKind.CLAIM or held.grant_worker_id != worker_id:
         return "invalid_claim_grant"
     return None if held.has_live_grant else "claim_grant_expired"

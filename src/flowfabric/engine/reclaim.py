@@ -85,7 +85,6 @@ class Reclaim:
         lane = check_lane_id(lane_id)
         if max_reclaim_count is not None:
             check_range(max_reclaim_count, "max_reclaim_count", 0, MAX_CAP)
-        worker_no = await self._claims.number(lease)
 
         async def reclaim(
             transaction: Transaction,
@@ -102,7 +101,7 @@ class Reclaim:
             cap = reclaim_cap(held.execution_policy, max_reclaim_count)
             if held.reclaim_count >= cap:
                 return cap, await self._end(transaction, held)
-            return await self._claims.take(transaction, held, "reclaimed", lease, worker_no)
+            return await self._claims.take(transaction, held, "reclaimed", lease)
 
         answer = await self._store.transact(reclaim)
         return await self._capped(*answer) if isinstance(answer, tuple) else answer

@@ -15,7 +15,7 @@ from flowfabric.model.errors import EngineError, error
 from flowfabric.model.handle import Fence, Handle
 from flowfabric.model.ids import ExecutionId, SuspensionId
 from flowfabric.model.policy import ExecutionPolicy, may_retry, retry_delay_ms
-from flowfabric.model.states import BlockingReason
+from flowfabric.model.states import BlockingReason, HandleKind
 
 SQL = statements_beside(__file__)
 
@@ -45,7 +45,7 @@ _COMPLETION = completion_parameters()
 class Ending:
     """How one run ends or is parked; without a fence the row's own lease counts."""
 
-    __slots__ = ("execution_id", "move", "row")
+    __slots__ = ("execution_id", "is_of_resumed", "move", "row")
 
     def __init__(
         self,
@@ -67,6 +67,7 @@ class Ending:
     ) -> None:
         self.execution_id = execution_id
         self.move = move
+        self.is_of_resumed = isinstance(fence, Handle) and fence.kind is HandleKind.RESUMED
         lease = (None, None, None) if fence is None else (fence.lease_epoch, fence.lease_id, fence.attempt_id)
         self.row: tuple[Any, ...] = (
             int(execution_id[4:-38]),
@@ -140,7 +141,9 @@ class Releases:
         await self._batch.drain()
 
     async def _release_together(self, endings: Sequence[Ending]) -> Sequence[Verdict | Locked | Exception]:
-        if not all(ending.move is Release.COMPLETED for ending in endings):
+        is_completion = all(ending.move is Release.COMPLETED for ending in endings)
+        # The attempt of a resumed run is stored already, which complete_held leaves to the other statement.
+        if not is_completion or all(ending.is_of_resumed for ending in endings):
             return await self._release_each(endings)
         completed = await self._complete_held(endings)
         if len(completed) == len(endings):

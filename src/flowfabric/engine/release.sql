@@ -185,10 +185,11 @@ closed_waitpoints as (
 ),
 told as (
   insert into event (at, execution_id, partition_key, kind, namespace_no, attempt_index, worker_no, lease_epoch, lease_id,
-                     outcome, reason, flow_id, instance_tag)
+                     attempt_id, outcome, reason, flow_id, instance_tag)
   select now, execution_id, partition_key,
          case when ownership_state = 'leased' or move = 'reclaim_cap' then 3 else 0 end, namespace_no,
-         nullif(attempt_count, 0) - 1, worker_no, lease_epoch, lease_id, completion, release_reason, flow_id, instance_tag
+         nullif(attempt_count, 0) - 1, worker_no, lease_epoch, lease_id,
+         nullif(attempt_id, lease_id), completion, release_reason, flow_id, instance_tag
     from held
    where verdict = 'ok' and (ownership_state = 'leased' or completion is not null)
 )
@@ -249,9 +250,9 @@ ended as (
 ),
 told as (
   insert into event (at, execution_id, partition_key, kind, namespace_no, attempt_index, worker_no, lease_epoch, lease_id,
-                     outcome, reason, flow_id, instance_tag)
+                     attempt_id, outcome, reason, flow_id, instance_tag)
   select now, execution_id, partition_key, 3, namespace_no, attempt_index, worker_no, lease_epoch, lease_id,
-         :completion::smallint, :release_reason, flow_id, instance_tag
+         nullif(attempt_id, lease_id), :completion::smallint, :release_reason, flow_id, instance_tag
     from moved
 )
 select array_agg(nth) as completed from moved;

@@ -30,6 +30,7 @@ _COLUMNS = (
     "to_eligibilities",
     "to_blockings",
     "satisfiers",
+    "closers",
     "closing_waitpoints",
     "accepted",
     "matched",
@@ -43,13 +44,15 @@ NO_LEASE = 0
 class Resume:
     """One execution to resume: after which pause, with what said of the pause, and by which signals.
 
-    A waitpoint that is closed by its last signals counts them as it is closed, and how many of them were matched.
+    Where a signal met the condition, `satisfiers` and `closer_id` come after the satisfiers that are stored, and its
+    waitpoint counts its last signals as it is closed, and how many of them were matched.
     """
 
     execution_id: ExecutionId
     delay_ms: int = 0
     delay_detail: str = ""
     satisfiers: Sequence[SignalId] = ()
+    closer_id: SignalId | None = None
     closing_waitpoint_id: WaitpointId | None = None
     accepted: int = 0
     matched: int = 0
@@ -83,6 +86,7 @@ def _row(resume: Resume) -> tuple[object, ...]:
         target.eligibility,
         target.blocking,
         array_text(resume.satisfiers),
+        resume.closer_id,
         resume.closing_waitpoint_id,
         resume.accepted,
         resume.matched,
@@ -131,8 +135,9 @@ class Resumes:
             event_details=None if cause.event_details is None else msgspec.json.encode(cause.event_details).decode(),
             **RESUMED_PARAMETERS,
         )
-        if len(rows) != len(resumes):
-            raise error("internal", f"{len(resumes)} executions were to be resumed, {len(rows)} were suspended")
+        resumed = sum(row["resumed"] for row in rows)
+        if resumed != len(resumes):
+            raise error("internal", f"{len(resumes)} executions were to be resumed, {resumed} were suspended")
         return rows
 
     def settle(self, rows: Sequence[Record]) -> None:

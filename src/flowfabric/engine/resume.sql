@@ -4,10 +4,11 @@ select closed_at is null as is_open from suspension where partition_key = :parti
 
 -- name: resume_held
 -- Makes suspended executions that the transaction holds runnable, each at once or after its delay, and closes their
--- suspensions with all waitpoints; a row for each execution that was suspended. The waitpoint of the signal that met the
--- condition counts what it took. An event tells of it where :kind is given. Of a column that says the same of every
--- execution, the first element counts for all.
--- The rows are found again by their ctid: the joins begin with what is held, which those of an update need not.
+-- suspensions with all waitpoints; for each delay and queue how many were suspended and the first place. The waitpoint of
+-- the signal that met the condition counts what it took. An event tells of it where :kind is given. Of a column that says
+-- the same of every execution, the first element counts for all.
+-- Who holds an execution reads its suspension and its waitpoints as they stay. The rows are found again by their ctid: the
+-- joins begin with what is held, which those of an update need not.
 with clock as materialized (select ff_now() as now),
 item as materialized (
   select coalesce(partition_key, (:partition_keys)[1]) as partition_key, execution_id,
@@ -15,14 +16,15 @@ item as materialized (
          case cardinality(:blocking_details) when 1 then (:blocking_details)[1] else blocking_detail end as blocking_detail,
          coalesce(to_eligibility, (:to_eligibilities)[1]) as to_eligibility,
          coalesce(to_blocking, (:to_blockings)[1]) as to_blocking,
-         coalesce(satisfiers, (:satisfiers)[1]) as satisfiers,
+         coalesce(satisfiers, (:satisfiers)[1])::uuid[] as satisfiers,
+         case cardinality(:closers) when 1 then (:closers)[1] else closer_id end as closer_id,
          case cardinality(:closing_waitpoints) when 1 then (:closing_waitpoints)[1] else closing_waitpoint_id end as closing_waitpoint_id,
          coalesce(accepted, (:accepted)[1]) as accepted, coalesce(matched, (:matched)[1]) as matched
     from unnest(:partition_keys::smallint[], :execution_ids::uuid[], :delays_ms::bigint[], :blocking_details::text[],
                 :to_eligibilities::eligibility_state[], :to_blockings::blocking_reason[], :satisfiers::text[],
-                :closing_waitpoints::uuid[], :accepted::int[], :matched::int[])
+                :closers::uuid[], :closing_waitpoints::uuid[], :accepted::int[], :matched::int[])
          as i(partition_key, execution_id, delay_ms, blocking_detail, to_eligibility, to_blocking, satisfiers,
-              closing_waitpoint_id, accepted, matched)
+              closer_id, closing_waitpoint_id, accepted, matched)
 ),
 held as materialized (
   select i.*, c.now, e.tid, e.queue_no, e.place, e.namespace_no, e.attempt_count, e.lease_epoch, e.flow_id, e.instance_tag,
@@ -37,7 +39,7 @@ held as materialized (
    cross join lateral (
          select s.ctid as tid, s.waitpoint_ids, s.closed_at from suspension s
           where s.partition_key = i.partition_key and s.execution_id = i.execution_id
-            for update) s
+         offset 0) s
    where s.closed_at is null
 ),
 moved as (
@@ -51,8 +53,9 @@ moved as (
 ),
 closed as (
   update suspension s
-     set closed_at = h.now, close_reason = :close_reason, satisfier_ids = h.satisfiers::uuid[],
-         satisfied_at = case when :is_satisfied::boolean then h.now end,
+     set closed_at = h.now, close_reason = :close_reason, 
+         satisfier_ids = case when :is_satisfied::boolean then s.satisfier_ids || h.satisfiers || h.closer_id else h.satisfiers end,
+         satisfied_at = case when :is_satisfied then h.now end,
          last_signal_at = case when :is_satisfied then h.now else s.last_signal_at end
     from held h
    where s.ctid = h.suspension_tid and s.partition_key = h.partition_key and s.execution_id = h.execution_id
@@ -64,7 +67,7 @@ open as materialized (
    cross join lateral (
          select w.ctid as tid, w.state from waitpoint w
           where w.partition_key = h.partition_key and w.waitpoint_id = i.waitpoint_id
-            for update) w
+         offset 0) w
    where w.state in ('pending', 'active')
 ),
 shut as (
@@ -83,6 +86,6 @@ told as (
          :outcome::smallint, flow_id, instance_tag, :event_details::jsonb
     from held where :kind::smallint is not null
 )
-select h.delay_ms, h.queue_no, h.place,
+select h.delay_ms, h.queue_no, h.place, h.resumed,
        (select l.lane_id from queue q join lane l using (lane_no) where q.queue_no = h.queue_no) as lane_id
-  from held h;
+  from (select delay_ms, queue_no, min(place) as place, count(*) as resumed from held group by delay_ms, queue_no) h;

@@ -1,9 +1,11 @@
 """Letting go: ended executions past their retention, spent keys, lapsed grants, old events."""
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from flowfabric.db.statements import statements_beside
+from flowfabric.engine.setbacks import Setbacks
 from flowfabric.engine.store import Store
 
 SQL = statements_beside(__file__)
@@ -34,8 +36,9 @@ class Due:
 class Retention:
     """What is due, and the deletion of what nobody needs any more."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, setbacks: Sequence[Setbacks]) -> None:
         self._store = store
+        self._setbacks = setbacks
 
     async def read_due(self) -> Due:
         """What is due of everything the engine does by itself, in one statement."""
@@ -46,7 +49,8 @@ class Retention:
             due_since=store.due.look(),
             retained_since=store.retained.look(),
             ahead_ms=AHEAD_MS,
-            sample=SAMPLE,
+            # What is left out stands before the rest and must not hide it.
+            sample=SAMPLE + sum(len(each.left_out()) for each in self._setbacks),
         )
         for horizon in (store.due, store.retained):
             horizon.looked(time.monotonic() - began)

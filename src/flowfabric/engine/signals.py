@@ -1,12 +1,10 @@
 """Signals: delivering them to waitpoints, many callers in one transaction, and reading what came."""
 
-import asyncio
 from collections.abc import Sequence
-from typing import Any
 from uuid import UUID
 
 from flowfabric.db.batch import LOCKED, Batch, Locked
-from flowfabric.db.database import Record, StoreFault, Transaction
+from flowfabric.db.database import Record, StoreFault, Transaction, fault_of
 from flowfabric.db.statements import columns_from, statements_beside
 from flowfabric.engine.fence import lock_execution
 from flowfabric.engine.keys import Keys
@@ -15,15 +13,18 @@ from flowfabric.engine.mail import (
     Mail,
     addressee_of,
     deliveries,
+    facts_of,
+    key_rows,
     overflow_of,
     resume_of,
+    wait_of,
     writes,
 )
 from flowfabric.engine.resume import SATISFIED, Resumes
-from flowfabric.engine.store import Store
-from flowfabric.model.delivery import Addressee
+from flowfabric.engine.store import Store, error_of
+from flowfabric.model.delivery import Addressee, Waitpoint
 from flowfabric.model.errors import EngineError, error
-from flowfabric.model.evaluation import SignalDisposition, SignalFacts
+from flowfabric.model.evaluation import SignalDisposition
 from flowfabric.model.handle import Handle, check_handle
 from flowfabric.model.ids import (
     ExecutionId,
@@ -35,15 +36,19 @@ from flowfabric.model.ids import (
     row_key,
     split_execution_id,
 )
-from flowfabric.model.signals import (
-    DEFAULT_MAXLEN,
-    NewSignal,
-    ResumeSignal,
-)
-from flowfabric.model.text import check_text
+from flowfabric.model.policy_checks import MAX_MS
+from flowfabric.model.signals import DEFAULT_MAXLEN, NewSignal, ResumeSignal
+from flowfabric.model.text import check_range, check_text
 from flowfabric.model.tokens import WaitpointToken
 
 SQL = statements_beside(__file__)
+
+STREAMS = 3
+"""Transactions under way at the same time: as much is done here about a signal as in the store."""
+
+
+class _HeldElsewhere(Exception):
+    """Somebody holds a row of a wait and not its execution; running all of it again would only meet that once more."""
 
 
 class Signals:
@@ -56,7 +61,10 @@ class Signals:
         self._open: dict[ExecutionId, Mail] = {}
         """What still takes signals: whatever comes for an execution before its mail leaves goes with it."""
         self._batch: Batch[Mail, list[Delivered | EngineError]] = Batch(
-            self._deliver_together, self._deliver_alone, keys=lambda mail: (mail.execution_id,)
+            self._deliver_together,
+            self._deliver_alone,
+            keys=lambda mail: (mail.execution_id,),
+            streams=STREAMS,
         )
 
     async def deliver(self, signal: NewSignal) -> Delivered:
@@ -64,16 +72,11 @@ class Signals:
         mail = self._open.get(signal.execution_id)
         if mail is None or mail.is_full:
             mail = self._open[signal.execution_id] = Mail(signal.execution_id)
-            mail.answers = self._batch.put(mail)
-            mail.answers.add_done_callback(_notice)
-        place = mail.add(signal)
-        assert mail.answers is not None, "the mail is queued"
-        # The answer is for all who share the mail: one of them who gives up must not take it from the others.
-        answer = (await self._store.answer(asyncio.shield(mail.answers)))[place]
-        if isinstance(answer, EngineError):
-            # An error of its own for each caller: a raised one collects its traceback.
-            raise type(answer)(answer.code, answer.detail) from None
-        return answer
+            self._batch.put(mail).add_done_callback(mail.settle)
+        try:
+            return await mail.add(signal)
+        except StoreFault as fault:
+            raise error_of(fault) from fault
 
     async def approve(
         self,
@@ -92,6 +95,7 @@ class Signals:
         waitpoint = WaitpointId(parse_uuid(waitpoint_id, "waitpoint_id"))
         check_text(signal_name, "signal_name")
         check_text(idempotency_suffix, "idempotency_suffix")
+        check_range(signal_dedup_ttl_ms, "signal_dedup_ttl_ms", 0, MAX_MS)
         if lane_id is not None:
             check_lane_id(lane_id)
         rows = await self._store.fetch(
@@ -155,23 +159,30 @@ class Signals:
     ) -> Sequence[list[Delivered | EngineError] | Locked | Exception]:
         for mail in mails:
             self._seal(mail)
-        pairs = [split_execution_id(mail.execution_id) for mail in mails]
         answers: list[list[Delivered | EngineError] | Locked | Exception] = []
 
         async def deliver(transaction: Transaction) -> list[Record]:
+            try:
+                return await deliver_held(transaction)
+            except Exception as fault:
+                if (known := fault_of(fault)) is None or known.kind != "contention":
+                    raise
+                raise _HeldElsewhere from fault
+
+        async def deliver_held(transaction: Transaction) -> list[Record]:
             found = await transaction.fetch(
                 SQL.lock_addressees,
-                partition_keys=[partition for partition, _ in pairs],
-                execution_ids=[uuid for _, uuid in pairs],
+                partition_keys=[mail.key[0] for mail in mails],
+                execution_ids=[mail.key[1] for mail in mails],
             )
-            held = [mail for mail, row in zip(mails, found, strict=True) if row["found"] == "held"]
+            held = [(mail, row["phase"]) for mail, row in zip(mails, found, strict=True) if row["phase"] is not None]
             given, resumed = await self._deliver(transaction, held) if held else ([], [])
             mine = iter(given)
             answers[:] = [
                 next(mine)
-                if row["found"] == "held"
+                if row["phase"] is not None
                 else LOCKED
-                if row["found"] == "locked"
+                if row["is_there"]
                 else [error("execution_not_found") for _ in mail.signals]
                 for mail, row in zip(mails, found, strict=True)
             ]
@@ -179,10 +190,8 @@ class Signals:
 
         try:
             resumed = await self._store.database.transact(deliver)
-        except StoreFault as fault:
-            if fault.kind != "contention":
-                raise
-            # Somebody holds a row of a wait and not its execution: whose it is shows when each is tried alone.
+        except _HeldElsewhere:
+            # Whose row it is shows when each is tried alone.
             return [LOCKED] * len(mails)
         self._resumes.settle(resumed)
         return answers
@@ -191,14 +200,15 @@ class Signals:
         self._seal(mail)
 
         async def deliver(transaction: Transaction) -> tuple[list[list[Delivered | EngineError]], list[Record]]:
-            await lock_execution(transaction, mail.execution_id)
-            return await self._deliver(transaction, [mail])
+            held = await lock_execution(transaction, mail.execution_id)
+            return await self._deliver(transaction, [(mail, held["lifecycle_phase"])])
 
         try:
             (answers,), resumed = await self._store.transact(deliver)
         except EngineError as fault:
             if len(mail.signals) == 1 or fault.retryable or fault.code == "execution_not_found":
-                return [fault for _ in mail.signals]
+                # An error of its own for each caller: a raised one collects its traceback.
+                return [type(fault)(fault.code, fault.detail) for _ in mail.signals]
             # One of them that the store refuses must not cost the others their delivery.
             return [(await self._deliver_alone(Mail(mail.execution_id, [one])))[0] for one in mail.signals]
         self._resumes.settle(resumed)
@@ -209,26 +219,31 @@ class Signals:
             del self._open[mail.execution_id]
 
     async def _deliver(
-        self, transaction: Transaction, mails: Sequence[Mail]
+        self, transaction: Transaction, held: Sequence[tuple[Mail, str]]
     ) -> tuple[list[list[Delivered | EngineError]], list[Record]]:
-        """Deliver to executions that the transaction holds; the answers, and what was resumed."""
-        keys = await self._keys.ring(transaction)
-        rows = await transaction.fetch(SQL.read_deliveries, **deliveries(mails))
-        satisfiers = await self._satisfiers(transaction, mails, rows)
-        answers: list[list[Delivered | EngineError]] = []
+        """Deliver to executions that the transaction holds, each with its phase; the answers, and what was resumed."""
+        rows = await transaction.fetch(SQL.read_deliveries, **deliveries([mail for mail, _ in held]))
+        keys = self._keys.ring(key_rows(rows[0]))
         addressees: list[Addressee] = []
-        at = 0
-        for nth, mail in enumerate(mails):
-            found = rows[at : at + len(mail.signals)]
-            at += len(mail.signals)
-            addressee = addressee_of(mail, found, satisfiers.get(nth, ()))
+        found: list[tuple[Record, Waitpoint | EngineError]] = []
+        for mail, phase in held:
+            mine = rows[len(found) : len(found) + len(mail.signals)]
+            addressee = addressee_of(mail, phase, mine)
+            judged = [addressee.authenticate(signal, keys) for signal in mail.signals]
+            # What is stored of the wait is looked at for nobody who was not authenticated.
+            if any(isinstance(each, Waitpoint) for each in judged):
+                addressee.wait = wait_of(mine[0])
             addressees.append(addressee)
-            answers.append([])
-            for signal, row in zip(mail.signals, found, strict=True):
-                try:
-                    answers[-1].append(addressee.take(signal, keys, row["earlier_id"]))
-                except EngineError as refused:
-                    answers[-1].append(refused)
+            found += zip(mine, judged, strict=True)
+        await self._count_earlier(transaction, addressees)
+        next_found = iter(found)
+        answers: list[list[Delivered | EngineError]] = [
+            [
+                addressee.take(signal, waitpoint, row["earlier_id"]) if isinstance(waitpoint, Waitpoint) else waitpoint
+                for signal, (row, waitpoint) in zip(mail.signals, next_found, strict=False)
+            ]
+            for addressee, (mail, _) in zip(addressees, held, strict=True)
+        ]
         if any(each.recorded or each.has_token_failure for each in addressees):
             await transaction.fetch(SQL.insert_deliveries, now=rows[0]["now"], **writes(addressees))
         if overflow := overflow_of(addressees):
@@ -237,34 +252,13 @@ class Signals:
         return answers, await self._resumes.within(transaction, resumes, SATISFIED) if resumes else []
 
     @staticmethod
-    async def _satisfiers(
-        transaction: Transaction, mails: Sequence[Mail], rows: Sequence[Record]
-    ) -> dict[int, list[SignalFacts]]:
-        """What the conditions have counted so far, by the place of the mail; most have counted nothing."""
-        wanted: list[tuple[object, ...]] = []
-        at = 0
-        for nth, mail in enumerate(mails):
-            key = split_execution_id(mail.execution_id)
-            wanted += [(*key, signal_id, nth) for signal_id in rows[at]["satisfier_ids"] or ()]
-            at += len(mail.signals)
-        found: dict[int, list[SignalFacts]] = {}
-        if wanted:
-            columns = columns_from(("partition_keys", "execution_ids", "signal_ids", "nths"), wanted)
-            for nth, signal_id, name, key, source_type, source_identity in await transaction.fetch(
-                SQL.list_satisfiers, **columns
-            ):
-                facts = SignalFacts(
-                    signal_id=SignalId(signal_id),
-                    signal_name=name,
-                    waitpoint_key=key,
-                    source_type=source_type,
-                    source_identity=source_identity,
-                )
-                found.setdefault(nth, []).append(facts)
-        return found
-
-
-def _notice(answers: "asyncio.Future[Any]") -> None:
-    """Look at a fault that nobody may be left to hear of."""
-    if not answers.cancelled():
-        answers.exception()
+    async def _count_earlier(transaction: Transaction, addressees: Sequence[Addressee]) -> None:
+        """Let conditions that must know of the signals they counted before count those first; most need not."""
+        waits = [(each.execution_id, each.wait) for each in addressees if each.wait and each.wait.has_uncounted]
+        if not waits:
+            return
+        pairs = [split_execution_id(execution_id) for execution_id, _ in waits]
+        for row in await transaction.fetch(
+            SQL.list_satisfiers, **columns_from(("partition_keys", "execution_ids"), pairs)
+        ):
+            waits[row["nth"] - 1][1].tally.take(facts_of(row))

@@ -1,34 +1,36 @@
 -- name: lock_addressees
--- Holds the executions that signals are for, each with a word whether it is held, held elsewhere or absent; a row of
+-- Holds the executions that signals are for, each with its phase; without one it is absent or held elsewhere. A row of
 -- theirs that a transaction holds out of order is waited for a moment only.
 with patience as materialized (select set_config('lock_timeout', '50ms', true))
-select i.nth, case when e.is_held then 'held' when x.is_there then 'locked' else 'absent' end as found
+select e.phase, x.is_there
   from patience
  cross join unnest(:partition_keys::smallint[], :execution_ids::uuid[]) with ordinality as i(partition_key, execution_id, nth)
   left join lateral (
-       select true as is_held from execution e
+       select e.lifecycle_phase::text as phase from execution e
         where e.partition_key = i.partition_key and e.execution_id = i.execution_id
           for update skip locked) e on true
   left join lateral (
        select true as is_there from execution x
-        where e.is_held is null and x.partition_key = i.partition_key and x.execution_id = i.execution_id limit 1) x on true
+        where e.phase is null and x.partition_key = i.partition_key and x.execution_id = i.execution_id limit 1) x on true
  order by i.nth;
 
 -- name: read_deliveries
 -- What signals for held executions are judged by, a row a signal: its waitpoint, what it repeats, and with the first
--- signal of each execution the execution itself and its open suspension. Of a column that says the same of every signal,
--- the first element counts for all.
+-- signal of each execution what it has taken, may take and waits for; with the very first one, the signing keys. Who holds
+-- an execution reads its suspension and its waitpoints as they stay. Of a column that says the same of every signal, the
+-- first element counts for all.
 with clock as materialized (select ff_now() as now),
 item as materialized (
   select coalesce(partition_key, (:partition_keys)[1]) as partition_key, coalesce(execution_id, (:execution_ids)[1]) as execution_id,
-         coalesce(waitpoint_id, (:waitpoint_ids)[1]) as waitpoint_id, coalesce(signal_id, (:signal_ids)[1]) as signal_id,
+         coalesce(waitpoint_id, (:waitpoint_ids)[1]) as waitpoint_id,
+         case cardinality(:signal_ids) when 1 then (:signal_ids)[1] else signal_id end as signal_id,
          case cardinality(:idempotency_keys) when 1 then (:idempotency_keys)[1] else idempotency_key end as idempotency_key,
          coalesce(is_first, (:are_first)[1]) as is_first, nth
     from unnest(:partition_keys::smallint[], :execution_ids::uuid[], :waitpoint_ids::uuid[], :signal_ids::uuid[],
                 :idempotency_keys::text[], :are_first::boolean[])
          with ordinality as i(partition_key, execution_id, waitpoint_id, signal_id, idempotency_key, is_first, nth)
 )
-select c.now, w.*, coalesce(k.signal_id, g.signal_id) as earlier_id, x.*
+select c.now, w.*, coalesce(case when k.expires_at > c.now then k.signal_id end, g.signal_id) as earlier_id, x.*, r.*
   from clock c
  cross join item i
   left join lateral (
@@ -36,41 +38,49 @@ select c.now, w.*, coalesce(k.signal_id, g.signal_id) as earlier_id, x.*
               w.expires_at, w.signal_count
          from waitpoint w
         where w.partition_key = i.partition_key and w.waitpoint_id = i.waitpoint_id and w.execution_id = i.execution_id
-          for update) w on true
+        limit 1) w on true
   left join lateral (
-       select k.signal_id from signal_key k
+       select k.signal_id, k.expires_at from signal_key k
         where k.partition_key = i.partition_key and k.waitpoint_id = i.waitpoint_id
-          and k.idempotency_key = i.idempotency_key and k.expires_at > c.now limit 1) k on true
+          and k.idempotency_key = i.idempotency_key limit 1) k on true
   left join lateral (
        select g.signal_id from signal g
         where g.partition_key = i.partition_key and g.execution_id = i.execution_id and g.signal_id = i.signal_id limit 1) g on true
   left join lateral (
-       select e.lifecycle_phase::text, (p.policy ->> 'max_signals_per_execution')::int as signal_limit,
+       select p.policy ->> 'max_signals_per_execution' as signal_limit,
               (select coalesce(sum(o.signal_count), 0)::bigint from waitpoint o
-                where o.partition_key = e.partition_key and o.execution_id = e.execution_id) as signals_taken,
-              s.suspension_id, s.waitpoint_ids, s.condition, s.resume_policy, s.satisfier_ids
-         from execution e
-         join execution_input p using (partition_key, execution_id)
+                where o.partition_key = p.partition_key and o.execution_id = p.execution_id) as signals_taken,
+              s.suspension_id, s.waitpoint_ids, s.condition, s.resume_policy, s.satisfied_before
+         from execution_input p
          left join lateral (
-              select s.suspension_id, s.waitpoint_ids, s.condition::text, s.resume_policy::text, s.satisfier_ids, s.closed_at
+              select s.suspension_id, s.waitpoint_ids, s.condition::text, s.resume_policy::text,
+                     cardinality(s.satisfier_ids) as satisfied_before, s.closed_at
                 from suspension s
-               where s.partition_key = e.partition_key and s.execution_id = e.execution_id
-                 for update) s on s.closed_at is null
-        where i.is_first and e.partition_key = i.partition_key and e.execution_id = i.execution_id) x on true
+               where s.partition_key = p.partition_key and s.execution_id = p.execution_id
+               limit 1) s on s.closed_at is null
+        where i.is_first and p.partition_key = i.partition_key and p.execution_id = i.execution_id
+        limit 1) x on true
+  left join lateral (
+       select array_agg(r.kid) as kids, array_agg(r.secret) as secrets, array_agg(r.is_current) as are_current,
+              array_agg(r.installed_at) as installed_ats, array_agg(r.expires_at) as key_expiries
+         from signing_key r) r on i.nth = 1
  order by i.nth;
 
 -- name: list_satisfiers
--- The signals that have added to conditions so far, of each execution in the order of their acceptance.
+-- The signals that have added to the conditions of held executions so far, of each in the order of their acceptance.
 select i.nth, g.signal_id, g.signal_name, g.waitpoint_key, g.source_type, g.source_identity
-  from unnest(:partition_keys::smallint[], :execution_ids::uuid[], :signal_ids::uuid[], :nths::int[])
-       as i(partition_key, execution_id, signal_id, nth)
+  from unnest(:partition_keys::smallint[], :execution_ids::uuid[]) with ordinality as i(partition_key, execution_id, nth)
+ cross join lateral (
+       select s.satisfier_ids from suspension s
+        where s.partition_key = i.partition_key and s.execution_id = i.execution_id limit 1) s
+ cross join lateral unnest(s.satisfier_ids) as c(signal_id)
  cross join lateral (
        select g.* from signal g
-        where g.partition_key = i.partition_key and g.execution_id = i.execution_id and g.signal_id = i.signal_id limit 1) g
+        where g.partition_key = i.partition_key and g.execution_id = i.execution_id and g.signal_id = c.signal_id limit 1) g
  order by g.sequence;
 
 -- name: insert_deliveries
--- Records accepted signals in their order, counts them on their waitpoints, keeps what their conditions have counted,
+-- Records accepted signals in their order, counts them on their waitpoints, adds what their conditions have counted,
 -- stores their idempotency keys, and notes on executions that a token was refused. The rows are held already and found
 -- again by their ctid: the joins begin with what is given, which those of an update need not. Of a column that says the
 -- same of every signal, the first element counts for all.
@@ -107,7 +117,7 @@ tally as materialized (
          as i(partition_key, waitpoint_id, accepted, matched)
    cross join lateral (
          select w.ctid as tid from waitpoint w
-          where w.partition_key = i.partition_key and w.waitpoint_id = i.waitpoint_id for update) w
+          where w.partition_key = i.partition_key and w.waitpoint_id = i.waitpoint_id offset 0) w
 ),
 counted as (
   update waitpoint w
@@ -121,10 +131,10 @@ progress as materialized (
          as i(partition_key, execution_id, satisfiers)
    cross join lateral (
          select s.ctid as tid from suspension s
-          where s.partition_key = i.partition_key and s.execution_id = i.execution_id for update) s
+          where s.partition_key = i.partition_key and s.execution_id = i.execution_id offset 0) s
 ),
 waiting as (
-  update suspension s set satisfier_ids = p.satisfiers, last_signal_at = :now from progress p where s.ctid = p.tid
+  update suspension s set satisfier_ids = s.satisfier_ids || p.satisfiers, last_signal_at = :now from progress p where s.ctid = p.tid
 ),
 keyed as (
   insert into signal_key (partition_key, waitpoint_id, idempotency_key, signal_id, expires_at)
@@ -142,20 +152,22 @@ refused as materialized (
 update execution e set last_hmac_validation_failed_at = :now::bigint from refused r where e.ctid = r.tid;
 
 -- name: take_overflow
--- Deletes what the log of a waitpoint holds beyond its newest signals, except what its condition has counted.
+-- Deletes what the log of a waitpoint holds beyond its newest signals, except what its condition has counted. That shows in
+-- the disposition of a signal; only of one that came before its wait, the suspension tells.
 delete from signal
  where ctid = any(array(
        select g.tid
-         from (-- Read as an array here: in the condition it would be read again for every signal.
-               select i.partition_key, i.waitpoint_id, i.maxlen, i.satisfiers::uuid[] as satisfiers
-                 from unnest(:partition_keys::smallint[], :waitpoint_ids::uuid[], :maxlens::int[], :satisfiers::text[])
-                      as i(partition_key, waitpoint_id, maxlen, satisfiers)
-               offset 0) i
+         from unnest(:partition_keys::smallint[], :waitpoint_ids::uuid[], :execution_ids::uuid[], :maxlens::int[])
+              as i(partition_key, waitpoint_id, execution_id, maxlen)
         cross join lateral (
-              select g.ctid as tid, g.signal_id from signal g
+              select g.ctid as tid, g.signal_id, g.disposition from signal g
                where g.partition_key = i.partition_key and g.waitpoint_id = i.waitpoint_id
                order by g.sequence desc offset i.maxlen) g
-        where g.signal_id <> all(i.satisfiers)));
+        where g.disposition not in ('appended_to_waitpoint', 'resume_condition_satisfied')
+          and (g.disposition <> 'buffered_for_pending_waitpoint' or not exists (
+               select from suspension s
+                where s.partition_key = i.partition_key and s.execution_id = i.execution_id
+                  and s.closed_at is null and g.signal_id = any(s.satisfier_ids)))));
 
 -- name: read_for_approval
 -- The lane of an execution, and the token of a waitpoint of it where there is such a one.

@@ -3,7 +3,7 @@
 import hashlib
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from flowfabric.db.database import Database, Record, StoreFault, Transaction
 from flowfabric.db.notify import Hints
@@ -65,6 +65,8 @@ class Store:
     async def answers(self, pending: Awaitable[Sequence[Answer | Exception]]) -> list[Answer | EngineError]:
         """The verdicts of one caller's items; a fault of the connection that met them all is raised."""
         found = await pending
+        if not any(isinstance(verdict, Exception) for verdict in found):
+            return cast("list[Answer | EngineError]", found)
         faults = [verdict for verdict in found if isinstance(verdict, StoreFault) and verdict.is_of_connection]
         if faults and len(faults) == len(found):
             raise error_of(faults[0]) from faults[0]
@@ -94,6 +96,22 @@ class Store:
             worker_id=worker_id,
             worker_instance_id=worker_instance_id,
         )
+
+    async def worker_no_within(self, transaction: Transaction, worker_id: str, worker_instance_id: str) -> int:
+        """The number of a worker process; a new one is added by the transaction, and undone with it.
+
+        It comes after every row the transaction holds: whoever adds the same name waits for this one's end.
+        """
+        key = ("worker", worker_id, worker_instance_id)
+        if (known := self._numbers.get(key)) is not None:
+            return known
+        values = {"worker_id": worker_id, "worker_instance_id": worker_instance_id}
+        while not (rows := await transaction.fetch(SQL.insert_worker_identity, **values)):
+            pass
+        number: int = rows[0]["worker_no"]
+        if not rows[0]["is_new"]:
+            self._numbers[key] = number
+        return number
 
     def known_queue(self, lane_id: str, required: tuple[str, ...]) -> tuple[int, int] | None:
         """The numbers of a queue and its lane, where this process has met them before."""

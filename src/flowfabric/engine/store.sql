@@ -40,9 +40,9 @@ with made as (
   select :worker_id, :worker_instance_id
    where not exists (select from worker_identity where worker_id = :worker_id and worker_instance_id = :worker_instance_id)
   on conflict do nothing returning worker_no)
-select worker_no from made
+select worker_no, true as is_new from made
 union all
-select worker_no from worker_identity where worker_id = :worker_id and worker_instance_id = :worker_instance_id;
+select worker_no, false from worker_identity where worker_id = :worker_id and worker_instance_id = :worker_instance_id;
 
 -- name: insert_configuration
 -- Stores the partition counts at the first start and answers the stored ones; no row when another process is just doing so.

@@ -1,73 +1,40 @@
--- name: insert_minted
--- Creates executions whose ids were minted for them and that have no idempotency key, so that none can exist already:
--- how many of each queue, and a row for each item that starts delayed or whose lane refuses it.
-with clock as materialized (select ff_now() as now),
-refusing as materialized (select lane_no from lane where state in ('draining', 'disabled')),
-given as (
-  select coalesce(partition_key, (:partition_keys)[1]) as partition_key, execution_id,
-         coalesce(queue_no, (:queue_nos)[1]) as queue_no, coalesce(lane_no, (:lane_nos)[1]) as lane_no,
-         coalesce(namespace_no, (:namespace_nos)[1]) as namespace_no,
-         coalesce(priority, (:priorities)[1]) as priority,
-         coalesce(execution_kind, (:execution_kinds)[1]) as execution_kind,
-         coalesce(input_payload, (:input_payloads)[1]) as input_payload,
-         coalesce(creator_identity, (:creator_identities)[1]) as creator_identity,
-         case cardinality(:payload_encodings) when 1 then (:payload_encodings)[1] else payload_encoding end as payload_encoding,
-         case cardinality(:policies) when 1 then (:policies)[1] else policy end as policy,
-         case cardinality(:delays_until) when 1 then (:delays_until)[1] else delay_until end as delay_until,
-         case cardinality(:deadlines_at) when 1 then (:deadlines_at)[1] else deadline_at end as deadline_at,
-         case cardinality(:deadlines_ms) when 1 then (:deadlines_ms)[1] else deadline_ms end as deadline_ms,
-         case cardinality(:retentions_ms) when 1 then (:retentions_ms)[1] else retention_ms end as retention_ms,
-         case cardinality(:instance_tags) when 1 then (:instance_tags)[1] else instance_tag end as instance_tag,
-         case cardinality(:tags) when 1 then (:tags)[1] else tags end as tags,
-         nth
-    from unnest(:partition_keys::smallint[], :execution_ids::uuid[], :queue_nos::int[], :lane_nos::int[],
-                :namespace_nos::int[], :priorities::smallint[], :execution_kinds::text[], :input_payloads::bytea[],
-                :payload_encodings::text[], :creator_identities::text[], :policies::text[], :delays_until::bigint[],
-                :deadlines_at::bigint[], :deadlines_ms::bigint[], :retentions_ms::bigint[], :instance_tags::text[],
-                :tags::text[])
-         with ordinality
-         as i(partition_key, execution_id, queue_no, lane_no, namespace_no, priority, execution_kind, input_payload,
-              payload_encoding, creator_identity, policy, delay_until, deadline_at, deadline_ms, retention_ms,
-              instance_tag, tags, nth)
-),
-item as materialized (
-  select i.*, c.now, not exists (select from refusing r where r.lane_no = i.lane_no) as lane_accepts,
-         coalesce(i.delay_until > c.now, false) as is_delayed,
-         ((9000 - i.priority)::bigint << 48) | nextval('execution_sequence') as place
-    from given i cross join clock c
+-- name: insert_alike
+-- Creates executions of one shape that start at once and whose ids were minted for them, so that none can exist already:
+-- a number of the sequence before all of theirs, and whether their lane accepts them.
+with clock as materialized (select ff_now() as now, nextval('execution_sequence') as earlier),
+lane_state as materialized (
+  select not exists (select from lane where lane_no = :lane_no and state in ('draining', 'disabled')) as is_accepted
 ),
 fresh as (
   insert into execution (partition_key, execution_id, place, queue_no, namespace_no, priority, lifecycle_phase,
-                         eligibility_state, blocking_reason, attempt_state, delay_until, deadline_at,
-                         last_transition_at, last_mutation_at, instance_tag, retention_ms, blocking_detail)
-  select partition_key, execution_id, place, queue_no, namespace_no, priority, 'runnable',
-         (case when is_delayed then 'not_eligible_until_time' else 'eligible_now' end)::eligibility_state,
-         (case when is_delayed then 'waiting_for_delay' else 'waiting_for_worker' end)::blocking_reason,
-         'pending_first_attempt', case when is_delayed then delay_until end,
-         coalesce(deadline_at, now + deadline_ms), now, now, instance_tag, retention_ms,
-         case when is_delayed then 'delayed until ' || delay_until end
-    from item
-   where lane_accepts
+                         eligibility_state, blocking_reason, attempt_state, deadline_at, last_transition_at,
+                         last_mutation_at, instance_tag, retention_ms)
+  select :partition_key::smallint, execution_id,
+         ((9000 - coalesce(priority, (:priorities)[1]))::bigint << 48) | nextval('execution_sequence'),
+         :queue_no::int, :namespace_no::int, coalesce(priority, (:priorities)[1]), 'runnable', 'eligible_now',
+         'waiting_for_worker', 'pending_first_attempt', c.now + :deadline_ms::bigint, c.now, c.now,
+         case cardinality(:instance_tags) when 1 then (:instance_tags)[1] else instance_tag end, :retention_ms::bigint
+    from clock c
+   cross join unnest(:execution_ids::uuid[], :priorities::smallint[], :instance_tags::text[])
+         as i(execution_id, priority, instance_tag)
+   where (select is_accepted from lane_state)
 ),
 described as (
   insert into execution_input (partition_key, execution_id, created_at, namespace_no, lane_no, has_tags, execution_kind,
                                creator_identity, input_payload, payload_encoding, policy)
-  select partition_key, execution_id, now, namespace_no, lane_no, tags is not null, execution_kind,
-         creator_identity, input_payload, payload_encoding, policy::jsonb
-    from item
-   where lane_accepts
+  select :partition_key, execution_id, c.now, :namespace_no, :lane_no, coalesce(is_tagged, (:are_tagged)[1]), :execution_kind,
+         :creator_identity, coalesce(input_payload, (:input_payloads)[1]), :payload_encoding, :policy::text::jsonb
+    from clock c
+   cross join unnest(:execution_ids, :input_payloads::bytea[], :are_tagged::boolean[]) as i(execution_id, input_payload, is_tagged)
+   where (select is_accepted from lane_state)
 ),
 tagged as (
   insert into execution_tag (partition_key, execution_id, key, value)
-  select i.partition_key, i.execution_id, t.key, t.value
-    from item i cross join lateral jsonb_each_text(i.tags::jsonb) t
-   where i.lane_accepts and i.tags is not null
+  select :partition_key, execution_id, coalesce(key, (:tag_keys)[1]), coalesce(value, (:tag_values)[1])
+    from unnest(:tag_ids::text::uuid[], :tag_keys::text[], :tag_values::text[]) as t(execution_id, key, value)
+   where (select is_accepted from lane_state)
 )
-select 0 as nth, lane_no, queue_no, min(place) as place, count(*) as created, true as is_new, true as lane_accepts, null as due_in_ms
-  from item where lane_accepts and not is_delayed group by lane_no, queue_no
-union all
-select nth, lane_no, queue_no, place, 0, lane_accepts, lane_accepts, delay_until - now
-  from item where not lane_accepts or is_delayed;
+select earlier, is_accepted from clock cross join lane_state;
 
 -- name: insert_executions
 -- Creates what is new of a batch, in input order: how many of each queue, and a row for each item that was not new or

@@ -173,7 +173,8 @@ class Suspend:
         for ask, held in zip(asks, runs, strict=True):
             try:
                 check_deadline(ask.args.timeout_at, began)
-                judged.append(read_stored_outcome(held.outcome) or await self._judge(transaction, ask, held))
+                stored = read_stored_outcome(held.outcome, held.outcome_attempt_index)
+                judged.append(stored or await self._judge(transaction, ask, held))
             except EngineError as refused:
                 judged.append(refused)
         waits = [each for each in judged if isinstance(each, _Wait)]
@@ -217,7 +218,7 @@ class Suspend:
                     waitpoint_id=binding.waitpoint_id, waitpoint_key=waitpoint_key, waitpoint_token=token
                 )
             )
-        details = _details(ask.args, bound)
+        details = _details(ask.args, held.attempt_index, bound)
         policy = read_stored_policy(held.policy)
         timeout_at, behavior = deadline_of(ask.args, policy.suspension_policy if policy is not None else None, held.now)
         return _Wait(
@@ -315,7 +316,7 @@ _FRESH_COLUMNS = (
     "fresh_names",
     "fresh_timeouts_at",
 )
-_KEPT_COLUMNS = ("kept_partitions", "kept_executions", "kept_keys", "kept_outcomes", "kept_until")
+_KEPT_COLUMNS = ("kept_partitions", "kept_executions", "kept_keys", "kept_attempts", "kept_outcomes", "kept_until")
 
 
 async def _store(transaction: Transaction, waits: Sequence[_Wait]) -> None:
@@ -325,6 +326,7 @@ async def _store(transaction: Transaction, waits: Sequence[_Wait]) -> None:
             wait.held.partition_key,
             wait.held.execution_id,
             wait.args.idempotency_key,
+            wait.held.attempt_index,
             outcome_json(wait.outcome),
             wait.held.now + replay_window_ms(wait.timeout_at, wait.held.now),
         )
@@ -407,10 +409,11 @@ def _fresh(wait: _Wait) -> list[tuple[object, ...]]:
     ]
 
 
-def _details(args: SuspendArgs, bound: Sequence[AdditionalWaitpoint]) -> SuspendDetails:
+def _details(args: SuspendArgs, attempt_index: int, bound: Sequence[AdditionalWaitpoint]) -> SuspendDetails:
     first, *others = bound
     return SuspendDetails(
         suspension_id=args.suspension_id,
+        attempt_index=attempt_index,
         waitpoint_id=first.waitpoint_id,
         waitpoint_key=first.waitpoint_key,
         waitpoint_token=first.waitpoint_token,

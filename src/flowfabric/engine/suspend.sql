@@ -30,7 +30,7 @@ select signal_id, signal_name, waitpoint_key, source_type, source_identity, acce
 -- name: insert_suspensions
 -- Stores the suspensions of executions that the transaction holds, each in the place of the last one, the waitpoints made
 -- with them, and their outcomes under idempotency keys where there are some; answers how many of the waitpoints' ids were
--- free. A closed waitpoint gives its id up to its own execution alone.
+-- free.
 with stored as (
   insert into suspension (partition_key, execution_id, suspension_id, attempt_index, waitpoint_ids, namespace_no, lane_no,
                           reason_code, requested_by, suspended_at, timeout_at, timeout_behavior, condition, resume_policy,
@@ -56,7 +56,7 @@ with stored as (
          last_signal_at = excluded.last_signal_at
 ),
 made as (
-  insert into waitpoint as w (partition_key, waitpoint_id, execution_id, attempt_index, suspension_id, waitpoint_key, token_kid,
+  insert into waitpoint (partition_key, waitpoint_id, execution_id, attempt_index, suspension_id, waitpoint_key, token_kid,
                               token, state, required_signal_names, created_at, activated_at, expires_at)
   select i.partition_key, i.waitpoint_id, i.execution_id, i.attempt_index, i.suspension_id, i.waitpoint_key, i.token_kid,
          i.token, 'active', array(select jsonb_array_elements_text(i.required_signal_names)), :now, :now, i.timeout_at
@@ -66,21 +66,15 @@ made as (
          as i(partition_key, waitpoint_id, execution_id, attempt_index, suspension_id, waitpoint_key, token_kid, token,
               required_signal_names, timeout_at)
    order by i.partition_key, i.waitpoint_id
-  on conflict (partition_key, waitpoint_id) do update
-     set attempt_index = excluded.attempt_index, suspension_id = excluded.suspension_id, waitpoint_key = excluded.waitpoint_key,
-         token_kid = excluded.token_kid, token = excluded.token, state = excluded.state,
-         required_signal_names = excluded.required_signal_names, created_at = excluded.created_at,
-         activated_at = excluded.activated_at, satisfied_at = null, closed_at = null, expires_at = excluded.expires_at,
-         close_reason = null, signal_count = 0, matched_signal_count = 0, last_signal_at = null
-   where w.execution_id = excluded.execution_id and w.state in ('closed', 'expired')
+  on conflict (partition_key, waitpoint_id) do nothing
   returning 1
 ),
 kept as (
-  insert into suspend_key (partition_key, execution_id, idempotency_key, outcome, expires_at)
-  select * from unnest(:kept_partitions::smallint[], :kept_executions::uuid[], :kept_keys::text[], :kept_outcomes::jsonb[],
-                       :kept_until::bigint[])
+  insert into suspend_key (partition_key, execution_id, idempotency_key, attempt_index, outcome, expires_at)
+  select * from unnest(:kept_partitions::smallint[], :kept_executions::uuid[], :kept_keys::text[], :kept_attempts::int[],
+                       :kept_outcomes::jsonb[], :kept_until::bigint[])
   on conflict (partition_key, execution_id, idempotency_key) do update
-     set outcome = excluded.outcome, expires_at = excluded.expires_at
+     set attempt_index = excluded.attempt_index, outcome = excluded.outcome, expires_at = excluded.expires_at
 )
 select count(*) as made from made;
 

@@ -1,8 +1,8 @@
 """Waiting too long: suspensions past their deadline, and waitpoints that no suspend has used in their time."""
 
-import logging
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from uuid import UUID
 
 from flowfabric.db.batch import Locked
 from flowfabric.db.database import Record, Transaction
@@ -11,9 +11,10 @@ from flowfabric.engine.expire import suspension_ending
 from flowfabric.engine.fence import Verdict, lock_if_there
 from flowfabric.engine.release import Ending, Releases
 from flowfabric.engine.resume import TIMED_OUT, Resume, Resumes
+from flowfabric.engine.setbacks import Setbacks
 from flowfabric.engine.store import Store
 from flowfabric.engine.transition import ESCALATED, SUSPENSION_TIMEOUTS
-from flowfabric.model.errors import EngineError, TransportError
+from flowfabric.model.errors import EngineError
 from flowfabric.model.evaluation import SignalDisposition, TimeoutSignal
 from flowfabric.model.ids import (
     ExecutionId,
@@ -34,8 +35,6 @@ SQL = statements_beside(__file__)
 
 TIMEOUT_LIMIT = 100
 WAITPOINT_LIMIT = 100
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,7 +59,8 @@ class _Applied:
 class Timeouts:
     """What happens to waits whose time is up."""
 
-    def __init__(self, store: Store, releases: Releases, resumes: Resumes) -> None:
+    def __init__(self, store: Store, releases: Releases, resumes: Resumes, setbacks: Setbacks) -> None:
+        self.setbacks = setbacks
         self._store = store
         self._releases = releases
         self._resumes = resumes
@@ -91,26 +91,35 @@ class Timeouts:
 
     async def expire_due(self) -> int:
         """Do what the timeouts of due suspensions say, the oldest first; answers how many."""
+
+        async def alone(execution_id: ExecutionId) -> bool:
+            return isinstance(await self.expire_suspension(execution_id), SuspensionExpired)
+
+        return await self.setbacks.sweep(self._expire_together, alone, limit=TIMEOUT_LIMIT)
+
+    async def _expire_together(self, left_out: Sequence[UUID], found: list[ExecutionId]) -> int:
         since = self._store.due.since
-        found: list[ExecutionId] = []
+        unusable: dict[ExecutionId, object] = {}
 
         async def expire(transaction: Transaction) -> _Applied:
-            rows = await transaction.fetch(SQL.lock_timed_out, since=since, limit=TIMEOUT_LIMIT)
+            rows = await transaction.fetch(SQL.lock_timed_out, since=since, left_out=left_out, limit=TIMEOUT_LIMIT)
             found[:] = [format_execution_id(row["partition_key"], row["execution_id"]) for row in rows]
+            unusable.clear()
+            unusable.update(dict.fromkeys(found, "it has no suspension that is due"))
             due: list[_TimedOut] = []
             for row in await self._suspensions(transaction, found) if found else ():
-                try:
-                    due += [_timed_out(found[row["nth"] - 1], row)] if _is_due(row) else []
-                except EngineError as unreadable:
-                    logger.warning("the timeout of %s is left alone: %s", found[row["nth"] - 1], unreadable)
+                execution_id = found[row["nth"] - 1]
+                if _is_due(row):
+                    try:
+                        due.append(_timed_out(execution_id, row))
+                        del unusable[execution_id]
+                    except EngineError as unreadable:
+                        unusable[execution_id] = unreadable
             return await self._apply(transaction, due)
 
-        try:
-            applied = await self._store.transact(expire)
-        except EngineError as fault:
-            if _is_of_connection(fault) or len(found) < 2:
-                raise
-            return await self._expire_each(found)
+        applied = await self._store.transact(expire)
+        for execution_id, problem in unusable.items():
+            self.setbacks.failed(execution_id, problem)
         await self._settle(applied)
         return len(applied.behaviors)
 
@@ -121,18 +130,6 @@ class Timeouts:
         )
         closed: int = row["closed"]
         return closed
-
-    async def _expire_each(self, execution_ids: Sequence[ExecutionId]) -> int:
-        """Expire one by one what could not be expired together: one that cannot be does not hold up the others."""
-        expired = 0
-        for execution_id in execution_ids:
-            try:
-                expired += isinstance(await self.expire_suspension(execution_id), SuspensionExpired)
-            except EngineError as fault:
-                if _is_of_connection(fault):
-                    raise
-                logger.warning("the suspension of %s could not be expired: %s", execution_id, fault)
-        return expired
 
     @staticmethod
     async def _suspensions(transaction: Transaction, execution_ids: Sequence[ExecutionId]) -> list[Record]:
@@ -175,10 +172,6 @@ class Timeouts:
     async def _settle(self, applied: _Applied) -> None:
         await self._releases.settle(applied.endings, applied.verdicts)
         self._resumes.settle(applied.resumed)
-
-
-def _is_of_connection(fault: EngineError) -> bool:
-    return isinstance(fault, TransportError) and fault.retryable
 
 
 def _is_due(suspension: Record) -> bool:

@@ -1,11 +1,12 @@
 -- name: lock_timed_out
--- Holds suspended executions whose suspension has timed out, the oldest after :since first.
+-- Holds suspended executions whose suspension has timed out, the oldest after :since first, but for some.
 select e.partition_key, e.execution_id
   from (select ff_now() as now) c
  cross join lateral (
        select e.partition_key, e.execution_id from execution e
         where e.due_at > :since and e.due_at <= c.now
           and e.lifecycle_phase = 'suspended' and e.suspension_timeout_at <= c.now
+          and e.execution_id <> all(:left_out::uuid[])
         order by e.due_at limit :limit
           for update skip locked) e;
 
@@ -64,7 +65,7 @@ due as materialized (
     from clock c
    cross join lateral (
          select w.partition_key, w.execution_id, w.waitpoint_id, c.now from waitpoint w
-          where w.activated_at is null and w.closed_at is null and w.expires_at <= c.now
+          where w.activated_at is null and w.closed_at is null and w.expires_at <= c.now and w.state = 'pending'
           order by w.expires_at limit :limit) w
     left join lateral (
          select true as is_held from execution e

@@ -1,6 +1,6 @@
 """Reading: what an execution is, field by field and as a whole."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 import msgspec
 
@@ -37,7 +37,7 @@ from flowfabric.model.states import (
     StateVector,
     TerminalOutcome,
 )
-from flowfabric.model.text import shorten
+from flowfabric.model.text import check_items, shown
 
 SQL = statements_beside(__file__)
 
@@ -105,8 +105,11 @@ class View:
     async def context(self, execution_id: str) -> ExecutionContext:
         """What the handler of an execution works from; an absent execution is the caller's mistake."""
         row = await self._one(SQL.read_context, execution_id)
+        context = f"read_execution_context {parse_execution_id(execution_id)}"
         return ExecutionContext(
-            input_payload=row["input_payload"], execution_kind=row["execution_kind"], tags=_tags(row["tags"])
+            input_payload=required(row["input_payload"], context=context, field="input_payload"),
+            execution_kind=required(row["execution_kind"], context=context, field="execution_kind"),
+            tags=_tags(row["tags"]),
         )
 
     async def attempt_index(self, execution_id: str) -> int:
@@ -130,15 +133,11 @@ class View:
             return None
         return Namespace(required(rows[0]["namespace"], context="get_execution_namespace", field="namespace"))
 
-    async def fields(self, execution_id: str, names: Sequence[str]) -> dict[str, str | None]:
+    async def fields(self, execution_id: str, names: Iterable[str]) -> dict[str, str | None]:
         """Fields of an execution as texts; all of an absent one are None."""
-        if isinstance(names, str):
-            raise error("invalid_input", "names: several names")
-        for name in names:
-            if not isinstance(name, str) or name not in CORE_FIELDS:
-                raise error("invalid_input", f"names: there is no field {shorten(repr(name))}")
+        wanted = [_check_field(name) for name in check_items(names, "names")]
         rows = await self._store.fetch(SQL.read_fields, **_key(execution_id))
-        return {name: rows[0][name] if rows else None for name in names}
+        return {name: rows[0][name] if rows else None for name in wanted}
 
     async def attempts(self, execution_id: str) -> list[Attempt]:
         """The attempts of an execution in order, the running one included."""
@@ -166,6 +165,12 @@ class View:
 def _key(execution_id: str) -> Mapping[str, object]:
     partition, uuid = row_key(parse_execution_id(execution_id))
     return {"partition_key": partition, "execution_id": uuid}
+
+
+def _check_field(name: object) -> str:
+    if not isinstance(name, str) or name not in CORE_FIELDS:
+        raise error("invalid_input", f"names: there is no field {shown(name)}")
+    return name
 
 
 def _tags(text: str | None) -> dict[str, str]:

@@ -18,7 +18,8 @@ select n.namespace, l.lane_id, e.priority, i.execution_kind, e.lifecycle_phase, 
 -- One execution as it stands; the lease columns of what is not owned are spent and show as nothing.
 select e.flow_id, l.lane_id, n.namespace, e.public_state, e.blocking_reason, e.blocking_detail, e.attempt_id, e.attempt_count,
        i.created_at, e.last_mutation_at, w.worker_instance_id, o.lease_expires_at, o.lease_id, o.lease_epoch, o.lease_renewed_at,
-       s.waitpoint_ids[1] as waitpoint_id, s.continuation_metadata_pointer,
+       case when s.closed_at is null then s.waitpoint_ids[1] end as waitpoint_id,
+       case when s.attempt_index = e.attempt_count - 1 then s.continuation_metadata_pointer end as continuation_metadata_pointer,
        case when i.has_tags then (
          select jsonb_object_agg(t.key, t.value) from execution_tag t
           where t.partition_key = e.partition_key and t.execution_id = e.execution_id) end as tags
@@ -31,7 +32,7 @@ select e.flow_id, l.lane_id, n.namespace, e.public_state, e.blocking_reason, e.b
        select e.worker_no, e.lease_expires_at, e.lease_id, e.lease_epoch, e.lease_renewed_at
         where e.ownership_state <> 'unowned') o on true
   left join worker_identity w on w.worker_no = o.worker_no
-  left join suspension s on s.partition_key = e.partition_key and s.execution_id = e.execution_id and s.closed_at is null
+  left join suspension s on s.partition_key = e.partition_key and s.execution_id = e.execution_id
  where e.partition_key = :partition_key and e.execution_id = :execution_id;
 
 -- name: read_context
@@ -40,8 +41,9 @@ select i.input_payload, i.execution_kind,
        case when i.has_tags then (
          select jsonb_object_agg(t.key, t.value) from execution_tag t
           where t.partition_key = i.partition_key and t.execution_id = i.execution_id) end as tags
-  from execution_input i
- where i.partition_key = :partition_key and i.execution_id = :execution_id;
+  from execution e
+  left join execution_input i using (partition_key, execution_id)
+ where e.partition_key = :partition_key and e.execution_id = :execution_id;
 
 -- name: read_attempt_count
 -- How many attempts one execution has had.
@@ -58,7 +60,8 @@ select n.namespace
  where e.partition_key = :partition_key and e.execution_id = :execution_id;
 
 -- name: read_fields
--- The row of one execution as texts by name; lease columns while it is owned, the lineage of an attempt while it is pending.
+-- The row of one execution as texts by name: lease columns while it is owned, the lineage of an attempt while it is
+-- pending, and of failure and progress what the latest attempt has said.
 select n.namespace, l.lane_id, l.lane_id as current_lane, i.execution_kind, i.creator_identity, i.payload_encoding,
        e.priority::text as priority, array_to_string(c.required, ',') as required_capabilities, e.flow_id::text as flow_id,
        e.lifecycle_phase::text as lifecycle_phase, e.ownership_state::text as ownership_state,
@@ -77,10 +80,11 @@ select n.namespace, l.lane_id, l.lane_id as current_lane, i.execution_kind, i.cr
        o.claimed_at::text as lease_acquired_at, o.lease_expires_at::text as lease_expires_at,
        o.lease_renewed_at::text as lease_last_renewed_at, e.lease_expired_at::text as lease_expired_at,
        e.lease_revoked_at::text as lease_revoked_at, e.lease_revoke_reason,
-       e.failure_reason, e.cancellation_reason, e.cancelled_by,
+       case when e.attempt_state not in ('running_attempt', 'attempt_interrupted') then e.failure_reason end as failure_reason,
+       e.cancellation_reason, e.cancelled_by,
        p.retry_reason as pending_retry_reason, p.replay_reason as pending_replay_reason,
        p.replay_requested_by as pending_replay_requested_by, p.previous_attempt_index::text as pending_previous_attempt_index,
-       e.progress_pct::text as progress_pct, e.progress_message, e.progress_updated_at::text as progress_updated_at,
+       r.progress_pct::text as progress_pct, r.progress_message, r.progress_updated_at::text as progress_updated_at,
        e.last_capability_mismatch_at::text as last_capability_mismatch_at,
        e.last_hmac_validation_failed_at::text as last_hmac_validation_failed_at,
        s.suspension_id::text as current_suspension_id, s.waitpoint_ids[1]::text as current_waitpoint_id,
@@ -99,6 +103,11 @@ select n.namespace, l.lane_id, l.lane_id as current_lane, i.execution_kind, i.cr
        select e.retry_reason, e.replay_reason, e.replay_requested_by, e.previous_attempt_index
         where e.attempt_state in ('pending_retry_attempt', 'pending_replay_attempt')) p on true
   left join suspension s on s.partition_key = e.partition_key and s.execution_id = e.execution_id and s.closed_at is null
+  left join attempt a on a.partition_key = e.partition_key and a.execution_id = e.execution_id
+                     and a.attempt_index = e.attempt_count - 1
+  left join lateral (
+       select e.progress_pct, e.progress_message, e.progress_updated_at
+        where e.progress_updated_at >= coalesce(a.started_at, e.claimed_at)) r on true
  where e.partition_key = :partition_key and e.execution_id = :execution_id;
 
 -- name: list_attempts

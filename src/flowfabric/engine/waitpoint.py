@@ -74,6 +74,7 @@ class HeldRun(msgspec.Struct, frozen=True, kw_only=True):
     signing_since: int
     has_open_suspension: bool
     outcome: str | None
+    outcome_attempt_index: int | None
     now: int
 
     @property

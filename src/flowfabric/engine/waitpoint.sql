@@ -6,7 +6,7 @@ select c.now, i.partition_key, i.execution_id, e.lifecycle_phase, e.ownership_st
        e.attempt_id, e.attempt_count, e.lease_expires_at, e.lease_expires_at - coalesce(e.lease_renewed_at, e.claimed_at) as lease_ttl_ms,
        e.namespace_no, q.lane_no, l.lane_id, w.worker_instance_id, p.policy,
        k.kid as signing_kid, coalesce(k.installed_at, 0) as signing_since,
-       s.is_open is not null as has_open_suspension, o.outcome
+       s.is_open is not null as has_open_suspension, o.outcome, o.attempt_index as outcome_attempt_index
   from clock c
  cross join unnest(:partition_keys::smallint[], :execution_ids::uuid[], :idempotency_keys::text[])
        with ordinality as i(partition_key, execution_id, idempotency_key, nth)
@@ -25,7 +25,7 @@ select c.now, i.partition_key, i.execution_id, e.lifecycle_phase, e.ownership_st
        select true as is_open from suspension s
         where s.partition_key = i.partition_key and s.execution_id = i.execution_id and s.closed_at is null limit 1) s on true
   left join lateral (
-       select o.outcome from suspend_key o
+       select o.outcome, o.attempt_index from suspend_key o
         where o.partition_key = i.partition_key and o.execution_id = i.execution_id
           and o.idempotency_key = i.idempotency_key and o.expires_at > c.now limit 1) o on true
  order by i.nth;

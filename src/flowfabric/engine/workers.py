@@ -18,12 +18,13 @@ from flowfabric.model.ids import (
 from flowfabric.model.outcomes import Marked, NotRegistered, Refreshed, Registered
 from flowfabric.model.policy import check_capabilities
 from flowfabric.model.snapshots import WorkerCursor, WorkerEntry, WorkerPage
-from flowfabric.model.text import check_range, check_short, check_text, has_control
+from flowfabric.model.text import check_items, check_limit, check_range, check_short, check_text, has_control
 
 SQL = statements_beside(__file__)
 
 MAX_REASON_BYTES = 256
 SWEEP_LIMIT = 1000
+MAX_TTL_MS = 2**53 - 1
 MAX_LIMIT = 10_000
 
 
@@ -43,15 +44,15 @@ class Workers:
         namespace: str,
     ) -> Registered | Refreshed:
         """Enter a worker process into the registry, or renew its entry."""
-        if isinstance(lanes, str) or not lanes:
+        named = sorted({check_lane_id(lane) for lane in check_items(lanes, "lanes")})
+        if not named:
             raise error("invalid_input", "lanes: at least one lane id")
-        if type(liveness_ttl_ms) is not int or not 0 < liveness_ttl_ms < 2**53:
-            raise error("invalid_input", f"liveness_ttl_ms: must be above 0, got {liveness_ttl_ms!r}")
+        check_range(liveness_ttl_ms, "liveness_ttl_ms", 1, MAX_TTL_MS)
         key = self._key(worker_instance_id, namespace)
         entry: dict[str, object] = {
             **key,
             "worker_id": check_worker_id(worker_id, "worker_id"),
-            "lanes": sorted({check_lane_id(lane) for lane in lanes}),
+            "lanes": named,
             "capabilities": check_capabilities(capabilities),
             "liveness_ttl_ms": liveness_ttl_ms,
         }
@@ -88,23 +89,22 @@ class Workers:
 
     async def page(self, namespace: str | None, after: WorkerCursor | str | None, limit: int) -> WorkerPage:
         """A page of the live workers by namespace and instance, behind the place of the cursor."""
-        check_range(limit, "limit", 0, 2**63 - 1)
+        most = check_limit(limit, MAX_LIMIT)
         if namespace is not None:
             check_text(namespace, "namespace")
         place = _place(after, namespace)
-        limit = min(limit, MAX_LIMIT)
-        if limit == 0:
+        if most == 0:
             return WorkerPage(entries=[], cursor=None)
         rows = await self._store.fetch(
             SQL.list_live_workers,
             namespace=namespace,
             after_namespace=place.namespace,
             after_instance=place.worker_instance_id,
-            limit=limit + 1,
+            limit=most + 1,
         )
-        entries = [_entry(row) for row in rows[:limit]]
+        entries = [_entry(row) for row in rows[:most]]
         cursor = None
-        if len(rows) > limit:
+        if len(rows) > most:
             last = entries[-1]
             cursor = WorkerCursor(namespace=last.namespace, worker_instance_id=last.worker_instance_id)
         return WorkerPage(entries=entries, cursor=cursor)

@@ -169,6 +169,8 @@ def check_structure(condition: Condition) -> None:
 
 
 def _check_node(node: Condition, path: str, above: int) -> None:
+    if isinstance(node, Single):
+        _check_name(node, path)
     if not isinstance(node, Composite):
         return
     if above >= MAX_DEPTH:
@@ -186,6 +188,12 @@ def _check_node(node: Condition, path: str, above: int) -> None:
     distinct = len(set(node.waitpoints))
     if node.count_kind is CountKind.DISTINCT_WAITPOINTS and node.n > distinct:
         raise _fault(f"count_exceeds_waitpoint_set: n={node.n} > waitpoints.len()={distinct}", path)
+    _check_name(node, path)
+
+
+def _check_name(leaf: Single | Count, path: str) -> None:
+    if isinstance(leaf.matcher, ByName) and leaf.matcher.name in RESERVED_NAMES:
+        raise _fault(f"reserved_signal_name: {leaf.matcher.name}", path)
 
 
 def condition_plain(condition: Condition) -> object:

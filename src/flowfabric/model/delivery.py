@@ -1,15 +1,16 @@
 """What becomes of signals: the checks of a delivery in their order, and what those accepted do to a wait."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from flowfabric.model.conditions import Condition
+import msgspec
+
 from flowfabric.model.errors import EngineError, error
 from flowfabric.model.evaluation import SignalDisposition, SignalFacts, Tally
 from flowfabric.model.ids import ExecutionId, SignalId, SuspensionId, WaitpointId
-from flowfabric.model.signals import Accepted, NewSignal, SignalDuplicate, smallest_limit
+from flowfabric.model.signals import DEFAULT_SIGNAL_LIMIT, Accepted, NewSignal, SignalDuplicate, smallest_limit
 from flowfabric.model.states import LifecyclePhase, WaitpointState
-from flowfabric.model.suspension import ResumePolicy
+from flowfabric.model.suspension import ResumePolicy, read_stored_resume_policy
 from flowfabric.model.tokens import RingKey, WaitpointToken, verify_token
 
 _TOKEN_FAILURES = frozenset({"missing_token", "invalid_token", "token_expired"})
@@ -34,35 +35,26 @@ class Wait:
     """An open suspension: what it waits for and what has come so far."""
 
     suspension_id: SuspensionId
-    waitpoint_ids: frozenset[WaitpointId]
-    resume_policy: ResumePolicy
+    waitpoint_ids: Sequence[WaitpointId]
+    stored_policy: str
     tally: Tally
-    satisfiers: list[SignalId]
+    satisfied_before: int
+    """How many signals had added to the condition before this delivery."""
+    has_uncounted: bool
+    """Whether the tally is still to take those."""
+    satisfiers: list[SignalId] = field(default_factory=list)
+    """The signals of this delivery that add to the condition."""
 
-    @classmethod
-    def of(
-        cls,
-        suspension_id: SuspensionId,
-        waitpoint_ids: Iterable[WaitpointId],
-        condition: Condition,
-        resume_policy: ResumePolicy,
-        satisfiers: Iterable[SignalFacts],
-    ) -> "Wait":
-        """Give the wait of a condition that earlier signals have added to."""
-        wait = cls(
-            suspension_id=suspension_id,
-            waitpoint_ids=frozenset(waitpoint_ids),
-            resume_policy=resume_policy,
-            tally=Tally(condition),
-            satisfiers=[],
-        )
-        for facts in satisfiers:
-            wait.tally.take(facts)
-            wait.satisfiers.append(facts.signal_id)
-        return wait
+    @property
+    def resume_policy(self) -> ResumePolicy:
+        """How the wait ends."""
+        try:
+            return read_stored_resume_policy(self.stored_policy)
+        except (EngineError, msgspec.MsgspecError):
+            raise error("corruption", "the stored resume policy cannot be read") from None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Recorded:
     """A signal that was accepted, where, and as what."""
 
@@ -77,46 +69,24 @@ class Addressee:
 
     execution_id: ExecutionId
     phase: LifecyclePhase
-    limit: int | None
-    """What the policy of the execution sets; 0 sets none."""
+    stored_limit: str | None
+    """What the policy of the execution sets as a limit, as it is stored; 0 sets none."""
     count: int
     waitpoints: Mapping[WaitpointId, Waitpoint]
-    wait: Wait | None
     now: int
+    wait: Wait | None = None
     recorded: list[Recorded] = field(default_factory=list)
+    counts: dict[WaitpointId, tuple[int, int]] = field(default_factory=dict)
+    """How many signals each waitpoint has taken, and how many of them the condition asks for."""
     closer: NewSignal | None = None
     """The signal that met the condition of a suspended execution."""
+    delay_ms: int = 0
+    """How long after the closer the execution may be claimed."""
     has_token_failure: bool = False
     """Whether a token was refused at a waitpoint of this execution."""
 
-    @property
-    def counts(self) -> dict[WaitpointId, tuple[int, int]]:
-        """How many signals each waitpoint has taken, and how many of them the condition asks for."""
-        counts: dict[WaitpointId, tuple[int, int]] = {}
-        for record in self.recorded:
-            taken, matched = counts.get(record.waitpoint.waitpoint_id, (0, 0))
-            counts[record.waitpoint.waitpoint_id] = taken + 1, matched + record.disposition.is_matched
-        return counts
-
-    def take(
-        self, signal: NewSignal, keys: Mapping[str, RingKey], earlier: SignalId | None
-    ) -> Accepted | SignalDuplicate:
-        """Judge the next signal; `earlier` is the stored signal that it repeats."""
-        waitpoint = self._authenticated(signal, keys)
-        earlier = earlier or self._repeated(signal)
-        if earlier is not None:
-            return SignalDuplicate(existing_signal_id=earlier)
-        self._check_open(waitpoint)
-        limit = smallest_limit(signal.max_signals_per_execution, self.limit)
-        if limit is not None and self.count >= limit:
-            raise error("signal_limit_exceeded", f"the execution has taken {self.count} signals, its limit is {limit}")
-        disposition = self._disposition(signal, waitpoint)
-        self.count += 1
-        waitpoint.signal_count += 1
-        self.recorded.append(Recorded(signal, waitpoint, disposition))
-        return Accepted(signal_id=signal.id, effect=disposition.effect, disposition=disposition)
-
-    def _authenticated(self, signal: NewSignal, keys: Mapping[str, RingKey]) -> Waitpoint:
+    def authenticate(self, signal: NewSignal, keys: Mapping[str, RingKey]) -> Waitpoint | EngineError:
+        """Give the waitpoint of a signal whose token is that waitpoint's own, else why the token is refused."""
         waitpoint = self.waitpoints.get(signal.waitpoint_id)
         try:
             verify_token(
@@ -130,9 +100,43 @@ class Addressee:
         except EngineError as refused:
             if waitpoint is not None and refused.code in _TOKEN_FAILURES:
                 self.has_token_failure = True
-            raise
+            return refused
         assert waitpoint is not None, "no token passes without a stored one"
         return waitpoint
+
+    def take(
+        self, signal: NewSignal, waitpoint: Waitpoint, earlier: SignalId | None
+    ) -> Accepted | SignalDuplicate | EngineError:
+        """Judge the next signal, which is authenticated; `earlier` is the stored signal that it repeats."""
+        earlier = earlier or self._repeated(signal)
+        if earlier is not None:
+            return SignalDuplicate(existing_signal_id=earlier)
+        try:
+            disposition = self._accepted(signal, waitpoint)
+        except EngineError as refused:
+            return refused
+        self.count += 1
+        waitpoint.signal_count += 1
+        self.recorded.append(Recorded(signal, waitpoint, disposition))
+        taken, matched = self.counts.get(signal.waitpoint_id, (0, 0))
+        self.counts[signal.waitpoint_id] = taken + 1, matched + disposition.is_matched
+        return Accepted(signal_id=signal.id, effect=disposition.effect, disposition=disposition)
+
+    def _accepted(self, signal: NewSignal, waitpoint: Waitpoint) -> SignalDisposition:
+        self._check_open(waitpoint)
+        limit = smallest_limit(signal.max_signals_per_execution, self._limit)
+        if limit is not None and self.count >= limit:
+            raise error("signal_limit_exceeded", f"the execution has taken {self.count} signals, its limit is {limit}")
+        return self._disposition(signal, waitpoint)
+
+    @property
+    def _limit(self) -> int:
+        if self.stored_limit is None:
+            return DEFAULT_SIGNAL_LIMIT
+        try:
+            return int(self.stored_limit)
+        except ValueError:
+            raise error("corruption", "the stored limit of signals cannot be read") from None
 
     def _repeated(self, signal: NewSignal) -> SignalId | None:
         for known in self.recorded:
@@ -166,6 +170,8 @@ class Addressee:
         wait = self.wait
         if wait is None or wait.suspension_id != waitpoint.suspension_id:
             return SignalDisposition.NO_OP
+        # Read before anything is counted: what cannot be read refuses the signal.
+        policy = wait.resume_policy
         disposition = wait.tally.take(
             SignalFacts(
                 signal_id=signal.id,
@@ -180,6 +186,7 @@ class Addressee:
         is_met = disposition is SignalDisposition.RESUME_CONDITION_SATISFIED
         if is_met and self.phase is LifecyclePhase.SUSPENDED:
             self._close(signal, wait)
+            self.delay_ms = policy.delay_ms(signal.resume_delay_ms)
         return disposition
 
     def _close(self, signal: NewSignal, wait: Wait) -> None:

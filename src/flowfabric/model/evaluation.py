@@ -1,9 +1,11 @@
 """When the signals of a suspension meet its condition, and what each of them did."""
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
+from functools import lru_cache
+from itertools import count
 
 from flowfabric.model.conditions import (
     RESERVED_NAMES,
@@ -13,7 +15,6 @@ from flowfabric.model.conditions import (
     Condition,
     Count,
     CountKind,
-    Matcher,
     Single,
     keys_of,
 )
@@ -42,28 +43,24 @@ class SignalDisposition(StrEnum):
     @property
     def effect(self) -> SignalEffect:
         """What the delivery did."""
-        return _EFFECTS.get(self, SignalEffect.APPENDED_TO_WAITPOINT)
+        if self is SignalDisposition.RESUME_CONDITION_SATISFIED:
+            return SignalEffect.RESUME_CONDITION_SATISFIED
+        if self is SignalDisposition.BUFFERED_FOR_PENDING_WAITPOINT:
+            return SignalEffect.BUFFERED_FOR_PENDING_WAITPOINT
+        return SignalEffect.APPENDED_TO_WAITPOINT
 
     @property
     def is_matched(self) -> bool:
         """Whether the signal counts as one the condition asks for."""
-        return self in _MATCHED
+        return self.is_adding or self is SignalDisposition.APPENDED_TO_WAITPOINT_DUPLICATE
 
     @property
     def is_adding(self) -> bool:
         """Whether the signal is a satisfier: the condition is nearer to being met by it, or met."""
-        return self in _ADDING
+        return self is SignalDisposition.RESUME_CONDITION_SATISFIED or self is SignalDisposition.APPENDED_TO_WAITPOINT
 
 
-_EFFECTS = {
-    SignalDisposition.RESUME_CONDITION_SATISFIED: SignalEffect.RESUME_CONDITION_SATISFIED,
-    SignalDisposition.BUFFERED_FOR_PENDING_WAITPOINT: SignalEffect.BUFFERED_FOR_PENDING_WAITPOINT,
-}
-_ADDING = frozenset({SignalDisposition.APPENDED_TO_WAITPOINT, SignalDisposition.RESUME_CONDITION_SATISFIED})
-_MATCHED = _ADDING | {SignalDisposition.APPENDED_TO_WAITPOINT_DUPLICATE}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class SignalFacts:
     """What a condition looks at in a signal."""
 
@@ -110,7 +107,7 @@ def evaluate(condition: Condition, signals: Iterable[SignalFacts]) -> Evaluation
     Signals that were no satisfiers add nothing and may be left out: the earlier satisfiers and the newest signal
     lead to the same answer as all signals do.
     """
-    tally = Tally(condition)
+    tally = Tally(Outline(condition))
     satisfiers: list[SignalId] = []
     closer: SignalId | None = None
     dispositions: list[SignalDisposition] = []
@@ -129,86 +126,114 @@ def evaluate(condition: Condition, signals: Iterable[SignalFacts]) -> Evaluation
     )
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Leaf:
-    """A node that names waitpoints, and what it has counted so far; no two nodes count together."""
+    """A node that names waitpoints; no two nodes count together."""
 
     asks: Single | Count
-    counted: set[Hashable] = field(default_factory=set)
+    place: int
+    needs: int
 
-    @property
-    def is_met(self) -> bool:
-        needs = self.asks.n if isinstance(self.asks, Count) else 1
-        return 0 < needs <= len(self.counted)
-
-    def passes(self, signal: SignalFacts) -> bool:
-        return _passes(self.asks.matcher, signal.signal_name)
-
-    def add(self, signal: SignalFacts) -> bool:
-        """Count a signal; tells whether it was new."""
-        before = len(self.counted)
-        self.counted.add(_counts_as(self.asks, signal))
-        return len(self.counted) > before
+    def passes(self, name: str) -> bool:
+        """Whether the matcher lets a signal of this name through."""
+        matcher = self.asks.matcher
+        return not isinstance(matcher, ByName) or matcher.name == name
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Branch:
     """A node that is met when it has members and all of them are."""
 
-    members: "list[_Leaf | _Branch | None]"
+    members: "tuple[_Leaf | _Branch | None, ...]"
 
-    @property
-    def is_met(self) -> bool:
-        return bool(self.members) and all(member is not None and member.is_met for member in self.members)
+
+class Outline:
+    """What signals for a condition are counted by: the same for every wait of that condition."""
+
+    __slots__ = ("is_composite", "is_count_of_signals", "naming", "root")
+
+    def __init__(self, condition: Condition) -> None:
+        """Lay out a condition."""
+        naming: defaultdict[str, list[_Leaf]] = defaultdict(list)
+        places = count()
+
+        def grow(node: Condition) -> _Leaf | _Branch | None:
+            match node:
+                case AllOf():
+                    return _Branch(tuple(grow(member) for member in node.members))
+                case Single() | Count():
+                    leaf = _Leaf(node, next(places), node.n if isinstance(node, Count) else 1)
+                    for key in dict.fromkeys(keys_of(node)):
+                        naming[key].append(leaf)
+                    return leaf
+            # An operator's word, a deadline or what is not understood: no signal meets it.
+            return None
+
+        self.root = grow(condition)
+        self.naming: Mapping[str, Sequence[_Leaf]] = dict(naming)
+        self.is_composite = isinstance(condition, Composite)
+        self.is_count_of_signals = isinstance(condition, Count) and condition.count_kind is CountKind.DISTINCT_SIGNALS
+        """Whether the number of earlier satisfiers tells all about them: no signal is recorded a second time."""
+
+
+@lru_cache(maxsize=1024)
+def outline_of(condition: Condition) -> Outline:
+    """Give the outline of a condition."""
+    return Outline(condition)
 
 
 class Tally:
-    """A condition with what its nodes have counted of the signals it took."""
+    """What the nodes of a condition have counted of the signals it took."""
 
-    def __init__(self, condition: Condition) -> None:
-        """Begin with no signal."""
-        self._is_composite = isinstance(condition, Composite)
-        self._naming: defaultdict[str, list[_Leaf]] = defaultdict(list)
-        self._root = self._grow(condition)
-        self.is_met = False
+    __slots__ = ("_before", "_counted", "_outline", "is_met")
 
-    def _grow(self, node: Condition) -> _Leaf | _Branch | None:
-        match node:
-            case AllOf():
-                return _Branch([self._grow(member) for member in node.members])
-            case Single() | Count():
-                leaf = _Leaf(node)
-                for key in dict.fromkeys(keys_of(node)):
-                    self._naming[key].append(leaf)
-                return leaf
-        # An operator's word, a deadline or what is not understood: no signal meets it.
-        return None
+    def __init__(self, outline: Outline, before: int = 0) -> None:
+        """Begin with no signal, or with the number of earlier ones where the outline needs no more."""
+        self._outline = outline
+        self._before = before
+        self._counted: dict[int, set[Hashable]] = {}
+        self.is_met = before > 0 and self._is_node_met(outline.root)
 
     def take(self, signal: SignalFacts) -> SignalDisposition:
         """Count the next signal and tell what it did."""
-        naming = self._naming.get(signal.waitpoint_key, [])
-        passing = [leaf for leaf in naming if leaf.passes(signal)]
-        if not passing:
+        naming = self._outline.naming.get(signal.waitpoint_key, ())
+        name = signal.signal_name
+        is_passed = is_new = False
+        if name not in RESERVED_NAMES:
+            for leaf in naming:
+                if leaf.passes(name):
+                    is_passed = True
+                    is_new |= not self.is_met and self._add(leaf, signal)
+        if not is_passed:
             return self._ignored(is_named=bool(naming))
-        if self.is_met or not sum(leaf.add(signal) for leaf in passing):
+        if not is_new:
             return SignalDisposition.APPENDED_TO_WAITPOINT_DUPLICATE
-        self.is_met = self._root is not None and self._root.is_met
+        self.is_met = self._is_node_met(self._outline.root)
         if self.is_met:
             return SignalDisposition.RESUME_CONDITION_SATISFIED
         return SignalDisposition.APPENDED_TO_WAITPOINT
 
+    def _add(self, leaf: _Leaf, signal: SignalFacts) -> bool:
+        """Count a signal for a leaf; tells whether it was new to it."""
+        counted = self._counted.setdefault(leaf.place, set())
+        before = len(counted)
+        counted.add(_counts_as(leaf.asks, signal))
+        return len(counted) > before
+
+    def _is_node_met(self, node: _Leaf | _Branch | None) -> bool:
+        match node:
+            case _Leaf():
+                return 0 < node.needs <= self._before + len(self._counted.get(node.place, ()))
+            case _Branch():
+                return bool(node.members) and all(map(self._is_node_met, node.members))
+        return False
+
     def _ignored(self, *, is_named: bool) -> SignalDisposition:
-        if not self._is_composite:
+        if not self._outline.is_composite:
             return SignalDisposition.NO_OP
         if is_named:
             return SignalDisposition.SIGNAL_IGNORED_MATCHER_FAILED
         return SignalDisposition.SIGNAL_IGNORED_NOT_IN_CONDITION
-
-
-def _passes(matcher: Matcher | None, name: str) -> bool:
-    if name in RESERVED_NAMES:
-        return False
-    return not isinstance(matcher, ByName) or matcher.name == name
 
 
 def _counts_as(asks: Single | Count, signal: SignalFacts) -> Hashable:

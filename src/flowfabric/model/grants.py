@@ -27,21 +27,18 @@ class GrantKind(StrEnum):
 
 
 class GrantFailure(StrEnum):
-    """Why the key of a grant does not count."""
+    """Why the key of a grant does not count; a store that cannot tell raises TransportError instead."""
 
     MALFORMED = "Malformed"
     EXPIRED = "Expired"
     UNKNOWN_KID = "UnknownKid"
     UNKNOWN_GRANT = "UnknownGrant"
     SIGNATURE_MISMATCH = "SignatureMismatch"
-    TRANSPORT = "Transport"
 
     def refusal(self) -> EngineError:
         """The error a claim answers with; its detail names the failure."""
         if self is GrantFailure.EXPIRED:
             return error("claim_grant_expired", self.value)
-        if self is GrantFailure.TRANSPORT:
-            return error("unavailable", self.value)
         return error("invalid_claim_grant", self.value)
 
 

@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import NewType
 
 from flowfabric.model.errors import EngineError, error
-from flowfabric.model.text import check_text, has_space_or_control, shorten
+from flowfabric.model.text import check_text, has_space_or_control, shorten, shown
 
 ExecutionId = NewType("ExecutionId", str)
 LaneId = NewType("LaneId", str)
@@ -88,7 +88,7 @@ def check_partition(execution_id: ExecutionId, count: int) -> int:
 
 
 def _refusal(reason: str, value: object) -> EngineError:
-    return error("invalid_input", f"{shorten(reason)}: {shorten(repr(value))}")
+    return error("invalid_input", f"{shorten(reason)}: {shown(value)}")
 
 
 def fnv1a_64(data: bytes) -> int:
@@ -207,6 +207,7 @@ def deterministic_solo(lane_id: LaneId, uuid: uuid.UUID, partitions: Partitions)
     return format_execution_id(partitions.of_lane(lane_id), uuid)
 
 
+_RANDOM = 2**60 - 1
 _tick_lock = threading.Lock()
 _last_tick = 0
 
@@ -239,7 +240,9 @@ def mint_uuid_texts(count: int) -> list[str]:
 
 def uuid7() -> uuid.UUID:
     """Mint a UUIDv7 greater than every one this process minted before."""
-    return uuid.UUID(mint_uuid_texts(1)[0])
+    tick = _reserve_ticks(1)
+    random = int.from_bytes(os.urandom(8), "big") & _RANDOM
+    return uuid.UUID(int=(tick >> 12) << 80 | 7 << 76 | (tick & 0xFFF) << 64 | 8 << 60 | random)
 
 
 def check_lane_id(value: object) -> LaneId:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from flowfabric.model.errors import EngineError, error
 from flowfabric.model.text import check_text
 
+SECRET_BYTES = 32
 MAX_KID_BYTES = 256
 MAX_GRACE_MS = 2**53 - 1
 
@@ -102,6 +103,11 @@ def check_secret(value: object, code: str) -> bytes:
     if not isinstance(value, str) or not _SECRET.fullmatch(value):
         raise error(code, "secret_hex must be 64 hex characters (256-bit secret)")
     return bytes.fromhex(value)
+
+
+def unusable(kid: str) -> EngineError:
+    """Give the error for a stored secret that is none, or is sealed and cannot be opened."""
+    return error("corruption", f"the stored secret of kid {kid!r} is unusable: not one, or of another FF_SECRET_KEY")
 
 
 def check_grace(value: object) -> int:

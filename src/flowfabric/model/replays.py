@@ -65,18 +65,19 @@ def outcome_json(outcome: SuspendOutcome) -> str:
     return msgspec.json.encode(record).decode()
 
 
-def read_stored_outcome(text: str | None) -> SuspendOutcome | None:
-    """Give the outcome a row holds; none where there is none that can be read."""
-    if text is None:
+def read_stored_outcome(text: str | None, attempt_index: int | None) -> SuspendOutcome | None:
+    """Give the outcome a row holds for an attempt; none where there is none that can be read."""
+    if text is None or attempt_index is None:
         return None
     try:
-        return _outcome(_decode(text))
+        return _outcome(_decode(text), attempt_index)
     except (msgspec.MsgspecError, EngineError, ValueError):
         return None
 
 
-def _outcome(record: _Record) -> SuspendOutcome | None:
+def _outcome(record: _Record, attempt_index: int) -> SuspendOutcome | None:
     details = SuspendDetails(
+        attempt_index=attempt_index,
         suspension_id=SuspensionId(parse_uuid(record.details.suspension_id, "suspension_id")),
         waitpoint_id=WaitpointId(parse_uuid(record.details.waitpoint_id, "waitpoint_id")),
         waitpoint_key=record.details.waitpoint_key,

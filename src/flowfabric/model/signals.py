@@ -27,6 +27,7 @@ _TEXTS = (
     "idempotency_key",
     "target_scope",
 )
+_OPTIONAL_TEXTS = frozenset({"payload_encoding", "correlation_id", "idempotency_key"})
 _NO_TOKEN = WaitpointToken("-")
 
 
@@ -52,6 +53,8 @@ class NewSignal:
     resume_delay_ms: int | None = None
     max_signals_per_execution: int | None = None
     signal_maxlen: int = DEFAULT_MAXLEN
+    is_minted: bool = field(default=False, init=False, repr=False)
+    """Whether the id is of this process, so that no signal can bear it."""
 
     @classmethod
     def of(cls, **given: Any) -> Self:
@@ -60,35 +63,57 @@ class NewSignal:
 
     def __post_init__(self) -> None:
         """Refuse what is no signal; a missing or misshapen token is for the waitpoint to refuse."""
-        settle(self, "execution_id", parse_execution_id(self.execution_id))
-        row_key(self.execution_id)
+        execution_id = parse_execution_id(self.execution_id)
+        row_key(execution_id)
+        settle(self, "execution_id", execution_id)
         settle(self, "waitpoint_id", parse_uuid(self.waitpoint_id, "waitpoint_id"))
-        settle(self, "signal_id", uuid7() if self.signal_id is None else parse_uuid(self.signal_id, "signal_id"))
+        if self.signal_id is None:
+            settle(self, "is_minted", True)
+            settle(self, "signal_id", uuid7())
+        else:
+            settle(self, "signal_id", parse_uuid(self.signal_id, "signal_id"))
         token: object = self.waitpoint_token
         if token is not None and not isinstance(token, WaitpointToken):
             settle(self, "waitpoint_token", WaitpointToken(token) if isinstance(token, str) else _NO_TOKEN)
-        for name in _TEXTS:
-            if (text := getattr(self, name)) is not None:
-                check_text(text, name)
-            elif name not in ("payload_encoding", "correlation_id", "idempotency_key"):
-                raise error("invalid_input", f"{name}: must be text")
+        self._check_texts()
         if self.idempotency_key:
             check_short(self.idempotency_key, "idempotency_key")
         if not self.signal_name:
             raise error("invalid_input", "signal_name: must not be empty")
         if self.payload is not None and not isinstance(self.payload, bytes):
             raise error("invalid_input", "payload: must be bytes")
-        for name, least, most in (
-            ("created_at", -MAX_MS, MAX_MS),
-            ("resume_delay_ms", 0, MAX_MS),
-            ("max_signals_per_execution", 0, INT32),
-        ):
-            if getattr(self, name) is not None:
-                check_range(getattr(self, name), name, least, most)
+        if self.created_at is not None:
+            check_range(self.created_at, "created_at", -MAX_MS, MAX_MS)
+        if self.resume_delay_ms is not None:
+            check_range(self.resume_delay_ms, "resume_delay_ms", 0, MAX_MS)
+        if self.max_signals_per_execution is not None:
+            check_range(self.max_signals_per_execution, "max_signals_per_execution", 0, INT32)
         check_range(self.dedup_ttl_ms, "dedup_ttl_ms", 0, MAX_MS)
         check_range(self.signal_maxlen, "signal_maxlen", 1, INT32)
         if len(self.payload or b"") > MAX_PAYLOAD_BYTES:
             raise error("payload_too_large", f"payload: {len(self.payload or b'')} bytes, at most {MAX_PAYLOAD_BYTES}")
+
+    def _check_texts(self) -> None:
+        texts = (
+            self.signal_name,
+            self.signal_category,
+            self.source_type,
+            self.source_identity,
+            self.target_scope,
+            "" if self.payload_encoding is None else self.payload_encoding,
+            "" if self.correlation_id is None else self.correlation_id,
+            "" if self.idempotency_key is None else self.idempotency_key,
+        )
+        try:
+            joined = "".join(texts)
+            if joined.isascii() and "\0" not in joined:
+                return
+        except TypeError:
+            pass
+        # Which of them it is that the store cannot hold.
+        for name in _TEXTS:
+            if name not in _OPTIONAL_TEXTS or getattr(self, name) is not None:
+                check_text(getattr(self, name), name)
 
     @property
     def id(self) -> SignalId:
@@ -158,4 +183,4 @@ class SuspensionExpired:
 
 def smallest_limit(*limits: int | None) -> int | None:
     """Give the strictest of some limits of which 0 sets none; None when no limit is set."""
-    return min((limit for limit in limits if limit), default=None)
+    return min(filter(None, limits), default=None)

@@ -57,7 +57,7 @@ class ExecutionSnapshot:
     total_attempt_count: int
     tags: Mapping[str, str]
     continuation_metadata_pointer: str | None = None
-    """What the suspend it waits in has left for whoever goes on."""
+    """What the latest suspend of this attempt has left for whoever goes on."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -25,7 +25,7 @@ class BackendIdentity:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Capabilities:
-    """The identity of an engine and what it offers; what is False is not there to be called."""
+    """The identity of an engine and what it offers; what is False answers `unavailable`."""
 
     identity: BackendIdentity
     cancel_execution: bool
@@ -77,6 +77,32 @@ OPERATIONS: Mapping[str, tuple[str, ...]] = {
     "stream_best_effort_live": ("tail_stream",),
 }
 """The operations each flag speaks for."""
+
+
+_NAMES = """
+create_execution cancel cancel_execution change_priority replay_execution promote_delayed expire_execution
+block_execution_for_admission unblock_execution trim_retention set_execution_tag set_execution_tags get_execution_tag
+get_execution_namespace explain claim claim_many claim_for_worker issue_claim_grant issue_grant_and_claim
+claim_execution claim_resumed_execution claim_from_resume_grant scan_eligible_executions renew renew_lease renew_many
+revoke_lease issue_reclaim_grant reclaim_execution mark_lease_expired_if_due list_expired_leases progress complete
+complete_execution complete_many fail fail_execution delay wait_children suspend suspend_by_triple create_waitpoint
+close_waitpoint read_waitpoint_token list_pending_waitpoints list_suspended expire_suspension resume_execution
+deliver_signal deliver_approval_signal observe_signals seed_waitpoint_hmac_secret rotate_waitpoint_hmac_secret_all
+list_waitpoint_hmac_kids append_frame read_stream tail_stream read_summary subscribe_completion
+subscribe_lease_history subscribe_signal_delivery subscribe_instance_tags subscribe_operator_events create_flow
+add_execution_to_flow stage_dependency_edge apply_dependency_to_child submit_flow set_edge_group_policy
+resolve_dependency evaluate_flow_eligibility promote_blocked_to_eligible cascade_completion cancel_flow
+cancel_flow_header ack_cancel_member drain_sibling_cancel_group reconcile_sibling_cancel_group project_flow_summary
+describe_flow list_flows list_edges describe_edge set_flow_tag set_flow_tags get_flow_tag resolve_execution_flow_id
+create_budget report_usage report_usage_admin record_spend release_budget reset_budget get_budget_status
+read_budget_usage_and_limits reconcile_budget_counters create_quota_policy read_quota_policy_limits check_admission
+release_admission reconcile_quota_counters register_worker heartbeat_worker mark_worker_dead list_workers
+describe_execution read_execution_state read_execution_info read_execution_context get_execution_result
+read_current_attempt_index read_total_attempt_count read_exec_core_fields list_executions list_lanes server_time_ms
+ping capabilities backend_label prepare shutdown_prepare
+"""
+NAMED_OPERATIONS = frozenset(_NAMES.split())
+"""The operations a caller may know by name; an engine that does not offer one says so when it is called."""
 
 
 def identify(family: str, version: str, stage: str) -> BackendIdentity:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 
 from flowfabric.model.errors import error
-from flowfabric.model.text import check_text, shorten
+from flowfabric.model.text import check_text, shorten, shown
 
 MAX_KEY_CHARACTERS = 1024
 _KEY = re.compile(r"[a-z][a-z0-9_]*\.[a-z0-9_][a-z0-9_.]*", re.ASCII)
@@ -14,7 +14,7 @@ _KEY = re.compile(r"[a-z][a-z0-9_]*\.[a-z0-9_][a-z0-9_.]*", re.ASCII)
 def check_tag_key(key: object) -> str:
     """Give a tag key: a lower-case namespace, a dot and a name."""
     if not isinstance(key, str):
-        raise error("invalid_tag_key", shorten(repr(key)))
+        raise error("invalid_tag_key", shown(key))
     return _check_key_text(key)
 
 

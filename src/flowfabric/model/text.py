@@ -1,6 +1,7 @@
 """Texts as callers give them: what the store can hold, what a message can show, what a field allows."""
 
 import unicodedata
+from collections.abc import Iterable, Mapping
 from enum import StrEnum
 from typing import TypeVar
 
@@ -40,7 +41,21 @@ def check_short(value: object, field: str) -> str:
 def check_range(value: object, field: str, least: int, most: int) -> None:
     """Refuse what is no whole number from least to most."""
     if type(value) is not int or not least <= value <= most:
-        raise error("invalid_input", f"{field}: {least} to {most}, got {value!r}")
+        raise error("invalid_input", f"{field}: {least} to {most}, got {shown(value)}")
+
+
+def check_limit(value: object, most: int) -> int:
+    """Give the length of a page: what is asked for, or the most there is."""
+    if type(value) is not int or value < 0:
+        raise error("invalid_input", f"limit: a whole number from 0 on, of which {most} count; got {shown(value)}")
+    return min(value, most)
+
+
+def check_items(value: object, field: str) -> tuple[object, ...]:
+    """Give what a collection holds; a text is none."""
+    if isinstance(value, str | bytes | bytearray | Mapping) or not isinstance(value, Iterable):
+        raise error("invalid_input", f"{field}: several values are wanted, got {shown(value)}")
+    return tuple(value)
 
 
 def word_of(words: type[Word], value: object) -> Word | None:
@@ -51,6 +66,14 @@ def word_of(words: type[Word], value: object) -> Word | None:
 def storable(text: object) -> str:
     """A text the store can hold, whatever a failing handler said: a failure is never refused over its message."""
     return str(text).replace("\0", "\N{REPLACEMENT CHARACTER}").encode("utf-8", "replace").decode()
+
+
+def shown(value: object) -> str:
+    """Give what a message shows of a value, whatever it is."""
+    try:
+        return shorten(repr(value))
+    except Exception:
+        return f"a {type(value).__name__}"
 
 
 def shorten(text: str) -> str:

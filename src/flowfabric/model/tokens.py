@@ -8,7 +8,7 @@ from typing import NoReturn
 
 from flowfabric.model.errors import EngineError, error
 from flowfabric.model.ids import ExecutionId, WaitpointId
-from flowfabric.model.keys import SigningKey, check_kid
+from flowfabric.model.keys import SigningKey, check_kid, unusable
 
 FINGERPRINT_LENGTH = 16
 
@@ -88,7 +88,10 @@ class WaitpointToken:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RingKey:
-    """A stored key: it signs, or it verifies until it expires; without an expiry it does not verify."""
+    """A stored key: it signs, or it verifies until it expires; without an expiry it does not verify.
+
+    Its secret is empty where the stored one cannot be used, which only a token of its name meets.
+    """
 
     key: SigningKey
     is_current: bool
@@ -138,16 +141,19 @@ def verify_token(
 
     `keys` holds the keys by name, at least the one that signs and the one the token names.
     """
-    token = parse_token(presented)
-    if not keys:
-        raise error("hmac_secret_not_initialized")
-    found = keys.get(token.kid)
-    if found is None:
-        raise error("invalid_token")
+    text = presented.reveal() if isinstance(presented, WaitpointToken) else presented
+    kid, _, digest = text.partition(":") if isinstance(text, str) else ("", "", "")
+    found = keys.get(kid)
+    if found is None or not _DIGEST.fullmatch(digest):
+        # Of what no stored key can have signed, the shape tells why it is refused.
+        parse_token(presented)
+        raise error("invalid_token" if keys else "hmac_secret_not_initialized")
     if not found.verifies(now):
         raise error("token_expired")
-    is_signed = _usable(found.key).has_signed(_message(execution_id, waitpoint_id), token.digest)
-    is_stored = stored is not None and stored == WaitpointToken(f"{token.kid}:{token.digest}")
+    is_signed = _usable(found.key).has_signed(_message(execution_id, waitpoint_id), digest)
+    is_stored = stored is not None and stored == (
+        presented if isinstance(presented, WaitpointToken) else WaitpointToken(f"{kid}:{digest}")
+    )
     if not (is_signed and is_stored):
         raise error("invalid_token")
 
@@ -158,7 +164,7 @@ def _message(execution_id: ExecutionId, waitpoint_id: WaitpointId) -> str:
 
 def _usable(key: SigningKey) -> SigningKey:
     if not key.secret:
-        raise error("corruption", f"the stored secret of kid {key.kid!r} is unusable")
+        raise unusable(key.kid)
     return key
 
 

@@ -34,9 +34,10 @@ class AdditionalWaitpoint:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SuspendDetails:
-    """The suspension, its first waitpoint, and the others in the order of their bindings."""
+    """The suspension, the attempt it is of, its first waitpoint, and the others in the order of their bindings."""
 
     suspension_id: SuspensionId
+    attempt_index: int
     waitpoint_id: WaitpointId
     waitpoint_key: str
     waitpoint_token: WaitpointToken

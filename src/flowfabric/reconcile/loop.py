@@ -10,6 +10,7 @@ from types import MappingProxyType, TracebackType
 from typing import Self
 
 from flowfabric.engine.engine import Engine
+from flowfabric.engine.setbacks import pause_after
 from flowfabric.model.errors import TransportError
 from flowfabric.pauses import pauses
 from flowfabric.reconcile.sweeps import SWEEPS, Sweep, WokenBy
@@ -63,8 +64,6 @@ class Reconciler:
     FAULT_SECONDS = (0.2, 5.0)
     RESTART_SECONDS = 5.0
     SHUTDOWN_SECONDS = 15.0
-    FAILURES_IN_A_ROW = 3
-    INTERVALS_LEFT_OUT = 10
 
     def __init__(self, engine: Engine, *, sweeps: Sequence[Sweep] = SWEEPS) -> None:
         self._engine = engine
@@ -187,9 +186,7 @@ class Reconciler:
             duty.failures += 1
             duty.stats.errors += 1
             duty.stats.last_error = str(error)
-            is_left_out = duty.failures % self.FAILURES_IN_A_ROW == 0
-            intervals = self.INTERVALS_LEFT_OUT if is_left_out else 1
-            duty.not_before = time.monotonic() + duty.every * intervals
+            duty.not_before = time.monotonic() + pause_after(duty.failures, duty.every)
             if isinstance(error, TransportError) and error.retryable:
                 raise
             logger.warning("sweep %s failed: %s", duty.sweep.name, error, exc_info=duty.failures == 1)

@@ -6,7 +6,7 @@ from urllib.parse import quote
 from uuid import UUID
 
 from flowfabric.engine.engine import Engine
-from flowfabric.model.errors import EngineError
+from flowfabric.model.errors import EngineError, TransportError, UnavailableError
 from flowfabric.model.ids import ExecutionId, WaitpointId, parse_execution_id, parse_uuid
 from flowfabric.model.signals import Accepted, SignalDuplicate
 from flowfabric.model.tokens import WaitpointToken
@@ -92,29 +92,37 @@ async def verify_and_deliver(
     presented: WaitpointToken | str | None,
     signal: SignalFields,
 ) -> Accepted | SignalDuplicate:
-    """Deliver a signal an outsider sent to a bridge, once the token it presented is the waitpoint's own.
+    """Deliver a signal an outsider sent to a bridge, where the token it presented is the waitpoint's own.
 
-    Whatever ids and token the signal itself carries are overruled. The engine verifies the token again.
+    Whatever ids and token the signal itself carries are overruled. The engine verifies the token: it notes a wrong one,
+    and knows a repeat of the very signal that closed the waitpoint. What the refusal is called is for the bridge.
     """
     told = str(execution_id), str(waitpoint_id)
     try:
         execution_id, waitpoint_id = parse_execution_id(execution_id), parse_uuid(waitpoint_id, "waitpoint_id")
     except EngineError:
         raise UnknownWaitpoint(*told) from None
+    if not isinstance(presented, WaitpointToken):
+        presented = WaitpointToken(presented if isinstance(presented, str) else "")
+    fields: dict[str, Any] = {
+        **signal,
+        "execution_id": execution_id,
+        "waitpoint_id": waitpoint_id,
+        "waitpoint_token": presented,
+    }
     try:
-        stored = await engine.read_waitpoint_token(execution_id=execution_id, waitpoint_id=waitpoint_id)
-        if stored is None:
-            raise UnknownWaitpoint(*told)
-        if not isinstance(presented, WaitpointToken):
-            presented = WaitpointToken(presented if isinstance(presented, str) else "")
-        if presented != stored:
-            raise TokenMismatch(*told)
-        fields: dict[str, Any] = {
-            **signal,
-            "execution_id": execution_id,
-            "waitpoint_id": waitpoint_id,
-            "waitpoint_token": presented,
-        }
         return await engine.deliver_signal(**fields)
     except EngineError as refused:
+        # A store that cannot be asked says the same of every waitpoint, so that it may be told.
+        if refused.retryable or isinstance(refused, TransportError | UnavailableError):
+            raise BackendError(*told, refused) from refused
+        fault = refused
+    try:
+        stored = await engine.read_waitpoint_token(execution_id=execution_id, waitpoint_id=waitpoint_id)
+    except EngineError as refused:
         raise BackendError(*told, refused) from refused
+    if stored is None:
+        raise UnknownWaitpoint(*told)
+    if presented != stored:
+        raise TokenMismatch(*told)
+    raise BackendError(*told, fault) from fault

@@ -10,6 +10,7 @@ from flowfabric.model.errors import EngineError, error
 from flowfabric.model.handle import Fence, Handle
 from flowfabric.model.ids import ExecutionId
 from flowfabric.model.outcomes import ClaimedExecution
+from flowfabric.model.replays import SuspendOutcome
 from flowfabric.model.signals import ResumeSignal
 from flowfabric.model.states import AttemptType, HandleKind
 from flowfabric.model.suspension import SuspendArgs
@@ -66,11 +67,15 @@ class Running:
         return self.claimed.execution_id
 
 
-def _is_now(outcome: Suspended, handle: Handle) -> bool:
-    """Whether a suspension is the one asked for, and not that of an earlier run under the same idempotency key."""
-    if outcome.handle.attempt_id != handle.attempt_id:
+def _is_suspended(outcome: SuspendOutcome, handle: Handle) -> bool:
+    """Whether an outcome suspends this run; one kept under its idempotency key may be of an earlier run of the attempt.
+
+    What an earlier attempt has waited for is nothing this one could be told.
+    """
+    assert outcome.details is not None, "a suspend tells what it waits on"
+    if outcome.details.attempt_index != handle.attempt_index:
         raise error("invalid_input", "idempotency_key: an earlier attempt has waited under it")
-    return outcome.handle.lease_id == handle.lease_id
+    return isinstance(outcome, Suspended) and outcome.handle.lease_id == handle.lease_id
 
 
 class Context:
@@ -210,7 +215,7 @@ class Context:
         running.is_suspending = True
         try:
             outcome = await answer_of(lambda: self._engine.suspend(handle, given))
-            running.is_suspended = outcome is None or (isinstance(outcome, Suspended) and _is_now(outcome, handle))
+            running.is_suspended = outcome is None or _is_suspended(outcome, handle)
         finally:
             running.is_suspending = running.is_suspended
         if outcome is not None and not running.is_suspended:

@@ -162,14 +162,19 @@ create table execution (
         autovacuum_analyze_scale_factor = 0.05);
 create index execution_claim on execution (queue_no, place)
   where eligibility_state = 'eligible_now' or ownership_state in ('lease_expired_reclaimable', 'lease_revoked');
--- One index for every timer of live work: leases, delays, timeouts, deadlines.
-create index execution_due on execution (due_at) where due_at is not null;
+-- One index for every timer of live work: leases, delays, timeouts, deadlines. Who asks for leases alone passes over the
+-- others without a look at their rows.
+create index execution_due on execution (due_at, ownership_state) where due_at is not null;
 -- Ended work waits apart, so that a long backlog of it never stands before a live timer.
 create index execution_retained on execution (retain_until) where retain_until is not null;
+-- What follows serves lists and operators; nothing that waits for a worker, runs under its lease or has succeeded is in it.
 create index execution_blocked on execution (eligibility_state, last_transition_at)
-  where eligibility_state in ('blocked_by_budget', 'blocked_by_quota', 'blocked_by_route', 'blocked_by_operator', 'blocked_by_lane_state');
-create index execution_lapsed on execution (lease_expires_at) where ownership_state = 'lease_expired_reclaimable';
-create index execution_unhappy on execution (completed_at)
+  where eligibility_state not in ('eligible_now', 'not_applicable');
+create index execution_resumable on execution (last_transition_at)
+  where eligibility_state = 'eligible_now' and attempt_state = 'attempt_interrupted';
+create index execution_lost on execution (ownership_state, lease_expires_at)
+  where ownership_state in ('lease_expired_reclaimable', 'lease_revoked');
+create index execution_unhappy on execution (terminal_outcome, completed_at)
   where terminal_outcome in ('failed', 'cancelled', 'expired', 'skipped');
 
 create table execution_input (
@@ -271,6 +276,8 @@ create table event (
   worker_no int,
   lease_epoch bigint,
   lease_id uuid,
+  -- Of the attempt, where it is not that of the lease: the lease that begins an attempt gives the attempt its id.
+  attempt_id uuid,
   outcome smallint,
   reason text,
   flow_id uuid,

@@ -91,6 +91,7 @@ create table suspend_key (
   partition_key smallint not null,
   execution_id uuid not null,
   idempotency_key text not null,
+  attempt_index int not null,
   outcome jsonb not null,
   expires_at bigint not null,
   primary key (partition_key, execution_id, idempotency_key));

@@ -1,6 +1,6 @@
 """Reads, and operations on the store itself."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from uuid import UUID
 
 from flowfabric.engine.families import Families
@@ -58,7 +58,7 @@ class ViewOperations(Families):
         return await self._view.attempt_count(execution_id)
 
     async def read_exec_core_fields(
-        self, execution_id: ExecutionId | str, names: Sequence[str]
+        self, execution_id: ExecutionId | str, names: Iterable[str]
     ) -> dict[str, str | None]:
         """Fields of an execution as texts, by their names."""
         return await self._view.fields(execution_id, names)

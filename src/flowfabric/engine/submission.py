@@ -1,0 +1,233 @@
+"""What is submitted, checked: one by one, and as far as it goes what many have in common once."""
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from flowfabric.engine.store import Store
+from flowfabric.model.errors import EngineError, error
+from flowfabric.model.execution import NewExecution
+from flowfabric.model.ids import ExecutionId, check_lane_id, check_partition, parse_execution_id, row_key
+from flowfabric.model.policy import ExecutionPolicy, dedup_window_ms, parse_policy, policy_json
+from flowfabric.model.tags import check_tags
+from flowfabric.model.text import check_short, check_text
+
+MAX_PRIORITY = 9000
+MAX_SHAPES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What many submissions have in common: checked once, with the numbers the store knows it by."""
+
+    partition: int
+    lane_id: str
+    namespace: str
+    columns: Mapping[str, Any]
+    """What each of them has in the store, by the names of the statements' parameters."""
+    delay_until: int | None
+    key_ttl_ms: int
+
+
+@dataclass(slots=True)
+class Submission:
+    """A checked item."""
+
+    shape: Shape
+    uuid: str
+    execution_id: ExecutionId
+    is_minted: bool
+    priority: int
+    payload: bytes
+    delay_until: int | None
+    deadline_at: int | None
+    tags: Mapping[str, str] | None
+    key: str | None
+
+    def names(self) -> tuple[Hashable, ...]:
+        """What no other submission of a statement may share: a given id, and the idempotency key within its scope."""
+        if self.key is None:
+            return () if self.is_minted else (self.execution_id,)
+        return self.execution_id, (self.partition, self.shape.namespace, self.key)
+
+    @property
+    def partition(self) -> int:
+        """The partition of the execution, which an id of the caller's own decides."""
+        return self.shape.partition if self.is_minted else row_key(self.execution_id)[0]
+
+    def is_plain(self) -> bool:
+        """Whether nothing but a refusal of its lane can keep it from starting at once."""
+        return self.is_minted and self.key is None and self.delay_until is None and self.deadline_at is None
+
+
+class Alike(NamedTuple):
+    """Submissions of one shape, as columns, of which nothing but the state of their lane can keep any from starting."""
+
+    shape: Shape
+    uuids: Sequence[str]
+    priorities: Sequence[int]
+    payloads: Sequence[bytes]
+    tags: Sequence[Mapping[str, str] | None]
+
+
+class Submissions:
+    """Checks what is submitted against the rules, and knows the shapes it has met."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._shapes: dict[tuple[Any, ...], Shape] = {}
+
+    def check(self, new: NewExecution, uuid: str) -> Submission | None:
+        """The checked item, or None where only the store can tell."""
+        execution_id = None
+        if new.execution_id is not None:
+            execution_id = parse_execution_id(new.execution_id)
+            check_partition(execution_id, self._store.rules.partitions.flow)
+        priority = new.priority
+        if type(priority) is not int:
+            raise error("invalid_input", f"priority: must be an integer, got {priority!r}")
+        payload = new.input_payload
+        if type(payload) is not bytes:
+            payload = _check_bytes(payload)
+        key = new.idempotency_key or None
+        if key is not None:
+            key = check_short(key, "idempotency_key")
+        delay_until = new.delay_until
+        if delay_until is not None:
+            delay_until = _check_time(delay_until, "delay_until")
+        deadline_at = new.execution_deadline_at
+        if deadline_at is not None:
+            deadline_at = _check_time(deadline_at, "execution_deadline_at")
+        shape = self._known_shape(new)
+        if shape is None or (key is not None and shape.key_ttl_ms <= 0):
+            return None
+        tags = None
+        if new.tags:
+            try:
+                tags = check_tags(new.tags)
+            except EngineError:
+                return None
+        if is_minted := execution_id is None:
+            execution_id = ExecutionId(f"{{fp:{shape.partition}}}:{uuid}")
+        else:
+            _, uuid = row_key(execution_id)
+        return Submission(
+            shape,
+            uuid,
+            execution_id,
+            is_minted,
+            0 if priority < 0 else min(priority, MAX_PRIORITY),
+            payload,
+            shape.delay_until if delay_until is None else delay_until,
+            deadline_at,
+            tags,
+            key,
+        )
+
+    def alike(self, items: Sequence[NewExecution], uuids: Sequence[str]) -> Alike | None:
+        """Items that are alike and in order, without a look at each apart; None where one may not be."""
+        first = items[0]
+        namespace, lane_id, kind, policy = first.namespace, first.lane_id, first.execution_kind, first.policy
+        creator, encoding = first.creator_identity, first.payload_encoding
+        tags: list[Mapping[str, str] | None] = []
+        try:
+            shape = self._known_shape(first)
+            if shape is None or shape.delay_until is not None:
+                return None
+            for new in items:
+                if (
+                    new.namespace is not namespace
+                    or new.lane_id is not lane_id
+                    or new.execution_kind is not kind
+                    or new.policy is not policy
+                    or new.creator_identity is not creator
+                    or new.payload_encoding is not encoding
+                    or new.execution_id is not None
+                    or new.idempotency_key
+                    or new.delay_until is not None
+                    or new.execution_deadline_at is not None
+                    or type(new.input_payload) is not bytes
+                    or type(new.priority) is not int
+                    or not 0 <= new.priority <= MAX_PRIORITY
+                ):
+                    return None
+                tags.append(check_tags(new.tags) if new.tags else None)
+        except EngineError:
+            return None
+        return Alike(shape, uuids, [new.priority for new in items], [new.input_payload for new in items], tags)
+
+    def _known_shape(self, new: NewExecution) -> Shape | None:
+        """The shape of an item, or None where the store has to be asked for its numbers or its policy is wrong."""
+        names = (new.namespace, new.lane_id, new.execution_kind, new.creator_identity, new.payload_encoding, new.policy)
+        try:
+            shape = self._shapes.get(names)
+        except TypeError:
+            # A policy given as a dictionary has no hash.
+            return self._shape(new)
+        if shape is None and (shape := self._shape(new)) is not None:
+            if len(self._shapes) >= MAX_SHAPES:
+                self._shapes.clear()
+            self._shapes[names] = shape
+        return shape
+
+    def _shape(self, new: NewExecution) -> Shape | None:
+        store = self._store
+        lane_id = check_lane_id(new.lane_id)
+        namespace = check_text(new.namespace, "namespace")
+        kind = check_text(new.execution_kind, "execution_kind")
+        creator = check_text(new.creator_identity, "creator_identity")
+        encoding = new.payload_encoding
+        if encoding is not None:
+            encoding = check_text(encoding, "payload_encoding")
+        try:
+            policy = parse_policy(new.policy)
+        except EngineError:
+            return None
+        queue = store.known_queue(lane_id, required_of(policy))
+        namespace_no = store.known_namespace_no(namespace)
+        if queue is None or namespace_no is None:
+            return None
+        policy_text = delay_until = deadline_ms = retention_ms = None
+        if policy is not None:
+            policy_text = policy_json(policy)
+            delay_until = policy.delay_until
+            if policy.timeout_policy is not None:
+                deadline_ms = policy.timeout_policy.execution_deadline_ms
+            if policy.stream_policy is not None:
+                retention_ms = policy.stream_policy.retention_ttl_ms
+        queue_no, lane_no = queue
+        return Shape(
+            partition=store.rules.partitions.of_lane(lane_id),
+            lane_id=lane_id,
+            namespace=namespace,
+            columns={
+                "queue_no": queue_no,
+                "lane_no": lane_no,
+                "namespace_no": namespace_no,
+                "execution_kind": kind,
+                "creator_identity": creator,
+                "payload_encoding": encoding,
+                "policy": policy_text,
+                "deadline_ms": deadline_ms,
+                "retention_ms": retention_ms,
+            },
+            delay_until=delay_until,
+            key_ttl_ms=dedup_window_ms(policy),
+        )
+
+
+def required_of(policy: ExecutionPolicy | None) -> tuple[str, ...]:
+    """The capabilities a policy asks for."""
+    return () if policy is None else policy.required_capabilities
+
+
+def _check_bytes(value: object) -> bytes:
+    if isinstance(value, bytes | bytearray | memoryview):
+        return bytes(value)
+    raise error("invalid_input", f"input_payload: must be bytes, got {type(value).__name__}")
+
+
+def _check_time(value: object, field: str) -> int:
+    if type(value) is not int or not -(2**62) < value < 2**62:
+        raise error("invalid_input", f"{field}: must be milliseconds since the epoch, got {value!r}")
+    return value

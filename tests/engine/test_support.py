@@ -1,0 +1,100 @@
+"""The engine about itself: what it offers, what it does not, and how it shuts down."""
+
+import asyncio
+from typing import Any
+
+import asyncpg
+import pytest
+
+from flowfabric.engine.engine import Engine
+from flowfabric.model.support import FLAGS, NAMED_OPERATIONS, OPERATIONS
+
+from .state import claim, refused
+
+
+def test_every_flag_speaks_for_operations_by_name() -> None:
+    assert len(FLAGS) == 34
+    assert set(OPERATIONS) == set(FLAGS)
+
+
+async def test_a_flag_is_true_exactly_where_its_operations_are_there(engine: Engine) -> None:
+    found = engine.capabilities()
+    assert (found.identity.family, found.identity.stage) == ("postgres", "alpha")
+    assert (found.identity.version.major, found.identity.version.minor) == (0, 1)
+    for flag in FLAGS:
+        assert getattr(found, flag) is all(hasattr(Engine, operation) for operation in OPERATIONS[flag]), flag
+    built = (
+        "cancel_execution",
+        "claim_for_worker",
+        "prepare",
+        "list_workers",
+        "register_worker",
+        "read_execution_info",
+    )
+    assert all(getattr(found, flag) for flag in built)
+    assert engine.capabilities() == found
+
+
+async def test_an_operation_that_has_a_name_is_offered_or_says_that_it_is_not(engine: Engine) -> None:
+    missing = sorted(name for name in NAMED_OPERATIONS if not hasattr(Engine, name))
+    for name in missing:
+        assert hasattr(engine, name)
+        answer = getattr(engine, name)(1, two=3)
+        first = anext(answer) if name.startswith("subscribe_") else answer
+        await refused(first, "unavailable", f"{name}: not offered by this version")
+    found = engine.capabilities()
+    for flag in FLAGS:
+        assert getattr(found, flag) is not any(name in missing for name in OPERATIONS[flag]), flag
+
+
+async def test_what_has_no_name_is_no_attribute(engine: Engine) -> None:
+    assert set().union(*OPERATIONS.values()) <= NAMED_OPERATIONS
+    assert not hasattr(engine, "make_coffee")
+    with pytest.raises(AttributeError, match="'Engine' object has no attribute 'make_coffee'"):
+        engine.make_coffee()  # type: ignore[attr-defined]
+
+
+async def test_a_shutdown_wakes_and_refuses_waits_and_leaves_the_rest_alone(
+    engine: Engine, given: Any, eventually: Any
+) -> None:
+    waiting = asyncio.create_task(claim(engine, "idle", max_wait_ms=60_000))
+    run = await given.run()
+    ending = asyncio.create_task(engine.wait_for_ending(run.execution_id))
+    await eventually(lambda: engine.wakeups.hints.is_listening)
+    await engine.shutdown_prepare(10_000)
+    assert await waiting == []
+    await refused(ending, "unavailable")
+    await refused(claim(engine, "idle", max_wait_ms=1), "unavailable")
+    await refused(engine.wait_for_ending(run.execution_id), "unavailable")
+    assert await claim(engine, "idle") == []
+    await engine.complete(run.handle)
+    await engine.shutdown_prepare(1_000)
+
+
+async def test_a_shutdown_answers_what_is_under_way_or_says_that_it_could_not(
+    engine: Engine, given: Any, connection: asyncpg.Connection, eventually: Any
+) -> None:
+    run = await given.run()
+    await connection.execute("begin")
+    await connection.execute("select from execution for update")
+    completing = asyncio.create_task(engine.complete(run.handle))
+    await eventually(lambda: _is_waiting(connection))
+    refusal = await refused(engine.shutdown_prepare(20), "timeout")
+    assert isinstance(refusal.detail, dict)
+    assert (refusal.detail["op"], refusal.detail["elapsed_ms"] >= 20) == ("shutdown_prepare", True)
+    await connection.execute("rollback")
+    await engine.shutdown_prepare(10_000)
+    assert completing.done()
+    await completing
+
+
+async def _is_waiting(connection: asyncpg.Connection) -> bool:
+    return bool(
+        await connection.fetchval("select exists (select from pg_stat_activity where wait_event_type = 'Lock')")
+    )
+
+
+@pytest.mark.parametrize("grace", [-1, "5", None, 1.5])
+async def test_a_grace_is_a_number_of_milliseconds(engine: Engine, grace: Any) -> None:
+    await refused(engine.shutdown_prepare(grace), "invalid_input", "grace_ms")
+    assert await claim(engine, max_wait_ms=1) == []

@@ -1,0 +1,208 @@
+"""A page of each state touches few rows, however many executions of other states stand before them."""
+
+from collections.abc import Mapping
+from typing import Any
+from uuid import uuid4
+
+import asyncpg
+import pytest
+
+from flowfabric.db.database import Database
+from flowfabric.db.statements import Statement
+from flowfabric.engine.engine import Engine
+from flowfabric.engine.listing import FIRST_WALK
+from flowfabric.model.conditions import Single
+from flowfabric.model.execution import NewExecution
+from flowfabric.model.ids import SuspensionId, WaitpointId
+from flowfabric.model.states import PublicState
+from flowfabric.model.suspension import Fresh, SuspendArgs, SuspensionReason
+
+BACKLOG = 8_000
+DAY = 86_400_000
+
+# Rows and entries that scans of these tables gave, in this transaction so far.
+_TOUCHED = """
+select coalesce(sum(pg_stat_get_xact_tuples_returned(r.oid)), 0)::int
+  from (select c.oid from pg_class c
+         where c.oid = any('{execution,execution_input,suspension}'::regclass[])
+        union all
+        select i.indexrelid from pg_index i
+         where i.indrelid = any('{execution,execution_input,suspension}'::regclass[])) r(oid)
+"""
+
+
+@pytest.fixture
+def touched(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """The rows each statement of a page has touched, all its calls together."""
+    seen: dict[str, int] = {}
+
+    async def fetch(database: Database, statement: Statement, values: Mapping[str, object], **_: object) -> Any:
+        async with database.acquire() as connection, connection.transaction():
+            before = await connection.fetchval(_TOUCHED)
+            found = await connection.fetch(statement.sql, *statement.arguments(values))
+            rows = await connection.fetchval(_TOUCHED) - before
+            seen[statement.name] = seen.get(statement.name, 0) + rows
+            return found
+
+    monkeypatch.setattr(Database, "fetch", fetch)
+    return seen
+
+
+def new(**overrides: Any) -> NewExecution:
+    return NewExecution(
+        **{
+            "namespace": "tests",
+            "lane_id": "default",
+            "execution_kind": "job",
+            "input_payload": b"1",
+            "priority": 0,
+            "creator_identity": "test",
+            **overrides,
+        }
+    )
+
+
+async def backlog(engine: Engine, **overrides: Any) -> None:
+    """Many executions that are newer than all before, not too many of one millisecond."""
+    for _ in range(BACKLOG // 200):
+        await engine.create_many([new(**overrides) for _ in range(200)])
+
+
+_BLOCKS = {
+    PublicState.RATE_LIMITED: ("blocked_by_quota", "waiting_for_quota"),
+    PublicState.WAITING_CHILDREN: ("blocked_by_dependencies", "waiting_for_children"),
+}
+
+
+async def one_of(state: PublicState, given: Any, clock: Any, connection: asyncpg.Connection) -> set[str]:
+    """Executions of a state, in each of the ways there are to it."""
+    engine: Engine = given.engine
+    match state:
+        case PublicState.WAITING:
+            return {await given.created(lane_id="rare")}
+        case PublicState.DELAYED:
+            return {await given.delayed(lane_id="rare"), (await given.backing_off(lane_id="other")).execution_id}
+        case PublicState.RATE_LIMITED | PublicState.WAITING_CHILDREN:
+            # Nothing leads to these states yet.
+            execution_id = await given.created(lane_id="rare")
+            eligibility, reason = _BLOCKS[state]
+            await connection.execute(
+                """update execution set eligibility_state = $2::text::eligibility_state,
+                          blocking_reason = $3::text::blocking_reason
+                    where execution_id = $1""",
+                execution_id[-36:],
+                eligibility,
+                reason,
+            )
+            return {execution_id}
+        case PublicState.ACTIVE:
+            lost = await given.reclaimable(lane_id="lost")
+            held = await given.claimed(lane_id="rare", lease_ttl_ms=2 * DAY)
+            return {lost.execution_id, held.execution_id}
+        case PublicState.SUSPENDED:
+            handle = await given.claimed(lane_id="rare")
+            await engine.suspend(
+                handle,
+                SuspendArgs(
+                    suspension_id=SuspensionId(uuid4()),
+                    waitpoints=(Fresh(waitpoint_id=WaitpointId(uuid4()), waitpoint_key="wait"),),
+                    resume_condition=Single(waitpoint_key="wait"),
+                    reason_code=SuspensionReason.WAITING_FOR_SIGNAL,
+                ),
+            )
+            return {handle.execution_id}
+        case PublicState.RESUMABLE:
+            handle = await given.claimed(lane_id="rare")
+            await engine.delay(handle, 0)
+            await engine.promote_delayed(execution_id=handle.execution_id)
+            return {handle.execution_id}
+        case PublicState.COMPLETED:
+            return {await given.completed(lane_id="rare")}
+        case PublicState.FAILED:
+            return {await given.failed(lane_id="rare")}
+        case PublicState.CANCELLED:
+            return {await given.cancelled(lane_id="rare")}
+        case PublicState.EXPIRED:
+            execution_id = await given.created(lane_id="rare", execution_deadline_at=await clock.now() + 5)
+            await clock.advance(seconds=1)
+            await engine.expiry.expire_due()
+            return {execution_id}
+        case PublicState.SKIPPED:
+            # Nothing leads to this state yet.
+            execution_id = await given.cancelled(lane_id="rare")
+            await connection.execute(
+                "update execution set terminal_outcome = 'skipped' where execution_id = $1", execution_id[-36:]
+            )
+            return {execution_id}
+
+
+@pytest.mark.parametrize("upkeep", ["vacuum", "vacuum analyze"])
+@pytest.mark.parametrize("state", PublicState)
+async def test_a_page_of_a_state_is_found_behind_many_executions_of_another(
+    engine: Engine,
+    given: Any,
+    clock: Any,
+    connection: asyncpg.Connection,
+    touched: dict[str, int],
+    state: PublicState,
+    upkeep: str,
+) -> None:
+    wanted = await one_of(state, given, clock, connection)
+    tomorrow = await clock.now() + DAY
+    # What waits has timers too, so that neither those of leases nor those of delays are all there are.
+    later = "delay_until" if state is PublicState.WAITING else "execution_deadline_at"
+    await backlog(engine, **{later: tomorrow})
+    await connection.execute(upkeep)
+    for namespace in (None, "tests"):
+        touched.clear()
+        page = await engine.list_executions(public_state=state, namespace=namespace)
+        assert {line.execution_id for line in page.executions} == wanted
+        assert page.next_cursor is None
+        # Where there has been a walk along the order of creation, it has given up; the index led to all there is.
+        assert touched.get("list_newest", 0) <= 8 * FIRST_WALK
+        assert touched["list_candidates"] <= 40
+
+
+async def test_ordinary_work_is_in_no_index_of_the_other_states(engine: Engine, connection: asyncpg.Connection) -> None:
+    await engine.create_many([new() for _ in range(500)])
+    claimed = await engine.claim_many(lanes=["default"], worker_id="w", worker_instance_id="w-1", limit=400)
+    await engine.renew_many([run.handle for run in claimed[:100]])
+    await engine.complete_many([(run.handle, b"1") for run in claimed[:300]])
+    sizes = await connection.fetch(
+        """select c.relname as name, pg_relation_size(c.oid) as bytes from pg_class c
+            where c.relname = any('{execution_blocked,execution_resumable,execution_lost,execution_unhappy}')"""
+    )
+    # A page of its own describes an index; the first entry takes another.
+    assert {row["name"]: row["bytes"] for row in sizes} == dict.fromkeys(
+        ("execution_blocked", "execution_resumable", "execution_lost", "execution_unhappy"), 8192
+    )
+
+
+@pytest.mark.parametrize("order", ["newest", "oldest"])
+async def test_a_page_of_many_namespaces_reads_of_those_that_come_first(
+    engine: Engine, touched: dict[str, int], order: str
+) -> None:
+    spaces = 600
+    for nth in range(8):
+        for first in range(0, spaces, 50):
+            await engine.create_many([new(namespace=f"n{(first + at + nth) % spaces}") for at in range(50)])
+    found: list[str] = []
+    cursor = None
+    for _ in range(3):
+        touched.clear()
+        page = await engine.list_executions(order=order, cursor=cursor, limit=20)
+        assert len(page.executions) == 20
+        assert touched["list_pairs"] <= 3 * spaces
+        assert touched[f"list_{order}"] <= 4 * FIRST_WALK
+        found += [line.execution_id for line in page.executions]
+        cursor = page.next_cursor
+    whole = await engine.list_executions(order=order, limit=60)
+    assert found == [line.execution_id for line in whole.executions]
+
+
+async def test_a_span_of_completion_that_holds_nothing_is_not_looked_for(
+    engine: Engine, touched: dict[str, int]
+) -> None:
+    for before in (5, 4, -5):
+        page = await engine.list_executions(completed_after=5, completed_before=before)
+        assert (page.executions, page.next_cursor, touched) == ([], None, {})
