@@ -29,7 +29,7 @@ demo: $(STAMP)
 	$(BIN)/python -m flowfabric.cli.demo
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -n 2 --dist worksteal
+	$(BIN)/python -m pytest -n 3 --dist worksteal
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .

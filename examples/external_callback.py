@@ -16,8 +16,10 @@ async def take_payment(ctx: Context, order: str) -> str:
         waitpoint = await ctx.create_waitpoint("payment", expires_in_ms=60_000)
         await outbox.put(ctx.callback(waitpoint, base_url="https://shop.example/callbacks"))
         await ctx.suspend(keys=["payment"], waitpoints=[waitpoint], reason_code="waiting_for_callback")
-    answer = ctx.resumed_signals()[-1]
-    return f"order {order}: {(answer.payload or b'').decode()}"
+    signals = ctx.resumed_signals()
+    if not signals:  # an operator resumed it
+        return f"order {order}: not paid"
+    return f"order {order}: {(signals[-1].payload or b'').decode()}"
 
 
 async def receive(engine: Engine, callback: Callback, presented: str, body: bytes) -> str:
@@ -31,7 +33,7 @@ async def receive(engine: Engine, callback: Callback, presented: str, body: byte
             {"signal_name": "paid", "source_type": "external", "source_identity": "provider", "payload": body},
         )
     except CallbackError as refused:
-        return f"401 {refused.code} (the log says {type(refused).__name__})"
+        return f"{refused.http_status} {refused.code} (the log says {type(refused).__name__})"
     return f"202 {answer.effect}" if isinstance(answer, Accepted) else "202 known already"
 
 

@@ -13,7 +13,10 @@ async def ask(ctx: Context, question: str) -> str:
     if not ctx.is_resumed:
         print(f"run 1 asks: {question}")
         await ctx.suspend(keys=["answer"], timeout_ms=500, timeout_behavior="auto_resume_with_timeout_signal")
-    last = ctx.resumed_signals()[-1]
+    signals = ctx.resumed_signals()
+    if not signals:
+        return "an operator resumed it, so: blue"
+    last = signals[-1]
     print(f"run 2 of the same attempt finds the signal {last.signal_name!r} from {last.source_identity!r}")
     return "no answer, so: blue" if last.signal_name == "timeout" else (last.payload or b"").decode()
 

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from inspect import iscoroutine
 from pathlib import Path
+from textwrap import indent
 from typing import Any, NamedTuple
 
 import pytest
@@ -23,7 +24,23 @@ import flowfabric
 from flowfabric.bench.suite import PEERS, RATIOS
 from flowfabric.db.dump import SCHEMA_FILE
 from flowfabric.engine.engine import Engine
-from flowfabric.model import errors, execution, handle, outcomes, policy
+from flowfabric.model import (
+    conditions,
+    errors,
+    execution,
+    explanation,
+    grants,
+    handle,
+    ids,
+    keys,
+    outcomes,
+    policy,
+    signals,
+    snapshots,
+    suspension,
+    waits,
+)
+from flowfabric.model.errors import CODES, TransportKind
 from flowfabric.reconcile.sweeps import SWEEPS
 from flowfabric.settings import PREFIX, Settings
 
@@ -31,7 +48,25 @@ ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 PAGES = sorted((*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), ROOT / "bench" / "README.md"))
 
-MODULES = (errors, execution, handle, outcomes, policy)
+ENGINE_PAGE = ROOT / "docs" / "engine.md"
+SOURCE = ROOT / "src" / "flowfabric"
+
+MODULES = (
+    conditions,
+    errors,
+    execution,
+    explanation,
+    grants,
+    handle,
+    ids,
+    keys,
+    outcomes,
+    policy,
+    signals,
+    snapshots,
+    suspension,
+    waits,
+)
 
 _BLOCK = re.compile(r"^```(?P<mark>[^\n`]*)\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
 _PRINTED = re.compile(r"^\s*print\(.*\)  # (.*)$", re.MULTILINE)
@@ -130,6 +165,22 @@ def test_code_is_marked_by_a_known_word_and_is_python(block: Block) -> None:
     compile(block.code, block.name, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
 
 
+def test_what_is_shown_passes_a_strict_type_checker(tmp_path: Path) -> None:
+    """Pages whose sessions hand arguments around in dicts are not asked."""
+    for nth, program in enumerate(PROGRAMS):
+        (tmp_path / f"program_{nth}.py").write_text(program.code, encoding="utf-8")
+    for page in SESSIONS:
+        if page.name != "engine.md":
+            code = "".join(block.code for block in blocks(page) if block.mark == "python session")
+            head = "from flowfabric import Engine\n\n\nasync def session(engine: Engine) -> None:\n"
+            (tmp_path / f"session_{page.stem}.py").write_text(head + indent(code, "    "), encoding="utf-8")
+    command = [sys.executable, "-m", "mypy", "--config-file", str(ROOT / "pyproject.toml"), "--strict"]
+    files = sorted(map(str, tmp_path.glob("*.py")))
+    assert len(files) > 4
+    done = subprocess.run([*command, *files], cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stdout
+
+
 def test_the_front_page_shows_code_that_runs() -> None:
     assert len([block for block in PROGRAMS if block.page == README]) >= 2
 
@@ -189,16 +240,49 @@ def test_every_variable_a_page_names_is_a_setting(page: Path) -> None:
     assert set(_VARIABLE.findall(page.read_text(encoding="utf-8"))) - known == set()
 
 
-def test_every_operation_is_described() -> None:
-    text = (ROOT / "docs" / "engine.md").read_text(encoding="utf-8")
+def test_every_operation_is_described_and_stands_in_the_contents() -> None:
+    contents, _, described = ENGINE_PAGE.read_text(encoding="utf-8").partition("\n## ")
     members = {name: value for kind in reversed(Engine.__mro__) for name, value in vars(kind).items()}
     operations = [name for name, value in members.items() if not name.startswith("_") and not_a_value(value)]
     assert len(operations) > 20
-    assert [name for name in operations if not re.search(rf"`(?:[Ee]ngine\.)?{name}\b", text)] == []
+    assert [name for name in operations if not re.search(rf"`(?:[Ee]ngine\.)?{name}\b", described)] == []
+    assert [name for name in operations if f"`{name}`" not in contents] == []
+
+
+def test_the_contents_of_the_engines_page_are_its_headings_in_their_order() -> None:
+    text = without_code(ENGINE_PAGE)
+    contents = text.partition("\n## ")[0]
+    assert re.findall(r"^- \[(.*?)\]", contents, re.MULTILINE) == re.findall(r"^## (.*)$", text, re.MULTILINE)
+
+
+def test_the_table_of_codes_holds_those_the_engine_raises_each_in_its_category() -> None:
+    table = ENGINE_PAGE.read_text(encoding="utf-8").partition("| codes you can meet today |")[2].partition("\n\n")[0]
+    rows = re.findall(r"^\| `(\w+)` \| `\w+` \| (.*) \|$", table, re.MULTILINE)
+    listed = {(category, code) for category, codes in rows for code in re.findall(r"`(\w+)`", codes)}
+    # The code of a transport error is its kind; its name is that of the category.
+    kinds = {("transport", kind.value) for kind in TransportKind}
+    assert {pair for pair in listed if pair[0] != "transport"} == {(CODES[code][0], code) for code in raised()}
+    assert {pair for pair in listed if pair[0] == "transport"} <= kinds
+
+
+def raised() -> set[str]:
+    """The codes that the engine, its statements and its model name; the floors above read them only."""
+    words: set[str] = set()
+    for floor in ("db", "engine", "model"):
+        for file in (SOURCE / floor).rglob("*.py"):
+            if file.name != "errors.py":
+                nodes = ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+                words |= {
+                    node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)
+                }
+        for file in (SOURCE / floor).rglob("*.sql"):
+            words |= set(re.findall(r"'(\w+)'", file.read_text(encoding="utf-8")))
+    # A phase of an execution has the name of a code.
+    return (words & set(CODES)) - {"terminal"}
 
 
 def test_the_names_of_the_engines_page_are_imported_from_the_package() -> None:
-    text = (ROOT / "docs" / "engine.md").read_text(encoding="utf-8")
+    text = ENGINE_PAGE.read_text(encoding="utf-8")
     named = set(re.findall(r"`([A-Z][a-z]\w+)[`(]", text))
     ours = {name for name in named for module in MODULES if isinstance(getattr(module, name, None), type)}
     assert len(ours) > 20

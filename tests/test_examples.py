@@ -1,11 +1,15 @@
 """The examples do what they say."""
 
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from flowfabric import Fabric
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
@@ -90,6 +94,28 @@ async def test_the_service_example_works_between_processes(url: str) -> None:
     finally:
         worker.kill()
         worker.wait()
+
+
+async def test_an_example_that_an_operator_resumes_goes_on_without_a_signal(
+    url: str, monkeypatch: pytest.MonkeyPatch, eventually: Any
+) -> None:
+    monkeypatch.setenv("FF_DATABASE_URL", url)
+    example = runpy.run_path(str(EXAMPLES / "external_callback.py"))
+    fabric: Fabric = example["fabric"]
+    async with fabric, fabric.worker():
+        submitted = await example["take_payment"].submit("A-7")
+
+        async def is_suspended() -> bool:
+            return bool(await submitted.state() == "suspended")
+
+        await eventually(is_suspended)
+        await fabric.engine.resume_execution(execution_id=submitted.id)
+        assert await submitted.result(timeout=30) == "order A-7: not paid"
+
+
+def test_nothing_that_is_shown_counts_on_a_signal() -> None:
+    pages = [*EXAMPLES.glob("*.py"), *EXAMPLES.parent.glob("*.md"), *EXAMPLES.parent.glob("docs/*.md")]
+    assert [page.name for page in pages if "resumed_signals()[" in page.read_text(encoding="utf-8")] == []
 
 
 def test_every_example_is_run() -> None:

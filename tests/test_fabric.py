@@ -20,6 +20,7 @@ from flowfabric import (
 )
 from flowfabric.db.embedded import Embedded
 from flowfabric.model.errors import NotFoundError, ValidationError
+from flowfabric.settings import SettingsError
 
 
 @dataclass
@@ -234,6 +235,73 @@ async def test_names_are_unique() -> None:
 
         @fabric.task(name="job")
         async def another() -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"capabilities": "gpu"}, "invalid_input: capabilities: several values are wanted, got 'gpu'"),
+        ({"capabilities": 5}, "invalid_input: capabilities: several values are wanted"),
+        ({"timeout": "5"}, "invalid_input: timeout: seconds or a timedelta are wanted, got '5'"),
+        ({"deadline": float("nan")}, "invalid_input: deadline: seconds or a timedelta are wanted"),
+        ({"backoff": True, "retries": 1}, "invalid_input: backoff: seconds or a timedelta are wanted"),
+        ({"retries": "3"}, "retry_policy.max_retries"),
+        ({"lane": 5}, "invalid_input: lane_id: must be text"),
+        ({"name": 5}, "invalid_input: name: must be text"),
+    ],
+    ids=["capabilities", "number", "timeout", "deadline", "backoff", "retries", "lane", "name"],
+)
+async def test_a_task_is_not_declared_with_something_of_another_kind(options: dict[str, Any], told: str) -> None:
+    fabric = Fabric()
+
+    async def job() -> None: ...
+
+    with pytest.raises(ValidationError, match=told):
+        fabric.task(**options)(job)
+    assert fabric.tasks == {}
+
+
+@pytest.mark.parametrize("kind", [list, tuple, set, iter], ids=["list", "tuple", "set", "iterator"])
+async def test_capabilities_come_as_any_collection(url: str, rows: Any, kind: Any) -> None:
+    fabric = Fabric(url)
+
+    @fabric.task(capabilities=kind(["gpu", "cpu"]))
+    async def job() -> None: ...
+
+    async with fabric:
+        run = await job.submit()
+        again = await job.options(priority=1).submit()
+    for one in (run, again):
+        (stored,) = await rows.of("execution_input", execution_id=one.id[-36:])
+        assert '"required_capabilities": ["cpu", "gpu"]' in stored["policy"]
+
+
+async def test_a_fabric_told_something_of_another_kind_is_refused(url: str) -> None:
+    wrong: list[dict[str, Any]] = [{"settings": "x"}, {"settings": {}}, {"lane": ["a"]}, {"namespace": None}]
+    for options in wrong:
+        with pytest.raises(ValidationError, match=f"invalid_input: {next(iter(options))}"):
+            Fabric(url, **options)
+    with pytest.raises(SettingsError, match="FF_DATABASE_URL: "):
+        async with Fabric(5):  # type: ignore[arg-type]
+            pass
+    with pytest.raises(TypeError, match="a task is a function, got 'name'"):
+        Fabric().task("name")  # type: ignore[call-overload]
+    with pytest.raises(TypeError, match="a task is wanted, got <built-in function print>"):
+        Fabric().add(print)  # type: ignore[arg-type]
+    fabric = Fabric(url)
+
+    @fabric.task
+    async def job() -> None: ...
+
+    async with fabric:
+        with pytest.raises(ValidationError, match="invalid_input: delay: "):
+            await job.options(delay="soon").submit()  # type: ignore[arg-type]
+        with pytest.raises(ValidationError, match="invalid_input: lanes: "):
+            fabric.worker(lanes="mail")
+        with pytest.raises(ValidationError, match="tags: "):
+            await job.options(tags="a.b").submit()  # type: ignore[arg-type]
+    with pytest.raises(ValidationError, match=r"'x' is no execution_id, which reads \{fp:<number>\}:<uuid>"):
+        job.find("x")
 
 
 async def test_what_cannot_be_submitted_is_refused_at_once(url: str) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from pydantic import SecretStr, ValidationError
 
-from flowfabric.settings import Settings, SettingsError
+from flowfabric.settings import Settings, SettingsError, SettingsFields
 
 
 @pytest.fixture(autouse=True)
@@ -138,6 +138,50 @@ def test_no_password_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "pa55word" not in repr(Settings(database_url="postgresql://user:pa55word@host/db"))
 
 
+@pytest.mark.parametrize(
+    "url",
+    [
+        "postgresql://user:pa55word@host:99999/db",
+        "postgresql://user:pa55word@host:0/db",
+        "postgresql://user:pa55word@host:-1/db",
+        "postgresql://user:pa55word@host:abc/db",
+        "postgresql://user:pa55word@[::1/db",
+        "postgresql://user:pa55word@[::1]:abc/db",
+        "postgresql://user:pa55word@::1/db",
+        "postgresql://user:pa55word/x@host/db",
+        "postgresql://user:pa55word[@host/db",
+        "postgresql://user:pa55word@a:1,b:x/db",
+        "postgresql://user:pa55word@/db?host=/run&port=99999",
+        "postgresql://user:pa55word℀@host/db",
+    ],
+    ids=range(12),
+)
+def test_an_address_that_cannot_be_asked_for_is_refused_without_its_password(
+    monkeypatch: pytest.MonkeyPatch, url: str
+) -> None:
+    monkeypatch.setenv("FF_DATABASE_URL", url)
+    with pytest.raises(SettingsError, match=r"^FF_DATABASE_URL: ") as refused:
+        Settings()
+    assert "pa55word" not in f"{refused.value} {refused.value!r}"
+    assert refused.value.__cause__ is None
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "postgresql:///db",
+        "postgres://host",
+        "postgresql://user:pa%2F55@host:65535/db?sslmode=require",
+        "postgresql://user@[::1]:5432/db",
+        "postgresql://a:1,b:2/db",
+        "postgresql://user@/db?host=/run/postgresql&port=5433",
+        "postgresql://%2Frun%2Fpostgresql/db",
+    ],
+)
+def test_every_address_that_postgres_takes_is_taken(url: str) -> None:
+    assert Settings(database_url=url).database_url == url
+
+
 @pytest.mark.parametrize("name", ["FF_WAITPOINT_HMAC_SECRET", "FF_SECRET_KEY", "FF_SECRET_KEY_OLD"])
 def test_no_secret_is_shown(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setenv("FF_SECRET_KEY", "cd" * 32)
@@ -165,6 +209,48 @@ def test_a_setting_that_does_not_exist_is_refused() -> None:
     given: dict[str, Any] = {"pool": 3}
     with pytest.raises(SettingsError, match="there is no setting pool"):
         Settings(**given)
+
+
+def test_code_may_name_every_setting_in_every_form_that_is_accepted() -> None:
+    assert set(SettingsFields.__annotations__) == {*Settings.model_fields, "schema"}
+    settings = Settings(schema="tenant", home="x", lanes=["a", "b"], secret_key="ab" * 32)
+    assert (settings.schema_name, settings.home, settings.lanes) == ("tenant", Path("x"), ("a", "b"))
+    assert settings.secret_keys == [b"\xab" * 32]
+    with pytest.raises(SettingsError, match=r"^FF_SCHEMA=a-b: "):
+        Settings(schema="a-b")
+    with pytest.raises(SettingsError, match="there is no setting schema"):
+        Settings(schema="a", schema_name="b")
+
+
+def test_a_variable_that_is_no_setting_is_warned_of_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("FF_DATABSE_URL", "postgresql://user:pa55word@host/db")
+    monkeypatch.setenv("FF_QWERTY", "1")
+    monkeypatch.setenv("FF_LISTEN", "false")
+    monkeypatch.setenv("FF_TEST_POSTGRES", "16")
+    monkeypatch.setenv("SCHEMA", "of_others")
+    for _ in range(2):
+        assert Settings().schema_name == "flowfabric"
+    assert [record.getMessage() for record in caplog.records] == [
+        "FF_DATABSE_URL is no setting and has no effect; is FF_DATABASE_URL meant?",
+        "FF_QWERTY is no setting and has no effect",
+    ]
+
+
+def test_no_variable_of_our_own_is_warned_of(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    values = {"FF_HOME": "x", "FF_SCHEMA": "x", "FF_TEST_POSTGRES": "18", "FF_TEST_DATABASE_URL": "x"}
+    for name, field in Settings.model_fields.items():
+        value = field.default
+        variable = str(field.validation_alias or f"FF_{name.upper()}")
+        values.setdefault(
+            variable, "" if value is None else ",".join(value) if isinstance(value, tuple) else str(value)
+        )
+    del values["FF_MIGRATE_ON_START"]
+    for variable, text in values.items():
+        monkeypatch.setenv(variable, text)
+    Settings()
+    assert caplog.text == ""
 
 
 def test_settings_do_not_change() -> None:

@@ -2,9 +2,10 @@
 
 import asyncio
 import functools
+import math
 import os
 import socket
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from contextlib import AsyncExitStack
 from datetime import timedelta
 from types import TracebackType
@@ -12,7 +13,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, Self, TypedDict, TypeVa
 
 from flowfabric.engine.engine import Engine
 from flowfabric.model.errors import OperationTimeoutError, error
-from flowfabric.model.ids import ExecutionId, parse_execution_id
+from flowfabric.model.ids import ExecutionId, check_lane_id, parse_execution_id
 from flowfabric.model.outcomes import Duplicate, ExecutionInfo
 from flowfabric.model.policy import (
     Backoff,
@@ -24,6 +25,7 @@ from flowfabric.model.policy import (
     TimeoutPolicy,
 )
 from flowfabric.model.states import PublicState, TerminalOutcome
+from flowfabric.model.text import check_items, check_short, check_text, shown
 from flowfabric.settings import Settings
 from flowfabric.worker.context import Context
 from flowfabric.worker.handler import Handler
@@ -69,7 +71,7 @@ class SubmitOptions(TypedDict, total=False):
     """How long the execution may take, from its submission to its end."""
     delay: Seconds
     """How long it waits before it may be claimed."""
-    capabilities: Sequence[str]
+    capabilities: Iterable[str]
     """What a worker must offer."""
     idempotency_key: str
     """A submission under a key that is known already gives the run it belongs to."""
@@ -81,6 +83,9 @@ class TaskOptions(SubmitOptions, total=False):
 
     name: str
     """The kind of its executions: the function's name when absent. Queued work knows its task by this."""
+
+
+Options = TypeVar("Options", bound=SubmitOptions)
 
 
 class Run(Generic[Kept]):
@@ -133,6 +138,8 @@ class Task(Generic[Called, Params, Returned]):
         self._fabric = fabric
         self._options = options
         self._policy = _policy(options)
+        if "lane" in options:
+            check_lane_id(options["lane"])
         self.name = name
         self.handler = handler
 
@@ -151,8 +158,8 @@ class Task(Generic[Called, Params, Returned]):
 
     def options(self, **options: Unpack[SubmitOptions]) -> Self:
         """The same task with these options instead of its own: `await add.options(priority=5).submit(1, 2)`."""
-        _check_options(options, SubmitOptions)
-        return type(self)(self._fabric, self.name, self.handler, {**self._options, **options})
+        given = _checked(options, SubmitOptions)
+        return type(self)(self._fabric, self.name, self.handler, {**self._options, **given})
 
     @overload
     async def submit(
@@ -176,7 +183,7 @@ class Task(Generic[Called, Params, Returned]):
             idempotency_key=options.get("idempotency_key"),
             tags=options.get("tags"),
             policy=self._policy,
-            delay_until=None if delay is None else await engine.server_time_ms() + _milliseconds(delay),
+            delay_until=None if delay is None else await engine.server_time_ms() + _milliseconds(delay, "delay"),
         )
         return Run(self._fabric, made.execution_id, self.handler, is_duplicate=isinstance(made, Duplicate))
 
@@ -193,9 +200,8 @@ class TaskDecorator:
     """What makes a function a task: `@fabric.task`, or `@fabric.task(retries=3)`."""
 
     def __init__(self, fabric: "Fabric", options: TaskOptions) -> None:
-        _check_options(options, TaskOptions)
         self._fabric = fabric
-        self._options = options
+        self._options = _checked(options, TaskOptions)
 
     @overload
     def __call__(
@@ -210,8 +216,10 @@ class TaskDecorator:
         if not functions:
             return TaskDecorator(self._fabric, cast(TaskOptions, {**self._options, **options}))
         (function,) = functions
+        if not callable(function):
+            raise TypeError(f"a task is a function, got {shown(function)}; options have names: task(retries=3)")
         submit_options = self._options.copy()
-        name = submit_options.pop("name", function.__name__)
+        name = check_text(submit_options.pop("name", function.__name__), "name")
         return self._fabric.add(Task(self._fabric, name, Handler(function), submit_options))
 
 
@@ -229,10 +237,12 @@ class Fabric:
         namespace: str = "default",
         lane: str = "default",
     ) -> None:
+        if not isinstance(settings, Settings | None):
+            raise error("invalid_input", f"settings: must be Settings, got {shown(settings)}")
         self._url = url
         self._settings = settings
-        self.namespace = namespace
-        self.lane = lane
+        self.namespace = check_short(namespace, "namespace")
+        self.lane = check_lane_id(lane)
         self.identity = f"{socket.gethostname()}-{os.getpid()}"
         self.tasks: dict[str, Task[Any, Any, Any]] = {}
         self._engine: Engine | None = None
@@ -266,6 +276,8 @@ class Fabric:
 
     def add(self, task: Task[Called, Params, Returned]) -> Task[Called, Params, Returned]:
         """Have the workers of this fabric run a task."""
+        if not isinstance(task, Task):
+            raise TypeError(f"a task is wanted, got {shown(task)}; `@fabric.task` makes one of a function")
         if task.name in self.tasks:
             raise ValueError(f"there is a task {task.name!r} already; give this one another name=")
         self.tasks[task.name] = task
@@ -287,13 +299,20 @@ class Fabric:
         asyncio.run(work())
 
 
-def _check_options(options: Mapping[str, object], known: type) -> None:
+def _checked(options: Options, known: type[Options]) -> Options:
+    """The options, all of them known, with a collection that may be read again."""
     if unknown := options.keys() - known.__annotations__.keys():
         raise TypeError(f"no such option: {', '.join(sorted(unknown))}")
+    if options.get("capabilities") is None:
+        return options
+    return cast(Options, {**options, "capabilities": check_items(options["capabilities"], "capabilities")})
 
 
-def _milliseconds(seconds: Seconds) -> int:
-    return round((seconds.total_seconds() if isinstance(seconds, timedelta) else seconds) * 1000)
+def _milliseconds(given: object, option: str) -> int:
+    seconds = given.total_seconds() if isinstance(given, timedelta) else given
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not math.isfinite(seconds):
+        raise error("invalid_input", f"{option}: seconds or a timedelta are wanted, got {shown(given)}")
+    return round(seconds * 1000)
 
 
 def _policy(options: SubmitOptions) -> ExecutionPolicy | None:
@@ -303,17 +322,18 @@ def _policy(options: SubmitOptions) -> ExecutionPolicy | None:
         case FixedBackoff() | ExponentialBackoff() as given:
             backoff = given
         case seconds:
-            backoff = FixedBackoff(delay_ms=_milliseconds(seconds))
-    retries, capabilities = options.get("retries", 0), options.get("capabilities")
+            backoff = FixedBackoff(delay_ms=_milliseconds(seconds, "backoff"))
+    retries = options.get("retries", 0)
+    capabilities = tuple(options.get("capabilities") or ())
     timeout, deadline = options.get("timeout"), options.get("deadline")
     policy = ExecutionPolicy(
         retry_policy=RetryPolicy(max_retries=retries, backoff=backoff) if retries else None,
         timeout_policy=None
         if timeout is None and deadline is None
         else TimeoutPolicy(
-            attempt_timeout_ms=None if timeout is None else _milliseconds(timeout),
-            execution_deadline_ms=None if deadline is None else _milliseconds(deadline),
+            attempt_timeout_ms=None if timeout is None else _milliseconds(timeout, "timeout"),
+            execution_deadline_ms=None if deadline is None else _milliseconds(deadline, "deadline"),
         ),
-        routing_requirements=RoutingRequirements(required_capabilities=tuple(capabilities)) if capabilities else None,
+        routing_requirements=RoutingRequirements(required_capabilities=capabilities) if capabilities else None,
     )
     return None if policy == ExecutionPolicy() else policy

@@ -1,7 +1,12 @@
 """What a process is configured with: from the environment, and from code where code says otherwise."""
 
+import difflib
+import logging
+import os
+from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
-from typing import Annotated, Self
+from typing import Annotated, Any, Self, TypedDict, Unpack
 
 from pydantic import (
     Field,
@@ -12,14 +17,20 @@ from pydantic import (
     field_validator,
     model_validator,
 )
+from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
+from flowfabric.db.database import check_url
 from flowfabric.db.migrate import check_schema_name
 from flowfabric.model.errors import EngineError
 from flowfabric.model.ids import MAX_PARTITION_COUNT, check_lane_id
 from flowfabric.model.keys import check_secret
 
+logger = logging.getLogger(__name__)
+
 PREFIX = "FF_"
+TEST_PREFIX = f"{PREFIX}TEST_"
+"""What the variables begin with that only our tests read."""
 
 Count = Annotated[int, Field(ge=1)]
 PartitionCount = Annotated[int, Field(ge=1, le=MAX_PARTITION_COUNT)]
@@ -33,6 +44,38 @@ _UNSHOWN = frozenset(
 
 class SettingsError(RuntimeError):
     """A value that cannot be used; the text names its environment variable."""
+
+
+class SettingsFields(TypedDict, total=False):
+    """What code may set, in every form that is accepted; what is absent is read from the environment."""
+
+    database_url: str | None
+    home: Path | str
+    database_pool_size: int
+    schema: str
+    """The same as `schema_name`."""
+    schema_name: str
+    migrate_on_start: bool | None
+    lanes: Sequence[str]
+    flow_partitions: int
+    budget_partitions: int
+    quota_partitions: int
+    listen: bool
+    retention_ms: int
+    feed_retention_ms: int
+    instance_tag: str
+    lease_renewal_events: bool
+    waitpoint_hmac_secret: SecretStr | str | None
+    secret_key: SecretStr | str | None
+    secret_key_old: SecretStr | str | None
+    callback_url: str | None
+    lease_expiry_interval_ms: int
+    delayed_promoter_interval_ms: int
+    attempt_timeout_interval_s: int
+    execution_deadline_interval_s: int
+    suspension_timeout_interval_s: int
+    pending_wp_expiry_interval_s: int
+    retention_trimmer_interval_s: int
 
 
 class Settings(BaseSettings):
@@ -66,6 +109,14 @@ class Settings(BaseSettings):
     pending_wp_expiry_interval_s: Count = 5
     retention_trimmer_interval_s: Count = 60
 
+    def __init__(self, **given: Unpack[SettingsFields]) -> None:
+        """Read the environment where code says nothing else; a variable that is no setting is warned of."""
+        values: dict[str, Any] = {**given}
+        if "schema_name" not in values and "schema" in values:
+            values["schema_name"] = values.pop("schema")
+        super().__init__(**values)
+        _warn_of(tuple(sorted(name for name in map(str.upper, os.environ) if _is_unknown(name))))
+
     @property
     def migrates(self) -> bool:
         """Whether this process brings the schema up to date when it starts: its own embedded one unless told."""
@@ -80,9 +131,7 @@ class Settings(BaseSettings):
     @field_validator("database_url")
     @classmethod
     def _postgres_url(cls, url: str | None) -> str | None:
-        if url and not url.startswith(("postgresql://", "postgres://")):
-            raise ValueError("must begin with postgresql://")
-        return url or None
+        return check_url(url) if url else None
 
     @field_validator("callback_url")
     @classmethod
@@ -152,6 +201,28 @@ def _complaint(settings: type[Settings], location: tuple[int | str, ...], messag
     field = settings.model_fields.get(name)
     if field is None and not name.startswith(PREFIX):
         return f"there is no setting {name}"
-    variable = name if field is None else str(field.validation_alias or f"{PREFIX}{name.upper()}")
+    variable = name if field is None else _variable(name, field)
     shown = "" if variable in _UNSHOWN else f"={value}"
     return f"{variable}{shown}: {message.removeprefix('Value error, ')}"
+
+
+@cache
+def variables() -> tuple[str, ...]:
+    """The variables there are."""
+    return tuple(_variable(name, field) for name, field in Settings.model_fields.items())
+
+
+def _variable(name: str, field: FieldInfo) -> str:
+    return str(field.validation_alias or f"{PREFIX}{name.upper()}")
+
+
+def _is_unknown(name: str) -> bool:
+    return name.startswith(PREFIX) and not name.startswith(TEST_PREFIX) and name not in variables()
+
+
+@cache
+def _warn_of(names: tuple[str, ...]) -> None:
+    """Say once of each such environment that some of its variables have no effect."""
+    for name in names:
+        near = difflib.get_close_matches(name, variables(), n=1, cutoff=0.8)
+        logger.warning("%s is no setting and has no effect%s", name, f"; is {near[0]} meant?" if near else "")

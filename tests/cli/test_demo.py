@@ -9,7 +9,7 @@ import sys
 def run_demo(url: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(
         [sys.executable, "-m", "flowfabric.cli.demo"],
-        env={**os.environ, "FF_DATABASE_URL": url, "TERM": "dumb"},
+        env={**os.environ, "FF_DATABASE_URL": url, "TERM": "dumb", "COLUMNS": "60"},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
@@ -25,4 +25,6 @@ async def test_the_demo_loses_nothing_and_says_so_in_plain_text(url: str) -> Non
     said = re.search(r"Nothing was lost: 300 of 300 executions succeeded, (\d+) of them taken over", done.stdout)
     assert said is not None
     assert int(said.group(1)) >= 1
+    assert "…" not in done.stdout
+    assert re.search(r"task\W+done\W+attempts\W+retries\W+recovered\W+p50\s", done.stdout)
     assert re.search(r"charge\W+100/100\W+25\d\W+150\W", done.stdout)

@@ -88,8 +88,11 @@ def test_sql_is_printed_without_a_database(ff: CliRunner, monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("arguments", "code", "reason"),
     [
-        (["--schema", "Not Plain"], 2, "FF_SCHEMA=Not Plain: "),
-        (["--database-url", "mysql://host/db"], 2, "FF_DATABASE_URL: must begin with postgresql://"),
+        (["--schema", "a-b"], 2, "--schema: 'a-b' is not a schema name"),
+        (["--database-url", "mysql://host/db"], 2, "--database-url: must begin with postgresql://"),
+        (["--database-url", "postgresql://u:pw@host:99999/db"], 2, "--database-url: names no port from 1 to 65535"),
+        (["--after", "1"], 2, "--after goes with --sql alone"),
+        (["--check", "--after", "0"], 2, "--after goes with --sql alone"),
         (["--sql", "--check"], 2, "--sql goes with neither --check nor --json"),
         (["--database-url", "postgresql://127.0.0.1:1/nowhere"], 1, "the database does not answer as it should: "),
     ],
@@ -99,6 +102,42 @@ def test_a_failure_is_one_line_on_stderr(ff: CliRunner, arguments: list[str], co
     assert (result.exit_code, result.stdout) == (code, "")
     assert result.stderr.startswith(f"ff: {reason}")
     assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("FF_SCHEMA", "a-b"),
+        ("FF_DATABASE_URL", "postgresql://u:pw@host:99999/db"),
+        ("FF_DATABASE_URL", "postgresql://u:pw@host:abc/db"),
+        ("FF_DATABASE_URL", "postgresql://u:pw@[::1/db"),
+    ],
+)
+def test_a_wrong_setting_is_one_line_that_names_its_variable(
+    ff: CliRunner, monkeypatch: pytest.MonkeyPatch, variable: str, value: str
+) -> None:
+    monkeypatch.setenv(variable, value)
+    result = ff.invoke(app, ["migrate"])
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith(f"ff: {variable}")
+    assert result.stderr.count("\n") == 1
+    assert "pw" not in result.stderr
+
+
+def test_check_makes_no_server_where_there_is_none(
+    ff: CliRunner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = tmp_path / "home"
+    monkeypatch.setenv("FF_HOME", str(home))
+    result = ff.invoke(app, ["migrate", "--check"])
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert result.stderr == f"ff: there is no embedded server at {Embedded.data_of(home)}: `ff migrate` makes one\n"
+    result = ff.invoke(app, ["migrate", "--check", "--json"])
+    assert result.exit_code == 1
+    answer = json.loads(result.stdout)
+    assert (answer["runs"], answer["verdict"], len(answer["pending"])) == (False, "behind", NEWEST)
+    assert not home.exists()
+    assert not Embedded.data_of(home).exists()
 
 
 def test_the_installed_command_migrates_a_home_and_leaves_no_server_running(tmp_path: Path) -> None:
@@ -115,5 +154,6 @@ def test_the_installed_command_migrates_a_home_and_leaves_no_server_running(tmp_
     assert len(json.loads(done.stdout)["applied"]) == NEWEST
     server = Embedded.start(tmp_path / "home")
     data = server.data
+    assert data == Embedded.data_of(tmp_path / "home")
     server.release(discard=True)
     assert not data.exists()

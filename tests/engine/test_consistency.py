@@ -224,5 +224,6 @@ async def test_it_looks_at_every_row_and_stops_at_the_limit(
         assert [one.execution_id for one in await engine.find_inconsistencies()] == ids
         for limit in (0, 1, 3, 7):
             assert len(await engine.find_inconsistencies(limit=limit)) == limit
+        assert len(await engine.find_inconsistencies(limit=2**62)) == 7
         for wrong in (-1, "5", None):
             await refused(engine.find_inconsistencies(limit=wrong), "invalid_input", "limit")  # type: ignore[arg-type]

@@ -3,7 +3,9 @@
 from typing import Any
 
 from flowfabric.engine.engine import Engine
+from flowfabric.model.ids import ExecutionId
 from flowfabric.model.outcomes import Created, Duplicate
+from flowfabric.model.states import PublicState
 
 from .state import Creating, both_creates, claim, items, new, refused
 
@@ -236,3 +238,15 @@ async def test_the_first_of_several_items_with_one_id_wins_whatever_their_keys(e
             assert [type(verdict) for verdict in verdicts] == [Created, Duplicate], keys
             kept = {entry["idempotency_key"] for entry in await rows.of("idempotency", execution_id=named[-36:])}
             assert kept == {key for key in keys[:1] if key}
+
+
+async def test_items_of_one_call_that_share_an_id_or_a_key_are_answered_in_their_order(engine: Engine) -> None:
+    here = (await engine.create_execution(**new())).execution_id[:-36]
+    given = ExecutionId(here + FIRST[-36:])
+    # The third shares nothing with the first, and must not overtake the second for that.
+    verdicts = await engine.create_many(
+        items(new(execution_id=given), new(execution_id=given, idempotency_key="k"), new(idempotency_key="k"))
+    )
+    created = Created(execution_id=given, public_state=PublicState.WAITING)
+    assert verdicts[:2] == [created, Duplicate(execution_id=given)]
+    assert isinstance(verdicts[2], Created)

@@ -7,11 +7,12 @@ import pytest
 
 from flowfabric.engine import claim as claim_family
 from flowfabric.engine.engine import Engine
+from flowfabric.model.errors import EngineError
 from flowfabric.model.grants import NotReclaimable
 from flowfabric.model.keys import HmacKids, VerifyingKid
 from flowfabric.model.states import PublicState
 
-from .grants import claim_named, claim_resumed, grant, granted, known, reclaim, reclaim_grant, resumable
+from .grants import claim_named, claim_resumed, grant, granted, known, reclaim, reclaim_grant, resumable, worker
 from .state import claim, ids, made, new, refused
 
 GPU = {"routing_requirements": {"required_capabilities": ["gpu"]}}
@@ -132,3 +133,19 @@ async def test_executions_of_one_uuid_in_several_partitions_expire_together(
     assert await engine.expiry.expire_due() == 4
     assert {row["public_state"] for row in await rows.of("execution")} == {"expired"}
     assert await engine.expiry.expire_due() == 0
+
+
+async def test_a_claim_that_is_undone_leaves_no_number_of_its_worker_to_remember(
+    engine: Engine, given: Any, connection: Any
+) -> None:
+    waiting = await given.created()
+    await grant(engine, waiting, "newcomer")
+    await connection.execute("alter table execution add constraint nobody check (worker_no is null) not valid")
+    with pytest.raises(EngineError):
+        await engine.claim_execution(execution_id=waiting, **worker("newcomer"))
+    await connection.execute("alter table execution drop constraint nobody")
+    await engine.claim_execution(execution_id=waiting, **worker("newcomer"))
+    described = await engine.describe_execution(waiting)
+    assert described is not None
+    assert described.current_lease is not None
+    assert described.current_lease.worker_instance_id == worker("newcomer")["worker_instance_id"]

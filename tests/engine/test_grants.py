@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from flowfabric.engine import grant as grant_family
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.marks import Marks
 from flowfabric.model.grants import ClaimGrant, Granted, NoWork
@@ -446,9 +447,18 @@ async def test_a_scan_lists_what_waits_in_the_order_of_claims(engine: Engine, gi
         assert await engine.scan_eligible_executions(lane_id="unknown") == []
 
 
-@pytest.mark.parametrize("limit", [-1, 10_001, None, "5"])
+@pytest.mark.parametrize("limit", [-1, None, "5"])
 async def test_a_scan_has_a_limit(engine: Engine, limit: Any) -> None:
     await refused(engine.scan_eligible_executions(lane_id="default", limit=limit), "invalid_input", "limit")
+
+
+async def test_a_scan_asked_for_longer_than_it_can_be_is_cut(
+    engine: Engine, given: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = [await given.created() for _ in range(3)]
+    assert await engine.scan_eligible_executions(lane_id="default", limit=50_000) == made
+    monkeypatch.setattr(grant_family, "MAX_SCAN", 2)
+    assert await engine.scan_eligible_executions(lane_id="default", limit=3) == made[:2]
 
 
 async def test_a_scan_takes_no_lock(engine: Engine, given: Any, connection: Any) -> None:

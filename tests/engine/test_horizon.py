@@ -56,11 +56,3 @@ def test_the_dearer_a_look_the_rarer_a_whole_one(horizon: Horizon, clock: HandCl
     assert horizon.look() == 49_000
     clock.now += 0.02
     assert horizon.look() == 0
-
-
-def test_what_is_forgotten_is_looked_for_from_the_beginning_once(horizon: Horizon) -> None:
-    horizon.reach(50_000)
-    horizon.forget()
-    assert horizon.look() == 0
-    horizon.reach(50_000)
-    assert horizon.look() == 49_000

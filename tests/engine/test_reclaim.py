@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 
 from flowfabric.engine.engine import Engine
+from flowfabric.model.grants import ReclaimCapExceeded
+from flowfabric.model.policy import ExecutionPolicy, reclaim_cap
 from flowfabric.model.states import AttemptType, HandleKind
 
 from .state import ACTIVE, FAILED, LAPSED, REVOKED, attempts, claim, ids, lease_left, refused, revoke, told, vector
@@ -180,6 +182,25 @@ async def test_at_the_cap_the_execution_fails(
     assert (event["lease_id"], event["lease_epoch"], event["attempt_index"]) == (last.lease_id, cap + 1, cap)
     refusal = await refused(engine.complete(last), "execution_not_active")
     assert refusal.detail["terminal_outcome"] == "failed"  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    ("policy", "cap"), [(None, reclaim_cap(None)), ({}, reclaim_cap(ExecutionPolicy()))], ids=["no policy", "policy"]
+)
+async def test_claims_and_grants_know_the_same_cap_of_who_names_none(
+    engine: Engine, given: Any, connection: Any, policy: dict[str, Any] | None, cap: int
+) -> None:
+    below, at, granted = [await given.reclaimable(policy=policy, lane_id=lane) for lane in ("below", "at", "granted")]
+    # So many losses one after the other would take minutes.
+    lost = "update execution set reclaim_count = $1 - (execution_id = $2)::int"
+    await connection.execute(lost, cap, below.execution_id[-36:])
+    assert ids(await claim(engine, "below")) == [below.execution_id]
+    assert ids(await claim(engine, "at")) == []
+    assert await engine.read_execution_state(at.execution_id) == "failed"
+    refusal = await engine.issue_reclaim_grant(
+        execution_id=granted.execution_id, lane_id="granted", worker_id="worker", worker_instance_id="worker-1"
+    )
+    assert refusal == ReclaimCapExceeded(execution_id=granted.execution_id, reclaim_count=cap)
 
 
 async def test_a_search_goes_on_behind_an_execution_at_its_cap(engine: Engine, given: Any) -> None:

@@ -134,7 +134,10 @@ async def test_an_engine_beside_one_that_runs_takes_the_keys_it_knows(
 
 @pytest.mark.parametrize(
     ("key", "told"),
-    [(None, "FF_SECRET_KEY is not set"), (OTHER, "FF_SECRET_KEY is not the one")],
+    [
+        (None, "FF_SECRET_KEY is not set: it must be the one that the signing key"),
+        (OTHER, "FF_SECRET_KEY is not the one"),
+    ],
     ids=["none", "other"],
 )
 async def test_nobody_starts_without_the_key_that_the_secrets_are_sealed_under(

@@ -420,3 +420,42 @@ async def test_a_retry_does_not_read_the_signals_of_the_attempt_before(engine: E
     (retried,) = await claim(engine)
     assert await engine.observe_signals(retried.handle) == []
     assert len(await engine.observe_signals(resumed.handle)) == 1
+
+
+async def test_the_signals_of_a_wait_that_another_has_replaced_are_read_by_its_id(
+    engine: Engine, given: Any, clock: Any
+) -> None:
+    async def read(suspension_id: UUID) -> list[Any]:
+        return await engine.observe_signals(handle, suspension_id=suspension_id)
+
+    handle = await given.claimed()
+    by_signals = await suspended(engine, handle, on_all("a", "b"))
+    wait = Waiting(engine, by_signals.handle).on(by_signals.details)
+    for name, key in (("one", "a"), ("again", "a"), ("two", "b")):
+        await wait.send(name, key)
+    seen = {by_signals.details.suspension_id: await engine.observe_signals(handle)}
+    (resumed,) = await claim(engine)
+    deadline = await clock.now() + 1
+    by_deadline = await suspended(
+        engine, resumed.handle, on_all("a", timeout_at=deadline, timeout_behavior="auto_resume")
+    )
+    await clock.advance(ms=1)
+    await engine.expire_suspension(wait.execution_id)
+    seen[by_deadline.details.suspension_id] = await engine.observe_signals(handle)
+    (resumed,) = await claim(engine)
+    by_operator = await suspended(engine, resumed.handle, on_all("a", "b"))
+    await wait.on(by_operator.details).send("half", "a")
+    await engine.resume_execution(execution_id=wait.execution_id)
+    seen[by_operator.details.suspension_id] = await engine.observe_signals(handle)
+    (resumed,) = await claim(engine)
+    latest = await suspended(engine, resumed.handle)
+    await wait.on(latest.details).send("other")
+    seen[latest.details.suspension_id] = await engine.observe_signals(handle)
+    assert {suspension_id: await read(suspension_id) for suspension_id in seen} == seen
+    assert [[(one.signal_name, one.satisfier) for one in each] for each in seen.values()] == [
+        [("one", True), ("again", False), ("two", True)],
+        [("timeout", True)],
+        [("half", False)],
+        [("other", False)],
+    ]
+    assert await read(uuid4()) == []

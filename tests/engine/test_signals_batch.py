@@ -2,8 +2,7 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from typing import Any
 from uuid import uuid4
 
@@ -19,7 +18,7 @@ from flowfabric.reconcile.loop import Reconciler
 
 from .sending import Waiting, signals, waiting
 from .state import refused
-from .waits import args, suspended, suspension, waitpoint
+from .waits import args, rewriting, suspended, suspension, waitpoint, waitpoints
 
 GOOD = 99
 APPENDED = "appended_to_waitpoint"
@@ -37,14 +36,6 @@ async def sent(engine: Engine, deliveries: Sequence[dict[str, Any]]) -> list[Any
     return [answer.code if isinstance(answer, EngineError) else answer for answer in answers]
 
 
-@asynccontextmanager
-async def held(connection: asyncpg.Connection, table: str, execution_id: str) -> AsyncIterator[None]:
-    """Keep a row of an execution locked."""
-    async with connection.transaction():
-        await connection.execute(f"select from {table} where execution_id = $1 for update", execution_id[-36:])
-        yield
-
-
 async def check_resumed(rows: Any, waits: Sequence[Waiting]) -> None:
     """Each of them is resumed by its own signal, and that is told once."""
     told = Counter(str(event["execution_id"]) for event in await rows.of("event") if event["outcome"] == 6)
@@ -53,6 +44,8 @@ async def check_resumed(rows: Any, waits: Sequence[Waiting]) -> None:
         assert stored["payload"] == wait.execution_id.encode()
         closed = await suspension(rows, wait.execution_id)
         assert (closed["close_reason"], closed["satisfier_ids"]) == ("resumed", [stored["signal_id"]])
+        (point,) = await waitpoints(rows, wait.execution_id)
+        assert (point["state"], point["close_reason"], point["signal_count"]) == ("closed", "resumed", 1)
         assert (await rows.execution(wait.execution_id))["public_state"] == "resumable"
         assert told[wait.execution_id[-36:]] == 1
 
@@ -116,7 +109,7 @@ async def test_one_held_row_does_not_hold_the_other_callers(
     engine: Engine, given: Any, rows: Any, connection: asyncpg.Connection, table: str
 ) -> None:
     waits = await many(engine, given)
-    async with held(connection, table, waits[50].execution_id):
+    async with rewriting(connection, table, waits[50].execution_id):
         tasks = [asyncio.create_task(engine.deliver_signal(**own(wait))) for wait in waits]
         async with asyncio.timeout(1.9):
             answers = await asyncio.gather(*(task for at, task in enumerate(tasks) if at != 50))
@@ -137,7 +130,7 @@ async def test_a_row_held_for_too_long_is_refused_alone(
     monkeypatch.setitem(database._SESSION, "lock_timeout", "60ms")
     engine = await engines()
     waits = await many(engine, given)
-    async with held(connection, table, waits[50].execution_id):
+    async with rewriting(connection, table, waits[50].execution_id):
         async with rows.unchanged():
             await refused(engine.deliver_signal(**own(waits[50])), "retry_exhausted")
         answers = await sent(engine, [own(wait) for wait in waits])

@@ -253,7 +253,7 @@ async def test_a_waitpoint_closed_or_lapsed_before_its_use_says_so(
     async with rows.unchanged():
         await refused(closed.send(), "waitpoint_closed")
         await refused(lapsed.send(), "waitpoint_closed")
-    await engine.timeouts.close_pending()
+    await engine.suspension_timeouts.close_pending()
     async with rows.unchanged():
         await refused(lapsed.send(), "waitpoint_closed")
 
@@ -380,9 +380,11 @@ async def test_what_is_no_handle_of_a_stored_execution_reads_no_signals(
 ) -> None:
     wait = await waiting(engine, given)
     await refused(engine.observe_signals("handle"), "invalid_input", "handle")  # type: ignore[arg-type]
+    await refused(engine.observe_signals(wait.handle, suspension_id="one"), "invalid_input", "suspension_id")
     for table in ("suspension", "execution"):
         await connection.execute(f"delete from {table}")
     await refused(engine.observe_signals(wait.handle), "execution_not_found")
+    await refused(engine.observe_signals(wait.handle, suspension_id=uuid4()), "execution_not_found")
 
 
 def test_a_new_signal_shows_no_token() -> None:

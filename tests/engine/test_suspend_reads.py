@@ -5,7 +5,7 @@ from uuid import uuid4
 
 import pytest
 
-from flowfabric.engine import listing
+from flowfabric.engine import listing, waitpoint
 from flowfabric.engine.engine import Engine
 from flowfabric.model.waits import SuspendedExecution
 
@@ -93,10 +93,19 @@ async def test_a_page_of_none_is_empty(engine: Engine, given: Any) -> None:
     assert (page.entries, page.next_cursor) == ([], None)
 
 
+async def test_a_page_asked_for_longer_than_it_can_be_is_cut(
+    engine: Engine, given: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = {await waiting(engine, given) for _ in range(3)}
+    assert {entry.execution_id for entry in (await engine.list_suspended(limit=50_000)).entries} == ids
+    monkeypatch.setattr(waitpoint, "MAX_LIMIT", 2)
+    page = await engine.list_suspended(limit=3)
+    assert (len(page.entries), page.next_cursor is not None) == (2, True)
+
+
 async def test_a_list_that_cannot_be_is_refused(engine: Engine, given: Any) -> None:
     wrong: list[dict[str, Any]] = [
         {"limit": -1},
-        {"limit": 1001},
         {"limit": "5"},
         {"limit": None},
         {"cursor": ""},

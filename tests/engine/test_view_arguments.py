@@ -52,6 +52,7 @@ OPERATIONS: dict[str, dict[str, Any]] = {
             "read_execution_info",
             "get_execution_result",
             "describe_execution",
+            "explain",
             "read_execution_context",
             "read_current_attempt_index",
             "read_total_attempt_count",

@@ -1,7 +1,11 @@
 """What tests of waiting say: arguments of suspends, keys that sign, and what the tables hold of a wait."""
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 from uuid import UUID, uuid4
+
+import asyncpg
 
 from flowfabric.engine.engine import Engine
 from flowfabric.model.conditions import ByName, Single, all_of_waitpoints
@@ -68,6 +72,16 @@ async def suspended(engine: Engine, handle: Handle, given: SuspendArgs | None = 
     outcome = await engine.suspend(handle, given or args(**overrides))
     assert isinstance(outcome, Suspended), outcome
     return outcome
+
+
+@asynccontextmanager
+async def rewriting(connection: asyncpg.Connection, table: str, execution_id: str) -> AsyncIterator[None]:
+    """Another writer has written a row of an execution again, as a migration does, and commits in the end."""
+    async with connection.transaction():
+        await connection.execute(
+            f"update {table} set partition_key = partition_key where execution_id = $1", execution_id[-36:]
+        )
+        yield
 
 
 async def suspension(rows: Any, execution_id: str) -> dict[str, Any]:

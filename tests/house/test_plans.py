@@ -17,12 +17,14 @@ import pytest
 
 from flowfabric.db.database import Database, Transaction, session_settings
 from flowfabric.db.statements import Statement, Statements
+from flowfabric.engine import release, resume, signals
 from flowfabric.engine.engine import Engine
 from flowfabric.model.conditions import Single
 from flowfabric.model.errors import EngineError
 from flowfabric.model.execution import NewExecution
 from flowfabric.model.grants import Granted
 from flowfabric.model.ids import SuspensionId, WaitpointId
+from flowfabric.model.outcomes import Created
 from flowfabric.model.suspension import Fresh, SuspendArgs, SuspensionReason
 
 ENGINE = Path(__file__).parents[2] / "src" / "flowfabric" / "engine"
@@ -31,6 +33,7 @@ BACKLOG = 10_000
 DELAYED = 5_000
 LEASED = 2_000
 ENDED = 1_000
+ROUTED = {"routing_requirements": {"required_capabilities": ["gpu"]}}
 HOUR = 3_600_000
 DAY = 86_400_000
 
@@ -144,6 +147,24 @@ async def test_operations_on_few_executions_touch_few_rows(full: Engine, touched
     assert touched["read_info"] <= 5
 
 
+async def test_an_explanation_counts_what_is_ahead_no_further_than_it_tells(full: Engine, touched: Touched) -> None:
+    await full.create_many([new(policy=ROUTED) for _ in range(1000)])
+    (first,) = await full.create_many([new(priority=9)])
+    (run,) = await claim(full, 1)
+    (second,) = await full.create_many([new(priority=9)])
+    *_, last = await full.create_many([new() for _ in range(1000)])
+    assert isinstance(first, Created)
+    assert isinstance(second, Created)
+    assert isinstance(last, Created)
+    assert run.execution_id == first.execution_id
+    for execution_id in (first.execution_id, second.execution_id):
+        await full.explain(execution_id)
+        assert touched["read_reasons"] <= 10
+    found = await full.explain(last.execution_id)
+    assert [getattr(reason, "ahead", None) for reason in found.reasons] == [1000]
+    assert touched["read_reasons"] <= 1000 + 10
+
+
 async def test_grants_and_named_claims_touch_few_rows(full: Engine, touched: Touched) -> None:
     planner: dict[str, Any] = {"lane_id": "default", "worker_id": "w", "worker_instance_id": "w-1"}
     assert len(await full.scan_eligible_executions(lane_id="default", limit=10)) == 10
@@ -197,6 +218,25 @@ WALKS = {"list_candidates", "list_suspended", "list_impossible"}
 _SCAN = re.compile(rf"Scan using (\w+) on ({'|'.join(WAITS)})\b")
 
 
+async def walks(connection: asyncpg.Connection, statement: Statement) -> list[str]:
+    """The scans of tables of waits, in the plan of a statement, that do not look for what is given."""
+    wrong = []
+    nothing = f"({', '.join(['null'] * len(statement.parameters))})" if statement.parameters else ""
+    await connection.execute(f"prepare {statement.name} as {statement.sql}")
+    plan = [row[0].strip() for row in await connection.fetch(f"explain execute {statement.name}{nothing}")]
+    for at, line in enumerate(plan):
+        found = _SCAN.search(line)
+        condition = next((each for each in plan[at + 1 : at + 3] if each.startswith("Index Cond")), None)
+        is_of_existence = found is not None and plan[at - 1].startswith(("InitPlan", "One-Time Filter"))
+        if found is None or is_of_existence:
+            continue
+        if condition is None or condition.count(" = ") + condition.count(" <= ") < 1:
+            wrong.append(f"{statement.name}: {line}")
+        elif re.fullmatch(r"Index Cond: \(partition_key = [^)]*\)", condition):
+            wrong.append(f"{statement.name}: {line} {condition}")
+    return wrong
+
+
 async def test_a_plan_made_while_nothing_waits_finds_waits_by_their_keys(url: str) -> None:
     # An index that fits beside the primary key looks as good on an empty table, and the plan lives on.
     connection = await asyncpg.connect(url, server_settings=session_settings("flowfabric"))
@@ -205,22 +245,21 @@ async def test_a_plan_made_while_nothing_waits_finds_waits_by_their_keys(url: st
         for statement in (each for path in sorted(ENGINE.glob("*.sql")) for each in Statements(path)):
             if statement.name in WALKS or not any(re.search(rf"\b{table}\b", statement.sql) for table in WAITS):
                 continue
-            nothing = f"({', '.join(['null'] * len(statement.parameters))})" if statement.parameters else ""
-            await connection.execute(f"prepare {statement.name} as {statement.sql}")
-            plan = [row[0].strip() for row in await connection.fetch(f"explain execute {statement.name}{nothing}")]
-            for at, line in enumerate(plan):
-                found = _SCAN.search(line)
-                condition = next((each for each in plan[at + 1 : at + 3] if each.startswith("Index Cond")), None)
-                is_of_existence = found is not None and plan[at - 1].startswith(("InitPlan", "One-Time Filter"))
-                if found is None or is_of_existence:
-                    continue
-                if condition is None or condition.count(" = ") + condition.count(" <= ") < 1:
-                    wrong.append(f"{statement.name}: {line}")
-                elif re.fullmatch(r"Index Cond: \(partition_key = [^)]*\)", condition):
-                    wrong.append(f"{statement.name}: {line} {condition}")
+            wrong += await walks(connection, statement)
     finally:
         await connection.close()
     assert wrong == []
+
+
+async def test_an_update_of_waits_begins_with_what_is_given_where_the_tables_are_known_to_be_empty(url: str) -> None:
+    # There, a walk over all of an index with what is given as the inner side of the join looks as good.
+    connection = await asyncpg.connect(url, server_settings=session_settings("flowfabric"))
+    try:
+        await connection.execute("vacuum analyze")
+        for statement in (signals.SQL.insert_deliveries, resume.SQL.resume_held, release.SQL.release_executions):
+            assert await walks(connection, statement) == []
+    finally:
+        await connection.close()
 
 
 async def test_sweeps_touch_what_is_due_and_of_that_a_batch(

@@ -123,6 +123,7 @@ async def test_one_wait_touches_its_own_rows_alone(full: Engine, touched: dict[s
     await full.suspend(ahead, on_all())
     for operation in (
         full.describe_execution(ahead.execution_id),
+        full.explain(ahead.execution_id),
         full.list_pending_waitpoints(execution_id=ahead.execution_id),
         full.read_waitpoint_token(execution_id=ahead.execution_id, waitpoint_id=pending.waitpoint_id),
         full.close_waitpoint(execution_id=ahead.execution_id, waitpoint_id=pending.waitpoint_id),
@@ -133,7 +134,7 @@ async def test_one_wait_touches_its_own_rows_alone(full: Engine, touched: dict[s
         await operation
     few = {name: touched[name] for name in touched if name not in ("claim_best", "insert_alike")}
     assert {"lock_for_suspend", "lock_for_suspends", "read_runs", "insert_suspensions"} <= set(few)
-    assert {"set_activated", "list_buffered"} <= set(few)
+    assert {"set_activated", "list_buffered", "read_reasons"} <= set(few)
     assert {name: count for name, count in few.items() if count > 40} == {}
     await clock.advance(ms=WEEK * 52)
     assert await full.retention.trim(limit=2) == 2

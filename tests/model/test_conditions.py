@@ -223,7 +223,7 @@ def test_a_tree_far_too_deep_to_read_is_not_understood() -> None:
         lambda: count(-1, CountKind.DISTINCT_SIGNALS, "a"),
         lambda: count(1, "Distinct", "a"),  # type: ignore[arg-type]
         lambda: count(1, CountKind.DISTINCT_SIGNALS, "a", matcher="go"),
-        lambda: Count(n=1, count_kind=CountKind.DISTINCT_SIGNALS, waitpoints="ab"),  # type: ignore[arg-type]
+        lambda: Count(n=1, count_kind=CountKind.DISTINCT_SIGNALS, waitpoints="ab"),
     ],
 )
 def test_a_condition_of_wrong_parts_cannot_be_built(build: Any) -> None:

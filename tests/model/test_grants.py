@@ -13,7 +13,6 @@ from flowfabric.model.grants import (
     GrantKind,
     grant_id,
     parse_grant_key,
-    partition_text,
     sign_grant,
 )
 from flowfabric.model.ids import ExecutionId
@@ -131,10 +130,6 @@ def test_a_failure_is_told_in_the_detail_of_the_refusal() -> None:
 
 def test_a_grant_is_stored_under_the_hash_of_its_key() -> None:
     assert grant_id(signed()) == hashlib.sha256(signed().encode()).digest()
-
-
-def test_the_partition_key_leads_the_id() -> None:
-    assert partition_text(ID) == "{fp:7}"
 
 
 def test_a_claim_grant_becomes_a_resume_grant_that_names_the_lane() -> None:

@@ -126,7 +126,7 @@ def test_every_prefix_of_a_handle_is_truncated() -> None:
         (b"\x02\x01\x02" + _fields(lease_id=b"\xff"), "InvalidUtf8{field=lease_id}"),
         (b"\x02\x01\x02" + _fields(lane_id=b"\xff"), "InvalidUtf8{field=lane_id}"),
         (b"\x02\x01\x02" + _fields(worker_instance_id=b"\xff"), "InvalidUtf8{field=worker_instance_id}"),
-        (b"\x02\x01\x02" + _fields(execution_id="x"), "ParseField{field=execution_id, MissingTag: 'x'}"),
+        (b"\x02\x01\x02" + _fields(execution_id="x"), "ParseField{field=execution_id, MissingTag: 'x' "),
         (b"\x02\x01\x02" + _fields(attempt_id="x"), "ParseField{field=attempt_id, "),
         (b"\x02\x01\x02" + _fields(lease_id="x"), "ParseField{field=lease_id, "),
     ],

@@ -29,6 +29,8 @@ V7 = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-7[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f
 
 def test_a_canonical_execution_id_is_returned_as_it_is() -> None:
     text = f"{{fp:42}}:{UUID}"
+    assert ids.partition_text(ExecutionId(text)) == "{fp:42}"
+    assert ids.id_head(42) + UUID == ids.format_execution_id(42, UUID) == text
     assert ids.parse_execution_id(text) is text
 
 
@@ -167,22 +169,27 @@ def test_partition_counts_include_both_ends() -> None:
 
 
 def test_executions_of_a_flow_share_its_partition() -> None:
-    flow = FlowId(uuid.UUID(UUID))
+    flow = uuid.UUID(UUID)
     minted = ids.mint_for_flow(flow, Partitions())
     assert ids.split_execution_id(minted)[0] == 24
     assert ids.parse_execution_id(minted) is minted
     fixed = ids.deterministic_for_flow(flow, uuid.UUID(int=1), Partitions())
     assert fixed == "{fp:24}:00000000-0000-0000-0000-000000000001"
+    assert fixed == ids.deterministic_for_flow(UUID, uuid.UUID(int=1), Partitions())
 
 
 def test_executions_outside_a_flow_go_where_the_solo_rule_says() -> None:
-    lane = LaneId("default")
+    lane = "default"
     assert ids.split_execution_id(ids.mint_solo(lane, Partitions()))[0] == 86
     spread = Partitions(solo=lambda _lane, count: count - 1)
     assert ids.split_execution_id(ids.mint_solo(lane, spread))[0] == 255
     fixed = ids.deterministic_solo(lane, uuid.UUID(int=1), Partitions())
     assert fixed == "{fp:86}:00000000-0000-0000-0000-000000000001"
-    assert fixed == ids.deterministic_solo(lane, uuid.UUID(int=1), Partitions())
+    assert fixed == ids.deterministic_solo(lane, str(uuid.UUID(int=1)), Partitions())
+    with pytest.raises(ValidationError, match="lane_id: Empty"):
+        ids.mint_solo("", Partitions())
+    with pytest.raises(ValidationError, match="uuid: must be a UUID"):
+        ids.deterministic_solo(lane, "1", Partitions())
 
 
 def test_minted_uuids_are_version_7_of_now() -> None:

@@ -73,6 +73,7 @@ def test_callers_match_on_these_names() -> None:
         Refreshed NotRegistered Promoted AlreadySatisfied Marked Expired AlreadyTerminal NotYetDue ExecutionInfo
     """
     assert set(names.split()) <= set(OUTCOMES)
+    assert issubclass(outcomes.AlreadyMet, outcomes.AlreadySatisfied)
 
 
 @pytest.mark.parametrize(

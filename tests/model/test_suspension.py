@@ -1,5 +1,6 @@
 import json
 import uuid
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -32,7 +33,6 @@ from flowfabric.model.suspension import (
     SuspensionReason,
     SuspensionRequester,
     UsePending,
-    binding_plain,
     blocking_reason_of,
     check_deadline,
     check_suspend,
@@ -60,6 +60,10 @@ def fresh(key: str, number: int | None = None) -> Fresh:
 
 
 PENDING = UsePending(waitpoint_id=waitpoint(9))
+
+
+def plain_binding(binding: Binding) -> dict[str, dict[str, str]]:
+    return {type(binding).__name__: {name: str(value) for name, value in asdict(binding).items()}}
 
 
 def suspend(condition: Any, *bindings: Any, **others: Any) -> SuspendArgs:
@@ -143,7 +147,7 @@ def test_what_goes_together_is_accepted(args: SuspendArgs) -> None:
 
 def test_arguments_left_out_have_their_defaults() -> None:
     args = suspend(single(), fresh("a"))
-    assert args.resume_policy == ResumePolicy.normal()
+    assert args.resume_policy == ResumePolicy()
     assert args.requested_by is SuspensionRequester.WORKER
     assert (args.timeout_at, args.timeout_behavior) == (None, None)
     assert (args.continuation_metadata_pointer, args.idempotency_key) == (None, None)
@@ -159,13 +163,13 @@ def test_arguments_may_be_json_values() -> None:
         timeout_behavior=TimeoutBehavior.AUTO_RESUME_WITH_TIMEOUT_SIGNAL,
     )
     plain = SuspendArgs(
-        suspension_id=str(SUSPENSION),  # type: ignore[arg-type]
-        waitpoints=[binding_plain(fresh("a")), binding_plain(fresh("b"))],  # type: ignore[arg-type]
+        suspension_id=str(SUSPENSION),
+        waitpoints=[plain_binding(fresh("a")), plain_binding(fresh("b"))],
         resume_condition=condition_plain(BOTH),  # type: ignore[arg-type]
-        resume_policy={"resume_delay_ms": 5},  # type: ignore[arg-type]
-        reason_code="waiting_for_signal",  # type: ignore[arg-type]
-        requested_by="operator",  # type: ignore[arg-type]
-        timeout_behavior="auto_resume",  # type: ignore[arg-type]
+        resume_policy={"resume_delay_ms": 5},
+        reason_code="waiting_for_signal",
+        requested_by="operator",
+        timeout_behavior="auto_resume",
         idempotency_key="",
     )
     assert plain == typed
@@ -230,14 +234,14 @@ bindings = st.one_of(
 
 @given(bindings)
 def test_json_says_the_same_binding(binding: Binding) -> None:
-    assert parse_binding(json.loads(json.dumps(binding_plain(binding)))) == binding
+    assert parse_binding(json.loads(json.dumps(plain_binding(binding)))) == binding
     assert parse_binding(binding) is binding
 
 
 def test_bindings_have_their_json_form() -> None:
     form = {"Fresh": {"waitpoint_id": "00000000-0000-0000-0000-000000000004", "waitpoint_key": "a"}}
-    assert binding_plain(fresh("a", 4)) == form
-    assert binding_plain(PENDING) == {"UsePending": {"waitpoint_id": "00000000-0000-0000-0000-000000000009"}}
+    assert parse_binding(form) == fresh("a", 4)
+    assert parse_binding({"UsePending": {"waitpoint_id": "00000000-0000-0000-0000-000000000009"}}) == PENDING
 
 
 @pytest.mark.parametrize(
@@ -275,15 +279,15 @@ def test_json_says_the_same_resume_policy(policy: ResumePolicy) -> None:
     assert read_stored_resume_policy(resume_policy_json(policy)) == policy
 
 
-def test_the_normal_resume_policy_is_the_default() -> None:
-    assert ResumePolicy.normal() == ResumePolicy(
+def test_a_resume_policy_has_these_defaults() -> None:
+    assert ResumePolicy() == ResumePolicy(
         resume_target=ResumeTarget.RUNNABLE,
         consume_matched_signals=True,
         retain_signal_buffer_until_closed=False,
         resume_delay_ms=None,
         close_waitpoint_on_resume=True,
     )
-    assert parse_resume_policy({}) == read_stored_resume_policy(None) == ResumePolicy.normal()
+    assert parse_resume_policy({}) == read_stored_resume_policy(None) == ResumePolicy()
     assert read_stored_resume_policy('{"resume_delay_ms":5,"newer":1}') == ResumePolicy(resume_delay_ms=5)
 
 

@@ -12,12 +12,12 @@ from flowfabric.engine.engine import Engine
 from flowfabric.model.errors import TransportError
 from flowfabric.model.states import PublicState
 from flowfabric.reconcile.loop import Reconciler
-from flowfabric.reconcile.sweeps import SWEEPS, Sweep, WokenBy
+from flowfabric.reconcile.sweeps import SWEEPS, Sweep
 
 OFTEN = {"lease_expiry_interval_ms": 50, "delayed_promoter_interval_ms": 50}
 
 
-def counting(run: Callable[[int], int], *, every_ms: int = 20, woken_by: WokenBy | None = WokenBy.TIMER) -> Sweep:
+def counting(run: Callable[[int], int], *, every_ms: int = 20, is_woken_by_timers: bool = True) -> Sweep:
     """A sweep that is always due, whose nth batch does what it is told."""
     calls = 0
 
@@ -32,7 +32,7 @@ def counting(run: Callable[[int], int], *, every_ms: int = 20, woken_by: WokenBy
         every=lambda _: timedelta(milliseconds=every_ms),
         batch=10,
         is_due=lambda _: True,
-        woken_by=woken_by,
+        is_woken_by_timers=is_woken_by_timers,
     )
 
 
@@ -119,7 +119,7 @@ async def test_two_loops_do_everything_once(engines: Any, given: Any, clock: Any
 
 
 async def test_a_full_batch_is_followed_by_the_next_without_a_pause(engine: Engine, eventually: Any) -> None:
-    sweep = counting(lambda call: 10 if call <= 5 else 0, every_ms=60_000, woken_by=None)
+    sweep = counting(lambda call: 10 if call <= 5 else 0, every_ms=60_000, is_woken_by_timers=False)
     async with Reconciler(engine, sweeps=[sweep]) as reconciler:
         await eventually(lambda: reconciler.stats["counting"].cycles == 6)
         assert reconciler.stats["counting"].processed == 50

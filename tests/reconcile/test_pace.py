@@ -11,7 +11,7 @@ from flowfabric.engine.engine import Engine
 from flowfabric.engine.retention import AHEAD_MS
 from flowfabric.reconcile import loop
 from flowfabric.reconcile.loop import Reconciler
-from flowfabric.reconcile.sweeps import Sweep, WokenBy
+from flowfabric.reconcile.sweeps import Sweep
 
 EVERY = 10.0
 
@@ -49,7 +49,7 @@ def statements(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
     return lambda: count
 
 
-def sweep(run: Callable[[], int], *, woken_by: WokenBy | None = None, is_gentle: bool = False) -> Sweep:
+def sweep(run: Callable[[], int], *, is_woken_by_timers: bool = False, is_gentle: bool = False) -> Sweep:
     """A sweep that is always due and whose full batch is ten."""
 
     async def batch(_: Engine) -> int:
@@ -61,7 +61,7 @@ def sweep(run: Callable[[], int], *, woken_by: WokenBy | None = None, is_gentle:
         every=lambda _: timedelta(seconds=EVERY),
         batch=10,
         is_due=lambda _: True,
-        woken_by=woken_by,
+        is_woken_by_timers=is_woken_by_timers,
         is_gentle=is_gentle,
     )
 
@@ -101,7 +101,7 @@ async def test_three_failures_in_a_row_are_followed_by_ten_intervals_of_rest(eng
     def fail() -> int:
         raise ValueError("cannot")
 
-    reconciler = Reconciler(engine, sweeps=[sweep(fail, woken_by=WokenBy.TIMER)])
+    reconciler = Reconciler(engine, sweeps=[sweep(fail, is_woken_by_timers=True)])
     errors = []
     for _ in range(14):
         await reconciler._tick()
@@ -120,7 +120,7 @@ async def test_a_success_between_failures_begins_the_count_anew(engine: Engine, 
             raise ValueError("cannot")
         return 0
 
-    reconciler = Reconciler(engine, sweeps=[sweep(fail_twice, woken_by=WokenBy.TIMER)])
+    reconciler = Reconciler(engine, sweeps=[sweep(fail_twice, is_woken_by_timers=True)])
     for _ in range(9):
         await reconciler._tick()
         hand.now += EVERY
@@ -168,7 +168,7 @@ async def test_full_batches_are_looked_between_for_a_share_of_the_time_only(
         hand.now += 0.1
         return 10
 
-    reconciler = Reconciler(engine, sweeps=[sweep(take_a_tenth, woken_by=WokenBy.TIMER)])
+    reconciler = Reconciler(engine, sweeps=[sweep(take_a_tenth, is_woken_by_timers=True)])
     for _ in range(100):
         await reconciler._tick()
     # A look of a tenth is followed by a second without one: ten batches.
@@ -179,7 +179,7 @@ async def test_full_batches_are_looked_between_for_a_share_of_the_time_only(
 async def test_a_timer_that_runs_out_is_looked_for_between_full_batches(
     engine: Engine, hand: HandClock, looks: Callable[[], int]
 ) -> None:
-    reconciler = Reconciler(engine, sweeps=[sweep(lambda: 10, woken_by=WokenBy.TIMER)])
+    reconciler = Reconciler(engine, sweeps=[sweep(lambda: 10, is_woken_by_timers=True)])
     for _ in range(5):
         await reconciler._tick()
     assert looks() == 1

@@ -202,7 +202,7 @@ async def test_6_a_condition_may_be_four_deep_and_no_deeper(engine: Engine, give
 
 
 def fresh(key: str = "wp", waitpoint_id: UUID | None = None) -> Fresh:
-    return Fresh(waitpoint_id=waitpoint_id or uuid4(), waitpoint_key=key)  # type: ignore[arg-type]
+    return Fresh(waitpoint_id=waitpoint_id or uuid4(), waitpoint_key=key)
 
 
 def count(n: int, *keys: str, kind: CountKind = CountKind.DISTINCT_SIGNALS, name: str | None = None) -> Count:
@@ -217,7 +217,7 @@ REFUSALS: dict[str, SuspendArgs] = {
     "waitpoint_key_mismatch": args(Single(waitpoint_key="other")),
     "additional_waitpoint_binding_must_be_fresh at waitpoints[1]": args(
         ANY,
-        waitpoints=[fresh(), UsePending(waitpoint_id=uuid4())],  # type: ignore[arg-type]
+        waitpoints=[fresh(), UsePending(waitpoint_id=uuid4())],
     ),
     "additional_waitpoint_binding_empty_key at waitpoints[1]": args(ANY, waitpoints=[fresh(), fresh("")]),
     "referenced_waitpoint_key_missing_binding: c": args(all_of_waitpoints(["a", "b", "c"]), keys=("a", "b")),

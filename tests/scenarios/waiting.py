@@ -47,7 +47,7 @@ def args(condition: Any = None, *, keys: Sequence[str] = ("wp",), **overrides: A
     return SuspendArgs(
         **{
             "suspension_id": uuid4(),
-            "waitpoints": [Fresh(waitpoint_id=uuid4(), waitpoint_key=key) for key in keys],  # type: ignore[arg-type]
+            "waitpoints": [Fresh(waitpoint_id=uuid4(), waitpoint_key=key) for key in keys],
             "resume_condition": Single(waitpoint_key=keys[0]) if condition is None else condition,
             "reason_code": "waiting_for_signal",
             **overrides,

@@ -1,6 +1,6 @@
 """Workers of a test, and executions for them."""
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from flowfabric.engine.engine import Engine
+from flowfabric.model.errors import TransportError
 from flowfabric.model.ids import ExecutionId
 from flowfabric.worker.worker import Worker
 
@@ -46,3 +47,32 @@ def attempts(rows: Any) -> Callable[..., Any]:
         return sorted(found, key=lambda row: int(row["attempt_index"]))
 
     return attempts
+
+
+@pytest.fixture
+def is_suspended(engine: Engine, eventually: Any) -> Any:
+    """Wait until an execution is suspended."""
+
+    async def is_suspended(run: ExecutionId) -> None:
+        async def has_state() -> bool:
+            return await engine.read_execution_state(run) == "suspended"
+
+        await eventually(has_state)
+
+    return is_suspended
+
+
+@pytest.fixture
+def lose_an_answer(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The connection breaks once, after a suspend was committed and before it is answered."""
+    suspend, faults = engine.suspend, iter([TransportError()])
+
+    async def suspend_and_lose(*arguments: Any) -> Any:
+        answer = await suspend(*arguments)
+        if fault := next(faults, None):
+            raise fault
+        return answer
+
+    monkeypatch.setattr(engine, "suspend", suspend_and_lose)
+    yield
+    assert next(faults, None) is None, "an answer was lost"

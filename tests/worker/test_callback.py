@@ -1,17 +1,25 @@
 """Callbacks: an address and a token for an outsider, and the check of what comes back."""
 
+import asyncio
+from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+import asyncpg
 import pytest
 
+from flowfabric.db import database
+from flowfabric.db.embedded import Embedded
 from flowfabric.engine.engine import Engine
 from flowfabric.model.conditions import Single
+from flowfabric.model.errors import TransportError, ValidationError, error
+from flowfabric.model.handle import Handle
 from flowfabric.model.ids import WaitpointId
 from flowfabric.model.signals import Accepted, SignalDuplicate
 from flowfabric.model.suspension import Fresh, SuspendArgs
 from flowfabric.model.tokens import WaitpointToken
 from flowfabric.model.waits import Suspended
+from flowfabric.settings import Settings
 from flowfabric.worker.callback import (
     BackendError,
     Callback,
@@ -27,14 +35,17 @@ READY: Any = {"signal_name": "ready"}
 
 async def wait(engine: Engine, given: Any) -> tuple[str, WaitpointId, WaitpointToken]:
     """A suspended execution, its waitpoint and that waitpoint's token."""
-    handle = await given.claimed()
+    return await wait_with(engine, await given.claimed())
+
+
+async def wait_with(engine: Engine, handle: Handle) -> tuple[str, WaitpointId, WaitpointToken]:
     made = await engine.suspend(
         handle,
         SuspendArgs(
-            suspension_id=uuid4(),  # type: ignore[arg-type]
+            suspension_id=uuid4(),
             waitpoints=(Fresh(waitpoint_id=WaitpointId(uuid4()), waitpoint_key="wp"),),
             resume_condition=Single(waitpoint_key="wp"),
-            reason_code="waiting_for_callback",  # type: ignore[arg-type]
+            reason_code="waiting_for_callback",
         ),
     )
     assert isinstance(made, Suspended)
@@ -90,7 +101,7 @@ async def test_outside_a_wrong_token_and_an_unknown_waitpoint_are_the_same(
             await refused(UnknownWaitpoint, engine, run, "nonsense", token, READY),
         ]
     told.append(await refused(UnknownWaitpoint, engine, over, closed, token, READY))
-    assert {error.code for error in told} == {"invalid_token"}
+    assert {(error.code, error.http_status) for error in told} == {("invalid_token", 401)}
     assert all(token.reveal() not in f"{error} {error!r}" for error in told)
 
 
@@ -133,6 +144,88 @@ async def test_what_the_engine_refuses_is_told_as_such(engine: Engine, given: An
     assert error.__cause__ is error.error
 
 
+@pytest.mark.parametrize(
+    ("fields", "status", "told"),
+    [
+        ({"payload": b"x" * 65_537}, 413, "payload_too_large"),
+        ({"signal_name": ""}, 400, "invalid_input: signal_name: "),
+        ({"source_type": 5}, 400, "invalid_input: source_type: "),
+    ],
+    ids=["large", "no name", "wrong type"],
+)
+async def test_a_caller_at_fault_is_told_so_and_the_log_why(
+    engine: Engine, given: Any, rows: Any, fields: dict[str, Any], status: int, told: str
+) -> None:
+    run, point, token = await wait(engine, given)
+    async with rows.unchanged():
+        error = await refused(BackendError, engine, run, point, token, {**READY, **fields})
+    assert error.http_status == status
+    assert str(error).startswith(told)
+    assert str(error).endswith(f" at {run} {point}")
+    assert token.reveal().partition(":")[2] not in f"{error} {error!r}"
+
+
+async def test_a_callback_that_meets_no_store_is_asked_to_come_again(tmp_path: Path) -> None:
+    server = await asyncio.to_thread(Embedded.start, tmp_path / "home")
+    try:
+        settings = Settings(database_url=server.url, migrate_on_start=True)
+        async with Engine.connect(settings=settings) as engine:
+            await engine.create_execution(
+                namespace="tests",
+                lane_id="default",
+                execution_kind="job",
+                input_payload=b"",
+                priority=0,
+                creator_identity="test",
+            )
+            handle = await engine.claim(worker_id="w", worker_instance_id="w-1", lane_id="default")
+            assert handle is not None
+            run, point, token = await wait_with(engine, handle)
+            await asyncio.to_thread(server.release)
+            error = await refused(BackendError, engine, run, point, token, READY)
+            assert isinstance(error, BackendError)
+            assert isinstance(error.error, TransportError)
+            assert error.http_status == 503
+            assert str(error.error) in str(error)
+    finally:
+        server = await asyncio.to_thread(Embedded.start, tmp_path / "home")
+        await asyncio.to_thread(lambda: server.release(discard=True))
+
+
+async def test_a_repeat_that_meets_a_held_execution_is_asked_to_come_again(
+    engines: Any, given: Any, connection: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(database._SESSION, "lock_timeout", "60ms")
+    engine = await engines()
+    run, point, token = await wait(engine, given)
+    keyed: Any = {**READY, "idempotency_key": "delivery-1"}
+    first = await verify_and_deliver(engine, run, point, token, keyed)
+    assert isinstance(first, Accepted)
+    async with connection.transaction():
+        await connection.execute("select from execution where execution_id = $1 for update", run[-36:])
+        # Not told that there is no such waitpoint: the signal may be the very one that closed it.
+        told = await refused(BackendError, engine, run, point, token, keyed)
+    assert (told.code, told.http_status) == ("retry_exhausted", 503)
+    again = await verify_and_deliver(engine, run, point, token, keyed)
+    assert again == SignalDuplicate(existing_signal_id=first.signal_id)
+
+
+@pytest.mark.parametrize(
+    ("code", "status"),
+    [
+        ("retry_exhausted", 503),
+        ("resource_exhausted", 503),
+        ("hmac_secret_not_initialized", 503),
+        ("corruption", 500),
+        ("internal", 500),
+        ("token_expired", 400),
+        ("signal_limit_exceeded", 400),
+    ],
+)
+def test_what_is_not_the_callers_fault_is_worth_another_call(code: str, status: int) -> None:
+    assert BackendError("run", "point", error(code)).http_status == status
+
+
 async def test_a_callback_is_an_address_and_a_token_that_does_not_show(engines: Any, given: Any) -> None:
     engine = await engines(callback_url="https://app.example/callbacks/")
     run = await given.run()
@@ -157,3 +250,12 @@ async def test_a_callback_needs_an_address(engine: Engine, given: Any) -> None:
         ctx.callback(point)
     with pytest.raises(ValueError, match="FF_CALLBACK_URL"):
         Callback.of(None, ctx.execution_id, point.waitpoint_id, point.hmac_token)
+
+
+async def test_a_callback_is_of_a_waitpoint_and_an_address(engine: Engine, given: Any) -> None:
+    ctx = Context(Running(await given.run(), 0.0), engine)
+    point = await ctx.create_waitpoint("wp", expires_in_ms=1000)
+    wrong: list[tuple[Any, Any]] = [("wp", "https://app.example"), (point, 5), (point.waitpoint_id, None)]
+    for waitpoint, base_url in wrong:
+        with pytest.raises(ValidationError, match=r"invalid_input: (waitpoint|base_url): "):
+            ctx.callback(waitpoint, base_url=base_url)

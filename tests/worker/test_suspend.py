@@ -12,36 +12,15 @@ from flowfabric.engine.engine import Engine
 from flowfabric.model.conditions import ByName, Single
 from flowfabric.model.errors import TransportError
 from flowfabric.model.events import EventKind
-from flowfabric.model.ids import ExecutionId, SuspensionId, WaitpointId
+from flowfabric.model.ids import SuspensionId, WaitpointId
 from flowfabric.model.states import TerminalOutcome
 from flowfabric.model.suspension import Fresh, SuspendArgs, SuspensionReason, UsePending
 from flowfabric.worker.context import Context
-from flowfabric.worker.waits import suspend_args
 from flowfabric.worker.worker import Worker
 
+from .waits import signal
+
 READY = Single(waitpoint_key="answer", matcher=ByName("ready"))
-
-
-@pytest.fixture
-def is_suspended(engine: Engine, eventually: Any) -> Any:
-    """Wait until an execution is suspended."""
-
-    async def is_suspended(run: ExecutionId) -> None:
-        async def has_state() -> bool:
-            return await engine.read_execution_state(run) == "suspended"
-
-        await eventually(has_state)
-
-    return is_suspended
-
-
-async def signal(engine: Engine, run: ExecutionId, name: str = "ready", **overrides: Any) -> Any:
-    """Signal the one open waitpoint of an execution."""
-    (point,) = (await engine.list_pending_waitpoints(execution_id=run)).entries
-    token = await engine.read_waitpoint_token(execution_id=run, waitpoint_id=point.waitpoint_id)
-    return await engine.deliver_signal(
-        execution_id=run, waitpoint_id=point.waitpoint_id, waitpoint_token=token, signal_name=name, **overrides
-    )
 
 
 async def wait_for_answer(ctx: Context) -> list[Any]:
@@ -335,51 +314,21 @@ async def test_a_wait_may_end_by_itself(engine: Engine, start_worker: Any, submi
     assert ended.result == b'["timeout"]'
 
 
-async def test_arguments_that_do_not_go_together_fail_the_handler(
-    engine: Engine, start_worker: Any, submit: Any
-) -> None:
-    async def wrong(ctx: Context, nth: int) -> None:
-        options: list[dict[str, Any]] = [
-            {},
-            {"keys": "answer"},
-            {"keys": ["a"], "condition": READY},
-            {"keys": ["a"], "timeout_at": 1, "timeout_ms": 1},
-            {"keys": ["a"], "until": 1},
-        ]
-        await ctx.suspend(**options[nth])
-
-    await start_worker({"job": wrong})
-    for nth in range(5):
-        ended = await engine.wait_for_ending(await submit(nth=nth), timeout=10)
-        assert ended.outcome is TerminalOutcome.FAILED
-        assert "TypeError: " in (ended.reason or "")
-
-
 async def test_a_suspend_whose_answer_is_lost_still_ends_the_run(
     engine: Engine,
     start_worker: Any,
     submit: Any,
     is_suspended: Any,
     eventually: Any,
-    monkeypatch: pytest.MonkeyPatch,
+    lose_an_answer: None,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    suspend, faults = engine.suspend, iter([TransportError()])
-
-    async def loses_an_answer(*arguments: Any) -> Any:
-        answer = await suspend(*arguments)
-        if fault := next(faults, None):
-            raise fault
-        return answer
-
-    monkeypatch.setattr(engine, "suspend", loses_an_answer)
     worker = await start_worker({"job": wait_for_answer})
     run = await submit()
     await is_suspended(run)
     await eventually(lambda: worker.running == 0)
     await signal(engine, run)
     assert (await engine.wait_for_ending(run, timeout=10)).outcome is TerminalOutcome.SUCCESS
-    assert next(faults, None) is None
     assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
@@ -388,10 +337,10 @@ async def test_a_resumed_handler_does_not_begin_before_its_signals_are_known(
 ) -> None:
     observe, faults = engine.observe_signals, iter([TransportError(), TransportError()])
 
-    async def fails_at_first(*arguments: Any) -> Any:
+    async def fails_at_first(*arguments: Any, **named: Any) -> Any:
         if fault := next(faults, None):
             raise fault
-        return await observe(*arguments)
+        return await observe(*arguments, **named)
 
     monkeypatch.setattr(engine, "observe_signals", fails_at_first)
     await start_worker({"job": wait_for_answer})
@@ -462,9 +411,3 @@ async def test_many_waits_end_each_with_its_own_signal(engine: Engine, start_wor
         assert ended.result == b'[%d,"%d"]' % (nth, nth)
         assert len(await engine.list_attempts(run)) == 1
     assert await engine.find_inconsistencies() == []
-
-
-@pytest.mark.parametrize(("given_key", "kept"), [("", None), ("gate", "2:gate")])
-async def test_an_empty_idempotency_key_is_none(engine: Engine, given_key: str, kept: str | None) -> None:
-    args = await suspend_args(engine.server_time_ms, 2, {"keys": ["a"], "idempotency_key": given_key})
-    assert args.idempotency_key == kept

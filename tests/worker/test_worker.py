@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from flowfabric.engine.engine import Engine
+from flowfabric.model.errors import ValidationError
 from flowfabric.model.states import TerminalOutcome
 from flowfabric.worker.context import Context
 from flowfabric.worker.outcome import PermanentError
@@ -252,11 +253,44 @@ async def test_a_lane_that_is_not_served_is_left_alone(engine: Engine, start_wor
         {"lanes": []},
         {"lanes": [f"lane-{n}" for n in range(65)]},
         {"lease_ttl_ms": 0},
+        {"concurrency": "4"},
+        {"concurrency": True},
+        {"threads": 1.5},
     ],
 )
 async def test_a_worker_that_cannot_work_is_refused(engine: Engine, wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="at least 1"):
         Worker(engine, **{"lanes": ["default"], "handlers": {}, **wrong})
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        ({"lanes": "mail"}, "lanes: several values are wanted, got 'mail'"),
+        ({"lanes": None}, "lanes: several values are wanted"),
+        ({"lanes": [5]}, "lane_id: must be text"),
+        ({"capabilities": "gpu"}, "capabilities: several values are wanted, got 'gpu'"),
+        ({"handlers": [print]}, "handlers: functions by kind are wanted"),
+        ({"handlers": {"job": "print"}}, "handlers: functions by kind are wanted"),
+        ({"worker_id": 5}, "worker_id: must be text"),
+        ({"namespace": 5}, "namespace: must be text"),
+    ],
+    ids=["lanes", "no lanes", "number", "capabilities", "list", "name", "worker_id", "namespace"],
+)
+async def test_a_worker_told_something_of_another_kind_is_refused(
+    engine: Engine, wrong: dict[str, Any], told: str
+) -> None:
+    with pytest.raises(ValidationError, match=f"invalid_input: {told}"):
+        Worker(engine, **{"lanes": ["default"], "handlers": {}, **wrong})
+    with pytest.raises(ValueError, match="drain_seconds: "):
+        Worker(engine, lanes=["default"], handlers={}, drain_seconds="30")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", [list, tuple, set, iter], ids=["list", "tuple", "set", "iterator"])
+async def test_lanes_and_capabilities_come_as_any_collection(engine: Engine, kind: Any) -> None:
+    worker = Worker(engine, lanes=kind(["b", "a"]), capabilities=kind(["gpu", "cpu"]), handlers={})
+    assert sorted(worker.lanes) == ["a", "b"]
+    assert worker.capabilities == ("cpu", "gpu")
 
 
 async def test_a_handler_whose_types_are_unknown_is_refused_at_the_start(engine: Engine) -> None:

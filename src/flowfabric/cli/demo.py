@@ -10,14 +10,16 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Annotated, TypedDict
+from typing import Annotated, Any, TypedDict
 
 import typer
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from flowfabric.cli.errors import fail, told_in_one_line
+from flowfabric.db.embedded import Embedded
 from flowfabric.fabric import ExecutionFailed, Fabric, Run
 from flowfabric.model.errors import EngineError
 from flowfabric.settings import Settings
@@ -132,7 +134,7 @@ async def _demo(console: Console) -> bool:
             soft_wrap=True,
         )
     if settings.database_url is None:
-        console.print(f"The data is kept under {settings.home}.")
+        console.print(f"The data is kept in {Embedded.data_of(settings.home)}.", soft_wrap=True)
     return bool(lost)
 
 
@@ -191,8 +193,10 @@ async def _ending(kind: str, run: Run[Told]) -> Ending:
 
 
 def _show(console: Console, endings: Sequence[Ending]) -> None:
-    table = Table("task", title="What the store says")
-    for heading in ("done", "attempts", "retries", "recovered", "p50 from start to end"):
+    # Narrow enough for 60 columns.
+    looks: dict[str, Any] = {"box": SIMPLE_HEAD, "pad_edge": False, "collapse_padding": True}
+    table = Table("task", title="What the store says", caption="p50: from the start to the end", **looks)
+    for heading in ("done", "attempts", "retries", "recovered", "p50"):
         table.add_column(heading, justify="right")
     for task in TASKS:
         of_kind = [ending for ending in endings if ending.kind == task.name]

@@ -2,8 +2,9 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Annotated, Any
 
 import asyncpg
@@ -13,6 +14,7 @@ from rich.table import Table
 
 from flowfabric.cli.errors import FAILED, MISUSED, fail, told_in_one_line
 from flowfabric.db import migrate as migrations
+from flowfabric.db.database import check_url
 from flowfabric.db.embedded import Embedded
 from flowfabric.db.migrate import Applied, Migration
 from flowfabric.settings import Settings
@@ -25,7 +27,9 @@ def migrate(
     ] = None,
     schema: Annotated[str | None, typer.Option(help="The schema; FF_SCHEMA or flowfabric when not given.")] = None,
     sql: Annotated[bool, typer.Option("--sql", help="Print the migrations for psql and touch no database.")] = False,
-    after: Annotated[int, typer.Option(min=0, help="With --sql: leave out migrations up to this number.")] = 0,
+    after: Annotated[
+        int | None, typer.Option(min=0, help="With --sql: leave out migrations up to this number.")
+    ] = None,
     check: Annotated[
         bool, typer.Option("--check", help="Change nothing; exit with 1 unless this version can run on the schema.")
     ] = False,
@@ -34,21 +38,37 @@ def migrate(
     """Bring the schema of the database up to date."""
     if sql and (check or as_json):
         raise fail("--sql goes with neither --check nor --json", code=MISUSED)
+    if after is not None and not sql:
+        raise fail("--after goes with --sql alone", code=MISUSED)
+    _check_option("--schema", schema, migrations.check_schema_name)
+    _check_option("--database-url", database_url, check_url)
     options: dict[str, Any] = {"database_url": database_url, "schema_name": schema}
     with told_in_one_line():
         settings = Settings(**{name: value for name, value in options.items() if value is not None})
         if sql:
             known = migrations.load_migrations()
-            typer.echo(migrations.render_sql(known, settings.schema_name, from_number=after), nl=False)
+            typer.echo(migrations.render_sql(known, settings.schema_name, from_number=after or 0), nl=False)
         elif check:
             asyncio.run(_check(settings, as_json=as_json))
         else:
             asyncio.run(_apply(settings, as_json=as_json))
 
 
+def _check_option(option: str, value: str | None, check: Callable[[str], str]) -> None:
+    try:
+        _ = value and check(value)
+    except ValueError as refused:
+        raise fail(f"{option}: {refused}", code=MISUSED) from None
+
+
 async def _check(settings: Settings, *, as_json: bool) -> None:
-    async with _connection(settings) as connection:
-        status = await migrations.check(connection, schema=settings.schema_name)
+    if settings.database_url is None and not (data := Embedded.data_of(settings.home)).exists():
+        # To connect would make a server.
+        status = migrations.judge(settings.schema_name, migrations.load_migrations(), ())
+        status = replace(status, text=f"there is no embedded server at {data}: `ff migrate` makes one")
+    else:
+        async with _connection(settings) as connection:
+            status = await migrations.check(connection, schema=settings.schema_name)
     if as_json:
         _print_json(
             schema=settings.schema_name,

@@ -79,11 +79,9 @@ class Batch(Generic[Item, Answer]):
             later: list[int] = []
             for at in rest:
                 keys = self._keys(items[at])
-                if keys and not seen.isdisjoint(keys):
-                    later.append(at)
-                else:
-                    now.append(at)
-                    seen.update(keys)
+                (later if keys and not seen.isdisjoint(keys) else now).append(at)
+                # Also of what is put off: whatever shares a key with it comes after it.
+                seen.update(keys)
             for _ in range(self.MAX_PASSES):
                 for at, answer in zip(now, await self._try([items[at] for at in now]), strict=True):
                     answers[at] = answer

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote
 
-from flowfabric.db.site import EmbeddedError, Site, prepare
+from flowfabric.db.site import EmbeddedError, Site, place_of, prepare
 
 if sys.platform == "win32":
     import msvcrt
@@ -98,6 +98,11 @@ class Embedded:
                 hold.drop()
                 raise
         return cls(site, postmaster, hold)
+
+    @staticmethod
+    def data_of(home: Path, *, version: int = 18) -> Path:
+        """Where the data of a home is or would be; nothing is made."""
+        return place_of(home) / f"postgres-{version}"
 
     @property
     def url(self) -> str:

@@ -96,6 +96,14 @@ class Site:
             return done.returncode, output.read().decode(errors="replace").strip()
 
 
+def place_of(home: Path) -> Path:
+    """Where the cluster of a home lives: inside it, or under the system folder when this process is root."""
+    home = home.expanduser().resolve()
+    if sys.platform == "win32" or os.geteuid() != 0:
+        return home
+    return SYSTEM_FOLDER / hashlib.sha256(os.fsencode(home)).hexdigest()[:16]
+
+
 def prepare(home: Path, *, version: int) -> Site:
     """Have the folders of a home there: inside it, or under the system folder when this process is root."""
     home = home.expanduser().resolve()
@@ -144,7 +152,7 @@ def _outside(home: Path, version: int) -> Site:
     installation = _installation(version)
     if not _open_to_others(installation):
         installation = _copied(installation)
-    place = SYSTEM_FOLDER / hashlib.sha256(os.fsencode(home)).hexdigest()[:16]
+    place = place_of(home)
     site = Site(place=place, version=version, binaries=installation / "bin", account=account)
     site.make_place()
     (home / "location.txt").write_text(f"{place}\n")

@@ -6,7 +6,7 @@ from flowfabric.db.batch import LOCKED, Locked
 from flowfabric.db.database import Record, Transaction
 from flowfabric.db.statements import statements_beside
 from flowfabric.engine.fence import Verdict, found_in, not_active, usable
-from flowfabric.engine.release import Ending, Releases
+from flowfabric.engine.release import Parting, Releases
 from flowfabric.engine.store import Store
 from flowfabric.engine.transition import Release
 from flowfabric.model.errors import error
@@ -31,7 +31,7 @@ class Cancel:
     async def cancel(self, handle: Handle, reason: str) -> None:
         """End the run a handle holds as cancelled; a repeat of the call that did so is success too."""
         handle = usable(handle)
-        ending = Ending(
+        ending = Parting(
             handle.execution_id,
             Release.CANCELLED,
             fence=handle,
@@ -79,7 +79,7 @@ class Cancel:
             ):
                 raise error("stale_lease")
 
-        ending = Ending(parsed, Release.CANCELLED, reason=reason, source=source)
+        ending = Parting(parsed, Release.CANCELLED, reason=reason, source=source)
 
         async def end(transaction: Transaction) -> list[Verdict | Locked]:
             rows = await transaction.fetch(SQL.lock_for_cancel, partition_key=partition, execution_id=uuid)

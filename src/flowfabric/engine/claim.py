@@ -16,6 +16,7 @@ from flowfabric.engine.transition import CLAIM_PARAMETERS
 from flowfabric.model.errors import error
 from flowfabric.model.handle import Handle
 from flowfabric.model.ids import (
+    ID_FORMAT,
     ExecutionId,
     WorkerInstanceId,
     check_lane_id,
@@ -24,9 +25,9 @@ from flowfabric.model.ids import (
     mint_uuid_texts,
 )
 from flowfabric.model.outcomes import ClaimedExecution
-from flowfabric.model.policy import check_capabilities, read_stored_policy
+from flowfabric.model.policy import DEFAULT_RECLAIM_CAP, POLICY_RECLAIM_CAP, check_capabilities, read_stored_policy
 from flowfabric.model.states import AttemptType, HandleKind
-from flowfabric.model.text import check_range
+from flowfabric.model.text import check_items, check_range
 
 SQL = statements_beside(__file__)
 
@@ -76,9 +77,9 @@ class Claim:
         max_wait_ms: int,
     ) -> list[ClaimedExecution]:
         """Lease at most `limit` executions; wait for the first one up to `max_wait_ms`."""
-        if isinstance(lanes, str) or not 1 <= len(lanes) <= MAX_LANES:
-            raise error("invalid_input", f"lanes: 1 to {MAX_LANES} lane ids")
-        lane_ids = sorted({check_lane_id(lane) for lane in lanes})
+        lane_ids = sorted({check_lane_id(lane) for lane in check_items(lanes, "lanes")})
+        if not 1 <= len(lane_ids) <= MAX_LANES:
+            raise error("invalid_input", f"lanes: 1 to {MAX_LANES} lane ids, got {len(lane_ids)}")
         offered = check_capabilities(capabilities)
         worker_id = check_worker_id(worker_id, "worker_id")
         instance = WorkerInstanceId(check_worker_id(worker_instance_id, "worker_instance_id"))
@@ -169,6 +170,8 @@ class Claim:
                 span_lasts=lasts,
                 unshared=is_unshared,
                 lease_ids=mint_uuid_texts(wanted),
+                reclaim_cap=DEFAULT_RECLAIM_CAP,
+                policy_reclaim_cap=POLICY_RECLAIM_CAP,
                 **CLAIM_PARAMETERS,
             )
             if not queues:
@@ -227,7 +230,8 @@ def claimed_of(row: Record, instance: WorkerInstanceId, lease_ttl_ms: int) -> Cl
         policy,
         tags,
     ) = row
-    execution_id = ExecutionId(f"{{fp:{partition}}}:{uuid}")
+    # Not by a function: every claimed row comes by here.
+    execution_id = ExecutionId(ID_FORMAT % (partition, uuid))
     return ClaimedExecution(
         execution_id=execution_id,
         lease_id=lease_id,

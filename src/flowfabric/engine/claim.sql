@@ -46,7 +46,8 @@ judged as materialized (
          case
            when p.ownership_state = 'unowned' then
              case p.attempt_state when 'attempt_interrupted' then 'resumed' else 'fresh' end
-           when p.reclaim_count >= case when i.policy is null then 1000 else coalesce((i.policy ->> 'max_reclaim_count')::int, 100) end
+           when p.reclaim_count >= case when i.policy is null then :reclaim_cap::int
+                                        else coalesce((i.policy ->> 'max_reclaim_count')::int, :policy_reclaim_cap::int) end
              then 'capped'
            else 'reclaimed' end as branch,
          case when p.attempt_state = 'attempt_interrupted' and p.ownership_state = 'unowned'

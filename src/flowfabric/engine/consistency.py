@@ -19,7 +19,7 @@ from flowfabric.model.states import (
     TerminalOutcome,
     illegal,
 )
-from flowfabric.model.text import check_range
+from flowfabric.model.text import check_limit
 
 SQL = statements_beside(__file__)
 
@@ -47,7 +47,7 @@ class Consistency:
 
     async def find(self, limit: int) -> list[Inconsistency]:
         """Up to so many things that cannot be, in the order of the executions; it looks at every row."""
-        check_range(limit, "limit", 0, MAX_LIMIT)
+        limit = check_limit(limit, MAX_LIMIT)
         found: list[Inconsistency] = []
         after: tuple[int, object] = _BEGINNING
         while len(found) < limit:

@@ -9,7 +9,7 @@ from flowfabric.db.database import Record, Transaction
 from flowfabric.db.statements import statements_beside
 from flowfabric.engine.fence import Verdict, lock_execution
 from flowfabric.engine.lease import SWEEP_LIMIT
-from flowfabric.engine.release import Ending, Releases, retry_pause
+from flowfabric.engine.release import Parting, Releases, retry_pause
 from flowfabric.engine.setbacks import Setbacks
 from flowfabric.engine.store import Store
 from flowfabric.engine.transition import SUSPENSION_TIMEOUTS, Release
@@ -45,7 +45,7 @@ class Expire:
     async def _expire_together(self, left_out: Sequence[UUID], found: list[ExecutionId]) -> int:
         since = self._store.due.since
 
-        async def expire(transaction: Transaction) -> tuple[list[Ending], list[Verdict | Locked]]:
+        async def expire(transaction: Transaction) -> tuple[list[Parting], list[Verdict | Locked]]:
             rows = await transaction.fetch(SQL.lock_expired, since=since, left_out=left_out, limit=SWEEP_LIMIT)
             found[:] = [format_execution_id(row["partition_key"], row["execution_id"]) for row in rows]
             endings = [
@@ -76,7 +76,7 @@ class Expire:
 
         async def expire(
             transaction: Transaction,
-        ) -> tuple[Ending, list[Verdict | Locked]] | AlreadyTerminal | NotYetDue:
+        ) -> tuple[Parting, list[Verdict | Locked]] | AlreadyTerminal | NotYetDue:
             held = await lock_execution(transaction, parsed)
             if held["lifecycle_phase"] == LifecyclePhase.TERMINAL:
                 return AlreadyTerminal()
@@ -97,9 +97,9 @@ class Expire:
         return Expired(execution_id=parsed)
 
 
-def suspension_ending(execution_id: ExecutionId, behavior: TimeoutBehavior) -> Ending:
+def suspension_ending(execution_id: ExecutionId, behavior: TimeoutBehavior) -> Parting:
     """How the timeout of its suspension ends an execution; not every behaviour does."""
-    return Ending(
+    return Parting(
         execution_id,
         SUSPENSION_TIMEOUTS[behavior],
         reason=f"suspension_timeout:{behavior}",
@@ -108,11 +108,11 @@ def suspension_ending(execution_id: ExecutionId, behavior: TimeoutBehavior) -> E
     )
 
 
-def _expiry(row: Record, phase: ExpiryPhase) -> Ending:
+def _expiry(row: Record, phase: ExpiryPhase) -> Parting:
     execution_id = format_execution_id(row["partition_key"], row["execution_id"])
     category = FailureClass.TIMEOUT.value
     if phase is ExpiryPhase.EXECUTION_DEADLINE:
-        return Ending(execution_id, Release.DEADLINE_EXPIRED, reason=phase.value, category=category)
+        return Parting(execution_id, Release.DEADLINE_EXPIRED, reason=phase.value, category=category)
     delay_ms = retry_pause(read_stored_policy(row["policy"]), row["retry_count"], category)
     move = Release.TIMEOUT_EXPIRED if delay_ms is None else Release.TIMEOUT_RETRY
-    return Ending(execution_id, move, reason=phase.value, category=category, delay_ms=delay_ms)
+    return Parting(execution_id, move, reason=phase.value, category=category, delay_ms=delay_ms)

@@ -6,6 +6,7 @@ from flowfabric.engine.claim import Claim
 from flowfabric.engine.consistency import Consistency
 from flowfabric.engine.endings import Endings
 from flowfabric.engine.expire import Expire
+from flowfabric.engine.explain import Explain
 from flowfabric.engine.feed import Feed
 from flowfabric.engine.finish import Finish
 from flowfabric.engine.grant import Grants
@@ -23,8 +24,8 @@ from flowfabric.engine.shutdown import Shutdown
 from flowfabric.engine.signals import Signals
 from flowfabric.engine.submit import Submit
 from flowfabric.engine.suspend import Suspend
+from flowfabric.engine.suspension_timeouts import SuspensionTimeouts
 from flowfabric.engine.tagging import Tagging
-from flowfabric.engine.timeouts import Timeouts
 from flowfabric.engine.view import View
 from flowfabric.engine.waitpoint import Waitpoints
 from flowfabric.engine.workers import Workers
@@ -52,17 +53,18 @@ class Families:
         self._suspend = Suspend(store, self._keys, self._releases, self.leases)
         self._resumes = Resumes(store)
         self._signals = Signals(store, self._keys, self._resumes)
-        self.timeouts = Timeouts(
+        self.suspension_timeouts = SuspensionTimeouts(
             store, self._releases, self._resumes, Setbacks(self.settings.suspension_timeout_interval_s)
         )
         self._cancel = Cancel(store, self._releases)
         self.expiry = Expire(store, self._releases, Setbacks(self.settings.attempt_timeout_interval_s))
-        self.retention = Retention(store, (self.timeouts.setbacks, self.expiry.setbacks))
+        self.retention = Retention(store, (self.suspension_timeouts.setbacks, self.expiry.setbacks))
         self.feed = Feed(store)
         self.workers = Workers(store)
         self._lanes = Lanes(store)
         self._tagging = Tagging(store)
         self._view = View(store)
+        self._explain = Explain(store)
         self._endings = Endings(store)
         self._listing = Listing(store)
         self._consistency = Consistency(store)

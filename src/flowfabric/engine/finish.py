@@ -8,7 +8,7 @@ from flowfabric.db.batch import Locked
 from flowfabric.db.database import Record, Transaction
 from flowfabric.db.statements import statements_beside
 from flowfabric.engine.fence import DONE, GivenFence, Verdict, lock_execution, usable
-from flowfabric.engine.release import Ending, Releases, retry_pause
+from flowfabric.engine.release import Parting, Releases, retry_pause
 from flowfabric.engine.store import Store
 from flowfabric.engine.transition import Release
 from flowfabric.model.errors import EngineError, error
@@ -32,13 +32,12 @@ from flowfabric.model.policy import (
     reclaim_cap,
 )
 from flowfabric.model.states import PublicState
-from flowfabric.model.text import check_text, json_text, storable
+from flowfabric.model.text import check_batch, check_text, json_text, shown, storable
 
 SQL = statements_beside(__file__)
 
 logger = logging.getLogger(__name__)
 
-MAX_BATCH = 1000
 WARN_EVERY_RECLAIMS = 100
 MAX_RECLAIMS_EXCEEDED = "max_reclaims_exceeded"
 
@@ -59,21 +58,22 @@ class Finish:
 
     async def complete_many(self, items: Sequence[tuple[Handle, bytes | None]]) -> list[Completed | EngineError]:
         """End up to a thousand runs in success in one statement, each with its own verdict."""
-        if not 1 <= len(items) <= MAX_BATCH:
-            raise error("invalid_input", f"items: 1 to {MAX_BATCH}, got {len(items)}")
-        endings: list[Ending | EngineError] = []
-        for handle, payload in items:
+        check_batch(items, "items")
+        endings: list[Parting | EngineError] = []
+        for item in items:
             try:
-                endings.append(_completion(handle, payload))
+                if not isinstance(item, tuple | list) or len(item) != 2:
+                    raise error("invalid_input", f"items: each must be a handle and a payload, got {shown(item)}")
+                endings.append(_completion(*item))
             except EngineError as refused:
                 endings.append(refused)
-        good = [ending for ending in endings if isinstance(ending, Ending)]
+        good = [ending for ending in endings if isinstance(ending, Parting)]
         verdicts = iter(await self._releases.many(good) if good else ())
         answers: list[Completed | EngineError] = []
-        for ending, (handle, _) in zip(endings, items, strict=True):
+        for ending, item in zip(endings, items, strict=True):
             verdict = ending if isinstance(ending, EngineError) else next(verdicts)
-            if verdict is DONE or (isinstance(verdict, Verdict) and _was_completed(verdict, handle)):
-                answers.append(Completed(execution_id=handle.execution_id, public_state=PublicState.COMPLETED))
+            if verdict is DONE or (isinstance(verdict, Verdict) and _was_completed(verdict, item[0])):
+                answers.append(Completed(execution_id=item[0].execution_id, public_state=PublicState.COMPLETED))
             elif isinstance(verdict, Verdict):
                 answers.append(verdict.refusal())
             else:
@@ -104,7 +104,7 @@ class Finish:
         else:
             policy, retry_count = claimed.policy, claimed.retry_count
         delay_ms = retry_pause(policy, retry_count, category)
-        ending = Ending(
+        ending = Parting(
             handle.execution_id,
             Release.FAILED if delay_ms is None else Release.RETRY,
             fence=handle,
@@ -129,9 +129,9 @@ class Finish:
         if encoding is not None:
             check_text(encoding, "result_encoding")
 
-        async def end(transaction: Transaction) -> tuple[Ending, list[Verdict | Locked]]:
+        async def end(transaction: Transaction) -> tuple[Parting, list[Verdict | Locked]]:
             fence = given.against(await lock_execution(transaction, parsed))
-            ending = Ending(parsed, Release.COMPLETED, fence=fence, payload=payload, encoding=encoding)
+            ending = Parting(parsed, Release.COMPLETED, fence=fence, payload=payload, encoding=encoding)
             return ending, await self._releases.within(transaction, [ending])
 
         await self._settle_service(*await self._store.transact(end))
@@ -153,14 +153,14 @@ class Finish:
         retry_policy = parse_retry_policy(retry_policy_json)
         next_policy = _policy_text(next_attempt_policy_json)
 
-        async def end(transaction: Transaction) -> tuple[Ending, list[Verdict | Locked], int]:
+        async def end(transaction: Transaction) -> tuple[Parting, list[Verdict | Locked], int]:
             held = await lock_execution(transaction, parsed)
             fence = given.against(held)
             (row,) = await transaction.fetch(SQL.read_retry_state, partition_key=partition, execution_id=uuid)
             stored = read_stored_policy(row["policy"])
             policy = stored if retry_policy is None else ExecutionPolicy(retry_policy=retry_policy)
             delay_ms = retry_pause(policy, row["retry_count"], category)
-            ending = Ending(
+            ending = Parting(
                 parsed,
                 Release.FAILED if delay_ms is None else Release.RETRY,
                 fence=fence,
@@ -188,14 +188,14 @@ class Finish:
         """End executions whose lease was lost once more than their policy allows."""
         pairs = [split_execution_id(execution_id) for execution_id in execution_ids]
 
-        async def end(transaction: Transaction) -> tuple[list[Ending], list[Verdict | Locked]]:
+        async def end(transaction: Transaction) -> tuple[list[Parting], list[Verdict | Locked]]:
             held = await transaction.fetch(
                 SQL.lock_lost,
                 partition_keys=[partition for partition, _ in pairs],
                 execution_ids=[uuid for _, uuid in pairs],
             )
             endings = [
-                Ending(
+                Parting(
                     format_execution_id(row["partition_key"], row["execution_id"]),
                     Release.RECLAIM_CAP,
                     reason=MAX_RECLAIMS_EXCEEDED,
@@ -226,7 +226,7 @@ class Finish:
             execution_id = format_execution_id(row["partition_key"], row["execution_id"])
             logger.warning("%s: its lease was lost and taken over %d times", execution_id, row["reclaim_count"])
 
-    async def _settle_service(self, ending: Ending, verdicts: list[Verdict | Locked]) -> Verdict:
+    async def _settle_service(self, ending: Parting, verdicts: list[Verdict | Locked]) -> Verdict:
         await self._releases.settle([ending], verdicts)
         (verdict,) = verdicts
         assert isinstance(verdict, Verdict), "the row is held"
@@ -246,11 +246,11 @@ def _is_done(verdict: Verdict | Locked) -> bool:
     return isinstance(verdict, Verdict) and verdict.is_done
 
 
-def _completion(handle: Handle, payload: bytes | None) -> Ending:
+def _completion(handle: Handle, payload: bytes | None) -> Parting:
     handle = usable(handle)
     if payload is not None and type(payload) is not bytes:
         payload = _bytes_of(payload)
-    return Ending(handle.execution_id, Release.COMPLETED, fence=handle, payload=payload)
+    return Parting(handle.execution_id, Release.COMPLETED, fence=handle, payload=payload)
 
 
 def _bytes_of(payload: object) -> bytes | None:

@@ -22,12 +22,18 @@ from flowfabric.model.grants import (
     NoWork,
     ReclaimGrant,
     grant_id,
-    partition_text,
     sign_grant,
 )
-from flowfabric.model.ids import ExecutionId, LaneId, check_lane_id, check_worker_id, format_execution_id
+from flowfabric.model.ids import (
+    ExecutionId,
+    LaneId,
+    check_lane_id,
+    check_worker_id,
+    format_execution_id,
+    partition_text,
+)
 from flowfabric.model.policy import check_capabilities, reclaim_cap
-from flowfabric.model.text import check_range, check_text, json_text
+from flowfabric.model.text import check_limit, check_range, check_text, json_text
 
 SQL = statements_beside(__file__)
 
@@ -131,8 +137,8 @@ class Grants:
     async def scan_eligible(self, lane_id: str, limit: int) -> list[ExecutionId]:
         """The executions of a lane that wait for a worker, in the order of claims."""
         lane = check_lane_id(lane_id)
-        check_range(limit, "limit", 0, MAX_SCAN)
-        rows = await self._store.fetch(SQL.list_eligible, lane_id=lane, limit=limit)
+        most = check_limit(limit, MAX_SCAN)
+        rows = await self._store.fetch(SQL.list_eligible, lane_id=lane, limit=most)
         return [format_execution_id(row["partition_key"], row["execution_id"]) for row in rows]
 
     async def issue_claim_grant(

@@ -12,7 +12,8 @@ select e.partition_key, e.execution_id, e.lifecycle_phase, e.ownership_state, e.
   join queue q using (queue_no)
   join lane l on l.lane_no = q.lane_no
   join capability_set s using (capability_set_no)
-  left join claim_grant g on g.partition_key = e.partition_key and g.execution_id = e.execution_id
-                         and g.expires_at = e.granted_until
+  left join lateral (
+       select g.* from claim_grant g
+        where g.partition_key = e.partition_key and g.execution_id = e.execution_id limit 1) g on g.expires_at = e.granted_until
   left join signing_key k on k.is_current
  where e.partition_key = :partition_key and e.execution_id = :execution_id;

@@ -44,7 +44,3 @@ class Horizon:
     def reach(self, at_ms: int) -> None:
         """The oldest live timer is at this time, or later."""
         self._reached = at_ms
-
-    def forget(self) -> None:
-        """Begin the next look at the beginning of time."""
-        self._whole_at = 0.0

@@ -115,7 +115,7 @@ class Keys:
             secret = check_secret(secret_hex, "invalid_input")
             verifying = [self._opened_or_empty(row).secret for row in stored.values() if row["verifies"]]
             if not any(hmac.compare_digest(each, secret) for each in verifying):
-                logger.warning("the configured signing secret is not the stored one: the stored keys count")
+                logger.warning("FF_WAITPOINT_HMAC_SECRET is none of the stored secrets: the stored keys count")
         return done
 
     async def _settle(
@@ -217,7 +217,7 @@ class Keys:
             except EngineError:
                 if not is_sealed(row["secret"]):
                     continue
-                given = "is not the one" if self._seals.has_key else "is not set, and it is needed"
+                given = "is not the one" if self._seals.has_key else "is not set: it must be the one"
                 raise error(
                     "unavailable", f"FF_SECRET_KEY {given} that the signing key {kid!r} is stored under"
                 ) from None

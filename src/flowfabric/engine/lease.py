@@ -23,12 +23,11 @@ from flowfabric.model.outcomes import (
     Renewed,
 )
 from flowfabric.model.states import EligibilityState, LifecyclePhase, OwnershipState, PublicState
-from flowfabric.model.text import check_range, check_text
+from flowfabric.model.text import check_batch, check_limit, check_range, check_text
 
 SQL = statements_beside(__file__)
 
 SWEEP_LIMIT = 1000
-MAX_BATCH = 1000
 MAX_TTL_MS = 2**32 - 1
 MAX_INDEX = 2**31 - 1
 DEFAULT_HISTORY_GRACE_MS = 60_000
@@ -55,8 +54,7 @@ class Leases:
 
     async def renew_many(self, handles: Sequence[Handle]) -> list[Renewed | EngineError]:
         """Extend the leases of up to a thousand handles in one statement, each with its own verdict."""
-        if not 1 <= len(handles) <= MAX_BATCH:
-            raise error("invalid_input", f"handles: 1 to {MAX_BATCH}, got {len(handles)}")
+        check_batch(handles, "handles")
         good: list[Handle] = []
         refused: dict[int, EngineError] = {}
         for at, handle in enumerate(handles):
@@ -179,11 +177,10 @@ class Leases:
         """Leases that end by a time, marked or not, in the order of their end."""
         if as_of is not None:
             check_range(as_of, "as_of", 0, LATEST_TIME)
-        check_range(limit, "limit", 0, 2**31 - 1)
+        limit = check_limit(limit, MAX_LISTED)
         if namespace is not None:
             check_text(namespace, "namespace")
         expires_at, id_text = _after(after)
-        limit = min(limit, MAX_LISTED)
         rows = await self._store.fetch(
             SQL.list_expired_leases,
             as_of=as_of,

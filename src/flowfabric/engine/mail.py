@@ -224,7 +224,7 @@ def overflow_of(addressees: Sequence[Addressee]) -> Mapping[str, object] | None:
         partition, uuid = split_execution_id(addressee.execution_id)
         for record in addressee.recorded:
             waitpoint = record.waitpoint
-            if waitpoint.signal_count > max(record.signal.signal_maxlen, _kept(addressee.wait)):
+            if waitpoint.signal_count > max(record.signal.signal_maxlen, _kept(waitpoint, addressee.wait)):
                 trimmed[partition, waitpoint.waitpoint_id] = uuid, record.signal.signal_maxlen
     if not trimmed:
         return None
@@ -232,9 +232,9 @@ def overflow_of(addressees: Sequence[Addressee]) -> Mapping[str, object] | None:
     return columns_from(("partition_keys", "waitpoint_ids", "execution_ids", "maxlens"), rows)
 
 
-def _kept(wait: Wait | None) -> int:
+def _kept(waitpoint: Waitpoint, wait: Wait | None) -> int:
     """How many signals of a waitpoint its condition has surely counted; of one waitpoint among several nobody knows."""
-    if wait is None or len(wait.waitpoint_ids) > 1:
+    if wait is None or waitpoint.suspension_id != wait.suspension_id or len(wait.waitpoint_ids) > 1:
         return 0
     return wait.satisfied_before + len(wait.satisfiers)
 

@@ -2,7 +2,7 @@
 
 from flowfabric.engine.fence import usable
 from flowfabric.engine.lease import LATEST_TIME
-from flowfabric.engine.release import Ending, Releases
+from flowfabric.engine.release import Parting, Releases
 from flowfabric.engine.transition import Release
 from flowfabric.model.handle import Handle
 from flowfabric.model.text import check_range
@@ -18,15 +18,15 @@ class Park:
         """Put a run aside until a time; one that has passed makes it due at once."""
         handle = usable(handle)
         check_range(delay_until, "delay_until", 0, LATEST_TIME)
-        await self._park(Ending(handle.execution_id, Release.DELAYED, fence=handle, delay_until=delay_until))
+        await self._park(Parting(handle.execution_id, Release.DELAYED, fence=handle, delay_until=delay_until))
 
     async def wait_children(self, handle: Handle) -> None:
         """Put a run aside until what it depends on has ended; where nothing is open it may go on at once."""
         handle = usable(handle)
-        await self._park(Ending(handle.execution_id, _move_of_waiting(), fence=handle))
+        await self._park(Parting(handle.execution_id, _move_of_waiting(), fence=handle))
 
-    async def _park(self, ending: Ending) -> None:
-        verdict = await self._releases.one(ending)
+    async def _park(self, parting: Parting) -> None:
+        verdict = await self._releases.one(parting)
         if not verdict.is_done:
             raise verdict.refusal()
 

@@ -11,7 +11,7 @@ from flowfabric.engine.grant import Grantee, Grants, note_mismatch
 from flowfabric.engine.held import Held, check_named, hold
 from flowfabric.engine.lease import SQL
 from flowfabric.engine.named import Lease, NamedClaims
-from flowfabric.engine.release import Ending, Releases
+from flowfabric.engine.release import Parting, Releases
 from flowfabric.engine.store import Store
 from flowfabric.engine.transition import LEASE_EXPIRED_PARAMETERS, Release
 from flowfabric.model.errors import error
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 MAX_CAP = 2**31 - 1
 
-Settled = tuple[Ending, list[Verdict | Locked]]
+Settled = tuple[Parting, list[Verdict | Locked]]
 
 
 class Reclaim:
@@ -108,7 +108,7 @@ class Reclaim:
 
     async def _end(self, transaction: Transaction, held: Held) -> Settled:
         """End a held execution whose lease was lost as often as allowed, and with it the grant that led here."""
-        ending = Ending(held.id, Release.RECLAIM_CAP, reason=MAX_RECLAIMS_EXCEEDED)
+        ending = Parting(held.id, Release.RECLAIM_CAP, reason=MAX_RECLAIMS_EXCEEDED)
         return ending, await self._releases.within(transaction, [ending])
 
     async def _capped(self, cap: int, settled: Settled) -> ReclaimCapExceeded:

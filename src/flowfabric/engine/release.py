@@ -13,7 +13,7 @@ from flowfabric.engine.store import Store
 from flowfabric.engine.transition import Release, completion_parameters, release_parameters
 from flowfabric.model.errors import EngineError, error
 from flowfabric.model.handle import Fence, Handle
-from flowfabric.model.ids import ExecutionId, SuspensionId
+from flowfabric.model.ids import INDEX_PART, UUID_PART, ExecutionId, SuspensionId
 from flowfabric.model.policy import ExecutionPolicy, may_retry, retry_delay_ms
 from flowfabric.model.states import BlockingReason, HandleKind
 
@@ -42,8 +42,8 @@ _COMPLETION_COLUMNS = ("partition_keys", "execution_ids", "lease_epochs", "lease
 _COMPLETION = completion_parameters()
 
 
-class Ending:
-    """How one run ends or is parked; without a fence the row's own lease counts."""
+class Parting:
+    """How one run ends, is put aside or suspends; without a fence the row's own lease counts."""
 
     __slots__ = ("execution_id", "is_of_resumed", "move", "row")
 
@@ -70,8 +70,9 @@ class Ending:
         self.is_of_resumed = isinstance(fence, Handle) and fence.kind is HandleKind.RESUMED
         lease = (None, None, None) if fence is None else (fence.lease_epoch, fence.lease_id, fence.attempt_id)
         self.row: tuple[Any, ...] = (
-            int(execution_id[4:-38]),
-            execution_id[-36:],
+            # Not by a function: every ending comes by here.
+            int(execution_id[INDEX_PART]),
+            execution_id[UUID_PART],
             move.value,
             *lease,
             payload,
@@ -99,28 +100,28 @@ class Releases:
     def __init__(self, store: Store, leases: Leases) -> None:
         self._store = store
         self._leases = leases
-        self._batch: Batch[Ending, Verdict] = Batch(
-            self._release_together, self._release_alone, keys=lambda ending: (ending.execution_id,)
+        self._batch: Batch[Parting, Verdict] = Batch(
+            self._release_together, self._release_alone, keys=lambda parting: (parting.execution_id,)
         )
 
-    async def one(self, ending: Ending) -> Verdict:
+    async def one(self, parting: Parting) -> Verdict:
         """The verdict on one run; concurrent callers share a statement."""
-        return await self._store.answer(self._batch.put(ending))
+        return await self._store.answer(self._batch.put(parting))
 
-    async def many(self, endings: Sequence[Ending]) -> list[Verdict | EngineError]:
-        """The verdicts on the endings of one caller, in their order, from one statement."""
-        return await self._store.answers(self._batch.run(endings))
+    async def many(self, partings: Sequence[Parting]) -> list[Verdict | EngineError]:
+        """The verdicts on the partings of one caller, in their order, from one statement."""
+        return await self._store.answers(self._batch.run(partings))
 
-    async def within(self, transaction: Transaction, endings: Sequence[Ending]) -> list[Verdict | Locked]:
+    async def within(self, transaction: Transaction, partings: Sequence[Parting]) -> list[Verdict | Locked]:
         """End runs whose rows the transaction holds already; `settle` follows the commit."""
-        return self._judge(endings, await transaction.fetch(SQL.release_executions, **self._columns(endings)))
+        return self._judge(partings, await transaction.fetch(SQL.release_executions, **self._columns(partings)))
 
-    async def settle(self, endings: Sequence[Ending], verdicts: Sequence[Verdict | Locked]) -> None:
+    async def settle(self, partings: Sequence[Parting], verdicts: Sequence[Verdict | Locked]) -> None:
         """After the commit: mark leases found lapsed, wake who waits for endings, for work or for the timers set."""
         wakeups = self._store.wakeups
         lapsed = []
         has_ended = False
-        for ending, verdict in zip(endings, verdicts, strict=True):
+        for parting, verdict in zip(partings, verdicts, strict=True):
             if verdict is DONE:
                 has_ended = True
             elif isinstance(verdict, Verdict):
@@ -130,7 +131,7 @@ class Releases:
                     lane_id, queue_no, place = verdict.work
                     wakeups.work(lane_id, {queue_no: place})
                 elif verdict.code == "lease_expired":
-                    lapsed.append(ending.execution_id)
+                    lapsed.append(parting.execution_id)
         if lapsed:
             await self._leases.mark_lapsed(lapsed)
         if has_ended:
@@ -140,28 +141,28 @@ class Releases:
         """Wait until every release under way is answered."""
         await self._batch.drain()
 
-    async def _release_together(self, endings: Sequence[Ending]) -> Sequence[Verdict | Locked | Exception]:
-        is_completion = all(ending.move is Release.COMPLETED for ending in endings)
+    async def _release_together(self, partings: Sequence[Parting]) -> Sequence[Verdict | Locked | Exception]:
+        is_completion = all(parting.move is Release.COMPLETED for parting in partings)
         # The attempt of a resumed run is stored already, which complete_held leaves to the other statement.
-        if not is_completion or all(ending.is_of_resumed for ending in endings):
-            return await self._release_each(endings)
-        completed = await self._complete_held(endings)
-        if len(completed) == len(endings):
-            return [DONE] * len(endings)
+        if not is_completion or all(parting.is_of_resumed for parting in partings):
+            return await self._release_each(partings)
+        completed = await self._complete_held(partings)
+        if len(completed) == len(partings):
+            return [DONE] * len(partings)
         done = {nth - 1 for nth in completed}
-        left = iter(await self._release_each([ending for at, ending in enumerate(endings) if at not in done]))
-        return [DONE if at in done else next(left) for at in range(len(endings))]
+        left = iter(await self._release_each([parting for at, parting in enumerate(partings) if at not in done]))
+        return [DONE if at in done else next(left) for at in range(len(partings))]
 
-    async def _release_each(self, endings: Sequence[Ending]) -> Sequence[Verdict | Locked]:
+    async def _release_each(self, partings: Sequence[Parting]) -> Sequence[Verdict | Locked]:
         verdicts = self._judge(
-            endings, await self._store.database.fetch(SQL.release_executions, self._columns(endings))
+            partings, await self._store.database.fetch(SQL.release_executions, self._columns(partings))
         )
-        await self.settle(endings, verdicts)
+        await self.settle(partings, verdicts)
         return verdicts
 
-    async def _complete_held(self, endings: Sequence[Ending]) -> Sequence[int]:
+    async def _complete_held(self, partings: Sequence[Parting]) -> Sequence[int]:
         """Complete the runs whose fence holds at less cost than judging each; answers which, counted from 1."""
-        columns = columns_of(_COMPLETION_COLUMNS, [ending.completion for ending in endings])
+        columns = columns_of(_COMPLETION_COLUMNS, [parting.completion for parting in partings])
         if columns["attempt_ids"] == columns["lease_ids"]:
             columns["attempt_ids"] = ()
         columns["retention_ms"] = self._store.rules.retention_ms
@@ -177,20 +178,20 @@ class Releases:
             self._store.wakeups.ended()
         return completed
 
-    async def _release_alone(self, ending: Ending) -> Verdict:
+    async def _release_alone(self, parting: Parting) -> Verdict:
         async def release(transaction: Transaction) -> list[Verdict | Locked]:
-            await lock_execution(transaction, ending.execution_id)
-            return await self.within(transaction, [ending])
+            await lock_execution(transaction, parting.execution_id)
+            return await self.within(transaction, [parting])
 
         verdicts = await self._store.transact(release)
-        await self.settle([ending], verdicts)
+        await self.settle([parting], verdicts)
         verdict = verdicts[0]
         assert isinstance(verdict, Verdict), "the row is held"
         return verdict
 
     @staticmethod
-    def _judge(endings: Sequence[Ending], rows: Sequence[Record]) -> list[Verdict | Locked]:
-        verdicts: list[Verdict | Locked] = [DONE] * len(endings)
+    def _judge(partings: Sequence[Parting], rows: Sequence[Record]) -> list[Verdict | Locked]:
+        verdicts: list[Verdict | Locked] = [DONE] * len(partings)
         ended = 0
         for row in rows:
             nth, code, count, delay_until, delay_ms, lane_id, queue_no, place, _ = row
@@ -203,16 +204,16 @@ class Releases:
                 verdicts[nth - 1] = Verdict(code, delay_until=delay_until, delay_ms=delay_ms, work=work)
             else:
                 verdicts[nth - 1] = verdict_of(row)
-        if ended + len(rows) - 1 != len(endings):
-            raise error("internal", f"{len(endings)} endings were given, {ended + len(rows) - 1} were judged")
+        if ended + len(rows) - 1 != len(partings):
+            raise error("internal", f"{len(partings)} partings were given, {ended + len(rows) - 1} were judged")
         return verdicts
 
-    def _columns(self, endings: Sequence[Ending]) -> dict[str, object]:
-        columns = columns_of(_COLUMNS, [ending.row for ending in endings])
+    def _columns(self, partings: Sequence[Parting]) -> dict[str, object]:
+        columns = columns_of(_COLUMNS, [parting.row for parting in partings])
         if columns["attempt_ids"] == columns["lease_ids"]:
             columns["attempt_ids"] = ()
         columns["retention_ms"] = self._store.rules.retention_ms
-        columns.update(release_parameters(frozenset(ending.move for ending in endings)))
+        columns.update(release_parameters(frozenset(parting.move for parting in partings)))
         return columns
 
 

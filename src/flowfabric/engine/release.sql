@@ -158,30 +158,34 @@ ended_again as (
          failure_reason = excluded.failure_reason, failure_category = excluded.failure_category
 ),
 -- A suspended execution that ends takes its open suspension and every waitpoint of it along. Whoever ends it has held
--- it before, so that what is read here is what belongs to it now.
+-- it before, so that what is read here is what belongs to it now; what is changed is found as in insert_deliveries.
 closing as materialized (
-  select s.tid, s.partition_key, s.waitpoint_ids, h.release_reason, h.now
+  select h.partition_key, h.execution_id, s.waitpoint_ids, h.release_reason, h.now
     from held h
    cross join lateral (
-         select s.ctid as tid, s.partition_key, s.waitpoint_ids from suspension s
+         select s.waitpoint_ids from suspension s
           where s.partition_key = h.partition_key and s.execution_id = h.execution_id and s.closed_at is null
             for update) s
    where h.verdict = 'ok' and h.lifecycle_phase = 'suspended' and h.to_phase = 'terminal'
 ),
 closed as (
-  update suspension s set closed_at = c.now, close_reason = c.release_reason from closing c where s.ctid = c.tid
+  update suspension s set closed_at = c.now, close_reason = c.release_reason
+    from closing c
+   where s.partition_key = any(array[c.partition_key]) and s.execution_id = c.execution_id
 ),
 shut as materialized (
-  select w.tid, c.release_reason, c.now
+  select c.partition_key, w.waitpoint_id, c.release_reason, c.now
     from closing c
    cross join lateral (select waitpoint_id from unnest(c.waitpoint_ids) as i(waitpoint_id) order by 1) i
    cross join lateral (
-         select w.ctid as tid from waitpoint w
+         select w.waitpoint_id from waitpoint w
           where w.partition_key = c.partition_key and w.waitpoint_id = i.waitpoint_id and w.state in ('pending', 'active')
             for update) w
 ),
 closed_waitpoints as (
-  update waitpoint w set state = 'closed', closed_at = s.now, close_reason = s.release_reason from shut s where w.ctid = s.tid
+  update waitpoint w set state = 'closed', closed_at = s.now, close_reason = s.release_reason
+    from shut s
+   where w.partition_key = any(array[s.partition_key]) and w.waitpoint_id = s.waitpoint_id
 ),
 told as (
   insert into event (at, execution_id, partition_key, kind, namespace_no, attempt_index, worker_no, lease_epoch, lease_id,

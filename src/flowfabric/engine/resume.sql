@@ -7,8 +7,8 @@ select closed_at is null as is_open from suspension where partition_key = :parti
 -- suspensions with all waitpoints; for each delay and queue how many were suspended and the first place. The waitpoint of
 -- the signal that met the condition counts what it took. An event tells of it where :kind is given. Of a column that says
 -- the same of every execution, the first element counts for all.
--- Who holds an execution reads its suspension and its waitpoints as they stay. The rows are found again by their ctid: the
--- joins begin with what is held, which those of an update need not.
+-- Who holds an execution knows its suspension and its waitpoints. Only the execution is found again by its ctid: of the
+-- others another writer may commit a newer version meanwhile, so they are found by their keys, as in insert_deliveries.
 with clock as materialized (select ff_now() as now),
 item as materialized (
   select coalesce(partition_key, (:partition_keys)[1]) as partition_key, execution_id,
@@ -28,7 +28,7 @@ item as materialized (
 ),
 held as materialized (
   select i.*, c.now, e.tid, e.queue_no, e.place, e.namespace_no, e.attempt_count, e.lease_epoch, e.flow_id, e.instance_tag,
-         s.tid as suspension_tid, s.waitpoint_ids
+         s.waitpoint_ids
     from clock c
    cross join item i
    cross join lateral (
@@ -37,7 +37,7 @@ held as materialized (
           where e.partition_key = i.partition_key and e.execution_id = i.execution_id and e.lifecycle_phase = 'suspended'
          offset 0) e
    cross join lateral (
-         select s.ctid as tid, s.waitpoint_ids, s.closed_at from suspension s
+         select s.waitpoint_ids, s.closed_at from suspension s
           where s.partition_key = i.partition_key and s.execution_id = i.execution_id
          offset 0) s
    where s.closed_at is null
@@ -53,31 +53,27 @@ moved as (
 ),
 closed as (
   update suspension s
-     set closed_at = h.now, close_reason = :close_reason, 
+     set closed_at = h.now, close_reason = :close_reason,
          satisfier_ids = case when :is_satisfied::boolean then s.satisfier_ids || h.satisfiers || h.closer_id else h.satisfiers end,
          satisfied_at = case when :is_satisfied then h.now end,
          last_signal_at = case when :is_satisfied then h.now else s.last_signal_at end
     from held h
-   where s.ctid = h.suspension_tid and s.partition_key = h.partition_key and s.execution_id = h.execution_id
+   where s.partition_key = any(array[h.partition_key]) and s.execution_id = h.execution_id
 ),
-open as materialized (
-  select w.tid, h.now, case when i.waitpoint_id = h.closing_waitpoint_id then h.accepted else 0 end as accepted, h.matched
+closing as materialized (
+  select h.partition_key, i.waitpoint_id, h.now,
+         case when i.waitpoint_id = h.closing_waitpoint_id then h.accepted else 0 end as accepted, h.matched
     from held h
    cross join lateral unnest(h.waitpoint_ids) as i(waitpoint_id)
-   cross join lateral (
-         select w.ctid as tid, w.state from waitpoint w
-          where w.partition_key = h.partition_key and w.waitpoint_id = i.waitpoint_id
-         offset 0) w
-   where w.state in ('pending', 'active')
 ),
 shut as (
   update waitpoint w
-     set state = 'closed', closed_at = o.now, close_reason = :close_reason,
-         satisfied_at = case when :is_satisfied then o.now end, signal_count = w.signal_count + o.accepted,
-         matched_signal_count = w.matched_signal_count + case when o.accepted > 0 then o.matched else 0 end,
-         last_signal_at = case when o.accepted > 0 then o.now else w.last_signal_at end
-    from open o
-   where w.ctid = o.tid
+     set state = 'closed', closed_at = c.now, close_reason = :close_reason,
+         satisfied_at = case when :is_satisfied then c.now end, signal_count = w.signal_count + c.accepted,
+         matched_signal_count = w.matched_signal_count + case when c.accepted > 0 then c.matched else 0 end,
+         last_signal_at = case when c.accepted > 0 then c.now else w.last_signal_at end
+    from closing c
+   where w.partition_key = any(array[c.partition_key]) and w.waitpoint_id = c.waitpoint_id and w.state in ('pending', 'active')
 ),
 told as (
   insert into event (at, execution_id, partition_key, kind, namespace_no, attempt_index, lease_epoch, outcome, flow_id,

@@ -73,9 +73,9 @@ select (select count(*) from gone) as trimmed, coalesce((select max(retain_until
 -- Deletes idempotency entries past their time to live; answers how many.
 with spent as (
   delete from idempotency
-   where (partition_key, namespace_no, idempotency_key) in (
-         select partition_key, namespace_no, idempotency_key from idempotency
-          where expires_at <= (select ff_now()) order by expires_at limit :limit for update skip locked)
+   where ctid = any(array(
+         select ctid from idempotency
+          where expires_at <= (select ff_now()) order by expires_at limit :limit for update skip locked))
   returning 1)
 select count(*) as purged from spent;
 
@@ -83,9 +83,9 @@ select count(*) as purged from spent;
 -- Deletes what suspends came to under idempotency keys past their time to live; answers how many.
 with spent as (
   delete from suspend_key
-   where (partition_key, execution_id, idempotency_key) in (
-         select partition_key, execution_id, idempotency_key from suspend_key
-          where expires_at <= (select ff_now()) order by expires_at limit :limit for update skip locked)
+   where ctid = any(array(
+         select ctid from suspend_key
+          where expires_at <= (select ff_now()) order by expires_at limit :limit for update skip locked))
   returning 1)
 select count(*) as purged from spent;
 
@@ -93,9 +93,9 @@ select count(*) as purged from spent;
 -- Deletes idempotency keys of signals past their time to live; answers how many.
 with spent as (
   delete from signal_key
-   where (partition_key, waitpoint_id, idempotency_key) in (
-         select partition_key, waitpoint_id, idempotency_key from signal_key
-          where expires_at <= (select ff_now()) order by expires_at limit :limit for update skip locked)
+   where ctid = any(array(
+         select ctid from signal_key
+          where expires_at <= (select ff_now()) order by expires_at limit :limit for update skip locked))
   returning 1)
 select count(*) as purged from spent;
 
@@ -103,8 +103,8 @@ select count(*) as purged from spent;
 -- Deletes grants past their expiry; answers how many.
 with lapsed as (
   delete from claim_grant
-   where (partition_key, execution_id) in (
-         select partition_key, execution_id from claim_grant
-          where expires_at <= (select ff_now()) order by expires_at limit :limit for update skip locked)
+   where ctid = any(array(
+         select ctid from claim_grant
+          where expires_at <= (select ff_now()) order by expires_at limit :limit for update skip locked))
   returning 1)
 select count(*) as purged from lapsed;

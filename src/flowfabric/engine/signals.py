@@ -124,13 +124,16 @@ class Signals:
             )
         )
 
-    async def observe(self, handle: Handle) -> list[ResumeSignal]:
-        """Every signal of the suspension of a handle's attempt, in the order of acceptance."""
+    async def observe(self, handle: Handle, suspension_id: UUID | str | None) -> list[ResumeSignal]:
+        """Every signal of a suspension, the latest of the handle's attempt when absent, in the order of acceptance."""
         handle = check_handle(handle)
         partition, uuid = row_key(handle.execution_id)
-        rows = await self._store.fetch(
-            SQL.list_observed, partition_key=partition, execution_id=uuid, attempt_index=handle.attempt_index
-        )
+        execution = {"partition_key": partition, "execution_id": uuid}
+        if suspension_id is None:
+            rows = await self._store.fetch(SQL.list_observed, **execution, attempt_index=handle.attempt_index)
+        else:
+            named = parse_uuid(suspension_id, "suspension_id")
+            rows = await self._store.fetch(SQL.list_observed_of, **execution, suspension_id=named)
         if not rows:
             raise error("execution_not_found")
         return [
@@ -230,7 +233,7 @@ class Signals:
             mine = rows[len(found) : len(found) + len(mail.signals)]
             addressee = addressee_of(mail, phase, mine)
             judged = [addressee.authenticate(signal, keys) for signal in mail.signals]
-            # What is stored of the wait is looked at for nobody who was not authenticated.
+            # Nobody who was not authenticated makes the engine read what is stored of the wait.
             if any(isinstance(each, Waitpoint) for each in judged):
                 addressee.wait = wait_of(mine[0])
             addressees.append(addressee)

@@ -67,7 +67,7 @@ select c.now, w.*, coalesce(case when k.expires_at > c.now then k.signal_id end,
  order by i.nth;
 
 -- name: list_satisfiers
--- The signals that have added to the conditions of held executions so far, of each in the order of their acceptance.
+-- The signals that have added to the conditions of held executions so far, in any order: a condition counts them alike.
 select i.nth, g.signal_id, g.signal_name, g.waitpoint_key, g.source_type, g.source_identity
   from unnest(:partition_keys::smallint[], :execution_ids::uuid[]) with ordinality as i(partition_key, execution_id, nth)
  cross join lateral (
@@ -76,14 +76,14 @@ select i.nth, g.signal_id, g.signal_name, g.waitpoint_key, g.source_type, g.sour
  cross join lateral unnest(s.satisfier_ids) as c(signal_id)
  cross join lateral (
        select g.* from signal g
-        where g.partition_key = i.partition_key and g.execution_id = i.execution_id and g.signal_id = c.signal_id limit 1) g
- order by g.sequence;
+        where g.partition_key = i.partition_key and g.execution_id = i.execution_id and g.signal_id = c.signal_id limit 1) g;
 
 -- name: insert_deliveries
 -- Records accepted signals in their order, counts them on their waitpoints, adds what their conditions have counted,
--- stores their idempotency keys, and notes on executions that a token was refused. The rows are held already and found
--- again by their ctid: the joins begin with what is given, which those of an update need not. Of a column that says the
--- same of every signal, the first element counts for all.
+-- stores their idempotency keys, and notes on executions that a token was refused. Only the executions are held already:
+-- what belongs to them is found by its key and not by its ctid, as another writer may commit a newer version meanwhile.
+-- By `any` of one partition, as an equality lets the planner walk all of an index and join what is given to it. Of a
+-- column that says the same of every signal, the first element counts for all.
 with recorded as (
   insert into signal (partition_key, execution_id, signal_id, suspension_id, waitpoint_id, waitpoint_key, signal_name,
                       signal_category, source_type, source_identity, correlation_id, idempotency_key, target_scope,
@@ -111,30 +111,19 @@ with recorded as (
               effect, disposition, payload, payload_encoding, nth)
    order by i.nth
 ),
-tally as materialized (
-  select w.tid, i.accepted, i.matched
-    from unnest(:counted_partitions::smallint[], :counted_waitpoints::uuid[], :accepted::int[], :matched::int[])
-         as i(partition_key, waitpoint_id, accepted, matched)
-   cross join lateral (
-         select w.ctid as tid from waitpoint w
-          where w.partition_key = i.partition_key and w.waitpoint_id = i.waitpoint_id offset 0) w
-),
 counted as (
   update waitpoint w
-     set signal_count = w.signal_count + t.accepted, matched_signal_count = w.matched_signal_count + t.matched, last_signal_at = :now
-    from tally t
-   where w.ctid = t.tid
-),
-progress as materialized (
-  select s.tid, i.satisfiers::uuid[] as satisfiers
-    from unnest(:waiting_partitions::smallint[], :waiting_executions::uuid[], :satisfiers::text[])
-         as i(partition_key, execution_id, satisfiers)
-   cross join lateral (
-         select s.ctid as tid from suspension s
-          where s.partition_key = i.partition_key and s.execution_id = i.execution_id offset 0) s
+     set signal_count = w.signal_count + i.accepted, matched_signal_count = w.matched_signal_count + i.matched, last_signal_at = :now
+    from unnest(:counted_partitions::smallint[], :counted_waitpoints::uuid[], :accepted::int[], :matched::int[])
+         as i(partition_key, waitpoint_id, accepted, matched)
+   where w.partition_key = any(array[i.partition_key]) and w.waitpoint_id = i.waitpoint_id
 ),
 waiting as (
-  update suspension s set satisfier_ids = s.satisfier_ids || p.satisfiers, last_signal_at = :now from progress p where s.ctid = p.tid
+  update suspension s
+     set satisfier_ids = s.satisfier_ids || i.satisfiers::uuid[], last_signal_at = :now
+    from unnest(:waiting_partitions::smallint[], :waiting_executions::uuid[], :satisfiers::text[])
+         as i(partition_key, execution_id, satisfiers)
+   where s.partition_key = any(array[i.partition_key]) and s.execution_id = i.execution_id
 ),
 keyed as (
   insert into signal_key (partition_key, waitpoint_id, idempotency_key, signal_id, expires_at)
@@ -200,5 +189,24 @@ select g.signal_id, g.signal_name, g.signal_category, g.source_type, g.source_id
                where g.partition_key = s.partition_key and g.execution_id = s.execution_id
                  and g.signal_id = s.satisfier_ids[cardinality(s.satisfier_ids)] limit 1) g
         where g.waitpoint_id is null) g on true
+ where e.partition_key = :partition_key and e.execution_id = :execution_id
+ order by g.sequence;
+
+-- name: list_observed_of
+-- Every signal of a suspension by its id, in the order of acceptance, and at least one row where there is such an
+-- execution. Of a suspension that another one has replaced, the dispositions tell what its condition counted: nothing
+-- where none of them has ended the wait, as an operator has then.
+select g.signal_id, g.signal_name, g.signal_category, g.source_type, g.source_identity, g.correlation_id, g.accepted_at,
+       g.payload, g.disposition,
+       coalesce(g.signal_id = any(s.satisfier_ids),
+                g.disposition in ('appended_to_waitpoint', 'resume_condition_satisfied')
+                and bool_or(g.disposition = 'resume_condition_satisfied') over ()) as satisfier
+  from execution e
+  left join suspension s on s.partition_key = e.partition_key and s.execution_id = e.execution_id
+                        and s.suspension_id = :suspension_id::uuid
+  left join lateral (
+       select g.* from signal g
+        where g.partition_key = e.partition_key and g.execution_id = e.execution_id and g.suspension_id = :suspension_id
+       offset 0) g on true
  where e.partition_key = :partition_key and e.execution_id = :execution_id
  order by g.sequence;

@@ -3,7 +3,18 @@
 from enum import StrEnum
 from typing import TypeVar
 
+from flowfabric.db.database import Record
 from flowfabric.model.errors import EngineError, error
+from flowfabric.model.states import (
+    AttemptState,
+    BlockingReason,
+    EligibilityState,
+    LifecyclePhase,
+    OwnershipState,
+    PublicState,
+    StateVector,
+    TerminalOutcome,
+)
 
 Word = TypeVar("Word", bound=StrEnum)
 Value = TypeVar("Value")
@@ -27,3 +38,18 @@ def required(value: Value | None, *, context: str, field: str) -> Value:
     if value is None:
         raise corruption(context, field, "is missing")
     return value
+
+
+def vector(row: Record, context: str) -> StateVector:
+    """The state a row holds."""
+    return StateVector(
+        lifecycle_phase=literal(LifecyclePhase, row["lifecycle_phase"], context=context, field="lifecycle_phase"),
+        ownership_state=literal(OwnershipState, row["ownership_state"], context=context, field="ownership_state"),
+        eligibility_state=literal(
+            EligibilityState, row["eligibility_state"], context=context, field="eligibility_state"
+        ),
+        blocking_reason=literal(BlockingReason, row["blocking_reason"], context=context, field="blocking_reason"),
+        terminal_outcome=literal(TerminalOutcome, row["terminal_outcome"], context=context, field="terminal_outcome"),
+        attempt_state=literal(AttemptState, row["attempt_state"], context=context, field="attempt_state"),
+        public_state=literal(PublicState, row["public_state"], context=context, field="public_state"),
+    )

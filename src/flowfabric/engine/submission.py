@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 from flowfabric.engine.store import Store
 from flowfabric.model.errors import EngineError, error
 from flowfabric.model.execution import NewExecution
-from flowfabric.model.ids import ExecutionId, check_lane_id, check_partition, parse_execution_id, row_key
+from flowfabric.model.ids import ExecutionId, check_lane_id, check_partition, id_head, parse_execution_id, row_key
 from flowfabric.model.policy import ExecutionPolicy, dedup_window_ms, parse_policy, policy_json
 from flowfabric.model.tags import check_tags
-from flowfabric.model.text import check_short, check_text
+from flowfabric.model.text import check_short, check_text, shown
 
 MAX_PRIORITY = 9000
 MAX_SHAPES = 4096
@@ -21,6 +21,8 @@ class Shape:
     """What many submissions have in common: checked once, with the numbers the store knows it by."""
 
     partition: int
+    id_head: str
+    """What the minted ids of its partition begin with: made once, as it is put before every one of them."""
     lane_id: str
     namespace: str
     columns: Mapping[str, Any]
@@ -79,6 +81,8 @@ class Submissions:
 
     def check(self, new: NewExecution, uuid: str) -> Submission | None:
         """The checked item, or None where only the store can tell."""
+        if not isinstance(new, NewExecution):
+            raise error("invalid_input", f"items: each must be a NewExecution, got {shown(new)}")
         execution_id = None
         if new.execution_id is not None:
             execution_id = parse_execution_id(new.execution_id)
@@ -108,7 +112,7 @@ class Submissions:
             except EngineError:
                 return None
         if is_minted := execution_id is None:
-            execution_id = ExecutionId(f"{{fp:{shape.partition}}}:{uuid}")
+            execution_id = ExecutionId(shape.id_head + uuid)
         else:
             _, uuid = row_key(execution_id)
         return Submission(
@@ -127,6 +131,8 @@ class Submissions:
     def alike(self, items: Sequence[NewExecution], uuids: Sequence[str]) -> Alike | None:
         """Items that are alike and in order, without a look at each apart; None where one may not be."""
         first = items[0]
+        if type(first) is not NewExecution:
+            return None
         namespace, lane_id, kind, policy = first.namespace, first.lane_id, first.execution_kind, first.policy
         creator, encoding = first.creator_identity, first.payload_encoding
         tags: list[Mapping[str, str] | None] = []
@@ -136,7 +142,8 @@ class Submissions:
                 return None
             for new in items:
                 if (
-                    new.namespace is not namespace
+                    type(new) is not NewExecution
+                    or new.namespace is not namespace
                     or new.lane_id is not lane_id
                     or new.execution_kind is not kind
                     or new.policy is not policy
@@ -196,8 +203,10 @@ class Submissions:
             if policy.stream_policy is not None:
                 retention_ms = policy.stream_policy.retention_ttl_ms
         queue_no, lane_no = queue
+        partition = store.rules.partitions.of_lane(lane_id)
         return Shape(
-            partition=store.rules.partitions.of_lane(lane_id),
+            partition=partition,
+            id_head=id_head(partition),
             lane_id=lane_id,
             namespace=namespace,
             columns={

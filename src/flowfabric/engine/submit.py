@@ -26,11 +26,10 @@ from flowfabric.model.outcomes import Created, Duplicate
 from flowfabric.model.policy import dedup_window_ms, parse_policy
 from flowfabric.model.states import PublicState
 from flowfabric.model.tags import check_tags
-from flowfabric.model.text import check_short, check_text
+from flowfabric.model.text import check_batch, check_short, check_text
 
 SQL = statements_beside(__file__)
 
-MAX_BATCH = 1000
 PATIENCE_SHARED, PATIENCE_ALONE = "50ms", "2s"
 """How long a statement waits for a key or an id that is being taken elsewhere: with others behind it, and alone."""
 
@@ -86,8 +85,7 @@ class Submit:
 
     async def create_many(self, items: Sequence[NewExecution]) -> list[Submitted | EngineError]:
         """Create up to a thousand executions, each with its own verdict."""
-        if not 1 <= len(items) <= MAX_BATCH:
-            raise error("invalid_input", f"items: 1 to {MAX_BATCH}, got {len(items)}")
+        check_batch(items, "items")
         minted = mint_uuid_texts(len(items))
         if (alike := self._submissions.alike(items, minted)) is not None:
             try:
@@ -108,8 +106,10 @@ class Submit:
             return list(made)
         answers = [next(made) if isinstance(item, Submission) else item for item in checked]
         for at, new in enumerate(items):
+            if not isinstance(checked[at], EngineError) or not isinstance(new, NewExecution):
+                continue
             # What an item before it took makes a duplicate of one whose tags or policy are wrong.
-            if isinstance(checked[at], EngineError) and (new.execution_id is not None or new.idempotency_key):
+            if new.execution_id is not None or new.idempotency_key:
                 with contextlib.suppress(EngineError):
                     again = await self._check(new, minted[at])
                     answers[at] = again if isinstance(again, Duplicate) else answers[at]
@@ -194,8 +194,7 @@ class Submit:
 
     async def _insert_alike(self, items: Alike) -> list[Submitted | EngineError]:
         shape, uuids, tags = items.shape, items.uuids, items.tags
-        tagged = [(uuid, *tag) for uuid, own in zip(uuids, tags, strict=True) if own for tag in own.items()]
-        tag_ids, tag_keys, tag_values = zip(*tagged, strict=True) if tagged else ((), (), ())
+        tag_ids = [uuid for uuid, own in zip(uuids, tags, strict=True) if own for _ in own]
         instance_tag = self._store.rules.instance_tag
         ((earlier, is_accepted),) = await self._store.database.fetch(
             SQL.insert_alike,
@@ -205,11 +204,11 @@ class Submit:
                 "execution_ids": uuids,
                 "priorities": short_column(items.priorities),
                 "input_payloads": short_column(items.payloads),
-                "are_tagged": short_column([own is not None for own in tags]) if tagged else (False,),
-                "instance_tags": short_column([own and own.get(instance_tag) for own in tags]) if tagged else (),
+                "are_tagged": short_column([own is not None for own in tags]) if tag_ids else (False,),
+                "instance_tags": short_column([own and own.get(instance_tag) for own in tags]) if tag_ids else (),
                 "tag_ids": array_text(tag_ids),
-                "tag_keys": short_column(tag_keys),
-                "tag_values": short_column(tag_values),
+                "tag_keys": short_column([key for own in tags if own for key in own]),
+                "tag_values": short_column([value for own in tags if own for value in own.values()]),
             },
         )
         if not is_accepted:
@@ -217,8 +216,7 @@ class Submit:
         self._store.wakeups.work(
             shape.lane_id, {shape.columns["queue_no"]: (MAX_PRIORITY - max(items.priorities)) << BAND_BITS | earlier}
         )
-        head = f"{{fp:{shape.partition}}}:"
-        waiting = PublicState.WAITING
+        head, waiting = shape.id_head, PublicState.WAITING
         return [Created(execution_id=ExecutionId(head + uuid), public_state=waiting) for uuid in uuids]
 
     async def _insert_alone(self, item: Submission) -> Submitted:

@@ -13,21 +13,20 @@ from flowfabric.db.statements import array_text, columns_from, statements_beside
 from flowfabric.engine.fence import GivenFence, Verdict, check_lease
 from flowfabric.engine.keys import Keys
 from flowfabric.engine.lease import Leases
-from flowfabric.engine.release import Ending, Releases
+from flowfabric.engine.mail import facts_of
+from flowfabric.engine.release import Parting, Releases
+from flowfabric.engine.runs import HeldRun, read_runs, read_waitpoint
 from flowfabric.engine.store import Store
 from flowfabric.engine.transition import Release
-from flowfabric.engine.waitpoint import SQL as WAITPOINT
-from flowfabric.engine.waitpoint import HeldRun, read_runs
 from flowfabric.model.conditions import condition_json, required_signal_names, waitpoint_keys
 from flowfabric.model.errors import EngineError, error
-from flowfabric.model.evaluation import Evaluation, SignalFacts, evaluate
+from flowfabric.model.evaluation import Evaluation, evaluate
 from flowfabric.model.handle import Fence, Handle, check_handle
 from flowfabric.model.ids import (
     AttemptId,
     ExecutionId,
     LaneId,
     LeaseId,
-    SignalId,
     WorkerInstanceId,
     parse_execution_id,
     row_key,
@@ -178,11 +177,11 @@ class Suspend:
             except EngineError as refused:
                 judged.append(refused)
         waits = [each for each in judged if isinstance(each, _Wait)]
-        endings = [_ending(wait) for wait in waits if not wait.evaluation.satisfied]
-        verdicts = await self._releases.within(transaction, endings) if endings else []
+        partings = [_parting(wait) for wait in waits if not wait.evaluation.satisfied]
+        verdicts = await self._releases.within(transaction, partings) if partings else []
         if waits:
             await _store(transaction, waits)
-        return [each.outcome if isinstance(each, _Wait) else each for each in judged], (endings, verdicts)
+        return [each.outcome if isinstance(each, _Wait) else each for each in judged], (partings, verdicts)
 
     async def _judge(self, transaction: Transaction, ask: _Ask, held: HeldRun) -> _Wait:
         """What a run comes to wait on; refused where it may not wait."""
@@ -212,7 +211,7 @@ class Suspend:
                 buffered = await transaction.fetch(
                     SQL.list_buffered, partition_key=held.partition_key, waitpoint_id=binding.waitpoint_id
                 )
-                evaluation = evaluate(ask.args.resume_condition, map(_facts, buffered))
+                evaluation = evaluate(ask.args.resume_condition, map(facts_of, buffered))
             bound.append(
                 AdditionalWaitpoint(
                     waitpoint_id=binding.waitpoint_id, waitpoint_key=waitpoint_key, waitpoint_token=token
@@ -248,17 +247,14 @@ class Suspend:
 
 
 _Answer: TypeAlias = SuspendOutcome | EngineError
-_Released: TypeAlias = tuple[list[Ending], list[Verdict | Locked]]
+_Released: TypeAlias = tuple[list[Parting], list[Verdict | Locked]]
 
 
 async def _pending(transaction: Transaction, held: HeldRun, binding: UsePending) -> tuple[WaitpointToken, str]:
     """The token and the key of a waitpoint made ahead, which must be this run's and still wait for it."""
-    rows = await transaction.fetch(
-        WAITPOINT.read_waitpoint, partition_key=held.partition_key, waitpoint_id=binding.waitpoint_id
-    )
-    if not rows:
+    row = await read_waitpoint(transaction, held.partition_key, binding.waitpoint_id)
+    if row is None:
         raise error("waitpoint_not_found")
-    (row,) = rows
     if row["state"] != WaitpointState.PENDING:
         raise error("waitpoint_not_pending")
     if row["execution_id"] != held.execution_id or row["attempt_index"] != held.attempt_index:
@@ -270,11 +266,11 @@ async def _pending(transaction: Transaction, held: HeldRun, binding: UsePending)
     return WaitpointToken(row["token"]), row["waitpoint_key"]
 
 
-def _ending(wait: _Wait) -> Ending:
+def _parting(wait: _Wait) -> Parting:
     handle = wait.outcome.handle if isinstance(wait.outcome, Suspended) else None
     assert handle is not None, "who need not wait keeps its lease"
     # The lease was judged a moment ago and the row is held: no later clock may judge it again.
-    return Ending(
+    return Parting(
         handle.execution_id,
         Release.SUSPENDED,
         blocking=blocking_reason_of(wait.args.reason_code),
@@ -445,14 +441,4 @@ def _handle(execution_id: ExecutionId, fence: Fence, held: HeldRun) -> Handle:
         lease_ttl_ms=held.lease_ttl_ms or 0,
         lane_id=LaneId(held.lane_id),
         worker_instance_id=WorkerInstanceId(held.worker_instance_id or ""),
-    )
-
-
-def _facts(row: Record) -> SignalFacts:
-    return SignalFacts(
-        signal_id=SignalId(row["signal_id"]),
-        signal_name=row["signal_name"],
-        waitpoint_key=row["waitpoint_key"],
-        source_type=row["source_type"],
-        source_identity=row["source_identity"],
     )

@@ -7,7 +7,7 @@ import msgspec
 from flowfabric.db.database import Record
 from flowfabric.db.statements import Statement, statements_beside
 from flowfabric.engine.store import Store
-from flowfabric.engine.stored import corruption, literal, required
+from flowfabric.engine.stored import corruption, literal, required, vector
 from flowfabric.model.errors import error
 from flowfabric.model.ids import (
     AttemptId,
@@ -25,18 +25,7 @@ from flowfabric.model.ids import (
 )
 from flowfabric.model.outcomes import ExecutionInfo
 from flowfabric.model.snapshots import Attempt, CurrentAttempt, CurrentLease, ExecutionContext, ExecutionSnapshot
-from flowfabric.model.states import (
-    AttemptLifecycle,
-    AttemptState,
-    AttemptType,
-    BlockingReason,
-    EligibilityState,
-    LifecyclePhase,
-    OwnershipState,
-    PublicState,
-    StateVector,
-    TerminalOutcome,
-)
+from flowfabric.model.states import AttemptLifecycle, AttemptType, BlockingReason, PublicState
 from flowfabric.model.text import check_items, shown
 
 SQL = statements_beside(__file__)
@@ -80,15 +69,15 @@ class View:
             return None
         row = rows[0]
         context = "read_execution_info"
-        vector = _vector(row, context)
+        state = vector(row, context)
         return ExecutionInfo(
             execution_id=parse_execution_id(execution_id),
             namespace=Namespace(required(row["namespace"], context=context, field="namespace")),
             lane_id=LaneId(required(row["lane_id"], context=context, field="lane_id")),
             priority=row["priority"],
             execution_kind=required(row["execution_kind"], context=context, field="execution_kind"),
-            state_vector=vector,
-            public_state=vector.public_state,
+            state_vector=state,
+            public_state=state.public_state,
             created_at=required(row["created_at"], context=context, field="created_at"),
             started_at=row["started_at"],
             completed_at=row["completed_at"],
@@ -258,18 +247,4 @@ def _attempt(execution_id: ExecutionId, row: Record) -> Attempt:
         replayed_from_attempt_index=row["previous_attempt_index"] if attempt_type is AttemptType.REPLAY else None,
         usage=_read_usage(row["usage"]) if row["usage"] else {},
         policy=row["policy"],
-    )
-
-
-def _vector(row: Record, context: str) -> StateVector:
-    return StateVector(
-        lifecycle_phase=literal(LifecyclePhase, row["lifecycle_phase"], context=context, field="lifecycle_phase"),
-        ownership_state=literal(OwnershipState, row["ownership_state"], context=context, field="ownership_state"),
-        eligibility_state=literal(
-            EligibilityState, row["eligibility_state"], context=context, field="eligibility_state"
-        ),
-        blocking_reason=literal(BlockingReason, row["blocking_reason"], context=context, field="blocking_reason"),
-        terminal_outcome=literal(TerminalOutcome, row["terminal_outcome"], context=context, field="terminal_outcome"),
-        attempt_state=literal(AttemptState, row["attempt_state"], context=context, field="attempt_state"),
-        public_state=literal(PublicState, row["public_state"], context=context, field="public_state"),
     )

@@ -3,7 +3,6 @@
 import base64
 import binascii
 import logging
-from collections.abc import Sequence
 from uuid import UUID
 
 import msgspec
@@ -13,6 +12,7 @@ from flowfabric.db.statements import statements_beside
 from flowfabric.engine.fence import check_lease, lock_execution, usable
 from flowfabric.engine.keys import Keys
 from flowfabric.engine.lease import Leases
+from flowfabric.engine.runs import read_runs, read_waitpoint
 from flowfabric.engine.store import Store
 from flowfabric.engine.stored import literal
 from flowfabric.model.errors import EngineError, error
@@ -24,11 +24,10 @@ from flowfabric.model.ids import (
     parse_execution_id,
     parse_uuid,
     row_key,
-    split_execution_id,
     uuid7,
 )
 from flowfabric.model.states import WaitpointState
-from flowfabric.model.text import check_range, check_text, shorten
+from flowfabric.model.text import check_limit, check_range, check_text, shorten
 from flowfabric.model.tokens import WaitpointToken, sign_token
 from flowfabric.model.waits import (
     AlreadyClosed,
@@ -49,50 +48,6 @@ MAX_LIMIT = 1000
 MAX_TIME = 2**63 - 1
 _OPEN = frozenset({WaitpointState.PENDING, WaitpointState.ACTIVE})
 _SHUT = frozenset({WaitpointState.CLOSED, WaitpointState.EXPIRED})
-
-
-class HeldRun(msgspec.Struct, frozen=True, kw_only=True):
-    """A run that a transaction holds, and what is needed to let it wait."""
-
-    partition_key: int
-    execution_id: UUID
-    lifecycle_phase: str
-    ownership_state: str
-    terminal_outcome: str
-    lease_epoch: int
-    lease_id: UUID | None
-    attempt_id: UUID | None
-    attempt_count: int
-    lease_expires_at: int | None
-    lease_ttl_ms: int | None
-    namespace_no: int
-    lane_no: int
-    lane_id: str
-    worker_instance_id: str | None
-    policy: str | None
-    signing_kid: str | None
-    signing_since: int
-    has_open_suspension: bool
-    outcome: str | None
-    outcome_attempt_index: int | None
-    now: int
-
-    @property
-    def attempt_index(self) -> int:
-        """The index of the latest attempt."""
-        return self.attempt_count - 1
-
-
-async def read_runs(transaction: Transaction, runs: Sequence[tuple[ExecutionId, str | None]]) -> list[HeldRun]:
-    """Read runs that the transaction holds already, each with what its idempotency key has come to before."""
-    pairs = [split_execution_id(execution_id) for execution_id, _ in runs]
-    rows = await transaction.fetch(
-        SQL.read_runs,
-        partition_keys=[partition for partition, _ in pairs],
-        execution_ids=[uuid for _, uuid in pairs],
-        idempotency_keys=[key for _, key in runs],
-    )
-    return [HeldRun(**row) for row in rows]
 
 
 class Waitpoints:
@@ -150,12 +105,12 @@ class Waitpoints:
 
         async def close(transaction: Transaction) -> Closed | AlreadyClosed:
             await lock_execution(transaction, parsed)
-            rows = await transaction.fetch(SQL.read_waitpoint, partition_key=partition, waitpoint_id=wanted)
-            if not rows or str(rows[0]["execution_id"]) != uuid:
+            waitpoint = await read_waitpoint(transaction, partition, wanted)
+            if waitpoint is None or str(waitpoint["execution_id"]) != uuid:
                 raise error("waitpoint_not_found")
-            if rows[0]["state"] in _SHUT:
+            if waitpoint["state"] in _SHUT:
                 return AlreadyClosed()
-            if rows[0]["state"] not in _OPEN:
+            if waitpoint["state"] not in _OPEN:
                 raise error("waitpoint_not_open")
             await transaction.fetch(SQL.set_closed, partition_key=partition, waitpoint_id=wanted, reason=reason)
             return Closed()
@@ -217,7 +172,7 @@ class Waitpoints:
         self, namespace: str | None, lane_id: str | None, reason: str | None, cursor: str | None, limit: int
     ) -> SuspendedPage:
         """The executions that wait, by when they began to, then id."""
-        check_range(limit, "limit", 0, MAX_LIMIT)
+        limit = check_limit(limit, MAX_LIMIT)
         for value, field in ((namespace, "namespace"), (reason, "reason")):
             if value is not None:
                 check_text(value, field)

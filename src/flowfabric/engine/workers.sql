@@ -69,9 +69,9 @@ select worker_id from gone;
 with clock as materialized (select ff_now() as now),
 gone as (
   delete from worker w using clock c
-   where (w.partition_key, w.namespace, w.worker_instance_id) in (
-         select partition_key, namespace, worker_instance_id from worker
-          where lapses_at < (select now from clock) order by lapses_at limit :limit for update skip locked)
+   where w.ctid = any(array(
+         select ctid from worker
+          where lapses_at < (select now from clock) order by lapses_at limit :limit for update skip locked))
   returning w.partition_key, w.namespace, w.worker_instance_id, w.worker_id, c.now
 ),
 told as (

@@ -1,10 +1,10 @@
 """What a suspension waits for: a tree over signals, its JSON form, its shape rules, and when it is met."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import lru_cache
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgspec
 
@@ -74,11 +74,19 @@ class TimeoutOnly:
     """The deadline; no signal meets it."""
 
 
+# Where a field is given in more forms than it is kept in, type checkers are told by an initialiser of their own; the
+# generated one is what runs.
+
+
 @dataclass(frozen=True, slots=True)
 class AllOf:
     """All of the members."""
 
     members: "tuple[Condition, ...]"
+
+    if TYPE_CHECKING:
+
+        def __init__(self, members: "Sequence[Condition]") -> None: ...
 
     def __post_init__(self) -> None:
         """Refuse what is no condition."""
@@ -95,6 +103,12 @@ class Count:
     count_kind: CountKind
     matcher: Matcher | None = None
     waitpoints: tuple[str, ...]
+
+    if TYPE_CHECKING:
+
+        def __init__(
+            self, *, n: int, count_kind: CountKind | str, matcher: Matcher | None = None, waitpoints: Sequence[str]
+        ) -> None: ...
 
     def __post_init__(self) -> None:
         """Refuse what is no condition."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from flowfabric.model.errors import EngineError, error
-from flowfabric.model.ids import ExecutionId, LaneId, LeaseId, parse_execution_id
+from flowfabric.model.ids import ExecutionId, LaneId, LeaseId, parse_execution_id, partition_text, split_execution_id
 from flowfabric.model.keys import SigningKey, check_kid
 
 MIN_GRANT_TTL_MS = 1
@@ -200,14 +200,9 @@ def grant_id(grant_key: str) -> bytes:
     return hashlib.sha256(grant_key.encode("utf-8", "replace")).digest()
 
 
-def partition_text(execution_id: ExecutionId) -> str:
-    """Give the partition key that leads an execution id."""
-    return execution_id[:-37]
-
-
 def _message(
     kind: GrantKind, execution_id: ExecutionId, worker_id: str, worker_instance_id: str, expires_at_ms: int
 ) -> str:
-    tag, uuid = partition_text(execution_id), execution_id[-36:]
+    _, uuid = split_execution_id(execution_id)
     ending = "|reclaim" if kind is GrantKind.RECLAIM else ""
-    return f"{tag}|{uuid}|{worker_id}|{worker_instance_id}|{expires_at_ms}{ending}"
+    return f"{partition_text(execution_id)}|{uuid}|{worker_id}|{worker_instance_id}|{expires_at_ms}{ending}"

@@ -118,10 +118,16 @@ class Promoted:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AlreadySatisfied:
-    """Nothing to do, and why; of a suspend that need not wait, also what it would have waited on."""
+    """Nothing to do, and why."""
 
     reason: str
-    details: SuspendDetails | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AlreadyMet(AlreadySatisfied):
+    """A suspend need not wait, for signals that came before meet its condition; what it would have waited on."""
+
+    details: SuspendDetails
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

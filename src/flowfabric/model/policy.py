@@ -33,6 +33,9 @@ from flowfabric.model.text import has_space_or_control, shorten
 DAY_MS = 86_400_000
 DEFAULT_RETRY_DELAY_MS = 1000
 DEFAULT_RECLAIM_CAP = 1000
+"""How often the lease of an execution without a policy may be lost."""
+POLICY_RECLAIM_CAP = 100
+"""The same, of one whose policy does not say."""
 
 _LARGEST_CACHED_TEXT = 4096
 _NEVER_RETRIED = frozenset({"permanent", "cancelled"})
@@ -103,7 +106,7 @@ class TimeoutPolicy:
 
     attempt_timeout_ms: int | None = None
     execution_deadline_ms: int | None = None
-    max_reclaim_count: int = 100
+    max_reclaim_count: int = POLICY_RECLAIM_CAP
 
     def __post_init__(self) -> None:
         """Refuse what is no policy."""
@@ -194,7 +197,7 @@ class ExecutionPolicy:
     delay_until: int | None = None
     retry_policy: RetryPolicy | None = None
     timeout_policy: TimeoutPolicy | None = None
-    max_reclaim_count: int = 100
+    max_reclaim_count: int = POLICY_RECLAIM_CAP
     suspension_policy: SuspensionPolicy | None = None
     fallback_policy: FallbackPolicy | None = None
     max_replay_count: int = 10

@@ -8,12 +8,14 @@ from flowfabric.model.errors import EngineError
 from flowfabric.model.evaluation import SignalEffect
 from flowfabric.model.handle import Handle
 from flowfabric.model.ids import SuspensionId, WaitpointId, parse_uuid
-from flowfabric.model.outcomes import AlreadySatisfied
+from flowfabric.model.outcomes import AlreadyMet, AlreadySatisfied
 from flowfabric.model.states import HandleKind
 from flowfabric.model.tokens import WaitpointToken
 from flowfabric.model.waits import AdditionalWaitpoint, SuspendDetails, Suspended
 
-SuspendOutcome: TypeAlias = Suspended | AlreadySatisfied
+SuspendOutcome: TypeAlias = Suspended | AlreadyMet
+
+_MET = AlreadySatisfied.__name__
 
 
 class _Extra(msgspec.Struct):
@@ -39,17 +41,16 @@ class _Record(msgspec.Struct):
 _decode = msgspec.json.Decoder(_Record).decode
 
 
-def need_not_wait(details: SuspendDetails) -> AlreadySatisfied:
+def need_not_wait(details: SuspendDetails) -> AlreadyMet:
     """Give the outcome of a suspend whose condition is met by signals that came before."""
-    return AlreadySatisfied(reason=SignalEffect.RESUME_CONDITION_SATISFIED, details=details)
+    return AlreadyMet(reason=SignalEffect.RESUME_CONDITION_SATISFIED, details=details)
 
 
 def outcome_json(outcome: SuspendOutcome) -> str:
     """Give the JSON text of an outcome, as it is stored: it holds live tokens."""
     details = outcome.details
-    assert details is not None, "a suspend answers with what it waits on"
     record = _Record(
-        variant=type(outcome).__name__,
+        variant=Suspended.__name__ if isinstance(outcome, Suspended) else _MET,
         details=_Details(
             suspension_id=str(details.suspension_id),
             waitpoint_id=str(details.waitpoint_id),
@@ -91,7 +92,7 @@ def _outcome(record: _Record, attempt_index: int) -> SuspendOutcome | None:
             for each in record.details.extras
         ),
     )
-    if record.variant == AlreadySatisfied.__name__:
+    if record.variant == _MET:
         return need_not_wait(details)
     if record.variant == Suspended.__name__ and record.handle_opaque_hex is not None:
         handle = Handle.decode(bytes.fromhex(record.handle_opaque_hex), HandleKind.SUSPENDED)

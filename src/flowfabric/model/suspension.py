@@ -1,10 +1,10 @@
 """What a worker says when it suspends: waitpoints, condition, deadline, and what the resume is to do."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from enum import StrEnum
 from functools import lru_cache
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 from uuid import UUID
 
 import msgspec
@@ -100,6 +100,10 @@ class Fresh:
     waitpoint_id: WaitpointId
     waitpoint_key: str
 
+    if TYPE_CHECKING:
+
+        def __init__(self, *, waitpoint_id: UUID | str, waitpoint_key: str) -> None: ...
+
     def __post_init__(self) -> None:
         """Refuse what is no binding."""
         settle(self, "waitpoint_id", parse_uuid(self.waitpoint_id, "waitpoint_id"))
@@ -111,6 +115,10 @@ class UsePending:
     """A waitpoint made earlier, with its key, token and buffered signals."""
 
     waitpoint_id: WaitpointId
+
+    if TYPE_CHECKING:
+
+        def __init__(self, *, waitpoint_id: UUID | str) -> None: ...
 
     def __post_init__(self) -> None:
         """Refuse what is no binding."""
@@ -137,11 +145,6 @@ def parse_binding(value: Any) -> Binding:
     raise error("invalid_input", "waitpoints: must be Fresh or UsePending")
 
 
-def binding_plain(binding: Binding) -> dict[str, dict[str, str]]:
-    """Give the JSON value of a binding."""
-    return {type(binding).__name__: {name: str(value) for name, value in asdict(binding).items()}}
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ResumePolicy:
     """What happens when the condition is met."""
@@ -160,11 +163,6 @@ class ResumePolicy:
                 raise error("invalid_input", f"resume_policy.{name}: must be true or false")
         if self.resume_delay_ms is not None:
             check_range(self.resume_delay_ms, "resume_policy.resume_delay_ms", 0, MAX_MS)
-
-    @classmethod
-    def normal(cls) -> "ResumePolicy":
-        """Give the policy of a suspension that names none."""
-        return cls()
 
     def delay_ms(self, signal_delay_ms: int | None) -> int:
         """Give the pause between the closing signal and the resume."""
@@ -213,6 +211,23 @@ class SuspendArgs:
     timeout_behavior: TimeoutBehavior | None = None
     continuation_metadata_pointer: str | None = None
     idempotency_key: str | None = None
+
+    if TYPE_CHECKING:
+
+        def __init__(
+            self,
+            *,
+            suspension_id: UUID | str,
+            waitpoints: Sequence[Binding | Mapping[str, object]],
+            resume_condition: Condition | Mapping[str, object] | str,
+            resume_policy: ResumePolicy | Mapping[str, object] = ...,
+            reason_code: SuspensionReason | str,
+            requested_by: SuspensionRequester | str = SuspensionRequester.WORKER,
+            timeout_at: int | None = None,
+            timeout_behavior: TimeoutBehavior | str | None = None,
+            continuation_metadata_pointer: str | None = None,
+            idempotency_key: str | None = None,
+        ) -> None: ...
 
     def __post_init__(self) -> None:
         """Refuse fields of the wrong kind; whether they go together, check_suspend tells."""

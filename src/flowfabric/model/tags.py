@@ -29,6 +29,12 @@ def check_tags(tags: Mapping[str, str] | None) -> dict[str, str]:
     """Give a copy of tags whose keys and values may be stored."""
     if tags is None:
         return {}
-    if not isinstance(tags, Mapping):
+    if type(tags) is not dict and not isinstance(tags, Mapping):
         raise error("invalid_input", "tags: must map text to text")
-    return {check_tag_key(key): check_text(value, f"tags.{key}") for key, value in tags.items()}
+    # Most values are plain: the name for a refusal is made only where there may be one.
+    return {
+        check_tag_key(key): value
+        if type(value) is str and value.isascii() and "\0" not in value
+        else check_text(value, f"tags.{key}")
+        for key, value in tags.items()
+    }

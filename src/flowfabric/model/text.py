@@ -1,7 +1,7 @@
 """Texts as callers give them: what the store can hold, what a message can show, what a field allows."""
 
 import unicodedata
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
 from typing import TypeVar
 
@@ -12,6 +12,8 @@ from flowfabric.model.errors import error
 Word = TypeVar("Word", bound=StrEnum)
 
 MAX_KEY_BYTES = 1024
+MAX_BATCH = 1000
+"""Items of a batch form."""
 
 
 def check_text(value: object, field: str) -> str:
@@ -49,6 +51,14 @@ def check_limit(value: object, most: int) -> int:
     if type(value) is not int or value < 0:
         raise error("invalid_input", f"limit: a whole number from 0 on, of which {most} count; got {shown(value)}")
     return min(value, most)
+
+
+def check_batch(items: object, field: str) -> None:
+    """Refuse what is no batch: no list, nothing at all, or too much."""
+    if isinstance(items, str | bytes | bytearray) or not isinstance(items, Sequence):
+        raise error("invalid_input", f"{field}: a list is wanted, got {shown(items)}")
+    if not 1 <= len(items) <= MAX_BATCH:
+        raise error("invalid_input", f"{field}: 1 to {MAX_BATCH}, got {len(items)}")
 
 
 def check_items(value: object, field: str) -> tuple[object, ...]:

@@ -13,7 +13,7 @@ from flowfabric.engine.engine import Engine
 from flowfabric.engine.setbacks import pause_after
 from flowfabric.model.errors import TransportError
 from flowfabric.pauses import pauses
-from flowfabric.reconcile.sweeps import SWEEPS, Sweep, WokenBy
+from flowfabric.reconcile.sweeps import SWEEPS, Sweep
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ class Reconciler:
     def __init__(self, engine: Engine, *, sweeps: Sequence[Sweep] = SWEEPS) -> None:
         self._engine = engine
         self._duties = [_Duty(sweep, sweep.every(engine.settings).total_seconds()) for sweep in sweeps]
-        timed = [duty.every for duty in self._duties if duty.sweep.woken_by is WokenBy.TIMER]
+        timed = [duty.every for duty in self._duties if duty.sweep.is_woken_by_timers]
         self._shortest = min([self.IDLE_SECONDS, *timed])
         self._look_at = 0.0
         self._is_stopping = False
@@ -165,7 +165,7 @@ class Reconciler:
             elif duty.stats.due_since is None:
                 duty.stats.due_since = time.monotonic()
         self._engine.leases.is_swept = not self._is_stopping and all(
-            duty.failures == 0 for duty in self._duties if duty.sweep.woken_by is WokenBy.TIMER
+            duty.failures == 0 for duty in self._duties if duty.sweep.is_woken_by_timers
         )
         return self._pause(processed, due.next_due_in_ms)
 
@@ -205,7 +205,7 @@ class Reconciler:
             duty.not_before = ended + (ended - began if duty.sweep.is_gentle else 0.0)
         else:
             stats.due_since = None
-            duty.not_before = 0.0 if duty.sweep.woken_by is WokenBy.TIMER else ended + duty.every
+            duty.not_before = 0.0 if duty.sweep.is_woken_by_timers else ended + duty.every
         stats.cycles += 1
         stats.processed += processed
         stats.seconds += ended - began

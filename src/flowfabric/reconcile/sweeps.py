@@ -3,19 +3,11 @@
 from collections.abc import Awaitable, Callable
 from dataclasses import KW_ONLY, dataclass
 from datetime import timedelta
-from enum import StrEnum
 
-from flowfabric.engine import feed, lease, retention, timeouts, workers
+from flowfabric.engine import feed, lease, retention, suspension_timeouts, workers
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.retention import Due
 from flowfabric.settings import Settings
-
-
-class WokenBy(StrEnum):
-    """What makes a sweep run before its time."""
-
-    TIMER = "timer"
-    """A lease, delay, timeout or deadline that runs out: known from the due index, a delay of this process at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +26,9 @@ class Sweep:
     batch: int
     """So many items make a full batch: another follows without a pause."""
     is_due: Callable[[Due], bool]
-    woken_by: WokenBy | None = None
+    is_woken_by_timers: bool = False
+    """Runs before its time when a lease, delay, timeout or deadline runs out: known from the due index, a delay of this
+    process at once."""
     is_gentle: bool = False
     """Rests after a full batch for as long as it took, so that live work keeps half of the machine."""
 
@@ -58,7 +52,7 @@ SWEEPS = (
         every=lambda settings: _milliseconds(settings.lease_expiry_interval_ms),
         batch=lease.SWEEP_LIMIT,
         is_due=lambda due: due.lapsed_leases > 0,
-        woken_by=WokenBy.TIMER,
+        is_woken_by_timers=True,
     ),
     Sweep(
         "delayed_promoter",
@@ -66,7 +60,7 @@ SWEEPS = (
         every=lambda settings: _milliseconds(settings.delayed_promoter_interval_ms),
         batch=lease.SWEEP_LIMIT,
         is_due=lambda due: due.elapsed_delays > 0,
-        woken_by=WokenBy.TIMER,
+        is_woken_by_timers=True,
     ),
     Sweep(
         "expiry",
@@ -76,21 +70,21 @@ SWEEPS = (
         ),
         batch=lease.SWEEP_LIMIT,
         is_due=lambda due: due.expiries > 0,
-        woken_by=WokenBy.TIMER,
+        is_woken_by_timers=True,
     ),
     Sweep(
         "suspension_timeout",
-        lambda engine: engine.timeouts.expire_due(),
+        lambda engine: engine.suspension_timeouts.expire_due(),
         every=lambda settings: _seconds(settings.suspension_timeout_interval_s),
-        batch=timeouts.TIMEOUT_LIMIT,
+        batch=suspension_timeouts.TIMEOUT_LIMIT,
         is_due=lambda due: due.suspension_timeouts > 0,
-        woken_by=WokenBy.TIMER,
+        is_woken_by_timers=True,
     ),
     Sweep(
         "pending_wp_expiry",
-        lambda engine: engine.timeouts.close_pending(),
+        lambda engine: engine.suspension_timeouts.close_pending(),
         every=lambda settings: _seconds(settings.pending_wp_expiry_interval_s),
-        batch=timeouts.WAITPOINT_LIMIT,
+        batch=suspension_timeouts.WAITPOINT_LIMIT,
         is_due=lambda due: due.has_lapsed_waitpoints,
     ),
     Sweep(

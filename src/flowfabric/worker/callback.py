@@ -6,9 +6,10 @@ from urllib.parse import quote
 from uuid import UUID
 
 from flowfabric.engine.engine import Engine
-from flowfabric.model.errors import EngineError, TransportError, UnavailableError
+from flowfabric.model.errors import BugError, EngineError, TransportError, UnavailableError
 from flowfabric.model.ids import ExecutionId, WaitpointId, parse_execution_id, parse_uuid
 from flowfabric.model.signals import Accepted, SignalDuplicate
+from flowfabric.model.text import check_text
 from flowfabric.model.tokens import WaitpointToken
 
 
@@ -29,6 +30,7 @@ class Callback:
         """The callback of a waitpoint below a base address."""
         if not base_url:
             raise ValueError("callback: name a base_url, or set FF_CALLBACK_URL")
+        check_text(base_url, "base_url")
         url = f"{base_url.rstrip('/')}/{quote(execution_id, safe='')}/{waitpoint_id}"
         return cls(execution_id=execution_id, waitpoint_id=waitpoint_id, url=url, token=token)
 
@@ -54,9 +56,11 @@ class SignalFields(TypedDict, total=False):
 
 
 class CallbackError(Exception):
-    """A callback was not delivered: the class is for the log of the bridge, `code` for whoever called it."""
+    """A callback was not delivered: the class and the text are for the log of the bridge, the rest for the caller."""
 
     code = "invalid_token"
+    http_status = 401
+    """What the bridge answers; a caller that is told 500 or more does well to call again."""
 
     def __init__(self, execution_id: str, waitpoint_id: str) -> None:
         super().__init__(execution_id, waitpoint_id)
@@ -83,6 +87,25 @@ class BackendError(CallbackError):
         super().__init__(execution_id, waitpoint_id)
         self.error = error
         self.code = error.code
+        self.http_status = _status_of(error)
+
+    def __str__(self) -> str:
+        """Read `<code>: <detail> at <execution id> <waitpoint id>`."""
+        return f"{self.error} at {self.execution_id} {self.waitpoint_id}"
+
+
+def _status_of(error: EngineError) -> int:
+    """What an outsider is told of an error: 503 where the call may succeed later, 400 where it is at fault itself."""
+    if _may_succeed_later(error):
+        return 503
+    if error.code == "payload_too_large":
+        return 413
+    return 500 if isinstance(error, BugError) or error.code == "corruption" else 400
+
+
+def _may_succeed_later(error: EngineError) -> bool:
+    # A store that cannot be asked says the same of every waitpoint, so that it may be told.
+    return error.retryable or isinstance(error, TransportError | UnavailableError)
 
 
 async def verify_and_deliver(
@@ -113,8 +136,7 @@ async def verify_and_deliver(
     try:
         return await engine.deliver_signal(**fields)
     except EngineError as refused:
-        # A store that cannot be asked says the same of every waitpoint, so that it may be told.
-        if refused.retryable or isinstance(refused, TransportError | UnavailableError):
+        if _may_succeed_later(refused):
             raise BackendError(*told, refused) from refused
         fault = refused
     try:

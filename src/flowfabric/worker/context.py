@@ -14,9 +14,18 @@ from flowfabric.model.replays import SuspendOutcome
 from flowfabric.model.signals import ResumeSignal
 from flowfabric.model.states import AttemptType, HandleKind
 from flowfabric.model.suspension import SuspendArgs
+from flowfabric.model.text import shown
 from flowfabric.model.waits import PendingWaitpoint, SuspendDetails, Suspended
 from flowfabric.worker.callback import Callback
-from flowfabric.worker.waits import SuspendOptions, Unwound, answer_of, suspend_args
+from flowfabric.worker.waits import (
+    SuspendOptions,
+    Unwound,
+    answer_of,
+    check_has_deadline,
+    repeatable,
+    signals_of,
+    suspend_args,
+)
 
 Answer = TypeVar("Answer")
 
@@ -56,7 +65,7 @@ class Running:
         """Whether it asks to be suspended, or was: what is told of its lease meanwhile is no news."""
         self.is_suspended = False
         self.signals: tuple[ResumeSignal, ...] = ()
-        """What came to the wait it was resumed from, or need not begin."""
+        """What came to the wait it was resumed from, or has come by again, or need not begin."""
         self.lost: EngineError | None = None
         self.task: asyncio.Task[None] | None = None
         self.waiter: asyncio.Future[None] | None = None
@@ -72,7 +81,6 @@ def _is_suspended(outcome: SuspendOutcome, handle: Handle) -> bool:
 
     What an earlier attempt has waited for is nothing this one could be told.
     """
-    assert outcome.details is not None, "a suspend tells what it waits on"
     if outcome.details.attempt_index != handle.attempt_index:
         raise error("invalid_input", "idempotency_key: an earlier attempt has waited under it")
     return isinstance(outcome, Suspended) and outcome.handle.lease_id == handle.lease_id
@@ -178,7 +186,10 @@ class Context:
         return self._running.claimed.handle.kind is HandleKind.RESUMED
 
     def resumed_signals(self) -> tuple[ResumeSignal, ...]:
-        """The signals of the wait that is over, in the order they were accepted; none before the first wait."""
+        """The signals of the wait that is over, in the order they were accepted; none before the first wait.
+
+        Where `suspend` has returned, they are those of the wait it was called for.
+        """
         return self._running.signals
 
     async def observe_signals(self) -> list[ResumeSignal]:
@@ -193,6 +204,8 @@ class Context:
 
     def callback(self, waitpoint: PendingWaitpoint, *, base_url: str | None = None) -> Callback:
         """Where and with what an outsider signals a waitpoint of this run; `FF_CALLBACK_URL` is the usual base."""
+        if not isinstance(waitpoint, PendingWaitpoint):
+            raise error("invalid_input", f"waitpoint: what create_waitpoint gives is wanted, got {shown(waitpoint)}")
         return Callback.of(
             base_url or self._engine.settings.callback_url,
             self.execution_id,
@@ -208,9 +221,10 @@ class Context:
         """
         if args is None:
             args = await suspend_args(self._engine.server_time_ms, self.attempt_index, options)
-        elif options:
+        elif options or not isinstance(args, SuspendArgs):
             raise TypeError("suspend: name the arguments one by one, or all of them as SuspendArgs")
-        running, given = self._running, args
+        check_has_deadline(args, self._running.claimed.policy)
+        running, given = self._running, repeatable(args)
         handle = running.claimed.handle
         running.is_suspending = True
         try:
@@ -219,9 +233,9 @@ class Context:
         finally:
             running.is_suspending = running.is_suspended
         if outcome is not None and not running.is_suspended:
-            assert outcome.details is not None, "a suspend tells what it waits on"
-            running.signals = tuple(await self.observe_signals())
-            return outcome.details
+            details = outcome.details
+            running.signals = await signals_of(self._engine, handle, details.suspension_id)
+            return details
         running.is_dropped = True
         raise Unwound
 

@@ -17,7 +17,16 @@ LEASE_IS_LOST = frozenset(
 FAULT_SECONDS = (0.05, 1.0)
 """The first and the longest pause before a call that met a fault of the store is repeated."""
 
+_FAULTS = frozenset({"transport", "resource_exhausted"})
+
 
 def is_passing(error: Exception) -> bool:
-    """Whether the same call may succeed later."""
-    return isinstance(error, EngineError) and error.retryable and error.code not in LEASE_IS_LOST
+    """Whether the store was at fault or in contention, so that the same call may succeed later.
+
+    That an error is retryable does not say so: a waitpoint that is not found does not come by waiting.
+    """
+    return (
+        isinstance(error, EngineError)
+        and error.retryable
+        and (error.category in _FAULTS or error.code == "retry_exhausted")
+    )

@@ -14,14 +14,13 @@ from typing import Any, TypeVar
 from flowfabric.engine.engine import Engine
 from flowfabric.model.errors import EngineError
 from flowfabric.model.outcomes import NotRegistered, Renewed
+from flowfabric.model.text import MAX_BATCH
 from flowfabric.worker.context import Running
 from flowfabric.worker.faults import LEASE_IS_LOST
 
 logger = logging.getLogger(__name__)
 
 Answer = TypeVar("Answer")
-
-MAX_BATCH = 1000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -8,16 +8,13 @@ from collections.abc import Iterator
 import msgspec
 
 from flowfabric.engine.engine import Engine
-from flowfabric.model.errors import EngineError
 from flowfabric.model.outcomes import FailureClass, FailureReason
-from flowfabric.model.signals import ResumeSignal
 from flowfabric.model.states import HandleKind
-from flowfabric.pauses import pauses
 from flowfabric.worker.codec import encode_result
 from flowfabric.worker.context import Context, Running
-from flowfabric.worker.faults import FAULT_SECONDS, is_passing
 from flowfabric.worker.handler import Handler
 from flowfabric.worker.threads import Threads
+from flowfabric.worker.waits import signals_of
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +59,7 @@ async def outcome_of(running: Running, handler: Handler | None, engine: Engine, 
         return _failure(running, _chain(error), PAYLOAD_DECODE)
     try:
         if claimed.handle.kind is HandleKind.RESUMED and handler.shape.context is not None:
-            running.signals = await _signals_of(running, engine)
+            running.signals = await signals_of(engine, running.claimed.handle)
         if handler.is_async:
             result = await handler.function(*args, **kwargs)
         else:
@@ -74,18 +71,6 @@ async def outcome_of(running: Running, handler: Handler | None, engine: Engine, 
         raise
     except BaseException as error:
         return _failed(running, error)
-
-
-async def _signals_of(running: Running, engine: Engine) -> tuple[ResumeSignal, ...]:
-    """What a resumed run was resumed by; a handler that did not know would wait again."""
-    pause = pauses(*FAULT_SECONDS)
-    while True:
-        try:
-            return tuple(await engine.observe_signals(running.claimed.handle))
-        except EngineError as error:
-            if not is_passing(error):
-                raise
-        await asyncio.sleep(next(pause))
 
 
 def _failed(running: Running, error: BaseException) -> Outcome:

@@ -1,13 +1,18 @@
 """How a handler waits for signals: what it asks the engine for, and how its run ends while it waits."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any, TypedDict, TypeVar
 
+from flowfabric.engine.engine import Engine
 from flowfabric.model.conditions import Condition, Single, all_of_waitpoints, parse_condition, waitpoint_keys
-from flowfabric.model.errors import EngineError
+from flowfabric.model.errors import EngineError, error
+from flowfabric.model.handle import Handle
 from flowfabric.model.ids import SuspensionId, WaitpointId, uuid7
+from flowfabric.model.policy import ExecutionPolicy
 from flowfabric.model.policy_checks import MAX_MS
+from flowfabric.model.signals import ResumeSignal
 from flowfabric.model.states import TimeoutBehavior
 from flowfabric.model.suspension import (
     Binding,
@@ -19,17 +24,15 @@ from flowfabric.model.suspension import (
     default_binding,
     parse_binding,
 )
-from flowfabric.model.text import check_range
+from flowfabric.model.text import check_items, check_range, check_text
 from flowfabric.model.waits import PendingWaitpoint
 from flowfabric.pauses import pauses
-from flowfabric.worker.faults import FAULT_SECONDS, LEASE_IS_LOST
+from flowfabric.worker.faults import FAULT_SECONDS, LEASE_IS_LOST, is_passing
 
 Answer = TypeVar("Answer")
 
 Waitpoint = Binding | PendingWaitpoint | Mapping[str, object]
 """A waitpoint to wait on: one that the wait makes, or one made before."""
-
-_FAULTS = frozenset({"transport", "resource_exhausted"})
 
 
 class Unwound(BaseException):
@@ -41,10 +44,10 @@ class SuspendOptions(TypedDict, total=False):
 
     condition: Condition | Mapping[str, object] | str
     """What meets the wait; without it, any signal on each of the keys does."""
-    keys: Sequence[str]
+    keys: Iterable[str]
     reason_code: SuspensionReason | str
     """Why it waits, as operators see it: `waiting_for_signal` when absent."""
-    waitpoints: Sequence[Waitpoint]
+    waitpoints: Iterable[Waitpoint]
     """Waitpoints made before; without them, one is made for each key of the condition."""
     timeout_at: int
     """When the wait is over in any case, by the store's clock."""
@@ -69,7 +72,7 @@ async def suspend_args(clock: Callable[[], Awaitable[int]], attempt_index: int, 
         wait["timeout_at"] = await clock() + timeout_ms
     if wait.get("idempotency_key"):
         # A wait that is over is over for its attempt: the next attempt waits anew.
-        wait["idempotency_key"] = f"{attempt_index}:{wait['idempotency_key']}"
+        wait["idempotency_key"] = f"{attempt_index}:{check_text(wait['idempotency_key'], 'idempotency_key')}"
     condition = _condition(wait.pop("condition", None), wait.pop("keys", ()))
     bindings = _bindings(wait.pop("waitpoints", ()), condition)
     fields: dict[str, Any] = {"reason_code": SuspensionReason.WAITING_FOR_SIGNAL, **wait}
@@ -77,16 +80,34 @@ async def suspend_args(clock: Callable[[], Awaitable[int]], attempt_index: int, 
 
 
 def _condition(given: Any, keys: Any) -> Condition:
+    keys = check_items(keys, "keys")
     if given is not None:
         if keys:
             raise TypeError("suspend: a condition names its keys itself")
         return parse_condition(given)
-    if isinstance(keys, str) or not keys:
-        raise TypeError("suspend: name a condition, or a list of keys to wait on")
+    if not keys:
+        raise TypeError("suspend: name a condition, or keys to wait on")
     return Single(waitpoint_key=keys[0]) if len(keys) == 1 else all_of_waitpoints(keys)
 
 
+def check_has_deadline(args: SuspendArgs, policy: ExecutionPolicy | None) -> None:
+    """Refuse a wait that says what a timeout is to do while nothing sets one: it would never come."""
+    if args.timeout_behavior is None or args.timeout_at is not None:
+        return
+    default = None if policy is None else policy.suspension_policy
+    if default is None or default.default_timeout_ms is None:
+        raise error("invalid_input", "timeout_behavior: needs timeout_ms or timeout_at, or a timeout of the policy")
+
+
+def repeatable(args: SuspendArgs) -> SuspendArgs:
+    """The same wait, with a key of its own where a repeat of the call would find its waitpoint used up by the call."""
+    if args.idempotency_key or not any(isinstance(each, UsePending) for each in args.waitpoints):
+        return args
+    return replace(args, idempotency_key=f"call:{uuid7()}")
+
+
 def _bindings(given: Any, condition: Condition) -> tuple[Binding, ...]:
+    given = check_items(given, "waitpoints")
     if given:
         return tuple(
             UsePending(waitpoint_id=each.waitpoint_id) if isinstance(each, PendingWaitpoint) else parse_binding(each)
@@ -110,7 +131,24 @@ async def answer_of(call: Callable[[], Awaitable[Answer]]) -> Answer | None:
         except EngineError as error:
             if has_failed and error.code in LEASE_IS_LOST:
                 return None
-            if not (error.retryable and (error.category in _FAULTS or error.code == "retry_exhausted")):
+            if not is_passing(error):
                 raise
             has_failed = True
+        await asyncio.sleep(next(pause))
+
+
+async def signals_of(
+    engine: Engine, handle: Handle, suspension_id: SuspensionId | None = None
+) -> tuple[ResumeSignal, ...]:
+    """What came to a wait of a run, the latest unless named, asked for while the store is at fault.
+
+    A handler that did not know would wait again, or fail after its wait is over.
+    """
+    pause = pauses(*FAULT_SECONDS)
+    while True:
+        try:
+            return tuple(await engine.observe_signals(handle, suspension_id=suspension_id))
+        except EngineError as error:
+            if not is_passing(error):
+                raise
         await asyncio.sleep(next(pause))

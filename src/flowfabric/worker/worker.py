@@ -8,26 +8,27 @@ import random
 import secrets
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from types import TracebackType
 from typing import Any, Self, TypedDict
 
 from flowfabric.engine.claim import DEFAULT_LEASE_TTL_MS, MAX_LANES, MAX_TTL_MS
 from flowfabric.engine.engine import Engine
-from flowfabric.model.errors import EngineError
+from flowfabric.model.errors import EngineError, error
 from flowfabric.model.ids import check_lane_id, check_worker_id
 from flowfabric.model.outcomes import ClaimedExecution
 from flowfabric.model.policy import check_capabilities
+from flowfabric.model.text import check_items, check_short, shown
 from flowfabric.pauses import pauses
 from flowfabric.reconcile.loop import Reconciler
 from flowfabric.worker.context import Running
-from flowfabric.worker.endings import Endings
 from flowfabric.worker.faults import FAULT_SECONDS
 from flowfabric.worker.handler import Handler
 from flowfabric.worker.heartbeat import Heartbeat, Registration
+from flowfabric.worker.interrupts import calling_on_interrupts
 from flowfabric.worker.outcome import Dropped, Failure, Success, outcome_of
-from flowfabric.worker.signals import calling_on_signals
+from flowfabric.worker.reports import Reports
 from flowfabric.worker.threads import Threads
 
 logger = logging.getLogger(__name__)
@@ -48,11 +49,11 @@ CANCEL_SECONDS = 5.0
 class WorkerOptions(TypedDict, total=False):
     """How a worker works, as `Worker` takes it."""
 
-    lanes: Sequence[str]
+    lanes: Iterable[str]
     concurrency: int
     worker_id: str
     worker_instance_id: str
-    capabilities: Sequence[str]
+    capabilities: Iterable[str]
     lease_ttl_ms: int
     namespace: str
     claim_poll_interval_ms: int
@@ -73,12 +74,12 @@ class Worker:
         self,
         engine: Engine,
         *,
-        lanes: Sequence[str],
+        lanes: Iterable[str],
         handlers: Mapping[str, Handler | Callable[..., Any]],
         concurrency: int = 64,
         worker_id: str | None = None,
         worker_instance_id: str | None = None,
-        capabilities: Sequence[str] = (),
+        capabilities: Iterable[str] = (),
         lease_ttl_ms: int = DEFAULT_LEASE_TTL_MS,
         namespace: str = "default",
         claim_poll_interval_ms: int = 1000,
@@ -86,19 +87,23 @@ class Worker:
         threads: int | None = None,
         reconcile: bool = True,
     ) -> None:
-        threads = min(concurrency, MAX_THREADS) if threads is None else threads
-        _check_range("lanes", len(lanes), MAX_LANES)
         _check_range("concurrency", concurrency)
+        threads = min(concurrency, MAX_THREADS) if threads is None else threads
+        self.lanes = tuple(dict.fromkeys(map(check_lane_id, check_items(lanes, "lanes"))))
+        _check_range("lanes", len(self.lanes), MAX_LANES)
         _check_range("threads", threads)
         _check_range("lease_ttl_ms", lease_ttl_ms, MAX_TTL_MS)
         _check_range("claim_poll_interval_ms", claim_poll_interval_ms)
+        if isinstance(drain_seconds, bool) or not isinstance(drain_seconds, int | float) or not drain_seconds >= 0:
+            raise ValueError(f"drain_seconds: a number from 0 on, got {shown(drain_seconds)}")
+        if not isinstance(handlers, Mapping) or not all(map(_is_handler, handlers.values())):
+            raise error("invalid_input", f"handlers: functions by kind are wanted, got {shown(handlers)}")
         host = "".join(char for char in socket.gethostname() if char.isprintable() and char != " ") or "worker"
         self.worker_id = check_worker_id(worker_id or host, "worker_id")
         self.worker_instance_id = check_worker_id(
             worker_instance_id or f"{self.worker_id[:200]}-{os.getpid()}-{secrets.token_hex(4)}", "worker_instance_id"
         )
-        self.lanes = tuple(dict.fromkeys(check_lane_id(lane) for lane in lanes))
-        self.capabilities = check_capabilities(capabilities)
+        self.capabilities = check_capabilities(check_items(capabilities, "capabilities"))
         self._engine = engine
         self._handlers = {
             kind: handler if isinstance(handler, Handler) else Handler(handler) for kind, handler in handlers.items()
@@ -115,10 +120,10 @@ class Worker:
             lanes=self.lanes,
             capabilities=self.capabilities,
             liveness_ttl_ms=max(2 * lease_ttl_ms, 1000),
-            namespace=namespace,
+            namespace=check_short(namespace, "namespace"),
         )
         self._running: set[Running] = set()
-        self._endings = Endings(engine, self._release)
+        self._reports = Reports(engine, self._release)
         self._threads = Threads(threads)
         self._claiming: asyncio.Task[None] | None = None
         self._stopping = asyncio.Event()
@@ -163,7 +168,7 @@ class Worker:
 
     async def run(self) -> None:
         """Work until `stop()`, SIGTERM or SIGINT, then drain; a second signal does what it does by default."""
-        with calling_on_signals(self.stop):
+        with calling_on_interrupts(self.stop):
             async with self:
                 await self._stopping.wait()
 
@@ -183,6 +188,7 @@ class Worker:
                 return
             wakes = wakeups.wakes(self.lanes)
             asked_at = time.monotonic()
+            wanted = min(free, CLAIM_SIZE)
             try:
                 claimed = await self._engine.claim_many(
                     lanes=self.lanes,
@@ -190,7 +196,7 @@ class Worker:
                     worker_instance_id=self.worker_instance_id,
                     capabilities=self.capabilities,
                     lease_ttl_ms=self._lease_ttl_ms,
-                    limit=min(free, CLAIM_SIZE),
+                    limit=wanted,
                 )
             except Exception as error:
                 is_known = isinstance(error, EngineError)
@@ -201,6 +207,9 @@ class Worker:
             if claimed:
                 idle_pauses = pauses(IDLE_SECONDS, self._poll_seconds)
                 self._start(claimed, asked_at)
+                if len(claimed) < wanted:
+                    # All there was is taken: what comes wakes, and what was held elsewhere is looked for soon.
+                    await wakeups.wait_for_work(self.lanes, next(idle_pauses), since=wakes)
             elif not self._stopping.is_set():
                 if self._reconcile and wakeups.hints.is_listening:
                     seconds = LISTENING_POLL_SECONDS * random.uniform(0.75, 1)
@@ -231,9 +240,9 @@ class Worker:
         running.has_ended = True
         match outcome:
             case Success(payload):
-                self._endings.complete(running, payload)
+                self._reports.complete(running, payload)
             case Failure() as failure:
-                await self._endings.fail(running, failure)
+                await self._reports.fail(running, failure)
             case Dropped():
                 self._release(running)
 
@@ -267,7 +276,7 @@ class Worker:
             logger.warning("%s is left to another worker: its handler did not end in time", running.execution_id)
             self._drop(running)
         await self._until_empty(CANCEL_SECONDS)
-        self._endings.close()
+        self._reports.close()
         self._threads.close()
         self._claiming.result()
 
@@ -289,6 +298,11 @@ class Worker:
             logger.warning("the registration is left to lapse: %s", error)
 
 
+def _is_handler(value: object) -> bool:
+    return isinstance(value, Handler) or callable(value)
+
+
 def _check_range(name: str, value: int, most: int | None = None) -> None:
-    if value < 1 or (most is not None and value > most):
-        raise ValueError(f"{name}: at least 1{'' if most is None else f', at most {most}'}, got {value}")
+    if type(value) is not int or value < 1 or (most is not None and value > most):
+        limit = "" if most is None else f", at most {most}"
+        raise ValueError(f"{name}: a whole number, at least 1{limit}, got {shown(value)}")

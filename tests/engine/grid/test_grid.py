@@ -154,6 +154,9 @@ async def _check_reads(subject: Subject, row: dict[str, Any], seen: Seen) -> Non
     found = await subject.engine.find_inconsistencies()
     assert [one.problem for one in found if one.execution_id == subject.execution_id] == []
     assert snapshot.last_mutation_at == row["last_mutation_at"]
+    explanation = await subject.engine.explain(subject.execution_id)
+    assert (explanation.state_vector, explanation.since) == (info.state_vector, row["last_transition_at"])
+    assert explanation.reasons
 
 
 async def _leave(subject: Subject) -> None:

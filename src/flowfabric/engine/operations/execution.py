@@ -7,6 +7,7 @@ from flowfabric.engine.expire import ExpiryPhase
 from flowfabric.engine.families import Families
 from flowfabric.model.errors import EngineError
 from flowfabric.model.execution import NewExecution
+from flowfabric.model.explanation import Explanation
 from flowfabric.model.handle import Handle
 from flowfabric.model.ids import ExecutionId
 from flowfabric.model.outcomes import (
@@ -106,3 +107,7 @@ class ExecutionOperations(Families):
     async def get_execution_tag(self, execution_id: ExecutionId | str, key: str) -> str | None:
         """The value of one tag of an execution."""
         return await self._tagging.get(execution_id, key)
+
+    async def explain(self, execution_id: ExecutionId | str) -> Explanation:
+        """Why an execution is where it is: everything that holds it, and one sentence for a person."""
+        return await self._explain.explain(execution_id)

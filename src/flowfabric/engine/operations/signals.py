@@ -93,9 +93,9 @@ class SignalOperations(Families):
             max_signals_per_execution,
         )
 
-    async def observe_signals(self, handle: Handle) -> list[ResumeSignal]:
-        """Every signal of the current suspension of a handle's attempt, in the order of acceptance."""
-        return await self._signals.observe(handle)
+    async def observe_signals(self, handle: Handle, *, suspension_id: UUID | str | None = None) -> list[ResumeSignal]:
+        """Every signal of a suspension, usually the current one of the handle's attempt, in the order of acceptance."""
+        return await self._signals.observe(handle, suspension_id)
 
     async def resume_execution(
         self,
@@ -109,4 +109,4 @@ class SignalOperations(Families):
 
     async def expire_suspension(self, execution_id: ExecutionId | str) -> SuspensionExpired | AlreadySatisfied:
         """Do what the timeout of a suspension says, where its time has come."""
-        return await self.timeouts.expire_suspension(execution_id)
+        return await self.suspension_timeouts.expire_suspension(execution_id)

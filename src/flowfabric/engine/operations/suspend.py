@@ -4,7 +4,7 @@ from uuid import UUID
 
 from flowfabric.engine.families import Families
 from flowfabric.model.handle import Handle
-from flowfabric.model.outcomes import AlreadySatisfied
+from flowfabric.model.outcomes import AlreadyMet
 from flowfabric.model.suspension import SuspendArgs
 from flowfabric.model.tokens import WaitpointToken
 from flowfabric.model.waits import (
@@ -21,7 +21,7 @@ from flowfabric.model.waits import (
 class SuspendOperations(Families):
     """Operations that let a run wait for signals, and those on the waitpoints it waits on."""
 
-    async def suspend(self, handle: Handle, args: SuspendArgs) -> Suspended | AlreadySatisfied:
+    async def suspend(self, handle: Handle, args: SuspendArgs) -> Suspended | AlreadyMet:
         """Give up the lease and wait until the condition is met; where it is met already the lease is kept."""
         return await self._suspend.suspend(handle, args)
 
@@ -33,7 +33,7 @@ class SuspendOperations(Families):
         lease_epoch: int | None = None,
         attempt_id: UUID | str | None = None,
         args: SuspendArgs,
-    ) -> Suspended | AlreadySatisfied:
+    ) -> Suspended | AlreadyMet:
         """Suspend a run on behalf of whoever holds its fence."""
         return await self._suspend.suspend_by_triple(execution_id, (lease_id, lease_epoch, attempt_id), args)
 

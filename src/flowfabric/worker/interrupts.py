@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 
 @contextlib.contextmanager
-def calling_on_signals(stop: Callable[[], None]) -> Iterator[None]:
+def calling_on_interrupts(stop: Callable[[], None]) -> Iterator[None]:
     """Call on the first SIGTERM or SIGINT; outside the main thread, where no signal arrives, do nothing."""
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 RESULT_REFUSED = "result_refused"
 
 
-class Endings:
+class Reports:
     """Writes how runs ended and gives up their slots once that is committed.
 
     A call that meets a fault of the store is repeated until the store answers: a repeat of an ending is harmless.

@@ -9,7 +9,7 @@ from flowfabric.db.database import Record, Transaction
 from flowfabric.db.statements import statements_beside
 from flowfabric.engine.expire import suspension_ending
 from flowfabric.engine.fence import Verdict, lock_if_there
-from flowfabric.engine.release import Ending, Releases
+from flowfabric.engine.release import Parting, Releases
 from flowfabric.engine.resume import TIMED_OUT, Resume, Resumes
 from flowfabric.engine.setbacks import Setbacks
 from flowfabric.engine.store import Store
@@ -51,12 +51,12 @@ class _Applied:
     """What timeouts have done, for what follows their commit."""
 
     behaviors: list[TimeoutBehavior] = field(default_factory=list)
-    endings: list[Ending] = field(default_factory=list)
+    endings: list[Parting] = field(default_factory=list)
     verdicts: list[Verdict | Locked] = field(default_factory=list)
     resumed: list[Record] = field(default_factory=list)
 
 
-class Timeouts:
+class SuspensionTimeouts:
     """What happens to waits whose time is up."""
 
     def __init__(self, store: Store, releases: Releases, resumes: Resumes, setbacks: Setbacks) -> None:

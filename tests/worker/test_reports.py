@@ -8,8 +8,8 @@ import pytest
 from flowfabric.engine.engine import Engine
 from flowfabric.model.outcomes import FailureReason
 from flowfabric.worker.context import Running
-from flowfabric.worker.endings import Endings
 from flowfabric.worker.outcome import Failure
+from flowfabric.worker.reports import Reports
 
 
 class Slots:
@@ -31,17 +31,17 @@ class Slots:
 async def test_a_result_that_comes_as_the_last_one_is_written_is_not_left_behind(
     engine: Engine, given: Any, rows: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Endings, "STREAMS", 1)
+    monkeypatch.setattr(Reports, "STREAMS", 1)
     first, second = Running(await given.run(), 0.0), Running(await given.run(), 0.0)
     slots = Slots()
-    endings = Endings(engine, slots.release)
+    reports = Reports(engine, slots.release)
 
     def complete_second(running: Running) -> None:
         if running is first:
-            asyncio.get_running_loop().call_soon(endings.complete, second, b"2")
+            asyncio.get_running_loop().call_soon(reports.complete, second, b"2")
 
     slots.on_release = complete_second
-    endings.complete(first, b"1")
+    reports.complete(first, b"1")
     assert [await slots.next(), await slots.next()] == [first, second]
     assert [(await engine.wait_for_ending(one.execution_id)).result for one in (first, second)] == [b"1", b"2"]
 
@@ -49,7 +49,7 @@ async def test_a_result_that_comes_as_the_last_one_is_written_is_not_left_behind
 async def test_a_slot_is_free_when_the_ending_is_committed(engine: Engine, given: Any, rows: Any) -> None:
     running = Running(await given.run(), 0.0)
     slots = Slots()
-    Endings(engine, slots.release).complete(running, None)
+    Reports(engine, slots.release).complete(running, None)
     assert slots.released.empty()
     await slots.next()
     assert (await rows.execution(running.execution_id))["terminal_outcome"] == "success"
@@ -61,9 +61,9 @@ async def test_a_result_under_a_lost_lease_is_dropped_and_spares_the_others(
     runs = [Running(await given.run(), 0.0) for _ in range(3)]
     await engine.cancel_execution(execution_id=runs[1].execution_id, reason="not wanted")
     slots = Slots()
-    endings = Endings(engine, slots.release)
+    reports = Reports(engine, slots.release)
     for running in runs:
-        endings.complete(running, b"done")
+        reports.complete(running, b"done")
     assert {await slots.next() for _ in runs} == set(runs)
     outcomes = [(await rows.execution(running.execution_id))["terminal_outcome"] for running in runs]
     assert outcomes == ["success", "cancelled", "success"]
@@ -75,9 +75,9 @@ async def test_a_result_the_store_refuses_fails_its_run_alone(
     wrong: Any = "no bytes"
     runs = [Running(await given.run(), 0.0) for _ in range(3)]
     slots = Slots()
-    endings = Endings(engine, slots.release)
+    reports = Reports(engine, slots.release)
     for running, payload in zip(runs, (b"1", wrong, b"3"), strict=True):
-        endings.complete(running, payload)
+        reports.complete(running, payload)
     assert {await slots.next() for _ in runs} == set(runs)
     outcomes = [(await rows.execution(running.execution_id))["terminal_outcome"] for running in runs]
     assert outcomes == ["success", "failed", "success"]
@@ -89,6 +89,6 @@ async def test_a_failure_under_a_lost_lease_is_dropped(engine: Engine, given: An
     running = Running(await given.run(), 0.0)
     await engine.cancel_execution(execution_id=running.execution_id, reason="not wanted")
     slots = Slots()
-    await Endings(engine, slots.release).fail(running, Failure(FailureReason("no luck")))
+    await Reports(engine, slots.release).fail(running, Failure(FailureReason("no luck")))
     assert await slots.next() is running
     assert (await rows.execution(running.execution_id))["terminal_outcome"] == "cancelled"

@@ -1,0 +1,67 @@
+-- name: read_reasons
+-- One execution, and what holds it: who stands before it, who could run it, what it waits for, why it failed last.
+-- What is before it is counted over all queues of its lane, as a claim goes through them; the walk ends at :most.
+with clock as materialized (select ff_now() as now),
+subject as materialized (
+  select e.partition_key, e.execution_id, e.place, e.lifecycle_phase, e.ownership_state, e.eligibility_state, e.blocking_reason,
+         e.terminal_outcome, e.attempt_state, e.public_state, e.last_transition_at, e.blocking_detail, e.delay_until,
+         e.lease_expires_at, e.attempt_count, e.reclaim_count, e.completed_at, e.failure_reason, e.cancellation_reason,
+         q.lane_no, l.lane_id, l.state as lane_state, c.required, n.namespace, i.policy, w.worker_id, w.worker_instance_id,
+         (e.eligibility_state = 'eligible_now' or e.ownership_state in ('lease_expired_reclaimable', 'lease_revoked'))
+           and e.blocking_reason <> 'paused_by_flow_cancel' as is_claimable
+    from execution e
+    left join execution_input i using (partition_key, execution_id)
+    left join namespace n on n.namespace_no = e.namespace_no
+    left join queue q using (queue_no)
+    left join lane l on l.lane_no = q.lane_no
+    left join capability_set c on c.capability_set_no = q.capability_set_no
+    left join worker_identity w on w.worker_no = e.worker_no
+   where e.partition_key = :partition_key and e.execution_id = :execution_id
+),
+live as materialized (
+  select w.capabilities
+    from subject s
+   cross join clock c
+    join worker w on w.namespace collate "C" = s.namespace and s.lane_id = any(w.lanes) and w.lapses_at > c.now
+   where cardinality(s.required) > 0 and (s.is_claimable or s.eligibility_state = 'blocked_by_route')
+)
+select s.lifecycle_phase, s.ownership_state, s.eligibility_state, s.blocking_reason, s.terminal_outcome, s.attempt_state,
+       s.public_state, s.last_transition_at, s.blocking_detail, s.delay_until, s.lease_expires_at, s.attempt_count,
+       s.reclaim_count, s.completed_at, s.failure_reason, s.cancellation_reason, s.lane_id, s.lane_state, s.policy,
+       s.worker_id, s.worker_instance_id, s.is_claimable, c.now,
+       case when s.is_claimable then (
+         select count(*)
+           from (select 1
+                   from queue q
+                  cross join lateral (
+                        select 1 from execution e
+                         where e.queue_no = q.queue_no and e.place < s.place
+                           and (e.eligibility_state = 'eligible_now' or e.ownership_state in ('lease_expired_reclaimable', 'lease_revoked'))
+                           and e.blocking_reason <> 'paused_by_flow_cancel'
+                         order by e.place limit :most) e
+                  where q.lane_no = s.lane_no
+                  limit :most) b) end as ahead,
+       s.required, (select count(*) from live) as workers_seen,
+       exists (select from live w where w.capabilities @> s.required) as is_served,
+       array(select unnest(s.required) except select unnest(w.capabilities) from live w) as unoffered,
+       p.suspension_id, p.reason_code, p.timeout_at, p.waitpoints,
+       f.attempt_index as failed_index, f.failure_reason as last_failure_reason, f.failure_category as last_failure_category
+  from subject s
+ cross join clock c
+  left join lateral (
+       select p.suspension_id, p.reason_code, p.timeout_at,
+              (select jsonb_agg(jsonb_build_array(w.waitpoint_id, w.waitpoint_key, w.required_signal_names) order by b.nth)
+                 from unnest(p.waitpoint_ids) with ordinality b(waitpoint_id, nth)
+                cross join lateral (
+                      select w.waitpoint_id, w.waitpoint_key, w.required_signal_names from waitpoint w
+                       where w.partition_key = s.partition_key and w.waitpoint_id = b.waitpoint_id
+                         and w.state in ('pending', 'active') offset 0) w) as waitpoints
+         from suspension p
+        where p.partition_key = :partition_key and p.execution_id = :execution_id
+          and s.lifecycle_phase = 'suspended' and p.closed_at is null offset 0) p on true
+  left join lateral (
+       select a.attempt_index, a.failure_reason, a.failure_category
+         from attempt a
+        where a.partition_key = s.partition_key and a.execution_id = s.execution_id
+          and s.lifecycle_phase = 'runnable' and s.delay_until is not null and a.attempt_state = 'ended_failure'
+        order by a.attempt_index desc limit 1) f on true;
