@@ -210,3 +210,23 @@ async def test_closing_what_never_began_is_no_trouble(hints: Open) -> None:
     process = await hints()
     await process.close()
     await process.close()
+
+
+async def test_the_first_hints_after_a_quiet_time_do_not_wait_for_each_other_and_later_ones_do(
+    hints: Open, eventually: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Hints, "PAUSE", 3600.0)
+    teller, listener = await hints(), await hints()
+    heard = Heard(listener, "work")
+    await listener.listen()
+    told = [f"n{nth}" for nth in range(Hints.AT_ONCE)]
+    for nth, word in enumerate(told):
+        teller.send("work", word)
+        await eventually(lambda nth=nth: heard.words == told[: nth + 1])
+    heard.forget()
+    for word in ("one", "another"):
+        teller.send("work", word)
+    # By another way, so that whatever was on its way has arrived.
+    (await hints()).send("work", "last")
+    await eventually(lambda: "last" in heard.words)
+    assert heard.words == ["last"]
