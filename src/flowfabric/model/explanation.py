@@ -113,28 +113,26 @@ class SignalsReason:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RunningReason:
-    """A worker runs it under its lease."""
-
+class _OfLease:
     worker_id: WorkerId | None
     worker_instance_id: WorkerInstanceId | None
     lease_expires_at: int | None
     attempt_index: int
     reclaim_count: int
     reclaim_cap: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunningReason(_OfLease):
+    """A worker runs it under its lease."""
+
     kind: Literal["running"] = "running"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LeaseLostReason:
+class LeaseLostReason(_OfLease):
     """The worker that ran it has lost its lease; the next claim takes it over, or ends it at the cap."""
 
-    worker_id: WorkerId | None
-    worker_instance_id: WorkerInstanceId | None
-    lease_expires_at: int | None
-    attempt_index: int
-    reclaim_count: int
-    reclaim_cap: int
     kind: Literal["lease_lost"] = "lease_lost"
 
 
