@@ -295,13 +295,16 @@ def _named(site: Site) -> _Postmaster | None:
 
 
 def _alive(site: Site) -> bool:
-    """Whether the process the pid file names is a server on this data folder.
+    """Whether the process the pid file names is a server on this data folder."""
+    postmaster = _named(site)
+    return postmaster is not None and _serves(site, postmaster)
+
+
+def _serves(site: Site, postmaster: _Postmaster) -> bool:
+    """Whether this process is a server on this data folder.
 
     A pid is used again after a restart of the machine or the container: only the command line tells.
     """
-    postmaster = _named(site)
-    if postmaster is None:
-        return False
     if sys.platform == "win32":
         return _reachable(postmaster)
     if sys.platform == "linux":
@@ -401,11 +404,26 @@ def _ensure_database(site: Site, postmaster: _Postmaster) -> None:
 
 
 def _stop(site: Site) -> None:
-    if not _alive(site):
+    """Stop the server of this site and wait until its process has ended."""
+    postmaster = _named(site)
+    if postmaster is None or not _serves(site, postmaster):
         return
+    deadline = time.monotonic() + _PATIENCE_S
     code, output = site.run("pg_ctl", "stop", "-m", "fast", "-w", "-t", str(_PATIENCE_S), "-D", str(site.data))
-    if code and _alive(site):
-        raise EmbeddedError(f"Postgres did not stop on {site.data}: {output}")
+    # pg_ctl waits for the pid file to go, which a server removes a moment before it ends.
+    while not _has_ended(site, postmaster):
+        if code or time.monotonic() > deadline:
+            raise EmbeddedError(f"Postgres did not stop on {site.data}: {output}")
+        time.sleep(0.01)
+
+
+def _has_ended(site: Site, postmaster: _Postmaster) -> bool:
+    """Whether this server's process is gone; one whose memory the kernel takes back has no command line any more."""
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError):
+            return Path(f"/proc/{postmaster.pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+        return True
+    return not _serves(site, postmaster)
 
 
 def _discard(site: Site) -> None:
