@@ -399,7 +399,7 @@ async def test_an_operator_respects_grants_and_lanes(engine: Engine, given: Any,
 
 # The same row, however it was claimed.
 
-_OWN = {"execution_id", "partition_key", "place", "queue_no", "lease_id", "attempt_id", "event_id", "xid"}
+_OWN = {"execution_id", "partition_key", "place", "queue_no", "lane_no", "lease_id", "attempt_id", "event_id", "xid"}
 
 
 async def _fresh(given: Any, lane: str) -> str:

@@ -107,6 +107,7 @@ CORRUPTIONS: list[tuple[str, str, str]] = [
     ("claimed", "reclaim_count = 1", "reclaim_count: is impossible"),
     ("created", "priority = 5", "place: does not fit priority"),
     ("created", "queue_no = 99", "queue_no: there is no such queue"),
+    ("created", "lane_no = 99", "queue_no: is not one of its lane"),
     ("created", "namespace_no = 99", "namespace_no: there is no such namespace"),
     ("claimed", "worker_no = 99", "worker_no: there is no such worker"),
     ("created", "granted_until = ff_now() + 1000", "granted_until: without a grant"),
@@ -131,8 +132,9 @@ async def test_a_corrupt_row_is_found(
 
 BELONGINGS: list[tuple[str, str]] = [
     ("delete from execution_input", "execution_input: is missing"),
-    ("update execution_input set namespace_no = 99", "execution_input: of another namespace"),
-    ("update execution_input set lane_no = 99", "execution_input: of another lane"),
+    ("update execution_input set namespace_no = 99", "execution_input: is missing"),
+    ("update execution_input set lane_no = 99", "execution_input: without its execution"),
+    ("update execution_input set created_at = 1", "execution_input: without its execution"),
     ("update execution_input set has_tags = true", "execution_tag: has_tags does not say"),
     (
         "insert into execution_tag select partition_key, execution_id, 'a.b', 'x' from execution",

@@ -360,8 +360,8 @@ CORRUPT = {
     "lease_id": "update execution set lease_id = null",
     "last_mutation_at": "update execution set last_mutation_at = null",
     "created_at": "delete from execution_input",
-    "namespace": "update execution set namespace_no = 99",
-    "lane_id": "update execution set queue_no = 99",
+    "namespace": "update execution set namespace_no = 99; update execution_input set namespace_no = 99",
+    "lane_id": "update execution set lane_no = 99; update execution_input set lane_no = 99",
 }
 
 

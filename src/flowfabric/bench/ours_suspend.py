@@ -1,13 +1,16 @@
-"""FlowFabric, waiting: how soon a signal brings a suspended run to its end, and how many signals resume at once."""
+"""FlowFabric, waiting: how soon a signal brings a suspended run to its end, and how many signals resume at once.
+
+Next to a burst of signals stands a burst of completions, called alike: one call each, all at once.
+"""
 
 import asyncio
 import statistics
 import time
 
 from flowfabric.bench.observer import observing
-from flowfabric.bench.ours import KIND, LANE, check, engine_on, fill, noops
+from flowfabric.bench.ours import KIND, LANE, engine_on, fill, noops
 from flowfabric.bench.ours_submit import create_one
-from flowfabric.bench.subject import Figures, Task, milliseconds, rate
+from flowfabric.bench.subject import Figure, Figures, Task, milliseconds, rate
 from flowfabric.engine.engine import Engine
 from flowfabric.model.conditions import Single
 from flowfabric.model.handle import Handle
@@ -32,16 +35,23 @@ async def measure(task: Task) -> Figures:
         async with engine_on(task.url) as other:
             trips = await round_trips(engine, other, task.count(WAITS))
         async with observing(task.url) as observer:
-            rates = []
+            resumes, completions = [], []
             for _ in range(BURSTS):
                 waiting = await suspend_many(engine, task.count(BURST))
                 await observer.analyze()
-                rates.append(await rate(len(waiting), resume_all(engine, waiting)))
-                await finish(engine, len(waiting))
+                resumes.append(await rate(len(waiting), resume_all(engine, waiting)))
+                leased = await claim_many(engine, len(waiting))
+                completions.append(await rate(len(leased), complete_all(engine, leased)))
     return {
         "suspend_resume_round_trip": milliseconds(statistics.median(trips)),
-        "signal_resume_burst": sorted(rates, key=lambda each: each.value)[BURSTS // 2],
+        "signal_resume_burst": middle(resumes),
+        "complete_burst": middle(completions),
     }
+
+
+def middle(rates: list[Figure]) -> Figure:
+    """The median."""
+    return sorted(rates, key=lambda each: each.value)[len(rates) // 2]
 
 
 async def round_trips(engine: Engine, other: Engine, count: int) -> list[float]:
@@ -92,11 +102,7 @@ async def until_idle(worker: Worker) -> None:
 async def suspend_many(engine: Engine, count: int) -> list[Suspended]:
     """So many suspended executions."""
     await fill(engine, noops(), count)
-    waiting: list[Suspended] = []
-    while len(waiting) < count:
-        claimed = await claim(engine, count - len(waiting))
-        waiting.extend(await asyncio.gather(*(suspend(engine, each) for each in claimed)))
-    return waiting
+    return await asyncio.gather(*(suspend(engine, each) for each in await claim_many(engine, count)))
 
 
 async def suspend(engine: Engine, handle: Handle) -> Suspended:
@@ -130,21 +136,21 @@ async def resume_all(engine: Engine, waiting: list[Suspended]) -> None:
     assert all(isinstance(each, Accepted) for each in answers)
 
 
-async def finish(engine: Engine, count: int) -> None:
-    """Claim and complete what was resumed, so that the next burst begins with an empty lane."""
-    while count > 0:
-        handles = await claim(engine, count)
-        check(await engine.complete_many([(handle, b"{}") for handle in handles]))
-        count -= len(handles)
+async def complete_all(engine: Engine, handles: list[Handle]) -> None:
+    """Complete all of them at once, one call each."""
+    await asyncio.gather(*(engine.complete(handle, b"{}") for handle in handles))
 
 
-async def claim(engine: Engine, count: int) -> list[Handle]:
-    """Lease up to so many executions."""
-    claimed = await engine.claim_many(
-        lanes=[LANE],
-        worker_id="bench",
-        worker_instance_id="bench-1",
-        limit=min(count, CLAIMED),
-        lease_ttl_ms=60_000,
-    )
-    return [each.handle for each in claimed]
+async def claim_many(engine: Engine, count: int) -> list[Handle]:
+    """Lease so many executions, which are there."""
+    handles: list[Handle] = []
+    while len(handles) < count:
+        claimed = await engine.claim_many(
+            lanes=[LANE],
+            worker_id="bench",
+            worker_instance_id="bench-1",
+            limit=min(count - len(handles), CLAIMED),
+            lease_ttl_ms=60_000,
+        )
+        handles += [each.handle for each in claimed]
+    return handles

@@ -114,6 +114,7 @@ create table execution (
   place bigint not null,
   queue_no integer not null,
   namespace_no integer not null,
+  lane_no integer not null,
   priority smallint not null,
   lifecycle_phase lifecycle_phase not null,
   ownership_state ownership_state not null default 'unowned'::ownership_state,
@@ -194,6 +195,7 @@ END) stored,
   reclaim_count integer not null default 0,
   started_at bigint,
   completed_at bigint,
+  created_at bigint not null,
   last_transition_at bigint not null,
   last_mutation_at bigint not null,
   flow_id uuid,
@@ -228,18 +230,18 @@ END) stored,
   with (autovacuum_analyze_scale_factor=0.05, autovacuum_vacuum_insert_scale_factor=0.1, autovacuum_vacuum_scale_factor=0.02, fillfactor=80);
 
 create table execution_input (
-  partition_key smallint not null,
-  execution_id uuid not null,
-  created_at bigint not null,
   namespace_no integer not null,
   lane_no integer not null,
+  created_at bigint not null,
+  partition_key smallint not null,
+  execution_id uuid not null,
   has_tags boolean not null,
   execution_kind text not null,
   creator_identity text not null,
   input_payload bytea not null,
   payload_encoding text,
   policy jsonb,
-  constraint execution_input_pkey PRIMARY KEY (partition_key, execution_id))
+  constraint execution_input_pkey PRIMARY KEY (namespace_no, lane_no, created_at, partition_key, execution_id))
   with (autovacuum_vacuum_scale_factor=0.05);
 
 create table execution_tag (
@@ -436,8 +438,6 @@ CREATE INDEX execution_resumable ON execution USING btree (last_transition_at) W
 CREATE INDEX execution_retained ON execution USING btree (retain_until) WHERE retain_until IS NOT NULL;
 
 CREATE INDEX execution_unhappy ON execution USING btree (terminal_outcome, completed_at) WHERE terminal_outcome = ANY (ARRAY['failed'::terminal_outcome, 'cancelled'::terminal_outcome, 'expired'::terminal_outcome, 'skipped'::terminal_outcome]);
-
-CREATE INDEX execution_input_list ON execution_input USING btree (namespace_no, lane_no, created_at);
 
 CREATE INDEX execution_tag_find ON execution_tag USING btree (key, "left"(value, 128), execution_id);
 

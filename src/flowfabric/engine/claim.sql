@@ -57,7 +57,7 @@ judged as materialized (
             from share s
            cross join lateral (
                  select e.ctid as tid, e.partition_key, e.execution_id, e.queue_no, e.place, e.priority, e.namespace_no,
-                        e.ownership_state, e.attempt_state, e.lease_epoch, e.lease_id, e.attempt_id, e.attempt_type, e.attempt_count,
+                        e.lane_no, e.created_at, e.ownership_state, e.attempt_state, e.lease_epoch, e.lease_id, e.attempt_id, e.attempt_type, e.attempt_count,
                         e.worker_no, e.claimed_at, e.retry_count, e.reclaim_count, e.remaining_attempt_timeout_ms, e.flow_id,
                         e.instance_tag, e.previous_attempt_index, e.retry_reason, e.reclaim_reason, e.replay_reason,
                         e.replay_requested_by, e.attempt_policy, e.attempt_stored
@@ -69,7 +69,7 @@ judged as materialized (
                   order by e.place limit s.rows
                     for update skip locked) e
            limit :limit) p
-    join execution_input i using (partition_key, execution_id)
+    join execution_input i using (namespace_no, lane_no, created_at, partition_key, execution_id)
    cross join clock c
 ),
 leased as (
@@ -160,9 +160,8 @@ held as materialized (
          e.replay_requested_by, e.attempt_policy, e.attempt_stored, l.lane_id, c.now, :branch::text as branch,
          i.execution_kind, i.input_payload, i.payload_encoding, i.policy, i.has_tags
     from execution e
-    join execution_input i using (partition_key, execution_id)
-    join queue q using (queue_no)
-    join lane l on l.lane_no = q.lane_no
+    join execution_input i using (namespace_no, lane_no, created_at, partition_key, execution_id)
+    join lane l on l.lane_no = e.lane_no
    cross join clock c
    where e.partition_key = :partition_key and e.execution_id = :execution_id
 ),

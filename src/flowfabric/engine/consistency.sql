@@ -32,7 +32,7 @@ with clock as materialized (select ff_now() as now)
 select e.partition_key, e.execution_id, rule.problem
   from clock c
  cross join execution e
-  left join execution_input i using (partition_key, execution_id)
+  left join execution_input i using (namespace_no, lane_no, created_at, partition_key, execution_id)
   left join lateral (select q.queue_no, q.lane_no from queue q where q.queue_no = e.queue_no limit 1) q on true
   left join suspension u on u.partition_key = e.partition_key and u.execution_id = e.execution_id
  cross join lateral (
@@ -131,6 +131,7 @@ select e.partition_key, e.execution_id, rule.problem
        ('waitpoint: closed_at does not fit the state of one', p.half_closed > 0),
        ('place: does not fit priority', e.place >> 48 <> 9000 - e.priority),
        ('queue_no: there is no such queue', q.queue_no is null),
+       ('queue_no: is not one of its lane', q.lane_no <> e.lane_no),
        ('namespace_no: there is no such namespace', not exists (select from namespace n where n.namespace_no = e.namespace_no)),
        ('worker_no: there is no such worker', e.worker_no is not null
          and not exists (select from worker_identity w where w.worker_no = e.worker_no)),
@@ -138,8 +139,6 @@ select e.partition_key, e.execution_id, rule.problem
          select from claim_grant g
           where g.partition_key = e.partition_key and g.execution_id = e.execution_id and g.expires_at = e.granted_until))),
        ('execution_input: is missing', i.execution_id is null),
-       ('execution_input: of another namespace', i.namespace_no <> e.namespace_no),
-       ('execution_input: of another lane', i.lane_no <> q.lane_no),
        ('execution_tag: has_tags does not say whether there are any', i.has_tags <> (t.tags > 0)),
        ('instance_tag: is not the value of its tag', e.instance_tag is distinct from t.instance)
        ) as rule(problem, is_broken)
@@ -151,7 +150,10 @@ select e.partition_key, e.execution_id, rule.problem
 -- name: list_orphans
 -- Rows that belong to an execution there is not.
 (select i.partition_key, i.execution_id, 'execution_input: without its execution' as problem from execution_input i
-  where not exists (select from execution e where e.partition_key = i.partition_key and e.execution_id = i.execution_id) limit :limit)
+  where not exists (
+        select from execution e
+         where e.partition_key = i.partition_key and e.execution_id = i.execution_id and e.namespace_no = i.namespace_no
+           and e.lane_no = i.lane_no and e.created_at = i.created_at) limit :limit)
 union all
 (select distinct a.partition_key, a.execution_id, 'attempt: without its execution' from attempt a
   where not exists (select from execution e where e.partition_key = a.partition_key and e.execution_id = a.execution_id) limit :limit)

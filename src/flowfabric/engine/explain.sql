@@ -6,14 +6,14 @@ subject as materialized (
   select e.partition_key, e.execution_id, e.place, e.lifecycle_phase, e.ownership_state, e.eligibility_state, e.blocking_reason,
          e.terminal_outcome, e.attempt_state, e.public_state, e.last_transition_at, e.blocking_detail, e.delay_until,
          e.lease_expires_at, e.attempt_count, e.reclaim_count, e.completed_at, e.failure_reason, e.cancellation_reason,
-         q.lane_no, l.lane_id, l.state as lane_state, c.required, n.namespace, i.policy, w.worker_id, w.worker_instance_id,
+         e.lane_no, l.lane_id, l.state as lane_state, c.required, n.namespace, i.policy, w.worker_id, w.worker_instance_id,
          (e.eligibility_state = 'eligible_now' or e.ownership_state in ('lease_expired_reclaimable', 'lease_revoked'))
            and e.blocking_reason <> 'paused_by_flow_cancel' as is_claimable
     from execution e
-    left join execution_input i using (partition_key, execution_id)
+    left join execution_input i using (namespace_no, lane_no, created_at, partition_key, execution_id)
     left join namespace n on n.namespace_no = e.namespace_no
     left join queue q using (queue_no)
-    left join lane l on l.lane_no = q.lane_no
+    left join lane l on l.lane_no = e.lane_no
     left join capability_set c on c.capability_set_no = q.capability_set_no
     left join worker_identity w on w.worker_no = e.worker_no
    where e.partition_key = :partition_key and e.execution_id = :execution_id

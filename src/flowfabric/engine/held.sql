@@ -8,9 +8,9 @@ select e.partition_key, e.execution_id, e.lifecycle_phase, e.ownership_state, e.
        g.grant_id, g.expires_at as grant_expires_at, k.kid as signing_kid, coalesce(k.installed_at, 0) as signing_since, c.now
   from execution e
  cross join (select ff_now() as now) c
-  join execution_input i using (partition_key, execution_id)
+  join execution_input i using (namespace_no, lane_no, created_at, partition_key, execution_id)
   join queue q using (queue_no)
-  join lane l on l.lane_no = q.lane_no
+  join lane l on l.lane_no = e.lane_no
   join capability_set s using (capability_set_no)
   left join lateral (
        select g.* from claim_grant g

@@ -79,8 +79,8 @@ select verdict,
 -- is named.
 with clock as materialized (select ff_now() as now),
 due as materialized (
-  select e.partition_key, e.execution_id, e.queue_no, e.place, e.namespace_no, e.lease_epoch, e.lease_id, e.worker_no,
-         e.attempt_id, e.attempt_count, e.flow_id, e.instance_tag, c.now
+  select e.partition_key, e.execution_id, e.queue_no, e.place, e.namespace_no, e.lane_no, e.lease_epoch, e.lease_id,
+         e.worker_no, e.attempt_id, e.attempt_count, e.flow_id, e.instance_tag, c.now
     from clock c
    cross join lateral (
          select e.* from execution e
@@ -89,8 +89,8 @@ due as materialized (
           order by e.due_at limit :limit
             for update skip locked) e
   union all
-  select e.partition_key, e.execution_id, e.queue_no, e.place, e.namespace_no, e.lease_epoch, e.lease_id, e.worker_no,
-         e.attempt_id, e.attempt_count, e.flow_id, e.instance_tag, c.now
+  select e.partition_key, e.execution_id, e.queue_no, e.place, e.namespace_no, e.lane_no, e.lease_epoch, e.lease_id,
+         e.worker_no, e.attempt_id, e.attempt_count, e.flow_id, e.instance_tag, c.now
     from clock c
    cross join lateral (
          select e.* from unnest(:partition_keys::smallint[], :execution_ids::uuid[]) as i(partition_key, execution_id)
@@ -113,7 +113,7 @@ told as (
     from due
 )
 select l.lane_id, d.queue_no, d.place
-  from due d join queue q using (queue_no) join lane l using (lane_no);
+  from due d join lane l using (lane_no);
 
 -- name: promote_delayed
 -- Makes due delayed executions claimable: the named ones, or the oldest after :since when none is named; their attempt
@@ -146,10 +146,10 @@ promoted as (
          last_transition_at = c.now, last_mutation_at = c.now
     from due d cross join clock c
    where e.partition_key = d.partition_key and e.execution_id = d.execution_id
-  returning e.queue_no, e.place, e.public_state
+  returning e.lane_no, e.queue_no, e.place, e.public_state
 )
 select l.lane_id, p.queue_no, p.place, p.public_state
-  from promoted p join queue q using (queue_no) join lane l using (lane_no);
+  from promoted p join lane l using (lane_no);
 
 -- name: list_expired_leases
 -- Leases of active work that end by :as_of, marked or not, by the time of their end, then id.

@@ -37,7 +37,7 @@ with clock as materialized (select ff_now() as now),
 due as materialized (
   select e.* from clock c
    cross join lateral (
-         select e.partition_key, e.execution_id, e.retain_until
+         select e.partition_key, e.execution_id, e.namespace_no, e.lane_no, e.created_at, e.retain_until
            from execution e
           where e.retain_until > :since and e.retain_until <= c.now
           order by e.retain_until limit :limit
@@ -63,7 +63,9 @@ outcomes as (
   delete from suspend_key k using due d
    where k.partition_key = d.partition_key and k.execution_id = d.execution_id and exists (select from suspend_key)),
 inputs as (
-  delete from execution_input i using due d where i.partition_key = d.partition_key and i.execution_id = d.execution_id),
+  delete from execution_input i using due d
+   where i.namespace_no = d.namespace_no and i.lane_no = d.lane_no and i.created_at = d.created_at
+     and i.partition_key = d.partition_key and i.execution_id = d.execution_id),
 gone as (
   delete from execution e using due d where e.partition_key = d.partition_key and e.execution_id = d.execution_id
   returning 1)

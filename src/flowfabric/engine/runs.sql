@@ -4,7 +4,7 @@
 with clock as materialized (select ff_now() as now)
 select c.now, i.partition_key, i.execution_id, e.lifecycle_phase, e.ownership_state, e.terminal_outcome, e.lease_epoch, e.lease_id,
        e.attempt_id, e.attempt_count, e.lease_expires_at, e.lease_expires_at - coalesce(e.lease_renewed_at, e.claimed_at) as lease_ttl_ms,
-       e.namespace_no, q.lane_no, l.lane_id, w.worker_instance_id, p.policy,
+       e.namespace_no, e.lane_no, l.lane_id, w.worker_instance_id, p.policy,
        k.kid as signing_kid, coalesce(k.installed_at, 0) as signing_since,
        s.is_open is not null as has_open_suspension, o.outcome, o.attempt_index as outcome_attempt_index
   from clock c
@@ -16,9 +16,9 @@ select c.now, i.partition_key, i.execution_id, e.lifecycle_phase, e.ownership_st
         where e.partition_key = i.partition_key and e.execution_id = i.execution_id limit 1) e
  cross join lateral (
        select p.policy from execution_input p
-        where p.partition_key = i.partition_key and p.execution_id = i.execution_id limit 1) p
-  join queue q on q.queue_no = e.queue_no
-  join lane l on l.lane_no = q.lane_no
+        where p.namespace_no = e.namespace_no and p.lane_no = e.lane_no and p.created_at = e.created_at
+          and p.partition_key = e.partition_key and p.execution_id = e.execution_id limit 1) p
+  join lane l on l.lane_no = e.lane_no
   left join worker_identity w on w.worker_no = e.worker_no
   left join signing_key k on k.is_current
   left join lateral (

@@ -49,16 +49,17 @@ select c.now, w.*, coalesce(case when k.expires_at > c.now then k.signal_id end,
   left join lateral (
        select p.policy ->> 'max_signals_per_execution' as signal_limit,
               (select coalesce(sum(o.signal_count), 0)::bigint from waitpoint o
-                where o.partition_key = p.partition_key and o.execution_id = p.execution_id) as signals_taken,
+                where o.partition_key = e.partition_key and o.execution_id = e.execution_id) as signals_taken,
               s.suspension_id, s.waitpoint_ids, s.condition, s.resume_policy, s.satisfied_before
-         from execution_input p
+         from execution e
+         join execution_input p using (namespace_no, lane_no, created_at, partition_key, execution_id)
          left join lateral (
               select s.suspension_id, s.waitpoint_ids, s.condition::text, s.resume_policy::text,
                      cardinality(s.satisfier_ids) as satisfied_before, s.closed_at
                 from suspension s
-               where s.partition_key = p.partition_key and s.execution_id = p.execution_id
+               where s.partition_key = e.partition_key and s.execution_id = e.execution_id
                limit 1) s on s.closed_at is null
-        where i.is_first and p.partition_key = i.partition_key and p.execution_id = i.execution_id
+        where i.is_first and e.partition_key = i.partition_key and e.execution_id = i.execution_id
         limit 1) x on true
   left join lateral (
        select array_agg(r.kid) as kids, array_agg(r.secret) as secrets, array_agg(r.is_current) as are_current,
@@ -162,7 +163,6 @@ delete from signal
 -- The lane of an execution, and the token of a waitpoint of it where there is such a one.
 select l.lane_id, w.token
   from execution e
-  join queue q using (queue_no)
   join lane l using (lane_no)
   left join lateral (
        select w.token from waitpoint w

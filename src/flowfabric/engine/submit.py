@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import cast
 
 import msgspec
 
@@ -216,8 +217,8 @@ class Submit:
         self._store.wakeups.work(
             shape.lane_id, {shape.columns["queue_no"]: (MAX_PRIORITY - max(items.priorities)) << BAND_BITS | earlier}
         )
-        head, waiting = shape.id_head, PublicState.WAITING
-        return [Created(execution_id=ExecutionId(head + uuid), public_state=waiting) for uuid in uuids]
+        head = shape.id_head
+        return [*Created.each(cast("list[ExecutionId]", [head + uuid for uuid in uuids]), PublicState.WAITING)]
 
     async def _insert_alone(self, item: Submission) -> Submitted:
         async def insert(transaction: Transaction) -> list[Record]:
@@ -270,9 +271,8 @@ class Submit:
 
     async def _judge(self, items: Sequence[Submission], rows: Sequence[Record]) -> list[Submitted | Locked | Exception]:
         """The answers of a statement that has committed, after waking who waits for what it brought."""
-        waiting = PublicState.WAITING
         answers: list[Submitted | Locked | Exception] = [
-            Created(execution_id=item.execution_id, public_state=waiting) for item in items
+            *Created.each([item.execution_id for item in items], PublicState.WAITING)
         ]
         wakeups = self._store.wakeups
         judged = 0

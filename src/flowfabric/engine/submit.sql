@@ -6,13 +6,13 @@ lane_state as materialized (
   select not exists (select from lane where lane_no = :lane_no and state in ('draining', 'disabled')) as is_accepted
 ),
 fresh as (
-  insert into execution (partition_key, execution_id, place, queue_no, namespace_no, priority, lifecycle_phase,
-                         eligibility_state, blocking_reason, attempt_state, deadline_at, last_transition_at,
+  insert into execution (partition_key, execution_id, place, queue_no, namespace_no, lane_no, priority, lifecycle_phase,
+                         eligibility_state, blocking_reason, attempt_state, deadline_at, created_at, last_transition_at,
                          last_mutation_at, instance_tag, retention_ms)
   select :partition_key::smallint, execution_id,
          ((9000 - coalesce(priority, (:priorities)[1]))::bigint << 48) | nextval('execution_sequence'),
-         :queue_no::int, :namespace_no::int, coalesce(priority, (:priorities)[1]), 'runnable', 'eligible_now',
-         'waiting_for_worker', 'pending_first_attempt', c.now + :deadline_ms::bigint, c.now, c.now,
+         :queue_no::int, :namespace_no::int, :lane_no::int, coalesce(priority, (:priorities)[1]), 'runnable', 'eligible_now',
+         'waiting_for_worker', 'pending_first_attempt', c.now + :deadline_ms::bigint, c.now, c.now, c.now,
          case cardinality(:instance_tags) when 1 then (:instance_tags)[1] else instance_tag end, :retention_ms::bigint
     from clock c
    cross join unnest(:execution_ids::uuid[], :priorities::smallint[], :instance_tags::text[])
@@ -20,9 +20,9 @@ fresh as (
    where (select is_accepted from lane_state)
 ),
 described as (
-  insert into execution_input (partition_key, execution_id, created_at, namespace_no, lane_no, has_tags, execution_kind,
+  insert into execution_input (namespace_no, lane_no, created_at, partition_key, execution_id, has_tags, execution_kind,
                                creator_identity, input_payload, payload_encoding, policy)
-  select :partition_key, execution_id, c.now, :namespace_no, :lane_no, coalesce(is_tagged, (:are_tagged)[1]), :execution_kind,
+  select :namespace_no, :lane_no, c.now, :partition_key, execution_id, coalesce(is_tagged, (:are_tagged)[1]), :execution_kind,
          :creator_identity, coalesce(input_payload, (:input_payloads)[1]), :payload_encoding, :policy::text::jsonb
     from clock c
    cross join unnest(:execution_ids, :input_payloads::bytea[], :are_tagged::boolean[]) as i(execution_id, input_payload, is_tagged)
@@ -91,14 +91,14 @@ won as (
   returning execution_id
 ),
 fresh as (
-  insert into execution (partition_key, execution_id, place, queue_no, namespace_no, priority, lifecycle_phase,
-                         eligibility_state, blocking_reason, attempt_state, delay_until, deadline_at,
+  insert into execution (partition_key, execution_id, place, queue_no, namespace_no, lane_no, priority, lifecycle_phase,
+                         eligibility_state, blocking_reason, attempt_state, delay_until, deadline_at, created_at,
                          last_transition_at, last_mutation_at, instance_tag, retention_ms, blocking_detail)
-  select partition_key, execution_id, place, queue_no, namespace_no, priority, 'runnable',
+  select partition_key, execution_id, place, queue_no, namespace_no, lane_no, priority, 'runnable',
          (case when is_delayed then 'not_eligible_until_time' else 'eligible_now' end)::eligibility_state,
          (case when is_delayed then 'waiting_for_delay' else 'waiting_for_worker' end)::blocking_reason,
          'pending_first_attempt', case when is_delayed then delay_until end,
-         coalesce(deadline_at, now + deadline_ms), now, now, instance_tag, retention_ms,
+         coalesce(deadline_at, now + deadline_ms), now, now, now, instance_tag, retention_ms,
          case when is_delayed then 'delayed until ' || delay_until end
     from (select i.*, idempotency_key is null or execution_id in (select execution_id from won) as is_free from item i) i
    where lane_accepts and is_free
@@ -111,9 +111,9 @@ answered as materialized (
   select i.*, execution_id in (select execution_id from fresh) as is_new from item i
 ),
 described as (
-  insert into execution_input (partition_key, execution_id, created_at, namespace_no, lane_no, has_tags, execution_kind,
+  insert into execution_input (namespace_no, lane_no, created_at, partition_key, execution_id, has_tags, execution_kind,
                                creator_identity, input_payload, payload_encoding, policy)
-  select partition_key, execution_id, now, namespace_no, lane_no, tags is not null, execution_kind,
+  select namespace_no, lane_no, now, partition_key, execution_id, tags is not null, execution_kind,
          creator_identity, input_payload, payload_encoding, policy::jsonb
     from answered
    where is_new

@@ -2,7 +2,7 @@
 -- Stores tags of one execution, over what their keys had before; no row when there is no such execution.
 with clock as materialized (select ff_now() as now),
 held as materialized (
-  select partition_key, execution_id from execution
+  select partition_key, execution_id, namespace_no, lane_no, created_at from execution
    where partition_key = :partition_key and execution_id = :execution_id
      for update
 ),
@@ -15,7 +15,8 @@ touched as (
 flagged as (
   update execution_input i set has_tags = true
     from held h
-   where i.partition_key = h.partition_key and i.execution_id = h.execution_id and not i.has_tags
+   where i.namespace_no = h.namespace_no and i.lane_no = h.lane_no and i.created_at = h.created_at
+     and i.partition_key = h.partition_key and i.execution_id = h.execution_id and not i.has_tags
 ),
 tagged as (
   insert into execution_tag (partition_key, execution_id, key, value)

@@ -230,6 +230,8 @@ def deterministic_solo(lane_id: str, uuid: uuid.UUID | str, partitions: Partitio
 
 
 _RANDOM = 2**60 - 1
+# What follows the version in an id, up to the random part, by the tick within its millisecond.
+_TICKS = tuple(f"{tick:03x}-8" for tick in range(4096))
 _tick_lock = threading.Lock()
 _last_tick = 0
 
@@ -247,16 +249,18 @@ def _reserve_ticks(count: int) -> int:
 
 def mint_uuid_texts(count: int) -> list[str]:
     """Mint rising UUIDv7s as canonical texts with one reading of the clock and of the random source."""
-    tick = _reserve_ticks(count)
+    first = _reserve_ticks(count)
     random = os.urandom(8 * count).hex()
-    millisecond, head = -1, ""
-    minted = []
-    for at in range(0, 16 * count, 16):
-        if tick >> 12 != millisecond:
-            millisecond = tick >> 12
-            head = f"{millisecond >> 16:08x}-{millisecond & 0xFFFF:04x}-7"
-        minted.append(f"{head}{tick & 0xFFF:03x}-8{random[at : at + 3]}-{random[at + 3 : at + 15]}")
-        tick += 1
+    minted: list[str] = []
+    while (done := len(minted)) < count:
+        millisecond, tick = divmod(first + done, 4096)
+        head = f"{millisecond >> 16:08x}-{millisecond & 0xFFFF:04x}-7"
+        ticks = _TICKS[tick : tick + count - done]
+        places = range(16 * done, 16 * (done + len(ticks)), 16)
+        minted += [
+            f"{head}{text}{random[at : at + 3]}-{random[at + 3 : at + 15]}"
+            for text, at in zip(ticks, places, strict=True)
+        ]
     return minted
 
 

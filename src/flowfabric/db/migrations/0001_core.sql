@@ -69,6 +69,7 @@ create table execution (
   place bigint not null,
   queue_no int not null,
   namespace_no int not null,
+  lane_no int not null,
   priority smallint not null check (priority between 0 and 9000),
   lifecycle_phase lifecycle_phase not null,
   ownership_state ownership_state not null default 'unowned',
@@ -127,6 +128,7 @@ create table execution (
   reclaim_count int not null default 0,
   started_at bigint,
   completed_at bigint,
+  created_at bigint not null,
   last_transition_at bigint not null,
   last_mutation_at bigint not null,
   -- From here on null on the hot path.
@@ -178,22 +180,21 @@ create index execution_unhappy on execution (terminal_outcome, completed_at)
   where terminal_outcome in ('failed', 'cancelled', 'expired', 'skipped');
 
 create table execution_input (
-  partition_key smallint not null,
-  execution_id uuid not null,
-  created_at bigint not null,
   namespace_no int not null,
   lane_no int not null,
+  created_at bigint not null,
+  partition_key smallint not null,
+  execution_id uuid not null,
   has_tags boolean not null,
   execution_kind text not null,
   creator_identity text not null,
   input_payload bytea not null,
   payload_encoding text,
   policy jsonb,
-  primary key (partition_key, execution_id)
+  -- One index finds the input of an execution and leads through the lists, which merge the few pairs of a namespace and
+  -- a lane; ids of one millisecond are sorted as texts when read.
+  primary key (namespace_no, lane_no, created_at, partition_key, execution_id)
 ) with (autovacuum_vacuum_scale_factor = 0.05);
--- Many rows share a millisecond, so their entries are stored together; ties are sorted by id when read. The lane costs
--- no space beside the namespace, and a list merges the few pairs of the two.
-create index execution_input_list on execution_input (namespace_no, lane_no, created_at);
 
 create table execution_tag (
   partition_key smallint not null,
