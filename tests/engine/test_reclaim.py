@@ -1,12 +1,13 @@
 """Lost leases: marked, taken by the next claim, counted, and ended at the cap."""
 
+import asyncio
 import logging
 from typing import Any
 
 import pytest
 
 from flowfabric.engine.engine import Engine
-from flowfabric.model.grants import ReclaimCapExceeded
+from flowfabric.model.grants import Granted, NoWork, ReclaimCapExceeded
 from flowfabric.model.policy import ExecutionPolicy, reclaim_cap
 from flowfabric.model.states import AttemptType, HandleKind
 
@@ -232,3 +233,60 @@ async def test_the_policys_own_cap_counts_and_not_its_timeouts(engine: Engine, g
     assert ids(await claim(engine)) == [lost.execution_id]
     await clock.advance(seconds=31)
     assert await claim(engine) == []
+
+
+STAYS = {
+    "refused": "alter table execution add constraint none check (failure_reason <> 'max_reclaims_exceeded')",
+    "in vain": """create function keep() returns trigger language plpgsql as 'begin return null; end';
+                  create trigger keep before update on execution for each row
+                  when (new.failure_reason = 'max_reclaims_exceeded') execute function keep()""",
+}
+"""What makes an ending fail, or come to nothing."""
+WORKER: dict[str, Any] = {"lane_id": "default", "worker_id": "worker", "worker_instance_id": "worker-1"}
+
+
+@pytest.mark.parametrize("limit", [1, 10])
+@pytest.mark.parametrize("kind", STAYS)
+async def test_an_execution_at_its_cap_that_cannot_be_ended_holds_up_no_claim(
+    engine: Engine, given: Any, rows: Any, connection: Any, kind: str, limit: int
+) -> None:
+    stuck = [await given.expired_lease(policy={"max_reclaim_count": 0}, priority=5) for _ in range(2)]
+    await engine.leases.mark_lapsed()
+    await connection.execute(STAYS[kind])
+    behind = [await given.created() for _ in range(2)]
+    async with asyncio.timeout(30):
+        assert ids([*await claim(engine, limit=limit), *await claim(engine, limit=limit)]) == behind
+        async with rows.unchanged():
+            assert await claim(engine, limit=limit) == []
+            assert isinstance(await engine.claim_for_worker(**WORKER), NoWork)
+        last = await given.created()
+        granted = await engine.claim_for_worker(**WORKER)
+    assert isinstance(granted, Granted)
+    assert granted.execution_id == last
+    assert {(await rows.execution(handle.execution_id))["public_state"] for handle in stuck} == {"active"}
+
+
+async def test_one_that_cannot_be_ended_at_its_cap_does_not_keep_others_from_it(
+    engine: Engine, given: Any, connection: Any
+) -> None:
+    capped = [await given.expired_lease(policy={"max_reclaim_count": 0}) for _ in range(3)]
+    await engine.leases.mark_lapsed()
+    refused_one = f"(execution_id <> '{capped[1].execution_id[-36:]}' or terminal_outcome <> 'failed')"
+    await connection.execute(f"alter table execution add constraint none check {refused_one}")
+    assert await claim(engine) == []
+    states = [await engine.read_execution_state(handle.execution_id) for handle in capped]
+    assert states == ["failed", "active", "failed"]
+
+
+async def test_the_ending_at_the_cap_is_of_the_lease_that_was_lost_then(
+    engine: Engine, given: Any, rows: Any, clock: Any
+) -> None:
+    lost = await given.reclaimable(policy={"max_reclaim_count": 1})
+    await claim(engine)
+    await clock.advance(seconds=31)
+    await engine.leases.mark_lapsed()
+    # As a search leaves it that was overtaken by a claim, whose lease is lost in turn.
+    async with rows.unchanged():
+        await engine._finish.end_at_reclaim_cap([(lost.execution_id, lost.lease_epoch)])
+    await engine._finish.end_at_reclaim_cap([(lost.execution_id, lost.lease_epoch + 1)])
+    assert await engine.read_execution_state(lost.execution_id) == "failed"

@@ -153,6 +153,7 @@ class Claim:
         await self._leases.catch_up(lanes, within_seconds=CATCH_UP_SECONDS)
         marks = self._store.wakeups.marks
         claimed: list[ClaimedExecution] = []
+        met: set[ExecutionId] = set()
         is_unshared = False
         while len(claimed) < limit:
             queues, firsts, lasts = marks.spans()
@@ -179,13 +180,17 @@ class Claim:
             is_short = bool(rows) and rows[-1][0] == "short"
             if is_short:
                 rows.pop()
-            capped: list[ExecutionId] = []
+            capped: list[tuple[ExecutionId, int]] = []
             reclaimed: list[ExecutionId] = []
             # Each queue's rows come in order; together they come queue by queue.
             for row in sorted(rows, key=_place) if len(lanes) > 1 or offered else rows:
                 marks.raise_to(row[_QUEUE_NO], row[_PLACE])
                 if row[0] == "capped":
-                    capped.append(format_execution_id(row["partition_key"], row["execution_id"]))
+                    execution_id = format_execution_id(row["partition_key"], row["execution_id"])
+                    # One that its ending has left as it was is passed over, else it would be met for ever.
+                    if execution_id not in met:
+                        met.add(execution_id)
+                        capped.append((execution_id, row["lease_epoch"]))
                 else:
                     claimed.append(claimed_of(row, instance, lease_ttl_ms))
                     if row[0] == "reclaimed":
@@ -193,8 +198,9 @@ class Claim:
             if reclaimed:
                 await self._finish.warn_of_losses(reclaimed)
             if capped:
-                await self._finish.end_at_reclaim_cap(capped)
-                continue
+                if await self._finish.end_at_reclaim_cap(capped) or not claimed:
+                    continue
+                break
             if is_short:
                 is_unshared = True
                 continue

@@ -144,7 +144,7 @@ select branch, partition_key, execution_id, queue_no, place, lane_id, priority, 
   from leased l
 union all
 select branch, partition_key, execution_id, queue_no, place, lane_id, priority, retry_count,
-       null, null, null, null, null, now, null, null, null, null, null
+       null, lease_epoch, null, null, null, now, null, null, null, null, null
   from judged where branch = 'capped'
 union all
 select 'short', null, null, null, null, null, null, null, null, null, null, null, null, null, null, null, null, null, null

@@ -29,7 +29,6 @@ from flowfabric.model.policy import (
     parse_retry_policy,
     policy_json,
     read_stored_policy,
-    reclaim_cap,
 )
 from flowfabric.model.states import PublicState
 from flowfabric.model.text import check_batch, check_text, json_text, shown, storable
@@ -184,15 +183,20 @@ class Finish:
             return TerminalFailed()
         return RetryScheduled(delay_until=verdict.delay_until, next_attempt_index=attempt_count)
 
-    async def end_at_reclaim_cap(self, execution_ids: Sequence[ExecutionId]) -> None:
-        """End executions whose lease was lost once more than their policy allows."""
-        pairs = [split_execution_id(execution_id) for execution_id in execution_ids]
+    async def end_at_reclaim_cap(self, lost: Sequence[tuple[ExecutionId, int]]) -> bool:
+        """End executions that were found at their reclaim cap, each while its last lease is the one of this epoch.
+
+        Who found them has judged them, and as long as the epoch holds the judgement does: the cap is fixed, and the
+        reclaims are counted with the leases. Answers whether the store let them be ended; else they stand for later.
+        """
+        pairs = [split_execution_id(execution_id) for execution_id, _ in lost]
 
         async def end(transaction: Transaction) -> tuple[list[Parting], list[Verdict | Locked]]:
             held = await transaction.fetch(
                 SQL.lock_lost,
                 partition_keys=[partition for partition, _ in pairs],
                 execution_ids=[uuid for _, uuid in pairs],
+                lease_epochs=[epoch for _, epoch in lost],
             )
             endings = [
                 Parting(
@@ -201,14 +205,21 @@ class Finish:
                     reason=MAX_RECLAIMS_EXCEEDED,
                 )
                 for row in held
-                if row["reclaim_count"] >= reclaim_cap(read_stored_policy(row["policy"]))
             ]
             return endings, await self._releases.within(transaction, endings) if endings else []
 
-        endings, verdicts = await self._store.transact(end)
+        try:
+            endings, verdicts = await self._store.transact(end)
+        except EngineError as problem:
+            if len(lost) > 1 and not problem.retryable:
+                # One that the store refuses does not keep the others from their end.
+                return all([await self.end_at_reclaim_cap([each]) for each in lost])
+            logger.warning("%s: cannot be ended at its reclaim cap now: %s", lost[0][0], problem)
+            return False
         for ending in endings:
             logger.warning("%s ended: its lease was lost as often as its policy allows", ending.execution_id)
         await self._releases.settle(endings, verdicts)
+        return True
 
     async def warn_of_losses(self, execution_ids: Sequence[ExecutionId]) -> None:
         """Say so where the lease of an execution was taken over a hundred times, and at each hundred more."""

@@ -5,13 +5,15 @@ select i.policy, e.retry_count
  where e.partition_key = :partition_key and e.execution_id = :execution_id;
 
 -- name: lock_lost
--- Holds executions whose lease was lost, with what the cap on reclaims needs.
-select e.partition_key, e.execution_id, e.reclaim_count, i.policy
-  from execution e join execution_input i using (namespace_no, lane_no, created_at, partition_key, execution_id)
- where (e.partition_key, e.execution_id) in (select * from unnest(:partition_keys::smallint[], :execution_ids::uuid[]))
-   and e.ownership_state in ('lease_expired_reclaimable', 'lease_revoked')
- order by e.partition_key, e.execution_id
-   for update of e skip locked;
+-- Holds those of the executions that have lost the lease of this epoch and no other since.
+select e.partition_key, e.execution_id
+  from unnest(:partition_keys::smallint[], :execution_ids::uuid[], :lease_epochs::bigint[])
+       as i(partition_key, execution_id, lease_epoch)
+ cross join lateral (
+       select e.partition_key, e.execution_id from execution e
+        where e.partition_key = i.partition_key and e.execution_id = i.execution_id and e.lease_epoch = i.lease_epoch
+          and e.ownership_state in ('lease_expired_reclaimable', 'lease_revoked')
+          for update skip locked) e;
 
 -- name: set_next_attempt_policy
 -- Gives the attempt that is to come a policy of its own; the row is held.

@@ -90,6 +90,7 @@ class Grants:
         offered = check_capabilities(worker_capabilities)
         await self._leases.catch_up((lane,), within_seconds=CATCH_UP_SECONDS)
         marks = self._store.wakeups.marks
+        met: set[ExecutionId] = set()
         while True:
             queues, firsts, lasts = marks.spans()
             began = time.monotonic()
@@ -108,8 +109,12 @@ class Grants:
                 marks.raise_to(held.queue_no, held.place)
                 if granted is not None:
                     return granted
-                await self._finish.end_at_reclaim_cap([held.id])
-            elif queues and marks.may_walk_whole:
+                # One that its ending has left as it was is passed over, else it would be met for ever.
+                if held.id not in met:
+                    met.add(held.id)
+                    await self._finish.end_at_reclaim_cap([(held.id, held.lease_epoch)])
+                    continue
+            if queues and marks.may_walk_whole:
                 marks.clear()
             elif not await self._leases.catch_up((lane,), within_seconds=0):
                 return NoWork()

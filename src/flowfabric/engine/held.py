@@ -37,6 +37,7 @@ class Held(msgspec.Struct, frozen=True, kw_only=True):
     queue_no: int
     place: int
     reclaim_count: int
+    lease_epoch: int
     lease_expires_at: int | None
     remaining_attempt_timeout_ms: int | None
     granted_until: int | None
@@ -88,7 +89,7 @@ class Held(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def has_forgotten_grant(self) -> bool:
-        """Whether its last grant lapsed and was swept: whose it was is not known any more, only that it was."""
+        """Whether its last grant lapsed so long ago that it is deleted: only when it ran out is still known."""
         return self.grant_id is None and self.granted_until is not None and self.granted_until <= self.now
 
     @property

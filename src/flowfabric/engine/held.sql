@@ -2,7 +2,7 @@
 -- What grants and named claims judge an execution by, once the transaction holds it.
 -- A grant counts while its execution names the same expiry: whatever else moved the execution has made it void.
 select e.partition_key, e.execution_id, e.lifecycle_phase, e.ownership_state, e.eligibility_state,
-       e.terminal_outcome, e.attempt_state, e.queue_no, e.place, e.reclaim_count, e.lease_expires_at,
+       e.terminal_outcome, e.attempt_state, e.queue_no, e.place, e.reclaim_count, e.lease_epoch, e.lease_expires_at,
        e.remaining_attempt_timeout_ms, e.granted_until, l.lane_no, l.lane_id, l.state as lane_state, s.required, i.policy,
        g.kind as grant_kind, g.worker_id as grant_worker_id, g.worker_instance_id as grant_worker_instance_id,
        g.grant_id, g.expires_at as grant_expires_at, k.kid as signing_kid, coalesce(k.installed_at, 0) as signing_since, c.now
