@@ -7,11 +7,13 @@ from uuid import UUID
 import pytest
 
 from flowfabric.engine.engine import Engine
+from flowfabric.engine.retention import GRANT_MEMORY_MS
 from flowfabric.model.errors import BugError, ConflictError, EngineError
 from flowfabric.model.grants import Granted, GrantedClaim, NotReclaimable, ResumeToken
 from flowfabric.model.ids import mint_uuid_texts
 from flowfabric.model.outcomes import ClaimedExecution, Completed, Renewed
 from flowfabric.model.states import AttemptType, HandleKind
+from flowfabric.reconcile.loop import Reconciler
 
 from .grants import claim_named, claim_resumed, grant, granted, known, resumable, worker
 from .state import ACTIVE, attempts, claim, ids, refused, revoke, told, vector
@@ -194,16 +196,23 @@ async def test_a_lapsed_grant_is_refused_and_left(engine: Engine, given: Any, ro
         await refused(claim_named(engine, waiting, "other"), "invalid_claim_grant")
 
 
-async def test_a_lapsed_grant_is_told_from_none_when_it_is_swept(
+async def test_only_the_worker_of_a_lapsed_grant_is_told_that_it_has_lapsed_until_it_is_forgotten(
     engine: Engine, given: Any, rows: Any, clock: Any
 ) -> None:
     waiting, ungranted = await given.created(), await given.created()
     await grant(engine, waiting)
-    await clock.advance(ms=5000)
-    assert await engine.retention.purge_grants() == 1
+    await clock.advance(ms=5000 + GRANT_MEMORY_MS - 1)
     async with rows.unchanged():
+        await Reconciler(engine).catch_up()
         await refused(claim_named(engine, waiting), "claim_grant_expired")
+        await refused(claim_named(engine, waiting, "other"), "invalid_claim_grant")
         await refused(claim_named(engine, ungranted), "invalid_claim_grant")
+    await clock.advance(ms=1)
+    await Reconciler(engine).catch_up()
+    assert await rows.of("claim_grant") == []
+    async with rows.unchanged():
+        for worker_id in ("worker", "other"):
+            await refused(claim_named(engine, waiting, worker_id), "invalid_claim_grant")
     await grant(engine, waiting, "other")
     async with rows.unchanged():
         await refused(claim_named(engine, waiting), "invalid_claim_grant")

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from flowfabric.engine.engine import Engine
+from flowfabric.engine.retention import GRANT_MEMORY_MS
 from flowfabric.model.grants import Granted, ResumeToken
 from flowfabric.model.states import AttemptType, HandleKind
 
@@ -184,19 +185,19 @@ async def test_a_resume_grant_that_does_not_count_is_refused(engine: Engine, giv
         await refused(engine.claim_from_resume_grant(token(answer)), "claim_grant_expired")
 
 
-async def test_a_lapsed_resume_grant_is_told_from_an_unknown_one_when_it_is_swept(
+async def test_a_lapsed_resume_grant_is_told_from_an_unknown_one_when_it_is_forgotten(
     engine: Engine, given: Any, rows: Any, clock: Any
 ) -> None:
     parked = await resumable(given)
     first = await grant(engine, parked, grant_ttl_ms=1000)
-    await clock.advance(ms=1000)
+    await clock.advance(ms=1000 + GRANT_MEMORY_MS)
     assert await engine.retention.purge_grants() == 1
     async with rows.unchanged():
         for instance in ("pool-1", "pool-2"):
             presented = token(first, worker_instance_id=instance)
             await refused(engine.claim_from_resume_grant(presented), "claim_grant_expired", "Expired")
     second = await grant(engine, parked, grant_ttl_ms=1000)
-    await clock.advance(ms=1000)
+    await clock.advance(ms=1000 + GRANT_MEMORY_MS)
     assert await engine.retention.purge_grants() == 1
     async with rows.unchanged():
         await refused(engine.claim_from_resume_grant(token(first)), "invalid_claim_grant", "UnknownGrant")

@@ -10,6 +10,7 @@ import pytest
 from flowfabric.engine import grant as grant_family
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.marks import Marks
+from flowfabric.engine.retention import GRANT_MEMORY_MS
 from flowfabric.model.grants import ClaimGrant, Granted, NoWork
 from flowfabric.model.ids import mint_uuid_texts
 
@@ -301,13 +302,13 @@ async def test_a_lapsed_grant_goes_to_the_next_who_searches(engine: Engine, give
     assert (await granted(engine, "other")).execution_id == waiting
 
 
-async def test_a_sweep_deletes_lapsed_grants_and_leaves_live_ones(
+async def test_a_sweep_deletes_grants_that_lapsed_long_ago_and_leaves_the_others(
     engine: Engine, given: Any, rows: Any, clock: Any
 ) -> None:
     await grant(engine, await given.created(), grant_ttl_ms=1000)
     live = await given.created()
     await grant(engine, live, grant_ttl_ms=2000)
-    await clock.advance(ms=1000)
+    await clock.advance(ms=1000 + GRANT_MEMORY_MS)
     assert await engine.retention.purge_grants() == 1
     (left,) = await rows.of("claim_grant")
     assert str(left["execution_id"]) == live[-36:]

@@ -6,7 +6,7 @@ moves. Operations answer in words or raise `Refusal` with the code a caller woul
 
 from collections.abc import Iterable, Sequence
 
-from .model_values import LOST, Attempt, Execution, Grant, Lease, Policy
+from .model_values import GRANT_MEMORY_MS, LOST, Attempt, Execution, Grant, Lease, Policy
 
 DAY_MS = 86_400_000
 EXEMPT = ("operator_override", "flow_cascade", "system_timeout")
@@ -143,7 +143,7 @@ class Model:
             raise Refusal("execution_not_leaseable")
         if one.attempt_state == "attempt_interrupted":
             raise Refusal("use_claim_resumed_execution")
-        if grant is None or (grant.worker != worker and not grant.is_swept):
+        if grant is None or grant.is_swept or grant.worker != worker:
             raise Refusal("invalid_claim_grant")
         if grant.expires_at <= self.now:
             raise Refusal("claim_grant_expired")
@@ -456,7 +456,7 @@ class Model:
         if what == "delays":
             return sum(self.promote(one) for one in every)
         for grant in filter(None, [one.grant for one in every]):
-            grant.is_swept = grant.expires_at <= self.now
+            grant.is_swept = grant.expires_at + GRANT_MEMORY_MS <= self.now
         done = ("Expired", "RetryScheduled")
         return sum(
             self.expire(one, "execution_deadline")[0] in done or self.expire(one, "attempt_timeout")[0] in done

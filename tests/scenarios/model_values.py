@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+GRANT_MEMORY_MS = 600_000
 LOST = ("lease_expired_reclaimable", "lease_revoked")
 
 
@@ -70,7 +71,7 @@ class Grant:
     worker: str
     expires_at: int
     is_swept: bool = False
-    """Whose it was is forgotten then."""
+    """It is forgotten then."""
 
 
 @dataclass

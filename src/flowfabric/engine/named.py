@@ -243,8 +243,6 @@ def _refusal_of_fresh(held: Held, worker_id: str) -> str | None:
         return "active_attempt_exists"
     if held.attempt_state == "attempt_interrupted":
         return "use_claim_resumed_execution"
-    if held.has_forgotten_grant:
-        return "claim_grant_expired"
     if held.grant_kind != GrantKind.CLAIM or held.grant_worker_id != worker_id:
         return "invalid_claim_grant"
     return None if held.has_live_grant else "claim_grant_expired"

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from flowfabric.db.statements import statements_beside
 from flowfabric.engine.setbacks import Setbacks
 from flowfabric.engine.store import Store
+from flowfabric.model.grants import MAX_GRANT_TTL_MS
 
 SQL = statements_beside(__file__)
 
@@ -15,6 +16,8 @@ PURGE_LIMIT = 1000
 SAMPLE = 1000
 AHEAD_MS = 2_000
 """How far a look goes ahead to see when the next timer runs out."""
+GRANT_MEMORY_MS = 10 * MAX_GRANT_TTL_MS
+"""How long a lapsed grant is kept: its worker is told that it was late, and any other that it has none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,6 +52,7 @@ class Retention:
             due_since=store.due.look(),
             retained_since=store.retained.look(),
             ahead_ms=AHEAD_MS,
+            grant_memory_ms=GRANT_MEMORY_MS,
             # What is left out stands before the rest and must not hide it.
             sample=SAMPLE + sum(len(each.left_out()) for each in self._setbacks),
         )
@@ -87,7 +91,7 @@ class Retention:
         return purged
 
     async def purge_grants(self) -> int:
-        """Delete grants past their expiry; answers how many."""
-        rows = await self._store.fetch(SQL.take_lapsed_grants, limit=PURGE_LIMIT)
+        """Delete grants that lapsed long ago; answers how many."""
+        rows = await self._store.fetch(SQL.take_lapsed_grants, limit=PURGE_LIMIT, grant_memory_ms=GRANT_MEMORY_MS)
         purged: int = rows[0]["purged"]
         return purged

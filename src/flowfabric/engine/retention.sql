@@ -22,7 +22,7 @@ select count(*) filter (where t.ownership_state = 'leased' and t.lease_expires_a
          or exists (select from suspend_key where expires_at <= (select now from clock))
          or exists (select from signal_key where expires_at <= (select now from clock)) as has_spent_keys,
        exists (select from waitpoint where activated_at is null and closed_at is null and expires_at <= (select now from clock)) as has_lapsed_waitpoints,
-       exists (select from claim_grant where expires_at <= (select now from clock)) as has_lapsed_grants,
+       exists (select from claim_grant where expires_at <= (select now from clock) - :grant_memory_ms::bigint) as has_lapsed_grants,
        exists (select from worker where lapses_at < (select now from clock)) as has_lapsed_workers,
        (select min(e.due_at) from execution e
          where e.due_at > (select now from clock) and e.due_at <= (select now from clock) + :ahead_ms::bigint) - c.now as next_due_in_ms,
@@ -102,11 +102,11 @@ with spent as (
 select count(*) as purged from spent;
 
 -- name: take_lapsed_grants
--- Deletes grants past their expiry; answers how many.
+-- Deletes grants that lapsed this long ago; answers how many.
 with lapsed as (
   delete from claim_grant
    where ctid = any(array(
          select ctid from claim_grant
-          where expires_at <= (select ff_now()) order by expires_at limit :limit for update skip locked))
+          where expires_at <= (select ff_now()) - :grant_memory_ms::bigint order by expires_at limit :limit for update skip locked))
   returning 1)
 select count(*) as purged from lapsed;
