@@ -1,10 +1,12 @@
 """Starting: what is prepared, what is compared, and what is refused."""
 
+import asyncio
 from typing import Any
 
 import asyncpg
 import pytest
 
+from flowfabric.db.migrate import load_migrations
 from flowfabric.engine.engine import Engine
 from flowfabric.model.errors import TransportError, UnavailableError
 from flowfabric.model.outcomes import Applied, NoOp
@@ -34,6 +36,22 @@ async def test_an_empty_database_is_prepared_where_it_is_asked_for(url: str, con
         applied = await engine.prepare()
         assert isinstance(applied, Applied)
         assert applied.description.startswith("0001_core.sql")
+
+
+async def test_processes_that_start_at_once_on_an_empty_store_prepare_it_once(
+    url: str, connection: asyncpg.Connection
+) -> None:
+    known = [migration.number for migration in load_migrations()]
+    for schema in ("one", "another", "third"):
+        starts = (
+            opened(database_url=url, schema_name=schema, migrate_on_start=True, lanes=("a", "b")) for _ in range(4)
+        )
+        await asyncio.gather(*starts)
+        ledger = await connection.fetch(f"select number from {schema}.schema_migration order by 1")
+        assert [row["number"] for row in ledger] == known
+        assert await connection.fetchval(f"select count(*) from {schema}.configuration") == 1
+        assert await connection.fetchval(f"select array_agg(lane_id order by 1) from {schema}.lane") == ["a", "b"]
+        assert await connection.fetchval(f"select array_agg(kid) from {schema}.signing_key") == ["k1"]
 
 
 @pytest.mark.parametrize("asked", [None, False])

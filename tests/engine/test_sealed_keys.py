@@ -10,6 +10,7 @@ from flowfabric.engine.engine import Engine
 from flowfabric.model.errors import UnavailableError
 from flowfabric.model.keys import AlreadySeeded, HmacKids, Noop, Rotated
 from flowfabric.model.outcomes import Applied, NoOp
+from flowfabric.model.seals import Seals
 from flowfabric.model.signals import Accepted
 from flowfabric.settings import Settings
 
@@ -181,6 +182,23 @@ async def test_processes_that_seal_at_once_all_start(keyless: Engine, url: str, 
         found = await asyncio.gather(*(started(url, secret_key=ONE) for _ in range(4)))
         assert {each.current_kid for each in found} == {"v1"}
         assert not shows(await stored(rows), A)
+
+
+async def test_who_waits_to_seal_judges_the_secrets_as_they_are_then(
+    keyless: Engine, url: str, connection: Any, rows: Any, eventually: Any
+) -> None:
+    await rotate(keyless, "v1", A)
+    sealed = Seals([bytes.fromhex(OTHER.get_secret_value())]).seal("v1", bytes.fromhex(A))
+    waits = "select exists (select from pg_locks where relation = 'signing_key'::regclass and not granted)"
+    async with connection.transaction():
+        # As another process does that seals under another key.
+        await connection.execute("lock table signing_key in share row exclusive mode")
+        starting = asyncio.create_task(started(url, secret_key=ONE))
+        await eventually(lambda: connection.fetchval(waits))
+        await connection.execute("update signing_key set secret = $1", sealed)
+    with pytest.raises(UnavailableError, match="FF_SECRET_KEY is not the one"):
+        await starting
+    assert await stored(rows) == {"v1": sealed}
 
 
 async def test_a_secret_is_opened_once(engines: Any, given: Any, connection: Any) -> None:
