@@ -54,6 +54,26 @@ async def test_processes_that_start_at_once_on_an_empty_store_prepare_it_once(
         assert await connection.fetchval(f"select array_agg(kid) from {schema}.signing_key") == ["k1"]
 
 
+@pytest.mark.parametrize(
+    "stored",
+    [
+        "insert into configuration (flow_partitions, budget_partitions, quota_partitions) values (256, 32, 32)",
+        "insert into lane (lane_id, registered_at, registered_by) values ('default', 1, 'another')",
+    ],
+    ids=["partition counts", "lane"],
+)
+async def test_a_start_takes_what_another_is_just_storing(
+    url: str, connection: asyncpg.Connection, rows: Any, eventually: Any, stored: str
+) -> None:
+    waits = "select exists (select from pg_locks where not granted and transactionid = pg_current_xact_id()::xid)"
+    async with connection.transaction():
+        await connection.execute(stored)
+        starting = asyncio.create_task(opened(database_url=url))
+        await eventually(lambda: connection.fetchval(waits))
+    await starting
+    assert (len(await rows.of("configuration")), len(await rows.of("lane"))) == (1, 1)
+
+
 @pytest.mark.parametrize("asked", [None, False])
 async def test_an_empty_database_is_refused_where_nobody_asked_to_prepare_it(url: str, asked: bool | None) -> None:  # noqa: FBT001
     with pytest.raises(UnavailableError, match="run `ff migrate`"):

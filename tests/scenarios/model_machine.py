@@ -18,7 +18,7 @@ from flowfabric.settings import Settings
 
 from .model import Answer, Model, Refusal
 from .model_rows import Stage, agree, attempted, counted, differences, observe, seen, spoken
-from .model_values import Execution, Lease, Policy
+from .model_values import GRANT_MEMORY_MS, Execution, Lease, Policy
 
 START = 1_800_000_000_000
 POLICIES = (
@@ -391,7 +391,7 @@ class EngineAgainstModel(RuleBasedStateMachine):
         if limit:
             self.claim_many(worker, LANES, ("gpu",), limit, 30_000)
 
-    @does(weight=2, ms=(5_000, 20_000, 30_000))
+    @does(weight=2, ms=(5_000, 20_000, 30_000, GRANT_MEMORY_MS))
     def wait_longer(self, ms: int) -> None:
         self.wait(ms)
 
