@@ -17,6 +17,7 @@ import asyncpg
 import pytest
 
 from databases import CARELESS, FOR_TESTS, SCHEMA, Databases, at_database, debian_15, execute, left_on, run, session
+from flowfabric.db import database
 from flowfabric.db.embedded import Embedded
 from flowfabric.db.migrate import migrate
 from flowfabric.engine.engine import Engine
@@ -162,6 +163,12 @@ async def engine(engines: Engines) -> Engine:
 
 
 @pytest.fixture
+def patient_with_locks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is opened from now on waits for a row held elsewhere as long as a test holds it."""
+    monkeypatch.setitem(database._SESSION, "lock_timeout", "100s")
+
+
+@pytest.fixture
 async def keyless(engines: Engines, connection: asyncpg.Connection) -> Engine:
     """An engine whose store has no signing key; no operation leaves it so."""
     engine = await engines()
@@ -180,6 +187,10 @@ class Clock:
         moved = round(seconds * 1000) + ms
         await self._connection.execute("update test_clock set offset_ms = offset_ms + $1", moved)
         return await self.now()
+
+    async def stop(self) -> None:
+        """Let the clock stand still from now on: nothing lapses but by a test's word, however slow the machine is."""
+        await self._connection.execute("update test_clock set offset_ms = ff_now(), stands = true")
 
     async def now(self) -> int:
         """The time in milliseconds."""
@@ -375,9 +386,9 @@ Eventually = Callable[..., Awaitable[Any]]
 
 @pytest.fixture
 def eventually() -> Eventually:
-    """Wait for what happens by itself: `await eventually(lambda: stats.processed == 1, timeout=5)`."""
+    """Wait for what happens by itself: `await eventually(lambda: stats.processed == 1)`."""
 
-    async def eventually(holds: Callable[[], Any], *, timeout: float = 10) -> Any:
+    async def eventually(holds: Callable[[], Any], *, timeout: float = 60) -> Any:
         deadline = time.monotonic() + timeout
         while True:
             answer = holds()

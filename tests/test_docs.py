@@ -134,7 +134,7 @@ async def test_a_program_runs_and_prints_what_it_says(program: Block, url: str, 
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=100,
         check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -165,6 +165,7 @@ def test_code_is_marked_by_a_known_word_and_is_python(block: Block) -> None:
     compile(block.code, block.name, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
 
 
+@pytest.mark.timeout(600)
 def test_what_is_shown_passes_a_strict_type_checker(tmp_path: Path) -> None:
     """Pages whose sessions hand arguments around in dicts are not asked."""
     for nth, program in enumerate(PROGRAMS):
@@ -177,7 +178,7 @@ def test_what_is_shown_passes_a_strict_type_checker(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "mypy", "--config-file", str(ROOT / "pyproject.toml"), "--strict"]
     files = sorted(map(str, tmp_path.glob("*.py")))
     assert len(files) > 4
-    done = subprocess.run([*command, *files], cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run([*command, *files], cwd=ROOT, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stdout
 
 

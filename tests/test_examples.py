@@ -29,7 +29,7 @@ def run(name: str, url: str) -> str:
         env=environment(url),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=100,
         check=True,
     )
     return done.stdout
@@ -90,7 +90,7 @@ async def test_the_service_example_works_between_processes(url: str) -> None:
     try:
         assert run("service.py", url).strip() == "HELLO"
         worker.terminate()
-        assert worker.wait(timeout=20) == 0
+        assert worker.wait(timeout=60) == 0
     finally:
         worker.kill()
         worker.wait()

@@ -38,7 +38,7 @@ async def test_a_task_is_submitted_run_and_waited_for(url: str) -> None:
 
     async with fabric, fabric.worker():
         runs = [await add.submit(n, b=1) for n in range(10)]
-        assert [await run.result(timeout=10) for run in runs] == list(range(1, 11))
+        assert [await run.result(timeout=60) for run in runs] == list(range(1, 11))
         assert await runs[0].state() is PublicState.COMPLETED
         assert (await runs[0].info()).execution_kind == "add"
 
@@ -72,10 +72,10 @@ async def test_results_have_the_type_the_function_names(url: str) -> None:
         return ctx.execution_id.encode()
 
     async with fabric, fabric.worker():
-        assert await (await mirror.submit(Point(1, 2))).result(timeout=10) == Point(2, 1)
+        assert await (await mirror.submit(Point(1, 2))).result(timeout=60) == Point(2, 1)
         run = await raw.submit()
-        assert await run.result(timeout=10) == run.id.encode()
-        assert await raw.find(run.id).result(timeout=10) == run.id.encode()
+        assert await run.result(timeout=60) == run.id.encode()
+        assert await raw.find(run.id).result(timeout=60) == run.id.encode()
 
 
 async def test_a_run_that_failed_says_why(url: str) -> None:
@@ -92,10 +92,10 @@ async def test_a_run_that_failed_says_why(url: str) -> None:
     async with fabric, fabric.worker():
         run = await fail.submit()
         with pytest.raises(ExecutionFailed, match="failed: ValueError: attempt 2") as failed:
-            await run.result(timeout=10)
+            await run.result(timeout=60)
         assert (failed.value.execution_id, failed.value.outcome) == (run.id, TerminalOutcome.FAILED)
         with pytest.raises(ExecutionFailed, match="PermanentError: never"):
-            await (await give_up.submit()).result(timeout=10)
+            await (await give_up.submit()).result(timeout=60)
 
 
 async def test_a_run_can_be_cancelled(url: str) -> None:
@@ -110,7 +110,7 @@ async def test_a_run_can_be_cancelled(url: str) -> None:
             await run.result(timeout=0.01)
         await run.cancel("changed my mind")
         with pytest.raises(ExecutionFailed, match="cancelled: changed my mind"):
-            await run.result(timeout=10)
+            await run.result(timeout=60)
         assert await run.state() is PublicState.CANCELLED
 
 
@@ -171,7 +171,7 @@ async def test_an_attempt_that_takes_too_long_is_ended(url: str) -> None:
 
     async with fabric, fabric.worker(lease_ttl_ms=600):
         with pytest.raises(ExecutionFailed, match="expired") as failed:
-            await (await wait.submit()).result(timeout=20)
+            await (await wait.submit()).result(timeout=60)
         assert failed.value.outcome is TerminalOutcome.EXPIRED
 
 
@@ -188,8 +188,8 @@ async def test_a_worker_serves_the_lanes_of_the_tasks(url: str) -> None:
 
     async with fabric, fabric.worker() as worker:
         assert worker.lanes == ("main", "other")
-        assert await (await elsewhere.submit()).result(timeout=10) == "other"
-        assert await (await here.submit()).result(timeout=10) == "main"
+        assert await (await elsewhere.submit()).result(timeout=60) == "other"
+        assert await (await here.submit()).result(timeout=60) == "main"
 
 
 async def test_fabrics_stand_side_by_side(url: str, empty_url: str) -> None:
@@ -221,7 +221,7 @@ async def test_the_embedded_store_needs_no_settings(tmp_path: Path) -> None:
         return "hello"
 
     async with fabric, fabric.worker():
-        assert await (await hello.submit()).result(timeout=20) == "hello"
+        assert await (await hello.submit()).result(timeout=60) == "hello"
     (await asyncio.to_thread(Embedded.start, home)).release(discard=True)
 
 
@@ -323,4 +323,4 @@ async def test_what_cannot_be_submitted_is_refused_at_once(url: str) -> None:
         with pytest.raises(NotFoundError):
             await missing.state()
         with pytest.raises(NotFoundError):
-            await missing.result(timeout=10)
+            await missing.result(timeout=60)

@@ -13,7 +13,7 @@ def run_demo(url: str) -> "subprocess.CompletedProcess[str]":
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=90,
+        timeout=110,
         check=False,
     )
 

@@ -43,7 +43,7 @@ def is_dead(pid: int) -> bool:
     return not is_alive(pid)
 
 
-def eventually(holds: Callable[[], bool], *, seconds: float = 20) -> None:
+def eventually(holds: Callable[[], bool], *, seconds: float = 60) -> None:
     """Return as soon as this holds; fail when it does not in time."""
     deadline = time.monotonic() + seconds
     while not holds():
@@ -80,13 +80,13 @@ class Holder:
 
     def end(self, order: str) -> None:
         """Tell the process to `release` or `discard` and end, or just to end as any program does."""
-        self.process.communicate(f"{order}\n", timeout=30)
+        self.process.communicate(f"{order}\n", timeout=60)
         assert self.process.returncode == 0
 
     def kill(self) -> None:
         """End the process with no chance to clean up."""
         self.process.kill()
-        self.process.communicate(timeout=30)
+        self.process.communicate(timeout=60)
 
 
 Launch = Callable[..., Holder]

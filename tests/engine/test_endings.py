@@ -49,7 +49,7 @@ async def test_a_closing_engine_tells_its_waiters(url: str, given: Any, eventual
 
 async def test_a_cancelled_wait_leaves_the_others_waiting(engine: Engine, given: Any, eventually: Any) -> None:
     run = await given.claimed()
-    gone, kept = (asyncio.create_task(engine.wait_for_ending(run.execution_id, timeout=10)) for _ in range(2))
+    gone, kept = (asyncio.create_task(engine.wait_for_ending(run.execution_id, timeout=60)) for _ in range(2))
     await eventually(lambda: engine.wakeups.hints.is_listening)
     gone.cancel()
     await engine.complete(run, b"x")
@@ -67,9 +67,9 @@ async def test_an_outcome_of_a_newer_version_is_told_to_its_waiter_alone(
     await connection.execute(
         "update execution set terminal_outcome = 'evaporated' where execution_id = $1", strange[-36:]
     )
-    waiting = asyncio.create_task(engine.wait_for_ending(run.execution_id, timeout=10))
+    waiting = asyncio.create_task(engine.wait_for_ending(run.execution_id, timeout=60))
     await eventually(lambda: engine.wakeups.hints.is_listening)
     detail = "terminal_outcome: unknown literal 'evaporated'"
-    await refused(engine.wait_for_ending(strange, timeout=10), "corruption", detail)
+    await refused(engine.wait_for_ending(strange, timeout=60), "corruption", detail)
     await engine.complete(run, b"x")
     assert (await waiting).result == b"x"

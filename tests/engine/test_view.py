@@ -141,7 +141,7 @@ async def test_an_ending_is_waited_for(engines: Any, engine: Engine, given: Any,
     other = await engines()
     completed, failed, cancelled = [await given.claimed() for _ in range(3)]
     waiting = [
-        asyncio.create_task(engine.wait_for_ending(handle.execution_id, timeout=10))
+        asyncio.create_task(engine.wait_for_ending(handle.execution_id, timeout=60))
         for handle in (completed, failed, cancelled, completed)
     ]
     await eventually(lambda: engine.wakeups.hints.is_listening)
@@ -161,8 +161,8 @@ async def test_an_ending_is_waited_for(engines: Any, engine: Engine, given: Any,
 async def test_an_ending_of_the_past_is_answered_at_once_and_an_absent_one_is_not_found(
     engine: Engine, given: Any
 ) -> None:
-    ended = await engine.wait_for_ending(await given.completed(result=b"x"), timeout=5)
+    ended = await engine.wait_for_ending(await given.completed(result=b"x"), timeout=60)
     assert ended.result == b"x"
-    await refused(engine.wait_for_ending(ABSENT, timeout=5), "execution_not_found")
+    await refused(engine.wait_for_ending(ABSENT, timeout=60), "execution_not_found")
     running = await given.claimed()
     await refused(engine.wait_for_ending(running.execution_id, timeout=0.05), "timeout")

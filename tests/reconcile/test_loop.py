@@ -69,13 +69,13 @@ async def test_a_timer_of_this_process_is_met_on_time(patient: Engine, given: An
     given.engine = patient
     async with Reconciler(patient):
         await given.created(delay_until=await clock.now() + 150)
-        assert await patient.claim(lane_id="default", worker_id="w", worker_instance_id="w-1", max_wait_ms=10_000)
+        assert await patient.claim(lane_id="default", worker_id="w", worker_instance_id="w-1", max_wait_ms=30_000)
 
 
 async def test_a_timer_another_process_had_set_is_met_on_time(patient: Engine, given: Any, clock: Any) -> None:
     await given.created(delay_until=await clock.now() + 300)
     async with Reconciler(patient):
-        assert await patient.claim(lane_id="default", worker_id="w", worker_instance_id="w-1", max_wait_ms=10_000)
+        assert await patient.claim(lane_id="default", worker_id="w", worker_instance_id="w-1", max_wait_ms=30_000)
 
 
 async def test_a_timer_another_process_sets_is_met_by_the_next_look(
@@ -84,7 +84,7 @@ async def test_a_timer_another_process_sets_is_met_by_the_next_look(
     monkeypatch.setattr(Reconciler, "IDLE_SECONDS", 0.2)
     async with Reconciler(patient):
         await given.created(delay_until=await clock.now() + 50)
-        assert await patient.claim(lane_id="default", worker_id="w", worker_instance_id="w-1", max_wait_ms=10_000)
+        assert await patient.claim(lane_id="default", worker_id="w", worker_instance_id="w-1", max_wait_ms=30_000)
 
 
 async def test_claims_leave_what_is_due_to_the_loop_and_take_it_back_afterwards(engine: Engine) -> None:

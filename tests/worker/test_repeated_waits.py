@@ -34,7 +34,7 @@ async def test_a_repeat_is_given_the_signals_of_its_own_wait(
         await signal(engine, run, name)
     await is_suspended(run)
     await engine.resume_execution(execution_id=run, trigger_type="operator")
-    await engine.wait_for_ending(run, timeout=10)
+    await engine.wait_for_ending(run, timeout=60)
     assert told == [
         [],
         ["approved", "first", "approved"],
@@ -66,7 +66,7 @@ async def test_a_handler_goes_on_where_the_answer_is_lost_that_it_need_not_wait(
         return seen
 
     await start_worker({"job": early})
-    ended = await engine.wait_for_ending(await submit(), timeout=10)
+    ended = await engine.wait_for_ending(await submit(), timeout=60)
     assert ended.result == b'["one","two"]'
 
 
@@ -83,7 +83,7 @@ async def test_a_run_ends_where_the_answer_is_lost_that_it_waits_on_a_waitpoint_
     run = await submit()
     await is_suspended(run)
     await signal(engine, run)
-    assert (await engine.wait_for_ending(run, timeout=10)).result == b'["ready"]'
+    assert (await engine.wait_for_ending(run, timeout=60)).result == b'["ready"]'
 
 
 async def test_a_handler_goes_on_after_its_wait_only_when_its_signals_are_known(
@@ -105,5 +105,5 @@ async def test_a_handler_goes_on_after_its_wait_only_when_its_signals_are_known(
     run = await submit()
     await is_suspended(run)
     await signal(engine, run)
-    assert (await engine.wait_for_ending(run, timeout=10)).result == b'["ready"]'
+    assert (await engine.wait_for_ending(run, timeout=60)).result == b'["ready"]'
     assert next(faults, None) is None

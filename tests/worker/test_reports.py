@@ -25,7 +25,7 @@ class Slots:
             self.on_release(running)
 
     async def next(self) -> Running:
-        return await asyncio.wait_for(self.released.get(), 10)
+        return await asyncio.wait_for(self.released.get(), 60)
 
 
 async def test_a_result_that_comes_as_the_last_one_is_written_is_not_left_behind(

@@ -27,7 +27,7 @@ async def test_arguments_that_do_not_go_together_fail_the_handler(
 
     await start_worker({"job": wrong})
     for nth in range(5):
-        ended = await engine.wait_for_ending(await submit(nth=nth), timeout=10)
+        ended = await engine.wait_for_ending(await submit(nth=nth), timeout=60)
         assert ended.outcome is TerminalOutcome.FAILED
         assert "TypeError: " in (ended.reason or "")
 

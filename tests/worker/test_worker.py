@@ -24,7 +24,7 @@ async def test_a_result_is_kept_and_can_be_waited_for(engine: Engine, start_work
     runs = [await submit(a=n, b=n) for n in range(20)]
     await start_worker({"job": add})
     runs += [await submit(a=n, b=n) for n in range(20, 40)]
-    ended = [await engine.wait_for_ending(run, timeout=10) for run in runs]
+    ended = [await engine.wait_for_ending(run, timeout=60) for run in runs]
     assert [(one.outcome, one.result) for one in ended] == [
         (TerminalOutcome.SUCCESS, b"%d" % (2 * n)) for n in range(40)
     ]
@@ -44,7 +44,7 @@ async def test_a_worker_claims_only_into_free_slots(engine: Engine, start_worker
     assert worker.running == len(await rows.of("execution", ownership_state="leased")) == 3
     gate.set()
     for run in runs:
-        await engine.wait_for_ending(run, timeout=10)
+        await engine.wait_for_ending(run, timeout=60)
 
 
 async def test_a_plain_function_runs_in_a_thread(engine: Engine, start_worker: Any, submit: Any) -> None:
@@ -54,7 +54,7 @@ async def test_a_plain_function_runs_in_a_thread(engine: Engine, start_worker: A
 
     await start_worker({"job": where})
     run = await submit()
-    ended = await engine.wait_for_ending(run, timeout=10)
+    ended = await engine.wait_for_ending(run, timeout=60)
     assert ended.result is not None
     assert ended.result.startswith(b'"flowfabric-handler')
 
@@ -63,11 +63,11 @@ async def test_plain_functions_run_side_by_side(engine: Engine, start_worker: An
     together = threading.Barrier(4)
 
     def meet() -> int:
-        return together.wait(timeout=10)
+        return together.wait(timeout=60)
 
     await start_worker({"job": meet}, concurrency=4)
     runs = [await submit() for _ in range(4)]
-    ended = [await engine.wait_for_ending(run, timeout=10) for run in runs]
+    ended = [await engine.wait_for_ending(run, timeout=60) for run in runs]
     assert sorted(one.result or b"" for one in ended) == [b"0", b"1", b"2", b"3"]
 
 
@@ -85,7 +85,7 @@ async def test_a_handler_sees_its_run(engine: Engine, start_worker: Any, given: 
 
     run = await given.created(input_payload=b"\x00", tags={"app.a": "b"}, priority=3)
     await start_worker({"job": look}, worker_id="pool", worker_instance_id="pool-1")
-    await engine.wait_for_ending(run, timeout=10)
+    await engine.wait_for_ending(run, timeout=60)
     assert seen == [run, "job", "default", 0, "initial", 0, 3, {"app.a": "b"}, b"\x00", 1]
     row = await rows.execution(run)
     assert (row["progress_pct"], row["progress_message"]) == (40, "under way")
@@ -99,14 +99,14 @@ async def test_a_failed_attempt_is_tried_again(engine: Engine, start_worker: Any
 
     await start_worker({"job": third_time})
     run = await submit(policy=RETRIES)
-    ended = await engine.wait_for_ending(run, timeout=10)
+    ended = await engine.wait_for_ending(run, timeout=60)
     assert (ended.outcome, ended.result) == (TerminalOutcome.SUCCESS, b'"2 retry"')
     told = [(one["attempt_state"], one["failure_reason"], one["failure_category"]) for one in await attempts(run)]
     assert told == [("ended_failure", "ValueError: not yet", "handler_error")] * 2 + [("ended_success", None, None)]
 
 
 async def ended_badly(engine: Engine, attempts: Any, run: Any) -> tuple[Any, ...]:
-    ended = await engine.wait_for_ending(run, timeout=10)
+    ended = await engine.wait_for_ending(run, timeout=60)
     assert ended.outcome is TerminalOutcome.FAILED
     tried = await attempts(run)
     return ended.reason, tried[-1]["failure_category"], len(tried)
@@ -210,7 +210,7 @@ async def test_a_handler_cannot_end_the_worker(
     await start_worker({"job": handler, "fine": fine})
     reason = "handler panicked: SystemExit: enough"
     assert await ended_badly(engine, attempts, await submit()) == (reason, "handler_panic", 1)
-    ended = await engine.wait_for_ending(await submit(kind="fine"), timeout=10)
+    ended = await engine.wait_for_ending(await submit(kind="fine"), timeout=60)
     assert ended.outcome is TerminalOutcome.SUCCESS
 
 
@@ -232,7 +232,7 @@ async def test_several_lanes_are_served(engine: Engine, start_worker: Any, given
 
     await start_worker({"job": lane}, lanes=["one", "two"])
     runs = [await given.created(lane_id=name) for name in ("one", "two")]
-    assert [(await engine.wait_for_ending(run, timeout=10)).result for run in runs] == [b'"one"', b'"two"']
+    assert [(await engine.wait_for_ending(run, timeout=60)).result for run in runs] == [b'"one"', b'"two"']
 
 
 async def test_a_lane_that_is_not_served_is_left_alone(engine: Engine, start_worker: Any, given: Any) -> None:
@@ -240,7 +240,7 @@ async def test_a_lane_that_is_not_served_is_left_alone(engine: Engine, start_wor
 
     await start_worker({"job": job})
     other = await given.created(lane_id="other")
-    await engine.wait_for_ending(await given.created(), timeout=10)
+    await engine.wait_for_ending(await given.created(), timeout=60)
     assert await engine.read_execution_state(other) == "waiting"
 
 
