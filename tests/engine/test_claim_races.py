@@ -55,6 +55,7 @@ async def test_as_many_claims_as_rows_each_find_one(engines: Any) -> None:
         assert sorted(ids([one for some in taken for one in some])) == sorted(created)
 
 
+@pytest.mark.usefixtures("patient_with_locks")
 async def test_a_claim_that_saw_a_row_before_it_was_taken_and_lost_leaves_it_whole(
     engines: Any, connection: Any, given: Any, rows: Any, clock: Any, eventually: Any
 ) -> None:

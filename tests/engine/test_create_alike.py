@@ -99,6 +99,7 @@ async def test_an_item_the_store_refuses_does_not_fail_those_it_came_with(
     assert isinstance(verdicts[50], EngineError)
 
 
+@pytest.mark.usefixtures("patient_with_locks")
 async def test_a_batch_whose_connection_is_lost_is_told_so_and_not_tried_again(
     engine: Engine, connection: asyncpg.Connection, rows: Any, eventually: Any
 ) -> None:

@@ -61,7 +61,7 @@ async def test_a_shutdown_wakes_and_refuses_waits_and_leaves_the_rest_alone(
     run = await given.run()
     ending = asyncio.create_task(engine.wait_for_ending(run.execution_id))
     await eventually(lambda: engine.wakeups.hints.is_listening)
-    await engine.shutdown_prepare(10_000)
+    await engine.shutdown_prepare(30_000)
     assert await waiting == []
     await refused(ending, "unavailable")
     await refused(claim(engine, "idle", max_wait_ms=1), "unavailable")
@@ -71,6 +71,7 @@ async def test_a_shutdown_wakes_and_refuses_waits_and_leaves_the_rest_alone(
     await engine.shutdown_prepare(1_000)
 
 
+@pytest.mark.usefixtures("patient_with_locks")
 async def test_a_shutdown_answers_what_is_under_way_or_says_that_it_could_not(
     engine: Engine, given: Any, connection: asyncpg.Connection, eventually: Any
 ) -> None:
@@ -83,7 +84,7 @@ async def test_a_shutdown_answers_what_is_under_way_or_says_that_it_could_not(
     assert isinstance(refusal.detail, dict)
     assert (refusal.detail["op"], refusal.detail["elapsed_ms"] >= 20) == ("shutdown_prepare", True)
     await connection.execute("rollback")
-    await engine.shutdown_prepare(10_000)
+    await engine.shutdown_prepare(30_000)
     assert completing.done()
     await completing
 

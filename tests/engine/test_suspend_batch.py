@@ -118,6 +118,7 @@ async def test_of_two_that_want_one_id_one_gets_it(engine: Engine, given: Any, r
     assert await engine.find_inconsistencies() == []
 
 
+@pytest.mark.usefixtures("patient_with_locks")
 async def test_a_row_held_elsewhere_does_not_hold_up_the_others(
     engine: Engine, given: Any, rows: Any, connection: Any
 ) -> None:

@@ -206,23 +206,25 @@ async def test_a_create_the_store_chokes_on(
     assert await rows.of("idempotency") == await rows.of("execution_tag") == []
 
 
+@pytest.mark.usefixtures("patient_with_locks")
 @creates
 async def test_a_create_whose_execution_somebody_holds(
     engine: Engine, create: Batched, connection: asyncpg.Connection
 ) -> None:
     (taken,) = await create(engine, [new()])
-    async with held(connection, taken.execution_id), asyncio.timeout(1):
+    async with held(connection, taken.execution_id), asyncio.timeout(30):
         answers = await create(engine, [*(new() for _ in range(GOOD)), new(execution_id=taken.execution_id)])
     assert Counter(type(answer) for answer in answers) == {Created: GOOD, Duplicate: 1}
 
 
+@pytest.mark.usefixtures("patient_with_locks")
 async def test_one_held_key_does_not_hold_the_other_callers(engine: Engine, connection: asyncpg.Connection) -> None:
     (taken,) = await engine.create_many([new(idempotency_key="k")])
     items = [*(new() for _ in range(GOOD)), new(idempotency_key="k")]
     async with connection.transaction():
         await connection.execute("select from idempotency for update")
         tasks = [asyncio.create_task(create_each(engine, [item])) for item in items]
-        async with asyncio.timeout(1.5):
+        async with asyncio.timeout(30):
             answers = await asyncio.gather(*tasks[:GOOD])
         assert {type(answer) for (answer,) in answers} == {Created}
         assert not tasks[GOOD].done()
@@ -319,6 +321,7 @@ async def test_a_run_named_twice_is_answered_in_order(engine: Engine, rows: Any,
     await check_done(engine, rows, handles, operation)
 
 
+@pytest.mark.usefixtures("patient_with_locks")
 @pytest.mark.parametrize("operation", ["renew each", "complete each", "fail each"])
 async def test_one_locked_row_does_not_hold_the_other_callers(
     engine: Engine, rows: Any, connection: asyncpg.Connection, operation: str
@@ -326,13 +329,14 @@ async def test_one_locked_row_does_not_hold_the_other_callers(
     handles = await claimed(engine, GOOD + 1)
     async with held(connection, handles[50].execution_id):
         tasks = [asyncio.create_task(UNDER_LEASE[operation](engine, [handle])) for handle in handles]
-        async with asyncio.timeout(1.5):
+        async with asyncio.timeout(30):
             answers = await asyncio.gather(*(task for at, task in enumerate(tasks) if at != 50))
         assert not tasks[50].done()
     assert all(is_good(operation, answer) for (answer,) in (*answers, await tasks[50]))
     await check_done(engine, rows, handles, operation)
 
 
+@pytest.mark.usefixtures("patient_with_locks")
 @pytest.mark.parametrize("operation", ["renew many", "complete many"])
 async def test_a_batch_waits_for_its_locked_row_and_answers_all(
     engine: Engine, rows: Any, connection: asyncpg.Connection, operation: str

@@ -140,6 +140,7 @@ async def test_10_every_signal_is_seen_before_and_after_the_resume(keyed: Engine
     assert await keyed.observe_signals(claimed.handle) == before
 
 
+@pytest.mark.usefixtures("patient_with_locks")
 @pytest.mark.parametrize("table", ["suspension", "execution", "waitpoint"])
 async def test_11_a_signal_waits_for_another_writer(
     keyed: Engine, given: Any, rows: Any, connection: asyncpg.Connection, table: str
@@ -152,7 +153,7 @@ async def test_11_a_signal_waits_for_another_writer(
         delivering = asyncio.create_task(wait.signal("ready"))
         assert await asyncio.wait((delivering,), timeout=0.2) == (set(), {delivering})
         assert await keyed.read_execution_state(wait.execution_id) == "suspended"
-    answer = await asyncio.wait_for(delivering, 10)
+    answer = await asyncio.wait_for(delivering, 30)
     assert answer.effect == SATISFIED
     assert len(await rows.of("signal")) == 1
     assert await completions(rows, wait.execution_id) == [CompletionOutcome.RESUMABLE]

@@ -293,6 +293,7 @@ LATE: dict[str, tuple[Callable[[Engine, Handle], Awaitable[Any]], Any]] = {
 }
 
 
+@pytest.mark.usefixtures("patient_with_locks")
 @pytest.mark.parametrize("operation", LATE)
 async def test_each_waits_for_a_row_held_elsewhere_and_judges_what_it_finds(
     engine: Engine, connection: Any, eventually: Any, operation: str
