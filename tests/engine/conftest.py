@@ -5,6 +5,8 @@ from collections.abc import AsyncIterator
 import asyncpg
 import pytest
 
+from flowfabric.engine import claim as claim_family
+
 
 class StandingClock:
     """The clock of the test's database, moved by the test alone."""
@@ -37,3 +39,9 @@ async def clock(url: str) -> AsyncIterator[StandingClock]:
     await clock.set(await clock.now())
     yield clock
     await connection.close()
+
+
+@pytest.fixture
+def hints_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without polling a waiting claim ends early by a hint alone."""
+    monkeypatch.setattr(claim_family, "POLL_SECONDS", 600.0)

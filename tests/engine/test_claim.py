@@ -198,23 +198,20 @@ async def test_the_longest_names_leases_and_capabilities_are_accepted(engine: En
     assert await claim(engine, capabilities=["x" * 4096], lease_ttl_ms=1) == []
 
 
+@pytest.mark.usefixtures("hints_only")
 async def test_a_claim_without_a_wait_answers_at_once(engine: Engine) -> None:
-    await claim(engine)
-    began = time.monotonic()
-    assert await claim(engine, max_wait_ms=0) == []
-    assert time.monotonic() - began < 0.5
+    async with asyncio.timeout(30):
+        assert await claim(engine, max_wait_ms=0) == []
+    # Whoever waits listens.
+    assert not engine.wakeups.hints.is_listening
 
 
+@pytest.mark.usefixtures("hints_only")
 async def test_a_claim_that_finds_nothing_gives_up_when_its_wait_is_over(engine: Engine) -> None:
     began = time.monotonic()
-    assert await claim(engine, max_wait_ms=300) == []
-    assert 0.3 <= time.monotonic() - began < 2
-
-
-@pytest.fixture
-def hints_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without polling a waiting claim ends early by a hint alone."""
-    monkeypatch.setattr(claim_family, "POLL_SECONDS", 60.0)
+    async with asyncio.timeout(30):
+        assert await claim(engine, max_wait_ms=300) == []
+    assert time.monotonic() - began >= 0.3
 
 
 @pytest.mark.usefixtures("hints_only")
@@ -224,12 +221,12 @@ async def test_a_waiting_claim_is_woken_by_a_submit_whenever_it_comes(
 ) -> None:
     submitter = engine if submitters == "same process" else await engines()
     for at in range(60):
-        waiting = asyncio.create_task(claim(engine, max_wait_ms=10_000))
+        waiting = asyncio.create_task(claim(engine, max_wait_ms=60_000))
         # From before the first look at the queue, through it, until well into the wait.
         for _ in range(at * at):
             await asyncio.sleep(0)
         made = await submitter.create_execution(**new())
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             assert ids(await waiting) == [made.execution_id]
 
 
@@ -240,36 +237,40 @@ async def test_a_waiting_claim_is_woken_by_a_lane_that_opens(
     waiting_row = await given.created()
     await engine.set_lane_state("default", "paused")
     other = await engines()
-    waiting = asyncio.create_task(claim(engine, max_wait_ms=10_000))
+    waiting = asyncio.create_task(claim(engine, max_wait_ms=60_000))
     await eventually(lambda: engine.wakeups.hints.is_listening)
     await other.set_lane_state("default", "active")
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         assert ids(await waiting) == [waiting_row]
 
 
 async def test_a_deaf_engine_finds_work_by_polling(engines: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(claim_family, "POLL_SECONDS", 0.02)
     deaf, submitter = await engines(listen=False), await engines(listen=False)
-    waiting = asyncio.create_task(claim(deaf, max_wait_ms=10_000))
+    waiting = asyncio.create_task(claim(deaf, max_wait_ms=60_000))
     made = await submitter.create_execution(**new())
     assert ids(await waiting) == [made.execution_id]
 
 
 async def test_one_submit_wakes_waiting_claims_and_one_gets_it(engines: Any, engine: Engine, eventually: Any) -> None:
     several = [engine, await engines(), await engines()]
-    waiting = [asyncio.create_task(claim(one, max_wait_ms=1500)) for one in several]
-    await eventually(lambda: all(one.wakeups.hints.is_listening for one in several))
+    waiting = [asyncio.create_task(claim(one, max_wait_ms=60_000)) for one in several]
+    await eventually(lambda: all(one.wakeups._waiting.get("default") for one in several))
     made = await engine.create_execution(**new())
-    found = [ids(claimed) for claimed in await asyncio.gather(*waiting)]
-    assert sorted(found, key=len) == [[], [], [made.execution_id]]
+    (first,), others = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+    assert ids(await first) == [made.execution_id]
     assert await engine.read_execution_state(made.execution_id) is PublicState.ACTIVE
+    # The others look and wait on until they are sent home.
+    for one in several:
+        await one.shutdown_prepare(30_000)
+    assert [await other for other in others] == [[], []]
 
 
 async def test_a_waiting_claim_ends_when_its_engine_closes(url: str, eventually: Any) -> None:
     async with Engine.connect(settings=Settings(database_url=url)) as closing:
         waiting = asyncio.create_task(claim(closing, max_wait_ms=60_000))
         await eventually(lambda: closing.wakeups.hints.is_listening)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         assert await waiting == []
         await refused(closing.ping(), "other", "closed")
 

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 
-from flowfabric.engine import claim as claim_family
 from flowfabric.engine.engine import Engine
 from flowfabric.model.errors import EngineError
 from flowfabric.model.grants import NotReclaimable
@@ -91,18 +90,18 @@ async def test_a_lapse_found_by_a_refused_grant_leaves_its_stamp_last(
     assert (row["lease_expired_at"], row["last_capability_mismatch_at"], row["last_mutation_at"]) == (now, now, now)
 
 
+@pytest.mark.usefixtures("hints_only")
 async def test_a_lapse_found_by_a_refused_grant_wakes_who_waits_for_work(
-    engine: Engine, given: Any, clock: Any, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, given: Any, clock: Any
 ) -> None:
-    monkeypatch.setattr(claim_family, "POLL_SECONDS", 60.0)
     lost = await given.claimed(lease_ttl_ms=1000, policy=GPU, capabilities=("gpu",))
     waiting = asyncio.create_task(claim(engine, capabilities=("gpu",), max_wait_ms=60_000))
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while not engine.wakeups._waiting.get("default"):  # noqa: ASYNC110
             await asyncio.sleep(0)
     await clock.advance(seconds=2)
     assert isinstance(await reclaim_grant(engine, lost.execution_id), NotReclaimable)
-    assert ids(await asyncio.wait_for(waiting, 10)) == [lost.execution_id]
+    assert ids(await asyncio.wait_for(waiting, 30)) == [lost.execution_id]
 
 
 async def test_marked_leases_are_listed_as_of_a_time(engine: Engine, given: Any, clock: Any) -> None:

@@ -3,6 +3,8 @@
 import asyncio
 from typing import Any
 
+import pytest
+
 from flowfabric.engine.engine import Engine
 from flowfabric.model.states import TerminalOutcome
 from flowfabric.worker.worker import Worker
@@ -15,7 +17,7 @@ async def test_work_that_comes_during_a_look_is_not_missed(engine: Engine) -> No
     await wakeups.hints.listen()
     wakes = wakeups.wakes(LANES)
     wakeups.work("default", {})
-    assert await asyncio.wait_for(wakeups.wait_for_work(LANES, 60, since=wakes), 5)
+    assert await asyncio.wait_for(wakeups.wait_for_work(LANES, 60, since=wakes), 30)
 
 
 async def test_work_of_other_lanes_wakes_nobody(engine: Engine) -> None:
@@ -27,8 +29,10 @@ async def test_work_of_other_lanes_wakes_nobody(engine: Engine) -> None:
 
 
 async def test_an_idle_worker_hears_of_work_from_another_process(
-    engine: Engine, engines: Any, start_worker: Any, eventually: Any
+    engine: Engine, engines: Any, start_worker: Any, eventually: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("flowfabric.worker.worker.LISTENING_POLL_SECONDS", 600.0)
+
     async def job() -> None: ...
 
     await start_worker({"job": job}, claim_poll_interval_ms=60_000)
@@ -44,7 +48,7 @@ async def test_an_idle_worker_hears_of_work_from_another_process(
             creator_identity="test",
         )
         # Well below the pause between two looks of a worker that hears nothing.
-        ended = await other.wait_for_ending(made.execution_id, timeout=3)
+        ended = await other.wait_for_ending(made.execution_id, timeout=30)
         assert ended.outcome is TerminalOutcome.SUCCESS
 
 
@@ -55,4 +59,4 @@ async def test_a_worker_that_cannot_listen_polls(engines: Any, submit: Any) -> N
     async with Worker(deaf, lanes=["default"], handlers={"job": job}, claim_poll_interval_ms=50):
         for _ in range(3):
             run = await submit()
-            assert (await deaf.wait_for_ending(run, timeout=10)).outcome is TerminalOutcome.SUCCESS
+            assert (await deaf.wait_for_ending(run, timeout=60)).outcome is TerminalOutcome.SUCCESS
