@@ -116,7 +116,7 @@ async def full(request: pytest.FixtureRequest, engine: Engine, connection: async
 async def test_one_wait_touches_its_own_rows_alone(full: Engine, touched: dict[str, int], clock: Any) -> None:
     (one, two) = await waits(full, 2)
     (ahead,) = await claimed(full, 1)
-    pending = await full.create_waitpoint(ahead, waitpoint_key="a", expires_in_ms=1000)
+    pending = await full.create_waitpoint(ahead, waitpoint_key="a", expires_in_ms=WEEK)
     binding = UsePending(waitpoint_id=pending.waitpoint_id)
     third = await full.suspend(ahead, on_all(waitpoints=(binding,), resume_condition=all_of_waitpoints(["a"])))
     assert isinstance(third, Suspended)

@@ -86,6 +86,7 @@ def test_an_idle_loop_sees_the_timers_of_as_long_ahead_as_it_sleeps() -> None:
 async def test_the_shortest_interval_is_the_pace_where_timers_run_out_and_only_there(
     engine: Engine, given: Any, hand: HandClock
 ) -> None:
+    await given.clock.stop()
     reconciler = Reconciler(engine)
     while await reconciler._tick() < Reconciler.IDLE_SECONDS:
         pass

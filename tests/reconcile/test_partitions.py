@@ -14,6 +14,13 @@ DAY = 86_400
 DAY_MS = DAY * 1000
 
 
+@pytest.fixture
+async def clock(clock: Any) -> Any:
+    """A clock on which no day ends but by a test's word."""
+    await clock.stop()
+    return clock
+
+
 async def names(connection: asyncpg.Connection) -> list[str]:
     """The daily partitions that are attached to the event table."""
     query = """select c.relname from pg_inherits h join pg_class c on c.oid = h.inhrelid

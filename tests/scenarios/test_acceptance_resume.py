@@ -155,11 +155,11 @@ async def test_13_a_timeout_ends_the_execution(
         engine,
         await given.claimed(policy=retrying),
         READY,
-        timeout_at=await clock.now() + 1000,
+        timeout_at=await clock.now() + 60_000,
         timeout_behavior=behaviour,
     )
     assert await time_out(engine, wait) == "not_yet_due"
-    await clock.advance(seconds=2)
+    await clock.advance(seconds=61)
     assert await time_out(engine, wait) == behaviour
     assert await vector(rows, wait.execution_id) == terminal(outcome)
     row = await rows.execution(wait.execution_id)
@@ -183,10 +183,10 @@ async def test_13_a_timeout_may_resume_with_a_signal_of_its_own(
     engine: Engine, given: Any, rows: Any, clock: Any, word: str
 ) -> None:
     wait = await suspended(
-        engine, await given.claimed(), READY, timeout_at=await clock.now() + 1000, timeout_behavior=word
+        engine, await given.claimed(), READY, timeout_at=await clock.now() + 60_000, timeout_behavior=word
     )
     await wait.signal("other", max_signals_per_execution=1)
-    await clock.advance(seconds=2)
+    await clock.advance(seconds=61)
     assert await time_out(engine, wait) == "auto_resume_with_timeout_signal"
     assert await vector(rows, wait.execution_id) == RESUMABLE
     (suspension,) = await rows.of("suspension")
@@ -201,9 +201,9 @@ async def test_13_a_timeout_may_resume_with_a_signal_of_its_own(
 
 
 async def test_13_a_timeout_may_call_an_operator_once(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
-    at = await clock.now() + 1000
+    at = await clock.now() + 60_000
     wait = await suspended(engine, await given.claimed(), READY, timeout_at=at, timeout_behavior="escalate")
-    await clock.advance(seconds=2)
+    await clock.advance(seconds=61)
     assert await time_out(engine, wait) == "escalate"
     row = await rows.execution(wait.execution_id)
     assert (row["lifecycle_phase"], row["blocking_reason"]) == ("suspended", "paused_by_operator")

@@ -40,7 +40,7 @@ def start(url: str, tmp_path: Path) -> Iterator[Callable[[str], Process]]:
     yield start
     for process in processes:
         process.kill()
-        process.wait(timeout=10)
+        process.wait(timeout=60)
 
 
 async def submit_waiting(tmp_path: Path, count: int) -> list[Run[Told]]:
@@ -52,41 +52,45 @@ def started(tmp_path: Path, name: str) -> int:
 
 
 async def test_the_runs_of_a_killed_worker_come_back_by_themselves(
-    fabric: Fabric, start: Callable[[str], Process], tmp_path: Path, eventually: Any, rows: Any
+    fabric: Fabric, start: Callable[[str], Process], tmp_path: Path, eventually: Any, rows: Any, clock: Any
 ) -> None:
+    await clock.stop()
     runs = await submit_waiting(tmp_path, 5)
     first = start("first")
-    await eventually(lambda: started(tmp_path, "first") == 5, timeout=20)
+    await eventually(lambda: started(tmp_path, "first") == 5)
     first.kill()
+    await clock.advance(ms=worker_process.LEASE_TTL_MS + 1)
     start("second")
-    await eventually(lambda: started(tmp_path, "second") == 5, timeout=20)
+    await eventually(lambda: started(tmp_path, "second") == 5)
     (tmp_path / "gate").touch()
     for run in runs:
-        assert await run.result(timeout=20) == {"worker": "second", "attempt_index": 1, "attempt_type": "reclaim"}
+        assert await run.result(timeout=60) == {"worker": "second", "attempt_index": 1, "attempt_type": "reclaim"}
         assert len([event for event in await rows.events(run.id) if event["outcome"] is not None]) == 1
 
 
 async def test_a_worker_that_froze_past_its_lease_cannot_complete(
-    fabric: Fabric, start: Callable[[str], Process], tmp_path: Path, eventually: Any, rows: Any
+    fabric: Fabric, start: Callable[[str], Process], tmp_path: Path, eventually: Any, rows: Any, clock: Any
 ) -> None:
+    await clock.stop()
     (run,) = await submit_waiting(tmp_path, 1)
     frozen = start("frozen")
-    await eventually(lambda: started(tmp_path, "frozen") == 1, timeout=20)
+    await eventually(lambda: started(tmp_path, "frozen") == 1)
     frozen.send_signal(signal.SIGSTOP)
+    await clock.advance(ms=worker_process.LEASE_TTL_MS + 1)
     other = start("other")
-    await eventually(lambda: started(tmp_path, "other") == 1, timeout=20)
+    await eventually(lambda: started(tmp_path, "other") == 1)
     (tmp_path / "gate").touch()
-    told = await run.result(timeout=20)
+    told = await run.result(timeout=60)
     assert told == {"worker": "other", "attempt_index": 1, "attempt_type": "reclaim"}
     other.terminate()
-    assert other.wait(timeout=20) == 0
+    assert other.wait(timeout=60) == 0
     frozen.send_signal(signal.SIGCONT)
     # It goes on with other work, and what it had in hand has changed nothing.
     after = await worker_process.pause.submit(0)
-    assert (await after.result(timeout=20))["worker"] == "frozen"
+    assert (await after.result(timeout=60))["worker"] == "frozen"
     log = tmp_path / "frozen.log"
-    await eventually(lambda: any(words in log.read_text() for words in ("is lost", "was refused")), timeout=20)
-    assert await run.result(timeout=20) == told
+    await eventually(lambda: any(words in log.read_text() for words in ("is lost", "was refused")))
+    assert await run.result(timeout=60) == told
     assert len([event for event in await rows.events(run.id) if event["outcome"] is not None]) == 1
 
 
@@ -97,15 +101,17 @@ async def test_a_worker_that_is_told_to_go_finishes_what_it_runs(
     tmp_path: Path,
     eventually: Any,
     rows: Any,
+    clock: Any,
     number: signal.Signals,
 ) -> None:
+    await clock.stop()
     runs = await submit_waiting(tmp_path, 3)
     worker = start("worker")
-    await eventually(lambda: started(tmp_path, "worker") == 3, timeout=20)
+    await eventually(lambda: started(tmp_path, "worker") == 3)
     worker.send_signal(number)
     (tmp_path / "gate").touch()
-    assert [(await run.result(timeout=20))["attempt_index"] for run in runs] == [0, 0, 0]
-    assert worker.wait(timeout=20) == 0
+    assert [(await run.result(timeout=60))["attempt_index"] for run in runs] == [0, 0, 0]
+    assert worker.wait(timeout=60) == 0
     assert await rows.of("worker") == []
 
 
@@ -125,7 +131,7 @@ async def test_nothing_is_lost_or_ended_twice_when_a_busy_worker_is_killed(
     async def a_quarter_has_ended() -> bool:
         return len(await endings()) >= 50
 
-    await eventually(a_quarter_has_ended, timeout=20)
+    await eventually(a_quarter_has_ended)
     os.kill(workers[0].pid, signal.SIGKILL)
     told = [await run.result(timeout=30) for run in runs]
     assert len(told) == 200

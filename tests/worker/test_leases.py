@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 
 from flowfabric.engine.engine import Engine
-from flowfabric.model.states import PublicState, TerminalOutcome
+from flowfabric.model.states import TerminalOutcome
 from flowfabric.worker.context import Context
 
 TTL_MS = 600
+LONG_TTL_MS = 3000
+"""A lease that outlasts a renewal which a busy machine holds up."""
 
 
 async def burn(ctx: Context, seconds: float) -> int:
@@ -26,9 +28,9 @@ async def burn(ctx: Context, seconds: float) -> int:
 async def test_a_handler_that_blocks_the_loop_keeps_its_lease(
     engine: Engine, start_worker: Any, submit: Any, attempts: Any
 ) -> None:
-    await start_worker({"job": burn}, lease_ttl_ms=TTL_MS)
-    run = await submit(seconds=3 * TTL_MS / 1000)
-    ended = await engine.wait_for_ending(run, timeout=20)
+    await start_worker({"job": burn}, lease_ttl_ms=LONG_TTL_MS)
+    run = await submit(seconds=1.5 * LONG_TTL_MS / 1000)
+    ended = await engine.wait_for_ending(run, timeout=60)
     assert (ended.outcome, ended.result) == (TerminalOutcome.SUCCESS, b"0")
     assert len(await attempts(run)) == 1
 
@@ -39,7 +41,7 @@ async def test_a_plain_function_that_takes_long_keeps_its_lease(
     gate = threading.Event()
 
     def wait() -> bool:
-        return gate.wait(timeout=20)
+        return gate.wait(timeout=60)
 
     run = await submit()
     await start_worker({"job": wait}, lease_ttl_ms=TTL_MS)
@@ -49,7 +51,7 @@ async def test_a_plain_function_that_takes_long_keeps_its_lease(
 
     await eventually(lambda: _reaches(renewals, 4))
     gate.set()
-    ended = await engine.wait_for_ending(run, timeout=10)
+    ended = await engine.wait_for_ending(run, timeout=60)
     assert (ended.outcome, ended.result) == (TerminalOutcome.SUCCESS, b"true")
 
 
@@ -65,9 +67,9 @@ async def test_a_heartbeat_that_fails_begins_again(
         return beside(**options)
 
     monkeypatch.setattr(engine, "beside", fails_at_first)
-    await start_worker({"job": burn}, lease_ttl_ms=TTL_MS)
-    run = await submit(seconds=3 * TTL_MS / 1000)
-    assert (await engine.wait_for_ending(run, timeout=20)).outcome is TerminalOutcome.SUCCESS
+    await start_worker({"job": burn}, lease_ttl_ms=LONG_TTL_MS)
+    run = await submit(seconds=1.5 * LONG_TTL_MS / 1000)
+    assert (await engine.wait_for_ending(run, timeout=60)).outcome is TerminalOutcome.SUCCESS
     assert len(await attempts(run)) == 1
     assert next(faults, None) is None
 
@@ -79,16 +81,17 @@ async def _reaches(count: Any, least: int) -> bool:
 async def test_a_short_run_is_not_renewed(engine: Engine, start_worker: Any, submit: Any, rows: Any) -> None:
     async def job() -> None: ...
 
-    await start_worker({"job": job}, lease_ttl_ms=TTL_MS)
+    await start_worker({"job": job}, lease_ttl_ms=2 * LONG_TTL_MS)
     runs = [await submit() for _ in range(20)]
     for run in runs:
-        await engine.wait_for_ending(run, timeout=10)
+        await engine.wait_for_ending(run, timeout=60)
         assert [event["kind"] for event in await rows.events(run) if event["kind"] == 2] == []
 
 
 async def test_a_handler_whose_lease_is_lost_is_cancelled(
-    engine: Engine, start_worker: Any, submit: Any, rows: Any, eventually: Any
+    engine: Engine, start_worker: Any, submit: Any, rows: Any, clock: Any, eventually: Any
 ) -> None:
+    await clock.stop()
     contexts: list[Context] = []
     cancelled = asyncio.Event()
 
@@ -107,9 +110,9 @@ async def test_a_handler_whose_lease_is_lost_is_cancelled(
     assert ctx.is_lease_healthy()
     lost = ctx.lease_lost
     await engine.cancel_execution(execution_id=run, reason="not wanted")
-    await asyncio.wait_for(cancelled.wait(), 10)
-    await asyncio.wait_for(lost, 10)
-    await asyncio.wait_for(ctx.lease_lost, 10)
+    await asyncio.wait_for(cancelled.wait(), 60)
+    await asyncio.wait_for(lost, 60)
+    await asyncio.wait_for(ctx.lease_lost, 60)
     assert not ctx.is_lease_healthy()
     await eventually(lambda: worker.running == 0)
     assert (await rows.execution(run))["terminal_outcome"] == "cancelled"
@@ -129,7 +132,7 @@ async def test_a_plain_function_learns_that_its_lease_is_lost(
 
     run = await submit()
     worker = await start_worker({"job": watch}, lease_ttl_ms=TTL_MS)
-    await asyncio.wait_for(started.wait(), 10)
+    await asyncio.wait_for(started.wait(), 60)
     await engine.cancel_execution(execution_id=run, reason="not wanted")
     await eventually(lambda: worker.running == 0)
 
@@ -153,15 +156,17 @@ async def test_a_lapsed_lease_is_not_written_under(
     await clock.advance(seconds=61)
     await eventually(lambda: len(contexts) == 2)
     gate.set()
-    ended = await engine.wait_for_ending(run, timeout=10)
+    ended = await engine.wait_for_ending(run, timeout=60)
     assert (ended.outcome, ended.result) == (TerminalOutcome.SUCCESS, b"1")
     assert [ctx.attempt_type for ctx in contexts] == ["initial", "reclaim"]
     assert contexts[0].lease_epoch < contexts[1].lease_epoch
 
 
+@pytest.mark.usefixtures("patient_with_locks")
 async def test_a_renewal_that_hangs_is_given_up_and_tried_again(
-    engine: Engine, start_worker: Any, submit: Any, connection: Any, eventually: Any
+    engine: Engine, start_worker: Any, submit: Any, connection: Any, clock: Any, eventually: Any
 ) -> None:
+    await clock.stop()
     gate = asyncio.Event()
     contexts: list[Context] = []
 
@@ -171,7 +176,7 @@ async def test_a_renewal_that_hangs_is_given_up_and_tried_again(
         return ctx.attempt_index
 
     run = await submit()
-    await start_worker({"job": wait}, lease_ttl_ms=6000)
+    await start_worker({"job": wait}, lease_ttl_ms=LONG_TTL_MS)
     await eventually(lambda: contexts)
     async with connection.transaction():
         await connection.execute("select from execution where execution_id = $1 for update", run[-36:])
@@ -179,7 +184,7 @@ async def test_a_renewal_that_hangs_is_given_up_and_tried_again(
         assert contexts[0].is_lease_healthy()
     await eventually(lambda: contexts[0].consecutive_renewal_failures == 0)
     gate.set()
-    ended = await engine.wait_for_ending(run, timeout=10)
+    ended = await engine.wait_for_ending(run, timeout=60)
     assert (ended.outcome, ended.result) == (TerminalOutcome.SUCCESS, b"0")
 
 
@@ -202,19 +207,21 @@ async def test_a_store_that_breaks_off_is_asked_again(
             " where datname = current_database() and application_name = 'flowfabric'"
         )
     gate.set()
-    ended = [await engine.wait_for_ending(run, timeout=20) for run in runs]
+    ended = [await engine.wait_for_ending(run, timeout=60) for run in runs]
     assert [one.outcome for one in ended] == [TerminalOutcome.SUCCESS, TerminalOutcome.FAILED]
     after = await submit(luck="good")
-    assert (await engine.wait_for_ending(after, timeout=20)).outcome is TerminalOutcome.SUCCESS
+    assert (await engine.wait_for_ending(after, timeout=60)).outcome is TerminalOutcome.SUCCESS
 
 
 @pytest.mark.parametrize("reconcile", [True, False])
 async def test_delayed_work_is_found_when_it_is_due(
-    engine: Engine, start_worker: Any, given: Any, reconcile: Any
+    engine: Engine, start_worker: Any, given: Any, attempts: Any, clock: Any, reconcile: Any
 ) -> None:
     async def job() -> None: ...
 
     await start_worker({"job": job}, reconcile=reconcile, claim_poll_interval_ms=50)
-    run = await given.delayed(seconds=0.3)
-    assert await engine.read_execution_state(run) is PublicState.DELAYED
-    assert (await engine.wait_for_ending(run, timeout=10)).outcome is TerminalOutcome.SUCCESS
+    due = await clock.now() + 300
+    run = await given.created(delay_until=due)
+    assert (await engine.wait_for_ending(run, timeout=60)).outcome is TerminalOutcome.SUCCESS
+    (attempt,) = await attempts(run)
+    assert attempt["started_at"] >= due
