@@ -14,6 +14,7 @@ from flowfabric.db.statements import Statement
 
 ADD = Statement("add", "select :a::int + :b::int as sum")
 SLEEP = Statement("sleep", "select pg_sleep(:seconds)")
+WAIT = Statement("wait", "select pg_advisory_xact_lock(:lock::bigint)")
 READ = Statement("read", "select value from shelf where id = :id")
 WRITE = Statement("write", "update shelf set value = value + 1 where id = :id")
 OWN_SESSIONS = """select count(*) from pg_stat_activity where datname = current_database() and pid <> pg_backend_pid()
@@ -75,12 +76,15 @@ async def test_a_transaction_is_kept_whole(database: Database, other: asyncpg.Co
 
 async def test_a_deadlock_is_run_again(database: Database, other: asyncpg.Connection) -> None:
     runs = 0
-    both_hold = asyncio.Barrier(2)
+    both_hold, one_is_through = asyncio.Barrier(2), asyncio.Event()
 
     def write(first: int, second: int) -> Callable[[Transaction], Awaitable[None]]:
         async def work(transaction: Transaction) -> None:
             nonlocal runs
             runs += 1
+            if runs > 2:
+                # Or it might take a row before the one who waits for it has woken up.
+                await one_is_through.wait()
             await transaction.connection.execute("set local lock_timeout = 0; set local deadlock_timeout = '10ms'")
             await transaction.fetch(WRITE, id=first)
             if runs <= 2:
@@ -89,7 +93,11 @@ async def test_a_deadlock_is_run_again(database: Database, other: asyncpg.Connec
 
         return work
 
-    await asyncio.gather(database.transact(write(1, 2)), database.transact(write(2, 1)))
+    async def transact(first: int, second: int) -> None:
+        await database.transact(write(first, second))
+        one_is_through.set()
+
+    await asyncio.gather(transact(1, 2), transact(2, 1))
     assert runs == 3
     assert (await value(other, 1), await value(other, 2)) == (2, 2)
 
@@ -170,7 +178,7 @@ async def test_idle_connections_that_were_lost_are_replaced(
             return False
         return True
 
-    await eventually(works, timeout=5)
+    await eventually(works)
     for _ in range(5):
         assert await works()
     assert kinds <= {"transport"}
@@ -188,14 +196,20 @@ async def test_a_lost_connection_in_a_transaction_undoes_it(database: Database, 
     assert (await value(other, 1), await value(other, 2)) == (0, 0)
 
 
-async def test_a_cancelled_caller_leaves_a_usable_connection(url: str, other: asyncpg.Connection) -> None:
+async def test_a_cancelled_caller_leaves_a_usable_connection(
+    url: str, other: asyncpg.Connection, eventually: Any
+) -> None:
+    async def has_one_session() -> bool:
+        return bool(await other.fetchval(OWN_SESSIONS) <= 1)
+
     database = await Database.open(url, schema="flowfabric", pool_size=1)
     try:
         for _ in range(3):
             with pytest.raises(TimeoutError):
                 await asyncio.wait_for(database.fetch(SLEEP, {"seconds": 60}), 0.05)
             assert (await database.fetch(ADD, {"a": 1, "b": 1}))[0]["sum"] == 2
-        assert await other.fetchval(OWN_SESSIONS) <= 1
+        # A session that was given up takes a moment to leave the server's list.
+        await eventually(has_one_session)
     finally:
         await database.close()
 
@@ -225,16 +239,21 @@ async def test_more_callers_than_connections_wait_for_their_turn(database: Datab
     assert 0 < most <= 3
 
 
-async def test_closing_waits_for_what_runs(url: str, other: asyncpg.Connection, eventually: Any) -> None:
+@pytest.mark.usefixtures("patient_with_locks")
+async def test_closing_waits_for_what_runs(
+    url: str, other: asyncpg.Connection, eventually: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flowfabric.db.database.CLOSE_SECONDS", 60)
     database = await Database.open(url, schema="flowfabric")
-    running = asyncio.create_task(database.fetch(SLEEP, {"seconds": 0.5}))
-    asleep = "select count(*) from pg_stat_activity where datname = current_database() and wait_event = 'PgSleep'"
-
-    async def is_under_way() -> bool:
-        return bool(await other.fetchval(asleep) == 1)
-
-    await eventually(is_under_way)
-    await database.close()
+    waiting = "select count(*) from pg_locks where locktype = 'advisory' and not granted"
+    async with other.transaction():
+        await other.execute("select pg_advisory_xact_lock(42)")
+        running = asyncio.create_task(database.fetch(WAIT, {"lock": 42}))
+        await eventually(lambda: other.fetchval(waiting))
+        closing = asyncio.create_task(database.close())
+        await asyncio.wait((closing,), timeout=0.1)
+        assert (closing.done(), running.done()) == (False, False)
+    await closing
     assert running.done()
     assert len(running.result()) == 1
 

@@ -308,7 +308,13 @@ async def test_a_home_deleted_under_a_running_server_can_be_used_anew(
     open_home: Path, launch: Launch, someone: int
 ) -> None:
     bereft = launch(open_home, uid=someone)
-    shutil.rmtree(open_home)
+
+    def is_deleted() -> bool:
+        # The server may write to its folder while it is deleted.
+        shutil.rmtree(open_home, ignore_errors=True)
+        return not open_home.exists()
+
+    eventually(is_deleted)
     holder = launch(open_home, uid=someone)
     try:
         assert holder.pid != bereft.pid
