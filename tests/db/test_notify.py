@@ -29,8 +29,9 @@ async def other(url: str) -> AsyncIterator[asyncpg.Connection]:
 
 
 @pytest.fixture
-async def hints(url: str) -> AsyncIterator[Open]:
-    """Open the hints of any number of processes on the test's database."""
+async def hints(url: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Open]:
+    """Open the hints of any number of processes on the test's database; they wait as long as a connection takes."""
+    monkeypatch.setattr(Hints, "LISTEN_SECONDS", 60.0)
     async with AsyncExitStack() as stack:
 
         async def open_hints(*, schema: str = "flowfabric", deaf: bool = False) -> Hints:
@@ -186,7 +187,10 @@ async def test_a_deaf_process_tells_but_does_not_listen(
     assert await other.fetchval(LISTENERS) == 1
 
 
-async def test_what_is_pending_is_told_before_the_end(hints: Open, eventually: Any) -> None:
+async def test_what_is_pending_is_told_before_the_end(
+    hints: Open, eventually: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Hints, "CLOSE_SECONDS", 60.0)
     sender, listener = await hints(), await hints()
     heard = Heard(listener, "work")
     await listener.listen()

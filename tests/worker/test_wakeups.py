@@ -20,9 +20,10 @@ async def test_work_that_comes_during_a_look_is_not_missed(engine: Engine) -> No
     assert await asyncio.wait_for(wakeups.wait_for_work(LANES, 60, since=wakes), 30)
 
 
-async def test_work_of_other_lanes_wakes_nobody(engine: Engine) -> None:
+async def test_work_of_other_lanes_wakes_nobody(engine: Engine, eventually: Any) -> None:
     wakeups = engine.wakeups
     await wakeups.hints.listen()
+    await eventually(lambda: wakeups.hints.is_listening)
     wakes = wakeups.wakes(LANES)
     wakeups.work("other", {})
     assert not await wakeups.wait_for_work(LANES, 0.1, since=wakes)

@@ -28,6 +28,10 @@ class Hints:
     """Hints that go without a pause after a quiet time; each pause without a hint earns one more."""
     RECONNECT_SECONDS = (0.1, 1.0)
     """The first and the longest pause before a lost listener connects again."""
+    LISTEN_SECONDS = 2.0
+    """How long whoever begins to listen waits for the connection, which goes on to be made behind him."""
+    CLOSE_SECONDS = 1.0
+    """How long the end waits for what is pending."""
 
     def __init__(self, database: Database, *, deaf: bool = False) -> None:
         self._database = database
@@ -64,14 +68,14 @@ class Hints:
         if not self._deaf and not self._closed and self._listener is None:
             self._listener = asyncio.ensure_future(self._keep_listening())
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._listening.wait(), 2)
+                await asyncio.wait_for(self._listening.wait(), self.LISTEN_SECONDS)
 
     async def close(self) -> None:
         """Send what is pending, then stop."""
         self._closed = True
         if self._sender is not None:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(asyncio.shield(self._sender), 1)
+                await asyncio.wait_for(asyncio.shield(self._sender), self.CLOSE_SECONDS)
         tasks = [task for task in (self._sender, self._listener) if task is not None]
         for task in tasks:
             task.cancel()
