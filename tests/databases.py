@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import tempfile
 import threading
+import time
 from collections.abc import AsyncIterator, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
@@ -134,14 +135,13 @@ async def _others(connection: asyncpg.Connection, database: str) -> list[str]:
 
 async def left_on(connection: asyncpg.Connection, name: str) -> list[str]:
     """The sessions a test has left on its database."""
-    left: list[str] = []
-    # A closed session takes a moment to leave the server's list.
-    for _ in range(1000):
+    deadline = time.monotonic() + 30
+    while True:
         left = await _others(connection, name)
-        if not left:
-            break
+        # A closed session takes a moment to leave the server's list.
+        if not left or time.monotonic() > deadline:
+            return left
         await asyncio.sleep(0.002)
-    return left
 
 
 class Beside:

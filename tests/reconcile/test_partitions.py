@@ -137,6 +137,13 @@ async def test_old_events_of_the_default_partition_are_deleted(
     assert await engine.feed.trim_events() == 0
 
 
+@pytest.fixture
+def patient_with_partitions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody leaves a partition for the next visit because somebody else is slow."""
+    monkeypatch.setattr(partitions, "LOCK_TIMEOUT", "100s")
+
+
+@pytest.mark.usefixtures("patient_with_partitions")
 async def test_processes_that_make_partitions_at_once_make_each_once(url: str, engine: Engine, clock: Any) -> None:
     now = await clock.now()
 
@@ -153,6 +160,7 @@ async def test_processes_that_make_partitions_at_once_make_each_once(url: str, e
     assert await engine.feed.keep_partitions() == 0
 
 
+@pytest.mark.usefixtures("patient_with_partitions")
 async def test_processes_that_drop_partitions_at_once_drop_each_once(
     url: str, engine: Engine, clock: Any, connection: asyncpg.Connection
 ) -> None:
