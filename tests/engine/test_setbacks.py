@@ -7,7 +7,6 @@ from uuid import UUID
 import pytest
 
 from flowfabric.engine import setbacks as module
-from flowfabric.engine.engine import Engine
 from flowfabric.engine.setbacks import INTERVALS_LEFT_OUT, Setbacks, pause_after
 from flowfabric.model.errors import TransportError, error
 from flowfabric.model.ids import ExecutionId
@@ -115,8 +114,9 @@ async def test_what_fails_before_anything_is_found_is_a_fault_of_the_sweep(setba
 
 
 async def test_a_policy_that_cannot_be_read_does_not_hold_up_other_timeouts(
-    engine: Engine, given: Any, rows: Any, clock: Any, connection: Any
+    engines: Any, given: Any, rows: Any, clock: Any, connection: Any
 ) -> None:
+    engine = await engines(attempt_timeout_interval_s=3600)
     policy = {"timeout_policy": {"attempt_timeout_ms": 1000}}
     bad, good = await given.claimed(policy=policy), await given.claimed(policy=policy)
     late = await given.claimed(policy=policy, execution_deadline_at=await clock.now() + 1000)

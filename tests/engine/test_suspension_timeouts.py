@@ -283,10 +283,10 @@ async def spoil(connection: Any, kind: str, waits: list[Waiting]) -> None:
 
 @pytest.mark.parametrize("kind", ["unread", "gone", "unstored"])
 async def test_timeouts_that_fail_do_not_stand_before_the_others(
-    engine: Engine, given: Any, rows: Any, clock: Any, connection: Any, kind: str
+    engines: Any, given: Any, rows: Any, clock: Any, connection: Any, kind: str
 ) -> None:
     # However long so many failures take, none of them is tried again.
-    engine.suspension_timeouts.setbacks = Setbacks(2.0, clock=lambda: 0.0)
+    engine = await engines(suspension_timeout_interval_s=3600)
     bad = [await timed(engine, given, clock, "fail") for _ in range(TIMEOUT_LIMIT + 3)]
     await clock.advance(ms=1)
     good = await timed(engine, given, clock, "fail")
@@ -316,8 +316,9 @@ async def test_a_timeout_that_failed_is_tried_again_after_its_pause(
 
 
 async def test_timeouts_that_fail_do_not_hide_what_else_is_due(
-    engine: Engine, given: Any, rows: Any, clock: Any, connection: Any, monkeypatch: pytest.MonkeyPatch
+    engines: Any, given: Any, rows: Any, clock: Any, connection: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    engine = await engines(suspension_timeout_interval_s=3600)
     monkeypatch.setattr(retention, "SAMPLE", 5)
     bad = [await timed(engine, given, clock, "fail") for _ in range(8)]
     await clock.advance(ms=1)
