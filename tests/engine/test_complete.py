@@ -126,11 +126,11 @@ async def test_the_completion_of_another_attempt_is_no_repeat(engine: Engine, gi
 
 
 async def test_complete_many_answers_each_in_its_place(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
-    stale = await given.claimed(lease_ttl_ms=1)
-    await clock.advance(ms=1)
     good = [await given.claimed() for _ in range(3)]
     done = await given.claimed()
     await engine.complete(done, b"before")
+    stale = await given.claimed(lease_ttl_ms=1)
+    await clock.advance(ms=1)
     given_items = [(good[0], b"0"), (stale, b"1"), (good[1], None), (done, b"3"), (good[2], b"4"), (good[0], b"5")]
     verdicts = await engine.complete_many(given_items)
     assert [getattr(verdict, "code", "completed") for verdict in verdicts] == [

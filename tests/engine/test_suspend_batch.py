@@ -75,9 +75,9 @@ async def test_many_suspend_in_one_transaction(
 async def test_a_refused_one_does_not_cost_the_others_their_wait(
     engine: Engine, given: Any, rows: Any, clock: Any
 ) -> None:
+    good, stale, mended = [await given.claimed() for _ in range(3)]
     lapsed = await given.claimed(lease_ttl_ms=1000)
     await clock.advance(seconds=1)
-    good, stale, mended = [await given.claimed() for _ in range(3)]
     absent = msgspec.structs.replace(good, execution_id=good.execution_id[:-36] + str(uuid4()))
     other = msgspec.structs.replace(stale, lease_epoch=9)
     answers = await at_once(
