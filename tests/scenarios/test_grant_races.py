@@ -12,7 +12,7 @@ from flowfabric.model.handle import Handle
 from flowfabric.model.keys import AlreadySeeded, Noop, Rotated, Seeded
 from flowfabric.model.outcomes import ClaimedExecution, Renewed
 
-from .test_races import ROUNDS, Rivals, a_moment, at_once, check_both_won, claim, claimed, new, rivals
+from .test_races import HOUR_MS, ROUNDS, Rivals, a_moment, at_once, check_both_won, claim, claimed, new, rivals
 
 __all__ = ["rivals"]
 
@@ -63,7 +63,7 @@ async def test_of_two_claims_with_one_grant_one_wins(rivals: Rivals, rows: Any) 
     engines = await rivals(3)
     for _ in range(ROUNDS):
         execution_id = await created(engines[0])
-        await engines[0].issue_claim_grant(execution_id=execution_id, **worker())
+        await engines[0].issue_claim_grant(execution_id=execution_id, **worker(), grant_ttl_ms=60_000)
         answers = await at_once(
             *(
                 engine.claim_execution(execution_id=execution_id, **worker(instance=at))
@@ -81,7 +81,7 @@ async def test_of_two_grants_one_is_issued(rivals: Rivals, rows: Any) -> None:
         execution_id = await created(engines[0])
         answers = await at_once(
             *(
-                engine.issue_claim_grant(execution_id=execution_id, **worker(f"pool{at}"))
+                engine.issue_claim_grant(execution_id=execution_id, **worker(f"pool{at}"), grant_ttl_ms=60_000)
                 for at, engine in enumerate(engines)
             )
         )
@@ -96,15 +96,19 @@ async def test_a_search_for_a_grant_and_a_claim_never_take_the_same(rivals: Riva
     one, other = await rivals(2)
     for _ in range(ROUNDS):
         execution_id = await created(one)
-        granted, claimed = await at_once(one.claim_for_worker(**worker(), grant_ttl_ms=60_000), claim(other))
+        granted, claimed = await at_once(
+            one.claim_for_worker(**worker(), grant_ttl_ms=60_000), claim(other, lease_ttl_ms=HOUR_MS)
+        )
         if isinstance(granted, Granted):
             assert claimed == []
             assert granted.execution_id == execution_id
-            assert isinstance(await one.claim_execution(execution_id=execution_id, **worker()), ClaimedExecution)
+            assert isinstance(
+                await one.claim_execution(execution_id=execution_id, **worker(), lease_ttl_ms=HOUR_MS), ClaimedExecution
+            )
         else:
             assert granted == NoWork()
             # Both may have met the row while the other held it, and found nothing.
-            claimed = claimed or await claim(other)
+            claimed = claimed or await claim(other, lease_ttl_ms=HOUR_MS)
             assert [each.execution_id for each in claimed] == [execution_id]
         assert await leases(rows, execution_id) == 1
 
@@ -153,7 +157,7 @@ async def test_of_two_reclaims_with_one_grant_one_wins(rivals: Rivals, rows: Any
     engines = await rivals(2)
     for _ in range(ROUNDS):
         execution_id = await lost(engines[0], clock)
-        await engines[0].issue_reclaim_grant(execution_id=execution_id, **worker())
+        await engines[0].issue_reclaim_grant(execution_id=execution_id, **worker(), grant_ttl_ms=60_000)
         reclaimed = await at_once(
             engines[0].reclaim_execution(execution_id=execution_id, **worker()),
             engines[1].claim_execution(execution_id=execution_id, **worker()),
@@ -202,7 +206,7 @@ async def test_a_cancel_and_a_claim_by_grant_leave_one_story(rivals: Rivals, row
     one, other = await rivals(2)
     for _ in range(ROUNDS):
         execution_id = await created(one)
-        await one.issue_claim_grant(execution_id=execution_id, **worker())
+        await one.issue_claim_grant(execution_id=execution_id, **worker(), grant_ttl_ms=60_000)
         claimed, _ = await at_once(
             one.claim_execution(execution_id=execution_id, **worker()),
             other.cancel_execution(execution_id=execution_id, reason="x"),
@@ -297,7 +301,7 @@ async def test_a_new_worker_that_claims_twice_at_once_is_one(rivals: Rivals, row
     for at in range(ROUNDS // 5):
         names = [await created(engine) for engine in engines]
         for engine, execution_id in zip(engines, names, strict=True):
-            await engine.issue_claim_grant(execution_id=execution_id, **worker(f"new{at}"))
+            await engine.issue_claim_grant(execution_id=execution_id, **worker(f"new{at}"), grant_ttl_ms=60_000)
         answers = await at_once(
             *(
                 engine.claim_execution(execution_id=execution_id, **worker(f"new{at}"))
