@@ -43,6 +43,8 @@ from flowfabric.model.tokens import WaitpointToken
 
 SQL = statements_beside(__file__)
 
+TOGETHER = 256
+"""Executions whose signals share a transaction at the most."""
 STREAMS = 3
 """Transactions under way at the same time: as much is done here about a signal as in the store."""
 
@@ -64,6 +66,7 @@ class Signals:
             self._deliver_together,
             self._deliver_alone,
             keys=lambda mail: (mail.execution_id,),
+            size=TOGETHER,
             streams=STREAMS,
         )
 

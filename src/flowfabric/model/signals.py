@@ -7,7 +7,7 @@ from typing import Any, Self
 from flowfabric.model.errors import error
 from flowfabric.model.evaluation import SignalDisposition, SignalEffect
 from flowfabric.model.ids import ExecutionId, SignalId, WaitpointId, parse_execution_id, parse_uuid, row_key, uuid7
-from flowfabric.model.policy_checks import INT32, MAX_MS, settle
+from flowfabric.model.policy_checks import INT32, MAX_MS
 from flowfabric.model.states import PublicState, TimeoutBehavior
 from flowfabric.model.text import check_range, check_short, check_text
 from flowfabric.model.tokens import WaitpointToken
@@ -31,7 +31,7 @@ _OPTIONAL_TEXTS = frozenset({"payload_encoding", "correlation_id", "idempotency_
 _NO_TOKEN = WaitpointToken("-")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class NewSignal:
     """A signal as a caller delivers it, checked as far as it can be without the store."""
 
@@ -65,16 +65,16 @@ class NewSignal:
         """Refuse what is no signal; a missing or misshapen token is for the waitpoint to refuse."""
         execution_id = parse_execution_id(self.execution_id)
         row_key(execution_id)
-        settle(self, "execution_id", execution_id)
-        settle(self, "waitpoint_id", parse_uuid(self.waitpoint_id, "waitpoint_id"))
+        self.execution_id = execution_id
+        self.waitpoint_id = WaitpointId(parse_uuid(self.waitpoint_id, "waitpoint_id"))
         if self.signal_id is None:
-            settle(self, "is_minted", True)
-            settle(self, "signal_id", uuid7())
+            self.is_minted = True
+            self.signal_id = SignalId(uuid7())
         else:
-            settle(self, "signal_id", parse_uuid(self.signal_id, "signal_id"))
+            self.signal_id = SignalId(parse_uuid(self.signal_id, "signal_id"))
         token: object = self.waitpoint_token
         if token is not None and not isinstance(token, WaitpointToken):
-            settle(self, "waitpoint_token", WaitpointToken(token) if isinstance(token, str) else _NO_TOKEN)
+            self.waitpoint_token = WaitpointToken(token) if isinstance(token, str) else _NO_TOKEN
         self._check_texts()
         if self.idempotency_key:
             check_short(self.idempotency_key, "idempotency_key")
