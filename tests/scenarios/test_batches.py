@@ -57,7 +57,7 @@ async def one_by_one(calls: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
 
 async def create_each(engine: Engine, items: Sequence[NewExecution]) -> list[Any]:
     """Create by single calls that share statements."""
-    fields = NewExecution.__slots__
+    fields = NewExecution.__struct_fields__
     return await one_by_one([engine.create_execution(**{name: getattr(new, name) for name in fields}) for new in items])
 
 
@@ -233,7 +233,7 @@ async def test_one_held_key_does_not_hold_the_other_callers(engine: Engine, conn
 
 async def test_creates_of_a_cancelled_caller(engine: Engine, rows: Any, eventually: Any) -> None:
     await engine.create_many([new()])
-    given = {name: getattr(new(), name) for name in NewExecution.__slots__}
+    given = {name: getattr(new(), name) for name in NewExecution.__struct_fields__}
     tasks = [asyncio.create_task(engine.create_execution(**given)) for _ in range(GOOD + 1)]
     await asyncio.sleep(0)
     tasks[40].cancel()

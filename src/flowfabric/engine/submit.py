@@ -2,14 +2,13 @@
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import cast
 
 import msgspec
 
 from flowfabric.db.batch import LOCKED, Batch, Locked
 from flowfabric.db.database import Record, StoreFault, Transaction
-from flowfabric.db.statements import array_text, columns_of, short_column, statements_beside
+from flowfabric.db.statements import columns_of, short_column, statements_beside
 from flowfabric.engine.marks import BAND_BITS
 from flowfabric.engine.store import Store, error_of
 from flowfabric.engine.submission import MAX_PRIORITY, Alike, Shape, Submission, Submissions, required_of
@@ -141,7 +140,7 @@ class Submit:
         check_tags(new.tags)
         policy = parse_policy(new.policy)
         if key is not None and dedup_window_ms(policy) <= 0:
-            new = replace(new, idempotency_key=None)
+            new = msgspec.structs.replace(new, idempotency_key=None)
         await store.namespace_no(namespace)
         await store.queue_no(lane_id, required_of(policy), registered_by=creator)
         submission = self._submissions.check(new, uuid)
@@ -207,7 +206,7 @@ class Submit:
                 "input_payloads": short_column(items.payloads),
                 "are_tagged": short_column([own is not None for own in tags]) if tag_ids else (False,),
                 "instance_tags": short_column([own and own.get(instance_tag) for own in tags]) if tag_ids else (),
-                "tag_ids": array_text(tag_ids),
+                "tag_ids": tag_ids,
                 "tag_keys": short_column([key for own in tags if own for key in own]),
                 "tag_values": short_column([value for own in tags if own for value in own.values()]),
             },

@@ -1,6 +1,7 @@
 -- name: insert_alike
 -- Creates executions of one shape that start at once and whose ids were minted for them, so that none can exist already:
 -- a number of the sequence before all of theirs, and whether their lane accepts them.
+-- Arrays are unnested in select lists, which copy nothing in between; what all rows share is a subquery, asked once.
 with clock as materialized (select ff_now() as now, nextval('execution_sequence') as earlier),
 lane_state as materialized (
   select not exists (select from lane where lane_no = :lane_no and state in ('draining', 'disabled')) as is_accepted
@@ -12,26 +13,28 @@ fresh as (
   select :partition_key::smallint, execution_id,
          ((9000 - coalesce(priority, (:priorities)[1]))::bigint << 48) | nextval('execution_sequence'),
          :queue_no::int, :namespace_no::int, :lane_no::int, coalesce(priority, (:priorities)[1]), 'runnable', 'eligible_now',
-         'waiting_for_worker', 'pending_first_attempt', c.now + :deadline_ms::bigint, c.now, c.now, c.now,
+         'waiting_for_worker', 'pending_first_attempt', (select now + :deadline_ms::bigint from clock),
+         (select now from clock), (select now from clock), (select now from clock),
          case cardinality(:instance_tags) when 1 then (:instance_tags)[1] else instance_tag end, :retention_ms::bigint
-    from clock c
-   cross join unnest(:execution_ids::uuid[], :priorities::smallint[], :instance_tags::text[])
-         as i(execution_id, priority, instance_tag)
+    from (select unnest(:execution_ids::uuid[]) as execution_id, unnest(:priorities::smallint[]) as priority,
+                 unnest(:instance_tags::text[]) as instance_tag) i
    where (select is_accepted from lane_state)
 ),
 described as (
   insert into execution_input (namespace_no, lane_no, created_at, partition_key, execution_id, has_tags, execution_kind,
                                creator_identity, input_payload, payload_encoding, policy)
-  select :namespace_no, :lane_no, c.now, :partition_key, execution_id, coalesce(is_tagged, (:are_tagged)[1]), :execution_kind,
-         :creator_identity, coalesce(input_payload, (:input_payloads)[1]), :payload_encoding, :policy::text::jsonb
-    from clock c
-   cross join unnest(:execution_ids, :input_payloads::bytea[], :are_tagged::boolean[]) as i(execution_id, input_payload, is_tagged)
+  select :namespace_no, :lane_no, (select now from clock), :partition_key, execution_id, coalesce(is_tagged, (:are_tagged)[1]),
+         :execution_kind, :creator_identity, coalesce(input_payload, (:input_payloads)[1]), :payload_encoding,
+         (select :policy::text::jsonb)
+    from (select unnest(:execution_ids) as execution_id, unnest(:input_payloads::bytea[]) as input_payload,
+                 unnest(:are_tagged::boolean[]) as is_tagged) i
    where (select is_accepted from lane_state)
 ),
 tagged as (
   insert into execution_tag (partition_key, execution_id, key, value)
   select :partition_key, execution_id, coalesce(key, (:tag_keys)[1]), coalesce(value, (:tag_values)[1])
-    from unnest(:tag_ids::text::uuid[], :tag_keys::text[], :tag_values::text[]) as t(execution_id, key, value)
+    from (select unnest(:tag_ids::uuid[]) as execution_id, unnest(:tag_keys::text[]) as key,
+                 unnest(:tag_values::text[]) as value) t
    where (select is_accepted from lane_state)
 )
 select earlier, is_accepted from clock cross join lane_state;

@@ -1,13 +1,13 @@
 """What a caller submits."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+
+import msgspec
 
 from flowfabric.model.policy import ExecutionPolicy
 
 
-@dataclass(kw_only=True, slots=True)
-class NewExecution:
+class NewExecution(msgspec.Struct, kw_only=True):
     """An execution to be created, as one of many; the fields are the arguments of create_execution."""
 
     namespace: str
