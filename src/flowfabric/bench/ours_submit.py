@@ -1,11 +1,11 @@
 """FlowFabric, submitting: one by one, from many callers at once, and in batches."""
 
 from flowfabric.bench.ours import check, engine_on, noop
-from flowfabric.bench.subject import BATCH, CONNECTIONS, LARGE_PAYLOADS, Figures, Task, rate, spread
+from flowfabric.bench.subject import BATCH, CONNECTIONS, LARGE_PAYLOADS, PAYLOADS, Figures, Task, rate, spread
 from flowfabric.engine.engine import Engine
 
 CALLERS = 100
-LARGE_BATCH = 1000
+LARGE_BATCH = len(PAYLOADS)
 TAGS = tuple({"bench.customer": f"customer-{number}"} for number in range(LARGE_BATCH))
 
 
@@ -21,13 +21,14 @@ async def measure(task: Task) -> Figures:
             check(await engine.create_many([noop() for _ in range(BATCH)]))
 
         async def create_batch() -> None:
-            check(await engine.create_many([noop() for _ in range(LARGE_BATCH)]))
+            check(await engine.create_many([noop(payload=payload) for payload in PAYLOADS]))
 
         async def create_large_batch() -> None:
             pairs = zip(LARGE_PAYLOADS, TAGS, strict=True)
             check(await engine.create_many([noop(payload=payload, tags=tags) for payload, tags in pairs]))
 
-        await create_hundred()
+        # Connections are open and statements prepared, as they are for the raw limit.
+        await spread(2 * CONNECTIONS, *[create_hundred] * CONNECTIONS)
         return {
             "submit_1_caller": await rate(few, spread(few, create)),
             "submit": await rate(few, spread(few, *[create] * CONNECTIONS)),
