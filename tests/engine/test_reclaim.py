@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from flowfabric.engine.engine import Engine
+from flowfabric.model.errors import EngineError
 from flowfabric.model.grants import Granted, NoWork, ReclaimCapExceeded
 from flowfabric.model.policy import ExecutionPolicy, reclaim_cap
 from flowfabric.model.states import AttemptType, HandleKind
@@ -264,6 +265,20 @@ async def test_an_execution_at_its_cap_that_cannot_be_ended_holds_up_no_claim(
     assert isinstance(granted, Granted)
     assert granted.execution_id == last
     assert {(await rows.execution(handle.execution_id))["public_state"] for handle in stuck} == {"active"}
+
+
+async def test_what_is_leased_is_given_though_the_search_for_more_fails(
+    engine: Engine, given: Any, connection: Any
+) -> None:
+    await given.expired_lease(policy={"max_reclaim_count": 0}, priority=5)
+    await engine.leases.mark_lapsed()
+    leased, poisoned = [await given.created() for _ in range(2)]
+    constraint = f"check (execution_id <> '{poisoned[-36:]}' or lifecycle_phase <> 'active')"
+    await connection.execute(f"alter table execution add constraint none {constraint}")
+    # The walk past the one at its cap leases the first, the next walk meets the second.
+    assert ids(await claim(engine, limit=2)) == [leased]
+    with pytest.raises(EngineError):
+        await claim(engine, limit=2)
 
 
 async def test_one_that_cannot_be_ended_at_its_cap_does_not_keep_others_from_it(

@@ -87,19 +87,19 @@ class Results:
 
 async def measure_soak(server: Server, plan: Plan) -> Results:
     """Measure the soak alone; it tells its progress on stderr by itself."""
+    surroundings = await environment(server, plan)
     figures: Figures = {}
     errors: dict[str, str] = {}
     try:
         figures = await measure_one(server, SOAK, scale=plan.scale, patience=plan.seconds, is_heard=True)
     except SubjectError as error:
         errors[SOAK] = str(error)
-    return Results(
-        environment=await environment(server, plan), figures=figures, ratios=ratios([figures]), errors=errors
-    )
+    return Results(environment=surroundings, figures=figures, ratios=ratios([figures]), errors=errors)
 
 
 async def measure_all(server: Server, plan: Plan, *, tell: Callable[[str], None]) -> Results:
     """Measure every subject in every round: what disturbs the machine for a while disturbs all of them."""
+    surroundings = await environment(server, plan)
     rounds: list[Figures] = []
     errors: dict[str, str] = {}
     ends_at = time.monotonic() + plan.seconds
@@ -119,7 +119,7 @@ async def measure_all(server: Server, plan: Plan, *, tell: Callable[[str], None]
                 tell(f"{subject}: {error}")
         rounds.append(figures)
     return Results(
-        environment=await environment(server, plan),
+        environment=surroundings,
         figures=medians(rounds),
         ratios=ratios(rounds),
         errors=errors,

@@ -7,7 +7,7 @@ import statistics
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Annotated, Any, TypedDict
@@ -26,7 +26,6 @@ from flowfabric.settings import Settings
 from flowfabric.worker.context import Context
 
 WORKERS = ("worker-1", "worker-2", "worker-3")
-VICTIM = "worker-2"
 EACH = 100
 LEASE_TTL_MS = 2000
 SLOTS = 3
@@ -87,6 +86,11 @@ class Ending:
     problem: str | None = None
 
     @property
+    def worker(self) -> str | None:
+        """The name of the worker that told of the end."""
+        return None if self.told is None else self.told["worker"].rpartition("-")[0]
+
+    @property
     def recoveries(self) -> int:
         """How often another worker took the run over: the attempts that neither were the first nor follow a failure."""
         return 0 if self.told is None else self.told["attempts"] - 1 - self.told["retries"]
@@ -119,8 +123,8 @@ async def _demo(console: Console) -> bool:
         ]
         console.print(f"Submitted {len(runs)} executions; starting {len(WORKERS)} worker processes.")
         with _worker_processes() as processes:
-            endings = await _watch(console, runs, processes[VICTIM])
-    _show(console, endings)
+            endings, killed = await _watch(console, runs, processes)
+    _show(console, endings, killed)
     lost = [ending for ending in endings if ending.told is None]
     for ending in lost[:5]:
         console.print(f"  {ending.kind}: {ending.problem}", soft_wrap=True)
@@ -157,29 +161,30 @@ def _worker_processes() -> Iterator[dict[str, subprocess.Popen[bytes]]]:
 
 
 async def _watch(
-    console: Console, runs: Sequence[tuple[str, Run[Told]]], victim: subprocess.Popen[bytes]
-) -> list[Ending]:
-    """Follow the runs to their ends, and kill a worker that is at work when a third of them has ended."""
+    console: Console, runs: Sequence[tuple[str, Run[Told]]], processes: Mapping[str, subprocess.Popen[bytes]]
+) -> tuple[list[Ending], str | None]:
+    """Follow the runs to their ends, and kill the worker that ends one when a third of them has ended."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as progress:
         bar = progress.add_task("executions", total=len(runs))
         waiting = {asyncio.create_task(_ending(kind, run)) for kind, run in runs}
-        is_killed = False
+        killed: str | None = None
         endings: list[Ending] = []
         while waiting:
             done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
             endings += [task.result() for task in done]
             progress.update(bar, completed=len(endings))
-            is_at_work = any(ending.told and ending.told["worker"].startswith(VICTIM) for ending in endings)
-            if not is_killed and is_at_work and len(endings) >= len(runs) // 3:
+            # The others may not have begun yet; this one is at work.
+            latest = endings[-1].worker
+            if killed is None and latest is not None and len(endings) >= len(runs) // 3:
+                killed, victim = latest, processes[latest]
                 victim.kill()
-                is_killed = True
                 progress.console.print(
-                    f"Killed {VICTIM} (SIGKILL, process {victim.pid}) after {len(endings)} of {len(runs)}: "
+                    f"Killed {killed} (SIGKILL, process {victim.pid}) after {len(endings)} of {len(runs)}: "
                     f"its leases end within {LEASE_TTL_MS / 1000:g} s, then the others take over.",
                     soft_wrap=True,
                 )
-    return endings
+    return endings, killed
 
 
 async def _ending(kind: str, run: Run[Told]) -> Ending:
@@ -192,7 +197,7 @@ async def _ending(kind: str, run: Run[Told]) -> Ending:
     return Ending(kind=kind, told=told, seconds=took / 1000)
 
 
-def _show(console: Console, endings: Sequence[Ending]) -> None:
+def _show(console: Console, endings: Sequence[Ending], killed: str | None) -> None:
     # Narrow enough for 60 columns.
     looks: dict[str, Any] = {"box": SIMPLE_HEAD, "pad_edge": False, "collapse_padding": True}
     table = Table("task", title="What the store says", caption="p50: from the start to the end", **looks)
@@ -210,8 +215,8 @@ def _show(console: Console, endings: Sequence[Ending]) -> None:
             f"{statistics.median([ending.seconds for ending in of_kind]):.3f} s",
         )
     console.print(table)
-    by_worker = Counter(ending.told["worker"].rpartition("-")[0] for ending in endings if ending.told is not None)
-    shares = [f"{name}{' (killed)' if name == VICTIM else ''} {by_worker[name]}" for name in WORKERS]
+    by_worker = Counter(ending.worker for ending in endings)
+    shares = [f"{name}{' (killed)' if name == killed else ''} {by_worker[name]}" for name in WORKERS]
     console.print(f"Ended by {', '.join(shares)}.")
 
 

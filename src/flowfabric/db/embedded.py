@@ -412,7 +412,7 @@ def _stop(site: Site) -> None:
     code, output = site.run("pg_ctl", "stop", "-m", "fast", "-w", "-t", str(_PATIENCE_S), "-D", str(site.data))
     # pg_ctl waits for the pid file to go, which a server removes a moment before it ends.
     while not _has_ended(site, postmaster):
-        if code or time.monotonic() > deadline:
+        if (code and _alive(site)) or time.monotonic() > deadline:
             raise EmbeddedError(f"Postgres did not stop on {site.data}: {output}")
         time.sleep(0.01)
 

@@ -22,6 +22,12 @@ create type terminal_outcome as enum ('none', 'success', 'failed', 'cancelled', 
 
 create type waitpoint_state as enum ('pending', 'active', 'closed', 'expired');
 
+create function ff_input(integer, integer, bigint, smallint, uuid) returns SETOF execution_input language sql stable parallel safe
+as $body$
+  select * from execution_input i
+   where i.namespace_no = $1 and i.lane_no = $2 and i.created_at = $3 and i.partition_key = $4 and i.execution_id = $5 limit 1
+$body$;
+
 create function ff_now() returns bigint language sql volatile parallel safe
 RETURN ((EXTRACT(epoch FROM clock_timestamp()) * (1000)::numeric))::bigint;
 

@@ -13,7 +13,7 @@ from flowfabric.engine.finish import Finish
 from flowfabric.engine.lease import Leases
 from flowfabric.engine.store import Store
 from flowfabric.engine.transition import CLAIM_PARAMETERS
-from flowfabric.model.errors import error
+from flowfabric.model.errors import EngineError, error
 from flowfabric.model.handle import Handle
 from flowfabric.model.ids import (
     ID_FORMAT,
@@ -159,22 +159,28 @@ class Claim:
             queues, firsts, lasts = marks.spans()
             wanted = limit - len(claimed)
             began = time.monotonic()
-            rows = await self._store.fetch(
-                SQL.claim_best,
-                lanes=lanes,
-                capabilities=offered,
-                worker_no=worker_no,
-                lease_ttl_ms=lease_ttl_ms,
-                limit=wanted,
-                span_queues=queues,
-                span_firsts=firsts,
-                span_lasts=lasts,
-                unshared=is_unshared,
-                lease_ids=mint_uuid_texts(wanted),
-                reclaim_cap=DEFAULT_RECLAIM_CAP,
-                policy_reclaim_cap=POLICY_RECLAIM_CAP,
-                **CLAIM_PARAMETERS,
-            )
+            try:
+                rows = await self._store.fetch(
+                    SQL.claim_best,
+                    lanes=lanes,
+                    capabilities=offered,
+                    worker_no=worker_no,
+                    lease_ttl_ms=lease_ttl_ms,
+                    limit=wanted,
+                    span_queues=queues,
+                    span_firsts=firsts,
+                    span_lasts=lasts,
+                    unshared=is_unshared,
+                    lease_ids=mint_uuid_texts(wanted),
+                    reclaim_cap=DEFAULT_RECLAIM_CAP,
+                    policy_reclaim_cap=POLICY_RECLAIM_CAP,
+                    **CLAIM_PARAMETERS,
+                )
+            except EngineError:
+                if not claimed:
+                    raise
+                # What an earlier walk has leased is not lost over one that fails.
+                break
             if not queues:
                 marks.walked_whole(time.monotonic() - began)
             is_short = bool(rows) and rows[-1][0] == "short"
@@ -198,9 +204,8 @@ class Claim:
             if reclaimed:
                 await self._finish.warn_of_losses(reclaimed)
             if capped:
-                if await self._finish.end_at_reclaim_cap(capped) or not claimed:
-                    continue
-                break
+                await self._finish.end_at_reclaim_cap(capped)
+                continue
             if is_short:
                 is_unshared = True
                 continue

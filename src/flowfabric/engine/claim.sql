@@ -57,8 +57,8 @@ judged as materialized (
             from share s
            cross join lateral (
                  select e.ctid as tid, e.partition_key, e.execution_id, e.queue_no, e.place, e.priority, e.namespace_no,
-                        e.lane_no, e.created_at, e.ownership_state, e.attempt_state, e.lease_epoch, e.lease_id, e.attempt_id, e.attempt_type, e.attempt_count,
-                        e.worker_no, e.claimed_at, e.retry_count, e.reclaim_count, e.remaining_attempt_timeout_ms, e.flow_id,
+                        e.lane_no, e.created_at, e.ownership_state, e.attempt_state, e.lease_epoch, e.lease_id, e.attempt_id,
+                        e.attempt_type, e.attempt_count, e.worker_no, e.claimed_at, e.retry_count, e.reclaim_count, e.remaining_attempt_timeout_ms, e.flow_id,
                         e.instance_tag, e.previous_attempt_index, e.retry_reason, e.reclaim_reason, e.replay_reason,
                         e.replay_requested_by, e.attempt_policy, e.attempt_stored
                    from execution e
@@ -69,7 +69,7 @@ judged as materialized (
                   order by e.place limit s.rows
                     for update skip locked) e
            limit :limit) p
-    join execution_input i using (namespace_no, lane_no, created_at, partition_key, execution_id)
+   cross join lateral ff_input(p.namespace_no, p.lane_no, p.created_at, p.partition_key, p.execution_id) i
    cross join clock c
 ),
 leased as (
@@ -160,7 +160,7 @@ held as materialized (
          e.replay_requested_by, e.attempt_policy, e.attempt_stored, l.lane_id, c.now, :branch::text as branch,
          i.execution_kind, i.input_payload, i.payload_encoding, i.policy, i.has_tags
     from execution e
-    join execution_input i using (namespace_no, lane_no, created_at, partition_key, execution_id)
+   cross join lateral ff_input(e.namespace_no, e.lane_no, e.created_at, e.partition_key, e.execution_id) i
     join lane l on l.lane_no = e.lane_no
    cross join clock c
    where e.partition_key = :partition_key and e.execution_id = :execution_id

@@ -32,7 +32,7 @@ with clock as materialized (select ff_now() as now)
 select e.partition_key, e.execution_id, rule.problem
   from clock c
  cross join execution e
-  left join execution_input i using (namespace_no, lane_no, created_at, partition_key, execution_id)
+  left join lateral ff_input(e.namespace_no, e.lane_no, e.created_at, e.partition_key, e.execution_id) i on true
   left join lateral (select q.queue_no, q.lane_no from queue q where q.queue_no = e.queue_no limit 1) q on true
   left join suspension u on u.partition_key = e.partition_key and u.execution_id = e.execution_id
  cross join lateral (

@@ -11,7 +11,7 @@ select e.partition_key, e.execution_id, e.retry_count, i.policy,
           and e.execution_id <> all(:left_out::uuid[])
         order by e.due_at limit :limit
           for update skip locked) e
-  left join execution_input i using (namespace_no, lane_no, created_at, partition_key, execution_id);
+  left join lateral ff_input(e.namespace_no, e.lane_no, e.created_at, e.partition_key, e.execution_id) i on true;
 
 -- name: read_expiry
 -- Whether the deadline or the attempt timer of a held execution has passed, with what the decision to retry needs.
@@ -20,5 +20,5 @@ select e.partition_key, e.execution_id, e.retry_count, i.policy,
        e.lifecycle_phase = 'active' and coalesce(e.attempt_timeout_at <= c.now, false) as past_timeout
   from (select ff_now() as now) c
  cross join execution e
-  left join execution_input i using (namespace_no, lane_no, created_at, partition_key, execution_id)
+  left join lateral ff_input(e.namespace_no, e.lane_no, e.created_at, e.partition_key, e.execution_id) i on true
  where e.partition_key = :partition_key and e.execution_id = :execution_id;

@@ -10,7 +10,7 @@ subject as materialized (
          (e.eligibility_state = 'eligible_now' or e.ownership_state in ('lease_expired_reclaimable', 'lease_revoked'))
            and e.blocking_reason <> 'paused_by_flow_cancel' as is_claimable
     from execution e
-    left join execution_input i using (namespace_no, lane_no, created_at, partition_key, execution_id)
+    left join lateral ff_input(e.namespace_no, e.lane_no, e.created_at, e.partition_key, e.execution_id) i on true
     left join namespace n on n.namespace_no = e.namespace_no
     left join queue q using (queue_no)
     left join lane l on l.lane_no = e.lane_no

@@ -183,11 +183,11 @@ class Finish:
             return TerminalFailed()
         return RetryScheduled(delay_until=verdict.delay_until, next_attempt_index=attempt_count)
 
-    async def end_at_reclaim_cap(self, lost: Sequence[tuple[ExecutionId, int]]) -> bool:
+    async def end_at_reclaim_cap(self, lost: Sequence[tuple[ExecutionId, int]]) -> None:
         """End executions that were found at their reclaim cap, each while its last lease is the one of this epoch.
 
         Who found them has judged them, and as long as the epoch holds the judgement does: the cap is fixed, and the
-        reclaims are counted with the leases. Answers whether the store let them be ended; else they stand for later.
+        reclaims are counted with the leases. One that the store does not let end stands for later.
         """
         pairs = [split_execution_id(execution_id) for execution_id, _ in lost]
 
@@ -213,13 +213,15 @@ class Finish:
         except EngineError as problem:
             if len(lost) > 1 and not problem.retryable:
                 # One that the store refuses does not keep the others from their end.
-                return all([await self.end_at_reclaim_cap([each]) for each in lost])
-            logger.warning("%s: cannot be ended at its reclaim cap now: %s", lost[0][0], problem)
-            return False
+                for each in lost:
+                    await self.end_at_reclaim_cap([each])
+                return
+            for execution_id, _ in lost:
+                logger.warning("%s: cannot be ended at its reclaim cap now: %s", execution_id, problem)
+            return
         for ending in endings:
             logger.warning("%s ended: its lease was lost as often as its policy allows", ending.execution_id)
         await self._releases.settle(endings, verdicts)
-        return True
 
     async def warn_of_losses(self, execution_ids: Sequence[ExecutionId]) -> None:
         """Say so where the lease of an execution was taken over a hundred times, and at each hundred more."""

@@ -8,7 +8,7 @@ select e.partition_key, e.execution_id, e.lifecycle_phase, e.ownership_state, e.
        g.grant_id, g.expires_at as grant_expires_at, k.kid as signing_kid, coalesce(k.installed_at, 0) as signing_since, c.now
   from execution e
  cross join (select ff_now() as now) c
-  join execution_input i using (namespace_no, lane_no, created_at, partition_key, execution_id)
+ cross join lateral ff_input(e.namespace_no, e.lane_no, e.created_at, e.partition_key, e.execution_id) i
   join queue q using (queue_no)
   join lane l on l.lane_no = e.lane_no
   join capability_set s using (capability_set_no)

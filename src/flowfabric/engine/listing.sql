@@ -130,28 +130,31 @@ select reached.created_at as reached, found.*
 -- ended with one of :outcomes, and whether those are all: no index gave :cap.
 -- A source that leads to other states too counts those to its length and passes on only its own, so that none comes twice.
 with candidate as materialized (
-  (select 'claimable' as source, e.partition_key, e.execution_id, e.namespace_no, e.lane_no, e.created_at, e.public_state, e.priority, e.flow_id, e.completed_at
+  (select 'claimable' as source, e.*
      from (select queue_no from queue
             where 'claimable' = any(:sources::text[]) and (:lane_nos::int[] is null or lane_no = any(:lane_nos))) q
     cross join lateral (
-          select e.partition_key, e.execution_id, e.namespace_no, e.lane_no, e.created_at, case when e.public_state = 'waiting' then e.public_state end as public_state,
-                 e.priority, e.flow_id, e.completed_at
+          select e.partition_key, e.execution_id, e.namespace_no, e.lane_no, e.created_at,
+                 case when e.public_state = 'waiting' then e.public_state end as public_state, e.priority, e.flow_id, e.completed_at
             from execution e
            where e.queue_no = q.queue_no
              and (e.eligibility_state = 'eligible_now' or e.ownership_state in ('lease_expired_reclaimable', 'lease_revoked'))
            order by e.place limit :cap) e
     limit :cap)
   union all
-  (select 'resumable', partition_key, execution_id, namespace_no, lane_no, created_at, public_state, priority, flow_id, completed_at
+  (select 'resumable', partition_key, execution_id, namespace_no, lane_no, created_at, public_state, priority, flow_id,
+          completed_at
      from execution
     where 'resumable' = any(:sources) and eligibility_state = 'eligible_now' and attempt_state = 'attempt_interrupted'
     order by last_transition_at limit :cap)
   union all
-  (select 'leased', partition_key, execution_id, namespace_no, lane_no, created_at, public_state, priority, flow_id, completed_at
+  (select 'leased', partition_key, execution_id, namespace_no, lane_no, created_at, public_state, priority, flow_id,
+          completed_at
      from execution
     where 'leased' = any(:sources) and due_at is not null and ownership_state = 'leased' order by due_at limit :cap)
   union all
-  (select 'lost', partition_key, execution_id, namespace_no, lane_no, created_at, public_state, priority, flow_id, completed_at
+  (select 'lost', partition_key, execution_id, namespace_no, lane_no, created_at, public_state, priority, flow_id,
+          completed_at
      from execution
     where 'lost' = any(:sources) and ownership_state in ('lease_expired_reclaimable', 'lease_revoked')
     order by ownership_state, lease_expires_at limit :cap)
@@ -159,7 +162,9 @@ with candidate as materialized (
   (select 'blocked', e.*
      from unnest(:blocks::eligibility_state[]) as b(eligibility_state)
     cross join lateral (
-          select e.partition_key, e.execution_id, e.namespace_no, e.lane_no, e.created_at, e.public_state, e.priority, e.flow_id, e.completed_at from execution e
+          select e.partition_key, e.execution_id, e.namespace_no, e.lane_no, e.created_at, e.public_state, e.priority,
+                 e.flow_id, e.completed_at
+            from execution e
            where e.eligibility_state = b.eligibility_state and e.eligibility_state not in ('eligible_now', 'not_applicable')
            order by e.last_transition_at limit :cap) e
     limit :cap)
@@ -167,18 +172,21 @@ with candidate as materialized (
   (select 'unhappy', e.*
      from unnest(:outcomes::terminal_outcome[]) as o(terminal_outcome)
     cross join lateral (
-          select e.partition_key, e.execution_id, e.namespace_no, e.lane_no, e.created_at, e.public_state, e.priority, e.flow_id, e.completed_at from execution e
+          select e.partition_key, e.execution_id, e.namespace_no, e.lane_no, e.created_at, e.public_state, e.priority,
+                 e.flow_id, e.completed_at
+            from execution e
            where e.terminal_outcome = o.terminal_outcome and e.terminal_outcome in ('failed', 'cancelled', 'expired', 'skipped')
              and e.completed_at between coalesce(:completed_from::bigint, 0) and coalesce(:completed_to::bigint, 9223372036854775807)
            order by e.completed_at limit :cap) e
     limit :cap)
   union all
-  (select 'ended', partition_key, execution_id, namespace_no, lane_no, created_at, case when terminal_outcome = 'success' then public_state end,
-          priority, flow_id, completed_at
+  (select 'ended', partition_key, execution_id, namespace_no, lane_no, created_at,
+          case when terminal_outcome = 'success' then public_state end, priority, flow_id, completed_at
      from execution
     where 'ended' = any(:sources) and retain_until is not null order by retain_until limit :cap)
   union all
-  (select 'partition', partition_key, execution_id, namespace_no, lane_no, created_at, public_state, priority, flow_id, completed_at
+  (select 'partition', partition_key, execution_id, namespace_no, lane_no, created_at, public_state, priority, flow_id,
+          completed_at
      from execution
     where 'partition' = any(:sources) and partition_key = :flow_partition order by partition_key, execution_id limit :cap)
   union all
@@ -204,15 +212,13 @@ select whole.is_whole, found.*
                  from candidate c
                 -- A tag and a suspension know nothing of their execution; the other sources are executions.
                 cross join lateral (
-                      select c.namespace_no, c.lane_no, c.created_at, c.public_state, c.priority, c.flow_id, c.completed_at where c.source not in ('tagged', 'suspended')
+                      select c.namespace_no, c.lane_no, c.created_at, c.public_state, c.priority, c.flow_id, c.completed_at
+                       where c.source not in ('tagged', 'suspended')
                       union all
-                      select e.namespace_no, e.lane_no, e.created_at, e.public_state, e.priority, e.flow_id, e.completed_at from execution e
+                      select e.namespace_no, e.lane_no, e.created_at, e.public_state, e.priority, e.flow_id, e.completed_at
+                        from execution e
                        where c.source in ('tagged', 'suspended') and e.partition_key = c.partition_key and e.execution_id = c.execution_id) e
-                -- The limit keeps the candidates in the lead, whatever the planner expects of them.
-                cross join lateral (
-                      select i.execution_kind from execution_input i
-                       where i.namespace_no = e.namespace_no and i.lane_no = e.lane_no and i.created_at = e.created_at
-                         and i.partition_key = c.partition_key and i.execution_id = c.execution_id limit 1) i
+                cross join lateral ff_input(e.namespace_no, e.lane_no, e.created_at, c.partition_key, c.execution_id) i
                 where whole.is_whole and e.public_state is not null
                   and (:namespace_nos::int[] is null or e.namespace_no = any(:namespace_nos))
                   and (:states::public_state[] is null or e.public_state = any(:states))

@@ -30,7 +30,7 @@ class Due:
     suspension_timeouts: int
     has_retained: bool
     has_spent_keys: bool
-    has_lapsed_grants: bool
+    has_spent_grants: bool
     has_lapsed_workers: bool
     has_lapsed_waitpoints: bool
     next_due_in_ms: int | None
@@ -68,7 +68,7 @@ class Retention:
             suspension_timeouts=row["suspension_timeouts"],
             has_retained=row["has_retained"],
             has_spent_keys=row["has_spent_keys"],
-            has_lapsed_grants=row["has_lapsed_grants"],
+            has_spent_grants=row["has_spent_grants"],
             has_lapsed_workers=row["has_lapsed_workers"],
             has_lapsed_waitpoints=row["has_lapsed_waitpoints"],
             next_due_in_ms=row["next_due_in_ms"],
@@ -92,6 +92,6 @@ class Retention:
 
     async def purge_grants(self) -> int:
         """Delete grants that lapsed long ago; answers how many."""
-        rows = await self._store.fetch(SQL.take_lapsed_grants, limit=PURGE_LIMIT, grant_memory_ms=GRANT_MEMORY_MS)
+        rows = await self._store.fetch(SQL.take_spent_grants, limit=PURGE_LIMIT, grant_memory_ms=GRANT_MEMORY_MS)
         purged: int = rows[0]["purged"]
         return purged

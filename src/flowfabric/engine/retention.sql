@@ -22,7 +22,8 @@ select count(*) filter (where t.ownership_state = 'leased' and t.lease_expires_a
          or exists (select from suspend_key where expires_at <= (select now from clock))
          or exists (select from signal_key where expires_at <= (select now from clock)) as has_spent_keys,
        exists (select from waitpoint where activated_at is null and closed_at is null and expires_at <= (select now from clock)) as has_lapsed_waitpoints,
-       exists (select from claim_grant where expires_at <= (select now from clock) - :grant_memory_ms::bigint) as has_lapsed_grants,
+       exists (select from claim_grant
+                where expires_at <= (select now from clock) - :grant_memory_ms::bigint) as has_spent_grants,
        exists (select from worker where lapses_at < (select now from clock)) as has_lapsed_workers,
        (select min(e.due_at) from execution e
          where e.due_at > (select now from clock) and e.due_at <= (select now from clock) + :ahead_ms::bigint) - c.now as next_due_in_ms,
@@ -32,7 +33,8 @@ select count(*) filter (where t.ownership_state = 'leased' and t.lease_expires_a
 
 -- name: take_retained
 -- Deletes ended executions past their retention with everything that belongs to them, the oldest after :since first;
--- answers how many, and up to when none is left but what is held elsewhere.
+-- answers how many, and up to when none is left but what is held elsewhere. By `any` of one element, as an equality lets
+-- the planner walk all of an index and join what is due to it.
 with clock as materialized (select ff_now() as now),
 due as materialized (
   select e.* from clock c
@@ -44,30 +46,30 @@ due as materialized (
             for update skip locked) e
 ),
 attempts as (
-  delete from attempt a using due d where a.partition_key = d.partition_key and a.execution_id = d.execution_id),
+  delete from attempt a using due d where a.partition_key = any(array[d.partition_key]) and a.execution_id = d.execution_id),
 grants as (
-  delete from claim_grant g using due d where g.partition_key = d.partition_key and g.execution_id = d.execution_id),
+  delete from claim_grant g using due d where g.partition_key = any(array[d.partition_key]) and g.execution_id = d.execution_id),
 tags as (
-  delete from execution_tag t using due d where t.partition_key = d.partition_key and t.execution_id = d.execution_id),
+  delete from execution_tag t using due d where t.partition_key = any(array[d.partition_key]) and t.execution_id = d.execution_id),
 -- Where nothing was ever suspended, nothing is looked for.
 waits as (
   delete from suspension s using due d
-   where s.partition_key = d.partition_key and s.execution_id = d.execution_id and exists (select from suspension)),
+   where s.partition_key = any(array[d.partition_key]) and s.execution_id = d.execution_id and exists (select from suspension)),
 waitpoints as (
   delete from waitpoint w using due d
-   where w.partition_key = d.partition_key and w.execution_id = d.execution_id and exists (select from waitpoint)),
+   where w.partition_key = any(array[d.partition_key]) and w.execution_id = d.execution_id and exists (select from waitpoint)),
 signals as (
   delete from signal g using due d
-   where g.partition_key = d.partition_key and g.execution_id = d.execution_id and exists (select from signal)),
+   where g.partition_key = any(array[d.partition_key]) and g.execution_id = d.execution_id and exists (select from signal)),
 outcomes as (
   delete from suspend_key k using due d
-   where k.partition_key = d.partition_key and k.execution_id = d.execution_id and exists (select from suspend_key)),
+   where k.partition_key = any(array[d.partition_key]) and k.execution_id = d.execution_id and exists (select from suspend_key)),
 inputs as (
   delete from execution_input i using due d
-   where i.namespace_no = d.namespace_no and i.lane_no = d.lane_no and i.created_at = d.created_at
+   where i.namespace_no = any(array[d.namespace_no]) and i.lane_no = d.lane_no and i.created_at = d.created_at
      and i.partition_key = d.partition_key and i.execution_id = d.execution_id),
 gone as (
-  delete from execution e using due d where e.partition_key = d.partition_key and e.execution_id = d.execution_id
+  delete from execution e using due d where e.partition_key = any(array[d.partition_key]) and e.execution_id = d.execution_id
   returning 1)
 select (select count(*) from gone) as trimmed, coalesce((select max(retain_until) from due), (select now from clock)) as reached;
 
@@ -101,12 +103,13 @@ with spent as (
   returning 1)
 select count(*) as purged from spent;
 
--- name: take_lapsed_grants
+-- name: take_spent_grants
 -- Deletes grants that lapsed this long ago; answers how many.
-with lapsed as (
+with spent as (
   delete from claim_grant
    where ctid = any(array(
          select ctid from claim_grant
-          where expires_at <= (select ff_now()) - :grant_memory_ms::bigint order by expires_at limit :limit for update skip locked))
+          where expires_at <= (select ff_now()) - :grant_memory_ms::bigint
+          order by expires_at limit :limit for update skip locked))
   returning 1)
-select count(*) as purged from lapsed;
+select count(*) as purged from spent;

@@ -14,10 +14,7 @@ select c.now, i.partition_key, i.execution_id, e.lifecycle_phase, e.ownership_st
  cross join lateral (
        select e.* from execution e
         where e.partition_key = i.partition_key and e.execution_id = i.execution_id limit 1) e
- cross join lateral (
-       select p.policy from execution_input p
-        where p.namespace_no = e.namespace_no and p.lane_no = e.lane_no and p.created_at = e.created_at
-          and p.partition_key = e.partition_key and p.execution_id = e.execution_id limit 1) p
+ cross join lateral ff_input(e.namespace_no, e.lane_no, e.created_at, e.partition_key, e.execution_id) p
   join lane l on l.lane_no = e.lane_no
   left join worker_identity w on w.worker_no = e.worker_no
   left join signing_key k on k.is_current

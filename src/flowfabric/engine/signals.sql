@@ -52,7 +52,7 @@ select c.now, w.*, coalesce(case when k.expires_at > c.now then k.signal_id end,
                 where o.partition_key = e.partition_key and o.execution_id = e.execution_id) as signals_taken,
               s.suspension_id, s.waitpoint_ids, s.condition, s.resume_policy, s.satisfied_before
          from execution e
-         join execution_input p using (namespace_no, lane_no, created_at, partition_key, execution_id)
+        cross join lateral ff_input(e.namespace_no, e.lane_no, e.created_at, e.partition_key, e.execution_id) p
          left join lateral (
               select s.suspension_id, s.waitpoint_ids, s.condition::text, s.resume_policy::text,
                      cardinality(s.satisfier_ids) as satisfied_before, s.closed_at

@@ -15,7 +15,7 @@ touched as (
 flagged as (
   update execution_input i set has_tags = true
     from held h
-   where i.namespace_no = h.namespace_no and i.lane_no = h.lane_no and i.created_at = h.created_at
+   where i.namespace_no = any(array[h.namespace_no]) and i.lane_no = h.lane_no and i.created_at = h.created_at
      and i.partition_key = h.partition_key and i.execution_id = h.execution_id and not i.has_tags
 ),
 tagged as (

@@ -8,7 +8,7 @@ select n.namespace, l.lane_id, e.priority, i.execution_kind, e.lifecycle_phase, 
        e.blocking_reason, e.terminal_outcome, e.attempt_state, e.public_state, i.created_at, e.started_at, e.completed_at,
        greatest(e.attempt_count - 1, 0) as attempt_index, e.flow_id, e.blocking_detail
   from execution e
-  left join execution_input i using (namespace_no, lane_no, created_at, partition_key, execution_id)
+  left join lateral ff_input(e.namespace_no, e.lane_no, e.created_at, e.partition_key, e.execution_id) i on true
   left join namespace n on n.namespace_no = e.namespace_no
   left join lane l on l.lane_no = e.lane_no
  where e.partition_key = :partition_key and e.execution_id = :execution_id;
@@ -23,7 +23,7 @@ select e.flow_id, l.lane_id, n.namespace, e.public_state, e.blocking_reason, e.b
          select jsonb_object_agg(t.key, t.value) from execution_tag t
           where t.partition_key = e.partition_key and t.execution_id = e.execution_id) end as tags
   from execution e
-  left join execution_input i using (namespace_no, lane_no, created_at, partition_key, execution_id)
+  left join lateral ff_input(e.namespace_no, e.lane_no, e.created_at, e.partition_key, e.execution_id) i on true
   left join namespace n on n.namespace_no = e.namespace_no
   left join lane l on l.lane_no = e.lane_no
   left join lateral (
@@ -40,7 +40,7 @@ select i.input_payload, i.execution_kind,
          select jsonb_object_agg(t.key, t.value) from execution_tag t
           where t.partition_key = i.partition_key and t.execution_id = i.execution_id) end as tags
   from execution e
-  left join execution_input i using (namespace_no, lane_no, created_at, partition_key, execution_id)
+  left join lateral ff_input(e.namespace_no, e.lane_no, e.created_at, e.partition_key, e.execution_id) i on true
  where e.partition_key = :partition_key and e.execution_id = :execution_id;
 
 -- name: read_attempt_count
@@ -88,7 +88,7 @@ select n.namespace, l.lane_id, l.lane_id as current_lane, i.execution_kind, i.cr
        s.suspension_id::text as current_suspension_id, s.waitpoint_ids[1]::text as current_waitpoint_id,
        s.timeout_at::text as suspension_timeout_at
   from execution e
-  left join execution_input i using (namespace_no, lane_no, created_at, partition_key, execution_id)
+  left join lateral ff_input(e.namespace_no, e.lane_no, e.created_at, e.partition_key, e.execution_id) i on true
   left join namespace n on n.namespace_no = e.namespace_no
   left join lane l on l.lane_no = e.lane_no
   left join queue q using (queue_no)

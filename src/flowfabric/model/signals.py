@@ -33,7 +33,10 @@ _NO_TOKEN = WaitpointToken("-")
 
 @dataclass(kw_only=True, slots=True)
 class NewSignal:
-    """A signal as a caller delivers it, checked as far as it can be without the store."""
+    """A signal as a caller delivers it, checked as far as it can be without the store.
+
+    Not frozen, as one is made for every delivery and its checks write to it; nobody does so later.
+    """
 
     execution_id: ExecutionId
     waitpoint_id: WaitpointId

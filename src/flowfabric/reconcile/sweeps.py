@@ -108,7 +108,7 @@ SWEEPS = (
         lambda engine: engine.retention.purge_grants(),
         every=lambda _: _seconds(1),
         batch=retention.PURGE_LIMIT,
-        is_due=lambda due: due.has_lapsed_grants,
+        is_due=lambda due: due.has_spent_grants,
     ),
     Sweep(
         "worker_registry_ttl_sweep",
