@@ -49,7 +49,7 @@ async def test_a_statement_takes_its_values_by_name(database: Database) -> None:
     assert row["sum"] == 3
 
 
-async def test_a_connection_plans_anew_after_a_slow_statement(
+async def test_a_connection_plans_anew_after_a_slow_statement_or_transaction(
     url: str, other: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     last = "select query from pg_stat_activity where datname = current_database() and application_name = 'flowfabric'"
@@ -58,6 +58,10 @@ async def test_a_connection_plans_anew_after_a_slow_statement(
         for slow, said in ((60.0, READ.sql), (0.0, "discard plans"), (60.0, READ.sql)):
             monkeypatch.setattr("flowfabric.db.database.SLOW_SECONDS", slow)
             assert [row["value"] for row in await database.fetch(READ, {"id": 1})] == [0]
+            assert await other.fetchval(last) == said
+        for slow, said in ((60.0, "COMMIT;"), (0.0, "discard plans"), (60.0, "COMMIT;")):
+            monkeypatch.setattr("flowfabric.db.database.SLOW_SECONDS", slow)
+            assert await database.transact(lambda transaction: transaction.fetch(READ, id=1))
             assert await other.fetchval(last) == said
     finally:
         await database.close()

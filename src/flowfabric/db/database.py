@@ -226,8 +226,12 @@ class Database:
         """Run work in one READ COMMITTED transaction, again from its start where Postgres asks for it."""
 
         async def once(connection: Connection) -> Answer:
+            transaction = Transaction(connection)
             async with connection.transaction():
-                return await work(Transaction(connection))
+                answer = await work(transaction)
+            if transaction.has_been_slow:
+                await _plan_anew(connection)
+            return answer
 
         return await self._again(once)
 
@@ -246,19 +250,22 @@ class Database:
 class Transaction:
     """An open transaction: statements run in it in order."""
 
-    __slots__ = ("connection",)
+    __slots__ = ("connection", "has_been_slow")
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
+        self.has_been_slow = False
 
     async def fetch(self, statement: Statement, **values: object) -> list[Record]:
         """The rows of one statement."""
+        began = time.monotonic()
         rows: list[Record] = await self.connection.fetch(statement.sql, *statement.arguments(values))
+        self.has_been_slow |= time.monotonic() - began > SLOW_SECONDS
         return rows
 
 
 async def _plan_anew(connection: Connection) -> None:
-    """Drop the plans of a session; the statement before this is committed, so a fault is only this session's end."""
+    """Drop the plans of a session; what came before this is committed, so a fault is only this session's end."""
     try:
         await connection.execute("discard plans")
     except Exception:
