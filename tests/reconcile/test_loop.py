@@ -60,6 +60,7 @@ async def patient(engines: Any, monkeypatch: pytest.MonkeyPatch) -> Engine:
         "delayed_promoter_interval_ms": 60_000,
         "attempt_timeout_interval_s": 60,
         "execution_deadline_interval_s": 60,
+        "suspension_timeout_interval_s": 60,
     }
     patient: Engine = await engines(**minute)
     return patient
@@ -67,14 +68,21 @@ async def patient(engines: Any, monkeypatch: pytest.MonkeyPatch) -> Engine:
 
 async def test_a_timer_of_this_process_is_met_on_time(patient: Engine, given: Any, clock: Any) -> None:
     given.engine = patient
+    await clock.stop()
     async with Reconciler(patient):
-        await given.created(delay_until=await clock.now() + 150)
+        # The loop has looked: this one it is told of alone.
+        run = await given.created(delay_until=await clock.now() + 150)
+        assert await patient.read_execution_state(run) is PublicState.DELAYED
+        await clock.advance(ms=150)
         assert await patient.claim(lane_id="default", worker_id="w", worker_instance_id="w-1", max_wait_ms=30_000)
 
 
 async def test_a_timer_another_process_had_set_is_met_on_time(patient: Engine, given: Any, clock: Any) -> None:
-    await given.created(delay_until=await clock.now() + 300)
+    await clock.stop()
+    run = await given.created(delay_until=await clock.now() + 300)
     async with Reconciler(patient):
+        assert await patient.read_execution_state(run) is PublicState.DELAYED
+        await clock.advance(ms=300)
         assert await patient.claim(lane_id="default", worker_id="w", worker_instance_id="w-1", max_wait_ms=30_000)
 
 

@@ -8,36 +8,46 @@ from typing import Any
 import pytest
 
 from flowfabric.engine.engine import Engine
-from flowfabric.model.states import TerminalOutcome
+from flowfabric.model.events import EventKind
+from flowfabric.model.ids import ExecutionId
+from flowfabric.model.states import PublicState, TerminalOutcome
 from flowfabric.worker.context import Context
+from flowfabric.worker.heartbeat import Heartbeat
 
 TTL_MS = 600
 LONG_TTL_MS = 3000
-"""A lease that outlasts a renewal which a busy machine holds up."""
+"""A lease whose renewals get through on a busy machine too."""
 
 
-async def burn(ctx: Context, seconds: float) -> int:
-    """Keep the event loop from turning, as a handler should not do."""
-    until = time.monotonic() + seconds
-    turns = 0
-    while time.monotonic() < until:
-        turns += 1
-    return ctx.attempt_index
+async def burn(ctx: Context) -> bool:
+    """Keep the event loop from turning, as a handler should not do, until the lease is renewed meanwhile."""
+    until, before = time.monotonic() + 60, ctx._running.renewed_at
+    while ctx._running.renewed_at == before and time.monotonic() < until:
+        pass
+    return ctx._running.renewed_at > before
+
+
+async def renewals(rows: Any, run: ExecutionId) -> int:
+    """How often the lease of a run was renewed."""
+    return sum(event["kind"] == EventKind.RENEWED for event in await rows.events(run))
 
 
 async def test_a_handler_that_blocks_the_loop_keeps_its_lease(
-    engine: Engine, start_worker: Any, submit: Any, attempts: Any
+    engine: Engine, start_worker: Any, submit: Any, attempts: Any, rows: Any, clock: Any
 ) -> None:
-    await start_worker({"job": burn}, lease_ttl_ms=LONG_TTL_MS)
-    run = await submit(seconds=1.5 * LONG_TTL_MS / 1000)
-    ended = await engine.wait_for_ending(run, timeout=60)
-    assert (ended.outcome, ended.result) == (TerminalOutcome.SUCCESS, b"0")
+    await clock.stop()
+    await start_worker({"job": burn}, lease_ttl_ms=TTL_MS)
+    run = await submit()
+    ended = await engine.wait_for_ending(run, timeout=120)
+    assert (ended.outcome, ended.result) == (TerminalOutcome.SUCCESS, b"true")
+    assert await renewals(rows, run) >= 1
     assert len(await attempts(run)) == 1
 
 
 async def test_a_plain_function_that_takes_long_keeps_its_lease(
-    engine: Engine, start_worker: Any, submit: Any, rows: Any, eventually: Any
+    engine: Engine, start_worker: Any, submit: Any, rows: Any, clock: Any, eventually: Any
 ) -> None:
+    await clock.stop()
     gate = threading.Event()
 
     def wait() -> bool:
@@ -46,18 +56,19 @@ async def test_a_plain_function_that_takes_long_keeps_its_lease(
     run = await submit()
     await start_worker({"job": wait}, lease_ttl_ms=TTL_MS)
 
-    async def renewals() -> int:
-        return len([event for event in await rows.events(run) if event["kind"] == 2])
+    async def is_kept() -> bool:
+        return await renewals(rows, run) >= 4
 
-    await eventually(lambda: _reaches(renewals, 4))
+    await eventually(is_kept)
     gate.set()
     ended = await engine.wait_for_ending(run, timeout=60)
     assert (ended.outcome, ended.result) == (TerminalOutcome.SUCCESS, b"true")
 
 
 async def test_a_heartbeat_that_fails_begins_again(
-    engine: Engine, start_worker: Any, submit: Any, attempts: Any, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, start_worker: Any, submit: Any, attempts: Any, clock: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    await clock.stop()
     beside = engine.beside
     faults = iter([OSError("no route"), ValueError("whatever else")])
 
@@ -67,25 +78,36 @@ async def test_a_heartbeat_that_fails_begins_again(
         return beside(**options)
 
     monkeypatch.setattr(engine, "beside", fails_at_first)
-    await start_worker({"job": burn}, lease_ttl_ms=LONG_TTL_MS)
-    run = await submit(seconds=1.5 * LONG_TTL_MS / 1000)
-    assert (await engine.wait_for_ending(run, timeout=60)).outcome is TerminalOutcome.SUCCESS
+    await start_worker({"job": burn}, lease_ttl_ms=TTL_MS)
+    run = await submit()
+    ended = await engine.wait_for_ending(run, timeout=120)
+    assert (ended.outcome, ended.result) == (TerminalOutcome.SUCCESS, b"true")
     assert len(await attempts(run)) == 1
     assert next(faults, None) is None
 
 
-async def _reaches(count: Any, least: int) -> bool:
-    return bool(await count() >= least)
+async def test_a_short_run_is_not_renewed(
+    engine: Engine, start_worker: Any, submit: Any, rows: Any, eventually: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    beat, looks = Heartbeat._beat, 0
 
+    async def look_often(heartbeat: Heartbeat, engine: Engine) -> None:
+        nonlocal looks
+        heartbeat._tick = 0.01
+        await beat(heartbeat, engine)
+        looks += 1
 
-async def test_a_short_run_is_not_renewed(engine: Engine, start_worker: Any, submit: Any, rows: Any) -> None:
-    async def job() -> None: ...
+    monkeypatch.setattr(Heartbeat, "_beat", look_often)
 
-    await start_worker({"job": job}, lease_ttl_ms=2 * LONG_TTL_MS)
-    runs = [await submit() for _ in range(20)]
-    for run in runs:
-        await engine.wait_for_ending(run, timeout=60)
-        assert [event["kind"] for event in await rows.events(run) if event["kind"] == 2] == []
+    async def outlast_looks() -> None:
+        enough = looks + 5
+        await eventually(lambda: looks >= enough)
+
+    # Short beside a third of the lease.
+    await start_worker({"job": outlast_looks}, lease_ttl_ms=600_000)
+    run = await submit()
+    assert (await engine.wait_for_ending(run, timeout=60)).outcome is TerminalOutcome.SUCCESS
+    assert await renewals(rows, run) == 0
 
 
 async def test_a_handler_whose_lease_is_lost_is_cancelled(
@@ -119,21 +141,26 @@ async def test_a_handler_whose_lease_is_lost_is_cancelled(
 
 
 async def test_a_plain_function_learns_that_its_lease_is_lost(
-    engine: Engine, start_worker: Any, submit: Any, eventually: Any
+    engine: Engine, start_worker: Any, submit: Any, clock: Any, eventually: Any
 ) -> None:
+    await clock.stop()
     started = asyncio.Event()
     loop = asyncio.get_running_loop()
+    has_seen_the_loss: list[bool] = []
 
     def watch(ctx: Context) -> None:
         loop.call_soon_threadsafe(started.set)
-        until = time.monotonic() + 20
+        until = time.monotonic() + 60
         while ctx.is_lease_healthy() and time.monotonic() < until:
             pass
+        has_seen_the_loss.append(not ctx.is_lease_healthy())
 
     run = await submit()
-    worker = await start_worker({"job": watch}, lease_ttl_ms=TTL_MS)
+    worker = await start_worker({"job": watch}, lease_ttl_ms=LONG_TTL_MS)
     await asyncio.wait_for(started.wait(), 60)
     await engine.cancel_execution(execution_id=run, reason="not wanted")
+    await eventually(lambda: has_seen_the_loss, timeout=120)
+    assert has_seen_the_loss == [True]
     await eventually(lambda: worker.running == 0)
 
 
@@ -219,9 +246,14 @@ async def test_delayed_work_is_found_when_it_is_due(
 ) -> None:
     async def job() -> None: ...
 
+    await clock.stop()
     await start_worker({"job": job}, reconcile=reconcile, claim_poll_interval_ms=50)
     due = await clock.now() + 300
     run = await given.created(delay_until=due)
+    # The worker looks meanwhile, for this one has no delay.
+    await engine.wait_for_ending(await given.created(), timeout=60)
+    assert await engine.read_execution_state(run) is PublicState.DELAYED
+    await clock.advance(ms=300)
     assert (await engine.wait_for_ending(run, timeout=60)).outcome is TerminalOutcome.SUCCESS
     (attempt,) = await attempts(run)
     assert attempt["started_at"] >= due

@@ -71,13 +71,16 @@ async def test_stopping_waits_for_running_handlers(engine: Engine, submit: Any, 
     run = await submit()
     worker = Worker(engine, lanes=["default"], handlers={"job": wait})
     working = asyncio.create_task(worker.run())
-    await eventually(lambda: worker.running == 1)
-    worker.stop()
-    # A claim that was under way may still take what comes before its answer.
-    await eventually(lambda: worker._claiming is not None and worker._claiming.done())
-    late = await submit()
-    gate.set()
-    await working
+    try:
+        await eventually(lambda: worker.running == 1)
+        worker.stop()
+        # A claim that was under way may still take what comes before its answer.
+        await eventually(lambda: worker._claiming is not None and worker._claiming.done())
+        late = await submit()
+    finally:
+        worker.stop()
+        gate.set()
+        await working
     assert (await engine.wait_for_ending(run, timeout=60)).result == b'"done"'
     assert await engine.read_execution_state(late) == "waiting"
 
