@@ -8,11 +8,11 @@ from uuid import uuid4
 import asyncpg
 import pytest
 
+from creates import new
 from flowfabric.db.database import Database, Transaction
 from flowfabric.db.statements import Statement
 from flowfabric.engine.engine import Engine
 from flowfabric.model.conditions import ByName, Count, CountKind, OperatorOnly, TimeoutOnly
-from flowfabric.model.execution import NewExecution
 from flowfabric.model.explanation import (
     BudgetReason,
     DelayedReason,
@@ -58,20 +58,6 @@ def explain(engine: Engine, rows: Any) -> Any:
 
 def requiring(*tokens: str) -> dict[str, Any]:
     return {"policy": {"routing_requirements": {"required_capabilities": list(tokens)}}}
-
-
-def new(**overrides: Any) -> NewExecution:
-    return NewExecution(
-        **{
-            "namespace": "tests",
-            "lane_id": "default",
-            "execution_kind": "job",
-            "input_payload": b"1",
-            "priority": 0,
-            "creator_identity": "test",
-            **overrides,
-        }
-    )
 
 
 def shown(ms: int) -> str:

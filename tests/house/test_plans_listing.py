@@ -7,12 +7,12 @@ from uuid import uuid4
 import asyncpg
 import pytest
 
+from creates import new
 from flowfabric.db.database import Database
 from flowfabric.db.statements import Statement
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.listing import FIRST_WALK
 from flowfabric.model.conditions import Single
-from flowfabric.model.execution import NewExecution
 from flowfabric.model.ids import SuspensionId, WaitpointId
 from flowfabric.model.states import PublicState
 from flowfabric.model.suspension import Fresh, SuspendArgs, SuspensionReason
@@ -46,20 +46,6 @@ def touched(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 
     monkeypatch.setattr(Database, "fetch", fetch)
     return seen
-
-
-def new(**overrides: Any) -> NewExecution:
-    return NewExecution(
-        **{
-            "namespace": "tests",
-            "lane_id": "default",
-            "execution_kind": "job",
-            "input_payload": b"1",
-            "priority": 0,
-            "creator_identity": "test",
-            **overrides,
-        }
-    )
 
 
 async def backlog(engine: Engine, **overrides: Any) -> None:

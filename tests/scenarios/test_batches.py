@@ -11,6 +11,7 @@ import asyncpg
 import msgspec
 import pytest
 
+from creates import new
 from flowfabric.db import database
 from flowfabric.engine.engine import Engine
 from flowfabric.model.errors import EngineError
@@ -21,19 +22,6 @@ from flowfabric.model.states import HandleKind
 
 GOOD = 99
 RETRIED = {"retry_policy": {"backoff": {"type": "fixed", "delay_ms": 1000}}}
-
-
-def new(**overrides: Any) -> NewExecution:
-    """A create."""
-    given: dict[str, Any] = {
-        "namespace": "tests",
-        "lane_id": "default",
-        "execution_kind": "job",
-        "input_payload": b"{}",
-        "priority": 0,
-        "creator_identity": "test",
-    }
-    return NewExecution(**{**given, **overrides})
 
 
 async def claimed(engine: Engine, count: int, **overrides: Any) -> list[Handle]:
