@@ -17,7 +17,7 @@ import asyncpg
 import pytest
 
 from databases import CARELESS, FOR_TESTS, SCHEMA, Databases, at_database, debian_15, execute, left_on, run, session
-from flowfabric.db import database
+from flowfabric.db import session as sessions
 from flowfabric.db.embedded import Embedded
 from flowfabric.db.migrate import migrate
 from flowfabric.engine.engine import Engine
@@ -165,7 +165,8 @@ async def engine(engines: Engines) -> Engine:
 @pytest.fixture
 def patient_with_locks(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is opened from now on waits for a row held elsewhere as long as a test holds it."""
-    monkeypatch.setitem(database._SESSION, "lock_timeout", "100s")
+    monkeypatch.setitem(sessions._SESSION, "lock_timeout", "100s")
+    monkeypatch.setenv("FF_STATEMENT_TIMEOUT_MS", "100000")
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
-from flowfabric.db.database import check_url
+from flowfabric.db.address import check_url
 from flowfabric.db.migrate import check_schema_name
 from flowfabric.model.errors import EngineError
 from flowfabric.model.ids import MAX_PARTITION_COUNT, check_lane_id
@@ -52,6 +52,9 @@ class SettingsFields(TypedDict, total=False):
     database_url: str | None
     home: Path | str
     database_pool_size: int
+    statement_timeout_ms: int
+    idle_in_transaction_timeout_ms: int
+    submit_patience_ms: int
     schema: str
     """The same as `schema_name`."""
     schema_name: str
@@ -86,6 +89,9 @@ class Settings(BaseSettings):
     database_url: Annotated[str | None, Field(repr=False)] = None
     home: Path = Path(".flowfabric")
     database_pool_size: Count = 10
+    statement_timeout_ms: Count = 8_000
+    idle_in_transaction_timeout_ms: Count = 5_000
+    submit_patience_ms: Annotated[int, Field(ge=0)] = 5_000
     schema_name: Annotated[str, Field(validation_alias="FF_SCHEMA")] = "flowfabric"
     migrate_on_start: bool | None = None
     lanes: Annotated[tuple[str, ...], NoDecode] = ("default",)

@@ -9,7 +9,8 @@ import asyncpg
 import pytest
 
 from flowfabric.db.batch import LOCKED, Batch, Locked
-from flowfabric.db.database import Database, StoreFault, Transaction
+from flowfabric.db.database import Database, Transaction
+from flowfabric.db.faults import StoreFault
 from flowfabric.db.statements import Statement
 
 ADD = Statement(

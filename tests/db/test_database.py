@@ -9,7 +9,9 @@ from urllib.parse import urlsplit, urlunsplit
 import asyncpg
 import pytest
 
-from flowfabric.db.database import ATTEMPTS, Database, StoreFault, Transaction, fault_of
+from flowfabric.db.database import ATTEMPTS, Database, Transaction
+from flowfabric.db.faults import StoreFault, fault_of
+from flowfabric.db.session import Limits
 from flowfabric.db.statements import Statement
 
 ADD = Statement("add", "select :a::int + :b::int as sum")
@@ -37,6 +39,21 @@ async def database(url: str, other: asyncpg.Connection) -> AsyncIterator[Databas
     database = await Database.open(url, schema="flowfabric", pool_size=3)
     yield database
     await database.close()
+
+
+@pytest.fixture
+def turns() -> Callable[[Awaitable[Any], int], Awaitable[bool]]:
+    """Run a call and cancel it at its n-th turn of the event loop; answers whether it ended by itself before."""
+
+    async def run(call: Awaitable[Any], turn: int) -> bool:
+        task = asyncio.ensure_future(call)
+        for _ in range(turn):
+            await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.wait((task,))
+        return not task.cancelled()
+
+    return run
 
 
 async def value(connection: asyncpg.Connection, number: int) -> int:
@@ -141,6 +158,35 @@ async def test_a_row_that_stays_locked_is_given_up_after_three_attempts(
     assert (raised.value.kind, runs) == ("contention", ATTEMPTS)
 
 
+async def test_a_transaction_that_falls_silent_lets_go_of_its_rows(url: str, other: asyncpg.Connection) -> None:
+    database = await Database.open(url, schema="flowfabric", limits=Limits(idle_in_transaction_ms=50))
+
+    async def work(transaction: Transaction) -> None:
+        await transaction.fetch(WRITE, id=1)
+        # Waits for the row until the server has ended the session that holds it.
+        await other.execute("update shelf set value = 7 where id = 1")
+        await transaction.fetch(WRITE, id=1)
+
+    try:
+        with pytest.raises(StoreFault) as raised:
+            await database.transact(work)
+        assert (raised.value.kind, raised.value.outcome_unknown) == ("transport", False)
+        assert await value(other, 1) == 7
+        assert (await database.fetch(READ, {"id": 1}))[0]["value"] == 7
+    finally:
+        await database.close()
+
+
+async def test_a_statement_is_ended_by_the_server_after_its_limit(url: str) -> None:
+    database = await Database.open(url, schema="flowfabric", limits=Limits(statement_ms=50))
+    try:
+        with pytest.raises(StoreFault) as raised:
+            await database.fetch(SLEEP, {"seconds": 60})
+        assert (raised.value.kind, raised.value.outcome_unknown) == ("timeout", False)
+    finally:
+        await database.close()
+
+
 async def test_an_error_of_the_statement_itself_is_not_run_again(database: Database) -> None:
     runs = 0
 
@@ -163,7 +209,7 @@ async def test_a_connection_lost_during_a_statement_is_a_transport_fault_and_the
     await other.fetch(END_SESSIONS)
     with pytest.raises(StoreFault) as raised:
         await sleeping
-    assert raised.value.kind == "transport"
+    assert (raised.value.kind, raised.value.outcome_unknown) == ("transport", True)
     assert (await database.fetch(ADD, {"a": 1, "b": 1}))[0]["sum"] == 2
 
 
@@ -196,7 +242,7 @@ async def test_a_lost_connection_in_a_transaction_undoes_it(database: Database, 
 
     with pytest.raises(StoreFault) as raised:
         await database.transact(work)
-    assert raised.value.kind == "transport"
+    assert (raised.value.kind, raised.value.outcome_unknown) == ("transport", False)
     assert (await value(other, 1), await value(other, 2)) == (0, 0)
 
 
@@ -214,6 +260,28 @@ async def test_a_cancelled_caller_leaves_a_usable_connection(
             assert (await database.fetch(ADD, {"a": 1, "b": 1}))[0]["sum"] == 2
         # A session that was given up takes a moment to leave the server's list.
         await eventually(has_one_session)
+    finally:
+        await database.close()
+
+
+async def test_a_caller_cancelled_at_any_turn_leaves_nothing_to_the_next(
+    url: str, other: asyncpg.Connection, turns: Callable[[Awaitable[Any], int], Awaitable[bool]]
+) -> None:
+    """A connection with an open transaction that nobody knows of would undo what the next caller was told."""
+    database = await Database.open(url, schema="flowfabric", pool_size=1)
+
+    async def work(transaction: Transaction) -> None:
+        await transaction.fetch(WRITE, id=1)
+
+    try:
+        turn, ended, told = 0, False, 0
+        while not ended:
+            ended = await turns(database.transact(work), turn)
+            turn += 1
+            await database.fetch(WRITE, {"id": 2})
+            told += 1
+            assert await value(other, 2) == told
+        assert turn > 3
     finally:
         await database.close()
 
@@ -265,7 +333,7 @@ async def test_closing_waits_for_what_runs(
 @pytest.mark.parametrize(
     ("change", "kind"),
     [
-        ({"path": "/there_is_no_such_database"}, "other"),
+        ({"path": "/there_is_no_such_database"}, "protocol"),
         ({"query": "host=/nowhere"}, "transport"),
         ({"netloc": "nobody_of_that_name@"}, "auth"),
     ],
@@ -274,7 +342,7 @@ async def test_a_wrong_address_is_told_at_once(url: str, change: dict[str, str],
     address = urlunsplit(urlsplit(url)._replace(**change))
     with pytest.raises(StoreFault) as raised:
         await Database.open(address, schema="flowfabric")
-    assert raised.value.kind == kind
+    assert (raised.value.kind, raised.value.outcome_unknown) == (kind, False)
 
 
 async def test_a_value_postgres_cannot_hold_is_not_taken_for_a_lost_connection(database: Database) -> None:
@@ -314,7 +382,16 @@ def test_an_error_that_is_not_the_drivers_is_no_fault() -> None:
         (TimeoutError(), "timeout"),
         (asyncpg.AdminShutdownError("no"), "transport"),
         (asyncpg.ConnectionDoesNotExistError("no"), "transport"),
-        (asyncpg.TooManyConnectionsError("no"), "transport"),
+        (asyncpg.TooManyConnectionsError("no"), "busy_loading"),
+        (asyncpg.CannotConnectNowError("no"), "busy_loading"),
+        (asyncpg.ReadOnlySQLTransactionError("no"), "busy_loading"),
+        (asyncpg.DiskFullError("no"), "busy_loading"),
+        (asyncpg.OutOfMemoryError("no"), "busy_loading"),
+        (asyncpg.ObjectInUseError("no"), "busy_loading"),
+        (asyncpg.PostgresIOError("no"), "busy_loading"),
+        (asyncpg.IdleInTransactionSessionTimeoutError("no"), "transport"),
+        (asyncpg.UndefinedTableError("no"), "protocol"),
+        (asyncpg.ProgramLimitExceededError("no"), "other"),
         (ConnectionResetError(), "transport"),
         (asyncpg.InvalidPasswordError("no"), "auth"),
         (asyncpg.UniqueViolationError("no"), "other"),

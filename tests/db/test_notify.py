@@ -14,8 +14,8 @@ from flowfabric.db.notify import EVERYTHING, Hints
 
 SESSIONS = """from pg_stat_activity where datname = current_database() and pid <> pg_backend_pid()
                 and application_name = 'flowfabric'"""
-LISTENERS = f"select count(*) {SESSIONS} and query like 'LISTEN%'"
-END_LISTENERS = f"select pg_terminate_backend(pid) {SESSIONS} and query like 'LISTEN%'"
+LISTENERS = f"select count(*) {SESSIONS} and query like '/* proof */%'"
+END_LISTENERS = f"select pg_terminate_backend(pid) {SESSIONS} and query like '/* proof */%'"
 END_ALL = f"select pg_terminate_backend(pid) {SESSIONS}"
 
 Open = Callable[..., Awaitable[Hints]]

@@ -9,7 +9,7 @@ from uuid import uuid4
 import asyncpg
 import pytest
 
-from flowfabric.db import database
+from flowfabric.db import session as sessions
 from flowfabric.engine.engine import Engine
 from flowfabric.model.conditions import Count, CountKind, OperatorOnly
 from flowfabric.model.errors import EngineError
@@ -128,7 +128,7 @@ async def test_a_row_held_for_too_long_is_refused_alone(
     table: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setitem(database._SESSION, "lock_timeout", "60ms")
+    monkeypatch.setitem(sessions._SESSION, "lock_timeout", "60ms")
     engine = await engines()
     waits = await many(engine, given)
     async with rewriting(connection, table, waits[50].execution_id):

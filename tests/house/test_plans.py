@@ -16,7 +16,8 @@ import asyncpg
 import pytest
 
 from creates import new
-from flowfabric.db.database import Database, Transaction, session_settings
+from flowfabric.db.database import Database, Transaction
+from flowfabric.db.session import session_settings
 from flowfabric.db.statements import Statement, Statements
 from flowfabric.engine import release, resume, signals
 from flowfabric.engine.engine import Engine

@@ -8,7 +8,7 @@ from pathlib import Path
 import asyncpg
 import pytest
 
-from flowfabric.db.database import session_settings
+from flowfabric.db.session import session_settings
 from flowfabric.db.statements import Statement, Statements
 from flowfabric.engine.transition import (
     CLAIM_PARAMETERS,

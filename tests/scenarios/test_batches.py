@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from creates import new
-from flowfabric.db import database
+from flowfabric.db import session as sessions
 from flowfabric.engine.engine import Engine
 from flowfabric.model.errors import EngineError
 from flowfabric.model.execution import NewExecution
@@ -343,7 +343,7 @@ async def test_a_batch_waits_for_its_locked_row_and_answers_all(
 async def test_a_row_locked_for_too_long_is_refused_alone(
     engines: Any, rows: Any, connection: asyncpg.Connection, operation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(database._SESSION, "lock_timeout", "60ms")
+    monkeypatch.setitem(sessions._SESSION, "lock_timeout", "60ms")
     engine = await engines()
     handles = await claimed(engine, GOOD + 1)
     async with held(connection, handles[50].execution_id):

@@ -8,7 +8,7 @@ from uuid import uuid4
 import asyncpg
 import pytest
 
-from flowfabric.db import database
+from flowfabric.db import session as sessions
 from flowfabric.db.embedded import Embedded
 from flowfabric.engine.engine import Engine
 from flowfabric.model.conditions import Single
@@ -195,7 +195,7 @@ async def test_a_callback_that_meets_no_store_is_asked_to_come_again(tmp_path: P
 async def test_a_repeat_that_meets_a_held_execution_is_asked_to_come_again(
     engines: Any, given: Any, connection: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(database._SESSION, "lock_timeout", "60ms")
+    monkeypatch.setitem(sessions._SESSION, "lock_timeout", "60ms")
     engine = await engines()
     run, point, token = await wait(engine, given)
     keyed: Any = {**READY, "idempotency_key": "delivery-1"}

@@ -6,8 +6,8 @@ from contextlib import contextmanager
 import asyncpg
 import typer
 
-from flowfabric.db.database import StoreFault
 from flowfabric.db.embedded import EmbeddedError
+from flowfabric.db.faults import StoreFault
 from flowfabric.db.migrate import MigrationError
 from flowfabric.settings import SettingsError
 

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from flowfabric.cli.errors import FAILED, MISUSED, fail, told_in_one_line
 from flowfabric.db import migrate as migrations
-from flowfabric.db.database import check_url
+from flowfabric.db.address import check_url
 from flowfabric.db.embedded import Embedded
 from flowfabric.db.migrate import Applied, Migration
 from flowfabric.settings import Settings

@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Hashable, Sequence
 from typing import Any, Final, Generic, TypeVar
 
-from flowfabric.db.database import StoreFault
+from flowfabric.db.faults import StoreFault
 
 Item = TypeVar("Item")
 Answer = TypeVar("Answer")
@@ -132,9 +132,8 @@ class Batch(Generic[Item, Answer]):
         try:
             return await self._together(items)
         except StoreFault as fault:
-            # Trying the items one by one would not help.
-            if fault.is_of_connection:
-                return [StoreFault(fault.kind, str(fault)) for _ in items]
+            if fault.is_of_store:
+                return [fault.copy() for _ in items]
         except Exception as error:
             if len(items) == 1:
                 return [error]

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from flowfabric.db.database import Database
-from flowfabric.pauses import pauses
+from flowfabric.pauses import is_set_within, pauses
 
 logger = logging.getLogger(__name__)
 
@@ -16,6 +16,7 @@ EVERYTHING = "*"
 """The word of a hint that names nothing in particular."""
 
 _LONGEST = 7_000
+_PROOF = "/* proof */ select pg_notify($1, '')"
 _Callback = Callable[[list[str]], None]
 
 
@@ -32,6 +33,10 @@ class Hints:
     """How long whoever begins to listen waits for the connection, which goes on to be made behind him."""
     CLOSE_SECONDS = 1.0
     """How long the end waits for what is pending."""
+    PROOF_SECONDS = 10.0
+    """How often the listener proves that hints arrive; one over which they do not is tried again after as long."""
+    DEAF_SECONDS = 2.0
+    """How long the listener's own hint may take to reach it."""
 
     def __init__(self, database: Database, *, deaf: bool = False) -> None:
         self._database = database
@@ -98,6 +103,8 @@ class Hints:
                     await self._sending.execute("select pg_notify($1, $2)", self._channel(channel), text)
             except Exception as error:
                 logger.debug("hint not sent: %s", error)
+                if self._sending is not None:
+                    self._sending.terminate()
             now = time.monotonic()
             self._credit = min(self.AT_ONCE, self._credit + (now - self._sent_at) / self.PAUSE) - 1
             self._sent_at = now
@@ -108,7 +115,7 @@ class Hints:
         reconnects = pauses(*self.RECONNECT_SECONDS)
         while True:
             try:
-                connection = await self._database.connect()
+                connection = await self._database.connect(synchronous_commit="off")
             except Exception as error:
                 logger.debug("not listening: %s", error)
                 await asyncio.sleep(next(reconnects))
@@ -119,16 +126,32 @@ class Hints:
             try:
                 for channel in self._callbacks:
                     await connection.add_listener(self._channel(channel), self._heard)
-                self._listening.set()
-                # What was told while nobody listened is unknown.
-                for channel in self._callbacks:
-                    self._deliver(channel, [EVERYTHING])
-                await lost.wait()
+                await self._listen_on(connection, lost)
             except Exception as error:
                 logger.debug("listening ended: %s", error)
             finally:
                 self._listening.clear()
                 connection.terminate()
+            if not lost.is_set():
+                await asyncio.sleep(self.PROOF_SECONDS)
+
+    async def _listen_on(self, connection: Any, lost: asyncio.Event) -> None:
+        """Listen until the connection is lost or deaf: each proof is a hint that this listener sends to itself."""
+        channel = f"flowfabric_alive_{connection.get_server_pid()}"
+        heard = asyncio.Event()
+        await connection.add_listener(channel, lambda *_: heard.set())
+        while not lost.is_set():
+            heard.clear()
+            await connection.execute(_PROOF, channel)
+            if not await is_set_within(heard, self.DEAF_SECONDS):
+                logger.warning("hints do not arrive over this connection; polling instead")
+                return
+            if not self._listening.is_set():
+                self._listening.set()
+                # What was sent while nobody listened is unknown.
+                for channel_heard in self._callbacks:
+                    self._deliver(channel_heard, [EVERYTHING])
+            await is_set_within(lost, self.PROOF_SECONDS)
 
     def _channel(self, channel: str) -> str:
         return f"{self._database.schema}_{channel}"

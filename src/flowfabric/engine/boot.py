@@ -3,9 +3,11 @@
 import asyncio
 
 from flowfabric.db import migrate
-from flowfabric.db.database import Database, StoreFault
+from flowfabric.db.database import Database
 from flowfabric.db.embedded import Embedded, EmbeddedError
+from flowfabric.db.faults import StoreFault
 from flowfabric.db.notify import Hints
+from flowfabric.db.session import NO_LIMITS, Limits, connect
 from flowfabric.engine.keys import Keys
 from flowfabric.engine.store import SQL, Rules, Store, error_of
 from flowfabric.model.errors import UnavailableError, error
@@ -13,6 +15,8 @@ from flowfabric.model.ids import LaneId, Partitions
 from flowfabric.model.outcomes import Applied, NoOp
 from flowfabric.model.seals import Seals
 from flowfabric.settings import PREFIX, Settings
+
+CLOSE_SECONDS = 2
 
 
 class Boot:
@@ -53,7 +57,15 @@ class Boot:
             if url is None:
                 embedded = await asyncio.to_thread(Embedded.start, settings.home)
                 url = embedded.url
-            database = await Database.open(url, schema=settings.schema_name, pool_size=settings.database_pool_size)
+            database = await Database.open(
+                url,
+                schema=settings.schema_name,
+                pool_size=settings.database_pool_size,
+                limits=Limits(
+                    statement_ms=settings.statement_timeout_ms,
+                    idle_in_transaction_ms=settings.idle_in_transaction_timeout_ms,
+                ),
+            )
             boot = cls(settings, database, embedded, beside)
             try:
                 await boot.prepare()
@@ -100,17 +112,24 @@ class Boot:
         return Applied(description=", ".join(done)) if done else NoOp()
 
     async def _prepare_schema(self) -> list[str]:
-        async with self._database.acquire() as connection:
-            try:
-                if self.settings.migrates:
-                    applied = await migrate.migrate(connection, schema=self._database.schema)
-                    return [migration.file for migration in applied]
-                status = await migrate.check(connection, schema=self._database.schema)
-            except migrate.MigrationError as refused:
-                raise error("unavailable", str(refused)) from refused
+        schema = self._database.schema
+        try:
+            if self.settings.migrates:
+                return [migration.file for migration in await self._migrate(schema)]
+            async with self._database.acquire() as connection:
+                status = await migrate.check(connection, schema=schema)
+        except migrate.MigrationError as refused:
+            raise error("unavailable", str(refused)) from refused
         if not status.runs:
             raise error("unavailable", status.text)
         return []
+
+    async def _migrate(self, schema: str) -> list[migrate.Migration]:
+        connection = await connect(self._database.url, schema=schema, limits=NO_LIMITS)
+        try:
+            return await migrate.migrate(connection, schema=schema)
+        finally:
+            await connection.close(timeout=CLOSE_SECONDS)
 
     async def close(self) -> None:
         """Give back every connection, and the embedded server."""

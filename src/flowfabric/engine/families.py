@@ -1,5 +1,8 @@
 """The families of the engine, each built once on the same store."""
 
+import asyncio
+import contextlib
+
 from flowfabric.engine.boot import Boot
 from flowfabric.engine.cancel import Cancel
 from flowfabric.engine.claim import Claim
@@ -29,6 +32,9 @@ from flowfabric.engine.tagging import Tagging
 from flowfabric.engine.view import View
 from flowfabric.engine.waitpoint import Waitpoints
 from flowfabric.engine.workers import Workers
+
+DRAIN_SECONDS = 10.0
+"""How long closing waits for calls under way."""
 
 
 class Families:
@@ -81,8 +87,10 @@ class Families:
         )
 
     async def _close(self) -> None:
-        """Answer what is under way and leave the store."""
+        """Answer what is under way, give up what the store does not answer in time, and leave the store."""
         await self._endings.close()
-        for family in (self._claim, self._submit, self._signals, self._suspend, self._releases, self.leases):
-            await family.drain()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(DRAIN_SECONDS):
+                for family in (self._claim, self._submit, self._signals, self._suspend, self._releases, self.leases):
+                    await family.drain()
         await self._boot.close()

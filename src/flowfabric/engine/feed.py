@@ -3,7 +3,7 @@
 import logging
 
 from flowfabric.db import partitions
-from flowfabric.db.database import StoreFault
+from flowfabric.db.faults import StoreFault
 from flowfabric.db.statements import statements_beside
 from flowfabric.engine.store import Store, error_of
 

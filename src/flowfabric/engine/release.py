@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from flowfabric.db.batch import LOCKED, Batch, Locked
-from flowfabric.db.database import Record, StoreFault, Transaction
+from flowfabric.db.database import Record, Transaction
+from flowfabric.db.faults import StoreFault
 from flowfabric.db.statements import columns_of, statements_beside
 from flowfabric.engine.fence import DONE, Verdict, lock_execution, verdict_of
 from flowfabric.engine.lease import Leases

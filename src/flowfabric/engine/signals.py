@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from uuid import UUID
 
 from flowfabric.db.batch import LOCKED, Batch, Locked
-from flowfabric.db.database import Record, StoreFault, Transaction, fault_of
+from flowfabric.db.database import Record, Transaction
+from flowfabric.db.faults import StoreFault, fault_of
 from flowfabric.db.statements import columns_from, statements_beside
 from flowfabric.engine.fence import lock_execution
 from flowfabric.engine.keys import Keys

@@ -5,7 +5,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar, cast
 
-from flowfabric.db.database import Database, Record, StoreFault, Transaction
+from flowfabric.db.database import Database, Record, Transaction
+from flowfabric.db.faults import StoreFault
 from flowfabric.db.notify import Hints
 from flowfabric.db.statements import Statement, statements_beside
 from flowfabric.engine.horizon import Horizon
@@ -67,7 +68,7 @@ class Store:
         found = await pending
         if not any(isinstance(verdict, Exception) for verdict in found):
             return cast("list[Answer | EngineError]", found)
-        faults = [verdict for verdict in found if isinstance(verdict, StoreFault) and verdict.is_of_connection]
+        faults = [verdict for verdict in found if isinstance(verdict, StoreFault) and verdict.is_of_store]
         if faults and len(faults) == len(found):
             raise error_of(faults[0]) from faults[0]
         verdicts: list[Answer | EngineError] = []
@@ -157,4 +158,4 @@ def error_of(fault: StoreFault) -> EngineError:
     """The engine's error for a fault of the store."""
     if fault.kind == "contention":
         return error("retry_exhausted", str(fault))
-    return TransportError(fault.kind, str(fault))
+    return TransportError(fault.kind, str(fault), outcome_unknown=fault.outcome_unknown)

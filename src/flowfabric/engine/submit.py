@@ -7,7 +7,8 @@ from typing import cast
 import msgspec
 
 from flowfabric.db.batch import LOCKED, Batch, Locked
-from flowfabric.db.database import Record, StoreFault, Transaction
+from flowfabric.db.database import Record, Transaction
+from flowfabric.db.faults import StoreFault
 from flowfabric.db.statements import columns_of, short_column, statements_beside
 from flowfabric.engine.marks import BAND_BITS
 from flowfabric.engine.store import Store, error_of
@@ -91,7 +92,7 @@ class Submit:
             try:
                 return await self._insert_alike(alike)
             except StoreFault as fault:
-                if fault.is_of_connection:
+                if fault.is_of_store:
                     raise error_of(fault) from fault
                 # An item the store cannot take: each finds its own answer below.
         checked: list[Submission | Duplicate | EngineError] = []

@@ -128,12 +128,25 @@ class TransportError(EngineError):
     category = "transport"
     takes_context = True
 
-    def __init__(self, kind: str = TransportKind.TRANSPORT, detail: Detail = None, backend: str = "postgres") -> None:
+    def __init__(
+        self,
+        kind: str = TransportKind.TRANSPORT,
+        detail: Detail = None,
+        backend: str = "postgres",
+        *,
+        outcome_unknown: bool = False,
+    ) -> None:
         """Build the error of a transport kind, as met on a backend."""
         self.kind = TransportKind(kind)
         self.backend = backend
+        self.outcome_unknown = outcome_unknown
+        """Whether the call may have been carried out: it was sent, and its answer did not arrive."""
         super().__init__(self.kind.value, detail)
         self.args = (self.kind.value, detail, backend)
+
+    def __str__(self) -> str:
+        """Read `<code>: <detail>`, and whether the call may have been carried out."""
+        return super().__str__() + (" (it is unknown whether the call was carried out)" if self.outcome_unknown else "")
 
     def _classify(self, code: str) -> ErrorClass:
         return ErrorClass.RETRYABLE if code in RETRYABLE_TRANSPORT else ErrorClass.TERMINAL

@@ -1,7 +1,6 @@
 """The heartbeat: a thread with a loop and a connection of its own that keeps a worker's leases and its registration."""
 
 import asyncio
-import contextlib
 import logging
 import threading
 import time
@@ -15,6 +14,7 @@ from flowfabric.engine.engine import Engine
 from flowfabric.model.errors import EngineError
 from flowfabric.model.outcomes import NotRegistered, Renewed
 from flowfabric.model.text import MAX_BATCH
+from flowfabric.pauses import is_set_within
 from flowfabric.worker.context import Running
 from flowfabric.worker.faults import LEASE_IS_LOST
 
@@ -108,14 +108,14 @@ class Heartbeat:
                 engine = await connected.enter_async_context(self._engine.beside(pool_size=1))
                 while not stopping.is_set():
                     await self._beat(engine)
-                    await _is_set_within(stopping, self._tick)
+                    await is_set_within(stopping, self._tick)
             except _Stuck as silence:
                 logger.warning("the heartbeat connects again: %s", silence)
             except Exception as error:
                 # Whatever it is: a worker whose leases nobody renews does its work twice.
                 is_known = isinstance(error, EngineError)
                 logger.warning("the heartbeat begins again: %s", error, exc_info=None if is_known else error)
-                await _is_set_within(stopping, self._tick)
+                await is_set_within(stopping, self._tick)
             # Not waited for: the connection to a silent server takes its time to close.
             closing = asyncio.create_task(connected.aclose())
             closings.add(closing)
@@ -174,9 +174,3 @@ class Heartbeat:
 
 class _Stuck(Exception):
     """The store stays silent."""
-
-
-async def _is_set_within(event: asyncio.Event, seconds: float) -> bool:
-    with contextlib.suppress(TimeoutError):
-        await asyncio.wait_for(event.wait(), seconds)
-    return event.is_set()
