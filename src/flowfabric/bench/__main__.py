@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -20,14 +21,22 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print the results as JSON, and nothing else, on stdout")
     parser.add_argument("--url", help="a Postgres server to use instead of an embedded one")
     parser.add_argument("--output", type=Path, default=Path("bench"), help="where results.json and results.png go")
+    parser.add_argument("--beside", type=Path, help="another checkout of this project, to compare with in one run")
+    parser.add_argument("--rounds", type=int, help="how often each subject is measured")
     options = parser.parse_args()
+    if options.soak and options.beside:
+        parser.error("--beside does not go with --soak")
+    plan = QUICK if options.quick else FULL
+    if options.rounds is not None:
+        plan = replace(plan, rounds=options.rounds, seconds=FULL.seconds)
     if options.soak:
         results = asyncio.run(soak(options.url, SHORT_SOAK if options.quick else LONG_SOAK))
     else:
-        results = asyncio.run(measure(options.url, QUICK if options.quick else FULL))
+        results = asyncio.run(measure(options.url, plan, options.beside))
     if not options.quick:
-        write(results, options.output / ("soak.json" if options.soak else "results.json"))
-        if not options.soak:
+        name = "soak" if options.soak else "beside" if options.beside else "results"
+        write(results, options.output / f"{name}.json")
+        if name == "results":
             draw(results, options.output / "results.png")
     if options.json:
         print(results.as_json())
@@ -47,7 +56,7 @@ async def soak(url: str | None, plan: Plan) -> Results:
         return await measure_soak(server, plan)
 
 
-async def measure(url: str | None, plan: Plan) -> Results:
+async def measure(url: str | None, plan: Plan, beside: Path | None = None) -> Results:
     """The results of a whole run, its progress told on stderr."""
     console = Console(stderr=True)
     with console.status("starting Postgres") as status:
@@ -58,7 +67,7 @@ async def measure(url: str | None, plan: Plan) -> Results:
                 console.print(text, highlight=False)
 
         async with serve(url) as server:
-            return await measure_all(server, plan, tell=tell)
+            return await measure_all(server, plan, tell=tell, beside=beside)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib import metadata
@@ -26,6 +26,9 @@ SOAK = "soak"
 ONCE = frozenset({"idle", "backlog"})
 """Subjects that take medians of their own, and need no further round."""
 PEERS = ("pgqueuer", "awa", "absurd", "procrastinate", "dbos")
+OURS = ("submit", "work", "suspend", "idle", "backlog")
+BEFORE = "before:"
+"""What the figures of another checkout are named with."""
 DISTRIBUTIONS = ("asyncpg", "uvloop", "pgqueuer", "awa-pg", "absurd-sdk", "procrastinate", "dbos")
 
 RATIOS = {
@@ -97,31 +100,47 @@ async def measure_soak(server: Server, plan: Plan) -> Results:
     return Results(environment=surroundings, figures=figures, ratios=ratios([figures]), errors=errors)
 
 
-async def measure_all(server: Server, plan: Plan, *, tell: Callable[[str], None]) -> Results:
-    """Measure every subject in every round: what disturbs the machine for a while disturbs all of them."""
+async def measure_all(
+    server: Server, plan: Plan, *, tell: Callable[[str], None], beside: Path | None = None
+) -> Results:
+    """Measure every subject in every round: what disturbs the machine for a while disturbs all of them.
+
+    Beside another checkout of this project the peers are left out, and each subject of ours is measured twice in a row:
+    as it is here, and as it is there.
+    """
     surroundings = await environment(server, plan)
+    if beside is not None:
+        surroundings["beside"] = checkout(beside / "src" / "flowfabric" / "version.py")
+    subjects: list[tuple[str, str, Path | None]] = []
+    for subject in OURS if beside is not None else SUBJECTS:
+        if subject != SOAK:
+            subjects.append(("", subject, None))
+        if beside is not None:
+            subjects.append((BEFORE, subject, beside / "src"))
     rounds: list[Figures] = []
     errors: dict[str, str] = {}
     ends_at = time.monotonic() + plan.seconds
     for number in range(plan.rounds):
         figures: Figures = {}
-        for subject in SUBJECTS:
-            if subject == SOAK or (number and subject in ONCE):
+        # Neither of two versions is always the first.
+        for mark, subject, source in subjects if number % 2 == 0 else reversed(subjects):
+            if number and subject in ONCE and beside is None:
                 continue
-            tell(f"round {number + 1} of {plan.rounds}: {subject}")
+            tell(f"round {number + 1} of {plan.rounds}: {mark}{subject}")
             started = time.monotonic()
             patience = min(PATIENCE_S, ends_at - started)
             try:
-                figures |= await measure_one(server, subject, scale=plan.scale, patience=patience)
-                tell(f"{subject} took {time.monotonic() - started:.1f} s")
+                found = await measure_one(server, subject, scale=plan.scale, patience=patience, source=source)
+                figures |= {f"{mark}{name}": figure for name, figure in found.items()}
+                tell(f"{mark}{subject} took {time.monotonic() - started:.1f} s")
             except SubjectError as error:
-                errors[subject] = str(error)
-                tell(f"{subject}: {error}")
+                errors[f"{mark}{subject}"] = str(error)
+                tell(f"{mark}{subject}: {error}")
         rounds.append(figures)
     return Results(
         environment=surroundings,
         figures=medians(rounds),
-        ratios=ratios(rounds),
+        ratios=ratios(rounds, RATIOS if beside is None else ratios_of_versions(rounds)),
         errors=errors,
     )
 
@@ -131,9 +150,18 @@ class SubjectError(Exception):
 
 
 async def measure_one(
-    server: Server, subject: str, *, scale: float, patience: float, is_heard: bool = False
+    server: Server,
+    subject: str,
+    *,
+    scale: float,
+    patience: float,
+    is_heard: bool = False,
+    source: Path | None = None,
 ) -> Figures:
-    """The figures of one subject from a process and a database that exist for it alone."""
+    """The figures of one subject from a process and a database that exist for it alone.
+
+    `source` is the folder of another version of this package to measure instead.
+    """
     if patience < 1:
         raise SubjectError("no time is left for it")
     async with server.database(f"bench_{subject}") as url:
@@ -142,6 +170,7 @@ async def measure_one(
             stdout=asyncio.subprocess.PIPE,
             stderr=None if is_heard else asyncio.subprocess.PIPE,
             start_new_session=True,
+            env=None if source is None else {**os.environ, "PYTHONPATH": str(source)},
         )
         try:
             out, noise = await asyncio.wait_for(process.communicate(), patience)
@@ -175,10 +204,16 @@ def medians(rounds: list[Figures]) -> Figures:
     }
 
 
-def ratios(rounds: list[Figures]) -> dict[str, float]:
+def ratios_of_versions(rounds: list[Figures]) -> dict[str, tuple[str, str]]:
+    """Every figure over that of the other version."""
+    names = dict.fromkeys(name for figures in rounds for name in figures)
+    return {f"{name}/before": (name, f"{BEFORE}{name}") for name in names if f"{BEFORE}{name}" in names}
+
+
+def ratios(rounds: list[Figures], wanted: Mapping[str, tuple[str, str]] = RATIOS) -> dict[str, float]:
     """The median of each ratio over the rounds that have both its figures: a round is compared with itself."""
     found: dict[str, float] = {}
-    for name, (above, below) in RATIOS.items():
+    for name, (above, below) in wanted.items():
         values = [each[above].value / each[below].value for each in rounds if above in each and below in each]
         if values:
             found[name] = statistics.median(values)
