@@ -192,7 +192,10 @@ async def check(url: str, load: Load) -> None:
     assert endings == {execution_id: 1 for execution_id, state in states.items() if state == "completed"}
     wrong = [error for error in load.errors if not isinstance(error, TransportError) or not error.retryable]
     assert wrong == []
-    assert {error.code for error in load.errors} == {"transport"}
+    codes = {error.code for error in load.errors}
+    assert "transport" in codes
+    # The server refuses connections while it starts.
+    assert codes <= {"transport", "busy_loading"}
 
 
 async def test_a_killed_server_loses_nothing_that_was_acknowledged(server: Server, eventually: Any) -> None:
