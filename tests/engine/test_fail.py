@@ -20,7 +20,7 @@ async def test_a_failure_with_no_retry_left_ends_the_execution(
     engine: Engine, given: Any, rows: Any, clock: Any
 ) -> None:
     began = await clock.now()
-    claimed = await given.run(tags={"cairn.instance_id": "i-1"})
+    claimed = await given.run(tags={"ff.instance_id": "i-1"})
     worker_no = (await rows.execution(claimed.execution_id))["worker_no"]
     now = await clock.advance(seconds=1)
     assert await engine.fail(claimed.handle, reason="disk full") == TerminalFailed()
