@@ -309,6 +309,29 @@ async def test_what_was_trimmed_from_the_log_still_counts(engine: Engine, given:
         await refused(wait.send("x", max_signals_per_execution=4), "signal_limit_exceeded")
 
 
+TEXTS = ("signal_name", "signal_category", "source_type", "source_identity", "correlation_id")
+TEXTS += ("target_scope", "payload_encoding")
+
+
+@pytest.mark.parametrize("letter", ["x", "\N{GRINNING FACE}"])
+@pytest.mark.parametrize("field", TEXTS)
+async def test_texts_of_a_signal_have_a_length(engine: Engine, given: Any, rows: Any, field: str, letter: str) -> None:
+    wait = await waiting(engine, given)
+    async with rows.unchanged():
+        for length in (1025, 100_000):
+            detail = f"{field}: at most 1024 characters, got {length}"
+            refusal = await refused(wait.send(**{"name": "x", field: letter * length}), "invalid_input")
+            assert refusal.detail == detail
+    await wait.send(**{"name": "x", field: letter * 1024})
+    (stored,) = await signals(rows, wait.execution_id)
+    assert stored[field] == letter * 1024
+
+
+async def test_all_texts_of_a_signal_may_be_long_at_once(engine: Engine, given: Any) -> None:
+    wait = await waiting(engine, given)
+    assert isinstance(await wait.send("x", **dict.fromkeys(TEXTS[1:], "x" * 1024)), Accepted)
+
+
 # An operator's word.
 
 

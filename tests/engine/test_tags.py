@@ -119,9 +119,7 @@ async def test_tags_set_at_once_by_many_are_all_there(engines: Any, given: Any, 
     several = [await engines() for _ in range(3)]
     await asyncio.gather(
         *(
-            engine.set_execution_tags(
-                execution_id, {f"a.n{nth}_{at}": "x", "ff.instance_id": f"i{nth}", "a.same": "y"}
-            )
+            engine.set_execution_tags(execution_id, {f"a.n{nth}_{at}": "x", "ff.instance_id": f"i{nth}", "a.same": "y"})
             for at in range(5)
             for nth, engine in enumerate(several)
         )

@@ -37,8 +37,8 @@ from flowfabric.model.ids import (
     split_execution_id,
 )
 from flowfabric.model.policy_checks import MAX_MS
-from flowfabric.model.signals import DEFAULT_MAXLEN, NewSignal, ResumeSignal
-from flowfabric.model.text import check_range, check_text
+from flowfabric.model.signals import DEFAULT_MAXLEN, MAX_TEXT, NewSignal, ResumeSignal, approval_key
+from flowfabric.model.text import check_length, check_range
 from flowfabric.model.tokens import WaitpointToken
 
 SQL = statements_beside(__file__)
@@ -87,17 +87,19 @@ class Signals:
         waitpoint_id: UUID | str,
         signal_name: str,
         idempotency_suffix: str,
+        source_identity: str,
         signal_dedup_ttl_ms: int,
         lane_id: str | None,
         maxlen: int | None,
         max_signals_per_execution: int | None,
     ) -> Delivered:
-        """Deliver the word of an operator, who does not hold the token."""
+        """Deliver the approval of an operator, who does not hold the token."""
         parsed = parse_execution_id(execution_id)
         partition, uuid = row_key(parsed)
         waitpoint = WaitpointId(parse_uuid(waitpoint_id, "waitpoint_id"))
-        check_text(signal_name, "signal_name")
-        check_text(idempotency_suffix, "idempotency_suffix")
+        check_length(signal_name, "signal_name", MAX_TEXT)
+        check_length(idempotency_suffix, "idempotency_suffix", MAX_TEXT)
+        check_length(source_identity, "source_identity", MAX_TEXT)
         check_range(signal_dedup_ttl_ms, "signal_dedup_ttl_ms", 0, MAX_MS)
         if lane_id is not None:
             check_lane_id(lane_id)
@@ -119,8 +121,9 @@ class Signals:
                 signal_name=signal_name,
                 signal_category="approval",
                 source_type="operator",
+                source_identity=source_identity,
                 target_scope="execution",
-                idempotency_key=f"approval:{signal_name}:{idempotency_suffix}",
+                idempotency_key=approval_key(signal_name, idempotency_suffix, source_identity),
                 dedup_ttl_ms=signal_dedup_ttl_ms,
                 max_signals_per_execution=max_signals_per_execution,
                 signal_maxlen=DEFAULT_MAXLEN if maxlen is None else maxlen,
