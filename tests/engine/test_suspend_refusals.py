@@ -21,11 +21,11 @@ from flowfabric.model.conditions import (
 from flowfabric.model.handle import Backend, Handle
 from flowfabric.model.ids import AttemptId, LeaseId, WaitpointId
 from flowfabric.model.states import HandleKind
-from flowfabric.model.suspension import Fresh, SuspendArgs, UsePending
+from flowfabric.model.suspension import Fresh, UsePending
 
 from .sending import waiting
 from .state import ACTIVE, LAPSED, claim, refused, revoke, told, vector
-from .waits import FORMS, args, each_form, fresh, on_all, suspended, triple, using
+from .waits import FORMS, args, each_form, fresh, on_all, suspended, using
 
 
 def one(key: str = "wait", name: str = "ready") -> Single:

@@ -310,7 +310,7 @@ class Model:
                 return ("TerminalFailed",)
             one = self.find(lease.execution)
             if one.attempt_state == "pending_retry_attempt" and one.phase == "runnable":
-                return "RetryScheduled", one.delay_until
+                return "RetryScheduled", one.delay_until or one.transition_at
             raise
 
     def fail_execution(self, name: str, lease: Lease | None, reason: str, category: str) -> Answer:
@@ -330,12 +330,12 @@ class Model:
         one.retries += 1
         one.holds_attempt = False
         self._let_go(one)
-        one.delay_until = self.now + pause
-        later = ("not_eligible_until_time", "waiting_for_retry_backoff", "none", "pending_retry_attempt")
-        self._move(one, "runnable", "unowned", *later)
+        one.delay_until = self.now + pause if pause else None
+        when = "not_eligible_until_time waiting_for_retry_backoff" if pause else "eligible_now waiting_for_worker"
+        self._move(one, "runnable", "unowned", *when.split(), "none", "pending_retry_attempt")
         if is_held:
             one.tell(f"released {event}")
-        return "RetryScheduled", one.delay_until
+        return "RetryScheduled", self.now + pause
 
     def delay(self, lease: Lease, until: int) -> Answer:
         one = self.check(lease, "lease_conflict")

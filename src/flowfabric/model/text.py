@@ -81,9 +81,9 @@ def word_of(words: type[Word], value: object) -> Word | None:
     return next((word for word in words if word == value), None)
 
 
-def storable(text: object) -> str:
-    """A text the store can hold, whatever a failing handler said: a failure is never refused over its message."""
-    return str(text).replace("\0", "\N{REPLACEMENT CHARACTER}").encode("utf-8", "replace").decode()
+def storable(text: str) -> str:
+    """Give a text the store can hold: what it cannot hold of this one is replaced."""
+    return text.replace("\0", "\N{REPLACEMENT CHARACTER}").encode("utf-8", "replace").decode()
 
 
 def shown(value: object) -> str:

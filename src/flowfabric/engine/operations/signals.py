@@ -82,7 +82,7 @@ class SignalOperations(Families):
         maxlen: int | None = None,
         max_signals_per_execution: int | None = None,
     ) -> Accepted | SignalDuplicate:
-        """Record the approval of an operator, who need not hold the token; a repeat with the same suffix is a duplicate.
+        """Record the approval of an operator, who need not hold the token; a repeat of the suffix is a duplicate.
 
         `source_identity` says who the operator is: a condition that counts distinct sources counts distinct operators.
         """
