@@ -327,12 +327,12 @@ class Model:
 
     def _retry(self, one: Execution, pause: int, event: str) -> Answer:
         is_held = one.ownership == "leased"
-        one.retries += 1
-        one.holds_attempt = False
+        one.retries, one.holds_attempt = one.retries + 1, False
         self._let_go(one)
         one.delay_until = self.now + pause if pause else None
-        when = "not_eligible_until_time waiting_for_retry_backoff" if pause else "eligible_now waiting_for_worker"
-        self._move(one, "runnable", "unowned", *when.split(), "none", "pending_retry_attempt")
+        later = ("not_eligible_until_time", "waiting_for_retry_backoff", "none", "pending_retry_attempt")
+        soon = ("eligible_now", "waiting_for_worker", "none", "pending_retry_attempt")
+        self._move(one, "runnable", "unowned", *(later if pause else soon))
         if is_held:
             one.tell(f"released {event}")
         return "RetryScheduled", self.now + pause

@@ -1,4 +1,4 @@
-"""Refused tokens: noted on their executions after the answer, so that its time does not tell whether a waitpoint exists."""
+"""Refused tokens: noted on their executions after the answer, whose time then tells nothing about waitpoints."""
 
 import asyncio
 import logging
