@@ -92,6 +92,7 @@ async def test_outside_a_wrong_token_and_an_unknown_waitpoint_are_the_same(
         await refused(TokenMismatch, engine, run, point, "", READY),
         await refused(TokenMismatch, engine, run, point, None, READY),
     ]
+    await engine._signals.drain()
     async with rows.unchanged():
         told += [
             await refused(UnknownWaitpoint, engine, run, uuid4(), token, READY),
