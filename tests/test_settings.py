@@ -1,6 +1,8 @@
 """Settings: read from FF_ variables, overruled by code, frozen, and clear about what is wrong."""
 
+import json
 import os
+import pickle
 import re
 from pathlib import Path
 from typing import Any
@@ -32,7 +34,7 @@ def test_without_variables_the_defaults_stand() -> None:
             "budget_partitions": 32,
             "quota_partitions": 32,
             "feed_retention_ms": 86_400_000,
-            "instance_tag": "cairn.instance_id",
+            "instance_tag": "ff.instance_id",
             "lease_renewal_events": True,
             "lease_expiry_interval_ms": 1500,
             "delayed_promoter_interval_ms": 750,
@@ -136,6 +138,43 @@ def test_no_password_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(SettingsError, match=r"^FF_DATABASE_URL: must begin with postgresql://$"):
         Settings()
     assert "pa55word" not in repr(Settings(database_url="postgresql://user:pa55word@host/db"))
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("postgresql://user:pa55word@host/db", "postgresql://user:**********@host/db"),
+        ("postgres://user:pa55word%3A%40@a:1,b:2/db?x=1", "postgres://user:**********@a:1,b:2/db?x=1"),
+        ("postgresql://:pa55word@host/db", "postgresql://:**********@host/db"),
+        (
+            "postgresql://user@host/db?password=pa55word&sslmode=require&sslpassword=pa55word",
+            "postgresql://user@host/db?password=**********&sslmode=require&sslpassword=**********",
+        ),
+        ("postgresql:///db?%70assword=pa55word", "postgresql:///db?%70assword=**********"),
+        ("postgresql://user@host/db", "postgresql://user@host/db"),
+        ("postgresql:///db?host=/run/postgresql", "postgresql:///db?host=/run/postgresql"),
+        (None, None),
+    ],
+)
+def test_dumped_settings_show_the_address_without_its_password(url: str | None, shown: str | None) -> None:
+    settings = Settings(database_url=url)
+    dumped = [settings.model_dump(), settings.model_dump(mode="json"), json.loads(settings.model_dump_json())]
+    assert [each["database_url"] for each in dumped] == [shown] * 3
+    assert "pa55word" not in f"{dumped} {settings!r} {settings} {settings.model_dump_json()}"
+    assert settings.database_url == url
+    assert settings.model_copy().database_url == pickle.loads(pickle.dumps(settings)).database_url == url
+
+
+def test_settings_made_of_a_dump_do_not_take_the_asterisks_for_a_password() -> None:
+    dumped = Settings(database_url="postgresql://user:pa55word@host/db").model_dump()
+    with pytest.raises(SettingsError, match=r"^FF_DATABASE_URL: its password is hidden by asterisks; "):
+        Settings(database_url=dumped["database_url"])
+
+
+def test_dumped_settings_show_no_secret() -> None:
+    settings = Settings(waitpoint_hmac_secret="ab" * 32, secret_key="cd" * 32, secret_key_old="ef" * 32)
+    text = f"{settings.model_dump()} {settings.model_dump_json()} {settings!r} {settings}"
+    assert not any(secret in text for secret in ("abab", "cdcd", "efef"))
 
 
 @pytest.mark.parametrize(

@@ -3,10 +3,12 @@
 import difflib
 import logging
 import os
+import re
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Self, TypedDict, Unpack
+from urllib.parse import unquote
 
 from pydantic import (
     Field,
@@ -14,6 +16,7 @@ from pydantic import (
     SecretStr,
     ValidationError,
     ValidationInfo,
+    field_serializer,
     field_validator,
     model_validator,
 )
@@ -40,6 +43,9 @@ PartitionCount = Annotated[int, Field(ge=1, le=MAX_PARTITION_COUNT)]
 _UNSHOWN = frozenset(
     f"{PREFIX}{name}" for name in ("DATABASE_URL", "WAITPOINT_HMAC_SECRET", "SECRET_KEY", "SECRET_KEY_OLD")
 )
+
+_MASK = "*" * 10
+_ADDRESS = re.compile(r"(?P<scheme>\w+://)(?P<server>[^/?#]*)(?P<path>[^?]*)(?P<query>.*)", re.DOTALL)
 
 
 class SettingsError(RuntimeError):
@@ -101,7 +107,7 @@ class Settings(BaseSettings):
     listen: bool = True
     retention_ms: Count = 86_400_000
     feed_retention_ms: Count = 86_400_000
-    instance_tag: Annotated[str, Field(min_length=1)] = "cairn.instance_id"
+    instance_tag: Annotated[str, Field(min_length=1)] = "ff.instance_id"
     lease_renewal_events: bool = True
     waitpoint_hmac_secret: SecretStr | None = None
     secret_key: SecretStr | None = None
@@ -137,7 +143,15 @@ class Settings(BaseSettings):
     @field_validator("database_url")
     @classmethod
     def _postgres_url(cls, url: str | None) -> str | None:
-        return check_url(url) if url else None
+        if not url:
+            return None
+        if _MASK in url and _masked(url) == url:
+            raise ValueError("its password is hidden by asterisks; give the address itself, settings.database_url")
+        return check_url(url)
+
+    @field_serializer("database_url")
+    def _without_password(self, url: str | None) -> str | None:
+        return None if url is None else _masked(url)
 
     @field_validator("callback_url")
     @classmethod
@@ -200,6 +214,21 @@ class Settings(BaseSettings):
         except ValidationError as invalid:
             text = "; ".join(_complaint(cls, error["loc"], error["msg"], error["input"]) for error in invalid.errors())
             raise SettingsError(text) from None
+
+
+def _masked(url: str) -> str:
+    """The address with asterisks in the place of its passwords."""
+    found = _ADDRESS.fullmatch(url)
+    if found is None:
+        return _MASK
+    login, at, hosts = found["server"].rpartition("@")
+    user, colon, _ = login.partition(":")
+    parts = []
+    for part in found["query"].removeprefix("?").split("&"):
+        name, equals, _ = part.partition("=")
+        parts.append(f"{name}={_MASK}" if equals and "password" in unquote(name).lower() else part)
+    query = f"?{'&'.join(parts)}" if found["query"] else ""
+    return f"{found['scheme']}{user}{colon}{_MASK if colon else ''}{at}{hosts}{found['path']}{query}"
 
 
 def _complaint(settings: type[Settings], location: tuple[int | str, ...], message: str, value: object) -> str:

@@ -74,3 +74,8 @@ async def signals(rows: Any, execution_id: str) -> list[dict[str, Any]]:
     """The stored signals of an execution in the order of their acceptance."""
     found = await rows.of("signal", execution_id=execution_id[-36:])
     return sorted(found, key=lambda row: int(row["sequence"]))
+
+
+async def stamps_written(engine: Engine) -> None:
+    """Let the engine note what tokens it has refused, as it does before it closes."""
+    await engine._signals.drain()

@@ -73,7 +73,7 @@ async def test_claim_gives_the_handle_of_the_best_or_nothing(engine: Engine, giv
 
 
 async def test_a_claim_tells_of_the_acquired_lease_once(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
-    claimed = await given.run(tags={"cairn.instance_id": "i-1"}, namespace="tenant")
+    claimed = await given.run(tags={"ff.instance_id": "i-1"}, namespace="tenant")
     assert await told(rows, claimed.execution_id) == ["acquired"]
     (event,) = await rows.events(claimed.execution_id)
     row = await rows.execution(claimed.execution_id)

@@ -415,7 +415,7 @@ async def _fresh(given: Any, lane: str) -> str:
     return str(
         await given.created(
             lane_id=lane,
-            tags={"cairn.instance_id": "one"},
+            tags={"ff.instance_id": "one"},
             policy={"timeout_policy": {"attempt_timeout_ms": 4000, "execution_deadline_ms": 10**9}},
         )
     )

@@ -34,7 +34,7 @@ async def test_a_completed_run_ends_its_execution(
 ) -> None:
     began = await clock.now()
     policy = {"timeout_policy": {"attempt_timeout_ms": 5000}}
-    claimed = await given.run(policy=policy, tags={"cairn.instance_id": "i-1"}, execution_deadline_at=began + 60_000)
+    claimed = await given.run(policy=policy, tags={"ff.instance_id": "i-1"}, execution_deadline_at=began + 60_000)
     worker_no = (await rows.execution(claimed.execution_id))["worker_no"]
     now = await clock.advance(seconds=1)
     await complete(engine, claimed.handle, b"\x00result")

@@ -27,7 +27,7 @@ async def test_no_operation_leaves_anything_to_find(
     revoked = await given.claimed(lane_id="revoked")
     await revoke(connection, revoked.execution_id)
     await given.expired_lease(lane_id="lapsed")
-    await given.claimed(lane_id="claimed", tags={"a.b": "1", "cairn.instance_id": "x"})
+    await given.claimed(lane_id="claimed", tags={"a.b": "1", "ff.instance_id": "x"})
     await given.completed(lane_id="completed")
     await given.failed(lane_id="failed")
     await given.cancelled(lane_id="cancelled")

@@ -129,7 +129,7 @@ async def test_items_of_one_call_may_differ_in_every_field(engine: Engine, rows:
         priority=3,
         creator_identity="somebody",
         payload_encoding="json",
-        tags={"cairn.instance_id": "i-1"},
+        tags={"ff.instance_id": "i-1"},
         policy={"max_replay_count": 1},
         execution_deadline_at=now + 5,
         execution_id="{fp:3}:11111111-2222-3333-4444-555555555555",
@@ -140,7 +140,7 @@ async def test_items_of_one_call_may_differ_in_every_field(engine: Engine, rows:
     assert [one.execution_id for one in claimed] == [verdicts[at].execution_id for at in (1, 0, 2)]  # type: ignore[union-attr]
     assert [one.execution_kind for one in claimed] == ["other", "job", "job"]
     assert [one.payload_encoding for one in claimed] == ["json", None, None]
-    assert [one.tags for one in claimed] == [{"cairn.instance_id": "i-1"}, {}, {}]
+    assert [one.tags for one in claimed] == [{"ff.instance_id": "i-1"}, {}, {}]
     assert [one.policy for one in claimed] == [ExecutionPolicy(max_replay_count=1), None, None]
     stored = [await rows.execution(one.execution_id) for one in claimed]
     assert [row["instance_tag"] for row in stored] == ["i-1", None, None]
@@ -153,7 +153,7 @@ async def test_items_of_one_shape_are_stored_as_they_would_be_among_others(engin
     shared = new(lane_id="alike", payload_encoding="json", policy=policy)
     alike = [
         shared | {"input_payload": b"1", "priority": 3},
-        shared | {"input_payload": b"2", "tags": {"cairn.instance_id": "i-1", "team.name": "blue"}},
+        shared | {"input_payload": b"2", "tags": {"ff.instance_id": "i-1", "team.name": "blue"}},
         shared | {"input_payload": b"3", "priority": 9_001, "tags": {"team.name": "red"}},
     ]
 
@@ -175,7 +175,7 @@ async def test_items_of_one_shape_are_stored_as_they_would_be_among_others(engin
 
 async def test_the_instance_tag_is_configurable(engines: Any, rows: Any) -> None:
     engine = await engines(instance_tag="app.instance")
-    tags = {"app.instance": "mine", "cairn.instance_id": "theirs"}
+    tags = {"app.instance": "mine", "ff.instance_id": "theirs"}
     made = await engine.create_execution(**new(tags=tags))
     assert (await rows.execution(made.execution_id))["instance_tag"] == "mine"
 

@@ -27,7 +27,7 @@ DIFFERENT: dict[str, dict[str, Any]] = {
     "priority too high": {"priority": 9_001},
     "creator": {"creator_identity": "somebody"},
     "encoding": {"payload_encoding": "json"},
-    "tags": {"tags": {"cairn.instance_id": "i-1", "team.name": "blue"}},
+    "tags": {"tags": {"ff.instance_id": "i-1", "team.name": "blue"}},
     "policy": {"policy": ExecutionPolicy(max_replay_count=1)},
     "policy as a mapping": {"policy": {"max_replay_count": 1}},
     "policy with a delay": {"policy": ExecutionPolicy(delay_until=FAR)},

@@ -55,7 +55,7 @@ async def test_a_delay_gives_up_the_lease_and_keeps_the_attempt(
     engine: Engine, given: Any, rows: Any, clock: Any
 ) -> None:
     began = await clock.now()
-    claimed = await given.run(tags={"cairn.instance_id": "i-1"}, execution_deadline_at=began + 3_600_000)
+    claimed = await given.run(tags={"ff.instance_id": "i-1"}, execution_deadline_at=began + 3_600_000)
     worker_no = (await rows.execution(claimed.execution_id))["worker_no"]
     now = await clock.advance(seconds=1)
     await engine.delay(claimed.handle, now + 60_000)

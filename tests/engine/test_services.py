@@ -60,7 +60,7 @@ async def test_complete_execution_ends_a_run_as_its_holder_would(
     engine: Engine, given: Any, rows: Any, clock: Any
 ) -> None:
     began = await clock.now()
-    claimed = await given.run(tags={"cairn.instance_id": "i-1"})
+    claimed = await given.run(tags={"ff.instance_id": "i-1"})
     now = await clock.advance(seconds=1)
     done = await engine.complete_execution(
         **fence(claimed.handle), attempt_index=0, payload=b"\x00done", result_encoding="raw"

@@ -138,7 +138,7 @@ async def test_a_cancel_by_an_operator_is_told_and_a_given_lease_is_compared(
 async def test_every_ending_is_told_with_namespace_and_instance_tag(
     engine: Engine, given: Any, rows: Any, clock: Any
 ) -> None:
-    tagged = {"tags": {"cairn.instance_id": "i1"}, "namespace": "tenant"}
+    tagged = {"tags": {"ff.instance_id": "i1"}, "namespace": "tenant"}
     completed = await given.completed(**tagged)
     failed = await given.failed(**tagged)
     cancelled = await given.cancelled(**tagged)

@@ -16,7 +16,7 @@ from flowfabric.model.errors import EngineError
 from flowfabric.model.signals import Accepted, SignalDuplicate
 from flowfabric.reconcile.loop import Reconciler
 
-from .sending import Waiting, signals, waiting
+from .sending import Waiting, signals, stamps_written, waiting
 from .state import refused
 from .waits import args, rewriting, suspended, suspension, waitpoint, waitpoints
 
@@ -83,6 +83,7 @@ async def test_bad_signals_among_good_ones(engine: Engine, given: Any, rows: Any
     assert refusals == {at: code for at, (_, code) in bad.items()}
     await check_resumed(rows, waits[:GOOD])
     assert (await rows.execution(wrong.execution_id))["public_state"] == "suspended"
+    await stamps_written(engine)
     assert (await rows.execution(wrong.execution_id))["last_hmac_validation_failed_at"] is not None
     assert await signals(rows, wrong.execution_id) == []
 

@@ -13,7 +13,7 @@ from flowfabric.model.ids import ExecutionId
 from flowfabric.model.signals import MAX_PAYLOAD_BYTES, Accepted, NewSignal, SignalDuplicate
 from flowfabric.model.tokens import WaitpointToken
 
-from .sending import Waiting, running, signals, waiting
+from .sending import Waiting, running, signals, stamps_written, waiting
 from .state import claim, refused
 from .waits import args, on_all, suspended, token_of
 
@@ -27,12 +27,13 @@ async def stamp(rows: Any, execution_id: ExecutionId) -> int | None:
     return found
 
 
-async def stamped_only(rows: Any, clock: Any, call: Any, code: str, execution_id: ExecutionId) -> None:
+async def stamped_only(engine: Engine, rows: Any, clock: Any, call: Any, code: str, execution_id: ExecutionId) -> None:
     """The call is refused and leaves the stamp of a refused token, at this time, and nothing else."""
     before = await rows.execution(execution_id)
     now = await clock.advance(seconds=1)
     async with rows.unchanged(without=["execution"]):
         await refused(call, code)
+        await stamps_written(engine)
     assert await rows.execution(execution_id) == {**before, "last_hmac_validation_failed_at": now}
 
 
@@ -103,7 +104,7 @@ async def test_a_bad_token_leaves_its_stamp_and_nothing_else(
     engine: Engine, given: Any, rows: Any, clock: Any, token: Any, code: str
 ) -> None:
     wait = await waiting(engine, given)
-    await stamped_only(rows, clock, wait.send(waitpoint_token=token), code, wait.execution_id)
+    await stamped_only(engine, rows, clock, wait.send(waitpoint_token=token), code, wait.execution_id)
 
 
 async def test_a_refusal_does_not_repeat_the_token(engine: Engine, given: Any) -> None:
@@ -158,7 +159,9 @@ async def test_what_is_broken_in_the_store_shows_to_nobody_without_the_token(
     sent = await first.send(key="a", idempotency_key="k")
     # No operation of this version stores what it cannot read.
     await connection.execute(damage)
-    await stamped_only(rows, clock, wait.send(waitpoint_token="k1:" + "0" * 64), "invalid_token", wait.execution_id)
+    await stamped_only(
+        engine, rows, clock, wait.send(waitpoint_token="k1:" + "0" * 64), "invalid_token", wait.execution_id
+    )
     async with rows.unchanged():
         await refused(wait.send(waitpoint_id=uuid4()), "invalid_token")
         await refused(wait.send(), "corruption")
@@ -170,7 +173,9 @@ async def test_a_condition_that_is_broken_in_the_store_is_met_by_nothing(
 ) -> None:
     wait = await waiting(engine, given)
     await connection.execute("update suspension set condition = '[1]'")
-    await stamped_only(rows, clock, wait.send(waitpoint_token="k1:" + "0" * 64), "invalid_token", wait.execution_id)
+    await stamped_only(
+        engine, rows, clock, wait.send(waitpoint_token="k1:" + "0" * 64), "invalid_token", wait.execution_id
+    )
     assert await wait.said() == "appended_to_waitpoint no_op"
 
 
@@ -179,6 +184,7 @@ async def test_only_a_waitpoint_of_the_execution_leaves_a_stamp(engine: Engine, 
     async with rows.unchanged():
         await refused(wait.send(waitpoint_id=uuid4()), "invalid_token")
         await refused(wait.send(waitpoint_id=other.points["wait"][0]), "invalid_token")
+        await stamps_written(engine)
 
 
 async def test_a_token_well_signed_but_not_the_stored_one_is_refused(
@@ -187,7 +193,7 @@ async def test_a_token_well_signed_but_not_the_stored_one_is_refused(
     wait = await waiting(engine, given)
     # No operation changes the token of a waitpoint; whoever holds a key could sign another.
     await connection.execute("update waitpoint set token = 'k1:' || repeat('0', 64)")
-    await stamped_only(rows, clock, wait.send(), "invalid_token", wait.execution_id)
+    await stamped_only(engine, rows, clock, wait.send(), "invalid_token", wait.execution_id)
 
 
 async def test_the_grace_of_a_key_ends_for_its_tokens(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
@@ -196,7 +202,7 @@ async def test_the_grace_of_a_key_ends_for_its_tokens(engine: Engine, given: Any
     await clock.advance(ms=1_000)
     assert isinstance(await wait.send("x", "a"), Accepted)
     await clock.advance(ms=1)
-    await stamped_only(rows, clock, wait.send("x", "b"), "token_expired", wait.execution_id)
+    await stamped_only(engine, rows, clock, wait.send("x", "b"), "token_expired", wait.execution_id)
     later = await waiting(engine, given)
     assert later.points["wait"][1].kid == "k2"
     assert isinstance(await later.send("ready"), Accepted)
@@ -309,6 +315,36 @@ async def test_what_was_trimmed_from_the_log_still_counts(engine: Engine, given:
         await refused(wait.send("x", max_signals_per_execution=4), "signal_limit_exceeded")
 
 
+TEXTS = (
+    "signal_name",
+    "signal_category",
+    "source_type",
+    "source_identity",
+    "correlation_id",
+    "target_scope",
+    "payload_encoding",
+)
+
+
+@pytest.mark.parametrize("letter", ["x", "\N{GRINNING FACE}"])
+@pytest.mark.parametrize("field", TEXTS)
+async def test_texts_of_a_signal_have_a_length(engine: Engine, given: Any, rows: Any, field: str, letter: str) -> None:
+    wait = await waiting(engine, given)
+    async with rows.unchanged():
+        for length in (1025, 100_000):
+            detail = f"{field}: at most 1024 characters, got {length}"
+            refusal = await refused(wait.send(**{"name": "x", field: letter * length}), "invalid_input")
+            assert refusal.detail == detail
+    await wait.send(**{"name": "x", field: letter * 1024})
+    (stored,) = await signals(rows, wait.execution_id)
+    assert stored[field] == letter * 1024
+
+
+async def test_all_texts_of_a_signal_may_be_long_at_once(engine: Engine, given: Any) -> None:
+    wait = await waiting(engine, given)
+    assert isinstance(await wait.send("x", **dict.fromkeys(TEXTS[1:], "x" * 1024)), Accepted)
+
+
 # An operator's word.
 
 
@@ -369,7 +405,7 @@ async def test_an_approval_needs_a_key_that_still_counts(engine: Engine, given: 
     wait = await waiting(engine, given)
     await engine.rotate_waitpoint_hmac_secret_all(new_kid="k2", new_secret_hex=OTHER_SECRET, grace_ms=0)
     await clock.advance(ms=1)
-    await stamped_only(rows, clock, approve(wait), "token_expired", wait.execution_id)
+    await stamped_only(engine, rows, clock, approve(wait), "token_expired", wait.execution_id)
 
 
 # Reading signals.

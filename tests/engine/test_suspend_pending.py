@@ -3,14 +3,26 @@
 from typing import Any
 from uuid import uuid4
 
+import pytest
+
 from flowfabric.engine.engine import Engine
-from flowfabric.model.conditions import AllOf, ByName, Count, CountKind, Single
+from flowfabric.model.conditions import (
+    AllOf,
+    ByName,
+    Condition,
+    Count,
+    CountKind,
+    OperatorOnly,
+    Single,
+    TimeoutOnly,
+    all_of_waitpoints,
+)
 from flowfabric.model.outcomes import AlreadySatisfied
 from flowfabric.model.suspension import UsePending
 from flowfabric.model.waits import PendingWaitpoint
 
 from .state import ACTIVE, refused, told, vector
-from .waits import SUSPENDED, args, suspended, suspension, using, waitpoint
+from .waits import FORMS, SUSPENDED, args, each_form, fresh, suspended, suspension, using, waitpoint
 
 LONG = 3_600_000
 
@@ -175,9 +187,67 @@ async def test_a_pending_waitpoint_is_given_by_its_text_as_well(engine: Engine, 
     assert (await waitpoint(rows, pending.waitpoint_id))["required_signal_names"] == ["__operator_only__"]
 
 
-async def test_a_condition_that_does_not_name_the_waitpoint_is_refused(engine: Engine, given: Any, rows: Any) -> None:
+def of_keys(n: int, *keys: str) -> Count:
+    return Count(n=n, count_kind=CountKind.DISTINCT_SIGNALS, waitpoints=keys)
+
+
+MISSING = "referenced_waitpoint_key_missing_binding: "
+EXTRA = "extra_binding_not_referenced_by_condition: "
+UNBOUND: list[tuple[Condition, str]] = [
+    (Single(waitpoint_key="a"), f"{MISSING}a"),
+    (all_of_waitpoints(("wait", "a")), f"{MISSING}a"),
+    (all_of_waitpoints(("b", "wait", "a")), f"{MISSING}b"),
+    (of_keys(1, "wait", "a"), f"{MISSING}a"),
+    (of_keys(1, "a"), f"{MISSING}a"),
+    (AllOf((Single(waitpoint_key="wait"), AllOf((of_keys(2, "wait", "c"),)))), f"{MISSING}c"),
+    (AllOf((OperatorOnly(),)), f"{EXTRA}wait"),
+]
+
+
+@pytest.mark.parametrize(("condition", "detail"), UNBOUND)
+@each_form
+async def test_keys_that_a_pending_waitpoint_does_not_bind_are_refused(
+    engine: Engine, given: Any, rows: Any, form: str, condition: Condition, detail: str
+) -> None:
     handle = await given.claimed()
-    pending = await ahead(engine, handle, "other")
+    pending = await ahead(engine, handle)
+    # What came before could meet some of the conditions.
+    await signal(engine, handle, pending, "ready")
     async with rows.unchanged():
-        await refused(engine.suspend(handle, using(pending)), "invalid_input", "waitpoint_key_mismatch")
+        asked = using(pending, resume_condition=condition, idempotency_key="once")
+        refusal = await refused(FORMS[form](engine, handle, asked), "invalid_input")
+        assert refusal.detail == detail
+    assert isinstance(await FORMS[form](engine, handle, using(pending)), AlreadySatisfied)
+
+
+@each_form
+async def test_a_pending_waitpoint_beside_another_is_refused(engine: Engine, given: Any, rows: Any, form: str) -> None:
+    handle = await given.claimed()
+    pending = await ahead(engine, handle)
+    binding = UsePending(waitpoint_id=pending.waitpoint_id)
+    cases: list[tuple[tuple[Any, ...], Condition, str]] = [
+        ((fresh("a"), binding), all_of_waitpoints(("a", "wait")), "additional_waitpoint_binding_must_be_fresh"),
+        ((binding, fresh("a")), all_of_waitpoints(("a", "wait")), f"{MISSING}wait"),
+        ((binding, fresh("a")), all_of_waitpoints(("a", "b")), f"{MISSING}b"),
+        ((binding, fresh("a")), Single(waitpoint_key="a"), EXTRA),
+    ]
+    async with rows.unchanged():
+        for bindings, condition, detail in cases:
+            asked = args(waitpoints=bindings, resume_condition=condition)
+            await refused(FORMS[form](engine, handle, asked), "invalid_input", detail)
     await engine.renew(handle)
+
+
+async def test_an_operator_or_a_deadline_may_be_waited_for_on_a_pending_waitpoint(engine: Engine, given: Any) -> None:
+    for condition, others in ((OperatorOnly(), {}), (TimeoutOnly(), {"timeout_at": 2**50})):
+        handle = await given.claimed()
+        pending = await ahead(engine, handle)
+        await suspended(engine, handle, using(pending, resume_condition=condition, **others))
+
+
+async def test_what_is_wrong_with_a_pending_waitpoint_is_told_before_its_key(engine: Engine, given: Any) -> None:
+    handle = await given.claimed()
+    pending = await ahead(engine, handle)
+    await engine.close_waitpoint(execution_id=handle.execution_id, waitpoint_id=pending.waitpoint_id)
+    asked = using(pending, resume_condition=Single(waitpoint_key="a"))
+    await refused(engine.suspend(handle, asked), "waitpoint_not_pending")

@@ -1,6 +1,5 @@
 """What a suspend is refused for, in the order it is looked at; nothing changes."""
 
-from collections.abc import Awaitable, Callable
 from typing import Any
 from uuid import uuid4
 
@@ -8,24 +7,25 @@ import msgspec
 import pytest
 
 from flowfabric.engine.engine import Engine
-from flowfabric.model.conditions import AllOf, ByName, Condition, Count, CountKind, OperatorOnly, Single, TimeoutOnly
+from flowfabric.model.conditions import (
+    AllOf,
+    ByName,
+    Condition,
+    Count,
+    CountKind,
+    OperatorOnly,
+    Single,
+    TimeoutOnly,
+    condition_plain,
+)
 from flowfabric.model.handle import Backend, Handle
 from flowfabric.model.ids import AttemptId, LeaseId, WaitpointId
 from flowfabric.model.states import HandleKind
-from flowfabric.model.suspension import Fresh, SuspendArgs, UsePending
+from flowfabric.model.suspension import Fresh, UsePending
 
 from .sending import waiting
 from .state import ACTIVE, LAPSED, claim, refused, revoke, told, vector
-from .waits import args, fresh, on_all, suspended, triple, using
-
-Suspending = Callable[[Engine, Handle, SuspendArgs], Awaitable[object]]
-
-FORMS: dict[str, Suspending] = {
-    "suspend": lambda engine, handle, given: engine.suspend(handle, given),
-    "suspend_by_triple": lambda engine, handle, given: engine.suspend_by_triple(**triple(handle), args=given),
-}
-
-each_form = pytest.mark.parametrize("form", FORMS)
+from .waits import FORMS, args, each_form, fresh, on_all, suspended, using
 
 
 def one(key: str = "wait", name: str = "ready") -> Single:
@@ -41,6 +41,13 @@ def nested(depth: int) -> Condition:
     for _ in range(depth):
         condition = AllOf((condition,))
     return condition
+
+
+def plain_nested(depth: int) -> Any:
+    plain: Any = condition_plain(one())
+    for _ in range(depth):
+        plain = {"Composite": {"kind": "AllOf", "members": [plain]}}
+    return plain
 
 
 AGAIN = WaitpointId(uuid4())
@@ -91,6 +98,10 @@ ALSO_REFUSED: list[tuple[str, dict[str, Any]]] = [
     ),
     ("referenced_waitpoint_key_missing_binding: b", {"resume_condition": AllOf((one(), one("b")))}),
     ("extra_binding_not_referenced_by_condition: wait", {"resume_condition": AllOf((OperatorOnly(),))}),
+    *(
+        ("depth 5 exceeds cap 4 at path members[0].members[0].members[0].members[0]", {"resume_condition": deep})
+        for deep in (nested(5_000), plain_nested(5), plain_nested(5_000))
+    ),
 ]
 
 

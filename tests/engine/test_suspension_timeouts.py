@@ -120,6 +120,7 @@ async def test_a_timeout_may_leave_the_wait_to_an_operator_once(
     timeout_at = await clock.now() + MINUTE
     now = await clock.advance(ms=MINUTE + 5)
     points = await waitpoints(rows, wait.execution_id)
+    assert {point["expires_at"] for point in points} == {timeout_at}
     (parked,) = await attempts(rows, wait.execution_id)
     assert (await engine.expire_suspension(wait.execution_id)) == SuspensionExpired(
         behavior_applied=TimeoutBehavior.ESCALATE
@@ -134,15 +135,18 @@ async def test_a_timeout_may_leave_the_wait_to_an_operator_once(
         None,
         None,
     )
-    assert (still["closed_at"], await waitpoints(rows, wait.execution_id)) == (None, points)
+    assert still["closed_at"] is None
+    assert await waitpoints(rows, wait.execution_id) == [{**point, "expires_at": None} for point in points]
+    listed = (await engine.list_pending_waitpoints(execution_id=wait.execution_id)).entries
+    assert [(point.state, point.expires_at) for point in listed] == [("active", None)] * len(points)
     assert await attempts(rows, wait.execution_id) == [parked]
     assert await told(rows, wait.execution_id) == ["acquired", "released suspend"]
     async with rows.unchanged():
         await clock.advance(seconds=3600)
         assert await engine.expire_suspension(wait.execution_id) == AlreadySatisfied(reason="not_yet_due")
         await Reconciler(engine).catch_up()
-    (listed,) = (await engine.list_suspended()).entries
-    assert listed.reason == "waiting_for_operator_review"
+    (suspended,) = (await engine.list_suspended()).entries
+    assert suspended.reason == "waiting_for_operator_review"
     await wait.send("x", "a")
     assert (await wait.send("x", "b")).effect == "resume_condition_satisfied"
 

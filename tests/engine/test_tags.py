@@ -59,11 +59,11 @@ async def test_a_worker_sees_tags_that_were_set_after_the_creation(engine: Engin
 
 async def test_the_instance_tag_is_kept_on_the_row_and_told_with_events(engine: Engine, given: Any, rows: Any) -> None:
     execution_id = await given.created()
-    await engine.set_execution_tags(execution_id, {"a.b": "1", "cairn.instance_id": "blue"})
+    await engine.set_execution_tags(execution_id, {"a.b": "1", "ff.instance_id": "blue"})
     assert (await rows.execution(execution_id))["instance_tag"] == "blue"
     await engine.set_execution_tag(execution_id, "a.b", "2")
     assert (await rows.execution(execution_id))["instance_tag"] == "blue"
-    await engine.set_execution_tag(execution_id, "cairn.instance_id", "green")
+    await engine.set_execution_tag(execution_id, "ff.instance_id", "green")
     assert (await rows.execution(execution_id))["instance_tag"] == "green"
     await given.claim()
     assert [event["instance_tag"] for event in await rows.events(execution_id)] == ["green"]
@@ -72,7 +72,7 @@ async def test_the_instance_tag_is_kept_on_the_row_and_told_with_events(engine: 
 async def test_the_name_of_the_instance_tag_is_a_setting(engines: Any, given: Any, rows: Any) -> None:
     execution_id = await given.created()
     other = await engines(instance_tag="team.name")
-    await other.set_execution_tags(execution_id, {"team.name": "red", "cairn.instance_id": "blue"})
+    await other.set_execution_tags(execution_id, {"team.name": "red", "ff.instance_id": "blue"})
     assert (await rows.execution(execution_id))["instance_tag"] == "red"
 
 
@@ -119,14 +119,12 @@ async def test_tags_set_at_once_by_many_are_all_there(engines: Any, given: Any, 
     several = [await engines() for _ in range(3)]
     await asyncio.gather(
         *(
-            engine.set_execution_tags(
-                execution_id, {f"a.n{nth}_{at}": "x", "cairn.instance_id": f"i{nth}", "a.same": "y"}
-            )
+            engine.set_execution_tags(execution_id, {f"a.n{nth}_{at}": "x", "ff.instance_id": f"i{nth}", "a.same": "y"})
             for at in range(5)
             for nth, engine in enumerate(several)
         )
     )
     found = {row["key"]: row["value"] for row in await rows.of("execution_tag")}
     assert len(found) == 15 + 2
-    assert (await rows.execution(execution_id))["instance_tag"] == found["cairn.instance_id"]
+    assert (await rows.execution(execution_id))["instance_tag"] == found["ff.instance_id"]
     assert await several[0].find_inconsistencies() == []

@@ -12,7 +12,7 @@ import pytest
 from flowfabric.engine import waitpoint as family
 from flowfabric.engine.engine import Engine
 from flowfabric.model.errors import EngineError
-from flowfabric.model.handle import Backend
+from flowfabric.model.handle import Backend, Handle
 from flowfabric.model.ids import LeaseId, WaitpointId
 from flowfabric.model.states import HandleKind, WaitpointState
 from flowfabric.model.waits import AlreadyClosed, Closed, WaitpointInfo
@@ -329,6 +329,45 @@ async def test_an_execution_without_waitpoints_has_an_empty_list_and_an_absent_o
     absent = execution_id[:-36] + str(uuid4())
     await refused(engine.list_pending_waitpoints(execution_id=absent), "execution_not_found")
     await refused(engine.list_pending_waitpoints(execution_id="x"), "invalid_input")
+
+
+async def _expired(engine: Engine, handle: Handle, clock: Any) -> object:
+    await clock.advance(seconds=5)
+    return await engine.expire_execution(execution_id=handle.execution_id, phase="execution_deadline")
+
+
+async def _timed_out(engine: Engine, handle: Handle, clock: Any) -> object:
+    now = await clock.advance(seconds=1)
+    await suspended(engine, handle, on_all("a", "b", timeout_at=now))
+    return await engine.expire_suspension(handle.execution_id)
+
+
+ENDINGS: dict[str, Callable[[Engine, Handle, Any], Awaitable[object]]] = {
+    "completed": lambda engine, handle, _: engine.complete(handle),
+    "completed in a batch": lambda engine, handle, _: engine.complete_many([(handle, b"x")]),
+    "failed": lambda engine, handle, _: engine.fail(handle, reason="x", classification="permanent"),
+    "cancelled": lambda engine, handle, _: engine.cancel(handle, "x"),
+    "cancelled by an operator": lambda engine, handle, _: engine.cancel_execution(
+        execution_id=handle.execution_id, reason="x"
+    ),
+    "expired": _expired,
+    "timed out": _timed_out,
+}
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+async def test_waitpoints_of_an_ended_execution_are_not_listed(
+    engine: Engine, given: Any, clock: Any, ending: str
+) -> None:
+    handle = await given.claimed(execution_deadline_at=await clock.now() + 5_000)
+    for key in ("a", "b"):
+        await engine.create_waitpoint(handle, waitpoint_key=key, expires_in_ms=SOON)
+    assert len((await engine.list_pending_waitpoints(execution_id=handle.execution_id)).entries) == 2
+    await ENDINGS[ending](engine, handle, clock)
+    state = await engine.read_execution_state(handle.execution_id)
+    assert state in ("completed", "failed", "cancelled", "expired")
+    page = await engine.list_pending_waitpoints(execution_id=handle.execution_id, limit=1)
+    assert (page.entries, page.next_cursor) == ([], None)
 
 
 async def test_a_waitpoint_without_a_token_is_left_out_and_told_of(

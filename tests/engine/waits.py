@@ -1,11 +1,12 @@
 """What tests of waiting say: arguments of suspends, keys that sign, and what the tables hold of a wait."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 from uuid import UUID, uuid4
 
 import asyncpg
+import pytest
 
 from flowfabric.engine.engine import Engine
 from flowfabric.model.conditions import ByName, Single, all_of_waitpoints
@@ -60,6 +61,17 @@ def triple(handle: Handle) -> dict[str, Any]:
         "lease_epoch": handle.lease_epoch,
         "attempt_id": handle.attempt_id,
     }
+
+
+Suspending = Callable[[Engine, Handle, SuspendArgs], Awaitable[object]]
+
+FORMS: dict[str, Suspending] = {
+    "suspend": lambda engine, handle, given: engine.suspend(handle, given),
+    "suspend_by_triple": lambda engine, handle, given: engine.suspend_by_triple(**triple(handle), args=given),
+}
+"""Both forms of suspend."""
+
+each_form = pytest.mark.parametrize("form", FORMS)
 
 
 def token_of(execution_id: str, waitpoint_id: UUID) -> str:

@@ -43,13 +43,14 @@ def _fields(
     worker_instance_id: str | bytes = "w-1",
     attempt_index: int = 0,
     lease_epoch: int = 1,
+    lease_ttl_ms: int = 30_000,
 ) -> bytes:
     return (
         _text(execution_id)
         + struct.pack("<I", attempt_index)
         + _text(attempt_id)
         + _text(lease_id)
-        + struct.pack("<QQ", lease_epoch, 30_000)
+        + struct.pack("<QQ", lease_epoch, lease_ttl_ms)
         + _text(lane_id)
         + _text(worker_instance_id)
     )
@@ -77,7 +78,7 @@ handles = st.builds(
     attempt_id=st.uuids(),
     lease_id=st.uuids(),
     lease_epoch=st.integers(0, 2**63 - 1),
-    lease_ttl_ms=st.integers(0, 2**63 - 1),
+    lease_ttl_ms=st.integers(1, 2**32 - 1),
     lane_id=st.text(st.characters(codec="utf-8")),
     worker_instance_id=st.text(st.characters(codec="utf-8")),
 )
@@ -141,6 +142,19 @@ def test_unreadable_bytes_are_corruption_with_what_is_wrong(data: bytes, reason:
 def test_lane_and_worker_are_not_judged_again() -> None:
     decoded = _decode(b"\x02\x01\x02" + _fields(lane_id="", worker_instance_id="two words"))
     assert (decoded.lane_id, decoded.worker_instance_id) == ("", "two words")
+
+
+@pytest.mark.parametrize("ttl", [0, 2**32, 2**63, -1 % 2**64])
+def test_a_lease_time_that_no_claim_gives_is_refused(ttl: int) -> None:
+    with pytest.raises(ValidationError) as refused:
+        _decode(b"\x02\x01\x02" + _fields(lease_ttl_ms=ttl))
+    shown = f"handle_codec: ParseField{{field=lease_ttl_ms, lease_ttl_ms: 1 to 4294967295, got {ttl}}}"
+    assert (refused.value.code, refused.value.detail) == ("corruption", shown)
+
+
+@pytest.mark.parametrize("ttl", [1, 2**32 - 1])
+def test_every_lease_time_that_a_claim_gives_is_read(ttl: int) -> None:
+    assert _decode(b"\x02\x01\x02" + _fields(lease_ttl_ms=ttl)).lease_ttl_ms == ttl
 
 
 @pytest.mark.parametrize("beyond", [_fields(attempt_index=2**31), _fields(lease_epoch=2**63)])

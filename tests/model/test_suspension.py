@@ -125,6 +125,21 @@ def test_what_does_not_go_together_is_refused_by_the_first_rule_it_breaks(
     assert (refused.value.code, refused.value.detail) == ("invalid_input", detail)
 
 
+@pytest.mark.parametrize("depth", [5, 33, 5_000, 100_000])
+@pytest.mark.parametrize("bindings", [[fresh("a")], [fresh("a"), fresh("b")], [fresh("b")], [PENDING]])
+def test_a_condition_nested_too_deeply_is_refused_whatever_is_bound(depth: int, bindings: list[Binding]) -> None:
+    plain: Any = condition_plain(single())
+    typed: Condition = single()
+    for _ in range(depth):
+        plain, typed = {"Composite": {"kind": "AllOf", "members": [plain]}}, AllOf((typed,))
+    for condition in (plain, typed):
+        args = suspend(condition, *bindings)
+        with pytest.raises(ValidationError) as refused:
+            check_suspend(args)
+        shown = "depth 5 exceeds cap 4 at path members[0].members[0].members[0].members[0]"
+        assert (refused.value.code, refused.value.detail) == ("invalid_input", shown)
+
+
 @pytest.mark.parametrize(
     "args",
     [

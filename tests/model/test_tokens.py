@@ -202,10 +202,17 @@ def test_the_fingerprint_is_the_head_of_the_digest() -> None:
         assert (token.kid, token.fingerprint) == parts
 
 
+@dataclasses.dataclass(frozen=True)
+class Held:
+    token: WaitpointToken
+
+
 def test_a_token_leaves_the_process_only_when_revealed(caplog: pytest.LogCaptureFixture) -> None:
-    assert pickle.loads(pickle.dumps({"token": TOKEN})) == {"token": "k1:<REDACTED:len=64>"}
     for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
-        assert DIGEST[:16].encode() not in pickle.dumps(TOKEN, protocol)
+        for holder in (TOKEN, {"token": TOKEN}, [Held(TOKEN)]):
+            with pytest.raises(TypeError, match=r"WaitpointToken cannot be pickled.*reveal\(\)") as refused:
+                pickle.dumps(holder, protocol)
+            assert DIGEST[:16] not in f"{refused.value!r}"
     for encode in (json.dumps, msgspec.json.encode, msgspec.msgpack.encode, vars):
         with pytest.raises(TypeError):
             encode(TOKEN)
@@ -215,12 +222,8 @@ def test_a_token_leaves_the_process_only_when_revealed(caplog: pytest.LogCapture
 
 
 def test_a_token_stays_what_it_is_within_the_process() -> None:
-    @dataclasses.dataclass(frozen=True)
-    class Details:
-        waitpoint_token: WaitpointToken
-
     assert copy.copy(TOKEN) is copy.deepcopy(TOKEN) is TOKEN
-    assert dataclasses.asdict(Details(TOKEN)) == {"waitpoint_token": TOKEN}
+    assert dataclasses.asdict(copy.deepcopy(Held(TOKEN))) == {"token": TOKEN}
     assert {TOKEN, sign_token(KEY, EXECUTION, WAITPOINT)} == {TOKEN}
     assert WaitpointToken(f"k1:{'0' * 64}") != TOKEN
     assert TOKEN.reveal() != TOKEN

@@ -310,7 +310,7 @@ class Model:
                 return ("TerminalFailed",)
             one = self.find(lease.execution)
             if one.attempt_state == "pending_retry_attempt" and one.phase == "runnable":
-                return "RetryScheduled", one.delay_until
+                return "RetryScheduled", one.delay_until or one.transition_at
             raise
 
     def fail_execution(self, name: str, lease: Lease | None, reason: str, category: str) -> Answer:
@@ -327,15 +327,15 @@ class Model:
 
     def _retry(self, one: Execution, pause: int, event: str) -> Answer:
         is_held = one.ownership == "leased"
-        one.retries += 1
-        one.holds_attempt = False
+        one.retries, one.holds_attempt = one.retries + 1, False
         self._let_go(one)
-        one.delay_until = self.now + pause
+        one.delay_until = self.now + pause if pause else None
         later = ("not_eligible_until_time", "waiting_for_retry_backoff", "none", "pending_retry_attempt")
-        self._move(one, "runnable", "unowned", *later)
+        soon = ("eligible_now", "waiting_for_worker", "none", "pending_retry_attempt")
+        self._move(one, "runnable", "unowned", *(later if pause else soon))
         if is_held:
             one.tell(f"released {event}")
-        return "RetryScheduled", one.delay_until
+        return "RetryScheduled", self.now + pause
 
     def delay(self, lease: Lease, until: int) -> Answer:
         one = self.check(lease, "lease_conflict")

@@ -92,6 +92,7 @@ async def test_outside_a_wrong_token_and_an_unknown_waitpoint_are_the_same(
         await refused(TokenMismatch, engine, run, point, "", READY),
         await refused(TokenMismatch, engine, run, point, None, READY),
     ]
+    await engine._signals.drain()
     async with rows.unchanged():
         told += [
             await refused(UnknownWaitpoint, engine, run, uuid4(), token, READY),
@@ -105,10 +106,32 @@ async def test_outside_a_wrong_token_and_an_unknown_waitpoint_are_the_same(
     assert all(token.reveal() not in f"{error} {error!r}" for error in told)
 
 
-async def test_a_forgery_at_the_bridge_is_noted_on_the_execution(engine: Engine, given: Any, rows: Any) -> None:
+@pytest.mark.parametrize("field", ["signal_name", "source_identity", "correlation_id"])
+async def test_a_text_that_is_too_long_is_refused_to_who_holds_the_token_alone(
+    engine: Engine, given: Any, rows: Any, field: str
+) -> None:
+    run, point, token = await wait(engine, given)
+    long: Any = {**READY, field: "x" * 1025}
+    async with rows.unchanged():
+        told = await refused(BackendError, engine, run, point, token, long)
+        assert (told.code, told.http_status) == ("invalid_input", 400)
+        assert f"{field}: at most 1024 characters, got 1025" in str(told)
+        await refused(TokenMismatch, engine, run, point, "k1:" + "0" * 64, long)
+        await refused(UnknownWaitpoint, engine, run, uuid4(), token, long)
+    allowed: Any = {**READY, field: "x" * 1024}
+    assert isinstance(await verify_and_deliver(engine, run, point, token, allowed), Accepted)
+
+
+async def test_a_forgery_at_the_bridge_is_noted_on_the_execution(
+    engine: Engine, given: Any, rows: Any, eventually: Any
+) -> None:
     run, point, token = await wait(engine, given)
     await refused(TokenMismatch, engine, run, point, "k1:" + "0" * 64, READY)
-    assert (await rows.execution(run))["last_hmac_validation_failed_at"] is not None
+
+    async def is_noted() -> bool:
+        return (await rows.execution(run))["last_hmac_validation_failed_at"] is not None
+
+    await eventually(is_noted)
     await verify_and_deliver(engine, run, point, token, READY)
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import logging
 from collections.abc import Sequence
 from typing import Any
@@ -10,8 +11,8 @@ from uuid import uuid4
 import pytest
 
 from flowfabric.engine.engine import Engine
-from flowfabric.model.conditions import ByName, Single
-from flowfabric.model.errors import TransportError
+from flowfabric.model.conditions import ByName, Single, all_of_waitpoints
+from flowfabric.model.errors import TransportError, ValidationError
 from flowfabric.model.handle import Handle
 from flowfabric.model.ids import ExecutionId, SuspensionId, WaitpointId
 from flowfabric.model.states import TerminalOutcome
@@ -296,6 +297,37 @@ async def test_a_wait_that_an_earlier_attempt_need_not_begin_is_not_over_for_the
     ended = await engine.wait_for_ending(run, timeout=60)
     assert "idempotency_key: an earlier attempt has waited under it" in (ended.reason or "")
     assert went_on == [0, 0]
+
+
+async def test_a_wait_whose_keys_or_depth_are_refused_leaves_the_run_its_lease(
+    engine: Engine, start_worker: Any, submit: Any
+) -> None:
+    deep: Any = "OperatorOnly"
+    for _ in range(5_000):
+        deep = {"Composite": {"kind": "AllOf", "members": [deep]}}
+
+    async def wrong(ctx: Context) -> list[str]:
+        point = await ctx.create_waitpoint("answer", expires_in_ms=60_000)
+        pending = [UsePending(waitpoint_id=point.waitpoint_id)]
+        told = []
+        for condition, bindings in (
+            (all_of_waitpoints(("answer", "other")), pending),
+            (Single(waitpoint_key="other"), pending),
+            (deep, pending),
+            (deep, []),
+        ):
+            try:
+                await ctx.suspend(condition=condition, waitpoints=bindings)
+            except ValidationError as refused:
+                told.append(str(refused.detail))
+        return told
+
+    await start_worker({"job": wrong})
+    run = await submit()
+    ended = await engine.wait_for_ending(run, timeout=60)
+    too_deep = "depth 5 exceeds cap 4 at path members[0].members[0].members[0].members[0]"
+    missing = "referenced_waitpoint_key_missing_binding: other"
+    assert json.loads(ended.result or b"") == [missing, missing, too_deep, too_deep]
 
 
 async def test_an_operators_resume_brings_no_signal(

@@ -14,7 +14,7 @@ from flowfabric.model.handle import Handle
 from flowfabric.model.ids import parse_execution_id, parse_uuid, row_key
 from flowfabric.model.outcomes import Cancelled
 from flowfabric.model.states import CancelSource, PublicState
-from flowfabric.model.text import check_text, storable
+from flowfabric.model.text import check_text
 
 SQL = statements_beside(__file__)
 
@@ -31,11 +31,12 @@ class Cancel:
     async def cancel(self, handle: Handle, reason: str) -> None:
         """End the run a handle holds as cancelled; a repeat of the call that did so is success too."""
         handle = usable(handle)
+        reason = check_text(reason, "reason")
         ending = Parting(
             handle.execution_id,
             Release.CANCELLED,
             fence=handle,
-            reason=storable(reason),
+            reason=reason,
             source=CancelSource.LEASE_HOLDER,
         )
         verdict = await self._releases.one(ending)

@@ -12,7 +12,7 @@ from flowfabric.engine.lease import SWEEP_LIMIT
 from flowfabric.engine.release import Parting, Releases, retry_pause
 from flowfabric.engine.setbacks import Setbacks
 from flowfabric.engine.store import Store
-from flowfabric.engine.transition import SUSPENSION_TIMEOUTS, Release
+from flowfabric.engine.transition import SUSPENSION_TIMEOUTS, Release, after_timeout
 from flowfabric.model.errors import error
 from flowfabric.model.ids import ExecutionId, format_execution_id, parse_execution_id, row_key
 from flowfabric.model.outcomes import AlreadyTerminal, Expired, FailureClass, NotYetDue, RetryScheduled
@@ -114,5 +114,4 @@ def _expiry(row: Record, phase: ExpiryPhase) -> Parting:
     if phase is ExpiryPhase.EXECUTION_DEADLINE:
         return Parting(execution_id, Release.DEADLINE_EXPIRED, reason=phase.value, category=category)
     delay_ms = retry_pause(read_stored_policy(row["policy"]), row["retry_count"], category)
-    move = Release.TIMEOUT_EXPIRED if delay_ms is None else Release.TIMEOUT_RETRY
-    return Parting(execution_id, move, reason=phase.value, category=category, delay_ms=delay_ms)
+    return Parting(execution_id, after_timeout(delay_ms), reason=phase.value, category=category, delay_ms=delay_ms)

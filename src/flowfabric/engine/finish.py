@@ -10,7 +10,7 @@ from flowfabric.db.statements import statements_beside
 from flowfabric.engine.fence import DONE, GivenFence, Verdict, lock_execution, usable
 from flowfabric.engine.release import Parting, Releases, retry_pause
 from flowfabric.engine.store import Store
-from flowfabric.engine.transition import Release
+from flowfabric.engine.transition import Release, after_failure
 from flowfabric.model.errors import EngineError, error
 from flowfabric.model.handle import Handle
 from flowfabric.model.ids import ExecutionId, format_execution_id, parse_execution_id, row_key, split_execution_id
@@ -88,8 +88,7 @@ class Finish:
     ) -> RetryScheduled | TerminalFailed:
         """End the attempt in failure: tried again after a pause where the policy says so, else ended."""
         handle = usable(handle)
-        if not isinstance(reason, FailureReason):
-            reason = FailureReason(str(reason))
+        reason = _failure_reason(reason)
         message = storable(reason.message)
         try:
             classification = FailureClass(classification)
@@ -105,7 +104,7 @@ class Finish:
         delay_ms = retry_pause(policy, retry_count, category)
         ending = Parting(
             handle.execution_id,
-            Release.FAILED if delay_ms is None else Release.RETRY,
+            after_failure(delay_ms),
             fence=handle,
             reason=message,
             category=category,
@@ -148,7 +147,8 @@ class Finish:
         """End an attempt in failure for a caller that knows its fence; a repeat of the call is refused."""
         parsed = parse_execution_id(execution_id)
         partition, uuid = row_key(parsed)
-        reason, category = storable(failure_reason), storable(failure_category)
+        reason = storable(_text(failure_reason, "failure_reason"))
+        category = storable(_text(failure_category, "failure_category"))
         retry_policy = parse_retry_policy(retry_policy_json)
         next_policy = _policy_text(next_attempt_policy_json)
 
@@ -161,7 +161,7 @@ class Finish:
             delay_ms = retry_pause(policy, row["retry_count"], category)
             ending = Parting(
                 parsed,
-                Release.FAILED if delay_ms is None else Release.RETRY,
+                after_failure(delay_ms),
                 fence=fence,
                 reason=reason,
                 category=category or None,
@@ -264,6 +264,24 @@ def _completion(handle: Handle, payload: bytes | None) -> Parting:
     if payload is not None and type(payload) is not bytes:
         payload = _bytes_of(payload)
     return Parting(handle.execution_id, Release.COMPLETED, fence=handle, payload=payload)
+
+
+def _failure_reason(given: object) -> FailureReason:
+    if isinstance(given, str):
+        return FailureReason(given)
+    if not isinstance(given, FailureReason):
+        raise error("invalid_input", f"reason: must be text or a FailureReason, got {shown(given)}")
+    _text(given.message, "reason.message")
+    if not isinstance(given.detail, str | bytes | None):
+        raise error("invalid_input", f"reason.detail: must be text or bytes, got {shown(given.detail)}")
+    return given
+
+
+def _text(value: object, field: str) -> str:
+    """A text, whatever it says: a failure is recorded with what of it the store can hold."""
+    if not isinstance(value, str):
+        raise error("invalid_input", f"{field}: must be text, got {shown(value)}")
+    return value
 
 
 def _bytes_of(payload: object) -> bytes | None:

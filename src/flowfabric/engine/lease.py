@@ -11,7 +11,7 @@ from flowfabric.engine.fence import GivenFence, lock_execution, lock_if_there, u
 from flowfabric.engine.store import Store
 from flowfabric.engine.transition import LEASE_EXPIRED_PARAMETERS, PROMOTED
 from flowfabric.model.errors import EngineError, error
-from flowfabric.model.handle import Fence, Handle
+from flowfabric.model.handle import MAX_LEASE_TTL_MS, Fence, Handle
 from flowfabric.model.ids import ExecutionId, WorkerInstanceId, parse_execution_id, row_key, split_execution_id
 from flowfabric.model.outcomes import (
     AlreadySatisfied,
@@ -28,7 +28,7 @@ from flowfabric.model.text import check_batch, check_limit, check_range, check_t
 SQL = statements_beside(__file__)
 
 SWEEP_LIMIT = 1000
-MAX_TTL_MS = 2**32 - 1
+MAX_TTL_MS = MAX_LEASE_TTL_MS
 MAX_INDEX = 2**31 - 1
 DEFAULT_HISTORY_GRACE_MS = 60_000
 DEFAULT_LISTED = 1000

@@ -42,7 +42,6 @@ _SIGNAL_COLUMNS = (
 _COUNT_COLUMNS = ("counted_partitions", "counted_waitpoints", "accepted", "matched")
 _WAIT_COLUMNS = ("waiting_partitions", "waiting_executions", "satisfiers")
 _KEY_COLUMNS = ("key_partitions", "key_waitpoints", "keys", "key_signals", "key_expiries")
-_REFUSED_COLUMNS = ("refused_partitions", "refused_executions")
 _PHASES = {phase.value: phase for phase in LifecyclePhase}
 _STATES = {state.value: state for state in WaitpointState}
 
@@ -74,6 +73,15 @@ class Mail:
         self._answers.append(answer)
         self._bytes += len(signal.payload or b"")
         return answer
+
+    def refuse(self, refusals: Mapping[int, EngineError]) -> None:
+        """Answer some of the signals, by their places, with errors; the others stay."""
+        for at, refusal in refusals.items():
+            if not self._answers[at].done():
+                self._answers[at].set_exception(refusal)
+        kept = [at for at in range(len(self.signals)) if at not in refusals]
+        self.signals = [self.signals[at] for at in kept]
+        self._answers = [self._answers[at] for at in kept]
 
     def settle(self, delivered: "asyncio.Future[list[Delivered | EngineError]]") -> None:
         """Give every sender the answer to its signal, or the fault that met them all."""
@@ -164,7 +172,6 @@ def writes(addressees: Sequence[Addressee]) -> Mapping[str, object]:
     counted: list[tuple[object, ...]] = []
     waiting: list[tuple[object, ...]] = []
     keyed: list[tuple[object, ...]] = []
-    refused: list[tuple[object, ...]] = []
     for addressee in addressees:
         partition, uuid = split_execution_id(addressee.execution_id)
         for record in addressee.recorded:
@@ -203,14 +210,11 @@ def writes(addressees: Sequence[Addressee]) -> Mapping[str, object]:
             for waitpoint_id, count in counts.items()
             if closer is None or waitpoint_id != closer.waitpoint_id
         ]
-        if addressee.has_token_failure:
-            refused.append((partition, uuid))
     return {
         **(columns_of(_SIGNAL_COLUMNS, signals) if signals else columns_from(_SIGNAL_COLUMNS, [])),
         **columns_from(_COUNT_COLUMNS, counted),
         **columns_from(_WAIT_COLUMNS, waiting),
         **columns_from(_KEY_COLUMNS, keyed),
-        **columns_from(_REFUSED_COLUMNS, refused),
     }
 
 

@@ -94,7 +94,7 @@ moved as (
          attempt_policy = case when h.parks then e.attempt_policy end, attempt_stored = h.parks,
          attempt_id = case when h.to_attempt = 'pending_retry_attempt' then null else e.attempt_id end,
          retry_count = e.retry_count + (h.to_attempt = 'pending_retry_attempt')::int,
-         delay_until = h.to_delay_until,
+         delay_until = case when h.to_eligibility <> 'eligible_now' then h.to_delay_until end,
          completed_at = case when h.to_phase = 'terminal' then h.now end,
          retain_until = case when h.to_phase = 'terminal' then h.now + coalesce(h.retention_ms, :retention_ms::bigint) end,
          failure_reason = case
@@ -104,6 +104,7 @@ moved as (
          cancellation_reason = case h.to_outcome when 'cancelled' then h.reason end,
          cancelled_by = case h.to_outcome when 'cancelled' then h.source end,
          blocking_detail = case
+           when h.to_eligibility = 'eligible_now' then null
            when h.to_attempt = 'pending_retry_attempt' then
              'retry backoff until ' || h.to_delay_until || ' (attempt ' || (h.attempt_count - 1) || ' failed: ' || h.reason || ')'
            when h.suspends then h.detail
@@ -201,7 +202,8 @@ select 0 as nth, 'ok' as verdict, count(*) as ended, null as delay_until, null a
        null as lane_id, null as queue_no, null as place, null as found
   from held where verdict = 'ok' and to_phase = 'terminal'
 union all
-select nth, verdict, 0, to_delay_until, coalesce(to_delay_until, timeout_at) - now,
+select nth, verdict, 0, to_delay_until,
+       case when to_eligibility <> 'eligible_now' then coalesce(to_delay_until, timeout_at) - now end,
        case when verdict = 'ok' and to_eligibility = 'eligible_now' then
          (select l.lane_id from queue q join lane l using (lane_no) where q.queue_no = h.queue_no) end,
        queue_no, place,

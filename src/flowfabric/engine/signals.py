@@ -1,6 +1,7 @@
 """Signals: delivering them to waitpoints, many callers in one transaction, and reading what came."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from uuid import UUID
 
 from flowfabric.db.batch import LOCKED, Batch, Locked
@@ -23,7 +24,8 @@ from flowfabric.engine.mail import (
 )
 from flowfabric.engine.resume import SATISFIED, Resumes
 from flowfabric.engine.store import Store, error_of
-from flowfabric.model.delivery import Addressee, Waitpoint
+from flowfabric.engine.token_stamps import TokenStamps
+from flowfabric.model.delivery import Addressee, RefusedToken, Waitpoint
 from flowfabric.model.errors import EngineError, error
 from flowfabric.model.evaluation import SignalDisposition
 from flowfabric.model.handle import Handle, check_handle
@@ -38,8 +40,9 @@ from flowfabric.model.ids import (
     split_execution_id,
 )
 from flowfabric.model.policy_checks import MAX_MS
-from flowfabric.model.signals import DEFAULT_MAXLEN, NewSignal, ResumeSignal
-from flowfabric.model.text import check_range, check_text
+from flowfabric.model.signals import DEFAULT_MAXLEN, MAX_TEXT, NewSignal, ResumeSignal, approval_key
+from flowfabric.model.states import LifecyclePhase
+from flowfabric.model.text import check_length, check_range
 from flowfabric.model.tokens import WaitpointToken
 
 SQL = statements_beside(__file__)
@@ -51,7 +54,16 @@ STREAMS = 3
 
 
 class _HeldElsewhere(Exception):
-    """Somebody holds a row of a wait and not its execution; running all of it again would only meet that once more."""
+    """Another session holds a row of a wait but not its execution; running all of it again would meet that again."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Outcome:
+    """What deliveries came to: the answers of each mail, what was resumed, and the tokens that were refused."""
+
+    answers: Sequence[list[Delivered | EngineError]] = ()
+    resumed: Sequence[Record] = ()
+    refused: Sequence[RefusedToken] = ()
 
 
 class Signals:
@@ -61,6 +73,7 @@ class Signals:
         self._store = store
         self._keys = keys
         self._resumes = resumes
+        self._stamps = TokenStamps(store)
         self._open: dict[ExecutionId, Mail] = {}
         """What still takes signals: whatever comes for an execution before its mail leaves goes with it."""
         self._batch: Batch[Mail, list[Delivered | EngineError]] = Batch(
@@ -88,17 +101,19 @@ class Signals:
         waitpoint_id: UUID | str,
         signal_name: str,
         idempotency_suffix: str,
+        source_identity: str,
         signal_dedup_ttl_ms: int,
         lane_id: str | None,
         maxlen: int | None,
         max_signals_per_execution: int | None,
     ) -> Delivered:
-        """Deliver the word of an operator, who does not hold the token."""
+        """Deliver the approval of an operator, who does not hold the token."""
         parsed = parse_execution_id(execution_id)
         partition, uuid = row_key(parsed)
         waitpoint = WaitpointId(parse_uuid(waitpoint_id, "waitpoint_id"))
-        check_text(signal_name, "signal_name")
-        check_text(idempotency_suffix, "idempotency_suffix")
+        check_length(signal_name, "signal_name", MAX_TEXT)
+        check_length(idempotency_suffix, "idempotency_suffix", MAX_TEXT)
+        check_length(source_identity, "source_identity", MAX_TEXT)
         check_range(signal_dedup_ttl_ms, "signal_dedup_ttl_ms", 0, MAX_MS)
         if lane_id is not None:
             check_lane_id(lane_id)
@@ -120,8 +135,9 @@ class Signals:
                 signal_name=signal_name,
                 signal_category="approval",
                 source_type="operator",
+                source_identity=source_identity,
                 target_scope="execution",
-                idempotency_key=f"approval:{signal_name}:{idempotency_suffix}",
+                idempotency_key=approval_key(signal_name, idempotency_suffix, source_identity),
                 dedup_ttl_ms=signal_dedup_ttl_ms,
                 max_signals_per_execution=max_signals_per_execution,
                 signal_maxlen=DEFAULT_MAXLEN if maxlen is None else maxlen,
@@ -158,8 +174,9 @@ class Signals:
         ]
 
     async def drain(self) -> None:
-        """Wait until every delivery under way is answered."""
+        """Wait until every delivery under way is answered, and refused tokens are noted."""
         await self._batch.drain()
+        await self._stamps.drain()
 
     async def _deliver_together(
         self, mails: Sequence[Mail]
@@ -168,7 +185,7 @@ class Signals:
             self._seal(mail)
         answers: list[list[Delivered | EngineError] | Locked | Exception] = []
 
-        async def deliver(transaction: Transaction) -> list[Record]:
+        async def deliver(transaction: Transaction) -> _Outcome:
             try:
                 return await deliver_held(transaction)
             except Exception as fault:
@@ -176,15 +193,15 @@ class Signals:
                     raise
                 raise _HeldElsewhere from fault
 
-        async def deliver_held(transaction: Transaction) -> list[Record]:
+        async def deliver_held(transaction: Transaction) -> _Outcome:
             found = await transaction.fetch(
                 SQL.lock_addressees,
                 partition_keys=[mail.key[0] for mail in mails],
                 execution_ids=[mail.key[1] for mail in mails],
             )
             held = [(mail, row["phase"]) for mail, row in zip(mails, found, strict=True) if row["phase"] is not None]
-            given, resumed = await self._deliver(transaction, held) if held else ([], [])
-            mine = iter(given)
+            outcome = await self._deliver(transaction, held) if held else _Outcome()
+            mine = iter(outcome.answers)
             answers[:] = [
                 next(mine)
                 if row["phase"] is not None
@@ -193,42 +210,72 @@ class Signals:
                 else [error("execution_not_found") for _ in mail.signals]
                 for mail, row in zip(mails, found, strict=True)
             ]
-            return resumed
+            return outcome
 
         try:
-            resumed = await self._store.database.transact(deliver)
+            self._settle(await self._store.database.transact(deliver))
         except _HeldElsewhere:
-            # Whose row it is shows when each is tried alone.
-            return [LOCKED] * len(mails)
-        self._resumes.settle(resumed)
-        return answers
+            # Each is tried alone, which shows whose row it is.
+            answers = [LOCKED] * len(mails)
+        locked = [mail for mail, answer in zip(mails, answers, strict=True) if answer is LOCKED]
+        if locked:
+            await self._refuse_unauthenticated(locked)
+        return [answer if mail.signals else [] for mail, answer in zip(mails, answers, strict=True)]
+
+    async def _refuse_unauthenticated(self, mails: Sequence[Mail]) -> None:
+        """Answer signals whose tokens are refused and leave the others: nobody waits for a lock without a valid token.
+
+        Tokens and the keys of waitpoints never change, so that no row needs to be held.
+        """
+        try:
+            rows = await self._store.fetch(SQL.read_deliveries, **deliveries(mails))
+        except EngineError:
+            # The fault is for the delivery itself to meet.
+            return
+        keys = self._keys.ring(key_rows(rows[0]))
+        refused: list[RefusedToken] = []
+        at = 0
+        for mail in mails:
+            mine = rows[at : at + len(mail.signals)]
+            at += len(mail.signals)
+            if mine[0]["signals_taken"] is None:
+                # There is no such execution, which the delivery tells.
+                continue
+            addressee = addressee_of(mail, LifecyclePhase.SUSPENDED, mine)
+            judged = [addressee.authenticate(signal, keys) for signal in mail.signals]
+            refused += addressee.refused
+            mail.refuse({nth: each for nth, each in enumerate(judged) if isinstance(each, EngineError)})
+        self._stamps.note(refused)
 
     async def _deliver_alone(self, mail: Mail) -> list[Delivered | EngineError]:
         self._seal(mail)
 
-        async def deliver(transaction: Transaction) -> tuple[list[list[Delivered | EngineError]], list[Record]]:
+        async def deliver(transaction: Transaction) -> _Outcome:
             held = await lock_execution(transaction, mail.execution_id)
             return await self._deliver(transaction, [(mail, held["lifecycle_phase"])])
 
         try:
-            (answers,), resumed = await self._store.transact(deliver)
+            outcome = await self._store.transact(deliver)
         except EngineError as fault:
             if len(mail.signals) == 1 or fault.retryable or fault.code == "execution_not_found":
                 # An error of its own for each caller: a raised one collects its traceback.
                 return [type(fault)(fault.code, fault.detail) for _ in mail.signals]
             # One of them that the store refuses must not cost the others their delivery.
             return [(await self._deliver_alone(Mail(mail.execution_id, [one])))[0] for one in mail.signals]
-        self._resumes.settle(resumed)
+        self._settle(outcome)
+        (answers,) = outcome.answers
         return answers
+
+    def _settle(self, outcome: "_Outcome") -> None:
+        self._resumes.settle(outcome.resumed)
+        self._stamps.note(outcome.refused)
 
     def _seal(self, mail: Mail) -> None:
         if self._open.get(mail.execution_id) is mail:
             del self._open[mail.execution_id]
 
-    async def _deliver(
-        self, transaction: Transaction, held: Sequence[tuple[Mail, str]]
-    ) -> tuple[list[list[Delivered | EngineError]], list[Record]]:
-        """Deliver to executions that the transaction holds, each with its phase; the answers, and what was resumed."""
+    async def _deliver(self, transaction: Transaction, held: Sequence[tuple[Mail, str]]) -> "_Outcome":
+        """Deliver to executions that the transaction holds, each with its phase."""
         rows = await transaction.fetch(SQL.read_deliveries, **deliveries([mail for mail, _ in held]))
         keys = self._keys.ring(key_rows(rows[0]))
         addressees: list[Addressee] = []
@@ -251,12 +298,16 @@ class Signals:
             ]
             for addressee, (mail, _) in zip(addressees, held, strict=True)
         ]
-        if any(each.recorded or each.has_token_failure for each in addressees):
+        if any(each.recorded for each in addressees):
             await transaction.fetch(SQL.insert_deliveries, now=rows[0]["now"], **writes(addressees))
         if overflow := overflow_of(addressees):
             await transaction.fetch(SQL.take_overflow, **overflow)
         resumes = [resume_of(each) for each in addressees if each.closer is not None]
-        return answers, await self._resumes.within(transaction, resumes, SATISFIED) if resumes else []
+        return _Outcome(
+            answers=answers,
+            resumed=await self._resumes.within(transaction, resumes, SATISFIED) if resumes else [],
+            refused=[token for each in addressees for token in each.refused],
+        )
 
     @staticmethod
     async def _count_earlier(transaction: Transaction, addressees: Sequence[Addressee]) -> None:

@@ -80,9 +80,9 @@ select i.nth, g.signal_id, g.signal_name, g.waitpoint_key, g.source_type, g.sour
         where g.partition_key = i.partition_key and g.execution_id = i.execution_id and g.signal_id = c.signal_id limit 1) g;
 
 -- name: insert_deliveries
--- Records accepted signals in their order, counts them on their waitpoints, adds what their conditions have counted,
--- stores their idempotency keys, and notes on executions that a token was refused. Only the executions are held already:
--- what belongs to them is found by its key and not by its ctid, as another writer may commit a newer version meanwhile.
+-- Records accepted signals in their order, counts them on their waitpoints, adds what their conditions have counted, and
+-- stores their idempotency keys. Only the executions are held already: what belongs to them is found by its key and not by
+-- its ctid, as another writer may commit a newer version meanwhile.
 -- By `any` of one partition, as an equality lets the planner walk all of an index and join what is given to it. Of a
 -- column that says the same of every signal, the first element counts for all.
 with recorded as (
@@ -125,21 +125,11 @@ waiting as (
     from unnest(:waiting_partitions::smallint[], :waiting_executions::uuid[], :satisfiers::text[])
          as i(partition_key, execution_id, satisfiers)
    where s.partition_key = any(array[i.partition_key]) and s.execution_id = i.execution_id
-),
-keyed as (
-  insert into signal_key (partition_key, waitpoint_id, idempotency_key, signal_id, expires_at)
-  select * from unnest(:key_partitions::smallint[], :key_waitpoints::uuid[], :keys::text[], :key_signals::uuid[], :key_expiries::bigint[])
-  on conflict (partition_key, waitpoint_id, idempotency_key) do update
-     set signal_id = excluded.signal_id, expires_at = excluded.expires_at
-),
-refused as materialized (
-  select e.tid
-    from unnest(:refused_partitions::smallint[], :refused_executions::uuid[]) as i(partition_key, execution_id)
-   cross join lateral (
-         select e.ctid as tid from execution e
-          where e.partition_key = i.partition_key and e.execution_id = i.execution_id for update) e
 )
-update execution e set last_hmac_validation_failed_at = :now::bigint from refused r where e.ctid = r.tid;
+insert into signal_key (partition_key, waitpoint_id, idempotency_key, signal_id, expires_at)
+select * from unnest(:key_partitions::smallint[], :key_waitpoints::uuid[], :keys::text[], :key_signals::uuid[], :key_expiries::bigint[])
+on conflict (partition_key, waitpoint_id, idempotency_key) do update
+   set signal_id = excluded.signal_id, expires_at = excluded.expires_at;
 
 -- name: take_overflow
 -- Deletes what the log of a waitpoint holds beyond its newest signals, except what its condition has counted. That shows in

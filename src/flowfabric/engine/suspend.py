@@ -18,7 +18,7 @@ from flowfabric.engine.release import Parting, Releases
 from flowfabric.engine.runs import HeldRun, read_runs, read_waitpoint
 from flowfabric.engine.store import Store
 from flowfabric.engine.transition import Release
-from flowfabric.model.conditions import condition_json, required_signal_names, waitpoint_keys
+from flowfabric.model.conditions import condition_json, required_signal_names
 from flowfabric.model.errors import EngineError, error
 from flowfabric.model.evaluation import Evaluation, evaluate
 from flowfabric.model.handle import Fence, Handle, check_handle
@@ -41,6 +41,7 @@ from flowfabric.model.suspension import (
     UsePending,
     blocking_reason_of,
     check_deadline,
+    check_pending,
     check_suspend,
     deadline_of,
     replay_window_ms,
@@ -205,9 +206,7 @@ class Suspend:
             else:
                 pending = binding
                 token, waitpoint_key = await _pending(transaction, held, binding)
-                # A condition that does not name it could not be met by its signals.
-                if (named := waitpoint_keys(ask.args.resume_condition)) and waitpoint_key not in named:
-                    raise error("invalid_input", "waitpoint_key_mismatch")
+                check_pending(ask.args.resume_condition, waitpoint_key)
                 buffered = await transaction.fetch(
                     SQL.list_buffered, partition_key=held.partition_key, waitpoint_id=binding.waitpoint_id
                 )
@@ -438,7 +437,7 @@ def _handle(execution_id: ExecutionId, fence: Fence, held: HeldRun) -> Handle:
         attempt_id=AttemptId(fence.attempt_id),
         lease_id=LeaseId(fence.lease_id),
         lease_epoch=fence.lease_epoch,
-        lease_ttl_ms=held.lease_ttl_ms or 0,
+        lease_ttl_ms=held.lease_ttl_ms or 1,
         lane_id=LaneId(held.lane_id),
         worker_instance_id=WorkerInstanceId(held.worker_instance_id or ""),
     )

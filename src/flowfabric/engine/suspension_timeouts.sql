@@ -31,19 +31,35 @@ select i.partition_key, i.execution_id, i.signal_id, i.suspension_id, :waitpoint
        as i(partition_key, execution_id, signal_id, suspension_id);
 
 -- name: escalate_held
--- Leaves suspended executions that the transaction holds to an operator: they wait on, without a deadline.
+-- Leaves suspended executions that the transaction holds to an operator: they and their waitpoints wait on, without a
+-- deadline.
 with clock as materialized (select ff_now() as now),
 held as materialized (
-  select c.now, e.tid, s.tid as suspension_tid, s.timeout_at
+  select c.now, e.tid, i.partition_key, s.tid as suspension_tid, s.timeout_at, s.waitpoint_ids
     from clock c
    cross join unnest(:partition_keys::smallint[], :execution_ids::uuid[]) as i(partition_key, execution_id)
    cross join lateral (
          select e.ctid as tid from execution e
           where e.partition_key = i.partition_key and e.execution_id = i.execution_id for update) e
    cross join lateral (
-         select s.ctid as tid, s.timeout_at, s.closed_at from suspension s
+         select s.ctid as tid, s.timeout_at, s.closed_at, s.waitpoint_ids from suspension s
           where s.partition_key = i.partition_key and s.execution_id = i.execution_id for update) s
    where s.closed_at is null
+),
+-- In ascending order, as every writer locks waitpoints.
+lasting as materialized (
+  select h.partition_key, w.waitpoint_id
+    from held h
+   cross join lateral (select waitpoint_id from unnest(h.waitpoint_ids) as i(waitpoint_id) order by 1) i
+   cross join lateral (
+         select w.waitpoint_id from waitpoint w
+          where w.partition_key = h.partition_key and w.waitpoint_id = i.waitpoint_id and w.state = 'active'
+            for update) w
+),
+extended as (
+  update waitpoint w set expires_at = null
+    from lasting l
+   where w.partition_key = any(array[l.partition_key]) and w.waitpoint_id = l.waitpoint_id
 ),
 moved as (
   update execution e

@@ -59,8 +59,10 @@ class Release(StrEnum):
     COMPLETED = "completed"
     FAILED = "failed"
     RETRY = "retry"
+    RETRY_NOW = "retry_now"
     CANCELLED = "cancelled"
     TIMEOUT_RETRY = "timeout_retry"
+    TIMEOUT_RETRY_NOW = "timeout_retry_now"
     TIMEOUT_EXPIRED = "timeout_expired"
     DEADLINE_EXPIRED = "deadline_expired"
     RECLAIM_CAP = "reclaim_cap"
@@ -96,6 +98,7 @@ _BACKOFF = Target(
     blocking=BlockingReason.WAITING_FOR_RETRY_BACKOFF,
     attempt=AttemptState.PENDING_RETRY_ATTEMPT,
 )
+_RETRYABLE = replace(_BACKOFF, eligibility=EligibilityState.ELIGIBLE_NOW, blocking=BlockingReason.WAITING_FOR_WORKER)
 _FAILURE = AttemptLifecycle.ENDED_FAILURE
 
 
@@ -113,8 +116,12 @@ RELEASES: Mapping[Release, Effect] = {
     Release.COMPLETED: _ended(TerminalOutcome.SUCCESS, AttemptLifecycle.ENDED_SUCCESS, ReleaseReason.COMPLETED),
     Release.FAILED: _ended(TerminalOutcome.FAILED, _FAILURE, ReleaseReason.FAILED_TERMINAL),
     Release.RETRY: Effect(target=_BACKOFF, attempt=_FAILURE, reason=ReleaseReason.FAILED_RETRY_SCHEDULED),
+    Release.RETRY_NOW: Effect(target=_RETRYABLE, attempt=_FAILURE, reason=ReleaseReason.FAILED_RETRY_SCHEDULED),
     Release.CANCELLED: _ended(TerminalOutcome.CANCELLED, AttemptLifecycle.ENDED_CANCELLED, ReleaseReason.CANCELLED),
     Release.TIMEOUT_RETRY: Effect(target=_BACKOFF, attempt=_FAILURE, reason=ReleaseReason.EXPIRED_ATTEMPT_TIMEOUT),
+    Release.TIMEOUT_RETRY_NOW: Effect(
+        target=_RETRYABLE, attempt=_FAILURE, reason=ReleaseReason.EXPIRED_ATTEMPT_TIMEOUT
+    ),
     Release.TIMEOUT_EXPIRED: _ended(TerminalOutcome.EXPIRED, _FAILURE, ReleaseReason.EXPIRED_ATTEMPT_TIMEOUT),
     Release.DEADLINE_EXPIRED: _ended(TerminalOutcome.EXPIRED, _FAILURE, ReleaseReason.EXPIRED_EXECUTION_DEADLINE),
     Release.RECLAIM_CAP: _ended(
@@ -142,6 +149,21 @@ RELEASES: Mapping[Release, Effect] = {
     ),
     Release.SUSPENSION_EXPIRED: _ended(TerminalOutcome.EXPIRED, _FAILURE, CloseReason.TIMED_OUT_EXPIRE),
 }
+
+
+def after_failure(delay_ms: int | None) -> Release:
+    """The move of a failed attempt whose retry comes after a pause, at once, or not at all."""
+    if delay_ms is None:
+        return Release.FAILED
+    return Release.RETRY if delay_ms else Release.RETRY_NOW
+
+
+def after_timeout(delay_ms: int | None) -> Release:
+    """The move of an attempt that timed out, whose retry comes after a pause, at once, or not at all."""
+    if delay_ms is None:
+        return Release.TIMEOUT_EXPIRED
+    return Release.TIMEOUT_RETRY if delay_ms else Release.TIMEOUT_RETRY_NOW
+
 
 SUSPENSION_TIMEOUTS: Mapping[TimeoutBehavior, Release] = {
     TimeoutBehavior.FAIL: Release.SUSPENSION_FAILED,

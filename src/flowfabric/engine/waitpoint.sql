@@ -19,13 +19,14 @@ select token
    and state in ('pending', 'active');
 
 -- name: list_open_waitpoints
--- The waitpoints of an execution that take signals, by id, and whether there is such an execution; at least one row.
+-- The waitpoints of an execution that take signals, by id; at least one row where there is such an execution. After its
+-- end none does, whatever its waitpoints say.
 select w.waitpoint_id, w.waitpoint_key, w.state, w.required_signal_names, w.created_at, w.activated_at, w.expires_at, w.token
   from execution e
   left join lateral (
        select w.* from (
               select w.* from waitpoint w
-               where w.partition_key = e.partition_key and w.execution_id = e.execution_id
+               where e.lifecycle_phase <> 'terminal' and w.partition_key = e.partition_key and w.execution_id = e.execution_id
                  and (:after::uuid is null or w.waitpoint_id > :after) and w.state in ('pending', 'active') offset 0) w
         order by w.waitpoint_id limit :limit) w on true
  where e.partition_key = :partition_key and e.execution_id = :execution_id

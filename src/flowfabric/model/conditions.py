@@ -18,7 +18,7 @@ OPERATOR_ONLY_NAME = "__operator_only__"
 TIMEOUT_ONLY_NAME = "__timeout_only__"
 RESERVED_NAMES = frozenset({OPERATOR_ONLY_NAME, TIMEOUT_ONLY_NAME})
 
-# Far past any tree that is accepted, and short of what a recursive reader can follow.
+# Deeper than any accepted tree, and well within the limit on recursion.
 _DEEPEST_READ = 32
 _ROOT = "<root>"
 
@@ -137,15 +137,23 @@ def all_of_waitpoints(keys: Iterable[str]) -> AllOf:
     return AllOf(tuple(Single(waitpoint_key=key) for key in keys))
 
 
-def leaves(condition: Condition) -> Iterator[Condition]:
-    """Give what stands at the ends of the tree, depth first; every tree is walked, however deep."""
+def nodes(condition: Condition) -> Iterator[Condition]:
+    """Give every node of a tree, depth first, without recursion; a group that stands in several places comes once."""
     waiting = [condition]
+    seen: set[int] = set()
     while waiting:
         node = waiting.pop()
         if isinstance(node, AllOf):
+            if id(node) in seen:
+                continue
+            seen.add(id(node))
             waiting.extend(reversed(node.members))
-        else:
-            yield node
+        yield node
+
+
+def leaves(condition: Condition) -> Iterator[Condition]:
+    """Give the nodes without members, depth first."""
+    return (node for node in nodes(condition) if not isinstance(node, AllOf))
 
 
 def keys_of(leaf: Condition) -> tuple[str, ...]:
@@ -175,6 +183,22 @@ def required_signal_names(condition: Condition, waitpoint_key: str) -> tuple[str
             case Single(matcher=ByName(name)) | Count(matcher=ByName(name)) if waitpoint_key in keys_of(leaf):
                 names.append(name)
     return tuple(dict.fromkeys(names))
+
+
+def check_depth(condition: Condition, cap: int = MAX_DEPTH) -> None:
+    """Refuse a tree of more levels than this, with the first path that leads below the fourth."""
+    waiting: list[tuple[Condition, tuple[int, ...]]] = [(condition, ())]
+    while waiting:
+        node, place = waiting.pop()
+        if isinstance(node, Composite) and len(place) >= cap:
+            raise _too_deep(place)
+        if isinstance(node, AllOf):
+            waiting.extend((member, (*place, at)) for at, member in reversed(list(enumerate(node.members))))
+
+
+def _too_deep(place: Sequence[int]) -> EngineError:
+    path = ".".join(f"members[{at}]" for at in place[:MAX_DEPTH])
+    return _fault(f"depth {MAX_DEPTH + 1} exceeds cap {MAX_DEPTH}", path)
 
 
 def check_structure(condition: Condition) -> None:
@@ -211,14 +235,19 @@ def _check_name(leaf: Single | Count, path: str) -> None:
 
 
 def condition_plain(condition: Condition) -> object:
-    """Give the JSON value of a condition."""
+    """Give the JSON value of a condition; one nested too deeply to be read again is refused."""
+    check_depth(condition, _DEEPEST_READ)
+    return _plain(condition)
+
+
+def _plain(condition: Condition) -> object:
     match condition:
         case Single():
             return {"Single": {"waitpoint_key": condition.waitpoint_key, "matcher": _matcher_plain(condition.matcher)}}
         case OperatorOnly() | TimeoutOnly():
             return type(condition).__name__
         case AllOf():
-            return {"Composite": {"kind": "AllOf", "members": [condition_plain(each) for each in condition.members]}}
+            return {"Composite": {"kind": "AllOf", "members": [_plain(each) for each in condition.members]}}
         case Count():
             matcher = {} if condition.matcher is None else {"matcher": _matcher_plain(condition.matcher)}
             head = {"kind": "Count", "n": condition.n, "count_kind": condition.count_kind.value}
@@ -233,8 +262,11 @@ def condition_json(condition: Condition) -> str:
 
 
 def parse_condition(value: object) -> Condition:
-    """Give the condition a JSON value says; what is not understood is refused."""
-    condition = value if isinstance(value, Condition) else _read(value, "", 1)
+    """Give the condition a JSON value says; what is not understood is refused.
+
+    A tree that is too deep is for check_structure to refuse; what is far too deep in it is not read.
+    """
+    condition = value if isinstance(value, Condition) else _read(value, "", 1, is_given=True)
     for leaf in leaves(condition):
         if isinstance(leaf, UnknownCondition):
             raise error("invalid_input", leaf.fault)
@@ -245,19 +277,19 @@ def parse_condition(value: object) -> Condition:
 def read_stored_condition(text: str) -> Condition:
     """Give the condition a row holds; what this version does not understand stays in it, and is never met."""
     try:
-        return _read(msgspec.json.decode(text), "", 1)
+        return _read(msgspec.json.decode(text), "", 1, is_given=False)
     except (msgspec.DecodeError, RecursionError):
         return UnknownCondition(None)
 
 
-def _read(plain: Any, path: str, depth: int) -> Condition:
+def _read(plain: Any, path: str, depth: int, *, is_given: bool) -> Condition:
     try:
-        return _read_known(plain, path, depth)
+        return _read_known(plain, path, depth, is_given=is_given)
     except EngineError as refused:
         return UnknownCondition(plain, fault=str(refused.detail))
 
 
-def _read_known(plain: Any, path: str, depth: int) -> Condition:
+def _read_known(plain: Any, path: str, depth: int, *, is_given: bool) -> Condition:
     # A field that is not known may narrow what is asked, so that a node with one is not understood.
     match plain:
         case "OperatorOnly":
@@ -269,9 +301,11 @@ def _read_known(plain: Any, path: str, depth: int) -> Condition:
             return Single(waitpoint_key=given["waitpoint_key"], matcher=_matcher(given["matcher"], path))
         case {"Composite": {"kind": "AllOf"} as body} if len(plain) == 1:
             if depth > _DEEPEST_READ:
+                if is_given:
+                    return AllOf(())
                 raise _fault("resume_condition: nested too deeply", path)
             members = enumerate(_items(_fields(body, path, "kind", "members")["members"], "members"))
-            return AllOf(tuple(_read(each, _member(path, index), depth + 1) for index, each in members))
+            return AllOf(tuple(_read(each, _member(path, at), depth + 1, is_given=is_given) for at, each in members))
         case {"Composite": {"kind": "Count"} as body} if len(plain) == 1:
             given = _fields({"matcher": None, **body}, path, "kind", "n", "count_kind", "matcher", "waitpoints")
             matcher = None if given["matcher"] is None else _matcher(given["matcher"], path)

@@ -16,6 +16,15 @@ from flowfabric.model.tokens import RingKey, WaitpointToken, verify_token
 _TOKEN_FAILURES = frozenset({"missing_token", "invalid_token", "token_expired"})
 
 
+@dataclass(frozen=True, slots=True)
+class RefusedToken:
+    """A token that was refused: for which waitpoint, whether or not it exists, and when."""
+
+    execution_id: ExecutionId
+    waitpoint_id: WaitpointId
+    at: int
+
+
 @dataclass(kw_only=True, slots=True)
 class Waitpoint:
     """A waitpoint as deliveries find it."""
@@ -82,8 +91,8 @@ class Addressee:
     """The signal that met the condition of a suspended execution."""
     delay_ms: int = 0
     """How long after the closer the execution may be claimed."""
-    has_token_failure: bool = False
-    """Whether a token was refused at a waitpoint of this execution."""
+    refused: list[RefusedToken] = field(default_factory=list)
+    """The tokens that were refused."""
 
     def authenticate(self, signal: NewSignal, keys: Mapping[str, RingKey]) -> Waitpoint | EngineError:
         """Give the waitpoint of a signal whose token is that waitpoint's own, else why the token is refused."""
@@ -98,8 +107,8 @@ class Addressee:
                 now=self.now,
             )
         except EngineError as refused:
-            if waitpoint is not None and refused.code in _TOKEN_FAILURES:
-                self.has_token_failure = True
+            if refused.code in _TOKEN_FAILURES:
+                self.refused.append(RefusedToken(self.execution_id, signal.waitpoint_id, self.now))
             return refused
         assert waitpoint is not None, "no token passes without a stored one"
         return waitpoint

@@ -5,7 +5,6 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
-from itertools import count
 
 from flowfabric.model.conditions import (
     RESERVED_NAMES,
@@ -17,6 +16,7 @@ from flowfabric.model.conditions import (
     CountKind,
     Single,
     keys_of,
+    nodes,
 )
 from flowfabric.model.ids import SignalId
 
@@ -140,36 +140,26 @@ class _Leaf:
         return not isinstance(matcher, ByName) or matcher.name == name
 
 
-@dataclass(frozen=True, slots=True)
-class _Branch:
-    """A node that is met when it has members and all of them are."""
-
-    members: "tuple[_Leaf | _Branch | None, ...]"
-
-
 class Outline:
     """What signals for a condition are counted by: the same for every wait of that condition."""
 
-    __slots__ = ("is_composite", "is_count_of_signals", "naming", "root")
+    __slots__ = ("can_be_met", "is_composite", "is_count_of_signals", "leaves", "naming")
 
     def __init__(self, condition: Condition) -> None:
-        """Lay out a condition."""
+        """Lay out a condition: its groups all ask for all of their members, so that only the leaves count."""
         naming: defaultdict[str, list[_Leaf]] = defaultdict(list)
-        places = count()
-
-        def grow(node: Condition) -> _Leaf | _Branch | None:
-            match node:
-                case AllOf():
-                    return _Branch(tuple(grow(member) for member in node.members))
-                case Single() | Count():
-                    leaf = _Leaf(node, next(places), node.n if isinstance(node, Count) else 1)
-                    for key in dict.fromkeys(keys_of(node)):
-                        naming[key].append(leaf)
-                    return leaf
-            # An operator's word, a deadline or what is not understood: no signal meets it.
-            return None
-
-        self.root = grow(condition)
+        leaves: list[_Leaf] = []
+        self.can_be_met = True
+        """Whether every node is one that signals can meet."""
+        for node in nodes(condition):
+            if isinstance(node, Single | Count):
+                leaf = _Leaf(node, len(leaves), node.n if isinstance(node, Count) else 1)
+                leaves.append(leaf)
+                for key in dict.fromkeys(keys_of(node)):
+                    naming[key].append(leaf)
+            elif not isinstance(node, AllOf) or not node.members:
+                self.can_be_met = False
+        self.leaves = tuple(leaves)
         self.naming: Mapping[str, Sequence[_Leaf]] = dict(naming)
         self.is_composite = isinstance(condition, Composite)
         self.is_count_of_signals = isinstance(condition, Count) and condition.count_kind is CountKind.DISTINCT_SIGNALS
@@ -192,7 +182,7 @@ class Tally:
         self._outline = outline
         self._before = before
         self._counted: dict[int, set[Hashable]] = {}
-        self.is_met = before > 0 and self._is_node_met(outline.root)
+        self.is_met = before > 0 and self._is_all_met()
 
     def take(self, signal: SignalFacts) -> SignalDisposition:
         """Count the next signal and tell what it did."""
@@ -208,7 +198,7 @@ class Tally:
             return self._ignored(is_named=bool(naming))
         if not is_new:
             return SignalDisposition.APPENDED_TO_WAITPOINT_DUPLICATE
-        self.is_met = self._is_node_met(self._outline.root)
+        self.is_met = self._is_all_met()
         if self.is_met:
             return SignalDisposition.RESUME_CONDITION_SATISFIED
         return SignalDisposition.APPENDED_TO_WAITPOINT
@@ -220,13 +210,11 @@ class Tally:
         counted.add(_counts_as(leaf.asks, signal))
         return len(counted) > before
 
-    def _is_node_met(self, node: _Leaf | _Branch | None) -> bool:
-        match node:
-            case _Leaf():
-                return 0 < node.needs <= self._before + len(self._counted.get(node.place, ()))
-            case _Branch():
-                return bool(node.members) and all(map(self._is_node_met, node.members))
-        return False
+    def _is_all_met(self) -> bool:
+        outline = self._outline
+        return outline.can_be_met and all(
+            0 < leaf.needs <= self._before + len(self._counted.get(leaf.place, ())) for leaf in outline.leaves
+        )
 
     def _ignored(self, *, is_named: bool) -> SignalDisposition:
         if not self._outline.is_composite:

@@ -21,7 +21,7 @@ from flowfabric.model.ids import (
     parse_uuid,
 )
 from flowfabric.model.states import HandleKind
-from flowfabric.model.text import Word, word_of
+from flowfabric.model.text import Word, check_range, word_of
 
 
 class Backend(StrEnum):
@@ -37,6 +37,7 @@ _BACKENDS = {tag: backend for backend, tag in _TAGS.items()}
 _V1_MAGIC = 0x01
 _V2_MAGIC = 0x02
 _WIRE_VERSION = 0x01
+MAX_LEASE_TTL_MS = 2**32 - 1
 _MAX_INT32 = 2**31 - 1
 _MAX_INT64 = 2**63 - 1
 
@@ -101,7 +102,7 @@ class Handle(msgspec.Struct, frozen=True, kw_only=True):
             attempt_id=AttemptId(reader.uuid("attempt_id")),
             lease_id=LeaseId(reader.uuid("lease_id")),
             lease_epoch=reader.number("lease_epoch", 8, _MAX_INT64),
-            lease_ttl_ms=reader.number("lease_ttl_ms", 8, _MAX_INT64),
+            lease_ttl_ms=reader.lease_ttl_ms(),
             lane_id=LaneId(reader.text("lane_id")),
             worker_instance_id=WorkerInstanceId(reader.text("worker_instance_id")),
         )
@@ -198,6 +199,14 @@ class _Reader:
         value = int.from_bytes(self._take(size), "little")
         if value > largest:
             raise error("invalid_input", f"handle.{field}: {value} exceeds the stored range")
+        return value
+
+    def lease_ttl_ms(self) -> int:
+        value = int.from_bytes(self._take(8), "little")
+        try:
+            check_range(value, "lease_ttl_ms", 1, MAX_LEASE_TTL_MS)
+        except EngineError as refused:
+            raise _unreadable(f"ParseField{{field=lease_ttl_ms, {refused.detail}}}") from None
         return value
 
     def text(self, field: str) -> str:

@@ -1,5 +1,6 @@
 """Signals: what a caller delivers, what the delivery comes to, and what a resumed run reads of them."""
 
+import hashlib
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Self
@@ -9,10 +10,12 @@ from flowfabric.model.evaluation import SignalDisposition, SignalEffect
 from flowfabric.model.ids import ExecutionId, SignalId, WaitpointId, parse_execution_id, parse_uuid, row_key, uuid7
 from flowfabric.model.policy_checks import INT32, MAX_MS
 from flowfabric.model.states import PublicState, TimeoutBehavior
-from flowfabric.model.text import check_range, check_short, check_text
+from flowfabric.model.text import MAX_KEY_BYTES, check_length, check_range, check_short
 from flowfabric.model.tokens import WaitpointToken
 
 MAX_PAYLOAD_BYTES = 65_536
+MAX_TEXT = 1_024
+"""Characters of a text of a signal."""
 DEFAULT_SIGNAL_LIMIT = 10_000
 DEFAULT_MAXLEN = 1_000
 DEFAULT_DEDUP_TTL_MS = 86_400_000
@@ -24,10 +27,9 @@ _TEXTS = (
     "source_identity",
     "payload_encoding",
     "correlation_id",
-    "idempotency_key",
     "target_scope",
 )
-_OPTIONAL_TEXTS = frozenset({"payload_encoding", "correlation_id", "idempotency_key"})
+_OPTIONAL_TEXTS = frozenset({"payload_encoding", "correlation_id"})
 _NO_TOKEN = WaitpointToken("-")
 
 
@@ -79,7 +81,7 @@ class NewSignal:
         if token is not None and not isinstance(token, WaitpointToken):
             self.waitpoint_token = WaitpointToken(token) if isinstance(token, str) else _NO_TOKEN
         self._check_texts()
-        if self.idempotency_key:
+        if self.idempotency_key is not None and self.idempotency_key != "":
             check_short(self.idempotency_key, "idempotency_key")
         if not self.signal_name:
             raise error("invalid_input", "signal_name: must not be empty")
@@ -105,18 +107,16 @@ class NewSignal:
             self.target_scope,
             "" if self.payload_encoding is None else self.payload_encoding,
             "" if self.correlation_id is None else self.correlation_id,
-            "" if self.idempotency_key is None else self.idempotency_key,
         )
         try:
             joined = "".join(texts)
-            if joined.isascii() and "\0" not in joined:
+            if len(joined) <= MAX_TEXT and joined.isascii() and "\0" not in joined:
                 return
         except TypeError:
             pass
-        # Which of them it is that the store cannot hold.
         for name in _TEXTS:
             if name not in _OPTIONAL_TEXTS or getattr(self, name) is not None:
-                check_text(getattr(self, name), name)
+                check_length(getattr(self, name), name, MAX_TEXT)
 
     @property
     def id(self) -> SignalId:
@@ -128,6 +128,14 @@ class NewSignal:
     def dedup_key(self) -> str | None:
         """What a repeat of the signal is known by, where the caller wants that."""
         return (self.idempotency_key or None) if self.dedup_ttl_ms else None
+
+
+def approval_key(signal_name: str, suffix: str, source_identity: str) -> str:
+    """Give the idempotency key of an approval: one for each signal name, suffix and approver."""
+    key = f"approval:{signal_name}:{suffix}" + (f":{source_identity}" if source_identity else "")
+    if len(data := key.encode()) <= MAX_KEY_BYTES:
+        return key
+    return f"approval:{hashlib.sha256(data).hexdigest()}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,6 +1,6 @@
 """What a worker says when it suspends: waitpoints, condition, deadline, and what the resume is to do."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from enum import StrEnum
 from functools import lru_cache
@@ -16,6 +16,7 @@ from flowfabric.model.conditions import (
     Count,
     Single,
     TimeoutOnly,
+    check_depth,
     check_structure,
     check_word,
     leaves,
@@ -262,22 +263,40 @@ def check_suspend(args: SuspendArgs) -> None:
             raise _refusal(f"additional_waitpoint_binding_must_be_fresh at waitpoints[{index}]")
         if not binding.waitpoint_key:
             raise _refusal(f"additional_waitpoint_binding_empty_key at waitpoints[{index}]")
-    if len(bindings) > 1:
-        _check_keys(condition, bindings)
+    is_too_deep = _is_too_deep(condition)
+    # Of a tree that is too deep not every key is read.
+    if len(bindings) > 1 and not is_too_deep:
+        _check_keys(condition, map(_bound_key, bindings))
     if isinstance(condition, TimeoutOnly) and args.timeout_at is None:
         raise _refusal("timeout_only_without_deadline")
-    if any(isinstance(leaf, Single | Count) and leaf.matcher == ByName("") for leaf in leaves(condition)):
+    if not is_too_deep and any(
+        isinstance(leaf, Single | Count) and leaf.matcher == ByName("") for leaf in leaves(condition)
+    ):
         raise _refusal("resume_condition: empty signal name (use Wildcard instead)")
     check_structure(condition)
     ids, keys = {each.waitpoint_id for each in bindings}, set(map(_bound_key, bindings))
     if min(len(ids), len(keys)) < len(bindings):
         raise _refusal("duplicate_waitpoint_binding")
     if isinstance(first, Fresh) and isinstance(condition, Composite):
-        _check_keys(condition, bindings)
+        _check_keys(condition, map(_bound_key, bindings))
 
 
-def _check_keys(condition: Condition, bindings: tuple[Binding, ...]) -> None:
-    named, bound = dict.fromkeys(waitpoint_keys(condition)), dict.fromkeys(map(_bound_key, bindings))
+def check_pending(condition: Condition, waitpoint_key: str) -> None:
+    """Refuse a condition that names other keys than the pending waitpoint it is to wait on, or none."""
+    if isinstance(condition, Single | Composite):
+        _check_keys(condition, (waitpoint_key,))
+
+
+def _is_too_deep(condition: Condition) -> bool:
+    try:
+        check_depth(condition)
+    except EngineError:
+        return True
+    return False
+
+
+def _check_keys(condition: Condition, keys: Iterable[str | UUID]) -> None:
+    named, bound = dict.fromkeys(waitpoint_keys(condition)), dict.fromkeys(keys)
     for key in named:
         if key not in bound:
             raise _refusal(f"referenced_waitpoint_key_missing_binding: {shorten(key)}")
@@ -287,7 +306,7 @@ def _check_keys(condition: Condition, bindings: tuple[Binding, ...]) -> None:
 
 
 def _bound_key(binding: Binding) -> str | UUID:
-    # The key of a pending waitpoint stands in its row; its id is no key a condition could name.
+    # The key of a pending waitpoint is known to the store alone; no condition names it by its id.
     return binding.waitpoint_key if isinstance(binding, Fresh) else binding.waitpoint_id
 
 

@@ -19,7 +19,7 @@ MAX_BATCH = 1000
 def check_text(value: object, field: str) -> str:
     """Give a text the store can hold: valid Unicode without NUL."""
     if not isinstance(value, str):
-        raise error("invalid_input", f"{field}: must be text")
+        raise error("invalid_input", f"{field}: must be text, got {shown(value)}")
     if "\0" in value:
         raise error("invalid_input", f"{field}: must not contain NUL")
     if not value.isascii():
@@ -28,6 +28,14 @@ def check_text(value: object, field: str) -> str:
         except UnicodeEncodeError:
             raise error("invalid_input", f"{field}: is not valid Unicode") from None
     return value
+
+
+def check_length(value: object, field: str, most: int) -> str:
+    """Give a text the store can hold of at most so many characters."""
+    text = check_text(value, field)
+    if len(text) > most:
+        raise error("invalid_input", f"{field}: at most {most} characters, got {len(text)}")
+    return text
 
 
 def check_short(value: object, field: str) -> str:
@@ -73,9 +81,9 @@ def word_of(words: type[Word], value: object) -> Word | None:
     return next((word for word in words if word == value), None)
 
 
-def storable(text: object) -> str:
-    """A text the store can hold, whatever a failing handler said: a failure is never refused over its message."""
-    return str(text).replace("\0", "\N{REPLACEMENT CHARACTER}").encode("utf-8", "replace").decode()
+def storable(text: str) -> str:
+    """Give a text the store can hold: what it cannot hold of this one is replaced."""
+    return text.replace("\0", "\N{REPLACEMENT CHARACTER}").encode("utf-8", "replace").decode()
 
 
 def shown(value: object) -> str:

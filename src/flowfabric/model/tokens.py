@@ -16,7 +16,7 @@ _DIGEST = re.compile(r"[0-9a-fA-F]{64}")
 
 
 class WaitpointToken:
-    """A bearer secret that prints, formats and pickles redacted; only `reveal` gives its text."""
+    """A bearer secret that prints and formats redacted and cannot be pickled; only `reveal` gives its text."""
 
     __slots__ = ("_text",)
     _text: str
@@ -81,9 +81,9 @@ class WaitpointToken:
         """Give itself, as it does not change."""
         return self
 
-    def __reduce__(self) -> tuple[type[str], tuple[str]]:
-        """Leave the process as redacted text: records of a log are pickled with all they hold."""
-        return str, (str(self),)
+    def __reduce__(self) -> NoReturn:
+        """Refuse: a pickled secret ends up in files, queues and logs."""
+        raise TypeError("a WaitpointToken cannot be pickled; send token.reveal() to whoever is to signal")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

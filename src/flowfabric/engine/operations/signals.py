@@ -76,17 +76,22 @@ class SignalOperations(Families):
         waitpoint_id: WaitpointId | UUID | str,
         signal_name: str,
         idempotency_suffix: str,
+        source_identity: str = "",
         signal_dedup_ttl_ms: int = DEFAULT_DEDUP_TTL_MS,
         lane_id: str | None = None,
         maxlen: int | None = None,
         max_signals_per_execution: int | None = None,
     ) -> Accepted | SignalDuplicate:
-        """Record the word of an operator, who need not hold the token; a repeat of the suffix is a duplicate."""
+        """Record the approval of an operator, who need not hold the token; a repeat of the suffix is a duplicate.
+
+        `source_identity` says who the operator is: a condition that counts distinct sources counts distinct operators.
+        """
         return await self._signals.approve(
             execution_id,
             waitpoint_id,
             signal_name,
             idempotency_suffix,
+            source_identity,
             signal_dedup_ttl_ms,
             lane_id,
             maxlen,

@@ -1,0 +1,89 @@
+"""Refused tokens: noted on their executions after the answer, whose time then tells nothing about waitpoints."""
+
+import asyncio
+import logging
+from collections.abc import Iterable, Mapping
+
+from flowfabric.db.statements import columns_from, statements_beside
+from flowfabric.engine.store import Store
+from flowfabric.model.delivery import RefusedToken
+from flowfabric.model.errors import EngineError
+from flowfabric.model.ids import ExecutionId, WaitpointId, split_execution_id
+
+SQL = statements_beside(__file__)
+
+logger = logging.getLogger(__name__)
+
+_COLUMNS = ("partition_keys", "execution_ids", "waitpoint_ids", "refused_ats")
+
+
+class TokenStamps:
+    """Stamps executions whose tokens were refused, from a task of its own.
+
+    Unknown waitpoints are noted like known ones, and the statement leaves them out: what happens up to the answer, and
+    what the process does afterwards, is the same for both.
+    """
+
+    MOST = 1_000
+    """Stamps that wait to be written; further ones are dropped."""
+    PAUSE_SECONDS = 0.05
+    LONGEST_PAUSE_SECONDS = 1.0
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._waiting: dict[tuple[ExecutionId, WaitpointId], int] = {}
+        self._task: asyncio.Task[None] | None = None
+        self._is_draining = asyncio.Event()
+
+    def note(self, refused: Iterable[RefusedToken]) -> None:
+        """Take refusals to be stamped a moment later."""
+        for each in refused:
+            key = each.execution_id, each.waitpoint_id
+            if key in self._waiting or len(self._waiting) < self.MOST:
+                self._waiting[key] = each.at
+        if self._waiting and self._task is None:
+            self._task = asyncio.create_task(self._write_all())
+
+    async def drain(self) -> None:
+        """Write what waits; rows that are locked elsewhere go without their stamp."""
+        while (task := self._task) is not None:
+            self._is_draining.set()
+            await asyncio.wait((task,))
+
+    async def _write_all(self) -> None:
+        pause = self.PAUSE_SECONDS
+        try:
+            while self._waiting:
+                await self._pause(pause)
+                taken, self._waiting = self._waiting, {}
+                locked = await self._write(taken)
+                if self._is_draining.is_set():
+                    continue
+                pause = min(pause * 2, self.LONGEST_PAUSE_SECONDS) if locked else self.PAUSE_SECONDS
+                self._waiting = {**locked, **self._waiting}
+        finally:
+            self._task = None
+            self._is_draining.clear()
+
+    async def _pause(self, seconds: float) -> None:
+        try:
+            async with asyncio.timeout(seconds):
+                await self._is_draining.wait()
+        except TimeoutError:
+            pass
+
+    async def _write(
+        self, stamps: Mapping[tuple[ExecutionId, WaitpointId], int]
+    ) -> dict[tuple[ExecutionId, WaitpointId], int]:
+        """Write stamps; give back those whose rows are locked elsewhere."""
+        keys = list(stamps)
+        given = [
+            (*split_execution_id(execution), waitpoint, stamps[execution, waitpoint]) for execution, waitpoint in keys
+        ]
+        try:
+            rows = await self._store.fetch(SQL.stamp_refused_tokens, **columns_from(_COLUMNS, given))
+        except EngineError as problem:
+            logger.warning("%d refused tokens are not noted on their executions: %s", len(keys), problem)
+            return {}
+        locked = (keys[row["nth"] - 1] for row in rows)
+        return {key: stamps[key] for key in locked}
