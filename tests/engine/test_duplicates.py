@@ -1,10 +1,9 @@
 """Submitting twice: by id, by key, within the key's window and after it, and in which order it is judged."""
 
-import itertools
 from typing import Any
 
 from flowfabric.engine.engine import Engine
-from flowfabric.model.ids import ExecutionId
+from flowfabric.model.ids import ExecutionId, LaneId
 from flowfabric.model.outcomes import Created, Duplicate
 from flowfabric.model.states import PublicState
 
@@ -104,10 +103,9 @@ async def test_a_key_belongs_to_its_namespace_and_lane(engine: Engine, create: C
 async def test_lanes_of_one_partition_do_not_share_keys(engine: Engine, create: Creating) -> None:
     first = await create(engine, **new(idempotency_key="k"))
     partition = first.execution_id[:-36]
-    others = (f"lane-{at}" for at in range(100_000))
-    partitions = engine.leases._store.rules.partitions
-    here = partitions.of_lane("default")
-    (twin,) = itertools.islice((lane for lane in others if partitions.of_lane(lane) == here), 1)
+    partition_of = engine.leases._store.rules.partitions.of_lane
+    here = partition_of(LaneId("default"))
+    twin = next(lane for at in range(100_000) if partition_of(lane := LaneId(f"lane-{at}")) == here)
     second = await create(engine, **new(idempotency_key="k", lane_id=twin, input_payload=b"other"))
     assert isinstance(second, Created)
     assert second.execution_id[:-36] == partition

@@ -123,7 +123,7 @@ async def test_of_concurrent_submissions_one_wins_and_the_others_are_conflicts(e
         (made,) = [verdict for verdict in verdicts if isinstance(verdict, Created)]
         conflicts = [verdict for verdict in verdicts if isinstance(verdict, ConflictError)]
         assert len(conflicts) == 2
-        assert {one.detail["execution_id"] for one in conflicts} == {made.execution_id}  # type: ignore[index, call-overload]
+        assert {one.detail["execution_id"] for one in conflicts} == {made.execution_id}  # type: ignore[index]
 
 
 async def test_an_expired_key_is_free_for_something_else(engine: Engine, clock: Any) -> None:

@@ -210,6 +210,8 @@ async def test_a_live_worker_is_listed_with_what_it_registered(engine: Engine, c
                 worker_id="pool",  # type: ignore[arg-type]
                 lanes=("a", "b"),  # type: ignore[arg-type]
                 capabilities=("cpu", "gpu"),
+                kinds=None,
+                serves_all_namespaces=False,
                 last_heartbeat_ms=now,
                 liveness_ttl_ms=TTL,
                 registered_at_ms=began,

@@ -163,12 +163,6 @@ async def test_only_a_thread_may_wait_for_a_call(engine: Engine, start_worker: A
     assert await ended_badly(engine, attempts, await submit()) == (reason, "handler_error", 1)
 
 
-async def test_an_unknown_kind_fails(engine: Engine, start_worker: Any, submit: Any, attempts: Any) -> None:
-    await start_worker({})
-    reason = "no handler for kind 'job'"
-    assert await ended_badly(engine, attempts, await submit()) == (reason, "runtime_no_handler", 1)
-
-
 async def test_a_payload_that_does_not_fit_fails(engine: Engine, start_worker: Any, submit: Any, attempts: Any) -> None:
     called = False
 

@@ -90,7 +90,9 @@ class Repeat(NamedTuple):
     policy: str | None
     """The JSON of the policy, empty without one; None for a policy that is not valid, which no stored one equals."""
 
-    def conflict(self, owner: ExecutionId, kind: str, payload_digest: bytes, policy_digest: bytes) -> EngineError | None:
+    def conflict(
+        self, owner: ExecutionId, kind: str, payload_digest: bytes, policy_digest: bytes
+    ) -> EngineError | None:
         """Why it is no repeat of what its key belongs to, or None where it is one."""
         differs = []
         if kind != self.execution_kind:

@@ -159,7 +159,7 @@ class Submit:
 
     def _repeat(self, new: NewExecution, uuid: str) -> Repeat:
         """What the store is asked of an item that may have been submitted before."""
-        lane_partition = self._store.rules.partitions.of_lane(new.lane_id)
+        lane_partition = self._store.rules.partitions.of_lane(check_lane_id(new.lane_id))
         policy: str | None = None
         with contextlib.suppress(EngineError):
             parsed = parse_policy(new.policy)
