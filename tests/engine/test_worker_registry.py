@@ -221,6 +221,26 @@ async def test_a_live_worker_is_listed_with_what_it_registered(engine: Engine, c
     )
 
 
+async def test_kinds_and_namespaces_are_listed_and_renewed(engine: Engine) -> None:
+    for given, listed in (
+        ({"kinds": ("b", "a", "b")}, (("a", "b"), False)),
+        ({"kinds": []}, ((), False)),
+        ({"serves_all_namespaces": True}, (None, True)),
+        ({}, (None, False)),
+    ):
+        await engine.register_worker(**{**worker(), **given})
+        (entry,) = (await engine.list_workers()).entries
+        assert (entry.kinds, entry.serves_all_namespaces) == listed
+
+
+async def test_wrong_kinds_and_namespaces_are_refused(engine: Engine, rows: Any) -> None:
+    wrong: list[dict[str, Any]] = [{"kinds": "job"}, {"kinds": [5]}, {"serves_all_namespaces": None}]
+    async with rows.unchanged():
+        for one in wrong:
+            (field,) = one
+            await refused(engine.register_worker(**{**worker(), **one}), "invalid_input", field)
+
+
 async def test_a_lapsed_or_dead_worker_is_not_listed(engine: Engine, clock: Any) -> None:
     await engine.register_worker(**worker())
     await engine.register_worker(**worker(worker_instance_id="pool-2", liveness_ttl_ms=2 * TTL))
