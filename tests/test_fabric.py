@@ -1,6 +1,7 @@
 """What users hold: tasks, submissions and runs."""
 
 import asyncio
+import re
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -19,7 +20,7 @@ from flowfabric import (
     TerminalOutcome,
 )
 from flowfabric.db.embedded import Embedded
-from flowfabric.model.errors import NotFoundError, ValidationError
+from flowfabric.model.errors import ConflictError, NotFoundError, ValidationError
 from flowfabric.settings import SettingsError
 
 
@@ -142,6 +143,68 @@ async def test_a_key_submits_once(url: str) -> None:
         first, second = await asyncio.gather(keyed.submit(1), keyed.submit(1))
         assert first.id == second.id
         assert sorted([first.is_duplicate, second.is_duplicate]) == [False, True]
+
+
+async def test_the_same_key_with_other_arguments_is_a_conflict(url: str) -> None:
+    fabric = Fabric(url)
+
+    @fabric.task
+    async def pay(amount: int) -> int:
+        return amount
+
+    async with fabric:
+        keyed = pay.options(idempotency_key="invoice-7")
+        first = await keyed.submit(1)
+        with pytest.raises(ConflictError, match=re.escape(first.id)) as refusal:
+            await keyed.submit(2)
+        assert refusal.value.code == "idempotency_conflict"
+        again = await keyed.submit(1)
+        assert (again.id, again.is_duplicate) == (first.id, True)
+        assert not (await pay.options(idempotency_key="").submit(1)).is_duplicate
+
+
+async def test_tasks_of_one_lane_do_not_share_keys(url: str) -> None:
+    fabric = Fabric(url)
+
+    async def job() -> None: ...
+
+    # Names and keys that come to the same text where they are merely joined.
+    pairs = [("a", "b/c"), ("a/b", "c"), ("a%2Fb", "c"), ("a", "c"), ("ä ö", "c"), ("", "a/c")]
+    async with fabric:
+        tasks = {name: fabric.task(name=name)(job) for name in {name for name, _ in pairs}}
+        keyed = [tasks[name].options(idempotency_key=key) for name, key in pairs]
+        assert [(await one.submit()).is_duplicate for one in keyed] == [False] * len(pairs)
+        assert [(await one.submit()).is_duplicate for one in keyed] == [True] * len(pairs)
+
+
+async def test_a_key_and_a_name_that_are_too_long_together_are_refused(url: str) -> None:
+    fabric = Fabric(url)
+
+    async def job() -> None: ...
+
+    async with fabric:
+        task = fabric.task(name="ä" * 100)(job)
+        await task.options(idempotency_key="k" * (1023 - 600)).submit()
+        with pytest.raises(ValidationError, match=r"idempotency_key: .* 1025 bytes, at most 1024 are allowed"):
+            await task.options(idempotency_key="k" * (1024 - 600)).submit()
+        with pytest.raises(ValidationError, match="idempotency_key: must be text"):
+            await task.options(idempotency_key=5).submit()  # type: ignore[arg-type]
+
+
+async def test_a_worker_serves_the_namespace_of_its_fabric(url: str) -> None:
+    ours, theirs = Fabric(url, namespace="ours"), Fabric(url, namespace="theirs")
+
+    async def job() -> str:
+        return "done"
+
+    tasks = [fabric.task(job) for fabric in (ours, theirs)]
+    async with ours, theirs:
+        waiting = await tasks[1].submit()
+        async with ours.worker():
+            assert await (await tasks[0].submit()).result(timeout=60) == "done"
+            assert await waiting.state() is PublicState.WAITING
+        async with ours.worker(namespace=None):
+            assert await waiting.result(timeout=60) == "done"
 
 
 async def test_options_become_a_policy(url: str, rows: Any) -> None:

@@ -10,6 +10,7 @@ from contextlib import AsyncExitStack
 from datetime import timedelta
 from types import TracebackType
 from typing import Any, Concatenate, Generic, ParamSpec, Self, TypedDict, TypeVar, Unpack, cast, overload
+from urllib.parse import quote
 
 from flowfabric.engine.engine import Engine
 from flowfabric.model.errors import OperationTimeoutError, error
@@ -25,7 +26,7 @@ from flowfabric.model.policy import (
     TimeoutPolicy,
 )
 from flowfabric.model.states import PublicState, TerminalOutcome
-from flowfabric.model.text import check_items, check_short, check_text, shown
+from flowfabric.model.text import MAX_KEY_BYTES, check_items, check_short, check_text, shorten, shown
 from flowfabric.settings import Settings
 from flowfabric.worker.context import Context
 from flowfabric.worker.handler import Handler
@@ -74,7 +75,10 @@ class SubmitOptions(TypedDict, total=False):
     capabilities: Iterable[str]
     """What a worker must offer."""
     idempotency_key: str
-    """A submission under a key that is known already gives the run it belongs to."""
+    """A repeat under the same key gives the run of the first; with other arguments it is a conflict.
+
+    A key counts for its task, lane and namespace.
+    """
     tags: Mapping[str, str]
 
 
@@ -180,12 +184,27 @@ class Task(Generic[Called, Params, Returned]):
             payload_encoding="json",
             priority=options.get("priority", 0),
             creator_identity=self._fabric.identity,
-            idempotency_key=options.get("idempotency_key"),
+            idempotency_key=self._key(),
             tags=options.get("tags"),
             policy=self._policy,
             delay_until=None if delay is None else await engine.server_time_ms() + _milliseconds(delay, "delay"),
         )
         return Run(self._fabric, made.execution_id, self.handler, is_duplicate=isinstance(made, Duplicate))
+
+    def _key(self) -> str | None:
+        """The idempotency key as the engine gets it: tasks of one lane do not share keys."""
+        given = self._options.get("idempotency_key")
+        if given is None or given == "":
+            return None
+        # A quoted name holds no slash, so that the first one ends it.
+        key = f"{quote(self.name, safe='')}/{check_text(given, 'idempotency_key')}"
+        if (size := len(key.encode())) > MAX_KEY_BYTES:
+            raise error(
+                "invalid_input",
+                f"idempotency_key: with the name of task {shorten(self.name)} before it {size} bytes, at most "
+                f"{MAX_KEY_BYTES} are allowed; use a shorter key, such as a digest of this one",
+            )
+        return key
 
     @overload
     def find(self: "Task[Called, Params, Coroutine[Any, Any, Result]]", execution_id: str) -> Run[Result]: ...
@@ -284,7 +303,10 @@ class Fabric:
         return task
 
     def worker(self, **options: Unpack[WorkerOptions]) -> Worker:
-        """A worker for the tasks of this fabric, on their lanes: `async with` it, or `await worker.run()`."""
+        """A worker for the tasks of this fabric, on their lanes: `async with` it, or `await worker.run()`.
+
+        It serves the fabric's namespace; with `namespace=None` it serves every one.
+        """
         options.setdefault("lanes", sorted({task.lane for task in self.tasks.values()}) or [self.lane])
         options.setdefault("namespace", self.namespace)
         return Worker(self.engine, handlers={name: task.handler for name, task in self.tasks.items()}, **options)

@@ -1,11 +1,14 @@
 """In these tests time stands still, so that every stamp has one right value; a test moves it where it wants to."""
 
 from collections.abc import AsyncIterator
+from typing import Any
 
 import asyncpg
 import pytest
 
 from flowfabric.engine import claim as claim_family
+from flowfabric.engine.engine import Engine
+from flowfabric.model.explanation import Explanation
 
 
 class StandingClock:
@@ -45,3 +48,20 @@ async def clock(url: str) -> AsyncIterator[StandingClock]:
 def hints_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without polling a waiting claim ends early by a hint alone."""
     monkeypatch.setattr(claim_family, "POLL_SECONDS", 600.0)
+
+
+@pytest.fixture
+def explain(engine: Engine, rows: Any) -> Any:
+    """The explanation of an execution, which must change nothing and be of the execution as it stands."""
+
+    async def explain(execution_id: str) -> Explanation:
+        async with rows.unchanged():
+            found = await engine.explain(execution_id)
+        info = await engine.read_execution_info(execution_id)
+        assert info is not None
+        assert (found.execution_id, found.public_state) == (info.execution_id, info.public_state)
+        assert found.state_vector == info.state_vector
+        assert found.since == (await rows.execution(execution_id))["last_transition_at"]
+        return found
+
+    return explain

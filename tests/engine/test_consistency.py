@@ -108,6 +108,7 @@ CORRUPTIONS: list[tuple[str, str, str]] = [
     ("created", "priority = 5", "place: does not fit priority"),
     ("created", "queue_no = 99", "queue_no: there is no such queue"),
     ("created", "lane_no = 99", "queue_no: is not one of its lane"),
+    ("created", "namespace_no = 99", "queue_no: is not one of its namespace"),
     ("created", "namespace_no = 99", "namespace_no: there is no such namespace"),
     ("claimed", "worker_no = 99", "worker_no: there is no such worker"),
     ("created", "granted_until = ff_now() + 1000", "granted_until: without a grant"),
@@ -229,3 +230,16 @@ async def test_it_looks_at_every_row_and_stops_at_the_limit(
         assert len(await engine.find_inconsistencies(limit=2**62)) == 7
         for wrong in (-1, "5", None):
             await refused(engine.find_inconsistencies(limit=wrong), "invalid_input", "limit")  # type: ignore[arg-type]
+
+
+async def test_a_queue_of_another_kind_is_told(engine: Engine, given: Any, connection: asyncpg.Connection) -> None:
+    execution_id = await given.created()
+    other = await given.created(execution_kind="other")
+    await connection.execute(
+        """update execution set queue_no = (select queue_no from execution where execution_id = $2)
+            where execution_id = $1""",
+        execution_id[-36:],
+        other[-36:],
+    )
+    found = await engine.find_inconsistencies()
+    assert [(each.execution_id, each.problem) for each in found] == [(execution_id, "queue_no: is not one of its kind")]

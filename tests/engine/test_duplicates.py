@@ -3,7 +3,7 @@
 from typing import Any
 
 from flowfabric.engine.engine import Engine
-from flowfabric.model.ids import ExecutionId
+from flowfabric.model.ids import ExecutionId, LaneId
 from flowfabric.model.outcomes import Created, Duplicate
 from flowfabric.model.states import PublicState
 
@@ -51,7 +51,7 @@ async def test_one_uuid_on_two_partitions_is_two_executions(engine: Engine, crea
 async def test_a_key_twice_names_the_first_execution(engine: Engine, create: Creating, rows: Any) -> None:
     first = await create(engine, **new(idempotency_key="k"))
     async with rows.unchanged():
-        again = await create(engine, **new(idempotency_key="k", priority=9, input_payload=b"other"))
+        again = await create(engine, **new(idempotency_key="k", priority=9, tags={"a.b": "c"}, payload_encoding="json"))
         assert again == Duplicate(execution_id=first.execution_id)
 
 
@@ -86,16 +86,29 @@ async def test_a_new_key_with_a_known_id_is_a_duplicate_and_the_key_stays_free(
 
 
 @both_creates
-async def test_a_key_belongs_to_its_namespace_and_partition(engine: Engine, create: Creating) -> None:
+async def test_a_key_belongs_to_its_namespace_and_lane(engine: Engine, create: Creating, rows: Any) -> None:
     await create(engine, **new(execution_id=FIRST, idempotency_key="k"))
     for arguments in (
         new(execution_id=SECOND, idempotency_key="k", namespace="others"),
-        new(execution_id=ELSEWHERE, idempotency_key="k"),
-        new(idempotency_key="k"),
         new(idempotency_key="k", lane_id="another lane"),
         new(idempotency_key="K"),
     ):
         assert isinstance(await create(engine, **arguments), Created), arguments
+    async with rows.unchanged():
+        for arguments in (new(idempotency_key="k"), new(execution_id=ELSEWHERE, idempotency_key="k")):
+            assert await create(engine, **arguments) == Duplicate(execution_id=FIRST)  # type: ignore[arg-type]
+
+
+@both_creates
+async def test_lanes_of_one_partition_do_not_share_keys(engine: Engine, create: Creating) -> None:
+    first = await create(engine, **new(idempotency_key="k"))
+    partition = first.execution_id[:-36]
+    partition_of = engine.leases._store.rules.partitions.of_lane
+    here = partition_of(LaneId("default"))
+    twin = next(lane for at in range(100_000) if partition_of(lane := LaneId(f"lane-{at}")) == here)
+    second = await create(engine, **new(idempotency_key="k", lane_id=twin, input_payload=b"other"))
+    assert isinstance(second, Created)
+    assert second.execution_id[:-36] == partition
 
 
 @both_creates
@@ -125,8 +138,8 @@ async def test_a_key_counts_for_a_day_and_not_a_moment_longer(
 
 @both_creates
 async def test_a_policy_decides_how_long_its_key_counts(engine: Engine, create: Creating, clock: Any) -> None:
-    for given in ({}, {"execution_id": FIRST}):
-        arguments = new(idempotency_key="k", policy={"dedup_window_ms": 1000}, **given)
+    for key, given in (("minted", {}), ("given", {"execution_id": FIRST})):
+        arguments = new(idempotency_key=key, policy={"dedup_window_ms": 1000}, **given)
         now = await clock.now()
         assert isinstance(await create(engine, **arguments), Created)
         await clock.set(now + 999)
@@ -149,10 +162,10 @@ async def test_a_window_of_nothing_records_no_key(engine: Engine, create: Creati
 async def test_a_window_of_nothing_still_meets_a_key_recorded_before(
     engine: Engine, create: Creating, rows: Any
 ) -> None:
-    first = await create(engine, **new(idempotency_key="k"))
+    await create(engine, **new(idempotency_key="k"))
     async with rows.unchanged():
-        again = await create(engine, **new(idempotency_key="k", policy={"dedup_window_ms": 0}))
-        assert again == Duplicate(execution_id=first.execution_id)
+        again = create(engine, **new(idempotency_key="k", policy={"dedup_window_ms": 0}))
+        await refused(again, "idempotency_conflict", "policy")
 
 
 @both_creates
@@ -163,11 +176,13 @@ async def test_a_key_outlives_the_end_and_the_retention_of_its_execution(
     first = await create(engine, **new(idempotency_key="k", policy=policy))
     (claimed,) = await claim(engine)
     await engine.complete(claimed.handle)
-    assert await create(engine, **new(idempotency_key="k")) == Duplicate(execution_id=first.execution_id)
+    again = new(idempotency_key="k", policy=policy)
+    assert await create(engine, **again) == Duplicate(execution_id=first.execution_id)
     await clock.advance(seconds=2)
     assert await engine.retention.trim() == 1
     assert await rows.of("execution") == []
-    assert await create(engine, **new(idempotency_key="k")) == Duplicate(execution_id=first.execution_id)
+    assert await create(engine, **again) == Duplicate(execution_id=first.execution_id)
+    await refused(create(engine, **{**again, "input_payload": b"other"}), "idempotency_conflict", "payload")
 
 
 @both_creates
@@ -176,20 +191,24 @@ async def test_duplicates_are_answered_before_tags_and_policy_are_looked_at(
 ) -> None:
     await create(engine, **new(execution_id=FIRST, idempotency_key="given"))
     minted = await create(engine, **new(idempotency_key="minted"))
-    wrong: list[dict[str, Any]] = [
-        {"tags": {"NOT A KEY": "x"}},
-        {"tags": {"app.x": "\0"}},
+    wrong_tags: list[dict[str, Any]] = [{"tags": {"NOT A KEY": "x"}}, {"tags": {"app.x": "\0"}}]
+    wrong_policies: list[dict[str, Any]] = [
         {"policy": "{"},
         {"policy": {"routing_requirements": {"required_capabilities": ["a,b"]}}},
     ]
     async with rows.unchanged():
-        for fault in wrong:
+        for fault in wrong_tags + wrong_policies:
             by_id = await create(engine, **new(execution_id=FIRST, **fault))
             assert by_id == Duplicate(execution_id=FIRST)  # type: ignore[arg-type]
+        for fault in wrong_tags:
             by_key = await create(engine, **new(execution_id=SECOND, idempotency_key="given", **fault))
             assert by_key == Duplicate(execution_id=FIRST)  # type: ignore[arg-type]
             by_minted_key = await create(engine, **new(idempotency_key="minted", **fault))
             assert by_minted_key == Duplicate(execution_id=minted.execution_id)
+        # No stored policy equals one that is not valid.
+        for fault in wrong_policies:
+            by_key_too = create(engine, **new(idempotency_key="minted", **fault))
+            await refused(by_key_too, "idempotency_conflict", "policy")
 
 
 @both_creates

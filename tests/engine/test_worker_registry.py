@@ -210,6 +210,8 @@ async def test_a_live_worker_is_listed_with_what_it_registered(engine: Engine, c
                 worker_id="pool",  # type: ignore[arg-type]
                 lanes=("a", "b"),  # type: ignore[arg-type]
                 capabilities=("cpu", "gpu"),
+                kinds=None,
+                serves_all_namespaces=False,
                 last_heartbeat_ms=now,
                 liveness_ttl_ms=TTL,
                 registered_at_ms=began,
@@ -217,6 +219,26 @@ async def test_a_live_worker_is_listed_with_what_it_registered(engine: Engine, c
         ],
         cursor=None,
     )
+
+
+async def test_kinds_and_namespaces_are_listed_and_renewed(engine: Engine) -> None:
+    for given, listed in (
+        ({"kinds": ("b", "a", "b")}, (("a", "b"), False)),
+        ({"kinds": []}, ((), False)),
+        ({"serves_all_namespaces": True}, (None, True)),
+        ({}, (None, False)),
+    ):
+        await engine.register_worker(**{**worker(), **given})
+        (entry,) = (await engine.list_workers()).entries
+        assert (entry.kinds, entry.serves_all_namespaces) == listed
+
+
+async def test_wrong_kinds_and_namespaces_are_refused(engine: Engine, rows: Any) -> None:
+    wrong: list[dict[str, Any]] = [{"kinds": "job"}, {"kinds": [5]}, {"serves_all_namespaces": None}]
+    async with rows.unchanged():
+        for one in wrong:
+            (field,) = one
+            await refused(engine.register_worker(**{**worker(), **one}), "invalid_input", field)
 
 
 async def test_a_lapsed_or_dead_worker_is_not_listed(engine: Engine, clock: Any) -> None:

@@ -119,8 +119,8 @@ async def test_operations_on_few_executions_touch_few_rows(full: Engine, touched
     runs = await claim(full, 10)
     assert touched["claim_best"] <= 40
     assert len(await claim(full, 10, lanes=("default", "lane0", "lane1", "lane2", "lane3"))) == 10
-    # Each lane is read up to the limit before the best of all are taken.
-    assert touched["claim_best"] <= 5 * 10 + 40
+    # The head of each lane, and of each as many as its share may come to, are read before the best of all are taken.
+    assert touched["claim_best"] <= 5 * (1 + 5) + 40
     await full.renew_many([run.handle for run in runs])
     assert touched["renew_leases"] <= 40
     await full.progress(runs[0].handle, percent=50)
@@ -132,6 +132,28 @@ async def test_operations_on_few_executions_touch_few_rows(full: Engine, touched
     assert touched["release_executions"] <= 40
     await full.read_execution_info(runs[0].execution_id)
     assert touched["read_info"] <= 5
+
+
+async def test_a_claim_over_many_queues_reads_about_what_it_takes(full: Engine, touched: Touched) -> None:
+    many = [new(lane_id="many", execution_kind=f"kind{n % 200}") for n in range(4000)]
+    for at in range(0, 4000, 1000):
+        await full.create_many(many[at : at + 1000])
+    for limit in (10, 100, 500):
+        touched.rows.clear()
+        assert len(await claim(full, limit, lanes=("many",))) == limit
+        # The head of each queue, a sample of the best, and what is taken: read, locked, and found again to be leased.
+        assert touched["claim_best"] <= 200 + 3 * limit + 200 + 4 * limit
+    touched.rows.clear()
+    named = [f"kind{n}" for n in range(20)]
+    assert len(await claim(full, 100, lanes=("many",), kinds=named)) == 100
+    assert touched["claim_best"] <= 20 + 3 * 100 + 20 + 4 * 100
+    touched.rows.clear()
+    assert len(await claim(full, 10, lanes=("many",), kinds=named[:1])) == 10
+    assert touched["claim_best"] <= 40
+    touched.rows.clear()
+    planner: dict[str, Any] = {"lane_id": "many", "worker_id": "w", "worker_instance_id": "w-1"}
+    assert isinstance(await full.claim_for_worker(**planner), Granted)
+    assert touched["lock_best"] <= 200 + 10
 
 
 async def test_an_explanation_counts_what_is_ahead_no_further_than_it_tells(full: Engine, touched: Touched) -> None:
@@ -148,7 +170,7 @@ async def test_an_explanation_counts_what_is_ahead_no_further_than_it_tells(full
         await full.explain(execution_id)
         assert touched["read_reasons"] <= 10
     found = await full.explain(last.execution_id)
-    assert [getattr(reason, "ahead", None) for reason in found.reasons] == [1000]
+    assert [getattr(reason, "ahead", None) for reason in found.reasons][:1] == [1000]
     assert touched["read_reasons"] <= 1000 + 10
 
 

@@ -60,6 +60,7 @@ conflict   Informational waitpoint_already_exists
 conflict   Terminal      budget_attach_conflict
 conflict   Terminal      quota_attach_conflict
 conflict   Terminal      rotation_conflict
+conflict   Terminal      idempotency_conflict
 conflict   Bug           active_attempt_exists
 state      Terminal      stale_lease
 state      Terminal      lease_expired

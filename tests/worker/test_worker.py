@@ -163,10 +163,56 @@ async def test_only_a_thread_may_wait_for_a_call(engine: Engine, start_worker: A
     assert await ended_badly(engine, attempts, await submit()) == (reason, "handler_error", 1)
 
 
-async def test_an_unknown_kind_fails(engine: Engine, start_worker: Any, submit: Any, attempts: Any) -> None:
-    await start_worker({})
-    reason = "no handler for kind 'job'"
-    assert await ended_badly(engine, attempts, await submit()) == (reason, "runtime_no_handler", 1)
+async def test_a_kind_without_a_handler_stays_queued_for_a_worker_that_has_one(
+    engine: Engine, start_worker: Any, submit: Any, attempts: Any
+) -> None:
+    async def job() -> str:
+        return "done"
+
+    await start_worker({"job": job})
+    newer = await submit(kind="newer")
+    await engine.wait_for_ending(await submit(), timeout=60)
+    assert await engine.read_execution_state(newer) == "waiting"
+    assert await attempts(newer) == []
+    kinds = [reason.kind for reason in (await engine.explain(newer)).reasons]
+    assert kinds == ["queued", "no_worker"]
+    await start_worker({"job": job, "newer": job})
+    ended = await engine.wait_for_ending(newer, timeout=60)
+    assert (ended.outcome, ended.result) == ("success", b'"done"')
+
+
+async def test_a_worker_without_handlers_takes_nothing(
+    engine: Engine, start_worker: Any, submit: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def job() -> None: ...
+
+    run = await submit()
+    idle = await start_worker({})
+    await engine.wait_for_ending(await submit_elsewhere(start_worker, submit, job), timeout=60)
+    assert await engine.read_execution_state(run) == "waiting"
+    assert f"worker {idle.worker_instance_id} has no handlers and takes no work" in caplog.messages
+    assert (await engine.list_workers()).entries[0].kinds is not None
+
+
+async def submit_elsewhere(start_worker: Any, submit: Any, job: Any) -> Any:
+    """A run of another kind, which another worker takes."""
+    await start_worker({"other": job})
+    return await submit(kind="other")
+
+
+@pytest.mark.parametrize("namespace", [None, "tests"])
+async def test_a_worker_serves_its_namespace_or_all(
+    engine: Engine, start_worker: Any, given: Any, namespace: str | None
+) -> None:
+    async def job(a: int) -> None: ...
+
+    theirs = await given.created(namespace="theirs", priority=9)
+    worker = await start_worker({"job": job}, namespace=namespace)
+    await engine.wait_for_ending(await given.created(), timeout=60)
+    assert (await engine.read_execution_state(theirs) == "waiting") == (namespace is not None)
+    (entry,) = (await engine.list_workers()).entries
+    assert (entry.worker_instance_id, entry.kinds) == (worker.worker_instance_id, ("job",))
+    assert (entry.namespace, entry.serves_all_namespaces) == (namespace or "default", namespace is None)
 
 
 async def test_a_payload_that_does_not_fit_fails(engine: Engine, start_worker: Any, submit: Any, attempts: Any) -> None:

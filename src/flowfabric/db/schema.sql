@@ -260,10 +260,22 @@ create table execution_tag (
 create table idempotency (
   partition_key smallint not null,
   namespace_no integer not null,
+  lane_no integer not null,
   idempotency_key text not null,
+  execution_partition smallint not null,
   execution_id uuid not null,
+  execution_kind text not null,
+  payload_digest bytea not null,
+  policy_digest bytea not null,
   expires_at bigint not null,
-  constraint idempotency_pkey PRIMARY KEY (partition_key, namespace_no, idempotency_key));
+  constraint idempotency_pkey PRIMARY KEY (partition_key, namespace_no, lane_no, idempotency_key));
+
+create table kind (
+  kind_no integer not null generated always as identity,
+  execution_kind text not null,
+  digest bytea not null,
+  constraint kind_pkey PRIMARY KEY (kind_no),
+  constraint kind_digest_key UNIQUE (digest));
 
 create table lane (
   lane_no integer not null generated always as identity,
@@ -283,12 +295,16 @@ create table namespace (
 create table queue (
   queue_no integer not null generated always as identity,
   lane_no integer not null,
+  kind_no integer not null,
+  namespace_no integer not null,
   capability_set_no integer not null,
   admission_key_no integer not null default 0,
   constraint queue_pkey PRIMARY KEY (queue_no),
   constraint queue_capability_set_no_fkey FOREIGN KEY (capability_set_no) REFERENCES capability_set(capability_set_no),
-  constraint queue_lane_no_capability_set_no_admission_key_no_key UNIQUE (lane_no, capability_set_no, admission_key_no),
-  constraint queue_lane_no_fkey FOREIGN KEY (lane_no) REFERENCES lane(lane_no));
+  constraint queue_kind_no_fkey FOREIGN KEY (kind_no) REFERENCES kind(kind_no),
+  constraint queue_lane_no_fkey FOREIGN KEY (lane_no) REFERENCES lane(lane_no),
+  constraint queue_lane_no_kind_no_namespace_no_capability_set_no_admiss_key UNIQUE (lane_no, kind_no, namespace_no, capability_set_no, admission_key_no),
+  constraint queue_namespace_no_fkey FOREIGN KEY (namespace_no) REFERENCES namespace(namespace_no));
 
 create table schema_migration (
   number integer not null,
@@ -401,6 +417,8 @@ create table worker (
   worker_id text not null,
   lanes text[] not null,
   capabilities text[] not null,
+  kinds text[],
+  serves_all_namespaces boolean not null,
   last_heartbeat_at bigint not null,
   liveness_ttl_ms bigint not null,
   lapses_at bigint not null generated always as (last_heartbeat_at + liveness_ttl_ms) stored,

@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 from operator import itemgetter
+from typing import NamedTuple
 
 import msgspec
 
@@ -24,10 +25,11 @@ from flowfabric.model.ids import (
     format_execution_id,
     mint_uuid_texts,
 )
+from flowfabric.model.kinds import check_kinds
 from flowfabric.model.outcomes import ClaimedExecution
 from flowfabric.model.policy import DEFAULT_RECLAIM_CAP, POLICY_RECLAIM_CAP, check_capabilities, read_stored_policy
 from flowfabric.model.states import AttemptType, HandleKind
-from flowfabric.model.text import check_items, check_range
+from flowfabric.model.text import check_items, check_range, check_short
 
 SQL = statements_beside(__file__)
 
@@ -47,6 +49,31 @@ _read_tags = msgspec.json.Decoder(dict[str, str]).decode
 _NO_TAGS: dict[str, str] = {}
 _QUEUE_NO, _PLACE = 3, 4
 _place = itemgetter(_PLACE)
+
+
+class Wanted(NamedTuple):
+    """Which queues of its lanes a claim may take from; without kinds or a namespace, of any."""
+
+    capabilities: tuple[str, ...]
+    kinds: tuple[str, ...] | None
+    namespace: str | None
+
+    @classmethod
+    def of(cls, capabilities: Sequence[str], kinds: Sequence[str] | None, namespace: str | None) -> "Wanted":
+        """What a caller asks for, checked."""
+        return cls(
+            check_capabilities(capabilities),
+            None if kinds is None else check_kinds(kinds),
+            None if namespace is None else check_short(namespace, "namespace"),
+        )
+
+    async def parameters(self, store: Store) -> dict[str, object]:
+        """The same by the names of the statements' parameters."""
+        return {
+            "capabilities": self.capabilities,
+            "kind_nos": None if self.kinds is None else await store.kind_nos(self.kinds),
+            "namespace_no": None if self.namespace is None else await store.namespace_no(self.namespace),
+        }
 
 
 class Claim:
@@ -70,6 +97,8 @@ class Claim:
         *,
         lanes: Sequence[str],
         capabilities: Sequence[str],
+        kinds: Sequence[str] | None,
+        namespace: str | None,
         worker_id: str,
         worker_instance_id: str,
         lease_ttl_ms: int,
@@ -80,7 +109,7 @@ class Claim:
         lane_ids = sorted({check_lane_id(lane) for lane in check_items(lanes, "lanes")})
         if not 1 <= len(lane_ids) <= MAX_LANES:
             raise error("invalid_input", f"lanes: 1 to {MAX_LANES} lane ids, got {len(lane_ids)}")
-        offered = check_capabilities(capabilities)
+        wanted = Wanted.of(capabilities, kinds, namespace)
         worker_id = check_worker_id(worker_id, "worker_id")
         instance = WorkerInstanceId(check_worker_id(worker_instance_id, "worker_instance_id"))
         check_range(lease_ttl_ms, "lease_ttl_ms", 1, MAX_TTL_MS)
@@ -91,7 +120,7 @@ class Claim:
         self._under_way += 1
         self._is_idle.clear()
         try:
-            return await self._search(lane_ids, offered, worker_id, instance, lease_ttl_ms, limit, max_wait_ms)
+            return await self._search(lane_ids, wanted, worker_id, instance, lease_ttl_ms, limit, max_wait_ms)
         finally:
             self._under_way -= 1
             if not self._under_way:
@@ -100,7 +129,7 @@ class Claim:
     async def _search(
         self,
         lane_ids: Sequence[str],
-        offered: Sequence[str],
+        wanted: Wanted,
         worker_id: str,
         instance: WorkerInstanceId,
         lease_ttl_ms: int,
@@ -115,7 +144,7 @@ class Claim:
             async with self._turn:
                 if self.closing:
                     break
-                claimed = await self._look(lane_ids, offered, worker_no, instance, lease_ttl_ms, limit)
+                claimed = await self._look(lane_ids, wanted, worker_no, instance, lease_ttl_ms, limit)
             left = deadline - time.monotonic()
             if claimed or left <= 0 or self._refuses_waits:
                 return claimed
@@ -143,7 +172,7 @@ class Claim:
     async def _look(
         self,
         lanes: Sequence[str],
-        offered: Sequence[str],
+        wanted: Wanted,
         worker_no: int,
         instance: WorkerInstanceId,
         lease_ttl_ms: int,
@@ -154,24 +183,25 @@ class Claim:
         marks = self._store.wakeups.marks
         claimed: list[ClaimedExecution] = []
         met: set[ExecutionId] = set()
+        wanted_queues = await wanted.parameters(self._store)
         is_unshared = False
         while len(claimed) < limit:
             queues, firsts, lasts = marks.spans()
-            wanted = limit - len(claimed)
+            left = limit - len(claimed)
             began = time.monotonic()
             try:
                 rows = await self._store.fetch(
                     SQL.claim_best,
                     lanes=lanes,
-                    capabilities=offered,
+                    **wanted_queues,
                     worker_no=worker_no,
                     lease_ttl_ms=lease_ttl_ms,
-                    limit=wanted,
+                    limit=left,
                     span_queues=queues,
                     span_firsts=firsts,
                     span_lasts=lasts,
                     unshared=is_unshared,
-                    lease_ids=mint_uuid_texts(wanted),
+                    lease_ids=mint_uuid_texts(left),
                     reclaim_cap=DEFAULT_RECLAIM_CAP,
                     policy_reclaim_cap=POLICY_RECLAIM_CAP,
                     **CLAIM_PARAMETERS,
@@ -183,13 +213,12 @@ class Claim:
                 break
             if not queues:
                 marks.walked_whole(time.monotonic() - began)
-            is_short = bool(rows) and rows[-1][0] == "short"
-            if is_short:
-                rows.pop()
+            note = rows.pop()[0] if rows and rows[-1][_PLACE] is None else None
             capped: list[tuple[ExecutionId, int]] = []
             reclaimed: list[ExecutionId] = []
             # Each queue's rows come in order; together they come queue by queue.
-            for row in sorted(rows, key=_place) if len(lanes) > 1 or offered else rows:
+            rows.sort(key=_place)
+            for row in rows:
                 marks.raise_to(row[_QUEUE_NO], row[_PLACE])
                 if row[0] == "capped":
                     execution_id = format_execution_id(row["partition_key"], row["execution_id"])
@@ -206,8 +235,8 @@ class Claim:
             if capped:
                 await self._finish.end_at_reclaim_cap(capped)
                 continue
-            if is_short:
-                is_unshared = True
+            if note is not None:
+                is_unshared = note == "short"
                 continue
             if claimed:
                 break

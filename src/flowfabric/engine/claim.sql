@@ -1,44 +1,113 @@
 -- name: claim_best
--- Leases the best claimable executions of the lanes this worker may serve, at most :limit; each queue's come in order.
--- spans: where to walk a queue whose head is known to be spent; a queue without spans is walked whole. With one queue the
--- lateral walk is lazy, so :limit bounds the rows it locks; with several, a read without locks first settles how many
--- each span gives. Where rows held elsewhere were counted into that, a row 'short' says so, and a search that is
--- :unshared takes from each span what it can get.
+-- Leases the best claimable executions of the queues this worker may serve, at most :limit; each queue's come in order.
+-- firsts, lasts: where to walk a queue whose head is known to be spent; without marks it is walked whole. With one queue
+-- the walk is lazy, so :limit bounds the rows it locks. With several, reads without locks first settle how many rows each
+-- queue gives and up to which place:
+--   head     the first row of each queue, of which the best :limit matter
+--   sample   as many rows of each as suffice where the work is spread evenly; the :limit-th best of them is a bound
+--   known    up to that bound more rows of the queues whose sample ends below it
+--   share    what is up to the cut: the :limit-th best known row, or before that the end of what is known of a queue
+-- A row 'more' says that such an end came first. A row 'short' says that rows held elsewhere were counted in, and a search
+-- that is :unshared takes from each queue what it can get.
 -- The lease that begins an attempt gives the attempt its id. The row is found again by its ctid, which is safe as the
 -- row is held: a version this statement cannot see is left for the next claim.
 with clock as materialized (select ff_now() as now),
+-- The spans of a queue stand next to each other, and the queues in the order of their numbers.
 serving as materialized (
-  select q.queue_no, l.lane_id
-    from lane l
-    join queue q using (lane_no)
-    join capability_set c using (capability_set_no)
-   where l.lane_id = any(:lanes::text[]) and l.state in ('active', 'draining') and c.required <@ :capabilities::text[]
+  select q.queue_no, q.lane_id,
+         case when q.low < q.high then (:span_firsts::bigint[])[q.low + 1 : q.high] else '{0}' end as firsts,
+         case when q.low < q.high then (:span_lasts::bigint[])[q.low + 1 : q.high] else '{9223372036854775807}' end as lasts
+    from (select q.queue_no, l.lane_id, width_bucket(q.queue_no - 1, :span_queues::int[]) as low,
+                 width_bucket(q.queue_no, :span_queues) as high
+            from lane l
+           cross join lateral (
+                 select q.queue_no, q.namespace_no, q.capability_set_no from queue q
+                  where q.lane_no = l.lane_no and :kind_nos::int[] is null
+                 union all
+                 select q.queue_no, q.namespace_no, q.capability_set_no from queue q
+                  where q.lane_no = l.lane_no and q.kind_no = any(:kind_nos)) q
+            join capability_set c using (capability_set_no)
+           where l.lane_id = any(:lanes::text[]) and l.state in ('active', 'draining') and c.required <@ :capabilities::text[]
+             and (:namespace_no::int is null or q.namespace_no = :namespace_no)) q
 ),
-span as materialized (
-  select s.queue_no, s.lane_id, coalesce(w.first_place, 0) as first_place,
-         coalesce(w.last_place, 9223372036854775807) as last_place
+head as materialized (
+  select s.queue_no, s.lane_id, s.firsts, s.lasts, e.place
     from serving s
-    left join unnest(:span_queues::int[], :span_firsts::bigint[], :span_lasts::bigint[])
-              as w(queue_no, first_place, last_place) using (queue_no)
-   order by 3
+   cross join lateral (
+         select e.place
+           from (select unnest(s.firsts) as first_place, unnest(s.lasts) as last_place) w
+          cross join lateral (
+                select e.place from execution e
+                 where e.queue_no = s.queue_no and e.place between w.first_place and w.last_place
+                   and (e.eligibility_state = 'eligible_now' or e.ownership_state in ('lease_expired_reclaimable', 'lease_revoked'))
+                   and (e.granted_until is null or e.granted_until <= (select now from clock))
+                   and e.blocking_reason <> 'paused_by_flow_cancel'
+                 order by e.place limit 1) e
+          limit 1) e
+   where (select count(*) from serving) > 1
+   order by e.place
+   limit case when not :unshared::boolean then :limit::bigint end
+),
+-- With more than one row wanted of the only queue that has any, nothing needs to be shared.
+plan as materialized (
+  select n > 1 or (n = 1 and :limit = 1) as is_shared, least(1 + 2 * :limit / greatest(n, 1), :limit) as size
+    from (select case when :unshared then 0 else count(*) end as n from head) h
+),
+sample as materialized (
+  select h.queue_no, h.lane_id, h.firsts, h.lasts, h.place,
+         array(select e.place
+                 from (select unnest(h.firsts) as first_place, unnest(h.lasts) as last_place) w
+                cross join lateral (
+                      select e.place from execution e
+                       where e.queue_no = h.queue_no and e.place between greatest(w.first_place, h.place) and w.last_place
+                         and (e.eligibility_state = 'eligible_now' or e.ownership_state in ('lease_expired_reclaimable', 'lease_revoked'))
+                         and (e.granted_until is null or e.granted_until <= (select now from clock))
+                         and e.blocking_reason <> 'paused_by_flow_cancel'
+                       order by e.place limit p.size) e
+                limit p.size) as places
+    from plan p cross join head h
+   where p.is_shared
+),
+bound as materialized (
+  select b.place, p.size,
+         1 + 2 * :limit / greatest((select count(*) from sample s where s.places[p.size] < b.place), 1) as more
+    from plan p
+   cross join (select coalesce((select found from sample s cross join unnest(s.places) as found
+                                 order by found offset :limit - 1 limit 1), 9223372036854775807) as place) b
+),
+known as materialized (
+  select s.queue_no, s.lane_id, s.firsts, s.lasts, s.place,
+         s.places || array(
+           select e.place
+             from (select unnest(s.firsts) as first_place, unnest(s.lasts) as last_place) w
+            cross join lateral (
+                  select e.place from execution e
+                   where e.queue_no = s.queue_no
+                     and e.place between greatest(w.first_place, s.places[b.size] + 1) and least(w.last_place, b.place)
+                     and (e.eligibility_state = 'eligible_now' or e.ownership_state in ('lease_expired_reclaimable', 'lease_revoked'))
+                     and (e.granted_until is null or e.granted_until <= (select now from clock))
+                     and e.blocking_reason <> 'paused_by_flow_cancel'
+                   order by e.place limit b.more) e
+            where s.places[b.size] < b.place
+            limit b.more) as places
+    from bound b cross join sample s
+),
+cut as materialized (
+  select k.limited, k.known, least(k.limited, k.known) as place
+    from (select coalesce((select found from known k cross join unnest(k.places) as found
+                            order by found offset :limit - 1 limit 1), 9223372036854775807) as limited,
+                 (select min(k.places[b.size + b.more]) from bound b cross join known k) as known) k
 ),
 share as materialized (
-  select queue_no, lane_id, first_place, last_place, :limit::bigint as rows
-    from span where :unshared::boolean or (select count(*) from serving) = 1
+  select queue_no, lane_id, firsts, lasts, 0 as first_place, 9223372036854775807 as last_place, :limit as rows
+    from serving where (select count(*) from serving) = 1
   union all
-  select queue_no, lane_id, first_place, last_place, count(*)
-    from (select s.*
-            from span s
-           cross join lateral (
-                 select e.place from execution e
-                  where e.queue_no = s.queue_no and e.place between s.first_place and s.last_place
-                    and (e.eligibility_state = 'eligible_now' or e.ownership_state in ('lease_expired_reclaimable', 'lease_revoked'))
-                    and (e.granted_until is null or e.granted_until <= (select now from clock))
-                    and e.blocking_reason <> 'paused_by_flow_cancel'
-                  order by e.place limit :limit) e
-           where not :unshared and (select count(*) from serving) > 1
-           order by e.place limit :limit) best
-   group by 1, 2, 3, 4
+  select queue_no, lane_id, firsts, lasts, place, 9223372036854775807, :limit
+    from head where not (select is_shared from plan)
+  union all
+  select k.queue_no, k.lane_id, k.firsts, k.lasts, k.place, c.place, (select count(*) from unnest(k.places) as found where found <= c.place)
+    from cut c cross join known k
+   where k.place <= c.place
 ),
 judged as materialized (
   select p.*, c.now, i.execution_kind, i.input_payload, i.payload_encoding, i.policy, i.has_tags,
@@ -56,18 +125,25 @@ judged as materialized (
     from (select s.lane_id, e.*
             from share s
            cross join lateral (
-                 select e.ctid as tid, e.partition_key, e.execution_id, e.queue_no, e.place, e.priority, e.namespace_no,
-                        e.lane_no, e.created_at, e.ownership_state, e.attempt_state, e.lease_epoch, e.lease_id, e.attempt_id,
-                        e.attempt_type, e.attempt_count, e.worker_no, e.claimed_at, e.retry_count, e.reclaim_count, e.remaining_attempt_timeout_ms, e.flow_id,
-                        e.instance_tag, e.previous_attempt_index, e.retry_reason, e.reclaim_reason, e.replay_reason,
-                        e.replay_requested_by, e.attempt_policy, e.attempt_stored
-                   from execution e
-                  where e.queue_no = s.queue_no and e.place between s.first_place and s.last_place
-                    and (e.eligibility_state = 'eligible_now' or e.ownership_state in ('lease_expired_reclaimable', 'lease_revoked'))
-                    and (e.granted_until is null or e.granted_until <= (select now from clock))
-                    and e.blocking_reason <> 'paused_by_flow_cancel'
-                  order by e.place limit s.rows
-                    for update skip locked) e
+                 select e.*
+                   from (select unnest(s.firsts) as first_place, unnest(s.lasts) as last_place) w
+                  cross join lateral (
+                        select e.ctid as tid, e.partition_key, e.execution_id, e.queue_no, e.place, e.priority, e.namespace_no,
+                               e.lane_no, e.created_at, e.ownership_state, e.attempt_state, e.lease_epoch, e.lease_id,
+                               e.attempt_id,
+                               e.attempt_type, e.attempt_count, e.worker_no, e.claimed_at, e.retry_count, e.reclaim_count,
+                               e.remaining_attempt_timeout_ms, e.flow_id,
+                               e.instance_tag, e.previous_attempt_index, e.retry_reason, e.reclaim_reason, e.replay_reason,
+                               e.replay_requested_by, e.attempt_policy, e.attempt_stored
+                          from execution e
+                         where e.queue_no = s.queue_no
+                           and e.place between greatest(w.first_place, s.first_place) and least(w.last_place, s.last_place)
+                           and (e.eligibility_state = 'eligible_now' or e.ownership_state in ('lease_expired_reclaimable', 'lease_revoked'))
+                           and (e.granted_until is null or e.granted_until <= (select now from clock))
+                           and e.blocking_reason <> 'paused_by_flow_cancel'
+                         order by e.place limit s.rows
+                           for update skip locked) e
+                  limit s.rows) e
            limit :limit) p
    cross join lateral ff_input(p.namespace_no, p.lane_no, p.created_at, p.partition_key, p.execution_id) i
    cross join clock c
@@ -147,8 +223,10 @@ select branch, partition_key, execution_id, queue_no, place, lane_id, priority, 
        null, lease_epoch, null, null, null, now, null, null, null, null, null
   from judged where branch = 'capped'
 union all
-select 'short', null, null, null, null, null, null, null, null, null, null, null, null, null, null, null, null, null, null
- where not :unshared and (select count(*) from serving) > 1 and (select sum(rows) from share) > (select count(*) from judged);
+select case when is_short then 'short' else 'more' end, null, null, null, null, null, null, null, null, null, null, null, null, null, null, null, null, null, null
+  from (select (select sum(rows) from share) > (select count(*) from judged) as is_short, known < limited as is_more
+          from cut where (select is_shared from plan)) s
+ where is_short or is_more;
 
 -- name: lease_held
 -- Leases one execution that the transaction holds and has judged; it leaves what claim_best leaves.

@@ -33,7 +33,9 @@ select e.partition_key, e.execution_id, rule.problem
   from clock c
  cross join execution e
   left join lateral ff_input(e.namespace_no, e.lane_no, e.created_at, e.partition_key, e.execution_id) i on true
-  left join lateral (select q.queue_no, q.lane_no from queue q where q.queue_no = e.queue_no limit 1) q on true
+  left join lateral (
+       select q.queue_no, q.lane_no, q.namespace_no, k.execution_kind
+         from queue q join kind k using (kind_no) where q.queue_no = e.queue_no limit 1) q on true
   left join suspension u on u.partition_key = e.partition_key and u.execution_id = e.execution_id
  cross join lateral (
        select count(*) filter (where p.waitpoint_id = any(u.waitpoint_ids)) as bound,
@@ -132,6 +134,8 @@ select e.partition_key, e.execution_id, rule.problem
        ('place: does not fit priority', e.place >> 48 <> 9000 - e.priority),
        ('queue_no: there is no such queue', q.queue_no is null),
        ('queue_no: is not one of its lane', q.lane_no <> e.lane_no),
+       ('queue_no: is not one of its namespace', q.namespace_no <> e.namespace_no),
+       ('queue_no: is not one of its kind', q.execution_kind <> i.execution_kind),
        ('namespace_no: there is no such namespace', not exists (select from namespace n where n.namespace_no = e.namespace_no)),
        ('worker_no: there is no such worker', e.worker_no is not null
          and not exists (select from worker_identity w where w.worker_no = e.worker_no)),

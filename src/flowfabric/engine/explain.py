@@ -18,10 +18,12 @@ from flowfabric.model.explanation import (
     DependenciesReason,
     EndedReason,
     Explanation,
+    GrantedReason,
     HeldReason,
     LastFailure,
     LeaseLostReason,
     NoCapableWorkerReason,
+    NoWorkerReason,
     OpenWaitpoint,
     QueuedReason,
     QuotaReason,
@@ -32,6 +34,7 @@ from flowfabric.model.explanation import (
 )
 from flowfabric.model.ids import (
     LaneId,
+    Namespace,
     SuspensionId,
     WaitpointId,
     WorkerId,
@@ -108,16 +111,45 @@ def _reasons(row: Record, state: StateVector, context: str) -> Iterator[Reason]:
             yield QuotaReason(detail=row["blocking_detail"])
     if _is_delayed(row, state):
         yield DelayedReason(until=row["delay_until"], cause=_cause(state), last_failure=_last_failure(row))
-    if row["is_claimable"]:
+    if row["is_claimable"] and row["granted_until"] is not None:
+        yield _granted(row)
+    elif row["is_claimable"]:
         yield QueuedReason(
             lane_id=LaneId(required(row["lane_id"], context=context, field="lane_id")),
             lane_state=literal(LaneState, row["lane_state"], context=context, field="lane_state"),
             ahead=row["ahead"],
+            workers=row["workers"],
         )
+        if not row["of_kind"]:
+            yield _unserved(row, context)
     is_blocked = state.eligibility_state is EligibilityState.BLOCKED_BY_ROUTE
-    if is_blocked or (row["is_claimable"] and row["required"] and not row["is_served"]):
-        missing = () if row["is_served"] else row["unoffered"] or row["required"] or ()
-        yield NoCapableWorkerReason(missing=tuple(sorted(missing)), workers_seen=row["workers_seen"])
+    is_waiting = row["is_claimable"] and row["granted_until"] is None
+    if is_blocked or (is_waiting and row["required"] and not row["workers"]):
+        missing = () if row["workers"] else row["unoffered"] or row["required"] or ()
+        yield NoCapableWorkerReason(missing=tuple(sorted(missing)), workers_seen=row["of_kind"])
+
+
+def _granted(row: Record) -> GrantedReason:
+    worker_id, instance = row["granted_worker_id"], row["granted_worker_instance_id"]
+    return GrantedReason(
+        worker_id=None if worker_id is None else WorkerId(worker_id),
+        worker_instance_id=None if instance is None else WorkerInstanceId(instance),
+        until=row["granted_until"],
+    )
+
+
+def _unserved(row: Record, context: str) -> NoWorkerReason:
+    """What of lane, namespace and kind no live worker serves: the first in this order."""
+    unserved: Literal["lane", "namespace", "kind"] = "kind"
+    if not row["of_namespace"]:
+        unserved = "namespace" if row["on_lane"] else "lane"
+    return NoWorkerReason(
+        unserved=unserved,
+        lane_id=LaneId(required(row["lane_id"], context=context, field="lane_id")),
+        namespace=Namespace(required(row["namespace"], context=context, field="namespace")),
+        execution_kind=required(row["execution_kind"], context=context, field="execution_kind"),
+        workers_seen=row["of_namespace"] or row["on_lane"],
+    )
 
 
 def _lease(row: Record, state: StateVector) -> RunningReason | LeaseLostReason:

@@ -6,7 +6,7 @@ subject as materialized (
   select e.partition_key, e.execution_id, e.place, e.lifecycle_phase, e.ownership_state, e.eligibility_state, e.blocking_reason,
          e.terminal_outcome, e.attempt_state, e.public_state, e.last_transition_at, e.blocking_detail, e.delay_until,
          e.lease_expires_at, e.attempt_count, e.reclaim_count, e.completed_at, e.failure_reason, e.cancellation_reason,
-         e.lane_no, l.lane_id, l.state as lane_state, c.required, n.namespace, i.policy, w.worker_id, w.worker_instance_id,
+         e.lane_no, e.granted_until, l.lane_id, l.state as lane_state, c.required, n.namespace, i.execution_kind, i.policy, w.worker_id, w.worker_instance_id,
          (e.eligibility_state = 'eligible_now' or e.ownership_state in ('lease_expired_reclaimable', 'lease_revoked'))
            and e.blocking_reason <> 'paused_by_flow_cancel' as is_claimable
     from execution e
@@ -18,12 +18,21 @@ subject as materialized (
     left join worker_identity w on w.worker_no = e.worker_no
    where e.partition_key = :partition_key and e.execution_id = :execution_id
 ),
+-- The live workers of its lane, and which of them take its namespace, of those its kind, and of those what it requires.
 live as materialized (
-  select w.capabilities
+  select w.capabilities, n.takes_namespace, n.takes_namespace and k.takes_kind as takes_kind,
+         n.takes_namespace and k.takes_kind and w.capabilities @> coalesce(s.required, '{}') as takes_it
     from subject s
    cross join clock c
-    join worker w on w.namespace collate "C" = s.namespace and s.lane_id = any(w.lanes) and w.lapses_at > c.now
-   where cardinality(s.required) > 0 and (s.is_claimable or s.eligibility_state = 'blocked_by_route')
+    join worker w on s.lane_id = any(w.lanes) and w.lapses_at > c.now
+   cross join lateral (select w.serves_all_namespaces or w.namespace = s.namespace as takes_namespace) n
+   cross join lateral (select w.kinds is null or s.execution_kind = any(w.kinds) as takes_kind) k
+   where s.is_claimable or s.eligibility_state = 'blocked_by_route'
+),
+serving as materialized (
+  select count(*) as on_lane, count(*) filter (where takes_namespace) as of_namespace,
+         count(*) filter (where takes_kind) as of_kind, count(*) filter (where takes_it) as workers
+    from live
 )
 select s.lifecycle_phase, s.ownership_state, s.eligibility_state, s.blocking_reason, s.terminal_outcome, s.attempt_state,
        s.public_state, s.last_transition_at, s.blocking_detail, s.delay_until, s.lease_expires_at, s.attempt_count,
@@ -41,13 +50,19 @@ select s.lifecycle_phase, s.ownership_state, s.eligibility_state, s.blocking_rea
                          order by e.place limit :most) e
                   where q.lane_no = s.lane_no
                   limit :most) b) end as ahead,
-       s.required, (select count(*) from live) as workers_seen,
-       exists (select from live w where w.capabilities @> s.required) as is_served,
-       array(select unnest(s.required) except select unnest(w.capabilities) from live w) as unoffered,
+       s.required, s.namespace, s.execution_kind, v.on_lane, v.of_namespace, v.of_kind, v.workers,
+       array(select unnest(s.required) except select unnest(w.capabilities) from live w where w.takes_kind) as unoffered,
+       case when s.granted_until > c.now then s.granted_until end as granted_until,
+       g.worker_id as granted_worker_id, g.worker_instance_id as granted_worker_instance_id,
        p.suspension_id, p.reason_code, p.timeout_at, p.waitpoints,
        f.attempt_index as failed_index, f.failure_reason as last_failure_reason, f.failure_category as last_failure_category
   from subject s
  cross join clock c
+ cross join serving v
+  left join lateral (
+       select g.worker_id, g.worker_instance_id from claim_grant g
+        where g.partition_key = s.partition_key and g.execution_id = s.execution_id and g.expires_at = s.granted_until
+        limit 1) g on true
   left join lateral (
        select p.suspension_id, p.reason_code, p.timeout_at,
               (select jsonb_agg(jsonb_build_array(w.waitpoint_id, w.waitpoint_key, w.required_signal_names) order by b.nth)

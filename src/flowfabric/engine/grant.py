@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from flowfabric.db.database import Transaction
 from flowfabric.db.statements import statements_beside
-from flowfabric.engine.claim import CATCH_UP_SECONDS
+from flowfabric.engine.claim import CATCH_UP_SECONDS, Wanted
 from flowfabric.engine.finish import Finish
 from flowfabric.engine.held import Held, check_named, hold, read
 from flowfabric.engine.keys import Keys
@@ -83,11 +83,17 @@ class Grants:
         self._finish = finish
 
     async def claim_for_worker(
-        self, lane_id: str, grantee: Grantee, worker_capabilities: Sequence[str]
+        self,
+        lane_id: str,
+        grantee: Grantee,
+        worker_capabilities: Sequence[str],
+        kinds: Sequence[str] | None,
+        namespace: str | None,
     ) -> Granted | NoWork:
         """Reserve the best execution of a lane that a claim by this worker would take."""
         lane = check_lane_id(lane_id)
-        offered = check_capabilities(worker_capabilities)
+        wanted = Wanted.of(worker_capabilities, kinds, namespace)
+        wanted_queues = await wanted.parameters(self._store)
         await self._leases.catch_up((lane,), within_seconds=CATCH_UP_SECONDS)
         marks = self._store.wakeups.marks
         met: set[ExecutionId] = set()
@@ -96,8 +102,9 @@ class Grants:
             began = time.monotonic()
             found = await self._search(
                 grantee,
+                wanted.capabilities,
+                **wanted_queues,
                 lane_id=lane,
-                capabilities=offered,
                 span_queues=queues,
                 span_firsts=firsts,
                 span_lasts=lasts,
@@ -120,13 +127,13 @@ class Grants:
                 return NoWork()
 
     async def _search(
-        self, grantee: Grantee, *, capabilities: tuple[str, ...], **where: object
+        self, grantee: Grantee, offered: tuple[str, ...], **where: object
     ) -> tuple[Held, Granted | None] | None:
         """The best execution of one walk with its grant, which it has not at its reclaim cap."""
 
         async def search(transaction: Transaction) -> tuple[Held, Granted | None] | None:
             for is_any in (False, True):
-                rows = await transaction.fetch(SQL.lock_best, capabilities=capabilities, is_any=is_any, **where)
+                rows = await transaction.fetch(SQL.lock_best, is_any=is_any, **where)
                 if rows:
                     break
             else:
@@ -135,7 +142,7 @@ class Grants:
             if held.is_lost and held.reclaim_count >= reclaim_cap(held.execution_policy):
                 return held, None
             kind = GrantKind.RECLAIM if held.is_lost else GrantKind.CLAIM
-            return held, await self.give(transaction, held, kind, grantee, capabilities)
+            return held, await self.give(transaction, held, kind, grantee, offered)
 
         return await self._store.transact(search)
 

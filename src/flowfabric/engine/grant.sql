@@ -2,18 +2,25 @@
 -- Holds the best execution of a lane that this worker may be granted; no row when there is none.
 -- A queue is walked up to where another one has something better, with :is_any to its end.
 with clock as materialized (select ff_now() as now),
-serving as materialized (
-  select q.queue_no
-    from lane l
-    join queue q using (lane_no)
-    join capability_set c using (capability_set_no)
-   where l.lane_id = :lane_id and l.state in ('active', 'draining') and c.required <@ :capabilities::text[]
-),
+-- The spans of a queue stand next to each other, and the queues in the order of their numbers.
 span as materialized (
-  select s.queue_no, coalesce(w.first_place, 0) as first_place, coalesce(w.last_place, 9223372036854775807) as last_place
-    from serving s
-    left join unnest(:span_queues::int[], :span_firsts::bigint[], :span_lasts::bigint[])
-              as w(queue_no, first_place, last_place) using (queue_no)
+  select q.queue_no, w.first_place, w.last_place
+    from (select q.queue_no, width_bucket(q.queue_no - 1, :span_queues::int[]) as low,
+                 width_bucket(q.queue_no, :span_queues) as high
+            from lane l
+           cross join lateral (
+                 select q.queue_no, q.namespace_no, q.capability_set_no from queue q
+                  where q.lane_no = l.lane_no and :kind_nos::int[] is null
+                 union all
+                 select q.queue_no, q.namespace_no, q.capability_set_no from queue q
+                  where q.lane_no = l.lane_no and q.kind_no = any(:kind_nos)) q
+            join capability_set c using (capability_set_no)
+           where l.lane_id = :lane_id and l.state in ('active', 'draining') and c.required <@ :capabilities::text[]
+             and (:namespace_no::int is null or q.namespace_no = :namespace_no)) q
+   cross join unnest(
+         case when q.low < q.high then (:span_firsts::bigint[])[q.low + 1 : q.high] else '{0}' end,
+         case when q.low < q.high then (:span_lasts::bigint[])[q.low + 1 : q.high] else '{9223372036854775807}' end)
+         as w(first_place, last_place)
 ),
 candidate as materialized (
   select s.queue_no, e.place, s.last_place, lead(e.place) over (order by e.place) as next_place

@@ -31,7 +31,7 @@ class Marks:
         self._whole_again_at = 0.0
 
     def spans(self) -> tuple[list[int], list[int], list[int]]:
-        """What to walk, as columns of queue, first place and last place; a queue that is absent is walked whole."""
+        """What to walk, as sorted columns of queue, first place and last place; an absent queue is walked whole."""
         now = self._clock()
         if now >= self._ends_at:
             self._marks.clear()
@@ -39,7 +39,7 @@ class Marks:
         queues: list[int] = []
         firsts: list[int] = []
         lasts: list[int] = []
-        for queue_no, bands in self._marks.items():
+        for queue_no, bands in sorted(self._marks.items()):
             if not bands:
                 continue
             first = 0

@@ -3,7 +3,7 @@
 import hashlib
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar, cast
+from typing import NamedTuple, TypeVar, cast
 
 from flowfabric.db.database import Database, Record, Transaction
 from flowfabric.db.faults import StoreFault
@@ -17,6 +17,8 @@ from flowfabric.model.ids import Partitions
 SQL = statements_beside(__file__)
 Answer = TypeVar("Answer")
 
+MAX_KIND_SETS = 1024
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rules:
@@ -27,6 +29,23 @@ class Rules:
     instance_tag: str
     tell_renewals: bool
     feed_retention_ms: int
+
+
+class QueueNames(NamedTuple):
+    """What makes up a queue."""
+
+    lane_id: str
+    execution_kind: str
+    namespace: str
+    required: tuple[str, ...]
+
+
+class QueueNumbers(NamedTuple):
+    """The numbers of a queue, its lane and its namespace."""
+
+    queue_no: int
+    lane_no: int
+    namespace_no: int
 
 
 class Store:
@@ -40,7 +59,8 @@ class Store:
         self.retained = Horizon(whole_every_seconds=600, margin_ms=100)
         self._numbers: dict[tuple[str, ...], int] = {}
         self._lanes: dict[int, str] = {}
-        self._queues: dict[tuple[str, tuple[str, ...]], tuple[int, int]] = {}
+        self._queues: dict[QueueNames, QueueNumbers] = {}
+        self._kinds: dict[tuple[str, ...], list[int]] = {}
 
     async def fetch(self, statement: Statement, **values: object) -> list[Record]:
         """The rows of one statement that is a transaction of its own."""
@@ -114,22 +134,39 @@ class Store:
             self._numbers[key] = number
         return number
 
-    def known_queue(self, lane_id: str, required: tuple[str, ...]) -> tuple[int, int] | None:
-        """The numbers of a queue and its lane, where this process has met them before."""
-        return self._queues.get((lane_id, required))
+    def known_queue(self, names: QueueNames) -> QueueNumbers | None:
+        """The numbers of a queue this process has met before."""
+        return self._queues.get(names)
 
     def lane_id(self, lane_no: int) -> str:
         """The lane of a number this process has submitted to."""
         return self._lanes[lane_no]
 
-    def known_namespace_no(self, namespace: str) -> int | None:
-        """The number of a namespace this process has met before."""
-        return self._numbers.get(("namespace", namespace))
+    async def kind_no(self, execution_kind: str) -> int:
+        """The number of a kind of executions."""
+        return await self._number(
+            ("kind", execution_kind),
+            SQL.insert_kind,
+            execution_kind=execution_kind,
+            digest=hashlib.sha256(execution_kind.encode()).digest(),
+        )
 
-    async def queue_no(self, lane_id: str, required: tuple[str, ...], *, registered_by: str) -> int:
-        """The number of the queue of a lane and a set of required capabilities."""
-        if (known := self._queues.get((lane_id, required))) is not None:
-            return known[0]
+    async def kind_nos(self, kinds: tuple[str, ...]) -> list[int]:
+        """The numbers of the kinds that a worker runs."""
+        if (known := self._kinds.get(kinds)) is not None:
+            return known
+        numbers = [await self.kind_no(kind) for kind in kinds]
+        if len(self._kinds) >= MAX_KIND_SETS:
+            self._kinds.clear()
+        self._kinds[kinds] = numbers
+        return numbers
+
+    async def add_queue(self, names: QueueNames, *, registered_by: str) -> QueueNumbers:
+        """The numbers of a queue, which exists from its first use on."""
+        if (known := self._queues.get(names)) is not None:
+            return known
+        lane_id, execution_kind, namespace, required = names
+        namespace_no = await self.namespace_no(namespace)
         lane_no = await self.lane_no(lane_id, registered_by=registered_by)
         self._lanes[lane_no] = lane_id
         capability_set_no = await self._number(
@@ -139,10 +176,15 @@ class Store:
             digest=hashlib.sha256(",".join(required).encode()).digest(),
         )
         queue_no = await self._number(
-            ("queue", lane_id, *required), SQL.insert_queue, lane_no=lane_no, capability_set_no=capability_set_no
+            ("queue", lane_id, execution_kind, namespace, *required),
+            SQL.insert_queue,
+            lane_no=lane_no,
+            kind_no=await self.kind_no(execution_kind),
+            namespace_no=namespace_no,
+            capability_set_no=capability_set_no,
         )
-        self._queues[lane_id, required] = queue_no, lane_no
-        return queue_no
+        numbers = self._queues[names] = QueueNumbers(queue_no, lane_no, namespace_no)
+        return numbers
 
     async def _number(self, key: tuple[str, ...], statement: Statement, **values: object) -> int:
         if (known := self._numbers.get(key)) is not None:

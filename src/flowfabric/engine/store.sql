@@ -22,16 +22,29 @@ with made as (
   on conflict do nothing returning capability_set_no)
 select capability_set_no from made union all select capability_set_no from capability_set where digest = :digest;
 
+-- name: insert_kind
+-- The number of a kind of executions, new or known; no row when another transaction is just adding it.
+with made as (
+  insert into kind (execution_kind, digest)
+  select :execution_kind, :digest where not exists (select from kind where digest = :digest)
+  on conflict do nothing returning kind_no)
+select kind_no from made union all select kind_no from kind where digest = :digest;
+
 -- name: insert_queue
 -- The number of a queue, new or known; no row when another transaction is just adding it.
 with made as (
-  insert into queue (lane_no, capability_set_no)
-  select :lane_no, :capability_set_no
-   where not exists (select from queue where lane_no = :lane_no and capability_set_no = :capability_set_no and admission_key_no = 0)
+  insert into queue (lane_no, kind_no, namespace_no, capability_set_no)
+  select :lane_no, :kind_no, :namespace_no, :capability_set_no
+   where not exists (
+         select from queue
+          where lane_no = :lane_no and kind_no = :kind_no and namespace_no = :namespace_no
+            and capability_set_no = :capability_set_no and admission_key_no = 0)
   on conflict do nothing returning queue_no)
 select queue_no from made
 union all
-select queue_no from queue where lane_no = :lane_no and capability_set_no = :capability_set_no and admission_key_no = 0;
+select queue_no from queue
+ where lane_no = :lane_no and kind_no = :kind_no and namespace_no = :namespace_no
+   and capability_set_no = :capability_set_no and admission_key_no = 0;
 
 -- name: insert_worker_identity
 -- The number of a worker process, new or known; no row when another transaction is just adding it.

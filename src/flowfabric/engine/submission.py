@@ -1,16 +1,17 @@
 """What is submitted, checked: one by one, and as far as it goes what many have in common once."""
 
+import hashlib
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from flowfabric.engine.store import Store
+from flowfabric.engine.store import QueueNames, Store
 from flowfabric.model.errors import EngineError, error
 from flowfabric.model.execution import NewExecution
 from flowfabric.model.ids import ExecutionId, check_lane_id, check_partition, id_head, parse_execution_id, row_key
 from flowfabric.model.policy import ExecutionPolicy, dedup_window_ms, parse_policy, policy_json
 from flowfabric.model.tags import check_tags
-from flowfabric.model.text import check_short, check_text, shown
+from flowfabric.model.text import check_short, check_text, shorten, shown
 
 MAX_PRIORITY = 9000
 MAX_SHAPES = 4096
@@ -50,16 +51,69 @@ class Submission:
         """What no other submission of a statement may share: a given id, and the idempotency key within its scope."""
         if self.key is None:
             return () if self.is_minted else (self.execution_id,)
-        return self.execution_id, (self.partition, self.shape.namespace, self.key)
+        return self.execution_id, (self.shape.namespace, self.shape.lane_id, self.key)
 
     @property
     def partition(self) -> int:
         """The partition of the execution, which an id of the caller's own decides."""
         return self.shape.partition if self.is_minted else row_key(self.execution_id)[0]
 
+    def repeat(self) -> "Repeat":
+        """What the store is asked when the item was not created."""
+        shape, columns = self.shape, self.shape.columns
+        return Repeat(
+            self.execution_id,
+            shape.partition,
+            shape.namespace,
+            shape.lane_id,
+            self.key,
+            columns["execution_kind"],
+            self.payload,
+            columns["policy"] or "",
+        )
+
     def is_plain(self) -> bool:
         """Whether nothing but a refusal of its lane can keep it from starting at once."""
         return self.is_minted and self.key is None and self.delay_until is None and self.deadline_at is None
+
+
+class Repeat(NamedTuple):
+    """What may have been submitted before: under its id, or under its idempotency key with the same content."""
+
+    execution_id: ExecutionId
+    lane_partition: int
+    namespace: str
+    lane_id: str
+    key: str | None
+    execution_kind: str
+    payload: bytes
+    policy: str | None
+    """The JSON of the policy, empty without one; None for a policy that is not valid, which no stored one equals."""
+
+    def conflict(
+        self, owner: ExecutionId, kind: str, payload_digest: bytes, policy_digest: bytes
+    ) -> EngineError | None:
+        """Why it is no repeat of what its key belongs to, or None where it is one."""
+        differs = []
+        if kind != self.execution_kind:
+            differs.append("kind")
+        if payload_digest != _digest(self.payload):
+            differs.append("payload")
+        if self.policy is None or policy_digest != _digest(self.policy.encode()):
+            differs.append("policy")
+        if not differs:
+            return None
+        return error(
+            "idempotency_conflict",
+            {
+                "idempotency_key": shown(self.key),
+                "execution_id": owner,
+                "stored_kind": shorten(kind),
+                "given_kind": shorten(self.execution_kind),
+                "differs": " and ".join(differs),
+                "remedy": "submit what was submitted under this key, or use another key",
+            },
+        )
 
 
 class Alike(NamedTuple):
@@ -190,9 +244,8 @@ class Submissions:
             policy = parse_policy(new.policy)
         except EngineError:
             return None
-        queue = store.known_queue(lane_id, required_of(policy))
-        namespace_no = store.known_namespace_no(namespace)
-        if queue is None or namespace_no is None:
+        queue = store.known_queue(QueueNames(lane_id, kind, namespace, required_of(policy)))
+        if queue is None:
             return None
         policy_text = delay_until = deadline_ms = retention_ms = None
         if policy is not None:
@@ -202,7 +255,6 @@ class Submissions:
                 deadline_ms = policy.timeout_policy.execution_deadline_ms
             if policy.stream_policy is not None:
                 retention_ms = policy.stream_policy.retention_ttl_ms
-        queue_no, lane_no = queue
         partition = store.rules.partitions.of_lane(lane_id)
         return Shape(
             partition=partition,
@@ -210,9 +262,9 @@ class Submissions:
             lane_id=lane_id,
             namespace=namespace,
             columns={
-                "queue_no": queue_no,
-                "lane_no": lane_no,
-                "namespace_no": namespace_no,
+                "queue_no": queue.queue_no,
+                "lane_no": queue.lane_no,
+                "namespace_no": queue.namespace_no,
                 "execution_kind": kind,
                 "creator_identity": creator,
                 "payload_encoding": encoding,
@@ -223,6 +275,10 @@ class Submissions:
             delay_until=delay_until,
             key_ttl_ms=dedup_window_ms(policy),
         )
+
+
+def _digest(content: bytes) -> bytes:
+    return hashlib.sha256(content).digest()[:16]
 
 
 def required_of(policy: ExecutionPolicy | None) -> tuple[str, ...]:

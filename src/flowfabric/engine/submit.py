@@ -11,8 +11,16 @@ from flowfabric.db.database import Record, Transaction
 from flowfabric.db.faults import StoreFault
 from flowfabric.db.statements import columns_of, short_column, statements_beside
 from flowfabric.engine.marks import BAND_BITS
-from flowfabric.engine.store import Store, error_of
-from flowfabric.engine.submission import MAX_PRIORITY, Alike, Shape, Submission, Submissions, required_of
+from flowfabric.engine.store import QueueNames, Store, error_of
+from flowfabric.engine.submission import (
+    MAX_PRIORITY,
+    Alike,
+    Repeat,
+    Shape,
+    Submission,
+    Submissions,
+    required_of,
+)
 from flowfabric.model.errors import EngineError, error
 from flowfabric.model.execution import NewExecution
 from flowfabric.model.ids import (
@@ -24,7 +32,7 @@ from flowfabric.model.ids import (
     split_execution_id,
 )
 from flowfabric.model.outcomes import Created, Duplicate
-from flowfabric.model.policy import dedup_window_ms, parse_policy
+from flowfabric.model.policy import dedup_window_ms, parse_policy, policy_json
 from flowfabric.model.states import PublicState
 from flowfabric.model.tags import check_tags
 from flowfabric.model.text import check_batch, check_short, check_text
@@ -46,6 +54,7 @@ _OWN_COLUMNS = (
     "instance_tags",
     "tags",
     "idempotency_keys",
+    "key_partitions",
     "key_ttls_ms",
 )
 _SHAPE_COLUMNS = (
@@ -109,10 +118,14 @@ class Submit:
         for at, new in enumerate(items):
             if not isinstance(checked[at], EngineError) or not isinstance(new, NewExecution):
                 continue
-            # What an item before it took makes a duplicate of one whose tags or policy are wrong.
+            # An item before it may have made a duplicate, or a conflict, of one whose tags or policy are wrong.
             if new.execution_id is not None or new.idempotency_key:
-                with contextlib.suppress(EngineError):
+                try:
                     again = await self._check(new, minted[at])
+                except EngineError as refused:
+                    if refused.code == "idempotency_conflict":
+                        answers[at] = refused
+                else:
                     answers[at] = again if isinstance(again, Duplicate) else answers[at]
         return answers
 
@@ -128,40 +141,63 @@ class Submit:
         lane_id = check_lane_id(new.lane_id)
         creator = check_text(new.creator_identity, "creator_identity")
         namespace = check_short(new.namespace, "namespace")
-        key = new.idempotency_key or None
-        if new.execution_id is not None:
-            execution_id = parse_execution_id(new.execution_id)
-        else:
-            execution_id = format_execution_id(store.rules.partitions.of_lane(lane_id), uuid)
-        # A duplicate is answered before its tags and policy are judged, and leaves no names behind.
-        if new.execution_id is not None or key is not None:
-            (found,) = await self._find_duplicates([(execution_id, namespace, key)])
+        kind = check_text(new.execution_kind, "execution_kind")
+        # A repeat is answered before its tags and policy are judged, and leaves no names behind.
+        if new.execution_id is not None or new.idempotency_key:
+            (found,) = await self._find_duplicates([self._repeat(new, uuid)])
+            if isinstance(found, EngineError):
+                raise found
             if found is not None:
                 return found
         check_tags(new.tags)
         policy = parse_policy(new.policy)
-        if key is not None and dedup_window_ms(policy) <= 0:
+        if new.idempotency_key and dedup_window_ms(policy) <= 0:
             new = msgspec.structs.replace(new, idempotency_key=None)
-        await store.namespace_no(namespace)
-        await store.queue_no(lane_id, required_of(policy), registered_by=creator)
+        await store.add_queue(QueueNames(lane_id, kind, namespace, required_of(policy)), registered_by=creator)
         submission = self._submissions.check(new, uuid)
         assert submission is not None
         return submission
 
-    async def _find_duplicates(self, names: Sequence[tuple[ExecutionId, str, str | None]]) -> list[Duplicate | None]:
-        """Of each id, namespace and key: the execution that makes a duplicate of it."""
-        pairs = [split_execution_id(execution_id) for execution_id, _, _ in names]
+    def _repeat(self, new: NewExecution, uuid: str) -> Repeat:
+        """What the store is asked of an item that may have been submitted before."""
+        lane_partition = self._store.rules.partitions.of_lane(check_lane_id(new.lane_id))
+        policy: str | None = None
+        with contextlib.suppress(EngineError):
+            parsed = parse_policy(new.policy)
+            policy = "" if parsed is None else policy_json(parsed)
+        return Repeat(
+            format_execution_id(lane_partition, uuid)
+            if new.execution_id is None
+            else parse_execution_id(new.execution_id),
+            lane_partition,
+            new.namespace,
+            new.lane_id,
+            new.idempotency_key or None,
+            new.execution_kind,
+            bytes(new.input_payload),
+            policy,
+        )
+
+    async def _find_duplicates(self, repeats: Sequence[Repeat]) -> list[Duplicate | EngineError | None]:
+        """What makes a duplicate of each, or a conflict where its key belongs to something else."""
+        pairs = [split_execution_id(repeat.execution_id) for repeat in repeats]
         rows = await self._store.fetch(
             SQL.list_duplicates,
             partition_keys=[partition for partition, _ in pairs],
             execution_ids=[uuid for _, uuid in pairs],
-            namespaces=[namespace for _, namespace, _ in names],
-            idempotency_keys=[key for _, _, key in names],
+            key_partitions=[repeat.lane_partition for repeat in repeats],
+            namespaces=[repeat.namespace for repeat in repeats],
+            lanes=[repeat.lane_id for repeat in repeats],
+            idempotency_keys=[repeat.key for repeat in repeats],
         )
-        found: list[Duplicate | None] = [None] * len(names)
-        for nth, uuid in rows:
-            if uuid is not None:
-                found[nth - 1] = Duplicate(execution_id=format_execution_id(pairs[nth - 1][0], uuid))
+        found: list[Duplicate | EngineError | None] = [None] * len(repeats)
+        for nth, partition, uuid, *stored in rows:
+            if uuid is None:
+                continue
+            execution_id = format_execution_id(partition, uuid)
+            is_by_key = stored[0] is not None
+            conflict = repeats[nth - 1].conflict(execution_id, *stored) if is_by_key else None
+            found[nth - 1] = conflict or Duplicate(execution_id=execution_id)
         return found
 
     async def _insert_together(self, items: Sequence[Submission]) -> Sequence[Submitted | Locked | Exception]:
@@ -254,6 +290,7 @@ class Submit:
                     item.tags and item.tags.get(instance_tag),
                     item.tags and msgspec.json.encode(item.tags).decode(),
                     item.key,
+                    None if item.key is None else item.shape.partition,
                     None if item.key is None else item.shape.key_ttl_ms,
                 )
                 for item in items
@@ -264,7 +301,7 @@ class Submit:
     async def _duplicates(self, items: Sequence[Submission]) -> list[Duplicate | Locked | EngineError]:
         """What makes duplicates of items that were not created, or LOCKED where that has run out meanwhile."""
         try:
-            found = await self._find_duplicates([(item.execution_id, item.shape.namespace, item.key) for item in items])
+            found = await self._find_duplicates([item.repeat() for item in items])
         except EngineError as failed:
             return [failed] * len(items)
         return [one or LOCKED for one in found]

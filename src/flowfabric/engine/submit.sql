@@ -63,17 +63,18 @@ given as (
          case cardinality(:instance_tags) when 1 then (:instance_tags)[1] else instance_tag end as instance_tag,
          case cardinality(:tags) when 1 then (:tags)[1] else tags end as tags,
          case cardinality(:idempotency_keys) when 1 then (:idempotency_keys)[1] else idempotency_key end as idempotency_key,
+         case cardinality(:key_partitions) when 1 then (:key_partitions)[1] else key_partition end as key_partition,
          case cardinality(:key_ttls_ms) when 1 then (:key_ttls_ms)[1] else key_ttl_ms end as key_ttl_ms,
          nth
     from unnest(:partition_keys::smallint[], :execution_ids::uuid[], :queue_nos::int[], :lane_nos::int[],
                 :namespace_nos::int[], :priorities::smallint[], :execution_kinds::text[], :input_payloads::bytea[],
                 :payload_encodings::text[], :creator_identities::text[], :policies::text[], :delays_until::bigint[],
                 :deadlines_at::bigint[], :deadlines_ms::bigint[], :retentions_ms::bigint[], :instance_tags::text[],
-                :tags::text[], :idempotency_keys::text[], :key_ttls_ms::bigint[])
+                :tags::text[], :idempotency_keys::text[], :key_partitions::smallint[], :key_ttls_ms::bigint[])
          with ordinality
          as i(partition_key, execution_id, queue_no, lane_no, namespace_no, priority, execution_kind, input_payload,
               payload_encoding, creator_identity, policy, delay_until, deadline_at, deadline_ms, retention_ms,
-              instance_tag, tags, idempotency_key, key_ttl_ms, nth)
+              instance_tag, tags, idempotency_key, key_partition, key_ttl_ms, nth)
 ),
 item as materialized (
   select i.*, c.now, not exists (select from refusing r where r.lane_no = i.lane_no) as lane_accepts,
@@ -82,14 +83,19 @@ item as materialized (
     from given i cross join clock c
 ),
 won as (
-  insert into idempotency (partition_key, namespace_no, idempotency_key, execution_id, expires_at)
-  select partition_key, namespace_no, idempotency_key, execution_id, now + key_ttl_ms
+  insert into idempotency (partition_key, namespace_no, lane_no, idempotency_key, execution_partition, execution_id,
+                           execution_kind, payload_digest, policy_digest, expires_at)
+  select key_partition, namespace_no, lane_no, idempotency_key, partition_key, execution_id, execution_kind,
+         substring(sha256(input_payload) for 16), substring(sha256(convert_to(coalesce(policy, ''), 'UTF8')) for 16),
+         now + key_ttl_ms
     from item i
    where idempotency_key is not null and lane_accepts
      and not exists (select from execution e where e.partition_key = i.partition_key and e.execution_id = i.execution_id)
-   order by partition_key, namespace_no, idempotency_key
-  on conflict (partition_key, namespace_no, idempotency_key)
-  do update set execution_id = excluded.execution_id, expires_at = excluded.expires_at
+   order by key_partition, namespace_no, lane_no, idempotency_key
+  on conflict (partition_key, namespace_no, lane_no, idempotency_key)
+  do update set execution_partition = excluded.execution_partition, execution_id = excluded.execution_id,
+                execution_kind = excluded.execution_kind, payload_digest = excluded.payload_digest,
+                policy_digest = excluded.policy_digest, expires_at = excluded.expires_at
    where idempotency.expires_at <= (select now from clock)
   returning execution_id
 ),
@@ -134,13 +140,18 @@ select nth, lane_no, queue_no, place, 0, is_new, lane_accepts, delay_until - now
   from answered where not is_new or is_delayed;
 
 -- name: list_duplicates
--- Of each (partition, id, namespace, key): the execution that makes it a duplicate, the key's owner first.
-select i.nth, coalesce(k.execution_id, e.execution_id) as execution_id
-  from unnest(:partition_keys::smallint[], :execution_ids::uuid[], :namespaces::text[], :idempotency_keys::text[])
-       with ordinality as i(partition_key, execution_id, namespace, idempotency_key, nth)
+-- Of each id and key: the execution that has one of them already, the key's owner first, and what was submitted under
+-- the key.
+select i.nth, coalesce(k.execution_partition, e.partition_key) as partition_key,
+       coalesce(k.execution_id, e.execution_id) as execution_id, k.execution_kind, k.payload_digest, k.policy_digest
+  from unnest(:partition_keys::smallint[], :execution_ids::uuid[], :key_partitions::smallint[], :namespaces::text[],
+              :lanes::text[], :idempotency_keys::text[])
+       with ordinality as i(partition_key, execution_id, key_partition, namespace, lane_id, idempotency_key, nth)
   left join namespace n using (namespace)
+  left join lane l using (lane_id)
   left join lateral (
-       select k.execution_id from idempotency k
-        where k.partition_key = i.partition_key and k.namespace_no = n.namespace_no
+       select k.execution_partition, k.execution_id, k.execution_kind, k.payload_digest, k.policy_digest
+         from idempotency k
+        where k.partition_key = i.key_partition and k.namespace_no = n.namespace_no and k.lane_no = l.lane_no
           and k.idempotency_key = i.idempotency_key and k.expires_at > (select ff_now())) k on true
   left join execution e on e.partition_key = i.partition_key and e.execution_id = i.execution_id;

@@ -1,4 +1,4 @@
-"""The worker registry: who is alive, on which lanes, with which capabilities."""
+"""The worker registry: who is alive, on which lanes, with which capabilities, for which kinds and namespaces."""
 
 from collections.abc import Sequence
 
@@ -15,10 +15,11 @@ from flowfabric.model.ids import (
     check_worker_id,
     worker_partition,
 )
+from flowfabric.model.kinds import check_kinds
 from flowfabric.model.outcomes import Marked, NotRegistered, Refreshed, Registered
 from flowfabric.model.policy import check_capabilities
 from flowfabric.model.snapshots import WorkerCursor, WorkerEntry, WorkerPage
-from flowfabric.model.text import check_items, check_limit, check_range, check_short, check_text, has_control
+from flowfabric.model.text import check_items, check_limit, check_range, check_short, check_text, has_control, shown
 
 SQL = statements_beside(__file__)
 
@@ -36,24 +37,31 @@ class Workers:
 
     async def register(
         self,
+        *,
         worker_id: str,
         worker_instance_id: str,
         lanes: Sequence[str],
         capabilities: Sequence[str],
+        kinds: Sequence[str] | None,
         liveness_ttl_ms: int,
         namespace: str,
+        serves_all_namespaces: bool,
     ) -> Registered | Refreshed:
         """Enter a worker process into the registry, or renew its entry."""
         named = sorted({check_lane_id(lane) for lane in check_items(lanes, "lanes")})
         if not named:
             raise error("invalid_input", "lanes: at least one lane id")
         check_range(liveness_ttl_ms, "liveness_ttl_ms", 1, MAX_TTL_MS)
+        if type(serves_all_namespaces) is not bool:
+            raise error("invalid_input", f"serves_all_namespaces: True or False, got {shown(serves_all_namespaces)}")
         key = self._key(worker_instance_id, namespace)
         entry: dict[str, object] = {
             **key,
             "worker_id": check_worker_id(worker_id, "worker_id"),
             "lanes": named,
             "capabilities": check_capabilities(capabilities),
+            "kinds": None if kinds is None else check_kinds(kinds, least=0),
+            "serves_all_namespaces": serves_all_namespaces,
             "liveness_ttl_ms": liveness_ttl_ms,
         }
 
@@ -147,6 +155,8 @@ def _entry(row: Record) -> WorkerEntry:
         worker_id=WorkerId(row["worker_id"]),
         lanes=tuple(LaneId(lane) for lane in row["lanes"]),
         capabilities=tuple(row["capabilities"]),
+        kinds=None if row["kinds"] is None else tuple(row["kinds"]),
+        serves_all_namespaces=row["serves_all_namespaces"],
         last_heartbeat_ms=row["last_heartbeat_at"],
         liveness_ttl_ms=row["liveness_ttl_ms"],
         registered_at_ms=row["registered_at"],

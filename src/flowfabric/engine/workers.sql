@@ -9,12 +9,14 @@ select worker_id, lapses_at > (select ff_now()) as is_live from worker
 -- registration of the same instance came first and is not ours to overwrite.
 with clock as materialized (select ff_now() as now),
 written as (
-  insert into worker as w (partition_key, namespace, worker_instance_id, worker_id, lanes, capabilities,
-                           last_heartbeat_at, liveness_ttl_ms, registered_at)
-  select :partition_key, :namespace, :worker_instance_id, :worker_id, :lanes::text[], :capabilities::text[], now, :liveness_ttl_ms, now
+  insert into worker as w (partition_key, namespace, worker_instance_id, worker_id, lanes, capabilities, kinds,
+                           serves_all_namespaces, last_heartbeat_at, liveness_ttl_ms, registered_at)
+  select :partition_key, :namespace, :worker_instance_id, :worker_id, :lanes::text[], :capabilities::text[], :kinds::text[],
+         :serves_all_namespaces, now, :liveness_ttl_ms, now
     from clock
   on conflict (partition_key, namespace, worker_instance_id) do update
      set worker_id = excluded.worker_id, lanes = excluded.lanes, capabilities = excluded.capabilities,
+         kinds = excluded.kinds, serves_all_namespaces = excluded.serves_all_namespaces,
          last_heartbeat_at = excluded.last_heartbeat_at, liveness_ttl_ms = excluded.liveness_ttl_ms,
          registered_at = case when :has_lapsed then excluded.registered_at else w.registered_at end
    where :has_lapsed or w.worker_id = excluded.worker_id
@@ -83,7 +85,8 @@ select count(*) as swept from gone;
 
 -- name: list_live_workers
 -- The live registrations of one namespace or of all, by namespace and instance in the order of their bytes, behind a place.
-select namespace, worker_instance_id, worker_id, lanes, capabilities, last_heartbeat_at, liveness_ttl_ms, registered_at
+select namespace, worker_instance_id, worker_id, lanes, capabilities, kinds, serves_all_namespaces, last_heartbeat_at,
+       liveness_ttl_ms, registered_at
   from worker
  where (:namespace::text is null or namespace collate "C" = :namespace)
    and (namespace collate "C", worker_instance_id collate "C") > (:after_namespace::text, :after_instance::text)

@@ -248,7 +248,7 @@ CODES: Mapping[str, tuple[str, ErrorClass]] = dict(
             ErrorClass.TERMINAL,
             """
             dependency_already_exists cycle_detected self_referencing_edge execution_already_in_flow
-            budget_attach_conflict quota_attach_conflict rotation_conflict
+            budget_attach_conflict quota_attach_conflict rotation_conflict idempotency_conflict
             """,
         ),
         *_rows("conflict", ErrorClass.INFORMATIONAL, "waitpoint_already_exists"),

@@ -6,7 +6,16 @@ from datetime import UTC, datetime
 from typing import Literal, TypeAlias
 
 from flowfabric.model.conditions import OPERATOR_ONLY_NAME, TIMEOUT_ONLY_NAME
-from flowfabric.model.ids import EdgeId, ExecutionId, LaneId, SuspensionId, WaitpointId, WorkerId, WorkerInstanceId
+from flowfabric.model.ids import (
+    EdgeId,
+    ExecutionId,
+    LaneId,
+    Namespace,
+    SuspensionId,
+    WaitpointId,
+    WorkerId,
+    WorkerInstanceId,
+)
 from flowfabric.model.states import BlockingReason, LaneState, PublicState, StateVector, TerminalOutcome
 from flowfabric.model.text import shorten
 
@@ -23,12 +32,39 @@ class QueuedReason:
     lane_id: LaneId
     lane_state: LaneState
     ahead: int
+    workers: int = 0
+    """Live workers that would take it: on its lane, with what it requires, for its kind and namespace."""
     kind: Literal["queued"] = "queued"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class GrantedReason:
+    """It is reserved for one worker, and no other gets it before that time."""
+
+    worker_id: WorkerId | None
+    worker_instance_id: WorkerInstanceId | None
+    until: int
+    kind: Literal["granted"] = "granted"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NoWorkerReason:
+    """No live worker serves its lane, or of those that do none its namespace, or of those none its kind.
+
+    `unserved` is the first of the three that none serves; `workers_seen` counts those that serve what comes before it.
+    """
+
+    unserved: Literal["lane", "namespace", "kind"]
+    lane_id: LaneId
+    namespace: Namespace
+    execution_kind: str
+    workers_seen: int
+    kind: Literal["no_worker"] = "no_worker"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class NoCapableWorkerReason:
-    """No single live worker of its namespace on its lane offers all that it requires.
+    """No single live worker that serves its lane, namespace and kind offers all that it requires.
 
     `missing` is what none of them offers; where each token is offered by some, all of them: none offers them together.
     """
@@ -157,6 +193,8 @@ class EndedReason:
 
 Reason: TypeAlias = (
     QueuedReason
+    | GrantedReason
+    | NoWorkerReason
     | NoCapableWorkerReason
     | DelayedReason
     | BudgetReason
@@ -202,6 +240,15 @@ def _phrase(reason: Reason) -> str:
             before = f"{reason.ahead} before it" if reason.ahead < MOST_AHEAD else f"{MOST_AHEAD} or more before it"
             stopped = f", which is {reason.lane_state}" if reason.lane_state in _TAKES_NO_CLAIMS else ""
             return f"{before} on lane {_quoted(reason.lane_id)}{stopped}"
+        case GrantedReason():
+            who = "a worker" if reason.worker_instance_id is None else f"worker {_quoted(reason.worker_instance_id)}"
+            return f"reserved for {who} until {_moment(reason.until)}"
+        case NoWorkerReason(unserved="lane"):
+            return f"no live worker serves lane {_quoted(reason.lane_id)}"
+        case NoWorkerReason(unserved="namespace"):
+            return f"no live worker of its lane serves namespace {_quoted(reason.namespace)}"
+        case NoWorkerReason():
+            return f"no live worker of its lane and namespace runs kind {_quoted(reason.execution_kind)}"
         case NoCapableWorkerReason(missing=()):
             return "not yet let go on, though a live worker offers all it requires"
         case NoCapableWorkerReason():

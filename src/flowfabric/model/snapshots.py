@@ -157,6 +157,10 @@ class WorkerEntry:
     worker_id: WorkerId
     lanes: tuple[LaneId, ...]
     capabilities: tuple[str, ...]
+    kinds: tuple[str, ...] | None
+    """What it runs; None is any."""
+    serves_all_namespaces: bool
+    """Whether it takes the work of every namespace, or only that of its own."""
     last_heartbeat_ms: int
     liveness_ttl_ms: int
     registered_at_ms: int

@@ -31,8 +31,10 @@ class Registration:
     worker_instance_id: str
     lanes: Sequence[str]
     capabilities: Sequence[str]
+    kinds: Sequence[str]
     liveness_ttl_ms: int
     namespace: str
+    serves_all_namespaces: bool
 
     async def enter(self, engine: Engine) -> None:
         """Enter the registry, or renew the entry."""
@@ -41,8 +43,10 @@ class Registration:
             worker_instance_id=self.worker_instance_id,
             lanes=self.lanes,
             capabilities=self.capabilities,
+            kinds=self.kinds,
             liveness_ttl_ms=self.liveness_ttl_ms,
             namespace=self.namespace,
+            serves_all_namespaces=self.serves_all_namespaces,
         )
 
     async def keep(self, engine: Engine) -> None:

@@ -18,7 +18,6 @@ from flowfabric.worker.waits import signals_of
 
 logger = logging.getLogger(__name__)
 
-NO_HANDLER = "runtime_no_handler"
 PAYLOAD_DECODE = "extractor_payload_decode"
 HANDLER_ERROR = "handler_error"
 HANDLER_PANIC = "handler_panic"
@@ -48,11 +47,9 @@ class Dropped(msgspec.Struct, frozen=True):
 Outcome = Success | Failure | Dropped
 
 
-async def outcome_of(running: Running, handler: Handler | None, engine: Engine, threads: Threads) -> Outcome:
+async def outcome_of(running: Running, handler: Handler, engine: Engine, threads: Threads) -> Outcome:
     """Run the handler of an execution and say what came of it; only an interrupt of the process is raised."""
     claimed = running.claimed
-    if handler is None:
-        return _failure(running, f"no handler for kind {claimed.execution_kind!r}", NO_HANDLER)
     try:
         args, kwargs = handler.bind(claimed.input_payload, lambda: Context(running, engine))
     except Exception as error:

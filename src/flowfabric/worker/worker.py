@@ -17,6 +17,7 @@ from flowfabric.engine.claim import DEFAULT_LEASE_TTL_MS, MAX_LANES, MAX_TTL_MS
 from flowfabric.engine.engine import Engine
 from flowfabric.model.errors import EngineError, error
 from flowfabric.model.ids import check_lane_id, check_worker_id
+from flowfabric.model.kinds import check_kinds
 from flowfabric.model.outcomes import ClaimedExecution
 from flowfabric.model.policy import check_capabilities
 from flowfabric.model.text import check_items, check_short, shown
@@ -42,6 +43,8 @@ IDLE_SECONDS = 0.05
 """The first pause between two looks at the lanes while no hints arrive; each further one is longer."""
 GATHER_SECONDS = 0.002
 """How long a few free slots wait for more to be claimed into with them."""
+DEFAULT_NAMESPACE = "default"
+"""Where a worker that serves every namespace is registered."""
 CANCEL_SECONDS = 5.0
 """How long cancelled handlers may take to clean up."""
 
@@ -55,7 +58,7 @@ class WorkerOptions(TypedDict, total=False):
     worker_instance_id: str
     capabilities: Iterable[str]
     lease_ttl_ms: int
-    namespace: str
+    namespace: str | None
     claim_poll_interval_ms: int
     drain_seconds: float
     threads: int
@@ -65,6 +68,7 @@ class WorkerOptions(TypedDict, total=False):
 class Worker:
     """Runs the executions of its lanes with handlers by kind: `async with worker:` in the background, or `run()`.
 
+    It takes only the kinds it has handlers for, and with a namespace only the work of that one.
     A handler whose lease is lost is cancelled, and its result is not written. One that suspends ends there, and runs
     again from its start when it is resumed. Stopping waits for the running handlers; one that is still running at the
     end of that time is cancelled and its lease left to lapse, so that another worker takes the execution over.
@@ -81,7 +85,7 @@ class Worker:
         worker_instance_id: str | None = None,
         capabilities: Iterable[str] = (),
         lease_ttl_ms: int = DEFAULT_LEASE_TTL_MS,
-        namespace: str = "default",
+        namespace: str | None = None,
         claim_poll_interval_ms: int = 1000,
         drain_seconds: float = 30,
         threads: int | None = None,
@@ -108,6 +112,8 @@ class Worker:
         self._handlers = {
             kind: handler if isinstance(handler, Handler) else Handler(handler) for kind, handler in handlers.items()
         }
+        self.kinds = check_kinds(tuple(self._handlers), least=0)
+        self.namespace = None if namespace is None else check_short(namespace, "namespace")
         self._concurrency = concurrency
         self._worth_claiming = max(1, min(concurrency // 4, CLAIM_SIZE))
         self._lease_ttl_ms = lease_ttl_ms
@@ -119,8 +125,10 @@ class Worker:
             worker_instance_id=self.worker_instance_id,
             lanes=self.lanes,
             capabilities=self.capabilities,
+            kinds=self.kinds,
             liveness_ttl_ms=max(2 * lease_ttl_ms, 1000),
-            namespace=check_short(namespace, "namespace"),
+            namespace=self.namespace or DEFAULT_NAMESPACE,
+            serves_all_namespaces=self.namespace is None,
         )
         self._running: set[Running] = set()
         self._reports = Reports(engine, self._release)
@@ -179,6 +187,10 @@ class Worker:
         self._engine.wakeups.wake_all()
 
     async def _claim_while_wanted(self) -> None:
+        if not self.kinds:
+            logger.warning("worker %s has no handlers and takes no work", self.worker_instance_id)
+            await self._stopping.wait()
+            return
         wakeups = self._engine.wakeups
         retry_pauses = pauses(*FAULT_SECONDS)
         idle_pauses = pauses(IDLE_SECONDS, self._poll_seconds)
@@ -195,6 +207,8 @@ class Worker:
                     worker_id=self.worker_id,
                     worker_instance_id=self.worker_instance_id,
                     capabilities=self.capabilities,
+                    kinds=self.kinds,
+                    namespace=self.namespace,
                     lease_ttl_ms=self._lease_ttl_ms,
                     limit=wanted,
                 )
@@ -235,7 +249,7 @@ class Worker:
 
     async def _run(self, running: Running) -> None:
         running.has_started = True
-        handler = self._handlers.get(running.claimed.execution_kind)
+        handler = self._handlers[running.claimed.execution_kind]
         outcome = await outcome_of(running, handler, self._engine, self._threads)
         running.has_ended = True
         match outcome:

@@ -44,19 +44,27 @@ create table capability_set (
   required text[] not null,
   -- Of the sorted tokens joined by commas: a long set would not fit an index entry.
   digest bytea not null unique);
+create table kind (
+  kind_no int generated always as identity primary key,
+  execution_kind text not null,
+  -- A long kind would not fit an index entry.
+  digest bytea not null unique);
 create table worker_identity (
   worker_no int generated always as identity primary key,
   worker_id text not null,
   worker_instance_id text not null,
   unique (worker_id, worker_instance_id));
 
--- A queue is lane × capability set × admission key (0 = none): claims walk queues, they never filter rows.
+-- A queue is lane × kind × namespace × capability set × admission key (0 = none): claims walk queues, they never filter
+-- rows. A claim that names kinds finds its queues by the first two columns of the key.
 create table queue (
   queue_no int generated always as identity primary key,
   lane_no int not null references lane,
+  kind_no int not null references kind,
+  namespace_no int not null references namespace,
   capability_set_no int not null references capability_set,
   admission_key_no int not null default 0,
-  unique (lane_no, capability_set_no, admission_key_no));
+  unique (lane_no, kind_no, namespace_no, capability_set_no, admission_key_no));
 
 -- Creation order; one number a draw, so that it holds across connections.
 create sequence execution_sequence as bigint;
@@ -211,13 +219,21 @@ create table execution_tag (
   primary key (partition_key, execution_id, key));
 create index execution_tag_find on execution_tag (key, left(value, 128), execution_id);
 
+-- A key counts for its namespace and lane. The entry outlives its execution, so it holds what a repeat is compared with:
+-- the kind, and the first 16 bytes of the SHA-256 of the payload and of the policy's JSON (empty without a policy).
 create table idempotency (
+  -- Of the lane; a caller's own id may put the execution into another partition.
   partition_key smallint not null,
   namespace_no int not null,
+  lane_no int not null,
   idempotency_key text not null,
+  execution_partition smallint not null,
   execution_id uuid not null,
+  execution_kind text not null,
+  payload_digest bytea not null,
+  policy_digest bytea not null,
   expires_at bigint not null,
-  primary key (partition_key, namespace_no, idempotency_key));
+  primary key (partition_key, namespace_no, lane_no, idempotency_key));
 create index idempotency_due on idempotency (expires_at);
 
 -- Written when an attempt ends or first parks; the running attempt is the execution row (view attempt_all shows both).
@@ -329,6 +345,10 @@ create table worker (
   worker_id text not null,
   lanes text[] not null,
   capabilities text[] not null,
+  -- Null: any.
+  kinds text[],
+  -- Whether it takes the work of every namespace, or only that of its own.
+  serves_all_namespaces boolean not null,
   last_heartbeat_at bigint not null,
   liveness_ttl_ms bigint not null,
   lapses_at bigint not null generated always as (last_heartbeat_at + liveness_ttl_ms) stored,

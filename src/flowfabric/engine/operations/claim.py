@@ -25,15 +25,22 @@ class ClaimOperations(Families):
         worker_id: str,
         worker_instance_id: str,
         capabilities: Sequence[str] = (),
+        kinds: Sequence[str] | None = None,
+        namespace: str | None = None,
         lease_ttl_ms: int = DEFAULT_LEASE_TTL_MS,
         max_wait_ms: int = 0,
     ) -> Handle | None:
-        """Lease the best claimable execution of a lane; None when there is none within the wait."""
+        """Lease the best claimable execution of a lane; None when there is none within the wait.
+
+        Kinds and a namespace, where given, are all that is taken.
+        """
         claimed = await self.claim_many(
             lanes=(lane_id,),
             worker_id=worker_id,
             worker_instance_id=worker_instance_id,
             capabilities=capabilities,
+            kinds=kinds,
+            namespace=namespace,
             lease_ttl_ms=lease_ttl_ms,
             limit=1,
             max_wait_ms=max_wait_ms,
@@ -48,13 +55,20 @@ class ClaimOperations(Families):
         worker_instance_id: str,
         limit: int,
         capabilities: Sequence[str] = (),
+        kinds: Sequence[str] | None = None,
+        namespace: str | None = None,
         lease_ttl_ms: int = DEFAULT_LEASE_TTL_MS,
         max_wait_ms: int = 0,
     ) -> list[ClaimedExecution]:
-        """Lease up to `limit` executions of several lanes, by priority, then age; empty when there are none."""
+        """Lease up to `limit` executions of several lanes, by priority, then age; empty when there are none.
+
+        Kinds and a namespace, where given, are all that is taken.
+        """
         return await self._claim.claim_many(
             lanes=lanes,
             capabilities=capabilities,
+            kinds=kinds,
+            namespace=namespace,
             worker_id=worker_id,
             worker_instance_id=worker_instance_id,
             lease_ttl_ms=lease_ttl_ms,
@@ -69,11 +83,13 @@ class ClaimOperations(Families):
         worker_id: str,
         worker_instance_id: str,
         worker_capabilities: Sequence[str] = (),
+        kinds: Sequence[str] | None = None,
+        namespace: str | None = None,
         grant_ttl_ms: int = DEFAULT_GRANT_TTL_MS,
     ) -> Granted | NoWork:
         """Reserve for a worker what a claim of a lane would take; `claim_execution` then leases it."""
         grantee = Grantee.of(worker_id, worker_instance_id, grant_ttl_ms)
-        return await self._grants.claim_for_worker(lane_id, grantee, worker_capabilities)
+        return await self._grants.claim_for_worker(lane_id, grantee, worker_capabilities, kinds, namespace)
 
     async def scan_eligible_executions(self, *, lane_id: str, limit: int = 100) -> list[ExecutionId]:
         """The executions of a lane that wait for a worker and are granted to none, in the order of claims."""

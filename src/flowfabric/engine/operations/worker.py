@@ -24,10 +24,19 @@ class WorkerOperations(Families):
         liveness_ttl_ms: int,
         namespace: str,
         capabilities: Sequence[str] = (),
+        kinds: Sequence[str] | None = None,
+        serves_all_namespaces: bool = False,
     ) -> Registered | Refreshed:
-        """Enter a worker process into the registry, or renew its entry."""
+        """Enter a worker process into the registry, or renew its entry; without kinds it runs any."""
         return await self.workers.register(
-            worker_id, worker_instance_id, lanes, capabilities, liveness_ttl_ms, namespace
+            worker_id=worker_id,
+            worker_instance_id=worker_instance_id,
+            lanes=lanes,
+            capabilities=capabilities,
+            kinds=kinds,
+            liveness_ttl_ms=liveness_ttl_ms,
+            namespace=namespace,
+            serves_all_namespaces=serves_all_namespaces,
         )
 
     async def heartbeat_worker(self, *, worker_instance_id: str, namespace: str) -> Refreshed | NotRegistered:
