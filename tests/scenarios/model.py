@@ -6,9 +6,8 @@ moves. Operations answer in words or raise `Refusal` with the code a caller woul
 
 from collections.abc import Iterable, Sequence
 
-from .model_values import GRANT_MEMORY_MS, LOST, Attempt, Execution, Grant, Lease, Policy, Refusal
+from .model_values import DAY_MS, GRANT_MEMORY_MS, LOST, Attempt, Execution, Grant, Lease, Policy, Refusal
 
-DAY_MS = 86_400_000
 EXEMPT = ("operator_override", "flow_cascade", "system_timeout")
 
 Answer = tuple[object, ...]

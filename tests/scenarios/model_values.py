@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+DAY_MS = 86_400_000
 GRANT_MEMORY_MS = 600_000
 LOST = ("lease_expired_reclaimable", "lease_revoked")
 
