@@ -55,7 +55,7 @@ async def test_a_claim_without_a_namespace_takes_all(engine: Engine) -> None:
 async def test_lane_kind_namespace_and_capabilities_all_count(engine: Engine) -> None:
     gpu = {"routing_requirements": {"required_capabilities": ["gpu"]}}
     wanted: dict[str, Any] = {"lane_id": "a", "execution_kind": "k", "namespace": "n", "policy": gpu}
-    others = [{"lane_id": "b"}, {"execution_kind": "x"}, {"namespace": "x"}, {"policy": None}]
+    others: list[dict[str, Any]] = [{"lane_id": "b"}, {"execution_kind": "x"}, {"namespace": "x"}, {"policy": None}]
     *rest, only = await made(engine, *(new(**{**wanted, **other}) for other in others), new(**wanted))
     exact: dict[str, Any] = {"kinds": ["k"], "namespace": "n"}
     *_, plain = rest

@@ -6,20 +6,13 @@ moves. Operations answer in words or raise `Refusal` with the code a caller woul
 
 from collections.abc import Iterable, Sequence
 
-from .model_values import GRANT_MEMORY_MS, LOST, Attempt, Execution, Grant, Lease, Policy
+from .model_values import DAY_MS, GRANT_MEMORY_MS, LOST, Attempt, Execution, Grant, Lease, Policy, Refusal
 
-DAY_MS = 86_400_000
 EXEMPT = ("operator_override", "flow_cascade", "system_timeout")
 
 Answer = tuple[object, ...]
-
-
-class Refusal(Exception):
-    """An operation is refused with this code."""
-
-    def __init__(self, code: str) -> None:
-        super().__init__(code)
-        self.code = code
+Lanes = Sequence[str]
+Kinds = Sequence[str] | None
 
 
 class Model:
@@ -28,7 +21,7 @@ class Model:
     def __init__(self, now: int) -> None:
         self.now = now
         self.executions: dict[str, Execution] = {}
-        self.keys: dict[str, tuple[str, int]] = {}
+        self.keys: dict[tuple[str, str], tuple[str, int]] = {}
 
     # Creating and finding.
 
@@ -40,12 +33,17 @@ class Model:
         priority: int,
         policy: Policy | None,
         required: Iterable[str],
+        kind: str,
         delay_until: int | None,
         deadline_at: int | None,
         key: str | None,
     ) -> Answer:
-        if key is not None and key in self.keys and self.keys[key][1] > self.now:
-            return "Duplicate", self.keys[key][0]
+        owner, counts_until = self.keys.get((lane, key or ""), ("", self.now))
+        if counts_until > self.now:
+            first = self.executions[owner]
+            if (first.kind, first.policy, first.required) != (kind, policy, frozenset(required)):
+                raise Refusal("idempotency_conflict")
+            return "Duplicate", owner
         if name in self.executions:
             return "Duplicate", name
         made = Execution(
@@ -55,6 +53,7 @@ class Model:
             len(self.executions),
             policy,
             frozenset(required),
+            kind,
             deadline_at,
             transition_at=self.now,
             mutation_at=self.now,
@@ -64,7 +63,7 @@ class Model:
             made.delay_until = delay_until
         self.executions[name] = made
         if key is not None:
-            self.keys[key] = name, self.now + DAY_MS
+            self.keys[lane, key] = name, self.now + DAY_MS
         return "Created", name, made.public
 
     def find(self, name: str) -> Execution:
@@ -78,7 +77,7 @@ class Model:
 
     # Claiming.
 
-    def search(self, lanes: Sequence[str], offered: Iterable[str]) -> list[Execution]:
+    def search(self, lanes: Lanes, offered: Iterable[str], kinds: Kinds) -> list[Execution]:
         """What a search may offer to a worker, the best first; what is at its cap of reclaims ends on the way."""
         found = [
             one
@@ -86,13 +85,14 @@ class Model:
             if one.lane in lanes
             and one.is_claimable
             and one.required <= frozenset(offered)
+            and (kinds is None or one.kind in kinds)
             and self.live_grant(one) is None
         ]
         return sorted(found, key=lambda one: (-one.priority, one.order))
 
-    def claim(self, lanes: Sequence[str], offered: Iterable[str], limit: int, ttl_ms: int) -> list[Answer]:
+    def claim(self, lanes: Lanes, offered: Iterable[str], kinds: Kinds, limit: int, ttl_ms: int) -> list[Answer]:
         claimed: list[Answer] = []
-        for one in self.search(lanes, offered):
+        for one in self.search(lanes, offered, kinds):
             if len(claimed) == limit:
                 break
             if one.ownership in LOST and one.reclaims >= one.reclaim_cap:
@@ -105,8 +105,8 @@ class Model:
                 claimed.append(self.begin(one, ttl_ms, None))
         return claimed
 
-    def claim_for_worker(self, lane: str, worker: str, offered: Iterable[str], ttl_ms: int) -> Answer:
-        for one in self.search((lane,), offered):
+    def claim_for_worker(self, lane: str, worker: str, offered: Iterable[str], kinds: Kinds, ttl_ms: int) -> Answer:
+        for one in self.search((lane,), offered, kinds):
             if one.ownership in LOST and one.reclaims >= one.reclaim_cap:
                 self.end_at_cap(one)
                 continue

@@ -16,9 +16,9 @@ from flowfabric.model.handle import Handle
 from flowfabric.model.ids import uuid7
 from flowfabric.settings import Settings
 
-from .model import Answer, Model, Refusal
+from .model import Answer, Model
 from .model_rows import Stage, agree, attempted, counted, differences, observe, seen, spoken
-from .model_values import GRANT_MEMORY_MS, Execution, Lease, Policy
+from .model_values import GRANT_MEMORY_MS, Execution, Lease, Policy, Refusal
 
 START = 1_800_000_000_000
 POLICIES = (
@@ -33,6 +33,7 @@ LANES = ("north", "south")
 LANE_SETS = (("north",), ("south",), LANES)
 WORKERS = ("ann", "bob", "cyd")
 OFFERS = ((), ("gpu",))
+KINDS = (None, None, ("job",), ("other", "job"))
 TTLS = (1_000, 30_000)
 CLASSES = ("transient", "transient", "timeout", "infra_crash", "permanent", "cancelled")
 NTH = (0, 0, 1, 2, 3, 4, 5)
@@ -162,6 +163,7 @@ class EngineAgainstModel(RuleBasedStateMachine):
         priority=(0, 0, 5, 9_999),
         policy=POLICIES,
         required=((), (), ("gpu",)),
+        kind=("job", "job", "other"),
         delay_ms=(None, None, 0, 1_000, 50_000),
         deadline_ms=(None, None, 45_000),
         key=(None, None, "a", "b"),
@@ -177,6 +179,7 @@ class EngineAgainstModel(RuleBasedStateMachine):
         deadline_ms: int | None,
         key: str | None,
         again: int | None = None,
+        kind: str = "job",
     ) -> None:
         name = f"{{fp:3}}:{uuid7()}" if again is None else self.name(again)
         now = self.model.now
@@ -193,6 +196,7 @@ class EngineAgainstModel(RuleBasedStateMachine):
                 priority=priority,
                 policy=policy,
                 required=required,
+                kind=kind,
                 delay_until=delay_until,
                 deadline_at=deadline_at,
                 key=key,
@@ -201,7 +205,7 @@ class EngineAgainstModel(RuleBasedStateMachine):
                 execution_id=name,
                 namespace="tests",
                 lane_id=lane,
-                execution_kind="job",
+                execution_kind=kind,
                 input_payload=b"{}",
                 priority=priority,
                 creator_identity="test",
@@ -214,24 +218,32 @@ class EngineAgainstModel(RuleBasedStateMachine):
         if answer[0] == "Created":
             self.names.append(name)
 
-    @does(weight=2, worker=WORKERS, lanes=LANE_SETS, offered=OFFERS, limit=(1, 3), ttl_ms=TTLS)
+    @does(weight=2, worker=WORKERS, lanes=LANE_SETS, offered=OFFERS, limit=(1, 3), ttl_ms=TTLS, kinds=KINDS)
     def claim_many(
-        self, worker: str, lanes: tuple[str, ...], offered: tuple[str, ...], limit: int, ttl_ms: int
+        self,
+        worker: str,
+        lanes: tuple[str, ...],
+        offered: tuple[str, ...],
+        limit: int,
+        ttl_ms: int,
+        kinds: tuple[str, ...] | None = None,
     ) -> None:
         _, claimed = self.both(
-            lambda: tuple(self.model.claim(lanes, offered, limit, ttl_ms)),
+            lambda: tuple(self.model.claim(lanes, offered, kinds, limit, ttl_ms)),
             lambda: self.engine.claim_many(
-                lanes=lanes, capabilities=offered, limit=limit, lease_ttl_ms=ttl_ms, **identity(worker)
+                lanes=lanes, capabilities=offered, kinds=kinds, limit=limit, lease_ttl_ms=ttl_ms, **identity(worker)
             ),
         )
         for one in claimed or ():
             self.hold(one, ttl_ms)
 
-    @does(weight=3, worker=WORKERS, lane=LANES, offered=OFFERS)
-    def claim_for_worker(self, worker: str, lane: str, offered: tuple[str, ...]) -> None:
+    @does(weight=3, worker=WORKERS, lane=LANES, offered=OFFERS, kinds=KINDS)
+    def claim_for_worker(self, worker: str, lane: str, offered: tuple[str, ...], kinds: tuple[str, ...] | None) -> None:
         self.both(
-            lambda: self.model.claim_for_worker(lane, worker, offered, 5_000),
-            lambda: self.engine.claim_for_worker(lane_id=lane, worker_capabilities=offered, **identity(worker)),
+            lambda: self.model.claim_for_worker(lane, worker, offered, kinds, 5_000),
+            lambda: self.engine.claim_for_worker(
+                lane_id=lane, worker_capabilities=offered, kinds=kinds, **identity(worker)
+            ),
         )
 
     @does(weight=5, which=NAMES, worker=WORKERS, offered=OFFERS, kind=("claim", "reclaim"))

@@ -9,8 +9,8 @@ import asyncpg
 from flowfabric.model.errors import EngineError
 from flowfabric.model.events import CompletionOutcome, EventKind
 
-from .model import Answer, Model, Refusal
-from .model_values import Execution
+from .model import Answer, Model
+from .model_values import Execution, Refusal
 
 Seen = dict[str, dict[str, Any]]
 """What is known of every execution, by its UUID."""

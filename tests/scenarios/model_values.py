@@ -2,8 +2,17 @@
 
 from dataclasses import dataclass, field
 
+DAY_MS = 86_400_000
 GRANT_MEMORY_MS = 600_000
 LOST = ("lease_expired_reclaimable", "lease_revoked")
+
+
+class Refusal(Exception):
+    """An operation is refused with this code."""
+
+    def __init__(self, code: str) -> None:
+        super().__init__(code)
+        self.code = code
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +93,7 @@ class Execution:
     order: int
     policy: Policy | None
     required: frozenset[str]
+    kind: str
     deadline_at: int | None
     phase: str = "runnable"
     ownership: str = "unowned"

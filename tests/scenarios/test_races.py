@@ -135,7 +135,7 @@ async def test_of_two_creates_with_one_key_and_different_ids_one_creates(rivals:
     one, other = await rivals(2)
     won: Counter[int] = Counter()
     for at in range(ROUNDS):
-        # The lane of a minted id decides its partition, and keys belong to partitions.
+        # Ids of the same partition; keys belong to namespace and lane.
         named = [f"{{fp:86}}:{which}1111111-2222-3333-4444-{at:012}" for which in "ab"]
         first = None if ids != "given" else named[0]
         second = None if ids == "minted" else named[1]
