@@ -9,7 +9,6 @@ import msgspec
 import pydantic
 import pytest
 
-from flowfabric.worker.codec import encode_result
 from flowfabric.worker.context import Context
 from flowfabric.worker.handler import Handler
 
@@ -32,7 +31,7 @@ def through(function: Any, *args: Any, **kwargs: Any) -> Any:
     handler = Handler(function)
     bound_args, bound_kwargs = handler.bind(handler.encode(args, kwargs), lambda: CONTEXT)
     result = function(*bound_args, **bound_kwargs)
-    return handler.decode_result(encode_result(result))
+    return handler.decode_result(handler.encode_result(result))
 
 
 def test_arguments_travel_by_name() -> None:
@@ -93,12 +92,12 @@ def test_bytes_are_kept_as_they_are() -> None:
     def raw() -> bytes:
         return b"\x00\xff"
 
-    assert encode_result(raw()) == b"\x00\xff"
+    assert Handler(raw).encode_result(raw()) == b"\x00\xff"
     assert through(raw) == b"\x00\xff"
 
 
 def test_nothing_is_kept_of_none() -> None:
-    assert encode_result(None) is None
+    assert Handler(lambda: None).encode_result(None) is None
     assert through(lambda: None) is None
 
 
