@@ -8,12 +8,13 @@ from collections.abc import Callable
 from datetime import UTC, date, datetime, time, timedelta
 from decimal import Decimal
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, TypedDict
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 import pydantic
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
+from typing_extensions import TypedDict
 
 
 BASE64 = pydantic.ConfigDict(ser_json_bytes="base64", val_json_bytes="base64")
@@ -67,6 +68,8 @@ class Struct(msgspec.Struct, rename="camel"):
 
 
 class Row(TypedDict):
+    """Pydantic takes no TypedDict of `typing` before Python 3.12."""
+
     key: str
     value: int
 

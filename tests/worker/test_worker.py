@@ -194,8 +194,8 @@ async def test_a_result_that_json_cannot_carry_fails(
 
     await start_worker({"job": give})
     reason, category, _ = await ended_badly(engine, attempts, await submit())
-    assert reason.startswith("task 'give', result: <object object at ")
-    assert reason.endswith("(object) cannot be carried as object: Unable to serialize unknown type: <class 'object'>")
+    assert reason.startswith("task 'give', result: expected object, got <object object at ")
+    assert reason.endswith("(object): Unable to serialize unknown type: <class 'object'>")
     assert category == "wrong_result"
 
 

@@ -68,23 +68,27 @@ class Codec:
         """Why a value is not carried, and what to write instead."""
         if advice := _advice(value, self.annotation):
             return NotCarried(f"{_described(value)} cannot be carried as JSON: {advice}")
+        expected = f"expected {name_of(self.annotation)}, got {_described(value)}"
         try:
             payload = self.encode(value)
         except Exception as error:
-            told = f"{_described(value)} cannot be carried as {name_of(self.annotation)}: {reason(error)}"
-            return NotCarried(told + _BYTES_ADVICE if "invalid utf-8" in told else told)
+            return NotCarried(expected + _encoding_fault(error))
         try:
             back = self.decode(payload)
         except Exception as error:
-            return NotCarried(f"expected {name_of(self.annotation)}, got {_described(value)}: {reason(error)}")
+            return NotCarried(f"{expected}: {reason(error)}")
+        return NotCarried(f"{expected}, which would come back as {_described(back)}; {self._cure(value, back)}")
+
+    def _cure(self, value: object, back: object) -> str:
         if self.annotation in (Any, object):
-            cure = "annotate it with its type"
-        else:
-            cure = "use a type that JSON keeps (a list for a tuple, text keys), or annotate it more precisely"
-        return NotCarried(
-            f"expected {name_of(self.annotation)}, got {_described(value)}, which would come back as "
-            f"{_described(back)}; {cure}"
-        )
+            return "annotate it with its type"
+        if type(value) is not type(back):
+            union = "; models of a union need a Literal field that tells them apart"
+            cure = f"pass a {type(back).__name__} or annotate it as {type(value).__name__}"
+            return cure + union if isinstance(value, pydantic.BaseModel) else cure
+        if shown(value) == shown(back):
+            return f"the two are not equal: give {type(value).__name__} an __eq__ that compares its values"
+        return "annotate what it holds with types that JSON keeps"
 
 
 def codec_of(annotation: Any) -> Codec:
@@ -131,6 +135,9 @@ def decoder_of(kind: Any) -> msgspec.json.Decoder[Any]:
 def _to_plain(value: Any) -> object:
     if isinstance(value, _SECRETS):
         raise NotCarried("a secret is never stored; pass the name it can be looked up by")
+    if isinstance(value, msgspec.Raw):
+        # What this hook returned for the key of a dict.
+        raise NotCarried("the keys of a dict must be texts, numbers or dates")
     return msgspec.Raw(to_json(value, by_alias=False, round_trip=True))
 
 
@@ -242,6 +249,13 @@ def reason(error: BaseException) -> str:
         return shorten("; ".join(f"{at}: {message}" if at else message for at, message in faults))
     text = str(error).partition("\n\nFor further information")[0].partition(". Set `arbitrary_types_allowed")[0]
     return shorten(" ".join(text.split())) or type(error).__name__
+
+
+def _encoding_fault(error: Exception) -> str:
+    if "PydanticSerializationUnexpectedValue" in str(error):
+        return ""
+    told = f": {reason(error)}"
+    return told + _BYTES_ADVICE if "invalid utf-8" in told else told
 
 
 def _described(value: object) -> str:
