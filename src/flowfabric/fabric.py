@@ -216,6 +216,10 @@ class Task(Generic[Called, Params, Returned]):
         return Run(self._fabric, parse_execution_id(execution_id), self.handler, is_duplicate=True)
 
 
+class _Anything:
+    """To a type checker, what only a first parameter that takes anything takes: it is an argument, not the context."""
+
+
 class TaskDecorator:
     """What makes a function a task: `@fabric.task`, or `@fabric.task(retries=3)`."""
 
@@ -223,6 +227,10 @@ class TaskDecorator:
         self._fabric = fabric
         self._options = _checked(options, TaskOptions)
 
+    @overload
+    def __call__(
+        self, function: Callable[Concatenate[_Anything, Params], Returned], /
+    ) -> Task[Concatenate[Any, Params], Concatenate[Any, Params], Returned]: ...
     @overload
     def __call__(
         self, function: Callable[Concatenate[Context, Params], Returned], /

@@ -75,6 +75,30 @@ async def numbers(*each: int, **named: float) -> tuple[int, ...]:
     return (*each, *map(int, named.values()))
 
 
+@fabric.task
+async def echo(value: object, times: int = 1) -> list[str]:
+    """Of anything, which is no context."""
+    return [str(value)] * times
+
+
+@fabric.task
+def keep(value: Any) -> str:
+    """Of anything, unchecked."""
+    return str(value)
+
+
+@fabric.task
+def tick() -> int:
+    """Of nothing."""
+    return 1
+
+
+@fabric.task
+async def alone(ctx: Context) -> str:
+    """Of nothing but its context."""
+    return ctx.lane_id
+
+
 async def results() -> None:
     """Await the result of each kind of task."""
     assert_type(await add.submit(1, b=2), Run[int])
@@ -85,6 +109,10 @@ async def results() -> None:
     assert_type(await (await unpack.submit(Box(item=Order(number=1)))).result(), list[Box[int]])
     assert_type(await (await later.submit(1)).result(), str)
     assert_type(await (await numbers.submit(1, 2, x=0.5)).result(), tuple[int, ...])
+    assert_type(await (await echo.submit(1, times=2)).result(), list[str])
+    await keep.submit(1)
+    assert_type(await (await tick.submit()).result(), int)
+    assert_type(await (await alone.submit()).result(), str)
     assert_type(await (await add.options(priority=5).submit(1)).result(), int)
     assert_type(await (await count.options(delay=1).submit(["a"])).result(), dict[str, int])
     assert_type(await add.find("{fp:0}:x").result(), int)
@@ -116,6 +144,9 @@ async def refused(ctx: Context) -> None:
     await count.submit([1])  # type: ignore[list-item]  # pyright: ignore
     await unpack.submit(Box(item=1))  # type: ignore[arg-type]  # pyright: ignore
     await numbers.submit(1, x="y")  # type: ignore[call-overload]  # pyright: ignore
+    await echo.submit()  # type: ignore[call-overload]  # pyright: ignore
+    await tick.submit(1)  # type: ignore[call-arg]  # pyright: ignore
+    await alone.submit(ctx)  # type: ignore[call-overload]  # pyright: ignore
     await add("1")  # type: ignore[arg-type]  # pyright: ignore
     count(words="a")  # type: ignore[arg-type]  # pyright: ignore
     add.options(prio=1)  # type: ignore[call-arg]  # pyright: ignore

@@ -196,7 +196,7 @@ async def test_a_result_that_json_cannot_carry_fails(
     reason, category, _ = await ended_badly(engine, attempts, await submit())
     assert reason.startswith("task 'give', result: expected object, got <object object at ")
     assert reason.endswith("(object): Unable to serialize unknown type: <class 'object'>")
-    assert category == "wrong_result"
+    assert category == "permanent"
 
 
 def leave() -> None:

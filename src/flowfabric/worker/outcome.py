@@ -22,7 +22,6 @@ NO_HANDLER = "runtime_no_handler"
 PAYLOAD_DECODE = "extractor_payload_decode"
 HANDLER_ERROR = "handler_error"
 HANDLER_PANIC = "handler_panic"
-WRONG_RESULT = "wrong_result"
 
 
 class PermanentError(Exception):
@@ -77,7 +76,7 @@ async def outcome_of(running: Running, handler: Handler | None, engine: Engine, 
         return Success(handler.encode_result(result))
     except ValidationError as error:
         # No retry: the same code would return the same type again.
-        return _failure(running, str(error.detail), WRONG_RESULT, None, FailureClass.PERMANENT)
+        return _failure(running, str(error.detail), None, None, FailureClass.PERMANENT)
 
 
 def _failed(running: Running, error: BaseException) -> Outcome:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from datetime import UTC, date, datetime, time, timedelta
 from decimal import Decimal
 from pathlib import Path
+from types import GenericAlias
 from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
@@ -15,7 +16,6 @@ import pydantic
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 from typing_extensions import TypedDict
-
 
 BASE64 = pydantic.ConfigDict(ser_json_bytes="base64", val_json_bytes="base64")
 
@@ -268,7 +268,10 @@ MODELS: list[Typed] = [
     *PLAIN,
     (Path, st.sampled_from([Path("/tmp/x"), Path("a") / "b", Path()])),
     (object, st.integers() | st.text(max_size=3)),
-    (Aliased, st.builds(lambda a, b: Aliased(userId=a, n=b), st.integers(), st.text(max_size=4))),
+    (
+        Aliased,
+        st.builds(lambda a, b: Aliased.model_validate({"userId": a, "n": b}), st.integers(), st.text(max_size=4)),
+    ),
     (Computed, st.builds(Computed, width=st.integers())),
     (Open, st.builds(lambda extra: Open.model_validate({"b": 2, "zz": extra}), st.text(max_size=3))),
     (Strict, st.builds(Strict, when=st.datetimes(), number=st.just(Decimal("1.5")), pair=st.just((1, 2)))),
@@ -316,7 +319,10 @@ DOUBTFUL: list[Typed] = [
     (dict, st.dictionaries(st.integers() | st.text(max_size=2) | st.none() | st.booleans(), st.floats())),
     (int | str | bytes | float, st.integers() | st.text(max_size=2) | st.binary(max_size=3) | st.floats()),
     (Struct | Point, st.builds(Point, x=st.integers())),
-    (list[int] | tuple[int, ...] | set[int], st.lists(st.integers()) | st.tuples(st.integers()) | st.sets(st.integers())),
+    (
+        list[int] | tuple[int, ...] | set[int],
+        st.lists(st.integers()) | st.tuples(st.integers()) | st.sets(st.integers()),
+    ),
     (Struct | Cat, _cats),
     *((kind, st.builds(Opaque)) for kind in SECRETS),
 ]
@@ -338,16 +344,38 @@ def typed(leaves: list[Typed]) -> SearchStrategy[tuple[Any, Any]]:
 
 def _composed(inner: SearchStrategy[Typed]) -> SearchStrategy[Typed]:
     keys = st.sampled_from(KEYS)
+
+    def several(kind: Any, values: SearchStrategy[Any]) -> SearchStrategy[Typed]:
+        few = st.lists(values, max_size=3)
+        return st.sampled_from(
+            [
+                (GenericAlias(list, (kind,)), few),
+                (GenericAlias(tuple, (kind, ...)), few.map(tuple)),
+                (kind if kind is None else kind | None, st.none() | values),
+                _dataclass_of(kind, values),
+                _model_of(kind, values),
+            ]
+        )
+
+    def distinct(kind: Any, values: SearchStrategy[Any]) -> SearchStrategy[Typed]:
+        return st.sampled_from(
+            [
+                (GenericAlias(set, (kind,)), st.sets(values, max_size=3)),
+                (GenericAlias(frozenset, (kind,)), st.frozensets(values, max_size=3)),
+            ]
+        )
+
+    def paired(left: Typed, right: Typed) -> Typed:
+        return GenericAlias(tuple, (left[0], right[0])), st.tuples(left[1], right[1])
+
+    def mapped(key: Typed, value: Typed) -> Typed:
+        return GenericAlias(dict, (key[0], value[0])), st.dictionaries(key[1], value[1], max_size=3)
+
     return st.one_of(
-        inner.map(lambda t: (list[t[0]], st.lists(t[1], max_size=3))),
-        inner.map(lambda t: (t[0] | None if t[0] is not None else None, st.none() | t[1])),
-        inner.map(lambda t: (tuple[t[0], ...], st.lists(t[1], max_size=3).map(tuple))),
-        keys.map(lambda t: (set[t[0]], st.sets(t[1], max_size=3))),
-        keys.map(lambda t: (frozenset[t[0]], st.frozensets(t[1], max_size=3))),
-        st.tuples(inner, inner).map(lambda t: (tuple[t[0][0], t[1][0]], st.tuples(t[0][1], t[1][1]))),
-        st.tuples(keys, inner).map(lambda t: (dict[t[0][0], t[1][0]], st.dictionaries(t[0][1], t[1][1], max_size=3))),
-        inner.map(lambda t: _dataclass_of(*t)),
-        inner.map(lambda t: _model_of(*t)),
+        inner.flatmap(lambda pair: several(*pair)),
+        keys.flatmap(lambda pair: distinct(*pair)),
+        st.builds(paired, inner, inner),
+        st.builds(mapped, keys, inner),
     )
 
 
