@@ -13,6 +13,7 @@ import pytest
 from annotations import (
     Aliased,
     Base64,
+    Blob,
     Box,
     Cat,
     Checked,
@@ -29,14 +30,18 @@ from annotations import (
     Pair,
     Point,
     Row,
+    Silent,
     Strict,
     Struct,
     Tree,
+    Twin,
 )
 from flowfabric import ExecutionFailed, Fabric, UnreadableResult
 from flowfabric.model.errors import ValidationError
 
 NAN, INFINITY = float("nan"), float("inf")
+CYCLE: list[Any] = []
+CYCLE.append(CYCLE)
 
 CARRIED: list[tuple[Any, Any]] = [
     (int, 2**70),
@@ -106,6 +111,12 @@ REFUSED_VALUES: list[tuple[Any, Any, str]] = [
     (Cat, {"lives": 1}, "expected Cat, got {'lives': 1} (dict)"),
     (dict[str, int], {"a": "b"}, "expected dict[str, int], got {'a': 'b'} (dict): Expected `int`, got `str`"),
     (str, "\ud800", "surrogates not allowed"),
+    (Any, CYCLE, "expected Any, got [[...]] (list)"),
+    (object, CYCLE, "expected object, got [[...]] (list)"),
+    (Blob, Blob(data=b"\xff"), "set model_config = ConfigDict(ser_json_bytes='base64', val_json_bytes='base64')"),
+    (Cat | Twin, Twin(), "which would come back as Cat(kind='cat', lives=9) (Cat); pass a Cat"),
+    (Silent, Silent(1), "give Silent an __eq__ that compares its values"),
+    (dict[tuple[int, int], int], {(1, 2): 3}, "the keys of a dict must be texts, numbers or dates"),
 ]
 
 REFUSED_TYPES: list[tuple[Any, str]] = [

@@ -80,6 +80,10 @@ def test_a_context_is_given_and_never_submitted() -> None:
     def alone(context: "Context") -> Any:
         return context is CONTEXT
 
+    def by_position(ctx: Context, /, a: int = 1) -> Any:
+        return [ctx is CONTEXT, a]
+
+    assert through(by_position, a=2) == [True, 2]
     assert Handler(first).encode((5,), {}) == b'{"a":5}'
     assert through(first, 5) == [True, 5]
     assert through(last) == [True, 1]

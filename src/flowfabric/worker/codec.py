@@ -32,7 +32,7 @@ class NotCarried(Exception):
 class Codec:
     """Carries the values of one annotation as JSON."""
 
-    __slots__ = ("annotation", "decode", "encode", "exact", "field")
+    __slots__ = ("annotation", "decode", "encode", "field")
 
     def __init__(
         self, annotation: Any, field: Any, encode: Callable[[Any], bytes], decode: Callable[[bytes], Any]
@@ -44,8 +44,6 @@ class Codec:
         """The JSON of a value; any exception means that there is none."""
         self.decode = decode
         """The value of a JSON text; any exception means that it does not fit."""
-        self.exact = annotation if annotation in (int, str, bool) else None
-        """A type whose every value comes back equal once it is encoded."""
 
     @property
     def is_raw(self) -> bool:
@@ -55,8 +53,6 @@ class Codec:
     def checked(self, value: object) -> bytes:
         """The JSON of a value that comes back equal; NotCarried for any other."""
         try:
-            if type(value) is self.exact:
-                return encode(value)
             payload = self.encode(value)
             if self.decode(payload) == value:
                 return payload
@@ -94,36 +90,38 @@ class Codec:
 def codec_of(annotation: Any) -> Codec:
     """The codec of an annotation; NotCarried where there can be none, NameError where a name is not defined yet."""
     _refuse_secrets(_mentioned(annotation))
+    decoder: msgspec.json.Decoder[Any] | None = None
+    foreign: tuple[Any, ...] = ()
     fault: Exception
     try:
         decoder = decoder_of(annotation)
         foreign = tuple(_foreign_types(annotation))
+        if not foreign and not _has_foreign_metadata(annotation):
+            return Codec(annotation, annotation, encode, decoder.decode)
     except NameError:
         raise
     except Exception as error:
-        decoder, foreign, fault = None, (), error
-    if decoder is not None and not foreign and not _has_foreign_metadata(annotation):
-        return Codec(annotation, annotation, encode, decoder.decode)
+        fault = error
     try:
         adapter = _adapter(annotation)
-    except NameError:
-        raise
-    except pydantic.PydanticUserError as error:
-        fault = error
-    else:
         return Codec(annotation, msgspec.Raw, _dumps(adapter), _loads(adapter))
+    except (NameError, NotCarried):
+        raise
+    except Exception as error:
+        fault = error
     if decoder is not None and foreign:
         # Structs that hold models: msgspec carries the structs, the hooks carry the models.
         try:
             for kind in foreign:
                 _hooked_loads(kind)
-        except pydantic.PydanticUserError as error:
-            fault = error
-        else:
             return Codec(annotation, annotation, encode, decoder.decode)
+        except (NameError, NotCarried):
+            raise
+        except Exception as error:
+            fault = error
     raise NotCarried(
         f"{name_of(annotation)} cannot be carried as JSON ({reason(fault)}); use JSON's own types, a dataclass, "
-        "a msgspec Struct or a Pydantic model"
+        "a msgspec Struct or a Pydantic model, and no structs and models in one union"
     )
 
 
@@ -165,7 +163,8 @@ def _adapter(kind: Any) -> "pydantic.TypeAdapter[Any]":
 
 
 def _dumps(adapter: "pydantic.TypeAdapter[Any]") -> Callable[[Any], bytes]:
-    return partial(adapter.serializer.to_json, by_alias=False, round_trip=True, warnings="error")
+    # No warnings: what is not of the type does not come back equal.
+    return partial(adapter.serializer.to_json, by_alias=False, round_trip=True, warnings=False)
 
 
 def _loads(adapter: "pydantic.TypeAdapter[Any]") -> Callable[[bytes], Any]:
@@ -252,8 +251,6 @@ def reason(error: BaseException) -> str:
 
 
 def _encoding_fault(error: Exception) -> str:
-    if "PydanticSerializationUnexpectedValue" in str(error):
-        return ""
     told = f": {reason(error)}"
     return told + _BYTES_ADVICE if "invalid utf-8" in told else told
 

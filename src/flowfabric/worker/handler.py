@@ -40,6 +40,8 @@ class _Shape(NamedTuple):
     """The parameters whose JSON is decoded by their own codec."""
     decode: Callable[[bytes], Any]
     result: Codec
+    exact: Any
+    """The type of the result where each of its values that can be encoded comes back equal."""
     allows_none: bool
     """Whether None is a result of the annotated type."""
     keeps_bytes: bool
@@ -102,7 +104,7 @@ class Handler:
             names=tuple(each.name for each in called),
             required=frozenset(each.name for each in called if _is_required(each)),
             by_position=sum(each.kind in _BY_POSITION for each in called)
-            if all(each.kind in _BY_NAME for each in called)
+            if all(each.kind in _BY_NAME for each in parameters)
             else -1,
             context=None if context is None else context.name,
             context_at=0 if context is None else list(parameters).index(context),
@@ -112,6 +114,7 @@ class Handler:
             raw=tuple(at for at, codec in enumerate(codecs) if codec.is_raw),
             decode=decoder_of(arguments).decode,
             result=result,
+            exact=returned if returned in (int, str, bool) else None,
             allows_none=_allows_none(result),
             keeps_bytes=keeps_bytes,
         )
@@ -215,14 +218,18 @@ class Handler:
         shape = self.shape
         if result is None and shape.allows_none:
             return None
-        if isinstance(result, bytes) and shape.keeps_bytes:
-            return bytes(result)
-        if shape.result.annotation is bytes:
-            raise self._invalid("result", f"expected bytes, got {shown(result)} ({type(result).__name__})")
         try:
+            if type(result) is shape.exact:
+                return encode(result)
+            if isinstance(result, bytes) and shape.keeps_bytes:
+                return bytes(result)
+            if shape.result.annotation is bytes:
+                raise NotCarried(f"expected bytes, got {shown(result)} ({type(result).__name__})")
             return shape.result.checked(result)
         except NotCarried as refused:
             raise self._invalid("result", refused) from None
+        except Exception:
+            raise self._invalid("result", shape.result.refusal(result)) from None
 
     def decode_result(self, payload: bytes | None) -> Any:
         """The function's result, of the type it names; `corruption` where what is stored does not fit that type."""
