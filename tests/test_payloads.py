@@ -83,6 +83,7 @@ CARRIED: list[tuple[Any, Any]] = [
     (Base64, Base64(data=b"\xff")),
     (Cat | Dog, Dog(tricks=["sit"])),
     (list[Cat | int | None], [Cat(lives=1), 2, None]),
+    (dict[str, bytes | Cat], {"a": b"\xff", "b": Cat()}),
     (Box[Cat], Box[Cat](item=Cat())),
     (Tree, Tree(name="a", children=[Tree(name="b")])),
     (Checked, Checked(1, name="x")),

@@ -74,9 +74,10 @@ async def outcome_of(running: Running, handler: Handler | None, engine: Engine, 
         return Dropped()
     try:
         return Success(handler.encode_result(result))
-    except ValidationError as error:
+    except Exception as error:
         # No retry: the same code would return the same type again.
-        return _failure(running, str(error.detail), None, None, FailureClass.PERMANENT)
+        reason = str(error.detail) if isinstance(error, ValidationError) else _chain(error)
+        return _failure(running, reason, None, None, FailureClass.PERMANENT)
 
 
 def _failed(running: Running, error: BaseException) -> Outcome:
