@@ -8,6 +8,7 @@ import ast
 import asyncio
 import contextlib
 import io
+import json
 import os
 import re
 import subprocess
@@ -165,20 +166,35 @@ def test_code_is_marked_by_a_known_word_and_is_python(block: Block) -> None:
     compile(block.code, block.name, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
 
 
-@pytest.mark.timeout(600)
-def test_what_is_shown_passes_a_strict_type_checker(tmp_path: Path) -> None:
-    """Pages whose sessions hand arguments around in dicts are not asked."""
+def write_shown_code(folder: Path) -> list[str]:
+    """The files of what the pages show; sessions of a page that hand arguments around in dicts are left out."""
     for nth, program in enumerate(PROGRAMS):
-        (tmp_path / f"program_{nth}.py").write_text(program.code, encoding="utf-8")
+        (folder / f"program_{nth}.py").write_text(program.code, encoding="utf-8")
     for page in SESSIONS:
         if page.name != "engine.md":
             code = "".join(block.code for block in blocks(page) if block.mark == "python session")
             head = "from flowfabric import Engine\n\n\nasync def session(engine: Engine) -> None:\n"
-            (tmp_path / f"session_{page.stem}.py").write_text(head + indent(code, "    "), encoding="utf-8")
-    command = [sys.executable, "-m", "mypy", "--config-file", str(ROOT / "pyproject.toml"), "--strict"]
-    files = sorted(map(str, tmp_path.glob("*.py")))
+            (folder / f"session_{page.stem}.py").write_text(head + indent(code, "    "), encoding="utf-8")
+    files = sorted(map(str, folder.glob("*.py")))
     assert len(files) > 4
+    return files
+
+
+@pytest.mark.timeout(600)
+def test_what_is_shown_passes_mypy(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "mypy", "--config-file", str(ROOT / "pyproject.toml"), "--strict"]
+    files = write_shown_code(tmp_path)
     done = subprocess.run([*command, *files], cwd=ROOT, capture_output=True, text=True, timeout=500, check=False)
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.timeout(600)
+def test_what_is_shown_passes_pyright(tmp_path: Path) -> None:
+    write_shown_code(tmp_path)
+    checks = {"typeCheckingMode": "strict", "pythonVersion": "3.11", "extraPaths": [str(ROOT / "src")]}
+    (tmp_path / "pyrightconfig.json").write_text(json.dumps(checks), encoding="utf-8")
+    command = [sys.executable, "-m", "basedpyright", "--pythonpath", sys.executable, "--project", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stdout
 
 

@@ -156,6 +156,7 @@ def test_the_public_names_are_these() -> None:
         "UnavailableError",
         "UnknownWaitpoint",
         "UnmetEdge",
+        "UnreadableResult",
         "UsePending",
         "ValidationError",
         "VerifyingKid",

@@ -1,7 +1,7 @@
 """FlowFabric: durable execution for Python on nothing but Postgres."""
 
 from flowfabric.engine.engine import Engine
-from flowfabric.fabric import ExecutionFailed, Fabric, Run, Task
+from flowfabric.fabric import ExecutionFailed, Fabric, Run, Task, UnreadableResult
 from flowfabric.model.conditions import (
     AllOf,
     ByName,
@@ -340,6 +340,7 @@ __all__ = [
     "UnavailableError",
     "UnknownWaitpoint",
     "UnmetEdge",
+    "UnreadableResult",
     "UsePending",
     "ValidationError",
     "VerifyingKid",

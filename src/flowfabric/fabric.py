@@ -13,7 +13,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, Self, TypedDict, TypeVa
 from urllib.parse import quote
 
 from flowfabric.engine.engine import Engine
-from flowfabric.model.errors import OperationTimeoutError, error
+from flowfabric.model.errors import OperationTimeoutError, ValidationError, error
 from flowfabric.model.ids import ExecutionId, check_lane_id, parse_execution_id
 from flowfabric.model.outcomes import Duplicate, ExecutionInfo
 from flowfabric.model.policy import (
@@ -36,7 +36,7 @@ Called = ParamSpec("Called")
 """What a function takes."""
 Params = ParamSpec("Params")
 """What a submission takes: the same without the context."""
-Returned = TypeVar("Returned")
+Returned = TypeVar("Returned", covariant=True)
 """What a call gives: a coroutine or a result."""
 Result = TypeVar("Result")
 Kept = TypeVar("Kept", covariant=True)
@@ -55,6 +55,19 @@ class ExecutionFailed(Exception):
     def __str__(self) -> str:
         """Read `<execution id> <outcome>: <reason>`."""
         return f"{self.execution_id} {self.outcome}" + (f": {self.reason}" if self.reason else "")
+
+
+class UnreadableResult(ValidationError):
+    """A run succeeded, and its stored result does not fit the type its task names now."""
+
+    def __init__(self, execution_id: ExecutionId, unreadable: ValidationError) -> None:
+        super().__init__(unreadable.code, unreadable.detail)
+        self.execution_id = execution_id
+        self.args = (execution_id, unreadable)
+
+    def __str__(self) -> str:
+        """Read `<code>: <execution id>: <detail>`."""
+        return f"{self.code}: {self.execution_id}: {self.detail}"
 
 
 class SubmitOptions(TypedDict, total=False):
@@ -118,14 +131,21 @@ class Run(Generic[Kept]):
         return info
 
     async def result(self, timeout: float | None = None) -> Kept:
-        """The result as soon as it is there; ExecutionFailed when there is none, TimeoutError when it takes longer."""
+        """The result as soon as it is there.
+
+        ExecutionFailed when there is none, TimeoutError when it takes longer, UnreadableResult when what is stored does
+        not fit the type the task names.
+        """
         try:
             ended = await self._fabric.engine.wait_for_ending(self.id, timeout=timeout)
         except OperationTimeoutError:
             raise TimeoutError(f"{self.id} has not ended within {timeout} s") from None
         if ended.outcome is not TerminalOutcome.SUCCESS:
             raise ExecutionFailed(self.id, ended.outcome, ended.reason)
-        return cast(Kept, self._handler.decode_result(ended.result))
+        try:
+            return cast(Kept, self._handler.decode_result(ended.result))
+        except ValidationError as unreadable:
+            raise UnreadableResult(self.id, unreadable) from None
 
     async def cancel(self, reason: str = "cancelled by its submitter") -> None:
         """End it as cancelled, whatever it does."""
@@ -215,6 +235,10 @@ class Task(Generic[Called, Params, Returned]):
         return Run(self._fabric, parse_execution_id(execution_id), self.handler, is_duplicate=True)
 
 
+class _Anything:
+    """To a type checker, what only a first parameter that takes anything takes: it is an argument, not the context."""
+
+
 class TaskDecorator:
     """What makes a function a task: `@fabric.task`, or `@fabric.task(retries=3)`."""
 
@@ -222,6 +246,10 @@ class TaskDecorator:
         self._fabric = fabric
         self._options = _checked(options, TaskOptions)
 
+    @overload
+    def __call__(
+        self, function: Callable[Concatenate[_Anything, Params], Returned], /
+    ) -> Task[Concatenate[Any, Params], Concatenate[Any, Params], Returned]: ...
     @overload
     def __call__(
         self, function: Callable[Concatenate[Context, Params], Returned], /
@@ -239,7 +267,7 @@ class TaskDecorator:
             raise TypeError(f"a task is a function, got {shown(function)}; options have names: task(retries=3)")
         submit_options = self._options.copy()
         name = check_text(submit_options.pop("name", function.__name__), "name")
-        return self._fabric.add(Task(self._fabric, name, Handler(function), submit_options))
+        return self._fabric.add(Task(self._fabric, name, Handler(function, task=name), submit_options))
 
 
 class Fabric:

@@ -1,15 +1,16 @@
 """How a function's arguments and result travel."""
 
+from collections.abc import Coroutine
 from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn, Unpack
 
-import msgspec
 import pydantic
 import pytest
 
-from flowfabric.worker.codec import encode_result
+from annotations import Aliased, Cat, Dog, Row
+from flowfabric.model.errors import ValidationError
 from flowfabric.worker.context import Context
 from flowfabric.worker.handler import Handler
 
@@ -32,7 +33,7 @@ def through(function: Any, *args: Any, **kwargs: Any) -> Any:
     handler = Handler(function)
     bound_args, bound_kwargs = handler.bind(handler.encode(args, kwargs), lambda: CONTEXT)
     result = function(*bound_args, **bound_kwargs)
-    return handler.decode_result(encode_result(result))
+    return handler.decode_result(handler.encode_result(result))
 
 
 def test_arguments_travel_by_name() -> None:
@@ -79,6 +80,10 @@ def test_a_context_is_given_and_never_submitted() -> None:
     def alone(context: "Context") -> Any:
         return context is CONTEXT
 
+    def by_position(ctx: Context, /, a: int = 1) -> Any:
+        return [ctx is CONTEXT, a]
+
+    assert through(by_position, a=2) == [True, 2]
     assert Handler(first).encode((5,), {}) == b'{"a":5}'
     assert through(first, 5) == [True, 5]
     assert through(last) == [True, 1]
@@ -89,16 +94,53 @@ def test_a_function_without_parameters_takes_any_payload() -> None:
     assert Handler(lambda: None).bind(b"\xff not JSON", lambda: CONTEXT) == ((), {})
 
 
+def test_models_travel_in_every_kind_of_parameter() -> None:
+    def every(a: Cat | Dog, /, *rest: Cat | int, c: Cat | None = None, **more: Cat | Dog) -> list[Any]:
+        return [a == Dog(), rest == (Cat(), 1), c == Cat(lives=1), more == {"d": Cat()}]
+
+    assert through(every, Dog(), Cat(), 1, c=Cat(lives=1), d=Cat()) == [True, True, True, True]
+    assert through(every, Dog()) == [True, False, False, False]
+
+
+def test_keywords_may_be_named_by_a_typed_dict() -> None:
+    def named(**row: Unpack[Row]) -> Row:
+        return row
+
+    assert through(named, key="a", value=1) == {"key": "a", "value": 1}
+    with pytest.raises(ValidationError, match="task 'named', parameter 'row': "):
+        Handler(named).encode((), {"key": "a", "value": "b"})
+
+
+def test_a_result_is_what_the_function_lets_await() -> None:
+    def later() -> Coroutine[Any, Any, Point]:
+        raise NotImplementedError
+
+    async def never() -> NoReturn:
+        raise NotImplementedError
+
+    handler = Handler(later)
+    assert handler.decode_result(handler.encode_result(Point(1))) == Point(1)
+    assert Handler(never).encode_result(None) is None
+    with pytest.raises(ValidationError, match="task 'never', result: "):
+        Handler(never).encode_result(1)
+
+
 def test_bytes_are_kept_as_they_are() -> None:
     def raw() -> bytes:
         return b"\x00\xff"
 
-    assert encode_result(raw()) == b"\x00\xff"
+    def untyped():  # type: ignore[no-untyped-def]
+        return b"\x00\xff"
+
+    assert Handler(untyped).encode_result(b"\x00\xff") == b"\x00\xff"
+    with pytest.raises(ValidationError, match=r"task 'mine', result: .* annotate it as bytes"):
+        Handler(untyped, task="mine").encode_result(b"\x00\xff")
+    assert Handler(raw).encode_result(raw()) == b"\x00\xff"
     assert through(raw) == b"\x00\xff"
 
 
 def test_nothing_is_kept_of_none() -> None:
-    assert encode_result(None) is None
+    assert Handler(lambda: None).encode_result(None) is None
     assert through(lambda: None) is None
 
 
@@ -108,6 +150,9 @@ def test_a_call_the_function_would_refuse_cannot_be_submitted() -> None:
 
     with pytest.raises(TypeError, match="missing a required argument: 'b'"):
         Handler(add).encode((1,), {})
+    for args, kwargs in (((1, 2, 3), {}), ((1,), {"a": 1}), ((1, 2), {"c": 3}), ((), {"b": 1})):
+        with pytest.raises(TypeError, match="task 'add': "):
+            Handler(add).encode(args, kwargs)
 
 
 @pytest.mark.parametrize(
@@ -116,15 +161,25 @@ def test_a_call_the_function_would_refuse_cannot_be_submitted() -> None:
 def test_a_payload_that_does_not_fit_is_refused(payload: bytes) -> None:
     def handle(a: int) -> None: ...
 
-    with pytest.raises(msgspec.DecodeError):
+    with pytest.raises(ValidationError, match="invalid_input: task 'handle', payload: does not fit its parameters: "):
         Handler(handle).bind(payload, lambda: CONTEXT)
 
 
-def test_what_json_cannot_carry_is_refused() -> None:
-    def handle(a: object) -> None: ...
+def test_a_payload_that_a_model_refuses_names_the_parameter() -> None:
+    def handle(order: Order) -> None: ...
 
-    with pytest.raises(NotImplementedError, match="cannot be carried as JSON"):
-        Handler(handle).encode((object(),), {})
+    with pytest.raises(
+        ValidationError, match=r"task 'handle', payload: .* number: Field required; .* - at `\$\.order`"
+    ):
+        Handler(handle).bind(b'{"order": {}}', lambda: CONTEXT)
+
+
+def test_a_payload_of_another_writer_may_use_the_aliases_of_a_model() -> None:
+    def handle(user: Aliased) -> None: ...
+
+    handler = Handler(handle)
+    for payload in (b'{"user": {"userId": 1, "remark": "x"}}', b'{"user": {"user_id": 1, "note": "x"}}'):
+        assert handler.bind(payload, lambda: CONTEXT) == ((Aliased.model_validate({"userId": 1, "n": "x"}),), {})
 
 
 def test_only_what_returns_can_be_a_handler() -> None:

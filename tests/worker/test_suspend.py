@@ -30,7 +30,7 @@ async def wait_for_answer(ctx: Context) -> list[Any]:
     if not ctx.resumed_signals():
         await ctx.suspend(condition=READY)
     return [
-        [(one.signal_name, (one.payload or b"").decode(), one.satisfier) for one in ctx.resumed_signals()],
+        [[one.signal_name, (one.payload or b"").decode(), one.satisfier] for one in ctx.resumed_signals()],
         ctx.attempt_index,
         ctx.is_resumed,
     ]

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import msgspec
 
 from flowfabric.engine.engine import Engine
+from flowfabric.model.errors import ValidationError
 from flowfabric.model.outcomes import FailureClass, FailureReason
 from flowfabric.model.states import HandleKind
-from flowfabric.worker.codec import encode_result
 from flowfabric.worker.context import Context, Running
 from flowfabric.worker.handler import Handler
 from flowfabric.worker.threads import Threads
@@ -63,11 +63,18 @@ async def outcome_of(running: Running, handler: Handler, engine: Engine, threads
             result = await threads.run(handler.function, args, kwargs)
             if inspect.isawaitable(result):
                 result = await result
-        return Dropped() if running.is_dropped else Success(encode_result(result))
     except KeyboardInterrupt:
         raise
     except BaseException as error:
         return _failed(running, error)
+    if running.is_dropped:
+        return Dropped()
+    try:
+        return Success(handler.encode_result(result))
+    except Exception as error:
+        # No retry: the same code would return the same type again.
+        reason = str(error.detail) if isinstance(error, ValidationError) else _chain(error)
+        return _failure(running, reason, None, None, FailureClass.PERMANENT)
 
 
 def _failed(running: Running, error: BaseException) -> Outcome:

@@ -1,0 +1,157 @@
+"""What type checkers infer of tasks and their runs.
+
+Checked by mypy and by pyright, strict, and never run. A comment that ignores an error is itself an error where there is
+none, so every such line states what must be refused.
+"""
+
+from collections.abc import Coroutine
+from datetime import timedelta
+from typing import Any, Generic, TypeVar, assert_type
+
+import pydantic
+
+from flowfabric import Context, Fabric, Run
+
+Item = TypeVar("Item")
+
+fabric = Fabric()
+
+
+class Order(pydantic.BaseModel):
+    """A model to pass around."""
+
+    number: int
+
+
+class Box(pydantic.BaseModel, Generic[Item]):
+    """A generic model."""
+
+    item: Item
+
+
+@fabric.task
+async def add(a: int, b: int = 0) -> int:
+    """Async, without options."""
+    return a + b
+
+
+@fabric.task(retries=3, timeout=timedelta(minutes=5))
+async def ship(ctx: Context, order: Order, *, express: bool = False) -> Order | None:
+    """Async, with a context and options."""
+    return order if express and ctx.priority else None
+
+
+@fabric.task
+def count(words: list[str]) -> dict[str, int]:
+    """Plain, without options."""
+    return {word: words.count(word) for word in words}
+
+
+@fabric.task(lane="slow")
+def note(ctx: Context, text: str) -> None:
+    """Plain, with a context and options."""
+    ctx.from_thread(ctx.progress(message=text))
+
+
+@fabric.task
+async def unpack(box: Box[Order]) -> list[Box[int]]:
+    """Of generic types."""
+    return [Box(item=box.item.number)]
+
+
+@fabric.task
+def later(a: int) -> Coroutine[Any, Any, str]:
+    """Plain, and returns what is awaited."""
+
+    async def wait() -> str:
+        return str(a)
+
+    return wait()
+
+
+@fabric.task
+async def numbers(*each: int, **named: float) -> tuple[int, ...]:
+    """Any number of arguments."""
+    return (*each, *map(int, named.values()))
+
+
+@fabric.task
+async def echo(value: object, times: int = 1) -> list[str]:
+    """Of anything, which is no context."""
+    return [str(value)] * times
+
+
+@fabric.task
+def keep(value: Any) -> str:
+    """Of anything, unchecked."""
+    return str(value)
+
+
+@fabric.task
+def tick() -> int:
+    """Of nothing."""
+    return 1
+
+
+@fabric.task
+async def alone(ctx: Context) -> str:
+    """Of nothing but its context."""
+    return ctx.lane_id
+
+
+async def results() -> None:
+    """Await the result of each kind of task."""
+    assert_type(await add.submit(1, b=2), Run[int])
+    assert_type(await (await add.submit(1)).result(), int)
+    assert_type(await (await ship.submit(Order(number=1), express=True)).result(timeout=5), Order | None)
+    assert_type(await (await count.submit(["a"])).result(), dict[str, int])
+    assert_type(await note.submit("done"), Run[None])
+    assert_type(await (await unpack.submit(Box(item=Order(number=1)))).result(), list[Box[int]])
+    assert_type(await (await later.submit(1)).result(), str)
+    assert_type(await (await numbers.submit(1, 2, x=0.5)).result(), tuple[int, ...])
+    assert_type(await (await echo.submit(1, times=2)).result(), list[str])
+    await keep.submit(1)
+    assert_type(await (await tick.submit()).result(), int)
+    assert_type(await (await alone.submit()).result(), str)
+    assert_type(await (await add.options(priority=5).submit(1)).result(), int)
+    assert_type(await (await count.options(delay=1).submit(["a"])).result(), dict[str, int])
+    assert_type(await add.find("{fp:0}:x").result(), int)
+    assert_type(await count.find("{fp:0}:x").result(), dict[str, int])
+
+
+async def wider(run: Run[int]) -> Run[int | None]:
+    """A run of a narrower result is a run of a wider one."""
+    return run
+
+
+async def calls(ctx: Context) -> None:
+    """Call the functions themselves."""
+    assert_type(await add(1, 2), int)
+    assert_type(await ship(ctx, Order(number=1)), Order | None)
+    assert_type(count(["a"]), dict[str, int])
+
+
+async def refused(ctx: Context) -> None:
+    """Every line here is wrong."""
+    await add.submit()  # type: ignore[call-overload]  # pyright: ignore
+    await add.submit("1")  # type: ignore[call-overload]  # pyright: ignore
+    await add.submit(1, 2, 3)  # type: ignore[call-overload]  # pyright: ignore
+    await add.submit(1, c=3)  # type: ignore[call-overload]  # pyright: ignore
+    await add.submit(1, b=None)  # type: ignore[call-overload]  # pyright: ignore
+    await ship.submit(ctx, Order(number=1))  # type: ignore[call-overload]  # pyright: ignore
+    await ship.submit({"number": 1})  # type: ignore[call-overload]  # pyright: ignore
+    await ship.submit(Order(number=1), True)  # type: ignore[call-overload]  # pyright: ignore
+    await count.submit([1])  # type: ignore[list-item]  # pyright: ignore
+    await unpack.submit(Box(item=1))  # type: ignore[arg-type]  # pyright: ignore
+    await numbers.submit(1, x="y")  # type: ignore[call-overload]  # pyright: ignore
+    await echo.submit()  # type: ignore[call-overload]  # pyright: ignore
+    await tick.submit(1)  # type: ignore[call-arg]  # pyright: ignore
+    await alone.submit(ctx)  # type: ignore[call-overload]  # pyright: ignore
+    await add("1")  # type: ignore[arg-type]  # pyright: ignore
+    count(words="a")  # type: ignore[arg-type]  # pyright: ignore
+    add.options(prio=1)  # type: ignore[call-arg]  # pyright: ignore
+    add.options(retries="3")  # type: ignore[arg-type]  # pyright: ignore
+    fabric.task(retires=1)  # type: ignore[call-overload]  # pyright: ignore
+    text: str = await (await add.submit(1)).result()  # type: ignore[assignment]  # pyright: ignore
+    word: str = await count.find("x").result()  # type: ignore[assignment]  # pyright: ignore
+    print(text, word)

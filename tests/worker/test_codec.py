@@ -1,0 +1,84 @@
+"""What goes in comes out: a value arrives equal, or is refused with an error that says where and why."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from annotations import DOUBTFUL, MODELS, SECRETS, STRUCTS, Swapped, typed
+from flowfabric.model.errors import ValidationError
+from flowfabric.worker.handler import Handler
+
+CONTEXT: Any = object()
+NAN = float("nan")
+
+
+def task(kind: Any) -> Callable[[Any], Any]:
+    """A function of one parameter and a result of this type."""
+
+    def job(a: Any) -> Any:
+        return a
+
+    job.__annotations__ = {"a": kind, "return": kind}
+    return job
+
+
+def carried_argument(handler: Handler, value: object) -> Any:
+    ((back,), _) = handler.bind(handler.encode((value,), {}), lambda: CONTEXT)
+    return back
+
+
+def carried_result(handler: Handler, value: object) -> Any:
+    return handler.decode_result(handler.encode_result(value))
+
+
+@settings(max_examples=300, deadline=None)
+@given(typed(MODELS) | typed(STRUCTS))
+def test_what_is_promised_comes_back_equal(pair: tuple[Any, Any]) -> None:
+    kind, value = pair
+    handler = Handler(task(kind), task="job")
+    assert carried_argument(handler, value) == value
+    assert carried_result(handler, value) == value
+
+
+@settings(max_examples=500, deadline=None)
+@given(typed(DOUBTFUL), st.none() | typed(DOUBTFUL))
+@example((Swapped, Swapped.model_construct(a=1, b=2)), None)
+@example((float | None, NAN), None)
+@example((dict, {1: "a", "1": "b"}), None)
+def test_a_value_comes_back_equal_or_is_refused(pair: tuple[Any, Any], other: tuple[Any, Any] | None) -> None:
+    """With the second pair, the value is of another type than the annotation."""
+    kind, value = pair if other is None else (pair[0], other[1])
+    handler, fault = attempt(lambda: Handler(task(kind), task="job"))
+    if fault is not None:
+        assert str(fault).startswith("invalid_input: task 'job', parameter 'a': ")
+        return
+    for place, carried in (("parameter 'a'", carried_argument), ("result", carried_result)):
+        back, fault = attempt(partial(carried, handler, value))
+        if fault is None:
+            assert back == value
+        else:
+            assert str(fault).startswith(f"invalid_input: task 'job', {place}: ")
+
+
+def attempt(call: Callable[[], Any]) -> tuple[Any, ValidationError | None]:
+    """What a call returns, or the error it is refused with."""
+    try:
+        return call(), None
+    except ValidationError as refused:
+        return None, refused
+
+
+@pytest.mark.parametrize("kind", SECRETS, ids=str)
+def test_a_secret_is_refused_at_the_decorator(kind: Any) -> None:
+    with pytest.raises(ValidationError, match=r"invalid_input: task 'job', parameter 'a': a Secret.* is a secret"):
+        Handler(task(kind), task="job")
+
+    def get() -> Any: ...
+
+    get.__annotations__ = {"return": kind}
+    with pytest.raises(ValidationError, match=r"invalid_input: task 'get', result: a Secret.* is a secret"):
+        Handler(get, task="get")
