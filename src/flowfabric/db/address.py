@@ -1,7 +1,9 @@
 """The address of a Postgres server, as settings name it."""
 
+import getpass
+import os
 import re
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import parse_qs, unquote, urlsplit
 
 _HOST_AND_PORT = re.compile(r"(?:\[[^\[\]]*\]|[^:\[\]]*)(?::(?P<port>.*))?")
 
@@ -24,3 +26,34 @@ def check_url(url: str) -> str:
         if port and not all(each.isdecimal() and 1 <= int(each) <= 65535 for each in port.split(",")):
             raise ValueError("names no port from 1 to 65535; write special characters of a password as %XX")
     return url
+
+
+def server_of(url: str) -> str:
+    """The host and port of an address, without user and password: `db.internal:5432`, or a socket's folder."""
+    parts = urlsplit(url)
+    options = parse_qs(parts.query)
+    port = _option(options, "port", "PGPORT") or "5432"
+    hosts = parts.netloc.rpartition("@")[2] or _option(options, "host", "PGHOST") or "the local socket"
+    return ",".join(_with_port(unquote(host), port) for host in hosts.split(","))
+
+
+def database_of(url: str) -> str:
+    """The name of the database an address leads to."""
+    parts = urlsplit(url)
+    named = unquote(parts.path.removeprefix("/")) or _option(parse_qs(parts.query), "dbname", "PGDATABASE")
+    return named or user_of(url)
+
+
+def user_of(url: str) -> str:
+    """The name of the user an address logs in as."""
+    parts = urlsplit(url)
+    return unquote(parts.username or "") or _option(parse_qs(parts.query), "user", "PGUSER") or getpass.getuser()
+
+
+def _option(options: dict[str, list[str]], name: str, variable: str) -> str:
+    return options.get(name, [""])[0] or os.environ.get(variable, "")
+
+
+def _with_port(host: str, port: str) -> str:
+    found = _HOST_AND_PORT.fullmatch(host)
+    return host if found is None or found["port"] or not host else f"{host}:{port}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import hashlib
+import logging
 import os
 import secrets
 import shutil
@@ -18,14 +19,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote
 
+from flowfabric.db.filelock import Busy, locked, try_lock, unlock
 from flowfabric.db.site import EmbeddedError, Site, place_of, prepare
 
-if sys.platform == "win32":
-    import msvcrt
-else:
-    import fcntl
-
 __all__ = ["DATABASE", "Embedded", "EmbeddedError"]
+
+logger = logging.getLogger(__name__)
 
 DATABASE = "flowfabric"
 
@@ -119,6 +118,33 @@ class Embedded:
         """The data folder of the server."""
         return self._site.data
 
+    def revive(self) -> bool:
+        """Start the server again if it has died; answers whether it is another one than this hold knew.
+
+        Safe from several processes and threads at once: one of them starts it. Blocks, so call it off the event loop.
+        """
+        site, known = self._site, self._postmaster
+        named = _named(site)
+        if named is not None and _serves(site, named) and (named.pid, named.url) == (known.pid, known.url):
+            return False
+        if not site.data.exists():
+            # Deleted under its holders: a new server would be an empty one.
+            return False
+        with _locked(site):
+            if self._hold is None or os.getpid() != self._owner:
+                return False
+            found = _running(site)
+            if found is None:
+                found = _launch(site)
+                logger.warning(
+                    "the embedded Postgres on %s died (process %d) and was started again (process %d)",
+                    site.data,
+                    known.pid,
+                    found.pid,
+                )
+            self._postmaster = found
+        return True
+
     def release(self, *, discard: bool = False) -> None:
         """Give up this hold; the last holder stops the server and, with `discard`, deletes the cluster.
 
@@ -157,12 +183,12 @@ class _Hold:
         site.holders.mkdir(mode=0o700, exist_ok=True)
         path = site.holders / f"{os.getpid()}-{secrets.token_hex(4)}"
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-        _try_lock(descriptor)
+        try_lock(descriptor)
         return cls(path, descriptor)
 
     def drop(self) -> None:
         """Stop being a holder."""
-        _unlock(self._descriptor)
+        unlock(self._descriptor)
         os.close(self._descriptor)
         self._path.unlink(missing_ok=True)
 
@@ -172,9 +198,9 @@ def _prune(site: Site) -> list[int]:
     living = []
     for path in sorted(site.holders.glob("*")):
         descriptor = os.open(path, os.O_RDWR)
-        dead = _try_lock(descriptor)
+        dead = try_lock(descriptor)
         if dead:
-            _unlock(descriptor)
+            unlock(descriptor)
         else:
             living.append(int(path.name.partition("-")[0]))
         os.close(descriptor)
@@ -183,47 +209,17 @@ def _prune(site: Site) -> list[int]:
     return living
 
 
-def _try_lock(descriptor: int) -> bool:
-    try:
-        if sys.platform == "win32":
-            msvcrt.locking(descriptor, msvcrt.LK_NBLCK, 1)
-        else:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    return True
-
-
-def _unlock(descriptor: int) -> None:
-    # Closing alone would leave the lock to a forked child that inherited the descriptor.
-    if sys.platform == "win32":
-        msvcrt.locking(descriptor, msvcrt.LK_UNLCK, 1)
-    else:
-        fcntl.flock(descriptor, fcntl.LOCK_UN)
-
-
 @contextlib.contextmanager
 def _locked(site: Site) -> Iterator[None]:
     """Be the only one, over all processes, that starts or stops this site."""
-    deadline = time.monotonic() + _PATIENCE_S
-    while True:
-        site.make_place()
-        descriptor = os.open(site.lock, os.O_RDWR | os.O_CREAT, 0o600)
-        while not _try_lock(descriptor):
-            if time.monotonic() > deadline:
-                os.close(descriptor)
-                raise EmbeddedError(f"another process has been starting or stopping {site.data} for {_PATIENCE_S} s")
-            time.sleep(0.02)
-        # The file may have been deleted with its cluster while this process waited for it.
-        with contextlib.suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(descriptor), site.lock.stat()):
-                break
-        os.close(descriptor)
     try:
-        yield
-    finally:
-        _unlock(descriptor)
-        os.close(descriptor)
+        with locked(site.lock, seconds=_PATIENCE_S, make_folder=site.make_place):
+            yield
+    except Busy as busy:
+        raise EmbeddedError(
+            f"{busy}: it has been starting or stopping the server of {site.data} all the time;"
+            " end that process and try again"
+        ) from busy
 
 
 def _check_version(site: Site) -> None:

@@ -7,6 +7,9 @@ from typing import Any
 
 import asyncpg
 
+from flowfabric.db.faults import without_values
+from flowfabric.db.unreachable import unreachable
+
 CONNECT_SECONDS = 5.0
 ANSWER_SECONDS = 2.0
 """How much longer than the server's own limit the client waits before it takes the connection for dead."""
@@ -74,15 +77,24 @@ def session_settings(schema: str, limits: Limits | None = None) -> dict[str, str
 
 
 async def connect(url: str, *, schema: str, limits: Limits | None = None, **settings: str) -> Any:
-    """A connection with the session settings of the pool; every call on it is given up after the limit."""
+    """A connection with the session settings of the pool; every call on it is given up after the limit.
+
+    Where none is made, the fault says which server it is about, why, and what to do.
+    """
     limits = limits or Limits()
-    return await asyncpg.connect(
-        url,
-        server_settings={**session_settings(schema, limits), **settings},
-        timeout=CONNECT_SECONDS,
-        command_timeout=limits.answer_seconds,
-        connection_class=_Connection,
-    )
+    try:
+        return await asyncpg.connect(
+            url,
+            server_settings={**session_settings(schema, limits), **settings},
+            timeout=CONNECT_SECONDS,
+            command_timeout=limits.answer_seconds,
+            connection_class=_Connection,
+        )
+    except Exception as error:
+        fault = unreachable(error, url, seconds=CONNECT_SECONDS)
+        if fault is None:
+            raise
+        raise fault from without_values(error)
 
 
 class _Connection(asyncpg.Connection):

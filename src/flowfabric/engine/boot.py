@@ -7,6 +7,7 @@ from flowfabric.db.database import Database
 from flowfabric.db.embedded import Embedded, EmbeddedError
 from flowfabric.db.faults import StoreFault
 from flowfabric.db.notify import Hints
+from flowfabric.db.revival import Revival
 from flowfabric.db.session import NO_LIMITS, Limits, connect
 from flowfabric.engine.keys import Keys
 from flowfabric.engine.store import SQL, Rules, Store, error_of
@@ -23,12 +24,18 @@ class Boot:
     """The connection of one engine to its store, from start to close."""
 
     def __init__(
-        self, settings: Settings, database: Database, embedded: Embedded | None, beside: "Boot | None" = None
+        self,
+        settings: Settings,
+        database: Database,
+        embedded: Embedded | None,
+        revival: Revival | None,
+        beside: "Boot | None" = None,
     ) -> None:
         self.settings = settings
         self._is_beside = beside is not None
         self._database = database
         self._embedded = embedded
+        self._revival = revival
         self.hints = Hints(database, deaf=not settings.listen)
         self.store = Store(
             database,
@@ -49,14 +56,16 @@ class Boot:
     async def open(cls, settings: Settings, *, beside: "Boot | None" = None) -> "Boot":
         """Connect, starting the embedded server where no other is named, and prepare the schema.
 
-        Beside another of the same process, which has read the keys, it takes them as they are known there.
+        Beside another of the same process, which has read the keys and holds the embedded server, it uses both.
         """
-        embedded: Embedded | None = None
+        held: Embedded | None = None
         url = settings.database_url
         try:
             if url is None:
-                embedded = await asyncio.to_thread(Embedded.start, settings.home)
-                url = embedded.url
+                held = await asyncio.to_thread(Embedded.start, settings.home)
+                url = held.url
+            embedded = held if beside is None else beside._embedded
+            revival = None if embedded is None else Revival(embedded)
             database = await Database.open(
                 url,
                 schema=settings.schema_name,
@@ -65,16 +74,17 @@ class Boot:
                     statement_ms=settings.statement_timeout_ms,
                     idle_in_transaction_ms=settings.idle_in_transaction_timeout_ms,
                 ),
+                revive=revival,
             )
-            boot = cls(settings, database, embedded, beside)
+            boot = cls(settings, database, embedded, revival, beside)
             try:
                 await boot.prepare()
             except BaseException:
                 await database.close()
                 raise
         except BaseException as failed:
-            if embedded is not None:
-                await asyncio.to_thread(embedded.release)
+            if held is not None:
+                await asyncio.to_thread(held.release)
             match failed:
                 case EmbeddedError():
                     raise error("unavailable", str(failed)) from failed
@@ -135,7 +145,9 @@ class Boot:
         """Give back every connection, and the embedded server."""
         await self.hints.close()
         await self._database.close()
-        if self._embedded is not None:
+        if self._revival is not None:
+            await self._revival.close()
+        if self._embedded is not None and not self._is_beside:
             await asyncio.to_thread(self._embedded.release)
 
 
