@@ -90,7 +90,7 @@ class LossyProxy:
         async def down() -> None:
             while data := await above.read(65536):
                 if self._is_losing and is_pooled:
-                    while not data.endswith(_READY_FOR_QUERY):
+                    while data and not data.endswith(_READY_FOR_QUERY):
                         data = await above.read(65536)
                     self._is_losing = False
                     self.is_closed = self.is_closed_after_loss

@@ -92,7 +92,8 @@ class Embedded:
                 if not site.data.exists():
                     _initialise(site)
                 postmaster = _running(site) or _launch(site)
-                _ensure_database(site, postmaster)
+                while not _has_database(site, postmaster):
+                    postmaster = _running(site) or _launch(site)
             except BaseException:
                 hold.drop()
                 raise
@@ -382,7 +383,8 @@ def _socket_folder(site: Site) -> Path:
     return folder
 
 
-def _ensure_database(site: Site, postmaster: _Postmaster) -> None:
+def _has_database(site: Site, postmaster: _Postmaster) -> bool:
+    """Have the database on this server; False when the server died meanwhile."""
     statement = (
         f"select 'create database {DATABASE}'"
         f" where not exists (select from pg_database where datname = '{DATABASE}') \\gexec\n"
@@ -392,10 +394,15 @@ def _ensure_database(site: Site, postmaster: _Postmaster) -> None:
     while True:
         code, output = site.run("psql", "-X", "-q", "-w", "-v", "ON_ERROR_STOP=1", *address, stdin=statement)
         if code == 0:
-            return
+            return True
         # 2 is a refused connection: a server that recovers from a crash refuses them for a while.
-        if code != 2 or not _alive(site) or time.monotonic() > deadline:
-            raise EmbeddedError(f"the database {DATABASE} could not be prepared on {site.data}: {output}")
+        if code == 2 and not _alive(site):
+            return False
+        if code != 2 or time.monotonic() > deadline:
+            raise EmbeddedError(
+                f"the database {DATABASE} could not be created on the embedded server of {site.data}: {output};"
+                f" see {site.log}"
+            )
         time.sleep(0.1)
 
 
