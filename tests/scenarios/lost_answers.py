@@ -1,4 +1,4 @@
-"""A proxy before Postgres that loses what it is told to lose: an answer, or every further connection."""
+"""A proxy before Postgres that loses an answer, or refuses connections as a server or a pooler does."""
 
 import asyncio
 import contextlib
@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from urllib.parse import parse_qs, urlsplit
 
+_ENCRYPTION_WANTED = b"\x00\x00\x00\x08\x04\xd2\x16/"
 _READY_FOR_QUERY = b"Z\x00\x00\x00\x05I"
 
 
@@ -23,6 +24,8 @@ class LossyProxy:
         self._pairs: set[asyncio.Task[None]] = set()
         self.is_closed_after_loss = False
         self.is_closed = False
+        self.refusal: tuple[str, str] | None = None
+        """The SQLSTATE and the text that new connections are refused with."""
         self.lost = 0
         self.connections = 0
 
@@ -39,9 +42,9 @@ class LossyProxy:
         self.is_closed_after_loss = then_close
 
     @asynccontextmanager
-    async def running(self) -> AsyncIterator["LossyProxy"]:
-        """Listen on a port of its own."""
-        self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
+    async def running(self, port: int = 0) -> AsyncIterator["LossyProxy"]:
+        """Listen on a port, one of its own unless it is given."""
+        self._server = await asyncio.start_server(self._accept, "127.0.0.1", port)
         try:
             yield self
         finally:
@@ -60,6 +63,9 @@ class LossyProxy:
         try:
             if self.is_closed:
                 return
+            if self.refusal is not None:
+                await self._refuse(reader, writer, *self.refusal)
+                return
             above, below = await asyncio.open_unix_connection(self._socket)
             try:
                 await self._pass_on(reader, writer, above, below)
@@ -69,6 +75,15 @@ class LossyProxy:
             pass
         finally:
             writer.close()
+
+    @staticmethod
+    async def _refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, sqlstate: str, text: str) -> None:
+        if await reader.read(65536) == _ENCRYPTION_WANTED:
+            writer.write(b"N")
+            await reader.read(65536)
+        fields = f"SFATAL\0VFATAL\0C{sqlstate}\0M{text}\0\0".encode()
+        writer.write(b"E" + (len(fields) + 4).to_bytes(4) + fields)
+        await writer.drain()
 
     async def _pass_on(
         self,

@@ -11,20 +11,20 @@ _HOST_AND_PORT = re.compile(r"(?:\[[^\[\]]*\]|[^:\[\]]*)(?::(?P<port>.*))?")
 def check_url(url: str) -> str:
     """Give back an address that can be asked for, or raise ValueError; the text holds nothing of the address."""
     if not url.startswith(("postgresql://", "postgres://")):
-        raise ValueError("must begin with postgresql://")
+        raise ValueError("must begin with postgresql://, as in postgresql://user:password@host:5432/database")
     try:
         parts = urlsplit(url)
         ports = parse_qs(parts.query).get("port", [])
     except ValueError:
-        raise ValueError("cannot be read: write special characters of a password as %XX") from None
+        raise ValueError("is no URL: write special characters of the user and the password as %XX, @ as %40") from None
     for host in parts.netloc.rpartition("@")[2].split(","):
         found = _HOST_AND_PORT.fullmatch(host)
         if found is None:
-            raise ValueError("names no host: write postgresql://user:password@host:port/database")
+            raise ValueError("names no host: write postgresql://user:password@host:5432/database")
         ports.append(found["port"])
     for port in ports:
         if port and not all(each.isdecimal() and 1 <= int(each) <= 65535 for each in port.split(",")):
-            raise ValueError("names no port from 1 to 65535; write special characters of a password as %XX")
+            raise ValueError("names no port from 1 to 65535; write special characters of the password as %XX, : as %3A")
     return url
 
 

@@ -230,15 +230,20 @@ def _check_version(site: Site) -> None:
         if others:
             raise EmbeddedError(
                 f"{site.place} holds {', '.join(others)} but Postgres {site.version} was asked for;"
-                " ask for the version that is there, or move its data with pg_dump to another home"
+                " install the flowfabric that made it, or copy its data with pg_dump to another FF_HOME"
             )
         return
     marker = site.data / "PG_VERSION"
     if not marker.exists():
-        raise EmbeddedError(f"{site.data} is not a Postgres data folder; move it away")
+        raise EmbeddedError(
+            f"{site.data} is not a Postgres data folder, it has no PG_VERSION: move it away,"
+            " or set FF_HOME to another folder"
+        )
     found = marker.read_text().strip()
     if found != str(site.version):
-        raise EmbeddedError(f"{site.data} holds data of Postgres {found}, not of Postgres {site.version}")
+        raise EmbeddedError(
+            f"{site.data} holds data of Postgres {found}, not of Postgres {site.version}: set FF_HOME to another folder"
+        )
 
 
 def _initialise(site: Site) -> None:
@@ -258,7 +263,7 @@ def _initialise(site: Site) -> None:
     code, output = site.run("initdb", *options)
     if code:
         shutil.rmtree(fresh, ignore_errors=True)
-        raise EmbeddedError(f"initdb failed in {site.place}: {output}")
+        raise EmbeddedError(f"the embedded Postgres could not be created in {site.place}: {output}")
     fresh.rename(site.data)
 
 
@@ -274,7 +279,9 @@ def _running(site: Site) -> _Postmaster | None:
         if postmaster is not None and postmaster.ready:
             _stop(site)
         time.sleep(0.02)
-    raise EmbeddedError(f"Postgres is not ready on {site.data} after {_PATIENCE_S} s: {_last_words(site)}")
+    raise EmbeddedError(
+        f"the embedded Postgres on {site.data} is not ready after {_PATIENCE_S} s: {_last_words(site)}; see {site.log}"
+    )
 
 
 def _named(site: Site) -> _Postmaster | None:
@@ -337,7 +344,7 @@ def _launch(site: Site) -> _Postmaster:
         reason = _last_words(site) or output
         # Sessions of a killed server hold its memory until they notice that it is gone.
         if "shared memory block" not in reason or time.monotonic() > deadline:
-            raise EmbeddedError(f"Postgres did not start on {site.data}: {reason}")
+            raise EmbeddedError(f"the embedded Postgres did not start on {site.data}: {reason}; see {site.log}")
         time.sleep(0.1)
 
 
@@ -379,7 +386,9 @@ def _socket_folder(site: Site) -> Path:
         folder.mkdir(mode=0o700)
     found = folder.lstat()
     if found.st_uid != os.geteuid() or found.st_mode & 0o170077 != 0o040000:
-        raise EmbeddedError(f"{folder} must be a folder of this user that nobody else can enter; remove it")
+        raise EmbeddedError(
+            f"{folder} must be a folder that belongs to this user and has mode 700: remove it, it is created again"
+        )
     return folder
 
 
@@ -416,7 +425,10 @@ def _stop(site: Site) -> None:
     # pg_ctl waits for the pid file to go, which a server removes a moment before it ends.
     while not _has_ended(site, postmaster):
         if (code and _alive(site)) or time.monotonic() > deadline:
-            raise EmbeddedError(f"Postgres did not stop on {site.data}: {output}")
+            raise EmbeddedError(
+                f"the embedded Postgres on {site.data}, process {postmaster.pid}, did not stop: {output};"
+                f" see {site.log}"
+            )
         time.sleep(0.01)
 
 

