@@ -135,7 +135,7 @@ def test_every_bad_value_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_no_password_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FF_DATABASE_URL", "mysql://user:pa55word@host/db")
-    with pytest.raises(SettingsError, match=r"^FF_DATABASE_URL: must begin with postgresql://$"):
+    with pytest.raises(SettingsError, match=r"^FF_DATABASE_URL: must begin with postgresql://, as in "):
         Settings()
     assert "pa55word" not in repr(Settings(database_url="postgresql://user:pa55word@host/db"))
 
@@ -225,7 +225,7 @@ def test_every_address_that_postgres_takes_is_taken(url: str) -> None:
 def test_no_secret_is_shown(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setenv("FF_SECRET_KEY", "cd" * 32)
     monkeypatch.setenv(name, "pa55word")
-    with pytest.raises(SettingsError, match=rf"^{name}: must be 64 hex digits$"):
+    with pytest.raises(SettingsError, match=rf"^{name}: must be 64 hex digits, as "):
         Settings()
     monkeypatch.setenv(name, "ab" * 32)
     settings = Settings()
@@ -240,7 +240,7 @@ def test_stored_secrets_are_sealed_under_the_new_key_and_open_under_the_old_one_
     for nothing in (None, SecretStr("")):
         with pytest.raises(SettingsError, match=r"^FF_SECRET_KEY_OLD: needs FF_SECRET_KEY beside it$"):
             Settings(secret_key=nothing, secret_key_old=old)
-    with pytest.raises(SettingsError, match=r"^FF_SECRET_KEY: must be 64 hex digits$"):
+    with pytest.raises(SettingsError, match=r"^FF_SECRET_KEY: must be 64 hex digits, as "):
         Settings(secret_key=SecretStr("short"), secret_key_old=old)
 
 
@@ -272,8 +272,8 @@ def test_a_variable_that_is_no_setting_is_warned_of_once(
     for _ in range(2):
         assert Settings().schema_name == "flowfabric"
     assert [record.getMessage() for record in caplog.records] == [
-        "FF_DATABSE_URL is no setting and has no effect; is FF_DATABASE_URL meant?",
-        "FF_QWERTY is no setting and has no effect",
+        "FF_DATABSE_URL is not a setting and has no effect; did you mean FF_DATABASE_URL?",
+        "FF_QWERTY is not a setting and has no effect",
     ]
 
 

@@ -30,6 +30,7 @@ from flowfabric.model.text import MAX_KEY_BYTES, check_items, check_short, check
 from flowfabric.settings import Settings
 from flowfabric.worker.context import Context
 from flowfabric.worker.handler import Handler
+from flowfabric.worker.start import connected, told_on_stderr
 from flowfabric.worker.worker import Worker, WorkerOptions
 
 Called = ParamSpec("Called")
@@ -340,13 +341,21 @@ class Fabric:
         return Worker(self.engine, handlers={name: task.handler for name, task in self.tasks.items()}, **options)
 
     def run_worker(self, **options: Unpack[WorkerOptions]) -> None:
-        """Connect and work until SIGTERM or SIGINT: the main function of a worker process."""
+        """Connect and work until SIGTERM or SIGINT: the main function of a worker process.
+
+        A server that is not there yet is waited for. A start that fails otherwise is told on stderr, and the process
+        ends with exit code 1, or 2 where a setting is wrong.
+        """
 
         async def work() -> None:
-            async with self:
-                await self.worker(**options).run()
+            try:
+                if await connected(self.__aenter__):
+                    await self.worker(**options).run()
+            finally:
+                await self.__aexit__(None, None, None)
 
-        asyncio.run(work())
+        with told_on_stderr():
+            asyncio.run(work())
 
 
 def _checked(options: Options, known: type[Options]) -> Options:

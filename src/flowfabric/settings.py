@@ -157,14 +157,14 @@ class Settings(BaseSettings):
     @classmethod
     def _http_url(cls, url: str | None) -> str | None:
         if url and not url.startswith(("https://", "http://")):
-            raise ValueError("must begin with https:// or http://")
+            raise ValueError("must begin with https:// or http://, as in https://app.example/callbacks")
         return url or None
 
     @field_validator("home", mode="before")
     @classmethod
     def _some_folder(cls, home: object) -> object:
         if home == "":
-            raise ValueError("must name a folder")
+            raise ValueError("must name a folder; leave it unset for .flowfabric")
         return home
 
     @field_validator("schema_name")
@@ -182,7 +182,7 @@ class Settings(BaseSettings):
     def _some_lane(cls, lanes: tuple[str, ...]) -> tuple[str, ...]:
         named = tuple(dict.fromkeys(lane.strip() for lane in lanes if lane.strip()))
         if not named:
-            raise ValueError("must name at least one lane")
+            raise ValueError("must name at least one lane; leave it unset for the lane default")
         try:
             return tuple(check_lane_id(lane) for lane in named)
         except EngineError as refused:
@@ -196,14 +196,14 @@ class Settings(BaseSettings):
         try:
             check_secret(secret.get_secret_value(), "invalid_input")
         except EngineError:
-            raise ValueError("must be 64 hex digits") from None
+            raise ValueError("must be 64 hex digits, as `openssl rand -hex 32` prints them") from None
         return secret
 
     @field_validator("secret_key_old")
     @classmethod
     def _beside_another(cls, old: SecretStr | None, info: ValidationInfo) -> SecretStr | None:
         if old is not None and info.data.get("secret_key", old) is None:
-            raise ValueError("needs FF_SECRET_KEY beside it")
+            raise ValueError("is set and FF_SECRET_KEY is not: set FF_SECRET_KEY to the new key, or leave both unset")
         return old
 
     @model_validator(mode="wrap")
@@ -235,7 +235,8 @@ def _complaint(settings: type[Settings], location: tuple[int | str, ...], messag
     name = str(location[0])
     field = settings.model_fields.get(name)
     if field is None and not name.startswith(PREFIX):
-        return f"there is no setting {name}"
+        near = difflib.get_close_matches(name, settings.model_fields, n=1, cutoff=0.6)
+        return f"there is no setting {name}" + (f"; did you mean {near[0]}?" if near else "")
     variable = name if field is None else _variable(name, field)
     shown = "" if variable in _UNSHOWN else f"={value}"
     return f"{variable}{shown}: {message.removeprefix('Value error, ')}"
@@ -260,4 +261,4 @@ def _warn_of(names: tuple[str, ...]) -> None:
     """Say once of each such environment that some of its variables have no effect."""
     for name in names:
         near = difflib.get_close_matches(name, variables(), n=1, cutoff=0.8)
-        logger.warning("%s is no setting and has no effect%s", name, f"; is {near[0]} meant?" if near else "")
+        logger.warning("%s is not a setting and has no effect%s", name, f"; did you mean {near[0]}?" if near else "")

@@ -91,10 +91,14 @@ def test_sql_is_printed_without_a_database(ff: CliRunner, monkeypatch: pytest.Mo
         (["--schema", "a-b"], 2, "--schema: 'a-b' is not a schema name"),
         (["--database-url", "mysql://host/db"], 2, "--database-url: must begin with postgresql://"),
         (["--database-url", "postgresql://u:pw@host:99999/db"], 2, "--database-url: names no port from 1 to 65535"),
-        (["--after", "1"], 2, "--after goes with --sql alone"),
-        (["--check", "--after", "0"], 2, "--after goes with --sql alone"),
-        (["--sql", "--check"], 2, "--sql goes with neither --check nor --json"),
-        (["--database-url", "postgresql://127.0.0.1:1/nowhere"], 1, "the database does not answer as it should: "),
+        (["--after", "1"], 2, "--after 1 has no effect without --sql: leave it out, or add --sql"),
+        (["--check", "--after", "0"], 2, "--after 0 has no effect without --sql: leave it out, or add --sql"),
+        (["--sql", "--check"], 2, "--sql cannot be combined with --check or --json: "),
+        (
+            ["--database-url", "postgresql://127.0.0.1:1/nowhere"],
+            1,
+            "no server answers at 127.0.0.1:1 (database nowhere)",
+        ),
     ],
 )
 def test_a_failure_is_one_line_on_stderr(ff: CliRunner, arguments: list[str], code: int, reason: str) -> None:
@@ -131,7 +135,10 @@ def test_check_makes_no_server_where_there_is_none(
     monkeypatch.setenv("FF_HOME", str(home))
     result = ff.invoke(app, ["migrate", "--check"])
     assert (result.exit_code, result.stdout) == (1, "")
-    assert result.stderr == f"ff: there is no embedded server at {Embedded.data_of(home)}: `ff migrate` makes one\n"
+    assert result.stderr == (
+        f"ff: there is no embedded server at {Embedded.data_of(home)}: run `ff migrate` to make one,"
+        " or set FF_DATABASE_URL\n"
+    )
     result = ff.invoke(app, ["migrate", "--check", "--json"])
     assert result.exit_code == 1
     answer = json.loads(result.stdout)

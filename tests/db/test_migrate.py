@@ -102,7 +102,7 @@ async def test_a_migration_that_fails_leaves_nothing_and_those_before_it_stay(
 ) -> None:
     known = write(FIRST, "-- compatible: yes\n-- Broken.\ncreate table half (id int);\nselect 1 / 0;\n")
     with pytest.raises(
-        MigrationError, match=r"0002_step\.sql failed on schema here and left no trace: division by zero"
+        MigrationError, match=r"0002_step\.sql failed on schema here and changed nothing: division by zero"
     ):
         await migrate(connection, schema="here", migrations=known)
     assert await ledger(connection, "here") == [1]
@@ -114,7 +114,7 @@ async def test_a_migration_that_changed_after_it_was_applied_is_refused_by_name(
 ) -> None:
     await migrate(connection, schema="here", migrations=write(FIRST))
     changed = write(FIRST.replace("name text", "name varchar"), SECOND)
-    with pytest.raises(MigrationError, match=r"0001_step\.sql differs from what was applied as 0001_step"):
+    with pytest.raises(MigrationError, match=r"0001_step\.sql is not the file that was applied as 0001_step"):
         await migrate(connection, schema="here", migrations=changed)
     status = await check(connection, schema="here", migrations=changed)
     assert (status.verdict, status.runs) == (Verdict.DAMAGED, False)
@@ -130,7 +130,7 @@ async def test_an_older_schema_needs_a_migration(connection: asyncpg.Connection,
     status = await check(connection, schema="here", migrations=known)
     assert (status.verdict, status.runs, files(status.pending)) == (Verdict.BEHIND, False, ["0002_step.sql"])
     assert "at migration 1" in status.text
-    assert "knows 2: run `ff migrate` to apply 1 more" in status.text
+    assert status.text.endswith("needs migration 2: run `ff migrate`")
 
 
 async def test_code_runs_on_a_newer_schema_whose_newer_migrations_are_compatible(
@@ -162,7 +162,7 @@ async def test_a_gap_in_the_ledger_is_refused(connection: asyncpg.Connection, wr
     await connection.execute("delete from here.schema_migration where number = 2")
     for seen in (known, known[:1]):
         assert (await check(connection, schema="here", migrations=seen)).verdict is Verdict.DAMAGED
-        with pytest.raises(MigrationError, match="migration 2 is not in its ledger but 3 is"):
+        with pytest.raises(MigrationError, match="migration 2 is missing in its table schema_migration, where 3 is"):
             await migrate(connection, schema="here", migrations=seen)
 
 

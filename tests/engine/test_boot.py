@@ -94,7 +94,9 @@ async def test_other_partition_counts_than_the_stores_are_refused(url: str, rows
         " ".join(f"FF_{name.upper()}_PARTITIONS={count}" for name, count in each.items())
         for each in (counts, {**counts, family: 7})
     )
-    assert refusal.value.detail == f"the store was made with {made}, this process has {here}"
+    assert refusal.value.detail == (
+        f"the store was made with {made}, this process has {here}; give it the counts of the store"
+    )
     await opened(database_url=url)
 
 

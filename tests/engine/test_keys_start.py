@@ -89,7 +89,7 @@ async def test_a_stored_key_is_kept_over_another_configured_one_with_a_warning(
     async with rows.unchanged():
         with caplog.at_level(logging.WARNING):
             await kids(Settings(database_url=url, waitpoint_hmac_secret=SecretStr(B)))
-    assert "FF_WAITPOINT_HMAC_SECRET is none of the stored secrets: the stored keys count" in caplog.text
+    assert "FF_WAITPOINT_HMAC_SECRET differs from every stored signing key and has no effect" in caplog.text
     assert A not in caplog.text
     assert B not in caplog.text
 

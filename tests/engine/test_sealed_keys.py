@@ -136,7 +136,7 @@ async def test_an_engine_beside_one_that_runs_takes_the_keys_it_knows(
 @pytest.mark.parametrize(
     ("key", "told"),
     [
-        (None, "FF_SECRET_KEY is not set: it must be the one that the signing key"),
+        (None, "FF_SECRET_KEY is not set: set it to the one that the signing key"),
         (OTHER, "FF_SECRET_KEY is not the one"),
     ],
     ids=["none", "other"],

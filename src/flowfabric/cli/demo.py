@@ -18,10 +18,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from flowfabric.cli.errors import fail, told_in_one_line
+from flowfabric.cli.errors import told_in_one_line
 from flowfabric.db.embedded import Embedded
 from flowfabric.fabric import ExecutionFailed, Fabric, Run
-from flowfabric.model.errors import EngineError
 from flowfabric.settings import Settings
 from flowfabric.worker.context import Context
 
@@ -103,11 +102,7 @@ def demo(*, worker: Annotated[str | None, typer.Option(hidden=True)] = None) -> 
             logging.getLogger("flowfabric").setLevel(logging.ERROR)
             fabric.run_worker(worker_id="demo", worker_instance_id=worker, lease_ttl_ms=LEASE_TTL_MS, concurrency=SLOTS)
             return
-        try:
-            has_lost = asyncio.run(_demo(Console(highlight=False)))
-        except EngineError as error:
-            raise fail(str(error)) from None
-        if has_lost:
+        if asyncio.run(_demo(Console(highlight=False))):
             raise typer.Exit(1)
 
 

@@ -7,8 +7,9 @@ import asyncpg
 import typer
 
 from flowfabric.db.embedded import EmbeddedError
-from flowfabric.db.faults import StoreFault
+from flowfabric.db.faults import StoreFault, fault_of
 from flowfabric.db.migrate import MigrationError
+from flowfabric.model.errors import EngineError, reason_of
 from flowfabric.settings import SettingsError
 
 FAILED = 1
@@ -22,10 +23,12 @@ def told_in_one_line() -> Iterator[None]:
         yield
     except SettingsError as error:
         raise fail(str(error), code=MISUSED) from None
-    except (MigrationError, EmbeddedError) as error:
+    except EngineError as error:
+        raise fail(reason_of(error)) from None
+    except (MigrationError, EmbeddedError, StoreFault) as error:
         raise fail(str(error)) from None
-    except (StoreFault, asyncpg.PostgresError, asyncpg.InterfaceError, OSError, TimeoutError) as error:
-        raise fail(f"the database does not answer as it should: {error or type(error).__name__}") from None
+    except (asyncpg.PostgresError, asyncpg.InterfaceError, OSError, TimeoutError) as error:
+        raise fail(f"the database failed: {fault_of(error) or type(error).__name__}") from None
 
 
 def fail(text: str, *, code: int = FAILED) -> typer.Exit:

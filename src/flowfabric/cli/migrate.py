@@ -4,7 +4,6 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from typing import Annotated, Any
 
 import asyncpg
@@ -17,7 +16,14 @@ from flowfabric.db import migrate as migrations
 from flowfabric.db.address import check_url
 from flowfabric.db.embedded import Embedded
 from flowfabric.db.migrate import Applied, Migration
+from flowfabric.db.session import NO_LIMITS, connect
+from flowfabric.engine.boot import CLOSE_SECONDS, Boot
 from flowfabric.settings import Settings
+
+_IGNORED = (
+    "these session settings are asked for and not in effect: {}; something in between ignores them, so set them on the"
+    " role, see docs/operating.md, PgBouncer"
+)
 
 
 def migrate(
@@ -31,15 +37,18 @@ def migrate(
         int | None, typer.Option(min=0, help="With --sql: leave out migrations up to this number.")
     ] = None,
     check: Annotated[
-        bool, typer.Option("--check", help="Change nothing; exit with 1 unless this version can run on the schema.")
+        bool,
+        typer.Option("--check", help="Change nothing; exit with 1 unless a process with these settings can start."),
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Bring the schema of the database up to date."""
     if sql and (check or as_json):
-        raise fail("--sql goes with neither --check nor --json", code=MISUSED)
+        raise fail(
+            "--sql cannot be combined with --check or --json: it prints a script and looks at no database", code=MISUSED
+        )
     if after is not None and not sql:
-        raise fail("--after goes with --sql alone", code=MISUSED)
+        raise fail(f"--after {after} has no effect without --sql: leave it out, or add --sql", code=MISUSED)
     _check_option("--schema", schema, migrations.check_schema_name)
     _check_option("--database-url", database_url, check_url)
     options: dict[str, Any] = {"database_url": database_url, "schema_name": schema}
@@ -62,24 +71,27 @@ def _check_option(option: str, value: str | None, check: Callable[[str], str]) -
 
 
 async def _check(settings: Settings, *, as_json: bool) -> None:
+    problem: str | None
     if settings.database_url is None and not (data := Embedded.data_of(settings.home)).exists():
         # To connect would make a server.
         status = migrations.judge(settings.schema_name, migrations.load_migrations(), ())
-        status = replace(status, text=f"there is no embedded server at {data}: `ff migrate` makes one")
+        problem = f"there is no embedded server at {data}: run `ff migrate` to make one, or set FF_DATABASE_URL"
     else:
-        async with _connection(settings) as connection:
-            status = await migrations.check(connection, schema=settings.schema_name)
+        found = await Boot.check(settings)
+        status, problem = found.status, found.problem
+        if found.ignored:
+            typer.echo(f"ff: warning: {_IGNORED.format(', '.join(found.ignored))}", err=True)
     if as_json:
         _print_json(
             schema=settings.schema_name,
-            runs=status.runs,
+            runs=problem is None,
             verdict=status.verdict,
-            text=status.text,
+            text=problem or status.text,
             pending=_rows(status.pending),
             newer=_rows(status.newer),
         )
-    if not status.runs:
-        raise typer.Exit(FAILED) if as_json else fail(status.text)
+    if problem is not None:
+        raise typer.Exit(FAILED) if as_json else fail(problem)
     if not as_json:
         typer.echo(status.text)
 
@@ -104,11 +116,12 @@ async def _connection(settings: Settings) -> AsyncIterator[asyncpg.Connection]:
     """A connection to the configured database, with the embedded server held meanwhile."""
     server = None if settings.database_url else await asyncio.to_thread(Embedded.start, settings.home)
     try:
-        connection = await asyncpg.connect(server.url if server else settings.database_url, timeout=30)
+        url = server.url if server else str(settings.database_url)
+        connection = await connect(url, schema=settings.schema_name, limits=NO_LIMITS)
         try:
             yield connection
         finally:
-            await connection.close()
+            await connection.close(timeout=CLOSE_SECONDS)
     finally:
         if server:
             await asyncio.to_thread(server.release)

@@ -1,7 +1,9 @@
 """The address of a Postgres server, as settings name it."""
 
+import getpass
+import os
 import re
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import parse_qs, unquote, urlsplit
 
 _HOST_AND_PORT = re.compile(r"(?:\[[^\[\]]*\]|[^:\[\]]*)(?::(?P<port>.*))?")
 
@@ -9,18 +11,49 @@ _HOST_AND_PORT = re.compile(r"(?:\[[^\[\]]*\]|[^:\[\]]*)(?::(?P<port>.*))?")
 def check_url(url: str) -> str:
     """Give back an address that can be asked for, or raise ValueError; the text holds nothing of the address."""
     if not url.startswith(("postgresql://", "postgres://")):
-        raise ValueError("must begin with postgresql://")
+        raise ValueError("must begin with postgresql://, as in postgresql://user:password@host:5432/database")
     try:
         parts = urlsplit(url)
         ports = parse_qs(parts.query).get("port", [])
     except ValueError:
-        raise ValueError("cannot be read: write special characters of a password as %XX") from None
+        raise ValueError("is no URL: write special characters of the user and the password as %XX, @ as %40") from None
     for host in parts.netloc.rpartition("@")[2].split(","):
         found = _HOST_AND_PORT.fullmatch(host)
         if found is None:
-            raise ValueError("names no host: write postgresql://user:password@host:port/database")
+            raise ValueError("names no host: write postgresql://user:password@host:5432/database")
         ports.append(found["port"])
     for port in ports:
         if port and not all(each.isdecimal() and 1 <= int(each) <= 65535 for each in port.split(",")):
-            raise ValueError("names no port from 1 to 65535; write special characters of a password as %XX")
+            raise ValueError("names no port from 1 to 65535; write special characters of the password as %XX, : as %3A")
     return url
+
+
+def server_of(url: str) -> str:
+    """The host and port of an address, without user and password: `db.internal:5432`, or a socket's folder."""
+    parts = urlsplit(url)
+    options = parse_qs(parts.query)
+    port = _option(options, "port", "PGPORT") or "5432"
+    hosts = parts.netloc.rpartition("@")[2] or _option(options, "host", "PGHOST") or "the local socket"
+    return ",".join(_with_port(unquote(host), port) for host in hosts.split(","))
+
+
+def database_of(url: str) -> str:
+    """The name of the database an address leads to."""
+    parts = urlsplit(url)
+    named = unquote(parts.path.removeprefix("/")) or _option(parse_qs(parts.query), "dbname", "PGDATABASE")
+    return named or user_of(url)
+
+
+def user_of(url: str) -> str:
+    """The name of the user an address logs in as."""
+    parts = urlsplit(url)
+    return unquote(parts.username or "") or _option(parse_qs(parts.query), "user", "PGUSER") or getpass.getuser()
+
+
+def _option(options: dict[str, list[str]], name: str, variable: str) -> str:
+    return options.get(name, [""])[0] or os.environ.get(variable, "")
+
+
+def _with_port(host: str, port: str) -> str:
+    found = _HOST_AND_PORT.fullmatch(host)
+    return host if found is None or found["port"] or not host else f"{host}:{port}"

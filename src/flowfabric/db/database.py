@@ -12,12 +12,13 @@ import asyncpg
 from flowfabric.db.faults import StoreFault, fault_of, is_answered, without_values
 from flowfabric.db.session import Limits, connect
 from flowfabric.db.statements import Statement
+from flowfabric.db.unreachable import Unreachable
 
 Record: TypeAlias = asyncpg.Record
 Connection: TypeAlias = Any
 Answer = TypeVar("Answer")
-Revive: TypeAlias = Callable[[], Awaitable[bool]]
-"""Starts the server again if it is ours and has died; answers whether it did."""
+Revive: TypeAlias = Callable[[], Awaitable[str | None]]
+"""Starts the server again if it is ours and has died; answers its address where another try is worth it."""
 
 ATTEMPTS = 3
 """How often a transaction is run when Postgres asks for it to be run again."""
@@ -86,9 +87,11 @@ class Database:
         """A connection of the caller's own, outside the pool."""
         try:
             return await connect(self.url, schema=self.schema, limits=self.limits, **settings)
-        except (OSError, asyncpg.CannotConnectNowError):
-            if self._revive is None or not await self._revive():
+        except Unreachable as refused:
+            url = await self._revive() if self._revive is not None and refused.may_pass else None
+            if url is None:
                 raise
+            self.url = url
         return await connect(self.url, schema=self.schema, limits=self.limits, **settings)
 
     @asynccontextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import hashlib
+import logging
 import os
 import secrets
 import shutil
@@ -18,14 +19,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote
 
+from flowfabric.db.filelock import Busy, locked, try_lock, unlock
 from flowfabric.db.site import EmbeddedError, Site, place_of, prepare
 
-if sys.platform == "win32":
-    import msvcrt
-else:
-    import fcntl
-
 __all__ = ["DATABASE", "Embedded", "EmbeddedError"]
+
+logger = logging.getLogger(__name__)
 
 DATABASE = "flowfabric"
 
@@ -93,7 +92,8 @@ class Embedded:
                 if not site.data.exists():
                     _initialise(site)
                 postmaster = _running(site) or _launch(site)
-                _ensure_database(site, postmaster)
+                while not _has_database(site, postmaster):
+                    postmaster = _running(site) or _launch(site)
             except BaseException:
                 hold.drop()
                 raise
@@ -118,6 +118,33 @@ class Embedded:
     def data(self) -> Path:
         """The data folder of the server."""
         return self._site.data
+
+    def revive(self) -> bool:
+        """Start the server again if it has died; answers whether it is another one than this hold knew.
+
+        Safe from several processes and threads at once: one of them starts it. Blocks, so call it off the event loop.
+        """
+        site, known = self._site, self._postmaster
+        named = _named(site)
+        if named is not None and _serves(site, named) and (named.pid, named.url) == (known.pid, known.url):
+            return False
+        if not site.data.exists():
+            # Deleted under its holders: a new server would be an empty one.
+            return False
+        with _locked(site):
+            if self._hold is None or os.getpid() != self._owner:
+                return False
+            found = _running(site)
+            if found is None:
+                found = _launch(site)
+                logger.warning(
+                    "the embedded Postgres on %s died (process %d) and was started again (process %d)",
+                    site.data,
+                    known.pid,
+                    found.pid,
+                )
+            self._postmaster = found
+        return True
 
     def release(self, *, discard: bool = False) -> None:
         """Give up this hold; the last holder stops the server and, with `discard`, deletes the cluster.
@@ -157,12 +184,12 @@ class _Hold:
         site.holders.mkdir(mode=0o700, exist_ok=True)
         path = site.holders / f"{os.getpid()}-{secrets.token_hex(4)}"
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-        _try_lock(descriptor)
+        try_lock(descriptor)
         return cls(path, descriptor)
 
     def drop(self) -> None:
         """Stop being a holder."""
-        _unlock(self._descriptor)
+        unlock(self._descriptor)
         os.close(self._descriptor)
         self._path.unlink(missing_ok=True)
 
@@ -172,9 +199,9 @@ def _prune(site: Site) -> list[int]:
     living = []
     for path in sorted(site.holders.glob("*")):
         descriptor = os.open(path, os.O_RDWR)
-        dead = _try_lock(descriptor)
+        dead = try_lock(descriptor)
         if dead:
-            _unlock(descriptor)
+            unlock(descriptor)
         else:
             living.append(int(path.name.partition("-")[0]))
         os.close(descriptor)
@@ -183,47 +210,17 @@ def _prune(site: Site) -> list[int]:
     return living
 
 
-def _try_lock(descriptor: int) -> bool:
-    try:
-        if sys.platform == "win32":
-            msvcrt.locking(descriptor, msvcrt.LK_NBLCK, 1)
-        else:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    return True
-
-
-def _unlock(descriptor: int) -> None:
-    # Closing alone would leave the lock to a forked child that inherited the descriptor.
-    if sys.platform == "win32":
-        msvcrt.locking(descriptor, msvcrt.LK_UNLCK, 1)
-    else:
-        fcntl.flock(descriptor, fcntl.LOCK_UN)
-
-
 @contextlib.contextmanager
 def _locked(site: Site) -> Iterator[None]:
     """Be the only one, over all processes, that starts or stops this site."""
-    deadline = time.monotonic() + _PATIENCE_S
-    while True:
-        site.make_place()
-        descriptor = os.open(site.lock, os.O_RDWR | os.O_CREAT, 0o600)
-        while not _try_lock(descriptor):
-            if time.monotonic() > deadline:
-                os.close(descriptor)
-                raise EmbeddedError(f"another process has been starting or stopping {site.data} for {_PATIENCE_S} s")
-            time.sleep(0.02)
-        # The file may have been deleted with its cluster while this process waited for it.
-        with contextlib.suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(descriptor), site.lock.stat()):
-                break
-        os.close(descriptor)
     try:
-        yield
-    finally:
-        _unlock(descriptor)
-        os.close(descriptor)
+        with locked(site.lock, seconds=_PATIENCE_S, make_folder=site.make_place):
+            yield
+    except Busy as busy:
+        raise EmbeddedError(
+            f"{busy}: it has been starting or stopping the server of {site.data} all the time;"
+            " end that process and try again"
+        ) from busy
 
 
 def _check_version(site: Site) -> None:
@@ -233,15 +230,20 @@ def _check_version(site: Site) -> None:
         if others:
             raise EmbeddedError(
                 f"{site.place} holds {', '.join(others)} but Postgres {site.version} was asked for;"
-                " ask for the version that is there, or move its data with pg_dump to another home"
+                " install the flowfabric that made it, or copy its data with pg_dump to another FF_HOME"
             )
         return
     marker = site.data / "PG_VERSION"
     if not marker.exists():
-        raise EmbeddedError(f"{site.data} is not a Postgres data folder; move it away")
+        raise EmbeddedError(
+            f"{site.data} is not a Postgres data folder, it has no PG_VERSION: move it away,"
+            " or set FF_HOME to another folder"
+        )
     found = marker.read_text().strip()
     if found != str(site.version):
-        raise EmbeddedError(f"{site.data} holds data of Postgres {found}, not of Postgres {site.version}")
+        raise EmbeddedError(
+            f"{site.data} holds data of Postgres {found}, not of Postgres {site.version}: set FF_HOME to another folder"
+        )
 
 
 def _initialise(site: Site) -> None:
@@ -261,7 +263,7 @@ def _initialise(site: Site) -> None:
     code, output = site.run("initdb", *options)
     if code:
         shutil.rmtree(fresh, ignore_errors=True)
-        raise EmbeddedError(f"initdb failed in {site.place}: {output}")
+        raise EmbeddedError(f"the embedded Postgres could not be created in {site.place}: {output}")
     fresh.rename(site.data)
 
 
@@ -277,7 +279,9 @@ def _running(site: Site) -> _Postmaster | None:
         if postmaster is not None and postmaster.ready:
             _stop(site)
         time.sleep(0.02)
-    raise EmbeddedError(f"Postgres is not ready on {site.data} after {_PATIENCE_S} s: {_last_words(site)}")
+    raise EmbeddedError(
+        f"the embedded Postgres on {site.data} is not ready after {_PATIENCE_S} s: {_last_words(site)}; see {site.log}"
+    )
 
 
 def _named(site: Site) -> _Postmaster | None:
@@ -340,7 +344,7 @@ def _launch(site: Site) -> _Postmaster:
         reason = _last_words(site) or output
         # Sessions of a killed server hold its memory until they notice that it is gone.
         if "shared memory block" not in reason or time.monotonic() > deadline:
-            raise EmbeddedError(f"Postgres did not start on {site.data}: {reason}")
+            raise EmbeddedError(f"the embedded Postgres did not start on {site.data}: {reason}; see {site.log}")
         time.sleep(0.1)
 
 
@@ -382,11 +386,14 @@ def _socket_folder(site: Site) -> Path:
         folder.mkdir(mode=0o700)
     found = folder.lstat()
     if found.st_uid != os.geteuid() or found.st_mode & 0o170077 != 0o040000:
-        raise EmbeddedError(f"{folder} must be a folder of this user that nobody else can enter; remove it")
+        raise EmbeddedError(
+            f"{folder} must be a folder that belongs to this user and has mode 700: remove it, it is created again"
+        )
     return folder
 
 
-def _ensure_database(site: Site, postmaster: _Postmaster) -> None:
+def _has_database(site: Site, postmaster: _Postmaster) -> bool:
+    """Have the database on this server; False when the server died meanwhile."""
     statement = (
         f"select 'create database {DATABASE}'"
         f" where not exists (select from pg_database where datname = '{DATABASE}') \\gexec\n"
@@ -396,10 +403,15 @@ def _ensure_database(site: Site, postmaster: _Postmaster) -> None:
     while True:
         code, output = site.run("psql", "-X", "-q", "-w", "-v", "ON_ERROR_STOP=1", *address, stdin=statement)
         if code == 0:
-            return
+            return True
         # 2 is a refused connection: a server that recovers from a crash refuses them for a while.
-        if code != 2 or not _alive(site) or time.monotonic() > deadline:
-            raise EmbeddedError(f"the database {DATABASE} could not be prepared on {site.data}: {output}")
+        if code == 2 and not _alive(site):
+            return False
+        if code != 2 or time.monotonic() > deadline:
+            raise EmbeddedError(
+                f"the database {DATABASE} could not be created on the embedded server of {site.data}: {output};"
+                f" see {site.log}"
+            )
         time.sleep(0.1)
 
 
@@ -413,7 +425,10 @@ def _stop(site: Site) -> None:
     # pg_ctl waits for the pid file to go, which a server removes a moment before it ends.
     while not _has_ended(site, postmaster):
         if (code and _alive(site)) or time.monotonic() > deadline:
-            raise EmbeddedError(f"Postgres did not stop on {site.data}: {output}")
+            raise EmbeddedError(
+                f"the embedded Postgres on {site.data}, process {postmaster.pid}, did not stop: {output};"
+                f" see {site.log}"
+            )
         time.sleep(0.01)
 
 

@@ -88,8 +88,8 @@ def check_schema_name(schema: str) -> str:
     """Give back a name that needs no quoting care anywhere, or raise ValueError."""
     if not _SCHEMA_NAME.fullmatch(schema) or schema.startswith("pg_"):
         raise ValueError(
-            f"{schema!r} is not a schema name: use lower-case letters, digits and _, at most 57, not starting"
-            " with a digit or with pg_"
+            f"{schema!r} is not a schema name: write at most 57 lower-case letters, digits and _, and begin neither"
+            " with a digit nor with pg_"
         )
     return schema
 
@@ -99,23 +99,25 @@ def load_migrations(folder: Path = FOLDER) -> tuple[Migration, ...]:
     migrations = tuple(_load(path) for path in sorted(folder.glob("*.sql")))
     for expected, migration in enumerate(migrations, start=1):
         if migration.number != expected:
-            raise MigrationError(f"{folder}: expected migration {expected:04}, found {migration.file}")
+            raise MigrationError(
+                f"{folder} has {migration.file} where migration {expected:04} should be: number them without a gap"
+            )
     return migrations
 
 
 def _load(path: Path) -> Migration:
     name = _FILE.fullmatch(path.name)
     if name is None:
-        raise MigrationError(f"{path.name} is not named NNNN_name.sql")
+        raise MigrationError(f"{path} is not named like a migration: write NNNN_name.sql, for example 0003_tags.sql")
     # read_text turns the line ends of any checkout into one.
     sql = path.read_text(encoding="utf-8")
     header, _, description = sql.partition("\n")
     mark = _HEADER.fullmatch(header.rstrip())
     if mark is None:
-        raise MigrationError(f"{path.name} does not begin with '-- compatible: yes' or '-- compatible: no'")
+        raise MigrationError(f"{path.name}: the first line must be '-- compatible: yes' or '-- compatible: no'")
     first = description.partition("\n")[0]
     if not first.startswith("-- "):
-        raise MigrationError(f"{path.name} has no '-- ' line that describes it after the first")
+        raise MigrationError(f"{path.name}: the second line must be '-- ' and what the migration brings")
     return Migration(
         number=int(name[1]),
         name=name[2],
@@ -159,7 +161,14 @@ async def migrate(
 async def _apply(connection: asyncpg.Connection, schema: str, migration: Migration, *, fresh: bool) -> None:
     # "if not exists" alone would ask for the right to create schemas even where it is there.
     if not await connection.fetchval("select 1 from pg_namespace where nspname = $1", schema):
-        await connection.execute(f'create schema "{schema}"')
+        user, database = await connection.fetchrow("select current_user, current_database()")
+        try:
+            await connection.execute(f'create schema "{schema}"')
+        except asyncpg.InsufficientPrivilegeError as refused:
+            raise MigrationError(
+                f"user {user} may not create schema {schema} in database {database}: as its owner run"
+                f" `create schema {schema} authorization {user}`, then try again"
+            ) from refused
     await connection.execute(f'set local search_path to "{schema}"')
     if fresh:
         await connection.execute(_LEDGER)
@@ -167,7 +176,7 @@ async def _apply(connection: asyncpg.Connection, schema: str, migration: Migrati
         await connection.execute(migration.sql)
         await connection.execute(_record(migration))
     except asyncpg.PostgresError as error:
-        raise MigrationError(f"{migration.file} failed on schema {schema} and left no trace: {error}") from error
+        raise MigrationError(f"{migration.file} failed on schema {schema} and changed nothing: {error}") from error
 
 
 async def check(
@@ -195,19 +204,19 @@ def judge(schema: str, known: Sequence[Migration], ledger: Sequence[Applied]) ->
     pending = tuple(known[len(ledger) :])
     newer = tuple(applied for applied in ledger if applied.number > newest)
     breaking = [f"{applied.number:04}_{applied.name}" for applied in newer if not applied.compatible]
-    has = f"at migration {ledger[-1].number}" if ledger else "empty"
-    knows = f"schema {schema} is {has} and flowfabric {__version__} knows {newest}"
+    has = f"schema {schema} is at migration {ledger[-1].number}" if ledger else f"schema {schema} is empty"
+    program = f"flowfabric {__version__}"
     if damage := _damage(known, ledger):
         verdict, text = Verdict.DAMAGED, f"schema {schema} cannot be used: {damage}"
     elif pending:
-        verdict, text = Verdict.BEHIND, f"{knows}: run `ff migrate` to apply {len(pending)} more"
+        verdict, text = Verdict.BEHIND, f"{has}, {program} needs migration {newest}: run `ff migrate`"
     elif breaking:
         verdict = Verdict.BREAKING
-        text = f"{knows}: {', '.join(breaking)} broke compatibility, upgrade flowfabric"
+        text = f"{has}, {program} knows {newest}: {', '.join(breaking)} broke compatibility, upgrade flowfabric"
     elif newer:
-        verdict, text = Verdict.AHEAD, f"{knows}: the newer migrations are compatible, nothing to do"
+        verdict, text = Verdict.AHEAD, f"{has}, {program} knows {newest}: the newer migrations are compatible"
     else:
-        verdict, text = Verdict.CURRENT, f"{knows}: up to date"
+        verdict, text = Verdict.CURRENT, f"{has}: up to date"
     return SchemaStatus(verdict=verdict, text=text, pending=pending, newer=newer)
 
 
@@ -216,14 +225,14 @@ def _damage(known: Sequence[Migration], ledger: Sequence[Applied]) -> str | None
     for expected, applied in enumerate(ledger, start=1):
         if applied.number != expected:
             return (
-                f"migration {expected} is not in its ledger but {applied.number} is;"
-                " restore the missing row if it was applied, else restore the database"
+                f"migration {expected} is missing in its table schema_migration, where {applied.number} is;"
+                " insert the row if the migration was applied, otherwise restore the database from a backup"
             )
     for migration, applied in zip(known, ledger, strict=False):
         if migration.checksum != applied.checksum:
             return (
-                f"{migration.file} differs from what was applied as {applied.number:04}_{applied.name};"
-                " a migration never changes, so install the release it came from"
+                f"{migration.file} is not the file that was applied as {applied.number:04}_{applied.name};"
+                " install the release of flowfabric that applied it"
             )
     return None
 

@@ -7,6 +7,9 @@ from typing import Any
 
 import asyncpg
 
+from flowfabric.db.faults import without_values
+from flowfabric.db.unreachable import unreachable
+
 CONNECT_SECONDS = 5.0
 ANSWER_SECONDS = 2.0
 """How much longer than the server's own limit the client waits before it takes the connection for dead."""
@@ -42,6 +45,15 @@ _SESSION = {
     "tcp_user_timeout": str(UNACKNOWLEDGED_MS),
 }
 
+_NOT_COMPARED = frozenset(name for name in _SESSION if name.startswith("tcp_")) | {"application_name"}
+# set_config answers the value in the form that current_setting has it.
+_IGNORED = """
+select name from (select name, value, current_setting(name) as had
+                    from unnest($1::text[], $2::text[]) as asked(name, value) offset 0) s
+ where had <> set_config(name, value, true)
+ order by name
+"""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
@@ -74,15 +86,32 @@ def session_settings(schema: str, limits: Limits | None = None) -> dict[str, str
 
 
 async def connect(url: str, *, schema: str, limits: Limits | None = None, **settings: str) -> Any:
-    """A connection with the session settings of the pool; every call on it is given up after the limit."""
+    """A connection with the session settings of the pool; every call on it is given up after the limit.
+
+    Where none is made, the fault says which server it is about, why, and what to do.
+    """
     limits = limits or Limits()
-    return await asyncpg.connect(
-        url,
-        server_settings={**session_settings(schema, limits), **settings},
-        timeout=CONNECT_SECONDS,
-        command_timeout=limits.answer_seconds,
-        connection_class=_Connection,
-    )
+    try:
+        return await asyncpg.connect(
+            url,
+            server_settings={**session_settings(schema, limits), **settings},
+            timeout=CONNECT_SECONDS,
+            command_timeout=limits.answer_seconds,
+            connection_class=_Connection,
+        )
+    except Exception as error:
+        fault = unreachable(error, url, seconds=CONNECT_SECONDS)
+        if fault is None:
+            raise
+        raise fault from without_values(error)
+
+
+async def ignored_settings(connection: Any, schema: str, limits: Limits) -> tuple[str, ...]:
+    """The session settings that were asked for and are not in effect: something in between drops them."""
+    # Those of TCP have no effect on a Unix socket, and concern the connection of a pooler where there is one.
+    asked = {name: value for name, value in session_settings(schema, limits).items() if name not in _NOT_COMPARED}
+    rows = await connection.fetch(_IGNORED, list(asked), list(asked.values()))
+    return tuple(row["name"] for row in rows)
 
 
 class _Connection(asyncpg.Connection):

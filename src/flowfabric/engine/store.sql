@@ -64,3 +64,7 @@ with made as (
   select :flow, :budget, :quota where not exists (select from configuration)
   on conflict do nothing returning flow_partitions, budget_partitions, quota_partitions)
 select * from made union all select flow_partitions, budget_partitions, quota_partitions from configuration;
+
+-- name: list_configuration
+-- The stored partition counts; no row before the first start.
+select flow_partitions, budget_partitions, quota_partitions from configuration;

@@ -27,7 +27,6 @@ from flowfabric.model.ids import (
     ExecutionId,
     check_lane_id,
     format_execution_id,
-    mint_uuid_texts,
     parse_execution_id,
     split_execution_id,
 )
@@ -35,7 +34,7 @@ from flowfabric.model.outcomes import Created, Duplicate
 from flowfabric.model.policy import dedup_window_ms, parse_policy, policy_json
 from flowfabric.model.states import PublicState
 from flowfabric.model.tags import check_tags
-from flowfabric.model.text import check_batch, check_short, check_text
+from flowfabric.model.text import check_short, check_text
 
 SQL = statements_beside(__file__)
 
@@ -84,20 +83,25 @@ class Submit:
         )
         self._submissions = Submissions(store)
 
-    async def create(self, new: NewExecution) -> Submitted:
-        """Create one execution; concurrent callers share a statement."""
-        submission = await self._check(new, mint_uuid_texts(1)[0])
+    async def create(self, new: NewExecution, minted: str, *, is_repeat: bool = False) -> Submitted:
+        """Create one execution; concurrent callers share a statement.
+
+        A repeat has the minted id of the first try, which may exist: it goes the way of an id of the caller's own.
+        """
+        submission = await self._check(new, minted)
         if isinstance(submission, Duplicate):
             return submission
+        if is_repeat:
+            submission.is_minted = False
         if submission.key is not None and not submission.is_minted:
             return await self._insert_alone(submission)
         return await self._store.answer(self._batch.put(submission))
 
-    async def create_many(self, items: Sequence[NewExecution]) -> list[Submitted | EngineError]:
-        """Create up to a thousand executions, each with its own verdict."""
-        check_batch(items, "items")
-        minted = mint_uuid_texts(len(items))
-        if (alike := self._submissions.alike(items, minted)) is not None:
+    async def create_many(
+        self, items: Sequence[NewExecution], minted: Sequence[str], *, is_repeat: bool = False
+    ) -> list[Submitted | EngineError]:
+        """Create up to a thousand executions, each with its own verdict; a repeat is as in `create`."""
+        if not is_repeat and (alike := self._submissions.alike(items, minted)) is not None:
             try:
                 return await self._insert_alike(alike)
             except StoreFault as fault:
@@ -111,6 +115,9 @@ class Submit:
             except EngineError as refused:
                 checked.append(refused)
         good = [item for item in checked if isinstance(item, Submission)]
+        if is_repeat:
+            for item in good:
+                item.is_minted = False
         made: Iterator[Submitted | EngineError] = iter(await self._store.answers(self._batch.run(good)))
         if len(good) == len(items):
             return list(made)

@@ -209,6 +209,11 @@ _ERRORS: Mapping[str, type[EngineError]] = {
 }
 
 
+def reason_of(refused: EngineError) -> str:
+    """What went wrong, for a person who does not know the codes."""
+    return refused.detail if isinstance(refused.detail, str) and refused.detail else str(refused)
+
+
 def _rows(category: str, error_class: ErrorClass, codes: str) -> Iterable[tuple[str, tuple[str, ErrorClass]]]:
     return ((code, (category, error_class)) for code in codes.split())
 

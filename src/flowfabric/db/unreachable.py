@@ -1,0 +1,101 @@
+"""Why no session with the server could be made: which server, what it said, and what to do."""
+
+import socket
+import ssl
+from urllib.parse import unquote, urlsplit
+
+import asyncpg
+
+from flowfabric.db.address import database_of, server_of, user_of
+from flowfabric.db.faults import StoreFault, fault_of
+
+CORRECT = "correct the database URL (FF_DATABASE_URL)"
+_REFUSED_SETTING = ("08P01", "22023", "42501", "42704", "55P02")
+"""What a server or a pooler answers to a session setting that it does not take."""
+
+
+class Unreachable(StoreFault):
+    """No session with the server; the text names the server and the database, the reason, and what to do."""
+
+    @property
+    def may_pass(self) -> bool:
+        """Whether the server may answer later by itself."""
+        return self.kind in ("transport", "timeout", "busy_loading")
+
+
+def unreachable(error: BaseException, url: str, *, seconds: float) -> Unreachable | None:
+    """The fault of a connection that was not made, or None when the error is not the driver's."""
+    fault = fault_of(error)
+    if fault is None:
+        return None
+    kind, text = _judge(error, fault, url, seconds)
+    return Unreachable(kind, _without_password(text, url))
+
+
+def _judge(error: BaseException, fault: StoreFault, url: str, seconds: float) -> tuple[str, str]:
+    server, database = server_of(url), database_of(url)
+    where = f"{server} (database {database})"
+    match error:
+        case asyncpg.ClientConfigurationError():
+            return "protocol", f"the database URL cannot be used: {fault}; {CORRECT}"
+        case asyncpg.PostgresError():
+            return _judge_answer(error, fault, url)
+        case ssl.SSLError():
+            return (
+                "protocol",
+                f"no TLS session with {where}: {fault}; check sslmode and sslrootcert in the database URL",
+            )
+        case TimeoutError():
+            return "timeout", (
+                f"no answer from {where} within {seconds:g} s; check the host and the port in the database URL"
+                " (FF_DATABASE_URL), and firewalls on the way"
+            )
+        case socket.gaierror():
+            return "transport", f"the host of {where} is unknown: {error.strerror}; {CORRECT}"
+        case PermissionError():
+            return "protocol", f"this user may not connect to {where}: {fault}; {CORRECT}"
+        case FileNotFoundError() if "sslrootcert" in url or "sslcert" in url or "sslkey" in url:
+            return "protocol", f"no TLS session with {where}: a file named in the database URL is missing; {CORRECT}"
+        case ConnectionError() if "rejected SSL" in str(error):
+            return "protocol", f"{where} speaks no TLS, which sslmode in the database URL asks for; {CORRECT}"
+        case ConnectionRefusedError() | FileNotFoundError():
+            reason = "connection refused"
+        case OSError() if "Connect call failed" in str(error):
+            reason = "connection refused"
+        case _:
+            reason = str(fault)
+    return fault.kind, f"no server answers at {where}: {reason}; start the server, or {CORRECT}"
+
+
+def _judge_answer(error: asyncpg.PostgresError, fault: StoreFault, url: str) -> tuple[str, str]:
+    server, database = server_of(url), database_of(url)
+    said = str(error.args[0]) if error.args else type(error).__name__
+    match error:
+        case asyncpg.InvalidAuthorizationSpecificationError():
+            return "auth", (
+                f"{server} refuses user {user_of(url)} for database {database}: {said};"
+                " correct the user or the password in the database URL (FF_DATABASE_URL)"
+            )
+        case asyncpg.InvalidCatalogNameError():
+            return "protocol", f"there is no database {database} at {server}: create it, or {CORRECT}"
+        case asyncpg.CannotConnectNowError():
+            return fault.kind, f"{server} takes no connections yet: {said}; wait until it does"
+        case asyncpg.TooManyConnectionsError():
+            return fault.kind, (
+                f"{server} has no connection left: {said}; raise max_connections there, or lower"
+                " FF_DATABASE_POOL_SIZE of the processes"
+            )
+        case _ if error.sqlstate in _REFUSED_SETTING:
+            return "protocol", (
+                f"{server} refuses a session setting that every process asks for: {said};"
+                " a pooler must be told to let it pass, see docs/operating.md, PgBouncer"
+            )
+        case _:
+            return fault.kind, f"{server} (database {database}) refuses the connection: {said} ({error.sqlstate})"
+
+
+def _without_password(text: str, url: str) -> str:
+    password = urlsplit(url).password
+    for secret in {password, unquote(password)} if password else ():
+        text = text.replace(secret, "***")
+    return text

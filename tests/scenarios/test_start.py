@@ -1,0 +1,272 @@
+"""A start that fails says what to do in a line or two, and a worker waits for a server that is not there yet."""
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+
+from databases import at_database, execute
+from flowfabric import EngineError, Fabric
+from flowfabric.db import session
+from flowfabric.db.embedded import Embedded
+from flowfabric.engine.engine import Engine
+from flowfabric.settings import Settings
+
+from . import worker_process
+from .lost_answers import LossyProxy
+
+PASSWORD = "pa55word"
+STARTING_UP = ("57P03", "the database system is starting up")
+REFUSED_SETTING = ("08P01", "unsupported startup parameter: enable_seqscan")
+
+
+@pytest.fixture(scope="module")
+def strict(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of a server that asks the user app for a password."""
+    embedded = Embedded.start(tmp_path_factory.mktemp("strict") / "home")
+    rules = embedded.data / "pg_hba.conf"
+    rules.write_text(f"local all app scram-sha-256\n{rules.read_text()}")
+    asyncio.run(execute(embedded.url, f"create role app login password '{PASSWORD}'", "select pg_reload_conf()"))
+    yield embedded.url
+    embedded.release(discard=True)
+
+
+def as_app(url: str, password: str) -> str:
+    """The same address for the user app."""
+    return url.replace("postgres@", f"app:{password}@", 1)
+
+
+def free_port() -> int:
+    """A port nobody listens on."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port: int = probe.getsockname()[1]
+        return port
+
+
+async def refusal(url: str, **settings: Any) -> EngineError:
+    """The error that a start on an address is refused with."""
+    with pytest.raises(EngineError) as caught:
+        async with Engine.connect(settings=Settings(database_url=url, **settings)):
+            pass
+    assert PASSWORD not in f"{caught.value} {caught.value!r}"
+    return caught.value
+
+
+# What a program is told.
+
+
+async def test_a_server_that_is_not_there_is_told_with_its_address() -> None:
+    port = free_port()
+    refused = await refusal(f"postgresql://app:{PASSWORD}@127.0.0.1:{port}/shop")
+    assert str(refused) == (
+        f"transport: no server answers at 127.0.0.1:{port} (database shop): connection refused;"
+        " start the server, or correct the database URL (FF_DATABASE_URL)"
+    )
+
+
+async def test_a_host_that_is_unknown_is_told_by_its_name() -> None:
+    refused = await refusal(f"postgresql://app:{PASSWORD}@nowhere.invalid/shop")
+    assert (refused.code, refused.retryable) == ("transport", True)
+    assert "the host of nowhere.invalid:5432 (database shop) is unknown" in str(refused)
+
+
+async def test_a_socket_that_is_not_there_is_told_by_its_folder(tmp_path: Path) -> None:
+    refused = await refusal(f"postgresql://app:{PASSWORD}@/shop?host={tmp_path}&port=5433")
+    assert f"no server answers at {tmp_path}:5433 (database shop): connection refused" in str(refused)
+
+
+async def test_a_server_that_stays_silent_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session, "CONNECT_SECONDS", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        refused = await refusal(f"postgresql://app:{PASSWORD}@127.0.0.1:{silent.getsockname()[1]}/shop")
+    assert (refused.code, refused.retryable) == ("timeout", True)
+    assert "within 0.1 s; check the host and the port in the database URL" in str(refused)
+
+
+async def test_a_database_that_is_not_there_is_told_by_its_name(strict: str) -> None:
+    refused = await refusal(at_database(strict, "shop"))
+    assert (refused.code, refused.retryable) == ("protocol", False)
+    assert "there is no database shop at /" in str(refused)
+    assert "create it, or correct the database URL (FF_DATABASE_URL)" in str(refused)
+
+
+@pytest.mark.parametrize("password", ["wrong", "", "pa55word%20"])
+async def test_a_wrong_password_is_told_with_the_user(strict: str, password: str) -> None:
+    refused = await refusal(as_app(strict, password))
+    assert refused.retryable is False
+    assert "correct the user or the password in the database URL (FF_DATABASE_URL)" in str(refused) or not password
+    assert "wrong" not in str(refused)
+
+
+async def test_a_role_that_may_not_create_the_schema_is_told_so(strict: str) -> None:
+    refused = await refusal(as_app(strict, PASSWORD), migrate_on_start=True, schema_name="shop")
+    assert (refused.code, refused.retryable) == ("unavailable", False)
+    assert "user app may not create schema shop" in str(refused)
+
+
+@pytest.mark.parametrize(
+    ("sqlstate", "text", "code", "told"),
+    [
+        (*STARTING_UP, "busy_loading", "takes no connections yet: the database system is starting up"),
+        ("53300", "sorry, too many clients already", "busy_loading", "lower FF_DATABASE_POOL_SIZE"),
+        (*REFUSED_SETTING, "protocol", "unsupported startup parameter: enable_seqscan"),
+        ("42704", 'unrecognized configuration parameter "jit"', "protocol", "see docs/operating.md, PgBouncer"),
+        ("28000", "no pg_hba.conf entry for host", "auth", "refuses user postgres for database "),
+        ("XX000", "out of luck", "protocol", "refuses the connection: out of luck (XX000)"),
+    ],
+)
+async def test_what_a_server_says_is_told(url: str, sqlstate: str, text: str, code: str, told: str) -> None:
+    async with LossyProxy(url).running() as proxy:
+        proxy.refusal = sqlstate, text
+        refused = await refusal(proxy.url)
+        assert (refused.code, refused.retryable) == (code, code == "busy_loading")
+        assert told in str(refused)
+        assert f"127.0.0.1:{urlsplit(proxy.url).port}" in str(refused)
+
+
+async def test_an_address_the_driver_cannot_use_is_told_without_it(url: str) -> None:
+    refused = await refusal(f"postgresql://app:{PASSWORD}@localhost/shop?sslmode=sometimes")
+    assert refused.retryable is False
+    assert "the database URL cannot be used: `sslmode` parameter must be one of" in str(refused)
+
+
+# What a worker process prints.
+
+
+Worker = Callable[..., "subprocess.Popen[str]"]
+
+
+@pytest.fixture
+def worker(tmp_path: Path) -> Iterator[Worker]:
+    """Start a worker process on an address; what is left of it ends with the test."""
+    processes = []
+
+    def start(url: str, **environment: str) -> "subprocess.Popen[str]":
+        given = {name: value for name, value in os.environ.items() if not name.startswith("FF_")}
+        process = subprocess.Popen(
+            [sys.executable, worker_process.__file__, url, "worker"],
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=tmp_path,
+            env={**given, **environment},
+        )
+        processes.append(process)
+        return process
+
+    yield start
+    for process in processes:
+        process.kill()
+        process.communicate()
+
+
+async def said(process: "subprocess.Popen[str]") -> list[str]:
+    """What a process has written until it ended."""
+    _, text = await asyncio.to_thread(process.communicate, timeout=60)
+    assert PASSWORD not in text
+    assert "Traceback" not in text
+    return text.splitlines()
+
+
+async def test_a_worker_on_a_schema_that_is_missing_says_what_to_run(empty_url: str, worker: Worker) -> None:
+    process = worker(empty_url)
+    (line,) = await said(process)
+    assert process.returncode == 1
+    assert line.startswith("flowfabric: schema flowfabric ")
+    assert line.endswith("run `ff migrate`")
+
+
+async def test_a_worker_without_a_signing_key_says_which_variable_to_set(url: str, worker: Worker) -> None:
+    process = worker(url)
+    (line,) = await said(process)
+    assert process.returncode == 1
+    assert line.startswith("flowfabric: no signing key is stored: set FF_WAITPOINT_HMAC_SECRET to 64 hex digits")
+
+
+async def test_a_worker_does_not_wait_for_a_password_to_become_right(strict: str, worker: Worker) -> None:
+    process = worker(as_app(strict, "wrong"))
+    (line,) = await said(process)
+    assert process.returncode == 1
+    assert "refuses user app for database flowfabric: password authentication failed" in line
+
+
+async def test_a_worker_does_not_wait_for_a_database_to_be_made(strict: str, worker: Worker) -> None:
+    process = worker(at_database(strict, "shop"))
+    (line,) = await said(process)
+    assert process.returncode == 1
+    assert line.startswith("flowfabric: there is no database shop at ")
+
+
+@pytest.mark.parametrize(
+    ("environment", "told"),
+    [
+        ({"FF_LANES": ","}, "FF_LANES=,: "),
+        ({"FF_DATABASE_POOL_SIZE": "none"}, "FF_DATABASE_POOL_SIZE=none: "),
+        ({"FF_DATABASE_URL": f"mysql://app:{PASSWORD}@host/shop"}, "FF_DATABASE_URL: must begin with postgresql://"),
+    ],
+)
+async def test_a_worker_with_a_wrong_setting_names_it_and_ends_with_2(
+    url: str, worker: Worker, environment: dict[str, str], told: str
+) -> None:
+    process = worker(url, **environment)
+    (line,) = await said(process)
+    assert process.returncode == 2
+    assert line.startswith(f"flowfabric: {told}")
+
+
+async def test_a_worker_whose_embedded_server_cannot_start_says_why(worker: Worker, tmp_path: Path) -> None:
+    (tmp_path / "taken").write_text("a file")
+    process = worker("", FF_HOME=str(tmp_path / "taken"))
+    (line,) = await said(process)
+    assert process.returncode == 1
+    assert str(tmp_path / "taken") in line
+
+
+@asynccontextmanager
+async def submitted(url: str) -> AsyncIterator[Any]:
+    """A run that waits for a worker, submitted to the server itself."""
+    fabric = Fabric(url)
+    pause = fabric.add(type(worker_process.pause)(fabric, "pause", worker_process.pause.handler, {}))
+    async with fabric:
+        yield await pause.submit(0)
+
+
+async def test_a_worker_waits_for_a_server_that_is_not_there_yet(url: str, worker: Worker, eventually: Any) -> None:
+    port = free_port()
+    proxy = LossyProxy(url)
+    address = f"postgresql://postgres:{PASSWORD}@127.0.0.1:{port}{urlsplit(url).path}"
+    process = worker(address, FF_WAITPOINT_HMAC_SECRET="ab" * 32)
+    assert process.stderr is not None
+    first = await asyncio.to_thread(process.stderr.readline)
+    database = urlsplit(url).path[1:]
+    assert first == (
+        f"waiting for the server: no server answers at 127.0.0.1:{port} (database {database}): connection refused;"
+        " start the server, or correct the database URL (FF_DATABASE_URL)\n"
+    )
+    proxy.refusal = STARTING_UP
+    async with submitted(url) as run, proxy.running(port):
+        await eventually(lambda: proxy.connections >= 2)
+        proxy.refusal = None
+        assert (await run.result(timeout=60))["worker"] == "worker"
+        process.send_signal(signal.SIGTERM)
+        rest = await said(process)
+    assert process.returncode == 0
+    assert rest == ["the server answers: the wait is over"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+async def test_a_worker_that_waits_for_its_server_can_be_told_to_go(worker: Worker, number: signal.Signals) -> None:
+    process = worker(f"postgresql://app:{PASSWORD}@127.0.0.1:{free_port()}/shop")
+    assert process.stderr is not None
+    assert (await asyncio.to_thread(process.stderr.readline)).startswith("waiting for the server: ")
+    process.send_signal(number)
+    assert await said(process) == []
+    assert process.returncode == 0
