@@ -10,7 +10,8 @@
 -- A row 'more' says that such an end came first. A row 'short' says that rows held elsewhere were counted in, and a search
 -- that is :unshared takes from each queue what it can get.
 -- The lease that begins an attempt gives the attempt its id. The row is found again by its ctid, which is safe as the
--- row is held: a version this statement cannot see is left for the next claim.
+-- row is held: a version this statement cannot see is left for the next claim. An offset of 0 keeps the planner from
+-- putting an expression wherever its value is used, to be computed anew each time.
 with clock as materialized (select ff_now() as now),
 -- The spans of a queue stand next to each other, and the queues in the order of their numbers.
 serving as materialized (
@@ -28,7 +29,7 @@ serving as materialized (
                   where q.lane_no = l.lane_no and q.kind_no = any(:kind_nos)) q
             join capability_set c using (capability_set_no)
            where l.lane_id = any(:lanes::text[]) and l.state in ('active', 'draining') and c.required <@ :capabilities::text[]
-             and (:namespace_no::int is null or q.namespace_no = :namespace_no)) q
+             and (:namespace_no::int is null or q.namespace_no = :namespace_no) offset 0) q
 ),
 head as materialized (
   select s.queue_no, s.lane_id, s.firsts, s.lasts, e.place
@@ -73,7 +74,7 @@ bound as materialized (
          1 + 2 * :limit / greatest((select count(*) from sample s where s.places[p.size] < b.place), 1) as more
     from plan p
    cross join (select coalesce((select found from sample s cross join unnest(s.places) as found
-                                 order by found offset :limit - 1 limit 1), 9223372036854775807) as place) b
+                                 order by found offset :limit - 1 limit 1), 9223372036854775807) as place offset 0) b
 ),
 known as materialized (
   select s.queue_no, s.lane_id, s.firsts, s.lasts, s.place,
@@ -96,7 +97,7 @@ cut as materialized (
   select k.limited, k.known, least(k.limited, k.known) as place
     from (select coalesce((select found from known k cross join unnest(k.places) as found
                             order by found offset :limit - 1 limit 1), 9223372036854775807) as limited,
-                 (select min(k.places[b.size + b.more]) from bound b cross join known k) as known) k
+                 (select min(k.places[b.size + b.more]) from bound b cross join known k) as known offset 0) k
 ),
 share as materialized (
   select queue_no, lane_id, firsts, lasts, 0 as first_place, 9223372036854775807 as last_place, :limit as rows
