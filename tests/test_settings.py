@@ -238,7 +238,10 @@ def test_stored_secrets_are_sealed_under_the_new_key_and_open_under_the_old_one_
     assert Settings(secret_key=new).secret_keys == [b"\xab" * 32]
     assert Settings(secret_key=new, secret_key_old=old).secret_keys == [b"\xab" * 32, b"\xcd" * 32]
     for nothing in (None, SecretStr("")):
-        with pytest.raises(SettingsError, match=r"^FF_SECRET_KEY_OLD: needs FF_SECRET_KEY beside it$"):
+        with pytest.raises(
+            SettingsError,
+            match=r"^FF_SECRET_KEY_OLD: is set and FF_SECRET_KEY is not: set FF_SECRET_KEY to the new key",
+        ):
             Settings(secret_key=nothing, secret_key_old=old)
     with pytest.raises(SettingsError, match=r"^FF_SECRET_KEY: must be 64 hex digits, as "):
         Settings(secret_key=SecretStr("short"), secret_key_old=old)

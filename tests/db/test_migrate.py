@@ -263,10 +263,10 @@ def test_a_file_says_whether_it_is_compatible_and_what_it_brings(write: Write) -
 @pytest.mark.parametrize(
     ("name", "text", "reason"),
     [
-        ("0002_late.sql", FIRST, "expected migration 0001, found 0002_late.sql"),
-        ("first.sql", FIRST, "first.sql is not named NNNN_name.sql"),
-        ("0001_mute.sql", "create table person ();", "does not begin with '-- compatible: yes'"),
-        ("0001_mute.sql", "-- compatible: no\nselect 1;", "has no '-- ' line that describes it"),
+        ("0002_late.sql", FIRST, "has 0002_late.sql where migration 0001 should be"),
+        ("first.sql", FIRST, "first.sql is not named like a migration: write NNNN_name.sql"),
+        ("0001_mute.sql", "create table person ();", "the first line must be '-- compatible: yes'"),
+        ("0001_mute.sql", "-- compatible: no\nselect 1;", "the second line must be '-- '"),
     ],
 )
 def test_a_file_that_breaks_the_rules_is_named(tmp_path: Path, name: str, text: str, reason: str) -> None:
@@ -278,7 +278,7 @@ def test_a_file_that_breaks_the_rules_is_named(tmp_path: Path, name: str, text: 
 def test_two_files_of_one_number_are_refused(tmp_path: Path) -> None:
     for name in ("0001_a.sql", "0001_b.sql"):
         (tmp_path / name).write_text(FIRST)
-    with pytest.raises(MigrationError, match=r"expected migration 0002, found 0001_b\.sql"):
+    with pytest.raises(MigrationError, match=r"has 0001_b\.sql where migration 0002 should be"):
         load_migrations(tmp_path)
 
 

@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from urllib.parse import parse_qs, urlsplit
 
 _ENCRYPTION_WANTED = b"\x00\x00\x00\x08\x04\xd2\x16/"
+_STARTUP = b"\x00\x03\x00\x00"
 _READY_FOR_QUERY = b"Z\x00\x00\x00\x05I"
 
 
@@ -26,6 +27,8 @@ class LossyProxy:
         self.is_closed = False
         self.refusal: tuple[str, str] | None = None
         """The SQLSTATE and the text that new connections are refused with."""
+        self.ignored: tuple[bytes, ...] = ()
+        """The session settings of new connections that the server is not told of."""
         self.lost = 0
         self.connections = 0
 
@@ -76,6 +79,15 @@ class LossyProxy:
         finally:
             writer.close()
 
+    def _without_ignored(self, data: bytes) -> bytes:
+        """A packet as a pooler passes it on that ignores some startup parameters."""
+        if not self.ignored or data[4:8] != _STARTUP:
+            return data
+        words = data[8:-1].split(b"\0")
+        pairs = [pair for pair in zip(words[::2], words[1::2], strict=False) if pair[0] not in self.ignored]
+        kept = b"".join(name + b"\0" + value + b"\0" for name, value in pairs) + b"\0"
+        return (len(kept) + 8).to_bytes(4) + _STARTUP + kept
+
     @staticmethod
     async def _refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, sqlstate: str, text: str) -> None:
         if await reader.read(65536) == _ENCRYPTION_WANTED:
@@ -99,6 +111,7 @@ class LossyProxy:
             while data := await reader.read(65536):
                 # The connections of hints ask for this at their start; what they say is not what is to be lost.
                 is_pooled = is_pooled and b"synchronous_commit" not in data
+                data = self._without_ignored(data)
                 below.write(data)
                 await below.drain()
 

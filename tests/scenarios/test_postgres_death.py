@@ -232,7 +232,7 @@ async def test_a_killed_session_takes_the_others_down_and_nothing_with_it(server
 
 
 async def test_a_store_that_is_gone_is_a_retryable_error_of_every_call(server: Server) -> None:
-    settings = Settings(database_url=server.url, migrate_on_start=True)
+    settings = Settings(database_url=server.url, migrate_on_start=True, submit_patience_ms=100)
     new: dict[str, Any] = {"namespace": "tests", "lane_id": "default", "execution_kind": "job", "priority": 0}
     new |= {"input_payload": b"", "creator_identity": "test"}
     claim: dict[str, Any] = {"lane_id": "default", "worker_id": "w", "worker_instance_id": "w-1"}

@@ -1,6 +1,7 @@
 """A start that fails says what to do in a line or two, and a worker waits for a server that is not there yet."""
 
 import asyncio
+import json
 import os
 import signal
 import socket
@@ -228,6 +229,78 @@ async def test_a_worker_whose_embedded_server_cannot_start_says_why(worker: Work
     (line,) = await said(process)
     assert process.returncode == 1
     assert str(tmp_path / "taken") in line
+
+
+# What `ff migrate --check` says before a process is started.
+
+
+async def checked(url: str, *options: str, **environment: str) -> tuple[int, str, str]:
+    """The exit code and the output of the command on an address."""
+    given = {name: value for name, value in os.environ.items() if not name.startswith("FF_")}
+    done = await asyncio.to_thread(
+        subprocess.run,
+        [sys.executable, "-m", "flowfabric.cli.main", "migrate", "--check", "--database-url", url, *options],
+        env={**given, **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert "Traceback" not in done.stderr
+    return done.returncode, done.stdout, done.stderr
+
+
+async def test_check_succeeds_where_a_process_could_start(url: str, rows: Any) -> None:
+    async with rows.unchanged():
+        code, out, err = await checked(url, FF_WAITPOINT_HMAC_SECRET="ab" * 32)
+    assert (code, err) == (0, "")
+    assert out.endswith("up to date\n")
+
+
+async def test_check_fails_where_no_signing_key_is_stored_or_given(url: str, rows: Any) -> None:
+    async with rows.unchanged():
+        code, out, err = await checked(url)
+    assert (code, out) == (1, "")
+    assert err.startswith("ff: no signing key is stored: set FF_WAITPOINT_HMAC_SECRET")
+    code, out, _ = await checked(url, "--json")
+    answer = json.loads(out)
+    assert (code, answer["runs"], answer["verdict"]) == (1, False, "current")
+    assert answer["text"].startswith("no signing key is stored")
+
+
+async def test_check_fails_where_the_partition_counts_differ(engine: Engine, url: str) -> None:
+    code, _, err = await checked(url, FF_FLOW_PARTITIONS="7")
+    assert code == 1
+    assert err.startswith("ff: the store was made with FF_FLOW_PARTITIONS=256")
+    assert (await checked(url))[0] == 0
+
+
+async def test_check_fails_where_a_pooler_refuses_a_session_setting(engine: Engine, url: str) -> None:
+    async with LossyProxy(url).running() as proxy:
+        proxy.refusal = REFUSED_SETTING
+        code, out, err = await checked(proxy.url)
+    assert (code, out, err.count("\n")) == (1, "", 1)
+    assert "refuses a session setting that every process asks for: unsupported startup parameter: enable_seqscan" in err
+    assert err.endswith("see docs/operating.md, PgBouncer\n")
+
+
+async def test_check_fails_where_a_pooler_ignores_the_search_path(engine: Engine, url: str) -> None:
+    async with LossyProxy(url).running() as proxy:
+        proxy.ignored = (b"search_path",)
+        code, _, err = await checked(proxy.url)
+        assert code == 1
+        assert "the session setting search_path=flowfabric is not in effect: a pooler before" in err
+        refused = await refusal(proxy.url)
+        assert (refused.code, refused.detail) == ("unavailable", err.removeprefix("ff: ").strip())
+
+
+async def test_check_warns_where_a_pooler_ignores_another_setting(engine: Engine, url: str) -> None:
+    async with LossyProxy(url).running() as proxy:
+        proxy.ignored = (b"enable_seqscan", b"statement_timeout")
+        code, out, err = await checked(proxy.url)
+    assert (code, err.count("\n")) == (0, 1)
+    assert out.endswith("up to date\n")
+    assert "asked for and not in effect: enable_seqscan, statement_timeout; " in err
 
 
 @asynccontextmanager
