@@ -351,6 +351,12 @@ class Model:
         self._move(one, "runnable", "unowned", "eligible_now", "waiting_for_worker", "none", "attempt_interrupted")
         return ("done",)
 
+    def hand_back(self, lease: Lease) -> Answer:
+        one = self.check(lease, "lease_conflict")
+        self._park(one, "handed_back")
+        self._move(one, "runnable", "unowned", "eligible_now", "waiting_for_worker", "none", "attempt_interrupted")
+        return ("done",)
+
     def _park(self, one: Execution, event: str) -> None:
         remaining = None if one.timeout_at is None else max(one.timeout_at - self.now, 1)
         self._let_go(one)
