@@ -118,12 +118,6 @@ async def test_a_run_that_is_handed_back_may_be_claimed_at_once(
     assert await told(rows, claimed.execution_id) == ["acquired", "released handed_back", "acquired claim_resumed"]
 
 
-async def test_a_claim_tells_how_long_its_attempt_may_take(engine: Engine, given: Any) -> None:
-    assert (await given.run(policy=TIMED)).attempt_timeout_ms == 10_000
-    assert (await given.run()).attempt_timeout_ms is None
-    assert (await given.run(policy={"timeout_policy": {"attempt_timeout_ms": 0}})).attempt_timeout_ms is None
-
-
 async def test_a_delay_is_over_when_its_time_has_come(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
     now = await clock.now()
     handle = await given.claimed(execution_deadline_at=now + 60_000)

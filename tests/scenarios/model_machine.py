@@ -319,7 +319,9 @@ class EngineAgainstModel(RuleBasedStateMachine):
     def park(self, which: int, delay_ms: int | str | None, how: str) -> None:
         lease, handle = self.lease(which)
         if isinstance(delay_ms, str):
-            self.both(lambda: self.model.hand_back(lease), lambda: self.engine.hand_back(handle), how=how)
+            self.both(
+                lambda: self.model.wait_children(lease, "handed_back"), lambda: self.engine.hand_back(handle), how=how
+            )
         elif delay_ms is None:
             self.both(lambda: self.model.wait_children(lease), lambda: self.engine.wait_children(handle), how=how)
         else:

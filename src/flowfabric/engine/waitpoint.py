@@ -89,7 +89,8 @@ class Waitpoints:
                 expires_at=min(held.now + expires_in_ms, MAX_TIME),
             )
             if not made:
-                found = await transaction.fetch(
+                # A caller that names the id repeats its call.
+                found = waitpoint_id and await transaction.fetch(
                     SQL.read_token,
                     partition_key=held.partition_key,
                     execution_id=held.execution_id,
