@@ -145,6 +145,7 @@ FENCED: dict[str, Fenced] = {
     "cancel": lambda engine, handle: engine.cancel(handle, "x"),
     "delay": lambda engine, handle: engine.delay(handle, 0),
     "wait_children": lambda engine, handle: engine.wait_children(handle),
+    "hand_back": lambda engine, handle: engine.hand_back(handle),
 }
 """Every operation a worker does under its lease; a refused item of a batch form is raised."""
 

@@ -235,3 +235,9 @@ async def test_what_cannot_go_on_any_more_gives_nothing(engine: Engine, given: A
             await engine.complete(claimed.handle)
     async with rows.unchanged():
         assert await engine.claim_from_resume_grant(token(answer)) is None
+
+
+async def test_a_claim_tells_how_long_its_attempt_may_take(engine: Engine, given: Any) -> None:
+    assert (await given.run(policy={"timeout_policy": {"attempt_timeout_ms": 10_000}})).attempt_timeout_ms == 10_000
+    assert (await given.run()).attempt_timeout_ms is None
+    assert (await given.run(policy={"timeout_policy": {"attempt_timeout_ms": 0}})).attempt_timeout_ms is None

@@ -38,6 +38,7 @@ Parking = Callable[[Engine, Handle], Awaitable[None]]
 PARKINGS: dict[str, Parking] = {
     "worker_delay": lambda engine, handle: engine.delay(handle, 0),
     "waiting_children": lambda engine, handle: engine.wait_children(handle),
+    "handed_back": lambda engine, handle: engine.hand_back(handle),
 }
 
 each_parking = pytest.mark.parametrize("marker", PARKINGS)
@@ -96,6 +97,25 @@ async def test_waiting_for_children_without_any_may_go_on_at_once(
     assert (attempt["suspended_at"], attempt["ended_at"]) == (now, None)
     assert await told(rows, claimed.execution_id) == ["acquired", "released waiting_children"]
     assert await engine.read_execution_state(claimed.execution_id) == PublicState.RESUMABLE
+
+
+async def test_a_run_that_is_handed_back_may_be_claimed_at_once(
+    engine: Engine, given: Any, rows: Any, clock: Any
+) -> None:
+    claimed = await given.run(policy={**RETRYING, **TIMED})
+    now = await clock.advance(seconds=1)
+    await engine.hand_back(claimed.handle)
+    row = await rows.execution(claimed.execution_id)
+    assert (vector(row), row["blocking_detail"], lease_left(row)) == (RESUMABLE, None, {})
+    assert (row["retry_count"], row["reclaim_count"], row["remaining_attempt_timeout_ms"]) == (0, 0, 9000)
+    (attempt,) = await attempts(rows, claimed.execution_id)
+    assert (attempt["attempt_state"], attempt["suspension_marker"]) == ("suspended", "handed_back")
+    assert (attempt["suspended_at"], attempt["ended_at"]) == (now, None)
+    (again,) = await claim(engine)
+    assert (again.attempt_id, again.attempt_index, again.attempt_type) == (claimed.attempt_id, 0, AttemptType.INITIAL)
+    assert (again.handle.kind, again.retry_count, again.attempt_timeout_ms) == (HandleKind.RESUMED, 0, 9000)
+    assert (await rows.execution(claimed.execution_id))["reclaim_count"] == 0
+    assert await told(rows, claimed.execution_id) == ["acquired", "released handed_back", "acquired claim_resumed"]
 
 
 async def test_a_delay_is_over_when_its_time_has_come(engine: Engine, given: Any, rows: Any, clock: Any) -> None:

@@ -150,6 +150,19 @@ async def test_an_id_that_is_in_use_is_refused(
         )
 
 
+async def test_a_repeat_under_the_same_id_gets_the_same_waitpoint(engine: Engine, given: Any, rows: Any) -> None:
+    handle, wanted = await given.claimed(), uuid4()
+    given_id: dict[str, Any] = {"waitpoint_key": "k", "expires_in_ms": SOON, "waitpoint_id": wanted}
+    made = await engine.create_waitpoint(handle, **given_id)
+    async with rows.unchanged():
+        again = await engine.create_waitpoint(handle, **given_id)
+    assert (again.waitpoint_id, again.hmac_token.reveal()) == (wanted, made.hmac_token.reveal())
+    # The same partition, but another execution.
+    other = await given.claimed()
+    async with rows.unchanged():
+        await refused(engine.create_waitpoint(other, **given_id), "waitpoint_already_exists")
+
+
 # Closing.
 
 

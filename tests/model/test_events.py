@@ -51,7 +51,7 @@ def test_what_has_not_ended_is_not_reported() -> None:
 
 def test_the_feeds_say_why_in_these_words() -> None:
     released = """
-        completed failed_retry_scheduled failed_terminal cancelled worker_delay waiting_children suspend
+        completed failed_retry_scheduled failed_terminal cancelled worker_delay waiting_children handed_back suspend
         expired:attempt_timeout expired:execution_deadline dependency_impossible max_reclaims_exceeded
     """
     assert [str(reason) for reason in ReleaseReason] == released.split()

@@ -46,6 +46,7 @@ def _claimed() -> ClaimedExecution:
         policy=None,
         retry_count=0,
         priority=5,
+        attempt_timeout_ms=None,
     )
 
 

@@ -345,9 +345,9 @@ class Model:
         self._move(one, "runnable", "unowned", *later)
         return ("done",)
 
-    def wait_children(self, lease: Lease) -> Answer:
+    def wait_children(self, lease: Lease, event: str = "waiting_children") -> Answer:
         one = self.check(lease, "lease_conflict")
-        self._park(one, "waiting_children")
+        self._park(one, event)
         self._move(one, "runnable", "unowned", "eligible_now", "waiting_for_worker", "none", "attempt_interrupted")
         return ("done",)
 

@@ -327,10 +327,14 @@ class EngineAgainstModel(RuleBasedStateMachine):
             how=how,
         )
 
-    @does(weight=3, of_lease=True, which=NTH, delay_ms=(None, -10, 0, 1_000, 25_000), how=CALLS)
-    def park(self, which: int, delay_ms: int | None, how: str) -> None:
+    @does(weight=3, of_lease=True, which=NTH, delay_ms=(None, "back", -10, 0, 1_000, 25_000), how=CALLS)
+    def park(self, which: int, delay_ms: int | str | None, how: str) -> None:
         lease, handle = self.lease(which)
-        if delay_ms is None:
+        if isinstance(delay_ms, str):
+            self.both(
+                lambda: self.model.wait_children(lease, "handed_back"), lambda: self.engine.hand_back(handle), how=how
+            )
+        elif delay_ms is None:
             self.both(lambda: self.model.wait_children(lease), lambda: self.engine.wait_children(handle), how=how)
         else:
             until = self.model.now + delay_ms

@@ -278,6 +278,7 @@ LATE: dict[str, tuple[Callable[[Engine, Handle], Awaitable[Any]], Any]] = {
     ),
     "delay": (lambda engine, handle: engine.delay(handle, 0), "execution_not_active"),
     "wait_children": (lambda engine, handle: engine.wait_children(handle), "execution_not_active"),
+    "hand_back": (lambda engine, handle: engine.hand_back(handle), "execution_not_active"),
     "expire_execution": (
         lambda engine, handle: engine.expire_execution(handle.execution_id, "execution_deadline"),
         AlreadyTerminal(),

@@ -9,6 +9,7 @@ import pytest
 from flowfabric.engine.engine import Engine
 from flowfabric.model.errors import ValidationError
 from flowfabric.model.states import TerminalOutcome
+from flowfabric.worker.context import Context
 from flowfabric.worker.worker import Worker
 
 
@@ -85,8 +86,8 @@ async def test_stopping_waits_for_running_handlers(engine: Engine, submit: Any, 
     assert await engine.read_execution_state(late) == "waiting"
 
 
-async def test_a_handler_that_does_not_end_in_time_is_left_to_another_worker(
-    engine: Engine, submit: Any, start_worker: Any, rows: Any, clock: Any, eventually: Any
+async def test_a_handler_that_does_not_end_in_time_is_handed_back_at_once(
+    engine: Engine, submit: Any, start_worker: Any, rows: Any, attempts: Any, eventually: Any
 ) -> None:
     cleaned_up = asyncio.Event()
 
@@ -96,19 +97,67 @@ async def test_a_handler_that_does_not_end_in_time_is_left_to_another_worker(
         finally:
             cleaned_up.set()
 
-    async def finish() -> str:
-        return "done"
+    async def finish(ctx: Context) -> list[object]:
+        return [ctx.attempt_index, ctx.retry_count, ctx.is_resumed]
 
     run = await submit()
-    worker = Worker(engine, lanes=["default"], handlers={"job": wait}, drain_seconds=0.05)
+    worker = Worker(engine, lanes=["default"], handlers={"job": wait}, drain_seconds=0.05, lease_ttl_ms=600_000)
     async with worker:
         await eventually(lambda: worker.running == 1)
     assert cleaned_up.is_set()
-    assert (await rows.execution(run))["ownership_state"] == "leased"
-    await clock.advance(seconds=31)
+    assert await engine.read_execution_state(run) == "resumable"
     await start_worker({"job": finish})
     ended = await engine.wait_for_ending(run, timeout=60)
-    assert (ended.outcome, ended.result) == (TerminalOutcome.SUCCESS, b'"done"')
+    assert (ended.outcome, ended.result) == (TerminalOutcome.SUCCESS, b"[0,0,true]")
+    row = await rows.execution(run)
+    assert (row["retry_count"], row["reclaim_count"], len(await attempts(run))) == (0, 0, 1)
+
+
+async def test_work_that_waits_for_a_thread_is_handed_back(
+    engine: Engine, submit: Any, eventually: Any, rows: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flowfabric.worker.worker.CANCEL_SECONDS", 0.5)
+    gate = threading.Event()
+    called = []
+
+    def wait(n: int) -> None:
+        called.append(n)
+        gate.wait(timeout=60)
+
+    runs = [await submit(n=n) for n in range(3)]
+    worker = Worker(engine, lanes=["default"], handlers={"job": wait}, drain_seconds=0.05, threads=1)
+    async with worker:
+        await eventually(lambda: worker.running == 3 and called)
+    assert called == [0]
+    states = [await engine.read_execution_state(run) for run in runs]
+    # The code of the first may still run: its lease is left to expire.
+    assert states == ["active", "resumable", "resumable"]
+    gate.set()
+    await eventually(lambda: worker.running == 0)
+
+
+async def test_what_a_claim_under_way_brings_to_a_stopping_worker_is_handed_back(
+    engine: Engine, submit: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called = False
+
+    async def job() -> None:
+        nonlocal called
+        called = True
+
+    run = await submit()
+    worker = Worker(engine, lanes=["default"], handlers={"job": job})
+    claim_many = engine.claim_many
+
+    async def claim_and_stop(**options: Any) -> Any:
+        claimed = await claim_many(**options)
+        worker.stop()
+        return claimed
+
+    monkeypatch.setattr(engine, "claim_many", claim_and_stop)
+    async with worker:
+        await worker._stopping.wait()
+    assert (await engine.read_execution_state(run), called) == ("resumable", False)
 
 
 async def test_a_thread_that_does_not_end_in_time_does_not_hold_the_worker(
@@ -120,11 +169,12 @@ async def test_a_thread_that_does_not_end_in_time_does_not_hold_the_worker(
     def wait() -> None:
         gate.wait(timeout=60)
 
-    await submit()
+    run = await submit()
     worker = Worker(engine, lanes=["default"], handlers={"job": wait}, drain_seconds=0.05)
     async with worker:
         await eventually(lambda: worker.running == 1)
     assert worker.running == 1
+    assert await engine.read_execution_state(run) == "active"
     gate.set()
     await eventually(lambda: worker.running == 0)
 

@@ -23,7 +23,7 @@ Revive: TypeAlias = Callable[[], Awaitable[str | None]]
 ATTEMPTS = 3
 """How often a transaction is run when Postgres asks for it to be run again."""
 BACKOFF_SECONDS = (0.005, 0.010)
-CLOSE_SECONDS = 5
+CLOSE_SECONDS = 2
 CANCEL_SECONDS = 2
 """How long a connection may take to close."""
 SLOW_SECONDS = 0.1

@@ -68,10 +68,16 @@ class Hints:
         """Call back with the words of every hint; `*` also after a gap in the listening."""
         self._callbacks.setdefault(channel, []).append(callback)
 
+    def begin_to_listen(self) -> bool:
+        """Begin to listen, unless this process is deaf, listens already or is about to end; whether it was begun."""
+        if self._deaf or self._closed or self._listener is not None:
+            return False
+        self._listener = asyncio.ensure_future(self._keep_listening())
+        return True
+
     async def listen(self) -> None:
-        """Begin to listen, unless this process is deaf, listens already or is about to end."""
-        if not self._deaf and not self._closed and self._listener is None:
-            self._listener = asyncio.ensure_future(self._keep_listening())
+        """Begin to listen and wait a moment for the connection, unless that was begun before."""
+        if self.begin_to_listen():
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._listening.wait(), self.LISTEN_SECONDS)
 

@@ -2,7 +2,7 @@
 
 from uuid import UUID
 
-from flowfabric.db.batch import LOCKED, Locked
+from flowfabric.db.batch import Locked
 from flowfabric.db.database import Record, Transaction
 from flowfabric.db.statements import statements_beside
 from flowfabric.engine.fence import Verdict, found_in, not_active, usable
@@ -80,16 +80,22 @@ class Cancel:
             ):
                 raise error("stale_lease")
 
-        ending = Parting(parsed, Release.CANCELLED, reason=reason, source=source)
-
-        async def end(transaction: Transaction) -> list[Verdict | Locked]:
+        async def end(transaction: Transaction) -> tuple[list[Parting], list[Verdict | Locked]]:
             rows = await transaction.fetch(SQL.lock_for_cancel, partition_key=partition, execution_id=uuid)
             if not rows:
                 raise error("execution_not_found")
             if rows[0]["terminal_outcome"] == "cancelled":
-                return [LOCKED]
+                return [], []
             check(rows[0])
-            return await self._releases.within(transaction, [ending])
+            is_anothers = rows[0]["lifecycle_phase"] == "active" and source != CancelSource.LEASE_HOLDER
+            ending = Parting(
+                parsed,
+                Release.CANCELLED,
+                reason=reason,
+                source=source,
+                lost_epoch=rows[0]["lease_epoch"] if is_anothers else None,
+            )
+            return [ending], await self._releases.within(transaction, [ending])
 
-        await self._releases.settle([ending], await self._store.transact(end))
+        await self._releases.settle(*await self._store.transact(end))
         return Cancelled(execution_id=parsed, public_state=PublicState.CANCELLED)

@@ -269,6 +269,7 @@ def claimed_of(row: Record, instance: WorkerInstanceId, lease_ttl_ms: int) -> Cl
         payload_encoding,
         policy,
         tags,
+        attempt_timeout_ms,
     ) = row
     # Not by a function: every claimed row comes by here.
     execution_id = ExecutionId(ID_FORMAT % (partition, uuid))
@@ -299,4 +300,5 @@ def claimed_of(row: Record, instance: WorkerInstanceId, lease_ttl_ms: int) -> Cl
         policy=read_stored_policy(policy),
         retry_count=retry_count,
         priority=priority,
+        attempt_timeout_ms=attempt_timeout_ms,
     )

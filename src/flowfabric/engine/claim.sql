@@ -180,7 +180,7 @@ leased as (
    where e.ctid = j.tid and e.partition_key = j.partition_key and e.execution_id = j.execution_id and j.branch <> 'capped'
   returning j.nth, j.branch, j.partition_key, j.execution_id, j.queue_no, j.place, j.lane_id, j.priority, j.retry_count,
             e.lease_id, e.lease_epoch, e.attempt_id, e.attempt_type, e.attempt_count - 1 as attempt_index, j.now,
-            j.execution_kind, j.input_payload, j.payload_encoding, j.policy, j.has_tags,
+            j.execution_kind, j.input_payload, j.payload_encoding, j.policy, j.has_tags, j.timeout_ms,
             j.namespace_no, j.flow_id, j.instance_tag
 ),
 interrupted as (
@@ -217,14 +217,14 @@ select branch, partition_key, execution_id, queue_no, place, lane_id, priority, 
        execution_kind, input_payload, payload_encoding, policy,
        case when has_tags then (
          select jsonb_object_agg(t.key, t.value) from execution_tag t
-          where t.partition_key = l.partition_key and t.execution_id = l.execution_id) end as tags
+          where t.partition_key = l.partition_key and t.execution_id = l.execution_id) end as tags, timeout_ms
   from leased l
 union all
 select branch, partition_key, execution_id, queue_no, place, lane_id, priority, retry_count,
-       null, lease_epoch, null, null, null, now, null, null, null, null, null
+       null, lease_epoch, null, null, null, now, null, null, null, null, null, null
   from judged where branch = 'capped'
 union all
-select case when is_short then 'short' else 'more' end, null, null, null, null, null, null, null, null, null, null, null, null, null, null, null, null, null, null
+select case when is_short then 'short' else 'more' end, null, null, null, null, null, null, null, null, null, null, null, null, null, null, null, null, null, null, null
   from (select (select sum(rows) from share) > (select count(*) from judged) as is_short, known < limited as is_more
           from cut where (select is_shared from plan)) s
  where is_short or is_more;
@@ -316,5 +316,6 @@ select h.branch, h.partition_key, h.execution_id, h.queue_no, h.place, h.lane_id
        h.execution_kind, h.input_payload, h.payload_encoding, h.policy,
        case when h.has_tags then (
          select jsonb_object_agg(t.key, t.value) from execution_tag t
-          where t.partition_key = h.partition_key and t.execution_id = h.execution_id) end as tags
+          where t.partition_key = h.partition_key and t.execution_id = h.execution_id) end as tags,
+       :timeout_ms as timeout_ms
   from held h join leased l using (partition_key, execution_id);

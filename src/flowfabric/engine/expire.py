@@ -111,7 +111,17 @@ def suspension_ending(execution_id: ExecutionId, behavior: TimeoutBehavior) -> P
 def _expiry(row: Record, phase: ExpiryPhase) -> Parting:
     execution_id = format_execution_id(row["partition_key"], row["execution_id"])
     category = FailureClass.TIMEOUT.value
+    lost_epoch = row["lease_epoch"] if row["lifecycle_phase"] == LifecyclePhase.ACTIVE else None
     if phase is ExpiryPhase.EXECUTION_DEADLINE:
-        return Parting(execution_id, Release.DEADLINE_EXPIRED, reason=phase.value, category=category)
+        return Parting(
+            execution_id, Release.DEADLINE_EXPIRED, reason=phase.value, category=category, lost_epoch=lost_epoch
+        )
     delay_ms = retry_pause(read_stored_policy(row["policy"]), row["retry_count"], category)
-    return Parting(execution_id, after_timeout(delay_ms), reason=phase.value, category=category, delay_ms=delay_ms)
+    return Parting(
+        execution_id,
+        after_timeout(delay_ms),
+        reason=phase.value,
+        category=category,
+        delay_ms=delay_ms,
+        lost_epoch=lost_epoch,
+    )

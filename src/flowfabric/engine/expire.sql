@@ -1,7 +1,7 @@
 -- name: lock_expired
 -- Holds executions whose attempt timer or deadline has passed, the oldest after :since first, but for some, with what
 -- the decision to retry needs.
-select e.partition_key, e.execution_id, e.retry_count, i.policy,
+select e.partition_key, e.execution_id, e.retry_count, e.lease_epoch, e.lifecycle_phase, i.policy,
        coalesce(e.deadline_at <= c.now, false) as past_deadline
   from (select ff_now() as now) c
  cross join lateral (
@@ -15,7 +15,7 @@ select e.partition_key, e.execution_id, e.retry_count, i.policy,
 
 -- name: read_expiry
 -- Whether the deadline or the attempt timer of a held execution has passed, with what the decision to retry needs.
-select e.partition_key, e.execution_id, e.retry_count, i.policy,
+select e.partition_key, e.execution_id, e.retry_count, e.lease_epoch, e.lifecycle_phase, i.policy,
        coalesce(e.deadline_at <= c.now, false) as past_deadline,
        e.lifecycle_phase = 'active' and coalesce(e.attempt_timeout_at <= c.now, false) as past_timeout
   from (select ff_now() as now) c

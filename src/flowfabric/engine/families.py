@@ -34,7 +34,7 @@ from flowfabric.engine.view import View
 from flowfabric.engine.waitpoint import Waitpoints
 from flowfabric.engine.workers import Workers
 
-DRAIN_SECONDS = 10.0
+DRAIN_SECONDS = 3.0
 """How long closing waits for calls under way."""
 
 

@@ -129,7 +129,14 @@ class Finish:
 
         async def end(transaction: Transaction) -> tuple[Parting, list[Verdict | Locked]]:
             fence = given.against(await lock_execution(transaction, parsed))
-            ending = Parting(parsed, Release.COMPLETED, fence=fence, payload=payload, encoding=encoding)
+            ending = Parting(
+                parsed,
+                Release.COMPLETED,
+                fence=fence,
+                payload=payload,
+                encoding=encoding,
+                lost_epoch=fence.lease_epoch if given.fence is None else None,
+            )
             return ending, await self._releases.within(transaction, [ending])
 
         await self._settle_service(*await self._store.transact(end))
@@ -166,6 +173,7 @@ class Finish:
                 reason=reason,
                 category=category or None,
                 delay_ms=delay_ms,
+                lost_epoch=fence.lease_epoch if given.fence is None else None,
             )
             verdicts = await self._releases.within(transaction, [ending])
             if next_policy is not None and delay_ms is not None and _is_done(verdicts[0]):

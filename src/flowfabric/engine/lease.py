@@ -10,9 +10,17 @@ from flowfabric.db.statements import statements_beside
 from flowfabric.engine.fence import GivenFence, lock_execution, lock_if_there, usable, verdict_of
 from flowfabric.engine.store import Store
 from flowfabric.engine.transition import LEASE_EXPIRED_PARAMETERS, PROMOTED
+from flowfabric.engine.wakeups import LostLease
 from flowfabric.model.errors import EngineError, error
 from flowfabric.model.handle import MAX_LEASE_TTL_MS, Fence, Handle
-from flowfabric.model.ids import ExecutionId, WorkerInstanceId, parse_execution_id, row_key, split_execution_id
+from flowfabric.model.ids import (
+    ExecutionId,
+    WorkerInstanceId,
+    format_execution_id,
+    parse_execution_id,
+    row_key,
+    split_execution_id,
+)
 from flowfabric.model.outcomes import (
     AlreadySatisfied,
     ExpiredLease,
@@ -147,7 +155,7 @@ class Leases:
             return marked, _why_unmarked(held)
 
         marked, reason = await self._store.transact(mark)
-        self._tell(marked)
+        self._tell_marked(marked)
         return Marked() if marked else AlreadySatisfied(reason=reason)
 
     async def promote(self, execution_id: str) -> Promoted | AlreadySatisfied:
@@ -224,7 +232,7 @@ class Leases:
         rows = await self._store.fetch(
             SQL.mark_lapsed_leases, **_named(execution_ids, since), **LEASE_EXPIRED_PARAMETERS
         )
-        self._tell(rows)
+        self._tell_marked(rows)
         return rows
 
     async def _promote_delayed(self, since: int) -> list[Record]:
@@ -235,6 +243,20 @@ class Leases:
     async def drain(self) -> None:
         """Wait until every renewal under way is answered."""
         await self._batch.drain()
+
+    def _tell_marked(self, rows: Sequence[Record]) -> None:
+        if rows:
+            self._store.wakeups.lost(
+                [
+                    LostLease(
+                        format_execution_id(row["partition_key"], row["execution_id"]),
+                        row["lease_epoch"],
+                        "lease_expired",
+                    )
+                    for row in rows
+                ]
+            )
+        self._tell(rows)
 
     def _tell(self, rows: Sequence[Record]) -> None:
         lowest: dict[str, dict[int, int]] = {}

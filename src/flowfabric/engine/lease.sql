@@ -112,7 +112,7 @@ told as (
          nullif(attempt_id, lease_id), flow_id, instance_tag
     from due
 )
-select l.lane_id, d.queue_no, d.place
+select l.lane_id, d.queue_no, d.place, d.partition_key, d.execution_id, d.lease_epoch
   from due d join lane l using (lane_no);
 
 -- name: promote_delayed

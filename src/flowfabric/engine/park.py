@@ -25,6 +25,11 @@ class Park:
         handle = usable(handle)
         await self._park(Parting(handle.execution_id, _move_of_waiting(), fence=handle))
 
+    async def hand_back(self, handle: Handle) -> None:
+        """Give up a lease whose run cannot go on here; the next claim goes on with the same attempt."""
+        handle = usable(handle)
+        await self._park(Parting(handle.execution_id, Release.HANDED_BACK, fence=handle))
+
     async def _park(self, parting: Parting) -> None:
         verdict = await self._releases.one(parting)
         if not verdict.is_done:

@@ -14,6 +14,7 @@ from flowfabric.engine.named import Lease, NamedClaims
 from flowfabric.engine.release import Parting, Releases
 from flowfabric.engine.store import Store
 from flowfabric.engine.transition import LEASE_EXPIRED_PARAMETERS, Release
+from flowfabric.engine.wakeups import LostLease
 from flowfabric.model.errors import error
 from flowfabric.model.grants import Granted, GrantKind, GrantNotFound, NotReclaimable, ReclaimCapExceeded
 from flowfabric.model.ids import check_lane_id
@@ -70,6 +71,7 @@ class Reclaim:
             return await give(transaction, held, GrantKind.RECLAIM, grantee, offered, names_lane=True)
 
         answer = await self._store.transact(issue)
+        self._store.wakeups.lost([_lost(held) for held in marked])
         if isinstance(answer, tuple):
             return await self._capped(*answer)
         if isinstance(answer, NotReclaimable):
@@ -86,9 +88,12 @@ class Reclaim:
         if max_reclaim_count is not None:
             check_range(max_reclaim_count, "max_reclaim_count", 0, MAX_CAP)
 
+        taken: list[Held] = []
+
         async def reclaim(
             transaction: Transaction,
         ) -> ClaimedExecution | NotReclaimable | GrantNotFound | tuple[int, Settled]:
+            taken.clear()
             held = await hold(transaction, parsed, lane)
             if not held.is_lost and not held.has_lapsed:
                 return NotReclaimable(execution_id=parsed, detail=_state_of(held))
@@ -101,14 +106,16 @@ class Reclaim:
             cap = reclaim_cap(held.execution_policy, max_reclaim_count)
             if held.reclaim_count >= cap:
                 return cap, await self._end(transaction, held)
+            taken.append(held)
             return await self._claims.take(transaction, held, "reclaimed", lease)
 
         answer = await self._store.transact(reclaim)
+        self._store.wakeups.lost([_lost(held) for held in taken])
         return await self._capped(*answer) if isinstance(answer, tuple) else answer
 
     async def _end(self, transaction: Transaction, held: Held) -> Settled:
         """End a held execution whose lease was lost as often as allowed, and with it the grant that led here."""
-        ending = Parting(held.id, Release.RECLAIM_CAP, reason=MAX_RECLAIMS_EXCEEDED)
+        ending = Parting(held.id, Release.RECLAIM_CAP, reason=MAX_RECLAIMS_EXCEEDED, lost_epoch=held.lease_epoch)
         return ending, await self._releases.within(transaction, [ending])
 
     async def _capped(self, cap: int, settled: Settled) -> ReclaimCapExceeded:
@@ -128,6 +135,10 @@ async def _mark(transaction: Transaction, held: Held) -> None:
         limit=1,
         **LEASE_EXPIRED_PARAMETERS,
     )
+
+
+def _lost(held: Held) -> LostLease:
+    return LostLease(held.id, held.lease_epoch, "reclaimed")
 
 
 def _state_of(held: Held) -> str:

@@ -12,6 +12,7 @@ from flowfabric.engine.fence import DONE, Verdict, lock_execution, verdict_of
 from flowfabric.engine.lease import Leases
 from flowfabric.engine.store import Store
 from flowfabric.engine.transition import Release, completion_parameters, release_parameters
+from flowfabric.engine.wakeups import LostLease
 from flowfabric.model.errors import EngineError, error
 from flowfabric.model.handle import Fence, Handle
 from flowfabric.model.ids import INDEX_PART, UUID_PART, ExecutionId, SuspensionId
@@ -44,9 +45,12 @@ _COMPLETION = completion_parameters()
 
 
 class Parting:
-    """How one run ends, is put aside or suspends; without a fence the row's own lease counts."""
+    """How one run ends, is put aside or suspends; without a fence the row's own lease counts.
 
-    __slots__ = ("execution_id", "is_of_resumed", "move", "row")
+    `lost_epoch` names the lease that ends without its holder, who is told after the commit.
+    """
+
+    __slots__ = ("execution_id", "is_of_resumed", "lost_epoch", "move", "row")
 
     def __init__(
         self,
@@ -65,9 +69,11 @@ class Parting:
         detail: str | None = None,
         suspension_id: SuspensionId | None = None,
         timeout_at: int | None = None,
+        lost_epoch: int | None = None,
     ) -> None:
         self.execution_id = execution_id
         self.move = move
+        self.lost_epoch = lost_epoch
         self.is_of_resumed = isinstance(fence, Handle) and fence.kind is HandleKind.RESUMED
         lease = (None, None, None) if fence is None else (fence.lease_epoch, fence.lease_id, fence.attempt_id)
         self.row: tuple[Any, ...] = (
@@ -118,11 +124,14 @@ class Releases:
         return self._judge(partings, await transaction.fetch(SQL.release_executions, **self._columns(partings)))
 
     async def settle(self, partings: Sequence[Parting], verdicts: Sequence[Verdict | Locked]) -> None:
-        """After the commit: mark leases found lapsed, wake who waits for endings, for work or for the timers set."""
+        """After the commit: tell holders of leases that were ended, mark lapsed leases, wake waiters for the rest."""
         wakeups = self._store.wakeups
         lapsed = []
+        lost = []
         has_ended = False
         for parting, verdict in zip(partings, verdicts, strict=True):
+            if parting.lost_epoch is not None and isinstance(verdict, Verdict) and verdict.is_done:
+                lost.append(LostLease(parting.execution_id, parting.lost_epoch, parting.move.value))
             if verdict is DONE:
                 has_ended = True
             elif isinstance(verdict, Verdict):
@@ -133,10 +142,12 @@ class Releases:
                     wakeups.work(lane_id, {queue_no: place})
                 elif verdict.code == "lease_expired":
                     lapsed.append(parting.execution_id)
-        if lapsed:
-            await self._leases.mark_lapsed(lapsed)
+        if lost:
+            wakeups.lost(lost)
         if has_ended:
             wakeups.ended()
+        if lapsed:
+            await self._leases.mark_lapsed(lapsed)
 
     async def drain(self) -> None:
         """Wait until every release under way is answered."""

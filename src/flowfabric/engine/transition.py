@@ -68,6 +68,7 @@ class Release(StrEnum):
     RECLAIM_CAP = "reclaim_cap"
     DELAYED = "delayed"
     CHILDREN_DONE = "children_done"
+    HANDED_BACK = "handed_back"
     SUSPENDED = "suspended"
     SUSPENSION_FAILED = "suspension_failed"
     SUSPENSION_CANCELLED = "suspension_cancelled"
@@ -132,6 +133,9 @@ RELEASES: Mapping[Release, Effect] = {
     ),
     Release.CHILDREN_DONE: _parked(
         EligibilityState.ELIGIBLE_NOW, BlockingReason.WAITING_FOR_WORKER, ReleaseReason.WAITING_CHILDREN
+    ),
+    Release.HANDED_BACK: _parked(
+        EligibilityState.ELIGIBLE_NOW, BlockingReason.WAITING_FOR_WORKER, ReleaseReason.HANDED_BACK
     ),
     # What a suspension waits for stands in its arguments.
     Release.SUSPENDED: Effect(

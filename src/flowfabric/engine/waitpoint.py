@@ -58,23 +58,28 @@ class Waitpoints:
         self._keys = keys
         self._leases = leases
 
-    async def create(self, handle: Handle, waitpoint_key: str, expires_in_ms: int) -> PendingWaitpoint:
-        """Make a waitpoint that keeps signals for a later suspend of the run; its lease is kept."""
+    async def create(
+        self, handle: Handle, waitpoint_key: str, expires_in_ms: int, waitpoint_id: UUID | str | None
+    ) -> PendingWaitpoint:
+        """Make a waitpoint that keeps signals for a later suspend of the run; its lease is kept.
+
+        A repeat of the call under the same id finds the waitpoint that the first one made.
+        """
         handle = usable(handle)
         check_text(waitpoint_key, "waitpoint_key")
         check_range(expires_in_ms, "expires_in_ms", 0, MAX_TIME)
-        waitpoint_id = WaitpointId(uuid7())
+        made_as = WaitpointId(uuid7() if waitpoint_id is None else parse_uuid(waitpoint_id, "waitpoint_id"))
 
         async def make(transaction: Transaction) -> PendingWaitpoint:
             await lock_execution(transaction, handle.execution_id)
             (held,) = await read_runs(transaction, [(handle.execution_id, None)])
             check_lease(held, handle)
             key = await self._keys.signing(transaction, held.signing_kid, held.signing_since)
-            token = sign_token(key, handle.execution_id, waitpoint_id)
+            token = sign_token(key, handle.execution_id, made_as)
             made = await transaction.fetch(
                 SQL.insert_pending,
                 partition_key=held.partition_key,
-                waitpoint_id=waitpoint_id,
+                waitpoint_id=made_as,
                 execution_id=held.execution_id,
                 attempt_index=held.attempt_index,
                 waitpoint_key=waitpoint_key,
@@ -84,8 +89,17 @@ class Waitpoints:
                 expires_at=min(held.now + expires_in_ms, MAX_TIME),
             )
             if not made:
-                raise error("waitpoint_already_exists")
-            return PendingWaitpoint(waitpoint_id=waitpoint_id, hmac_token=token)
+                # A caller that names the id repeats its call.
+                found = waitpoint_id and await transaction.fetch(
+                    SQL.read_token,
+                    partition_key=held.partition_key,
+                    execution_id=held.execution_id,
+                    waitpoint_id=made_as,
+                )
+                if not found or not found[0]["token"]:
+                    raise error("waitpoint_already_exists")
+                token = WaitpointToken(found[0]["token"])
+            return PendingWaitpoint(waitpoint_id=made_as, hmac_token=token)
 
         try:
             return await self._store.transact(make)

@@ -1,14 +1,29 @@
-"""Who waits in this process for work, an ending or a timer, and how they learn of it early."""
+"""Who waits in this process for work, an ending, a timer or the loss of a lease, and how they learn of it early."""
 
 import asyncio
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 from flowfabric.db.notify import EVERYTHING, Hints
 from flowfabric.engine.marks import Marks
+from flowfabric.model.ids import ExecutionId
 
 _WORK = "work"
 _ENDED = "ended"
+_LOST = "lost"
+
+
+class LostLease(NamedTuple):
+    """A lease that ended without its holder, and why, in one word."""
+
+    execution_id: ExecutionId
+    lease_epoch: int
+    reason: str
+
+
+OnLost = Callable[[Sequence[LostLease] | None], None]
+"""Called with the leases that were lost, or with None when any may have been."""
 
 
 class Wakeups:
@@ -25,8 +40,10 @@ class Wakeups:
         self.next_timer = float("inf")
         self._waiting: dict[str, set[asyncio.Future[None]]] = {}
         self._wakes: dict[str, int] = {}
+        self._on_lost: list[OnLost] = []
         hints.hear(_WORK, self._work_heard)
         hints.hear(_ENDED, lambda _: self.ended_event.set())
+        hints.hear(_LOST, self._lost_heard)
 
     def work(self, lane_id: str, lowest: Mapping[int, int]) -> None:
         """There is work on a lane; lowest holds the lowest place of each queue that has some."""
@@ -40,6 +57,17 @@ class Wakeups:
         """Executions have ended."""
         self.ended_event.set()
         self.hints.send(_ENDED)
+
+    def lost(self, leases: Sequence[LostLease]) -> None:
+        """Leases were ended by somebody else than their holders, who are told at once."""
+        for lease in leases:
+            self.hints.send(_LOST, f"{lease.execution_id},{lease.lease_epoch},{lease.reason}")
+        self._tell_lost(leases)
+
+    def on_lost(self, callback: OnLost) -> Callable[[], None]:
+        """Call back when leases are lost, until the returned function is called."""
+        self._on_lost.append(callback)
+        return lambda: self._on_lost.remove(callback)
 
     def timer(self, milliseconds: int) -> None:
         """A timer that runs out so long from now was set."""
@@ -80,6 +108,17 @@ class Wakeups:
         for woken in self._waiting.get(lane_id, ()):
             if not woken.done():
                 woken.set_result(None)
+
+    def _tell_lost(self, leases: Sequence[LostLease] | None) -> None:
+        for callback in tuple(self._on_lost):
+            callback(leases)
+
+    def _lost_heard(self, words: list[str]) -> None:
+        if EVERYTHING in words:
+            self._tell_lost(None)
+            return
+        named = (word.split(",") for word in words)
+        self._tell_lost([LostLease(ExecutionId(each), int(epoch), reason) for each, epoch, reason in named])
 
     def _work_heard(self, words: list[str]) -> None:
         if EVERYTHING in words:

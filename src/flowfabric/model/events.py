@@ -43,6 +43,7 @@ class ReleaseReason(StrEnum):
     CANCELLED = "cancelled"
     WORKER_DELAY = "worker_delay"
     WAITING_CHILDREN = "waiting_children"
+    HANDED_BACK = "handed_back"
     SUSPEND = "suspend"
     EXPIRED_ATTEMPT_TIMEOUT = "expired:attempt_timeout"
     EXPIRED_EXECUTION_DEADLINE = "expired:execution_deadline"

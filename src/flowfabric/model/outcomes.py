@@ -57,6 +57,8 @@ class ClaimedExecution:
     policy: ExecutionPolicy | None
     retry_count: int
     priority: int
+    attempt_timeout_ms: int | None
+    """How long the attempt may still take, from this claim on; None where nothing limits it."""
 
     if not TYPE_CHECKING:
         # The generated initialiser of a frozen dataclass sets field by field, at several times the cost, and a

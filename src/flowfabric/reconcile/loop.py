@@ -63,7 +63,7 @@ class Reconciler:
     """While full batches follow each other, so many times its own time lies between two looks."""
     FAULT_SECONDS = (0.2, 5.0)
     RESTART_SECONDS = 5.0
-    SHUTDOWN_SECONDS = 15.0
+    SHUTDOWN_SECONDS = 3.0
 
     def __init__(self, engine: Engine, *, sweeps: Sequence[Sweep] = SWEEPS) -> None:
         self._engine = engine
@@ -86,17 +86,18 @@ class Reconciler:
         try:
             await first.wait()
         except BaseException:
-            await self._stop()
+            await self.stop()
             raise
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Stop after the sweep under way, at the latest after fifteen seconds."""
-        await self._stop()
+        """Stop after the sweep under way, at the latest after three seconds."""
+        await self.stop()
 
-    async def _stop(self) -> None:
+    async def stop(self) -> None:
+        """Stop after the sweep under way, at the latest after three seconds; what it has not committed is undone."""
         self._is_stopping = True
         self._engine.leases.is_swept = False
         self._engine.wakeups.timer_event.set()

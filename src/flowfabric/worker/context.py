@@ -2,13 +2,15 @@
 
 import asyncio
 import contextlib
-from collections.abc import Coroutine, Mapping
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from concurrent.futures import Future
 from typing import Any, TypeVar, Unpack
 
 from flowfabric.engine.engine import Engine
 from flowfabric.model.errors import EngineError, error
 from flowfabric.model.handle import Fence, Handle
-from flowfabric.model.ids import ExecutionId
+from flowfabric.model.ids import ExecutionId, WaitpointId, uuid7
 from flowfabric.model.outcomes import ClaimedExecution
 from flowfabric.model.replays import SuspendOutcome
 from flowfabric.model.signals import ResumeSignal
@@ -25,6 +27,7 @@ from flowfabric.worker.waits import (
     repeatable,
     signals_of,
     suspend_args,
+    while_leased,
 )
 
 Answer = TypeVar("Answer")
@@ -38,16 +41,23 @@ class Running:
 
     __slots__ = (
         "claimed",
+        "departure",
+        "earlier",
+        "ended_at",
+        "expiry",
         "failures",
         "has_ended",
+        "has_left",
         "has_started",
         "is_dropped",
+        "is_given_back",
         "is_suspended",
         "is_suspending",
         "lost",
         "renewed_at",
         "signals",
         "task",
+        "timer",
         "waiter",
     )
 
@@ -57,23 +67,52 @@ class Running:
         """When the lease was last asked for, by the monotonic clock."""
         self.failures = 0
         self.has_started = False
+        """Whether its handler may have been called."""
         self.has_ended = False
         """Whether its handler has returned; the run goes on until that is committed."""
+        self.ended_at = 0.0
+        """When its handler returned, by the monotonic clock."""
+        self.has_left = False
+        """Whether nothing of it is left in this process."""
+        self.earlier: Running | None = None
+        """The run of the same execution that was in this process when this one was claimed."""
+        self.departure: Future[None] | None = None
+        """Done when this run has left, where the next run of the execution waits for that."""
         self.is_dropped = False
         """Whether its result is of no more use: it waits, its lease is lost, or the worker stops without it."""
+        self.is_given_back = False
+        """Whether its lease is handed back once its handler has returned."""
         self.is_suspending = False
         """Whether it asks to be suspended, or was: what is told of its lease meanwhile is no news."""
         self.is_suspended = False
         self.signals: tuple[ResumeSignal, ...] = ()
         """What came to the wait it was resumed from, or has come by again, or need not begin."""
-        self.lost: EngineError | None = None
+        self.lost: EngineError | str | None = None
+        """Why its lease is no longer held, where that is known."""
         self.task: asyncio.Task[None] | None = None
+        self.timer: asyncio.TimerHandle | None = None
+        """Ends the run when the time of its attempt is up."""
+        self.expiry: asyncio.Task[None] | None = None
+        """Ends the attempt in the store after that."""
         self.waiter: asyncio.Future[None] | None = None
 
     @property
     def execution_id(self) -> ExecutionId:
         """The execution that runs."""
         return self.claimed.execution_id
+
+    @property
+    def is_lease_over(self) -> bool:
+        """Whether the lease has run out, by this process's clock, since it was last renewed."""
+        return time.monotonic() - self.renewed_at >= self.claimed.handle.lease_ttl_ms / 1000
+
+    def stop(self) -> None:
+        """Make the result void and cancel the handler; one that has not been called never is."""
+        self.is_dropped = True
+        if self.waiter is not None and not self.waiter.done():
+            self.waiter.set_result(None)
+        if self.task is not None and self.has_started and not self.has_ended:
+            self.task.cancel()
 
 
 def _is_suspended(outcome: SuspendOutcome, handle: Handle) -> bool:
@@ -167,7 +206,7 @@ class Context:
         running = self._running
         if running.waiter is None:
             running.waiter = self._loop.create_future()
-            if running.lost is not None:
+            if running.lost is not None or running.is_dropped:
                 running.waiter.set_result(None)
         return asyncio.shield(running.waiter)
 
@@ -178,7 +217,8 @@ class Context:
 
     async def progress(self, percent: int | None = None, message: str | None = None) -> None:
         """Overwrite what the run reports of itself; what is absent keeps its value."""
-        await self._engine.progress(self._running.claimed.handle, percent=percent, message=message)
+        handle = self._running.claimed.handle
+        await self._answer(lambda: self._engine.progress(handle, percent=percent, message=message))
 
     @property
     def is_resumed(self) -> bool:
@@ -194,12 +234,15 @@ class Context:
 
     async def observe_signals(self) -> list[ResumeSignal]:
         """Every signal of this attempt's latest wait, read now."""
-        return await self._engine.observe_signals(self._running.claimed.handle)
+        return await self._answer(lambda: self._engine.observe_signals(self._running.claimed.handle))
 
     async def create_waitpoint(self, waitpoint_key: str, expires_in_ms: int) -> PendingWaitpoint:
         """A waitpoint that takes signals from now on, to be waited for later; its token may be given away at once."""
-        return await self._engine.create_waitpoint(
-            self._running.claimed.handle, waitpoint_key=waitpoint_key, expires_in_ms=expires_in_ms
+        handle, waitpoint_id = self._running.claimed.handle, WaitpointId(uuid7())
+        return await self._answer(
+            lambda: self._engine.create_waitpoint(
+                handle, waitpoint_key=waitpoint_key, expires_in_ms=expires_in_ms, waitpoint_id=waitpoint_id
+            )
         )
 
     def callback(self, waitpoint: PendingWaitpoint, *, base_url: str | None = None) -> Callback:
@@ -220,7 +263,7 @@ class Context:
         or this is a repeat, under its idempotency key, of a wait that is over.
         """
         if args is None:
-            args = await suspend_args(self._engine.server_time_ms, self.attempt_index, options)
+            args = await suspend_args(lambda: self._answer(self._engine.server_time_ms), self.attempt_index, options)
         elif options or not isinstance(args, SuspendArgs):
             raise TypeError("suspend: name the arguments one by one, or all of them as SuspendArgs")
         check_has_deadline(args, self._running.claimed.policy)
@@ -228,16 +271,19 @@ class Context:
         handle = running.claimed.handle
         running.is_suspending = True
         try:
-            outcome = await answer_of(lambda: self._engine.suspend(handle, given))
+            outcome = await answer_of(lambda: self._engine.suspend(handle, given), running)
             running.is_suspended = outcome is None or _is_suspended(outcome, handle)
         finally:
             running.is_suspending = running.is_suspended
         if outcome is not None and not running.is_suspended:
             details = outcome.details
-            running.signals = await signals_of(self._engine, handle, details.suspension_id)
+            running.signals = await signals_of(self._engine, running, details.suspension_id)
             return details
         running.is_dropped = True
         raise Unwound
+
+    async def _answer(self, call: Callable[[], Awaitable[Answer]]) -> Answer:
+        return await while_leased(call, self._running)
 
     def from_thread(self, awaitable: Coroutine[Any, Any, Answer]) -> Answer:
         """The answer of an asynchronous call, for a handler in a thread: `ctx.from_thread(ctx.progress(50))`."""

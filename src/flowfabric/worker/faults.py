@@ -1,6 +1,10 @@
-"""Which errors of the engine pass by themselves, and which say that a lease is gone."""
+"""What an error of the engine means for a worker's call: repeat it, give the run up, or fail the run."""
 
-from flowfabric.model.errors import EngineError
+import time
+from collections.abc import Mapping
+from typing import Final
+
+from flowfabric.model.errors import EngineError, TransportError, TransportKind
 
 LEASE_IS_LOST = frozenset(
     {
@@ -17,7 +21,8 @@ LEASE_IS_LOST = frozenset(
 FAULT_SECONDS = (0.05, 1.0)
 """The first and the longest pause before a call that met a fault of the store is repeated."""
 
-_FAULTS = frozenset({"transport", "resource_exhausted"})
+_FAULTS: Final = frozenset({"resource_exhausted", "bug"})
+_UNANSWERED: Final = frozenset({TransportKind.TRANSPORT, TransportKind.TIMEOUT})
 
 
 def is_passing(error: Exception) -> bool:
@@ -25,8 +30,50 @@ def is_passing(error: Exception) -> bool:
 
     That an error is retryable does not say so: a waitpoint that is not found does not come by waiting.
     """
-    return (
-        isinstance(error, EngineError)
-        and error.retryable
-        and (error.category in _FAULTS or error.code == "retry_exhausted")
-    )
+    if isinstance(error, TransportError):
+        return error.kind is not TransportKind.OTHER
+    return isinstance(error, EngineError) and (error.category in _FAULTS or error.code == "retry_exhausted")
+
+
+def is_about_values(error: Exception) -> bool:
+    """Whether the error judges what the call was given: the same call will be refused again."""
+    if isinstance(error, TransportError):
+        return error.kind is TransportKind.OTHER
+    return isinstance(error, EngineError) and error.category == "validation"
+
+
+def is_of_lost_lease(error: Exception) -> bool:
+    """Whether the error says that the lease of the call is no longer held."""
+    return isinstance(error, EngineError) and error.code in LEASE_IS_LOST
+
+
+def is_cancel(reason: Exception | str) -> bool:
+    """Whether a lease is lost because its execution was cancelled, which is no surprise to anybody."""
+    if isinstance(reason, str):
+        return reason == "cancelled"
+    detail = reason.detail if isinstance(reason, EngineError) else None
+    return isinstance(detail, Mapping) and detail.get("terminal_outcome") == "cancelled"
+
+
+class Contact:
+    """Whether the store answers the calls of a worker's main connections."""
+
+    def __init__(self) -> None:
+        self._silent_since: float | None = None
+        """When the first call of those that were not answered since the last answer was made."""
+
+    def answered(self) -> None:
+        """The store has answered a call."""
+        self._silent_since = None
+
+    def failed(self, error: Exception, asked_at: float) -> None:
+        """A call has failed; a refusal of the store is an answer too."""
+        if not isinstance(error, TransportError) or error.kind not in _UNANSWERED:
+            self._silent_since = None
+        elif self._silent_since is None:
+            self._silent_since = asked_at
+
+    def is_lost_for(self, seconds: float) -> bool:
+        """Whether calls were made and none was answered for so long; safe from any thread."""
+        since = self._silent_since
+        return since is not None and time.monotonic() - since > seconds

@@ -1,10 +1,12 @@
 """The heartbeat: a thread with a loop and a connection of its own that keeps a worker's leases and its registration."""
 
 import asyncio
+import contextlib
 import logging
+import math
 import threading
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -16,7 +18,7 @@ from flowfabric.model.outcomes import NotRegistered, Renewed
 from flowfabric.model.text import MAX_BATCH
 from flowfabric.pauses import is_set_within
 from flowfabric.worker.context import Running
-from flowfabric.worker.faults import LEASE_IS_LOST
+from flowfabric.worker.faults import LEASE_IS_LOST, Contact
 
 logger = logging.getLogger(__name__)
 
@@ -65,8 +67,15 @@ class Registration:
 class Heartbeat:
     """Renews every lease that a third of its time has passed on, whatever the handlers do to the main loop.
 
-    It looks every sixth, so that a renewal is tried three times before the lease can lapse.
+    It looks every sixth, so that a renewal is tried three times before the lease can run out. It renews nothing while
+    the main connections of the worker have had no answer for longer than a lease, and no run whose ending could not be
+    written for as long, so that another worker takes over. A run whose lease has run out is lost.
     """
+
+    STOP_SECONDS = 2.0
+    """How long stopping waits for the connection to close; a silent one is left behind."""
+    CHECK_SECONDS = 1.0
+    """The shortest pause between two checks of every lease."""
 
     def __init__(
         self,
@@ -76,16 +85,21 @@ class Heartbeat:
         registration: Registration,
         running: Callable[[], list[Running]],
         lose: Callable[[Running], None],
+        contact: Contact,
     ) -> None:
         self._engine = engine
         self._registration = registration
         self._running = running
         self._lose = lose
+        self._contact = contact
+        self._is_holding_back = False
+        self._is_check_wanted = False
+        self._checked_at = -math.inf
         self._ttl = lease_ttl_ms / 1000
         self._tick = max(self._ttl / 6, 0.001)
         self._kept_at = time.monotonic()
         self._main = asyncio.get_running_loop()
-        self._started: Future[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = Future()
+        self._started: Future[tuple[asyncio.AbstractEventLoop, asyncio.Event, asyncio.Event]] = Future()
         self._thread = threading.Thread(target=self._run, name="flowfabric-heartbeat", daemon=True)
 
     async def start(self) -> None:
@@ -95,30 +109,44 @@ class Heartbeat:
 
     async def stop(self) -> None:
         """Beat no more."""
-        loop, stopping = self._started.result()
+        loop, stopping, woken = self._started.result()
         loop.call_soon_threadsafe(stopping.set)
-        await asyncio.to_thread(self._thread.join)
+        loop.call_soon_threadsafe(woken.set)
+        await asyncio.to_thread(self._thread.join, self.STOP_SECONDS)
+
+    def check_all(self) -> None:
+        """Find out soon which leases are still held, by renewing every one."""
+        loop, _, woken = self._started.result()
+        self._is_check_wanted = True
+        with contextlib.suppress(RuntimeError):
+            loop.call_soon_threadsafe(woken.set)
 
     def _run(self) -> None:
         asyncio.run(self._live())
 
     async def _live(self) -> None:
-        stopping = asyncio.Event()
-        self._started.set_result((asyncio.get_running_loop(), stopping))
+        stopping, woken = asyncio.Event(), asyncio.Event()
+        self._started.set_result((asyncio.get_running_loop(), stopping, woken))
         closings: set[asyncio.Task[None]] = set()
         while not stopping.is_set():
             connected = AsyncExitStack()
             try:
                 engine = await connected.enter_async_context(self._engine.beside(pool_size=1))
                 while not stopping.is_set():
-                    await self._beat(engine)
-                    await is_set_within(stopping, self._tick)
+                    await _unless(stopping, self._beat(engine))
+                    pause = min(self._tick, self.CHECK_SECONDS) if self._is_check_wanted else self._tick
+                    if await is_set_within(woken, pause):
+                        woken.clear()
             except _Stuck as silence:
                 logger.warning("the heartbeat connects again: %s", silence)
+                self._lose_run_out(self._running())
+            except _Stopped:
+                pass
             except Exception as error:
                 # Whatever it is: a worker whose leases nobody renews does its work twice.
                 is_known = isinstance(error, EngineError)
                 logger.warning("the heartbeat begins again: %s", error, exc_info=None if is_known else error)
+                self._lose_run_out(self._running())
                 await is_set_within(stopping, self._tick)
             # Not waited for: the connection to a silent server takes its time to close.
             closing = asyncio.create_task(connected.aclose())
@@ -128,19 +156,43 @@ class Heartbeat:
 
     async def _beat(self, engine: Engine) -> None:
         now = time.monotonic()
-        due = [
-            running
-            for running in self._running()
-            if now - running.renewed_at >= self._ttl / 3 and not running.is_suspended
-        ]
+        if self._holds_back():
+            self._lose_run_out(self._running())
+            return
+        is_check = self._is_check_wanted and now - self._checked_at >= self.CHECK_SECONDS
+        if is_check:
+            self._is_check_wanted, self._checked_at = False, now
+        least = 0.0 if is_check else self._ttl / 3
+        due = [running for running in self._running() if now - running.renewed_at >= least and self._is_kept(running)]
         for at in range(0, len(due), MAX_BATCH):
             await self._renew(engine, due[at : at + MAX_BATCH])
+        self._lose_run_out([running for running in due if running.failures])
         if now - self._kept_at >= self._registration.liveness_ttl_ms / 3000:
             try:
                 await self._answer(self._registration.keep(engine))
                 self._kept_at = now
             except EngineError as error:
                 logger.warning("the registration was not kept: %s", error)
+
+    def _is_kept(self, running: Running) -> bool:
+        if running.is_suspended or running.lost is not None:
+            return False
+        return not running.has_ended or time.monotonic() - running.ended_at <= self._ttl
+
+    def _holds_back(self) -> bool:
+        """Whether no lease is renewed, because the worker's own calls have been without an answer for too long."""
+        is_stuck = self._contact.is_lost_for(self._ttl)
+        if is_stuck and not self._is_holding_back:
+            logger.warning("leases are not renewed: the store has answered no call of this worker for %g s", self._ttl)
+        self._is_holding_back = is_stuck
+        return is_stuck
+
+    def _lose_run_out(self, unrenewed: Iterable[Running]) -> None:
+        """Give up those of some runs whose leases have run out since their last renewal."""
+        for running in unrenewed:
+            if running.is_lease_over and running.lost is None and not running.is_suspended and not running.has_ended:
+                running.lost = "its lease was not renewed in time"
+                self._main.call_soon_threadsafe(self._lose, running)
 
     async def _renew(self, engine: Engine, due: list[Running]) -> None:
         asked_at = time.monotonic()
@@ -174,6 +226,22 @@ class Heartbeat:
             task.cancel()
             raise _Stuck("the store does not answer")
         return task.result()
+
+
+async def _unless(stopping: asyncio.Event, work: Coroutine[Any, Any, None]) -> None:
+    """Do some work, but give it up when the thread is to end."""
+    working, ending = asyncio.create_task(work), asyncio.create_task(stopping.wait())
+    working.add_done_callback(lambda task: task.cancelled() or task.exception())
+    await asyncio.wait((working, ending), return_when=asyncio.FIRST_COMPLETED)
+    ending.cancel()
+    if not working.done():
+        working.cancel()
+        raise _Stopped
+    working.result()
+
+
+class _Stopped(Exception):
+    """The thread is to end."""
 
 
 class _Stuck(Exception):

@@ -56,7 +56,7 @@ async def outcome_of(running: Running, handler: Handler, engine: Engine, threads
         return _failure(running, _chain(error), PAYLOAD_DECODE)
     try:
         if claimed.handle.kind is HandleKind.RESUMED and handler.shape.context is not None:
-            running.signals = await signals_of(engine, running.claimed.handle)
+            running.signals = await signals_of(engine, running)
         if handler.is_async:
             result = await handler.function(*args, **kwargs)
         else:

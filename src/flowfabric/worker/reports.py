@@ -2,26 +2,29 @@
 
 import asyncio
 import logging
+import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 from flowfabric.engine.engine import Engine
-from flowfabric.model.errors import EngineError
-from flowfabric.model.outcomes import Completed, FailureReason
+from flowfabric.model.outcomes import Completed, FailureReason, NotYetDue
 from flowfabric.pauses import pauses
 from flowfabric.worker.context import Running
-from flowfabric.worker.faults import FAULT_SECONDS, LEASE_IS_LOST, is_passing
+from flowfabric.worker.faults import FAULT_SECONDS, Contact, is_about_values, is_cancel, is_of_lost_lease
 from flowfabric.worker.outcome import Failure
 
 logger = logging.getLogger(__name__)
 
 RESULT_REFUSED = "result_refused"
 
+_Completion = tuple[Running, bytes | None]
+
 
 class Reports:
     """Writes how runs ended and gives up their slots once that is committed.
 
-    A call that meets a fault of the store is repeated until the store answers: a repeat of an ending is harmless.
+    Only an answer about the result fails a run. Any other error is a fault of the store: the call is repeated, which is
+    harmless, until it is answered or the lease has run out.
     """
 
     SIZE = 300
@@ -29,13 +32,16 @@ class Reports:
     STREAMS = 2
     """Statements under way at the same time."""
 
-    def __init__(self, engine: Engine, release: Callable[[Running], None]) -> None:
+    def __init__(self, engine: Engine, release: Callable[[Running], None], contact: Contact | None = None) -> None:
         self._engine = engine
         self._release = release
-        self._completed: deque[tuple[Running, bytes | None]] = deque()
+        self._contact = contact or Contact()
+        self._completed: deque[_Completion] = deque()
         self._streams = 0
         """Streams that will still look; a task counts as running for a moment longer."""
         self._tasks: set[asyncio.Task[None]] = set()
+        self._pauses = pauses(*FAULT_SECONDS)
+        self._is_closed = False
 
     def complete(self, running: Running, payload: bytes | None) -> None:
         """End a run in success, soon."""
@@ -48,31 +54,64 @@ class Reports:
 
     async def fail(self, running: Running, failure: Failure) -> None:
         """End a run's attempt in failure."""
-        try:
-            for pause in pauses(*FAULT_SECONDS):
-                if await self._write_failure(running, failure) or running.is_dropped:
-                    return
-                await asyncio.sleep(pause)
-        finally:
-            self._release(running)
-
-    def close(self) -> None:
-        """Give up on what could not be written."""
-        for task in self._tasks:
-            task.cancel()
-
-    async def _write_failure(self, running: Running, failure: Failure) -> bool:
-        """Whether the store has answered."""
         claimed = running.claimed
-        try:
+
+        async def write() -> bool:
             await self._engine.fail(
                 claimed.handle, reason=failure.reason, classification=failure.classification, claimed=claimed
             )
-        except Exception as error:
-            if is_passing(error):
-                return False
-            logger.warning("the failure of %s was refused: %s", running.execution_id, error)
-        return True
+            return True
+
+        try:
+            await self._repeat(running, write, "failure")
+        finally:
+            self._release(running)
+
+    async def hand_back(self, running: Running) -> None:
+        """Give up the lease of a run that was stopped, so that any worker can claim it at once."""
+
+        async def write() -> bool:
+            await self._engine.hand_back(running.claimed.handle)
+            return True
+
+        await self._repeat(running, write, "return")
+
+    async def expire(self, running: Running) -> None:
+        """End the attempt of a run that was stopped because its time is up."""
+
+        async def write() -> bool:
+            # The store's clock decides, and it may be behind this process's.
+            answer = await self._engine.expire_execution(running.execution_id, "attempt_timeout")
+            return running.lost is not None or not isinstance(answer, NotYetDue)
+
+        await self._repeat(running, write, "timeout")
+        running.lost = running.lost or "attempt timeout"
+
+    def close(self) -> None:
+        """Give up on what could not be written."""
+        self._is_closed = True
+        for task in self._tasks:
+            task.cancel()
+
+    async def _repeat(self, running: Running, write: Callable[[], Awaitable[bool]], what: str) -> None:
+        """Write until the store has answered, refused it for good, or the lease has run out."""
+        for pause in pauses(*FAULT_SECONDS):
+            asked_at = time.monotonic()
+            try:
+                if await write():
+                    self._contact.answered()
+                    return
+            except Exception as error:
+                if is_of_lost_lease(error) or is_about_values(error):
+                    self._contact.answered()
+                    level = logging.INFO if is_cancel(error) else logging.WARNING
+                    logger.log(level, "the %s of %s was refused: %s", what, running.execution_id, error)
+                    return
+                self._contact.failed(error, asked_at)
+                if running.is_lease_over:
+                    logger.warning("the %s of %s is given up with its lease: %s", what, running.execution_id, error)
+                    return
+            await asyncio.sleep(pause)
 
     async def _write_completed(self) -> None:
         try:
@@ -84,31 +123,52 @@ class Reports:
         finally:
             self._streams -= 1
 
-    async def _settle(self, batch: list[tuple[Running, bytes | None]]) -> None:
-        for (running, payload), verdict in zip(batch, await self._complete(batch), strict=True):
-            if not isinstance(verdict, Exception):
-                self._release(running)
-            elif is_passing(verdict):
-                self._completed.append((running, payload))
-            else:
-                await self._refused(running, verdict)
-
-    async def _complete(self, batch: list[tuple[Running, bytes | None]]) -> Sequence[Completed | Exception]:
-        items = [(running.claimed.handle, payload) for running, payload in batch]
-        pause = pauses(*FAULT_SECONDS)
-        while True:
-            try:
-                return await self._engine.complete_many(items)
-            except Exception as error:
-                if not is_passing(error):
-                    # Something may be wrong with one of them: each is told alone.
-                    return [error] if len(items) == 1 else [(await self._complete([one]))[0] for one in batch]
-                logger.warning("%d completions are repeated: %s", len(items), error)
-            await asyncio.sleep(next(pause))
-
-    async def _refused(self, running: Running, error: Exception) -> None:
-        logger.warning("the result of %s was refused: %s", running.execution_id, error)
-        if isinstance(error, EngineError) and error.code in LEASE_IS_LOST:
-            self._release(running)
+    async def _settle(self, batch: list[_Completion]) -> None:
+        asked_at = time.monotonic()
+        verdicts: Sequence[Completed | Exception]
+        try:
+            verdicts = await self._engine.complete_many(
+                [(running.claimed.handle, payload) for running, payload in batch]
+            )
+        except Exception as error:
+            if len(batch) > 1 and is_about_values(error):
+                # Each is told alone: only one of them is meant.
+                for one in batch:
+                    await self._settle([one])
+                return
+            self._contact.failed(error, asked_at)
+            verdicts = [error] * len(batch)
         else:
+            self._contact.answered()
+        again: list[_Completion] = []
+        for one, verdict in zip(batch, verdicts, strict=True):
+            if not isinstance(verdict, Exception):
+                self._release(one[0])
+            elif await self._is_to_be_repeated(one[0], verdict):
+                again.append(one)
+        if again:
+            asyncio.get_running_loop().call_later(next(self._pauses), self._complete_again, again)
+        else:
+            self._pauses = pauses(*FAULT_SECONDS)
+
+    def _complete_again(self, batch: list[_Completion]) -> None:
+        if not self._is_closed:
+            for running, payload in batch:
+                self.complete(running, payload)
+
+    async def _is_to_be_repeated(self, running: Running, error: Exception) -> bool:
+        """Whether a completion may still succeed; else the run is dealt with."""
+        if is_of_lost_lease(error):
+            level = logging.INFO if is_cancel(error) else logging.WARNING
+            logger.log(level, "the result of %s was refused: %s", running.execution_id, error)
+        elif is_about_values(error):
+            logger.warning("the result of %s was refused: %s", running.execution_id, error)
             await self.fail(running, Failure(FailureReason(f"the result was refused: {error}", detail=RESULT_REFUSED)))
+            return False
+        elif running.is_lease_over:
+            logger.warning("the result of %s is given up with its lease: %s", running.execution_id, error)
+        else:
+            logger.warning("the result of %s is written again: %s", running.execution_id, error)
+            return True
+        self._release(running)
+        return False

@@ -2,23 +2,36 @@
 
 import asyncio
 import contextvars
+import queue
+import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
+from functools import partial
 from typing import Any
+
+_Job = tuple[Future[Any], Callable[[], Any]]
 
 
 class Threads:
-    """Runs plain functions off the event loop, at most `size` at a time."""
+    """Runs plain functions off the event loop, at most `size` at a time.
+
+    The threads are daemons: a function that does not return does not keep its process from ending.
+    """
 
     def __init__(self, size: int) -> None:
         self._size = size
-        self._pool: ThreadPoolExecutor | None = None
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._idle = threading.Semaphore(0)
+        self._started = 0
 
     async def run(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """The function's result; a caller that is cancelled returns only when the function has."""
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(self._size, "flowfabric-handler")
-        running = self._pool.submit(contextvars.copy_context().run, _call, function, args, kwargs)
+        """The function's result; a caller that is cancelled returns only when the function has, or will not begin."""
+        running: Future[Any] = Future()
+        self._jobs.put((running, partial(contextvars.copy_context().run, _call, function, args, kwargs)))
+        if not self._idle.acquire(blocking=False) and self._started < self._size:
+            name = f"flowfabric-handler_{self._started}"
+            self._started += 1
+            threading.Thread(target=self._work, name=name, daemon=True).start()
         try:
             return await asyncio.wrap_future(running)
         except asyncio.CancelledError:
@@ -31,8 +44,33 @@ class Threads:
 
     def close(self) -> None:
         """Start no function any more; those that run are left to end by themselves."""
-        if self._pool is not None:
-            self._pool.shutdown(wait=False, cancel_futures=True)
+        try:
+            while (job := self._jobs.get_nowait()) is not None:
+                job[0].cancel()
+        except queue.Empty:
+            pass
+        for _ in range(self._started):
+            self._jobs.put(None)
+
+    def _work(self) -> None:
+        while True:
+            try:
+                job = self._jobs.get_nowait()
+            except queue.Empty:
+                self._idle.release()
+                job = self._jobs.get()
+            if job is None:
+                return
+            running, call = job
+            if running.set_running_or_notify_cancel():
+                try:
+                    result = call()
+                except BaseException as error:
+                    running.set_exception(error)
+                else:
+                    running.set_result(result)
+                    del result
+            del job, running, call
 
 
 def _call(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -3,13 +3,13 @@
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import replace
-from typing import Any, TypedDict, TypeVar
+from typing import Any, Protocol, TypedDict, TypeVar
 
 from flowfabric.engine.engine import Engine
 from flowfabric.model.conditions import Condition, Single, all_of_waitpoints, parse_condition, waitpoint_keys
 from flowfabric.model.errors import EngineError, error
-from flowfabric.model.handle import Handle
 from flowfabric.model.ids import SuspensionId, WaitpointId, uuid7
+from flowfabric.model.outcomes import ClaimedExecution
 from flowfabric.model.policy import ExecutionPolicy
 from flowfabric.model.policy_checks import MAX_MS
 from flowfabric.model.signals import ResumeSignal
@@ -119,8 +119,34 @@ def _bindings(given: Any, condition: Condition) -> tuple[Binding, ...]:
     return tuple(Fresh(waitpoint_id=WaitpointId(uuid7()), waitpoint_key=key) for key in keys)
 
 
-async def answer_of(call: Callable[[], Awaitable[Answer]]) -> Answer | None:
-    """The answer of a call that gives up a lease, repeated while the store is at fault.
+class Leased(Protocol):
+    """What is known of the lease that a call is made under."""
+
+    @property
+    def is_lease_over(self) -> bool: ...
+
+
+class LeasedRun(Leased, Protocol):
+    """A run that holds a lease."""
+
+    @property
+    def claimed(self) -> ClaimedExecution: ...
+
+
+async def while_leased(call: Callable[[], Awaitable[Answer]], lease: Leased) -> Answer:
+    """The answer of a call that may be repeated, which it is while the store is at fault and the lease lasts."""
+    pause = pauses(*FAULT_SECONDS)
+    while True:
+        try:
+            return await call()
+        except EngineError as error:
+            if not is_passing(error) or lease.is_lease_over:
+                raise
+        await asyncio.sleep(next(pause))
+
+
+async def answer_of(call: Callable[[], Awaitable[Answer]], lease: Leased) -> Answer | None:
+    """The answer of a call that gives up a lease, repeated while the store is at fault and the lease lasts.
 
     None when a repeat finds the lease gone: the call before was carried out and its answer lost, or the lease was.
     """
@@ -131,24 +157,18 @@ async def answer_of(call: Callable[[], Awaitable[Answer]]) -> Answer | None:
         except EngineError as error:
             if has_failed and error.code in LEASE_IS_LOST:
                 return None
-            if not is_passing(error):
+            if not is_passing(error) or lease.is_lease_over:
                 raise
             has_failed = True
         await asyncio.sleep(next(pause))
 
 
 async def signals_of(
-    engine: Engine, handle: Handle, suspension_id: SuspensionId | None = None
+    engine: Engine, run: LeasedRun, suspension_id: SuspensionId | None = None
 ) -> tuple[ResumeSignal, ...]:
-    """What came to a wait of a run, the latest unless named, asked for while the store is at fault.
+    """What came to a wait of a run, the latest unless named.
 
     A handler that did not know would wait again, or fail after its wait is over.
     """
-    pause = pauses(*FAULT_SECONDS)
-    while True:
-        try:
-            return tuple(await engine.observe_signals(handle, suspension_id=suspension_id))
-        except EngineError as error:
-            if not is_passing(error):
-                raise
-        await asyncio.sleep(next(pause))
+    handle = run.claimed.handle
+    return tuple(await while_leased(lambda: engine.observe_signals(handle, suspension_id=suspension_id), run))

@@ -15,6 +15,7 @@ from typing import Any, Self, TypedDict
 
 from flowfabric.engine.claim import DEFAULT_LEASE_TTL_MS, MAX_LANES, MAX_TTL_MS
 from flowfabric.engine.engine import Engine
+from flowfabric.engine.wakeups import LostLease
 from flowfabric.model.errors import EngineError, error
 from flowfabric.model.ids import check_lane_id, check_worker_id
 from flowfabric.model.kinds import check_kinds
@@ -23,12 +24,13 @@ from flowfabric.model.policy import check_capabilities
 from flowfabric.model.text import check_items, check_short, shown
 from flowfabric.pauses import pauses
 from flowfabric.reconcile.loop import Reconciler
+from flowfabric.worker import presence
 from flowfabric.worker.context import Running
-from flowfabric.worker.faults import FAULT_SECONDS
+from flowfabric.worker.faults import FAULT_SECONDS, Contact, is_cancel, is_passing
 from flowfabric.worker.handler import Handler
 from flowfabric.worker.heartbeat import Heartbeat, Registration
 from flowfabric.worker.interrupts import calling_on_interrupts
-from flowfabric.worker.outcome import Dropped, Failure, Success, outcome_of
+from flowfabric.worker.outcome import Dropped, Failure, Outcome, Success, outcome_of
 from flowfabric.worker.reports import Reports
 from flowfabric.worker.threads import Threads
 
@@ -47,6 +49,13 @@ DEFAULT_NAMESPACE = "default"
 """Where a worker that serves every namespace is registered."""
 CANCEL_SECONDS = 5.0
 """How long cancelled handlers may take to clean up."""
+CLAIM_SECONDS = 3.0
+"""How long stopping waits, at least, for the answer of a claim under way."""
+HAND_BACK_SECONDS = 1.0
+"""How long what such a claim has brought may take to be handed back."""
+LEAVE_SECONDS = 1.5
+TIMEOUT_AGAIN_SECONDS = 0.1
+"""The pause before the timeout of an attempt is looked at again."""
 
 
 class WorkerOptions(TypedDict, total=False):
@@ -69,9 +78,12 @@ class Worker:
     """Runs the executions of its lanes with handlers by kind: `async with worker:` in the background, or `run()`.
 
     It takes only the kinds it has handlers for, and with a namespace only the work of that one.
-    A handler whose lease is lost is cancelled, and its result is not written. One that suspends ends there, and runs
-    again from its start when it is resumed. Stopping waits for the running handlers; one that is still running at the
-    end of that time is cancelled and its lease left to lapse, so that another worker takes the execution over.
+
+    A handler is cancelled when its execution is cancelled, its time is up or its lease is lost, and its result is not
+    written. The next run of the same execution in this process begins when the earlier has returned. A handler that
+    suspends ends there, and runs again from its start when it is resumed. Stopping waits for the running handlers; one
+    that is still running at the end of that time is cancelled and its lease handed back, so that any worker can claim
+    the execution at once.
     """
 
     def __init__(
@@ -131,12 +143,15 @@ class Worker:
             serves_all_namespaces=self.namespace is None,
         )
         self._running: set[Running] = set()
-        self._reports = Reports(engine, self._release)
+        self._contact = Contact()
+        self._reports = Reports(engine, self._release, self._contact)
         self._threads = Threads(threads)
         self._claiming: asyncio.Task[None] | None = None
         self._stopping = asyncio.Event()
         self._slot_freed = asyncio.Event()
-        self._background = AsyncExitStack()
+        self._reconciler: Reconciler | None = None
+        self._heartbeat: Heartbeat | None = None
+        self._ignore_losses: Callable[[], None] = lambda: None
 
     @property
     def running(self) -> int:
@@ -148,7 +163,7 @@ class Worker:
         for handler in self._handlers.values():
             _ = handler.shape
         async with AsyncExitStack() as stack:
-            await self._registration.enter(self._engine)
+            await self._register()
             stack.push_async_callback(self._leave)
             heartbeat = Heartbeat(
                 self._engine,
@@ -156,23 +171,31 @@ class Worker:
                 registration=self._registration,
                 running=lambda: list(self._running),
                 lose=self._lose,
+                contact=self._contact,
             )
             await heartbeat.start()
             stack.push_async_callback(heartbeat.stop)
             if self._reconcile:
-                await stack.enter_async_context(Reconciler(self._engine))
+                self._reconciler = await stack.enter_async_context(Reconciler(self._engine))
+            self._heartbeat = heartbeat
+            # A run may be lost while its worker is too busy to wait for work.
+            self._engine.wakeups.hints.begin_to_listen()
+            self._ignore_losses = self._engine.wakeups.on_lost(self._lose_named)
             self._claiming = asyncio.create_task(self._claim_while_wanted())
             self._claiming.add_done_callback(lambda _: self.stop())
-            self._background = stack.pop_all()
+            stack.pop_all()
         logger.info("worker %s serves %s", self.worker_instance_id, ", ".join(self.lanes))
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Claim nothing more, let the running handlers end, and leave."""
-        async with self._background:
+        """Claim nothing more, let the running handlers end, and leave; this takes a bounded time in any case."""
+        try:
             await self._drain()
+        finally:
+            self._ignore_losses()
+            await asyncio.gather(self._stop_reconciler(), self._stop_heartbeat())
 
     async def run(self) -> None:
         """Work until `stop()`, SIGTERM or SIGINT, then drain; a second signal does what it does by default."""
@@ -185,6 +208,18 @@ class Worker:
         self._stopping.set()
         self._slot_freed.set()
         self._engine.wakeups.wake_all()
+
+    async def _register(self) -> None:
+        """Enter the registry, as soon as the store can take the entry."""
+        for pause in pauses(*FAULT_SECONDS):
+            try:
+                await self._registration.enter(self._engine)
+                return
+            except EngineError as error:
+                if not is_passing(error) or self._stopping.is_set():
+                    raise
+                logger.warning("the registration is repeated: %s", error)
+            await self._pause(pause)
 
     async def _claim_while_wanted(self) -> None:
         if not self.kinds:
@@ -213,10 +248,12 @@ class Worker:
                     limit=wanted,
                 )
             except Exception as error:
+                self._contact.failed(error, asked_at)
                 is_known = isinstance(error, EngineError)
                 logger.warning("a claim failed and is repeated: %s", error, exc_info=None if is_known else error)
                 await self._pause(next(retry_pauses))
                 continue
+            self._contact.answered()
             retry_pauses = pauses(*FAULT_SECONDS)
             if claimed:
                 idle_pauses = pauses(IDLE_SECONDS, self._poll_seconds)
@@ -242,57 +279,136 @@ class Worker:
 
     def _start(self, claimed: Sequence[ClaimedExecution], asked_at: float) -> None:
         loop = asyncio.get_running_loop()
+        is_stopping = self._stopping.is_set()
         for one in claimed:
             running = Running(one, asked_at)
             self._running.add(running)
+            if (earlier := presence.enter(running)) is not None:
+                self._follow(running, earlier)
+            if one.attempt_timeout_ms is not None:
+                running.timer = loop.call_later(one.attempt_timeout_ms / 1000, self._time_out, running)
+            if is_stopping:
+                running.is_dropped = running.is_given_back = True
             running.task = loop.create_task(self._run(running))
 
+    def _follow(self, running: Running, earlier: Running) -> None:
+        """Let a run begin when the earlier one has left, whose lease is gone."""
+        running.earlier = earlier
+        if earlier.task is not None and earlier.task.get_loop() is asyncio.get_running_loop():
+            self._lose(earlier)
+        elif earlier.task is not None:
+            with contextlib.suppress(RuntimeError):
+                earlier.task.get_loop().call_soon_threadsafe(self._lose, earlier)
+
     async def _run(self, running: Running) -> None:
-        running.has_started = True
-        handler = self._handlers[running.claimed.execution_kind]
-        outcome = await outcome_of(running, handler, self._engine, self._threads)
+        outcome: Outcome = Dropped()
+        if not running.is_dropped:
+            running.has_started = True
+            handler = self._handlers[running.claimed.execution_kind]
+            if running.earlier is None:
+                outcome = await outcome_of(running, handler, self._engine, self._threads)
+            else:
+                outcome = await self._outcome_after_earlier(running, handler)
         running.has_ended = True
+        running.ended_at = time.monotonic()
+        if running.timer is not None:
+            running.timer.cancel()
         match outcome:
             case Success(payload):
                 self._reports.complete(running, payload)
             case Failure() as failure:
                 await self._reports.fail(running, failure)
             case Dropped():
-                self._release(running)
+                try:
+                    if running.expiry is not None:
+                        await running.expiry
+                    elif running.is_given_back:
+                        await self._reports.hand_back(running)
+                finally:
+                    self._release(running)
+
+    async def _outcome_after_earlier(self, running: Running, handler: Handler) -> Outcome:
+        try:
+            await presence.earlier_has_left(running)
+        except asyncio.CancelledError:
+            return Dropped()
+        return await outcome_of(running, handler, self._engine, self._threads)
 
     def _release(self, running: Running) -> None:
         self._running.discard(running)
+        presence.leave(running)
         self._slot_freed.set()
 
     def _lose(self, running: Running) -> None:
         """Stop a handler whose lease is lost; where it has returned or suspends, the store answers that."""
-        if not running.has_ended and not running.is_suspending:
-            logger.warning("the lease of %s is lost: %s", running.execution_id, running.lost)
-            if running.waiter is not None and not running.waiter.done():
-                running.waiter.set_result(None)
-            self._drop(running)
+        running.lost = running.lost or "claimed again"
+        if not running.has_ended and not running.is_suspending and not running.is_dropped:
+            level = logging.INFO if is_cancel(running.lost) else logging.WARNING
+            logger.log(level, "%s is stopped: %s", running.execution_id, running.lost)
+            running.stop()
 
-    def _drop(self, running: Running) -> None:
-        running.is_dropped = True
-        if running.task is not None and not running.has_ended:
-            running.task.cancel()
-            if not running.has_started:
-                # A task that is cancelled before its first step never enters its coroutine.
-                self._release(running)
+    def _lose_named(self, leases: Sequence[LostLease] | None) -> None:
+        """Stop the runs that are named by a hint; one that names none has every lease checked."""
+        if leases is None:
+            if self._heartbeat is not None:
+                self._heartbeat.check_all()
+            return
+        for execution_id, lease_epoch, reason in leases:
+            running = presence.latest(execution_id)
+            if running is not None and running in self._running and running.claimed.lease_epoch == lease_epoch:
+                running.lost = running.lost or reason
+                self._lose(running)
+
+    def _time_out(self, running: Running) -> None:
+        """Stop a run whose attempt has taken its time, and end the attempt."""
+        if running.has_ended or running.is_dropped:
+            return
+        if running.is_suspending:
+            # Answered in a moment: a run that is suspended keeps what is left of its time.
+            loop = asyncio.get_running_loop()
+            running.timer = loop.call_later(TIMEOUT_AGAIN_SECONDS, self._time_out, running)
+            return
+        logger.warning(
+            "%s is stopped: its attempt timeout of %d ms has passed",
+            running.execution_id,
+            running.claimed.attempt_timeout_ms,
+        )
+        running.stop()
+        running.expiry = asyncio.create_task(self._reports.expire(running))
 
     async def _drain(self) -> None:
         self.stop()
         assert self._claiming is not None
-        # Waited for, never cancelled: the answer of a claim under way holds leases.
-        await asyncio.wait((self._claiming,))
+        began = time.monotonic()
+        for running in self._running:
+            if running.earlier is not None:
+                self._give_back(running)
         await self._until_empty(self._drain_seconds)
         for running in list(self._running):
-            logger.warning("%s is left to another worker: its handler did not end in time", running.execution_id)
-            self._drop(running)
+            self._give_back(running)
         await self._until_empty(CANCEL_SECONDS)
+        # Not cancelled while it may still be answered: the answer holds leases, which are handed back.
+        await asyncio.wait((self._claiming,), timeout=max(0.0, began + CLAIM_SECONDS - time.monotonic()))
+        if not self._claiming.done():
+            logger.warning("a claim was not answered: what it has leased is claimed again when the leases run out")
+            self._claiming.cancel()
+        await self._until_empty(HAND_BACK_SECONDS)
         self._reports.close()
         self._threads.close()
-        self._claiming.result()
+        for running in self._running:
+            logger.warning("%s is left to another worker when its lease runs out", running.execution_id)
+            if running.has_ended and running.task is not None:
+                running.task.cancel()
+        await asyncio.wait((self._claiming,))
+        if not self._claiming.cancelled():
+            self._claiming.result()
+
+    def _give_back(self, running: Running) -> None:
+        """Stop a run and hand its lease back when its handler has returned; one that has returned is being ended."""
+        if not running.has_ended and not running.is_dropped:
+            logger.warning("%s is handed back: this worker stops", running.execution_id)
+            running.is_given_back = True
+            running.stop()
 
     async def _until_empty(self, seconds: float) -> None:
         with contextlib.suppress(TimeoutError):
@@ -305,11 +421,22 @@ class Worker:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._stopping.wait(), seconds)
 
+    async def _stop_reconciler(self) -> None:
+        if self._reconciler is not None:
+            await self._reconciler.stop()
+
+    async def _stop_heartbeat(self) -> None:
+        if self._heartbeat is not None:
+            await self._heartbeat.stop()
+        # After the last beat, which would register this worker again.
+        await self._leave()
+
     async def _leave(self) -> None:
         try:
-            await self._registration.leave(self._engine)
+            async with asyncio.timeout(LEAVE_SECONDS):
+                await self._registration.leave(self._engine)
         except Exception as error:
-            logger.warning("the registration is left to lapse: %s", error)
+            logger.warning("the registration is left to expire: %s", error or type(error).__name__)
 
 
 def _is_handler(value: object) -> bool:

@@ -80,6 +80,7 @@ HANDLE_CALLS: dict[str, Callable[[Subject, Handle], Awaitable[object]]] = {
     "fail for good": lambda s, handle: s.engine.fail(handle, reason="x", classification="permanent"),
     "delay": _delay,
     "wait_children": lambda s, handle: s.engine.wait_children(handle),
+    "hand_back": lambda s, handle: s.engine.hand_back(handle),
     "cancel": lambda s, handle: s.engine.cancel(handle, "x"),
 }
 """What a worker does under its lease."""

@@ -56,6 +56,7 @@ GROUPS = {
         "fail_execution for good",
         "delay",
         "wait_children",
+        "hand_back",
     ),
     "Cancelling": ("cancel", "cancel_execution"),
     "Time": ("promote_delayed", "expire_execution"),

@@ -148,6 +148,7 @@ BY_HANDLE: dict[str, Row] = {
     "wait_children": held(
         Moved(answer="nothing", to=RESUMABLE, tells=("released waiting_children",), last="suspended")
     ),
+    "hand_back": held(Moved(answer="nothing", to=RESUMABLE, tells=("released handed_back",), last="suspended")),
     "cancel": held(CANCELLING, cancelled=Same("nothing")),
 }
 BY_FENCE: dict[str, Row] = {

@@ -89,3 +89,7 @@ class FinishOperations(Families):
     async def wait_children(self, handle: Handle) -> None:
         """Put a run aside until what it depends on has ended; its attempt goes on with the next claim after it."""
         await self._park.wait_children(handle)
+
+    async def hand_back(self, handle: Handle) -> None:
+        """Give up the lease of a run that cannot go on here: any worker may claim it at once, as the same attempt."""
+        await self._park.hand_back(handle)

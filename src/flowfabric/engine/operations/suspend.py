@@ -37,9 +37,14 @@ class SuspendOperations(Families):
         """Suspend a run on behalf of whoever holds its fence."""
         return await self._suspend.suspend_by_triple(execution_id, (lease_id, lease_epoch, attempt_id), args)
 
-    async def create_waitpoint(self, handle: Handle, *, waitpoint_key: str, expires_in_ms: int) -> PendingWaitpoint:
-        """Make a waitpoint ahead of a suspend, so that signals may come before it; the lease is kept."""
-        return await self._waitpoints.create(handle, waitpoint_key, expires_in_ms)
+    async def create_waitpoint(
+        self, handle: Handle, *, waitpoint_key: str, expires_in_ms: int, waitpoint_id: UUID | str | None = None
+    ) -> PendingWaitpoint:
+        """Make a waitpoint ahead of a suspend, so that signals may come before it; the lease is kept.
+
+        A caller that names the id may repeat the call: it gets the same waitpoint.
+        """
+        return await self._waitpoints.create(handle, waitpoint_key, expires_in_ms, waitpoint_id)
 
     async def close_waitpoint(
         self, *, execution_id: str, waitpoint_id: UUID | str, reason: str = CloseReason.PROACTIVE_CLOSE

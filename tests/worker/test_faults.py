@@ -1,0 +1,323 @@
+"""What a worker does while the store is at fault, silent, or refuses one result among many."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from flowfabric.engine.engine import Engine
+from flowfabric.model.errors import TransportError, error
+from flowfabric.model.ids import ExecutionId
+from flowfabric.model.states import TerminalOutcome
+from flowfabric.settings import Settings
+from flowfabric.worker.context import Context, Running
+from flowfabric.worker.faults import Contact, is_about_values, is_passing
+from flowfabric.worker.worker import CANCEL_SECONDS, Worker
+
+from .proxy import Proxy
+
+STOP_SECONDS = 15.0
+"""What stopping may take beyond the drain and the clean-up, whatever the network does."""
+OURS = "datname = current_database() and application_name = 'flowfabric'"
+
+
+async def cut_off(connection: Any) -> None:
+    """End every session of the engines on the test's database."""
+    await connection.execute(f"select pg_terminate_backend(pid) from pg_stat_activity where {OURS}")
+
+
+@asynccontextmanager
+async def read_only(connection: Any) -> AsyncIterator[None]:
+    """Have the server refuse writes for a while, as during a failover."""
+    name = await connection.fetchval("select current_database()")
+    await connection.execute(f"alter database {name} set default_transaction_read_only = on")
+    await cut_off(connection)
+    try:
+        yield
+    finally:
+        await connection.execute("set default_transaction_read_only = off")
+        await connection.execute(f"alter database {name} reset default_transaction_read_only")
+        await cut_off(connection)
+
+
+class Gate:
+    """A handler that waits for its gate."""
+
+    def __init__(self) -> None:
+        self.opened = asyncio.Event()
+        self.started = 0
+
+    async def __call__(self, luck: str = "good") -> str:
+        self.started += 1
+        await self.opened.wait()
+        if luck == "bad":
+            raise ValueError("no luck")
+        return "done"
+
+
+@pytest.mark.parametrize(
+    ("fault", "passes"),
+    [
+        *((TransportError(kind), True) for kind in ("transport", "timeout", "auth", "busy_loading", "protocol")),
+        (error("retry_exhausted"), True),
+        (error("resource_exhausted"), True),
+        (error("internal", "broken"), True),
+        (TransportError("other"), False),
+        (error("invalid_input", "payload"), False),
+        (error("waitpoint_not_found"), False),
+        (error("lease_conflict"), False),
+    ],
+    ids=str,
+)
+def test_only_faults_of_the_store_pass(fault: Exception, passes: bool) -> None:  # noqa: FBT001
+    assert is_passing(fault) == passes
+    assert not (passes and is_about_values(fault))
+
+
+async def test_a_store_that_is_read_only_for_a_while_fails_no_run(
+    engine: Engine, start_worker: Any, submit: Any, connection: Any, eventually: Any, attempts: Any, caplog: Any
+) -> None:
+    gate = Gate()
+    runs = [await submit(luck=luck) for luck in ("good", "bad")]
+    await start_worker({"job": gate})
+    await eventually(lambda: gate.started == 2)
+    async with read_only(connection):
+        gate.opened.set()
+        await eventually(lambda: "is written again: busy_loading" in caplog.text)
+    ended = [await engine.wait_for_ending(run, timeout=60) for run in runs]
+    assert [one.outcome for one in ended] == [TerminalOutcome.SUCCESS, TerminalOutcome.FAILED]
+    assert ended[1].reason == "ValueError: no luck"
+    assert [len(await attempts(run)) for run in runs] == [1, 1]
+
+
+async def test_a_row_held_for_long_fails_no_run(
+    engine: Engine, start_worker: Any, submit: Any, connection: Any, eventually: Any, caplog: Any
+) -> None:
+    gate = Gate()
+    run = await submit()
+    await start_worker({"job": gate})
+    await eventually(lambda: gate.started == 1)
+    async with connection.transaction():
+        await connection.execute("select from execution where execution_id = $1 for update", run[-36:])
+        gate.opened.set()
+        await eventually(lambda: "is written again: retry_exhausted" in caplog.text)
+    assert (await engine.wait_for_ending(run, timeout=60)).outcome is TerminalOutcome.SUCCESS
+
+
+async def test_one_result_that_the_store_refuses_fails_its_run_alone(
+    engine: Engine, start_worker: Any, submit: Any, connection: Any, eventually: Any, attempts: Any
+) -> None:
+    # No operation leaves a constraint like this; it stands for whatever the store may refuse of one result.
+    await connection.execute("alter table attempt add constraint no_42 check (result_payload <> '42')")
+    started, gate = 0, asyncio.Event()
+
+    async def job(n: int) -> int:
+        nonlocal started
+        started += 1
+        await gate.wait()
+        return n
+
+    runs = [await submit(n=n) for n in range(100)]
+    await start_worker({"job": job}, concurrency=100)
+    await eventually(lambda: started == 100)
+    gate.set()
+    ended = [await engine.wait_for_ending(run, timeout=60) for run in runs]
+    failed = [n for n, one in enumerate(ended) if one.outcome is not TerminalOutcome.SUCCESS]
+    assert (failed, ended[42].outcome) == ([42], TerminalOutcome.FAILED)
+    (attempt,) = await attempts(runs[42])
+    assert attempt["failure_category"] == "result_refused"
+
+
+async def test_an_ending_that_is_never_written_is_given_up_with_its_lease(
+    engine: Engine, start_worker: Any, submit: Any, eventually: Any, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    async def never(*_: Any) -> Any:
+        raise TransportError("protocol")
+
+    async def job() -> None: ...
+
+    monkeypatch.setattr(engine, "complete_many", never)
+    run = await submit()
+    worker = await start_worker({"job": job}, lease_ttl_ms=600, reconcile=False, lanes=["default"])
+    await eventually(lambda: f"the result of {run} is given up with its lease" in caplog.text)
+    assert worker is not None
+
+
+async def test_calls_of_a_handler_survive_a_lost_connection(
+    engine: Engine, start_worker: Any, submit: Any, connection: Any, eventually: Any, rows: Any
+) -> None:
+    points: list[Any] = []
+
+    async def job(ctx: Context) -> str:
+        if ctx.is_resumed:
+            return "resumed"
+        await cut_off(connection)
+        await ctx.progress(50, "half")
+        await cut_off(connection)
+        points.append(await ctx.create_waitpoint("approval", 60_000))
+        await cut_off(connection)
+        assert await ctx.observe_signals() == []
+        await cut_off(connection)
+        await ctx.suspend(keys=["approval"], waitpoints=points, timeout_ms=60_000)
+        return "unreachable"
+
+    run = await submit()
+    await start_worker({"job": job})
+
+    async def is_suspended() -> bool:
+        return bool((await rows.execution(run))["lifecycle_phase"] == "suspended")
+
+    await eventually(is_suspended)
+    assert (await rows.execution(run))["progress_pct"] == 50
+    assert len(await rows.of("waitpoint")) == 1
+
+
+async def test_a_waitpoint_is_made_once_though_its_answer_is_lost(
+    engine: Engine, start_worker: Any, submit: Any, rows: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    create, faults = engine.create_waitpoint, iter([TransportError()])
+
+    async def create_and_lose(*arguments: Any, **options: Any) -> Any:
+        made = await create(*arguments, **options)
+        if fault := next(faults, None):
+            raise fault
+        return made
+
+    monkeypatch.setattr(engine, "create_waitpoint", create_and_lose)
+
+    async def job(ctx: Context) -> str:
+        point = await ctx.create_waitpoint("approval", 60_000)
+        token = await engine.read_waitpoint_token(execution_id=ctx.execution_id, waitpoint_id=point.waitpoint_id)
+        assert token is not None
+        assert token.reveal() == point.hmac_token.reveal()
+        return str(point.waitpoint_id)
+
+    await start_worker({"job": job})
+    ended = await engine.wait_for_ending(await submit(), timeout=60)
+    (row,) = await rows.of("waitpoint")
+    assert ended.result == b'"%s"' % str(row["waitpoint_id"]).encode()
+
+
+async def test_a_worker_starts_when_the_store_can_take_its_registration(
+    engine: Engine, start_worker: Any, submit: Any, connection: Any, caplog: Any, eventually: Any
+) -> None:
+    async def job() -> None: ...
+
+    run = await submit()
+    async with read_only(connection):
+        starting = asyncio.create_task(start_worker({"job": job}))
+        await eventually(lambda: "the registration is repeated: busy_loading" in caplog.text)
+    await starting
+    assert (await engine.wait_for_ending(run, timeout=60)).outcome is TerminalOutcome.SUCCESS
+
+
+# A worker that is stuck.
+
+
+def test_contact_is_lost_when_calls_fail_and_none_is_answered() -> None:
+    contact = Contact()
+    now = time.monotonic()
+    assert not contact.is_lost_for(0)
+    contact.failed(TransportError("timeout"), now - 10)
+    contact.failed(TransportError("transport"), now - 1)
+    assert contact.is_lost_for(9)
+    assert not contact.is_lost_for(11)
+    contact.failed(TransportError("busy_loading"), now)
+    assert not contact.is_lost_for(0)
+    contact.failed(TransportError("timeout"), now - 10)
+    contact.answered()
+    assert not contact.is_lost_for(0)
+
+
+async def test_a_worker_whose_claims_are_stuck_lets_others_take_over(
+    engines: Any, submit: Any, connection: Any, eventually: Any, rows: Any, caplog: Any
+) -> None:
+    # The claims of this engine are given up before their wait for a lock is.
+    stuck = await engines(statement_timeout_ms=300)
+    stopped = asyncio.Event()
+
+    async def wait() -> str:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            stopped.set()
+        return "unreachable"
+
+    run = await submit()
+    worker = Worker(stuck, lanes=["default"], handlers={"job": wait}, lease_ttl_ms=3000, reconcile=False)
+    async with worker:
+        await eventually(lambda: worker.running == 1)
+        async with connection.transaction():
+            # Claims need this table, renewals do not.
+            await connection.execute("lock table queue in access exclusive mode")
+            await eventually(lambda: "leases are not renewed" in caplog.text)
+            await asyncio.wait_for(stopped.wait(), 60)
+            expires_at = (await rows.execution(run))["lease_expires_at"]
+            await eventually(lambda: worker._contact.is_lost_for(3))
+        await eventually(lambda: not worker._contact.is_lost_for(3))
+        assert (await rows.execution(run))["lease_expires_at"] >= expires_at
+
+        async def is_renewed_again() -> bool:
+            row = await rows.execution(run)
+            return bool(row["lease_epoch"] > 1 and row["lease_renewed_at"])
+
+        await eventually(is_renewed_again)
+
+
+# Silence: packets vanish, and nothing is reset.
+
+
+@pytest.mark.parametrize("load", ["busy", "idle"])
+async def test_a_worker_stops_in_bounded_time_when_the_store_falls_silent(
+    url: str, submit: Any, eventually: Any, connection: Any, load: str
+) -> None:
+    is_busy = load == "busy"
+    gate = Gate()
+    run: ExecutionId | None = await submit() if is_busy else None
+    async with Proxy.before(url) as proxy:
+        began = 0.0
+        async with Engine.connect(settings=Settings(database_url=proxy.url)) as engine:
+            worker = Worker(engine, lanes=["default"], handlers={"job": gate}, drain_seconds=0.5)
+            async with worker:
+                await eventually(lambda: gate.started == int(is_busy))
+                await eventually(lambda: engine.wakeups.hints.is_listening)
+                proxy.silence(new=True)
+                gate.opened.set()
+                engine.wakeups.wake_all()
+                began = time.monotonic()
+        took = time.monotonic() - began
+    assert took < 0.5 + CANCEL_SECONDS + STOP_SECONDS
+    assert run is None or await connection.fetchval("select count(*) from execution") == 1
+
+
+async def test_a_worker_is_back_at_work_soon_after_its_connections_fell_silent(
+    url: str, submit: Any, eventually: Any, engine: Engine
+) -> None:
+    async def job() -> str:
+        return "done"
+
+    async with (
+        Proxy.before(url) as proxy,
+        Engine.connect(settings=Settings(database_url=proxy.url, statement_timeout_ms=500)) as silenced,
+        Worker(silenced, lanes=["default"], handlers={"job": job}),
+    ):
+        await engine.wait_for_ending(await submit(), timeout=60)
+        await eventually(lambda: silenced.wakeups.hints.is_listening)
+        proxy.silence(new=False)
+        began = time.monotonic()
+        ended = await engine.wait_for_ending(await submit(), timeout=60)
+        assert ended.outcome is TerminalOutcome.SUCCESS
+        assert time.monotonic() - began < 15
+
+
+def test_a_lease_is_over_when_its_time_has_passed_since_the_last_renewal() -> None:
+    class Claimed:
+        class handle:
+            lease_ttl_ms = 1000
+
+    claimed: Any = Claimed
+    assert Running(claimed, time.monotonic() - 1.1).is_lease_over
+    assert not Running(claimed, time.monotonic() - 0.5).is_lease_over
