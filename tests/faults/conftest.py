@@ -11,6 +11,8 @@ import pytest
 
 from .scene import Scene
 
+IS_WHOLE = os.environ.get("FF_TEST_SWEEP") == "whole"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Sweep:
@@ -37,7 +39,7 @@ def sweep() -> Sweep:
     drawn = os.environ.get("PYTEST_XDIST_TESTRUNUID") or str(random.SystemRandom().random())
     return Sweep(
         seed=int(os.environ.get("FF_TEST_SEED") or zlib.crc32(drawn.encode()) % 1_000_000),
-        is_whole=os.environ.get("FF_TEST_SWEEP") == "whole",
+        is_whole=IS_WHOLE,
     )
 
 

@@ -225,13 +225,12 @@ class Scene:
         rows = {
             str(row["execution_id"]): row for row in await self._connection.fetch(query, [one[-36:] for one in made])
         }
-        expected = {
+        expected: dict[ExecutionId, dict[str, Any]] = {
             done: {"state": "completed", "result_payload": name.encode(), "progress_pct": 42},
             tagged: {"state": "cancelled", "cancellation_reason": name, "tag": name, "key": name},
             renewed: {"state": "active", "lease_id": handles[renewed].lease_id},
             failed: {"state": "failed", "failure_reason": name},
         }
-        # Which of two creates that ran side by side has the key is told by their order in `made`.
         wrong = []
         for execution_id, values in expected.items():
             row = rows.get(execution_id[-36:])
@@ -249,7 +248,7 @@ def refusal_of(task: "asyncio.Task[object]") -> BaseException | None:
     if (raised := task.exception()) is not None:
         return raised
     answer = task.result()
-    verdicts: list[object] = answer if isinstance(answer, list) else []
+    verdicts = list(answer) if isinstance(answer, list) else []
     return next((one for one in verdicts if isinstance(one, EngineError)), None)
 
 
