@@ -6,7 +6,7 @@ import logging
 import random
 import signal
 import sys
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -70,26 +70,33 @@ class Actor:
             async with asyncio.timeout(seconds):
                 await self.stopping.wait()
 
-    async def ask(self, of: str, call: Awaitable[Answer], *, impatient: float = 0, **known: object) -> Answer | None:
+    async def ask(
+        self, of: str, call: Coroutine[Any, Any, Answer], *, impatient: float = 0, **known: object
+    ) -> Answer | None:
         """The answer of a call; an error is written down, and so is a call that is cancelled for impatience."""
+        task = asyncio.create_task(call)
+        if self.chance.random() < impatient:
+            await self._lose_patience(task)
         try:
-            async with asyncio.timeout(
-                self.chance.random() * 0.01 if self.chance.random() < impatient else None
-            ) as scope:
-                return await call
+            return await task
         except EngineError as error:
             is_unknown = isinstance(error, TransportError) and error.outcome_unknown
-            self.history.tell(
-                "unknown" if is_unknown else "refused", of=of, detail=str(error), code=error.code, **known
-            )
-        except TimeoutError as error:
-            if scope.expired():
-                self.history.tell("unknown", of=of, detail="cancelled", **known)
-            else:
-                self.history.tell("surprise", of=of, detail=repr(error), **known)
+            what = "unknown" if is_unknown else "refused"
+            self.history.tell(what, of=of, detail=str(error), code=error.code, **known)
+        except asyncio.CancelledError:
+            self.history.tell("unknown", of=of, detail="cancelled", **known)
         except Exception as error:
             self.history.tell("surprise", of=of, detail=repr(error), **known)
         return None
+
+    async def _lose_patience(self, task: "asyncio.Task[Any]") -> None:
+        """Cancel a call after a few turns of the loop, where conversations begin, or after a few milliseconds."""
+        if self.chance.random() < 0.7:
+            for _ in range(self.chance.randrange(8)):
+                await asyncio.sleep(0)
+        else:
+            await asyncio.wait((task,), timeout=self.chance.random() * 0.01)
+        task.cancel()
 
     async def repeat(self, step: Any, seconds: float) -> None:
         """Take a step again and again, with pauses of about this length."""

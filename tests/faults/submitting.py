@@ -53,7 +53,9 @@ class Submitter:
                 self._named = [*self._named[-REMEMBERED:], given]
                 await self._submit(given, tries=4)
             case "id":
-                await self._submit(self._new(execution_id=f"{{fp:{chance.randrange(256)}}}:{uuid4()}"), tries=4)
+                named = {"execution_id": f"{{fp:{chance.randrange(256)}}}:{uuid4()}"}
+                named |= {"idempotency_key": uuid4().hex} if chance.random() < 0.5 else {}
+                await self._submit(self._new(**named), tries=4)
             case "again" if self._named:
                 await self._submit(chance.choice(self._named), tries=2)
             case "many":
@@ -62,7 +64,7 @@ class Submitter:
     async def _submit(self, given: dict[str, Any], tries: int) -> None:
         known = {"execution_id": given.get("execution_id"), "key": given.get("idempotency_key")}
         for _ in range(tries):
-            answer = await self._actor.ask("submit", self._engine.create_execution(**given), impatient=0.1, **known)
+            answer = await self._actor.ask("submit", self._engine.create_execution(**given), impatient=0.15, **known)
             if answer is not None:
                 await self._told(answer, given)
                 return
@@ -70,7 +72,7 @@ class Submitter:
 
     async def _submit_many(self, given: list[dict[str, Any]]) -> None:
         call = self._engine.create_many([NewExecution(**one) for one in given])
-        answers = await self._actor.ask("submit many", call, impatient=0.1)
+        answers = await self._actor.ask("submit many", call, impatient=0.15)
         for one, answer in zip(given, answers or (), strict=False):
             if isinstance(answer, Created | Duplicate):
                 await self._told(answer, one)

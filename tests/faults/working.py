@@ -145,6 +145,9 @@ class Claimer:
 
     async def _end(self, one: ClaimedExecution, run: str) -> None:
         chance = self._actor.chance
+        if chance.random() < 0.5:
+            report = self._engine.progress(one.handle, percent=chance.randrange(100))
+            await self._actor.ask("progress", report, impatient=0.5, execution_id=one.execution_id)
         await self._actor.pause(chance.random() * 0.05)
         match chance.choices(("complete", "fail", "fail for good", "leave"), (10, 2, 1, 1))[0]:
             case "complete":
