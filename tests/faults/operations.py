@@ -389,7 +389,7 @@ def _of_services() -> list[Operation]:
     add(
         "rotate_waitpoint_hmac_secret_all",
         nothing,
-        lambda e, s: e.rotate_waitpoint_hmac_secret_all(new_kid=s.name, new_secret_hex=SECRET, grace_ms=10**9),
+        lambda e, s: e.rotate_waitpoint_hmac_secret_all(new_kid=s.name, new_secret_hex=SECRET, grace_ms=100),
     )
     add("set_lane_state", created, lambda e, s: e.set_lane_state(s.lane_id, "paused"))
     add("prepare", nothing, lambda e, _: e.prepare())

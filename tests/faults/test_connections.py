@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import pytest
 
@@ -18,12 +19,14 @@ from .scene import Scene, Subject, refusal_of
 CUTS = (Action.CUT_BEFORE, Action.CUT_AFTER)
 SAMPLE = 2
 """Messages at which the connection of an operation breaks in the sampled form."""
-SILENT_SAMPLE = 6
+SILENT_SAMPLE = 4
 """Operations whose connection falls silent in the sampled form."""
-LIMIT_MS = 600
+LIMIT_MS = 800
 """How long a statement may take in these tests."""
 HANGS_SECONDS = 15
 """A call that has not ended by now never does."""
+TRIES = (False, False, True)
+"""How often a call over a connection that works is tried, and whether it is the last time."""
 
 
 class Breaking:
@@ -39,12 +42,9 @@ class Breaking:
 
     async def learn(self) -> None:
         """The rows that the call leaves, how many messages it takes, and that a repeat of it adds nothing."""
+        # The first time statements are prepared, the second they are known.
         for _ in range(2):
-            subject = await self._scene.subject(lane_id="warm lane")
-            await self._operation.prepare(subject)
-            self._proxy.arm(None)
-            if refused := await self._call(subject):
-                raise refused
+            subject = await self._untouched()
             self.messages = {side: self._proxy.counted(side) for side in Side}
             self._whole = await self._scene.digest(subject)
             if self._operation.repeats:
@@ -53,6 +53,20 @@ class Breaking:
                 if repeated != self._whole:
                     pytest.fail(f"a repeat adds to what is done: {sorted({*self._whole} ^ {*repeated})}")
             await self._scene.leave(subject)
+
+    async def _untouched(self) -> Subject:
+        """The subject of a call that was not broken."""
+        for is_last in TRIES:
+            subject = await self._scene.subject(lane_id="warm lane")
+            await self._operation.prepare(subject)
+            self._proxy.arm(None)
+            refused = await self._call(subject)
+            if refused is None:
+                return subject
+            if is_last or not _is_late(refused):
+                raise refused
+            await self._scene.leave(subject)
+        raise AssertionError("unreachable")
 
     async def break_at(self, strike: Strike) -> tuple[bool, list[str]]:
         """Whether the call came to that message, and what is wrong."""
@@ -69,13 +83,20 @@ class Breaking:
             wrong.append(f"a session is left busy: {busy}")
         wrong += self._judged(error, before, await self._scene.digest(subject))
         wrong += await self._repeated(subject)
-        try:
-            wrong += await self._scene.testify(self._engine)
-        except EngineError as refused:
-            wrong.append(f"an operation after it was refused: {refused!r}")
+        wrong += await self._others()
         await self._scene.leave(subject)
         where = f"{self._operation.title}, {strike.action} message {strike.nth} of the {strike.side}"
         return has_struck, [f"{where}: {each}" for each in wrong]
+
+    async def _others(self) -> list[str]:
+        """What is wrong with other operations on the same engine."""
+        for is_last in TRIES:
+            try:
+                return await self._scene.testify(self._engine)
+            except EngineError as refused:
+                if is_last or not _is_late(refused):
+                    return [f"an operation after it was refused: {refused!r}"]
+        raise AssertionError("unreachable")
 
     async def _call(self, subject: Subject) -> BaseException | None:
         task = asyncio.ensure_future(self._operation.call(self._engine, subject))
@@ -105,13 +126,21 @@ class Breaking:
 
     async def _repeated(self, subject: Subject) -> list[str]:
         """What is wrong with a repeat of the call over a connection that works."""
-        error = await self._call(subject)
+        for is_last in TRIES:
+            error = await self._call(subject)
+            if is_last or not _is_late(error):
+                break
         if error is not None and (not isinstance(error, EngineError) or isinstance(error, TransportError)):
             return [f"a repeat ended in {error!r}"]
         after = await self._scene.digest(subject)
         if self._operation.repeats and after != self._whole:
             return [f"a repeat left it otherwise ({error!r}): {_difference(self._whole, after)}"]
         return []
+
+
+def _is_late(error: BaseException | None) -> bool:
+    """Whether a call met the short limit of these tests, as it may on a busy machine."""
+    return isinstance(error, TransportError) and error.kind == "timeout"
 
 
 def _difference(expected: list[str], found: list[str]) -> str:
@@ -129,15 +158,33 @@ async def proxy(url: str) -> AsyncIterator[Proxy]:
 
 
 @pytest.fixture
-async def engine(proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Engine]:
+async def engine(proxy: Proxy) -> AsyncIterator[Engine]:
+    """An engine behind the proxy."""
+    async with _engine(proxy) as engine:
+        yield engine
+        proxy.heal()
+
+
+@pytest.fixture
+async def hasty_engine(proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Engine]:
     """An engine behind the proxy that takes a silent connection for dead before long."""
     monkeypatch.setattr(session, "ANSWER_SECONDS", 0.2)
+    async with _engine(proxy, statement_timeout_ms=LIMIT_MS) as engine:
+        yield engine
+        proxy.heal()
+
+
+@asynccontextmanager
+async def _engine(proxy: Proxy, statement_timeout_ms: int = 8_000) -> AsyncIterator[Engine]:
     settings = Settings(
-        database_url=proxy.url, database_pool_size=2, listen=False, statement_timeout_ms=LIMIT_MS, submit_patience_ms=0
+        database_url=proxy.url,
+        database_pool_size=2,
+        listen=False,
+        submit_patience_ms=0,
+        statement_timeout_ms=statement_timeout_ms,
     )
     async with Engine.connect(settings=settings) as engine:
         yield engine
-        proxy.heal()
 
 
 WRITES = [group for group, operations in GROUPS.items() if not operations[0].is_read]
@@ -207,12 +254,12 @@ async def test_a_call_that_reaches_no_server_is_known_not_to_be_done(
 @pytest.mark.parametrize("group", WRITES if IS_WHOLE else ["some"])
 @pytest.mark.parametrize("action", [Action.SILENCE, Action.DELAY])
 async def test_a_call_whose_messages_come_late_or_never_is_done_or_not_or_says_so(
-    scene: Scene, proxy: Proxy, engine: Engine, sweep: Sweep, group: str, action: Action
+    scene: Scene, proxy: Proxy, hasty_engine: Engine, sweep: Sweep, group: str, action: Action
 ) -> None:
     groups = [WRITES[at] for at in sweep.sample(action, len(WRITES), SILENT_SAMPLE)] if group == "some" else [group]
     wrong = []
     for title in groups:
-        breaking = Breaking(scene, proxy, engine, OPERATIONS[title])
+        breaking = Breaking(scene, proxy, hasty_engine, OPERATIONS[title])
         wrong += await _broken(breaking, sweep, title, (action,), 1)
     wrong += await scene.inconsistencies()
     assert not wrong, f"seed {sweep.seed}\n" + "\n".join(wrong)

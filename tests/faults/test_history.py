@@ -6,7 +6,7 @@ from .run import Plan, run, table
 
 SHORT = Plan(
     seed=7,
-    seconds=8,
+    seconds=7,
     standby=False,
     small_disk=False,
     roles={"submitter": 1, "worker": 1, "claimer": 1, "signaller": 1, "operator": 1},
