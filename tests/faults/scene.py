@@ -29,7 +29,7 @@ WORKER: dict[str, Any] = {"worker_id": "worker", "worker_instance_id": "worker-1
 _UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 _NUMBERED = frozenset(
     {"event_id", "xid", "place", "sequence", "namespace_no", "lane_no", "queue_no", "worker_no", "capability_set_no"}
-    | {"grant_id", "partition_key", "token", "token_kid", "secret"}
+    | {"grant_id", "partition_key", "execution_partition", "token", "token_kid", "secret"}
 )
 """Columns whose values differ from one subject to the next."""
 _EARLIEST_MS = 10**12
