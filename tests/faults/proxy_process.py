@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 import random
 import sys
 from pathlib import Path
@@ -107,4 +108,6 @@ class ProxyProcess:
 
 
 if __name__ == "__main__":
+    # A client that is gone before it was answered is nothing to warn of here.
+    logging.getLogger("asyncio").setLevel(logging.ERROR)
     asyncio.run(serve(sys.argv[1], sys.argv[2]))
