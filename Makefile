@@ -4,13 +4,17 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.ready-dev
 BENCH  := $(VENV)/.ready-bench
+# How long faults strike, and the seed of chance; without one it is drawn, and printed.
+SECONDS ?= 60
+SEED    ?=
 
-.PHONY: demo test check bench soak format clean help
+.PHONY: demo test check faults bench soak format clean help
 
 help:
 	@echo "make demo    durable work on an embedded Postgres, with a worker killed on the way"
 	@echo "make test    the test suite, on real Postgres"
 	@echo "make check   format, lint, types and tests, the floors among them: what CI runs"
+	@echo "make faults  whole sweeps of cancellations and broken connections, then SECONDS=60 of faults by SEED"
 	@echo "make format  formats the code and mends what can be mended"
 	@echo "make bench   the benchmark against the raw limit and the peers"
 	@echo "make soak    ten minutes at full rate on a store with a past"
@@ -37,6 +41,10 @@ check: $(STAMP)
 	$(BIN)/mypy
 	$(BIN)/basedpyright --pythonpath $(BIN)/python
 	$(MAKE) test
+
+faults: $(STAMP)
+	FF_TEST_SWEEP=whole FF_TEST_SEED=$(SEED) $(BIN)/python -m pytest -n 4 --dist worksteal tests/faults
+	$(BIN)/python -m tests.faults --seconds $(SECONDS) $(if $(SEED),--seed $(SEED))
 
 bench: $(BENCH)
 	$(BIN)/python -m flowfabric.bench

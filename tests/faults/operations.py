@@ -1,0 +1,447 @@
+"""Every operation the engine offers: how its subject is prepared, and the call that the sweeps break."""
+
+import inspect
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+from flowfabric.engine.engine import Engine
+from flowfabric.model.conditions import ByName, Single
+from flowfabric.model.execution import NewExecution
+from flowfabric.model.grants import Granted, ResumeGrant, ResumeToken
+from flowfabric.model.ids import LaneId
+from flowfabric.model.suspension import Fresh, SuspendArgs
+from flowfabric.model.waits import Suspended
+
+from .scene import LEASE_MS, MINUTE, WORKER, Subject
+
+Prepare = Callable[[Subject], Awaitable[None]]
+Call = Callable[[Engine, Subject], Awaitable[object]]
+
+SECRET = "cd" * 32
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operation:
+    """One call of the engine on a prepared subject."""
+
+    name: str
+    variant: str = ""
+    prepare: Prepare
+    call: Call
+    repeats: bool = True
+    """Whether a repeat of the same call leaves what one call leaves."""
+    is_read: bool = False
+
+    @property
+    def title(self) -> str:
+        """The operation with its variant."""
+        return f"{self.name}, {self.variant}" if self.variant else self.name
+
+
+def offered() -> set[str]:
+    """The asynchronous operations of the engine."""
+    return {
+        name
+        for name in dir(Engine)
+        if not name.startswith("_") and inspect.iscoroutinefunction(inspect.getattr_static(Engine, name))
+    }
+
+
+# How subjects are prepared, each through operations of another engine.
+
+
+async def nothing(subject: Subject) -> None:
+    """Only the lane is there."""
+
+
+async def keyless(subject: Subject) -> None:
+    """A store without a signing key, as no operation leaves it."""
+    await subject.connection.execute("delete from signing_key")
+
+
+async def created(subject: Subject, **overrides: Any) -> None:
+    """An execution that waits for a worker."""
+    await subject.engine.create_execution(**subject.new(execution_id=subject.execution_id, **overrides))
+
+
+async def claimed(subject: Subject, *, lease_ttl_ms: int = LEASE_MS, **overrides: Any) -> None:
+    """An execution that a worker has claimed."""
+    await created(subject, **overrides)
+    handle = await subject.engine.claim(lane_id=subject.lane_id, **WORKER, lease_ttl_ms=lease_ttl_ms)
+    assert handle is not None
+    assert handle.execution_id == subject.execution_id
+    subject.handle = handle
+
+
+async def tagged(subject: Subject) -> None:
+    """An execution with a tag."""
+    await created(subject, tags={"app.key": "value"})
+
+
+async def completed(subject: Subject) -> None:
+    """An execution that ended in success."""
+    await claimed(subject)
+    await subject.engine.complete(subject.handle, b"done")
+
+
+async def due(subject: Subject) -> None:
+    """A delayed execution whose time has come."""
+    await created(subject, delay_until=await subject.clock.now() + MINUTE)
+    await subject.clock.advance(ms=MINUTE)
+
+
+async def overdue(subject: Subject) -> None:
+    """An execution whose attempt has run past its timeout."""
+    await claimed(subject, lease_ttl_ms=120 * MINUTE)
+    await subject.clock.advance(ms=60 * MINUTE)
+
+
+async def past_deadline(subject: Subject) -> None:
+    """A waiting execution past its deadline."""
+    await created(subject, execution_deadline_at=await subject.clock.now() + MINUTE)
+    await subject.clock.advance(ms=MINUTE)
+
+
+async def lapsed(subject: Subject) -> None:
+    """An execution whose lease has run out."""
+    await claimed(subject)
+    await subject.clock.advance(ms=LEASE_MS)
+
+
+async def lease_expired(subject: Subject) -> None:
+    """An execution whose lease has run out and is marked."""
+    await lapsed(subject)
+    await subject.engine.mark_lease_expired_if_due(subject.execution_id)
+
+
+async def granted(subject: Subject) -> None:
+    """An execution that is granted to the worker."""
+    await created(subject)
+    subject.grant = await subject.engine.issue_claim_grant(**subject.named, **WORKER)
+
+
+async def reclaim_granted(subject: Subject) -> None:
+    """An execution whose lost lease is granted to the worker."""
+    await lease_expired(subject)
+    grant = await subject.engine.issue_reclaim_grant(**subject.named, **WORKER)
+    assert isinstance(grant, Granted)
+    subject.grant = grant
+
+
+async def resumable(subject: Subject) -> None:
+    """An execution whose attempt may go on."""
+    await claimed(subject)
+    await subject.engine.wait_children(subject.handle)
+
+
+async def resume_granted(subject: Subject) -> None:
+    """An execution whose attempt may go on, granted to the worker."""
+    await resumable(subject)
+    subject.grant = await subject.engine.issue_claim_grant(**subject.named, **WORKER)
+
+
+async def suspended(subject: Subject, **overrides: Any) -> None:
+    """An execution that waits for the signal `ready`."""
+    await claimed(subject)
+    outcome = await subject.engine.suspend(subject.handle, suspend_args(subject, **overrides))
+    assert isinstance(outcome, Suspended)
+    subject.wait = outcome.details
+    subject.handle = outcome.handle
+
+
+async def wait_is_over(subject: Subject) -> None:
+    """A suspended execution whose timeout has come."""
+    await suspended(subject, timeout_at=await subject.clock.now() + MINUTE)
+    await subject.clock.advance(ms=MINUTE)
+
+
+async def with_waitpoint(subject: Subject) -> None:
+    """A running execution with a waitpoint made ahead."""
+    await claimed(subject)
+    subject.pending = await subject.engine.create_waitpoint(
+        subject.handle, waitpoint_key="wait", expires_in_ms=10 * MINUTE
+    )
+
+
+async def registered(subject: Subject) -> None:
+    """A live worker under the subject's name."""
+    await subject.engine.register_worker(**registration(subject))
+
+
+def registration(subject: Subject) -> dict[str, Any]:
+    """The arguments that register a worker under the subject's name."""
+    return {
+        "worker_id": "worker",
+        "worker_instance_id": subject.name,
+        "lanes": (subject.lane_id,),
+        "liveness_ttl_ms": MINUTE,
+        "namespace": "tests",
+    }
+
+
+def suspend_args(subject: Subject, **overrides: Any) -> SuspendArgs:
+    """The arguments of a suspend, the same for every repeat."""
+    return SuspendArgs(
+        **{
+            "suspension_id": subject.ids[0],
+            "waitpoints": (Fresh(waitpoint_id=subject.ids[1], waitpoint_key="wait"),),
+            "resume_condition": Single(waitpoint_key="wait", matcher=ByName("ready")),
+            "reason_code": "waiting_for_signal",
+            "idempotency_key": subject.name,
+            **overrides,
+        }
+    )
+
+
+# Calls that take more than a line.
+
+
+def _create_many(engine: Engine, subject: Subject, **overrides: Any) -> Awaitable[object]:
+    items = [subject.new(execution_id=f"{{fp:1}}:{one}", **overrides) for one in subject.ids]
+    return engine.create_many([NewExecution(**item) for item in items])
+
+
+def _create_alike(engine: Engine, subject: Subject) -> Awaitable[object]:
+    return engine.create_many([NewExecution(**subject.new()) for _ in range(3)])
+
+
+def _resume_token(subject: Subject) -> ResumeToken:
+    grant = subject.grant.grant
+    return ResumeToken(
+        grant=ResumeGrant(
+            execution_id=grant.execution_id,
+            partition_key=grant.partition_key,
+            grant_key=grant.grant_key,
+            expires_at_ms=grant.expires_at_ms,
+            lane_id=LaneId(subject.lane_id),
+        ),
+        **WORKER,
+        lease_ttl_ms=LEASE_MS,
+    )
+
+
+def _deliver(engine: Engine, subject: Subject, waitpoint_id: Any, token: Any) -> Awaitable[object]:
+    return engine.deliver_signal(
+        execution_id=subject.execution_id,
+        waitpoint_id=waitpoint_id,
+        waitpoint_token=token,
+        signal_name="ready",
+        payload=b"{}",
+        idempotency_key=subject.name,
+        signal_id=subject.ids[2],
+    )
+
+
+def _claim(engine: Engine, subject: Subject) -> Awaitable[object]:
+    return engine.claim(lane_id=subject.lane_id, **WORKER)
+
+
+def _until(subject: Subject) -> int:
+    return subject.began + 200 * MINUTE
+
+
+def _operations() -> list[Operation]:
+    found: list[Operation] = []
+
+    def add(name: str, prepare: Prepare, call: Call, variant: str = "", *, repeats: bool = True) -> None:
+        found.append(Operation(name=name, variant=variant, prepare=prepare, call=call, repeats=repeats))
+
+    # Creating.
+    add("create_execution", nothing, lambda e, s: e.create_execution(**s.new()), repeats=False)
+    add("create_execution", nothing, lambda e, s: e.create_execution(**s.new(idempotency_key=s.name)), "with a key")
+    add(
+        "create_execution",
+        nothing,
+        lambda e, s: e.create_execution(
+            **s.new(execution_id=s.execution_id, idempotency_key=s.name, tags={"app.key": "value"})
+        ),
+        "with an id, a key and tags",
+    )
+    add(
+        "create_execution",
+        nothing,
+        lambda e, s: e.create_execution(**s.new(execution_id=s.execution_id, delay_until=_until(s))),
+        "with an id, delayed",
+    )
+    add("create_many", nothing, _create_alike, "alike", repeats=False)
+    add("create_many", nothing, lambda e, s: _create_many(e, s, tags={"app.key": "value"}), "with ids and tags")
+
+    # Claiming.
+    add("claim", created, _claim)
+    add("claim", lease_expired, _claim, "a lost lease")
+    add("claim_many", created, lambda e, s: e.claim_many(lanes=(s.lane_id,), limit=5, **WORKER))
+    add("claim_many", resumable, lambda e, s: e.claim_many(lanes=(s.lane_id,), limit=5, **WORKER), "resumed")
+    add("claim_for_worker", created, lambda e, s: e.claim_for_worker(lane_id=s.lane_id, **WORKER))
+    add("issue_claim_grant", created, lambda e, s: e.issue_claim_grant(**s.named, **WORKER))
+    add("claim_execution", granted, lambda e, s: e.claim_execution(**s.named, **WORKER, lease_id=s.ids[0]))
+    add(
+        "claim_resumed_execution",
+        resumable,
+        lambda e, s: e.claim_resumed_execution(**s.named, **WORKER, lease_id=s.ids[0]),
+    )
+    add("claim_from_resume_grant", resume_granted, lambda e, s: e.claim_from_resume_grant(_resume_token(s)))
+    add(
+        "issue_grant_and_claim",
+        created,
+        lambda e, s: e.issue_grant_and_claim(**s.named, lease_duration_ms=LEASE_MS),
+    )
+    add("issue_reclaim_grant", lease_expired, lambda e, s: e.issue_reclaim_grant(**s.named, **WORKER))
+    add("reclaim_execution", reclaim_granted, lambda e, s: e.reclaim_execution(**s.named, **WORKER))
+
+    # Under a lease.
+    # Every renewal is an event.
+    add("renew", claimed, lambda e, s: e.renew(s.handle), repeats=False)
+    add("renew_many", claimed, lambda e, s: e.renew_many([s.handle]), repeats=False)
+    add("renew_lease", claimed, lambda e, s: e.renew_lease(**s.fence, lease_ttl_ms=LEASE_MS), repeats=False)
+    add("progress", claimed, lambda e, s: e.progress(s.handle, percent=50, message="half"))
+    add("complete", claimed, lambda e, s: e.complete(s.handle, b"x"))
+    add("complete_many", claimed, lambda e, s: e.complete_many([(s.handle, b"x")]))
+    add("complete_execution", claimed, lambda e, s: e.complete_execution(**s.fence, payload=b"x"))
+    add("fail", claimed, lambda e, s: e.fail(s.handle, reason="x"))
+    add("fail", claimed, lambda e, s: e.fail(s.handle, reason="x", classification="permanent"), "for good")
+    add("fail_execution", claimed, lambda e, s: e.fail_execution(**s.fence, failure_reason="x"))
+    add("delay", claimed, lambda e, s: e.delay(s.handle, _until(s)))
+    add("wait_children", claimed, lambda e, s: e.wait_children(s.handle))
+    add("cancel", claimed, lambda e, s: e.cancel(s.handle, "x"))
+    add("suspend", claimed, lambda e, s: e.suspend(s.handle, suspend_args(s)))
+    add("suspend_by_triple", claimed, lambda e, s: e.suspend_by_triple(**s.triple, args=suspend_args(s)))
+    # Every call makes a waitpoint of its own; one that nobody waits on expires.
+    add(
+        "create_waitpoint",
+        claimed,
+        lambda e, s: e.create_waitpoint(s.handle, waitpoint_key="wait", expires_in_ms=MINUTE),
+        repeats=False,
+    )
+    found += _of_services()
+    found += _reads()
+    return found
+
+
+def _of_services() -> list[Operation]:
+    found: list[Operation] = []
+
+    def add(name: str, prepare: Prepare, call: Call, variant: str = "", *, repeats: bool = True) -> None:
+        found.append(Operation(name=name, variant=variant, prepare=prepare, call=call, repeats=repeats))
+
+    add("cancel_execution", claimed, lambda e, s: e.cancel_execution(execution_id=s.execution_id, reason="x"))
+    add(
+        "cancel_execution",
+        suspended,
+        lambda e, s: e.cancel_execution(execution_id=s.execution_id, reason="x"),
+        "while it waits",
+    )
+    add("promote_delayed", due, lambda e, s: e.promote_delayed(s.execution_id))
+    add("expire_execution", overdue, lambda e, s: e.expire_execution(s.execution_id, "attempt_timeout"), "timeout")
+    add(
+        "expire_execution",
+        past_deadline,
+        lambda e, s: e.expire_execution(s.execution_id, "execution_deadline"),
+        "deadline",
+    )
+    add("mark_lease_expired_if_due", lapsed, lambda e, s: e.mark_lease_expired_if_due(s.execution_id))
+    add("set_execution_tag", created, lambda e, s: e.set_execution_tag(s.execution_id, "app.key", "value"))
+    add(
+        "set_execution_tags",
+        created,
+        lambda e, s: e.set_execution_tags(s.execution_id, {"app.key": "value", "app.other": "word"}),
+    )
+    add("deliver_signal", suspended, lambda e, s: _deliver(e, s, s.wait.waitpoint_id, s.wait.waitpoint_token))
+    add(
+        "deliver_signal",
+        with_waitpoint,
+        lambda e, s: _deliver(e, s, s.pending.waitpoint_id, s.pending.hmac_token),
+        "ahead of the wait",
+    )
+    add(
+        "deliver_approval_signal",
+        suspended,
+        lambda e, s: e.deliver_approval_signal(
+            execution_id=s.execution_id,
+            waitpoint_id=s.wait.waitpoint_id,
+            signal_name="approved",
+            idempotency_suffix=s.name,
+        ),
+    )
+    add("resume_execution", suspended, lambda e, s: e.resume_execution(execution_id=s.execution_id))
+    add("expire_suspension", wait_is_over, lambda e, s: e.expire_suspension(s.execution_id))
+    add(
+        "close_waitpoint",
+        with_waitpoint,
+        lambda e, s: e.close_waitpoint(execution_id=s.execution_id, waitpoint_id=s.pending.waitpoint_id),
+    )
+    add("register_worker", nothing, lambda e, s: e.register_worker(**registration(s)), repeats=False)
+    add(
+        "heartbeat_worker",
+        registered,
+        lambda e, s: e.heartbeat_worker(worker_instance_id=s.name, namespace="tests"),
+    )
+    add(
+        "mark_worker_dead",
+        registered,
+        lambda e, s: e.mark_worker_dead(worker_instance_id=s.name, namespace="tests", reason="x"),
+    )
+    add(
+        "seed_waitpoint_hmac_secret",
+        keyless,
+        lambda e, s: e.seed_waitpoint_hmac_secret(kid=s.name, secret_hex=SECRET),
+    )
+    add(
+        "rotate_waitpoint_hmac_secret_all",
+        nothing,
+        lambda e, s: e.rotate_waitpoint_hmac_secret_all(new_kid=s.name, new_secret_hex=SECRET, grace_ms=100),
+    )
+    add("set_lane_state", created, lambda e, s: e.set_lane_state(s.lane_id, "paused"))
+    add("prepare", nothing, lambda e, _: e.prepare())
+    return found
+
+
+def _reads() -> list[Operation]:
+    found: list[Operation] = []
+
+    def add(name: str, prepare: Prepare, call: Call, variant: str = "") -> None:
+        found.append(Operation(name=name, variant=variant, prepare=prepare, call=call, is_read=True))
+
+    add("scan_eligible_executions", created, lambda e, s: e.scan_eligible_executions(lane_id=s.lane_id))
+    add("list_expired_leases", lease_expired, lambda e, _: e.list_expired_leases())
+    add(
+        "read_waitpoint_token",
+        suspended,
+        lambda e, s: e.read_waitpoint_token(execution_id=s.execution_id, waitpoint_id=s.wait.waitpoint_id),
+    )
+    add("list_pending_waitpoints", suspended, lambda e, s: e.list_pending_waitpoints(execution_id=s.execution_id))
+    add("list_suspended", suspended, lambda e, _: e.list_suspended())
+    add("observe_signals", suspended, lambda e, s: e.observe_signals(s.handle))
+    add("get_execution_tag", tagged, lambda e, s: e.get_execution_tag(s.execution_id, "app.key"))
+    add("explain", created, lambda e, s: e.explain(s.execution_id))
+    add("list_waitpoint_hmac_kids", nothing, lambda e, _: e.list_waitpoint_hmac_kids())
+    add("list_workers", registered, lambda e, _: e.list_workers())
+    add("read_execution_state", created, lambda e, s: e.read_execution_state(s.execution_id))
+    add("read_execution_info", created, lambda e, s: e.read_execution_info(s.execution_id))
+    add("get_execution_result", completed, lambda e, s: e.get_execution_result(s.execution_id))
+    add("describe_execution", claimed, lambda e, s: e.describe_execution(s.execution_id))
+    add("read_execution_context", claimed, lambda e, s: e.read_execution_context(s.execution_id))
+    add("read_current_attempt_index", claimed, lambda e, s: e.read_current_attempt_index(s.execution_id))
+    add("read_total_attempt_count", claimed, lambda e, s: e.read_total_attempt_count(s.execution_id))
+    add("read_exec_core_fields", created, lambda e, s: e.read_exec_core_fields(s.execution_id, ["lane_id"]))
+    add("resolve_execution_flow_id", created, lambda e, s: e.resolve_execution_flow_id(s.execution_id))
+    add("get_execution_namespace", created, lambda e, s: e.get_execution_namespace(s.execution_id))
+    add("list_attempts", completed, lambda e, s: e.list_attempts(s.execution_id))
+    add("list_executions", created, lambda e, s: e.list_executions(lane_id=s.lane_id))
+    add("find_inconsistencies", completed, lambda e, _: e.find_inconsistencies())
+    add("wait_for_ending", completed, lambda e, s: e.wait_for_ending(s.execution_id, timeout=10))
+    add("list_lanes", nothing, lambda e, _: e.list_lanes())
+    add("server_time_ms", nothing, lambda e, _: e.server_time_ms())
+    add("ping", nothing, lambda e, _: e.ping())
+    add("shutdown_prepare", nothing, lambda e, _: e.shutdown_prepare(1000))
+    return found
+
+
+OPERATIONS = {operation.title: operation for operation in _operations()}
+
+_READS = [title for title, operation in OPERATIONS.items() if operation.is_read]
+GROUPS = {
+    **{title: [operation] for title, operation in OPERATIONS.items() if not operation.is_read},
+    **{f"reads {nth + 1}": [OPERATIONS[title] for title in _READS[nth::4]] for nth in range(4)},
+}
+"""What is swept on one engine: a write alone, reads together."""

@@ -1,0 +1,272 @@
+"""What the sweeps stand on: subjects of calls, their rows in a comparable form, and witnesses of everything else."""
+
+import asyncio
+import json
+import re
+import time
+from typing import Any
+from uuid import uuid4
+
+import asyncpg
+
+from flowfabric.engine.engine import Engine
+from flowfabric.model.errors import EngineError
+from flowfabric.model.execution import NewExecution
+from flowfabric.model.grants import Granted
+from flowfabric.model.handle import Handle
+from flowfabric.model.ids import ExecutionId
+from flowfabric.model.outcomes import Created
+from flowfabric.model.waits import PendingWaitpoint, SuspendDetails
+
+LEASE_MS = 30_000
+MINUTE = 60_000
+POLICY: dict[str, Any] = {
+    "retry_policy": {"max_retries": 3, "backoff": {"type": "fixed", "delay_ms": MINUTE}},
+    "timeout_policy": {"attempt_timeout_ms": 60 * MINUTE},
+}
+WORKER: dict[str, Any] = {"worker_id": "worker", "worker_instance_id": "worker-1"}
+
+_UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
+_NUMBERED = frozenset(
+    {"event_id", "xid", "place", "sequence", "namespace_no", "lane_no", "queue_no", "worker_no", "capability_set_no"}
+    | {"grant_id", "partition_key", "execution_partition", "token", "token_kid", "secret"}
+)
+"""Columns whose values differ from one subject to the next."""
+_EARLIEST_MS = 10**12
+"""Numbers from here on are points in time."""
+
+_OF_EXECUTIONS = (
+    "execution",
+    "execution_input",
+    "execution_tag",
+    "attempt",
+    "event",
+    "claim_grant",
+    "idempotency",
+    "suspend_key",
+    "suspension",
+    "waitpoint",
+    "signal",
+)
+_ROWS = f"""
+with own as materialized (
+  select e.execution_id from execution e join lane l using (lane_no) where l.lane_id = $1 and e.created_at >= $2)
+{
+    " union all ".join(
+        f"select '{table}', to_jsonb(t)::text from {table} t where t.execution_id in (select execution_id from own)"
+        for table in _OF_EXECUTIONS
+    )
+}
+union all select 'signal_key', to_jsonb(t)::text from signal_key t
+ where t.waitpoint_id in (select w.waitpoint_id from waitpoint w join own using (execution_id))
+union all select 'lane', state::text from lane where lane_id = $1 and state <> 'active'
+union all select 'worker', to_jsonb(t)::text from worker t where t.worker_instance_id = $3
+union all select 'worker_event', to_jsonb(t)::text from worker_event t where t.worker_instance_id = $3
+union all select 'signing_key', is_current || ' ' || (expires_at is null) from signing_key where kid = $4
+"""
+"""Every row that a call on one subject may write."""
+
+_BUSY = """
+select coalesce(string_agg(state || ': ' || left(query, 80), ' | '), '') from pg_stat_activity
+ where datname = current_database() and application_name = 'flowfabric' and state <> 'idle'
+"""
+
+
+class Subject:
+    """What one call is about: a lane, the time the preparation began, and what the preparation left."""
+
+    def __init__(self, engine: Engine, clock: Any, connection: asyncpg.Connection, *, lane_id: str, began: int) -> None:
+        self.engine = engine
+        """The engine that prepares; the call itself is made on another."""
+        self.clock = clock
+        self.connection = connection
+        self.lane_id = lane_id
+        self.began = began
+        self.name = uuid4().hex
+        """A name no other subject has."""
+        self.execution_id = ExecutionId(f"{{fp:1}}:{uuid4()}")
+        self.handle: Handle
+        self.grant: Granted
+        self.wait: SuspendDetails
+        self.pending: PendingWaitpoint
+        self.ids = [uuid4() for _ in range(4)]
+        """Ids that a call gives, the same when it is repeated."""
+
+    @property
+    def named(self) -> dict[str, Any]:
+        """What names the execution and its lane."""
+        return {"execution_id": self.execution_id, "lane_id": self.lane_id}
+
+    @property
+    def triple(self) -> dict[str, Any]:
+        """The lease, as a service names it."""
+        return {
+            "execution_id": self.execution_id,
+            "lease_id": self.handle.lease_id,
+            "lease_epoch": self.handle.lease_epoch,
+            "attempt_id": self.handle.attempt_id,
+        }
+
+    @property
+    def fence(self) -> dict[str, Any]:
+        """The lease and its attempt, as a service names them."""
+        return {**self.triple, "attempt_index": self.handle.attempt_index}
+
+    def new(self, **overrides: Any) -> dict[str, Any]:
+        """The arguments of a create."""
+        return {
+            "namespace": "tests",
+            "lane_id": self.lane_id,
+            "execution_kind": "job",
+            "input_payload": b"{}",
+            "priority": 0,
+            "creator_identity": "test",
+            "policy": POLICY,
+            **overrides,
+        }
+
+
+class Scene:
+    """The store of a sweep as another engine and another connection see it."""
+
+    def __init__(self, side: Engine, clock: Any, connection: asyncpg.Connection) -> None:
+        self.side = side
+        self._clock = clock
+        self._connection = connection
+
+    async def subject(self, *, lane_id: str) -> Subject:
+        """A subject whose rows are told from all others by their lane and time."""
+        began = await self._clock.advance(ms=1000)
+        return Subject(self.side, self._clock, self._connection, lane_id=lane_id, began=began)
+
+    async def digest(self, subject: Subject) -> list[str]:
+        """The subject's rows, with ids left out and times counted from its beginning."""
+        rows = await self._connection.fetch(_ROWS, subject.lane_id, subject.began, subject.name, subject.name)
+        return sorted(f"{table}: {_comparable(text, subject)}" for table, text in rows)
+
+    async def quiet(self) -> str:
+        """Wait until no session of an engine does anything; what one still does after that is told."""
+        deadline = time.monotonic() + 2
+        while True:
+            busy: str = await self._connection.fetchval(_BUSY)
+            if not busy or time.monotonic() > deadline:
+                return busy
+            await asyncio.sleep(0.002)
+
+    async def inconsistencies(self) -> list[str]:
+        """What the rows say that cannot be."""
+        return [f"{one.execution_id} {one.problem}" for one in await self.side.find_inconsistencies()]
+
+    async def leave(self, subject: Subject) -> None:
+        """End what the subject has left open, so that the next one has the lane to itself."""
+        query = """select '{fp:' || e.partition_key || '}:' || e.execution_id from execution e join lane using (lane_no)
+                    where lane_id = $1 and lifecycle_phase <> 'terminal'"""
+        for (execution_id,) in await self._connection.fetch(query, subject.lane_id):
+            await self.side.cancel_execution(execution_id=execution_id, reason="done")
+        if await self._connection.fetchval(
+            "select true from lane where lane_id = $1 and state <> 'active'", subject.lane_id
+        ):
+            await self.side.set_lane_state(subject.lane_id, "active")
+
+    async def testify(self, engine: Engine) -> list[str]:
+        """Ten acknowledged operations on an engine, of which another connection must find every one; what it does not.
+
+        They run side by side where they can, so that every connection of the engine has its turn.
+        """
+        name = uuid4().hex
+        new: dict[str, Any] = {
+            "namespace": "tests",
+            "lane_id": "witness",
+            "execution_kind": "job",
+            "input_payload": b"{}",
+            "priority": 0,
+            "creator_identity": "test",
+        }
+        first, second = await asyncio.gather(
+            engine.create_execution(**new), engine.create_execution(**new, idempotency_key=name)
+        )
+        many = await engine.create_many([NewExecution(**{**new, "priority": priority}) for priority in (1, 2)])
+        made = [one.execution_id for one in (first, second, *many) if isinstance(one, Created)]
+        claimed = await engine.claim_many(
+            lanes=("witness",), worker_id="witness", worker_instance_id="witness-1", limit=50, lease_ttl_ms=LEASE_MS
+        )
+        handles = {one.execution_id: one.handle for one in claimed}
+        missing = [f"{one} was created and cannot be claimed" for one in made if one not in handles]
+        if missing or len(made) != 4:
+            return missing or [f"not created: {[first, second, *many]}"]
+        done, tagged, renewed, failed = made
+        await asyncio.gather(
+            engine.progress(handles[done], percent=42),
+            engine.set_execution_tag(tagged, "app.witness", name),
+            engine.renew(handles[renewed]),
+        )
+        await asyncio.gather(
+            engine.complete(handles[done], name.encode()),
+            engine.fail(handles[failed], reason=name, classification="permanent"),
+            engine.cancel_execution(execution_id=tagged, reason=name),
+        )
+        wrong = await self._contradicted(name, made, handles)
+        left = [handle for execution_id, handle in handles.items() if execution_id not in (done, tagged, failed)]
+        for verdict in await engine.complete_many([(handle, b"") for handle in left]):
+            if isinstance(verdict, EngineError):
+                wrong.append(f"the end of a witness: {verdict}")
+        return wrong
+
+    async def _contradicted(self, name: str, made: list[ExecutionId], handles: dict[ExecutionId, Handle]) -> list[str]:
+        done, tagged, renewed, failed = made
+        query = """
+            select e.execution_id, e.public_state::text as state, e.progress_pct, e.lease_id, e.failure_reason,
+                   e.cancellation_reason, a.result_payload, t.value as tag, k.idempotency_key as key
+              from execution e
+              left join attempt a using (partition_key, execution_id)
+              left join execution_tag t using (partition_key, execution_id)
+              left join idempotency k using (partition_key, execution_id)
+             where e.execution_id = any($1::uuid[])"""
+        rows = {
+            str(row["execution_id"]): row for row in await self._connection.fetch(query, [one[-36:] for one in made])
+        }
+        expected: dict[ExecutionId, dict[str, Any]] = {
+            done: {"state": "completed", "result_payload": name.encode(), "progress_pct": 42},
+            tagged: {"state": "cancelled", "cancellation_reason": name, "tag": name, "key": name},
+            renewed: {"state": "active", "lease_id": handles[renewed].lease_id},
+            failed: {"state": "failed", "failure_reason": name},
+        }
+        wrong = []
+        for execution_id, values in expected.items():
+            row = rows.get(execution_id[-36:])
+            if row is None:
+                wrong.append(f"{execution_id} was acknowledged and is not in the store")
+                continue
+            found = {column: row[column] for column in values}
+            if found != values:
+                wrong.append(f"{execution_id}: acknowledged {values}, stored {found}")
+        return wrong
+
+
+def refusal_of(task: "asyncio.Task[object]") -> BaseException | None:
+    """The error a call ended in: raised, or the first of the verdicts that it answered."""
+    if (raised := task.exception()) is not None:
+        return raised
+    answer = task.result()
+    verdicts = list(answer) if isinstance(answer, list) else []
+    return next((one for one in verdicts if isinstance(one, EngineError)), None)
+
+
+def _comparable(text: str, subject: Subject) -> str:
+    if not text.startswith("{"):
+        return text
+    row: dict[str, Any] = json.loads(text)
+    kept = {column: value for column, value in row.items() if column not in _NUMBERED}
+    return _plain(json.dumps({name: _timeless(value, subject.began) for name, value in kept.items()}), subject)
+
+
+def _timeless(value: Any, began: int) -> Any:
+    return value - began if isinstance(value, int) and value > _EARLIEST_MS else value
+
+
+def _plain(text: str, subject: Subject) -> str:
+    text = _UUID.sub("id", text.replace(subject.name, "name").replace(subject.lane_id, "lane"))
+    # Tokens and handles.
+    text = re.sub(r"[0-9a-f]{40,}", "hex", text)
+    # A JSON value within a row may hold times of its own.
+    return re.sub(r"\b1[0-9]{12}\b", lambda found: f"t+{int(found[0]) - subject.began}", text)

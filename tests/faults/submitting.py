@@ -1,0 +1,103 @@
+"""Submitters: with a key, with an id of their own, plain, and many at once."""
+
+import asyncio
+import json
+from typing import Any
+from uuid import uuid4
+
+from flowfabric.engine.engine import Engine
+from flowfabric.model.execution import NewExecution
+from flowfabric.model.outcomes import Created, Duplicate
+
+from .actor import MANUAL, NAMESPACE, WORK, Actor
+
+KINDS = {"quick": 8, "slow": 2, "threaded": 3, "flaky": 3, "waiter": 3, "manual": 4}
+"""What is submitted, and how often."""
+RETRY = {"retry_policy": {"max_retries": 5, "backoff": {"type": "fixed", "delay_ms": 100}}}
+TASKS = 3
+REMEMBERED = 50
+
+
+class Submitter:
+    """Submits without end, and asks again under the same name where it was not told what became of it."""
+
+    def __init__(self, actor: Actor, engine: Engine) -> None:
+        self._actor = actor
+        self._engine = engine
+        self._named: list[dict[str, Any]] = []
+        """Submissions with a key that may be repeated."""
+
+    def _new(self, **named: Any) -> dict[str, Any]:
+        chance = self._actor.chance
+        kind = chance.choices(list(KINDS), list(KINDS.values()))[0]
+        order = {"nonce": uuid4().hex, "key": named.get("idempotency_key"), "size": chance.random()}
+        return {
+            "namespace": NAMESPACE,
+            "lane_id": MANUAL if kind == "manual" else WORK,
+            "execution_kind": kind,
+            "input_payload": json.dumps({"order": order}).encode(),
+            "priority": chance.choice((0, 0, 0, 100)),
+            "creator_identity": "faults",
+            "policy": RETRY,
+            **named,
+        }
+
+    async def step(self) -> None:
+        """Submit something."""
+        chance = self._actor.chance
+        match chance.choices(("plain", "key", "id", "again", "many"), (4, 3, 2, 2, 1))[0]:
+            case "plain":
+                await self._submit(self._new(), tries=1)
+            case "key":
+                given = self._new(idempotency_key=uuid4().hex)
+                self._named = [*self._named[-REMEMBERED:], given]
+                await self._submit(given, tries=4)
+            case "id":
+                named = {"execution_id": f"{{fp:{chance.randrange(256)}}}:{uuid4()}"}
+                named |= {"idempotency_key": uuid4().hex} if chance.random() < 0.5 else {}
+                await self._submit(self._new(**named), tries=4)
+            case "again" if self._named:
+                await self._submit(chance.choice(self._named), tries=2)
+            case "many":
+                await self._submit_many([self._new() for _ in range(chance.randrange(2, 20))])
+
+    async def _submit(self, given: dict[str, Any], tries: int) -> None:
+        known = {"execution_id": given.get("execution_id"), "key": given.get("idempotency_key")}
+        for _ in range(tries):
+            answer = await self._actor.ask("submit", self._engine.create_execution(**given), impatient=0.15, **known)
+            if answer is not None:
+                await self._told(answer, given)
+                return
+            await self._actor.pause(0.1)
+
+    async def _submit_many(self, given: list[dict[str, Any]]) -> None:
+        call = self._engine.create_many([NewExecution(**one) for one in given])
+        answers = await self._actor.ask("submit many", call, impatient=0.15)
+        for one, answer in zip(given, answers or (), strict=False):
+            if isinstance(answer, Created | Duplicate):
+                await self._told(answer, one)
+
+    async def _told(self, answer: Created | Duplicate, given: dict[str, Any]) -> None:
+        history, execution_id = self._actor.history, answer.execution_id
+        what = "created" if isinstance(answer, Created) else "duplicate"
+        nonce = json.loads(given["input_payload"])["order"]["nonce"]
+        history.tell(what, execution_id=execution_id, key=given.get("idempotency_key"), nonce=nonce)
+        if self._actor.chance.random() < 0.3:
+            await self._read(execution_id)
+
+    async def _read(self, execution_id: str) -> None:
+        answer = await self._actor.ask("read", _boxed(self._engine, execution_id))
+        if answer is not None:
+            self._actor.history.tell("read", execution_id=execution_id, state=answer[0])
+
+
+async def _boxed(engine: Engine, execution_id: str) -> list[object]:
+    """The state of an execution, in a list: none at all is an answer too."""
+    return [await engine.read_execution_state(execution_id)]
+
+
+async def submit(actor: Actor) -> None:
+    """Submit with several tasks on one engine."""
+    async with actor.engine() as engine:
+        submitter = Submitter(actor, engine)
+        await asyncio.gather(*(actor.repeat(submitter.step, 0.06) for _ in range(TASKS)))
