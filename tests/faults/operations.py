@@ -303,6 +303,7 @@ def _operations() -> list[Operation]:
     add("fail_execution", claimed, lambda e, s: e.fail_execution(**s.fence, failure_reason="x"))
     add("delay", claimed, lambda e, s: e.delay(s.handle, _until(s)))
     add("wait_children", claimed, lambda e, s: e.wait_children(s.handle))
+    add("hand_back", claimed, lambda e, s: e.hand_back(s.handle))
     add("cancel", claimed, lambda e, s: e.cancel(s.handle, "x"))
     add("suspend", claimed, lambda e, s: e.suspend(s.handle, suspend_args(s)))
     add("suspend_by_triple", claimed, lambda e, s: e.suspend_by_triple(**s.triple, args=suspend_args(s)))
