@@ -315,7 +315,7 @@ async def test_more_callers_than_connections_wait_for_their_turn(database: Datab
 async def test_closing_waits_for_what_runs(
     url: str, other: asyncpg.Connection, eventually: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("flowfabric.db.database.CLOSE_SECONDS", 60)
+    monkeypatch.setattr("flowfabric.db.database.DRAIN_SECONDS", 60)
     database = await Database.open(url, schema="flowfabric")
     waiting = "select count(*) from pg_locks where locktype = 'advisory' and not granted"
     async with other.transaction():

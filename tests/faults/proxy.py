@@ -208,6 +208,8 @@ class Link:
                 await writer.drain()
 
     async def _pass(self, side: Side, message: bytes, writer: asyncio.StreamWriter) -> None:
+        if side is Side.SERVER and message[:1] in self._proxy.swallows:
+            return
         strike = self._proxy.count(side)
         match strike.action if strike is not None else None:
             case Action.CUT_BEFORE:
@@ -239,6 +241,8 @@ class Proxy:
         """Where new connections lead; another address is a failover."""
         self.refuses = False
         """Whether new connections are turned away."""
+        self.swallows: frozenset[bytes] = frozenset()
+        """The types of messages of the server that never arrive."""
         self.links: set[Link] = set()
         self.struck = 0
         """How often an armed strike has come to pass."""

@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from rich.console import Console
 from flowfabric.bench.plot import draw
 from flowfabric.bench.report import show
 from flowfabric.bench.server import serve
-from flowfabric.bench.suite import FULL, LONG_SOAK, QUICK, SHORT_SOAK, Plan, Results, measure_all, measure_soak
+from flowfabric.bench.suite import FULL, LONG_SOAK, OURS, QUICK, SHORT_SOAK, Plan, Results, measure_all, measure_soak
 
 
 def main() -> None:
@@ -22,17 +23,20 @@ def main() -> None:
     parser.add_argument("--url", help="a Postgres server to use instead of an embedded one")
     parser.add_argument("--output", type=Path, default=Path("bench"), help="where results.json and results.png go")
     parser.add_argument("--beside", type=Path, help="another checkout of this project, to compare with in one run")
+    parser.add_argument("--only", nargs="+", choices=OURS, default=(), help="with --beside: only these subjects")
     parser.add_argument("--rounds", type=int, help="how often each subject is measured")
     options = parser.parse_args()
     if options.soak and options.beside:
         parser.error("--beside does not go with --soak")
+    if options.only and not options.beside:
+        parser.error("--only goes with --beside")
     plan = QUICK if options.quick else FULL
     if options.rounds is not None:
         plan = replace(plan, rounds=options.rounds, seconds=FULL.seconds)
     if options.soak:
         results = asyncio.run(soak(options.url, SHORT_SOAK if options.quick else LONG_SOAK))
     else:
-        results = asyncio.run(measure(options.url, plan, options.beside))
+        results = asyncio.run(measure(options.url, plan, options.beside, options.only))
     if not options.quick:
         name = "soak" if options.soak else "beside" if options.beside else "results"
         write(results, options.output / f"{name}.json")
@@ -56,7 +60,7 @@ async def soak(url: str | None, plan: Plan) -> Results:
         return await measure_soak(server, plan)
 
 
-async def measure(url: str | None, plan: Plan, beside: Path | None = None) -> Results:
+async def measure(url: str | None, plan: Plan, beside: Path | None = None, only: Sequence[str] = ()) -> Results:
     """The results of a whole run, its progress told on stderr."""
     console = Console(stderr=True)
     with console.status("starting Postgres") as status:
@@ -67,7 +71,7 @@ async def measure(url: str | None, plan: Plan, beside: Path | None = None) -> Re
                 console.print(text, highlight=False)
 
         async with serve(url) as server:
-            return await measure_all(server, plan, tell=tell, beside=beside)
+            return await measure_all(server, plan, tell=tell, beside=beside, only=only)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib import metadata
@@ -101,7 +101,12 @@ async def measure_soak(server: Server, plan: Plan) -> Results:
 
 
 async def measure_all(
-    server: Server, plan: Plan, *, tell: Callable[[str], None], beside: Path | None = None
+    server: Server,
+    plan: Plan,
+    *,
+    tell: Callable[[str], None],
+    beside: Path | None = None,
+    only: Sequence[str] = (),
 ) -> Results:
     """Measure every subject in every round: what disturbs the machine for a while disturbs all of them.
 
@@ -112,7 +117,7 @@ async def measure_all(
     if beside is not None:
         surroundings["beside"] = checkout(beside / "src" / "flowfabric" / "version.py")
     subjects: list[tuple[str, str, Path | None]] = []
-    for subject in OURS if beside is not None else SUBJECTS:
+    for subject in only or (OURS if beside is not None else SUBJECTS):
         if subject != SOAK:
             subjects.append(("", subject, None))
         if beside is not None:

@@ -23,8 +23,9 @@ Revive: TypeAlias = Callable[[], Awaitable[str | None]]
 ATTEMPTS = 3
 """How often a transaction is run when Postgres asks for it to be run again."""
 BACKOFF_SECONDS = (0.005, 0.010)
+DRAIN_SECONDS = 2
+"""How long `close` waits for calls under way."""
 CLOSE_SECONDS = 2
-CANCEL_SECONDS = 2
 """How long a connection may take to close."""
 SLOW_SECONDS = 0.1
 """A statement that took longer may have a plan made while its tables were empty: its connection plans anew."""
@@ -68,19 +69,21 @@ class Database:
 
     async def close(self) -> None:
         """Wait a few seconds for what still runs, and close every connection."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(CLOSE_SECONDS):
-                for _ in range(self._pool_size):
-                    await self._places.acquire()
-        # Whoever still waits for a connection is told so, instead of waiting for ever.
-        self._is_closed = True
-        for _ in range(self._pool_size):
-            self._places.release()
-        for connection in self._used:
-            connection.terminate()
+        try:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(DRAIN_SECONDS):
+                    for _ in range(self._pool_size):
+                        await self._places.acquire()
+        finally:
+            # Whoever still waits for a connection gets an error instead of waiting for ever.
+            self._is_closed = True
+            for _ in range(self._pool_size):
+                self._places.release()
+            for connection in self._used:
+                connection.terminate()
         free, self._free = self._free, []
         await asyncio.gather(
-            *(connection.close(timeout=CANCEL_SECONDS) for connection in free), *self._closing, return_exceptions=True
+            *(connection.close(timeout=CLOSE_SECONDS) for connection in free), *self._closing, return_exceptions=True
         )
 
     async def connect(self, **settings: str) -> Connection:
@@ -99,10 +102,8 @@ class Database:
         """A connection for a while, with driver errors raised as faults."""
         connection: Connection = None
         ended_by: BaseException | None = None
-        await self._places.acquire()
+        await self._take_place()
         try:
-            if self._is_closed:
-                raise StoreFault("other", "the connections to the store are closed")
             connection = await self._take()
             yield connection
         except BaseException as error:
@@ -115,9 +116,25 @@ class Database:
             # The traceback is kept, the text is not: it may hold the values of a row.
             raise fault.with_traceback(error.__traceback__) from without_values(error)
         finally:
-            self._places.release()
-            if connection is not None:
+            if connection is None:
+                self._places.release()
+            else:
                 self._give_back(connection, ended_by)
+
+    async def _take_place(self) -> None:
+        """Wait for a place in the pool, no longer than for an answer."""
+        if not self._places.locked():
+            await self._places.acquire()
+            return
+        seconds = self.limits.answer_seconds
+        try:
+            async with asyncio.timeout(seconds):
+                await self._places.acquire()
+        except TimeoutError:
+            raise StoreFault(
+                "timeout",
+                f"none of {self._pool_size} connections was free within {seconds:g} s; raise FF_DATABASE_POOL_SIZE",
+            ) from None
 
     async def _take(self) -> Connection:
         while self._free:
@@ -125,19 +142,33 @@ class Database:
             if not connection.is_closed():
                 break
         else:
+            self._check_open()
             connection = await self.connect()
         self._used.add(connection)
+        try:
+            # The pool may have been closed while the connection was made.
+            self._check_open()
+        except StoreFault:
+            self._used.discard(connection)
+            connection.terminate()
+            raise
         return connection
 
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise StoreFault("transport", "the connections to the store are closed")
+
     def _give_back(self, connection: Connection, ended_by: BaseException | None) -> None:
+        """Give the connection and its place back; the place of one that is still to be closed when it is."""
         self._used.discard(connection)
+        if isinstance(ended_by, asyncio.CancelledError) and not connection.is_closed() and not self._is_closed:
+            self._close_behind(connection)
+            return
+        self._places.release()
         if connection.is_closed():
             return
-        if is_answered(ended_by) and not connection.is_in_transaction():
+        if is_answered(ended_by) and not connection.is_in_transaction() and not self._is_closed:
             self._free.append(connection)
-            return
-        if isinstance(ended_by, asyncio.CancelledError):
-            self._close_behind(connection)
             return
         connection.terminate()
         if isinstance(ended_by, TimeoutError):
@@ -150,8 +181,11 @@ class Database:
         """Close a connection whose caller was cancelled: the driver has the server cancel the statement first."""
 
         async def close() -> None:
-            with contextlib.suppress(Exception):
-                await connection.close(timeout=CANCEL_SECONDS)
+            try:
+                with contextlib.suppress(Exception):
+                    await connection.close(timeout=CLOSE_SECONDS)
+            finally:
+                self._places.release()
 
         closing = asyncio.create_task(close())
         self._closing.add(closing)

@@ -1,6 +1,5 @@
 """Faults of the store: what a failed conversation with Postgres means for its caller."""
 
-import ssl
 from typing import Final
 
 import asyncpg
@@ -12,8 +11,6 @@ REFUSES_FOR_NOW: Final = ("53", "55", "57", "58")
 
 _READ_ONLY = "25006"
 _COMPLETION_UNKNOWN = "40003"
-_SHUTDOWN = ("57P01", "57P02")
-"""The server ends the session: also after the commit, while it waits for a standby."""
 
 RUN_AGAIN: Final = (
     asyncpg.SerializationError,
@@ -28,8 +25,7 @@ _LOST = (
     asyncpg.InterfaceError,
     # The session was ended while it was idle, and the driver finds it in a state it does not expect.
     asyncpg.InternalClientError,
-    ConnectionError,
-    ssl.SSLError,
+    # Also a time limit of ours, a reset connection and TLS.
     OSError,
 )
 _DETAILED = (asyncpg.PostgresError, asyncpg.InterfaceError)
@@ -68,7 +64,9 @@ def fault_of(error: BaseException) -> StoreFault | None:
     text = _text(error) or ("no answer in time" if kind == "timeout" else type(error).__name__)
     if kind in ("other", "protocol"):
         text = f"{type(error).__name__}: {text}"
-    return StoreFault(kind, text, outcome_unknown=not is_answered(error) or _may_follow_commit(error))
+    # A session that the server ends may have committed before, while it waited for a standby.
+    is_unknown = not is_answered(error) or getattr(error, "sqlstate", None) == _COMPLETION_UNKNOWN
+    return StoreFault(kind, text, outcome_unknown=is_unknown)
 
 
 def is_answered(error: BaseException | None) -> bool:
@@ -76,7 +74,10 @@ def is_answered(error: BaseException | None) -> bool:
     if isinstance(error, asyncpg.DataError):
         # Raised by the driver as well, before anything is sent.
         return True
-    return error is None or (isinstance(error, Exception) and not isinstance(error, (*_LOST, TimeoutError)))
+    if getattr(error, "severity_en", None) in ("FATAL", "PANIC"):
+        # The server has ended the session.
+        return False
+    return error is None or (isinstance(error, Exception) and not isinstance(error, _LOST))
 
 
 def without_values(error: BaseException) -> BaseException | None:
@@ -108,10 +109,6 @@ def _kind_of_answer(error: asyncpg.PostgresError, sqlstate: str) -> str:
             return "other"
         case _:
             return "protocol"
-
-
-def _may_follow_commit(error: BaseException) -> bool:
-    return isinstance(error, asyncpg.PostgresError) and error.sqlstate in (*_SHUTDOWN, _COMPLETION_UNKNOWN)
 
 
 def _text(error: BaseException) -> str:

@@ -50,6 +50,7 @@ class Hints:
         self._credit = float(self.AT_ONCE)
         self._sent_at = time.monotonic()
         self._closed = False
+        self._has_warned = False
 
     @property
     def is_listening(self) -> bool:
@@ -126,38 +127,47 @@ class Hints:
                 logger.debug("not listening: %s", error)
                 await asyncio.sleep(next(reconnects))
                 continue
-            reconnects = pauses(*self.RECONNECT_SECONDS)
-            lost = asyncio.Event()
-            connection.add_termination_listener(lambda _, lost=lost: lost.set())
+            is_deaf = False
             try:
                 for channel in self._callbacks:
                     await connection.add_listener(self._channel(channel), self._heard)
-                await self._listen_on(connection, lost)
+                is_deaf = await self._listen_on(connection)
             except Exception as error:
                 logger.debug("listening ended: %s", error)
             finally:
+                if self._listening.is_set():
+                    reconnects = pauses(*self.RECONNECT_SECONDS)
                 self._listening.clear()
                 connection.terminate()
-            if not lost.is_set():
-                await asyncio.sleep(self.PROOF_SECONDS)
+            await asyncio.sleep(self.PROOF_SECONDS if is_deaf else next(reconnects))
 
-    async def _listen_on(self, connection: Any, lost: asyncio.Event) -> None:
-        """Listen until the connection is lost or deaf: each proof is a hint that this listener sends to itself."""
+    async def _listen_on(self, connection: Any) -> bool:
+        """Listen until the connection is lost or proves deaf, and say which: each proof is a hint to this listener."""
+        lost, heard = asyncio.Event(), asyncio.Event()
+        connection.add_termination_listener(lambda _: lost.set())
         channel = f"flowfabric_alive_{connection.get_server_pid()}"
-        heard = asyncio.Event()
         await connection.add_listener(channel, lambda *_: heard.set())
         while not lost.is_set():
             heard.clear()
             await connection.execute(_PROOF, channel)
             if not await is_set_within(heard, self.DEAF_SECONDS):
-                logger.warning("hints do not arrive over this connection; polling instead")
-                return
+                self._warn_of_deafness()
+                return True
             if not self._listening.is_set():
                 self._listening.set()
                 # What was sent while nobody listened is unknown.
                 for channel_heard in self._callbacks:
                     self._deliver(channel_heard, [EVERYTHING])
             await is_set_within(lost, self.PROOF_SECONDS)
+        return False
+
+    def _warn_of_deafness(self) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "LISTEN receives nothing over this connection (a pooler in transaction mode?): polling instead;"
+                " set FF_LISTEN=false to stop trying"
+            )
 
     def _channel(self, channel: str) -> str:
         return f"{self._database.schema}_{channel}"

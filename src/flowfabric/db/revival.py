@@ -8,7 +8,7 @@ from flowfabric.db.embedded import Embedded, EmbeddedError
 logger = logging.getLogger(__name__)
 
 WAIT_SECONDS = 10.0
-"""How long one caller waits for the server, which goes on to start behind it."""
+"""How long a caller waits; the start goes on in the background."""
 
 
 class Revival:
@@ -30,9 +30,9 @@ class Revival:
         return None if self._pid == before else self._embedded.url
 
     async def close(self) -> None:
-        """Wait for a try that is under way."""
+        """Wait a moment for a start that is under way."""
         if self._trying is not None:
-            await asyncio.wait((self._trying,))
+            await asyncio.wait((self._trying,), timeout=WAIT_SECONDS)
 
     async def _try(self) -> None:
         try:

@@ -1,6 +1,7 @@
 """One session with Postgres: what it asks of the server, and how long it may stay silent."""
 
 import asyncio
+import contextlib
 import socket
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +21,9 @@ UNACKNOWLEDGED_MS = 10_000
 """How long sent data may stay unacknowledged before the kernel ends the connection."""
 
 _TCP_OPTIONS = {
+    # Its name on Linux, and on macOS.
     "TCP_KEEPIDLE": KEEPALIVE_IDLE_SECONDS,
+    "TCP_KEEPALIVE": KEEPALIVE_IDLE_SECONDS,
     "TCP_KEEPINTVL": KEEPALIVE_INTERVAL_SECONDS,
     "TCP_KEEPCNT": KEEPALIVE_COUNT,
     "TCP_USER_TIMEOUT": UNACKNOWLEDGED_MS,
@@ -133,4 +136,5 @@ def _keep_alive(given: socket.socket) -> None:
         same.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for name, value in _TCP_OPTIONS.items():
             if (option := getattr(socket, name, None)) is not None:
-                same.setsockopt(socket.IPPROTO_TCP, option, value)
+                with contextlib.suppress(OSError):
+                    same.setsockopt(socket.IPPROTO_TCP, option, value)

@@ -54,7 +54,7 @@ class Resubmit:
         except TransportError as fault:
             if not fault.retryable or not self._patience:
                 raise
-            answers = [_copy(fault) for _ in items]
+            answers = [fault.copy() for _ in items]
         if self._patience and any(map(_is_passing, answers)):
             answers = await self._repeat(items, minted, answers)
             faults = [answer for answer in answers if isinstance(answer, TransportError)]
@@ -83,7 +83,7 @@ class Resubmit:
                     await self._ours(items[at], minted[at], answer) for at, answer in zip(rest, again, strict=True)
                 ]
             except TransportError as fault:
-                again = [_copy(fault) for _ in rest]
+                again = [fault.copy() for _ in rest]
             for at, answer in zip(rest, again, strict=True):
                 answers[at] = _after(answers[at], answer)
         return answers
@@ -140,8 +140,3 @@ def _after(before: Answer, answer: Answer) -> Answer:
         # Somebody holds the id or the key: it may be the first try, whose session has not ended yet.
         return before
     return answer
-
-
-def _copy(fault: TransportError) -> TransportError:
-    """The same fault for another item."""
-    return TransportError(fault.kind, fault.detail, fault.backend, outcome_unknown=fault.outcome_unknown)

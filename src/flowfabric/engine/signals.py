@@ -258,8 +258,7 @@ class Signals:
             outcome = await self._store.transact(deliver)
         except EngineError as fault:
             if len(mail.signals) == 1 or fault.retryable or fault.code == "execution_not_found":
-                # An error of its own for each caller: a raised one collects its traceback.
-                return [type(fault)(fault.code, fault.detail) for _ in mail.signals]
+                return [fault.copy() for _ in mail.signals]
             # One of them that the store refuses must not cost the others their delivery.
             return [(await self._deliver_alone(Mail(mail.execution_id, [one])))[0] for one in mail.signals]
         self._settle(outcome)

@@ -90,7 +90,9 @@ class Store:
             return cast("list[Answer | EngineError]", found)
         faults = [verdict for verdict in found if isinstance(verdict, StoreFault) and verdict.is_of_store]
         if faults and len(faults) == len(found):
-            raise error_of(faults[0]) from faults[0]
+            fault = faults[0]
+            fault.outcome_unknown = any(each.outcome_unknown for each in faults)
+            raise error_of(fault) from fault
         verdicts: list[Answer | EngineError] = []
         for verdict in found:
             if isinstance(verdict, StoreFault):

@@ -1,5 +1,6 @@
 """What can go wrong, as exceptions with a stable code, a category and a class that says what to do next."""
 
+import copy
 from collections.abc import Iterable, Mapping
 from enum import StrEnum
 from typing import ClassVar, Self
@@ -61,6 +62,10 @@ class EngineError(Exception):
     def retryable(self) -> bool:
         """Whether the same call may succeed after a pause."""
         return self.error_class is ErrorClass.RETRYABLE
+
+    def copy(self) -> Self:
+        """The same error for another caller: an exception that is raised collects its traceback."""
+        return copy.copy(self)
 
     def with_context(self, text: str) -> Self:
         """Note what was being done; errors that are an answer of the engine stay as they are."""

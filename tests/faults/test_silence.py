@@ -1,0 +1,118 @@
+"""Silence: connections whose packets vanish, in the pool and under LISTEN."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import asyncpg
+import pytest
+
+from flowfabric.db.database import Database
+from flowfabric.db.faults import StoreFault
+from flowfabric.db.notify import Hints
+from flowfabric.db.session import Limits
+from flowfabric.db.statements import Statement
+
+from .proxy import Proxy
+
+ONE = Statement("one", "select 1 as one")
+NOTIFICATION = b"A"
+SLEEP = Statement("sleep", "select pg_sleep(:seconds)")
+
+
+@pytest.fixture
+async def proxy(url: str) -> AsyncIterator[Proxy]:
+    async with Proxy(url) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+async def database(proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Database]:
+    """A database behind the proxy that gives up soon."""
+    monkeypatch.setattr("flowfabric.db.session.ANSWER_SECONDS", 0.1)
+    database = await Database.open(proxy.url, schema="flowfabric", pool_size=3, limits=Limits(statement_ms=400))
+    yield database
+    proxy.heal()
+    await database.close()
+
+
+async def test_after_one_silent_connection_the_idle_ones_are_dropped_with_it(database: Database, proxy: Proxy) -> None:
+    await asyncio.gather(*(database.fetch(SLEEP, {"seconds": 0.05}) for _ in range(3)))
+    assert len(proxy.links) == 3
+    proxy.silence()
+    with pytest.raises(StoreFault) as raised:
+        await database.fetch(ONE, {})
+    assert (raised.value.kind, raised.value.outcome_unknown) == ("timeout", True)
+    for _ in range(3):
+        assert (await database.fetch(ONE, {}))[0]["one"] == 1
+
+
+async def test_a_caller_waits_for_a_free_connection_no_longer_than_for_an_answer(
+    database: Database, proxy: Proxy
+) -> None:
+    async with database.acquire(), database.acquire(), database.acquire():
+        with pytest.raises(StoreFault, match="FF_DATABASE_POOL_SIZE") as raised:
+            await database.fetch(ONE, {})
+        assert (raised.value.kind, raised.value.outcome_unknown) == ("timeout", False)
+    assert (await database.fetch(ONE, {}))[0]["one"] == 1
+
+
+async def test_the_place_of_a_cancelled_call_is_free_when_its_connection_is_closed(
+    database: Database, url: str, eventually: Any
+) -> None:
+    other = await asyncpg.connect(url)
+    sessions = """select count(*) from pg_stat_activity where datname = current_database()
+                     and application_name = 'flowfabric'"""
+    try:
+        most = 0
+        for _ in range(20):
+            call = asyncio.create_task(database.fetch(SLEEP, {"seconds": 0.3}))
+            await asyncio.wait((call,), timeout=0.005)
+            call.cancel()
+            await asyncio.wait((call,))
+            most = max(most, await other.fetchval(sessions))
+        # One more may be seen: the server takes a session off its list a moment after it has closed it.
+        assert most <= 4
+    finally:
+        await other.close()
+
+
+async def test_a_silent_listener_is_replaced(
+    database: Database, proxy: Proxy, eventually: Any, monkeypatch: Any
+) -> None:
+    """Nothing is lost by the kernel's word: the proxy keeps the sockets open."""
+    monkeypatch.setattr(Hints, "PROOF_SECONDS", 0.1)
+    hints = Hints(database)
+    heard: list[list[str]] = []
+    hints.hear("work", heard.append)
+    try:
+        await hints.listen()
+        assert hints.is_listening
+        proxy.silence()
+        await eventually(lambda: not hints.is_listening)
+        await eventually(lambda: hints.is_listening)
+        heard.clear()
+        hints.send("work", "after")
+        await eventually(lambda: ["after"] in heard)
+    finally:
+        await hints.close()
+
+
+async def test_a_deaf_listener_does_not_count_as_listening(
+    database: Database, proxy: Proxy, eventually: Any, monkeypatch: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Behind a pooler in transaction mode statements are answered and notifications go elsewhere."""
+    monkeypatch.setattr(Hints, "PROOF_SECONDS", 0.1)
+    monkeypatch.setattr(Hints, "DEAF_SECONDS", 0.1)
+    monkeypatch.setattr(Hints, "LISTEN_SECONDS", 0.1)
+    proxy.swallows = frozenset({NOTIFICATION})
+    hints = Hints(database)
+    hints.hear("work", lambda _: None)
+    try:
+        await hints.listen()
+        await eventually(lambda: "FF_LISTEN=false" in caplog.text)
+        assert not hints.is_listening
+        proxy.swallows = frozenset()
+        await eventually(lambda: hints.is_listening)
+    finally:
+        await hints.close()
