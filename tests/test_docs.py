@@ -181,7 +181,7 @@ def write_shown_code(folder: Path) -> list[str]:
 
 
 @pytest.mark.timeout(600)
-def test_what_is_shown_passes_mypy(tmp_path: Path) -> None:
+def test_code_in_docs_passes_mypy(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "mypy", "--config-file", str(ROOT / "pyproject.toml"), "--strict"]
     files = write_shown_code(tmp_path)
     done = subprocess.run([*command, *files], cwd=ROOT, capture_output=True, text=True, timeout=500, check=False)
@@ -189,7 +189,7 @@ def test_what_is_shown_passes_mypy(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(600)
-def test_what_is_shown_passes_pyright(tmp_path: Path) -> None:
+def test_code_in_docs_passes_pyright(tmp_path: Path) -> None:
     write_shown_code(tmp_path)
     checks = {"typeCheckingMode": "strict", "pythonVersion": "3.11", "extraPaths": [str(ROOT / "src")]}
     (tmp_path / "pyrightconfig.json").write_text(json.dumps(checks), encoding="utf-8")

@@ -30,7 +30,7 @@ from flowfabric.model.text import MAX_KEY_BYTES, check_items, check_short, check
 from flowfabric.settings import Settings
 from flowfabric.worker.context import Context
 from flowfabric.worker.handler import Handler
-from flowfabric.worker.start import connected, told_on_stderr
+from flowfabric.worker.start import connected, reporting_on_stderr
 from flowfabric.worker.worker import Worker, WorkerOptions
 
 Called = ParamSpec("Called")
@@ -354,7 +354,7 @@ class Fabric:
             finally:
                 await self.__aexit__(None, None, None)
 
-        with told_on_stderr():
+        with reporting_on_stderr():
             asyncio.run(work())
 
 

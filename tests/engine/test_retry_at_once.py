@@ -147,7 +147,7 @@ async def test_a_policy_for_the_next_attempt_is_kept(engine: Engine, given: Any,
     assert (await rows.execution(handle.execution_id))["attempt_policy"] == '{"a": 1}'
 
 
-async def test_the_promoter_has_nothing_to_do(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
+async def test_a_retry_without_delay_needs_no_promotion(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
     handle = await given.claimed(policy=at_once())
     await engine.fail(handle, reason="no luck")
     await clock.advance(seconds=5)

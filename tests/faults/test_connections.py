@@ -200,11 +200,15 @@ async def _broken(breaking: Breaking, sweep: Sweep, title: str, actions: tuple[A
         for nth in range(1, breaking.messages[side] + 1)
     ]
     wrong: list[str] = []
+    strikes = 0
     for at in sweep.sample(f"{title} {actions}", len(cases), sample):
-        wrong += (await breaking.break_at(cases[at]))[1]
+        has_struck, found = await breaking.break_at(cases[at])
+        strikes += has_struck
+        wrong += found
         if len(wrong) >= 5:
             break
-    return wrong
+    # Some calls send nothing.
+    return wrong if strikes or not cases else [f"{title}: no strike came to pass", *wrong]
 
 
 async def _further(breaking: Breaking) -> list[str]:

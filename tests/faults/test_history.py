@@ -18,5 +18,5 @@ async def test_the_store_contradicts_nothing_that_processes_were_told_while_faul
     report = await run(SHORT)
     assert not report.has_violations, "\n" + table(report)
     assert sum(report.faults.values()) >= 5
-    unchecked = [one.invariant for one in report.verdicts if not one.checked]
-    assert len(unchecked) <= 2, unchecked
+    unchecked = {one.invariant for one in report.verdicts if not one.checked}
+    assert not unchecked, unchecked

@@ -437,6 +437,7 @@ def _handle(execution_id: ExecutionId, fence: Fence, held: HeldRun) -> Handle:
         attempt_id=AttemptId(fence.attempt_id),
         lease_id=LeaseId(fence.lease_id),
         lease_epoch=fence.lease_epoch,
+        # Without a lease there is none to name; a handle must still decode, and 1 is the least it may say.
         lease_ttl_ms=held.lease_ttl_ms or 1,
         lane_id=LaneId(held.lane_id),
         worker_instance_id=WorkerInstanceId(held.worker_instance_id or ""),

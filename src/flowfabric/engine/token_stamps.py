@@ -9,6 +9,7 @@ from flowfabric.engine.store import Store
 from flowfabric.model.delivery import RefusedToken
 from flowfabric.model.errors import EngineError
 from flowfabric.model.ids import ExecutionId, WaitpointId, split_execution_id
+from flowfabric.pauses import is_set_within
 
 SQL = statements_beside(__file__)
 
@@ -54,7 +55,7 @@ class TokenStamps:
         pause = self.PAUSE_SECONDS
         try:
             while self._waiting:
-                await self._pause(pause)
+                await is_set_within(self._is_draining, pause)
                 taken, self._waiting = self._waiting, {}
                 locked = await self._write(taken)
                 if self._is_draining.is_set():
@@ -64,13 +65,6 @@ class TokenStamps:
         finally:
             self._task = None
             self._is_draining.clear()
-
-    async def _pause(self, seconds: float) -> None:
-        try:
-            async with asyncio.timeout(seconds):
-                await self._is_draining.wait()
-        except TimeoutError:
-            pass
 
     async def _write(
         self, stamps: Mapping[tuple[ExecutionId, WaitpointId], int]

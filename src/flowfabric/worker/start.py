@@ -75,7 +75,7 @@ async def _unless(stopping: asyncio.Event, connect: Callable[[], Awaitable[objec
 
 
 @contextlib.contextmanager
-def told_on_stderr() -> Iterator[None]:
+def reporting_on_stderr() -> Iterator[None]:
     """Turn a start that fails into a line on stderr and an exit code."""
     try:
         yield
