@@ -230,3 +230,12 @@ def test_context_leaves_answers_of_the_engine_as_they_are(code: str) -> None:
     made = error(code)
     assert made.with_context("while renewing") is made
     assert not hasattr(made, "__notes__")
+
+
+def test_a_copy_says_what_the_error_says() -> None:
+    for original in (TransportError("timeout", "no answer", outcome_unknown=True), error("lease_expired", {"epoch": 3})):
+        again = original.copy()
+        assert again is not original
+        assert type(again) is type(original)
+        assert (again.code, again.detail, str(again)) == (original.code, original.detail, str(original))
+        assert vars(again) == vars(original)
