@@ -233,7 +233,10 @@ def test_context_leaves_answers_of_the_engine_as_they_are(code: str) -> None:
 
 
 def test_a_copy_says_what_the_error_says() -> None:
-    for original in (TransportError("timeout", "no answer", outcome_unknown=True), error("lease_expired", {"epoch": 3})):
+    for original in (
+        TransportError("timeout", "no answer", outcome_unknown=True),
+        error("lease_expired", {"epoch": 3}),
+    ):
         again = original.copy()
         assert again is not original
         assert type(again) is type(original)

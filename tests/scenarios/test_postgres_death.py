@@ -267,3 +267,69 @@ async def test_a_store_that_is_gone_is_a_retryable_error_of_every_call(server: S
         await engine.complete(handle, b"after all")
         assert await engine.get_execution_result(handle.execution_id) == b"after all"
         assert await engine.claim(**claim) is not None
+
+
+JOB: dict[str, Any] = {
+    "namespace": "default",
+    "lane_id": "default",
+    "execution_kind": "work",
+    "input_payload": b"{}",
+    "priority": 0,
+    "creator_identity": "test",
+}
+
+
+async def repeat_completion(engine: Engine) -> Callable[[], Awaitable[object]]:
+    await engine.create_execution(**JOB)
+    handle = await engine.claim(lane_id="default", worker_id="w", worker_instance_id="w1")
+    assert handle is not None
+    await engine.complete(handle, b"done")
+    return lambda: engine.complete(handle, b"done")
+
+
+async def repeat_cancel(engine: Engine) -> Callable[[], Awaitable[object]]:
+    made = await engine.create_execution(**JOB)
+    cancel: dict[str, Any] = {"execution_id": made.execution_id, "reason": "enough"}
+    await engine.cancel_execution(**cancel)
+    return lambda: engine.cancel_execution(**cancel)
+
+
+async def repeat_key(engine: Engine) -> Callable[[], Awaitable[object]]:
+    await engine.create_execution(**JOB, idempotency_key="once")
+    return lambda: engine.create_execution(**JOB, idempotency_key="once")
+
+
+async def repeat_id(engine: Engine) -> Callable[[], Awaitable[object]]:
+    own = f"{{fp:7}}:{uuid4()}"
+    await engine.create_execution(**JOB, execution_id=own)
+    return lambda: engine.create_execution(**JOB, execution_id=own)
+
+
+@pytest.mark.parametrize("prepare", [repeat_completion, repeat_cancel, repeat_key, repeat_id])
+async def test_a_repeat_is_answered_when_the_synchronous_standby_has_what_it_repeats(
+    server: Server, eventually: Any, prepare: Callable[[Engine], Awaitable[Callable[[], Awaitable[object]]]]
+) -> None:
+    """A primary that restarts shows commits that its standby never confirmed; a failover would lose them."""
+    connection = await asyncpg.connect(server.url)
+
+    async def require(standbys: str) -> None:
+        await connection.execute(f"alter system set synchronous_standby_names = '{standbys}'")
+        await connection.execute("select pg_reload_conf()")
+
+        async def is_read() -> bool:
+            return bool(await connection.fetchval("show synchronous_standby_names") == standbys)
+
+        await eventually(is_read)
+
+    waiting = "select count(*) from pg_stat_activity where wait_event = 'SyncRep' and datname = current_database()"
+    async with Engine.connect(settings=Settings(database_url=server.url, migrate_on_start=True)) as engine:
+        repeat = await prepare(engine)
+        await require("nobody")
+        try:
+            again = asyncio.ensure_future(repeat())
+            await eventually(lambda: connection.fetchval(waiting))
+            assert not again.done()
+        finally:
+            await require("")
+        await again
+    await connection.close()

@@ -22,6 +22,9 @@ create type terminal_outcome as enum ('none', 'success', 'failed', 'cancelled', 
 
 create type waitpoint_state as enum ('pending', 'active', 'closed', 'expired');
 
+create function ff_confirm() returns boolean language sql volatile
+RETURN CASE WHEN (current_setting('synchronous_standby_names'::text) = ''::text) THEN true ELSE (pg_logical_emit_message(true, 'flowfabric'::text, ''::text) IS NOT NULL) END;
+
 create function ff_input(integer, integer, bigint, smallint, uuid) returns SETOF execution_input language sql stable parallel safe
 as $body$
   select * from execution_input i

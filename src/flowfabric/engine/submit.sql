@@ -137,7 +137,7 @@ select 0 as nth, lane_no, queue_no, min(place) as place, count(*) as created, tr
   from answered where is_new and not is_delayed group by lane_no, queue_no
 union all
 select nth, lane_no, queue_no, place, 0, is_new, lane_accepts, delay_until - now
-  from answered where not is_new or is_delayed;
+  from answered where (not is_new or is_delayed) and (select ff_confirm());
 
 -- name: list_duplicates
 -- Of each id and key: the execution that has one of them already, the key's owner first, and what was submitted under
@@ -154,4 +154,5 @@ select i.nth, coalesce(k.execution_partition, e.partition_key) as partition_key,
          from idempotency k
         where k.partition_key = i.key_partition and k.namespace_no = n.namespace_no and k.lane_no = l.lane_no
           and k.idempotency_key = i.idempotency_key and k.expires_at > (select ff_now())) k on true
-  left join execution e on e.partition_key = i.partition_key and e.execution_id = i.execution_id;
+  left join execution e on e.partition_key = i.partition_key and e.execution_id = i.execution_id
+ where (select ff_confirm());

@@ -4,6 +4,13 @@
 create function ff_now() returns bigint language sql volatile parallel safe
   return (extract(epoch from clock_timestamp()) * 1000)::bigint;
 
+-- For a statement whose answer rests on rows it has only read: with a synchronous standby, its commit then waits until the
+-- standby has them. A primary that restarts shows rows whose commit the standby has not confirmed, and a failover would
+-- lose what a caller was told.
+create function ff_confirm() returns boolean language sql volatile
+  return case when current_setting('synchronous_standby_names') = '' then true
+              else pg_logical_emit_message(true, 'flowfabric', '') is not null end;
+
 create type lifecycle_phase as enum ('submitted', 'runnable', 'active', 'suspended', 'terminal');
 create type ownership_state as enum ('unowned', 'leased', 'lease_expired_reclaimable', 'lease_revoked');
 create type eligibility_state as enum ('eligible_now', 'not_eligible_until_time', 'blocked_by_dependencies',
