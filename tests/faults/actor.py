@@ -120,6 +120,7 @@ async def main(role: str, url: str, folder: str, name: str, seed: str) -> None:
     }
     actor = Actor(url, History(Path(folder) / f"{name}.history", name), seed)
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, actor.stopping.set)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     await roles[role](actor)
 
 

@@ -52,10 +52,15 @@ class Processes:
             name,
             seed,
         ]
-        with (self._folder / f"{name}.log").open("ab") as log:
-            self._processes[name] = subprocess.Popen(
-                command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=os.environ.copy()
-            )
+        # The process inherits the mask: a SIGTERM waits until it is ready for it.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        try:
+            with (self._folder / f"{name}.log").open("ab") as log:
+                self._processes[name] = subprocess.Popen(
+                    command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=os.environ.copy()
+                )
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 
     async def ready(self) -> None:
         """Wait until everybody has reached the store."""
