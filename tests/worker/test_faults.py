@@ -86,7 +86,7 @@ async def test_a_store_that_is_read_only_for_a_while_fails_no_run(
     await eventually(lambda: gate.started == 2)
     async with read_only(connection):
         gate.opened.set()
-        await eventually(lambda: "is written again: busy_loading" in caplog.text)
+        await eventually(lambda: "storing the result failed and is retried: busy_loading" in caplog.text)
     ended = [await engine.wait_for_ending(run, timeout=60) for run in runs]
     assert [one.outcome for one in ended] == [TerminalOutcome.SUCCESS, TerminalOutcome.FAILED]
     assert ended[1].reason == "ValueError: no luck"
@@ -103,7 +103,7 @@ async def test_a_row_held_for_long_fails_no_run(
     async with connection.transaction():
         await connection.execute("select from execution where execution_id = $1 for update", run[-36:])
         gate.opened.set()
-        await eventually(lambda: "is written again: retry_exhausted" in caplog.text)
+        await eventually(lambda: "storing the result failed and is retried: retry_exhausted" in caplog.text)
     assert (await engine.wait_for_ending(run, timeout=60)).outcome is TerminalOutcome.SUCCESS
 
 
@@ -142,7 +142,7 @@ async def test_an_ending_that_is_never_written_is_given_up_with_its_lease(
     monkeypatch.setattr(engine, "complete_many", never)
     run = await submit()
     worker = await start_worker({"job": job}, lease_ttl_ms=600, reconcile=False, lanes=["default"])
-    await eventually(lambda: f"the result of {run} is given up with its lease" in caplog.text)
+    await eventually(lambda: f"{run}: the result was not stored before the lease expired" in caplog.text)
     assert worker is not None
 
 
@@ -209,7 +209,7 @@ async def test_a_worker_starts_when_the_store_can_take_its_registration(
     run = await submit()
     async with read_only(connection):
         starting = asyncio.create_task(start_worker({"job": job}))
-        await eventually(lambda: "the registration is repeated: busy_loading" in caplog.text)
+        await eventually(lambda: "registering failed and is retried: busy_loading" in caplog.text)
     await starting
     assert (await engine.wait_for_ending(run, timeout=60)).outcome is TerminalOutcome.SUCCESS
 
@@ -220,16 +220,16 @@ async def test_a_worker_starts_when_the_store_can_take_its_registration(
 def test_contact_is_lost_when_calls_fail_and_none_is_answered() -> None:
     contact = Contact()
     now = time.monotonic()
-    assert not contact.is_lost_for(0)
+    assert not contact.unanswered_for(0)
     contact.failed(TransportError("timeout"), now - 10)
     contact.failed(TransportError("transport"), now - 1)
-    assert contact.is_lost_for(9)
-    assert not contact.is_lost_for(11)
+    assert contact.unanswered_for(9)
+    assert not contact.unanswered_for(11)
     contact.failed(TransportError("busy_loading"), now)
-    assert not contact.is_lost_for(0)
+    assert not contact.unanswered_for(0)
     contact.failed(TransportError("timeout"), now - 10)
     contact.answered()
-    assert not contact.is_lost_for(0)
+    assert not contact.unanswered_for(0)
 
 
 async def test_a_worker_whose_claims_are_stuck_lets_others_take_over(
@@ -256,8 +256,8 @@ async def test_a_worker_whose_claims_are_stuck_lets_others_take_over(
             await eventually(lambda: "leases are not renewed" in caplog.text)
             await asyncio.wait_for(stopped.wait(), 60)
             expires_at = (await rows.execution(run))["lease_expires_at"]
-            await eventually(lambda: worker._contact.is_lost_for(3))
-        await eventually(lambda: not worker._contact.is_lost_for(3))
+            await eventually(lambda: worker._contact.unanswered_for(3))
+        await eventually(lambda: not worker._contact.unanswered_for(3))
         assert (await rows.execution(run))["lease_expires_at"] >= expires_at
 
         async def is_renewed_again() -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from flowfabric.engine.engine import Engine
-from flowfabric.engine.wakeups import LostLease
+from flowfabric.engine.wakeups import LostLease, LostReason
 from flowfabric.model.errors import TransportError
 from flowfabric.model.ids import ExecutionId
 from flowfabric.model.states import TerminalOutcome
@@ -114,7 +114,7 @@ async def test_a_hint_about_an_earlier_lease_stops_nothing(
     await start_worker({"job": wait}, lease_ttl_ms=LONG_TTL_MS)
     await eventually(lambda: contexts)
     for epoch in (contexts[0].lease_epoch - 1, contexts[0].lease_epoch + 1):
-        engine.wakeups.lost([LostLease(run, epoch, "cancelled")])
+        engine.wakeups.lost([LostLease(run, epoch, LostReason.CANCELLED)])
     assert contexts[0].is_lease_healthy()
     gate.set()
     assert (await engine.wait_for_ending(run, timeout=60)).result == b'"done"'

@@ -35,20 +35,20 @@ def leave(running: Running) -> None:
             # It was stopped while it waited: whoever comes next waits for the same run.
             _LATEST[running.execution_id] = earlier
     running.has_left = True
-    if running.departure is not None:
+    if running.left is not None:
         # Cancelled where the run that waited for it was stopped.
         with contextlib.suppress(InvalidStateError):
-            running.departure.set_result(None)
+            running.left.set_result(None)
 
 
 async def earlier_has_left(running: Running) -> None:
     """Wait until no earlier run of the same execution is in this process."""
     while (earlier := running.earlier) is not None:
         if not earlier.has_left:
-            departure: Future[None] = Future()
+            left: Future[None] = Future()
             # Only the next run waits for a run, and it looks again after it has said so: runs may be of other threads.
-            earlier.departure = departure
+            earlier.left = left
             if not earlier.has_left:
-                await asyncio.wrap_future(departure)
+                await asyncio.wrap_future(left)
         # One that was stopped while it waited itself leaves its own predecessor to its successor.
         running.earlier = earlier.earlier

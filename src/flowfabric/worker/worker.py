@@ -13,16 +13,17 @@ from contextlib import AsyncExitStack
 from types import TracebackType
 from typing import Any, Self, TypedDict
 
-from flowfabric.engine.claim import DEFAULT_LEASE_TTL_MS, MAX_LANES, MAX_TTL_MS
+from flowfabric.engine.claim import DEFAULT_LEASE_TTL_MS, MAX_LANES
 from flowfabric.engine.engine import Engine
-from flowfabric.engine.wakeups import LostLease
+from flowfabric.engine.wakeups import LostLease, LostReason
 from flowfabric.model.errors import EngineError, error
+from flowfabric.model.handle import MAX_LEASE_TTL_MS
 from flowfabric.model.ids import check_lane_id, check_worker_id
 from flowfabric.model.kinds import check_kinds
 from flowfabric.model.outcomes import ClaimedExecution
 from flowfabric.model.policy import check_capabilities
 from flowfabric.model.text import check_items, check_short, shown
-from flowfabric.pauses import pauses
+from flowfabric.pauses import is_set_within, pauses
 from flowfabric.reconcile.loop import Reconciler
 from flowfabric.worker import presence
 from flowfabric.worker.context import Running
@@ -108,7 +109,7 @@ class Worker:
         self.lanes = tuple(dict.fromkeys(map(check_lane_id, check_items(lanes, "lanes"))))
         _check_range("lanes", len(self.lanes), MAX_LANES)
         _check_range("threads", threads)
-        _check_range("lease_ttl_ms", lease_ttl_ms, MAX_TTL_MS)
+        _check_range("lease_ttl_ms", lease_ttl_ms, MAX_LEASE_TTL_MS)
         _check_range("claim_poll_interval_ms", claim_poll_interval_ms)
         if isinstance(drain_seconds, bool) or not isinstance(drain_seconds, int | float) or not drain_seconds >= 0:
             raise ValueError(f"drain_seconds: a number from 0 on, got {shown(drain_seconds)}")
@@ -218,8 +219,8 @@ class Worker:
             except EngineError as error:
                 if not is_passing(error) or self._stopping.is_set():
                     raise
-                logger.warning("the registration is repeated: %s", error)
-            await self._pause(pause)
+                logger.warning("registering failed and is retried: %s", error)
+            await is_set_within(self._stopping, pause)
 
     async def _claim_while_wanted(self) -> None:
         if not self.kinds:
@@ -251,7 +252,7 @@ class Worker:
                 self._contact.failed(error, asked_at)
                 is_known = isinstance(error, EngineError)
                 logger.warning("a claim failed and is repeated: %s", error, exc_info=None if is_known else error)
-                await self._pause(next(retry_pauses))
+                await is_set_within(self._stopping, next(retry_pauses))
                 continue
             self._contact.answered()
             retry_pauses = pauses(*FAULT_SECONDS)
@@ -274,7 +275,7 @@ class Worker:
             self._slot_freed.clear()
             await self._slot_freed.wait()
         if self._running and self._concurrency - len(self._running) < self._worth_claiming:
-            await self._pause(GATHER_SECONDS)
+            await is_set_within(self._stopping, GATHER_SECONDS)
         return self._concurrency - len(self._running)
 
     def _start(self, claimed: Sequence[ClaimedExecution], asked_at: float) -> None:
@@ -341,7 +342,7 @@ class Worker:
 
     def _lose(self, running: Running) -> None:
         """Stop a handler whose lease is lost; where it has returned or suspends, the store answers that."""
-        running.lost = running.lost or "claimed again"
+        running.lost = running.lost or LostReason.RECLAIMED
         if not running.has_ended and not running.is_suspending and not running.is_dropped:
             level = logging.INFO if is_cancel(running.lost) else logging.WARNING
             logger.log(level, "%s is stopped: %s", running.execution_id, running.lost)
@@ -417,10 +418,6 @@ class Worker:
                     self._slot_freed.clear()
                     await self._slot_freed.wait()
 
-    async def _pause(self, seconds: float) -> None:
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._stopping.wait(), seconds)
-
     async def _stop_reconciler(self) -> None:
         if self._reconciler is not None:
             await self._reconciler.stop()
@@ -436,7 +433,7 @@ class Worker:
             async with asyncio.timeout(LEAVE_SECONDS):
                 await self._registration.leave(self._engine)
         except Exception as error:
-            logger.warning("the registration is left to expire: %s", error or type(error).__name__)
+            logger.warning("the registration was not removed and will expire: %s", error or type(error).__name__)
 
 
 def _is_handler(value: object) -> bool:
