@@ -51,6 +51,7 @@ class Running:
         "has_started",
         "is_dropped",
         "is_given_back",
+        "is_stuck",
         "is_suspended",
         "is_suspending",
         "left",
@@ -83,6 +84,8 @@ class Running:
         """Whether its result is of no more use: it waits, its lease is lost, or the worker stops without it."""
         self.is_given_back = False
         """Whether its lease is handed back once its handler has returned."""
+        self.is_stuck = False
+        """Whether a later run of the same execution has waited in vain for this one to leave."""
         self.is_suspending = False
         """Whether it asks to be suspended, or was. Lease errors are ignored meanwhile: suspending ends the lease."""
         self.is_suspended = False

@@ -78,6 +78,16 @@ class Reports:
 
         await self._repeat(running, write, "hand-back")
 
+    async def put_off(self, running: Running, milliseconds: int) -> None:
+        """Give up the lease of a run that cannot begin; any worker can claim it after that time."""
+
+        async def write() -> bool:
+            now = await self._engine.server_time_ms()
+            await self._engine.delay(running.claimed.handle, now + milliseconds)
+            return True
+
+        await self._repeat(running, write, "delay")
+
     async def expire(self, running: Running) -> None:
         """End the attempt of a run that was stopped because its time is up."""
 
