@@ -122,6 +122,19 @@ async def test_a_hint_about_an_earlier_lease_stops_nothing(
     assert (await engine.wait_for_ending(run, timeout=60)).result == b'"done"'
 
 
+async def test_a_hint_with_a_reason_of_another_version_stops_the_run(
+    engine: Engine, start_worker: Any, submit: Any, connection: Any, eventually: Any
+) -> None:
+    waiting = Waiting()
+    run = await submit()
+    await start_worker({"job": waiting}, lease_ttl_ms=LONG_TTL_MS, reconcile=False, drain_seconds=0)
+    await eventually(lambda: waiting.contexts)
+    await eventually(lambda: engine.wakeups.hints.is_listening)
+    hint = f"{run},{waiting.contexts[0].lease_epoch},unheard_of"
+    await connection.execute("select pg_notify($1, $2)", f"{engine.settings.schema_name}_lost", hint)
+    await asyncio.wait_for(waiting.is_cancelled.wait(), 60)
+
+
 async def test_a_worker_checks_its_leases_after_a_gap_in_the_hints(
     engine: Engine, url: str, submit: Any, eventually: Any
 ) -> None:

@@ -35,9 +35,8 @@ class LostReason(StrEnum):
     UNKNOWN = "unknown"
     """A reason that only a newer version has a name for."""
 
-    @classmethod
-    def _missing_(cls, value: object) -> "LostReason":
-        return cls.UNKNOWN
+
+_REASONS = {reason.value: reason for reason in LostReason}
 
 
 class LostLease(NamedTuple):
@@ -144,7 +143,12 @@ class Wakeups:
             self._tell_lost(None)
             return
         named = (word.split(",") for word in words)
-        self._tell_lost([LostLease(ExecutionId(each), int(epoch), LostReason(reason)) for each, epoch, reason in named])
+        self._tell_lost(
+            [
+                LostLease(ExecutionId(each), int(epoch), _REASONS.get(reason, LostReason.UNKNOWN))
+                for each, epoch, reason in named
+            ]
+        )
 
     def _work_heard(self, words: list[str]) -> None:
         if EVERYTHING in words:

@@ -458,7 +458,7 @@ class Worker:
 
 
 def _patience(running: Running) -> float:
-    """How long a run waits for an earlier one: not at all where that has proved useless, so that its attempt has time."""
+    """How long a run waits for an earlier one: not at all where another has waited in vain, which costs attempt time."""
     if running.earlier is not None and running.earlier.is_stuck:
         return 0.0
     timeout_ms = running.claimed.attempt_timeout_ms
