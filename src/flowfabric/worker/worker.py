@@ -458,7 +458,7 @@ class Worker:
 
 
 def _patience(running: Running) -> float:
-    """How long a run waits for an earlier one: not at all where another has waited in vain, which costs attempt time."""
+    """How long a run waits for an earlier one: not at all where one before it has waited in vain."""
     if running.earlier is not None and running.earlier.is_stuck:
         return 0.0
     timeout_ms = running.claimed.attempt_timeout_ms
