@@ -10,7 +10,6 @@ import pytest
 from faults.proxy import Proxy
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.wakeups import LostLease, LostReason
-from flowfabric.model.errors import TransportError
 from flowfabric.model.ids import ExecutionId
 from flowfabric.model.states import TerminalOutcome
 from flowfabric.settings import Settings
@@ -250,28 +249,25 @@ async def test_a_resumed_attempt_has_the_time_it_had_left(
 
 
 async def test_a_timeout_is_asked_for_until_the_store_answers_and_it_is_due(
-    engine: Engine, start_worker: Any, submit: Any, clock: Any, eventually: Any, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, url: str, submit: Any, clock: Any, eventually: Any
 ) -> None:
     await clock.stop()
-    expire, asked, faults = engine.expire_execution, 0, iter([TransportError(), TransportError("busy_loading")])
-
-    async def fails_at_first(*arguments: Any) -> Any:
-        nonlocal asked
-        asked += 1
-        if fault := next(faults, None):
-            raise fault
-        return await expire(*arguments)
-
-    monkeypatch.setattr(engine, "expire_execution", fails_at_first)
     waiting = Waiting()
-    await start_worker({"job": waiting}, lease_ttl_ms=LONG_TTL_MS, reconcile=False)
-    run = await submit(policy={"timeout_policy": {"attempt_timeout_ms": 300}})
-    # The clock of the store stands still: by it, the time is not up.
-    await eventually(lambda: asked >= 4)
-    assert waiting.is_cancelled.is_set()
-    assert await engine.read_execution_state(run) == "active"
-    await clock.advance(ms=301)
-    assert (await engine.wait_for_ending(run, timeout=60)).outcome is TerminalOutcome.EXPIRED
+    run = await submit(policy={"timeout_policy": {"attempt_timeout_ms": 1000}})
+    async with Proxy(url) as proxy, Engine.connect(settings=Settings(database_url=proxy.url)) as cut:
+        worker = Worker(cut, lanes=["default"], handlers={"job": waiting}, lease_ttl_ms=LONG_TTL_MS, reconcile=False)
+        async with worker:
+            await eventually(lambda: waiting.contexts)
+            proxy.refuses = True
+            proxy.cut()
+            await asyncio.wait_for(waiting.is_cancelled.wait(), 60)
+            await eventually(lambda: worker._contact.unanswered_for(1))
+            proxy.refuses = False
+            await eventually(lambda: not worker._contact.unanswered_for(0))
+            # The clock of the store stands still: by it, the time is not up.
+            assert await engine.read_execution_state(run) == "active"
+            await clock.advance(ms=1001)
+            assert (await engine.wait_for_ending(run, timeout=60)).outcome is TerminalOutcome.EXPIRED
 
 
 async def test_a_timeout_is_not_asked_for_beyond_the_lease(
