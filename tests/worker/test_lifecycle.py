@@ -156,7 +156,7 @@ async def test_what_a_claim_under_way_brings_to_a_stopping_worker_is_handed_back
             slow.wakeups.wake_all()
 
             async def is_claimed() -> bool:
-                return (await rows.execution(run))["lifecycle_phase"] == "active"
+                return bool((await rows.execution(run))["lifecycle_phase"] == "active")
 
             await eventually(is_claimed)
             worker.stop()
