@@ -1,9 +1,9 @@
-"""How long to wait: before each further try, and for an event."""
+"""How long to wait: before each further try, for an event, and for work that an event ends."""
 
 import asyncio
 import contextlib
 import random
-from collections.abc import Iterator
+from collections.abc import Awaitable, Iterator
 
 
 def pauses(first: float, longest: float) -> Iterator[float]:
@@ -19,3 +19,19 @@ async def is_set_within(event: asyncio.Event, seconds: float) -> bool:
     with contextlib.suppress(TimeoutError):
         await asyncio.wait_for(event.wait(), seconds)
     return event.is_set()
+
+
+async def is_done_before(event: asyncio.Event, work: Awaitable[object]) -> bool:
+    """Whether some work is done before an event is set; else it is cancelled. An error of the work is raised."""
+    working, stopped = asyncio.ensure_future(work), asyncio.ensure_future(event.wait())
+    try:
+        await asyncio.wait((working, stopped), return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            working.result()
+            return True
+        return False
+    finally:
+        stopped.cancel()
+        if not working.done():
+            working.cancel()
+            await asyncio.gather(working, return_exceptions=True)

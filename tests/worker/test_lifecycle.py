@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 
+from faults.proxy import Proxy, Side
 from flowfabric.engine.engine import Engine
 from flowfabric.model.errors import ValidationError
 from flowfabric.model.states import TerminalOutcome
+from flowfabric.settings import Settings
 from flowfabric.worker.context import Context
 from flowfabric.worker.worker import Worker
 
@@ -137,7 +139,7 @@ async def test_work_that_waits_for_a_thread_is_handed_back(
 
 
 async def test_what_a_claim_under_way_brings_to_a_stopping_worker_is_handed_back(
-    engine: Engine, submit: Any, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, url: str, submit: Any, rows: Any, eventually: Any
 ) -> None:
     called = False
 
@@ -145,18 +147,20 @@ async def test_what_a_claim_under_way_brings_to_a_stopping_worker_is_handed_back
         nonlocal called
         called = True
 
-    run = await submit()
-    worker = Worker(engine, lanes=["default"], handlers={"job": job})
-    claim_many = engine.claim_many
+    async with Proxy(url) as proxy, Engine.connect(settings=Settings(database_url=proxy.url)) as slow:
+        worker = Worker(slow, lanes=["default"], handlers={"job": job}, reconcile=False)
+        async with worker:
+            await eventually(lambda: slow.wakeups._waiting.get("default"))
+            proxy.silence(sides=[Side.SERVER])
+            run = await submit()
+            slow.wakeups.wake_all()
 
-    async def claim_and_stop(**options: Any) -> Any:
-        claimed = await claim_many(**options)
-        worker.stop()
-        return claimed
+            async def is_claimed() -> bool:
+                return bool((await rows.execution(run))["lifecycle_phase"] == "active")
 
-    monkeypatch.setattr(engine, "claim_many", claim_and_stop)
-    async with worker:
-        await worker._stopping.wait()
+            await eventually(is_claimed)
+            worker.stop()
+            proxy.heal()
     assert (await engine.read_execution_state(run), called) == ("resumable", False)
 
 

@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 
+from faults.proxy import Proxy
 from flowfabric.engine.engine import Engine
-from flowfabric.engine.wakeups import LostLease
-from flowfabric.model.errors import TransportError
+from flowfabric.engine.wakeups import LostLease, LostReason
 from flowfabric.model.ids import ExecutionId
 from flowfabric.model.states import TerminalOutcome
+from flowfabric.settings import Settings
 from flowfabric.worker.context import Context
-from flowfabric.worker.worker import Worker
+from flowfabric.worker.worker import PUT_OFF_MS, Worker
 
 LONG_TTL_MS = 600_000
 """A lease that is not renewed while a test runs: nothing but a hint can tell of its end."""
@@ -114,26 +115,44 @@ async def test_a_hint_about_an_earlier_lease_stops_nothing(
     await start_worker({"job": wait}, lease_ttl_ms=LONG_TTL_MS)
     await eventually(lambda: contexts)
     for epoch in (contexts[0].lease_epoch - 1, contexts[0].lease_epoch + 1):
-        engine.wakeups.lost([LostLease(run, epoch, "cancelled")])
+        engine.wakeups.lost([LostLease(run, epoch, LostReason.CANCELLED)])
     assert contexts[0].is_lease_healthy()
     gate.set()
     assert (await engine.wait_for_ending(run, timeout=60)).result == b'"done"'
 
 
-async def test_a_hint_that_names_nothing_makes_the_worker_look(
-    engine: Engine, engines: Any, start_worker: Any, submit: Any, eventually: Any
+async def test_a_hint_with_a_reason_of_another_version_stops_the_run(
+    engine: Engine, start_worker: Any, submit: Any, connection: Any, eventually: Any
 ) -> None:
     waiting = Waiting()
     run = await submit()
-    await start_worker({"job": waiting}, lease_ttl_ms=LONG_TTL_MS)
+    await start_worker({"job": waiting}, lease_ttl_ms=LONG_TTL_MS, reconcile=False, drain_seconds=0)
     await eventually(lambda: waiting.contexts)
     await eventually(lambda: engine.wakeups.hints.is_listening)
-    silent = await engines()
-    silent.wakeups.hints._closed = True
-    await silent.cancel_execution(execution_id=run, reason="not wanted")
-    assert not waiting.is_cancelled.is_set()
-    engine.wakeups.hints._deliver("lost", ["*"])
+    hint = f"{run},{waiting.contexts[0].lease_epoch},unheard_of"
+    await connection.execute("select pg_notify($1, $2)", f"{engine.settings.schema_name}_lost", hint)
     await asyncio.wait_for(waiting.is_cancelled.wait(), 60)
+
+
+async def test_a_worker_checks_its_leases_after_a_gap_in_the_hints(
+    engine: Engine, url: str, submit: Any, eventually: Any
+) -> None:
+    waiting = Waiting()
+    run = await submit()
+    async with (
+        Proxy(url) as proxy,
+        Engine.connect(settings=Settings(database_url=proxy.url)) as cut,
+        Worker(cut, lanes=["default"], handlers={"job": waiting}, lease_ttl_ms=LONG_TTL_MS, reconcile=False),
+    ):
+        await eventually(lambda: waiting.contexts)
+        await eventually(lambda: cut.wakeups.hints.is_listening)
+        proxy.refuses = True
+        proxy.cut()
+        await eventually(lambda: not cut.wakeups.hints.is_listening)
+        await engine.cancel_execution(execution_id=run, reason="not wanted")
+        assert not waiting.is_cancelled.is_set()
+        proxy.refuses = False
+        await asyncio.wait_for(waiting.is_cancelled.wait(), 60)
 
 
 async def test_a_cancel_by_a_user_is_no_warning(
@@ -230,28 +249,38 @@ async def test_a_resumed_attempt_has_the_time_it_had_left(
 
 
 async def test_a_timeout_is_asked_for_until_the_store_answers_and_it_is_due(
-    engine: Engine, start_worker: Any, submit: Any, clock: Any, eventually: Any, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, url: str, submit: Any, clock: Any, eventually: Any
 ) -> None:
     await clock.stop()
-    expire, asked, faults = engine.expire_execution, 0, iter([TransportError(), TransportError("busy_loading")])
-
-    async def fails_at_first(*arguments: Any) -> Any:
-        nonlocal asked
-        asked += 1
-        if fault := next(faults, None):
-            raise fault
-        return await expire(*arguments)
-
-    monkeypatch.setattr(engine, "expire_execution", fails_at_first)
     waiting = Waiting()
-    await start_worker({"job": waiting}, lease_ttl_ms=LONG_TTL_MS, reconcile=False)
+    run = await submit(policy={"timeout_policy": {"attempt_timeout_ms": 1000}})
+    async with Proxy(url) as proxy, Engine.connect(settings=Settings(database_url=proxy.url)) as cut:
+        worker = Worker(cut, lanes=["default"], handlers={"job": waiting}, lease_ttl_ms=LONG_TTL_MS, reconcile=False)
+        async with worker:
+            await eventually(lambda: waiting.contexts)
+            proxy.refuses = True
+            proxy.cut()
+            await asyncio.wait_for(waiting.is_cancelled.wait(), 60)
+            await eventually(lambda: worker._contact.unanswered_for(1))
+            proxy.refuses = False
+            await eventually(lambda: not worker._contact.unanswered_for(0))
+            # The clock of the store stands still: by it, the time is not up.
+            assert await engine.read_execution_state(run) == "active"
+            await clock.advance(ms=1001)
+            assert (await engine.wait_for_ending(run, timeout=60)).outcome is TerminalOutcome.EXPIRED
+
+
+async def test_a_timeout_is_not_asked_for_beyond_the_lease(
+    engine: Engine, start_worker: Any, submit: Any, clock: Any, eventually: Any, caplog: Any
+) -> None:
+    # The clock of the store stands still: by it, the time is never up.
+    await clock.stop()
+    waiting = Waiting()
     run = await submit(policy={"timeout_policy": {"attempt_timeout_ms": 300}})
-    # The clock of the store stands still: by it, the time is not up.
-    await eventually(lambda: asked >= 4)
-    assert waiting.is_cancelled.is_set()
-    assert await engine.read_execution_state(run) == "active"
-    await clock.advance(ms=301)
-    assert (await engine.wait_for_ending(run, timeout=60)).outcome is TerminalOutcome.EXPIRED
+    worker = await start_worker({"job": waiting}, lease_ttl_ms=1000, reconcile=False)
+    await asyncio.wait_for(waiting.is_cancelled.wait(), 60)
+    await eventually(lambda: worker.running == 0)
+    assert f"{run}: the timeout was not stored before the lease expired: it is not due yet" in caplog.text
 
 
 async def test_a_run_that_ends_in_time_has_no_timer_left(engine: Engine, start_worker: Any, submit: Any) -> None:
@@ -396,3 +425,64 @@ async def test_a_run_that_waits_for_an_earlier_one_is_handed_back_by_a_worker_th
     assert overlap.started == 1
     gate.set()
     assert (await engine.wait_for_ending(run, timeout=60)).result == b"1"
+
+
+async def test_retries_are_not_used_up_while_an_earlier_run_does_not_return(
+    engine: Engine, start_worker: Any, submit: Any, clock: Any, eventually: Any, attempts: Any, caplog: Any
+) -> None:
+    gate = threading.Event()
+    overlap = Overlap()
+
+    def wait(ctx: Context) -> int:
+        with overlap:
+            gate.wait(timeout=60)
+            return ctx.attempt_index
+
+    run = await submit(policy={"timeout_policy": {"attempt_timeout_ms": 2000}, **RETRIED})
+    worker = await start_worker({"job": wait}, lease_ttl_ms=LONG_TTL_MS, reconcile=False, claim_poll_interval_ms=50)
+
+    def put_off() -> list[str]:
+        told = f"{run} waits for an earlier run that does not return; handed back"
+        return [record.levelname for record in caplog.records if record.getMessage() == told]
+
+    async def is_delayed() -> bool:
+        return await engine.read_execution_state(run) == "delayed" and worker.running == 1
+
+    with caplog.at_level(logging.INFO, "flowfabric"):
+        await eventually(lambda: put_off() == ["WARNING"])
+        await eventually(is_delayed)
+        # Any worker may claim it then; where this one does, it does not wait again.
+        await clock.advance(ms=PUT_OFF_MS)
+        await eventually(lambda: put_off() == ["WARNING", "INFO"])
+        await eventually(is_delayed)
+    gate.set()
+    await eventually(lambda: worker.running == 0)
+    await clock.advance(ms=PUT_OFF_MS)
+    ended = await engine.wait_for_ending(run, timeout=60)
+    assert (ended.outcome, ended.result) == (TerminalOutcome.SUCCESS, b"1")
+    assert [one["attempt_state"] for one in await attempts(run)] == ["ended_failure", "ended_success"]
+    assert (overlap.started, overlap.most) == (2, 1)
+
+
+async def test_executions_of_two_stores_may_have_the_same_id(
+    engine: Engine, start_worker: Any, submit: Any, given: Any, databases: Any, eventually: Any
+) -> None:
+    waiting = Waiting()
+    run = await submit()
+    await start_worker({"job": waiting}, drain_seconds=0)
+    await eventually(lambda: waiting.contexts)
+
+    async def job() -> str:
+        return "elsewhere"
+
+    async with (
+        engine.beside() as beside,
+        databases.one() as url,
+        Engine.connect(settings=Settings(database_url=url)) as other,
+    ):
+        assert (beside.store_key == engine.store_key, other.store_key == engine.store_key) == (True, False)
+        await type(given)(other, given.clock).created(execution_id=run, input_payload=b"{}")
+        async with Worker(other, lanes=["default"], handlers={"job": job}):
+            assert (await other.wait_for_ending(run, timeout=60)).result == b'"elsewhere"'
+    assert not waiting.is_cancelled.is_set()
+    assert waiting.contexts[0].is_lease_healthy()

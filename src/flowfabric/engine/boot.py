@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from flowfabric.db import migrate
-from flowfabric.db.address import server_of
+from flowfabric.db.address import database_of, server_of
 from flowfabric.db.database import Database, Record
 from flowfabric.db.embedded import Embedded, EmbeddedError
 from flowfabric.db.faults import StoreFault, fault_of, without_values
@@ -21,6 +21,9 @@ from flowfabric.model.seals import Seals
 from flowfabric.settings import PREFIX, Settings
 
 CLOSE_SECONDS = 2
+
+StoreKey = tuple[str, str, str]
+"""The server, the database and the schema of a store."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,6 +52,12 @@ class Boot:
         self._database = database
         self._embedded = embedded
         self._revival = revival
+        self.store_key: StoreKey = (
+            (server_of(database.url), database_of(database.url), database.schema)
+            if beside is None
+            else beside.store_key
+        )
+        """Which store this is; the same for every engine of the process on it."""
         self.hints = Hints(database, deaf=not settings.listen)
         self.store = Store(
             database,

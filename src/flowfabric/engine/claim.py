@@ -15,7 +15,7 @@ from flowfabric.engine.lease import Leases
 from flowfabric.engine.store import Store
 from flowfabric.engine.transition import CLAIM_PARAMETERS
 from flowfabric.model.errors import EngineError, error
-from flowfabric.model.handle import Handle
+from flowfabric.model.handle import MAX_LEASE_TTL_MS, Handle
 from flowfabric.model.ids import (
     ID_FORMAT,
     ExecutionId,
@@ -36,7 +36,6 @@ SQL = statements_beside(__file__)
 MAX_LANES = 64
 MAX_LIMIT = 1000
 DEFAULT_LEASE_TTL_MS = 30_000
-MAX_TTL_MS = 2**32 - 1
 MAX_AT_ONCE = 2
 CATCH_UP_SECONDS = 1.0
 """How late lapsed leases and elapsed delays may join a lane that never empties while no reconciler runs."""
@@ -112,9 +111,9 @@ class Claim:
         wanted = Wanted.of(capabilities, kinds, namespace)
         worker_id = check_worker_id(worker_id, "worker_id")
         instance = WorkerInstanceId(check_worker_id(worker_instance_id, "worker_instance_id"))
-        check_range(lease_ttl_ms, "lease_ttl_ms", 1, MAX_TTL_MS)
+        check_range(lease_ttl_ms, "lease_ttl_ms", 1, MAX_LEASE_TTL_MS)
         check_range(limit, "limit", 1, MAX_LIMIT)
-        check_range(max_wait_ms, "max_wait_ms", 0, MAX_TTL_MS)
+        check_range(max_wait_ms, "max_wait_ms", 0, MAX_LEASE_TTL_MS)
         if self._refuses_waits and max_wait_ms:
             raise error("unavailable", "claim: the engine is shutting down")
         self._under_way += 1

@@ -44,6 +44,7 @@ class Families:
     def __init__(self, boot: Boot) -> None:
         self._boot = boot
         self.settings = boot.settings
+        self.store_key = boot.store_key
         store = boot.store
         self.wakeups = store.wakeups
         self.leases = Leases(store)

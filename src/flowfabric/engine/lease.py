@@ -10,7 +10,7 @@ from flowfabric.db.statements import statements_beside
 from flowfabric.engine.fence import GivenFence, lock_execution, lock_if_there, usable, verdict_of
 from flowfabric.engine.store import Store
 from flowfabric.engine.transition import LEASE_EXPIRED_PARAMETERS, PROMOTED
-from flowfabric.engine.wakeups import LostLease
+from flowfabric.engine.wakeups import LostLease, LostReason
 from flowfabric.model.errors import EngineError, error
 from flowfabric.model.handle import MAX_LEASE_TTL_MS, Fence, Handle
 from flowfabric.model.ids import (
@@ -36,7 +36,6 @@ from flowfabric.model.text import check_batch, check_limit, check_range, check_t
 SQL = statements_beside(__file__)
 
 SWEEP_LIMIT = 1000
-MAX_TTL_MS = MAX_LEASE_TTL_MS
 MAX_INDEX = 2**31 - 1
 DEFAULT_HISTORY_GRACE_MS = 60_000
 DEFAULT_LISTED = 1000
@@ -80,8 +79,8 @@ class Leases:
         parsed = parse_execution_id(execution_id)
         partition, uuid = row_key(parsed)
         check_range(given.attempt_index, "attempt_index", 0, MAX_INDEX)
-        check_range(lease_ttl_ms, "lease_ttl_ms", 1, MAX_TTL_MS)
-        check_range(lease_history_grace_ms, "lease_history_grace_ms", 0, MAX_TTL_MS)
+        check_range(lease_ttl_ms, "lease_ttl_ms", 1, MAX_LEASE_TTL_MS)
+        check_range(lease_history_grace_ms, "lease_history_grace_ms", 0, MAX_LEASE_TTL_MS)
 
         async def renew(transaction: Transaction) -> tuple[Fence, Record]:
             fence = given.against(await lock_execution(transaction, parsed))
@@ -155,7 +154,7 @@ class Leases:
             return marked, _why_unmarked(held)
 
         marked, reason = await self._store.transact(mark)
-        self._tell_marked(marked)
+        self._announce_expired(marked)
         return Marked() if marked else AlreadySatisfied(reason=reason)
 
     async def promote(self, execution_id: str) -> Promoted | AlreadySatisfied:
@@ -232,7 +231,7 @@ class Leases:
         rows = await self._store.fetch(
             SQL.mark_lapsed_leases, **_named(execution_ids, since), **LEASE_EXPIRED_PARAMETERS
         )
-        self._tell_marked(rows)
+        self._announce_expired(rows)
         return rows
 
     async def _promote_delayed(self, since: int) -> list[Record]:
@@ -244,14 +243,14 @@ class Leases:
         """Wait until every renewal under way is answered."""
         await self._batch.drain()
 
-    def _tell_marked(self, rows: Sequence[Record]) -> None:
+    def _announce_expired(self, rows: Sequence[Record]) -> None:
         if rows:
             self._store.wakeups.lost(
                 [
                     LostLease(
                         format_execution_id(row["partition_key"], row["execution_id"]),
                         row["lease_epoch"],
-                        "lease_expired",
+                        LostReason.LEASE_EXPIRED,
                     )
                     for row in rows
                 ]

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from uuid import UUID
 
 from flowfabric.db.database import Transaction
-from flowfabric.engine.claim import MAX_TTL_MS, SQL, claimed_of
+from flowfabric.engine.claim import SQL, claimed_of
 from flowfabric.engine.finish import WARN_EVERY_RECLAIMS
 from flowfabric.engine.grant import check_json
 from flowfabric.engine.held import Held, check_named, hold
@@ -23,7 +23,7 @@ from flowfabric.model.grants import (
     grant_id,
     parse_grant_key,
 )
-from flowfabric.model.handle import Handle
+from flowfabric.model.handle import MAX_LEASE_TTL_MS, Handle
 from flowfabric.model.ids import WorkerInstanceId, check_lane_id, check_worker_id, mint_uuid_texts, parse_uuid
 from flowfabric.model.outcomes import ClaimedExecution
 from flowfabric.model.policy import reclaim_cap
@@ -66,7 +66,7 @@ class Lease:
         attempt_index: int | None = None,
     ) -> "Lease":
         """The lease a caller describes; the attempt index is a guess of the caller's and decides nothing."""
-        check_range(lease_ttl_ms, "lease_ttl_ms", 1, MAX_TTL_MS)
+        check_range(lease_ttl_ms, "lease_ttl_ms", 1, MAX_LEASE_TTL_MS)
         for value, field, most in (
             (attempt_timeout_ms, "attempt_timeout_ms", MAX_TIME),
             (execution_deadline_at, "execution_deadline_at", MAX_TIME),

@@ -14,7 +14,7 @@ from flowfabric.engine.named import Lease, NamedClaims
 from flowfabric.engine.release import Parting, Releases
 from flowfabric.engine.store import Store
 from flowfabric.engine.transition import LEASE_EXPIRED_PARAMETERS, Release
-from flowfabric.engine.wakeups import LostLease
+from flowfabric.engine.wakeups import LostLease, LostReason
 from flowfabric.model.errors import error
 from flowfabric.model.grants import Granted, GrantKind, GrantNotFound, NotReclaimable, ReclaimCapExceeded
 from flowfabric.model.ids import check_lane_id
@@ -138,7 +138,7 @@ async def _mark(transaction: Transaction, held: Held) -> None:
 
 
 def _lost(held: Held) -> LostLease:
-    return LostLease(held.id, held.lease_epoch, "reclaimed")
+    return LostLease(held.id, held.lease_epoch, LostReason.RECLAIMED)
 
 
 def _state_of(held: Held) -> str:

@@ -12,7 +12,7 @@ from flowfabric.engine.fence import DONE, Verdict, lock_execution, verdict_of
 from flowfabric.engine.lease import Leases
 from flowfabric.engine.store import Store
 from flowfabric.engine.transition import Release, completion_parameters, release_parameters
-from flowfabric.engine.wakeups import LostLease
+from flowfabric.engine.wakeups import LostLease, LostReason
 from flowfabric.model.errors import EngineError, error
 from flowfabric.model.handle import Fence, Handle
 from flowfabric.model.ids import INDEX_PART, UUID_PART, ExecutionId, SuspensionId
@@ -131,7 +131,7 @@ class Releases:
         has_ended = False
         for parting, verdict in zip(partings, verdicts, strict=True):
             if parting.lost_epoch is not None and isinstance(verdict, Verdict) and verdict.is_done:
-                lost.append(LostLease(parting.execution_id, parting.lost_epoch, parting.move.value))
+                lost.append(LostLease(parting.execution_id, parting.lost_epoch, LostReason(parting.move.value)))
             if verdict is DONE:
                 has_ended = True
             elif isinstance(verdict, Verdict):

@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from enum import StrEnum
 from typing import NamedTuple
 
 from flowfabric.db.notify import EVERYTHING, Hints
@@ -14,12 +15,36 @@ _ENDED = "ended"
 _LOST = "lost"
 
 
+class LostReason(StrEnum):
+    """Why a lease ended without its holder; those of a `Release` have its value."""
+
+    COMPLETED = "completed"
+    FAILED = "failed"
+    RETRY = "retry"
+    RETRY_NOW = "retry_now"
+    CANCELLED = "cancelled"
+    TIMEOUT_RETRY = "timeout_retry"
+    TIMEOUT_RETRY_NOW = "timeout_retry_now"
+    TIMEOUT_EXPIRED = "timeout_expired"
+    DEADLINE_EXPIRED = "deadline_expired"
+    RECLAIM_CAP = "reclaim_cap"
+    LEASE_EXPIRED = "lease_expired"
+    RECLAIMED = "reclaimed"
+    NOT_RENEWED = "not_renewed"
+    ATTEMPT_TIMEOUT = "attempt_timeout"
+    UNKNOWN = "unknown"
+    """A reason that only a newer version has a name for."""
+
+
+_REASONS = {reason.value: reason for reason in LostReason}
+
+
 class LostLease(NamedTuple):
-    """A lease that ended without its holder, and why, in one word."""
+    """A lease that ended without its holder, and why."""
 
     execution_id: ExecutionId
     lease_epoch: int
-    reason: str
+    reason: LostReason
 
 
 OnLost = Callable[[Sequence[LostLease] | None], None]
@@ -118,7 +143,12 @@ class Wakeups:
             self._tell_lost(None)
             return
         named = (word.split(",") for word in words)
-        self._tell_lost([LostLease(ExecutionId(each), int(epoch), reason) for each, epoch, reason in named])
+        self._tell_lost(
+            [
+                LostLease(ExecutionId(each), int(epoch), _REASONS.get(reason, LostReason.UNKNOWN))
+                for each, epoch, reason in named
+            ]
+        )
 
     def _work_heard(self, words: list[str]) -> None:
         if EVERYTHING in words:

@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from typing import Any, TypeVar, Unpack
 
 from flowfabric.engine.engine import Engine
+from flowfabric.engine.wakeups import LostReason
 from flowfabric.model.errors import EngineError, error
 from flowfabric.model.handle import Fence, Handle
 from flowfabric.model.ids import ExecutionId, WaitpointId, uuid7
@@ -41,7 +42,6 @@ class Running:
 
     __slots__ = (
         "claimed",
-        "departure",
         "earlier",
         "ended_at",
         "expiry",
@@ -51,8 +51,10 @@ class Running:
         "has_started",
         "is_dropped",
         "is_given_back",
+        "is_stuck",
         "is_suspended",
         "is_suspending",
+        "left",
         "lost",
         "renewed_at",
         "signals",
@@ -76,18 +78,20 @@ class Running:
         """Whether nothing of it is left in this process."""
         self.earlier: Running | None = None
         """The run of the same execution that was in this process when this one was claimed."""
-        self.departure: Future[None] | None = None
-        """Done when this run has left, where the next run of the execution waits for that."""
+        self.left: Future[None] | None = None
+        """Done when this run has left this process; there is one when the next run of the execution waits for it."""
         self.is_dropped = False
         """Whether its result is of no more use: it waits, its lease is lost, or the worker stops without it."""
         self.is_given_back = False
         """Whether its lease is handed back once its handler has returned."""
+        self.is_stuck = False
+        """Whether a later run of the same execution has waited in vain for this one to leave."""
         self.is_suspending = False
-        """Whether it asks to be suspended, or was: what is told of its lease meanwhile is no news."""
+        """Whether it asks to be suspended, or was. Lease errors are ignored meanwhile: suspending ends the lease."""
         self.is_suspended = False
         self.signals: tuple[ResumeSignal, ...] = ()
-        """What came to the wait it was resumed from, or has come by again, or need not begin."""
-        self.lost: EngineError | str | None = None
+        """The signals of the wait it was resumed from."""
+        self.lost: EngineError | LostReason | None = None
         """Why its lease is no longer held, where that is known."""
         self.task: asyncio.Task[None] | None = None
         self.timer: asyncio.TimerHandle | None = None

@@ -4,7 +4,9 @@ import time
 from collections.abc import Mapping
 from typing import Final
 
+from flowfabric.engine.wakeups import LostReason
 from flowfabric.model.errors import EngineError, TransportError, TransportKind
+from flowfabric.model.states import TerminalOutcome
 
 LEASE_IS_LOST = frozenset(
     {
@@ -47,12 +49,12 @@ def is_of_lost_lease(error: Exception) -> bool:
     return isinstance(error, EngineError) and error.code in LEASE_IS_LOST
 
 
-def is_cancel(reason: Exception | str) -> bool:
+def is_cancel(reason: Exception | LostReason) -> bool:
     """Whether a lease is lost because its execution was cancelled, which is no surprise to anybody."""
-    if isinstance(reason, str):
-        return reason == "cancelled"
+    if isinstance(reason, LostReason):
+        return reason is LostReason.CANCELLED
     detail = reason.detail if isinstance(reason, EngineError) else None
-    return isinstance(detail, Mapping) and detail.get("terminal_outcome") == "cancelled"
+    return isinstance(detail, Mapping) and detail.get("terminal_outcome") == TerminalOutcome.CANCELLED
 
 
 class Contact:
@@ -73,7 +75,7 @@ class Contact:
         elif self._silent_since is None:
             self._silent_since = asked_at
 
-    def is_lost_for(self, seconds: float) -> bool:
-        """Whether calls were made and none was answered for so long; safe from any thread."""
+    def unanswered_for(self, seconds: float) -> bool:
+        """Whether no call has been answered for this long."""
         since = self._silent_since
         return since is not None and time.monotonic() - since > seconds

@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from flowfabric.engine.engine import Engine
+from flowfabric.engine.wakeups import LostReason
 from flowfabric.model.errors import EngineError
 from flowfabric.model.outcomes import NotRegistered, Renewed
 from flowfabric.model.text import MAX_BATCH
-from flowfabric.pauses import is_set_within
+from flowfabric.pauses import is_done_before, is_set_within
 from flowfabric.worker.context import Running
 from flowfabric.worker.faults import LEASE_IS_LOST, Contact
 
@@ -133,20 +134,19 @@ class Heartbeat:
             try:
                 engine = await connected.enter_async_context(self._engine.beside(pool_size=1))
                 while not stopping.is_set():
-                    await _unless(stopping, self._beat(engine))
+                    if not await is_done_before(stopping, self._beat(engine)):
+                        break
                     pause = min(self._tick, self.CHECK_SECONDS) if self._is_check_wanted else self._tick
                     if await is_set_within(woken, pause):
                         woken.clear()
             except _Stuck as silence:
-                logger.warning("the heartbeat connects again: %s", silence)
-                self._lose_run_out(self._running())
-            except _Stopped:
-                pass
+                logger.warning("the heartbeat reconnects: %s", silence)
+                self._stop_expired(self._running())
             except Exception as error:
                 # Whatever it is: a worker whose leases nobody renews does its work twice.
                 is_known = isinstance(error, EngineError)
-                logger.warning("the heartbeat begins again: %s", error, exc_info=None if is_known else error)
-                self._lose_run_out(self._running())
+                logger.warning("the heartbeat reconnects: %s", error, exc_info=None if is_known else error)
+                self._stop_expired(self._running())
                 await is_set_within(stopping, self._tick)
             # Not waited for: the connection to a silent server takes its time to close.
             closing = asyncio.create_task(connected.aclose())
@@ -157,7 +157,7 @@ class Heartbeat:
     async def _beat(self, engine: Engine) -> None:
         now = time.monotonic()
         if self._holds_back():
-            self._lose_run_out(self._running())
+            self._stop_expired(self._running())
             return
         is_check = self._is_check_wanted and now - self._checked_at >= self.CHECK_SECONDS
         if is_check:
@@ -166,7 +166,7 @@ class Heartbeat:
         due = [running for running in self._running() if now - running.renewed_at >= least and self._is_kept(running)]
         for at in range(0, len(due), MAX_BATCH):
             await self._renew(engine, due[at : at + MAX_BATCH])
-        self._lose_run_out([running for running in due if running.failures])
+        self._stop_expired([running for running in due if running.failures])
         if now - self._kept_at >= self._registration.liveness_ttl_ms / 3000:
             try:
                 await self._answer(self._registration.keep(engine))
@@ -181,17 +181,17 @@ class Heartbeat:
 
     def _holds_back(self) -> bool:
         """Whether no lease is renewed, because the worker's own calls have been without an answer for too long."""
-        is_stuck = self._contact.is_lost_for(self._ttl)
+        is_stuck = self._contact.unanswered_for(self._ttl)
         if is_stuck and not self._is_holding_back:
             logger.warning("leases are not renewed: the store has answered no call of this worker for %g s", self._ttl)
         self._is_holding_back = is_stuck
         return is_stuck
 
-    def _lose_run_out(self, unrenewed: Iterable[Running]) -> None:
-        """Give up those of some runs whose leases have run out since their last renewal."""
+    def _stop_expired(self, unrenewed: Iterable[Running]) -> None:
+        """Stop those of some runs whose leases have expired since their last renewal."""
         for running in unrenewed:
             if running.is_lease_over and running.lost is None and not running.is_suspended and not running.has_ended:
-                running.lost = "its lease was not renewed in time"
+                running.lost = LostReason.NOT_RENEWED
                 self._main.call_soon_threadsafe(self._lose, running)
 
     async def _renew(self, engine: Engine, due: list[Running]) -> None:
@@ -226,22 +226,6 @@ class Heartbeat:
             task.cancel()
             raise _Stuck("the store does not answer")
         return task.result()
-
-
-async def _unless(stopping: asyncio.Event, work: Coroutine[Any, Any, None]) -> None:
-    """Do some work, but give it up when the thread is to end."""
-    working, ending = asyncio.create_task(work), asyncio.create_task(stopping.wait())
-    working.add_done_callback(lambda task: task.cancelled() or task.exception())
-    await asyncio.wait((working, ending), return_when=asyncio.FIRST_COMPLETED)
-    ending.cancel()
-    if not working.done():
-        working.cancel()
-        raise _Stopped
-    working.result()
-
-
-class _Stopped(Exception):
-    """The thread is to end."""
 
 
 class _Stuck(Exception):

@@ -44,7 +44,11 @@ class Dropped(msgspec.Struct, frozen=True):
     """The run is no longer this worker's to end: nothing is written."""
 
 
-Outcome = Success | Failure | Dropped
+class PutOff(msgspec.Struct, frozen=True):
+    """The handler was not called, because an earlier run does not return: the attempt goes on later."""
+
+
+Outcome = Success | Failure | Dropped | PutOff
 
 
 async def outcome_of(running: Running, handler: Handler, engine: Engine, threads: Threads) -> Outcome:

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 
 from flowfabric.engine.engine import Engine
+from flowfabric.engine.wakeups import LostReason
 from flowfabric.model.outcomes import Completed, FailureReason, NotYetDue
 from flowfabric.pauses import pauses
 from flowfabric.worker.context import Running
@@ -16,6 +17,7 @@ from flowfabric.worker.outcome import Failure
 logger = logging.getLogger(__name__)
 
 RESULT_REFUSED = "result_refused"
+NOT_STORED = "%s: the %s was not stored before the lease expired: %s"
 
 _Completion = tuple[Running, bytes | None]
 
@@ -74,7 +76,17 @@ class Reports:
             await self._engine.hand_back(running.claimed.handle)
             return True
 
-        await self._repeat(running, write, "return")
+        await self._repeat(running, write, "hand-back")
+
+    async def put_off(self, running: Running, milliseconds: int) -> None:
+        """Give up the lease of a run that cannot begin; any worker can claim it after that time."""
+
+        async def write() -> bool:
+            now = await self._engine.server_time_ms()
+            await self._engine.delay(running.claimed.handle, now + milliseconds)
+            return True
+
+        await self._repeat(running, write, "delay")
 
     async def expire(self, running: Running) -> None:
         """End the attempt of a run that was stopped because its time is up."""
@@ -85,7 +97,7 @@ class Reports:
             return running.lost is not None or not isinstance(answer, NotYetDue)
 
         await self._repeat(running, write, "timeout")
-        running.lost = running.lost or "attempt timeout"
+        running.lost = running.lost or LostReason.ATTEMPT_TIMEOUT
 
     def close(self) -> None:
         """Give up on what could not be written."""
@@ -94,23 +106,30 @@ class Reports:
             task.cancel()
 
     async def _repeat(self, running: Running, write: Callable[[], Awaitable[bool]], what: str) -> None:
-        """Write until the store has answered, refused it for good, or the lease has run out."""
+        """Write until that is done or refused for good, or the lease has run out."""
+        has_failed = False
         for pause in pauses(*FAULT_SECONDS):
             asked_at = time.monotonic()
+            why: Exception | str = "it is not due yet"
             try:
-                if await write():
-                    self._contact.answered()
-                    return
+                is_done = await write()
             except Exception as error:
                 if is_of_lost_lease(error) or is_about_values(error):
                     self._contact.answered()
-                    level = logging.INFO if is_cancel(error) else logging.WARNING
-                    logger.log(level, "the %s of %s was refused: %s", what, running.execution_id, error)
+                    # A call before may have been carried out without an answer: it has ended the lease then.
+                    is_expected = is_cancel(error) or (has_failed and is_of_lost_lease(error))
+                    level = logging.INFO if is_expected else logging.WARNING
+                    logger.log(level, "%s: the %s was refused: %s", running.execution_id, what, error)
                     return
                 self._contact.failed(error, asked_at)
-                if running.is_lease_over:
-                    logger.warning("the %s of %s is given up with its lease: %s", what, running.execution_id, error)
+                has_failed, why = True, error
+            else:
+                self._contact.answered()
+                if is_done:
                     return
+            if running.is_lease_over:
+                logger.warning(NOT_STORED, running.execution_id, what, why)
+                return
             await asyncio.sleep(pause)
 
     async def _write_completed(self) -> None:
@@ -160,15 +179,15 @@ class Reports:
         """Whether a completion may still succeed; else the run is dealt with."""
         if is_of_lost_lease(error):
             level = logging.INFO if is_cancel(error) else logging.WARNING
-            logger.log(level, "the result of %s was refused: %s", running.execution_id, error)
+            logger.log(level, "%s: the result was refused: %s", running.execution_id, error)
         elif is_about_values(error):
-            logger.warning("the result of %s was refused: %s", running.execution_id, error)
+            logger.warning("%s: the result was refused: %s", running.execution_id, error)
             await self.fail(running, Failure(FailureReason(f"the result was refused: {error}", detail=RESULT_REFUSED)))
             return False
         elif running.is_lease_over:
-            logger.warning("the result of %s is given up with its lease: %s", running.execution_id, error)
+            logger.warning(NOT_STORED, running.execution_id, "result", error)
         else:
-            logger.warning("the result of %s is written again: %s", running.execution_id, error)
+            logger.warning("%s: storing the result failed and is retried: %s", running.execution_id, error)
             return True
         self._release(running)
         return False

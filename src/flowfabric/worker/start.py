@@ -7,7 +7,7 @@ import sys
 from collections.abc import Awaitable, Callable, Iterator
 
 from flowfabric.model.errors import EngineError, TransportError, reason_of
-from flowfabric.pauses import is_set_within, pauses
+from flowfabric.pauses import is_done_before, is_set_within, pauses
 from flowfabric.settings import SettingsError
 from flowfabric.worker.interrupts import calling_on_interrupts
 
@@ -37,7 +37,7 @@ async def connected(connect: Callable[[], Awaitable[object]]) -> bool:
     with calling_on_interrupts(stopping.set):
         for pause in pauses(*WAIT_SECONDS):
             try:
-                if not await _unless(stopping, connect):
+                if not await is_done_before(stopping, connect()):
                     return False
             except TransportError as fault:
                 if not fault.retryable:
@@ -56,22 +56,6 @@ async def connected(connect: Callable[[], Awaitable[object]]) -> bool:
     if is_waiting:
         logger.warning("the server answers: the wait is over")
     return not stopping.is_set()
-
-
-async def _unless(stopping: asyncio.Event, connect: Callable[[], Awaitable[object]]) -> bool:
-    """Whether the connection was made before the process was told to stop."""
-    connecting = asyncio.ensure_future(connect())
-    stopped = asyncio.ensure_future(stopping.wait())
-    try:
-        await asyncio.wait((connecting, stopped), return_when=asyncio.FIRST_COMPLETED)
-        if connecting.done():
-            connecting.result()
-            return True
-        connecting.cancel()
-        await asyncio.gather(connecting, return_exceptions=True)
-        return False
-    finally:
-        stopped.cancel()
 
 
 @contextlib.contextmanager

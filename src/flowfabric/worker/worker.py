@@ -13,16 +13,17 @@ from contextlib import AsyncExitStack
 from types import TracebackType
 from typing import Any, Self, TypedDict
 
-from flowfabric.engine.claim import DEFAULT_LEASE_TTL_MS, MAX_LANES, MAX_TTL_MS
+from flowfabric.engine.claim import DEFAULT_LEASE_TTL_MS, MAX_LANES
 from flowfabric.engine.engine import Engine
-from flowfabric.engine.wakeups import LostLease
+from flowfabric.engine.wakeups import LostLease, LostReason
 from flowfabric.model.errors import EngineError, error
+from flowfabric.model.handle import MAX_LEASE_TTL_MS
 from flowfabric.model.ids import check_lane_id, check_worker_id
 from flowfabric.model.kinds import check_kinds
 from flowfabric.model.outcomes import ClaimedExecution
 from flowfabric.model.policy import check_capabilities
 from flowfabric.model.text import check_items, check_short, shown
-from flowfabric.pauses import pauses
+from flowfabric.pauses import is_set_within, pauses
 from flowfabric.reconcile.loop import Reconciler
 from flowfabric.worker import presence
 from flowfabric.worker.context import Running
@@ -30,7 +31,7 @@ from flowfabric.worker.faults import FAULT_SECONDS, Contact, is_cancel, is_passi
 from flowfabric.worker.handler import Handler
 from flowfabric.worker.heartbeat import Heartbeat, Registration
 from flowfabric.worker.interrupts import calling_on_interrupts
-from flowfabric.worker.outcome import Dropped, Failure, Outcome, Success, outcome_of
+from flowfabric.worker.outcome import Dropped, Failure, Outcome, PutOff, Success, outcome_of
 from flowfabric.worker.reports import Reports
 from flowfabric.worker.threads import Threads
 
@@ -39,7 +40,7 @@ logger = logging.getLogger(__name__)
 CLAIM_SIZE = 500
 """Executions in one claim: while some of a worker's slots are claimed into, others run and yet others are ended."""
 MAX_THREADS = 32
-LISTENING_POLL_SECONDS = 5.0
+LISTENING_POLL_SECONDS = 3.0
 """The longest pause between two looks at the lanes while hints arrive and due work is announced."""
 IDLE_SECONDS = 0.05
 """The first pause between two looks at the lanes while no hints arrive; each further one is longer."""
@@ -54,6 +55,10 @@ CLAIM_SECONDS = 3.0
 HAND_BACK_SECONDS = 1.0
 """How long what such a claim has brought may take to be handed back."""
 LEAVE_SECONDS = 1.5
+EARLIER_SECONDS = 10.0
+"""How long a run waits at most for an earlier run of its execution, which should have stopped."""
+PUT_OFF_MS = 5000
+"""How long nobody claims an execution whose earlier run has not stopped by then; after that any worker may."""
 TIMEOUT_AGAIN_SECONDS = 0.1
 """The pause before the timeout of an attempt is looked at again."""
 
@@ -80,10 +85,10 @@ class Worker:
     It takes only the kinds it has handlers for, and with a namespace only the work of that one.
 
     A handler is cancelled when its execution is cancelled, its time is up or its lease is lost, and its result is not
-    written. The next run of the same execution in this process begins when the earlier has returned. A handler that
-    suspends ends there, and runs again from its start when it is resumed. Stopping waits for the running handlers; one
-    that is still running at the end of that time is cancelled and its lease handed back, so that any worker can claim
-    the execution at once.
+    written. The next run of the same execution in this process begins when the earlier has returned; where that does
+    not return soon, the execution is left to other workers. A handler that suspends ends there, and runs again from its
+    start when it is resumed. Stopping waits for the running handlers; one that is still running at the end of that time
+    is cancelled and its lease handed back, so that any worker can claim the execution at once.
     """
 
     def __init__(
@@ -108,7 +113,7 @@ class Worker:
         self.lanes = tuple(dict.fromkeys(map(check_lane_id, check_items(lanes, "lanes"))))
         _check_range("lanes", len(self.lanes), MAX_LANES)
         _check_range("threads", threads)
-        _check_range("lease_ttl_ms", lease_ttl_ms, MAX_TTL_MS)
+        _check_range("lease_ttl_ms", lease_ttl_ms, MAX_LEASE_TTL_MS)
         _check_range("claim_poll_interval_ms", claim_poll_interval_ms)
         if isinstance(drain_seconds, bool) or not isinstance(drain_seconds, int | float) or not drain_seconds >= 0:
             raise ValueError(f"drain_seconds: a number from 0 on, got {shown(drain_seconds)}")
@@ -182,7 +187,7 @@ class Worker:
             self._engine.wakeups.hints.begin_to_listen()
             self._ignore_losses = self._engine.wakeups.on_lost(self._lose_named)
             self._claiming = asyncio.create_task(self._claim_while_wanted())
-            self._claiming.add_done_callback(lambda _: self.stop())
+            self._claiming.add_done_callback(self._claimed_last)
             stack.pop_all()
         logger.info("worker %s serves %s", self.worker_instance_id, ", ".join(self.lanes))
         return self
@@ -218,8 +223,8 @@ class Worker:
             except EngineError as error:
                 if not is_passing(error) or self._stopping.is_set():
                     raise
-                logger.warning("the registration is repeated: %s", error)
-            await self._pause(pause)
+                logger.warning("registering failed and is retried: %s", error)
+            await is_set_within(self._stopping, pause)
 
     async def _claim_while_wanted(self) -> None:
         if not self.kinds:
@@ -251,7 +256,7 @@ class Worker:
                 self._contact.failed(error, asked_at)
                 is_known = isinstance(error, EngineError)
                 logger.warning("a claim failed and is repeated: %s", error, exc_info=None if is_known else error)
-                await self._pause(next(retry_pauses))
+                await is_set_within(self._stopping, next(retry_pauses))
                 continue
             self._contact.answered()
             retry_pauses = pauses(*FAULT_SECONDS)
@@ -268,13 +273,18 @@ class Worker:
                     seconds = next(idle_pauses)
                 await wakeups.wait_for_work(self.lanes, seconds, since=wakes)
 
+    def _claimed_last(self, _: asyncio.Task[None]) -> None:
+        # No further claim finds out that the store answers again, and runs that drain need their leases.
+        self._contact.answered()
+        self.stop()
+
     async def _free_slots(self) -> int:
         """How many slots are free, as soon as it pays to claim into them."""
         while len(self._running) >= self._concurrency and not self._stopping.is_set():
             self._slot_freed.clear()
             await self._slot_freed.wait()
         if self._running and self._concurrency - len(self._running) < self._worth_claiming:
-            await self._pause(GATHER_SECONDS)
+            await is_set_within(self._stopping, GATHER_SECONDS)
         return self._concurrency - len(self._running)
 
     def _start(self, claimed: Sequence[ClaimedExecution], asked_at: float) -> None:
@@ -283,7 +293,7 @@ class Worker:
         for one in claimed:
             running = Running(one, asked_at)
             self._running.add(running)
-            if (earlier := presence.enter(running)) is not None:
+            if (earlier := presence.enter(self._engine.store_key, running)) is not None:
                 self._follow(running, earlier)
             if one.attempt_timeout_ms is not None:
                 running.timer = loop.call_later(one.attempt_timeout_ms / 1000, self._time_out, running)
@@ -318,6 +328,11 @@ class Worker:
                 self._reports.complete(running, payload)
             case Failure() as failure:
                 await self._reports.fail(running, failure)
+            case PutOff():
+                try:
+                    await self._reports.put_off(running, PUT_OFF_MS)
+                finally:
+                    self._release(running)
             case Dropped():
                 try:
                     if running.expiry is not None:
@@ -329,19 +344,26 @@ class Worker:
 
     async def _outcome_after_earlier(self, running: Running, handler: Handler) -> Outcome:
         try:
-            await presence.earlier_has_left(running)
+            async with asyncio.timeout(_patience(running)):
+                await presence.earlier_has_left(running)
         except asyncio.CancelledError:
             return Dropped()
+        except TimeoutError:
+            if (earlier := running.earlier) is not None:
+                level = logging.INFO if earlier.is_stuck else logging.WARNING
+                logger.log(level, "%s waits for an earlier run that does not return; handed back", running.execution_id)
+                earlier.is_stuck = True
+                return PutOff()
         return await outcome_of(running, handler, self._engine, self._threads)
 
     def _release(self, running: Running) -> None:
         self._running.discard(running)
-        presence.leave(running)
+        presence.leave(self._engine.store_key, running)
         self._slot_freed.set()
 
     def _lose(self, running: Running) -> None:
         """Stop a handler whose lease is lost; where it has returned or suspends, the store answers that."""
-        running.lost = running.lost or "claimed again"
+        running.lost = running.lost or LostReason.RECLAIMED
         if not running.has_ended and not running.is_suspending and not running.is_dropped:
             level = logging.INFO if is_cancel(running.lost) else logging.WARNING
             logger.log(level, "%s is stopped: %s", running.execution_id, running.lost)
@@ -354,7 +376,7 @@ class Worker:
                 self._heartbeat.check_all()
             return
         for execution_id, lease_epoch, reason in leases:
-            running = presence.latest(execution_id)
+            running = presence.latest(self._engine.store_key, execution_id)
             if running is not None and running in self._running and running.claimed.lease_epoch == lease_epoch:
                 running.lost = running.lost or reason
                 self._lose(running)
@@ -417,10 +439,6 @@ class Worker:
                     self._slot_freed.clear()
                     await self._slot_freed.wait()
 
-    async def _pause(self, seconds: float) -> None:
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._stopping.wait(), seconds)
-
     async def _stop_reconciler(self) -> None:
         if self._reconciler is not None:
             await self._reconciler.stop()
@@ -436,7 +454,15 @@ class Worker:
             async with asyncio.timeout(LEAVE_SECONDS):
                 await self._registration.leave(self._engine)
         except Exception as error:
-            logger.warning("the registration is left to expire: %s", error or type(error).__name__)
+            logger.warning("the registration was not removed and will expire: %s", error or type(error).__name__)
+
+
+def _patience(running: Running) -> float:
+    """How long a run waits for an earlier one: not at all where one before it has waited in vain."""
+    if running.earlier is not None and running.earlier.is_stuck:
+        return 0.0
+    timeout_ms = running.claimed.attempt_timeout_ms
+    return EARLIER_SECONDS if timeout_ms is None else min(EARLIER_SECONDS, timeout_ms / 2000)
 
 
 def _is_handler(value: object) -> bool:
