@@ -95,7 +95,7 @@ class Settings(BaseSettings):
     database_url: Annotated[str | None, Field(repr=False)] = None
     home: Path = Path(".flowfabric")
     database_pool_size: Count = 10
-    statement_timeout_ms: Count = 8_000
+    statement_timeout_ms: Count = 6_000
     idle_in_transaction_timeout_ms: Count = 5_000
     submit_patience_ms: Annotated[int, Field(ge=0)] = 5_000
     schema_name: Annotated[str, Field(validation_alias="FF_SCHEMA")] = "flowfabric"

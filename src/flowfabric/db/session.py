@@ -62,7 +62,7 @@ select name from (select name, value, current_setting(name) as had
 class Limits:
     """How long a session may take before it is given up."""
 
-    statement_ms: int = 8_000
+    statement_ms: int = 6_000
     """The longest a statement may run; the server ends it then. 0 is no limit, as in Postgres."""
     idle_in_transaction_ms: int = 5_000
     """The longest a transaction may wait for its next statement; the server ends the session then."""

@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 CLAIM_SIZE = 500
 """Executions in one claim: while some of a worker's slots are claimed into, others run and yet others are ended."""
 MAX_THREADS = 32
-LISTENING_POLL_SECONDS = 3.0
+LISTENING_POLL_SECONDS = 5.0
 """The longest pause between two looks at the lanes while hints arrive and due work is announced."""
 IDLE_SECONDS = 0.05
 """The first pause between two looks at the lanes while no hints arrive; each further one is longer."""
