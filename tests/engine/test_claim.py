@@ -273,7 +273,7 @@ async def test_a_waiting_claim_ends_when_its_engine_closes(url: str, eventually:
         await eventually(lambda: closing.wakeups.hints.is_listening)
     async with asyncio.timeout(30):
         assert await waiting == []
-        await refused(closing.ping(), "other", "closed")
+        await refused(closing.ping(), "transport", "closed")
 
 
 async def test_a_cancelled_claim_leaves_the_engine_usable(engine: Engine, given: Any, eventually: Any) -> None:

@@ -27,6 +27,20 @@ from .processes import Processes
 from .proxy_process import ProxyProcess
 
 ROLES = {"submitter": 2, "worker": 2, "claimer": 1, "signaller": 1, "operator": 1}
+_NOT_ENDED = """
+select row_to_json(e)::text from (
+  select execution_id, lifecycle_phase, ownership_state, eligibility_state, blocking_reason, attempt_state, lease_epoch,
+         lease_expires_at - ff_now() as lease_left_ms, granted_until - ff_now() as granted_ms,
+         due_at - ff_now() as due_ms,
+         xmin, xmax, worker_no
+    from execution where lifecycle_phase <> 'terminal' limit 20) e
+"""
+_SESSIONS = """
+select row_to_json(a)::text from (
+  select pid, application_name, state, wait_event_type, wait_event, now() - xact_start as in_transaction,
+         pg_blocking_pids(pid) as waits_for, backend_xid, left(query, 80) as query
+    from pg_stat_activity where datname = current_database() and pid <> pg_backend_pid()) a
+"""
 HEAL_SECONDS = 60
 """How long everything may take to end after the last fault."""
 ACKNOWLEDGED = ("created", "duplicate", "claimed", "completed", "failed", "cancelled", "accepted", "tagged", "rotated")
@@ -110,7 +124,10 @@ async def _run_on(cluster: Cluster, plan: Plan, folder: Path) -> Report:
         await injector.heal()
         healed_at = time.monotonic()
         await processes.end("submitter", "operator")
-        await _everything_ended(cluster, until=healed_at + HEAL_SECONDS)
+        if not await _everything_ended(cluster, until=healed_at + HEAL_SECONDS):
+            for line in await _held_up(cluster):
+                history.tell("held up", by=line)
+                print(line, flush=True)
         healed_seconds = time.monotonic() - healed_at
         await processes.end()
         store = await _read(cluster)
@@ -129,15 +146,25 @@ async def _run_on(cluster: Cluster, plan: Plan, folder: Path) -> Report:
         await proxy.stop()
 
 
-async def _everything_ended(cluster: Cluster, until: float) -> None:
+async def _everything_ended(cluster: Cluster, until: float) -> bool:
     while time.monotonic() < until:
         connection = await _session(cluster)
         try:
             if not await connection.fetchval(_OPEN):
-                return
+                return True
         finally:
             connection.terminate()
         await asyncio.sleep(0.2)
+    return False
+
+
+async def _held_up(cluster: Cluster) -> list[str]:
+    """What has not ended, and every session that might be in its way."""
+    connection = await _session(cluster)
+    try:
+        return [row[0] for query in (_NOT_ENDED, _SESSIONS) for row in await connection.fetch(query)]
+    finally:
+        connection.terminate()
 
 
 async def _session(cluster: Cluster) -> Any:
