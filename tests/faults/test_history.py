@@ -28,4 +28,4 @@ async def test_the_store_contradicts_nothing_that_processes_were_told_while_faul
     assert not report.has_violations, "\n" + table(report)
     assert sum(report.faults.values()) >= 5
     # What chance has brought about in so short a time is not always enough for the others.
-    assert ALWAYS_CHECKED <= {one.invariant for one in report.verdicts if one.checked}
+    assert {one.invariant for one in report.verdicts if one.checked} >= ALWAYS_CHECKED
