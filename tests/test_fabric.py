@@ -1,7 +1,7 @@
 """What users hold: tasks, submissions and runs."""
 
 import asyncio
-import re
+import pickle
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -155,12 +155,44 @@ async def test_the_same_key_with_other_arguments_is_a_conflict(url: str) -> None
     async with fabric:
         keyed = pay.options(idempotency_key="invoice-7")
         first = await keyed.submit(1)
-        with pytest.raises(ConflictError, match=re.escape(first.id)) as refusal:
+        with pytest.raises(ConflictError) as refusal:
             await keyed.submit(2)
         assert refusal.value.code == "idempotency_conflict"
+        assert str(refusal.value) == (
+            f"idempotency_conflict: task 'pay': idempotency_key 'invoice-7' belongs to run {first.id}, which was "
+            "submitted with other arguments; submit the same again, or use another key"
+        )
+        assert str(pickle.loads(pickle.dumps(refusal.value))) == str(refusal.value)
+        with pytest.raises(ConflictError, match=r"with other arguments and options \(retries, backoff, ") as refusal:
+            await keyed.options(retries=1).submit(2)
+        detail: Any = refusal.value.detail
+        assert detail["execution_id"] == first.id
         again = await keyed.submit(1)
         assert (again.id, again.is_duplicate) == (first.id, True)
-        assert not (await pay.options(idempotency_key="").submit(1)).is_duplicate
+
+
+async def test_equal_arguments_are_a_repeat_however_they_are_written(url: str, rows: Any) -> None:
+    fabric = Fabric(url)
+
+    @fabric.task
+    async def job(a: Any, b: float = 0, several: set[int] | None = None) -> None: ...
+
+    calls: list[list[tuple[tuple[Any, ...], dict[str, Any]]]] = [
+        [((1,), {}), ((1, 0), {}), ((1,), {"b": 0.0, "several": None}), ((), {"a": 1})],
+        [(({"x": 1, "y": {"p": 1, "q": 2}},), {}), (({"y": {"q": 2, "p": 1}, "x": 1}, 0), {})],
+        # 0 and 8 share a slot of the hash table: the first one added comes first.
+        [((2, 0, {0, 8}), {}), ((2, 0, {8, 0}), {})],
+    ]
+    async with fabric:
+        for at, alike in enumerate(calls):
+            keyed = job.options(idempotency_key=f"key {at}")
+            runs = [await keyed.submit(*args, **kwargs) for args, kwargs in alike]
+            assert {run.id for run in runs} == {runs[0].id}
+            assert [run.is_duplicate for run in runs] == [False] + [True] * (len(runs) - 1)
+        stored = {row["input_payload"] for row in await rows.of("execution_input")}
+        assert b'{"a":1,"b":0.0,"several":null}' in stored
+        await job.submit(1)
+        assert b'{"a":1}' in {row["input_payload"] for row in await rows.of("execution_input")}
 
 
 async def test_tasks_of_one_lane_do_not_share_keys(url: str) -> None:
@@ -308,11 +340,31 @@ async def test_names_are_unique() -> None:
         ({"timeout": "5"}, "invalid_input: timeout: seconds or a timedelta are wanted, got '5'"),
         ({"deadline": float("nan")}, "invalid_input: deadline: seconds or a timedelta are wanted"),
         ({"backoff": True, "retries": 1}, "invalid_input: backoff: seconds or a timedelta are wanted"),
-        ({"retries": "3"}, "retry_policy.max_retries"),
-        ({"lane": 5}, "invalid_input: lane_id: must be text"),
+        ({"retries": "3"}, "invalid_policy_json: retries: must be a whole number from 0 to 2147483647, got '3'"),
+        ({"retries": -1}, "invalid_policy_json: retries: .*, got -1"),
+        ({"retries": 1.5}, "invalid_policy_json: retries: .*, got 1.5"),
+        ({"retries": False}, "invalid_policy_json: retries: .*, got False"),
+        ({"backoff": -1, "retries": 1}, "invalid_policy_json: backoff: must be 0 seconds or more, got -1"),
+        ({"deadline": -1}, "invalid_policy_json: deadline: must be 0 seconds or more, got -1"),
+        ({"deadline": 1e300}, "invalid_policy_json: deadline: at most 9007199254740 seconds, got 1e.300"),
+        ({"timeout": 0}, "invalid_policy_json: timeout: must be at least 0.001 seconds; leave it out for none, got 0"),
+        ({"timeout": timedelta(0)}, "invalid_policy_json: timeout: must be at least 0.001 seconds"),
+        ({"timeout": -5}, "invalid_policy_json: timeout: must be at least 0.001 seconds; .*, got -5"),
+        ({"delay": -5}, "invalid_input: delay: must be 0 seconds or more, got -5"),
+        ({"lane": 5}, "invalid_input: lane: must be a text of 1 to 64 printable ASCII characters, got 5"),
+        ({"lane": ""}, "invalid_input: lane: .*, got ''"),
+        ({"lane": "a b/é"}, "invalid_input: lane: .*, got 'a b/é'"),
+        (
+            {"tags": {"a": "b"}},
+            "invalid_tag_key: tags: key 'a' must be namespaced, such as 'app.a': lower-case letters",
+        ),
+        ({"tags": {"A b": "b"}}, "invalid_tag_key: tags: key 'A b' must be namespaced, such as 'app.name'"),
+        ({"tags": {"a": 1}}, "invalid_tag_key: tags: key 'a'"),
+        ({"tags": {"app.a": 1}}, "invalid_input: tags: the value of 'app.a': must be text, got 1"),
+        ({"tags": [("app.a", "b")]}, "invalid_input: tags: must map text to text, got "),
         ({"name": 5}, "invalid_input: name: must be text"),
     ],
-    ids=["capabilities", "number", "timeout", "deadline", "backoff", "retries", "lane", "name"],
+    ids=str,
 )
 async def test_a_task_is_not_declared_with_something_of_another_kind(options: dict[str, Any], told: str) -> None:
     fabric = Fabric()
@@ -380,10 +432,59 @@ async def test_what_cannot_be_submitted_is_refused_at_once(url: str) -> None:
             job.options(prio=1)  # type: ignore[call-arg]
         with pytest.raises(TypeError, match="no such option: retires"):
             fabric.task(retires=1)  # type: ignore[call-overload]
-        with pytest.raises(ValidationError, match="lane_id"):
+        with pytest.raises(TypeError, match="task 'job': no such argument: 'w'; its arguments are: a"):
+            await job.submit(w=1)  # type: ignore[call-overload]
+        with pytest.raises(ValidationError, match="lane: "):
             await job.options(lane="").submit(1)
+        with pytest.raises(ValidationError, match="idempotency_key: must not be empty"):
+            await job.options(idempotency_key="").submit(1)
+
+
+async def test_an_execution_that_is_not_there_is_named(url: str) -> None:
+    fabric = Fabric(url)
+
+    @fabric.task
+    async def job() -> None: ...
+
+    async with fabric:
         missing = job.find("{fp:0}:00000000-0000-7000-8000-000000000000")
-        with pytest.raises(NotFoundError):
-            await missing.state()
-        with pytest.raises(NotFoundError):
-            await missing.result(timeout=60)
+        for ask in (missing.state, missing.info, missing.explain, missing.result):
+            with pytest.raises(NotFoundError) as refused:
+                await ask()
+            assert str(refused.value) == f"not found: execution {missing.id}"
+            assert refused.value.code == "execution_not_found"
+
+
+async def test_a_run_of_another_task_gives_no_result(url: str) -> None:
+    fabric = Fabric(url)
+
+    @fabric.task
+    async def a() -> int:
+        return 1
+
+    @fabric.task
+    async def charge() -> int:
+        return 2
+
+    async with fabric, fabric.worker():
+        run = await a.submit()
+        assert await a.find(run.id).result(timeout=60) == 1
+        with pytest.raises(ValidationError) as refused:
+            await charge.find(run.id).result(timeout=60)
+    assert refused.value.code == "invalid_input"
+    assert f"{run.id} is an execution of task 'a', not 'charge'" in str(refused.value)
+
+
+async def test_a_run_that_has_not_ended_says_where_it_stands(url: str) -> None:
+    fabric = Fabric(url)
+
+    @fabric.task
+    async def job() -> None: ...
+
+    async with fabric:
+        run = await job.submit()
+        with pytest.raises(TimeoutError) as late:
+            await run.result(timeout=0.01)
+        explanation = await run.explain()
+    assert str(late.value) == f"{run.id} has not ended within 0.01 s: it is waiting; `await run.explain()` says why"
+    assert (explanation.execution_id, explanation.public_state) == (run.id, PublicState.WAITING)

@@ -2,31 +2,31 @@
 
 import asyncio
 import functools
-import math
 import os
 import socket
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from contextlib import AsyncExitStack
-from datetime import timedelta
 from types import TracebackType
 from typing import Any, Concatenate, Generic, ParamSpec, Self, TypedDict, TypeVar, Unpack, cast, overload
 from urllib.parse import quote
 
 from flowfabric.engine.engine import Engine
-from flowfabric.model.errors import OperationTimeoutError, ValidationError, error
-from flowfabric.model.ids import ExecutionId, check_lane_id, parse_execution_id
-from flowfabric.model.outcomes import Duplicate, ExecutionInfo
-from flowfabric.model.policy import (
-    Backoff,
-    ExecutionPolicy,
-    ExponentialBackoff,
-    FixedBackoff,
-    RetryPolicy,
-    RoutingRequirements,
-    TimeoutPolicy,
+from flowfabric.model.errors import (
+    ConflictError,
+    Detail,
+    EngineError,
+    NotFoundError,
+    OperationTimeoutError,
+    ValidationError,
+    error,
 )
+from flowfabric.model.explanation import Explanation
+from flowfabric.model.ids import ExecutionId, parse_execution_id
+from flowfabric.model.outcomes import Duplicate, ExecutionInfo
+from flowfabric.model.policy import Backoff
 from flowfabric.model.states import PublicState, TerminalOutcome
 from flowfabric.model.text import MAX_KEY_BYTES, check_items, check_short, check_text, shorten, shown
+from flowfabric.options import Seconds, checked_lane, checked_tags, milliseconds, policy_of
 from flowfabric.settings import Settings
 from flowfabric.worker.context import Context
 from flowfabric.worker.handler import Handler
@@ -41,7 +41,6 @@ Returned = TypeVar("Returned", covariant=True)
 """What a call gives: a coroutine or a result."""
 Result = TypeVar("Result")
 Kept = TypeVar("Kept", covariant=True)
-Seconds = float | timedelta
 
 
 class ExecutionFailed(Exception):
@@ -71,6 +70,27 @@ class UnreadableResult(ValidationError):
         return f"{self.code}: {self.execution_id}: {self.detail}"
 
 
+class _KeyConflict(ConflictError):
+    """An idempotency key belongs to a run that was submitted otherwise; `detail` is that of the engine."""
+
+    def __init__(self, detail: Detail, task: str, key: str) -> None:
+        super().__init__("idempotency_conflict", detail)
+        self.args = (detail, task, key)
+        self._task = task
+        self._key = key
+
+    def __str__(self) -> str:
+        """Read `<code>: task <name>: <sentence>`."""
+        found = self.detail if isinstance(self.detail, Mapping) else {}
+        words = {"payload": "arguments", "policy": "options (retries, backoff, timeout, deadline or capabilities)"}
+        differs = " and ".join(words.get(part, part) for part in str(found.get("differs", "")).split(" and "))
+        return (
+            f"{self.code}: task {self._task!r}: idempotency_key {shown(self._key)} belongs to run "
+            f"{found.get('execution_id')}, which was submitted with other {differs}; submit the same again, or use "
+            "another key"
+        )
+
+
 class SubmitOptions(TypedDict, total=False):
     """How a task is submitted and run; what is absent is left to the fabric and the engine."""
 
@@ -81,7 +101,7 @@ class SubmitOptions(TypedDict, total=False):
     backoff: Backoff | Seconds
     """The pause before a retry; one that doubles from a second to a minute when absent."""
     timeout: Seconds
-    """How long one attempt may take."""
+    """How long one attempt may take, above 0."""
     deadline: Seconds
     """How long the execution may take, from its submission to its end."""
     delay: Seconds
@@ -91,9 +111,11 @@ class SubmitOptions(TypedDict, total=False):
     idempotency_key: str
     """A repeat under the same key gives the run of the first; with other arguments it is a conflict.
 
-    A key counts for its task, lane and namespace.
+    Under a key the defaults of parameters are stored with the arguments, and sets and dicts in sorted order. A key
+    counts for its task, lane and namespace.
     """
     tags: Mapping[str, str]
+    """Labels by namespaced keys, such as `app.customer`."""
 
 
 class TaskOptions(SubmitOptions, total=False):
@@ -105,13 +127,26 @@ class TaskOptions(SubmitOptions, total=False):
 
 Options = TypeVar("Options", bound=SubmitOptions)
 
+_STANDING_SECONDS = 1.0
+"""How long a timed out wait asks for the state it reports."""
+
 
 class Run(Generic[Kept]):
     """A submitted execution, to be watched, waited for and cancelled from any process."""
 
-    def __init__(self, fabric: "Fabric", execution_id: ExecutionId, handler: Handler, *, is_duplicate: bool) -> None:
+    def __init__(
+        self,
+        fabric: "Fabric",
+        execution_id: ExecutionId,
+        handler: Handler,
+        *,
+        is_duplicate: bool,
+        is_found: bool = False,
+    ) -> None:
         self._fabric = fabric
         self._handler = handler
+        self._is_found = is_found
+        """Whether the id came from the caller, and may be that of a run of another task."""
         self.id = execution_id
         self.is_duplicate = is_duplicate
         """Whether the execution had been submitted before, under the same idempotency key."""
@@ -128,25 +163,55 @@ class Run(Generic[Kept]):
         """What an operator sees of it."""
         info = await self._fabric.engine.read_execution_info(self.id)
         if info is None:
-            raise error("execution_not_found")
+            raise error("execution_not_found", self.id)
         return info
+
+    async def explain(self) -> Explanation:
+        """Why it is where it is: `summary` says it in a sentence, `reasons` name everything that holds it."""
+        try:
+            return await self._fabric.engine.explain(self.id)
+        except NotFoundError:
+            raise error("execution_not_found", self.id) from None
 
     async def result(self, timeout: float | None = None) -> Kept:
         """The result as soon as it is there.
 
         ExecutionFailed when there is none, TimeoutError when it takes longer, UnreadableResult when what is stored does
-        not fit the type the task names.
+        not fit the type the task names; `invalid_input` when it is a run of another task.
         """
         try:
             ended = await self._fabric.engine.wait_for_ending(self.id, timeout=timeout)
         except OperationTimeoutError:
-            raise TimeoutError(f"{self.id} has not ended within {timeout} s") from None
+            raise TimeoutError(f"{self.id} has not ended within {timeout} s{await self._standing()}") from None
+        except NotFoundError:
+            raise error("execution_not_found", self.id) from None
+        if self._is_found:
+            await self._check_task()
         if ended.outcome is not TerminalOutcome.SUCCESS:
             raise ExecutionFailed(self.id, ended.outcome, ended.reason)
         try:
             return cast(Kept, self._handler.decode_result(ended.result))
         except ValidationError as unreadable:
             raise UnreadableResult(self.id, unreadable) from None
+
+    async def _standing(self) -> str:
+        """The state for a message, and how to learn more; nothing where the store does not answer at once."""
+        try:
+            async with asyncio.timeout(_STANDING_SECONDS):
+                state = await self.state()
+        except (EngineError, TimeoutError):
+            return ""
+        return f": it is {state.value.replace('_', ' ')}; `await run.explain()` says why"
+
+    async def _check_task(self) -> None:
+        kind = (await self.info()).execution_kind
+        if kind != self._handler.name:
+            raise error(
+                "invalid_input",
+                f"{self.id} is an execution of task {shown(kind)}, not {shown(self._handler.name)}; find it with the "
+                "task it belongs to",
+            )
+        self._is_found = False
 
     async def cancel(self, reason: str = "cancelled by its submitter") -> None:
         """End it as cancelled, whatever it does."""
@@ -162,9 +227,18 @@ class Task(Generic[Called, Params, Returned]):
         functools.update_wrapper(self, handler.function)
         self._fabric = fabric
         self._options = options
-        self._policy = _policy(options)
+        self._policy = policy_of(
+            retries=options.get("retries"),
+            backoff=options.get("backoff"),
+            timeout=options.get("timeout"),
+            deadline=options.get("deadline"),
+            capabilities=options.get("capabilities"),
+        )
+        self._tags = checked_tags(options.get("tags"))
+        delay = options.get("delay")
+        self._delay_ms = None if delay is None else milliseconds(delay, "delay")
         if "lane" in options:
-            check_lane_id(options["lane"])
+            checked_lane(options["lane"])
         self.name = name
         self.handler = handler
 
@@ -195,28 +269,36 @@ class Task(Generic[Called, Params, Returned]):
     async def submit(self, *args: Any, **kwargs: Any) -> Run[Any]:
         """Have a worker call the function; the execution is durable when this returns."""
         engine, options = self._fabric.engine, self._options
-        payload = self.handler.encode(args, kwargs)
-        delay = options.get("delay")
-        made = await engine.create_execution(
-            namespace=self._fabric.namespace,
-            lane_id=self.lane,
-            execution_kind=self.name,
-            input_payload=payload,
-            payload_encoding="json",
-            priority=options.get("priority", 0),
-            creator_identity=self._fabric.identity,
-            idempotency_key=self._key(),
-            tags=options.get("tags"),
-            policy=self._policy,
-            delay_until=None if delay is None else await engine.server_time_ms() + _milliseconds(delay, "delay"),
-        )
+        key = self._key()
+        payload = self.handler.encode(args, kwargs, is_canonical=key is not None)
+        delay = self._delay_ms
+        try:
+            made = await engine.create_execution(
+                namespace=self._fabric.namespace,
+                lane_id=self.lane,
+                execution_kind=self.name,
+                input_payload=payload,
+                payload_encoding="json",
+                priority=options.get("priority", 0),
+                creator_identity=self._fabric.identity,
+                idempotency_key=key,
+                tags=self._tags,
+                policy=self._policy,
+                delay_until=None if delay is None else await engine.server_time_ms() + delay,
+            )
+        except ConflictError as refused:
+            if refused.code != "idempotency_conflict":
+                raise
+            raise _KeyConflict(refused.detail, self.name, options["idempotency_key"]) from None
         return Run(self._fabric, made.execution_id, self.handler, is_duplicate=isinstance(made, Duplicate))
 
     def _key(self) -> str | None:
         """The idempotency key as the engine gets it: tasks of one lane do not share keys."""
         given = self._options.get("idempotency_key")
-        if given is None or given == "":
+        if given is None:
             return None
+        if given == "":
+            raise error("invalid_input", "idempotency_key: must not be empty; leave it out to submit without a key")
         # A quoted name holds no slash, so that the first one ends it.
         key = f"{quote(self.name, safe='')}/{check_text(given, 'idempotency_key')}"
         if (size := len(key.encode())) > MAX_KEY_BYTES:
@@ -233,7 +315,7 @@ class Task(Generic[Called, Params, Returned]):
     def find(self, execution_id: str) -> Run[Returned]: ...
     def find(self, execution_id: str) -> Run[Any]:
         """The run of an execution that was submitted before, by whichever process."""
-        return Run(self._fabric, parse_execution_id(execution_id), self.handler, is_duplicate=True)
+        return Run(self._fabric, parse_execution_id(execution_id), self.handler, is_duplicate=True, is_found=True)
 
 
 class _Anything:
@@ -290,7 +372,7 @@ class Fabric:
         self._url = url
         self._settings = settings
         self.namespace = check_short(namespace, "namespace")
-        self.lane = check_lane_id(lane)
+        self.lane = checked_lane(lane)
         self.identity = f"{socket.gethostname()}-{os.getpid()}"
         self.tasks: dict[str, Task[Any, Any, Any]] = {}
         self._engine: Engine | None = None
@@ -365,34 +447,3 @@ def _checked(options: Options, known: type[Options]) -> Options:
     if options.get("capabilities") is None:
         return options
     return cast(Options, {**options, "capabilities": check_items(options["capabilities"], "capabilities")})
-
-
-def _milliseconds(given: object, option: str) -> int:
-    seconds = given.total_seconds() if isinstance(given, timedelta) else given
-    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not math.isfinite(seconds):
-        raise error("invalid_input", f"{option}: seconds or a timedelta are wanted, got {shown(given)}")
-    return round(seconds * 1000)
-
-
-def _policy(options: SubmitOptions) -> ExecutionPolicy | None:
-    match options.get("backoff"):
-        case None:
-            backoff: Backoff = ExponentialBackoff()
-        case FixedBackoff() | ExponentialBackoff() as given:
-            backoff = given
-        case seconds:
-            backoff = FixedBackoff(delay_ms=_milliseconds(seconds, "backoff"))
-    retries = options.get("retries", 0)
-    capabilities = tuple(options.get("capabilities") or ())
-    timeout, deadline = options.get("timeout"), options.get("deadline")
-    policy = ExecutionPolicy(
-        retry_policy=RetryPolicy(max_retries=retries, backoff=backoff) if retries else None,
-        timeout_policy=None
-        if timeout is None and deadline is None
-        else TimeoutPolicy(
-            attempt_timeout_ms=None if timeout is None else _milliseconds(timeout, "timeout"),
-            execution_deadline_ms=None if deadline is None else _milliseconds(deadline, "deadline"),
-        ),
-        routing_requirements=RoutingRequirements(required_capabilities=capabilities) if capabilities else None,
-    )
-    return None if policy == ExecutionPolicy() else policy

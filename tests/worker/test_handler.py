@@ -153,6 +153,8 @@ def test_a_call_the_function_would_refuse_cannot_be_submitted() -> None:
     for args, kwargs in (((1, 2, 3), {}), ((1,), {"a": 1}), ((1, 2), {"c": 3}), ((), {"b": 1})):
         with pytest.raises(TypeError, match="task 'add': "):
             Handler(add).encode(args, kwargs)
+    with pytest.raises(TypeError, match="task 'add': no such argument: 'w', 'v'; its arguments are: a, b"):
+        Handler(add).encode((), {"w": 1, "v": 2})
 
 
 @pytest.mark.parametrize(
@@ -190,8 +192,10 @@ def test_only_what_returns_can_be_a_handler() -> None:
         yield 1
 
     for generator in (numbers, later):
-        with pytest.raises(TypeError, match="is a generator"):
+        with pytest.raises(TypeError, match=f"task '{generator.__name__}' is a generator; return the result"):
             Handler(generator)
+        with pytest.raises(TypeError, match="task 'named' is a generator"):
+            Handler(generator, task="named")
 
 
 def test_a_handler_knows_whether_to_await() -> None:

@@ -93,8 +93,8 @@ class NotFoundError(EngineError):
         return self.code.removesuffix("_not_found")
 
     def __str__(self) -> str:
-        """Read `not found: <entity>`."""
-        return f"not found: {self.entity}"
+        """Read `not found: <entity>`, and which one where it is known."""
+        return f"not found: {self.entity}" + (f" {self.detail}" if isinstance(self.detail, str) else "")
 
 
 class ValidationError(EngineError):

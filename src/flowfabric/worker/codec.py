@@ -7,6 +7,7 @@ not know. A value that would not come back equal is refused.
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator
+from decimal import Decimal
 from functools import lru_cache, partial
 from typing import Annotated, Any, get_args, get_origin
 
@@ -50,19 +51,19 @@ class Codec:
         """Whether a field of a struct holds JSON that is still to be decoded."""
         return self.field is msgspec.Raw
 
-    def checked(self, value: object) -> bytes:
-        """The JSON of a value that comes back equal; NotCarried for any other."""
+    def checked(self, value: object, *, verb: str = "pass") -> bytes:
+        """The JSON of a value that comes back equal; NotCarried for any other, with what to pass or return instead."""
         try:
             payload = self.encode(value)
             if self.decode(payload) == value:
                 return payload
         except Exception:
-            raise self.refusal(value) from None
-        raise self.refusal(value)
+            raise self.refusal(value, verb=verb) from None
+        raise self.refusal(value, verb=verb)
 
-    def refusal(self, value: object) -> NotCarried:
+    def refusal(self, value: object, *, verb: str = "pass") -> NotCarried:
         """Why a value is not carried, and what to write instead."""
-        if advice := _advice(value, self.annotation):
+        if advice := _advice(value, self.annotation, verb):
             return NotCarried(f"{_described(value)} cannot be carried as JSON: {advice}")
         expected = f"expected {name_of(self.annotation)}, got {_described(value)}"
         try:
@@ -73,14 +74,14 @@ class Codec:
             back = self.decode(payload)
         except Exception as error:
             return NotCarried(f"{expected}: {reason(error)}")
-        return NotCarried(f"{expected}, which would come back as {_described(back)}; {self._cure(value, back)}")
+        return NotCarried(f"{expected}, which would come back as {_described(back)}; {self._cure(value, back, verb)}")
 
-    def _cure(self, value: object, back: object) -> str:
+    def _cure(self, value: object, back: object, verb: str) -> str:
         if self.annotation in (Any, object):
             return "annotate it with its type"
         if type(value) is not type(back):
             union = "; models of a union need a Literal field that tells them apart"
-            cure = f"pass a {type(back).__name__} or annotate it as {type(value).__name__}"
+            cure = f"{verb} a {type(back).__name__} or annotate it as {type(value).__name__}"
             return cure + union if isinstance(value, pydantic.BaseModel) else cure
         if shown(value) == shown(back):
             return f"the two are not equal: give {type(value).__name__} an __eq__ that compares its values"
@@ -259,15 +260,17 @@ def _described(value: object) -> str:
     return f"{shown(value)} ({type(value).__name__})"
 
 
-def _advice(value: object, annotation: Any) -> str | None:
+def _advice(value: object, annotation: Any, verb: str) -> str | None:
     """What to write instead of a value that contains something JSON has no form for."""
     for part in _parts(value):
         if isinstance(part, float) and not math.isfinite(part):
-            return "JSON has neither NaN nor infinity; pass None or a text instead"
+            return f"JSON has neither NaN nor infinity; {verb} None or a text instead"
+        if isinstance(part, Decimal) and part.is_nan():
+            return f"a NaN equals nothing, itself included; {verb} None instead"
         if isinstance(part, _SECRETS):
-            return f"a {type(part).__name__} is never stored; pass the name the secret can be looked up by"
+            return f"a {type(part).__name__} is never stored; {verb} the name the secret can be looked up by"
         if isinstance(part, bytes | bytearray) and annotation in (Any, object):
-            return "annotate it as bytes, or pass text"
+            return f"annotate it as bytes, or {verb} text"
     return None
 
 

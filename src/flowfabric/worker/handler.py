@@ -13,6 +13,7 @@ import msgspec
 
 from flowfabric.model.errors import ValidationError
 from flowfabric.model.text import shown
+from flowfabric.worker.canonical import canonical
 from flowfabric.worker.codec import Codec, NotCarried, codec_of, decoder_of, encode, name_of, reason
 from flowfabric.worker.context import Context
 
@@ -62,10 +63,10 @@ class Handler:
 
     def __init__(self, function: Callable[..., Any], *, task: str | None = None) -> None:
         """Wrap a function; with a task's name its results are read back by type, so that bytes need an annotation."""
-        if inspect.isasyncgenfunction(function) or inspect.isgeneratorfunction(function):
-            raise TypeError(f"{function!r} is a generator; a handler returns its result")
         self.function = function
-        self.name = str(task or getattr(function, "__name__", None) or type(function).__name__)
+        self.name = str(getattr(function, "__name__", None) or type(function).__name__) if task is None else task
+        if inspect.isasyncgenfunction(function) or inspect.isgeneratorfunction(function):
+            raise TypeError(f"task {self.name!r} is a generator; return the result, such as a list, and yield nothing")
         self._is_task = task is not None
         kind: Any = type(function)
         self.is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(kind.__call__)
@@ -128,23 +129,57 @@ class Handler:
     def _invalid(self, place: str, refused: object) -> ValidationError:
         return ValidationError("invalid_input", f"task {self.name!r}, {place}: {refused}")
 
-    def encode(self, args: Sequence[object], kwargs: Mapping[str, object]) -> bytes:
-        """The payload of a call; TypeError for a call the function would refuse, `invalid_input` for a wrong value."""
+    @cached_property
+    def _defaults(self) -> Mapping[str, object]:
+        """The defaults that can be carried, by the names of their parameters."""
+        defaults: dict[str, object] = {}
+        has_gap = False
+        for each, codec in zip(self.shape.call.parameters.values(), self.shape.codecs, strict=True):
+            # After one that is left out, the next cannot be passed by position.
+            if each.default is Parameter.empty or (has_gap and each.kind is Parameter.POSITIONAL_ONLY):
+                continue
+            try:
+                codec.checked(each.default)
+                defaults[each.name] = each.default
+            except NotCarried:
+                has_gap = True
+        return defaults
+
+    def encode(self, args: Sequence[object], kwargs: Mapping[str, object], *, is_canonical: bool = False) -> bytes:
+        """The payload of a call; TypeError for a call the function would refuse, `invalid_input` for a wrong value.
+
+        The canonical payload is the same for every call with equal arguments: defaults are written out, and sets and
+        the keys of dicts are sorted.
+        """
         shape = self.shape
-        if not kwargs and len(args) == len(shape.names) == shape.by_position:
-            given: Mapping[str, object] = dict(zip(shape.names, args, strict=True))
+        if is_canonical:
+            given: Mapping[str, object] = {**self._defaults, **self._given(args, kwargs)}
+            expected = tuple([given.get(name, msgspec.UNSET) for name in shape.names])
+        elif not kwargs and len(args) == len(shape.names) == shape.by_position:
+            given = dict(zip(shape.names, args, strict=True))
             expected = tuple(args)
         else:
             given = self._given(args, kwargs)
             expected = tuple([given.get(name, msgspec.UNSET) for name in shape.names])
         try:
             payload = encode(self._with_raw(given) if shape.raw else given)
-            values = msgspec.structs.astuple(shape.decode(payload))
-            if (self._without_raw(values) if shape.raw else values) == expected:
-                return payload
+            values = self._values(payload)
+            if values == expected:
+                return self._canonical(values, payload) if is_canonical else payload
         except Exception:
             raise self._refused_call(given) from None
         raise self._refused_call(given)
+
+    def _values(self, payload: bytes) -> tuple[Any, ...]:
+        values = msgspec.structs.astuple(self.shape.decode(payload))
+        return self._without_raw(values) if self.shape.raw else values
+
+    def _canonical(self, values: Sequence[object], payload: bytes) -> bytes:
+        """The canonical payload of decoded arguments, or the one given where their order has a meaning."""
+        # What was decoded has the types of the parameters: 1 and 1.0 for a float are one.
+        typed = {n: value for n, value in zip(self.shape.names, values, strict=True) if value is not msgspec.UNSET}
+        ordered = canonical(typed, encode(self._with_raw(typed)))
+        return ordered if self._values(ordered) == values else payload
 
     def _given(self, args: Sequence[object], kwargs: Mapping[str, object]) -> Mapping[str, object]:
         """The arguments by name, in the order of the parameters, without those left to their defaults."""
@@ -155,6 +190,12 @@ class Handler:
             # As many names as arguments: none is given twice, and none is unknown.
             if len(ordered) == len(args) + len(kwargs) and shape.required <= ordered.keys():
                 return ordered
+        parameters = shape.call.parameters
+        if not any(each.kind is Parameter.VAR_KEYWORD for each in parameters.values()):
+            unknown = ", ".join(repr(name) for name in kwargs if name not in parameters)
+            if unknown:
+                known = ", ".join(shape.names) or "none"
+                raise TypeError(f"task {self.name!r}: no such argument: {unknown}; its arguments are: {known}")
         try:
             return shape.call.bind(*args, **kwargs).arguments
         except TypeError as error:
@@ -225,11 +266,11 @@ class Handler:
                 return bytes(result)
             if shape.result.annotation is bytes:
                 raise NotCarried(f"expected bytes, got {shown(result)} ({type(result).__name__})")
-            return shape.result.checked(result)
+            return shape.result.checked(result, verb="return")
         except NotCarried as refused:
             raise self._invalid("result", refused) from None
         except Exception:
-            raise self._invalid("result", shape.result.refusal(result)) from None
+            raise self._invalid("result", shape.result.refusal(result, verb="return")) from None
 
     def decode_result(self, payload: bytes | None) -> Any:
         """The function's result, of the type it names; `corruption` where what is stored does not fit that type."""

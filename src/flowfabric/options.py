@@ -1,0 +1,111 @@
+"""The options of a task as its users write them: refusals name the option and the value."""
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from datetime import timedelta
+
+from flowfabric.model.errors import EngineError, error
+from flowfabric.model.ids import MAX_LANE_BYTES, LaneId, check_lane_id
+from flowfabric.model.policy import (
+    Backoff,
+    ExecutionPolicy,
+    ExponentialBackoff,
+    FixedBackoff,
+    RetryPolicy,
+    RoutingRequirements,
+    TimeoutPolicy,
+)
+from flowfabric.model.policy_checks import INT32, MAX_MS
+from flowfabric.model.tags import check_tag_key
+from flowfabric.model.text import check_text, shown
+
+Seconds = float | timedelta
+
+
+def checked_lane(lane: object) -> LaneId:
+    """The lane."""
+    try:
+        return check_lane_id(lane)
+    except EngineError:
+        raise error(
+            "invalid_input",
+            f"lane: must be a text of 1 to {MAX_LANE_BYTES} printable ASCII characters, got {shown(lane)}",
+        ) from None
+
+
+def checked_tags(tags: object) -> dict[str, str] | None:
+    """A copy of the tags."""
+    if tags is None:
+        return None
+    if not isinstance(tags, Mapping):
+        raise error("invalid_input", f"tags: must map text to text, got {shown(tags)}")
+    checked: dict[str, str] = {}
+    for key, value in tags.items():
+        try:
+            name = check_tag_key(key)
+        except EngineError:
+            example = f"app.{key}" if isinstance(key, str) and re.fullmatch("[a-z0-9_]{1,64}", key) else "app.name"
+            raise error(
+                "invalid_tag_key",
+                f"tags: key {shown(key)} must be namespaced, such as {example!r}: lower-case letters, digits and _ "
+                "that begin with a letter, a dot, then lower-case letters, digits, _ and dots",
+            ) from None
+        checked[name] = check_text(value, f"tags: the value of {name!r}")
+    return checked
+
+
+def milliseconds(given: object, option: str, *, least: int = 0, code: str = "invalid_input") -> int:
+    """The milliseconds of an option given in seconds; the code is that of a refusal for its range."""
+    seconds = given.total_seconds() if isinstance(given, timedelta) else given
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not math.isfinite(seconds):
+        raise error("invalid_input", f"{option}: seconds or a timedelta are wanted, got {shown(given)}")
+    if seconds > MAX_MS / 1000:
+        raise error(code, f"{option}: at most {MAX_MS // 1000} seconds, got {shown(given)}")
+    duration = round(seconds * 1000)
+    if seconds < 0 or duration < least:
+        rule = f"at least {least / 1000} seconds; leave it out for none" if least else "0 seconds or more"
+        raise error(code, f"{option}: must be {rule}, got {shown(given)}")
+    return duration
+
+
+def policy_of(
+    *,
+    retries: object,
+    backoff: object,
+    timeout: object,
+    deadline: object,
+    capabilities: Iterable[str] | None,
+) -> ExecutionPolicy | None:
+    """The policy that options amount to; none where they leave everything to the engine."""
+    most = 0 if retries is None else _checked_retries(retries)
+    pause = _backoff_of(backoff)
+    required = tuple(capabilities or ())
+    code = "invalid_policy_json"
+    policy = ExecutionPolicy(
+        retry_policy=RetryPolicy(max_retries=most, backoff=pause) if most else None,
+        timeout_policy=None
+        if timeout is None and deadline is None
+        else TimeoutPolicy(
+            attempt_timeout_ms=None if timeout is None else milliseconds(timeout, "timeout", least=1, code=code),
+            execution_deadline_ms=None if deadline is None else milliseconds(deadline, "deadline", code=code),
+        ),
+        routing_requirements=RoutingRequirements(required_capabilities=required) if required else None,
+    )
+    return None if policy == ExecutionPolicy() else policy
+
+
+def _checked_retries(retries: object) -> int:
+    if isinstance(retries, bool) or not isinstance(retries, int) or not 0 <= retries <= INT32:
+        raise error("invalid_policy_json", f"retries: must be a whole number from 0 to {INT32}, got {shown(retries)}")
+    return retries
+
+
+def _backoff_of(backoff: object) -> Backoff:
+    match backoff:
+        case None:
+            return ExponentialBackoff()
+        case FixedBackoff() | ExponentialBackoff():
+            return backoff
+        case _:
+            return FixedBackoff(delay_ms=milliseconds(backoff, "backoff", code="invalid_policy_json"))

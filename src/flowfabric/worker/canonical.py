@@ -1,0 +1,57 @@
+"""One JSON text for equal values, whatever the order of their sets and dicts."""
+
+from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Set as AbstractSet
+from typing import Any
+
+import msgspec
+import pydantic
+
+_encode = msgspec.json.Encoder(order="sorted").encode
+_decode = msgspec.json.decode
+
+
+def canonical(value: object, payload: bytes) -> bytes:
+    """The JSON of a value with the members of its sets and the keys of its objects sorted.
+
+    `payload` is the JSON of this very value as it was encoded: the value tells the sets of the JSON from its lists, and
+    gives their members in the same order.
+    """
+    return _encode(_sorted(value, _decode(payload)))
+
+
+def _sorted(value: Any, plain: Any) -> Any:
+    """The JSON of a value with its sets sorted; what does not match the value in shape is left as it is."""
+    if isinstance(value, pydantic.RootModel):
+        return _sorted(value.root, plain)
+    if isinstance(plain, list):
+        members = _members(value)
+        if len(members) != len(plain):
+            return plain
+        parts = [_sorted(member, part) for member, part in zip(members, plain, strict=True)]
+        return sorted(parts, key=_encode) if isinstance(value, AbstractSet) else parts
+    if not isinstance(plain, dict):
+        return plain
+    if isinstance(value, Mapping):
+        if len(value) != len(plain):
+            return plain
+        pairs = zip(value.values(), plain.items(), strict=True)
+        return {key: _sorted(part, inner) for part, (key, inner) in pairs}
+    attribute = _attributes(value)
+    return {key: _sorted(getattr(value, attribute(key), None), inner) for key, inner in plain.items()}
+
+
+def _members(value: Any) -> list[Any]:
+    if isinstance(value, msgspec.Struct):
+        # A struct that is written as an array begins with its tag, where it has one.
+        tag = [] if value.__struct_config__.tag is None else [None]
+        return [*tag, *msgspec.structs.astuple(value)]
+    return list(value) if isinstance(value, Iterable) and not isinstance(value, str | bytes) else []
+
+
+def _attributes(value: Any) -> Callable[[str], str]:
+    """What names the attribute a key of an object is written from."""
+    if not isinstance(value, msgspec.Struct):
+        return str
+    names = {field.encode_name: field.name for field in msgspec.structs.fields(value)}
+    return lambda key: names.get(key, key)

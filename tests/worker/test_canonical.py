@@ -1,0 +1,136 @@
+"""The payload of a call under an idempotency key: equal arguments, equal bytes."""
+
+import os
+import subprocess
+import sys
+from collections import OrderedDict
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pydantic
+import pytest
+
+from flowfabric.worker.handler import Handler
+
+
+class Colour(Enum):
+    RED = "red"
+    BLUE = "blue"
+    GREEN = "green"
+
+
+@dataclass(frozen=True)
+class Point:
+    name: str
+    marks: frozenset[str]
+
+
+class Struct(msgspec.Struct, rename="camel", tag=True):
+    all_names: set[str]
+
+
+class Row(msgspec.Struct, array_like=True, tag=True):
+    number: int
+    names: set[str]
+
+
+class Model(pydantic.BaseModel):
+    names: set[str]
+    points: dict[str, frozenset[str]]
+
+
+class Names(pydantic.RootModel[set[str]]):
+    pass
+
+
+CONTEXT: Any = object()
+NAMES = ["one", "two", "three", "four", "five", "six"]
+GROUPS = [frozenset(NAMES[:3]), frozenset(NAMES[3:]), frozenset(NAMES[1:5])]
+
+VALUES: list[tuple[Any, Any]] = [
+    (set[str], set(NAMES)),
+    (frozenset[Colour], frozenset(Colour)),
+    (set[tuple[str, int]], {(name, 1) for name in NAMES}),
+    (set[frozenset[str]], set(GROUPS)),
+    (set[Point], {Point(name, GROUPS[0]) for name in NAMES}),
+    (set[int | str], {1, "a", 2, "b"}),
+    (list[dict[str, set[str]]], [{"a": set(NAMES)}]),
+    (dict[int, set[str]], {1: set(NAMES), 10: set(), 2: set(NAMES)}),
+    (Struct, Struct(set(NAMES))),
+    (Row, Row(1, set(NAMES))),
+    (Model, Model(names=set(NAMES), points={"x": GROUPS[0]})),
+    (Names, Names(set(NAMES))),
+    (list[Model], [Model(names=set(NAMES), points={})]),
+    (Model | None, Model(names=set(NAMES), points={})),
+]
+
+
+def handler_of(kind: Any) -> Handler:
+    def job(value: Any, *rest: Any) -> None: ...
+
+    job.__annotations__ = {"value": kind, "rest": kind, "return": None}
+    return Handler(job)
+
+
+def payload_of(kind: Any, value: Any) -> bytes:
+    return handler_of(kind).encode((value, value), {}, is_canonical=True)
+
+
+def print_payloads() -> None:
+    for kind, value in VALUES:
+        print(payload_of(kind, value).decode())
+
+
+def test_the_payload_does_not_depend_on_the_process() -> None:
+    printed = [
+        subprocess.run(
+            [sys.executable, "-c", "import test_canonical; test_canonical.print_payloads()"],
+            env={
+                **os.environ,
+                "PYTHONHASHSEED": seed,
+                "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path]),
+            },
+            check=True,
+            capture_output=True,
+            text=True,
+        ).stdout.splitlines()
+        for seed in ("1", "2", "3")
+    ]
+    for at, (kind, _) in enumerate(VALUES):
+        assert (kind, len({lines[at] for lines in printed})) == (kind, 1)
+
+
+@pytest.mark.parametrize(("kind", "value"), VALUES, ids=[str(kind) for kind, _ in VALUES])
+def test_the_arguments_arrive_equal(kind: Any, value: Any) -> None:
+    args, _ = handler_of(kind).bind(payload_of(kind, value), lambda: CONTEXT)
+    assert tuple(args) == (value, value)
+
+
+def test_dicts_are_sorted_where_their_order_has_no_meaning() -> None:
+    assert payload_of(dict[str, int], {"y": 1, "x": 2}) == payload_of(dict[str, int], {"x": 2, "y": 1})
+    assert payload_of(Any, {"y": {"b": 1, "a": 1}}) == payload_of(Any, {"y": {"a": 1, "b": 1}})
+    ordered = OrderedDict[str, int]
+    assert payload_of(ordered, ordered(y=1, x=2)) != payload_of(ordered, ordered(x=2, y=1))
+
+
+def test_defaults_are_written_out_where_they_can_be_carried() -> None:
+    missing = object()
+
+    def job(a: int, b: float = 1, *rest: int, c: Any = missing, d: set[str] | None = None, **more: int) -> None: ...
+
+    handler = Handler(job)
+    payload = handler.encode((1,), {}, is_canonical=True)
+    assert payload == b'{"a":1,"b":1.0,"d":null}'
+    assert handler.encode((1, 1.0), {"d": None}, is_canonical=True) == payload
+    assert handler.encode((1,), {"c": 5}, is_canonical=True) != payload
+    assert handler.encode((1,), {}) == b'{"a":1}'
+
+    def by_position(a: Any = missing, b: int = 1, /, c: int = 2) -> None: ...
+
+    handler = Handler(by_position)
+    payload = handler.encode((), {}, is_canonical=True)
+    assert payload == b'{"c":2}'
+    assert handler.bind(payload, lambda: CONTEXT) == ((), {"c": 2})
