@@ -1,4 +1,4 @@
-"""A worker process with a handler that blocks its thread: `python blocking_process.py <database url> <drain seconds>`."""
+"""A worker process whose handler blocks its thread: `python blocking_process.py <database url> <drain seconds>`."""
 
 import sys
 import time

@@ -70,7 +70,7 @@ def _is_outage(error: Exception) -> bool:
 
 
 class Contact:
-    """Whether the store answers the calls of a worker's main connections; logs the begin and the end of an outage."""
+    """Whether the store answers the calls of a worker's main connections; logs when an outage begins and ends."""
 
     def __init__(self) -> None:
         self._silent_since: float | None = None
@@ -78,15 +78,13 @@ class Contact:
         self._outage_since: float | None = None
         """When the first call was made that found the store unavailable."""
         self._is_unreachable = False
-        """Whether no connection could be used in this outage, so that any answer ends it."""
+        """Whether the latest call of the outage found no connection: any answer shows that the outage is over."""
 
     def answered(self) -> None:
         """The store has carried out a call, or refused it for what it asks."""
         self._silent_since = None
         if self._outage_since is not None:
-            seconds = time.monotonic() - self._outage_since
-            logger.warning("the store is available again after %.1f s", seconds)
-            self._outage_since = None
+            self._end_outage(self._outage_since)
 
     def failed(self, error: Exception, asked_at: float) -> None:
         """A call has failed; a refusal of the store is an answer too."""
@@ -105,15 +103,19 @@ class Contact:
         """The reconciler has made its calls; they do not count for the leases."""
         if error is not None:
             self._note_outage(error, asked_at)
-        elif self._is_unreachable:
+        elif self._outage_since is not None and self._is_unreachable:
             # Its calls may only read: they do not show that a store that refused to write takes writes again.
-            self.answered()
+            self._end_outage(self._outage_since)
 
     def _note_outage(self, error: Exception, asked_at: float) -> None:
         if self._outage_since is None:
             self._outage_since = asked_at
             logger.warning("the store is unavailable, calls are retried: %s", error)
         self._is_unreachable = isinstance(error, TransportError) and error.kind is TransportKind.TRANSPORT
+
+    def _end_outage(self, since: float) -> None:
+        logger.warning("the store is available again after %.1f s", time.monotonic() - since)
+        self._outage_since = None
 
     def unanswered_for(self, seconds: float) -> bool:
         """Whether no call has been answered for this long."""
