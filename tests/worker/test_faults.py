@@ -1,6 +1,7 @@
 """What a worker does while the store is at fault, silent, or refuses one result among many."""
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -84,6 +85,7 @@ def test_only_faults_of_the_store_pass(fault: Exception, passes: bool) -> None: 
 async def test_a_store_that_is_read_only_for_a_while_fails_no_run(
     engine: Engine, start_worker: Any, submit: Any, connection: Any, eventually: Any, attempts: Any, caplog: Any
 ) -> None:
+    caplog.set_level(logging.DEBUG, "flowfabric")
     gate = Gate()
     runs = [await submit(luck=luck) for luck in ("good", "bad")]
     await start_worker({"job": gate})
@@ -212,6 +214,7 @@ async def test_a_worker_starts_when_the_store_can_take_its_registration(
 ) -> None:
     async def job() -> None: ...
 
+    caplog.set_level(logging.DEBUG, "flowfabric")
     run = await submit()
     async with read_only(connection):
         starting = asyncio.create_task(start_worker({"job": job}))
@@ -236,6 +239,71 @@ def test_contact_is_lost_when_calls_fail_and_none_is_answered() -> None:
     contact.failed(TransportError("timeout"), now - 10)
     contact.answered()
     assert not contact.unanswered_for(0)
+
+
+def test_an_outage_is_logged_when_it_begins_and_when_it_ends(caplog: pytest.LogCaptureFixture) -> None:
+    contact = Contact()
+    now = time.monotonic()
+    contact.answered()
+    for kind in ("transport", "timeout", "busy_loading"):
+        contact.failed(TransportError(kind, "gone"), now - 10)
+        contact.reconciled(TransportError(kind, "gone"), now)
+    contact.forget_silence()
+    # What the reconciler reads does not show that the store takes writes again.
+    contact.reconciled(None, now)
+    assert [record.getMessage() for record in caplog.records] == [
+        f"the store is unavailable, calls are retried: {TransportError('transport', 'gone')}"
+    ]
+    caplog.clear()
+    contact.answered()
+    contact.answered()
+    contact.failed(error("lease_conflict"), now)
+    (told,) = [record.getMessage() for record in caplog.records]
+    assert told.startswith("the store is available again after 10.")
+    contact.reconciled(TransportError(), now)
+    contact.reconciled(None, now)
+    assert len(caplog.records) == 3
+
+
+async def test_a_store_that_is_away_is_one_warning_for_all_calls_of_a_worker(
+    engine: Engine, url: str, submit: Any, eventually: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG, "flowfabric")
+    gate = Gate()
+    runs = [await submit() for _ in range(5)]
+
+    def told(level: int) -> list[str]:
+        by_worker = ("flowfabric.worker.", "flowfabric.reconcile.")
+        return [
+            f"{record.name} {record.getMessage()}"
+            for record in caplog.records
+            if record.levelno >= level and record.name.startswith(by_worker)
+        ]
+
+    def retries(of: str) -> int:
+        return sum(of in line for line in told(logging.DEBUG))
+
+    async with (
+        CuttingProxy(url) as proxy,
+        Engine.connect(settings=Settings(database_url=proxy.url)) as cut,
+        Worker(cut, lanes=["default"], handlers={"job": gate}),
+    ):
+        await eventually(lambda: gate.started == 5)
+        proxy.refuses = True
+        proxy.cut()
+        gate.opened.set()
+        for each in ("storing the result failed", "a claim failed", "the reconciler tries again"):
+            await eventually(lambda each=each: retries(each) >= 3)
+        proxy.refuses = False
+        for run in runs:
+            assert (await engine.wait_for_ending(run, timeout=60)).outcome is TerminalOutcome.SUCCESS
+        await eventually(lambda: retries("available again"))
+    warnings = [line for line in told(logging.WARNING) if "heartbeat" not in line]
+    assert [line.split(":")[0].split(" after ")[0] for line in warnings] == [
+        "flowfabric.worker.faults the store is unavailable, calls are retried",
+        "flowfabric.worker.faults the store is available again",
+    ]
+    assert len([line for line in told(logging.WARNING) if "heartbeat" in line]) <= 1
 
 
 async def test_a_worker_whose_claims_are_stuck_lets_its_leases_expire(
@@ -278,6 +346,7 @@ async def test_a_worker_whose_claims_are_stuck_lets_its_leases_expire(
 async def test_a_claim_that_failed_before_a_stop_does_not_end_the_leases_of_what_drains(
     engine: Engine, url: str, submit: Any, eventually: Any, attempts: Any, caplog: Any
 ) -> None:
+    caplog.set_level(logging.DEBUG, "flowfabric")
     ttl_ms, stopped_at = 2000, float("inf")
 
     async def job(ctx: Context) -> str:
@@ -294,7 +363,7 @@ async def test_a_claim_that_failed_before_a_stop_does_not_end_the_leases_of_what
             await eventually(lambda: worker.running == 1)
             proxy.refuses = True
             proxy.cut()
-            await eventually(lambda: "a claim failed and is repeated" in caplog.text)
+            await eventually(lambda: "a claim failed and is retried" in caplog.text)
             stopped_at = time.monotonic()
             worker.stop()
             proxy.refuses = False

@@ -1,6 +1,7 @@
 """How a worker registers, drains and leaves."""
 
 import asyncio
+import logging
 import threading
 from typing import Any
 
@@ -89,8 +90,9 @@ async def test_stopping_waits_for_running_handlers(engine: Engine, submit: Any, 
 
 
 async def test_a_handler_that_does_not_end_in_time_is_handed_back_at_once(
-    engine: Engine, submit: Any, start_worker: Any, rows: Any, attempts: Any, eventually: Any
+    engine: Engine, submit: Any, start_worker: Any, rows: Any, attempts: Any, eventually: Any, caplog: Any
 ) -> None:
+    caplog.set_level(logging.INFO, "flowfabric")
     cleaned_up = asyncio.Event()
 
     async def wait() -> None:
@@ -108,6 +110,14 @@ async def test_a_handler_that_does_not_end_in_time_is_handed_back_at_once(
         await eventually(lambda: worker.running == 1)
     assert cleaned_up.is_set()
     assert await engine.read_execution_state(run) == "resumable"
+    logged = [
+        record.getMessage() for record in caplog.records if "stopping" in record.msg or run in record.getMessage()
+    ]
+    assert logged == [
+        "stopping: 1 handler runs, waiting up to 0.05 s",
+        f"stopping {run}",
+        f"{run} is handed back",
+    ]
     await start_worker({"job": finish})
     ended = await engine.wait_for_ending(run, timeout=60)
     assert (ended.outcome, ended.result) == (TerminalOutcome.SUCCESS, b"[0,0,true]")
@@ -165,8 +175,9 @@ async def test_what_a_claim_under_way_brings_to_a_stopping_worker_is_handed_back
 
 
 async def test_a_thread_that_does_not_end_in_time_does_not_hold_the_worker(
-    engine: Engine, submit: Any, eventually: Any, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, submit: Any, eventually: Any, caplog: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    caplog.set_level(logging.INFO, "flowfabric")
     monkeypatch.setattr("flowfabric.worker.worker.CANCEL_SECONDS", 0.05)
     gate = threading.Event()
 
@@ -181,6 +192,8 @@ async def test_a_thread_that_does_not_end_in_time_does_not_hold_the_worker(
     assert await engine.read_execution_state(run) == "active"
     gate.set()
     await eventually(lambda: worker.running == 0)
+    assert await engine.read_execution_state(run) == "active"
+    assert "is handed back" not in caplog.text
 
 
 async def test_results_of_the_last_moment_are_written(engine: Engine, submit: Any, rows: Any) -> None:

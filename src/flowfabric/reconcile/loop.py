@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType, TracebackType
 from typing import Self
@@ -16,6 +16,10 @@ from flowfabric.pauses import pauses
 from flowfabric.reconcile.sweeps import SWEEPS, Sweep
 
 logger = logging.getLogger(__name__)
+
+
+OnTick = Callable[[Exception | None, float], None]
+"""Takes the fault of the store that a tick met, or None, and when the tick began by the monotonic clock."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -65,8 +69,10 @@ class Reconciler:
     RESTART_SECONDS = 5.0
     SHUTDOWN_SECONDS = 3.0
 
-    def __init__(self, engine: Engine, *, sweeps: Sequence[Sweep] = SWEEPS) -> None:
+    def __init__(self, engine: Engine, *, sweeps: Sequence[Sweep] = SWEEPS, on_tick: OnTick | None = None) -> None:
         self._engine = engine
+        self._on_tick = on_tick or self._log_outage
+        self._outage_since: float | None = None
         self._duties = [_Duty(sweep, sweep.every(engine.settings).total_seconds()) for sweep in sweeps]
         timed = [duty.every for duty in self._duties if duty.sweep.is_woken_by_timers]
         self._shortest = min([self.IDLE_SECONDS, *timed])
@@ -133,15 +139,27 @@ class Reconciler:
     async def _go(self, first: asyncio.Event) -> None:
         faults = pauses(*self.FAULT_SECONDS)
         while not self._is_stopping:
+            began = time.monotonic()
             try:
                 pause = await self._tick()
+                self._on_tick(None, began)
                 faults = pauses(*self.FAULT_SECONDS)
             except TransportError as fault:
-                logger.warning("the store does not answer the reconciler: %s", fault)
+                self._on_tick(fault, began)
+                logger.debug("the reconciler tries again: %s", fault)
                 self._engine.leases.is_swept = False
                 pause = next(faults)
             first.set()
             await self._wait(pause)
+
+    def _log_outage(self, fault: Exception | None, began: float) -> None:
+        if fault is not None and self._outage_since is None:
+            self._outage_since = began
+            logger.warning("the store is unavailable to the reconciler, which tries again: %s", fault)
+        elif fault is None and self._outage_since is not None:
+            seconds = time.monotonic() - self._outage_since
+            logger.warning("the store is available to the reconciler again after %.1f s", seconds)
+            self._outage_since = None
 
     async def _tick(self) -> float:
         """One look and one batch of everything that is due; answers the pause until the next tick."""

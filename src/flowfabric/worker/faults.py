@@ -1,5 +1,6 @@
 """What an error of the engine means for a worker's call: repeat it, give the run up, or fail the run."""
 
+import logging
 import time
 from collections.abc import Mapping
 from typing import Final
@@ -7,6 +8,8 @@ from typing import Final
 from flowfabric.engine.wakeups import LostReason
 from flowfabric.model.errors import EngineError, TransportError, TransportKind
 from flowfabric.model.states import TerminalOutcome
+
+logger = logging.getLogger(__name__)
 
 LEASE_IS_LOST = frozenset(
     {
@@ -57,16 +60,31 @@ def is_cancel(reason: Exception | LostReason) -> bool:
     return isinstance(detail, Mapping) and detail.get("terminal_outcome") == TerminalOutcome.CANCELLED
 
 
+def level_of_retry(error: Exception) -> int:
+    """The level to log a retry at: `Contact` has logged an unavailable store once for all calls."""
+    return logging.DEBUG if _is_outage(error) else logging.WARNING
+
+
+def _is_outage(error: Exception) -> bool:
+    return isinstance(error, TransportError) and error.kind is not TransportKind.OTHER
+
+
 class Contact:
-    """Whether the store answers the calls of a worker's main connections."""
+    """Whether the store answers the calls of a worker's main connections; logs when an outage begins and ends."""
 
     def __init__(self) -> None:
         self._silent_since: float | None = None
         """When the first call of those that were not answered since the last answer was made."""
+        self._outage_since: float | None = None
+        """When the first call was made that found the store unavailable."""
+        self._is_unreachable = False
+        """Whether the latest call of the outage found no connection: any answer shows that the outage is over."""
 
     def answered(self) -> None:
-        """The store has answered a call."""
+        """The store has carried out a call, or refused it for what it asks."""
         self._silent_since = None
+        if self._outage_since is not None:
+            self._end_outage(self._outage_since)
 
     def failed(self, error: Exception, asked_at: float) -> None:
         """A call has failed; a refusal of the store is an answer too."""
@@ -74,6 +92,30 @@ class Contact:
             self._silent_since = None
         elif self._silent_since is None:
             self._silent_since = asked_at
+        if _is_outage(error):
+            self._note_outage(error, asked_at)
+
+    def forget_silence(self) -> None:
+        """Count the silence of the store from the next call on."""
+        self._silent_since = None
+
+    def reconciled(self, error: Exception | None, asked_at: float) -> None:
+        """The reconciler has made its calls; they do not count for the leases."""
+        if error is not None:
+            self._note_outage(error, asked_at)
+        elif self._outage_since is not None and self._is_unreachable:
+            # Its calls may only read: they do not show that a store that refused to write takes writes again.
+            self._end_outage(self._outage_since)
+
+    def _note_outage(self, error: Exception, asked_at: float) -> None:
+        if self._outage_since is None:
+            self._outage_since = asked_at
+            logger.warning("the store is unavailable, calls are retried: %s", error)
+        self._is_unreachable = isinstance(error, TransportError) and error.kind is TransportKind.TRANSPORT
+
+    def _end_outage(self, since: float) -> None:
+        logger.warning("the store is available again after %.1f s", time.monotonic() - since)
+        self._outage_since = None
 
     def unanswered_for(self, seconds: float) -> bool:
         """Whether no call has been answered for this long."""

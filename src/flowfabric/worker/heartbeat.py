@@ -94,6 +94,7 @@ class Heartbeat:
         self._lose = lose
         self._contact = contact
         self._is_holding_back = False
+        self._has_warned = False
         self._is_check_wanted = False
         self._checked_at = -math.inf
         self._ttl = lease_ttl_ms / 1000
@@ -140,12 +141,14 @@ class Heartbeat:
                     if await is_set_within(woken, pause):
                         woken.clear()
             except _Stuck as silence:
-                logger.warning("the heartbeat reconnects: %s", silence)
+                self._warn("the heartbeat reconnects: %s", silence)
                 self._stop_expired(self._running())
             except Exception as error:
                 # Whatever it is: a worker whose leases nobody renews does its work twice.
-                is_known = isinstance(error, EngineError)
-                logger.warning("the heartbeat reconnects: %s", error, exc_info=None if is_known else error)
+                if isinstance(error, EngineError):
+                    self._warn("the heartbeat reconnects: %s", error)
+                else:
+                    logger.warning("the heartbeat reconnects: %s", error, exc_info=error)
                 self._stop_expired(self._running())
                 await is_set_within(stopping, self._tick)
             # Not waited for: the connection to a silent server takes its time to close.
@@ -172,7 +175,7 @@ class Heartbeat:
                 await self._answer(self._registration.keep(engine))
                 self._kept_at = now
             except EngineError as error:
-                logger.warning("the registration was not kept: %s", error)
+                self._warn("the registration was not kept: %s", error)
 
     def _is_kept(self, running: Running) -> bool:
         if running.is_suspended or running.lost is not None:
@@ -200,7 +203,7 @@ class Heartbeat:
         try:
             verdicts = await self._answer(engine.renew_many([running.claimed.handle for running in due]))
         except EngineError as error:
-            logger.warning("%d leases were not renewed: %s", len(due), error)
+            self._warn("%d leases were not renewed: %s", len(due), error)
             verdicts = [error] * len(due)
         except _Stuck:
             for running in due:
@@ -225,7 +228,14 @@ class Heartbeat:
             # Not awaited: a silent server answers the cancellation no more than the statement.
             task.cancel()
             raise _Stuck("the store does not answer")
-        return task.result()
+        answer = task.result()
+        self._has_warned = False
+        return answer
+
+    def _warn(self, text: str, *values: object) -> None:
+        """Log a fault of the store: the first since its last answer as a warning."""
+        logger.log(logging.DEBUG if self._has_warned else logging.WARNING, text, *values)
+        self._has_warned = True
 
 
 class _Stuck(Exception):

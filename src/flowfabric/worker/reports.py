@@ -11,7 +11,14 @@ from flowfabric.engine.wakeups import LostReason
 from flowfabric.model.outcomes import Completed, FailureReason, NotYetDue
 from flowfabric.pauses import pauses
 from flowfabric.worker.context import Running
-from flowfabric.worker.faults import FAULT_SECONDS, Contact, is_about_values, is_cancel, is_of_lost_lease
+from flowfabric.worker.faults import (
+    FAULT_SECONDS,
+    Contact,
+    is_about_values,
+    is_cancel,
+    is_of_lost_lease,
+    level_of_retry,
+)
 from flowfabric.worker.outcome import Failure
 
 logger = logging.getLogger(__name__)
@@ -70,13 +77,17 @@ class Reports:
             self._release(running)
 
     async def hand_back(self, running: Running) -> None:
-        """Give up the lease of a run that was stopped, so that any worker can claim it at once."""
+        """Give up the lease of a run that was stopped, so that any worker can claim it at once.
+
+        Nothing is handed back after `close()`: the code of a run that is left then may still run in a thread.
+        """
 
         async def write() -> bool:
             await self._engine.hand_back(running.claimed.handle)
             return True
 
-        await self._repeat(running, write, "hand-back")
+        if await self._repeat(running, write, "hand-back"):
+            logger.info("%s is handed back", running.execution_id)
 
     async def put_off(self, running: Running, milliseconds: int) -> None:
         """Give up the lease of a run that cannot begin; any worker can claim it after that time."""
@@ -100,15 +111,17 @@ class Reports:
         running.lost = running.lost or LostReason.ATTEMPT_TIMEOUT
 
     def close(self) -> None:
-        """Give up on what could not be written."""
+        """Give up on what could not be written; from now on nothing is written or retried."""
         self._is_closed = True
         for task in self._tasks:
             task.cancel()
 
-    async def _repeat(self, running: Running, write: Callable[[], Awaitable[bool]], what: str) -> None:
-        """Write until that is done or refused for good, or the lease has run out."""
+    async def _repeat(self, running: Running, write: Callable[[], Awaitable[bool]], what: str) -> bool:
+        """Write until that is done or refused for good, or the lease has run out; whether it is done."""
         has_failed = False
         for pause in pauses(*FAULT_SECONDS):
+            if self._is_closed:
+                break
             asked_at = time.monotonic()
             why: Exception | str = "it is not due yet"
             try:
@@ -120,17 +133,19 @@ class Reports:
                     is_expected = is_cancel(error) or (has_failed and is_of_lost_lease(error))
                     level = logging.INFO if is_expected else logging.WARNING
                     logger.log(level, "%s: the %s was refused: %s", running.execution_id, what, error)
-                    return
+                    return False
                 self._contact.failed(error, asked_at)
                 has_failed, why = True, error
             else:
                 self._contact.answered()
                 if is_done:
-                    return
+                    return True
             if running.is_lease_over:
                 logger.warning(NOT_STORED, running.execution_id, what, why)
-                return
+                return False
+            logger.debug("%s: storing the %s is retried: %s", running.execution_id, what, why)
             await asyncio.sleep(pause)
+        return False
 
     async def _write_completed(self) -> None:
         try:
@@ -187,7 +202,8 @@ class Reports:
         elif running.is_lease_over:
             logger.warning(NOT_STORED, running.execution_id, "result", error)
         else:
-            logger.warning("%s: storing the result failed and is retried: %s", running.execution_id, error)
+            level = level_of_retry(error)
+            logger.log(level, "%s: storing the result failed and is retried: %s", running.execution_id, error)
             return True
         self._release(running)
         return False

@@ -15,6 +15,7 @@ logger = logging.getLogger(__name__)
 
 FAILED = 1
 MISUSED = 2
+INTERRUPTED = 130
 WAIT_SECONDS = (0.2, 5.0)
 """The first and the longest pause between two tries to reach the server."""
 
@@ -60,9 +61,12 @@ async def connected(connect: Callable[[], Awaitable[object]]) -> bool:
 
 @contextlib.contextmanager
 def reporting_on_stderr() -> Iterator[None]:
-    """Turn a start that fails into a line on stderr and an exit code."""
+    """Turn a start that fails into a line on stderr and an exit code, and an interrupt into an exit code."""
     try:
         yield
     except StartError as failed:
         sys.stderr.write(f"flowfabric: {' '.join(str(failed).split())}\n")
         raise SystemExit(failed.exit_code) from None
+    except KeyboardInterrupt:
+        # SIGINT before or after the time in which the worker handles signals.
+        raise SystemExit(INTERRUPTED) from None

@@ -27,7 +27,7 @@ from flowfabric.pauses import is_set_within, pauses
 from flowfabric.reconcile.loop import Reconciler
 from flowfabric.worker import presence
 from flowfabric.worker.context import Running
-from flowfabric.worker.faults import FAULT_SECONDS, Contact, is_cancel, is_passing
+from flowfabric.worker.faults import FAULT_SECONDS, Contact, is_cancel, is_passing, level_of_retry
 from flowfabric.worker.handler import Handler
 from flowfabric.worker.heartbeat import Heartbeat, Registration
 from flowfabric.worker.interrupts import calling_on_interrupts
@@ -153,6 +153,7 @@ class Worker:
         self._threads = Threads(threads)
         self._claiming: asyncio.Task[None] | None = None
         self._stopping = asyncio.Event()
+        self._is_stopped_by_signal = False
         self._slot_freed = asyncio.Event()
         self._reconciler: Reconciler | None = None
         self._heartbeat: Heartbeat | None = None
@@ -181,7 +182,9 @@ class Worker:
             await heartbeat.start()
             stack.push_async_callback(heartbeat.stop)
             if self._reconcile:
-                self._reconciler = await stack.enter_async_context(Reconciler(self._engine))
+                self._reconciler = await stack.enter_async_context(
+                    Reconciler(self._engine, on_tick=self._contact.reconciled)
+                )
             self._heartbeat = heartbeat
             # A run may be lost while its worker is too busy to wait for work.
             self._engine.wakeups.hints.begin_to_listen()
@@ -199,12 +202,14 @@ class Worker:
         try:
             await self._drain()
         finally:
+            # Also where the drain was cancelled: the store may be closed next.
+            self._reports.close()
             self._ignore_losses()
             await asyncio.gather(self._stop_reconciler(), self._stop_heartbeat())
 
     async def run(self) -> None:
-        """Work until `stop()`, SIGTERM or SIGINT, then drain; a second signal does what it does by default."""
-        with calling_on_interrupts(self.stop):
+        """Work until `stop()`, SIGTERM or SIGINT, then drain; a second signal ends the process at once."""
+        with calling_on_interrupts(self._stop_on_signal):
             async with self:
                 await self._stopping.wait()
 
@@ -214,16 +219,23 @@ class Worker:
         self._slot_freed.set()
         self._engine.wakeups.wake_all()
 
+    def _stop_on_signal(self) -> None:
+        self._is_stopped_by_signal = True
+        self.stop()
+
     async def _register(self) -> None:
         """Enter the registry, as soon as the store can take the entry."""
         for pause in pauses(*FAULT_SECONDS):
+            asked_at = time.monotonic()
             try:
                 await self._registration.enter(self._engine)
+                self._contact.answered()
                 return
             except EngineError as error:
                 if not is_passing(error) or self._stopping.is_set():
                     raise
-                logger.warning("registering failed and is retried: %s", error)
+                self._contact.failed(error, asked_at)
+                logger.log(level_of_retry(error), "registering failed and is retried: %s", error)
             await is_set_within(self._stopping, pause)
 
     async def _claim_while_wanted(self) -> None:
@@ -254,8 +266,8 @@ class Worker:
                 )
             except Exception as error:
                 self._contact.failed(error, asked_at)
-                is_known = isinstance(error, EngineError)
-                logger.warning("a claim failed and is repeated: %s", error, exc_info=None if is_known else error)
+                level, trace = level_of_retry(error), None if isinstance(error, EngineError) else error
+                logger.log(level, "a claim failed and is retried: %s", error, exc_info=trace)
                 await is_set_within(self._stopping, next(retry_pauses))
                 continue
             self._contact.answered()
@@ -275,7 +287,7 @@ class Worker:
 
     def _claimed_last(self, _: asyncio.Task[None]) -> None:
         # No further claim finds out that the store answers again, and runs that drain need their leases.
-        self._contact.answered()
+        self._contact.forget_silence()
         self.stop()
 
     async def _free_slots(self) -> int:
@@ -402,6 +414,7 @@ class Worker:
         self.stop()
         assert self._claiming is not None
         began = time.monotonic()
+        self._log_drain()
         for running in self._running:
             if running.earlier is not None:
                 self._give_back(running)
@@ -425,10 +438,18 @@ class Worker:
         if not self._claiming.cancelled():
             self._claiming.result()
 
+    def _log_drain(self) -> None:
+        if count := sum(not running.has_ended for running in self._running):
+            level, hint = logging.INFO, ""
+            if self._is_stopped_by_signal:
+                level, hint = logging.WARNING, "; a second signal ends at once"
+            handlers = "1 handler runs" if count == 1 else f"{count} handlers run"
+            logger.log(level, "stopping: %s, waiting up to %g s%s", handlers, self._drain_seconds, hint)
+
     def _give_back(self, running: Running) -> None:
         """Stop a run and hand its lease back when its handler has returned; one that has returned is being ended."""
         if not running.has_ended and not running.is_dropped:
-            logger.warning("%s is handed back: this worker stops", running.execution_id)
+            logger.warning("stopping %s", running.execution_id)
             running.is_given_back = True
             running.stop()
 

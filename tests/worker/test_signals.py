@@ -1,0 +1,96 @@
+"""How a worker process ends on signals while a thread of a handler does not return."""
+
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flowfabric import Fabric
+from flowfabric.worker.worker import CANCEL_SECONDS
+
+from . import blocking_process
+
+Process = subprocess.Popen[bytes]
+
+DRAIN_SECONDS = 0.2
+MORE_SECONDS = 15.0
+"""What a stop may take beyond the drain and the clean-up on a busy machine; the lease is much longer."""
+
+
+@pytest.fixture
+async def fabric(url: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Fabric]:
+    """The fabric of the worker process, connected to the test's database."""
+    monkeypatch.setattr(blocking_process.fabric, "_url", url)
+    async with blocking_process.fabric as fabric:
+        yield fabric
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    """What the worker process writes to stderr."""
+    return tmp_path / "log"
+
+
+@pytest.fixture
+def start(url: str, log: Path) -> Iterator[Callable[[float], Process]]:
+    """Start a worker process that drains for so many seconds; it is killed with the test."""
+    processes: list[Process] = []
+
+    def start(drain_seconds: float) -> Process:
+        command = [sys.executable, str(Path(blocking_process.__file__)), url, str(drain_seconds)]
+        with log.open("wb") as stderr:
+            processes.append(subprocess.Popen(command, stderr=stderr))
+        return processes[-1]
+
+    yield start
+    for process in processes:
+        process.kill()
+        process.wait(timeout=60)
+
+
+@pytest.fixture
+def logged(log: Path) -> Callable[[], list[str]]:
+    """The lines of the log so far."""
+    return lambda: log.read_text().splitlines()
+
+
+async def test_a_thread_that_does_not_return_does_not_hold_a_process_that_stops(
+    fabric: Fabric, start: Callable[[float], Process], logged: Any, tmp_path: Path, eventually: Any
+) -> None:
+    run = await blocking_process.block.submit(str(tmp_path / "started"))
+    process = start(DRAIN_SECONDS)
+    await eventually((tmp_path / "started").exists)
+    process.terminate()
+    assert process.wait(timeout=DRAIN_SECONDS + CANCEL_SECONDS + MORE_SECONDS) == 0
+    assert logged() == [
+        "stopping: 1 handler runs, waiting up to 0.2 s; a second signal ends at once",
+        f"stopping {run.id}",
+        f"{run.id} is left to another worker when its lease runs out",
+    ]
+
+
+@pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+async def test_a_second_signal_ends_the_process_at_once(
+    fabric: Fabric,
+    start: Callable[[float], Process],
+    logged: Any,
+    tmp_path: Path,
+    eventually: Any,
+    number: signal.Signals,
+    exit_code: int,
+) -> None:
+    await blocking_process.block.submit(str(tmp_path / "started"))
+    process = start(600)
+    await eventually((tmp_path / "started").exists)
+    process.send_signal(number)
+    await eventually(logged)
+    process.send_signal(number)
+    assert process.wait(timeout=30) == exit_code
+    assert logged() == [
+        "stopping: 1 handler runs, waiting up to 600 s; a second signal ends at once",
+        f"{number.name} again: this process ends at once",
+    ]
