@@ -96,7 +96,8 @@ async def _check(settings: Settings, *, as_json: bool) -> None:
             )
             raise typer.Exit(FAILED) from None
         status, problem = found.status, found.problem
-        if found.ignored:
+        # The problem says it already where the schema is ready and only its search path is missing.
+        if found.ignored and not (status.runs and "search_path" in found.ignored):
             typer.echo(f"ff: warning: {_IGNORED.format(', '.join(found.ignored))}", err=True)
     if as_json:
         _print_json(
