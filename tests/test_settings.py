@@ -117,7 +117,8 @@ def test_a_bad_value_is_refused_by_the_name_of_its_variable(
     monkeypatch: pytest.MonkeyPatch, variable: str, text: str
 ) -> None:
     monkeypatch.setenv(variable, text)
-    with pytest.raises(SettingsError, match=f"^{re.escape(variable)}={re.escape(text)}: "):
+    shown = text or "''"
+    with pytest.raises(SettingsError, match=f"^{re.escape(variable)}={re.escape(shown)}: "):
         Settings()
 
 

@@ -238,7 +238,7 @@ def _complaint(settings: type[Settings], location: tuple[int | str, ...], messag
         near = difflib.get_close_matches(name, settings.model_fields, n=1, cutoff=0.6)
         return f"there is no setting {name}" + (f"; did you mean {near[0]}?" if near else "")
     variable = name if field is None else _variable(name, field)
-    shown = "" if variable in _UNSHOWN else f"={value}"
+    shown = "" if variable in _UNSHOWN else f"={value}" if str(value).strip() else f"={str(value)!r}"
     return f"{variable}{shown}: {message.removeprefix('Value error, ')}"
 
 

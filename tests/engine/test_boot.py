@@ -1,11 +1,15 @@
 """Starting: what is prepared, what is compared, and what is refused."""
 
 import asyncio
+import shutil
+from pathlib import Path
 from typing import Any
 
 import asyncpg
 import pytest
 
+from databases import execute
+from flowfabric.db.embedded import Embedded
 from flowfabric.db.migrate import load_migrations
 from flowfabric.engine.engine import Engine
 from flowfabric.model.errors import TransportError, UnavailableError
@@ -109,6 +113,33 @@ async def test_the_first_start_decides_the_partition_counts(url: str) -> None:
         assert made.execution_id.startswith("{fp:0}:")
     with pytest.raises(UnavailableError):
         await opened(database_url=url)
+
+
+async def test_a_start_refused_for_its_missing_key_stores_no_partition_counts(url: str, rows: Any) -> None:
+    async with rows.unchanged():
+        with pytest.raises(UnavailableError, match="no signing key is stored"):
+            await opened(database_url=url, flow_partitions=16, waitpoint_hmac_secret=None)
+    await opened(database_url=url)
+
+
+async def test_a_damaged_embedded_store_names_the_folder_to_delete(tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    embedded = await asyncio.to_thread(Embedded.start, home)
+    folder = embedded.data.parent
+    try:
+        await opened(home=home)
+        await execute(embedded.url, "update flowfabric.schema_migration set checksum = 'other' where number = 1")
+        with pytest.raises(UnavailableError) as refusal:
+            await opened(home=home)
+    finally:
+        await asyncio.to_thread(embedded.release)
+    assert str(refusal.value.detail).endswith(
+        "install the release of flowfabric that applied it,"
+        f" or stop its processes and delete {folder} and with it everything stored"
+    )
+    shutil.rmtree(folder)
+    await opened(home=home)
+    (await asyncio.to_thread(Embedded.start, home)).release(discard=True)
 
 
 async def test_a_store_that_is_not_there_is_a_transport_error(tmp_path: Any) -> None:

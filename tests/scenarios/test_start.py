@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import traceback
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -140,6 +141,46 @@ async def test_an_address_the_driver_cannot_use_is_told_without_it(url: str) -> 
     assert "the database URL cannot be used: `sslmode` parameter must be one of" in str(refused)
 
 
+@pytest.mark.parametrize(
+    ("answer", "options", "code", "told"),
+    [
+        (b"HTTP/1.1 400 Bad Request\r\n\r\n", "", "protocol", "what answers at {} is not Postgres; correct the"),
+        (b"N", "?sslmode=require", "protocol", "{} (database shop) speaks no TLS, which sslmode in the database URL"),
+        (b"", "", "transport", "{} (database shop) closed the connection during the login; "),
+        (b"N", "", "transport", "{} (database shop) closed the connection during the login; "),
+    ],
+    ids=["HTTP", "no TLS", "hangs up", "hangs up after TLS"],
+)
+async def test_what_is_no_postgres_server_is_told_by_what_it_does(
+    answer: bytes, options: str, code: str, told: str
+) -> None:
+    serving: list[asyncio.Task[Any] | None] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        serving.append(asyncio.current_task())
+        await reader.read(8)
+        writer.write(answer)
+        if answer == b"N":
+            await reader.read(65536)
+        writer.close()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        refused = await refusal(f"postgresql://app:{PASSWORD}@{address}/shop{options}")
+        await asyncio.gather(*filter(None, serving))
+    assert (refused.code, refused.retryable) == (code, code == "transport")
+    assert told.format(address) in str(refused)
+
+
+async def test_a_server_that_is_not_there_shows_no_traces_of_the_driver() -> None:
+    with pytest.raises(EngineError) as caught:
+        async with Fabric(f"postgresql://app:{PASSWORD}@127.0.0.1:{free_port()}/shop"):
+            pass
+    shown = "".join(traceback.format_exception(caught.value))
+    assert shown.count("Traceback (most recent call last)") == 1
+    assert "asyncpg" not in shown
+
+
 # What a worker process prints.
 
 
@@ -210,6 +251,7 @@ async def test_a_worker_does_not_wait_for_a_database_to_be_made(strict: str, wor
     ("environment", "told"),
     [
         ({"FF_LANES": ","}, "FF_LANES=,: "),
+        ({"FF_LANES": ""}, "FF_LANES='': must name at least one lane"),
         ({"FF_DATABASE_POOL_SIZE": "none"}, "FF_DATABASE_POOL_SIZE=none: "),
         ({"FF_DATABASE_URL": f"mysql://app:{PASSWORD}@host/shop"}, "FF_DATABASE_URL: must begin with postgresql://"),
     ],
@@ -301,6 +343,111 @@ async def test_check_warns_where_a_pooler_ignores_another_setting(engine: Engine
     assert (code, err.count("\n")) == (0, 1)
     assert out.endswith("up to date\n")
     assert "asked for and not in effect: enable_seqscan, statement_timeout; " in err
+
+
+@pytest.mark.parametrize("case", ["no server", "wrong password", "no database"])
+async def test_check_answers_in_json_where_the_schema_cannot_be_read(strict: str, case: str) -> None:
+    address, told = {
+        "no server": (f"postgresql://app@127.0.0.1:{free_port()}/shop", "no server answers at 127.0.0.1:"),
+        "wrong password": (as_app(strict, "wrong"), "refuses user app for database flowfabric"),
+        "no database": (at_database(strict, "shop"), "there is no database shop at "),
+    }[case]
+    code, out, err = await checked(address, "--json")
+    answer = json.loads(out)
+    assert (code, err) == (1, "")
+    assert told in answer.pop("text")
+    assert answer == {"schema": "flowfabric", "runs": False, "verdict": "unreachable", "pending": [], "newer": []}
+
+
+# A role that may do too little.
+
+
+GRANTS = (
+    "grant usage on schema {0} to app;"
+    " grant select, insert, update, delete on all tables in schema {0} to app;"
+    " grant usage on all sequences in schema {0} to app;"
+)
+
+
+@pytest.fixture
+async def schema(strict: str) -> AsyncIterator[str]:
+    """A migrated schema that the user app has no right on, on the server that asks it for a password."""
+    name = "limited"
+    async with Engine.connect(settings=Settings(database_url=strict, schema_name=name, migrate_on_start=True)):
+        pass
+    yield name
+    await execute(strict, f"drop schema {name} cascade", "alter role app reset default_transaction_read_only")
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ((), "user app may not read schema limited of database flowfabric: as its owner run `"),
+        (("grant usage on schema limited to app",), "user app may not read schema limited of database flowfabric: "),
+        (
+            ("grant usage on schema limited to app", "grant select on all tables in schema limited to app"),
+            " (database flowfabric) lacks INSERT, UPDATE, DELETE on tables ",
+        ),
+        (
+            (GRANTS.format("limited"), "revoke usage on all sequences in schema limited from app"),
+            " (database flowfabric) lacks USAGE on sequences execution_sequence: as the owner run `",
+        ),
+    ],
+    ids=["nothing", "schema", "reading", "no sequences"],
+)
+async def test_a_role_that_may_do_too_little_is_told_what_to_grant(
+    strict: str, schema: str, given: tuple[str, ...], told: str
+) -> None:
+    await execute(strict, *given)
+    url = as_app(strict, PASSWORD)
+    code, _, err = await checked(url, "--schema", schema)
+    assert code == 1
+    assert told in err
+    grants = GRANTS.format(schema)
+    assert err.endswith(f"`{grants}`\n")
+    refused = await refusal(url, schema_name=schema)
+    assert (refused.code, refused.detail) == ("unavailable", err.removeprefix("ff: ").strip())
+    await execute(strict, grants)
+    assert (await checked(url, "--schema", schema))[0] == 0
+    async with Engine.connect(settings=Settings(database_url=url, schema_name=schema)) as engine:
+        await engine.create_execution(
+            namespace="tests",
+            lane_id="default",
+            execution_kind="job",
+            input_payload=b"{}",
+            priority=0,
+            creator_identity="test",
+        )
+
+
+async def test_a_role_that_may_not_make_tables_in_the_schema_is_told_so(strict: str) -> None:
+    await execute(strict, "create schema bare", "grant usage on schema bare to app")
+    refused = await refusal(as_app(strict, PASSWORD), migrate_on_start=True, schema_name="bare")
+    await execute(strict, "drop schema bare")
+    assert refused.code == "unavailable"
+    assert "user app may not apply 0001_core.sql to schema bare of database flowfabric (permission denied" in str(
+        refused
+    )
+    assert str(refused).endswith("`alter schema bare owner to app`")
+
+
+async def test_a_read_only_server_is_told_and_a_worker_waits_for_it_to_change(
+    strict: str, schema: str, worker: Worker
+) -> None:
+    await execute(strict, GRANTS.format(schema), "alter role app set default_transaction_read_only = on")
+    url = as_app(strict, PASSWORD)
+    code, out, _ = await checked(url, "--schema", schema, "--json")
+    answer = json.loads(out)
+    assert (code, answer["runs"], answer["verdict"]) == (1, False, "current")
+    assert answer["text"].endswith(
+        " (database flowfabric) is read-only: default_transaction_read_only is on; turn it off where it is set,"
+        " for example `alter role app set default_transaction_read_only = off`"
+    )
+    process = worker(url, FF_SCHEMA=schema)
+    assert process.stderr is not None
+    assert await asyncio.to_thread(process.stderr.readline) == f"waiting for the server: {answer['text']}\n"
+    await execute(strict, "alter role app set default_transaction_read_only = off")
+    assert await asyncio.to_thread(process.stderr.readline) == "the server answers: the wait is over\n"
 
 
 @asynccontextmanager

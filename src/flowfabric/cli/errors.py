@@ -14,6 +14,16 @@ from flowfabric.settings import SettingsError
 
 FAILED = 1
 MISUSED = 2
+FAILURES = (
+    EngineError,
+    MigrationError,
+    EmbeddedError,
+    StoreFault,
+    asyncpg.PostgresError,
+    asyncpg.InterfaceError,
+    OSError,
+)
+"""What a command can fail with for reasons outside it."""
 
 
 @contextmanager
@@ -23,12 +33,19 @@ def told_in_one_line() -> Iterator[None]:
         yield
     except SettingsError as error:
         raise fail(str(error), code=MISUSED) from None
-    except EngineError as error:
-        raise fail(reason_of(error)) from None
-    except (MigrationError, EmbeddedError, StoreFault) as error:
-        raise fail(str(error)) from None
-    except (asyncpg.PostgresError, asyncpg.InterfaceError, OSError, TimeoutError) as error:
-        raise fail(f"the database failed: {fault_of(error) or type(error).__name__}") from None
+    except FAILURES as error:
+        raise fail(text_of(error)) from None
+
+
+def text_of(error: Exception) -> str:
+    """What one of the failures says to a person."""
+    match error:
+        case EngineError():
+            return reason_of(error)
+        case MigrationError() | EmbeddedError() | StoreFault():
+            return str(error)
+        case _:
+            return f"the database failed: {fault_of(error) or type(error).__name__}"
 
 
 def fail(text: str, *, code: int = FAILED) -> typer.Exit:

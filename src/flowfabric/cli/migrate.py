@@ -4,6 +4,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Annotated, Any
 
 import asyncpg
@@ -11,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from flowfabric.cli.errors import FAILED, MISUSED, fail, told_in_one_line
+from flowfabric.cli.errors import FAILED, FAILURES, MISUSED, fail, text_of, told_in_one_line
 from flowfabric.db import migrate as migrations
 from flowfabric.db.address import check_url
 from flowfabric.db.embedded import Embedded
@@ -19,6 +20,9 @@ from flowfabric.db.migrate import Applied, Migration
 from flowfabric.db.session import NO_LIMITS, connect
 from flowfabric.engine.boot import CLOSE_SECONDS, Boot
 from flowfabric.settings import Settings
+
+UNREACHABLE = "unreachable"
+"""The verdict on a schema that could not be read."""
 
 _IGNORED = (
     "these session settings are asked for and not in effect: {}; something in between ignores them, so set them on the"
@@ -77,9 +81,23 @@ async def _check(settings: Settings, *, as_json: bool) -> None:
         status = migrations.judge(settings.schema_name, migrations.load_migrations(), ())
         problem = f"there is no embedded server at {data}: run `ff migrate` to make one, or set FF_DATABASE_URL"
     else:
-        found = await Boot.check(settings)
+        try:
+            found = await Boot.check(settings)
+        except FAILURES as failed:
+            if not as_json:
+                raise
+            _print_json(
+                schema=settings.schema_name,
+                runs=False,
+                verdict=UNREACHABLE,
+                text=text_of(failed),
+                pending=[],
+                newer=[],
+            )
+            raise typer.Exit(FAILED) from None
         status, problem = found.status, found.problem
-        if found.ignored:
+        # The problem says it already where the schema is ready and only its search path is missing.
+        if found.ignored and not (status.runs and "search_path" in found.ignored):
             typer.echo(f"ff: warning: {_IGNORED.format(', '.join(found.ignored))}", err=True)
     if as_json:
         _print_json(
@@ -97,8 +115,8 @@ async def _check(settings: Settings, *, as_json: bool) -> None:
 
 
 async def _apply(settings: Settings, *, as_json: bool) -> None:
-    async with _connection(settings) as connection:
-        applied = await migrations.migrate(connection, schema=settings.schema_name)
+    async with _connection(settings) as (connection, folder):
+        applied = await migrations.migrate(connection, schema=settings.schema_name, folder=folder)
     if as_json:
         _print_json(schema=settings.schema_name, applied=_rows(applied))
     elif not applied:
@@ -112,14 +130,14 @@ async def _apply(settings: Settings, *, as_json: bool) -> None:
 
 
 @asynccontextmanager
-async def _connection(settings: Settings) -> AsyncIterator[asyncpg.Connection]:
-    """A connection to the configured database, with the embedded server held meanwhile."""
+async def _connection(settings: Settings) -> AsyncIterator[tuple[asyncpg.Connection, Path | None]]:
+    """A connection to the configured database, and the folder of the embedded server, which is held meanwhile."""
     server = None if settings.database_url else await asyncio.to_thread(Embedded.start, settings.home)
     try:
         url = server.url if server else str(settings.database_url)
         connection = await connect(url, schema=settings.schema_name, limits=NO_LIMITS)
         try:
-            yield connection
+            yield connection, server.data.parent if server else None
         finally:
             await connection.close(timeout=CLOSE_SECONDS)
     finally:

@@ -10,12 +10,14 @@ from typing import assert_never
 
 import asyncpg
 
+from flowfabric.db.rights import grants
 from flowfabric.version import __version__
 
 FOLDER = Path(__file__).parent / "migrations"
 
 _FILE = re.compile(r"(\d{4})_([a-z0-9_]+)\.sql")
 _HEADER = re.compile(r"-- compatible: (yes|no)")
+_MADE = re.compile(r"^create (?:table|sequence) (?:if not exists )?(\w+)", re.MULTILINE)
 # Postgres keeps 63 letters of a name; the longest that is made of a schema's is the channel `<schema>_ended`.
 _SCHEMA_NAME = re.compile(r"[a-z_][a-z0-9_]{0,56}")
 _APPLIED_BY = f"flowfabric {__version__}"
@@ -26,6 +28,12 @@ _LEDGER = """create table if not exists schema_migration (
   compatible boolean not null,
   applied_at timestamptz not null,
   applied_by text not null)"""
+_LEDGER_RIGHTS = """
+select quote_ident(current_user) as role, current_database() as database,
+       has_schema_privilege(n.oid, 'usage') and has_table_privilege(c.oid, 'select') as is_readable
+  from pg_namespace n join pg_class c on c.relnamespace = n.oid and c.relname = 'schema_migration'
+ where n.nspname = $1
+"""
 
 
 class MigrationError(RuntimeError):
@@ -128,10 +136,19 @@ def _load(path: Path) -> Migration:
     )
 
 
+def made_by(migrations: Sequence[Migration]) -> list[str]:
+    """The names of the ledger and of the tables and sequences that these migrations make."""
+    return sorted({name for text in (_LEDGER, *(each.sql for each in migrations)) for name in _MADE.findall(text)})
+
+
 async def migrate(
-    connection: asyncpg.Connection, *, schema: str, migrations: Sequence[Migration] | None = None
+    connection: asyncpg.Connection,
+    *,
+    schema: str,
+    migrations: Sequence[Migration] | None = None,
+    folder: Path | None = None,
 ) -> list[Migration]:
-    """Bring a schema to the newest known migration, and give those applied.
+    """Bring a schema to the newest known migration, and give those applied; `folder` is that of an embedded server.
 
     Each migration commits together with its row of the ledger. Runs at the same time wait for each other, and each
     migration is applied once. A schema that this code could not run on afterwards is refused before any change.
@@ -145,7 +162,7 @@ async def migrate(
             await connection.execute("set local lock_timeout = 0; set local statement_timeout = 0")
             await connection.execute(_lock(schema))
             ledger = await _read_ledger(connection, schema)
-            status = judge(schema, known, ledger or ())
+            status = judge(schema, known, ledger or (), folder=folder)
             match status.verdict:
                 case Verdict.BREAKING | Verdict.DAMAGED:
                     raise MigrationError(status.text)
@@ -159,9 +176,9 @@ async def migrate(
 
 
 async def _apply(connection: asyncpg.Connection, schema: str, migration: Migration, *, fresh: bool) -> None:
+    user, database = await connection.fetchrow("select quote_ident(current_user), current_database()")
     # "if not exists" alone would ask for the right to create schemas even where it is there.
     if not await connection.fetchval("select 1 from pg_namespace where nspname = $1", schema):
-        user, database = await connection.fetchrow("select current_user, current_database()")
         try:
             await connection.execute(f'create schema "{schema}"')
         except asyncpg.InsufficientPrivilegeError as refused:
@@ -170,36 +187,55 @@ async def _apply(connection: asyncpg.Connection, schema: str, migration: Migrati
                 f" `create schema {schema} authorization {user}`, then try again"
             ) from refused
     await connection.execute(f'set local search_path to "{schema}"')
-    if fresh:
-        await connection.execute(_LEDGER)
     try:
+        if fresh:
+            await connection.execute(_LEDGER)
         await connection.execute(migration.sql)
         await connection.execute(_record(migration))
+    except asyncpg.InsufficientPrivilegeError as refused:
+        said = refused.args[0]
+        raise MigrationError(
+            f"user {user} may not apply {migration.file} to schema {schema} of database {database} ({said}):"
+            " run `ff migrate` as the owner of the schema and its tables, or, while it is empty, as its owner run"
+            f" `alter schema {schema} owner to {user}`"
+        ) from refused
     except asyncpg.PostgresError as error:
         raise MigrationError(f"{migration.file} failed on schema {schema} and changed nothing: {error}") from error
 
 
 async def check(
-    connection: asyncpg.Connection, *, schema: str, migrations: Sequence[Migration] | None = None
+    connection: asyncpg.Connection,
+    *,
+    schema: str,
+    migrations: Sequence[Migration] | None = None,
+    folder: Path | None = None,
 ) -> SchemaStatus:
     """Compare a schema with the migrations this code knows, without changing anything."""
     check_schema_name(schema)
     known = load_migrations() if migrations is None else migrations
-    return judge(schema, known, await _read_ledger(connection, schema) or ())
+    return judge(schema, known, await _read_ledger(connection, schema) or (), folder=folder)
 
 
 async def _read_ledger(connection: asyncpg.Connection, schema: str) -> tuple[Applied, ...] | None:
     """The ledger in order, or None when there is none."""
-    if await connection.fetchval("select to_regclass($1)", f'"{schema}".schema_migration') is None:
+    found = await connection.fetchrow(_LEDGER_RIGHTS, schema)
+    if found is None:
         return None
+    if not found["is_readable"]:
+        raise MigrationError(
+            f"user {found['role']} may not read schema {schema} of database {found['database']}: as its owner run"
+            f" `{grants(schema, found['role'])}`"
+        )
     rows = await connection.fetch(
         f'select number, name, checksum, compatible from "{schema}".schema_migration order by number'
     )
     return tuple(Applied(**row) for row in rows)
 
 
-def judge(schema: str, known: Sequence[Migration], ledger: Sequence[Applied]) -> SchemaStatus:
-    """Say how a ledger stands to the known migrations."""
+def judge(
+    schema: str, known: Sequence[Migration], ledger: Sequence[Applied], *, folder: Path | None = None
+) -> SchemaStatus:
+    """Say how a ledger stands to the known migrations; `folder` is that of an embedded server."""
     newest = len(known)
     pending = tuple(known[len(ledger) :])
     newer = tuple(applied for applied in ledger if applied.number > newest)
@@ -208,6 +244,8 @@ def judge(schema: str, known: Sequence[Migration], ledger: Sequence[Applied]) ->
     program = f"flowfabric {__version__}"
     if damage := _damage(known, ledger):
         verdict, text = Verdict.DAMAGED, f"schema {schema} cannot be used: {damage}"
+        if folder is not None:
+            text += f", or stop its processes and delete {folder} and with it everything stored"
     elif pending:
         verdict, text = Verdict.BEHIND, f"{has}, {program} needs migration {newest}: run `ff migrate`"
     elif breaking:

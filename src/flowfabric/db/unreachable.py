@@ -1,8 +1,9 @@
 """Why no session with the server could be made: which server, what it said, and what to do."""
 
+import os
 import socket
 import ssl
-from urllib.parse import unquote, urlsplit
+from urllib.parse import parse_qs, unquote, urlsplit
 
 import asyncpg
 
@@ -12,6 +13,7 @@ from flowfabric.db.faults import StoreFault, fault_of
 CORRECT = "correct the database URL (FF_DATABASE_URL)"
 _REFUSED_SETTING = ("08P01", "22023", "42501", "42704", "55P02")
 """What a server or a pooler answers to a session setting that it does not take."""
+_ASK_FOR_TLS = ("require", "verify-ca", "verify-full")
 
 
 class Unreachable(StoreFault):
@@ -38,6 +40,8 @@ def _judge(error: BaseException, fault: StoreFault, url: str, seconds: float) ->
     match error:
         case asyncpg.ClientConfigurationError():
             return "protocol", f"the database URL cannot be used: {fault}; {CORRECT}"
+        case asyncpg.ConnectionDoesNotExistError() | ConnectionResetError() | BrokenPipeError():
+            return fault.kind, _hung_up(where)
         case asyncpg.PostgresError():
             return _judge_answer(error, fault, url)
         case ssl.SSLError():
@@ -57,7 +61,11 @@ def _judge(error: BaseException, fault: StoreFault, url: str, seconds: float) ->
         case FileNotFoundError() if "sslrootcert" in url or "sslcert" in url or "sslkey" in url:
             return "protocol", f"no TLS session with {where}: a file named in the database URL is missing; {CORRECT}"
         case ConnectionError() if "rejected SSL" in str(error):
-            return "protocol", f"{where} speaks no TLS, which sslmode in the database URL asks for; {CORRECT}"
+            if _asks_for_tls(url):
+                return "protocol", f"{where} speaks no TLS, which sslmode in the database URL asks for; {CORRECT}"
+            return "protocol", f"what answers at {server} is not Postgres; {CORRECT}"
+        case ConnectionError() if "connection_lost" in str(error):
+            return fault.kind, _hung_up(where)
         case ConnectionRefusedError() | FileNotFoundError():
             reason = "connection refused"
         case OSError() if "Connect call failed" in str(error):
@@ -65,6 +73,15 @@ def _judge(error: BaseException, fault: StoreFault, url: str, seconds: float) ->
         case _:
             reason = str(fault)
     return fault.kind, f"no server answers at {where}: {reason}; start the server, or {CORRECT}"
+
+
+def _asks_for_tls(url: str) -> bool:
+    given = parse_qs(urlsplit(url).query).get("sslmode", [os.environ.get("PGSSLMODE", "")])
+    return given[-1] in _ASK_FOR_TLS
+
+
+def _hung_up(where: str) -> str:
+    return f"{where} closed the connection during the login; read the log of the server, or {CORRECT}"
 
 
 def _judge_answer(error: asyncpg.PostgresError, fault: StoreFault, url: str) -> tuple[str, str]:

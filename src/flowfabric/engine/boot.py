@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from flowfabric.db import migrate
 from flowfabric.db.address import database_of, server_of
@@ -11,10 +12,12 @@ from flowfabric.db.embedded import Embedded, EmbeddedError
 from flowfabric.db.faults import StoreFault, fault_of, without_values
 from flowfabric.db.notify import Hints
 from flowfabric.db.revival import Revival
+from flowfabric.db.rights import Rights, rights_of
 from flowfabric.db.session import NO_LIMITS, Limits, connect, ignored_settings
+from flowfabric.db.unreachable import Unreachable
 from flowfabric.engine.keys import Keys
 from flowfabric.engine.store import SQL, Rules, Store, error_of
-from flowfabric.model.errors import UnavailableError, error
+from flowfabric.model.errors import EngineError, TransportError, error, reason_of
 from flowfabric.model.ids import LaneId, Partitions
 from flowfabric.model.outcomes import Applied, NoOp
 from flowfabric.model.seals import Seals
@@ -125,7 +128,10 @@ class Boot:
                 await asyncio.to_thread(held.release)
             match failed:
                 case EmbeddedError():
-                    raise error("unavailable", str(failed)) from failed
+                    raise error("unavailable", str(failed)) from None
+                case Unreachable():
+                    # The text says it all, and the traces of the driver would bury it.
+                    raise error_of(failed) from None
                 case StoreFault():
                     raise error_of(failed) from failed
                 case _:
@@ -139,7 +145,14 @@ class Boot:
 
     async def prepare(self) -> NoOp | Applied:
         """Bring the store to where this code can run on it; safe to call at any time, from any number of processes."""
+        rights = None if self._is_beside else await self.store.answer(self._rights())
+        if rights is not None:
+            self._check_writable(rights)
         done = await self.store.answer(self._prepare_schema())
+        if rights is not None:
+            self._check_rights(rights)
+            # The partition counts are stored for good: a start that is refused for its key must not store them.
+            await self.keys.check(self._secret, may_generate=self._embedded is not None)
         counts = self.store.rules.partitions
         given = {"flow": counts.flow, "budget": counts.budget, "quota": counts.quota}
         while not (rows := await self.store.fetch(SQL.insert_configuration, **given)):
@@ -166,37 +179,58 @@ class Boot:
                 " give it the counts of the store",
             )
 
+    async def _rights(self) -> Rights:
+        database, names = self._database, migrate.made_by(migrate.load_migrations())
+        async with database.acquire() as connection:
+            return await rights_of(connection, url=database.url, schema=database.schema, names=names)
+
+    @staticmethod
+    def _check_writable(rights: Rights) -> None:
+        if rights.read_only is not None:
+            raise TransportError("busy_loading", rights.read_only)
+
+    @staticmethod
+    def _check_rights(rights: Rights) -> None:
+        if rights.missing is not None:
+            raise error("unavailable", rights.missing)
+
+    @property
+    def _folder(self) -> Path | None:
+        return None if self._embedded is None else self._embedded.data.parent
+
     async def _prepare_schema(self) -> list[str]:
         schema = self._database.schema
         try:
             if self.settings.migrates:
                 return [migration.file for migration in await self._migrate(schema)]
-            status, _ = await self._schema_status()
+            status, ignored = await self._schema_status()
         except migrate.MigrationError as refused:
-            raise error("unavailable", str(refused)) from refused
+            raise error("unavailable", str(refused)) from None
         if not status.runs:
             raise error("unavailable", status.text)
+        self._check_search_path(ignored)
         return []
 
     async def _schema_status(self) -> tuple[migrate.SchemaStatus, tuple[str, ...]]:
-        """How the schema stands, and which session settings are not in effect; without its search path nothing runs."""
+        """How the schema stands, and which session settings are not in effect."""
         schema = self._database.schema
         async with self._database.acquire() as connection:
-            status = await migrate.check(connection, schema=schema)
-            ignored = await ignored_settings(connection, schema, self._database.limits)
-        if status.runs and "search_path" in ignored:
+            status = await migrate.check(connection, schema=schema, folder=self._folder)
+            return status, await ignored_settings(connection, schema, self._database.limits)
+
+    def _check_search_path(self, ignored: tuple[str, ...]) -> None:
+        if "search_path" in ignored:
             raise error(
                 "unavailable",
-                f"the session setting search_path={schema} is not in effect: a pooler before"
+                f"the session setting search_path={self._database.schema} is not in effect: a pooler before"
                 f" {server_of(self._database.url)} ignores session settings; set them on the role, see"
                 " docs/operating.md, PgBouncer",
             )
-        return status, ignored
 
     async def _migrate(self, schema: str) -> list[migrate.Migration]:
         connection = await connect(self._database.url, schema=schema, limits=NO_LIMITS)
         try:
-            return await migrate.migrate(connection, schema=schema)
+            return await migrate.migrate(connection, schema=schema, folder=self._folder)
         except Exception as failed:
             fault = fault_of(failed)
             if fault is None:
@@ -210,11 +244,15 @@ class Boot:
         if not status.runs:
             return Readiness(status=status, problem=status.text, ignored=ignored)
         try:
+            self._check_search_path(ignored)
+            rights = await self._rights()
+            self._check_writable(rights)
+            self._check_rights(rights)
             for row in await self.store.fetch(SQL.list_configuration):
                 self._check_counts(row)
             await self.keys.check(self._secret, may_generate=self._embedded is not None)
-        except UnavailableError as refused:
-            return Readiness(status=status, problem=str(refused.detail), ignored=ignored)
+        except EngineError as refused:
+            return Readiness(status=status, problem=reason_of(refused), ignored=ignored)
         return Readiness(status=status, problem=None, ignored=ignored)
 
     async def close(self) -> None:
