@@ -33,10 +33,11 @@ class LostReason(StrEnum):
     NOT_RENEWED = "not_renewed"
     ATTEMPT_TIMEOUT = "attempt_timeout"
     UNKNOWN = "unknown"
-    """A reason that only a newer version has a name for."""
+    """A reason that has no name here: of a newer version, or of a move that nobody has named yet."""
 
-
-_REASONS = {reason.value: reason for reason in LostReason}
+    @classmethod
+    def _missing_(cls, _: object) -> "LostReason":
+        return cls.UNKNOWN
 
 
 class LostLease(NamedTuple):
@@ -143,12 +144,7 @@ class Wakeups:
             self._tell_lost(None)
             return
         named = (word.split(",") for word in words)
-        self._tell_lost(
-            [
-                LostLease(ExecutionId(each), int(epoch), _REASONS.get(reason, LostReason.UNKNOWN))
-                for each, epoch, reason in named
-            ]
-        )
+        self._tell_lost([LostLease(ExecutionId(each), int(epoch), LostReason(reason)) for each, epoch, reason in named])
 
     def _work_heard(self, words: list[str]) -> None:
         if EVERYTHING in words:
