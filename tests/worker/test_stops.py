@@ -134,25 +134,26 @@ async def test_a_hint_with_a_reason_of_another_version_stops_the_run(
     await asyncio.wait_for(waiting.is_cancelled.wait(), 60)
 
 
+@pytest.mark.parametrize("is_beating", [True, False], ids=["with a heartbeat", "while the heartbeat is not connected"])
 async def test_a_worker_checks_its_leases_after_a_gap_in_the_hints(
-    engine: Engine, url: str, submit: Any, eventually: Any
+    engine: Engine, url: str, submit: Any, eventually: Any, caplog: pytest.LogCaptureFixture, *, is_beating: bool
 ) -> None:
     waiting = Waiting()
     run = await submit()
-    async with (
-        Proxy(url) as proxy,
-        Engine.connect(settings=Settings(database_url=proxy.url)) as cut,
-        Worker(cut, lanes=["default"], handlers={"job": waiting}, lease_ttl_ms=LONG_TTL_MS, reconcile=False),
-    ):
-        await eventually(lambda: waiting.contexts)
+    async with Proxy(url) as proxy, Engine.connect(settings=Settings(database_url=proxy.url)) as cut:
+        cut.wakeups.hints.begin_to_listen()
         await eventually(lambda: cut.wakeups.hints.is_listening)
-        proxy.refuses = True
-        proxy.cut()
-        await eventually(lambda: not cut.wakeups.hints.is_listening)
-        await engine.cancel_execution(execution_id=run, reason="not wanted")
-        assert not waiting.is_cancelled.is_set()
-        proxy.refuses = False
-        await asyncio.wait_for(waiting.is_cancelled.wait(), 60)
+        proxy.refuses = not is_beating
+        async with Worker(cut, lanes=["default"], handlers={"job": waiting}, lease_ttl_ms=LONG_TTL_MS, reconcile=False):
+            await eventually(lambda: waiting.contexts)
+            await eventually(lambda: is_beating or "the heartbeat reconnects" in caplog.text)
+            proxy.refuses = True
+            proxy.cut()
+            await eventually(lambda: not cut.wakeups.hints.is_listening)
+            await engine.cancel_execution(execution_id=run, reason="not wanted")
+            assert not waiting.is_cancelled.is_set()
+            proxy.refuses = False
+            await asyncio.wait_for(waiting.is_cancelled.wait(), 60)
 
 
 async def test_a_cancel_by_a_user_is_no_warning(

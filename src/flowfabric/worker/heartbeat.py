@@ -95,7 +95,8 @@ class Heartbeat:
         self._contact = contact
         self._is_holding_back = False
         self._has_warned = False
-        self._is_check_wanted = False
+        self._checks_wanted = 0
+        self._checks_done = 0
         self._checked_at = -math.inf
         self._ttl = lease_ttl_ms / 1000
         self._tick = max(self._ttl / 6, 0.001)
@@ -119,7 +120,7 @@ class Heartbeat:
     def check_all(self) -> None:
         """Find out soon which leases are still held, by renewing every one."""
         loop, _, woken = self._started.result()
-        self._is_check_wanted = True
+        self._checks_wanted += 1
         with contextlib.suppress(RuntimeError):
             loop.call_soon_threadsafe(woken.set)
 
@@ -137,8 +138,7 @@ class Heartbeat:
                 while not stopping.is_set():
                     if not await is_done_before(stopping, self._beat(engine)):
                         break
-                    pause = min(self._tick, self.CHECK_SECONDS) if self._is_check_wanted else self._tick
-                    if await is_set_within(woken, pause):
+                    if await is_set_within(woken, self._pause):
                         woken.clear()
             except _Stuck as silence:
                 self._warn("the heartbeat reconnects: %s", silence)
@@ -150,26 +150,36 @@ class Heartbeat:
                 else:
                     logger.warning("the heartbeat reconnects: %s", error, exc_info=error)
                 self._stop_expired(self._running())
-                await is_set_within(stopping, self._tick)
+                if await is_set_within(woken, self._pause):
+                    woken.clear()
             # Not waited for: the connection to a silent server takes its time to close.
             closing = asyncio.create_task(connected.aclose())
             closings.add(closing)
             closing.add_done_callback(closings.discard)
         await asyncio.gather(*closings, return_exceptions=True)
 
+    @property
+    def _pause(self) -> float:
+        """How long to wait before the next beat: not long while leases are to be checked."""
+        return min(self._tick, self.CHECK_SECONDS) if self._checks_done < self._checks_wanted else self._tick
+
     async def _beat(self, engine: Engine) -> None:
         now = time.monotonic()
         if self._holds_back():
             self._stop_expired(self._running())
             return
-        is_check = self._is_check_wanted and now - self._checked_at >= self.CHECK_SECONDS
+        checks = self._checks_wanted
+        is_check = self._checks_done < checks and now - self._checked_at >= self.CHECK_SECONDS
         if is_check:
-            self._is_check_wanted, self._checked_at = False, now
+            self._checked_at = now
         least = 0.0 if is_check else self._ttl / 3
         due = [running for running in self._running() if now - running.renewed_at >= least and self._is_kept(running)]
         for at in range(0, len(due), MAX_BATCH):
             await self._renew(engine, due[at : at + MAX_BATCH])
-        self._stop_expired([running for running in due if running.failures])
+        unrenewed = [running for running in due if running.failures]
+        self._stop_expired(unrenewed)
+        if is_check and not unrenewed:
+            self._checks_done = checks
         if now - self._kept_at >= self._registration.liveness_ttl_ms / 3000:
             try:
                 await self._answer(self._registration.keep(engine))
