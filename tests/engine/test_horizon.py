@@ -19,7 +19,6 @@ def horizon(clock: HandClock) -> Horizon:
     """A horizon whose first look is over."""
     horizon = Horizon(whole_every_seconds=EVERY, margin_ms=MARGIN, clock=clock)
     assert horizon.look() == 0
-    horizon.looked(0.001)
     return horizon
 
 
@@ -47,12 +46,3 @@ def test_from_time_to_time_a_look_is_whole(horizon: Horizon, clock: HandClock) -
     assert horizon.look() == 0
     horizon.reach(60_000)
     assert horizon.look() == 59_000
-
-
-def test_the_dearer_a_look_the_rarer_a_whole_one(horizon: Horizon, clock: HandClock) -> None:
-    horizon.reach(50_000)
-    horizon.looked(2.0)
-    clock.now += Horizon.SHARE * 2.0 - 0.01
-    assert horizon.look() == 49_000
-    clock.now += 0.02
-    assert horizon.look() == 0

@@ -101,10 +101,20 @@ def test_a_cheap_walk_may_be_repeated_at_once_and_a_dear_one_only_when_the_marks
     dear = Marks.CHEAP_SECONDS * 1.01
     marks.walked_whole(dear)
     assert not marks.may_walk_whole
-    clock.now += Marks.SHARE * dear - 0.01
+    clock.now += Marks.LONGEST_SECONDS - 0.01
     assert not marks.may_walk_whole
     clock.now += 0.02
     assert marks.may_walk_whole
+
+
+def test_no_walk_is_so_expensive_that_marks_outlive_their_longest_time(marks: Marks, clock: HandClock) -> None:
+    marks.walked_whole(3600)
+    marks.raise_to(7, place(0, 1))
+    clock.now += Marks.LONGEST_SECONDS - 0.01
+    assert spans(marks)
+    clock.now += 0.02
+    assert marks.may_walk_whole
+    assert spans(marks) == []
 
 
 def test_cleared_marks_lead_nowhere(marks: Marks) -> None:

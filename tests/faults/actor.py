@@ -25,14 +25,14 @@ WORK, MANUAL = "work", "manual"
 NAMESPACE = "faults"
 
 
-def settings(url: str) -> Settings:
+def settings(url: str, *, submit_patience_ms: int = 2_000) -> Settings:
     """What every process of a run is configured with: limits and intervals fit for a run of a minute."""
     return Settings(
         database_url=url,
         database_pool_size=4,
         statement_timeout_ms=2_000,
         idle_in_transaction_timeout_ms=1_500,
-        submit_patience_ms=2_000,
+        submit_patience_ms=submit_patience_ms,
         lease_expiry_interval_ms=500,
         delayed_promoter_interval_ms=300,
         lanes=(WORK, MANUAL),
@@ -49,12 +49,12 @@ class Actor:
         self.stopping = asyncio.Event()
 
     @asynccontextmanager
-    async def engine(self) -> AsyncIterator[Engine]:
+    async def engine(self, **changes: int) -> AsyncIterator[Engine]:
         """An engine, as soon as there is a server."""
         async with contextlib.AsyncExitStack() as stack:
             while True:
                 try:
-                    engine = await stack.enter_async_context(Engine.connect(settings=settings(self.url)))
+                    engine = await stack.enter_async_context(Engine.connect(settings=settings(self.url, **changes)))
                     break
                 except EngineError as error:
                     if self.stopping.is_set():

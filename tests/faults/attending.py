@@ -79,8 +79,9 @@ class Operator:
     async def _tag(self, execution_id: str) -> None:
         tag, value = f"app.t{uuid4().hex}", uuid4().hex
         call = self._engine.set_execution_tags(execution_id, {tag: value})
-        if await self._actor.ask("tag", call, impatient=0.1, execution_id=execution_id) is not None:
-            self._actor.history.tell("tagged", execution_id=execution_id, tag=tag, value=value)
+        said = {"execution_id": execution_id, "tag": tag, "value": value}
+        if await self._actor.ask("tag", call, impatient=0.1, **said) is not None:
+            self._actor.history.tell("tagged", **said)
 
     async def _rotate(self) -> None:
         kid = f"k{uuid4().hex[:12]}"

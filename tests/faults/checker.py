@@ -152,11 +152,26 @@ def _(told: _Telling, store: Store) -> tuple[int, list[Violation]]:
 
 @_invariant("what is known not to be done is not done")
 def _(told: _Telling, store: Store) -> tuple[int, list[Violation]]:
-    """Of submissions with an id of their own: nobody else can have made them."""
-    refused = [line for line in told.all("refused") if line["of"] == "submit" and line["execution_id"]]
-    may_be_done = {line["execution_id"] for line in told.all("created", "duplicate", "unknown")}
-    known = [line for line in refused if line["execution_id"] not in may_be_done]
-    done = [line for line in known if line["execution_id"] in store.executions]
+    """Of what nobody else can have done: submissions with an id of their own, new tags, new keys, results of a run."""
+    stored = {
+        "submit": set(store.executions),
+        "tag": {tag for _, tag in store.tags},
+        "rotate": store.kids,
+        "complete": {kept.result["run"] for kept in store.executions.values() if kept.result},
+    }
+    names = {"submit": "execution_id", "tag": "tag", "rotate": "kid", "complete": "run"}
+    answered = {
+        "created": "submit",
+        "duplicate": "submit",
+        "tagged": "tag",
+        "rotated": "rotate",
+        "completed": "complete",
+    }
+    may_be_done = {(line["of"], line[names[line["of"]]]) for line in told.all("unknown") if line["of"] in names}
+    may_be_done |= {(of, line[names[of]]) for what, of in answered.items() for line in told.all(what)}
+    refused = [line for line in told.all("refused") if line["of"] in names and line[names[line["of"]]]]
+    known = {key: line for line in refused if (key := (line["of"], line[names[line["of"]]])) not in may_be_done}
+    done = [line for (of, name), line in known.items() if name in stored[of]]
     return len(known), [_lost("was refused and is in the store", line, told) for line in done]
 
 

@@ -55,7 +55,8 @@ class Submitter:
             case "id":
                 named = {"execution_id": f"{{fp:{chance.randrange(256)}}}:{uuid4()}"}
                 named |= {"idempotency_key": uuid4().hex} if chance.random() < 0.5 else {}
-                await self._submit(self._new(**named), tries=4)
+                # A single try that is refused leaves nothing in the store.
+                await self._submit(self._new(**named), tries=chance.choice((1, 4)))
             case "again" if self._named:
                 await self._submit(chance.choice(self._named), tries=2)
             case "many":
@@ -97,7 +98,7 @@ async def _boxed(engine: Engine, execution_id: str) -> list[object]:
 
 
 async def submit(actor: Actor) -> None:
-    """Submit with several tasks on one engine."""
-    async with actor.engine() as engine:
+    """Submit with several tasks on one engine, which waits out an outage or is refused at once."""
+    async with actor.engine(submit_patience_ms=actor.chance.choice((0, 2_000))) as engine:
         submitter = Submitter(actor, engine)
         await asyncio.gather(*(actor.repeat(submitter.step, 0.06) for _ in range(TASKS)))

@@ -135,12 +135,36 @@ def test_every_invariant_has_a_history_that_breaks_it() -> None:
         ([("died", {"name": "worker", "code": 0})], {}, "ends in time"),
         ([], {"signals": [("s1", "w1", "go"), ("s2", "w1", "go")]}, "signal is recorded once"),
         ([], {"executions": {ONE: KEPT, TWO: CANCELLED, "{fp:5}:5": KEPT}}, "key has one execution"),
+        (
+            [("refused", {"of": "tag", "execution_id": ONE, "tag": "app.no"})],
+            {"tags": {**STORE["tags"], (ONE, "app.no"): "value"}},
+            "known not to be done",
+        ),
+        (
+            [("refused", {"of": "rotate", "kid": "no"})],
+            {"kids": frozenset({"kid", "no"})},
+            "known not to be done",
+        ),
+        (
+            [("refused", {"of": "complete", "execution_id": TWO, "run": "r2"})],
+            {"executions": {ONE: KEPT, TWO: Kept(state="completed", payload={"nonce": "n2"}, result={"run": "r2"})}},
+            "known not to be done",
+        ),
     ],
 )
 def test_other_ways_to_break_an_invariant_are_found(
     more: list[tuple[str, dict[str, Any]]], changes: dict[str, Any], invariant: str
 ) -> None:
     assert any(invariant in name for name in broken(lines(*more), stored(**changes)))
+
+
+@pytest.mark.parametrize(
+    "other", [("unknown", {"of": "complete", "run": "r1"}), ("completed", {"execution_id": ONE, "run": "r1"})]
+)
+def test_what_was_refused_once_may_be_done_by_another_try(other: tuple[str, dict[str, Any]]) -> None:
+    tries = [("refused", {"of": "complete", "execution_id": ONE, "run": "r1"}), other]
+    told = [line for line in lines() if line.what != "completed"] + lines(*tries)[len(TOLD) :]
+    assert broken(told, stored()) == {}
 
 
 def test_a_violation_shows_the_lines_of_its_execution() -> None:

@@ -82,6 +82,27 @@ async def test_the_place_of_a_cancelled_call_is_free_when_its_connection_is_clos
         await database.close()
 
 
+async def test_the_place_of_a_call_cancelled_on_a_silent_connection_is_free_after_the_time_to_close_it(
+    url: str, proxy: Proxy, eventually: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flowfabric.db.database.CLOSE_SECONDS", 0.2)
+    database = await Database.open(proxy.url, schema="flowfabric", pool_size=1, limits=Limits(statement_ms=60_000))
+    other = await asyncpg.connect(url)
+    running = "select count(*) = 1 from pg_stat_activity where query like '/* sleep */%' and state = 'active'"
+    try:
+        call = asyncio.create_task(database.fetch(SLEEP, {"seconds": 50}))
+        await eventually(lambda: other.fetchval(running))
+        proxy.silence()
+        call.cancel()
+        await asyncio.wait((call,))
+        async with asyncio.timeout(5):
+            assert (await database.fetch(ONE, {}))[0]["one"] == 1
+    finally:
+        proxy.heal()
+        await other.close()
+        await database.close()
+
+
 async def test_a_silent_listener_is_replaced(
     database: Database, proxy: Proxy, eventually: Any, monkeypatch: Any
 ) -> None:
@@ -121,3 +142,21 @@ async def test_a_deaf_listener_does_not_count_as_listening(
         await eventually(lambda: hints.is_listening)
     finally:
         await hints.close()
+
+
+async def test_hints_close_in_time_while_one_is_sent_on_a_silent_connection(
+    proxy: Proxy, eventually: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Hints, "CLOSE_SECONDS", 0.2)
+    database = await Database.open(proxy.url, schema="flowfabric", pool_size=1, limits=Limits(statement_ms=60_000))
+    hints = Hints(database)
+    try:
+        hints.send("work", "one")
+        await eventually(lambda: len(proxy.links) == 2 and (hints._sender is None or hints._sender.done()))
+        proxy.silence()
+        hints.send("work", "two")
+        async with asyncio.timeout(5):
+            await hints.close()
+    finally:
+        proxy.heal()
+        await database.close()

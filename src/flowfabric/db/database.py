@@ -10,7 +10,7 @@ from typing import Any, TypeAlias, TypeVar
 import asyncpg
 
 from flowfabric.db.faults import StoreFault, fault_of, is_answered, without_values
-from flowfabric.db.session import Limits, connect
+from flowfabric.db.session import Limits, close, connect
 from flowfabric.db.statements import Statement
 from flowfabric.db.unreachable import Unreachable
 
@@ -83,7 +83,7 @@ class Database:
                 connection.terminate()
         free, self._free = self._free, []
         await asyncio.gather(
-            *(connection.close(timeout=CLOSE_SECONDS) for connection in free), *self._closing, return_exceptions=True
+            *(close(connection, seconds=CLOSE_SECONDS) for connection in free), *self._closing, return_exceptions=True
         )
 
     async def connect(self, **settings: str) -> Connection:
@@ -180,14 +180,13 @@ class Database:
     def _close_behind(self, connection: Connection) -> None:
         """Close a connection whose caller was cancelled: the driver has the server cancel the statement first."""
 
-        async def close() -> None:
+        async def close_and_release() -> None:
             try:
-                with contextlib.suppress(Exception):
-                    await connection.close(timeout=CLOSE_SECONDS)
+                await close(connection, seconds=CLOSE_SECONDS)
             finally:
                 self._places.release()
 
-        closing = asyncio.create_task(close())
+        closing = asyncio.create_task(close_and_release())
         self._closing.add(closing)
         closing.add_done_callback(self._closing.discard)
 

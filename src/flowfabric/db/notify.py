@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from flowfabric.db.database import Database
+from flowfabric.db.session import close
 from flowfabric.pauses import is_set_within, pauses
 
 logger = logging.getLogger(__name__)
@@ -93,8 +94,7 @@ class Hints:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         if self._sending is not None:
-            with contextlib.suppress(Exception):
-                await self._sending.close(timeout=2)
+            await close(self._sending, seconds=self.CLOSE_SECONDS)
 
     async def _send_pending(self) -> None:
         while self._pending:

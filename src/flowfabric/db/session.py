@@ -109,6 +109,14 @@ async def connect(url: str, *, schema: str, limits: Limits | None = None, **sett
         raise fault from without_values(error)
 
 
+async def close(connection: Any, *, seconds: float) -> None:
+    """Close a connection, or drop it when that takes longer."""
+    with contextlib.suppress(Exception):
+        # The driver's own limit may leave out its wait for a statement that was cancelled before.
+        async with asyncio.timeout(seconds):
+            await connection.close()
+
+
 async def ignored_settings(connection: Any, schema: str, limits: Limits) -> tuple[str, ...]:
     """The session settings that were asked for and are not in effect: something in between drops them."""
     # Those of TCP have no effect on a Unix socket, and concern the connection of a pooler where there is one.

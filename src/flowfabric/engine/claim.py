@@ -187,7 +187,6 @@ class Claim:
         while len(claimed) < limit:
             queues, firsts, lasts = marks.spans()
             left = limit - len(claimed)
-            began = time.monotonic()
             try:
                 rows = await self._store.fetch(
                     SQL.claim_best,
@@ -210,9 +209,11 @@ class Claim:
                     raise
                 # What an earlier walk has leased is not lost over one that fails.
                 break
-            if not queues:
-                marks.walked_whole(time.monotonic() - began)
-            note = rows.pop()[0] if rows and rows[-1][_PLACE] is None else None
+            note = None
+            if rows and rows[-1][_PLACE] is None:
+                note, walk_ms = rows[-1][0], rows.pop()["timeout_ms"]
+                if walk_ms is not None:
+                    marks.walked_whole(walk_ms / 1000)
             capped: list[tuple[ExecutionId, int]] = []
             reclaimed: list[ExecutionId] = []
             # Each queue's rows come in order; together they come queue by queue.
@@ -234,7 +235,7 @@ class Claim:
             if capped:
                 await self._finish.end_at_reclaim_cap(capped)
                 continue
-            if note is not None:
+            if note in ("more", "short"):
                 is_unshared = note == "short"
                 continue
             if claimed:

@@ -7,8 +7,9 @@
 --   sample   as many rows of each as suffice where the work is spread evenly; the :limit-th best of them is a bound
 --   known    up to that bound more rows of the queues whose sample ends below it
 --   share    what is up to the cut: the :limit-th best known row, or before that the end of what is known of a queue
--- A row 'more' says that such an end came first. A row 'short' says that rows held elsewhere were counted in, and a search
--- that is :unshared takes from each queue what it can get.
+-- The last row may be a note: 'more' says that such an end came first, 'short' that rows held elsewhere were counted in,
+-- where a search that is :unshared takes from each queue what it can get. After a walk without marks there always is a
+-- note, 'whole' if nothing else, and its timeout_ms is the time of the walk: without the commit and without the network.
 -- The lease that begins an attempt gives the attempt its id. The row is found again by its ctid, which is safe as the
 -- row is held: a version this statement cannot see is left for the next claim. An offset of 0 keeps the planner from
 -- putting an expression wherever its value is used, to be computed anew each time.
@@ -224,10 +225,13 @@ select branch, partition_key, execution_id, queue_no, place, lane_id, priority, 
        null, lease_epoch, null, null, null, now, null, null, null, null, null, null
   from judged where branch = 'capped'
 union all
-select case when is_short then 'short' else 'more' end, null, null, null, null, null, null, null, null, null, null, null, null, null, null, null, null, null, null, null
-  from (select (select sum(rows) from share) > (select count(*) from judged) as is_short, known < limited as is_more
-          from cut where (select is_shared from plan)) s
- where is_short or is_more;
+select case when is_short then 'short' when is_more then 'more' else 'whole' end, null, null, null, null, null, null, null, null, null, null, null, null, null, null, null, null, null, null,
+       case when cardinality(:span_queues) = 0
+         then (extract(epoch from clock_timestamp() - statement_timestamp()) * 1000)::bigint end
+  from (select is_shared and (select sum(rows) from share) > (select count(*) from judged) as is_short,
+               is_shared and (select known < limited from cut) as is_more
+          from plan) s
+ where is_short or is_more or cardinality(:span_queues) = 0;
 
 -- name: lease_held
 -- Leases one execution that the transaction holds and has judged; it leaves what claim_best leaves.

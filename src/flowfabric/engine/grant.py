@@ -1,6 +1,5 @@
 """Grants: an execution reserved for one worker for a short time, found by search or by name."""
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -99,7 +98,6 @@ class Grants:
         met: set[ExecutionId] = set()
         while True:
             queues, firsts, lasts = marks.spans()
-            began = time.monotonic()
             found = await self._search(
                 grantee,
                 wanted.capabilities,
@@ -109,8 +107,6 @@ class Grants:
                 span_firsts=firsts,
                 span_lasts=lasts,
             )
-            if not queues:
-                marks.walked_whole(time.monotonic() - began)
             if found is not None:
                 held, granted = found
                 marks.raise_to(held.queue_no, held.place)
@@ -132,13 +128,17 @@ class Grants:
         """The best execution of one walk with its grant, which it has not at its reclaim cap."""
 
         async def search(transaction: Transaction) -> tuple[Held, Granted | None] | None:
+            walk_ms = 0
             for is_any in (False, True):
-                rows = await transaction.fetch(SQL.lock_best, is_any=is_any, **where)
-                if rows:
+                (row,) = await transaction.fetch(SQL.lock_best, is_any=is_any, **where)
+                walk_ms += row["walk_ms"]
+                if row["execution_id"] is not None:
                     break
-            else:
+            if not where["span_queues"]:
+                self._store.wakeups.marks.walked_whole(walk_ms / 1000)
+            if row["execution_id"] is None:
                 return None
-            held = await read(transaction, *rows[0])
+            held = await read(transaction, row["partition_key"], row["execution_id"])
             if held.is_lost and held.reclaim_count >= reclaim_cap(held.execution_policy):
                 return held, None
             kind = GrantKind.RECLAIM if held.is_lost else GrantKind.CLAIM

@@ -1,5 +1,6 @@
 -- name: lock_best
--- Holds the best execution of a lane that this worker may be granted; no row when there is none.
+-- Holds the best execution of a lane that this worker may be granted, null when there is none; with the time that the
+-- server took for the walk.
 -- A queue is walked up to where another one has something better, with :is_any to its end.
 with clock as materialized (select ff_now() as now),
 -- The spans of a queue stand next to each other, and the queues in the order of their numbers.
@@ -34,18 +35,22 @@ candidate as materialized (
           order by e.place limit 1) e
    order by e.place
 )
-select e.partition_key, e.execution_id
-  from candidate s
- cross join lateral (
+select b.partition_key, b.execution_id,
+       (extract(epoch from clock_timestamp() - statement_timestamp()) * 1000)::bigint as walk_ms
+  from (select) as always
+  left join lateral (
        select e.partition_key, e.execution_id
-         from execution e
-        where e.queue_no = s.queue_no and e.place between s.place and s.last_place and (:is_any::boolean or e.place < s.next_place or s.next_place is null)
-          and (e.eligibility_state = 'eligible_now' or e.ownership_state in ('lease_expired_reclaimable', 'lease_revoked'))
-          and (e.granted_until is null or e.granted_until <= (select now from clock))
-          and e.blocking_reason <> 'paused_by_flow_cancel'
-        order by e.place limit 1
-          for update skip locked) e
- limit 1;
+         from candidate s
+        cross join lateral (
+              select e.partition_key, e.execution_id
+                from execution e
+               where e.queue_no = s.queue_no and e.place between s.place and s.last_place and (:is_any::boolean or e.place < s.next_place or s.next_place is null)
+                 and (e.eligibility_state = 'eligible_now' or e.ownership_state in ('lease_expired_reclaimable', 'lease_revoked'))
+                 and (e.granted_until is null or e.granted_until <= (select now from clock))
+                 and e.blocking_reason <> 'paused_by_flow_cancel'
+               order by e.place limit 1
+                 for update skip locked) e
+        limit 1) b on true;
 
 -- name: list_eligible
 -- The executions of a lane that wait for a worker and are granted to none, in the order of claims.

@@ -9,11 +9,8 @@ class Horizon:
 
     An index keeps the entries of timers that are gone until no open transaction can see them any more; a look that
     began at its head would step over all of them. A timer may still appear before the horizon, set late or for a
-    time long past: the margin covers what is common, and a whole look from time to time finds the rest.
+    time long past: the margin covers what is common, and a whole look at fixed intervals finds the rest.
     """
-
-    SHARE = 50
-    """A whole look is made again when this many times its own time has passed, at the earliest."""
 
     def __init__(
         self, *, whole_every_seconds: float, margin_ms: int, clock: Callable[[], float] = time.monotonic
@@ -36,10 +33,6 @@ class Horizon:
             self._whole_at = now + self._whole_every
             self._reached = 0
         return self.since
-
-    def looked(self, seconds: float) -> None:
-        """A look has taken this long: so much later comes the next whole one."""
-        self._whole_at = max(self._whole_at, self._clock() + self.SHARE * seconds)
 
     def reach(self, at_ms: int) -> None:
         """The oldest live timer is at this time, or later."""

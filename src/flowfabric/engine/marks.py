@@ -21,8 +21,11 @@ class Marks:
     """With more priorities than this in use a queue is walked whole: so many short walks would cost more."""
 
     CHEAP_SECONDS = 0.5
+    """A claim that finds nothing where the marks lead may repeat a whole walk that took no longer at once."""
     SHARE = 20
-    """A whole walk that is not cheap is made again when this many times its own time has passed."""
+    """A whole walk is made again when this many times its own time has passed."""
+    LONGEST_SECONDS = 10.0
+    """Marks end after this time at the latest, so that a row is never found later than that."""
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -72,9 +75,12 @@ class Marks:
                 bands[band] = place
 
     def walked_whole(self, seconds: float) -> None:
-        """A walk of whole queues has taken this long: so much later the marks end."""
+        """A walk of whole queues has taken the server this long: the longer it took, the later the marks end.
+
+        The time at the server, not until the answer: a slow network or a slow commit makes no walk more expensive.
+        """
         now = self._clock()
-        self._ends_at = now + max(self.LIFE_SECONDS, self.SHARE * seconds)
+        self._ends_at = now + max(self.LIFE_SECONDS, min(self.SHARE * seconds, self.LONGEST_SECONDS))
         self._whole_again_at = now if seconds <= self.CHEAP_SECONDS else self._ends_at
 
     @property

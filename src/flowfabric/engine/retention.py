@@ -1,6 +1,5 @@
 """Letting go: ended executions past their retention, spent keys, lapsed grants, old events."""
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -46,7 +45,6 @@ class Retention:
     async def read_due(self) -> Due:
         """What is due of everything the engine does by itself, in one statement."""
         store = self._store
-        began = time.monotonic()
         (row,) = await store.fetch(
             SQL.read_due,
             due_since=store.due.look(),
@@ -56,8 +54,6 @@ class Retention:
             # What is left out stands before the rest and must not hide it.
             sample=SAMPLE + sum(len(each.left_out()) for each in self._setbacks),
         )
-        for horizon in (store.due, store.retained):
-            horizon.looked(time.monotonic() - began)
         store.due.reach(row["oldest_due_at"])
         if not row["has_retained"]:
             store.retained.reach(row["now"])

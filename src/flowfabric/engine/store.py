@@ -55,7 +55,7 @@ class Store:
         self.database = database
         self.rules = rules
         self.wakeups = Wakeups(hints)
-        self.due = Horizon(whole_every_seconds=30, margin_ms=1_000)
+        self.due = Horizon(whole_every_seconds=10, margin_ms=1_000)
         self.retained = Horizon(whole_every_seconds=600, margin_ms=100)
         self._numbers: dict[tuple[str, ...], int] = {}
         self._lanes: dict[int, str] = {}

@@ -1,0 +1,144 @@
+"""Work is taken up in time, however long the answers of earlier claims took to arrive."""
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import asyncpg
+import pytest
+
+from flowfabric.engine.engine import Engine
+from flowfabric.engine.marks import Marks
+from flowfabric.model.grants import Granted, NoWork
+from flowfabric.model.outcomes import ClaimedExecution, RetryScheduled
+from flowfabric.reconcile.loop import Reconciler
+from flowfabric.settings import Settings
+
+from .proxy import Action, Proxy, Side, Strike
+
+SLOW = Marks.CHEAP_SECONDS + 0.2
+"""How long an answer takes to arrive: a walk that took so long would be too expensive to repeat at once."""
+LANE = "default"
+Take = Callable[[Engine], Awaitable[object]]
+
+
+@pytest.fixture
+async def proxy(url: str) -> AsyncIterator[Proxy]:
+    async with Proxy(url) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+async def polling(proxy: Proxy) -> AsyncIterator[Engine]:
+    """An engine behind the proxy that receives no hints."""
+    settings = Settings(database_url=proxy.url, listen=False)
+    async with Engine.connect(settings=settings) as engine:
+        yield engine
+
+
+@pytest.fixture
+async def listening(proxy: Proxy) -> AsyncIterator[Engine]:
+    """An engine behind the proxy that receives hints."""
+    async with Engine.connect(settings=Settings(database_url=proxy.url)) as engine:
+        yield engine
+
+
+AGAIN_AT_ONCE = {"retry_policy": {"max_retries": 3, "backoff": {"type": "fixed", "delay_ms": 0}}}
+
+
+async def claim(engine: Engine) -> list[ClaimedExecution]:
+    return await engine.claim_many(lanes=(LANE,), worker_id="w", worker_instance_id="w-1", limit=1)
+
+
+async def grant(engine: Engine) -> Granted | NoWork:
+    return await engine.claim_for_worker(
+        lane_id=LANE, worker_id="w", worker_instance_id="w-1", worker_capabilities=(), grant_ttl_ms=5_000
+    )
+
+
+def delay_the_next_answer(proxy: Proxy) -> None:
+    proxy.arm(Strike(action=Action.DELAY, side=Side.SERVER, seconds=SLOW))
+
+
+async def test_a_claim_whose_answer_arrived_late_does_not_make_the_next_one_late(
+    polling: Engine, engine: Engine, given: Any, proxy: Proxy
+) -> None:
+    assert await claim(polling) == []
+    execution_id = await given.created(policy=AGAIN_AT_ONCE)
+    delay_the_next_answer(proxy)
+    (claimed,) = await claim(polling)
+    assert proxy.struck
+    assert isinstance(await engine.fail(claimed.handle, reason="no luck"), RetryScheduled)
+    (again,) = await claim(polling)
+    assert again.execution_id == execution_id
+
+
+async def test_a_grant_whose_answer_arrived_late_does_not_make_the_next_one_late(
+    polling: Engine, given: Any, proxy: Proxy, clock: Any
+) -> None:
+    assert await grant(polling) == NoWork()
+    execution_id = await given.created()
+    delay_the_next_answer(proxy)
+    assert isinstance(await grant(polling), Granted)
+    assert proxy.struck
+    await clock.advance(seconds=6)
+    again = await grant(polling)
+    assert isinstance(again, Granted)
+    assert again.execution_id == execution_id
+
+
+@pytest.mark.parametrize("take", [claim, grant])
+async def test_a_walk_that_was_slow_on_the_server_is_not_repeated_at_once(
+    engines: Any, engine: Engine, given: Any, clock: Any, connection: asyncpg.Connection, take: Take
+) -> None:
+    # The walk reads the clock where it meets a grant.
+    await given.created()
+    await grant(engine)
+    await clock.advance(seconds=6)
+    await connection.execute(
+        f"""alter function ff_now() rename to ff_time;
+            create function ff_now() returns bigint language sql as $$ select ff_time() from pg_sleep({SLOW}) $$"""
+    )
+    other = await engines()
+    assert other.wakeups.marks.may_walk_whole
+    await take(other)
+    assert not other.wakeups.marks.may_walk_whole
+
+
+async def test_after_a_gap_in_the_hints_the_queues_are_walked_whole(
+    listening: Engine, engine: Engine, given: Any, proxy: Proxy, eventually: Any
+) -> None:
+    execution_id = await given.created(policy=AGAIN_AT_ONCE)
+    await listening.wakeups.hints.listen()
+    (claimed,) = await claim(listening)
+    marks = listening.wakeups.marks
+    # As behind a long transaction, where the marks last longest.
+    marks.walked_whole(60)
+    proxy.refuses = True
+    proxy.cut()
+    await eventually(lambda: not listening.wakeups.hints.is_listening)
+    assert isinstance(await engine.fail(claimed.handle, reason="no luck"), RetryScheduled)
+    proxy.refuses = False
+    await eventually(lambda: listening.wakeups.hints.is_listening)
+    assert not marks.may_walk_whole
+    (again,) = await claim(listening)
+    assert again.execution_id == execution_id
+
+
+async def test_a_look_whose_answer_arrived_late_does_not_put_off_the_next_whole_one(
+    polling: Engine, engine: Engine, given: Any, rows: Any, proxy: Proxy, clock: Any
+) -> None:
+    """A lease that is committed late ends before the time up to which timers were seen."""
+    seconds = 1000.0
+    polling.leases._store.due._clock = lambda: seconds
+    await given.created()
+    await polling.retention.read_due()
+    delay_the_next_answer(proxy)
+    await polling.retention.read_due()
+    assert proxy.struck
+    await clock.advance(seconds=-60)
+    (claimed,) = await claim(engine)
+    await clock.advance(seconds=60)
+    assert await polling.leases.mark_lapsed() == 0
+    seconds += 10
+    await Reconciler(polling).catch_up()
+    assert (await rows.execution(claimed.execution_id))["ownership_state"] == "lease_expired_reclaimable"
