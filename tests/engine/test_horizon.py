@@ -19,6 +19,7 @@ def horizon(clock: HandClock) -> Horizon:
     """A horizon whose first look is over."""
     horizon = Horizon(whole_every_seconds=EVERY, margin_ms=MARGIN, clock=clock)
     assert horizon.look() == 0
+    horizon.looked(0, 0)
     return horizon
 
 
@@ -44,5 +45,29 @@ def test_from_time_to_time_a_look_is_whole(horizon: Horizon, clock: HandClock) -
     assert horizon.look() == 49_000
     clock.now += 0.02
     assert horizon.look() == 0
+    horizon.looked(0, 0)
     horizon.reach(60_000)
     assert horizon.look() == 59_000
+
+
+def test_a_whole_look_without_an_answer_is_made_again_and_the_horizon_stays(horizon: Horizon, clock: HandClock) -> None:
+    horizon.reach(50_000)
+    clock.now += EVERY
+    assert horizon.look() == horizon.look() == 0
+    assert horizon.since == 49_000
+
+
+@pytest.mark.parametrize(
+    ("seconds", "pause"),
+    [(EVERY / Horizon.SHARE, EVERY), (2.0, 2.0 * Horizon.SHARE), (1000.0, Horizon.LONGEST_SECONDS)],
+)
+def test_the_longer_a_whole_look_takes_the_later_the_next(
+    horizon: Horizon, clock: HandClock, seconds: float, pause: float
+) -> None:
+    horizon.reach(50_000)
+    clock.now += EVERY
+    horizon.looked(horizon.look(), seconds)
+    clock.now += pause - 0.01
+    assert horizon.look() == 49_000
+    clock.now += 0.02
+    assert horizon.look() == 0

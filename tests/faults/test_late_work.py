@@ -7,7 +7,9 @@ import asyncpg
 import pytest
 
 from flowfabric.engine.engine import Engine
+from flowfabric.engine.horizon import Horizon
 from flowfabric.engine.marks import Marks
+from flowfabric.model.errors import TransportError
 from flowfabric.model.grants import Granted, NoWork
 from flowfabric.model.outcomes import ClaimedExecution, RetryScheduled
 from flowfabric.reconcile.loop import Reconciler
@@ -142,3 +144,25 @@ async def test_a_look_whose_answer_arrived_late_does_not_put_off_the_next_whole_
     seconds += 10
     await Reconciler(polling).catch_up()
     assert (await rows.execution(claimed.execution_id))["ownership_state"] == "lease_expired_reclaimable"
+
+
+async def test_a_whole_look_that_the_server_gave_up_is_not_repeated_at_once(
+    url: str, connection: asyncpg.Connection
+) -> None:
+    settings = Settings(database_url=url, statement_timeout_ms=200)
+    async with Engine.connect(settings=settings) as engine:
+        due = engine.leases._store.due
+        seconds = 1000.0
+        due._clock = lambda: seconds
+        await engine.retention.read_due()
+        seconds += Horizon.LONGEST_SECONDS
+        assert due.look() == 0
+        await connection.execute(
+            """alter function ff_now() rename to ff_time;
+               create function ff_now() returns bigint language sql as $$ select ff_time() from pg_sleep(60) $$"""
+        )
+        with pytest.raises(TransportError, match="statement timeout"):
+            await engine.retention.read_due()
+        assert due.look() == due.since > 0
+        seconds += Horizon.LONGEST_SECONDS
+        assert due.look() == 0

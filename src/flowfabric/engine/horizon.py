@@ -12,6 +12,11 @@ class Horizon:
     time long past: the margin covers what is common, and a whole look at fixed intervals finds the rest.
     """
 
+    SHARE = 20
+    """A whole look is made again when this many times its own time has passed."""
+    LONGEST_SECONDS = 60.0
+    """A whole look is made again after this time at the latest, however long it takes."""
+
     def __init__(
         self, *, whole_every_seconds: float, margin_ms: int, clock: Callable[[], float] = time.monotonic
     ) -> None:
@@ -28,11 +33,13 @@ class Horizon:
 
     def look(self) -> int:
         """Where a look begins: at the horizon, or at the beginning of time when that is due."""
-        now = self._clock()
-        if now >= self._whole_at:
-            self._whole_at = now + self._whole_every
-            self._reached = 0
-        return self.since
+        return 0 if self._clock() >= self._whole_at else self.since
+
+    def looked(self, since: int, seconds: float) -> None:
+        """A look from there has taken the server this long: the longer a whole one took, the later the next."""
+        if since == 0:
+            rationed = min(self.SHARE * seconds, self.LONGEST_SECONDS)
+            self._whole_at = self._clock() + max(self._whole_every, rationed)
 
     def reach(self, at_ms: int) -> None:
         """The oldest live timer is at this time, or later."""

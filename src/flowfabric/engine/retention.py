@@ -1,11 +1,13 @@
 """Letting go: ended executions past their retention, spent keys, lapsed grants, old events."""
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from flowfabric.db.statements import statements_beside
 from flowfabric.engine.setbacks import Setbacks
 from flowfabric.engine.store import Store
+from flowfabric.model.errors import TransportError, TransportKind
 from flowfabric.model.grants import MAX_GRANT_TTL_MS
 
 SQL = statements_beside(__file__)
@@ -45,15 +47,24 @@ class Retention:
     async def read_due(self) -> Due:
         """What is due of everything the engine does by itself, in one statement."""
         store = self._store
-        (row,) = await store.fetch(
-            SQL.read_due,
-            due_since=store.due.look(),
-            retained_since=store.retained.look(),
-            ahead_ms=AHEAD_MS,
-            grant_memory_ms=GRANT_MEMORY_MS,
-            # What is left out stands before the rest and must not hide it.
-            sample=SAMPLE + sum(len(each.left_out()) for each in self._setbacks),
-        )
+        due_since, retained_since = store.due.look(), store.retained.look()
+        began = time.monotonic()
+        try:
+            (row,) = await store.fetch(
+                SQL.read_due,
+                due_since=due_since,
+                retained_since=retained_since,
+                ahead_ms=AHEAD_MS,
+                grant_memory_ms=GRANT_MEMORY_MS,
+                # What is left out stands before the rest and must not hide it.
+                sample=SAMPLE + sum(len(each.left_out()) for each in self._setbacks),
+            )
+        except TransportError as fault:
+            if fault.kind is TransportKind.TIMEOUT and not fault.outcome_unknown:
+                # The server gave up on it: only a look from the horizon can succeed now.
+                self._looked(due_since, retained_since, time.monotonic() - began)
+            raise
+        self._looked(due_since, retained_since, row["took_ms"] / 1000)
         store.due.reach(row["oldest_due_at"])
         if not row["has_retained"]:
             store.retained.reach(row["now"])
@@ -69,6 +80,10 @@ class Retention:
             has_lapsed_waitpoints=row["has_lapsed_waitpoints"],
             next_due_in_ms=row["next_due_in_ms"],
         )
+
+    def _looked(self, due_since: int, retained_since: int, seconds: float) -> None:
+        self._store.due.looked(due_since, seconds)
+        self._store.retained.looked(retained_since, seconds)
 
     async def trim(self, limit: int = TRIM_LIMIT) -> int:
         """Delete ended executions past their retention, the oldest first; answers how many."""

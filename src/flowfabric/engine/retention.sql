@@ -1,6 +1,6 @@
 -- name: read_due
 -- What waits for a sweep: how many rows of each kind are due among the oldest :sample timers after :due_since, the oldest
--- of them, and when the next is due within :ahead_ms.
+-- of them, when the next is due within :ahead_ms, and how long the server took to find out.
 with clock as materialized (select ff_now() as now),
 timer as materialized (
   select e.* from clock c
@@ -27,7 +27,8 @@ select count(*) filter (where t.ownership_state = 'leased' and t.lease_expires_a
        exists (select from worker where lapses_at < (select now from clock)) as has_lapsed_workers,
        (select min(e.due_at) from execution e
          where e.due_at > (select now from clock) and e.due_at <= (select now from clock) + :ahead_ms::bigint) - c.now as next_due_in_ms,
-       coalesce(min(t.due_at), c.now) as oldest_due_at, c.now
+       coalesce(min(t.due_at), c.now) as oldest_due_at, c.now,
+       (extract(epoch from clock_timestamp() - statement_timestamp()) * 1000)::bigint as took_ms
   from clock c left join timer t on true
  group by c.now;
 
