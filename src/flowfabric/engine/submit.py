@@ -181,6 +181,7 @@ class Submit:
             new.lane_id,
             new.idempotency_key or None,
             new.execution_kind,
+            new.payload_encoding,
             bytes(new.input_payload),
             policy,
         )
