@@ -1,4 +1,4 @@
-"""A key that comes again with another kind, payload, encoding or policy: a conflict that names both, and writes nothing."""
+"""A key that comes again with another kind, payload, encoding or policy: a conflict that names both, and no write."""
 
 import asyncio
 from typing import Any

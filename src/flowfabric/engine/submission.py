@@ -53,6 +53,11 @@ class Submission:
             return () if self.is_minted else (self.execution_id,)
         return self.execution_id, (self.shape.namespace, self.shape.lane_id, self.key)
 
+    def about(self) -> str:
+        """What a message calls it: by what the caller gave of key and id."""
+        key = [] if self.key is None else [f"idempotency key {shown(self.key)}"]
+        return " or ".join(key if self.is_minted and key else [*key, f"execution {self.execution_id}"])
+
     @property
     def partition(self) -> int:
         """The partition of the execution, which an id of the caller's own decides."""

@@ -274,7 +274,9 @@ class Submit:
         answer: Submitted | Locked | Exception = LOCKED
         while isinstance(answer, Locked):
             try:
-                rows = await self._store.transact(insert)
+                rows = await self._store.database.transact(insert)
+            except StoreFault as fault:
+                raise error_of(fault, item.about()) from fault
             except _NotCreated:
                 (answer,) = await self._duplicates([item])
             else:
