@@ -151,7 +151,7 @@ class UnknownCondition:
 Composite: TypeAlias = AllOf | Count
 Condition: TypeAlias = Single | OperatorOnly | TimeoutOnly | AllOf | Count | UnknownCondition
 _Read: TypeAlias = dict[tuple[int, int], tuple[object, Condition]]
-"""The parts of a caller's value that were read, by identity and depth: one that stands in several places is read once."""
+"""Parts of a caller's value that were read, by identity and depth: one that stands in several places is read once."""
 
 
 def all_of_waitpoints(keys: Iterable[str]) -> AllOf:
