@@ -162,6 +162,9 @@ def test_dumped_settings_show_the_address_without_its_password(url: str | None, 
     dumped = [settings.model_dump(), settings.model_dump(mode="json"), json.loads(settings.model_dump_json())]
     assert [each["database_url"] for each in dumped] == [shown] * 3
     assert "pa55word" not in f"{dumped} {settings!r} {settings} {settings.model_dump_json()}"
+    assert dict(settings)["database_url"] == shown
+    assert "pa55word" not in f"{dict(settings)} {list(settings)} {[*settings]}"
+    assert dict(settings).keys() == Settings.model_fields.keys()
     assert settings.database_url == url
     assert settings.model_copy().database_url == pickle.loads(pickle.dumps(settings)).database_url == url
 

@@ -4,7 +4,7 @@ import difflib
 import logging
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Self, TypedDict, Unpack
@@ -128,6 +128,11 @@ class Settings(BaseSettings):
             values["schema_name"] = values.pop("schema")
         super().__init__(**values)
         _warn_of(tuple(sorted(name for name in map(str.upper, os.environ) if _is_unknown(name))))
+
+    def __iter__(self) -> Generator[tuple[str, Any], None, None]:
+        """Give names and values as they may be shown: the address without its passwords."""
+        for name, value in super().__iter__():
+            yield name, _masked(value) if name == "database_url" and value is not None else value
 
     @property
     def migrates(self) -> bool:

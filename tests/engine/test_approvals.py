@@ -75,3 +75,24 @@ async def test_the_identity_of_an_approver_is_a_text(engine: Engine, given: Any,
     async with rows.unchanged():
         for identity in (None, 3, b"ann", "a\0b", "\ud800"):
             await refused(approve(wait, source_identity=identity), "invalid_input", "source_identity")
+
+
+async def test_texts_with_colons_do_not_make_one_approval_of_two(engine: Engine, given: Any) -> None:
+    wait = await waiting(engine, given)
+    triples = [
+        ("approved", "1:ann", ""),
+        ("approved", "1", "ann"),
+        ("approved:1", "ann", ""),
+        ("approved:1", "", "ann"),
+        ("approved", "1%3Aann", ""),
+        ("approved%3A1", "ann", ""),
+        ("approved", "1:ann", "bob"),
+        ("approved", "1", "ann:bob"),
+        ("approved", "1:" + "x" * 1000, "ann:" + "y" * 1000),
+        ("approved:1", "x" * 1000 + ":ann", "y" * 1000),
+    ]
+    given_ids = {
+        (await approve(wait, signal_name=name, idempotency_suffix=suffix, source_identity=source)).signal_id
+        for name, suffix, source in triples
+    }
+    assert len(given_ids) == len(triples)

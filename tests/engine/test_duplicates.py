@@ -51,7 +51,7 @@ async def test_one_uuid_on_two_partitions_is_two_executions(engine: Engine, crea
 async def test_a_key_twice_names_the_first_execution(engine: Engine, create: Creating, rows: Any) -> None:
     first = await create(engine, **new(idempotency_key="k"))
     async with rows.unchanged():
-        again = await create(engine, **new(idempotency_key="k", priority=9, tags={"a.b": "c"}, payload_encoding="json"))
+        again = await create(engine, **new(idempotency_key="k", priority=9, tags={"a.b": "c"}))
         assert again == Duplicate(execution_id=first.execution_id)
 
 

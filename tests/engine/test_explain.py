@@ -384,7 +384,7 @@ BLOCKED: dict[str, tuple[str, str, Any, str]] = {
         "blocked_by_route",
         "waiting_for_capable_worker",
         NoCapableWorkerReason(missing=("gpu",), workers_seen=1),
-        "waiting: no live worker offers gpu",
+        "waiting: no live worker of its lane, namespace and kind offers gpu",
     ),
 }
 

@@ -84,6 +84,8 @@ async def test_the_workers_that_would_take_it_are_counted(explain: Any, given: A
     assert (await explain(execution_id)).reasons == (queued(3),)
 
 
+NONE_OFFERS = "no live worker of its lane, namespace and kind offers"
+
 OFFERS: dict[str, tuple[list[dict[str, Any]], tuple[str, ...], int]] = {
     "one offers a part": ([{"capabilities": ("ssd",)}], ("gpu",), 1),
     "two offer parts and none all": ([{"capabilities": ("ssd",)}, {"capabilities": ("gpu", "x")}], ALL, 2),
@@ -104,13 +106,37 @@ async def test_capabilities_that_no_live_worker_offers_are_named(explain: Any, g
     found = await explain(await given.created(**requiring("ssd", "gpu")))
     assert found.reasons == (queued(), NoCapableWorkerReason(missing=missing, workers_seen=seen))
     named = " and ".join(missing)
-    assert found.summary == f"waiting: 0 before it on lane 'default'; no live worker offers {named}"
+    assert found.summary == f"waiting: 0 before it on lane 'default'; {NONE_OFFERS} {named}"
 
 
 async def test_without_any_worker_both_the_lane_and_the_capabilities_are_named(explain: Any, given: Any) -> None:
     found = await explain(await given.created(**requiring("gpu")))
     lacking_gpu = NoCapableWorkerReason(missing=("gpu",), workers_seen=0)
     assert found.reasons == (queued(), lacking("lane"), lacking_gpu)
+
+
+@pytest.mark.parametrize(
+    ("other", "told", "on_lane"),
+    [
+        ({"lanes": ("other",)}, "no live worker serves lane 'default'", 0),
+        ({"namespace": "other"}, "no live worker of its lane serves namespace 'tests'", 1),
+        ({"kinds": ("other",)}, "no live worker of its lane and namespace runs kind 'job'", 1),
+    ],
+)
+async def test_a_capability_that_only_other_workers_offer_is_not_called_unoffered_by_all(
+    explain: Any, given: Any, other: dict[str, Any], told: str, on_lane: int
+) -> None:
+    execution_id = await given.created(**requiring("gpu"))
+    await given.registered(worker_instance_id="other", capabilities=("gpu",), **other)
+    found = await explain(execution_id)
+    assert found.summary == f"waiting: 0 before it on lane 'default'; {told}; {NONE_OFFERS} gpu"
+    assert found.reasons[1].workers_seen == on_lane
+    assert found.reasons[2] == NoCapableWorkerReason(missing=("gpu",), workers_seen=0)
+    # One that would take it but for the capability is counted.
+    await given.registered(worker_instance_id="poor")
+    found = await explain(execution_id)
+    assert found.reasons == (queued(), NoCapableWorkerReason(missing=("gpu",), workers_seen=1))
+    assert found.summary == f"waiting: 0 before it on lane 'default'; {NONE_OFFERS} gpu"
 
 
 async def test_one_worker_that_offers_all_is_enough(explain: Any, given: Any) -> None:

@@ -1,4 +1,4 @@
-"""A key that comes again with another kind, payload or policy: a conflict that names both, and writes nothing."""
+"""A key that comes again with another kind, payload, encoding or policy: a conflict that names both, and no write."""
 
 import asyncio
 from typing import Any
@@ -9,6 +9,7 @@ from flowfabric.engine.engine import Engine
 from flowfabric.model.errors import ConflictError, EngineError
 from flowfabric.model.outcomes import Created, Duplicate
 from flowfabric.model.policy import ExecutionPolicy, RetryPolicy
+from flowfabric.model.text import shown
 
 from .state import Creating, both_creates, items, new
 
@@ -32,9 +33,15 @@ async def conflict(asked: Any) -> dict[str, Any]:
         ({"execution_kind": "other"}, "kind"),
         ({"input_payload": b"other"}, "payload"),
         ({"input_payload": b""}, "payload"),
+        ({"payload_encoding": "msgpack"}, "encoding"),
+        ({"payload_encoding": ""}, "encoding"),
         ({"policy": {"max_reclaim_count": 1}}, "policy"),
         ({"policy": None}, "policy"),
-        ({"execution_kind": "other", "input_payload": b"other", "policy": None}, "kind and payload and policy"),
+        ({"policy": {}}, "policy"),
+        (
+            {"execution_kind": "other", "input_payload": b"other", "payload_encoding": "msgpack", "policy": None},
+            "kind and payload and encoding and policy",
+        ),
     ],
 )
 async def test_a_repeat_that_differs_names_both_and_writes_nothing(
@@ -59,6 +66,32 @@ async def test_one_policy_written_in_several_ways_is_the_same(engine: Engine, cr
     ):
         again = await create(engine, **new(idempotency_key="k", policy=same))
         assert again == Duplicate(execution_id=first.execution_id)
+
+
+@both_creates
+@pytest.mark.parametrize("first", [None, "", "{}", {}, ExecutionPolicy()], ids=repr)
+async def test_the_default_policy_is_the_same_as_none(engine: Engine, create: Creating, first: Any) -> None:
+    made = await create(engine, **new(idempotency_key="k", policy=first))
+    for same in (None, "", b"", "{}", {}, {"max_reclaim_count": None}, ExecutionPolicy()):
+        again = await create(engine, **new(idempotency_key="k", policy=same))
+        assert again == Duplicate(execution_id=made.execution_id), same
+    assert (await conflict(create(engine, **new(idempotency_key="k", policy=POLICY))))["differs"] == "policy"
+
+
+@both_creates
+@pytest.mark.parametrize(
+    ("stored", "given"), [(None, "json"), ("json", None), ("json", "msgpack"), ("", None), ("x" * 300, "y" * 300)]
+)
+async def test_a_conflict_names_both_encodings(
+    engine: Engine, create: Creating, rows: Any, stored: str | None, given: str | None
+) -> None:
+    made = await create(engine, **new(idempotency_key="k", payload_encoding=stored))
+    again = await create(engine, **new(idempotency_key="k", payload_encoding=stored))
+    assert again == Duplicate(execution_id=made.execution_id)
+    async with rows.unchanged():
+        found = await conflict(create(engine, **new(idempotency_key="k", payload_encoding=given)))
+    assert found["differs"] == "encoding"
+    assert (found["stored_encoding"], found["given_encoding"]) == (shown(stored), shown(given))
 
 
 @both_creates

@@ -258,6 +258,21 @@ async def test_the_token_of_an_open_waitpoint_is_read(engine: Engine, given: Any
     await refused(read(uuid4(), "x"), "invalid_input")
 
 
+@pytest.mark.parametrize("ending", ["complete", "fail", "cancel"])
+async def test_an_ended_execution_gives_no_token(engine: Engine, given: Any, ending: str) -> None:
+    handle = await given.claimed()
+    pending = await engine.create_waitpoint(handle, waitpoint_key="k", expires_in_ms=SOON)
+    one = {"execution_id": handle.execution_id, "waitpoint_id": pending.waitpoint_id}
+    assert await engine.read_waitpoint_token(**one) is not None
+    if ending == "complete":
+        await engine.complete(handle, b"done")
+    elif ending == "fail":
+        await engine.fail(handle, reason="no luck", classification="permanent")
+    else:
+        await engine.cancel_execution(execution_id=handle.execution_id, reason="not wanted")
+    assert await engine.read_waitpoint_token(**one) is None
+
+
 # Listing.
 
 

@@ -6,7 +6,10 @@ from typing import Any
 import pytest
 
 from flowfabric.model.conditions import (
+    MAX_NODES,
     AllOf,
+    ByName,
+    OperatorOnly,
     Single,
     check_structure,
     condition_json,
@@ -21,6 +24,7 @@ from flowfabric.model.evaluation import SignalFacts, evaluate
 from flowfabric.model.ids import SignalId
 
 DEEP = "depth 5 exceeds cap 4 at path members[0].members[0].members[0].members[0]"
+TOO_LARGE = "resume_condition: more than 100000 nodes; a part that stands in several places counts in each"
 DEPTHS = (5, 33, 400, 5_000, 100_000)
 
 
@@ -93,3 +97,89 @@ def test_a_condition_of_any_depth_can_be_evaluated(condition: AllOf) -> None:
 def test_a_stored_tree_far_too_deep_to_read_is_never_met(depth: int) -> None:
     text = '{"Composite":{"kind":"AllOf","members":[' * depth + '"OperatorOnly"' + "]}}" * depth
     assert not evaluate(read_stored_condition(text), [SIGNAL]).satisfied
+
+
+def wide(*widths: int) -> AllOf:
+    """One leaf and one group a level, each standing in many places."""
+    condition: Single | AllOf = Single(waitpoint_key="a", matcher=ByName("go"))
+    for width in widths:
+        condition = AllOf((condition,) * width)
+    assert isinstance(condition, AllOf)
+    return condition
+
+
+def wide_plain(*widths: int) -> Any:
+    plain: Any = "OperatorOnly"
+    for width in widths:
+        plain = {"Composite": {"kind": "AllOf", "members": [plain] * width}}
+    return plain
+
+
+def twice_in_itself() -> Any:
+    members: list[Any] = []
+    plain = {"Composite": {"kind": "AllOf", "members": members}}
+    members += [plain, plain]
+    return plain
+
+
+def refusal(condition: Any) -> object:
+    with pytest.raises(ValidationError) as refused:
+        check_structure(parse_condition(condition))
+    return refused.value.detail
+
+
+@pytest.mark.timeout(10)
+def test_a_group_that_stands_in_many_places_is_checked_once() -> None:
+    check_structure(wide(10, 10, 10, 10))
+    assert refusal(wide(1000, 1000, 1000, 1000)) == TOO_LARGE
+    assert refusal(wide_plain(1000, 1000, 1000, 1000)) == TOO_LARGE
+    assert refusal(wide(1000, 1000, 1000, 1000, 1000)) == DEEP
+    assert refusal(wide_plain(1000, 1000, 1000, 1000, 1000)) == DEEP
+    assert refusal(twice_in_itself()) == DEEP
+    for give in (condition_plain, condition_json):
+        with pytest.raises(ValidationError) as refused:
+            give(wide(1000, 1000, 1000, 1000))
+        assert refused.value.detail == TOO_LARGE
+
+
+def test_a_fault_in_a_shared_group_is_told_at_the_first_of_its_places() -> None:
+    empty = AllOf((AllOf(()),))
+    assert refusal(AllOf((nested(1), empty, empty))) == "allof_empty_members at path members[1].members[0]"
+    # What is shallow enough in one place is too deep in another.
+    group = AllOf((AllOf((Single(waitpoint_key="a"),)),))
+    deeper = AllOf((AllOf((AllOf((Single(waitpoint_key="a"), group)),)),))
+    assert (
+        refusal(AllOf((group, deeper))) == "depth 5 exceeds cap 4 at path members[1].members[0].members[0].members[1]"
+    )
+
+
+def test_a_condition_has_a_largest_size() -> None:
+    leaf = Single(waitpoint_key="a")
+    check_structure(AllOf((leaf,) * (MAX_NODES - 1)))
+    assert refusal(AllOf((leaf,) * MAX_NODES)) == TOO_LARGE
+
+
+@pytest.mark.timeout(10)
+@pytest.mark.parametrize("make", [lambda: nested(900), lambda: nested(100_000), lambda: shared(500)])
+def test_a_condition_of_any_depth_prints_hashes_and_compares(make: Any) -> None:
+    one, other = make(), make()
+    assert len(repr(one)) < 20_000
+    assert repr(one).startswith("AllOf(members=(AllOf(members=(")
+    assert hash(one) == hash(other)
+    assert one == other
+    assert one != AllOf((other,))
+    assert one != AllOf((Single(waitpoint_key="b"),))
+    assert AllOf((one, Single(waitpoint_key="a"))) != AllOf((other, Single(waitpoint_key="b")))
+
+
+def test_a_condition_of_usual_size_prints_as_it_is_written() -> None:
+    condition = AllOf([Single(waitpoint_key="a"), AllOf([OperatorOnly()]), AllOf([])])
+    text = (
+        "AllOf(members=(Single(waitpoint_key='a', matcher=Wildcard()), AllOf(members=(OperatorOnly(),)), "
+        "AllOf(members=())))"
+    )
+    assert repr(condition) == text
+    assert condition == AllOf((Single(waitpoint_key="a"), AllOf((OperatorOnly(),)), AllOf(())))
+    assert condition != Single(waitpoint_key="a")
+    assert condition != condition.members
+    assert len({condition, AllOf(condition.members), AllOf([])}) == 2

@@ -13,6 +13,7 @@ import pytest
 
 from creates import new
 from flowfabric.db import session as sessions
+from flowfabric.engine import submit
 from flowfabric.engine.engine import Engine
 from flowfabric.model.errors import EngineError
 from flowfabric.model.execution import NewExecution
@@ -21,6 +22,10 @@ from flowfabric.model.outcomes import Completed, Created, Duplicate, Renewed, Re
 from flowfabric.model.states import HandleKind
 
 GOOD = 99
+LOCKED_TEXT = (
+    "{} is locked by another session: 3 tries failed (canceling statement due to lock timeout); "
+    "nothing was written, repeat the call"
+)
 RETRIED = {"retry_policy": {"backoff": {"type": "fixed", "delay_ms": 1000}}}
 
 
@@ -119,6 +124,32 @@ async def held(connection: asyncpg.Connection, execution_id: str) -> AsyncIterat
 
 
 # create
+
+
+@creates
+@pytest.mark.parametrize("own_id", [None, "{fp:86}:21111111-2222-3333-4444-555555555555"], ids=["minted", "own"])
+async def test_a_key_locked_for_too_long_is_refused_alone(
+    engine: Engine,
+    create: Batched,
+    rows: Any,
+    connection: asyncpg.Connection,
+    own_id: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(submit, "PATIENCE_ALONE", "60ms")
+    (first,) = await create(engine, [new(idempotency_key="k")])
+    items = [new(idempotency_key=f"k{at}" if at % 2 else None) for at in range(GOOD)]
+    items.insert(50, new(idempotency_key="k", execution_id=own_id))
+    async with connection.transaction():
+        await connection.execute("select from idempotency where idempotency_key = 'k' for update")
+        answers = await create(engine, items)
+    refusal = answers.pop(50)
+    assert code(refusal) == "retry_exhausted"
+    about = "idempotency key 'k'" + (f" or execution {own_id}" if own_id else "")
+    assert refusal.detail == LOCKED_TEXT.format(about)
+    assert {type(answer) for answer in answers} == {Created}
+    assert len(await rows.of("execution")) == GOOD + 1
+    assert await create(engine, [items[50]]) == [Duplicate(execution_id=first.execution_id)]
 
 
 @creates
@@ -351,6 +382,7 @@ async def test_a_row_locked_for_too_long_is_refused_alone(
     assert [at for at, answer in enumerate(answers) if not is_good(operation, answer)] == [50]
     assert code(answers[50]) == "retry_exhausted"
     assert answers[50].retryable
+    assert answers[50].detail == LOCKED_TEXT.format(f"execution {handles[50].execution_id}")
     (again,) = await UNDER_LEASE[operation](engine, [handles[50]])
     assert is_good(operation, again)
     await check_done(engine, rows, handles, operation)

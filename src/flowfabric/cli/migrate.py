@@ -16,7 +16,8 @@ from flowfabric.cli.errors import FAILED, FAILURES, MISUSED, fail, text_of, told
 from flowfabric.db import migrate as migrations
 from flowfabric.db.address import check_url
 from flowfabric.db.embedded import Embedded
-from flowfabric.db.migrate import Applied, Migration
+from flowfabric.db.migrate import Applied, Migration, MigrationError, Verdict
+from flowfabric.db.rights import read_only_reason
 from flowfabric.db.session import NO_LIMITS, connect
 from flowfabric.engine.boot import CLOSE_SECONDS, Boot
 from flowfabric.settings import Settings
@@ -115,7 +116,10 @@ async def _check(settings: Settings, *, as_json: bool) -> None:
 
 
 async def _apply(settings: Settings, *, as_json: bool) -> None:
-    async with _connection(settings) as (connection, folder):
+    async with _connection(settings) as (connection, url, folder):
+        status = await migrations.check(connection, schema=settings.schema_name, folder=folder)
+        if status.verdict is Verdict.BEHIND and (reason := await read_only_reason(connection, url=url)) is not None:
+            raise MigrationError(reason)
         applied = await migrations.migrate(connection, schema=settings.schema_name, folder=folder)
     if as_json:
         _print_json(schema=settings.schema_name, applied=_rows(applied))
@@ -130,14 +134,14 @@ async def _apply(settings: Settings, *, as_json: bool) -> None:
 
 
 @asynccontextmanager
-async def _connection(settings: Settings) -> AsyncIterator[tuple[asyncpg.Connection, Path | None]]:
-    """A connection to the configured database, and the folder of the embedded server, which is held meanwhile."""
+async def _connection(settings: Settings) -> AsyncIterator[tuple[asyncpg.Connection, str, Path | None]]:
+    """A connection to the configured database, its address, and the folder of the embedded server, held meanwhile."""
     server = None if settings.database_url else await asyncio.to_thread(Embedded.start, settings.home)
     try:
         url = server.url if server else str(settings.database_url)
         connection = await connect(url, schema=settings.schema_name, limits=NO_LIMITS)
         try:
-            yield connection, server.data.parent if server else None
+            yield connection, url, server.data.parent if server else None
         finally:
             await connection.close(timeout=CLOSE_SECONDS)
     finally:

@@ -31,6 +31,11 @@ select c.relname as name, h.inhrelid is not null as is_attached
  order by 1
 """
 
+_OWNER = """
+select quote_ident(current_user), quote_ident(pg_get_userbyid(relowner))
+  from pg_class where oid = to_regclass($1 || '.event')
+"""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kept:
@@ -57,7 +62,7 @@ def bounds_of(name: str) -> tuple[int, int]:
 async def ensure(connection: Connection, *, schema: str, now_ms: int, ahead_days: int = 2) -> Kept:
     """Have the partitions of today and of the days ahead; safe from any number of processes at once.
 
-    A day whose events are in the default partition already does without.
+    A day whose events are in the default partition already does without. Raises NotOwner for a role that may not.
     """
     check_schema_name(schema)
     wanted = [name_of(now_ms + day * DAY_MS) for day in range(ahead_days + 1)]
@@ -95,6 +100,10 @@ async def drop_older(connection: Connection, *, schema: str, before_ms: int) -> 
         except asyncpg.LockNotAvailableError:
             logger.debug("%s is left for the next visit: its table is busy", name)
     return dropped
+
+
+class NotOwner(Exception):
+    """The role may not change the partitions; the text says who owns them."""
 
 
 class _Skipped(Exception):
@@ -145,9 +154,16 @@ async def _is_there(connection: Connection, schema: str, name: str, *, attached:
 @asynccontextmanager
 async def _alone(connection: Connection, schema: str) -> AsyncIterator[None]:
     """A transaction that is the only one, over all processes, to change the partitions."""
-    async with connection.transaction():
-        await connection.execute(f"set local lock_timeout = '{LOCK_TIMEOUT}'")
-        await connection.execute(
-            "select pg_advisory_xact_lock(hashtextextended('flowfabric partitions ' || $1, 0))", schema
-        )
-        yield
+    try:
+        async with connection.transaction():
+            await connection.execute(f"set local lock_timeout = '{LOCK_TIMEOUT}'")
+            await connection.execute(
+                "select pg_advisory_xact_lock(hashtextextended('flowfabric partitions ' || $1, 0))", schema
+            )
+            yield
+    except asyncpg.InsufficientPrivilegeError as refused:
+        role, owner = await connection.fetchrow(_OWNER, schema)
+        raise NotOwner(
+            f"user {role} does not own table event of schema {schema}, {owner} does ({refused.args[0]}); events go to"
+            f" event_default and are deleted row by row; to have partitions, run a worker as {owner}"
+        ) from None

@@ -41,21 +41,33 @@ class Rights:
     missing: str | None
 
 
-async def rights_of(connection: asyncpg.Connection, *, url: str, schema: str, names: Sequence[str]) -> Rights:
-    """Compare what the user of a session may do on the tables and sequences of these names with what a process does."""
-    found = await connection.fetchrow(_SESSION)
-    where = f"{server_of(url)} (database {database_of(url)})"
-    read_only = None
+async def read_only_reason(connection: asyncpg.Connection, *, url: str) -> str | None:
+    """Why a session cannot write and what to do, or None where it can."""
+    return _read_only(await connection.fetchrow(_SESSION), _where(url))
+
+
+def _read_only(found: asyncpg.Record, where: str) -> str | None:
     if found["is_standby"]:
-        read_only = (
+        return (
             f"{where} is read-only: it is a standby; name the primary in the database URL (FF_DATABASE_URL),"
             " or promote the standby"
         )
-    elif found["is_read_only"]:
-        read_only = (
+    if found["is_read_only"]:
+        return (
             f"{where} is read-only: default_transaction_read_only is on; turn it off where it is set, for example"
             f" `alter role {found['role']} set default_transaction_read_only = off`"
         )
+    return None
+
+
+def _where(url: str) -> str:
+    return f"{server_of(url)} (database {database_of(url)})"
+
+
+async def rights_of(connection: asyncpg.Connection, *, url: str, schema: str, names: Sequence[str]) -> Rights:
+    """Compare what the user of a session may do on the tables and sequences of these names with what a process does."""
+    found = await connection.fetchrow(_SESSION)
+    where = _where(url)
     rows = await connection.fetch(_MISSING, schema, names)
     missing = None
     if rows:
@@ -65,7 +77,7 @@ async def rights_of(connection: asyncpg.Connection, *, url: str, schema: str, na
             if any(row["kind"] == kind for row in rows)
         )
         missing = f"user {found['role']} of {where} lacks {lacks}: as the owner run `{grants(schema, found['role'])}`"
-    return Rights(read_only=read_only, missing=missing)
+    return Rights(read_only=_read_only(found, where), missing=missing)
 
 
 def grants(schema: str, role: str) -> str:

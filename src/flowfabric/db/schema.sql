@@ -268,6 +268,7 @@ create table idempotency (
   execution_partition smallint not null,
   execution_id uuid not null,
   execution_kind text not null,
+  payload_encoding text,
   payload_digest bytea not null,
   policy_digest bytea not null,
   expires_at bigint not null,

@@ -11,6 +11,7 @@ from flowfabric.db.database import Database, Record
 from flowfabric.db.embedded import Embedded, EmbeddedError
 from flowfabric.db.faults import StoreFault, fault_of, without_values
 from flowfabric.db.notify import Hints
+from flowfabric.db.pooler import pooler_problem
 from flowfabric.db.revival import Revival
 from flowfabric.db.rights import Rights, rights_of
 from flowfabric.db.session import NO_LIMITS, Limits, connect, ignored_settings
@@ -227,6 +228,10 @@ class Boot:
                 " docs/operating.md, PgBouncer",
             )
 
+    async def _check_pooler(self) -> None:
+        if self._embedded is None and (problem := await pooler_problem(self._database.connect)) is not None:
+            raise error("unavailable", f"{server_of(self._database.url)}: {problem}")
+
     async def _migrate(self, schema: str) -> list[migrate.Migration]:
         connection = await connect(self._database.url, schema=schema, limits=NO_LIMITS)
         try:
@@ -245,6 +250,7 @@ class Boot:
             return Readiness(status=status, problem=status.text, ignored=ignored)
         try:
             self._check_search_path(ignored)
+            await self._check_pooler()
             rights = await self._rights()
             self._check_writable(rights)
             self._check_rights(rights)

@@ -97,5 +97,5 @@ class Cancel:
             )
             return [ending], await self._releases.within(transaction, [ending])
 
-        await self._releases.settle(*await self._store.transact(end))
+        await self._releases.settle(*await self._store.transact(end, execution_id=parsed))
         return Cancelled(execution_id=parsed, public_state=PublicState.CANCELLED)

@@ -86,7 +86,7 @@ class Expire:
             ending = _expiry(row, which)
             return ending, await self._releases.within(transaction, [ending])
 
-        found = await self._store.transact(expire)
+        found = await self._store.transact(expire, execution_id=parsed)
         if not isinstance(found, tuple):
             return found
         ending, verdicts = found

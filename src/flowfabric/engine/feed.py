@@ -20,9 +20,13 @@ class Feed:
     def __init__(self, store: Store) -> None:
         self._store = store
         self._skipped: set[str] = set()
+        self._has_told_owner = False
 
     async def keep_partitions(self) -> int:
-        """Make the partitions of the days ahead and drop those past the feed's age; answers how many."""
+        """Make the partitions of the days ahead and drop those past the feed's age; answers how many.
+
+        A role that does not own the tables makes none, and says so once.
+        """
         schema = self._store.database.schema
         (clock,) = await self._store.fetch(SQL.read_feed_clock, retention_ms=self._store.rules.feed_retention_ms)
         try:
@@ -31,6 +35,11 @@ class Feed:
                 dropped = await partitions.drop_older(connection, schema=schema, before_ms=clock["oldest"])
         except StoreFault as fault:
             raise error_of(fault) from fault
+        except partitions.NotOwner as refused:
+            if not self._has_told_owner:
+                self._has_told_owner = True
+                logger.warning("no daily partitions are made: %s", refused)
+            return 0
         for name, reason in kept.skipped.items():
             if name not in self._skipped:
                 self._skipped.add(name)

@@ -139,7 +139,7 @@ class Finish:
             )
             return ending, await self._releases.within(transaction, [ending])
 
-        await self._settle_service(*await self._store.transact(end))
+        await self._settle_service(*await self._store.transact(end, execution_id=parsed))
         return Completed(execution_id=parsed, public_state=PublicState.COMPLETED)
 
     async def fail_execution(
@@ -185,7 +185,7 @@ class Finish:
                 )
             return ending, verdicts, held["attempt_count"]
 
-        ending, verdicts, attempt_count = await self._store.transact(end)
+        ending, verdicts, attempt_count = await self._store.transact(end, execution_id=parsed)
         verdict = await self._settle_service(ending, verdicts)
         if verdict.delay_until is None:
             return TerminalFailed()

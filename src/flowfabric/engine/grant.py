@@ -174,7 +174,7 @@ class Grants:
                 return error("capability_mismatch", missing)
             return await self.give(transaction, held, GrantKind.CLAIM, grantee, offered)
 
-        granted = await self._store.transact(issue)
+        granted = await self._store.transact(issue, execution_id=parsed)
         if isinstance(granted, EngineError):
             raise granted
         return granted

@@ -96,7 +96,7 @@ class Leases:
             )
             return fence, row
 
-        fence, row = await self._store.transact(renew)
+        fence, row = await self._store.transact(renew, execution_id=parsed)
         verdict = verdict_of(row)
         if verdict.code == "lease_expired":
             await self.mark_lapsed([parsed])
@@ -127,7 +127,7 @@ class Leases:
             )
             return row
 
-        verdict = verdict_of(await self._store.transact(write))
+        verdict = verdict_of(await self._store.transact(write, execution_id=handle.execution_id))
         if verdict.code == "lease_expired":
             await self.mark_lapsed([handle.execution_id])
         if not verdict.is_done:
@@ -153,7 +153,7 @@ class Leases:
             marked = await transaction.fetch(SQL.mark_lapsed_leases, **_named([parsed]), **LEASE_EXPIRED_PARAMETERS)
             return marked, _why_unmarked(held)
 
-        marked, reason = await self._store.transact(mark)
+        marked, reason = await self._store.transact(mark, execution_id=parsed)
         self._announce_expired(marked)
         return Marked() if marked else AlreadySatisfied(reason=reason)
 
@@ -170,7 +170,7 @@ class Leases:
             is_delayed = held["eligibility_state"] == EligibilityState.NOT_ELIGIBLE_UNTIL_TIME
             return promoted, "not_yet_due" if is_delayed else "not_delayed"
 
-        promoted, reason = await self._store.transact(bring)
+        promoted, reason = await self._store.transact(bring, execution_id=parsed)
         self._tell(promoted)
         return (
             Promoted(public_state=PublicState(promoted[0]["public_state"]))
@@ -276,7 +276,7 @@ class Leases:
             await lock_execution(transaction, handle.execution_id)
             return await transaction.fetch(SQL.renew_leases, **self._columns([handle]))
 
-        rows = await self._store.transact(renew)
+        rows = await self._store.transact(renew, execution_id=handle.execution_id)
         await self._mark([handle], rows)
         (answer,) = self._judge([handle], rows)
         if isinstance(answer, Renewed):

@@ -111,7 +111,7 @@ class NamedClaims:
                 raise error(code)
             return await self.take(transaction, held, "fresh", lease)
 
-        return await self._store.transact(claim)
+        return await self._store.transact(claim, execution_id=parsed)
 
     async def claim_resumed_execution(self, execution_id: str, lane_id: str, lease: Lease) -> ClaimedExecution:
         """Go on with an attempt that was put aside and may run again."""
@@ -132,7 +132,7 @@ class NamedClaims:
                 raise error("invalid_claim_grant")
             return await self.take(transaction, held, "resumed", lease, reason=AcquireReason.CLAIM_RESUMED)
 
-        return await self._store.transact(claim)
+        return await self._store.transact(claim, execution_id=parsed)
 
     async def claim_from_resume_grant(self, token: ResumeToken) -> Handle | None:
         """Go on with an attempt by a grant; None when it cannot go on any more."""
@@ -157,7 +157,7 @@ class NamedClaims:
                 raise failure.refusal()
             return await self.take(transaction, held, "resumed", lease, reason=AcquireReason.CLAIM_RESUMED)
 
-        claimed = await self._store.transact(claim)
+        claimed = await self._store.transact(claim, execution_id=parsed)
         return None if claimed is None else claimed.handle
 
     async def issue_grant_and_claim(self, execution_id: str, lane_id: str, lease_duration_ms: int) -> GrantedClaim:
@@ -175,7 +175,7 @@ class NamedClaims:
                 return await self.take(transaction, held, "resumed", lease, reason=reason)
             return await self.take(transaction, held, "fresh", lease, reason=AcquireReason.ISSUE_GRANT_AND_CLAIM)
 
-        claimed = await self._store.transact(claim)
+        claimed = await self._store.transact(claim, execution_id=parsed)
         return GrantedClaim(
             lease_id=claimed.lease_id, lease_epoch=claimed.lease_epoch, attempt_index=claimed.attempt_index
         )

@@ -70,7 +70,7 @@ class Reclaim:
             give = self._grants.give
             return await give(transaction, held, GrantKind.RECLAIM, grantee, offered, names_lane=True)
 
-        answer = await self._store.transact(issue)
+        answer = await self._store.transact(issue, execution_id=parsed)
         self._store.wakeups.lost([_lost(held) for held in marked])
         if isinstance(answer, tuple):
             return await self._capped(*answer)
@@ -109,7 +109,7 @@ class Reclaim:
             taken.append(held)
             return await self._claims.take(transaction, held, "reclaimed", lease)
 
-        answer = await self._store.transact(reclaim)
+        answer = await self._store.transact(reclaim, execution_id=parsed)
         self._store.wakeups.lost([_lost(held) for held in taken])
         return await self._capped(*answer) if isinstance(answer, tuple) else answer
 

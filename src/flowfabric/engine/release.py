@@ -195,7 +195,7 @@ class Releases:
             await lock_execution(transaction, parting.execution_id)
             return await self.within(transaction, [parting])
 
-        verdicts = await self._store.transact(release)
+        verdicts = await self._store.transact(release, execution_id=parting.execution_id)
         await self.settle([parting], verdicts)
         verdict = verdicts[0]
         assert isinstance(verdict, Verdict), "the row is held"

@@ -120,7 +120,7 @@ class Resumes:
                 raise error("execution_not_suspended")
             return await self.within(transaction, [resume], cause)
 
-        self.settle(await self._store.transact(apply))
+        self.settle(await self._store.transact(apply, execution_id=parsed))
         return Resumed(public_state=PublicState.DELAYED if resume_delay_ms else PublicState.RESUMABLE)
 
     async def within(self, transaction: Transaction, resumes: Sequence[Resume], cause: ResumeCause) -> list[Record]:

@@ -255,7 +255,7 @@ class Signals:
             return await self._deliver(transaction, [(mail, held["lifecycle_phase"])])
 
         try:
-            outcome = await self._store.transact(deliver)
+            outcome = await self._store.transact(deliver, execution_id=mail.execution_id)
         except EngineError as fault:
             if len(mail.signals) == 1 or fault.retryable or fault.code == "execution_not_found":
                 return [fault.copy() for _ in mail.signals]

@@ -5,14 +5,14 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar, cast
 
-from flowfabric.db.database import Database, Record, Transaction
+from flowfabric.db.database import ATTEMPTS, Database, Record, Transaction
 from flowfabric.db.faults import StoreFault
 from flowfabric.db.notify import Hints
 from flowfabric.db.statements import Statement, statements_beside
 from flowfabric.engine.horizon import Horizon
 from flowfabric.engine.wakeups import Wakeups
 from flowfabric.model.errors import EngineError, TransportError, error
-from flowfabric.model.ids import Partitions
+from flowfabric.model.ids import ExecutionId, Partitions
 
 SQL = statements_beside(__file__)
 Answer = TypeVar("Answer")
@@ -69,12 +69,14 @@ class Store:
         except StoreFault as fault:
             raise error_of(fault) from fault
 
-    async def transact(self, work: Callable[[Transaction], Awaitable[Answer]]) -> Answer:
-        """Run work in one transaction; a fault undoes it whole."""
+    async def transact(
+        self, work: Callable[[Transaction], Awaitable[Answer]], *, execution_id: ExecutionId | None = None
+    ) -> Answer:
+        """Run work in one transaction; a fault undoes it whole. The execution is named where it stays locked."""
         try:
             return await self.database.transact(work)
         except StoreFault as fault:
-            raise error_of(fault) from fault
+            raise error_of(fault, None if execution_id is None else f"execution {execution_id}") from fault
 
     async def answer(self, pending: Awaitable[Answer]) -> Answer:
         """The answer of a shared statement."""
@@ -198,8 +200,12 @@ class Store:
         return number
 
 
-def error_of(fault: StoreFault) -> EngineError:
-    """The engine's error for a fault of the store."""
+def error_of(fault: StoreFault, locked: str | None = None) -> EngineError:
+    """The engine's error for a fault of the store; `locked` names what the call could not get hold of."""
     if fault.kind == "contention":
-        return error("retry_exhausted", str(fault))
+        return error(
+            "retry_exhausted",
+            f"{locked or 'a row that the call needs'} is locked by another session: {ATTEMPTS} tries failed ({fault}); "
+            "nothing was written, repeat the call",
+        )
     return TransportError(fault.kind, str(fault), outcome_unknown=fault.outcome_unknown)

@@ -53,6 +53,11 @@ class Submission:
             return () if self.is_minted else (self.execution_id,)
         return self.execution_id, (self.shape.namespace, self.shape.lane_id, self.key)
 
+    def about(self) -> str:
+        """What a message calls it: by what the caller gave of key and id."""
+        key = [] if self.key is None else [f"idempotency key {shown(self.key)}"]
+        return " or ".join(key if self.is_minted and key else [*key, f"execution {self.execution_id}"])
+
     @property
     def partition(self) -> int:
         """The partition of the execution, which an id of the caller's own decides."""
@@ -68,6 +73,7 @@ class Submission:
             shape.lane_id,
             self.key,
             columns["execution_kind"],
+            columns["payload_encoding"],
             self.payload,
             columns["policy"] or "",
         )
@@ -86,20 +92,25 @@ class Repeat(NamedTuple):
     lane_id: str
     key: str | None
     execution_kind: str
+    payload_encoding: str | None
     payload: bytes
     policy: str | None
     """The JSON of the policy, empty without one; None for a policy that is not valid, which no stored one equals."""
 
     def conflict(
-        self, owner: ExecutionId, kind: str, payload_digest: bytes, policy_digest: bytes
+        self, owner: ExecutionId, kind: str, encoding: str | None, payload_digest: bytes, policy_digest: bytes
     ) -> EngineError | None:
         """Why it is no repeat of what its key belongs to, or None where it is one."""
         differs = []
+        encodings: dict[str, object] = {}
         if kind != self.execution_kind:
             differs.append("kind")
         if payload_digest != _digest(self.payload):
             differs.append("payload")
-        if self.policy is None or policy_digest != _digest(self.policy.encode()):
+        if encoding != self.payload_encoding:
+            differs.append("encoding")
+            encodings = {"stored_encoding": shown(encoding), "given_encoding": shown(self.payload_encoding)}
+        if self.policy is None or policy_digest != _digest(_policy_compared(self.policy)):
             differs.append("policy")
         if not differs:
             return None
@@ -110,6 +121,7 @@ class Repeat(NamedTuple):
                 "execution_id": owner,
                 "stored_kind": shorten(kind),
                 "given_kind": shorten(self.execution_kind),
+                **encodings,
                 "differs": " and ".join(differs),
                 "remedy": "submit what was submitted under this key, or use another key",
             },
@@ -279,6 +291,11 @@ class Submissions:
 
 def _digest(content: bytes) -> bytes:
     return hashlib.sha256(content).digest()[:16]
+
+
+def _policy_compared(policy: str) -> bytes:
+    """What is compared of a policy's JSON: a policy of defaults is the same as none."""
+    return b"" if policy == "{}" else policy.encode()
 
 
 def required_of(policy: ExecutionPolicy | None) -> tuple[str, ...]:

@@ -181,6 +181,7 @@ class Submit:
             new.lane_id,
             new.idempotency_key or None,
             new.execution_kind,
+            new.payload_encoding,
             bytes(new.input_payload),
             policy,
         )
@@ -273,7 +274,9 @@ class Submit:
         answer: Submitted | Locked | Exception = LOCKED
         while isinstance(answer, Locked):
             try:
-                rows = await self._store.transact(insert)
+                rows = await self._store.database.transact(insert)
+            except StoreFault as fault:
+                raise error_of(fault, item.about()) from fault
             except _NotCreated:
                 (answer,) = await self._duplicates([item])
             else:

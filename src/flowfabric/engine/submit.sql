@@ -84,18 +84,19 @@ item as materialized (
 ),
 won as (
   insert into idempotency (partition_key, namespace_no, lane_no, idempotency_key, execution_partition, execution_id,
-                           execution_kind, payload_digest, policy_digest, expires_at)
+                           execution_kind, payload_encoding, payload_digest, policy_digest, expires_at)
   select key_partition, namespace_no, lane_no, idempotency_key, partition_key, execution_id, execution_kind,
-         substring(sha256(input_payload) for 16), substring(sha256(convert_to(coalesce(policy, ''), 'UTF8')) for 16),
-         now + key_ttl_ms
+         payload_encoding, substring(sha256(input_payload) for 16),
+         substring(sha256(convert_to(coalesce(nullif(policy, '{}'), ''), 'UTF8')) for 16), now + key_ttl_ms
     from item i
    where idempotency_key is not null and lane_accepts
      and not exists (select from execution e where e.partition_key = i.partition_key and e.execution_id = i.execution_id)
    order by key_partition, namespace_no, lane_no, idempotency_key
   on conflict (partition_key, namespace_no, lane_no, idempotency_key)
   do update set execution_partition = excluded.execution_partition, execution_id = excluded.execution_id,
-                execution_kind = excluded.execution_kind, payload_digest = excluded.payload_digest,
-                policy_digest = excluded.policy_digest, expires_at = excluded.expires_at
+                execution_kind = excluded.execution_kind, payload_encoding = excluded.payload_encoding,
+                payload_digest = excluded.payload_digest, policy_digest = excluded.policy_digest,
+                expires_at = excluded.expires_at
    where idempotency.expires_at <= (select now from clock)
   returning execution_id
 ),
@@ -143,14 +144,15 @@ select nth, lane_no, queue_no, place, 0, is_new, lane_accepts, delay_until - now
 -- Of each id and key: the execution that has one of them already, the key's owner first, and what was submitted under
 -- the key.
 select i.nth, coalesce(k.execution_partition, e.partition_key) as partition_key,
-       coalesce(k.execution_id, e.execution_id) as execution_id, k.execution_kind, k.payload_digest, k.policy_digest
+       coalesce(k.execution_id, e.execution_id) as execution_id, k.execution_kind, k.payload_encoding, k.payload_digest,
+       k.policy_digest
   from unnest(:partition_keys::smallint[], :execution_ids::uuid[], :key_partitions::smallint[], :namespaces::text[],
               :lanes::text[], :idempotency_keys::text[])
        with ordinality as i(partition_key, execution_id, key_partition, namespace, lane_id, idempotency_key, nth)
   left join namespace n using (namespace)
   left join lane l using (lane_id)
   left join lateral (
-       select k.execution_partition, k.execution_id, k.execution_kind, k.payload_digest, k.policy_digest
+       select k.execution_partition, k.execution_id, k.execution_kind, k.payload_encoding, k.payload_digest, k.policy_digest
          from idempotency k
         where k.partition_key = i.key_partition and k.namespace_no = n.namespace_no and k.lane_no = l.lane_no
           and k.idempotency_key = i.idempotency_key and k.expires_at > (select ff_now())) k on true

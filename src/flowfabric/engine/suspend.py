@@ -155,7 +155,7 @@ class Suspend:
                 raise error("execution_not_found")
             return await self._take(transaction, [ask], found["now"])
 
-        answers, released = await self._store.transact(suspend)
+        answers, released = await self._store.transact(suspend, execution_id=ask.execution_id)
         await self._settle([ask], answers, released)
         (answer,) = answers
         if isinstance(answer, EngineError):

@@ -83,7 +83,7 @@ class SuspensionTimeouts:
                 return AlreadySatisfied(reason="not_yet_due")
             return await self._apply(transaction, [_timed_out(parsed, rows[0])])
 
-        applied = await self._store.transact(expire)
+        applied = await self._store.transact(expire, execution_id=parsed)
         if isinstance(applied, AlreadySatisfied):
             return applied
         await self._settle(applied)

@@ -2,8 +2,9 @@
 
 from collections.abc import Mapping
 
+from flowfabric.db.faults import StoreFault
 from flowfabric.db.statements import statements_beside
-from flowfabric.engine.store import Store
+from flowfabric.engine.store import Store, error_of
 from flowfabric.model.errors import error
 from flowfabric.model.ids import parse_execution_id, row_key
 from flowfabric.model.snapshots import TagsSet
@@ -39,14 +40,18 @@ class Tagging:
         return rows[0]["value"] if rows else None
 
     async def _write(self, execution_id: str, tags: Mapping[str, str]) -> None:
-        partition, uuid = row_key(parse_execution_id(execution_id))
-        rows = await self._store.fetch(
-            SQL.set_tags,
-            partition_key=partition,
-            execution_id=uuid,
-            keys=list(tags),
-            values=list(tags.values()),
-            instance_tag=tags.get(self._store.rules.instance_tag),
-        )
+        parsed = parse_execution_id(execution_id)
+        partition, uuid = row_key(parsed)
+        values = {
+            "partition_key": partition,
+            "execution_id": uuid,
+            "keys": list(tags),
+            "values": list(tags.values()),
+            "instance_tag": tags.get(self._store.rules.instance_tag),
+        }
+        try:
+            rows = await self._store.database.fetch(SQL.set_tags, values)
+        except StoreFault as fault:
+            raise error_of(fault, f"execution {parsed}") from fault
         if not rows:
             raise error("execution_not_found")

@@ -102,7 +102,7 @@ class Waitpoints:
             return PendingWaitpoint(waitpoint_id=made_as, hmac_token=token)
 
         try:
-            return await self._store.transact(make)
+            return await self._store.transact(make, execution_id=handle.execution_id)
         except EngineError as refused:
             if refused.code == "lease_expired":
                 await self._leases.mark_lapsed([handle.execution_id])
@@ -129,7 +129,7 @@ class Waitpoints:
             await transaction.fetch(SQL.set_closed, partition_key=partition, waitpoint_id=wanted, reason=reason)
             return Closed()
 
-        return await self._store.transact(close)
+        return await self._store.transact(close, execution_id=parsed)
 
     async def token(self, execution_id: str, waitpoint_id: UUID | str) -> WaitpointToken | None:
         """The token of a waitpoint that takes signals, for callers who may be trusted with it."""

@@ -12,11 +12,12 @@ update waitpoint w set state = 'closed', closed_at = c.now, close_reason = :reas
  where w.partition_key = :partition_key and w.waitpoint_id = :waitpoint_id and w.state in ('pending', 'active');
 
 -- name: read_token
--- The token of a waitpoint that takes signals.
-select token
-  from waitpoint
- where partition_key = :partition_key and waitpoint_id = :waitpoint_id and execution_id = :execution_id
-   and state in ('pending', 'active');
+-- The token of a waitpoint that takes signals; none does after the end of its execution.
+select w.token
+  from waitpoint w
+  join execution e using (partition_key, execution_id)
+ where w.partition_key = :partition_key and w.waitpoint_id = :waitpoint_id and w.execution_id = :execution_id
+   and w.state in ('pending', 'active') and e.lifecycle_phase <> 'terminal';
 
 -- name: list_open_waitpoints
 -- The waitpoints of an execution that take signals, by id; at least one row where there is such an execution. After its

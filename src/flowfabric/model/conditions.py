@@ -13,6 +13,8 @@ from flowfabric.model.policy_checks import settle
 from flowfabric.model.text import Word, check_range, check_text, word_of
 
 MAX_DEPTH = 4
+MAX_NODES = 100_000
+"""Nodes of a tree; a part that stands in several places counts in each, as its JSON has it there."""
 MAX_COUNT = 2**32 - 1
 OPERATOR_ONLY_NAME = "__operator_only__"
 TIMEOUT_ONLY_NAME = "__timeout_only__"
@@ -20,6 +22,8 @@ RESERVED_NAMES = frozenset({OPERATOR_ONLY_NAME, TIMEOUT_ONLY_NAME})
 
 # Deeper than any accepted tree, and well within the limit on recursion.
 _DEEPEST_READ = 32
+# Nodes that a printed tree shows at the most.
+_MOST_SHOWN = 200
 _ROOT = "<root>"
 
 
@@ -94,6 +98,22 @@ class AllOf:
         if not all(isinstance(member, Condition) for member in self.members):
             raise error("invalid_input", "members: must be conditions")
 
+    # Not the generated ones: those call themselves for every level and every place of a shared group.
+
+    def __repr__(self) -> str:
+        """Show the tree; what is very deep or comes after very many nodes is left out."""
+        return _repr(self, _DEEPEST_READ, iter(range(_MOST_SHOWN)))
+
+    def __eq__(self, other: object) -> bool:
+        """Compare the trees."""
+        if not isinstance(other, AllOf):
+            return NotImplemented
+        return _are_equal(self, other)
+
+    def __hash__(self) -> int:
+        """Tell apart by the upper two levels, which suffices: equal trees have equal ones."""
+        return hash(tuple(len(each.members) if isinstance(each, AllOf) else each for each in self.members))
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Count:
@@ -130,6 +150,8 @@ class UnknownCondition:
 
 Composite: TypeAlias = AllOf | Count
 Condition: TypeAlias = Single | OperatorOnly | TimeoutOnly | AllOf | Count | UnknownCondition
+_Read: TypeAlias = dict[tuple[int, int], tuple[object, Condition]]
+"""Parts of a caller's value that were read, by identity and depth: one that stands in several places is read once."""
 
 
 def all_of_waitpoints(keys: Iterable[str]) -> AllOf:
@@ -185,14 +207,48 @@ def required_signal_names(condition: Condition, waitpoint_key: str) -> tuple[str
     return tuple(dict.fromkeys(names))
 
 
+def _repr(condition: Condition, levels: int, budget: Iterator[int]) -> str:
+    if not isinstance(condition, AllOf):
+        return repr(condition)
+    if not levels:
+        return "AllOf(...)"
+    shown: list[str] = []
+    for member in condition.members:
+        if next(budget, None) is None:
+            shown.append("...")
+            break
+        shown.append(_repr(member, levels - 1, budget))
+    return f"AllOf(members=({', '.join(shown)}{',' if len(shown) == 1 else ''}))"
+
+
+def _are_equal(one: Condition, other: Condition) -> bool:
+    waiting = [(one, other)]
+    seen: set[tuple[int, int]] = set()
+    while waiting:
+        one, other = waiting.pop()
+        if one is other or (id(one), id(other)) in seen:
+            continue
+        if isinstance(one, AllOf) and isinstance(other, AllOf):
+            if len(one.members) != len(other.members):
+                return False
+            seen.add((id(one), id(other)))
+            waiting.extend(zip(one.members, other.members, strict=True))
+        elif one != other:
+            return False
+    return True
+
+
 def check_depth(condition: Condition, cap: int = MAX_DEPTH) -> None:
     """Refuse a tree of more levels than this, with the first path that leads below the fourth."""
     waiting: list[tuple[Condition, tuple[int, ...]]] = [(condition, ())]
+    # A group that stands in several places of one level is looked at once.
+    seen: set[tuple[int, int]] = set()
     while waiting:
         node, place = waiting.pop()
         if isinstance(node, Composite) and len(place) >= cap:
             raise _too_deep(place)
-        if isinstance(node, AllOf):
+        if isinstance(node, AllOf) and (id(node), len(place)) not in seen:
+            seen.add((id(node), len(place)))
             waiting.extend((member, (*place, at)) for at, member in reversed(list(enumerate(node.members))))
 
 
@@ -202,11 +258,29 @@ def _too_deep(place: Sequence[int]) -> EngineError:
 
 
 def check_structure(condition: Condition) -> None:
-    """Refuse a tree that is too deep or holds a node nothing could meet."""
-    _check_node(condition, "", 0)
+    """Refuse a tree that is too deep, holds a node nothing could meet, or is too large."""
+    _check_node(condition, "", 0, set())
+    _check_size(condition)
 
 
-def _check_node(node: Condition, path: str, above: int) -> None:
+def _check_size(condition: Condition) -> None:
+    """Refuse a tree of too many nodes; its depth is checked."""
+    if _size(condition, {}) > MAX_NODES:
+        raise error(
+            "invalid_input",
+            f"resume_condition: more than {MAX_NODES} nodes; a part that stands in several places counts in each",
+        )
+
+
+def _size(node: Condition, known: dict[int, int]) -> int:
+    if not isinstance(node, AllOf):
+        return 1
+    if id(node) not in known:
+        known[id(node)] = 1 + sum(_size(member, known) for member in node.members)
+    return known[id(node)]
+
+
+def _check_node(node: Condition, path: str, above: int, seen: set[tuple[int, int]]) -> None:
     if isinstance(node, Single):
         _check_name(node, path)
     if not isinstance(node, Composite):
@@ -216,8 +290,10 @@ def _check_node(node: Condition, path: str, above: int) -> None:
     if isinstance(node, AllOf):
         if not node.members:
             raise _fault("allof_empty_members", path)
-        for index, member in enumerate(node.members):
-            _check_node(member, _member(path, index), above + 1)
+        if (id(node), above) not in seen:
+            seen.add((id(node), above))
+            for index, member in enumerate(node.members):
+                _check_node(member, _member(path, index), above + 1, seen)
         return
     if node.n == 0:
         raise _fault("count_n_zero", path)
@@ -235,8 +311,9 @@ def _check_name(leaf: Single | Count, path: str) -> None:
 
 
 def condition_plain(condition: Condition) -> object:
-    """Give the JSON value of a condition; one nested too deeply to be read again is refused."""
+    """Give the JSON value of a condition; one nested too deeply to be read again, or too large, is refused."""
     check_depth(condition, _DEEPEST_READ)
+    _check_size(condition)
     return _plain(condition)
 
 
@@ -266,7 +343,7 @@ def parse_condition(value: object) -> Condition:
 
     A tree that is too deep is for check_structure to refuse; what is far too deep in it is not read.
     """
-    condition = value if isinstance(value, Condition) else _read(value, "", 1, is_given=True)
+    condition = value if isinstance(value, Condition) else _read(value, "", 1, {})
     for leaf in leaves(condition):
         if isinstance(leaf, UnknownCondition):
             raise error("invalid_input", leaf.fault)
@@ -277,19 +354,25 @@ def parse_condition(value: object) -> Condition:
 def read_stored_condition(text: str) -> Condition:
     """Give the condition a row holds; what this version does not understand stays in it, and is never met."""
     try:
-        return _read(msgspec.json.decode(text), "", 1, is_given=False)
+        return _read(msgspec.json.decode(text), "", 1, None)
     except (msgspec.DecodeError, RecursionError):
         return UnknownCondition(None)
 
 
-def _read(plain: Any, path: str, depth: int, *, is_given: bool) -> Condition:
+def _read(plain: Any, path: str, depth: int, given: _Read | None) -> Condition:
+    """Give the condition of a JSON value: a caller's, with what was read of it before, or a stored one."""
+    if given is not None and (known := given.get((id(plain), depth))) is not None:
+        return known[1]
     try:
-        return _read_known(plain, path, depth, is_given=is_given)
+        read = _read_known(plain, path, depth, given)
     except EngineError as refused:
-        return UnknownCondition(plain, fault=str(refused.detail))
+        read = UnknownCondition(plain, fault=str(refused.detail))
+    if given is not None:
+        given[id(plain), depth] = (plain, read)
+    return read
 
 
-def _read_known(plain: Any, path: str, depth: int, *, is_given: bool) -> Condition:
+def _read_known(plain: Any, path: str, depth: int, given: _Read | None) -> Condition:
     # A field that is not known may narrow what is asked, so that a node with one is not understood.
     match plain:
         case "OperatorOnly":
@@ -297,20 +380,20 @@ def _read_known(plain: Any, path: str, depth: int, *, is_given: bool) -> Conditi
         case "TimeoutOnly":
             return TimeoutOnly()
         case {"Single": body} if len(plain) == 1:
-            given = _fields(body, path, "waitpoint_key", "matcher")
-            return Single(waitpoint_key=given["waitpoint_key"], matcher=_matcher(given["matcher"], path))
+            named = _fields(body, path, "waitpoint_key", "matcher")
+            return Single(waitpoint_key=named["waitpoint_key"], matcher=_matcher(named["matcher"], path))
         case {"Composite": {"kind": "AllOf"} as body} if len(plain) == 1:
             if depth > _DEEPEST_READ:
-                if is_given:
+                if given is not None:
                     return AllOf(())
                 raise _fault("resume_condition: nested too deeply", path)
             members = enumerate(_items(_fields(body, path, "kind", "members")["members"], "members"))
-            return AllOf(tuple(_read(each, _member(path, at), depth + 1, is_given=is_given) for at, each in members))
+            return AllOf(tuple(_read(each, _member(path, at), depth + 1, given) for at, each in members))
         case {"Composite": {"kind": "Count"} as body} if len(plain) == 1:
-            given = _fields({"matcher": None, **body}, path, "kind", "n", "count_kind", "matcher", "waitpoints")
-            matcher = None if given["matcher"] is None else _matcher(given["matcher"], path)
-            keys = given["waitpoints"]
-            return Count(n=given["n"], count_kind=given["count_kind"], matcher=matcher, waitpoints=keys)
+            named = _fields({"matcher": None, **body}, path, "kind", "n", "count_kind", "matcher", "waitpoints")
+            matcher = None if named["matcher"] is None else _matcher(named["matcher"], path)
+            keys = named["waitpoints"]
+            return Count(n=named["n"], count_kind=named["count_kind"], matcher=matcher, waitpoints=keys)
     raise _fault("resume_condition: unknown variant", path)
 
 

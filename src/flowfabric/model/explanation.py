@@ -252,7 +252,7 @@ def _phrase(reason: Reason) -> str:
         case NoCapableWorkerReason(missing=()):
             return "not yet let go on, though a live worker offers all it requires"
         case NoCapableWorkerReason():
-            return f"no live worker offers {_listed(reason.missing, ' and ')}"
+            return f"no live worker of its lane, namespace and kind offers {_listed(reason.missing, ' and ')}"
         case DelayedReason():
             return f"until {_moment(reason.until)}{_DELAYS[reason.cause]}{_failure(reason.last_failure)}"
         case BudgetReason() | QuotaReason():

@@ -131,8 +131,10 @@ class NewSignal:
 
 
 def approval_key(signal_name: str, suffix: str, source_identity: str) -> str:
-    """Give the idempotency key of an approval: one for each signal name, suffix and approver."""
-    key = f"approval:{signal_name}:{suffix}" + (f":{source_identity}" if source_identity else "")
+    """Give the idempotency key of an approval: another one for every other signal name, suffix or approver."""
+    parts = (signal_name, suffix, source_identity) if source_identity else (signal_name, suffix)
+    # The separator is quoted within a part, so that texts with colons cannot run into each other.
+    key = ":".join(("approval", *(part.replace("%", "%25").replace(":", "%3A") for part in parts)))
     if len(data := key.encode()) <= MAX_KEY_BYTES:
         return key
     return f"approval:{hashlib.sha256(data).hexdigest()}"

@@ -227,7 +227,8 @@ create table execution_tag (
 create index execution_tag_find on execution_tag (key, left(value, 128), execution_id);
 
 -- A key counts for its namespace and lane. The entry outlives its execution, so it holds what a repeat is compared with:
--- the kind, and the first 16 bytes of the SHA-256 of the payload and of the policy's JSON (empty without a policy).
+-- the kind, the encoding, and the first 16 bytes of the SHA-256 of the payload and of the policy's JSON (empty for the
+-- default policy).
 create table idempotency (
   -- Of the lane; a caller's own id may put the execution into another partition.
   partition_key smallint not null,
@@ -237,6 +238,7 @@ create table idempotency (
   execution_partition smallint not null,
   execution_id uuid not null,
   execution_kind text not null,
+  payload_encoding text,
   payload_digest bytea not null,
   policy_digest bytea not null,
   expires_at bigint not null,

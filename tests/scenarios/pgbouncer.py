@@ -1,0 +1,99 @@
+"""A real PgBouncer before the server of the tests."""
+
+import asyncio
+import contextlib
+import os
+import re
+import socket
+import subprocess
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from urllib.parse import parse_qs, urlsplit
+
+import asyncpg
+
+from flowfabric.db.session import session_settings
+
+BINARY = os.environ.get("FF_TEST_PGBOUNCER", "pgbouncer")
+"""The program; `FF_TEST_PGBOUNCER` names another one than the installed."""
+
+
+def version() -> tuple[int, int]:
+    """The version of the program."""
+    told = subprocess.run([BINARY, "--version"], capture_output=True, text=True, check=True).stdout
+    found = re.match(r"PgBouncer (\d+)\.(\d+)", told)
+    assert found is not None, told
+    return int(found[1]), int(found[2])
+
+
+def keeps_statements() -> bool:
+    """Whether the version can keep prepared statements in transaction mode."""
+    return version() >= (1, 21)
+
+
+@asynccontextmanager
+async def pgbouncer(url: str, **settings: object) -> AsyncIterator[str]:
+    """The address of the database of a URL through a PgBouncer with these settings."""
+    parts = urlsplit(url)
+    query = parse_qs(parts.query)
+    host, database = query.get("host", [parts.hostname or ""])[0], parts.path[1:]
+    server_port = query.get("port", [str(parts.port or 5432)])[0]
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    asked = session_settings("flowfabric")
+    given: dict[str, object] = {
+        "listen_addr": "127.0.0.1",
+        "listen_port": port,
+        "unix_socket_dir": "",
+        "auth_type": "any",
+        "ignore_startup_parameters": ",".join(asked),
+        **settings,
+    }
+    target = f"host={host} port={server_port} dbname={database} user=postgres"
+    lines = ["[databases]", f"{database} = {target}", "[pgbouncer]", *(f"{name} = {given[name]}" for name in given), ""]
+    with tempfile.TemporaryDirectory() as place:
+        process = _start(Path(place), "\n".join(lines), host)
+        try:
+            address = f"postgresql://postgres@127.0.0.1:{port}/{database}"
+            async with _role_settings(url, database, asked):
+                await _answering(address, process)
+                yield address
+        finally:
+            process.terminate()
+            await asyncio.to_thread(process.wait)
+
+
+def _start(place: Path, configuration: str, host: str) -> "subprocess.Popen[bytes]":
+    file = place / "pgbouncer.ini"
+    file.write_text(configuration)
+    place.chmod(0o755)
+    # It does not run as root, and must read its file and reach the server's socket.
+    user = Path(host).owner() if host.startswith("/") else "nobody"
+    with (place / "log").open("w") as log:
+        return subprocess.Popen([BINARY, *(["-u", user] if os.geteuid() == 0 else []), file], stdout=log, stderr=log)
+
+
+async def _answering(address: str, process: "subprocess.Popen[bytes]") -> None:
+    for _ in range(500):
+        assert process.poll() is None, "PgBouncer has ended"
+        with contextlib.suppress(OSError):
+            connection = await asyncpg.connect(address)
+            await connection.close()
+            return
+        await asyncio.sleep(0.02)
+    raise AssertionError("PgBouncer does not answer")
+
+
+@asynccontextmanager
+async def _role_settings(url: str, database: str, asked: dict[str, str]) -> AsyncIterator[None]:
+    """The settings that PgBouncer ignores are those of the role, as the operating page says."""
+    connection = await asyncpg.connect(url)
+    try:
+        for name, value in asked.items():
+            await connection.execute(f"alter role postgres in database {database} set {name} = '{value}'")
+        yield
+    finally:
+        await connection.execute(f"alter role postgres in database {database} reset all")
+        await connection.close()
