@@ -30,8 +30,9 @@ from flowfabric.options import Seconds, checked_lane, checked_tags, milliseconds
 from flowfabric.settings import Settings
 from flowfabric.worker.context import Context
 from flowfabric.worker.handler import Handler
+from flowfabric.worker.options import WorkerOptions
 from flowfabric.worker.start import connected, reporting_on_stderr
-from flowfabric.worker.worker import Worker, WorkerOptions
+from flowfabric.worker.worker import Worker
 
 Called = ParamSpec("Called")
 """What a function takes."""

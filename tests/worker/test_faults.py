@@ -18,7 +18,8 @@ from flowfabric.model.states import TerminalOutcome
 from flowfabric.settings import Settings
 from flowfabric.worker.context import Context, Running
 from flowfabric.worker.faults import FAULT_SECONDS, Contact, is_about_values, is_passing
-from flowfabric.worker.worker import CANCEL_SECONDS, LISTENING_POLL_SECONDS, Worker, WorkerOptions
+from flowfabric.worker.options import WorkerOptions
+from flowfabric.worker.worker import CANCEL_SECONDS, LISTENING_POLL_SECONDS, Worker
 
 from .proxy import Proxy
 

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 
 from flowfabric.engine.engine import Engine
+from flowfabric.engine.expire import ExpiryPhase
 from flowfabric.engine.wakeups import LostReason
 from flowfabric.model.outcomes import Completed, FailureReason, NotYetDue
 from flowfabric.pauses import pauses
@@ -99,16 +100,17 @@ class Reports:
 
         await self._repeat(running, write, "delay")
 
-    async def expire(self, running: Running) -> None:
-        """End the attempt of a run that was stopped because its time is up."""
+    async def expire(self, running: Running, phase: ExpiryPhase) -> None:
+        """End the attempt of a run that was stopped because its time is up, or its execution at the deadline."""
 
         async def write() -> bool:
             # The store's clock decides, and it may be behind this process's.
-            answer = await self._engine.expire_execution(running.execution_id, "attempt_timeout")
+            answer = await self._engine.expire_execution(running.execution_id, phase)
             return running.lost is not None or not isinstance(answer, NotYetDue)
 
-        await self._repeat(running, write, "timeout")
-        running.lost = running.lost or LostReason.ATTEMPT_TIMEOUT
+        is_deadline = phase is ExpiryPhase.EXECUTION_DEADLINE
+        await self._repeat(running, write, "expiry" if is_deadline else "timeout")
+        running.lost = running.lost or (LostReason.DEADLINE_EXPIRED if is_deadline else LostReason.ATTEMPT_TIMEOUT)
 
     def close(self) -> None:
         """Give up on what could not be written; from now on nothing is written or retried."""

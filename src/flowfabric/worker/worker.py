@@ -11,10 +11,11 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from types import TracebackType
-from typing import Any, Self, TypedDict
+from typing import Any, Self
 
 from flowfabric.engine.claim import DEFAULT_LEASE_TTL_MS, MAX_LANES
 from flowfabric.engine.engine import Engine
+from flowfabric.engine.expire import ExpiryPhase
 from flowfabric.engine.wakeups import LostLease, LostReason
 from flowfabric.model.errors import EngineError, error
 from flowfabric.model.handle import MAX_LEASE_TTL_MS
@@ -31,9 +32,11 @@ from flowfabric.worker.faults import FAULT_SECONDS, Contact, is_cancel, is_passi
 from flowfabric.worker.handler import Handler
 from flowfabric.worker.heartbeat import Heartbeat, Registration
 from flowfabric.worker.interrupts import calling_on_interrupts
+from flowfabric.worker.options import check_count, is_handler
 from flowfabric.worker.outcome import Dropped, Failure, Outcome, PutOff, Success, outcome_of
 from flowfabric.worker.reports import Reports
 from flowfabric.worker.threads import Threads
+from flowfabric.worker.timeouts import time_limit
 
 logger = logging.getLogger(__name__)
 
@@ -60,23 +63,7 @@ EARLIER_SECONDS = 10.0
 PUT_OFF_MS = 5000
 """How long nobody claims an execution whose earlier run has not stopped by then; after that any worker may."""
 TIMEOUT_AGAIN_SECONDS = 0.1
-"""The pause before the timeout of an attempt is looked at again."""
-
-
-class WorkerOptions(TypedDict, total=False):
-    """How a worker works, as `Worker` takes it."""
-
-    lanes: Iterable[str]
-    concurrency: int
-    worker_id: str
-    worker_instance_id: str
-    capabilities: Iterable[str]
-    lease_ttl_ms: int
-    namespace: str | None
-    claim_poll_interval_ms: int
-    drain_seconds: float
-    threads: int
-    reconcile: bool
+"""The pause before a timeout that met a run about to suspend is looked at again."""
 
 
 class Worker:
@@ -108,16 +95,16 @@ class Worker:
         threads: int | None = None,
         reconcile: bool = True,
     ) -> None:
-        _check_range("concurrency", concurrency)
+        check_count("concurrency", concurrency)
         threads = min(concurrency, MAX_THREADS) if threads is None else threads
         self.lanes = tuple(dict.fromkeys(map(check_lane_id, check_items(lanes, "lanes"))))
-        _check_range("lanes", len(self.lanes), MAX_LANES)
-        _check_range("threads", threads)
-        _check_range("lease_ttl_ms", lease_ttl_ms, MAX_LEASE_TTL_MS)
-        _check_range("claim_poll_interval_ms", claim_poll_interval_ms)
+        check_count("lanes", len(self.lanes), MAX_LANES)
+        check_count("threads", threads)
+        check_count("lease_ttl_ms", lease_ttl_ms, MAX_LEASE_TTL_MS)
+        check_count("claim_poll_interval_ms", claim_poll_interval_ms)
         if isinstance(drain_seconds, bool) or not isinstance(drain_seconds, int | float) or not drain_seconds >= 0:
             raise ValueError(f"drain_seconds: a number from 0 on, got {shown(drain_seconds)}")
-        if not isinstance(handlers, Mapping) or not all(map(_is_handler, handlers.values())):
+        if not isinstance(handlers, Mapping) or not all(map(is_handler, handlers.values())):
             raise error("invalid_input", f"handlers: functions by kind are wanted, got {shown(handlers)}")
         host = "".join(char for char in socket.gethostname() if char.isprintable() and char != " ") or "worker"
         self.worker_id = check_worker_id(worker_id or host, "worker_id")
@@ -307,11 +294,11 @@ class Worker:
             self._running.add(running)
             if (earlier := presence.enter(self._engine.store_key, running)) is not None:
                 self._follow(running, earlier)
-            if one.attempt_timeout_ms is not None:
-                running.timer = loop.call_later(one.attempt_timeout_ms / 1000, self._time_out, running)
             if is_stopping:
                 running.is_dropped = running.is_given_back = True
             running.task = loop.create_task(self._run(running))
+            if one.attempt_timeout_ms is not None or one.execution_deadline_at is not None:
+                self._limit(running, loop)
 
     def _follow(self, running: Running, earlier: Running) -> None:
         """Let a run begin when the earlier one has left, whose lease is gone."""
@@ -393,22 +380,30 @@ class Worker:
                 running.lost = running.lost or reason
                 self._lose(running)
 
-    def _time_out(self, running: Running) -> None:
-        """Stop a run whose attempt has taken its time, and end the attempt."""
+    def _limit(self, running: Running, loop: asyncio.AbstractEventLoop) -> None:
+        """Stop a run when the time of its attempt or of its execution is up, whichever is first."""
+        seconds, phase = time_limit(running.claimed)
+        if seconds > 0:
+            running.timer = loop.call_later(seconds, self._time_out, running, phase)
+        else:
+            # Now: the handler of a run that comes too late is not called.
+            self._time_out(running, phase)
+
+    def _time_out(self, running: Running, phase: ExpiryPhase) -> None:
+        """Stop a run whose time is up, and have the store end its attempt or its execution."""
         if running.has_ended or running.is_dropped:
             return
         if running.is_suspending:
             # Answered in a moment: a run that is suspended keeps what is left of its time.
             loop = asyncio.get_running_loop()
-            running.timer = loop.call_later(TIMEOUT_AGAIN_SECONDS, self._time_out, running)
+            running.timer = loop.call_later(TIMEOUT_AGAIN_SECONDS, self._time_out, running, phase)
             return
-        logger.warning(
-            "%s is stopped: its attempt timeout of %d ms has passed",
-            running.execution_id,
-            running.claimed.attempt_timeout_ms,
-        )
+        limit = "execution deadline"
+        if phase is ExpiryPhase.ATTEMPT_TIMEOUT:
+            limit = f"attempt timeout of {running.claimed.attempt_timeout_ms} ms"
+        logger.warning("%s is stopped: its %s has passed", running.execution_id, limit)
         running.stop()
-        running.expiry = asyncio.create_task(self._reports.expire(running))
+        running.expiry = asyncio.create_task(self._reports.expire(running, phase))
 
     async def _drain(self) -> None:
         self.stop()
@@ -484,13 +479,3 @@ def _patience(running: Running) -> float:
         return 0.0
     timeout_ms = running.claimed.attempt_timeout_ms
     return EARLIER_SECONDS if timeout_ms is None else min(EARLIER_SECONDS, timeout_ms / 2000)
-
-
-def _is_handler(value: object) -> bool:
-    return isinstance(value, Handler) or callable(value)
-
-
-def _check_range(name: str, value: int, most: int | None = None) -> None:
-    if type(value) is not int or value < 1 or (most is not None and value > most):
-        limit = "" if most is None else f", at most {most}"
-        raise ValueError(f"{name}: a whole number, at least 1{limit}, got {shown(value)}")
