@@ -171,13 +171,57 @@ async def test_retries_are_not_used_up_while_an_earlier_run_does_not_return(
         await clock.advance(ms=PUT_OFF_MS)
         await eventually(lambda: put_off() == ["WARNING", "INFO"])
         await eventually(is_delayed)
+    # It begins when the earlier run has left, however long it was put off for.
+    await clock.stop()
     gate.set()
-    await eventually(lambda: worker.running == 0)
-    await clock.advance(ms=PUT_OFF_MS)
     ended = await engine.wait_for_ending(run, timeout=60)
     assert (ended.outcome, ended.result) == (TerminalOutcome.SUCCESS, b"1")
     assert [one["attempt_state"] for one in await attempts(run)] == ["ended_failure", "ended_success"]
     assert (overlap.started, overlap.most) == (2, 1)
+
+
+async def test_a_run_that_was_put_off_is_given_to_another_worker_when_the_earlier_has_left(
+    engine: Engine, engines: Any, start_worker: Any, submit: Any, clock: Any, eventually: Any, caplog: Any
+) -> None:
+    gate = threading.Event()
+    overlap = Overlap()
+
+    def wait(ctx: Context) -> int:
+        with overlap:
+            gate.wait(timeout=60)
+            return ctx.attempt_index
+
+    run = await submit(policy={"timeout_policy": {"attempt_timeout_ms": 1000}, **RETRIED})
+    first = await start_worker({"job": wait}, lease_ttl_ms=LONG_TTL_MS, reconcile=False, claim_poll_interval_ms=50)
+
+    async def is_delayed() -> bool:
+        return await engine.read_execution_state(run) == "delayed" and first.running == 1
+
+    await eventually(lambda: "waits for an earlier run that does not return" in caplog.text)
+    await eventually(is_delayed)
+    await clock.stop()
+    first.stop()
+    async with Worker(await engines(), lanes=["default"], handlers={"job": wait}, reconcile=False) as other:
+        await eventually(lambda: other._engine.wakeups._waiting.get("default"))
+        assert overlap.started == 1
+        gate.set()
+        assert (await engine.wait_for_ending(run, timeout=60)).result == b"1"
+    assert (overlap.started, overlap.most) == (2, 1)
+
+
+async def test_a_claim_since_is_not_disturbed_by_the_end_of_a_put_off(
+    engine: Engine, given: Any, clock: Any, rows: Any
+) -> None:
+    handle = await given.claimed()
+    await engine.delay(handle, await clock.now() + 5000)
+    await clock.advance(ms=5001)
+    (again,) = await engine.claim_many(lanes=["default"], worker_id="w", worker_instance_id="w-2", limit=1)
+    assert again.execution_id == handle.execution_id
+    await engine.delay(again.handle, await clock.now() + 5000)
+    async with rows.unchanged():
+        await engine.leases.bring_forward(handle)
+    await engine.leases.bring_forward(again.handle)
+    assert await engine.read_execution_state(handle.execution_id) == "resumable"
 
 
 async def test_executions_of_two_stores_may_have_the_same_id(

@@ -90,7 +90,7 @@ class Reports:
         if await self._repeat(running, write, "hand-back"):
             logger.info("%s is handed back", running.execution_id)
 
-    async def put_off(self, running: Running, milliseconds: int) -> None:
+    async def put_off(self, running: Running, milliseconds: int) -> bool:
         """Give up the lease of a run that cannot begin; any worker can claim it after that time."""
 
         async def write() -> bool:
@@ -98,7 +98,16 @@ class Reports:
             await self._engine.delay(running.claimed.handle, now + milliseconds)
             return True
 
-        await self._repeat(running, write, "delay")
+        return await self._repeat(running, write, "delay")
+
+    async def bring_forward(self, running: Running) -> None:
+        """Let any worker claim a run that was put off at once."""
+
+        async def write() -> bool:
+            await self._engine.leases.bring_forward(running.claimed.handle)
+            return True
+
+        await self._repeat(running, write, "end of the delay")
 
     async def expire(self, running: Running, phase: ExpiryPhase) -> None:
         """End the attempt of a run that was stopped because its time is up, or its execution at the deadline."""

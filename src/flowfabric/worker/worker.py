@@ -15,7 +15,6 @@ from typing import Any, Self
 
 from flowfabric.engine.claim import DEFAULT_LEASE_TTL_MS, MAX_LANES
 from flowfabric.engine.engine import Engine
-from flowfabric.engine.expire import ExpiryPhase
 from flowfabric.engine.wakeups import LostLease, LostReason
 from flowfabric.model.errors import EngineError, error
 from flowfabric.model.handle import MAX_LEASE_TTL_MS
@@ -36,7 +35,7 @@ from flowfabric.worker.options import check_count, is_handler
 from flowfabric.worker.outcome import Dropped, Failure, Outcome, PutOff, Success, outcome_of
 from flowfabric.worker.reports import Reports
 from flowfabric.worker.threads import Threads
-from flowfabric.worker.timeouts import time_limit
+from flowfabric.worker.timeouts import TimeLimits
 
 logger = logging.getLogger(__name__)
 
@@ -61,9 +60,7 @@ LEAVE_SECONDS = 1.5
 EARLIER_SECONDS = 10.0
 """How long a run waits at most for an earlier run of its execution, which should have stopped."""
 PUT_OFF_MS = 5000
-"""How long nobody claims an execution whose earlier run has not stopped by then; after that any worker may."""
-TIMEOUT_AGAIN_SECONDS = 0.1
-"""The pause before a timeout that met a run about to suspend is looked at again."""
+"""How long nobody claims an execution whose earlier run has not stopped by then, unless it stops meanwhile."""
 
 
 class Worker:
@@ -137,7 +134,10 @@ class Worker:
         self._running: set[Running] = set()
         self._contact = Contact()
         self._reports = Reports(engine, self._release, self._contact)
+        self._limits = TimeLimits(self._reports)
         self._threads = Threads(threads)
+        self._put_off: set[asyncio.Task[None]] = set()
+        """The tasks of runs that were put off, which wait for the earlier runs to leave."""
         self._claiming: asyncio.Task[None] | None = None
         self._stopping = asyncio.Event()
         self._is_stopped_by_signal = False
@@ -298,7 +298,7 @@ class Worker:
                 running.is_dropped = running.is_given_back = True
             running.task = loop.create_task(self._run(running))
             if one.attempt_timeout_ms is not None or one.execution_deadline_at is not None:
-                self._limit(running, loop)
+                self._limits.begin(running)
 
     def _follow(self, running: Running, earlier: Running) -> None:
         """Let a run begin when the earlier one has left, whose lease is gone."""
@@ -328,10 +328,13 @@ class Worker:
             case Failure() as failure:
                 await self._reports.fail(running, failure)
             case PutOff():
+                is_put_off = False
                 try:
-                    await self._reports.put_off(running, PUT_OFF_MS)
+                    is_put_off = await self._reports.put_off(running, PUT_OFF_MS)
                 finally:
                     self._release(running)
+                if is_put_off:
+                    await self._bring_forward(running)
             case Dropped():
                 try:
                     if running.expiry is not None:
@@ -354,6 +357,19 @@ class Worker:
                 earlier.is_stuck = True
                 return PutOff()
         return await outcome_of(running, handler, self._engine, self._threads)
+
+    async def _bring_forward(self, running: Running) -> None:
+        """Let any worker claim an execution that was put off as soon as its earlier run has left."""
+        assert running.task is not None
+        self._put_off.add(running.task)
+        try:
+            async with asyncio.timeout(PUT_OFF_MS / 1000):
+                await presence.earlier_has_left(running)
+            await self._reports.bring_forward(running)
+        except TimeoutError:
+            pass
+        finally:
+            self._put_off.discard(running.task)
 
     def _release(self, running: Running) -> None:
         self._running.discard(running)
@@ -380,31 +396,6 @@ class Worker:
                 running.lost = running.lost or reason
                 self._lose(running)
 
-    def _limit(self, running: Running, loop: asyncio.AbstractEventLoop) -> None:
-        """Stop a run when the time of its attempt or of its execution is up, whichever is first."""
-        seconds, phase = time_limit(running.claimed)
-        if seconds > 0:
-            running.timer = loop.call_later(seconds, self._time_out, running, phase)
-        else:
-            # Now: the handler of a run that comes too late is not called.
-            self._time_out(running, phase)
-
-    def _time_out(self, running: Running, phase: ExpiryPhase) -> None:
-        """Stop a run whose time is up, and have the store end its attempt or its execution."""
-        if running.has_ended or running.is_dropped:
-            return
-        if running.is_suspending:
-            # Answered in a moment: a run that is suspended keeps what is left of its time.
-            loop = asyncio.get_running_loop()
-            running.timer = loop.call_later(TIMEOUT_AGAIN_SECONDS, self._time_out, running, phase)
-            return
-        limit = "execution deadline"
-        if phase is ExpiryPhase.ATTEMPT_TIMEOUT:
-            limit = f"attempt timeout of {running.claimed.attempt_timeout_ms} ms"
-        logger.warning("%s is stopped: its %s has passed", running.execution_id, limit)
-        running.stop()
-        running.expiry = asyncio.create_task(self._reports.expire(running, phase))
-
     async def _drain(self) -> None:
         self.stop()
         assert self._claiming is not None
@@ -425,6 +416,8 @@ class Worker:
         await self._until_empty(HAND_BACK_SECONDS)
         self._reports.close()
         self._threads.close()
+        for task in self._put_off:
+            task.cancel()
         for running in self._running:
             logger.warning("%s is left to another worker when its lease runs out", running.execution_id)
             if running.has_ended and running.task is not None:
