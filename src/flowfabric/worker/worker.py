@@ -196,9 +196,29 @@ class Worker:
 
     async def run(self) -> None:
         """Work until `stop()`, SIGTERM or SIGINT, then drain; a second signal ends the process at once."""
-        with calling_on_interrupts(self._stop_on_signal):
-            async with self:
+        interrupted = asyncio.Event()
+        with calling_on_interrupts(interrupted.set):
+            await self.run_until(interrupted)
+
+    async def run_until(self, interrupted: asyncio.Event) -> None:
+        """Work until `stop()` or an event that a signal sets, then drain."""
+        # A signal that came before is noted in the next turn of the event loop.
+        await asyncio.sleep(0)
+        if interrupted.is_set():
+            return
+        watching = asyncio.create_task(self._stop_when(interrupted))
+        try:
+            async with AsyncExitStack() as working:
+                try:
+                    await working.enter_async_context(self)
+                except EngineError as error:
+                    if not interrupted.is_set() or not is_passing(error):
+                        raise
+                    logger.warning("stopped before the store took the registration: %s", error)
+                    return
                 await self._stopping.wait()
+        finally:
+            watching.cancel()
 
     def stop(self) -> None:
         """Claim nothing more; `run()` and the end of `async with` wait for what runs."""
@@ -206,7 +226,8 @@ class Worker:
         self._slot_freed.set()
         self._engine.wakeups.wake_all()
 
-    def _stop_on_signal(self) -> None:
+    async def _stop_when(self, interrupted: asyncio.Event) -> None:
+        await interrupted.wait()
         self._is_stopped_by_signal = True
         self.stop()
 
@@ -419,7 +440,8 @@ class Worker:
         for task in self._put_off:
             task.cancel()
         for running in self._running:
-            logger.warning("%s is left to another worker when its lease runs out", running.execution_id)
+            what = "its ending is not stored" if running.has_ended else "does not stop"
+            logger.warning("%s %s: it is left to another worker when its lease expires", running.execution_id, what)
             if running.has_ended and running.task is not None:
                 running.task.cancel()
         await asyncio.wait((self._claiming,))
