@@ -273,7 +273,6 @@ class Task(Generic[Called, Params, Returned]):
         engine, options = self._fabric.engine, self._options
         key = self._key()
         payload = self.handler.encode(args, kwargs, is_canonical=key is not None)
-        delay = self._delay_ms
         try:
             made = await engine.create_execution(
                 namespace=self._fabric.namespace,
@@ -286,7 +285,7 @@ class Task(Generic[Called, Params, Returned]):
                 idempotency_key=key,
                 tags=self._tags,
                 policy=self._policy,
-                delay_until=None if delay is None else await engine.server_time_ms() + delay,
+                delay_ms=self._delay_ms,
             )
         except ConflictError as refused:
             if refused.code != "idempotency_conflict":
