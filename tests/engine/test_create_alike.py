@@ -59,7 +59,7 @@ async def stored(rows: Any, execution_id: str) -> list[Any]:
 async def test_an_item_that_differs_in_one_field_is_stored_as_if_it_came_alone(
     engine: Engine, rows: Any, clock: Any, place: int, different: dict[str, Any]
 ) -> None:
-    await clock.stop()
+    assert await clock.now() == await engine.server_time_ms()
     # Numbers of names are given once; the second round meets what is known.
     for nth in range(2):
         arguments = [new(), new(), new()]
