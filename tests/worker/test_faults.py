@@ -410,6 +410,8 @@ async def test_a_worker_stops_in_bounded_time_when_the_store_falls_silent(
                 proxy.silence(new=True)
                 gate.opened.set()
                 engine.wakeups.wake_all()
+                # The claim is sent before the worker is stopped, and is not answered.
+                await eventually(lambda: engine._claim._under_way == 1)
                 began = time.monotonic()
         took = time.monotonic() - began
     assert took < 0.5 + CANCEL_SECONDS + STOP_SECONDS
