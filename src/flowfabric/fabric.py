@@ -30,8 +30,10 @@ from flowfabric.options import Seconds, checked_lane, checked_tags, milliseconds
 from flowfabric.settings import Settings
 from flowfabric.worker.context import Context
 from flowfabric.worker.handler import Handler
-from flowfabric.worker.start import connected, reporting_on_stderr
-from flowfabric.worker.worker import Worker, WorkerOptions
+from flowfabric.worker.interrupts import calling_on_interrupts
+from flowfabric.worker.options import WorkerOptions
+from flowfabric.worker.start import closed, connected, reporting_on_stderr, run_to_end
+from flowfabric.worker.worker import Worker
 
 Called = ParamSpec("Called")
 """What a function takes."""
@@ -271,7 +273,6 @@ class Task(Generic[Called, Params, Returned]):
         engine, options = self._fabric.engine, self._options
         key = self._key()
         payload = self.handler.encode(args, kwargs, is_canonical=key is not None)
-        delay = self._delay_ms
         try:
             made = await engine.create_execution(
                 namespace=self._fabric.namespace,
@@ -284,7 +285,7 @@ class Task(Generic[Called, Params, Returned]):
                 idempotency_key=key,
                 tags=self._tags,
                 policy=self._policy,
-                delay_until=None if delay is None else await engine.server_time_ms() + delay,
+                delay_ms=self._delay_ms,
             )
         except ConflictError as refused:
             if refused.code != "idempotency_conflict":
@@ -426,18 +427,22 @@ class Fabric:
         """Connect and work until SIGTERM or SIGINT: the main function of a worker process.
 
         A server that is not there yet is waited for. A start that fails otherwise is told on stderr, and the process
-        ends with exit code 1, or 2 where a setting is wrong.
+        ends with exit code 1, or 2 where a setting is wrong. Handlers and their threads that do not stop are not waited
+        for: the process ends without them.
         """
 
         async def work() -> None:
-            try:
-                if await connected(self.__aenter__):
-                    await self.worker(**options).run()
-            finally:
-                await self.__aexit__(None, None, None)
+            interrupted = asyncio.Event()
+            # Over the whole time, so that a signal between two steps ends the process cleanly too.
+            with calling_on_interrupts(interrupted.set):
+                try:
+                    if await connected(self.__aenter__, interrupted):
+                        await self.worker(**options).run_until(interrupted)
+                finally:
+                    await closed(self.__aexit__(None, None, None))
 
         with reporting_on_stderr():
-            asyncio.run(work())
+            run_to_end(work())
 
 
 def _checked(options: Options, known: type[Options]) -> Options:

@@ -130,6 +130,18 @@ async def test_a_claim_arms_the_attempt_timer_of_the_policy(engine: Engine, give
         assert (await rows.execution(claimed.execution_id))["attempt_timeout_at"] == armed
 
 
+async def test_a_claim_carries_the_deadline_of_its_execution(engine: Engine, given: Any, clock: Any) -> None:
+    now = await clock.now()
+    assert (await given.run()).execution_deadline_at is None
+    by_policy = await given.run(policy={"timeout_policy": {"execution_deadline_ms": 90_000}})
+    assert by_policy.execution_deadline_at == now + 90_000
+    given_at = await given.run(execution_deadline_at=now + 80_000)
+    assert given_at.execution_deadline_at == now + 80_000
+    await engine.hand_back(given_at.handle)
+    (resumed,) = await engine.claim_many(lanes=["default"], worker_id="w", worker_instance_id="w-2", limit=1)
+    assert (resumed.execution_id, resumed.execution_deadline_at) == (given_at.execution_id, now + 80_000)
+
+
 async def test_what_is_not_waiting_is_not_claimed(engine: Engine, given: Any, rows: Any) -> None:
     await given.claimed()
     await given.completed()

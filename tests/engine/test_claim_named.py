@@ -81,6 +81,7 @@ async def test_what_a_claim_by_grant_does_not_say_is_minted_or_comes_from_the_po
     claimed = await claim_named(engine, waiting, execution_deadline_at=0)
     row = await rows.execution(waiting)
     assert (row["attempt_timeout_at"], row["deadline_at"]) == (now + 4000, now + 50_000)
+    assert (claimed.attempt_timeout_ms, claimed.execution_deadline_at) == (4000, now + 50_000)
     assert row["lease_expires_at"] == now + 30_000
     assert row["lease_id"] == row["attempt_id"] == claimed.attempt_id
     assert UUID(str(claimed.lease_id)).version == 7

@@ -235,6 +235,23 @@ async def test_the_policys_delay_counts_where_the_call_names_none(
 
 
 @both_creates
+async def test_a_delay_may_be_counted_from_the_creation(
+    engine: Engine, create: Creating, rows: Any, clock: Any
+) -> None:
+    now = await clock.now()
+    for more, until in (
+        ({"delay_ms": 5}, now + 5),
+        ({"delay_ms": 5, "policy": {"delay_until": now + 60}}, now + 5),
+        ({"delay_ms": 5, "idempotency_key": "k"}, now + 5),
+        ({"delay_ms": 0}, None),
+        ({"delay_ms": 0, "policy": {"delay_until": now + 60}}, None),
+    ):
+        made = await create(engine, **new(**more))
+        row = await rows.execution(made.execution_id)
+        assert (vector(row), row["delay_until"]) == (WAITING if until is None else DELAYED, until)
+
+
+@both_creates
 async def test_a_deadline_is_absolute_or_counted_from_creation(
     engine: Engine, create: Creating, rows: Any, clock: Any
 ) -> None:

@@ -36,6 +36,7 @@ DIFFERENT: dict[str, dict[str, Any]] = {
         "policy": ExecutionPolicy(routing_requirements=RoutingRequirements(required_capabilities=("gpu",)))
     },
     "delay": {"delay_until": FAR},
+    "delay from now": {"delay_ms": FAR},
     "deadline": {"execution_deadline_at": FAR},
     "key": {"idempotency_key": "k"},
 }
@@ -56,8 +57,9 @@ async def stored(rows: Any, execution_id: str) -> list[Any]:
 @pytest.mark.parametrize("different", DIFFERENT.values(), ids=DIFFERENT.keys())
 @pytest.mark.parametrize("place", [0, 1, 2])
 async def test_an_item_that_differs_in_one_field_is_stored_as_if_it_came_alone(
-    engine: Engine, rows: Any, place: int, different: dict[str, Any]
+    engine: Engine, rows: Any, clock: Any, place: int, different: dict[str, Any]
 ) -> None:
+    assert await clock.now() == await engine.server_time_ms()
     # Numbers of names are given once; the second round meets what is known.
     for nth in range(2):
         arguments = [new(), new(), new()]

@@ -47,6 +47,7 @@ def _claimed() -> ClaimedExecution:
         retry_count=0,
         priority=5,
         attempt_timeout_ms=None,
+        execution_deadline_at=None,
     )
 
 

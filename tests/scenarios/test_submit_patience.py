@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import pytest
 
+from flowfabric import Fabric
 from flowfabric.engine.engine import Engine
 from flowfabric.model.errors import TransportError
 from flowfabric.model.execution import NewExecution
@@ -103,8 +104,19 @@ async def test_submissions_wait_out_a_restart_and_each_exists_once(mortal: Serve
         ({"idempotency_key": "k", "delay_until": FAR}, PublicState.DELAYED),
         ({"policy": {"delay_until": FAR}}, PublicState.DELAYED),
         ({"delay_until": 1}, PublicState.WAITING),
+        ({"delay_ms": 1}, PublicState.DELAYED),
+        ({"delay_ms": 0}, PublicState.WAITING),
     ],
-    ids=["plain", "key", "delay", "key and delay", "delay of the policy", "delay that has passed"],
+    ids=[
+        "plain",
+        "key",
+        "delay",
+        "key and delay",
+        "delay of the policy",
+        "delay that has passed",
+        "delay from now",
+        "no delay from now",
+    ],
 )
 async def test_an_answer_lost_after_the_commit_is_created_once(
     url: str, rows: Any, more: dict[str, Any], state: PublicState
@@ -124,6 +136,21 @@ async def test_an_answer_lost_after_the_commit_is_created_once(
             again = await engine.create_execution(**NEW, **more)
             assert again == Duplicate(execution_id=made.execution_id)
             assert len(await rows.of("idempotency", idempotency_key=key)) == 1
+
+
+async def test_a_task_with_a_delay_is_submitted_once_though_an_answer_is_lost(url: str, rows: Any) -> None:
+    async with LossyProxy(url).running() as proxy:
+        fabric = Fabric(settings=Settings(database_url=proxy.url, database_pool_size=1, listen=False))
+
+        @fabric.task
+        async def job() -> None: ...
+
+        async with fabric:
+            await job.options(delay=60).submit()
+            proxy.lose_answer()
+            run = await job.options(delay=60).submit()
+            assert (proxy.lost, run.is_duplicate, await run.state()) == (1, False, "delayed")
+        assert len(await rows.of("execution")) == 2
 
 
 async def test_a_batch_whose_answer_was_lost_is_created_once(url: str, rows: Any) -> None:

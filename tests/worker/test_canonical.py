@@ -107,6 +107,8 @@ def test_the_payload_does_not_depend_on_the_process() -> None:
 def test_the_arguments_arrive_equal(kind: Any, value: Any) -> None:
     args, _ = handler_of(kind).bind(payload_of(kind, value), lambda: CONTEXT)
     assert tuple(args) == (value, value)
+    # A set equals a frozenset of the same elements.
+    assert [type(arg) for arg in args] == [type(value)] * 2
 
 
 def test_dicts_are_sorted_where_their_order_has_no_meaning() -> None:

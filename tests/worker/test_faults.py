@@ -1,6 +1,7 @@
 """What a worker does while the store is at fault, silent, or refuses one result among many."""
 
 import asyncio
+import json
 import logging
 import time
 from collections.abc import AsyncIterator
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from faults.proxy import Action, Side, Strike
 from faults.proxy import Proxy as CuttingProxy
 from flowfabric.db.session import Limits
 from flowfabric.engine.engine import Engine
@@ -18,7 +20,8 @@ from flowfabric.model.states import TerminalOutcome
 from flowfabric.settings import Settings
 from flowfabric.worker.context import Context, Running
 from flowfabric.worker.faults import FAULT_SECONDS, Contact, is_about_values, is_passing
-from flowfabric.worker.worker import CANCEL_SECONDS, LISTENING_POLL_SECONDS, Worker, WorkerOptions
+from flowfabric.worker.options import WorkerOptions
+from flowfabric.worker.worker import CANCEL_SECONDS, LISTENING_POLL_SECONDS, Worker
 
 from .proxy import Proxy
 
@@ -184,29 +187,43 @@ async def test_calls_of_a_handler_survive_a_lost_connection(
 
 
 async def test_a_waitpoint_is_made_once_though_its_answer_is_lost(
-    engine: Engine, start_worker: Any, submit: Any, rows: Any, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, url: str, submit: Any, rows: Any
 ) -> None:
-    create, faults = engine.create_waitpoint, iter([TransportError()])
+    async with CuttingProxy(url) as proxy:
 
-    async def create_and_lose(*arguments: Any, **options: Any) -> Any:
-        made = await create(*arguments, **options)
-        if fault := next(faults, None):
-            raise fault
-        return made
+        async def job(ctx: Context) -> list[str]:
+            points = [await ctx.create_waitpoint("prepares the statements", 60_000)]
+            proxy.arm(None)
+            points.append(await ctx.create_waitpoint("counts the messages", 60_000))
+            # The last message commits: it is carried out, and its answer lost.
+            last = proxy.counted(Side.CLIENT)
+            proxy.arm(Strike(action=Action.DROP_ANSWER, side=Side.CLIENT, nth=last))
+            points.append(await ctx.create_waitpoint("approval", 60_000))
+            assert (proxy.struck, proxy.counted(Side.CLIENT) > last) == (1, True)
+            for point in points:
+                token = await engine.read_waitpoint_token(
+                    execution_id=ctx.execution_id, waitpoint_id=point.waitpoint_id
+                )
+                assert token is not None
+                assert token.reveal() == point.hmac_token.reveal()
+            return sorted(str(point.waitpoint_id) for point in points)
 
-    monkeypatch.setattr(engine, "create_waitpoint", create_and_lose)
-
-    async def job(ctx: Context) -> str:
-        point = await ctx.create_waitpoint("approval", 60_000)
-        token = await engine.read_waitpoint_token(execution_id=ctx.execution_id, waitpoint_id=point.waitpoint_id)
-        assert token is not None
-        assert token.reveal() == point.hmac_token.reveal()
-        return str(point.waitpoint_id)
-
-    await start_worker({"job": job})
-    ended = await engine.wait_for_ending(await submit(), timeout=60)
-    (row,) = await rows.of("waitpoint")
-    assert ended.result == b'"%s"' % str(row["waitpoint_id"]).encode()
+        run = await submit()
+        async with (
+            Engine.connect(settings=Settings(database_url=proxy.url, database_pool_size=1, listen=False)) as cut,
+            Worker(
+                cut,
+                lanes=["default"],
+                handlers={"job": job},
+                concurrency=1,
+                lease_ttl_ms=600_000,
+                reconcile=False,
+            ),
+        ):
+            ended = await engine.wait_for_ending(run, timeout=60)
+    assert (ended.outcome, ended.reason) == (TerminalOutcome.SUCCESS, None)
+    made = sorted(str(row["waitpoint_id"]) for row in await rows.of("waitpoint"))
+    assert ended.result == json.dumps(made, separators=(",", ":")).encode()
 
 
 async def test_a_worker_starts_when_the_store_can_take_its_registration(
@@ -393,6 +410,8 @@ async def test_a_worker_stops_in_bounded_time_when_the_store_falls_silent(
                 proxy.silence(new=True)
                 gate.opened.set()
                 engine.wakeups.wake_all()
+                # The claim is sent before the worker is stopped, and is not answered.
+                await eventually(lambda: engine._claim._under_way == 1)
                 began = time.monotonic()
         took = time.monotonic() - began
     assert took < 0.5 + CANCEL_SECONDS + STOP_SECONDS

@@ -3,6 +3,8 @@
 import asyncio
 import logging
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -196,6 +198,50 @@ async def test_a_thread_that_does_not_end_in_time_does_not_hold_the_worker(
     assert "is handed back" not in caplog.text
 
 
+async def test_a_handler_that_ignores_its_cancellation_is_left_behind(
+    engine: Engine, submit: Any, eventually: Any, caplog: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flowfabric.worker.worker.CANCEL_SECONDS", 0.05)
+    gate = asyncio.Event()
+
+    async def ignore() -> str:
+        while not gate.is_set():
+            with suppress(asyncio.CancelledError):
+                await gate.wait()
+        return "late"
+
+    run = await submit()
+    worker = Worker(engine, lanes=["default"], handlers={"job": ignore}, drain_seconds=0.05)
+    async with asyncio.timeout(60), worker:
+        await eventually(lambda: worker.running == 1)
+    told = f"{run} does not stop: it is left to another worker when its lease expires"
+    assert [record.getMessage() for record in caplog.records].count(told) == 1
+    gate.set()
+    await eventually(lambda: worker.running == 0)
+    # What it returns after all is not written.
+    assert await engine.read_execution_state(run) == "active"
+
+
+async def test_a_worker_stops_while_its_handlers_block_every_thread_of_the_event_loop(
+    engine: Engine, submit: Any, eventually: Any
+) -> None:
+    gate = threading.Event()
+    threads = ThreadPoolExecutor(1)
+    asyncio.get_running_loop().set_default_executor(threads)
+
+    async def block() -> None:
+        await asyncio.to_thread(gate.wait, 60)
+
+    await submit()
+    worker = Worker(engine, lanes=["default"], handlers={"job": block}, drain_seconds=0.05)
+    try:
+        async with asyncio.timeout(30), worker:
+            await eventually(lambda: worker.running == 1)
+    finally:
+        gate.set()
+        threads.shutdown()
+
+
 async def test_results_of_the_last_moment_are_written(engine: Engine, submit: Any, rows: Any) -> None:
     async def job() -> None: ...
 
@@ -207,7 +253,11 @@ async def test_results_of_the_last_moment_are_written(engine: Engine, submit: An
     assert (left, worker.running) == ([], 0)
 
 
-async def test_an_idle_worker_stops_at_once(engine: Engine, eventually: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_idle_worker_stops_at_once(
+    engine: Engine, eventually: Any, caplog: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("flowfabric.worker.worker.LISTENING_POLL_SECONDS", 600.0)
     async with asyncio.timeout(60), Worker(engine, lanes=["default"], handlers={"job": print}):
         await eventually(lambda: engine.wakeups._waiting.get("default"))
+    # Its wait for work ends by itself; otherwise it is cancelled after CLAIM_SECONDS, with this warning.
+    assert "a claim was not answered" not in caplog.text

@@ -1,4 +1,4 @@
-"""How a worker process ends on signals while a thread of a handler does not return."""
+"""How a worker process ends on signals, also while a handler or a thread of it does not return."""
 
 import signal
 import subprocess
@@ -12,11 +12,13 @@ import pytest
 from flowfabric import Fabric
 from flowfabric.worker.worker import CANCEL_SECONDS
 
-from . import blocking_process
+from . import blocking_process, interrupted_process
 
 Process = subprocess.Popen[bytes]
 
 DRAIN_SECONDS = 0.2
+STOPPING = "stopping: 1 handler runs, waiting up to 0.2 s; a second signal ends at once"
+LEFT = "it is left to another worker when its lease expires"
 MORE_SECONDS = 15.0
 """What a stop may take beyond the drain and the clean-up on a busy machine; the lease is much longer."""
 
@@ -66,11 +68,38 @@ async def test_a_thread_that_does_not_return_does_not_hold_a_process_that_stops(
     await eventually((tmp_path / "started").exists)
     process.terminate()
     assert process.wait(timeout=DRAIN_SECONDS + CANCEL_SECONDS + MORE_SECONDS) == 0
-    assert logged() == [
-        "stopping: 1 handler runs, waiting up to 0.2 s; a second signal ends at once",
-        f"stopping {run.id}",
-        f"{run.id} is left to another worker when its lease runs out",
-    ]
+    assert logged() == [STOPPING, f"stopping {run.id}", f"{run.id} does not stop: {LEFT}"]
+
+
+async def test_a_handler_that_ignores_its_cancellation_does_not_hold_a_process_that_stops(
+    fabric: Fabric, start: Callable[[float], Process], logged: Any, tmp_path: Path, eventually: Any
+) -> None:
+    run = await blocking_process.ignore_cancellation.submit(str(tmp_path / "started"))
+    process = start(DRAIN_SECONDS)
+    await eventually((tmp_path / "started").exists)
+    process.terminate()
+    assert process.wait(timeout=DRAIN_SECONDS + CANCEL_SECONDS + MORE_SECONDS) == 0
+    assert logged() == [STOPPING, f"stopping {run.id}", f"{run.id} does not stop: {LEFT}"]
+    assert await run.state() == "active"
+
+
+async def test_threads_that_a_handler_has_started_do_not_hold_a_process_that_stops(
+    fabric: Fabric, start: Callable[[float], Process], logged: Any, tmp_path: Path, eventually: Any
+) -> None:
+    run = await blocking_process.block_threads.submit(str(tmp_path / "started"))
+    process = start(DRAIN_SECONDS)
+    await eventually((tmp_path / "started").exists)
+    process.terminate()
+    assert process.wait(timeout=DRAIN_SECONDS + CANCEL_SECONDS + MORE_SECONDS) == 0
+    *before, last = logged()
+    assert before == [STOPPING, f"stopping {run.id}"]
+    assert last.startswith("threads that handlers have started do not return, this process ends without them: asyncio_")
+
+
+def test_a_signal_before_the_worker_starts_ends_the_process_cleanly(url: str) -> None:
+    command = [sys.executable, str(Path(interrupted_process.__file__)), url]
+    ended = subprocess.run(command, capture_output=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stderr) == (0, b"")
 
 
 @pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])

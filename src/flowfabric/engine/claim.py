@@ -270,6 +270,7 @@ def claimed_of(row: Record, instance: WorkerInstanceId, lease_ttl_ms: int) -> Cl
         policy,
         tags,
         attempt_timeout_ms,
+        execution_deadline_at,
     ) = row
     # Not by a function: every claimed row comes by here.
     execution_id = ExecutionId(ID_FORMAT % (partition, uuid))
@@ -301,4 +302,5 @@ def claimed_of(row: Record, instance: WorkerInstanceId, lease_ttl_ms: int) -> Cl
         retry_count=retry_count,
         priority=priority,
         attempt_timeout_ms=attempt_timeout_ms,
+        execution_deadline_at=execution_deadline_at,
     )

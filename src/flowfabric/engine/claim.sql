@@ -134,7 +134,7 @@ judged as materialized (
                                e.lane_no, e.created_at, e.ownership_state, e.attempt_state, e.lease_epoch, e.lease_id,
                                e.attempt_id,
                                e.attempt_type, e.attempt_count, e.worker_no, e.claimed_at, e.retry_count, e.reclaim_count,
-                               e.remaining_attempt_timeout_ms, e.flow_id,
+                               e.remaining_attempt_timeout_ms, e.deadline_at, e.flow_id,
                                e.instance_tag, e.previous_attempt_index, e.retry_reason, e.reclaim_reason, e.replay_reason,
                                e.replay_requested_by, e.attempt_policy, e.attempt_stored
                           from execution e
@@ -182,7 +182,7 @@ leased as (
   returning j.nth, j.branch, j.partition_key, j.execution_id, j.queue_no, j.place, j.lane_id, j.priority, j.retry_count,
             e.lease_id, e.lease_epoch, e.attempt_id, e.attempt_type, e.attempt_count - 1 as attempt_index, j.now,
             j.execution_kind, j.input_payload, j.payload_encoding, j.policy, j.has_tags, j.timeout_ms,
-            j.namespace_no, j.flow_id, j.instance_tag
+            j.deadline_at, j.namespace_no, j.flow_id, j.instance_tag
 ),
 interrupted as (
   insert into attempt (partition_key, execution_id, attempt_index, attempt_id, attempt_type, attempt_state,
@@ -218,16 +218,16 @@ select branch, partition_key, execution_id, queue_no, place, lane_id, priority, 
        execution_kind, input_payload, payload_encoding, policy,
        case when has_tags then (
          select jsonb_object_agg(t.key, t.value) from execution_tag t
-          where t.partition_key = l.partition_key and t.execution_id = l.execution_id) end as tags, timeout_ms
+          where t.partition_key = l.partition_key and t.execution_id = l.execution_id) end as tags, timeout_ms, deadline_at
   from leased l
 union all
 select branch, partition_key, execution_id, queue_no, place, lane_id, priority, retry_count,
-       null, lease_epoch, null, null, null, now, null, null, null, null, null, null
+       null, lease_epoch, null, null, null, now, null, null, null, null, null, null, null
   from judged where branch = 'capped'
 union all
 select case when is_short then 'short' when is_more then 'more' else 'whole' end, null, null, null, null, null, null, null, null, null, null, null, null, null, null, null, null, null, null,
        case when cardinality(:span_queues) = 0
-         then (extract(epoch from clock_timestamp() - statement_timestamp()) * 1000)::bigint end
+         then (extract(epoch from clock_timestamp() - statement_timestamp()) * 1000)::bigint end, null
   from (select is_shared and (select sum(rows) from share) > (select count(*) from judged) as is_short,
                is_shared and (select known < limited from cut) as is_more
           from plan) s
@@ -282,7 +282,7 @@ leased as (
     from held h
    where e.partition_key = h.partition_key and e.execution_id = h.execution_id
   returning e.partition_key, e.execution_id, e.lease_id, e.lease_epoch, e.attempt_id, e.attempt_type,
-            e.attempt_count - 1 as attempt_index
+            e.attempt_count - 1 as attempt_index, e.deadline_at
 ),
 consumed as (
   delete from claim_grant where partition_key = :partition_key and execution_id = :execution_id
@@ -321,5 +321,5 @@ select h.branch, h.partition_key, h.execution_id, h.queue_no, h.place, h.lane_id
        case when h.has_tags then (
          select jsonb_object_agg(t.key, t.value) from execution_tag t
           where t.partition_key = h.partition_key and t.execution_id = h.execution_id) end as tags,
-       :timeout_ms as timeout_ms
+       :timeout_ms as timeout_ms, l.deadline_at
   from held h join leased l using (partition_key, execution_id);

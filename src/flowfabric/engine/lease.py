@@ -166,7 +166,7 @@ class Leases:
             held = await lock_if_there(transaction, parsed)
             if held is None:
                 return [], "execution_not_found"
-            promoted = await transaction.fetch(SQL.promote_delayed, **_named([parsed]), **PROMOTED)
+            promoted = await transaction.fetch(SQL.promote_delayed, **_named([parsed]), lease_epoch=None, **PROMOTED)
             is_delayed = held["eligibility_state"] == EligibilityState.NOT_ELIGIBLE_UNTIL_TIME
             return promoted, "not_yet_due" if is_delayed else "not_delayed"
 
@@ -177,6 +177,19 @@ class Leases:
             if promoted
             else AlreadySatisfied(reason=reason)
         )
+
+    async def bring_forward(self, handle: Handle) -> None:
+        """Make an execution that was put aside under this lease claimable at once, unless it was claimed since."""
+        handle = usable(handle)
+
+        async def bring(transaction: Transaction) -> list[Record]:
+            if await lock_if_there(transaction, handle.execution_id) is None:
+                return []
+            return await transaction.fetch(
+                SQL.promote_delayed, **_named([handle.execution_id]), lease_epoch=handle.lease_epoch, **PROMOTED
+            )
+
+        self._tell(await self._store.transact(bring))
 
     async def list_expired(
         self, as_of: int | None, after: tuple[int, str] | None, limit: int, namespace: str | None
@@ -235,7 +248,7 @@ class Leases:
         return rows
 
     async def _promote_delayed(self, since: int) -> list[Record]:
-        rows = await self._store.fetch(SQL.promote_delayed, **_named(None, since), **PROMOTED)
+        rows = await self._store.fetch(SQL.promote_delayed, **_named(None, since), lease_epoch=None, **PROMOTED)
         self._tell(rows)
         return rows
 

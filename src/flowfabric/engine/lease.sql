@@ -117,7 +117,7 @@ select l.lane_id, d.queue_no, d.place, d.partition_key, d.execution_id, d.lease_
 
 -- name: promote_delayed
 -- Makes due delayed executions claimable: the named ones, or the oldest after :since when none is named; their attempt
--- state says how they will be claimed.
+-- state says how they will be claimed. A named one that was put aside under the lease of :lease_epoch need not be due.
 with clock as materialized (select ff_now() as now),
 due as materialized (
   select e.partition_key, e.execution_id
@@ -137,7 +137,8 @@ due as materialized (
          select e.partition_key, e.execution_id
            from unnest(:partition_keys::smallint[], :execution_ids::uuid[]) as i(partition_key, execution_id)
            join execution e using (partition_key, execution_id)
-          where e.eligibility_state = 'not_eligible_until_time' and e.delay_until <= c.now
+          where e.eligibility_state = 'not_eligible_until_time'
+            and (e.delay_until <= c.now or e.lease_epoch = :lease_epoch::bigint)
             for update of e skip locked) e
 ),
 promoted as (

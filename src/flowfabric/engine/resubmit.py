@@ -117,6 +117,8 @@ class Resubmit:
         return Created(execution_id=answer.execution_id, public_state=await self._first_state(new, answer.execution_id))
 
     async def _first_state(self, new: NewExecution, execution_id: ExecutionId) -> PublicState:
+        if new.delay_ms is not None:
+            return PublicState.DELAYED if new.delay_ms else PublicState.WAITING
         policy = parse_policy(new.policy)
         delay_until = policy.delay_until if new.delay_until is None and policy is not None else new.delay_until
         if delay_until is None:

@@ -10,8 +10,9 @@ from flowfabric.model.errors import EngineError, error
 from flowfabric.model.execution import NewExecution
 from flowfabric.model.ids import ExecutionId, check_lane_id, check_partition, id_head, parse_execution_id, row_key
 from flowfabric.model.policy import ExecutionPolicy, dedup_window_ms, parse_policy, policy_json
+from flowfabric.model.policy_checks import MAX_MS
 from flowfabric.model.tags import check_tags
-from flowfabric.model.text import check_short, check_text, shorten, shown
+from flowfabric.model.text import check_range, check_short, check_text, shorten, shown
 
 MAX_PRIORITY = 9000
 MAX_SHAPES = 4096
@@ -43,6 +44,7 @@ class Submission:
     priority: int
     payload: bytes
     delay_until: int | None
+    delay_ms: int | None
     deadline_at: int | None
     tags: Mapping[str, str] | None
     key: str | None
@@ -80,7 +82,8 @@ class Submission:
 
     def is_plain(self) -> bool:
         """Whether nothing but a refusal of its lane can keep it from starting at once."""
-        return self.is_minted and self.key is None and self.delay_until is None and self.deadline_at is None
+        is_delayed = self.delay_until is not None or self.delay_ms is not None
+        return self.is_minted and self.key is None and not is_delayed and self.deadline_at is None
 
 
 class Repeat(NamedTuple):
@@ -165,6 +168,11 @@ class Submissions:
         delay_until = new.delay_until
         if delay_until is not None:
             delay_until = _check_time(delay_until, "delay_until")
+        delay_ms = new.delay_ms
+        if delay_ms is not None:
+            if delay_until is not None:
+                raise error("invalid_input", "delay_ms: must be absent where delay_until is given")
+            check_range(delay_ms, "delay_ms", 0, MAX_MS)
         deadline_at = new.execution_deadline_at
         if deadline_at is not None:
             deadline_at = _check_time(deadline_at, "execution_deadline_at")
@@ -188,7 +196,8 @@ class Submissions:
             is_minted,
             0 if priority < 0 else min(priority, MAX_PRIORITY),
             payload,
-            shape.delay_until if delay_until is None else delay_until,
+            shape.delay_until if delay_until is None and delay_ms is None else delay_until,
+            delay_ms,
             deadline_at,
             tags,
             key,
@@ -218,6 +227,7 @@ class Submissions:
                     or new.execution_id is not None
                     or new.idempotency_key
                     or new.delay_until is not None
+                    or new.delay_ms is not None
                     or new.execution_deadline_at is not None
                     or type(new.input_payload) is not bytes
                     or type(new.priority) is not int

@@ -56,7 +56,9 @@ given as (
          coalesce(creator_identity, (:creator_identities)[1]) as creator_identity,
          case cardinality(:payload_encodings) when 1 then (:payload_encodings)[1] else payload_encoding end as payload_encoding,
          case cardinality(:policies) when 1 then (:policies)[1] else policy end as policy,
-         case cardinality(:delays_until) when 1 then (:delays_until)[1] else delay_until end as delay_until,
+         coalesce(
+           case cardinality(:delays_until) when 1 then (:delays_until)[1] else delay_until end,
+           (select now from clock) + case cardinality(:delays_ms) when 1 then (:delays_ms)[1] else delay_ms end) as delay_until,
          case cardinality(:deadlines_at) when 1 then (:deadlines_at)[1] else deadline_at end as deadline_at,
          case cardinality(:deadlines_ms) when 1 then (:deadlines_ms)[1] else deadline_ms end as deadline_ms,
          case cardinality(:retentions_ms) when 1 then (:retentions_ms)[1] else retention_ms end as retention_ms,
@@ -69,12 +71,12 @@ given as (
     from unnest(:partition_keys::smallint[], :execution_ids::uuid[], :queue_nos::int[], :lane_nos::int[],
                 :namespace_nos::int[], :priorities::smallint[], :execution_kinds::text[], :input_payloads::bytea[],
                 :payload_encodings::text[], :creator_identities::text[], :policies::text[], :delays_until::bigint[],
-                :deadlines_at::bigint[], :deadlines_ms::bigint[], :retentions_ms::bigint[], :instance_tags::text[],
-                :tags::text[], :idempotency_keys::text[], :key_partitions::smallint[], :key_ttls_ms::bigint[])
+                :delays_ms::bigint[], :deadlines_at::bigint[], :deadlines_ms::bigint[], :retentions_ms::bigint[],
+                :instance_tags::text[], :tags::text[], :idempotency_keys::text[], :key_partitions::smallint[], :key_ttls_ms::bigint[])
          with ordinality
          as i(partition_key, execution_id, queue_no, lane_no, namespace_no, priority, execution_kind, input_payload,
-              payload_encoding, creator_identity, policy, delay_until, deadline_at, deadline_ms, retention_ms,
-              instance_tag, tags, idempotency_key, key_partition, key_ttl_ms, nth)
+              payload_encoding, creator_identity, policy, delay_until, delay_ms, deadline_at, deadline_ms,
+              retention_ms, instance_tag, tags, idempotency_key, key_partition, key_ttl_ms, nth)
 ),
 item as materialized (
   select i.*, c.now, not exists (select from refusing r where r.lane_no = i.lane_no) as lane_accepts,

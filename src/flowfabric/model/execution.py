@@ -22,4 +22,5 @@ class NewExecution(msgspec.Struct, kw_only=True):
     tags: Mapping[str, str] | None = None
     policy: ExecutionPolicy | Mapping[str, object] | str | bytes | None = None
     delay_until: int | None = None
+    delay_ms: int | None = None
     execution_deadline_at: int | None = None

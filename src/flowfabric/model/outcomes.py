@@ -59,6 +59,8 @@ class ClaimedExecution:
     priority: int
     attempt_timeout_ms: int | None
     """How long the attempt may still take, from this claim on; None where nothing limits it."""
+    execution_deadline_at: int | None
+    """When the execution expires in any case, by the store's clock; None where it has no deadline."""
 
     if not TYPE_CHECKING:
         # The generated initialiser of a frozen dataclass sets field by field, at several times the cost, and a

@@ -95,9 +95,9 @@ class Running:
         """Why its lease is no longer held, where that is known."""
         self.task: asyncio.Task[None] | None = None
         self.timer: asyncio.TimerHandle | None = None
-        """Ends the run when the time of its attempt is up."""
+        """Stops the run when the time of its attempt or of its execution is up."""
         self.expiry: asyncio.Task[None] | None = None
-        """Ends the attempt in the store after that."""
+        """Ends the attempt or the execution in the store after that."""
         self.waiter: asyncio.Future[None] | None = None
 
     @property

@@ -103,6 +103,7 @@ class Heartbeat:
         self._kept_at = time.monotonic()
         self._main = asyncio.get_running_loop()
         self._started: Future[tuple[asyncio.AbstractEventLoop, asyncio.Event, asyncio.Event]] = Future()
+        self._ended: Future[None] = Future()
         self._thread = threading.Thread(target=self._run, name="flowfabric-heartbeat", daemon=True)
 
     async def start(self) -> None:
@@ -115,7 +116,8 @@ class Heartbeat:
         loop, stopping, woken = self._started.result()
         loop.call_soon_threadsafe(stopping.set)
         loop.call_soon_threadsafe(woken.set)
-        await asyncio.to_thread(self._thread.join, self.STOP_SECONDS)
+        # Not joined in a thread of the event loop's executor: handlers may block all of those.
+        await asyncio.wait((asyncio.wrap_future(self._ended),), timeout=self.STOP_SECONDS)
 
     def check_all(self) -> None:
         """Find out soon which leases are still held, by renewing every one."""
@@ -125,7 +127,10 @@ class Heartbeat:
             loop.call_soon_threadsafe(woken.set)
 
     def _run(self) -> None:
-        asyncio.run(self._live())
+        try:
+            asyncio.run(self._live())
+        finally:
+            self._ended.set_result(None)
 
     async def _live(self) -> None:
         stopping, woken = asyncio.Event(), asyncio.Event()

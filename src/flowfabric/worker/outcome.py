@@ -2,7 +2,6 @@
 
 import asyncio
 import inspect
-import logging
 from collections.abc import Iterator
 
 import msgspec
@@ -15,8 +14,6 @@ from flowfabric.worker.context import Context, Running
 from flowfabric.worker.handler import Handler
 from flowfabric.worker.threads import Threads
 from flowfabric.worker.waits import signals_of
-
-logger = logging.getLogger(__name__)
 
 PAYLOAD_DECODE = "extractor_payload_decode"
 HANDLER_ERROR = "handler_error"
@@ -38,6 +35,8 @@ class Failure(msgspec.Struct, frozen=True):
 
     reason: FailureReason
     classification: FailureClass = FailureClass.TRANSIENT
+    error: BaseException | None = None
+    """What the handler raised, for the log."""
 
 
 class Dropped(msgspec.Struct, frozen=True):
@@ -57,7 +56,7 @@ async def outcome_of(running: Running, handler: Handler, engine: Engine, threads
     try:
         args, kwargs = handler.bind(claimed.input_payload, lambda: Context(running, engine))
     except Exception as error:
-        return _failure(running, _chain(error), PAYLOAD_DECODE)
+        return _failure(_chain(error), PAYLOAD_DECODE)
     try:
         if claimed.handle.kind is HandleKind.RESUMED and handler.shape.context is not None:
             running.signals = await signals_of(engine, running)
@@ -78,7 +77,7 @@ async def outcome_of(running: Running, handler: Handler, engine: Engine, threads
     except Exception as error:
         # No retry: the same code would return the same type again.
         reason = str(error.detail) if isinstance(error, ValidationError) else _chain(error)
-        return _failure(running, reason, None, None, FailureClass.PERMANENT)
+        return _failure(reason, None, None, FailureClass.PERMANENT)
 
 
 def _failed(running: Running, error: BaseException) -> Outcome:
@@ -88,22 +87,20 @@ def _failed(running: Running, error: BaseException) -> Outcome:
         return Dropped()
     match error:
         case _ if _is_permanent(error):
-            return _failure(running, _chain(error), None, error, FailureClass.PERMANENT)
+            return _failure(_chain(error), None, error, FailureClass.PERMANENT)
         case Exception() | asyncio.CancelledError():
-            return _failure(running, _chain(error), HANDLER_ERROR, error)
+            return _failure(_chain(error), HANDLER_ERROR, error)
         case _:
-            return _failure(running, f"handler panicked: {_chain(error)}", HANDLER_PANIC, error)
+            return _failure(f"handler panicked: {_chain(error)}", HANDLER_PANIC, error)
 
 
 def _failure(
-    running: Running,
     message: str,
     category: str | None,
     error: BaseException | None = None,
     classification: FailureClass = FailureClass.TRANSIENT,
 ) -> Failure:
-    logger.warning("%s (%s) failed: %s", running.execution_id, running.claimed.execution_kind, message, exc_info=error)
-    return Failure(FailureReason(message, detail=category), classification)
+    return Failure(FailureReason(message, detail=category), classification, error)
 
 
 def _is_permanent(error: BaseException) -> bool:

@@ -5,10 +5,12 @@ import logging
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
+from datetime import UTC, datetime
 
 from flowfabric.engine.engine import Engine
+from flowfabric.engine.expire import ExpiryPhase
 from flowfabric.engine.wakeups import LostReason
-from flowfabric.model.outcomes import Completed, FailureReason, NotYetDue
+from flowfabric.model.outcomes import Completed, FailureReason, NotYetDue, RetryScheduled, TerminalFailed
 from flowfabric.pauses import pauses
 from flowfabric.worker.context import Running
 from flowfabric.worker.faults import (
@@ -62,11 +64,13 @@ class Reports:
             task.add_done_callback(self._tasks.discard)
 
     async def fail(self, running: Running, failure: Failure) -> None:
-        """End a run's attempt in failure."""
+        """End a run's attempt in failure, and log what follows."""
         claimed = running.claimed
+        answer: RetryScheduled | TerminalFailed | None = None
 
         async def write() -> bool:
-            await self._engine.fail(
+            nonlocal answer
+            answer = await self._engine.fail(
                 claimed.handle, reason=failure.reason, classification=failure.classification, claimed=claimed
             )
             return True
@@ -74,6 +78,7 @@ class Reports:
         try:
             await self._repeat(running, write, "failure")
         finally:
+            _log_failure(running, failure, answer)
             self._release(running)
 
     async def hand_back(self, running: Running) -> None:
@@ -89,7 +94,7 @@ class Reports:
         if await self._repeat(running, write, "hand-back"):
             logger.info("%s is handed back", running.execution_id)
 
-    async def put_off(self, running: Running, milliseconds: int) -> None:
+    async def put_off(self, running: Running, milliseconds: int) -> bool:
         """Give up the lease of a run that cannot begin; any worker can claim it after that time."""
 
         async def write() -> bool:
@@ -97,18 +102,28 @@ class Reports:
             await self._engine.delay(running.claimed.handle, now + milliseconds)
             return True
 
-        await self._repeat(running, write, "delay")
+        return await self._repeat(running, write, "delay")
 
-    async def expire(self, running: Running) -> None:
-        """End the attempt of a run that was stopped because its time is up."""
+    async def bring_forward(self, running: Running) -> None:
+        """Let any worker claim a run that was put off at once."""
+
+        async def write() -> bool:
+            await self._engine.leases.bring_forward(running.claimed.handle)
+            return True
+
+        await self._repeat(running, write, "end of the delay")
+
+    async def expire(self, running: Running, phase: ExpiryPhase) -> None:
+        """End the attempt of a run that was stopped because its time is up, or its execution at the deadline."""
 
         async def write() -> bool:
             # The store's clock decides, and it may be behind this process's.
-            answer = await self._engine.expire_execution(running.execution_id, "attempt_timeout")
+            answer = await self._engine.expire_execution(running.execution_id, phase)
             return running.lost is not None or not isinstance(answer, NotYetDue)
 
-        await self._repeat(running, write, "timeout")
-        running.lost = running.lost or LostReason.ATTEMPT_TIMEOUT
+        is_deadline = phase is ExpiryPhase.EXECUTION_DEADLINE
+        await self._repeat(running, write, "expiry" if is_deadline else "timeout")
+        running.lost = running.lost or (LostReason.DEADLINE_EXPIRED if is_deadline else LostReason.ATTEMPT_TIMEOUT)
 
     def close(self) -> None:
         """Give up on what could not be written; from now on nothing is written or retried."""
@@ -196,7 +211,6 @@ class Reports:
             level = logging.INFO if is_cancel(error) else logging.WARNING
             logger.log(level, "%s: the result was refused: %s", running.execution_id, error)
         elif is_about_values(error):
-            logger.warning("%s: the result was refused: %s", running.execution_id, error)
             await self.fail(running, Failure(FailureReason(f"the result was refused: {error}", detail=RESULT_REFUSED)))
             return False
         elif running.is_lease_over:
@@ -207,3 +221,30 @@ class Reports:
             return True
         self._release(running)
         return False
+
+
+def _log_failure(running: Running, failure: Failure, answer: RetryScheduled | TerminalFailed | None) -> None:
+    """Log a failed attempt with what the store has answered, if it has."""
+    match answer:
+        case RetryScheduled(delay_until=delay_until):
+            follows = f" and is retried at {_shown_time(delay_until)}"
+        case TerminalFailed():
+            follows = " for good"
+        case None:
+            follows = ""
+    logger.warning(
+        "%s (%s) failed%s: %s",
+        running.execution_id,
+        running.claimed.execution_kind,
+        follows,
+        failure.reason.message,
+        exc_info=failure.error,
+    )
+
+
+def _shown_time(milliseconds: int) -> str:
+    try:
+        return datetime.fromtimestamp(milliseconds / 1000, UTC).isoformat(" ", "milliseconds")
+    except (OverflowError, ValueError, OSError):
+        # After the year 9999.
+        return f"{milliseconds} ms since the epoch"

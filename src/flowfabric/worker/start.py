@@ -1,15 +1,21 @@
-"""The start of a worker process: it waits for a server that is not there yet, and fails in a line to act on."""
+"""The start and the end of a worker process.
+
+It waits for a server that is not there yet, fails in a line to act on, and ends in a bounded time.
+"""
 
 import asyncio
 import contextlib
 import logging
+import os
 import sys
-from collections.abc import Awaitable, Callable, Iterator
+import threading
+import traceback
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from typing import Any, NoReturn
 
 from flowfabric.model.errors import EngineError, TransportError, reason_of
 from flowfabric.pauses import is_done_before, is_set_within, pauses
 from flowfabric.settings import SettingsError
-from flowfabric.worker.interrupts import calling_on_interrupts
 
 logger = logging.getLogger(__name__)
 
@@ -18,6 +24,10 @@ MISUSED = 2
 INTERRUPTED = 130
 WAIT_SECONDS = (0.2, 5.0)
 """The first and the longest pause between two tries to reach the server."""
+LEFT_SECONDS = 2.0
+"""How long a process that ends waits for tasks and threads that are left."""
+CLOSE_SECONDS = 15.0
+"""How long disconnecting may take."""
 
 
 class StartError(Exception):
@@ -28,35 +38,95 @@ class StartError(Exception):
         self.exit_code = exit_code
 
 
-async def connected(connect: Callable[[], Awaitable[object]]) -> bool:
-    """Connect as soon as the server answers; False when SIGTERM or SIGINT came meanwhile, connected or not.
+async def connected(connect: Callable[[], Awaitable[object]], interrupted: asyncio.Event) -> bool:
+    """Connect as soon as the server answers; False when a signal came meanwhile, connected or not.
 
     Only a server that may answer later by itself is waited for; anything else is a StartError.
     """
-    stopping = asyncio.Event()
     is_waiting = False
-    with calling_on_interrupts(stopping.set):
-        for pause in pauses(*WAIT_SECONDS):
-            try:
-                if not await is_done_before(stopping, connect()):
-                    return False
-            except TransportError as fault:
-                if not fault.retryable:
-                    raise StartError(reason_of(fault), exit_code=FAILED) from fault
-                if not is_waiting:
-                    is_waiting = True
-                    logger.warning("waiting for the server: %s", reason_of(fault))
-                if await is_set_within(stopping, pause):
-                    return False
-            except EngineError as refused:
-                raise StartError(reason_of(refused), exit_code=FAILED) from refused
-            except SettingsError as wrong:
-                raise StartError(str(wrong), exit_code=MISUSED) from wrong
-            else:
-                break
+    for pause in pauses(*WAIT_SECONDS):
+        try:
+            if not await is_done_before(interrupted, connect()):
+                return False
+        except TransportError as fault:
+            if not fault.retryable:
+                raise StartError(reason_of(fault), exit_code=FAILED) from fault
+            if not is_waiting:
+                is_waiting = True
+                logger.warning("waiting for the server: %s", reason_of(fault))
+            if await is_set_within(interrupted, pause):
+                return False
+        except EngineError as refused:
+            raise StartError(reason_of(refused), exit_code=FAILED) from refused
+        except SettingsError as wrong:
+            raise StartError(str(wrong), exit_code=MISUSED) from wrong
+        else:
+            break
     if is_waiting:
         logger.warning("the server answers: the wait is over")
-    return not stopping.is_set()
+    return not interrupted.is_set()
+
+
+def run_to_end(work: Coroutine[Any, Any, None]) -> None:
+    """Run a coroutine as `asyncio.run` does, and end the process where tasks or threads of it do not stop soon.
+
+    Such a process ends without the clean-up of an ordinary exit, which would wait for them.
+    """
+    failure: BaseException | None = None
+    runner = asyncio.Runner()
+    try:
+        runner.run(work)
+    except BaseException as error:
+        failure = error
+    if not runner.run(_is_stopped()):
+        _end_process(failure)
+    runner.close()
+    if failure is not None:
+        raise failure
+
+
+async def _is_stopped() -> bool:
+    """Whether no task is left, and no thread of the event loop, after they were told to end."""
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    if tasks:
+        _, left = await asyncio.wait(tasks, timeout=LEFT_SECONDS)
+        if left:
+            return False
+    # Not cancelled where it takes too long: it would wait for the threads then.
+    ending = asyncio.create_task(asyncio.get_running_loop().shutdown_default_executor())
+    ended, _ = await asyncio.wait((ending,), timeout=LEFT_SECONDS)
+    if not ended:
+        names = sorted(thread.name for thread in threading.enumerate() if thread.name.startswith("asyncio_"))
+        logger.warning(
+            "threads that handlers have started do not return, this process ends without them: %s", ", ".join(names)
+        )
+    return bool(ended)
+
+
+def _end_process(failure: BaseException | None) -> NoReturn:
+    exit_code = 0
+    if isinstance(failure, KeyboardInterrupt):
+        exit_code = INTERRUPTED
+    elif failure is not None:
+        exit_code = FAILED
+        traceback.print_exception(failure)
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    os._exit(exit_code)
+
+
+async def closed(close: Coroutine[Any, Any, None]) -> None:
+    """Disconnect, for a bounded time."""
+    closing = asyncio.create_task(close)
+    ended, _ = await asyncio.wait((closing,), timeout=CLOSE_SECONDS)
+    if ended:
+        closing.result()
+    else:
+        logger.warning("disconnecting takes longer than %g s and is given up", CLOSE_SECONDS)
 
 
 @contextlib.contextmanager

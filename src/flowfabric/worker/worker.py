@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from types import TracebackType
-from typing import Any, Self, TypedDict
+from typing import Any, Self
 
 from flowfabric.engine.claim import DEFAULT_LEASE_TTL_MS, MAX_LANES
 from flowfabric.engine.engine import Engine
@@ -31,9 +31,11 @@ from flowfabric.worker.faults import FAULT_SECONDS, Contact, is_cancel, is_passi
 from flowfabric.worker.handler import Handler
 from flowfabric.worker.heartbeat import Heartbeat, Registration
 from flowfabric.worker.interrupts import calling_on_interrupts
+from flowfabric.worker.options import check_count, is_handler
 from flowfabric.worker.outcome import Dropped, Failure, Outcome, PutOff, Success, outcome_of
 from flowfabric.worker.reports import Reports
 from flowfabric.worker.threads import Threads
+from flowfabric.worker.timeouts import TimeLimits
 
 logger = logging.getLogger(__name__)
 
@@ -58,25 +60,7 @@ LEAVE_SECONDS = 1.5
 EARLIER_SECONDS = 10.0
 """How long a run waits at most for an earlier run of its execution, which should have stopped."""
 PUT_OFF_MS = 5000
-"""How long nobody claims an execution whose earlier run has not stopped by then; after that any worker may."""
-TIMEOUT_AGAIN_SECONDS = 0.1
-"""The pause before the timeout of an attempt is looked at again."""
-
-
-class WorkerOptions(TypedDict, total=False):
-    """How a worker works, as `Worker` takes it."""
-
-    lanes: Iterable[str]
-    concurrency: int
-    worker_id: str
-    worker_instance_id: str
-    capabilities: Iterable[str]
-    lease_ttl_ms: int
-    namespace: str | None
-    claim_poll_interval_ms: int
-    drain_seconds: float
-    threads: int
-    reconcile: bool
+"""How long nobody claims an execution whose earlier run has not stopped by then, unless it stops meanwhile."""
 
 
 class Worker:
@@ -108,16 +92,16 @@ class Worker:
         threads: int | None = None,
         reconcile: bool = True,
     ) -> None:
-        _check_range("concurrency", concurrency)
+        check_count("concurrency", concurrency)
         threads = min(concurrency, MAX_THREADS) if threads is None else threads
         self.lanes = tuple(dict.fromkeys(map(check_lane_id, check_items(lanes, "lanes"))))
-        _check_range("lanes", len(self.lanes), MAX_LANES)
-        _check_range("threads", threads)
-        _check_range("lease_ttl_ms", lease_ttl_ms, MAX_LEASE_TTL_MS)
-        _check_range("claim_poll_interval_ms", claim_poll_interval_ms)
+        check_count("lanes", len(self.lanes), MAX_LANES)
+        check_count("threads", threads)
+        check_count("lease_ttl_ms", lease_ttl_ms, MAX_LEASE_TTL_MS)
+        check_count("claim_poll_interval_ms", claim_poll_interval_ms)
         if isinstance(drain_seconds, bool) or not isinstance(drain_seconds, int | float) or not drain_seconds >= 0:
             raise ValueError(f"drain_seconds: a number from 0 on, got {shown(drain_seconds)}")
-        if not isinstance(handlers, Mapping) or not all(map(_is_handler, handlers.values())):
+        if not isinstance(handlers, Mapping) or not all(map(is_handler, handlers.values())):
             raise error("invalid_input", f"handlers: functions by kind are wanted, got {shown(handlers)}")
         host = "".join(char for char in socket.gethostname() if char.isprintable() and char != " ") or "worker"
         self.worker_id = check_worker_id(worker_id or host, "worker_id")
@@ -150,7 +134,10 @@ class Worker:
         self._running: set[Running] = set()
         self._contact = Contact()
         self._reports = Reports(engine, self._release, self._contact)
+        self._limits = TimeLimits(self._reports)
         self._threads = Threads(threads)
+        self._put_off: set[asyncio.Task[None]] = set()
+        """The tasks of runs that were put off, which wait for the earlier runs to leave."""
         self._claiming: asyncio.Task[None] | None = None
         self._stopping = asyncio.Event()
         self._is_stopped_by_signal = False
@@ -209,9 +196,29 @@ class Worker:
 
     async def run(self) -> None:
         """Work until `stop()`, SIGTERM or SIGINT, then drain; a second signal ends the process at once."""
-        with calling_on_interrupts(self._stop_on_signal):
-            async with self:
+        interrupted = asyncio.Event()
+        with calling_on_interrupts(interrupted.set):
+            await self.run_until(interrupted)
+
+    async def run_until(self, interrupted: asyncio.Event) -> None:
+        """Work until `stop()` or an event that a signal sets, then drain."""
+        # A signal that came before is noted in the next turn of the event loop.
+        await asyncio.sleep(0)
+        if interrupted.is_set():
+            return
+        watching = asyncio.create_task(self._stop_when(interrupted))
+        try:
+            async with AsyncExitStack() as working:
+                try:
+                    await working.enter_async_context(self)
+                except EngineError as error:
+                    if not interrupted.is_set() or not is_passing(error):
+                        raise
+                    logger.warning("stopped before the store took the registration: %s", error)
+                    return
                 await self._stopping.wait()
+        finally:
+            watching.cancel()
 
     def stop(self) -> None:
         """Claim nothing more; `run()` and the end of `async with` wait for what runs."""
@@ -219,7 +226,8 @@ class Worker:
         self._slot_freed.set()
         self._engine.wakeups.wake_all()
 
-    def _stop_on_signal(self) -> None:
+    async def _stop_when(self, interrupted: asyncio.Event) -> None:
+        await interrupted.wait()
         self._is_stopped_by_signal = True
         self.stop()
 
@@ -307,11 +315,11 @@ class Worker:
             self._running.add(running)
             if (earlier := presence.enter(self._engine.store_key, running)) is not None:
                 self._follow(running, earlier)
-            if one.attempt_timeout_ms is not None:
-                running.timer = loop.call_later(one.attempt_timeout_ms / 1000, self._time_out, running)
             if is_stopping:
                 running.is_dropped = running.is_given_back = True
             running.task = loop.create_task(self._run(running))
+            if one.attempt_timeout_ms is not None or one.execution_deadline_at is not None:
+                self._limits.begin(running)
 
     def _follow(self, running: Running, earlier: Running) -> None:
         """Let a run begin when the earlier one has left, whose lease is gone."""
@@ -341,10 +349,13 @@ class Worker:
             case Failure() as failure:
                 await self._reports.fail(running, failure)
             case PutOff():
+                is_put_off = False
                 try:
-                    await self._reports.put_off(running, PUT_OFF_MS)
+                    is_put_off = await self._reports.put_off(running, PUT_OFF_MS)
                 finally:
                     self._release(running)
+                if is_put_off:
+                    await self._bring_forward(running)
             case Dropped():
                 try:
                     if running.expiry is not None:
@@ -367,6 +378,19 @@ class Worker:
                 earlier.is_stuck = True
                 return PutOff()
         return await outcome_of(running, handler, self._engine, self._threads)
+
+    async def _bring_forward(self, running: Running) -> None:
+        """Let any worker claim an execution that was put off as soon as its earlier run has left."""
+        assert running.task is not None
+        self._put_off.add(running.task)
+        try:
+            async with asyncio.timeout(PUT_OFF_MS / 1000):
+                await presence.earlier_has_left(running)
+            await self._reports.bring_forward(running)
+        except TimeoutError:
+            pass
+        finally:
+            self._put_off.discard(running.task)
 
     def _release(self, running: Running) -> None:
         self._running.discard(running)
@@ -393,23 +417,6 @@ class Worker:
                 running.lost = running.lost or reason
                 self._lose(running)
 
-    def _time_out(self, running: Running) -> None:
-        """Stop a run whose attempt has taken its time, and end the attempt."""
-        if running.has_ended or running.is_dropped:
-            return
-        if running.is_suspending:
-            # Answered in a moment: a run that is suspended keeps what is left of its time.
-            loop = asyncio.get_running_loop()
-            running.timer = loop.call_later(TIMEOUT_AGAIN_SECONDS, self._time_out, running)
-            return
-        logger.warning(
-            "%s is stopped: its attempt timeout of %d ms has passed",
-            running.execution_id,
-            running.claimed.attempt_timeout_ms,
-        )
-        running.stop()
-        running.expiry = asyncio.create_task(self._reports.expire(running))
-
     async def _drain(self) -> None:
         self.stop()
         assert self._claiming is not None
@@ -430,8 +437,11 @@ class Worker:
         await self._until_empty(HAND_BACK_SECONDS)
         self._reports.close()
         self._threads.close()
+        for task in self._put_off:
+            task.cancel()
         for running in self._running:
-            logger.warning("%s is left to another worker when its lease runs out", running.execution_id)
+            what = "its ending is not stored" if running.has_ended else "does not stop"
+            logger.warning("%s %s: it is left to another worker when its lease expires", running.execution_id, what)
             if running.has_ended and running.task is not None:
                 running.task.cancel()
         await asyncio.wait((self._claiming,))
@@ -484,13 +494,3 @@ def _patience(running: Running) -> float:
         return 0.0
     timeout_ms = running.claimed.attempt_timeout_ms
     return EARLIER_SECONDS if timeout_ms is None else min(EARLIER_SECONDS, timeout_ms / 2000)
-
-
-def _is_handler(value: object) -> bool:
-    return isinstance(value, Handler) or callable(value)
-
-
-def _check_range(name: str, value: int, most: int | None = None) -> None:
-    if type(value) is not int or value < 1 or (most is not None and value > most):
-        limit = "" if most is None else f", at most {most}"
-        raise ValueError(f"{name}: a whole number, at least 1{limit}, got {shown(value)}")

@@ -44,6 +44,7 @@ class ExecutionOperations(Families):
         tags: Mapping[str, str] | None = None,
         policy: ExecutionPolicy | Mapping[str, object] | str | bytes | None = None,
         delay_until: int | None = None,
+        delay_ms: int | None = None,
         execution_deadline_at: int | None = None,
     ) -> Created | Duplicate:
         """Create an execution, once: a repeat of its id or of its live idempotency key is a `Duplicate`."""
@@ -61,6 +62,7 @@ class ExecutionOperations(Families):
                 tags=tags,
                 policy=policy,
                 delay_until=delay_until,
+                delay_ms=delay_ms,
                 execution_deadline_at=execution_deadline_at,
             )
         )

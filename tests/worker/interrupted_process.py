@@ -1,0 +1,18 @@
+"""A worker process that gets SIGTERM after it has connected and before its worker starts: `... <database url>`."""
+
+import os
+import signal
+import sys
+from collections.abc import Iterator
+
+from flowfabric import Fabric
+
+
+def lanes() -> Iterator[str]:
+    """The lanes of the worker, which reads them when it is made."""
+    os.kill(os.getpid(), signal.SIGTERM)
+    yield "default"
+
+
+if __name__ == "__main__":
+    Fabric(sys.argv[1]).run_worker(lanes=lanes())

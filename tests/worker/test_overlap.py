@@ -1,0 +1,248 @@
+"""Runs of one execution never overlap in a process: the next begins when the earlier has left."""
+
+import asyncio
+import logging
+import threading
+from typing import Any
+
+import pytest
+
+from flowfabric.engine.engine import Engine
+from flowfabric.model.states import TerminalOutcome
+from flowfabric.settings import Settings
+from flowfabric.worker.context import Context
+from flowfabric.worker.worker import PUT_OFF_MS, Worker
+
+from .waiting import LONG_TTL_MS, RETRIED, Waiting
+
+
+class Overlap:
+    """Counts the runs of a handler that are in their code at the same time."""
+
+    def __init__(self) -> None:
+        self.now = 0
+        self.most = 0
+        self.started = 0
+
+    def __enter__(self) -> None:
+        self.now += 1
+        self.started += 1
+        self.most = max(self.most, self.now)
+
+    def __exit__(self, *_: object) -> None:
+        self.now -= 1
+
+
+@pytest.mark.parametrize("handler", ["thread", "async"])
+@pytest.mark.parametrize("workers", [1, 2])
+async def test_the_next_run_of_an_execution_waits_until_the_earlier_has_left(
+    engine: Engine,
+    start_worker: Any,
+    submit: Any,
+    clock: Any,
+    eventually: Any,
+    rows: Any,
+    handler: str,
+    workers: int,
+) -> None:
+    await clock.stop()
+    thread_gate, gate = threading.Event(), asyncio.Event()
+    overlap = Overlap()
+
+    def in_thread(ctx: Context) -> int:
+        with overlap:
+            if ctx.attempt_index == 0:
+                thread_gate.wait(timeout=60)
+            return ctx.attempt_index
+
+    async def slow_to_clean_up(ctx: Context) -> int:
+        with overlap:
+            if ctx.attempt_index == 0:
+                try:
+                    await asyncio.Event().wait()
+                finally:
+                    await gate.wait()
+            return ctx.attempt_index
+
+    run = await submit()
+    handlers = {"job": in_thread if handler == "thread" else slow_to_clean_up}
+    first = await start_worker(handlers, concurrency=2 if workers == 1 else 1, lease_ttl_ms=3000)
+    await eventually(lambda: overlap.started == 1)
+    second = first if workers == 1 else await start_worker(handlers, lease_ttl_ms=3000)
+    await clock.advance(ms=3001)
+    await engine.leases.mark_lapsed([run])
+    await eventually(lambda: (first.running, second.running) == ((2, 2) if workers == 1 else (1, 1)))
+
+    async def is_renewed() -> bool:
+        row = await rows.execution(run)
+        return bool(row["lease_epoch"] == 2 and row["lease_renewed_at"] is not None)
+
+    await eventually(is_renewed)
+    assert (overlap.started, overlap.now) == (1, 1)
+    thread_gate.set()
+    gate.set()
+    ended = await engine.wait_for_ending(run, timeout=60)
+    assert (ended.outcome, ended.result) == (TerminalOutcome.SUCCESS, b"1")
+    assert (overlap.started, overlap.most) == (2, 1)
+
+
+async def test_a_run_that_is_stopped_while_it_waits_for_an_earlier_one_lets_no_third_overtake(
+    engine: Engine, start_worker: Any, submit: Any, clock: Any, eventually: Any
+) -> None:
+    await clock.stop()
+    gate = threading.Event()
+    overlap = Overlap()
+
+    def wait(ctx: Context) -> int:
+        with overlap:
+            if ctx.attempt_index == 0:
+                gate.wait(timeout=60)
+            return ctx.attempt_index
+
+    run = await submit()
+    worker = await start_worker({"job": wait}, concurrency=3, lease_ttl_ms=LONG_TTL_MS, reconcile=False)
+    await eventually(lambda: overlap.started == 1)
+    for attempt in (1, 2):
+        await clock.advance(ms=LONG_TTL_MS + 1)
+        await engine.leases.mark_lapsed([run])
+
+        async def is_taken(attempt: int = attempt) -> bool:
+            return await engine.read_current_attempt_index(execution_id=run) == attempt
+
+        await eventually(is_taken)
+    await eventually(lambda: worker.running == 2)
+    assert overlap.started == 1
+    gate.set()
+    assert (await engine.wait_for_ending(run, timeout=60)).result == b"2"
+    assert (overlap.started, overlap.most) == (2, 1)
+
+
+async def test_a_run_that_waits_for_an_earlier_one_is_handed_back_by_a_worker_that_stops(
+    engine: Engine, start_worker: Any, submit: Any, clock: Any, eventually: Any
+) -> None:
+    await clock.stop()
+    gate = threading.Event()
+    overlap = Overlap()
+
+    def wait(ctx: Context) -> int:
+        with overlap:
+            gate.wait(timeout=60)
+            return ctx.attempt_index
+
+    run = await submit()
+    await start_worker({"job": wait}, concurrency=1, lease_ttl_ms=LONG_TTL_MS, reconcile=False)
+    await eventually(lambda: overlap.started == 1)
+    second = Worker(engine, lanes=["default"], handlers={"job": wait}, reconcile=False)
+    async with second:
+        await clock.advance(ms=LONG_TTL_MS + 1)
+        await engine.leases.mark_lapsed([run])
+        await eventually(lambda: second.running == 1)
+    assert await engine.read_execution_state(run) == "resumable"
+    assert overlap.started == 1
+    gate.set()
+    assert (await engine.wait_for_ending(run, timeout=60)).result == b"1"
+
+
+async def test_retries_are_not_used_up_while_an_earlier_run_does_not_return(
+    engine: Engine, start_worker: Any, submit: Any, clock: Any, eventually: Any, attempts: Any, caplog: Any
+) -> None:
+    gate = threading.Event()
+    overlap = Overlap()
+
+    def wait(ctx: Context) -> int:
+        with overlap:
+            gate.wait(timeout=60)
+            return ctx.attempt_index
+
+    run = await submit(policy={"timeout_policy": {"attempt_timeout_ms": 2000}, **RETRIED})
+    worker = await start_worker({"job": wait}, lease_ttl_ms=LONG_TTL_MS, reconcile=False, claim_poll_interval_ms=50)
+
+    def put_off() -> list[str]:
+        told = f"{run} waits for an earlier run that does not return; handed back"
+        return [record.levelname for record in caplog.records if record.getMessage() == told]
+
+    async def is_delayed() -> bool:
+        return await engine.read_execution_state(run) == "delayed" and worker.running == 1
+
+    with caplog.at_level(logging.INFO, "flowfabric"):
+        await eventually(lambda: put_off() == ["WARNING"])
+        await eventually(is_delayed)
+        # Any worker may claim it then; where this one does, it does not wait again.
+        await clock.advance(ms=PUT_OFF_MS)
+        await eventually(lambda: put_off() == ["WARNING", "INFO"])
+        await eventually(is_delayed)
+    # It begins when the earlier run has left, however long it was put off for.
+    await clock.stop()
+    gate.set()
+    ended = await engine.wait_for_ending(run, timeout=60)
+    assert (ended.outcome, ended.result) == (TerminalOutcome.SUCCESS, b"1")
+    assert [one["attempt_state"] for one in await attempts(run)] == ["ended_failure", "ended_success"]
+    assert (overlap.started, overlap.most) == (2, 1)
+
+
+async def test_a_run_that_was_put_off_is_given_to_another_worker_when_the_earlier_has_left(
+    engine: Engine, engines: Any, start_worker: Any, submit: Any, clock: Any, eventually: Any, caplog: Any
+) -> None:
+    gate = threading.Event()
+    overlap = Overlap()
+
+    def wait(ctx: Context) -> int:
+        with overlap:
+            gate.wait(timeout=60)
+            return ctx.attempt_index
+
+    run = await submit(policy={"timeout_policy": {"attempt_timeout_ms": 1000}, **RETRIED})
+    first = await start_worker({"job": wait}, lease_ttl_ms=LONG_TTL_MS, reconcile=False, claim_poll_interval_ms=50)
+
+    async def is_delayed() -> bool:
+        return await engine.read_execution_state(run) == "delayed" and first.running == 1
+
+    await eventually(lambda: "waits for an earlier run that does not return" in caplog.text)
+    await eventually(is_delayed)
+    await clock.stop()
+    first.stop()
+    async with Worker(await engines(), lanes=["default"], handlers={"job": wait}, reconcile=False) as other:
+        await eventually(lambda: other._engine.wakeups._waiting.get("default"))
+        assert overlap.started == 1
+        gate.set()
+        assert (await engine.wait_for_ending(run, timeout=60)).result == b"1"
+    assert (overlap.started, overlap.most) == (2, 1)
+
+
+async def test_a_claim_since_is_not_disturbed_by_the_end_of_a_put_off(
+    engine: Engine, given: Any, clock: Any, rows: Any
+) -> None:
+    handle = await given.claimed()
+    await engine.delay(handle, await clock.now() + 5000)
+    await clock.advance(ms=5001)
+    (again,) = await engine.claim_many(lanes=["default"], worker_id="w", worker_instance_id="w-2", limit=1)
+    assert again.execution_id == handle.execution_id
+    await engine.delay(again.handle, await clock.now() + 5000)
+    async with rows.unchanged():
+        await engine.leases.bring_forward(handle)
+    await engine.leases.bring_forward(again.handle)
+    assert await engine.read_execution_state(handle.execution_id) == "resumable"
+
+
+async def test_executions_of_two_stores_may_have_the_same_id(
+    engine: Engine, start_worker: Any, submit: Any, given: Any, databases: Any, eventually: Any
+) -> None:
+    waiting = Waiting()
+    run = await submit()
+    await start_worker({"job": waiting}, drain_seconds=0)
+    await eventually(lambda: waiting.contexts)
+
+    async def job() -> str:
+        return "elsewhere"
+
+    async with (
+        engine.beside() as beside,
+        databases.one() as url,
+        Engine.connect(settings=Settings(database_url=url)) as other,
+    ):
+        assert (beside.store_key == engine.store_key, other.store_key == engine.store_key) == (True, False)
+        await type(given)(other, given.clock).created(execution_id=run, input_payload=b"{}")
+        async with Worker(other, lanes=["default"], handlers={"job": job}):
+            assert (await other.wait_for_ending(run, timeout=60)).result == b'"elsewhere"'
+    assert not waiting.is_cancelled.is_set()
+    assert waiting.contexts[0].is_lease_healthy()
