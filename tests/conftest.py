@@ -22,6 +22,7 @@ from flowfabric.db import session as sessions
 from flowfabric.db.embedded import Embedded
 from flowfabric.db.migrate import migrate
 from flowfabric.engine.engine import Engine
+from flowfabric.engine.marks import Marks
 from flowfabric.model.handle import Handle
 from flowfabric.model.ids import ExecutionId
 from flowfabric.model.outcomes import ClaimedExecution, Created
@@ -168,6 +169,12 @@ def patient_with_locks(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is opened from now on waits for a row held elsewhere as long as a test holds it."""
     monkeypatch.setitem(sessions._SESSION, "lock_timeout", "100s")
     monkeypatch.setenv("FF_STATEMENT_TIMEOUT_MS", "100000")
+
+
+@pytest.fixture
+def lasting_marks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The marks of queues last as long as a test; where they end, a claim walks the entries of claimed rows again."""
+    monkeypatch.setattr(Marks, "LIFE_SECONDS", 3600)
 
 
 @pytest.fixture
