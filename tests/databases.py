@@ -43,8 +43,8 @@ create event trigger test_change on ddl_command_end execute function test_note_c
 """
 
 # Whether a database is as it was made but for its rows (what it consists of, its ledger, and what the planner knows),
-# and the tables to truncate: those that hold rows, and empty ones that a vacuum has counted, which the planner takes for
-# smaller than a table nobody has looked at.
+# and the tables to truncate: those that hold rows, and empty ones that a vacuum has counted, which the planner takes
+# for smaller than a table that nobody has looked at.
 _LOOK = """
 select not exists (select from test_change)
        and not exists (select from pg_statistic s join pg_class c on c.oid = s.starelid

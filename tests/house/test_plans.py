@@ -150,7 +150,7 @@ async def test_a_claim_over_many_queues_reads_about_what_it_takes(
             kinds = (f"kind{n % 200}" for n in range(nth, nth + 1000))
             await full.create_many([new(lane_id=lane_id, execution_kind=kind) for kind in kinds])
 
-        async def begin(are_marked: bool = are_marked) -> None:
+        async def begin(*, are_marked: bool = are_marked) -> None:
             """Count anew. Without marks the queues are walked from their heads, where a vacuum has tidied up."""
             touched.rows.clear()
             if not are_marked:
@@ -160,7 +160,7 @@ async def test_a_claim_over_many_queues_reads_about_what_it_takes(
         for limit in (10, 100, 500):
             await begin()
             assert len(await claim(full, limit, lanes=(lane_id,))) == limit
-            # The head of each queue, a sample of the best, and what is taken: read, locked, and found again to be leased.
+            # The head of each queue, a sample of the best, and what is taken: read, locked, and found again.
             assert touched["claim_best"] <= 200 + 3 * limit + 200 + 4 * limit
         await begin()
         named = [f"kind{n}" for n in range(20)]
