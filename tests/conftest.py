@@ -2,7 +2,8 @@
 
 `FF_TEST_POSTGRES` chooses the server: 18 (embedded, the default), 16 (embedded) or 15 (as Debian installs it).
 `FF_TEST_DATABASE_URL` names a server that runs already; databases are created on it and dropped again.
-`FF_TEST_SWEEP=whole` runs every case of the sweeps in `tests/faults` and every round of the races, `FF_TEST_SEED` chooses the samples otherwise.
+`FF_TEST_SWEEP=whole` runs every case of the sweeps in `tests/faults` and every round of the races; `FF_TEST_SEED`
+chooses the samples otherwise.
 """
 
 import asyncio
