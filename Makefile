@@ -14,7 +14,7 @@ help:
 	@echo "make demo    durable work on an embedded Postgres, with a worker killed on the way"
 	@echo "make test    the test suite, on real Postgres"
 	@echo "make check   format, lint, types and tests, the floors among them: what CI runs"
-	@echo "make faults  whole sweeps of cancellations and broken connections, then SECONDS=60 of faults by SEED"
+	@echo "make faults  whole sweeps of cancellations and broken connections, all races, then SECONDS=60 of faults by SEED"
 	@echo "make format  formats the code and mends what can be mended"
 	@echo "make bench   the benchmark against the raw limit and the peers"
 	@echo "make soak    ten minutes at full rate on a store with a past"
@@ -43,7 +43,7 @@ check: $(STAMP)
 	$(MAKE) test
 
 faults: $(STAMP)
-	FF_TEST_SWEEP=whole FF_TEST_SEED=$(SEED) $(BIN)/python -m pytest -n 4 --dist worksteal tests/faults
+	FF_TEST_SWEEP=whole FF_TEST_SEED=$(SEED) $(BIN)/python -m pytest -n 4 --dist worksteal tests/faults tests/scenarios/test_*races.py
 	$(BIN)/python -m tests.faults --seconds $(SECONDS) $(if $(SEED),--seed $(SEED))
 
 bench: $(BENCH)

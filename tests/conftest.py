@@ -2,7 +2,8 @@
 
 `FF_TEST_POSTGRES` chooses the server: 18 (embedded, the default), 16 (embedded) or 15 (as Debian installs it).
 `FF_TEST_DATABASE_URL` names a server that runs already; databases are created on it and dropped again.
-`FF_TEST_SWEEP=whole` runs every case of the sweeps in `tests/faults`, `FF_TEST_SEED` chooses the samples otherwise.
+`FF_TEST_SWEEP=whole` runs every case of the sweeps in `tests/faults` and every round of the races; `FF_TEST_SEED`
+chooses the samples otherwise.
 `FF_TEST_PGBOUNCER` names a PgBouncer other than the installed one.
 """
 
@@ -23,6 +24,7 @@ from flowfabric.db import session as sessions
 from flowfabric.db.embedded import Embedded
 from flowfabric.db.migrate import migrate
 from flowfabric.engine.engine import Engine
+from flowfabric.engine.marks import Marks
 from flowfabric.model.handle import Handle
 from flowfabric.model.ids import ExecutionId
 from flowfabric.model.outcomes import ClaimedExecution, Created
@@ -169,6 +171,12 @@ def patient_with_locks(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is opened from now on waits for a row held elsewhere as long as a test holds it."""
     monkeypatch.setitem(sessions._SESSION, "lock_timeout", "100s")
     monkeypatch.setenv("FF_STATEMENT_TIMEOUT_MS", "100000")
+
+
+@pytest.fixture
+def lasting_marks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The marks of queues last as long as a test; where they end, a claim walks the entries of claimed rows again."""
+    monkeypatch.setattr(Marks, "LIFE_SECONDS", 3600)
 
 
 @pytest.fixture

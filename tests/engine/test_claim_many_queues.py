@@ -122,7 +122,7 @@ async def test_rivals_over_many_queues_take_each_row_once(engines: Any) -> None:
     assert sorted(one for some in taken for one in some) == sorted(created)
 
 
-async def test_marks_of_many_queues_lead_past_what_was_taken(engine: Engine) -> None:
+async def test_marks_of_many_queues_lead_past_what_was_taken(lasting_marks: None, engine: Engine) -> None:
     kinds = [f"k{at % 30}" for at in range(600)]
     created = await made(engine, *(new(execution_kind=kind, priority=at % 2) for at, kind in enumerate(kinds)))
     expected = best_first(created, [at % 2 for at in range(600)])

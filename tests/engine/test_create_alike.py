@@ -103,8 +103,9 @@ async def test_an_item_the_store_refuses_does_not_fail_those_it_came_with(
 
 @pytest.mark.usefixtures("patient_with_locks")
 async def test_a_batch_whose_connection_is_lost_is_told_so_and_not_tried_again(
-    engine: Engine, connection: asyncpg.Connection, rows: Any, eventually: Any
+    engines: Any, connection: asyncpg.Connection, rows: Any, eventually: Any
 ) -> None:
+    engine: Engine = await engines(submit_patience_ms=0)
     await engine.create_many(items(new()))
     async with connection.transaction():
         await connection.execute("lock table execution_input in access exclusive mode")
@@ -118,8 +119,9 @@ async def test_a_batch_whose_connection_is_lost_is_told_so_and_not_tried_again(
             return bool(cuts)
 
         await eventually(cut)
-        with pytest.raises(TransportError):
+        with pytest.raises(TransportError) as caught:
             await creating
+    assert (caught.value.code, caught.value.outcome_unknown) == ("transport", True)
     assert len(await rows.of("execution")) == 1
 
 

@@ -1,17 +1,18 @@
-"""A proxy in front of Postgres that knows where messages begin and can cut, silence and delay them."""
+"""A proxy in front of Postgres that knows where messages begin: it cuts, silences, delays, drops and refuses them."""
 
 import asyncio
 import contextlib
 import socket
 import struct
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from urllib.parse import parse_qs, quote, unquote, urlsplit
 
 _SSL_REQUEST = 80877103
 _GSS_REQUEST = 80877104
+_STARTUP = b"\x00\x03\x00\x00"
 _READ = 65536
 _RESET = struct.pack("ii", 1, 0)
 _COMMAND_COMPLETE, _READY = b"C", b"Z"
@@ -103,6 +104,20 @@ def is_encryption_request(message: bytes) -> bool:
     return len(message) == 8 and int.from_bytes(message[4:8], "big") in (_SSL_REQUEST, _GSS_REQUEST)
 
 
+def startup_parameters(message: bytes) -> dict[str, str]:
+    """What a client asks for with its startup packet; nothing where the packet asks to cancel a statement."""
+    if message[4:8] != _STARTUP:
+        return {}
+    words = message[8:-1].decode().split("\0")
+    return dict(zip(words[::2], words[1::2], strict=False))
+
+
+def startup_packet(parameters: Mapping[str, str]) -> bytes:
+    """The startup packet that asks for these parameters."""
+    body = _STARTUP + "".join(f"{name}\0{value}\0" for name, value in parameters.items()).encode() + b"\0"
+    return (len(body) + 4).to_bytes(4, "big") + body
+
+
 class Link:
     """One client's connection and the server's, with what happens between them."""
 
@@ -117,6 +132,8 @@ class Link:
         self._gates = {side: asyncio.Event() for side in Side}
         for gate in self._gates.values():
             gate.set()
+        self.parameters: dict[str, str] | None = None
+        """What the client has asked for when it started."""
         self._is_cut = False
         self._drops_answer = False
         self._tasks = [asyncio.create_task(self._pump(side)) for side in Side]
@@ -195,10 +212,13 @@ class Link:
                 for message in messages.feed(data):
                     if side is Side.CLIENT and is_encryption_request(message):
                         self._proxy.expect_one_byte(self)
+                    elif side is Side.CLIENT and self.parameters is None:
+                        message = self._start(message)
                     if side is Side.SERVER and self._drops_answer:
                         is_dropping = is_dropping or message[:1] == _COMMAND_COMPLETE
                         if is_dropping:
                             if message[:1] == _READY:
+                                self._proxy.dropped += 1
                                 self.cut()
                                 return
                             continue
@@ -206,6 +226,15 @@ class Link:
                     if self._is_cut:
                         return
                 await writer.drain()
+
+    def _start(self, message: bytes) -> bytes:
+        """The startup packet as the server gets it."""
+        self.parameters = startup_parameters(message)
+        if self._proxy.ignores.isdisjoint(self.parameters):
+            return message
+        return startup_packet(
+            {name: value for name, value in self.parameters.items() if name not in self._proxy.ignores}
+        )
 
     async def _pass(self, side: Side, message: bytes, writer: asyncio.StreamWriter) -> None:
         if side is Side.SERVER and message[:1] in self._proxy.swallows:
@@ -234,19 +263,30 @@ class Link:
 
 
 class Proxy:
-    """Listens on 127.0.0.1 and forwards to a Postgres server, except where it is told to fail."""
+    """Listens on 127.0.0.1, on a free port unless told which, and forwards to a Postgres server until told to fail."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, *, port: int = 0) -> None:
         self.upstream = Upstream.of(url)
         """Where new connections lead; another address is a failover."""
         self.refuses = False
         """Whether new connections are turned away."""
+        self.refusal: tuple[str, str] | None = None
+        """The SQLSTATE and the text of the error that new connections are answered with."""
+        self.silences_new = False
+        """Whether new connections are silent from their start."""
+        self.ignores: frozenset[str] = frozenset()
+        """The startup parameters of new connections that the server is not told of."""
         self.swallows: frozenset[bytes] = frozenset()
         """The types of messages of the server that never arrive."""
         self.links: set[Link] = set()
         self.struck = 0
         """How often an armed strike has come to pass."""
+        self.dropped = 0
+        """How many answers were dropped."""
+        self.connections = 0
+        """How many clients have connected, those that were turned away among them."""
         self._url = url
+        self._port = port
         self._server: asyncio.Server | None = None
         self._strike: Strike | None = None
         self._counted: Counter[Side] = Counter()
@@ -255,7 +295,7 @@ class Proxy:
         self._is_closed = False
 
     async def __aenter__(self) -> "Proxy":
-        self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
+        self._server = await asyncio.start_server(self._accept, "127.0.0.1", self._port)
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -317,7 +357,7 @@ class Proxy:
     def heal(self) -> None:
         """Nothing happens any more; what was silent speaks again."""
         self.arm(None)
-        self.refuses = False
+        self.refuses = self.silences_new = False
         for link in self.links:
             link.speak()
 
@@ -348,9 +388,13 @@ class Proxy:
         task = asyncio.current_task()
         assert task is not None
         self._tasks.add(task)
+        self.connections += 1
         try:
             if self.refuses or self._is_closed:
                 writer.transport.abort()
+                return
+            if self.refusal is not None:
+                await self._refuse(reader, writer, *self.refusal)
                 return
             try:
                 server = await self.upstream.connect()
@@ -359,6 +403,8 @@ class Proxy:
                 return
             link = Link(self, (reader, writer), server)
             self.links.add(link)
+            if self.silences_new:
+                link.silence()
             try:
                 if self._is_closed:
                     link.cut()
@@ -368,6 +414,20 @@ class Proxy:
                 self._one_byte.discard(link)
         finally:
             self._tasks.discard(task)
+
+    @staticmethod
+    async def _refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, sqlstate: str, text: str) -> None:
+        """Answer the startup packet with an error, as a server or a pooler does, and hang up."""
+        messages = Messages(Side.CLIENT)
+        is_refused = False
+        with contextlib.suppress(OSError):
+            while not is_refused and (data := await reader.read(_READ)):
+                for message in messages.feed(data):
+                    is_refused = not is_encryption_request(message)
+                    fields = f"SFATAL\0VFATAL\0C{sqlstate}\0M{text}\0\0".encode()
+                    writer.write(b"E" + (len(fields) + 4).to_bytes(4, "big") + fields if is_refused else b"N")
+                await writer.drain()
+        writer.close()
 
 
 def through(url: str, port: int) -> str:

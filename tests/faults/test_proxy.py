@@ -5,7 +5,7 @@ import asyncio
 import asyncpg
 import pytest
 
-from .proxy import Action, Messages, Proxy, Side, Strike
+from .proxy import Action, Messages, Proxy, Side, Strike, startup_packet, startup_parameters
 
 _LOST = (asyncpg.PostgresConnectionError, asyncpg.InterfaceError, OSError)
 
@@ -75,6 +75,7 @@ async def test_the_answer_to_a_commit_is_dropped_after_it_took_effect(url: str) 
         with pytest.raises(_LOST):
             await connection.execute("commit")
         await proxy.settled()
+        assert proxy.dropped == 1
         assert await direct.fetchval("select count(*) from kept") == 1
         await direct.execute("drop table kept")
         await direct.close()
@@ -115,3 +116,55 @@ async def test_connections_are_refused_and_cut(url: str) -> None:
         proxy.heal()
         connection = await _connect(proxy)
         await connection.close()
+
+
+@pytest.mark.parametrize("sslmode", ["disable", "prefer"])
+async def test_connections_are_answered_with_an_error(url: str, sslmode: str) -> None:
+    async with Proxy(url) as proxy:
+        proxy.refusal = "57P03", "the database system is starting up"
+        for _ in range(2):
+            with pytest.raises(asyncpg.CannotConnectNowError, match="is starting up"):
+                await asyncpg.connect(proxy.url.replace("disable", sslmode))
+        assert proxy.connections == 2
+        proxy.refusal = None
+        await (await _connect(proxy)).close()
+
+
+async def test_connections_are_silent_from_their_start(url: str) -> None:
+    async with Proxy(url) as proxy:
+        proxy.silences_new = True
+        connecting = asyncio.create_task(_connect(proxy))
+        done, _ = await asyncio.wait((connecting,), timeout=0.2)
+        assert not done
+        proxy.heal()
+        await (await connecting).close()
+        await (await _connect(proxy)).close()
+
+
+async def test_the_server_is_not_told_of_ignored_parameters(url: str) -> None:
+    async with Proxy(url) as proxy:
+        proxy.ignores = frozenset({"search_path"})
+        wanted = {"search_path": "elsewhere", "application_name": "kept"}
+        connection = await asyncpg.connect(proxy.url, server_settings=wanted)
+        assert await connection.fetchval("show search_path") != "elsewhere"
+        assert await connection.fetchval("show application_name") == "kept"
+        (link,) = proxy.links
+        assert link.parameters is not None
+        assert wanted.items() <= link.parameters.items()
+        await connection.close()
+
+
+def test_a_startup_packet_is_read_and_written() -> None:
+    asked = {"user": "me", "options": "", "search_path": "a,b"}
+    (packet,) = Messages(Side.CLIENT).feed(startup_packet(asked))
+    assert startup_parameters(packet) == asked
+    cancels = _message(b"", (80877102).to_bytes(4, "big") + b"12345678")
+    assert startup_parameters(cancels) == {}
+
+
+async def test_it_listens_where_it_is_told_to(url: str) -> None:
+    async with Proxy(url) as proxy:
+        port = proxy.port
+    async with Proxy(url, port=port) as proxy:
+        assert proxy.port == port
+        await (await _connect(proxy)).close()

@@ -6,7 +6,9 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -156,6 +158,30 @@ async def test_of_two_processes_one_starts_the_server_again(
         finally:
             process.terminate()
             assert process.wait(timeout=60) == 0
+
+
+async def test_of_many_holders_that_find_the_server_dead_at_once_one_starts_it(
+    home: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    holders = [await asyncio.to_thread(Embedded.start, home) for _ in range(6)]
+    try:
+        for kills in (1, 2):
+            os.kill(killed := postmaster(home), signal.SIGKILL)
+            together = threading.Barrier(len(holders))
+
+            def revive(holder: Embedded, together: threading.Barrier = together) -> bool:
+                together.wait(timeout=30)
+                return holder.revive()
+
+            with ThreadPoolExecutor(len(holders)) as threads:
+                assert all(threads.map(revive, holders))
+            assert len(lines(caplog.text)) == kills
+            assert servers(home) == [postmaster(home)]
+            assert {holder.pid for holder in holders} == {postmaster(home)} != {killed}
+            assert not any(holder.revive() for holder in holders)
+    finally:
+        for holder in holders:
+            await asyncio.to_thread(holder.release)
 
 
 async def test_a_server_whose_data_was_deleted_is_not_made_anew(

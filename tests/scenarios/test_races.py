@@ -1,6 +1,10 @@
-"""Rivals: the same work wanted by several processes at once, over and over; one wins and nobody is lied to."""
+"""Rivals: the same work wanted by several processes at once, over and over; one wins and nobody is lied to.
+
+`FF_TEST_SWEEP=whole` runs more rounds of every race.
+"""
 
 import asyncio
+import os
 import random
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -17,7 +21,8 @@ from flowfabric.model.handle import Handle
 from flowfabric.model.outcomes import Cancelled, Completed, Created, Duplicate, Renewed, TerminalFailed
 from flowfabric.settings import Settings
 
-ROUNDS = 500
+IS_WHOLE = os.environ.get("FF_TEST_SWEEP") == "whole"
+ROUNDS = 500 if IS_WHOLE else 120
 HOUR_MS = 3_600_000
 """A lease that outlasts all rounds, however slow the machine is."""
 

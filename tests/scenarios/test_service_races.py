@@ -23,9 +23,9 @@ from flowfabric.model.outcomes import (
     TerminalFailed,
 )
 
-from .test_races import claim, claimed, new, outcome, rivals  # noqa: F401
+from .test_races import IS_WHOLE, claim, claimed, new, outcome, rivals  # noqa: F401
 
-WAVES, TOGETHER = 12, 20
+WAVES, TOGETHER = 12 if IS_WHOLE else 6, 20
 RETRYING = {"retry_policy": {"max_retries": 9, "backoff": {"type": "fixed", "delay_ms": 60_000}}}
 
 

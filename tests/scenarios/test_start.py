@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from databases import at_database, execute
+from faults.proxy import Proxy
 from flowfabric import EngineError, Fabric
 from flowfabric.db import session
 from flowfabric.db.embedded import Embedded
@@ -24,7 +25,6 @@ from flowfabric.engine.engine import Engine
 from flowfabric.settings import Settings
 
 from . import worker_process
-from .lost_answers import LossyProxy
 
 PASSWORD = "pa55word"
 STARTING_UP = ("57P03", "the database system is starting up")
@@ -127,7 +127,7 @@ async def test_a_role_that_may_not_create_the_schema_is_told_so(strict: str) -> 
     ],
 )
 async def test_what_a_server_says_is_told(url: str, sqlstate: str, text: str, code: str, told: str) -> None:
-    async with LossyProxy(url).running() as proxy:
+    async with Proxy(url) as proxy:
         proxy.refusal = sqlstate, text
         refused = await refusal(proxy.url)
         assert (refused.code, refused.retryable) == (code, code == "busy_loading")
@@ -318,7 +318,7 @@ async def test_check_fails_where_the_partition_counts_differ(engine: Engine, url
 
 
 async def test_check_fails_where_a_pooler_refuses_a_session_setting(engine: Engine, url: str) -> None:
-    async with LossyProxy(url).running() as proxy:
+    async with Proxy(url) as proxy:
         proxy.refusal = REFUSED_SETTING
         code, out, err = await checked(proxy.url)
     assert (code, out, err.count("\n")) == (1, "", 1)
@@ -327,8 +327,8 @@ async def test_check_fails_where_a_pooler_refuses_a_session_setting(engine: Engi
 
 
 async def test_check_fails_where_a_pooler_ignores_the_search_path(engine: Engine, url: str) -> None:
-    async with LossyProxy(url).running() as proxy:
-        proxy.ignored = (b"search_path",)
+    async with Proxy(url) as proxy:
+        proxy.ignores = frozenset({"search_path"})
         code, _, err = await checked(proxy.url)
         assert code == 1
         assert "the session setting search_path=flowfabric is not in effect: a pooler before" in err
@@ -337,8 +337,8 @@ async def test_check_fails_where_a_pooler_ignores_the_search_path(engine: Engine
 
 
 async def test_check_warns_where_a_pooler_ignores_another_setting(engine: Engine, url: str) -> None:
-    async with LossyProxy(url).running() as proxy:
-        proxy.ignored = (b"enable_seqscan", b"statement_timeout")
+    async with Proxy(url) as proxy:
+        proxy.ignores = frozenset({"enable_seqscan", "statement_timeout"})
         code, out, err = await checked(proxy.url)
     assert (code, err.count("\n")) == (0, 1)
     assert out.endswith("up to date\n")
@@ -461,7 +461,7 @@ async def submitted(url: str) -> AsyncIterator[Any]:
 
 async def test_a_worker_waits_for_a_server_that_is_not_there_yet(url: str, worker: Worker, eventually: Any) -> None:
     port = free_port()
-    proxy = LossyProxy(url)
+    proxy = Proxy(url, port=port)
     address = f"postgresql://postgres:{PASSWORD}@127.0.0.1:{port}{urlsplit(url).path}"
     process = worker(address, FF_WAITPOINT_HMAC_SECRET="ab" * 32)
     assert process.stderr is not None
@@ -472,7 +472,7 @@ async def test_a_worker_waits_for_a_server_that_is_not_there_yet(url: str, worke
         " start the server, or correct the database URL (FF_DATABASE_URL)\n"
     )
     proxy.refusal = STARTING_UP
-    async with submitted(url) as run, proxy.running(port):
+    async with submitted(url) as run, proxy:
         await eventually(lambda: proxy.connections >= 2)
         proxy.refusal = None
         assert (await run.result(timeout=60))["worker"] == "worker"

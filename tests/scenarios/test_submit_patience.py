@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import pytest
 
+from faults.proxy import Proxy
 from flowfabric import Fabric
 from flowfabric.engine.engine import Engine
 from flowfabric.model.errors import TransportError
@@ -17,7 +18,6 @@ from flowfabric.model.outcomes import Created, Duplicate
 from flowfabric.model.states import PublicState
 from flowfabric.settings import Settings
 
-from .lost_answers import LossyProxy
 from .test_postgres_death import Server, kept
 
 NEW: dict[str, Any] = {
@@ -41,10 +41,10 @@ def mortal(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 @asynccontextmanager
-async def lossy(url: str, **settings: Any) -> AsyncIterator[tuple[Engine, LossyProxy]]:
+async def lossy(url: str, **settings: Any) -> AsyncIterator[tuple[Engine, Proxy]]:
     """An engine, its statements prepared, whose only pooled connection goes through a proxy that can lose an answer."""
     async with (
-        LossyProxy(url).running() as proxy,
+        Proxy(url) as proxy,
         Engine.connect(
             settings=Settings(database_url=proxy.url, database_pool_size=1, listen=False, **settings)
         ) as engine,
@@ -53,6 +53,14 @@ async def lossy(url: str, **settings: Any) -> AsyncIterator[tuple[Engine, LossyP
             await engine.create_execution(**NEW, **more)
         await engine.create_many([NewExecution(**NEW), NewExecution(**NEW)])
         yield engine, proxy
+
+
+def lose_answer(proxy: Proxy) -> None:
+    """Drop the answer to the next command of a pooled connection once it is carried out, and cut the connection."""
+    for link in proxy.links:
+        # The connection that sends hints is none of the pool, and asks for this alone.
+        if link.parameters is not None and "synchronous_commit" not in link.parameters:
+            link.drop_answer()
 
 
 def own_id() -> ExecutionId:
@@ -126,10 +134,10 @@ async def test_an_answer_lost_after_the_commit_is_created_once(
             # Its shape is known from now on, so that the answer to be lost is that of the insertion.
             await engine.create_execution(**NEW, **more)
         before = len(await rows.of("execution"))
-        proxy.lose_answer()
+        lose_answer(proxy)
         made = await engine.create_execution(**NEW, **more)
         assert isinstance(made, Created)
-        assert (made.public_state, proxy.lost) == (state, 1)
+        assert (made.public_state, proxy.dropped) == (state, 1)
         assert len(await rows.of("execution")) == before + 1
         assert await count(rows, made.execution_id) == 1
         if key := more.get("idempotency_key"):
@@ -139,7 +147,7 @@ async def test_an_answer_lost_after_the_commit_is_created_once(
 
 
 async def test_a_task_with_a_delay_is_submitted_once_though_an_answer_is_lost(url: str, rows: Any) -> None:
-    async with LossyProxy(url).running() as proxy:
+    async with Proxy(url) as proxy:
         fabric = Fabric(settings=Settings(database_url=proxy.url, database_pool_size=1, listen=False))
 
         @fabric.task
@@ -147,18 +155,18 @@ async def test_a_task_with_a_delay_is_submitted_once_though_an_answer_is_lost(ur
 
         async with fabric:
             await job.options(delay=60).submit()
-            proxy.lose_answer()
+            lose_answer(proxy)
             run = await job.options(delay=60).submit()
-            assert (proxy.lost, run.is_duplicate, await run.state()) == (1, False, "delayed")
+            assert (proxy.dropped, run.is_duplicate, await run.state()) == (1, False, "delayed")
         assert len(await rows.of("execution")) == 2
 
 
 async def test_a_batch_whose_answer_was_lost_is_created_once(url: str, rows: Any) -> None:
     async with lossy(url) as (engine, proxy):
         before = len(await rows.of("execution"))
-        proxy.lose_answer()
+        lose_answer(proxy)
         alike = await engine.create_many([NewExecution(**NEW)] * 3)
-        proxy.lose_answer()
+        lose_answer(proxy)
         mixed = await engine.create_many(
             [
                 NewExecution(**NEW, idempotency_key="a"),
@@ -168,7 +176,7 @@ async def test_a_batch_whose_answer_was_lost_is_created_once(url: str, rows: Any
                 NewExecution(**NEW, delay_until=FAR),
             ]
         )
-        assert proxy.lost == 2
+        assert proxy.dropped == 2
         assert [type(answer) for answer in alike] == [Created] * 3
         made, repeated, refused, known, delayed = cast("list[Any]", mixed)
         assert (type(made), type(known), type(delayed)) == (Created, Duplicate, Created)
@@ -179,11 +187,11 @@ async def test_a_batch_whose_answer_was_lost_is_created_once(url: str, rows: Any
 
 async def test_an_id_of_the_callers_own_whose_answer_was_lost_is_a_duplicate(url: str, rows: Any) -> None:
     async with lossy(url) as (engine, proxy):
-        proxy.lose_answer()
+        lose_answer(proxy)
         execution_id = own_id()
         # Whether it was there before the call is not known.
         assert await engine.create_execution(**NEW, execution_id=execution_id) == Duplicate(execution_id=execution_id)
-        assert (proxy.lost, await count(rows, execution_id)) == (1, 1)
+        assert (proxy.dropped, await count(rows, execution_id)) == (1, 1)
 
 
 @pytest.mark.parametrize("is_batch", [False, True], ids=["one", "batch"])
@@ -196,10 +204,10 @@ async def test_patience_that_is_over_raises_the_fault_and_what_is_unknown_stays_
 ) -> None:
     async with lossy(url, submit_patience_ms=300) as (engine, proxy):
         before = len(await rows.of("execution"))
+        proxy.refuses = True
         if is_sent:
-            proxy.lose_answer(then_close=True)
+            lose_answer(proxy)
         else:
-            proxy.is_closed = True
             await cut(engine, proxy)
         connections, began = proxy.connections, time.monotonic()
         items = [NewExecution(**NEW)] * 2
@@ -209,25 +217,25 @@ async def test_patience_that_is_over_raises_the_fault_and_what_is_unknown_stays_
         assert time.monotonic() - began >= 0.3
         assert proxy.connections - connections >= 3
         assert len(await rows.of("execution")) == before + is_sent * (1 + is_batch)
-        proxy.is_closed = False
+        proxy.refuses = False
 
 
-async def cut(engine: Engine, proxy: LossyProxy) -> None:
+async def cut(engine: Engine, proxy: Proxy) -> None:
     """Have the pooled connection end without a statement of the test on it."""
-    proxy.lose_answer(then_close=True)
+    lose_answer(proxy)
     with pytest.raises(TransportError):
         await engine.ping()
 
 
 async def test_without_patience_a_fault_is_raised_at_once(url: str) -> None:
     async with lossy(url, submit_patience_ms=0) as (engine, proxy):
-        proxy.lose_answer()
+        lose_answer(proxy)
         with pytest.raises(TransportError) as caught:
             await engine.create_execution(**NEW)
         assert caught.value.outcome_unknown
         # The new connection learns the statement, so that it is its execution whose answer is lost.
         await engine.create_execution(**NEW)
-        proxy.lose_answer()
+        lose_answer(proxy)
         with pytest.raises(TransportError):
             await engine.create_many([NewExecution(**NEW)])
-        assert proxy.lost == 2
+        assert proxy.dropped == 2

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from faults.proxy import Action, Side, Strike
-from faults.proxy import Proxy as CuttingProxy
+from faults.proxy import Action, Proxy, Side, Strike
 from flowfabric.db.session import Limits
 from flowfabric.engine.engine import Engine
 from flowfabric.model.errors import TransportError, error
@@ -22,8 +21,6 @@ from flowfabric.worker.context import Context, Running
 from flowfabric.worker.faults import FAULT_SECONDS, Contact, is_about_values, is_passing
 from flowfabric.worker.options import WorkerOptions
 from flowfabric.worker.worker import CANCEL_SECONDS, LISTENING_POLL_SECONDS, Worker
-
-from .proxy import Proxy
 
 STOP_SECONDS = 15.0
 """What stopping may take beyond the drain and the clean-up, whatever the network does."""
@@ -189,7 +186,7 @@ async def test_calls_of_a_handler_survive_a_lost_connection(
 async def test_a_waitpoint_is_made_once_though_its_answer_is_lost(
     engine: Engine, url: str, submit: Any, rows: Any
 ) -> None:
-    async with CuttingProxy(url) as proxy:
+    async with Proxy(url) as proxy:
 
         async def job(ctx: Context) -> list[str]:
             points = [await ctx.create_waitpoint("prepares the statements", 60_000)]
@@ -301,7 +298,7 @@ async def test_a_store_that_is_away_is_one_warning_for_all_calls_of_a_worker(
         return sum(of in line for line in told(logging.DEBUG))
 
     async with (
-        CuttingProxy(url) as proxy,
+        Proxy(url) as proxy,
         Engine.connect(settings=Settings(database_url=proxy.url)) as cut,
         Worker(cut, lanes=["default"], handlers={"job": gate}),
     ):
@@ -372,7 +369,7 @@ async def test_a_claim_that_failed_before_a_stop_does_not_end_the_leases_of_what
 
     run = await submit()
     async with (
-        CuttingProxy(url) as proxy,
+        Proxy(url) as proxy,
         Engine.connect(settings=Settings(database_url=proxy.url)) as cut,
     ):
         worker = Worker(cut, lanes=["default"], handlers={"job": job}, lease_ttl_ms=ttl_ms, reconcile=False)
@@ -399,7 +396,7 @@ async def test_a_worker_stops_in_bounded_time_when_the_store_falls_silent(
     is_busy = load == "busy"
     gate = Gate()
     run: ExecutionId | None = await submit() if is_busy else None
-    async with Proxy.before(url) as proxy:
+    async with Proxy(url) as proxy:
         began = 0.0
         # Statements have a limit far beyond the bound: stopping does not rely on it.
         async with Engine.connect(settings=Settings(database_url=proxy.url, statement_timeout_ms=100_000)) as engine:
@@ -407,7 +404,8 @@ async def test_a_worker_stops_in_bounded_time_when_the_store_falls_silent(
             async with worker:
                 await eventually(lambda: gate.started == int(is_busy))
                 await eventually(lambda: engine.wakeups.hints.is_listening)
-                proxy.silence(new=True)
+                proxy.silences_new = True
+                proxy.silence()
                 gate.opened.set()
                 engine.wakeups.wake_all()
                 # The claim is sent before the worker is stopped, and is not answered.
@@ -430,13 +428,13 @@ async def test_a_worker_is_back_at_work_soon_after_its_connections_fell_silent(
     assert answer_seconds is not None
     assert LISTENING_POLL_SECONDS + answer_seconds + FAULT_SECONDS[0] <= BACK_SECONDS - 1
     async with (
-        Proxy.before(url) as proxy,
+        Proxy(url) as proxy,
         Engine.connect(settings=Settings(database_url=proxy.url)) as silenced,
         Worker(silenced, lanes=["default"], handlers={"job": job}),
     ):
         await engine.wait_for_ending(await submit(), timeout=60)
         await eventually(lambda: silenced.wakeups.hints.is_listening)
-        proxy.silence(new=False)
+        proxy.silence()
         began = time.monotonic()
         ended = await engine.wait_for_ending(await submit(), timeout=60)
         assert ended.outcome is TerminalOutcome.SUCCESS
