@@ -201,6 +201,25 @@ async def test_retention_deletes_everything_of_ended_executions_and_nothing_else
     assert reconciler.stats["retention_trimmer"].processed == len(ended)
 
 
+async def test_an_ended_execution_that_was_locked_while_others_were_trimmed_is_trimmed_by_a_whole_look(
+    engine: Engine, reconciler: Reconciler, given: Any, clock: Any, rows: Any, connection: asyncpg.Connection
+) -> None:
+    seconds = 1000.0
+    engine.leases._store.retained._clock = lambda: seconds
+    locked = await given.completed()
+    await given.completed()
+    await clock.advance(seconds=DAY + 1)
+    async with connection.transaction():
+        await connection.execute("select from execution where execution_id = $1 for update", locked[-36:])
+        await reconciler.catch_up()
+    await clock.advance(seconds=60)
+    await reconciler.catch_up()
+    assert [str(row["execution_id"]) for row in await rows.of("execution")] == [locked[-36:]]
+    seconds += 600
+    await reconciler.catch_up()
+    assert await rows.of("execution") == []
+
+
 async def test_a_policy_decides_how_long_its_execution_is_kept(
     reconciler: Reconciler, given: Any, clock: Any, rows: Any
 ) -> None:

@@ -62,8 +62,9 @@ async def test_a_pooler_that_loses_statements_fails_the_check(url: str) -> None:
     assert (err.startswith("ff: 127.0.0.1:"), err.count("\n")) == (True, 1)
 
 
-async def test_a_pooler_with_a_single_connection_fails_the_check_in_session_mode(url: str) -> None:
-    async with pgbouncer(url, pool_mode="session", default_pool_size=1) as address:
+@pytest.mark.parametrize("connections", [1, 2])
+async def test_a_pooler_with_too_few_connections_fails_the_check_in_session_mode(url: str, connections: int) -> None:
+    async with pgbouncer(url, pool_mode="session", default_pool_size=connections) as address:
         code, out, err = await checked(address)
     assert (code, out) == (1, "")
     assert ": a second session gets no answer within 2 s: a pooler has too few connections to the server;" in err

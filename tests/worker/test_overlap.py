@@ -11,9 +11,12 @@ from flowfabric.engine.engine import Engine
 from flowfabric.model.states import TerminalOutcome
 from flowfabric.settings import Settings
 from flowfabric.worker.context import Context
-from flowfabric.worker.worker import PUT_OFF_MS, Worker
+from flowfabric.worker.worker import Worker
 
 from .waiting import LONG_TTL_MS, RETRIED, Waiting
+
+LONG_PUT_OFF_MS = 60_000
+"""A delay that lasts until the earlier run has left, however slow the machine is."""
 
 
 class Overlap:
@@ -144,8 +147,16 @@ async def test_a_run_that_waits_for_an_earlier_one_is_handed_back_by_a_worker_th
 
 
 async def test_retries_are_not_used_up_while_an_earlier_run_does_not_return(
-    engine: Engine, start_worker: Any, submit: Any, clock: Any, eventually: Any, attempts: Any, caplog: Any
+    engine: Engine,
+    start_worker: Any,
+    submit: Any,
+    clock: Any,
+    eventually: Any,
+    attempts: Any,
+    caplog: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr("flowfabric.worker.worker.PUT_OFF_MS", LONG_PUT_OFF_MS)
     gate = threading.Event()
     overlap = Overlap()
 
@@ -168,7 +179,7 @@ async def test_retries_are_not_used_up_while_an_earlier_run_does_not_return(
         await eventually(lambda: put_off() == ["WARNING"])
         await eventually(is_delayed)
         # Any worker may claim it then; where this one does, it does not wait again.
-        await clock.advance(ms=PUT_OFF_MS)
+        await clock.advance(ms=LONG_PUT_OFF_MS)
         await eventually(lambda: put_off() == ["WARNING", "INFO"])
         await eventually(is_delayed)
     # It begins when the earlier run has left, however long it was put off for.
@@ -181,8 +192,16 @@ async def test_retries_are_not_used_up_while_an_earlier_run_does_not_return(
 
 
 async def test_a_run_that_was_put_off_is_given_to_another_worker_when_the_earlier_has_left(
-    engine: Engine, engines: Any, start_worker: Any, submit: Any, clock: Any, eventually: Any, caplog: Any
+    engine: Engine,
+    engines: Any,
+    start_worker: Any,
+    submit: Any,
+    clock: Any,
+    eventually: Any,
+    caplog: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr("flowfabric.worker.worker.PUT_OFF_MS", LONG_PUT_OFF_MS)
     gate = threading.Event()
     overlap = Overlap()
 

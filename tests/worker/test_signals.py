@@ -12,7 +12,7 @@ import pytest
 from flowfabric import Fabric
 from flowfabric.worker.worker import CANCEL_SECONDS
 
-from . import blocking_process, interrupted_process
+from . import blocking_process, ending_process, interrupted_process
 
 Process = subprocess.Popen[bytes]
 
@@ -100,6 +100,25 @@ def test_a_signal_before_the_worker_starts_ends_the_process_cleanly(url: str) ->
     command = [sys.executable, str(Path(interrupted_process.__file__)), url]
     ended = subprocess.run(command, capture_output=True, timeout=60, check=False)
     assert (ended.returncode, ended.stderr) == (0, b"")
+
+
+def test_a_start_that_fails_is_told_in_a_line_though_a_thread_does_not_return() -> None:
+    command = [sys.executable, str(Path(ending_process.__file__)), "the password is wrong"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 2
+    assert ended.stderr.splitlines()[1:] == ["flowfabric: the password is wrong"]
+
+
+def test_an_interrupt_while_a_process_waits_for_its_threads_ends_it_at_once() -> None:
+    command = [sys.executable, str(Path(ending_process.__file__))]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        try:
+            assert process.stdout is not None
+            process.stdout.readline()
+            process.send_signal(signal.SIGINT)
+            assert process.wait(timeout=30) == 130
+        finally:
+            process.kill()
 
 
 @pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])

@@ -1,12 +1,12 @@
 """What a pooler between a process and its server must do: serve several sessions, and keep prepared statements."""
 
-import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 import asyncpg
 
 from flowfabric.db.database import Connection
+from flowfabric.db.session import close
 
 TRIES = 3
 WAIT_SECONDS = 2.0
@@ -31,19 +31,20 @@ async def pooler_problem(connect: Connect) -> str | None:
     async with _session(connect) as first, _session(connect) as second:
         try:
             statement = await first.prepare("select 1", timeout=WAIT_SECONDS)
-        except TimeoutError:
-            return _STARVES
-        try:
             for _ in range(TRIES):
                 await statement.fetchval(timeout=WAIT_SECONDS)
                 # Takes the session of the server that a pooler in transaction mode had lent to the first.
-                async with second.transaction():
+                await second.execute("begin", timeout=WAIT_SECONDS)
+                try:
                     await statement.fetchval(timeout=WAIT_SECONDS)
+                except TimeoutError:
+                    # One session has to wait until the other ends its transaction: slow, but nothing is lost.
+                    return None
+                await second.execute("commit", timeout=WAIT_SECONDS)
         except _LOST:
             return _LOSES
         except TimeoutError:
-            # One session has to wait until the other ends its transaction: slow, but nothing is lost.
-            return None
+            return _STARVES
     return None
 
 
@@ -53,6 +54,4 @@ async def _session(connect: Connect) -> AsyncIterator[Connection]:
     try:
         yield connection
     finally:
-        # What still waits for an answer does not close in time, and is cut off then.
-        with contextlib.suppress(Exception):
-            await connection.close(timeout=CLOSE_SECONDS)
+        await close(connection, seconds=CLOSE_SECONDS)

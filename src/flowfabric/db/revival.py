@@ -4,6 +4,7 @@ import asyncio
 import logging
 
 from flowfabric.db.embedded import Embedded, EmbeddedError
+from flowfabric.db.off_loop import off_loop
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +37,7 @@ class Revival:
 
     async def _try(self) -> None:
         try:
-            await asyncio.to_thread(self._embedded.revive)
+            await off_loop(self._embedded.revive)
         except (EmbeddedError, OSError) as error:
             # A server that cannot start is asked for again and again; one line says why.
             if str(error) != self._complaint:

@@ -1,6 +1,5 @@
 """Opening a store: the server, the schema this code can run on, and what is written at the first start."""
 
-import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from flowfabric.db.database import Database, Record
 from flowfabric.db.embedded import Embedded, EmbeddedError
 from flowfabric.db.faults import StoreFault, fault_of, without_values
 from flowfabric.db.notify import Hints
+from flowfabric.db.off_loop import off_loop
 from flowfabric.db.pooler import pooler_problem
 from flowfabric.db.revival import Revival
 from flowfabric.db.rights import Rights, rights_of
@@ -103,7 +103,7 @@ class Boot:
         url = settings.database_url
         try:
             if url is None:
-                held = await asyncio.to_thread(Embedded.start, settings.home)
+                held = await off_loop(lambda: Embedded.start(settings.home))
                 url = held.url
             embedded = held if beside is None else beside._embedded
             revival = None if embedded is None else Revival(embedded)
@@ -126,7 +126,7 @@ class Boot:
                 raise
         except BaseException as failed:
             if held is not None:
-                await asyncio.to_thread(held.release)
+                await off_loop(held.release)
             match failed:
                 case EmbeddedError():
                     raise error("unavailable", str(failed)) from None
@@ -268,7 +268,7 @@ class Boot:
         if self._revival is not None:
             await self._revival.close()
         if self._embedded is not None and not self._is_beside:
-            await asyncio.to_thread(self._embedded.release)
+            await off_loop(self._embedded.release)
 
 
 def _variables(counts: Partitions) -> str:

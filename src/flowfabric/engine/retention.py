@@ -68,6 +68,9 @@ class Retention:
         store.due.reach(row["oldest_due_at"])
         if not row["has_retained"]:
             store.retained.reach(row["now"])
+        elif retained_since == 0:
+            # What a whole look has found may lie before the horizon, where a trim begins.
+            store.retained.reach(0)
         return Due(
             lapsed_leases=row["lapsed_leases"],
             elapsed_delays=row["elapsed_delays"],

@@ -78,7 +78,11 @@ def run_to_end(work: Coroutine[Any, Any, None]) -> None:
         runner.run(work)
     except BaseException as error:
         failure = error
-    if not runner.run(_is_stopped()):
+    try:
+        is_stopped = runner.run(_is_stopped())
+    except KeyboardInterrupt as interrupt:
+        failure, is_stopped = failure or interrupt, False
+    if not is_stopped:
         _end_process(failure)
     runner.close()
     if failure is not None:
@@ -106,17 +110,21 @@ async def _is_stopped() -> bool:
 
 
 def _end_process(failure: BaseException | None) -> NoReturn:
-    exit_code = 0
-    if isinstance(failure, KeyboardInterrupt):
-        exit_code = INTERRUPTED
-    elif failure is not None:
+    exit_code: object = 0
+    try:
+        with reporting_on_stderr():
+            if failure is not None:
+                raise failure
+    except SystemExit as told:
+        exit_code = told.code
+    except BaseException as error:
         exit_code = FAILED
-        traceback.print_exception(failure)
+        traceback.print_exception(error)
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()
-    os._exit(exit_code)
+    os._exit(exit_code if isinstance(exit_code, int) else FAILED)
 
 
 async def closed(close: Coroutine[Any, Any, None]) -> None:
