@@ -32,7 +32,7 @@ from flowfabric.worker.context import Context
 from flowfabric.worker.handler import Handler
 from flowfabric.worker.interrupts import calling_on_interrupts
 from flowfabric.worker.options import WorkerOptions
-from flowfabric.worker.start import closed, connected, reporting_on_stderr, run_to_end
+from flowfabric.worker.start import close_within_limit, connect_when_available, reporting_on_stderr, run_to_end
 from flowfabric.worker.worker import Worker
 
 Called = ParamSpec("Called")
@@ -427,8 +427,8 @@ class Fabric:
         """Connect and work until SIGTERM or SIGINT: the main function of a worker process.
 
         A server that is not there yet is waited for. A start that fails otherwise is told on stderr, and the process
-        ends with exit code 1, or 2 where a setting is wrong. Handlers and their threads that do not stop are not waited
-        for: the process ends without them.
+        ends with exit code 1, or 2 where a setting is wrong. Handlers that ignore their cancellation and threads
+        of `asyncio.to_thread` that do not return are not waited for: the process ends without them.
         """
 
         async def work() -> None:
@@ -436,10 +436,10 @@ class Fabric:
             # Over the whole time, so that a signal between two steps ends the process cleanly too.
             with calling_on_interrupts(interrupted.set):
                 try:
-                    if await connected(self.__aenter__, interrupted):
+                    if await connect_when_available(self.__aenter__, interrupted):
                         await self.worker(**options).run_until(interrupted)
                 finally:
-                    await closed(self.__aexit__(None, None, None))
+                    await close_within_limit(self.__aexit__(None, None, None))
 
         with reporting_on_stderr():
             run_to_end(work())

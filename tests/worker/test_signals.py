@@ -93,7 +93,7 @@ async def test_threads_that_a_handler_has_started_do_not_hold_a_process_that_sto
     assert process.wait(timeout=DRAIN_SECONDS + CANCEL_SECONDS + MORE_SECONDS) == 0
     *before, last = logged()
     assert before == [STOPPING, f"stopping {run.id}"]
-    assert last.startswith("threads that handlers have started do not return, this process ends without them: asyncio_")
+    assert last.startswith("threads of the event loop do not return, this process ends without them: asyncio_")
 
 
 def test_a_signal_before_the_worker_starts_ends_the_process_cleanly(url: str) -> None:

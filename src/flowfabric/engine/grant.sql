@@ -37,7 +37,8 @@ candidate as materialized (
 )
 select b.partition_key, b.execution_id,
        (extract(epoch from clock_timestamp() - statement_timestamp()) * 1000)::bigint as walk_ms
-  from (select) as always
+  -- One row even when nothing is found, for walk_ms.
+  from (values (true)) as one_row
   left join lateral (
        select e.partition_key, e.execution_id
          from candidate s

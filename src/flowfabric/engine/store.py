@@ -72,7 +72,7 @@ class Store:
     async def transact(
         self, work: Callable[[Transaction], Awaitable[Answer]], *, execution_id: ExecutionId | None = None
     ) -> Answer:
-        """Run work in one transaction; a fault undoes it whole. The execution is named where it stays locked."""
+        """Run work in one transaction; a fault undoes it whole. The error for a locked row names the execution."""
         try:
             return await self.database.transact(work)
         except StoreFault as fault:

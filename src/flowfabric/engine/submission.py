@@ -56,7 +56,7 @@ class Submission:
         return self.execution_id, (self.shape.namespace, self.shape.lane_id, self.key)
 
     def about(self) -> str:
-        """What a message calls it: by what the caller gave of key and id."""
+        """How error messages name it: by the caller's key and id."""
         key = [] if self.key is None else [f"idempotency key {shown(self.key)}"]
         return " or ".join(key if self.is_minted and key else [*key, f"execution {self.execution_id}"])
 

@@ -111,7 +111,7 @@ class AllOf:
         return _are_equal(self, other)
 
     def __hash__(self) -> int:
-        """Tell apart by the upper two levels, which suffices: equal trees have equal ones."""
+        """Hash only the top two levels, to bound the cost."""
         return hash(tuple(len(each.members) if isinstance(each, AllOf) else each for each in self.members))
 
 

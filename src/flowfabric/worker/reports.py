@@ -105,7 +105,7 @@ class Reports:
         return await self._repeat(running, write, "delay")
 
     async def bring_forward(self, running: Running) -> None:
-        """Let any worker claim a run that was put off at once."""
+        """Make a delayed execution claimable now."""
 
         async def write() -> bool:
             await self._engine.leases.bring_forward(running.claimed.handle)

@@ -25,7 +25,7 @@ INTERRUPTED = 130
 WAIT_SECONDS = (0.2, 5.0)
 """The first and the longest pause between two tries to reach the server."""
 LEFT_SECONDS = 2.0
-"""How long a process that ends waits for tasks and threads that are left."""
+"""How long to wait for remaining tasks, and then for remaining threads."""
 CLOSE_SECONDS = 15.0
 """How long disconnecting may take."""
 
@@ -38,7 +38,7 @@ class StartError(Exception):
         self.exit_code = exit_code
 
 
-async def connected(connect: Callable[[], Awaitable[object]], interrupted: asyncio.Event) -> bool:
+async def connect_when_available(connect: Callable[[], Awaitable[object]], interrupted: asyncio.Event) -> bool:
     """Connect as soon as the server answers; False when a signal came meanwhile, connected or not.
 
     Only a server that may answer later by itself is waited for; anything else is a StartError.
@@ -79,7 +79,7 @@ def run_to_end(work: Coroutine[Any, Any, None]) -> None:
     except BaseException as error:
         failure = error
     try:
-        is_stopped = runner.run(_is_stopped())
+        is_stopped = runner.run(_shut_down())
     except KeyboardInterrupt as interrupt:
         failure, is_stopped = failure or interrupt, False
     if not is_stopped:
@@ -89,8 +89,8 @@ def run_to_end(work: Coroutine[Any, Any, None]) -> None:
         raise failure
 
 
-async def _is_stopped() -> bool:
-    """Whether no task is left, and no thread of the event loop, after they were told to end."""
+async def _shut_down() -> bool:
+    """Cancel the remaining tasks and shut down the executor; return whether both finished in time."""
     tasks = asyncio.all_tasks() - {asyncio.current_task()}
     for task in tasks:
         task.cancel()
@@ -103,9 +103,7 @@ async def _is_stopped() -> bool:
     ended, _ = await asyncio.wait((ending,), timeout=LEFT_SECONDS)
     if not ended:
         names = sorted(thread.name for thread in threading.enumerate() if thread.name.startswith("asyncio_"))
-        logger.warning(
-            "threads that handlers have started do not return, this process ends without them: %s", ", ".join(names)
-        )
+        logger.warning("threads of the event loop do not return, this process ends without them: %s", ", ".join(names))
     return bool(ended)
 
 
@@ -127,7 +125,7 @@ def _end_process(failure: BaseException | None) -> NoReturn:
     os._exit(exit_code if isinstance(exit_code, int) else FAILED)
 
 
-async def closed(close: Coroutine[Any, Any, None]) -> None:
+async def close_within_limit(close: Coroutine[Any, Any, None]) -> None:
     """Disconnect, for a bounded time."""
     closing = asyncio.create_task(close)
     ended, _ = await asyncio.wait((closing,), timeout=CLOSE_SECONDS)

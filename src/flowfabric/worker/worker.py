@@ -60,7 +60,7 @@ LEAVE_SECONDS = 1.5
 EARLIER_SECONDS = 10.0
 """How long a run waits at most for an earlier run of its execution, which should have stopped."""
 PUT_OFF_MS = 5000
-"""How long nobody claims an execution whose earlier run has not stopped by then, unless it stops meanwhile."""
+"""How long an execution whose earlier run has not stopped is delayed; the delay ends when that run returns."""
 
 
 class Worker:
