@@ -19,6 +19,7 @@ from flowfabric.model.errors import (
     OperationTimeoutError,
     ValidationError,
     error,
+    reason_of,
 )
 from flowfabric.model.explanation import Explanation
 from flowfabric.model.ids import ExecutionId, parse_execution_id
@@ -32,7 +33,14 @@ from flowfabric.worker.context import Context
 from flowfabric.worker.handler import Handler
 from flowfabric.worker.interrupts import calling_on_interrupts
 from flowfabric.worker.options import WorkerOptions
-from flowfabric.worker.start import close_within_limit, connect_when_available, reporting_on_stderr, run_to_end
+from flowfabric.worker.start import (
+    MISUSED,
+    StartError,
+    close_within_limit,
+    connect_when_available,
+    reporting_on_stderr,
+    run_to_end,
+)
 from flowfabric.worker.worker import Worker
 
 Called = ParamSpec("Called")
@@ -427,8 +435,8 @@ class Fabric:
         """Connect and work until SIGTERM or SIGINT: the main function of a worker process.
 
         A server that is not there yet is waited for. A start that fails otherwise is told on stderr, and the process
-        ends with exit code 1, or 2 where a setting is wrong. Handlers that ignore their cancellation and threads
-        of `asyncio.to_thread` that do not return are not waited for: the process ends without them.
+        ends with exit code 1, or 2 where a setting or an option is wrong. Handlers that ignore their cancellation and
+        threads of `asyncio.to_thread` that do not return are not waited for: the process ends without them.
         """
 
         async def work() -> None:
@@ -437,12 +445,19 @@ class Fabric:
             with calling_on_interrupts(interrupted.set):
                 try:
                     if await connect_when_available(self.__aenter__, interrupted):
-                        await self.worker(**options).run_until(interrupted)
+                        await self._worker_or_start_error(options).run_until(interrupted)
                 finally:
                     await close_within_limit(self.__aexit__(None, None, None))
 
         with reporting_on_stderr():
             run_to_end(work())
+
+    def _worker_or_start_error(self, options: WorkerOptions) -> Worker:
+        try:
+            return self.worker(**options)
+        except (EngineError, TypeError, ValueError) as wrong:
+            text = reason_of(wrong) if isinstance(wrong, EngineError) else str(wrong)
+            raise StartError(text, exit_code=MISUSED) from wrong
 
 
 def _checked(options: Options, known: type[Options]) -> Options:

@@ -173,3 +173,27 @@ async def test_a_whole_look_that_the_server_gave_up_is_not_repeated_at_once(
         assert due.look() == due.since > 0
         seconds += Horizon.LONGEST_SECONDS
         assert due.look() == 0
+
+
+async def test_what_a_client_has_locked_that_fell_silent_in_a_statement_is_freed(
+    url: str, given: Any, proxy: Proxy, eventually: Any
+) -> None:
+    """The statement was executed and its end never arrives, over a proxy that keeps the server's side open."""
+    limits: dict[str, Any] = {"statement_timeout_ms": 300, "listen": False}
+    async with (
+        Engine.connect(settings=Settings(database_url=proxy.url, **limits)) as silent,
+        Engine.connect(settings=Settings(database_url=url, **limits)) as other,
+    ):
+        await given.created()
+        await claim(silent)
+        execution_id = await given.created()
+        # Bind, Execute and Sync: the last one is lost, and all that follows.
+        proxy.arm(Strike(action=Action.SILENCE, side=Side.CLIENT, nth=3))
+        with pytest.raises(TransportError, match="no answer in time"):
+            await claim(silent)
+        assert await claim(other) == []
+        await eventually(Reconciler(other).catch_up)
+        (claimed,) = await eventually(lambda: claim(other))
+        assert claimed.execution_id == execution_id
+        proxy.heal()
+        proxy.cut()

@@ -34,6 +34,13 @@ $body$;
 create function ff_now() returns bigint language sql volatile parallel safe
 RETURN ((EXTRACT(epoch FROM clock_timestamp()) * (1000)::numeric))::bigint;
 
+create function ff_silent_sessions(bigint) returns SETOF integer language sql volatile
+BEGIN ATOMIC
+ SELECT pg_stat_activity.pid
+    FROM pg_stat_activity
+   WHERE ((pg_stat_activity.datname = current_database()) AND (pg_stat_activity.usename = CURRENT_USER) AND (pg_stat_activity.application_name = 'flowfabric'::text) AND (pg_stat_activity.state = 'active'::text) AND (pg_stat_activity.wait_event_type = 'Client'::text) AND (pg_stat_activity.state_change <= (clock_timestamp() - make_interval(secs => ((($1)::numeric / 1000.0))::double precision))));
+END;
+
 create sequence execution_sequence as bigint start 1 increment 1 minvalue 1 maxvalue 9223372036854775807 cache 1;
 
 create table attempt (

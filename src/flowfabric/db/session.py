@@ -72,6 +72,11 @@ class Limits:
         """The longest the client waits for an answer."""
         return self.statement_ms / 1000 + ANSWER_SECONDS if self.statement_ms else None
 
+    @property
+    def silent_ms(self) -> int | None:
+        """After how long a session that waits for its client in a statement is ended: no statement runs so long."""
+        return None if self.answer_seconds is None else round(self.answer_seconds * 1000)
+
 
 NO_LIMITS = Limits(statement_ms=0, idle_in_transaction_ms=0)
 """For a session whose statements may take as long as they need: migrations."""

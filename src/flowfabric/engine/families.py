@@ -23,6 +23,7 @@ from flowfabric.engine.release import Releases
 from flowfabric.engine.resubmit import Resubmit
 from flowfabric.engine.resume import Resumes
 from flowfabric.engine.retention import Retention
+from flowfabric.engine.sessions import Sessions
 from flowfabric.engine.setbacks import Setbacks
 from flowfabric.engine.shutdown import Shutdown
 from flowfabric.engine.signals import Signals
@@ -68,6 +69,7 @@ class Families:
         self.expiry = Expire(store, self._releases, Setbacks(self.settings.attempt_timeout_interval_s))
         self.retention = Retention(store, (self.suspension_timeouts.setbacks, self.expiry.setbacks))
         self.feed = Feed(store)
+        self.sessions = Sessions(store)
         self.workers = Workers(store)
         self._lanes = Lanes(store)
         self._tagging = Tagging(store)

@@ -33,6 +33,7 @@ class Due:
     has_spent_keys: bool
     has_spent_grants: bool
     has_lapsed_workers: bool
+    has_silent_sessions: bool
     has_lapsed_waitpoints: bool
     next_due_in_ms: int | None
 
@@ -56,6 +57,7 @@ class Retention:
                 retained_since=retained_since,
                 ahead_ms=AHEAD_MS,
                 grant_memory_ms=GRANT_MEMORY_MS,
+                silent_ms=store.database.limits.silent_ms,
                 # What is left out stands before the rest and must not hide it.
                 sample=SAMPLE + sum(len(each.left_out()) for each in self._setbacks),
             )
@@ -80,6 +82,7 @@ class Retention:
             has_spent_keys=row["has_spent_keys"],
             has_spent_grants=row["has_spent_grants"],
             has_lapsed_workers=row["has_lapsed_workers"],
+            has_silent_sessions=row["has_silent_sessions"],
             has_lapsed_waitpoints=row["has_lapsed_waitpoints"],
             next_due_in_ms=row["next_due_in_ms"],
         )

@@ -25,6 +25,7 @@ select count(*) filter (where t.ownership_state = 'leased' and t.lease_expires_a
        exists (select from claim_grant
                 where expires_at <= (select now from clock) - :grant_memory_ms::bigint) as has_spent_grants,
        exists (select from worker where lapses_at < (select now from clock)) as has_lapsed_workers,
+       exists (select from ff_silent_sessions(:silent_ms)) as has_silent_sessions,
        (select min(e.due_at) from execution e
          where e.due_at > (select now from clock) and e.due_at <= (select now from clock) + :ahead_ms::bigint) - c.now as next_due_in_ms,
        coalesce(min(t.due_at), c.now) as oldest_due_at, c.now,

@@ -4,7 +4,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import KW_ONLY, dataclass
 from datetime import timedelta
 
-from flowfabric.engine import feed, lease, retention, suspension_timeouts, workers
+from flowfabric.engine import feed, lease, retention, sessions, suspension_timeouts, workers
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.retention import Due
 from flowfabric.settings import Settings
@@ -46,6 +46,13 @@ def _always(_: Due) -> bool:
 
 
 SWEEPS = (
+    Sweep(
+        "silent_sessions",
+        lambda engine: engine.sessions.end_silent(),
+        every=lambda _: _seconds(2),
+        batch=sessions.ENDED_LIMIT,
+        is_due=lambda due: due.has_silent_sessions,
+    ),
     Sweep(
         "lease_expiry",
         lambda engine: engine.leases.mark_lapsed(),

@@ -484,8 +484,10 @@ class Worker:
         try:
             async with asyncio.timeout(LEAVE_SECONDS):
                 await self._registration.leave(self._engine)
+        except TimeoutError:
+            logger.warning("the registration was not removed and will expire: no answer within %g s", LEAVE_SECONDS)
         except Exception as error:
-            logger.warning("the registration was not removed and will expire: %s", error or type(error).__name__)
+            logger.warning("the registration was not removed and will expire: %s", str(error) or type(error).__name__)
 
 
 def _patience(running: Running) -> float:

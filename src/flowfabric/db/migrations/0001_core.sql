@@ -11,6 +11,16 @@ create function ff_confirm() returns boolean language sql volatile
   return case when current_setting('synchronous_standby_names') = '' then true
               else pg_logical_emit_message(true, 'flowfabric', '') is not null end;
 
+-- Sessions of this user that have been waiting for their clients for so many milliseconds in the middle of a statement.
+-- None of null milliseconds.
+create function ff_silent_sessions(bigint) returns setof int language sql volatile
+begin atomic
+  select pid from pg_stat_activity
+   where datname = current_database() and usename = current_user and application_name = 'flowfabric'
+     and state = 'active' and wait_event_type = 'Client'
+     and state_change <= clock_timestamp() - make_interval(secs => $1 / 1000.0);
+end;
+
 create type lifecycle_phase as enum ('submitted', 'runnable', 'active', 'suspended', 'terminal');
 create type ownership_state as enum ('unowned', 'leased', 'lease_expired_reclaimable', 'lease_revoked');
 create type eligibility_state as enum ('eligible_now', 'not_eligible_until_time', 'blocked_by_dependencies',
