@@ -2,7 +2,6 @@
 
 import os
 import random
-import zlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,13 +33,8 @@ class Sweep:
 
 @pytest.fixture(scope="session")
 def sweep() -> Sweep:
-    """`FF_TEST_SWEEP=whole` runs every case; `FF_TEST_SEED` repeats the samples of another run."""
-    # The processes of one run draw from one seed.
-    drawn = os.environ.get("PYTEST_XDIST_TESTRUNUID") or str(random.SystemRandom().random())
-    return Sweep(
-        seed=int(os.environ.get("FF_TEST_SEED") or zlib.crc32(drawn.encode()) % 1_000_000),
-        is_whole=IS_WHOLE,
-    )
+    """`FF_TEST_SWEEP=whole` runs every case; `FF_TEST_SEED` draws other samples."""
+    return Sweep(seed=int(os.environ.get("FF_TEST_SEED") or 1), is_whole=IS_WHOLE)
 
 
 @pytest.fixture
