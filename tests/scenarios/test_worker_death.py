@@ -89,7 +89,7 @@ async def test_a_worker_that_froze_past_its_lease_cannot_complete(
     after = await worker_process.pause.submit(0)
     assert (await after.result(timeout=60))["worker"] == "frozen"
     log = tmp_path / "frozen.log"
-    await eventually(lambda: any(words in log.read_text() for words in ("is lost", "was refused")))
+    await eventually(lambda: any(words in log.read_text() for words in ("is stopped", "was refused")))
     assert await run.result(timeout=60) == told
     assert len([event for event in await rows.events(run.id) if event["outcome"] is not None]) == 1
 
