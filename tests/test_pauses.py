@@ -1,8 +1,11 @@
 """Pauses between tries: they grow up to a limit and differ between processes."""
 
+import asyncio
 from itertools import islice
 
-from flowfabric.pauses import pauses
+import pytest
+
+from flowfabric.pauses import is_set_within, pauses
 
 
 def test_pauses_double_up_to_the_longest_and_are_shortened_by_a_quarter_at_most() -> None:
@@ -12,3 +15,14 @@ def test_pauses_double_up_to_the_longest_and_are_shortened_by_a_quarter_at_most(
 
 def test_two_that_wait_do_not_wait_alike() -> None:
     assert list(islice(pauses(1, 10), 5)) != list(islice(pauses(1, 10), 5))
+
+
+async def test_a_wait_that_is_cancelled_as_its_event_is_set_is_cancelled() -> None:
+    event = asyncio.Event()
+    waiting = asyncio.create_task(is_set_within(event, 60))
+    for _ in range(3):
+        await asyncio.sleep(0)
+    event.set()
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting

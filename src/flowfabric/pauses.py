@@ -17,7 +17,9 @@ def pauses(first: float, longest: float) -> Iterator[float]:
 async def is_set_within(event: asyncio.Event, seconds: float) -> bool:
     """Whether an event is set, now or before the time is up."""
     with contextlib.suppress(TimeoutError):
-        await asyncio.wait_for(event.wait(), seconds)
+        # Not asyncio.wait_for: in Python 3.11 it loses a cancellation that comes together with the event.
+        async with asyncio.timeout(seconds):
+            await event.wait()
     return event.is_set()
 
 

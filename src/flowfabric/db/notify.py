@@ -1,7 +1,6 @@
 """Hints between processes over NOTIFY: coalesced, sent off the write path, never relied upon."""
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections.abc import Callable
@@ -80,15 +79,13 @@ class Hints:
     async def listen(self) -> None:
         """Begin to listen and wait a moment for the connection, unless that was begun before."""
         if self.begin_to_listen():
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._listening.wait(), self.LISTEN_SECONDS)
+            await is_set_within(self._listening, self.LISTEN_SECONDS)
 
     async def close(self) -> None:
         """Send what is pending, then stop."""
         self._closed = True
         if self._sender is not None:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(asyncio.shield(self._sender), self.CLOSE_SECONDS)
+            await asyncio.wait((self._sender,), timeout=self.CLOSE_SECONDS)
         tasks = [task for task in (self._sender, self._listener) if task is not None]
         for task in tasks:
             task.cancel()

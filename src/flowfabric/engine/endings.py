@@ -1,7 +1,6 @@
 """Waiting for what becomes of executions."""
 
 import asyncio
-import contextlib
 import math
 import time
 
@@ -14,6 +13,7 @@ from flowfabric.model.ids import ExecutionId, parse_execution_id, row_key, split
 from flowfabric.model.outcomes import Ended
 from flowfabric.model.states import TerminalOutcome
 from flowfabric.model.text import shown
+from flowfabric.pauses import is_set_within
 
 SQL = statements_beside(__file__)
 
@@ -80,9 +80,7 @@ class Endings:
         pause = self.BUSY_SECONDS
         while self._waiting:
             began = time.monotonic()
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(wakeups.ended_event.wait(), pause)
-            is_hinted = wakeups.ended_event.is_set()
+            is_hinted = await is_set_within(wakeups.ended_event, pause)
             wakeups.ended_event.clear()
             pause = self.BUSY_SECONDS if is_hinted else min(pause * 2, self.LONGEST_SECONDS)
             # Cancelled waiters drop out here.

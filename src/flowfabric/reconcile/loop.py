@@ -1,7 +1,6 @@
 """The loop of the sweeps: asks once what is due, runs those that have work, and sleeps until more is due."""
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -12,7 +11,7 @@ from typing import Self
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.setbacks import pause_after
 from flowfabric.model.errors import TransportError
-from flowfabric.pauses import pauses
+from flowfabric.pauses import is_set_within, pauses
 from flowfabric.reconcile.sweeps import SWEEPS, Sweep
 
 logger = logging.getLogger(__name__)
@@ -239,6 +238,5 @@ class Reconciler:
             left = min(until, max(least, wakeups.next_timer)) - time.monotonic()
             if left <= 0:
                 return
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(wakeups.timer_event.wait(), left)
+            await is_set_within(wakeups.timer_event, left)
             wakeups.timer_event.clear()
