@@ -74,6 +74,12 @@ async def claimed(subject: Subject, *, lease_ttl_ms: int = LEASE_MS, **overrides
     subject.handle = handle
 
 
+async def put_off(subject: Subject) -> None:
+    """An execution that its worker has delayed."""
+    await claimed(subject)
+    await subject.engine.delay(subject.handle, _until(subject))
+
+
 async def tagged(subject: Subject) -> None:
     """An execution with a tag."""
     await created(subject, tags={"app.key": "value"})
@@ -264,6 +270,12 @@ def _operations() -> list[Operation]:
         lambda e, s: e.create_execution(**s.new(execution_id=s.execution_id, delay_until=_until(s))),
         "with an id, delayed",
     )
+    add(
+        "create_execution",
+        nothing,
+        lambda e, s: e.create_execution(**s.new(execution_id=s.execution_id, delay_ms=MINUTE)),
+        "with an id, delayed by a time",
+    )
     add("create_many", nothing, _create_alike, "alike", repeats=False)
     add("create_many", nothing, lambda e, s: _create_many(e, s, tags={"app.key": "value"}), "with ids and tags")
 
@@ -304,6 +316,7 @@ def _operations() -> list[Operation]:
     add("delay", claimed, lambda e, s: e.delay(s.handle, _until(s)))
     add("wait_children", claimed, lambda e, s: e.wait_children(s.handle))
     add("hand_back", claimed, lambda e, s: e.hand_back(s.handle))
+    add("bring_forward", put_off, lambda e, s: e.leases.bring_forward(s.handle))
     add("cancel", claimed, lambda e, s: e.cancel(s.handle, "x"))
     add("suspend", claimed, lambda e, s: e.suspend(s.handle, suspend_args(s)))
     add("suspend_by_triple", claimed, lambda e, s: e.suspend_by_triple(**s.triple, args=suspend_args(s)))

@@ -17,7 +17,8 @@ SAMPLE = 2
 
 
 def test_every_operation_is_swept() -> None:
-    assert {operation.name for operation in OPERATIONS.values()} == offered()
+    # Of what is not offered, a worker brings forward what it has put off.
+    assert {operation.name for operation in OPERATIONS.values()} == offered() | {"bring_forward"}
 
 
 class Turns:

@@ -95,7 +95,7 @@ async def test_the_place_of_a_call_cancelled_on_a_silent_connection_is_free_afte
         proxy.silence()
         call.cancel()
         await asyncio.wait((call,))
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             assert (await database.fetch(ONE, {}))[0]["one"] == 1
     finally:
         proxy.heal()

@@ -2,9 +2,6 @@
 
 import asyncio
 import json
-import os
-import subprocess
-import sys
 from collections.abc import AsyncIterator
 
 import asyncpg
@@ -13,20 +10,7 @@ import pytest
 from databases import execute
 from faults.cluster import Cluster
 
-
-async def migrated(url: str, *options: str) -> tuple[int, str, str]:
-    """The exit code and the output of the command on an address."""
-    given = {name: value for name, value in os.environ.items() if not name.startswith("FF_")}
-    done = await asyncio.to_thread(
-        subprocess.run,
-        [sys.executable, "-m", "flowfabric.cli.main", "migrate", "--database-url", url, *options],
-        env=given,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    return done.returncode, done.stdout, done.stderr
+from .command import migrate
 
 
 @pytest.fixture
@@ -39,13 +23,13 @@ async def read_only(url: str, connection: asyncpg.Connection) -> AsyncIterator[s
 
 
 async def test_a_database_that_is_set_read_only_is_told_with_the_setting(read_only: str) -> None:
-    code, out, err = await migrated(read_only, "--schema", "other")
+    code, out, err = await migrate(read_only, "--schema", "other")
     assert (code, out) == (1, "")
     assert err.startswith("ff: ")
     assert " is read-only: default_transaction_read_only is on; turn it off where it is set" in err
     assert err.count("\n") == 1
     # Nothing is to be written where nothing is missing.
-    assert await migrated(read_only) == (0, "schema flowfabric is up to date\n", "")
+    assert await migrate(read_only) == (0, "schema flowfabric is up to date\n", "")
 
 
 async def test_a_standby_is_told_with_the_way_to_the_primary() -> None:
@@ -53,11 +37,11 @@ async def test_a_standby_is_told_with_the_way_to_the_primary() -> None:
     try:
         await cluster.start()
         assert cluster.standby is not None
-        code, out, err = await migrated(cluster.standby.url)
+        code, out, err = await migrate(cluster.standby.url)
         assert (code, out) == (1, "")
         assert " is read-only: it is a standby; name the primary in the database URL (FF_DATABASE_URL)" in err
         assert (err.startswith("ff: "), err.count("\n")) == (True, 1)
-        code, out, _ = await migrated(cluster.primary.url, "--json")
+        code, out, _ = await migrate(cluster.primary.url, "--json")
         assert (code, len(json.loads(out)["applied"]) > 0) == (0, True)
     finally:
         await asyncio.to_thread(cluster.discard)

@@ -25,6 +25,7 @@ from flowfabric.engine.engine import Engine
 from flowfabric.settings import Settings
 
 from . import worker_process
+from .command import migrate
 
 PASSWORD = "pa55word"
 STARTING_UP = ("57P03", "the database system is starting up")
@@ -276,51 +277,35 @@ async def test_a_worker_whose_embedded_server_cannot_start_says_why(worker: Work
 # What `ff migrate --check` says before a process is started.
 
 
-async def checked(url: str, *options: str, **environment: str) -> tuple[int, str, str]:
-    """The exit code and the output of the command on an address."""
-    given = {name: value for name, value in os.environ.items() if not name.startswith("FF_")}
-    done = await asyncio.to_thread(
-        subprocess.run,
-        [sys.executable, "-m", "flowfabric.cli.main", "migrate", "--check", "--database-url", url, *options],
-        env={**given, **environment},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert "Traceback" not in done.stderr
-    return done.returncode, done.stdout, done.stderr
-
-
 async def test_check_succeeds_where_a_process_could_start(url: str, rows: Any) -> None:
     async with rows.unchanged():
-        code, out, err = await checked(url, FF_WAITPOINT_HMAC_SECRET="ab" * 32)
+        code, out, err = await migrate(url, "--check", FF_WAITPOINT_HMAC_SECRET="ab" * 32)
     assert (code, err) == (0, "")
     assert out.endswith("up to date\n")
 
 
 async def test_check_fails_where_no_signing_key_is_stored_or_given(url: str, rows: Any) -> None:
     async with rows.unchanged():
-        code, out, err = await checked(url)
+        code, out, err = await migrate(url, "--check")
     assert (code, out) == (1, "")
     assert err.startswith("ff: no signing key is stored: set FF_WAITPOINT_HMAC_SECRET")
-    code, out, _ = await checked(url, "--json")
+    code, out, _ = await migrate(url, "--check", "--json")
     answer = json.loads(out)
     assert (code, answer["runs"], answer["verdict"]) == (1, False, "current")
     assert answer["text"].startswith("no signing key is stored")
 
 
 async def test_check_fails_where_the_partition_counts_differ(engine: Engine, url: str) -> None:
-    code, _, err = await checked(url, FF_FLOW_PARTITIONS="7")
+    code, _, err = await migrate(url, "--check", FF_FLOW_PARTITIONS="7")
     assert code == 1
     assert err.startswith("ff: the store was made with FF_FLOW_PARTITIONS=256")
-    assert (await checked(url))[0] == 0
+    assert (await migrate(url, "--check"))[0] == 0
 
 
 async def test_check_fails_where_a_pooler_refuses_a_session_setting(engine: Engine, url: str) -> None:
     async with Proxy(url) as proxy:
         proxy.refusal = REFUSED_SETTING
-        code, out, err = await checked(proxy.url)
+        code, out, err = await migrate(proxy.url, "--check")
     assert (code, out, err.count("\n")) == (1, "", 1)
     assert "refuses a session setting that every process asks for: unsupported startup parameter: enable_seqscan" in err
     assert err.endswith("see docs/operating.md, PgBouncer\n")
@@ -329,7 +314,7 @@ async def test_check_fails_where_a_pooler_refuses_a_session_setting(engine: Engi
 async def test_check_fails_where_a_pooler_ignores_the_search_path(engine: Engine, url: str) -> None:
     async with Proxy(url) as proxy:
         proxy.ignores = frozenset({"search_path"})
-        code, _, err = await checked(proxy.url)
+        code, _, err = await migrate(proxy.url, "--check")
         assert code == 1
         assert "the session setting search_path=flowfabric is not in effect: a pooler before" in err
         refused = await refusal(proxy.url)
@@ -339,7 +324,7 @@ async def test_check_fails_where_a_pooler_ignores_the_search_path(engine: Engine
 async def test_check_warns_where_a_pooler_ignores_another_setting(engine: Engine, url: str) -> None:
     async with Proxy(url) as proxy:
         proxy.ignores = frozenset({"enable_seqscan", "statement_timeout"})
-        code, out, err = await checked(proxy.url)
+        code, out, err = await migrate(proxy.url, "--check")
     assert (code, err.count("\n")) == (0, 1)
     assert out.endswith("up to date\n")
     assert "asked for and not in effect: enable_seqscan, statement_timeout; " in err
@@ -352,7 +337,7 @@ async def test_check_answers_in_json_where_the_schema_cannot_be_read(strict: str
         "wrong password": (as_app(strict, "wrong"), "refuses user app for database flowfabric"),
         "no database": (at_database(strict, "shop"), "there is no database shop at "),
     }[case]
-    code, out, err = await checked(address, "--json")
+    code, out, err = await migrate(address, "--check", "--json")
     answer = json.loads(out)
     assert (code, err) == (1, "")
     assert told in answer.pop("text")
@@ -400,7 +385,7 @@ async def test_a_role_that_may_do_too_little_is_told_what_to_grant(
 ) -> None:
     await execute(strict, *given)
     url = as_app(strict, PASSWORD)
-    code, _, err = await checked(url, "--schema", schema)
+    code, _, err = await migrate(url, "--check", "--schema", schema)
     assert code == 1
     assert told in err
     grants = GRANTS.format(schema)
@@ -408,7 +393,7 @@ async def test_a_role_that_may_do_too_little_is_told_what_to_grant(
     refused = await refusal(url, schema_name=schema)
     assert (refused.code, refused.detail) == ("unavailable", err.removeprefix("ff: ").strip())
     await execute(strict, grants)
-    assert (await checked(url, "--schema", schema))[0] == 0
+    assert (await migrate(url, "--check", "--schema", schema))[0] == 0
     async with Engine.connect(settings=Settings(database_url=url, schema_name=schema)) as engine:
         await engine.create_execution(
             namespace="tests",
@@ -436,7 +421,7 @@ async def test_a_read_only_server_is_told_and_a_worker_waits_for_it_to_change(
 ) -> None:
     await execute(strict, GRANTS.format(schema), "alter role app set default_transaction_read_only = on")
     url = as_app(strict, PASSWORD)
-    code, out, _ = await checked(url, "--schema", schema, "--json")
+    code, out, _ = await migrate(url, "--check", "--schema", schema, "--json")
     answer = json.loads(out)
     assert (code, answer["runs"], answer["verdict"]) == (1, False, "current")
     assert answer["text"].endswith(

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -34,6 +35,18 @@ class Overlap:
 
     def __exit__(self, *_: object) -> None:
         self.now -= 1
+
+
+def waiting_in_a_thread() -> tuple[threading.Event, Overlap, Callable[[Context], int]]:
+    """A gate, a count of runs, and a handler that is counted and waits in its thread until the gate opens."""
+    gate, overlap = threading.Event(), Overlap()
+
+    def wait(ctx: Context) -> int:
+        with overlap:
+            gate.wait(timeout=60)
+            return ctx.attempt_index
+
+    return gate, overlap, wait
 
 
 @pytest.mark.parametrize("handler", ["thread", "async"])
@@ -124,14 +137,7 @@ async def test_a_run_that_waits_for_an_earlier_one_is_handed_back_by_a_worker_th
     engine: Engine, start_worker: Any, submit: Any, clock: Any, eventually: Any
 ) -> None:
     await clock.stop()
-    gate = threading.Event()
-    overlap = Overlap()
-
-    def wait(ctx: Context) -> int:
-        with overlap:
-            gate.wait(timeout=60)
-            return ctx.attempt_index
-
+    gate, overlap, wait = waiting_in_a_thread()
     run = await submit()
     await start_worker({"job": wait}, concurrency=1, lease_ttl_ms=LONG_TTL_MS, reconcile=False)
     await eventually(lambda: overlap.started == 1)
@@ -157,14 +163,7 @@ async def test_retries_are_not_used_up_while_an_earlier_run_does_not_return(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("flowfabric.worker.worker.PUT_OFF_MS", LONG_PUT_OFF_MS)
-    gate = threading.Event()
-    overlap = Overlap()
-
-    def wait(ctx: Context) -> int:
-        with overlap:
-            gate.wait(timeout=60)
-            return ctx.attempt_index
-
+    gate, overlap, wait = waiting_in_a_thread()
     run = await submit(policy={"timeout_policy": {"attempt_timeout_ms": 2000}, **RETRIED})
     worker = await start_worker({"job": wait}, lease_ttl_ms=LONG_TTL_MS, reconcile=False, claim_poll_interval_ms=50)
 
@@ -202,14 +201,7 @@ async def test_a_run_that_was_put_off_is_given_to_another_worker_when_the_earlie
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("flowfabric.worker.worker.PUT_OFF_MS", LONG_PUT_OFF_MS)
-    gate = threading.Event()
-    overlap = Overlap()
-
-    def wait(ctx: Context) -> int:
-        with overlap:
-            gate.wait(timeout=60)
-            return ctx.attempt_index
-
+    gate, overlap, wait = waiting_in_a_thread()
     run = await submit(policy={"timeout_policy": {"attempt_timeout_ms": 1000}, **RETRIED})
     first = await start_worker({"job": wait}, lease_ttl_ms=LONG_TTL_MS, reconcile=False, claim_poll_interval_ms=50)
 

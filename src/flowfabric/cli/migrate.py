@@ -18,7 +18,7 @@ from flowfabric.db.address import check_url
 from flowfabric.db.embedded import Embedded
 from flowfabric.db.migrate import Applied, Migration, MigrationError, Verdict
 from flowfabric.db.rights import read_only_reason
-from flowfabric.db.session import NO_LIMITS, connect
+from flowfabric.db.session import NO_LIMITS, close, connect
 from flowfabric.engine.boot import CLOSE_SECONDS, Boot
 from flowfabric.settings import Settings
 
@@ -143,7 +143,7 @@ async def _connection(settings: Settings) -> AsyncIterator[tuple[asyncpg.Connect
         try:
             yield connection, url, server.data.parent if server else None
         finally:
-            await connection.close(timeout=CLOSE_SECONDS)
+            await close(connection, seconds=CLOSE_SECONDS)
     finally:
         if server:
             await asyncio.to_thread(server.release)

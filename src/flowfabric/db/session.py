@@ -74,7 +74,7 @@ class Limits:
 
     @property
     def silent_ms(self) -> int | None:
-        """After how long a session that waits for its client in a statement is ended: no statement runs so long."""
+        """How long a session may wait for its client in the middle of a statement: longer than any statement runs."""
         return None if self.answer_seconds is None else round(self.answer_seconds * 1000)
 
 

@@ -14,7 +14,7 @@ from flowfabric.db.off_loop import off_loop
 from flowfabric.db.pooler import pooler_problem
 from flowfabric.db.revival import Revival
 from flowfabric.db.rights import Rights, rights_of
-from flowfabric.db.session import NO_LIMITS, Limits, connect, ignored_settings
+from flowfabric.db.session import NO_LIMITS, Limits, close, connect, ignored_settings
 from flowfabric.db.unreachable import Unreachable
 from flowfabric.engine.keys import Keys
 from flowfabric.engine.store import SQL, Rules, Store, error_of
@@ -242,7 +242,7 @@ class Boot:
                 raise
             raise fault from without_values(failed)
         finally:
-            await connection.close(timeout=CLOSE_SECONDS)
+            await close(connection, seconds=CLOSE_SECONDS)
 
     async def _readiness(self) -> Readiness:
         status, ignored = await self._schema_status()
