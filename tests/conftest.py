@@ -23,8 +23,8 @@ from databases import CARELESS, FOR_TESTS, SCHEMA, Databases, at_database, debia
 from flowfabric.db import session as sessions
 from flowfabric.db.embedded import Embedded
 from flowfabric.db.migrate import migrate
+from flowfabric.engine.core.watermark import QueueWatermarks
 from flowfabric.engine.engine import Engine
-from flowfabric.engine.marks import Marks
 from flowfabric.model.handle import Handle
 from flowfabric.model.ids import ExecutionId
 from flowfabric.model.outcomes import ClaimedExecution, Created
@@ -174,9 +174,9 @@ def patient_with_locks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def lasting_marks(monkeypatch: pytest.MonkeyPatch) -> None:
+def lasting_watermarks(monkeypatch: pytest.MonkeyPatch) -> None:
     """The marks of queues last as long as a test; where they end, a claim walks the entries of claimed rows again."""
-    monkeypatch.setattr(Marks, "LIFE_SECONDS", 3600)
+    monkeypatch.setattr(QueueWatermarks, "LIFE_SECONDS", 3600)
 
 
 @pytest.fixture
@@ -366,7 +366,7 @@ class Given:
     async def reclaimable(self, **overrides: Any) -> Handle:
         """A handle whose lease has run out and is marked: the next claim takes its execution."""
         handle = await self.expired_lease(**overrides)
-        assert await self.engine.leases.mark_lapsed([handle.execution_id]) == 1
+        assert await self.engine.lease_expiry.mark_expired([handle.execution_id]) == 1
         return handle
 
     async def registered(

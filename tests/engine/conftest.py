@@ -6,8 +6,8 @@ from typing import Any
 import asyncpg
 import pytest
 
-from flowfabric.engine import claim as claim_family
 from flowfabric.engine.engine import Engine
+from flowfabric.engine.lease import claim as claim_family
 from flowfabric.model.explanation import Explanation
 
 

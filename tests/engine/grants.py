@@ -17,7 +17,7 @@ def worker(name: str = "pool", **overrides: Any) -> dict[str, Any]:
 async def known(engine: Engine, *names: str) -> None:
     """Let the engine know workers, so that a search of theirs that finds nothing writes nothing at all."""
     for name in names or ("worker",):
-        await engine._boot.store.worker_no(name, f"{name}-1")
+        await engine._lifecycle.store.worker_no(name, f"{name}-1")
 
 
 async def grant(engine: Engine, execution_id: str, name: str = "pool", **overrides: Any) -> Granted:

@@ -83,7 +83,7 @@ async def test_a_retry_stands_where_the_promoter_looks(engine: Engine, given: An
     handle = await given.backing_off(delay_ms=500)
     assert (await rows.execution(handle.execution_id))["delay_until"] == await clock.now() + 500
     await clock.advance(ms=500)
-    assert await engine.leases.promote_delayed() == 1
+    assert await engine.delays.promote_due() == 1
     row = await rows.execution(handle.execution_id)
     assert (vector(row), row["delay_until"]) == (RETRYABLE, None)
 
@@ -162,11 +162,11 @@ async def test_an_attempts_timer_is_not_its_lease(engine: Engine, given: Any, ro
     lapsing = await given.claimed(policy=policy, lease_ttl_ms=1000)
     renewing = await given.claimed(policy=policy, lease_ttl_ms=60_000)
     await clock.advance(ms=1000)
-    assert await engine.expiry.expire_due() == 0
-    assert await engine.leases.mark_lapsed() == 1
+    assert await engine.timeouts.expire_due() == 0
+    assert await engine.lease_expiry.mark_expired() == 1
     await clock.advance(ms=4000)
-    assert await engine.leases.mark_lapsed() == 0
-    assert await engine.expiry.expire_due() == 2
+    assert await engine.lease_expiry.mark_expired() == 0
+    assert await engine.timeouts.expire_due() == 2
     for handle in (lapsing, renewing):
         assert (await rows.execution(handle.execution_id))["public_state"] == "expired"
 
@@ -183,7 +183,7 @@ async def test_a_deadline_ends_what_has_not_ended_in_any_state(engine: Engine, g
     named = [handle.execution_id for handle in (lost, backing_off, parked, active)]
     named += [await given.created(**until), await given.delayed(**until, seconds=900)]
     await clock.advance(seconds=90)
-    assert await engine.expiry.expire_due() == len(named)
+    assert await engine.timeouts.expire_due() == len(named)
     assert {await engine.read_execution_state(execution_id) for execution_id in named} == {"expired"}
 
 

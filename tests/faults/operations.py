@@ -316,7 +316,7 @@ def _operations() -> list[Operation]:
     add("delay", claimed, lambda e, s: e.delay(s.handle, _until(s)))
     add("wait_children", claimed, lambda e, s: e.wait_children(s.handle))
     add("hand_back", claimed, lambda e, s: e.hand_back(s.handle))
-    add("bring_forward", put_off, lambda e, s: e.leases.bring_forward(s.handle))
+    add("bring_forward", put_off, lambda e, s: e.delays.bring_forward(s.handle))
     add("cancel", claimed, lambda e, s: e.cancel(s.handle, "x"))
     add("suspend", claimed, lambda e, s: e.suspend(s.handle, suspend_args(s)))
     add("suspend_by_triple", claimed, lambda e, s: e.suspend_by_triple(**s.triple, args=suspend_args(s)))

@@ -6,9 +6,8 @@ from typing import Any
 import asyncpg
 import pytest
 
+from flowfabric.engine.core.watermark import QueueWatermarks, TimerWatermark
 from flowfabric.engine.engine import Engine
-from flowfabric.engine.horizon import Horizon
-from flowfabric.engine.marks import Marks
 from flowfabric.model.errors import TransportError
 from flowfabric.model.grants import Granted, NoWork
 from flowfabric.model.outcomes import ClaimedExecution, RetryScheduled
@@ -17,7 +16,7 @@ from flowfabric.settings import Settings
 
 from .proxy import Action, Proxy, Side, Strike
 
-SLOW = Marks.CHEAP_SECONDS + 0.2
+SLOW = QueueWatermarks.CHEAP_SECONDS + 0.2
 """How long an answer takes to arrive: a walk that took so long would be too expensive to repeat at once."""
 LANE = "default"
 Take = Callable[[Engine], Awaitable[object]]
@@ -101,9 +100,9 @@ async def test_a_walk_that_was_slow_on_the_server_is_not_repeated_at_once(
             create function ff_now() returns bigint language sql as $$ select ff_time() from pg_sleep({SLOW}) $$"""
     )
     other = await engines()
-    assert other.wakeups.marks.may_walk_whole
+    assert other.wakeups.watermarks.may_walk_whole
     await take(other)
-    assert not other.wakeups.marks.may_walk_whole
+    assert not other.wakeups.watermarks.may_walk_whole
 
 
 async def test_after_a_gap_in_the_hints_the_queues_are_walked_whole(
@@ -115,11 +114,11 @@ async def test_after_a_gap_in_the_hints_the_queues_are_walked_whole(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # Long enough that the marks do not end by themselves meanwhile.
-    monkeypatch.setattr(Marks, "LONGEST_SECONDS", 600.0)
+    monkeypatch.setattr(QueueWatermarks, "LONGEST_SECONDS", 600.0)
     execution_id = await given.created(policy=AGAIN_AT_ONCE)
     await listening.wakeups.hints.listen()
     (claimed,) = await claim(listening)
-    marks = listening.wakeups.marks
+    marks = listening.wakeups.watermarks
     # As behind a long transaction, where the marks last longest.
     marks.walked_whole(60)
     proxy.refuses = True
@@ -138,7 +137,7 @@ async def test_a_look_whose_answer_arrived_late_does_not_put_off_the_next_whole_
 ) -> None:
     """A lease that is committed late ends before the time up to which timers were seen."""
     seconds = 1000.0
-    polling.leases._store.due._clock = lambda: seconds
+    polling._lifecycle.store.due_watermark._clock = lambda: seconds
     await given.created()
     await polling.retention.read_due()
     delay_the_next_answer(proxy)
@@ -147,7 +146,7 @@ async def test_a_look_whose_answer_arrived_late_does_not_put_off_the_next_whole_
     await clock.advance(seconds=-60)
     (claimed,) = await claim(engine)
     await clock.advance(seconds=60)
-    assert await polling.leases.mark_lapsed() == 0
+    assert await polling.lease_expiry.mark_expired() == 0
     seconds += 10
     await Reconciler(polling).catch_up()
     assert (await rows.execution(claimed.execution_id))["ownership_state"] == "lease_expired_reclaimable"
@@ -158,11 +157,11 @@ async def test_a_whole_look_that_the_server_gave_up_is_not_repeated_at_once(
 ) -> None:
     settings = Settings(database_url=url, statement_timeout_ms=200)
     async with Engine.connect(settings=settings) as engine:
-        due = engine.leases._store.due
+        due = engine._lifecycle.store.due_watermark
         seconds = 1000.0
         due._clock = lambda: seconds
         await engine.retention.read_due()
-        seconds += Horizon.LONGEST_SECONDS
+        seconds += TimerWatermark.LONGEST_SECONDS
         assert due.look() == 0
         await connection.execute(
             """alter function ff_now() rename to ff_time;
@@ -171,7 +170,7 @@ async def test_a_whole_look_that_the_server_gave_up_is_not_repeated_at_once(
         with pytest.raises(TransportError, match="statement timeout"):
             await engine.retention.read_due()
         assert due.look() == due.since > 0
-        seconds += Horizon.LONGEST_SECONDS
+        seconds += TimerWatermark.LONGEST_SECONDS
         assert due.look() == 0
 
 

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "flowfabric"
 LONGEST = 500
 
-SOURCES = sorted((*PACKAGE.rglob("*.py"), *PACKAGE.glob("engine/*.sql")))
+SOURCES = sorted((*PACKAGE.rglob("*.py"), *PACKAGE.glob("engine/**/*.sql")))
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
 
 # Words that begin a statement, with enough of what follows to tell it from a sentence.

@@ -19,9 +19,10 @@ from creates import new
 from flowfabric.db.database import Database, Transaction
 from flowfabric.db.session import session_settings
 from flowfabric.db.statements import Statement, Statements
-from flowfabric.engine import release, resume, signals
+from flowfabric.engine.core import consequence
+from flowfabric.engine.core.watermark import QueueWatermarks
 from flowfabric.engine.engine import Engine
-from flowfabric.engine.marks import Marks
+from flowfabric.engine.wait import deliver, resume
 from flowfabric.model.conditions import Single
 from flowfabric.model.errors import EngineError
 from flowfabric.model.grants import Granted
@@ -97,7 +98,7 @@ async def claim(engine: Engine, limit: int, **overrides: Any) -> list[Any]:
 @pytest.fixture(params=["no statistics", "statistics"])
 async def full(
     request: pytest.FixtureRequest,
-    lasting_marks: None,
+    lasting_watermarks: None,
     engine: Engine,
     clock: Any,
     connection: asyncpg.Connection,
@@ -147,7 +148,7 @@ async def test_a_claim_over_many_queues_reads_about_what_it_takes(
     full: Engine, touched: Touched, connection: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The marks lead past what the claims before have taken, however slow the machine is.
-    monkeypatch.setattr(Marks, "LIFE_SECONDS", 600.0)
+    monkeypatch.setattr(QueueWatermarks, "LIFE_SECONDS", 600.0)
     for lane_id, are_marked in (("marked", True), ("unmarked", False)):
         for nth in range(0, 4000, 1000):
             kinds = (f"kind{n % 200}" for n in range(nth, nth + 1000))
@@ -157,7 +158,7 @@ async def test_a_claim_over_many_queues_reads_about_what_it_takes(
             """Count anew. Without marks the queues are walked from their heads, where a vacuum has tidied up."""
             touched.rows.clear()
             if not are_marked:
-                full.wakeups.marks.clear()
+                full.wakeups.watermarks.clear()
                 await connection.execute(VACUUM)
 
         for limit in (10, 100, 500):
@@ -278,7 +279,7 @@ async def test_a_plan_made_while_nothing_waits_finds_waits_by_their_keys(url: st
     connection = await asyncpg.connect(url, server_settings=session_settings("flowfabric"))
     wrong = []
     try:
-        for statement in (each for path in sorted(ENGINE.glob("*.sql")) for each in Statements(path)):
+        for statement in (each for path in sorted(ENGINE.rglob("*.sql")) for each in Statements(path)):
             if statement.name in WALKS or not any(re.search(rf"\b{table}\b", statement.sql) for table in WAITS):
                 continue
             wrong += await walks(connection, statement)
@@ -292,7 +293,7 @@ async def test_an_update_of_waits_begins_with_what_is_given_where_the_tables_are
     connection = await asyncpg.connect(url, server_settings=session_settings("flowfabric"))
     try:
         await connection.execute("vacuum analyze")
-        for statement in (signals.SQL.insert_deliveries, resume.SQL.resume_held, release.SQL.release_executions):
+        for statement in (deliver.SQL.insert_deliveries, resume.SQL.resume_held, consequence.SQL.release_executions):
             assert await walks(connection, statement) == []
     finally:
         await connection.close()
@@ -311,7 +312,7 @@ async def test_a_plan_made_while_there_is_no_work_finds_inputs_by_their_whole_ke
     try:
         if known != "nothing":
             await connection.execute("vacuum analyze")
-        for statement in (each for path in sorted(ENGINE.glob("*.sql")) for each in Statements(path)):
+        for statement in (each for path in sorted(ENGINE.rglob("*.sql")) for each in Statements(path)):
             if statement.name in LISTS or not re.search(r"\bff_input\b|\bexecution_input\b", statement.sql):
                 continue
             plan = await planned(connection, statement)
@@ -333,26 +334,26 @@ async def test_sweeps_touch_what_is_due_and_of_that_a_batch(
     full: Engine, touched: Touched, clock: Any, connection: asyncpg.Connection
 ) -> None:
     due = await full.retention.read_due()
-    assert (due.lapsed_leases, due.elapsed_delays, due.expiries) == (0, 0, 0)
+    assert (due.expired_leases, due.elapsed_delays, due.expiries) == (0, 0, 0)
     assert touched["read_due"] <= 10
     await clock.stop()
     first = await connection.fetchval("select min(delay_until) from execution")
     await clock.advance(ms=first + 10_000 - await clock.now())
-    assert await full.leases.mark_lapsed() == 0
-    assert touched["mark_lapsed_leases"] <= 100
-    assert await full.expiry.expire_due() == 0
+    assert await full.lease_expiry.mark_expired() == 0
+    assert touched["mark_expired_leases"] <= 100
+    assert await full.timeouts.expire_due() == 0
     assert touched["lock_expired"] <= 100
-    assert await full.leases.promote_delayed() == 11
+    assert await full.delays.promote_due() == 11
     assert touched["promote_delayed"] <= 200
     await clock.advance(ms=DAY + HOUR)
-    assert await full.leases.promote_delayed() == 1000
+    assert await full.delays.promote_due() == 1000
     assert touched["promote_delayed"] <= 4_000
-    while await full.leases.promote_delayed():
+    while await full.delays.promote_due():
         pass
     await connection.execute(f"{VACUUM} execution")
-    assert await full.leases.mark_lapsed() == 1000
-    assert touched["mark_lapsed_leases"] <= 4_000
-    assert await full.expiry.expire_due() == 1000
+    assert await full.lease_expiry.mark_expired() == 1000
+    assert touched["mark_expired_leases"] <= 4_000
+    assert await full.timeouts.expire_due() == 1000
     assert touched["lock_expired"] <= 4_000
     assert await full.retention.trim(limit=100) == 100
     assert touched["take_retained"] <= 4 * 100

@@ -11,7 +11,7 @@ from creates import new
 from flowfabric.db.database import Database
 from flowfabric.db.statements import Statement
 from flowfabric.engine.engine import Engine
-from flowfabric.engine.listing import FIRST_WALK
+from flowfabric.engine.read.listing import FIRST_WALK
 from flowfabric.model.conditions import Single
 from flowfabric.model.ids import SuspensionId, WaitpointId
 from flowfabric.model.states import PublicState
@@ -111,7 +111,7 @@ async def one_of(state: PublicState, given: Any, clock: Any, connection: asyncpg
         case PublicState.EXPIRED:
             execution_id = await given.created(lane_id="rare", execution_deadline_at=await clock.now() + 5)
             await clock.advance(seconds=1)
-            await engine.expiry.expire_due()
+            await engine.timeouts.expire_due()
             return {execution_id}
         case PublicState.SKIPPED:
             # Nothing leads to this state yet.

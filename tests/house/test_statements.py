@@ -10,7 +10,7 @@ import pytest
 
 from flowfabric.db.session import session_settings
 from flowfabric.db.statements import Statement, Statements
-from flowfabric.engine.transition import (
+from flowfabric.engine.core.transition import (
     CLAIM_PARAMETERS,
     ESCALATED,
     LEASE_EXPIRED_PARAMETERS,
@@ -22,7 +22,7 @@ from flowfabric.model.events import CompletionOutcome, EventKind, WorkerEvent
 from flowfabric.model.states import AttemptState, BlockingReason, EligibilityState, LifecyclePhase, OwnershipState
 
 ENGINE = Path(__file__).parents[2] / "src" / "flowfabric" / "engine"
-FILES = sorted(ENGINE.glob("*.sql"))
+FILES = sorted(ENGINE.rglob("*.sql"))
 ALL = {statement.name: statement for path in FILES for statement in Statements(path)}
 
 VECTOR = (
@@ -39,7 +39,7 @@ MOVES = {
     "claim_best",
     "lease_held",
     "complete_held",
-    "mark_lapsed_leases",
+    "mark_expired_leases",
     "promote_delayed",
     "release_executions",
     "resume_held",
@@ -78,7 +78,7 @@ def split(clause: str) -> list[str]:
 @pytest.fixture(scope="module")
 def python() -> str:
     """The text of every module of the engine."""
-    return "\n".join(path.read_text(encoding="utf-8") for path in ENGINE.glob("*.py"))
+    return "\n".join(path.read_text(encoding="utf-8") for path in ENGINE.rglob("*.py"))
 
 
 def test_names_are_given_once() -> None:
@@ -150,7 +150,7 @@ def test_the_words_that_moves_have_in_common_are_those_of_the_table() -> None:
         ("claim_best", CLAIM_PARAMETERS),
         ("lease_held", CLAIM_PARAMETERS),
         ("complete_held", completion_parameters()),
-        ("mark_lapsed_leases", LEASE_EXPIRED_PARAMETERS),
+        ("mark_expired_leases", LEASE_EXPIRED_PARAMETERS),
         ("promote_delayed", PROMOTED),
         ("escalate_held", ESCALATED),
     ],
@@ -180,7 +180,7 @@ KINDS = {
     "renew_leases": {EventKind.RENEWED},
     "complete_held": {EventKind.RELEASED},
     "release_executions": {EventKind.RELEASED, NO_LEASE},
-    "mark_lapsed_leases": {EventKind.EXPIRED},
+    "mark_expired_leases": {EventKind.EXPIRED},
 }
 """What the hot statements tell."""
 

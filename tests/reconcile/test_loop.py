@@ -96,10 +96,10 @@ async def test_a_timer_another_process_sets_is_met_by_the_next_look(
 
 
 async def test_claims_leave_what_is_due_to_the_loop_and_take_it_back_afterwards(engine: Engine) -> None:
-    assert not engine.leases.is_swept
+    assert not engine.catch_up.is_swept
     async with Reconciler(engine):
-        assert engine.leases.is_swept
-    assert not engine.leases.is_swept
+        assert engine.catch_up.is_swept
+    assert not engine.catch_up.is_swept
 
 
 async def test_two_loops_do_everything_once(engines: Any, given: Any, clock: Any, rows: Any, eventually: Any) -> None:
@@ -148,7 +148,7 @@ async def test_a_failing_sweep_is_counted_and_does_not_stop_the_others(
         await eventually(lambda: stats.errors >= 3)
         assert (stats.last_error, stats.cycles) == ("cannot", 0)
         assert stats.lag_seconds > 0
-        assert not engine.leases.is_swept
+        assert not engine.catch_up.is_swept
 
 
 async def test_a_sweep_that_succeeds_again_is_forgiven(
@@ -164,7 +164,7 @@ async def test_a_sweep_that_succeeds_again_is_forgiven(
     async with Reconciler(engine, sweeps=[counting(fail_twice)]) as reconciler:
         await eventually(lambda: reconciler.stats["counting"].cycles >= 1)
         assert reconciler.stats["counting"].errors == 2
-        await eventually(lambda: engine.leases.is_swept)
+        await eventually(lambda: engine.catch_up.is_swept)
         assert reconciler.stats["counting"].lag_seconds == 0
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from flowfabric.db.database import Database
 from flowfabric.engine.engine import Engine
-from flowfabric.engine.retention import AHEAD_MS
+from flowfabric.engine.execution.retention import AHEAD_MS
 from flowfabric.reconcile import loop
 from flowfabric.reconcile.loop import Reconciler
 from flowfabric.reconcile.sweeps import Sweep

@@ -31,7 +31,7 @@ async def test_a_lapsed_lease_is_marked_and_the_next_claim_takes_it(
     assert (row["attempt_state"], row["blocking_detail"]) == ("attempt_interrupted", "lease expired, awaiting reclaim")
     assert (row["lease_epoch"], row["lease_id"]) == (lost.lease_epoch, lost.lease_id)
     assert [event["kind"] for event in await rows.events(lost.execution_id)] == [1, 4]
-    engine.leases.is_swept = True
+    engine.catch_up.is_swept = True
     taken = await given.claim(worker="another")
     assert (taken.execution_id, taken.attempt_type) == (lost.execution_id, AttemptType.RECLAIM)
     assert taken.lease_epoch == lost.lease_epoch + 1
@@ -205,7 +205,7 @@ async def test_an_ended_execution_that_was_locked_while_others_were_trimmed_is_t
     engine: Engine, reconciler: Reconciler, given: Any, clock: Any, rows: Any, connection: asyncpg.Connection
 ) -> None:
     seconds = 1000.0
-    engine.leases._store.retained._clock = lambda: seconds
+    engine._lifecycle.store.retained_watermark._clock = lambda: seconds
     locked = await given.completed()
     await given.completed()
     await clock.advance(seconds=DAY + 1)

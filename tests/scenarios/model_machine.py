@@ -92,7 +92,7 @@ class EngineAgainstModel(RuleBasedStateMachine):
         connecting = Engine.connect(settings=Settings(database_url=self.stage.url, database_pool_size=2, listen=False))
         self.engine: Engine = self.run(self.stack.enter_async_context(connecting))
         # The machine does what is due, so that a claim finds what the model says and no more.
-        self.engine.leases.is_swept = True
+        self.engine.catch_up.is_swept = True
 
     def _set_clock(self) -> None:
         self.run(self.stage.connection.execute("update test_clock set offset_ms = $1", self.model.now))
@@ -394,8 +394,8 @@ class EngineAgainstModel(RuleBasedStateMachine):
     def wait(self, ms: int) -> None:
         self.model.now += ms
         self._set_clock()
-        # Marks end with the time of the machine, which the moved clock does not touch.
-        self.engine.wakeups.marks.clear()
+        # Watermarks end with the time of the machine, which the moved clock does not touch.
+        self.engine.wakeups.watermarks.clear()
 
     @does(weight=5, ms=(1_000, 5_000, 20_000, 30_000), worker=WORKERS, limit=(0, 1, 2))
     def go_on(self, ms: int, worker: str, limit: int) -> None:
@@ -424,16 +424,16 @@ class EngineAgainstModel(RuleBasedStateMachine):
 
     @does()
     def sweep_leases(self) -> None:
-        self._sweep("leases", self.engine.leases.mark_lapsed)
+        self._sweep("leases", self.engine.lease_expiry.mark_expired)
 
     @does(weight=2)
     def sweep_delays(self) -> None:
-        self._sweep("delays", self.engine.leases.promote_delayed)
+        self._sweep("delays", self.engine.delays.promote_due)
 
     @does()
     def sweep_expiries(self) -> None:
         self.run(self.engine.retention.purge_grants())
-        self._sweep("expiries", self.engine.expiry.expire_due)
+        self._sweep("expiries", self.engine.timeouts.expire_due)
 
     def _sweep(self, what: str, sweep: Callable[[], Awaitable[int]]) -> None:
         self.both(lambda: ("count", self.model.sweep(what)), lambda: counted(sweep()))

@@ -33,7 +33,7 @@ async def lost(engine: Engine, clock: Any) -> str:
     await engine.create_execution(**new())
     (held,) = await claim(engine, lease_ttl_ms=1)
     await clock.advance(ms=2)
-    await engine.leases.mark_lapsed([held.execution_id])
+    await engine.lease_expiry.mark_expired([held.execution_id])
     return str(held.execution_id)
 
 

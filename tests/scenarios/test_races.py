@@ -261,7 +261,7 @@ async def test_a_renewal_and_the_mark_of_an_expired_lease_agree(rivals: Rivals, 
     async def mark(handle: Handle) -> int:
         await a_moment()
         await clock.advance(ms=5000)
-        return await other.leases.mark_lapsed([handle.execution_id])
+        return await other.lease_expiry.mark_expired([handle.execution_id])
 
     seen: Counter[bool] = Counter()
     for _ in range(ROUNDS):

@@ -46,7 +46,7 @@ async def test_a_restricted_role_does_without_partitions(
     given.engine = restricted
     async with Reconciler(restricted) as reconciler:
         await eventually(lambda: reconciler.stats["event_partitions"].cycles == 1)
-    assert await restricted.feed.keep_partitions() == 0
+    assert await restricted.event_partitions.keep_partitions() == 0
     ended = await given.completed(tags={"app.a": "b"}, idempotency_key="k")
     await given.backing_off()
     await given.registered()
@@ -65,5 +65,5 @@ async def test_a_restricted_role_does_without_partitions(
     told = await rows.of("event")
     assert len(told) == len(await rows.of("event_default")) > 0
     await clock.advance(seconds=DAY + 1)
-    assert await restricted.feed.trim_events() == len(told)
+    assert await restricted.event_partitions.trim_events() == len(told)
     assert await restricted.retention.trim() == 1

@@ -71,7 +71,7 @@ async def test_a_run_is_put_aside_or_its_lease_is_marked(rivals: Any, rows: Any,
             )
             return delay, marks
 
-        *raced, _, _ = await at_once(*map(race, handles), pass_time(wave % 4), third.leases.mark_lapsed())
+        *raced, _, _ = await at_once(*map(race, handles), pass_time(wave % 4), third.lease_expiry.mark_expired())
         for handle, (delay, marks) in zip(handles, raced, strict=True):
             row = await rows.execution(handle.execution_id)
             assert marks.count(Marked()) <= 1
@@ -130,7 +130,7 @@ async def test_a_delay_is_promoted_once(rivals: Any, rows: Any, clock: Any) -> N
         async def race(execution_id: Any) -> list[Any]:
             return await at_once(*(engine.promote_delayed(execution_id) for engine in engines))
 
-        *raced, swept = await at_once(*map(race, made), engines[1].leases.promote_delayed())
+        *raced, swept = await at_once(*map(race, made), engines[1].delays.promote_due())
         promoted = [sum(isinstance(answer, Promoted) for answer in answers) for answers in raced]
         assert max(promoted) <= 1
         assert sum(promoted) + swept == TOGETHER
@@ -228,7 +228,7 @@ async def test_an_attempt_that_times_out_ends_once(rivals: Any, rows: Any, clock
                 second.expire_execution(handle.execution_id, "attempt_timeout"),
             )
 
-        *raced, swept = await at_once(*map(race, handles), second.expiry.expire_due())
+        *raced, swept = await at_once(*map(race, handles), second.timeouts.expire_due())
         timed_out = 0
         for handle, (completed, *expired) in zip(handles, raced, strict=True):
             won = [answer for answer in expired if isinstance(answer, Expired | RetryScheduled)]

@@ -48,7 +48,7 @@ async def test_a_worker_whose_registration_lapsed_registers_again(
     async def swept_and_back() -> bool:
         return bool(len(await rows.of("worker_event", kind="registered")) == 2 and await rows.of("worker"))
 
-    await engine.workers.sweep_lapsed()
+    await engine.workers.sweep_expired()
     await eventually(swept_and_back)
 
 

@@ -86,7 +86,7 @@ async def test_the_next_run_of_an_execution_waits_until_the_earlier_has_left(
     await eventually(lambda: overlap.started == 1)
     second = first if workers == 1 else await start_worker(handlers, lease_ttl_ms=3000)
     await clock.advance(ms=3001)
-    await engine.leases.mark_lapsed([run])
+    await engine.lease_expiry.mark_expired([run])
     await eventually(lambda: (first.running, second.running) == ((2, 2) if workers == 1 else (1, 1)))
 
     async def is_renewed() -> bool:
@@ -120,7 +120,7 @@ async def test_a_run_that_is_stopped_while_it_waits_for_an_earlier_one_lets_no_t
     await eventually(lambda: overlap.started == 1)
     for attempt in (1, 2):
         await clock.advance(ms=LONG_TTL_MS + 1)
-        await engine.leases.mark_lapsed([run])
+        await engine.lease_expiry.mark_expired([run])
 
         async def is_taken(attempt: int = attempt) -> bool:
             return await engine.read_current_attempt_index(execution_id=run) == attempt
@@ -144,7 +144,7 @@ async def test_a_run_that_waits_for_an_earlier_one_is_handed_back_by_a_worker_th
     second = Worker(engine, lanes=["default"], handlers={"job": wait}, reconcile=False)
     async with second:
         await clock.advance(ms=LONG_TTL_MS + 1)
-        await engine.leases.mark_lapsed([run])
+        await engine.lease_expiry.mark_expired([run])
         await eventually(lambda: second.running == 1)
     assert await engine.read_execution_state(run) == "resumable"
     assert overlap.started == 1
@@ -230,8 +230,8 @@ async def test_a_claim_since_is_not_disturbed_by_the_end_of_a_put_off(
     assert again.execution_id == handle.execution_id
     await engine.delay(again.handle, await clock.now() + 5000)
     async with rows.unchanged():
-        await engine.leases.bring_forward(handle)
-    await engine.leases.bring_forward(again.handle)
+        await engine.delays.bring_forward(handle)
+    await engine.delays.bring_forward(again.handle)
     assert await engine.read_execution_state(handle.execution_id) == "resumable"
 
 

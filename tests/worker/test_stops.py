@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from faults.proxy import Proxy
+from flowfabric.engine.core.wakeups import LostLease, LostReason
 from flowfabric.engine.engine import Engine
-from flowfabric.engine.wakeups import LostLease, LostReason
 from flowfabric.model.ids import ExecutionId
 from flowfabric.settings import Settings
 from flowfabric.worker.context import Context
@@ -24,17 +24,17 @@ async def cancel(engine: Engine, run: ExecutionId, clock: Any) -> None:
 
 async def pass_the_deadline(engine: Engine, run: ExecutionId, clock: Any) -> None:
     await clock.advance(seconds=300)
-    assert await engine.expiry.expire_due() == 1
+    assert await engine.timeouts.expire_due() == 1
 
 
 async def pass_the_attempt_timeout(engine: Engine, run: ExecutionId, clock: Any) -> None:
     await clock.advance(seconds=200)
-    assert await engine.expiry.expire_due() == 1
+    assert await engine.timeouts.expire_due() == 1
 
 
 async def expire_the_lease(engine: Engine, run: ExecutionId, clock: Any) -> None:
     await clock.advance(ms=LONG_TTL_MS + 1)
-    assert await engine.leases.mark_lapsed([run]) == 1
+    assert await engine.lease_expiry.mark_expired([run]) == 1
 
 
 async def reclaim(engine: Engine, run: ExecutionId, clock: Any) -> None:

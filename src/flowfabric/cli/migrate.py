@@ -19,7 +19,7 @@ from flowfabric.db.embedded import Embedded
 from flowfabric.db.migrate import Applied, Migration, MigrationError, Verdict
 from flowfabric.db.rights import read_only_reason
 from flowfabric.db.session import NO_LIMITS, close, connect
-from flowfabric.engine.boot import CLOSE_SECONDS, Boot
+from flowfabric.engine.lifecycle import CLOSE_SECONDS, Lifecycle
 from flowfabric.settings import Settings
 
 UNREACHABLE = "unreachable"
@@ -83,7 +83,7 @@ async def _check(settings: Settings, *, as_json: bool) -> None:
         problem = f"there is no embedded server at {data}: run `ff migrate` to make one, or set FF_DATABASE_URL"
     else:
         try:
-            found = await Boot.check(settings)
+            found = await Lifecycle.check(settings)
         except FAILURES as failed:
             if not as_json:
                 raise

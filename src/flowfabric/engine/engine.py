@@ -4,7 +4,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
-from flowfabric.engine.boot import Boot
+from flowfabric.engine.lifecycle import Lifecycle
 from flowfabric.engine.operations.claim import ClaimOperations
 from flowfabric.engine.operations.execution import ExecutionOperations
 from flowfabric.engine.operations.finish import FinishOperations
@@ -55,20 +55,20 @@ class Engine(
         settings = settings or Settings()
         if url is not None:
             settings = settings.model_copy(update={"database_url": Settings(database_url=url).database_url})
-        async with cls._on(await Boot.open(settings)) as engine:
+        async with cls._on(await Lifecycle.open(settings)) as engine:
             yield engine
 
     @asynccontextmanager
     async def beside(self, *, pool_size: int = 1) -> AsyncIterator["Engine"]:
         """Another engine on the same store with connections of its own, for a thread with an event loop of its own."""
-        settings = self._boot.address.model_copy(update={"database_pool_size": pool_size})
-        async with self._on(await Boot.open(settings, beside=self._boot)) as engine:
+        settings = self._lifecycle.address.model_copy(update={"database_pool_size": pool_size})
+        async with self._on(await Lifecycle.open(settings, beside=self._lifecycle)) as engine:
             yield engine
 
     @classmethod
     @asynccontextmanager
-    async def _on(cls, boot: Boot) -> AsyncIterator["Engine"]:
-        engine = cls(boot)
+    async def _on(cls, lifecycle: Lifecycle) -> AsyncIterator["Engine"]:
+        engine = cls(lifecycle)
         try:
             yield engine
         finally:

@@ -9,8 +9,8 @@ from flowfabric.db.database import ATTEMPTS, Database, Record, Transaction
 from flowfabric.db.faults import StoreFault
 from flowfabric.db.notify import Hints
 from flowfabric.db.statements import Statement, statements_beside
-from flowfabric.engine.horizon import Horizon
-from flowfabric.engine.wakeups import Wakeups
+from flowfabric.engine.core.wakeups import Wakeups
+from flowfabric.engine.core.watermark import TimerWatermark
 from flowfabric.model.errors import EngineError, TransportError, error
 from flowfabric.model.ids import ExecutionId, Partitions
 
@@ -27,7 +27,7 @@ class Rules:
     partitions: Partitions
     retention_ms: int
     instance_tag: str
-    tell_renewals: bool
+    renewal_events: bool
     feed_retention_ms: int
 
 
@@ -55,8 +55,8 @@ class Store:
         self.database = database
         self.rules = rules
         self.wakeups = Wakeups(hints)
-        self.due = Horizon(whole_every_seconds=10, margin_ms=1_000)
-        self.retained = Horizon(whole_every_seconds=600, margin_ms=100)
+        self.due_watermark = TimerWatermark(whole_every_seconds=10, margin_ms=1_000)
+        self.retained_watermark = TimerWatermark(whole_every_seconds=600, margin_ms=100)
         self._numbers: dict[tuple[str, ...], int] = {}
         self._lanes: dict[int, str] = {}
         self._queues: dict[QueueNames, QueueNumbers] = {}

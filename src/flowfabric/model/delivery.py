@@ -73,7 +73,7 @@ class Recorded:
 
 
 @dataclass(kw_only=True, slots=True)
-class Addressee:
+class DeliveryTarget:
     """An execution as the rows that a delivery holds show it; signals are taken one after the other."""
 
     execution_id: ExecutionId

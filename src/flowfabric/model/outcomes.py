@@ -108,7 +108,7 @@ class Cancelled:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Registered:
-    """The worker is new, or had lapsed."""
+    """The worker is new, or had expired."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

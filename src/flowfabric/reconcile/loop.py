@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from types import MappingProxyType, TracebackType
 from typing import Self
 
+from flowfabric.engine.core.quarantine import pause_after
 from flowfabric.engine.engine import Engine
-from flowfabric.engine.setbacks import pause_after
 from flowfabric.model.errors import TransportError
 from flowfabric.pauses import is_set_within, pauses
 from flowfabric.reconcile.sweeps import SWEEPS, Sweep
@@ -104,7 +104,7 @@ class Reconciler:
     async def stop(self) -> None:
         """Stop after the sweep under way, at the latest after three seconds; what it has not committed is undone."""
         self._is_stopping = True
-        self._engine.leases.is_swept = False
+        self._engine.catch_up.is_swept = False
         self._engine.wakeups.timer_event.set()
         task, self._task = self._task, None
         if task is not None:
@@ -131,7 +131,7 @@ class Reconciler:
                 await self._go(first)
             except Exception:
                 logger.exception("the reconciler failed and starts again in %s s", self.RESTART_SECONDS)
-                self._engine.leases.is_swept = False
+                self._engine.catch_up.is_swept = False
                 first.set()
                 await self._wait(self.RESTART_SECONDS)
 
@@ -146,7 +146,7 @@ class Reconciler:
             except TransportError as fault:
                 self._on_tick(fault, began)
                 logger.debug("the reconciler tries again: %s", fault)
-                self._engine.leases.is_swept = False
+                self._engine.catch_up.is_swept = False
                 pause = next(faults)
             first.set()
             await self._wait(pause)
@@ -182,7 +182,7 @@ class Reconciler:
                 processed += await self._try(duty)
             elif duty.stats.due_since is None:
                 duty.stats.due_since = time.monotonic()
-        self._engine.leases.is_swept = not self._is_stopping and all(
+        self._engine.catch_up.is_swept = not self._is_stopping and all(
             duty.failures == 0 for duty in self._duties if duty.sweep.is_woken_by_timers
         )
         return self._pause(processed, due.next_due_in_ms)

@@ -4,9 +4,13 @@ from collections.abc import Awaitable, Callable
 from dataclasses import KW_ONLY, dataclass
 from datetime import timedelta
 
-from flowfabric.engine import feed, lease, retention, sessions, suspension_timeouts, workers
 from flowfabric.engine.engine import Engine
-from flowfabric.engine.retention import Due
+from flowfabric.engine.event import partitions
+from flowfabric.engine.execution import retention
+from flowfabric.engine.execution.retention import Due
+from flowfabric.engine.fleet import sessions, workers
+from flowfabric.engine.lease import expire
+from flowfabric.engine.wait import timeout
 from flowfabric.settings import Settings
 
 
@@ -55,27 +59,27 @@ SWEEPS = (
     ),
     Sweep(
         "lease_expiry",
-        lambda engine: engine.leases.mark_lapsed(),
+        lambda engine: engine.lease_expiry.mark_expired(),
         every=lambda settings: _milliseconds(settings.lease_expiry_interval_ms),
-        batch=lease.SWEEP_LIMIT,
-        is_due=lambda due: due.lapsed_leases > 0,
+        batch=expire.SWEEP_LIMIT,
+        is_due=lambda due: due.expired_leases > 0,
         is_woken_by_timers=True,
     ),
     Sweep(
         "delayed_promoter",
-        lambda engine: engine.leases.promote_delayed(),
+        lambda engine: engine.delays.promote_due(),
         every=lambda settings: _milliseconds(settings.delayed_promoter_interval_ms),
-        batch=lease.SWEEP_LIMIT,
+        batch=expire.SWEEP_LIMIT,
         is_due=lambda due: due.elapsed_delays > 0,
         is_woken_by_timers=True,
     ),
     Sweep(
         "expiry",
-        lambda engine: engine.expiry.expire_due(),
+        lambda engine: engine.timeouts.expire_due(),
         every=lambda settings: _seconds(
             min(settings.attempt_timeout_interval_s, settings.execution_deadline_interval_s)
         ),
-        batch=lease.SWEEP_LIMIT,
+        batch=expire.SWEEP_LIMIT,
         is_due=lambda due: due.expiries > 0,
         is_woken_by_timers=True,
     ),
@@ -83,7 +87,7 @@ SWEEPS = (
         "suspension_timeout",
         lambda engine: engine.suspension_timeouts.expire_due(),
         every=lambda settings: _seconds(settings.suspension_timeout_interval_s),
-        batch=suspension_timeouts.TIMEOUT_LIMIT,
+        batch=timeout.TIMEOUT_LIMIT,
         is_due=lambda due: due.suspension_timeouts > 0,
         is_woken_by_timers=True,
     ),
@@ -91,8 +95,8 @@ SWEEPS = (
         "pending_wp_expiry",
         lambda engine: engine.suspension_timeouts.close_pending(),
         every=lambda settings: _seconds(settings.pending_wp_expiry_interval_s),
-        batch=suspension_timeouts.WAITPOINT_LIMIT,
-        is_due=lambda due: due.has_lapsed_waitpoints,
+        batch=timeout.WAITPOINT_LIMIT,
+        is_due=lambda due: due.has_expired_waitpoints,
     ),
     Sweep(
         "retention_trimmer",
@@ -119,31 +123,31 @@ SWEEPS = (
     ),
     Sweep(
         "worker_registry_ttl_sweep",
-        lambda engine: engine.workers.sweep_lapsed(),
+        lambda engine: engine.workers.sweep_expired(),
         every=lambda _: _seconds(30),
         batch=workers.SWEEP_LIMIT,
-        is_due=lambda due: due.has_lapsed_workers,
+        is_due=lambda due: due.has_expired_workers,
     ),
     Sweep(
         "event_partitions",
-        lambda engine: engine.feed.keep_partitions(),
+        lambda engine: engine.event_partitions.keep_partitions(),
         every=lambda _: _seconds(60),
-        batch=feed.TRIM_LIMIT,
+        batch=partitions.TRIM_LIMIT,
         is_due=_always,
     ),
     Sweep(
         "outbox_trim",
-        lambda engine: engine.feed.trim_events(),
+        lambda engine: engine.event_partitions.trim_events(),
         every=lambda _: _seconds(60),
-        batch=feed.TRIM_LIMIT,
+        batch=partitions.TRIM_LIMIT,
         is_due=_always,
         is_gentle=True,
     ),
     Sweep(
         "worker_event_trim",
-        lambda engine: engine.feed.trim_worker_events(),
+        lambda engine: engine.event_partitions.trim_worker_events(),
         every=lambda _: _seconds(60),
-        batch=feed.TRIM_LIMIT,
+        batch=partitions.TRIM_LIMIT,
         is_due=_always,
         is_gentle=True,
     ),

@@ -7,8 +7,8 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from concurrent.futures import Future
 from typing import Any, TypeVar, Unpack
 
+from flowfabric.engine.core.wakeups import LostReason
 from flowfabric.engine.engine import Engine
-from flowfabric.engine.wakeups import LostReason
 from flowfabric.model.errors import EngineError, error
 from flowfabric.model.handle import Fence, Handle
 from flowfabric.model.ids import ExecutionId, WaitpointId, uuid7

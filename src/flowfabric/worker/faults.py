@@ -5,7 +5,7 @@ import time
 from collections.abc import Mapping
 from typing import Final
 
-from flowfabric.engine.wakeups import LostReason
+from flowfabric.engine.core.wakeups import LostReason
 from flowfabric.model.errors import EngineError, TransportError, TransportKind
 from flowfabric.model.states import TerminalOutcome
 

@@ -12,8 +12,8 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from flowfabric.engine.core.wakeups import LostReason
 from flowfabric.engine.engine import Engine
-from flowfabric.engine.wakeups import LostReason
 from flowfabric.model.errors import EngineError
 from flowfabric.model.outcomes import NotRegistered, Renewed
 from flowfabric.model.text import MAX_BATCH

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 from concurrent.futures import Future, InvalidStateError
 
-from flowfabric.engine.boot import StoreKey
+from flowfabric.engine.lifecycle import StoreKey
 from flowfabric.model.ids import ExecutionId
 from flowfabric.worker.context import Running
 

@@ -7,9 +7,9 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from datetime import UTC, datetime
 
+from flowfabric.engine.core.wakeups import LostReason
 from flowfabric.engine.engine import Engine
-from flowfabric.engine.expire import ExpiryPhase
-from flowfabric.engine.wakeups import LostReason
+from flowfabric.engine.lease.expire import ExpiryPhase
 from flowfabric.model.outcomes import Completed, FailureReason, NotYetDue, RetryScheduled, TerminalFailed
 from flowfabric.pauses import pauses
 from flowfabric.worker.context import Running
@@ -108,7 +108,7 @@ class Reports:
         """Make a delayed execution claimable now."""
 
         async def write() -> bool:
-            await self._engine.leases.bring_forward(running.claimed.handle)
+            await self._engine.delays.bring_forward(running.claimed.handle)
             return True
 
         await self._repeat(running, write, "end of the delay")

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import math
 
-from flowfabric.engine.expire import ExpiryPhase
+from flowfabric.engine.lease.expire import ExpiryPhase
 from flowfabric.model.outcomes import ClaimedExecution
 from flowfabric.worker.context import Running
 from flowfabric.worker.reports import Reports

@@ -13,9 +13,9 @@ from contextlib import AsyncExitStack
 from types import TracebackType
 from typing import Any, Self
 
-from flowfabric.engine.claim import DEFAULT_LEASE_TTL_MS, MAX_LANES
+from flowfabric.engine.core.wakeups import LostLease, LostReason
 from flowfabric.engine.engine import Engine
-from flowfabric.engine.wakeups import LostLease, LostReason
+from flowfabric.engine.lease.claim import DEFAULT_LEASE_TTL_MS, MAX_LANES
 from flowfabric.model.errors import EngineError, error
 from flowfabric.model.handle import MAX_LEASE_TTL_MS
 from flowfabric.model.ids import check_lane_id, check_worker_id

@@ -171,9 +171,9 @@ def _operations() -> Sequence[Operation]:
             "a holder without a fence",
         ),
         one("set_execution_tag", lambda s: s.engine.set_execution_tag(s.execution_id, "app.key", "value")),
-        one("mark lapsed leases", lambda s: s.engine.leases.mark_lapsed(), "sweep"),
-        one("promote delayed work", lambda s: s.engine.leases.promote_delayed(), "sweep"),
-        one("expire what is late", lambda s: s.engine.expiry.expire_due(), "sweep"),
+        one("mark lapsed leases", lambda s: s.engine.lease_expiry.mark_expired(), "sweep"),
+        one("promote delayed work", lambda s: s.engine.delays.promote_due(), "sweep"),
+        one("expire what is late", lambda s: s.engine.timeouts.expire_due(), "sweep"),
     ]
     for name, by_handle in HANDLE_CALLS.items():
         found.append(one(name, lambda s, call=by_handle: call(s, s.handle)))  # type: ignore[misc]

@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from uuid import UUID
 
-from flowfabric.engine.claim import DEFAULT_LEASE_TTL_MS
 from flowfabric.engine.families import Families
-from flowfabric.engine.grant import Grantee
-from flowfabric.engine.named import Lease
+from flowfabric.engine.lease.claim import DEFAULT_LEASE_TTL_MS
+from flowfabric.engine.lease.claim_named import Lease
+from flowfabric.engine.lease.grant import Grantee
 from flowfabric.model.grants import DEFAULT_GRANT_TTL_MS, Granted, GrantedClaim, NoWork, ResumeToken
 from flowfabric.model.handle import Handle
 from flowfabric.model.ids import ExecutionId

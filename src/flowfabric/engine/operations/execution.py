@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 from uuid import UUID
 
-from flowfabric.engine.expire import ExpiryPhase
 from flowfabric.engine.families import Families
+from flowfabric.engine.lease.expire import ExpiryPhase
 from flowfabric.model.errors import EngineError
 from flowfabric.model.execution import NewExecution
 from flowfabric.model.explanation import Explanation
@@ -90,25 +90,25 @@ class ExecutionOperations(Families):
 
     async def promote_delayed(self, execution_id: ExecutionId | str) -> Promoted | AlreadySatisfied:
         """Make a delayed execution claimable, where its time has come."""
-        return await self.leases.promote(execution_id)
+        return await self.delays.promote(execution_id)
 
     async def expire_execution(
         self, execution_id: ExecutionId | str, phase: ExpiryPhase | str
     ) -> Expired | RetryScheduled | AlreadyTerminal | NotYetDue:
         """Expire an execution whose attempt timeout or deadline has passed."""
-        return await self.expiry.expire_execution(execution_id, phase)
+        return await self.timeouts.expire_execution(execution_id, phase)
 
     async def set_execution_tag(self, execution_id: ExecutionId | str, key: str, value: str) -> None:
         """Store one tag of an execution, over what its key had before."""
-        await self._tagging.put(execution_id, key, value)
+        await self._tags.put(execution_id, key, value)
 
     async def set_execution_tags(self, execution_id: ExecutionId | str, tags: Mapping[str, str]) -> TagsSet:
         """Store tags of an execution in one transaction, over what their keys had before."""
-        return await self._tagging.put_many(execution_id, tags)
+        return await self._tags.put_many(execution_id, tags)
 
     async def get_execution_tag(self, execution_id: ExecutionId | str, key: str) -> str | None:
         """The value of one tag of an execution."""
-        return await self._tagging.get(execution_id, key)
+        return await self._tags.get(execution_id, key)
 
     async def explain(self, execution_id: ExecutionId | str) -> Explanation:
         """Why an execution is where it is: everything that holds it, and one sentence for a person."""

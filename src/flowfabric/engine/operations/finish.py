@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 from uuid import UUID
 
+from flowfabric.engine.core.row import GivenFence
 from flowfabric.engine.families import Families
-from flowfabric.engine.fence import GivenFence
 from flowfabric.model.errors import EngineError
 from flowfabric.model.handle import Handle
 from flowfabric.model.ids import ExecutionId
@@ -25,7 +25,7 @@ class FinishOperations(Families):
 
     async def progress(self, handle: Handle, *, percent: int | None = None, message: str | None = None) -> None:
         """Overwrite what a run reports of itself; what is absent keeps its value."""
-        await self.leases.progress(handle, percent=percent, message=message)
+        await self._renewals.progress(handle, percent=percent, message=message)
 
     async def complete(self, handle: Handle, payload: bytes | None = None) -> None:
         """End a run in success with its result; a repeat of the call is success too."""
@@ -84,12 +84,12 @@ class FinishOperations(Families):
 
     async def delay(self, handle: Handle, delay_until: int) -> None:
         """Put a run aside until a time; its attempt goes on with the next claim after it."""
-        await self._park.delay(handle, delay_until)
+        await self.delays.delay(handle, delay_until)
 
     async def wait_children(self, handle: Handle) -> None:
         """Put a run aside until what it depends on has ended; its attempt goes on with the next claim after it."""
-        await self._park.wait_children(handle)
+        await self.delays.wait_children(handle)
 
     async def hand_back(self, handle: Handle) -> None:
         """Give up the lease of a run that cannot go on here: any worker may claim it at once, as the same attempt."""
-        await self._park.hand_back(handle)
+        await self.delays.hand_back(handle)

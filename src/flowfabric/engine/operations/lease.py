@@ -3,12 +3,13 @@
 from collections.abc import Sequence
 from uuid import UUID
 
-from flowfabric.engine.claim import DEFAULT_LEASE_TTL_MS
+from flowfabric.engine.core.row import GivenFence
 from flowfabric.engine.families import Families
-from flowfabric.engine.fence import GivenFence
-from flowfabric.engine.grant import Grantee
-from flowfabric.engine.lease import DEFAULT_HISTORY_GRACE_MS, DEFAULT_LISTED
-from flowfabric.engine.named import Lease
+from flowfabric.engine.lease.claim import DEFAULT_LEASE_TTL_MS
+from flowfabric.engine.lease.claim_named import Lease
+from flowfabric.engine.lease.expire import DEFAULT_LISTED
+from flowfabric.engine.lease.grant import Grantee
+from flowfabric.engine.lease.renew import DEFAULT_HISTORY_GRACE_MS
 from flowfabric.model.errors import EngineError
 from flowfabric.model.grants import (
     DEFAULT_GRANT_TTL_MS,
@@ -34,11 +35,11 @@ class LeaseOperations(Families):
 
     async def renew(self, handle: Handle) -> Renewed:
         """Extend a lease by the time its handle holds."""
-        return await self.leases.renew(handle)
+        return await self._renewals.renew(handle)
 
     async def renew_many(self, handles: Sequence[Handle]) -> list[Renewed | EngineError]:
         """Extend up to a thousand leases in one statement, each with its own verdict."""
-        return await self.leases.renew_many(handles)
+        return await self._renewals.renew_many(handles)
 
     async def renew_lease(
         self,
@@ -53,11 +54,11 @@ class LeaseOperations(Families):
     ) -> Renewed:
         """Extend a lease by a time on behalf of whoever holds its fence."""
         given = GivenFence.read(lease_id, lease_epoch, attempt_id, attempt_index)
-        return await self.leases.renew_lease(execution_id, given, lease_ttl_ms, lease_history_grace_ms)
+        return await self._renewals.renew_lease(execution_id, given, lease_ttl_ms, lease_history_grace_ms)
 
     async def mark_lease_expired_if_due(self, execution_id: ExecutionId | str) -> Marked | AlreadySatisfied:
-        """Mark the lease of an execution as lapsed, where its time is up, so that the next claim takes it."""
-        return await self.leases.mark_if_due(execution_id)
+        """Mark the lease of an execution as expired, where its time is up, so that the next claim takes it."""
+        return await self.lease_expiry.mark_if_due(execution_id)
 
     async def list_expired_leases(
         self,
@@ -68,7 +69,7 @@ class LeaseOperations(Families):
         namespace: str | None = None,
     ) -> ExpiredLeases:
         """Leases that end by a time, marked or not, in the order of their end; a cursor leads to the next page."""
-        return await self.leases.list_expired(as_of, after, limit, namespace)
+        return await self.lease_expiry.list_expired(as_of, after, limit, namespace)
 
     async def issue_reclaim_grant(
         self,

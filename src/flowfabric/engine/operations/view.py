@@ -115,7 +115,7 @@ class ViewOperations(Families):
 
     async def wait_for_ending(self, execution_id: ExecutionId | str, *, timeout: float | None = None) -> Ended:
         """How an execution ended, as soon as it has."""
-        return await self._endings.wait(execution_id, timeout)
+        return await self._results.wait(execution_id, timeout)
 
     async def set_lane_state(self, lane_id: str, state: LaneState | str) -> None:
         """Change what a lane accepts: submissions, claims, both or neither."""
@@ -135,7 +135,7 @@ class ViewOperations(Families):
 
     async def prepare(self) -> NoOp | Applied:
         """Bring the store to where this code can run on it."""
-        return await self._boot.prepare()
+        return await self._lifecycle.prepare()
 
     def backend_label(self) -> str:
         """What this engine stores in."""

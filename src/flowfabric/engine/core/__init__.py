@@ -1,0 +1,1 @@
+"""What several rooms share: the table of moves, held rows, how leases end, wakeups, watermarks, signing keys."""

@@ -1,0 +1,238 @@
+"""How leases end: the one owner of every way a lease is given up, and of what follows from it."""
+
+import random
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+from flowfabric.db.batch import LOCKED, Batch, Locked
+from flowfabric.db.database import Record, Transaction
+from flowfabric.db.faults import StoreFault
+from flowfabric.db.statements import columns_of, statements_beside
+from flowfabric.engine.core.row import DONE, Verdict, lock_execution, verdict_of
+from flowfabric.engine.core.transition import Release, completion_parameters, release_parameters
+from flowfabric.engine.core.wakeups import LostLease, LostReason
+from flowfabric.engine.store import Store
+from flowfabric.model.errors import EngineError, error
+from flowfabric.model.handle import Fence, Handle
+from flowfabric.model.ids import INDEX_PART, UUID_PART, ExecutionId, SuspensionId
+from flowfabric.model.policy import ExecutionPolicy, may_retry, retry_delay_ms
+from flowfabric.model.states import BlockingReason, HandleKind
+
+SQL = statements_beside(__file__)
+
+_COLUMNS = (
+    "partition_keys",
+    "execution_ids",
+    "moves",
+    "lease_epochs",
+    "lease_ids",
+    "attempt_ids",
+    "payloads",
+    "encodings",
+    "reasons",
+    "categories",
+    "delays_ms",
+    "delays_until",
+    "sources",
+    "blockings",
+    "details",
+    "suspension_ids",
+    "timeouts_at",
+)
+_COMPLETION_COLUMNS = ("partition_keys", "execution_ids", "lease_epochs", "lease_ids", "attempt_ids", "payloads")
+_COMPLETION = completion_parameters()
+
+
+MarkExpired = Callable[[Sequence[ExecutionId]], Awaitable[object]]
+"""Marks the leases of these executions as expired, where they are."""
+
+
+class LeaseEnd:
+    """How one lease ends: its run ends, is put aside or suspends; without a fence the row's own lease counts.
+
+    `lost_epoch` names the lease that ends without its holder, who is told after the commit.
+    """
+
+    __slots__ = ("execution_id", "is_of_resumed", "lost_epoch", "move", "row")
+
+    def __init__(
+        self,
+        execution_id: ExecutionId,
+        move: Release,
+        *,
+        fence: Handle | Fence | None = None,
+        payload: bytes | None = None,
+        encoding: str | None = None,
+        reason: str | None = None,
+        category: str | None = None,
+        delay_ms: int | None = None,
+        delay_until: int | None = None,
+        source: str | None = None,
+        blocking: BlockingReason | None = None,
+        detail: str | None = None,
+        suspension_id: SuspensionId | None = None,
+        timeout_at: int | None = None,
+        lost_epoch: int | None = None,
+    ) -> None:
+        self.execution_id = execution_id
+        self.move = move
+        self.lost_epoch = lost_epoch
+        self.is_of_resumed = isinstance(fence, Handle) and fence.kind is HandleKind.RESUMED
+        lease = (None, None, None) if fence is None else (fence.lease_epoch, fence.lease_id, fence.attempt_id)
+        self.row: tuple[Any, ...] = (
+            # Inlined: hot path.
+            int(execution_id[INDEX_PART]),
+            execution_id[UUID_PART],
+            move.value,
+            *lease,
+            payload,
+            encoding,
+            reason,
+            category,
+            delay_ms,
+            delay_until,
+            source,
+            blocking,
+            detail,
+            suspension_id,
+            timeout_at,
+        )
+
+    @property
+    def completion(self) -> tuple[Any, ...]:
+        """What a completion needs of the row: key, fence and result."""
+        return self.row[:2] + self.row[3:7]
+
+
+class LeaseEnds:
+    """Ends leases, alone in a caller's transaction or in one statement for concurrent callers."""
+
+    def __init__(self, store: Store, mark_expired: MarkExpired) -> None:
+        self._store = store
+        self._mark_expired = mark_expired
+        self._batch: Batch[LeaseEnd, Verdict] = Batch(
+            self._release_together, self._release_alone, keys=lambda end: (end.execution_id,)
+        )
+
+    async def one(self, end: LeaseEnd) -> Verdict:
+        """The verdict on one run; concurrent callers share a statement."""
+        return await self._store.answer(self._batch.put(end))
+
+    async def many(self, ends: Sequence[LeaseEnd]) -> list[Verdict | EngineError]:
+        """The verdicts on the ends of one caller, in their order, from one statement."""
+        return await self._store.answers(self._batch.run(ends))
+
+    async def within(self, transaction: Transaction, ends: Sequence[LeaseEnd]) -> list[Verdict | Locked]:
+        """End runs whose rows the transaction holds already; `after_commit` follows the commit."""
+        return self._judge(ends, await transaction.fetch(SQL.release_executions, **self._columns(ends)))
+
+    async def after_commit(self, ends: Sequence[LeaseEnd], verdicts: Sequence[Verdict | Locked]) -> None:
+        """After the commit: notify the holders of lost leases, mark expired leases, and wake waiters for the rest."""
+        wakeups = self._store.wakeups
+        expired = []
+        lost = []
+        has_ended = False
+        for end, verdict in zip(ends, verdicts, strict=True):
+            if end.lost_epoch is not None and isinstance(verdict, Verdict) and verdict.is_done:
+                lost.append(LostLease(end.execution_id, end.lost_epoch, LostReason(end.move.value)))
+            if verdict is DONE:
+                has_ended = True
+            elif isinstance(verdict, Verdict):
+                if verdict.delay_ms is not None:
+                    wakeups.timer(verdict.delay_ms)
+                elif verdict.work is not None:
+                    lane_id, queue_no, place = verdict.work
+                    wakeups.work(lane_id, {queue_no: place})
+                elif verdict.code == "lease_expired":
+                    expired.append(end.execution_id)
+        if lost:
+            wakeups.lost(lost)
+        if has_ended:
+            wakeups.ended()
+        if expired:
+            await self._mark_expired(expired)
+
+    async def drain(self) -> None:
+        """Wait until every release under way is answered."""
+        await self._batch.drain()
+
+    async def _release_together(self, ends: Sequence[LeaseEnd]) -> Sequence[Verdict | Locked | Exception]:
+        is_completion = all(end.move is Release.COMPLETED for end in ends)
+        # The attempt of a resumed run is stored already, which complete_held leaves to the other statement.
+        if not is_completion or all(end.is_of_resumed for end in ends):
+            return await self._release_each(ends)
+        completed = await self._complete_held(ends)
+        if len(completed) == len(ends):
+            return [DONE] * len(ends)
+        done = {nth - 1 for nth in completed}
+        left = iter(await self._release_each([end for at, end in enumerate(ends) if at not in done]))
+        return [DONE if at in done else next(left) for at in range(len(ends))]
+
+    async def _release_each(self, ends: Sequence[LeaseEnd]) -> Sequence[Verdict | Locked]:
+        verdicts = self._judge(ends, await self._store.database.fetch(SQL.release_executions, self._columns(ends)))
+        await self.after_commit(ends, verdicts)
+        return verdicts
+
+    async def _complete_held(self, ends: Sequence[LeaseEnd]) -> Sequence[int]:
+        """Complete the runs whose fence holds at less cost than judging each; answers which, counted from 1."""
+        columns = columns_of(_COMPLETION_COLUMNS, [end.completion for end in ends])
+        if columns["attempt_ids"] == columns["lease_ids"]:
+            columns["attempt_ids"] = ()
+        columns["retention_ms"] = self._store.rules.retention_ms
+        columns.update(_COMPLETION)
+        try:
+            (row,) = await self._store.database.fetch(SQL.complete_held, columns, attempts=1)
+        except StoreFault as fault:
+            if fault.kind != "contention":
+                raise
+            return ()
+        completed: Sequence[int] = row["completed"] or ()
+        if completed:
+            self._store.wakeups.ended()
+        return completed
+
+    async def _release_alone(self, end: LeaseEnd) -> Verdict:
+        async def release(transaction: Transaction) -> list[Verdict | Locked]:
+            await lock_execution(transaction, end.execution_id)
+            return await self.within(transaction, [end])
+
+        verdicts = await self._store.transact(release, execution_id=end.execution_id)
+        await self.after_commit([end], verdicts)
+        verdict = verdicts[0]
+        assert isinstance(verdict, Verdict), "the row is held"
+        return verdict
+
+    @staticmethod
+    def _judge(ends: Sequence[LeaseEnd], rows: Sequence[Record]) -> list[Verdict | Locked]:
+        verdicts: list[Verdict | Locked] = [DONE] * len(ends)
+        ended = 0
+        for row in rows:
+            nth, code, count, delay_until, delay_ms, lane_id, queue_no, place, _ = row
+            if nth == 0:
+                ended = count
+            elif code is None:
+                verdicts[nth - 1] = LOCKED
+            elif code == "ok":
+                work = None if lane_id is None else (lane_id, queue_no, place)
+                verdicts[nth - 1] = Verdict(code, delay_until=delay_until, delay_ms=delay_ms, work=work)
+            else:
+                verdicts[nth - 1] = verdict_of(row)
+        if ended + len(rows) - 1 != len(ends):
+            raise error("internal", f"{len(ends)} lease ends were given, {ended + len(rows) - 1} were judged")
+        return verdicts
+
+    def _columns(self, ends: Sequence[LeaseEnd]) -> dict[str, object]:
+        columns = columns_of(_COLUMNS, [end.row for end in ends])
+        if columns["attempt_ids"] == columns["lease_ids"]:
+            columns["attempt_ids"] = ()
+        columns["retention_ms"] = self._store.rules.retention_ms
+        columns.update(release_parameters(frozenset(end.move for end in ends)))
+        return columns
+
+
+def retry_pause(policy: ExecutionPolicy | None, retry_count: int, category: str) -> int | None:
+    """The milliseconds before the next attempt, or None when there is none."""
+    retry_policy = policy.retry_policy if policy is not None else None
+    if retry_policy is None or not may_retry(retry_policy, retry_count=retry_count, category=category):
+        return None
+    return retry_delay_ms(retry_policy.backoff, retry_count, draw=random.random())

@@ -1,0 +1,169 @@
+"""Who waits in this process for work, a result, a timer or the loss of a lease, and how they learn of it early."""
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from enum import StrEnum
+from typing import NamedTuple
+
+from flowfabric.db.database import Record
+from flowfabric.db.notify import EVERYTHING, Hints
+from flowfabric.engine.core.watermark import QueueWatermarks
+from flowfabric.model.ids import ExecutionId
+
+_WORK = "work"
+_ENDED = "ended"
+_LOST = "lost"
+
+
+class LostReason(StrEnum):
+    """Why a lease ended without its holder; those of a `Release` have its value."""
+
+    COMPLETED = "completed"
+    FAILED = "failed"
+    RETRY = "retry"
+    RETRY_NOW = "retry_now"
+    CANCELLED = "cancelled"
+    TIMEOUT_RETRY = "timeout_retry"
+    TIMEOUT_RETRY_NOW = "timeout_retry_now"
+    TIMEOUT_EXPIRED = "timeout_expired"
+    DEADLINE_EXPIRED = "deadline_expired"
+    RECLAIM_CAP = "reclaim_cap"
+    LEASE_EXPIRED = "lease_expired"
+    RECLAIMED = "reclaimed"
+    NOT_RENEWED = "not_renewed"
+    ATTEMPT_TIMEOUT = "attempt_timeout"
+    UNKNOWN = "unknown"
+    """A reason that has no name here: of a newer version, or of a move that nobody has named yet."""
+
+    @classmethod
+    def _missing_(cls, _: object) -> "LostReason":
+        return cls.UNKNOWN
+
+
+class LostLease(NamedTuple):
+    """A lease that ended without its holder, and why."""
+
+    execution_id: ExecutionId
+    lease_epoch: int
+    reason: LostReason
+
+
+OnLost = Callable[[Sequence[LostLease] | None], None]
+"""Called with the leases that were lost, or with None when any may have been."""
+
+
+class Wakeups:
+    """Wakes the waiters of this process at once and those of others by a hint."""
+
+    MOST_PLACES = 20
+    """Places named in one hint; the watermarks of other processes end by themselves a moment later."""
+
+    def __init__(self, hints: Hints) -> None:
+        self.hints = hints
+        self.watermarks = QueueWatermarks()
+        self.ended_event = asyncio.Event()
+        self.timer_event = asyncio.Event()
+        self.next_timer = float("inf")
+        self._waiting: dict[str, set[asyncio.Future[None]]] = {}
+        self._wakes: dict[str, int] = {}
+        self._on_lost: list[OnLost] = []
+        hints.hear(_WORK, self._work_heard)
+        hints.hear(_ENDED, lambda _: self.ended_event.set())
+        hints.hear(_LOST, self._lost_heard)
+
+    def work(self, lane_id: str, lowest: Mapping[int, int]) -> None:
+        """There is work on a lane; lowest holds the lowest place of each queue that has some."""
+        for queue_no, place in lowest.items():
+            self.watermarks.lower(queue_no, place)
+        self._wake(lane_id)
+        named = [f"{queue_no}.{place}" for queue_no, place in lowest.items()][: self.MOST_PLACES]
+        self.hints.send(_WORK, ",".join([lane_id.encode().hex(), *named]))
+
+    def work_of(self, rows: Iterable[Record]) -> None:
+        """There is work where these rows say: each names its lane, its queue and its place."""
+        lowest: dict[str, dict[int, int]] = {}
+        for row in rows:
+            places = lowest.setdefault(row["lane_id"], {})
+            places[row["queue_no"]] = min(places.get(row["queue_no"], row["place"]), row["place"])
+        for lane_id, places in lowest.items():
+            self.work(lane_id, places)
+
+    def ended(self) -> None:
+        """Executions have ended."""
+        self.ended_event.set()
+        self.hints.send(_ENDED)
+
+    def lost(self, leases: Sequence[LostLease]) -> None:
+        """Leases were ended by somebody else than their holders, who are told at once."""
+        for lease in leases:
+            self.hints.send(_LOST, f"{lease.execution_id},{lease.lease_epoch},{lease.reason}")
+        self._tell_lost(leases)
+
+    def on_lost(self, callback: OnLost) -> Callable[[], None]:
+        """Call back when leases are lost, until the returned function is called."""
+        self._on_lost.append(callback)
+        return lambda: self._on_lost.remove(callback)
+
+    def timer(self, milliseconds: int) -> None:
+        """A timer that runs out so long from now was set."""
+        due = time.monotonic() + milliseconds / 1000
+        if due < self.next_timer:
+            self.next_timer = due
+            self.timer_event.set()
+
+    def wakes(self, lanes: Iterable[str]) -> int:
+        """How often these lanes were woken so far: read before a look at them, so that no wake is missed."""
+        return sum(self._wakes.setdefault(lane, 0) for lane in lanes)
+
+    async def wait_for_work(self, lanes: Iterable[str], seconds: float, *, since: int | None = None) -> bool:
+        """Whether a lane was woken before the time was up, or since that many wakes."""
+        await self.hints.listen()
+        lanes = tuple(lanes)
+        if since is not None and self.wakes(lanes) != since:
+            return True
+        woken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        for lane in lanes:
+            self._waiting.setdefault(lane, set()).add(woken)
+        try:
+            await asyncio.wait((woken,), timeout=seconds)
+            return woken.done()
+        finally:
+            woken.cancel()
+            for lane in lanes:
+                self._waiting[lane].discard(woken)
+
+    def wake_all(self) -> None:
+        """Wake whoever waits for work."""
+        for lane in {*self._waiting, *self._wakes}:
+            self._wake(lane)
+
+    def _wake(self, lane_id: str) -> None:
+        if lane_id in self._wakes:
+            self._wakes[lane_id] += 1
+        for woken in self._waiting.get(lane_id, ()):
+            if not woken.done():
+                woken.set_result(None)
+
+    def _tell_lost(self, leases: Sequence[LostLease] | None) -> None:
+        for callback in tuple(self._on_lost):
+            callback(leases)
+
+    def _lost_heard(self, words: list[str]) -> None:
+        if EVERYTHING in words:
+            self._tell_lost(None)
+            return
+        named = (word.split(",") for word in words)
+        self._tell_lost([LostLease(ExecutionId(each), int(epoch), LostReason(reason)) for each, epoch, reason in named])
+
+    def _work_heard(self, words: list[str]) -> None:
+        if EVERYTHING in words:
+            self.watermarks.clear()
+            self.wake_all()
+            return
+        for word in words:
+            lane, *named = word.split(",")
+            for pair in named:
+                queue_no, _, place = pair.partition(".")
+                self.watermarks.lower(int(queue_no), int(place))
+            self._wake(bytes.fromhex(lane).decode())

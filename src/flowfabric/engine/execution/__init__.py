@@ -1,0 +1,1 @@
+"""Executions as such: creating, cancelling, tags, results and retention."""

@@ -1,0 +1,101 @@
+"""Cancelling: by the worker that holds the lease, or by anyone with the right to override it."""
+
+from uuid import UUID
+
+from flowfabric.db.batch import Locked
+from flowfabric.db.database import Record, Transaction
+from flowfabric.db.statements import statements_beside
+from flowfabric.engine.core.consequence import LeaseEnd, LeaseEnds
+from flowfabric.engine.core.row import Verdict, found_in, not_active, usable
+from flowfabric.engine.core.transition import Release
+from flowfabric.engine.store import Store
+from flowfabric.model.errors import error
+from flowfabric.model.handle import Handle
+from flowfabric.model.ids import parse_execution_id, parse_uuid, row_key
+from flowfabric.model.outcomes import Cancelled
+from flowfabric.model.states import CancelSource, PublicState
+from flowfabric.model.text import check_text
+
+SQL = statements_beside(__file__)
+
+_FENCE_EXEMPT = frozenset({CancelSource.OPERATOR_OVERRIDE, CancelSource.FLOW_CASCADE, CancelSource.SYSTEM_TIMEOUT})
+
+
+class Cancel:
+    """The cancel operations."""
+
+    def __init__(self, store: Store, lease_ends: LeaseEnds) -> None:
+        self._store = store
+        self._lease_ends = lease_ends
+
+    async def cancel(self, handle: Handle, reason: str) -> None:
+        """End the run a handle holds as cancelled; a repeat of the call that did so is success too."""
+        handle = usable(handle)
+        reason = check_text(reason, "reason")
+        lease_end = LeaseEnd(
+            handle.execution_id,
+            Release.CANCELLED,
+            fence=handle,
+            reason=reason,
+            source=CancelSource.LEASE_HOLDER,
+        )
+        verdict = await self._lease_ends.one(lease_end)
+        found = verdict.found
+        is_repeat = found is not None and found.terminal_outcome == "cancelled" and found.is_run_of(handle)
+        if not verdict.is_done and not is_repeat:
+            raise verdict.refusal()
+
+    async def cancel_execution(
+        self,
+        execution_id: str,
+        reason: str,
+        source: str,
+        lease_id: UUID | str | None,
+        lease_epoch: int | None,
+        attempt_id: UUID | str | None,
+    ) -> Cancelled:
+        """End an execution as cancelled from any state; cancelling it again changes nothing."""
+        parsed = parse_execution_id(execution_id)
+        reason = check_text(reason, "reason")
+        source = check_text(source, "source") or CancelSource.OPERATOR_OVERRIDE
+        if lease_epoch is not None and type(lease_epoch) is not int:
+            raise error("invalid_input", f"lease_epoch: must be an integer, got {lease_epoch!r}")
+        expected_lease = parse_uuid(lease_id, "lease_id") if lease_id else None
+        expected_attempt = parse_uuid(attempt_id, "attempt_id") if attempt_id else None
+        partition, uuid = row_key(parsed)
+
+        def check(held: Record) -> None:
+            if held["lifecycle_phase"] == "terminal":
+                raise not_active(found_in(held))
+            if held["lifecycle_phase"] != "active" or source in _FENCE_EXEMPT:
+                return
+            if held["ownership_state"] == "lease_revoked":
+                raise error("lease_revoked")
+            if expected_lease is None or lease_epoch is None:
+                raise error("invalid_input", f"a cancel of active work by {source!r} names lease_id and lease_epoch")
+            if (
+                held["lease_id"] != expected_lease
+                or held["lease_epoch"] != lease_epoch
+                or (expected_attempt is not None and held["attempt_id"] != expected_attempt)
+            ):
+                raise error("stale_lease")
+
+        async def end(transaction: Transaction) -> tuple[list[LeaseEnd], list[Verdict | Locked]]:
+            rows = await transaction.fetch(SQL.lock_for_cancel, partition_key=partition, execution_id=uuid)
+            if not rows:
+                raise error("execution_not_found")
+            if rows[0]["terminal_outcome"] == "cancelled":
+                return [], []
+            check(rows[0])
+            is_anothers = rows[0]["lifecycle_phase"] == "active" and source != CancelSource.LEASE_HOLDER
+            lease_end = LeaseEnd(
+                parsed,
+                Release.CANCELLED,
+                reason=reason,
+                source=source,
+                lost_epoch=rows[0]["lease_epoch"] if is_anothers else None,
+            )
+            return [lease_end], await self._lease_ends.within(transaction, [lease_end])
+
+        await self._lease_ends.after_commit(*await self._store.transact(end, execution_id=parsed))
+        return Cancelled(execution_id=parsed, public_state=PublicState.CANCELLED)

@@ -1,0 +1,359 @@
+"""Creating executions: once each, however often and however concurrently they are submitted."""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import cast
+
+import msgspec
+
+from flowfabric.db.batch import LOCKED, Batch, Locked
+from flowfabric.db.database import Record, Transaction
+from flowfabric.db.faults import StoreFault
+from flowfabric.db.statements import columns_of, short_column, statements_beside
+from flowfabric.engine.core.watermark import BAND_BITS
+from flowfabric.engine.execution.checking import (
+    MAX_PRIORITY,
+    Alike,
+    Repeat,
+    Shape,
+    Submission,
+    Submissions,
+    required_of,
+)
+from flowfabric.engine.store import QueueNames, Store, error_of
+from flowfabric.model.errors import EngineError, error
+from flowfabric.model.execution import NewExecution
+from flowfabric.model.ids import (
+    ExecutionId,
+    check_lane_id,
+    format_execution_id,
+    parse_execution_id,
+    split_execution_id,
+)
+from flowfabric.model.outcomes import Created, Duplicate
+from flowfabric.model.policy import dedup_window_ms, parse_policy, policy_json
+from flowfabric.model.states import PublicState
+from flowfabric.model.tags import check_tags
+from flowfabric.model.text import check_short, check_text
+
+SQL = statements_beside(__file__)
+
+PATIENCE_SHARED, PATIENCE_ALONE = "50ms", "2s"
+"""How long a statement waits for a key or an id that is being taken elsewhere: with others behind it, and alone."""
+
+Submitted = Created | Duplicate
+
+_OWN_COLUMNS = (
+    "partition_keys",
+    "execution_ids",
+    "priorities",
+    "input_payloads",
+    "delays_until",
+    "delays_ms",
+    "deadlines_at",
+    "instance_tags",
+    "tags",
+    "idempotency_keys",
+    "key_partitions",
+    "key_ttls_ms",
+)
+_SHAPE_COLUMNS = (
+    "queue_nos",
+    "lane_nos",
+    "namespace_nos",
+    "execution_kinds",
+    "creator_identities",
+    "payload_encodings",
+    "policies",
+    "deadlines_ms",
+    "retentions_ms",
+)
+
+
+class _NotCreated(Exception):
+    """Undoes the key of an execution that turned out to exist."""
+
+
+class Submit:
+    """The submit family of operations."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._batch: Batch[Submission, Submitted] = Batch(
+            self._insert_together, self._insert_alone, keys=Submission.names
+        )
+        self._submissions = Submissions(store)
+
+    async def create(self, new: NewExecution, minted: str, *, is_repeat: bool = False) -> Submitted:
+        """Create one execution; concurrent callers share a statement.
+
+        A repeat has the minted id of the first try, which may exist: it goes the way of an id of the caller's own.
+        """
+        submission = await self._check(new, minted)
+        if isinstance(submission, Duplicate):
+            return submission
+        if is_repeat:
+            submission.is_minted = False
+        if submission.key is not None and not submission.is_minted:
+            return await self._insert_alone(submission)
+        return await self._store.answer(self._batch.put(submission))
+
+    async def create_many(
+        self, items: Sequence[NewExecution], minted: Sequence[str], *, is_repeat: bool = False
+    ) -> list[Submitted | EngineError]:
+        """Create up to a thousand executions, each with its own verdict; a repeat is as in `create`."""
+        if not is_repeat and (alike := self._submissions.alike(items, minted)) is not None:
+            try:
+                return await self._insert_alike(alike)
+            except StoreFault as fault:
+                if fault.is_of_store:
+                    raise error_of(fault) from fault
+                # An item the store cannot take: each finds its own answer below.
+        checked: list[Submission | Duplicate | EngineError] = []
+        for new, uuid in zip(items, minted, strict=True):
+            try:
+                checked.append(self._submissions.check(new, uuid) or await self._check(new, uuid))
+            except EngineError as refused:
+                checked.append(refused)
+        good = [item for item in checked if isinstance(item, Submission)]
+        if is_repeat:
+            for item in good:
+                item.is_minted = False
+        made: Iterator[Submitted | EngineError] = iter(await self._store.answers(self._batch.run(good)))
+        if len(good) == len(items):
+            return list(made)
+        answers = [next(made) if isinstance(item, Submission) else item for item in checked]
+        for at, new in enumerate(items):
+            if not isinstance(checked[at], EngineError) or not isinstance(new, NewExecution):
+                continue
+            # An item before it may have made a duplicate, or a conflict, of one whose tags or policy are wrong.
+            if new.execution_id is not None or new.idempotency_key:
+                try:
+                    again = await self._check(new, minted[at])
+                except EngineError as refused:
+                    if refused.code == "idempotency_conflict":
+                        answers[at] = refused
+                else:
+                    answers[at] = again if isinstance(again, Duplicate) else answers[at]
+        return answers
+
+    async def drain(self) -> None:
+        """Wait until every submission under way is answered."""
+        await self._batch.drain()
+
+    async def _check(self, new: NewExecution, uuid: str) -> Submission | Duplicate:
+        """The checked item, after a look at the store where its shape is new or its tags and policy are wrong."""
+        if (known := self._submissions.check(new, uuid)) is not None:
+            return known
+        store = self._store
+        lane_id = check_lane_id(new.lane_id)
+        creator = check_text(new.creator_identity, "creator_identity")
+        namespace = check_short(new.namespace, "namespace")
+        kind = check_text(new.execution_kind, "execution_kind")
+        # A repeat is answered before its tags and policy are judged, and leaves no names behind.
+        if new.execution_id is not None or new.idempotency_key:
+            (found,) = await self._find_duplicates([self._repeat(new, uuid)])
+            if isinstance(found, EngineError):
+                raise found
+            if found is not None:
+                return found
+        check_tags(new.tags)
+        policy = parse_policy(new.policy)
+        if new.idempotency_key and dedup_window_ms(policy) <= 0:
+            new = msgspec.structs.replace(new, idempotency_key=None)
+        await store.add_queue(QueueNames(lane_id, kind, namespace, required_of(policy)), registered_by=creator)
+        submission = self._submissions.check(new, uuid)
+        assert submission is not None
+        return submission
+
+    def _repeat(self, new: NewExecution, uuid: str) -> Repeat:
+        """What the store is asked of an item that may have been submitted before."""
+        lane_partition = self._store.rules.partitions.of_lane(check_lane_id(new.lane_id))
+        policy: str | None = None
+        with contextlib.suppress(EngineError):
+            parsed = parse_policy(new.policy)
+            policy = "" if parsed is None else policy_json(parsed)
+        return Repeat(
+            format_execution_id(lane_partition, uuid)
+            if new.execution_id is None
+            else parse_execution_id(new.execution_id),
+            lane_partition,
+            new.namespace,
+            new.lane_id,
+            new.idempotency_key or None,
+            new.execution_kind,
+            new.payload_encoding,
+            bytes(new.input_payload),
+            policy,
+        )
+
+    async def _find_duplicates(self, repeats: Sequence[Repeat]) -> list[Duplicate | EngineError | None]:
+        """What makes a duplicate of each, or a conflict where its key belongs to something else."""
+        pairs = [split_execution_id(repeat.execution_id) for repeat in repeats]
+        rows = await self._store.fetch(
+            SQL.list_duplicates,
+            partition_keys=[partition for partition, _ in pairs],
+            execution_ids=[uuid for _, uuid in pairs],
+            key_partitions=[repeat.lane_partition for repeat in repeats],
+            namespaces=[repeat.namespace for repeat in repeats],
+            lanes=[repeat.lane_id for repeat in repeats],
+            idempotency_keys=[repeat.key for repeat in repeats],
+        )
+        found: list[Duplicate | EngineError | None] = [None] * len(repeats)
+        for nth, partition, uuid, *stored in rows:
+            if uuid is None:
+                continue
+            execution_id = format_execution_id(partition, uuid)
+            is_by_key = stored[0] is not None
+            conflict = repeats[nth - 1].conflict(execution_id, *stored) if is_by_key else None
+            found[nth - 1] = conflict or Duplicate(execution_id=execution_id)
+        return found
+
+    async def _insert_together(self, items: Sequence[Submission]) -> Sequence[Submitted | Locked | Exception]:
+        shape = items[0].shape
+        if all(item.shape is shape and item.is_plain() for item in items):
+            return await self._insert_alike(
+                Alike(
+                    shape,
+                    [item.uuid for item in items],
+                    [item.priority for item in items],
+                    [item.payload for item in items],
+                    [item.tags for item in items],
+                )
+            )
+        # A caller's own id may have to undo its key, which only a transaction of its own can.
+        taken_at = [at for at, item in enumerate(items) if item.key is None or item.is_minted]
+        taken = [items[at] for at in taken_at]
+        answers: list[Submitted | Locked | Exception] = [LOCKED] * len(items)
+        if taken:
+            try:
+                rows = await self._store.database.fetch(
+                    SQL.insert_executions, {**self._columns(taken), "patience": PATIENCE_SHARED}, attempts=1
+                )
+            except StoreFault as fault:
+                if fault.kind != "contention":
+                    raise
+                return answers
+            for at, answer in zip(taken_at, await self._judge(taken, rows), strict=True):
+                answers[at] = answer
+        return answers
+
+    async def _insert_alike(self, items: Alike) -> list[Submitted | EngineError]:
+        shape, uuids, tags = items.shape, items.uuids, items.tags
+        tag_ids = [uuid for uuid, own in zip(uuids, tags, strict=True) if own for _ in own]
+        instance_tag = self._store.rules.instance_tag
+        ((earlier, is_accepted),) = await self._store.database.fetch(
+            SQL.insert_alike,
+            {
+                **shape.columns,
+                "partition_key": shape.partition,
+                "execution_ids": uuids,
+                "priorities": short_column(items.priorities),
+                "input_payloads": short_column(items.payloads),
+                "are_tagged": short_column([own is not None for own in tags]) if tag_ids else (False,),
+                "instance_tags": short_column([own and own.get(instance_tag) for own in tags]) if tag_ids else (),
+                "tag_ids": tag_ids,
+                "tag_keys": short_column([key for own in tags if own for key in own]),
+                "tag_values": short_column([value for own in tags if own for value in own.values()]),
+            },
+        )
+        if not is_accepted:
+            return [_refusal(shape) for _ in uuids]
+        self._store.wakeups.work(
+            shape.lane_id, {shape.columns["queue_no"]: (MAX_PRIORITY - max(items.priorities)) << BAND_BITS | earlier}
+        )
+        head = shape.id_head
+        return [*Created.each(cast("list[ExecutionId]", [head + uuid for uuid in uuids]), PublicState.WAITING)]
+
+    async def _insert_alone(self, item: Submission) -> Submitted:
+        async def insert(transaction: Transaction) -> list[Record]:
+            rows = await transaction.fetch(SQL.insert_executions, **self._columns([item]), patience=PATIENCE_ALONE)
+            if item.key is not None and rows[0]["lane_accepts"] and not rows[0]["is_new"]:
+                raise _NotCreated
+            return rows
+
+        answer: Submitted | Locked | Exception = LOCKED
+        while isinstance(answer, Locked):
+            try:
+                rows = await self._store.database.transact(insert)
+            except StoreFault as fault:
+                raise error_of(fault, item.about()) from fault
+            except _NotCreated:
+                (answer,) = await self._duplicates([item])
+            else:
+                (answer,) = await self._judge([item], rows)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def _columns(self, items: Sequence[Submission]) -> dict[str, object]:
+        instance_tag = self._store.rules.instance_tag
+        own = columns_of(
+            _OWN_COLUMNS,
+            [
+                (
+                    item.partition,
+                    item.uuid,
+                    item.priority,
+                    item.payload,
+                    item.delay_until,
+                    item.delay_ms,
+                    item.deadline_at,
+                    item.tags and item.tags.get(instance_tag),
+                    item.tags and msgspec.json.encode(item.tags).decode(),
+                    item.key,
+                    None if item.key is None else item.shape.partition,
+                    None if item.key is None else item.shape.key_ttl_ms,
+                )
+                for item in items
+            ],
+        )
+        return own | columns_of(_SHAPE_COLUMNS, [tuple(item.shape.columns.values()) for item in items])
+
+    async def _duplicates(self, items: Sequence[Submission]) -> list[Duplicate | Locked | EngineError]:
+        """What makes duplicates of items that were not created, or LOCKED where that has run out meanwhile."""
+        try:
+            found = await self._find_duplicates([item.repeat() for item in items])
+        except EngineError as failed:
+            return [failed] * len(items)
+        return [one or LOCKED for one in found]
+
+    async def _judge(self, items: Sequence[Submission], rows: Sequence[Record]) -> list[Submitted | Locked | Exception]:
+        """The answers of a statement that has committed, after waking who waits for what it brought."""
+        answers: list[Submitted | Locked | Exception] = [
+            *Created.each([item.execution_id for item in items], PublicState.WAITING)
+        ]
+        wakeups = self._store.wakeups
+        judged = 0
+        lanes: dict[int, dict[int, int]] = {}
+        open_at: list[int] = []
+        for nth, lane_no, queue_no, place, created, is_new, lane_accepts, due_in_ms in rows:
+            if nth == 0:
+                judged += created
+                lanes.setdefault(lane_no, {})[queue_no] = place
+                continue
+            judged += 1
+            item = items[nth - 1]
+            if is_new:
+                answers[nth - 1] = Created(execution_id=item.execution_id, public_state=PublicState.DELAYED)
+                wakeups.timer(due_in_ms)
+            elif lane_accepts and item.key is None:
+                answers[nth - 1] = Duplicate(execution_id=item.execution_id)
+            else:
+                open_at.append(nth - 1)
+                if not lane_accepts:
+                    answers[nth - 1] = _refusal(item.shape)
+        if judged != len(items):
+            raise error("internal", f"{len(items)} submissions were given, {judged} were judged")
+        for lane_no, places in lanes.items():
+            wakeups.work(self._store.lane_id(lane_no), places)
+        if open_at:
+            for at, found in zip(open_at, await self._duplicates([items[at] for at in open_at]), strict=True):
+                # A refusal by the lane stands, unless the item is a duplicate.
+                if not (isinstance(found, Locked) and isinstance(answers[at], EngineError)):
+                    answers[at] = found
+        return answers
+
+
+def _refusal(shape: Shape) -> EngineError:
+    return error("invalid_input", f"lane_id: lane {shape.lane_id!r} accepts no submissions")

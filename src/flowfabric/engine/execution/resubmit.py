@@ -1,0 +1,144 @@
+"""Submitting again while the store is away: the id is minted first, so that a repeat creates nothing twice."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+
+from flowfabric.db.statements import statements_beside
+from flowfabric.engine.execution.create import Submit, Submitted
+from flowfabric.engine.store import Store
+from flowfabric.model.errors import EngineError, TransportError
+from flowfabric.model.execution import NewExecution
+from flowfabric.model.ids import ExecutionId, mint_uuid_texts, row_key
+from flowfabric.model.outcomes import Created
+from flowfabric.model.policy import parse_policy
+from flowfabric.model.states import PublicState
+from flowfabric.model.text import check_batch
+from flowfabric.pauses import pauses
+
+SQL = statements_beside(__file__)
+
+PAUSE_SECONDS = (0.05, 0.5)
+"""The first and the longest pause before a repeat."""
+
+Answer = Submitted | EngineError
+
+
+class Resubmit:
+    """The submit family of operations, repeated for a while over faults of the store."""
+
+    def __init__(self, submit: Submit, store: Store, *, patience_ms: int) -> None:
+        self._submit = submit
+        self._store = store
+        self._patience = patience_ms / 1000
+
+    async def create(self, new: NewExecution) -> Submitted:
+        """Create one execution; a fault of the store is raised when the patience is over."""
+        minted = mint_uuid_texts(1)[0]
+        try:
+            return await self._submit.create(new, minted)
+        except TransportError as fault:
+            if not fault.retryable or not self._patience:
+                raise
+            (answer,) = await self._repeat([new], [minted], [fault])
+        if isinstance(answer, EngineError):
+            raise answer
+        return answer
+
+    async def create_many(self, items: Sequence[NewExecution]) -> list[Answer]:
+        """Create up to a thousand executions, each with its own verdict; those that met a fault are repeated."""
+        check_batch(items, "items")
+        minted = mint_uuid_texts(len(items))
+        try:
+            answers = await self._submit.create_many(items, minted)
+        except TransportError as fault:
+            if not fault.retryable or not self._patience:
+                raise
+            answers = [fault.copy() for _ in items]
+        if self._patience and any(map(_is_passing, answers)):
+            answers = await self._repeat(items, minted, answers)
+            faults = [answer for answer in answers if isinstance(answer, TransportError)]
+            if len(faults) == len(answers):
+                faults[0].outcome_unknown = any(fault.outcome_unknown for fault in faults)
+                raise faults[0]
+        return answers
+
+    async def drain(self) -> None:
+        """Wait until every submission under way is answered."""
+        await self._submit.drain()
+
+    async def _repeat(
+        self, items: Sequence[NewExecution], minted: Sequence[str], answers: Sequence[Answer]
+    ) -> list[Answer]:
+        """The answers after repeating those that are faults of the store until none is left or the patience is over."""
+        answers = [*answers]
+        async for _ in self._tries():
+            rest = [at for at, answer in enumerate(answers) if _is_passing(answer)]
+            if not rest:
+                break
+            again: Sequence[Answer]
+            try:
+                again = await self._again([items[at] for at in rest], [minted[at] for at in rest])
+                again = [
+                    await self._ours(items[at], minted[at], answer) for at, answer in zip(rest, again, strict=True)
+                ]
+            except TransportError as fault:
+                again = [fault.copy() for _ in rest]
+            for at, answer in zip(rest, again, strict=True):
+                answers[at] = _after(answers[at], answer)
+        return answers
+
+    async def _again(self, items: Sequence[NewExecution], minted: Sequence[str]) -> list[Answer]:
+        if len(items) > 1:
+            return await self._submit.create_many(items, minted, is_repeat=True)
+        # One by one, callers share statements.
+        try:
+            return [await self._submit.create(items[0], minted[0], is_repeat=True)]
+        except TransportError:
+            raise
+        except EngineError as refused:
+            return [refused]
+
+    async def _tries(self) -> AsyncIterator[None]:
+        """One turn after each pause; the last one comes when the patience is over."""
+        deadline = time.monotonic() + self._patience
+        for pause in pauses(*PAUSE_SECONDS):
+            await asyncio.sleep(min(pause, max(deadline - time.monotonic(), 0)))
+            yield
+            if time.monotonic() >= deadline:
+                return
+
+    async def _ours(self, new: NewExecution, minted: str, answer: Answer) -> Answer:
+        """Created, where what a repeat has found is what an earlier try made: nobody else knows its id."""
+        if isinstance(answer, EngineError | Created) or new.execution_id is not None:
+            return answer
+        if not answer.execution_id.endswith(minted):
+            return answer
+        return Created(execution_id=answer.execution_id, public_state=await self._first_state(new, answer.execution_id))
+
+    async def _first_state(self, new: NewExecution, execution_id: ExecutionId) -> PublicState:
+        if new.delay_ms is not None:
+            return PublicState.DELAYED if new.delay_ms else PublicState.WAITING
+        policy = parse_policy(new.policy)
+        delay_until = policy.delay_until if new.delay_until is None and policy is not None else new.delay_until
+        if delay_until is None:
+            return PublicState.WAITING
+        partition_key, uuid = row_key(execution_id)
+        rows = await self._store.fetch(SQL.read_creation, partition_key=partition_key, execution_id=uuid)
+        return PublicState.DELAYED if rows and rows[0]["created_at"] < delay_until else PublicState.WAITING
+
+
+def _is_passing(answer: Answer) -> bool:
+    return isinstance(answer, TransportError) and answer.retryable
+
+
+def _after(before: Answer, answer: Answer) -> Answer:
+    """The answer of a repeat; what an earlier try has left unknown stays unknown until the store answers."""
+    if not isinstance(before, TransportError):
+        return answer
+    if isinstance(answer, TransportError):
+        answer.outcome_unknown |= before.outcome_unknown
+    elif isinstance(answer, EngineError) and answer.code == "retry_exhausted":
+        # Somebody holds the id or the key: it may be the first try, whose session has not ended yet.
+        return before
+    return answer

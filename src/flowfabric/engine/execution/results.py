@@ -1,0 +1,163 @@
+"""Waiting for what becomes of executions."""
+
+import asyncio
+import math
+import time
+
+from flowfabric.db.database import Record
+from flowfabric.db.statements import statements_beside
+from flowfabric.engine.core.stored import literal
+from flowfabric.engine.store import Store
+from flowfabric.model.errors import EngineError, error
+from flowfabric.model.ids import ExecutionId, parse_execution_id, row_key, split_execution_id
+from flowfabric.model.outcomes import Ended
+from flowfabric.model.states import TerminalOutcome
+from flowfabric.model.text import shown
+from flowfabric.pauses import is_set_within
+
+SQL = statements_beside(__file__)
+
+
+class Results:
+    """Looks for the endings this process waits for: together, on a hint, and from time to time without one."""
+
+    BUSY_SECONDS = 0.02
+    """The pause between two looks while hints keep coming."""
+    LONGEST_SECONDS = 1.0
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._waiting: dict[ExecutionId, list[asyncio.Future[Ended]]] = {}
+        self._unseen: set[asyncio.Future[Ended]] = set()
+        """Waiters nobody has looked for yet."""
+        self._task: asyncio.Task[None] | None = None
+        self._refuses = False
+
+    async def wait(self, execution_id: str, timeout: float | None) -> Ended:
+        """How an execution ended, as soon as it has; NotFound when there is no such execution."""
+        parsed = parse_execution_id(execution_id)
+        row_key(parsed)
+        seconds = None if timeout is None else _check_timeout(timeout)
+        if self._refuses:
+            raise _refusal()
+        future = self._future(parsed)
+        try:
+            await asyncio.wait((future,), timeout=seconds)
+            # However short the wait, it is not over before a look.
+            if future in self._unseen and not future.done():
+                await self._settle([parsed])
+            if future.done():
+                return future.result()
+        finally:
+            future.cancel()
+            self._unseen.discard(future)
+        raise error("timeout", {"op": "wait_for_ending", "elapsed_ms": int((seconds or 0) * 1000)})
+
+    def refuse(self) -> None:
+        """Send away whoever waits and whoever comes."""
+        self._refuses = True
+        self._answer_all(_refusal())
+
+    def _future(self, execution_id: ExecutionId) -> "asyncio.Future[Ended]":
+        future: asyncio.Future[Ended] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(execution_id, []).append(future)
+        self._unseen.add(future)
+        self._store.wakeups.ended_event.set()
+        if self._task is None or self._task.done():
+            self._task = asyncio.create_task(self._look())
+        return future
+
+    async def close(self) -> None:
+        """Send away whoever waits, and look no more."""
+        self.refuse()
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _look(self) -> None:
+        wakeups = self._store.wakeups
+        await wakeups.hints.listen()
+        pause = self.BUSY_SECONDS
+        while self._waiting:
+            began = time.monotonic()
+            is_hinted = await is_set_within(wakeups.ended_event, pause)
+            wakeups.ended_event.clear()
+            pause = self.BUSY_SECONDS if is_hinted else min(pause * 2, self.LONGEST_SECONDS)
+            # Cancelled waiters drop out here.
+            for execution_id in [key for key, futures in self._waiting.items() if all(f.done() for f in futures)]:
+                del self._waiting[execution_id]
+            if self._waiting:
+                await self._settle(list(self._waiting))
+            if self._waiting and is_hinted:
+                await asyncio.sleep(max(0.0, began + self.BUSY_SECONDS - time.monotonic()))
+
+    async def _settle(self, wanted: list[ExecutionId]) -> None:
+        """Look once, and answer those whose execution has ended or is not there."""
+        pairs = [split_execution_id(execution_id) for execution_id in wanted]
+        try:
+            rows = await self._store.fetch(
+                SQL.list_endings,
+                partition_keys=[partition for partition, _ in pairs],
+                execution_ids=[uuid for _, uuid in pairs],
+            )
+        except EngineError as refused:
+            if refused.retryable:
+                return
+            self._answer_all(refused)
+            return
+        for execution_id in wanted:
+            self._unseen.difference_update(self._waiting.get(execution_id, ()))
+        for row in rows:
+            execution_id = wanted[row["nth"] - 1]
+            ending = _ending(execution_id, row)
+            for future in self._waiting.pop(execution_id, ()):
+                if future.done():
+                    continue
+                if isinstance(ending, EngineError):
+                    future.set_exception(ending)
+                else:
+                    future.set_result(ending)
+
+    def _answer_all(self, refused: EngineError) -> None:
+        for futures in self._waiting.values():
+            for future in futures:
+                if not future.done():
+                    future.set_exception(refused)
+        self._waiting.clear()
+
+
+def _ending(execution_id: ExecutionId, row: Record) -> Ended | EngineError:
+    """How an execution has ended; what cannot be read is the answer to those who wait for it, and to nobody else."""
+    if row["terminal_outcome"] is None:
+        return error("execution_not_found")
+    try:
+        outcome = literal(
+            TerminalOutcome,
+            row["terminal_outcome"],
+            context=f"wait_for_ending {execution_id}",
+            field="terminal_outcome",
+        )
+    except EngineError as unreadable:
+        return unreadable
+    return Ended(
+        execution_id=execution_id,
+        outcome=outcome,
+        result=row["result_payload"],
+        reason=row["reason"],
+        result_encoding=row["result_encoding"],
+    )
+
+
+def _check_timeout(value: object) -> float:
+    """The seconds of a wait."""
+    try:
+        seconds = float(value) if isinstance(value, int | float) and not isinstance(value, bool) else -1.0
+    except OverflowError:
+        seconds = math.inf
+    if not seconds >= 0:
+        raise error("invalid_input", f"timeout: seconds from 0 on, or None, got {shown(value)}")
+    return seconds
+
+
+def _refusal() -> EngineError:
+    return error("unavailable", "wait_for_ending: the engine is closing")

@@ -1,0 +1,57 @@
+"""Tags: labels that are set and read while an execution lives, and after."""
+
+from collections.abc import Mapping
+
+from flowfabric.db.faults import StoreFault
+from flowfabric.db.statements import statements_beside
+from flowfabric.engine.store import Store, error_of
+from flowfabric.model.errors import error
+from flowfabric.model.ids import parse_execution_id, row_key
+from flowfabric.model.snapshots import TagsSet
+from flowfabric.model.tags import check_tag_key, check_tags
+from flowfabric.model.text import check_text
+
+SQL = statements_beside(__file__)
+
+
+class Tags:
+    """The tag operations."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    async def put(self, execution_id: str, key: str, value: str) -> None:
+        """Store one tag, over what its key had before."""
+        await self._write(execution_id, {check_tag_key(key): check_text(value, "value")})
+
+    async def put_many(self, execution_id: str, tags: Mapping[str, str]) -> TagsSet:
+        """Store tags in one transaction, over what their keys had before."""
+        checked = check_tags(tags)
+        if not checked:
+            raise error("invalid_input", "tags: at least one")
+        await self._write(execution_id, checked)
+        return TagsSet(count=len(checked))
+
+    async def get(self, execution_id: str, key: str) -> str | None:
+        """The value of one tag."""
+        check_tag_key(key)
+        partition, uuid = row_key(parse_execution_id(execution_id))
+        rows = await self._store.fetch(SQL.read_tag, partition_key=partition, execution_id=uuid, key=key)
+        return rows[0]["value"] if rows else None
+
+    async def _write(self, execution_id: str, tags: Mapping[str, str]) -> None:
+        parsed = parse_execution_id(execution_id)
+        partition, uuid = row_key(parsed)
+        values = {
+            "partition_key": partition,
+            "execution_id": uuid,
+            "keys": list(tags),
+            "values": list(tags.values()),
+            "instance_tag": tags.get(self._store.rules.instance_tag),
+        }
+        try:
+            rows = await self._store.database.fetch(SQL.set_tags, values)
+        except StoreFault as fault:
+            raise error_of(fault, f"execution {parsed}") from fault
+        if not rows:
+            raise error("execution_not_found")

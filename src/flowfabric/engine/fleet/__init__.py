@@ -1,0 +1,1 @@
+"""What surrounds executions: workers, lanes and database sessions."""

@@ -1,0 +1,63 @@
+"""Lanes: which there are, and what each accepts, changeable while work runs."""
+
+from flowfabric.db.statements import statements_beside
+from flowfabric.engine.core.stored import corruption, literal
+from flowfabric.engine.store import Store
+from flowfabric.model.errors import EngineError, error
+from flowfabric.model.ids import LaneId, check_lane_id
+from flowfabric.model.snapshots import Lane, LanePage
+from flowfabric.model.states import LaneState
+from flowfabric.model.text import check_limit, shown, word_of
+
+SQL = statements_beside(__file__)
+
+MAX_LIMIT = 1000
+
+
+class Lanes:
+    """The lane operations."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    async def set_state(self, lane_id: str, state: LaneState | str) -> None:
+        """Change what a lane accepts; the lane exists from its first use on."""
+        lane_id = check_lane_id(lane_id)
+        wanted = word_of(LaneState, state)
+        if wanted is None:
+            raise error("invalid_input", f"state: one of {', '.join(LaneState)}, got {shown(state)}")
+        if not await self._store.fetch(SQL.set_lane_state, lane_id=lane_id, state=wanted):
+            raise error("invalid_input", f"lane_id: no lane {lane_id!r}")
+        self._store.wakeups.work(lane_id, {})
+
+    async def page(self, cursor: str | None, limit: int) -> LanePage:
+        """A page of the lanes by name, behind the one the cursor names."""
+        most = check_limit(limit, MAX_LIMIT)
+        after = None if cursor is None else _check_cursor(cursor)
+        if most == 0:
+            return LanePage(lanes=[], next_cursor=None)
+        rows = await self._store.fetch(SQL.list_lanes, after=after, limit=most + 1)
+        lanes = [
+            Lane(
+                lane_id=_stored_name(row["lane_id"]),
+                state=literal(LaneState, row["state"], context="list_lanes", field="state"),
+                registered_at=row["registered_at"],
+                registered_by=row["registered_by"],
+            )
+            for row in rows[:most]
+        ]
+        return LanePage(lanes=lanes, next_cursor=lanes[-1].lane_id if len(rows) > most else None)
+
+
+def _check_cursor(cursor: object) -> LaneId:
+    try:
+        return check_lane_id(cursor)
+    except EngineError:
+        raise error("invalid_input", f"cursor: the name of a lane, got {shown(cursor)}") from None
+
+
+def _stored_name(lane_id: str) -> LaneId:
+    try:
+        return check_lane_id(lane_id)
+    except EngineError as invalid:
+        raise corruption("list_lanes", "lane_id", str(invalid.detail)) from None

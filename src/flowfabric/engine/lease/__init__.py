@@ -1,0 +1,1 @@
+"""Leases: claiming, granting, renewing, delaying, expiring, reclaiming and finishing."""

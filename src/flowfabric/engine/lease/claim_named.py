@@ -1,0 +1,276 @@
+"""Claims that name their execution: the row is held, judged, and leased by the branch it takes."""
+
+import logging
+from dataclasses import dataclass
+from uuid import UUID
+
+from flowfabric.db.database import Transaction
+from flowfabric.engine.core.keys import Keys
+from flowfabric.engine.core.row import Held, check_named, hold
+from flowfabric.engine.core.transition import CLAIM_PARAMETERS
+from flowfabric.engine.lease.claim import SQL, claimed_of
+from flowfabric.engine.lease.finish import WARN_EVERY_RECLAIMS
+from flowfabric.engine.lease.grant import check_json
+from flowfabric.engine.store import Store
+from flowfabric.model.errors import EngineError, error
+from flowfabric.model.events import AcquireReason
+from flowfabric.model.grants import (
+    GrantedClaim,
+    GrantFailure,
+    GrantKey,
+    GrantKind,
+    ResumeToken,
+    grant_id,
+    parse_grant_key,
+)
+from flowfabric.model.handle import MAX_LEASE_TTL_MS, Handle
+from flowfabric.model.ids import WorkerInstanceId, check_lane_id, check_worker_id, mint_uuid_texts, parse_uuid
+from flowfabric.model.outcomes import ClaimedExecution
+from flowfabric.model.policy import reclaim_cap
+from flowfabric.model.text import check_range
+
+logger = logging.getLogger(__name__)
+
+OPERATOR = "operator"
+"""Who holds a lease that is taken without a worker."""
+MAX_TIME = 2**62 - 1
+MAX_INDEX = 2**31 - 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Lease:
+    """The lease a caller wants, and who for."""
+
+    worker_id: str
+    worker_instance_id: WorkerInstanceId
+    lease_ttl_ms: int
+    lease_id: UUID | str
+    attempt_id: UUID | str
+    attempt_policy: str | None = None
+    timeout_ms: int | None = None
+    """None: what the policy, or what was left of a parked attempt's time, says; 0: none."""
+    deadline_at: int | None = None
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        worker_id: str,
+        worker_instance_id: str,
+        lease_ttl_ms: int,
+        lease_id: UUID | str | None = None,
+        attempt_id: UUID | str | None = None,
+        attempt_policy_json: str | None = None,
+        attempt_timeout_ms: int | None = None,
+        execution_deadline_at: int | None = None,
+        attempt_index: int | None = None,
+    ) -> "Lease":
+        """The lease a caller describes; the attempt index is a guess of the caller's and decides nothing."""
+        check_range(lease_ttl_ms, "lease_ttl_ms", 1, MAX_LEASE_TTL_MS)
+        for value, field, most in (
+            (attempt_timeout_ms, "attempt_timeout_ms", MAX_TIME),
+            (execution_deadline_at, "execution_deadline_at", MAX_TIME),
+            (attempt_index, "attempt_index", MAX_INDEX),
+        ):
+            if value is not None:
+                check_range(value, field, 0, most)
+        instance = WorkerInstanceId(check_worker_id(worker_instance_id, "worker_instance_id"))
+        wanted = mint_uuid_texts(1)[0] if lease_id is None else parse_uuid(lease_id, "lease_id")
+        return cls(
+            worker_id=check_worker_id(worker_id, "worker_id"),
+            worker_instance_id=instance,
+            lease_ttl_ms=lease_ttl_ms,
+            lease_id=wanted,
+            # The lease that begins an attempt gives the attempt its id.
+            attempt_id=wanted if attempt_id is None else parse_uuid(attempt_id, "attempt_id"),
+            attempt_policy=_attempt_policy(attempt_policy_json),
+            timeout_ms=attempt_timeout_ms,
+            deadline_at=execution_deadline_at or None,
+        )
+
+
+class NamedClaims:
+    """The claims that name their execution."""
+
+    def __init__(self, store: Store, keys: Keys) -> None:
+        self._store = store
+        self._keys = keys
+
+    async def claim_execution(self, execution_id: str, lane_id: str, lease: Lease) -> ClaimedExecution:
+        """Lease an execution that was granted to this worker: a new attempt, after a lost lease a reclaimed one."""
+        parsed = check_named(self._store, execution_id)
+        lane = check_lane_id(lane_id)
+
+        async def claim(transaction: Transaction) -> ClaimedExecution:
+            held = await hold(transaction, parsed, lane)
+            if held.is_lost and held.is_granted_to(lease.worker_id, GrantKind.RECLAIM):
+                if held.reclaim_count >= reclaim_cap(held.execution_policy):
+                    raise error("execution_not_leaseable", "its lease was lost as often as its policy allows")
+                return await self.take(transaction, held, "reclaimed", lease)
+            if code := _refusal_of_fresh(held, lease.worker_id):
+                raise error(code)
+            return await self.take(transaction, held, "fresh", lease)
+
+        return await self._store.transact(claim, execution_id=parsed)
+
+    async def claim_resumed_execution(self, execution_id: str, lane_id: str, lease: Lease) -> ClaimedExecution:
+        """Go on with an attempt that was put aside and may run again."""
+        parsed = check_named(self._store, execution_id)
+        lane = check_lane_id(lane_id)
+
+        async def claim(transaction: Transaction) -> ClaimedExecution:
+            held = await hold(transaction, parsed, lane)
+            if held.lifecycle_phase == "suspended":
+                raise error("not_a_resumed_execution")
+            if held.lifecycle_phase != "runnable" or held.eligibility_state != "eligible_now":
+                raise error("execution_not_leaseable")
+            if held.attempt_state != "attempt_interrupted":
+                raise error("not_a_resumed_execution")
+            if not held.is_on_open_lane:
+                raise error("execution_not_leaseable", f"lane {held.lane_id} is {held.lane_state}")
+            if held.has_live_grant and held.grant_worker_id != lease.worker_id:
+                raise error("invalid_claim_grant")
+            return await self.take(transaction, held, "resumed", lease, reason=AcquireReason.CLAIM_RESUMED)
+
+        return await self._store.transact(claim, execution_id=parsed)
+
+    async def claim_from_resume_grant(self, token: ResumeToken) -> Handle | None:
+        """Go on with an attempt by a grant; None when it cannot go on any more."""
+        if not isinstance(token, ResumeToken):
+            raise error("invalid_input", "token: must be a ResumeToken")
+        grant_key = token.grant.grant_key
+        parsed = check_named(self._store, token.grant.execution_id)
+        lane = check_lane_id(token.grant.lane_id)
+        key = parse_grant_key(grant_key)
+        lease = Lease.of(
+            worker_id=token.worker_id,
+            worker_instance_id=token.worker_instance_id,
+            lease_ttl_ms=token.lease_ttl_ms,
+        )
+
+        async def claim(transaction: Transaction) -> ClaimedExecution | None:
+            held = await hold(transaction, parsed, lane)
+            is_resumable = held.lifecycle_phase == "runnable" and held.eligibility_state == "eligible_now"
+            if not is_resumable or held.attempt_state != "attempt_interrupted" or not held.is_on_open_lane:
+                return None
+            if failure := await self._grant_failure(transaction, held, key, grant_key, lease.worker_id):
+                raise failure.refusal()
+            return await self.take(transaction, held, "resumed", lease, reason=AcquireReason.CLAIM_RESUMED)
+
+        claimed = await self._store.transact(claim, execution_id=parsed)
+        return None if claimed is None else claimed.handle
+
+    async def issue_grant_and_claim(self, execution_id: str, lane_id: str, lease_duration_ms: int) -> GrantedClaim:
+        """Lease a named execution without a worker, whatever it requires of one."""
+        parsed = check_named(self._store, execution_id)
+        lane = check_lane_id(lane_id)
+        lease = Lease.of(worker_id=OPERATOR, worker_instance_id=OPERATOR, lease_ttl_ms=lease_duration_ms)
+
+        async def claim(transaction: Transaction) -> ClaimedExecution:
+            held = await hold(transaction, parsed, lane)
+            if code := _refusal_of_fused(held):
+                raise error(code)
+            if held.attempt_state == "attempt_interrupted":
+                reason = AcquireReason.ISSUE_GRANT_AND_CLAIM_RESUMED
+                return await self.take(transaction, held, "resumed", lease, reason=reason)
+            return await self.take(transaction, held, "fresh", lease, reason=AcquireReason.ISSUE_GRANT_AND_CLAIM)
+
+        claimed = await self._store.transact(claim, execution_id=parsed)
+        return GrantedClaim(
+            lease_id=claimed.lease_id, lease_epoch=claimed.lease_epoch, attempt_index=claimed.attempt_index
+        )
+
+    async def take(
+        self,
+        transaction: Transaction,
+        held: Held,
+        branch: str,
+        lease: Lease,
+        *,
+        reason: str | None = None,
+    ) -> ClaimedExecution:
+        """Lease an execution that the transaction holds by the branch it was judged to take; its grant is consumed."""
+        if lease.timeout_ms is not None:
+            timeout_ms = lease.timeout_ms or None
+        else:
+            timeout_ms = held.remaining_attempt_timeout_ms if branch == "resumed" else held.attempt_timeout_ms
+        (row,) = await transaction.fetch(
+            SQL.lease_held,
+            partition_key=held.partition_key,
+            execution_id=held.execution_id,
+            branch=branch,
+            worker_no=await self._store.worker_no_within(transaction, lease.worker_id, lease.worker_instance_id),
+            lease_ttl_ms=lease.lease_ttl_ms,
+            lease_id=lease.lease_id,
+            attempt_id=lease.attempt_id,
+            attempt_policy=lease.attempt_policy,
+            timeout_ms=timeout_ms,
+            deadline_at=lease.deadline_at,
+            reason=reason,
+            **CLAIM_PARAMETERS,
+        )
+        if branch == "reclaimed" and (held.reclaim_count + 1) % WARN_EVERY_RECLAIMS == 0:
+            logger.warning("%s was reclaimed for the %dth time", held.id, held.reclaim_count + 1)
+        return claimed_of(row, lease.worker_instance_id, lease.lease_ttl_ms)
+
+    async def _grant_failure(
+        self, transaction: Transaction, held: Held, key: GrantKey, grant_key: str, worker_id: str
+    ) -> GrantFailure | None:
+        """Why the key of a grant does not count for this worker on this execution."""
+        if key.execution_id != held.id:
+            return GrantFailure.UNKNOWN_GRANT
+        if held.has_forgotten_grant and key.expires_at_ms == held.granted_until:
+            return GrantFailure.EXPIRED
+        if held.grant_id != grant_id(grant_key) or held.grant_worker_id != worker_id:
+            return GrantFailure.UNKNOWN_GRANT
+        signer = await self._keys.verifying(transaction, key.kid)
+        if signer is None:
+            return GrantFailure.UNKNOWN_KID
+        if not key.is_signed_by(signer, worker_id, held.grant_worker_instance_id or ""):
+            return GrantFailure.SIGNATURE_MISMATCH
+        return None if held.has_live_grant else GrantFailure.EXPIRED
+
+
+def _refusal_of_fresh(held: Held, worker_id: str) -> str | None:
+    """Why an execution cannot begin a new attempt by a grant of this worker."""
+    if held.lifecycle_phase != "runnable":
+        return "execution_not_leaseable"
+    if held.ownership_state != "unowned":
+        return "lease_conflict"
+    if held.eligibility_state != "eligible_now" or held.terminal_outcome != "none":
+        return "execution_not_leaseable"
+    if held.attempt_state == "running_attempt":
+        return "active_attempt_exists"
+    if held.attempt_state == "attempt_interrupted":
+        return "use_claim_resumed_execution"
+    if held.grant_kind != GrantKind.CLAIM or held.grant_worker_id != worker_id:
+        return "invalid_claim_grant"
+    return None if held.has_live_grant else "claim_grant_expired"
+
+
+def _refusal_of_fused(held: Held) -> str | None:
+    """Why an execution cannot be leased on an operator's word."""
+    if held.lifecycle_phase != "runnable":
+        return "execution_not_eligible"
+    if held.ownership_state != "unowned":
+        return "lease_conflict"
+    if held.terminal_outcome != "none":
+        return "execution_not_eligible"
+    if held.attempt_state == "running_attempt":
+        return "active_attempt_exists"
+    if held.has_live_grant:
+        return "grant_already_exists"
+    is_eligible = held.eligibility_state == "eligible_now"
+    if held.attempt_state == "attempt_interrupted":
+        return None if is_eligible else "execution_not_eligible"
+    return None if is_eligible and held.is_on_open_lane else "execution_not_in_eligible_set"
+
+
+def _attempt_policy(text: str | None) -> str | None:
+    try:
+        policy = check_json(text, "attempt_policy_json")
+    except EngineError:
+        raise error("invalid_policy_json", "malformed") from None
+    if policy is not None and not policy.lstrip().startswith("{"):
+        raise error("invalid_policy_json", "attempt_policy:not_object")
+    return policy

@@ -1,0 +1,258 @@
+"""Expiring: leases past their end, attempts past their timeout, and executions past their deadline."""
+
+from collections.abc import Mapping, Sequence
+from enum import StrEnum
+from uuid import UUID
+
+from flowfabric.db.batch import Locked
+from flowfabric.db.database import Record, Transaction
+from flowfabric.db.statements import statements_beside
+from flowfabric.engine.core.consequence import LeaseEnd, LeaseEnds, retry_pause
+from flowfabric.engine.core.quarantine import Quarantine
+from flowfabric.engine.core.row import Verdict, lock_execution, lock_if_there
+from flowfabric.engine.core.transition import LEASE_EXPIRED_PARAMETERS, Release, after_timeout
+from flowfabric.engine.core.wakeups import LostLease, LostReason
+from flowfabric.engine.store import Store
+from flowfabric.model.errors import error
+from flowfabric.model.ids import (
+    ExecutionId,
+    WorkerInstanceId,
+    format_execution_id,
+    parse_execution_id,
+    row_key,
+    split_execution_id,
+)
+from flowfabric.model.outcomes import (
+    AlreadySatisfied,
+    AlreadyTerminal,
+    Expired,
+    ExpiredLease,
+    ExpiredLeaseCursor,
+    ExpiredLeases,
+    FailureClass,
+    Marked,
+    NotYetDue,
+    RetryScheduled,
+)
+from flowfabric.model.policy import read_stored_policy
+from flowfabric.model.states import LifecyclePhase, OwnershipState
+from flowfabric.model.text import check_limit, check_range, check_text, word_of
+
+SQL = statements_beside(__file__)
+
+SWEEP_LIMIT = 1000
+DEFAULT_LISTED = 1000
+MAX_LISTED = 10_000
+LATEST_TIME = 2**62 - 1
+
+
+class LeaseExpiry:
+    """Marks leases past their end, so that the next claim takes them, and lists them."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    async def mark_expired(self, execution_ids: Sequence[ExecutionId] | None = None) -> int:
+        """Mark expired leases, the named ones or the oldest due; returns how many."""
+        return len(await self.mark_since(self._store.due_watermark.since, execution_ids))
+
+    async def mark_since(self, since: int, execution_ids: Sequence[ExecutionId] | None = None) -> Sequence[Record]:
+        """Mark expired leases, the named ones or a batch of those due after a time; returns where each is queued."""
+        rows = await self._store.fetch(
+            SQL.mark_expired_leases, **named_or_due(execution_ids, since), **LEASE_EXPIRED_PARAMETERS
+        )
+        self._announce(rows)
+        return rows
+
+    async def mark_if_due(self, execution_id: str) -> Marked | AlreadySatisfied:
+        """Mark one lease as expired, where it is; else say why there is nothing to mark."""
+        parsed = parse_execution_id(execution_id)
+        row_key(parsed)
+
+        async def mark(transaction: Transaction) -> tuple[list[Record], str]:
+            held = await lock_if_there(transaction, parsed)
+            if held is None:
+                return [], "execution_not_found"
+            marked = await transaction.fetch(
+                SQL.mark_expired_leases, **named_or_due([parsed]), **LEASE_EXPIRED_PARAMETERS
+            )
+            return marked, _why_unmarked(held)
+
+        marked, reason = await self._store.transact(mark, execution_id=parsed)
+        self._announce(marked)
+        return Marked() if marked else AlreadySatisfied(reason=reason)
+
+    async def list_expired(
+        self, as_of: int | None, after: tuple[int, str] | None, limit: int, namespace: str | None
+    ) -> ExpiredLeases:
+        """Leases that end by a time, marked or not, in the order of their end."""
+        if as_of is not None:
+            check_range(as_of, "as_of", 0, LATEST_TIME)
+        limit = check_limit(limit, MAX_LISTED)
+        if namespace is not None:
+            check_text(namespace, "namespace")
+        expires_at, id_text = _after(after)
+        rows = await self._store.fetch(
+            SQL.list_expired_leases,
+            as_of=as_of,
+            after_expires_at=expires_at,
+            after_id=id_text,
+            limit=limit,
+            namespace=namespace,
+        )
+        entries = tuple(
+            ExpiredLease(
+                execution_id=ExecutionId(row["id"]),
+                lease_id=row["lease_id"],
+                lease_epoch=row["lease_epoch"],
+                worker_instance_id=WorkerInstanceId(row["worker_instance_id"]),
+                expires_at_ms=row["lease_expires_at"],
+                attempt_index=row["attempt_index"],
+            )
+            for row in rows
+        )
+        cursor = None
+        if entries and len(entries) == limit:
+            cursor = ExpiredLeaseCursor(entries[-1].expires_at_ms, entries[-1].execution_id)
+        return ExpiredLeases(entries=entries, cursor=cursor)
+
+    def _announce(self, rows: Sequence[Record]) -> None:
+        if rows:
+            self._store.wakeups.lost(
+                [
+                    LostLease(
+                        format_execution_id(row["partition_key"], row["execution_id"]),
+                        row["lease_epoch"],
+                        LostReason.LEASE_EXPIRED,
+                    )
+                    for row in rows
+                ]
+            )
+        self._store.wakeups.work_of(rows)
+
+
+class ExpiryPhase(StrEnum):
+    """Which time is up; the word is the reason an expired execution bears."""
+
+    ATTEMPT_TIMEOUT = "attempt_timeout"
+    EXECUTION_DEADLINE = "execution_deadline"
+
+
+class Timeouts:
+    """Ends or retries runs past their attempt timeout, and ends executions past their deadline."""
+
+    def __init__(self, store: Store, lease_ends: LeaseEnds, quarantine: Quarantine) -> None:
+        self.quarantine = quarantine
+        self._store = store
+        self._lease_ends = lease_ends
+
+    async def expire_due(self) -> int:
+        """Expire what is past its attempt timeout or deadline, the oldest first; answers how many."""
+        return await self.quarantine.sweep(self._expire_together, self._expire_alone, limit=SWEEP_LIMIT)
+
+    async def _expire_together(self, left_out: Sequence[UUID], found: list[ExecutionId]) -> int:
+        since = self._store.due_watermark.since
+
+        async def expire(transaction: Transaction) -> tuple[list[LeaseEnd], list[Verdict | Locked]]:
+            rows = await transaction.fetch(SQL.lock_expired, since=since, left_out=left_out, limit=SWEEP_LIMIT)
+            found[:] = [format_execution_id(row["partition_key"], row["execution_id"]) for row in rows]
+            lease_ends = [
+                _expiry(row, ExpiryPhase.EXECUTION_DEADLINE if row["past_deadline"] else ExpiryPhase.ATTEMPT_TIMEOUT)
+                for row in rows
+            ]
+            return lease_ends, await self._lease_ends.within(transaction, lease_ends) if lease_ends else []
+
+        lease_ends, verdicts = await self._store.transact(expire)
+        await self._lease_ends.after_commit(lease_ends, verdicts)
+        return len(lease_ends)
+
+    async def _expire_alone(self, execution_id: ExecutionId) -> bool:
+        for phase in (ExpiryPhase.EXECUTION_DEADLINE, ExpiryPhase.ATTEMPT_TIMEOUT):
+            if isinstance(await self.expire_execution(execution_id, phase), Expired | RetryScheduled):
+                return True
+        return False
+
+    async def expire_execution(
+        self, execution_id: str, phase: ExpiryPhase | str
+    ) -> Expired | RetryScheduled | AlreadyTerminal | NotYetDue:
+        """Expire one execution whose attempt timeout or deadline has passed, as it is once its row is held."""
+        parsed = parse_execution_id(execution_id)
+        partition, uuid = row_key(parsed)
+        which = word_of(ExpiryPhase, phase)
+        if which is None:
+            raise error("invalid_input", f"phase: one of {', '.join(ExpiryPhase)}, got {phase!r}")
+
+        async def expire(
+            transaction: Transaction,
+        ) -> tuple[LeaseEnd, list[Verdict | Locked]] | AlreadyTerminal | NotYetDue:
+            held = await lock_execution(transaction, parsed)
+            if held["lifecycle_phase"] == LifecyclePhase.TERMINAL:
+                return AlreadyTerminal()
+            (row,) = await transaction.fetch(SQL.read_expiry, partition_key=partition, execution_id=uuid)
+            if not row["past_deadline" if which is ExpiryPhase.EXECUTION_DEADLINE else "past_timeout"]:
+                return NotYetDue()
+            lease_end = _expiry(row, which)
+            return lease_end, await self._lease_ends.within(transaction, [lease_end])
+
+        found = await self._store.transact(expire, execution_id=parsed)
+        if not isinstance(found, tuple):
+            return found
+        lease_end, verdicts = found
+        await self._lease_ends.after_commit([lease_end], verdicts)
+        (verdict,) = verdicts
+        if isinstance(verdict, Verdict) and verdict.delay_until is not None:
+            return RetryScheduled(delay_until=verdict.delay_until)
+        return Expired(execution_id=parsed)
+
+
+def _expiry(row: Record, phase: ExpiryPhase) -> LeaseEnd:
+    execution_id = format_execution_id(row["partition_key"], row["execution_id"])
+    category = FailureClass.TIMEOUT.value
+    lost_epoch = row["lease_epoch"] if row["lifecycle_phase"] == LifecyclePhase.ACTIVE else None
+    if phase is ExpiryPhase.EXECUTION_DEADLINE:
+        return LeaseEnd(
+            execution_id, Release.DEADLINE_EXPIRED, reason=phase.value, category=category, lost_epoch=lost_epoch
+        )
+    delay_ms = retry_pause(read_stored_policy(row["policy"]), row["retry_count"], category)
+    return LeaseEnd(
+        execution_id,
+        after_timeout(delay_ms),
+        reason=phase.value,
+        category=category,
+        delay_ms=delay_ms,
+        lost_epoch=lost_epoch,
+    )
+
+
+def named_or_due(execution_ids: Sequence[ExecutionId] | None, since: int = 0) -> Mapping[str, object]:
+    """The parameters that name executions, or ask for a batch of whatever is due after a time."""
+    pairs = [split_execution_id(execution_id) for execution_id in execution_ids or ()]
+    return {
+        "partition_keys": [partition for partition, _ in pairs],
+        "execution_ids": None if execution_ids is None else [uuid for _, uuid in pairs],
+        "since": since,
+        "limit": SWEEP_LIMIT,
+    }
+
+
+_UNMARKED = {
+    OwnershipState.LEASE_EXPIRED_RECLAIMABLE: "already_expired",
+    OwnershipState.LEASE_REVOKED: "already_revoked",
+    OwnershipState.UNOWNED: "unowned",
+    OwnershipState.LEASED: "not_yet_expired",
+}
+
+
+def _why_unmarked(held: Record) -> str:
+    if held["lifecycle_phase"] != LifecyclePhase.ACTIVE:
+        return "not_active"
+    return _UNMARKED[OwnershipState(held["ownership_state"])]
+
+
+def _after(cursor: object) -> tuple[int | None, str | None]:
+    if cursor is None:
+        return None, None
+    if not isinstance(cursor, tuple) or len(cursor) != 2:
+        raise error("invalid_input", "after: must be a cursor of an earlier page")
+    check_range(cursor[0], "after.expires_at_ms", 0, 2**63 - 1)
+    return cursor[0], parse_execution_id(cursor[1])

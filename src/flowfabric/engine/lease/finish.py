@@ -1,0 +1,336 @@
+"""Finishing: complete and fail, and what a repeated call of either finds."""
+
+import contextlib
+import logging
+from collections.abc import Mapping, Sequence
+
+from flowfabric.db.batch import Locked
+from flowfabric.db.database import Record, Transaction
+from flowfabric.db.statements import statements_beside
+from flowfabric.engine.core.consequence import LeaseEnd, LeaseEnds, retry_pause
+from flowfabric.engine.core.row import DONE, GivenFence, Verdict, lock_execution, usable
+from flowfabric.engine.core.transition import Release, after_failure
+from flowfabric.engine.store import Store
+from flowfabric.model.errors import EngineError, error
+from flowfabric.model.handle import Handle
+from flowfabric.model.ids import ExecutionId, format_execution_id, parse_execution_id, row_key, split_execution_id
+from flowfabric.model.outcomes import (
+    ClaimedExecution,
+    Completed,
+    FailureClass,
+    FailureReason,
+    RetryScheduled,
+    TerminalFailed,
+    failure_category,
+)
+from flowfabric.model.policy import (
+    ExecutionPolicy,
+    RetryPolicy,
+    parse_retry_policy,
+    policy_json,
+    read_stored_policy,
+)
+from flowfabric.model.states import PublicState
+from flowfabric.model.text import check_batch, check_text, json_text, shown, storable
+
+SQL = statements_beside(__file__)
+
+logger = logging.getLogger(__name__)
+
+WARN_EVERY_RECLAIMS = 100
+MAX_RECLAIMS_EXCEEDED = "max_reclaims_exceeded"
+
+
+class Finish:
+    """The finish family of operations."""
+
+    def __init__(self, store: Store, lease_ends: LeaseEnds) -> None:
+        self._store = store
+        self._lease_ends = lease_ends
+
+    async def complete(self, handle: Handle, payload: bytes | None) -> None:
+        """End in success; a repeat of the call that did so is success too."""
+        lease_end = _completion(handle, payload)
+        verdict = await self._lease_ends.one(lease_end)
+        if verdict is not DONE and not _was_completed(verdict, handle):
+            raise verdict.refusal()
+
+    async def complete_many(self, items: Sequence[tuple[Handle, bytes | None]]) -> list[Completed | EngineError]:
+        """End up to a thousand runs in success in one statement, each with its own verdict."""
+        check_batch(items, "items")
+        lease_ends: list[LeaseEnd | EngineError] = []
+        for item in items:
+            try:
+                if not isinstance(item, tuple | list) or len(item) != 2:
+                    raise error("invalid_input", f"items: each must be a handle and a payload, got {shown(item)}")
+                lease_ends.append(_completion(*item))
+            except EngineError as refused:
+                lease_ends.append(refused)
+        good = [lease_end for lease_end in lease_ends if isinstance(lease_end, LeaseEnd)]
+        verdicts = iter(await self._lease_ends.many(good) if good else ())
+        answers: list[Completed | EngineError] = []
+        for lease_end, item in zip(lease_ends, items, strict=True):
+            verdict = lease_end if isinstance(lease_end, EngineError) else next(verdicts)
+            if verdict is DONE or (isinstance(verdict, Verdict) and _was_completed(verdict, item[0])):
+                answers.append(Completed(execution_id=item[0].execution_id, public_state=PublicState.COMPLETED))
+            elif isinstance(verdict, Verdict):
+                answers.append(verdict.refusal())
+            else:
+                answers.append(verdict)
+        return answers
+
+    async def fail(
+        self,
+        handle: Handle,
+        reason: FailureReason | str,
+        classification: FailureClass | str,
+        claimed: ClaimedExecution | None,
+    ) -> RetryScheduled | TerminalFailed:
+        """End the attempt in failure: tried again after a pause where the policy says so, else ended."""
+        handle = usable(handle)
+        reason = _failure_reason(reason)
+        message = storable(reason.message)
+        try:
+            classification = FailureClass(classification)
+        except ValueError:
+            raise error(
+                "invalid_input", f"classification: one of {', '.join(FailureClass)}, got {classification!r}"
+            ) from None
+        category = storable(failure_category(reason, classification))
+        if claimed is None or claimed.handle != handle:
+            policy, retry_count = await self._retry_state(handle.execution_id)
+        else:
+            policy, retry_count = claimed.policy, claimed.retry_count
+        delay_ms = retry_pause(policy, retry_count, category)
+        lease_end = LeaseEnd(
+            handle.execution_id,
+            after_failure(delay_ms),
+            fence=handle,
+            reason=message,
+            category=category,
+            delay_ms=delay_ms,
+        )
+        verdict = await self._lease_ends.one(lease_end)
+        if verdict is DONE:
+            return TerminalFailed()
+        if verdict.is_done and verdict.delay_until is not None:
+            return RetryScheduled(delay_until=verdict.delay_until)
+        return _was_failed(verdict, handle)
+
+    async def complete_execution(
+        self, execution_id: str, given: GivenFence, payload: bytes | None, encoding: str | None
+    ) -> Completed:
+        """End a run in success for a caller that knows its fence; a repeat of the call is refused."""
+        parsed = parse_execution_id(execution_id)
+        row_key(parsed)
+        payload = _bytes_of(payload)
+        if encoding is not None:
+            check_text(encoding, "result_encoding")
+
+        async def end(transaction: Transaction) -> tuple[LeaseEnd, list[Verdict | Locked]]:
+            fence = given.against(await lock_execution(transaction, parsed))
+            lease_end = LeaseEnd(
+                parsed,
+                Release.COMPLETED,
+                fence=fence,
+                payload=payload,
+                encoding=encoding,
+                lost_epoch=fence.lease_epoch if given.fence is None else None,
+            )
+            return lease_end, await self._lease_ends.within(transaction, [lease_end])
+
+        await self._finish_service(*await self._store.transact(end, execution_id=parsed))
+        return Completed(execution_id=parsed, public_state=PublicState.COMPLETED)
+
+    async def fail_execution(
+        self,
+        execution_id: str,
+        given: GivenFence,
+        failure_reason: str,
+        failure_category: str,
+        retry_policy_json: RetryPolicy | Mapping[str, object] | str | bytes | None,
+        next_attempt_policy_json: ExecutionPolicy | Mapping[str, object] | str | bytes | None,
+    ) -> RetryScheduled | TerminalFailed:
+        """End an attempt in failure for a caller that knows its fence; a repeat of the call is refused."""
+        parsed = parse_execution_id(execution_id)
+        partition, uuid = row_key(parsed)
+        reason = storable(_text(failure_reason, "failure_reason"))
+        category = storable(_text(failure_category, "failure_category"))
+        retry_policy = parse_retry_policy(retry_policy_json)
+        next_policy = _policy_text(next_attempt_policy_json)
+
+        async def end(transaction: Transaction) -> tuple[LeaseEnd, list[Verdict | Locked], int]:
+            held = await lock_execution(transaction, parsed)
+            fence = given.against(held)
+            (row,) = await transaction.fetch(SQL.read_retry_state, partition_key=partition, execution_id=uuid)
+            stored = read_stored_policy(row["policy"])
+            policy = stored if retry_policy is None else ExecutionPolicy(retry_policy=retry_policy)
+            delay_ms = retry_pause(policy, row["retry_count"], category)
+            lease_end = LeaseEnd(
+                parsed,
+                after_failure(delay_ms),
+                fence=fence,
+                reason=reason,
+                category=category or None,
+                delay_ms=delay_ms,
+                lost_epoch=fence.lease_epoch if given.fence is None else None,
+            )
+            verdicts = await self._lease_ends.within(transaction, [lease_end])
+            if next_policy is not None and delay_ms is not None and _is_done(verdicts[0]):
+                await transaction.fetch(
+                    SQL.set_next_attempt_policy,
+                    partition_key=partition,
+                    execution_id=uuid,
+                    policy=next_policy,
+                )
+            return lease_end, verdicts, held["attempt_count"]
+
+        lease_end, verdicts, attempt_count = await self._store.transact(end, execution_id=parsed)
+        verdict = await self._finish_service(lease_end, verdicts)
+        if verdict.delay_until is None:
+            return TerminalFailed()
+        return RetryScheduled(delay_until=verdict.delay_until, next_attempt_index=attempt_count)
+
+    async def end_at_reclaim_cap(self, lost: Sequence[tuple[ExecutionId, int]]) -> None:
+        """End executions that were found at their reclaim cap, each while its last lease is the one of this epoch.
+
+        Who found them has judged them, and as long as the epoch holds the judgement does: the cap is fixed, and the
+        reclaims are counted with the leases. One that the store does not let end stands for later.
+        """
+        pairs = [split_execution_id(execution_id) for execution_id, _ in lost]
+
+        async def end(transaction: Transaction) -> tuple[list[LeaseEnd], list[Verdict | Locked]]:
+            held = await transaction.fetch(
+                SQL.lock_lost,
+                partition_keys=[partition for partition, _ in pairs],
+                execution_ids=[uuid for _, uuid in pairs],
+                lease_epochs=[epoch for _, epoch in lost],
+            )
+            lease_ends = [
+                LeaseEnd(
+                    format_execution_id(row["partition_key"], row["execution_id"]),
+                    Release.RECLAIM_CAP,
+                    reason=MAX_RECLAIMS_EXCEEDED,
+                )
+                for row in held
+            ]
+            return lease_ends, await self._lease_ends.within(transaction, lease_ends) if lease_ends else []
+
+        try:
+            lease_ends, verdicts = await self._store.transact(end)
+        except EngineError as problem:
+            if len(lost) > 1 and not problem.retryable:
+                # One that the store refuses does not keep the others from their end.
+                for each in lost:
+                    await self.end_at_reclaim_cap([each])
+                return
+            for execution_id, _ in lost:
+                logger.warning("%s: cannot be ended at its reclaim cap now: %s", execution_id, problem)
+            return
+        for lease_end in lease_ends:
+            logger.warning("%s ended: its lease was lost as often as its policy allows", lease_end.execution_id)
+        await self._lease_ends.after_commit(lease_ends, verdicts)
+
+    async def warn_of_losses(self, execution_ids: Sequence[ExecutionId]) -> None:
+        """Say so where the lease of an execution was taken over a hundred times, and at each hundred more."""
+        pairs = [split_execution_id(execution_id) for execution_id in execution_ids]
+        rows: Sequence[Record] = ()
+        # Whoever claimed them must learn of it, whatever becomes of the warning.
+        with contextlib.suppress(EngineError):
+            rows = await self._store.fetch(
+                SQL.list_often_reclaimed,
+                partition_keys=[partition for partition, _ in pairs],
+                execution_ids=[uuid for _, uuid in pairs],
+                every=WARN_EVERY_RECLAIMS,
+            )
+        for row in rows:
+            execution_id = format_execution_id(row["partition_key"], row["execution_id"])
+            logger.warning("%s: its lease was lost and taken over %d times", execution_id, row["reclaim_count"])
+
+    async def _finish_service(self, lease_end: LeaseEnd, verdicts: list[Verdict | Locked]) -> Verdict:
+        await self._lease_ends.after_commit([lease_end], verdicts)
+        (verdict,) = verdicts
+        assert isinstance(verdict, Verdict), "the row is held"
+        if not verdict.is_done:
+            raise verdict.refusal(stale="stale_lease")
+        return verdict
+
+    async def _retry_state(self, execution_id: ExecutionId) -> tuple[ExecutionPolicy | None, int]:
+        partition, uuid = split_execution_id(execution_id)
+        rows = await self._store.fetch(SQL.read_retry_state, partition_key=partition, execution_id=uuid)
+        if not rows:
+            raise error("execution_not_found")
+        return read_stored_policy(rows[0]["policy"]), rows[0]["retry_count"]
+
+
+def _is_done(verdict: Verdict | Locked) -> bool:
+    return isinstance(verdict, Verdict) and verdict.is_done
+
+
+def _completion(handle: Handle, payload: bytes | None) -> LeaseEnd:
+    handle = usable(handle)
+    if payload is not None and type(payload) is not bytes:
+        payload = _bytes_of(payload)
+    return LeaseEnd(handle.execution_id, Release.COMPLETED, fence=handle, payload=payload)
+
+
+def _failure_reason(given: object) -> FailureReason:
+    if isinstance(given, str):
+        return FailureReason(given)
+    if not isinstance(given, FailureReason):
+        raise error("invalid_input", f"reason: must be text or a FailureReason, got {shown(given)}")
+    _text(given.message, "reason.message")
+    if not isinstance(given.detail, str | bytes | None):
+        raise error("invalid_input", f"reason.detail: must be text or bytes, got {shown(given.detail)}")
+    return given
+
+
+def _text(value: object, field: str) -> str:
+    """A text, whatever it says: a failure is recorded with what of it the store can hold."""
+    if not isinstance(value, str):
+        raise error("invalid_input", f"{field}: must be text, got {shown(value)}")
+    return value
+
+
+def _bytes_of(payload: object) -> bytes | None:
+    if payload is None or type(payload) is bytes:
+        return payload
+    if not isinstance(payload, bytes | bytearray | memoryview):
+        raise error("invalid_input", f"payload: must be bytes, got {type(payload).__name__}")
+    return bytes(payload)
+
+
+def _policy_text(value: ExecutionPolicy | Mapping[str, object] | str | bytes | None) -> str | None:
+    """The text of a policy that one attempt bears; the engine keeps it and leaves its meaning to the worker."""
+    if isinstance(value, ExecutionPolicy):
+        return policy_json(value)
+    if value is None or value == "" or value == b"":
+        return None
+    try:
+        text = json_text(value)
+    except ValueError as wrong:
+        raise error("invalid_policy_json", str(wrong)) from None
+    if not text.startswith("{"):
+        raise error("invalid_policy_json", "next_attempt_policy:not_object")
+    return text
+
+
+def _was_completed(verdict: Verdict, handle: Handle) -> bool:
+    found = verdict.found
+    return found is not None and found.terminal_outcome == "success" and found.is_run_of(handle)
+
+
+def _was_failed(verdict: Verdict, handle: Handle) -> RetryScheduled | TerminalFailed:
+    """What an earlier call of this run's failure answered, else why this one is refused."""
+    found = verdict.found
+    if found is not None:
+        if found.terminal_outcome == "failed" and found.is_run_of(handle):
+            return TerminalFailed()
+        if (
+            found.attempt_state == "pending_retry_attempt"
+            and found.delay_until is not None
+            and found.lease_epoch == handle.lease_epoch
+            and found.previous_attempt_index == handle.attempt_index
+        ):
+            return RetryScheduled(delay_until=found.delay_until)
+    raise verdict.refusal()

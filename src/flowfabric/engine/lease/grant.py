@@ -1,0 +1,261 @@
+"""Grants: an execution reserved for one worker for a short time, found by search or by name."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from flowfabric.db.database import Transaction
+from flowfabric.db.statements import statements_beside
+from flowfabric.engine.core.keys import Keys
+from flowfabric.engine.core.row import Held, check_named, hold, read_held
+from flowfabric.engine.lease.catch_up import CatchUp
+from flowfabric.engine.lease.claim import CATCH_UP_SECONDS, Wanted
+from flowfabric.engine.lease.finish import Finish
+from flowfabric.engine.store import Store
+from flowfabric.model.errors import EngineError, error
+from flowfabric.model.grants import (
+    MAX_GRANT_TTL_MS,
+    MIN_GRANT_TTL_MS,
+    ClaimGrant,
+    Granted,
+    GrantKind,
+    NoWork,
+    ReclaimGrant,
+    grant_id,
+    sign_grant,
+)
+from flowfabric.model.ids import (
+    ExecutionId,
+    LaneId,
+    check_lane_id,
+    check_worker_id,
+    format_execution_id,
+    partition_text,
+)
+from flowfabric.model.policy import check_capabilities, reclaim_cap
+from flowfabric.model.text import check_limit, check_range, check_text, json_text
+
+SQL = statements_beside(__file__)
+
+MAX_SCAN = 10_000
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Grantee:
+    """Who asks for a grant, for how long, and what is to be noted beside it."""
+
+    worker_id: str
+    worker_instance_id: str
+    grant_ttl_ms: int
+    capability_hash: str | None = None
+    route_snapshot: str | None = None
+    admission_summary: str | None = None
+
+    @classmethod
+    def of(
+        cls,
+        worker_id: str,
+        worker_instance_id: str,
+        grant_ttl_ms: int,
+        capability_hash: str | None = None,
+        route_snapshot_json: str | None = None,
+        admission_summary: str | None = None,
+    ) -> "Grantee":
+        """The asker a caller describes."""
+        check_range(grant_ttl_ms, "grant_ttl_ms", MIN_GRANT_TTL_MS, MAX_GRANT_TTL_MS)
+        return cls(
+            worker_id=check_worker_id(worker_id, "worker_id"),
+            worker_instance_id=check_worker_id(worker_instance_id, "worker_instance_id"),
+            grant_ttl_ms=grant_ttl_ms,
+            capability_hash=_optional_text(capability_hash, "capability_hash"),
+            route_snapshot=check_json(route_snapshot_json, "route_snapshot_json"),
+            admission_summary=_optional_text(admission_summary, "admission_summary"),
+        )
+
+
+class Grants:
+    """The operations that reserve executions."""
+
+    def __init__(self, store: Store, keys: Keys, catch_up: CatchUp, finish: Finish) -> None:
+        self._store = store
+        self._keys = keys
+        self._catch_up = catch_up
+        self._finish = finish
+
+    async def claim_for_worker(
+        self,
+        lane_id: str,
+        grantee: Grantee,
+        worker_capabilities: Sequence[str],
+        kinds: Sequence[str] | None,
+        namespace: str | None,
+    ) -> Granted | NoWork:
+        """Reserve the best execution of a lane that a claim by this worker would take."""
+        lane = check_lane_id(lane_id)
+        wanted = Wanted.of(worker_capabilities, kinds, namespace)
+        wanted_queues = await wanted.parameters(self._store)
+        await self._catch_up.run((lane,), within_seconds=CATCH_UP_SECONDS)
+        watermarks = self._store.wakeups.watermarks
+        met: set[ExecutionId] = set()
+        while True:
+            queues, firsts, lasts = watermarks.spans()
+            found = await self._search(
+                grantee,
+                wanted.capabilities,
+                **wanted_queues,
+                lane_id=lane,
+                span_queues=queues,
+                span_firsts=firsts,
+                span_lasts=lasts,
+            )
+            if found is not None:
+                held, granted = found
+                watermarks.raise_to(held.queue_no, held.place)
+                if granted is not None:
+                    return granted
+                # An execution that could not be ended is skipped, or this loop would find it forever.
+                if held.id not in met:
+                    met.add(held.id)
+                    await self._finish.end_at_reclaim_cap([(held.id, held.lease_epoch)])
+                    continue
+            if queues and watermarks.may_walk_whole:
+                watermarks.clear()
+            elif not await self._catch_up.run((lane,), within_seconds=0):
+                return NoWork()
+
+    async def _search(
+        self, grantee: Grantee, offered: tuple[str, ...], **where: object
+    ) -> tuple[Held, Granted | None] | None:
+        """The best execution of one walk with its grant, which it has not at its reclaim cap."""
+
+        async def search(transaction: Transaction) -> tuple[Held, Granted | None] | None:
+            walk_ms = 0
+            for is_any in (False, True):
+                (row,) = await transaction.fetch(SQL.lock_best, is_any=is_any, **where)
+                walk_ms += row["walk_ms"]
+                if row["execution_id"] is not None:
+                    break
+            if not where["span_queues"]:
+                self._store.wakeups.watermarks.walked_whole(walk_ms / 1000)
+            if row["execution_id"] is None:
+                return None
+            held = await read_held(transaction, row["partition_key"], row["execution_id"])
+            if held.is_lost and held.reclaim_count >= reclaim_cap(held.execution_policy):
+                return held, None
+            kind = GrantKind.RECLAIM if held.is_lost else GrantKind.CLAIM
+            return held, await self.give(transaction, held, kind, grantee, offered)
+
+        return await self._store.transact(search)
+
+    async def scan_eligible(self, lane_id: str, limit: int) -> list[ExecutionId]:
+        """The executions of a lane that wait for a worker, in the order of claims."""
+        lane = check_lane_id(lane_id)
+        most = check_limit(limit, MAX_SCAN)
+        rows = await self._store.fetch(SQL.list_eligible, lane_id=lane, limit=most)
+        return [format_execution_id(row["partition_key"], row["execution_id"]) for row in rows]
+
+    async def issue_claim_grant(
+        self, execution_id: str, lane_id: str, grantee: Grantee, worker_capabilities: Sequence[str]
+    ) -> Granted:
+        """Reserve a named execution that waits for a worker."""
+        parsed = check_named(self._store, execution_id)
+        lane = check_lane_id(lane_id)
+
+        async def issue(transaction: Transaction) -> Granted | EngineError:
+            held = await hold(transaction, parsed, lane)
+            if held.lifecycle_phase != "runnable" or held.eligibility_state != "eligible_now":
+                raise error("execution_not_eligible")
+            if held.has_live_grant:
+                raise error("grant_already_exists")
+            if not held.is_on_open_lane:
+                raise error("execution_not_in_eligible_set", f"lane {held.lane_id} is {held.lane_state}")
+            offered = check_capabilities(worker_capabilities)
+            if missing := held.missing(offered):
+                await note_mismatch(transaction, held)
+                return error("capability_mismatch", missing)
+            return await self.give(transaction, held, GrantKind.CLAIM, grantee, offered)
+
+        granted = await self._store.transact(issue, execution_id=parsed)
+        if isinstance(granted, EngineError):
+            raise granted
+        return granted
+
+    async def give(
+        self,
+        transaction: Transaction,
+        held: Held,
+        kind: GrantKind,
+        grantee: Grantee,
+        offered: tuple[str, ...],
+        *,
+        names_lane: bool = False,
+    ) -> Granted:
+        """Sign and store a grant on an execution that the transaction holds."""
+        key = await self._keys.signing(transaction, held.signing_kid, held.signing_since)
+        expires_at_ms = held.now + grantee.grant_ttl_ms
+        execution_id = held.id
+        grant_key = sign_grant(
+            key,
+            kind,
+            execution_id,
+            worker_id=grantee.worker_id,
+            worker_instance_id=grantee.worker_instance_id,
+            expires_at_ms=expires_at_ms,
+        )
+        await transaction.fetch(
+            SQL.insert_grant,
+            partition_key=held.partition_key,
+            execution_id=held.execution_id,
+            grant_id=grant_id(grant_key),
+            kind=kind,
+            worker_id=grantee.worker_id,
+            worker_instance_id=grantee.worker_instance_id,
+            lane_no=held.lane_no,
+            worker_capabilities=offered,
+            capability_hash=grantee.capability_hash,
+            route_snapshot=grantee.route_snapshot,
+            admission_summary=grantee.admission_summary,
+            now=held.now,
+            expires_at=expires_at_ms,
+        )
+        partition_key = partition_text(execution_id)
+        if names_lane:
+            return Granted(
+                execution_id=execution_id,
+                grant=ReclaimGrant(
+                    execution_id=execution_id,
+                    partition_key=partition_key,
+                    grant_key=grant_key,
+                    expires_at_ms=expires_at_ms,
+                    lane_id=LaneId(held.lane_id),
+                ),
+            )
+        return Granted(
+            execution_id=execution_id,
+            grant=ClaimGrant(
+                execution_id=execution_id,
+                partition_key=partition_key,
+                grant_key=grant_key,
+                expires_at_ms=expires_at_ms,
+            ),
+        )
+
+
+async def note_mismatch(transaction: Transaction, held: Held) -> None:
+    """Stamp a held execution that was asked for by a worker without the capabilities it requires."""
+    await transaction.fetch(
+        SQL.set_capability_mismatch, partition_key=held.partition_key, execution_id=held.execution_id, now=held.now
+    )
+
+
+def check_json(text: object, field: str) -> str | None:
+    """Give JSON text the store can hold; nothing and empty text are none."""
+    if text is None or text == "":
+        return None
+    try:
+        return json_text(check_text(text, field))
+    except ValueError as wrong:
+        raise error("invalid_input", f"{field}: {wrong}") from None
+
+
+def _optional_text(value: object, field: str) -> str | None:
+    return None if value is None else check_text(value, field)

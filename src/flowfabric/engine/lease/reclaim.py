@@ -1,0 +1,144 @@
+"""Reclaiming: a lost lease handed to another worker under supervision, by a grant of its own."""
+
+import logging
+from collections.abc import Sequence
+
+from flowfabric.db.batch import Locked
+from flowfabric.db.database import Transaction
+from flowfabric.engine.core.consequence import LeaseEnd, LeaseEnds
+from flowfabric.engine.core.row import Held, Verdict, check_named, hold
+from flowfabric.engine.core.transition import LEASE_EXPIRED_PARAMETERS, Release
+from flowfabric.engine.core.wakeups import LostLease, LostReason
+from flowfabric.engine.lease.claim_named import Lease, NamedClaims
+from flowfabric.engine.lease.expire import SQL
+from flowfabric.engine.lease.finish import MAX_RECLAIMS_EXCEEDED
+from flowfabric.engine.lease.grant import Grantee, Grants, note_mismatch
+from flowfabric.engine.store import Store
+from flowfabric.model.errors import error
+from flowfabric.model.grants import Granted, GrantKind, GrantNotFound, NotReclaimable, ReclaimCapExceeded
+from flowfabric.model.ids import check_lane_id
+from flowfabric.model.outcomes import ClaimedExecution
+from flowfabric.model.policy import check_capabilities, reclaim_cap
+from flowfabric.model.text import check_range
+
+logger = logging.getLogger(__name__)
+
+MAX_CAP = 2**31 - 1
+
+Ended = tuple[LeaseEnd, list[Verdict | Locked]]
+
+
+class Reclaim:
+    """The operations of supervised handover; ordinary claims take lost leases without them."""
+
+    def __init__(self, store: Store, grants: Grants, claims: NamedClaims, lease_ends: LeaseEnds) -> None:
+        self._store = store
+        self._grants = grants
+        self._claims = claims
+        self._lease_ends = lease_ends
+
+    async def issue_reclaim_grant(
+        self, execution_id: str, lane_id: str, grantee: Grantee, worker_capabilities: Sequence[str]
+    ) -> Granted | NotReclaimable | ReclaimCapExceeded:
+        """Reserve an execution whose lease was lost; one that was lost too often ends here."""
+        parsed = check_named(self._store, execution_id)
+        lane = check_lane_id(lane_id)
+        offered = check_capabilities(worker_capabilities)
+
+        marked: list[Held] = []
+
+        async def issue(transaction: Transaction) -> Granted | NotReclaimable | tuple[int, Ended]:
+            marked.clear()
+            held = await hold(transaction, parsed, lane)
+            if not held.has_expired and not held.is_lost:
+                return NotReclaimable(execution_id=parsed, detail=_state_of(held))
+            if not held.is_on_open_lane:
+                return NotReclaimable(execution_id=parsed, detail=f"lane {held.lane_id} is {held.lane_state}")
+            if held.has_expired:
+                await _mark(transaction, held)
+                marked.append(held)
+                held = await hold(transaction, parsed, lane)
+            cap = reclaim_cap(held.execution_policy)
+            if held.reclaim_count >= cap:
+                return cap, await self._end(transaction, held)
+            if held.has_live_grant:
+                raise error("grant_already_exists")
+            if missing := held.missing(offered):
+                await note_mismatch(transaction, held)
+                return NotReclaimable(execution_id=parsed, detail=f"capability_mismatch: {missing}")
+            give = self._grants.give
+            return await give(transaction, held, GrantKind.RECLAIM, grantee, offered, names_lane=True)
+
+        answer = await self._store.transact(issue, execution_id=parsed)
+        self._store.wakeups.lost([_lost(held) for held in marked])
+        if isinstance(answer, tuple):
+            return await self._at_reclaim_limit(*answer)
+        if isinstance(answer, NotReclaimable):
+            for held in marked:
+                self._store.wakeups.work(held.lane_id, {held.queue_no: held.place})
+        return answer
+
+    async def reclaim_execution(
+        self, execution_id: str, lane_id: str, lease: Lease, max_reclaim_count: int | None
+    ) -> ClaimedExecution | NotReclaimable | GrantNotFound | ReclaimCapExceeded:
+        """Take a lost lease that was granted to this worker as a new attempt; at the cap the execution ends instead."""
+        parsed = check_named(self._store, execution_id)
+        lane = check_lane_id(lane_id)
+        if max_reclaim_count is not None:
+            check_range(max_reclaim_count, "max_reclaim_count", 0, MAX_CAP)
+
+        taken: list[Held] = []
+
+        async def reclaim(
+            transaction: Transaction,
+        ) -> ClaimedExecution | NotReclaimable | GrantNotFound | tuple[int, Ended]:
+            taken.clear()
+            held = await hold(transaction, parsed, lane)
+            if not held.is_lost and not held.has_expired:
+                return NotReclaimable(execution_id=parsed, detail=_state_of(held))
+            if not held.is_on_open_lane:
+                return NotReclaimable(execution_id=parsed, detail=f"lane {held.lane_id} is {held.lane_state}")
+            if not held.has_live_grant or held.grant_kind != GrantKind.RECLAIM:
+                return GrantNotFound(execution_id=parsed)
+            if held.grant_worker_id != lease.worker_id:
+                raise error("invalid_claim_grant")
+            cap = reclaim_cap(held.execution_policy, max_reclaim_count)
+            if held.reclaim_count >= cap:
+                return cap, await self._end(transaction, held)
+            taken.append(held)
+            return await self._claims.take(transaction, held, "reclaimed", lease)
+
+        answer = await self._store.transact(reclaim, execution_id=parsed)
+        self._store.wakeups.lost([_lost(held) for held in taken])
+        return await self._at_reclaim_limit(*answer) if isinstance(answer, tuple) else answer
+
+    async def _end(self, transaction: Transaction, held: Held) -> Ended:
+        """End a held execution whose lease was lost as often as allowed, and with it the grant that led here."""
+        lease_end = LeaseEnd(held.id, Release.RECLAIM_CAP, reason=MAX_RECLAIMS_EXCEEDED, lost_epoch=held.lease_epoch)
+        return lease_end, await self._lease_ends.within(transaction, [lease_end])
+
+    async def _at_reclaim_limit(self, cap: int, ended: Ended) -> ReclaimCapExceeded:
+        lease_end, verdicts = ended
+        await self._lease_ends.after_commit([lease_end], verdicts)
+        logger.warning("%s ended: its lease was lost as often as its policy allows", lease_end.execution_id)
+        return ReclaimCapExceeded(execution_id=lease_end.execution_id, reclaim_count=cap)
+
+
+async def _mark(transaction: Transaction, held: Held) -> None:
+    """Mark the expired lease of a held execution, so that it can be granted."""
+    await transaction.fetch(
+        SQL.mark_expired_leases,
+        partition_keys=[held.partition_key],
+        execution_ids=[held.execution_id],
+        since=0,
+        limit=1,
+        **LEASE_EXPIRED_PARAMETERS,
+    )
+
+
+def _lost(held: Held) -> LostLease:
+    return LostLease(held.id, held.lease_epoch, LostReason.RECLAIMED)
+
+
+def _state_of(held: Held) -> str:
+    return f"{held.lifecycle_phase}, {held.ownership_state}"

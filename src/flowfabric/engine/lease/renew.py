@@ -1,0 +1,158 @@
+"""Renewing leases, and reporting progress under them."""
+
+from collections.abc import Sequence
+
+from flowfabric.db.batch import LOCKED, Batch, Locked
+from flowfabric.db.database import Record, Transaction
+from flowfabric.db.statements import statements_beside
+from flowfabric.engine.core.row import GivenFence, lock_execution, usable, verdict_of
+from flowfabric.engine.lease.expire import LeaseExpiry
+from flowfabric.engine.store import Store
+from flowfabric.model.errors import EngineError, error
+from flowfabric.model.handle import MAX_LEASE_TTL_MS, Fence, Handle
+from flowfabric.model.ids import parse_execution_id, row_key, split_execution_id
+from flowfabric.model.outcomes import Renewed
+from flowfabric.model.text import check_batch, check_range, check_text
+
+SQL = statements_beside(__file__)
+
+MAX_INDEX = 2**31 - 1
+DEFAULT_HISTORY_GRACE_MS = 60_000
+
+
+class Renewals:
+    """Extends leases and stores what runs report of themselves."""
+
+    def __init__(self, store: Store, expiry: LeaseExpiry) -> None:
+        self._store = store
+        self._expiry = expiry
+        self._batch: Batch[Handle, Renewed] = Batch(
+            self._renew_together, self._renew_alone, keys=lambda handle: (handle.execution_id,)
+        )
+
+    async def renew(self, handle: Handle) -> Renewed:
+        """Extend one lease by the time its handle holds; concurrent callers share a statement."""
+        return await self._store.answer(self._batch.put(usable(handle)))
+
+    async def renew_many(self, handles: Sequence[Handle]) -> list[Renewed | EngineError]:
+        """Extend the leases of up to a thousand handles in one statement, each with its own verdict."""
+        check_batch(handles, "handles")
+        good: list[Handle] = []
+        refused: dict[int, EngineError] = {}
+        for at, handle in enumerate(handles):
+            try:
+                good.append(usable(handle))
+            except EngineError as error_of_it:
+                refused[at] = error_of_it
+        answers = iter(await self._store.answers(self._batch.run(good)) if good else ())
+        return [refused[at] if at in refused else next(answers) for at in range(len(handles))]
+
+    async def renew_lease(
+        self, execution_id: str, given: GivenFence, lease_ttl_ms: int, lease_history_grace_ms: int
+    ) -> Renewed:
+        """Extend a lease by a time, for a caller that knows its fence."""
+        parsed = parse_execution_id(execution_id)
+        partition, uuid = row_key(parsed)
+        check_range(given.attempt_index, "attempt_index", 0, MAX_INDEX)
+        check_range(lease_ttl_ms, "lease_ttl_ms", 1, MAX_LEASE_TTL_MS)
+        check_range(lease_history_grace_ms, "lease_history_grace_ms", 0, MAX_LEASE_TTL_MS)
+
+        async def renew(transaction: Transaction) -> tuple[Fence, Record]:
+            fence = given.against(await lock_execution(transaction, parsed))
+            (row,) = await transaction.fetch(
+                SQL.renew_leases,
+                partition_keys=[partition],
+                execution_ids=[uuid],
+                lease_epochs=[fence.lease_epoch],
+                lease_ids=[fence.lease_id],
+                attempt_ids=[fence.attempt_id],
+                ttls_ms=[lease_ttl_ms],
+                writes_events=self._store.rules.renewal_events,
+            )
+            return fence, row
+
+        fence, row = await self._store.transact(renew, execution_id=parsed)
+        verdict = verdict_of(row)
+        if verdict.code == "lease_expired":
+            await self._expiry.mark_expired([parsed])
+        if not verdict.is_done:
+            raise verdict.refusal(stale="stale_lease")
+        return Renewed(expires_at_ms=row["expires_at"], lease_epoch=fence.lease_epoch)
+
+    async def progress(self, handle: Handle, *, percent: int | None, message: str | None) -> None:
+        """Overwrite what the run reports of itself; what is absent keeps its value."""
+        handle = usable(handle)
+        if percent is not None and (type(percent) is not int or not 0 <= percent <= 255):
+            raise error("invalid_input", f"percent: 0 to 255, got {percent!r}")
+        if message is not None:
+            check_text(message, "message")
+        partition, uuid = split_execution_id(handle.execution_id)
+
+        async def write(transaction: Transaction) -> Record:
+            await lock_execution(transaction, handle.execution_id)
+            (row,) = await transaction.fetch(
+                SQL.set_progress,
+                partition_key=partition,
+                execution_id=uuid,
+                lease_epoch=handle.lease_epoch,
+                lease_id=handle.lease_id,
+                attempt_id=handle.attempt_id,
+                percent=percent,
+                message=message,
+            )
+            return row
+
+        verdict = verdict_of(await self._store.transact(write, execution_id=handle.execution_id))
+        if verdict.code == "lease_expired":
+            await self._expiry.mark_expired([handle.execution_id])
+        if not verdict.is_done:
+            raise verdict.refusal()
+
+    async def drain(self) -> None:
+        """Wait until every renewal under way is answered."""
+        await self._batch.drain()
+
+    async def _renew_together(self, handles: Sequence[Handle]) -> Sequence[Renewed | Locked | Exception]:
+        rows = await self._store.database.fetch(SQL.renew_leases, self._columns(handles))
+        await self._mark_expired(handles, rows)
+        return self._judge(handles, rows)
+
+    async def _renew_alone(self, handle: Handle) -> Renewed:
+        async def renew(transaction: Transaction) -> list[Record]:
+            await lock_execution(transaction, handle.execution_id)
+            return await transaction.fetch(SQL.renew_leases, **self._columns([handle]))
+
+        rows = await self._store.transact(renew, execution_id=handle.execution_id)
+        await self._mark_expired([handle], rows)
+        (answer,) = self._judge([handle], rows)
+        if isinstance(answer, Renewed):
+            return answer
+        raise answer if isinstance(answer, Exception) else error("execution_not_found")
+
+    async def _mark_expired(self, handles: Sequence[Handle], rows: Sequence[Record]) -> None:
+        expired = [handles[row["nth"] - 1].execution_id for row in rows if row["verdict"] == "lease_expired"]
+        if expired:
+            await self._expiry.mark_expired(expired)
+
+    @staticmethod
+    def _judge(handles: Sequence[Handle], rows: Sequence[Record]) -> list[Renewed | Locked | Exception]:
+        answers: list[Renewed | Locked | Exception] = [LOCKED] * len(rows)
+        for row in rows:
+            at = row["nth"] - 1
+            if row["verdict"] == "ok":
+                answers[at] = Renewed(expires_at_ms=row["expires_at"], lease_epoch=handles[at].lease_epoch)
+            elif row["verdict"] is not None:
+                answers[at] = verdict_of(row).refusal()
+        return answers
+
+    def _columns(self, handles: Sequence[Handle]) -> dict[str, object]:
+        pairs = [split_execution_id(handle.execution_id) for handle in handles]
+        return {
+            "partition_keys": [partition for partition, _ in pairs],
+            "execution_ids": [uuid for _, uuid in pairs],
+            "lease_epochs": [handle.lease_epoch for handle in handles],
+            "lease_ids": [handle.lease_id for handle in handles],
+            "attempt_ids": [handle.attempt_id for handle in handles],
+            "ttls_ms": [handle.lease_ttl_ms for handle in handles],
+            "writes_events": self._store.rules.renewal_events,
+        }

@@ -1,0 +1,318 @@
+"""Opening a store, preparing it for this code, and closing it: waits end and calls under way are answered."""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from flowfabric.db import migrate
+from flowfabric.db.address import database_of, server_of
+from flowfabric.db.database import Database, Record
+from flowfabric.db.embedded import Embedded, EmbeddedError
+from flowfabric.db.faults import StoreFault, fault_of, without_values
+from flowfabric.db.notify import Hints
+from flowfabric.db.off_loop import off_loop
+from flowfabric.db.pooler import pooler_problem
+from flowfabric.db.revival import Revival
+from flowfabric.db.rights import Rights, rights_of
+from flowfabric.db.session import NO_LIMITS, Limits, close, connect, ignored_settings
+from flowfabric.db.unreachable import Unreachable
+from flowfabric.engine.core.keys import Keys
+from flowfabric.engine.execution.results import Results
+from flowfabric.engine.lease.claim import Claim
+from flowfabric.engine.store import SQL, Rules, Store, error_of
+from flowfabric.model.errors import EngineError, TransportError, error, reason_of
+from flowfabric.model.ids import LaneId, Partitions
+from flowfabric.model.outcomes import Applied, NoOp
+from flowfabric.model.seals import Seals
+from flowfabric.model.text import check_range
+from flowfabric.settings import PREFIX, Settings
+
+CLOSE_SECONDS = 2
+DRAIN_SECONDS = 3.0
+"""How long closing waits for calls under way."""
+MAX_GRACE_MS = 2**32 - 1
+
+StoreKey = tuple[str, str, str]
+"""The server, the database and the schema of a store."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Readiness:
+    """Whether a process can start on a store: how its schema stands, and what keeps it from starting."""
+
+    status: migrate.SchemaStatus
+    problem: str | None
+    ignored: tuple[str, ...]
+    """The session settings that were asked for and are not in effect."""
+
+
+class Lifecycle:
+    """The connection of one engine to its store, from start to close."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        database: Database,
+        embedded: Embedded | None,
+        revival: Revival | None,
+        beside: "Lifecycle | None" = None,
+    ) -> None:
+        self.settings = settings
+        self._is_beside = beside is not None
+        self._database = database
+        self._embedded = embedded
+        self._revival = revival
+        self.store_key: StoreKey = (
+            (server_of(database.url), database_of(database.url), database.schema)
+            if beside is None
+            else beside.store_key
+        )
+        """Which store this is; the same for every engine of the process on it."""
+        self.hints = Hints(database, deaf=not settings.listen)
+        self.store = Store(
+            database,
+            self.hints,
+            Rules(
+                partitions=Partitions(
+                    flow=settings.flow_partitions, budget=settings.budget_partitions, quota=settings.quota_partitions
+                ),
+                instance_tag=settings.instance_tag,
+                renewal_events=settings.lease_renewal_events,
+                retention_ms=settings.retention_ms,
+                feed_retention_ms=settings.feed_retention_ms,
+            ),
+        )
+        self.keys: Keys = Keys(self.store, Seals(settings.secret_keys), {} if beside is None else beside.keys.known)
+
+    @classmethod
+    async def open(cls, settings: Settings, *, beside: "Lifecycle | None" = None) -> "Lifecycle":
+        """Connect, starting the embedded server where no other is named, and prepare the schema.
+
+        Beside another of the same process, which has read the keys and holds the embedded server, it uses both.
+        """
+        return await cls._opened(settings, beside, cls.prepare)
+
+    @classmethod
+    async def check(cls, settings: Settings) -> Readiness:
+        """Whether a process with these settings could start, found out with a session as it has; changes nothing."""
+        boot = await cls._opened(settings, None, None)
+        try:
+            return await boot.store.answer(boot._readiness())
+        finally:
+            await boot.close()
+
+    @classmethod
+    async def _opened(
+        cls, settings: Settings, beside: "Lifecycle | None", prepare: "Callable[[Lifecycle], Awaitable[object]] | None"
+    ) -> "Lifecycle":
+        held: Embedded | None = None
+        url = settings.database_url
+        try:
+            if url is None:
+                held = await off_loop(lambda: Embedded.start(settings.home))
+                url = held.url
+            embedded = held if beside is None else beside._embedded
+            revival = None if embedded is None else Revival(embedded)
+            database = await Database.open(
+                url,
+                schema=settings.schema_name,
+                pool_size=settings.database_pool_size,
+                limits=Limits(
+                    statement_ms=settings.statement_timeout_ms,
+                    idle_in_transaction_ms=settings.idle_in_transaction_timeout_ms,
+                ),
+                revive=revival,
+            )
+            boot = cls(settings, database, embedded, revival, beside)
+            try:
+                if prepare is not None:
+                    await prepare(boot)
+            except BaseException:
+                await database.close()
+                raise
+        except BaseException as failed:
+            if held is not None:
+                await off_loop(held.release)
+            match failed:
+                case EmbeddedError():
+                    raise error("unavailable", str(failed)) from None
+                case Unreachable():
+                    # The text says it all, and the traces of the driver would bury it.
+                    raise error_of(failed) from None
+                case StoreFault():
+                    raise error_of(failed) from failed
+                case _:
+                    raise
+        return boot
+
+    @property
+    def address(self) -> Settings:
+        """The settings that lead another engine to the same store, as it stands."""
+        return self.settings.model_copy(update={"database_url": self._database.url, "migrate_on_start": False})
+
+    async def prepare(self) -> NoOp | Applied:
+        """Bring the store to where this code can run on it; safe to call at any time, from any number of processes."""
+        rights = None if self._is_beside else await self.store.answer(self._rights())
+        if rights is not None:
+            self._check_writable(rights)
+        done = await self.store.answer(self._prepare_schema())
+        if rights is not None:
+            self._check_rights(rights)
+            # The partition counts are stored for good: a start that is refused for its key must not store them.
+            await self.keys.check(self._secret, may_generate=self._embedded is not None)
+        counts = self.store.rules.partitions
+        given = {"flow": counts.flow, "budget": counts.budget, "quota": counts.quota}
+        while not (rows := await self.store.fetch(SQL.insert_configuration, **given)):
+            pass
+        self._check_counts(rows[0])
+        for lane in self.settings.lanes:
+            await self.store.lane_no(LaneId(lane), registered_by="configuration")
+        if not self._is_beside:
+            done += await self.keys.prepare(self._secret, may_generate=self._embedded is not None)
+        return Applied(description=", ".join(done)) if done else NoOp()
+
+    @property
+    def _secret(self) -> str | None:
+        given = self.settings.waitpoint_hmac_secret
+        return None if given is None else given.get_secret_value()
+
+    def _check_counts(self, row: Record) -> None:
+        counts = self.store.rules.partitions
+        stored = Partitions(flow=row["flow_partitions"], budget=row["budget_partitions"], quota=row["quota_partitions"])
+        if stored != counts:
+            raise error(
+                "unavailable",
+                f"the store was made with {_variables(stored)}, this process has {_variables(counts)};"
+                " give it the counts of the store",
+            )
+
+    async def _rights(self) -> Rights:
+        database, names = self._database, migrate.made_by(migrate.load_migrations())
+        async with database.acquire() as connection:
+            return await rights_of(connection, url=database.url, schema=database.schema, names=names)
+
+    @staticmethod
+    def _check_writable(rights: Rights) -> None:
+        if rights.read_only is not None:
+            raise TransportError("busy_loading", rights.read_only)
+
+    @staticmethod
+    def _check_rights(rights: Rights) -> None:
+        if rights.missing is not None:
+            raise error("unavailable", rights.missing)
+
+    @property
+    def _folder(self) -> Path | None:
+        return None if self._embedded is None else self._embedded.data.parent
+
+    async def _prepare_schema(self) -> list[str]:
+        schema = self._database.schema
+        try:
+            if self.settings.migrates:
+                return [migration.file for migration in await self._migrate(schema)]
+            status, ignored = await self._schema_status()
+        except migrate.MigrationError as refused:
+            raise error("unavailable", str(refused)) from None
+        if not status.runs:
+            raise error("unavailable", status.text)
+        self._check_search_path(ignored)
+        return []
+
+    async def _schema_status(self) -> tuple[migrate.SchemaStatus, tuple[str, ...]]:
+        """How the schema stands, and which session settings are not in effect."""
+        schema = self._database.schema
+        async with self._database.acquire() as connection:
+            status = await migrate.check(connection, schema=schema, folder=self._folder)
+            return status, await ignored_settings(connection, schema, self._database.limits)
+
+    def _check_search_path(self, ignored: tuple[str, ...]) -> None:
+        if "search_path" in ignored:
+            raise error(
+                "unavailable",
+                f"the session setting search_path={self._database.schema} is not in effect: a pooler before"
+                f" {server_of(self._database.url)} ignores session settings; set them on the role, see"
+                " docs/operating.md, PgBouncer",
+            )
+
+    async def _check_pooler(self) -> None:
+        if self._embedded is None and (problem := await pooler_problem(self._database.connect)) is not None:
+            raise error("unavailable", f"{server_of(self._database.url)}: {problem}")
+
+    async def _migrate(self, schema: str) -> list[migrate.Migration]:
+        connection = await connect(self._database.url, schema=schema, limits=NO_LIMITS)
+        try:
+            return await migrate.migrate(connection, schema=schema, folder=self._folder)
+        except Exception as failed:
+            fault = fault_of(failed)
+            if fault is None:
+                raise
+            raise fault from without_values(failed)
+        finally:
+            await close(connection, seconds=CLOSE_SECONDS)
+
+    async def _readiness(self) -> Readiness:
+        status, ignored = await self._schema_status()
+        if not status.runs:
+            return Readiness(status=status, problem=status.text, ignored=ignored)
+        try:
+            self._check_search_path(ignored)
+            await self._check_pooler()
+            rights = await self._rights()
+            self._check_writable(rights)
+            self._check_rights(rights)
+            for row in await self.store.fetch(SQL.list_configuration):
+                self._check_counts(row)
+            await self.keys.check(self._secret, may_generate=self._embedded is not None)
+        except EngineError as refused:
+            return Readiness(status=status, problem=reason_of(refused), ignored=ignored)
+        return Readiness(status=status, problem=None, ignored=ignored)
+
+    async def close(self) -> None:
+        """Give back every connection, and the embedded server."""
+        await self.hints.close()
+        await self._database.close()
+        if self._revival is not None:
+            await self._revival.close()
+        if self._embedded is not None and not self._is_beside:
+            await off_loop(self._embedded.release)
+
+
+class Shutdown:
+    """Ends waits and drains the calls under way, before a process stops or the engine closes."""
+
+    def __init__(self, claims: Claim, results: Results, drains: Sequence[Callable[[], Awaitable[None]]]) -> None:
+        self._claims = claims
+        self._results = results
+        self._drains = drains
+
+    async def prepare(self, grace_ms: int) -> None:
+        """Fail current waiters, reject new ones, and answer calls under way within the grace; then it is a timeout."""
+        check_range(grace_ms, "grace_ms", 0, MAX_GRACE_MS)
+        began = time.monotonic()
+        self._claims.refuse_waits()
+        self._results.refuse()
+        try:
+            async with asyncio.timeout(grace_ms / 1000):
+                for drain in (self._claims.wait_idle, *self._drains):
+                    await drain()
+        except TimeoutError:
+            elapsed_ms = round((time.monotonic() - began) * 1000)
+            raise error("timeout", {"op": "shutdown_prepare", "elapsed_ms": elapsed_ms}) from None
+
+    async def close(self) -> None:
+        """End waits and answer calls under way; give up what the store does not answer in time."""
+        await self._results.close()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(DRAIN_SECONDS):
+                for drain in (self._claims.drain, *self._drains):
+                    await drain()
+
+
+def _variables(counts: Partitions) -> str:
+    return " ".join(
+        f"{PREFIX}{family}_PARTITIONS={count}"
+        for family, count in (("FLOW", counts.flow), ("BUDGET", counts.budget), ("QUOTA", counts.quota))
+    )

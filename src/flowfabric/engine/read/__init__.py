@@ -1,0 +1,1 @@
+"""Reads: one execution, lists of them, why they wait, and whether the rows are consistent."""

@@ -1,0 +1,101 @@
+"""Checking: which rows say something no operation can have brought about."""
+
+from collections.abc import Iterable, Mapping
+from enum import StrEnum
+
+from flowfabric.db.database import Record
+from flowfabric.db.statements import statements_beside
+from flowfabric.engine.store import Store
+from flowfabric.model.ids import ExecutionId, format_execution_id
+from flowfabric.model.snapshots import Inconsistency
+from flowfabric.model.states import (
+    AttemptState,
+    BlockingReason,
+    EligibilityState,
+    LifecyclePhase,
+    OwnershipState,
+    PublicState,
+    StateVector,
+    TerminalOutcome,
+    illegal,
+)
+from flowfabric.model.text import check_limit
+
+SQL = statements_beside(__file__)
+
+STRETCH = 2_000
+"""Executions looked at in one statement: the whole table in one would keep dead rows from being removed meanwhile."""
+MAX_LIMIT = 100_000
+_BEGINNING = -(2**15), "00000000-0000-0000-0000-000000000000"
+
+_WORDS: Mapping[str, type[StrEnum]] = {
+    "lifecycle_phase": LifecyclePhase,
+    "ownership_state": OwnershipState,
+    "eligibility_state": EligibilityState,
+    "blocking_reason": BlockingReason,
+    "terminal_outcome": TerminalOutcome,
+    "attempt_state": AttemptState,
+    "public_state": PublicState,
+}
+
+
+class Consistency:
+    """The checker of stored rows."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    async def find(self, limit: int) -> list[Inconsistency]:
+        """Up to so many things that cannot be, in the order of the executions; it looks at every row."""
+        limit = check_limit(limit, MAX_LIMIT)
+        found: list[Inconsistency] = []
+        after: tuple[int, object] = _BEGINNING
+        while len(found) < limit:
+            behind = {"after_partition": after[0], "after_id": after[1]}
+            ends = await self._store.fetch(SQL.read_stretch_end, size=STRETCH, **behind)
+            if not ends:
+                found += _inconsistencies(await self._store.fetch(SQL.list_orphans, limit=limit - len(found)))
+                break
+            after = ends[0]["partition_key"], ends[0]["execution_id"]
+            found += await self._check({**behind, "last_partition": after[0], "last_id": after[1]}, limit - len(found))
+        return found[:limit]
+
+    async def _check(self, stretch: Mapping[str, object], limit: int) -> list[Inconsistency]:
+        found: list[Inconsistency] = []
+        for vector in await self._store.fetch(SQL.list_vectors, **stretch):
+            words = dict(vector)
+            if (problem := _problem(words)) is not None:
+                rows = await self._store.fetch(SQL.list_of_vector, limit=limit, **stretch, **words)
+                found += (Inconsistency(execution_id=_id(row), problem=problem) for row in rows)
+        found += _inconsistencies(
+            await self._store.fetch(
+                SQL.list_impossible, limit=limit, instance_tag=self._store.rules.instance_tag, **stretch
+            )
+        )
+        return sorted(found, key=lambda one: one.execution_id)
+
+
+def _problem(words: Mapping[str, str]) -> str | None:
+    """What is wrong with a state vector as it is stored."""
+    for dimension, literals in _WORDS.items():
+        if words[dimension] not in set(literals):
+            return f"{dimension}: unknown literal {words[dimension]!r}"
+    return illegal(
+        StateVector(
+            lifecycle_phase=LifecyclePhase(words["lifecycle_phase"]),
+            ownership_state=OwnershipState(words["ownership_state"]),
+            eligibility_state=EligibilityState(words["eligibility_state"]),
+            blocking_reason=BlockingReason(words["blocking_reason"]),
+            terminal_outcome=TerminalOutcome(words["terminal_outcome"]),
+            attempt_state=AttemptState(words["attempt_state"]),
+            public_state=PublicState(words["public_state"]),
+        )
+    )
+
+
+def _inconsistencies(rows: Iterable[Record]) -> list[Inconsistency]:
+    return [Inconsistency(execution_id=_id(row), problem=row["problem"]) for row in rows]
+
+
+def _id(row: Record) -> ExecutionId:
+    return format_execution_id(row["partition_key"], row["execution_id"])

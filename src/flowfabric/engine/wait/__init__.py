@@ -1,0 +1,1 @@
+"""Suspended executions: waitpoints, signals, resumes and timeouts."""

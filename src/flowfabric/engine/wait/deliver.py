@@ -1,0 +1,323 @@
+"""Signals: delivering them to waitpoints, many callers in one transaction, and reading what came."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from uuid import UUID
+
+from flowfabric.db.batch import LOCKED, Batch, Locked
+from flowfabric.db.database import Record, Transaction
+from flowfabric.db.faults import StoreFault, fault_of
+from flowfabric.db.statements import columns_from, statements_beside
+from flowfabric.engine.core.keys import Keys
+from flowfabric.engine.core.row import lock_execution
+from flowfabric.engine.store import Store, error_of
+from flowfabric.engine.wait.resume import SATISFIED, Resumes
+from flowfabric.engine.wait.signal_batch import (
+    Delivered,
+    SignalBatch,
+    deliveries,
+    facts_of,
+    key_rows,
+    overflow_of,
+    resume_of,
+    target_of,
+    wait_of,
+    writes,
+)
+from flowfabric.engine.wait.token_stamps import TokenStamps
+from flowfabric.model.delivery import DeliveryTarget, RefusedToken, Waitpoint
+from flowfabric.model.errors import EngineError, error
+from flowfabric.model.evaluation import SignalDisposition
+from flowfabric.model.handle import Handle, check_handle
+from flowfabric.model.ids import (
+    ExecutionId,
+    SignalId,
+    WaitpointId,
+    check_lane_id,
+    parse_execution_id,
+    parse_uuid,
+    row_key,
+    split_execution_id,
+)
+from flowfabric.model.policy_checks import MAX_MS
+from flowfabric.model.signals import DEFAULT_MAXLEN, MAX_TEXT, NewSignal, ResumeSignal, approval_key
+from flowfabric.model.states import LifecyclePhase
+from flowfabric.model.text import check_length, check_range
+from flowfabric.model.tokens import WaitpointToken
+
+SQL = statements_beside(__file__)
+
+TOGETHER = 256
+"""Executions whose signals share a transaction at the most."""
+STREAMS = 3
+"""Transactions under way at the same time: as much is done here about a signal as in the store."""
+
+
+class _HeldElsewhere(Exception):
+    """Another session holds a row of a wait but not its execution; running all of it again would meet that again."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Outcome:
+    """What deliveries came to: the answers of each batch, what was resumed, and the tokens that were refused."""
+
+    answers: Sequence[list[Delivered | EngineError]] = ()
+    resumed: Sequence[Record] = ()
+    refused: Sequence[RefusedToken] = ()
+
+
+class Signals:
+    """The signal family of operations."""
+
+    def __init__(self, store: Store, keys: Keys, resumes: Resumes) -> None:
+        self._store = store
+        self._keys = keys
+        self._resumes = resumes
+        self._stamps = TokenStamps(store)
+        self._open: dict[ExecutionId, SignalBatch] = {}
+        """What still takes signals: whatever comes for an execution before its batch leaves goes with it."""
+        self._batch: Batch[SignalBatch, list[Delivered | EngineError]] = Batch(
+            self._deliver_together,
+            self._deliver_alone,
+            keys=lambda batch: (batch.execution_id,),
+            size=TOGETHER,
+            streams=STREAMS,
+        )
+
+    async def deliver(self, signal: NewSignal) -> Delivered:
+        """Deliver one signal; concurrent callers share a transaction."""
+        batch = self._open.get(signal.execution_id)
+        if batch is None or batch.is_full:
+            batch = self._open[signal.execution_id] = SignalBatch(signal.execution_id)
+            self._batch.put(batch).add_done_callback(batch.answer)
+        try:
+            return await batch.add(signal)
+        except StoreFault as fault:
+            raise error_of(fault) from fault
+
+    async def approve(
+        self,
+        execution_id: str,
+        waitpoint_id: UUID | str,
+        signal_name: str,
+        idempotency_suffix: str,
+        source_identity: str,
+        signal_dedup_ttl_ms: int,
+        lane_id: str | None,
+        maxlen: int | None,
+        max_signals_per_execution: int | None,
+    ) -> Delivered:
+        """Deliver the approval of an operator, who does not hold the token."""
+        parsed = parse_execution_id(execution_id)
+        partition, uuid = row_key(parsed)
+        waitpoint = WaitpointId(parse_uuid(waitpoint_id, "waitpoint_id"))
+        check_length(signal_name, "signal_name", MAX_TEXT)
+        check_length(idempotency_suffix, "idempotency_suffix", MAX_TEXT)
+        check_length(source_identity, "source_identity", MAX_TEXT)
+        check_range(signal_dedup_ttl_ms, "signal_dedup_ttl_ms", 0, MAX_MS)
+        if lane_id is not None:
+            check_lane_id(lane_id)
+        rows = await self._store.fetch(
+            SQL.read_for_approval, partition_key=partition, execution_id=uuid, waitpoint_id=waitpoint
+        )
+        if not rows:
+            raise error("execution_not_found")
+        stored_lane, token = rows[0]
+        if lane_id is not None and lane_id != stored_lane:
+            raise error("invalid_input", f"lane_mismatch: args.lane_id={lane_id} exec_core.lane_id={stored_lane}")
+        if not token:
+            raise error("waitpoint_not_found")
+        return await self.deliver(
+            NewSignal(
+                execution_id=parsed,
+                waitpoint_id=waitpoint,
+                waitpoint_token=WaitpointToken(token),
+                signal_name=signal_name,
+                signal_category="approval",
+                source_type="operator",
+                source_identity=source_identity,
+                target_scope="execution",
+                idempotency_key=approval_key(signal_name, idempotency_suffix, source_identity),
+                dedup_ttl_ms=signal_dedup_ttl_ms,
+                max_signals_per_execution=max_signals_per_execution,
+                signal_maxlen=DEFAULT_MAXLEN if maxlen is None else maxlen,
+            )
+        )
+
+    async def observe(self, handle: Handle, suspension_id: UUID | str | None) -> list[ResumeSignal]:
+        """Every signal of a suspension, the latest of the handle's attempt when absent, in the order of acceptance."""
+        handle = check_handle(handle)
+        partition, uuid = row_key(handle.execution_id)
+        execution = {"partition_key": partition, "execution_id": uuid}
+        if suspension_id is None:
+            rows = await self._store.fetch(SQL.list_observed, **execution, attempt_index=handle.attempt_index)
+        else:
+            named = parse_uuid(suspension_id, "suspension_id")
+            rows = await self._store.fetch(SQL.list_observed_of, **execution, suspension_id=named)
+        if not rows:
+            raise error("execution_not_found")
+        return [
+            ResumeSignal(
+                signal_id=SignalId(row["signal_id"]),
+                signal_name=row["signal_name"],
+                signal_category=row["signal_category"],
+                source_type=row["source_type"],
+                source_identity=row["source_identity"],
+                correlation_id=row["correlation_id"] or "",
+                accepted_at=row["accepted_at"],
+                payload=row["payload"],
+                disposition=SignalDisposition(row["disposition"]),
+                satisfier=row["satisfier"],
+            )
+            for row in rows
+            if row["signal_id"] is not None
+        ]
+
+    async def drain(self) -> None:
+        """Wait until every delivery under way is answered, and refused tokens are noted."""
+        await self._batch.drain()
+        await self._stamps.drain()
+
+    async def _deliver_together(
+        self, batches: Sequence[SignalBatch]
+    ) -> Sequence[list[Delivered | EngineError] | Locked | Exception]:
+        for batch in batches:
+            self._seal(batch)
+        answers: list[list[Delivered | EngineError] | Locked | Exception] = []
+
+        async def deliver(transaction: Transaction) -> _Outcome:
+            try:
+                return await deliver_held(transaction)
+            except Exception as fault:
+                if (known := fault_of(fault)) is None or known.kind != "contention":
+                    raise
+                raise _HeldElsewhere from fault
+
+        async def deliver_held(transaction: Transaction) -> _Outcome:
+            found = await transaction.fetch(
+                SQL.lock_addressees,
+                partition_keys=[batch.key[0] for batch in batches],
+                execution_ids=[batch.key[1] for batch in batches],
+            )
+            held = [
+                (batch, row["phase"]) for batch, row in zip(batches, found, strict=True) if row["phase"] is not None
+            ]
+            outcome = await self._deliver(transaction, held) if held else _Outcome()
+            mine = iter(outcome.answers)
+            answers[:] = [
+                next(mine)
+                if row["phase"] is not None
+                else LOCKED
+                if row["is_there"]
+                else [error("execution_not_found") for _ in batch.signals]
+                for batch, row in zip(batches, found, strict=True)
+            ]
+            return outcome
+
+        try:
+            self._after_commit(await self._store.database.transact(deliver))
+        except _HeldElsewhere:
+            # Each is tried alone, which shows whose row it is.
+            answers = [LOCKED] * len(batches)
+        locked = [batch for batch, answer in zip(batches, answers, strict=True) if answer is LOCKED]
+        if locked:
+            await self._refuse_unauthenticated(locked)
+        return [answer if batch.signals else [] for batch, answer in zip(batches, answers, strict=True)]
+
+    async def _refuse_unauthenticated(self, batches: Sequence[SignalBatch]) -> None:
+        """Answer signals whose tokens are refused and leave the others: nobody waits for a lock without a valid token.
+
+        Tokens and the keys of waitpoints never change, so that no row needs to be held.
+        """
+        try:
+            rows = await self._store.fetch(SQL.read_deliveries, **deliveries(batches))
+        except EngineError:
+            # The fault is for the delivery itself to meet.
+            return
+        keys = self._keys.ring(key_rows(rows[0]))
+        refused: list[RefusedToken] = []
+        at = 0
+        for batch in batches:
+            mine = rows[at : at + len(batch.signals)]
+            at += len(batch.signals)
+            if mine[0]["signals_taken"] is None:
+                # There is no such execution, which the delivery tells.
+                continue
+            target = target_of(batch, LifecyclePhase.SUSPENDED, mine)
+            judged = [target.authenticate(signal, keys) for signal in batch.signals]
+            refused += target.refused
+            batch.refuse({nth: each for nth, each in enumerate(judged) if isinstance(each, EngineError)})
+        self._stamps.note(refused)
+
+    async def _deliver_alone(self, batch: SignalBatch) -> list[Delivered | EngineError]:
+        self._seal(batch)
+
+        async def deliver(transaction: Transaction) -> _Outcome:
+            held = await lock_execution(transaction, batch.execution_id)
+            return await self._deliver(transaction, [(batch, held["lifecycle_phase"])])
+
+        try:
+            outcome = await self._store.transact(deliver, execution_id=batch.execution_id)
+        except EngineError as fault:
+            if len(batch.signals) == 1 or fault.retryable or fault.code == "execution_not_found":
+                return [fault.copy() for _ in batch.signals]
+            # One of them that the store refuses must not cost the others their delivery.
+            return [(await self._deliver_alone(SignalBatch(batch.execution_id, [one])))[0] for one in batch.signals]
+        self._after_commit(outcome)
+        (answers,) = outcome.answers
+        return answers
+
+    def _after_commit(self, outcome: "_Outcome") -> None:
+        self._resumes.after_commit(outcome.resumed)
+        self._stamps.note(outcome.refused)
+
+    def _seal(self, batch: SignalBatch) -> None:
+        if self._open.get(batch.execution_id) is batch:
+            del self._open[batch.execution_id]
+
+    async def _deliver(self, transaction: Transaction, held: Sequence[tuple[SignalBatch, str]]) -> "_Outcome":
+        """Deliver to executions that the transaction holds, each with its phase."""
+        rows = await transaction.fetch(SQL.read_deliveries, **deliveries([batch for batch, _ in held]))
+        keys = self._keys.ring(key_rows(rows[0]))
+        targets: list[DeliveryTarget] = []
+        found: list[tuple[Record, Waitpoint | EngineError]] = []
+        for batch, phase in held:
+            mine = rows[len(found) : len(found) + len(batch.signals)]
+            target = target_of(batch, phase, mine)
+            judged = [target.authenticate(signal, keys) for signal in batch.signals]
+            # Nobody who was not authenticated makes the engine read what is stored of the wait.
+            if any(isinstance(each, Waitpoint) for each in judged):
+                target.wait = wait_of(mine[0])
+            targets.append(target)
+            found += zip(mine, judged, strict=True)
+        await self._count_earlier(transaction, targets)
+        next_found = iter(found)
+        answers: list[list[Delivered | EngineError]] = [
+            [
+                target.take(signal, waitpoint, row["earlier_id"]) if isinstance(waitpoint, Waitpoint) else waitpoint
+                for signal, (row, waitpoint) in zip(batch.signals, next_found, strict=False)
+            ]
+            for target, (batch, _) in zip(targets, held, strict=True)
+        ]
+        if any(each.recorded for each in targets):
+            await transaction.fetch(SQL.insert_deliveries, now=rows[0]["now"], **writes(targets))
+        if overflow := overflow_of(targets):
+            await transaction.fetch(SQL.take_overflow, **overflow)
+        resumes = [resume_of(each) for each in targets if each.closer is not None]
+        return _Outcome(
+            answers=answers,
+            resumed=await self._resumes.within(transaction, resumes, SATISFIED) if resumes else [],
+            refused=[token for each in targets for token in each.refused],
+        )
+
+    @staticmethod
+    async def _count_earlier(transaction: Transaction, targets: Sequence[DeliveryTarget]) -> None:
+        """Let conditions that must know of the signals they counted before count those first; most need not."""
+        waits = [(each.execution_id, each.wait) for each in targets if each.wait and each.wait.has_uncounted]
+        if not waits:
+            return
+        pairs = [split_execution_id(execution_id) for execution_id, _ in waits]
+        for row in await transaction.fetch(
+            SQL.list_satisfiers, **columns_from(("partition_keys", "execution_ids"), pairs)
+        ):
+            waits[row["nth"] - 1][1].tally.take(facts_of(row))

@@ -1,0 +1,149 @@
+"""Resuming: a suspended execution becomes runnable, and its suspension is over."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from flowfabric.db.database import Record, Transaction
+from flowfabric.db.statements import array_text, columns_of, statements_beside
+from flowfabric.engine.core.row import lock_execution
+from flowfabric.engine.core.transition import RESUME_DELAYED, RESUMED, RESUMED_PARAMETERS
+from flowfabric.engine.store import Store
+from flowfabric.model.conditions import check_word
+from flowfabric.model.errors import error
+from flowfabric.model.events import CompletionOutcome, OperatorEvent
+from flowfabric.model.ids import ExecutionId, SignalId, WaitpointId, parse_execution_id, row_key, split_execution_id
+from flowfabric.model.policy_checks import MAX_MS
+from flowfabric.model.signals import Resumed, ResumeTrigger
+from flowfabric.model.states import LifecyclePhase, PublicState
+from flowfabric.model.text import check_range
+from flowfabric.model.waits import CloseReason
+
+SQL = statements_beside(__file__)
+
+_COLUMNS = (
+    "partition_keys",
+    "execution_ids",
+    "delays_ms",
+    "blocking_details",
+    "to_eligibilities",
+    "to_blockings",
+    "satisfiers",
+    "closers",
+    "closing_waitpoints",
+    "accepted",
+    "matched",
+)
+
+NO_LEASE = 0
+"""The kind of an event that tells of no lease."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Resume:
+    """One execution to resume: after which pause, with what said of the pause, and by which signals.
+
+    Where a signal met the condition, `satisfiers` and `closer_id` come after the satisfiers that are stored, and its
+    waitpoint counts its last signals as it is closed, and how many of them were matched.
+    """
+
+    execution_id: ExecutionId
+    delay_ms: int = 0
+    delay_detail: str = ""
+    satisfiers: Sequence[SignalId] = ()
+    closer_id: SignalId | None = None
+    closing_waitpoint_id: WaitpointId | None = None
+    accepted: int = 0
+    matched: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ResumeCause:
+    """Why executions are resumed: what their suspensions are closed with, and the event that tells of it, if any."""
+
+    close_reason: CloseReason
+    is_satisfied: bool = False
+    kind: int | None = None
+    outcome: CompletionOutcome | None = None
+    event_details: object = None
+
+
+SATISFIED = ResumeCause(
+    close_reason=CloseReason.RESUMED, is_satisfied=True, kind=NO_LEASE, outcome=CompletionOutcome.RESUMABLE
+)
+"""A signal met the condition."""
+TIMED_OUT = ResumeCause(close_reason=CloseReason.TIMED_OUT_AUTO_RESUME)
+"""The deadline ended the wait."""
+
+
+def _row(resume: Resume) -> tuple[object, ...]:
+    target = RESUME_DELAYED if resume.delay_ms else RESUMED
+    return (
+        *split_execution_id(resume.execution_id),
+        resume.delay_ms or None,
+        resume.delay_detail if resume.delay_ms else None,
+        target.eligibility,
+        target.blocking,
+        array_text(resume.satisfiers),
+        resume.closer_id,
+        resume.closing_waitpoint_id,
+        resume.accepted,
+        resume.matched,
+    )
+
+
+class Resumes:
+    """Resumes executions, by an operator's word or within the transaction of whatever ends their wait."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    async def resume_execution(self, execution_id: str, trigger_type: str, resume_delay_ms: int) -> Resumed:
+        """Resume a suspended execution whatever it waits for; its waitpoints are closed."""
+        parsed = parse_execution_id(execution_id)
+        partition, uuid = row_key(parsed)
+        trigger = check_word(ResumeTrigger, trigger_type, "trigger_type")
+        check_range(resume_delay_ms, "resume_delay_ms", 0, MAX_MS)
+        resume = Resume(execution_id=parsed, delay_ms=resume_delay_ms, delay_detail=f"resume delay {resume_delay_ms}ms")
+        cause = ResumeCause(
+            close_reason=CloseReason.RESUMED,
+            kind=OperatorEvent.RESUMED,
+            event_details={"trigger_type": trigger, "resume_delay_ms": resume_delay_ms},
+        )
+
+        async def apply(transaction: Transaction) -> list[Record]:
+            held = await lock_execution(transaction, parsed)
+            is_suspended = held["lifecycle_phase"] == LifecyclePhase.SUSPENDED
+            rows = await transaction.fetch(SQL.read_is_waiting, partition_key=partition, execution_id=uuid)
+            if not is_suspended or not any(row["is_open"] for row in rows):
+                raise error("execution_not_suspended")
+            return await self.within(transaction, [resume], cause)
+
+        self.after_commit(await self._store.transact(apply, execution_id=parsed))
+        return Resumed(public_state=PublicState.DELAYED if resume_delay_ms else PublicState.RESUMABLE)
+
+    async def within(self, transaction: Transaction, resumes: Sequence[Resume], cause: ResumeCause) -> list[Record]:
+        """Resume executions that the transaction holds and knows as suspended; `after_commit` follows the commit."""
+        rows = await transaction.fetch(
+            SQL.resume_held,
+            **columns_of(_COLUMNS, [_row(resume) for resume in resumes]),
+            close_reason=cause.close_reason,
+            is_satisfied=cause.is_satisfied,
+            kind=cause.kind,
+            outcome=cause.outcome,
+            event_details=None if cause.event_details is None else msgspec.json.encode(cause.event_details).decode(),
+            **RESUMED_PARAMETERS,
+        )
+        resumed = sum(row["resumed"] for row in rows)
+        if resumed != len(resumes):
+            raise error("internal", f"{len(resumes)} executions were to be resumed, {resumed} were suspended")
+        return rows
+
+    def after_commit(self, rows: Sequence[Record]) -> None:
+        """After the commit: wake who waits for work, or for the timers set."""
+        wakeups = self._store.wakeups
+        for row in rows:
+            if row["delay_ms"] is not None:
+                wakeups.timer(row["delay_ms"])
+        wakeups.work_of(row for row in rows if row["delay_ms"] is None)

@@ -1,0 +1,87 @@
+-- name: read_is_waiting
+-- Whether the suspension of an execution that the transaction holds is open; no row where it has none.
+select closed_at is null as is_open from suspension where partition_key = :partition_key and execution_id = :execution_id;
+
+-- name: resume_held
+-- Makes suspended executions that the transaction holds runnable, each at once or after its delay, and closes their
+-- suspensions with all waitpoints; for each delay and queue how many were suspended and the first place. The waitpoint of
+-- the signal that met the condition counts what it took. An event tells of it where :kind is given. Of a column that says
+-- the same of every execution, the first element counts for all.
+-- Who holds an execution knows its suspension and its waitpoints. Only the execution is found again by its ctid: of the
+-- others another writer may commit a newer version meanwhile, so they are found by their keys, as in insert_deliveries.
+with clock as materialized (select ff_now() as now),
+item as materialized (
+  select coalesce(partition_key, (:partition_keys)[1]) as partition_key, execution_id,
+         case cardinality(:delays_ms) when 1 then (:delays_ms)[1] else delay_ms end as delay_ms,
+         case cardinality(:blocking_details) when 1 then (:blocking_details)[1] else blocking_detail end as blocking_detail,
+         coalesce(to_eligibility, (:to_eligibilities)[1]) as to_eligibility,
+         coalesce(to_blocking, (:to_blockings)[1]) as to_blocking,
+         coalesce(satisfiers, (:satisfiers)[1])::uuid[] as satisfiers,
+         case cardinality(:closers) when 1 then (:closers)[1] else closer_id end as closer_id,
+         case cardinality(:closing_waitpoints) when 1 then (:closing_waitpoints)[1] else closing_waitpoint_id end as closing_waitpoint_id,
+         coalesce(accepted, (:accepted)[1]) as accepted, coalesce(matched, (:matched)[1]) as matched
+    from unnest(:partition_keys::smallint[], :execution_ids::uuid[], :delays_ms::bigint[], :blocking_details::text[],
+                :to_eligibilities::eligibility_state[], :to_blockings::blocking_reason[], :satisfiers::text[],
+                :closers::uuid[], :closing_waitpoints::uuid[], :accepted::int[], :matched::int[])
+         as i(partition_key, execution_id, delay_ms, blocking_detail, to_eligibility, to_blocking, satisfiers,
+              closer_id, closing_waitpoint_id, accepted, matched)
+),
+held as materialized (
+  select i.*, c.now, e.tid, e.queue_no, e.place, e.namespace_no, e.attempt_count, e.lease_epoch, e.flow_id, e.instance_tag,
+         s.waitpoint_ids
+    from clock c
+   cross join item i
+   cross join lateral (
+         select e.ctid as tid, e.queue_no, e.place, e.namespace_no, e.attempt_count, e.lease_epoch, e.flow_id, e.instance_tag
+           from execution e
+          where e.partition_key = i.partition_key and e.execution_id = i.execution_id and e.lifecycle_phase = 'suspended'
+         offset 0) e
+   cross join lateral (
+         select s.waitpoint_ids, s.closed_at from suspension s
+          where s.partition_key = i.partition_key and s.execution_id = i.execution_id
+         offset 0) s
+   where s.closed_at is null
+),
+moved as (
+  update execution e
+     set lifecycle_phase = :to_phase, ownership_state = :to_ownership, eligibility_state = h.to_eligibility,
+         blocking_reason = h.to_blocking, terminal_outcome = :to_outcome, attempt_state = :to_attempt,
+         blocking_detail = h.blocking_detail, delay_until = h.now + h.delay_ms, suspension_timeout_at = null,
+         last_transition_at = h.now, last_mutation_at = h.now
+    from held h
+   where e.ctid = h.tid and e.partition_key = h.partition_key and e.execution_id = h.execution_id
+),
+closed as (
+  update suspension s
+     set closed_at = h.now, close_reason = :close_reason,
+         satisfier_ids = case when :is_satisfied::boolean then s.satisfier_ids || h.satisfiers || h.closer_id else h.satisfiers end,
+         satisfied_at = case when :is_satisfied then h.now end,
+         last_signal_at = case when :is_satisfied then h.now else s.last_signal_at end
+    from held h
+   where s.partition_key = any(array[h.partition_key]) and s.execution_id = h.execution_id
+),
+closing as materialized (
+  select h.partition_key, i.waitpoint_id, h.now,
+         case when i.waitpoint_id = h.closing_waitpoint_id then h.accepted else 0 end as accepted, h.matched
+    from held h
+   cross join lateral unnest(h.waitpoint_ids) as i(waitpoint_id)
+),
+shut as (
+  update waitpoint w
+     set state = 'closed', closed_at = c.now, close_reason = :close_reason,
+         satisfied_at = case when :is_satisfied then c.now end, signal_count = w.signal_count + c.accepted,
+         matched_signal_count = w.matched_signal_count + case when c.accepted > 0 then c.matched else 0 end,
+         last_signal_at = case when c.accepted > 0 then c.now else w.last_signal_at end
+    from closing c
+   where w.partition_key = any(array[c.partition_key]) and w.waitpoint_id = c.waitpoint_id and w.state in ('pending', 'active')
+),
+events as (
+  insert into event (at, execution_id, partition_key, kind, namespace_no, attempt_index, lease_epoch, outcome, flow_id,
+                     instance_tag, details)
+  select now, execution_id, partition_key, :kind::smallint, namespace_no, attempt_count - 1, lease_epoch,
+         :outcome::smallint, flow_id, instance_tag, :event_details::jsonb
+    from held where :kind::smallint is not null
+)
+select h.delay_ms, h.queue_no, h.place, h.resumed,
+       (select l.lane_id from queue q join lane l using (lane_no) where q.queue_no = h.queue_no) as lane_id
+  from (select delay_ms, queue_no, min(place) as place, count(*) as resumed from held group by delay_ms, queue_no) h;

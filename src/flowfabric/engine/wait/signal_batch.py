@@ -1,0 +1,262 @@
+"""Signals for one execution that travel together, and the rows their statements take and give."""
+
+import asyncio
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeAlias
+
+from flowfabric.db.database import Record
+from flowfabric.db.statements import array_text, columns_from, columns_of
+from flowfabric.engine.wait.resume import Resume
+from flowfabric.model.conditions import read_stored_condition
+from flowfabric.model.delivery import DeliveryTarget, Wait, Waitpoint
+from flowfabric.model.errors import EngineError
+from flowfabric.model.evaluation import SignalFacts, Tally, outline_of
+from flowfabric.model.ids import ExecutionId, SignalId, WaitpointId, split_execution_id
+from flowfabric.model.signals import Accepted, NewSignal, SignalDuplicate
+from flowfabric.model.states import LifecyclePhase, WaitpointState
+from flowfabric.model.tokens import WaitpointToken
+
+Delivered: TypeAlias = Accepted | SignalDuplicate
+
+_DELIVERY_COLUMNS = ("partition_keys", "execution_ids", "waitpoint_ids", "signal_ids", "idempotency_keys", "are_first")
+_SIGNAL_COLUMNS = (
+    "partition_keys",
+    "execution_ids",
+    "signal_ids",
+    "suspension_ids",
+    "waitpoint_ids",
+    "waitpoint_keys",
+    "signal_names",
+    "signal_categories",
+    "source_types",
+    "source_identities",
+    "correlation_ids",
+    "idempotency_keys",
+    "target_scopes",
+    "created_ats",
+    "effects",
+    "dispositions",
+    "payloads",
+    "payload_encodings",
+)
+_COUNT_COLUMNS = ("counted_partitions", "counted_waitpoints", "accepted", "matched")
+_WAIT_COLUMNS = ("waiting_partitions", "waiting_executions", "satisfiers")
+_KEY_COLUMNS = ("key_partitions", "key_waitpoints", "keys", "key_signals", "key_expiries")
+_PHASES = {phase.value: phase for phase in LifecyclePhase}
+_STATES = {state.value: state for state in WaitpointState}
+
+
+class SignalBatch:
+    """Signals for one execution that are delivered together, in the order they came in."""
+
+    MOST = 100
+    MOST_BYTES = 1_048_576
+
+    __slots__ = ("_answers", "_bytes", "execution_id", "key", "signals")
+
+    def __init__(self, execution_id: ExecutionId, signals: Iterable[NewSignal] = ()) -> None:
+        self.execution_id = execution_id
+        self.key = split_execution_id(execution_id)
+        self.signals = list(signals)
+        self._answers: list[asyncio.Future[Delivered]] = []
+        self._bytes = 0
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the next signal is for another batch: what shares a transaction must fit a statement."""
+        return len(self.signals) >= self.MOST or self._bytes >= self.MOST_BYTES
+
+    def add(self, signal: NewSignal) -> "asyncio.Future[Delivered]":
+        """Take one more signal; the future is its sender's own, who may give it up without the others."""
+        answer: asyncio.Future[Delivered] = asyncio.get_running_loop().create_future()
+        self.signals.append(signal)
+        self._answers.append(answer)
+        self._bytes += len(signal.payload or b"")
+        return answer
+
+    def refuse(self, refusals: Mapping[int, EngineError]) -> None:
+        """Answer some of the signals, by their places, with errors; the others stay."""
+        for at, refusal in refusals.items():
+            if not self._answers[at].done():
+                self._answers[at].set_exception(refusal)
+        kept = [at for at in range(len(self.signals)) if at not in refusals]
+        self.signals = [self.signals[at] for at in kept]
+        self._answers = [self._answers[at] for at in kept]
+
+    def answer(self, delivered: "asyncio.Future[list[Delivered | EngineError]]") -> None:
+        """Give every sender the answer to its signal, or the fault that met them all."""
+        fault = delivered.exception()
+        answers = [fault] * len(self.signals) if fault is not None else delivered.result()
+        for waiting, answer in zip(self._answers, answers, strict=True):
+            if waiting.done():
+                continue
+            if isinstance(answer, BaseException):
+                waiting.set_exception(answer)
+            else:
+                waiting.set_result(answer)
+
+
+def deliveries(batches: Sequence[SignalBatch]) -> Mapping[str, object]:
+    """What is asked of the store about the signals of some batches; a minted id cannot be stored yet."""
+    rows = [
+        (*batch.key, signal.waitpoint_id, None if signal.is_minted else signal.id, signal.dedup_key, place == 0)
+        for batch in batches
+        for place, signal in enumerate(batch.signals)
+    ]
+    return columns_of(_DELIVERY_COLUMNS, rows)
+
+
+def key_rows(first: Record) -> list[dict[str, object]]:
+    """The signing keys that came with the first of the rows."""
+    columns = [first[name] or () for name in ("kids", "secrets", "are_current", "installed_ats", "key_expiries")]
+    names = ("kid", "secret", "is_current", "installed_at", "expires_at")
+    return [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]
+
+
+def target_of(batch: SignalBatch, phase: str, rows: Sequence[Record]) -> DeliveryTarget:
+    """An execution as the rows found for its batch show it, but for its wait: nobody is authenticated yet."""
+    waitpoints: dict[WaitpointId, Waitpoint] = {}
+    for signal, row in zip(batch.signals, rows, strict=True):
+        if (state := row["state"]) is not None:
+            waitpoints[signal.waitpoint_id] = Waitpoint(
+                waitpoint_id=signal.waitpoint_id,
+                waitpoint_key=row["waitpoint_key"],
+                token=WaitpointToken(row["token"]),
+                state=_STATES[state],
+                suspension_id=row["waitpoint_suspension_id"],
+                activated_at=row["activated_at"],
+                expires_at=row["expires_at"],
+                signal_count=row["signal_count"],
+            )
+    first = rows[0]
+    return DeliveryTarget(
+        execution_id=batch.execution_id,
+        phase=_PHASES[phase],
+        stored_limit=first["signal_limit"],
+        count=first["signals_taken"],
+        waitpoints=waitpoints,
+        now=first["now"],
+    )
+
+
+def wait_of(row: Record) -> Wait | None:
+    """The open suspension of an execution; what earlier signals added to its condition is not counted yet."""
+    if row["suspension_id"] is None:
+        return None
+    outline = outline_of(read_stored_condition(row["condition"]))
+    before = row["satisfied_before"]
+    return Wait(
+        suspension_id=row["suspension_id"],
+        waitpoint_ids=row["waitpoint_ids"],
+        stored_policy=row["resume_policy"],
+        tally=Tally(outline, before if outline.is_count_of_signals else 0),
+        satisfied_before=before,
+        has_uncounted=before > 0 and not outline.is_count_of_signals,
+    )
+
+
+def facts_of(row: Record) -> SignalFacts:
+    """What a condition looks at in a stored signal."""
+    return SignalFacts(
+        signal_id=SignalId(row["signal_id"]),
+        signal_name=row["signal_name"],
+        waitpoint_key=row["waitpoint_key"],
+        source_type=row["source_type"],
+        source_identity=row["source_identity"],
+    )
+
+
+def writes(targets: Sequence[DeliveryTarget]) -> Mapping[str, object]:
+    """The columns of what signals for some executions leave behind."""
+    signals: list[tuple[object, ...]] = []
+    counted: list[tuple[object, ...]] = []
+    waiting: list[tuple[object, ...]] = []
+    keyed: list[tuple[object, ...]] = []
+    for target in targets:
+        partition, uuid = split_execution_id(target.execution_id)
+        for record in target.recorded:
+            signal, waitpoint, disposition = record.signal, record.waitpoint, record.disposition
+            signals.append(
+                (
+                    partition,
+                    uuid,
+                    signal.signal_id,
+                    waitpoint.suspension_id,
+                    signal.waitpoint_id,
+                    waitpoint.waitpoint_key,
+                    signal.signal_name,
+                    signal.signal_category,
+                    signal.source_type,
+                    signal.source_identity,
+                    signal.correlation_id,
+                    signal.idempotency_key or None,
+                    signal.target_scope,
+                    signal.created_at,
+                    disposition.effect,
+                    disposition,
+                    signal.payload,
+                    signal.payload_encoding,
+                )
+            )
+            if signal.dedup_key is not None:
+                expiry = target.now + signal.dedup_ttl_ms
+                keyed.append((partition, signal.waitpoint_id, signal.dedup_key, signal.id, expiry))
+        wait, counts, closer = target.wait, target.counts, target.closer
+        # A suspension that is met, and the waitpoint of the signal that met it, are written when they are closed.
+        if closer is None and wait is not None and not counts.keys().isdisjoint(wait.waitpoint_ids):
+            waiting.append((partition, uuid, array_text(wait.satisfiers)))
+        counted += [
+            (partition, waitpoint_id, *count)
+            for waitpoint_id, count in counts.items()
+            if closer is None or waitpoint_id != closer.waitpoint_id
+        ]
+    return {
+        **(columns_of(_SIGNAL_COLUMNS, signals) if signals else columns_from(_SIGNAL_COLUMNS, [])),
+        **columns_from(_COUNT_COLUMNS, counted),
+        **columns_from(_WAIT_COLUMNS, waiting),
+        **columns_from(_KEY_COLUMNS, keyed),
+    }
+
+
+def overflow_of(targets: Sequence[DeliveryTarget]) -> Mapping[str, object] | None:
+    """The waitpoints that have taken more than their logs keep, each with the last limit given for it.
+
+    What a condition has counted stays: a waitpoint that took nothing else has nothing to give up.
+    """
+    trimmed: dict[tuple[int, WaitpointId], tuple[str, int]] = {}
+    for target in targets:
+        partition, uuid = split_execution_id(target.execution_id)
+        for record in target.recorded:
+            waitpoint = record.waitpoint
+            if waitpoint.signal_count > max(record.signal.signal_maxlen, _kept(waitpoint, target.wait)):
+                trimmed[partition, waitpoint.waitpoint_id] = uuid, record.signal.signal_maxlen
+    if not trimmed:
+        return None
+    rows = [(*key, *kept) for key, kept in trimmed.items()]
+    return columns_from(("partition_keys", "waitpoint_ids", "execution_ids", "maxlens"), rows)
+
+
+def _kept(waitpoint: Waitpoint, wait: Wait | None) -> int:
+    """How many signals of a waitpoint its condition has surely counted; of one waitpoint among several nobody knows."""
+    if wait is None or waitpoint.suspension_id != wait.suspension_id or len(wait.waitpoint_ids) > 1:
+        return 0
+    return wait.satisfied_before + len(wait.satisfiers)
+
+
+def resume_of(target: DeliveryTarget) -> Resume:
+    """The resume of an execution whose condition a signal has met."""
+    closer, wait = target.closer, target.wait
+    assert closer is not None, "a signal met the condition"
+    assert wait is not None, "a signal met the condition"
+    delay_ms = target.delay_ms
+    accepted, matched = target.counts[closer.waitpoint_id]
+    return Resume(
+        execution_id=target.execution_id,
+        delay_ms=delay_ms,
+        delay_detail=f"resume delay {delay_ms}ms after signal {closer.signal_name}" if delay_ms else "",
+        satisfiers=wait.satisfiers[:-1],
+        closer_id=closer.signal_id,
+        closing_waitpoint_id=closer.waitpoint_id,
+        accepted=accepted,
+        matched=matched,
+    )

@@ -1,0 +1,446 @@
+"""Suspending: a run gives up its lease and its attempt goes on once its condition is met."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+from uuid import UUID
+
+import msgspec
+
+from flowfabric.db.batch import LOCKED, Batch, Locked
+from flowfabric.db.database import Record, Transaction
+from flowfabric.db.statements import array_text, columns_from, statements_beside
+from flowfabric.engine.core.consequence import LeaseEnd, LeaseEnds
+from flowfabric.engine.core.keys import Keys
+from flowfabric.engine.core.row import GivenFence, HeldRun, Verdict, check_lease, read_runs
+from flowfabric.engine.core.transition import Release
+from flowfabric.engine.lease.expire import LeaseExpiry
+from flowfabric.engine.store import Store
+from flowfabric.engine.wait.signal_batch import facts_of
+from flowfabric.engine.wait.waitpoint import read_waitpoint
+from flowfabric.model.conditions import condition_json, required_signal_names
+from flowfabric.model.errors import EngineError, error
+from flowfabric.model.evaluation import Evaluation, evaluate
+from flowfabric.model.handle import Fence, Handle, check_handle
+from flowfabric.model.ids import (
+    AttemptId,
+    ExecutionId,
+    LaneId,
+    LeaseId,
+    WorkerInstanceId,
+    parse_execution_id,
+    row_key,
+    split_execution_id,
+)
+from flowfabric.model.policy import read_stored_policy
+from flowfabric.model.replays import SuspendOutcome, need_not_wait, outcome_json, read_stored_outcome
+from flowfabric.model.states import HandleKind, TimeoutBehavior, WaitpointState
+from flowfabric.model.suspension import (
+    Fresh,
+    SuspendArgs,
+    UsePending,
+    blocking_reason_of,
+    check_deadline,
+    check_pending,
+    check_suspend,
+    deadline_of,
+    replay_window_ms,
+    resume_policy_json,
+)
+from flowfabric.model.tokens import WaitpointToken, sign_token
+from flowfabric.model.waits import AdditionalWaitpoint, CloseReason, SuspendDetails, Suspended
+
+SQL = statements_beside(__file__)
+
+Triple: TypeAlias = tuple[UUID | str | None, int | None, UUID | str | None]
+
+_UNHEARD = Evaluation(satisfied=False, satisfiers=(), closer=None, dispositions=())
+
+
+@dataclass(frozen=True, slots=True)
+class _Ask:
+    """One call: who is to wait, what proves the lease, and for what."""
+
+    execution_id: ExecutionId
+    by: Handle | Triple
+    args: SuspendArgs
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Wait:
+    """What a run waits on and until when, and what signals that came before make of it."""
+
+    held: HeldRun
+    args: SuspendArgs
+    kid: str
+    details: SuspendDetails
+    outcome: SuspendOutcome
+    timeout_at: int | None
+    timeout_behavior: TimeoutBehavior
+    pending: UsePending | None
+    buffered: Sequence[Record]
+    evaluation: Evaluation
+
+    @property
+    def satisfied_at(self) -> int | None:
+        return self.held.now if self.evaluation.satisfied else None
+
+    @property
+    def close_reason(self) -> str | None:
+        return CloseReason.RESUMED.value if self.evaluation.satisfied else None
+
+
+class Suspend:
+    """The suspend operations; concurrent callers share their statements."""
+
+    def __init__(self, store: Store, keys: Keys, lease_ends: LeaseEnds, expiry: LeaseExpiry) -> None:
+        self._store = store
+        self._keys = keys
+        self._lease_ends = lease_ends
+        self._expiry = expiry
+        self._batch: Batch[_Ask, SuspendOutcome] = Batch(
+            self._suspend_together, self._suspend_alone, keys=lambda ask: (ask.execution_id,)
+        )
+
+    async def suspend(self, handle: Handle, args: SuspendArgs) -> SuspendOutcome:
+        """Let the run of a handle wait, or tell that it need not."""
+        if isinstance(handle, Handle) and handle.kind is HandleKind.SUSPENDED:
+            raise error("already_suspended")
+        check_suspend(_checked(args))
+        handle = check_handle(handle)
+        return await self._suspend(_Ask(handle.execution_id, handle, args))
+
+    async def suspend_by_triple(self, execution_id: str, triple: Triple, args: SuspendArgs) -> SuspendOutcome:
+        """Let a run wait on behalf of whoever holds its fence."""
+        check_suspend(_checked(args))
+        return await self._suspend(_Ask(parse_execution_id(execution_id), triple, args))
+
+    async def drain(self) -> None:
+        """Wait until every suspend under way is answered."""
+        await self._batch.drain()
+
+    async def _suspend(self, ask: _Ask) -> SuspendOutcome:
+        row_key(ask.execution_id)
+        if any(isinstance(binding, UsePending) for binding in ask.args.waitpoints):
+            # What came before is read and judged for this one alone.
+            return await self._suspend_alone(ask)
+        return await self._store.answer(self._batch.put(ask))
+
+    async def _suspend_together(self, asks: Sequence[_Ask]) -> Sequence[SuspendOutcome | Locked | Exception]:
+        pairs = [split_execution_id(ask.execution_id) for ask in asks]
+
+        async def suspend(transaction: Transaction) -> "tuple[list[_Answer | Locked], _Released]":
+            found = await transaction.fetch(
+                SQL.lock_for_suspends,
+                partition_keys=[partition for partition, _ in pairs],
+                execution_ids=[uuid for _, uuid in pairs],
+            )
+            held = [ask for ask, row in zip(asks, found, strict=True) if row["is_held"]]
+            given, released = await self._take(transaction, held, found[0]["now"])
+            mine = iter(given)
+            return [next(mine) if row["is_held"] else LOCKED for row in found], released
+
+        # Not through the store: a fault is for the batch, which then tries them one by one.
+        answers, released = await self._store.database.transact(suspend)
+        await self._after_commit(asks, answers, released)
+        return answers
+
+    async def _suspend_alone(self, ask: _Ask) -> SuspendOutcome:
+        partition, uuid = split_execution_id(ask.execution_id)
+
+        async def suspend(transaction: Transaction) -> "tuple[list[_Answer], _Released]":
+            (found,) = await transaction.fetch(SQL.lock_for_suspend, partition_key=partition, execution_id=uuid)
+            check_deadline(ask.args.timeout_at, found["now"])
+            if not found["is_there"]:
+                raise error("execution_not_found")
+            return await self._take(transaction, [ask], found["now"])
+
+        answers, released = await self._store.transact(suspend, execution_id=ask.execution_id)
+        await self._after_commit([ask], answers, released)
+        (answer,) = answers
+        if isinstance(answer, EngineError):
+            raise answer
+        return answer
+
+    async def _take(
+        self, transaction: Transaction, asks: Sequence[_Ask], began: int
+    ) -> "tuple[list[_Answer], _Released]":
+        """Suspend runs whose executions the transaction holds; each has its answer, a refused one changes nothing."""
+        if not asks:
+            return [], ([], [])
+        runs = await read_runs(transaction, [(ask.execution_id, ask.args.idempotency_key) for ask in asks])
+        judged: list[_Wait | _Answer] = []
+        for ask, held in zip(asks, runs, strict=True):
+            try:
+                check_deadline(ask.args.timeout_at, began)
+                stored = read_stored_outcome(held.outcome, held.outcome_attempt_index)
+                judged.append(stored or await self._judge(transaction, ask, held))
+            except EngineError as refused:
+                judged.append(refused)
+        waits = [each for each in judged if isinstance(each, _Wait)]
+        ends = [_lease_end(wait) for wait in waits if not wait.evaluation.satisfied]
+        verdicts = await self._lease_ends.within(transaction, ends) if ends else []
+        if waits:
+            await _store(transaction, waits)
+        return [each.outcome if isinstance(each, _Wait) else each for each in judged], (ends, verdicts)
+
+    async def _judge(self, transaction: Transaction, ask: _Ask, held: HeldRun) -> _Wait:
+        """What a run comes to wait on; refused where it may not wait."""
+        fence = ask.by if isinstance(ask.by, Handle) else _given(ask.by)
+        if held.attempt_count < 1:
+            raise error("attempt_not_found")
+        check_lease(held, fence)
+        handle = fence if isinstance(fence, Handle) else _handle(ask.execution_id, fence, held)
+        if handle.attempt_index != held.attempt_index:
+            raise error("invalid_lease_for_suspend")
+        if held.has_open_suspension:
+            raise error("already_suspended")
+        key = await self._keys.signing(transaction, held.signing_kid, held.signing_since)
+        bound: list[AdditionalWaitpoint] = []
+        pending: UsePending | None = None
+        buffered: Sequence[Record] = ()
+        evaluation = _UNHEARD
+        for binding in ask.args.waitpoints:
+            if isinstance(binding, Fresh):
+                token, waitpoint_key = sign_token(key, ask.execution_id, binding.waitpoint_id), binding.waitpoint_key
+            else:
+                pending = binding
+                token, waitpoint_key = await _pending(transaction, held, binding)
+                check_pending(ask.args.resume_condition, waitpoint_key)
+                buffered = await transaction.fetch(
+                    SQL.list_buffered, partition_key=held.partition_key, waitpoint_id=binding.waitpoint_id
+                )
+                evaluation = evaluate(ask.args.resume_condition, map(facts_of, buffered))
+            bound.append(
+                AdditionalWaitpoint(
+                    waitpoint_id=binding.waitpoint_id, waitpoint_key=waitpoint_key, waitpoint_token=token
+                )
+            )
+        details = _details(ask.args, held.attempt_index, bound)
+        policy = read_stored_policy(held.policy)
+        timeout_at, behavior = deadline_of(ask.args, policy.suspension_policy if policy is not None else None, held.now)
+        return _Wait(
+            held=held,
+            args=ask.args,
+            kid=key.kid,
+            details=details,
+            outcome=need_not_wait(details)
+            if evaluation.satisfied
+            else Suspended(details=details, handle=msgspec.structs.replace(handle, kind=HandleKind.SUSPENDED)),
+            timeout_at=timeout_at,
+            timeout_behavior=behavior,
+            pending=pending,
+            buffered=buffered,
+            evaluation=evaluation,
+        )
+
+    async def _after_commit(
+        self, asks: Sequence[_Ask], answers: "Sequence[_Answer | Locked]", released: "_Released"
+    ) -> None:
+        await self._lease_ends.after_commit(*released)
+        expired = [
+            ask.execution_id
+            for ask, answer in zip(asks, answers, strict=True)
+            if isinstance(answer, EngineError) and answer.code == "lease_expired"
+        ]
+        if expired:
+            await self._expiry.mark_expired(expired)
+
+
+_Answer: TypeAlias = SuspendOutcome | EngineError
+_Released: TypeAlias = tuple[list[LeaseEnd], list[Verdict | Locked]]
+
+
+async def _pending(transaction: Transaction, held: HeldRun, binding: UsePending) -> tuple[WaitpointToken, str]:
+    """The token and the key of a waitpoint made ahead, which must be this run's and still wait for it."""
+    row = await read_waitpoint(transaction, held.partition_key, binding.waitpoint_id)
+    if row is None:
+        raise error("waitpoint_not_found")
+    if row["state"] != WaitpointState.PENDING:
+        raise error("waitpoint_not_pending")
+    if row["execution_id"] != held.execution_id or row["attempt_index"] != held.attempt_index:
+        raise error("invalid_waitpoint_for_execution")
+    if row["expires_at"] is not None and row["expires_at"] <= held.now:
+        raise error("pending_waitpoint_expired")
+    if not row["token"]:
+        raise error("waitpoint_not_token_bound")
+    return WaitpointToken(row["token"]), row["waitpoint_key"]
+
+
+def _lease_end(wait: _Wait) -> LeaseEnd:
+    handle = wait.outcome.handle if isinstance(wait.outcome, Suspended) else None
+    assert handle is not None, "who need not wait keeps its lease"
+    # The lease was judged a moment ago and the row is held: no later clock may judge it again.
+    return LeaseEnd(
+        handle.execution_id,
+        Release.SUSPENDED,
+        blocking=blocking_reason_of(wait.args.reason_code),
+        detail=f"suspended: waitpoint {wait.details.waitpoint_id} awaiting {wait.args.reason_code}",
+        suspension_id=wait.args.suspension_id,
+        timeout_at=wait.timeout_at,
+    )
+
+
+_SUSPENSION_COLUMNS = (
+    "partition_keys",
+    "execution_ids",
+    "suspension_ids",
+    "attempt_indexes",
+    "waitpoint_ids",
+    "namespace_nos",
+    "lane_nos",
+    "reason_codes",
+    "requesters",
+    "timeouts_at",
+    "timeout_behaviors",
+    "conditions",
+    "resume_policies",
+    "pointers",
+    "satisfier_ids",
+    "satisfied_ats",
+    "close_reasons",
+    "last_signals_at",
+)
+_FRESH_COLUMNS = (
+    "fresh_partitions",
+    "fresh_ids",
+    "fresh_executions",
+    "fresh_attempts",
+    "fresh_suspensions",
+    "fresh_keys",
+    "fresh_kids",
+    "fresh_tokens",
+    "fresh_names",
+    "fresh_timeouts_at",
+)
+_KEPT_COLUMNS = ("kept_partitions", "kept_executions", "kept_keys", "kept_attempts", "kept_outcomes", "kept_until")
+
+
+async def _store(transaction: Transaction, waits: Sequence[_Wait]) -> None:
+    fresh = [row for wait in waits for row in _fresh(wait)]
+    kept = [
+        (
+            wait.held.partition_key,
+            wait.held.execution_id,
+            wait.args.idempotency_key,
+            wait.held.attempt_index,
+            outcome_json(wait.outcome),
+            wait.held.now + replay_window_ms(wait.timeout_at, wait.held.now),
+        )
+        for wait in waits
+        if wait.args.idempotency_key is not None
+    ]
+    (stored,) = await transaction.fetch(
+        SQL.insert_suspensions,
+        now=waits[0].held.now,
+        **columns_from(_SUSPENSION_COLUMNS, [_suspension(wait) for wait in waits]),
+        **columns_from(_FRESH_COLUMNS, fresh),
+        **columns_from(_KEPT_COLUMNS, kept),
+    )
+    if stored["made"] != len(fresh):
+        raise error("waitpoint_already_exists")
+    for wait in waits:
+        if wait.pending is not None:
+            await _activate(transaction, wait, wait.pending)
+
+
+async def _activate(transaction: Transaction, wait: _Wait, pending: UsePending) -> None:
+    activated = await transaction.fetch(
+        SQL.set_activated,
+        partition_key=wait.held.partition_key,
+        waitpoint_id=pending.waitpoint_id,
+        suspension_id=wait.args.suspension_id,
+        required_signal_names=list(required_signal_names(wait.args.resume_condition, wait.details.waitpoint_key)),
+        now=wait.held.now,
+        timeout_at=wait.timeout_at,
+        matched_signal_count=sum(each.is_matched for each in wait.evaluation.dispositions),
+        satisfied_at=wait.satisfied_at,
+        close_reason=wait.close_reason,
+    )
+    if not activated:
+        raise error("waitpoint_not_pending")
+
+
+def _suspension(wait: _Wait) -> tuple[object, ...]:
+    held, args = wait.held, wait.args
+    return (
+        held.partition_key,
+        held.execution_id,
+        args.suspension_id,
+        held.attempt_index,
+        array_text(binding.waitpoint_id for binding in args.waitpoints),
+        held.namespace_no,
+        held.lane_no,
+        args.reason_code,
+        args.requested_by,
+        wait.timeout_at,
+        wait.timeout_behavior,
+        condition_json(args.resume_condition),
+        resume_policy_json(args.resume_policy),
+        args.continuation_metadata_pointer,
+        array_text(wait.evaluation.satisfiers),
+        wait.satisfied_at,
+        wait.close_reason,
+        wait.buffered[-1]["accepted_at"] if wait.buffered else None,
+    )
+
+
+def _fresh(wait: _Wait) -> list[tuple[object, ...]]:
+    first = wait.details.waitpoint_token
+    tokens = [first, *(each.waitpoint_token for each in wait.details.additional_waitpoints)]
+    return [
+        (
+            wait.held.partition_key,
+            binding.waitpoint_id,
+            wait.held.execution_id,
+            wait.held.attempt_index,
+            wait.args.suspension_id,
+            binding.waitpoint_key,
+            wait.kid,
+            token.reveal(),
+            msgspec.json.encode(required_signal_names(wait.args.resume_condition, binding.waitpoint_key)).decode(),
+            wait.timeout_at,
+        )
+        for binding, token in zip(wait.args.waitpoints, tokens, strict=True)
+        if isinstance(binding, Fresh)
+    ]
+
+
+def _details(args: SuspendArgs, attempt_index: int, bound: Sequence[AdditionalWaitpoint]) -> SuspendDetails:
+    first, *others = bound
+    return SuspendDetails(
+        suspension_id=args.suspension_id,
+        attempt_index=attempt_index,
+        waitpoint_id=first.waitpoint_id,
+        waitpoint_key=first.waitpoint_key,
+        waitpoint_token=first.waitpoint_token,
+        additional_waitpoints=tuple(others),
+    )
+
+
+def _checked(args: object) -> SuspendArgs:
+    if not isinstance(args, SuspendArgs):
+        raise error("invalid_input", "args: must be SuspendArgs")
+    return args
+
+
+def _given(triple: Triple) -> Fence:
+    fence = GivenFence.read(*triple, None).fence
+    assert fence is not None, "nobody suspends without a fence"
+    return fence
+
+
+def _handle(execution_id: ExecutionId, fence: Fence, held: HeldRun) -> Handle:
+    """The handle of a run whose fence a service holds, as the claim of it was answered."""
+    return Handle(
+        kind=HandleKind.FRESH,
+        execution_id=execution_id,
+        attempt_index=held.attempt_index,
+        attempt_id=AttemptId(fence.attempt_id),
+        lease_id=LeaseId(fence.lease_id),
+        lease_epoch=fence.lease_epoch,
+        # Without a lease there is none to name; a handle must still decode, and 1 is the least it may say.
+        lease_ttl_ms=held.lease_ttl_ms or 1,
+        lane_id=LaneId(held.lane_id),
+        worker_instance_id=WorkerInstanceId(held.worker_instance_id or ""),
+    )

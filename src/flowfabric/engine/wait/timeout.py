@@ -1,0 +1,201 @@
+"""Waiting too long: suspensions past their deadline, and waitpoints that no suspend has used in their time."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from uuid import UUID
+
+from flowfabric.db.batch import Locked
+from flowfabric.db.database import Record, Transaction
+from flowfabric.db.statements import statements_beside
+from flowfabric.engine.core.consequence import LeaseEnd, LeaseEnds
+from flowfabric.engine.core.quarantine import Quarantine
+from flowfabric.engine.core.row import Verdict, lock_if_there
+from flowfabric.engine.core.transition import ESCALATED, SUSPENSION_TIMEOUTS
+from flowfabric.engine.store import Store
+from flowfabric.engine.wait.resume import TIMED_OUT, Resume, Resumes
+from flowfabric.model.errors import EngineError
+from flowfabric.model.evaluation import SignalDisposition, TimeoutSignal
+from flowfabric.model.ids import (
+    ExecutionId,
+    SignalId,
+    format_execution_id,
+    parse_execution_id,
+    row_key,
+    split_execution_id,
+    uuid7,
+)
+from flowfabric.model.outcomes import AlreadySatisfied, FailureClass
+from flowfabric.model.signals import SuspensionExpired
+from flowfabric.model.states import CancelSource, LifecyclePhase, TimeoutBehavior
+from flowfabric.model.suspension import SuspensionReason, read_stored_timeout_behavior
+from flowfabric.model.waits import CloseReason
+
+SQL = statements_beside(__file__)
+
+TIMEOUT_LIMIT = 100
+WAITPOINT_LIMIT = 100
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _TimedOut:
+    """A suspension that is over its time, and the execution it belongs to."""
+
+    execution_id: ExecutionId
+    suspension: Record
+    behavior: TimeoutBehavior
+
+
+@dataclass(kw_only=True, slots=True)
+class _Applied:
+    """What timeouts have done, for what follows their commit."""
+
+    behaviors: list[TimeoutBehavior] = field(default_factory=list)
+    lease_ends: list[LeaseEnd] = field(default_factory=list)
+    verdicts: list[Verdict | Locked] = field(default_factory=list)
+    resumed: list[Record] = field(default_factory=list)
+
+
+class SuspensionTimeouts:
+    """What happens to waits whose time is up."""
+
+    def __init__(self, store: Store, lease_ends: LeaseEnds, resumes: Resumes, quarantine: Quarantine) -> None:
+        self.quarantine = quarantine
+        self._store = store
+        self._lease_ends = lease_ends
+        self._resumes = resumes
+
+    async def expire_suspension(self, execution_id: str) -> SuspensionExpired | AlreadySatisfied:
+        """Do what the timeout of one suspension says, where its time has come; else say why there is nothing to do."""
+        parsed = parse_execution_id(execution_id)
+        row_key(parsed)
+
+        async def expire(transaction: Transaction) -> _Applied | AlreadySatisfied:
+            held = await lock_if_there(transaction, parsed)
+            if held is None:
+                return AlreadySatisfied(reason="not_found_cleaned")
+            if held["lifecycle_phase"] != LifecyclePhase.SUSPENDED:
+                return AlreadySatisfied(reason="not_suspended_cleaned")
+            rows = await self._suspensions(transaction, [parsed])
+            if not rows:
+                return AlreadySatisfied(reason="no_active_suspension_cleaned")
+            if not _is_due(rows[0]):
+                return AlreadySatisfied(reason="not_yet_due")
+            return await self._apply(transaction, [_timed_out(parsed, rows[0])])
+
+        applied = await self._store.transact(expire, execution_id=parsed)
+        if isinstance(applied, AlreadySatisfied):
+            return applied
+        await self._after_commit(applied)
+        return SuspensionExpired(behavior_applied=applied.behaviors[0])
+
+    async def expire_due(self) -> int:
+        """Do what the timeouts of due suspensions say, the oldest first; answers how many."""
+
+        async def alone(execution_id: ExecutionId) -> bool:
+            return isinstance(await self.expire_suspension(execution_id), SuspensionExpired)
+
+        return await self.quarantine.sweep(self._expire_together, alone, limit=TIMEOUT_LIMIT)
+
+    async def _expire_together(self, left_out: Sequence[UUID], found: list[ExecutionId]) -> int:
+        since = self._store.due_watermark.since
+        unusable: dict[ExecutionId, object] = {}
+
+        async def expire(transaction: Transaction) -> _Applied:
+            rows = await transaction.fetch(SQL.lock_timed_out, since=since, left_out=left_out, limit=TIMEOUT_LIMIT)
+            found[:] = [format_execution_id(row["partition_key"], row["execution_id"]) for row in rows]
+            unusable.clear()
+            unusable.update(dict.fromkeys(found, "it has no suspension that is due"))
+            due: list[_TimedOut] = []
+            for row in await self._suspensions(transaction, found) if found else ():
+                execution_id = found[row["nth"] - 1]
+                if _is_due(row):
+                    try:
+                        due.append(_timed_out(execution_id, row))
+                        del unusable[execution_id]
+                    except EngineError as unreadable:
+                        unusable[execution_id] = unreadable
+            return await self._apply(transaction, due)
+
+        applied = await self._store.transact(expire)
+        for execution_id, problem in unusable.items():
+            self.quarantine.failed(execution_id, problem)
+        await self._after_commit(applied)
+        return len(applied.behaviors)
+
+    async def close_pending(self) -> int:
+        """Close waitpoints that no suspend has used in their time, the oldest first; answers how many."""
+        (row,) = await self._store.fetch(
+            SQL.expire_pending_waitpoints, limit=WAITPOINT_LIMIT, close_reason=CloseReason.NEVER_COMMITTED
+        )
+        closed: int = row["closed"]
+        return closed
+
+    @staticmethod
+    async def _suspensions(transaction: Transaction, execution_ids: Sequence[ExecutionId]) -> list[Record]:
+        return await transaction.fetch(SQL.list_open_suspensions, **_named(execution_ids))
+
+    async def _apply(self, transaction: Transaction, due: Sequence[_TimedOut]) -> _Applied:
+        """Apply the timeouts of suspensions whose executions the transaction holds."""
+        applied = _Applied(behaviors=[each.behavior for each in due])
+        applied.lease_ends = [
+            suspension_end(each.execution_id, each.behavior) for each in due if each.behavior in SUSPENSION_TIMEOUTS
+        ]
+        if applied.lease_ends:
+            applied.verdicts = await self._lease_ends.within(transaction, applied.lease_ends)
+        resumed = [each for each in due if each.behavior is TimeoutBehavior.AUTO_RESUME_WITH_TIMEOUT_SIGNAL]
+        if resumed:
+            applied.resumed = await self._resume(transaction, resumed)
+        escalated = [each.execution_id for each in due if each.behavior is TimeoutBehavior.ESCALATE]
+        if escalated:
+            reason = SuspensionReason.WAITING_FOR_OPERATOR_REVIEW
+            await transaction.fetch(SQL.escalate_held, **_named(escalated), reason_code=reason, **ESCALATED)
+        return applied
+
+    async def _resume(self, transaction: Transaction, due: Sequence[_TimedOut]) -> list[Record]:
+        signal_ids = [SignalId(uuid7()) for _ in due]
+        await transaction.fetch(
+            SQL.insert_timeout_signals,
+            **_named([each.execution_id for each in due]),
+            signal_ids=signal_ids,
+            suspension_ids=[each.suspension["suspension_id"] for each in due],
+            now=due[0].suspension["now"],
+            disposition=SignalDisposition.RESUME_CONDITION_SATISFIED,
+            **asdict(TimeoutSignal()),
+        )
+        resumes = [
+            Resume(execution_id=each.execution_id, satisfiers=[*each.suspension["satisfier_ids"], signal_id])
+            for each, signal_id in zip(due, signal_ids, strict=True)
+        ]
+        return await self._resumes.within(transaction, resumes, TIMED_OUT)
+
+    async def _after_commit(self, applied: _Applied) -> None:
+        await self._lease_ends.after_commit(applied.lease_ends, applied.verdicts)
+        self._resumes.after_commit(applied.resumed)
+
+
+def suspension_end(execution_id: ExecutionId, behavior: TimeoutBehavior) -> LeaseEnd:
+    """How the timeout of its suspension ends an execution; not every behaviour does."""
+    return LeaseEnd(
+        execution_id,
+        SUSPENSION_TIMEOUTS[behavior],
+        reason=f"suspension_timeout:{behavior}",
+        category=FailureClass.TIMEOUT.value,
+        source=CancelSource.SYSTEM_TIMEOUT,
+    )
+
+
+def _is_due(suspension: Record) -> bool:
+    return suspension["timeout_at"] is not None and suspension["timeout_at"] <= suspension["now"]
+
+
+def _timed_out(execution_id: ExecutionId, suspension: Record) -> _TimedOut:
+    behavior = read_stored_timeout_behavior(suspension["timeout_behavior"])
+    return _TimedOut(execution_id=execution_id, suspension=suspension, behavior=behavior)
+
+
+def _named(execution_ids: Sequence[ExecutionId]) -> dict[str, object]:
+    pairs = [split_execution_id(execution_id) for execution_id in execution_ids]
+    return {
+        "partition_keys": [partition for partition, _ in pairs],
+        "execution_ids": [uuid for _, uuid in pairs],
+    }

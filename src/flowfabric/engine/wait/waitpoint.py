@@ -1,0 +1,246 @@
+"""Waitpoints: made ahead of a suspend, closed, and shown without their tokens."""
+
+import base64
+import binascii
+import logging
+from uuid import UUID
+
+import msgspec
+
+from flowfabric.db.database import Record, Transaction
+from flowfabric.db.statements import statements_beside
+from flowfabric.engine.core.keys import Keys
+from flowfabric.engine.core.row import check_lease, lock_execution, read_runs, usable
+from flowfabric.engine.core.stored import literal
+from flowfabric.engine.lease.expire import LeaseExpiry
+from flowfabric.engine.store import Store
+from flowfabric.model.errors import EngineError, error
+from flowfabric.model.handle import Handle
+from flowfabric.model.ids import (
+    ExecutionId,
+    WaitpointId,
+    check_lane_id,
+    parse_execution_id,
+    parse_uuid,
+    row_key,
+    uuid7,
+)
+from flowfabric.model.states import WaitpointState
+from flowfabric.model.text import check_limit, check_range, check_text, shorten
+from flowfabric.model.tokens import WaitpointToken, sign_token
+from flowfabric.model.waits import (
+    AlreadyClosed,
+    Closed,
+    CloseReason,
+    PendingWaitpoint,
+    SuspendedExecution,
+    SuspendedPage,
+    WaitpointInfo,
+    WaitpointPage,
+)
+
+SQL = statements_beside(__file__)
+
+logger = logging.getLogger(__name__)
+
+MAX_LIMIT = 1000
+MAX_TIME = 2**63 - 1
+_OPEN = frozenset({WaitpointState.PENDING, WaitpointState.ACTIVE})
+_SHUT = frozenset({WaitpointState.CLOSED, WaitpointState.EXPIRED})
+
+
+async def read_waitpoint(transaction: Transaction, partition_key: int, waitpoint_id: UUID) -> Record | None:
+    """Read a waitpoint of an execution that the transaction holds, if there is one."""
+    rows = await transaction.fetch(SQL.read_waitpoint, partition_key=partition_key, waitpoint_id=waitpoint_id)
+    return rows[0] if rows else None
+
+
+class Waitpoints:
+    """The operations on waitpoints, and the list of who waits."""
+
+    def __init__(self, store: Store, keys: Keys, expiry: LeaseExpiry) -> None:
+        self._store = store
+        self._keys = keys
+        self._expiry = expiry
+
+    async def create(
+        self, handle: Handle, waitpoint_key: str, expires_in_ms: int, waitpoint_id: UUID | str | None
+    ) -> PendingWaitpoint:
+        """Make a waitpoint that keeps signals for a later suspend of the run; its lease is kept.
+
+        A repeat of the call under the same id finds the waitpoint that the first one made.
+        """
+        handle = usable(handle)
+        check_text(waitpoint_key, "waitpoint_key")
+        check_range(expires_in_ms, "expires_in_ms", 0, MAX_TIME)
+        made_as = WaitpointId(uuid7() if waitpoint_id is None else parse_uuid(waitpoint_id, "waitpoint_id"))
+
+        async def make(transaction: Transaction) -> PendingWaitpoint:
+            await lock_execution(transaction, handle.execution_id)
+            (held,) = await read_runs(transaction, [(handle.execution_id, None)])
+            check_lease(held, handle)
+            key = await self._keys.signing(transaction, held.signing_kid, held.signing_since)
+            token = sign_token(key, handle.execution_id, made_as)
+            made = await transaction.fetch(
+                SQL.insert_pending,
+                partition_key=held.partition_key,
+                waitpoint_id=made_as,
+                execution_id=held.execution_id,
+                attempt_index=held.attempt_index,
+                waitpoint_key=waitpoint_key,
+                token_kid=key.kid,
+                token=token.reveal(),
+                now=held.now,
+                expires_at=min(held.now + expires_in_ms, MAX_TIME),
+            )
+            if not made:
+                # A caller that names the id repeats its call.
+                found = waitpoint_id and await transaction.fetch(
+                    SQL.read_token,
+                    partition_key=held.partition_key,
+                    execution_id=held.execution_id,
+                    waitpoint_id=made_as,
+                )
+                if not found or not found[0]["token"]:
+                    raise error("waitpoint_already_exists")
+                token = WaitpointToken(found[0]["token"])
+            return PendingWaitpoint(waitpoint_id=made_as, hmac_token=token)
+
+        try:
+            return await self._store.transact(make, execution_id=handle.execution_id)
+        except EngineError as refused:
+            if refused.code == "lease_expired":
+                await self._expiry.mark_expired([handle.execution_id])
+            raise
+
+    async def close(
+        self, execution_id: str, waitpoint_id: UUID | str, reason: str = CloseReason.PROACTIVE_CLOSE
+    ) -> Closed | AlreadyClosed:
+        """Let a waitpoint take no more signals; its execution goes on as it is."""
+        parsed = parse_execution_id(execution_id)
+        partition, uuid = row_key(parsed)
+        wanted = parse_uuid(waitpoint_id, "waitpoint_id")
+        check_text(reason, "reason")
+
+        async def close(transaction: Transaction) -> Closed | AlreadyClosed:
+            await lock_execution(transaction, parsed)
+            waitpoint = await read_waitpoint(transaction, partition, wanted)
+            if waitpoint is None or str(waitpoint["execution_id"]) != uuid:
+                raise error("waitpoint_not_found")
+            if waitpoint["state"] in _SHUT:
+                return AlreadyClosed()
+            if waitpoint["state"] not in _OPEN:
+                raise error("waitpoint_not_open")
+            await transaction.fetch(SQL.set_closed, partition_key=partition, waitpoint_id=wanted, reason=reason)
+            return Closed()
+
+        return await self._store.transact(close, execution_id=parsed)
+
+    async def token(self, execution_id: str, waitpoint_id: UUID | str) -> WaitpointToken | None:
+        """The token of a waitpoint that takes signals, for callers who may be trusted with it."""
+        partition, uuid = row_key(parse_execution_id(execution_id))
+        rows = await self._store.fetch(
+            SQL.read_token,
+            partition_key=partition,
+            execution_id=uuid,
+            waitpoint_id=parse_uuid(waitpoint_id, "waitpoint_id"),
+        )
+        return WaitpointToken(rows[0]["token"]) if rows and rows[0]["token"] else None
+
+    async def list_pending(self, execution_id: str, after: UUID | str | None, limit: int | None) -> WaitpointPage:
+        """The waitpoints of an execution that take signals, by id, without their tokens."""
+        parsed = parse_execution_id(execution_id)
+        partition, uuid = row_key(parsed)
+        wanted = min(max(_whole(100 if limit is None else limit, "limit"), 1), MAX_LIMIT)
+        rows = await self._store.fetch(
+            SQL.list_open_waitpoints,
+            partition_key=partition,
+            execution_id=uuid,
+            after=None if after is None else parse_uuid(after, "after"),
+            limit=wanted + 1,
+        )
+        if not rows:
+            raise error("execution_not_found")
+        found = [row for row in rows if row["waitpoint_id"] is not None]
+        entries = []
+        for row in found[:wanted]:
+            token = WaitpointToken(row["token"])
+            if not row["token"]:
+                logger.warning("waitpoint %s of %s has no token and is left out", row["waitpoint_id"], parsed)
+                continue
+            entries.append(
+                WaitpointInfo(
+                    waitpoint_id=WaitpointId(row["waitpoint_id"]),
+                    waitpoint_key=row["waitpoint_key"],
+                    state=literal(WaitpointState, row["state"], context="list_pending_waitpoints", field="state"),
+                    required_signal_names=tuple(row["required_signal_names"]),
+                    created_at=row["created_at"],
+                    activated_at=row["activated_at"],
+                    expires_at=row["expires_at"],
+                    execution_id=parsed,
+                    token_kid=token.kid,
+                    token_fingerprint=token.fingerprint,
+                )
+            )
+        is_more = len(found) > wanted
+        return WaitpointPage(
+            entries=entries, next_cursor=WaitpointId(found[wanted - 1]["waitpoint_id"]) if is_more else None
+        )
+
+    async def list_suspended(
+        self, namespace: str | None, lane_id: str | None, reason: str | None, cursor: str | None, limit: int
+    ) -> SuspendedPage:
+        """The executions that wait, by when they began to, then id."""
+        limit = check_limit(limit, MAX_LIMIT)
+        for value, field in ((namespace, "namespace"), (reason, "reason")):
+            if value is not None:
+                check_text(value, field)
+        after = None if cursor is None else _read_cursor(cursor)
+        parameters = {
+            "namespace": namespace,
+            "lane_id": None if lane_id is None else check_lane_id(lane_id),
+            "reason": reason,
+            "after_at": None if after is None else after.suspended_at,
+            "after_id": None if after is None else after.execution_id,
+        }
+        if limit == 0:
+            return SuspendedPage(entries=[], next_cursor=None)
+        rows = await self._store.fetch(SQL.list_suspended, limit=limit + 1, **parameters)
+        entries = [
+            SuspendedExecution(
+                execution_id=ExecutionId(row["id"]), suspended_at_ms=row["suspended_at"], reason=row["reason_code"]
+            )
+            for row in rows[:limit]
+        ]
+        last = entries[-1] if len(rows) > limit else None
+        return SuspendedPage(entries=entries, next_cursor=None if last is None else _cursor_of(last))
+
+
+class _Cursor(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """The place of the last entry of a page."""
+
+    suspended_at: int
+    execution_id: str
+
+
+def _cursor_of(entry: SuspendedExecution) -> str:
+    plain = msgspec.json.encode(_Cursor(entry.suspended_at_ms, entry.execution_id))
+    return base64.urlsafe_b64encode(plain).decode().rstrip("=")
+
+
+def _read_cursor(text: object) -> _Cursor:
+    try:
+        padded = check_text(text, "cursor") + "=" * (-len(str(text)) % 4)
+        plain = base64.b64decode(padded, altchars=b"-_", validate=True)
+        read = msgspec.json.decode(plain, type=_Cursor)
+        check_range(read.suspended_at, "cursor", 0, MAX_TIME)
+        parse_execution_id(read.execution_id)
+    except (EngineError, ValueError, binascii.Error, msgspec.MsgspecError):
+        raise error("invalid_input", f"cursor: not one of this list: {shorten(repr(text))}") from None
+    return read
+
+
+def _whole(value: object, field: str) -> int:
+    if type(value) is not int:
+        raise error("invalid_input", f"{field}: must be a whole number, got {value!r}")
+    return value

@@ -1,0 +1,199 @@
+"""Signing keys: seeded once, rotated with a grace, listed by name, never shown."""
+
+import logging
+from typing import Any
+
+import asyncpg
+import pytest
+
+from engine.state import refused
+from flowfabric.engine.engine import Engine
+from flowfabric.model.errors import ConflictError
+from flowfabric.model.keys import (
+    AlreadySeeded,
+    HmacKids,
+    Noop,
+    Rotated,
+    RotationEntry,
+    Seeded,
+    SigningKey,
+    VerifyingKid,
+)
+
+A = "aa" * 32
+B = "bb" * 32
+C = "cc" * 32
+NONE = HmacKids(current_kid=None, verifying=())
+
+
+@pytest.fixture
+async def engine(keyless: Engine) -> Engine:
+    """An engine whose store has no key yet."""
+    return keyless
+
+
+async def seed(engine: Engine, kid: str = "v1", secret_hex: str = A) -> Seeded | AlreadySeeded:
+    return await engine.seed_waitpoint_hmac_secret(kid=kid, secret_hex=secret_hex)
+
+
+async def rotate(engine: Engine, kid: str, secret_hex: str, *, grace_ms: int = 60_000) -> Any:
+    """What the one entry of a rotation says."""
+    (entry,) = await engine.rotate_waitpoint_hmac_secret_all(new_kid=kid, new_secret_hex=secret_hex, grace_ms=grace_ms)
+    assert entry.partition == 0
+    return entry.result
+
+
+async def verifying(engine: Engine, kid: str) -> SigningKey | None:
+    """The key the engine would verify by."""
+    keys = engine._keys
+    return await engine._lifecycle.store.transact(lambda transaction: keys.verifying(transaction, kid))
+
+
+async def test_a_new_store_has_no_key(engine: Engine) -> None:
+    assert await engine.list_waitpoint_hmac_kids() == NONE
+
+
+async def test_the_first_seed_installs_and_a_repeat_changes_nothing(engine: Engine, rows: Any, clock: Any) -> None:
+    now = await clock.now()
+    assert await seed(engine) == Seeded(kid="v1")
+    assert await rows.of("signing_key") == [
+        {"kid": "v1", "secret": bytes.fromhex(A), "is_current": True, "installed_at": now, "expires_at": None}
+    ]
+    async with rows.unchanged():
+        assert await seed(engine) == AlreadySeeded(kid="v1", same_secret=True)
+        assert await seed(engine, secret_hex=A.upper()) == AlreadySeeded(kid="v1", same_secret=True)
+        assert await seed(engine, secret_hex=B) == AlreadySeeded(kid="v1", same_secret=False)
+    assert await engine.list_waitpoint_hmac_kids() == HmacKids(current_kid="v1", verifying=())
+
+
+async def test_a_seed_beside_another_current_key_is_refused_and_says_to_rotate(engine: Engine, rows: Any) -> None:
+    await seed(engine)
+    async with rows.unchanged():
+        await refused(seed(engine, "v2", B), "invalid_input", "rotate")
+
+
+async def test_a_seed_of_a_key_that_signs_no_more_changes_nothing(engine: Engine, rows: Any) -> None:
+    await seed(engine)
+    await rotate(engine, "v2", B)
+    async with rows.unchanged():
+        assert await seed(engine) == AlreadySeeded(kid="v1", same_secret=True)
+
+
+@pytest.mark.parametrize("secret", ["", "a" * 63, "a" * 65, "g" * 64, "a" * 63 + "\n", b"a" * 64, None, "٠" * 64])
+async def test_a_secret_is_64_hex_digits(engine: Engine, rows: Any, secret: Any) -> None:
+    async with rows.unchanged():
+        refusal = await refused(seed(engine, "v1", secret), "invalid_input", "secret_hex must be 64 hex characters")
+        assert not secret or str(secret) not in str(refusal)
+        await refused(rotate(engine, "v1", secret), "invalid_secret_hex")
+
+
+@pytest.mark.parametrize("kid", ["", "a:b", ":", None, 7, "a\0b", "x" * 257, "\ud800"])
+async def test_the_name_of_a_key_is_text_without_a_colon(engine: Engine, rows: Any, kid: Any) -> None:
+    async with rows.unchanged():
+        await refused(seed(engine, kid), "invalid_input")
+        await refused(rotate(engine, kid, A), "invalid_kid")
+
+
+@pytest.mark.parametrize("grace", [-1, 2**53, 1.5, None, "1", True])
+async def test_a_grace_is_a_whole_number_of_milliseconds(engine: Engine, rows: Any, grace: Any) -> None:
+    async with rows.unchanged():
+        await refused(rotate(engine, "v1", A, grace_ms=grace), "invalid_grace_ms")
+
+
+async def test_arguments_are_judged_in_order(engine: Engine) -> None:
+    await refused(rotate(engine, "", "", grace_ms=-1), "invalid_kid")
+    await refused(rotate(engine, "v1", "", grace_ms=-1), "invalid_secret_hex")
+
+
+async def test_a_rotation_of_an_empty_store_installs_the_first_key(engine: Engine) -> None:
+    entries = await engine.rotate_waitpoint_hmac_secret_all(new_kid="v1", new_secret_hex=A, grace_ms=0)
+    assert entries == [RotationEntry(partition=0, result=Rotated(previous_kid=None, new_kid="v1", gc_count=0))]
+    assert (await engine.list_waitpoint_hmac_kids()).current_kid == "v1"
+
+
+async def test_a_rotation_retires_the_current_key_with_its_grace(engine: Engine, rows: Any, clock: Any) -> None:
+    await seed(engine)
+    now = await clock.advance(seconds=5)
+    assert await rotate(engine, "v2", B, grace_ms=1000) == Rotated(previous_kid="v1", new_kid="v2", gc_count=0)
+    stored = {row["kid"]: row for row in await rows.of("signing_key")}
+    assert (stored["v1"]["is_current"], stored["v1"]["expires_at"]) == (False, now + 1000)
+    assert (stored["v2"]["is_current"], stored["v2"]["expires_at"], stored["v2"]["installed_at"]) == (True, None, now)
+    assert await engine.list_waitpoint_hmac_kids() == HmacKids(
+        current_kid="v2", verifying=(VerifyingKid(kid="v1", expires_at_ms=now + 1000),)
+    )
+
+
+async def test_a_repeated_rotation_changes_nothing(engine: Engine, rows: Any, clock: Any) -> None:
+    await seed(engine)
+    await rotate(engine, "v2", B, grace_ms=0)
+    await clock.advance(seconds=1)
+    async with rows.unchanged():
+        assert await rotate(engine, "v2", B) == Noop(kid="v2")
+        # A key that signs no more is not brought back by its name.
+        assert await rotate(engine, "v1", A) == Noop(kid="v1")
+        for kid in ("v1", "v2"):
+            conflict = await rotate(engine, kid, C)
+            assert isinstance(conflict, ConflictError)
+            assert (conflict.code, conflict.detail) == ("rotation_conflict", kid)
+
+
+async def test_several_older_keys_verify_each_until_its_own_end(engine: Engine, clock: Any) -> None:
+    began = await clock.now()
+    await seed(engine)
+    await rotate(engine, "v2", B, grace_ms=10_000)
+    await rotate(engine, "v3", C, grace_ms=5_000)
+    assert await engine.list_waitpoint_hmac_kids() == HmacKids(
+        current_kid="v3",
+        verifying=(
+            VerifyingKid(kid="v2", expires_at_ms=began + 5_000),
+            VerifyingKid(kid="v1", expires_at_ms=began + 10_000),
+        ),
+    )
+    assert await verifying(engine, "v1") == SigningKey(kid="v1", secret=bytes.fromhex(A))
+    await clock.advance(ms=5_000)
+    assert await verifying(engine, "v2") == SigningKey(kid="v2", secret=bytes.fromhex(B))
+    await clock.advance(ms=1)
+    assert await verifying(engine, "v2") is None
+    assert [key.kid for key in (await engine.list_waitpoint_hmac_kids()).verifying] == ["v1"]
+    assert await verifying(engine, "v3") == SigningKey(kid="v3", secret=bytes.fromhex(C))
+    assert await verifying(engine, "unknown") is None
+
+
+async def test_a_rotation_forgets_keys_past_their_grace_and_keeps_one_at_its_end(
+    engine: Engine, rows: Any, clock: Any
+) -> None:
+    await seed(engine)
+    await rotate(engine, "v2", B, grace_ms=1000)
+    await clock.advance(ms=1000)
+    assert await rotate(engine, "v3", C, grace_ms=0) == Rotated(previous_kid="v2", new_kid="v3", gc_count=0)
+    await clock.advance(ms=1)
+    assert await rotate(engine, "v4", "dd" * 32, grace_ms=0) == Rotated(previous_kid="v3", new_kid="v4", gc_count=2)
+    assert {row["kid"] for row in await rows.of("signing_key")} == {"v3", "v4"}
+
+
+async def test_a_retired_key_without_an_end_counts_as_spent(
+    engine: Engine, rows: Any, connection: asyncpg.Connection
+) -> None:
+    await seed(engine)
+    await connection.execute("insert into signing_key values ('x', 'x', false, 1, null), ('y', 'y', false, 1, 0)")
+    assert await verifying(engine, "x") is None
+    assert await engine.list_waitpoint_hmac_kids() == HmacKids(current_kid="v1", verifying=())
+    assert (await rotate(engine, "v2", B)).gc_count == 2
+
+
+async def test_no_answer_holds_a_secret(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.DEBUG):
+        answers = [
+            await seed(engine),
+            await seed(engine, secret_hex=B),
+            await rotate(engine, "v2", B),
+            await rotate(engine, "v2", C),
+            await engine.list_waitpoint_hmac_kids(),
+            await verifying(engine, "v2"),
+            engine._keys,
+            vars(engine._keys),
+        ]
+    shown = f"{answers!r}{caplog.text}"
+    for secret in (A, B, C):
+        assert secret not in shown
+        assert repr(bytes.fromhex(secret)) not in shown

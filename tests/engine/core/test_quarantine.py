@@ -1,0 +1,132 @@
+"""Items of sweeps that fail: how long they are left out, and that the others go on meanwhile."""
+
+from collections.abc import Sequence
+from typing import Any
+from uuid import UUID
+
+import pytest
+
+from flowfabric.engine.core import quarantine as module
+from flowfabric.engine.core.quarantine import INTERVALS_LEFT_OUT, Quarantine, pause_after
+from flowfabric.model.errors import TransportError, error
+from flowfabric.model.ids import ExecutionId
+
+IDS = [ExecutionId(f"{{fp:{nth}}}:11111111-1111-4111-8111-{nth:012d}") for nth in range(10)]
+
+
+class Time:
+    """A clock that stands."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def time() -> Time:
+    return Time()
+
+
+@pytest.fixture
+def quarantine(time: Time) -> Quarantine:
+    return Quarantine(2.0, clock=time)
+
+
+def uuids(*execution_ids: ExecutionId) -> list[UUID]:
+    return [UUID(each[-36:]) for each in execution_ids]
+
+
+def test_every_third_failure_in_a_row_costs_ten_intervals() -> None:
+    assert [pause_after(failures, 2.0) for failures in range(1, 8)] == [2, 2, 20, 2, 2, 20, 2]
+
+
+def test_an_item_that_failed_is_left_out_until_its_pause_is_over(quarantine: Quarantine, time: Time) -> None:
+    for pause in (2.0, 2.0, 20.0):
+        quarantine.failed(IDS[0], "no luck")
+        time.now += pause - 0.1
+        assert quarantine.left_out() == uuids(IDS[0])
+        time.now += 0.1
+        assert quarantine.left_out() == []
+
+
+def test_an_item_that_fails_no_more_is_forgotten(quarantine: Quarantine, time: Time) -> None:
+    for _ in range(2):
+        quarantine.failed(IDS[0], "no luck")
+    time.now += 2.1 + 2.0 * INTERVALS_LEFT_OUT
+    assert quarantine.left_out() == []
+    quarantine.failed(IDS[0], "no luck")
+    time.now += 2.0
+    assert quarantine.left_out() == []
+
+
+def test_so_many_are_known_and_no_more(quarantine: Quarantine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MOST_LEFT_OUT", 3)
+    for execution_id in IDS[:5]:
+        quarantine.failed(execution_id, "no luck")
+    assert quarantine.left_out() == uuids(*IDS[2:5])
+
+
+async def test_a_batch_that_fails_is_done_one_by_one_and_the_next_goes_past_those_that_fail(
+    quarantine: Quarantine,
+) -> None:
+    bad, tried, done = IDS[:6], [], []
+
+    async def together(left_out: Sequence[UUID], found: list[ExecutionId]) -> int:
+        found[:] = [each for each in IDS if each not in done and UUID(each[-36:]) not in left_out][:3]
+        if set(found) & set(bad):
+            raise error("corruption")
+        done.extend(found)
+        return len(found)
+
+    async def alone(execution_id: ExecutionId) -> bool:
+        tried.append(execution_id)
+        if execution_id in bad[:3]:
+            raise ValueError("no luck")
+        return execution_id not in bad
+
+    assert await quarantine.sweep(together, alone, limit=3) == 3
+    assert (tried, done) == (bad, IDS[6:9])
+    assert quarantine.left_out() == uuids(*bad)
+    assert await quarantine.sweep(together, alone, limit=3) == 1
+
+
+async def test_a_store_that_does_not_answer_is_no_failure_of_an_item(quarantine: Quarantine) -> None:
+    async def together(left_out: Sequence[UUID], found: list[ExecutionId]) -> int:
+        found[:] = IDS[:2]
+        raise TransportError("transport", "gone")
+
+    async def alone(execution_id: ExecutionId) -> bool:
+        raise AssertionError("nothing is tried")
+
+    with pytest.raises(TransportError):
+        await quarantine.sweep(together, alone, limit=3)
+    assert quarantine.left_out() == []
+
+
+async def test_what_fails_before_anything_is_found_is_a_fault_of_the_sweep(quarantine: Quarantine) -> None:
+    async def together(left_out: Sequence[UUID], found: list[ExecutionId]) -> int:
+        raise error("corruption")
+
+    async def alone(execution_id: ExecutionId) -> bool:
+        raise AssertionError("nothing is tried")
+
+    with pytest.raises(Exception, match="corruption"):
+        await quarantine.sweep(together, alone, limit=3)
+
+
+async def test_a_policy_that_cannot_be_read_does_not_hold_up_other_timeouts(
+    engines: Any, given: Any, rows: Any, clock: Any, connection: Any
+) -> None:
+    engine = await engines(attempt_timeout_interval_s=3600)
+    policy = {"timeout_policy": {"attempt_timeout_ms": 1000}}
+    bad, good = await given.claimed(policy=policy), await given.claimed(policy=policy)
+    late = await given.claimed(policy=policy, execution_deadline_at=await clock.now() + 1000)
+    # What a broken version stored, and an input that is lost.
+    await connection.execute("update execution_input set policy = '[]' where execution_id = $1", bad.execution_id[-36:])
+    await connection.execute("delete from execution_input where execution_id = $1", late.execution_id[-36:])
+    await clock.advance(ms=1000)
+    assert await engine.timeouts.expire_due() == 2
+    states = [(await rows.execution(each.execution_id))["public_state"] for each in (bad, good, late)]
+    assert states == ["active", "expired", "expired"]
+    assert engine.timeouts.quarantine.left_out() == uuids(bad.execution_id)

@@ -1,0 +1,213 @@
+"""Cancelling: from every state, by every source, once."""
+
+from typing import Any
+from uuid import uuid4
+
+import pytest
+
+from engine.state import CANCELLED, CANCELLED_UNTRIED, attempts, claim, lease_left, refused, revoke, told, vector
+from flowfabric.engine.engine import Engine
+from flowfabric.model.errors import NotFoundError
+from flowfabric.model.handle import Handle
+from flowfabric.model.outcomes import Cancelled
+from flowfabric.model.states import PublicState
+
+EXEMPT = ("operator_override", "flow_cascade", "system_timeout")
+BOUND = ("lease_holder", "a source of the caller's own")
+
+
+async def in_state(state: str, given: Any, connection: Any) -> tuple[str, Handle | None]:
+    """An execution in a state, with the handle of its run where there was one."""
+    match state:
+        case "waiting":
+            return await given.created(), None
+        case "delayed":
+            return await given.delayed(), None
+        case "active":
+            handle = await given.claimed()
+        case "lapsed":
+            handle = await given.expired_lease()
+        case "reclaimable":
+            handle = await given.reclaimable()
+        case "revoked":
+            handle = await given.claimed()
+            await revoke(connection, handle.execution_id)
+        case "backing off":
+            handle = await given.backing_off()
+        case _:
+            raise AssertionError(state)
+    return handle.execution_id, handle
+
+
+TOLD = {
+    "waiting": ["ended cancelled>cancelled"],
+    "delayed": ["ended cancelled>cancelled"],
+    "active": ["acquired", "released cancelled>cancelled"],
+    "lapsed": ["acquired", "released cancelled>cancelled"],
+    "reclaimable": ["acquired", "expired", "ended cancelled>cancelled"],
+    "revoked": ["acquired", "ended cancelled>cancelled"],
+    "backing off": ["acquired", "released failed_retry_scheduled", "ended cancelled>cancelled"],
+}
+
+
+@pytest.mark.parametrize("state", TOLD)
+async def test_an_operator_cancels_from_every_state(
+    engine: Engine, given: Any, rows: Any, connection: Any, clock: Any, state: str
+) -> None:
+    execution_id, handle = await in_state(state, given, connection)
+    now = await clock.advance(ms=5)
+    cancelled = await engine.cancel_execution(execution_id=execution_id, reason="not wanted")
+    assert cancelled == Cancelled(execution_id=execution_id, public_state=PublicState.CANCELLED)  # type: ignore[arg-type]
+    row = await rows.execution(execution_id)
+    assert vector(row) == (CANCELLED_UNTRIED if handle is None else CANCELLED)
+    assert {row[stamp] for stamp in ("completed_at", "last_transition_at", "last_mutation_at")} == {now}
+    assert (row["cancellation_reason"], row["cancelled_by"]) == ("not wanted", "operator_override")
+    assert (row["failure_reason"], row["blocking_detail"]) == (None, None)
+    assert (row["delay_until"], row["due_at"], lease_left(row)) == (None, None, {})
+    assert row["retain_until"] == now + 86_400_000
+    assert await told(rows, execution_id) == TOLD[state]
+    ended = await attempts(rows, execution_id)
+    if state == "backing off":
+        assert [attempt["attempt_state"] for attempt in ended] == ["ended_failure"]
+    elif handle is not None:
+        (attempt,) = ended
+        assert (attempt["attempt_state"], attempt["failure_reason"]) == ("ended_cancelled", "cancelled: not wanted")
+        assert (attempt["attempt_id"], attempt["lease_id"]) == (handle.attempt_id, handle.lease_id)
+        assert (attempt["ended_at"], attempt["lease_epoch"]) == (now, 1)
+        assert row["attempt_id"] == handle.attempt_id
+    else:
+        assert ended == []
+    await clock.advance(seconds=3600)
+    assert await claim(engine) == []
+
+
+@pytest.mark.parametrize("source", [*EXEMPT, *BOUND])
+async def test_every_source_cancels_what_does_not_run(engine: Engine, given: Any, rows: Any, source: str) -> None:
+    failed = await given.backing_off()
+    for execution_id in (failed.execution_id, await given.created(), await given.delayed()):
+        await engine.cancel_execution(execution_id=execution_id, reason="x", source=source)
+        row = await rows.execution(execution_id)
+        assert (row["terminal_outcome"], row["cancelled_by"]) == ("cancelled", source)
+        assert (await told(rows, execution_id))[-1] == "ended cancelled>cancelled"
+
+
+@pytest.mark.parametrize("source", EXEMPT)
+async def test_an_override_needs_no_fence_and_heeds_none(engine: Engine, given: Any, rows: Any, source: str) -> None:
+    fences: list[dict[str, Any]] = [{}, {"lease_id": uuid4(), "lease_epoch": 99, "attempt_id": uuid4()}]
+    for fence in fences:
+        handle = await given.claimed()
+        await engine.cancel_execution(execution_id=handle.execution_id, reason="x", source=source, **fence)
+        assert (await rows.execution(handle.execution_id))["cancelled_by"] == source
+
+
+@pytest.mark.parametrize("source", BOUND)
+async def test_any_other_source_must_know_the_lease_of_what_runs(
+    engine: Engine, given: Any, rows: Any, connection: Any, source: str
+) -> None:
+    handle = await given.claimed()
+    fence: dict[str, Any] = {"lease_id": handle.lease_id, "lease_epoch": handle.lease_epoch}
+    refusals: list[tuple[dict[str, Any], str]] = [
+        ({}, "invalid_input"),
+        ({"lease_id": handle.lease_id}, "invalid_input"),
+        ({"lease_epoch": 1}, "invalid_input"),
+        ({"attempt_id": handle.attempt_id}, "invalid_input"),
+        ({**fence, "lease_id": uuid4()}, "stale_lease"),
+        ({**fence, "lease_epoch": 0}, "stale_lease"),
+        ({**fence, "lease_epoch": 2}, "stale_lease"),
+        ({**fence, "attempt_id": uuid4()}, "stale_lease"),
+        ({**fence, "lease_id": "no uuid"}, "invalid_input"),
+        ({**fence, "attempt_id": "no uuid"}, "invalid_input"),
+        ({**fence, "lease_epoch": "1"}, "invalid_input"),
+    ]
+    named: dict[str, Any] = {"execution_id": handle.execution_id, "reason": "x", "source": source}
+    async with rows.unchanged():
+        for wrong, code in refusals:
+            await refused(engine.cancel_execution(**named, **wrong), code)
+    await engine.cancel_execution(**named, **fence)
+    assert (await rows.execution(handle.execution_id))["cancelled_by"] == source
+    for fields in (["lease_id", "lease_epoch"], ["lease_id", "lease_epoch", "attempt_id"]):
+        other = await given.claimed()
+        texts: dict[str, Any] = {"lease_id": str(other.lease_id), "lease_epoch": 1, "attempt_id": str(other.attempt_id)}
+        named["execution_id"] = other.execution_id
+        await engine.cancel_execution(**named, **{field: texts[field] for field in fields})
+    revoked = await given.claimed()
+    await revoke(connection, revoked.execution_id)
+    named["execution_id"] = revoked.execution_id
+    async with rows.unchanged():
+        await refused(engine.cancel_execution(**named), "lease_revoked")
+        await refused(engine.cancel_execution(**named, lease_id=revoked.lease_id, lease_epoch=1), "lease_revoked")
+
+
+async def test_cancelling_twice_is_success_and_rewrites_nothing(
+    engine: Engine, given: Any, rows: Any, clock: Any
+) -> None:
+    execution_id = await given.cancelled()
+    running = await given.claimed()
+    await engine.cancel(running, "first")
+    await clock.advance(seconds=1)
+    async with rows.unchanged():
+        for named in (execution_id, running.execution_id):
+            for source in (*EXEMPT, *BOUND):
+                again = await engine.cancel_execution(execution_id=named, reason="other", source=source)
+                assert again.public_state is PublicState.CANCELLED
+
+
+async def test_another_ending_cannot_be_cancelled(engine: Engine, given: Any, rows: Any) -> None:
+    completed, failed = await given.completed(), await given.failed()
+    async with rows.unchanged():
+        for execution_id, outcome in ((completed, "success"), (failed, "failed")):
+            refusal = await refused(
+                engine.cancel_execution(execution_id=execution_id, reason="x"), "execution_not_active"
+            )
+            assert refusal.detail == {
+                "terminal_outcome": outcome,
+                "lease_epoch": "1",
+                "lifecycle_phase": "terminal",
+                "attempt_id": str((await rows.execution(execution_id))["attempt_id"]),
+            }
+
+
+async def test_what_is_not_there_cannot_be_cancelled(engine: Engine, given: Any, rows: Any) -> None:
+    await given.created()
+    async with rows.unchanged():
+        refusal = await refused(
+            engine.cancel_execution(execution_id=f"{{fp:1}}:{uuid4()}", reason="x"), "execution_not_found"
+        )
+        assert isinstance(refusal, NotFoundError)
+        wrong = (("no id", "MissingTag"), (f"{{fp:32768}}:{uuid4()}", "exceeds i16 range"))
+        for execution_id, detail in wrong:
+            await refused(engine.cancel_execution(execution_id=execution_id, reason="x"), "invalid_input", detail)
+        for field in ("reason", "source"):
+            texts: dict[str, Any] = {"reason": "x", "source": "y", field: "\0"}
+            await refused(engine.cancel_execution(execution_id=f"{{fp:1}}:{uuid4()}", **texts), "invalid_input", field)
+
+
+async def test_a_worker_cancels_its_own_run(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
+    claimed = await given.run()
+    now = await clock.advance(ms=5)
+    await engine.cancel(claimed.handle, "asked to stop")
+    row = await rows.execution(claimed.execution_id)
+    assert vector(row) == CANCELLED
+    assert (row["cancellation_reason"], row["cancelled_by"]) == ("asked to stop", "lease_holder")
+    assert (row["completed_at"], lease_left(row), row["attempt_id"]) == (now, {}, claimed.attempt_id)
+    (attempt,) = await attempts(rows, claimed.execution_id)
+    assert (attempt["attempt_state"], attempt["failure_reason"]) == ("ended_cancelled", "cancelled: asked to stop")
+    assert await told(rows, claimed.execution_id) == ["acquired", "released cancelled>cancelled"]
+
+
+async def test_a_worker_may_repeat_its_cancel(engine: Engine, given: Any, rows: Any) -> None:
+    handle = await given.claimed()
+    await engine.cancel(handle, "once")
+    async with rows.unchanged():
+        await engine.cancel(handle, "twice")
+
+
+async def test_a_worker_whose_run_was_cancelled_by_others_may_cancel_it(engine: Engine, given: Any, rows: Any) -> None:
+    handle = await given.claimed()
+    await engine.cancel_execution(execution_id=handle.execution_id, reason="by others")
+    async with rows.unchanged():
+        await engine.cancel(handle, "by me")
+    untried = await given.backing_off()
+    await engine.cancel_execution(execution_id=untried.execution_id, reason="by others")
+    async with rows.unchanged():
+        await refused(engine.cancel(untried, "its attempt had failed before"), "execution_not_active")

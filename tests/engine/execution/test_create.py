@@ -1,0 +1,303 @@
+"""Creating an execution: what is stored, what is answered, and nothing besides."""
+
+from typing import Any
+from uuid import UUID
+
+from engine.state import (
+    DELAYED,
+    WAITING,
+    Creating,
+    both_creates,
+    claim,
+    create_in_many,
+    create_one,
+    items,
+    new,
+    refused,
+    told,
+    vector,
+)
+from flowfabric.engine.engine import Engine
+from flowfabric.model.outcomes import Created
+from flowfabric.model.policy import ExecutionPolicy, RetryPolicy
+from flowfabric.model.states import PublicState
+
+GIVEN = "{fp:7}:11111111-2222-3333-4444-555555555555"
+
+
+@both_creates
+async def test_a_new_execution_waits_for_a_worker(engine: Engine, create: Creating, rows: Any, clock: Any) -> None:
+    now = await clock.now()
+    made = await create(engine, **new(priority=5))
+    assert isinstance(made, Created)
+    assert made.public_state is PublicState.WAITING
+    row = await rows.execution(made.execution_id)
+    assert vector(row) == WAITING
+    counts = ("lease_epoch", "attempt_count", "retry_count", "replay_count", "reclaim_count")
+    assert {row[name] for name in counts} == {0}
+    assert row["priority"] == 5
+    assert {row[name] for name in ("last_transition_at", "last_mutation_at")} == {now}
+    set_later = """
+        lease_id attempt_id attempt_type worker_no claimed_at lease_expires_at flow_id started_at completed_at
+        delay_until deadline_at retain_until blocking_detail previous_attempt_index retry_reason replay_reason
+        replay_requested_by reclaim_reason progress_pct progress_message progress_updated_at failure_reason cancelled_by
+    """
+    assert {name: row[name] for name in set_later.split() if row[name] is not None} == {}
+    (stored,) = await rows.of("execution_input", execution_id=made.execution_id[-36:])
+    assert (stored["created_at"], stored["execution_kind"], stored["creator_identity"]) == (now, "job", "test")
+    assert (stored["payload_encoding"], stored["policy"], stored["has_tags"]) == (None, None, False)
+
+
+@both_creates
+async def test_a_create_writes_one_row_and_no_event_attempt_key_or_tag(
+    engine: Engine, create: Creating, rows: Any
+) -> None:
+    made = await create(engine, **new())
+    assert await told(rows, made.execution_id) == []
+    for table in ("attempt", "idempotency", "execution_tag", "claim_grant"):
+        assert await rows.of(table) == []
+    assert len(await rows.of("execution")) == len(await rows.of("execution_input")) == 1
+
+
+@both_creates
+async def test_a_minted_id_is_a_version_7_uuid_on_the_partition_of_its_lane(engine: Engine, create: Creating) -> None:
+    for lane, partition in (("default", 86), ("workers-a", 193), ("workers-b", 162)):
+        made = await create(engine, **new(lane_id=lane))
+        tag, _, uuid = made.execution_id.partition("}:")
+        assert tag == f"{{fp:{partition}"
+        assert UUID(uuid).version == 7
+
+
+async def test_minted_ids_rise(engine: Engine) -> None:
+    made = [(await engine.create_execution(**new())).execution_id for _ in range(20)]
+    made += [one.execution_id for one in await engine.create_many(items(*[new()] * 20)) if isinstance(one, Created)]
+    assert made == sorted(made)
+    assert len(set(made)) == 40
+
+
+@both_creates
+async def test_a_callers_id_is_kept_whatever_its_partition_or_version(
+    engine: Engine, create: Creating, rows: Any
+) -> None:
+    made = await create(engine, **new(execution_id=GIVEN))
+    assert made == Created(execution_id=GIVEN, public_state=PublicState.WAITING)  # type: ignore[arg-type]
+    assert (await rows.execution(made.execution_id))["partition_key"] == 7
+    shouted = "{fp:0}:ABCDEFAB-2222-3333-4444-555555555555"
+    assert (await create(engine, **new(execution_id=shouted))).execution_id == shouted.lower()
+
+
+@both_creates
+async def test_priority_is_clamped(engine: Engine, create: Creating, rows: Any) -> None:
+    for given, stored in ((-5, 0), (0, 0), (9000, 9000), (9001, 9000), (2**40, 9000), (-(2**40), 0)):
+        made = await create(engine, **new(priority=given))
+        assert (await rows.execution(made.execution_id))["priority"] == stored
+
+
+async def test_a_payload_is_kept_byte_for_byte(engine: Engine) -> None:
+    for payload in (b"", b"\x00", bytes(range(256)) * 16, b"\xff\xfe not text \x00", b"x" * 5_000_000):
+        made = [await create_one(engine, **new(input_payload=payload))]
+        made += [await create_in_many(engine, **new(input_payload=memoryview(payload)))]
+        claimed = await claim(engine)
+        assert [one.execution_id for one in claimed] == [one.execution_id for one in made]
+        assert [one.input_payload for one in claimed] == [payload, payload]
+
+
+@both_creates
+async def test_texts_are_kept_as_they_are(engine: Engine, create: Creating, rows: Any) -> None:
+    strange = "ünïcode ✓ '\"\\ {},\t\n " + "x" * 100_000
+    tags = {"app.note": strange, "app.empty": "", "a.b": "null"}
+    texts = {"execution_kind": strange, "creator_identity": strange, "payload_encoding": strange}
+    made = await create(engine, **new(namespace="täst '\\ {}", tags=tags, **texts))
+    (claimed,) = await claim(engine)
+    assert (claimed.execution_kind, claimed.payload_encoding, claimed.tags) == (strange, strange, tags)
+    (stored,) = await rows.of("execution_input")
+    assert stored["creator_identity"] == strange
+    info = await engine.read_execution_info(made.execution_id)
+    assert info is not None
+    assert (info.namespace, info.execution_kind) == ("täst '\\ {}", strange)
+
+
+async def test_items_of_one_call_may_differ_in_every_field(engine: Engine, rows: Any, clock: Any) -> None:
+    now = await clock.now()
+    plain = new(lane_id="mixed")
+    rich = new(
+        lane_id="mixed",
+        namespace="others",
+        execution_kind="other",
+        input_payload=b"2",
+        priority=3,
+        creator_identity="somebody",
+        payload_encoding="json",
+        tags={"ff.instance_id": "i-1"},
+        policy={"max_replay_count": 1},
+        execution_deadline_at=now + 5,
+        execution_id="{fp:3}:11111111-2222-3333-4444-555555555555",
+    )
+    verdicts = await engine.create_many(items(plain, rich, plain))
+    assert [type(verdict) for verdict in verdicts] == [Created] * 3
+    claimed = await claim(engine, "mixed")
+    assert [one.execution_id for one in claimed] == [verdicts[at].execution_id for at in (1, 0, 2)]  # type: ignore[union-attr]
+    assert [one.execution_kind for one in claimed] == ["other", "job", "job"]
+    assert [one.payload_encoding for one in claimed] == ["json", None, None]
+    assert [one.tags for one in claimed] == [{"ff.instance_id": "i-1"}, {}, {}]
+    assert [one.policy for one in claimed] == [ExecutionPolicy(max_replay_count=1), None, None]
+    stored = [await rows.execution(one.execution_id) for one in claimed]
+    assert [row["instance_tag"] for row in stored] == ["i-1", None, None]
+    assert [row["deadline_at"] for row in stored] == [now + 5, None, None]
+
+
+async def test_items_of_one_shape_are_stored_as_they_would_be_among_others(engine: Engine, rows: Any) -> None:
+    policy = ExecutionPolicy(max_replay_count=1)
+    differing = {"execution_id", "place", "created_at", "last_transition_at", "last_mutation_at"}
+    shared = new(lane_id="alike", payload_encoding="json", policy=policy)
+    alike = [
+        shared | {"input_payload": b"1", "priority": 3},
+        shared | {"input_payload": b"2", "tags": {"ff.instance_id": "i-1", "team.name": "blue"}},
+        shared | {"input_payload": b"3", "priority": 9_001, "tags": {"team.name": "red"}},
+    ]
+
+    async def stored(others: list[dict[str, Any]]) -> list[Any]:
+        verdicts = await engine.create_many(items(*alike, *others))
+        assert [type(verdict) for verdict in verdicts] == [Created] * (3 + len(others))
+        found = []
+        for verdict in verdicts[:3]:
+            uuid = verdict.execution_id[-36:]  # type: ignore[union-attr]
+            for table in ("execution", "execution_input", "execution_tag"):
+                of_table = sorted(await rows.of(table, execution_id=uuid), key=str)
+                found.append([{name: row[name] for name in row.keys() - differing} for row in of_table])
+        return found
+
+    assert await stored([]) == await stored([new(lane_id="others")])
+    claimed = await claim(engine, "alike")
+    assert [one.input_payload for one in claimed] == [b"3", b"3", b"1", b"1", b"2", b"2"]
+
+
+async def test_the_instance_tag_is_configurable(engines: Any, rows: Any) -> None:
+    engine = await engines(instance_tag="app.instance")
+    tags = {"app.instance": "mine", "ff.instance_id": "theirs"}
+    made = await engine.create_execution(**new(tags=tags))
+    assert (await rows.execution(made.execution_id))["instance_tag"] == "mine"
+
+
+@both_creates
+async def test_the_policy_is_frozen_as_given(engine: Engine, create: Creating) -> None:
+    given = ExecutionPolicy(retry_policy=RetryPolicy(max_retries=7), max_reclaim_count=3)
+    for policy in (given, {"retry_policy": {"max_retries": 7}, "max_reclaim_count": 3}):
+        await create(engine, **new(policy=policy))
+    await create(engine, **new(policy=b'{"retry_policy": {"max_retries": 7}, "max_reclaim_count": 3}'))
+    assert [one.policy for one in await claim(engine)] == [given] * 3
+
+
+@both_creates
+async def test_no_policy_an_empty_text_and_an_empty_object_ask_for_nothing(engine: Engine, create: Creating) -> None:
+    empty: tuple[Any, ...] = (None, "", {}, {"routing_requirements": {"required_capabilities": []}})
+    for policy in empty:
+        await create(engine, **new(policy=policy))
+    assert len(await claim(engine)) == 4
+
+
+@both_creates
+async def test_a_delay_in_the_future_delays(engine: Engine, create: Creating, rows: Any, clock: Any) -> None:
+    until = await clock.now() + 1
+    made = await create(engine, **new(delay_until=until))
+    assert isinstance(made, Created)
+    assert made.public_state is PublicState.DELAYED
+    row = await rows.execution(made.execution_id)
+    assert vector(row) == DELAYED
+    assert (row["delay_until"], row["blocking_detail"]) == (until, f"delayed until {until}")
+    assert await claim(engine) == []
+    await clock.advance(ms=1)
+    (claimed,) = await claim(engine)
+    assert claimed.execution_id == made.execution_id
+
+
+@both_creates
+async def test_a_delay_now_or_in_the_past_is_ignored(engine: Engine, create: Creating, rows: Any, clock: Any) -> None:
+    now = await clock.now()
+    for until in (now, now - 1, 0):
+        made = await create(engine, **new(delay_until=until))
+        row = await rows.execution(made.execution_id)
+        assert (vector(row), row["delay_until"], row["blocking_detail"]) == (WAITING, None, None)
+
+
+@both_creates
+async def test_the_policys_delay_counts_where_the_call_names_none(
+    engine: Engine, create: Creating, rows: Any, clock: Any
+) -> None:
+    now = await clock.now()
+    by_policy = await create(engine, **new(policy={"delay_until": now + 60}))
+    assert (await rows.execution(by_policy.execution_id))["delay_until"] == now + 60
+    by_call = await create(engine, **new(policy={"delay_until": now + 60}, delay_until=now + 5))
+    assert (await rows.execution(by_call.execution_id))["delay_until"] == now + 5
+    at_once = await create(engine, **new(policy={"delay_until": now + 60}, delay_until=now))
+    assert vector(await rows.execution(at_once.execution_id)) == WAITING
+
+
+@both_creates
+async def test_a_delay_may_be_counted_from_the_creation(
+    engine: Engine, create: Creating, rows: Any, clock: Any
+) -> None:
+    now = await clock.now()
+    for more, until in (
+        ({"delay_ms": 5}, now + 5),
+        ({"delay_ms": 5, "policy": {"delay_until": now + 60}}, now + 5),
+        ({"delay_ms": 5, "idempotency_key": "k"}, now + 5),
+        ({"delay_ms": 0}, None),
+        ({"delay_ms": 0, "policy": {"delay_until": now + 60}}, None),
+    ):
+        made = await create(engine, **new(**more))
+        row = await rows.execution(made.execution_id)
+        assert (vector(row), row["delay_until"]) == (WAITING if until is None else DELAYED, until)
+
+
+@both_creates
+async def test_a_deadline_is_absolute_or_counted_from_creation(
+    engine: Engine, create: Creating, rows: Any, clock: Any
+) -> None:
+    now = await clock.now()
+    policy = {"timeout_policy": {"execution_deadline_ms": 1000}}
+    given: list[tuple[dict[str, Any], int | None]] = [
+        ({}, None),
+        ({"execution_deadline_at": now + 7}, now + 7),
+        ({"execution_deadline_at": now - 7}, now - 7),
+        ({"policy": policy}, now + 1000),
+        ({"policy": policy, "execution_deadline_at": now + 7}, now + 7),
+        ({"delay_until": now + 60, "execution_deadline_at": now + 7}, now + 7),
+    ]
+    for arguments, deadline in given:
+        made = await create(engine, **new(**arguments))
+        row = await rows.execution(made.execution_id)
+        # What has passed already is due from creation on.
+        due_at = None if deadline is None else max(deadline, now)
+        assert (row["deadline_at"], row["due_at"]) == (deadline, due_at), arguments
+
+
+@both_creates
+async def test_retention_is_the_streams(engine: Engine, create: Creating, rows: Any) -> None:
+    made = await create(engine, **new(policy={"stream_policy": {"retention_ttl_ms": 5}}))
+    assert (await rows.execution(made.execution_id))["retention_ms"] == 5
+
+
+@both_creates
+async def test_a_create_registers_its_lane_once(engine: Engine, create: Creating, rows: Any, clock: Any) -> None:
+    now = await clock.now()
+    await create(engine, **new(lane_id="fresh", creator_identity="first"))
+    await clock.advance(seconds=1)
+    await create(engine, **new(lane_id="fresh", creator_identity="second"))
+    (lane,) = await rows.of("lane", lane_id="fresh")
+    assert (lane["registered_by"], lane["registered_at"], lane["state"]) == ("first", now, "active")
+
+
+@both_creates
+async def test_a_lane_id_may_be_any_64_printable_characters(engine: Engine, create: Creating) -> None:
+    for lane in (" ", "~", "a, b'\"{}" + "x" * 55):
+        made = await create(engine, **new(lane_id=lane))
+        (claimed,) = await claim(engine, lane)
+        assert (claimed.execution_id, claimed.lane_id) == (made.execution_id, lane)
+
+
+async def test_a_create_of_0_or_1001_items_is_refused(engine: Engine, rows: Any) -> None:
+    async with rows.unchanged():
+        await refused(engine.create_many([]), "invalid_input", "1 to 1000, got 0")
+        await refused(engine.create_many(items(*[new()] * 1001)), "invalid_input", "1 to 1000, got 1001")
+    assert len(await engine.create_many(items(*[new()] * 1000))) == 1000

@@ -1,0 +1,129 @@
+"""Tags: set and read while an execution lives, by one rule for their keys."""
+
+import asyncio
+from typing import Any
+from uuid import uuid4
+
+import pytest
+
+from engine.state import claim, refused
+from flowfabric.engine.engine import Engine
+from flowfabric.model.snapshots import TagsSet
+
+ABSENT = f"{{fp:1}}:{uuid4()}"
+WRONG_KEYS = (
+    "",
+    "Cairn.x",
+    "1cairn.x",
+    "cairn",
+    "cairn.",
+    "cairn..x",
+    ".cairn",
+    "ca-irn.x",
+    "cairn.Foo",
+    "a.b c",
+    'a."',
+    5,
+)
+
+
+async def test_a_tag_is_stored_over_its_old_value_and_marks_the_mutation(
+    engine: Engine, given: Any, rows: Any, clock: Any
+) -> None:
+    execution_id = await given.created(tags={"shop.order": "1"})
+    created = await rows.execution(execution_id)
+    now = await clock.advance(seconds=1)
+    await engine.set_execution_tag(execution_id, "shop.order", "2")
+    await engine.set_execution_tag(execution_id, "shop.new", "")
+    assert await engine.get_execution_tag(execution_id, "shop.order") == "2"
+    assert await engine.get_execution_tag(execution_id, "shop.new") == ""
+    row = await rows.execution(execution_id)
+    assert row == {**created, "last_mutation_at": now}
+
+
+async def test_several_tags_are_stored_together(engine: Engine, given: Any, rows: Any) -> None:
+    execution_id = await given.created()
+    answer = await engine.set_execution_tags(execution_id, {"a.b": "1", "a.c": "ü\n'\""})
+    assert answer == TagsSet(count=2)
+    assert {row["key"]: row["value"] for row in await rows.of("execution_tag")} == {"a.b": "1", "a.c": "ü\n'\""}
+
+
+async def test_a_worker_sees_tags_that_were_set_after_the_creation(engine: Engine, given: Any) -> None:
+    execution_id = await given.created()
+    await engine.set_execution_tag(execution_id, "a.b", "1")
+    (claimed,) = await claim(engine)
+    assert claimed.tags == {"a.b": "1"}
+    assert (await engine.read_execution_context(execution_id)).tags == {"a.b": "1"}
+
+
+async def test_the_instance_tag_is_kept_on_the_row_and_told_with_events(engine: Engine, given: Any, rows: Any) -> None:
+    execution_id = await given.created()
+    await engine.set_execution_tags(execution_id, {"a.b": "1", "ff.instance_id": "blue"})
+    assert (await rows.execution(execution_id))["instance_tag"] == "blue"
+    await engine.set_execution_tag(execution_id, "a.b", "2")
+    assert (await rows.execution(execution_id))["instance_tag"] == "blue"
+    await engine.set_execution_tag(execution_id, "ff.instance_id", "green")
+    assert (await rows.execution(execution_id))["instance_tag"] == "green"
+    await given.claim()
+    assert [event["instance_tag"] for event in await rows.events(execution_id)] == ["green"]
+
+
+async def test_the_name_of_the_instance_tag_is_a_setting(engines: Any, given: Any, rows: Any) -> None:
+    execution_id = await given.created()
+    other = await engines(instance_tag="team.name")
+    await other.set_execution_tags(execution_id, {"team.name": "red", "ff.instance_id": "blue"})
+    assert (await rows.execution(execution_id))["instance_tag"] == "red"
+
+
+async def test_ended_and_running_executions_are_tagged_alike(engine: Engine, given: Any) -> None:
+    for execution_id in (await given.completed(), await given.cancelled(), (await given.claimed()).execution_id):
+        await engine.set_execution_tag(execution_id, "a.b", "late")
+        assert await engine.get_execution_tag(execution_id, "a.b") == "late"
+
+
+async def test_a_running_lease_is_left_alone_by_tags(engine: Engine, given: Any) -> None:
+    handle = await given.claimed()
+    await engine.set_execution_tag(handle.execution_id, "a.b", "1")
+    await engine.complete(handle)
+
+
+@pytest.mark.parametrize("key", WRONG_KEYS)
+async def test_a_wrong_key_is_refused_before_anything_is_read(engine: Engine, given: Any, rows: Any, key: Any) -> None:
+    execution_id = await given.created()
+    async with rows.unchanged():
+        for name in (execution_id, ABSENT, "not an id"):
+            await refused(engine.set_execution_tag(name, key, "x"), "invalid_tag_key")
+            await refused(engine.set_execution_tags(name, {"a.b": "1", key: "x"}), "invalid_tag_key")
+            await refused(engine.get_execution_tag(name, key), "invalid_tag_key")
+
+
+async def test_each_refusal_leaves_no_trace(engine: Engine, given: Any, rows: Any) -> None:
+    execution_id = await given.created()
+    async with rows.unchanged():
+        await refused(engine.set_execution_tag(ABSENT, "a.b", "x"), "execution_not_found")
+        await refused(engine.set_execution_tags(ABSENT, {"a.b": "x"}), "execution_not_found")
+        assert await engine.get_execution_tag(ABSENT, "a.b") is None
+        assert await engine.get_execution_tag(execution_id, "a.b") is None
+        await refused(engine.set_execution_tags(execution_id, {}), "invalid_input", "tags")
+        await refused(engine.set_execution_tags(execution_id, "a.b"), "invalid_input", "tags")  # type: ignore[arg-type]
+        for value in ("\0", "\ud800", 5, None):
+            await refused(engine.set_execution_tag(execution_id, "a.b", value), "invalid_input", "value")  # type: ignore[arg-type]
+            await refused(engine.set_execution_tags(execution_id, {"a.b": value}), "invalid_input", "a.b")  # type: ignore[dict-item]
+        await refused(engine.set_execution_tag("not an id", "a.b", "x"), "invalid_input", "MissingTag")
+        await refused(engine.get_execution_tag(f"{{fp:65535}}:{uuid4()}", "a.b"), "invalid_input", "exceeds i16 range")
+
+
+async def test_tags_set_at_once_by_many_are_all_there(engines: Any, given: Any, rows: Any) -> None:
+    execution_id = await given.created()
+    several = [await engines() for _ in range(3)]
+    await asyncio.gather(
+        *(
+            engine.set_execution_tags(execution_id, {f"a.n{nth}_{at}": "x", "ff.instance_id": f"i{nth}", "a.same": "y"})
+            for at in range(5)
+            for nth, engine in enumerate(several)
+        )
+    )
+    found = {row["key"]: row["value"] for row in await rows.of("execution_tag")}
+    assert len(found) == 15 + 2
+    assert (await rows.execution(execution_id))["instance_tag"] == found["ff.instance_id"]
+    assert await several[0].find_inconsistencies() == []

@@ -1,0 +1,57 @@
+"""The registry of lanes: listed by name, a page at a time."""
+
+from typing import Any
+
+import pytest
+
+from engine.state import refused
+from flowfabric.engine.engine import Engine
+from flowfabric.model.snapshots import Lane, LanePage
+from flowfabric.model.states import LaneState
+
+
+async def test_a_lane_is_listed_with_its_state_and_who_brought_it(engine: Engine, given: Any, clock: Any) -> None:
+    now = await clock.advance(seconds=1)
+    await given.created(lane_id="mail", creator_identity="web")
+    await engine.set_lane_state("mail", "paused")
+    page = await engine.list_lanes()
+    assert [lane.lane_id for lane in page.lanes] == ["default", "mail"]
+    assert page.lanes[1] == Lane(lane_id="mail", state=LaneState.PAUSED, registered_at=now, registered_by="web")  # type: ignore[arg-type]
+    assert (page.lanes[0].registered_by, page.next_cursor) == ("configuration", None)
+
+
+async def test_lanes_come_in_the_order_of_their_bytes_page_by_page(engine: Engine, given: Any) -> None:
+    names = ["B", "a", "Z z", "~", "_", "a-b", "a.b", "ab", "0", "default", "!"]
+    for name in names:
+        await given.created(lane_id=name)
+    for limit in (1, 2, 3, len(names) - 1):
+        seen: list[str] = []
+        cursor = None
+        while True:
+            page = await engine.list_lanes(cursor=cursor, limit=limit)
+            assert len(page.lanes) <= limit
+            seen += [lane.lane_id for lane in page.lanes]
+            cursor = page.next_cursor
+            if cursor is None:
+                break
+            assert len(page.lanes) == limit
+        assert seen == sorted(names)
+    assert (await engine.list_lanes(limit=len(names))).next_cursor is None
+    assert (await engine.list_lanes(cursor="a+")).lanes[0].lane_id == "a-b"
+
+
+async def test_a_page_of_none_is_empty(engine: Engine) -> None:
+    assert await engine.list_lanes(limit=0) == LanePage(lanes=[], next_cursor=None)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"limit": -1}, {"limit": "5"}, {"limit": None}, {"cursor": ""}, {"cursor": 5}, {"cursor": "x" * 65}]
+)
+async def test_what_is_no_page_is_refused(engine: Engine, rows: Any, wrong: dict[str, Any]) -> None:
+    async with rows.unchanged():
+        await refused(engine.list_lanes(**wrong), "invalid_input")
+
+
+async def test_a_stored_name_that_is_none_is_corruption(engine: Engine, connection: Any) -> None:
+    await connection.execute("insert into lane (lane_id, registered_at, registered_by) values ($1, 0, 'x')", "täg")
+    await refused(engine.list_lanes(), "corruption", "list_lanes: lane_id: ")

@@ -1,0 +1,498 @@
+"""Claims that name their execution: by a grant, and for an operator; they leave what a search leaves."""
+
+import json
+from typing import Any
+from uuid import UUID
+
+import pytest
+
+from engine.grants import claim_named, claim_resumed, grant, granted, known, resumable, worker
+from engine.state import ACTIVE, attempts, claim, ids, refused, revoke, told, vector
+from flowfabric.engine.engine import Engine
+from flowfabric.engine.execution.retention import GRANT_MEMORY_MS
+from flowfabric.model.errors import BugError, ConflictError, EngineError
+from flowfabric.model.grants import Granted, GrantedClaim, NotReclaimable, ResumeToken
+from flowfabric.model.ids import mint_uuid_texts
+from flowfabric.model.outcomes import ClaimedExecution, Completed, Renewed
+from flowfabric.model.states import AttemptType, HandleKind
+from flowfabric.reconcile.loop import Reconciler
+
+LEASE = "01a1def0-0000-7000-8000-000000000001"
+ATTEMPT = "01a1def0-0000-7000-8000-000000000002"
+NEW: dict[str, Any] = {"worker_id": "unheard", "worker_instance_id": "unheard-of"}
+
+
+@pytest.fixture
+async def engine(engine: Engine) -> Engine:
+    """An engine with a key to sign grants with, that knows the worker who searches."""
+    await known(engine)
+    return engine
+
+
+# By a grant.
+
+
+async def test_a_grant_is_turned_into_a_lease(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
+    waiting = await given.created(tags={"a.b": "c"}, payload_encoding="json", priority=7)
+    await grant(engine, waiting)
+    now = await clock.advance(seconds=1)
+    claimed = await claim_named(
+        engine,
+        waiting,
+        lease_ttl_ms=9000,
+        lease_id=LEASE,
+        attempt_id=ATTEMPT,
+        expected_attempt_index=4,
+        attempt_policy_json='{"model": "small"}',
+        attempt_timeout_ms=3000,
+        execution_deadline_at=now + 60_000,
+    )
+    assert isinstance(claimed, ClaimedExecution)
+    assert (str(claimed.lease_id), str(claimed.attempt_id)) == (LEASE, ATTEMPT)
+    assert (claimed.lease_epoch, claimed.attempt_index, claimed.attempt_type) == (1, 0, AttemptType.INITIAL)
+    assert claimed.lease_expires_at == now + 9000
+    assert (claimed.tags, claimed.payload_encoding, claimed.priority) == ({"a.b": "c"}, "json", 7)
+    assert (claimed.execution_kind, claimed.input_payload, claimed.lane_id) == ("job", b'{"a": 1}', "default")
+    handle = claimed.handle
+    assert (handle.kind, handle.fence.lease_id, handle.lease_ttl_ms) == (HandleKind.FRESH, claimed.lease_id, 9000)
+    assert handle.worker_instance_id == "pool-1"
+    row = await rows.execution(waiting)
+    assert vector(row) == ACTIVE
+    assert (str(row["lease_id"]), str(row["attempt_id"]), row["lease_epoch"]) == (LEASE, ATTEMPT, 1)
+    assert (row["lease_expires_at"], row["claimed_at"], row["started_at"]) == (now + 9000, now, now)
+    assert (row["attempt_timeout_at"], row["deadline_at"]) == (now + 3000, now + 60_000)
+    assert (json.loads(row["attempt_policy"]), row["granted_until"]) == ({"model": "small"}, None)
+    assert await rows.of("claim_grant") == []
+    assert await told(rows, waiting) == ["acquired"]
+    await engine.renew(handle)
+    await engine.complete(handle, b"done")
+    (attempt,) = await attempts(rows, waiting)
+    assert (str(attempt["attempt_id"]), json.loads(attempt["policy"])) == (ATTEMPT, {"model": "small"})
+
+
+async def test_what_a_claim_by_grant_does_not_say_is_minted_or_comes_from_the_policy(
+    engine: Engine, given: Any, rows: Any, clock: Any
+) -> None:
+    now = await clock.now()
+    policy = {"timeout_policy": {"attempt_timeout_ms": 4000, "execution_deadline_ms": 50_000}}
+    waiting = await given.created(policy=policy)
+    await grant(engine, waiting)
+    claimed = await claim_named(engine, waiting, execution_deadline_at=0)
+    row = await rows.execution(waiting)
+    assert (row["attempt_timeout_at"], row["deadline_at"]) == (now + 4000, now + 50_000)
+    assert (claimed.attempt_timeout_ms, claimed.execution_deadline_at) == (4000, now + 50_000)
+    assert row["lease_expires_at"] == now + 30_000
+    assert row["lease_id"] == row["attempt_id"] == claimed.attempt_id
+    assert UUID(str(claimed.lease_id)).version == 7
+
+
+async def test_ids_of_the_callers_own_need_not_differ_between_executions(engine: Engine, given: Any) -> None:
+    handles = []
+    for _ in range(3):
+        waiting = await given.created()
+        await grant(engine, waiting)
+        handles.append((await claim_named(engine, waiting, lease_id=LEASE, attempt_id=ATTEMPT)).handle)
+    assert [type(one) for one in await engine.renew_many(handles)] == [Renewed] * 3
+    completed = await engine.complete_many([(handle, None) for handle in handles])
+    assert [type(one) for one in completed] == [Completed] * 3
+
+
+async def test_a_timeout_of_zero_is_none(engine: Engine, given: Any, rows: Any) -> None:
+    waiting = await given.created(policy={"timeout_policy": {"attempt_timeout_ms": 4000}})
+    await grant(engine, waiting)
+    await claim_named(engine, waiting, attempt_timeout_ms=0)
+    assert (await rows.execution(waiting))["attempt_timeout_at"] is None
+
+
+async def test_another_process_of_the_pool_may_use_its_grant(engine: Engine, given: Any) -> None:
+    waiting = await given.created()
+    await grant(engine, waiting)
+    claimed = await claim_named(engine, waiting, worker_instance_id="pool-2")
+    assert claimed.handle.worker_instance_id == "pool-2"
+
+
+async def test_a_retry_is_claimed_by_grant_as_one(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
+    failed = await given.backing_off(delay_ms=10)
+    await clock.advance(ms=10)
+    await engine.delays.promote_due()
+    await grant(engine, failed.execution_id)
+    claimed = await claim_named(engine, failed.execution_id)
+    assert (claimed.attempt_type, claimed.attempt_index, claimed.retry_count) == (AttemptType.RETRY, 1, 1)
+    row = await rows.execution(failed.execution_id)
+    assert (row["retry_reason"], row["previous_attempt_index"]) == ("no luck", 0)
+
+
+@pytest.mark.parametrize(
+    ("stored", "argument", "kept"),
+    [('{"of": "failure"}', '{"of": "claim"}', "claim"), ('{"of": "failure"}', None, "failure"), (None, None, None)],
+    ids=["claim over failure", "failure", "none"],
+)
+async def test_the_policy_of_an_attempt_is_that_of_its_claim_else_that_of_the_failure_before(
+    engine: Engine, given: Any, rows: Any, clock: Any, stored: str | None, argument: str | None, kept: str | None
+) -> None:
+    handle = await given.claimed(policy={"retry_policy": {"backoff": {"type": "fixed", "delay_ms": 10}}})
+    await engine.fail_execution(
+        execution_id=handle.execution_id,
+        lease_id=handle.lease_id,
+        lease_epoch=handle.lease_epoch,
+        attempt_id=handle.attempt_id,
+        failure_reason="x",
+        next_attempt_policy_json=stored,
+    )
+    await clock.advance(ms=10)
+    await engine.delays.promote_due()
+    await grant(engine, handle.execution_id)
+    claimed = await claim_named(engine, handle.execution_id, attempt_policy_json=argument)
+    await engine.complete(claimed.handle)
+    policies = [attempt["policy"] for attempt in await attempts(rows, handle.execution_id)]
+    assert [policy and json.loads(policy) for policy in policies] == [None, kept and {"of": kept}]
+
+
+async def test_a_grant_of_a_lost_lease_is_turned_into_a_reclaimed_one(engine: Engine, given: Any, rows: Any) -> None:
+    lost = await given.reclaimable()
+    await granted(engine)
+    claimed = await claim_named(engine, lost.execution_id, lease_id=LEASE, attempt_id=ATTEMPT)
+    assert (claimed.handle.kind, claimed.attempt_type) == (HandleKind.RECLAIMED, AttemptType.RECLAIM)
+    assert (str(claimed.lease_id), str(claimed.attempt_id), claimed.lease_epoch) == (LEASE, ATTEMPT, 2)
+    assert (await rows.execution(lost.execution_id))["reclaim_count"] == 1
+    (interrupted,) = await attempts(rows, lost.execution_id)
+    assert interrupted["attempt_state"] == "interrupted_reclaimed"
+    assert await told(rows, lost.execution_id) == ["acquired", "expired", "reclaimed"]
+    assert await rows.of("claim_grant") == []
+
+
+@pytest.mark.parametrize("state", ["delayed", "backing_off", "claimed", "reclaimable", "completed", "cancelled"])
+async def test_what_does_not_wait_is_not_leaseable(engine: Engine, given: Any, rows: Any, state: str) -> None:
+    made = await getattr(given, state)()
+    execution_id = getattr(made, "execution_id", made)
+    async with rows.unchanged():
+        await refused(claim_named(engine, execution_id), "execution_not_leaseable")
+
+
+async def test_an_attempt_that_goes_on_is_for_the_other_claim(engine: Engine, given: Any, rows: Any) -> None:
+    parked = await resumable(given)
+    await grant(engine, parked)
+    async with rows.unchanged():
+        await refused(claim_named(engine, parked), "use_claim_resumed_execution")
+        await refused(claim_named(engine, parked, "other"), "use_claim_resumed_execution")
+
+
+async def test_without_a_grant_of_ones_own_there_is_no_claim(engine: Engine, given: Any, rows: Any) -> None:
+    waiting = await given.created()
+    async with rows.unchanged():
+        await refused(claim_named(engine, waiting), "invalid_claim_grant")
+    await grant(engine, waiting)
+    async with rows.unchanged():
+        await refused(claim_named(engine, waiting, "other"), "invalid_claim_grant")
+    assert await claim_named(engine, waiting)
+
+
+async def test_a_lapsed_grant_is_refused_and_left(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
+    waiting = await given.created()
+    await grant(engine, waiting)
+    await clock.advance(ms=5000)
+    async with rows.unchanged():
+        await refused(claim_named(engine, waiting), "claim_grant_expired")
+        await refused(claim_named(engine, waiting, "other"), "invalid_claim_grant")
+
+
+async def test_only_the_worker_of_a_lapsed_grant_is_told_that_it_has_lapsed_until_it_is_forgotten(
+    engine: Engine, given: Any, rows: Any, clock: Any
+) -> None:
+    waiting, ungranted = await given.created(), await given.created()
+    await grant(engine, waiting)
+    await clock.advance(ms=5000 + GRANT_MEMORY_MS - 1)
+    async with rows.unchanged():
+        await Reconciler(engine).catch_up()
+        await refused(claim_named(engine, waiting), "claim_grant_expired")
+        await refused(claim_named(engine, waiting, "other"), "invalid_claim_grant")
+        await refused(claim_named(engine, ungranted), "invalid_claim_grant")
+    await clock.advance(ms=1)
+    await Reconciler(engine).catch_up()
+    assert await rows.of("claim_grant") == []
+    async with rows.unchanged():
+        for worker_id in ("worker", "other"):
+            await refused(claim_named(engine, waiting, worker_id), "invalid_claim_grant")
+    await grant(engine, waiting, "other")
+    async with rows.unchanged():
+        await refused(claim_named(engine, waiting), "invalid_claim_grant")
+
+
+async def test_a_refused_claim_leaves_no_name_of_its_worker_behind(engine: Engine, given: Any, rows: Any) -> None:
+    waiting, running = await given.created(lane_id="quiet"), await given.claimed()
+    before = await rows.of("worker_identity")
+    granted_to_another: Any = (await grant(engine, await resumable(given), "worker")).grant
+    token = ResumeToken(grant=granted_to_another.for_resume("default"), **NEW)
+    for call in (
+        engine.claim_execution(execution_id=waiting, lane_id="quiet", **NEW),
+        engine.claim_resumed_execution(execution_id=waiting, lane_id="quiet", **NEW),
+        engine.claim_from_resume_grant(token),
+        fused(engine, running.execution_id),
+    ):
+        with pytest.raises(EngineError):
+            await call
+    answer = await engine.reclaim_execution(execution_id=waiting, lane_id="quiet", **NEW)
+    assert isinstance(answer, NotReclaimable)
+    assert await rows.of("worker_identity") == before
+
+
+async def test_a_worker_has_one_number_however_often_it_claims(
+    engines: Any, engine: Engine, given: Any, rows: Any
+) -> None:
+    other = await engines()
+    numbers = set()
+    for one in (engine, engine, engine, other, other):
+        waiting = await given.created()
+        await grant(one, waiting, "newcomer")
+        await claim_named(one, waiting, "newcomer")
+        numbers.add((await rows.execution(waiting))["worker_no"])
+    (identity,) = await rows.of("worker_identity", worker_id="newcomer")
+    assert numbers == {identity["worker_no"]}
+
+
+async def test_a_grant_is_used_once(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
+    waiting = await given.created(policy={"retry_policy": {"backoff": {"type": "fixed", "delay_ms": 1}}})
+    await grant(engine, waiting, grant_ttl_ms=60_000)
+    claimed = await claim_named(engine, waiting)
+    await engine.fail(claimed.handle, reason="again")
+    await clock.advance(ms=1)
+    await engine.delays.promote_due()
+    async with rows.unchanged():
+        await refused(claim_named(engine, waiting), "invalid_claim_grant")
+
+
+async def test_a_reclaim_grant_of_another_worker_or_past_its_end_does_not_count(
+    engine: Engine, given: Any, rows: Any, clock: Any
+) -> None:
+    lost = await given.reclaimable()
+    await granted(engine, "other")
+    async with rows.unchanged():
+        await refused(claim_named(engine, lost.execution_id), "execution_not_leaseable")
+    await clock.advance(ms=5000)
+    async with rows.unchanged():
+        await refused(claim_named(engine, lost.execution_id, "other"), "execution_not_leaseable")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "code"),
+    [
+        ({"execution_id": "x"}, "invalid_input"),
+        ({"execution_id": "{fp:256}:11111111-2222-4333-8444-555555555555"}, "invalid_input"),
+        ({"execution_id": "{fp:40000}:11111111-2222-4333-8444-555555555555"}, "invalid_input"),
+        ({"lane_id": "mail"}, "invalid_input"),
+        ({"lane_id": "ä"}, "invalid_input"),
+        ({"worker_id": ""}, "invalid_input"),
+        ({"worker_instance_id": "a b"}, "invalid_input"),
+        ({"lease_ttl_ms": 0}, "invalid_input"),
+        ({"lease_ttl_ms": 2**32}, "invalid_input"),
+        ({"lease_id": "x"}, "invalid_input"),
+        ({"attempt_id": 7}, "invalid_input"),
+        ({"expected_attempt_index": -1}, "invalid_input"),
+        ({"expected_attempt_index": 2**31}, "invalid_input"),
+        ({"attempt_timeout_ms": -1}, "invalid_input"),
+        ({"execution_deadline_at": 2**63}, "invalid_input"),
+        ({"attempt_policy_json": "{"}, "invalid_policy_json"),
+        ({"attempt_policy_json": "[]"}, "invalid_policy_json"),
+        ({"attempt_policy_json": {}}, "invalid_policy_json"),
+    ],
+    ids=str,
+)
+async def test_malformed_arguments_of_a_claim_are_refused(
+    engine: Engine, given: Any, rows: Any, wrong: dict[str, Any], code: str
+) -> None:
+    waiting = await given.created()
+    await grant(engine, waiting)
+    async with rows.unchanged():
+        await refused(engine.claim_execution(**{"execution_id": waiting, **worker(), **wrong}), code)
+    assert await claim_named(engine, waiting)
+
+
+async def test_a_running_attempt_on_a_row_that_waits_is_a_bug(
+    engine: Engine, given: Any, connection: Any, rows: Any
+) -> None:
+    waiting = await given.created()
+    await connection.execute("update execution set attempt_state = 'running_attempt'")
+    async with rows.unchanged():
+        for call in (
+            claim_named(engine, waiting),
+            engine.issue_grant_and_claim(execution_id=waiting, lane_id="default", lease_duration_ms=1000),
+        ):
+            refusal = await refused(call, "active_attempt_exists")
+            assert isinstance(refusal, ConflictError)
+            assert not isinstance(refusal, BugError)
+
+
+# For an operator.
+
+
+async def fused(engine: Engine, execution_id: str, **overrides: Any) -> GrantedClaim:
+    return await engine.issue_grant_and_claim(
+        **{"execution_id": execution_id, "lane_id": "default", "lease_duration_ms": 9000, **overrides}
+    )
+
+
+async def test_an_operator_leases_what_waits(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
+    now = await clock.now()
+    waiting = await given.created(policy={"routing_requirements": {"required_capabilities": ["gpu"]}})
+    answer = await fused(engine, waiting)
+    row = await rows.execution(waiting)
+    assert answer == GrantedClaim(lease_id=row["lease_id"], lease_epoch=1, attempt_index=0)
+    assert (vector(row), row["lease_expires_at"]) == (ACTIVE, now + 9000)
+    (identity,) = await rows.of("worker_identity", worker_no=row["worker_no"])
+    assert (identity["worker_id"], identity["worker_instance_id"]) == ("operator", "operator")
+    assert await told(rows, waiting) == ["acquired issue_grant_and_claim"]
+    assert await rows.of("claim_grant") == []
+
+
+async def test_an_operator_leases_what_may_go_on(engine: Engine, given: Any, rows: Any) -> None:
+    parked = await resumable(given)
+    answer = await fused(engine, parked)
+    row = await rows.execution(parked)
+    assert answer == GrantedClaim(lease_id=row["lease_id"], lease_epoch=2, attempt_index=0)
+    assert (await told(rows, parked))[-1] == "acquired issue_grant_and_claim_resumed"
+
+
+async def test_an_operator_needs_no_signing_key(engine: Engine, given: Any, connection: Any) -> None:
+    await connection.execute("delete from signing_key")
+    assert await fused(engine, await given.created())
+
+
+@pytest.mark.parametrize(
+    ("state", "code"),
+    [
+        ("delayed", "execution_not_in_eligible_set"),
+        ("backing_off", "execution_not_in_eligible_set"),
+        ("claimed", "execution_not_eligible"),
+        ("reclaimable", "execution_not_eligible"),
+        ("completed", "execution_not_eligible"),
+    ],
+)
+async def test_an_operator_leases_only_what_may_run(
+    engine: Engine, given: Any, rows: Any, state: str, code: str
+) -> None:
+    made = await getattr(given, state)()
+    execution_id = getattr(made, "execution_id", made)
+    async with rows.unchanged():
+        await refused(fused(engine, execution_id), code)
+
+
+async def test_an_operator_does_not_wake_an_attempt_before_its_time(
+    engine: Engine, given: Any, rows: Any, clock: Any
+) -> None:
+    handle = await given.claimed()
+    await engine.delay(handle, await clock.now() + 1000)
+    async with rows.unchanged():
+        await refused(fused(engine, handle.execution_id), "execution_not_eligible")
+
+
+async def test_an_operator_respects_grants_and_lanes(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
+    parked = await resumable(given)
+    waiting = await given.created()
+    await engine.set_lane_state("default", "paused")
+    async with rows.unchanged():
+        await refused(fused(engine, waiting), "execution_not_in_eligible_set")
+        await refused(fused(engine, waiting, lane_id="mail"), "invalid_input")
+        await refused(fused(engine, waiting, lease_duration_ms=0), "invalid_input")
+        await refused(fused(engine, f"{{fp:86}}:{mint_uuid_texts(1)[0]}"), "execution_not_found")
+    assert await fused(engine, parked)
+    await engine.set_lane_state("default", "active")
+    await grant(engine, waiting)
+    await engine.set_lane_state("default", "paused")
+    async with rows.unchanged():
+        await refused(fused(engine, waiting), "grant_already_exists")
+    await engine.set_lane_state("default", "active")
+    await clock.advance(ms=5000)
+    assert await fused(engine, waiting)
+    assert await rows.of("claim_grant") == []
+
+
+# The same row, however it was claimed.
+
+_OWN = {"execution_id", "partition_key", "place", "queue_no", "lane_no", "lease_id", "attempt_id", "event_id", "xid"}
+
+
+async def _fresh(given: Any, lane: str) -> str:
+    return str(
+        await given.created(
+            lane_id=lane,
+            tags={"ff.instance_id": "one"},
+            policy={"timeout_policy": {"attempt_timeout_ms": 4000, "execution_deadline_ms": 10**9}},
+        )
+    )
+
+
+async def _retry(given: Any, lane: str) -> str:
+    handle = await given.backing_off(lane_id=lane, delay_ms=1)
+    await given.clock.advance(ms=1)
+    await given.engine.delays.promote_due()
+    return str(handle.execution_id)
+
+
+async def _resumed(given: Any, lane: str) -> str:
+    policy = {"timeout_policy": {"attempt_timeout_ms": 4000}}
+    handle = await given.claimed(lane_id=lane, policy=policy)
+    await given.clock.advance(ms=1000)
+    await given.engine.wait_children(handle)
+    return str(handle.execution_id)
+
+
+async def _lapsed(given: Any, lane: str) -> str:
+    handle = await given.reclaimable(lane_id=lane, policy={"timeout_policy": {"attempt_timeout_ms": 10**6}})
+    return str(handle.execution_id)
+
+
+async def _lapsed_retry(given: Any, lane: str) -> str:
+    await _retry(given, lane)
+    handle = (await given.claim(lane_id=lane)).handle
+    await given.clock.advance(seconds=31)
+    await given.engine.lease_expiry.mark_expired([handle.execution_id])
+    return str(handle.execution_id)
+
+
+async def _lapsed_resumed(given: Any, lane: str) -> str:
+    await _resumed(given, lane)
+    handle = (await given.claim(lane_id=lane, lease_ttl_ms=10)).handle
+    await given.clock.advance(ms=11)
+    await given.engine.lease_expiry.mark_expired([handle.execution_id])
+    return str(handle.execution_id)
+
+
+async def _revoked(given: Any, lane: str) -> str:
+    handle = await given.claimed(lane_id=lane)
+    await revoke(given.clock._connection, handle.execution_id)
+    return str(handle.execution_id)
+
+
+@pytest.mark.parametrize(
+    "state", [_fresh, _retry, _resumed, _lapsed, _lapsed_retry, _lapsed_resumed, _revoked], ids=lambda one: one.__name__
+)
+async def test_a_named_claim_leaves_what_a_search_leaves(
+    engine: Engine, given: Any, rows: Any, clock: Any, state: Any
+) -> None:
+    # Both run through the same moments of a standing clock.
+    began = await clock.now()
+    searched = await state(given, "one")
+    later = await clock.advance(ms=100)
+    (by_search,) = await claim(engine, "one", worker_id="pool", worker_instance_id="pool-1", lease_ttl_ms=7000)
+    await clock.set(began)
+    named = await state(given, "two")
+    await clock.set(later)
+    if state is _resumed:
+        by_name = await claim_resumed(engine, named, lane_id="two", lease_ttl_ms=7000)
+    else:
+        assert isinstance(await engine.claim_for_worker(**worker(lane_id="two")), Granted)
+        by_name = await claim_named(engine, named, lane_id="two", lease_ttl_ms=7000)
+    assert ids([by_search, by_name]) == [searched, named]
+
+    def shared(row: dict[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in row.items() if name not in _OWN}
+
+    one, two = await rows.execution(searched), await rows.execution(named)
+    assert shared(one) == shared(two)
+    assert (one["attempt_id"] == one["lease_id"]) == (two["attempt_id"] == two["lease_id"])
+    for find in (attempts, lambda rows, found: rows.events(found)):
+        ones, twos = await find(rows, searched), await find(rows, named)
+        assert [shared(row) for row in ones] == [shared(row) for row in twos]
+    for field in ("attempt_type", "attempt_index", "lease_epoch", "lease_expires_at", "policy", "tags", "retry_count"):
+        assert getattr(by_search, field) == getattr(by_name, field), field
+    assert by_search.handle.kind == by_name.handle.kind

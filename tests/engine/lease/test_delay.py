@@ -1,0 +1,496 @@
+"""Putting a run aside: what is kept while it waits, how it goes on, and how it may still end."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from engine.state import (
+    ACTIVE,
+    BACKING_OFF,
+    CANCELLED,
+    COMPLETED,
+    FAILED,
+    LAPSED,
+    PARKED,
+    RESUMABLE,
+    attempts,
+    claim,
+    lease_left,
+    refused,
+    told,
+    vector,
+)
+from flowfabric.engine.engine import Engine
+from flowfabric.model.handle import Handle
+from flowfabric.model.outcomes import RetryScheduled
+from flowfabric.model.states import AttemptType, HandleKind, PublicState
+
+EXPIRED = "terminal/unowned/not_applicable/none/expired/attempt_terminal/expired"
+RETRYING = {"retry_policy": {"max_retries": 1, "backoff": {"type": "fixed", "delay_ms": 1000}}}
+TIMED = {"timeout_policy": {"attempt_timeout_ms": 10_000}}
+
+Parking = Callable[[Engine, Handle], Awaitable[None]]
+
+PARKINGS: dict[str, Parking] = {
+    "worker_delay": lambda engine, handle: engine.delay(handle, 0),
+    "waiting_children": lambda engine, handle: engine.wait_children(handle),
+    "handed_back": lambda engine, handle: engine.hand_back(handle),
+}
+
+each_parking = pytest.mark.parametrize("marker", PARKINGS)
+
+
+async def resumed(engine: Engine, handle: Handle, marker: str = "worker_delay") -> Any:
+    """The claim that goes on with a run after it was put aside."""
+    await PARKINGS[marker](engine, handle)
+    (claimed,) = await claim(engine)
+    assert claimed.execution_id == handle.execution_id
+    return claimed
+
+
+async def test_a_delay_gives_up_the_lease_and_keeps_the_attempt(
+    engine: Engine, given: Any, rows: Any, clock: Any
+) -> None:
+    began = await clock.now()
+    claimed = await given.run(tags={"ff.instance_id": "i-1"}, execution_deadline_at=began + 3_600_000)
+    worker_no = (await rows.execution(claimed.execution_id))["worker_no"]
+    now = await clock.advance(seconds=1)
+    await engine.delay(claimed.handle, now + 60_000)
+    row = await rows.execution(claimed.execution_id)
+    assert vector(row) == PARKED
+    assert (row["delay_until"], row["blocking_detail"]) == (now + 60_000, f"delayed until {now + 60_000}")
+    assert (row["due_at"], row["deadline_at"]) == (now + 60_000, began + 3_600_000)
+    assert (row["attempt_id"], row["attempt_count"], row["attempt_stored"]) == (claimed.attempt_id, 1, True)
+    assert (row["lease_epoch"], row["retry_count"], row["completed_at"], lease_left(row)) == (1, 0, None, {})
+    assert {row[stamp] for stamp in ("last_transition_at", "last_mutation_at")} == {now}
+    assert row["started_at"] == began
+    (attempt,) = await attempts(rows, claimed.execution_id)
+    assert (attempt["attempt_state"], attempt["suspension_marker"]) == ("suspended", "worker_delay")
+    assert (attempt["started_at"], attempt["suspended_at"], attempt["ended_at"]) == (began, now, None)
+    assert (attempt["attempt_id"], attempt["attempt_index"], attempt["resumed_at"]) == (claimed.attempt_id, 0, None)
+    assert (attempt["lease_id"], attempt["lease_epoch"], attempt["worker_no"]) == (claimed.lease_id, 1, worker_no)
+    assert (attempt["failure_reason"], attempt["failure_category"], attempt["result_payload"]) == (None, None, None)
+    assert await told(rows, claimed.execution_id) == ["acquired", "released worker_delay"]
+    event = (await rows.events(claimed.execution_id))[1]
+    assert (event["lease_id"], event["attempt_index"], event["instance_tag"]) == (claimed.lease_id, 0, "i-1")
+    (shown,) = await rows.of("attempt_all", execution_id=claimed.execution_id[-36:])
+    assert shown["attempt_state"] == "suspended"
+
+
+async def test_waiting_for_children_without_any_may_go_on_at_once(
+    engine: Engine, given: Any, rows: Any, clock: Any
+) -> None:
+    claimed = await given.run()
+    now = await clock.advance(seconds=1)
+    await engine.wait_children(claimed.handle)
+    row = await rows.execution(claimed.execution_id)
+    assert vector(row) == RESUMABLE
+    assert (row["delay_until"], row["due_at"], row["blocking_detail"], lease_left(row)) == (None, None, None, {})
+    assert (row["attempt_id"], row["attempt_count"], row["attempt_stored"]) == (claimed.attempt_id, 1, True)
+    assert {row[stamp] for stamp in ("last_transition_at", "last_mutation_at")} == {now}
+    (attempt,) = await attempts(rows, claimed.execution_id)
+    assert (attempt["attempt_state"], attempt["suspension_marker"]) == ("suspended", "waiting_children")
+    assert (attempt["suspended_at"], attempt["ended_at"]) == (now, None)
+    assert await told(rows, claimed.execution_id) == ["acquired", "released waiting_children"]
+    assert await engine.read_execution_state(claimed.execution_id) == PublicState.RESUMABLE
+
+
+async def test_a_run_that_is_handed_back_may_be_claimed_at_once(
+    engine: Engine, given: Any, rows: Any, clock: Any
+) -> None:
+    claimed = await given.run(policy={**RETRYING, **TIMED})
+    now = await clock.advance(seconds=1)
+    await engine.hand_back(claimed.handle)
+    row = await rows.execution(claimed.execution_id)
+    assert (vector(row), row["blocking_detail"], lease_left(row)) == (RESUMABLE, None, {})
+    assert (row["retry_count"], row["reclaim_count"], row["remaining_attempt_timeout_ms"]) == (0, 0, 9000)
+    (attempt,) = await attempts(rows, claimed.execution_id)
+    assert (attempt["attempt_state"], attempt["suspension_marker"]) == ("suspended", "handed_back")
+    assert (attempt["suspended_at"], attempt["ended_at"]) == (now, None)
+    (again,) = await claim(engine)
+    assert (again.attempt_id, again.attempt_index, again.attempt_type) == (claimed.attempt_id, 0, AttemptType.INITIAL)
+    assert (again.handle.kind, again.retry_count, again.attempt_timeout_ms) == (HandleKind.RESUMED, 0, 9000)
+    assert (await rows.execution(claimed.execution_id))["reclaim_count"] == 0
+    assert await told(rows, claimed.execution_id) == ["acquired", "released handed_back", "acquired claim_resumed"]
+
+
+async def test_a_delay_is_over_when_its_time_has_come(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
+    now = await clock.now()
+    handle = await given.claimed(execution_deadline_at=now + 60_000)
+    await engine.delay(handle, now + 1000)
+    await clock.advance(ms=999)
+    assert await engine.delays.promote_due() == 0
+    assert await claim(engine) == []
+    now = await clock.advance(ms=1)
+    assert await engine.delays.promote_due() == 1
+    row = await rows.execution(handle.execution_id)
+    assert (vector(row), row["delay_until"], row["blocking_detail"]) == (RESUMABLE, None, None)
+    assert (row["last_transition_at"], row["deadline_at"]) == (now, now + 59_000)
+
+
+@pytest.mark.parametrize("ago_ms", [0, 1, 86_400_000])
+async def test_a_delay_into_the_past_is_due_at_once(
+    engine: Engine, given: Any, rows: Any, clock: Any, ago_ms: int
+) -> None:
+    handle = await given.claimed()
+    now = await clock.now()
+    # The sweeps have seen everything up to now and do not look back.
+    engine._lifecycle.store.due_watermark.reach(now)
+    await engine.delay(handle, now - ago_ms)
+    row = await rows.execution(handle.execution_id)
+    assert (vector(row), row["delay_until"], row["due_at"]) == (PARKED, now - ago_ms, now)
+    assert await engine.delays.promote_due() == 1
+    assert vector(await rows.execution(handle.execution_id)) == RESUMABLE
+
+
+async def test_a_time_no_clock_shows_is_refused(engine: Engine, given: Any, rows: Any) -> None:
+    handle = await given.claimed()
+    wrong: list[Any] = [-1, 2**62, 1.5, "1", None, True]
+    async with rows.unchanged():
+        for value in wrong:
+            await refused(engine.delay(handle, value), "invalid_input", "delay_until")
+
+
+@each_parking
+async def test_the_next_claim_goes_on_with_the_same_attempt(
+    engine: Engine, given: Any, rows: Any, clock: Any, marker: str
+) -> None:
+    began = await clock.now()
+    first = await given.run(policy=RETRYING)
+    parked_at = await clock.advance(seconds=1)
+    await PARKINGS[marker](engine, first.handle)
+    now = await clock.advance(seconds=1)
+    (again,) = await claim(engine)
+    assert again.handle.kind is HandleKind.RESUMED
+    assert (again.attempt_id, again.attempt_index, again.attempt_type) == (first.attempt_id, 0, AttemptType.INITIAL)
+    assert (again.lease_epoch, again.lease_id != first.lease_id) == (2, True)
+    row = await rows.execution(first.execution_id)
+    assert (vector(row), row["attempt_count"], row["started_at"]) == (ACTIVE, 1, began)
+    assert (row["delay_until"], row["attempt_stored"]) == (None, True)
+    assert (await told(rows, first.execution_id))[2:] == ["acquired claim_resumed"]
+    (shown,) = await rows.of("attempt_all", execution_id=first.execution_id[-36:])
+    assert (shown["attempt_state"], shown["started_at"], shown["resumed_at"]) == ("started", began, now)
+    assert (shown["suspended_at"], shown["suspension_marker"]) == (parked_at, None)
+    assert (shown["lease_id"], shown["lease_epoch"]) == (again.lease_id, 2)
+
+
+@each_parking
+async def test_the_time_left_to_the_attempt_is_kept_while_it_waits(
+    engine: Engine, given: Any, rows: Any, clock: Any, marker: str
+) -> None:
+    handle = await given.claimed(policy=TIMED)
+    await clock.advance(ms=2_500)
+    await PARKINGS[marker](engine, handle)
+    row = await rows.execution(handle.execution_id)
+    assert (row["attempt_timeout_at"], row["remaining_attempt_timeout_ms"]) == (None, 7_500)
+    await clock.advance(seconds=3600)
+    assert await engine.timeouts.expire_due() == 0
+    (again,) = await claim(engine)
+    row = await rows.execution(handle.execution_id)
+    assert (row["attempt_timeout_at"], row["remaining_attempt_timeout_ms"]) == (await clock.now() + 7_500, None)
+    await clock.advance(ms=500)
+    await PARKINGS[marker](engine, again.handle)
+    assert (await rows.execution(handle.execution_id))["remaining_attempt_timeout_ms"] == 7_000
+
+
+@each_parking
+async def test_an_attempt_whose_time_was_up_goes_on_for_a_moment(
+    engine: Engine, given: Any, rows: Any, clock: Any, marker: str
+) -> None:
+    handle = await given.claimed(policy=TIMED)
+    await clock.advance(seconds=11)
+    await PARKINGS[marker](engine, handle)
+    assert (await rows.execution(handle.execution_id))["remaining_attempt_timeout_ms"] == 1
+    await claim(engine)
+    await clock.advance(ms=1)
+    assert await engine.timeouts.expire_due() == 1
+    assert vector(await rows.execution(handle.execution_id)) == EXPIRED
+
+
+@each_parking
+async def test_an_attempt_without_a_timeout_has_none_after_it_waited(
+    engine: Engine, given: Any, rows: Any, marker: str
+) -> None:
+    handle = await given.claimed()
+    await PARKINGS[marker](engine, handle)
+    assert (await rows.execution(handle.execution_id))["remaining_attempt_timeout_ms"] is None
+    await claim(engine)
+    assert (await rows.execution(handle.execution_id))["attempt_timeout_at"] is None
+
+
+@each_parking
+async def test_a_run_put_aside_twice_has_one_attempt(
+    engine: Engine, given: Any, rows: Any, clock: Any, marker: str
+) -> None:
+    began = await clock.now()
+    first = await given.run()
+    await clock.advance(seconds=1)
+    await engine.delay(first.handle, 0)
+    resumed_at = await clock.advance(seconds=1)
+    (again,) = await claim(engine, worker_id="other", worker_instance_id="other-1")
+    worker_no = (await rows.execution(first.execution_id))["worker_no"]
+    now = await clock.advance(seconds=1)
+    await PARKINGS[marker](engine, again.handle)
+    (attempt,) = await attempts(rows, first.execution_id)
+    assert (attempt["attempt_state"], attempt["suspension_marker"]) == ("suspended", marker)
+    assert (attempt["started_at"], attempt["resumed_at"], attempt["suspended_at"]) == (began, resumed_at, now)
+    assert (attempt["attempt_id"], attempt["ended_at"]) == (first.attempt_id, None)
+    assert (attempt["lease_id"], attempt["lease_epoch"]) == (again.lease_id, 2)
+    assert attempt["worker_no"] == worker_no
+    row = await rows.execution(first.execution_id)
+    assert (row["attempt_id"], row["attempt_count"], row["lease_epoch"]) == (first.attempt_id, 1, 2)
+
+
+async def test_what_an_attempt_came_from_stays_with_it(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
+    failed = await given.backing_off(delay_ms=1000)
+    await clock.advance(seconds=1)
+    (retry,) = await claim(engine)
+    again = await resumed(engine, retry.handle)
+    assert (again.attempt_type, again.attempt_index) == (AttemptType.RETRY, 1)
+    row = await rows.execution(failed.execution_id)
+    assert (row["previous_attempt_index"], row["retry_reason"], row["failure_reason"]) == (0, "no luck", "no luck")
+    await engine.complete(again.handle)
+    _, attempt = await attempts(rows, failed.execution_id)
+    assert (attempt["attempt_type"], attempt["previous_attempt_index"]) == ("retry", 0)
+    assert (attempt["retry_reason"], attempt["failure_reason"]) == ("no luck", None)
+
+
+@each_parking
+@pytest.mark.parametrize("form", ["complete", "complete_many"])
+async def test_a_resumed_run_completes(
+    engine: Engine, given: Any, rows: Any, clock: Any, marker: str, form: str
+) -> None:
+    began = await clock.now()
+    handle = await given.claimed()
+    again = await resumed(engine, handle, marker)
+    now = await clock.advance(seconds=1)
+    if form == "complete_many":
+        await engine.complete_many([(again.handle, b"done")])
+    else:
+        await engine.complete(again.handle, b"done")
+    row = await rows.execution(handle.execution_id)
+    assert (vector(row), row["attempt_stored"], lease_left(row)) == (COMPLETED, False, {})
+    (attempt,) = await attempts(rows, handle.execution_id)
+    assert (attempt["attempt_state"], attempt["result_payload"]) == ("ended_success", b"done")
+    assert (attempt["started_at"], attempt["resumed_at"], attempt["ended_at"]) == (began, began, now)
+    assert (attempt["suspended_at"], attempt["suspension_marker"]) == (began, None)
+    assert (attempt["lease_epoch"], attempt["lease_id"]) == (2, again.lease_id)
+    assert await engine.get_execution_result(handle.execution_id) == b"done"
+    async with rows.unchanged():
+        await engine.complete(again.handle, b"done")
+        await refused(engine.complete(handle), "lease_conflict")
+    assert await told(rows, handle.execution_id) == [
+        "acquired",
+        f"released {marker}",
+        "acquired claim_resumed",
+        "released completed>success",
+    ]
+
+
+@each_parking
+async def test_a_resumed_run_fails(engine: Engine, given: Any, rows: Any, clock: Any, marker: str) -> None:
+    handle = await given.claimed(policy=RETRYING)
+    again = await resumed(engine, handle, marker)
+    now = await clock.advance(seconds=1)
+    assert await engine.fail(again.handle, reason="busy") == RetryScheduled(delay_until=now + 1000)
+    row = await rows.execution(handle.execution_id)
+    assert (vector(row), row["attempt_stored"], row["attempt_id"]) == (BACKING_OFF, False, None)
+    (attempt,) = await attempts(rows, handle.execution_id)
+    assert (attempt["attempt_state"], attempt["failure_reason"], attempt["failure_category"]) == (
+        "ended_failure",
+        "busy",
+        "transient",
+    )
+    assert (attempt["ended_at"], attempt["suspension_marker"]) == (now, None)
+    async with rows.unchanged():
+        assert await engine.fail(again.handle, reason="busy") == RetryScheduled(delay_until=now + 1000)
+    await clock.advance(seconds=1)
+    (retry,) = await claim(engine)
+    assert (retry.handle.kind, retry.attempt_index) == (HandleKind.FRESH, 1)
+    assert (await rows.execution(handle.execution_id))["attempt_stored"] is False
+    last = await resumed(engine, retry.handle, marker)
+    await engine.fail(last.handle, reason="busy again")
+    assert vector(await rows.execution(handle.execution_id)) == FAILED
+    assert [attempt["attempt_state"] for attempt in await attempts(rows, handle.execution_id)] == ["ended_failure"] * 2
+
+
+@each_parking
+async def test_a_resumed_run_is_cancelled(engine: Engine, given: Any, rows: Any, clock: Any, marker: str) -> None:
+    by_holder, by_operator = await given.claimed(), await given.claimed()
+    for handle in (by_holder, by_operator):
+        again = await resumed(engine, handle, marker)
+        now = await clock.advance(seconds=1)
+        if handle is by_holder:
+            await engine.cancel(again.handle, "not wanted")
+        else:
+            await engine.cancel_execution(execution_id=handle.execution_id, reason="not wanted")
+        row = await rows.execution(handle.execution_id)
+        assert (vector(row), row["attempt_stored"]) == (CANCELLED, False)
+        (attempt,) = await attempts(rows, handle.execution_id)
+        assert (attempt["attempt_state"], attempt["failure_reason"]) == ("ended_cancelled", "cancelled: not wanted")
+        assert (attempt["ended_at"], attempt["suspension_marker"]) == (now, None)
+        assert (await told(rows, handle.execution_id))[3:] == ["released cancelled>cancelled"]
+
+
+@each_parking
+async def test_a_run_is_cancelled_while_it_waits(
+    engine: Engine, given: Any, rows: Any, clock: Any, marker: str
+) -> None:
+    began = await clock.now()
+    claimed = await given.run()
+    await clock.advance(seconds=1)
+    await PARKINGS[marker](engine, claimed.handle)
+    now = await clock.advance(seconds=1)
+    await engine.cancel_execution(execution_id=claimed.execution_id, reason="not wanted")
+    row = await rows.execution(claimed.execution_id)
+    assert (vector(row), row["delay_until"], row["due_at"]) == (CANCELLED, None, None)
+    assert row["attempt_id"] == claimed.attempt_id
+    (attempt,) = await attempts(rows, claimed.execution_id)
+    assert (attempt["attempt_state"], attempt["failure_reason"]) == ("ended_cancelled", "cancelled: not wanted")
+    assert (attempt["started_at"], attempt["suspended_at"], attempt["ended_at"]) == (began, now - 1000, now)
+    assert (attempt["resumed_at"], attempt["lease_id"], attempt["lease_epoch"]) == (None, claimed.lease_id, 1)
+    assert (await told(rows, claimed.execution_id))[2:] == ["ended cancelled>cancelled"]
+    assert await claim(engine) == []
+
+
+@each_parking
+async def test_a_deadline_passes_while_a_run_waits(
+    engine: Engine, given: Any, rows: Any, clock: Any, marker: str
+) -> None:
+    deadline = await clock.now() + 5_000
+    handle = await given.claimed(execution_deadline_at=deadline)
+    await PARKINGS[marker](engine, handle)
+    now = await clock.advance(seconds=5)
+    assert await engine.timeouts.expire_due() == 1
+    row = await rows.execution(handle.execution_id)
+    assert (vector(row), row["failure_reason"]) == (EXPIRED, "execution_deadline")
+    (attempt,) = await attempts(rows, handle.execution_id)
+    assert (attempt["attempt_state"], attempt["failure_reason"]) == ("ended_failure", "execution_deadline")
+    assert (attempt["failure_category"], attempt["ended_at"]) == ("timeout", now)
+    assert (await told(rows, handle.execution_id))[2:] == ["ended expired:execution_deadline>expired"]
+
+
+@each_parking
+@pytest.mark.parametrize("policy", [TIMED, TIMED | RETRYING], ids=["last", "retried"])
+async def test_a_resumed_run_times_out(
+    engine: Engine, given: Any, rows: Any, clock: Any, marker: str, policy: Any
+) -> None:
+    handle = await given.claimed(policy=policy)
+    await resumed(engine, handle, marker)
+    now = await clock.advance(seconds=10)
+    assert await engine.timeouts.expire_due() == 1
+    row = await rows.execution(handle.execution_id)
+    assert vector(row) == (EXPIRED if policy is TIMED else BACKING_OFF)
+    (attempt,) = await attempts(rows, handle.execution_id)
+    assert (attempt["attempt_state"], attempt["failure_reason"], attempt["failure_category"]) == (
+        "ended_failure",
+        "attempt_timeout",
+        "timeout",
+    )
+    assert (attempt["ended_at"], attempt["suspension_marker"]) == (now, None)
+    ending = "" if policy is not TIMED else ">expired"
+    assert (await told(rows, handle.execution_id))[3:] == [f"released expired:attempt_timeout{ending}"]
+
+
+@each_parking
+async def test_a_resumed_run_that_loses_its_lease_is_taken_over_as_a_new_attempt(
+    engine: Engine, given: Any, rows: Any, clock: Any, marker: str
+) -> None:
+    handle = await given.claimed(policy=TIMED)
+    again = await resumed(engine, handle, marker)
+    now = await clock.advance(seconds=31)
+    await engine.lease_expiry.mark_expired()
+    row = await rows.execution(handle.execution_id)
+    assert (vector(row), row["attempt_stored"]) == (LAPSED, True)
+    (taken,) = await claim(engine)
+    assert (taken.handle.kind, taken.attempt_index, taken.attempt_type) == (
+        HandleKind.RECLAIMED,
+        1,
+        AttemptType.RECLAIM,
+    )
+    row = await rows.execution(handle.execution_id)
+    assert (row["attempt_stored"], row["attempt_timeout_at"]) == (False, now + 10_000)
+    (attempt,) = await attempts(rows, handle.execution_id)
+    assert (attempt["attempt_state"], attempt["failure_reason"]) == (
+        "interrupted_reclaimed",
+        "lease_lease_expired_reclaimable",
+    )
+    assert (attempt["attempt_id"], attempt["lease_id"], attempt["lease_epoch"]) == (
+        handle.attempt_id,
+        again.lease_id,
+        2,
+    )
+    assert (attempt["ended_at"], attempt["suspension_marker"]) == (now, None)
+    await engine.complete(taken.handle)
+    assert len(await attempts(rows, handle.execution_id)) == 2
+
+
+async def test_a_resumed_run_ends_at_the_cap_on_reclaims(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
+    handle = await given.claimed(policy={"max_reclaim_count": 0})
+    await resumed(engine, handle)
+    await clock.advance(seconds=31)
+    assert await claim(engine) == []
+    row = await rows.execution(handle.execution_id)
+    assert (vector(row), row["failure_reason"]) == (FAILED, "max_reclaims_exceeded")
+    (attempt,) = await attempts(rows, handle.execution_id)
+    assert (attempt["attempt_state"], attempt["suspension_marker"]) == ("interrupted_reclaimed", None)
+
+
+@each_parking
+async def test_a_run_put_aside_holds_no_lease_any_more(engine: Engine, given: Any, rows: Any, marker: str) -> None:
+    claimed = await given.run()
+    await PARKINGS[marker](engine, claimed.handle)
+    async with rows.unchanged():
+        for parking in PARKINGS.values():
+            refusal = await refused(parking(engine, claimed.handle), "execution_not_active")
+            assert refusal.detail == {
+                "terminal_outcome": "none",
+                "lease_epoch": "1",
+                "lifecycle_phase": "runnable",
+                "attempt_id": str(claimed.attempt_id),
+            }
+        await refused(engine.complete(claimed.handle), "execution_not_active")
+        await refused(engine.fail(claimed.handle, reason="x"), "execution_not_active")
+        await refused(engine.cancel(claimed.handle, "x"), "execution_not_active")
+
+
+async def test_runs_put_aside_and_ended_in_one_moment_share_a_statement(engine: Engine, given: Any, rows: Any) -> None:
+    runs = [await given.claimed() for _ in range(8)]
+    again = [await resumed(engine, handle) for handle in runs[:4]]
+    handles = [claimed.handle for claimed in again] + runs[4:]
+    await asyncio.gather(
+        engine.complete(handles[0], b"0"),
+        engine.delay(handles[1], 0),
+        engine.wait_children(handles[2]),
+        engine.fail(handles[3], reason="x"),
+        engine.complete(handles[4], b"4"),
+        engine.delay(handles[5], 0),
+        engine.wait_children(handles[6]),
+        engine.cancel(handles[7], "x"),
+    )
+    found = [vector(await rows.execution(handle.execution_id)) for handle in handles]
+    assert found == [COMPLETED, PARKED, RESUMABLE, FAILED, COMPLETED, PARKED, RESUMABLE, CANCELLED]
+
+
+@pytest.mark.usefixtures("hints_only")
+async def test_waiting_for_children_wakes_a_waiting_claim(engine: Engine, given: Any) -> None:
+    handle = await given.claimed(lane_id="busy")
+    waiting = asyncio.create_task(claim(engine, "busy", max_wait_ms=60_000, limit=1))
+    async with asyncio.timeout(30):
+        while not engine.wakeups._waiting.get("busy"):  # noqa: ASYNC110
+            await asyncio.sleep(0)
+    await engine.wait_children(handle)
+    (claimed,) = await asyncio.wait_for(waiting, 30)
+    assert claimed.execution_id == handle.execution_id
+
+
+async def test_a_delay_sets_the_timer_of_this_process(engine: Engine, given: Any, clock: Any) -> None:
+    handle = await given.claimed()
+    engine.wakeups.next_timer = float("inf")
+    before = time.monotonic()
+    await engine.delay(handle, await clock.now() + 60_000)
+    assert engine.wakeups.timer_event.is_set()
+    assert before + 60 <= engine.wakeups.next_timer <= time.monotonic() + 60

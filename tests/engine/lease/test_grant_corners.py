@@ -1,0 +1,149 @@
+"""Corners of grants and named claims: closed lanes, times past, rows held elsewhere, JSON at its limits."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from engine.grants import claim_named, claim_resumed, grant, granted, known, reclaim, reclaim_grant, resumable, worker
+from engine.state import claim, ids, made, new, refused
+from flowfabric.engine.engine import Engine
+from flowfabric.model.errors import EngineError
+from flowfabric.model.grants import NotReclaimable
+from flowfabric.model.keys import HmacKids, VerifyingKid
+from flowfabric.model.states import PublicState
+
+GPU = {"routing_requirements": {"required_capabilities": ["gpu"]}}
+
+
+@pytest.mark.parametrize("state", ["paused", "disabled"])
+async def test_a_closed_lane_stops_claims_that_need_no_search(
+    engine: Engine, given: Any, rows: Any, clock: Any, state: str
+) -> None:
+    await known(engine)
+    lost = await given.claimed(lease_ttl_ms=1000)
+    put_aside = await resumable(given)
+    await clock.advance(seconds=2)
+    await engine.mark_lease_expired_if_due(lost.execution_id)
+    await engine.set_lane_state("default", state)
+    async with rows.unchanged():
+        await refused(claim_resumed(engine, put_aside), "execution_not_leaseable")
+        for call in (reclaim_grant, reclaim):
+            answer = await call(engine, lost.execution_id)
+            assert answer == NotReclaimable(execution_id=lost.execution_id, detail=f"lane default is {state}")
+
+
+async def test_a_deadline_given_with_a_claim_counts_even_if_it_has_passed(
+    engine: Engine, given: Any, rows: Any, clock: Any
+) -> None:
+    execution_id = await given.created()
+    await grant(engine, execution_id)
+    now = await clock.now()
+    await claim_named(engine, execution_id, execution_deadline_at=now - 60_000)
+    row = await rows.execution(execution_id)
+    assert (row["deadline_at"], row["due_at"]) == (now - 60_000, now)
+    assert await engine.timeouts.expire_due() == 1
+    assert await engine.read_execution_state(execution_id) is PublicState.EXPIRED
+
+
+async def test_a_row_somebody_holds_does_not_put_a_worse_one_of_its_queue_first(
+    engine: Engine, connection: Any
+) -> None:
+    held, worse, better = await made(
+        engine, new(priority=9000, policy=GPU), new(priority=0, policy=GPU), new(priority=5000)
+    )
+    async with connection.transaction():
+        await connection.execute("select from execution where execution_id = $1 for update", held[-36:])
+        for expected in (better, worse):
+            answer = await granted(engine, worker_capabilities=("gpu",))
+            assert answer.execution_id == expected
+    assert (await granted(engine, worker_capabilities=("gpu",))).execution_id == held
+
+
+@pytest.mark.parametrize("text", ['{"a": 1e-20000}', '{"a": "C:\\\\u0000"}', '{"a": "\\u00e9"}'])
+async def test_json_the_store_can_hold_is_taken(engine: Engine, given: Any, text: str) -> None:
+    execution_id = await given.created()
+    await grant(engine, execution_id, route_snapshot_json=text)
+    await claim_named(engine, execution_id, attempt_policy_json=text)
+
+
+@pytest.mark.parametrize("text", ['{"a": "\\u0000"}', '{"\\u0000": 1}', '[["\\u0000"]]', "{", "1e400"])
+async def test_json_the_store_cannot_hold_is_refused(engine: Engine, given: Any, rows: Any, text: str) -> None:
+    await known(engine)
+    execution_id = await given.created()
+    async with rows.unchanged():
+        await refused(grant(engine, execution_id, route_snapshot_json=text), "invalid_input")
+    await grant(engine, execution_id)
+    async with rows.unchanged():
+        await refused(claim_named(engine, execution_id, attempt_policy_json=text), "invalid_policy_json")
+
+
+async def test_a_lapse_found_by_a_refused_grant_leaves_its_stamp_last(
+    engine: Engine, given: Any, rows: Any, clock: Any
+) -> None:
+    lost = await given.claimed(lease_ttl_ms=1000, policy=GPU, capabilities=("gpu",))
+    now = await clock.advance(seconds=2)
+    answer = await reclaim_grant(engine, lost.execution_id)
+    assert answer == NotReclaimable(execution_id=lost.execution_id, detail="capability_mismatch: gpu")
+    row = await rows.execution(lost.execution_id)
+    assert (row["lease_expired_at"], row["last_capability_mismatch_at"], row["last_mutation_at"]) == (now, now, now)
+
+
+@pytest.mark.usefixtures("hints_only")
+async def test_a_lapse_found_by_a_refused_grant_wakes_who_waits_for_work(
+    engine: Engine, given: Any, clock: Any
+) -> None:
+    lost = await given.claimed(lease_ttl_ms=1000, policy=GPU, capabilities=("gpu",))
+    waiting = asyncio.create_task(claim(engine, capabilities=("gpu",), max_wait_ms=60_000))
+    async with asyncio.timeout(30):
+        while not engine.wakeups._waiting.get("default"):  # noqa: ASYNC110
+            await asyncio.sleep(0)
+    await clock.advance(seconds=2)
+    assert isinstance(await reclaim_grant(engine, lost.execution_id), NotReclaimable)
+    assert ids(await asyncio.wait_for(waiting, 30)) == [lost.execution_id]
+
+
+async def test_marked_leases_are_listed_as_of_a_time(engine: Engine, given: Any, clock: Any) -> None:
+    lost = await given.claimed(lease_ttl_ms=1000)
+    now = await clock.advance(seconds=2)
+    await engine.mark_lease_expired_if_due(lost.execution_id)
+    assert (await engine.list_expired_leases(as_of=now - 1001)).entries == ()
+    assert len((await engine.list_expired_leases(as_of=now - 1000)).entries) == 1
+
+
+async def test_a_retired_key_verifies_until_the_end_of_its_grace(engine: Engine, clock: Any) -> None:
+    await engine.rotate_waitpoint_hmac_secret_all(new_kid="k2", new_secret_hex="cd" * 32, grace_ms=500)
+    ends_at = await clock.advance(ms=500)
+    kids = HmacKids(current_kid="k2", verifying=(VerifyingKid(kid="k1", expires_at_ms=ends_at),))
+    assert await engine.list_waitpoint_hmac_kids() == kids
+    await clock.advance(ms=1)
+    assert (await engine.list_waitpoint_hmac_kids()).verifying == ()
+
+
+async def test_executions_of_one_uuid_in_several_partitions_expire_together(
+    engine: Engine, rows: Any, clock: Any
+) -> None:
+    uuid = "11111111-2222-4333-8444-555555555555"
+    now = await clock.now()
+    ids = [f"{{fp:{partition}}}:{uuid}" for partition in range(4)]
+    await made(engine, *(new(execution_id=one, execution_deadline_at=now + 10) for one in ids))
+    await clock.advance(ms=10)
+    assert await engine.timeouts.expire_due() == 4
+    assert {row["public_state"] for row in await rows.of("execution")} == {"expired"}
+    assert await engine.timeouts.expire_due() == 0
+
+
+async def test_a_claim_that_is_undone_leaves_no_number_of_its_worker_to_remember(
+    engine: Engine, given: Any, connection: Any
+) -> None:
+    waiting = await given.created()
+    await grant(engine, waiting, "newcomer")
+    await connection.execute("alter table execution add constraint nobody check (worker_no is null) not valid")
+    with pytest.raises(EngineError):
+        await engine.claim_execution(execution_id=waiting, **worker("newcomer"))
+    await connection.execute("alter table execution drop constraint nobody")
+    await engine.claim_execution(execution_id=waiting, **worker("newcomer"))
+    described = await engine.describe_execution(waiting)
+    assert described is not None
+    assert described.current_lease is not None
+    assert described.current_lease.worker_instance_id == worker("newcomer")["worker_instance_id"]

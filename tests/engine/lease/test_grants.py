@@ -1,0 +1,468 @@
+"""Grants: who may have one, what is stored of it, what it keeps others from, and how it ends by itself."""
+
+import hashlib
+import hmac
+import json
+from typing import Any
+
+import pytest
+
+from engine.grants import (
+    KID,
+    SECRET,
+    claim_named,
+    claim_resumed,
+    grant,
+    granted,
+    known,
+    reclaim_grant,
+    resumable,
+    worker,
+)
+from engine.state import ACTIVE, FAILED, WAITING, claim, ids, refused, vector
+from flowfabric.engine.core.watermark import QueueWatermarks
+from flowfabric.engine.engine import Engine
+from flowfabric.engine.execution.retention import GRANT_MEMORY_MS
+from flowfabric.engine.lease import grant as grant_family
+from flowfabric.model.grants import ClaimGrant, Granted, NoWork
+from flowfabric.model.ids import mint_uuid_texts
+
+GPU = {"routing_requirements": {"required_capabilities": ["gpu", "cuda"]}}
+
+
+@pytest.fixture
+async def engine(engine: Engine) -> Engine:
+    """An engine with a key to sign grants with, that knows the worker who searches."""
+    await known(engine)
+    return engine
+
+
+def expected_key(execution_id: str, expires_at: int, name: str = "pool", *, reclaim: bool = False) -> str:
+    """The key of a grant, made without the engine."""
+    tag, _, uuid = execution_id.partition("}:")
+    ending = "|reclaim" if reclaim else ""
+    message = f"{KID}:{tag}}}|{uuid}|{name}|{name}-1|{expires_at}{ending}"
+    digest = hmac.new(bytes.fromhex(SECRET), message.encode(), hashlib.sha256).hexdigest()
+    return f"pg:{'reclaim:' if reclaim else ''}{execution_id}:{expires_at}:{KID}:{digest}"
+
+
+# Issuing by name.
+
+
+async def test_a_grant_is_signed_and_stored_and_leaves_the_state(
+    engine: Engine, given: Any, rows: Any, clock: Any
+) -> None:
+    waiting = await given.created()
+    before = await rows.execution(waiting)
+    now = await clock.advance(seconds=1)
+    answer = await engine.issue_claim_grant(
+        execution_id=waiting,
+        **worker(),
+        worker_capabilities=["b", "a", "b"],
+        grant_ttl_ms=7000,
+        capability_hash="hash",
+        route_snapshot_json='{"route": 1}',
+        admission_summary="fine",
+    )
+    expires_at = now + 7000
+    key = expected_key(waiting, expires_at)
+    assert answer == Granted(
+        execution_id=waiting,
+        grant=ClaimGrant(execution_id=waiting, partition_key="{fp:86}", grant_key=key, expires_at_ms=expires_at),
+    )
+    (stored,) = await rows.of("claim_grant")
+    lane_no = stored.pop("lane_no")
+    assert (await rows.of("lane", lane_id="default"))[0]["lane_no"] == lane_no
+    assert json.loads(stored.pop("route_snapshot")) == {"route": 1}
+    assert stored == {
+        "partition_key": 86,
+        "execution_id": before["execution_id"],
+        "grant_id": hashlib.sha256(key.encode()).digest(),
+        "kind": "claim",
+        "worker_id": "pool",
+        "worker_instance_id": "pool-1",
+        "worker_capabilities": ["a", "b"],
+        "capability_hash": "hash",
+        "admission_summary": "fine",
+        "issued_at": now,
+        "expires_at": expires_at,
+    }
+    row = await rows.execution(waiting)
+    assert vector(row) == WAITING
+    changed = {name: row[name] for name in row if row[name] != before[name]}
+    assert changed == {"granted_until": expires_at, "last_mutation_at": now}
+    assert await rows.events(waiting) == []
+
+
+async def test_grants_live_five_seconds_unless_told(engine: Engine, given: Any, clock: Any) -> None:
+    now = await clock.now()
+    assert (await grant(engine, await given.created())).grant.expires_at_ms == now + 5000
+    await given.created()
+    assert (await granted(engine)).grant.expires_at_ms == now + 5000
+
+
+@pytest.mark.parametrize("ttl", [0, -1, 60_001, 1.5, None, "5", True])
+async def test_a_grant_lives_between_one_millisecond_and_a_minute(
+    engine: Engine, given: Any, rows: Any, ttl: Any
+) -> None:
+    lost = await given.reclaimable(lane_id="lost")
+    waiting = await given.created()
+    async with rows.unchanged():
+        await refused(grant(engine, waiting, grant_ttl_ms=ttl), "invalid_input", "grant_ttl_ms")
+        await refused(engine.claim_for_worker(**worker(), grant_ttl_ms=ttl), "invalid_input", "grant_ttl_ms")
+        await refused(
+            reclaim_grant(engine, lost.execution_id, lane_id="lost", grant_ttl_ms=ttl), "invalid_input", "grant_ttl_ms"
+        )
+    for good in (1, 60_000):
+        assert await grant(engine, await given.created(), grant_ttl_ms=good)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"execution_id": "x"},
+        {"execution_id": "{fp:256}:11111111-2222-4333-8444-555555555555"},
+        {"execution_id": "{fp:40000}:11111111-2222-4333-8444-555555555555"},
+        {"lane_id": ""},
+        {"lane_id": "mail"},
+        {"worker_id": "a b"},
+        {"worker_instance_id": ""},
+        {"capability_hash": "a\0"},
+        {"admission_summary": 7},
+        {"route_snapshot_json": "{"},
+        {"route_snapshot_json": '"\\u0000"'},
+        {"route_snapshot_json": {}},
+    ],
+    ids=str,
+)
+async def test_what_is_malformed_is_refused_before_anything_is_looked_at(
+    engine: Engine, given: Any, rows: Any, wrong: dict[str, Any]
+) -> None:
+    waiting = await given.created()
+    async with rows.unchanged():
+        await refused(engine.issue_claim_grant(**{"execution_id": waiting, **worker(), **wrong}), "invalid_input")
+    assert await grant(engine, waiting)
+
+
+async def test_an_unknown_execution_is_not_found(engine: Engine, rows: Any) -> None:
+    absent = f"{{fp:86}}:{mint_uuid_texts(1)[0]}"
+    async with rows.unchanged():
+        await refused(grant(engine, absent), "execution_not_found")
+        await refused(claim_named(engine, absent), "execution_not_found")
+        await refused(claim_resumed(engine, absent), "execution_not_found")
+
+
+@pytest.mark.parametrize("state", ["delayed", "backing_off", "claimed", "reclaimable", "completed", "cancelled"])
+async def test_only_what_waits_for_a_worker_is_granted(engine: Engine, given: Any, rows: Any, state: str) -> None:
+    made = await getattr(given, state)()
+    execution_id = getattr(made, "execution_id", made)
+    async with rows.unchanged():
+        await refused(grant(engine, execution_id), "execution_not_eligible")
+
+
+async def test_what_may_go_on_is_granted_too(engine: Engine, given: Any) -> None:
+    assert await grant(engine, await resumable(given))
+
+
+async def test_a_live_grant_keeps_every_other_out(engine: Engine, given: Any, rows: Any) -> None:
+    waiting = await given.created()
+    await grant(engine, waiting)
+    async with rows.unchanged():
+        for name in ("pool", "other"):
+            await refused(grant(engine, waiting, name), "grant_already_exists")
+            assert await engine.claim_for_worker(**worker(name)) == NoWork()
+        assert await claim(engine) == []
+        assert await engine.scan_eligible_executions(lane_id="default") == []
+
+
+@pytest.mark.parametrize("state", ["paused", "disabled"])
+async def test_nothing_is_granted_on_a_lane_without_claims(engine: Engine, given: Any, rows: Any, state: str) -> None:
+    waiting = await given.created()
+    await engine.set_lane_state("default", state)
+    async with rows.unchanged():
+        await refused(grant(engine, waiting), "execution_not_in_eligible_set", state)
+        assert await engine.claim_for_worker(**worker()) == NoWork()
+        assert await engine.scan_eligible_executions(lane_id="default") == []
+    await engine.set_lane_state("default", "draining")
+    assert await grant(engine, waiting)
+
+
+@pytest.mark.parametrize(
+    "wrong", [["a,b"], [""], ["a b"], [7], "gpu", ["y" * 5000], None, 7], ids=lambda it: str(it)[:9]
+)
+async def test_malformed_capabilities_are_refused(engine: Engine, given: Any, rows: Any, wrong: Any) -> None:
+    lost = await given.reclaimable(lane_id="lost")
+    waiting = await given.created()
+    async with rows.unchanged():
+        for call in (
+            grant(engine, waiting, worker_capabilities=wrong),
+            engine.claim_for_worker(**worker(), worker_capabilities=wrong),
+            reclaim_grant(engine, lost.execution_id, lane_id="lost", worker_capabilities=wrong),
+        ):
+            await refused(call, "invalid_capabilities", "worker:")
+
+
+async def test_a_missing_capability_is_named_and_stamped(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
+    waiting = await given.created(policy=GPU)
+    before = await rows.execution(waiting)
+    now = await clock.advance(seconds=1)
+    refusal = await refused(grant(engine, waiting, worker_capabilities=["disk"]), "capability_mismatch")
+    assert (refusal.detail, refusal.retryable) == ("cuda,gpu", True)
+    row = await rows.execution(waiting)
+    changed = {name: row[name] for name in row if row[name] != before[name]}
+    assert changed == {"last_capability_mismatch_at": now, "last_mutation_at": now}
+    assert await rows.of("claim_grant") == []
+    refusal = await refused(grant(engine, waiting, worker_capabilities=["gpu"]), "capability_mismatch")
+    assert refusal.detail == "cuda"
+    assert await grant(engine, waiting, worker_capabilities=["gpu", "cuda", "disk"])
+
+
+async def test_refusals_come_in_their_order(engine: Engine, given: Any, rows: Any) -> None:
+    waiting = await given.created(policy=GPU)
+    bad: dict[str, Any] = {"worker_capabilities": ["a b"]}
+    await engine.set_lane_state("default", "paused")
+    async with rows.unchanged():
+        await refused(grant(engine, waiting, **bad), "execution_not_in_eligible_set")
+    await engine.set_lane_state("default", "active")
+    await grant(engine, waiting, worker_capabilities=["gpu", "cuda"])
+    await engine.set_lane_state("default", "paused")
+    async with rows.unchanged():
+        await refused(grant(engine, waiting, **bad), "grant_already_exists")
+    await engine.cancel_execution(execution_id=waiting, reason="x")
+    async with rows.unchanged():
+        await refused(grant(engine, waiting, **bad), "execution_not_eligible")
+
+
+async def test_without_a_signing_key_there_are_no_grants(
+    engine: Engine, keyless: Engine, given: Any, rows: Any
+) -> None:
+    waiting = await given.created()
+    lost = await given.reclaimable(lane_id="lost")
+    async with rows.unchanged():
+        for one in (keyless, engine):
+            await refused(grant(one, waiting), "hmac_secret_not_initialized")
+            await refused(one.claim_for_worker(**worker()), "hmac_secret_not_initialized")
+            await refused(reclaim_grant(one, lost.execution_id, lane_id="lost"), "hmac_secret_not_initialized")
+
+
+async def test_a_rotation_in_another_process_counts_for_the_next_grant(
+    engine: Engine, engines: Any, given: Any
+) -> None:
+    other = await engines()
+    await grant(engine, await given.created())
+    await other.rotate_waitpoint_hmac_secret_all(new_kid="k2", new_secret_hex="cd" * 32, grace_ms=0)
+    key = (await grant(engine, await given.created())).grant.grant_key
+    assert key.split(":")[-2] == "k2"
+
+
+async def test_one_connection_is_enough_for_everything(engine: Engine, engines: Any, given: Any, clock: Any) -> None:
+    small = await engines(database_pool_size=1)
+    waiting = await given.created()
+    await grant(small, waiting, "new")
+    await claim_named(small, waiting, "new", lease_ttl_ms=1)
+    await clock.advance(ms=1)
+    await reclaim_grant(small, waiting, "newer")
+    assert await small.reclaim_execution(execution_id=waiting, **worker("newer"))
+    await given.created()
+    assert await granted(small, "newest")
+
+
+# Ending.
+
+
+async def test_a_grant_that_lapses_heals_by_itself(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
+    waiting = await given.created()
+    await grant(engine, waiting, grant_ttl_ms=1000)
+    await clock.advance(ms=999)
+    assert await claim(engine) == []
+    await clock.advance(ms=1)
+    async with rows.unchanged():
+        assert await engine.scan_eligible_executions(lane_id="default") == [waiting]
+    assert ids(await claim(engine)) == [waiting]
+    row = await rows.execution(waiting)
+    assert (vector(row), row["granted_until"]) == (ACTIVE, None)
+
+
+async def test_a_lapsed_grant_is_overwritten_by_the_next(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
+    waiting = await given.created()
+    await grant(engine, waiting, capability_hash="old", route_snapshot_json="1")
+    now = await clock.advance(ms=5000)
+    answer = await grant(engine, waiting, "other")
+    (stored,) = await rows.of("claim_grant")
+    assert (stored["worker_id"], stored["capability_hash"], stored["route_snapshot"]) == ("other", None, None)
+    assert stored["grant_id"] == hashlib.sha256(expected_key(waiting, now + 5000, "other").encode()).digest()
+    assert answer.grant.grant_key == expected_key(waiting, now + 5000, "other")
+
+
+async def test_a_lapsed_grant_goes_to_the_next_who_searches(engine: Engine, given: Any, clock: Any) -> None:
+    waiting = await given.created()
+    await granted(engine)
+    await clock.advance(ms=5000)
+    assert (await granted(engine, "other")).execution_id == waiting
+
+
+async def test_a_sweep_deletes_grants_that_lapsed_long_ago_and_leaves_the_others(
+    engine: Engine, given: Any, rows: Any, clock: Any
+) -> None:
+    await grant(engine, await given.created(), grant_ttl_ms=1000)
+    live = await given.created()
+    await grant(engine, live, grant_ttl_ms=2000)
+    await clock.advance(ms=1000 + GRANT_MEMORY_MS)
+    assert await engine.retention.purge_grants() == 1
+    (left,) = await rows.of("claim_grant")
+    assert str(left["execution_id"]) == live[-36:]
+
+
+async def test_a_cancel_ends_a_grant_with_its_execution(engine: Engine, given: Any, rows: Any) -> None:
+    waiting = await given.created()
+    await grant(engine, waiting)
+    await engine.cancel_execution(execution_id=waiting, reason="not wanted")
+    assert (await rows.execution(waiting))["granted_until"] is None
+    assert await rows.of("claim_grant") == []
+    await refused(claim_named(engine, waiting), "execution_not_leaseable")
+
+
+# Searching.
+
+
+async def test_a_search_grants_what_a_claim_would_take(engine: Engine, given: Any) -> None:
+    low, _, high = [await given.created(priority=priority) for priority in (1, 0, 9)]
+    assert [(await granted(engine)).execution_id for _ in range(2)] == [high, low]
+
+
+async def test_a_search_passes_over_what_the_worker_cannot_do_and_writes_nothing_there(
+    engine: Engine, given: Any, rows: Any
+) -> None:
+    needy = await given.created(policy=GPU, priority=9)
+    before = await rows.execution(needy)
+    plain = await given.created()
+    assert (await granted(engine)).execution_id == plain
+    assert await engine.claim_for_worker(**worker(), worker_capabilities=["gpu"]) == NoWork()
+    assert await rows.execution(needy) == before
+    assert (await granted(engine, worker_capabilities=["cuda", "gpu"])).execution_id == needy
+
+
+async def test_a_search_over_several_queues_finds_the_best(engine: Engine, given: Any) -> None:
+    made = [
+        await given.created(priority=priority, policy=GPU if priority % 2 else None) for priority in (3, 8, 5, 6, 7)
+    ]
+    found = [(await granted(engine, worker_capabilities=["cuda", "gpu"])).execution_id for _ in made]
+    assert found == [made[at] for at in (1, 4, 3, 2, 0)]
+    assert await engine.claim_for_worker(**worker(), worker_capabilities=["cuda", "gpu"]) == NoWork()
+
+
+async def test_a_search_passes_over_rows_held_elsewhere(engine: Engine, given: Any, connection: Any) -> None:
+    first, second = await given.created(priority=2), await given.created(priority=1)
+    third = await given.created(policy=GPU)
+    async with connection.transaction():
+        await connection.execute("select from execution where execution_id = $1 for update", first[-36:])
+        assert (await granted(engine, worker_capabilities=["cuda", "gpu"])).execution_id == second
+        assert (await granted(engine, worker_capabilities=["cuda", "gpu"])).execution_id == third
+        assert await engine.claim_for_worker(**worker()) == NoWork()
+    assert (await granted(engine)).execution_id == first
+
+
+async def test_the_next_search_begins_behind_what_was_granted(
+    engine: Engine, given: Any, rows: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(QueueWatermarks, "LIFE_SECONDS", 600.0)
+    for _ in range(3):
+        await given.created()
+    last = [(await granted(engine)).execution_id for _ in range(2)][-1]
+    row = await rows.execution(last)
+    queues, firsts, lasts = engine.wakeups.watermarks.spans()
+    assert (queues[-1], firsts[-1], lasts[-1]) == (row["queue_no"], row["place"] + 1, 2**63 - 1)
+
+
+async def test_other_lanes_are_left_alone(engine: Engine, given: Any, rows: Any) -> None:
+    await given.created(lane_id="mail")
+    async with rows.unchanged():
+        assert await engine.claim_for_worker(**worker()) == NoWork()
+        assert await engine.claim_for_worker(**worker(lane_id="unknown")) == NoWork()
+
+
+async def test_a_search_grants_a_lost_lease_to_be_reclaimed(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
+    lost = await given.expired_lease(lease_ttl_ms=1000)
+    now = await clock.now()
+    answer = await granted(engine)
+    assert answer == Granted(
+        execution_id=lost.execution_id,
+        grant=ClaimGrant(
+            execution_id=lost.execution_id,
+            partition_key="{fp:86}",
+            grant_key=expected_key(lost.execution_id, now + 5000, reclaim=True),
+            expires_at_ms=now + 5000,
+        ),
+    )
+    (stored,) = await rows.of("claim_grant")
+    assert stored["kind"] == "reclaim"
+    async with rows.unchanged():
+        assert await claim(engine) == []
+        assert await engine.claim_for_worker(**worker("other")) == NoWork()
+    await clock.advance(ms=5000)
+    assert ids(await claim(engine)) == [lost.execution_id]
+
+
+async def test_a_search_grants_what_may_go_on(engine: Engine, given: Any, rows: Any) -> None:
+    parked = await resumable(given)
+    assert (await granted(engine)).execution_id == parked
+    (stored,) = await rows.of("claim_grant")
+    assert stored["kind"] == "claim"
+
+
+async def test_a_search_ends_what_is_at_its_reclaim_cap_and_goes_on(
+    engine: Engine, given: Any, rows: Any, clock: Any
+) -> None:
+    capped = [await given.claimed(policy={"max_reclaim_count": 0}, priority=5) for _ in range(3)]
+    await clock.advance(seconds=31)
+    await engine.lease_expiry.mark_expired()
+    behind = await given.created()
+    assert (await granted(engine)).execution_id == behind
+    for handle in capped:
+        row = await rows.execution(handle.execution_id)
+        assert (vector(row), row["failure_reason"]) == (FAILED, "max_reclaims_exceeded")
+
+
+async def test_an_elapsed_delay_is_granted(engine: Engine, given: Any, clock: Any) -> None:
+    delayed = await given.delayed(seconds=10)
+    assert await engine.claim_for_worker(**worker()) == NoWork()
+    await clock.advance(seconds=10)
+    assert (await granted(engine)).execution_id == delayed
+
+
+# Scanning.
+
+
+async def test_a_scan_lists_what_waits_in_the_order_of_claims(engine: Engine, given: Any, rows: Any) -> None:
+    await given.reclaimable()
+    parked = await resumable(given, priority=9)
+    made = [await given.created(priority=priority, policy=GPU if priority else None) for priority in (0, 2, 1)]
+    await given.created(lane_id="mail")
+    await given.delayed()
+    order = [parked, made[1], made[2], made[0]]
+    async with rows.unchanged():
+        assert await engine.scan_eligible_executions(lane_id="default") == order
+        assert await engine.scan_eligible_executions(lane_id="default", limit=2) == order[:2]
+        assert await engine.scan_eligible_executions(lane_id="default", limit=0) == []
+        assert await engine.scan_eligible_executions(lane_id="unknown") == []
+
+
+@pytest.mark.parametrize("limit", [-1, None, "5"])
+async def test_a_scan_has_a_limit(engine: Engine, limit: Any) -> None:
+    await refused(engine.scan_eligible_executions(lane_id="default", limit=limit), "invalid_input", "limit")
+
+
+async def test_a_scan_asked_for_longer_than_it_can_be_is_cut(
+    engine: Engine, given: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = [await given.created() for _ in range(3)]
+    assert await engine.scan_eligible_executions(lane_id="default", limit=50_000) == made
+    monkeypatch.setattr(grant_family, "MAX_SCAN", 2)
+    assert await engine.scan_eligible_executions(lane_id="default", limit=3) == made[:2]
+
+
+async def test_a_scan_takes_no_lock(engine: Engine, given: Any, connection: Any) -> None:
+    waiting = await given.created()
+    async with connection.transaction():
+        await connection.execute("select from execution for update")
+        assert await engine.scan_eligible_executions(lane_id="default") == [waiting]

@@ -1,0 +1,319 @@
+"""Lost leases: marked, taken by the next claim, counted, and ended at the cap."""
+
+import asyncio
+import logging
+from typing import Any
+
+import pytest
+
+from engine.state import (
+    ACTIVE,
+    FAILED,
+    LAPSED,
+    REVOKED,
+    attempts,
+    claim,
+    ids,
+    lease_left,
+    refused,
+    revoke,
+    told,
+    vector,
+)
+from flowfabric.engine.engine import Engine
+from flowfabric.model.errors import EngineError
+from flowfabric.model.grants import Granted, NoWork, ReclaimCapExceeded
+from flowfabric.model.policy import ExecutionPolicy, reclaim_cap
+from flowfabric.model.states import AttemptType, HandleKind
+
+
+async def test_a_lapsed_lease_is_marked_and_keeps_its_fields(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
+    lost = await given.claimed(lease_ttl_ms=1000)
+    before = await rows.execution(lost.execution_id)
+    now = await clock.advance(ms=1000)
+    assert await engine.lease_expiry.mark_expired() == 1
+    row = await rows.execution(lost.execution_id)
+    assert vector(row) == LAPSED
+    changed = {name: row[name] for name in row if row[name] != before[name]}
+    assert changed == {
+        "ownership_state": "lease_expired_reclaimable",
+        "blocking_reason": "waiting_for_worker",
+        "attempt_state": "attempt_interrupted",
+        "blocking_detail": "lease expired, awaiting reclaim",
+        "lease_expired_at": now,
+        "last_mutation_at": now,
+        "due_at": None,
+    }
+    assert await told(rows, lost.execution_id) == ["acquired", "expired"]
+    event = (await rows.events(lost.execution_id))[1]
+    assert (event["lease_epoch"], event["lease_id"], event["attempt_index"]) == (1, lost.lease_id, 0)
+    assert (event["worker_no"], event["at"]) == (before["worker_no"], now)
+
+
+async def test_a_lease_is_marked_at_its_expiry_and_not_before(
+    engine: Engine, given: Any, rows: Any, clock: Any
+) -> None:
+    await given.claimed(lease_ttl_ms=1000)
+    await clock.advance(ms=999)
+    async with rows.unchanged():
+        assert await engine.lease_expiry.mark_expired() == 0
+    await clock.advance(ms=1)
+    assert await engine.lease_expiry.mark_expired() == 1
+    async with rows.unchanged():
+        assert await engine.lease_expiry.mark_expired() == 0
+
+
+@pytest.mark.parametrize("is_marked", [True, False], ids=["marked", "not marked"])
+async def test_the_next_claim_takes_a_lapsed_lease_as_a_new_attempt(
+    engine: Engine,
+    given: Any,
+    rows: Any,
+    clock: Any,
+    is_marked: bool,  # noqa: FBT001
+) -> None:
+    began = await clock.now()
+    lost = await given.claimed(lease_ttl_ms=1000, policy={"timeout_policy": {"attempt_timeout_ms": 50_000}})
+    lost_worker = (await rows.execution(lost.execution_id))["worker_no"]
+    now = await clock.advance(seconds=2)
+    if is_marked:
+        await engine.lease_expiry.mark_expired()
+    (taken,) = await claim(engine, worker_id="another", worker_instance_id="another-1", lease_ttl_ms=7000)
+    assert (taken.execution_id, taken.handle.kind) == (lost.execution_id, HandleKind.RECLAIMED)
+    assert (taken.attempt_type, taken.attempt_index, taken.lease_epoch) == (AttemptType.RECLAIM, 1, 2)
+    assert taken.lease_id != lost.lease_id
+    assert taken.attempt_id != lost.attempt_id
+    row = await rows.execution(lost.execution_id)
+    assert vector(row) == ACTIVE
+    assert (row["reclaim_count"], row["attempt_count"], row["retry_count"]) == (1, 2, 0)
+    assert (row["lease_id"], row["attempt_id"], row["lease_expires_at"]) == (
+        taken.lease_id,
+        taken.attempt_id,
+        now + 7000,
+    )
+    assert (row["started_at"], row["claimed_at"], row["last_transition_at"]) == (began, now, now)
+    assert (row["lease_expired_at"], row["blocking_detail"]) == (None, None)
+    assert row["attempt_timeout_at"] == now + 50_000
+    assert row["worker_no"] != lost_worker
+    (interrupted,) = await attempts(rows, lost.execution_id)
+    assert (interrupted["attempt_state"], interrupted["failure_reason"]) == (
+        "interrupted_reclaimed",
+        "lease_lease_expired_reclaimable",
+    )
+    assert (interrupted["attempt_index"], interrupted["attempt_id"]) == (0, lost.attempt_id)
+    assert (interrupted["lease_id"], interrupted["lease_epoch"]) == (lost.lease_id, 1)
+    assert (interrupted["started_at"], interrupted["ended_at"]) == (began, now)
+    assert interrupted["worker_no"] == lost_worker
+    assert await told(rows, lost.execution_id) == ["acquired", "expired", "reclaimed"]
+    event = (await rows.events(lost.execution_id))[2]
+    assert (event["lease_epoch"], event["lease_id"], event["attempt_index"]) == (2, taken.lease_id, 1)
+    assert event["worker_no"] == row["worker_no"]
+
+
+async def test_a_reclaimed_run_ends_like_any_other(engine: Engine, given: Any, rows: Any) -> None:
+    lost = await given.reclaimable()
+    (taken,) = await claim(engine)
+    await engine.complete(taken.handle, b"late but done")
+    assert await engine.get_execution_result(lost.execution_id) == b"late but done"
+    first, second = await attempts(rows, lost.execution_id)
+    assert (first["attempt_state"], second["attempt_state"]) == ("interrupted_reclaimed", "ended_success")
+    assert (second["attempt_type"], second["previous_attempt_index"]) == ("reclaim", 0)
+    assert second["reclaim_reason"] == "lease_lease_expired_reclaimable"
+    assert (await told(rows, lost.execution_id))[2:] == ["reclaimed", "released completed>success"]
+
+
+async def test_a_revoked_lease_is_taken_like_a_lapsed_one(
+    engine: Engine, given: Any, rows: Any, connection: Any
+) -> None:
+    lost = await given.claimed()
+    await revoke(connection, lost.execution_id)
+    assert vector(await rows.execution(lost.execution_id)) == REVOKED
+    (taken,) = await claim(engine)
+    assert (taken.handle.kind, taken.attempt_type) == (HandleKind.RECLAIMED, AttemptType.RECLAIM)
+    row = await rows.execution(lost.execution_id)
+    assert (vector(row), row["lease_revoked_at"], row["lease_revoke_reason"]) == (ACTIVE, None, None)
+    assert (await attempts(rows, lost.execution_id))[0]["failure_reason"] == "lease_lease_revoked"
+
+
+async def test_the_epoch_never_falls_over_retries_and_reclaims(engine: Engine, given: Any, clock: Any) -> None:
+    handle = await given.backing_off(delay_ms=1, max_retries=9)
+    for epoch in range(2, 9):
+        await clock.advance(seconds=40)
+        (claimed,) = await claim(engine)
+        assert (claimed.lease_epoch, claimed.attempt_index) == (epoch, epoch - 1)
+        if epoch % 2:
+            await engine.fail(claimed.handle, reason="again")
+    await refused(engine.renew(handle), "lease_conflict")
+
+
+async def test_a_lost_retry_keeps_its_count_of_retries(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
+    failed = await given.backing_off(delay_ms=1)
+    await clock.advance(seconds=1)
+    (retried,) = await claim(engine)
+    await clock.advance(seconds=40)
+    (taken,) = await claim(engine)
+    assert (taken.attempt_type, taken.retry_count, taken.attempt_index) == (AttemptType.RECLAIM, 1, 2)
+    _, interrupted = await attempts(rows, failed.execution_id)
+    assert (interrupted["attempt_type"], interrupted["retry_reason"]) == ("retry", "no luck")
+    assert interrupted["attempt_id"] == retried.attempt_id
+    assert (await rows.execution(failed.execution_id))["retry_reason"] is None
+
+
+async def test_only_a_capable_worker_takes_a_lost_lease(engine: Engine, given: Any, rows: Any) -> None:
+    policy = {"routing_requirements": {"required_capabilities": ["gpu"]}}
+    lost = await given.reclaimable(policy=policy, capabilities=("gpu",))
+    async with rows.unchanged():
+        assert await claim(engine) == []
+    assert ids(await claim(engine, capabilities=("gpu",))) == [lost.execution_id]
+
+
+@pytest.mark.parametrize("cap", [0, 1, 3])
+async def test_at_the_cap_the_execution_fails(
+    engine: Engine, given: Any, rows: Any, clock: Any, cap: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = await given.claimed(policy={"max_reclaim_count": cap})
+    last = first
+    for count in range(cap):
+        await clock.advance(seconds=31)
+        (taken,) = await claim(engine)
+        assert (await rows.execution(first.execution_id))["reclaim_count"] == count + 1
+        last = taken.handle
+    now = await clock.advance(seconds=31)
+    with caplog.at_level(logging.WARNING):
+        assert await claim(engine) == []
+    assert first.execution_id in caplog.text
+    row = await rows.execution(first.execution_id)
+    assert vector(row) == FAILED
+    assert (row["failure_reason"], row["reclaim_count"]) == ("max_reclaims_exceeded", cap)
+    assert (row["completed_at"], row["last_transition_at"], row["attempt_count"]) == (now, now, cap + 1)
+    assert (row["lease_epoch"], row["attempt_id"], lease_left(row)) == (cap + 1, last.attempt_id, {})
+    ended = await attempts(rows, first.execution_id)
+    assert [attempt["attempt_state"] for attempt in ended] == ["interrupted_reclaimed"] * (cap + 1)
+    assert (ended[-1]["attempt_id"], ended[-1]["ended_at"]) == (last.attempt_id, now)
+    lost = ["expired", "reclaimed"] * cap
+    end = ["expired", "released max_reclaims_exceeded>failed"]
+    assert await told(rows, first.execution_id) == ["acquired", *lost, *end]
+    event = (await rows.events(first.execution_id))[-1]
+    assert (event["lease_id"], event["lease_epoch"], event["attempt_index"]) == (last.lease_id, cap + 1, cap)
+    refusal = await refused(engine.complete(last), "execution_not_active")
+    assert refusal.detail["terminal_outcome"] == "failed"  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    ("policy", "cap"), [(None, reclaim_cap(None)), ({}, reclaim_cap(ExecutionPolicy()))], ids=["no policy", "policy"]
+)
+async def test_claims_and_grants_know_the_same_cap_of_who_names_none(
+    engine: Engine, given: Any, connection: Any, policy: dict[str, Any] | None, cap: int
+) -> None:
+    below, at, granted = [await given.reclaimable(policy=policy, lane_id=lane) for lane in ("below", "at", "granted")]
+    # So many losses one after the other would take minutes.
+    lost = "update execution set reclaim_count = $1 - (execution_id = $2)::int"
+    await connection.execute(lost, cap, below.execution_id[-36:])
+    assert ids(await claim(engine, "below")) == [below.execution_id]
+    assert ids(await claim(engine, "at")) == []
+    assert await engine.read_execution_state(at.execution_id) == "failed"
+    refusal = await engine.issue_reclaim_grant(
+        execution_id=granted.execution_id, lane_id="granted", worker_id="worker", worker_instance_id="worker-1"
+    )
+    assert refusal == ReclaimCapExceeded(execution_id=granted.execution_id, reclaim_count=cap)
+
+
+async def test_a_search_goes_on_behind_an_execution_at_its_cap(engine: Engine, given: Any) -> None:
+    capped = [await given.expired_lease(policy={"max_reclaim_count": 0}, priority=5) for _ in range(3)]
+    await engine.lease_expiry.mark_expired()
+    behind = await given.created()
+    assert ids(await claim(engine, limit=1)) == [behind]
+    states = [await engine.read_execution_state(handle.execution_id) for handle in capped]
+    assert states == ["failed"] * 3
+
+
+async def test_the_cap_is_100_with_a_policy_that_names_none_and_higher_without_one(
+    engine: Engine, given: Any, rows: Any, clock: Any
+) -> None:
+    with_policy = await given.claimed(policy={})
+    without = await given.claimed()
+    for _ in range(100):
+        await clock.advance(seconds=31)
+        assert len(await claim(engine)) == 2
+    await clock.advance(seconds=31)
+    assert ids(await claim(engine)) == [without.execution_id]
+    assert (await rows.execution(with_policy.execution_id))["failure_reason"] == "max_reclaims_exceeded"
+    assert (await rows.execution(without.execution_id))["reclaim_count"] == 101
+
+
+async def test_the_policys_own_cap_counts_and_not_its_timeouts(engine: Engine, given: Any, clock: Any) -> None:
+    lost = await given.claimed(policy={"max_reclaim_count": 1, "timeout_policy": {"max_reclaim_count": 0}})
+    await clock.advance(seconds=31)
+    assert ids(await claim(engine)) == [lost.execution_id]
+    await clock.advance(seconds=31)
+    assert await claim(engine) == []
+
+
+STAYS = {
+    "refused": "alter table execution add constraint none check (failure_reason <> 'max_reclaims_exceeded')",
+    "in vain": """create function keep() returns trigger language plpgsql as 'begin return null; end';
+                  create trigger keep before update on execution for each row
+                  when (new.failure_reason = 'max_reclaims_exceeded') execute function keep()""",
+}
+"""What makes an ending fail, or come to nothing."""
+WORKER: dict[str, Any] = {"lane_id": "default", "worker_id": "worker", "worker_instance_id": "worker-1"}
+
+
+@pytest.mark.parametrize("limit", [1, 10])
+@pytest.mark.parametrize("kind", STAYS)
+async def test_an_execution_at_its_cap_that_cannot_be_ended_holds_up_no_claim(
+    engine: Engine, given: Any, rows: Any, connection: Any, kind: str, limit: int
+) -> None:
+    stuck = [await given.expired_lease(policy={"max_reclaim_count": 0}, priority=5) for _ in range(2)]
+    await engine.lease_expiry.mark_expired()
+    await connection.execute(STAYS[kind])
+    behind = [await given.created() for _ in range(2)]
+    async with asyncio.timeout(30):
+        assert ids([*await claim(engine, limit=limit), *await claim(engine, limit=limit)]) == behind
+        async with rows.unchanged():
+            assert await claim(engine, limit=limit) == []
+            assert isinstance(await engine.claim_for_worker(**WORKER), NoWork)
+        last = await given.created()
+        granted = await engine.claim_for_worker(**WORKER)
+    assert isinstance(granted, Granted)
+    assert granted.execution_id == last
+    assert {(await rows.execution(handle.execution_id))["public_state"] for handle in stuck} == {"active"}
+
+
+async def test_what_is_leased_is_given_though_the_search_for_more_fails(
+    engine: Engine, given: Any, connection: Any
+) -> None:
+    await given.expired_lease(policy={"max_reclaim_count": 0}, priority=5)
+    await engine.lease_expiry.mark_expired()
+    leased, poisoned = [await given.created() for _ in range(2)]
+    constraint = f"check (execution_id <> '{poisoned[-36:]}' or lifecycle_phase <> 'active')"
+    await connection.execute(f"alter table execution add constraint none {constraint}")
+    # The walk past the one at its cap leases the first, the next walk meets the second.
+    assert ids(await claim(engine, limit=2)) == [leased]
+    with pytest.raises(EngineError):
+        await claim(engine, limit=2)
+
+
+async def test_one_that_cannot_be_ended_at_its_cap_does_not_keep_others_from_it(
+    engine: Engine, given: Any, connection: Any
+) -> None:
+    capped = [await given.expired_lease(policy={"max_reclaim_count": 0}) for _ in range(3)]
+    await engine.lease_expiry.mark_expired()
+    refused_one = f"(execution_id <> '{capped[1].execution_id[-36:]}' or terminal_outcome <> 'failed')"
+    await connection.execute(f"alter table execution add constraint none check {refused_one}")
+    assert await claim(engine) == []
+    states = [await engine.read_execution_state(handle.execution_id) for handle in capped]
+    assert states == ["failed", "active", "failed"]
+
+
+async def test_the_ending_at_the_cap_is_of_the_lease_that_was_lost_then(
+    engine: Engine, given: Any, rows: Any, clock: Any
+) -> None:
+    lost = await given.reclaimable(policy={"max_reclaim_count": 1})
+    await claim(engine)
+    await clock.advance(seconds=31)
+    await engine.lease_expiry.mark_expired()
+    # As a search leaves it that was overtaken by a claim, whose lease is lost in turn.
+    async with rows.unchanged():
+        await engine._finish.end_at_reclaim_cap([(lost.execution_id, lost.lease_epoch)])
+    await engine._finish.end_at_reclaim_cap([(lost.execution_id, lost.lease_epoch + 1)])
+    assert await engine.read_execution_state(lost.execution_id) == "failed"

@@ -1,0 +1,183 @@
+"""Renewing a lease and reporting progress under it."""
+
+from typing import Any
+
+import pytest
+
+from engine.state import ACTIVE, claim, refused, told, vector
+from flowfabric.engine.engine import Engine
+from flowfabric.model.events import EventKind
+from flowfabric.model.ids import mint_uuid_texts
+from flowfabric.model.outcomes import Renewed
+
+
+async def test_a_renewed_lease_lasts_its_ttl_from_now(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
+    handle = await given.claimed(lease_ttl_ms=1000)
+    before = await rows.execution(handle.execution_id)
+    now = await clock.advance(ms=999)
+    assert await engine.renew(handle) == Renewed(expires_at_ms=now + 1000, lease_epoch=1)
+    row = await rows.execution(handle.execution_id)
+    changed = {name: row[name] for name in row if row[name] != before[name]}
+    renewed = {"lease_expires_at": now + 1000, "due_at": now + 1000}
+    assert changed == {**renewed, "lease_renewed_at": now, "last_mutation_at": now}
+    assert vector(row) == ACTIVE
+
+
+async def test_a_lease_can_be_kept_for_ever(engine: Engine, given: Any, clock: Any) -> None:
+    handle = await given.claimed(lease_ttl_ms=1000)
+    for _ in range(10):
+        await clock.advance(ms=900)
+        await engine.renew(handle)
+        assert await claim(engine) == []
+    await engine.complete(handle)
+
+
+async def test_each_renewal_is_told(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
+    handle = await given.claimed()
+    await engine.renew(handle)
+    now = await clock.advance(seconds=1)
+    await engine.renew_many([handle])
+    assert await told(rows, handle.execution_id) == ["acquired", "renewed", "renewed"]
+    event = (await rows.events(handle.execution_id))[2]
+    assert (event["lease_id"], event["lease_epoch"], event["attempt_index"]) == (handle.lease_id, 1, 0)
+    assert (event["at"], event["worker_no"]) == (now, (await rows.execution(handle.execution_id))["worker_no"])
+
+
+async def test_renewals_are_not_told_where_the_deployment_says_so(engines: Any, given: Any, rows: Any) -> None:
+    quiet = await engines(lease_renewal_events=False)
+    handle = await given.claimed()
+    await quiet.renew(handle)
+    assert await told(rows, handle.execution_id) == ["acquired"]
+
+
+async def test_renew_many_renews_each_by_its_own_ttl_and_answers_in_order(
+    engine: Engine, given: Any, clock: Any
+) -> None:
+    handles = [await given.claimed(lease_ttl_ms=ttl) for ttl in (5000, 1000, 3000)]
+    now = await clock.advance(ms=10)
+    expected = [Renewed(expires_at_ms=now + handle.lease_ttl_ms, lease_epoch=1) for handle in handles]
+    assert await engine.renew_many(handles) == expected
+    assert await engine.renew_many(handles[::-1]) == expected[::-1]
+
+
+async def test_a_handle_named_twice_is_renewed_twice(engine: Engine, given: Any, rows: Any) -> None:
+    handle = await given.claimed()
+    first, second = await engine.renew_many([handle, handle])
+    assert isinstance(first, Renewed)
+    assert first == second
+    assert await told(rows, handle.execution_id) == ["acquired", "renewed", "renewed"]
+
+
+async def test_renewing_0_or_1001_handles_is_refused(engine: Engine, given: Any, rows: Any) -> None:
+    handle = await given.claimed()
+    async with rows.unchanged():
+        await refused(engine.renew_many([]), "invalid_input", "1 to 1000, got 0")
+        await refused(engine.renew_many([handle] * 1001), "invalid_input", "1 to 1000, got 1001")
+
+
+async def test_the_longest_lease_can_be_renewed(engine: Engine, given: Any, clock: Any) -> None:
+    handle = await given.claimed(lease_ttl_ms=2**32 - 1)
+    assert (await engine.renew(handle)).expires_at_ms == await clock.now() + 2**32 - 1
+
+
+async def test_progress_overwrites_what_is_given_and_keeps_the_rest(
+    engine: Engine, given: Any, rows: Any, clock: Any
+) -> None:
+    handle = await given.claimed()
+    before = await rows.execution(handle.execution_id)
+    expected: dict[str, Any] = {"progress_pct": None, "progress_message": None}
+    steps: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        ({"percent": 10, "message": "begun"}, {"progress_pct": 10, "progress_message": "begun"}),
+        ({"percent": 255}, {"progress_pct": 255}),
+        ({"message": "größer ✓"}, {"progress_message": "größer ✓"}),
+        ({"percent": 0, "message": ""}, {"progress_pct": 0, "progress_message": ""}),
+        ({}, {}),
+    ]
+    for arguments, change in steps:
+        now = await clock.advance(ms=5)
+        await engine.progress(handle, **arguments)
+        row = await rows.execution(handle.execution_id)
+        expected |= {**change, "progress_updated_at": now, "last_mutation_at": now}
+        assert {name: row[name] for name in row if row[name] != before[name]} == expected
+    assert await told(rows, handle.execution_id) == ["acquired"]
+
+
+async def test_progress_refuses_what_is_no_percent_or_text(engine: Engine, given: Any, rows: Any) -> None:
+    handle = await given.claimed()
+    async with rows.unchanged():
+        percents: tuple[Any, ...] = (-1, 256, 1.5, "5", True)
+        for percent in percents:
+            await refused(engine.progress(handle, percent=percent), "invalid_input", "percent: 0 to 255")
+        for message in ("\0", "\ud800", 5):
+            await refused(engine.progress(handle, message=message), "invalid_input", "message")  # type: ignore[arg-type]
+
+
+async def test_progress_does_not_extend_the_lease(engine: Engine, given: Any, clock: Any) -> None:
+    handle = await given.claimed(lease_ttl_ms=1000)
+    await clock.advance(ms=999)
+    await engine.progress(handle, percent=1)
+    await clock.advance(ms=1)
+    await refused(engine.renew(handle), "lease_expired")
+
+
+@pytest.mark.parametrize("many", [False, True], ids=["one", "many"])
+async def test_a_renewal_between_expiry_and_its_mark_is_refused_and_marks(
+    engine: Engine,
+    given: Any,
+    rows: Any,
+    many: bool,  # noqa: FBT001
+) -> None:
+    handle = await given.expired_lease()
+    verdict = (await engine.renew_many([handle]))[0] if many else await refused(engine.renew(handle), "lease_expired")
+    assert getattr(verdict, "code", None) == "lease_expired"
+    assert await told(rows, handle.execution_id) == ["acquired", "expired"]
+
+
+async def test_every_event_of_a_lease_names_its_attempt(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
+    first = await given.run(lease_ttl_ms=1000)
+    await engine.renew(first.handle)
+    await engine.delay(first.handle, 0)
+    resumed = await given.claim(lease_ttl_ms=1000)
+    await engine.renew(resumed.handle)
+    await engine.delay(resumed.handle, 0)
+    last = await given.claim(lease_ttl_ms=1000)
+    await clock.advance(ms=1000)
+    reclaimed = await given.claim()
+    await engine.complete(reclaimed.handle)
+    assert last.attempt_id == resumed.attempt_id == first.attempt_id != reclaimed.attempt_id
+    named = [
+        (EventKind(event["kind"]).literal, event["lease_id"], event["attempt_id"] or event["lease_id"])
+        for event in await rows.events(first.execution_id)
+    ]
+    one, two = first.attempt_id, reclaimed.attempt_id
+    assert named == [
+        ("acquired", first.lease_id, one),
+        ("renewed", first.lease_id, one),
+        ("released", first.lease_id, one),
+        ("acquired", resumed.lease_id, one),
+        ("renewed", resumed.lease_id, one),
+        ("released", resumed.lease_id, one),
+        ("acquired", last.lease_id, one),
+        ("expired", last.lease_id, one),
+        ("reclaimed", reclaimed.lease_id, two),
+        ("released", reclaimed.lease_id, two),
+    ]
+
+
+async def test_a_claim_that_names_its_ids_tells_both(engine: Engine, given: Any, rows: Any) -> None:
+    waiting = await given.created()
+    lease_id, attempt_id = mint_uuid_texts(2)
+    await engine.issue_claim_grant(
+        execution_id=waiting, lane_id="default", worker_id="pool", worker_instance_id="pool-1"
+    )
+    claimed = await engine.claim_execution(
+        execution_id=waiting,
+        lane_id="default",
+        worker_id="pool",
+        worker_instance_id="pool-1",
+        lease_id=lease_id,
+        attempt_id=attempt_id,
+    )
+    await engine.complete(claimed.handle)
+    told = {(str(event["lease_id"]), str(event["attempt_id"])) for event in await rows.events(waiting)}
+    assert told == {(lease_id, attempt_id)}

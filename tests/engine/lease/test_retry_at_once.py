@@ -1,0 +1,156 @@
+"""A retry without a pause may be claimed at once: no timer, no promoter, and whoever waits for work is woken."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from engine.state import RETRYABLE, attempts, claim, lease_left, told, vector
+from engine.waits import triple
+from flowfabric.engine.engine import Engine
+from flowfabric.model.handle import Handle
+from flowfabric.model.outcomes import RetryScheduled
+from flowfabric.reconcile.loop import Reconciler
+
+FIXED = {"type": "fixed", "delay_ms": 0}
+BACKOFFS: dict[str, dict[str, Any]] = {
+    "fixed": FIXED,
+    "exponential": {"type": "exponential", "initial_delay_ms": 0, "max_delay_ms": 1000, "multiplier": 2.0},
+    "capped": {"type": "exponential", "initial_delay_ms": 1000, "max_delay_ms": 0, "multiplier": 2.0},
+    "jittered": {
+        "type": "exponential",
+        "initial_delay_ms": 0,
+        "max_delay_ms": 1000,
+        "multiplier": 2.0,
+        "jitter": True,
+    },
+}
+
+
+def at_once(backoff: dict[str, Any] = FIXED, **others: Any) -> dict[str, Any]:
+    """A policy that tries again without a pause."""
+    return {"retry_policy": {"max_retries": 3, "backoff": backoff}, **others}
+
+
+async def _timed_out(engine: Engine, handle: Handle) -> object:
+    return await engine.expire_execution(execution_id=handle.execution_id, phase="attempt_timeout")
+
+
+async def _swept(engine: Engine, handle: Handle) -> object:
+    assert await engine.timeouts.expire_due() == 1
+    return None
+
+
+FAILING: dict[str, Callable[[Engine, Handle], Awaitable[object]]] = {
+    "fail": lambda engine, handle: engine.fail(handle, reason="no luck"),
+    "fail_execution": lambda engine, handle: engine.fail_execution(**triple(handle), failure_reason="no luck"),
+    "attempt timeout": _timed_out,
+    "attempt timeout, swept": _swept,
+}
+
+
+@pytest.mark.parametrize("how", FAILING)
+async def test_a_retry_without_a_pause_may_be_claimed_at_once(
+    engine: Engine, given: Any, rows: Any, clock: Any, how: str
+) -> None:
+    handle = await given.claimed(policy=at_once(timeout_policy={"attempt_timeout_ms": 1000}))
+    now = await clock.advance(seconds=1)
+    outcome = await FAILING[how](engine, handle)
+    if outcome is not None:
+        assert isinstance(outcome, RetryScheduled)
+        assert outcome.delay_until == now
+    row = await rows.execution(handle.execution_id)
+    assert (vector(row), row["delay_until"], row["due_at"], row["blocking_detail"]) == (RETRYABLE, None, None, None)
+    assert (row["retry_count"], row["previous_attempt_index"], row["attempt_id"]) == (1, 0, None)
+    reason = "no luck" if how.startswith("fail") else "attempt_timeout"
+    assert (row["failure_reason"], row["retry_reason"], lease_left(row)) == (reason, reason, {})
+    assert row["last_transition_at"] == now
+    released = "failed_retry_scheduled" if how.startswith("fail") else "expired:attempt_timeout"
+    assert await told(rows, handle.execution_id) == ["acquired", f"released {released}"]
+    assert [one["attempt_state"] for one in await attempts(rows, handle.execution_id)] == ["ended_failure"]
+    assert await engine.find_inconsistencies() == []
+    (claimed,) = await claim(engine)
+    assert (claimed.execution_id, claimed.attempt_index, claimed.attempt_type) == (handle.execution_id, 1, "retry")
+
+
+@pytest.mark.parametrize("backoff", BACKOFFS)
+async def test_every_backoff_of_nothing_is_no_pause(engine: Engine, given: Any, rows: Any, backoff: str) -> None:
+    handle = await given.claimed(policy=at_once(BACKOFFS[backoff]))
+    await engine.fail(handle, reason="no luck")
+    assert vector(await rows.execution(handle.execution_id)) == RETRYABLE
+
+
+async def test_a_repeated_failure_is_told_the_same(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
+    handle = await given.claimed(policy=at_once())
+    first = await engine.fail(handle, reason="no luck")
+    await clock.advance(seconds=5)
+    async with rows.unchanged():
+        assert await engine.fail(handle, reason="no luck") == first
+
+
+async def test_retries_end_where_the_policy_says(engine: Engine, given: Any, rows: Any) -> None:
+    execution_id = await given.created(policy=at_once())
+    for _ in range(4):
+        (claimed,) = await claim(engine)
+        await engine.fail(claimed.handle, reason="no luck")
+    assert await claim(engine) == []
+    assert (await rows.execution(execution_id))["public_state"] == "failed"
+
+
+@pytest.mark.usefixtures("hints_only")
+@pytest.mark.parametrize("how", FAILING)
+async def test_a_claim_that_waits_is_woken_by_the_retry(
+    engine: Engine, engines: Any, given: Any, clock: Any, eventually: Any, how: str
+) -> None:
+    other = await engines()
+    for waiter in (engine, other):
+        handle = await given.claimed(policy=at_once(timeout_policy={"attempt_timeout_ms": 1000}))
+        await clock.advance(seconds=1)
+        waiting = asyncio.create_task(claim(waiter, max_wait_ms=60_000))
+        await eventually(lambda place=waiter.wakeups: place._waiting.get("default"))
+        await FAILING[how](engine, handle)
+        async with asyncio.timeout(20):
+            (claimed,) = await waiting
+        assert claimed.execution_id == handle.execution_id
+        await engine.complete(claimed.handle)
+
+
+async def test_failures_of_one_batch_wait_each_for_its_own_pause(engine: Engine, given: Any, rows: Any) -> None:
+    paused = [await given.claimed(policy=at_once({"type": "fixed", "delay_ms": 1000})) for _ in range(3)]
+    soon = [await given.claimed(policy=at_once()) for _ in range(3)]
+    last = [await given.claimed() for _ in range(3)]
+    handles = [handle for three in zip(paused, soon, last, strict=True) for handle in three]
+    await asyncio.gather(*(engine.fail(handle, reason="no luck") for handle in handles))
+    states = [(await rows.execution(handle.execution_id))["public_state"] for handle in handles]
+    assert states == ["delayed", "waiting", "failed"] * 3
+    assert {one.execution_id for one in await claim(engine)} == {handle.execution_id for handle in soon}
+
+
+async def test_an_attempt_that_was_resumed_is_tried_again_at_once(engine: Engine, given: Any, rows: Any) -> None:
+    handle = await given.claimed(policy=at_once())
+    await engine.wait_children(handle)
+    (resumed,) = await claim(engine)
+    await engine.fail(resumed.handle, reason="no luck")
+    assert vector(await rows.execution(handle.execution_id)) == RETRYABLE
+    assert await engine.find_inconsistencies() == []
+
+
+async def test_a_policy_for_the_next_attempt_is_kept(engine: Engine, given: Any, rows: Any) -> None:
+    handle = await given.claimed(policy=at_once())
+    outcome = await engine.fail_execution(
+        **triple(handle), failure_reason="no luck", next_attempt_policy_json='{"a": 1}'
+    )
+    assert isinstance(outcome, RetryScheduled)
+    assert outcome.next_attempt_index == 1
+    assert (await rows.execution(handle.execution_id))["attempt_policy"] == '{"a": 1}'
+
+
+async def test_a_retry_without_delay_needs_no_promotion(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
+    handle = await given.claimed(policy=at_once())
+    await engine.fail(handle, reason="no luck")
+    await clock.advance(seconds=5)
+    async with rows.unchanged():
+        await Reconciler(engine).catch_up()
+    explained = await engine.explain(handle.execution_id)
+    assert not any(reason.kind == "delayed" for reason in explained.reasons)

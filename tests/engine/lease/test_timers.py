@@ -1,0 +1,420 @@
+"""Timers by name: promoting a delay, expiring an attempt or an execution, marking a lease; as the sweeps do it."""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any
+from uuid import uuid4
+
+import pytest
+
+from engine.state import (
+    BACKING_OFF,
+    LAPSED,
+    RESUMABLE,
+    RETRYABLE,
+    WAITING,
+    attempts,
+    claim,
+    lease_left,
+    refused,
+    revoke,
+    told,
+    vector,
+)
+from flowfabric.engine.engine import Engine
+from flowfabric.engine.lease.finish import WARN_EVERY_RECLAIMS
+from flowfabric.model.ids import ExecutionId
+from flowfabric.model.outcomes import (
+    AlreadySatisfied,
+    AlreadyTerminal,
+    Expired,
+    Marked,
+    NotYetDue,
+    Promoted,
+    RetryScheduled,
+)
+from flowfabric.model.states import PublicState
+
+EXPIRED = "terminal/unowned/not_applicable/none/expired/attempt_terminal/expired"
+EXPIRED_UNTRIED = "terminal/unowned/not_applicable/none/expired/pending_first_attempt/expired"
+TIMED: dict[str, Any] = {"timeout_policy": {"attempt_timeout_ms": 10_000}}
+RETRIED: dict[str, Any] = {
+    **TIMED,
+    "retry_policy": {"max_retries": 1, "backoff": {"type": "fixed", "delay_ms": 1000}},
+}
+
+ABSENT = ExecutionId(f"{{fp:7}}:{uuid4()}")
+
+NAMED: dict[str, Callable[[Engine, Any], Awaitable[object]]] = {
+    "promote_delayed": lambda engine, execution_id: engine.promote_delayed(execution_id),
+    "expire_execution": lambda engine, execution_id: engine.expire_execution(execution_id, "execution_deadline"),
+    "mark_lease_expired_if_due": lambda engine, execution_id: engine.mark_lease_expired_if_due(execution_id),
+}
+
+
+@pytest.mark.parametrize("operation", NAMED)
+async def test_what_is_no_execution_id_is_refused(engine: Engine, rows: Any, operation: str) -> None:
+    async with rows.unchanged():
+        for wrong in ("nonsense", None, 7, str(uuid4()), f"{{fp:32768}}:{uuid4()}"):
+            await refused(NAMED[operation](engine, wrong), "invalid_input")
+
+
+async def alike(rows: Any, first: str, second: str) -> None:
+    """Two executions, moved in different ways at one time, must have come to the same."""
+    own = {"execution_id", "place", "lease_id", "attempt_id", "event_id", "xid"}
+
+    def plain(row: dict[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in row.items() if name not in own}
+
+    assert plain(await rows.execution(first)) == plain(await rows.execution(second))
+    for table in (attempts, lambda rows, execution_id: rows.events(execution_id)):
+        assert [plain(row) for row in await table(rows, first)] == [plain(row) for row in await table(rows, second)]
+
+
+# Promotion.
+
+
+async def test_promote_delayed_says_why_there_is_nothing_to_do(engine: Engine, given: Any, rows: Any) -> None:
+    waiting = await given.created(lane_id="elsewhere")
+    delayed = await given.delayed(seconds=1)
+    ended = await given.completed()
+    running = await given.claimed()
+    expected = {
+        ABSENT: "execution_not_found",
+        waiting: "not_delayed",
+        ended: "not_delayed",
+        running.execution_id: "not_delayed",
+        delayed: "not_yet_due",
+    }
+    async with rows.unchanged():
+        for execution_id, reason in expected.items():
+            assert await engine.promote_delayed(execution_id) == AlreadySatisfied(reason=reason)
+
+
+async def test_promote_delayed_promotes_at_the_very_millisecond(
+    engine: Engine, given: Any, rows: Any, clock: Any
+) -> None:
+    delayed = await given.delayed(seconds=1)
+    await clock.advance(ms=999)
+    async with rows.unchanged():
+        assert await engine.promote_delayed(delayed) == AlreadySatisfied(reason="not_yet_due")
+    now = await clock.advance(ms=1)
+    assert await engine.promote_delayed(delayed) == Promoted(public_state=PublicState.WAITING)
+    row = await rows.execution(delayed)
+    assert (vector(row), row["delay_until"], row["blocking_detail"], row["due_at"]) == (WAITING, None, None, None)
+    assert (row["last_transition_at"], row["last_mutation_at"]) == (now, now)
+    async with rows.unchanged():
+        assert await engine.promote_delayed(delayed) == AlreadySatisfied(reason="not_delayed")
+
+
+async def test_promotion_keeps_what_the_next_claim_will_be(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
+    failed = await given.backing_off(delay_ms=1000)
+    parked = await given.claimed()
+    await engine.delay(parked, await clock.now() + 1000)
+    await clock.advance(seconds=1)
+    assert await engine.promote_delayed(failed.execution_id) == Promoted(public_state=PublicState.WAITING)
+    assert await engine.promote_delayed(parked.execution_id) == Promoted(public_state=PublicState.RESUMABLE)
+    assert vector(await rows.execution(failed.execution_id)) == RETRYABLE
+    assert vector(await rows.execution(parked.execution_id)) == RESUMABLE
+
+
+async def test_promotion_by_name_and_by_sweep_come_to_the_same(
+    engine: Engine, given: Any, rows: Any, clock: Any
+) -> None:
+    named, swept = await given.delayed(seconds=1), await given.delayed(seconds=1)
+    await clock.advance(seconds=2)
+    assert isinstance(await engine.promote_delayed(named), Promoted)
+    assert await engine.delays.promote_due() == 1
+    await alike(rows, named, swept)
+
+
+@pytest.mark.usefixtures("hints_only")
+async def test_promotion_wakes_a_waiting_claim(engine: Engine, given: Any, clock: Any) -> None:
+    delayed = await given.delayed(seconds=1, lane_id="busy")
+    waiting = asyncio.create_task(claim(engine, "busy", max_wait_ms=60_000))
+    async with asyncio.timeout(30):
+        while not engine.wakeups._waiting.get("busy"):  # noqa: ASYNC110
+            await asyncio.sleep(0)
+    await clock.advance(seconds=2)
+    await engine.promote_delayed(delayed)
+    (claimed,) = await asyncio.wait_for(waiting, 30)
+    assert claimed.execution_id == delayed
+
+
+# Expiry.
+
+
+async def test_expire_execution_says_what_there_is_to_expire(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
+    now = await clock.now()
+    untimed, timed = await given.claimed(), await given.claimed(policy=TIMED, execution_deadline_at=now + 60_000)
+    waiting = await given.created(lane_id="elsewhere", policy=TIMED)
+    ended = await given.completed()
+    async with rows.unchanged():
+        for phase in ("attempt_timeout", "execution_deadline"):
+            await refused(engine.expire_execution(ABSENT, phase), "execution_not_found")
+            assert await engine.expire_execution(ended, phase) == AlreadyTerminal()
+            for execution_id in (untimed.execution_id, timed.execution_id, waiting):
+                assert await engine.expire_execution(execution_id, phase) == NotYetDue()
+        for wrong in ("", "lease", None, 7):
+            await refused(engine.expire_execution(waiting, wrong), "invalid_input", "phase")  # type: ignore[arg-type]
+
+
+async def test_an_attempt_without_a_retry_left_expires_at_its_timeout(
+    engine: Engine, given: Any, rows: Any, clock: Any
+) -> None:
+    handle = await given.claimed(policy=TIMED)
+    await clock.advance(ms=9_999)
+    assert await engine.expire_execution(handle.execution_id, "attempt_timeout") == NotYetDue()
+    now = await clock.advance(ms=1)
+    expired = await engine.expire_execution(handle.execution_id, "attempt_timeout")
+    assert expired == Expired(execution_id=handle.execution_id)
+    row = await rows.execution(handle.execution_id)
+    assert (vector(row), row["failure_reason"], lease_left(row)) == (EXPIRED, "attempt_timeout", {})
+    assert row["completed_at"] == now
+    (attempt,) = await attempts(rows, handle.execution_id)
+    assert (attempt["attempt_state"], attempt["failure_reason"], attempt["failure_category"]) == (
+        "ended_failure",
+        "attempt_timeout",
+        "timeout",
+    )
+    assert await told(rows, handle.execution_id) == ["acquired", "released expired:attempt_timeout>expired"]
+    async with rows.unchanged():
+        assert await engine.expire_execution(handle.execution_id, "attempt_timeout") == AlreadyTerminal()
+        await refused(engine.complete(handle), "execution_not_active")
+
+
+async def test_an_attempt_with_a_retry_left_is_tried_again_after_its_timeout(
+    engine: Engine, given: Any, rows: Any, clock: Any
+) -> None:
+    claimed = await given.run(policy=RETRIED)
+    now = await clock.advance(seconds=10)
+    scheduled = await engine.expire_execution(claimed.execution_id, "attempt_timeout")
+    assert scheduled == RetryScheduled(delay_until=now + 1000)
+    row = await rows.execution(claimed.execution_id)
+    assert (vector(row), row["retry_count"], row["attempt_id"], lease_left(row)) == (BACKING_OFF, 1, None, {})
+    detail = f"retry backoff until {now + 1000} (attempt 0 failed: attempt_timeout)"
+    assert (row["blocking_detail"], row["delay_until"]) == (detail, now + 1000)
+    assert (row["retry_reason"], row["failure_reason"], row["previous_attempt_index"]) == (
+        "attempt_timeout",
+        "attempt_timeout",
+        0,
+    )
+    (attempt,) = await attempts(rows, claimed.execution_id)
+    assert (attempt["attempt_state"], attempt["failure_category"], attempt["ended_at"]) == (
+        "ended_failure",
+        "timeout",
+        now,
+    )
+    assert (attempt["attempt_id"], attempt["lease_id"]) == (claimed.attempt_id, claimed.lease_id)
+    assert await told(rows, claimed.execution_id) == ["acquired", "released expired:attempt_timeout"]
+    async with rows.unchanged():
+        assert await engine.expire_execution(claimed.execution_id, "attempt_timeout") == NotYetDue()
+    await clock.advance(seconds=1)
+    (again,) = await claim(engine)
+    assert (again.attempt_index, again.attempt_type) == (1, "retry")
+    await clock.advance(seconds=10)
+    expired = await engine.expire_execution(claimed.execution_id, "attempt_timeout")
+    assert expired == Expired(execution_id=claimed.execution_id)
+    assert vector(await rows.execution(claimed.execution_id)) == EXPIRED
+
+
+async def test_an_attempt_times_out_whatever_became_of_its_lease(
+    engine: Engine, given: Any, rows: Any, connection: Any, clock: Any
+) -> None:
+    unmarked, marked, revoked = [await given.claimed(policy=TIMED, lease_ttl_ms=1000) for _ in range(3)]
+    await revoke(connection, revoked.execution_id)
+    await clock.advance(seconds=10)
+    await engine.mark_lease_expired_if_due(marked.execution_id)
+    for handle in (unmarked, marked, revoked):
+        expired = await engine.expire_execution(handle.execution_id, "attempt_timeout")
+        assert expired == Expired(execution_id=handle.execution_id)
+        assert vector(await rows.execution(handle.execution_id)) == EXPIRED
+    assert await told(rows, unmarked.execution_id) == ["acquired", "released expired:attempt_timeout>expired"]
+    assert await told(rows, marked.execution_id) == ["acquired", "expired", "ended expired:attempt_timeout>expired"]
+    assert await told(rows, revoked.execution_id) == ["acquired", "ended expired:attempt_timeout>expired"]
+
+
+async def test_a_deadline_ends_what_has_not_ended_in_any_phase(
+    engine: Engine, given: Any, rows: Any, clock: Any
+) -> None:
+    deadline = await clock.now() + 60_000
+    running = await given.claimed(execution_deadline_at=deadline, policy=RETRIED, lease_ttl_ms=600_000)
+    parked = await given.claimed(execution_deadline_at=deadline)
+    await engine.delay(parked, deadline + 60_000)
+    failed = await given.backing_off(delay_ms=600_000, execution_deadline_at=deadline)
+    delayed = await given.delayed(seconds=600, execution_deadline_at=deadline)
+    waiting = await given.created(execution_deadline_at=deadline)
+    everything = [running.execution_id, parked.execution_id, failed.execution_id, delayed, waiting]
+    await clock.advance(ms=59_999)
+    async with rows.unchanged():
+        for execution_id in everything:
+            assert await engine.expire_execution(execution_id, "execution_deadline") == NotYetDue()
+    await clock.advance(ms=1)
+    for execution_id in everything:
+        expired = await engine.expire_execution(execution_id, "execution_deadline")
+        assert expired == Expired(execution_id=execution_id)
+        row = await rows.execution(execution_id)
+        assert vector(row) == (EXPIRED_UNTRIED if execution_id in (delayed, waiting) else EXPIRED)
+        assert (row["failure_reason"], row["delay_until"], row["due_at"]) == ("execution_deadline", None, None)
+    assert (await told(rows, running.execution_id))[1:] == ["released expired:execution_deadline>expired"]
+    assert (await told(rows, waiting)) == ["ended expired:execution_deadline>expired"]
+    assert [row["attempt_state"] for row in await attempts(rows, running.execution_id)] == ["ended_failure"]
+    assert [row["attempt_state"] for row in await attempts(rows, parked.execution_id)] == ["ended_failure"]
+    assert [row["failure_reason"] for row in await attempts(rows, failed.execution_id)] == ["no luck"]
+    assert await attempts(rows, waiting) == []
+
+
+@pytest.mark.parametrize("policy", [TIMED, RETRIED], ids=["expired", "retried"])
+async def test_expiry_by_name_and_by_sweep_come_to_the_same(
+    engine: Engine, given: Any, rows: Any, clock: Any, policy: Any
+) -> None:
+    named, swept = await given.claimed(policy=policy), await given.claimed(policy=policy)
+    await clock.advance(seconds=10)
+    await engine.expire_execution(named.execution_id, "attempt_timeout")
+    assert await engine.timeouts.expire_due() == 1
+    await alike(rows, named.execution_id, swept.execution_id)
+
+
+async def test_a_deadline_by_name_and_by_sweep_comes_to_the_same(
+    engine: Engine, given: Any, rows: Any, clock: Any
+) -> None:
+    deadline = await clock.now() + 1000
+    named, swept = [await given.claimed(execution_deadline_at=deadline) for _ in range(2)]
+    await clock.advance(seconds=10)
+    await engine.expire_execution(named.execution_id, "execution_deadline")
+    assert await engine.timeouts.expire_due() == 1
+    await alike(rows, named.execution_id, swept.execution_id)
+
+
+async def test_a_retry_after_a_timeout_sets_the_timer_of_this_process(engine: Engine, given: Any, clock: Any) -> None:
+    handle = await given.claimed(policy=RETRIED)
+    await clock.advance(seconds=10)
+    engine.wakeups.next_timer = float("inf")
+    await engine.expire_execution(handle.execution_id, "attempt_timeout")
+    assert 0 < engine.wakeups.next_timer - asyncio.get_running_loop().time() < 1.1
+
+
+# Marking leases.
+
+
+async def test_mark_lease_expired_says_why_there_is_nothing_to_mark(
+    engine: Engine, given: Any, rows: Any, connection: Any, clock: Any
+) -> None:
+    waiting = await given.created(lane_id="elsewhere")
+    ended = await given.completed()
+    parked = await given.claimed()
+    await engine.wait_children(parked)
+    assert len(await claim(engine)) == 1
+    await engine.delay(await given.claimed(), await clock.now() + 60_000)
+    lapsed, revoked = await given.claimed(lease_ttl_ms=1000), await given.claimed(lease_ttl_ms=1000)
+    await revoke(connection, revoked.execution_id)
+    await clock.advance(seconds=1)
+    assert await engine.mark_lease_expired_if_due(lapsed.execution_id) == Marked()
+    running = await given.claimed(lane_id="apart", lease_ttl_ms=1000)
+    await clock.advance(ms=999)
+    expected = {
+        ABSENT: "execution_not_found",
+        waiting: "not_active",
+        ended: "not_active",
+        lapsed.execution_id: "already_expired",
+        revoked.execution_id: "already_revoked",
+        running.execution_id: "not_yet_expired",
+    }
+    async with rows.unchanged():
+        for execution_id, reason in expected.items():
+            assert await engine.mark_lease_expired_if_due(execution_id) == AlreadySatisfied(reason=reason)
+    await clock.advance(ms=1)
+    assert await engine.mark_lease_expired_if_due(running.execution_id) == Marked()
+
+
+async def test_active_work_that_nobody_owns_has_no_lease_to_mark(
+    engine: Engine, given: Any, rows: Any, connection: Any, clock: Any
+) -> None:
+    handle = await given.claimed(lease_ttl_ms=1000)
+    await connection.execute("update execution set ownership_state = 'unowned'")
+    await clock.advance(seconds=2)
+    async with rows.unchanged():
+        assert await engine.mark_lease_expired_if_due(handle.execution_id) == AlreadySatisfied(reason="unowned")
+
+
+async def test_a_marked_lease_keeps_its_fields_and_is_told(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
+    handle = await given.claimed(lease_ttl_ms=1000)
+    before = await rows.execution(handle.execution_id)
+    now = await clock.advance(seconds=1)
+    assert await engine.mark_lease_expired_if_due(handle.execution_id) == Marked()
+    row = await rows.execution(handle.execution_id)
+    changed = {name: row[name] for name in row if row[name] != before[name]}
+    assert changed == {
+        "ownership_state": "lease_expired_reclaimable",
+        "blocking_reason": "waiting_for_worker",
+        "attempt_state": "attempt_interrupted",
+        "blocking_detail": "lease expired, awaiting reclaim",
+        "lease_expired_at": now,
+        "last_mutation_at": now,
+        "due_at": None,
+    }
+    assert vector(row) == LAPSED
+    assert await told(rows, handle.execution_id) == ["acquired", "expired"]
+
+
+async def test_a_renewal_before_the_mark_wins(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
+    handle = await given.claimed(lease_ttl_ms=1000)
+    await clock.advance(ms=999)
+    await engine.renew(handle)
+    await clock.advance(ms=999)
+    async with rows.unchanged():
+        found = await engine.mark_lease_expired_if_due(handle.execution_id)
+        assert found == AlreadySatisfied(reason="not_yet_expired")
+
+
+async def test_marking_by_name_and_by_sweep_come_to_the_same(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
+    named, swept = await given.claimed(lease_ttl_ms=1000), await given.claimed(lease_ttl_ms=1000)
+    await clock.advance(seconds=1)
+    assert await engine.mark_lease_expired_if_due(named.execution_id) == Marked()
+    assert await engine.lease_expiry.mark_expired() == 1
+    await alike(rows, named.execution_id, swept.execution_id)
+
+
+async def test_every_hundredth_reclaim_is_warned_of(
+    engine: Engine, given: Any, connection: Any, clock: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    handle = await given.claimed(policy={"max_reclaim_count": 1000})
+    other = await given.claimed(policy={"max_reclaim_count": 1000})
+    counted = "update execution set reclaim_count = $1 where execution_id = $2"
+    warned = []
+    for before in (0, 1, 98, 99, 100, 198, 199):
+        await connection.execute(counted, before, handle.execution_id[-36:])
+        await connection.execute(counted, 5, other.execution_id[-36:])
+        await clock.advance(seconds=31)
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            assert len(await claim(engine)) == 2
+        if caplog.messages:
+            (message,) = caplog.messages
+            assert handle.execution_id in message
+            assert f" {before + 1} " in message
+            warned.append(before + 1)
+    assert warned == [WARN_EVERY_RECLAIMS, 2 * WARN_EVERY_RECLAIMS]
+
+
+@pytest.mark.parametrize("ending", ["cancel", "expire"])
+async def test_a_grant_ends_with_its_execution(engine: Engine, given: Any, rows: Any, clock: Any, ending: str) -> None:
+    deadline = await clock.now() + 1000
+    waiting, other = [await given.created(execution_deadline_at=deadline) for _ in range(2)]
+    worker: dict[str, Any] = {
+        "lane_id": "default",
+        "worker_id": "w",
+        "worker_instance_id": "w-1",
+        "grant_ttl_ms": 60_000,
+    }
+    for execution_id in (waiting, other):
+        await engine.issue_claim_grant(execution_id=execution_id, **worker)
+    await clock.advance(seconds=2)
+    if ending == "cancel":
+        await engine.cancel_execution(execution_id=waiting, reason="x")
+    else:
+        await engine.expire_execution(waiting, "execution_deadline")
+    assert (await rows.execution(waiting))["granted_until"] is None
+    (left,) = await rows.of("claim_grant")
+    assert str(left["execution_id"]) == other[-36:]

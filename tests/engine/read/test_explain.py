@@ -1,0 +1,422 @@
+"""Why an execution is where it is: everything that holds it, from one look that changes nothing."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from datetime import UTC, datetime
+from typing import Any
+from uuid import uuid4
+
+import asyncpg
+import pytest
+
+from creates import new
+from engine.state import refused
+from engine.waits import args, fresh, on_all, suspended
+from flowfabric.db.database import Database, Transaction
+from flowfabric.db.statements import Statement
+from flowfabric.engine.engine import Engine
+from flowfabric.model.conditions import ByName, Count, CountKind, OperatorOnly, TimeoutOnly
+from flowfabric.model.explanation import (
+    BudgetReason,
+    DelayedReason,
+    DependenciesReason,
+    EndedReason,
+    HeldReason,
+    LastFailure,
+    LeaseLostReason,
+    NoCapableWorkerReason,
+    OpenWaitpoint,
+    QueuedReason,
+    QuotaReason,
+    RunningReason,
+    SignalsReason,
+)
+from flowfabric.model.states import LaneState
+from flowfabric.model.suspension import ResumePolicy
+
+MINUTE = 60_000
+NEXT = QueuedReason(lane_id="default", lane_state=LaneState.ACTIVE, ahead=0, workers=1)  # type: ignore[arg-type]
+
+
+@pytest.fixture(autouse=True)
+async def _served(given: Any) -> None:
+    """A live worker serves the lane, so that nothing lacks one for that."""
+    await given.registered(worker_instance_id="any", liveness_ttl_ms=2**50)
+
+
+def requiring(*tokens: str) -> dict[str, Any]:
+    return {"policy": {"routing_requirements": {"required_capabilities": list(tokens)}}}
+
+
+def shown(ms: int) -> str:
+    """A time as a summary writes it."""
+    return f"{datetime.fromtimestamp(ms // 1000, UTC):%Y-%m-%dT%H:%M:%S}.{ms % 1000:03d}Z"
+
+
+# One look.
+
+
+async def test_what_is_not_there_is_not_found(engine: Engine, rows: Any) -> None:
+    async with rows.unchanged():
+        await refused(engine.explain(f"{{fp:1}}:{uuid4()}"), "execution_not_found")
+
+
+async def test_an_explanation_is_one_statement_outside_of_any_transaction(
+    engine: Engine, given: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handle = await given.claimed(**requiring("gpu"), capabilities=["gpu"])
+    await suspended(engine, handle)
+    asked: list[str] = []
+    fetch = Database.fetch
+
+    async def listen(database: Database, statement: Statement, values: Mapping[str, object], **others: Any) -> Any:
+        asked.append(statement.name)
+        return await fetch(database, statement, values, **others)
+
+    async def listen_within(_: Transaction, statement: Statement, **__: object) -> Any:
+        asked.append(f"{statement.name} in a transaction")
+
+    monkeypatch.setattr(Database, "fetch", listen)
+    monkeypatch.setattr(Transaction, "fetch", listen_within)
+    await engine.explain(handle.execution_id)
+    assert asked == ["read_reasons"]
+
+
+async def test_an_explanation_waits_for_no_lock(engine: Engine, given: Any, connection: asyncpg.Connection) -> None:
+    execution_id = await given.created()
+    async with connection.transaction():
+        await connection.execute("lock table execution, worker, suspension, waitpoint, lane in exclusive mode")
+        assert (await engine.explain(execution_id)).reasons == (NEXT,)
+
+
+# Waiting for its turn.
+
+
+async def test_what_a_claim_comes_to_first_is_ahead(explain: Any, given: Any) -> None:
+    first, second = await given.created(), await given.created()
+    assert (await explain(first)).reasons == (NEXT,)
+    found = await explain(second)
+    assert [reason.ahead for reason in found.reasons] == [1]
+    assert found.summary == "waiting: 1 before it on lane 'default'"
+    await given.created(priority=5)
+    assert [reason.ahead for reason in (await explain(second)).reasons] == [2]
+    await given.created(lane_id="other", priority=9)
+    await given.delayed(priority=9)
+    await given.claim()
+    assert [reason.ahead for reason in (await explain(second)).reasons] == [1]
+
+
+async def test_what_asks_for_other_capabilities_is_ahead_as_claims_go(explain: Any, given: Any) -> None:
+    await given.registered(capabilities=("gpu",))
+    await given.created(**requiring("gpu"))
+    plain = await given.created()
+    assert [reason.ahead for reason in (await explain(plain)).reasons] == [1]
+
+
+@pytest.mark.parametrize(("before", "ahead"), [(999, 999), (1000, 1000), (1005, 1000)])
+async def test_no_more_than_a_thousand_are_counted(engine: Engine, given: Any, before: int, ahead: int) -> None:
+    await engine.create_many([new() for _ in range(before - 5)])
+    await engine.create_many([new(policy=requiring("gpu")["policy"]) for _ in range(5)])
+    found = await engine.explain(await given.created())
+    assert [getattr(reason, "ahead", None) for reason in found.reasons] == [ahead]
+    assert found.summary.startswith("waiting: 999 before" if ahead < 1000 else "waiting: 1000 or more before")
+
+
+@pytest.mark.parametrize("state", LaneState)
+async def test_a_lane_that_takes_no_claims_is_named(engine: Engine, explain: Any, given: Any, state: LaneState) -> None:
+    execution_id = await given.created()
+    await engine.set_lane_state("default", state)
+    found = await explain(execution_id)
+    assert found.reasons == (replace(NEXT, lane_state=state),)
+    stopped = f", which is {state}" if state in ("paused", "disabled") else ""
+    assert found.summary == f"waiting: 0 before it on lane 'default'{stopped}"
+
+
+async def test_what_goes_on_is_queued_like_the_others(engine: Engine, explain: Any, given: Any) -> None:
+    handle = await given.claimed()
+    await engine.wait_children(handle)
+    found = await explain(handle.execution_id)
+    assert found.reasons == (NEXT,)
+    assert found.summary == "resumable: 0 before it on lane 'default'"
+
+
+# Waiting for its time.
+
+
+async def test_a_delay_is_told_with_its_end(explain: Any, given: Any, clock: Any) -> None:
+    until = await clock.now() + MINUTE
+    found = await explain(await given.delayed(seconds=60))
+    assert found.reasons == (DelayedReason(until=until, cause="delay", last_failure=None),)
+    assert found.summary == f"delayed until {shown(until)}"
+
+
+async def test_a_time_past_all_calendars_is_shown_as_it_is(explain: Any, given: Any) -> None:
+    found = await explain(await given.created(delay_until=2**53 - 1))
+    assert found.summary == f"delayed until {2**53 - 1} ms"
+
+
+async def test_a_retry_is_told_with_the_failure_before_it(explain: Any, given: Any, clock: Any) -> None:
+    until = await clock.now() + MINUTE
+    handle = await given.backing_off(delay_ms=MINUTE)
+    found = await explain(handle.execution_id)
+    failure = LastFailure(attempt_index=0, reason="no luck", category="transient")
+    assert found.reasons == (DelayedReason(until=until, cause="retry_backoff", last_failure=failure),)
+    told = "after attempt 0 failed: no luck (transient)"
+    assert found.summary == f"delayed until {shown(until)} for its next attempt, {told}"
+
+
+async def test_a_run_put_aside_tells_the_failure_of_an_attempt_before(
+    engine: Engine, explain: Any, given: Any, clock: Any
+) -> None:
+    handle = await given.backing_off(delay_ms=1)
+    await clock.advance(ms=1)
+    await engine.promote_delayed(handle.execution_id)
+    again = await given.claim()
+    until = await clock.now() + MINUTE
+    await engine.delay(again.handle, until)
+    failure = LastFailure(attempt_index=0, reason="no luck", category="transient")
+    (reason,) = (await explain(handle.execution_id)).reasons
+    assert reason == DelayedReason(until=until, cause="delay", last_failure=failure)
+
+
+async def test_a_resume_that_waits_is_no_retry(engine: Engine, explain: Any, given: Any, clock: Any) -> None:
+    handle = await given.claimed()
+    wait = await suspended(engine, handle, resume_policy=ResumePolicy(resume_delay_ms=MINUTE))
+    await engine.deliver_signal(
+        execution_id=handle.execution_id,
+        waitpoint_id=wait.details.waitpoint_id,
+        waitpoint_token=wait.details.waitpoint_token,
+        signal_name="ready",
+    )
+    until = await clock.now() + MINUTE
+    found = await explain(handle.execution_id)
+    assert found.reasons == (DelayedReason(until=until, cause="resume_delay", last_failure=None),)
+    assert found.summary == f"delayed until {shown(until)} before it goes on"
+
+
+# Suspended.
+
+
+async def test_a_wait_tells_its_waitpoint_the_names_and_the_timeout(
+    engine: Engine, explain: Any, given: Any, clock: Any
+) -> None:
+    handle = await given.claimed()
+    timeout_at = await clock.now() + MINUTE
+    wait = await suspended(engine, handle, timeout_at=timeout_at, reason_code="waiting_for_approval")
+    found = await explain(handle.execution_id)
+    (reason,) = found.reasons
+    assert reason == SignalsReason(
+        suspension_id=wait.details.suspension_id,
+        reason_code="waiting_for_approval",
+        waitpoints=(
+            OpenWaitpoint(
+                waitpoint_id=wait.details.waitpoint_id, waitpoint_key="wait", required_signal_names=("ready",)
+            ),
+        ),
+        timeout_at=timeout_at,
+    )
+    reaches = "a signal 'ready' reaches waitpoint 'wait'"
+    assert found.summary == f"suspended until {reaches}; times out at {shown(timeout_at)}"
+    assert str(wait.details.waitpoint_token.reveal()) not in repr(found)
+
+
+async def test_a_wait_on_several_tells_them_in_the_order_of_their_bindings(
+    engine: Engine, explain: Any, given: Any
+) -> None:
+    handle = await given.claimed()
+    keys = ("e", "a", "d", "b", "c")
+    await suspended(engine, handle, on_all(*keys))
+    found = await explain(handle.execution_id)
+    (reason,) = found.reasons
+    assert [(each.waitpoint_key, each.required_signal_names) for each in reason.waitpoints] == [(k, ()) for k in keys]
+    reaches = ", ".join(f"a signal reaches waitpoint '{key}'" for key in keys[:3])
+    assert found.summary == f"suspended until {reaches}, 2 more"
+
+
+async def test_a_closed_waitpoint_is_not_told(engine: Engine, explain: Any, given: Any) -> None:
+    handle = await given.claimed()
+    wait = await suspended(engine, handle, on_all("a", "b"))
+    await engine.close_waitpoint(execution_id=handle.execution_id, waitpoint_id=wait.details.waitpoint_id)
+    await engine.create_waitpoint(await given.claimed(), waitpoint_key="another", expires_in_ms=MINUTE)
+    (reason,) = (await explain(handle.execution_id)).reasons
+    assert [each.waitpoint_key for each in reason.waitpoints] == ["b"]
+
+
+async def test_a_count_asks_for_its_name_on_each_of_its_waitpoints(engine: Engine, explain: Any, given: Any) -> None:
+    handle = await given.claimed()
+    count = Count(n=2, count_kind=CountKind.DISTINCT_WAITPOINTS, matcher=ByName("vote"), waitpoints=("a", "b"))
+    await suspended(engine, handle, args(waitpoints=(fresh("a"), fresh("b")), resume_condition=count))
+    (reason,) = (await explain(handle.execution_id)).reasons
+    assert [(each.waitpoint_key, each.required_signal_names) for each in reason.waitpoints] == [
+        ("a", ("vote",)),
+        ("b", ("vote",)),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("condition", "name", "told"),
+    [
+        (OperatorOnly(), "__operator_only__", "an operator resumes it"),
+        (TimeoutOnly(), "__timeout_only__", "its time is over"),
+    ],
+    ids=["operator", "timeout"],
+)
+async def test_what_no_signal_ends_says_who_does(
+    engine: Engine, explain: Any, given: Any, clock: Any, condition: Any, name: str, told: str
+) -> None:
+    handle = await given.claimed()
+    timeout_at = await clock.now() + MINUTE
+    await suspended(engine, handle, resume_condition=condition, timeout_at=timeout_at)
+    found = await explain(handle.execution_id)
+    assert [each.required_signal_names for each in found.reasons[0].waitpoints] == [(name,)]
+    assert found.summary == f"suspended until {told}; times out at {shown(timeout_at)}"
+
+
+async def test_a_pause_by_an_operator_is_held_and_waits(engine: Engine, explain: Any, given: Any) -> None:
+    handle = await given.claimed()
+    await suspended(engine, handle, reason_code="manual_pause")
+    found = await explain(handle.execution_id)
+    assert [reason.kind for reason in found.reasons] == ["signals", "held"]
+    assert found.reasons[1].blocking_reason == "paused_by_operator"
+
+
+async def test_a_wait_a_newer_version_stored_is_told_as_far_as_it_is_understood(
+    engine: Engine, explain: Any, given: Any, connection: asyncpg.Connection
+) -> None:
+    handle = await given.claimed(policy={"max_reclaim_count": 7})
+    await suspended(engine, handle)
+    await connection.execute("""update suspension set reason_code = 'waiting_for_rain', condition = '{"Rain": {}}'""")
+    await connection.execute("""update execution_input set policy = policy || '{"wipers": true}'""")
+    (reason,) = (await explain(handle.execution_id)).reasons
+    assert (reason.reason_code, len(reason.waitpoints)) == ("waiting_for_rain", 1)
+
+
+# Running, lost, ended.
+
+
+def lease(kind: Any, expires_at: int, **overrides: Any) -> Any:
+    return kind(
+        **{
+            "worker_id": "worker",
+            "worker_instance_id": "worker-1",
+            "lease_expires_at": expires_at,
+            "attempt_index": 0,
+            "reclaim_count": 0,
+            "reclaim_cap": 1000,
+            **overrides,
+        }
+    )
+
+
+async def test_who_runs_it_is_told_and_until_when(explain: Any, given: Any, clock: Any) -> None:
+    expires_at = await clock.now() + 30_000
+    found = await explain((await given.claimed()).execution_id)
+    assert found.reasons == (lease(RunningReason, expires_at),)
+    assert found.summary == f"active on worker 'worker-1' in attempt 0, leased until {shown(expires_at)}"
+    handle = await given.claimed(policy={"max_reclaim_count": 7})
+    assert (await explain(handle.execution_id)).reasons == (lease(RunningReason, expires_at, reclaim_cap=7),)
+
+
+async def test_a_lease_is_lost_when_its_time_is_over_and_queued_once_that_is_marked(
+    engine: Engine, explain: Any, given: Any, clock: Any
+) -> None:
+    handle = await given.expired_lease()
+    expires_at = await clock.now() - 1
+    assert (await explain(handle.execution_id)).reasons == (lease(LeaseLostReason, expires_at),)
+    await engine.lease_expiry.mark_expired([handle.execution_id])
+    found = await explain(handle.execution_id)
+    assert found.reasons == (lease(LeaseLostReason, expires_at), NEXT)
+    lost = "lease lost by worker 'worker-1' in attempt 0, taken over 0 of at most 1000 times"
+    assert found.summary == f"active: {lost}; 0 before it on lane 'default'"
+    again = await given.claim(worker="other")
+    (reason,) = (await explain(again.execution_id)).reasons
+    assert (reason.kind, reason.worker_id, reason.attempt_index, reason.reclaim_count) == ("running", "other", 1, 1)
+
+
+async def test_an_ending_is_told_with_its_reason(engine: Engine, explain: Any, given: Any, clock: Any) -> None:
+    now = await clock.now()
+    late = await given.created(execution_deadline_at=now + 1)
+    for execution_id, outcome, reason in (
+        (await given.completed(lane_id="a"), "success", None),
+        (await given.failed(lane_id="a"), "failed", "no luck"),
+        (await given.cancelled(lane_id="a"), "cancelled", "not wanted"),
+    ):
+        found = await explain(execution_id)
+        assert found.reasons == (EndedReason(outcome=outcome, reason=reason, completed_at=now),)  # type: ignore[arg-type]
+        assert found.summary == f"{found.public_state} at {shown(now)}{f', {reason}' if reason else ''}"
+    await clock.advance(ms=1)
+    await engine.expire_execution(late, "execution_deadline")
+    (ended,) = (await explain(late)).reasons
+    assert (ended.outcome, ended.reason) == ("expired", "execution_deadline")
+
+
+# States that nothing leads to yet.
+
+BLOCKED: dict[str, tuple[str, str, Any, str]] = {
+    "operator": (
+        "blocked_by_operator",
+        "paused_by_operator",
+        HeldReason(blocking_reason="paused_by_operator", detail="why"),  # type: ignore[arg-type]
+        "waiting: paused by operator, why",
+    ),
+    "lane": (
+        "blocked_by_lane_state",
+        "paused_by_policy",
+        HeldReason(blocking_reason="paused_by_policy", detail="why"),  # type: ignore[arg-type]
+        "waiting: paused by policy, why",
+    ),
+    "flow": (
+        "blocked_by_operator",
+        "paused_by_flow_cancel",
+        HeldReason(blocking_reason="paused_by_flow_cancel", detail="why"),  # type: ignore[arg-type]
+        "waiting: paused by flow cancel, why",
+    ),
+    "dependencies": (
+        "blocked_by_dependencies",
+        "waiting_for_children",
+        DependenciesReason(detail="why"),
+        "waiting children: dependencies, why",
+    ),
+    "budget": ("blocked_by_budget", "waiting_for_budget", BudgetReason(detail="why"), "rate limited: budget, why"),
+    "quota": ("blocked_by_quota", "waiting_for_quota", QuotaReason(detail="why"), "rate limited: quota, why"),
+    "route": (
+        "blocked_by_route",
+        "waiting_for_capable_worker",
+        NoCapableWorkerReason(missing=("gpu",), workers_seen=1),
+        "waiting: no live worker of its lane, namespace and kind offers gpu",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BLOCKED)
+async def test_a_block_is_told_and_the_time_it_waits_for_besides(
+    explain: Any, given: Any, clock: Any, connection: asyncpg.Connection, case: str
+) -> None:
+    eligibility, blocking, reason, summary = BLOCKED[case]
+    execution_id = await given.created(**requiring("gpu"))
+    await connection.execute(
+        f"""update execution set eligibility_state = '{eligibility}', blocking_reason = '{blocking}',
+                                 blocking_detail = 'why'"""
+    )
+    found = await explain(execution_id)
+    assert (found.reasons, found.summary) == ((reason,), summary)
+    until = await clock.now() + MINUTE
+    await connection.execute("update execution set delay_until = $1", until)
+    found = await explain(execution_id)
+    delayed = DelayedReason(until=until, cause="delay", last_failure=None)
+    assert set(found.reasons) == {reason, delayed}
+    await clock.advance(ms=MINUTE)
+    assert (await explain(execution_id)).reasons == (reason,)
+    await given.registered(capabilities=("gpu",))
+    if case == "route":
+        (served,) = (await explain(execution_id)).reasons
+        assert served == NoCapableWorkerReason(missing=(), workers_seen=2)
+
+
+async def test_an_unknown_word_of_the_state_is_corruption(
+    engine: Engine, given: Any, connection: asyncpg.Connection
+) -> None:
+    execution_id = await given.created()
+    await connection.execute("alter type blocking_reason add value 'waiting_for_godot'")
+    await connection.execute("update execution set blocking_reason = 'waiting_for_godot'")
+    await refused(engine.explain(execution_id), "corruption", "blocking_reason: unknown literal 'waiting_for_godot'")

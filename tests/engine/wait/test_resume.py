@@ -1,0 +1,148 @@
+"""Resuming by an operator's word: what it closes, when the execution may be claimed, and what is refused."""
+
+import json
+from typing import Any
+
+import pytest
+
+from engine.sending import waiting
+from engine.state import RESUMABLE, claim, refused, told, vector
+from engine.waits import args, on_all, suspended, suspension, waitpoint, waitpoints
+from flowfabric.db.database import Database, Transaction
+from flowfabric.db.statements import Statement
+from flowfabric.engine.engine import Engine
+from flowfabric.model.conditions import OperatorOnly, TimeoutOnly
+from flowfabric.model.signals import Resumed
+from flowfabric.model.states import PublicState
+from flowfabric.model.suspension import ResumePolicy
+from flowfabric.reconcile.loop import Reconciler
+
+RESUME_DELAYED = "runnable/unowned/not_eligible_until_time/waiting_for_resume_delay/none/attempt_interrupted/delayed"
+NOBODY = "{fp:3}:11111111-1111-4111-8111-111111111111"
+
+
+async def test_a_resume_closes_the_suspension_and_every_waitpoint_and_tells_no_completion(
+    engine: Engine, given: Any, rows: Any, clock: Any
+) -> None:
+    wait = await waiting(engine, given, on_all("a", "b", "c", timeout_at=await clock.now() + 60_000))
+    await wait.send("x", "a")
+    now = await clock.advance(seconds=1)
+    outcome = await engine.resume_execution(execution_id=wait.execution_id, trigger_type="operator")
+    assert outcome == Resumed(public_state=PublicState.RESUMABLE)
+    row = await rows.execution(wait.execution_id)
+    assert vector(row) == RESUMABLE
+    assert (row["blocking_detail"], row["suspension_timeout_at"], row["due_at"]) == (None, None, None)
+    assert {row[stamp] for stamp in ("last_transition_at", "last_mutation_at")} == {now}
+    closed = await suspension(rows, wait.execution_id)
+    assert (closed["closed_at"], closed["close_reason"]) == (now, "resumed")
+    assert (closed["satisfied_at"], closed["satisfier_ids"]) == (None, [])
+    assert closed["last_signal_at"] == now - 1_000
+    for point in await waitpoints(rows, wait.execution_id):
+        assert (point["state"], point["closed_at"], point["close_reason"]) == ("closed", now, "resumed")
+        assert point["satisfied_at"] is None
+    assert await told(rows, wait.execution_id) == ["acquired", "released suspend", "resumed"]
+    event = (await rows.events(wait.execution_id))[-1]
+    assert json.loads(event["details"]) == {"trigger_type": "operator", "resume_delay_ms": 0}
+    assert (event["outcome"], event["attempt_index"]) == (None, 0)
+    await refused(wait.send("x", "b"), "target_not_signalable")
+    assert [one.satisfier for one in await engine.observe_signals(wait.handle)] == [False]
+    (claimed,) = await claim(engine)
+    assert (claimed.attempt_id, claimed.attempt_index) == (wait.handle.attempt_id, 0)
+
+
+@pytest.mark.parametrize("condition", [OperatorOnly(), TimeoutOnly()])
+async def test_a_resume_ends_every_kind_of_wait(engine: Engine, given: Any, clock: Any, condition: Any) -> None:
+    wait = await waiting(engine, given, resume_condition=condition, timeout_at=await clock.now() + 60_000)
+    assert (await engine.resume_execution(execution_id=wait.execution_id)).public_state == PublicState.RESUMABLE
+    assert [one.execution_id for one in await claim(engine)] == [wait.execution_id]
+
+
+async def test_a_resume_may_wait_for_its_time(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
+    wait = await waiting(engine, given, resume_policy=ResumePolicy(resume_delay_ms=99_000))
+    now = await clock.advance(seconds=1)
+    outcome = await engine.resume_execution(execution_id=wait.execution_id, resume_delay_ms=5_000)
+    assert outcome == Resumed(public_state=PublicState.DELAYED)
+    row = await rows.execution(wait.execution_id)
+    assert vector(row) == RESUME_DELAYED
+    assert (row["blocking_detail"], row["delay_until"]) == ("resume delay 5000ms", now + 5_000)
+    assert await claim(engine) == []
+    await clock.advance(ms=4_999)
+    await Reconciler(engine).catch_up()
+    assert await claim(engine) == []
+    await clock.advance(ms=1)
+    await Reconciler(engine).catch_up()
+    assert [one.attempt_id for one in await claim(engine)] == [wait.handle.attempt_id]
+
+
+async def test_a_waitpoint_closed_before_keeps_its_reason(engine: Engine, given: Any, rows: Any) -> None:
+    wait = await waiting(engine, given, on_all("a", "b"))
+    await engine.close_waitpoint(execution_id=wait.execution_id, waitpoint_id=wait.points["a"][0], reason="enough")
+    await engine.resume_execution(execution_id=wait.execution_id)
+    assert [(await waitpoint(rows, wait.points[key][0]))["close_reason"] for key in "ab"] == ["enough", "resumed"]
+
+
+async def test_what_remained_of_the_attempt_timeout_at_the_suspend_is_left_after_the_resume(
+    engine: Engine, given: Any, rows: Any, clock: Any
+) -> None:
+    handle = await given.claimed(policy={"timeout_policy": {"attempt_timeout_ms": 8_000}})
+    await clock.advance(seconds=3)
+    await suspended(engine, handle, args())
+    await clock.advance(seconds=60)
+    await engine.resume_execution(execution_id=handle.execution_id)
+    now = await clock.advance(seconds=60)
+    await claim(engine)
+    assert (await rows.execution(handle.execution_id))["attempt_timeout_at"] == now + 5_000
+
+
+async def test_what_is_not_suspended_is_not_resumed(engine: Engine, given: Any, rows: Any, connection: Any) -> None:
+    wait, broken = await waiting(engine, given), await waiting(engine, given)
+    await engine.resume_execution(execution_id=wait.execution_id)
+    others = [await given.created(), await given.cancelled(), wait.execution_id, broken.execution_id]
+    # No operation leaves a suspended execution without its suspension.
+    await connection.execute("delete from suspension where execution_id = $1", broken.execution_id[-36:])
+    async with rows.unchanged():
+        for execution_id in others:
+            await refused(engine.resume_execution(execution_id=execution_id), "execution_not_suspended")
+        await refused(engine.resume_execution(execution_id=NOBODY), "execution_not_found")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "detail"),
+    [
+        ({"execution_id": "x"}, "MissingTag"),
+        ({"trigger_type": "whim"}, "trigger_type"),
+        ({"resume_delay_ms": -1}, "resume_delay_ms"),
+        ({"resume_delay_ms": None}, "resume_delay_ms"),
+    ],
+)
+async def test_a_resume_of_nonsense_is_refused(
+    engine: Engine, given: Any, rows: Any, overrides: dict[str, Any], detail: str
+) -> None:
+    wait = await waiting(engine, given)
+    async with rows.unchanged():
+        call = engine.resume_execution(**{"execution_id": wait.execution_id, **overrides})
+        await refused(call, "invalid_input", detail)
+
+
+async def test_a_signal_and_the_end_of_the_run_it_resumes_take_few_statements(
+    engine: Engine, given: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wait, fetched, fetched_within = await waiting(engine, given), Database.fetch, Transaction.fetch
+    names: list[str] = []
+
+    async def fetch(database: Database, statement: Statement, values: Any, **options: Any) -> Any:
+        names.append(statement.name)
+        return await fetched(database, statement, values, **options)
+
+    async def fetch_within(transaction: Transaction, statement: Statement, **values: Any) -> Any:
+        names.append(statement.name)
+        return await fetched_within(transaction, statement, **values)
+
+    monkeypatch.setattr(Database, "fetch", fetch)
+    monkeypatch.setattr(Transaction, "fetch", fetch_within)
+    await wait.send()
+    assert names == ["lock_addressees", "read_deliveries", "insert_deliveries", "resume_held"]
+    (resumed,) = await claim(engine)
+    names.clear()
+    await engine.complete(resumed.handle, b"done")
+    assert names == ["release_executions"]

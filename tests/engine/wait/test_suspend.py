@@ -1,0 +1,337 @@
+"""Suspending: what a run gives up, what it keeps, and what it waits on."""
+
+from typing import Any
+
+import pytest
+
+from engine.state import FENCED, RESUMABLE, attempts, claim, lease_left, refused, told, vector
+from engine.waits import SUSPENDED, args, fresh, on_all, suspended, suspension, token_of, triple, waitpoint, waitpoints
+from flowfabric.engine.engine import Engine
+from flowfabric.model.conditions import AllOf, ByName, Count, CountKind, OperatorOnly, Single, TimeoutOnly, Wildcard
+from flowfabric.model.handle import Backend
+from flowfabric.model.states import HandleKind, PublicState
+from flowfabric.model.suspension import ResumePolicy, SuspensionReason
+from flowfabric.model.waits import Suspended
+
+
+async def test_a_suspend_gives_up_the_lease_and_keeps_the_attempt(
+    engine: Engine, given: Any, rows: Any, clock: Any
+) -> None:
+    began = await clock.now()
+    claimed = await given.run(tags={"ff.instance_id": "i-1"}, execution_deadline_at=began + 3_600_000)
+    worker_no = (await rows.execution(claimed.execution_id))["worker_no"]
+    now = await clock.advance(seconds=1)
+    asked = args(timeout_at=now + 60_000)
+    await engine.suspend(claimed.handle, asked)
+    row = await rows.execution(claimed.execution_id)
+    assert (vector(row), lease_left(row)) == (SUSPENDED, {})
+    first = asked.waitpoints[0].waitpoint_id
+    assert row["blocking_detail"] == f"suspended: waitpoint {first} awaiting waiting_for_signal"
+    assert (row["suspension_timeout_at"], row["due_at"]) == (now + 60_000, now + 60_000)
+    assert (row["deadline_at"], row["delay_until"]) == (began + 3_600_000, None)
+    assert (row["attempt_id"], row["attempt_count"], row["attempt_stored"]) == (claimed.attempt_id, 1, True)
+    assert (row["lease_epoch"], row["retry_count"], row["completed_at"]) == (2, 0, None)
+    assert {row[stamp] for stamp in ("last_transition_at", "last_mutation_at")} == {now}
+    (attempt,) = await attempts(rows, claimed.execution_id)
+    assert (attempt["attempt_state"], attempt["suspension_marker"]) == ("suspended", "suspend")
+    assert (attempt["started_at"], attempt["suspended_at"], attempt["ended_at"]) == (began, now, None)
+    assert (attempt["attempt_id"], attempt["suspension_id"]) == (claimed.attempt_id, asked.suspension_id)
+    assert (attempt["lease_epoch"], attempt["worker_no"]) == (2, None)
+    assert await told(rows, claimed.execution_id) == ["acquired", "released suspend"]
+    event = (await rows.events(claimed.execution_id))[1]
+    assert (event["lease_id"], event["lease_epoch"], event["worker_no"]) == (claimed.lease_id, 1, worker_no)
+    assert (event["attempt_index"], event["instance_tag"], event["outcome"]) == (0, "i-1", None)
+    assert await engine.read_execution_state(claimed.execution_id) == PublicState.SUSPENDED
+
+
+async def test_a_suspension_says_what_it_is(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
+    claimed = await given.run()
+    now = await clock.advance(seconds=1)
+    asked = args(
+        reason_code="waiting_for_approval",
+        requested_by="policy",
+        timeout_at=now + 60_000,
+        timeout_behavior="expire",
+        continuation_metadata_pointer="s3://there",
+        resume_policy=ResumePolicy(resume_delay_ms=500),
+    )
+    await engine.suspend(claimed.handle, asked)
+    row = await suspension(rows, claimed.execution_id)
+    execution = await rows.execution(claimed.execution_id)
+    assert row == {
+        "partition_key": execution["partition_key"],
+        "execution_id": execution["execution_id"],
+        "suspension_id": asked.suspension_id,
+        "attempt_index": 0,
+        "waitpoint_ids": [asked.waitpoints[0].waitpoint_id],
+        "namespace_no": execution["namespace_no"],
+        "lane_no": row["lane_no"],
+        "reason_code": "waiting_for_approval",
+        "requested_by": "policy",
+        "suspended_at": now,
+        "timeout_at": now + 60_000,
+        "timeout_behavior": "expire",
+        "condition": '{"Single": {"matcher": {"ByName": "ready"}, "waitpoint_key": "wait"}}',
+        "resume_policy": row["resume_policy"],
+        "continuation_metadata_pointer": "s3://there",
+        "satisfier_ids": [],
+        "satisfied_at": None,
+        "closed_at": None,
+        "close_reason": None,
+        "last_signal_at": None,
+    }
+    assert '"resume_delay_ms": 500' in row["resume_policy"]
+
+
+async def test_a_waitpoint_of_a_suspension_is_active_and_has_its_token(
+    engine: Engine, given: Any, rows: Any, clock: Any
+) -> None:
+    claimed = await given.run()
+    now = await clock.advance(seconds=1)
+    outcome = await suspended(engine, claimed.handle, timeout_at=now + 60_000)
+    details = outcome.details
+    row = await waitpoint(rows, details.waitpoint_id)
+    token = token_of(claimed.execution_id, details.waitpoint_id)
+    assert row == {
+        "partition_key": row["partition_key"],
+        "waitpoint_id": details.waitpoint_id,
+        "execution_id": row["execution_id"],
+        "attempt_index": 0,
+        "suspension_id": details.suspension_id,
+        "waitpoint_key": "wait",
+        "token_kid": "k1",
+        "token": token,
+        "state": "active",
+        "required_signal_names": ["ready"],
+        "created_at": now,
+        "activated_at": now,
+        "satisfied_at": None,
+        "closed_at": None,
+        "expires_at": now + 60_000,
+        "close_reason": None,
+        "signal_count": 0,
+        "matched_signal_count": 0,
+        "last_signal_at": None,
+    }
+    assert (details.waitpoint_key, details.waitpoint_token.reveal()) == ("wait", token)
+    assert details.additional_waitpoints == ()
+
+
+async def test_each_of_several_waitpoints_has_its_own_token(engine: Engine, given: Any, rows: Any) -> None:
+    handle = await given.claimed()
+    asked = on_all("a", "b", "c")
+    details = (await suspended(engine, handle, asked)).details
+    ids = [binding.waitpoint_id for binding in asked.waitpoints]
+    assert (await suspension(rows, handle.execution_id))["waitpoint_ids"] == ids
+    others = details.additional_waitpoints
+    assert [details.waitpoint_id, *(each.waitpoint_id for each in others)] == ids
+    assert [each.waitpoint_key for each in others] == ["b", "c"]
+    tokens = [details.waitpoint_token.reveal(), *(each.waitpoint_token.reveal() for each in others)]
+    assert tokens == [token_of(handle.execution_id, each) for each in ids]
+    assert [row["token"] for row in await waitpoints(rows, handle.execution_id)] == tokens
+    assert [row["required_signal_names"] for row in await waitpoints(rows, handle.execution_id)] == [[]] * 3
+
+
+async def test_a_waitpoint_asks_for_the_names_its_condition_gives_it(engine: Engine, given: Any, rows: Any) -> None:
+    condition = AllOf(
+        (
+            Single(waitpoint_key="a", matcher=ByName("go")),
+            Single(waitpoint_key="b", matcher=Wildcard()),
+            Count(n=1, count_kind=CountKind.DISTINCT_SIGNALS, matcher=ByName("vote"), waitpoints=("a", "b")),
+            OperatorOnly(),
+        )
+    )
+    handle = await given.claimed()
+    await suspended(engine, handle, waitpoints=(fresh("a"), fresh("b")), resume_condition=condition)
+    one, other = await waitpoints(rows, handle.execution_id)
+    assert one["required_signal_names"] == ["go", "vote", "__operator_only__"]
+    assert other["required_signal_names"] == ["vote", "__operator_only__"]
+
+
+BLOCKING = {
+    "waiting_for_signal": "waiting_for_signal",
+    "waiting_for_approval": "waiting_for_approval",
+    "waiting_for_callback": "waiting_for_callback",
+    "waiting_for_tool_result": "waiting_for_tool_result",
+    "waiting_for_operator_review": "paused_by_operator",
+    "paused_by_policy": "paused_by_policy",
+    "paused_by_budget": "waiting_for_budget",
+    "step_boundary": "waiting_for_signal",
+    "manual_pause": "paused_by_operator",
+}
+
+
+def test_every_reason_is_tried() -> None:
+    assert set(BLOCKING) == set(SuspensionReason)
+
+
+@pytest.mark.parametrize("reason", BLOCKING)
+async def test_the_reason_says_what_blocks_the_execution(engine: Engine, given: Any, rows: Any, reason: str) -> None:
+    handle = await given.claimed()
+    await suspended(engine, handle, reason_code=reason)
+    row = await rows.execution(handle.execution_id)
+    assert (row["blocking_reason"], row["public_state"]) == (BLOCKING[reason], "suspended")
+    assert row["blocking_detail"].endswith(f" awaiting {reason}")
+    assert await engine.find_inconsistencies() == []
+
+
+@pytest.mark.parametrize("condition", [OperatorOnly(), TimeoutOnly()])
+async def test_a_wait_for_no_signal_at_all_has_a_waitpoint_too(
+    engine: Engine, given: Any, rows: Any, clock: Any, condition: Any
+) -> None:
+    handle = await given.claimed()
+    await suspended(engine, handle, resume_condition=condition, timeout_at=await clock.now() + 1000)
+    (row,) = await waitpoints(rows, handle.execution_id)
+    assert (row["state"], len(row["required_signal_names"])) == ("active", 1)
+
+
+# Handles.
+
+
+async def test_the_handle_of_a_suspended_run_is_the_old_one_of_another_kind(engine: Engine, given: Any) -> None:
+    handle = await given.claimed()
+    outcome = await suspended(engine, handle)
+    assert (outcome.handle.kind, outcome.handle.backend) == (HandleKind.SUSPENDED, Backend.POSTGRES)
+    assert outcome.handle.opaque == handle.opaque
+
+
+@pytest.mark.parametrize("operation", FENCED)
+async def test_neither_handle_holds_a_lease_any_more(engine: Engine, given: Any, rows: Any, operation: str) -> None:
+    handle = await given.claimed()
+    outcome = await suspended(engine, handle)
+    async with rows.unchanged():
+        await refused(FENCED[operation](engine, handle), "lease_conflict")
+        await refused(FENCED[operation](engine, outcome.handle), "lease_conflict")
+
+
+async def test_suspending_again_is_refused_by_either_handle(engine: Engine, given: Any, rows: Any) -> None:
+    handle = await given.claimed()
+    outcome = await suspended(engine, handle)
+    async with rows.unchanged():
+        await refused(engine.suspend(handle, args()), "lease_conflict")
+        await refused(engine.suspend(outcome.handle, args()), "already_suspended")
+
+
+async def test_a_service_suspends_with_the_fence_alone(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
+    handle = await given.claimed(lease_ttl_ms=20_000)
+    asked = args()
+    outcome = await engine.suspend_by_triple(**triple(handle), args=asked)
+    assert isinstance(outcome, Suspended)
+    assert (outcome.handle.kind, outcome.handle.backend) == (HandleKind.SUSPENDED, Backend.POSTGRES)
+    assert outcome.handle.opaque == handle.opaque
+    assert outcome.details.suspension_id == asked.suspension_id
+    assert vector(await rows.execution(handle.execution_id)) == SUSPENDED
+    async with rows.unchanged():
+        await refused(engine.suspend_by_triple(**triple(handle), args=args()), "lease_conflict")
+
+
+async def test_the_time_a_renewed_lease_lasts_is_kept_in_the_handle(engine: Engine, given: Any, clock: Any) -> None:
+    handle = await given.claimed(lease_ttl_ms=20_000)
+    await clock.advance(seconds=5)
+    await engine.renew(handle)
+    outcome = await engine.suspend_by_triple(**{**triple(handle), "lease_id": str(handle.lease_id)}, args=args())
+    assert isinstance(outcome, Suspended)
+    assert outcome.handle.lease_ttl_ms == 20_000
+
+
+# Time.
+
+
+async def test_a_wait_without_a_deadline_has_none(engine: Engine, given: Any, rows: Any) -> None:
+    handle = await given.claimed()
+    await suspended(engine, handle, timeout_behavior="expire")
+    row = await rows.execution(handle.execution_id)
+    assert (row["suspension_timeout_at"], row["due_at"]) == (None, None)
+    wait = await suspension(rows, handle.execution_id)
+    assert (wait["timeout_at"], wait["timeout_behavior"]) == (None, "expire")
+    (point,) = await waitpoints(rows, handle.execution_id)
+    assert point["expires_at"] is None
+
+
+@pytest.mark.parametrize(
+    ("asked", "after_ms", "behavior"),
+    [
+        ({}, 30_000, "escalate"),
+        ({"timeout_behavior": "cancel"}, 30_000, "cancel"),
+        ({"timeout_at": 5000}, 5000, "fail"),
+        ({"timeout_at": 5000, "timeout_behavior": "auto_resume"}, 5000, "auto_resume_with_timeout_signal"),
+    ],
+)
+async def test_a_policy_gives_the_deadline_where_the_arguments_do_not(
+    engine: Engine, given: Any, rows: Any, clock: Any, asked: dict[str, Any], after_ms: int, behavior: str
+) -> None:
+    handle = await given.claimed(
+        policy={"suspension_policy": {"default_timeout_ms": 30_000, "timeout_behavior": "escalate"}}
+    )
+    now = await clock.advance(seconds=1)
+    if "timeout_at" in asked:
+        asked = {**asked, "timeout_at": now + asked["timeout_at"]}
+    await suspended(engine, handle, **asked)
+    wait = await suspension(rows, handle.execution_id)
+    assert (wait["timeout_at"], wait["timeout_behavior"]) == (now + after_ms, behavior)
+    assert (await rows.execution(handle.execution_id))["due_at"] == now + after_ms
+    (point,) = await waitpoints(rows, handle.execution_id)
+    assert point["expires_at"] == now + after_ms
+
+
+@pytest.mark.parametrize("ago_ms", [0, 1, 600_000])
+async def test_a_deadline_that_clocks_may_differ_on_is_due_at_once(
+    engine: Engine, given: Any, rows: Any, clock: Any, ago_ms: int
+) -> None:
+    handle = await given.claimed()
+    now = await clock.now()
+    await suspended(engine, handle, timeout_at=now - ago_ms)
+    # Sweeps that have seen everything up to now do not look further back.
+    assert (await rows.execution(handle.execution_id))["due_at"] == now
+    assert (await suspension(rows, handle.execution_id))["timeout_at"] == now - ago_ms
+
+
+async def test_what_is_left_of_the_attempts_time_is_kept(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
+    handle = await given.claimed(policy={"timeout_policy": {"attempt_timeout_ms": 10_000}})
+    await clock.advance(seconds=5)
+    await suspended(engine, handle)
+    row = await rows.execution(handle.execution_id)
+    assert (row["attempt_timeout_at"], row["remaining_attempt_timeout_ms"]) == (None, 5000)
+
+
+async def test_a_timer_wakes_who_waits_for_timers(engine: Engine, given: Any, clock: Any) -> None:
+    handle = await given.claimed()
+    await suspended(engine, handle)
+    engine.wakeups.next_timer = float("inf")
+    engine.wakeups.timer_event.clear()
+    other = await given.claimed()
+    await suspended(engine, other, timeout_at=await clock.now() + 1000)
+    assert engine.wakeups.timer_event.is_set()
+    assert engine.wakeups.next_timer < float("inf")
+
+
+# Again.
+
+
+async def test_a_run_that_was_put_aside_before_suspends(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
+    began = await clock.now()
+    first = await given.run()
+    await engine.delay(first.handle, 0)
+    assert vector(await rows.execution(first.execution_id)) != RESUMABLE
+    await engine.delays.promote_due()
+    now = await clock.advance(seconds=1)
+    (again,) = await claim(engine)
+    outcome = await suspended(engine, again.handle)
+    (attempt,) = await attempts(rows, first.execution_id)
+    assert (attempt["attempt_state"], attempt["suspension_marker"]) == ("suspended", "suspend")
+    assert (attempt["started_at"], attempt["resumed_at"], attempt["suspended_at"]) == (began, now, now)
+    assert (attempt["suspension_id"], attempt["worker_no"]) == (outcome.details.suspension_id, None)
+    assert (attempt["lease_epoch"], attempt["lease_id"]) == (3, again.lease_id)
+    assert await engine.find_inconsistencies() == []
+
+
+async def test_tokens_are_not_shown(engine: Engine, given: Any, rows: Any, caplog: Any) -> None:
+    caplog.set_level("DEBUG")
+    handle = await given.claimed()
+    outcome = await suspended(engine, handle, on_all("a", "b", idempotency_key="once"))
+    details = outcome.details
+    tokens = [details.waitpoint_token.reveal(), details.additional_waitpoints[0].waitpoint_token.reveal()]
+    shown = repr(outcome) + str(outcome) + caplog.text + str(await rows.of("event"))
+    shown += str(await engine.describe_execution(handle.execution_id))
+    shown += str(await engine.list_pending_waitpoints(execution_id=handle.execution_id))
+    assert [token for token in tokens if token in shown or token.partition(":")[2] in shown] == []

@@ -1,0 +1,140 @@
+"""Suspends of one moment share their statements; each has its own answer."""
+
+import asyncio
+from typing import Any
+from uuid import uuid4
+
+import msgspec
+import pytest
+
+from engine.state import ACTIVE, LAPSED, vector
+from engine.waits import SUSPENDED, args, on_all, suspended, suspension, token_of, waitpoints
+from flowfabric.db.database import Database
+from flowfabric.engine.engine import Engine
+from flowfabric.model.errors import EngineError
+from flowfabric.model.ids import WaitpointId
+from flowfabric.model.suspension import Fresh
+from flowfabric.model.waits import Suspended
+
+
+@pytest.fixture
+def transactions(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A mark for every transaction that is begun."""
+    begun: list[str] = []
+    transact = Database.transact
+
+    async def counted(database: Database, work: Any, **options: Any) -> Any:
+        begun.append(work.__name__)
+        return await transact(database, work, **options)
+
+    monkeypatch.setattr(Database, "transact", counted)
+    return begun
+
+
+async def at_once(engine: Engine, *calls: Any) -> list[Any]:
+    return list(await asyncio.gather(*(engine.suspend(*call) for call in calls), return_exceptions=True))
+
+
+def codes(answers: list[Any]) -> list[str]:
+    return [each.code if isinstance(each, EngineError) else type(each).__name__ for each in answers]
+
+
+async def test_many_suspend_in_one_transaction(
+    engine: Engine, given: Any, rows: Any, clock: Any, transactions: list[str]
+) -> None:
+    handles = [await given.claimed() for _ in range(20)]
+    now = await clock.advance(seconds=1)
+    asked = [
+        on_all("a", "b", timeout_at=now + at) if at % 2 else args(reason_code="manual_pause", idempotency_key=f"{at}")
+        for at in range(20)
+    ]
+    transactions.clear()
+    answers = await at_once(engine, *zip(handles, asked, strict=True))
+    assert len(transactions) == 1
+    for at, (handle, ask, answer) in enumerate(zip(handles, asked, answers, strict=True)):
+        assert isinstance(answer, Suspended)
+        assert answer.details.suspension_id == ask.suspension_id
+        assert answer.handle.opaque == handle.opaque
+        row = await rows.execution(handle.execution_id)
+        assert (row["lifecycle_phase"], row["lease_epoch"]) == ("suspended", 2)
+        assert row["blocking_reason"] == ("waiting_for_signal" if at % 2 else "paused_by_operator")
+        assert row["suspension_timeout_at"] == (now + at if at % 2 else None)
+        wait = await suspension(rows, handle.execution_id)
+        assert wait["suspension_id"] == ask.suspension_id
+        assert wait["waitpoint_ids"] == [binding.waitpoint_id for binding in ask.waitpoints]
+        points = await waitpoints(rows, handle.execution_id)
+        assert len(points) == len(ask.waitpoints)
+        assert {point["token"] for point in points} == {
+            token_of(handle.execution_id, binding.waitpoint_id) for binding in ask.waitpoints
+        }
+    assert len(await rows.of("suspend_key")) == 10
+    assert await engine.find_inconsistencies() == []
+
+
+async def test_a_refused_one_does_not_cost_the_others_their_wait(
+    engine: Engine, given: Any, rows: Any, clock: Any
+) -> None:
+    good, stale, mended = [await given.claimed() for _ in range(3)]
+    lapsed = await given.claimed(lease_ttl_ms=1000)
+    await clock.advance(seconds=1)
+    absent = msgspec.structs.replace(good, execution_id=good.execution_id[:-36] + str(uuid4()))
+    other = msgspec.structs.replace(stale, lease_epoch=9)
+    answers = await at_once(
+        engine, (lapsed, args()), (good, args()), (other, args()), (absent, args()), (mended, args(timeout_at=0))
+    )
+    assert codes(answers) == [
+        "lease_expired",
+        "Suspended",
+        "lease_conflict",
+        "execution_not_found",
+        "invalid_input",
+    ]
+    states = [vector(await rows.execution(each.execution_id)) for each in (lapsed, good, stale, mended)]
+    assert states == [LAPSED, SUSPENDED, ACTIVE, ACTIVE]
+    assert len(await rows.of("suspension")) == len(await rows.of("waitpoint")) == 1
+
+
+async def test_an_id_that_is_in_use_costs_its_own_caller_alone(engine: Engine, given: Any, rows: Any) -> None:
+    holder, *handles = [await given.claimed() for _ in range(4)]
+    taken = (await suspended(engine, holder)).details.waitpoint_id
+    binding = Fresh(waitpoint_id=taken, waitpoint_key="wait")
+    answers = await at_once(
+        engine, (handles[0], args()), (handles[1], args(waitpoints=(binding,))), (handles[2], args())
+    )
+    assert codes(answers) == ["Suspended", "waitpoint_already_exists", "Suspended"]
+    assert vector(await rows.execution(handles[1].execution_id)) == ACTIVE
+    assert len(await rows.of("waitpoint")) == 3
+
+
+async def test_of_two_that_want_one_id_one_gets_it(engine: Engine, given: Any, rows: Any) -> None:
+    handles = [await given.claimed() for _ in range(3)]
+    binding = Fresh(waitpoint_id=WaitpointId(uuid4()), waitpoint_key="wait")
+    same = args(waitpoints=(binding,))
+    answers = await at_once(engine, (handles[0], same), (handles[1], same), (handles[2], args()))
+    assert sorted(codes(answers)) == ["Suspended", "Suspended", "waitpoint_already_exists"]
+    assert isinstance(answers[2], Suspended)
+    assert len(await rows.of("waitpoint")) == 2
+    assert await engine.find_inconsistencies() == []
+
+
+@pytest.mark.usefixtures("patient_with_locks")
+async def test_a_row_held_elsewhere_does_not_hold_up_the_others(
+    engine: Engine, given: Any, rows: Any, connection: Any
+) -> None:
+    held, free = await given.claimed(), await given.claimed()
+    transaction = connection.transaction()
+    await transaction.start()
+    await connection.execute("select from execution where execution_id = $1 for update", held.execution_id[-36:])
+    waiting = asyncio.ensure_future(engine.suspend(held, args()))
+    await suspended(engine, free)
+    assert not waiting.done()
+    await transaction.rollback()
+    assert isinstance(await waiting, Suspended)
+
+
+async def test_what_is_under_way_is_answered_before_the_engine_closes(engines: Any, engine: Engine, given: Any) -> None:
+    handle = await given.claimed()
+    async with engine.beside() as other:
+        asked = asyncio.ensure_future(other.suspend(handle, args()))
+        await asyncio.sleep(0)
+    assert isinstance(await asked, Suspended)

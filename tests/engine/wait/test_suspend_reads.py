@@ -1,0 +1,300 @@
+"""What readers see of who waits, and what is left of a wait when its execution goes."""
+
+from typing import Any
+from uuid import uuid4
+
+import pytest
+
+from engine.state import claim, refused
+from engine.waits import args, on_all, suspended, suspension
+from flowfabric.engine.engine import Engine
+from flowfabric.engine.read import listing
+from flowfabric.engine.wait import waitpoint
+from flowfabric.model.waits import SuspendedExecution
+
+WEEK = 604_800_000
+
+
+async def waiting(engine: Engine, given: Any, *, reason: str = "waiting_for_signal", **overrides: Any) -> str:
+    """An execution that is suspended."""
+    handle = await given.claimed(**overrides)
+    await suspended(engine, handle, reason_code=reason)
+    return str(handle.execution_id)
+
+
+async def listed(engine: Engine, **filters: Any) -> list[str]:
+    page = await engine.list_suspended(**filters)
+    return [entry.execution_id for entry in page.entries]
+
+
+async def test_those_who_wait_longest_come_first(engine: Engine, given: Any, clock: Any) -> None:
+    first = await waiting(engine, given)
+    began = await clock.now()
+    later = await clock.advance(seconds=1)
+    second = await waiting(engine, given, reason="waiting_for_approval")
+    await given.claimed()
+    page = await engine.list_suspended()
+    assert page.next_cursor is None
+    assert page.entries == [
+        SuspendedExecution(execution_id=first, suspended_at_ms=began, reason="waiting_for_signal"),  # type: ignore[arg-type]
+        SuspendedExecution(execution_id=second, suspended_at_ms=later, reason="waiting_for_approval"),  # type: ignore[arg-type]
+    ]
+
+
+async def test_those_of_one_moment_come_by_id(engine: Engine, given: Any) -> None:
+    ids = [await waiting(engine, given, execution_id=f"{{fp:{at}}}:{uuid4()}") for at in (2, 10, 1, 10)]
+    assert await listed(engine) == sorted(ids)
+
+
+async def test_who_waits_no_more_is_not_listed(engine: Engine, given: Any) -> None:
+    cancelled, resumed, waits = [await waiting(engine, given) for _ in range(3)]
+    await engine.cancel_execution(execution_id=cancelled, reason="not wanted")
+    await engine.resume_execution(execution_id=resumed)
+    assert await listed(engine) == [waits]
+
+
+async def test_a_list_is_narrowed(engine: Engine, given: Any) -> None:
+    one = await waiting(engine, given, namespace="north", lane_id="slow")
+    two = await waiting(engine, given, namespace="north", lane_id="fast", reason="manual_pause")
+    three = await waiting(engine, given, namespace="south", lane_id="slow")
+    for filters, found in (
+        ({}, {one, two, three}),
+        ({"namespace": "north"}, {one, two}),
+        ({"lane_id": "slow"}, {one, three}),
+        ({"reason": "manual_pause"}, {two}),
+        ({"namespace": "north", "lane_id": "slow"}, {one}),
+        ({"namespace": "nowhere"}, set()),
+        ({"lane_id": "none"}, set()),
+        ({"reason": "none"}, set()),
+    ):
+        assert set(await listed(engine, **filters)) == found
+
+
+async def test_a_page_leads_to_the_next_though_its_end_has_gone(engine: Engine, given: Any, clock: Any) -> None:
+    ids: list[str] = []
+    for _ in range(3):
+        ids += sorted([await waiting(engine, given) for _ in range(2)])
+        await clock.advance(ms=1)
+    found: list[str] = []
+    cursor: str | None = None
+    for size in (4, 2):
+        page = await engine.list_suspended(cursor=cursor, limit=4)
+        assert len(page.entries) == size
+        found += [entry.execution_id for entry in page.entries]
+        cursor = page.next_cursor
+        await engine.cancel_execution(execution_id=found[-1], reason="not wanted")
+    assert (found, cursor) == (ids, None)
+    assert (await engine.list_suspended(limit=4)).next_cursor is None
+
+
+async def test_a_page_of_none_is_empty(engine: Engine, given: Any) -> None:
+    await waiting(engine, given)
+    page = await engine.list_suspended(limit=0)
+    assert (page.entries, page.next_cursor) == ([], None)
+
+
+async def test_a_page_asked_for_longer_than_it_can_be_is_cut(
+    engine: Engine, given: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = {await waiting(engine, given) for _ in range(3)}
+    assert {entry.execution_id for entry in (await engine.list_suspended(limit=50_000)).entries} == ids
+    monkeypatch.setattr(waitpoint, "MAX_LIMIT", 2)
+    page = await engine.list_suspended(limit=3)
+    assert (len(page.entries), page.next_cursor is not None) == (2, True)
+
+
+async def test_a_list_that_cannot_be_is_refused(engine: Engine, given: Any) -> None:
+    wrong: list[dict[str, Any]] = [
+        {"limit": -1},
+        {"limit": "5"},
+        {"limit": None},
+        {"cursor": ""},
+        {"cursor": "not one"},
+        {"cursor": "bnVsbA"},
+        {"cursor": "WzEsIngiXQ"},
+        {"cursor": 5},
+        {"namespace": 5},
+        {"namespace": "a\0b"},
+        {"lane_id": ""},
+        {"reason": 5},
+    ]
+    for filters in wrong:
+        await refused(engine.list_suspended(**filters), "invalid_input", next(iter(filters)))
+
+
+async def test_a_description_shows_the_first_waitpoint_and_what_the_run_left(engine: Engine, given: Any) -> None:
+    handle = await given.claimed()
+    before = await engine.describe_execution(handle.execution_id)
+    assert before is not None
+    assert (before.current_waitpoint, before.continuation_metadata_pointer) == (None, None)
+    asked = on_all("a", "b", continuation_metadata_pointer="s3://there")
+    await suspended(engine, handle, asked)
+    shown = await engine.describe_execution(handle.execution_id)
+    assert shown is not None
+    assert shown.current_waitpoint == asked.waitpoints[0].waitpoint_id
+    assert shown.continuation_metadata_pointer == "s3://there"
+    assert (shown.public_state, shown.blocking_reason) == ("suspended", "waiting_for_signal")
+    assert (shown.current_lease, shown.total_attempt_count) == (None, 1)
+    (attempt,) = await engine.list_attempts(handle.execution_id)
+    assert (attempt.attempt_state, attempt.suspension_id) == ("suspended", asked.suspension_id)
+    await engine.resume_execution(execution_id=handle.execution_id)
+    after = await engine.describe_execution(handle.execution_id)
+    assert after is not None
+    assert (after.current_waitpoint, after.continuation_metadata_pointer) == (None, "s3://there")
+    (again,) = await claim(engine)
+    (attempt,) = await engine.list_attempts(handle.execution_id)
+    assert (attempt.attempt_state, attempt.suspension_id, attempt.attempt_id) == ("started", None, again.attempt_id)
+
+
+async def test_the_fields_of_a_wait_are_read_by_name(engine: Engine, given: Any, clock: Any) -> None:
+    handle = await given.claimed()
+    timeout_at = await clock.now() + 1000
+    asked = args(timeout_at=timeout_at)
+    names = ["current_suspension_id", "current_waitpoint_id", "suspension_timeout_at", "last_hmac_validation_failed_at"]
+    nothing = dict.fromkeys(names)
+    assert await engine.read_exec_core_fields(handle.execution_id, names) == nothing
+    await suspended(engine, handle, asked)
+    assert await engine.read_exec_core_fields(handle.execution_id, names) == {
+        "current_suspension_id": str(asked.suspension_id),
+        "current_waitpoint_id": str(asked.waitpoints[0].waitpoint_id),
+        "suspension_timeout_at": str(timeout_at),
+        "last_hmac_validation_failed_at": None,
+    }
+    await engine.resume_execution(execution_id=handle.execution_id)
+    assert await engine.read_exec_core_fields(handle.execution_id, names) == nothing
+
+
+async def test_a_suspended_execution_is_found_by_its_state(engine: Engine, given: Any) -> None:
+    await given.claimed()
+    waits = await waiting(engine, given)
+    page = await engine.list_executions(public_state="suspended")
+    assert [entry.execution_id for entry in page.executions] == [waits]
+
+
+async def test_the_few_suspended_among_many_are_found_by_their_waits(
+    engine: Engine, given: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(listing, "FIRST_WALK", 1)
+    ids = [await waiting(engine, given, namespace=f"n{at % 2}") for at in range(4)]
+    for _ in range(10):
+        await given.created(lane_id="other")
+    ended = await waiting(engine, given)
+    await engine.cancel_execution(execution_id=ended, reason="not wanted")
+    page = await engine.list_executions(public_state="suspended")
+    assert [entry.execution_id for entry in page.executions] == sorted(ids, reverse=True)
+    page = await engine.list_executions(public_state=["suspended", "cancelled"], namespace="n1", order="oldest")
+    assert [entry.execution_id for entry in page.executions] == sorted(ids[1::2])
+
+
+# Retention.
+
+
+TABLES = ("execution", "attempt", "suspension", "waitpoint", "signal", "suspend_key")
+
+
+async def test_what_belongs_to_a_wait_goes_with_its_execution(
+    engine: Engine, given: Any, rows: Any, clock: Any
+) -> None:
+    async def waits() -> str:
+        handle = await given.claimed(policy={"max_signals_per_execution": 5})
+        asked = on_all("a", "b", idempotency_key="once")
+        details = (await suspended(engine, handle, asked)).details
+        await engine.deliver_signal(
+            execution_id=handle.execution_id,
+            waitpoint_id=details.waitpoint_id,
+            waitpoint_token=details.waitpoint_token,
+            signal_name="ready",
+        )
+        return str(handle.execution_id)
+
+    gone, stays = await waits(), await waits()
+    await engine.cancel_execution(execution_id=gone, reason="not wanted")
+    kept = {table: await rows.of(table, execution_id=stays[-36:]) for table in TABLES}
+    assert all(kept.values())
+    await clock.advance(ms=WEEK * 52)
+    assert await engine.retention.trim() == 1
+    for table in TABLES:
+        assert await rows.of(table, execution_id=gone[-36:]) == []
+        assert await rows.of(table, execution_id=stays[-36:]) == kept[table]
+    assert await engine.find_inconsistencies() == []
+
+
+# What cannot be.
+
+
+BROKEN = [
+    ("update suspension set closed_at = 1, close_reason = 'x'", "suspension: is missing, or closed"),
+    ("update suspension set closed_at = 1, close_reason = 'x'", "waitpoint: one is active without"),
+    ("delete from suspension", "suspension: is missing, or closed"),
+    ("update suspension set attempt_index = 1", "suspension: of another attempt"),
+    ("update suspension set namespace_no = namespace_no + 1", "suspension: of another namespace or lane"),
+    ("update suspension set lane_no = lane_no + 1", "suspension: of another namespace or lane"),
+    ("delete from waitpoint where waitpoint_key = 'b'", "suspension: not every waitpoint"),
+    ("update execution set suspension_timeout_at = null", "suspension_timeout_at: does not fit"),
+    ("update suspension set timeout_at = null", "suspension_timeout_at: does not fit"),
+    ("update waitpoint set suspension_id = gen_random_uuid()", "waitpoint: one is active without"),
+    ("update waitpoint set closed_at = 1 where waitpoint_key = 'a'", "waitpoint: closed_at does not fit"),
+    ("update waitpoint set state = 'closed' where waitpoint_key = 'a'", "waitpoint: closed_at does not fit"),
+    ("update execution set blocking_reason = 'waiting_for_delay'", "blocking_reason: does not fit"),
+]
+
+
+@pytest.mark.parametrize(("command", "problem"), BROKEN)
+async def test_a_wait_that_cannot_be_is_found(
+    engine: Engine, given: Any, clock: Any, connection: Any, command: str, problem: str
+) -> None:
+    handle = await given.claimed()
+    await suspended(engine, handle, on_all("a", "b", timeout_at=await clock.now() + 1000))
+    assert await engine.find_inconsistencies() == []
+    await connection.execute(command)
+    found = await engine.find_inconsistencies()
+    assert {one.execution_id for one in found} == {handle.execution_id}
+    assert any(one.problem.startswith(problem) for one in found), found
+
+
+async def test_an_open_wait_of_what_does_not_wait_is_found(engine: Engine, given: Any, connection: Any) -> None:
+    handle = await given.claimed()
+    await suspended(engine, handle)
+    await engine.resume_execution(execution_id=handle.execution_id)
+    assert await engine.find_inconsistencies() == []
+    await connection.execute("update suspension set closed_at = null, close_reason = null")
+    (one,) = await engine.find_inconsistencies()
+    assert one.problem == "suspension: is open though the execution is not suspended"
+
+
+async def test_rows_of_a_wait_without_their_execution_are_found(engine: Engine, given: Any, connection: Any) -> None:
+    handle = await given.claimed()
+    details = (await suspended(engine, handle)).details
+    await engine.deliver_signal(
+        execution_id=handle.execution_id,
+        waitpoint_id=details.waitpoint_id,
+        waitpoint_token=details.waitpoint_token,
+        signal_name="other",
+    )
+    for table in ("execution", "execution_input", "attempt"):
+        await connection.execute(f"delete from {table}")
+    found = await engine.find_inconsistencies()
+    assert {one.execution_id for one in found} == {handle.execution_id}
+    assert sorted(one.problem.partition(":")[0] for one in found) == ["signal", "suspension", "waitpoint"]
+
+
+# The place of an earlier wait.
+
+
+async def test_the_next_wait_takes_the_place_of_the_last(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
+    handle = await given.claimed()
+    first = await suspended(engine, handle, on_all("a", "b", timeout_at=await clock.now() + 1000))
+    await engine.resume_execution(execution_id=handle.execution_id)
+    closed = await suspension(rows, handle.execution_id)
+    assert closed["suspension_id"] == first.details.suspension_id
+    (again,) = await claim(engine)
+    now = await clock.advance(seconds=1)
+    second = await suspended(engine, again.handle, reason_code="manual_pause")
+    row = await suspension(rows, handle.execution_id)
+    assert (row["suspension_id"], row["suspended_at"]) == (second.details.suspension_id, now)
+    assert (row["closed_at"], row["close_reason"], row["timeout_at"]) == (None, None, None)
+    assert (row["waitpoint_ids"], row["reason_code"]) == ([second.details.waitpoint_id], "manual_pause")
+    states = {each["waitpoint_key"]: each["state"] for each in await rows.of("waitpoint")}
+    assert states == {"wait": "active", "a": "closed", "b": "closed"}
+    assert await engine.find_inconsistencies() == []
+    assert await listed(engine) == [handle.execution_id]

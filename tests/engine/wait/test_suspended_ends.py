@@ -1,0 +1,176 @@
+"""How a suspended execution ends: its suspension and every waitpoint of it close with it."""
+
+from typing import Any
+
+import pytest
+
+from engine.state import CANCELLED, FAILED, attempts, claim, lease_left, refused, told, vector
+from engine.waits import EXPIRED, on_all, suspended, suspension, waitpoints
+from flowfabric.db.database import Transaction
+from flowfabric.engine.core.row import lock_execution
+from flowfabric.engine.engine import Engine
+from flowfabric.engine.lease.expire import ExpiryPhase
+from flowfabric.engine.wait.timeout import suspension_end
+from flowfabric.model.outcomes import Expired
+from flowfabric.model.states import TimeoutBehavior
+
+ENDINGS = {"fail": FAILED, "cancel": CANCELLED, "expire": EXPIRED}
+
+
+async def check_closed(rows: Any, execution_id: str, reason: str, now: int, *, count: int = 3) -> None:
+    """The suspension and every waitpoint of it are closed for a reason, and nothing of them is satisfied."""
+    wait = await suspension(rows, execution_id)
+    assert (wait["closed_at"], wait["close_reason"], wait["satisfied_at"]) == (now, reason, None)
+    found = await waitpoints(rows, execution_id)
+    assert [(row["state"], row["closed_at"], row["close_reason"]) for row in found] == [("closed", now, reason)] * count
+    assert {row["satisfied_at"] for row in found} == {None}
+
+
+async def time_out(engine: Engine, execution_id: Any, behavior: str) -> None:
+    """End a suspended execution as the timeout of its suspension does."""
+    ending = suspension_end(execution_id, TimeoutBehavior(behavior))
+
+    async def end(transaction: Transaction) -> Any:
+        await lock_execution(transaction, execution_id)
+        return await engine._lease_ends.within(transaction, [ending])
+
+    await engine._lease_ends.after_commit([ending], await engine._lifecycle.store.transact(end))
+
+
+async def test_cancelling_a_suspended_execution_closes_all_it_waits_on(
+    engine: Engine, given: Any, rows: Any, clock: Any
+) -> None:
+    claimed = await given.run()
+    await suspended(engine, claimed.handle, on_all("a", "b", "c", timeout_at=await clock.now() + 60_000))
+    now = await clock.advance(seconds=1)
+    await engine.cancel_execution(execution_id=claimed.execution_id, reason="not wanted", source="operator_override")
+    row = await rows.execution(claimed.execution_id)
+    assert (vector(row), row["suspension_timeout_at"], row["due_at"], lease_left(row)) == (CANCELLED, None, None, {})
+    assert (row["cancellation_reason"], row["cancelled_by"], row["failure_reason"]) == (
+        "not wanted",
+        "operator_override",
+        None,
+    )
+    assert (row["completed_at"], row["lease_epoch"], row["blocking_detail"]) == (now, 2, None)
+    await check_closed(rows, claimed.execution_id, "cancelled", now)
+    (attempt,) = await attempts(rows, claimed.execution_id)
+    assert (attempt["attempt_state"], attempt["ended_at"]) == ("ended_cancelled", now)
+    assert (attempt["failure_reason"], attempt["suspension_marker"]) == ("cancelled: not wanted", None)
+    assert await told(rows, claimed.execution_id) == ["acquired", "released suspend", "ended cancelled>cancelled"]
+    async with rows.unchanged():
+        await engine.cancel_execution(execution_id=claimed.execution_id, reason="again")
+
+
+async def test_a_deadline_ends_a_suspended_execution(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
+    deadline = await clock.now() + 10_000
+    claimed = await given.run(execution_deadline_at=deadline)
+    await suspended(engine, claimed.handle, on_all("a", "b", "c"))
+    assert (await rows.execution(claimed.execution_id))["due_at"] == deadline
+    await clock.advance(ms=9_999)
+    assert await engine.timeouts.expire_due() == 0
+    now = await clock.advance(ms=1)
+    assert await engine.timeouts.expire_due() == 1
+    row = await rows.execution(claimed.execution_id)
+    assert (vector(row), row["failure_reason"]) == (EXPIRED, "execution_deadline")
+    await check_closed(rows, claimed.execution_id, "expired:execution_deadline", now)
+    (attempt,) = await attempts(rows, claimed.execution_id)
+    assert (attempt["attempt_state"], attempt["failure_category"]) == ("ended_failure", "timeout")
+    assert (await told(rows, claimed.execution_id))[2:] == ["ended expired:execution_deadline>expired"]
+
+
+async def test_a_deadline_by_name_ends_a_suspended_execution(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
+    claimed = await given.run(execution_deadline_at=await clock.now() + 1000)
+    await suspended(engine, claimed.handle, on_all("a", "b", "c"))
+    now = await clock.advance(seconds=1)
+    answer = await engine.expire_execution(claimed.execution_id, ExpiryPhase.EXECUTION_DEADLINE)
+    assert answer == Expired(execution_id=claimed.execution_id)
+    await check_closed(rows, claimed.execution_id, "expired:execution_deadline", now)
+
+
+async def test_the_timer_of_an_attempt_stands_still_while_it_is_suspended(
+    engine: Engine, given: Any, rows: Any, clock: Any
+) -> None:
+    claimed = await given.run(policy={"timeout_policy": {"attempt_timeout_ms": 5000}})
+    await clock.advance(seconds=1)
+    await suspended(engine, claimed.handle)
+    row = await rows.execution(claimed.execution_id)
+    assert (row["attempt_timeout_at"], row["remaining_attempt_timeout_ms"], row["due_at"]) == (None, 4000, None)
+    await clock.advance(seconds=3600)
+    assert await engine.timeouts.expire_due() == 0
+
+
+@pytest.mark.parametrize("behavior", ENDINGS)
+async def test_a_timeout_ends_a_suspended_execution(
+    engine: Engine, given: Any, rows: Any, clock: Any, behavior: str
+) -> None:
+    claimed = await given.run(
+        policy={"retry_policy": {"max_retries": 3, "backoff": {"type": "fixed", "delay_ms": 1000}}}
+    )
+    await suspended(engine, claimed.handle, on_all("a", "b", "c", timeout_at=await clock.now() + 1000))
+    now = await clock.advance(seconds=1)
+    await time_out(engine, claimed.execution_id, behavior)
+    row = await rows.execution(claimed.execution_id)
+    assert vector(row) == ENDINGS[behavior]
+    assert (row["failure_reason"], row["completed_at"]) == (f"suspension_timeout:{behavior}", now)
+    assert (row["suspension_timeout_at"], row["blocking_detail"], row["due_at"]) == (None, None, None)
+    assert row["cancelled_by"] == ("system_timeout" if behavior == "cancel" else None)
+    await check_closed(rows, claimed.execution_id, f"timed_out_{behavior}", now)
+    (attempt,) = await attempts(rows, claimed.execution_id)
+    assert attempt["attempt_state"] == ("ended_cancelled" if behavior == "cancel" else "ended_failure")
+    outcome = {"fail": "failed", "cancel": "cancelled", "expire": "expired"}[behavior]
+    assert (await told(rows, claimed.execution_id))[2:] == [f"ended timed_out_{behavior}>{outcome}"]
+
+
+async def test_an_ending_closes_the_waits_of_its_own_execution_alone(
+    engine: Engine, given: Any, rows: Any, clock: Any
+) -> None:
+    handles = [await given.claimed() for _ in range(3)]
+    for handle in handles:
+        await suspended(engine, handle, on_all("a", "b"))
+    ahead = await given.claimed()
+    await engine.create_waitpoint(ahead, waitpoint_key="later", expires_in_ms=60_000)
+    await engine.cancel_execution(execution_id=handles[1].execution_id, reason="not wanted")
+    for handle in (handles[0], handles[2]):
+        assert (await suspension(rows, handle.execution_id))["closed_at"] is None
+        assert {row["state"] for row in await waitpoints(rows, handle.execution_id)} == {"active"}
+    assert [row["state"] for row in await waitpoints(rows, ahead.execution_id)] == ["pending"]
+    await check_closed(rows, handles[1].execution_id, "cancelled", await clock.now(), count=2)
+
+
+async def test_many_suspended_executions_end_in_one_sweep(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
+    deadline = await clock.now() + 1000
+    handles = [await given.claimed(execution_deadline_at=deadline) for _ in range(5)]
+    for handle in handles[:4]:
+        await suspended(engine, handle, on_all("a", "b", "c"))
+    now = await clock.advance(seconds=1)
+    assert await engine.timeouts.expire_due() == 5
+    for handle in handles[:4]:
+        await check_closed(rows, handle.execution_id, "expired:execution_deadline", now)
+    assert await rows.of("waitpoint", execution_id=handles[4].execution_id[-36:]) == []
+
+
+async def test_a_closed_waitpoint_keeps_why_it_was_closed(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
+    handle = await given.claimed()
+    outcome = await suspended(engine, handle, on_all("a", "b"))
+    first = await clock.now()
+    await engine.close_waitpoint(
+        execution_id=handle.execution_id, waitpoint_id=outcome.details.waitpoint_id, reason="mine"
+    )
+    now = await clock.advance(seconds=1)
+    await engine.cancel_execution(execution_id=handle.execution_id, reason="not wanted")
+    one, other = await waitpoints(rows, handle.execution_id)
+    assert (one["close_reason"], one["closed_at"]) == ("mine", first)
+    assert (other["close_reason"], other["closed_at"]) == ("cancelled", now)
+
+
+async def test_nobody_claims_what_is_suspended(engine: Engine, given: Any, rows: Any) -> None:
+    handle = await given.claimed()
+    await suspended(engine, handle)
+    async with rows.unchanged():
+        assert await claim(engine) == []
+        await refused(
+            engine.claim_resumed_execution(
+                execution_id=handle.execution_id, worker_id="worker", worker_instance_id="worker-1", lane_id="default"
+            ),
+            "not_a_resumed_execution",
+        )

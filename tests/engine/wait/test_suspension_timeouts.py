@@ -1,0 +1,426 @@
+"""Waits whose time is up: what each behaviour leaves behind, once, and what becomes of waitpoints nobody used."""
+
+import asyncio
+import logging
+from typing import Any
+
+import pytest
+
+from engine.sending import Waiting, running, signals, waiting
+from engine.state import CANCELLED, FAILED, RESUMABLE, attempts, claim, lease_left, refused, told, vector
+from engine.waits import EXPIRED, args, on_all, suspended, suspension, using, waitpoints
+from flowfabric.engine.core.quarantine import Quarantine
+from flowfabric.engine.engine import Engine
+from flowfabric.engine.execution import retention
+from flowfabric.engine.wait.timeout import TIMEOUT_LIMIT, WAITPOINT_LIMIT
+from flowfabric.model.events import CompletionOutcome
+from flowfabric.model.outcomes import AlreadySatisfied
+from flowfabric.model.signals import Accepted, SuspensionExpired
+from flowfabric.model.states import PublicState, TimeoutBehavior
+from flowfabric.reconcile.loop import Reconciler
+
+ESCALATED = "suspended/unowned/not_applicable/paused_by_operator/none/attempt_interrupted/suspended"
+NOBODY = "{fp:3}:11111111-1111-4111-8111-111111111111"
+MINUTE = 60_000
+
+
+async def timed(engine: Engine, given: Any, clock: Any, behavior: str | None, **overrides: Any) -> Waiting:
+    """An execution that waits on two waitpoints for a minute."""
+    asked = on_all("a", "b", timeout_at=await clock.now() + MINUTE, timeout_behavior=behavior)
+    return await waiting(engine, given, asked, **overrides)
+
+
+@pytest.mark.parametrize(
+    ("behavior", "left", "attempt", "reason", "outcome"),
+    [
+        ("fail", FAILED, "ended_failure", "timed_out_fail", CompletionOutcome.FAILED),
+        (None, FAILED, "ended_failure", "timed_out_fail", CompletionOutcome.FAILED),
+        ("cancel", CANCELLED, "ended_cancelled", "timed_out_cancel", CompletionOutcome.CANCELLED),
+        ("expire", EXPIRED, "ended_failure", "timed_out_expire", CompletionOutcome.EXPIRED),
+    ],
+)
+async def test_a_timeout_ends_the_execution_as_its_behaviour_says(
+    engine: Engine,
+    given: Any,
+    rows: Any,
+    clock: Any,
+    behavior: str | None,
+    left: str,
+    attempt: str,
+    reason: str,
+    outcome: CompletionOutcome,
+) -> None:
+    retries = {"retry_policy": {"max_retries": 3, "backoff": {"type": "fixed", "delay_ms": 1}}}
+    wait = await timed(engine, given, clock, behavior, policy=retries)
+    await wait.send("x", "a")
+    now = await clock.advance(ms=MINUTE)
+    behaviour = behavior or "fail"
+    assert await engine.expire_suspension(wait.execution_id) == SuspensionExpired(
+        behavior_applied=TimeoutBehavior(behaviour)
+    )
+    row = await rows.execution(wait.execution_id)
+    assert (vector(row), lease_left(row)) == (left, {})
+    assert row["failure_reason"] == f"suspension_timeout:{behaviour}"
+    assert (row["suspension_timeout_at"], row["due_at"], row["delay_until"]) == (None, None, None)
+    assert {row[name] for name in ("completed_at", "last_transition_at", "last_mutation_at")} == {now}
+    (ended,) = await attempts(rows, wait.execution_id)
+    assert (ended["attempt_state"], ended["ended_at"]) == (attempt, now)
+    closed = await suspension(rows, wait.execution_id)
+    assert (closed["closed_at"], closed["close_reason"], closed["satisfied_at"]) == (now, reason, None)
+    for point in await waitpoints(rows, wait.execution_id):
+        assert (point["state"], point["closed_at"], point["close_reason"]) == ("closed", now, reason)
+        assert point["satisfied_at"] is None
+    assert [row["outcome"] for row in await rows.events(wait.execution_id) if row["outcome"]] == [outcome]
+    assert len(await signals(rows, wait.execution_id)) == 1
+    async with rows.unchanged():
+        await refused(wait.send("x", "b"), "target_not_signalable")
+        again = await engine.expire_suspension(wait.execution_id)
+    assert again == AlreadySatisfied(reason="not_suspended_cleaned")
+
+
+@pytest.mark.parametrize("behavior", ["auto_resume", "auto_resume_with_timeout_signal"])
+async def test_a_timeout_may_resume_with_a_signal_that_says_so(
+    engine: Engine, given: Any, rows: Any, clock: Any, behavior: str
+) -> None:
+    policy = {"max_signals_per_execution": 1}
+    wait = await timed(engine, given, clock, behavior, policy=policy)
+    first = await wait.send("x", "a", payload=b"1")
+    now = await clock.advance(ms=MINUTE)
+    (parked,) = await attempts(rows, wait.execution_id)
+    outcome = await engine.expire_suspension(wait.execution_id)
+    assert outcome == SuspensionExpired(behavior_applied=TimeoutBehavior.AUTO_RESUME_WITH_TIMEOUT_SIGNAL)
+    row = await rows.execution(wait.execution_id)
+    assert vector(row) == RESUMABLE
+    assert (row["suspension_timeout_at"], row["due_at"], row["blocking_detail"]) == (None, None, None)
+    assert await attempts(rows, wait.execution_id) == [parked]
+    closed = await suspension(rows, wait.execution_id)
+    assert (closed["closed_at"], closed["close_reason"]) == (now, "timed_out_auto_resume")
+    assert {(point["state"], point["close_reason"]) for point in await waitpoints(rows, wait.execution_id)} == {
+        ("closed", "timed_out_auto_resume")
+    }
+    assert [point["signal_count"] for point in await waitpoints(rows, wait.execution_id)] == [1, 0]
+    assert await told(rows, wait.execution_id) == ["acquired", "released suspend"]
+    stored = (await signals(rows, wait.execution_id))[-1]
+    assert (stored["waitpoint_id"], stored["waitpoint_key"], stored["payload"]) == (None, "__timeout__", None)
+    (resumed,) = await claim(engine)
+    assert resumed.attempt_id == wait.handle.attempt_id
+    seen = await engine.observe_signals(resumed.handle)
+    assert [(one.signal_id == first.signal_id, one.satisfier) for one in seen] == [(True, True), (False, True)]
+    last = seen[-1]
+    assert (last.signal_name, last.signal_category, last.source_type) == ("timeout", "timeout", "system")
+    assert (last.source_identity, last.payload, last.accepted_at) == ("suspension_timeout", None, now)
+    await refused(wait.send("x", "b"), "target_not_signalable")
+
+
+async def test_a_timeout_may_leave_the_wait_to_an_operator_once(
+    engine: Engine, given: Any, rows: Any, clock: Any
+) -> None:
+    wait = await timed(engine, given, clock, "escalate")
+    timeout_at = await clock.now() + MINUTE
+    now = await clock.advance(ms=MINUTE + 5)
+    points = await waitpoints(rows, wait.execution_id)
+    assert {point["expires_at"] for point in points} == {timeout_at}
+    (parked,) = await attempts(rows, wait.execution_id)
+    assert (await engine.expire_suspension(wait.execution_id)) == SuspensionExpired(
+        behavior_applied=TimeoutBehavior.ESCALATE
+    )
+    row = await rows.execution(wait.execution_id)
+    assert (vector(row), row["due_at"], row["suspension_timeout_at"]) == (ESCALATED, None, None)
+    assert row["blocking_detail"] == f"suspension escalated: timeout at {timeout_at}"
+    assert {row[name] for name in ("last_transition_at", "last_mutation_at")} == {now}
+    still = await suspension(rows, wait.execution_id)
+    assert (still["reason_code"], still["timeout_at"], still["timeout_behavior"]) == (
+        "waiting_for_operator_review",
+        None,
+        None,
+    )
+    assert still["closed_at"] is None
+    assert await waitpoints(rows, wait.execution_id) == [{**point, "expires_at": None} for point in points]
+    listed = (await engine.list_pending_waitpoints(execution_id=wait.execution_id)).entries
+    assert [(point.state, point.expires_at) for point in listed] == [("active", None)] * len(points)
+    assert await attempts(rows, wait.execution_id) == [parked]
+    assert await told(rows, wait.execution_id) == ["acquired", "released suspend"]
+    async with rows.unchanged():
+        await clock.advance(seconds=3600)
+        assert await engine.expire_suspension(wait.execution_id) == AlreadySatisfied(reason="not_yet_due")
+        await Reconciler(engine).catch_up()
+    (suspended,) = (await engine.list_suspended()).entries
+    assert suspended.reason == "waiting_for_operator_review"
+    await wait.send("x", "a")
+    assert (await wait.send("x", "b")).effect == "resume_condition_satisfied"
+
+
+async def test_an_escalated_wait_is_ended_by_an_operator(engine: Engine, given: Any, clock: Any) -> None:
+    wait = await timed(engine, given, clock, "escalate")
+    await clock.advance(ms=MINUTE)
+    await engine.expire_suspension(wait.execution_id)
+    assert (await engine.resume_execution(execution_id=wait.execution_id)).public_state == PublicState.RESUMABLE
+
+
+async def test_what_is_not_due_is_left_alone_and_says_why(
+    engine: Engine, given: Any, rows: Any, clock: Any, connection: Any
+) -> None:
+    soon, never = await timed(engine, given, clock, "fail"), await waiting(engine, given)
+    over, gone = await timed(engine, given, clock, "fail"), await timed(engine, given, clock, "fail")
+    await engine.resume_execution(execution_id=over.execution_id)
+    # No operation leaves a suspended execution without its suspension.
+    await connection.execute("delete from suspension where execution_id = $1", gone.execution_id[-36:])
+    await clock.advance(ms=MINUTE - 1)
+    async with rows.unchanged():
+        answers = [await engine.expire_suspension(one.execution_id) for one in (soon, never, over, gone)]
+        answers.append(await engine.expire_suspension(NOBODY))
+        await engine.suspension_timeouts.expire_due()
+    reasons = "not_yet_due not_yet_due not_suspended_cleaned no_active_suspension_cleaned not_found_cleaned"
+    assert answers == [AlreadySatisfied(reason=reason) for reason in reasons.split()]
+    await refused(engine.expire_suspension("nonsense"), "invalid_input")
+    await clock.advance(ms=1)
+    assert isinstance(await engine.expire_suspension(soon.execution_id), SuspensionExpired)
+
+
+async def test_the_policy_may_set_the_timeout(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
+    policy = {"suspension_policy": {"default_timeout_ms": MINUTE, "timeout_behavior": "expire"}}
+    wait = await waiting(engine, given, policy=policy)
+    await clock.advance(ms=MINUTE)
+    assert await engine.suspension_timeouts.expire_due() == 1
+    assert vector(await rows.execution(wait.execution_id)) == EXPIRED
+
+
+# What happens by itself.
+
+
+async def test_the_sweep_does_what_each_timeout_says_and_nothing_else(
+    engine: Engine, given: Any, rows: Any, clock: Any
+) -> None:
+    waits = {each.value: await timed(engine, given, clock, each.value) for each in TimeoutBehavior}
+    later = await waiting(engine, given, timeout_at=await clock.now() + 2 * MINUTE)
+    await clock.advance(ms=MINUTE)
+    due = await engine.retention.read_due()
+    assert due.suspension_timeouts == len(TimeoutBehavior)
+    reconciler = Reconciler(engine)
+    await reconciler.catch_up()
+    assert reconciler.stats["suspension_timeout"].processed == len(TimeoutBehavior)
+    states = {name: (await rows.execution(wait.execution_id))["public_state"] for name, wait in waits.items()}
+    assert states == {
+        "fail": "failed",
+        "cancel": "cancelled",
+        "expire": "expired",
+        "auto_resume_with_timeout_signal": "resumable",
+        "escalate": "suspended",
+    }
+    assert (await rows.execution(later.execution_id))["public_state"] == "suspended"
+    async with rows.unchanged():
+        await reconciler.catch_up()
+
+
+async def test_a_timeout_set_for_the_past_is_met_by_the_next_sweep(
+    engine: Engine, given: Any, rows: Any, clock: Any
+) -> None:
+    await engine.retention.read_due()
+    await clock.advance(seconds=3600)
+    await engine.retention.read_due()
+    wait = await waiting(engine, given, timeout_at=await clock.now() - 300_000, timeout_behavior="cancel")
+    await Reconciler(engine).catch_up()
+    assert vector(await rows.execution(wait.execution_id)) == CANCELLED
+
+
+async def test_a_sweep_does_a_batch_and_leaves_the_rest_for_the_next(
+    engine: Engine, given: Any, rows: Any, clock: Any
+) -> None:
+    for _ in range(TIMEOUT_LIMIT + 3):
+        await timed(engine, given, clock, "auto_resume")
+    await clock.advance(ms=MINUTE)
+    assert [await engine.suspension_timeouts.expire_due() for _ in range(3)] == [TIMEOUT_LIMIT, 3, 0]
+    assert len(await rows.of("execution", public_state="resumable")) == TIMEOUT_LIMIT + 3
+
+
+async def test_a_held_execution_does_not_hold_up_the_sweep(
+    engine: Engine, given: Any, rows: Any, clock: Any, connection: Any
+) -> None:
+    held, free = await timed(engine, given, clock, "fail"), await timed(engine, given, clock, "fail")
+    await clock.advance(ms=MINUTE)
+    async with connection.transaction():
+        await connection.execute("select from execution where execution_id = $1 for update", held.execution_id[-36:])
+        assert await engine.suspension_timeouts.expire_due() == 1
+    assert (await rows.execution(free.execution_id))["public_state"] == "failed"
+    assert await engine.suspension_timeouts.expire_due() == 1
+
+
+async def test_a_timeout_that_cannot_be_read_or_stored_does_not_hold_up_the_others(
+    engine: Engine, given: Any, rows: Any, clock: Any, connection: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    unread, unstored = await timed(engine, given, clock, "fail"), await timed(engine, given, clock, "cancel")
+    good = [await timed(engine, given, clock, "auto_resume") for _ in range(3)]
+    # What a newer version stored, and a constraint that makes the store refuse.
+    await connection.execute(
+        "update suspension set timeout_behavior = 'sleep_on_it' where execution_id = $1", unread.execution_id[-36:]
+    )
+    await connection.execute("alter table execution add constraint none check (terminal_outcome <> 'cancelled')")
+    await clock.advance(ms=MINUTE)
+    with caplog.at_level(logging.WARNING):
+        assert await engine.suspension_timeouts.expire_due() == len(good)
+    assert {(await rows.execution(wait.execution_id))["public_state"] for wait in good} == {"resumable"}
+    for wait in (unread, unstored):
+        assert wait.execution_id in caplog.text
+        assert (await rows.execution(wait.execution_id))["public_state"] == "suspended"
+    await refused(engine.expire_suspension(unread.execution_id), "corruption")
+
+
+async def spoil(connection: Any, kind: str, waits: list[Waiting]) -> None:
+    """Make timeouts fail: what a newer or a broken version stored, and a constraint that makes the store refuse."""
+    ids = [wait.execution_id[-36:] for wait in waits]
+    match kind:
+        case "unread":
+            await connection.execute(
+                "update suspension set timeout_behavior = 'sleep_on_it' where execution_id = any($1::uuid[])", ids
+            )
+        case "gone":
+            await connection.execute("delete from suspension where execution_id = any($1::uuid[])", ids)
+        case "unstored":
+            await connection.execute(
+                "update suspension set timeout_behavior = 'cancel' where execution_id = any($1)", ids
+            )
+            await connection.execute(
+                "alter table execution add constraint none check (terminal_outcome <> 'cancelled')"
+            )
+
+
+@pytest.mark.parametrize("kind", ["unread", "gone", "unstored"])
+async def test_timeouts_that_fail_do_not_stand_before_the_others(
+    engines: Any, given: Any, rows: Any, clock: Any, connection: Any, kind: str
+) -> None:
+    # However long so many failures take, none of them is tried again.
+    engine = await engines(suspension_timeout_interval_s=3600)
+    bad = [await timed(engine, given, clock, "fail") for _ in range(TIMEOUT_LIMIT + 3)]
+    await clock.advance(ms=1)
+    good = await timed(engine, given, clock, "fail")
+    await spoil(connection, kind, bad)
+    await clock.advance(ms=MINUTE)
+    assert await engine.suspension_timeouts.expire_due() == 1
+    assert vector(await rows.execution(good.execution_id)) == FAILED
+    assert len(engine.suspension_timeouts.quarantine.left_out()) == len(bad)
+    async with rows.unchanged():
+        assert await engine.suspension_timeouts.expire_due() == 0
+
+
+async def test_a_timeout_that_failed_is_tried_again_after_its_pause(
+    engine: Engine, given: Any, rows: Any, clock: Any, connection: Any
+) -> None:
+    now = 0.0
+    engine.suspension_timeouts.quarantine = Quarantine(2.0, clock=lambda: now)
+    wait = await timed(engine, given, clock, "fail")
+    await spoil(connection, "unread", [wait])
+    await clock.advance(ms=MINUTE)
+    assert await engine.suspension_timeouts.expire_due() == 0
+    await connection.execute("update suspension set timeout_behavior = 'expire'")
+    assert await engine.suspension_timeouts.expire_due() == 0
+    now = 2.0
+    assert await engine.suspension_timeouts.expire_due() == 1
+    assert vector(await rows.execution(wait.execution_id)) == EXPIRED
+
+
+async def test_timeouts_that_fail_do_not_hide_what_else_is_due(
+    engines: Any, given: Any, rows: Any, clock: Any, connection: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = await engines(suspension_timeout_interval_s=3600)
+    monkeypatch.setattr(retention, "SAMPLE", 5)
+    bad = [await timed(engine, given, clock, "fail") for _ in range(8)]
+    await clock.advance(ms=1)
+    lost = await given.claimed(lease_ttl_ms=MINUTE)
+    await spoil(connection, "unread", bad)
+    await clock.advance(ms=MINUTE)
+    reconciler = Reconciler(engine)
+    for _ in range(2):
+        await reconciler.catch_up()
+    assert (await rows.execution(lost.execution_id))["ownership_state"] == "lease_expired_reclaimable"
+
+
+async def test_a_waitpoint_nobody_used_in_its_time_is_closed(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
+    lapsing, lasting = await running(engine, given, expires_in_ms=1_000), await running(engine, given)
+    used = await given.claimed()
+    pending = await engine.create_waitpoint(used, waitpoint_key="wait", expires_in_ms=1_000)
+    await suspended(engine, used, using(pending, timeout_at=await clock.now() + 1))
+    now = await clock.advance(ms=1_000)
+    assert (await engine.retention.read_due()).has_expired_waitpoints
+    async with rows.unchanged(without=["waitpoint"]):
+        assert await engine.suspension_timeouts.close_pending() == 1
+        assert await engine.suspension_timeouts.close_pending() == 0
+    (closed,) = await waitpoints(rows, lapsing.execution_id)
+    assert (closed["state"], closed["closed_at"], closed["close_reason"]) == ("closed", now, "never_committed")
+    assert [row["state"] for row in await waitpoints(rows, lasting.execution_id)] == ["pending"]
+    assert [row["state"] for row in await waitpoints(rows, used.execution_id)] == ["active"]
+    assert isinstance(await lasting.send(), Accepted)
+    bound = {"UsePending": {"waitpoint_id": lapsing.points["wait"][0]}}
+    await refused(engine.suspend(lapsing.handle, args(waitpoints=(bound,))), "waitpoint_not_pending")
+
+
+async def test_waitpoints_are_closed_in_batches_past_those_of_held_executions(
+    engine: Engine, given: Any, rows: Any, clock: Any, connection: Any
+) -> None:
+    handle, held = await given.claimed(), await running(engine, given, expires_in_ms=1)
+    for _ in range(WAITPOINT_LIMIT + 1):
+        await engine.create_waitpoint(handle, waitpoint_key="wait", expires_in_ms=2)
+    await clock.advance(ms=2)
+    async with connection.transaction():
+        await connection.execute("select from execution where execution_id = $1 for update", held.execution_id[-36:])
+        assert await engine.suspension_timeouts.close_pending() == WAITPOINT_LIMIT - 1
+        assert await engine.suspension_timeouts.close_pending() == 2
+    reconciler = Reconciler(engine)
+    await reconciler.catch_up()
+    assert reconciler.stats["pending_wp_expiry"].processed == 1
+    assert {row["close_reason"] for row in await rows.of("waitpoint")} == {"never_committed"}
+
+
+async def test_a_waitpoint_whose_execution_is_gone_is_closed_too(
+    engine: Engine, given: Any, rows: Any, clock: Any, connection: Any
+) -> None:
+    await running(engine, given, expires_in_ms=1)
+    # No operation deletes an execution without its waitpoints.
+    await connection.execute("delete from execution")
+    await clock.advance(ms=1)
+    assert await engine.suspension_timeouts.close_pending() == 1
+
+
+async def test_idempotency_keys_of_suspends_and_signals_are_deleted_after_their_time(
+    engine: Engine, given: Any, rows: Any, clock: Any
+) -> None:
+    wait = await waiting(engine, given, args(idempotency_key="s", timeout_at=await clock.now() + MINUTE))
+    await wait.send("other", idempotency_key="k", dedup_ttl_ms=MINUTE)
+    await wait.send("other", idempotency_key="l", dedup_ttl_ms=10 * MINUTE)
+    reconciler = Reconciler(engine)
+    await reconciler.catch_up()
+    assert (len(await rows.of("suspend_key")), len(await rows.of("signal_key"))) == (1, 2)
+    await clock.advance(ms=MINUTE)
+    assert (await engine.retention.read_due()).has_spent_keys
+    await reconciler.catch_up()
+    assert (len(await rows.of("suspend_key")), len(await rows.of("signal_key"))) == (1, 1)
+    await clock.advance(ms=MINUTE)
+    await reconciler.catch_up()
+    assert await rows.of("suspend_key") == []
+    assert [row["idempotency_key"] for row in await rows.of("signal_key")] == ["l"]
+
+
+async def test_a_resume_by_timeout_wakes_who_waits_for_work(engine: Engine, given: Any, clock: Any) -> None:
+    wait = await timed(engine, given, clock, "auto_resume")
+    await clock.advance(ms=MINUTE)
+    claiming = asyncio.create_task(
+        engine.claim_many(lanes=("default",), worker_id="w", worker_instance_id="w-1", limit=1, max_wait_ms=30_000)
+    )
+    await asyncio.sleep(0)
+    await engine.expire_suspension(wait.execution_id)
+    (claimed,) = await claiming
+    assert claimed.execution_id == wait.execution_id
+
+
+async def test_rows_that_are_not_pending_do_not_stand_before_waitpoints_that_are(
+    engine: Engine, given: Any, rows: Any, clock: Any, connection: Any
+) -> None:
+    first = await running(engine, given, expires_in_ms=1_000)
+    for _ in range(WAITPOINT_LIMIT):
+        await engine.create_waitpoint(first.handle, waitpoint_key="wait", expires_in_ms=1_000)
+    # A version of another mind ends waitpoints without saying when.
+    await connection.execute("update waitpoint set state = 'expired'")
+    await clock.advance(ms=1)
+    last = await running(engine, given, expires_in_ms=1_000)
+    await clock.advance(ms=1_000)
+    assert await engine.suspension_timeouts.close_pending() == 1
+    assert [row["state"] for row in await waitpoints(rows, last.execution_id)] == ["closed"]
