@@ -4,6 +4,7 @@ from typing import Any
 from uuid import UUID
 
 from flowfabric.engine.engine import Engine
+from flowfabric.engine.wait.deliver import Signals
 from flowfabric.model.handle import Handle
 from flowfabric.model.signals import Accepted
 from flowfabric.model.suspension import SuspendArgs
@@ -78,4 +79,4 @@ async def signals(rows: Any, execution_id: str) -> list[dict[str, Any]]:
 
 async def stamps_written(engine: Engine) -> None:
     """Let the engine note what tokens it has refused, as it does before it closes."""
-    await engine._signals.drain()
+    await engine._rooms[Signals].drain()

@@ -42,9 +42,7 @@ class Operation:
 def offered() -> set[str]:
     """The asynchronous operations of the engine."""
     return {
-        name
-        for name in dir(Engine)
-        if not name.startswith("_") and inspect.iscoroutinefunction(inspect.getattr_static(Engine, name))
+        name for name in dir(Engine) if not name.startswith("_") and inspect.iscoroutinefunction(getattr(Engine, name))
     }
 
 

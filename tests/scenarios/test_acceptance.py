@@ -22,6 +22,7 @@ from flowfabric import (
     UsePending,
     all_of_waitpoints,
 )
+from flowfabric.engine.wait.deliver import Signals
 from flowfabric.model.events import CompletionOutcome
 
 from .waiting import (
@@ -347,7 +348,7 @@ async def test_8_whoever_has_no_token_learns_nothing(engine: Engine, given: Any,
             )
         ]
     assert len({(type(answer), answer.code, str(answer)) for answer in answers}) == 1
-    await engine._signals.drain()
+    await engine._rooms[Signals].drain()
     for stamped in (wait, over):
         assert (await rows.execution(stamped.execution_id))["last_hmac_validation_failed_at"] is not None
     assert (await rows.execution(other.execution_id))["last_hmac_validation_failed_at"] is None

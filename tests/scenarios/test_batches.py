@@ -14,6 +14,7 @@ import pytest
 from creates import new
 from flowfabric.db import session as sessions
 from flowfabric.engine.engine import Engine
+from flowfabric.engine.execution import create as creation
 from flowfabric.model.errors import EngineError
 from flowfabric.model.execution import NewExecution
 from flowfabric.model.handle import Backend, Handle
@@ -135,7 +136,7 @@ async def test_a_key_locked_for_too_long_is_refused_alone(
     own_id: str | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(create, "PATIENCE_ALONE", "60ms")
+    monkeypatch.setattr(creation, "PATIENCE_ALONE", "60ms")
     (first,) = await create(engine, [new(idempotency_key="k")])
     items = [new(idempotency_key=f"k{at}" if at % 2 else None) for at in range(GOOD)]
     items.insert(50, new(idempotency_key="k", execution_id=own_id))

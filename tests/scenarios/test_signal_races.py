@@ -20,6 +20,7 @@ from flowfabric import (
     SuspensionExpired,
     TimeoutBehavior,
 )
+from flowfabric.engine.wait.deliver import Signals
 
 from .test_races import IS_WHOLE, at_once, claimed, outcome, rivals
 from .waiting import Waiting, args, suspended
@@ -236,7 +237,7 @@ async def test_a_signal_during_a_rotation_is_judged_by_the_keys_before_or_after_
         _, *answered = await asyncio.gather(rotate(number, grace_ms), *(race(wait, grace_ms) for wait in wave))
         rounds += answered
     for engine in (one, other):
-        await engine._signals.drain()
+        await engine._rooms[Signals].drain()
     left = await settled(one, rows)
     won: Counter[str] = Counter()
     for wait, grace_ms, answer in rounds:

@@ -11,6 +11,7 @@ import pytest
 from flowfabric.db import session as sessions
 from flowfabric.db.embedded import Embedded
 from flowfabric.engine.engine import Engine
+from flowfabric.engine.wait.deliver import Signals
 from flowfabric.model.conditions import Single
 from flowfabric.model.errors import TransportError, ValidationError, error
 from flowfabric.model.handle import Handle
@@ -92,7 +93,7 @@ async def test_outside_a_wrong_token_and_an_unknown_waitpoint_are_the_same(
         await refused(TokenMismatch, engine, run, point, "", READY),
         await refused(TokenMismatch, engine, run, point, None, READY),
     ]
-    await engine._signals.drain()
+    await engine._rooms[Signals].drain()
     async with rows.unchanged():
         told += [
             await refused(UnknownWaitpoint, engine, run, uuid4(), token, READY),

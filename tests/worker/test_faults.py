@@ -13,6 +13,7 @@ import pytest
 from faults.proxy import Action, Proxy, Side, Strike
 from flowfabric.db.session import Limits
 from flowfabric.engine.engine import Engine
+from flowfabric.engine.lease.claim import Claim
 from flowfabric.model.errors import TransportError, error
 from flowfabric.model.ids import ExecutionId
 from flowfabric.model.states import TerminalOutcome
@@ -409,7 +410,7 @@ async def test_a_worker_stops_in_bounded_time_when_the_store_falls_silent(
                 gate.opened.set()
                 engine.wakeups.wake_all()
                 # The claim is sent before the worker is stopped, and is not answered.
-                await eventually(lambda: engine._claim._under_way == 1)
+                await eventually(lambda: engine._rooms[Claim]._under_way == 1)
                 began = time.monotonic()
         took = time.monotonic() - began
     assert took < 0.5 + CANCEL_SECONDS + STOP_SECONDS

@@ -288,7 +288,7 @@ class Shutdown:
         self._results = results
         self._drains = drains
 
-    async def prepare(self, grace_ms: int) -> None:
+    async def shutdown_prepare(self, grace_ms: int) -> None:
         """Fail current waiters, reject new ones, and answer calls under way within the grace; then it is a timeout."""
         check_range(grace_ms, "grace_ms", 0, MAX_GRACE_MS)
         began = time.monotonic()

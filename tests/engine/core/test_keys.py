@@ -7,6 +7,7 @@ import asyncpg
 import pytest
 
 from engine.state import refused
+from flowfabric.engine.core.keys import Keys
 from flowfabric.engine.engine import Engine
 from flowfabric.model.errors import ConflictError
 from flowfabric.model.keys import (
@@ -45,7 +46,7 @@ async def rotate(engine: Engine, kid: str, secret_hex: str, *, grace_ms: int = 6
 
 async def verifying(engine: Engine, kid: str) -> SigningKey | None:
     """The key the engine would verify by."""
-    keys = engine._keys
+    keys = engine._rooms[Keys]
     return await engine._lifecycle.store.transact(lambda transaction: keys.verifying(transaction, kid))
 
 
@@ -190,8 +191,8 @@ async def test_no_answer_holds_a_secret(engine: Engine, caplog: pytest.LogCaptur
             await rotate(engine, "v2", C),
             await engine.list_waitpoint_hmac_kids(),
             await verifying(engine, "v2"),
-            engine._keys,
-            vars(engine._keys),
+            engine._rooms[Keys],
+            vars(engine._rooms[Keys]),
         ]
     shown = f"{answers!r}{caplog.text}"
     for secret in (A, B, C):

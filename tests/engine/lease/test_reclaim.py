@@ -21,6 +21,7 @@ from engine.state import (
     vector,
 )
 from flowfabric.engine.engine import Engine
+from flowfabric.engine.lease.finish import Finish
 from flowfabric.model.errors import EngineError
 from flowfabric.model.grants import Granted, NoWork, ReclaimCapExceeded
 from flowfabric.model.policy import ExecutionPolicy, reclaim_cap
@@ -314,6 +315,6 @@ async def test_the_ending_at_the_cap_is_of_the_lease_that_was_lost_then(
     await engine.lease_expiry.mark_expired()
     # As a search leaves it that was overtaken by a claim, whose lease is lost in turn.
     async with rows.unchanged():
-        await engine._finish.end_at_reclaim_cap([(lost.execution_id, lost.lease_epoch)])
-    await engine._finish.end_at_reclaim_cap([(lost.execution_id, lost.lease_epoch + 1)])
+        await engine._rooms[Finish].end_at_reclaim_cap([(lost.execution_id, lost.lease_epoch)])
+    await engine._rooms[Finish].end_at_reclaim_cap([(lost.execution_id, lost.lease_epoch + 1)])
     assert await engine.read_execution_state(lost.execution_id) == "failed"

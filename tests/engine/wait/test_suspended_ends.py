@@ -7,6 +7,7 @@ import pytest
 from engine.state import CANCELLED, FAILED, attempts, claim, lease_left, refused, told, vector
 from engine.waits import EXPIRED, on_all, suspended, suspension, waitpoints
 from flowfabric.db.database import Transaction
+from flowfabric.engine.core.consequence import LeaseEnds
 from flowfabric.engine.core.row import lock_execution
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.lease.expire import ExpiryPhase
@@ -32,9 +33,9 @@ async def time_out(engine: Engine, execution_id: Any, behavior: str) -> None:
 
     async def end(transaction: Transaction) -> Any:
         await lock_execution(transaction, execution_id)
-        return await engine._lease_ends.within(transaction, [ending])
+        return await engine._rooms[LeaseEnds].within(transaction, [ending])
 
-    await engine._lease_ends.after_commit([ending], await engine._lifecycle.store.transact(end))
+    await engine._rooms[LeaseEnds].after_commit([ending], await engine._lifecycle.store.transact(end))
 
 
 async def test_cancelling_a_suspended_execution_closes_all_it_waits_on(

@@ -47,8 +47,8 @@ class Keys:
         another process seals it meanwhile.
         """
 
-    async def seed(self, kid: str, secret_hex: str) -> Seeded | AlreadySeeded:
-        """Install the first key; a key of that name stays as it is."""
+    async def seed_waitpoint_hmac_secret(self, *, kid: str, secret_hex: str) -> Seeded | AlreadySeeded:
+        """Install the first signing key; one of that name stays as it is."""
         kid = check_kid(kid, "invalid_input")
         secret = check_secret(secret_hex, "invalid_input")
 
@@ -67,8 +67,10 @@ class Keys:
 
         return await self._store.transact(install)
 
-    async def rotate(self, new_kid: str, new_secret_hex: str, grace_ms: int) -> list[RotationEntry]:
-        """Sign with a new key from now on; the one before verifies for the grace, those past theirs are forgotten."""
+    async def rotate_waitpoint_hmac_secret_all(
+        self, *, new_kid: str, new_secret_hex: str, grace_ms: int
+    ) -> list[RotationEntry]:
+        """Sign with a new key from now on; the one before it verifies for the grace."""
         new_kid = check_kid(new_kid, "invalid_kid")
         secret = check_secret(new_secret_hex, "invalid_secret_hex")
         grace_ms = check_grace(grace_ms)
@@ -88,8 +90,8 @@ class Keys:
 
         return [RotationEntry(partition=0, result=await self._store.transact(rotate))]
 
-    async def kids(self) -> HmacKids:
-        """The names of the keys that sign or verify."""
+    async def list_waitpoint_hmac_kids(self) -> HmacKids:
+        """The name of the key that signs, and of those that still verify."""
         rows = await self._store.fetch(SQL.list_kids)
         return HmacKids(
             current_kid=next((row["kid"] for row in rows if row["is_current"]), None),

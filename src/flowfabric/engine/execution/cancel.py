@@ -11,7 +11,7 @@ from flowfabric.engine.core.transition import Release
 from flowfabric.engine.store import Store
 from flowfabric.model.errors import error
 from flowfabric.model.handle import Handle
-from flowfabric.model.ids import parse_execution_id, parse_uuid, row_key
+from flowfabric.model.ids import ExecutionId, parse_execution_id, parse_uuid, row_key
 from flowfabric.model.outcomes import Cancelled
 from flowfabric.model.states import CancelSource, PublicState
 from flowfabric.model.text import check_text
@@ -29,7 +29,7 @@ class Cancel:
         self._lease_ends = lease_ends
 
     async def cancel(self, handle: Handle, reason: str) -> None:
-        """End the run a handle holds as cancelled; a repeat of the call that did so is success too."""
+        """End the run a handle holds as cancelled."""
         handle = usable(handle)
         reason = check_text(reason, "reason")
         lease_end = LeaseEnd(
@@ -47,12 +47,13 @@ class Cancel:
 
     async def cancel_execution(
         self,
-        execution_id: str,
+        *,
+        execution_id: ExecutionId | str,
         reason: str,
-        source: str,
-        lease_id: UUID | str | None,
-        lease_epoch: int | None,
-        attempt_id: UUID | str | None,
+        source: str = CancelSource.OPERATOR_OVERRIDE,
+        lease_id: UUID | str | None = None,
+        lease_epoch: int | None = None,
+        attempt_id: UUID | str | None = None,
     ) -> Cancelled:
         """End an execution as cancelled from any state; cancelling it again changes nothing."""
         parsed = parse_execution_id(execution_id)

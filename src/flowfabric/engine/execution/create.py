@@ -74,8 +74,8 @@ class _NotCreated(Exception):
     """Undoes the key of an execution that turned out to exist."""
 
 
-class Submit:
-    """The submit family of operations."""
+class Create:
+    """Makes the rows of executions, those of many callers in one statement."""
 
     def __init__(self, store: Store) -> None:
         self._store = store

@@ -33,8 +33,8 @@ class Results:
         self._task: asyncio.Task[None] | None = None
         self._refuses = False
 
-    async def wait(self, execution_id: str, timeout: float | None) -> Ended:
-        """How an execution ended, as soon as it has; NotFound when there is no such execution."""
+    async def wait_for_ending(self, execution_id: ExecutionId | str, *, timeout: float | None = None) -> Ended:
+        """How an execution ended, as soon as it has."""
         parsed = parse_execution_id(execution_id)
         row_key(parsed)
         seconds = None if timeout is None else _check_timeout(timeout)

@@ -6,7 +6,7 @@ from flowfabric.db.faults import StoreFault
 from flowfabric.db.statements import statements_beside
 from flowfabric.engine.store import Store, error_of
 from flowfabric.model.errors import error
-from flowfabric.model.ids import parse_execution_id, row_key
+from flowfabric.model.ids import ExecutionId, parse_execution_id, row_key
 from flowfabric.model.snapshots import TagsSet
 from flowfabric.model.tags import check_tag_key, check_tags
 from flowfabric.model.text import check_text
@@ -20,20 +20,20 @@ class Tags:
     def __init__(self, store: Store) -> None:
         self._store = store
 
-    async def put(self, execution_id: str, key: str, value: str) -> None:
-        """Store one tag, over what its key had before."""
+    async def set_execution_tag(self, execution_id: ExecutionId | str, key: str, value: str) -> None:
+        """Store one tag of an execution, over what its key had before."""
         await self._write(execution_id, {check_tag_key(key): check_text(value, "value")})
 
-    async def put_many(self, execution_id: str, tags: Mapping[str, str]) -> TagsSet:
-        """Store tags in one transaction, over what their keys had before."""
+    async def set_execution_tags(self, execution_id: ExecutionId | str, tags: Mapping[str, str]) -> TagsSet:
+        """Store tags of an execution in one transaction, over what their keys had before."""
         checked = check_tags(tags)
         if not checked:
             raise error("invalid_input", "tags: at least one")
         await self._write(execution_id, checked)
         return TagsSet(count=len(checked))
 
-    async def get(self, execution_id: str, key: str) -> str | None:
-        """The value of one tag."""
+    async def get_execution_tag(self, execution_id: ExecutionId | str, key: str) -> str | None:
+        """The value of one tag of an execution."""
         check_tag_key(key)
         partition, uuid = row_key(parse_execution_id(execution_id))
         rows = await self._store.fetch(SQL.read_tag, partition_key=partition, execution_id=uuid, key=key)

@@ -20,8 +20,8 @@ class Lanes:
     def __init__(self, store: Store) -> None:
         self._store = store
 
-    async def set_state(self, lane_id: str, state: LaneState | str) -> None:
-        """Change what a lane accepts; the lane exists from its first use on."""
+    async def set_lane_state(self, lane_id: str, state: LaneState | str) -> None:
+        """Change what a lane accepts: submissions, claims, both or neither."""
         lane_id = check_lane_id(lane_id)
         wanted = word_of(LaneState, state)
         if wanted is None:
@@ -30,7 +30,7 @@ class Lanes:
             raise error("invalid_input", f"lane_id: no lane {lane_id!r}")
         self._store.wakeups.work(lane_id, {})
 
-    async def page(self, cursor: str | None, limit: int) -> LanePage:
+    async def list_lanes(self, *, cursor: str | None = None, limit: int = 100) -> LanePage:
         """A page of the lanes by name, behind the one the cursor names."""
         most = check_limit(limit, MAX_LIMIT)
         after = None if cursor is None else _check_cursor(cursor)

@@ -35,19 +35,19 @@ class Workers:
     def __init__(self, store: Store) -> None:
         self._store = store
 
-    async def register(
+    async def register_worker(
         self,
         *,
         worker_id: str,
         worker_instance_id: str,
         lanes: Sequence[str],
-        capabilities: Sequence[str],
-        kinds: Sequence[str] | None,
         liveness_ttl_ms: int,
         namespace: str,
-        serves_all_namespaces: bool,
+        capabilities: Sequence[str] = (),
+        kinds: Sequence[str] | None = None,
+        serves_all_namespaces: bool = False,
     ) -> Registered | Refreshed:
-        """Enter a worker process into the registry, or renew its entry."""
+        """Enter a worker process into the registry, or renew its entry; without kinds it runs any."""
         named = sorted({check_lane_id(lane) for lane in check_items(lanes, "lanes")})
         if not named:
             raise error("invalid_input", "lanes: at least one lane id")
@@ -75,12 +75,12 @@ class Workers:
             raise error("invalid_input", "instance_id reassigned")
         return Registered() if rows[0]["is_fresh"] else Refreshed()
 
-    async def heartbeat(self, worker_instance_id: str, namespace: str) -> Refreshed | NotRegistered:
+    async def heartbeat_worker(self, *, worker_instance_id: str, namespace: str) -> Refreshed | NotRegistered:
         """Keep a live registration alive."""
         rows = await self._store.fetch(SQL.renew_worker, **self._key(worker_instance_id, namespace))
         return Refreshed(next_expiry_ms=rows[0]["lapses_at"]) if rows else NotRegistered()
 
-    async def mark_dead(self, worker_instance_id: str, namespace: str, reason: str) -> Marked | NotRegistered:
+    async def mark_worker_dead(self, *, worker_instance_id: str, namespace: str, reason: str) -> Marked | NotRegistered:
         """End a live registration; its leases are not touched."""
         check_text(reason, "reason")
         if len(reason.encode()) > MAX_REASON_BYTES:
@@ -95,7 +95,9 @@ class Workers:
 
         return Marked() if await self._store.transact(end) else NotRegistered()
 
-    async def page(self, namespace: str | None, after: WorkerCursor | str | None, limit: int) -> WorkerPage:
+    async def list_workers(
+        self, *, namespace: str | None = None, after: WorkerCursor | str | None = None, limit: int = 1000
+    ) -> WorkerPage:
         """A page of the live workers by namespace and instance, behind the place of the cursor."""
         most = check_limit(limit, MAX_LIMIT)
         if namespace is not None:

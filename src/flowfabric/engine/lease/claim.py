@@ -91,20 +91,52 @@ class Claim:
         self._is_idle = asyncio.Event()
         self._is_idle.set()
 
+    async def claim(
+        self,
+        *,
+        lane_id: str,
+        worker_id: str,
+        worker_instance_id: str,
+        capabilities: Sequence[str] = (),
+        kinds: Sequence[str] | None = None,
+        namespace: str | None = None,
+        lease_ttl_ms: int = DEFAULT_LEASE_TTL_MS,
+        max_wait_ms: int = 0,
+    ) -> Handle | None:
+        """Lease the best claimable execution of a lane; None when there is none within the wait.
+
+        Kinds and a namespace, where given, are all that is taken.
+        """
+        claimed = await self.claim_many(
+            lanes=(lane_id,),
+            worker_id=worker_id,
+            worker_instance_id=worker_instance_id,
+            capabilities=capabilities,
+            kinds=kinds,
+            namespace=namespace,
+            lease_ttl_ms=lease_ttl_ms,
+            limit=1,
+            max_wait_ms=max_wait_ms,
+        )
+        return claimed[0].handle if claimed else None
+
     async def claim_many(
         self,
         *,
         lanes: Sequence[str],
-        capabilities: Sequence[str],
-        kinds: Sequence[str] | None,
-        namespace: str | None,
         worker_id: str,
         worker_instance_id: str,
-        lease_ttl_ms: int,
         limit: int,
-        max_wait_ms: int,
+        capabilities: Sequence[str] = (),
+        kinds: Sequence[str] | None = None,
+        namespace: str | None = None,
+        lease_ttl_ms: int = DEFAULT_LEASE_TTL_MS,
+        max_wait_ms: int = 0,
     ) -> list[ClaimedExecution]:
-        """Lease at most `limit` executions; wait for the first one up to `max_wait_ms`."""
+        """Lease up to `limit` executions of several lanes, by priority, then age; empty when there are none.
+
+        Kinds and a namespace, where given, are all that is taken.
+        """
         lane_ids = sorted({check_lane_id(lane) for lane in check_items(lanes, "lanes")})
         if not 1 <= len(lane_ids) <= MAX_LANES:
             raise error("invalid_input", f"lanes: 1 to {MAX_LANES} lane ids, got {len(lane_ids)}")

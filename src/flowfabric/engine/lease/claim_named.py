@@ -8,7 +8,7 @@ from flowfabric.db.database import Transaction
 from flowfabric.engine.core.keys import Keys
 from flowfabric.engine.core.row import Held, check_named, hold
 from flowfabric.engine.core.transition import CLAIM_PARAMETERS
-from flowfabric.engine.lease.claim import SQL, claimed_of
+from flowfabric.engine.lease.claim import DEFAULT_LEASE_TTL_MS, SQL, claimed_of
 from flowfabric.engine.lease.finish import WARN_EVERY_RECLAIMS
 from flowfabric.engine.lease.grant import check_json
 from flowfabric.engine.store import Store
@@ -96,8 +96,33 @@ class NamedClaims:
         self._store = store
         self._keys = keys
 
-    async def claim_execution(self, execution_id: str, lane_id: str, lease: Lease) -> ClaimedExecution:
-        """Lease an execution that was granted to this worker: a new attempt, after a lost lease a reclaimed one."""
+    async def claim_execution(
+        self,
+        *,
+        execution_id: str,
+        worker_id: str,
+        worker_instance_id: str,
+        lane_id: str,
+        lease_ttl_ms: int = DEFAULT_LEASE_TTL_MS,
+        lease_id: UUID | str | None = None,
+        attempt_id: UUID | str | None = None,
+        expected_attempt_index: int | None = None,
+        attempt_policy_json: str | None = None,
+        attempt_timeout_ms: int | None = None,
+        execution_deadline_at: int | None = None,
+    ) -> ClaimedExecution:
+        """Lease an execution by the grant its worker has, which is consumed."""
+        lease = Lease.of(
+            worker_id=worker_id,
+            worker_instance_id=worker_instance_id,
+            lease_ttl_ms=lease_ttl_ms,
+            lease_id=lease_id,
+            attempt_id=attempt_id,
+            attempt_policy_json=attempt_policy_json,
+            attempt_timeout_ms=attempt_timeout_ms,
+            execution_deadline_at=execution_deadline_at,
+            attempt_index=expected_attempt_index,
+        )
         parsed = check_named(self._store, execution_id)
         lane = check_lane_id(lane_id)
 
@@ -113,8 +138,27 @@ class NamedClaims:
 
         return await self._store.transact(claim, execution_id=parsed)
 
-    async def claim_resumed_execution(self, execution_id: str, lane_id: str, lease: Lease) -> ClaimedExecution:
-        """Go on with an attempt that was put aside and may run again."""
+    async def claim_resumed_execution(
+        self,
+        *,
+        execution_id: str,
+        worker_id: str,
+        worker_instance_id: str,
+        lane_id: str,
+        lease_ttl_ms: int = DEFAULT_LEASE_TTL_MS,
+        lease_id: UUID | str | None = None,
+        current_attempt_index: int | None = None,
+        remaining_attempt_timeout_ms: int | None = None,
+    ) -> ClaimedExecution:
+        """Lease an execution whose attempt was put aside and may go on; no grant is needed."""
+        lease = Lease.of(
+            worker_id=worker_id,
+            worker_instance_id=worker_instance_id,
+            lease_ttl_ms=lease_ttl_ms,
+            lease_id=lease_id,
+            attempt_timeout_ms=remaining_attempt_timeout_ms,
+            attempt_index=current_attempt_index,
+        )
         parsed = check_named(self._store, execution_id)
         lane = check_lane_id(lane_id)
 
@@ -135,7 +179,7 @@ class NamedClaims:
         return await self._store.transact(claim, execution_id=parsed)
 
     async def claim_from_resume_grant(self, token: ResumeToken) -> Handle | None:
-        """Go on with an attempt by a grant; None when it cannot go on any more."""
+        """Lease an execution whose attempt may go on by a grant; None when it cannot go on any more."""
         if not isinstance(token, ResumeToken):
             raise error("invalid_input", "token: must be a ResumeToken")
         grant_key = token.grant.grant_key
@@ -160,8 +204,8 @@ class NamedClaims:
         claimed = await self._store.transact(claim, execution_id=parsed)
         return None if claimed is None else claimed.handle
 
-    async def issue_grant_and_claim(self, execution_id: str, lane_id: str, lease_duration_ms: int) -> GrantedClaim:
-        """Lease a named execution without a worker, whatever it requires of one."""
+    async def issue_grant_and_claim(self, *, execution_id: str, lane_id: str, lease_duration_ms: int) -> GrantedClaim:
+        """Lease a named execution without a worker, for an operator."""
         parsed = check_named(self._store, execution_id)
         lane = check_lane_id(lane_id)
         lease = Lease.of(worker_id=OPERATOR, worker_instance_id=OPERATOR, lease_ttl_ms=lease_duration_ms)

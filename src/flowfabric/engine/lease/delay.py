@@ -10,7 +10,7 @@ from flowfabric.engine.core.transition import PROMOTED, Release
 from flowfabric.engine.lease.expire import LATEST_TIME, named_or_due
 from flowfabric.engine.store import Store
 from flowfabric.model.handle import Handle
-from flowfabric.model.ids import parse_execution_id, row_key
+from flowfabric.model.ids import ExecutionId, parse_execution_id, row_key
 from flowfabric.model.outcomes import AlreadySatisfied, Promoted
 from flowfabric.model.states import EligibilityState, PublicState
 from flowfabric.model.text import check_range
@@ -26,23 +26,23 @@ class Delays:
         self._lease_ends = lease_ends
 
     async def delay(self, handle: Handle, delay_until: int) -> None:
-        """Put a run aside until a time; one that has passed makes it due at once."""
+        """Put a run aside until a time; its attempt goes on with the next claim after it."""
         handle = usable(handle)
         check_range(delay_until, "delay_until", 0, LATEST_TIME)
         await self._park(LeaseEnd(handle.execution_id, Release.DELAYED, fence=handle, delay_until=delay_until))
 
     async def wait_children(self, handle: Handle) -> None:
-        """Put a run aside until what it depends on has ended; where nothing is open it may go on at once."""
+        """Put a run aside until what it depends on has ended; its attempt goes on with the next claim after it."""
         handle = usable(handle)
         await self._park(LeaseEnd(handle.execution_id, _move_of_waiting(), fence=handle))
 
     async def hand_back(self, handle: Handle) -> None:
-        """Give up a lease whose run cannot go on here; the next claim goes on with the same attempt."""
+        """Give up the lease of a run that cannot go on here: any worker may claim it at once, as the same attempt."""
         handle = usable(handle)
         await self._park(LeaseEnd(handle.execution_id, Release.HANDED_BACK, fence=handle))
 
-    async def promote(self, execution_id: str) -> Promoted | AlreadySatisfied:
-        """Make one delayed execution claimable, where its time has come; else say why there is nothing to do."""
+    async def promote_delayed(self, execution_id: ExecutionId | str) -> Promoted | AlreadySatisfied:
+        """Make a delayed execution claimable, where its time has come."""
         parsed = parse_execution_id(execution_id)
         row_key(parsed)
 

@@ -64,8 +64,8 @@ class LeaseExpiry:
         self._announce(rows)
         return rows
 
-    async def mark_if_due(self, execution_id: str) -> Marked | AlreadySatisfied:
-        """Mark one lease as expired, where it is; else say why there is nothing to mark."""
+    async def mark_lease_expired_if_due(self, execution_id: ExecutionId | str) -> Marked | AlreadySatisfied:
+        """Mark the lease of an execution as expired, where its time is up, so that the next claim takes it."""
         parsed = parse_execution_id(execution_id)
         row_key(parsed)
 
@@ -82,10 +82,15 @@ class LeaseExpiry:
         self._announce(marked)
         return Marked() if marked else AlreadySatisfied(reason=reason)
 
-    async def list_expired(
-        self, as_of: int | None, after: tuple[int, str] | None, limit: int, namespace: str | None
+    async def list_expired_leases(
+        self,
+        *,
+        as_of: int | None = None,
+        after: ExpiredLeaseCursor | tuple[int, str] | None = None,
+        limit: int = DEFAULT_LISTED,
+        namespace: str | None = None,
     ) -> ExpiredLeases:
-        """Leases that end by a time, marked or not, in the order of their end."""
+        """Leases that end by a time, marked or not, in the order of their end; a cursor leads to the next page."""
         if as_of is not None:
             check_range(as_of, "as_of", 0, LATEST_TIME)
         limit = check_limit(limit, MAX_LISTED)
@@ -173,9 +178,9 @@ class Timeouts:
         return False
 
     async def expire_execution(
-        self, execution_id: str, phase: ExpiryPhase | str
+        self, execution_id: ExecutionId | str, phase: ExpiryPhase | str
     ) -> Expired | RetryScheduled | AlreadyTerminal | NotYetDue:
-        """Expire one execution whose attempt timeout or deadline has passed, as it is once its row is held."""
+        """Expire an execution whose attempt timeout or deadline has passed."""
         parsed = parse_execution_id(execution_id)
         partition, uuid = row_key(parsed)
         which = word_of(ExpiryPhase, phase)

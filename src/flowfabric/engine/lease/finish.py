@@ -3,6 +3,7 @@
 import contextlib
 import logging
 from collections.abc import Mapping, Sequence
+from uuid import UUID
 
 from flowfabric.db.batch import Locked
 from flowfabric.db.database import Record, Transaction
@@ -30,7 +31,7 @@ from flowfabric.model.policy import (
     policy_json,
     read_stored_policy,
 )
-from flowfabric.model.states import PublicState
+from flowfabric.model.states import CancelSource, PublicState
 from flowfabric.model.text import check_batch, check_text, json_text, shown, storable
 
 SQL = statements_beside(__file__)
@@ -48,8 +49,8 @@ class Finish:
         self._store = store
         self._lease_ends = lease_ends
 
-    async def complete(self, handle: Handle, payload: bytes | None) -> None:
-        """End in success; a repeat of the call that did so is success too."""
+    async def complete(self, handle: Handle, payload: bytes | None = None) -> None:
+        """End a run in success with its result; a repeat of the call is success too."""
         lease_end = _completion(handle, payload)
         verdict = await self._lease_ends.one(lease_end)
         if verdict is not DONE and not _was_completed(verdict, handle):
@@ -82,11 +83,12 @@ class Finish:
     async def fail(
         self,
         handle: Handle,
+        *,
         reason: FailureReason | str,
-        classification: FailureClass | str,
-        claimed: ClaimedExecution | None,
+        classification: FailureClass | str = FailureClass.TRANSIENT,
+        claimed: ClaimedExecution | None = None,
     ) -> RetryScheduled | TerminalFailed:
-        """End the attempt in failure: tried again after a pause where the policy says so, else ended."""
+        """End an attempt in failure: tried again where the policy says so; `claimed` saves reading the policy."""
         handle = usable(handle)
         reason = _failure_reason(reason)
         message = storable(reason.message)
@@ -118,14 +120,24 @@ class Finish:
         return _was_failed(verdict, handle)
 
     async def complete_execution(
-        self, execution_id: str, given: GivenFence, payload: bytes | None, encoding: str | None
+        self,
+        *,
+        execution_id: ExecutionId | str,
+        attempt_index: int | None = None,
+        payload: bytes | None = None,
+        result_encoding: str | None = None,
+        source: str = CancelSource.LEASE_HOLDER,
+        lease_id: UUID | str | None = None,
+        lease_epoch: int | None = None,
+        attempt_id: UUID | str | None = None,
     ) -> Completed:
-        """End a run in success for a caller that knows its fence; a repeat of the call is refused."""
+        """End a run in success on behalf of whoever holds its fence."""
+        given = GivenFence.read(lease_id, lease_epoch, attempt_id, attempt_index, source=source)
         parsed = parse_execution_id(execution_id)
         row_key(parsed)
         payload = _bytes_of(payload)
-        if encoding is not None:
-            check_text(encoding, "result_encoding")
+        if result_encoding is not None:
+            check_text(result_encoding, "result_encoding")
 
         async def end(transaction: Transaction) -> tuple[LeaseEnd, list[Verdict | Locked]]:
             fence = given.against(await lock_execution(transaction, parsed))
@@ -134,7 +146,7 @@ class Finish:
                 Release.COMPLETED,
                 fence=fence,
                 payload=payload,
-                encoding=encoding,
+                encoding=result_encoding,
                 lost_epoch=fence.lease_epoch if given.fence is None else None,
             )
             return lease_end, await self._lease_ends.within(transaction, [lease_end])
@@ -144,14 +156,20 @@ class Finish:
 
     async def fail_execution(
         self,
-        execution_id: str,
-        given: GivenFence,
+        *,
+        execution_id: ExecutionId | str,
         failure_reason: str,
-        failure_category: str,
-        retry_policy_json: RetryPolicy | Mapping[str, object] | str | bytes | None,
-        next_attempt_policy_json: ExecutionPolicy | Mapping[str, object] | str | bytes | None,
+        failure_category: str = "",
+        attempt_index: int | None = None,
+        retry_policy_json: RetryPolicy | Mapping[str, object] | str | bytes | None = None,
+        next_attempt_policy_json: ExecutionPolicy | Mapping[str, object] | str | bytes | None = None,
+        source: str = CancelSource.LEASE_HOLDER,
+        lease_id: UUID | str | None = None,
+        lease_epoch: int | None = None,
+        attempt_id: UUID | str | None = None,
     ) -> RetryScheduled | TerminalFailed:
-        """End an attempt in failure for a caller that knows its fence; a repeat of the call is refused."""
+        """End an attempt in failure on behalf of whoever holds its fence: tried again where a policy says so."""
+        given = GivenFence.read(lease_id, lease_epoch, attempt_id, attempt_index, source=source)
         parsed = parse_execution_id(execution_id)
         partition, uuid = row_key(parsed)
         reason = storable(_text(failure_reason, "failure_reason"))

@@ -13,6 +13,7 @@ from flowfabric.engine.lease.finish import Finish
 from flowfabric.engine.store import Store
 from flowfabric.model.errors import EngineError, error
 from flowfabric.model.grants import (
+    DEFAULT_GRANT_TTL_MS,
     MAX_GRANT_TTL_MS,
     MIN_GRANT_TTL_MS,
     ClaimGrant,
@@ -83,13 +84,17 @@ class Grants:
 
     async def claim_for_worker(
         self,
+        *,
         lane_id: str,
-        grantee: Grantee,
-        worker_capabilities: Sequence[str],
-        kinds: Sequence[str] | None,
-        namespace: str | None,
+        worker_id: str,
+        worker_instance_id: str,
+        worker_capabilities: Sequence[str] = (),
+        kinds: Sequence[str] | None = None,
+        namespace: str | None = None,
+        grant_ttl_ms: int = DEFAULT_GRANT_TTL_MS,
     ) -> Granted | NoWork:
-        """Reserve the best execution of a lane that a claim by this worker would take."""
+        """Reserve for a worker what a claim of a lane would take; `claim_execution` then leases it."""
+        grantee = Grantee.of(worker_id, worker_instance_id, grant_ttl_ms)
         lane = check_lane_id(lane_id)
         wanted = Wanted.of(worker_capabilities, kinds, namespace)
         wanted_queues = await wanted.parameters(self._store)
@@ -146,17 +151,30 @@ class Grants:
 
         return await self._store.transact(search)
 
-    async def scan_eligible(self, lane_id: str, limit: int) -> list[ExecutionId]:
-        """The executions of a lane that wait for a worker, in the order of claims."""
+    async def scan_eligible_executions(self, *, lane_id: str, limit: int = 100) -> list[ExecutionId]:
+        """The executions of a lane that wait for a worker and are granted to none, in the order of claims."""
         lane = check_lane_id(lane_id)
         most = check_limit(limit, MAX_SCAN)
         rows = await self._store.fetch(SQL.list_eligible, lane_id=lane, limit=most)
         return [format_execution_id(row["partition_key"], row["execution_id"]) for row in rows]
 
     async def issue_claim_grant(
-        self, execution_id: str, lane_id: str, grantee: Grantee, worker_capabilities: Sequence[str]
+        self,
+        *,
+        execution_id: str,
+        lane_id: str,
+        worker_id: str,
+        worker_instance_id: str,
+        worker_capabilities: Sequence[str] = (),
+        grant_ttl_ms: int = DEFAULT_GRANT_TTL_MS,
+        capability_hash: str | None = None,
+        route_snapshot_json: str | None = None,
+        admission_summary: str | None = None,
     ) -> Granted:
-        """Reserve a named execution that waits for a worker."""
+        """Reserve a named execution for a worker."""
+        grantee = Grantee.of(
+            worker_id, worker_instance_id, grant_ttl_ms, capability_hash, route_snapshot_json, admission_summary
+        )
         parsed = check_named(self._store, execution_id)
         lane = check_lane_id(lane_id)
 

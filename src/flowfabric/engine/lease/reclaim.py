@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Sequence
+from uuid import UUID
 
 from flowfabric.db.batch import Locked
 from flowfabric.db.database import Transaction
@@ -9,14 +10,22 @@ from flowfabric.engine.core.consequence import LeaseEnd, LeaseEnds
 from flowfabric.engine.core.row import Held, Verdict, check_named, hold
 from flowfabric.engine.core.transition import LEASE_EXPIRED_PARAMETERS, Release
 from flowfabric.engine.core.wakeups import LostLease, LostReason
+from flowfabric.engine.lease.claim import DEFAULT_LEASE_TTL_MS
 from flowfabric.engine.lease.claim_named import Lease, NamedClaims
 from flowfabric.engine.lease.expire import SQL
 from flowfabric.engine.lease.finish import MAX_RECLAIMS_EXCEEDED
 from flowfabric.engine.lease.grant import Grantee, Grants, note_mismatch
 from flowfabric.engine.store import Store
 from flowfabric.model.errors import error
-from flowfabric.model.grants import Granted, GrantKind, GrantNotFound, NotReclaimable, ReclaimCapExceeded
-from flowfabric.model.ids import check_lane_id
+from flowfabric.model.grants import (
+    DEFAULT_GRANT_TTL_MS,
+    Granted,
+    GrantKind,
+    GrantNotFound,
+    NotReclaimable,
+    ReclaimCapExceeded,
+)
+from flowfabric.model.ids import ExecutionId, check_lane_id
 from flowfabric.model.outcomes import ClaimedExecution
 from flowfabric.model.policy import check_capabilities, reclaim_cap
 from flowfabric.model.text import check_range
@@ -38,9 +47,22 @@ class Reclaim:
         self._lease_ends = lease_ends
 
     async def issue_reclaim_grant(
-        self, execution_id: str, lane_id: str, grantee: Grantee, worker_capabilities: Sequence[str]
+        self,
+        *,
+        execution_id: ExecutionId | str,
+        worker_id: str,
+        worker_instance_id: str,
+        lane_id: str,
+        grant_ttl_ms: int = DEFAULT_GRANT_TTL_MS,
+        worker_capabilities: Sequence[str] = (),
+        capability_hash: str | None = None,
+        route_snapshot_json: str | None = None,
+        admission_summary: str | None = None,
     ) -> Granted | NotReclaimable | ReclaimCapExceeded:
-        """Reserve an execution whose lease was lost; one that was lost too often ends here."""
+        """Reserve an execution whose lease was lost for a worker; one that was lost too often ends here."""
+        grantee = Grantee.of(
+            worker_id, worker_instance_id, grant_ttl_ms, capability_hash, route_snapshot_json, admission_summary
+        )
         parsed = check_named(self._store, execution_id)
         lane = check_lane_id(lane_id)
         offered = check_capabilities(worker_capabilities)
@@ -79,9 +101,36 @@ class Reclaim:
         return answer
 
     async def reclaim_execution(
-        self, execution_id: str, lane_id: str, lease: Lease, max_reclaim_count: int | None
+        self,
+        *,
+        execution_id: ExecutionId | str,
+        worker_id: str,
+        worker_instance_id: str,
+        lane_id: str,
+        lease_ttl_ms: int = DEFAULT_LEASE_TTL_MS,
+        lease_id: UUID | str | None = None,
+        attempt_id: UUID | str | None = None,
+        capability_hash: str | None = None,
+        attempt_policy_json: str | None = None,
+        max_reclaim_count: int | None = None,
+        old_worker_instance_id: str | None = None,
+        current_attempt_index: int | None = None,
     ) -> ClaimedExecution | NotReclaimable | GrantNotFound | ReclaimCapExceeded:
-        """Take a lost lease that was granted to this worker as a new attempt; at the cap the execution ends instead."""
+        """Take a lost lease by the reclaim grant its worker has, as a new attempt.
+
+        `capability_hash`, `old_worker_instance_id` and `current_attempt_index` are what the caller believes of the
+        execution: the stored row decides.
+        """
+        _ = capability_hash, old_worker_instance_id
+        lease = Lease.of(
+            worker_id=worker_id,
+            worker_instance_id=worker_instance_id,
+            lease_ttl_ms=lease_ttl_ms,
+            lease_id=lease_id,
+            attempt_id=attempt_id,
+            attempt_policy_json=attempt_policy_json,
+            attempt_index=current_attempt_index,
+        )
         parsed = check_named(self._store, execution_id)
         lane = check_lane_id(lane_id)
         if max_reclaim_count is not None:

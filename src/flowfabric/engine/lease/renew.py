@@ -1,6 +1,7 @@
 """Renewing leases, and reporting progress under them."""
 
 from collections.abc import Sequence
+from uuid import UUID
 
 from flowfabric.db.batch import LOCKED, Batch, Locked
 from flowfabric.db.database import Record, Transaction
@@ -10,7 +11,7 @@ from flowfabric.engine.lease.expire import LeaseExpiry
 from flowfabric.engine.store import Store
 from flowfabric.model.errors import EngineError, error
 from flowfabric.model.handle import MAX_LEASE_TTL_MS, Fence, Handle
-from flowfabric.model.ids import parse_execution_id, row_key, split_execution_id
+from flowfabric.model.ids import ExecutionId, parse_execution_id, row_key, split_execution_id
 from flowfabric.model.outcomes import Renewed
 from flowfabric.model.text import check_batch, check_range, check_text
 
@@ -31,11 +32,11 @@ class Renewals:
         )
 
     async def renew(self, handle: Handle) -> Renewed:
-        """Extend one lease by the time its handle holds; concurrent callers share a statement."""
+        """Extend a lease by the time its handle holds."""
         return await self._store.answer(self._batch.put(usable(handle)))
 
     async def renew_many(self, handles: Sequence[Handle]) -> list[Renewed | EngineError]:
-        """Extend the leases of up to a thousand handles in one statement, each with its own verdict."""
+        """Extend up to a thousand leases in one statement, each with its own verdict."""
         check_batch(handles, "handles")
         good: list[Handle] = []
         refused: dict[int, EngineError] = {}
@@ -48,9 +49,18 @@ class Renewals:
         return [refused[at] if at in refused else next(answers) for at in range(len(handles))]
 
     async def renew_lease(
-        self, execution_id: str, given: GivenFence, lease_ttl_ms: int, lease_history_grace_ms: int
+        self,
+        *,
+        execution_id: ExecutionId | str,
+        attempt_index: int,
+        lease_ttl_ms: int,
+        lease_id: UUID | str | None = None,
+        lease_epoch: int | None = None,
+        attempt_id: UUID | str | None = None,
+        lease_history_grace_ms: int = DEFAULT_HISTORY_GRACE_MS,
     ) -> Renewed:
-        """Extend a lease by a time, for a caller that knows its fence."""
+        """Extend a lease by a time on behalf of whoever holds its fence."""
+        given = GivenFence.read(lease_id, lease_epoch, attempt_id, attempt_index)
         parsed = parse_execution_id(execution_id)
         partition, uuid = row_key(parsed)
         check_range(given.attempt_index, "attempt_index", 0, MAX_INDEX)
@@ -79,8 +89,8 @@ class Renewals:
             raise verdict.refusal(stale="stale_lease")
         return Renewed(expires_at_ms=row["expires_at"], lease_epoch=fence.lease_epoch)
 
-    async def progress(self, handle: Handle, *, percent: int | None, message: str | None) -> None:
-        """Overwrite what the run reports of itself; what is absent keeps its value."""
+    async def progress(self, handle: Handle, *, percent: int | None = None, message: str | None = None) -> None:
+        """Overwrite what a run reports of itself; what is absent keeps its value."""
         handle = usable(handle)
         if percent is not None and (type(percent) is not int or not 0 <= percent <= 255):
             raise error("invalid_input", f"percent: 0 to 255, got {percent!r}")

@@ -45,8 +45,8 @@ class Consistency:
     def __init__(self, store: Store) -> None:
         self._store = store
 
-    async def find(self, limit: int) -> list[Inconsistency]:
-        """Up to so many things that cannot be, in the order of the executions; it looks at every row."""
+    async def find_inconsistencies(self, *, limit: int = 1000) -> list[Inconsistency]:
+        """What stored rows say that no operation can have brought about."""
         limit = check_limit(limit, MAX_LIMIT)
         found: list[Inconsistency] = []
         after: tuple[int, object] = _BEGINNING

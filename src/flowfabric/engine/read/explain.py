@@ -33,6 +33,7 @@ from flowfabric.model.explanation import (
     summarise,
 )
 from flowfabric.model.ids import (
+    ExecutionId,
     LaneId,
     Namespace,
     SuspensionId,
@@ -69,8 +70,8 @@ class Explain:
     def __init__(self, store: Store) -> None:
         self._store = store
 
-    async def explain(self, execution_id: str) -> Explanation:
-        """Where an execution stands, and everything that holds it there."""
+    async def explain(self, execution_id: ExecutionId | str) -> Explanation:
+        """Why an execution is where it is: everything that holds it, and one sentence for a person."""
         parsed = parse_execution_id(execution_id)
         partition, uuid = row_key(parsed)
         rows = await self._store.fetch(SQL.read_reasons, partition_key=partition, execution_id=uuid, most=MOST_AHEAD)

@@ -55,14 +55,14 @@ class View:
     def __init__(self, store: Store) -> None:
         self._store = store
 
-    async def state(self, execution_id: str) -> PublicState | None:
+    async def read_execution_state(self, execution_id: ExecutionId | str) -> PublicState | None:
         """The public state of an execution."""
         rows = await self._store.fetch(SQL.read_state, **_key(execution_id))
         if not rows:
             return None
         return literal(PublicState, rows[0][0], context="read_execution_state", field="public_state")
 
-    async def info(self, execution_id: str) -> ExecutionInfo | None:
+    async def read_execution_info(self, execution_id: ExecutionId | str) -> ExecutionInfo | None:
         """What an operator sees of an execution."""
         rows = await self._store.fetch(SQL.read_info, **_key(execution_id))
         if not rows:
@@ -86,13 +86,13 @@ class View:
             blocking_detail=row["blocking_detail"] or "",
         )
 
-    async def describe(self, execution_id: str) -> ExecutionSnapshot | None:
-        """An execution as it stands."""
+    async def describe_execution(self, execution_id: ExecutionId | str) -> ExecutionSnapshot | None:
+        """An execution as it stands, with its lease and its tags."""
         rows = await self._store.fetch(SQL.read_snapshot, **_key(execution_id))
         return _snapshot(parse_execution_id(execution_id), rows[0]) if rows else None
 
-    async def context(self, execution_id: str) -> ExecutionContext:
-        """What the handler of an execution works from; an absent execution is the caller's mistake."""
+    async def read_execution_context(self, execution_id: ExecutionId | str) -> ExecutionContext:
+        """What the handler of a claimed execution works from."""
         row = await self._one(SQL.read_context, execution_id)
         context = f"read_execution_context {parse_execution_id(execution_id)}"
         return ExecutionContext(
@@ -101,48 +101,54 @@ class View:
             tags=_tags(row["tags"]),
         )
 
-    async def attempt_index(self, execution_id: str) -> int:
-        """The index of the latest attempt, 0 before the first; an absent execution is the caller's mistake."""
-        return max(await self.attempt_count(execution_id) - 1, 0)
+    async def read_current_attempt_index(self, execution_id: ExecutionId | str) -> int:
+        """The index of the latest attempt, 0 before the first claim."""
+        return max(await self.read_total_attempt_count(execution_id) - 1, 0)
 
-    async def attempt_count(self, execution_id: str) -> int:
-        """How many attempts were made; an absent execution is the caller's mistake."""
+    async def read_total_attempt_count(self, execution_id: ExecutionId | str) -> int:
+        """How many attempts were made so far."""
         count: int = (await self._one(SQL.read_attempt_count, execution_id))["attempt_count"]
         return count
 
-    async def flow_id(self, execution_id: str) -> FlowId | None:
+    async def resolve_execution_flow_id(self, execution_id: ExecutionId | str) -> FlowId | None:
         """The flow an execution belongs to."""
         rows = await self._store.fetch(SQL.read_flow, **_key(execution_id))
         return FlowId(rows[0]["flow_id"]) if rows and rows[0]["flow_id"] is not None else None
 
-    async def namespace(self, execution_id: str) -> Namespace | None:
+    async def get_execution_namespace(self, execution_id: ExecutionId | str) -> Namespace | None:
         """The namespace of an execution."""
         rows = await self._store.fetch(SQL.read_namespace, **_key(execution_id))
         if not rows:
             return None
         return Namespace(required(rows[0]["namespace"], context="get_execution_namespace", field="namespace"))
 
-    async def fields(self, execution_id: str, names: Iterable[str]) -> dict[str, str | None]:
-        """Fields of an execution as texts; all of an absent one are None."""
+    async def read_exec_core_fields(
+        self, execution_id: ExecutionId | str, names: Iterable[str]
+    ) -> dict[str, str | None]:
+        """Fields of an execution as texts, by their names."""
         wanted = [_check_field(name) for name in check_items(names, "names")]
         rows = await self._store.fetch(SQL.read_fields, **_key(execution_id))
         return {name: rows[0][name] if rows else None for name in wanted}
 
-    async def attempts(self, execution_id: str) -> list[Attempt]:
+    async def list_attempts(self, execution_id: ExecutionId | str) -> list[Attempt]:
         """The attempts of an execution in order, the running one included."""
         parsed = parse_execution_id(execution_id)
         return [_attempt(parsed, row) for row in await self._store.fetch(SQL.list_attempts, **_key(parsed))]
 
-    async def result(self, execution_id: str) -> bytes | None:
+    async def get_execution_result(self, execution_id: ExecutionId | str) -> bytes | None:
         """The result of a completed execution."""
         rows = await self._store.fetch(SQL.read_result, **_key(execution_id))
         return rows[0][0] if rows else None
 
-    async def clock(self) -> int:
+    async def server_time_ms(self) -> int:
         """The store's wall clock in milliseconds."""
         rows = await self._store.fetch(SQL.read_clock)
         now: int = rows[0][0]
         return now
+
+    async def ping(self) -> None:
+        """One round trip to the store."""
+        await self.server_time_ms()
 
     async def _one(self, statement: Statement, execution_id: str) -> Record:
         rows = await self._store.fetch(statement, **_key(execution_id))

@@ -40,7 +40,16 @@ from flowfabric.model.ids import (
     split_execution_id,
 )
 from flowfabric.model.policy_checks import MAX_MS
-from flowfabric.model.signals import DEFAULT_MAXLEN, MAX_TEXT, NewSignal, ResumeSignal, approval_key
+from flowfabric.model.signals import (
+    DEFAULT_DEDUP_TTL_MS,
+    DEFAULT_MAXLEN,
+    MAX_TEXT,
+    Accepted,
+    NewSignal,
+    ResumeSignal,
+    SignalDuplicate,
+    approval_key,
+)
 from flowfabric.model.states import LifecyclePhase
 from flowfabric.model.text import check_length, check_range
 from flowfabric.model.tokens import WaitpointToken
@@ -84,7 +93,53 @@ class Signals:
             streams=STREAMS,
         )
 
-    async def deliver(self, signal: NewSignal) -> Delivered:
+    async def deliver_signal(
+        self,
+        *,
+        execution_id: ExecutionId | str,
+        waitpoint_id: WaitpointId | UUID | str,
+        waitpoint_token: WaitpointToken | str | None,
+        signal_name: str,
+        signal_category: str = "external",
+        source_type: str = "external",
+        source_identity: str = "",
+        signal_id: SignalId | UUID | str | None = None,
+        payload: bytes | None = None,
+        payload_encoding: str = "json",
+        correlation_id: str | None = None,
+        idempotency_key: str | None = None,
+        target_scope: str = "waitpoint",
+        created_at: int | None = None,
+        dedup_ttl_ms: int = DEFAULT_DEDUP_TTL_MS,
+        resume_delay_ms: int | None = None,
+        max_signals_per_execution: int | None = None,
+        signal_maxlen: int = DEFAULT_MAXLEN,
+    ) -> Accepted | SignalDuplicate:
+        """Record a signal on a waitpoint, once, and resume the execution where that is what it waits for."""
+        return await self._add(
+            NewSignal.of(
+                execution_id=execution_id,
+                waitpoint_id=waitpoint_id,
+                waitpoint_token=waitpoint_token,
+                signal_name=signal_name,
+                signal_category=signal_category,
+                source_type=source_type,
+                source_identity=source_identity,
+                signal_id=signal_id,
+                payload=payload,
+                payload_encoding=payload_encoding,
+                correlation_id=correlation_id,
+                idempotency_key=idempotency_key,
+                target_scope=target_scope,
+                created_at=created_at,
+                dedup_ttl_ms=dedup_ttl_ms,
+                resume_delay_ms=resume_delay_ms,
+                max_signals_per_execution=max_signals_per_execution,
+                signal_maxlen=signal_maxlen,
+            )
+        )
+
+    async def _add(self, signal: NewSignal) -> Delivered:
         """Deliver one signal; concurrent callers share a transaction."""
         batch = self._open.get(signal.execution_id)
         if batch is None or batch.is_full:
@@ -95,19 +150,23 @@ class Signals:
         except StoreFault as fault:
             raise error_of(fault) from fault
 
-    async def approve(
+    async def deliver_approval_signal(
         self,
-        execution_id: str,
-        waitpoint_id: UUID | str,
+        *,
+        execution_id: ExecutionId | str,
+        waitpoint_id: WaitpointId | UUID | str,
         signal_name: str,
         idempotency_suffix: str,
-        source_identity: str,
-        signal_dedup_ttl_ms: int,
-        lane_id: str | None,
-        maxlen: int | None,
-        max_signals_per_execution: int | None,
-    ) -> Delivered:
-        """Deliver the approval of an operator, who does not hold the token."""
+        source_identity: str = "",
+        signal_dedup_ttl_ms: int = DEFAULT_DEDUP_TTL_MS,
+        lane_id: str | None = None,
+        maxlen: int | None = None,
+        max_signals_per_execution: int | None = None,
+    ) -> Accepted | SignalDuplicate:
+        """Record the approval of an operator, who need not hold the token; a repeat of the suffix is a duplicate.
+
+        `source_identity` says who the operator is: a condition that counts distinct sources counts distinct operators.
+        """
         parsed = parse_execution_id(execution_id)
         partition, uuid = row_key(parsed)
         waitpoint = WaitpointId(parse_uuid(waitpoint_id, "waitpoint_id"))
@@ -127,7 +186,7 @@ class Signals:
             raise error("invalid_input", f"lane_mismatch: args.lane_id={lane_id} exec_core.lane_id={stored_lane}")
         if not token:
             raise error("waitpoint_not_found")
-        return await self.deliver(
+        return await self._add(
             NewSignal(
                 execution_id=parsed,
                 waitpoint_id=waitpoint,
@@ -144,8 +203,8 @@ class Signals:
             )
         )
 
-    async def observe(self, handle: Handle, suspension_id: UUID | str | None) -> list[ResumeSignal]:
-        """Every signal of a suspension, the latest of the handle's attempt when absent, in the order of acceptance."""
+    async def observe_signals(self, handle: Handle, *, suspension_id: UUID | str | None = None) -> list[ResumeSignal]:
+        """Every signal of a suspension, usually the current one of the handle's attempt, in the order of acceptance."""
         handle = check_handle(handle)
         partition, uuid = row_key(handle.execution_id)
         execution = {"partition_key": partition, "execution_id": uuid}

@@ -99,8 +99,14 @@ class Resumes:
     def __init__(self, store: Store) -> None:
         self._store = store
 
-    async def resume_execution(self, execution_id: str, trigger_type: str, resume_delay_ms: int) -> Resumed:
-        """Resume a suspended execution whatever it waits for; its waitpoints are closed."""
+    async def resume_execution(
+        self,
+        *,
+        execution_id: ExecutionId | str,
+        trigger_type: ResumeTrigger | str = ResumeTrigger.SIGNAL,
+        resume_delay_ms: int = 0,
+    ) -> Resumed:
+        """Resume a suspended execution, whatever it waits for."""
         parsed = parse_execution_id(execution_id)
         partition, uuid = row_key(parsed)
         trigger = check_word(ResumeTrigger, trigger_type, "trigger_type")

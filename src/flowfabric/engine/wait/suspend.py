@@ -32,6 +32,7 @@ from flowfabric.model.ids import (
     row_key,
     split_execution_id,
 )
+from flowfabric.model.outcomes import AlreadyMet
 from flowfabric.model.policy import read_stored_policy
 from flowfabric.model.replays import SuspendOutcome, need_not_wait, outcome_json, read_stored_outcome
 from flowfabric.model.states import HandleKind, TimeoutBehavior, WaitpointState
@@ -102,16 +103,25 @@ class Suspend:
             self._suspend_together, self._suspend_alone, keys=lambda ask: (ask.execution_id,)
         )
 
-    async def suspend(self, handle: Handle, args: SuspendArgs) -> SuspendOutcome:
-        """Let the run of a handle wait, or tell that it need not."""
+    async def suspend(self, handle: Handle, args: SuspendArgs) -> Suspended | AlreadyMet:
+        """Give up the lease and wait until the condition is met; where it is met already the lease is kept."""
         if isinstance(handle, Handle) and handle.kind is HandleKind.SUSPENDED:
             raise error("already_suspended")
         check_suspend(_checked(args))
         handle = check_handle(handle)
         return await self._suspend(_Ask(handle.execution_id, handle, args))
 
-    async def suspend_by_triple(self, execution_id: str, triple: Triple, args: SuspendArgs) -> SuspendOutcome:
-        """Let a run wait on behalf of whoever holds its fence."""
+    async def suspend_by_triple(
+        self,
+        *,
+        execution_id: str,
+        lease_id: UUID | str | None = None,
+        lease_epoch: int | None = None,
+        attempt_id: UUID | str | None = None,
+        args: SuspendArgs,
+    ) -> Suspended | AlreadyMet:
+        """Suspend a run on behalf of whoever holds its fence."""
+        triple = (lease_id, lease_epoch, attempt_id)
         check_suspend(_checked(args))
         return await self._suspend(_Ask(parse_execution_id(execution_id), triple, args))
 

@@ -64,8 +64,8 @@ class SuspensionTimeouts:
         self._lease_ends = lease_ends
         self._resumes = resumes
 
-    async def expire_suspension(self, execution_id: str) -> SuspensionExpired | AlreadySatisfied:
-        """Do what the timeout of one suspension says, where its time has come; else say why there is nothing to do."""
+    async def expire_suspension(self, execution_id: ExecutionId | str) -> SuspensionExpired | AlreadySatisfied:
+        """Do what the timeout of a suspension says, where its time has come."""
         parsed = parse_execution_id(execution_id)
         row_key(parsed)
 

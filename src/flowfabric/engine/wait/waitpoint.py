@@ -63,12 +63,12 @@ class Waitpoints:
         self._keys = keys
         self._expiry = expiry
 
-    async def create(
-        self, handle: Handle, waitpoint_key: str, expires_in_ms: int, waitpoint_id: UUID | str | None
+    async def create_waitpoint(
+        self, handle: Handle, *, waitpoint_key: str, expires_in_ms: int, waitpoint_id: UUID | str | None = None
     ) -> PendingWaitpoint:
-        """Make a waitpoint that keeps signals for a later suspend of the run; its lease is kept.
+        """Make a waitpoint ahead of a suspend, so that signals may come before it; the lease is kept.
 
-        A repeat of the call under the same id finds the waitpoint that the first one made.
+        A caller that names the id may repeat the call: it gets the same waitpoint.
         """
         handle = usable(handle)
         check_text(waitpoint_key, "waitpoint_key")
@@ -113,10 +113,10 @@ class Waitpoints:
                 await self._expiry.mark_expired([handle.execution_id])
             raise
 
-    async def close(
-        self, execution_id: str, waitpoint_id: UUID | str, reason: str = CloseReason.PROACTIVE_CLOSE
+    async def close_waitpoint(
+        self, *, execution_id: str, waitpoint_id: UUID | str, reason: str = CloseReason.PROACTIVE_CLOSE
     ) -> Closed | AlreadyClosed:
-        """Let a waitpoint take no more signals; its execution goes on as it is."""
+        """Let a waitpoint take no more signals; no execution resumes by it."""
         parsed = parse_execution_id(execution_id)
         partition, uuid = row_key(parsed)
         wanted = parse_uuid(waitpoint_id, "waitpoint_id")
@@ -136,8 +136,8 @@ class Waitpoints:
 
         return await self._store.transact(close, execution_id=parsed)
 
-    async def token(self, execution_id: str, waitpoint_id: UUID | str) -> WaitpointToken | None:
-        """The token of a waitpoint that takes signals, for callers who may be trusted with it."""
+    async def read_waitpoint_token(self, *, execution_id: str, waitpoint_id: UUID | str) -> WaitpointToken | None:
+        """The token of a waitpoint that takes signals, for callers who may be trusted with it; else None."""
         partition, uuid = row_key(parse_execution_id(execution_id))
         rows = await self._store.fetch(
             SQL.read_token,
@@ -147,7 +147,9 @@ class Waitpoints:
         )
         return WaitpointToken(rows[0]["token"]) if rows and rows[0]["token"] else None
 
-    async def list_pending(self, execution_id: str, after: UUID | str | None, limit: int | None) -> WaitpointPage:
+    async def list_pending_waitpoints(
+        self, *, execution_id: str, after: UUID | str | None = None, limit: int | None = 100
+    ) -> WaitpointPage:
         """The waitpoints of an execution that take signals, by id, without their tokens."""
         parsed = parse_execution_id(execution_id)
         partition, uuid = row_key(parsed)
@@ -188,9 +190,15 @@ class Waitpoints:
         )
 
     async def list_suspended(
-        self, namespace: str | None, lane_id: str | None, reason: str | None, cursor: str | None, limit: int
+        self,
+        *,
+        namespace: str | None = None,
+        lane_id: str | None = None,
+        reason: str | None = None,
+        cursor: str | None = None,
+        limit: int = 100,
     ) -> SuspendedPage:
-        """The executions that wait, by when they began to, then id."""
+        """The executions that wait, those that wait longest first."""
         limit = check_limit(limit, MAX_LIMIT)
         for value, field in ((namespace, "namespace"), (reason, "reason")):
             if value is not None:

@@ -1,17 +1,17 @@
-"""Submitting again while the store is away: the id is minted first, so that a repeat creates nothing twice."""
+"""Submitting executions, again while the store is away: ids are minted first, so a repeat creates nothing twice."""
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 
 from flowfabric.db.statements import statements_beside
-from flowfabric.engine.execution.create import Submit, Submitted
+from flowfabric.engine.execution.create import Create, Submitted
 from flowfabric.engine.store import Store
 from flowfabric.model.errors import EngineError, TransportError
 from flowfabric.model.execution import NewExecution
 from flowfabric.model.ids import ExecutionId, mint_uuid_texts, row_key
-from flowfabric.model.outcomes import Created
-from flowfabric.model.policy import parse_policy
+from flowfabric.model.outcomes import Created, Duplicate
+from flowfabric.model.policy import ExecutionPolicy, parse_policy
 from flowfabric.model.states import PublicState
 from flowfabric.model.text import check_batch
 from flowfabric.pauses import pauses
@@ -24,19 +24,52 @@ PAUSE_SECONDS = (0.05, 0.5)
 Answer = Submitted | EngineError
 
 
-class Resubmit:
-    """The submit family of operations, repeated for a while over faults of the store."""
+class Submit:
+    """Submits executions, repeating for a while what failed by a fault of the store."""
 
-    def __init__(self, submit: Submit, store: Store, *, patience_ms: int) -> None:
-        self._submit = submit
+    def __init__(self, create: Create, store: Store, *, patience_ms: int) -> None:
+        self._create = create
         self._store = store
         self._patience = patience_ms / 1000
 
-    async def create(self, new: NewExecution) -> Submitted:
-        """Create one execution; a fault of the store is raised when the patience is over."""
+    async def create_execution(
+        self,
+        *,
+        namespace: str,
+        lane_id: str,
+        execution_kind: str,
+        input_payload: bytes,
+        priority: int,
+        creator_identity: str,
+        execution_id: ExecutionId | str | None = None,
+        payload_encoding: str | None = None,
+        idempotency_key: str | None = None,
+        tags: Mapping[str, str] | None = None,
+        policy: ExecutionPolicy | Mapping[str, object] | str | bytes | None = None,
+        delay_until: int | None = None,
+        delay_ms: int | None = None,
+        execution_deadline_at: int | None = None,
+    ) -> Created | Duplicate:
+        """Create an execution, once: a repeat of its id or of its live idempotency key is a `Duplicate`."""
+        new = NewExecution(
+            namespace=namespace,
+            lane_id=lane_id,
+            execution_kind=execution_kind,
+            input_payload=input_payload,
+            priority=priority,
+            creator_identity=creator_identity,
+            execution_id=execution_id,
+            payload_encoding=payload_encoding,
+            idempotency_key=idempotency_key,
+            tags=tags,
+            policy=policy,
+            delay_until=delay_until,
+            delay_ms=delay_ms,
+            execution_deadline_at=execution_deadline_at,
+        )
         minted = mint_uuid_texts(1)[0]
         try:
-            return await self._submit.create(new, minted)
+            return await self._create.create(new, minted)
         except TransportError as fault:
             if not fault.retryable or not self._patience:
                 raise
@@ -45,12 +78,12 @@ class Resubmit:
             raise answer
         return answer
 
-    async def create_many(self, items: Sequence[NewExecution]) -> list[Answer]:
-        """Create up to a thousand executions, each with its own verdict; those that met a fault are repeated."""
+    async def create_many(self, items: Sequence[NewExecution]) -> list[Created | Duplicate | EngineError]:
+        """Create up to a thousand executions in one statement, each with its own verdict."""
         check_batch(items, "items")
         minted = mint_uuid_texts(len(items))
         try:
-            answers = await self._submit.create_many(items, minted)
+            answers = await self._create.create_many(items, minted)
         except TransportError as fault:
             if not fault.retryable or not self._patience:
                 raise
@@ -65,7 +98,7 @@ class Resubmit:
 
     async def drain(self) -> None:
         """Wait until every submission under way is answered."""
-        await self._submit.drain()
+        await self._create.drain()
 
     async def _repeat(
         self, items: Sequence[NewExecution], minted: Sequence[str], answers: Sequence[Answer]
@@ -90,10 +123,10 @@ class Resubmit:
 
     async def _again(self, items: Sequence[NewExecution], minted: Sequence[str]) -> list[Answer]:
         if len(items) > 1:
-            return await self._submit.create_many(items, minted, is_repeat=True)
+            return await self._create.create_many(items, minted, is_repeat=True)
         # One by one, callers share statements.
         try:
-            return [await self._submit.create(items[0], minted[0], is_repeat=True)]
+            return [await self._create.create(items[0], minted[0], is_repeat=True)]
         except TransportError:
             raise
         except EngineError as refused:

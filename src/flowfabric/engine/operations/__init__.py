@@ -1,1 +1,0 @@
-"""The operations of the engine, one method each, family by family; no logic."""

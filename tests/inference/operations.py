@@ -1,0 +1,29 @@
+"""What type checkers infer of the engine's operations, which are methods of its rooms.
+
+Checked by mypy and by pyright, strict, and never run. A comment that ignores an error is itself an error where there is
+none, so every such line states what must be refused.
+"""
+
+from typing import assert_type
+
+from flowfabric import ClaimedExecution, Created, Duplicate, Engine, Handle
+
+
+async def inferred(engine: Engine) -> None:
+    """The answers of operations, called on an engine and on its class."""
+    claimed = await engine.claim_many(lanes=["default"], worker_id="w", worker_instance_id="w-1", limit=10)
+    assert_type(claimed, list[ClaimedExecution])
+    assert_type(await engine.claim(lane_id="default", worker_id="w", worker_instance_id="w-1"), Handle | None)
+    created = await engine.create_execution(
+        namespace="n", lane_id="default", execution_kind="k", input_payload=b"", priority=0, creator_identity="me"
+    )
+    assert_type(created, Created | Duplicate)
+    assert_type(await Engine.get_execution_result(engine, created.execution_id), bytes | None)
+
+
+async def refused(engine: Engine, handle: Handle) -> None:
+    """Calls that do not fit."""
+    await engine.complete(1)  # type: ignore[arg-type]  # pyright: ignore
+    await engine.complete(handle, b"1", b"2")  # type: ignore[call-arg]  # pyright: ignore
+    await engine.claim(lane="default")  # type: ignore[call-arg]  # pyright: ignore
+    await engine.make_coffee()  # type: ignore[attr-defined]  # pyright: ignore
