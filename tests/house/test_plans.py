@@ -203,7 +203,7 @@ async def test_grants_and_named_claims_touch_few_rows(full: Engine, touched: Tou
     assert touched["list_eligible"] <= 25
     granted = [await full.claim_for_worker(**planner) for _ in range(5)]
     assert touched["lock_best"] <= 20
-    assert touched["read_held"] <= 5
+    assert touched["read_with_grant"] <= 5
     assert touched["insert_grant"] <= 5
     assert isinstance(granted[0], Granted)
     await full.claim_execution(execution_id=granted[0].execution_id, **planner)
@@ -214,7 +214,7 @@ async def test_signals_touch_few_rows(full: Engine, touched: Touched) -> None:
     handles = [run.handle for run in await claim(full, 10)]
     waits = [await full.suspend(handle, suspension()) for handle in handles]
     await asyncio.gather(*(full.deliver_signal(**signal(wait)) for wait in waits[:5]))
-    assert touched["lock_addressees"] <= 20
+    assert touched["lock_targets"] <= 20
     assert touched["read_deliveries"] <= 20
     assert touched["insert_deliveries"] <= 5
     assert touched["resume_held"] <= 40

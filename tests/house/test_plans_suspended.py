@@ -133,7 +133,7 @@ async def test_one_wait_touches_its_own_rows_alone(full: Engine, touched: dict[s
     ):
         await operation
     few = {name: touched[name] for name in touched if name not in ("claim_best", "insert_alike")}
-    assert {"lock_for_suspend", "lock_for_suspends", "read_runs", "insert_suspensions"} <= set(few)
+    assert {"lock_executions", "lock_free_executions", "read_runs", "insert_suspensions"} <= set(few)
     assert {"set_activated", "list_buffered", "read_reasons"} <= set(few)
     assert {name: count for name, count in few.items() if count > 40} == {}
     await clock.advance(ms=WEEK * 52)

@@ -141,7 +141,7 @@ async def test_a_signal_and_the_end_of_the_run_it_resumes_take_few_statements(
     monkeypatch.setattr(Database, "fetch", fetch)
     monkeypatch.setattr(Transaction, "fetch", fetch_within)
     await wait.send()
-    assert names == ["lock_addressees", "read_deliveries", "insert_deliveries", "resume_held"]
+    assert names == ["lock_targets", "read_deliveries", "insert_deliveries", "resume_held"]
     (resumed,) = await claim(engine)
     names.clear()
     await engine.complete(resumed.handle, b"done")

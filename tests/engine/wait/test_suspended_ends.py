@@ -8,7 +8,7 @@ from engine.state import CANCELLED, FAILED, attempts, claim, lease_left, refused
 from engine.waits import EXPIRED, on_all, suspended, suspension, waitpoints
 from flowfabric.db.database import Transaction
 from flowfabric.engine.core.consequence import LeaseEnds
-from flowfabric.engine.core.row import lock_execution
+from flowfabric.engine.core.row import hold
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.lease.expire import ExpiryPhase
 from flowfabric.engine.wait.timeout import suspension_end
@@ -32,7 +32,7 @@ async def time_out(engine: Engine, execution_id: Any, behavior: str) -> None:
     ending = suspension_end(execution_id, TimeoutBehavior(behavior))
 
     async def end(transaction: Transaction) -> Any:
-        await lock_execution(transaction, execution_id)
+        await hold(transaction, execution_id)
         return await engine._rooms[LeaseEnds].within(transaction, [ending])
 
     await engine._rooms[LeaseEnds].after_commit([ending], await engine._lifecycle.store.transact(end))

@@ -108,7 +108,7 @@ async def test_nothing_is_written_before_the_answer(
         async with rows.unchanged():
             await refused(wait.send(waitpoint_token=WRONG, **overrides), "invalid_token")
         seen.append(list(ran))
-    assert seen[0] == seen[1] == ["lock_addressees", "read_deliveries"]
+    assert seen[0] == seen[1] == ["lock_targets", "read_deliveries"]
     assert await stamp(rows, wait) is None
     await stamps_written(engine)
     assert await stamp(rows, wait) is not None

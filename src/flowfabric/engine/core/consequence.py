@@ -8,7 +8,7 @@ from flowfabric.db.batch import LOCKED, Batch, Locked
 from flowfabric.db.database import Record, Transaction
 from flowfabric.db.faults import StoreFault
 from flowfabric.db.statements import columns_of, statements_beside
-from flowfabric.engine.core.row import DONE, Verdict, lock_execution, verdict_of
+from flowfabric.engine.core.row import DONE, Verdict, hold, verdict_of
 from flowfabric.engine.core.transition import Release, completion_parameters, release_parameters
 from flowfabric.engine.core.wakeups import LostLease, LostReason
 from flowfabric.engine.store import Store
@@ -193,7 +193,7 @@ class LeaseEnds:
 
     async def _release_alone(self, end: LeaseEnd) -> Verdict:
         async def release(transaction: Transaction) -> list[Verdict | Locked]:
-            await lock_execution(transaction, end.execution_id)
+            await hold(transaction, end.execution_id)
             return await self.within(transaction, [end])
 
         verdicts = await self._store.transact(release, execution_id=end.execution_id)

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol, Self
+from typing import Self, cast
 from uuid import UUID, uuid4
 
 import msgspec
@@ -94,19 +94,85 @@ def not_active(found: Found) -> EngineError:
     )
 
 
-async def lock_execution(transaction: Transaction, execution_id: ExecutionId) -> Record:
-    """Wait for an execution's row and hold it, so that the next statement decides from what it is now."""
-    row = await lock_if_there(transaction, execution_id)
-    if row is None:
-        raise error("execution_not_found")
-    return row
+class Held(msgspec.Struct, frozen=True, kw_only=True):
+    """An execution whose row a transaction holds: where it stands, whose it is, and the time it is judged by."""
+
+    partition_key: int
+    execution_id: UUID
+    lifecycle_phase: str
+    ownership_state: str
+    eligibility_state: str
+    terminal_outcome: str
+    lease_epoch: int
+    lease_id: UUID | None
+    attempt_id: UUID | None
+    attempt_count: int
+    lease_expires_at: int | None
+    now: int
+
+    @property
+    def id(self) -> ExecutionId:
+        """The execution's id as callers write it."""
+        return format_execution_id(self.partition_key, self.execution_id)
+
+    @property
+    def attempt_index(self) -> int:
+        """The index of the latest attempt."""
+        return self.attempt_count - 1
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether a lease was lost and marked so."""
+        return self.ownership_state in _LOST
+
+    @property
+    def has_expired(self) -> bool:
+        """Whether the lease is past its expiry, which nobody has marked yet."""
+        return self.ownership_state == "leased" and (self.lease_expires_at or 0) <= self.now
+
+    @property
+    def found(self) -> Found:
+        """What the error about an execution that is not active says of it."""
+        return Found(
+            terminal_outcome=self.terminal_outcome,
+            lifecycle_phase=self.lifecycle_phase,
+            lease_epoch=self.lease_epoch,
+            attempt_id=self.attempt_id,
+        )
 
 
-async def lock_if_there(transaction: Transaction, execution_id: ExecutionId) -> Record | None:
+async def hold_all(
+    transaction: Transaction, execution_ids: Sequence[ExecutionId], *, waits: bool = True
+) -> tuple[int, list[Held | None]]:
+    """Hold executions until the transaction ends; returns the time before any wait and the rows in the order given.
+
+    None stands for an execution that is absent or, without waiting, held by another session.
+    """
+    pairs = [split_execution_id(execution_id) for execution_id in execution_ids]
+    rows = await transaction.fetch(
+        SQL.lock_executions if waits else SQL.lock_free_executions,
+        partition_keys=[partition for partition, _ in pairs],
+        execution_ids=[uuid for _, uuid in pairs],
+    )
+    return rows[0]["began"], [None if row["execution_id"] is None else _held(row) for row in rows]
+
+
+def _held(row: Record) -> Held:
+    return Held(**{name: row[name] for name in Held.__struct_fields__})
+
+
+async def hold_if_there(transaction: Transaction, execution_id: ExecutionId) -> Held | None:
     """Wait for an execution's row and hold it; None where there is none."""
-    partition, uuid = split_execution_id(execution_id)
-    rows = await transaction.fetch(SQL.lock_execution, partition_key=partition, execution_id=uuid)
-    return rows[0] if rows else None
+    _, (held,) = await hold_all(transaction, [execution_id])
+    return held
+
+
+async def hold(transaction: Transaction, execution_id: ExecutionId) -> Held:
+    """Wait for an execution's row and hold it, so that the next statement decides from what it is now."""
+    held = await hold_if_there(transaction, execution_id)
+    if held is None:
+        raise error("execution_not_found")
+    return held
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -145,69 +211,36 @@ class GivenFence:
         )
         return cls(fence=fence, attempt_index=attempt_index)
 
-    def against(self, held: Record) -> Fence:
+    def against(self, held: Held) -> Fence:
         """The fence a held row is to be judged by: the given one, else the row's own."""
         fence = self.fence
         if fence is None:
-            if held["lifecycle_phase"] != "active":
-                raise not_active(found_in(held))
-            fence = Fence(lease_id=held["lease_id"], lease_epoch=held["lease_epoch"], attempt_id=held["attempt_id"])
-        if self.attempt_index is None or self.attempt_index == held["attempt_count"] - 1:
+            if held.lifecycle_phase != "active":
+                raise not_active(held.found)
+            # A row that is active without a lease has a null here, which the statement judges.
+            fence = Fence(
+                lease_id=cast("LeaseId", held.lease_id),
+                lease_epoch=held.lease_epoch,
+                attempt_id=cast("AttemptId", held.attempt_id),
+            )
+        if self.attempt_index is None or self.attempt_index == held.attempt_index:
             return fence
         # The index counts like an id, after everything else: a lease nobody has ends the judgement where ids do.
         return replace(fence, lease_id=LeaseId(uuid4()))
 
 
-class HeldLease(Protocol):
-    """The lease of an execution that a transaction holds, and the time it is judged by."""
-
-    @property
-    def lifecycle_phase(self) -> str: ...
-    @property
-    def terminal_outcome(self) -> str: ...
-    @property
-    def ownership_state(self) -> str: ...
-    @property
-    def lease_epoch(self) -> int: ...
-    @property
-    def lease_id(self) -> UUID | None: ...
-    @property
-    def attempt_id(self) -> UUID | None: ...
-    @property
-    def lease_expires_at(self) -> int | None: ...
-    @property
-    def now(self) -> int: ...
-
-
-def check_lease(held: HeldLease, fence: Handle | Fence) -> None:
+def judge(held: Held, fence: Handle | Fence) -> None:
     """Refuse a fence that a held execution is not under, in the order in which every fenced write judges it."""
     if held.lease_epoch != fence.lease_epoch:
         raise error("lease_conflict")
     if held.lifecycle_phase != "active":
-        raise not_active(
-            Found(
-                terminal_outcome=held.terminal_outcome,
-                lifecycle_phase=held.lifecycle_phase,
-                lease_epoch=held.lease_epoch,
-                attempt_id=held.attempt_id,
-            )
-        )
+        raise not_active(held.found)
     if held.ownership_state == "lease_revoked":
         raise error("lease_revoked")
     if held.ownership_state != "leased" or held.lease_expires_at is None or held.lease_expires_at <= held.now:
         raise error("lease_expired")
     if held.lease_id != fence.lease_id or held.attempt_id != fence.attempt_id:
         raise error("lease_conflict")
-
-
-def found_in(held: Record) -> Found:
-    """What an execution that is not active is, for the error that says so."""
-    return Found(
-        terminal_outcome=held["terminal_outcome"],
-        lifecycle_phase=held["lifecycle_phase"],
-        lease_epoch=held["lease_epoch"],
-        attempt_id=held["attempt_id"],
-    )
 
 
 def usable(handle: Handle) -> Handle:
@@ -219,21 +252,13 @@ def usable(handle: Handle) -> Handle:
     return handle
 
 
-class Held(msgspec.Struct, frozen=True, kw_only=True):
-    """The state of a held row, its grant, and what both are judged by."""
+class HeldWithGrant(Held, frozen=True, kw_only=True):
+    """A held execution with its queue, its lane and its grant, as grants and named claims judge it."""
 
-    partition_key: int
-    execution_id: UUID
-    lifecycle_phase: str
-    ownership_state: str
-    eligibility_state: str
-    terminal_outcome: str
     attempt_state: str
     queue_no: int
     place: int
     reclaim_count: int
-    lease_epoch: int
-    lease_expires_at: int | None
     remaining_attempt_timeout_ms: int | None
     granted_until: int | None
     lane_no: int
@@ -248,12 +273,6 @@ class Held(msgspec.Struct, frozen=True, kw_only=True):
     grant_expires_at: int | None
     signing_kid: str | None
     signing_since: int
-    now: int
-
-    @property
-    def id(self) -> ExecutionId:
-        """The execution's id as callers write it."""
-        return format_execution_id(self.partition_key, self.execution_id)
 
     @property
     def execution_policy(self) -> ExecutionPolicy | None:
@@ -266,16 +285,6 @@ class Held(msgspec.Struct, frozen=True, kw_only=True):
         policy = self.execution_policy
         timeouts = policy.timeout_policy if policy is not None else None
         return (timeouts.attempt_timeout_ms or None) if timeouts is not None else None
-
-    @property
-    def is_lost(self) -> bool:
-        """Whether a lease was lost and marked so."""
-        return self.ownership_state in _LOST
-
-    @property
-    def has_expired(self) -> bool:
-        """Whether the lease is past its expiry, which nobody has marked yet."""
-        return self.ownership_state == "leased" and (self.lease_expires_at or 0) <= self.now
 
     @property
     def has_live_grant(self) -> bool:
@@ -308,34 +317,24 @@ def check_named(store: Store, execution_id: object) -> ExecutionId:
     return parsed
 
 
-async def hold(transaction: Transaction, execution_id: ExecutionId, lane_id: str) -> Held:
-    """Wait for an execution's row, hold it, and read what it is now."""
-    await lock_execution(transaction, execution_id)
-    held = await read_held(transaction, *split_execution_id(execution_id))
+async def hold_with_grant(transaction: Transaction, execution_id: ExecutionId, lane_id: str) -> HeldWithGrant:
+    """Wait for an execution's row, hold it, and read it with its queue, its lane and its grant."""
+    await hold(transaction, execution_id)
+    held = await read_with_grant(transaction, *split_execution_id(execution_id))
     if held.lane_id != lane_id:
         raise error("invalid_input", f"lane_id: the execution is on {held.lane_id!r}")
     return held
 
 
-async def read_held(transaction: Transaction, partition_key: int, execution_id: UUID | str) -> Held:
+async def read_with_grant(transaction: Transaction, partition_key: int, execution_id: UUID | str) -> HeldWithGrant:
     """Read an execution that the transaction holds already."""
-    (row,) = await transaction.fetch(SQL.read_held, partition_key=partition_key, execution_id=execution_id)
-    return Held(**row)
+    (row,) = await transaction.fetch(SQL.read_with_grant, partition_key=partition_key, execution_id=execution_id)
+    return HeldWithGrant(**row)
 
 
-class HeldRun(msgspec.Struct, frozen=True, kw_only=True):
-    """A run that a transaction holds, and what is needed to let it wait."""
+class HeldRun(Held, frozen=True, kw_only=True):
+    """A held run, and what is needed to let it wait."""
 
-    partition_key: int
-    execution_id: UUID
-    lifecycle_phase: str
-    ownership_state: str
-    terminal_outcome: str
-    lease_epoch: int
-    lease_id: UUID | None
-    attempt_id: UUID | None
-    attempt_count: int
-    lease_expires_at: int | None
     lease_ttl_ms: int | None
     namespace_no: int
     lane_no: int
@@ -347,12 +346,6 @@ class HeldRun(msgspec.Struct, frozen=True, kw_only=True):
     has_open_suspension: bool
     outcome: str | None
     outcome_attempt_index: int | None
-    now: int
-
-    @property
-    def attempt_index(self) -> int:
-        """The index of the latest attempt."""
-        return self.attempt_count - 1
 
 
 async def read_runs(transaction: Transaction, runs: Sequence[tuple[ExecutionId, str | None]]) -> list[HeldRun]:

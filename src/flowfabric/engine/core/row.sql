@@ -1,16 +1,38 @@
--- name: lock_execution
--- Waits for one row and holds it until the transaction ends; answers where it stands and whose it is.
-select lifecycle_phase, ownership_state, eligibility_state, terminal_outcome, lease_epoch, lease_id, attempt_id, attempt_count
-  from execution
- where partition_key = :partition_key and execution_id = :execution_id
-   for update;
+-- name: lock_executions
+-- Waits for rows in the order given and holds them until the transaction ends: where each stands, whose it is, and the
+-- time before and after the wait; nothing but the times of what is absent.
+with clock as materialized (select ff_now() as now)
+select c.now as began, ff_now() as now, e.*
+  from clock c
+ cross join unnest(:partition_keys::smallint[], :execution_ids::uuid[]) with ordinality as i(partition_key, execution_id, nth)
+  left join lateral (
+       select e.partition_key, e.execution_id, e.lifecycle_phase, e.ownership_state, e.eligibility_state, e.terminal_outcome,
+              e.lease_epoch, e.lease_id, e.attempt_id, e.attempt_count, e.lease_expires_at
+         from execution e
+        where e.partition_key = i.partition_key and e.execution_id = i.execution_id
+          for update) e on true
+ order by i.nth;
 
--- name: read_held
+-- name: lock_free_executions
+-- The same without waiting: nothing but the times of what another session holds, too.
+with clock as materialized (select ff_now() as now)
+select c.now as began, ff_now() as now, e.*
+  from clock c
+ cross join unnest(:partition_keys::smallint[], :execution_ids::uuid[]) with ordinality as i(partition_key, execution_id, nth)
+  left join lateral (
+       select e.partition_key, e.execution_id, e.lifecycle_phase, e.ownership_state, e.eligibility_state, e.terminal_outcome,
+              e.lease_epoch, e.lease_id, e.attempt_id, e.attempt_count, e.lease_expires_at
+         from execution e
+        where e.partition_key = i.partition_key and e.execution_id = i.execution_id
+          for update skip locked) e on true
+ order by i.nth;
+
+-- name: read_with_grant
 -- What grants and named claims judge an execution by, once the transaction holds it.
 -- A grant counts while its execution names the same expiry: whatever else moved the execution has made it void.
 select e.partition_key, e.execution_id, e.lifecycle_phase, e.ownership_state, e.eligibility_state,
-       e.terminal_outcome, e.attempt_state, e.queue_no, e.place, e.reclaim_count, e.lease_epoch, e.lease_expires_at,
-       e.remaining_attempt_timeout_ms, e.granted_until, l.lane_no, l.lane_id, l.state as lane_state, s.required, i.policy,
+       e.terminal_outcome, e.attempt_state, e.queue_no, e.place, e.reclaim_count, e.lease_epoch, e.lease_id,
+       e.lease_expires_at, e.attempt_id, e.attempt_count, e.remaining_attempt_timeout_ms, e.granted_until, l.lane_no, l.lane_id, l.state as lane_state, s.required, i.policy,
        g.kind as grant_kind, g.worker_id as grant_worker_id, g.worker_instance_id as grant_worker_instance_id,
        g.grant_id, g.expires_at as grant_expires_at, k.kid as signing_kid, coalesce(k.installed_at, 0) as signing_since, c.now
   from execution e
@@ -29,7 +51,8 @@ select e.partition_key, e.execution_id, e.lifecycle_phase, e.ownership_state, e.
 -- What runs that the transaction holds are judged by when they suspend or make waitpoints, in the order given, with the
 -- key that signs now, and what earlier suspends under the same idempotency keys came to while that is kept.
 with clock as materialized (select ff_now() as now)
-select c.now, i.partition_key, i.execution_id, e.lifecycle_phase, e.ownership_state, e.terminal_outcome, e.lease_epoch, e.lease_id,
+select c.now, i.partition_key, i.execution_id, e.lifecycle_phase, e.ownership_state, e.eligibility_state, e.terminal_outcome,
+       e.lease_epoch, e.lease_id,
        e.attempt_id, e.attempt_count, e.lease_expires_at, e.lease_expires_at - coalesce(e.lease_renewed_at, e.claimed_at) as lease_ttl_ms,
        e.namespace_no, e.lane_no, l.lane_id, w.worker_instance_id, p.policy,
        k.kid as signing_kid, coalesce(k.installed_at, 0) as signing_since,

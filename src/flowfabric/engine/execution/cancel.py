@@ -3,10 +3,9 @@
 from uuid import UUID
 
 from flowfabric.db.batch import Locked
-from flowfabric.db.database import Record, Transaction
-from flowfabric.db.statements import statements_beside
+from flowfabric.db.database import Transaction
 from flowfabric.engine.core.consequence import LeaseEnd, LeaseEnds
-from flowfabric.engine.core.row import Verdict, found_in, not_active, usable
+from flowfabric.engine.core.row import Held, Verdict, hold, not_active, usable
 from flowfabric.engine.core.transition import Release
 from flowfabric.engine.store import Store
 from flowfabric.model.errors import error
@@ -15,8 +14,6 @@ from flowfabric.model.ids import ExecutionId, parse_execution_id, parse_uuid, ro
 from flowfabric.model.outcomes import Cancelled
 from flowfabric.model.states import CancelSource, PublicState
 from flowfabric.model.text import check_text
-
-SQL = statements_beside(__file__)
 
 _FENCE_EXEMPT = frozenset({CancelSource.OPERATOR_OVERRIDE, CancelSource.FLOW_CASCADE, CancelSource.SYSTEM_TIMEOUT})
 
@@ -63,38 +60,36 @@ class Cancel:
             raise error("invalid_input", f"lease_epoch: must be an integer, got {lease_epoch!r}")
         expected_lease = parse_uuid(lease_id, "lease_id") if lease_id else None
         expected_attempt = parse_uuid(attempt_id, "attempt_id") if attempt_id else None
-        partition, uuid = row_key(parsed)
+        row_key(parsed)
 
-        def check(held: Record) -> None:
-            if held["lifecycle_phase"] == "terminal":
-                raise not_active(found_in(held))
-            if held["lifecycle_phase"] != "active" or source in _FENCE_EXEMPT:
+        def check(held: Held) -> None:
+            if held.lifecycle_phase == "terminal":
+                raise not_active(held.found)
+            if held.lifecycle_phase != "active" or source in _FENCE_EXEMPT:
                 return
-            if held["ownership_state"] == "lease_revoked":
+            if held.ownership_state == "lease_revoked":
                 raise error("lease_revoked")
             if expected_lease is None or lease_epoch is None:
                 raise error("invalid_input", f"a cancel of active work by {source!r} names lease_id and lease_epoch")
             if (
-                held["lease_id"] != expected_lease
-                or held["lease_epoch"] != lease_epoch
-                or (expected_attempt is not None and held["attempt_id"] != expected_attempt)
+                held.lease_id != expected_lease
+                or held.lease_epoch != lease_epoch
+                or (expected_attempt is not None and held.attempt_id != expected_attempt)
             ):
                 raise error("stale_lease")
 
         async def end(transaction: Transaction) -> tuple[list[LeaseEnd], list[Verdict | Locked]]:
-            rows = await transaction.fetch(SQL.lock_for_cancel, partition_key=partition, execution_id=uuid)
-            if not rows:
-                raise error("execution_not_found")
-            if rows[0]["terminal_outcome"] == "cancelled":
+            held = await hold(transaction, parsed)
+            if held.terminal_outcome == "cancelled":
                 return [], []
-            check(rows[0])
-            is_anothers = rows[0]["lifecycle_phase"] == "active" and source != CancelSource.LEASE_HOLDER
+            check(held)
+            is_anothers = held.lifecycle_phase == "active" and source != CancelSource.LEASE_HOLDER
             lease_end = LeaseEnd(
                 parsed,
                 Release.CANCELLED,
                 reason=reason,
                 source=source,
-                lost_epoch=rows[0]["lease_epoch"] if is_anothers else None,
+                lost_epoch=held.lease_epoch if is_anothers else None,
             )
             return [lease_end], await self._lease_ends.within(transaction, [lease_end])
 

@@ -6,7 +6,7 @@ from uuid import UUID
 
 from flowfabric.db.database import Transaction
 from flowfabric.engine.core.keys import Keys
-from flowfabric.engine.core.row import Held, check_named, hold
+from flowfabric.engine.core.row import HeldWithGrant, check_named, hold_with_grant
 from flowfabric.engine.core.transition import CLAIM_PARAMETERS
 from flowfabric.engine.lease.claim import DEFAULT_LEASE_TTL_MS, SQL, claimed_of
 from flowfabric.engine.lease.finish import WARN_EVERY_RECLAIMS
@@ -127,7 +127,7 @@ class NamedClaims:
         lane = check_lane_id(lane_id)
 
         async def claim(transaction: Transaction) -> ClaimedExecution:
-            held = await hold(transaction, parsed, lane)
+            held = await hold_with_grant(transaction, parsed, lane)
             if held.is_lost and held.is_granted_to(lease.worker_id, GrantKind.RECLAIM):
                 if held.reclaim_count >= reclaim_cap(held.execution_policy):
                     raise error("execution_not_leaseable", "its lease was lost as often as its policy allows")
@@ -163,7 +163,7 @@ class NamedClaims:
         lane = check_lane_id(lane_id)
 
         async def claim(transaction: Transaction) -> ClaimedExecution:
-            held = await hold(transaction, parsed, lane)
+            held = await hold_with_grant(transaction, parsed, lane)
             if held.lifecycle_phase == "suspended":
                 raise error("not_a_resumed_execution")
             if held.lifecycle_phase != "runnable" or held.eligibility_state != "eligible_now":
@@ -193,7 +193,7 @@ class NamedClaims:
         )
 
         async def claim(transaction: Transaction) -> ClaimedExecution | None:
-            held = await hold(transaction, parsed, lane)
+            held = await hold_with_grant(transaction, parsed, lane)
             is_resumable = held.lifecycle_phase == "runnable" and held.eligibility_state == "eligible_now"
             if not is_resumable or held.attempt_state != "attempt_interrupted" or not held.is_on_open_lane:
                 return None
@@ -211,7 +211,7 @@ class NamedClaims:
         lease = Lease.of(worker_id=OPERATOR, worker_instance_id=OPERATOR, lease_ttl_ms=lease_duration_ms)
 
         async def claim(transaction: Transaction) -> ClaimedExecution:
-            held = await hold(transaction, parsed, lane)
+            held = await hold_with_grant(transaction, parsed, lane)
             if code := _refusal_of_fused(held):
                 raise error(code)
             if held.attempt_state == "attempt_interrupted":
@@ -227,7 +227,7 @@ class NamedClaims:
     async def take(
         self,
         transaction: Transaction,
-        held: Held,
+        held: HeldWithGrant,
         branch: str,
         lease: Lease,
         *,
@@ -258,7 +258,7 @@ class NamedClaims:
         return claimed_of(row, lease.worker_instance_id, lease.lease_ttl_ms)
 
     async def _grant_failure(
-        self, transaction: Transaction, held: Held, key: GrantKey, grant_key: str, worker_id: str
+        self, transaction: Transaction, held: HeldWithGrant, key: GrantKey, grant_key: str, worker_id: str
     ) -> GrantFailure | None:
         """Why the key of a grant does not count for this worker on this execution."""
         if key.execution_id != held.id:
@@ -275,7 +275,7 @@ class NamedClaims:
         return None if held.has_live_grant else GrantFailure.EXPIRED
 
 
-def _refusal_of_fresh(held: Held, worker_id: str) -> str | None:
+def _refusal_of_fresh(held: HeldWithGrant, worker_id: str) -> str | None:
     """Why an execution cannot begin a new attempt by a grant of this worker."""
     if held.lifecycle_phase != "runnable":
         return "execution_not_leaseable"
@@ -292,7 +292,7 @@ def _refusal_of_fresh(held: Held, worker_id: str) -> str | None:
     return None if held.has_live_grant else "claim_grant_expired"
 
 
-def _refusal_of_fused(held: Held) -> str | None:
+def _refusal_of_fused(held: HeldWithGrant) -> str | None:
     """Why an execution cannot be leased on an operator's word."""
     if held.lifecycle_phase != "runnable":
         return "execution_not_eligible"

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from flowfabric.db.database import Record, Transaction
 from flowfabric.db.statements import statements_beside
 from flowfabric.engine.core.consequence import LeaseEnd, LeaseEnds
-from flowfabric.engine.core.row import lock_if_there, usable
+from flowfabric.engine.core.row import hold_if_there, usable
 from flowfabric.engine.core.transition import PROMOTED, Release
 from flowfabric.engine.lease.expire import LATEST_TIME, named_or_due
 from flowfabric.engine.store import Store
@@ -47,13 +47,13 @@ class Delays:
         row_key(parsed)
 
         async def bring(transaction: Transaction) -> tuple[list[Record], str]:
-            held = await lock_if_there(transaction, parsed)
+            held = await hold_if_there(transaction, parsed)
             if held is None:
                 return [], "execution_not_found"
             promoted = await transaction.fetch(
                 SQL.promote_delayed, **named_or_due([parsed]), lease_epoch=None, **PROMOTED
             )
-            is_delayed = held["eligibility_state"] == EligibilityState.NOT_ELIGIBLE_UNTIL_TIME
+            is_delayed = held.eligibility_state == EligibilityState.NOT_ELIGIBLE_UNTIL_TIME
             return promoted, "not_yet_due" if is_delayed else "not_delayed"
 
         promoted, reason = await self._store.transact(bring, execution_id=parsed)
@@ -69,7 +69,7 @@ class Delays:
         handle = usable(handle)
 
         async def bring(transaction: Transaction) -> list[Record]:
-            if await lock_if_there(transaction, handle.execution_id) is None:
+            if await hold_if_there(transaction, handle.execution_id) is None:
                 return []
             return await transaction.fetch(
                 SQL.promote_delayed, **named_or_due([handle.execution_id]), lease_epoch=handle.lease_epoch, **PROMOTED

@@ -9,7 +9,7 @@ from flowfabric.db.database import Record, Transaction
 from flowfabric.db.statements import statements_beside
 from flowfabric.engine.core.consequence import LeaseEnd, LeaseEnds, retry_pause
 from flowfabric.engine.core.quarantine import Quarantine
-from flowfabric.engine.core.row import Verdict, lock_execution, lock_if_there
+from flowfabric.engine.core.row import Held, Verdict, hold, hold_if_there
 from flowfabric.engine.core.transition import LEASE_EXPIRED_PARAMETERS, Release, after_timeout
 from flowfabric.engine.core.wakeups import LostLease, LostReason
 from flowfabric.engine.store import Store
@@ -70,7 +70,7 @@ class LeaseExpiry:
         row_key(parsed)
 
         async def mark(transaction: Transaction) -> tuple[list[Record], str]:
-            held = await lock_if_there(transaction, parsed)
+            held = await hold_if_there(transaction, parsed)
             if held is None:
                 return [], "execution_not_found"
             marked = await transaction.fetch(
@@ -190,8 +190,8 @@ class Timeouts:
         async def expire(
             transaction: Transaction,
         ) -> tuple[LeaseEnd, list[Verdict | Locked]] | AlreadyTerminal | NotYetDue:
-            held = await lock_execution(transaction, parsed)
-            if held["lifecycle_phase"] == LifecyclePhase.TERMINAL:
+            held = await hold(transaction, parsed)
+            if held.lifecycle_phase == LifecyclePhase.TERMINAL:
                 return AlreadyTerminal()
             (row,) = await transaction.fetch(SQL.read_expiry, partition_key=partition, execution_id=uuid)
             if not row["past_deadline" if which is ExpiryPhase.EXECUTION_DEADLINE else "past_timeout"]:
@@ -248,10 +248,10 @@ _UNMARKED = {
 }
 
 
-def _why_unmarked(held: Record) -> str:
-    if held["lifecycle_phase"] != LifecyclePhase.ACTIVE:
+def _why_unmarked(held: Held) -> str:
+    if held.lifecycle_phase != LifecyclePhase.ACTIVE:
         return "not_active"
-    return _UNMARKED[OwnershipState(held["ownership_state"])]
+    return _UNMARKED[OwnershipState(held.ownership_state)]
 
 
 def _after(cursor: object) -> tuple[int | None, str | None]:

@@ -9,7 +9,7 @@ from flowfabric.db.batch import Locked
 from flowfabric.db.database import Record, Transaction
 from flowfabric.db.statements import statements_beside
 from flowfabric.engine.core.consequence import LeaseEnd, LeaseEnds, retry_pause
-from flowfabric.engine.core.row import DONE, GivenFence, Verdict, lock_execution, usable
+from flowfabric.engine.core.row import DONE, GivenFence, Verdict, hold, hold_all, usable
 from flowfabric.engine.core.transition import Release, after_failure
 from flowfabric.engine.store import Store
 from flowfabric.model.errors import EngineError, error
@@ -140,7 +140,7 @@ class Finish:
             check_text(result_encoding, "result_encoding")
 
         async def end(transaction: Transaction) -> tuple[LeaseEnd, list[Verdict | Locked]]:
-            fence = given.against(await lock_execution(transaction, parsed))
+            fence = given.against(await hold(transaction, parsed))
             lease_end = LeaseEnd(
                 parsed,
                 Release.COMPLETED,
@@ -178,7 +178,7 @@ class Finish:
         next_policy = _policy_text(next_attempt_policy_json)
 
         async def end(transaction: Transaction) -> tuple[LeaseEnd, list[Verdict | Locked], int]:
-            held = await lock_execution(transaction, parsed)
+            held = await hold(transaction, parsed)
             fence = given.against(held)
             (row,) = await transaction.fetch(SQL.read_retry_state, partition_key=partition, execution_id=uuid)
             stored = read_stored_policy(row["policy"])
@@ -201,7 +201,7 @@ class Finish:
                     execution_id=uuid,
                     policy=next_policy,
                 )
-            return lease_end, verdicts, held["attempt_count"]
+            return lease_end, verdicts, held.attempt_count
 
         lease_end, verdicts, attempt_count = await self._store.transact(end, execution_id=parsed)
         verdict = await self._finish_service(lease_end, verdicts)
@@ -215,22 +215,14 @@ class Finish:
         Who found them has judged them, and as long as the epoch holds the judgement does: the cap is fixed, and the
         reclaims are counted with the leases. One that the store does not let end stands for later.
         """
-        pairs = [split_execution_id(execution_id) for execution_id, _ in lost]
+        epochs = dict(lost)
 
         async def end(transaction: Transaction) -> tuple[list[LeaseEnd], list[Verdict | Locked]]:
-            held = await transaction.fetch(
-                SQL.lock_lost,
-                partition_keys=[partition for partition, _ in pairs],
-                execution_ids=[uuid for _, uuid in pairs],
-                lease_epochs=[epoch for _, epoch in lost],
-            )
+            _, rows = await hold_all(transaction, list(epochs), waits=False)
             lease_ends = [
-                LeaseEnd(
-                    format_execution_id(row["partition_key"], row["execution_id"]),
-                    Release.RECLAIM_CAP,
-                    reason=MAX_RECLAIMS_EXCEEDED,
-                )
-                for row in held
+                LeaseEnd(held.id, Release.RECLAIM_CAP, reason=MAX_RECLAIMS_EXCEEDED)
+                for held in rows
+                if held is not None and held.is_lost and held.lease_epoch == epochs[held.id]
             ]
             return lease_ends, await self._lease_ends.within(transaction, lease_ends) if lease_ends else []
 

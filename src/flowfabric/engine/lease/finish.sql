@@ -4,17 +4,6 @@ select i.policy, e.retry_count
   from execution e cross join lateral ff_input(e.namespace_no, e.lane_no, e.created_at, e.partition_key, e.execution_id) i
  where e.partition_key = :partition_key and e.execution_id = :execution_id;
 
--- name: lock_lost
--- Holds those of the executions that have lost the lease of this epoch and no other since.
-select e.partition_key, e.execution_id
-  from unnest(:partition_keys::smallint[], :execution_ids::uuid[], :lease_epochs::bigint[])
-       as i(partition_key, execution_id, lease_epoch)
- cross join lateral (
-       select e.partition_key, e.execution_id, e.lease_epoch, e.ownership_state from execution e
-        where e.partition_key = i.partition_key and e.execution_id = i.execution_id limit 1
-          for update skip locked) e
- where e.lease_epoch = i.lease_epoch and e.ownership_state in ('lease_expired_reclaimable', 'lease_revoked');
-
 -- name: set_next_attempt_policy
 -- Gives the attempt that is to come a policy of its own; the row is held.
 update execution set attempt_policy = :policy::text::jsonb

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from flowfabric.db.database import Transaction
 from flowfabric.db.statements import statements_beside
 from flowfabric.engine.core.keys import Keys
-from flowfabric.engine.core.row import Held, check_named, hold, read_held
+from flowfabric.engine.core.row import HeldWithGrant, check_named, hold_with_grant, read_with_grant
 from flowfabric.engine.lease.catch_up import CatchUp
 from flowfabric.engine.lease.claim import CATCH_UP_SECONDS, Wanted
 from flowfabric.engine.lease.finish import Finish
@@ -129,10 +129,10 @@ class Grants:
 
     async def _search(
         self, grantee: Grantee, offered: tuple[str, ...], **where: object
-    ) -> tuple[Held, Granted | None] | None:
+    ) -> tuple[HeldWithGrant, Granted | None] | None:
         """The best execution of one walk with its grant, which it has not at its reclaim cap."""
 
-        async def search(transaction: Transaction) -> tuple[Held, Granted | None] | None:
+        async def search(transaction: Transaction) -> tuple[HeldWithGrant, Granted | None] | None:
             walk_ms = 0
             for is_any in (False, True):
                 (row,) = await transaction.fetch(SQL.lock_best, is_any=is_any, **where)
@@ -143,7 +143,7 @@ class Grants:
                 self._store.wakeups.watermarks.walked_whole(walk_ms / 1000)
             if row["execution_id"] is None:
                 return None
-            held = await read_held(transaction, row["partition_key"], row["execution_id"])
+            held = await read_with_grant(transaction, row["partition_key"], row["execution_id"])
             if held.is_lost and held.reclaim_count >= reclaim_cap(held.execution_policy):
                 return held, None
             kind = GrantKind.RECLAIM if held.is_lost else GrantKind.CLAIM
@@ -179,7 +179,7 @@ class Grants:
         lane = check_lane_id(lane_id)
 
         async def issue(transaction: Transaction) -> Granted | EngineError:
-            held = await hold(transaction, parsed, lane)
+            held = await hold_with_grant(transaction, parsed, lane)
             if held.lifecycle_phase != "runnable" or held.eligibility_state != "eligible_now":
                 raise error("execution_not_eligible")
             if held.has_live_grant:
@@ -200,7 +200,7 @@ class Grants:
     async def give(
         self,
         transaction: Transaction,
-        held: Held,
+        held: HeldWithGrant,
         kind: GrantKind,
         grantee: Grantee,
         offered: tuple[str, ...],
@@ -258,7 +258,7 @@ class Grants:
         )
 
 
-async def note_mismatch(transaction: Transaction, held: Held) -> None:
+async def note_mismatch(transaction: Transaction, held: HeldWithGrant) -> None:
     """Stamp a held execution that was asked for by a worker without the capabilities it requires."""
     await transaction.fetch(
         SQL.set_capability_mismatch, partition_key=held.partition_key, execution_id=held.execution_id, now=held.now

@@ -7,7 +7,7 @@ from uuid import UUID
 from flowfabric.db.batch import Locked
 from flowfabric.db.database import Transaction
 from flowfabric.engine.core.consequence import LeaseEnd, LeaseEnds
-from flowfabric.engine.core.row import Held, Verdict, check_named, hold
+from flowfabric.engine.core.row import HeldWithGrant, Verdict, check_named, hold_with_grant
 from flowfabric.engine.core.transition import LEASE_EXPIRED_PARAMETERS, Release
 from flowfabric.engine.core.wakeups import LostLease, LostReason
 from flowfabric.engine.lease.claim import DEFAULT_LEASE_TTL_MS
@@ -67,11 +67,11 @@ class Reclaim:
         lane = check_lane_id(lane_id)
         offered = check_capabilities(worker_capabilities)
 
-        marked: list[Held] = []
+        marked: list[HeldWithGrant] = []
 
         async def issue(transaction: Transaction) -> Granted | NotReclaimable | tuple[int, Ended]:
             marked.clear()
-            held = await hold(transaction, parsed, lane)
+            held = await hold_with_grant(transaction, parsed, lane)
             if not held.has_expired and not held.is_lost:
                 return NotReclaimable(execution_id=parsed, detail=_state_of(held))
             if not held.is_on_open_lane:
@@ -79,7 +79,7 @@ class Reclaim:
             if held.has_expired:
                 await _mark(transaction, held)
                 marked.append(held)
-                held = await hold(transaction, parsed, lane)
+                held = await hold_with_grant(transaction, parsed, lane)
             cap = reclaim_cap(held.execution_policy)
             if held.reclaim_count >= cap:
                 return cap, await self._end(transaction, held)
@@ -136,13 +136,13 @@ class Reclaim:
         if max_reclaim_count is not None:
             check_range(max_reclaim_count, "max_reclaim_count", 0, MAX_CAP)
 
-        taken: list[Held] = []
+        taken: list[HeldWithGrant] = []
 
         async def reclaim(
             transaction: Transaction,
         ) -> ClaimedExecution | NotReclaimable | GrantNotFound | tuple[int, Ended]:
             taken.clear()
-            held = await hold(transaction, parsed, lane)
+            held = await hold_with_grant(transaction, parsed, lane)
             if not held.is_lost and not held.has_expired:
                 return NotReclaimable(execution_id=parsed, detail=_state_of(held))
             if not held.is_on_open_lane:
@@ -161,7 +161,7 @@ class Reclaim:
         self._store.wakeups.lost([_lost(held) for held in taken])
         return await self._at_reclaim_limit(*answer) if isinstance(answer, tuple) else answer
 
-    async def _end(self, transaction: Transaction, held: Held) -> Ended:
+    async def _end(self, transaction: Transaction, held: HeldWithGrant) -> Ended:
         """End a held execution whose lease was lost as often as allowed, and with it the grant that led here."""
         lease_end = LeaseEnd(held.id, Release.RECLAIM_CAP, reason=MAX_RECLAIMS_EXCEEDED, lost_epoch=held.lease_epoch)
         return lease_end, await self._lease_ends.within(transaction, [lease_end])
@@ -173,7 +173,7 @@ class Reclaim:
         return ReclaimCapExceeded(execution_id=lease_end.execution_id, reclaim_count=cap)
 
 
-async def _mark(transaction: Transaction, held: Held) -> None:
+async def _mark(transaction: Transaction, held: HeldWithGrant) -> None:
     """Mark the expired lease of a held execution, so that it can be granted."""
     await transaction.fetch(
         SQL.mark_expired_leases,
@@ -185,9 +185,9 @@ async def _mark(transaction: Transaction, held: Held) -> None:
     )
 
 
-def _lost(held: Held) -> LostLease:
+def _lost(held: HeldWithGrant) -> LostLease:
     return LostLease(held.id, held.lease_epoch, LostReason.RECLAIMED)
 
 
-def _state_of(held: Held) -> str:
+def _state_of(held: HeldWithGrant) -> str:
     return f"{held.lifecycle_phase}, {held.ownership_state}"

@@ -6,7 +6,7 @@ from uuid import UUID
 from flowfabric.db.batch import LOCKED, Batch, Locked
 from flowfabric.db.database import Record, Transaction
 from flowfabric.db.statements import statements_beside
-from flowfabric.engine.core.row import GivenFence, lock_execution, usable, verdict_of
+from flowfabric.engine.core.row import GivenFence, hold, usable, verdict_of
 from flowfabric.engine.lease.expire import LeaseExpiry
 from flowfabric.engine.store import Store
 from flowfabric.model.errors import EngineError, error
@@ -68,7 +68,7 @@ class Renewals:
         check_range(lease_history_grace_ms, "lease_history_grace_ms", 0, MAX_LEASE_TTL_MS)
 
         async def renew(transaction: Transaction) -> tuple[Fence, Record]:
-            fence = given.against(await lock_execution(transaction, parsed))
+            fence = given.against(await hold(transaction, parsed))
             (row,) = await transaction.fetch(
                 SQL.renew_leases,
                 partition_keys=[partition],
@@ -99,7 +99,7 @@ class Renewals:
         partition, uuid = split_execution_id(handle.execution_id)
 
         async def write(transaction: Transaction) -> Record:
-            await lock_execution(transaction, handle.execution_id)
+            await hold(transaction, handle.execution_id)
             (row,) = await transaction.fetch(
                 SQL.set_progress,
                 partition_key=partition,
@@ -129,7 +129,7 @@ class Renewals:
 
     async def _renew_alone(self, handle: Handle) -> Renewed:
         async def renew(transaction: Transaction) -> list[Record]:
-            await lock_execution(transaction, handle.execution_id)
+            await hold(transaction, handle.execution_id)
             return await transaction.fetch(SQL.renew_leases, **self._columns([handle]))
 
         rows = await self._store.transact(renew, execution_id=handle.execution_id)

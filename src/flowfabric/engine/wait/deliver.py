@@ -9,7 +9,7 @@ from flowfabric.db.database import Record, Transaction
 from flowfabric.db.faults import StoreFault, fault_of
 from flowfabric.db.statements import columns_from, statements_beside
 from flowfabric.engine.core.keys import Keys
-from flowfabric.engine.core.row import lock_execution
+from flowfabric.engine.core.row import hold
 from flowfabric.engine.store import Store, error_of
 from flowfabric.engine.wait.resume import SATISFIED, Resumes
 from flowfabric.engine.wait.signal_batch import (
@@ -254,7 +254,7 @@ class Signals:
 
         async def deliver_held(transaction: Transaction) -> _Outcome:
             found = await transaction.fetch(
-                SQL.lock_addressees,
+                SQL.lock_targets,
                 partition_keys=[batch.key[0] for batch in batches],
                 execution_ids=[batch.key[1] for batch in batches],
             )
@@ -312,8 +312,8 @@ class Signals:
         self._seal(batch)
 
         async def deliver(transaction: Transaction) -> _Outcome:
-            held = await lock_execution(transaction, batch.execution_id)
-            return await self._deliver(transaction, [(batch, held["lifecycle_phase"])])
+            held = await hold(transaction, batch.execution_id)
+            return await self._deliver(transaction, [(batch, held.lifecycle_phase)])
 
         try:
             outcome = await self._store.transact(deliver, execution_id=batch.execution_id)

@@ -1,4 +1,4 @@
--- name: lock_addressees
+-- name: lock_targets
 -- Holds the executions that signals are for, each with its phase; without one it is absent or held elsewhere. A row of
 -- theirs that a transaction holds out of order is waited for a moment only.
 with patience as materialized (select set_config('lock_timeout', '50ms', true))

@@ -7,7 +7,7 @@ import msgspec
 
 from flowfabric.db.database import Record, Transaction
 from flowfabric.db.statements import array_text, columns_of, statements_beside
-from flowfabric.engine.core.row import lock_execution
+from flowfabric.engine.core.row import hold
 from flowfabric.engine.core.transition import RESUME_DELAYED, RESUMED, RESUMED_PARAMETERS
 from flowfabric.engine.store import Store
 from flowfabric.model.conditions import check_word
@@ -119,8 +119,8 @@ class Resumes:
         )
 
         async def apply(transaction: Transaction) -> list[Record]:
-            held = await lock_execution(transaction, parsed)
-            is_suspended = held["lifecycle_phase"] == LifecyclePhase.SUSPENDED
+            held = await hold(transaction, parsed)
+            is_suspended = held.lifecycle_phase == LifecyclePhase.SUSPENDED
             rows = await transaction.fetch(SQL.read_is_waiting, partition_key=partition, execution_id=uuid)
             if not is_suspended or not any(row["is_open"] for row in rows):
                 raise error("execution_not_suspended")

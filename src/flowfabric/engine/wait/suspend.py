@@ -12,7 +12,7 @@ from flowfabric.db.database import Record, Transaction
 from flowfabric.db.statements import array_text, columns_from, statements_beside
 from flowfabric.engine.core.consequence import LeaseEnd, LeaseEnds
 from flowfabric.engine.core.keys import Keys
-from flowfabric.engine.core.row import GivenFence, HeldRun, Verdict, check_lease, read_runs
+from flowfabric.engine.core.row import GivenFence, HeldRun, Verdict, hold_all, judge, read_runs
 from flowfabric.engine.core.transition import Release
 from flowfabric.engine.lease.expire import LeaseExpiry
 from flowfabric.engine.store import Store
@@ -30,7 +30,6 @@ from flowfabric.model.ids import (
     WorkerInstanceId,
     parse_execution_id,
     row_key,
-    split_execution_id,
 )
 from flowfabric.model.outcomes import AlreadyMet
 from flowfabric.model.policy import read_stored_policy
@@ -137,18 +136,12 @@ class Suspend:
         return await self._store.answer(self._batch.put(ask))
 
     async def _suspend_together(self, asks: Sequence[_Ask]) -> Sequence[SuspendOutcome | Locked | Exception]:
-        pairs = [split_execution_id(ask.execution_id) for ask in asks]
-
         async def suspend(transaction: Transaction) -> "tuple[list[_Answer | Locked], _Released]":
-            found = await transaction.fetch(
-                SQL.lock_for_suspends,
-                partition_keys=[partition for partition, _ in pairs],
-                execution_ids=[uuid for _, uuid in pairs],
-            )
-            held = [ask for ask, row in zip(asks, found, strict=True) if row["is_held"]]
-            given, released = await self._take(transaction, held, found[0]["now"])
+            began, rows = await hold_all(transaction, [ask.execution_id for ask in asks], waits=False)
+            held = [ask for ask, row in zip(asks, rows, strict=True) if row is not None]
+            given, released = await self._take(transaction, held, began)
             mine = iter(given)
-            return [next(mine) if row["is_held"] else LOCKED for row in found], released
+            return [LOCKED if row is None else next(mine) for row in rows], released
 
         # Not through the store: a fault is for the batch, which then tries them one by one.
         answers, released = await self._store.database.transact(suspend)
@@ -156,14 +149,12 @@ class Suspend:
         return answers
 
     async def _suspend_alone(self, ask: _Ask) -> SuspendOutcome:
-        partition, uuid = split_execution_id(ask.execution_id)
-
         async def suspend(transaction: Transaction) -> "tuple[list[_Answer], _Released]":
-            (found,) = await transaction.fetch(SQL.lock_for_suspend, partition_key=partition, execution_id=uuid)
-            check_deadline(ask.args.timeout_at, found["now"])
-            if not found["is_there"]:
+            began, (held,) = await hold_all(transaction, [ask.execution_id])
+            check_deadline(ask.args.timeout_at, began)
+            if held is None:
                 raise error("execution_not_found")
-            return await self._take(transaction, [ask], found["now"])
+            return await self._take(transaction, [ask], began)
 
         answers, released = await self._store.transact(suspend, execution_id=ask.execution_id)
         await self._after_commit([ask], answers, released)
@@ -199,7 +190,7 @@ class Suspend:
         fence = ask.by if isinstance(ask.by, Handle) else _given(ask.by)
         if held.attempt_count < 1:
             raise error("attempt_not_found")
-        check_lease(held, fence)
+        judge(held, fence)
         handle = fence if isinstance(fence, Handle) else _handle(ask.execution_id, fence, held)
         if handle.attempt_index != held.attempt_index:
             raise error("invalid_lease_for_suspend")

@@ -10,7 +10,7 @@ import msgspec
 from flowfabric.db.database import Record, Transaction
 from flowfabric.db.statements import statements_beside
 from flowfabric.engine.core.keys import Keys
-from flowfabric.engine.core.row import check_lease, lock_execution, read_runs, usable
+from flowfabric.engine.core.row import hold, judge, read_runs, usable
 from flowfabric.engine.core.stored import literal
 from flowfabric.engine.lease.expire import LeaseExpiry
 from flowfabric.engine.store import Store
@@ -76,9 +76,9 @@ class Waitpoints:
         made_as = WaitpointId(uuid7() if waitpoint_id is None else parse_uuid(waitpoint_id, "waitpoint_id"))
 
         async def make(transaction: Transaction) -> PendingWaitpoint:
-            await lock_execution(transaction, handle.execution_id)
+            await hold(transaction, handle.execution_id)
             (held,) = await read_runs(transaction, [(handle.execution_id, None)])
-            check_lease(held, handle)
+            judge(held, handle)
             key = await self._keys.signing(transaction, held.signing_kid, held.signing_since)
             token = sign_token(key, handle.execution_id, made_as)
             made = await transaction.fetch(
@@ -123,7 +123,7 @@ class Waitpoints:
         check_text(reason, "reason")
 
         async def close(transaction: Transaction) -> Closed | AlreadyClosed:
-            await lock_execution(transaction, parsed)
+            await hold(transaction, parsed)
             waitpoint = await read_waitpoint(transaction, partition, wanted)
             if waitpoint is None or str(waitpoint["execution_id"]) != uuid:
                 raise error("waitpoint_not_found")
