@@ -23,7 +23,7 @@ from databases import CARELESS, FOR_TESTS, SCHEMA, Databases, at_database, debia
 from flowfabric.db import session as sessions
 from flowfabric.db.embedded import Embedded
 from flowfabric.db.migrate import migrate
-from flowfabric.engine.core.watermark import QueueWatermarks
+from flowfabric.engine.core.watermark import WalkWatermarks
 from flowfabric.engine.engine import Engine
 from flowfabric.model.handle import Handle
 from flowfabric.model.ids import ExecutionId
@@ -176,7 +176,7 @@ def patient_with_locks(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def lasting_watermarks(monkeypatch: pytest.MonkeyPatch) -> None:
     """The marks of queues last as long as a test; where they end, a claim walks the entries of claimed rows again."""
-    monkeypatch.setattr(QueueWatermarks, "LIFE_SECONDS", 3600)
+    monkeypatch.setattr(WalkWatermarks, "LIFE_SECONDS", 3600)
 
 
 @pytest.fixture
@@ -230,9 +230,14 @@ class Rows:
         return [dict(row) for row in await self._connection.fetch(query, *where.values())]
 
     async def execution(self, execution_id: ExecutionId) -> dict[str, Any]:
-        """The one row of an execution."""
-        (row,) = await self.of("execution", execution_id=execution_id[-36:])
+        """An execution, with what its row leaves to be derived."""
+        (row,) = await self.of("execution_detail", execution_id=execution_id[-36:])
         return row
+
+    async def timers(self, execution_id: ExecutionId) -> dict[str, int]:
+        """The timers of an execution that run, and when each is due."""
+        found = await self.of("timer", execution_id=execution_id[-36:])
+        return {row["kind"]: row["due_at"] for row in found}
 
     async def events(self, execution_id: ExecutionId) -> list[dict[str, Any]]:
         """The events of an execution in their order."""

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import pytest
 
 import flowfabric
-from flowfabric.bench.suite import PEERS, RATIOS
+from flowfabric.bench.ratios import PEERS, RATIOS
 from flowfabric.db.dump import SCHEMA_FILE
 from flowfabric.engine.engine import Engine
 from flowfabric.model import (

@@ -189,10 +189,10 @@ async def test_equal_arguments_are_a_repeat_however_they_are_written(url: str, r
             runs = [await keyed.submit(*args, **kwargs) for args, kwargs in alike]
             assert {run.id for run in runs} == {runs[0].id}
             assert [run.is_duplicate for run in runs] == [False] + [True] * (len(runs) - 1)
-        stored = {row["input_payload"] for row in await rows.of("execution_input")}
+        stored = {row["input_payload"] for row in await rows.of("execution")}
         assert b'{"a":1,"b":0.0,"several":null}' in stored
         await job.submit(1)
-        assert b'{"a":1}' in {row["input_payload"] for row in await rows.of("execution_input")}
+        assert b'{"a":1}' in {row["input_payload"] for row in await rows.of("execution")}
 
 
 async def test_tasks_of_one_lane_do_not_share_keys(url: str) -> None:
@@ -249,7 +249,7 @@ async def test_options_become_a_policy(url: str, rows: Any) -> None:
 
     async with fabric:
         run = await job.submit()
-        (stored,) = await rows.of("execution_input", execution_id=run.id[-36:])
+        (stored,) = await rows.of("execution", execution_id=run.id[-36:])
     assert stored["payload_encoding"] == "json"
     policy = stored["policy"]
     for part in ('"max_retries": 4', '"delay_ms": 7', '"attempt_timeout_ms": 1500', '"execution_deadline_ms": 60000'):
@@ -387,7 +387,7 @@ async def test_capabilities_come_as_any_collection(url: str, rows: Any, kind: An
         run = await job.submit()
         again = await job.options(priority=1).submit()
     for one in (run, again):
-        (stored,) = await rows.of("execution_input", execution_id=one.id[-36:])
+        (stored,) = await rows.of("execution", execution_id=one.id[-36:])
         assert '"required_capabilities": ["cpu", "gpu"]' in stored["policy"]
 
 

@@ -300,6 +300,6 @@ async def test_a_call_is_the_same_payload_however_it_is_written(url: str, rows: 
         await job.submit(1, {"x": 1}, c="d")
         await job.submit(c="d", b=OrderedDict(x=1), a=1)
         await job.submit(1, b={"x": 1}, c="d")
-        stored = [row["input_payload"] for row in await rows.of("execution_input")]
+        stored = [row["input_payload"] for row in await rows.of("execution")]
     assert len(stored) == 3
     assert len(set(stored)) == 1

@@ -1,8 +1,11 @@
 """Hints between processes: heard soon, told together, healed when lost, and never needed."""
 
 import asyncio
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
+from pathlib import Path
 from typing import Any
 
 import asyncpg
@@ -61,14 +64,35 @@ class Heard:
         self.hints.clear()
 
 
-async def test_a_hint_reaches_the_other_processes_and_the_own_one(hints: Open, eventually: Any) -> None:
+async def test_a_hint_reaches_the_other_engines_and_not_the_one_that_sent_it(hints: Open, eventually: Any) -> None:
     sender, one, two = await hints(), await hints(), await hints()
-    heard = [Heard(process, "work") for process in (sender, one, two)]
-    for process in (sender, one, two):
+    heard = {process: Heard(process, "work") for process in (sender, one, two)}
+    for process in heard:
         await process.listen()
         assert process.is_listening
     sender.send("work", "default")
-    await eventually(lambda: all(ear.words == ["default"] for ear in heard))
+    await eventually(lambda: all(heard[process].words == ["default"] for process in (one, two)))
+    # Hints arrive in the order of their commits: its own one has come back to the sender before this one.
+    one.send("work", "last")
+    await eventually(lambda: "last" in heard[sender].words)
+    assert heard[sender].words == ["last"]
+
+
+async def test_a_hint_that_names_no_sender_reaches_everybody(
+    hints: Open, other: asyncpg.Connection, eventually: Any
+) -> None:
+    processes = [await hints(), await hints()]
+    heard = [Heard(process, "work") for process in processes]
+    for process in processes:
+        await process.listen()
+    await other.execute("select pg_notify('flowfabric_work', 'default other')")
+    await eventually(lambda: all(ear.words == ["default", "other"] for ear in heard))
+
+
+def test_a_hint_of_a_forked_process_reaches_its_parent(server_url: str) -> None:
+    script = Path(__file__).with_name("forked_hints.py")
+    done = subprocess.run([sys.executable, str(script), server_url], capture_output=True, text=True, timeout=120)
+    assert (done.stdout, done.returncode) == ("['from-the-child']\n", 0), done.stderr
 
 
 async def test_a_hint_is_heard_on_its_channel_only(hints: Open, eventually: Any) -> None:

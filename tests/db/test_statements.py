@@ -60,3 +60,51 @@ def test_a_name_that_is_not_there_is_told_with_its_file(tmp_path: Path) -> None:
     (tmp_path / "family.sql").write_text("-- name: lose_it\n-- Loses it.\nselect 2;\n")
     with pytest.raises(AttributeError, match=r"family\.sql has no statement find_it"):
         _ = Statements(tmp_path / "family.sql").find_it
+
+
+def in_file(folder: Path, text: str) -> Statements:
+    (folder / "family.sql").write_text(text)
+    return Statements(folder / "family.sql")
+
+
+FRAGMENT = "-- fragment: ids\n-- Some ids.\nselect unnest(:ids::int[]) as id\n\n"
+
+
+def test_a_statement_has_the_text_of_what_it_includes(tmp_path: Path) -> None:
+    statements = in_file(
+        tmp_path,
+        FRAGMENT
+        + "-- name: find_it\n-- Finds it.\nwith i as (\n  -- include: ids\n) select :a from i;\n\n"
+        + "-- name: find_them\n-- Finds them.\n-- include: ids\n;\n",
+    )
+    assert " ".join(statements.find_it.sql.split()) == (
+        "/* find_it */ with i as ( select unnest($1::int[]) as id ) select $2 from i"
+    )
+    assert statements.find_it.parameters == ("ids", "a")
+    assert statements.find_them.parameters == ("ids",)
+
+
+def test_a_fragment_is_no_statement(tmp_path: Path) -> None:
+    statements = in_file(tmp_path, FRAGMENT + "-- name: find_it\n-- Finds it.\n-- include: ids\n;\n")
+    assert [statement.name for statement in statements] == ["find_it"]
+    with pytest.raises(AttributeError, match=r"family\.sql has no statement ids"):
+        _ = statements.ids
+
+
+@pytest.mark.parametrize("name", ["other", "lose_it"])
+def test_an_include_of_what_is_no_fragment_is_refused_with_its_file_and_name(tmp_path: Path, name: str) -> None:
+    text = FRAGMENT + f"-- name: find_it\n-- Finds it.\n-- include: {name}\n;\n\n-- name: lose_it\nselect 1;\n"
+    with pytest.raises(ValueError, match=rf"^family\.sql has no fragment {name} to include$"):
+        in_file(tmp_path, text)
+
+
+def test_a_fragment_that_includes_another_is_refused(tmp_path: Path) -> None:
+    text = FRAGMENT + "-- fragment: more\n-- include: ids\n\n-- name: find_it\n-- include: more\n;\n"
+    with pytest.raises(ValueError, match=r"^family\.sql: the fragment more includes ids; only statements may include$"):
+        in_file(tmp_path, text)
+
+
+@pytest.mark.parametrize("kind", ["name", "fragment"])
+def test_a_name_that_is_given_twice_is_refused(tmp_path: Path, kind: str) -> None:
+    with pytest.raises(ValueError, match=r"^family\.sql has ids twice"):
+        in_file(tmp_path, FRAGMENT + f"-- {kind}: ids\n-- Other ids.\nselect 1;\n")

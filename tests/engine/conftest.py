@@ -65,3 +65,15 @@ def explain(engine: Engine, rows: Any) -> Any:
         return found
 
     return explain
+
+
+@pytest.fixture
+async def consistent_rows(engine: Engine) -> AsyncIterator[None]:
+    """Fail when the test leaves rows that no operation can have written."""
+    yield
+    assert await engine.find_inconsistencies() == []
+
+
+@pytest.fixture
+def altered_rows() -> None:
+    """The test leaves rows that no operation writes."""

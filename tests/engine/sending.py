@@ -77,6 +77,11 @@ async def signals(rows: Any, execution_id: str) -> list[dict[str, Any]]:
     return sorted(found, key=lambda row: int(row["sequence"]))
 
 
+async def signal_keys(rows: Any, **where: Any) -> list[dict[str, Any]]:
+    """The idempotency keys of signals."""
+    return [dict(row) for row in await rows.of("idempotency_key", operation="signal", **where)]
+
+
 async def stamps_written(engine: Engine) -> None:
     """Let the engine note what tokens it has refused, as it does before it closes."""
     await engine._rooms[Signals].drain()

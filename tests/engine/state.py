@@ -7,7 +7,7 @@ import pytest
 
 from flowfabric.engine.engine import Engine
 from flowfabric.model.errors import EngineError
-from flowfabric.model.events import CompletionOutcome, EventKind, OperatorEvent
+from flowfabric.model.events import CompletionOutcome
 from flowfabric.model.execution import NewExecution
 from flowfabric.model.handle import Handle
 from flowfabric.model.outcomes import Created, Duplicate
@@ -66,17 +66,41 @@ async def told(rows: Any, execution_id: str) -> list[str]:
 
 
 def _event(row: dict[str, Any]) -> str:
-    number = row["kind"]
-    kind = "ended" if number == 0 else (OperatorEvent if number in {*OperatorEvent} else EventKind)(number).literal
     reason = "" if row["reason"] is None else f" {row['reason']}"
     outcome = "" if row["outcome"] is None else f">{CompletionOutcome(row['outcome']).literal}"
-    return f"{kind}{reason}{outcome}"
+    return f"{row['kind']}{reason}{outcome}"
 
 
 async def attempts(rows: Any, execution_id: str) -> list[dict[str, Any]]:
-    """The stored attempts of an execution in order."""
-    found = await rows.of("attempt", execution_id=execution_id[-36:])
+    """The attempts of an execution in order."""
+    found = await rows.of("attempt_all", execution_id=execution_id[-36:])
     return sorted(found, key=lambda row: int(row["attempt_index"]))
+
+
+async def pending(engine: Engine, execution_id: str) -> dict[str, str]:
+    """What is known of an attempt before it begins."""
+    names = ("retry_reason", "replay_reason", "replay_requested_by", "previous_attempt_index")
+    fields = await engine.read_exec_core_fields(execution_id, [f"pending_{name}" for name in names])
+    return {name: value for name in names if (value := fields[f"pending_{name}"]) is not None}
+
+
+async def kept_until(rows: Any, execution_id: str) -> int | None:
+    """When an ended execution may be deleted; None where it is not to be."""
+    row = await rows.execution(execution_id)
+    batches = await rows.of("retained", partition_key=row["partition_key"], ended_at=row["completed_at"])
+    times = [batch["retain_until"] for batch in batches if row["execution_id"] in batch["execution_ids"]]
+    assert len(times) <= 1, batches
+    return times[0] if times else None
+
+
+async def claim_rows(rows: Any, execution_ids: Iterable[str] | None = None) -> dict[int, dict[str, Any]]:
+    """The claims by their numbers, each with the ids it holds as texts: of these executions, or all."""
+    found = {}
+    for row in await rows.of("claim"):
+        held = sorted(f"{{fp:{row['partition_key']}}}:{uuid}" for uuid in row["execution_ids"])
+        if execution_ids is None or set(held) & set(execution_ids):
+            found[row["claim_no"]] = {**row, "execution_ids": held}
+    return found
 
 
 def new(**overrides: Any) -> dict[str, Any]:
@@ -155,11 +179,38 @@ each_fenced = pytest.mark.parametrize("operation", FENCED)
 async def revoke(connection: Any, execution_id: str) -> None:
     """Leave a lease as an operator who revokes it does."""
     await connection.execute(
-        """update execution set ownership_state = 'lease_revoked', blocking_reason = 'waiting_for_worker',
-                  attempt_state = 'attempt_interrupted', blocking_detail = 'lease revoked: test',
-                  lease_revoked_at = ff_now(), lease_revoke_reason = 'test', last_mutation_at = ff_now()
-            where execution_id = $1 and ownership_state = 'leased'""",
+        """with revoked as (
+             update execution
+                set ownership_state = 'lease_revoked', blocking_reason = 'waiting_for_worker',
+                    attempt_state = 'attempt_interrupted', blocking_detail = 'lease revoked: test',
+                    lease_revoked_at = ff_now(), lease_revoke_reason = 'test', last_mutation_at = ff_now()
+              where execution_id = $1 and ownership_state = 'leased'
+             returning *
+           ),
+           queued as (
+             insert into ready (place, route_no, queue_no, partition_key, execution_id)
+             select place, route_no, queue_no, partition_key, execution_id from revoked join queue using (queue_no)
+           )
+           insert into listed select partition_key, execution_id, public_state, lease_revoked_at from revoked""",
         execution_id[-36:],
+    )
+
+
+async def block(connection: Any, execution_id: str, eligibility: str, reason: str) -> None:
+    """Leave an execution that waits for a worker as blocked by something else; no operation does this."""
+    await connection.execute(
+        """with blocked as (
+             update execution
+                set eligibility_state = $2::text::eligibility_state, blocking_reason = $3::text::blocking_reason,
+                    blocking_detail = 'why', last_transition_at = ff_now(), last_mutation_at = null
+              where execution_id = $1 and eligibility_state = 'eligible_now'
+             returning *
+           ),
+           unqueued as (delete from ready r using blocked b where r.queue_no = b.queue_no and r.place = b.place)
+           insert into listed select partition_key, execution_id, public_state, last_transition_at from blocked""",
+        execution_id[-36:],
+        eligibility,
+        reason,
     )
 
 

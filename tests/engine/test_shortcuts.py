@@ -320,4 +320,5 @@ async def test_a_grant_stores_lane_and_capabilities_and_a_reclaim_wants_its_own(
     taken = await reclaim(engine, lost.execution_id, "other")
     assert taken.handle.kind is HandleKind.RECLAIMED
     assert (await told(rows, lost.execution_id))[-1] == "reclaimed"
-    assert len(await attempts(rows, lost.execution_id)) == 1
+    states = [attempt["attempt_state"] for attempt in await attempts(rows, lost.execution_id)]
+    assert states == ["interrupted_reclaimed", "started"]

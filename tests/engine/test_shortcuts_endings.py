@@ -163,9 +163,9 @@ async def test_an_attempts_timer_is_not_its_lease(engine: Engine, given: Any, ro
     renewing = await given.claimed(policy=policy, lease_ttl_ms=60_000)
     await clock.advance(ms=1000)
     assert await engine.timeouts.expire_due() == 0
-    assert await engine.lease_expiry.mark_expired() == 1
+    assert await engine.lease_expiry.sweep() == 1
     await clock.advance(ms=4000)
-    assert await engine.lease_expiry.mark_expired() == 0
+    assert await engine.lease_expiry.sweep() == 0
     assert await engine.timeouts.expire_due() == 2
     for handle in (lapsing, renewing):
         assert (await rows.execution(handle.execution_id))["public_state"] == "expired"
@@ -384,7 +384,7 @@ async def test_retention_is_each_executions_own_and_takes_all_that_depends_on_it
     kept = await given.completed()
     await clock.advance(ms=1000)
     assert await engine.retention.trim() == len(gone)
-    for table in ("execution", "execution_input", "execution_tag", "attempt"):
+    for table in ("execution", "execution_tag", "attempt", "listed"):
         left = {str(row["execution_id"]) for row in await rows.of(table)}
         assert left <= {kept[-36:]}
     assert await engine.read_execution_state(kept) == "completed"

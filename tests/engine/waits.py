@@ -97,9 +97,15 @@ async def rewriting(connection: asyncpg.Connection, table: str, execution_id: st
 
 
 async def suspension(rows: Any, execution_id: str) -> dict[str, Any]:
-    """The one suspension the tables hold of an execution."""
-    (row,) = await rows.of("suspension", execution_id=execution_id[-36:])
+    """The latest suspension of an execution."""
+    latest = (await rows.execution(execution_id))["suspension_id"]
+    (row,) = await rows.of("suspension", execution_id=execution_id[-36:], suspension_id=latest)
     return dict(row)
+
+
+async def suspend_keys(rows: Any) -> list[dict[str, Any]]:
+    """The idempotency keys of suspends."""
+    return [dict(row) for row in await rows.of("idempotency_key", operation="suspend")]
 
 
 async def waitpoint(rows: Any, waitpoint_id: UUID) -> dict[str, Any]:

@@ -19,7 +19,8 @@ from .proxy_process import ProxyProcess
 LOCKED_ROWS = 50
 _LOCK = f"""
 select 1 from flowfabric.execution where lifecycle_phase <> 'terminal'
- order by random() limit {LOCKED_ROWS} for update skip locked
+ order by random() limit {LOCKED_ROWS} for update skip locked;
+select 1 from flowfabric.claim order by random() limit {LOCKED_ROWS} for update skip locked
 """
 _DIRECT_FAULTS = (ClusterError, OSError, TimeoutError, asyncpg.PostgresError, asyncpg.InterfaceError)
 

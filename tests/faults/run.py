@@ -31,9 +31,13 @@ _NOT_ENDED = """
 select row_to_json(e)::text from (
   select execution_id, lifecycle_phase, ownership_state, eligibility_state, blocking_reason, attempt_state, lease_epoch,
          lease_expires_at - ff_now() as lease_left_ms, granted_until - ff_now() as granted_ms,
-         due_at - ff_now() as due_ms,
+         (select array_agg(t.kind::text || ' in ' || (t.due_at - ff_now())) from timer t
+           where t.execution_id = e.execution_id) as timers,
+         exists (select from ready r where r.execution_id = e.execution_id) as is_ready,
+         (select c.expires_at - ff_now() from claim c
+           where c.partition_key = e.partition_key and c.claim_no = e.claim_no) as claim_left_ms,
          xmin, xmax, worker_no
-    from execution where lifecycle_phase <> 'terminal' limit 20) e
+    from execution e where lifecycle_phase <> 'terminal' limit 20) e
 """
 _SESSIONS = """
 select row_to_json(a)::text from (
@@ -47,14 +51,10 @@ ACKNOWLEDGED = ("created", "duplicate", "claimed", "completed", "failed", "cance
 
 _ID = "'{fp:' || e.partition_key || '}:' || e.execution_id"
 _EXECUTIONS = f"""
-select {_ID} as id, e.public_state::text as state, i.input_payload,
-       (select a.result_payload from attempt a
-         where a.partition_key = e.partition_key and a.execution_id = e.execution_id
-         order by a.attempt_index desc limit 1) as result
-  from execution e join execution_input i using (namespace_no, lane_no, created_at, partition_key, execution_id)
+select {_ID} as id, e.public_state::text as state, e.input_payload, e.result_payload as result from execution e
 """
 _ENDINGS = f"select {_ID} as id, count(*) as count from event e where outcome between 1 and 5 group by 1"
-_LEASES = f"select {_ID} as id, lease_epoch, lease_id::text from event e where kind in (1, 6)"
+_LEASES = f"select {_ID} as id, lease_epoch, lease_id::text from event e where kind in ('acquired', 'reclaimed')"
 _SIGNALS = "select signal_id::text, waitpoint_id::text, coalesce(idempotency_key, '') from signal"
 _TAGS = f"select {_ID} as id, key, value from execution_tag e"
 _OPEN = "select count(*) from execution where lifecycle_phase <> 'terminal'"

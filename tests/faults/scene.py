@@ -28,22 +28,22 @@ WORKER: dict[str, Any] = {"worker_id": "worker", "worker_instance_id": "worker-1
 
 _UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 _NUMBERED = frozenset(
-    {"event_id", "xid", "place", "sequence", "namespace_no", "lane_no", "queue_no", "worker_no", "capability_set_no"}
-    | {"grant_id", "partition_key", "execution_partition", "token", "token_kid", "secret"}
+    {"event_id", "xid", "place", "sequence", "namespace_no", "lane_no", "route_no", "queue_no", "worker_no", "claim_no"}
+    | {"grant_id", "partition_key", "subject_partition", "token", "token_kid", "secret"}
 )
 """Columns whose values differ from one subject to the next."""
 _EARLIEST_MS = 10**12
 """Numbers from here on are points in time."""
 
 _OF_EXECUTIONS = (
-    "execution",
-    "execution_input",
+    "execution_detail",
+    "ready",
+    "timer",
+    "listed",
     "execution_tag",
     "attempt",
     "event",
     "claim_grant",
-    "idempotency",
-    "suspend_key",
     "suspension",
     "waitpoint",
     "signal",
@@ -57,8 +57,13 @@ with own as materialized (
         for table in _OF_EXECUTIONS
     )
 }
-union all select 'signal_key', to_jsonb(t)::text from signal_key t
- where t.waitpoint_id in (select w.waitpoint_id from waitpoint w join own using (execution_id))
+union all select 'retained', to_jsonb(t)::text
+  from (select r.retain_until, r.ended_at, i.execution_id
+          from retained r cross join unnest(r.execution_ids) as i(execution_id)) t
+ where t.execution_id in (select execution_id from own)
+union all select 'idempotency_key', to_jsonb(t)::text from idempotency_key t
+ where t.subject_id in (select execution_id from own)
+    or t.scope in (select w.waitpoint_id from waitpoint w join own using (execution_id))
 union all select 'lane', state::text from lane where lane_id = $1 and state <> 'active'
 union all select 'worker', to_jsonb(t)::text from worker t where t.worker_instance_id = $3
 union all select 'worker_event', to_jsonb(t)::text from worker_event t where t.worker_instance_id = $3
@@ -216,11 +221,10 @@ class Scene:
         done, tagged, renewed, failed = made
         query = """
             select e.execution_id, e.public_state::text as state, e.progress_pct, e.lease_id, e.failure_reason,
-                   e.cancellation_reason, a.result_payload, t.value as tag, k.idempotency_key as key
+                   e.cancellation_reason, e.result_payload, t.value as tag, k.key
               from execution e
-              left join attempt a using (partition_key, execution_id)
               left join execution_tag t using (partition_key, execution_id)
-              left join idempotency k using (partition_key, execution_id)
+              left join idempotency_key k on k.subject_id = e.execution_id and k.operation = 'submit'
              where e.execution_id = any($1::uuid[])"""
         rows = {
             str(row["execution_id"]): row for row in await self._connection.fetch(query, [one[-36:] for one in made])

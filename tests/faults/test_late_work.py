@@ -6,17 +6,18 @@ from typing import Any
 import asyncpg
 import pytest
 
-from flowfabric.engine.core.watermark import QueueWatermarks, TimerWatermark
+from flowfabric.engine.core.watermark import TimerWatermark, WalkWatermarks
 from flowfabric.engine.engine import Engine
 from flowfabric.model.errors import TransportError
 from flowfabric.model.grants import Granted, NoWork
 from flowfabric.model.outcomes import ClaimedExecution, RetryScheduled
+from flowfabric.reconcile.due import read_due
 from flowfabric.reconcile.loop import Reconciler
 from flowfabric.settings import Settings
 
 from .proxy import Action, Proxy, Side, Strike
 
-SLOW = QueueWatermarks.CHEAP_SECONDS + 0.2
+SLOW = WalkWatermarks.FREE_SECONDS + 0.2
 """How long an answer takes to arrive: a walk that took so long would be too expensive to repeat at once."""
 LANE = "default"
 Take = Callable[[Engine], Awaitable[object]]
@@ -54,6 +55,12 @@ async def grant(engine: Engine) -> Granted | NoWork:
     return await engine.claim_for_worker(
         lane_id=LANE, worker_id="w", worker_instance_id="w-1", worker_capabilities=(), grant_ttl_ms=5_000
     )
+
+
+def watermarks(engine: Engine) -> WalkWatermarks:
+    """The watermarks of the one kind of claim that an engine has made."""
+    (of_claims,) = engine.wakeups.watermarks._by_route.values()
+    return of_claims
 
 
 def delay_the_next_answer(proxy: Proxy) -> None:
@@ -100,9 +107,8 @@ async def test_a_walk_that_was_slow_on_the_server_is_not_repeated_at_once(
             create function ff_now() returns bigint language sql as $$ select ff_time() from pg_sleep({SLOW}) $$"""
     )
     other = await engines()
-    assert other.wakeups.watermarks.may_walk_whole
     await take(other)
-    assert not other.wakeups.watermarks.may_walk_whole
+    assert not watermarks(other).may_walk_whole
 
 
 async def test_after_a_gap_in_the_hints_the_queues_are_walked_whole(
@@ -114,11 +120,11 @@ async def test_after_a_gap_in_the_hints_the_queues_are_walked_whole(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # Long enough that the marks do not end by themselves meanwhile.
-    monkeypatch.setattr(QueueWatermarks, "LONGEST_SECONDS", 600.0)
+    monkeypatch.setattr(WalkWatermarks, "LONGEST_SECONDS", 600.0)
     execution_id = await given.created(policy=AGAIN_AT_ONCE)
     await listening.wakeups.hints.listen()
     (claimed,) = await claim(listening)
-    marks = listening.wakeups.watermarks
+    marks = watermarks(listening)
     # As behind a long transaction, where the marks last longest.
     marks.walked_whole(60)
     proxy.refuses = True
@@ -139,14 +145,14 @@ async def test_a_look_whose_answer_arrived_late_does_not_put_off_the_next_whole_
     seconds = 1000.0
     polling._lifecycle.store.due_watermark._clock = lambda: seconds
     await given.created()
-    await polling.retention.read_due()
+    await read_due(polling.store, [])
     delay_the_next_answer(proxy)
-    await polling.retention.read_due()
+    await read_due(polling.store, [])
     assert proxy.struck
     await clock.advance(seconds=-60)
     (claimed,) = await claim(engine)
     await clock.advance(seconds=60)
-    assert await polling.lease_expiry.mark_expired() == 0
+    assert await polling.lease_expiry.sweep() == 0
     seconds += 10
     await Reconciler(polling).catch_up()
     assert (await rows.execution(claimed.execution_id))["ownership_state"] == "lease_expired_reclaimable"
@@ -160,7 +166,7 @@ async def test_a_whole_look_that_the_server_gave_up_is_not_repeated_at_once(
         due = engine._lifecycle.store.due_watermark
         seconds = 1000.0
         due._clock = lambda: seconds
-        await engine.retention.read_due()
+        await read_due(engine.store, [])
         seconds += TimerWatermark.LONGEST_SECONDS
         assert due.look() == 0
         await connection.execute(
@@ -168,7 +174,7 @@ async def test_a_whole_look_that_the_server_gave_up_is_not_repeated_at_once(
                create function ff_now() returns bigint language sql as $$ select ff_time() from pg_sleep(60) $$"""
         )
         with pytest.raises(TransportError, match="statement timeout"):
-            await engine.retention.read_due()
+            await read_due(engine.store, [])
         assert due.look() == due.since > 0
         seconds += TimerWatermark.LONGEST_SECONDS
         assert due.look() == 0

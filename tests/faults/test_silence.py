@@ -108,7 +108,7 @@ async def test_a_silent_listener_is_replaced(
 ) -> None:
     """Nothing is lost by the kernel's word: the proxy keeps the sockets open."""
     monkeypatch.setattr(Hints, "PROOF_SECONDS", 0.1)
-    hints = Hints(database)
+    hints, sender = Hints(database), Hints(database)
     heard: list[list[str]] = []
     hints.hear("work", heard.append)
     try:
@@ -118,10 +118,11 @@ async def test_a_silent_listener_is_replaced(
         await eventually(lambda: not hints.is_listening)
         await eventually(lambda: hints.is_listening)
         heard.clear()
-        hints.send("work", "after")
+        sender.send("work", "after")
         await eventually(lambda: ["after"] in heard)
     finally:
         await hints.close()
+        await sender.close()
 
 
 async def test_a_deaf_listener_does_not_count_as_listening(

@@ -5,10 +5,7 @@ The rows are counted by the server while real operations run, on the plans they 
 
 import asyncio
 import contextlib
-import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections import Counter
 from typing import Any
 from uuid import uuid4
 
@@ -16,21 +13,18 @@ import asyncpg
 import pytest
 
 from creates import new
-from flowfabric.db.database import Database, Transaction
-from flowfabric.db.session import session_settings
-from flowfabric.db.statements import Statement, Statements
-from flowfabric.engine.core import consequence
-from flowfabric.engine.core.watermark import QueueWatermarks
 from flowfabric.engine.engine import Engine
-from flowfabric.engine.wait import deliver, resume
+from flowfabric.engine.lease.expire import CLAIM_LIMIT, SWEEP_LIMIT
 from flowfabric.model.conditions import Single
 from flowfabric.model.errors import EngineError
 from flowfabric.model.grants import Granted
 from flowfabric.model.ids import SuspensionId, WaitpointId
-from flowfabric.model.outcomes import Created
+from flowfabric.model.outcomes import Created, Renewed
 from flowfabric.model.suspension import Fresh, SuspendArgs, SuspensionReason
+from flowfabric.reconcile.due import SAMPLE, read_due
+from house.touched import VACUUM, Touched, touched
 
-ENGINE = Path(__file__).parents[2] / "src" / "flowfabric" / "engine"
+__all__ = ["touched"]
 
 BACKLOG = 10_000
 DELAYED = 5_000
@@ -39,54 +33,6 @@ ENDED = 1_000
 ROUTED = {"routing_requirements": {"required_capabilities": ["gpu"]}}
 HOUR = 3_600_000
 DAY = 86_400_000
-VACUUM = "vacuum (index_cleanup on)"
-"""Removes the index entries of rows that have left an index: a scan counts them until a later one has marked them dead,
-which a transaction of any database of the server prevents while it is open."""
-
-# Rows a table's scans gave, and entries its indexes' scans gave, in this transaction so far.
-_TOUCHED = """
-select coalesce(sum(pg_stat_get_xact_tuples_returned(r.oid)), 0)::int
-  from (select c.oid from pg_class c where c.oid = $1::text::regclass
-        union all select i.indexrelid from pg_index i where i.indrelid = $1::text::regclass) r(oid)
-"""
-_SCANNED = "select pg_stat_get_xact_numscans($1::text::regclass)::int"
-
-
-@dataclass
-class Touched:
-    """Rows of the execution table that each statement has touched, and how often it was scanned whole."""
-
-    rows: dict[str, int] = field(default_factory=dict)
-    scans: dict[str, int] = field(default_factory=dict)
-
-    def __getitem__(self, name: str) -> int:
-        assert self.scans[name] == 0, f"{name} scanned the table of executions"
-        return self.rows[name]
-
-
-@pytest.fixture
-def touched(monkeypatch: pytest.MonkeyPatch) -> Touched:
-    """Count while operations run: each statement in a transaction of its own asks the server what it did."""
-    seen = Touched()
-
-    async def count(connection: Any, statement: Statement, arguments: list[object]) -> Any:
-        before = await connection.fetchval(_TOUCHED, "execution"), await connection.fetchval(_SCANNED, "execution")
-        found = await connection.fetch(statement.sql, *arguments)
-        after = await connection.fetchval(_TOUCHED, "execution"), await connection.fetchval(_SCANNED, "execution")
-        seen.rows[statement.name] = max(seen.rows.get(statement.name, 0), after[0] - before[0])
-        seen.scans[statement.name] = seen.scans.get(statement.name, 0) + after[1] - before[1]
-        return found
-
-    async def fetch(database: Database, statement: Statement, values: Mapping[str, object], **_: object) -> Any:
-        async with database.acquire() as connection, connection.transaction():
-            return await count(connection, statement, statement.arguments(values))
-
-    async def fetch_within(transaction: Transaction, statement: Statement, **values: object) -> Any:
-        return await count(transaction.connection, statement, statement.arguments(values))
-
-    monkeypatch.setattr(Database, "fetch", fetch)
-    monkeypatch.setattr(Transaction, "fetch", fetch_within)
-    return seen
 
 
 async def claim(engine: Engine, limit: int, **overrides: Any) -> list[Any]:
@@ -104,12 +50,13 @@ async def full(
     connection: asyncpg.Connection,
 ) -> Engine:
     """An engine on tables that hold ended, leased, delayed and waiting executions, of one lane and of others."""
-    for _ in range(ENDED // 1000):
-        await engine.create_many([new() for _ in range(1000)])
-        await engine.complete_many([(run.handle, b"1") for run in await claim(engine, 1000)])
+    await engine.create_many([new() for _ in range(ENDED)])
+    for _ in range(ENDED // 100):
+        await engine.complete_many([(run.handle, b"1") for run in await claim(engine, 100)])
     for _ in range(LEASED // 1000):
         await engine.create_many([new(execution_deadline_at=await clock.now() + DAY) for _ in range(1000)])
-        await claim(engine, 1000, lease_ttl_ms=4 * HOUR)
+        for _ in range(10):
+            await claim(engine, 100, lease_ttl_ms=4 * HOUR)
     later = await clock.now() + HOUR
     for nth in range(DELAYED // 1000):
         await engine.create_many([new(delay_until=later + (nth * 1000 + n) * 1000) for n in range(1000)])
@@ -123,60 +70,71 @@ async def full(
 
 async def test_operations_on_few_executions_touch_few_rows(full: Engine, touched: Touched) -> None:
     await full.create_many([new() for _ in range(10)])
-    assert touched["insert_alike"] <= 20
+    assert touched["insert_alike"] == 0
     await full.create_many([new(idempotency_key=f"key{n}") for n in range(10)])
     assert touched["insert_executions"] <= 20
     runs = await claim(full, 10)
-    assert touched["claim_best"] <= 40
-    assert len(await claim(full, 10, lanes=("default", "lane0", "lane1", "lane2", "lane3"))) == 10
-    # The head of each lane, and of each as many as its share may come to, are read before the best of all are taken.
-    assert touched["claim_best"] <= 5 * (1 + 5) + 40
+    assert touched["claim_by_route"] <= 2 * 10 + 8
     await full.renew_many([run.handle for run in runs])
-    assert touched["renew_leases"] <= 40
+    # Each execution, and their claim.
+    assert touched["renew_leases"] <= 11
     await full.progress(runs[0].handle, percent=50)
-    assert touched["set_progress"] <= 10
+    assert touched["set_progress"] <= 5
     await full.complete_many([(run.handle, b"1") for run in runs[:5]])
-    assert touched["complete_held"] <= 40
+    assert touched["complete_leases"] <= 5
     await full.fail(runs[5].handle, reason="no luck")
     await full.cancel_execution(execution_id=runs[6].execution_id, reason="not wanted")
-    assert touched["release_executions"] <= 40
+    assert touched["end_leases"] <= 5
     await full.read_execution_info(runs[0].execution_id)
     assert touched["read_info"] <= 5
 
 
-async def test_a_claim_over_many_queues_reads_about_what_it_takes(
-    full: Engine, touched: Touched, connection: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
+async def test_ends_of_what_has_timers_entries_and_lists_touch_few_rows(
+    full: Engine, touched: Touched, clock: Any
 ) -> None:
-    # The marks lead past what the claims before have taken, however slow the machine is.
-    monkeypatch.setattr(QueueWatermarks, "LIFE_SECONDS", 600.0)
-    for lane_id, are_marked in (("marked", True), ("unmarked", False)):
-        for nth in range(0, 4000, 1000):
-            kinds = (f"kind{n % 200}" for n in range(nth, nth + 1000))
-            await full.create_many([new(lane_id=lane_id, execution_kind=kind) for kind in kinds])
+    soon = await clock.now() + HOUR
+    retry = {"retry_policy": {"max_retries": 3, "backoff": {"type": "fixed", "delay_ms": 1000}}}
+    timed = {**retry, "timeout_policy": {"attempt_timeout_ms": HOUR}}
+    await full.create_many([new(policy=timed, execution_deadline_at=soon, priority=9) for _ in range(60)])
+    runs = await claim(full, 60)
+    assert touched["claim_by_route"] <= 2 * 60 + 8
+    touched.clear()
+    await full.complete_many([(run.handle, b"1") for run in runs[:20]])
+    # The execution and its two timers.
+    assert touched["complete_leases"] <= 3 * 20
+    await asyncio.gather(*(full.fail(run.handle, reason="no luck") for run in runs[20:40]))
+    await asyncio.gather(*(full.hand_back(run.handle) for run in runs[40:]))
+    assert touched["end_leases"] <= 4 * 20
+    touched.clear()
+    # What waits, is listed and has a timer, each alone.
+    for run in runs[20:60:8]:
+        await full.cancel_execution(execution_id=run.execution_id, reason="not wanted")
+    assert touched["end_leases"] <= 10
 
-        async def begin(*, are_marked: bool = are_marked) -> None:
-            """Count anew. Without marks the queues are walked from their heads, where a vacuum has tidied up."""
-            touched.rows.clear()
-            if not are_marked:
-                full.wakeups.watermarks.clear()
-                await connection.execute(VACUUM)
 
-        for limit in (10, 100, 500):
-            await begin()
-            assert len(await claim(full, limit, lanes=(lane_id,))) == limit
-            # The head of each queue, a sample of the best, and what is taken: read, locked, and found again.
-            assert touched["claim_best"] <= 200 + 3 * limit + 200 + 4 * limit
-        await begin()
-        named = [f"kind{n}" for n in range(20)]
-        assert len(await claim(full, 100, lanes=(lane_id,), kinds=named)) == 100
-        assert touched["claim_best"] <= 20 + 3 * 100 + 20 + 4 * 100
-        await begin()
-        assert len(await claim(full, 10, lanes=(lane_id,), kinds=named[:1])) == 10
-        assert touched["claim_best"] <= 40
-        await begin()
-        planner: dict[str, Any] = {"lane_id": lane_id, "worker_id": "w", "worker_instance_id": "w-1"}
-        assert isinstance(await full.claim_for_worker(**planner), Granted)
-        assert touched["lock_best"] <= 200 + 10
+@pytest.mark.parametrize("claims", [1, 100, 1000])
+async def test_renewing_a_thousand_leases_touches_each_a_few_times(
+    full: Engine, touched: Touched, claims: int, connection: asyncpg.Connection
+) -> None:
+    await full.create_many([new(lane_id="renewed") for _ in range(1000)])
+    runs: list[Any] = []
+    for _ in range(claims):
+        runs += await claim(full, 1000 // claims, lanes=("renewed",), lease_ttl_ms=4 * HOUR)
+    for _ in range(2):
+        touched.clear()
+        answers = await full.renew_many([run.handle for run in runs])
+        assert all(isinstance(answer, Renewed) for answer in answers)
+        # Each execution is read, and held where it gets another claim; each claim is held once.
+        assert touched.of("renew_leases", "execution") <= 2 * 1000
+        assert touched.of("renew_leases", "claim") <= 2 * claims
+    # From then on they share one.
+    assert (
+        await connection.fetchval(
+            "select count(distinct claim_no) from execution where lane_no = $1",
+            await connection.fetchval("select lane_no from lane where lane_id = 'renewed'"),
+        )
+        == 1
+    )
 
 
 async def test_an_explanation_counts_what_is_ahead_no_further_than_it_tells(full: Engine, touched: Touched) -> None:
@@ -200,9 +158,9 @@ async def test_an_explanation_counts_what_is_ahead_no_further_than_it_tells(full
 async def test_grants_and_named_claims_touch_few_rows(full: Engine, touched: Touched) -> None:
     planner: dict[str, Any] = {"lane_id": "default", "worker_id": "w", "worker_instance_id": "w-1"}
     assert len(await full.scan_eligible_executions(lane_id="default", limit=10)) == 10
-    assert touched["list_eligible"] <= 25
+    assert touched["list_eligible"] <= 20
     granted = [await full.claim_for_worker(**planner) for _ in range(5)]
-    assert touched["lock_best"] <= 20
+    assert touched["lock_best_of_routes"] <= 5 + 8 + 1
     assert touched["read_with_grant"] <= 5
     assert touched["insert_grant"] <= 5
     assert isinstance(granted[0], Granted)
@@ -243,120 +201,57 @@ def signal(wait: Any) -> dict[str, Any]:
     }
 
 
-WAITS = ("suspension", "waitpoint", "signal", "suspend_key", "signal_key")
-WALKS = {"list_candidates", "list_suspended", "list_impossible"}
-"""Statements that walk these tables, for a list or to look for what cannot be."""
-
-_SCAN = re.compile(rf"Scan using (\w+) on ({'|'.join(WAITS)})\b")
-
-
-async def planned(connection: asyncpg.Connection, statement: Statement) -> list[str]:
-    """The plan of a statement, line by line."""
-    nothing = f"({', '.join(['null'] * len(statement.parameters))})" if statement.parameters else ""
-    await connection.execute(f"prepare {statement.name} as {statement.sql}")
-    return [row[0].strip() for row in await connection.fetch(f"explain execute {statement.name}{nothing}")]
-
-
-async def walks(connection: asyncpg.Connection, statement: Statement) -> list[str]:
-    """The scans of tables of waits, in the plan of a statement, that do not look for what is given."""
-    wrong = []
-    plan = await planned(connection, statement)
-    for at, line in enumerate(plan):
-        found = _SCAN.search(line)
-        condition = next((each for each in plan[at + 1 : at + 3] if each.startswith("Index Cond")), None)
-        is_of_existence = found is not None and plan[at - 1].startswith(("InitPlan", "One-Time Filter"))
-        if found is None or is_of_existence:
-            continue
-        if condition is None or condition.count(" = ") + condition.count(" <= ") < 1:
-            wrong.append(f"{statement.name}: {line}")
-        elif re.fullmatch(r"Index Cond: \(partition_key = [^)]*\)", condition):
-            wrong.append(f"{statement.name}: {line} {condition}")
-    return wrong
-
-
-async def test_a_plan_made_while_nothing_waits_finds_waits_by_their_keys(url: str) -> None:
-    # An index that fits beside the primary key looks as good on an empty table, and the plan lives on.
-    connection = await asyncpg.connect(url, server_settings=session_settings("flowfabric"))
-    wrong = []
-    try:
-        for statement in (each for path in sorted(ENGINE.rglob("*.sql")) for each in Statements(path)):
-            if statement.name in WALKS or not any(re.search(rf"\b{table}\b", statement.sql) for table in WAITS):
-                continue
-            wrong += await walks(connection, statement)
-    finally:
-        await connection.close()
-    assert wrong == []
-
-
-async def test_an_update_of_waits_begins_with_what_is_given_where_the_tables_are_known_to_be_empty(url: str) -> None:
-    # There, a walk over all of an index with what is given as the inner side of the join looks as good.
-    connection = await asyncpg.connect(url, server_settings=session_settings("flowfabric"))
-    try:
-        await connection.execute("vacuum analyze")
-        for statement in (deliver.SQL.insert_deliveries, resume.SQL.resume_held, consequence.SQL.release_executions):
-            assert await walks(connection, statement) == []
-    finally:
-        await connection.close()
-
-
-LISTS = {"list_newest", "list_oldest", "list_pairs", "list_orphans"}
-"""Statements that walk the inputs, for a list or to look for what cannot be."""
-_INPUT_SCAN = re.compile(r"(Scan using \w+|Seq Scan|Heap Scan) on execution_input\b")
-_INPUT_KEY = ("namespace_no", "lane_no", "created_at", "partition_key", "execution_id")
-
-
-@pytest.mark.parametrize("known", ["nothing", "that the tables are empty"])
-async def test_a_plan_made_while_there_is_no_work_finds_inputs_by_their_whole_key(url: str, known: str) -> None:
-    connection = await asyncpg.connect(url, server_settings=session_settings("flowfabric"))
-    wrong, looked_at = [], 0
-    try:
-        if known != "nothing":
-            await connection.execute("vacuum analyze")
-        for statement in (each for path in sorted(ENGINE.rglob("*.sql")) for each in Statements(path)):
-            if statement.name in LISTS or not re.search(r"\bff_input\b|\bexecution_input\b", statement.sql):
-                continue
-            plan = await planned(connection, statement)
-            for at, line in enumerate(plan):
-                # A call that the planner has not put the body of in its place.
-                assert "Function Scan on ff_input" not in line, statement.name
-                if _INPUT_SCAN.search(line):
-                    looked_at += 1
-                    condition = next((each for each in plan[at + 1 : at + 3] if each.startswith("Index Cond")), "")
-                    if not all(re.search(rf"\b{column} = ", condition) for column in _INPUT_KEY):
-                        wrong.append(f"{statement.name}: {line} {condition}")
-    finally:
-        await connection.close()
-    assert wrong == []
-    assert looked_at > 15
-
-
 async def test_sweeps_touch_what_is_due_and_of_that_a_batch(
     full: Engine, touched: Touched, clock: Any, connection: asyncpg.Connection
 ) -> None:
-    due = await full.retention.read_due()
-    assert (due.expired_leases, due.elapsed_delays, due.expiries) == (0, 0, 0)
+    due = await read_due(full.store, ())
+    assert (due.expired_claims, due.elapsed_delays, due.expiries) == (0, 0, 0)
     assert touched["read_due"] <= 10
     await clock.stop()
     first = await connection.fetchval("select min(delay_until) from execution")
     await clock.advance(ms=first + 10_000 - await clock.now())
-    assert await full.lease_expiry.mark_expired() == 0
-    assert touched["mark_expired_leases"] <= 100
+    assert await full.lease_expiry.sweep() == ENDED // 100
+    # The claims whose leases have all ended, and where each of those stands.
+    assert touched["take_spent_claims"] <= ENDED // 100 + ENDED
     assert await full.timeouts.expire_due() == 0
-    assert touched["lock_expired"] <= 100
+    assert touched["lock_expired"] <= 10
     assert await full.delays.promote_due() == 11
-    assert touched["promote_delayed"] <= 200
+    assert touched["promote_delayed"] <= 11 * 4
     await clock.advance(ms=DAY + HOUR)
-    assert await full.delays.promote_due() == 1000
-    assert touched["promote_delayed"] <= 4_000
+    touched.clear()
+    assert await full.delays.promote_due() == SWEEP_LIMIT
+    assert touched["promote_delayed"] <= 4 * SWEEP_LIMIT
     while await full.delays.promote_due():
         pass
-    await connection.execute(f"{VACUUM} execution")
-    assert await full.lease_expiry.mark_expired() == 1000
-    assert touched["mark_expired_leases"] <= 4_000
-    assert await full.timeouts.expire_due() == 1000
-    assert touched["lock_expired"] <= 4_000
+    await connection.execute(VACUUM)
+    touched.clear()
+    assert await full.lease_expiry.sweep() == LEASED
+    assert LEASED // 100 < CLAIM_LIMIT
+    assert touched["take_spent_claims"] <= LEASED // 100 + LEASED
+    # Each execution, held and found again, and its claim where its lease seems to have expired.
+    assert touched["end_leases"] <= 4 * LEASED
+    assert await full.timeouts.expire_due() == SWEEP_LIMIT
+    assert touched["lock_expired"] <= 4 * SWEEP_LIMIT
+    touched.clear()
     assert await full.retention.trim(limit=100) == 100
-    assert touched["take_retained"] <= 4 * 100
+    # Each execution is read and held, and deleted with its rows of other tables, of which it has none.
+    assert touched["take_retained"] <= 1 + 4 * 100
+
+
+async def test_a_look_at_what_is_due_costs_the_same_however_many_timers_run(
+    full: Engine, touched: Touched, clock: Any, connection: asyncpg.Connection
+) -> None:
+    await connection.execute(
+        """insert into timer (partition_key, execution_id, kind, due_at)
+           select 0, gen_random_uuid(), k.kind, ff_now() + 60000 + n
+             from unnest(enum_range(null::timer_kind)) as k(kind) cross join generate_series(1, 25000) n"""
+    )
+    assert (await read_due(full.store, ())).elapsed_delays == 0
+    assert touched["read_due"] <= 20
+    await clock.advance(ms=120_000)
+    assert (await read_due(full.store, ())).elapsed_delays == SAMPLE
+    # A sample of each kind, and the next of each.
+    assert touched.of("read_due", "timer") <= 4 * SAMPLE + 4
 
 
 async def test_a_page_of_a_list_touches_few_rows_whatever_is_asked_for(full: Engine, touched: Touched) -> None:
@@ -364,27 +259,27 @@ async def test_a_page_of_a_list_touches_few_rows_whatever_is_asked_for(full: Eng
     page = 5 * 1000 + 200
     for order in ("newest", "oldest"):
         for plenty in ({}, {"namespace": "tests"}, {"lane_id": "lane1"}, {"execution_kind": "job"}):
-            touched.rows.clear()
+            touched.clear()
             found = await full.list_executions(order=order, limit=20, **plenty)  # type: ignore[arg-type]
             assert len(found.executions) == 20
-            assert touched[f"list_{order}"] <= page
+            assert touched.of(f"list_{order}", "execution") <= page
             assert "list_candidates" not in touched.rows
         for rare in (
             {"public_state": "failed"},
             {"public_state": ["cancelled", "expired"]},
             {"public_state": "rate_limited"},
         ):
-            touched.rows.clear()
+            touched.clear()
             assert (await full.list_executions(order=order, **rare)).executions == []
             assert f"list_{order}" not in touched.rows
             assert touched["list_candidates"] <= 10
         # What is tagged is found by its tags, without a walk.
-        touched.rows.clear()
+        touched.clear()
         assert (await full.list_executions(order=order, tag=("a.b", "c"))).executions == []
         assert touched["list_candidates"] <= 10
         assert f"list_{order}" not in touched.rows
         # A narrow index leads to the ended executions, which are few, past all the others.
-        touched.rows.clear()
+        touched.clear()
         found = await full.list_executions(order=order, public_state="completed", limit=20)
         assert len(found.executions) == 20
-        assert touched.rows.get("list_candidates", 0) <= 2 * ENDED + 10
+        assert touched.rows.get("list_candidates", Counter())["execution"] <= 2 * ENDED + 10

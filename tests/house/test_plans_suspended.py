@@ -14,10 +14,12 @@ from flowfabric.engine.engine import Engine
 from flowfabric.model.conditions import all_of_waitpoints
 from flowfabric.model.execution import NewExecution
 from flowfabric.model.ids import SuspensionId, WaitpointId
+from flowfabric.model.states import TimeoutBehavior
 from flowfabric.model.suspension import Fresh, SuspendArgs, SuspensionReason, UsePending
 from flowfabric.model.waits import Suspended
 
 WAITING = 500
+WAITED = 40
 KEYS = ("a", "b")
 WEEK = 604_800_000
 
@@ -26,11 +28,13 @@ _TOUCHED = """
 select coalesce(sum(pg_stat_get_xact_tuples_returned(r.oid)), 0)::int
   from (select c.oid from pg_class c
          where c.relnamespace = 'flowfabric'::regnamespace
-           and c.relname in ('suspension', 'waitpoint', 'signal', 'suspend_key', 'execution', 'attempt')
+           and c.relname in ('suspension', 'waitpoint', 'signal', 'idempotency_key', 'execution', 'attempt', 'timer',
+                             'ready', 'listed')
         union all
         select i.indexrelid from pg_index i join pg_class c on c.oid = i.indrelid
          where c.relnamespace = 'flowfabric'::regnamespace
-           and c.relname in ('suspension', 'waitpoint', 'signal', 'suspend_key', 'execution', 'attempt')) r(oid)
+           and c.relname in ('suspension', 'waitpoint', 'signal', 'idempotency_key', 'execution', 'attempt', 'timer',
+                             'ready', 'listed')) r(oid)
 """
 
 
@@ -94,11 +98,13 @@ async def waits(engine: Engine, count: int) -> list[Suspended]:
     return outcomes
 
 
-async def signal(engine: Engine, outcome: Suspended) -> None:
+async def signal(engine: Engine, outcome: Suspended, *, is_last: bool = False) -> None:
+    details = outcome.details
+    point = details.additional_waitpoints[-1] if is_last else details
     await engine.deliver_signal(
         execution_id=outcome.handle.execution_id,
-        waitpoint_id=outcome.details.waitpoint_id,
-        waitpoint_token=outcome.details.waitpoint_token,
+        waitpoint_id=point.waitpoint_id,
+        waitpoint_token=point.waitpoint_token,
         signal_name="one",
     )
 
@@ -132,7 +138,7 @@ async def test_one_wait_touches_its_own_rows_alone(full: Engine, touched: dict[s
         full.cancel_execution(execution_id=two.handle.execution_id, reason="not wanted"),
     ):
         await operation
-    few = {name: touched[name] for name in touched if name not in ("claim_best", "insert_alike")}
+    few = {name: touched[name] for name in touched if name not in ("claim_by_route", "insert_alike")}
     assert {"lock_executions", "lock_free_executions", "read_runs", "insert_suspensions"} <= set(few)
     assert {"set_activated", "list_buffered", "read_reasons"} <= set(few)
     assert {name: count for name, count in few.items() if count > 40} == {}
@@ -146,6 +152,56 @@ async def test_a_hundred_that_suspend_together_touch_their_own_rows(full: Engine
     touched.clear()
     await asyncio.gather(*(full.suspend(handle, on_all()) for handle in handles))
     assert {name: count for name, count in touched.items() if count > 10 * 100} == {}
+
+
+async def test_a_hundred_that_are_resumed_together_touch_their_own_rows(
+    full: Engine, touched: dict[str, int], clock: Any
+) -> None:
+    outcomes = await waits(full, 100)
+    touched.clear()
+    await asyncio.gather(*(signal(full, each, is_last=True) for each in outcomes))
+    assert "resume_held" in touched
+    assert {name: count for name, count in touched.items() if count > 20 * 100} == {}
+
+
+@pytest.mark.parametrize("behavior", TimeoutBehavior)
+async def test_a_hundred_timeouts_touch_their_own_rows(
+    full: Engine, touched: dict[str, int], clock: Any, behavior: TimeoutBehavior
+) -> None:
+    due_at = await clock.now() + 1
+    asked = [on_all(timeout_at=due_at, timeout_behavior=behavior) for _ in range(100)]
+    handles = await claimed(full, 100)
+    await asyncio.gather(*(full.suspend(handle, args) for handle, args in zip(handles, asked, strict=True)))
+    await clock.advance(ms=1)
+    touched.clear()
+    assert await full.suspension_timeouts.expire_due() == 100
+    assert touched["lock_timed_out"] <= 4 * 100
+    assert {name: count for name, count in touched.items() if count > 20 * 100} == {}
+
+
+async def test_the_waits_that_an_execution_has_behind_it_cost_the_next_nothing(
+    engine: Engine, touched: dict[str, int], clock: Any
+) -> None:
+    async def cost() -> dict[str, int]:
+        (run,) = await engine.claim_many(lanes=("default",), worker_id="w", worker_instance_id="w-1", limit=1)
+        touched.clear()
+        outcome = await engine.suspend(run.handle, on_all(idempotency_key=None))
+        assert isinstance(outcome, Suspended)
+        await signal(engine, outcome)
+        await engine.observe_signals(run.handle)
+        await engine.resume_execution(execution_id=run.execution_id)
+        # Every waitpoint counts for how many signals the execution may take.
+        return {name: count for name, count in touched.items() if name != "read_deliveries"}
+
+    (handle,) = await claimed(engine, 1)
+    await engine.suspend(handle, on_all())
+    await engine.resume_execution(execution_id=handle.execution_id)
+    first = await cost()
+    for _ in range(WAITED):
+        await cost()
+    later = await cost()
+    # Half of them: versions that were not cleaned up yet are touched too.
+    assert {name: (first[name], count) for name, count in later.items() if count > first[name] + WAITED // 2} == {}
 
 
 async def test_a_page_of_waits_touches_little_more_than_itself(

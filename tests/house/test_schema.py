@@ -6,6 +6,7 @@ import asyncpg
 import pytest
 
 from flowfabric.db.dump import SCHEMA_FILE, dump_migrations
+from flowfabric.model.events import EventKind
 from flowfabric.model.states import (
     AttemptLifecycle,
     AttemptState,
@@ -32,7 +33,13 @@ ENUMS: dict[str, type[StrEnum]] = {
     "attempt_type": AttemptType,
     "lane_state": LaneState,
     "waitpoint_state": WaitpointState,
+    "event_kind": EventKind,
 }
+ONLY_IN_SQL = {
+    "timer_kind": ["delay", "attempt_timeout", "deadline", "suspension_timeout"],
+    "keyed_operation": ["submit", "suspend", "signal"],
+}
+"""Enumerations that Python never reads: statements write and compare their words."""
 
 
 @pytest.fixture
@@ -45,7 +52,8 @@ async def words(connection: asyncpg.Connection) -> dict[str, list[str]]:
 
 
 async def test_every_enumeration_is_known_on_both_sides(words: dict[str, list[str]]) -> None:
-    assert set(words) == set(ENUMS)
+    assert set(words) == set(ENUMS) | set(ONLY_IN_SQL)
+    assert {name: words[name] for name in ONLY_IN_SQL} == ONLY_IN_SQL
 
 
 @pytest.mark.parametrize("name", sorted(ENUMS))
@@ -59,3 +67,96 @@ async def test_the_dump_is_what_the_migrations_lead_to(empty_url: str) -> None:
     assert await dump_migrations(empty_url) == SCHEMA_FILE.read_text(encoding="utf-8"), (
         "run python -m flowfabric.db.dump"
     )
+
+
+SMALL = {
+    "configuration",
+    "namespace",
+    "lane",
+    "capability_set",
+    "kind",
+    "worker_identity",
+    "route",
+    "queue",
+    "signing_key",
+    "schema_migration",
+}
+"""Global tables that every process caches or seldom reads; each distributed node would hold a copy."""
+WITHOUT_KEY = {
+    "ready": ["ready_queue", "ready_route"],
+    "retained": ["retained_due"],
+    "event": ["event_feed", "event_rare_execution", "event_rare_feed"],
+}
+"""Tables that are only walked in the order of an index; their rows name their partition."""
+
+_OURS = """
+select c.relname as on_table, n.conname as name, n.contype::text as type
+  from pg_constraint n join pg_class c on c.oid = n.conrelid
+ where c.relnamespace = 'flowfabric'::regnamespace and not c.relispartition and c.relname not like 'test_%'
+"""
+_INDEXES = """
+select t.relname as on_table, i.relname as name, x.indisprimary as is_primary, x.indisunique as is_unique,
+       array(select a.attname::text from unnest(x.indkey) with ordinality k(attnum, nth)
+              left join pg_attribute a on a.attrelid = t.oid and a.attnum = k.attnum order by k.nth) as columns,
+       pg_get_expr(x.indpred, x.indrelid) as predicate
+  from pg_index x join pg_class i on i.oid = x.indexrelid join pg_class t on t.oid = x.indrelid
+ where t.relnamespace = 'flowfabric'::regnamespace and not t.relispartition and t.relname not like 'test_%'
+"""
+_COLUMNS = """
+select c.relname, array_agg(a.attname::text)
+  from pg_class c join pg_attribute a on a.attrelid = c.oid and a.attnum > 0 and not a.attisdropped
+ where c.relnamespace = 'flowfabric'::regnamespace and c.relkind in ('r', 'p') and not c.relispartition
+   and c.relname not like 'test_%'
+ group by 1
+"""
+
+
+async def test_every_constraint_has_a_name_of_ours(connection: asyncpg.Connection) -> None:
+    wrong = []
+    for on_table, name, kind in await connection.fetch(_OURS):
+        match kind:
+            case "p":
+                is_ours = name == f"{on_table}_pkey"
+            case "n":
+                # Postgres 18 names what is not null.
+                is_ours = True
+            case _:
+                # What Postgres makes up ends like this, or is the table's name and the columns'.
+                is_ours = name.startswith(on_table) and not name.endswith(("_check", "_key", "_fkey", "_excl"))
+                is_ours = is_ours and not name[-1].isdigit()
+        if not is_ours:
+            wrong.append(f"{on_table}: {name}")
+    assert wrong == []
+
+
+async def test_every_key_begins_with_the_partition(connection: asyncpg.Connection) -> None:
+    keys = [row for row in await connection.fetch(_INDEXES) if row["is_unique"] and row["on_table"] not in SMALL]
+    wrong = [row["name"] for row in keys if row["columns"][0] != "partition_key" and row["on_table"] not in WITHOUT_KEY]
+    assert wrong == []
+    # `place` draws from one sequence, so no partition can break the one unique index that does not name it.
+    assert [row["name"] for row in keys if row["on_table"] in WITHOUT_KEY] == ["ready_queue"]
+
+
+async def test_every_row_that_is_not_of_a_small_table_names_its_partition(connection: asyncpg.Connection) -> None:
+    columns = dict(await connection.fetch(_COLUMNS))
+    assert set(columns) >= SMALL | set(WITHOUT_KEY)
+    assert [table for table in columns if table not in SMALL and "partition_key" not in columns[table]] == []
+    assert [table for table in SMALL if "partition_key" in columns[table]] == []
+
+
+async def test_a_table_without_a_key_is_only_walked(connection: asyncpg.Connection) -> None:
+    indexes = await connection.fetch(_INDEXES)
+    found = {table: sorted(row["name"] for row in indexes if row["on_table"] == table) for table in WITHOUT_KEY}
+    assert found == WITHOUT_KEY
+    with_key = {row["on_table"] for row in indexes if row["is_primary"]}
+    assert set(dict(await connection.fetch(_COLUMNS))) - with_key == set(WITHOUT_KEY)
+
+
+NEVER_CHANGED = {"partition_key", "execution_id", "namespace_no", "lane_no", "created_at"}
+
+
+async def test_no_index_of_executions_names_a_column_that_changes(connection: asyncpg.Connection) -> None:
+    # One that did would make every claim and every end write to all indexes of the table.
+    indexes = [row for row in await connection.fetch(_INDEXES) if row["on_table"] == "execution"]
+    assert {column for row in indexes for column in row["columns"]} == NEVER_CHANGED
+    assert [row["name"] for row in indexes if row["predicate"] is not None] == []

@@ -13,16 +13,14 @@ from flowfabric.db.statements import Statement, Statements
 from flowfabric.engine.core.transition import (
     CLAIM_PARAMETERS,
     ESCALATED,
-    LEASE_EXPIRED_PARAMETERS,
     PROMOTED,
-    RELEASES,
     completion_parameters,
 )
-from flowfabric.model.events import CompletionOutcome, EventKind, WorkerEvent
-from flowfabric.model.states import AttemptState, BlockingReason, EligibilityState, LifecyclePhase, OwnershipState
+from flowfabric.model.events import EventKind, WorkerEvent
+from flowfabric.model.states import AttemptState, BlockingReason, EligibilityState, LifecyclePhase
 
 ENGINE = Path(__file__).parents[2] / "src" / "flowfabric" / "engine"
-FILES = sorted(ENGINE.rglob("*.sql"))
+FILES = sorted([*ENGINE.rglob("*.sql"), *(ENGINE.parent / "reconcile").glob("*.sql")])
 ALL = {statement.name: statement for path in FILES for statement in Statements(path)}
 
 VECTOR = (
@@ -36,19 +34,16 @@ VECTOR = (
 
 CREATES = {"insert_executions", "insert_alike"}
 MOVES = {
-    "claim_best",
+    "claim_by_route",
+    "claim_by_queue",
     "lease_held",
-    "complete_held",
-    "mark_expired_leases",
+    "complete_leases",
+    "end_leases",
     "promote_delayed",
-    "release_executions",
     "resume_held",
     "escalate_held",
 }
 """The only statements that write the state of an execution."""
-
-CONSTANT = {("release_executions", "ownership_state"): "'unowned'"}
-"""Where every move of a statement leads to the same word, the statement says it."""
 
 _UPDATE = re.compile(r"\bupdate execution\b(?: as)?(?: \w+)?\s+set\s(.*?)\s(?:from|where|returning)\s", re.DOTALL)
 _INSERT = re.compile(r"\binsert into execution\b(?: as \w+)?\s*\((.*?)\)", re.DOTALL)
@@ -78,7 +73,8 @@ def split(clause: str) -> list[str]:
 @pytest.fixture(scope="module")
 def python() -> str:
     """The text of every module of the engine."""
-    return "\n".join(path.read_text(encoding="utf-8") for path in ENGINE.rglob("*.py"))
+    folders = (ENGINE, ENGINE.parent / "reconcile")
+    return "\n".join(path.read_text(encoding="utf-8") for folder in folders for path in folder.rglob("*.py"))
 
 
 def test_names_are_given_once() -> None:
@@ -108,8 +104,30 @@ async def test_every_statement_fits_the_schema(url: str) -> None:
     assert refused == []
 
 
+def test_every_fragment_is_included() -> None:
+    unused = [f"{path.name}: {name}" for path in FILES for name in unused_fragments(Statements(path))]
+    assert unused == []
+
+
+def unused_fragments(statements: Statements) -> list[str]:
+    return [name for name in statements.fragments if name not in statements.included]
+
+
+def test_a_fragment_that_nobody_includes_would_be_found(tmp_path: Path) -> None:
+    path = tmp_path / "family.sql"
+    path.write_text("-- fragment: a\nselect 1\n\n-- fragment: b\nselect 2\n\n-- name: find_it\n-- include: a\n;\n")
+    assert unused_fragments(Statements(path)) == ["b"]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_every_fragment_says_what_it_is(path: Path) -> None:
+    heads = re.findall(r"^-- fragment: (\w+)\n(.*)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+    assert len(heads) == len(Statements(path).fragments)
+    assert [name for name, line in heads if not re.fullmatch(r"-- [A-Z].*", line)] == []
+
+
 def test_every_statement_is_used(python: str) -> None:
-    assert [name for name in ALL if not re.search(rf"\bSQL\.{name}\b", python)] == []
+    assert [name for name in ALL if not re.search(rf"SQL\.{name}\b", python)] == []
 
 
 def test_creations_write_words_the_enumerations_know() -> None:
@@ -132,25 +150,18 @@ def test_few_statements_write_the_state_of_an_execution() -> None:
 @pytest.mark.parametrize("name", sorted(MOVES))
 def test_a_move_takes_its_target_from_the_table_of_moves(name: str) -> None:
     for column, expression in assignments(ALL[name]):
-        if (name, column) in CONSTANT:
-            assert expression == CONSTANT[name, column]
-        else:
-            # A word may stand in a condition, never as what is written.
-            assert not re.match(r"'", expression), (column, expression)
-            assert not re.search(r"\b(then|else)\s+'", expression), (column, expression)
-
-
-def test_the_words_that_moves_have_in_common_are_those_of_the_table() -> None:
-    assert {ending.target.ownership for ending in RELEASES.values()} == {OwnershipState.UNOWNED}
+        # A word may stand in a condition, never as what is written.
+        assert not re.match(r"'", expression), (column, expression)
+        assert not re.search(r"\b(then|else)\s+'", expression), (column, expression)
 
 
 @pytest.mark.parametrize(
     ("name", "parameters"),
     [
-        ("claim_best", CLAIM_PARAMETERS),
+        ("claim_by_route", CLAIM_PARAMETERS),
+        ("claim_by_queue", CLAIM_PARAMETERS),
         ("lease_held", CLAIM_PARAMETERS),
-        ("complete_held", completion_parameters()),
-        ("mark_expired_leases", LEASE_EXPIRED_PARAMETERS),
+        ("complete_leases", completion_parameters()),
         ("promote_delayed", PROMOTED),
         ("escalate_held", ESCALATED),
     ],
@@ -162,7 +173,7 @@ def test_a_statement_takes_the_whole_target_of_its_move(name: str, parameters: d
     assert len(list(assignments(ALL[name]))) == len(given)
 
 
-WAITS = {"complete_held"}
+WAITS = {"complete_leases", "renew_leases"}
 """Statements that find each row by its key and may wait for it: the clock is read after the wait."""
 
 
@@ -172,24 +183,22 @@ def test_the_clock_is_read_once_a_statement_unless_it_waits_for_rows() -> None:
     assert {name for name, statement in ALL.items() if bare.search(statement.sql)} == WAITS
 
 
-NO_LEASE = 0
-"""The kind of an event that tells of an ending alone, where no lease was held."""
 KINDS = {
-    "claim_best": {EventKind.ACQUIRED, EventKind.RECLAIMED},
+    "claim_by_route": {EventKind.ACQUIRED, EventKind.RECLAIMED},
+    "claim_by_queue": {EventKind.ACQUIRED, EventKind.RECLAIMED},
     "lease_held": {EventKind.ACQUIRED, EventKind.RECLAIMED},
     "renew_leases": {EventKind.RENEWED},
-    "complete_held": {EventKind.RELEASED},
-    "release_executions": {EventKind.RELEASED, NO_LEASE},
-    "mark_expired_leases": {EventKind.EXPIRED},
+    "complete_leases": {EventKind.RELEASED},
+    "end_leases": {EventKind.RELEASED, EventKind.ENDED, EventKind.EXPIRED},
 }
-"""What the hot statements tell."""
+"""The events that the hot statements write."""
 
 _EVENT = re.compile(r"\binsert into (event|worker_event) \(([^)]*)\)\s+select\s(.*?)\s+from\s", re.DOTALL)
 
 
 def written(statement: Statement, table: str, column: str) -> Iterator[str]:
     """What a statement writes to a column of an event table."""
-    for found in _EVENT.finditer(statement.sql):
+    for found in _EVENT.finditer(statement.sql.replace("(select now from clock)", "now")):
         if found[1] == table:
             named = dict(zip((name.strip() for name in split(found[2])), split(found[3]), strict=True))
             if column in named:
@@ -197,20 +206,32 @@ def written(statement: Statement, table: str, column: str) -> Iterator[str]:
                 yield re.sub(r"\bcase\b.*?\bthen\b|\bwhen\b.*?\bthen\b", " ", named[column], flags=re.DOTALL)
 
 
-def numbers(statement: Statement, column: str) -> set[int]:
-    """The numbers a statement itself writes to a column of the events."""
-    return {
-        int(number) for text in written(statement, "event", column) for number in re.findall(r"(?<![$\w])\d+\b", text)
-    }
+def words(statement: Statement, column: str) -> set[str]:
+    """The words a statement itself writes to a column of the events."""
+    return {word for text in written(statement, "event", column) for word in re.findall(r"'(\w+)'", text)}
 
 
 def test_the_events_of_statements_are_of_known_kinds() -> None:
-    assert {name: numbers(ALL[name], "kind") for name in KINDS} == KINDS
+    assert {name: words(ALL[name], "kind") for name in KINDS} == KINDS
     for name, statement in ALL.items():
-        assert numbers(statement, "kind") <= {*EventKind, NO_LEASE}, name
-        assert numbers(statement, "outcome") <= set(CompletionOutcome), name
+        assert words(statement, "kind") <= set(EventKind), name
 
 
 def test_the_events_of_workers_are_of_known_kinds() -> None:
     told = [text for statement in ALL.values() for text in written(statement, "worker_event", "kind")]
     assert {word for text in told for word in re.findall(r"'(\w+)'", text)} == set(WorkerEvent)
+
+
+INDEXED = {"partition_key", "execution_id", "namespace_no", "lane_no", "created_at"}
+"""The columns of `execution` that indexes name."""
+
+
+def test_no_statement_changes_an_indexed_column_of_executions() -> None:
+    changed = {
+        (name, column.split("=")[0].strip())
+        for name, statement in ALL.items()
+        for found in _UPDATE.finditer(statement.sql)
+        for column in split(found[1])
+    }
+    assert {column for _, column in changed} >= {"lifecycle_phase", "claim_no", "last_transition_at"}
+    assert [each for each in changed if each[1] in INDEXED] == []

@@ -4,28 +4,24 @@ from flowfabric.model.events import (
     AcquireReason,
     CompletionOutcome,
     EventKind,
-    OperatorEvent,
     ReleaseReason,
     WorkerEvent,
 )
 from flowfabric.model.states import TerminalOutcome
 
 
-def test_lease_events_have_their_stored_numbers_and_words() -> None:
-    assert {kind.literal: kind.value for kind in EventKind} == {
-        "acquired": 1,
-        "renewed": 2,
-        "released": 3,
-        "expired": 4,
-        "revoked": 5,
-        "reclaimed": 6,
-        "replay_initiated": 7,
-    }
-
-
-def test_operator_events_have_numbers_that_no_lease_event_has() -> None:
-    assert {event.literal: event.value for event in OperatorEvent} == {"resumed": 32}
-    assert {*OperatorEvent} & {*EventKind} == set()
+def test_events_are_stored_and_shown_by_these_words() -> None:
+    assert [str(kind) for kind in EventKind] == [
+        "ended",
+        "acquired",
+        "renewed",
+        "released",
+        "expired",
+        "revoked",
+        "reclaimed",
+        "replay_initiated",
+        "operator_resumed",
+    ]
 
 
 def test_completion_outcomes_have_their_stored_numbers_and_words() -> None:

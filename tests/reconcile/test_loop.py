@@ -1,7 +1,7 @@
 """The loop: on time, cheap when idle, shared by processes, and hard to stop by accident."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -11,6 +11,8 @@ import pytest
 from flowfabric.engine.engine import Engine
 from flowfabric.model.errors import TransportError
 from flowfabric.model.states import PublicState
+from flowfabric.reconcile import loop
+from flowfabric.reconcile.due import read_due
 from flowfabric.reconcile.loop import Reconciler
 from flowfabric.reconcile.sweeps import SWEEPS, Sweep
 
@@ -120,7 +122,7 @@ async def test_two_loops_do_everything_once(engines: Any, given: Any, clock: Any
     await Reconciler(engine).catch_up()
     counted = {name: processed(name) for name in ("lease_expiry", "delayed_promoter", "expiry")}
     assert counted == {"lease_expiry": 20, "delayed_promoter": 20, "expiry": 20}
-    assert len(await rows.of("event", kind=4)) == len(lost)
+    assert len(await rows.of("event", kind="expired")) == len(lost)
     assert len([event for event in await rows.of("event") if event["outcome"] is not None]) == len(timed_out)
     assert len(await rows.of("worker_event", kind="ttl_swept")) == 1
     assert len(await rows.of("execution", public_state="waiting")) == len(delayed)
@@ -197,7 +199,6 @@ async def test_a_loop_that_breaks_starts_again(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, eventually: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(Reconciler, "RESTART_SECONDS", 0.05)
-    read_due: Callable[..., Awaitable[Any]] = engine.retention.read_due
     calls = 0
 
     async def break_at_first(*arguments: Any, **named: Any) -> Any:
@@ -207,7 +208,7 @@ async def test_a_loop_that_breaks_starts_again(
             raise RuntimeError("broken")
         return await read_due(*arguments, **named)
 
-    monkeypatch.setattr(engine.retention, "read_due", break_at_first)
+    monkeypatch.setattr(loop, "read_due", break_at_first)
     async with Reconciler(engine) as reconciler:
         await eventually(lambda: reconciler.stats["event_partitions"].cycles == 1)
     assert "starts again" in caplog.text

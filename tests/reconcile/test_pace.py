@@ -8,8 +8,8 @@ import pytest
 
 from flowfabric.db.database import Database
 from flowfabric.engine.engine import Engine
-from flowfabric.engine.execution.retention import AHEAD_MS
 from flowfabric.reconcile import loop
+from flowfabric.reconcile.due import AHEAD_MS, read_due
 from flowfabric.reconcile.loop import Reconciler
 from flowfabric.reconcile.sweeps import Sweep
 
@@ -148,17 +148,17 @@ async def test_a_gentle_sweep_rests_after_a_full_batch_for_as_long_as_it_took(
 
 
 @pytest.fixture
-def looks(engine: Engine, hand: HandClock, monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
+def looks(hand: HandClock, monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
     """How many looks there were, each of which takes a tenth of a second."""
-    read_due, count = engine.retention.read_due, 0
+    count = 0
 
-    async def slow() -> Any:
+    async def slow(*arguments: Any) -> Any:
         nonlocal count
         count += 1
         hand.now += 0.1
-        return await read_due()
+        return await read_due(*arguments)
 
-    monkeypatch.setattr(engine.retention, "read_due", slow)
+    monkeypatch.setattr(loop, "read_due", slow)
     return lambda: count
 
 

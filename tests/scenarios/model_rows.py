@@ -7,7 +7,7 @@ from typing import Any
 import asyncpg
 
 from flowfabric.model.errors import EngineError
-from flowfabric.model.events import CompletionOutcome, EventKind
+from flowfabric.model.events import CompletionOutcome
 
 from .model import Answer, Model
 from .model_values import Execution, Refusal
@@ -28,7 +28,7 @@ select execution_id::text as id, concat_ws('/', lifecycle_phase, ownership_state
        started_at, completed_at, last_transition_at as transition_at, last_mutation_at as mutation_at,
        case when lifecycle_phase = 'terminal' then coalesce(cancellation_reason, failure_reason) end as reason,
        cancelled_by, progress_pct as progress
-  from execution
+  from execution_detail
 """
 _ATTEMPTS = """
 select execution_id::text as id, attempt_type, attempt_state, started_at, ended_at, failure_reason, failure_category,
@@ -181,10 +181,10 @@ async def observe(connection: asyncpg.Connection) -> Seen:
 
 def _told(event: Any) -> str:
     outcome = "" if event["outcome"] is None else f">{CompletionOutcome(event['outcome']).literal}"
-    if event["kind"] == 0:
+    if event["kind"] == "ended":
         return f"ended{outcome} in {event['lease_epoch']}"
     reason = "" if event["reason"] is None else f" {event['reason']}"
-    return f"{EventKind(event['kind']).literal}{reason}{outcome} in {event['lease_epoch']}"
+    return f"{event['kind']}{reason}{outcome} in {event['lease_epoch']}"
 
 
 def differences(rows: Seen, expected: Seen) -> list[str]:

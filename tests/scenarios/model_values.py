@@ -1,10 +1,20 @@
 """What the model is made of: executions, their attempts, leases and grants, and what a policy asks for."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 DAY_MS = 86_400_000
 GRANT_MEMORY_MS = 600_000
 LOST = ("lease_expired_reclaimable", "lease_revoked")
+
+# What a step chooses from.
+LANES = ("north", "south")
+LANE_SETS = (("north",), ("south",), LANES)
+WORKERS = ("ann", "bob", "cyd")
+OFFERS = ((), ("gpu",))
+KINDS = (None, None, ("job",), ("other", "job"))
+TTLS = (1_000, 30_000)
+CLASSES = ("transient", "transient", "timeout", "infra_crash", "permanent", "cancelled")
 
 
 class Refusal(Exception):
@@ -154,3 +164,18 @@ class Execution:
     def tell(self, event: str) -> None:
         """Write an event, with the epoch it belongs to."""
         self.events.append(f"{event} in {self.epoch}")
+
+
+POLICIES = (
+    None,
+    Policy(),
+    Policy(max_retries=2, delay_ms=1000, timeout_ms=20_000),
+    Policy(max_retries=9, delay_ms=0),
+    Policy(max_retries=1, categories=("timeout", "transient"), timeout_ms=40_000, max_reclaims=1),
+    Policy(max_retries=3, max_reclaims=0),
+)
+
+
+def identity(worker: str) -> dict[str, Any]:
+    """The arguments that name a worker."""
+    return {"worker_id": worker, "worker_instance_id": worker}

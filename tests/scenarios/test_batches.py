@@ -30,12 +30,15 @@ RETRIED = {"retry_policy": {"backoff": {"type": "fixed", "delay_ms": 1000}}}
 
 
 async def claimed(engine: Engine, count: int, **overrides: Any) -> list[Handle]:
-    """The handles of so many new executions, claimed in one go."""
+    """The handles of so many new executions, claimed in one go, but for the one at 50, which has a claim of its own."""
     await engine.create_many([new(**overrides) for _ in range(count)])
     name = "worker-1"
-    found = await engine.claim_many(lanes=("default",), worker_id=name, worker_instance_id=name, limit=count)
+    found: list[Handle] = []
+    for limit in (50, 1, count) if count > 50 else (count,):
+        claims = await engine.claim_many(lanes=("default",), worker_id=name, worker_instance_id=name, limit=limit)
+        found += [one.handle for one in claims]
     assert len(found) == count
-    return [one.handle for one in found]
+    return found
 
 
 def altered(handle: Handle, **changes: Any) -> Handle:
@@ -117,9 +120,10 @@ def code(answer: object) -> str | None:
 
 @asynccontextmanager
 async def held(connection: asyncpg.Connection, execution_id: str) -> AsyncIterator[None]:
-    """Keep the row of an execution locked."""
+    """Keep the row of an execution locked, and its claim, which is all that a renewal may write."""
     async with connection.transaction():
         await connection.execute("select from execution where execution_id = $1 for update", execution_id[-36:])
+        await connection.execute("select from claim where $1 = any(execution_ids) for update", execution_id[-36:])
         yield
 
 
@@ -141,7 +145,7 @@ async def test_a_key_locked_for_too_long_is_refused_alone(
     items = [new(idempotency_key=f"k{at}" if at % 2 else None) for at in range(GOOD)]
     items.insert(50, new(idempotency_key="k", execution_id=own_id))
     async with connection.transaction():
-        await connection.execute("select from idempotency where idempotency_key = 'k' for update")
+        await connection.execute("select from idempotency_key where key = 'k' for update")
         answers = await create(engine, items)
     refusal = answers.pop(50)
     assert code(refusal) == "retry_exhausted"
@@ -167,7 +171,7 @@ async def test_a_duplicate_among_creates(engine: Engine, create: Batched, rows: 
 
 async def check_created(rows: Any, items: Sequence[NewExecution], answers: Sequence[Any]) -> None:
     """Each created execution is the one its caller described."""
-    stored = {str(row["execution_id"]): row["input_payload"] for row in await rows.of("execution_input")}
+    stored = {str(row["execution_id"]): row["input_payload"] for row in await rows.of("execution")}
     for item, answer in zip(items, answers, strict=True):
         if isinstance(answer, Created):
             assert stored[answer.execution_id[-36:]] == item.input_payload
@@ -214,15 +218,15 @@ async def test_a_poisoned_create(engine: Engine, create: Batched, rows: Any) -> 
 async def test_a_create_the_store_chokes_on(
     engine: Engine, create: Batched, rows: Any, connection: asyncpg.Connection
 ) -> None:
-    await connection.execute("alter table execution_input add check (execution_kind <> 'poison')")
+    await connection.execute("alter table execution add check (creator_identity <> 'poison')")
     items = [new(input_payload=b"%d" % at) for at in range(GOOD)]
-    items[50:50] = [new(execution_kind="poison", idempotency_key="k", tags={"a.b": "c"})]
+    items[50:50] = [new(creator_identity="poison", idempotency_key="k", tags={"a.b": "c"})]
     answers = await create(engine, items)
     assert [at for at, answer in enumerate(answers) if not isinstance(answer, Created)] == [50]
     assert code(answers[50]) == "other"
     await check_created(rows, items, answers)
     assert len(await rows.of("execution")) == GOOD
-    assert await rows.of("idempotency") == await rows.of("execution_tag") == []
+    assert await rows.of("idempotency_key") == await rows.of("execution_tag") == []
 
 
 @pytest.mark.usefixtures("patient_with_locks")
@@ -241,7 +245,7 @@ async def test_one_held_key_does_not_hold_the_other_callers(engine: Engine, conn
     (taken,) = await engine.create_many([new(idempotency_key="k")])
     items = [*(new() for _ in range(GOOD)), new(idempotency_key="k")]
     async with connection.transaction():
-        await connection.execute("select from idempotency for update")
+        await connection.execute("select from idempotency_key for update")
         tasks = [asyncio.create_task(create_each(engine, [item])) for item in items]
         async with asyncio.timeout(30):
             answers = await asyncio.gather(*tasks[:GOOD])
@@ -312,9 +316,9 @@ async def check_done(engine: Engine, rows: Any, handles: Sequence[Handle], opera
 
 
 CHOKES = {
-    "renew": "alter table event add check (kind <> 2 or execution_id <> '{id}')",
-    "complete": "alter table attempt add check (execution_id <> '{id}')",
-    "fail": "alter table attempt add check (execution_id <> '{id}')",
+    "renew": "alter table event add check (kind <> 'renewed' or execution_id <> '{id}')",
+    "complete": "alter table execution add check (result_payload is null or execution_id <> '{id}')",
+    "fail": "alter table execution add check (failure_reason is null or execution_id <> '{id}')",
 }
 
 

@@ -56,7 +56,7 @@ def kinds(answers: list[Any]) -> list[str]:
 
 async def leases(rows: Any, execution_id: str) -> int:
     """How often an execution was leased."""
-    return sum(event["kind"] in (1, 6) for event in await rows.events(execution_id))
+    return sum(event["kind"] in ("acquired", "reclaimed") for event in await rows.events(execution_id))
 
 
 async def test_of_two_claims_with_one_grant_one_wins(rivals: Rivals, rows: Any) -> None:
@@ -292,7 +292,9 @@ async def test_a_lapsing_lease_is_renewed_or_granted_to_another(rivals: Rivals, 
         leased[handle.execution_id[-36:]] = 1 + isinstance(granted, Granted)
         await ended(one, handle.execution_id)
     check_both_won(won)
-    assert leased == Counter(str(event["execution_id"]) for event in await rows.of("event") if event["kind"] in (1, 6))
+    assert leased == Counter(
+        str(event["execution_id"]) for event in await rows.of("event") if event["kind"] in ("acquired", "reclaimed")
+    )
     assert await rows.of("claim_grant") == []
 
 

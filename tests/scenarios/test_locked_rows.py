@@ -80,6 +80,8 @@ async def test_a_refusal_over_a_locked_row_names_its_execution_and_says_what_to_
     handle = await given.claimed()
     async with connection.transaction():
         await connection.execute("select from execution where execution_id = $1 for update", handle.execution_id[-36:])
+        # All that a renewal writes.
+        await connection.execute("select from claim for update")
         async with rows.unchanged():
             with pytest.raises(ContentionError) as refusal:
                 await CALLS[operation](engine, handle)

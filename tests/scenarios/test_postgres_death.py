@@ -171,7 +171,9 @@ async def kept(url: str) -> tuple[dict[str, str], dict[str, bytes], Counter[str]
     connection = await asyncpg.connect(url, server_settings={"search_path": "flowfabric"})
     try:
         states = "select '{fp:' || partition_key || '}:' || execution_id as id, public_state as state from execution"
-        results = "select '{fp:' || partition_key || '}:' || execution_id as id, result_payload as result from attempt"
+        results = (
+            "select '{fp:' || partition_key || '}:' || execution_id as id, result_payload as result from execution"
+        )
         endings = "select '{fp:' || partition_key || '}:' || execution_id as id from event where outcome is not null"
         return (
             {row["id"]: row["state"] for row in await connection.fetch(states)},

@@ -375,7 +375,7 @@ async def schema(strict: str) -> AsyncIterator[str]:
         ),
         (
             (GRANTS.format("limited"), "revoke usage on all sequences in schema limited from app"),
-            " (database flowfabric) lacks USAGE on sequences execution_sequence: as the owner run `",
+            " (database flowfabric) lacks USAGE on sequences claim_sequence, execution_sequence: as the owner run `",
         ),
     ],
     ids=["nothing", "schema", "reading", "no sequences"],

@@ -143,7 +143,7 @@ async def test_an_answer_lost_after_the_commit_is_created_once(
         if key := more.get("idempotency_key"):
             again = await engine.create_execution(**NEW, **more)
             assert again == Duplicate(execution_id=made.execution_id)
-            assert len(await rows.of("idempotency", idempotency_key=key)) == 1
+            assert len(await rows.of("idempotency_key", key=key)) == 1
 
 
 async def test_a_task_with_a_delay_is_submitted_once_though_an_answer_is_lost(url: str, rows: Any) -> None:

@@ -18,7 +18,7 @@ from flowfabric.settings import Settings
 
 MORE = """
 alter table execution add column region text;
-alter table execution_input add column region text not null default 'here';
+alter table ready add column region text not null default 'here';
 alter table attempt add column region text;
 alter table event add column region text;
 create table region (region text primary key);

@@ -206,7 +206,7 @@ async def test_a_renewal_that_hangs_is_given_up_and_tried_again(
     await start_worker({"job": wait}, lease_ttl_ms=LONG_TTL_MS)
     await eventually(lambda: contexts)
     async with connection.transaction():
-        await connection.execute("select from execution where execution_id = $1 for update", run[-36:])
+        await connection.execute("select from claim for update")
         await eventually(lambda: contexts[0].consecutive_renewal_failures == 1)
         assert contexts[0].is_lease_healthy()
     await eventually(lambda: contexts[0].consecutive_renewal_failures == 0)

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from flowfabric.engine.core.wakeups import Work
 from flowfabric.engine.engine import Engine
 from flowfabric.model.states import TerminalOutcome
 from flowfabric.worker.worker import Worker
@@ -16,7 +17,7 @@ async def test_work_that_comes_during_a_look_is_not_missed(engine: Engine) -> No
     wakeups = engine.wakeups
     await wakeups.hints.listen()
     wakes = wakeups.wakes(LANES)
-    wakeups.work("default", {})
+    wakeups.work([Work("default", 1, 1, 0)])
     assert await asyncio.wait_for(wakeups.wait_for_work(LANES, 60, since=wakes), 30)
 
 
@@ -25,7 +26,7 @@ async def test_work_of_other_lanes_wakes_nobody(engine: Engine, eventually: Any)
     await wakeups.hints.listen()
     await eventually(lambda: wakeups.hints.is_listening)
     wakes = wakeups.wakes(LANES)
-    wakeups.work("other", {})
+    wakeups.work([Work("other", 1, 1, 0)])
     assert not await wakeups.wait_for_work(LANES, 0.1, since=wakes)
 
 

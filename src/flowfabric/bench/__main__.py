@@ -10,8 +10,27 @@ from rich.console import Console
 
 from flowfabric.bench.plot import draw
 from flowfabric.bench.report import show
+from flowfabric.bench.run import SUBJECTS
 from flowfabric.bench.server import serve
-from flowfabric.bench.suite import FULL, LONG_SOAK, OURS, QUICK, SHORT_SOAK, Plan, Results, measure_all, measure_soak
+from flowfabric.bench.suite import (
+    FULL,
+    LONG_SOAK,
+    OURS,
+    QUICK,
+    SHORT_SOAK,
+    SOAK,
+    Plan,
+    Results,
+    measure_all,
+    measure_soak,
+    measure_without,
+)
+from flowfabric.bench.without import TABLE
+
+ALL = "all"
+SINGLE = tuple(subject for subject in SUBJECTS if subject != SOAK)
+LONGEST_S = 6 * 3600
+"""How long a run may take whose rounds or subjects were chosen."""
 
 
 def main() -> None:
@@ -23,22 +42,35 @@ def main() -> None:
     parser.add_argument("--url", help="a Postgres server to use instead of an embedded one")
     parser.add_argument("--output", type=Path, default=Path("bench"), help="where results.json and results.png go")
     parser.add_argument("--beside", type=Path, help="another checkout of this project, to compare with in one run")
-    parser.add_argument("--only", nargs="+", choices=OURS, default=(), help="with --beside: only these subjects")
+    parser.add_argument(
+        "--only", nargs="+", choices=[each for each in SUBJECTS if each != SOAK], default=(), help="only these subjects"
+    )
+    parser.add_argument(
+        "--without",
+        nargs="+",
+        choices=[*TABLE, ALL],
+        metavar="NAME",
+        help=f"measure what an optimisation is worth, instead: {', '.join(TABLE)}, or {ALL}",
+    )
     parser.add_argument("--rounds", type=int, help="how often each subject is measured")
     options = parser.parse_args()
     if options.soak and options.beside:
         parser.error("--beside does not go with --soak")
-    if options.only and not options.beside:
-        parser.error("--only goes with --beside")
+    if options.beside and (others := set(options.only) - set(OURS)):
+        parser.error(f"--beside measures subjects of ours only, not {', '.join(sorted(others))}")
+    if options.without and (options.soak or options.beside or options.only):
+        parser.error("--without goes with neither --soak nor --beside nor --only")
     plan = QUICK if options.quick else FULL
-    if options.rounds is not None:
-        plan = replace(plan, rounds=options.rounds, seconds=FULL.seconds)
+    if options.rounds is not None or options.only or options.beside or options.without:
+        plan = replace(plan, rounds=options.rounds or plan.rounds, seconds=LONGEST_S)
     if options.soak:
         results = asyncio.run(soak(options.url, SHORT_SOAK if options.quick else LONG_SOAK))
     else:
-        results = asyncio.run(measure(options.url, plan, options.beside, options.only))
+        without = [*TABLE] if options.without and ALL in options.without else options.without or ()
+        results = asyncio.run(measure(options.url, plan, options.beside, options.only, without))
     if not options.quick:
-        name = "soak" if options.soak else "beside" if options.beside else "results"
+        kinds = {"soak": options.soak, "without": options.without, "beside": options.beside, "only": options.only}
+        name = next((kind for kind, is_chosen in kinds.items() if is_chosen), "results")
         write(results, options.output / f"{name}.json")
         if name == "results":
             draw(results, options.output / "results.png")
@@ -60,7 +92,9 @@ async def soak(url: str | None, plan: Plan) -> Results:
         return await measure_soak(server, plan)
 
 
-async def measure(url: str | None, plan: Plan, beside: Path | None = None, only: Sequence[str] = ()) -> Results:
+async def measure(
+    url: str | None, plan: Plan, beside: Path | None, only: Sequence[str], without: Sequence[str]
+) -> Results:
     """The results of a whole run, its progress told on stderr."""
     console = Console(stderr=True)
     with console.status("starting Postgres") as status:
@@ -71,6 +105,8 @@ async def measure(url: str | None, plan: Plan, beside: Path | None = None, only:
                 console.print(text, highlight=False)
 
         async with serve(url) as server:
+            if without:
+                return await measure_without(server, plan, list(dict.fromkeys(without)), tell=tell)
             return await measure_all(server, plan, tell=tell, beside=beside, only=only)
 
 

@@ -7,13 +7,8 @@ from typing import Any
 
 from pydantic import SecretStr
 
+from flowfabric.bench.api import Engine, EngineError, ExecutionPolicy, NewExecution, Settings, statements_beside
 from flowfabric.bench.subject import CONNECTIONS, PAYLOADS, spread
-from flowfabric.db.statements import statements_beside
-from flowfabric.engine.engine import Engine
-from flowfabric.model.errors import EngineError
-from flowfabric.model.execution import NewExecution
-from flowfabric.model.policy import ExecutionPolicy
-from flowfabric.settings import Settings
 
 SQL = statements_beside(__file__)
 
@@ -25,23 +20,28 @@ SCHEMA = "flowfabric"
 _numbers = count()
 
 
-@asynccontextmanager
-async def engine_on(url: str, **overrides: Any) -> AsyncIterator[Engine]:
-    """An engine on this database, which it prepares, with the default settings but for these."""
-    settings = Settings(
+def settings_on(url: str, **overrides: Any) -> Settings:
+    """The default settings but for these, for this database, which is prepared on connecting."""
+    return Settings(
         database_url=url,
         schema_name=SCHEMA,
         migrate_on_start=True,
         waitpoint_hmac_secret=SecretStr("ab" * 32),
         **overrides,
     )
-    async with Engine.connect(settings=settings) as engine:
+
+
+@asynccontextmanager
+async def engine_on(url: str, **overrides: Any) -> AsyncIterator[Engine]:
+    """An engine on this database, which it prepares, with the default settings but for these."""
+    async with Engine.connect(settings=settings_on(url, **overrides)) as engine:
         yield engine
 
 
 def noop(
     *,
     lane: str = LANE,
+    kind: str = KIND,
     payload: bytes | None = None,
     priority: int = 0,
     tags: dict[str, str] | None = None,
@@ -51,7 +51,7 @@ def noop(
     return NewExecution(
         namespace="bench",
         lane_id=lane,
-        execution_kind=KIND,
+        execution_kind=kind,
         input_payload=PAYLOADS[next(_numbers) % len(PAYLOADS)] if payload is None else payload,
         priority=priority,
         creator_identity="bench",

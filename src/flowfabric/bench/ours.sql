@@ -7,10 +7,6 @@ select not exists (select from flowfabric.execution where lifecycle_phase <> 'te
 select pid, query_start from pg_stat_activity
  where datname = :name and query_start is not null and backend_type = 'client backend';
 
--- name: read_position
--- How many bytes of log the server has written.
-select pg_wal_lsn_diff(pg_current_wal_insert_lsn(), '0/0')::bigint;
-
 -- name: read_sizes
 -- The bytes of all tables and of all their indexes.
 select sum(pg_table_size(oid))::bigint as tables, sum(pg_indexes_size(oid))::bigint as indexes
@@ -20,7 +16,3 @@ select sum(pg_table_size(oid))::bigint as tables, sum(pg_indexes_size(oid))::big
 -- name: count_retained
 -- How many ended executions are kept.
 select count(*) from flowfabric.execution where lifecycle_phase = 'terminal';
-
--- name: see_executions
--- A first read, from which on a transaction that repeats its reads holds back every dead row.
-select exists (select from flowfabric.execution);

@@ -1,16 +1,13 @@
 """FlowFabric, claiming from backlogs: what a claim of a hundred costs, whatever waits beside and behind it."""
 
-import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import count
 
+from flowfabric.bench.api import Engine, ExecutionPolicy, NewExecution, RoutingRequirements
 from flowfabric.bench.observer import observing
-from flowfabric.bench.ours import engine_on, fill, noop, noops
-from flowfabric.bench.subject import BATCH, Figure, Figures, Task, milliseconds
-from flowfabric.engine.engine import Engine
-from flowfabric.model.execution import NewExecution
-from flowfabric.model.policy import ExecutionPolicy, RoutingRequirements
+from flowfabric.bench.ours import KIND, engine_on, fill, noop, noops
+from flowfabric.bench.subject import BATCH, Figure, Figures, Task, median_ms
 
 SMALL = 20_000
 CLAIMS = 30
@@ -36,6 +33,8 @@ async def measure(task: Task) -> Figures:
             figures[f"claim_{short(large)}{suffix}"] = await claim_cost(engine, lane, CAPABILITIES)
         await grow(unmatchable_first("behind", unmatched), unmatched + 2 * CLAIMS * BATCH)
         figures[f"claim_behind_{short(unmatched)}_unmatched"] = await claim_cost(engine, "behind", ())
+        await grow(of_another_kind_first("kinds", unmatched), unmatched + 2 * CLAIMS * BATCH)
+        figures[f"claim_behind_{short(unmatched)}_of_other_kinds"] = await claim_cost(engine, "kinds", (), kinds=[KIND])
     return figures
 
 
@@ -54,6 +53,13 @@ def unmatchable_first(lane: str, unmatched: int) -> Iterator[NewExecution]:
     yield from noops(lane=lane)
 
 
+def of_another_kind_first(lane: str, others: int) -> Iterator[NewExecution]:
+    """Urgent work of another kind, then plain work."""
+    for _ in range(others):
+        yield noop(lane=lane, kind="other", priority=PRIORITIES)
+    yield from noops(lane=lane)
+
+
 def requiring(*capabilities: str) -> ExecutionPolicy | None:
     """A policy that asks for a worker with these capabilities."""
     if not capabilities:
@@ -61,7 +67,9 @@ def requiring(*capabilities: str) -> ExecutionPolicy | None:
     return ExecutionPolicy(routing_requirements=RoutingRequirements(required_capabilities=capabilities))
 
 
-async def claim_cost(engine: Engine, lane: str, capabilities: tuple[str, ...]) -> Figure:
+async def claim_cost(
+    engine: Engine, lane: str, capabilities: tuple[str, ...], *, kinds: Sequence[str] | None = None
+) -> Figure:
     """The median duration of a claim of a hundred from this lane."""
     durations = []
     for _ in range(CLAIMS):
@@ -72,12 +80,13 @@ async def claim_cost(engine: Engine, lane: str, capabilities: tuple[str, ...]) -
             worker_instance_id="bench-1",
             limit=BATCH,
             capabilities=capabilities,
+            kinds=kinds,
             lease_ttl_ms=600_000,
         )
         durations.append(time.perf_counter() - started)
         if len(claimed) != BATCH:
             raise RuntimeError(f"a claim of {BATCH} from {lane} gave {len(claimed)}")
-    return milliseconds(statistics.median(durations))
+    return median_ms(durations)
 
 
 def short(number: int) -> str:

@@ -8,11 +8,10 @@ from urllib.parse import urlsplit
 
 import asyncpg
 
+from flowfabric.bench.api import Engine, Worker
 from flowfabric.bench.ours import KIND, LANE, SQL, engine_on
 from flowfabric.bench.ours_submit import create_one
 from flowfabric.bench.subject import Figure, Figures, Task, milliseconds
-from flowfabric.engine.engine import Engine
-from flowfabric.worker.worker import Worker
 
 SUBMITS = 200
 WINDOW_S = 20

@@ -1,8 +1,8 @@
 """FlowFabric, submitting: one by one, from many callers at once, and in batches."""
 
+from flowfabric.bench.api import Engine
 from flowfabric.bench.ours import check, engine_on, noop
 from flowfabric.bench.subject import BATCH, CONNECTIONS, LARGE_PAYLOADS, PAYLOADS, Figures, Task, rate, spread
-from flowfabric.engine.engine import Engine
 
 CALLERS = 100
 LARGE_BATCH = len(PAYLOADS)

@@ -7,19 +7,26 @@ import asyncio
 import statistics
 import time
 
+from flowfabric.bench.api import (
+    Accepted,
+    Context,
+    Engine,
+    Fresh,
+    Handle,
+    PendingWaitpoint,
+    Single,
+    SuspendArgs,
+    Suspended,
+    SuspensionId,
+    SuspensionReason,
+    WaitpointId,
+    Worker,
+    uuid7,
+)
 from flowfabric.bench.observer import observing
 from flowfabric.bench.ours import KIND, LANE, engine_on, fill, noops
 from flowfabric.bench.ours_submit import create_one
 from flowfabric.bench.subject import Figure, Figures, Task, milliseconds, rate
-from flowfabric.engine.engine import Engine
-from flowfabric.model.conditions import Single
-from flowfabric.model.handle import Handle
-from flowfabric.model.ids import SuspensionId, WaitpointId, uuid7
-from flowfabric.model.signals import Accepted
-from flowfabric.model.suspension import Fresh, SuspendArgs, SuspensionReason
-from flowfabric.model.waits import PendingWaitpoint, Suspended
-from flowfabric.worker.context import Context
-from flowfabric.worker.worker import Worker
 
 WAITS = 200
 BURST = 1_000

@@ -1,17 +1,18 @@
 """FlowFabric, working: the engine's claim and finish alone, and a worker from claim to committed ending."""
 
-from flowfabric.bench.observer import observing
+from typing import Any
+
+from flowfabric.bench.api import Engine, Worker
+from flowfabric.bench.observer import Observer, observing
 from flowfabric.bench.ours import KIND, LANE, SQL, check, engine_on, fill, noops
-from flowfabric.bench.subject import BATCH, CONNECTIONS, Drain, Figures, Task, rate, spread
-from flowfabric.engine.engine import Engine
-from flowfabric.worker.worker import Worker
+from flowfabric.bench.subject import BATCH, CONNECTIONS, Drain, Figure, Figures, Task, rate, spread
 
 CONCURRENCY = 1500
 LARGE_BATCH = 500
 
 
 async def measure(task: Task) -> Figures:
-    """Work off a backlog twice, without a worker and with one."""
+    """Work off backlogs, without a worker and with one."""
     count = task.count(40_000)
     async with engine_on(task.url) as engine, observing(task.url) as observer:
         # Connections are open and statements prepared, as they are for the raw limit.
@@ -23,26 +24,34 @@ async def measure(task: Task) -> Figures:
         await fill(engine, noops(), count)
         claim_finish = await rate(count, claim_and_finish(engine, count, LARGE_BATCH))
         await fill(engine, noops(), count)
-        drain = Drain(count)
-
-        async def handle() -> None:
-            drain.start()
-
-        async with Worker(engine, lanes=[LANE], handlers={KIND: handle}, concurrency=CONCURRENCY):
-            end_to_end = await drain.rate(lambda: observer.ask(SQL.is_drained))
+        end_to_end = await work_off(engine, observer, count, concurrency=CONCURRENCY)
+        await fill(engine, noops(), count)
+        default_slots = await work_off(engine, observer, count)
     return {
         "engine_claim_finish_100": hundred,
         "engine_claim_finish": claim_finish,
         "worker_end_to_end": end_to_end,
+        "worker_default_slots": default_slots,
     }
 
 
-async def claim_and_finish(engine: Engine, count: int, batch: int) -> None:
+async def work_off(engine: Engine, observer: Observer, count: int, **options: Any) -> Figure:
+    """The rate of a worker with these options that works off a backlog."""
+    drain = Drain(count)
+
+    async def handle() -> None:
+        drain.start()
+
+    async with Worker(engine, lanes=[LANE], handlers={KIND: handle}, **options):
+        return await drain.rate(lambda: observer.ask(SQL.is_drained))
+
+
+async def claim_and_finish(engine: Engine, count: int, batch: int, *, lease_ttl_ms: int = 60_000) -> None:
     """Claim and complete a backlog, so many a call."""
 
     async def work() -> None:
         claimed = await engine.claim_many(
-            lanes=[LANE], worker_id="bench", worker_instance_id="bench-1", limit=batch, lease_ttl_ms=60_000
+            lanes=[LANE], worker_id="bench", worker_instance_id="bench-1", limit=batch, lease_ttl_ms=lease_ttl_ms
         )
         if claimed:
             check(await engine.complete_many([(each.handle, b"{}") for each in claimed]))

@@ -3,8 +3,9 @@
 from pathlib import Path
 from typing import Any
 
+from flowfabric.bench.ratios import PEERS
 from flowfabric.bench.subject import Figure
-from flowfabric.bench.suite import PEERS, Results
+from flowfabric.bench.suite import Results
 
 BAR_INCHES = 0.27
 COLOURS = {"raw limit": "#8c959f", "FlowFabric": "#0969da", "peer": "#d4a72c"}
@@ -17,7 +18,11 @@ def draw(results: Results, path: Path) -> None:
     matplotlib.use("agg")
     from matplotlib import patches, pyplot
 
-    rates = {name: figure for name, figure in results.figures.items() if figure.unit == "/s"}
+    rates = {
+        name: figure
+        for name, figure in results.figures.items()
+        if figure.unit == "/s" and not name.startswith("pinned_")
+    }
     submitted = {name: figure for name, figure in rates.items() if "submit" in name or "insert" in name}
     done = {name: figure for name, figure in rates.items() if name not in submitted}
     figure, (upper, lower) = pyplot.subplots(

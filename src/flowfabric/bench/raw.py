@@ -6,6 +6,7 @@ from typing import Any
 
 import asyncpg
 
+from flowfabric.bench.api import Statement, mint_uuid_texts, statements_beside
 from flowfabric.bench.subject import (
     BATCH,
     CONNECTIONS,
@@ -18,8 +19,6 @@ from flowfabric.bench.subject import (
     rate,
     spread,
 )
-from flowfabric.db.statements import Statement, statements_beside
-from flowfabric.model.ids import mint_uuid_texts
 
 SQL = statements_beside(__file__)
 

@@ -10,9 +10,12 @@ import os
 import sys
 from collections.abc import Coroutine
 from dataclasses import asdict
-from typing import Any
+from typing import Any, TypeVar
 
-from flowfabric.bench.subject import Figures, Measure, Task
+from flowfabric.bench.subject import Measure, Task
+from flowfabric.bench.without import TABLE, switch_off
+
+Answer = TypeVar("Answer")
 
 SUBJECTS = {
     "raw": "flowfabric.bench.raw",
@@ -26,6 +29,12 @@ SUBJECTS = {
     "dbos": "flowfabric.bench.peer_dbos",
     "idle": "flowfabric.bench.ours_idle",
     "backlog": "flowfabric.bench.ours_backlog",
+    "result": "flowfabric.bench.ours_result",
+    "cost": "flowfabric.bench.ours_cost",
+    "renew": "flowfabric.bench.ours_renew",
+    "queues": "flowfabric.bench.ours_queues",
+    "pinned": "flowfabric.bench.ours_pinned",
+    "dead_rows": "flowfabric.bench.ours_dead_rows",
     "soak": "flowfabric.bench.soak",
 }
 
@@ -36,12 +45,15 @@ def main() -> None:
     parser.add_argument("subject", choices=SUBJECTS)
     parser.add_argument("--url", required=True)
     parser.add_argument("--scale", type=float, default=1.0)
+    parser.add_argument("--without", choices=TABLE)
     options = parser.parse_args()
     with os.fdopen(os.dup(1), "w") as answer:
         # A peer that prints, prints elsewhere.
         os.dup2(2, 1)
         logging.disable(logging.ERROR)
         try:
+            if options.without is not None:
+                switch_off(options.without)
             measure: Measure = importlib.import_module(SUBJECTS[options.subject]).measure
             # What the imports left is not walked through again while a subject is measured.
             gc.collect()
@@ -54,7 +66,7 @@ def main() -> None:
     sys.stdout.flush()
 
 
-def on_loop(work: Coroutine[Any, Any, Figures]) -> Figures:
+def on_loop(work: Coroutine[Any, Any, Answer]) -> Answer:
     """Run the work on uvloop where it is installed: the same loop for every subject."""
     try:
         from uvloop import new_event_loop

@@ -3,17 +3,13 @@
 import asyncio
 import sys
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 
-import asyncpg
-
-from flowfabric.bench.observer import observing
+from flowfabric.bench.api import Engine, Worker
+from flowfabric.bench.observer import SQL as STORE
+from flowfabric.bench.observer import observing, pinned
 from flowfabric.bench.ours import KIND, LANE, SQL, check, engine_on, fill, noop, noops
 from flowfabric.bench.ours_work import CONCURRENCY, LARGE_BATCH, claim_and_finish
 from flowfabric.bench.subject import BATCH, CONNECTIONS, Figure, Figures, Task, per_second
-from flowfabric.engine.engine import Engine
-from flowfabric.worker.worker import Worker
 
 SECONDS = 600
 WINDOWS = 10
@@ -33,11 +29,11 @@ async def measure(task: Task) -> Figures:
         pinned(task.url),
     ):
         await observer.analyze()
-        (log_before,) = await observer.read(SQL.read_position)
+        (log_before,) = await observer.read(STORE.read_position)
         tables_before, indexes_before = await observer.read(SQL.read_sizes)
         load = Load(engine)
         rates = await load.run(SECONDS * task.scale)
-        (log_after,) = await observer.read(SQL.read_position)
+        (log_after,) = await observer.read(STORE.read_position)
         tables_after, indexes_after = await observer.read(SQL.read_sizes)
         (kept,) = await observer.read(SQL.count_retained)
     return {
@@ -59,18 +55,6 @@ async def retain(engine: Engine, count: int) -> None:
         size = min(step, count - done)
         await fill(engine, noops(), size)
         await claim_and_finish(engine, size, LARGE_BATCH)
-
-
-@asynccontextmanager
-async def pinned(url: str) -> AsyncIterator[None]:
-    """A transaction that is open for as long as the block runs and holds back the removal of dead rows."""
-    connection = await asyncpg.connect(url)
-    try:
-        async with connection.transaction(isolation="repeatable_read"):
-            await connection.fetchval(SQL.see_executions.sql)
-            yield
-    finally:
-        await connection.close()
 
 
 class Load:

@@ -2,8 +2,9 @@
 
 import asyncio
 import itertools
+import statistics
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,6 +50,18 @@ def per_second(count: int, seconds: float) -> Figure:
 def milliseconds(seconds: float) -> Figure:
     """A duration."""
     return Figure(value=seconds * 1000, unit="ms")
+
+
+def median_ms(durations: Iterable[float]) -> Figure:
+    """The median of durations that are given in seconds."""
+    return milliseconds(statistics.median(durations))
+
+
+async def timed(work: Awaitable[object]) -> float:
+    """The seconds that work takes."""
+    started = time.perf_counter()
+    await work
+    return time.perf_counter() - started
 
 
 async def rate(count: int, work: Awaitable[object]) -> Figure:

@@ -5,48 +5,32 @@ import json
 import os
 import platform
 import signal
-import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from flowfabric.bench.overlay import overlaid
+from flowfabric.bench.ratios import BEFORE, RATIOS, medians, ratios, ratios_of_versions
 from flowfabric.bench.run import SUBJECTS
 from flowfabric.bench.server import Server
 from flowfabric.bench.subject import Figure, Figures
+from flowfabric.bench.without import TABLE
 from flowfabric.version import __version__
 
 PATIENCE_S = 300
 SOAK = "soak"
 ONCE = frozenset({"idle", "backlog"})
 """Subjects that take medians of their own, and need no further round."""
-PEERS = ("pgqueuer", "awa", "absurd", "procrastinate", "dbos")
-OURS = ("submit", "work", "suspend", "idle", "backlog")
-BEFORE = "before:"
-"""What the figures of another checkout are named with."""
+THOROUGH = frozenset({"result", "cost", "renew", "queues", "pinned", "dead_rows"})
+"""Subjects that a quick run measures only where they are named."""
+OURS = ("submit", "work", "suspend", "idle", "backlog", "result", "cost", "renew", "queues", "pinned", "dead_rows")
 DISTRIBUTIONS = ("asyncpg", "uvloop", "pgqueuer", "awa-pg", "absurd-sdk", "procrastinate", "dbos")
-
-RATIOS = {
-    **{f"worker_end_to_end/{peer}": ("worker_end_to_end", f"{peer}_worker_end_to_end") for peer in PEERS},
-    **{f"submit_batch/{peer}": ("submit_batch", f"{peer}_submit_batch") for peer in PEERS},
-    "worker_end_to_end/pgqueuer_batch500": ("worker_end_to_end", "pgqueuer_worker_end_to_end_batch500"),
-    "worker_end_to_end/raw_claim100_complete100": ("worker_end_to_end", "raw_claim100_complete100"),
-    "engine_claim_finish/raw_claim100_complete100": ("engine_claim_finish", "raw_claim100_complete100"),
-    "engine_claim_finish_100/raw_claim100_complete100": ("engine_claim_finish_100", "raw_claim100_complete100"),
-    "submit_batch/raw_insert100": ("submit_batch", "raw_insert100"),
-    "submit_batch_100/raw_insert100": ("submit_batch_100", "raw_insert100"),
-    "submit_batch_1500b_tag/raw_insert100_1500b": ("submit_batch_1500b_tag", "raw_insert100_1500b"),
-    "signal_resume_burst/complete_burst": ("signal_resume_burst", "complete_burst"),
-    "signal_resume_burst/engine_claim_finish": ("signal_resume_burst", "engine_claim_finish"),
-    "soak_last_tenth/soak_first_tenth": ("soak_last_tenth", "soak_first_tenth"),
-    **{f"claim_{size}/claim_20k": (f"claim_{size}", "claim_20k") for size in ("1m", "100k")},
-    **{f"claim_{size}_mixed/claim_20k_mixed": (f"claim_{size}_mixed", "claim_20k_mixed") for size in ("1m", "100k")},
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,12 +40,13 @@ class Plan:
     rounds: int
     scale: float
     seconds: float
+    is_quick: bool = False
 
 
 FULL = Plan(rounds=3, scale=1.0, seconds=3_600)
-QUICK = Plan(rounds=1, scale=0.2, seconds=51)
+QUICK = Plan(rounds=1, scale=0.2, seconds=51, is_quick=True)
 LONG_SOAK = Plan(rounds=1, scale=1.0, seconds=3_600)
-SHORT_SOAK = Plan(rounds=1, scale=0.1, seconds=600)
+SHORT_SOAK = Plan(rounds=1, scale=0.1, seconds=600, is_quick=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +79,7 @@ async def measure_soak(server: Server, plan: Plan) -> Results:
     figures: Figures = {}
     errors: dict[str, str] = {}
     try:
-        figures = await measure_one(server, SOAK, scale=plan.scale, patience=plan.seconds, is_heard=True)
+        figures = await measure_one(server, Piece(subject=SOAK), scale=plan.scale, patience=plan.seconds, is_heard=True)
     except SubjectError as error:
         errors[SOAK] = str(error)
     return Results(environment=surroundings, figures=figures, ratios=ratios([figures]), errors=errors)
@@ -110,44 +95,101 @@ async def measure_all(
 ) -> Results:
     """Measure every subject in every round: what disturbs the machine for a while disturbs all of them.
 
-    Beside another checkout of this project the peers are left out, and each subject of ours is measured twice in a row:
-    as it is here, and as it is there.
+    Beside another checkout of this project the peers are left out, and each subject of ours is measured twice in a row,
+    on the package of this checkout and on that of the other.
     """
     surroundings = await environment(server, plan)
-    if beside is not None:
+    subjects = only or [
+        subject
+        for subject in (SUBJECTS if beside is None else OURS)
+        if subject != SOAK and not (plan.is_quick and subject in THOROUGH)
+    ]
+    if beside is None:
+        pieces = [Piece(subject=subject) for subject in subjects]
+        rounds, errors = await measure_rounds(server, plan, pieces, tell=tell, once=ONCE)
+        wanted: Mapping[str, tuple[str, str]] = RATIOS
+    else:
         surroundings["beside"] = checkout(beside / "src" / "flowfabric" / "version.py")
-    subjects: list[tuple[str, str, Path | None]] = []
-    for subject in only or (OURS if beside is not None else SUBJECTS):
-        if subject != SOAK:
-            subjects.append(("", subject, None))
-        if beside is not None:
-            subjects.append((BEFORE, subject, beside / "src"))
+        with overlaid(beside) as source:
+            pieces = [
+                piece
+                for subject in subjects
+                for piece in (Piece(subject=subject), Piece(subject=subject, prefix=BEFORE, source=source))
+            ]
+            rounds, errors = await measure_rounds(server, plan, pieces, tell=tell)
+        wanted = ratios_of_versions(rounds)
+    return Results(environment=surroundings, figures=medians(rounds), ratios=ratios(rounds, wanted), errors=errors)
+
+
+async def measure_without(server: Server, plan: Plan, names: Sequence[str], *, tell: Callable[[str], None]) -> Results:
+    """Measure what each of these optimisations is worth: its subject with it and without it, in the same round."""
+    surroundings = await environment(server, plan)
+    entries = {name: TABLE[name] for name in names}
+    pieces: list[Piece] = []
+    for subject in dict.fromkeys(entry.subject for entry in entries.values()):
+        pieces.append(Piece(subject=subject))
+        pieces += [
+            Piece(subject=subject, prefix=f"without_{name}:", without=name)
+            for name, entry in entries.items()
+            if entry.subject == subject
+        ]
+    rounds, errors = await measure_rounds(server, plan, pieces, tell=tell)
+    pairs = {
+        f"{figure}/without_{name}": (figure, f"without_{name}:{figure}")
+        for name, entry in entries.items()
+        for figure in entry.figures
+    }
+    shown = {figure for pair in pairs.values() for figure in pair}
+    figures = {name: figure for name, figure in medians(rounds).items() if name in shown}
+    return Results(environment=surroundings, figures=figures, ratios=ratios(rounds, pairs), errors=errors)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """One subject as it is measured in every round: on which package, and without which optimisation."""
+
+    subject: str
+    prefix: str = ""
+    """What the names of its figures begin with."""
+    source: Path | None = None
+    """The folder of another package to put on PYTHONPATH."""
+    without: str | None = None
+
+    @property
+    def name(self) -> str:
+        """How messages name it."""
+        return f"{self.prefix}{self.subject}"
+
+
+async def measure_rounds(
+    server: Server,
+    plan: Plan,
+    pieces: Sequence[Piece],
+    *,
+    tell: Callable[[str], None],
+    once: Container[str] = (),
+) -> tuple[list[Figures], dict[str, str]]:
+    """The figures of each round, and why pieces have none; subjects of `once` are measured in the first round only."""
     rounds: list[Figures] = []
     errors: dict[str, str] = {}
     ends_at = time.monotonic() + plan.seconds
     for number in range(plan.rounds):
         figures: Figures = {}
-        # Neither of two versions is always the first.
-        for mark, subject, source in subjects if number % 2 == 0 else reversed(subjects):
-            if number and subject in ONCE and beside is None:
+        # Of two versions, neither is always measured first.
+        for piece in pieces if number % 2 == 0 else reversed(pieces):
+            if number and piece.subject in once:
                 continue
-            tell(f"round {number + 1} of {plan.rounds}: {mark}{subject}")
+            tell(f"round {number + 1} of {plan.rounds}: {piece.name}")
             started = time.monotonic()
-            patience = min(PATIENCE_S, ends_at - started)
             try:
-                found = await measure_one(server, subject, scale=plan.scale, patience=patience, source=source)
-                figures |= {f"{mark}{name}": figure for name, figure in found.items()}
-                tell(f"{mark}{subject} took {time.monotonic() - started:.1f} s")
+                found = await measure_one(server, piece, scale=plan.scale, patience=min(PATIENCE_S, ends_at - started))
+                figures |= {f"{piece.prefix}{name}": figure for name, figure in found.items()}
+                tell(f"{piece.name} took {time.monotonic() - started:.1f} s")
             except SubjectError as error:
-                errors[f"{mark}{subject}"] = str(error)
-                tell(f"{mark}{subject}: {error}")
+                errors[piece.name] = str(error)
+                tell(f"{piece.name}: {error}")
         rounds.append(figures)
-    return Results(
-        environment=surroundings,
-        figures=medians(rounds),
-        ratios=ratios(rounds, RATIOS if beside is None else ratios_of_versions(rounds)),
-        errors=errors,
-    )
+    return rounds, errors
 
 
 class SubjectError(Exception):
@@ -155,27 +197,21 @@ class SubjectError(Exception):
 
 
 async def measure_one(
-    server: Server,
-    subject: str,
-    *,
-    scale: float,
-    patience: float,
-    is_heard: bool = False,
-    source: Path | None = None,
+    server: Server, piece: Piece, *, scale: float, patience: float, is_heard: bool = False
 ) -> Figures:
-    """The figures of one subject from a process and a database that exist for it alone.
-
-    `source` is the folder of another version of this package to measure instead.
-    """
+    """The figures of one subject from a process and a database that exist for it alone."""
     if patience < 1:
         raise SubjectError("no time is left for it")
-    async with server.database(f"bench_{subject}") as url:
+    async with server.database(f"bench_{piece.subject}") as url:
+        command = [sys.executable, "-m", "flowfabric.bench.run", piece.subject, "--url", url, "--scale", str(scale)]
+        if piece.without is not None:
+            command += ["--without", piece.without]
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "flowfabric.bench.run", subject, "--url", url, "--scale", str(scale)),
+            *command,
             stdout=asyncio.subprocess.PIPE,
             stderr=None if is_heard else asyncio.subprocess.PIPE,
             start_new_session=True,
-            env=None if source is None else {**os.environ, "PYTHONPATH": str(source)},
+            env=None if piece.source is None else {**os.environ, "PYTHONPATH": str(piece.source)},
         )
         try:
             out, noise = await asyncio.wait_for(process.communicate(), patience)
@@ -199,32 +235,6 @@ def last_line(noise: bytes) -> str:
     return (noise.decode(errors="replace").strip().splitlines() or ["it said nothing"])[-1]
 
 
-def medians(rounds: list[Figures]) -> Figures:
-    """The median of each figure over the rounds that have it."""
-    names = dict.fromkeys(name for figures in rounds for name in figures)
-    found = {name: [figures[name] for figures in rounds if name in figures] for name in names}
-    return {
-        name: Figure(value=statistics.median(each.value for each in figures), unit=figures[0].unit)
-        for name, figures in found.items()
-    }
-
-
-def ratios_of_versions(rounds: list[Figures]) -> dict[str, tuple[str, str]]:
-    """Every figure over that of the other version."""
-    names = dict.fromkeys(name for figures in rounds for name in figures)
-    return {f"{name}/before": (name, f"{BEFORE}{name}") for name in names if f"{BEFORE}{name}" in names}
-
-
-def ratios(rounds: list[Figures], wanted: Mapping[str, tuple[str, str]] = RATIOS) -> dict[str, float]:
-    """The median of each ratio over the rounds that have both its figures: a round is compared with itself."""
-    found: dict[str, float] = {}
-    for name, (above, below) in wanted.items():
-        values = [each[above].value / each[below].value for each in rounds if above in each and below in each]
-        if values:
-            found[name] = statistics.median(values)
-    return found
-
-
 async def environment(server: Server, plan: Plan) -> dict[str, Any]:
     """What the figures depend on."""
     settings = await server.settings()
@@ -232,7 +242,7 @@ async def environment(server: Server, plan: Plan) -> dict[str, Any]:
         "version": __version__,
         **checkout(Path(__file__)),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "quick": plan in (QUICK, SHORT_SOAK),
+        "quick": plan.is_quick,
         "rounds": plan.rounds,
         "cores": os.cpu_count(),
         "machine": platform.machine(),

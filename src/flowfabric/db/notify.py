@@ -2,6 +2,8 @@
 
 import asyncio
 import logging
+import os
+import secrets
 import time
 from collections.abc import Callable
 from typing import Any
@@ -16,12 +18,17 @@ EVERYTHING = "*"
 """The word of a hint that names nothing in particular."""
 
 _LONGEST = 7_000
+_SENDER = "@"
+"""What the first word of a hint begins with when it names the sender; a hint without one is anybody's."""
 _PROOF = "/* proof */ select pg_notify($1, '')"
 _Callback = Callable[[list[str]], None]
 
 
 class Hints:
-    """Sends and hears the hints of one process; a lost connection heals by itself and everything goes on by polling."""
+    """Sends and hears the hints of one engine; a lost connection heals by itself and everything goes on by polling.
+
+    Its own hints are not delivered to it: whoever sends one wakes the waiters of the same engine directly.
+    """
 
     PAUSE = 0.005
     """Seconds between two hints of a busy process: what comes between them travels together."""
@@ -41,6 +48,7 @@ class Hints:
     def __init__(self, database: Database, *, deaf: bool = False) -> None:
         self._database = database
         self._deaf = deaf
+        self._token = secrets.token_hex(6)
         self._pending: dict[str, set[str]] = {}
         self._callbacks: dict[str, list[_Callback]] = {}
         self._sender: asyncio.Task[None] | None = None
@@ -104,6 +112,7 @@ class Hints:
                     text = " ".join(sorted(words))
                     if EVERYTHING in words or len(text) > _LONGEST:
                         text = EVERYTHING
+                    text = f"{self._sender_word} {text}"
                     await self._sending.execute("select pg_notify($1, $2)", self._channel(channel), text)
             except Exception as error:
                 logger.debug("hint not sent: %s", error)
@@ -166,11 +175,19 @@ class Hints:
                 " set FF_LISTEN=false to stop trying"
             )
 
+    @property
+    def _sender_word(self) -> str:
+        # With the process id: a forked process has the token of its parent.
+        return f"{_SENDER}{self._token}.{os.getpid()}"
+
     def _channel(self, channel: str) -> str:
         return f"{self._database.schema}_{channel}"
 
     def _heard(self, _connection: object, _pid: int, channel: str, payload: str) -> None:
-        self._deliver(channel.removeprefix(f"{self._database.schema}_"), payload.split(" "))
+        words = payload.split(" ")
+        if words[0].startswith(_SENDER) and words.pop(0) == self._sender_word:
+            return
+        self._deliver(channel.removeprefix(f"{self._database.schema}_"), words)
 
     def _deliver(self, channel: str, words: list[str]) -> None:
         for callback in self._callbacks.get(channel, ()):

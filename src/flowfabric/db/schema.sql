@@ -10,6 +10,10 @@ create type blocking_reason as enum ('none', 'waiting_for_worker', 'waiting_for_
 
 create type eligibility_state as enum ('eligible_now', 'not_eligible_until_time', 'blocked_by_dependencies', 'blocked_by_budget', 'blocked_by_quota', 'blocked_by_route', 'blocked_by_lane_state', 'blocked_by_operator', 'not_applicable');
 
+create type event_kind as enum ('ended', 'acquired', 'renewed', 'released', 'expired', 'revoked', 'reclaimed', 'replay_initiated', 'operator_resumed');
+
+create type keyed_operation as enum ('submit', 'suspend', 'signal');
+
 create type lane_state as enum ('active', 'paused', 'draining', 'disabled');
 
 create type lifecycle_phase as enum ('submitted', 'runnable', 'active', 'suspended', 'terminal');
@@ -20,19 +24,18 @@ create type public_state as enum ('waiting', 'delayed', 'rate_limited', 'waiting
 
 create type terminal_outcome as enum ('none', 'success', 'failed', 'cancelled', 'expired', 'skipped');
 
+create type timer_kind as enum ('delay', 'attempt_timeout', 'deadline', 'suspension_timeout');
+
 create type waitpoint_state as enum ('pending', 'active', 'closed', 'expired');
 
 create function ff_confirm() returns boolean language sql volatile
 RETURN CASE WHEN (current_setting('synchronous_standby_names'::text) = ''::text) THEN true ELSE (pg_logical_emit_message(true, 'flowfabric'::text, ''::text) IS NOT NULL) END;
 
-create function ff_input(integer, integer, bigint, smallint, uuid) returns SETOF execution_input language sql stable parallel safe
-as $body$
-  select * from execution_input i
-   where i.namespace_no = $1 and i.lane_no = $2 and i.created_at = $3 and i.partition_key = $4 and i.execution_id = $5 limit 1
-$body$;
-
 create function ff_now() returns bigint language sql volatile parallel safe
-RETURN ((EXTRACT(epoch FROM clock_timestamp()) * (1000)::numeric))::bigint;
+RETURN ((date_part('epoch'::text, clock_timestamp()) * (1000)::double precision))::bigint;
+
+create function ff_scope(integer, integer) returns uuid language sql immutable parallel safe
+RETURN ((lpad(to_hex($1), 16, '0'::text) || lpad(to_hex($2), 16, '0'::text)))::uuid;
 
 create function ff_silent_sessions(bigint) returns SETOF integer language sql volatile
 BEGIN ATOMIC
@@ -41,24 +44,24 @@ BEGIN ATOMIC
    WHERE ((pg_stat_activity.datname = current_database()) AND (pg_stat_activity.usename = CURRENT_USER) AND (pg_stat_activity.application_name = 'flowfabric'::text) AND (pg_stat_activity.state = 'active'::text) AND (pg_stat_activity.wait_event_type = 'Client'::text) AND (pg_stat_activity.state_change <= (clock_timestamp() - make_interval(secs => ((($1)::numeric / 1000.0))::double precision))));
 END;
 
+create sequence claim_sequence as bigint start 1 increment 1 minvalue 1 maxvalue 9223372036854775807 cache 1;
+
 create sequence execution_sequence as bigint start 1 increment 1 minvalue 1 maxvalue 9223372036854775807 cache 1;
 
 create table attempt (
   partition_key smallint not null,
   execution_id uuid not null,
   attempt_index integer not null,
-  attempt_id uuid not null,
-  attempt_type attempt_type not null,
   attempt_state attempt_lifecycle not null,
-  started_at bigint not null,
+  attempt_id uuid,
+  attempt_type attempt_type,
+  started_at bigint,
   suspended_at bigint,
   resumed_at bigint,
   ended_at bigint,
   lease_id uuid,
-  lease_epoch bigint not null,
+  lease_epoch bigint,
   worker_no integer,
-  result_payload bytea,
-  result_encoding text,
   failure_reason text,
   failure_category text,
   previous_attempt_index integer,
@@ -78,7 +81,17 @@ create table capability_set (
   required text[] not null,
   digest bytea not null,
   constraint capability_set_pkey PRIMARY KEY (capability_set_no),
-  constraint capability_set_digest_key UNIQUE (digest));
+  constraint capability_set_digest UNIQUE (digest));
+
+create table claim (
+  partition_key smallint not null,
+  claim_no bigint not null,
+  worker_no integer not null,
+  expires_at bigint not null,
+  renewed_at bigint,
+  execution_ids uuid[] storage e not null,
+  constraint claim_pkey PRIMARY KEY (partition_key, claim_no))
+  with (fillfactor=50);
 
 create table claim_grant (
   partition_key smallint not null,
@@ -95,7 +108,7 @@ create table claim_grant (
   issued_at bigint not null,
   expires_at bigint not null,
   constraint claim_grant_pkey PRIMARY KEY (partition_key, execution_id),
-  constraint claim_grant_kind_check CHECK (kind = ANY (ARRAY['claim'::text, 'reclaim'::text])));
+  constraint claim_grant_kind CHECK (kind = ANY (ARRAY['claim'::text, 'reclaim'::text])));
 
 create table configuration (
   only_row boolean not null default true,
@@ -103,21 +116,21 @@ create table configuration (
   budget_partitions integer not null,
   quota_partitions integer not null,
   constraint configuration_pkey PRIMARY KEY (only_row),
-  constraint configuration_only_row_check CHECK (only_row));
+  constraint configuration_has_one_row CHECK (only_row));
 
 create table event (
   event_id bigint not null generated always as identity,
   xid xid8 not null default pg_current_xact_id(),
   at bigint not null,
+  lease_epoch bigint,
   execution_id uuid not null,
-  partition_key smallint not null,
-  kind smallint not null,
+  lease_id uuid,
+  attempt_id uuid,
+  kind event_kind not null,
   namespace_no integer not null,
   attempt_index integer,
   worker_no integer,
-  lease_epoch bigint,
-  lease_id uuid,
-  attempt_id uuid,
+  partition_key smallint not null,
   outcome smallint,
   reason text,
   flow_id uuid,
@@ -125,13 +138,27 @@ create table event (
   details jsonb) partition by RANGE (at);
 
 create table execution (
-  partition_key smallint not null,
   execution_id uuid not null,
   place bigint not null,
+  created_at bigint not null,
   queue_no integer not null,
   namespace_no integer not null,
   lane_no integer not null,
-  priority smallint not null,
+  partition_key smallint not null,
+  has_tags boolean not null default false,
+  retry_count integer not null default 0,
+  reclaim_count integer not null default 0,
+  replay_count integer not null default 0,
+  attached smallint not null default 0,
+  attempt_count integer not null default 0,
+  lease_epoch bigint not null default 0,
+  claim_no bigint,
+  claimed_at bigint,
+  lease_expires_at bigint,
+  lease_id uuid,
+  attempt_id uuid,
+  worker_no integer,
+  attempt_type attempt_type,
   lifecycle_phase lifecycle_phase not null,
   ownership_state ownership_state not null default 'unowned'::ownership_state,
   eligibility_state eligibility_state not null,
@@ -165,100 +192,45 @@ CASE lifecycle_phase
     END
     ELSE 'waiting'::public_state
 END) stored,
-  lease_epoch bigint not null default 0,
-  lease_id uuid,
-  attempt_id uuid,
-  attempt_type attempt_type,
-  attempt_count integer not null default 0,
-  attempt_stored boolean not null default false,
-  worker_no integer,
-  claimed_at bigint,
-  lease_expires_at bigint,
-  lease_renewed_at bigint,
+  last_transition_at bigint not null,
+  result_payload bytea storage e,
+  last_mutation_at bigint,
+  started_at bigint,
+  result_encoding text,
+  failure_reason text,
+  failure_category text,
   granted_until bigint,
   delay_until bigint,
   deadline_at bigint,
   attempt_timeout_at bigint,
   suspension_timeout_at bigint,
-  retain_until bigint,
-  due_at bigint generated always as (
-CASE
-    WHEN lifecycle_phase <> 'terminal'::lifecycle_phase THEN LEAST(
-    CASE ownership_state
-        WHEN 'leased'::ownership_state THEN lease_expires_at
-        ELSE NULL::bigint
-    END,
-    CASE eligibility_state
-        WHEN 'not_eligible_until_time'::eligibility_state THEN GREATEST(delay_until, last_transition_at)
-        ELSE NULL::bigint
-    END,
-    CASE lifecycle_phase
-        WHEN 'active'::lifecycle_phase THEN attempt_timeout_at
-        ELSE NULL::bigint
-    END,
-    CASE
-        WHEN lifecycle_phase = 'suspended'::lifecycle_phase AND suspension_timeout_at IS NOT NULL THEN GREATEST(suspension_timeout_at, last_transition_at)
-        ELSE NULL::bigint
-    END,
-    CASE
-        WHEN deadline_at IS NOT NULL THEN GREATEST(deadline_at, last_transition_at)
-        ELSE NULL::bigint
-    END)
-    ELSE NULL::bigint
-END) stored,
-  retry_count integer not null default 0,
-  replay_count integer not null default 0,
-  reclaim_count integer not null default 0,
-  started_at bigint,
-  completed_at bigint,
-  created_at bigint not null,
-  last_transition_at bigint not null,
-  last_mutation_at bigint not null,
+  suspension_id uuid,
+  remaining_attempt_timeout_ms bigint,
+  retention_ms bigint,
   flow_id uuid,
   instance_tag text,
-  retention_ms bigint,
-  remaining_attempt_timeout_ms bigint,
-  attempt_policy jsonb,
   blocking_detail text,
-  failure_reason text,
   cancellation_reason text,
   cancelled_by text,
-  previous_attempt_index integer,
-  retry_reason text,
-  reclaim_reason text,
-  replay_reason text,
-  replay_requested_by text,
+  lease_renewed_at bigint,
   lease_expired_at bigint,
   lease_revoked_at bigint,
   lease_revoke_reason text,
   last_capability_mismatch_at bigint,
+  last_hmac_validation_failed_at bigint,
   progress_pct smallint,
   progress_message text,
   progress_updated_at bigint,
-  last_hmac_validation_failed_at bigint,
-  constraint execution_pkey PRIMARY KEY (partition_key, execution_id),
-  constraint execution_check CHECK (ownership_state = 'unowned'::ownership_state OR lifecycle_phase = 'active'::lifecycle_phase),
-  constraint execution_check1 CHECK ((terminal_outcome <> 'none'::terminal_outcome) = (lifecycle_phase = 'terminal'::lifecycle_phase)),
-  constraint execution_check2 CHECK ((eligibility_state <> 'not_applicable'::eligibility_state) = (lifecycle_phase = 'runnable'::lifecycle_phase)),
-  constraint execution_check3 CHECK ((completed_at IS NOT NULL) = (lifecycle_phase = 'terminal'::lifecycle_phase)),
-  constraint execution_lifecycle_phase_check CHECK (lifecycle_phase <> 'submitted'::lifecycle_phase),
-  constraint execution_priority_check CHECK (priority >= 0 AND priority <= 9000))
-  with (autovacuum_analyze_scale_factor=0.05, autovacuum_vacuum_insert_scale_factor=0.1, autovacuum_vacuum_scale_factor=0.02, fillfactor=80);
-
-create table execution_input (
-  namespace_no integer not null,
-  lane_no integer not null,
-  created_at bigint not null,
-  partition_key smallint not null,
-  execution_id uuid not null,
-  has_tags boolean not null,
-  execution_kind text not null,
   creator_identity text not null,
-  input_payload bytea not null,
+  input_payload bytea storage e not null,
   payload_encoding text,
   policy jsonb,
-  constraint execution_input_pkey PRIMARY KEY (namespace_no, lane_no, created_at, partition_key, execution_id))
-  with (autovacuum_vacuum_scale_factor=0.05);
+  constraint execution_pkey PRIMARY KEY (partition_key, execution_id),
+  constraint execution_eligibility_is_of_runnable CHECK ((eligibility_state <> 'not_applicable'::eligibility_state) = (lifecycle_phase = 'runnable'::lifecycle_phase)),
+  constraint execution_is_past_submitted CHECK (lifecycle_phase <> 'submitted'::lifecycle_phase),
+  constraint execution_outcome_is_of_terminal CHECK ((terminal_outcome <> 'none'::terminal_outcome) = (lifecycle_phase = 'terminal'::lifecycle_phase)),
+  constraint execution_owned_is_active CHECK (ownership_state = 'unowned'::ownership_state OR lifecycle_phase = 'active'::lifecycle_phase))
+  with (autovacuum_analyze_scale_factor=0.05, autovacuum_vacuum_insert_scale_factor=0.1, autovacuum_vacuum_scale_factor=0.02, fillfactor=27, toast_tuple_target=1024);
 
 create table execution_tag (
   partition_key smallint not null,
@@ -267,26 +239,28 @@ create table execution_tag (
   value text not null,
   constraint execution_tag_pkey PRIMARY KEY (partition_key, execution_id, key));
 
-create table idempotency (
+create table idempotency_key (
   partition_key smallint not null,
-  namespace_no integer not null,
-  lane_no integer not null,
-  idempotency_key text not null,
-  execution_partition smallint not null,
-  execution_id uuid not null,
-  execution_kind text not null,
-  payload_encoding text,
-  payload_digest bytea not null,
-  policy_digest bytea not null,
+  operation keyed_operation not null,
+  scope uuid not null,
+  key text not null,
   expires_at bigint not null,
-  constraint idempotency_pkey PRIMARY KEY (partition_key, namespace_no, lane_no, idempotency_key));
+  subject_partition smallint not null,
+  subject_id uuid not null,
+  execution_kind text,
+  payload_encoding text,
+  payload_digest bytea,
+  policy_digest bytea,
+  attempt_index integer,
+  outcome jsonb,
+  constraint idempotency_key_pkey PRIMARY KEY (partition_key, operation, scope, key));
 
 create table kind (
   kind_no integer not null generated always as identity,
   execution_kind text not null,
   digest bytea not null,
   constraint kind_pkey PRIMARY KEY (kind_no),
-  constraint kind_digest_key UNIQUE (digest));
+  constraint kind_digest UNIQUE (digest));
 
 create table lane (
   lane_no integer not null generated always as identity,
@@ -295,27 +269,58 @@ create table lane (
   registered_at bigint not null,
   registered_by text not null,
   constraint lane_pkey PRIMARY KEY (lane_no),
-  constraint lane_lane_id_key UNIQUE (lane_id));
+  constraint lane_id UNIQUE (lane_id));
+
+create table listed (
+  partition_key smallint not null,
+  execution_id uuid not null,
+  public_state public_state not null,
+  at bigint not null,
+  constraint listed_pkey PRIMARY KEY (partition_key, execution_id));
 
 create table namespace (
   namespace_no integer not null generated always as identity,
   namespace text not null,
   constraint namespace_pkey PRIMARY KEY (namespace_no),
-  constraint namespace_namespace_key UNIQUE (namespace));
+  constraint namespace_name UNIQUE (namespace));
 
 create table queue (
   queue_no integer not null generated always as identity,
+  route_no integer not null,
   lane_no integer not null,
   kind_no integer not null,
   namespace_no integer not null,
-  capability_set_no integer not null,
   admission_key_no integer not null default 0,
   constraint queue_pkey PRIMARY KEY (queue_no),
-  constraint queue_capability_set_no_fkey FOREIGN KEY (capability_set_no) REFERENCES capability_set(capability_set_no),
-  constraint queue_kind_no_fkey FOREIGN KEY (kind_no) REFERENCES kind(kind_no),
-  constraint queue_lane_no_fkey FOREIGN KEY (lane_no) REFERENCES lane(lane_no),
-  constraint queue_lane_no_kind_no_namespace_no_capability_set_no_admiss_key UNIQUE (lane_no, kind_no, namespace_no, capability_set_no, admission_key_no),
-  constraint queue_namespace_no_fkey FOREIGN KEY (namespace_no) REFERENCES namespace(namespace_no));
+  constraint queue_has_kind FOREIGN KEY (kind_no) REFERENCES kind(kind_no),
+  constraint queue_has_lane FOREIGN KEY (lane_no) REFERENCES lane(lane_no),
+  constraint queue_has_namespace FOREIGN KEY (namespace_no) REFERENCES namespace(namespace_no),
+  constraint queue_has_route FOREIGN KEY (route_no) REFERENCES route(route_no),
+  constraint queue_of_lane UNIQUE (lane_no, kind_no, namespace_no, route_no, admission_key_no));
+
+create table ready (
+  place bigint not null,
+  route_no integer not null,
+  queue_no integer not null,
+  partition_key smallint not null,
+  execution_id uuid not null,
+  granted_until bigint)
+  with (autovacuum_vacuum_insert_scale_factor=0.1, autovacuum_vacuum_scale_factor=0.02);
+
+create table retained (
+  retain_until bigint not null,
+  ended_at bigint not null,
+  partition_key smallint not null,
+  execution_ids uuid[] storage e not null);
+
+create table route (
+  route_no integer not null generated always as identity,
+  lane_no integer not null,
+  capability_set_no integer not null,
+  constraint route_pkey PRIMARY KEY (route_no),
+  constraint route_has_capability_set FOREIGN KEY (capability_set_no) REFERENCES capability_set(capability_set_no),
+  constraint route_has_lane FOREIGN KEY (lane_no) REFERENCES lane(lane_no),
+  constraint route_of_lane UNIQUE (lane_no, capability_set_no));
 
 create table schema_migration (
   number integer not null,
@@ -349,14 +354,6 @@ create table signal (
   payload_encoding text,
   constraint signal_pkey PRIMARY KEY (partition_key, execution_id, signal_id));
 
-create table signal_key (
-  partition_key smallint not null,
-  waitpoint_id uuid not null,
-  idempotency_key text not null,
-  signal_id uuid not null,
-  expires_at bigint not null,
-  constraint signal_key_pkey PRIMARY KEY (partition_key, waitpoint_id, idempotency_key));
-
 create table signing_key (
   kid text not null,
   secret bytea not null,
@@ -364,16 +361,7 @@ create table signing_key (
   installed_at bigint not null,
   expires_at bigint,
   constraint signing_key_pkey PRIMARY KEY (kid),
-  constraint signing_key_check CHECK (NOT is_current OR expires_at IS NULL));
-
-create table suspend_key (
-  partition_key smallint not null,
-  execution_id uuid not null,
-  idempotency_key text not null,
-  attempt_index integer not null,
-  outcome jsonb not null,
-  expires_at bigint not null,
-  constraint suspend_key_pkey PRIMARY KEY (partition_key, execution_id, idempotency_key));
+  constraint signing_key_current_lasts CHECK (NOT is_current OR expires_at IS NULL));
 
 create table suspension (
   partition_key smallint not null,
@@ -396,8 +384,15 @@ create table suspension (
   closed_at bigint,
   close_reason text,
   last_signal_at bigint,
-  constraint suspension_pkey PRIMARY KEY (partition_key, execution_id),
-  constraint suspension_check CHECK ((closed_at IS NULL) = (close_reason IS NULL)));
+  constraint suspension_pkey PRIMARY KEY (partition_key, execution_id, suspension_id),
+  constraint suspension_closed_has_reason CHECK ((closed_at IS NULL) = (close_reason IS NULL)));
+
+create table timer (
+  partition_key smallint not null,
+  execution_id uuid not null,
+  kind timer_kind not null,
+  due_at bigint not null,
+  constraint timer_pkey PRIMARY KEY (partition_key, execution_id, kind));
 
 create table waitpoint (
   partition_key smallint not null,
@@ -445,48 +440,49 @@ create table worker_event (
   worker_id text not null,
   reason text,
   constraint worker_event_pkey PRIMARY KEY (partition_key, namespace, worker_instance_id, at, kind),
-  constraint worker_event_kind_check CHECK (kind = ANY (ARRAY['registered'::text, 'heartbeat'::text, 'marked_dead'::text, 'ttl_swept'::text])));
+  constraint worker_event_kind CHECK (kind = ANY (ARRAY['registered'::text, 'heartbeat'::text, 'marked_dead'::text, 'ttl_swept'::text])));
 
 create table worker_identity (
   worker_no integer not null generated always as identity,
   worker_id text not null,
   worker_instance_id text not null,
+  seen_at bigint not null,
   constraint worker_identity_pkey PRIMARY KEY (worker_no),
-  constraint worker_identity_worker_id_worker_instance_id_key UNIQUE (worker_id, worker_instance_id));
+  constraint worker_identity_name UNIQUE (worker_id, worker_instance_id));
 
 create table event_default partition of event DEFAULT;
+
+CREATE INDEX claim_due ON claim USING btree (expires_at);
 
 CREATE INDEX claim_grant_due ON claim_grant USING btree (expires_at);
 
 CREATE INDEX event_feed ON ONLY event USING btree (xid, event_id);
 
-CREATE INDEX execution_blocked ON execution USING btree (eligibility_state, last_transition_at) WHERE eligibility_state <> ALL (ARRAY['eligible_now'::eligibility_state, 'not_applicable'::eligibility_state]);
+CREATE INDEX event_rare_execution ON ONLY event USING btree (execution_id, event_id) WHERE kind <> ALL (ARRAY['acquired'::event_kind, 'released'::event_kind, 'ended'::event_kind]);
 
-CREATE INDEX execution_claim ON execution USING btree (queue_no, place) WHERE eligibility_state = 'eligible_now'::eligibility_state OR (ownership_state = ANY (ARRAY['lease_expired_reclaimable'::ownership_state, 'lease_revoked'::ownership_state]));
+CREATE INDEX event_rare_feed ON ONLY event USING btree (kind, xid, event_id) WHERE kind <> ALL (ARRAY['acquired'::event_kind, 'released'::event_kind, 'ended'::event_kind]);
 
-CREATE INDEX execution_due ON execution USING btree (due_at, ownership_state) WHERE due_at IS NOT NULL;
+CREATE INDEX execution_list ON execution USING btree (namespace_no, lane_no, created_at);
 
-CREATE INDEX execution_lost ON execution USING btree (ownership_state, lease_expires_at) WHERE ownership_state = ANY (ARRAY['lease_expired_reclaimable'::ownership_state, 'lease_revoked'::ownership_state]);
+CREATE INDEX execution_tag_find ON execution_tag USING btree (key, "left"(value, 128));
 
-CREATE INDEX execution_resumable ON execution USING btree (last_transition_at) WHERE eligibility_state = 'eligible_now'::eligibility_state AND attempt_state = 'attempt_interrupted'::attempt_state;
+CREATE INDEX idempotency_key_due ON idempotency_key USING btree (expires_at);
 
-CREATE INDEX execution_retained ON execution USING btree (retain_until) WHERE retain_until IS NOT NULL;
+CREATE INDEX listed_state ON listed USING btree (public_state, at);
 
-CREATE INDEX execution_unhappy ON execution USING btree (terminal_outcome, completed_at) WHERE terminal_outcome = ANY (ARRAY['failed'::terminal_outcome, 'cancelled'::terminal_outcome, 'expired'::terminal_outcome, 'skipped'::terminal_outcome]);
+CREATE UNIQUE INDEX ready_queue ON ready USING btree (queue_no, place);
 
-CREATE INDEX execution_tag_find ON execution_tag USING btree (key, "left"(value, 128), execution_id);
+CREATE INDEX ready_route ON ready USING btree (route_no, place);
 
-CREATE INDEX idempotency_due ON idempotency USING btree (expires_at);
+CREATE INDEX retained_due ON retained USING btree (retain_until);
 
 CREATE INDEX signal_of_waitpoint ON signal USING btree (waitpoint_id, sequence);
 
-CREATE INDEX signal_key_due ON signal_key USING btree (expires_at);
-
 CREATE UNIQUE INDEX signing_key_current ON signing_key USING btree (is_current) WHERE is_current;
 
-CREATE INDEX suspend_key_due ON suspend_key USING btree (expires_at);
-
 CREATE INDEX suspension_list ON suspension USING btree (suspended_at) WHERE close_reason IS NULL;
+
+CREATE INDEX timer_due ON timer USING btree (kind, due_at);
 
 CREATE INDEX waitpoint_due ON waitpoint USING btree (expires_at) WHERE activated_at IS NULL AND closed_at IS NULL;
 
@@ -498,63 +494,181 @@ CREATE INDEX worker_list ON worker USING btree (namespace COLLATE "C", worker_in
 
 CREATE INDEX worker_event_age ON worker_event USING btree (at);
 
+CREATE INDEX worker_identity_age ON worker_identity USING btree (seen_at);
+
 create view attempt_all as
- SELECT a.partition_key,
-    a.execution_id,
-    a.attempt_index,
-    a.attempt_id,
-    a.attempt_type,
-    a.attempt_state,
-    a.started_at,
+ SELECT attempt.partition_key,
+    attempt.execution_id,
+    attempt.attempt_index,
+    attempt.attempt_id,
+    attempt.attempt_type,
+    attempt.attempt_state,
+    attempt.started_at,
+    attempt.suspended_at,
+    attempt.resumed_at,
+    attempt.ended_at,
+    attempt.lease_id,
+    attempt.lease_epoch,
+    attempt.worker_no,
+    attempt.failure_reason,
+    attempt.failure_category,
+    attempt.previous_attempt_index,
+    attempt.retry_reason,
+    attempt.reclaim_reason,
+    attempt.replay_reason,
+    attempt.replay_requested_by,
+    attempt.suspension_marker,
+    attempt.suspension_id,
+    attempt.usage,
+    attempt.policy
+   FROM attempt
+  WHERE attempt.ended_at IS NOT NULL
+UNION ALL
+ SELECT e.partition_key,
+    e.execution_id,
+    e.attempt_count - 1 AS attempt_index,
+    COALESCE(e.attempt_id, e.lease_id) AS attempt_id,
+    e.attempt_type,
+        CASE
+            WHEN e.lifecycle_phase = 'active'::lifecycle_phase THEN 'started'::text
+            WHEN e.lifecycle_phase <> 'terminal'::lifecycle_phase THEN 'suspended'::text
+            WHEN e.terminal_outcome = 'success'::terminal_outcome THEN 'ended_success'::text
+            WHEN e.terminal_outcome = 'cancelled'::terminal_outcome THEN 'ended_cancelled'::text
+            ELSE 'ended_failure'::text
+        END::attempt_lifecycle AS attempt_state,
+    COALESCE(a.started_at, e.claimed_at) AS started_at,
     a.suspended_at,
-    a.resumed_at,
-    a.ended_at,
-    a.lease_id,
-    a.lease_epoch,
-    a.worker_no,
-    a.failure_reason,
-    a.failure_category,
+        CASE
+            WHEN e.lease_id IS NOT NULL AND a.suspended_at IS NOT NULL THEN e.claimed_at
+            ELSE a.resumed_at
+        END AS resumed_at,
+        CASE
+            WHEN e.lifecycle_phase = 'terminal'::lifecycle_phase THEN e.last_transition_at
+            ELSE NULL::bigint
+        END AS ended_at,
+    COALESCE(e.lease_id, a.lease_id) AS lease_id,
+    e.lease_epoch,
+        CASE
+            WHEN e.lease_id IS NOT NULL THEN e.worker_no
+            ELSE a.worker_no
+        END AS worker_no,
+        CASE
+            WHEN e.lifecycle_phase <> 'terminal'::lifecycle_phase THEN NULL::text
+            WHEN e.terminal_outcome = 'cancelled'::terminal_outcome THEN 'cancelled: '::text || e.cancellation_reason
+            ELSE e.failure_reason
+        END AS failure_reason,
+        CASE
+            WHEN e.lifecycle_phase = 'terminal'::lifecycle_phase THEN e.failure_category
+            ELSE NULL::text
+        END AS failure_category,
     a.previous_attempt_index,
     a.retry_reason,
     a.reclaim_reason,
     a.replay_reason,
     a.replay_requested_by,
-    a.suspension_marker,
-    a.suspension_id,
+        CASE
+            WHEN e.lifecycle_phase = ANY (ARRAY['runnable'::lifecycle_phase, 'suspended'::lifecycle_phase]) THEN a.suspension_marker
+            ELSE NULL::text
+        END AS suspension_marker,
+        CASE
+            WHEN e.lifecycle_phase = ANY (ARRAY['runnable'::lifecycle_phase, 'suspended'::lifecycle_phase]) THEN a.suspension_id
+            ELSE NULL::uuid
+        END AS suspension_id,
     a.usage,
     a.policy
-   FROM attempt a
-  WHERE NOT (EXISTS ( SELECT
-           FROM execution e
-          WHERE e.partition_key = a.partition_key AND e.execution_id = a.execution_id AND e.attempt_count = (a.attempt_index + 1) AND e.lifecycle_phase = 'active'::lifecycle_phase))
-UNION ALL
- SELECT e.partition_key,
-    e.execution_id,
-    e.attempt_count - 1 AS attempt_index,
-    e.attempt_id,
-    e.attempt_type,
-    'started'::attempt_lifecycle AS attempt_state,
-    COALESCE(a.started_at, e.claimed_at) AS started_at,
-    a.suspended_at,
-        CASE
-            WHEN a.started_at IS NOT NULL THEN e.claimed_at
-            ELSE NULL::bigint
-        END AS resumed_at,
-    NULL::bigint AS ended_at,
-    e.lease_id,
-    e.lease_epoch,
-    e.worker_no,
-    NULL::text AS failure_reason,
-    NULL::text AS failure_category,
-    e.previous_attempt_index,
-    e.retry_reason,
-    e.reclaim_reason,
-    e.replay_reason,
-    e.replay_requested_by,
-    NULL::text AS suspension_marker,
-    NULL::uuid AS suspension_id,
-    a.usage,
-    COALESCE(a.policy, e.attempt_policy) AS policy
    FROM execution e
      LEFT JOIN attempt a ON a.partition_key = e.partition_key AND a.execution_id = e.execution_id AND a.attempt_index = (e.attempt_count - 1)
-  WHERE e.lifecycle_phase = 'active'::lifecycle_phase;
+  WHERE COALESCE(e.attempt_id, e.lease_id) IS NOT NULL AND a.ended_at IS NULL;
+
+create view execution_detail as
+ SELECT e.partition_key,
+    e.execution_id,
+    e.place,
+    (9000 - (e.place >> 48))::smallint AS priority,
+    e.queue_no,
+    e.namespace_no,
+    e.lane_no,
+    k.execution_kind,
+    e.lifecycle_phase,
+    e.ownership_state,
+    e.eligibility_state,
+    e.blocking_reason,
+    e.terminal_outcome,
+    e.attempt_state,
+    e.public_state,
+    e.attached,
+    e.has_tags,
+    e.attempt_count,
+    e.retry_count,
+    e.reclaim_count,
+    e.replay_count,
+    e.lease_epoch,
+    COALESCE(e.attempt_id, e.lease_id) AS attempt_id,
+    e.attempt_type,
+    e.created_at,
+        CASE
+            WHEN e.attempt_count > 0 THEN COALESCE(e.started_at, e.claimed_at)
+            ELSE NULL::bigint
+        END AS started_at,
+        CASE
+            WHEN e.lifecycle_phase = 'terminal'::lifecycle_phase THEN e.last_transition_at
+            ELSE NULL::bigint
+        END AS completed_at,
+    e.last_transition_at,
+    GREATEST(e.last_transition_at, e.last_mutation_at, o.lease_renewed_at) AS last_mutation_at,
+    o.lease_id,
+    o.claim_no,
+    o.worker_no,
+    o.claimed_at,
+    o.lease_expires_at,
+    o.lease_renewed_at,
+    o.lease_ttl_ms,
+    e.lease_expired_at,
+    e.lease_revoked_at,
+    e.lease_revoke_reason,
+    e.claimed_at AS last_claimed_at,
+    e.granted_until,
+    e.delay_until,
+    e.deadline_at,
+        CASE
+            WHEN e.lifecycle_phase = 'active'::lifecycle_phase THEN e.attempt_timeout_at
+            ELSE NULL::bigint
+        END AS attempt_timeout_at,
+    e.suspension_timeout_at,
+    e.suspension_id,
+    e.remaining_attempt_timeout_ms,
+    e.retention_ms,
+    e.result_payload,
+    e.result_encoding,
+    e.failure_reason,
+    e.failure_category,
+    e.cancellation_reason,
+    e.cancelled_by,
+    e.blocking_detail,
+    e.flow_id,
+    e.instance_tag,
+    e.last_capability_mismatch_at,
+    e.last_hmac_validation_failed_at,
+    e.progress_pct,
+    e.progress_message,
+    e.progress_updated_at,
+    e.creator_identity,
+    e.input_payload,
+    e.payload_encoding,
+    e.policy
+   FROM execution e
+     LEFT JOIN queue q ON q.queue_no = e.queue_no
+     LEFT JOIN kind k ON k.kind_no = q.kind_no
+     LEFT JOIN LATERAL ( SELECT e.lease_id,
+            e.claim_no,
+            e.worker_no,
+            e.claimed_at,
+            COALESCE(c.renewed_at, e.lease_renewed_at) AS lease_renewed_at,
+            GREATEST(e.lease_expires_at, c.expires_at) AS lease_expires_at,
+                CASE
+                    WHEN c.renewed_at IS NULL THEN e.lease_expires_at - e.claimed_at
+                    ELSE c.expires_at - c.renewed_at
+                END AS lease_ttl_ms
+           FROM ( VALUES (true)) one_row
+             LEFT JOIN claim c ON c.partition_key = e.partition_key AND c.claim_no = e.claim_no
+          WHERE e.ownership_state <> 'unowned'::ownership_state) o ON true;

@@ -6,7 +6,8 @@ from pathlib import Path
 from types import MappingProxyType
 
 ROW_IDS = "execution_ids"
-_HEADER = re.compile(r"^-- name: ([a-z][a-z0-9_]*)$", re.MULTILINE)
+_HEADER = re.compile(r"^-- (name|fragment): ([a-z][a-z0-9_]*)$", re.MULTILINE)
+_INCLUDE = re.compile(r"^ *-- include: ([a-z][a-z0-9_]*)$", re.MULTILINE)
 _NOT_CODE = re.compile(r"'(?:[^']|'')*'|--[^\n]*")
 _PARAMETER = re.compile(r"(?<![:\w]):([a-z][a-z0-9_]*)")
 
@@ -44,16 +45,35 @@ class Statement:
 
 
 class Statements:
-    """The statements of one .sql file, each an attribute of its name."""
+    """The statements of one .sql file, each an attribute of its name.
+
+    A fragment is a part that statements of the file include; it is no statement itself.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         text = path.read_text(encoding="utf-8")
         heads = list(_HEADER.finditer(text))
         ends = [head.start() for head in heads[1:]] + [len(text)]
+        texts: dict[str, dict[str, str]] = {"name": {}, "fragment": {}}
+        for head, end in zip(heads, ends, strict=True):
+            if head[2] in texts["name"] or head[2] in texts["fragment"]:
+                raise ValueError(f"{path.name} has {head[2]} twice; give each statement and fragment a name of its own")
+            texts[head[1]][head[2]] = text[head.end() : end].strip()
+        self.fragments = MappingProxyType(texts["fragment"])
+        self.included = frozenset(found for each in texts["name"].values() for found in _INCLUDE.findall(each))
+        for name, fragment in self.fragments.items():
+            if found := _INCLUDE.search(fragment):
+                raise ValueError(f"{path.name}: the fragment {name} includes {found[1]}; only statements may include")
         self._by_name = MappingProxyType(
-            {head[1]: Statement(head[1], text[head.end() : end]) for head, end in zip(heads, ends, strict=True)}
+            {name: Statement(name, _INCLUDE.sub(self._fragment, each)) for name, each in texts["name"].items()}
         )
+
+    def _fragment(self, found: re.Match[str]) -> str:
+        try:
+            return self.fragments[found[1]]
+        except KeyError:
+            raise ValueError(f"{self.path.name} has no fragment {found[1]} to include") from None
 
     def __getattr__(self, name: str) -> Statement:
         try:

@@ -1,10 +1,10 @@
 """Engine: every operation, on one Postgres."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
-from flowfabric.engine.core.consequence import LeaseEnds
+from flowfabric.engine.core.consequence import Attachment, Consequence, LeaseEnds
 from flowfabric.engine.core.keys import Keys
 from flowfabric.engine.core.quarantine import Quarantine
 from flowfabric.engine.event.partitions import EventPartitions
@@ -14,6 +14,7 @@ from flowfabric.engine.execution.results import Results
 from flowfabric.engine.execution.retention import Retention
 from flowfabric.engine.execution.submit import Submit
 from flowfabric.engine.execution.tags import Tags
+from flowfabric.engine.fleet.identities import Identities
 from flowfabric.engine.fleet.lanes import Lanes
 from flowfabric.engine.fleet.sessions import Sessions
 from flowfabric.engine.fleet.workers import Workers
@@ -23,7 +24,7 @@ from flowfabric.engine.lease.claim_named import NamedClaims
 from flowfabric.engine.lease.delay import Delays
 from flowfabric.engine.lease.expire import LeaseExpiry, Timeouts
 from flowfabric.engine.lease.finish import Finish
-from flowfabric.engine.lease.grant import Grants
+from flowfabric.engine.lease.grant import Grants, take_grants
 from flowfabric.engine.lease.reclaim import Reclaim
 from flowfabric.engine.lease.renew import Renewals
 from flowfabric.engine.lifecycle import Lifecycle, Shutdown
@@ -32,6 +33,8 @@ from flowfabric.engine.read.consistency import Consistency
 from flowfabric.engine.read.explain import Explain
 from flowfabric.engine.read.listing import Listing
 from flowfabric.engine.read.view import View
+from flowfabric.engine.store import Store
+from flowfabric.engine.wait.close import close_suspensions
 from flowfabric.engine.wait.deliver import Signals
 from flowfabric.engine.wait.resume import Resumes
 from flowfabric.engine.wait.suspend import Suspend
@@ -43,6 +46,12 @@ from flowfabric.settings import Settings
 from flowfabric.version import __version__
 
 STAGE = "alpha"
+
+CONSEQUENCES: Mapping[Attachment, Consequence] = {
+    Attachment.GRANT: take_grants,
+    Attachment.SUSPENSION: close_suspensions,
+}
+"""What follows for each thing that hangs on an execution when its lease, or it, ends."""
 
 
 class Engine:
@@ -148,8 +157,9 @@ class Engine:
         store, keys = lifecycle.store, rooms.add(lifecycle.keys)
         self.wakeups = store.wakeups
 
-        self.lease_expiry = rooms.add(LeaseExpiry(store))
-        lease_ends = rooms.add(LeaseEnds(store, self.lease_expiry.mark_expired))
+        lease_ends = rooms.add(LeaseEnds(store, CONSEQUENCES))
+        expiry_quarantine = Quarantine(self.settings.lease_expiry_interval_ms / 1000)
+        self.lease_expiry = rooms.add(LeaseExpiry(store, lease_ends, expiry_quarantine))
 
         submit = rooms.add(Submit(Create(store), store, patience_ms=self.settings.submit_patience_ms))
         rooms.add(Cancel(store, lease_ends))
@@ -173,11 +183,12 @@ class Engine:
         self.suspension_timeouts = rooms.add(
             SuspensionTimeouts(store, lease_ends, resumes, Quarantine(self.settings.suspension_timeout_interval_s))
         )
-        self.retention = rooms.add(Retention(store, (self.suspension_timeouts.quarantine, self.timeouts.quarantine)))
+        self.retention = rooms.add(Retention(store))
 
         self.event_partitions = rooms.add(EventPartitions(store))
         self.sessions = rooms.add(Sessions(store))
         self.workers = rooms.add(Workers(store))
+        self.identities = rooms.add(Identities(store))
         for kind in (Lanes, View, Explain, Listing, Consistency):
             rooms.add(kind(store))
         drained = (submit, signals, suspend, lease_ends, renewals)
@@ -198,6 +209,11 @@ class Engine:
                 yield
 
             return refuse_each if name.startswith("subscribe_") else refuse
+
+    @property
+    def store(self) -> Store:
+        """The database as the operations see it."""
+        return self._lifecycle.store
 
     def backend_label(self) -> str:
         """What this engine stores in."""

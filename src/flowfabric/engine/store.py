@@ -1,6 +1,7 @@
 """What every family of operations shares: the database, its faults in the engine's words, and the names it numbers."""
 
 import hashlib
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar, cast
@@ -18,6 +19,8 @@ SQL = statements_beside(__file__)
 Answer = TypeVar("Answer")
 
 MAX_KIND_SETS = 1024
+WORKER_SECONDS = 3600.0
+"""How long the number of a worker process is remembered; then it is asked for again, and seen to be in use."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,9 +44,10 @@ class QueueNames(NamedTuple):
 
 
 class QueueNumbers(NamedTuple):
-    """The numbers of a queue, its lane and its namespace."""
+    """The numbers of a queue, its route, its lane and its namespace."""
 
     queue_no: int
+    route_no: int
     lane_no: int
     namespace_no: int
 
@@ -59,6 +63,7 @@ class Store:
         self.retained_watermark = TimerWatermark(whole_every_seconds=600, margin_ms=100)
         self._numbers: dict[tuple[str, ...], int] = {}
         self._lanes: dict[int, str] = {}
+        self._workers: dict[tuple[str, str], tuple[int, float]] = {}
         self._queues: dict[QueueNames, QueueNumbers] = {}
         self._kinds: dict[tuple[str, ...], list[int]] = {}
 
@@ -115,27 +120,33 @@ class Store:
 
     async def worker_no(self, worker_id: str, worker_instance_id: str) -> int:
         """The number of a worker process."""
-        return await self._number(
-            ("worker", worker_id, worker_instance_id),
-            SQL.insert_worker_identity,
-            worker_id=worker_id,
-            worker_instance_id=worker_instance_id,
-        )
+        values = {"worker_id": worker_id, "worker_instance_id": worker_instance_id}
+        if (known := self._known_worker(worker_id, worker_instance_id)) is not None:
+            return known
+        while not (rows := await self.fetch(SQL.insert_worker_identity, **values)):
+            pass
+        return self._remember_worker(worker_id, worker_instance_id, rows[0])
 
     async def worker_no_within(self, transaction: Transaction, worker_id: str, worker_instance_id: str) -> int:
         """The number of a worker process; a new one is added by the transaction, and undone with it.
 
         It comes after every row the transaction holds: whoever adds the same name waits for this one's end.
         """
-        key = ("worker", worker_id, worker_instance_id)
-        if (known := self._numbers.get(key)) is not None:
-            return known
         values = {"worker_id": worker_id, "worker_instance_id": worker_instance_id}
+        if (known := self._known_worker(worker_id, worker_instance_id)) is not None:
+            return known
         while not (rows := await transaction.fetch(SQL.insert_worker_identity, **values)):
             pass
         number: int = rows[0]["worker_no"]
-        if not rows[0]["is_new"]:
-            self._numbers[key] = number
+        return number if rows[0]["is_new"] else self._remember_worker(worker_id, worker_instance_id, rows[0])
+
+    def _known_worker(self, worker_id: str, worker_instance_id: str) -> int | None:
+        known = self._workers.get((worker_id, worker_instance_id))
+        return known[0] if known is not None and time.monotonic() < known[1] else None
+
+    def _remember_worker(self, worker_id: str, worker_instance_id: str, row: Record) -> int:
+        number: int = row["worker_no"]
+        self._workers[worker_id, worker_instance_id] = number, time.monotonic() + WORKER_SECONDS
         return number
 
     def known_queue(self, names: QueueNames) -> QueueNumbers | None:
@@ -179,15 +190,18 @@ class Store:
             required=list(required),
             digest=hashlib.sha256(",".join(required).encode()).digest(),
         )
+        route_no = await self._number(
+            ("route", lane_id, *required), SQL.insert_route, lane_no=lane_no, capability_set_no=capability_set_no
+        )
         queue_no = await self._number(
             ("queue", lane_id, execution_kind, namespace, *required),
             SQL.insert_queue,
+            route_no=route_no,
             lane_no=lane_no,
             kind_no=await self.kind_no(execution_kind),
             namespace_no=namespace_no,
-            capability_set_no=capability_set_no,
         )
-        numbers = self._queues[names] = QueueNumbers(queue_no, lane_no, namespace_no)
+        numbers = self._queues[names] = QueueNumbers(queue_no, route_no, lane_no, namespace_no)
         return numbers
 
     async def _number(self, key: tuple[str, ...], statement: Statement, **values: object) -> int:

@@ -30,29 +30,43 @@ with made as (
   on conflict do nothing returning kind_no)
 select kind_no from made union all select kind_no from kind where digest = :digest;
 
+-- name: insert_route
+-- The number of a route, new or known; no row when another transaction is just adding it.
+with made as (
+  insert into route (lane_no, capability_set_no)
+  select :lane_no, :capability_set_no
+   where not exists (select from route where lane_no = :lane_no and capability_set_no = :capability_set_no)
+  on conflict do nothing returning route_no)
+select route_no from made
+union all
+select route_no from route where lane_no = :lane_no and capability_set_no = :capability_set_no;
+
 -- name: insert_queue
 -- The number of a queue, new or known; no row when another transaction is just adding it.
 with made as (
-  insert into queue (lane_no, kind_no, namespace_no, capability_set_no)
-  select :lane_no, :kind_no, :namespace_no, :capability_set_no
+  insert into queue (route_no, lane_no, kind_no, namespace_no)
+  select :route_no, :lane_no, :kind_no, :namespace_no
    where not exists (
          select from queue
-          where lane_no = :lane_no and kind_no = :kind_no and namespace_no = :namespace_no
-            and capability_set_no = :capability_set_no and admission_key_no = 0)
+          where lane_no = :lane_no and kind_no = :kind_no and namespace_no = :namespace_no and route_no = :route_no
+            and admission_key_no = 0)
   on conflict do nothing returning queue_no)
 select queue_no from made
 union all
 select queue_no from queue
- where lane_no = :lane_no and kind_no = :kind_no and namespace_no = :namespace_no
-   and capability_set_no = :capability_set_no and admission_key_no = 0;
+ where lane_no = :lane_no and kind_no = :kind_no and namespace_no = :namespace_no and route_no = :route_no
+   and admission_key_no = 0;
 
 -- name: insert_worker_identity
--- The number of a worker process, new or known; no row when another transaction is just adding it.
+-- The number of a worker process, new or known, which is seen now; no row when another transaction is just adding it.
 with made as (
-  insert into worker_identity (worker_id, worker_instance_id)
-  select :worker_id, :worker_instance_id
+  insert into worker_identity (worker_id, worker_instance_id, seen_at)
+  select :worker_id, :worker_instance_id, ff_now()
    where not exists (select from worker_identity where worker_id = :worker_id and worker_instance_id = :worker_instance_id)
-  on conflict do nothing returning worker_no)
+  on conflict do nothing returning worker_no),
+seen as (
+  update worker_identity set seen_at = (select ff_now())
+   where worker_id = :worker_id and worker_instance_id = :worker_instance_id and seen_at < (select ff_now()) - 60000)
 select worker_no, true as is_new from made
 union all
 select worker_no, false from worker_identity where worker_id = :worker_id and worker_instance_id = :worker_instance_id;

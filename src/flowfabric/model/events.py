@@ -6,32 +6,19 @@ from typing import Self
 from flowfabric.model.states import TerminalOutcome
 
 
-class EventKind(IntEnum):
-    """What happened to a lease, stored as a small number."""
+class EventKind(StrEnum):
+    """What happened to a lease or an execution; stored, returned and shown with this word."""
 
-    ACQUIRED = 1
-    RENEWED = 2
-    RELEASED = 3
-    EXPIRED = 4
-    REVOKED = 5
-    RECLAIMED = 6
-    REPLAY_INITIATED = 7
-
-    @property
-    def literal(self) -> str:
-        """The word readers see."""
-        return self.name.lower()
-
-
-class OperatorEvent(IntEnum):
-    """What an operator did to an execution, stored as a small number beside those of leases."""
-
-    RESUMED = 32
-
-    @property
-    def literal(self) -> str:
-        """The word readers see."""
-        return self.name.lower()
+    ENDED = "ended"
+    """An execution ended that nobody had a lease of."""
+    ACQUIRED = "acquired"
+    RENEWED = "renewed"
+    RELEASED = "released"
+    EXPIRED = "expired"
+    REVOKED = "revoked"
+    RECLAIMED = "reclaimed"
+    REPLAY_INITIATED = "replay_initiated"
+    OPERATOR_RESUMED = "operator_resumed"
 
 
 class ReleaseReason(StrEnum):

@@ -12,6 +12,7 @@ from flowfabric.engine.core.quarantine import pause_after
 from flowfabric.engine.engine import Engine
 from flowfabric.model.errors import TransportError
 from flowfabric.pauses import is_set_within, pauses
+from flowfabric.reconcile.due import Due, read_due
 from flowfabric.reconcile.sweeps import SWEEPS, Sweep
 
 logger = logging.getLogger(__name__)
@@ -84,6 +85,11 @@ class Reconciler:
         """What each sweep has done so far, by its name."""
         return MappingProxyType({duty.sweep.name: duty.stats for duty in self._duties})
 
+    async def _read_due(self) -> Due:
+        engine = self._engine
+        sweeps = (engine.lease_expiry, engine.timeouts, engine.suspension_timeouts)
+        return await read_due(engine.store, [sweep.quarantine for sweep in sweeps])
+
     async def __aenter__(self) -> Self:
         """Begin; the partitions that events are written to are there when this returns."""
         first = asyncio.Event()
@@ -116,7 +122,7 @@ class Reconciler:
         """Do all that is due by now, whatever the intervals; answers how many items there were."""
         total = 0
         while True:
-            due = await self._engine.retention.read_due()
+            due = await self._read_due()
             processed = 0
             for duty in self._duties:
                 if duty.sweep.is_due(due):
@@ -170,7 +176,7 @@ class Reconciler:
         # A timer set before this is in what is read now; one set from now on shortens the pause.
         wakeups.next_timer = float("inf")
         wakeups.timer_event.clear()
-        due = await self._engine.retention.read_due()
+        due = await self._read_due()
         ended = time.monotonic()
         self._look_at = ended + min(self._shortest, self.LOOK_SHARE * (ended - now))
         processed = 0

@@ -7,10 +7,10 @@ from datetime import timedelta
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.event import partitions
 from flowfabric.engine.execution import retention
-from flowfabric.engine.execution.retention import Due
-from flowfabric.engine.fleet import sessions, workers
+from flowfabric.engine.fleet import identities, sessions, workers
 from flowfabric.engine.lease import expire
 from flowfabric.engine.wait import timeout
+from flowfabric.reconcile.due import Due
 from flowfabric.settings import Settings
 
 
@@ -59,10 +59,10 @@ SWEEPS = (
     ),
     Sweep(
         "lease_expiry",
-        lambda engine: engine.lease_expiry.mark_expired(),
+        lambda engine: engine.lease_expiry.sweep(),
         every=lambda settings: _milliseconds(settings.lease_expiry_interval_ms),
-        batch=expire.SWEEP_LIMIT,
-        is_due=lambda due: due.expired_leases > 0,
+        batch=expire.CLAIM_LIMIT,
+        is_due=lambda due: due.expired_claims > 0,
         is_woken_by_timers=True,
     ),
     Sweep(
@@ -127,6 +127,14 @@ SWEEPS = (
         every=lambda _: _seconds(30),
         batch=workers.SWEEP_LIMIT,
         is_due=lambda due: due.has_expired_workers,
+    ),
+    Sweep(
+        "worker_identity_trim",
+        lambda engine: engine.identities.purge(),
+        every=lambda _: _seconds(60),
+        batch=identities.PURGE_LIMIT,
+        is_due=lambda due: due.has_old_identities,
+        is_gentle=True,
     ),
     Sweep(
         "event_partitions",

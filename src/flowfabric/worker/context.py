@@ -42,12 +42,14 @@ class Running:
 
     __slots__ = (
         "claimed",
+        "claimed_at",
         "earlier",
         "ended_at",
         "expiry",
         "failures",
         "has_ended",
         "has_left",
+        "has_slot",
         "has_started",
         "is_dropped",
         "is_given_back",
@@ -55,7 +57,9 @@ class Running:
         "is_suspended",
         "is_suspending",
         "left",
+        "loop",
         "lost",
+        "on_stop",
         "renewed_at",
         "signals",
         "task",
@@ -65,9 +69,13 @@ class Running:
 
     def __init__(self, claimed: ClaimedExecution, at: float) -> None:
         self.claimed = claimed
+        self.claimed_at = at
+        """When the claim was asked for, by the monotonic clock."""
         self.renewed_at = at
         """When the lease was last asked for, by the monotonic clock."""
         self.failures = 0
+        self.has_slot = False
+        """Whether its handler takes up a slot."""
         self.has_started = False
         """Whether its handler may have been called."""
         self.has_ended = False
@@ -93,6 +101,10 @@ class Running:
         """The signals of the wait it was resumed from."""
         self.lost: EngineError | LostReason | None = None
         """Why its lease is no longer held, where that is known."""
+        self.on_stop: Callable[[Running], None] | None = None
+        """Called when it is stopped while it waits for a slot."""
+        self.loop: asyncio.AbstractEventLoop | None = None
+        """The event loop of its worker."""
         self.task: asyncio.Task[None] | None = None
         self.timer: asyncio.TimerHandle | None = None
         """Stops the run when the time of its attempt or of its execution is up."""
@@ -113,6 +125,8 @@ class Running:
     def stop(self) -> None:
         """Make the result void and cancel the handler; one that has not been called never is."""
         self.is_dropped = True
+        if self.on_stop is not None:
+            self.on_stop(self)
         if self.waiter is not None and not self.waiter.done():
             self.waiter.set_result(None)
         if self.task is not None and self.has_started and not self.has_ended:

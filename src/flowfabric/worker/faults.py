@@ -117,6 +117,11 @@ class Contact:
         logger.warning("the store is available again after %.1f s", time.monotonic() - since)
         self._outage_since = None
 
+    @property
+    def is_silent(self) -> bool:
+        """Whether the latest calls were not answered."""
+        return self._silent_since is not None
+
     def unanswered_for(self, seconds: float) -> bool:
         """Whether no call has been answered for this long."""
         since = self._silent_since

@@ -42,6 +42,8 @@ class Reports:
     """Completions in one statement."""
     STREAMS = 2
     """Statements under way at the same time."""
+    GATHER_SECONDS = 0.005
+    """How long a statement waits at most for more completions that keep coming."""
 
     def __init__(self, engine: Engine, release: Callable[[Running], None], contact: Contact | None = None) -> None:
         self._engine = engine
@@ -50,6 +52,8 @@ class Reports:
         self._completed: deque[_Completion] = deque()
         self._streams = 0
         """Streams that will still look; a task counts as running for a moment longer."""
+        self._is_gathering = False
+        """Whether a stream waits for more completions; one that begins meanwhile would only split them."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._pauses = pauses(*FAULT_SECONDS)
         self._is_closed = False
@@ -57,11 +61,8 @@ class Reports:
     def complete(self, running: Running, payload: bytes | None) -> None:
         """End a run in success, soon."""
         self._completed.append((running, payload))
-        if self._streams < self.STREAMS:
-            self._streams += 1
-            task = asyncio.create_task(self._write_completed())
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+        if not self._is_gathering:
+            self._begin_stream()
 
     async def fail(self, running: Running, failure: Failure) -> None:
         """End a run's attempt in failure, and log what follows."""
@@ -162,15 +163,34 @@ class Reports:
             await asyncio.sleep(pause)
         return False
 
+    def _begin_stream(self) -> None:
+        if self._streams < self.STREAMS:
+            self._streams += 1
+            self._is_gathering = True
+            task = asyncio.create_task(self._write_completed())
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
     async def _write_completed(self) -> None:
         try:
-            # One turn of the loop lets the runs that end in this instant join the first statement.
-            await asyncio.sleep(0)
-            while self._completed:
-                count = min(self.SIZE, len(self._completed))
-                await self._settle([self._completed.popleft() for _ in range(count)])
+            while batch := await self._gather():
+                if self._completed:
+                    self._begin_stream()
+                await self._settle(batch)
+                if self._is_gathering:
+                    break
         finally:
             self._streams -= 1
+
+    async def _gather(self) -> list[_Completion]:
+        """The next completions: those that end in this moment join, as long as each turn of the loop brings some."""
+        self._is_gathering = True
+        seen, until = 0, time.monotonic() + self.GATHER_SECONDS
+        while seen < len(self._completed) < self.SIZE and time.monotonic() < until:
+            seen = len(self._completed)
+            await asyncio.sleep(0)
+        self._is_gathering = False
+        return [self._completed.popleft() for _ in range(min(self.SIZE, len(self._completed)))]
 
     async def _settle(self, batch: list[_Completion]) -> None:
         asked_at = time.monotonic()

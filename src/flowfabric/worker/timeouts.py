@@ -47,6 +47,13 @@ class TimeLimits:
         running.expiry = asyncio.create_task(self._reports.expire(running, phase))
 
 
+def seconds_left(claimed: ClaimedExecution) -> float:
+    """How many seconds after its claim a run must be stopped; infinity where it has no limit."""
+    if claimed.attempt_timeout_ms is None and claimed.execution_deadline_at is None:
+        return math.inf
+    return _time_limit(claimed)[0]
+
+
 def _time_limit(claimed: ClaimedExecution) -> tuple[float, ExpiryPhase]:
     """How many seconds after its claim a run must be stopped, and why."""
     attempt_ms: float = math.inf if claimed.attempt_timeout_ms is None else claimed.attempt_timeout_ms

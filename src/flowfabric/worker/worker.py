@@ -34,20 +34,17 @@ from flowfabric.worker.interrupts import calling_on_interrupts
 from flowfabric.worker.options import check_count, is_handler
 from flowfabric.worker.outcome import Dropped, Failure, Outcome, PutOff, Success, outcome_of
 from flowfabric.worker.reports import Reports
+from flowfabric.worker.slots import Slots
 from flowfabric.worker.threads import Threads
 from flowfabric.worker.timeouts import TimeLimits
 
 logger = logging.getLogger(__name__)
 
-CLAIM_SIZE = 500
-"""Executions in one claim: while some of a worker's slots are claimed into, others run and yet others are ended."""
 MAX_THREADS = 32
 LISTENING_POLL_SECONDS = 5.0
 """The longest pause between two looks at the lanes while hints arrive and due work is announced."""
 IDLE_SECONDS = 0.05
 """The first pause between two looks at the lanes while no hints arrive; each further one is longer."""
-GATHER_SECONDS = 0.002
-"""How long a few free slots wait for more to be claimed into with them."""
 DEFAULT_NAMESPACE = "default"
 """Where a worker that serves every namespace is registered."""
 CANCEL_SECONDS = 5.0
@@ -66,7 +63,9 @@ PUT_OFF_MS = 5000
 class Worker:
     """Runs the executions of its lanes with handlers by kind: `async with worker:` in the background, or `run()`.
 
-    It takes only the kinds it has handlers for, and with a namespace only the work of that one.
+    It takes only the kinds it has handlers for, and with a namespace only the work of that one. At most `concurrency`
+    handlers run at a time. While a backlog is worked off by handlers that return within moments, it also claims what it
+    will start in the next tenth of a second; what has not begun is handed back when it stops.
 
     A handler is cancelled when its execution is cancelled, its time is up or its lease is lost, and its result is not
     written. The next run of the same execution in this process begins when the earlier has returned; where that does
@@ -115,8 +114,6 @@ class Worker:
         }
         self.kinds = check_kinds(tuple(self._handlers), least=0)
         self.namespace = None if namespace is None else check_short(namespace, "namespace")
-        self._concurrency = concurrency
-        self._worth_claiming = max(1, min(concurrency // 4, CLAIM_SIZE))
         self._lease_ttl_ms = lease_ttl_ms
         self._poll_seconds = claim_poll_interval_ms / 1000
         self._drain_seconds = drain_seconds
@@ -131,8 +128,8 @@ class Worker:
             namespace=self.namespace or DEFAULT_NAMESPACE,
             serves_all_namespaces=self.namespace is None,
         )
-        self._running: set[Running] = set()
         self._contact = Contact()
+        self._slots = Slots(concurrency, self._begin, self._contact)
         self._reports = Reports(engine, self._release, self._contact)
         self._limits = TimeLimits(self._reports)
         self._threads = Threads(threads)
@@ -141,15 +138,14 @@ class Worker:
         self._claiming: asyncio.Task[None] | None = None
         self._stopping = asyncio.Event()
         self._is_stopped_by_signal = False
-        self._slot_freed = asyncio.Event()
         self._reconciler: Reconciler | None = None
         self._heartbeat: Heartbeat | None = None
         self._ignore_losses: Callable[[], None] = lambda: None
 
     @property
     def running(self) -> int:
-        """How many executions hold a slot."""
-        return len(self._running)
+        """How many executions have begun here whose endings are not committed; those claimed ahead have not begun."""
+        return self._slots.started
 
     async def __aenter__(self) -> Self:
         """Register, and begin to claim in the background."""
@@ -162,7 +158,7 @@ class Worker:
                 self._engine,
                 lease_ttl_ms=self._lease_ttl_ms,
                 registration=self._registration,
-                running=lambda: list(self._running),
+                running=lambda: list(self._slots.held),
                 lose=self._lose,
                 contact=self._contact,
             )
@@ -223,7 +219,7 @@ class Worker:
     def stop(self) -> None:
         """Claim nothing more; `run()` and the end of `async with` wait for what runs."""
         self._stopping.set()
-        self._slot_freed.set()
+        self._slots.close()
         self._engine.wakeups.wake_all()
 
     async def _stop_when(self, interrupted: asyncio.Event) -> None:
@@ -255,12 +251,11 @@ class Worker:
         retry_pauses = pauses(*FAULT_SECONDS)
         idle_pauses = pauses(IDLE_SECONDS, self._poll_seconds)
         while True:
-            free = await self._free_slots()
+            wanted = await self._slots.room()
             if self._stopping.is_set():
                 return
             wakes = wakeups.wakes(self.lanes)
             asked_at = time.monotonic()
-            wanted = min(free, CLAIM_SIZE)
             try:
                 claimed = await self._engine.claim_many(
                     lanes=self.lanes,
@@ -276,10 +271,12 @@ class Worker:
                 self._contact.failed(error, asked_at)
                 level, trace = level_of_retry(error), None if isinstance(error, EngineError) else error
                 logger.log(level, "a claim failed and is retried: %s", error, exc_info=trace)
+                self._slots.hand_back_waiting()
                 await is_set_within(self._stopping, next(retry_pauses))
                 continue
             self._contact.answered()
             retry_pauses = pauses(*FAULT_SECONDS)
+            self._slots.ahead.claimed(is_full=len(claimed) == wanted)
             if claimed:
                 idle_pauses = pauses(IDLE_SECONDS, self._poll_seconds)
                 self._start(claimed, asked_at)
@@ -298,37 +295,32 @@ class Worker:
         self._contact.forget_silence()
         self.stop()
 
-    async def _free_slots(self) -> int:
-        """How many slots are free, as soon as it pays to claim into them."""
-        while len(self._running) >= self._concurrency and not self._stopping.is_set():
-            self._slot_freed.clear()
-            await self._slot_freed.wait()
-        if self._running and self._concurrency - len(self._running) < self._worth_claiming:
-            await is_set_within(self._stopping, GATHER_SECONDS)
-        return self._concurrency - len(self._running)
-
     def _start(self, claimed: Sequence[ClaimedExecution], asked_at: float) -> None:
         loop = asyncio.get_running_loop()
         is_stopping = self._stopping.is_set()
         for one in claimed:
             running = Running(one, asked_at)
-            self._running.add(running)
+            running.loop = loop
+            self._slots.held.add(running)
             if (earlier := presence.enter(self._engine.store_key, running)) is not None:
                 self._follow(running, earlier)
             if is_stopping:
                 running.is_dropped = running.is_given_back = True
-            running.task = loop.create_task(self._run(running))
+            self._slots.enter(running)
             if one.attempt_timeout_ms is not None or one.execution_deadline_at is not None:
                 self._limits.begin(running)
+
+    def _begin(self, running: Running) -> None:
+        running.task = asyncio.create_task(self._run(running))
 
     def _follow(self, running: Running, earlier: Running) -> None:
         """Let a run begin when the earlier one has left, whose lease is gone."""
         running.earlier = earlier
-        if earlier.task is not None and earlier.task.get_loop() is asyncio.get_running_loop():
+        if earlier.loop is asyncio.get_running_loop():
             self._lose(earlier)
-        elif earlier.task is not None:
+        elif earlier.loop is not None:
             with contextlib.suppress(RuntimeError):
-                earlier.task.get_loop().call_soon_threadsafe(self._lose, earlier)
+                earlier.loop.call_soon_threadsafe(self._lose, earlier)
 
     async def _run(self, running: Running) -> None:
         outcome: Outcome = Dropped()
@@ -341,6 +333,7 @@ class Worker:
                 outcome = await self._outcome_after_earlier(running, handler)
         running.has_ended = True
         running.ended_at = time.monotonic()
+        self._slots.returned(running)
         if running.timer is not None:
             running.timer.cancel()
         match outcome:
@@ -393,9 +386,8 @@ class Worker:
             self._put_off.discard(running.task)
 
     def _release(self, running: Running) -> None:
-        self._running.discard(running)
+        self._slots.release(running)
         presence.leave(self._engine.store_key, running)
-        self._slot_freed.set()
 
     def _lose(self, running: Running) -> None:
         """Stop a handler whose lease is lost; where it has returned or suspends, the store answers that."""
@@ -413,7 +405,7 @@ class Worker:
             return
         for execution_id, lease_epoch, reason in leases:
             running = presence.latest(self._engine.store_key, execution_id)
-            if running is not None and running in self._running and running.claimed.lease_epoch == lease_epoch:
+            if running is not None and running in self._slots.held and running.claimed.lease_epoch == lease_epoch:
                 running.lost = running.lost or reason
                 self._lose(running)
 
@@ -422,24 +414,24 @@ class Worker:
         assert self._claiming is not None
         began = time.monotonic()
         self._log_drain()
-        for running in self._running:
+        for running in self._slots.held:
             if running.earlier is not None:
                 self._give_back(running)
-        await self._until_empty(self._drain_seconds)
-        for running in list(self._running):
+        await self._slots.until_empty(self._drain_seconds)
+        for running in list(self._slots.held):
             self._give_back(running)
-        await self._until_empty(CANCEL_SECONDS)
+        await self._slots.until_empty(CANCEL_SECONDS)
         # Not cancelled while it may still be answered: the answer holds leases, which are handed back.
         await asyncio.wait((self._claiming,), timeout=max(0.0, began + CLAIM_SECONDS - time.monotonic()))
         if not self._claiming.done():
             logger.warning("a claim was not answered: what it has leased is claimed again when the leases run out")
             self._claiming.cancel()
-        await self._until_empty(HAND_BACK_SECONDS)
+        await self._slots.until_empty(HAND_BACK_SECONDS)
         self._reports.close()
         self._threads.close()
         for task in self._put_off:
             task.cancel()
-        for running in self._running:
+        for running in self._slots.held:
             what = "its ending is not stored" if running.has_ended else "does not stop"
             logger.warning("%s %s: it is left to another worker when its lease expires", running.execution_id, what)
             if running.has_ended and running.task is not None:
@@ -449,7 +441,7 @@ class Worker:
             self._claiming.result()
 
     def _log_drain(self) -> None:
-        if count := sum(not running.has_ended for running in self._running):
+        if count := sum(running.has_slot for running in self._slots.held):
             level, hint = logging.INFO, ""
             if self._is_stopped_by_signal:
                 level, hint = logging.WARNING, "; a second signal ends at once"
@@ -462,13 +454,6 @@ class Worker:
             logger.warning("stopping %s", running.execution_id)
             running.is_given_back = True
             running.stop()
-
-    async def _until_empty(self, seconds: float) -> None:
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                while self._running:
-                    self._slot_freed.clear()
-                    await self._slot_freed.wait()
 
     async def _stop_reconciler(self) -> None:
         if self._reconciler is not None:

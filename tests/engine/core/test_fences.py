@@ -38,7 +38,7 @@ async def test_a_lease_is_over_exactly_at_its_expiry_and_the_refusal_marks_it(
     assert (vector(row), row["lease_expired_at"]) == (LAPSED, now)
     assert row["blocking_detail"] == "lease expired, awaiting reclaim"
     assert await told(rows, handle.execution_id) == ["acquired", "expired"]
-    assert await attempts(rows, handle.execution_id) == []
+    assert [row["ended_at"] for row in await attempts(rows, handle.execution_id)] == [None]
     async with rows.unchanged():
         await refused(FENCED[operation](engine, handle), "lease_expired")
 

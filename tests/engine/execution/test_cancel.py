@@ -5,7 +5,18 @@ from uuid import uuid4
 
 import pytest
 
-from engine.state import CANCELLED, CANCELLED_UNTRIED, attempts, claim, lease_left, refused, revoke, told, vector
+from engine.state import (
+    CANCELLED,
+    CANCELLED_UNTRIED,
+    attempts,
+    claim,
+    kept_until,
+    lease_left,
+    refused,
+    revoke,
+    told,
+    vector,
+)
 from flowfabric.engine.engine import Engine
 from flowfabric.model.errors import NotFoundError
 from flowfabric.model.handle import Handle
@@ -63,8 +74,11 @@ async def test_an_operator_cancels_from_every_state(
     assert {row[stamp] for stamp in ("completed_at", "last_transition_at", "last_mutation_at")} == {now}
     assert (row["cancellation_reason"], row["cancelled_by"]) == ("not wanted", "operator_override")
     assert (row["failure_reason"], row["blocking_detail"]) == (None, None)
-    assert (row["delay_until"], row["due_at"], lease_left(row)) == (None, None, {})
-    assert row["retain_until"] == now + 86_400_000
+    assert (row["delay_until"], await rows.timers(execution_id), lease_left(row)) == (None, {}, {})
+    assert await kept_until(rows, execution_id) == now + 86_400_000
+    assert await rows.of("ready") == []
+    (listed,) = await rows.of("listed")
+    assert (str(listed["execution_id"]), listed["public_state"], listed["at"]) == (execution_id[-36:], "cancelled", now)
     assert await told(rows, execution_id) == TOLD[state]
     ended = await attempts(rows, execution_id)
     if state == "backing off":

@@ -39,24 +39,30 @@ async def test_a_new_execution_waits_for_a_worker(engine: Engine, create: Creati
     assert {row[name] for name in ("last_transition_at", "last_mutation_at")} == {now}
     set_later = """
         lease_id attempt_id attempt_type worker_no claimed_at lease_expires_at flow_id started_at completed_at
-        delay_until deadline_at retain_until blocking_detail previous_attempt_index retry_reason replay_reason
-        replay_requested_by reclaim_reason progress_pct progress_message progress_updated_at failure_reason cancelled_by
+        delay_until deadline_at blocking_detail attempt_timeout_at suspension_timeout_at granted_until
+        progress_pct progress_message progress_updated_at failure_reason failure_category cancelled_by result_payload
     """
     assert {name: row[name] for name in set_later.split() if row[name] is not None} == {}
-    (stored,) = await rows.of("execution_input", execution_id=made.execution_id[-36:])
-    assert (stored["created_at"], stored["execution_kind"], stored["creator_identity"]) == (now, "job", "test")
-    assert (stored["payload_encoding"], stored["policy"], stored["has_tags"]) == (None, None, False)
+    assert (row["created_at"], row["execution_kind"], row["creator_identity"]) == (now, "job", "test")
+    assert (row["payload_encoding"], row["policy"], row["has_tags"]) == (None, None, False)
+    (entry,) = await rows.of("ready")
+    (queue,) = await rows.of("queue", queue_no=row["queue_no"])
+    assert entry == {
+        **{name: row[name] for name in ("place", "queue_no", "partition_key", "execution_id")},
+        "route_no": queue["route_no"],
+        "granted_until": None,
+    }
 
 
 @both_creates
-async def test_a_create_writes_one_row_and_no_event_attempt_key_or_tag(
+async def test_a_create_writes_one_row_and_one_entry_and_nothing_else(
     engine: Engine, create: Creating, rows: Any
 ) -> None:
     made = await create(engine, **new())
     assert await told(rows, made.execution_id) == []
-    for table in ("attempt", "idempotency", "execution_tag", "claim_grant"):
+    for table in ("attempt", "idempotency_key", "execution_tag", "claim_grant", "timer", "claim", "listed", "retained"):
         assert await rows.of(table) == []
-    assert len(await rows.of("execution")) == len(await rows.of("execution_input")) == 1
+    assert len(await rows.of("execution")) == len(await rows.of("ready")) == 1
 
 
 @both_creates
@@ -110,8 +116,7 @@ async def test_texts_are_kept_as_they_are(engine: Engine, create: Creating, rows
     made = await create(engine, **new(namespace="täst '\\ {}", tags=tags, **texts))
     (claimed,) = await claim(engine)
     assert (claimed.execution_kind, claimed.payload_encoding, claimed.tags) == (strange, strange, tags)
-    (stored,) = await rows.of("execution_input")
-    assert stored["creator_identity"] == strange
+    assert (await rows.execution(made.execution_id))["creator_identity"] == strange
     info = await engine.read_execution_info(made.execution_id)
     assert info is not None
     assert (info.namespace, info.execution_kind) == ("täst '\\ {}", strange)
@@ -162,7 +167,7 @@ async def test_items_of_one_shape_are_stored_as_they_would_be_among_others(engin
         found = []
         for verdict in verdicts[:3]:
             uuid = verdict.execution_id[-36:]  # type: ignore[union-attr]
-            for table in ("execution", "execution_input", "execution_tag"):
+            for table in ("execution", "ready", "execution_tag"):
                 of_table = sorted(await rows.of(table, execution_id=uuid), key=str)
                 found.append([{name: row[name] for name in row.keys() - differing} for row in of_table])
         return found
@@ -205,6 +210,7 @@ async def test_a_delay_in_the_future_delays(engine: Engine, create: Creating, ro
     row = await rows.execution(made.execution_id)
     assert vector(row) == DELAYED
     assert (row["delay_until"], row["blocking_detail"]) == (until, f"delayed until {until}")
+    assert (await rows.timers(made.execution_id), await rows.of("ready")) == ({"delay": until}, [])
     assert await claim(engine) == []
     await clock.advance(ms=1)
     (claimed,) = await claim(engine)
@@ -218,6 +224,7 @@ async def test_a_delay_now_or_in_the_past_is_ignored(engine: Engine, create: Cre
         made = await create(engine, **new(delay_until=until))
         row = await rows.execution(made.execution_id)
         assert (vector(row), row["delay_until"], row["blocking_detail"]) == (WAITING, None, None)
+    assert (await rows.of("timer"), len(await rows.of("ready"))) == ([], 3)
 
 
 @both_creates
@@ -268,8 +275,10 @@ async def test_a_deadline_is_absolute_or_counted_from_creation(
         made = await create(engine, **new(**arguments))
         row = await rows.execution(made.execution_id)
         # What has passed already is due from creation on.
-        due_at = None if deadline is None else max(deadline, now)
-        assert (row["deadline_at"], row["due_at"]) == (deadline, due_at), arguments
+        timers = await rows.timers(made.execution_id)
+        timers.pop("delay", None)
+        assert row["deadline_at"] == deadline, arguments
+        assert timers == ({} if deadline is None else {"deadline": max(deadline, now)}), arguments
 
 
 @both_creates

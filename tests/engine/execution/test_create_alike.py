@@ -44,12 +44,9 @@ DIFFERENT: dict[str, dict[str, Any]] = {
 async def stored(rows: Any, execution_id: str) -> list[Any]:
     """What the tables hold of an execution, but for what no two share."""
     found: list[Any] = []
-    for table in ("execution", "execution_input", "execution_tag"):
+    for table in ("execution", "ready", "timer", "execution_tag"):
         of_table = sorted(await rows.of(table, execution_id=execution_id[-36:]), key=str)
-        found.append(
-            [{name: row[name] for name in row.keys() - OF_ITS_OWN - {"deadline_at", "due_at"}} for row in of_table]
-        )
-        found.append([bool(row.get("deadline_at")) for row in of_table])
+        found.append([{name: row[name] for name in row.keys() - OF_ITS_OWN} for row in of_table])
     return found
 
 
@@ -94,7 +91,7 @@ async def test_an_item_the_store_refuses_does_not_fail_those_it_came_with(
     engine: Engine, connection: asyncpg.Connection
 ) -> None:
     await engine.create_many(items(new()))
-    await connection.execute("alter table execution_input add constraint no_poison check (input_payload <> 'poison')")
+    await connection.execute("alter table execution add constraint no_poison check (input_payload <> 'poison')")
     verdicts = await engine.create_many(items(*[new()] * 50, new(input_payload=b"poison"), *[new()] * 49))
     assert [type(verdict) for verdict in verdicts[:50] + verdicts[51:]] == [Created] * 99
     assert isinstance(verdicts[50], EngineError)
@@ -107,7 +104,7 @@ async def test_a_batch_whose_connection_is_lost_is_told_so_and_not_tried_again(
     engine: Engine = await engines(submit_patience_ms=0)
     await engine.create_many(items(new()))
     async with connection.transaction():
-        await connection.execute("lock table execution_input in access exclusive mode")
+        await connection.execute("lock table ready in access exclusive mode")
         creating = asyncio.create_task(engine.create_many(items(*[new()] * 3)))
 
         async def cut() -> bool:

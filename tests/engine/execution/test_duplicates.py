@@ -114,7 +114,7 @@ async def test_lanes_of_one_partition_do_not_share_keys(engine: Engine, create: 
 async def test_an_empty_key_is_no_key(engine: Engine, create: Creating, rows: Any) -> None:
     made = [await create(engine, **new(idempotency_key="")) for _ in range(2)]
     assert [type(one) for one in made] == [Created, Created]
-    assert await rows.of("idempotency") == []
+    assert await rows.of("idempotency_key") == []
 
 
 @both_creates
@@ -123,15 +123,15 @@ async def test_a_key_counts_for_a_day_and_not_a_moment_longer(
 ) -> None:
     now = await clock.now()
     first = await create(engine, **new(idempotency_key="k"))
-    assert (await rows.of("idempotency"))[0]["expires_at"] == now + DAY_MS
+    assert (await rows.of("idempotency_key"))[0]["expires_at"] == now + DAY_MS
     await clock.set(now + DAY_MS - 1)
     assert await create(engine, **new(idempotency_key="k")) == Duplicate(execution_id=first.execution_id)
     await clock.set(now + DAY_MS)
     second = await create(engine, **new(idempotency_key="k"))
     assert isinstance(second, Created)
     assert second.execution_id != first.execution_id
-    (entry,) = await rows.of("idempotency")
-    assert (str(entry["execution_id"]), entry["expires_at"]) == (second.execution_id[-36:], now + 2 * DAY_MS)
+    (entry,) = await rows.of("idempotency_key")
+    assert (str(entry["subject_id"]), entry["expires_at"]) == (second.execution_id[-36:], now + 2 * DAY_MS)
     assert await create(engine, **new(idempotency_key="k")) == Duplicate(execution_id=second.execution_id)
 
 
@@ -154,7 +154,7 @@ async def test_a_window_of_nothing_records_no_key(engine: Engine, create: Creati
         arguments = new(idempotency_key="k", policy={"dedup_window_ms": window})
         made = [await create(engine, **arguments) for _ in range(2)]
         assert [type(one) for one in made] == [Created, Created]
-    assert await rows.of("idempotency") == []
+    assert await rows.of("idempotency_key") == []
 
 
 @both_creates
@@ -254,7 +254,7 @@ async def test_the_first_of_several_items_with_one_id_wins_whatever_their_keys(e
             named = f"{{fp:86}}:{which}1111111-2222-3333-4444-{at:012}"
             verdicts = await engine.create_many(items(*(new(execution_id=named, idempotency_key=key) for key in keys)))
             assert [type(verdict) for verdict in verdicts] == [Created, Duplicate], keys
-            kept = {entry["idempotency_key"] for entry in await rows.of("idempotency", execution_id=named[-36:])}
+            kept = {entry["key"] for entry in await rows.of("idempotency_key", subject_id=named[-36:])}
             assert kept == {key for key in keys[:1] if key}
 
 

@@ -56,6 +56,7 @@ async def test_a_cancelled_wait_leaves_the_others_waiting(engine: Engine, given:
     assert gone.cancelled()
 
 
+@pytest.mark.usefixtures("altered_rows")
 async def test_an_outcome_of_a_newer_version_is_told_to_its_waiter_alone(
     engine: Engine, given: Any, connection: asyncpg.Connection, eventually: Any
 ) -> None:

@@ -68,6 +68,7 @@ async def test_the_instance_tag_is_kept_on_the_row_and_told_with_events(engine: 
     assert [event["instance_tag"] for event in await rows.events(execution_id)] == ["green"]
 
 
+@pytest.mark.usefixtures("altered_rows")
 async def test_the_name_of_the_instance_tag_is_a_setting(engines: Any, given: Any, rows: Any) -> None:
     execution_id = await given.created()
     other = await engines(instance_tag="team.name")

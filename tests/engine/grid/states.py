@@ -173,6 +173,8 @@ async def _lost_overdue(subject: Subject) -> None:
 async def _lease_revoked(subject: Subject) -> None:
     await _active(subject)
     await revoke(subject.connection, subject.execution_id)
+    # As an operation does that lets an execution be claimed again.
+    subject.engine.wakeups.watermarks.clear()
 
 
 async def _reclaim_granted(subject: Subject) -> None:

@@ -7,7 +7,7 @@ from uuid import UUID
 
 import pytest
 
-from engine.state import ACTIVE, attempts, claim, ids, new, refused, told, vector
+from engine.state import ACTIVE, attempts, claim, claim_rows, ids, new, refused, told, vector
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.lease import claim as claim_family
 from flowfabric.model.errors import ValidationError
@@ -24,9 +24,15 @@ async def test_a_first_claim_leases_the_execution(engine: Engine, given: Any, ro
     assert (row["lease_epoch"], row["attempt_count"], row["attempt_type"]) == (1, 1, "initial")
     assert (row["lease_id"], row["attempt_id"]) == (claimed.lease_id, claimed.attempt_id)
     assert {row[stamp] for stamp in ("started_at", "claimed_at", "last_transition_at", "last_mutation_at")} == {now}
-    assert (row["lease_expires_at"], row["due_at"]) == (now + 5000, now + 5000)
-    unset = "delay_until blocking_detail lease_renewed_at lease_expired_at attempt_timeout_at completed_at retry_reason"
+    assert row["lease_expires_at"] == now + 5000
+    unset = (
+        "delay_until blocking_detail lease_renewed_at lease_expired_at attempt_timeout_at completed_at granted_until"
+    )
     assert {name: row[name] for name in unset.split() if row[name] is not None} == {}
+    assert (await rows.of("ready"), await rows.of("timer"), await rows.of("attempt")) == ([], [], [])
+    (held,) = (await claim_rows(rows)).values()
+    assert (held["claim_no"], held["worker_no"]) == (row["claim_no"], row["worker_no"])
+    assert (held["expires_at"], held["renewed_at"], held["execution_ids"]) == (now + 5000, None, [execution_id])
     (worker,) = await rows.of("worker_identity", worker_no=row["worker_no"])
     assert (worker["worker_id"], worker["worker_instance_id"]) == ("pool", "pool-7")
 
@@ -108,7 +114,9 @@ async def test_a_retry_is_a_new_attempt_of_the_same_execution(
     row = await rows.execution(failed.execution_id)
     assert vector(row) == ACTIVE
     assert (row["attempt_count"], row["retry_count"], row["started_at"]) == (2, 1, began)
-    assert (row["retry_reason"], row["previous_attempt_index"], row["delay_until"]) == ("no luck", 0, None)
+    assert (row["delay_until"], await rows.timers(failed.execution_id)) == (None, {})
+    _, running = await engine.list_attempts(failed.execution_id)
+    assert (running.attempt_state, running.retry_reason, running.previous_attempt_index) == ("started", "no luck", 0)
     await engine.complete(claimed.handle)
     first, second = await attempts(rows, failed.execution_id)
     assert (first["attempt_type"], first["attempt_state"]) == ("initial", "ended_failure")
@@ -127,6 +135,7 @@ async def test_a_claim_arms_the_attempt_timer_of_the_policy(engine: Engine, give
     for timeout, armed in ((700, now + 700), (0, None), (None, None)):
         claimed = await given.run(policy={"timeout_policy": {"attempt_timeout_ms": timeout}})
         assert (await rows.execution(claimed.execution_id))["attempt_timeout_at"] == armed
+        assert await rows.timers(claimed.execution_id) == ({} if armed is None else {"attempt_timeout": armed})
 
 
 async def test_a_claim_carries_the_deadline_of_its_execution(engine: Engine, given: Any, clock: Any) -> None:
@@ -294,3 +303,15 @@ async def test_a_cancelled_claim_leaves_the_engine_usable(engine: Engine, given:
     await asyncio.gather(waiting, return_exceptions=True)
     created = await given.created()
     assert ids(await claim(engine)) == [created]
+
+
+@pytest.mark.usefixtures("hints_only")
+async def test_waiting_for_children_wakes_a_waiting_claim(engine: Engine, given: Any) -> None:
+    handle = await given.claimed(lane_id="busy")
+    waiting = asyncio.create_task(claim(engine, "busy", max_wait_ms=60_000, limit=1))
+    async with asyncio.timeout(30):
+        while not engine.wakeups._waiting.get("busy"):  # noqa: ASYNC110
+            await asyncio.sleep(0)
+    await engine.wait_children(handle)
+    (claimed,) = await asyncio.wait_for(waiting, 30)
+    assert claimed.execution_id == handle.execution_id

@@ -12,17 +12,18 @@ from engine.state import claim, ids, made, new
 from flowfabric.db.database import Database
 from flowfabric.db.statements import Statement
 from flowfabric.engine.engine import Engine
+from flowfabric.engine.lease.claim import Wanted
 
 
 @pytest.fixture
-def searches(monkeypatch: pytest.MonkeyPatch) -> Counter[bool]:
-    """How many searches were made, shared and unshared."""
-    made: Counter[bool] = Counter()
+def searches(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How many searches were made, along routes and along queues."""
+    made: Counter[str] = Counter()
     fetch = Database.fetch
 
     async def count(database: Database, statement: Statement, values: Mapping[str, object], **others: Any) -> Any:
-        if statement.name == "claim_best":
-            made[bool(values["unshared"])] += 1
+        if statement.name.startswith("claim_by_"):
+            made[statement.name] += 1
         return await fetch(database, statement, values, **others)
 
     monkeypatch.setattr(Database, "fetch", count)
@@ -35,7 +36,7 @@ def best_first(created: list[str], priorities: list[int]) -> list[str]:
 
 
 @pytest.mark.parametrize("seed", range(8))
-async def test_claims_take_the_best_of_all_queues_in_order(engine: Engine, searches: Counter[bool], seed: int) -> None:
+async def test_claims_take_the_best_of_all_queues_in_order(engine: Engine, searches: Counter[str], seed: int) -> None:
     draw = random.Random(seed)
     count = draw.choice((2, 5, 40, 150))
     # From evenly spread work to a few queues that hold nearly all of it.
@@ -47,16 +48,18 @@ async def test_claims_take_the_best_of_all_queues_in_order(engine: Engine, searc
     )
     expected = best_first(created, priorities)
     taken = 0
+    claims = 0
     while taken < len(expected):
         limit = draw.choice((1, 2, 7, 50, 200))
         found = ids(await claim(engine, limit=limit))
         assert found == expected[taken : taken + limit]
         taken += len(found)
-    assert not searches[True]
+        claims += 1
+    assert searches == {"claim_by_route": claims}
 
 
 async def test_a_few_queues_that_hold_the_oldest_work_are_taken_in_order(
-    engine: Engine, searches: Counter[bool]
+    engine: Engine, searches: Counter[str]
 ) -> None:
     dense = [f"dense{at % 9}" for at in range(900)]
     sparse = [f"sparse{at % 24}" for at in range(72)]
@@ -66,13 +69,12 @@ async def test_a_few_queues_that_hold_the_oldest_work_are_taken_in_order(
         created += await made(engine, *(new(execution_kind=kind) for kind in kinds))
     searches.clear()
     assert ids(await claim(engine, limit=100)) == created[:100]
-    # What was read of the dense queues did not reach so far: a second search takes the rest.
-    assert searches == {False: 2}
+    assert searches == {"claim_by_route": 1}
     assert ids(await claim(engine, limit=1000)) == created[100:]
 
 
 async def test_the_only_queue_with_work_gives_all_that_is_wanted_in_one_search(
-    engine: Engine, searches: Counter[bool]
+    engine: Engine, searches: Counter[str]
 ) -> None:
     await made(engine, *(new(execution_kind=f"k{at}") for at in range(50)))
     assert len(await claim(engine, limit=50)) == 50
@@ -80,11 +82,11 @@ async def test_the_only_queue_with_work_gives_all_that_is_wanted_in_one_search(
     searches.clear()
     assert ids(await claim(engine, limit=60)) == created[:60]
     assert ids(await claim(engine, limit=60)) == created[60:]
-    assert searches == {False: 2}
+    assert searches == {"claim_by_route": 2}
 
 
 async def test_rows_held_elsewhere_do_not_hide_other_queues(
-    engine: Engine, connection: Any, searches: Counter[bool]
+    engine: Engine, connection: Any, searches: Counter[str]
 ) -> None:
     created = await made(engine, *(new(execution_kind=f"k{at % 10}") for at in range(100)))
     held = created[:40]
@@ -92,19 +94,11 @@ async def test_rows_held_elsewhere_do_not_hide_other_queues(
         await connection.execute(
             "select from execution where execution_id = any($1::uuid[]) for update", [one[-36:] for one in held]
         )
-        assert sorted(ids(await claim(engine, limit=50))) == sorted(ids_of_free(created, held, 50))
-        assert searches[True] == 1
-    # The marks lead past what was held; when nothing is left there the queues are walked whole.
-    assert len(await claim(engine, limit=100)) == 10
+        assert ids(await claim(engine, limit=50)) == created[40:90]
+        assert searches == {"claim_by_route": 1}
+    # The watermarks lead past what was held; when nothing is left there everything is walked.
+    assert ids(await claim(engine, limit=100)) == created[90:]
     assert ids(await claim(engine, limit=100)) == held
-
-
-def ids_of_free(created: list[str], held: list[str], count: int) -> list[str]:
-    """What is left of the best when some are held: the free ones of the best, then of one queue after the other."""
-    best = [one for one in created[:count] if one not in held]
-    rest = [one for one in created[count:] if one not in held]
-    by_queue = sorted(rest, key=lambda one: (created.index(one) % 10, created.index(one)))
-    return best + by_queue[: count - len(best)]
 
 
 async def test_rivals_over_many_queues_take_each_row_once(engines: Any) -> None:
@@ -121,14 +115,24 @@ async def test_rivals_over_many_queues_take_each_row_once(engines: Any) -> None:
     assert sorted(one for some in taken for one in some) == sorted(created)
 
 
-async def test_marks_of_many_queues_lead_past_what_was_taken(lasting_watermarks: None, engine: Engine) -> None:
+@pytest.mark.parametrize("few", [None, tuple(f"k{at}" for at in range(8))], ids=["by route", "by queue"])
+async def test_watermarks_lead_past_what_was_taken(
+    lasting_watermarks: None, engine: Engine, few: tuple[str, ...] | None
+) -> None:
     kinds = [f"k{at % 30}" for at in range(600)]
-    created = await made(engine, *(new(execution_kind=kind, priority=at % 2) for at, kind in enumerate(kinds)))
-    expected = best_first(created, [at % 2 for at in range(600)])
-    for at in range(0, 600, 60):
-        assert ids(await claim(engine, limit=60)) == expected[at : at + 60]
-        queues, firsts, _ = engine.wakeups.watermarks.spans()
-        assert queues == sorted(queues)
-        assert len(queues) == len(firsts) >= 30
+    priorities = [at % 2 for at in range(600)]
+    created = await made(
+        engine, *(new(execution_kind=kind, priority=at) for kind, at in zip(kinds, priorities, strict=True))
+    )
+    kind_of = dict(zip(created, kinds, strict=True))
+    expected = [one for one in best_first(created, priorities) if few is None or kind_of[one] in few]
+    wanted = Wanted.of(("default",), (), few, None)
+    watermarks = engine.wakeups.watermarks
+    for at in range(0, len(expected), 40):
+        assert ids(await claim(engine, limit=40, kinds=few)) == expected[at : at + 40]
+        walks, firsts, lasts = (watermarks.of_routes(wanted) if few is None else watermarks.of_queues(wanted)).spans()
+        assert walks == sorted(walks)
+        assert all(first <= last for first, last in zip(firsts, lasts, strict=True))
+    assert len(set(walks)) == (1 if few is None else 8)
     late = await made(engine, new(execution_kind="k3", priority=1), new(execution_kind="new"))
-    assert ids(await claim(engine)) == late
+    assert ids(await claim(engine, kinds=few)) == (late if few is None else late[:1])

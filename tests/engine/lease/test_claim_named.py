@@ -6,12 +6,12 @@ from uuid import UUID
 
 import pytest
 
-from engine.grants import claim_named, claim_resumed, grant, granted, known, resumable, worker
-from engine.state import ACTIVE, attempts, claim, ids, refused, revoke, told, vector
+from engine.grants import claim_named, grant, granted, known, resumable, worker
+from engine.state import ACTIVE, attempts, refused, told, vector
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.execution.retention import GRANT_MEMORY_MS
 from flowfabric.model.errors import BugError, ConflictError, EngineError
-from flowfabric.model.grants import Granted, GrantedClaim, NotReclaimable, ResumeToken
+from flowfabric.model.grants import GrantedClaim, NotReclaimable, ResumeToken
 from flowfabric.model.ids import mint_uuid_texts
 from flowfabric.model.outcomes import ClaimedExecution, Completed, Renewed
 from flowfabric.model.states import AttemptType, HandleKind
@@ -61,8 +61,10 @@ async def test_a_grant_is_turned_into_a_lease(engine: Engine, given: Any, rows: 
     assert (str(row["lease_id"]), str(row["attempt_id"]), row["lease_epoch"]) == (LEASE, ATTEMPT, 1)
     assert (row["lease_expires_at"], row["claimed_at"], row["started_at"]) == (now + 9000, now, now)
     assert (row["attempt_timeout_at"], row["deadline_at"]) == (now + 3000, now + 60_000)
-    assert (json.loads(row["attempt_policy"]), row["granted_until"]) == ({"model": "small"}, None)
-    assert await rows.of("claim_grant") == []
+    assert await rows.timers(waiting) == {"attempt_timeout": now + 3000, "deadline": now + 60_000}
+    (running,) = await engine.list_attempts(waiting)
+    assert (running.attempt_state, running.policy, row["granted_until"]) == ("started", '{"model": "small"}', None)
+    assert (await rows.of("claim_grant"), await rows.of("ready")) == ([], [])
     assert await told(rows, waiting) == ["acquired"]
     await engine.renew(handle)
     await engine.complete(handle, b"done")
@@ -118,8 +120,8 @@ async def test_a_retry_is_claimed_by_grant_as_one(engine: Engine, given: Any, ro
     await grant(engine, failed.execution_id)
     claimed = await claim_named(engine, failed.execution_id)
     assert (claimed.attempt_type, claimed.attempt_index, claimed.retry_count) == (AttemptType.RETRY, 1, 1)
-    row = await rows.execution(failed.execution_id)
-    assert (row["retry_reason"], row["previous_attempt_index"]) == ("no luck", 0)
+    _, running = await engine.list_attempts(failed.execution_id)
+    assert (running.retry_reason, running.previous_attempt_index) == ("no luck", 0)
 
 
 @pytest.mark.parametrize(
@@ -155,8 +157,8 @@ async def test_a_grant_of_a_lost_lease_is_turned_into_a_reclaimed_one(engine: En
     assert (claimed.handle.kind, claimed.attempt_type) == (HandleKind.RECLAIMED, AttemptType.RECLAIM)
     assert (str(claimed.lease_id), str(claimed.attempt_id), claimed.lease_epoch) == (LEASE, ATTEMPT, 2)
     assert (await rows.execution(lost.execution_id))["reclaim_count"] == 1
-    (interrupted,) = await attempts(rows, lost.execution_id)
-    assert interrupted["attempt_state"] == "interrupted_reclaimed"
+    interrupted, running = await attempts(rows, lost.execution_id)
+    assert (interrupted["attempt_state"], running["attempt_state"]) == ("interrupted_reclaimed", "started")
     assert await told(rows, lost.execution_id) == ["acquired", "expired", "reclaimed"]
     assert await rows.of("claim_grant") == []
 
@@ -307,6 +309,7 @@ async def test_malformed_arguments_of_a_claim_are_refused(
     assert await claim_named(engine, waiting)
 
 
+@pytest.mark.usefixtures("altered_rows")
 async def test_a_running_attempt_on_a_row_that_waits_is_a_bug(
     engine: Engine, given: Any, connection: Any, rows: Any
 ) -> None:
@@ -404,95 +407,3 @@ async def test_an_operator_respects_grants_and_lanes(engine: Engine, given: Any,
     await clock.advance(ms=5000)
     assert await fused(engine, waiting)
     assert await rows.of("claim_grant") == []
-
-
-# The same row, however it was claimed.
-
-_OWN = {"execution_id", "partition_key", "place", "queue_no", "lane_no", "lease_id", "attempt_id", "event_id", "xid"}
-
-
-async def _fresh(given: Any, lane: str) -> str:
-    return str(
-        await given.created(
-            lane_id=lane,
-            tags={"ff.instance_id": "one"},
-            policy={"timeout_policy": {"attempt_timeout_ms": 4000, "execution_deadline_ms": 10**9}},
-        )
-    )
-
-
-async def _retry(given: Any, lane: str) -> str:
-    handle = await given.backing_off(lane_id=lane, delay_ms=1)
-    await given.clock.advance(ms=1)
-    await given.engine.delays.promote_due()
-    return str(handle.execution_id)
-
-
-async def _resumed(given: Any, lane: str) -> str:
-    policy = {"timeout_policy": {"attempt_timeout_ms": 4000}}
-    handle = await given.claimed(lane_id=lane, policy=policy)
-    await given.clock.advance(ms=1000)
-    await given.engine.wait_children(handle)
-    return str(handle.execution_id)
-
-
-async def _lapsed(given: Any, lane: str) -> str:
-    handle = await given.reclaimable(lane_id=lane, policy={"timeout_policy": {"attempt_timeout_ms": 10**6}})
-    return str(handle.execution_id)
-
-
-async def _lapsed_retry(given: Any, lane: str) -> str:
-    await _retry(given, lane)
-    handle = (await given.claim(lane_id=lane)).handle
-    await given.clock.advance(seconds=31)
-    await given.engine.lease_expiry.mark_expired([handle.execution_id])
-    return str(handle.execution_id)
-
-
-async def _lapsed_resumed(given: Any, lane: str) -> str:
-    await _resumed(given, lane)
-    handle = (await given.claim(lane_id=lane, lease_ttl_ms=10)).handle
-    await given.clock.advance(ms=11)
-    await given.engine.lease_expiry.mark_expired([handle.execution_id])
-    return str(handle.execution_id)
-
-
-async def _revoked(given: Any, lane: str) -> str:
-    handle = await given.claimed(lane_id=lane)
-    await revoke(given.clock._connection, handle.execution_id)
-    return str(handle.execution_id)
-
-
-@pytest.mark.parametrize(
-    "state", [_fresh, _retry, _resumed, _lapsed, _lapsed_retry, _lapsed_resumed, _revoked], ids=lambda one: one.__name__
-)
-async def test_a_named_claim_leaves_what_a_search_leaves(
-    engine: Engine, given: Any, rows: Any, clock: Any, state: Any
-) -> None:
-    # Both run through the same moments of a standing clock.
-    began = await clock.now()
-    searched = await state(given, "one")
-    later = await clock.advance(ms=100)
-    (by_search,) = await claim(engine, "one", worker_id="pool", worker_instance_id="pool-1", lease_ttl_ms=7000)
-    await clock.set(began)
-    named = await state(given, "two")
-    await clock.set(later)
-    if state is _resumed:
-        by_name = await claim_resumed(engine, named, lane_id="two", lease_ttl_ms=7000)
-    else:
-        assert isinstance(await engine.claim_for_worker(**worker(lane_id="two")), Granted)
-        by_name = await claim_named(engine, named, lane_id="two", lease_ttl_ms=7000)
-    assert ids([by_search, by_name]) == [searched, named]
-
-    def shared(row: dict[str, Any]) -> dict[str, Any]:
-        return {name: value for name, value in row.items() if name not in _OWN}
-
-    one, two = await rows.execution(searched), await rows.execution(named)
-    assert shared(one) == shared(two)
-    assert (one["attempt_id"] == one["lease_id"]) == (two["attempt_id"] == two["lease_id"])
-    for find in (attempts, lambda rows, found: rows.events(found)):
-        ones, twos = await find(rows, searched), await find(rows, named)
-        assert [shared(row) for row in ones] == [shared(row) for row in twos]
-    for field in ("attempt_type", "attempt_index", "lease_epoch", "lease_expires_at", "policy", "tags", "retry_count"):
-        assert getattr(by_search, field) == getattr(by_name, field), field
-    assert by_search.handle.kind == by_name.handle.kind

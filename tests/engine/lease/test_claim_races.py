@@ -54,29 +54,81 @@ async def test_as_many_claims_as_rows_each_find_one(engines: Any) -> None:
         assert sorted(ids([one for some in taken for one in some])) == sorted(created)
 
 
+async def slow_claim(slow: Engine, connection: Any, eventually: Any, **wanted: Any) -> asyncio.Task[list[Any]]:
+    """A claim whose snapshot is taken and that has read no row yet; it goes on when the advisory lock is released."""
+    await claim(slow, "nothing")
+    await connection.execute(_SLOW_CHOICE)
+    async with slow._lifecycle.store.database.acquire() as session:
+        await session.execute("set test.waits = 'yes'")
+    await connection.execute("select pg_advisory_lock(42)")
+    searching = asyncio.create_task(claim(slow, **wanted))
+    await eventually(lambda: connection.fetchval(_IS_WAITING))
+    return searching
+
+
 @pytest.mark.usefixtures("patient_with_locks")
 async def test_a_claim_that_saw_a_row_before_it_was_taken_and_lost_leaves_it_whole(
     engines: Any, connection: Any, given: Any, rows: Any, clock: Any, eventually: Any
 ) -> None:
     slow, quick = await engines(), await engines()
     execution_id = await given.created()
-    await claim(slow, "nothing")
-    await connection.execute(_SLOW_CHOICE)
-    async with slow._lifecycle.store.database.acquire() as session:
-        await session.execute("set test.waits = 'yes'")
-    await connection.execute("select pg_advisory_lock(42)")
-    searching = asyncio.create_task(claim(slow))
-    await eventually(lambda: connection.fetchval(_IS_WAITING))
+    searching = await slow_claim(slow, connection, eventually)
     (lost,) = await claim(quick, lease_ttl_ms=1000)
     await clock.advance(seconds=2)
-    assert await quick.lease_expiry.mark_expired() == 1
+    assert await quick.lease_expiry.sweep() == 1
     await connection.execute("select pg_advisory_unlock(42)")
     await searching
     if not searching.result():
-        assert await attempts(rows, execution_id) == []
+        assert [row["attempt_state"] for row in await attempts(rows, execution_id)] == ["started"]
         searching = asyncio.create_task(claim(quick))
     (taken,) = await searching
     assert (taken.execution_id, taken.handle.kind) == (lost.execution_id, HandleKind.RECLAIMED)
     assert [(row["attempt_index"], row["attempt_state"]) for row in await attempts(rows, execution_id)] == [
-        (0, "interrupted_reclaimed")
+        (0, "interrupted_reclaimed"),
+        (1, "started"),
     ]
+    assert await rows.of("ready") == []
+
+
+CHANGES: dict[str, Callable[[Engine, str], Any]] = {
+    "a tag": lambda engine, execution_id: engine.set_execution_tag(execution_id, "a.b", "c"),
+    "a lapsed grant": lambda engine, execution_id: engine.issue_claim_grant(
+        execution_id=execution_id, lane_id="default", worker_id="pool", worker_instance_id="pool-1", grant_ttl_ms=1000
+    ),
+}
+
+
+@pytest.mark.usefixtures("patient_with_locks")
+@pytest.mark.parametrize("change", CHANGES)
+async def test_what_changes_while_a_claim_is_under_way_can_still_be_claimed(
+    engines: Any, engine: Engine, connection: Any, given: Any, rows: Any, clock: Any, eventually: Any, change: str
+) -> None:
+    slow = await engines()
+    changed, other = await given.created(), await given.created()
+    searching = await slow_claim(slow, connection, eventually)
+    await CHANGES[change](engine, changed)
+    await clock.advance(seconds=2)
+    await connection.execute("select pg_advisory_unlock(42)")
+    taken = ids(await searching)
+    assert other in taken
+    assert await engine.find_inconsistencies() == []
+    taken += ids(await claim(engine))
+    assert sorted(taken) == sorted([changed, other])
+    assert await rows.of("ready") == []
+
+
+@pytest.mark.usefixtures("patient_with_locks")
+async def test_what_is_queued_again_while_a_claim_is_under_way_is_leased_once(
+    engines: Any, engine: Engine, connection: Any, given: Any, rows: Any, eventually: Any
+) -> None:
+    slow = await engines()
+    requeued = await given.created()
+    searching = await slow_claim(slow, connection, eventually)
+    (first,) = await claim(engine)
+    await engine.hand_back(first.handle)
+    await connection.execute("select pg_advisory_unlock(42)")
+    taken = [*await searching, *await claim(engine)]
+    assert ids(taken) == [requeued]
+    row = await rows.execution(requeued)
+    assert (row["lease_epoch"], row["lease_id"]) == (2, taken[0].lease_id)
+    assert (await rows.of("ready"), len(await rows.events(requeued))) == ([], 3)

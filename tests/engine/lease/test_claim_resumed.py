@@ -85,6 +85,7 @@ async def test_only_an_attempt_that_was_put_aside_goes_on(
         await refused(claim_resumed(engine, execution_id), code)
 
 
+@pytest.mark.usefixtures("altered_rows")
 async def test_a_suspended_execution_is_not_resumed(engine: Engine, given: Any, rows: Any, connection: Any) -> None:
     parked = await resumable(given)
     await connection.execute(

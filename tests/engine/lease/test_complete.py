@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from engine.state import COMPLETED, attempts, claim, refused, told, vector
+from engine.state import COMPLETED, attempts, claim, kept_until, lease_left, refused, told, vector
 from flowfabric.engine.engine import Engine
 from flowfabric.model.handle import Handle
 from flowfabric.model.outcomes import Completed
@@ -40,13 +40,14 @@ async def test_a_completed_run_ends_its_execution(
     row = await rows.execution(claimed.execution_id)
     assert vector(row) == COMPLETED
     assert {row[stamp] for stamp in ("completed_at", "last_transition_at", "last_mutation_at")} == {now}
-    assert (row["started_at"], row["retain_until"]) == (began, now + RETAINED_MS)
+    assert (row["started_at"], await kept_until(rows, claimed.execution_id)) == (began, now + RETAINED_MS)
     assert (row["lease_epoch"], row["attempt_id"], row["attempt_count"]) == (1, claimed.attempt_id, 1)
-    assert (row["attempt_timeout_at"], row["due_at"], row["delay_until"]) == (None, None, None)
+    assert (row["attempt_timeout_at"], row["delay_until"], lease_left(row)) == (None, None, {})
+    assert (await rows.of("timer"), await rows.of("ready"), await rows.of("listed")) == ([], [], [])
     assert (row["blocking_detail"], row["failure_reason"], row["cancelled_by"]) == (None, None, None)
     (attempt,) = await attempts(rows, claimed.execution_id)
     assert (attempt["attempt_index"], attempt["attempt_type"]) == (0, "initial")
-    assert (attempt["attempt_state"], attempt["result_payload"]) == ("ended_success", b"\x00result")
+    assert (attempt["attempt_state"], row["result_payload"]) == ("ended_success", b"\x00result")
     assert (attempt["attempt_id"], attempt["lease_id"]) == (claimed.attempt_id, claimed.lease_id)
     assert (attempt["lease_epoch"], attempt["worker_no"]) == (1, worker_no)
     assert (attempt["started_at"], attempt["ended_at"]) == (began, now)
@@ -75,7 +76,7 @@ async def test_the_policy_or_the_deployment_says_how_long_it_is_kept(
     policy = {"stream_policy": {"retention_ttl_ms": 7}}
     for handle, kept_ms in ((await given.claimed(), 1000), (await given.claimed(policy=policy), 7)):
         await complete(brief, handle, None)
-        assert (await rows.execution(handle.execution_id))["retain_until"] == now + kept_ms
+        assert await kept_until(rows, handle.execution_id) == now + kept_ms
 
 
 @both

@@ -62,8 +62,8 @@ async def test_a_delay_gives_up_the_lease_and_keeps_the_attempt(
     row = await rows.execution(claimed.execution_id)
     assert vector(row) == PARKED
     assert (row["delay_until"], row["blocking_detail"]) == (now + 60_000, f"delayed until {now + 60_000}")
-    assert (row["due_at"], row["deadline_at"]) == (now + 60_000, began + 3_600_000)
-    assert (row["attempt_id"], row["attempt_count"], row["attempt_stored"]) == (claimed.attempt_id, 1, True)
+    assert await rows.timers(claimed.execution_id) == {"delay": now + 60_000, "deadline": began + 3_600_000}
+    assert (row["attempt_id"], row["attempt_count"], row["deadline_at"]) == (claimed.attempt_id, 1, began + 3_600_000)
     assert (row["lease_epoch"], row["retry_count"], row["completed_at"], lease_left(row)) == (1, 0, None, {})
     assert {row[stamp] for stamp in ("last_transition_at", "last_mutation_at")} == {now}
     assert row["started_at"] == began
@@ -72,7 +72,7 @@ async def test_a_delay_gives_up_the_lease_and_keeps_the_attempt(
     assert (attempt["started_at"], attempt["suspended_at"], attempt["ended_at"]) == (began, now, None)
     assert (attempt["attempt_id"], attempt["attempt_index"], attempt["resumed_at"]) == (claimed.attempt_id, 0, None)
     assert (attempt["lease_id"], attempt["lease_epoch"], attempt["worker_no"]) == (claimed.lease_id, 1, worker_no)
-    assert (attempt["failure_reason"], attempt["failure_category"], attempt["result_payload"]) == (None, None, None)
+    assert (attempt["failure_reason"], attempt["failure_category"], row["result_payload"]) == (None, None, None)
     assert await told(rows, claimed.execution_id) == ["acquired", "released worker_delay"]
     event = (await rows.events(claimed.execution_id))[1]
     assert (event["lease_id"], event["attempt_index"], event["instance_tag"]) == (claimed.lease_id, 0, "i-1")
@@ -88,8 +88,11 @@ async def test_waiting_for_children_without_any_may_go_on_at_once(
     await engine.wait_children(claimed.handle)
     row = await rows.execution(claimed.execution_id)
     assert vector(row) == RESUMABLE
-    assert (row["delay_until"], row["due_at"], row["blocking_detail"], lease_left(row)) == (None, None, None, {})
-    assert (row["attempt_id"], row["attempt_count"], row["attempt_stored"]) == (claimed.attempt_id, 1, True)
+    assert (row["delay_until"], row["blocking_detail"], lease_left(row)) == (None, None, {})
+    assert (row["attempt_id"], row["attempt_count"]) == (claimed.attempt_id, 1)
+    assert (await rows.of("timer"), len(await rows.of("ready"))) == ([], 1)
+    (listed,) = await rows.of("listed")
+    assert (listed["public_state"], listed["at"]) == ("resumable", now)
     assert {row[stamp] for stamp in ("last_transition_at", "last_mutation_at")} == {now}
     (attempt,) = await attempts(rows, claimed.execution_id)
     assert (attempt["attempt_state"], attempt["suspension_marker"]) == ("suspended", "waiting_children")
@@ -141,7 +144,8 @@ async def test_a_delay_into_the_past_is_due_at_once(
     engine._lifecycle.store.due_watermark.reach(now)
     await engine.delay(handle, now - ago_ms)
     row = await rows.execution(handle.execution_id)
-    assert (vector(row), row["delay_until"], row["due_at"]) == (PARKED, now - ago_ms, now)
+    assert (vector(row), row["delay_until"]) == (PARKED, now - ago_ms)
+    assert await rows.timers(handle.execution_id) == {"delay": now}
     assert await engine.delays.promote_due() == 1
     assert vector(await rows.execution(handle.execution_id)) == RESUMABLE
 
@@ -169,7 +173,8 @@ async def test_the_next_claim_goes_on_with_the_same_attempt(
     assert (again.lease_epoch, again.lease_id != first.lease_id) == (2, True)
     row = await rows.execution(first.execution_id)
     assert (vector(row), row["attempt_count"], row["started_at"]) == (ACTIVE, 1, began)
-    assert (row["delay_until"], row["attempt_stored"]) == (None, True)
+    assert (row["delay_until"], await rows.of("timer"), await rows.of("ready")) == (None, [], [])
+    assert await rows.of("listed") == []
     assert (await told(rows, first.execution_id))[2:] == ["acquired claim_resumed"]
     (shown,) = await rows.of("attempt_all", execution_id=first.execution_id[-36:])
     assert (shown["attempt_state"], shown["started_at"], shown["resumed_at"]) == ("started", began, now)
@@ -250,8 +255,8 @@ async def test_what_an_attempt_came_from_stays_with_it(engine: Engine, given: An
     (retry,) = await claim(engine)
     again = await resumed(engine, retry.handle)
     assert (again.attempt_type, again.attempt_index) == (AttemptType.RETRY, 1)
-    row = await rows.execution(failed.execution_id)
-    assert (row["previous_attempt_index"], row["retry_reason"], row["failure_reason"]) == (0, "no luck", "no luck")
+    _, running = await engine.list_attempts(failed.execution_id)
+    assert (running.previous_attempt_index, running.retry_reason, running.failure_reason) == (0, "no luck", None)
     await engine.complete(again.handle)
     _, attempt = await attempts(rows, failed.execution_id)
     assert (attempt["attempt_type"], attempt["previous_attempt_index"]) == ("retry", 0)
@@ -272,9 +277,9 @@ async def test_a_resumed_run_completes(
     else:
         await engine.complete(again.handle, b"done")
     row = await rows.execution(handle.execution_id)
-    assert (vector(row), row["attempt_stored"], lease_left(row)) == (COMPLETED, False, {})
+    assert (vector(row), lease_left(row)) == (COMPLETED, {})
     (attempt,) = await attempts(rows, handle.execution_id)
-    assert (attempt["attempt_state"], attempt["result_payload"]) == ("ended_success", b"done")
+    assert (attempt["attempt_state"], row["result_payload"]) == ("ended_success", b"done")
     assert (attempt["started_at"], attempt["resumed_at"], attempt["ended_at"]) == (began, began, now)
     assert (attempt["suspended_at"], attempt["suspension_marker"]) == (began, None)
     assert (attempt["lease_epoch"], attempt["lease_id"]) == (2, again.lease_id)
@@ -297,7 +302,7 @@ async def test_a_resumed_run_fails(engine: Engine, given: Any, rows: Any, clock:
     now = await clock.advance(seconds=1)
     assert await engine.fail(again.handle, reason="busy") == RetryScheduled(delay_until=now + 1000)
     row = await rows.execution(handle.execution_id)
-    assert (vector(row), row["attempt_stored"], row["attempt_id"]) == (BACKING_OFF, False, None)
+    assert (vector(row), row["attempt_id"]) == (BACKING_OFF, None)
     (attempt,) = await attempts(rows, handle.execution_id)
     assert (attempt["attempt_state"], attempt["failure_reason"], attempt["failure_category"]) == (
         "ended_failure",
@@ -310,7 +315,8 @@ async def test_a_resumed_run_fails(engine: Engine, given: Any, rows: Any, clock:
     await clock.advance(seconds=1)
     (retry,) = await claim(engine)
     assert (retry.handle.kind, retry.attempt_index) == (HandleKind.FRESH, 1)
-    assert (await rows.execution(handle.execution_id))["attempt_stored"] is False
+    states = [attempt.attempt_state for attempt in await engine.list_attempts(handle.execution_id)]
+    assert states == ["ended_failure", "started"]
     last = await resumed(engine, retry.handle, marker)
     await engine.fail(last.handle, reason="busy again")
     assert vector(await rows.execution(handle.execution_id)) == FAILED
@@ -328,7 +334,7 @@ async def test_a_resumed_run_is_cancelled(engine: Engine, given: Any, rows: Any,
         else:
             await engine.cancel_execution(execution_id=handle.execution_id, reason="not wanted")
         row = await rows.execution(handle.execution_id)
-        assert (vector(row), row["attempt_stored"]) == (CANCELLED, False)
+        assert vector(row) == CANCELLED
         (attempt,) = await attempts(rows, handle.execution_id)
         assert (attempt["attempt_state"], attempt["failure_reason"]) == ("ended_cancelled", "cancelled: not wanted")
         assert (attempt["ended_at"], attempt["suspension_marker"]) == (now, None)
@@ -346,7 +352,7 @@ async def test_a_run_is_cancelled_while_it_waits(
     now = await clock.advance(seconds=1)
     await engine.cancel_execution(execution_id=claimed.execution_id, reason="not wanted")
     row = await rows.execution(claimed.execution_id)
-    assert (vector(row), row["delay_until"], row["due_at"]) == (CANCELLED, None, None)
+    assert (vector(row), row["delay_until"], await rows.of("timer")) == (CANCELLED, None, [])
     assert row["attempt_id"] == claimed.attempt_id
     (attempt,) = await attempts(rows, claimed.execution_id)
     assert (attempt["attempt_state"], attempt["failure_reason"]) == ("ended_cancelled", "cancelled: not wanted")
@@ -402,9 +408,9 @@ async def test_a_resumed_run_that_loses_its_lease_is_taken_over_as_a_new_attempt
     handle = await given.claimed(policy=TIMED)
     again = await resumed(engine, handle, marker)
     now = await clock.advance(seconds=31)
-    await engine.lease_expiry.mark_expired()
+    await engine.lease_expiry.sweep()
     row = await rows.execution(handle.execution_id)
-    assert (vector(row), row["attempt_stored"]) == (LAPSED, True)
+    assert vector(row) == LAPSED
     (taken,) = await claim(engine)
     assert (taken.handle.kind, taken.attempt_index, taken.attempt_type) == (
         HandleKind.RECLAIMED,
@@ -412,8 +418,12 @@ async def test_a_resumed_run_that_loses_its_lease_is_taken_over_as_a_new_attempt
         AttemptType.RECLAIM,
     )
     row = await rows.execution(handle.execution_id)
-    assert (row["attempt_stored"], row["attempt_timeout_at"]) == (False, now + 10_000)
-    (attempt,) = await attempts(rows, handle.execution_id)
+    assert (row["attempt_timeout_at"], await rows.timers(handle.execution_id)) == (
+        now + 10_000,
+        {"attempt_timeout": now + 10_000},
+    )
+    attempt, running = await attempts(rows, handle.execution_id)
+    assert (running["attempt_state"], running["suspended_at"], running["resumed_at"]) == ("started", None, None)
     assert (attempt["attempt_state"], attempt["failure_reason"]) == (
         "interrupted_reclaimed",
         "lease_lease_expired_reclaimable",
@@ -473,18 +483,6 @@ async def test_runs_put_aside_and_ended_in_one_moment_share_a_statement(engine: 
     )
     found = [vector(await rows.execution(handle.execution_id)) for handle in handles]
     assert found == [COMPLETED, PARKED, RESUMABLE, FAILED, COMPLETED, PARKED, RESUMABLE, CANCELLED]
-
-
-@pytest.mark.usefixtures("hints_only")
-async def test_waiting_for_children_wakes_a_waiting_claim(engine: Engine, given: Any) -> None:
-    handle = await given.claimed(lane_id="busy")
-    waiting = asyncio.create_task(claim(engine, "busy", max_wait_ms=60_000, limit=1))
-    async with asyncio.timeout(30):
-        while not engine.wakeups._waiting.get("busy"):  # noqa: ASYNC110
-            await asyncio.sleep(0)
-    await engine.wait_children(handle)
-    (claimed,) = await asyncio.wait_for(waiting, 30)
-    assert claimed.execution_id == handle.execution_id
 
 
 async def test_a_delay_sets_the_timer_of_this_process(engine: Engine, given: Any, clock: Any) -> None:

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from engine.state import BACKING_OFF, FAILED, RETRYABLE, attempts, claim, lease_left, refused, told, vector
+from engine.state import BACKING_OFF, FAILED, RETRYABLE, attempts, claim, lease_left, pending, refused, told, vector
 from flowfabric.engine.engine import Engine
 from flowfabric.model.outcomes import FailureClass, FailureReason, RetryScheduled, TerminalFailed
 
@@ -36,7 +36,7 @@ async def test_a_failure_with_no_retry_left_ends_the_execution(
     )
     assert (attempt["attempt_id"], attempt["lease_id"]) == (claimed.attempt_id, claimed.lease_id)
     assert (attempt["started_at"], attempt["ended_at"], attempt["worker_no"]) == (began, now, worker_no)
-    assert attempt["result_payload"] is None
+    assert row["result_payload"] is None
     assert await told(rows, claimed.execution_id) == ["acquired", "released failed_terminal>failed"]
     event = (await rows.events(claimed.execution_id))[1]
     assert (event["lease_id"], event["attempt_index"], event["instance_tag"]) == (claimed.lease_id, 0, "i-1")
@@ -51,8 +51,9 @@ async def test_a_failure_with_a_retry_left_waits_for_its_backoff(
     row = await rows.execution(claimed.execution_id)
     assert vector(row) == BACKING_OFF
     assert row["blocking_detail"] == f"retry backoff until {now + 1000} (attempt 0 failed: busy)"
-    assert (row["delay_until"], row["due_at"], row["retry_count"]) == (now + 1000, now + 1000, 1)
-    assert (row["failure_reason"], row["retry_reason"], row["previous_attempt_index"]) == ("busy", "busy", 0)
+    assert (row["delay_until"], row["retry_count"], row["failure_reason"]) == (now + 1000, 1, "busy")
+    assert (await rows.timers(claimed.execution_id), await rows.of("ready")) == ({"delay": now + 1000}, [])
+    assert await pending(engine, claimed.execution_id) == {"retry_reason": "busy", "previous_attempt_index": "0"}
     assert (row["attempt_id"], row["lease_epoch"], row["attempt_count"]) == (None, 1, 1)
     assert (row["completed_at"], row["last_transition_at"], row["last_mutation_at"]) == (None, now, now)
     assert lease_left(row) == {}

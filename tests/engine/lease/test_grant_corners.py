@@ -41,7 +41,7 @@ async def test_a_deadline_given_with_a_claim_counts_even_if_it_has_passed(
     now = await clock.now()
     await claim_named(engine, execution_id, execution_deadline_at=now - 60_000)
     row = await rows.execution(execution_id)
-    assert (row["deadline_at"], row["due_at"]) == (now - 60_000, now)
+    assert (row["deadline_at"], await rows.timers(execution_id)) == (now - 60_000, {"deadline": now})
     assert await engine.timeouts.expire_due() == 1
     assert await engine.read_execution_state(execution_id) is PublicState.EXPIRED
 

@@ -20,10 +20,11 @@ from engine.grants import (
     worker,
 )
 from engine.state import ACTIVE, FAILED, WAITING, claim, ids, refused, vector
-from flowfabric.engine.core.watermark import QueueWatermarks
+from flowfabric.engine.core.watermark import WalkWatermarks
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.execution.retention import GRANT_MEMORY_MS
 from flowfabric.engine.lease import grant as grant_family
+from flowfabric.engine.lease.claim import Wanted
 from flowfabric.model.grants import ClaimGrant, Granted, NoWork
 from flowfabric.model.ids import mint_uuid_texts
 
@@ -90,7 +91,8 @@ async def test_a_grant_is_signed_and_stored_and_leaves_the_state(
     row = await rows.execution(waiting)
     assert vector(row) == WAITING
     changed = {name: row[name] for name in row if row[name] != before[name]}
-    assert changed == {"granted_until": expires_at, "last_mutation_at": now}
+    assert changed == {"granted_until": expires_at, "last_mutation_at": now, "attached": 1}
+    assert [entry["granted_until"] for entry in await rows.of("ready")] == [expires_at]
     assert await rows.events(waiting) == []
 
 
@@ -238,7 +240,7 @@ async def test_without_a_signing_key_there_are_no_grants(
 ) -> None:
     waiting = await given.created()
     lost = await given.reclaimable(lane_id="lost")
-    async with rows.unchanged():
+    async with rows.unchanged(without=["claim"]):
         for one in (keyless, engine):
             await refused(grant(one, waiting), "hmac_secret_not_initialized")
             await refused(one.claim_for_worker(**worker()), "hmac_secret_not_initialized")
@@ -365,13 +367,15 @@ async def test_a_search_passes_over_rows_held_elsewhere(engine: Engine, given: A
 async def test_the_next_search_begins_behind_what_was_granted(
     engine: Engine, given: Any, rows: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(QueueWatermarks, "LIFE_SECONDS", 600.0)
+    monkeypatch.setattr(WalkWatermarks, "LIFE_SECONDS", 600.0)
     for _ in range(3):
         await given.created()
     last = [(await granted(engine)).execution_id for _ in range(2)][-1]
     row = await rows.execution(last)
-    queues, firsts, lasts = engine.wakeups.watermarks.spans()
-    assert (queues[-1], firsts[-1], lasts[-1]) == (row["queue_no"], row["place"] + 1, 2**63 - 1)
+    (queue,) = await rows.of("queue", queue_no=row["queue_no"])
+    watermarks = engine.wakeups.watermarks.of_routes(Wanted.of(("default",), (), None, None))
+    routes, firsts, lasts = watermarks.spans()
+    assert (routes[-1], firsts[-1], lasts[-1]) == (queue["route_no"], row["place"] + 1, 2**63 - 1)
 
 
 async def test_other_lanes_are_left_alone(engine: Engine, given: Any, rows: Any) -> None:
@@ -396,7 +400,7 @@ async def test_a_search_grants_a_lost_lease_to_be_reclaimed(engine: Engine, give
     )
     (stored,) = await rows.of("claim_grant")
     assert stored["kind"] == "reclaim"
-    async with rows.unchanged():
+    async with rows.unchanged(without=["claim"]):
         assert await claim(engine) == []
         assert await engine.claim_for_worker(**worker("other")) == NoWork()
     await clock.advance(ms=5000)
@@ -415,7 +419,7 @@ async def test_a_search_ends_what_is_at_its_reclaim_cap_and_goes_on(
 ) -> None:
     capped = [await given.claimed(policy={"max_reclaim_count": 0}, priority=5) for _ in range(3)]
     await clock.advance(seconds=31)
-    await engine.lease_expiry.mark_expired()
+    await engine.lease_expiry.sweep()
     behind = await given.created()
     assert (await granted(engine)).execution_id == behind
     for handle in capped:

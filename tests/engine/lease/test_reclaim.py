@@ -32,7 +32,12 @@ async def test_a_lapsed_lease_is_marked_and_keeps_its_fields(engine: Engine, giv
     lost = await given.claimed(lease_ttl_ms=1000)
     before = await rows.execution(lost.execution_id)
     now = await clock.advance(ms=1000)
-    assert await engine.lease_expiry.mark_expired() == 1
+    assert await engine.lease_expiry.sweep() == 1
+    assert await rows.of("claim") == []
+    (entry,) = await rows.of("ready")
+    assert (entry["execution_id"], entry["place"]) == (before["execution_id"], before["place"])
+    (listed,) = await rows.of("listed")
+    assert (listed["execution_id"], listed["public_state"], listed["at"]) == (before["execution_id"], "active", now)
     row = await rows.execution(lost.execution_id)
     assert vector(row) == LAPSED
     changed = {name: row[name] for name in row if row[name] != before[name]}
@@ -43,7 +48,6 @@ async def test_a_lapsed_lease_is_marked_and_keeps_its_fields(engine: Engine, giv
         "blocking_detail": "lease expired, awaiting reclaim",
         "lease_expired_at": now,
         "last_mutation_at": now,
-        "due_at": None,
     }
     assert await told(rows, lost.execution_id) == ["acquired", "expired"]
     event = (await rows.events(lost.execution_id))[1]
@@ -57,11 +61,11 @@ async def test_a_lease_is_marked_at_its_expiry_and_not_before(
     await given.claimed(lease_ttl_ms=1000)
     await clock.advance(ms=999)
     async with rows.unchanged():
-        assert await engine.lease_expiry.mark_expired() == 0
+        assert await engine.lease_expiry.sweep() == 0
     await clock.advance(ms=1)
-    assert await engine.lease_expiry.mark_expired() == 1
+    assert await engine.lease_expiry.sweep() == 1
     async with rows.unchanged():
-        assert await engine.lease_expiry.mark_expired() == 0
+        assert await engine.lease_expiry.sweep() == 0
 
 
 @pytest.mark.parametrize("is_marked", [True, False], ids=["marked", "not marked"])
@@ -77,7 +81,7 @@ async def test_the_next_claim_takes_a_lapsed_lease_as_a_new_attempt(
     lost_worker = (await rows.execution(lost.execution_id))["worker_no"]
     now = await clock.advance(seconds=2)
     if is_marked:
-        await engine.lease_expiry.mark_expired()
+        await engine.lease_expiry.sweep()
     (taken,) = await claim(engine, worker_id="another", worker_instance_id="another-1", lease_ttl_ms=7000)
     assert (taken.execution_id, taken.handle.kind) == (lost.execution_id, HandleKind.RECLAIMED)
     assert (taken.attempt_type, taken.attempt_index, taken.lease_epoch) == (AttemptType.RECLAIM, 1, 2)
@@ -95,7 +99,9 @@ async def test_the_next_claim_takes_a_lapsed_lease_as_a_new_attempt(
     assert (row["lease_expired_at"], row["blocking_detail"]) == (None, None)
     assert row["attempt_timeout_at"] == now + 50_000
     assert row["worker_no"] != lost_worker
-    (interrupted,) = await attempts(rows, lost.execution_id)
+    interrupted, running = await attempts(rows, lost.execution_id)
+    assert (running["attempt_id"], running["attempt_state"]) == (taken.attempt_id, "started")
+    assert (running["previous_attempt_index"], running["reclaim_reason"]) == (0, "lease_lease_expired_reclaimable")
     assert (interrupted["attempt_state"], interrupted["failure_reason"]) == (
         "interrupted_reclaimed",
         "lease_lease_expired_reclaimable",
@@ -153,16 +159,16 @@ async def test_a_lost_retry_keeps_its_count_of_retries(engine: Engine, given: An
     await clock.advance(seconds=40)
     (taken,) = await claim(engine)
     assert (taken.attempt_type, taken.retry_count, taken.attempt_index) == (AttemptType.RECLAIM, 1, 2)
-    _, interrupted = await attempts(rows, failed.execution_id)
+    _, interrupted, running = await attempts(rows, failed.execution_id)
     assert (interrupted["attempt_type"], interrupted["retry_reason"]) == ("retry", "no luck")
     assert interrupted["attempt_id"] == retried.attempt_id
-    assert (await rows.execution(failed.execution_id))["retry_reason"] is None
+    assert (running["attempt_type"], running["retry_reason"], running["previous_attempt_index"]) == ("reclaim", None, 1)
 
 
 async def test_only_a_capable_worker_takes_a_lost_lease(engine: Engine, given: Any, rows: Any) -> None:
     policy = {"routing_requirements": {"required_capabilities": ["gpu"]}}
     lost = await given.reclaimable(policy=policy, capabilities=("gpu",))
-    async with rows.unchanged():
+    async with rows.unchanged(without=["claim"]):
         assert await claim(engine) == []
     assert ids(await claim(engine, capabilities=("gpu",))) == [lost.execution_id]
 
@@ -199,6 +205,7 @@ async def test_at_the_cap_the_execution_fails(
     assert refusal.detail["terminal_outcome"] == "failed"  # type: ignore[index]
 
 
+@pytest.mark.usefixtures("altered_rows")
 @pytest.mark.parametrize(
     ("policy", "cap"), [(None, reclaim_cap(None)), ({}, reclaim_cap(ExecutionPolicy()))], ids=["no policy", "policy"]
 )
@@ -220,7 +227,7 @@ async def test_claims_and_grants_know_the_same_cap_of_who_names_none(
 
 async def test_a_search_goes_on_behind_an_execution_at_its_cap(engine: Engine, given: Any) -> None:
     capped = [await given.expired_lease(policy={"max_reclaim_count": 0}, priority=5) for _ in range(3)]
-    await engine.lease_expiry.mark_expired()
+    await engine.lease_expiry.sweep()
     behind = await given.created()
     assert ids(await claim(engine, limit=1)) == [behind]
     states = [await engine.read_execution_state(handle.execution_id) for handle in capped]
@@ -259,18 +266,19 @@ STAYS = {
 WORKER: dict[str, Any] = {"lane_id": "default", "worker_id": "worker", "worker_instance_id": "worker-1"}
 
 
+@pytest.mark.usefixtures("altered_rows")
 @pytest.mark.parametrize("limit", [1, 10])
 @pytest.mark.parametrize("kind", STAYS)
 async def test_an_execution_at_its_cap_that_cannot_be_ended_holds_up_no_claim(
     engine: Engine, given: Any, rows: Any, connection: Any, kind: str, limit: int
 ) -> None:
     stuck = [await given.expired_lease(policy={"max_reclaim_count": 0}, priority=5) for _ in range(2)]
-    await engine.lease_expiry.mark_expired()
+    await engine.lease_expiry.sweep()
     await connection.execute(STAYS[kind])
     behind = [await given.created() for _ in range(2)]
     async with asyncio.timeout(30):
         assert ids([*await claim(engine, limit=limit), *await claim(engine, limit=limit)]) == behind
-        async with rows.unchanged():
+        async with rows.unchanged(without=["claim"]):
             assert await claim(engine, limit=limit) == []
             assert isinstance(await engine.claim_for_worker(**WORKER), NoWork)
         last = await given.created()
@@ -278,13 +286,15 @@ async def test_an_execution_at_its_cap_that_cannot_be_ended_holds_up_no_claim(
     assert isinstance(granted, Granted)
     assert granted.execution_id == last
     assert {(await rows.execution(handle.execution_id))["public_state"] for handle in stuck} == {"active"}
+    if kind == "refused":
+        assert await engine.find_inconsistencies() == []
 
 
 async def test_what_is_leased_is_given_though_the_search_for_more_fails(
     engine: Engine, given: Any, connection: Any
 ) -> None:
     await given.expired_lease(policy={"max_reclaim_count": 0}, priority=5)
-    await engine.lease_expiry.mark_expired()
+    await engine.lease_expiry.sweep()
     leased, poisoned = [await given.created() for _ in range(2)]
     constraint = f"check (execution_id <> '{poisoned[-36:]}' or lifecycle_phase <> 'active')"
     await connection.execute(f"alter table execution add constraint none {constraint}")
@@ -298,7 +308,7 @@ async def test_one_that_cannot_be_ended_at_its_cap_does_not_keep_others_from_it(
     engine: Engine, given: Any, connection: Any
 ) -> None:
     capped = [await given.expired_lease(policy={"max_reclaim_count": 0}) for _ in range(3)]
-    await engine.lease_expiry.mark_expired()
+    await engine.lease_expiry.sweep()
     refused_one = f"(execution_id <> '{capped[1].execution_id[-36:]}' or terminal_outcome <> 'failed')"
     await connection.execute(f"alter table execution add constraint none check {refused_one}")
     assert await claim(engine) == []
@@ -312,9 +322,9 @@ async def test_the_ending_at_the_cap_is_of_the_lease_that_was_lost_then(
     lost = await given.reclaimable(policy={"max_reclaim_count": 1})
     await claim(engine)
     await clock.advance(seconds=31)
-    await engine.lease_expiry.mark_expired()
+    await engine.lease_expiry.sweep()
     # As a search leaves it that was overtaken by a claim, whose lease is lost in turn.
     async with rows.unchanged():
-        await engine._rooms[Finish].end_at_reclaim_cap([(lost.execution_id, lost.lease_epoch)])
-    await engine._rooms[Finish].end_at_reclaim_cap([(lost.execution_id, lost.lease_epoch + 1)])
+        await engine._rooms[Finish].end_at_reclaim_limit([(lost.execution_id, lost.lease_epoch)])
+    await engine._rooms[Finish].end_at_reclaim_limit([(lost.execution_id, lost.lease_epoch + 1)])
     assert await engine.read_execution_state(lost.execution_id) == "failed"

@@ -51,7 +51,8 @@ async def test_a_lost_lease_is_granted_and_keeps_its_state(engine: Engine, given
     row = await rows.execution(lost.execution_id)
     assert vector(row) == LAPSED
     changed = {name for name in row if row[name] != before[name]}
-    assert changed == {"granted_until", "last_mutation_at"}
+    assert changed == {"granted_until", "last_mutation_at", "attached"}
+    assert [entry["granted_until"] for entry in await rows.of("ready")] == [now + 3000]
 
 
 async def test_a_revoked_lease_is_granted_too(engine: Engine, given: Any, connection: Any) -> None:
@@ -96,7 +97,7 @@ async def test_a_live_reclaim_grant_keeps_others_out_until_it_lapses(
 ) -> None:
     lost = await given.reclaimable()
     await reclaim_grant(engine, lost.execution_id)
-    async with rows.unchanged():
+    async with rows.unchanged(without=["claim"]):
         await refused(reclaim_grant(engine, lost.execution_id, "other"), "grant_already_exists")
         assert await claim(engine) == []
         await refused(claim_named(engine, lost.execution_id, "other"), "execution_not_leaseable")
@@ -182,10 +183,14 @@ async def test_a_reclaim_grant_is_turned_into_a_new_attempt(engine: Engine, give
     assert (claimed.lease_epoch, claimed.attempt_index, claimed.lease_expires_at) == (2, 1, now + 9000)
     row = await rows.execution(lost.execution_id)
     assert vector(row) == ACTIVE
-    assert (row["reclaim_count"], row["previous_attempt_index"], row["lease_expired_at"]) == (1, 0, None)
-    assert (row["attempt_timeout_at"], json.loads(row["attempt_policy"])) == (now + 10**6, {"a": 1})
-    assert (row["granted_until"], row["reclaim_reason"]) == (None, "lease_lease_expired_reclaimable")
-    (interrupted,) = await attempts(rows, lost.execution_id)
+    assert (row["reclaim_count"], row["granted_until"], row["lease_expired_at"]) == (1, None, None)
+    assert (row["attempt_timeout_at"], await rows.timers(lost.execution_id)) == (
+        now + 10**6,
+        {"attempt_timeout": now + 10**6},
+    )
+    interrupted, running = await attempts(rows, lost.execution_id)
+    assert (running["previous_attempt_index"], json.loads(running["policy"])) == (0, {"a": 1})
+    assert (running["attempt_state"], running["reclaim_reason"]) == ("started", "lease_lease_expired_reclaimable")
     assert (interrupted["attempt_state"], interrupted["failure_reason"], interrupted["ended_at"]) == (
         "interrupted_reclaimed",
         "lease_lease_expired_reclaimable",
@@ -265,6 +270,7 @@ async def test_the_argument_counts_only_without_a_policy(
     assert await rows.of("claim_grant") == []
 
 
+@pytest.mark.usefixtures("altered_rows")
 async def test_every_hundredth_reclaim_is_warned_of(
     engine: Engine, given: Any, clock: Any, connection: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -282,6 +288,7 @@ async def test_every_hundredth_reclaim_is_warned_of(
     assert told_at == [100]
 
 
+@pytest.mark.usefixtures("altered_rows")
 async def test_the_cap_of_an_execution_without_a_policy_is_a_thousand(
     engine: Engine, given: Any, connection: Any
 ) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from engine.state import RETRYABLE, attempts, claim, lease_left, told, vector
+from engine.state import RETRYABLE, attempts, claim, lease_left, pending, told, vector
 from engine.waits import triple
 from flowfabric.engine.engine import Engine
 from flowfabric.model.handle import Handle
@@ -61,10 +61,12 @@ async def test_a_retry_without_a_pause_may_be_claimed_at_once(
         assert isinstance(outcome, RetryScheduled)
         assert outcome.delay_until == now
     row = await rows.execution(handle.execution_id)
-    assert (vector(row), row["delay_until"], row["due_at"], row["blocking_detail"]) == (RETRYABLE, None, None, None)
-    assert (row["retry_count"], row["previous_attempt_index"], row["attempt_id"]) == (1, 0, None)
+    assert (vector(row), row["delay_until"], row["blocking_detail"]) == (RETRYABLE, None, None)
+    assert (await rows.of("timer"), len(await rows.of("ready"))) == ([], 1)
+    assert (row["retry_count"], row["attempt_id"]) == (1, None)
     reason = "no luck" if how.startswith("fail") else "attempt_timeout"
-    assert (row["failure_reason"], row["retry_reason"], lease_left(row)) == (reason, reason, {})
+    assert (row["failure_reason"], lease_left(row)) == (reason, {})
+    assert await pending(engine, handle.execution_id) == {"retry_reason": reason, "previous_attempt_index": "0"}
     assert row["last_transition_at"] == now
     released = "failed_retry_scheduled" if how.startswith("fail") else "expired:attempt_timeout"
     assert await told(rows, handle.execution_id) == ["acquired", f"released {released}"]
@@ -143,7 +145,10 @@ async def test_a_policy_for_the_next_attempt_is_kept(engine: Engine, given: Any,
     )
     assert isinstance(outcome, RetryScheduled)
     assert outcome.next_attempt_index == 1
-    assert (await rows.execution(handle.execution_id))["attempt_policy"] == '{"a": 1}'
+    (known,) = await rows.of("attempt", attempt_state="created")
+    assert (known["attempt_index"], known["policy"]) == (1, '{"a": 1}')
+    await claim(engine)
+    assert [attempt.policy for attempt in await engine.list_attempts(handle.execution_id)] == [None, '{"a": 1}']
 
 
 async def test_a_retry_without_delay_needs_no_promotion(engine: Engine, given: Any, rows: Any, clock: Any) -> None:

@@ -71,7 +71,7 @@ async def test_complete_execution_ends_a_run_as_its_holder_would(
     assert (row["lease_epoch"], row["attempt_id"]) == (1, claimed.attempt_id)
     (attempt,) = await attempts(rows, claimed.execution_id)
     assert (attempt["attempt_state"], attempt["started_at"], attempt["ended_at"]) == ("ended_success", began, now)
-    assert (attempt["result_payload"], attempt["result_encoding"]) == (b"\x00done", "raw")
+    assert (row["result_payload"], row["result_encoding"]) == (b"\x00done", "raw")
     assert await engine.get_execution_result(claimed.execution_id) == b"\x00done"
     assert (await engine.wait_for_ending(claimed.execution_id)).result_encoding == "raw"
     assert await told(rows, claimed.execution_id) == ["acquired", "released completed>success"]
@@ -80,8 +80,8 @@ async def test_complete_execution_ends_a_run_as_its_holder_would(
 async def test_complete_execution_needs_neither_result_nor_index(engine: Engine, given: Any, rows: Any) -> None:
     handle = await given.claimed()
     await engine.complete_execution(**fence(handle))
-    (attempt,) = await attempts(rows, handle.execution_id)
-    assert (attempt["result_payload"], attempt["result_encoding"]) == (None, None)
+    row = await rows.execution(handle.execution_id)
+    assert (row["result_payload"], row["result_encoding"]) == (None, None)
     assert await engine.get_execution_result(handle.execution_id) is None
 
 
@@ -166,18 +166,21 @@ async def test_the_next_attempt_bears_the_policy_given_for_it(
 ) -> None:
     handle = await given.claimed(policy=RETRYING)
     await engine.fail_execution(**fence(handle), failure_reason="x", next_attempt_policy_json=policy)
-    stored = (await rows.execution(handle.execution_id))["attempt_policy"]
-    assert stored == '{"a": "é", "b": [1]}'
+    stored = '{"a": "é", "b": [1]}'
+
+    async def shown() -> list[Any]:
+        return [attempt.policy for attempt in await engine.list_attempts(handle.execution_id)]
+
+    assert await shown() == [None]
     await clock.advance(seconds=1)
     (again,) = await claim(engine)
-    assert (await rows.execution(handle.execution_id))["attempt_policy"] == stored
-    shown = {row["attempt_index"]: row["policy"] for row in await rows.of("attempt_all")}
-    assert shown == {0: None, 1: stored}
+    assert await shown() == [None, stored]
     await engine.delay(again.handle, 0)
-    assert (await rows.execution(handle.execution_id))["attempt_policy"] == stored
+    assert await shown() == [None, stored]
     (last,) = await claim(engine)
+    assert await shown() == [None, stored]
     await engine.complete(last.handle)
-    assert [attempt["policy"] for attempt in await attempts(rows, handle.execution_id)] == [None, stored]
+    assert await shown() == [None, stored]
 
 
 async def test_the_policy_of_the_next_attempt_goes_with_it(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
@@ -189,7 +192,6 @@ async def test_the_policy_of_the_next_attempt_goes_with_it(engine: Engine, given
     await clock.advance(seconds=1)
     (second,) = await claim(engine)
     await engine.fail(second.handle, reason="x")
-    assert (await rows.execution(handle.execution_id))["attempt_policy"] is None
     await clock.advance(seconds=1)
     (third,) = await claim(engine)
     await engine.complete(third.handle)
@@ -200,7 +202,9 @@ async def test_the_policy_of_the_next_attempt_goes_with_it(engine: Engine, given
 async def test_a_policy_for_an_attempt_that_never_comes_is_not_kept(engine: Engine, given: Any, rows: Any) -> None:
     handle = await given.claimed()
     await engine.fail_execution(**fence(handle), failure_reason="x", next_attempt_policy_json='{"a": 1}')
-    assert (await rows.execution(handle.execution_id))["attempt_policy"] is None
+    assert await rows.of("attempt") == []
+    (attempt,) = await engine.list_attempts(handle.execution_id)
+    assert (attempt.attempt_state, attempt.policy) == ("ended_failure", None)
 
 
 async def test_a_failure_is_never_refused_over_its_message(engine: Engine, given: Any, rows: Any) -> None:
@@ -223,7 +227,7 @@ async def test_renew_lease_extends_a_lease_by_the_time_it_names(
     changed = {name: row[name] for name in row if row[name] != before[name]}
     assert changed == {
         "lease_expires_at": now + 70_000,
-        "due_at": now + 70_000,
+        "lease_ttl_ms": 70_000,
         "lease_renewed_at": now,
         "last_mutation_at": now,
     }

@@ -17,6 +17,7 @@ from engine.state import (
     attempts,
     claim,
     lease_left,
+    pending,
     refused,
     revoke,
     told,
@@ -62,14 +63,17 @@ async def test_what_is_no_execution_id_is_refused(engine: Engine, rows: Any, ope
 
 async def alike(rows: Any, first: str, second: str) -> None:
     """Two executions, moved in different ways at one time, must have come to the same."""
-    own = {"execution_id", "place", "lease_id", "attempt_id", "event_id", "xid"}
+    own = {"execution_id", "place", "lease_id", "attempt_id", "event_id", "xid", "claim_no"}
 
     def plain(row: dict[str, Any]) -> dict[str, Any]:
         return {name: value for name, value in row.items() if name not in own}
 
     assert plain(await rows.execution(first)) == plain(await rows.execution(second))
-    for table in (attempts, lambda rows, execution_id: rows.events(execution_id)):
-        assert [plain(row) for row in await table(rows, first)] == [plain(row) for row in await table(rows, second)]
+    for find in (attempts, lambda rows, execution_id: rows.events(execution_id)):
+        assert [plain(row) for row in await find(rows, first)] == [plain(row) for row in await find(rows, second)]
+    for table in ("ready", "timer", "listed"):
+        ones, twos = [await rows.of(table, execution_id=found[-36:]) for found in (first, second)]
+        assert [plain(row) for row in ones] == [plain(row) for row in twos], table
 
 
 # Promotion.
@@ -102,7 +106,8 @@ async def test_promote_delayed_promotes_at_the_very_millisecond(
     now = await clock.advance(ms=1)
     assert await engine.promote_delayed(delayed) == Promoted(public_state=PublicState.WAITING)
     row = await rows.execution(delayed)
-    assert (vector(row), row["delay_until"], row["blocking_detail"], row["due_at"]) == (WAITING, None, None, None)
+    assert (vector(row), row["delay_until"], row["blocking_detail"]) == (WAITING, None, None)
+    assert (await rows.of("timer"), len(await rows.of("ready"))) == ([], 1)
     assert (row["last_transition_at"], row["last_mutation_at"]) == (now, now)
     async with rows.unchanged():
         assert await engine.promote_delayed(delayed) == AlreadySatisfied(reason="not_delayed")
@@ -195,11 +200,14 @@ async def test_an_attempt_with_a_retry_left_is_tried_again_after_its_timeout(
     assert (vector(row), row["retry_count"], row["attempt_id"], lease_left(row)) == (BACKING_OFF, 1, None, {})
     detail = f"retry backoff until {now + 1000} (attempt 0 failed: attempt_timeout)"
     assert (row["blocking_detail"], row["delay_until"]) == (detail, now + 1000)
-    assert (row["retry_reason"], row["failure_reason"], row["previous_attempt_index"]) == (
+    assert (row["failure_reason"], await rows.timers(claimed.execution_id)) == (
         "attempt_timeout",
-        "attempt_timeout",
-        0,
+        {"delay": now + 1000},
     )
+    assert await pending(engine, claimed.execution_id) == {
+        "retry_reason": "attempt_timeout",
+        "previous_attempt_index": "0",
+    }
     (attempt,) = await attempts(rows, claimed.execution_id)
     assert (attempt["attempt_state"], attempt["failure_category"], attempt["ended_at"]) == (
         "ended_failure",
@@ -256,7 +264,8 @@ async def test_a_deadline_ends_what_has_not_ended_in_any_phase(
         assert expired == Expired(execution_id=execution_id)
         row = await rows.execution(execution_id)
         assert vector(row) == (EXPIRED_UNTRIED if execution_id in (delayed, waiting) else EXPIRED)
-        assert (row["failure_reason"], row["delay_until"], row["due_at"]) == ("execution_deadline", None, None)
+        assert (row["failure_reason"], row["delay_until"]) == ("execution_deadline", None)
+        assert await rows.timers(execution_id) == {}
     assert (await told(rows, running.execution_id))[1:] == ["released expired:execution_deadline>expired"]
     assert (await told(rows, waiting)) == ["ended expired:execution_deadline>expired"]
     assert [row["attempt_state"] for row in await attempts(rows, running.execution_id)] == ["ended_failure"]
@@ -328,6 +337,7 @@ async def test_mark_lease_expired_says_why_there_is_nothing_to_mark(
     assert await engine.mark_lease_expired_if_due(running.execution_id) == Marked()
 
 
+@pytest.mark.usefixtures("altered_rows")
 async def test_active_work_that_nobody_owns_has_no_lease_to_mark(
     engine: Engine, given: Any, rows: Any, connection: Any, clock: Any
 ) -> None:
@@ -352,7 +362,6 @@ async def test_a_marked_lease_keeps_its_fields_and_is_told(engine: Engine, given
         "blocking_detail": "lease expired, awaiting reclaim",
         "lease_expired_at": now,
         "last_mutation_at": now,
-        "due_at": None,
     }
     assert vector(row) == LAPSED
     assert await told(rows, handle.execution_id) == ["acquired", "expired"]
@@ -372,10 +381,11 @@ async def test_marking_by_name_and_by_sweep_come_to_the_same(engine: Engine, giv
     named, swept = await given.claimed(lease_ttl_ms=1000), await given.claimed(lease_ttl_ms=1000)
     await clock.advance(seconds=1)
     assert await engine.mark_lease_expired_if_due(named.execution_id) == Marked()
-    assert await engine.lease_expiry.mark_expired() == 1
+    await engine.lease_expiry.sweep()
     await alike(rows, named.execution_id, swept.execution_id)
 
 
+@pytest.mark.usefixtures("altered_rows")
 async def test_every_hundredth_reclaim_is_warned_of(
     engine: Engine, given: Any, connection: Any, clock: Any, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -10,7 +10,7 @@ import asyncpg
 import pytest
 
 from creates import new
-from engine.state import refused
+from engine.state import block, refused
 from engine.waits import args, fresh, on_all, suspended
 from flowfabric.db.database import Database, Transaction
 from flowfabric.db.statements import Statement
@@ -85,7 +85,9 @@ async def test_an_explanation_is_one_statement_outside_of_any_transaction(
 async def test_an_explanation_waits_for_no_lock(engine: Engine, given: Any, connection: asyncpg.Connection) -> None:
     execution_id = await given.created()
     async with connection.transaction():
-        await connection.execute("lock table execution, worker, suspension, waitpoint, lane in exclusive mode")
+        await connection.execute(
+            "lock table execution, ready, claim, attempt, worker, suspension, waitpoint, lane in exclusive mode"
+        )
         assert (await engine.explain(execution_id)).reasons == (NEXT,)
 
 
@@ -286,7 +288,7 @@ async def test_a_wait_a_newer_version_stored_is_told_as_far_as_it_is_understood(
     handle = await given.claimed(policy={"max_reclaim_count": 7})
     await suspended(engine, handle)
     await connection.execute("""update suspension set reason_code = 'waiting_for_rain', condition = '{"Rain": {}}'""")
-    await connection.execute("""update execution_input set policy = policy || '{"wipers": true}'""")
+    await connection.execute("""update execution set policy = policy || '{"wipers": true}'""")
     (reason,) = (await explain(handle.execution_id)).reasons
     assert (reason.reason_code, len(reason.waitpoints)) == ("waiting_for_rain", 1)
 
@@ -331,6 +333,21 @@ async def test_a_lease_is_lost_when_its_time_is_over_and_queued_once_that_is_mar
     again = await given.claim(worker="other")
     (reason,) = (await explain(again.execution_id)).reasons
     assert (reason.kind, reason.worker_id, reason.attempt_index, reason.reclaim_count) == ("running", "other", 1, 1)
+
+
+async def test_a_renewed_lease_is_told_with_its_new_end_also_when_it_is_lost(
+    engine: Engine, explain: Any, given: Any, clock: Any
+) -> None:
+    handle = await given.claimed()
+    await clock.advance(seconds=10)
+    await engine.renew(handle)
+    expires_at = await clock.now() + 30_000
+    assert (await explain(handle.execution_id)).reasons == (lease(RunningReason, expires_at),)
+    await clock.advance(seconds=31)
+    # The first sweep marks the lease, the second removes its claim.
+    for _ in range(2):
+        await engine.lease_expiry.sweep()
+        assert (await explain(handle.execution_id)).reasons == (lease(LeaseLostReason, expires_at), NEXT)
 
 
 async def test_an_ending_is_told_with_its_reason(engine: Engine, explain: Any, given: Any, clock: Any) -> None:
@@ -394,10 +411,7 @@ async def test_a_block_is_told_and_the_time_it_waits_for_besides(
 ) -> None:
     eligibility, blocking, reason, summary = BLOCKED[case]
     execution_id = await given.created(**requiring("gpu"))
-    await connection.execute(
-        f"""update execution set eligibility_state = '{eligibility}', blocking_reason = '{blocking}',
-                                 blocking_detail = 'why'"""
-    )
+    await block(connection, execution_id, eligibility, blocking)
     found = await explain(execution_id)
     assert (found.reasons, found.summary) == ((reason,), summary)
     until = await clock.now() + MINUTE

@@ -7,7 +7,7 @@ from uuid import UUID, uuid4
 import asyncpg
 import pytest
 
-from engine.state import claim, items, new, refused
+from engine.state import block, claim, items, new, refused
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.read import listing
 from flowfabric.model.snapshots import ExecutionPage, ExecutionSummary
@@ -55,12 +55,11 @@ async def test_each_state_is_found(engine: Engine, given: Any, connection: async
         "waiting": [await given.created()],
     }
     blocked = await given.created()
-    await connection.execute(
-        """update execution set eligibility_state = 'blocked_by_quota', blocking_reason = 'waiting_for_quota'
-            where execution_id = $1""",
-        blocked[-36:],
-    )
+    await block(connection, blocked, "blocked_by_quota", "waiting_for_quota")
     states["rate_limited"] = [blocked]
+    held = await given.created()
+    await block(connection, held, "blocked_by_operator", "paused_by_operator")
+    states["waiting"].append(held)
     for state in PublicState:
         expected = sorted(states.get(state, []))
         assert sorted(await listed(engine, public_state=state)) == expected
@@ -82,11 +81,7 @@ async def test_what_several_indexes_lead_to_is_listed_once(
         await given.created(**later),
     ]
     blocked = await given.created(lane_id="blocked", **later)
-    await connection.execute(
-        """update execution set eligibility_state = 'blocked_by_budget', blocking_reason = 'waiting_for_budget'
-            where execution_id = $1""",
-        blocked[-36:],
-    )
+    await block(connection, blocked, "blocked_by_budget", "waiting_for_budget")
     expected.append(blocked)
     # The walk ends after the first execution, so that the indexes are asked.
     monkeypatch.setattr(listing, "FIRST_WALK", 1)
@@ -258,9 +253,17 @@ async def test_a_cursor_belongs_to_one_order(engine: Engine, given: Any) -> None
 
 async def test_a_corrupt_stored_id_is_told(engine: Engine, given: Any, connection: asyncpg.Connection) -> None:
     await given.created()
-    for table in ("execution", "execution_input"):
-        await connection.execute(f"update {table} set partition_key = -1")
+    await connection.execute("update execution set partition_key = -1")
     await refused(engine.list_executions(), "corruption", "list_executions: execution_id: ")
+
+
+@pytest.mark.parametrize(("column", "field"), [("namespace_no", "namespace"), ("queue_no", "execution_kind")])
+async def test_a_missing_name_is_corruption(
+    engine: Engine, given: Any, connection: asyncpg.Connection, column: str, field: str
+) -> None:
+    await given.created()
+    await connection.execute(f"update execution set {column} = 99")
+    await refused(engine.list_executions(), "corruption", f"list_executions: {field}: is missing")
 
 
 async def test_both_ways_to_a_page_agree_with_a_sorted_model(

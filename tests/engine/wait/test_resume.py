@@ -31,7 +31,8 @@ async def test_a_resume_closes_the_suspension_and_every_waitpoint_and_tells_no_c
     assert outcome == Resumed(public_state=PublicState.RESUMABLE)
     row = await rows.execution(wait.execution_id)
     assert vector(row) == RESUMABLE
-    assert (row["blocking_detail"], row["suspension_timeout_at"], row["due_at"]) == (None, None, None)
+    assert (row["blocking_detail"], row["suspension_timeout_at"]) == (None, None)
+    assert await rows.timers(wait.execution_id) == {}
     assert {row[stamp] for stamp in ("last_transition_at", "last_mutation_at")} == {now}
     closed = await suspension(rows, wait.execution_id)
     assert (closed["closed_at"], closed["close_reason"]) == (now, "resumed")
@@ -40,7 +41,7 @@ async def test_a_resume_closes_the_suspension_and_every_waitpoint_and_tells_no_c
     for point in await waitpoints(rows, wait.execution_id):
         assert (point["state"], point["closed_at"], point["close_reason"]) == ("closed", now, "resumed")
         assert point["satisfied_at"] is None
-    assert await told(rows, wait.execution_id) == ["acquired", "released suspend", "resumed"]
+    assert await told(rows, wait.execution_id) == ["acquired", "released suspend", "operator_resumed"]
     event = (await rows.events(wait.execution_id))[-1]
     assert json.loads(event["details"]) == {"trigger_type": "operator", "resume_delay_ms": 0}
     assert (event["outcome"], event["attempt_index"]) == (None, 0)
@@ -48,6 +49,30 @@ async def test_a_resume_closes_the_suspension_and_every_waitpoint_and_tells_no_c
     assert [one.satisfier for one in await engine.observe_signals(wait.handle)] == [False]
     (claimed,) = await claim(engine)
     assert (claimed.attempt_id, claimed.attempt_index) == (wait.handle.attempt_id, 0)
+
+
+async def test_what_is_resumed_is_queued_and_listed_until_it_is_claimed(
+    engine: Engine, given: Any, rows: Any, clock: Any
+) -> None:
+    now, later = await waiting(engine, given), await waiting(engine, given)
+    assert await rows.of("ready") == await rows.of("listed") == []
+    at = await clock.advance(seconds=1)
+    await engine.resume_execution(execution_id=now.execution_id)
+    await engine.resume_execution(execution_id=later.execution_id, resume_delay_ms=5_000)
+    row = await rows.execution(now.execution_id)
+    (queue,) = await rows.of("queue", queue_no=row["queue_no"])
+    key = {"partition_key": row["partition_key"], "execution_id": row["execution_id"]}
+    place = {name: row[name] for name in ("place", "queue_no")}
+    entry = {**key, **place, "route_no": queue["route_no"], "granted_until": None}
+    assert await rows.of("ready") == [entry]
+    assert await rows.of("listed") == [{**key, "public_state": "resumable", "at": at}]
+    assert {(await rows.execution(wait.execution_id))["attached"] for wait in (now, later)} == {0}
+    assert [one.execution_id for one in await claim(engine)] == [now.execution_id]
+    assert await rows.of("ready") == await rows.of("listed") == []
+    await clock.advance(ms=5_000)
+    await Reconciler(engine).catch_up()
+    assert [one["public_state"] for one in await rows.of("listed")] == ["resumable"]
+    assert [one.execution_id for one in await claim(engine)] == [later.execution_id]
 
 
 @pytest.mark.parametrize("condition", [OperatorOnly(), TimeoutOnly()])
@@ -65,6 +90,7 @@ async def test_a_resume_may_wait_for_its_time(engine: Engine, given: Any, rows: 
     row = await rows.execution(wait.execution_id)
     assert vector(row) == RESUME_DELAYED
     assert (row["blocking_detail"], row["delay_until"]) == ("resume delay 5000ms", now + 5_000)
+    assert await rows.timers(wait.execution_id) == {"delay": now + 5_000}
     assert await claim(engine) == []
     await clock.advance(ms=4_999)
     await Reconciler(engine).catch_up()
@@ -145,4 +171,4 @@ async def test_a_signal_and_the_end_of_the_run_it_resumes_take_few_statements(
     (resumed,) = await claim(engine)
     names.clear()
     await engine.complete(resumed.handle, b"done")
-    assert names == ["release_executions"]
+    assert names == ["complete_leases"]

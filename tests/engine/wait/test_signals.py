@@ -6,7 +6,7 @@ from uuid import UUID, uuid4
 import asyncpg
 import pytest
 
-from engine.sending import Waiting, running, signals, waiting
+from engine.sending import Waiting, running, signal_keys, signals, waiting
 from engine.state import RESUMABLE, claim, refused, told, vector
 from engine.waits import SUSPENDED, args, fresh, on_all, suspended, suspension, using, waitpoint, waitpoints
 from flowfabric.engine.engine import Engine
@@ -44,7 +44,8 @@ async def test_a_signal_that_meets_the_condition_makes_the_execution_claimable_o
     row = await rows.execution(wait.execution_id)
     assert vector(row) == RESUMABLE
     assert (row["blocking_detail"], row["delay_until"]) == (None, None)
-    assert (row["suspension_timeout_at"], row["due_at"]) == (None, None)
+    assert row["suspension_timeout_at"] is None
+    assert await rows.timers(wait.execution_id) == {}
     assert {row[stamp] for stamp in ("last_transition_at", "last_mutation_at")} == {now}
     closed = await suspension(rows, wait.execution_id)
     assert {closed[stamp] for stamp in ("satisfied_at", "closed_at", "last_signal_at")} == {now}
@@ -108,7 +109,7 @@ async def test_what_is_not_said_of_a_signal_has_its_default(engine: Engine, give
     assert (row["signal_category"], row["source_type"], row["source_identity"]) == ("external", "external", "")
     assert (row["payload"], row["payload_encoding"], row["target_scope"]) == (None, "json", "waitpoint")
     assert (row["created_at"], row["correlation_id"], row["idempotency_key"]) == (now, None, None)
-    assert await rows.of("signal_key") == []
+    assert await signal_keys(rows) == []
 
 
 async def test_a_signal_that_does_not_resume_touches_no_more_than_the_wait(
@@ -242,8 +243,8 @@ async def test_a_key_belongs_to_its_waitpoint_and_lives_for_its_time(
     wait = await waiting(engine, given, on_all("a", "b", "c"))
     now = await clock.now()
     first = await wait.send("x", "a", idempotency_key="k", dedup_ttl_ms=1_000)
-    (key,) = await rows.of("signal_key")
-    assert (key["signal_id"], key["expires_at"]) == (first.signal_id, now + 1_000)
+    (key,) = await signal_keys(rows)
+    assert (key["subject_id"], key["expires_at"]) == (first.signal_id, now + 1_000)
     assert isinstance(await wait.send("x", "b", idempotency_key="k"), Accepted)
     await clock.advance(ms=999)
     assert await wait.send("x", "a", idempotency_key="k") == SignalDuplicate(existing_signal_id=first.signal_id)
@@ -257,7 +258,7 @@ async def test_without_a_key_or_a_time_to_live_nothing_is_a_repeat(engine: Engin
     for overrides in ({}, {"idempotency_key": ""}, {"idempotency_key": "k", "dedup_ttl_ms": 0}):
         for _ in range(2):
             assert isinstance(await wait.send("other", **overrides), Accepted)
-    assert await rows.of("signal_key") == []
+    assert await signal_keys(rows) == []
 
 
 async def test_the_log_of_a_waitpoint_keeps_the_newest_and_what_the_condition_counted(
@@ -288,7 +289,8 @@ async def test_a_delay_of_the_signal_holds_the_resume_back(engine: Engine, given
     assert await wait.said("ready", resume_delay_ms=5_000) == MET
     row = await rows.execution(wait.execution_id)
     assert vector(row) == RESUME_DELAYED
-    assert (row["delay_until"], row["due_at"]) == (now + 5_000, now + 5_000)
+    assert row["delay_until"] == now + 5_000
+    assert await rows.timers(wait.execution_id) == {"delay": now + 5_000}
     assert row["blocking_detail"] == "resume delay 5000ms after signal ready"
     worker = {"worker_id": "worker", "worker_instance_id": "worker-1", "lane_id": "default"}
     named: dict[str, Any] = {"execution_id": wait.execution_id, **worker}

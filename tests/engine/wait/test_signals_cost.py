@@ -27,7 +27,8 @@ select coalesce(sum(pg_stat_get_xact_tuples_returned(r.oid)), 0)::int
   from pg_class c
  cross join lateral (
        select c.oid union all select i.indexrelid from pg_index i where i.indrelid = c.oid) r(oid)
- where c.relnamespace = 'flowfabric'::regnamespace and c.relname in ('suspension', 'waitpoint', 'signal', 'signal_key')
+ where c.relnamespace = 'flowfabric'::regnamespace
+   and c.relname in ('suspension', 'waitpoint', 'signal', 'idempotency_key')
 """
 
 

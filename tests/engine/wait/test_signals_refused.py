@@ -6,7 +6,7 @@ from uuid import uuid4
 import asyncpg
 import pytest
 
-from engine.sending import Waiting, running, signals, stamps_written, waiting
+from engine.sending import Waiting, running, signal_keys, signals, stamps_written, waiting
 from engine.state import claim, refused
 from engine.waits import args, on_all, suspended, token_of
 from flowfabric.engine.engine import Engine
@@ -147,7 +147,7 @@ async def test_what_a_caller_without_the_token_asks_is_answered_alike(
     [
         """update suspension set resume_policy = '"broken"'""",
         """update suspension set resume_policy = '{"resume_delay_ms": "soon"}'""",
-        """update execution_input set policy = coalesce(policy, '{}') || '{"max_signals_per_execution": "many"}'""",
+        """update execution set policy = coalesce(policy, '{}') || '{"max_signals_per_execution": "many"}'""",
     ],
     ids=["policy that is none", "policy of wrong fields", "limit that is no number"],
 )
@@ -370,7 +370,7 @@ async def test_an_operator_approves_without_the_token(engine: Engine, given: Any
     stored = (await signals(rows, wait.execution_id))[1]
     shown = ("signal_category", "source_type", "source_identity", "payload", "target_scope", "idempotency_key")
     assert [stored[name] for name in shown] == ["approval", "operator", "", None, "execution", "approval:approved:1"]
-    assert (stored["created_at"], (await rows.of("signal_key", signal_id=first.signal_id))[0]["expires_at"]) == (
+    assert (stored["created_at"], (await signal_keys(rows, subject_id=first.signal_id))[0]["expires_at"]) == (
         now,
         now + 5_000,
     )

@@ -27,9 +27,13 @@ async def test_a_suspend_gives_up_the_lease_and_keeps_the_attempt(
     assert (vector(row), lease_left(row)) == (SUSPENDED, {})
     first = asked.waitpoints[0].waitpoint_id
     assert row["blocking_detail"] == f"suspended: waitpoint {first} awaiting waiting_for_signal"
-    assert (row["suspension_timeout_at"], row["due_at"]) == (now + 60_000, now + 60_000)
+    assert (row["suspension_timeout_at"], row["suspension_id"]) == (now + 60_000, asked.suspension_id)
     assert (row["deadline_at"], row["delay_until"]) == (began + 3_600_000, None)
-    assert (row["attempt_id"], row["attempt_count"], row["attempt_stored"]) == (claimed.attempt_id, 1, True)
+    assert await rows.timers(claimed.execution_id) == {
+        "suspension_timeout": now + 60_000,
+        "deadline": began + 3_600_000,
+    }
+    assert (row["attempt_id"], row["attempt_count"]) == (claimed.attempt_id, 1)
     assert (row["lease_epoch"], row["retry_count"], row["completed_at"]) == (2, 0, None)
     assert {row[stamp] for stamp in ("last_transition_at", "last_mutation_at")} == {now}
     (attempt,) = await attempts(rows, claimed.execution_id)
@@ -240,8 +244,8 @@ async def test_the_time_a_renewed_lease_lasts_is_kept_in_the_handle(engine: Engi
 async def test_a_wait_without_a_deadline_has_none(engine: Engine, given: Any, rows: Any) -> None:
     handle = await given.claimed()
     await suspended(engine, handle, timeout_behavior="expire")
-    row = await rows.execution(handle.execution_id)
-    assert (row["suspension_timeout_at"], row["due_at"]) == (None, None)
+    assert (await rows.execution(handle.execution_id))["suspension_timeout_at"] is None
+    assert await rows.timers(handle.execution_id) == {}
     wait = await suspension(rows, handle.execution_id)
     assert (wait["timeout_at"], wait["timeout_behavior"]) == (None, "expire")
     (point,) = await waitpoints(rows, handle.execution_id)
@@ -269,7 +273,7 @@ async def test_a_policy_gives_the_deadline_where_the_arguments_do_not(
     await suspended(engine, handle, **asked)
     wait = await suspension(rows, handle.execution_id)
     assert (wait["timeout_at"], wait["timeout_behavior"]) == (now + after_ms, behavior)
-    assert (await rows.execution(handle.execution_id))["due_at"] == now + after_ms
+    assert await rows.timers(handle.execution_id) == {"suspension_timeout": now + after_ms}
     (point,) = await waitpoints(rows, handle.execution_id)
     assert point["expires_at"] == now + after_ms
 
@@ -282,7 +286,7 @@ async def test_a_deadline_that_clocks_may_differ_on_is_due_at_once(
     now = await clock.now()
     await suspended(engine, handle, timeout_at=now - ago_ms)
     # Sweeps that have seen everything up to now do not look further back.
-    assert (await rows.execution(handle.execution_id))["due_at"] == now
+    assert await rows.timers(handle.execution_id) == {"suspension_timeout": now}
     assert (await suspension(rows, handle.execution_id))["timeout_at"] == now - ago_ms
 
 

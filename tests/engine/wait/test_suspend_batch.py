@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from engine.state import ACTIVE, LAPSED, vector
-from engine.waits import SUSPENDED, args, on_all, suspended, suspension, token_of, waitpoints
+from engine.waits import SUSPENDED, args, on_all, suspend_keys, suspended, suspension, token_of, waitpoints
 from flowfabric.db.database import Database
 from flowfabric.engine.engine import Engine
 from flowfabric.model.errors import EngineError
@@ -67,7 +67,7 @@ async def test_many_suspend_in_one_transaction(
         assert {point["token"] for point in points} == {
             token_of(handle.execution_id, binding.waitpoint_id) for binding in ask.waitpoints
         }
-    assert len(await rows.of("suspend_key")) == 10
+    assert len(await suspend_keys(rows)) == 10
     assert await engine.find_inconsistencies() == []
 
 

@@ -71,6 +71,21 @@ async def test_a_waitpoint_made_ahead_keeps_its_id_key_and_token(
     assert (await signal(engine, handle, pending, "ready")).effect == "resume_condition_satisfied"
 
 
+async def test_what_came_ahead_of_a_wait_counts_as_its_satisfier_after_the_next_wait_too(
+    engine: Engine, given: Any
+) -> None:
+    handle = await given.claimed()
+    pending = await ahead(engine, handle)
+    await signal(engine, handle, pending, "ready")
+    asked = using(pending)
+    assert isinstance(await engine.suspend(handle, asked), AlreadySatisfied)
+    seen = await engine.observe_signals(handle)
+    assert [(each.signal_name, each.satisfier) for each in seen] == [("ready", True)]
+    await suspended(engine, handle)
+    assert await engine.observe_signals(handle) == []
+    assert await engine.observe_signals(handle, suspension_id=asked.suspension_id) == seen
+
+
 async def test_without_a_deadline_an_activated_waitpoint_does_not_expire(engine: Engine, given: Any, rows: Any) -> None:
     handle = await given.claimed()
     pending = await ahead(engine, handle)
@@ -94,7 +109,7 @@ async def test_a_met_condition_keeps_the_lease(engine: Engine, given: Any, rows:
     assert (outcome.details.suspension_id, outcome.details.waitpoint_id) == (asked.suspension_id, pending.waitpoint_id)
     assert outcome.details.waitpoint_token == pending.hmac_token
     assert outcome.reason == "resume_condition_satisfied"
-    assert await rows.execution(handle.execution_id) == execution
+    assert await rows.execution(handle.execution_id) == {**execution, "suspension_id": asked.suspension_id}
     assert (vector(execution), await told(rows, handle.execution_id)) == (ACTIVE, events)
     assert await rows.of("attempt") == []
     row = await waitpoint(rows, pending.waitpoint_id)

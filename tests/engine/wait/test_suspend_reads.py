@@ -1,5 +1,6 @@
 """What readers see of who waits, and what is left of a wait when its execution goes."""
 
+from collections import Counter
 from typing import Any
 from uuid import uuid4
 
@@ -189,7 +190,7 @@ async def test_the_few_suspended_among_many_are_found_by_their_waits(
 # Retention.
 
 
-TABLES = ("execution", "attempt", "suspension", "waitpoint", "signal", "suspend_key")
+TABLES = ("execution", "attempt", "suspension", "waitpoint", "signal")
 
 
 async def test_what_belongs_to_a_wait_goes_with_its_execution(
@@ -212,7 +213,9 @@ async def test_what_belongs_to_a_wait_goes_with_its_execution(
     kept = {table: await rows.of(table, execution_id=stays[-36:]) for table in TABLES}
     assert all(kept.values())
     await clock.advance(ms=WEEK * 52)
+    assert [len(await rows.of("idempotency_key", scope=one[-36:])) for one in (gone, stays)] == [1, 1]
     assert await engine.retention.trim() == 1
+    assert [len(await rows.of("idempotency_key", scope=one[-36:])) for one in (gone, stays)] == [0, 1]
     for table in TABLES:
         assert await rows.of(table, execution_id=gone[-36:]) == []
         assert await rows.of(table, execution_id=stays[-36:]) == kept[table]
@@ -258,8 +261,10 @@ async def test_an_open_wait_of_what_does_not_wait_is_found(engine: Engine, given
     await engine.resume_execution(execution_id=handle.execution_id)
     assert await engine.find_inconsistencies() == []
     await connection.execute("update suspension set closed_at = null, close_reason = null")
-    (one,) = await engine.find_inconsistencies()
-    assert one.problem == "suspension: is open though the execution is not suspended"
+    assert sorted(one.problem for one in await engine.find_inconsistencies()) == [
+        "attached: does not say whether a suspension is open",
+        "suspension: is open though the execution is not suspended",
+    ]
 
 
 async def test_rows_of_a_wait_without_their_execution_are_found(engine: Engine, given: Any, connection: Any) -> None:
@@ -271,17 +276,17 @@ async def test_rows_of_a_wait_without_their_execution_are_found(engine: Engine, 
         waitpoint_token=details.waitpoint_token,
         signal_name="other",
     )
-    for table in ("execution", "execution_input", "attempt"):
+    for table in ("execution", "attempt"):
         await connection.execute(f"delete from {table}")
     found = await engine.find_inconsistencies()
     assert {one.execution_id for one in found} == {handle.execution_id}
     assert sorted(one.problem.partition(":")[0] for one in found) == ["signal", "suspension", "waitpoint"]
 
 
-# The place of an earlier wait.
+# The history of waits.
 
 
-async def test_the_next_wait_takes_the_place_of_the_last(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
+async def test_a_wait_is_kept_when_the_next_begins(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
     handle = await given.claimed()
     first = await suspended(engine, handle, on_all("a", "b", timeout_at=await clock.now() + 1000))
     await engine.resume_execution(execution_id=handle.execution_id)
@@ -290,6 +295,7 @@ async def test_the_next_wait_takes_the_place_of_the_last(engine: Engine, given: 
     (again,) = await claim(engine)
     now = await clock.advance(seconds=1)
     second = await suspended(engine, again.handle, reason_code="manual_pause")
+    assert closed in await rows.of("suspension", execution_id=handle.execution_id[-36:])
     row = await suspension(rows, handle.execution_id)
     assert (row["suspension_id"], row["suspended_at"]) == (second.details.suspension_id, now)
     assert (row["closed_at"], row["close_reason"], row["timeout_at"]) == (None, None, None)
@@ -298,3 +304,40 @@ async def test_the_next_wait_takes_the_place_of_the_last(engine: Engine, given: 
     assert states == {"wait": "active", "a": "closed", "b": "closed"}
     assert await engine.find_inconsistencies() == []
     assert await listed(engine) == [handle.execution_id]
+
+
+async def test_the_end_of_an_execution_leaves_its_earlier_waits_as_they_were(
+    engine: Engine, given: Any, rows: Any, clock: Any
+) -> None:
+    handle = await given.claimed()
+    for _ in range(2):
+        await suspended(engine, handle, on_all("a", "b"))
+        await engine.resume_execution(execution_id=handle.execution_id)
+        (resumed,) = await claim(engine)
+        handle = resumed.handle
+    earlier = await rows.of("suspension")
+    latest = await suspended(engine, handle, on_all("a", "b"))
+    now = await clock.advance(seconds=1)
+    await engine.cancel_execution(execution_id=handle.execution_id, reason="not wanted")
+    kept = await rows.of("suspension")
+    assert len(kept) == 3
+    assert [row for row in kept if row["suspension_id"] != latest.details.suspension_id] == earlier
+    closed = await suspension(rows, handle.execution_id)
+    assert (closed["suspension_id"], closed["closed_at"]) == (latest.details.suspension_id, now)
+    assert Counter(row["close_reason"] for row in await rows.of("waitpoint")) == {"resumed": 4, "cancelled": 2}
+    assert await engine.find_inconsistencies() == []
+
+
+async def test_an_id_of_a_suspension_that_is_used_again_names_the_new_one(
+    engine: Engine, given: Any, rows: Any
+) -> None:
+    handle = await given.claimed()
+    first = await suspended(engine, handle, on_all("a", "b"))
+    await engine.resume_execution(execution_id=handle.execution_id)
+    (again,) = await claim(engine)
+    asked = args(suspension_id=first.details.suspension_id, reason_code="manual_pause")
+    second = await suspended(engine, again.handle, asked)
+    (row,) = await rows.of("suspension")
+    assert (row["reason_code"], row["closed_at"]) == ("manual_pause", None)
+    assert row["waitpoint_ids"] == [second.details.waitpoint_id]
+    assert await engine.find_inconsistencies() == []

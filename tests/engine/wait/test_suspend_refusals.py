@@ -297,11 +297,13 @@ async def test_a_handle_of_another_attempt_index_is_refused(
 async def _open_suspension(connection: Any, handle: Handle) -> None:
     """Leave an open suspension on an active execution, as no operation does."""
     await connection.execute(
-        """insert into suspension (partition_key, execution_id, suspension_id, attempt_index, waitpoint_ids,
+        """with waiting as (
+             update execution set suspension_id = $2, attached = attached | 2 where execution_id = $1 returning *)
+           insert into suspension (partition_key, execution_id, suspension_id, attempt_index, waitpoint_ids,
                                    namespace_no, lane_no, reason_code, requested_by, suspended_at, condition,
                                    resume_policy)
            select partition_key, execution_id, $2, 0, '{}', namespace_no, 1, 'step_boundary', 'worker', 0, '{}', '{}'
-             from execution where execution_id = $1""",
+             from waiting""",
         handle.execution_id[-36:],
         uuid4(),
     )

@@ -2,18 +2,19 @@
 
 import asyncio
 from typing import Any
-from uuid import uuid4
+from uuid import UUID, uuid4
 
 import msgspec
 import pytest
 
 from engine.state import claim, refused, vector
-from engine.waits import SUSPENDED, args, on_all, suspended, triple, using
+from engine.waits import SUSPENDED, args, on_all, suspend_keys, suspended, triple, using
 from flowfabric.engine.engine import Engine
 from flowfabric.model.errors import EngineError
 from flowfabric.model.handle import Handle
 from flowfabric.model.ids import LeaseId
 from flowfabric.model.outcomes import AlreadySatisfied
+from flowfabric.model.signals import Accepted, SignalDuplicate
 from flowfabric.model.states import HandleKind
 from flowfabric.model.waits import Suspended
 
@@ -48,7 +49,7 @@ def revealed(outcome: Suspended) -> list[str]:
 async def test_the_stored_answer_has_its_form(engine: Engine, given: Any, rows: Any) -> None:
     handle = await given.claimed()
     first = await suspended(engine, handle, on_all("a", "b", idempotency_key="once"))
-    (row,) = await rows.of("suspend_key")
+    (row,) = await suspend_keys(rows)
     details, (extra,) = first.details, first.details.additional_waitpoints
     assert msgspec.json.decode(row["outcome"]) == {
         "variant": "Suspended",
@@ -87,6 +88,26 @@ async def test_a_key_is_of_one_execution(engine: Engine, given: Any, rows: Any) 
     assert vector(await rows.execution(other.execution_id)) == SUSPENDED
 
 
+async def test_a_key_is_of_one_operation(engine: Engine, given: Any, rows: Any) -> None:
+    handle = await given.claimed(idempotency_key="once")
+    first = await suspended(engine, handle, idempotency_key="once")
+    signal = {
+        "execution_id": handle.execution_id,
+        "waitpoint_id": first.details.waitpoint_id,
+        "waitpoint_token": first.details.waitpoint_token,
+        "signal_name": "other",
+        "idempotency_key": "once",
+    }
+    sent = await engine.deliver_signal(**signal)
+    assert isinstance(sent, Accepted)
+    assert await engine.deliver_signal(**signal) == SignalDuplicate(existing_signal_id=sent.signal_id)
+    assert await engine.suspend(handle, args(idempotency_key="once")) == first
+    found = {row["operation"]: (row["scope"], row["subject_id"]) for row in await rows.of("idempotency_key")}
+    execution, waitpoint = UUID(handle.execution_id[-36:]), first.details.waitpoint_id
+    assert (found["suspend"], found["signal"]) == ((execution, execution), (waitpoint, sent.signal_id))
+    assert found["submit"][1] == execution
+
+
 async def test_another_key_and_no_key_are_no_repeats(engine: Engine, given: Any, rows: Any) -> None:
     handle = await given.claimed()
     await suspended(engine, handle, idempotency_key="once")
@@ -95,7 +116,7 @@ async def test_another_key_and_no_key_are_no_repeats(engine: Engine, given: Any,
             await refused(engine.suspend(handle, args(idempotency_key=key)), "lease_conflict")
     plain = await given.claimed()
     await suspended(engine, plain, idempotency_key="")
-    assert len(await rows.of("suspend_key")) == 1
+    assert len(await suspend_keys(rows)) == 1
 
 
 @pytest.mark.parametrize(
@@ -109,7 +130,7 @@ async def test_an_answer_is_kept_a_minute_longer_than_the_wait(
     now = await clock.now()
     timeout_at = None if timeout_ms is None else now + timeout_ms
     first = await suspended(engine, handle, idempotency_key="once", timeout_at=timeout_at)
-    (row,) = await rows.of("suspend_key")
+    (row,) = await suspend_keys(rows)
     assert row["expires_at"] == now + kept_ms
     await clock.advance(ms=kept_ms - 1)
     assert await engine.suspend(handle, args(idempotency_key="once")) == first
@@ -124,7 +145,7 @@ async def test_the_deadline_of_the_policy_counts_for_how_long_an_answer_is_kept(
     handle = await given.claimed(policy={"suspension_policy": {"default_timeout_ms": 5000}})
     now = await clock.now()
     await suspended(engine, handle, idempotency_key="once")
-    (row,) = await rows.of("suspend_key")
+    (row,) = await suspend_keys(rows)
     assert row["expires_at"] == now + 5000 + MINUTE
 
 
@@ -137,7 +158,7 @@ async def test_a_key_past_its_time_serves_again(engine: Engine, given: Any, rows
     second = await suspended(engine, again.handle, idempotency_key="once")
     assert second.details.suspension_id != first.details.suspension_id
     assert await engine.suspend(handle, args(idempotency_key="once")) == second
-    assert len(await rows.of("suspend_key")) == 1
+    assert len(await suspend_keys(rows)) == 1
 
 
 async def test_a_live_key_answers_for_the_next_run_too(engine: Engine, given: Any, rows: Any) -> None:
@@ -164,7 +185,7 @@ async def test_an_answer_that_cannot_be_read_is_none(
 ) -> None:
     handle = await given.claimed()
     await suspended(engine, handle, idempotency_key="once")
-    await connection.execute("update suspend_key set outcome = $1", stored)
+    await connection.execute("update idempotency_key set outcome = $1", stored)
     async with rows.unchanged():
         await refused(engine.suspend(handle, args(idempotency_key="once")), "lease_conflict")
     await engine.resume_execution(execution_id=handle.execution_id)
@@ -181,7 +202,7 @@ async def test_an_answer_with_a_wrong_part_is_none(
     await suspended(engine, handle, idempotency_key="once")
     path = [field] if field in ("variant", "handle_opaque_hex") else ["details", field]
     wrong = "7" if field == "token" else '"zz"'
-    await connection.execute("update suspend_key set outcome = jsonb_set(outcome, $1, $2)", path, wrong)
+    await connection.execute("update idempotency_key set outcome = jsonb_set(outcome, $1, $2)", path, wrong)
     async with rows.unchanged():
         await refused(engine.suspend(handle, args(idempotency_key="once")), "lease_conflict")
 
@@ -200,7 +221,7 @@ async def test_a_wait_that_was_over_is_answered_the_same_again(engine: Engine, g
     async with rows.unchanged():
         again = await engine.suspend(handle, using(pending, idempotency_key="once"))
     assert again == first
-    (row,) = await rows.of("suspend_key")
+    (row,) = await suspend_keys(rows)
     assert msgspec.json.decode(row["outcome"])["variant"] == "AlreadySatisfied"
     assert msgspec.json.decode(row["outcome"])["handle_opaque_hex"] is None
 

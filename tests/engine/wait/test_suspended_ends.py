@@ -46,7 +46,8 @@ async def test_cancelling_a_suspended_execution_closes_all_it_waits_on(
     now = await clock.advance(seconds=1)
     await engine.cancel_execution(execution_id=claimed.execution_id, reason="not wanted", source="operator_override")
     row = await rows.execution(claimed.execution_id)
-    assert (vector(row), row["suspension_timeout_at"], row["due_at"], lease_left(row)) == (CANCELLED, None, None, {})
+    assert (vector(row), row["suspension_timeout_at"], lease_left(row)) == (CANCELLED, None, {})
+    assert await rows.timers(claimed.execution_id) == {}
     assert (row["cancellation_reason"], row["cancelled_by"], row["failure_reason"]) == (
         "not wanted",
         "operator_override",
@@ -66,7 +67,7 @@ async def test_a_deadline_ends_a_suspended_execution(engine: Engine, given: Any,
     deadline = await clock.now() + 10_000
     claimed = await given.run(execution_deadline_at=deadline)
     await suspended(engine, claimed.handle, on_all("a", "b", "c"))
-    assert (await rows.execution(claimed.execution_id))["due_at"] == deadline
+    assert await rows.timers(claimed.execution_id) == {"deadline": deadline}
     await clock.advance(ms=9_999)
     assert await engine.timeouts.expire_due() == 0
     now = await clock.advance(ms=1)
@@ -95,7 +96,8 @@ async def test_the_timer_of_an_attempt_stands_still_while_it_is_suspended(
     await clock.advance(seconds=1)
     await suspended(engine, claimed.handle)
     row = await rows.execution(claimed.execution_id)
-    assert (row["attempt_timeout_at"], row["remaining_attempt_timeout_ms"], row["due_at"]) == (None, 4000, None)
+    assert (row["attempt_timeout_at"], row["remaining_attempt_timeout_ms"]) == (None, 4000)
+    assert await rows.timers(claimed.execution_id) == {}
     await clock.advance(seconds=3600)
     assert await engine.timeouts.expire_due() == 0
 
@@ -113,7 +115,8 @@ async def test_a_timeout_ends_a_suspended_execution(
     row = await rows.execution(claimed.execution_id)
     assert vector(row) == ENDINGS[behavior]
     assert (row["failure_reason"], row["completed_at"]) == (f"suspension_timeout:{behavior}", now)
-    assert (row["suspension_timeout_at"], row["blocking_detail"], row["due_at"]) == (None, None, None)
+    assert (row["suspension_timeout_at"], row["blocking_detail"]) == (None, None)
+    assert await rows.timers(claimed.execution_id) == {}
     assert row["cancelled_by"] == ("system_timeout" if behavior == "cancel" else None)
     await check_closed(rows, claimed.execution_id, f"timed_out_{behavior}", now)
     (attempt,) = await attempts(rows, claimed.execution_id)

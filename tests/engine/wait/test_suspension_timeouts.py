@@ -6,17 +6,18 @@ from typing import Any
 
 import pytest
 
-from engine.sending import Waiting, running, signals, waiting
+from engine.sending import Waiting, running, signal_keys, signals, waiting
 from engine.state import CANCELLED, FAILED, RESUMABLE, attempts, claim, lease_left, refused, told, vector
-from engine.waits import EXPIRED, args, on_all, suspended, suspension, using, waitpoints
+from engine.waits import EXPIRED, args, on_all, suspend_keys, suspended, suspension, using, waitpoints
 from flowfabric.engine.core.quarantine import Quarantine
 from flowfabric.engine.engine import Engine
-from flowfabric.engine.execution import retention
 from flowfabric.engine.wait.timeout import TIMEOUT_LIMIT, WAITPOINT_LIMIT
 from flowfabric.model.events import CompletionOutcome
 from flowfabric.model.outcomes import AlreadySatisfied
 from flowfabric.model.signals import Accepted, SuspensionExpired
 from flowfabric.model.states import PublicState, TimeoutBehavior
+from flowfabric.reconcile import due
+from flowfabric.reconcile.due import read_due
 from flowfabric.reconcile.loop import Reconciler
 
 ESCALATED = "suspended/unowned/not_applicable/paused_by_operator/none/attempt_interrupted/suspended"
@@ -61,7 +62,8 @@ async def test_a_timeout_ends_the_execution_as_its_behaviour_says(
     row = await rows.execution(wait.execution_id)
     assert (vector(row), lease_left(row)) == (left, {})
     assert row["failure_reason"] == f"suspension_timeout:{behaviour}"
-    assert (row["suspension_timeout_at"], row["due_at"], row["delay_until"]) == (None, None, None)
+    assert (row["suspension_timeout_at"], row["delay_until"]) == (None, None)
+    assert await rows.timers(wait.execution_id) == {}
     assert {row[name] for name in ("completed_at", "last_transition_at", "last_mutation_at")} == {now}
     (ended,) = await attempts(rows, wait.execution_id)
     assert (ended["attempt_state"], ended["ended_at"]) == (attempt, now)
@@ -91,7 +93,8 @@ async def test_a_timeout_may_resume_with_a_signal_that_says_so(
     assert outcome == SuspensionExpired(behavior_applied=TimeoutBehavior.AUTO_RESUME_WITH_TIMEOUT_SIGNAL)
     row = await rows.execution(wait.execution_id)
     assert vector(row) == RESUMABLE
-    assert (row["suspension_timeout_at"], row["due_at"], row["blocking_detail"]) == (None, None, None)
+    assert (row["suspension_timeout_at"], row["blocking_detail"]) == (None, None)
+    assert await rows.timers(wait.execution_id) == {}
     assert await attempts(rows, wait.execution_id) == [parked]
     closed = await suspension(rows, wait.execution_id)
     assert (closed["closed_at"], closed["close_reason"]) == (now, "timed_out_auto_resume")
@@ -125,7 +128,8 @@ async def test_a_timeout_may_leave_the_wait_to_an_operator_once(
         behavior_applied=TimeoutBehavior.ESCALATE
     )
     row = await rows.execution(wait.execution_id)
-    assert (vector(row), row["due_at"], row["suspension_timeout_at"]) == (ESCALATED, None, None)
+    assert (vector(row), row["suspension_timeout_at"]) == (ESCALATED, None)
+    assert await rows.timers(wait.execution_id) == {}
     assert row["blocking_detail"] == f"suspension escalated: timeout at {timeout_at}"
     assert {row[name] for name in ("last_transition_at", "last_mutation_at")} == {now}
     still = await suspension(rows, wait.execution_id)
@@ -140,7 +144,8 @@ async def test_a_timeout_may_leave_the_wait_to_an_operator_once(
     assert [(point.state, point.expires_at) for point in listed] == [("active", None)] * len(points)
     assert await attempts(rows, wait.execution_id) == [parked]
     assert await told(rows, wait.execution_id) == ["acquired", "released suspend"]
-    async with rows.unchanged():
+    # The sweeps delete the claims whose leases are over.
+    async with rows.unchanged(without=["claim"]):
         await clock.advance(seconds=3600)
         assert await engine.expire_suspension(wait.execution_id) == AlreadySatisfied(reason="not_yet_due")
         await Reconciler(engine).catch_up()
@@ -177,6 +182,22 @@ async def test_what_is_not_due_is_left_alone_and_says_why(
     assert isinstance(await engine.expire_suspension(soon.execution_id), SuspensionExpired)
 
 
+async def test_a_timer_of_what_is_not_suspended_does_nothing(
+    engine: Engine, given: Any, rows: Any, clock: Any, connection: Any
+) -> None:
+    resumed, escalated = await timed(engine, given, clock, "fail"), await timed(engine, given, clock, "escalate")
+    await engine.resume_execution(execution_id=resumed.execution_id)
+    await clock.advance(ms=MINUTE)
+    await engine.expire_suspension(escalated.execution_id)
+    # No operation leaves a timer of a wait that is over, or has no deadline; a sweep may have read one before it goes.
+    await connection.execute(
+        "insert into timer select partition_key, execution_id, 'suspension_timeout', ff_now() from execution"
+    )
+    async with rows.unchanged():
+        assert await engine.suspension_timeouts.expire_due() == 0
+    assert engine.suspension_timeouts.quarantine.left_out() == []
+
+
 async def test_the_policy_may_set_the_timeout(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
     policy = {"suspension_policy": {"default_timeout_ms": MINUTE, "timeout_behavior": "expire"}}
     wait = await waiting(engine, given, policy=policy)
@@ -194,8 +215,7 @@ async def test_the_sweep_does_what_each_timeout_says_and_nothing_else(
     waits = {each.value: await timed(engine, given, clock, each.value) for each in TimeoutBehavior}
     later = await waiting(engine, given, timeout_at=await clock.now() + 2 * MINUTE)
     await clock.advance(ms=MINUTE)
-    due = await engine.retention.read_due()
-    assert due.suspension_timeouts == len(TimeoutBehavior)
+    assert (await read_due(engine.store, [])).suspension_timeouts == len(TimeoutBehavior)
     reconciler = Reconciler(engine)
     await reconciler.catch_up()
     assert reconciler.stats["suspension_timeout"].processed == len(TimeoutBehavior)
@@ -215,9 +235,9 @@ async def test_the_sweep_does_what_each_timeout_says_and_nothing_else(
 async def test_a_timeout_set_for_the_past_is_met_by_the_next_sweep(
     engine: Engine, given: Any, rows: Any, clock: Any
 ) -> None:
-    await engine.retention.read_due()
+    await read_due(engine.store, [])
     await clock.advance(seconds=3600)
-    await engine.retention.read_due()
+    await read_due(engine.store, [])
     wait = await waiting(engine, given, timeout_at=await clock.now() - 300_000, timeout_behavior="cancel")
     await Reconciler(engine).catch_up()
     assert vector(await rows.execution(wait.execution_id)) == CANCELLED
@@ -322,7 +342,7 @@ async def test_timeouts_that_fail_do_not_hide_what_else_is_due(
     engines: Any, given: Any, rows: Any, clock: Any, connection: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = await engines(suspension_timeout_interval_s=3600)
-    monkeypatch.setattr(retention, "SAMPLE", 5)
+    monkeypatch.setattr(due, "SAMPLE", 5)
     bad = [await timed(engine, given, clock, "fail") for _ in range(8)]
     await clock.advance(ms=1)
     lost = await given.claimed(lease_ttl_ms=MINUTE)
@@ -340,7 +360,7 @@ async def test_a_waitpoint_nobody_used_in_its_time_is_closed(engine: Engine, giv
     pending = await engine.create_waitpoint(used, waitpoint_key="wait", expires_in_ms=1_000)
     await suspended(engine, used, using(pending, timeout_at=await clock.now() + 1))
     now = await clock.advance(ms=1_000)
-    assert (await engine.retention.read_due()).has_expired_waitpoints
+    assert (await read_due(engine.store, [])).has_expired_waitpoints
     async with rows.unchanged(without=["waitpoint"]):
         assert await engine.suspension_timeouts.close_pending() == 1
         assert await engine.suspension_timeouts.close_pending() == 0
@@ -388,15 +408,15 @@ async def test_idempotency_keys_of_suspends_and_signals_are_deleted_after_their_
     await wait.send("other", idempotency_key="l", dedup_ttl_ms=10 * MINUTE)
     reconciler = Reconciler(engine)
     await reconciler.catch_up()
-    assert (len(await rows.of("suspend_key")), len(await rows.of("signal_key"))) == (1, 2)
+    assert (len(await suspend_keys(rows)), len(await signal_keys(rows))) == (1, 2)
     await clock.advance(ms=MINUTE)
-    assert (await engine.retention.read_due()).has_spent_keys
+    assert (await read_due(engine.store, [])).has_spent_keys
     await reconciler.catch_up()
-    assert (len(await rows.of("suspend_key")), len(await rows.of("signal_key"))) == (1, 1)
+    assert (len(await suspend_keys(rows)), len(await signal_keys(rows))) == (1, 1)
     await clock.advance(ms=MINUTE)
     await reconciler.catch_up()
-    assert await rows.of("suspend_key") == []
-    assert [row["idempotency_key"] for row in await rows.of("signal_key")] == ["l"]
+    assert await suspend_keys(rows) == []
+    assert [row["key"] for row in await signal_keys(rows)] == ["l"]
 
 
 async def test_a_resume_by_timeout_wakes_who_waits_for_work(engine: Engine, given: Any, clock: Any) -> None:

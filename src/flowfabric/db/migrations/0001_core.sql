@@ -2,7 +2,7 @@
 -- The core: lanes, queues, executions, attempts, events, grants and the worker registry.
 
 create function ff_now() returns bigint language sql volatile parallel safe
-  return (extract(epoch from clock_timestamp()) * 1000)::bigint;
+  return (date_part('epoch', clock_timestamp()) * 1000)::bigint;
 
 -- For a statement whose answer rests on rows it has only read: with a synchronous standby, its commit then waits until the
 -- standby has them. A primary that restarts shows rows whose commit the standby has not confirmed, and a failover would
@@ -37,11 +37,15 @@ create type public_state as enum ('waiting', 'delayed', 'rate_limited', 'waiting
 create type attempt_lifecycle as enum ('created', 'started', 'suspended', 'ended_success', 'ended_failure',
   'ended_cancelled', 'interrupted_reclaimed');
 create type attempt_type as enum ('initial', 'retry', 'reclaim', 'replay', 'fallback');
+create type timer_kind as enum ('delay', 'attempt_timeout', 'deadline', 'suspension_timeout');
+create type event_kind as enum ('ended', 'acquired', 'renewed', 'released', 'expired', 'revoked', 'reclaimed',
+  'replay_initiated', 'operator_resumed');
+create type keyed_operation as enum ('submit', 'suspend', 'signal');
 create type lane_state as enum ('active', 'paused', 'draining', 'disabled');
 
 -- Written once at the first start; a process configured otherwise refuses to run.
 create table configuration (
-  only_row boolean primary key default true check (only_row),
+  only_row boolean primary key default true constraint configuration_has_one_row check (only_row),
   flow_partitions int not null,
   budget_partitions int not null,
   quota_partitions int not null);
@@ -49,10 +53,10 @@ create table configuration (
 -- Small global tables, cached in every process: long texts never sit on hot rows.
 create table namespace (
   namespace_no int generated always as identity primary key,
-  namespace text not null unique);
+  namespace text not null constraint namespace_name unique);
 create table lane (
   lane_no int generated always as identity primary key,
-  lane_id text not null unique,
+  lane_id text not null constraint lane_id unique,
   state lane_state not null default 'active',
   registered_at bigint not null,
   registered_by text not null);
@@ -60,42 +64,73 @@ create table capability_set (
   capability_set_no int generated always as identity primary key,
   required text[] not null,
   -- Of the sorted tokens joined by commas: a long set would not fit an index entry.
-  digest bytea not null unique);
+  digest bytea not null constraint capability_set_digest unique);
 create table kind (
   kind_no int generated always as identity primary key,
   execution_kind text not null,
   -- A long kind would not fit an index entry.
-  digest bytea not null unique);
+  digest bytea not null constraint kind_digest unique);
 create table worker_identity (
   worker_no int generated always as identity primary key,
   worker_id text not null,
   worker_instance_id text not null,
-  unique (worker_id, worker_instance_id));
+  -- Told from time to time while the process lives; long after the last time the identity is deleted.
+  seen_at bigint not null,
+  constraint worker_identity_name unique (worker_id, worker_instance_id));
+create index worker_identity_age on worker_identity (seen_at);
 
--- A queue is lane × kind × namespace × capability set × admission key (0 = none): claims walk queues, they never filter
--- rows. A claim that names kinds finds its queues by the first two columns of the key.
+-- A route is lane × capability set: what any worker of the lane that has the capabilities may run.
+create table route (
+  route_no int generated always as identity primary key,
+  lane_no int not null constraint route_has_lane references lane,
+  capability_set_no int not null constraint route_has_capability_set references capability_set,
+  constraint route_of_lane unique (lane_no, capability_set_no));
+-- A queue is the part of a route that has one kind, one namespace and one admission key (0 = none). Claims walk routes or
+-- queues in order, they never filter a backlog.
 create table queue (
   queue_no int generated always as identity primary key,
-  lane_no int not null references lane,
-  kind_no int not null references kind,
-  namespace_no int not null references namespace,
-  capability_set_no int not null references capability_set,
+  route_no int not null constraint queue_has_route references route,
+  lane_no int not null constraint queue_has_lane references lane,
+  kind_no int not null constraint queue_has_kind references kind,
+  namespace_no int not null constraint queue_has_namespace references namespace,
   admission_key_no int not null default 0,
-  unique (lane_no, kind_no, namespace_no, capability_set_no, admission_key_no));
+  -- A claim that names kinds finds its queues by the first two columns.
+  constraint queue_of_lane unique (lane_no, kind_no, namespace_no, route_no, admission_key_no));
 
 -- Creation order; one number a draw, so that it holds across connections.
 create sequence execution_sequence as bigint;
+create sequence claim_sequence as bigint;
 
--- The hot row: every byte here is written again at each move. What is written once stands in execution_input and attempt.
+-- The hot row stays put: no index names a column that a claim or an ending changes, so both are heap-only updates within
+-- the row's page, for which the fillfactor leaves room. What does change stands together, as only the span from the first
+-- changed column to the last is logged. Waiting work, timers, claims and lists stand in narrow tables of their own.
 create table execution (
-  partition_key smallint not null,
   execution_id uuid not null,
-  -- Order of claiming within a queue: (9000 - priority) in the bits above 48, creation order below.
+  -- Order of claiming within a route: (9000 - priority) in the bits above 48, creation order below.
   place bigint not null,
+  created_at bigint not null,
   queue_no int not null,
   namespace_no int not null,
   lane_no int not null,
-  priority smallint not null check (priority between 0 and 9000),
+  partition_key smallint not null,
+  has_tags boolean not null default false,
+  retry_count int not null default 0,
+  reclaim_count int not null default 0,
+  replay_count int not null default 0,
+  -- One bit for each kind of thing that hangs on the execution and must be seen to when its lease or it ends.
+  attached smallint not null default 0,
+  attempt_count int not null default 0,
+  lease_epoch bigint not null default 0,
+  -- The latest lease. Its columns stay after its end until the next one, except that lease_id shows that there is none.
+  claim_no bigint,
+  claimed_at bigint,
+  -- As of the claim; its row in claim knows of renewals since.
+  lease_expires_at bigint,
+  lease_id uuid,
+  -- Null while it is the id of the lease: the lease that begins an attempt gives the attempt its id.
+  attempt_id uuid,
+  worker_no int,
+  attempt_type attempt_type,
   lifecycle_phase lifecycle_phase not null,
   ownership_state ownership_state not null default 'unowned',
   eligibility_state eligibility_state not null,
@@ -123,110 +158,143 @@ create table execution (
             case when attempt_state = 'attempt_interrupted' then 'resumable'::public_state else 'waiting' end
           else 'waiting' end
       else 'waiting' end) stored,
-  lease_epoch bigint not null default 0,
-  lease_id uuid,
-  attempt_id uuid,
-  attempt_type attempt_type,
-  attempt_count int not null default 0,
-  -- Whether the current attempt has its row already, because it was parked before.
-  attempt_stored boolean not null default false,
-  worker_no int,
-  claimed_at bigint,
-  lease_expires_at bigint,
-  lease_renewed_at bigint,
+  -- Of a terminal execution, when it ended.
+  last_transition_at bigint not null,
+  -- Of the latest attempt, as failure_reason and failure_category are.
+  result_payload bytea,
+  -- From here to input_payload null on the hot path.
+  -- Where it is later than last_transition_at.
+  last_mutation_at bigint,
+  -- Where it is not claimed_at: when the first attempt began.
+  started_at bigint,
+  result_encoding text,
+  failure_reason text,
+  failure_category text,
   granted_until bigint,
   delay_until bigint,
   deadline_at bigint,
+  -- While it is active.
   attempt_timeout_at bigint,
   suspension_timeout_at bigint,
-  retain_until bigint,
-  due_at bigint generated always as (
-    case when lifecycle_phase <> 'terminal' then least(
-      case ownership_state when 'leased' then lease_expires_at end,
-      -- What is set into the past is due from when it was set: sweeps need not look for it further back.
-      case eligibility_state when 'not_eligible_until_time' then greatest(delay_until, last_transition_at) end,
-      case lifecycle_phase when 'active' then attempt_timeout_at end,
-      case when lifecycle_phase = 'suspended' and suspension_timeout_at is not null then greatest(suspension_timeout_at, last_transition_at) end,
-      case when deadline_at is not null then greatest(deadline_at, last_transition_at) end) end) stored,
-  retry_count int not null default 0,
-  replay_count int not null default 0,
-  reclaim_count int not null default 0,
-  started_at bigint,
-  completed_at bigint,
-  created_at bigint not null,
-  last_transition_at bigint not null,
-  last_mutation_at bigint not null,
-  -- From here on null on the hot path.
+  suspension_id uuid,
+  remaining_attempt_timeout_ms bigint,
+  retention_ms bigint,
   flow_id uuid,
   instance_tag text,
-  retention_ms bigint,
-  remaining_attempt_timeout_ms bigint,
-  attempt_policy jsonb,
   blocking_detail text,
-  failure_reason text,
   cancellation_reason text,
   cancelled_by text,
-  -- Lineage of the next attempt while it is pending, of the current one while it runs.
-  previous_attempt_index int,
-  retry_reason text,
-  reclaim_reason text,
-  replay_reason text,
-  replay_requested_by text,
+  -- Of a lost lease, whose claim is gone.
+  lease_renewed_at bigint,
   lease_expired_at bigint,
   lease_revoked_at bigint,
   lease_revoke_reason text,
   last_capability_mismatch_at bigint,
+  last_hmac_validation_failed_at bigint,
   progress_pct smallint,
   progress_message text,
   progress_updated_at bigint,
-  primary key (partition_key, execution_id),
-  check (lifecycle_phase <> 'submitted'),
-  check (ownership_state = 'unowned' or lifecycle_phase = 'active'),
-  check ((terminal_outcome <> 'none') = (lifecycle_phase = 'terminal')),
-  check ((eligibility_state <> 'not_applicable') = (lifecycle_phase = 'runnable')),
-  check ((completed_at is not null) = (lifecycle_phase = 'terminal'))
-) with (fillfactor = 80, autovacuum_vacuum_scale_factor = 0.02, autovacuum_vacuum_insert_scale_factor = 0.1,
-        autovacuum_analyze_scale_factor = 0.05);
-create index execution_claim on execution (queue_no, place)
-  where eligibility_state = 'eligible_now' or ownership_state in ('lease_expired_reclaimable', 'lease_revoked');
--- One index for every timer of live work: leases, delays, timeouts, deadlines. Who asks for leases alone passes over the
--- others without a look at their rows.
-create index execution_due on execution (due_at, ownership_state) where due_at is not null;
--- Ended work waits apart, so that a long backlog of it never stands before a live timer.
-create index execution_retained on execution (retain_until) where retain_until is not null;
--- What follows serves lists and operators; nothing that waits for a worker, runs under its lease or has succeeded is in it.
-create index execution_blocked on execution (eligibility_state, last_transition_at)
-  where eligibility_state not in ('eligible_now', 'not_applicable');
-create index execution_resumable on execution (last_transition_at)
-  where eligibility_state = 'eligible_now' and attempt_state = 'attempt_interrupted';
-create index execution_lost on execution (ownership_state, lease_expires_at)
-  where ownership_state in ('lease_expired_reclaimable', 'lease_revoked');
-create index execution_unhappy on execution (terminal_outcome, completed_at)
-  where terminal_outcome in ('failed', 'cancelled', 'expired', 'skipped');
-
-create table execution_input (
-  namespace_no int not null,
-  lane_no int not null,
-  created_at bigint not null,
-  partition_key smallint not null,
-  execution_id uuid not null,
-  has_tags boolean not null,
-  execution_kind text not null,
   creator_identity text not null,
   input_payload bytea not null,
   payload_encoding text,
   policy jsonb,
-  -- One index finds the input of an execution and leads through the lists, which merge the few pairs of a namespace and
-  -- a lane; ids of one millisecond are sorted as texts when read.
-  primary key (namespace_no, lane_no, created_at, partition_key, execution_id)
-) with (autovacuum_vacuum_scale_factor = 0.05);
--- The input of an execution, looked up by all of its key and one at a time. The planner puts the body in its place; the
--- limit keeps it from walking the index with the inputs in the lead, which looks as good while the table is empty.
-create function ff_input(int, int, bigint, smallint, uuid) returns setof execution_input language sql stable parallel safe
-as $$
-  select * from execution_input i
-   where i.namespace_no = $1 and i.lane_no = $2 and i.created_at = $3 and i.partition_key = $4 and i.execution_id = $5 limit 1
-$$;
+  primary key (partition_key, execution_id),
+  constraint execution_is_past_submitted check (lifecycle_phase <> 'submitted'),
+  constraint execution_owned_is_active check (ownership_state = 'unowned' or lifecycle_phase = 'active'),
+  constraint execution_outcome_is_of_terminal check ((terminal_outcome <> 'none') = (lifecycle_phase = 'terminal')),
+  constraint execution_eligibility_is_of_runnable check ((eligibility_state <> 'not_applicable') = (lifecycle_phase = 'runnable'))
+) with (fillfactor = 27, toast_tuple_target = 1024, autovacuum_vacuum_scale_factor = 0.02,
+        autovacuum_vacuum_insert_scale_factor = 0.1, autovacuum_analyze_scale_factor = 0.05);
+-- Payloads are stored as they are: compressing them costs more than the page they save.
+alter table execution alter input_payload set storage external, alter result_payload set storage external;
+-- Lists merge the few pairs of a namespace and a lane; ids of one millisecond are sorted as texts when read.
+create index execution_list on execution (namespace_no, lane_no, created_at);
+
+-- What a claim may take: an entry for each execution that waits for a worker or has lost its lease. Whoever adds or removes
+-- one holds the execution.
+create table ready (
+  place bigint not null,
+  route_no int not null,
+  queue_no int not null,
+  partition_key smallint not null,
+  execution_id uuid not null,
+  granted_until bigint
+) with (autovacuum_vacuum_scale_factor = 0.02, autovacuum_vacuum_insert_scale_factor = 0.1);
+create unique index ready_queue on ready (queue_no, place);
+create index ready_route on ready (route_no, place);
+
+-- Every timer of live executions, each as long as it runs.
+create table timer (
+  partition_key smallint not null,
+  execution_id uuid not null,
+  kind timer_kind not null,
+  -- What is set into the past is due from when it was set: sweeps need not look for it further back.
+  due_at bigint not null,
+  primary key (partition_key, execution_id, kind));
+create index timer_due on timer (kind, due_at);
+
+-- The leases that one claim has given, which end together and are renewed together. An execution whose row names another
+-- claim, or that is not leased, is not under it any more.
+create table claim (
+  partition_key smallint not null,
+  claim_no bigint not null,
+  worker_no int not null,
+  expires_at bigint not null,
+  renewed_at bigint,
+  execution_ids uuid[] not null,
+  primary key (partition_key, claim_no)
+) with (fillfactor = 50);
+alter table claim alter execution_ids set storage external;
+create index claim_due on claim (expires_at);
+
+-- Executions that ended together and may be deleted together. One that has not ended at that time any more is not meant.
+create table retained (
+  retain_until bigint not null,
+  ended_at bigint not null,
+  partition_key smallint not null,
+  execution_ids uuid[] not null);
+alter table retained alter execution_ids set storage external;
+create index retained_due on retained (retain_until);
+
+-- What lists and operators look for and the hot path does not pass: what may be resumed, is blocked by anything but its
+-- time, has lost its lease (active) or has ended otherwise than in success.
+create table listed (
+  partition_key smallint not null,
+  execution_id uuid not null,
+  public_state public_state not null,
+  -- When it came to that; of a lost lease, when it ended.
+  at bigint not null,
+  primary key (partition_key, execution_id));
+create index listed_state on listed (public_state, at);
+
+-- An execution with what its row leaves to be derived; the lease is shown while there is one.
+create view execution_detail as
+  select e.partition_key, e.execution_id, e.place, (9000 - (e.place >> 48))::smallint as priority, e.queue_no, e.namespace_no,
+         e.lane_no, k.execution_kind, e.lifecycle_phase, e.ownership_state, e.eligibility_state, e.blocking_reason,
+         e.terminal_outcome, e.attempt_state, e.public_state, e.attached, e.has_tags, e.attempt_count, e.retry_count,
+         e.reclaim_count, e.replay_count, e.lease_epoch, coalesce(e.attempt_id, e.lease_id) as attempt_id, e.attempt_type,
+         e.created_at, case when e.attempt_count > 0 then coalesce(e.started_at, e.claimed_at) end as started_at,
+         case when e.lifecycle_phase = 'terminal' then e.last_transition_at end as completed_at,
+         e.last_transition_at,
+         greatest(e.last_transition_at, e.last_mutation_at, o.lease_renewed_at) as last_mutation_at,
+         o.lease_id, o.claim_no, o.worker_no, o.claimed_at, o.lease_expires_at, o.lease_renewed_at, o.lease_ttl_ms,
+         e.lease_expired_at, e.lease_revoked_at, e.lease_revoke_reason, e.claimed_at as last_claimed_at,
+         e.granted_until, e.delay_until, e.deadline_at,
+         case when e.lifecycle_phase = 'active' then e.attempt_timeout_at end as attempt_timeout_at, e.suspension_timeout_at,
+         e.suspension_id, e.remaining_attempt_timeout_ms, e.retention_ms,
+         e.result_payload, e.result_encoding, e.failure_reason, e.failure_category, e.cancellation_reason, e.cancelled_by,
+         e.blocking_detail, e.flow_id, e.instance_tag, e.last_capability_mismatch_at,
+         e.last_hmac_validation_failed_at, e.progress_pct, e.progress_message, e.progress_updated_at, e.creator_identity, e.input_payload, e.payload_encoding, e.policy
+    from execution e
+    left join queue q on q.queue_no = e.queue_no
+    left join kind k on k.kind_no = q.kind_no
+    left join lateral (
+         select e.lease_id, e.claim_no, e.worker_no, e.claimed_at, coalesce(c.renewed_at, e.lease_renewed_at) as lease_renewed_at,
+                greatest(e.lease_expires_at, c.expires_at) as lease_expires_at,
+                case when c.renewed_at is null then e.lease_expires_at - e.claimed_at else c.expires_at - c.renewed_at end as lease_ttl_ms
+           from (values (true)) one_row
+           left join claim c on c.partition_key = e.partition_key and c.claim_no = e.claim_no
+          where e.ownership_state <> 'unowned') o on true;
 
 create table execution_tag (
   partition_key smallint not null,
@@ -234,44 +302,52 @@ create table execution_tag (
   key text not null,
   value text not null,
   primary key (partition_key, execution_id, key));
-create index execution_tag_find on execution_tag (key, left(value, 128), execution_id);
+create index execution_tag_find on execution_tag (key, left(value, 128));
 
--- A key counts for its namespace and lane. The entry outlives its execution, so it holds what a repeat is compared with:
--- the kind, the encoding, and the first 16 bytes of the SHA-256 of the payload and of the policy's JSON (empty for the
--- default policy).
-create table idempotency (
-  -- Of the lane; a caller's own id may put the execution into another partition.
+-- What was done under an idempotency key, for as long as a repeat is to be told of it. A key counts within its scope: the
+-- namespace and lane of a submission, the execution of a suspend, the waitpoint of a signal. The entry of a submission
+-- outlives its execution, so it holds what a repeat is compared with: the kind, the encoding, and the first 16 bytes of
+-- the SHA-256 of the payload and of the policy's JSON (empty for the default policy). The outcome of a suspend holds
+-- tokens: guard it like waitpoints.
+create table idempotency_key (
+  -- Of a submission that of its lane; a caller's own id may put the execution into another partition.
   partition_key smallint not null,
-  namespace_no int not null,
-  lane_no int not null,
-  idempotency_key text not null,
-  execution_partition smallint not null,
-  execution_id uuid not null,
-  execution_kind text not null,
-  payload_encoding text,
-  payload_digest bytea not null,
-  policy_digest bytea not null,
+  operation keyed_operation not null,
+  scope uuid not null,
+  key text not null,
   expires_at bigint not null,
-  primary key (partition_key, namespace_no, lane_no, idempotency_key));
-create index idempotency_due on idempotency (expires_at);
+  -- The execution that was submitted or suspended, or the signal.
+  subject_partition smallint not null,
+  subject_id uuid not null,
+  execution_kind text,
+  payload_encoding text,
+  payload_digest bytea,
+  policy_digest bytea,
+  attempt_index int,
+  outcome jsonb,
+  primary key (partition_key, operation, scope, key));
+create index idempotency_key_due on idempotency_key (expires_at);
+-- The scope of a submission's key.
+create function ff_scope(int, int) returns uuid language sql immutable parallel safe
+  return (lpad(to_hex($1), 16, '0') || lpad(to_hex($2), 16, '0'))::uuid;
 
--- Written when an attempt ends or first parks; the running attempt is the execution row (view attempt_all shows both).
+-- Attempts that another has followed, with how they ended; the lineage of those that followed one, from when it is known;
+-- and what an attempt that was parked has been through. The latest attempt is the execution row (view attempt_all shows
+-- all of them).
 create table attempt (
   partition_key smallint not null,
   execution_id uuid not null,
   attempt_index int not null,
-  attempt_id uuid not null,
-  attempt_type attempt_type not null,
   attempt_state attempt_lifecycle not null,
-  started_at bigint not null,
+  attempt_id uuid,
+  attempt_type attempt_type,
+  started_at bigint,
   suspended_at bigint,
   resumed_at bigint,
   ended_at bigint,
   lease_id uuid,
-  lease_epoch bigint not null,
+  lease_epoch bigint,
   worker_no int,
-  result_payload bytea,
-  result_encoding text,
   failure_reason text,
   failure_category text,
   previous_attempt_index int,
@@ -290,37 +366,49 @@ create view attempt_all as
   select partition_key, execution_id, attempt_index, attempt_id, attempt_type, attempt_state, started_at, suspended_at,
          resumed_at, ended_at, lease_id, lease_epoch, worker_no, failure_reason, failure_category, previous_attempt_index,
          retry_reason, reclaim_reason, replay_reason, replay_requested_by, suspension_marker, suspension_id, usage, policy
-    from attempt a
-   where not exists (
-         select from execution e
-          where e.partition_key = a.partition_key and e.execution_id = a.execution_id
-            and e.attempt_count = a.attempt_index + 1 and e.lifecycle_phase = 'active')
+    from attempt
+   where ended_at is not null
   union all
-  select e.partition_key, e.execution_id, e.attempt_count - 1, e.attempt_id, e.attempt_type, 'started',
-         coalesce(a.started_at, e.claimed_at), a.suspended_at, case when a.started_at is not null then e.claimed_at end, null,
-         e.lease_id, e.lease_epoch, e.worker_no, null, null, e.previous_attempt_index,
-         e.retry_reason, e.reclaim_reason, e.replay_reason, e.replay_requested_by, null, null, a.usage,
-         coalesce(a.policy, e.attempt_policy)
+  -- The latest, unless it has ended and its execution waits for another, or ended while it did.
+  select e.partition_key, e.execution_id, e.attempt_count - 1, coalesce(e.attempt_id, e.lease_id), e.attempt_type,
+         case
+           when e.lifecycle_phase = 'active' then 'started'
+           when e.lifecycle_phase <> 'terminal' then 'suspended'
+           when e.terminal_outcome = 'success' then 'ended_success'
+           when e.terminal_outcome = 'cancelled' then 'ended_cancelled'
+           else 'ended_failure' end::attempt_lifecycle,
+         coalesce(a.started_at, e.claimed_at), a.suspended_at,
+         case when e.lease_id is not null and a.suspended_at is not null then e.claimed_at else a.resumed_at end,
+         case when e.lifecycle_phase = 'terminal' then e.last_transition_at end,
+         coalesce(e.lease_id, a.lease_id), e.lease_epoch, case when e.lease_id is not null then e.worker_no else a.worker_no end,
+         case
+           when e.lifecycle_phase <> 'terminal' then null
+           when e.terminal_outcome = 'cancelled' then 'cancelled: ' || e.cancellation_reason
+           else e.failure_reason end,
+         case when e.lifecycle_phase = 'terminal' then e.failure_category end,
+         a.previous_attempt_index, a.retry_reason, a.reclaim_reason, a.replay_reason, a.replay_requested_by,
+         case when e.lifecycle_phase in ('runnable', 'suspended') then a.suspension_marker end,
+         case when e.lifecycle_phase in ('runnable', 'suspended') then a.suspension_id end, a.usage, a.policy
     from execution e
     left join attempt a on a.partition_key = e.partition_key and a.execution_id = e.execution_id
                        and a.attempt_index = e.attempt_count - 1
-   where e.lifecycle_phase = 'active';
+   where coalesce(e.attempt_id, e.lease_id) is not null and a.ended_at is null;
 
--- Every feed is this one table. kind 0 is an ending alone; a released lease and the ending it brings share one row.
+-- Every feed is this one table. An ending alone has the kind ended; a released lease and the ending it brings share one row.
 create table event (
   event_id bigint generated always as identity,
   xid xid8 not null default pg_current_xact_id(),
   at bigint not null,
+  lease_epoch bigint,
   execution_id uuid not null,
-  partition_key smallint not null,
-  kind smallint not null,
+  lease_id uuid,
+  -- Of the attempt, where it is not that of the lease.
+  attempt_id uuid,
+  kind event_kind not null,
   namespace_no int not null,
   attempt_index int,
   worker_no int,
-  lease_epoch bigint,
-  lease_id uuid,
-  -- Of the attempt, where it is not that of the lease: the lease that begins an attempt gives the attempt its id.
-  attempt_id uuid,
+  partition_key smallint not null,
   outcome smallint,
   reason text,
   flow_id uuid,
@@ -329,6 +417,9 @@ create table event (
 ) partition by range (at);
 create table event_default partition of event default;
 create index event_feed on event (xid, event_id);
+-- What is rare is found by its kind, and by its execution: with the attempts it is the execution's timeline.
+create index event_rare_feed on event (kind, xid, event_id) where kind not in ('acquired', 'released', 'ended');
+create index event_rare_execution on event (execution_id, event_id) where kind not in ('acquired', 'released', 'ended');
 
 -- The keys that sign grants and waitpoint tokens: one signs, older ones verify until their grace ends.
 create table signing_key (
@@ -337,14 +428,14 @@ create table signing_key (
   is_current boolean not null,
   installed_at bigint not null,
   expires_at bigint,
-  check (not is_current or expires_at is null));
+  constraint signing_key_current_lasts check (not is_current or expires_at is null));
 create unique index signing_key_current on signing_key (is_current) where is_current;
 
 create table claim_grant (
   partition_key smallint not null,
   execution_id uuid not null,
   grant_id bytea not null,
-  kind text not null check (kind in ('claim', 'reclaim')),
+  kind text not null constraint claim_grant_kind check (kind in ('claim', 'reclaim')),
   worker_id text not null,
   worker_instance_id text not null,
   lane_no int not null,
@@ -381,7 +472,7 @@ create table worker_event (
   namespace text not null,
   worker_instance_id text not null,
   at bigint not null,
-  kind text not null check (kind in ('registered', 'heartbeat', 'marked_dead', 'ttl_swept')),
+  kind text not null constraint worker_event_kind check (kind in ('registered', 'heartbeat', 'marked_dead', 'ttl_swept')),
   worker_id text not null,
   reason text,
   primary key (partition_key, namespace, worker_instance_id, at, kind));

@@ -1,11 +1,9 @@
 -- compatible: yes
 -- Suspensions, their waitpoints and the signals that resume them.
 
-alter table execution add column last_hmac_validation_failed_at bigint;
-
 create type waitpoint_state as enum ('pending', 'active', 'closed', 'expired');
 
--- The open suspension of an execution, or its last closed one: the next suspend replaces it.
+-- The suspensions of executions, open and closed. The row of an execution names its latest one; only that can be open.
 create table suspension (
   partition_key smallint not null,
   execution_id uuid not null,
@@ -29,8 +27,8 @@ create table suspension (
   closed_at bigint,
   close_reason text,
   last_signal_at bigint,
-  primary key (partition_key, execution_id),
-  check ((closed_at is null) = (close_reason is null)));
+  primary key (partition_key, execution_id, suspension_id),
+  constraint suspension_closed_has_reason check ((closed_at is null) = (close_reason is null)));
 -- Many share a millisecond only by chance: what does is sorted by id when it is read.
 -- What serves lists and sweeps must not fit the statements that know a key: while a table is empty, the planner takes
 -- any index that fits for as good as the primary key, and a plan lives on. So these name other columns than those do.
@@ -85,23 +83,3 @@ create table signal (
   payload_encoding text,
   primary key (partition_key, execution_id, signal_id));
 create index signal_of_waitpoint on signal (waitpoint_id, sequence);
-
--- Outcomes of suspends by idempotency key. They hold tokens: guard them like waitpoints.
-create table suspend_key (
-  partition_key smallint not null,
-  execution_id uuid not null,
-  idempotency_key text not null,
-  attempt_index int not null,
-  outcome jsonb not null,
-  expires_at bigint not null,
-  primary key (partition_key, execution_id, idempotency_key));
-create index suspend_key_due on suspend_key (expires_at);
-
-create table signal_key (
-  partition_key smallint not null,
-  waitpoint_id uuid not null,
-  idempotency_key text not null,
-  signal_id uuid not null,
-  expires_at bigint not null,
-  primary key (partition_key, waitpoint_id, idempotency_key));
-create index signal_key_due on signal_key (expires_at);

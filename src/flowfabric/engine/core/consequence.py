@@ -1,7 +1,9 @@
 """How leases end: the one owner of every way a lease is given up, and of what follows from it."""
 
 import random
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import IntFlag
 from typing import Any
 
 from flowfabric.db.batch import LOCKED, Batch, Locked
@@ -9,14 +11,14 @@ from flowfabric.db.database import Record, Transaction
 from flowfabric.db.faults import StoreFault
 from flowfabric.db.statements import columns_of, statements_beside
 from flowfabric.engine.core.row import DONE, Verdict, hold, verdict_of
-from flowfabric.engine.core.transition import Release, completion_parameters, release_parameters
-from flowfabric.engine.core.wakeups import LostLease, LostReason
+from flowfabric.engine.core.transition import RELEASES, Release, completion_parameters, release_parameters
+from flowfabric.engine.core.wakeups import LostLease, LostReason, Work
 from flowfabric.engine.store import Store
 from flowfabric.model.errors import EngineError, error
 from flowfabric.model.handle import Fence, Handle
 from flowfabric.model.ids import INDEX_PART, UUID_PART, ExecutionId, SuspensionId
 from flowfabric.model.policy import ExecutionPolicy, may_retry, retry_delay_ms
-from flowfabric.model.states import BlockingReason, HandleKind
+from flowfabric.model.states import BlockingReason, LifecyclePhase
 
 SQL = statements_beside(__file__)
 
@@ -38,13 +40,39 @@ _COLUMNS = (
     "details",
     "suspension_ids",
     "timeouts_at",
+    "policies",
 )
 _COMPLETION_COLUMNS = ("partition_keys", "execution_ids", "lease_epochs", "lease_ids", "attempt_ids", "payloads")
 _COMPLETION = completion_parameters()
 
 
-MarkExpired = Callable[[Sequence[ExecutionId]], Awaitable[object]]
-"""Marks the leases of these executions as expired, where they are."""
+class Attachment(IntFlag):
+    """What may hang on an execution; stored as bits of execution.attached by whoever attaches it."""
+
+    GRANT = 1
+    SUSPENSION = 2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ended:
+    """A lease or an execution that has ended in a transaction, with something attached to it."""
+
+    execution_id: ExecutionId
+    move: Release
+
+    @property
+    def is_terminal(self) -> bool:
+        """Whether the execution has ended, and not only its lease."""
+        return RELEASES[self.move].target.phase is LifecyclePhase.TERMINAL
+
+    @property
+    def reason(self) -> str:
+        """The word that says why."""
+        return RELEASES[self.move].reason or ""
+
+
+Consequence = Callable[[Transaction, Sequence[Ended]], Awaitable[None]]
+"""Sees to what is attached to executions that have ended, or whose leases have, in the transaction that ended them."""
 
 
 class LeaseEnd:
@@ -53,7 +81,7 @@ class LeaseEnd:
     `lost_epoch` names the lease that ends without its holder, who is told after the commit.
     """
 
-    __slots__ = ("execution_id", "is_of_resumed", "lost_epoch", "move", "row")
+    __slots__ = ("execution_id", "lost_epoch", "move", "row")
 
     def __init__(
         self,
@@ -72,12 +100,12 @@ class LeaseEnd:
         detail: str | None = None,
         suspension_id: SuspensionId | None = None,
         timeout_at: int | None = None,
+        next_policy: str | None = None,
         lost_epoch: int | None = None,
     ) -> None:
         self.execution_id = execution_id
         self.move = move
         self.lost_epoch = lost_epoch
-        self.is_of_resumed = isinstance(fence, Handle) and fence.kind is HandleKind.RESUMED
         lease = (None, None, None) if fence is None else (fence.lease_epoch, fence.lease_id, fence.attempt_id)
         self.row: tuple[Any, ...] = (
             # Inlined: hot path.
@@ -96,6 +124,7 @@ class LeaseEnd:
             detail,
             suspension_id,
             timeout_at,
+            next_policy,
         )
 
     @property
@@ -105,13 +134,17 @@ class LeaseEnd:
 
 
 class LeaseEnds:
-    """Ends leases, alone in a caller's transaction or in one statement for concurrent callers."""
+    """The one owner of every way a lease ends, or an execution that nobody runs.
 
-    def __init__(self, store: Store, mark_expired: MarkExpired) -> None:
+    Where nothing is attached to an execution one statement does all of it, for concurrent callers together. What is
+    attached is seen to in the same transaction, by one call of its consequence for all executions that have it.
+    """
+
+    def __init__(self, store: Store, consequences: Mapping[Attachment, Consequence]) -> None:
         self._store = store
-        self._mark_expired = mark_expired
+        self._consequences = consequences
         self._batch: Batch[LeaseEnd, Verdict] = Batch(
-            self._release_together, self._release_alone, keys=lambda end: (end.execution_id,)
+            self._end_together, self._end_alone, keys=lambda end: (end.execution_id,)
         )
 
     async def one(self, end: LeaseEnd) -> Verdict:
@@ -123,57 +156,76 @@ class LeaseEnds:
         return await self._store.answers(self._batch.run(ends))
 
     async def within(self, transaction: Transaction, ends: Sequence[LeaseEnd]) -> list[Verdict | Locked]:
-        """End runs whose rows the transaction holds already; `after_commit` follows the commit."""
-        return self._judge(ends, await transaction.fetch(SQL.release_executions, **self._columns(ends)))
+        """End runs in a caller's transaction; `after_commit` follows the commit."""
+        verdicts = self._judge(ends, await transaction.fetch(SQL.end_leases, **self._columns(ends, is_thorough=True)))
+        for attachment, follow in self._consequences.items():
+            ended = [
+                Ended(execution_id=end.execution_id, move=end.move)
+                for end, verdict in zip(ends, verdicts, strict=True)
+                if isinstance(verdict, Verdict) and verdict.is_done and verdict.attached & attachment
+            ]
+            if ended:
+                await follow(transaction, ended)
+        return verdicts
 
     async def after_commit(self, ends: Sequence[LeaseEnd], verdicts: Sequence[Verdict | Locked]) -> None:
         """After the commit: notify the holders of lost leases, mark expired leases, and wake waiters for the rest."""
         wakeups = self._store.wakeups
-        expired = []
-        lost = []
+        expired: list[ExecutionId] = []
+        lost: list[LostLease] = []
+        work: list[Work] = []
         has_ended = False
         for end, verdict in zip(ends, verdicts, strict=True):
-            if end.lost_epoch is not None and isinstance(verdict, Verdict) and verdict.is_done:
-                lost.append(LostLease(end.execution_id, end.lost_epoch, LostReason(end.move.value)))
             if verdict is DONE:
                 has_ended = True
             elif isinstance(verdict, Verdict):
+                if verdict.is_done:
+                    has_ended = has_ended or RELEASES[end.move].target.phase is LifecyclePhase.TERMINAL
                 if verdict.delay_ms is not None:
                     wakeups.timer(verdict.delay_ms)
                 elif verdict.work is not None:
-                    lane_id, queue_no, place = verdict.work
-                    wakeups.work(lane_id, {queue_no: place})
+                    work.append(verdict.work)
                 elif verdict.code == "lease_expired":
                     expired.append(end.execution_id)
+            if isinstance(verdict, Verdict) and verdict.is_done:
+                epoch = verdict.lease_epoch if end.move is Release.LEASE_EXPIRED else end.lost_epoch
+                if epoch is not None:
+                    lost.append(LostLease(end.execution_id, epoch, LostReason(end.move.value)))
         if lost:
             wakeups.lost(lost)
+        if work:
+            wakeups.work(work)
         if has_ended:
             wakeups.ended()
         if expired:
-            await self._mark_expired(expired)
+            await self.expire(expired)
+
+    async def expire(self, execution_ids: Sequence[ExecutionId]) -> list[Work]:
+        """Mark the leases of these executions as expired, where they are, so that claims take them; returns where."""
+        ends = [LeaseEnd(execution_id, Release.LEASE_EXPIRED) for execution_id in execution_ids]
+
+        async def end(transaction: Transaction) -> list[Verdict | Locked]:
+            return await self.within(transaction, ends)
+
+        verdicts = await self._store.transact(end)
+        await self.after_commit(ends, verdicts)
+        return [verdict.work for verdict in verdicts if isinstance(verdict, Verdict) and verdict.work is not None]
 
     async def drain(self) -> None:
-        """Wait until every release under way is answered."""
+        """Wait until every end under way is answered."""
         await self._batch.drain()
 
-    async def _release_together(self, ends: Sequence[LeaseEnd]) -> Sequence[Verdict | Locked | Exception]:
-        is_completion = all(end.move is Release.COMPLETED for end in ends)
-        # The attempt of a resumed run is stored already, which complete_held leaves to the other statement.
-        if not is_completion or all(end.is_of_resumed for end in ends):
-            return await self._release_each(ends)
-        completed = await self._complete_held(ends)
+    async def _end_together(self, ends: Sequence[LeaseEnd]) -> Sequence[Verdict | Locked | Exception]:
+        if not all(end.move is Release.COMPLETED for end in ends):
+            return await self._end_each(ends)
+        completed = await self._complete(ends)
         if len(completed) == len(ends):
             return [DONE] * len(ends)
         done = {nth - 1 for nth in completed}
-        left = iter(await self._release_each([end for at, end in enumerate(ends) if at not in done]))
+        left = iter(await self._end_each([end for at, end in enumerate(ends) if at not in done]))
         return [DONE if at in done else next(left) for at in range(len(ends))]
 
-    async def _release_each(self, ends: Sequence[LeaseEnd]) -> Sequence[Verdict | Locked]:
-        verdicts = self._judge(ends, await self._store.database.fetch(SQL.release_executions, self._columns(ends)))
-        await self.after_commit(ends, verdicts)
-        return verdicts
-
-    async def _complete_held(self, ends: Sequence[LeaseEnd]) -> Sequence[int]:
+    async def _complete(self, ends: Sequence[LeaseEnd]) -> Sequence[int]:
         """Complete the runs whose fence holds at less cost than judging each; answers which, counted from 1."""
         columns = columns_of(_COMPLETION_COLUMNS, [end.completion for end in ends])
         if columns["attempt_ids"] == columns["lease_ids"]:
@@ -181,7 +233,7 @@ class LeaseEnds:
         columns["retention_ms"] = self._store.rules.retention_ms
         columns.update(_COMPLETION)
         try:
-            (row,) = await self._store.database.fetch(SQL.complete_held, columns, attempts=1)
+            (row,) = await self._store.database.fetch(SQL.complete_leases, columns, attempts=1)
         except StoreFault as fault:
             if fault.kind != "contention":
                 raise
@@ -191,7 +243,27 @@ class LeaseEnds:
             self._store.wakeups.ended()
         return completed
 
-    async def _release_alone(self, end: LeaseEnd) -> Verdict:
+    async def _end_each(self, ends: Sequence[LeaseEnd]) -> Sequence[Verdict | Locked]:
+        columns = self._columns(ends, is_thorough=False)
+        verdicts = self._judge(ends, await self._store.database.fetch(SQL.end_leases, columns))
+        # A lease that is being renewed shows its expiry from before: it is judged again.
+        again = [
+            at
+            for at, verdict in enumerate(verdicts)
+            if isinstance(verdict, Verdict) and verdict.code in ("attached", "lease_expired")
+        ]
+        if again:
+            again_ends = [ends[at] for at in again]
+
+            async def end(transaction: Transaction) -> list[Verdict | Locked]:
+                return await self.within(transaction, again_ends)
+
+            for at, verdict in zip(again, await self._store.database.transact(end), strict=True):
+                verdicts[at] = verdict
+        await self.after_commit(ends, verdicts)
+        return verdicts
+
+    async def _end_alone(self, end: LeaseEnd) -> Verdict:
         async def release(transaction: Transaction) -> list[Verdict | Locked]:
             await hold(transaction, end.execution_id)
             return await self.within(transaction, [end])
@@ -207,25 +279,33 @@ class LeaseEnds:
         verdicts: list[Verdict | Locked] = [DONE] * len(ends)
         ended = 0
         for row in rows:
-            nth, code, count, delay_until, delay_ms, lane_id, queue_no, place, _ = row
+            nth, code, count, delay_until, delay_ms, lane_id, route_no, queue_no, place, lease_epoch, attached, _ = row
             if nth == 0:
                 ended = count
             elif code is None:
                 verdicts[nth - 1] = LOCKED
             elif code == "ok":
-                work = None if lane_id is None else (lane_id, queue_no, place)
-                verdicts[nth - 1] = Verdict(code, delay_until=delay_until, delay_ms=delay_ms, work=work)
+                work = None if lane_id is None else Work(lane_id, route_no, queue_no, place)
+                verdicts[nth - 1] = Verdict(
+                    code,
+                    delay_until=delay_until,
+                    delay_ms=delay_ms,
+                    work=work,
+                    lease_epoch=lease_epoch,
+                    attached=attached,
+                )
             else:
                 verdicts[nth - 1] = verdict_of(row)
         if ended + len(rows) - 1 != len(ends):
             raise error("internal", f"{len(ends)} lease ends were given, {ended + len(rows) - 1} were judged")
         return verdicts
 
-    def _columns(self, ends: Sequence[LeaseEnd]) -> dict[str, object]:
+    def _columns(self, ends: Sequence[LeaseEnd], *, is_thorough: bool) -> dict[str, object]:
         columns = columns_of(_COLUMNS, [end.row for end in ends])
         if columns["attempt_ids"] == columns["lease_ids"]:
             columns["attempt_ids"] = ()
         columns["retention_ms"] = self._store.rules.retention_ms
+        columns["is_thorough"] = is_thorough
         columns.update(release_parameters(frozenset(end.move for end in ends)))
         return columns
 

@@ -1,7 +1,11 @@
--- name: release_executions
--- Ends or parks runs, each item by its own move: how many of them ended, and a row for each that did not.
--- The verdict is taken from the locked row alone; a row held elsewhere, or absent, has the verdict null.
--- The row is found by its key only: a fence in the join would let the planner hash every leased row.
+-- name: end_leases
+-- Ends or parks runs, and ends executions that nobody runs, each item by its own move: how many of them ended, and a row for
+-- each that did not. The verdict is taken from the locked row; a row held elsewhere, or absent, has the verdict null.
+-- A thorough caller sees to what is attached to an execution, which otherwise has the verdict 'attached', and waits for a
+-- renewal that is under way.
+-- The row is found by its key only: a fence in the join would let the planner hash every leased row. Rows of other tables
+-- are found by `any` of one element, as an equality lets the planner walk all of an index and join what is given to it while
+-- it knows the table to be empty.
 with clock as materialized (select ff_now() as now),
 given as (
   select coalesce(partition_key, (:partition_keys)[1]) as partition_key, execution_id,
@@ -22,203 +26,243 @@ given as (
          case cardinality(:details) when 1 then (:details)[1] else detail end as detail,
          case cardinality(:suspension_ids) when 1 then (:suspension_ids)[1] else suspension_id end as suspension_id,
          case cardinality(:timeouts_at) when 1 then (:timeouts_at)[1] else timeout_at end as timeout_at,
+         case cardinality(:policies) when 1 then (:policies)[1] else policy end as next_policy,
          nth
-    from unnest(:partition_keys::smallint[], :execution_ids::uuid[], :moves::text[], :lease_epochs::bigint[], :lease_ids::uuid[], :attempt_ids::uuid[], :payloads::bytea[], :encodings::text[],
-                :reasons::text[], :categories::text[], :delays_ms::bigint[], :delays_until::bigint[], :sources::text[],
-                :blockings::blocking_reason[], :details::text[], :suspension_ids::uuid[], :timeouts_at::bigint[])
+    from unnest(:partition_keys::smallint[], :execution_ids::uuid[], :moves::text[], :lease_epochs::bigint[], :lease_ids::uuid[],
+                :attempt_ids::uuid[], :payloads::bytea[], :encodings::text[], :reasons::text[], :categories::text[],
+                :delays_ms::bigint[], :delays_until::bigint[], :sources::text[], :blockings::blocking_reason[], :details::text[],
+                :suspension_ids::uuid[], :timeouts_at::bigint[], :policies::text[])
          with ordinality
-         as i(partition_key, execution_id, move, lease_epoch, lease_id, attempt_id, payload, encoding,
-              reason, category, delay_ms, delay_until, source, blocking, detail, suspension_id, timeout_at, nth)
+         as i(partition_key, execution_id, move, lease_epoch, lease_id, attempt_id, payload, encoding, reason, category,
+              delay_ms, delay_until, source, blocking, detail, suspension_id, timeout_at, policy, nth)
 ),
 item as materialized (
-  select i.*, m.lifecycle_phase, m.eligibility_state, m.blocking_reason, m.terminal_outcome, m.attempt_state,
-         m.attempt_lifecycle, m.release_reason, m.completion
+  select i.*, m.to_phase, m.to_ownership, m.to_eligibility, m.to_blocking, m.to_outcome, m.to_attempt, m.attempt_lifecycle,
+         m.release_reason, m.completion
     from given i
-    join unnest(:move_names::text[], :to_phases::lifecycle_phase[], :to_eligibilities::eligibility_state[],
-                :to_blockings::blocking_reason[], :to_outcomes::terminal_outcome[], :to_attempts::attempt_state[],
-                :attempt_lifecycles::attempt_lifecycle[], :release_reasons::text[], :completions::smallint[])
-         as m(move, lifecycle_phase, eligibility_state, blocking_reason, terminal_outcome, attempt_state,
-              attempt_lifecycle, release_reason, completion) using (move)
+    join unnest(:move_names::text[], :to_phases::lifecycle_phase[], :to_ownerships::ownership_state[],
+                :to_eligibilities::eligibility_state[], :to_blockings::blocking_reason[], :to_outcomes::terminal_outcome[],
+                :to_attempts::attempt_state[], :attempt_lifecycles::attempt_lifecycle[], :release_reasons::text[],
+                :completions::smallint[])
+         as m(move, to_phase, to_ownership, to_eligibility, to_blocking, to_outcome, to_attempt, attempt_lifecycle,
+              release_reason, completion) using (move)
 ),
 held as materialized (
-  select i.nth, i.move, i.payload, i.encoding, i.reason, i.category, i.source, i.detail, i.suspension_id,
+  select i.nth, i.move, i.payload, i.encoding, i.reason, i.category, i.source, i.detail, i.suspension_id, i.next_policy,
          -- A timer that has run out already is due from when it was set: sweeps need not look for it further back.
          case when i.timeout_at is not null then greatest(i.timeout_at, c.now) end as timeout_at,
-         i.lifecycle_phase = 'suspended' as suspends,
-         coalesce(i.delay_until, c.now + i.delay_ms) as to_delay_until, i.attempt_lifecycle = 'suspended' as parks,
-         i.lifecycle_phase as to_phase, i.eligibility_state as to_eligibility,
-         coalesce(i.given_blocking, i.blocking_reason) as to_blocking,
-         i.terminal_outcome as to_outcome, i.attempt_state as to_attempt, i.attempt_lifecycle, i.release_reason, i.completion,
-         e.*, c.now,
-         case i.attempt_lifecycle
-           when 'ended_success' then null
-           when 'ended_cancelled' then 'cancelled: ' || i.reason
-           else i.reason end as attempt_reason,
+         coalesce(i.delay_until, c.now + i.delay_ms) as to_delay_until,
+         i.to_phase = 'terminal' as ends, i.to_phase = 'suspended' as suspends, i.attempt_lifecycle = 'suspended' as parks,
+         i.to_attempt = 'pending_retry_attempt' as retries, i.to_ownership <> 'unowned' as loses_lease,
+         i.to_phase, i.to_ownership, i.to_eligibility, coalesce(i.given_blocking, i.to_blocking) as to_blocking,
+         i.to_outcome, i.to_attempt, i.attempt_lifecycle, i.release_reason, i.completion, e.*, c.now,
+         coalesce(e.attempt_id, e.lease_id) as own_attempt_id, greatest(e.lease_expires_at, r.expires_at, t.expires_at) as expires_at,
+         t.renewed_at,
          e.attempt_state in ('running_attempt', 'attempt_interrupted') as attempt_lives,
+         e.eligibility_state = 'eligible_now' or e.ownership_state in ('lease_expired_reclaimable', 'lease_revoked') as was_ready,
+         i.to_eligibility = 'eligible_now' or i.to_ownership = 'lease_expired_reclaimable' as becomes_ready,
          case
            when e.execution_id is null then null
+           when i.to_ownership = 'lease_expired_reclaimable' then
+             case when e.ownership_state = 'leased' and greatest(e.lease_expires_at, r.expires_at, t.expires_at) <= c.now then 'ok' else 'not_expired' end
            when i.lease_epoch is null then
              case when e.lifecycle_phase = 'terminal' then 'execution_not_active' else 'ok' end
            when e.lease_epoch <> i.lease_epoch then 'stale_fence'
            when e.lifecycle_phase <> 'active' then 'execution_not_active'
            when e.ownership_state = 'lease_revoked' then 'lease_revoked'
-           when e.lease_expires_at <= c.now or e.ownership_state <> 'leased' then 'lease_expired'
-           when e.lease_id <> i.lease_id or e.attempt_id <> i.attempt_id then 'stale_fence'
-           else 'ok' end as verdict
+           when e.ownership_state <> 'leased' or greatest(e.lease_expires_at, r.expires_at, t.expires_at) <= c.now then 'lease_expired'
+           when e.lease_id <> i.lease_id or coalesce(e.attempt_id, e.lease_id) <> i.attempt_id then 'stale_fence'
+           else 'ok' end as judgement
     from item i
    cross join clock c
     left join lateral (
-         select e.partition_key, e.execution_id, e.queue_no, e.place, e.namespace_no, e.lifecycle_phase, e.ownership_state,
-                e.terminal_outcome, e.attempt_state, e.lease_epoch, e.lease_id, e.attempt_id, e.attempt_type, e.attempt_count,
-                e.worker_no, e.claimed_at, e.lease_expires_at, e.retry_count, e.retention_ms, e.delay_until, e.last_transition_at,
-                e.attempt_timeout_at, e.granted_until, e.flow_id, e.instance_tag,
-                e.previous_attempt_index, e.retry_reason, e.reclaim_reason, e.replay_reason, e.replay_requested_by,
-                e.attempt_policy, e.attempt_stored
+         select e.partition_key, e.execution_id, e.queue_no, e.place, e.namespace_no, e.attached, e.lifecycle_phase,
+                e.ownership_state, e.eligibility_state, e.terminal_outcome, e.attempt_state, e.public_state, e.lease_epoch,
+                e.lease_id, e.attempt_id, e.attempt_type, e.attempt_count, e.worker_no, e.claim_no, e.claimed_at,
+                e.lease_expires_at, e.retention_ms, e.delay_until, e.last_transition_at, e.attempt_timeout_at,
+                e.suspension_timeout_at, e.deadline_at, e.granted_until, e.flow_id, e.instance_tag
            from execution e
           where e.partition_key = i.partition_key and e.execution_id = i.execution_id
             for update skip locked) e on true
+    -- A renewal is asked for only where the lease has expired without one.
+    left join lateral (
+         select r.expires_at from claim r
+          where not :is_thorough::boolean and e.lease_expires_at <= c.now and r.partition_key = e.partition_key and r.claim_no = e.claim_no
+         limit 1) r on true
+    left join lateral (
+         select t.expires_at, t.renewed_at from claim t
+          where :is_thorough and e.lease_expires_at <= c.now and t.partition_key = e.partition_key and t.claim_no = e.claim_no
+            for share) t on true
+),
+judged as materialized (
+  select h.*, case when judgement = 'ok' and attached <> 0 and not :is_thorough then 'attached' else judgement end as verdict
+    from held h
 ),
 moved as (
   update execution e
-     set lifecycle_phase = h.to_phase, ownership_state = 'unowned', eligibility_state = h.to_eligibility,
+     set lifecycle_phase = h.to_phase, ownership_state = h.to_ownership, eligibility_state = h.to_eligibility,
          blocking_reason = h.to_blocking, terminal_outcome = h.to_outcome,
-         attempt_state = case when h.to_attempt = 'attempt_terminal' and h.attempt_count = 0 then e.attempt_state else h.to_attempt end,
-         lease_id = null, worker_no = null, claimed_at = null, lease_expires_at = null, lease_renewed_at = null,
-         granted_until = null, attempt_timeout_at = null,
-         suspension_timeout_at = case when h.suspends then h.timeout_at end,
-         -- What a worker still says under the lease it gave up is events from what the next one says.
+         attempt_state = case when h.ends and h.attempt_count = 0 then e.attempt_state else h.to_attempt end,
+         -- What a worker still says under the lease it gave up is told from what the next one says.
          lease_epoch = e.lease_epoch + h.suspends::int,
-         lease_expired_at = null, lease_revoked_at = null, lease_revoke_reason = null,
-         -- What a parked attempt goes on with; a timer that has run out leaves it a moment, for none would be no timer.
-         remaining_attempt_timeout_ms = case when h.parks and h.attempt_timeout_at is not null then greatest(h.attempt_timeout_at - h.now, 1) end,
-         attempt_policy = case when h.parks then e.attempt_policy end, attempt_stored = h.parks,
-         attempt_id = case when h.to_attempt = 'pending_retry_attempt' then null else e.attempt_id end,
-         retry_count = e.retry_count + (h.to_attempt = 'pending_retry_attempt')::int,
-         delay_until = case when h.to_eligibility <> 'eligible_now' then h.to_delay_until end,
-         completed_at = case when h.to_phase = 'terminal' then h.now end,
-         retain_until = case when h.to_phase = 'terminal' then h.now + coalesce(h.retention_ms, :retention_ms::bigint) end,
+         -- The claim, which knows of renewals, is deleted once its leases are marked.
+         lease_expires_at = case when h.loses_lease then h.expires_at else e.lease_expires_at end,
+         lease_renewed_at = case when h.loses_lease then h.renewed_at end,
+         lease_id = case when h.ends or h.loses_lease then e.lease_id end,
+         attempt_id = case when h.parks then h.own_attempt_id when h.ends or h.loses_lease then e.attempt_id end,
+         attached = case when h.ends then 0 else (e.attached & ~1) | case when h.suspends then 2 else 0 end end,
+         retry_count = e.retry_count + h.retries::int,
+         last_transition_at = case when h.loses_lease then e.last_transition_at else h.now end,
+         last_mutation_at = case when h.loses_lease then h.now end,
+         result_payload = h.payload, result_encoding = h.encoding,
          failure_reason = case
-           when h.parks then e.failure_reason
+           when h.parks or h.loses_lease then e.failure_reason
            when h.to_outcome in ('success', 'cancelled') and h.move <> 'suspension_cancelled' then null
            else h.reason end,
+         failure_category = case when h.parks or h.loses_lease then e.failure_category else h.category end,
          cancellation_reason = case h.to_outcome when 'cancelled' then h.reason end,
          cancelled_by = case h.to_outcome when 'cancelled' then h.source end,
+         granted_until = null,
+         delay_until = case when h.to_eligibility = 'not_eligible_until_time' then h.to_delay_until end,
+         attempt_timeout_at = case when h.loses_lease then e.attempt_timeout_at end,
+         -- What a parked attempt goes on with; a timer that has run out leaves it a moment, for none would be no timer.
+         remaining_attempt_timeout_ms = case when h.parks and h.attempt_timeout_at is not null then greatest(h.attempt_timeout_at - h.now, 1) end,
+         suspension_timeout_at = case when h.suspends then h.timeout_at end,
+         suspension_id = case when h.suspends then h.suspension_id else e.suspension_id end,
+         lease_expired_at = case when h.loses_lease then h.now end, lease_revoked_at = null, lease_revoke_reason = null,
          blocking_detail = case
+           when h.loses_lease then 'lease expired, awaiting reclaim'
            when h.to_eligibility = 'eligible_now' then null
-           when h.to_attempt = 'pending_retry_attempt' then
-             'retry backoff until ' || h.to_delay_until || ' (attempt ' || (h.attempt_count - 1) || ' failed: ' || h.reason || ')'
+           when h.retries then 'retry backoff until ' || h.to_delay_until || ' (attempt ' || (h.attempt_count - 1) || ' failed: ' || h.reason || ')'
            when h.suspends then h.detail
-           when h.parks then 'delayed until ' || h.to_delay_until end,
-         previous_attempt_index = case when h.to_attempt = 'pending_retry_attempt' then h.attempt_count - 1 when h.parks then e.previous_attempt_index end,
-         retry_reason = case when h.to_attempt = 'pending_retry_attempt' then h.reason when h.parks then e.retry_reason end,
-         reclaim_reason = case when h.parks then e.reclaim_reason end, replay_reason = case when h.parks then e.replay_reason end,
-         replay_requested_by = case when h.parks then e.replay_requested_by end,
-         last_transition_at = h.now, last_mutation_at = h.now
-    from held h
-   where e.partition_key = h.partition_key and e.execution_id = h.execution_id and h.verdict = 'ok'
+           when h.parks then 'delayed until ' || h.to_delay_until end
+    from judged h
+   where e.partition_key = any(array[h.partition_key]) and e.execution_id = h.execution_id and h.verdict = 'ok'
 ),
--- Found by a walk that begins with what is held, which a join of the two tables need not.
-ungranted as (
-  delete from claim_grant
-   where ctid = any(array(
-         select g.tid
-           from held h
-          cross join lateral (
-                select g.ctid as tid from claim_grant g
-                 where g.partition_key = h.partition_key and g.execution_id = h.execution_id
-                   for update) g
-          where h.verdict = 'ok' and h.granted_until is not null))
-),
-ended as (
-  insert into attempt (partition_key, execution_id, attempt_index, attempt_id, attempt_type, attempt_state,
-                       started_at, suspended_at, suspension_marker, ended_at, lease_id, lease_epoch, worker_no,
-                       result_payload, result_encoding, failure_reason, failure_category, previous_attempt_index,
-                       retry_reason, reclaim_reason, replay_reason, replay_requested_by, policy, suspension_id)
-  select partition_key, execution_id, attempt_count - 1, attempt_id, attempt_type, attempt_lifecycle,
-         claimed_at, case when parks then now end, case when parks then release_reason end, case when not parks then now end,
-         lease_id, lease_epoch + suspends::int, case when not suspends then worker_no end, payload, encoding, attempt_reason, category,
-         previous_attempt_index, retry_reason, reclaim_reason, replay_reason, replay_requested_by, attempt_policy, suspension_id
-    from held where verdict = 'ok' and attempt_lives and not attempt_stored
-),
--- An attempt that was parked before has its row already. Not an update: its join might be driven from the wrong side.
-ended_again as (
-  insert into attempt as a (partition_key, execution_id, attempt_index, attempt_id, attempt_type, attempt_state, started_at,
-                            suspended_at, suspension_marker, resumed_at, ended_at, lease_id, lease_epoch, worker_no,
-                            result_payload, result_encoding, failure_reason, failure_category, suspension_id)
-  select partition_key, execution_id, attempt_count - 1, attempt_id, attempt_type, attempt_lifecycle, coalesce(claimed_at, now),
-         case when parks then now end, case when parks then release_reason end, claimed_at, case when not parks then now end,
-         lease_id, lease_epoch + suspends::int, worker_no, payload, encoding, attempt_reason, category, suspension_id
-    from held where verdict = 'ok' and attempt_lives and attempt_stored
+-- An attempt that another follows, or that is parked, and the lineage of the one that follows it.
+attempts as (
+  insert into attempt as a (partition_key, execution_id, attempt_index, attempt_state, attempt_id, attempt_type, started_at,
+                            suspended_at, suspension_marker, ended_at, lease_id, lease_epoch, worker_no, failure_reason,
+                            failure_category, suspension_id, previous_attempt_index, retry_reason, policy)
+  select partition_key, execution_id, attempt_count - 1, attempt_lifecycle, own_attempt_id, attempt_type, claimed_at,
+         case when parks then now end, case when parks then release_reason end, case when not parks then now end, lease_id,
+         lease_epoch + suspends::int, case when not suspends then worker_no end, case when not parks then reason end, category,
+         suspension_id, null, null, null
+    from judged
+   where verdict = 'ok' and attempt_lives and (parks or retries or attempt_lifecycle = 'interrupted_reclaimed') and not loses_lease
+  union all
+  select partition_key, execution_id, attempt_count, 'created', null, null, null, null, null, null, null, null, null, null, null, null,
+         attempt_count - 1, reason, next_policy::jsonb
+    from judged where verdict = 'ok' and retries
   on conflict (partition_key, execution_id, attempt_index) do update
-     set attempt_state = excluded.attempt_state, ended_at = excluded.ended_at,
+     set attempt_state = excluded.attempt_state, attempt_id = excluded.attempt_id, attempt_type = excluded.attempt_type,
+         resumed_at = case when a.suspended_at is not null then coalesce(excluded.started_at, a.resumed_at) end,
+         started_at = coalesce(a.started_at, excluded.started_at),
          suspended_at = coalesce(excluded.suspended_at, a.suspended_at), suspension_marker = excluded.suspension_marker,
-         resumed_at = coalesce(excluded.resumed_at, a.resumed_at), lease_id = coalesce(excluded.lease_id, a.lease_id),
-         lease_epoch = excluded.lease_epoch, suspension_id = excluded.suspension_id,
+         ended_at = excluded.ended_at, lease_id = coalesce(excluded.lease_id, a.lease_id), lease_epoch = excluded.lease_epoch,
          worker_no = case when excluded.suspension_id is null then coalesce(excluded.worker_no, a.worker_no) end,
-         result_payload = excluded.result_payload, result_encoding = excluded.result_encoding,
-         failure_reason = excluded.failure_reason, failure_category = excluded.failure_category
+         failure_reason = excluded.failure_reason, failure_category = excluded.failure_category,
+         suspension_id = excluded.suspension_id
 ),
--- A suspended execution that ends takes its open suspension and every waitpoint of it along. Whoever ends it has held
--- it before, so that what is read here is what belongs to it now; what is changed is found as in insert_deliveries.
-closing as materialized (
-  select h.partition_key, h.execution_id, s.waitpoint_ids, h.release_reason, h.now
-    from held h
-   cross join lateral (
-         select s.waitpoint_ids from suspension s
-          where s.partition_key = h.partition_key and s.execution_id = h.execution_id and s.closed_at is null
-            for update) s
-   where h.verdict = 'ok' and h.lifecycle_phase = 'suspended' and h.to_phase = 'terminal'
+-- The entries of ready are found by both of their indexes' columns, so that either will do.
+waiting as materialized (
+  select h.place, h.queue_no, q.route_no, h.becomes_ready, h.granted_until
+    from judged h cross join lateral (select q.route_no from queue q where q.queue_no = h.queue_no limit 1) q
+   where h.verdict = 'ok' and h.was_ready
 ),
-closed as (
-  update suspension s set closed_at = c.now, close_reason = c.release_reason
-    from closing c
-   where s.partition_key = any(array[c.partition_key]) and s.execution_id = c.execution_id
+readied as (
+  insert into ready (place, route_no, queue_no, partition_key, execution_id)
+  select h.place, (select q.route_no from queue q where q.queue_no = h.queue_no), h.queue_no, h.partition_key, h.execution_id
+    from judged h where h.verdict = 'ok' and h.becomes_ready and not h.was_ready
 ),
-shut as materialized (
-  select c.partition_key, w.waitpoint_id, c.release_reason, c.now
-    from closing c
-   cross join lateral (select waitpoint_id from unnest(c.waitpoint_ids) as i(waitpoint_id) order by 1) i
-   cross join lateral (
-         select w.waitpoint_id from waitpoint w
-          where w.partition_key = c.partition_key and w.waitpoint_id = i.waitpoint_id and w.state in ('pending', 'active')
-            for update) w
+unreadied as (
+  delete from ready r using waiting w
+   where not w.becomes_ready
+     and r.route_no = any(array[w.route_no]) and r.queue_no = any(array[w.queue_no]) and r.place = w.place
 ),
-closed_waitpoints as (
-  update waitpoint w set state = 'closed', closed_at = s.now, close_reason = s.release_reason
-    from shut s
-   where w.partition_key = any(array[s.partition_key]) and w.waitpoint_id = s.waitpoint_id
+regranted as (
+  update ready r set granted_until = null
+    from waiting w
+   where w.becomes_ready and w.granted_until is not null
+     and r.route_no = any(array[w.route_no]) and r.queue_no = any(array[w.queue_no]) and r.place = w.place
+),
+timed as (
+  insert into timer (partition_key, execution_id, kind, due_at)
+  select partition_key, execution_id, 'delay'::timer_kind, greatest(to_delay_until, now) from judged
+   where verdict = 'ok' and to_eligibility = 'not_eligible_until_time'
+  union all
+  select partition_key, execution_id, 'suspension_timeout', timeout_at from judged
+   where verdict = 'ok' and suspends and timeout_at is not null
+),
+-- The kind is compared as a text: an equality of it would let a plan made while there are few timers walk timer_due.
+untimed as (
+  delete from timer t using judged h
+   where h.verdict = 'ok' and t.partition_key = any(array[h.partition_key]) and t.execution_id = h.execution_id
+     and (h.attempt_timeout_at is not null or h.delay_until is not null or h.suspension_timeout_at is not null
+          or h.deadline_at is not null)
+     and case t.kind::text
+           when 'attempt_timeout' then not h.loses_lease
+           when 'deadline' then h.ends
+           else true end
+),
+listings as (
+  insert into listed (partition_key, execution_id, public_state, at)
+  select partition_key, execution_id,
+         case
+           when loses_lease then 'active'
+           when to_eligibility = 'eligible_now' then 'resumable'
+           else to_outcome::text end::public_state,
+         case when loses_lease then expires_at else now end
+    from judged
+   where verdict = 'ok' and (loses_lease or (to_eligibility = 'eligible_now' and parks) or (ends and to_outcome <> 'success'))
+  on conflict (partition_key, execution_id) do update set public_state = excluded.public_state, at = excluded.at
+),
+unlisted as (
+  delete from listed i using judged h
+   where h.verdict = 'ok' and h.was_ready and h.attempt_state = 'attempt_interrupted'
+     and not (h.loses_lease or (h.to_eligibility = 'eligible_now' and h.parks) or (h.ends and h.to_outcome <> 'success'))
+     and i.partition_key = any(array[h.partition_key]) and i.execution_id = h.execution_id
+),
+kept as (
+  insert into retained (retain_until, ended_at, partition_key, execution_ids)
+  select min(now) + coalesce(retention_ms, :retention_ms::bigint), min(now), partition_key, array_agg(execution_id)
+    from judged where verdict = 'ok' and ends group by partition_key, retention_ms
 ),
 events as (
   insert into event (at, execution_id, partition_key, kind, namespace_no, attempt_index, worker_no, lease_epoch, lease_id,
                      attempt_id, outcome, reason, flow_id, instance_tag)
   select now, execution_id, partition_key,
-         case when ownership_state = 'leased' or move = 'reclaim_cap' then 3 else 0 end, namespace_no,
-         nullif(attempt_count, 0) - 1, worker_no, lease_epoch, lease_id,
-         nullif(attempt_id, lease_id), completion, release_reason, flow_id, instance_tag
-    from held
+         (case
+           when loses_lease then 'expired'
+           when ownership_state = 'leased' or move = 'reclaim_limit' then 'released'
+           else 'ended' end)::event_kind,
+         namespace_no, nullif(attempt_count, 0) - 1, case when ownership_state <> 'unowned' then worker_no end, lease_epoch, lease_id,
+         nullif(attempt_id, lease_id), completion, case when not loses_lease then release_reason end, flow_id, instance_tag
+    from judged
    where verdict = 'ok' and (ownership_state = 'leased' or completion is not null)
 )
 select 0 as nth, 'ok' as verdict, count(*) as ended, null as delay_until, null as delay_ms,
-       null as lane_id, null as queue_no, null as place, null as found
-  from held where verdict = 'ok' and to_phase = 'terminal'
+       null as lane_id, null as route_no, null as queue_no, null as place, null as lease_epoch, null as attached, null as found
+  from judged where verdict = 'ok' and ends and attached = 0
 union all
 select nth, verdict, 0, to_delay_until,
-       case when to_eligibility <> 'eligible_now' then coalesce(to_delay_until, timeout_at) - now end,
-       case when verdict = 'ok' and to_eligibility = 'eligible_now' then
-         (select l.lane_id from queue q join lane l using (lane_no) where q.queue_no = h.queue_no) end,
-       queue_no, place,
+       case when to_eligibility = 'not_eligible_until_time' or suspends then coalesce(to_delay_until, timeout_at) - now end,
+       q.lane_id, q.route_no, queue_no, place, lease_epoch, attached,
        case when verdict = 'execution_not_active' then jsonb_build_object(
          'terminal_outcome', terminal_outcome, 'lifecycle_phase', lifecycle_phase, 'attempt_state', attempt_state,
-         'lease_epoch', lease_epoch, 'attempt_id', attempt_id,
+         'lease_epoch', lease_epoch, 'attempt_id', own_attempt_id, 'attempt_count', attempt_count,
          -- Of a retry that may be claimed already: since when.
-         'delay_until', coalesce(delay_until, last_transition_at),
-         'previous_attempt_index', previous_attempt_index) end
-  from held h where verdict is distinct from 'ok' or to_phase <> 'terminal';
+         'delay_until', coalesce(delay_until, last_transition_at)) end
+  from judged h
+  left join lateral (
+       select l.lane_id, q.route_no from queue q join lane l using (lane_no)
+        where q.queue_no = h.queue_no and h.verdict = 'ok' and h.becomes_ready) q on true
+ where verdict is distinct from 'ok' or not ends or attached <> 0;
 
--- name: complete_held
--- Ends in success the runs whose fence holds, and says which; the others are for release_executions to judge.
--- Waits for a row held elsewhere no longer than a claim that lost a race takes to commit; the clock is read again for
--- each row, as its lease may lapse meanwhile.
+-- name: complete_leases
+-- Ends in success the runs whose fence holds and that nothing is attached to, and says which; the others are for end_leases
+-- to judge. Waits for a row held elsewhere no longer than a claim that lost a race takes to commit; the clock is read again
+-- for each row, as its lease may expire meanwhile.
 with clock as materialized (select ff_now() as now, set_config('lock_timeout', '50ms', true)),
 item as materialized (
   select coalesce(partition_key, (:partition_keys)[1]) as partition_key, execution_id,
@@ -234,30 +278,33 @@ moved as (
   update execution e
      set lifecycle_phase = :to_phase, ownership_state = :to_ownership, eligibility_state = :to_eligibility,
          blocking_reason = :to_blocking, terminal_outcome = :to_outcome, attempt_state = :to_attempt,
-         attempt_timeout_at = null, failure_reason = null, completed_at = i.now,
-         retain_until = i.now + coalesce(e.retention_ms, :retention_ms::bigint),
-         last_transition_at = i.now, last_mutation_at = i.now
+         last_transition_at = i.now, last_mutation_at = null, result_payload = i.payload
     from item i
-   where e.partition_key = i.partition_key and e.execution_id = i.execution_id
-     and e.lease_epoch = i.lease_epoch and e.ownership_state = 'leased' and e.lease_expires_at > ff_now()
-     and e.lease_id = i.lease_id and e.attempt_id = i.attempt_id and not e.attempt_stored
-  returning i.nth, i.now, i.payload, e.partition_key, e.execution_id, e.namespace_no, e.attempt_count - 1 as attempt_index,
-            e.attempt_id, e.attempt_type, e.claimed_at, e.lease_id, e.lease_epoch, e.worker_no, e.previous_attempt_index,
-            e.retry_reason, e.reclaim_reason, e.replay_reason, e.replay_requested_by, e.attempt_policy, e.flow_id, e.instance_tag
+   where e.partition_key = any(array[i.partition_key]) and e.execution_id = i.execution_id
+     and e.lease_epoch = i.lease_epoch and e.ownership_state = 'leased' and e.lease_id = i.lease_id
+     and coalesce(e.attempt_id, e.lease_id) = i.attempt_id and e.attached = 0
+     and (e.lease_expires_at > ff_now() or exists (
+          select from claim r
+           where r.partition_key = e.partition_key and r.claim_no = e.claim_no and r.expires_at > ff_now()))
+  returning i.nth, i.now, e.partition_key, e.execution_id, e.namespace_no, e.attempt_count - 1 as attempt_index, e.attempt_id,
+            e.lease_id, e.lease_epoch, e.worker_no, e.retention_ms, e.flow_id, e.instance_tag, e.deadline_at,
+            e.attempt_timeout_at
 ),
-ended as (
-  insert into attempt (partition_key, execution_id, attempt_index, attempt_id, attempt_type, attempt_state,
-                       started_at, ended_at, lease_id, lease_epoch, worker_no, result_payload, previous_attempt_index,
-                       retry_reason, reclaim_reason, replay_reason, replay_requested_by, policy)
-  select partition_key, execution_id, attempt_index, attempt_id, attempt_type, :attempt_lifecycle,
-         claimed_at, now, lease_id, lease_epoch, worker_no, payload, previous_attempt_index,
-         retry_reason, reclaim_reason, replay_reason, replay_requested_by, attempt_policy
-    from moved
+-- The kind is compared as a text: an equality of it would let a plan made while there are few timers walk timer_due.
+untimed as (
+  delete from timer t using moved m
+   where (m.attempt_timeout_at is not null or m.deadline_at is not null)
+     and t.partition_key = any(array[m.partition_key]) and t.execution_id = m.execution_id
+),
+kept as (
+  insert into retained (retain_until, ended_at, partition_key, execution_ids)
+  select min(now) + coalesce(retention_ms, :retention_ms::bigint), min(now), partition_key, array_agg(execution_id)
+    from moved group by partition_key, retention_ms
 ),
 events as (
   insert into event (at, execution_id, partition_key, kind, namespace_no, attempt_index, worker_no, lease_epoch, lease_id,
                      attempt_id, outcome, reason, flow_id, instance_tag)
-  select now, execution_id, partition_key, 3, namespace_no, attempt_index, worker_no, lease_epoch, lease_id,
+  select now, execution_id, partition_key, 'released', namespace_no, attempt_index, worker_no, lease_epoch, lease_id,
          nullif(attempt_id, lease_id), :completion::smallint, :release_reason, flow_id, instance_tag
     from moved
 )

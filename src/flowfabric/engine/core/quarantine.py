@@ -62,7 +62,7 @@ class Quarantine:
             try:
                 done = await together(self.left_out(), found)
             except Exception as fault:
-                if not found or _is_of_connection(fault):
+                if not found or is_of_connection(fault):
                     raise
                 done = sum([await self._try(execution_id, alone) for execution_id in found])
             if done or len(found) < limit:
@@ -75,12 +75,13 @@ class Quarantine:
                 return is_done
             problem: object = "nothing is due any more"
         except Exception as fault:
-            if _is_of_connection(fault):
+            if is_of_connection(fault):
                 raise
             problem = fault
         self.failed(execution_id, problem)
         return False
 
 
-def _is_of_connection(fault: Exception) -> bool:
+def is_of_connection(fault: Exception) -> bool:
+    """Whether a fault says nothing of the items at hand, because the store is out of reach."""
     return isinstance(fault, TransportError) and fault.retryable

@@ -9,6 +9,7 @@ import msgspec
 
 from flowfabric.db.database import Record, Transaction
 from flowfabric.db.statements import statements_beside
+from flowfabric.engine.core.wakeups import Work
 from flowfabric.engine.store import Store
 from flowfabric.model.errors import EngineError, error
 from flowfabric.model.grants import GrantKind
@@ -41,8 +42,8 @@ class Found(msgspec.Struct, frozen=True, kw_only=True):
     lease_epoch: int
     attempt_id: UUID | None
     attempt_state: str = ""
+    attempt_count: int = 0
     delay_until: int | None = None
-    previous_attempt_index: int | None = None
 
     def is_run_of(self, handle: Handle) -> bool:
         """Whether the last run of the execution was the one this handle held."""
@@ -56,8 +57,11 @@ class Verdict(msgspec.Struct, frozen=True):
     found: Found | None = None
     delay_until: int | None = None
     delay_ms: int | None = None
-    work: tuple[str, int, int] | None = None
-    """Lane, queue and place of what may be claimed now."""
+    work: Work | None = None
+    """What may be claimed now."""
+    lease_epoch: int | None = None
+    attached: int = 0
+    """What hung on the execution, where its lease or it has ended."""
 
     @property
     def is_done(self) -> bool:

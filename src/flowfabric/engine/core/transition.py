@@ -54,7 +54,7 @@ RESUME_DELAYED = replace(
 
 
 class Release(StrEnum):
-    """The moves that end a run, park it, or end its execution while nothing runs."""
+    """The moves that end a lease, or end an execution while nobody runs it."""
 
     COMPLETED = "completed"
     FAILED = "failed"
@@ -65,7 +65,7 @@ class Release(StrEnum):
     TIMEOUT_RETRY_NOW = "timeout_retry_now"
     TIMEOUT_EXPIRED = "timeout_expired"
     DEADLINE_EXPIRED = "deadline_expired"
-    RECLAIM_CAP = "reclaim_cap"
+    RECLAIM_LIMIT = "reclaim_limit"
     DELAYED = "delayed"
     CHILDREN_DONE = "children_done"
     HANDED_BACK = "handed_back"
@@ -73,19 +73,21 @@ class Release(StrEnum):
     SUSPENSION_FAILED = "suspension_failed"
     SUSPENSION_CANCELLED = "suspension_cancelled"
     SUSPENSION_EXPIRED = "suspension_expired"
+    LEASE_EXPIRED = "lease_expired"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Effect:
     """What a release leads to and what it leaves behind: the attempt's end, the lease event, the completion event.
 
-    An attempt it leaves `suspended` is parked: it keeps its id and index, and the next claim goes on with it. Where it
-    ends a suspended execution, its reason closes the suspension and every waitpoint of it.
+    An attempt that it leaves `started` may yet be reclaimed. An attempt that it leaves `suspended` is parked: it keeps
+    its id and index, and the next claim goes on with it. Where it ends a suspended execution, its reason closes the
+    suspension and every waitpoint of it.
     """
 
     target: Target
     attempt: AttemptLifecycle
-    reason: ReleaseReason | CloseReason
+    reason: ReleaseReason | CloseReason | None
 
 
 def _ended(outcome: TerminalOutcome, attempt: AttemptLifecycle, reason: ReleaseReason | CloseReason) -> Effect:
@@ -125,7 +127,7 @@ RELEASES: Mapping[Release, Effect] = {
     ),
     Release.TIMEOUT_EXPIRED: _ended(TerminalOutcome.EXPIRED, _FAILURE, ReleaseReason.EXPIRED_ATTEMPT_TIMEOUT),
     Release.DEADLINE_EXPIRED: _ended(TerminalOutcome.EXPIRED, _FAILURE, ReleaseReason.EXPIRED_EXECUTION_DEADLINE),
-    Release.RECLAIM_CAP: _ended(
+    Release.RECLAIM_LIMIT: _ended(
         TerminalOutcome.FAILED, AttemptLifecycle.INTERRUPTED_RECLAIMED, ReleaseReason.MAX_RECLAIMS_EXCEEDED
     ),
     Release.DELAYED: _parked(
@@ -152,6 +154,7 @@ RELEASES: Mapping[Release, Effect] = {
         TerminalOutcome.CANCELLED, AttemptLifecycle.ENDED_CANCELLED, CloseReason.TIMED_OUT_CANCEL
     ),
     Release.SUSPENSION_EXPIRED: _ended(TerminalOutcome.EXPIRED, _FAILURE, CloseReason.TIMED_OUT_EXPIRE),
+    Release.LEASE_EXPIRED: Effect(target=LEASE_EXPIRED, attempt=AttemptLifecycle.STARTED, reason=None),
 }
 
 
@@ -202,26 +205,21 @@ CLAIM_PARAMETERS: Mapping[str, str] = {
     "to_attempt": CLAIMED.attempt,
 }
 
-LEASE_EXPIRED_PARAMETERS: Mapping[str, str] = {
-    "to_ownership": LEASE_EXPIRED.ownership,
-    "to_blocking": LEASE_EXPIRED.blocking,
-    "to_attempt": LEASE_EXPIRED.attempt,
-}
-
 
 @lru_cache
-def release_parameters(releases: frozenset[Release]) -> Mapping[str, list[str] | list[int | None]]:
+def release_parameters(releases: frozenset[Release]) -> Mapping[str, list[str] | list[str | None] | list[int | None]]:
     """The rows of the table for some releases, as the arrays their statement takes."""
     effects = {release: RELEASES[release] for release in sorted(releases)}
     return {
         "move_names": [release.value for release in effects],
         "to_phases": [effect.target.phase.value for effect in effects.values()],
+        "to_ownerships": [effect.target.ownership.value for effect in effects.values()],
         "to_eligibilities": [effect.target.eligibility.value for effect in effects.values()],
         "to_blockings": [effect.target.blocking.value for effect in effects.values()],
         "to_outcomes": [effect.target.outcome.value for effect in effects.values()],
         "to_attempts": [effect.target.attempt.value for effect in effects.values()],
         "attempt_lifecycles": [effect.attempt.value for effect in effects.values()],
-        "release_reasons": [effect.reason.value for effect in effects.values()],
+        "release_reasons": [None if effect.reason is None else effect.reason.value for effect in effects.values()],
         "completions": [
             None if effect.target.outcome is TerminalOutcome.NONE else CompletionOutcome.of(effect.target.outcome).value
             for effect in effects.values()
@@ -240,7 +238,6 @@ def completion_parameters() -> Mapping[str, object]:
         "to_blocking": target.blocking.value,
         "to_outcome": target.outcome.value,
         "to_attempt": target.attempt.value,
-        "attempt_lifecycle": effect.attempt.value,
-        "release_reason": effect.reason.value,
+        "release_reason": effect.reason,
         "completion": CompletionOutcome.of(target.outcome).value,
     }

@@ -2,13 +2,13 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from enum import StrEnum
 from typing import NamedTuple
 
 from flowfabric.db.database import Record
 from flowfabric.db.notify import EVERYTHING, Hints
-from flowfabric.engine.core.watermark import QueueWatermarks
+from flowfabric.engine.core.watermark import BAND_BITS, Watermarks
 from flowfabric.model.ids import ExecutionId
 
 _WORK = "work"
@@ -28,7 +28,7 @@ class LostReason(StrEnum):
     TIMEOUT_RETRY_NOW = "timeout_retry_now"
     TIMEOUT_EXPIRED = "timeout_expired"
     DEADLINE_EXPIRED = "deadline_expired"
-    RECLAIM_CAP = "reclaim_cap"
+    RECLAIM_LIMIT = "reclaim_limit"
     LEASE_EXPIRED = "lease_expired"
     RECLAIMED = "reclaimed"
     NOT_RENEWED = "not_renewed"
@@ -49,6 +49,15 @@ class LostLease(NamedTuple):
     reason: LostReason
 
 
+class Work(NamedTuple):
+    """Where something may be claimed."""
+
+    lane_id: str
+    route_no: int
+    queue_no: int
+    place: int
+
+
 OnLost = Callable[[Sequence[LostLease] | None], None]
 """Called with the leases that were lost, or with None when any may have been."""
 
@@ -61,7 +70,7 @@ class Wakeups:
 
     def __init__(self, hints: Hints) -> None:
         self.hints = hints
-        self.watermarks = QueueWatermarks()
+        self.watermarks = Watermarks()
         self.ended_event = asyncio.Event()
         self.timer_event = asyncio.Event()
         self.next_timer = float("inf")
@@ -72,22 +81,29 @@ class Wakeups:
         hints.hear(_ENDED, lambda _: self.ended_event.set())
         hints.hear(_LOST, self._lost_heard)
 
-    def work(self, lane_id: str, lowest: Mapping[int, int]) -> None:
-        """There is work on a lane; lowest holds the lowest place of each queue that has some."""
-        for queue_no, place in lowest.items():
-            self.watermarks.lower(queue_no, place)
+    def work(self, found: Iterable[Work]) -> None:
+        """There is work at these places."""
+        # The lowest of each priority, as each has a watermark of its own.
+        lowest: dict[str, dict[tuple[int, int, int], int]] = {}
+        for lane_id, route_no, queue_no, place in found:
+            places = lowest.setdefault(lane_id, {})
+            band = route_no, queue_no, place >> BAND_BITS
+            places[band] = min(places.get(band, place), place)
+        for lane_id, places in lowest.items():
+            for (route_no, queue_no, _), place in places.items():
+                self.watermarks.lower(route_no, queue_no, place)
+            self._wake(lane_id)
+            named = [f"{route_no}.{queue_no}.{place}" for (route_no, queue_no, _), place in places.items()]
+            self.hints.send(_WORK, ",".join([lane_id.encode().hex(), *named[: self.MOST_PLACES]]))
+
+    def lane(self, lane_id: str) -> None:
+        """What a lane accepts has changed."""
         self._wake(lane_id)
-        named = [f"{queue_no}.{place}" for queue_no, place in lowest.items()][: self.MOST_PLACES]
-        self.hints.send(_WORK, ",".join([lane_id.encode().hex(), *named]))
+        self.hints.send(_WORK, lane_id.encode().hex())
 
     def work_of(self, rows: Iterable[Record]) -> None:
-        """There is work where these rows say: each names its lane, its queue and its place."""
-        lowest: dict[str, dict[int, int]] = {}
-        for row in rows:
-            places = lowest.setdefault(row["lane_id"], {})
-            places[row["queue_no"]] = min(places.get(row["queue_no"], row["place"]), row["place"])
-        for lane_id, places in lowest.items():
-            self.work(lane_id, places)
+        """There is work where these rows say."""
+        self.work(Work(row["lane_id"], row["route_no"], row["queue_no"], row["place"]) for row in rows)
 
     def ended(self) -> None:
         """Executions have ended."""
@@ -163,7 +179,6 @@ class Wakeups:
             return
         for word in words:
             lane, *named = word.split(",")
-            for pair in named:
-                queue_no, _, place = pair.partition(".")
-                self.watermarks.lower(int(queue_no), int(place))
+            for place in named:
+                self.watermarks.lower(*map(int, place.split(".")))
             self._wake(bytes.fromhex(lane).decode())

@@ -22,8 +22,8 @@ select count(*) as trimmed from gone;
 -- Deletes entries of the registry's history past their age, the oldest first; answers how many.
 with gone as (
   delete from worker_event
-   where (partition_key, namespace, worker_instance_id, at, kind) in (
-         select partition_key, namespace, worker_instance_id, at, kind from worker_event
-          where at < (select ff_now()) - :retention_ms::bigint order by at limit :limit for update skip locked)
+   where ctid = any(array(
+         select ctid from worker_event
+          where at < (select ff_now()) - :retention_ms::bigint order by at limit :limit for update skip locked))
   returning 1)
 select count(*) as trimmed from gone;

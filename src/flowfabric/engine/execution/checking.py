@@ -285,6 +285,7 @@ class Submissions:
             namespace=namespace,
             columns={
                 "queue_no": queue.queue_no,
+                "route_no": queue.route_no,
                 "lane_no": queue.lane_no,
                 "namespace_no": queue.namespace_no,
                 "execution_kind": kind,

@@ -10,6 +10,7 @@ from flowfabric.db.batch import LOCKED, Batch, Locked
 from flowfabric.db.database import Record, Transaction
 from flowfabric.db.faults import StoreFault
 from flowfabric.db.statements import columns_of, short_column, statements_beside
+from flowfabric.engine.core.wakeups import Work
 from flowfabric.engine.core.watermark import BAND_BITS
 from flowfabric.engine.execution.checking import (
     MAX_PRIORITY,
@@ -59,6 +60,7 @@ _OWN_COLUMNS = (
 )
 _SHAPE_COLUMNS = (
     "queue_nos",
+    "route_nos",
     "lane_nos",
     "namespace_nos",
     "execution_kinds",
@@ -68,6 +70,10 @@ _SHAPE_COLUMNS = (
     "deadlines_ms",
     "retentions_ms",
 )
+
+
+KIND_COLUMN = "execution_kind"
+"""What a queue says of its executions; only a repeat under a key is compared with it."""
 
 
 class _NotCreated(Exception):
@@ -245,7 +251,7 @@ class Create:
         ((earlier, is_accepted),) = await self._store.database.fetch(
             SQL.insert_alike,
             {
-                **shape.columns,
+                **{name: value for name, value in shape.columns.items() if name != KIND_COLUMN},
                 "partition_key": shape.partition,
                 "execution_ids": uuids,
                 "priorities": short_column(items.priorities),
@@ -259,9 +265,8 @@ class Create:
         )
         if not is_accepted:
             return [_refusal(shape) for _ in uuids]
-        self._store.wakeups.work(
-            shape.lane_id, {shape.columns["queue_no"]: (MAX_PRIORITY - max(items.priorities)) << BAND_BITS | earlier}
-        )
+        first = (MAX_PRIORITY - max(items.priorities)) << BAND_BITS | earlier
+        self._store.wakeups.work([Work(shape.lane_id, shape.columns["route_no"], shape.columns["queue_no"], first)])
         head = shape.id_head
         return [*Created.each(cast("list[ExecutionId]", [head + uuid for uuid in uuids]), PublicState.WAITING)]
 
@@ -325,12 +330,12 @@ class Create:
         ]
         wakeups = self._store.wakeups
         judged = 0
-        lanes: dict[int, dict[int, int]] = {}
+        work: list[Work] = []
         open_at: list[int] = []
-        for nth, lane_no, queue_no, place, created, is_new, lane_accepts, due_in_ms in rows:
+        for nth, lane_no, route_no, queue_no, place, created, is_new, lane_accepts, due_in_ms in rows:
             if nth == 0:
                 judged += created
-                lanes.setdefault(lane_no, {})[queue_no] = place
+                work.append(Work(self._store.lane_id(lane_no), route_no, queue_no, place))
                 continue
             judged += 1
             item = items[nth - 1]
@@ -345,8 +350,7 @@ class Create:
                     answers[nth - 1] = _refusal(item.shape)
         if judged != len(items):
             raise error("internal", f"{len(items)} submissions were given, {judged} were judged")
-        for lane_no, places in lanes.items():
-            wakeups.work(self._store.lane_id(lane_no), places)
+        wakeups.work(work)
         if open_at:
             for at, found in zip(open_at, await self._duplicates([items[at] for at in open_at]), strict=True):
                 # A refusal by the lane stands, unless the item is a duplicate.

@@ -7,28 +7,30 @@ lane_state as materialized (
   select not exists (select from lane where lane_no = :lane_no and state in ('draining', 'disabled')) as is_accepted
 ),
 fresh as (
-  insert into execution (partition_key, execution_id, place, queue_no, namespace_no, lane_no, priority, lifecycle_phase,
+  insert into execution (partition_key, execution_id, place, queue_no, namespace_no, lane_no, has_tags, lifecycle_phase,
                          eligibility_state, blocking_reason, attempt_state, deadline_at, created_at, last_transition_at,
-                         last_mutation_at, instance_tag, retention_ms)
+                         instance_tag, retention_ms, creator_identity, input_payload, payload_encoding, policy)
   select :partition_key::smallint, execution_id,
          ((9000 - coalesce(priority, (:priorities)[1]))::bigint << 48) | nextval('execution_sequence'),
-         :queue_no::int, :namespace_no::int, :lane_no::int, coalesce(priority, (:priorities)[1]), 'runnable', 'eligible_now',
+         :queue_no::int, :namespace_no::int, :lane_no::int, coalesce(is_tagged, (:are_tagged)[1]), 'runnable', 'eligible_now',
          'waiting_for_worker', 'pending_first_attempt', (select now + :deadline_ms::bigint from clock),
-         (select now from clock), (select now from clock), (select now from clock),
-         case cardinality(:instance_tags) when 1 then (:instance_tags)[1] else instance_tag end, :retention_ms::bigint
+         (select now from clock), (select now from clock),
+         case cardinality(:instance_tags) when 1 then (:instance_tags)[1] else instance_tag end, :retention_ms::bigint,
+         :creator_identity, coalesce(input_payload, (:input_payloads)[1]), :payload_encoding, (select :policy::text::jsonb)
     from (select unnest(:execution_ids::uuid[]) as execution_id, unnest(:priorities::smallint[]) as priority,
-                 unnest(:instance_tags::text[]) as instance_tag) i
-   where (select is_accepted from lane_state)
-),
-described as (
-  insert into execution_input (namespace_no, lane_no, created_at, partition_key, execution_id, has_tags, execution_kind,
-                               creator_identity, input_payload, payload_encoding, policy)
-  select :namespace_no, :lane_no, (select now from clock), :partition_key, execution_id, coalesce(is_tagged, (:are_tagged)[1]),
-         :execution_kind, :creator_identity, coalesce(input_payload, (:input_payloads)[1]), :payload_encoding,
-         (select :policy::text::jsonb)
-    from (select unnest(:execution_ids) as execution_id, unnest(:input_payloads::bytea[]) as input_payload,
+                 unnest(:instance_tags::text[]) as instance_tag, unnest(:input_payloads::bytea[]) as input_payload,
                  unnest(:are_tagged::boolean[]) as is_tagged) i
    where (select is_accepted from lane_state)
+  returning place, execution_id
+),
+queued as (
+  insert into ready (place, route_no, queue_no, partition_key, execution_id)
+  select place, :route_no::int, :queue_no, :partition_key, execution_id from fresh
+),
+timed as (
+  insert into timer (partition_key, execution_id, kind, due_at)
+  select :partition_key, execution_id, 'deadline', (select now + greatest(:deadline_ms, 0) from clock)
+    from fresh where :deadline_ms is not null
 ),
 tagged as (
   insert into execution_tag (partition_key, execution_id, key, value)
@@ -48,7 +50,8 @@ with clock as materialized (select ff_now() as now, set_config('lock_timeout', :
 refusing as materialized (select lane_no from lane where state in ('draining', 'disabled')),
 given as (
   select coalesce(partition_key, (:partition_keys)[1]) as partition_key, execution_id,
-         coalesce(queue_no, (:queue_nos)[1]) as queue_no, coalesce(lane_no, (:lane_nos)[1]) as lane_no,
+         coalesce(queue_no, (:queue_nos)[1]) as queue_no, coalesce(route_no, (:route_nos)[1]) as route_no,
+         coalesce(lane_no, (:lane_nos)[1]) as lane_no,
          coalesce(namespace_no, (:namespace_nos)[1]) as namespace_no,
          coalesce(priority, (:priorities)[1]) as priority,
          coalesce(execution_kind, (:execution_kinds)[1]) as execution_kind,
@@ -68,13 +71,13 @@ given as (
          case cardinality(:key_partitions) when 1 then (:key_partitions)[1] else key_partition end as key_partition,
          case cardinality(:key_ttls_ms) when 1 then (:key_ttls_ms)[1] else key_ttl_ms end as key_ttl_ms,
          nth
-    from unnest(:partition_keys::smallint[], :execution_ids::uuid[], :queue_nos::int[], :lane_nos::int[],
+    from unnest(:partition_keys::smallint[], :execution_ids::uuid[], :queue_nos::int[], :route_nos::int[], :lane_nos::int[],
                 :namespace_nos::int[], :priorities::smallint[], :execution_kinds::text[], :input_payloads::bytea[],
                 :payload_encodings::text[], :creator_identities::text[], :policies::text[], :delays_until::bigint[],
                 :delays_ms::bigint[], :deadlines_at::bigint[], :deadlines_ms::bigint[], :retentions_ms::bigint[],
                 :instance_tags::text[], :tags::text[], :idempotency_keys::text[], :key_partitions::smallint[], :key_ttls_ms::bigint[])
          with ordinality
-         as i(partition_key, execution_id, queue_no, lane_no, namespace_no, priority, execution_kind, input_payload,
+         as i(partition_key, execution_id, queue_no, route_no, lane_no, namespace_no, priority, execution_kind, input_payload,
               payload_encoding, creator_identity, policy, delay_until, delay_ms, deadline_at, deadline_ms,
               retention_ms, instance_tag, tags, idempotency_key, key_partition, key_ttl_ms, nth)
 ),
@@ -85,33 +88,35 @@ item as materialized (
     from given i cross join clock c
 ),
 won as (
-  insert into idempotency (partition_key, namespace_no, lane_no, idempotency_key, execution_partition, execution_id,
-                           execution_kind, payload_encoding, payload_digest, policy_digest, expires_at)
-  select key_partition, namespace_no, lane_no, idempotency_key, partition_key, execution_id, execution_kind,
-         payload_encoding, substring(sha256(input_payload) for 16),
-         substring(sha256(convert_to(coalesce(nullif(policy, '{}'), ''), 'UTF8')) for 16), now + key_ttl_ms
+  insert into idempotency_key as k (partition_key, operation, scope, key, expires_at, subject_partition, subject_id,
+                                    execution_kind, payload_encoding, payload_digest, policy_digest)
+  select key_partition, 'submit', ff_scope(namespace_no, lane_no), idempotency_key, now + key_ttl_ms, partition_key, execution_id,
+         execution_kind, payload_encoding, substring(sha256(input_payload) for 16),
+         substring(sha256(convert_to(coalesce(nullif(policy, '{}'), ''), 'UTF8')) for 16)
     from item i
    where idempotency_key is not null and lane_accepts
-     and not exists (select from execution e where e.partition_key = i.partition_key and e.execution_id = i.execution_id)
-   order by key_partition, namespace_no, lane_no, idempotency_key
-  on conflict (partition_key, namespace_no, lane_no, idempotency_key)
-  do update set execution_partition = excluded.execution_partition, execution_id = excluded.execution_id,
-                execution_kind = excluded.execution_kind, payload_encoding = excluded.payload_encoding,
-                payload_digest = excluded.payload_digest, policy_digest = excluded.policy_digest,
-                expires_at = excluded.expires_at
-   where idempotency.expires_at <= (select now from clock)
-  returning execution_id
+     and (select true from execution e where e.partition_key = i.partition_key and e.execution_id = i.execution_id) is null
+   order by key_partition, ff_scope(namespace_no, lane_no), idempotency_key
+  on conflict (partition_key, operation, scope, key)
+  do update set expires_at = excluded.expires_at, subject_partition = excluded.subject_partition,
+                subject_id = excluded.subject_id, execution_kind = excluded.execution_kind,
+                payload_encoding = excluded.payload_encoding, payload_digest = excluded.payload_digest,
+                policy_digest = excluded.policy_digest
+   where k.expires_at <= (select now from clock)
+  returning subject_id as execution_id
 ),
 fresh as (
-  insert into execution (partition_key, execution_id, place, queue_no, namespace_no, lane_no, priority, lifecycle_phase,
+  insert into execution (partition_key, execution_id, place, queue_no, namespace_no, lane_no, has_tags, lifecycle_phase,
                          eligibility_state, blocking_reason, attempt_state, delay_until, deadline_at, created_at,
-                         last_transition_at, last_mutation_at, instance_tag, retention_ms, blocking_detail)
-  select partition_key, execution_id, place, queue_no, namespace_no, lane_no, priority, 'runnable',
+                         last_transition_at, instance_tag, retention_ms, blocking_detail, creator_identity, input_payload,
+                         payload_encoding, policy)
+  select partition_key, execution_id, place, queue_no, namespace_no, lane_no, tags is not null, 'runnable',
          (case when is_delayed then 'not_eligible_until_time' else 'eligible_now' end)::eligibility_state,
          (case when is_delayed then 'waiting_for_delay' else 'waiting_for_worker' end)::blocking_reason,
          'pending_first_attempt', case when is_delayed then delay_until end,
-         coalesce(deadline_at, now + deadline_ms), now, now, now, instance_tag, retention_ms,
-         case when is_delayed then 'delayed until ' || delay_until end
+         coalesce(deadline_at, now + deadline_ms), now, now, instance_tag, retention_ms,
+         case when is_delayed then 'delayed until ' || delay_until end, creator_identity, input_payload, payload_encoding,
+         policy::jsonb
     from (select i.*, idempotency_key is null or execution_id in (select execution_id from won) as is_free from item i) i
    where lane_accepts and is_free
    order by partition_key, execution_id
@@ -122,13 +127,16 @@ fresh as (
 answered as materialized (
   select i.*, execution_id in (select execution_id from fresh) as is_new from item i
 ),
-described as (
-  insert into execution_input (namespace_no, lane_no, created_at, partition_key, execution_id, has_tags, execution_kind,
-                               creator_identity, input_payload, payload_encoding, policy)
-  select namespace_no, lane_no, now, partition_key, execution_id, tags is not null, execution_kind,
-         creator_identity, input_payload, payload_encoding, policy::jsonb
-    from answered
-   where is_new
+queued as (
+  insert into ready (place, route_no, queue_no, partition_key, execution_id)
+  select place, route_no, queue_no, partition_key, execution_id from answered where is_new and not is_delayed
+),
+timed as (
+  insert into timer (partition_key, execution_id, kind, due_at)
+  select partition_key, execution_id, 'delay'::timer_kind, delay_until from answered where is_new and is_delayed
+  union all
+  select partition_key, execution_id, 'deadline', greatest(coalesce(deadline_at, now + deadline_ms), now)
+    from answered where is_new and (deadline_at is not null or deadline_ms is not null)
 ),
 tagged as (
   insert into execution_tag (partition_key, execution_id, key, value)
@@ -136,17 +144,18 @@ tagged as (
     from answered a cross join lateral jsonb_each_text(a.tags::jsonb) t
    where a.is_new and a.tags is not null
 )
-select 0 as nth, lane_no, queue_no, min(place) as place, count(*) as created, true as is_new, true as lane_accepts, null as due_in_ms
-  from answered where is_new and not is_delayed group by lane_no, queue_no
+select 0 as nth, lane_no, route_no, queue_no, min(place) as place, count(*) as created, true as is_new, true as lane_accepts,
+       null as due_in_ms
+  from answered where is_new and not is_delayed group by lane_no, route_no, queue_no
 union all
-select nth, lane_no, queue_no, place, 0, is_new, lane_accepts, delay_until - now
+select nth, lane_no, route_no, queue_no, place, 0, is_new, lane_accepts, delay_until - now
   from answered where (not is_new or is_delayed) and (select ff_confirm());
 
 -- name: list_duplicates
 -- Of each id and key: the execution that has one of them already, the key's owner first, and what was submitted under
 -- the key.
-select i.nth, coalesce(k.execution_partition, e.partition_key) as partition_key,
-       coalesce(k.execution_id, e.execution_id) as execution_id, k.execution_kind, k.payload_encoding, k.payload_digest,
+select i.nth, coalesce(k.subject_partition, e.partition_key) as partition_key,
+       coalesce(k.subject_id, e.execution_id) as execution_id, k.execution_kind, k.payload_encoding, k.payload_digest,
        k.policy_digest
   from unnest(:partition_keys::smallint[], :execution_ids::uuid[], :key_partitions::smallint[], :namespaces::text[],
               :lanes::text[], :idempotency_keys::text[])
@@ -154,9 +163,12 @@ select i.nth, coalesce(k.execution_partition, e.partition_key) as partition_key,
   left join namespace n using (namespace)
   left join lane l using (lane_id)
   left join lateral (
-       select k.execution_partition, k.execution_id, k.execution_kind, k.payload_encoding, k.payload_digest, k.policy_digest
-         from idempotency k
-        where k.partition_key = i.key_partition and k.namespace_no = n.namespace_no and k.lane_no = l.lane_no
-          and k.idempotency_key = i.idempotency_key and k.expires_at > (select ff_now())) k on true
-  left join execution e on e.partition_key = i.partition_key and e.execution_id = i.execution_id
+       select k.subject_partition, k.subject_id, k.execution_kind, k.payload_encoding, k.payload_digest, k.policy_digest,
+              k.expires_at
+         from idempotency_key k
+        where k.partition_key = i.key_partition and k.operation = 'submit' and k.scope = ff_scope(n.namespace_no, l.lane_no)
+          and k.key = i.idempotency_key limit 1) k on k.expires_at > (select ff_now())
+  left join lateral (
+       select e.partition_key, e.execution_id from execution e
+        where e.partition_key = i.partition_key and e.execution_id = i.execution_id limit 1) e on true
  where (select ff_confirm());

@@ -19,11 +19,20 @@ SQL = statements_beside(__file__)
 
 
 class Results:
-    """Looks for the endings this process waits for: together, on a hint, and from time to time without one."""
+    """Looks for the results this process waits for, all in one statement: on a hint, and now and then without one.
 
-    BUSY_SECONDS = 0.02
-    """The pause between two looks while hints keep coming."""
-    LONGEST_SECONDS = 1.0
+    The first hint after a quiet time leads to a look at once. While hints keep coming, looks are spaced by what they
+    cost and by how many of them found nothing, so that their number does not grow with that of the endings.
+    """
+
+    AT_ONCE = 2
+    """Hinted looks that are not followed by a pause after a quiet time: one for a new waiter, one for its ending."""
+    REST_SECONDS = (0.001, 0.02)
+    """The first and the longest pause after a hinted look that answers nobody; each further one is twice as long."""
+    REST_SHARE = 2
+    """A hinted look is followed by a pause of at least this many times as long as it took."""
+    POLL_SECONDS = (0.02, 1.0)
+    """The first and the longest pause between two looks without a hint."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -77,34 +86,38 @@ class Results:
     async def _look(self) -> None:
         wakeups = self._store.wakeups
         await wakeups.hints.listen()
-        pause = self.BUSY_SECONDS
+        shortest_rest, longest_rest = self.REST_SECONDS
+        shortest_poll, longest_poll = self.POLL_SECONDS
+        rest, poll, at_once = shortest_rest, shortest_poll, self.AT_ONCE
         while self._waiting:
-            began = time.monotonic()
-            is_hinted = await is_set_within(wakeups.ended_event, pause)
+            is_hinted = await is_set_within(wakeups.ended_event, poll)
             wakeups.ended_event.clear()
-            pause = self.BUSY_SECONDS if is_hinted else min(pause * 2, self.LONGEST_SECONDS)
+            poll, at_once = (shortest_poll, at_once - 1) if is_hinted else (min(poll * 2, longest_poll), self.AT_ONCE)
             # Cancelled waiters drop out here.
             for execution_id in [key for key, futures in self._waiting.items() if all(f.done() for f in futures)]:
                 del self._waiting[execution_id]
-            if self._waiting:
-                await self._settle(list(self._waiting))
-            if self._waiting and is_hinted:
-                await asyncio.sleep(max(0.0, began + self.BUSY_SECONDS - time.monotonic()))
+            if not self._waiting:
+                return
+            began = time.monotonic()
+            has_answered = await self._settle(list(self._waiting))
+            cost = time.monotonic() - began
+            if self._waiting and at_once < 0:
+                rest = shortest_rest if has_answered else min(rest * 2, longest_rest)
+                await asyncio.sleep(min(max(rest, cost * self.REST_SHARE), longest_poll))
 
-    async def _settle(self, wanted: list[ExecutionId]) -> None:
-        """Look once, and answer those whose execution has ended or is not there."""
+    async def _settle(self, wanted: list[ExecutionId]) -> bool:
+        """Look once, and answer those whose execution has ended or is not there; whether there were any."""
         pairs = [split_execution_id(execution_id) for execution_id in wanted]
         try:
             rows = await self._store.fetch(
-                SQL.list_endings,
+                SQL.list_results,
                 partition_keys=[partition for partition, _ in pairs],
                 execution_ids=[uuid for _, uuid in pairs],
             )
         except EngineError as refused:
-            if refused.retryable:
-                return
-            self._answer_all(refused)
-            return
+            if not refused.retryable:
+                self._answer_all(refused)
+            return False
         for execution_id in wanted:
             self._unseen.difference_update(self._waiting.get(execution_id, ()))
         for row in rows:
@@ -117,6 +130,7 @@ class Results:
                     future.set_exception(ending)
                 else:
                     future.set_result(ending)
+        return bool(rows)
 
     def _answer_all(self, refused: EngineError) -> None:
         for futures in self._waiting.values():

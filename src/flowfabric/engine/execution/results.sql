@@ -1,9 +1,11 @@
--- name: list_endings
+-- name: list_results
 -- Of the named executions those that have ended, with their outcome and result; absent ones show an outcome of null.
-select i.nth, e.terminal_outcome, a.result_payload, a.result_encoding,
+select i.nth, e.terminal_outcome, e.result_payload, e.result_encoding,
        coalesce(e.failure_reason, e.cancellation_reason) as reason
   from unnest(:partition_keys::smallint[], :execution_ids::uuid[]) with ordinality as i(partition_key, execution_id, nth)
-  left join execution e using (partition_key, execution_id)
-  left join attempt a on e.terminal_outcome = 'success' and a.partition_key = e.partition_key
-                     and a.execution_id = e.execution_id and a.attempt_index = e.attempt_count - 1
+  left join lateral (
+       select e.execution_id, e.lifecycle_phase, e.terminal_outcome, e.result_payload, e.result_encoding, e.failure_reason,
+              e.cancellation_reason
+         from execution e
+        where e.partition_key = i.partition_key and e.execution_id = i.execution_id limit 1) e on true
  where e.execution_id is null or e.lifecycle_phase = 'terminal';

@@ -2,21 +2,15 @@
 -- Stores tags of one execution, over what their keys had before; no row when there is no such execution.
 with clock as materialized (select ff_now() as now),
 held as materialized (
-  select partition_key, execution_id, namespace_no, lane_no, created_at from execution
+  select partition_key, execution_id from execution
    where partition_key = :partition_key and execution_id = :execution_id
      for update
 ),
 touched as (
   update execution e
-     set last_mutation_at = c.now, instance_tag = coalesce(:instance_tag::text, e.instance_tag)
+     set last_mutation_at = c.now, instance_tag = coalesce(:instance_tag::text, e.instance_tag), has_tags = true
     from held h cross join clock c
-   where e.partition_key = h.partition_key and e.execution_id = h.execution_id
-),
-flagged as (
-  update execution_input i set has_tags = true
-    from held h
-   where i.namespace_no = any(array[h.namespace_no]) and i.lane_no = h.lane_no and i.created_at = h.created_at
-     and i.partition_key = h.partition_key and i.execution_id = h.execution_id and not i.has_tags
+   where e.partition_key = any(array[h.partition_key]) and e.execution_id = h.execution_id
 ),
 tagged as (
   insert into execution_tag (partition_key, execution_id, key, value)
@@ -27,6 +21,6 @@ tagged as (
 select 1 from held;
 
 -- name: read_tag
--- The value of one tag of one execution.
+-- The value of one tag of one execution. The collation keeps the index of keys out of it.
 select value from execution_tag
- where partition_key = :partition_key and execution_id = :execution_id and key = :key;
+ where partition_key = :partition_key and execution_id = :execution_id and key collate "C" = :key;

@@ -28,7 +28,7 @@ class Lanes:
             raise error("invalid_input", f"state: one of {', '.join(LaneState)}, got {shown(state)}")
         if not await self._store.fetch(SQL.set_lane_state, lane_id=lane_id, state=wanted):
             raise error("invalid_input", f"lane_id: no lane {lane_id!r}")
-        self._store.wakeups.work(lane_id, {})
+        self._store.wakeups.lane(lane_id)
 
     async def list_lanes(self, *, cursor: str | None = None, limit: int = 100) -> LanePage:
         """A page of the lanes by name, behind the one the cursor names."""

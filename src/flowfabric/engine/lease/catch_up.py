@@ -5,7 +5,10 @@ import time
 from collections.abc import Sequence
 
 from flowfabric.engine.lease.delay import Delays
-from flowfabric.engine.lease.expire import SWEEP_LIMIT, LeaseExpiry
+from flowfabric.engine.lease.expire import CLAIM_LIMIT, SWEEP_LIMIT, LeaseExpiry
+
+MOST_BATCHES = 100
+"""Full batches that one claim goes through at most."""
 
 
 class CatchUp:
@@ -25,10 +28,11 @@ class CatchUp:
             return False
         self._caught_up_at = now
         is_gain = False
-        for bring in (self._expiry.mark_since, self._delays.promote_since):
+        for bring, limit in ((self._expiry.mark_since, CLAIM_LIMIT), (self._delays.promote_since, SWEEP_LIMIT)):
             # A full batch of other lanes may stand before what is due on these.
-            while rows := await bring(0):
-                is_gain = is_gain or any(row["lane_id"] in lanes for row in rows)
-                if is_gain or len(rows) < SWEEP_LIMIT:
+            for _ in range(MOST_BATCHES):
+                count, work = await bring(0)
+                is_gain = is_gain or any(each.lane_id in lanes for each in work)
+                if is_gain or count < limit:
                     break
         return is_gain

@@ -2,15 +2,17 @@
 
 import asyncio
 import time
-from collections.abc import Sequence
-from operator import itemgetter
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
+from uuid import UUID
 
 import msgspec
 
 from flowfabric.db.database import Record
 from flowfabric.db.statements import statements_beside
 from flowfabric.engine.core.transition import CLAIM_PARAMETERS
+from flowfabric.engine.core.watermark import BAND_BITS, WalkWatermarks
+from flowfabric.engine.execution.checking import MAX_PRIORITY
 from flowfabric.engine.lease.catch_up import CatchUp
 from flowfabric.engine.lease.finish import Finish
 from flowfabric.engine.store import Store
@@ -19,6 +21,7 @@ from flowfabric.model.handle import MAX_LEASE_TTL_MS, Handle
 from flowfabric.model.ids import (
     ID_FORMAT,
     ExecutionId,
+    LaneId,
     WorkerInstanceId,
     check_lane_id,
     check_worker_id,
@@ -42,37 +45,95 @@ CATCH_UP_SECONDS = 1.0
 POLL_SECONDS = 1.0
 """The longest pause between two looks at the queues while a claim waits without hints."""
 
+RECLAIM_LIMITS = {"reclaim_limit": DEFAULT_RECLAIM_CAP, "policy_reclaim_limit": POLICY_RECLAIM_CAP}
+"""How often a lease may be lost without a policy, and by a policy that does not say."""
+
 _KINDS = {"fresh": HandleKind.FRESH, "resumed": HandleKind.RESUMED, "reclaimed": HandleKind.RECLAIMED}
 _TYPES = {str(attempt_type): attempt_type for attempt_type in AttemptType}
 _read_tags = msgspec.json.Decoder(dict[str, str]).decode
 _NO_TAGS: dict[str, str] = {}
-_QUEUE_NO, _PLACE = 3, 4
-_place = itemgetter(_PLACE)
+_ROUTE_NO, _QUEUE_NO, _PLACE = 3, 4, 5
 
 
 class Wanted(NamedTuple):
-    """Which queues of its lanes a claim may take from; without kinds or a namespace, of any."""
+    """What a claim may take; without kinds or a namespace, of any."""
 
+    lanes: tuple[str, ...]
     capabilities: tuple[str, ...]
     kinds: tuple[str, ...] | None
     namespace: str | None
 
     @classmethod
-    def of(cls, capabilities: Sequence[str], kinds: Sequence[str] | None, namespace: str | None) -> "Wanted":
+    def of(
+        cls, lanes: Sequence[str], capabilities: Sequence[str], kinds: Sequence[str] | None, namespace: str | None
+    ) -> "Wanted":
         """What a caller asks for, checked."""
         return cls(
+            tuple(lanes),
             check_capabilities(capabilities),
             None if kinds is None else check_kinds(kinds),
             None if namespace is None else check_short(namespace, "namespace"),
         )
 
-    async def parameters(self, store: Store) -> dict[str, object]:
-        """The same by the names of the statements' parameters."""
-        return {
-            "capabilities": self.capabilities,
-            "kind_nos": None if self.kinds is None else await store.kind_nos(self.kinds),
-            "namespace_no": None if self.namespace is None else await store.namespace_no(self.namespace),
+
+class Walk(NamedTuple):
+    """How a claim goes through what it may take: along routes, or along queues where it wants few of many."""
+
+    is_by_queue: bool
+    watermarks: WalkWatermarks
+    parameters: dict[str, object]
+
+    @property
+    def where(self) -> dict[str, object]:
+        """Where the next statement walks, by the names of its parameters."""
+        walks, firsts, lasts = self.watermarks.spans()
+        return {**self.parameters, "span_walks": walks, "span_firsts": firsts, "span_lasts": lasts, "walked_to": 0}
+
+
+class Walks:
+    """Chooses the walk of a claim.
+
+    A route holds everything that a worker may run, in order, so a claim reads what it takes. Behind work of other kinds
+    it would pass over that; a claim that wants few of the queues there are walks those.
+    """
+
+    MOST_QUEUES = 8
+    """As many as one statement merges."""
+    COVERAGE_SECONDS = 30.0
+    """How long the share of the wanted queues is remembered; it decides only what a walk costs."""
+    MOST_REMEMBERED = 1024
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._coverage: dict[Wanted, tuple[bool, float]] = {}
+
+    async def of(self, wanted: Wanted) -> Walk:
+        """The walk of a claim."""
+        store, watermarks = self._store, self._store.wakeups.watermarks
+        is_filtered = wanted.kinds is not None or wanted.namespace is not None
+        parameters: dict[str, object] = {
+            "lanes": wanted.lanes,
+            "capabilities": wanted.capabilities,
+            "kind_nos": None if wanted.kinds is None else await store.kind_nos(wanted.kinds),
+            "namespace_no": None if wanted.namespace is None else await store.namespace_no(wanted.namespace),
         }
+        is_by_queue = is_filtered and await self._wants_few(wanted, parameters)
+        return Walk(
+            is_by_queue,
+            watermarks.of_queues(wanted) if is_by_queue else watermarks.of_routes(wanted),
+            {**parameters, "is_filtered": is_filtered},
+        )
+
+    async def _wants_few(self, wanted: Wanted, parameters: Mapping[str, object]) -> bool:
+        now = time.monotonic()
+        known = self._coverage.get(wanted)
+        if known is None or known[1] < now:
+            (row,) = await self._store.fetch(SQL.read_coverage, **parameters)
+            if len(self._coverage) >= self.MOST_REMEMBERED:
+                self._coverage.clear()
+            wants_few = row["wanted"] < row["queues"] and row["wanted"] <= self.MOST_QUEUES
+            known = self._coverage[wanted] = wants_few, now + self.COVERAGE_SECONDS
+        return known[0]
 
 
 class Claim:
@@ -82,6 +143,8 @@ class Claim:
         self._store = store
         self._catch_up = catch_up
         self._finish = finish
+        self._walks = Walks(store)
+        self._queues = Queues()
         # Claims meet at the head of the queue, and each keeps the locks it lost with; two at once pay, more do not.
         self._turn = asyncio.Semaphore(MAX_AT_ONCE)
         self.closing = False
@@ -140,7 +203,7 @@ class Claim:
         lane_ids = sorted({check_lane_id(lane) for lane in check_items(lanes, "lanes")})
         if not 1 <= len(lane_ids) <= MAX_LANES:
             raise error("invalid_input", f"lanes: 1 to {MAX_LANES} lane ids, got {len(lane_ids)}")
-        wanted = Wanted.of(capabilities, kinds, namespace)
+        wanted = Wanted.of(lane_ids, capabilities, kinds, namespace)
         worker_id = check_worker_id(worker_id, "worker_id")
         instance = WorkerInstanceId(check_worker_id(worker_instance_id, "worker_instance_id"))
         check_range(lease_ttl_ms, "lease_ttl_ms", 1, MAX_LEASE_TTL_MS)
@@ -151,7 +214,7 @@ class Claim:
         self._under_way += 1
         self._is_idle.clear()
         try:
-            return await self._search(lane_ids, wanted, worker_id, instance, lease_ttl_ms, limit, max_wait_ms)
+            return await self._search(wanted, worker_id, instance, lease_ttl_ms, limit, max_wait_ms)
         finally:
             self._under_way -= 1
             if not self._under_way:
@@ -159,7 +222,6 @@ class Claim:
 
     async def _search(
         self,
-        lane_ids: Sequence[str],
         wanted: Wanted,
         worker_id: str,
         instance: WorkerInstanceId,
@@ -171,15 +233,15 @@ class Claim:
         deadline = time.monotonic() + max_wait_ms / 1000
         wakeups = self._store.wakeups
         while not self.closing:
-            wakes = wakeups.wakes(lane_ids)
+            wakes = wakeups.wakes(wanted.lanes)
             async with self._turn:
                 if self.closing:
                     break
-                claimed = await self._look(lane_ids, wanted, worker_no, instance, lease_ttl_ms, limit)
+                claimed = await self._look(wanted, worker_no, instance, lease_ttl_ms, limit)
             left = deadline - time.monotonic()
             if claimed or left <= 0 or self._refuses_waits:
                 return claimed
-            await wakeups.wait_for_work(lane_ids, min(left, POLL_SECONDS), since=wakes)
+            await wakeups.wait_for_work(wanted.lanes, min(left, POLL_SECONDS), since=wakes)
         return []
 
     def refuse_waits(self) -> None:
@@ -202,38 +264,35 @@ class Claim:
 
     async def _look(
         self,
-        lanes: Sequence[str],
         wanted: Wanted,
         worker_no: int,
         instance: WorkerInstanceId,
         lease_ttl_ms: int,
         limit: int,
     ) -> list[ClaimedExecution]:
-        """One search: from the watermarks, else over whole queues, else again after doing what is due."""
-        await self._catch_up.run(lanes, within_seconds=CATCH_UP_SECONDS)
-        watermarks = self._store.wakeups.watermarks
+        """One search: from the watermarks, else over everything, else again after doing what is due."""
+        await self._catch_up.run(wanted.lanes, within_seconds=CATCH_UP_SECONDS)
+        walk = await self._walks.of(wanted)
+        statement = SQL.claim_by_queue if walk.is_by_queue else SQL.claim_by_route
+        watermarks = walk.watermarks
+        walk_at = _QUEUE_NO if walk.is_by_queue else _ROUTE_NO
         claimed: list[ClaimedExecution] = []
-        met: set[ExecutionId] = set()
-        wanted_queues = await wanted.parameters(self._store)
-        is_unshared = False
+        refused: list[UUID] = []
+        walked_to = 0
         while len(claimed) < limit:
-            queues, firsts, lasts = watermarks.spans()
+            where = {**walk.where, "walked_to": walked_to}
             left = limit - len(claimed)
             try:
                 rows = await self._store.fetch(
-                    SQL.claim_best,
-                    lanes=lanes,
-                    **wanted_queues,
+                    statement,
+                    **where,
                     worker_no=worker_no,
                     lease_ttl_ms=lease_ttl_ms,
                     limit=left,
-                    span_queues=queues,
-                    span_firsts=firsts,
-                    span_lasts=lasts,
-                    unshared=is_unshared,
+                    left_out=refused,
+                    known_queues=self._queues.known,
                     lease_ids=mint_uuid_texts(left),
-                    reclaim_cap=DEFAULT_RECLAIM_CAP,
-                    policy_reclaim_cap=POLICY_RECLAIM_CAP,
+                    **RECLAIM_LIMITS,
                     **CLAIM_PARAMETERS,
                 )
             except EngineError:
@@ -243,52 +302,77 @@ class Claim:
                 break
             note = None
             if rows and rows[-1][_PLACE] is None:
-                note, walk_ms = rows[-1][0], rows.pop()["timeout_ms"]
-                if walk_ms is not None:
-                    watermarks.walked_whole(walk_ms / 1000)
+                last = rows.pop()
+                note, walk_us = last[0], last["timeout_ms"]
+                # What was passed over before this place is of other kinds, granted or held.
+                walked_to = last["deadline_at"] or 0
+                if walk_us is not None:
+                    is_cut = note == "more" or len(rows) == left
+                    last = max((row[_PLACE] for row in rows), default=0)
+                    watermarks.walked_whole(walk_us / 1_000_000, up_to=last if is_cut else None)
             at_reclaim_limit: list[tuple[ExecutionId, int]] = []
             reclaimed: list[ExecutionId] = []
-            # Each queue's rows come in order; together they come queue by queue.
-            rows.sort(key=_place)
             for row in rows:
-                watermarks.raise_to(row[_QUEUE_NO], row[_PLACE])
+                watermarks.raise_to(row[walk_at], row[_PLACE])
                 if row[0] == "reclaim_limit":
+                    # One that cannot be ended must not be found again and again.
+                    refused.append(row["execution_id"])
                     execution_id = format_execution_id(row["partition_key"], row["execution_id"])
-                    # An execution that could not be ended is skipped, or this loop would find it forever.
-                    if execution_id not in met:
-                        met.add(execution_id)
-                        at_reclaim_limit.append((execution_id, row["lease_epoch"]))
+                    at_reclaim_limit.append((execution_id, row["lease_epoch"]))
                 else:
-                    claimed.append(claimed_of(row, instance, lease_ttl_ms))
+                    claimed.append(claimed_of(row, instance, lease_ttl_ms, self._queues))
                     if row[0] == "reclaimed":
                         reclaimed.append(claimed[-1].execution_id)
             if reclaimed:
                 await self._finish.warn_of_losses(reclaimed)
             if at_reclaim_limit:
-                await self._finish.end_at_reclaim_cap(at_reclaim_limit)
+                await self._finish.end_at_reclaim_limit(at_reclaim_limit)
                 continue
-            if note in ("more", "short"):
-                is_unshared = note == "short"
+            if note == "more":
                 continue
             if claimed:
                 break
-            if queues and watermarks.may_walk_whole:
-                watermarks.clear()
-            elif not await self._catch_up.run(lanes, within_seconds=0):
+            if where["span_walks"] and watermarks.may_walk_whole:
+                watermarks.end()
+            elif not await self._catch_up.run(wanted.lanes, within_seconds=0):
                 break
         return claimed
 
 
-def claimed_of(row: Record, instance: WorkerInstanceId, lease_ttl_ms: int) -> ClaimedExecution:
+class Queues:
+    """The lane and the kind of queues that this process has claimed from; neither ever changes."""
+
+    MOST_KNOWN = 256
+    """As many as a statement is told not to answer again."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[LaneId, str]] = {}
+
+    @property
+    def known(self) -> list[int]:
+        """Their numbers."""
+        return list(self._known)
+
+    def of(self, queue_no: int, lane_id: str | None, execution_kind: str | None) -> tuple[LaneId, str]:
+        """The lane and the kind of a queue, as answered now or before."""
+        if lane_id is None or execution_kind is None:
+            return self._known[queue_no]
+        found = LaneId(lane_id), execution_kind
+        if len(self._known) < self.MOST_KNOWN:
+            self._known[queue_no] = found
+        return found
+
+
+def claimed_of(row: Record, instance: WorkerInstanceId, lease_ttl_ms: int, queues: Queues) -> ClaimedExecution:
     """What a worker gets of a row that a statement has just leased to it."""
     (
         branch,
         partition,
         uuid,
-        _queue_no,
-        _place,
+        _route_no,
+        queue_no,
+        place,
         lane_id,
-        priority,
         retry_count,
         lease_id,
         lease_epoch,
@@ -305,6 +389,10 @@ def claimed_of(row: Record, instance: WorkerInstanceId, lease_ttl_ms: int) -> Cl
         execution_deadline_at,
     ) = row
     # Inlined: hot path.
+    lane_id, execution_kind = queues.of(queue_no, lane_id, execution_kind)
+    if attempt_id is None:
+        # The lease that begins an attempt gives the attempt its id.
+        attempt_id = lease_id
     execution_id = ExecutionId(ID_FORMAT % (partition, uuid))
     return ClaimedExecution(
         execution_id=execution_id,
@@ -332,7 +420,7 @@ def claimed_of(row: Record, instance: WorkerInstanceId, lease_ttl_ms: int) -> Cl
         tags=_read_tags(tags) if tags else _NO_TAGS,
         policy=read_stored_policy(policy),
         retry_count=retry_count,
-        priority=priority,
+        priority=MAX_PRIORITY - (place >> BAND_BITS),
         attempt_timeout_ms=attempt_timeout_ms,
         execution_deadline_at=execution_deadline_at,
     )

@@ -1,325 +1,403 @@
--- name: claim_best
--- Leases the best claimable executions of the queues this worker may serve, at most :limit; each queue's come in order.
--- firsts, lasts: where to walk a queue whose head is known to be spent; without watermarks it is walked whole. With one queue
--- the walk is lazy, so :limit bounds the rows it locks. With several, reads without locks first settle how many rows each
--- queue gives and up to which place:
---   head     the first row of each queue, of which the best :limit matter
---   sample   as many rows of each as suffice where the work is spread evenly; the :limit-th best of them is a bound
---   known    up to that bound more rows of the queues whose sample ends below it
---   share    what is up to the cut: the :limit-th best known row, or before that the end of what is known of a queue
--- The last row may be a note: 'more' says that such an end came first, 'short' that rows held elsewhere were counted in,
--- where a search that is :unshared takes from each queue what it can get. After a walk without watermarks there always is a
--- note, 'whole' if nothing else, and its timeout_ms is the time of the walk: without the commit and without the network.
--- The lease that begins an attempt gives the attempt its id. The row is found again by its ctid, which is safe as the
--- row is held: a version this statement cannot see is left for the next claim. An offset of 0 keeps the planner from
--- putting an expression wherever its value is used, to be computed anew each time.
-with clock as materialized (select ff_now() as now),
--- The spans of a queue stand next to each other, and the queues in the order of their numbers.
+-- fragment: route_spans
+-- The spans of the routes that this worker may serve: where to walk one whose head is known to be spent, else the whole of it.
+-- The given spans of a route stand next to each other, and the routes in the order of their numbers.
 serving as materialized (
-  select q.queue_no, q.lane_id,
-         case when q.low < q.high then (:span_firsts::bigint[])[q.low + 1 : q.high] else '{0}' end as firsts,
-         case when q.low < q.high then (:span_lasts::bigint[])[q.low + 1 : q.high] else '{9223372036854775807}' end as lasts
-    from (select q.queue_no, l.lane_id, width_bucket(q.queue_no - 1, :span_queues::int[]) as low,
-                 width_bucket(q.queue_no, :span_queues) as high
-            from lane l
-           cross join lateral (
-                 select q.queue_no, q.namespace_no, q.capability_set_no from queue q
-                  where q.lane_no = l.lane_no and :kind_nos::int[] is null
-                 union all
-                 select q.queue_no, q.namespace_no, q.capability_set_no from queue q
-                  where q.lane_no = l.lane_no and q.kind_no = any(:kind_nos)) q
-            join capability_set c using (capability_set_no)
-           where l.lane_id = any(:lanes::text[]) and l.state in ('active', 'draining') and c.required <@ :capabilities::text[]
-             and (:namespace_no::int is null or q.namespace_no = :namespace_no) offset 0) q
+  select r.route_no, l.lane_id
+    from lane l join route r using (lane_no) join capability_set c using (capability_set_no)
+   where l.lane_id = any(:lanes::text[]) and l.state in ('active', 'draining') and c.required <@ :capabilities::text[]
 ),
-head as materialized (
-  select s.queue_no, s.lane_id, s.firsts, s.lasts, e.place
+span as materialized (
+  select s.route_no, greatest(w.first_place, :walked_to::bigint) as first_place, w.last_place
+    from (select route_no, width_bucket(route_no - 1, :span_walks::int[]) as low, width_bucket(route_no, :span_walks) as high from serving) s
+   cross join lateral unnest(
+         case when s.low < s.high then (:span_firsts::bigint[])[s.low + 1 : s.high] else '{0}' end,
+         case when s.low < s.high then (:span_lasts::bigint[])[s.low + 1 : s.high] else '{9223372036854775807}' end)
+         as w(first_place, last_place)
+   where w.last_place >= :walked_to
+)
+
+-- fragment: wanted_of_route
+-- The queues of the served routes that a claim wants; all of them where it names neither kinds nor a namespace.
+wanted as materialized (
+  select q.queue_no
     from serving s
    cross join lateral (
-         select e.place
-           from (select unnest(s.firsts) as first_place, unnest(s.lasts) as last_place) w
-          cross join lateral (
-                select e.place from execution e
-                 where e.queue_no = s.queue_no and e.place between w.first_place and w.last_place
-                   and (e.eligibility_state = 'eligible_now' or e.ownership_state in ('lease_expired_reclaimable', 'lease_revoked'))
-                   and (e.granted_until is null or e.granted_until <= (select now from clock))
-                   and e.blocking_reason <> 'paused_by_flow_cancel'
-                 order by e.place limit 1) e
-          limit 1) e
-   where (select count(*) from serving) > 1
-   order by e.place
-   limit case when not :unshared::boolean then :limit::bigint end
+         select q.queue_no, q.namespace_no, q.route_no from queue q join route r using (route_no)
+          where :is_filtered and r.route_no = s.route_no and q.lane_no = r.lane_no
+            and (:kind_nos::int[] is null or q.kind_no = any(:kind_nos))) q
+   where :namespace_no::int is null or q.namespace_no = :namespace_no
+)
+
+-- fragment: queue_spans
+-- The spans of the queues that this worker may serve: where to walk one whose head is known to be spent, else the whole of it.
+-- The given spans of a queue stand next to each other, and the queues in the order of their numbers.
+serving as materialized (
+  select q.queue_no, q.route_no, l.lane_id
+    from lane l
+    join route r using (lane_no)
+    join capability_set c using (capability_set_no)
+    join queue q on q.lane_no = l.lane_no and q.route_no = r.route_no
+   where l.lane_id = any(:lanes::text[]) and l.state in ('active', 'draining') and c.required <@ :capabilities::text[]
+     and (:kind_nos::int[] is null or q.kind_no = any(:kind_nos)) and (:namespace_no::int is null or q.namespace_no = :namespace_no)
 ),
--- With more than one row wanted of the only queue that has any, nothing needs to be shared.
-plan as materialized (
-  select n > 1 or (n = 1 and :limit = 1) as is_shared, least(1 + 2 * :limit / greatest(n, 1), :limit) as size
-    from (select case when :unshared then 0 else count(*) end as n from head) h
-),
-sample as materialized (
-  select h.queue_no, h.lane_id, h.firsts, h.lasts, h.place,
-         array(select e.place
-                 from (select unnest(h.firsts) as first_place, unnest(h.lasts) as last_place) w
-                cross join lateral (
-                      select e.place from execution e
-                       where e.queue_no = h.queue_no and e.place between greatest(w.first_place, h.place) and w.last_place
-                         and (e.eligibility_state = 'eligible_now' or e.ownership_state in ('lease_expired_reclaimable', 'lease_revoked'))
-                         and (e.granted_until is null or e.granted_until <= (select now from clock))
-                         and e.blocking_reason <> 'paused_by_flow_cancel'
-                       order by e.place limit p.size) e
-                limit p.size) as places
-    from plan p cross join head h
-   where p.is_shared
-),
-bound as materialized (
-  select b.place, p.size,
-         1 + 2 * :limit / greatest((select count(*) from sample s where s.places[p.size] < b.place), 1) as more
-    from plan p
-   cross join (select coalesce((select found from sample s cross join unnest(s.places) as found
-                                 order by found offset :limit - 1 limit 1), 9223372036854775807) as place offset 0) b
-),
-known as materialized (
-  select s.queue_no, s.lane_id, s.firsts, s.lasts, s.place,
-         s.places || array(
-           select e.place
-             from (select unnest(s.firsts) as first_place, unnest(s.lasts) as last_place) w
+span as materialized (
+  select s.queue_no, greatest(w.first_place, :walked_to::bigint) as first_place, w.last_place
+    from (select queue_no, width_bucket(queue_no - 1, :span_walks::int[]) as low, width_bucket(queue_no, :span_walks) as high from serving) s
+   cross join lateral unnest(
+         case when s.low < s.high then (:span_firsts::bigint[])[s.low + 1 : s.high] else '{0}' end,
+         case when s.low < s.high then (:span_lasts::bigint[])[s.low + 1 : s.high] else '{9223372036854775807}' end)
+         as w(first_place, last_place)
+   where w.last_place >= :walked_to
+)
+
+-- fragment: route_walk
+-- What claims may take along up to eight spans of routes, best first. Each span is an index scan in order, and they are merged
+-- as they are read: what is not taken is not read. Of more spans those with the best heads are walked, up to the next head.
+chosen as materialized (
+  select s.route_no, s.first_place, s.last_place, null::bigint as ninth from span s where (select count(*) from span) <= 8
+  union all
+  (select h.route_no, h.first_place, least(h.last_place, h.ninth - 1), h.ninth
+     from (select s.route_no, r.place as first_place, s.last_place,
+                  nth_value(r.place, 9) over (order by r.place rows between unbounded preceding and unbounded following) as ninth
+             from span s
             cross join lateral (
-                  select e.place from execution e
-                   where e.queue_no = s.queue_no
-                     and e.place between greatest(w.first_place, s.places[b.size] + 1) and least(w.last_place, b.place)
-                     and (e.eligibility_state = 'eligible_now' or e.ownership_state in ('lease_expired_reclaimable', 'lease_revoked'))
-                     and (e.granted_until is null or e.granted_until <= (select now from clock))
-                     and e.blocking_reason <> 'paused_by_flow_cancel'
-                   order by e.place limit b.more) e
-            where s.places[b.size] < b.place
-            limit b.more) as places
-    from bound b cross join sample s
+                  select r.place from ready r
+                   where r.route_no = s.route_no and r.place between s.first_place and s.last_place
+                   order by r.place limit 1) r
+            where (select count(*) from span) > 8) h
+    order by h.first_place limit 8)
 ),
-cut as materialized (
-  select k.limited, k.known, least(k.limited, k.known) as place
-    from (select coalesce((select found from known k cross join unnest(k.places) as found
-                            order by found offset :limit - 1 limit 1), 9223372036854775807) as limited,
-                 (select min(k.places[b.size + b.more]) from bound b cross join known k) as known offset 0) k
-),
-share as materialized (
-  select queue_no, lane_id, firsts, lasts, 0 as first_place, 9223372036854775807 as last_place, :limit as rows
-    from serving where (select count(*) from serving) = 1
+walk as not materialized (
+  select r.*
+    from (select array_agg(route_no) as walks, array_agg(first_place) as firsts, array_agg(last_place) as lasts from chosen) w
+   cross join lateral (
+         select * from (
+             (select place, route_no, queue_no, partition_key, execution_id, granted_until, ctid as tid from ready
+               where route_no = w.walks[1] and place between w.firsts[1] and w.lasts[1] order by place offset 0)
+             union all
+             (select place, route_no, queue_no, partition_key, execution_id, granted_until, ctid as tid from ready
+               where route_no = w.walks[2] and place between w.firsts[2] and w.lasts[2] order by place offset 0)
+             union all
+             (select place, route_no, queue_no, partition_key, execution_id, granted_until, ctid as tid from ready
+               where route_no = w.walks[3] and place between w.firsts[3] and w.lasts[3] order by place offset 0)
+             union all
+             (select place, route_no, queue_no, partition_key, execution_id, granted_until, ctid as tid from ready
+               where route_no = w.walks[4] and place between w.firsts[4] and w.lasts[4] order by place offset 0)
+             union all
+             (select place, route_no, queue_no, partition_key, execution_id, granted_until, ctid as tid from ready
+               where route_no = w.walks[5] and place between w.firsts[5] and w.lasts[5] order by place offset 0)
+             union all
+             (select place, route_no, queue_no, partition_key, execution_id, granted_until, ctid as tid from ready
+               where route_no = w.walks[6] and place between w.firsts[6] and w.lasts[6] order by place offset 0)
+             union all
+             (select place, route_no, queue_no, partition_key, execution_id, granted_until, ctid as tid from ready
+               where route_no = w.walks[7] and place between w.firsts[7] and w.lasts[7] order by place offset 0)
+             union all
+             (select place, route_no, queue_no, partition_key, execution_id, granted_until, ctid as tid from ready
+               where route_no = w.walks[8] and place between w.firsts[8] and w.lasts[8] order by place offset 0)
+         ) spans order by place) r
+)
+
+-- fragment: queue_walk
+-- What claims may take along up to eight spans of queues, best first. Each span is an index scan in order, and they are merged
+-- as they are read: what is not taken is not read. Of more spans those with the best heads are walked, up to the next head.
+chosen as materialized (
+  select s.queue_no, s.first_place, s.last_place, null::bigint as ninth from span s where (select count(*) from span) <= 8
   union all
-  select queue_no, lane_id, firsts, lasts, place, 9223372036854775807, :limit
-    from head where not (select is_shared from plan)
-  union all
-  select k.queue_no, k.lane_id, k.firsts, k.lasts, k.place, c.place, (select count(*) from unnest(k.places) as found where found <= c.place)
-    from cut c cross join known k
-   where k.place <= c.place
+  (select h.queue_no, h.first_place, least(h.last_place, h.ninth - 1), h.ninth
+     from (select s.queue_no, r.place as first_place, s.last_place,
+                  nth_value(r.place, 9) over (order by r.place rows between unbounded preceding and unbounded following) as ninth
+             from span s
+            cross join lateral (
+                  select r.place from ready r
+                   where r.queue_no = s.queue_no and r.place between s.first_place and s.last_place
+                   order by r.place limit 1) r
+            where (select count(*) from span) > 8) h
+    order by h.first_place limit 8)
 ),
-judged as materialized (
-  select p.*, c.now, i.execution_kind, i.input_payload, i.payload_encoding, i.policy, i.has_tags,
-         row_number() over () as nth,
-         case
-           when p.ownership_state = 'unowned' then
-             case p.attempt_state when 'attempt_interrupted' then 'resumed' else 'fresh' end
-           when p.reclaim_count >= case when i.policy is null then :reclaim_cap::int
-                                        else coalesce((i.policy ->> 'max_reclaim_count')::int, :policy_reclaim_cap::int) end
-             then 'reclaim_limit'
-           else 'reclaimed' end as branch,
-         case when p.attempt_state = 'attempt_interrupted' and p.ownership_state = 'unowned'
-           then p.remaining_attempt_timeout_ms
-           else nullif((i.policy #>> '{timeout_policy,attempt_timeout_ms}')::bigint, 0) end as timeout_ms
-    from (select s.lane_id, e.*
-            from share s
-           cross join lateral (
-                 select e.*
-                   from (select unnest(s.firsts) as first_place, unnest(s.lasts) as last_place) w
-                  cross join lateral (
-                        select e.ctid as tid, e.partition_key, e.execution_id, e.queue_no, e.place, e.priority, e.namespace_no,
-                               e.lane_no, e.created_at, e.ownership_state, e.attempt_state, e.lease_epoch, e.lease_id,
-                               e.attempt_id,
-                               e.attempt_type, e.attempt_count, e.worker_no, e.claimed_at, e.retry_count, e.reclaim_count,
-                               e.remaining_attempt_timeout_ms, e.deadline_at, e.flow_id,
-                               e.instance_tag, e.previous_attempt_index, e.retry_reason, e.reclaim_reason, e.replay_reason,
-                               e.replay_requested_by, e.attempt_policy, e.attempt_stored
-                          from execution e
-                         where e.queue_no = s.queue_no
-                           and e.place between greatest(w.first_place, s.first_place) and least(w.last_place, s.last_place)
-                           and (e.eligibility_state = 'eligible_now' or e.ownership_state in ('lease_expired_reclaimable', 'lease_revoked'))
-                           and (e.granted_until is null or e.granted_until <= (select now from clock))
-                           and e.blocking_reason <> 'paused_by_flow_cancel'
-                         order by e.place limit s.rows
-                           for update skip locked) e
-                  limit s.rows) e
-           limit :limit) p
-   cross join lateral ff_input(p.namespace_no, p.lane_no, p.created_at, p.partition_key, p.execution_id) i
-   cross join clock c
-),
+walk as not materialized (
+  select r.*
+    from (select array_agg(queue_no) as walks, array_agg(first_place) as firsts, array_agg(last_place) as lasts from chosen) w
+   cross join lateral (
+         select * from (
+             (select place, route_no, queue_no, partition_key, execution_id, granted_until, ctid as tid from ready
+               where queue_no = w.walks[1] and place between w.firsts[1] and w.lasts[1] order by place offset 0)
+             union all
+             (select place, route_no, queue_no, partition_key, execution_id, granted_until, ctid as tid from ready
+               where queue_no = w.walks[2] and place between w.firsts[2] and w.lasts[2] order by place offset 0)
+             union all
+             (select place, route_no, queue_no, partition_key, execution_id, granted_until, ctid as tid from ready
+               where queue_no = w.walks[3] and place between w.firsts[3] and w.lasts[3] order by place offset 0)
+             union all
+             (select place, route_no, queue_no, partition_key, execution_id, granted_until, ctid as tid from ready
+               where queue_no = w.walks[4] and place between w.firsts[4] and w.lasts[4] order by place offset 0)
+             union all
+             (select place, route_no, queue_no, partition_key, execution_id, granted_until, ctid as tid from ready
+               where queue_no = w.walks[5] and place between w.firsts[5] and w.lasts[5] order by place offset 0)
+             union all
+             (select place, route_no, queue_no, partition_key, execution_id, granted_until, ctid as tid from ready
+               where queue_no = w.walks[6] and place between w.firsts[6] and w.lasts[6] order by place offset 0)
+             union all
+             (select place, route_no, queue_no, partition_key, execution_id, granted_until, ctid as tid from ready
+               where queue_no = w.walks[7] and place between w.firsts[7] and w.lasts[7] order by place offset 0)
+             union all
+             (select place, route_no, queue_no, partition_key, execution_id, granted_until, ctid as tid from ready
+               where queue_no = w.walks[8] and place between w.firsts[8] and w.lasts[8] order by place offset 0)
+         ) spans order by place) r
+)
+
+-- fragment: picked
+-- The best executions of a walk that can be had, held, with the branch that each takes and how long its attempt may run. The
+-- entry of an execution is read without a lock: whoever adds, changes or removes it updates the execution as well.
+picked as materialized (
+  select r.route_no, r.tid as ready_tid, e.*, row_number() over () as nth
+    from walk r
+   cross join lateral (
+         select e.ctid as tid, e.partition_key, e.execution_id, e.queue_no, e.place, e.lease_epoch,
+                case
+                  when e.ownership_state = 'unowned' then
+                    case e.attempt_state when 'attempt_interrupted' then 'resumed' else 'fresh' end
+                  when e.reclaim_count >= case when e.policy is null then :reclaim_limit::int
+                                               else coalesce((e.policy ->> 'max_reclaim_count')::int, :policy_reclaim_limit::int) end
+                    then 'reclaim_limit'
+                  else 'reclaimed' end as branch,
+                case when e.attempt_state = 'attempt_interrupted' and e.ownership_state = 'unowned' then 'claim_resumed' end as reason,
+                case when e.attempt_state = 'attempt_interrupted' and e.ownership_state = 'unowned'
+                  then e.remaining_attempt_timeout_ms
+                  else nullif((e.policy #>> '{timeout_policy,attempt_timeout_ms}')::bigint, 0) end as timeout_ms,
+                e.attempt_timeout_at is not null as had_timeout, e.attached & 1 <> 0 as was_granted,
+                null::uuid as given_attempt_id, null::jsonb as given_policy, null::bigint as given_deadline_at
+           from execution e
+          where e.partition_key = r.partition_key and e.execution_id = r.execution_id
+            and (e.eligibility_state = 'eligible_now' or e.ownership_state in ('lease_expired_reclaimable', 'lease_revoked'))
+            -- As it is locked: the entry may be read from before a grant.
+            and (e.granted_until is null or e.granted_until <= (select now from clock))
+            for update skip locked) e
+   where (r.granted_until is null or r.granted_until <= (select now from clock))
+     and (not :is_filtered::boolean or r.queue_no in (select queue_no from wanted))
+     and r.execution_id <> all(:left_out::uuid[])
+   limit :limit
+)
+
+-- fragment: notes
+-- What was lost as often as it may be, and at the end a note: 'more' says that the walk was cut short at the place that is its
+-- deadline_at, where the next is to go on; and after a walk of everything there always is one, 'whole' if nothing else, whose
+-- timeout_ms is the time in microseconds that it took the server: without the commit and without the network.
+select branch, partition_key, execution_id, route_no, queue_no, place, null, null,
+       null, lease_epoch, null, null, null, null, null, null, null, null, null, null::bigint, null::bigint
+  from picked where branch = 'reclaim_limit'
+union all
+select case when is_more then 'more' else 'whole' end, null, null, null, null, null, null, null, null, null, null, null, null, null,
+       null, null, null, null, null,
+       case when cardinality(:span_walks) = 0
+         then (extract(epoch from clock_timestamp() - statement_timestamp()) * 1000000)::bigint end, case when is_more then ninth end
+  from (select c.ninth, c.ninth is not null and (select count(*) from picked) < :limit as is_more
+          from (select max(ninth) as ninth from chosen) c) s
+ where is_more or cardinality(:span_walks) = 0
+
+-- fragment: leased
+-- Leases what was picked and is held: begins or goes on with its attempt, removes its entry of ready, and leaves the claim,
+-- the attempt that it follows, its timer and its event. A row is found again by its ctid: one that has changed since the
+-- statement began is held in a version that the statement does not see, and is left with its entry for the next claim.
 leased as (
   update execution e
      set lifecycle_phase = :to_phase, ownership_state = :to_ownership, eligibility_state = :to_eligibility,
          blocking_reason = :to_blocking, terminal_outcome = :to_outcome, attempt_state = :to_attempt,
-         blocking_detail = null,
-         lease_epoch = j.lease_epoch + 1, lease_id = (:lease_ids::uuid[])[j.nth], worker_no = :worker_no,
-         claimed_at = j.now, lease_expires_at = j.now + :lease_ttl_ms::bigint, lease_renewed_at = null,
-         granted_until = null, delay_until = null, remaining_attempt_timeout_ms = null,
-         attempt_timeout_at = j.now + j.timeout_ms,
-         attempt_id = case j.branch when 'resumed' then e.attempt_id else (:lease_ids)[j.nth] end,
-         attempt_stored = j.branch = 'resumed',
-         attempt_count = e.attempt_count + (j.branch <> 'resumed')::int,
+         lease_epoch = e.lease_epoch + 1, claim_no = (select claim_no from clock), claimed_at = (select now from clock),
+         lease_expires_at = (select now + :lease_ttl_ms::bigint from clock), lease_id = (:lease_ids::uuid[])[p.nth],
+         attempt_id = case p.branch when 'resumed' then coalesce(e.attempt_id, e.lease_id) else p.given_attempt_id end,
+         worker_no = :worker_no,
          attempt_type = case
-           when j.branch = 'resumed' then e.attempt_type
-           when j.branch = 'reclaimed' then 'reclaim'
+           when p.branch = 'resumed' then e.attempt_type
+           when p.branch = 'reclaimed' then 'reclaim'
            when e.attempt_state = 'pending_retry_attempt' then 'retry'
            when e.attempt_state = 'pending_replay_attempt' then 'replay'
            else 'initial' end::attempt_type,
-         reclaim_count = e.reclaim_count + (j.branch = 'reclaimed')::int,
-         previous_attempt_index = case j.branch when 'reclaimed' then j.attempt_count - 1 else e.previous_attempt_index end,
-         reclaim_reason = case j.branch when 'reclaimed' then 'lease_' || j.ownership_state when 'fresh' then null else e.reclaim_reason end,
-         retry_reason = case j.branch when 'reclaimed' then null else e.retry_reason end,
-         replay_reason = case j.branch when 'reclaimed' then null else e.replay_reason end,
-         replay_requested_by = case j.branch when 'reclaimed' then null else e.replay_requested_by end,
-         attempt_policy = case when j.branch <> 'reclaimed' then e.attempt_policy end,
-         lease_expired_at = null, lease_revoked_at = null, lease_revoke_reason = null,
-         started_at = coalesce(e.started_at, j.now), last_transition_at = j.now, last_mutation_at = j.now
-    from judged j
-   where e.ctid = j.tid and e.partition_key = j.partition_key and e.execution_id = j.execution_id and j.branch <> 'reclaim_limit'
-  returning j.nth, j.branch, j.partition_key, j.execution_id, j.queue_no, j.place, j.lane_id, j.priority, j.retry_count,
-            e.lease_id, e.lease_epoch, e.attempt_id, e.attempt_type, e.attempt_count - 1 as attempt_index, j.now,
-            j.execution_kind, j.input_payload, j.payload_encoding, j.policy, j.has_tags, j.timeout_ms,
-            j.deadline_at, j.namespace_no, j.flow_id, j.instance_tag
+         attempt_count = e.attempt_count + (p.branch <> 'resumed')::int,
+         reclaim_count = e.reclaim_count + (p.branch = 'reclaimed')::int,
+         attached = e.attached & ~1,
+         last_transition_at = (select now from clock), last_mutation_at = null,
+         started_at = case when e.attempt_count > 0 then coalesce(e.started_at, e.claimed_at) end,
+         granted_until = null, delay_until = null, remaining_attempt_timeout_ms = null, blocking_detail = null,
+         failure_reason = null, failure_category = null,
+         attempt_timeout_at = (select now from clock) + p.timeout_ms, deadline_at = coalesce(p.given_deadline_at, e.deadline_at),
+         lease_renewed_at = null, lease_expired_at = null, lease_revoked_at = null, lease_revoke_reason = null
+    from picked p
+   where e.ctid = p.tid and p.branch <> 'reclaim_limit'
+  returning p.nth, p.tid, p.ready_tid, p.route_no, p.branch, p.reason, p.timeout_ms, p.had_timeout, p.was_granted, p.given_policy,
+            p.given_deadline_at, e.partition_key, e.execution_id, e.queue_no, e.place, e.namespace_no, e.retry_count, e.lease_id,
+            e.lease_epoch, e.attempt_id, e.attempt_type, e.attempt_count, e.deadline_at, e.flow_id, e.instance_tag,
+            e.input_payload, e.payload_encoding, e.policy, e.has_tags
 ),
-interrupted as (
-  insert into attempt (partition_key, execution_id, attempt_index, attempt_id, attempt_type, attempt_state,
-                       started_at, ended_at, lease_id, lease_epoch, worker_no, failure_reason, previous_attempt_index,
-                       retry_reason, reclaim_reason, replay_reason, replay_requested_by, policy)
-  select partition_key, execution_id, attempt_count - 1, attempt_id, attempt_type, 'interrupted_reclaimed',
-         claimed_at, now, lease_id, lease_epoch, worker_no, 'lease_' || ownership_state, previous_attempt_index,
-         retry_reason, reclaim_reason, replay_reason, replay_requested_by, attempt_policy
-    from judged where branch = 'reclaimed' and not attempt_stored and nth = any(array(select nth from leased))
+taken as (
+  delete from ready where ctid = any(array(select ready_tid from leased))
 ),
--- An attempt that was parked before has its row already. Not an update: its join might be driven from the wrong side.
-interrupted_again as (
-  insert into attempt as a (partition_key, execution_id, attempt_index, attempt_id, attempt_type, attempt_state, started_at,
-                            resumed_at, ended_at, lease_id, lease_epoch, worker_no, failure_reason)
-  select partition_key, execution_id, attempt_count - 1, attempt_id, attempt_type, 'interrupted_reclaimed', claimed_at,
-         claimed_at, now, lease_id, lease_epoch, worker_no, 'lease_' || ownership_state
-    from judged where branch = 'reclaimed' and attempt_stored and nth = any(array(select nth from leased))
+claimed as (
+  insert into claim (partition_key, claim_no, worker_no, expires_at, execution_ids)
+  select partition_key, (select claim_no from clock), :worker_no, (select now + :lease_ttl_ms from clock), array_agg(execution_id)
+    from leased group by partition_key
+),
+-- The rows of executions are seen as they were before.
+followed as (
+  insert into attempt as a (partition_key, execution_id, attempt_index, attempt_state, attempt_id, attempt_type, started_at,
+                            ended_at, lease_id, lease_epoch, worker_no, failure_reason, previous_attempt_index, reclaim_reason, policy)
+  select e.partition_key, e.execution_id, e.attempt_count - 1, 'interrupted_reclaimed'::attempt_lifecycle,
+         coalesce(e.attempt_id, e.lease_id), e.attempt_type, e.claimed_at, (select now from clock), e.lease_id, e.lease_epoch,
+         e.worker_no, 'lease_' || e.ownership_state, null, null, null
+    from leased l join execution e on e.ctid = l.tid
+   where l.branch = 'reclaimed'
+  union all
+  select e.partition_key, e.execution_id, e.attempt_count, 'created', null, null, null, null, null, null, null, null,
+         case l.branch when 'reclaimed' then e.attempt_count - 1 end,
+         case l.branch when 'reclaimed' then 'lease_' || e.ownership_state end, l.given_policy
+    from leased l join execution e on e.ctid = l.tid
+   where l.branch = 'reclaimed' or (l.branch = 'fresh' and l.given_policy is not null)
   on conflict (partition_key, execution_id, attempt_index) do update
-     set attempt_state = excluded.attempt_state, resumed_at = excluded.resumed_at, ended_at = excluded.ended_at,
+     set attempt_state = excluded.attempt_state, attempt_id = excluded.attempt_id, attempt_type = excluded.attempt_type,
+         resumed_at = case when a.suspended_at is not null then excluded.started_at end,
+         started_at = coalesce(a.started_at, excluded.started_at), ended_at = excluded.ended_at,
          lease_id = excluded.lease_id, lease_epoch = excluded.lease_epoch, worker_no = excluded.worker_no,
-         failure_reason = excluded.failure_reason, suspension_marker = null, suspension_id = null
+         failure_reason = excluded.failure_reason, suspension_marker = null, suspension_id = null,
+         policy = coalesce(excluded.policy, a.policy)
+),
+ungranted as (
+  delete from claim_grant g using leased l
+   where l.was_granted and g.partition_key = any(array[l.partition_key]) and g.execution_id = l.execution_id
+),
+unlisted as (
+  delete from listed i using leased l
+   where l.branch <> 'fresh' and i.partition_key = any(array[l.partition_key]) and i.execution_id = l.execution_id
+),
+-- The kind is compared as a text: an equality of it would let a plan made while there are few timers walk timer_due.
+untimed as (
+  delete from timer t using leased l
+   where l.had_timeout and l.timeout_ms is null
+     and t.partition_key = any(array[l.partition_key]) and t.execution_id = l.execution_id and t.kind::text = 'attempt_timeout'
+),
+timed as (
+  insert into timer (partition_key, execution_id, kind, due_at)
+  select partition_key, execution_id, 'attempt_timeout'::timer_kind, (select now from clock) + timeout_ms from leased
+   where timeout_ms is not null
+  union all
+  select partition_key, execution_id, 'deadline', greatest(given_deadline_at, (select now from clock)) from leased
+   where given_deadline_at is not null
+  on conflict (partition_key, execution_id, kind) do update set due_at = excluded.due_at
 ),
 events as (
   insert into event (at, execution_id, partition_key, kind, namespace_no, attempt_index, worker_no, lease_epoch, lease_id,
                      attempt_id, reason, flow_id, instance_tag)
-  select now, execution_id, partition_key, case branch when 'reclaimed' then 6 else 1 end, namespace_no,
-         attempt_index, :worker_no, lease_epoch, lease_id, nullif(attempt_id, lease_id), case branch when 'resumed' then 'claim_resumed' end,
-         flow_id, instance_tag
+  select (select now from clock), execution_id, partition_key, (case branch when 'reclaimed' then 'reclaimed' else 'acquired' end)::event_kind,
+         namespace_no, attempt_count - 1, :worker_no, lease_epoch, lease_id, nullif(attempt_id, lease_id), reason, flow_id,
+         instance_tag
     from leased
 )
-select branch, partition_key, execution_id, queue_no, place, lane_id, priority, retry_count,
-       lease_id, lease_epoch, attempt_id, attempt_type, attempt_index, now,
-       execution_kind, input_payload, payload_encoding, policy,
+
+-- fragment: answer
+-- What a worker gets of what it was leased; lane and kind of queues that it does not know.
+select branch, partition_key, execution_id, route_no, queue_no, place,
+       case when queue_no <> all(:known_queues::int[]) then (
+         select a.lane_id from queue q join lane a using (lane_no) where q.queue_no = l.queue_no) end as lane_id, retry_count,
+       lease_id, lease_epoch, attempt_id, attempt_type, attempt_count - 1 as attempt_index, (select now from clock) as now,
+       case when queue_no <> all(:known_queues) then (
+         select k.execution_kind from queue q join kind k using (kind_no) where q.queue_no = l.queue_no) end as execution_kind,
+       input_payload, payload_encoding, policy,
        case when has_tags then (
          select jsonb_object_agg(t.key, t.value) from execution_tag t
           where t.partition_key = l.partition_key and t.execution_id = l.execution_id) end as tags, timeout_ms, deadline_at
   from leased l
+
+-- name: claim_by_route
+-- Leases the best claimable executions of the routes this worker may serve, at most :limit, in order.
+with clock as materialized (select ff_now() as now, nextval('claim_sequence') as claim_no),
+-- include: route_spans
+,
+-- include: wanted_of_route
+,
+-- include: route_walk
+,
+-- include: picked
+,
+-- include: leased
+-- include: answer
 union all
-select branch, partition_key, execution_id, queue_no, place, lane_id, priority, retry_count,
-       null, lease_epoch, null, null, null, now, null, null, null, null, null, null, null
-  from judged where branch = 'reclaim_limit'
+-- include: notes
+;
+
+-- name: claim_by_queue
+-- The same along the queues it wants, for a worker that wants few of many.
+with clock as materialized (select ff_now() as now, nextval('claim_sequence') as claim_no),
+-- include: queue_spans
+,
+wanted as materialized (select queue_no from serving where :is_filtered::boolean),
+-- include: queue_walk
+,
+-- include: picked
+,
+-- include: leased
+-- include: answer
 union all
-select case when is_short then 'short' when is_more then 'more' else 'whole' end, null, null, null, null, null, null, null, null, null, null, null, null, null, null, null, null, null, null,
-       case when cardinality(:span_queues) = 0
-         then (extract(epoch from clock_timestamp() - statement_timestamp()) * 1000)::bigint end, null
-  from (select is_shared and (select sum(rows) from share) > (select count(*) from judged) as is_short,
-               is_shared and (select known < limited from cut) as is_more
-          from plan) s
- where is_short or is_more or cardinality(:span_queues) = 0;
+-- include: notes
+;
 
 -- name: lease_held
--- Leases one execution that the transaction holds and has judged; it leaves what claim_best leaves.
-with clock as materialized (select ff_now() as now),
-held as materialized (
-  select e.partition_key, e.execution_id, e.queue_no, e.place, e.priority, e.namespace_no, e.ownership_state, e.attempt_state,
-         e.lease_epoch, e.lease_id, e.attempt_id, e.attempt_type, e.attempt_count, e.worker_no, e.claimed_at, e.retry_count,
-         e.flow_id, e.instance_tag, e.previous_attempt_index, e.retry_reason, e.reclaim_reason, e.replay_reason,
-         e.replay_requested_by, e.attempt_policy, e.attempt_stored, l.lane_id, c.now, :branch::text as branch,
-         i.execution_kind, i.input_payload, i.payload_encoding, i.policy, i.has_tags
+-- Leases one execution that the transaction holds and has judged; it leaves what a claim leaves.
+with clock as materialized (select ff_now() as now, nextval('claim_sequence') as claim_no),
+picked as materialized (
+  select r.route_no, r.ready_tid, e.ctid as tid, 1 as nth, :branch::text as branch, :reason::text as reason, :timeout_ms::bigint as timeout_ms,
+         e.attempt_timeout_at is not null as had_timeout, e.attached & 1 <> 0 as was_granted,
+         nullif(:attempt_id::uuid, (:lease_ids::uuid[])[1]) as given_attempt_id, :attempt_policy::text::jsonb as given_policy,
+         :deadline_at::bigint as given_deadline_at
     from execution e
-   cross join lateral ff_input(e.namespace_no, e.lane_no, e.created_at, e.partition_key, e.execution_id) i
-    join lane l on l.lane_no = e.lane_no
-   cross join clock c
+   cross join lateral (select q.route_no from queue q where q.queue_no = e.queue_no limit 1) q
+   cross join lateral (
+         select r.route_no, r.ctid as ready_tid from ready r
+          where r.route_no = q.route_no and r.queue_no = e.queue_no and r.place = e.place limit 1) r
    where e.partition_key = :partition_key and e.execution_id = :execution_id
 ),
-leased as (
-  update execution e
-     set lifecycle_phase = :to_phase, ownership_state = :to_ownership, eligibility_state = :to_eligibility,
-         blocking_reason = :to_blocking, terminal_outcome = :to_outcome, attempt_state = :to_attempt,
-         blocking_detail = null,
-         lease_epoch = h.lease_epoch + 1, lease_id = :lease_id, worker_no = :worker_no,
-         claimed_at = h.now, lease_expires_at = h.now + :lease_ttl_ms::bigint, lease_renewed_at = null,
-         granted_until = null, delay_until = null, remaining_attempt_timeout_ms = null,
-         deadline_at = coalesce(:deadline_at::bigint, e.deadline_at),
-         attempt_timeout_at = h.now + :timeout_ms::bigint,
-         attempt_id = case h.branch when 'resumed' then e.attempt_id else :attempt_id::uuid end,
-         attempt_stored = h.branch = 'resumed',
-         attempt_count = e.attempt_count + (h.branch <> 'resumed')::int,
-         attempt_type = case
-           when h.branch = 'resumed' then e.attempt_type
-           when h.branch = 'reclaimed' then 'reclaim'
-           when e.attempt_state = 'pending_retry_attempt' then 'retry'
-           when e.attempt_state = 'pending_replay_attempt' then 'replay'
-           else 'initial' end::attempt_type,
-         reclaim_count = e.reclaim_count + (h.branch = 'reclaimed')::int,
-         previous_attempt_index = case h.branch when 'reclaimed' then h.attempt_count - 1 else e.previous_attempt_index end,
-         reclaim_reason = case h.branch when 'reclaimed' then 'lease_' || h.ownership_state when 'fresh' then null else e.reclaim_reason end,
-         retry_reason = case h.branch when 'reclaimed' then null else e.retry_reason end,
-         replay_reason = case h.branch when 'reclaimed' then null else e.replay_reason end,
-         replay_requested_by = case h.branch when 'reclaimed' then null else e.replay_requested_by end,
-         attempt_policy = case h.branch
-           when 'resumed' then e.attempt_policy
-           when 'reclaimed' then :attempt_policy::jsonb
-           else coalesce(:attempt_policy, e.attempt_policy) end,
-         lease_expired_at = null, lease_revoked_at = null, lease_revoke_reason = null,
-         started_at = coalesce(e.started_at, h.now), last_transition_at = h.now, last_mutation_at = h.now
-    from held h
-   where e.partition_key = h.partition_key and e.execution_id = h.execution_id
-  returning e.partition_key, e.execution_id, e.lease_id, e.lease_epoch, e.attempt_id, e.attempt_type,
-            e.attempt_count - 1 as attempt_index, e.deadline_at
-),
-consumed as (
-  delete from claim_grant where partition_key = :partition_key and execution_id = :execution_id
-),
-interrupted as (
-  insert into attempt (partition_key, execution_id, attempt_index, attempt_id, attempt_type, attempt_state,
-                       started_at, ended_at, lease_id, lease_epoch, worker_no, failure_reason, previous_attempt_index,
-                       retry_reason, reclaim_reason, replay_reason, replay_requested_by, policy)
-  select partition_key, execution_id, attempt_count - 1, attempt_id, attempt_type, 'interrupted_reclaimed',
-         claimed_at, now, lease_id, lease_epoch, worker_no, 'lease_' || ownership_state, previous_attempt_index,
-         retry_reason, reclaim_reason, replay_reason, replay_requested_by, attempt_policy
-    from held where branch = 'reclaimed' and not attempt_stored
-),
--- An attempt that was parked before has its row already. Not an update: its join might be driven from the wrong side.
-interrupted_again as (
-  insert into attempt as a (partition_key, execution_id, attempt_index, attempt_id, attempt_type, attempt_state, started_at,
-                            resumed_at, ended_at, lease_id, lease_epoch, worker_no, failure_reason)
-  select partition_key, execution_id, attempt_count - 1, attempt_id, attempt_type, 'interrupted_reclaimed', claimed_at,
-         claimed_at, now, lease_id, lease_epoch, worker_no, 'lease_' || ownership_state
-    from held where branch = 'reclaimed' and attempt_stored
-  on conflict (partition_key, execution_id, attempt_index) do update
-     set attempt_state = excluded.attempt_state, resumed_at = excluded.resumed_at, ended_at = excluded.ended_at,
-         lease_id = excluded.lease_id, lease_epoch = excluded.lease_epoch, worker_no = excluded.worker_no,
-         failure_reason = excluded.failure_reason, suspension_marker = null, suspension_id = null
-),
-events as (
-  insert into event (at, execution_id, partition_key, kind, namespace_no, attempt_index, worker_no, lease_epoch, lease_id,
-                     attempt_id, reason, flow_id, instance_tag)
-  select h.now, h.execution_id, h.partition_key, case h.branch when 'reclaimed' then 6 else 1 end, h.namespace_no,
-         l.attempt_index, :worker_no, l.lease_epoch, l.lease_id, nullif(l.attempt_id, l.lease_id), :reason, h.flow_id, h.instance_tag
-    from held h join leased l using (partition_key, execution_id)
-)
-select h.branch, h.partition_key, h.execution_id, h.queue_no, h.place, h.lane_id, h.priority, h.retry_count,
-       l.lease_id, l.lease_epoch, l.attempt_id, l.attempt_type, l.attempt_index, h.now,
-       h.execution_kind, h.input_payload, h.payload_encoding, h.policy,
-       case when h.has_tags then (
-         select jsonb_object_agg(t.key, t.value) from execution_tag t
-          where t.partition_key = h.partition_key and t.execution_id = h.execution_id) end as tags,
-       :timeout_ms as timeout_ms, l.deadline_at
-  from held h join leased l using (partition_key, execution_id);
+-- include: leased
+-- include: answer
+;
+
+-- name: lock_best_of_routes
+-- Holds the best execution of a lane that this worker may be granted, null when there is none; with the microseconds that
+-- the server took for the walk, where it was a walk of everything, and the place at which it was cut short.
+with clock as materialized (select ff_now() as now),
+-- include: route_spans
+,
+-- include: wanted_of_route
+,
+-- include: route_walk
+,
+-- include: picked
+select p.partition_key, p.execution_id, p.route_no, p.queue_no, p.place,
+       case when cardinality(:span_walks) = 0
+         then (extract(epoch from clock_timestamp() - statement_timestamp()) * 1000000)::bigint end as walk_us,
+       (select max(ninth) from chosen) as cut_at
+  -- One row even when nothing is found, for walk_us.
+  from (values (true)) as one_row left join picked p on true;
+
+-- name: lock_best_of_queues
+-- The same along the queues it wants, for a worker that wants few of many.
+with clock as materialized (select ff_now() as now),
+-- include: queue_spans
+,
+wanted as materialized (select queue_no from serving where :is_filtered::boolean),
+-- include: queue_walk
+,
+-- include: picked
+select p.partition_key, p.execution_id, p.route_no, p.queue_no, p.place,
+       case when cardinality(:span_walks) = 0
+         then (extract(epoch from clock_timestamp() - statement_timestamp()) * 1000000)::bigint end as walk_us,
+       (select max(ninth) from chosen) as cut_at
+  -- One row even when nothing is found, for walk_us.
+  from (values (true)) as one_row left join picked p on true;
+
+-- name: read_coverage
+-- Of the queues that a worker may serve, how many it wants, and how many there are.
+select count(*) filter (where (:kind_nos::int[] is null or q.kind_no = any(:kind_nos))
+                          and (:namespace_no::int is null or q.namespace_no = :namespace_no)) as wanted, count(*) as queues
+  from lane l
+  join route r using (lane_no)
+  join capability_set c using (capability_set_no)
+  join queue q on q.lane_no = l.lane_no and q.route_no = r.route_no
+ where l.lane_id = any(:lanes::text[]) and c.required <@ :capabilities::text[];

@@ -8,7 +8,7 @@ from flowfabric.db.database import Transaction
 from flowfabric.engine.core.keys import Keys
 from flowfabric.engine.core.row import HeldWithGrant, check_named, hold_with_grant
 from flowfabric.engine.core.transition import CLAIM_PARAMETERS
-from flowfabric.engine.lease.claim import DEFAULT_LEASE_TTL_MS, SQL, claimed_of
+from flowfabric.engine.lease.claim import DEFAULT_LEASE_TTL_MS, SQL, Queues, claimed_of
 from flowfabric.engine.lease.finish import WARN_EVERY_RECLAIMS
 from flowfabric.engine.lease.grant import check_json
 from flowfabric.engine.store import Store
@@ -245,17 +245,18 @@ class NamedClaims:
             branch=branch,
             worker_no=await self._store.worker_no_within(transaction, lease.worker_id, lease.worker_instance_id),
             lease_ttl_ms=lease.lease_ttl_ms,
-            lease_id=lease.lease_id,
+            lease_ids=[lease.lease_id],
             attempt_id=lease.attempt_id,
             attempt_policy=lease.attempt_policy,
             timeout_ms=timeout_ms,
             deadline_at=lease.deadline_at,
             reason=reason,
+            known_queues=(),
             **CLAIM_PARAMETERS,
         )
         if branch == "reclaimed" and (held.reclaim_count + 1) % WARN_EVERY_RECLAIMS == 0:
             logger.warning("%s was reclaimed for the %dth time", held.id, held.reclaim_count + 1)
-        return claimed_of(row, lease.worker_instance_id, lease.lease_ttl_ms)
+        return claimed_of(row, lease.worker_instance_id, lease.lease_ttl_ms, Queues())
 
     async def _grant_failure(
         self, transaction: Transaction, held: HeldWithGrant, key: GrantKey, grant_key: str, worker_id: str

@@ -1,12 +1,11 @@
 """Delaying: a run gives up its lease, and its attempt continues under a later one once it is promoted."""
 
-from collections.abc import Sequence
-
 from flowfabric.db.database import Record, Transaction
 from flowfabric.db.statements import statements_beside
 from flowfabric.engine.core.consequence import LeaseEnd, LeaseEnds
 from flowfabric.engine.core.row import hold_if_there, usable
 from flowfabric.engine.core.transition import PROMOTED, Release
+from flowfabric.engine.core.wakeups import Work
 from flowfabric.engine.lease.expire import LATEST_TIME, named_or_due
 from flowfabric.engine.store import Store
 from flowfabric.model.handle import Handle
@@ -79,13 +78,14 @@ class Delays:
 
     async def promote_due(self) -> int:
         """Make the delayed executions whose time has come claimable, the oldest first; returns how many."""
-        return len(await self.promote_since(self._store.due_watermark.since))
+        return (await self.promote_since(self._store.due_watermark.since))[0]
 
-    async def promote_since(self, since: int) -> Sequence[Record]:
-        """Promote a batch of what is due after a time; returns the lane, queue and place of each."""
+    async def promote_since(self, since: int) -> tuple[int, list[Work]]:
+        """Promote a batch of what is due after a time; returns how many, and what may be claimed."""
         rows = await self._store.fetch(SQL.promote_delayed, **named_or_due(None, since), lease_epoch=None, **PROMOTED)
-        self._store.wakeups.work_of(rows)
-        return rows
+        work = [Work(row["lane_id"], row["route_no"], row["queue_no"], row["place"]) for row in rows]
+        self._store.wakeups.work(work)
+        return len(rows), work
 
     async def _park(self, end: LeaseEnd) -> None:
         verdict = await self._lease_ends.one(end)

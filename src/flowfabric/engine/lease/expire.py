@@ -8,12 +8,12 @@ from flowfabric.db.batch import Locked
 from flowfabric.db.database import Record, Transaction
 from flowfabric.db.statements import statements_beside
 from flowfabric.engine.core.consequence import LeaseEnd, LeaseEnds, retry_pause
-from flowfabric.engine.core.quarantine import Quarantine
+from flowfabric.engine.core.quarantine import Quarantine, is_of_connection
 from flowfabric.engine.core.row import Held, Verdict, hold, hold_if_there
-from flowfabric.engine.core.transition import LEASE_EXPIRED_PARAMETERS, Release, after_timeout
-from flowfabric.engine.core.wakeups import LostLease, LostReason
+from flowfabric.engine.core.transition import Release, after_timeout
+from flowfabric.engine.core.wakeups import Work
 from flowfabric.engine.store import Store
-from flowfabric.model.errors import error
+from flowfabric.model.errors import EngineError, error
 from flowfabric.model.ids import (
     ExecutionId,
     WorkerInstanceId,
@@ -41,6 +41,10 @@ from flowfabric.model.text import check_limit, check_range, check_text, word_of
 SQL = statements_beside(__file__)
 
 SWEEP_LIMIT = 1000
+CLAIM_LIMIT = 50
+"""Claims that one statement of a sweep of expired leases goes through."""
+MOST_BATCHES = 100
+"""Batches of claims in which nothing can be done that one sweep passes over at most."""
 DEFAULT_LISTED = 1000
 MAX_LISTED = 10_000
 LATEST_TIME = 2**62 - 1
@@ -49,38 +53,77 @@ LATEST_TIME = 2**62 - 1
 class LeaseExpiry:
     """Marks leases past their end, so that the next claim takes them, and lists them."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, lease_ends: LeaseEnds, quarantine: Quarantine) -> None:
+        self.quarantine = quarantine
         self._store = store
+        self._lease_ends = lease_ends
 
-    async def mark_expired(self, execution_ids: Sequence[ExecutionId] | None = None) -> int:
-        """Mark expired leases, the named ones or the oldest due; returns how many."""
-        return len(await self.mark_since(self._store.due_watermark.since, execution_ids))
+    async def mark_expired(self, execution_ids: Sequence[ExecutionId]) -> int:
+        """Mark the leases of these executions as expired, where they are; returns how many."""
+        return len(await self._lease_ends.expire(execution_ids))
 
-    async def mark_since(self, since: int, execution_ids: Sequence[ExecutionId] | None = None) -> Sequence[Record]:
-        """Mark expired leases, the named ones or a batch of those due after a time; returns where each is queued."""
-        rows = await self._store.fetch(
-            SQL.mark_expired_leases, **named_or_due(execution_ids, since), **LEASE_EXPIRED_PARAMETERS
+    async def sweep(self) -> int:
+        """Mark expired leases, the oldest claims first, and delete claims that are spent.
+
+        Returns how many leases were marked or claims deleted, whichever is more; a full batch counts as CLAIM_LIMIT.
+        """
+        return (await self.mark_since(self._store.due_watermark.since))[0]
+
+    async def mark_since(self, since: int) -> tuple[int, list[Work]]:
+        """Do what `sweep` does from a time on; returns how many items, and what may be claimed again."""
+        for _ in range(MOST_BATCHES):
+            batch, *members = await self._take_spent(since)
+            work = await self._mark([format_execution_id(row["partition_key"], row["execution_id"]) for row in members])
+            spent: int = batch["spent"]
+            if work:
+                spent += (await self._take_spent(since))[0]["spent"]
+            is_full = batch["claims"] >= CLAIM_LIMIT
+            if spent or work or not is_full:
+                return max(spent, len(work), CLAIM_LIMIT if is_full else 0), work
+            # Every lease of the batch is held elsewhere: what expired later must not wait for them.
+            since = batch["reached"]
+        return 0, []
+
+    async def _take_spent(self, since: int) -> list[Record]:
+        return await self._store.fetch(
+            SQL.take_spent_claims, since=since, left_out=self.quarantine.left_out(), limit=CLAIM_LIMIT
         )
-        self._announce(rows)
-        return rows
+
+    async def _mark(self, expired: Sequence[ExecutionId]) -> list[Work]:
+        if not expired:
+            return []
+        try:
+            return await self._lease_ends.expire(expired)
+        except EngineError as fault:
+            if is_of_connection(fault):
+                raise
+        # One that cannot be marked must not keep the others from it.
+        work: list[Work] = []
+        for execution_id in expired:
+            try:
+                work += await self._lease_ends.expire([execution_id])
+            except EngineError as fault:
+                if is_of_connection(fault):
+                    raise
+                self.quarantine.failed(execution_id, fault)
+        return work
 
     async def mark_lease_expired_if_due(self, execution_id: ExecutionId | str) -> Marked | AlreadySatisfied:
         """Mark the lease of an execution as expired, where its time is up, so that the next claim takes it."""
         parsed = parse_execution_id(execution_id)
         row_key(parsed)
+        end = LeaseEnd(parsed, Release.LEASE_EXPIRED)
 
-        async def mark(transaction: Transaction) -> tuple[list[Record], str]:
+        async def mark(transaction: Transaction) -> tuple[list[Verdict | Locked], str]:
             held = await hold_if_there(transaction, parsed)
             if held is None:
                 return [], "execution_not_found"
-            marked = await transaction.fetch(
-                SQL.mark_expired_leases, **named_or_due([parsed]), **LEASE_EXPIRED_PARAMETERS
-            )
-            return marked, _why_unmarked(held)
+            return await self._lease_ends.within(transaction, [end]), _why_unmarked(held)
 
-        marked, reason = await self._store.transact(mark, execution_id=parsed)
-        self._announce(marked)
-        return Marked() if marked else AlreadySatisfied(reason=reason)
+        verdicts, reason = await self._store.transact(mark, execution_id=parsed)
+        await self._lease_ends.after_commit([end] * len(verdicts), verdicts)
+        is_marked = any(isinstance(verdict, Verdict) and verdict.is_done for verdict in verdicts)
+        return Marked() if is_marked else AlreadySatisfied(reason=reason)
 
     async def list_expired_leases(
         self,
@@ -120,20 +163,6 @@ class LeaseExpiry:
         if entries and len(entries) == limit:
             cursor = ExpiredLeaseCursor(entries[-1].expires_at_ms, entries[-1].execution_id)
         return ExpiredLeases(entries=entries, cursor=cursor)
-
-    def _announce(self, rows: Sequence[Record]) -> None:
-        if rows:
-            self._store.wakeups.lost(
-                [
-                    LostLease(
-                        format_execution_id(row["partition_key"], row["execution_id"]),
-                        row["lease_epoch"],
-                        LostReason.LEASE_EXPIRED,
-                    )
-                    for row in rows
-                ]
-            )
-        self._store.wakeups.work_of(rows)
 
 
 class ExpiryPhase(StrEnum):

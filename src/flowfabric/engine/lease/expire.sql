@@ -1,63 +1,68 @@
--- name: mark_expired_leases
--- Marks expired leases so that the next claim takes them: the named executions, or the oldest due after :since when none
--- is named.
+-- name: take_spent_claims
+-- Deletes claims past their expiry under which nothing is leased any more, the oldest after :since first. The first row says
+-- how many claims there were, how many of them were deleted, and the expiry of the last; the others are what is still leased.
+-- An execution that has left a claim never comes back to it, so that what is left of one is read without locks.
 with clock as materialized (select ff_now() as now),
 due as materialized (
-  select e.partition_key, e.execution_id, e.queue_no, e.place, e.namespace_no, e.lane_no, e.lease_epoch, e.lease_id,
-         e.worker_no, e.attempt_id, e.attempt_count, e.flow_id, e.instance_tag, c.now
+  select r.*
     from clock c
    cross join lateral (
-         select e.* from execution e
-          where :execution_ids::uuid[] is null
-            and e.due_at > :since and e.due_at <= c.now and e.ownership_state = 'leased' and e.lease_expires_at <= c.now
-          order by e.due_at limit :limit
-            for update skip locked) e
-  union all
-  select e.partition_key, e.execution_id, e.queue_no, e.place, e.namespace_no, e.lane_no, e.lease_epoch, e.lease_id,
-         e.worker_no, e.attempt_id, e.attempt_count, e.flow_id, e.instance_tag, c.now
-    from clock c
-   cross join lateral (
-         select e.* from unnest(:partition_keys::smallint[], :execution_ids::uuid[]) as i(partition_key, execution_id)
-           join execution e using (partition_key, execution_id)
-          where e.ownership_state = 'leased' and e.lease_expires_at <= c.now
-            for update of e skip locked) e
+         select r.ctid as tid, r.partition_key, r.claim_no, r.expires_at, r.execution_ids from claim r
+          where r.expires_at > :since and r.expires_at <= c.now
+            -- A claim of nothing but what is left out must not stand before the others.
+            and (not r.execution_ids && :left_out::uuid[] or exists (
+                select from unnest(r.execution_ids) as m(execution_id)
+                 cross join lateral (
+                       select e.claim_no, e.ownership_state from execution e
+                        where e.partition_key = r.partition_key and e.execution_id = m.execution_id limit 1) e
+                 where m.execution_id <> all(:left_out) and e.claim_no = r.claim_no and e.ownership_state = 'leased'))
+          order by r.expires_at limit :limit
+            for update skip locked) r
 ),
-marked as (
-  update execution e
-     set ownership_state = :to_ownership, blocking_reason = :to_blocking, attempt_state = :to_attempt,
-         blocking_detail = 'lease expired, awaiting reclaim', lease_expired_at = d.now, last_mutation_at = d.now
+member as materialized (
+  select d.tid, e.partition_key, e.execution_id
     from due d
-   where e.partition_key = d.partition_key and e.execution_id = d.execution_id
+   cross join lateral unnest(d.execution_ids) as m(execution_id)
+   cross join lateral (
+         select e.partition_key, e.execution_id, e.claim_no, e.ownership_state from execution e
+          where e.partition_key = d.partition_key and e.execution_id = m.execution_id limit 1) e
+   where e.claim_no = d.claim_no and e.ownership_state = 'leased'
 ),
-events as (
-  insert into event (at, execution_id, partition_key, kind, namespace_no, attempt_index, worker_no, lease_epoch, lease_id,
-                     attempt_id, flow_id, instance_tag)
-  select now, execution_id, partition_key, 4, namespace_no, attempt_count - 1, worker_no, lease_epoch, lease_id,
-         nullif(attempt_id, lease_id), flow_id, instance_tag
-    from due
+spent as (
+  delete from claim where ctid = any(array(select tid from due except select tid from member)) returning 1
 )
-select l.lane_id, d.queue_no, d.place, d.partition_key, d.execution_id, d.lease_epoch
-  from due d join lane l using (lane_no);
+select null::smallint as partition_key, null::uuid as execution_id, count(*) as claims, (select count(*) from spent) as spent,
+       max(expires_at) as reached
+  from due
+union all
+select partition_key, execution_id, 0, 0, null from member where execution_id <> all(:left_out);
 
 -- name: list_expired_leases
 -- Leases of active work that end by :as_of, marked or not, by the time of their end, then id.
 with clock as materialized (select coalesce(:as_of::bigint, ff_now()) as as_of),
 expired as (
-  select e.* from clock c
+  select e.*, r.expires_at
+    from clock c
    cross join lateral (
-         select e.partition_key, e.execution_id, e.namespace_no, e.lease_id, e.lease_epoch, e.worker_no, e.lease_expires_at, e.attempt_count
-           from execution e
-          where e.due_at <= c.as_of and e.ownership_state = 'leased' and e.lease_expires_at <= c.as_of) e
+         select r.partition_key, r.claim_no, r.expires_at, r.execution_ids from claim r where r.expires_at <= c.as_of) r
+   cross join lateral unnest(r.execution_ids) as m(execution_id)
+   cross join lateral (
+         select e.partition_key, e.execution_id, e.namespace_no, e.lease_id, e.lease_epoch, e.worker_no, e.attempt_count from execution e
+          where e.partition_key = r.partition_key and e.execution_id = m.execution_id and e.claim_no = r.claim_no
+            and e.ownership_state = 'leased' limit 1) e
   union all
-  select e.* from clock c
+  select e.*, l.at
+    from clock c
    cross join lateral (
-         select e.partition_key, e.execution_id, e.namespace_no, e.lease_id, e.lease_epoch, e.worker_no, e.lease_expires_at, e.attempt_count
-           from execution e
-          where e.ownership_state = 'lease_expired_reclaimable' and e.lease_expires_at <= c.as_of) e
+         select l.partition_key, l.execution_id, l.at from listed l where l.public_state = 'active' and l.at <= c.as_of) l
+   cross join lateral (
+         select e.partition_key, e.execution_id, e.namespace_no, e.lease_id, e.lease_epoch, e.worker_no, e.attempt_count from execution e
+          where e.partition_key = l.partition_key and e.execution_id = l.execution_id
+            and e.ownership_state = 'lease_expired_reclaimable' limit 1) e
 ),
 found as (
   select ('{fp:' || partition_key || '}:' || execution_id) collate "C" as id, lease_id, lease_epoch, worker_no,
-         lease_expires_at, attempt_count - 1 as attempt_index
+         expires_at as lease_expires_at, attempt_count - 1 as attempt_index
     from expired
    where :namespace::text is null or namespace_no = (select namespace_no from namespace where namespace = :namespace)
 )
@@ -71,24 +76,34 @@ select f.id, f.lease_id, f.lease_epoch, w.worker_instance_id, f.lease_expires_at
 -- name: lock_expired
 -- Holds executions whose attempt timer or deadline has passed, the oldest after :since first, but for some, with what
 -- the decision to retry needs.
-select e.partition_key, e.execution_id, e.retry_count, e.lease_epoch, e.lifecycle_phase, i.policy,
+with clock as materialized (select ff_now() as now),
+due as materialized (
+  select distinct t.partition_key, t.execution_id
+    from clock c
+   cross join unnest('{attempt_timeout,deadline}'::timer_kind[]) as k(kind)
+   cross join lateral (
+         select t.partition_key, t.execution_id from timer t
+          where t.kind = k.kind and t.due_at > :since and t.due_at <= c.now and t.execution_id <> all(:left_out::uuid[])
+          order by t.due_at limit :limit) t
+)
+select e.partition_key, e.execution_id, e.retry_count, e.lease_epoch, e.lifecycle_phase, e.policy,
        coalesce(e.deadline_at <= c.now, false) as past_deadline
-  from (select ff_now() as now) c
+  from due d
+ cross join clock c
  cross join lateral (
-       select e.* from execution e
-        where e.due_at > :since and e.due_at <= c.now
+       select e.partition_key, e.execution_id, e.retry_count, e.lease_epoch, e.lifecycle_phase, e.policy, e.deadline_at
+         from execution e
+        where e.partition_key = d.partition_key and e.execution_id = d.execution_id
           and (e.deadline_at <= c.now or (e.lifecycle_phase = 'active' and e.attempt_timeout_at <= c.now))
-          and e.execution_id <> all(:left_out::uuid[])
-        order by e.due_at limit :limit
+          and e.lifecycle_phase <> 'terminal'
           for update skip locked) e
-  left join lateral ff_input(e.namespace_no, e.lane_no, e.created_at, e.partition_key, e.execution_id) i on true;
+ limit :limit;
 
 -- name: read_expiry
 -- Whether the deadline or the attempt timer of a held execution has passed, with what the decision to retry needs.
-select e.partition_key, e.execution_id, e.retry_count, e.lease_epoch, e.lifecycle_phase, i.policy,
+select e.partition_key, e.execution_id, e.retry_count, e.lease_epoch, e.lifecycle_phase, e.policy,
        coalesce(e.deadline_at <= c.now, false) as past_deadline,
        e.lifecycle_phase = 'active' and coalesce(e.attempt_timeout_at <= c.now, false) as past_timeout
   from (select ff_now() as now) c
  cross join execution e
-  left join lateral ff_input(e.namespace_no, e.lane_no, e.created_at, e.partition_key, e.execution_id) i on true
  where e.partition_key = :partition_key and e.execution_id = :execution_id;

@@ -53,7 +53,7 @@ class Finish:
         """End a run in success with its result; a repeat of the call is success too."""
         lease_end = _completion(handle, payload)
         verdict = await self._lease_ends.one(lease_end)
-        if verdict is not DONE and not _was_completed(verdict, handle):
+        if not verdict.is_done and not _was_completed(verdict, handle):
             raise verdict.refusal()
 
     async def complete_many(self, items: Sequence[tuple[Handle, bytes | None]]) -> list[Completed | EngineError]:
@@ -72,7 +72,9 @@ class Finish:
         answers: list[Completed | EngineError] = []
         for lease_end, item in zip(lease_ends, items, strict=True):
             verdict = lease_end if isinstance(lease_end, EngineError) else next(verdicts)
-            if verdict is DONE or (isinstance(verdict, Verdict) and _was_completed(verdict, item[0])):
+            if verdict is DONE or (
+                isinstance(verdict, Verdict) and (verdict.is_done or _was_completed(verdict, item[0]))
+            ):
                 answers.append(Completed(execution_id=item[0].execution_id, public_state=PublicState.COMPLETED))
             elif isinstance(verdict, Verdict):
                 answers.append(verdict.refusal())
@@ -113,10 +115,8 @@ class Finish:
             delay_ms=delay_ms,
         )
         verdict = await self._lease_ends.one(lease_end)
-        if verdict is DONE:
-            return TerminalFailed()
-        if verdict.is_done and verdict.delay_until is not None:
-            return RetryScheduled(delay_until=verdict.delay_until)
+        if verdict.is_done:
+            return TerminalFailed() if verdict.delay_until is None else RetryScheduled(delay_until=verdict.delay_until)
         return _was_failed(verdict, handle)
 
     async def complete_execution(
@@ -191,16 +191,10 @@ class Finish:
                 reason=reason,
                 category=category or None,
                 delay_ms=delay_ms,
+                next_policy=next_policy,
                 lost_epoch=fence.lease_epoch if given.fence is None else None,
             )
             verdicts = await self._lease_ends.within(transaction, [lease_end])
-            if next_policy is not None and delay_ms is not None and _is_done(verdicts[0]):
-                await transaction.fetch(
-                    SQL.set_next_attempt_policy,
-                    partition_key=partition,
-                    execution_id=uuid,
-                    policy=next_policy,
-                )
             return lease_end, verdicts, held.attempt_count
 
         lease_end, verdicts, attempt_count = await self._store.transact(end, execution_id=parsed)
@@ -209,7 +203,7 @@ class Finish:
             return TerminalFailed()
         return RetryScheduled(delay_until=verdict.delay_until, next_attempt_index=attempt_count)
 
-    async def end_at_reclaim_cap(self, lost: Sequence[tuple[ExecutionId, int]]) -> None:
+    async def end_at_reclaim_limit(self, lost: Sequence[tuple[ExecutionId, int]]) -> None:
         """End executions that were found at their reclaim cap, each while its last lease is the one of this epoch.
 
         Who found them has judged them, and as long as the epoch holds the judgement does: the cap is fixed, and the
@@ -220,7 +214,7 @@ class Finish:
         async def end(transaction: Transaction) -> tuple[list[LeaseEnd], list[Verdict | Locked]]:
             _, rows = await hold_all(transaction, list(epochs), waits=False)
             lease_ends = [
-                LeaseEnd(held.id, Release.RECLAIM_CAP, reason=MAX_RECLAIMS_EXCEEDED)
+                LeaseEnd(held.id, Release.RECLAIM_LIMIT, reason=MAX_RECLAIMS_EXCEEDED)
                 for held in rows
                 if held is not None and held.is_lost and held.lease_epoch == epochs[held.id]
             ]
@@ -232,7 +226,7 @@ class Finish:
             if len(lost) > 1 and not problem.retryable:
                 # One that the store refuses does not keep the others from their end.
                 for each in lost:
-                    await self.end_at_reclaim_cap([each])
+                    await self.end_at_reclaim_limit([each])
                 return
             for execution_id, _ in lost:
                 logger.warning("%s: cannot be ended at its reclaim cap now: %s", execution_id, problem)
@@ -271,10 +265,6 @@ class Finish:
         if not rows:
             raise error("execution_not_found")
         return read_stored_policy(rows[0]["policy"]), rows[0]["retry_count"]
-
-
-def _is_done(verdict: Verdict | Locked) -> bool:
-    return isinstance(verdict, Verdict) and verdict.is_done
 
 
 def _completion(handle: Handle, payload: bytes | None) -> LeaseEnd:
@@ -340,7 +330,7 @@ def _was_failed(verdict: Verdict, handle: Handle) -> RetryScheduled | TerminalFa
             found.attempt_state == "pending_retry_attempt"
             and found.delay_until is not None
             and found.lease_epoch == handle.lease_epoch
-            and found.previous_attempt_index == handle.attempt_index
+            and found.attempt_count - 1 == handle.attempt_index
         ):
             return RetryScheduled(delay_until=found.delay_until)
     raise verdict.refusal()

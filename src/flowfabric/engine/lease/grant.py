@@ -1,14 +1,18 @@
 """Grants: an execution reserved for one worker for a short time, found by search or by name."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import cast
+from uuid import UUID
 
 from flowfabric.db.database import Transaction
 from flowfabric.db.statements import statements_beside
+from flowfabric.engine.core.consequence import Ended
 from flowfabric.engine.core.keys import Keys
 from flowfabric.engine.core.row import HeldWithGrant, check_named, hold_with_grant, read_with_grant
 from flowfabric.engine.lease.catch_up import CatchUp
-from flowfabric.engine.lease.claim import CATCH_UP_SECONDS, Wanted
+from flowfabric.engine.lease.claim import CATCH_UP_SECONDS, RECLAIM_LIMITS, Walk, Walks, Wanted
+from flowfabric.engine.lease.claim import SQL as CLAIM_SQL
 from flowfabric.engine.lease.finish import Finish
 from flowfabric.engine.store import Store
 from flowfabric.model.errors import EngineError, error
@@ -31,6 +35,7 @@ from flowfabric.model.ids import (
     check_worker_id,
     format_execution_id,
     partition_text,
+    split_execution_id,
 )
 from flowfabric.model.policy import check_capabilities, reclaim_cap
 from flowfabric.model.text import check_limit, check_range, check_text, json_text
@@ -81,6 +86,7 @@ class Grants:
         self._keys = keys
         self._catch_up = catch_up
         self._finish = finish
+        self._walks = Walks(store)
 
     async def claim_for_worker(
         self,
@@ -96,58 +102,51 @@ class Grants:
         """Reserve for a worker what a claim of a lane would take; `claim_execution` then leases it."""
         grantee = Grantee.of(worker_id, worker_instance_id, grant_ttl_ms)
         lane = check_lane_id(lane_id)
-        wanted = Wanted.of(worker_capabilities, kinds, namespace)
-        wanted_queues = await wanted.parameters(self._store)
+        wanted = Wanted.of((lane,), worker_capabilities, kinds, namespace)
         await self._catch_up.run((lane,), within_seconds=CATCH_UP_SECONDS)
-        watermarks = self._store.wakeups.watermarks
-        met: set[ExecutionId] = set()
+        walk = await self._walks.of(wanted)
+        refused: list[UUID] = []
+        walked_to = 0
         while True:
-            queues, firsts, lasts = watermarks.spans()
-            found = await self._search(
-                grantee,
-                wanted.capabilities,
-                **wanted_queues,
-                lane_id=lane,
-                span_queues=queues,
-                span_firsts=firsts,
-                span_lasts=lasts,
-            )
-            if found is not None:
-                held, granted = found
-                watermarks.raise_to(held.queue_no, held.place)
-                if granted is not None:
-                    return granted
-                # An execution that could not be ended is skipped, or this loop would find it forever.
-                if held.id not in met:
-                    met.add(held.id)
-                    await self._finish.end_at_reclaim_cap([(held.id, held.lease_epoch)])
-                    continue
-            if queues and watermarks.may_walk_whole:
-                watermarks.clear()
+            where = {**walk.where, "walked_to": walked_to}
+            found = await self._search(grantee, walk, where, refused)
+            if isinstance(found, Granted):
+                return found
+            walked_to = found if isinstance(found, int) else 0
+            if walked_to:
+                continue
+            if isinstance(found, HeldWithGrant):
+                # One that cannot be ended must not be found again and again.
+                refused.append(found.execution_id)
+                await self._finish.end_at_reclaim_limit([(found.id, found.lease_epoch)])
+            elif where["span_walks"] and walk.watermarks.may_walk_whole:
+                walk.watermarks.end()
             elif not await self._catch_up.run((lane,), within_seconds=0):
                 return NoWork()
 
     async def _search(
-        self, grantee: Grantee, offered: tuple[str, ...], **where: object
-    ) -> tuple[HeldWithGrant, Granted | None] | None:
-        """The best execution of one walk with its grant, which it has not at its reclaim cap."""
+        self, grantee: Grantee, walk: Walk, where: Mapping[str, object], left_out: Sequence[UUID]
+    ) -> Granted | HeldWithGrant | int | None:
+        """Grant the best execution of one walk.
 
-        async def search(transaction: Transaction) -> tuple[HeldWithGrant, Granted | None] | None:
-            walk_ms = 0
-            for is_any in (False, True):
-                (row,) = await transaction.fetch(SQL.lock_best, is_any=is_any, **where)
-                walk_ms += row["walk_ms"]
-                if row["execution_id"] is not None:
-                    break
-            if not where["span_queues"]:
-                self._store.wakeups.watermarks.walked_whole(walk_ms / 1000)
+        One that is at its reclaim limit is returned as it is held; of a walk that was cut short, the place to go on at.
+        """
+        statement = CLAIM_SQL.lock_best_of_queues if walk.is_by_queue else CLAIM_SQL.lock_best_of_routes
+        offered = cast("tuple[str, ...]", where["capabilities"])
+
+        async def search(transaction: Transaction) -> Granted | HeldWithGrant | int | None:
+            (row,) = await transaction.fetch(statement, **where, **RECLAIM_LIMITS, left_out=left_out, limit=1)
+            if row["walk_us"] is not None:
+                walk.watermarks.walked_whole(row["walk_us"] / 1_000_000, up_to=row["place"])
             if row["execution_id"] is None:
-                return None
+                cut_at: int | None = row["cut_at"]
+                return cut_at
+            walk.watermarks.raise_to(row["queue_no" if walk.is_by_queue else "route_no"], row["place"])
             held = await read_with_grant(transaction, row["partition_key"], row["execution_id"])
             if held.is_lost and held.reclaim_count >= reclaim_cap(held.execution_policy):
-                return held, None
+                return held
             kind = GrantKind.RECLAIM if held.is_lost else GrantKind.CLAIM
-            return held, await self.give(transaction, held, kind, grantee, offered)
+            return await self.give(transaction, held, kind, grantee, offered)
 
         return await self._store.transact(search)
 
@@ -277,3 +276,13 @@ def check_json(text: object, field: str) -> str | None:
 
 def _optional_text(value: object, field: str) -> str | None:
     return None if value is None else check_text(value, field)
+
+
+async def take_grants(transaction: Transaction, ended: Sequence[Ended]) -> None:
+    """Delete the grants of executions that have ended, or whose leases have."""
+    pairs = [split_execution_id(each.execution_id) for each in ended]
+    await transaction.fetch(
+        SQL.take_grants,
+        partition_keys=[partition for partition, _ in pairs],
+        execution_ids=[uuid for _, uuid in pairs],
+    )

@@ -8,11 +8,10 @@ from flowfabric.db.batch import Locked
 from flowfabric.db.database import Transaction
 from flowfabric.engine.core.consequence import LeaseEnd, LeaseEnds
 from flowfabric.engine.core.row import HeldWithGrant, Verdict, check_named, hold_with_grant
-from flowfabric.engine.core.transition import LEASE_EXPIRED_PARAMETERS, Release
-from flowfabric.engine.core.wakeups import LostLease, LostReason
+from flowfabric.engine.core.transition import Release
+from flowfabric.engine.core.wakeups import LostLease, LostReason, Work
 from flowfabric.engine.lease.claim import DEFAULT_LEASE_TTL_MS
 from flowfabric.engine.lease.claim_named import Lease, NamedClaims
-from flowfabric.engine.lease.expire import SQL
 from flowfabric.engine.lease.finish import MAX_RECLAIMS_EXCEEDED
 from flowfabric.engine.lease.grant import Grantee, Grants, note_mismatch
 from flowfabric.engine.store import Store
@@ -67,7 +66,7 @@ class Reclaim:
         lane = check_lane_id(lane_id)
         offered = check_capabilities(worker_capabilities)
 
-        marked: list[HeldWithGrant] = []
+        marked: list[tuple[HeldWithGrant, Work]] = []
 
         async def issue(transaction: Transaction) -> Granted | NotReclaimable | tuple[int, Ended]:
             marked.clear()
@@ -77,8 +76,10 @@ class Reclaim:
             if not held.is_on_open_lane:
                 return NotReclaimable(execution_id=parsed, detail=f"lane {held.lane_id} is {held.lane_state}")
             if held.has_expired:
-                await _mark(transaction, held)
-                marked.append(held)
+                (verdict,) = await self._lease_ends.within(transaction, [LeaseEnd(parsed, Release.LEASE_EXPIRED)])
+                if not isinstance(verdict, Verdict) or verdict.work is None:
+                    return NotReclaimable(execution_id=parsed, detail=_state_of(held))
+                marked.append((held, verdict.work))
                 held = await hold_with_grant(transaction, parsed, lane)
             cap = reclaim_cap(held.execution_policy)
             if held.reclaim_count >= cap:
@@ -92,12 +93,11 @@ class Reclaim:
             return await give(transaction, held, GrantKind.RECLAIM, grantee, offered, names_lane=True)
 
         answer = await self._store.transact(issue, execution_id=parsed)
-        self._store.wakeups.lost([_lost(held) for held in marked])
+        self._store.wakeups.lost([_lost(held) for held, _ in marked])
         if isinstance(answer, tuple):
             return await self._at_reclaim_limit(*answer)
         if isinstance(answer, NotReclaimable):
-            for held in marked:
-                self._store.wakeups.work(held.lane_id, {held.queue_no: held.place})
+            self._store.wakeups.work(work for _, work in marked)
         return answer
 
     async def reclaim_execution(
@@ -163,7 +163,7 @@ class Reclaim:
 
     async def _end(self, transaction: Transaction, held: HeldWithGrant) -> Ended:
         """End a held execution whose lease was lost as often as allowed, and with it the grant that led here."""
-        lease_end = LeaseEnd(held.id, Release.RECLAIM_CAP, reason=MAX_RECLAIMS_EXCEEDED, lost_epoch=held.lease_epoch)
+        lease_end = LeaseEnd(held.id, Release.RECLAIM_LIMIT, reason=MAX_RECLAIMS_EXCEEDED, lost_epoch=held.lease_epoch)
         return lease_end, await self._lease_ends.within(transaction, [lease_end])
 
     async def _at_reclaim_limit(self, cap: int, ended: Ended) -> ReclaimCapExceeded:
@@ -171,18 +171,6 @@ class Reclaim:
         await self._lease_ends.after_commit([lease_end], verdicts)
         logger.warning("%s ended: its lease was lost as often as its policy allows", lease_end.execution_id)
         return ReclaimCapExceeded(execution_id=lease_end.execution_id, reclaim_count=cap)
-
-
-async def _mark(transaction: Transaction, held: HeldWithGrant) -> None:
-    """Mark the expired lease of a held execution, so that it can be granted."""
-    await transaction.fetch(
-        SQL.mark_expired_leases,
-        partition_keys=[held.partition_key],
-        execution_ids=[held.execution_id],
-        since=0,
-        limit=1,
-        **LEASE_EXPIRED_PARAMETERS,
-    )
 
 
 def _lost(held: HeldWithGrant) -> LostLease:

@@ -27,8 +27,9 @@ class Renewals:
     def __init__(self, store: Store, expiry: LeaseExpiry) -> None:
         self._store = store
         self._expiry = expiry
+        # In one stream: a second one would find the claims of the first one held.
         self._batch: Batch[Handle, Renewed] = Batch(
-            self._renew_together, self._renew_alone, keys=lambda handle: (handle.execution_id,)
+            self._renew_together, self._renew_alone, keys=lambda handle: (handle.execution_id,), streams=1
         )
 
     async def renew(self, handle: Handle) -> Renewed:
@@ -78,6 +79,7 @@ class Renewals:
                 attempt_ids=[fence.attempt_id],
                 ttls_ms=[lease_ttl_ms],
                 writes_events=self._store.rules.renewal_events,
+                waits=True,
             )
             return fence, row
 
@@ -123,14 +125,14 @@ class Renewals:
         await self._batch.drain()
 
     async def _renew_together(self, handles: Sequence[Handle]) -> Sequence[Renewed | Locked | Exception]:
-        rows = await self._store.database.fetch(SQL.renew_leases, self._columns(handles))
+        rows = await self._store.database.fetch(SQL.renew_leases, self._columns(handles, waits=False))
         await self._mark_expired(handles, rows)
         return self._judge(handles, rows)
 
     async def _renew_alone(self, handle: Handle) -> Renewed:
         async def renew(transaction: Transaction) -> list[Record]:
             await hold(transaction, handle.execution_id)
-            return await transaction.fetch(SQL.renew_leases, **self._columns([handle]))
+            return await transaction.fetch(SQL.renew_leases, **self._columns([handle], waits=True))
 
         rows = await self._store.transact(renew, execution_id=handle.execution_id)
         await self._mark_expired([handle], rows)
@@ -155,7 +157,7 @@ class Renewals:
                 answers[at] = verdict_of(row).refusal()
         return answers
 
-    def _columns(self, handles: Sequence[Handle]) -> dict[str, object]:
+    def _columns(self, handles: Sequence[Handle], *, waits: bool) -> dict[str, object]:
         pairs = [split_execution_id(handle.execution_id) for handle in handles]
         return {
             "partition_keys": [partition for partition, _ in pairs],
@@ -165,4 +167,5 @@ class Renewals:
             "attempt_ids": [handle.attempt_id for handle in handles],
             "ttls_ms": [handle.lease_ttl_ms for handle in handles],
             "writes_events": self._store.rules.renewal_events,
+            "waits": waits,
         }

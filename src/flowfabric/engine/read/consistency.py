@@ -1,4 +1,4 @@
-"""Checking: which rows say something no operation can have brought about."""
+"""Checking: which rows hold something that no operation can have written."""
 
 from collections.abc import Iterable, Mapping
 from enum import StrEnum
@@ -24,7 +24,7 @@ from flowfabric.model.text import check_limit
 SQL = statements_beside(__file__)
 
 STRETCH = 2_000
-"""Executions looked at in one statement: the whole table in one would keep dead rows from being removed meanwhile."""
+"""Executions checked in one statement: one statement for the whole table would keep dead rows from being removed."""
 MAX_LIMIT = 100_000
 _BEGINNING = -(2**15), "00000000-0000-0000-0000-000000000000"
 
@@ -46,7 +46,7 @@ class Consistency:
         self._store = store
 
     async def find_inconsistencies(self, *, limit: int = 1000) -> list[Inconsistency]:
-        """What stored rows say that no operation can have brought about."""
+        """Up to limit inconsistencies of stored rows, in the order of the executions; reads every row."""
         limit = check_limit(limit, MAX_LIMIT)
         found: list[Inconsistency] = []
         after: tuple[int, object] = _BEGINNING

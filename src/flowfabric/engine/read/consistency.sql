@@ -27,46 +27,103 @@ select partition_key, execution_id
  limit :limit;
 
 -- name: list_impossible
--- What the fields of a stretch of executions, and the rows that belong to them, say that cannot be; a table of rules.
-with clock as materialized (select ff_now() as now)
+-- The rules that executions of a stretch break, alone or together with the rows that belong to them.
+with clock as materialized (select ff_now() as now),
+subject as materialized (
+  select e.*, coalesce(e.attempt_id, e.lease_id) is not null as has_attempt,
+         e.lifecycle_phase = 'active' as is_active, e.lifecycle_phase = 'terminal' as is_terminal,
+         e.lifecycle_phase = 'suspended' as is_suspended, e.ownership_state <> 'unowned' as is_owned, l.is_lost,
+         e.attempt_state in ('pending_retry_attempt', 'pending_replay_attempt') as is_pending,
+         (e.eligibility_state = 'eligible_now' or l.is_lost) and e.blocking_reason <> 'paused_by_flow_cancel' as is_claimable,
+         l.is_lost or e.public_state in ('resumable', 'failed', 'cancelled', 'expired', 'skipped')
+           or e.eligibility_state not in ('eligible_now', 'not_eligible_until_time', 'not_applicable') as is_listed
+    from execution e
+   cross join lateral (select e.ownership_state in ('lease_expired_reclaimable', 'lease_revoked') as is_lost) l
+   where (e.partition_key, e.execution_id) > (:after_partition::smallint, :after_id::uuid)
+     and (e.partition_key, e.execution_id) <= (:last_partition::smallint, :last_id::uuid)
+),
+-- No index leads from an execution to its batch, but few batches are of the time when it ended. Conditions behind "is true"
+-- are looked up in a hash, where joins would be loops; the limit, which is never reached, tells the planner that it fits.
+kept as materialized (
+  select distinct k.partition_key, k.execution_id, k.ended_at
+    from (select r.partition_key, unnest(r.execution_ids) as execution_id, r.ended_at
+            from retained r
+           where ((r.partition_key, r.ended_at) in (select partition_key, last_transition_at from subject where is_terminal)) is true
+          offset 0) k
+   where ((k.partition_key, k.execution_id, k.ended_at) in (
+         select partition_key, execution_id, last_transition_at from subject where is_terminal)) is true
+   limit 10000
+)
 select e.partition_key, e.execution_id, rule.problem
   from clock c
- cross join execution e
-  left join lateral ff_input(e.namespace_no, e.lane_no, e.created_at, e.partition_key, e.execution_id) i on true
+ cross join subject e
+  left join queue q on q.queue_no = e.queue_no
+  left join route o on o.route_no = q.route_no
+  -- Limits keep the executions of the stretch in the lead, whatever the planner expects of them.
+  left join lateral (select r.* from ready r where r.queue_no = e.queue_no and r.place = e.place limit 1) r on true
   left join lateral (
-       select q.queue_no, q.lane_no, q.namespace_no, k.execution_kind
-         from queue q join kind k using (kind_no) where q.queue_no = e.queue_no limit 1) q on true
-  left join suspension u on u.partition_key = e.partition_key and u.execution_id = e.execution_id
+       select i.* from listed i where i.partition_key = e.partition_key and i.execution_id = e.execution_id limit 1) i on true
+  left join lateral (select m.* from claim m where m.partition_key = e.partition_key and m.claim_no = e.claim_no limit 1) m on true
+  left join lateral (
+       select g.* from claim_grant g where g.partition_key = e.partition_key and g.execution_id = e.execution_id limit 1) g on true
+  left join lateral (
+       select u.* from suspension u
+        where u.partition_key = e.partition_key and u.execution_id = e.execution_id and u.suspension_id = e.suspension_id limit 1) u on true
+  left join lateral (
+       select l.* from attempt l
+        where l.partition_key = e.partition_key and l.execution_id = e.execution_id and l.attempt_index = e.attempt_count - 1 limit 1) l on true
+  left join lateral (
+       select n.* from attempt n
+        where n.partition_key = e.partition_key and n.execution_id = e.execution_id and n.attempt_index = e.attempt_count limit 1) n on true
  cross join lateral (
-       select count(*) filter (where p.waitpoint_id = any(u.waitpoint_ids)) as bound,
-              count(*) filter (where p.state = 'active' and (u.closed_at is not null or u.suspension_id is distinct from p.suspension_id)) as stray,
+       select max(t.due_at) filter (where t.kind = 'delay') as delay,
+              max(t.due_at) filter (where t.kind = 'attempt_timeout') as attempt_timeout,
+              max(t.due_at) filter (where t.kind = 'deadline') as deadline,
+              max(t.due_at) filter (where t.kind = 'suspension_timeout') as suspension_timeout
+         from timer t where t.partition_key = e.partition_key and t.execution_id = e.execution_id) d
+ cross join lateral (
+       select count(*) filter (where s.closed_at is null) as open,
+              count(*) filter (where s.closed_at is null and s.suspension_id is distinct from e.suspension_id) as other_open,
+              count(*) filter (where s.namespace_no <> e.namespace_no or s.lane_no <> e.lane_no) as elsewhere,
+              count(*) filter (where s.attempt_index not between 0 and e.attempt_count - 1) as of_no_attempt,
+              count(*) filter (where s.attempt_index > u.attempt_index or u.execution_id is null) as later,
+              count(*) filter (where exists (
+                select from unnest(s.waitpoint_ids) as w(waitpoint_id)
+                 where not exists (
+                       select from waitpoint p
+                        where p.partition_key = s.partition_key and p.waitpoint_id = w.waitpoint_id
+                          and p.execution_id = s.execution_id and p.suspension_id = s.suspension_id))) as incomplete
+         from suspension s where s.partition_key = e.partition_key and s.execution_id = e.execution_id) s
+ cross join lateral (
+       select count(*) filter (where p.state = 'active' and (u.closed_at is not null or u.suspension_id is distinct from p.suspension_id)) as stray,
               count(*) filter (where (p.state in ('pending', 'active')) <> (p.closed_at is null)) as half_closed
          from waitpoint p where p.partition_key = e.partition_key and p.execution_id = e.execution_id) p
  cross join lateral (
        select count(*) as tags, max(t.value) filter (where t.key = :instance_tag) as instance
          from execution_tag t where t.partition_key = e.partition_key and t.execution_id = e.execution_id) t
  cross join lateral (
-       select count(*) as stored, coalesce(max(a.attempt_index), -1) as last, coalesce(max(a.lease_epoch), 0) as epoch,
-              count(*) filter (where a.attempt_state in ('created', 'started')) as started,
-              count(*) filter (where a.attempt_state = 'suspended' and a.attempt_index < e.attempt_count - 1) as left_parked,
+       select count(*) filter (where a.ended_at is not null) as ended, coalesce(max(a.attempt_index), -1) as last,
+              coalesce(max(a.attempt_index) filter (where a.attempt_state <> 'created'), -1) as last_begun,
+              coalesce(max(a.lease_epoch), 0) as epoch,
+              coalesce(max(a.lease_epoch) filter (where a.attempt_index < e.attempt_count - 1), 0) as earlier_epoch,
+              count(*) filter (where a.attempt_state = 'started') as started,
+              count(*) filter (where a.ended_at is null and a.attempt_index < e.attempt_count - 1) as left_open,
               count(*) filter (where a.lease_epoch <= a.epoch_before) as not_rising,
               count(*) filter (where (a.ended_at is null) <> (a.attempt_state in ('created', 'started', 'suspended'))) as half_ended,
-              max(a.attempt_state) filter (where a.attempt_index = e.attempt_count - 1) as latest
-         from (select a.attempt_index, a.attempt_state, a.lease_epoch, a.ended_at,
-                      lag(a.lease_epoch) over (order by a.attempt_index) as epoch_before
+              count(*) filter (where a.ended_at is not null
+                and (a.attempt_id is null or a.attempt_type is null or a.started_at is null or a.lease_epoch is null)) as incomplete,
+              count(*) filter (where a.attempt_type in ('retry', 'reclaim', 'replay') and a.previous_attempt_index is null) as unlinked,
+              count(*) filter (where a.previous_attempt_index >= a.attempt_index) as misled
+         from (select a.*, lag(a.lease_epoch) over (order by a.attempt_index) as epoch_before
                  from attempt a where a.partition_key = e.partition_key and a.execution_id = e.execution_id) a) a
- cross join lateral (
-       select e.lifecycle_phase = 'active' as is_active, e.lifecycle_phase = 'terminal' as is_terminal,
-              e.lifecycle_phase = 'runnable' as is_runnable, e.ownership_state <> 'unowned' as is_owned,
-              e.ownership_state in ('lease_expired_reclaimable', 'lease_revoked') as is_lost) s
  cross join lateral (values
        ('partition_key: is negative', e.partition_key < 0),
        ('lifecycle_phase: submitted is never left stored', e.lifecycle_phase = 'submitted'),
-       ('ownership_state: active work is owned', s.is_active and not s.is_owned),
+       ('ownership_state: active work is owned', e.is_active and not e.is_owned),
        ('blocking_reason: does not fit the rest of the state', e.blocking_reason <> all (case
-         when s.is_terminal or e.ownership_state = 'leased' then '{none}'::blocking_reason[]
-         when s.is_lost then '{waiting_for_worker,paused_by_flow_cancel}'::blocking_reason[]
-         when e.lifecycle_phase = 'suspended' then
+         when e.is_terminal or e.ownership_state = 'leased' then '{none}'::blocking_reason[]
+         when e.is_lost then '{waiting_for_worker,paused_by_flow_cancel}'::blocking_reason[]
+         when e.is_suspended then
            '{waiting_for_signal,waiting_for_approval,waiting_for_callback,waiting_for_tool_result,waiting_for_budget,paused_by_operator,paused_by_policy}'::blocking_reason[]
          else case e.eligibility_state
            when 'eligible_now' then '{waiting_for_worker}'::blocking_reason[]
@@ -80,86 +137,110 @@ select e.partition_key, e.execution_id, rule.problem
            else '{}'::blocking_reason[] end end)),
        ('attempt_state: does not fit the rest of the state', e.attempt_state <> all (case
          when e.ownership_state = 'leased' then '{running_attempt}'::attempt_state[]
-         when s.is_lost or e.lifecycle_phase = 'suspended' then '{attempt_interrupted}'::attempt_state[]
-         when s.is_terminal then '{attempt_terminal,none,pending_first_attempt,pending_replay_attempt}'::attempt_state[]
+         when e.is_lost or e.is_suspended then '{attempt_interrupted}'::attempt_state[]
+         when e.is_terminal then '{attempt_terminal,none,pending_first_attempt,pending_replay_attempt}'::attempt_state[]
          else '{pending_first_attempt,pending_retry_attempt,pending_replay_attempt,attempt_interrupted}'::attempt_state[] end)),
-       ('completed_at: is set exactly while terminal', (e.completed_at is not null) <> s.is_terminal),
-       ('retain_until: is set exactly while terminal', (e.retain_until is not null) <> s.is_terminal),
-       ('started_at: is set exactly from the first attempt on', (e.started_at is not null) <> (e.attempt_count > 0)),
+       ('started_at: is set exactly from the first attempt on', (coalesce(e.started_at, e.claimed_at) is not null) <> (e.attempt_count > 0)),
+       ('started_at: is missing though the first attempt is not the latest', e.attempt_count > 1 and e.started_at is null),
        ('delay_until: is missing', e.eligibility_state = 'not_eligible_until_time' and e.delay_until is null),
+       ('result_payload: without a success', e.result_payload is not null and e.terminal_outcome <> 'success'),
        ('cancelled_by: without a cancellation', e.terminal_outcome <> 'cancelled' and e.cancelled_by is not null),
        ('attempt_count: does not fit attempt_state', case
          when e.attempt_state = 'pending_first_attempt' then e.attempt_count <> 0
          when e.attempt_state in ('running_attempt', 'attempt_interrupted', 'pending_retry_attempt', 'attempt_terminal') then e.attempt_count < 1
          else e.attempt_count < 0 end),
        ('attempt_id: does not fit attempt_state', case
-         when e.attempt_state in ('running_attempt', 'attempt_interrupted') then e.attempt_id is null
+         when e.attempt_state in ('running_attempt', 'attempt_interrupted') then not e.has_attempt
          -- What ended while it waited for another attempt has none.
-         when e.attempt_state = 'attempt_terminal' then e.attempt_id is null and e.terminal_outcome not in ('cancelled', 'expired', 'skipped')
-         else e.attempt_id is not null and (e.attempt_count = 0 or e.attempt_state = 'pending_retry_attempt') end),
+         when e.attempt_state = 'attempt_terminal' then not e.has_attempt and e.terminal_outcome not in ('cancelled', 'expired', 'skipped')
+         else e.has_attempt end),
        ('lease_epoch: is lower than the number of attempts', e.lease_epoch < e.attempt_count),
        ('lease_epoch: is lower than that of an attempt', e.lease_epoch < a.epoch),
-       ('lease: is owned without all of its fields', s.is_owned and (e.lease_id is null or e.attempt_id is null
-         or e.attempt_type is null or e.worker_no is null or e.claimed_at is null or e.lease_expires_at is null)),
-       -- A completed row keeps its lease columns, which are spent.
-       ('lease: is left on what nobody owns', not s.is_owned and e.terminal_outcome <> 'success'
-         and (e.lease_id is not null or e.worker_no is not null or e.claimed_at is not null or e.lease_expires_at is not null)),
+       ('lease_epoch: is not higher than that of an earlier attempt', e.has_attempt and e.lease_epoch <= a.earlier_epoch),
+       ('lease: is owned without all of its fields', e.is_owned and (e.lease_id is null or e.attempt_type is null
+         or e.worker_no is null or e.claimed_at is null or e.lease_expires_at is null or e.claim_no is null)),
+       -- What ended under a lease keeps its columns, which are spent.
+       ('lease_id: is left on what nobody owns', e.lease_id is not null and not e.is_owned and not e.is_terminal),
        ('lease_expired_at: does not fit ownership_state', (e.lease_expired_at is not null) <> (e.ownership_state = 'lease_expired_reclaimable')),
        ('lease_revoked_at: does not fit ownership_state', (e.lease_revoked_at is not null) <> (e.ownership_state = 'lease_revoked')),
        ('retry_count: is impossible', e.retry_count not between 0 and e.attempt_count),
        ('replay_count: is negative', e.replay_count < 0),
        ('reclaim_count: is impossible', e.reclaim_count not between 0 and greatest(e.attempt_count - 1, 0)),
-       ('attempt: the rows are not as many as were counted',
-         a.stored <> e.attempt_count - (s.is_active and not e.attempt_stored)::int and e.attempt_count >= 0),
-       ('attempt: an index is beyond the count', a.last >= e.attempt_count),
+       -- Until another follows it, the latest attempt is the execution row; but for one that nobody may reclaim any more.
+       ('attempt: the rows are not as many as have ended', e.attempt_count >= 0
+         and a.ended <> e.attempt_count - (e.has_attempt and not (e.is_terminal and l.attempt_state is not distinct from 'interrupted_reclaimed'))::int),
+       ('attempt: an index is beyond the count', a.last_begun >= e.attempt_count or a.last > e.attempt_count),
+       ('attempt: the next one is known though none is pending', n.attempt_index is not null and not e.is_pending and not (e.is_terminal and not e.has_attempt)),
+       ('attempt: the lineage of the pending one is missing', e.is_pending and n.previous_attempt_index is null),
+       ('attempt: the lineage of one is missing', a.unlinked > 0
+         or (e.has_attempt and e.attempt_type in ('retry', 'reclaim', 'replay') and l.previous_attempt_index is null)),
+       ('attempt: one follows another that is not before it', a.misled > 0),
        ('attempt: one is stored as started', a.started > 0),
-       ('attempt: one before the latest is parked', a.left_parked > 0),
+       ('attempt: one before the latest has not ended', a.left_open > 0),
+       ('attempt: one has ended without all of its fields', a.incomplete > 0),
        ('attempt: ended_at does not fit the state of one', a.half_ended > 0),
        ('attempt: the epochs do not rise', a.not_rising > 0),
        ('attempt: the latest one does not fit attempt_state', case
-         when s.is_active or a.latest is null then false
-         when e.attempt_state = 'attempt_interrupted' then a.latest <> 'suspended'
-         else a.latest = 'suspended' end),
-       ('suspension: is missing, or closed, though the execution is suspended',
-         e.lifecycle_phase = 'suspended' and (u.execution_id is null or u.closed_at is not null)),
-       ('suspension: is open though the execution is not suspended',
-         e.lifecycle_phase <> 'suspended' and u.execution_id is not null and u.closed_at is null),
-       ('suspension: of another attempt than the latest', e.lifecycle_phase = 'suspended' and u.attempt_index <> e.attempt_count - 1),
-       ('suspension: of another namespace or lane', u.namespace_no <> e.namespace_no or u.lane_no <> q.lane_no),
-       ('suspension: not every waitpoint of it is there', p.bound <> cardinality(u.waitpoint_ids)),
+         when e.attempt_state = 'attempt_interrupted' and not e.is_owned then l.attempt_state is distinct from 'suspended' or l.suspended_at is null
+         when e.has_attempt and l.ended_at is not null then l.attempt_state <> 'interrupted_reclaimed' or not e.is_terminal end),
+       ('attached: does not say whether a suspension is open', (e.attached & 2 <> 0) <> (s.open > 0)),
+       ('attached: does not say that there is a grant', e.attached & 1 = 0 and (g.execution_id is not null or e.granted_until is not null)),
+       ('granted_until: without a grant', e.granted_until > c.now and (e.is_terminal or g.expires_at is distinct from e.granted_until)),
+       ('suspension_id: there is no such suspension', e.suspension_id is not null and u.execution_id is null),
+       ('suspension_id: is not the latest suspension', s.later > 0),
+       ('suspension: is missing, or closed, though the execution is suspended', e.is_suspended and (u.execution_id is null or u.closed_at is not null)),
+       ('suspension: is open though the execution is not suspended', not e.is_suspended and s.open > 0),
+       ('suspension: one before the latest is open', s.other_open > 0),
+       ('suspension: of another attempt than the latest', e.is_suspended and u.attempt_index <> e.attempt_count - 1),
+       ('suspension: of an attempt there is not', s.of_no_attempt > 0),
+       ('suspension: of another namespace or lane', s.elsewhere > 0),
+       ('suspension: not every waitpoint of it is there', s.incomplete > 0),
        ('suspension_timeout_at: does not fit the suspension', (e.suspension_timeout_at is not null)
-         <> (e.lifecycle_phase = 'suspended' and u.timeout_at is not null)),
+         <> (e.is_suspended and u.timeout_at is not null)),
        ('waitpoint: one is active without an open suspension of its own', p.stray > 0),
        ('waitpoint: closed_at does not fit the state of one', p.half_closed > 0),
-       ('place: does not fit priority', e.place >> 48 <> 9000 - e.priority),
+       ('place: is of no priority', (e.place >> 48) not between 0 and 9000),
        ('queue_no: there is no such queue', q.queue_no is null),
-       ('queue_no: is not one of its lane', q.lane_no <> e.lane_no),
+       ('queue_no: is not one of its lane', q.lane_no <> e.lane_no or o.lane_no <> e.lane_no),
        ('queue_no: is not one of its namespace', q.namespace_no <> e.namespace_no),
-       ('queue_no: is not one of its kind', q.execution_kind <> i.execution_kind),
        ('namespace_no: there is no such namespace', not exists (select from namespace n where n.namespace_no = e.namespace_no)),
-       ('worker_no: there is no such worker', e.worker_no is not null
+       ('worker_no: there is no such worker', e.is_owned and e.worker_no is not null
          and not exists (select from worker_identity w where w.worker_no = e.worker_no)),
-       ('granted_until: without a grant', e.granted_until > c.now and (s.is_terminal or not exists (
-         select from claim_grant g
-          where g.partition_key = e.partition_key and g.execution_id = e.execution_id and g.expires_at = e.granted_until))),
-       ('execution_input: is missing', i.execution_id is null),
-       ('execution_tag: has_tags does not say whether there are any', i.has_tags <> (t.tags > 0)),
+       ('ready: there is no entry though it is claimable', e.is_claimable and r.place is null),
+       ('ready: there is an entry though it is not claimable', not e.is_claimable and r.place is not null),
+       ('ready: the entry is that of another execution', (r.partition_key, r.execution_id) <> (e.partition_key, e.execution_id)),
+       ('ready: the route is not that of the queue', r.route_no <> q.route_no),
+       ('ready: granted_until is not that of the execution', r.place is not null and r.granted_until is distinct from e.granted_until),
+       ('listed: there is no entry', e.is_listed and i.execution_id is null),
+       ('listed: there is an entry of a state it is not in', i.execution_id is not null and (not e.is_listed or i.public_state <> e.public_state)),
+       ('listed: at is not when it ended', e.is_terminal and i.at <> e.last_transition_at),
+       ('timer: delay does not fit the execution', (d.delay is not null) <> (e.eligibility_state = 'not_eligible_until_time')),
+       ('timer: attempt_timeout does not fit the execution',
+         (d.attempt_timeout is not null) <> (e.is_active and e.attempt_timeout_at is not null)),
+       ('timer: deadline does not fit the execution', (d.deadline is not null) <> (not e.is_terminal and e.deadline_at is not null)),
+       ('timer: suspension_timeout does not fit the execution',
+         (d.suspension_timeout is not null) <> (e.is_suspended and e.suspension_timeout_at is not null)),
+       -- What is set into the past is due from when it was set.
+       ('timer: due_at is not the time of the execution',
+         d.delay < e.delay_until or (d.delay > e.delay_until and d.delay > c.now)
+         or d.attempt_timeout < e.attempt_timeout_at or (d.attempt_timeout > e.attempt_timeout_at and d.attempt_timeout > c.now)
+         or d.deadline < e.deadline_at or (d.deadline > e.deadline_at and d.deadline > c.now)
+         or d.suspension_timeout < e.suspension_timeout_at
+         or (d.suspension_timeout > e.suspension_timeout_at and d.suspension_timeout > c.now)),
+       ('claim: there is none of its lease', e.ownership_state = 'leased' and m.claim_no is null),
+       ('claim: it does not hold the execution', e.ownership_state = 'leased' and e.execution_id <> all(m.execution_ids)),
+       ('claim: it is of another worker', e.ownership_state = 'leased' and m.worker_no <> e.worker_no),
+       ('retained: there is no entry of its ending', e.is_terminal
+         and (e.partition_key, e.execution_id, e.last_transition_at) not in (select k.partition_key, k.execution_id, k.ended_at from kept k)),
+       ('execution_tag: has_tags does not say whether there are any', e.has_tags <> (t.tags > 0)),
        ('instance_tag: is not the value of its tag', e.instance_tag is distinct from t.instance)
        ) as rule(problem, is_broken)
- where (e.partition_key, e.execution_id) > (:after_partition::smallint, :after_id::uuid)
-   and (e.partition_key, e.execution_id) <= (:last_partition::smallint, :last_id::uuid)
-   and rule.is_broken
+ where rule.is_broken
  limit :limit;
 
 -- name: list_orphans
 -- Rows that belong to an execution there is not.
-(select i.partition_key, i.execution_id, 'execution_input: without its execution' as problem from execution_input i
-  where not exists (
-        select from execution e
-         where e.partition_key = i.partition_key and e.execution_id = i.execution_id and e.namespace_no = i.namespace_no
-           and e.lane_no = i.lane_no and e.created_at = i.created_at) limit :limit)
-union all
-(select distinct a.partition_key, a.execution_id, 'attempt: without its execution' from attempt a
+(select distinct a.partition_key, a.execution_id, 'attempt: without its execution' as problem from attempt a
   where not exists (select from execution e where e.partition_key = a.partition_key and e.execution_id = a.execution_id) limit :limit)
 union all
 (select distinct t.partition_key, t.execution_id, 'execution_tag: without its execution' from execution_tag t
@@ -168,11 +249,31 @@ union all
 (select g.partition_key, g.execution_id, 'claim_grant: without its execution' from claim_grant g
   where not exists (select from execution e where e.partition_key = g.partition_key and e.execution_id = g.execution_id) limit :limit)
 union all
-(select s.partition_key, s.execution_id, 'suspension: without its execution' from suspension s
+(select r.partition_key, r.execution_id, 'ready: without its execution' from ready r
+  where not exists (
+        select from execution e
+         where e.partition_key = r.partition_key and e.execution_id = r.execution_id
+           and e.queue_no = r.queue_no and e.place = r.place) limit :limit)
+union all
+(select distinct t.partition_key, t.execution_id, 'timer: without its execution' from timer t
+  where not exists (select from execution e where e.partition_key = t.partition_key and e.execution_id = t.execution_id) limit :limit)
+union all
+(select i.partition_key, i.execution_id, 'listed: without its execution' from listed i
+  where not exists (select from execution e where e.partition_key = i.partition_key and e.execution_id = i.execution_id) limit :limit)
+union all
+(select distinct s.partition_key, s.execution_id, 'suspension: without its execution' from suspension s
   where not exists (select from execution e where e.partition_key = s.partition_key and e.execution_id = s.execution_id) limit :limit)
 union all
 (select distinct w.partition_key, w.execution_id, 'waitpoint: without its execution' from waitpoint w
   where not exists (select from execution e where e.partition_key = w.partition_key and e.execution_id = w.execution_id) limit :limit)
 union all
 (select distinct x.partition_key, x.execution_id, 'signal: without its execution' from signal x
-  where not exists (select from execution e where e.partition_key = x.partition_key and e.execution_id = x.execution_id) limit :limit);
+  where not exists (select from execution e where e.partition_key = x.partition_key and e.execution_id = x.execution_id) limit :limit)
+union all
+(select distinct k.subject_partition, k.subject_id, 'idempotency_key: of a suspend without its execution' from idempotency_key k
+  where k.operation = 'suspend'
+    and not exists (select from execution e where e.partition_key = k.subject_partition and e.execution_id = k.subject_id) limit :limit)
+union all
+(select distinct r.partition_key, r.execution_id, 'retained: without its execution'
+   from (select partition_key, unnest(execution_ids) as execution_id from retained offset 0) r
+  where not exists (select from execution e where e.partition_key = r.partition_key and e.execution_id = r.execution_id) limit :limit);

@@ -1,20 +1,20 @@
 -- name: read_reasons
--- One execution, and what holds it: who stands before it, who could run it, what it waits for, why it failed last.
--- What is before it is counted over all queues of its lane, as a claim goes through them; the walk ends at :most.
+-- One execution and what it waits for: what is ahead of it, who could run it, its waitpoints, and why it failed last.
+-- What is ahead of it is counted over all routes of its lane, up to :most.
 with clock as materialized (select ff_now() as now),
 subject as materialized (
   select e.partition_key, e.execution_id, e.place, e.lifecycle_phase, e.ownership_state, e.eligibility_state, e.blocking_reason,
          e.terminal_outcome, e.attempt_state, e.public_state, e.last_transition_at, e.blocking_detail, e.delay_until,
          e.lease_expires_at, e.attempt_count, e.reclaim_count, e.completed_at, e.failure_reason, e.cancellation_reason,
-         e.lane_no, e.granted_until, l.lane_id, l.state as lane_state, c.required, n.namespace, i.execution_kind, i.policy, w.worker_id, w.worker_instance_id,
-         (e.eligibility_state = 'eligible_now' or e.ownership_state in ('lease_expired_reclaimable', 'lease_revoked'))
-           and e.blocking_reason <> 'paused_by_flow_cancel' as is_claimable
-    from execution e
-    left join lateral ff_input(e.namespace_no, e.lane_no, e.created_at, e.partition_key, e.execution_id) i on true
-    left join namespace n on n.namespace_no = e.namespace_no
-    left join queue q using (queue_no)
+         e.lane_no, e.granted_until, e.suspension_id, l.lane_id, l.state as lane_state, c.required, n.namespace,
+         e.execution_kind, e.policy, w.worker_id, w.worker_instance_id,
+         (select true from ready r where r.route_no = q.route_no and r.queue_no = e.queue_no and r.place = e.place) is not null as is_claimable
+    from execution_detail e
+    left join lateral (select n.namespace from namespace n where n.namespace_no = e.namespace_no limit 1) n on true
     left join lane l on l.lane_no = e.lane_no
-    left join capability_set c on c.capability_set_no = q.capability_set_no
+    left join queue q on q.queue_no = e.queue_no
+    left join route t on t.route_no = q.route_no
+    left join capability_set c on c.capability_set_no = t.capability_set_no
     left join worker_identity w on w.worker_no = e.worker_no
    where e.partition_key = :partition_key and e.execution_id = :execution_id
 ),
@@ -41,14 +41,11 @@ select s.lifecycle_phase, s.ownership_state, s.eligibility_state, s.blocking_rea
        case when s.is_claimable then (
          select count(*)
            from (select 1
-                   from queue q
+                   from route t
                   cross join lateral (
-                        select 1 from execution e
-                         where e.queue_no = q.queue_no and e.place < s.place
-                           and (e.eligibility_state = 'eligible_now' or e.ownership_state in ('lease_expired_reclaimable', 'lease_revoked'))
-                           and e.blocking_reason <> 'paused_by_flow_cancel'
-                         order by e.place limit :most) e
-                  where q.lane_no = s.lane_no
+                        select 1 from ready r where r.route_no = t.route_no and r.place < s.place
+                         order by r.place limit :most) r
+                  where t.lane_no = s.lane_no
                   limit :most) b) end as ahead,
        s.required, s.namespace, s.execution_kind, v.on_lane, v.of_namespace, v.of_kind, v.workers,
        array(select unnest(s.required) except select unnest(w.capabilities) from live w where w.takes_kind) as unoffered,
@@ -60,9 +57,8 @@ select s.lifecycle_phase, s.ownership_state, s.eligibility_state, s.blocking_rea
  cross join clock c
  cross join serving v
   left join lateral (
-       select g.worker_id, g.worker_instance_id from claim_grant g
-        where g.partition_key = s.partition_key and g.execution_id = s.execution_id and g.expires_at = s.granted_until
-        limit 1) g on true
+       select g.worker_id, g.worker_instance_id, g.expires_at from claim_grant g
+        where g.partition_key = s.partition_key and g.execution_id = s.execution_id limit 1) g on g.expires_at = s.granted_until
   left join lateral (
        select p.suspension_id, p.reason_code, p.timeout_at,
               (select jsonb_agg(jsonb_build_array(w.waitpoint_id, w.waitpoint_key, w.required_signal_names) order by b.nth)
@@ -72,7 +68,7 @@ select s.lifecycle_phase, s.ownership_state, s.eligibility_state, s.blocking_rea
                        where w.partition_key = s.partition_key and w.waitpoint_id = b.waitpoint_id
                          and w.state in ('pending', 'active') offset 0) w) as waitpoints
          from suspension p
-        where p.partition_key = :partition_key and p.execution_id = :execution_id
+        where p.partition_key = :partition_key and p.execution_id = :execution_id and p.suspension_id = s.suspension_id
           and s.lifecycle_phase = 'suspended' and p.closed_at is null offset 0) p on true
   left join lateral (
        select a.attempt_index, a.failure_reason, a.failure_category

@@ -1,7 +1,7 @@
 """Listing executions: a page at a time, by the cheaper of two ways, whatever the filters.
 
 One way walks the order of creation and keeps what matches; it is quick where matches are plentiful. The other collects
-what a narrow index leads to, if that is not too much, and sorts it; it is quick where matches are rare. Both are tried
+what a narrow table leads to, if that is not too much, and sorts it; it is quick where matches are rare. Both are tried
 in turn, each time four times as far, so a page costs a small multiple of the cheaper one.
 """
 
@@ -16,6 +16,7 @@ import msgspec
 
 from flowfabric.db.database import Record
 from flowfabric.db.statements import statements_beside
+from flowfabric.engine.core.stored import corruption, literal, required
 from flowfabric.engine.store import Store
 from flowfabric.model.errors import EngineError, error
 from flowfabric.model.ids import (
@@ -29,7 +30,7 @@ from flowfabric.model.ids import (
     parse_uuid,
 )
 from flowfabric.model.snapshots import ExecutionPage, ExecutionSummary
-from flowfabric.model.states import EligibilityState, PublicState, TerminalOutcome
+from flowfabric.model.states import PublicState
 from flowfabric.model.tags import check_tag_key
 from flowfabric.model.text import check_items, check_limit, check_range, check_text, shown, word_of
 
@@ -38,63 +39,49 @@ SQL = statements_beside(__file__)
 MAX_LIMIT = 1000
 MAX_TIME = 2**63 - 1
 FIRST_WALK, LONGEST_WALK = 1_000, 16_000
-"""Entries of the order of creation that are looked at in the first statement, and at most in one."""
+"""Executions that are looked at in the order of creation in the first statement, and at most in one."""
 FIRST_CAP = 2_000
-"""Entries of a narrow index that are collected at first."""
+"""Entries of a narrow table that are collected at first."""
 FIRST_FAN_OUT = 64
 """Pairs of a namespace and a lane that are walked along at first."""
 GROWTH = 4
 LEAST_DEPTH = 8
 
-_ENDINGS: Mapping[PublicState, TerminalOutcome] = {
-    PublicState.FAILED: TerminalOutcome.FAILED,
-    PublicState.CANCELLED: TerminalOutcome.CANCELLED,
-    PublicState.EXPIRED: TerminalOutcome.EXPIRED,
-    PublicState.SKIPPED: TerminalOutcome.SKIPPED,
-}
-_ENDED = frozenset({PublicState.COMPLETED, *_ENDINGS})
+_ENDED = frozenset(
+    {
+        PublicState.COMPLETED,
+        PublicState.FAILED,
+        PublicState.CANCELLED,
+        PublicState.EXPIRED,
+        PublicState.SKIPPED,
+    }
+)
 _USUAL = frozenset({PublicState.WAITING, PublicState.COMPLETED})
 
-_SOURCES: Mapping[PublicState, frozenset[str]] = {
-    PublicState.WAITING: frozenset({"claimable"}),
-    PublicState.RESUMABLE: frozenset({"resumable"}),
-    PublicState.ACTIVE: frozenset({"leased", "lost"}),
-    PublicState.SUSPENDED: frozenset({"suspended"}),
-    PublicState.COMPLETED: frozenset({"ended"}),
+_SOURCES: Mapping[PublicState, str] = {
+    PublicState.WAITING: "ready",
+    PublicState.DELAYED: "delayed",
+    PublicState.ACTIVE: "leased",
+    PublicState.SUSPENDED: "suspended",
+    PublicState.COMPLETED: "ended",
 }
-_BLOCKS: Mapping[PublicState, frozenset[EligibilityState]] = {
-    PublicState.WAITING: frozenset(
-        {
-            EligibilityState.BLOCKED_BY_ROUTE,
-            EligibilityState.BLOCKED_BY_OPERATOR,
-            EligibilityState.BLOCKED_BY_LANE_STATE,
-        }
-    ),
-    PublicState.DELAYED: frozenset({EligibilityState.NOT_ELIGIBLE_UNTIL_TIME}),
-    PublicState.RATE_LIMITED: frozenset({EligibilityState.BLOCKED_BY_BUDGET, EligibilityState.BLOCKED_BY_QUOTA}),
-    PublicState.WAITING_CHILDREN: frozenset({EligibilityState.BLOCKED_BY_DEPENDENCIES}),
-}
-"""Where the executions of a state are found: in the narrow indexes of `_SOURCES`, among the blocked ones of `_BLOCKS`,
-and those of `_ENDINGS` by their outcome."""
+"""The source of `list_candidates` that leads to the executions of a state."""
+_LISTED = frozenset(PublicState) - {PublicState.DELAYED, PublicState.SUSPENDED, PublicState.COMPLETED}
+"""The states that the table `listed` leads to: those without a source; of the others what is blocked or has lost its
+lease."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Detour:
-    """Narrow indexes that together lead to every match."""
+    """Narrow tables that together lead to every match."""
 
     sources: frozenset[str] = frozenset()
-    blocks: frozenset[EligibilityState] = frozenset()
-    outcomes: frozenset[TerminalOutcome] = frozenset()
+    listed: frozenset[PublicState] = frozenset()
 
     @classmethod
-    def of_states(cls, states: Iterable[PublicState]) -> "_Detour":
-        """The indexes that hold every execution of some states."""
-        wanted = tuple(states)
-        return cls(
-            sources=frozenset(source for state in wanted for source in _SOURCES.get(state, ())),
-            blocks=frozenset(block for state in wanted for block in _BLOCKS.get(state, ())),
-            outcomes=frozenset(_ENDINGS[state] for state in wanted if state in _ENDINGS),
-        )
+    def of_states(cls, states: frozenset[PublicState]) -> "_Detour":
+        """The tables that hold every execution of some states."""
+        return cls(sources=frozenset(_SOURCES[state] for state in states if state in _SOURCES), listed=states & _LISTED)
 
 
 class ListOrder(StrEnum):
@@ -152,7 +139,6 @@ class _Question:
     def parameters(self) -> dict[str, object]:
         """What every statement of a list takes."""
         return {
-            "kinds": self.kinds,
             "states": None if self.states is None else sorted(self.states),
             "flow_id": self.flow_id,
             "completed_from": self.completed_from,
@@ -173,6 +159,20 @@ class _Question:
         if self.states is not None:
             found.append(_Detour.of_states(self.states))
         return found
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Numbers:
+    """The numbers of the namespaces, lanes and kinds' queues asked for; None where any will do."""
+
+    namespaces: list[int] | None = None
+    lanes: list[int] | None = None
+    queues: list[int] | None = None
+
+    @property
+    def is_hopeless(self) -> bool:
+        """Whether none of the names of a filter is known."""
+        return [] in (self.namespaces, self.lanes, self.queues)
 
 
 class Listing:
@@ -235,46 +235,48 @@ class Listing:
         )
 
     async def _find(self, question: _Question, wanted: int) -> list[Record]:
-        namespace_nos, lane_nos = await self._numbers(question)
-        if [] in (namespace_nos, lane_nos):
+        numbers = await self._numbers(question)
+        if numbers.is_hopeless:
             return []
-        walk = _Walk(self._store, question, namespace_nos, lane_nos, wanted)
+        walk = _Walk(self._store, question, numbers, wanted)
         detours = question.detours()
         budget, cap = FIRST_WALK, FIRST_CAP
         is_detour_first = question.is_rare
         while is_detour_first or not await walk.go_on(budget):
             is_detour_first = False
             for detour in detours:
-                found = await self._collect(question, walk, detour, cap, wanted)
+                found = await self._collect(question, numbers, detour, cap, wanted)
                 if found is not None:
                     return found
             budget, cap = budget * GROWTH, cap * GROWTH
         return walk.found
 
-    async def _numbers(self, question: _Question) -> tuple[list[int] | None, list[int] | None]:
-        """The numbers of the namespaces and the lanes asked for; None where any will do."""
-        if question.namespaces is None and question.lanes is None:
-            return None, None
-        (row,) = await self._store.fetch(SQL.read_numbers, namespaces=question.namespaces, lanes=question.lanes)
-        return (
-            None if question.namespaces is None else row["namespace_nos"],
-            None if question.lanes is None else row["lane_nos"],
+    async def _numbers(self, question: _Question) -> _Numbers:
+        """The numbers of the names in the filters."""
+        names = {"namespaces": question.namespaces, "lanes": question.lanes, "kinds": question.kinds}
+        if not any(given is not None for given in names.values()):
+            return _Numbers()
+        (row,) = await self._store.fetch(SQL.read_numbers, **names)
+        return _Numbers(
+            namespaces=None if question.namespaces is None else row["namespace_nos"],
+            lanes=None if question.lanes is None else row["lane_nos"],
+            queues=None if question.kinds is None else row["queue_nos"],
         )
 
     async def _collect(
-        self, question: _Question, walk: "_Walk", detour: _Detour, cap: int, wanted: int
+        self, question: _Question, numbers: _Numbers, detour: _Detour, cap: int, wanted: int
     ) -> list[Record] | None:
-        """All the matches by way of narrow indexes, or None where those hold more than the cap."""
+        """The first matches by way of narrow tables, or None where those hold more than the cap."""
         flow_id = question.flow_id
         rows = await self._store.fetch(
             SQL.list_candidates,
             sources=sorted(detour.sources),
-            blocks=sorted(detour.blocks),
-            outcomes=sorted(detour.outcomes),
+            listed_states=sorted(detour.listed),
             cap=cap,
             wanted=wanted,
-            namespace_nos=walk.namespace_nos,
-            lane_nos=walk.lane_nos,
+            namespace_nos=numbers.namespaces,
+            lane_nos=numbers.lanes,
+            queue_nos=numbers.queues,
             created_from=question.created_from,
             created_to=question.created_to,
             flow_partition=None if flow_id is None else flow_partition(flow_id, self._store.rules.partitions.flow),
@@ -293,8 +295,7 @@ class _Walk:
 
     store: Store
     question: _Question
-    namespace_nos: list[int] | None
-    lane_nos: list[int] | None
+    numbers: _Numbers
     wanted: int
     found: list[Record] = field(default_factory=list)
     created_from: int = 0
@@ -338,8 +339,8 @@ class _Walk:
     async def _read_pairs(self) -> list[tuple[int, int, int]]:
         rows = await self.store.fetch(
             SQL.list_pairs,
-            namespace_nos=self.namespace_nos,
-            lane_nos=self.lane_nos,
+            namespace_nos=self.numbers.namespaces,
+            lane_nos=self.numbers.lanes,
             created_from=self.created_from,
             created_to=self.created_to,
             is_newest_first=self.is_newest_first,
@@ -366,6 +367,7 @@ class _Walk:
             SQL.list_newest if self.is_newest_first else SQL.list_oldest,
             namespace_nos=[namespace_no for namespace_no, _, _ in pairs],
             lane_nos=[lane_no for _, lane_no, _ in pairs],
+            queue_nos=self.numbers.queues,
             created_from=self.limit if self.is_newest_first else self.created_from,
             created_to=self.created_to if self.is_newest_first else self.limit,
             depth=depth,
@@ -435,18 +437,15 @@ def _read_cursor(cursor: object, order: ListOrder) -> _Cursor:
 
 
 def _summary(row: Record) -> ExecutionSummary:
+    context = "list_executions"
     if row["partition_key"] < 0:
-        raise error("corruption", f"list_executions: execution_id: partition index {row['partition_key']} is negative")
-    try:
-        state = PublicState(row["public_state"])
-    except ValueError:
-        raise error("corruption", f"list_executions: public_state: unknown literal {row['public_state']!r}") from None
+        raise corruption(context, "execution_id", f"partition index {row['partition_key']} is negative")
     return ExecutionSummary(
         execution_id=format_execution_id(row["partition_key"], row["execution_id"]),
-        namespace=Namespace(row["namespace"]),
-        lane_id=LaneId(row["lane_id"]),
-        execution_kind=row["execution_kind"],
-        public_state=state,
+        namespace=Namespace(required(row["namespace"], context=context, field="namespace")),
+        lane_id=LaneId(required(row["lane_id"], context=context, field="lane_id")),
+        execution_kind=required(row["execution_kind"], context=context, field="execution_kind"),
+        public_state=literal(PublicState, row["public_state"], context=context, field="public_state"),
         priority=row["priority"],
         created_at=row["created_at"],
     )

@@ -1,7 +1,8 @@
 -- name: read_numbers
--- The numbers of the named namespaces and lanes there are.
+-- The numbers of the named namespaces and lanes, and of the queues of the named kinds.
 select array(select namespace_no from namespace where namespace = any(:namespaces::text[])) as namespace_nos,
-       array(select lane_no from lane where lane_id = any(:lanes::text[])) as lane_nos;
+       array(select lane_no from lane where lane_id = any(:lanes::text[])) as lane_nos,
+       array(select q.queue_no from kind k join queue q using (kind_no) where k.execution_kind = any(:kinds::text[])) as queue_nos;
 
 -- name: list_pairs
 -- The pairs of a namespace and a lane there are, and when the newest or the oldest execution of each in a span of time was
@@ -11,12 +12,12 @@ with recursive used as (
   union all
   select -1, -1, 2147483647 where :namespace_nos is null and :lane_nos is null
   union all
-  select i.namespace_no, i.lane_no, u.last_no
+  select e.namespace_no, e.lane_no, u.last_no
     from used u
    cross join lateral (
-         select i.namespace_no, i.lane_no from execution_input i
-          where (i.namespace_no, i.lane_no) > (u.namespace_no, u.lane_no) and i.namespace_no <= u.last_no
-          order by i.namespace_no, i.lane_no limit 1) i
+         select e.namespace_no, e.lane_no from execution e
+          where (e.namespace_no, e.lane_no) > (u.namespace_no, u.lane_no) and e.namespace_no <= u.last_no
+          order by e.namespace_no, e.lane_no limit 1) e
 ),
 pair as materialized (
   select namespace_no, lane_no from used where lane_no >= 0
@@ -28,26 +29,46 @@ pair as materialized (
    cross join unnest(:lane_nos) as l(lane_no)
 )
 select p.namespace_no, p.lane_no, case when :is_newest_first::boolean
-         then (select max(i.created_at) from execution_input i
-                where i.namespace_no = p.namespace_no and i.lane_no = p.lane_no and i.created_at between :created_from and :created_to)
-         else (select min(i.created_at) from execution_input i
-                where i.namespace_no = p.namespace_no and i.lane_no = p.lane_no and i.created_at between :created_from and :created_to)
+         then (select max(e.created_at) from execution e
+                where e.namespace_no = p.namespace_no and e.lane_no = p.lane_no and e.created_at between :created_from and :created_to)
+         else (select min(e.created_at) from execution e
+                where e.namespace_no = p.namespace_no and e.lane_no = p.lane_no and e.created_at between :created_from and :created_to)
          end as edge
   from pair p;
 
+-- fragment: matching
+-- The filters that every way to an execution applies to its row x.
+(:queue_nos::int[] is null or x.queue_no in (select unnest(:queue_nos)))
+and (:states::public_state[] is null or x.public_state = any(:states))
+and (:flow_id::uuid is null or x.flow_id = :flow_id)
+and (:completed_from::bigint is null or x.completed_at >= :completed_from)
+and (:completed_to::bigint is null or x.completed_at <= :completed_to)
+and (:tag_key::text is null or (
+     select true from execution_tag t
+      where t.partition_key = x.partition_key and t.execution_id = x.execution_id
+        and t.key collate "C" = :tag_key and t.value = :tag_value::text))
+
+-- fragment: names
+-- Joined to the rows of the page only.
+left join namespace n on n.namespace_no = x.namespace_no
+left join lane l on l.lane_no = x.lane_no
+left join queue q on q.queue_no = x.queue_no
+left join kind k on k.kind_no = q.kind_no
+
 -- name: list_newest
--- The newest matching executions of some namespaces and lanes, and how far back they were looked for.
--- Each pair is read to the same depth; of a pair that may hold more the list ends with the last entry that was read.
+-- The newest matching executions of some pairs of a namespace and a lane, and how far back they were looked for.
+-- Each pair is read to the same depth; of a pair that may hold more, the list ends with the last row that was read.
 with entry as materialized (
-  select p.nth, p.namespace_no, p.lane_no, i.created_at, i.partition_key, i.execution_id, i.execution_kind
+  select p.nth, e.*
     from unnest(:namespace_nos::int[], :lane_nos::int[]) with ordinality as p(namespace_no, lane_no, nth)
    cross join lateral (
-         select i.created_at, i.partition_key, i.execution_id, i.execution_kind
-           from execution_input i
-          where i.namespace_no = p.namespace_no and i.lane_no = p.lane_no
-            and i.created_at between :created_from and :created_to
-          order by i.created_at desc
-          fetch first (:depth::bigint) rows with ties) i
+         select e.created_at, e.partition_key, e.execution_id, e.namespace_no, e.lane_no, e.queue_no, e.place, e.public_state,
+                e.flow_id, case when e.lifecycle_phase = 'terminal' then e.last_transition_at end as completed_at
+           from execution e
+          where e.namespace_no = p.namespace_no and e.lane_no = p.lane_no
+            and e.created_at between :created_from and :created_to
+          order by e.created_at desc
+          fetch first (:depth::bigint) rows with ties) e
 ),
 reached as materialized (
   select max(last) as created_at
@@ -56,43 +77,35 @@ reached as materialized (
 select reached.created_at as reached, found.*
   from reached
   left join lateral (
-       select x.partition_key, x.execution_id, n.namespace, l.lane_id, x.execution_kind, x.public_state, x.priority, x.created_at
-         from (select x.*, e.public_state, e.priority,
-                      ('{fp:' || x.partition_key || '}:' || x.execution_id) collate "C" as id_text
-                 from entry x
-                -- The limit keeps the entries in the lead, whatever the planner expects of them.
-                cross join lateral (
-                      select e.public_state, e.priority, e.flow_id, e.completed_at from execution e
-                       where e.partition_key = x.partition_key and e.execution_id = x.execution_id limit 1) e
-                where (reached.created_at is null or x.created_at >= reached.created_at)
-                  and (:kinds::text[] is null or x.execution_kind = any(:kinds))
-                  and (:states::public_state[] is null or e.public_state = any(:states))
-                  and (:flow_id::uuid is null or e.flow_id = :flow_id)
-                  and (:completed_from::bigint is null or e.completed_at >= :completed_from)
-                  and (:completed_to::bigint is null or e.completed_at <= :completed_to)
-                  and (:tag_key::text is null or exists (
-                       select from execution_tag t
-                        where t.partition_key = x.partition_key and t.execution_id = x.execution_id
-                          and t.key = :tag_key and t.value = :tag_value::text))) x
-         join namespace n on n.namespace_no = x.namespace_no
-         join lane l on l.lane_no = x.lane_no
-        where :after_at::bigint is null or (x.created_at, x.id_text) < (:after_at, :after_id::text collate "C")
-        order by x.created_at desc, x.id_text desc
-        limit :wanted) found on true;
+       select x.partition_key, x.execution_id, n.namespace, l.lane_id, k.execution_kind, x.public_state,
+              (9000 - (x.place >> 48))::smallint as priority, x.created_at
+         from (select x.*
+                 from (select x.*, ('{fp:' || x.partition_key || '}:' || x.execution_id) collate "C" as id_text
+                         from entry x
+                        where (reached.created_at is null or x.created_at >= reached.created_at)
+                          and
+                          -- include: matching
+                      ) x
+                where :after_at::bigint is null or (x.created_at, x.id_text) < (:after_at, :after_id::text collate "C")
+                order by x.created_at desc, x.id_text desc
+                limit :wanted) x
+         -- include: names
+        order by x.created_at desc, x.id_text desc) found on true;
 
 -- name: list_oldest
--- The oldest matching executions of some namespaces and lanes, and how far on they were looked for.
--- Each pair is read to the same depth; of a pair that may hold more the list ends with the last entry that was read.
+-- The oldest matching executions of some pairs of a namespace and a lane, and how far ahead they were looked for.
+-- Each pair is read to the same depth; of a pair that may hold more, the list ends with the last row that was read.
 with entry as materialized (
-  select p.nth, p.namespace_no, p.lane_no, i.created_at, i.partition_key, i.execution_id, i.execution_kind
+  select p.nth, e.*
     from unnest(:namespace_nos::int[], :lane_nos::int[]) with ordinality as p(namespace_no, lane_no, nth)
    cross join lateral (
-         select i.created_at, i.partition_key, i.execution_id, i.execution_kind
-           from execution_input i
-          where i.namespace_no = p.namespace_no and i.lane_no = p.lane_no
-            and i.created_at between :created_from and :created_to
-          order by i.created_at
-          fetch first (:depth::bigint) rows with ties) i
+         select e.created_at, e.partition_key, e.execution_id, e.namespace_no, e.lane_no, e.queue_no, e.place, e.public_state,
+                e.flow_id, case when e.lifecycle_phase = 'terminal' then e.last_transition_at end as completed_at
+           from execution e
+          where e.namespace_no = p.namespace_no and e.lane_no = p.lane_no
+            and e.created_at between :created_from and :created_to
+          order by e.created_at
+          fetch first (:depth::bigint) rows with ties) e
 ),
 reached as materialized (
   select min(last) as created_at
@@ -101,100 +114,69 @@ reached as materialized (
 select reached.created_at as reached, found.*
   from reached
   left join lateral (
-       select x.partition_key, x.execution_id, n.namespace, l.lane_id, x.execution_kind, x.public_state, x.priority, x.created_at
-         from (select x.*, e.public_state, e.priority,
-                      ('{fp:' || x.partition_key || '}:' || x.execution_id) collate "C" as id_text
-                 from entry x
-                -- The limit keeps the entries in the lead, whatever the planner expects of them.
-                cross join lateral (
-                      select e.public_state, e.priority, e.flow_id, e.completed_at from execution e
-                       where e.partition_key = x.partition_key and e.execution_id = x.execution_id limit 1) e
-                where (reached.created_at is null or x.created_at <= reached.created_at)
-                  and (:kinds::text[] is null or x.execution_kind = any(:kinds))
-                  and (:states::public_state[] is null or e.public_state = any(:states))
-                  and (:flow_id::uuid is null or e.flow_id = :flow_id)
-                  and (:completed_from::bigint is null or e.completed_at >= :completed_from)
-                  and (:completed_to::bigint is null or e.completed_at <= :completed_to)
-                  and (:tag_key::text is null or exists (
-                       select from execution_tag t
-                        where t.partition_key = x.partition_key and t.execution_id = x.execution_id
-                          and t.key = :tag_key and t.value = :tag_value::text))) x
-         join namespace n on n.namespace_no = x.namespace_no
-         join lane l on l.lane_no = x.lane_no
-        where :after_at::bigint is null or (x.created_at, x.id_text) > (:after_at, :after_id::text collate "C")
-        order by x.created_at, x.id_text
-        limit :wanted) found on true;
+       select x.partition_key, x.execution_id, n.namespace, l.lane_id, k.execution_kind, x.public_state,
+              (9000 - (x.place >> 48))::smallint as priority, x.created_at
+         from (select x.*
+                 from (select x.*, ('{fp:' || x.partition_key || '}:' || x.execution_id) collate "C" as id_text
+                         from entry x
+                        where (reached.created_at is null or x.created_at <= reached.created_at)
+                          and
+                          -- include: matching
+                      ) x
+                where :after_at::bigint is null or (x.created_at, x.id_text) > (:after_at, :after_id::text collate "C")
+                order by x.created_at, x.id_text
+                limit :wanted) x
+         -- include: names
+        order by x.created_at, x.id_text) found on true;
 
 -- name: list_candidates
--- The matching executions by way of the narrow indexes named in :sources, of what waits for one of :blocks and of what
--- ended with one of :outcomes, and whether those are all: no index gave :cap.
--- A source that leads to other states too counts those to its length and passes on only its own, so that none comes twice.
+-- The matching executions by way of the tables named in :sources and of the states in :listed_states, and whether those
+-- are all: no source gave :cap.
+-- A source may lead to executions of other states, and two sources to one execution: the row itself decides.
 with candidate as materialized (
-  (select 'claimable' as source, e.*
-     from (select queue_no from queue
-            where 'claimable' = any(:sources::text[]) and (:lane_nos::int[] is null or lane_no = any(:lane_nos))) q
+  (select 'ready' as source, r.partition_key, r.execution_id
+     from (select route_no from route
+            where 'ready' = any(:sources::text[]) and (:lane_nos::int[] is null or lane_no = any(:lane_nos))) t
     cross join lateral (
-          select e.partition_key, e.execution_id, e.namespace_no, e.lane_no, e.created_at,
-                 case when e.public_state = 'waiting' then e.public_state end as public_state, e.priority, e.flow_id, e.completed_at
-            from execution e
-           where e.queue_no = q.queue_no
-             and (e.eligibility_state = 'eligible_now' or e.ownership_state in ('lease_expired_reclaimable', 'lease_revoked'))
-           order by e.place limit :cap) e
+          select r.partition_key, r.execution_id from ready r
+           where r.route_no = t.route_no order by r.place limit :cap) r
     limit :cap)
   union all
-  (select 'resumable', partition_key, execution_id, namespace_no, lane_no, created_at, public_state, priority, flow_id,
-          completed_at
-     from execution
-    where 'resumable' = any(:sources) and eligibility_state = 'eligible_now' and attempt_state = 'attempt_interrupted'
-    order by last_transition_at limit :cap)
-  union all
-  (select 'leased', partition_key, execution_id, namespace_no, lane_no, created_at, public_state, priority, flow_id,
-          completed_at
-     from execution
-    where 'leased' = any(:sources) and due_at is not null and ownership_state = 'leased' order by due_at limit :cap)
-  union all
-  (select 'lost', partition_key, execution_id, namespace_no, lane_no, created_at, public_state, priority, flow_id,
-          completed_at
-     from execution
-    where 'lost' = any(:sources) and ownership_state in ('lease_expired_reclaimable', 'lease_revoked')
-    order by ownership_state, lease_expires_at limit :cap)
-  union all
-  (select 'blocked', e.*
-     from unnest(:blocks::eligibility_state[]) as b(eligibility_state)
+  (select 'listed', s.partition_key, s.execution_id
+     from unnest(:listed_states::public_state[]) as w(public_state)
     cross join lateral (
-          select e.partition_key, e.execution_id, e.namespace_no, e.lane_no, e.created_at, e.public_state, e.priority,
-                 e.flow_id, e.completed_at
-            from execution e
-           where e.eligibility_state = b.eligibility_state and e.eligibility_state not in ('eligible_now', 'not_applicable')
-           order by e.last_transition_at limit :cap) e
+          select s.partition_key, s.execution_id from listed s
+           where s.public_state = w.public_state
+             and s.at between coalesce(:completed_from::bigint, 0) and coalesce(:completed_to::bigint, 9223372036854775807)
+           order by s.at limit :cap) s
     limit :cap)
   union all
-  (select 'unhappy', e.*
-     from unnest(:outcomes::terminal_outcome[]) as o(terminal_outcome)
-    cross join lateral (
-          select e.partition_key, e.execution_id, e.namespace_no, e.lane_no, e.created_at, e.public_state, e.priority,
-                 e.flow_id, e.completed_at
-            from execution e
-           where e.terminal_outcome = o.terminal_outcome and e.terminal_outcome in ('failed', 'cancelled', 'expired', 'skipped')
-             and e.completed_at between coalesce(:completed_from::bigint, 0) and coalesce(:completed_to::bigint, 9223372036854775807)
-           order by e.completed_at limit :cap) e
+  (select 'delayed', partition_key, execution_id
+     from timer
+    where 'delayed' = any(:sources) and kind = 'delay' order by due_at limit :cap)
+  union all
+  -- A claim keeps the ids of executions that are no longer leased under it, until it is removed.
+  (select 'leased', c.partition_key, i.execution_id
+     from (select partition_key, execution_ids from claim
+            where 'leased' = any(:sources) order by expires_at desc limit :cap) c
+    cross join lateral unnest(c.execution_ids) as i(execution_id)
     limit :cap)
   union all
-  (select 'ended', partition_key, execution_id, namespace_no, lane_no, created_at,
-          case when terminal_outcome = 'success' then public_state end, priority, flow_id, completed_at
-     from execution
-    where 'ended' = any(:sources) and retain_until is not null order by retain_until limit :cap)
+  (select 'ended', r.partition_key, i.execution_id
+     from (select partition_key, execution_ids from retained
+            where 'ended' = any(:sources) order by retain_until desc limit :cap) r
+    cross join lateral unnest(r.execution_ids) as i(execution_id)
+    limit :cap)
   union all
-  (select 'partition', partition_key, execution_id, namespace_no, lane_no, created_at, public_state, priority, flow_id,
-          completed_at
-     from execution
-    where 'partition' = any(:sources) and partition_key = :flow_partition order by partition_key, execution_id limit :cap)
-  union all
-  (select 'suspended', partition_key, execution_id, null, null, null, null, null, null, null
+  (select 'suspended', partition_key, execution_id
      from suspension
     where 'suspended' = any(:sources) and close_reason is null order by suspended_at limit :cap)
   union all
-  (select 'tagged', partition_key, execution_id, null, null, null, null, null, null, null
+  (select 'partition', partition_key, execution_id
+     from execution
+    where 'partition' = any(:sources) and partition_key = :flow_partition order by partition_key, execution_id limit :cap)
+  union all
+  (select 'tagged', partition_key, execution_id
      from execution_tag
     where 'tagged' = any(:sources) and key = :tag_key::text and left(value, 128) = left(:tag_value::text, 128) limit :cap)
 ),
@@ -205,38 +187,30 @@ whole as materialized (
 select whole.is_whole, found.*
   from whole
   left join lateral (
-       select x.partition_key, x.execution_id, n.namespace, l.lane_id, x.execution_kind, x.public_state, x.priority, x.created_at
-         from (select c.partition_key, c.execution_id, i.execution_kind, e.created_at, e.namespace_no, e.lane_no,
-                      e.public_state, e.priority,
-                      ('{fp:' || c.partition_key || '}:' || c.execution_id) collate "C" as id_text
-                 from candidate c
-                -- A tag and a suspension know nothing of their execution; the other sources are executions.
-                cross join lateral (
-                      select c.namespace_no, c.lane_no, c.created_at, c.public_state, c.priority, c.flow_id, c.completed_at
-                       where c.source not in ('tagged', 'suspended')
-                      union all
-                      select e.namespace_no, e.lane_no, e.created_at, e.public_state, e.priority, e.flow_id, e.completed_at
-                        from execution e
-                       where c.source in ('tagged', 'suspended') and e.partition_key = c.partition_key and e.execution_id = c.execution_id) e
-                cross join lateral ff_input(e.namespace_no, e.lane_no, e.created_at, c.partition_key, c.execution_id) i
-                where whole.is_whole and e.public_state is not null
-                  and (:namespace_nos::int[] is null or e.namespace_no = any(:namespace_nos))
-                  and (:states::public_state[] is null or e.public_state = any(:states))
-                  and (:flow_id::uuid is null or e.flow_id = :flow_id)
-                  and (:completed_from is null or e.completed_at >= :completed_from)
-                  and (:completed_to is null or e.completed_at <= :completed_to)
-                  and (:lane_nos is null or e.lane_no = any(:lane_nos))
-                  and e.created_at between :created_from and :created_to
-                  and (:kinds::text[] is null or i.execution_kind = any(:kinds))
-                  and (:tag_key is null or exists (
-                       select from execution_tag t
-                        where t.partition_key = c.partition_key and t.execution_id = c.execution_id
-                          and t.key = :tag_key and t.value = :tag_value))) x
-         join namespace n on n.namespace_no = x.namespace_no
-         join lane l on l.lane_no = x.lane_no
-        where :after_at::bigint is null
-           or case when :is_newest_first::boolean then (x.created_at, x.id_text) < (:after_at, :after_id::text collate "C")
-              else (x.created_at, x.id_text) > (:after_at, :after_id collate "C") end
+       select x.partition_key, x.execution_id, n.namespace, l.lane_id, k.execution_kind, x.public_state,
+              (9000 - (x.place >> 48))::smallint as priority, x.created_at
+         from (select x.*
+                 from (select x.*, ('{fp:' || x.partition_key || '}:' || x.execution_id) collate "C" as id_text
+                         from (select c.partition_key, c.execution_id, e.*
+                                 from (select distinct partition_key, execution_id from candidate where whole.is_whole) c
+                                -- The limit keeps the candidates in the lead, whatever the planner expects of them.
+                                cross join lateral (
+                                      select e.created_at, e.namespace_no, e.lane_no, e.queue_no, e.place, e.public_state, e.flow_id,
+                                             case when e.lifecycle_phase = 'terminal' then e.last_transition_at end as completed_at
+                                        from execution e
+                                       where e.partition_key = c.partition_key and e.execution_id = c.execution_id limit 1) e) x
+                        where (:namespace_nos::int[] is null or x.namespace_no = any(:namespace_nos))
+                          and (:lane_nos is null or x.lane_no = any(:lane_nos))
+                          and x.created_at between :created_from and :created_to
+                          and
+                          -- include: matching
+                      ) x
+                where :after_at::bigint is null
+                   or case when :is_newest_first::boolean then (x.created_at, x.id_text) < (:after_at, :after_id::text collate "C")
+                      else (x.created_at, x.id_text) > (:after_at, :after_id collate "C") end
+                order by case when :is_newest_first then x.created_at end desc, case when :is_newest_first then x.id_text end desc,
+                         x.created_at, x.id_text
+                limit :wanted) x
+         -- include: names
         order by case when :is_newest_first then x.created_at end desc, case when :is_newest_first then x.id_text end desc,
-                 x.created_at, x.id_text
-        limit :wanted) found on true;
+                 x.created_at, x.id_text) found on true;

@@ -207,12 +207,13 @@ class Signals:
         """Every signal of a suspension, usually the current one of the handle's attempt, in the order of acceptance."""
         handle = check_handle(handle)
         partition, uuid = row_key(handle.execution_id)
-        execution = {"partition_key": partition, "execution_id": uuid}
-        if suspension_id is None:
-            rows = await self._store.fetch(SQL.list_observed, **execution, attempt_index=handle.attempt_index)
-        else:
-            named = parse_uuid(suspension_id, "suspension_id")
-            rows = await self._store.fetch(SQL.list_observed_of, **execution, suspension_id=named)
+        rows = await self._store.fetch(
+            SQL.list_observed,
+            partition_key=partition,
+            execution_id=uuid,
+            attempt_index=handle.attempt_index,
+            suspension_id=None if suspension_id is None else parse_uuid(suspension_id, "suspension_id"),
+        )
         if not rows:
             raise error("execution_not_found")
         return [
@@ -375,8 +376,8 @@ class Signals:
         waits = [(each.execution_id, each.wait) for each in targets if each.wait and each.wait.has_uncounted]
         if not waits:
             return
-        pairs = [split_execution_id(execution_id) for execution_id, _ in waits]
+        given = [(*split_execution_id(execution_id), wait.suspension_id) for execution_id, wait in waits]
         for row in await transaction.fetch(
-            SQL.list_satisfiers, **columns_from(("partition_keys", "execution_ids"), pairs)
+            SQL.list_satisfiers, **columns_from(("partition_keys", "execution_ids", "suspension_ids"), given)
         ):
             waits[row["nth"] - 1][1].tally.take(facts_of(row))

@@ -30,7 +30,7 @@ item as materialized (
                 :idempotency_keys::text[], :are_first::boolean[])
          with ordinality as i(partition_key, execution_id, waitpoint_id, signal_id, idempotency_key, is_first, nth)
 )
-select c.now, w.*, coalesce(case when k.expires_at > c.now then k.signal_id end, g.signal_id) as earlier_id, x.*, r.*
+select c.now, w.*, coalesce(case when k.expires_at > c.now then k.subject_id end, g.signal_id) as earlier_id, x.*, r.*
   from clock c
  cross join item i
   left join lateral (
@@ -40,24 +40,23 @@ select c.now, w.*, coalesce(case when k.expires_at > c.now then k.signal_id end,
         where w.partition_key = i.partition_key and w.waitpoint_id = i.waitpoint_id and w.execution_id = i.execution_id
         limit 1) w on true
   left join lateral (
-       select k.signal_id, k.expires_at from signal_key k
-        where k.partition_key = i.partition_key and k.waitpoint_id = i.waitpoint_id
-          and k.idempotency_key = i.idempotency_key limit 1) k on true
+       select k.subject_id, k.expires_at from idempotency_key k
+        where k.partition_key = i.partition_key and k.operation = 'signal' and k.scope = i.waitpoint_id
+          and k.key = i.idempotency_key limit 1) k on true
   left join lateral (
        select g.signal_id from signal g
         where g.partition_key = i.partition_key and g.execution_id = i.execution_id and g.signal_id = i.signal_id limit 1) g on true
   left join lateral (
-       select p.policy ->> 'max_signals_per_execution' as signal_limit,
+       select e.policy ->> 'max_signals_per_execution' as signal_limit,
               (select coalesce(sum(o.signal_count), 0)::bigint from waitpoint o
                 where o.partition_key = e.partition_key and o.execution_id = e.execution_id) as signals_taken,
               s.suspension_id, s.waitpoint_ids, s.condition, s.resume_policy, s.satisfied_before
          from execution e
-        cross join lateral ff_input(e.namespace_no, e.lane_no, e.created_at, e.partition_key, e.execution_id) p
          left join lateral (
               select s.suspension_id, s.waitpoint_ids, s.condition::text, s.resume_policy::text,
                      cardinality(s.satisfier_ids) as satisfied_before, s.closed_at
                 from suspension s
-               where s.partition_key = e.partition_key and s.execution_id = e.execution_id
+               where s.partition_key = e.partition_key and s.execution_id = e.execution_id and s.suspension_id = e.suspension_id
                limit 1) s on s.closed_at is null
         where i.is_first and e.partition_key = i.partition_key and e.execution_id = i.execution_id
         limit 1) x on true
@@ -68,12 +67,14 @@ select c.now, w.*, coalesce(case when k.expires_at > c.now then k.signal_id end,
  order by i.nth;
 
 -- name: list_satisfiers
--- The signals that have added to the conditions of held executions so far, in any order: a condition counts them alike.
+-- The signals that have added to the conditions of suspensions so far, in any order: a condition counts them alike.
 select i.nth, g.signal_id, g.signal_name, g.waitpoint_key, g.source_type, g.source_identity
-  from unnest(:partition_keys::smallint[], :execution_ids::uuid[]) with ordinality as i(partition_key, execution_id, nth)
+  from unnest(:partition_keys::smallint[], :execution_ids::uuid[], :suspension_ids::uuid[])
+       with ordinality as i(partition_key, execution_id, suspension_id, nth)
  cross join lateral (
        select s.satisfier_ids from suspension s
-        where s.partition_key = i.partition_key and s.execution_id = i.execution_id limit 1) s
+        where s.partition_key = i.partition_key and s.execution_id = i.execution_id and s.suspension_id = i.suspension_id
+        limit 1) s
  cross join lateral unnest(s.satisfier_ids) as c(signal_id)
  cross join lateral (
        select g.* from signal g
@@ -122,14 +123,16 @@ counted as (
 waiting as (
   update suspension s
      set satisfier_ids = s.satisfier_ids || i.satisfiers::uuid[], last_signal_at = :now
-    from unnest(:waiting_partitions::smallint[], :waiting_executions::uuid[], :satisfiers::text[])
-         as i(partition_key, execution_id, satisfiers)
-   where s.partition_key = any(array[i.partition_key]) and s.execution_id = i.execution_id
+    from unnest(:waiting_partitions::smallint[], :waiting_executions::uuid[], :waiting_suspensions::uuid[], :satisfiers::text[])
+         as i(partition_key, execution_id, suspension_id, satisfiers)
+   where s.partition_key = any(array[i.partition_key]) and s.execution_id = i.execution_id and s.suspension_id = i.suspension_id
 )
-insert into signal_key (partition_key, waitpoint_id, idempotency_key, signal_id, expires_at)
-select * from unnest(:key_partitions::smallint[], :key_waitpoints::uuid[], :keys::text[], :key_signals::uuid[], :key_expiries::bigint[])
-on conflict (partition_key, waitpoint_id, idempotency_key) do update
-   set signal_id = excluded.signal_id, expires_at = excluded.expires_at;
+insert into idempotency_key (partition_key, operation, scope, key, expires_at, subject_partition, subject_id)
+select i.partition_key, 'signal', i.waitpoint_id, i.key, i.expires_at, i.partition_key, i.signal_id
+  from unnest(:key_partitions::smallint[], :key_waitpoints::uuid[], :keys::text[], :key_signals::uuid[], :key_expiries::bigint[])
+       as i(partition_key, waitpoint_id, key, signal_id, expires_at)
+on conflict (partition_key, operation, scope, key) do update
+   set subject_id = excluded.subject_id, expires_at = excluded.expires_at;
 
 -- name: take_overflow
 -- Deletes what the log of a waitpoint holds beyond its newest signals, except what its condition has counted. That shows in
@@ -137,8 +140,9 @@ on conflict (partition_key, waitpoint_id, idempotency_key) do update
 delete from signal
  where ctid = any(array(
        select g.tid
-         from unnest(:partition_keys::smallint[], :waitpoint_ids::uuid[], :execution_ids::uuid[], :maxlens::int[])
-              as i(partition_key, waitpoint_id, execution_id, maxlen)
+         from unnest(:partition_keys::smallint[], :waitpoint_ids::uuid[], :execution_ids::uuid[], :suspension_ids::uuid[],
+                     :maxlens::int[])
+              as i(partition_key, waitpoint_id, execution_id, suspension_id, maxlen)
         cross join lateral (
               select g.ctid as tid, g.signal_id, g.disposition from signal g
                where g.partition_key = i.partition_key and g.waitpoint_id = i.waitpoint_id
@@ -147,7 +151,7 @@ delete from signal
           and (g.disposition <> 'buffered_for_pending_waitpoint' or not exists (
                select from suspension s
                 where s.partition_key = i.partition_key and s.execution_id = i.execution_id
-                  and s.closed_at is null and g.signal_id = any(s.satisfier_ids)))));
+                  and s.suspension_id = i.suspension_id and g.signal_id = any(s.satisfier_ids)))));
 
 -- name: read_for_approval
 -- The lane of an execution, and the token of a waitpoint of it where there is such a one.
@@ -160,13 +164,18 @@ select l.lane_id, w.token
  where e.partition_key = :partition_key and e.execution_id = :execution_id;
 
 -- name: list_observed
--- Every signal of the suspension of an attempt, open or closed, in the order of acceptance, and at least one row where
--- there is such an execution. Of a wait that its deadline ended, the last satisfier is no waitpoint's.
+-- Every signal of a suspension, open or closed, in the order of acceptance, and at least one row where there is such an
+-- execution. Without an id the latest suspension of the execution counts, if it is of the attempt. Of a wait that its
+-- deadline ended, the last satisfier is no waitpoint's.
 select g.signal_id, g.signal_name, g.signal_category, g.source_type, g.source_identity, g.correlation_id, g.accepted_at,
        g.payload, g.disposition, coalesce(g.signal_id = any(s.satisfier_ids), false) as satisfier
   from execution e
-  left join suspension s on s.partition_key = e.partition_key and s.execution_id = e.execution_id
-                        and s.attempt_index = :attempt_index
+  left join lateral (
+       select s.* from suspension s
+        where s.partition_key = e.partition_key and s.execution_id = e.execution_id
+          and s.suspension_id = coalesce(:suspension_id::uuid, e.suspension_id)
+          and (:suspension_id is not null or s.attempt_index = :attempt_index)
+        limit 1) s on true
   left join lateral (
        select g.* from unnest(s.waitpoint_ids) as i(waitpoint_id)
         cross join lateral (
@@ -179,24 +188,5 @@ select g.signal_id, g.signal_name, g.signal_category, g.source_type, g.source_id
                where g.partition_key = s.partition_key and g.execution_id = s.execution_id
                  and g.signal_id = s.satisfier_ids[cardinality(s.satisfier_ids)] limit 1) g
         where g.waitpoint_id is null) g on true
- where e.partition_key = :partition_key and e.execution_id = :execution_id
- order by g.sequence;
-
--- name: list_observed_of
--- Every signal of a suspension by its id, in the order of acceptance, and at least one row where there is such an
--- execution. Of a suspension that another one has replaced, the dispositions tell what its condition counted: nothing
--- where none of them has ended the wait, as an operator has then.
-select g.signal_id, g.signal_name, g.signal_category, g.source_type, g.source_identity, g.correlation_id, g.accepted_at,
-       g.payload, g.disposition,
-       coalesce(g.signal_id = any(s.satisfier_ids),
-                g.disposition in ('appended_to_waitpoint', 'resume_condition_satisfied')
-                and bool_or(g.disposition = 'resume_condition_satisfied') over ()) as satisfier
-  from execution e
-  left join suspension s on s.partition_key = e.partition_key and s.execution_id = e.execution_id
-                        and s.suspension_id = :suspension_id::uuid
-  left join lateral (
-       select g.* from signal g
-        where g.partition_key = e.partition_key and g.execution_id = e.execution_id and g.suspension_id = :suspension_id
-       offset 0) g on true
  where e.partition_key = :partition_key and e.execution_id = :execution_id
  order by g.sequence;

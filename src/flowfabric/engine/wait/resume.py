@@ -12,7 +12,7 @@ from flowfabric.engine.core.transition import RESUME_DELAYED, RESUMED, RESUMED_P
 from flowfabric.engine.store import Store
 from flowfabric.model.conditions import check_word
 from flowfabric.model.errors import error
-from flowfabric.model.events import CompletionOutcome, OperatorEvent
+from flowfabric.model.events import CompletionOutcome, EventKind
 from flowfabric.model.ids import ExecutionId, SignalId, WaitpointId, parse_execution_id, row_key, split_execution_id
 from flowfabric.model.policy_checks import MAX_MS
 from flowfabric.model.signals import Resumed, ResumeTrigger
@@ -35,9 +35,6 @@ _COLUMNS = (
     "accepted",
     "matched",
 )
-
-NO_LEASE = 0
-"""The kind of an event that tells of no lease."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,13 +61,13 @@ class ResumeCause:
 
     close_reason: CloseReason
     is_satisfied: bool = False
-    kind: int | None = None
+    kind: EventKind | None = None
     outcome: CompletionOutcome | None = None
     event_details: object = None
 
 
 SATISFIED = ResumeCause(
-    close_reason=CloseReason.RESUMED, is_satisfied=True, kind=NO_LEASE, outcome=CompletionOutcome.RESUMABLE
+    close_reason=CloseReason.RESUMED, is_satisfied=True, kind=EventKind.ENDED, outcome=CompletionOutcome.RESUMABLE
 )
 """A signal met the condition."""
 TIMED_OUT = ResumeCause(close_reason=CloseReason.TIMED_OUT_AUTO_RESUME)
@@ -114,7 +111,7 @@ class Resumes:
         resume = Resume(execution_id=parsed, delay_ms=resume_delay_ms, delay_detail=f"resume delay {resume_delay_ms}ms")
         cause = ResumeCause(
             close_reason=CloseReason.RESUMED,
-            kind=OperatorEvent.RESUMED,
+            kind=EventKind.OPERATOR_RESUMED,
             event_details={"trigger_type": trigger, "resume_delay_ms": resume_delay_ms},
         )
 

@@ -1,14 +1,20 @@
 -- name: read_is_waiting
--- Whether the suspension of an execution that the transaction holds is open; no row where it has none.
-select closed_at is null as is_open from suspension where partition_key = :partition_key and execution_id = :execution_id;
+-- Whether the latest suspension of an execution that the transaction holds is open; no row where it has none.
+select s.closed_at is null as is_open
+  from execution e
+ cross join lateral (
+       select s.closed_at from suspension s
+        where s.partition_key = e.partition_key and s.execution_id = e.execution_id and s.suspension_id = e.suspension_id
+        limit 1) s
+ where e.partition_key = :partition_key and e.execution_id = :execution_id;
 
 -- name: resume_held
 -- Makes suspended executions that the transaction holds runnable, each at once or after its delay, and closes their
 -- suspensions with all waitpoints; for each delay and queue how many were suspended and the first place. The waitpoint of
 -- the signal that met the condition counts what it took. An event tells of it where :kind is given. Of a column that says
 -- the same of every execution, the first element counts for all.
--- Who holds an execution knows its suspension and its waitpoints. Only the execution is found again by its ctid: of the
--- others another writer may commit a newer version meanwhile, so they are found by their keys, as in insert_deliveries.
+-- Only the execution, which is held, is updated by its ctid. Another session may commit a newer version of its suspension
+-- or a waitpoint meanwhile, so those are updated by their keys, as in insert_deliveries.
 with clock as materialized (select ff_now() as now),
 item as materialized (
   select coalesce(partition_key, (:partition_keys)[1]) as partition_key, execution_id,
@@ -27,18 +33,18 @@ item as materialized (
               closer_id, closing_waitpoint_id, accepted, matched)
 ),
 held as materialized (
-  select i.*, c.now, e.tid, e.queue_no, e.place, e.namespace_no, e.attempt_count, e.lease_epoch, e.flow_id, e.instance_tag,
-         s.waitpoint_ids
+  select i.*, c.now, e.*, i.to_eligibility = 'eligible_now' as is_ready, s.waitpoint_ids
     from clock c
    cross join item i
    cross join lateral (
-         select e.ctid as tid, e.queue_no, e.place, e.namespace_no, e.attempt_count, e.lease_epoch, e.flow_id, e.instance_tag
+         select e.ctid as tid, e.queue_no, e.place, e.namespace_no, e.attempt_count, e.lease_epoch, e.flow_id, e.instance_tag,
+                e.suspension_id, e.suspension_timeout_at is not null as had_timeout
            from execution e
           where e.partition_key = i.partition_key and e.execution_id = i.execution_id and e.lifecycle_phase = 'suspended'
          offset 0) e
    cross join lateral (
          select s.waitpoint_ids, s.closed_at from suspension s
-          where s.partition_key = i.partition_key and s.execution_id = i.execution_id
+          where s.partition_key = i.partition_key and s.execution_id = i.execution_id and s.suspension_id = e.suspension_id
          offset 0) s
    where s.closed_at is null
 ),
@@ -47,9 +53,32 @@ moved as (
      set lifecycle_phase = :to_phase, ownership_state = :to_ownership, eligibility_state = h.to_eligibility,
          blocking_reason = h.to_blocking, terminal_outcome = :to_outcome, attempt_state = :to_attempt,
          blocking_detail = h.blocking_detail, delay_until = h.now + h.delay_ms, suspension_timeout_at = null,
-         last_transition_at = h.now, last_mutation_at = h.now
+         attached = e.attached & ~2, last_transition_at = h.now, last_mutation_at = null
     from held h
-   where e.ctid = h.tid and e.partition_key = h.partition_key and e.execution_id = h.execution_id
+   where e.ctid = h.tid
+),
+queued as (
+  insert into ready (place, route_no, queue_no, partition_key, execution_id)
+  select h.place, q.route_no, h.queue_no, h.partition_key, h.execution_id
+    from held h
+   cross join lateral (select q.route_no from queue q where q.queue_no = h.queue_no limit 1) q
+   where h.is_ready
+),
+shown as (
+  insert into listed (partition_key, execution_id, public_state, at)
+  select partition_key, execution_id, 'resumable', now from held where is_ready
+  on conflict (partition_key, execution_id) do update set public_state = excluded.public_state, at = excluded.at
+),
+timed as (
+  insert into timer (partition_key, execution_id, kind, due_at)
+  select partition_key, execution_id, 'delay', now + delay_ms from held where not is_ready
+  on conflict (partition_key, execution_id, kind) do update set due_at = excluded.due_at
+),
+-- The kind is compared as a text: an equality of it would let a plan made while there are no timers walk timer_due.
+untimed as (
+  delete from timer t using held h
+   where h.had_timeout and t.partition_key = any(array[h.partition_key]) and t.execution_id = h.execution_id
+     and t.kind::text = 'suspension_timeout'
 ),
 closed as (
   update suspension s
@@ -58,7 +87,7 @@ closed as (
          satisfied_at = case when :is_satisfied then h.now end,
          last_signal_at = case when :is_satisfied then h.now else s.last_signal_at end
     from held h
-   where s.partition_key = any(array[h.partition_key]) and s.execution_id = h.execution_id
+   where s.partition_key = any(array[h.partition_key]) and s.execution_id = h.execution_id and s.suspension_id = h.suspension_id
 ),
 closing as materialized (
   select h.partition_key, i.waitpoint_id, h.now,
@@ -78,10 +107,11 @@ shut as (
 events as (
   insert into event (at, execution_id, partition_key, kind, namespace_no, attempt_index, lease_epoch, outcome, flow_id,
                      instance_tag, details)
-  select now, execution_id, partition_key, :kind::smallint, namespace_no, attempt_count - 1, lease_epoch,
+  select now, execution_id, partition_key, :kind::event_kind, namespace_no, attempt_count - 1, lease_epoch,
          :outcome::smallint, flow_id, instance_tag, :event_details::jsonb
-    from held where :kind::smallint is not null
+    from held where :kind is not null
 )
-select h.delay_ms, h.queue_no, h.place, h.resumed,
-       (select l.lane_id from queue q join lane l using (lane_no) where q.queue_no = h.queue_no) as lane_id
-  from (select delay_ms, queue_no, min(place) as place, count(*) as resumed from held group by delay_ms, queue_no) h;
+select h.delay_ms, q.lane_id, q.route_no, h.queue_no, h.place, h.resumed
+  from (select delay_ms, queue_no, min(place) as place, count(*) as resumed from held group by delay_ms, queue_no) h
+ cross join lateral (
+       select l.lane_id, q.route_no from queue q join lane l using (lane_no) where q.queue_no = h.queue_no limit 1) q;

@@ -11,7 +11,7 @@ from flowfabric.model.conditions import read_stored_condition
 from flowfabric.model.delivery import DeliveryTarget, Wait, Waitpoint
 from flowfabric.model.errors import EngineError
 from flowfabric.model.evaluation import SignalFacts, Tally, outline_of
-from flowfabric.model.ids import ExecutionId, SignalId, WaitpointId, split_execution_id
+from flowfabric.model.ids import ExecutionId, SignalId, SuspensionId, WaitpointId, split_execution_id
 from flowfabric.model.signals import Accepted, NewSignal, SignalDuplicate
 from flowfabric.model.states import LifecyclePhase, WaitpointState
 from flowfabric.model.tokens import WaitpointToken
@@ -40,7 +40,7 @@ _SIGNAL_COLUMNS = (
     "payload_encodings",
 )
 _COUNT_COLUMNS = ("counted_partitions", "counted_waitpoints", "accepted", "matched")
-_WAIT_COLUMNS = ("waiting_partitions", "waiting_executions", "satisfiers")
+_WAIT_COLUMNS = ("waiting_partitions", "waiting_executions", "waiting_suspensions", "satisfiers")
 _KEY_COLUMNS = ("key_partitions", "key_waitpoints", "keys", "key_signals", "key_expiries")
 _PHASES = {phase.value: phase for phase in LifecyclePhase}
 _STATES = {state.value: state for state in WaitpointState}
@@ -204,7 +204,7 @@ def writes(targets: Sequence[DeliveryTarget]) -> Mapping[str, object]:
         wait, counts, closer = target.wait, target.counts, target.closer
         # A suspension that is met, and the waitpoint of the signal that met it, are written when they are closed.
         if closer is None and wait is not None and not counts.keys().isdisjoint(wait.waitpoint_ids):
-            waiting.append((partition, uuid, array_text(wait.satisfiers)))
+            waiting.append((partition, uuid, wait.suspension_id, array_text(wait.satisfiers)))
         counted += [
             (partition, waitpoint_id, *count)
             for waitpoint_id, count in counts.items()
@@ -223,17 +223,18 @@ def overflow_of(targets: Sequence[DeliveryTarget]) -> Mapping[str, object] | Non
 
     What a condition has counted stays: a waitpoint that took nothing else has nothing to give up.
     """
-    trimmed: dict[tuple[int, WaitpointId], tuple[str, int]] = {}
+    trimmed: dict[tuple[int, WaitpointId], tuple[str, SuspensionId | None, int]] = {}
     for target in targets:
         partition, uuid = split_execution_id(target.execution_id)
         for record in target.recorded:
             waitpoint = record.waitpoint
             if waitpoint.signal_count > max(record.signal.signal_maxlen, _kept(waitpoint, target.wait)):
-                trimmed[partition, waitpoint.waitpoint_id] = uuid, record.signal.signal_maxlen
+                kept = uuid, waitpoint.suspension_id, record.signal.signal_maxlen
+                trimmed[partition, waitpoint.waitpoint_id] = kept
     if not trimmed:
         return None
     rows = [(*key, *kept) for key, kept in trimmed.items()]
-    return columns_from(("partition_keys", "waitpoint_ids", "execution_ids", "maxlens"), rows)
+    return columns_from(("partition_keys", "waitpoint_ids", "execution_ids", "suspension_ids", "maxlens"), rows)
 
 
 def _kept(waitpoint: Waitpoint, wait: Wait | None) -> int:

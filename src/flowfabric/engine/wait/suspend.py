@@ -349,6 +349,7 @@ async def _activate(transaction: Transaction, wait: _Wait, pending: UsePending) 
     activated = await transaction.fetch(
         SQL.set_activated,
         partition_key=wait.held.partition_key,
+        execution_id=wait.held.execution_id,
         waitpoint_id=pending.waitpoint_id,
         suspension_id=wait.args.suspension_id,
         required_signal_names=list(required_signal_names(wait.args.resume_condition, wait.details.waitpoint_key)),

@@ -6,9 +6,9 @@ select signal_id, signal_name, waitpoint_key, source_type, source_identity, acce
  order by sequence;
 
 -- name: insert_suspensions
--- Stores the suspensions of executions that the transaction holds, each in the place of the last one, the waitpoints made
--- with them, and their outcomes under idempotency keys where there are some; answers how many of the waitpoints' ids were
--- free.
+-- Stores the suspensions of executions that the transaction holds, the waitpoints made with them, and their outcomes under
+-- idempotency keys where there are some; answers how many of the waitpoints' ids were free. A suspension whose id its
+-- execution has used before replaces that one.
 with stored as (
   insert into suspension (partition_key, execution_id, suspension_id, attempt_index, waitpoint_ids, namespace_no, lane_no,
                           reason_code, requested_by, suspended_at, timeout_at, timeout_behavior, condition, resume_policy,
@@ -24,8 +24,8 @@ with stored as (
          as i(partition_key, execution_id, suspension_id, attempt_index, waitpoint_ids, namespace_no, lane_no, reason_code,
               requested_by, timeout_at, timeout_behavior, condition, resume_policy, pointer, satisfier_ids, satisfied_at,
               close_reason, last_signal_at)
-  on conflict (partition_key, execution_id) do update
-     set suspension_id = excluded.suspension_id, attempt_index = excluded.attempt_index, waitpoint_ids = excluded.waitpoint_ids,
+  on conflict (partition_key, execution_id, suspension_id) do update
+     set attempt_index = excluded.attempt_index, waitpoint_ids = excluded.waitpoint_ids,
          namespace_no = excluded.namespace_no, lane_no = excluded.lane_no, reason_code = excluded.reason_code,
          requested_by = excluded.requested_by, suspended_at = excluded.suspended_at, timeout_at = excluded.timeout_at,
          timeout_behavior = excluded.timeout_behavior, condition = excluded.condition, resume_policy = excluded.resume_policy,
@@ -48,17 +48,21 @@ made as (
   returning 1
 ),
 kept as (
-  insert into suspend_key (partition_key, execution_id, idempotency_key, attempt_index, outcome, expires_at)
-  select * from unnest(:kept_partitions::smallint[], :kept_executions::uuid[], :kept_keys::text[], :kept_attempts::int[],
-                       :kept_outcomes::jsonb[], :kept_until::bigint[])
-  on conflict (partition_key, execution_id, idempotency_key) do update
+  insert into idempotency_key (partition_key, operation, scope, key, expires_at, subject_partition, subject_id,
+                               attempt_index, outcome)
+  select i.partition_key, 'suspend', i.execution_id, i.key, i.expires_at, i.partition_key, i.execution_id, i.attempt_index,
+         i.outcome
+    from unnest(:kept_partitions::smallint[], :kept_executions::uuid[], :kept_keys::text[], :kept_attempts::int[],
+                :kept_outcomes::jsonb[], :kept_until::bigint[])
+         as i(partition_key, execution_id, key, attempt_index, outcome, expires_at)
+  on conflict (partition_key, operation, scope, key) do update
      set attempt_index = excluded.attempt_index, outcome = excluded.outcome, expires_at = excluded.expires_at
 )
 select count(*) as made from made;
 
 -- name: set_activated
--- Binds a pending waitpoint, with the signals it has kept, to a suspension that waits on it or is met by them already;
--- no row when it is pending no more.
+-- Binds a pending waitpoint, with the signals it has kept, to a suspension that waits on it or is met by them already, which
+-- the execution then names as its latest; no row when it is pending no more.
 with bound as (
   update waitpoint
      set state = case when :satisfied_at::bigint is null then 'active'::waitpoint_state else 'closed' end,
@@ -69,6 +73,10 @@ with bound as (
          matched_signal_count = :matched_signal_count
    where partition_key = :partition_key and waitpoint_id = :waitpoint_id and state = 'pending'
   returning waitpoint_id
+),
+named as (
+  update execution set suspension_id = :suspension_id
+   where :satisfied_at is not null and partition_key = :partition_key and execution_id = :execution_id
 ),
 taken as (
   update signal set suspension_id = :suspension_id

@@ -1,14 +1,19 @@
 -- name: lock_timed_out
--- Holds suspended executions whose suspension has timed out, the oldest after :since first, but for some.
+-- Holds suspended executions whose suspension has timed out, the oldest after :since first, except those left out.
+-- The timers are sorted before the executions are locked: no more are locked than are answered.
 select e.partition_key, e.execution_id
   from (select ff_now() as now) c
  cross join lateral (
+       select t.partition_key, t.execution_id from timer t
+        where t.kind = 'suspension_timeout' and t.due_at > :since and t.due_at <= c.now
+          and t.execution_id <> all(:left_out::uuid[])
+        order by t.due_at offset 0) t
+ cross join lateral (
        select e.partition_key, e.execution_id from execution e
-        where e.due_at > :since and e.due_at <= c.now
+        where e.partition_key = t.partition_key and e.execution_id = t.execution_id
           and e.lifecycle_phase = 'suspended' and e.suspension_timeout_at <= c.now
-          and e.execution_id <> all(:left_out::uuid[])
-        order by e.due_at limit :limit
-          for update skip locked) e;
+          for update skip locked) e
+ limit :limit;
 
 -- name: list_open_suspensions
 -- The open suspensions of executions that the transaction holds, with the time.
@@ -16,8 +21,11 @@ select i.nth, s.suspension_id, s.timeout_at, s.timeout_behavior, s.satisfier_ids
   from (select ff_now() as now) c
  cross join unnest(:partition_keys::smallint[], :execution_ids::uuid[]) with ordinality as i(partition_key, execution_id, nth)
  cross join lateral (
+       select e.suspension_id from execution e
+        where e.partition_key = i.partition_key and e.execution_id = i.execution_id limit 1) e
+ cross join lateral (
        select s.* from suspension s
-        where s.partition_key = i.partition_key and s.execution_id = i.execution_id
+        where s.partition_key = i.partition_key and s.execution_id = i.execution_id and s.suspension_id = e.suspension_id
           for update) s
  where s.closed_at is null;
 
@@ -35,15 +43,16 @@ select i.partition_key, i.execution_id, i.signal_id, i.suspension_id, :waitpoint
 -- deadline.
 with clock as materialized (select ff_now() as now),
 held as materialized (
-  select c.now, e.tid, i.partition_key, s.tid as suspension_tid, s.timeout_at, s.waitpoint_ids
+  select c.now, e.tid, i.partition_key, i.execution_id, s.tid as suspension_tid, s.timeout_at, s.waitpoint_ids
     from clock c
    cross join unnest(:partition_keys::smallint[], :execution_ids::uuid[]) as i(partition_key, execution_id)
    cross join lateral (
-         select e.ctid as tid from execution e
+         select e.ctid as tid, e.suspension_id from execution e
           where e.partition_key = i.partition_key and e.execution_id = i.execution_id for update) e
    cross join lateral (
          select s.ctid as tid, s.timeout_at, s.closed_at, s.waitpoint_ids from suspension s
-          where s.partition_key = i.partition_key and s.execution_id = i.execution_id for update) s
+          where s.partition_key = i.partition_key and s.execution_id = i.execution_id and s.suspension_id = e.suspension_id
+            for update) s
    where s.closed_at is null
 ),
 -- In ascending order, as every writer locks waitpoints.
@@ -64,9 +73,15 @@ extended as (
 moved as (
   update execution e
      set blocking_reason = :to_blocking, blocking_detail = 'suspension escalated: timeout at ' || h.timeout_at,
-         suspension_timeout_at = null, last_transition_at = h.now, last_mutation_at = h.now
+         suspension_timeout_at = null, last_transition_at = h.now, last_mutation_at = null
     from held h
    where e.ctid = h.tid
+),
+-- The kind is compared as a text: an equality of it would let a plan made while there are no timers walk timer_due.
+untimed as (
+  delete from timer t using held h
+   where t.partition_key = any(array[h.partition_key]) and t.execution_id = h.execution_id
+     and t.kind::text = 'suspension_timeout'
 )
 update suspension s set reason_code = :reason_code, timeout_at = null, timeout_behavior = null
   from held h
@@ -95,8 +110,8 @@ held as materialized (
          select w.ctid as tid, w.state from waitpoint w
           where w.partition_key = d.partition_key and w.waitpoint_id = d.waitpoint_id
             for update skip locked) w
-   where w.state = 'pending' and (d.is_held or not exists (
-         select from execution e where e.partition_key = d.partition_key and e.execution_id = d.execution_id))
+   where w.state = 'pending' and (d.is_held or (
+         select true from execution e where e.partition_key = d.partition_key and e.execution_id = d.execution_id) is null)
 ),
 closed as (
   update waitpoint w set state = 'closed', closed_at = h.now, close_reason = :close_reason

@@ -1,0 +1,30 @@
+"""FlowFabric behind a transaction that stays open: claims, and looks for timers, past dead rows that stay."""
+
+import asyncio
+
+from flowfabric.bench.api import Reconciler
+from flowfabric.bench.observer import observing, pinned
+from flowfabric.bench.ours import engine_on, fill, noops
+from flowfabric.bench.ours_work import claim_and_finish
+from flowfabric.bench.subject import BATCH, Figures, Task, median_ms, rate, timed
+
+BACKLOG = 40_000
+LEASE_MS = 10_000
+LOOKS = 30
+
+
+async def measure(task: Task) -> Figures:
+    """Work off a backlog, and look for due timers when those of its leases have passed."""
+    tenth = task.count(BACKLOG // 10)
+    async with observing(task.url) as observer, engine_on(task.url) as engine, pinned(task.url):
+        await fill(engine, noops(), 10 * tenth)
+        await observer.analyze()
+        tenths = [await rate(tenth, claim_and_finish(engine, tenth, BATCH, lease_ttl_ms=LEASE_MS)) for _ in range(10)]
+        await asyncio.sleep(LEASE_MS / 1000 + 0.5)
+        reconciler = Reconciler(engine)
+        looks = [await timed(reconciler.catch_up()) for _ in range(LOOKS)]
+    return {
+        "pinned_backlog_first": tenths[0],
+        "pinned_backlog_last": tenths[-1],
+        "pinned_timer_look": median_ms(looks),
+    }

@@ -1,0 +1,80 @@
+"""What is made of the figures of a run: medians over its rounds, and ratios within each round."""
+
+import statistics
+from collections.abc import Mapping, Sequence
+
+from flowfabric.bench.subject import Figure, Figures
+
+PEERS = ("pgqueuer", "awa", "absurd", "procrastinate", "dbos")
+BEFORE = "before:"
+"""The prefix of figures of another checkout."""
+
+RATIOS = {
+    **{f"worker_end_to_end/{peer}": ("worker_end_to_end", f"{peer}_worker_end_to_end") for peer in PEERS},
+    **{f"submit_batch/{peer}": ("submit_batch", f"{peer}_submit_batch") for peer in PEERS},
+    # At the size of batch it is fastest with.
+    "worker_end_to_end/pgqueuer": ("worker_end_to_end", "pgqueuer_worker_end_to_end_best"),
+    "worker_end_to_end/raw_claim100_complete100": ("worker_end_to_end", "raw_claim100_complete100"),
+    "worker_default_slots/worker_end_to_end": ("worker_default_slots", "worker_end_to_end"),
+    "engine_claim_finish/raw_claim100_complete100": ("engine_claim_finish", "raw_claim100_complete100"),
+    "engine_claim_finish_100/raw_claim100_complete100": ("engine_claim_finish_100", "raw_claim100_complete100"),
+    "submit_batch/raw_insert100": ("submit_batch", "raw_insert100"),
+    "submit_batch_100/raw_insert100": ("submit_batch_100", "raw_insert100"),
+    "submit_batch_1500b_tag/raw_insert100_1500b": ("submit_batch_1500b_tag", "raw_insert100_1500b"),
+    "signal_resume_burst/complete_burst": ("signal_resume_burst", "complete_burst"),
+    "signal_resume_burst/engine_claim_finish": ("signal_resume_burst", "engine_claim_finish"),
+    "soak_last_tenth/soak_first_tenth": ("soak_last_tenth", "soak_first_tenth"),
+    **{f"claim_{size}/claim_20k": (f"claim_{size}", "claim_20k") for size in ("1m", "100k")},
+    **{f"claim_{size}_mixed/claim_20k_mixed": (f"claim_{size}_mixed", "claim_20k_mixed") for size in ("1m", "100k")},
+    **{
+        f"queues_1000_claim_{size}{named}/queues_1_claim_{size}": (
+            f"queues_1000_claim_{size}{named}",
+            f"queues_1_claim_{size}",
+        )
+        for named in ("", "_named")
+        for size in (1, 64, 500)
+    },
+    "pinned_claim_last/pinned_claim_first": ("pinned_claim_last", "pinned_claim_first"),
+    "pinned_backlog_last/pinned_backlog_first": ("pinned_backlog_last", "pinned_backlog_first"),
+    "pinned_start_last/pinned_start_first": ("pinned_start_last", "pinned_start_first"),
+}
+
+
+def medians(rounds: Sequence[Figures]) -> Figures:
+    """The median of each figure over the rounds that have it."""
+    names = dict.fromkeys(name for figures in rounds for name in figures)
+    found = {name: [figures[name] for figures in rounds if name in figures] for name in names}
+    return {
+        name: Figure(value=statistics.median(each.value for each in figures), unit=figures[0].unit)
+        for name, figures in found.items()
+    }
+
+
+def ratios(rounds: Sequence[Figures], wanted: Mapping[str, tuple[str, str]] = RATIOS) -> dict[str, float]:
+    """The median of each ratio over the rounds that have both its figures: a round is compared with itself.
+
+    A round whose lower figure is 0 has no ratio.
+    """
+    found: dict[str, float] = {}
+    for name, (above, below) in wanted.items():
+        values = [
+            each[above].value / each[below].value
+            for each in rounds
+            if above in each and below in each and each[below].value
+        ]
+        if values:
+            found[name] = statistics.median(values)
+    return found
+
+
+def ratios_of_versions(rounds: Sequence[Figures]) -> dict[str, tuple[str, str]]:
+    """Every figure over that of the other version, and the usual ratios of each version."""
+    names = dict.fromkeys(name for figures in rounds for name in figures)
+    return {
+        **{f"{name}/before": (name, f"{BEFORE}{name}") for name in names if f"{BEFORE}{name}" in names},
+        **{
+            f"{mark}{ratio}": (f"{mark}{above}", f"{mark}{below}")
+            for mark in ("", BEFORE)
+            for ratio, (above, below) in RATIOS.items()
+        },
+    }

@@ -1,0 +1,18 @@
+"""What the end of a suspended execution brings: its suspension and its waitpoints are closed."""
+
+from collections.abc import Sequence
+
+from flowfabric.db.database import Transaction
+from flowfabric.db.statements import columns_from, statements_beside
+from flowfabric.engine.core.consequence import Ended
+from flowfabric.model.ids import split_execution_id
+
+SQL = statements_beside(__file__)
+
+
+async def close_suspensions(transaction: Transaction, ended: Sequence[Ended]) -> None:
+    """Close the open suspensions of executions that the transaction has just ended, with all their waitpoints."""
+    closing = [(*split_execution_id(each.execution_id), each.reason) for each in ended if each.is_terminal]
+    if closing:
+        columns = columns_from(("partition_keys", "execution_ids", "close_reasons"), closing)
+        await transaction.fetch(SQL.close_suspensions, **columns)

@@ -1,0 +1,84 @@
+"""What is due of everything the engine does by itself, found by one statement."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from flowfabric.db.statements import statements_beside
+from flowfabric.engine.core.quarantine import Quarantine
+from flowfabric.engine.execution.retention import GRANT_MEMORY_MS
+from flowfabric.engine.fleet.identities import memory_ms
+from flowfabric.engine.store import Store
+from flowfabric.model.errors import TransportError, TransportKind
+
+SQL = statements_beside(__file__)
+
+SAMPLE = 1000
+AHEAD_MS = 2_000
+"""How far a look goes ahead to see when the next timer runs out."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Due:
+    """What waits for a sweep, and in how many milliseconds the next timer runs out if that is soon."""
+
+    expired_claims: int
+    elapsed_delays: int
+    expiries: int
+    suspension_timeouts: int
+    has_retained: bool
+    has_spent_keys: bool
+    has_spent_grants: bool
+    has_expired_workers: bool
+    has_old_identities: bool
+    has_silent_sessions: bool
+    has_expired_waitpoints: bool
+    next_due_in_ms: int | None
+
+
+async def read_due(store: Store, quarantines: Sequence[Quarantine]) -> Due:
+    """What is due; what sweeps leave out for now must not hide the rest."""
+    due_since, retained_since = store.due_watermark.look(), store.retained_watermark.look()
+
+    def looked(seconds: float) -> None:
+        store.due_watermark.looked(due_since, seconds)
+        store.retained_watermark.looked(retained_since, seconds)
+
+    began = time.monotonic()
+    try:
+        (row,) = await store.fetch(
+            SQL.read_due,
+            due_since=due_since,
+            retained_since=retained_since,
+            ahead_ms=AHEAD_MS,
+            grant_memory_ms=GRANT_MEMORY_MS,
+            identity_memory_ms=memory_ms(store.rules),
+            silent_ms=store.database.limits.silent_ms,
+            sample=SAMPLE + sum(len(each.left_out()) for each in quarantines),
+        )
+    except TransportError as fault:
+        if fault.kind is TransportKind.TIMEOUT and not fault.outcome_unknown:
+            # The server gave up on it: only a look from the watermark can succeed now.
+            looked(time.monotonic() - began)
+        raise
+    looked(row["took_ms"] / 1000)
+    store.due_watermark.reach(row["oldest_due_at"])
+    if not row["has_retained"]:
+        store.retained_watermark.reach(row["now"])
+    elif retained_since == 0:
+        # What a whole look has found may lie before the watermark, where a trim begins.
+        store.retained_watermark.reach(0)
+    return Due(
+        expired_claims=row["expired_claims"],
+        elapsed_delays=row["elapsed_delays"],
+        expiries=row["expiries"],
+        suspension_timeouts=row["suspension_timeouts"],
+        has_retained=row["has_retained"],
+        has_spent_keys=row["has_spent_keys"],
+        has_spent_grants=row["has_spent_grants"],
+        has_expired_workers=row["has_expired_workers"],
+        has_old_identities=row["has_old_identities"],
+        has_silent_sessions=row["has_silent_sessions"],
+        has_expired_waitpoints=row["has_expired_waitpoints"],
+        next_due_in_ms=row["next_due_in_ms"],
+    )

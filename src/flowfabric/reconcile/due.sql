@@ -1,0 +1,49 @@
+-- name: read_due
+-- What waits for a sweep: how many timers of each kind are due among the oldest :sample after :due_since, the oldest of all,
+-- when the next is due within :ahead_ms, and how long the server took to find out.
+with clock as materialized (select ff_now() as now),
+due as materialized (
+  select k.kind, t.due_at
+    from clock c
+   cross join unnest(enum_range(null::timer_kind)) as k(kind)
+   cross join lateral (
+         select t.due_at from timer t
+          where t.kind = k.kind and t.due_at > :due_since and t.due_at <= c.now
+          order by t.due_at limit :sample) t
+),
+claims as materialized (
+  select r.expires_at
+    from clock c
+   cross join lateral (
+         select r.expires_at from claim r
+          where r.expires_at > :due_since and r.expires_at <= c.now
+          order by r.expires_at limit :sample) r
+)
+select (select count(*) from claims) as expired_claims,
+       count(*) filter (where d.kind = 'delay') as elapsed_delays,
+       count(*) filter (where d.kind in ('attempt_timeout', 'deadline')) as expiries,
+       count(*) filter (where d.kind = 'suspension_timeout') as suspension_timeouts,
+       exists (select from retained
+                where retain_until > :retained_since and retain_until <= (select now from clock)) as has_retained,
+       exists (select from idempotency_key where expires_at <= (select now from clock)) as has_spent_keys,
+       exists (select from waitpoint
+                where activated_at is null and closed_at is null and expires_at <= (select now from clock)) as has_expired_waitpoints,
+       exists (select from claim_grant
+                where expires_at <= (select now from clock) - :grant_memory_ms::bigint) as has_spent_grants,
+       exists (select from worker where lapses_at < (select now from clock)) as has_expired_workers,
+       exists (select from worker_identity
+                where seen_at < (select now from clock) - :identity_memory_ms::bigint) as has_old_identities,
+       exists (select from ff_silent_sessions(:silent_ms)) as has_silent_sessions,
+       least(
+         (select min(t.due_at)
+            from unnest(enum_range(null::timer_kind)) as k(kind)
+           cross join lateral (
+                 select t.due_at from timer t
+                  where t.kind = k.kind and t.due_at > (select now from clock) and t.due_at <= (select now from clock) + :ahead_ms::bigint
+                  order by t.due_at limit 1) t),
+         (select min(r.expires_at) from claim r
+           where r.expires_at > (select now from clock) and r.expires_at <= (select now from clock) + :ahead_ms)) - c.now as next_due_in_ms,
+       least(min(d.due_at), (select min(expires_at) from claims), c.now) as oldest_due_at, c.now,
+       (extract(epoch from clock_timestamp() - statement_timestamp()) * 1000)::bigint as took_ms
+  from clock c left join due d on true
+ group by c.now;

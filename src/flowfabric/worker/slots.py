@@ -1,0 +1,166 @@
+"""The slots of a worker: the executions it holds, those that run in a slot, and those that wait for one."""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+
+from flowfabric.worker.ahead import Ahead
+from flowfabric.worker.context import Running
+from flowfabric.worker.faults import Contact
+from flowfabric.worker.timeouts import seconds_left
+
+logger = logging.getLogger(__name__)
+
+CLAIM_SIZE = 500
+"""Executions in one claim: while some of a worker's slots are claimed into, others run and yet others are ended."""
+ENDING = 2
+"""How many times as many as may wait for a slot may wait for their endings to be committed.
+
+Where nothing is claimed ahead, an execution keeps its slot until its ending is committed.
+"""
+GATHER_SECONDS = 0.002
+"""How long a few free slots wait for more to be claimed into with them."""
+
+
+class Slots:
+    """At most `concurrency` handlers at a time, and a few executions claimed ahead that start as handlers return.
+
+    Whatever is held is under lease, whether it runs, waits for a slot or waits for its ending to be committed. What
+    waits for a slot is handed back when the worker stops, when the store does not answer, and when it waits too long.
+    """
+
+    def __init__(self, concurrency: int, begin: Callable[[Running], None], contact: Contact) -> None:
+        self.held: set[Running] = set()
+        self.ahead = Ahead(concurrency, CLAIM_SIZE)
+        self._concurrency = concurrency
+        self._begin = begin
+        self._contact = contact
+        self._active = 0
+        """Handlers that have not returned."""
+        self._waiting: deque[Running] = deque()
+        self._changed = asyncio.Event()
+        self._stale_timer: asyncio.TimerHandle | None = None
+        self._is_closed = False
+
+    @property
+    def started(self) -> int:
+        """How many executions have begun whose endings are not committed."""
+        return len(self.held) - len(self._waiting)
+
+    async def room(self) -> int:
+        """How many executions to claim, as soon as a claim pays; nothing once the slots are closed."""
+        while not self._is_closed:
+            room, worth = self._room, max(1, min((self._concurrency + self.ahead.size) // 4, CLAIM_SIZE))
+            if self._waiting:
+                if room >= worth and len(self._waiting) <= self.ahead.size // 2:
+                    return room
+            elif room > 0:
+                if self.held and room < worth:
+                    await asyncio.sleep(GATHER_SECONDS)
+                return self._room
+            self._changed.clear()
+            await self._changed.wait()
+        return 0
+
+    @property
+    def _room(self) -> int:
+        """How many executions fit into the slots and ahead of them."""
+        ahead = self.ahead.size
+        free = self._concurrency + ahead - self._active - len(self._waiting)
+        return min(free, self._concurrency + (1 + ENDING) * ahead - len(self.held), CLAIM_SIZE)
+
+    def enter(self, running: Running) -> None:
+        """Begin a run that was just claimed, or let it wait for a slot; one that is dropped already needs none."""
+        if running.is_dropped:
+            self._begin(running)
+        elif self._active < self._concurrency:
+            self._occupy(running)
+        elif 0 < seconds_left(running.claimed) < Ahead.SHORTEST_LIMIT_SECONDS:
+            self.ahead.avoid()
+            self._skip(running)
+        else:
+            running.on_stop = self._stopped
+            self._waiting.append(running)
+            if self._stale_timer is None:
+                self._watch_waiting(Ahead.STALE_SECONDS)
+
+    def returned(self, running: Running) -> None:
+        """Free the slot of a run whose handler has returned, for the next one that waits."""
+        if not running.has_slot:
+            return
+        running.has_slot = False
+        self._active -= 1
+        self.ahead.returned += 1
+        while self._waiting and self._active < self._concurrency:
+            if self._contact.is_silent:
+                self.hand_back_waiting()
+                break
+            following = self._waiting.popleft()
+            following.on_stop = None
+            if following.is_lease_over:
+                logger.warning("%s is not started: its lease expired before a slot was free", following.execution_id)
+                following.is_dropped = True
+                self._begin(following)
+            else:
+                self._occupy(following)
+        if self.ahead.size:
+            self._changed.set()
+
+    def release(self, running: Running) -> None:
+        """Forget a run whose ending is committed or left to others."""
+        self.held.discard(running)
+        self._changed.set()
+
+    def close(self) -> None:
+        """Give no more room for claims, and hand back what waits."""
+        self._is_closed = True
+        self._changed.set()
+        if self._stale_timer is not None:
+            self._stale_timer.cancel()
+        self.hand_back_waiting()
+
+    def hand_back_waiting(self, *, claimed_before: float = float("inf")) -> None:
+        """Hand back the executions that wait for a slot, those that were claimed before a time."""
+        while self._waiting and self._waiting[0].claimed_at < claimed_before:
+            # Nothing is claimed in their place before the rate is measured again.
+            self.ahead.size = 0
+            running = self._waiting.popleft()
+            running.on_stop = None
+            self._skip(running)
+
+    async def until_empty(self, seconds: float) -> None:
+        """Wait until nothing is held, for so long."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while self.held:
+                    self._changed.clear()
+                    await self._changed.wait()
+
+    def _occupy(self, running: Running) -> None:
+        running.has_slot = True
+        self._active += 1
+        self._begin(running)
+
+    def _skip(self, running: Running) -> None:
+        """Hand back a run without calling its handler."""
+        running.is_dropped = running.is_given_back = True
+        self._begin(running)
+
+    def _stopped(self, running: Running) -> None:
+        """End a run that was stopped while it waited for a slot."""
+        running.on_stop = None
+        self._waiting.remove(running)
+        self._begin(running)
+
+    def _watch_waiting(self, seconds: float) -> None:
+        self._stale_timer = asyncio.get_running_loop().call_later(seconds, self._hand_back_stale)
+
+    def _hand_back_stale(self) -> None:
+        self._stale_timer = None
+        now = time.monotonic()
+        self.hand_back_waiting(claimed_before=now - Ahead.STALE_SECONDS)
+        if self._waiting:
+            self._watch_waiting(self._waiting[0].claimed_at + Ahead.STALE_SECONDS - now)

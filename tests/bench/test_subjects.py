@@ -1,0 +1,112 @@
+"""The subjects that measure FlowFabric work, and every figure they give is described."""
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from flowfabric.bench import ours_dead_rows, ours_pinned, ours_queues, ours_renew, ours_result
+from flowfabric.bench.meter import Meter, fields_of, postmaster_of
+from flowfabric.bench.observer import SQL, observing, pinned
+from flowfabric.bench.ours import check, engine_on, fill, noop, noops
+from flowfabric.bench.ours_cost import measure as measure_cost
+from flowfabric.bench.subject import Figures, Task
+
+README = Path(__file__).parents[2] / "bench" / "README.md"
+TINY = 0.001
+
+
+@pytest.fixture
+def described() -> set[str]:
+    """The figures of the page."""
+    return set(re.findall(r"`([a-z0-9_]+)`", README.read_text(encoding="utf-8")))
+
+
+def check_figures(figures: Figures, described: set[str]) -> None:
+    assert set(figures) - described == set()
+    assert all(figure.value >= 0 for figure in figures.values())
+
+
+async def test_results_are_awaited_here_and_across_processes(
+    empty_url: str, described: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ours_result, "MANY", 50)
+    figures = await ours_result.measure(Task(url=empty_url, scale=TINY))
+    assert set(figures) == {"submit_to_result", "submit_to_result_across", "results_3000"}
+    check_figures(figures, described)
+
+
+async def test_costs_are_those_of_one_execution(empty_url: str, described: set[str]) -> None:
+    figures = await measure_cost(Task(url=empty_url, scale=TINY))
+    check_figures(figures, described)
+    for suffix in ("", "_no_fpi"):
+        wal = {name: figures[f"wal_{name}{suffix}"].value for name in ("submit", "claim_finish", "worker", "execution")}
+        assert wal["execution"] == wal["submit"] + wal["worker"]
+        assert wal["submit"] > 0
+        assert wal["claim_finish"] > 0
+    assert 0 <= figures["hot_worker"].value <= 1
+
+
+@pytest.mark.parametrize("claim", [1_000, 10])
+async def test_the_writes_of_a_round_of_renewals_are_counted(empty_url: str, claim: int) -> None:
+    async with observing(empty_url) as observer:
+        seconds, writes = await ours_renew.renewals(empty_url, observer, running=1_000, claim=claim)
+        assert await observer.ask(SQL.is_alone)
+    assert seconds > 0
+    assert 0 < writes < 5_000
+
+
+async def test_claims_from_many_queues_are_measured(
+    empty_url: str, described: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ours_queues, "QUEUES", 20)
+    figures = await ours_queues.measure(Task(url=empty_url, scale=TINY))
+    assert len(figures) == 9
+    check_figures(figures, described)
+
+
+async def test_claims_behind_a_pinned_transaction_are_measured(
+    empty_url: str, described: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ours_pinned, "SECONDS", 3)
+    check_figures(await ours_pinned.measure(Task(url=empty_url, scale=1)), described)
+
+
+async def test_looks_past_dead_rows_are_measured(
+    empty_url: str, described: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ours_dead_rows, "LEASE_MS", 500)
+    check_figures(await ours_dead_rows.measure(Task(url=empty_url, scale=TINY)), described)
+
+
+async def test_a_pinned_session_is_not_waited_for(empty_url: str) -> None:
+    async with observing(empty_url) as observer:
+        async with engine_on(empty_url), pinned(empty_url):
+            assert not await observer.ask(SQL.is_alone)
+        async with engine_on(empty_url) as engine:
+            await fill(engine, noops(), 1_000)
+            check(await engine.create_many([noop(kind="another")]))
+        async with pinned(empty_url):
+            await observer.until_alone()
+
+
+async def test_a_meter_reads_what_the_server_has_written(empty_url: str) -> None:
+    async with observing(empty_url) as observer:
+        meter = await Meter.of(observer)
+        before = await meter.read()
+        async with engine_on(empty_url):
+            pass
+        figures = await meter.since(before, count=2, name="start")
+        after = await meter.read()
+    assert 0 < figures["wal_start"].value <= (after.log - before.log) / 2
+    assert before.cpu is None or after.cpu is None or after.cpu >= before.cpu
+
+
+def test_a_process_that_is_no_server_has_no_postmaster() -> None:
+    assert postmaster_of(os.getpid()) is None
+
+
+def test_the_fields_of_a_process_begin_after_its_name(tmp_path: Path) -> None:
+    (tmp_path / "stat").write_text("12 (a b) c) S 7 1 1\n")
+    assert fields_of(tmp_path) == ["S", "7", "1", "1"]

@@ -1,0 +1,93 @@
+"""Each optimisation that the benchmark can switch off is there, and work gets done without it."""
+
+import asyncio
+import re
+import sys
+from inspect import iscoroutinefunction
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from conftest import Engines
+from flowfabric import Created
+from flowfabric.bench.ours import LANE, noop
+from flowfabric.bench.ours_submit import create_one
+from flowfabric.bench.run import SUBJECTS
+from flowfabric.bench.without import TABLE, Without, giving, resolve, switch_off, value
+
+README = Path(__file__).parents[2] / "bench" / "README.md"
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_every_optimisation_of_the_table_is_there(name: str) -> None:
+    entry = TABLE[name]
+    for target, substitute in entry.replaces.items():
+        owner, attribute = resolve(target)
+        there = vars(owner)[attribute]
+        # A batch whose statement fails goes on item by item: a substitute of another kind would not be noticed.
+        assert iscoroutinefunction(substitute(there)) == iscoroutinefunction(there)
+        assert callable(substitute(there)) == callable(there)
+    assert entry.replaces
+    assert entry.figures
+    assert entry.subject in SUBJECTS
+
+
+@pytest.mark.parametrize(
+    ("target", "missing"),
+    [
+        ("flowfabric.engine.nowhere:Marks.spans", "nowhere"),
+        ("flowfabric.db.batch:Nothing.put", "no class Nothing"),
+        ("flowfabric.db.batch:Batch.nothing", "no nothing"),
+        ("flowfabric.db.batch:NOTHING", "no NOTHING"),
+        # Inherited from object: replacing it would replace nothing of this class.
+        ("flowfabric.db.batch:Batch.__eq__", "no __eq__"),
+    ],
+)
+def test_an_optimisation_that_is_gone_is_refused(target: str, missing: str) -> None:
+    with pytest.raises(LookupError, match=f"^{target} does not exist: .*{missing}"):
+        resolve(target)
+
+
+def test_switching_off_replaces_methods_and_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = ModuleType("replaced")
+    exec("LIMIT = 2\nclass Marks:\n    def spans(self):\n        return [1]\n", vars(module))
+    monkeypatch.setitem(sys.modules, "replaced", module)
+    entry = Without(
+        does="nothing",
+        replaces={"replaced:Marks.spans": giving([]), "replaced:LIMIT": value(1)},
+        subject="work",
+        figures=("figure",),
+    )
+    monkeypatch.setitem(TABLE, "test", entry)
+    switch_off("test")
+    assert vars(module)["Marks"]().spans() == []
+    assert vars(module)["LIMIT"] == 1
+
+
+@pytest.mark.parametrize("name", TABLE)
+async def test_work_is_done_without_the_optimisation(
+    name: str, engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    switch_off(name, put=monkeypatch.setattr)
+    engine = await engines()
+    made = await engine.create_many([noop() for _ in range(10)])
+    await asyncio.gather(*(create_one(engine) for _ in range(10)))
+    assert all(isinstance(each, Created) for each in made)
+    claims = [
+        await engine.claim_many(lanes=[LANE], worker_id="w", worker_instance_id="w-1", limit=15) for _ in range(3)
+    ]
+    claimed = [each for claim in claims for each in claim]
+    ids = {each.execution_id for each in claimed}
+    assert len(ids) == 20
+    await engine.complete_many([(each.handle, b"1") for each in claimed[:10]])
+    await asyncio.gather(*(engine.complete(each.handle, b"1") for each in claimed[10:]))
+    endings = await asyncio.gather(*(engine.wait_for_ending(each, timeout=30) for each in ids))
+    assert [ending.result for ending in endings] == [b"1"] * 20
+
+
+def test_the_page_of_the_benchmark_describes_every_optimisation() -> None:
+    text = README.read_text(encoding="utf-8").partition("What an optimisation is worth")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| `(\w+)` \| .*? \| (.*?) \|$", text, re.MULTILINE)
+    shown = {name: tuple(re.findall(r"`(\w+)`", figures)) for name, figures in rows}
+    assert shown == {name: entry.figures for name, entry in TABLE.items()}

@@ -1,0 +1,172 @@
+"""Queue watermarks: a walk begins where the last one ended, for as long as that is worth believing."""
+
+import pytest
+
+from engine.state import HandClock
+from flowfabric.engine.core.watermark import BAND_BITS, WalkWatermarks, Watermarks
+
+END = 2**63 - 1
+
+
+@pytest.fixture
+def clock() -> HandClock:
+    return HandClock()
+
+
+@pytest.fixture
+def watermarks(clock: HandClock) -> WalkWatermarks:
+    """Watermarks that have just begun."""
+    watermarks = WalkWatermarks(clock)
+    watermarks.spans()
+    return watermarks
+
+
+def place(band: int, number: int) -> int:
+    """A place of a priority band."""
+    return (band << BAND_BITS) + number
+
+
+def spans(watermarks: WalkWatermarks) -> list[tuple[int, int, int]]:
+    """What to walk, as queue, first and last place."""
+    return list(zip(*watermarks.spans(), strict=True))
+
+
+def test_without_watermarks_every_queue_is_walked_whole(watermarks: WalkWatermarks) -> None:
+    assert spans(watermarks) == []
+
+
+def test_a_walk_begins_behind_what_was_taken(watermarks: WalkWatermarks) -> None:
+    watermarks.raise_to(7, place(0, 41))
+    assert spans(watermarks) == [(7, place(0, 42), END)]
+    watermarks.raise_to(7, place(0, 10))
+    assert spans(watermarks) == [(7, place(0, 42), END)]
+
+
+def test_each_priority_has_a_mark_and_what_no_mark_speaks_of_is_walked(watermarks: WalkWatermarks) -> None:
+    watermarks.raise_to(7, place(3, 5))
+    watermarks.raise_to(7, place(5, 9))
+    watermarks.raise_to(8, place(0, 0))
+    assert spans(watermarks) == [
+        (7, 0, place(3, 0) - 1),
+        (7, place(3, 6), place(5, 0) - 1),
+        (7, place(5, 10), END),
+        (8, place(0, 1), END),
+    ]
+
+
+def test_a_row_that_comes_back_lowers_the_mark_of_its_priority_alone(watermarks: WalkWatermarks) -> None:
+    for band in (0, 1):
+        watermarks.raise_to(7, place(band, 100))
+    watermarks.lower(7, place(1, 50))
+    watermarks.lower(7, place(1, 70))
+    watermarks.lower(7, place(2, 5))
+    watermarks.lower(9, place(0, 5))
+    assert spans(watermarks) == [(7, place(0, 101), place(1, 0) - 1), (7, place(1, 50), END)]
+
+
+def test_a_queue_may_have_any_number_of_priorities(watermarks: WalkWatermarks) -> None:
+    for band in range(100):
+        watermarks.raise_to(7, place(band, 1))
+    assert spans(watermarks)[-1] == (7, place(99, 2), END)
+    assert len(spans(watermarks)) == 100
+
+
+def test_watermarks_are_forgotten_when_their_time_is_up(watermarks: WalkWatermarks, clock: HandClock) -> None:
+    watermarks.raise_to(7, place(0, 1))
+    clock.now += WalkWatermarks.LIFE_SECONDS - 0.01
+    assert spans(watermarks)
+    clock.now += 0.01
+    assert spans(watermarks) == []
+    watermarks.raise_to(7, place(0, 1))
+    assert spans(watermarks)
+
+
+def test_the_dearer_a_whole_walk_the_longer_the_watermarks_live(watermarks: WalkWatermarks, clock: HandClock) -> None:
+    watermarks.walked_whole(0.4)
+    watermarks.raise_to(7, place(0, 1))
+    clock.now += WalkWatermarks.SHARE * 0.4 - 0.01
+    assert spans(watermarks)
+    clock.now += 0.02
+    assert spans(watermarks) == []
+
+
+def test_a_cheap_walk_may_be_repeated_at_once_and_a_longer_one_after_a_share_of_its_time(
+    watermarks: WalkWatermarks, clock: HandClock
+) -> None:
+    assert watermarks.may_walk_whole
+    watermarks.walked_whole(WalkWatermarks.FREE_SECONDS)
+    assert watermarks.may_walk_whole
+    longer = WalkWatermarks.FREE_SECONDS * 1.5
+    watermarks.walked_whole(longer)
+    assert not watermarks.may_walk_whole
+    clock.now += WalkWatermarks.SHARE * longer * 0.99
+    assert not watermarks.may_walk_whole
+    clock.now += WalkWatermarks.SHARE * longer * 0.02
+    assert watermarks.may_walk_whole
+
+
+def test_no_walk_is_so_expensive_that_watermarks_outlive_their_longest_time(
+    watermarks: WalkWatermarks, clock: HandClock
+) -> None:
+    watermarks.walked_whole(3600)
+    watermarks.raise_to(7, place(0, 1))
+    clock.now += WalkWatermarks.LONGEST_SECONDS - 0.01
+    assert spans(watermarks)
+    clock.now += 0.02
+    assert watermarks.may_walk_whole
+    assert spans(watermarks) == []
+
+
+def test_cleared_watermarks_lead_nowhere(watermarks: WalkWatermarks) -> None:
+    watermarks.raise_to(7, place(0, 1))
+    watermarks.clear()
+    assert spans(watermarks) == []
+
+
+def test_each_kind_of_claim_has_watermarks_of_its_own_and_all_are_lowered(clock: HandClock) -> None:
+    every = Watermarks(clock=clock)
+    one, other, queues = every.of_routes("one"), every.of_routes("other"), every.of_queues("one")
+    for each, walk_no in ((one, 7), (other, 7), (queues, 3)):
+        each.spans()
+        each.raise_to(walk_no, place(0, 10))
+    assert every.of_routes("one") is one
+    one.raise_to(7, place(0, 20))
+    assert spans(other) == [(7, place(0, 11), END)]
+    every.lower(7, 3, place(0, 5))
+    assert [spans(each) for each in (one, other, queues)] == [[(walk_no, place(0, 5), END)] for walk_no in (7, 7, 3)]
+    every.clear()
+    assert [spans(each) for each in (one, other, queues)] == [[], [], []]
+
+
+def test_no_more_kinds_of_claims_are_remembered_than_there_is_room_for(clock: HandClock) -> None:
+    every = Watermarks(clock=clock)
+    first = every.of_routes(0)
+    for number in range(1, Watermarks.MOST_KINDS + 1):
+        every.of_routes(number)
+    assert every.of_routes(0) is not first
+
+
+def test_watermarks_that_have_ended_hold_again_after_a_walk_that_found_nothing(
+    watermarks: WalkWatermarks, clock: HandClock
+) -> None:
+    watermarks.raise_to(7, place(0, 1))
+    watermarks.end()
+    assert spans(watermarks) == []
+    watermarks.walked_whole(0.01)
+    assert spans(watermarks) == [(7, place(0, 2), END)]
+
+
+def test_a_walk_that_found_something_leaves_the_watermarks_up_to_it(watermarks: WalkWatermarks) -> None:
+    for band in (0, 1, 2):
+        watermarks.raise_to(7, place(band, 100))
+        watermarks.raise_to(8, place(band, 10))
+    watermarks.end()
+    watermarks.spans()
+    # The best of everything stood here: what is better is gone, and of what is worse nothing is known.
+    watermarks.walked_whole(0.01, up_to=place(1, 50))
+    assert spans(watermarks) == [
+        (7, place(0, 101), place(1, 0) - 1),
+        (7, place(1, 51), END),
+        (8, place(0, 11), place(1, 0) - 1),
+        (8, place(1, 11), END),
+    ]

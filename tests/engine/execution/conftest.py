@@ -1,0 +1,9 @@
+"""What every test here must leave behind: rows that operations can have written."""
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def _leaves_rows_consistent(request: pytest.FixtureRequest) -> None:
+    if "engine" in request.fixturenames and "altered_rows" not in request.fixturenames:
+        request.getfixturevalue("consistent_rows")

@@ -1,0 +1,115 @@
+"""The same rows, however an execution was claimed: by search or by name."""
+
+from typing import Any
+
+import pytest
+
+from engine.grants import claim_named, claim_resumed, known, worker
+from engine.state import attempts, claim, claim_rows, ids, revoke
+from flowfabric.engine.engine import Engine
+from flowfabric.model.grants import Granted
+
+
+@pytest.fixture
+async def engine(engine: Engine) -> Engine:
+    """An engine that knows the worker who searches."""
+    await known(engine)
+    return engine
+
+
+_OWN = {
+    *("execution_id", "partition_key", "place", "queue_no", "route_no", "lane_no", "lease_id", "attempt_id"),
+    *("event_id", "xid", "claim_no"),
+}
+
+
+async def _fresh(given: Any, lane: str) -> str:
+    return str(
+        await given.created(
+            lane_id=lane,
+            tags={"ff.instance_id": "one"},
+            policy={"timeout_policy": {"attempt_timeout_ms": 4000, "execution_deadline_ms": 10**9}},
+        )
+    )
+
+
+async def _retry(given: Any, lane: str) -> str:
+    handle = await given.backing_off(lane_id=lane, delay_ms=1)
+    await given.clock.advance(ms=1)
+    await given.engine.delays.promote_due()
+    return str(handle.execution_id)
+
+
+async def _resumed(given: Any, lane: str) -> str:
+    policy = {"timeout_policy": {"attempt_timeout_ms": 4000}}
+    handle = await given.claimed(lane_id=lane, policy=policy)
+    await given.clock.advance(ms=1000)
+    await given.engine.wait_children(handle)
+    return str(handle.execution_id)
+
+
+async def _lapsed(given: Any, lane: str) -> str:
+    handle = await given.reclaimable(lane_id=lane, policy={"timeout_policy": {"attempt_timeout_ms": 10**6}})
+    return str(handle.execution_id)
+
+
+async def _lapsed_retry(given: Any, lane: str) -> str:
+    await _retry(given, lane)
+    handle = (await given.claim(lane_id=lane)).handle
+    await given.clock.advance(seconds=31)
+    await given.engine.lease_expiry.mark_expired([handle.execution_id])
+    return str(handle.execution_id)
+
+
+async def _lapsed_resumed(given: Any, lane: str) -> str:
+    await _resumed(given, lane)
+    handle = (await given.claim(lane_id=lane, lease_ttl_ms=10)).handle
+    await given.clock.advance(ms=11)
+    await given.engine.lease_expiry.mark_expired([handle.execution_id])
+    return str(handle.execution_id)
+
+
+async def _revoked(given: Any, lane: str) -> str:
+    handle = await given.claimed(lane_id=lane)
+    await revoke(given.clock._connection, handle.execution_id)
+    return str(handle.execution_id)
+
+
+@pytest.mark.parametrize(
+    "state", [_fresh, _retry, _resumed, _lapsed, _lapsed_retry, _lapsed_resumed, _revoked], ids=lambda one: one.__name__
+)
+async def test_a_named_claim_leaves_what_a_search_leaves(
+    engine: Engine, given: Any, rows: Any, clock: Any, state: Any
+) -> None:
+    # Both run through the same moments of a standing clock.
+    began = await clock.now()
+    searched = await state(given, "one")
+    later = await clock.advance(ms=100)
+    (by_search,) = await claim(engine, "one", worker_id="pool", worker_instance_id="pool-1", lease_ttl_ms=7000)
+    await clock.set(began)
+    named = await state(given, "two")
+    await clock.set(later)
+    if state is _resumed:
+        by_name = await claim_resumed(engine, named, lane_id="two", lease_ttl_ms=7000)
+    else:
+        assert isinstance(await engine.claim_for_worker(**worker(lane_id="two")), Granted)
+        by_name = await claim_named(engine, named, lane_id="two", lease_ttl_ms=7000)
+    assert ids([by_search, by_name]) == [searched, named]
+
+    def shared(row: dict[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in row.items() if name not in _OWN}
+
+    one, two = await rows.execution(searched), await rows.execution(named)
+    assert shared(one) == shared(two)
+    assert (one["attempt_id"] == one["lease_id"]) == (two["attempt_id"] == two["lease_id"])
+    for find in (attempts, lambda rows, found: rows.events(found)):
+        ones, twos = await find(rows, searched), await find(rows, named)
+        assert [shared(row) for row in ones] == [shared(row) for row in twos]
+    for table in ("attempt", "ready", "timer", "listed", "claim_grant"):
+        ones, twos = [await rows.of(table, execution_id=found[-36:]) for found in (searched, named)]
+        assert sorted(map(str, map(shared, ones))) == sorted(map(str, map(shared, twos))), table
+    held_one, held_two = [await claim_rows(rows, [found]) for found in (searched, named)]
+    assert [each["expires_at"] for each in held_one.values()] == [each["expires_at"] for each in held_two.values()]
+    for field in ("attempt_type", "attempt_index", "lease_epoch", "lease_expires_at", "policy", "tags", "retry_count"):
+        assert getattr(by_search, field) == getattr(by_name, field), field
+    assert by_search.handle.kind == by_name.handle.kind

@@ -1,0 +1,184 @@
+"""A claim reads what it takes, along however many queues and behind whatever was claimed before."""
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import asyncpg
+import pytest
+
+from creates import new
+from flowfabric.engine.core.watermark import WalkWatermarks
+from flowfabric.engine.engine import Engine
+from flowfabric.model.grants import Granted
+from flowfabric.settings import Settings
+from house.touched import VACUUM, Touched, touched
+
+__all__ = ["touched"]
+
+SPANS = 8
+"""Walks that a claim merges: it reads one entry of each ahead."""
+WORKER: dict[str, Any] = {"worker_id": "w", "worker_instance_id": "w-1"}
+
+
+async def claim(engine: Engine, limit: int, *lanes: str, **overrides: Any) -> list[Any]:
+    return await engine.claim_many(lanes=lanes or ("default",), limit=limit, **{**WORKER, **overrides})
+
+
+@pytest.fixture(params=["no statistics", "statistics"])
+async def backlog(
+    request: pytest.FixtureRequest, lasting_watermarks: None, engine: Engine, connection: asyncpg.Connection
+) -> Engine:
+    """An engine with 4,000 executions of 200 kinds on one lane, and 500 on each of four others."""
+    for nth in range(0, 4000, 1000):
+        await engine.create_many([new(execution_kind=f"kind{n % 200}") for n in range(nth, nth + 1000)])
+    for lane in range(4):
+        await engine.create_many([new(lane_id=f"lane{lane}") for _ in range(500)])
+    if request.param == "statistics":
+        await connection.execute("vacuum analyze")
+    return engine
+
+
+async def test_a_claim_reads_what_it_takes_and_one_entry_a_span(backlog: Engine, touched: Touched) -> None:
+    for limit in (1, 10, 100, 500):
+        touched.clear()
+        assert len(await claim(backlog, limit)) == limit
+        assert touched.of("claim_by_route", "ready") <= limit + SPANS
+        assert touched.of("claim_by_route", "execution") == limit
+        assert touched["claim_by_route"] <= 2 * limit + SPANS
+
+
+async def test_a_claim_over_lanes_reads_what_it_takes_and_one_entry_a_span(backlog: Engine, touched: Touched) -> None:
+    lanes = ("default", "lane0", "lane1", "lane2", "lane3")
+    for limit in (1, 10, 100, 500):
+        touched.clear()
+        assert len(await claim(backlog, limit, *lanes)) == limit
+        # Past eight spans the head of each is read, too.
+        assert touched.of("claim_by_route", "ready") <= limit + SPANS + 2 * len(lanes)
+        assert touched.of("claim_by_route", "execution") == limit
+
+
+async def test_a_claim_of_few_kinds_walks_their_queues(backlog: Engine, touched: Touched) -> None:
+    assert len(await claim(backlog, 10, kinds=["kind7"])) == 10
+    assert touched.of("claim_by_queue", "ready") <= 10 + SPANS
+    touched.clear()
+    assert len(await claim(backlog, 40, kinds=["kind1", "kind2", "kind3"])) == 40
+    assert touched.of("claim_by_queue", "ready") <= 40 + SPANS
+    assert touched.of("claim_by_queue", "execution") == 40
+    assert "claim_by_route" not in touched.rows
+
+
+async def test_a_claim_of_many_kinds_passes_over_the_others_of_its_route(backlog: Engine, touched: Touched) -> None:
+    # One in ten of the route: an entry that is not wanted is read, its execution is not.
+    assert len(await claim(backlog, 100, kinds=[f"kind{n * 10}" for n in range(20)])) == 100
+    assert touched.of("claim_by_route", "ready") <= 10 * 100 + SPANS
+    assert touched.of("claim_by_route", "execution") == 100
+
+
+async def test_a_grant_reads_one_entry_a_span(backlog: Engine, touched: Touched) -> None:
+    for _ in range(5):
+        assert isinstance(await backlog.claim_for_worker(lane_id="default", **WORKER), Granted)
+    # Those that are granted already stand at the head.
+    assert touched.of("lock_best_of_routes", "ready") <= 5 + SPANS
+    assert touched.of("lock_best_of_routes", "execution") == 1
+
+
+FINISHED = 20_000
+
+
+@pytest.fixture
+async def pinned(lasting_watermarks: None, engine: Engine, url: str, touched: Touched) -> AsyncIterator[Engine]:
+    """An engine that has claimed and finished much while another session holds a snapshot from before."""
+    other = await asyncpg.connect(url)
+    await other.execute("begin isolation level repeatable read; select 1 from flowfabric.ready")
+    for _ in range(FINISHED // 1000):
+        await engine.create_many([new() for _ in range(1000)])
+        runs = await claim(engine, 1000)
+        await engine.complete_many([(run.handle, b"1") for run in runs])
+    touched.clear()
+    yield engine
+    await other.execute("rollback")
+    await other.close()
+
+
+async def test_a_claim_behind_a_pinned_transaction_begins_at_its_watermark(pinned: Engine, touched: Touched) -> None:
+    for limit in (1, 10, 100):
+        await pinned.create_many([new() for _ in range(limit)])
+        touched.clear()
+        assert len(await claim(pinned, limit)) == limit
+        assert touched.of("claim_by_route", "ready") <= limit + SPANS
+
+
+async def test_a_claim_that_finds_nothing_does_not_walk_from_the_head_each_time(
+    pinned: Engine, touched: Touched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # However fast the machine is, a walk of everything is worth avoiding for longer than this test takes.
+    monkeypatch.setattr(WalkWatermarks, "FREE_SECONDS", 0.0)
+    monkeypatch.setattr(WalkWatermarks, "SHARE", 1_000_000)
+    monkeypatch.setattr(WalkWatermarks, "LONGEST_SECONDS", 3600.0)
+    entries = []
+    for _ in range(20):
+        touched.clear()
+        assert await claim(pinned, 10) == []
+        entries.append(touched.of("claim_by_route", "ready"))
+    assert entries[0] >= FINISHED
+    assert max(entries[1:]) <= SPANS
+
+
+async def test_an_empty_lane_is_not_walked_from_its_head_while_another_has_work(
+    pinned: Engine, touched: Touched
+) -> None:
+    lanes = ("default", "other")
+    await pinned.create_many([new()])
+    assert len(await claim(pinned, 1, *lanes)) == 1
+    await pinned.create_many([new(lane_id="other") for _ in range(100)])
+    # The watermarks end, and everything is walked once.
+    for watermarks in pinned.wakeups.watermarks._by_route.values():
+        watermarks.end()
+    touched.clear()
+    assert len(await claim(pinned, 2, *lanes)) == 2
+    assert touched.of("claim_by_route", "ready") >= FINISHED
+    for _ in range(20):
+        touched.clear()
+        assert len(await claim(pinned, 2, *lanes)) == 2
+        assert touched.of("claim_by_route", "ready") <= 2 + SPANS
+
+
+async def test_an_engine_without_watermarks_would_walk_from_the_head(
+    pinned: Engine, touched: Touched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(WalkWatermarks, "raise_to", lambda *_: None)
+    pinned.wakeups.watermarks.clear()
+    await pinned.create_many([new()])
+    assert len(await claim(pinned, 1)) == 1
+    assert touched.of("claim_by_route", "ready") >= FINISHED
+
+
+_UPDATES = """
+select n_tup_upd, n_tup_hot_upd from pg_stat_user_tables
+ where schemaname = 'flowfabric' and relname = 'execution'
+"""
+
+
+async def test_claims_and_ends_leave_the_row_in_its_page(url: str, connection: asyncpg.Connection) -> None:
+    async with Engine.connect(settings=Settings(database_url=url)) as engine:
+        await engine.create_many([new(input_payload=b"x" * 100) for _ in range(1000)])
+        await engine.create_many([new(input_payload=b"x" * 100) for _ in range(1000)])
+        for _ in range(20):
+            runs = await claim(engine, 100)
+            await engine.complete_many([(run.handle, b"done") for run in runs])
+    # Closing the engine has sent what its sessions counted.
+    await connection.execute("select pg_stat_clear_snapshot()")
+    updates, hot = await connection.fetchrow(_UPDATES)
+    assert updates == 4000
+    assert hot / updates > 0.9
+
+
+async def test_a_vacuum_removes_the_entries_of_what_was_claimed(
+    backlog: Engine, touched: Touched, connection: asyncpg.Connection
+) -> None:
+    await claim(backlog, 1000)
+    await connection.execute(f"{VACUUM} ready")
+    backlog.wakeups.watermarks.clear()
+    touched.clear()
+    assert len(await claim(backlog, 10)) == 10
+    assert touched.of("claim_by_route", "ready") <= 10 + SPANS

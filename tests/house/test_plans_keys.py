@@ -1,0 +1,208 @@
+"""Statements find rows by their keys, in plans that are made before there are any and live on.
+
+The session asks for generic plans. What the planner knows of a table when it makes one says nothing about what the
+table holds later: an index that fits half as well looks as good on an empty table, and so does a walk over all of one
+index with the few rows that are given as the inner side of the join.
+"""
+
+import asyncio
+import re
+from collections import defaultdict
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import asyncpg
+import pytest
+
+from conftest import Engines
+from creates import new
+from flowfabric.db.session import session_settings
+from flowfabric.db.statements import Statement, Statements
+from flowfabric.engine.engine import Engine
+
+PACKAGE = Path(__file__).parents[2] / "src" / "flowfabric"
+ALL = {
+    statement.name: statement
+    for folder in ("engine", "reconcile")
+    for path in sorted((PACKAGE / folder).rglob("*.sql"))
+    for statement in Statements(path)
+}
+
+EXECUTION = ("partition_key", "execution_id")
+KEYS: dict[str, tuple[tuple[str, ...], ...]] = {
+    "execution": (EXECUTION,),
+    # Places are drawn from one sequence.
+    "ready": (("queue_no", "place"), ("route_no", "place")),
+    "timer": (EXECUTION,),
+    "claim": (("partition_key", "claim_no"),),
+    "retained": (),
+    "listed": (EXECUTION,),
+    "attempt": (EXECUTION,),
+    "claim_grant": (EXECUTION,),
+    "execution_tag": (EXECUTION,),
+    "idempotency_key": (("partition_key", "operation", "scope"),),
+    "suspension": (EXECUTION,),
+    "waitpoint": (("partition_key", "waitpoint_id"), ("execution_id",)),
+    "signal": (EXECUTION, ("waitpoint_id",)),
+    "worker": (("partition_key", "namespace", "worker_instance_id"),),
+    "worker_event": (("partition_key", "namespace", "worker_instance_id"),),
+}
+"""The tables that grow, and the columns that lead to one row, or to the few of one execution or waitpoint."""
+
+WALKS: dict[str, set[str]] = {
+    "claim_by_route": {"ready_route"},
+    "claim_by_queue": {"ready_queue"},
+    "lock_best_of_routes": {"ready_route"},
+    "lock_best_of_queues": {"ready_queue"},
+    "list_eligible": {"ready_route"},
+    "read_reasons": {"ready_route", "worker_due"},
+    "promote_delayed": {"timer_due"},
+    "lock_expired": {"timer_due"},
+    "lock_timed_out": {"timer_due"},
+    "take_spent_claims": {"claim_due"},
+    "take_retained": {"retained_due"},
+    "take_spent_keys": {"idempotency_key_due"},
+    "take_spent_grants": {"claim_grant_due"},
+    "take_expired_workers": {"worker_due"},
+    "take_old_worker_events": {"worker_event_age"},
+    "expire_pending_waitpoints": {"waitpoint_due"},
+    "read_due": {
+        "timer_due",
+        "claim_due",
+        "retained_due",
+        "idempotency_key_due",
+        "waitpoint_due",
+        "claim_grant_due",
+        "worker_due",
+    },
+}
+"""The indexes that a statement walks in order; it says where to begin or where to end, and how many to read."""
+
+READERS = {
+    "list_newest",
+    "list_oldest",
+    "list_pairs",
+    "list_candidates",
+    "list_suspended",
+    "list_expired_leases",
+    "list_live_workers",
+    "read_stretch_end",
+    "list_vectors",
+    "list_of_vector",
+    "list_impossible",
+    "list_orphans",
+    "take_old_identities",
+}
+"""Statements that go through a table: for a list, to look for what cannot be, or through the few claims there are."""
+
+_SCAN = re.compile(r"(?:-> +)?(.*Scan.*) on (\w+)(?: \w+)?$")
+_USING = re.compile(r"using (\w+)")
+
+
+async def plan(connection: asyncpg.Connection, statement: Statement) -> list[str]:
+    """The generic plan of a statement, line by line."""
+    nothing = f"({', '.join(['null'] * len(statement.parameters))})" if statement.parameters else ""
+    await connection.execute(f"prepare {statement.name} as {statement.sql}")
+    found = await connection.fetch(f"explain (costs off) execute {statement.name}{nothing}")
+    return [row[0].strip() for row in found]
+
+
+def scans(lines: list[str]) -> list[tuple[str, str, str]]:
+    """The scans of tables that grow: how, of what, and by which condition."""
+    found = []
+    for at, line in enumerate(lines):
+        scan = _SCAN.match(line)
+        if scan is None or scan[2] not in KEYS:
+            continue
+        # Asked only whether there is a row at all.
+        if lines[at - 1].startswith("InitPlan") and not lines[at + 1].startswith(("Index Cond", "Filter")):
+            continue
+        condition = next((each for each in lines[at + 1 : at + 3] if " Cond: " in each), "")
+        found.append((scan[1], scan[2], condition))
+    return found
+
+
+def is_by_key(table: str, condition: str) -> bool:
+    """Whether a condition leads to the rows of one key."""
+    if condition.startswith("TID Cond"):
+        return True
+    return any(all(re.search(rf"\b{column} = ", condition) for column in key) for key in KEYS[table])
+
+
+@pytest.fixture(params=["nothing", "that the tables are empty", "what they hold"])
+async def known(url: str, engines: Engines, clock: Any, request: pytest.FixtureRequest) -> AsyncIterator[Any]:
+    """A session like those of the engine, whose planner knows this."""
+    if request.param == "what they hold":
+        await fill(await engines(), await clock.now())
+    connection = await asyncpg.connect(url, server_settings=session_settings("flowfabric"))
+    if request.param != "nothing":
+        await connection.execute("vacuum analyze")
+    yield connection
+    await connection.close()
+
+
+async def fill(engine: Engine, now: int) -> None:
+    """Leave executions in every state that has a table of its own."""
+    for _ in range(3):
+        await engine.create_many([new(execution_deadline_at=now + 3_600_000, tags={"app.a": "b"}) for _ in range(1000)])
+    await engine.create_many([new(delay_until=now + 3_600_000, idempotency_key=str(n)) for n in range(1000)])
+    runs = []
+    for _ in range(20):
+        runs += await engine.claim_many(lanes=("default",), worker_id="w", worker_instance_id="w-1", limit=50)
+    await engine.complete_many([(run.handle, b"1") for run in runs[:500]])
+    for failed in range(500, 600, 10):
+        await asyncio.gather(*(engine.fail(run.handle, reason="no luck") for run in runs[failed : failed + 10]))
+
+
+async def test_rows_are_found_by_their_keys_whatever_the_planner_knows(known: asyncpg.Connection) -> None:
+    wrong: list[str] = []
+    walked: defaultdict[str, set[str]] = defaultdict(set)
+    looked_at = 0
+    for name in sorted(set(ALL) - READERS - {"lock_keys"}):
+        for how, table, condition in scans(await plan(known, ALL[name])):
+            looked_at += 1
+            if is_by_key(table, condition):
+                continue
+            using = _USING.search(how)
+            # A walk has a beginning or an end.
+            if using is None or using[1] not in WALKS.get(name, ()) or not re.search(r" (<|<=|>|>=) | = ", condition):
+                wrong.append(f"{name}: {how} on {table} {condition}")
+            else:
+                walked[name].add(using[1])
+    assert wrong == []
+    assert walked == WALKS
+    assert looked_at > 150
+
+
+@pytest.mark.parametrize("name", ["claim_by_route", "claim_by_queue"])
+async def test_a_claim_merges_walks_that_are_in_order(known: asyncpg.Connection, name: str) -> None:
+    lines = await plan(known, ALL[name])
+    first = next(at for at, line in enumerate(lines) if line.endswith("Merge Append"))
+    index = "ready_route" if name == "claim_by_route" else "ready_queue"
+    merged = [line for line in lines[first:] if f"Index Scan using {index} on ready" in line]
+    assert len(merged) == 8
+    # What is sorted are the heads of more spans than those, of which no entry but the first is read.
+    sorts = [at for at, line in enumerate(lines) if re.search(r"\bSort$", line)]
+    assert [lines[at + 1] for at in sorts if not re.match(r"Sort Key: r_\d\.place$", lines[at + 1])] == []
+    assert all(at < first for at in sorts)
+    # What is leased is found where it was locked, and so is its entry.
+    by_ctid = {found[1] for line in lines if (found := re.search(r"Tid Scan on (\w+)", line))}
+    assert by_ctid == {"execution", "ready"}
+
+
+def test_a_walk_in_place_of_a_key_would_be_found() -> None:
+    lines = [
+        "Delete on timer",
+        "->  Nested Loop",
+        "->  Index Scan using timer_due on timer",
+        "->  CTE Scan on moved",
+    ]
+    assert scans(lines) == [("Index Scan using timer_due", "timer", "")]
+    assert not is_by_key("timer", "")
+    assert not is_by_key("timer", "Index Cond: (partition_key = m.partition_key)")
+    assert is_by_key("timer", "Index Cond: ((partition_key = ANY (ARRAY[m.p])) AND (execution_id = m.execution_id))")
+
+
+def test_the_names_of_walks_are_those_of_statements() -> None:
+    assert set(WALKS) | READERS <= set(ALL)

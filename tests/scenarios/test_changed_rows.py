@@ -1,0 +1,107 @@
+"""A row that another session changes after a statement began and before the statement locks it."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import asyncpg
+import pytest
+
+from databases import session
+from flowfabric.engine.engine import Engine
+from flowfabric.model.errors import EngineError
+from flowfabric.model.outcomes import Renewed
+
+WORKER: dict[str, Any] = {"worker_id": "worker", "worker_instance_id": "worker-1"}
+GATE = 7
+
+
+class Gate:
+    """Stops every statement where it reads the clock, while it is closed."""
+
+    def __init__(self, connection: asyncpg.Connection, eventually: Any) -> None:
+        self._connection = connection
+        self._eventually = eventually
+
+    @asynccontextmanager
+    async def closed(self, call: Any) -> AsyncIterator[asyncio.Task[Any]]:
+        """Begin a call, which stands at the gate as the block begins and goes on when it ends."""
+        await self._connection.execute("select pg_advisory_lock($1)", GATE)
+        task = asyncio.create_task(call)
+        query = "select exists (select from pg_locks where locktype = 'advisory' and not granted)"
+        await self._eventually(lambda: self._connection.fetchval(query))
+        try:
+            yield task
+        finally:
+            await self._connection.execute("select pg_advisory_unlock($1)", GATE)
+
+
+@pytest.fixture
+async def gate(url: str, eventually: Any, patient_with_locks: None) -> AsyncIterator[Gate]:
+    """The gate; what reads the clock passes through it."""
+    connection = await session(url, "test gate")
+    clock: str = await connection.fetchval("select pg_get_functiondef('ff_now'::regproc)")
+    await connection.execute(clock.replace("ff_now()", "ff_ungated_now()"))
+    await connection.execute(
+        f"""create or replace function ff_now() returns bigint language plpgsql volatile as $$
+            begin
+              perform pg_advisory_lock_shared({GATE}), pg_advisory_unlock_shared({GATE});
+              return ff_ungated_now();
+            end $$"""
+    )
+    yield Gate(connection, eventually)
+    await connection.close()
+
+
+async def touch(connection: asyncpg.Connection, execution_id: str) -> None:
+    """Change a row as a tag or a report of progress does."""
+    changed = "update execution set last_mutation_at = ff_ungated_now() where execution_id = $1"
+    assert await connection.execute(changed, execution_id[-36:]) == "UPDATE 1"
+
+
+async def test_an_execution_that_changes_under_a_claim_is_claimed_then_or_later(
+    gate: Gate, engine: Engine, given: Any, clock: Any, connection: asyncpg.Connection
+) -> None:
+    await given.claimed()
+    execution_id = await given.created()
+    # A claim reads the clock before it locks what had a grant.
+    await engine.issue_claim_grant(execution_id=execution_id, lane_id="default", **WORKER, grant_ttl_ms=1000)
+    await clock.advance(seconds=2)
+
+    async with gate.closed(engine.claim_many(lanes=("default",), **WORKER, limit=5)) as claim:
+        await touch(connection, execution_id)
+    found = await claim or await engine.claim_many(lanes=("default",), **WORKER, limit=5)
+
+    assert [one.execution_id for one in found] == [execution_id]
+    assert await engine.find_inconsistencies() == []
+
+
+async def test_a_lease_that_is_said_to_be_renewed_is(
+    gate: Gate, engine: Engine, given: Any, rows: Any, connection: asyncpg.Connection
+) -> None:
+    await given.created()
+    await given.created()
+    handle, _ = [one.handle for one in await engine.claim_many(lanes=("default",), **WORKER, limit=2)]
+
+    async with gate.closed(engine.renew(handle)) as renewal:
+        await touch(connection, handle.execution_id)
+    renewed = await renewal
+
+    assert isinstance(renewed, Renewed)
+    assert (await rows.execution(handle.execution_id))["lease_expires_at"] == renewed.expires_at_ms
+    assert await engine.find_inconsistencies() == []
+
+
+async def test_a_lease_that_expires_while_its_renewal_waits_is_not_renewed(
+    gate: Gate, engine: Engine, given: Any, clock: Any, connection: asyncpg.Connection, eventually: Any
+) -> None:
+    handle = await given.claimed(lease_ttl_ms=30_000)
+    async with connection.transaction():
+        await connection.execute("select from claim for share")
+        renewal = asyncio.create_task(engine.renew(handle))
+        query = "select exists (select from pg_locks where not granted)"
+        await eventually(lambda: connection.fetchval(query))
+        await clock.advance(seconds=31)
+    with pytest.raises(EngineError, match="lease_expired"):
+        await renewal

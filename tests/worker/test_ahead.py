@@ -1,0 +1,400 @@
+"""Executions claimed ahead of free slots: how many, and what becomes of those that wait for a slot."""
+
+import asyncio
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from faults.proxy import Proxy
+from flowfabric.engine.engine import Engine
+from flowfabric.model.ids import ExecutionId
+from flowfabric.model.states import TerminalOutcome
+from flowfabric.settings import Settings
+from flowfabric.worker.ahead import Ahead
+from flowfabric.worker.context import Context, Running
+from flowfabric.worker.faults import Contact
+from flowfabric.worker.heartbeat import Heartbeat
+from flowfabric.worker.slots import Slots
+from flowfabric.worker.worker import Worker
+
+from .waiting import LONG_TTL_MS
+
+SLOTS = 2
+FAST = 8
+"""Runs that return at once, before the others block their slots."""
+ALL = 40
+
+
+class Clock:
+    """A clock that a test moves."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+# How many.
+
+
+def sizes(returned: int, seconds: float, *, concurrency: int = 64, windows: int = 8) -> list[int]:
+    """What may be held beyond the slots after each of some windows in which so many handlers returned."""
+    clock = Clock()
+    ahead = Ahead(concurrency, 500, clock=clock)
+    found = []
+    for _ in range(windows):
+        clock.now += seconds
+        ahead.returned += returned
+        ahead.claimed(is_full=True)
+        found.append(ahead.size)
+    return found
+
+
+def test_as_many_as_start_within_a_tenth_of_a_second_are_claimed_ahead_at_most_one_batch() -> None:
+    assert sizes(200, 0.1)[-1] == 200
+    assert sizes(200, 0.02)[-1] == 500
+
+
+def test_the_number_at_most_doubles_from_one_window_to_the_next() -> None:
+    assert sizes(1000, 0.1, windows=4) == [128, 256, 500, 500]
+
+
+@pytest.mark.parametrize(("returned", "seconds"), [(64, 0.2), (64, 10.0), (6, 0.1), (0, 1.0)])
+def test_nothing_is_claimed_ahead_of_slots_that_take_longer_to_turn_over(returned: int, seconds: float) -> None:
+    assert set(sizes(returned, seconds)) == {0}
+
+
+def test_nothing_is_claimed_ahead_without_a_backlog() -> None:
+    clock = Clock()
+    ahead = Ahead(64, 500, clock=clock)
+    clock.now += 0.1
+    ahead.returned = 1000
+    ahead.claimed(is_full=True)
+    assert ahead.size == 128
+    ahead.claimed(is_full=False)
+    assert ahead.size == 0
+
+
+def test_a_moment_is_too_short_to_measure_a_rate() -> None:
+    assert set(sizes(2, Ahead.WINDOW_SECONDS / 10, windows=9)) == {0}
+
+
+# What becomes of those that wait.
+
+
+@pytest.fixture
+def eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every handler counts as fast, and what waits for a slot may wait as long as a test takes."""
+    monkeypatch.setattr(Ahead, "SECONDS", 1e9)
+    monkeypatch.setattr(Ahead, "WINDOW_SECONDS", 0.0)
+    monkeypatch.setattr(Ahead, "STALE_SECONDS", 3600.0)
+
+
+class Job:
+    """A handler whose first runs return at once; each later one waits until it or everything is let go."""
+
+    def __init__(self, *, fast: int = FAST) -> None:
+        self.fast = fast
+        self.now = 0
+        self.most = 0
+        self.runs: list[tuple[ExecutionId, int]] = []
+        """Execution and lease epoch of every run, in the order they began."""
+        self.blocked: dict[ExecutionId, asyncio.Event] = {}
+        self.is_open = False
+
+    async def __call__(self, ctx: Context) -> None:
+        self.runs.append((ctx.execution_id, ctx.lease_epoch))
+        self.now += 1
+        self.most = max(self.most, self.now)
+        try:
+            await asyncio.sleep(0)
+            if len(self.runs) > self.fast and not self.is_open:
+                await self.blocked.setdefault(ctx.execution_id, asyncio.Event()).wait()
+        finally:
+            self.blocked.pop(ctx.execution_id, None)
+            self.now -= 1
+
+    @property
+    def started(self) -> set[ExecutionId]:
+        return {execution_id for execution_id, _ in self.runs}
+
+    def open(self) -> None:
+        self.is_open = True
+        for gate in self.blocked.values():
+            gate.set()
+
+
+@pytest.fixture
+def held(rows: Any) -> Any:
+    """The executions that are leased and not among those that have begun."""
+
+    async def held(job: Job) -> set[ExecutionId]:
+        leased = await rows.of("execution", ownership_state="leased")
+        found = {ExecutionId(f"{{fp:{row['partition_key']}}}:{row['execution_id']}") for row in leased}
+        return found - job.started
+
+    return held
+
+
+@pytest.fixture
+def waiting(eventually: Any, held: Any) -> Any:
+    """Wait until every slot is blocked, some executions wait for one and no claim is under way; give those."""
+
+    async def waiting(worker: Worker, job: Job) -> set[ExecutionId]:
+        def is_settled() -> bool:
+            is_full = len(worker._slots._waiting) > max(1, worker._slots.ahead.size // 2)
+            return len(job.blocked) == worker.running == SLOTS and is_full
+
+        await eventually(is_settled)
+        ahead: set[ExecutionId] = await held(job)
+        return ahead
+
+    return waiting
+
+
+async def all_succeed(engine: Engine, runs: Any, *, but: Any = ()) -> None:
+    ended = [await engine.wait_for_ending(run, timeout=60) for run in runs if run not in but]
+    assert {one.outcome for one in ended} <= {TerminalOutcome.SUCCESS}
+
+
+@pytest.mark.usefixtures("eager")
+async def test_no_more_handlers_run_than_there_are_slots(engine: Engine, start_worker: Any, submit: Any) -> None:
+    runs = [await submit() for _ in range(300)]
+    job = Job(fast=1000)
+    worker = await start_worker({"job": job}, concurrency=4)
+    ahead = 0
+
+    async def watch() -> None:
+        nonlocal ahead
+        while len(job.runs) < len(runs):
+            ahead = max(ahead, len(worker._slots._waiting))
+            await asyncio.sleep(0)
+
+    watching = asyncio.create_task(watch())
+    await all_succeed(engine, runs)
+    await watching
+    assert ahead > 0
+    assert job.most <= 4
+    assert max(Counter(run for run, _ in job.runs).values()) == 1
+    assert worker.running == 0
+
+
+@pytest.mark.usefixtures("eager")
+async def test_what_waits_for_a_slot_is_renewed(
+    engine: Engine, start_worker: Any, submit: Any, waiting: Any, rows: Any, clock: Any, eventually: Any
+) -> None:
+    await clock.stop()
+    runs = [await submit() for _ in range(ALL)]
+    job = Job()
+    worker = await start_worker({"job": job}, concurrency=SLOTS, lease_ttl_ms=3000)
+    ahead = await waiting(worker, job)
+
+    async def are_renewed() -> bool:
+        return all([(await rows.execution(run))["lease_renewed_at"] is not None for run in ahead])
+
+    await eventually(are_renewed)
+    assert not ahead & job.started
+    job.open()
+    await all_succeed(engine, runs)
+
+
+@pytest.mark.usefixtures("eager")
+async def test_what_waits_for_a_slot_is_handed_back_by_a_worker_that_stops_and_runs_elsewhere_at_once(
+    engine: Engine, engines: Any, start_worker: Any, submit: Any, waiting: Any, attempts: Any, eventually: Any
+) -> None:
+    runs = [await submit() for _ in range(ALL)]
+    job, other = Job(), Job(fast=ALL)
+    worker = await start_worker({"job": job}, concurrency=SLOTS, lease_ttl_ms=LONG_TTL_MS)
+    ahead = await waiting(worker, job)
+    async with Worker(await engines(), lanes=["default"], handlers={"job": other}, lease_ttl_ms=LONG_TTL_MS):
+        worker.stop()
+        await all_succeed(engine, ahead)
+    assert ahead <= other.started
+    assert not ahead & job.started
+    await eventually(lambda: len(job.blocked) == worker.running == SLOTS)
+    assert {len(await attempts(run)) for run in ahead} == {1}
+    job.open()
+    await all_succeed(engine, runs)
+
+
+@pytest.mark.usefixtures("eager")
+async def test_what_waits_too_long_for_a_slot_is_handed_back(
+    engine: Engine,
+    engines: Any,
+    start_worker: Any,
+    submit: Any,
+    waiting: Any,
+    eventually: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Ahead, "STALE_SECONDS", 3.0)
+    runs = [await submit() for _ in range(ALL)]
+    job, other = Job(), Job(fast=ALL)
+    worker = await start_worker({"job": job}, concurrency=SLOTS, lease_ttl_ms=LONG_TTL_MS)
+    ahead = await waiting(worker, job)
+    await eventually(lambda: worker.running == SLOTS and not worker._slots._waiting)
+    async with Worker(await engines(), lanes=["default"], handlers={"job": other}, lease_ttl_ms=LONG_TTL_MS):
+        await all_succeed(engine, ahead)
+    assert ahead <= other.started
+    assert len(job.blocked) == SLOTS
+    job.open()
+    await all_succeed(engine, runs)
+
+
+async def test_nothing_is_claimed_in_the_place_of_what_was_handed_back(given: Any) -> None:
+    begun: list[Running] = []
+    slots = Slots(1, begun.append, Contact())
+    slots.ahead.size = 4
+    first, second = Running(await given.run(), 0.0), Running(await given.run(), 0.0)
+    for running in (first, second):
+        slots.held.add(running)
+        slots.enter(running)
+    assert (begun, slots.started) == ([first], 1)
+    slots.hand_back_waiting()
+    assert (begun, slots.ahead.size) == ([first, second], 0)
+    assert (first.is_given_back, second.is_given_back) == (False, True)
+    slots.close()
+
+
+@pytest.mark.usefixtures("eager")
+async def test_a_lease_that_is_lost_before_a_slot_is_free_is_not_run(
+    engine: Engine, start_worker: Any, submit: Any, waiting: Any, eventually: Any
+) -> None:
+    runs = [await submit() for _ in range(ALL)]
+    job = Job()
+    worker = await start_worker({"job": job}, concurrency=SLOTS, lease_ttl_ms=LONG_TTL_MS)
+    ahead = await waiting(worker, job)
+    lost = sorted(ahead)[:2]
+    for run in lost:
+        await engine.cancel_execution(execution_id=run, reason="not wanted")
+    await eventually(lambda: not {one.execution_id for one in worker._slots.held} & set(lost))
+    job.open()
+    await all_succeed(engine, runs, but=lost)
+    assert not set(lost) & job.started
+    assert worker.running == 0
+
+
+@pytest.mark.usefixtures("eager")
+async def test_a_lease_that_expires_unnoticed_before_a_slot_is_free_is_not_run(
+    engine: Engine,
+    start_worker: Any,
+    submit: Any,
+    waiting: Any,
+    eventually: Any,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def beat(*_: object) -> None: ...
+
+    monkeypatch.setattr(Heartbeat, "_beat", beat)
+    runs = [await submit() for _ in range(ALL)]
+    job = Job()
+    worker = await start_worker({"job": job}, concurrency=SLOTS, lease_ttl_ms=2000, reconcile=False)
+    ahead = await waiting(worker, job)
+    await eventually(lambda: all(one.is_lease_over for one in worker._slots.held))
+    job.open()
+    await all_succeed(engine, runs)
+    assert {epoch for run, epoch in job.runs if run in ahead} == {2}
+    assert "is not started: its lease expired before a slot was free" in caplog.text
+
+
+@pytest.mark.usefixtures("eager")
+async def test_nothing_that_waits_for_a_slot_is_begun_while_the_store_does_not_answer(
+    engine: Engine, url: str, submit: Any, waiting: Any, eventually: Any
+) -> None:
+    runs = [await submit() for _ in range(ALL)]
+    job = Job()
+    async with Proxy(url) as proxy, Engine.connect(settings=Settings(database_url=proxy.url)) as cut:
+        worker = Worker(cut, lanes=["default"], handlers={"job": job}, concurrency=SLOTS, lease_ttl_ms=LONG_TTL_MS)
+        async with worker:
+            ahead = await waiting(worker, job)
+            proxy.refuses = True
+            proxy.cut()
+            first, second = list(job.blocked.values())
+            first.set()
+            await eventually(lambda: worker._contact.is_silent and len(job.blocked) == SLOTS)
+            begun = job.started & ahead
+            assert len(begun) == 1
+            second.set()
+            await eventually(lambda: len(job.blocked) == 1)
+            assert job.started & ahead == begun
+            assert not worker._slots._waiting
+            proxy.refuses = False
+            job.open()
+            await all_succeed(engine, runs)
+
+
+async def test_slow_handlers_leave_the_backlog_to_others(
+    engine: Engine,
+    engines: Any,
+    start_worker: Any,
+    submit: Any,
+    eventually: Any,
+    held: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # However fast the machine is, no handler counts as fast.
+    monkeypatch.setattr(Ahead, "SECONDS", 1e-9)
+    monkeypatch.setattr(Ahead, "WINDOW_SECONDS", 0.0)
+    runs = [await submit() for _ in range(ALL)]
+    job, other = Job(), Job(fast=ALL)
+    await start_worker({"job": job}, concurrency=SLOTS, lease_ttl_ms=LONG_TTL_MS)
+    await eventually(lambda: len(job.blocked) == SLOTS)
+    assert await held(job) == set()
+    mine = job.started
+    async with Worker(await engines(), lanes=["default"], handlers={"job": other}, lease_ttl_ms=LONG_TTL_MS):
+        await all_succeed(engine, runs, but=job.blocked)
+    assert other.started == set(runs) - mine
+    job.open()
+    await all_succeed(engine, runs)
+
+
+# The time of an attempt runs from its claim on.
+
+
+@pytest.mark.usefixtures("eager")
+async def test_what_has_little_time_does_not_wait_for_a_slot(
+    engine: Engine, engines: Any, start_worker: Any, submit: Any, eventually: Any, held: Any, attempts: Any
+) -> None:
+    short = {"timeout_policy": {"attempt_timeout_ms": 4000}}
+    runs = [await submit() for _ in range(FAST)] + [await submit(policy=short) for _ in range(ALL)]
+    job, other = Job(fast=FAST - 1), Job(fast=ALL)
+    await start_worker({"job": job}, concurrency=1, lease_ttl_ms=LONG_TTL_MS)
+    await eventually(lambda: len(job.blocked) == 1)
+
+    async def is_held_back() -> bool:
+        return not await held(job)
+
+    await eventually(is_held_back)
+    mine = job.started
+    async with Worker(await engines(), lanes=["default"], handlers={"job": other}, lease_ttl_ms=LONG_TTL_MS):
+        await all_succeed(engine, set(runs) - mine)
+    assert set(runs) - mine == other.started
+    assert {len(await attempts(run)) for run in other.started} == {1}
+    job.open()
+    await all_succeed(engine, mine)
+
+
+@pytest.mark.usefixtures("eager")
+async def test_an_attempt_whose_time_is_up_before_a_slot_is_free_is_timed_out_and_not_run(
+    engine: Engine,
+    start_worker: Any,
+    submit: Any,
+    waiting: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Ahead, "SHORTEST_LIMIT_SECONDS", 0.0)
+    fast = [await submit() for _ in range(FAST + SLOTS)]
+    short = {"timeout_policy": {"attempt_timeout_ms": 2000}}
+    late = [await submit(policy=short) for _ in range(SLOTS)]
+    job = Job()
+    worker = await start_worker({"job": job}, concurrency=SLOTS, lease_ttl_ms=LONG_TTL_MS, reconcile=False)
+    assert await waiting(worker, job) == set(late)
+    ended = [await engine.wait_for_ending(run, timeout=60) for run in late]
+    assert {(one.outcome, one.reason) for one in ended} == {(TerminalOutcome.EXPIRED, "attempt_timeout")}
+    job.open()
+    await all_succeed(engine, fast)
+    assert not set(late) & job.started
+    assert worker.running == 0
