@@ -303,24 +303,30 @@ async def test_of_a_cancel_and_a_completion_one_wins(rivals: Rivals, rows: Any) 
 
 async def test_endings_of_every_kind_at_once_leave_one(rivals: Rivals, rows: Any) -> None:
     several = await rivals(4)
-    handles = await claimed(several[0], count=ROUNDS, lease_ttl_ms=HOUR_MS)
+    await several[0].create_many([NewExecution(**new()) for _ in range(ROUNDS)])
+    runs = await claim(several[0], limit=ROUNDS, lease_ttl_ms=HOUR_MS)
     won: Counter[str] = Counter()
 
-    async def after_a_moment(call: Awaitable[Any]) -> Any:
-        await a_moment()
-        return await call
+    async def after_a_moment(call: Awaitable[Any], first: asyncio.Task[Any], *, waits: bool) -> Any:
+        await (asyncio.wait([first]) if waits else a_moment())
+        return await outcome(call)
 
-    for handle in handles:
+    for nth, run in enumerate(runs):
+        handle = run.handle
         endings_of_it: list[Awaitable[Any]] = [
             several[0].complete(handle, b"x"),
-            several[1].fail(handle, reason="x"),
+            several[1].fail(handle, reason="x", claimed=run),
             several[2].cancel(handle, "x"),
             several[3].cancel_execution(execution_id=handle.execution_id, reason="x"),
         ]
-        # Else the one that takes the most to begin with hardly ever wins.
-        first = random.randrange(len(endings_of_it))
+        # The one with the longest way to the row wins no race: now and then the others begin when the first is done.
+        at_first = random.randrange(len(endings_of_it))
+        first = asyncio.create_task(outcome(endings_of_it[at_first]))
         completed, failed, cancelled, overridden, renewed = await at_once(
-            *(call if at == first else after_a_moment(call) for at, call in enumerate(endings_of_it)),
+            *(
+                first if at == at_first else after_a_moment(call, first, waits=nth % 4 == 0)
+                for at, call in enumerate(endings_of_it)
+            ),
             several[3].renew(handle),
         )
         ended = (await rows.execution(handle.execution_id))["terminal_outcome"]
@@ -337,7 +343,7 @@ async def test_endings_of_every_kind_at_once_leave_one(rivals: Rivals, rows: Any
         assert isinstance(renewed, Renewed) or renewed == "execution_not_active"
     assert set(won) == {"success", "failed", "cancelled"}
     assert {row["lifecycle_phase"] for row in await rows.of("execution")} == {"terminal"}
-    assert (await endings(rows)) == {handle.execution_id[-36:]: 1 for handle in handles}
+    assert (await endings(rows)) == {run.execution_id[-36:]: 1 for run in runs}
     assert len(await rows.of("attempt_all")) == ROUNDS
 
 
