@@ -105,6 +105,9 @@ async def test_a_short_run_is_not_renewed(
 
     # Short beside a third of the lease.
     await start_worker({"job": outlast_looks}, lease_ttl_ms=600_000)
+    # A listener that has just begun may have missed hints, and then every lease is checked by a renewal.
+    await eventually(lambda: engine.wakeups.hints.is_listening)
+    await outlast_looks()
     run = await submit()
     assert (await engine.wait_for_ending(run, timeout=60)).outcome is TerminalOutcome.SUCCESS
     assert await renewals(rows, run) == 0
