@@ -18,7 +18,7 @@ GATE = 7
 
 
 class Gate:
-    """Stops every statement where it reads the clock, while it is closed."""
+    """Stops one call where it reads the clock, until what happens meanwhile has happened."""
 
     def __init__(self, connection: asyncpg.Connection, eventually: Any) -> None:
         self._connection = connection
@@ -26,11 +26,13 @@ class Gate:
 
     @asynccontextmanager
     async def closed(self, call: Any) -> AsyncIterator[asyncio.Task[Any]]:
-        """Begin a call, which stands at the gate as the block begins and goes on when it ends."""
+        """Begin a call, which stands at the gate as the block begins and goes on when it ends; other calls pass."""
         await self._connection.execute("select pg_advisory_lock($1)", GATE)
+        await self._connection.execute("update gate set is_closed = true")
         task = asyncio.create_task(call)
         query = "select exists (select from pg_locks where locktype = 'advisory' and not granted)"
         await self._eventually(lambda: self._connection.fetchval(query))
+        await self._connection.execute("update gate set is_closed = false")
         try:
             yield task
         finally:
@@ -43,10 +45,13 @@ async def gate(url: str, eventually: Any, patient_with_locks: None) -> AsyncIter
     connection = await session(url, "test gate")
     clock: str = await connection.fetchval("select pg_get_functiondef('ff_now'::regproc)")
     await connection.execute(clock.replace("ff_now()", "ff_ungated_now()"))
+    await connection.execute("create table gate as select false as is_closed")
     await connection.execute(
         f"""create or replace function ff_now() returns bigint language plpgsql volatile as $$
             begin
-              perform pg_advisory_lock_shared({GATE}), pg_advisory_unlock_shared({GATE});
+              if (select is_closed from gate) then
+                perform pg_advisory_lock_shared({GATE}), pg_advisory_unlock_shared({GATE});
+              end if;
               return ff_ungated_now();
             end $$"""
     )
@@ -56,7 +61,7 @@ async def gate(url: str, eventually: Any, patient_with_locks: None) -> AsyncIter
 
 async def touch(connection: asyncpg.Connection, execution_id: str) -> None:
     """Change a row as a tag or a report of progress does."""
-    changed = "update execution set last_mutation_at = ff_ungated_now() where execution_id = $1"
+    changed = "update execution set last_mutation_at = ff_now() where execution_id = $1"
     assert await connection.execute(changed, execution_id[-36:]) == "UPDATE 1"
 
 
@@ -75,6 +80,24 @@ async def test_an_execution_that_changes_under_a_claim_is_claimed_then_or_later(
 
     assert [one.execution_id for one in found] == [execution_id]
     assert await engine.find_inconsistencies() == []
+
+
+async def test_a_claim_passes_over_what_another_has_taken_without_locking_it(
+    gate: Gate, engine: Engine, given: Any, clock: Any, connection: asyncpg.Connection
+) -> None:
+    await given.claimed()
+    granted = await given.created()
+    taken = {granted, await given.created(), await given.created()}
+    await engine.issue_claim_grant(execution_id=granted, lane_id="default", **WORKER, grant_ttl_ms=1000)
+    await clock.advance(seconds=2)
+
+    async with gate.closed(engine.claim_many(lanes=("default",), **WORKER, limit=5)) as late:
+        first = await engine.claim_many(lanes=("default",), **WORKER, limit=5)
+
+    assert {one.execution_id for one in first} == taken
+    assert await late == []
+    # A row version that only its own transaction has locked bears that transaction in both.
+    assert await connection.fetchval("select count(*) from execution where xmax not in (xmin, 0::text::xid)") == 0
 
 
 async def test_a_lease_that_is_said_to_be_renewed_is(

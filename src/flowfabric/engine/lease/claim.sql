@@ -1,38 +1,26 @@
--- fragment: route_spans
--- The spans of the routes that this worker may serve: where to walk one whose head is known to be spent, else the whole of it.
--- The given spans of a route stand next to each other, and the routes in the order of their numbers.
+-- fragment: routes
+-- The routes that this worker may serve, the entries of ready by route, and the queues that a claim wants: all of them where
+-- it names neither kinds nor a namespace.
 serving as materialized (
-  select r.route_no, l.lane_id
+  select r.route_no as walk_no
     from lane l join route r using (lane_no) join capability_set c using (capability_set_no)
    where l.lane_id = any(:lanes::text[]) and l.state in ('active', 'draining') and c.required <@ :capabilities::text[]
 ),
-span as materialized (
-  select s.route_no, greatest(w.first_place, :walked_to::bigint) as first_place, w.last_place
-    from (select route_no, width_bucket(route_no - 1, :span_walks::int[]) as low, width_bucket(route_no, :span_walks) as high from serving) s
-   cross join lateral unnest(
-         case when s.low < s.high then (:span_firsts::bigint[])[s.low + 1 : s.high] else '{0}' end,
-         case when s.low < s.high then (:span_lasts::bigint[])[s.low + 1 : s.high] else '{9223372036854775807}' end)
-         as w(first_place, last_place)
-   where w.last_place >= :walked_to
-)
-
--- fragment: wanted_of_route
--- The queues of the served routes that a claim wants; all of them where it names neither kinds nor a namespace.
+entry as not materialized (select r.*, r.route_no as walk_no, r.ctid as tid from ready r),
 wanted as materialized (
   select q.queue_no
     from serving s
    cross join lateral (
          select q.queue_no, q.namespace_no, q.route_no from queue q join route r using (route_no)
-          where :is_filtered and r.route_no = s.route_no and q.lane_no = r.lane_no
+          where :is_filtered and r.route_no = s.walk_no and q.lane_no = r.lane_no
             and (:kind_nos::int[] is null or q.kind_no = any(:kind_nos))) q
    where :namespace_no::int is null or q.namespace_no = :namespace_no
 )
 
--- fragment: queue_spans
--- The spans of the queues that this worker may serve: where to walk one whose head is known to be spent, else the whole of it.
--- The given spans of a queue stand next to each other, and the queues in the order of their numbers.
+-- fragment: queues
+-- The queues that this worker may serve and a claim wants, and the entries of ready by queue.
 serving as materialized (
-  select q.queue_no, q.route_no, l.lane_id
+  select q.queue_no as walk_no
     from lane l
     join route r using (lane_no)
     join capability_set c using (capability_set_no)
@@ -40,118 +28,68 @@ serving as materialized (
    where l.lane_id = any(:lanes::text[]) and l.state in ('active', 'draining') and c.required <@ :capabilities::text[]
      and (:kind_nos::int[] is null or q.kind_no = any(:kind_nos)) and (:namespace_no::int is null or q.namespace_no = :namespace_no)
 ),
+entry as not materialized (select r.*, r.queue_no as walk_no, r.ctid as tid from ready r),
+wanted as materialized (select walk_no as queue_no from serving where :is_filtered::boolean)
+
+-- fragment: walk
+-- What claims may take along the routes or queues that are served, best first. A span is where to walk one whose head is known
+-- to be spent, else the whole of it; the given spans of a route or queue stand next to each other, in the order of the numbers.
+-- Up to eight spans are walked, each by an index scan in order, merged as they are read: what is not taken is not read. Of more
+-- spans those with the best heads are walked, up to the next head.
 span as materialized (
-  select s.queue_no, greatest(w.first_place, :walked_to::bigint) as first_place, w.last_place
-    from (select queue_no, width_bucket(queue_no - 1, :span_walks::int[]) as low, width_bucket(queue_no, :span_walks) as high from serving) s
+  select s.walk_no, greatest(w.first_place, :walked_to::bigint) as first_place, w.last_place
+    from (select walk_no, width_bucket(walk_no - 1, :span_walks::int[]) as low, width_bucket(walk_no, :span_walks) as high from serving) s
    cross join lateral unnest(
          case when s.low < s.high then (:span_firsts::bigint[])[s.low + 1 : s.high] else '{0}' end,
          case when s.low < s.high then (:span_lasts::bigint[])[s.low + 1 : s.high] else '{9223372036854775807}' end)
          as w(first_place, last_place)
    where w.last_place >= :walked_to
-)
-
--- fragment: route_walk
--- What claims may take along up to eight spans of routes, best first. Each span is an index scan in order, and they are merged
--- as they are read: what is not taken is not read. Of more spans those with the best heads are walked, up to the next head.
+),
 chosen as materialized (
-  select s.route_no, s.first_place, s.last_place, null::bigint as ninth from span s where (select count(*) from span) <= 8
+  select s.walk_no, s.first_place, s.last_place, null::bigint as ninth from span s where (select count(*) from span) <= 8
   union all
-  (select h.route_no, h.first_place, least(h.last_place, h.ninth - 1), h.ninth
-     from (select s.route_no, r.place as first_place, s.last_place,
+  (select h.walk_no, h.first_place, least(h.last_place, h.ninth - 1), h.ninth
+     from (select s.walk_no, r.place as first_place, s.last_place,
                   nth_value(r.place, 9) over (order by r.place rows between unbounded preceding and unbounded following) as ninth
              from span s
             cross join lateral (
-                  select r.place from ready r
-                   where r.route_no = s.route_no and r.place between s.first_place and s.last_place
+                  select r.place from entry r
+                   where r.walk_no = s.walk_no and r.place between s.first_place and s.last_place
                    order by r.place limit 1) r
             where (select count(*) from span) > 8) h
     order by h.first_place limit 8)
 ),
 walk as not materialized (
   select r.*
-    from (select array_agg(route_no) as walks, array_agg(first_place) as firsts, array_agg(last_place) as lasts from chosen) w
+    from (select array_agg(walk_no) as nos, array_agg(first_place) as firsts, array_agg(last_place) as lasts from chosen) w
    cross join lateral (
          select * from (
-             (select place, route_no, queue_no, partition_key, execution_id, granted_until, ctid as tid from ready
-               where route_no = w.walks[1] and place between w.firsts[1] and w.lasts[1] order by place offset 0)
+             (select * from entry where walk_no = w.nos[1] and place between w.firsts[1] and w.lasts[1] order by place offset 0)
              union all
-             (select place, route_no, queue_no, partition_key, execution_id, granted_until, ctid as tid from ready
-               where route_no = w.walks[2] and place between w.firsts[2] and w.lasts[2] order by place offset 0)
+             (select * from entry where walk_no = w.nos[2] and place between w.firsts[2] and w.lasts[2] order by place offset 0)
              union all
-             (select place, route_no, queue_no, partition_key, execution_id, granted_until, ctid as tid from ready
-               where route_no = w.walks[3] and place between w.firsts[3] and w.lasts[3] order by place offset 0)
+             (select * from entry where walk_no = w.nos[3] and place between w.firsts[3] and w.lasts[3] order by place offset 0)
              union all
-             (select place, route_no, queue_no, partition_key, execution_id, granted_until, ctid as tid from ready
-               where route_no = w.walks[4] and place between w.firsts[4] and w.lasts[4] order by place offset 0)
+             (select * from entry where walk_no = w.nos[4] and place between w.firsts[4] and w.lasts[4] order by place offset 0)
              union all
-             (select place, route_no, queue_no, partition_key, execution_id, granted_until, ctid as tid from ready
-               where route_no = w.walks[5] and place between w.firsts[5] and w.lasts[5] order by place offset 0)
+             (select * from entry where walk_no = w.nos[5] and place between w.firsts[5] and w.lasts[5] order by place offset 0)
              union all
-             (select place, route_no, queue_no, partition_key, execution_id, granted_until, ctid as tid from ready
-               where route_no = w.walks[6] and place between w.firsts[6] and w.lasts[6] order by place offset 0)
+             (select * from entry where walk_no = w.nos[6] and place between w.firsts[6] and w.lasts[6] order by place offset 0)
              union all
-             (select place, route_no, queue_no, partition_key, execution_id, granted_until, ctid as tid from ready
-               where route_no = w.walks[7] and place between w.firsts[7] and w.lasts[7] order by place offset 0)
+             (select * from entry where walk_no = w.nos[7] and place between w.firsts[7] and w.lasts[7] order by place offset 0)
              union all
-             (select place, route_no, queue_no, partition_key, execution_id, granted_until, ctid as tid from ready
-               where route_no = w.walks[8] and place between w.firsts[8] and w.lasts[8] order by place offset 0)
-         ) spans order by place) r
-)
-
--- fragment: queue_walk
--- What claims may take along up to eight spans of queues, best first. Each span is an index scan in order, and they are merged
--- as they are read: what is not taken is not read. Of more spans those with the best heads are walked, up to the next head.
-chosen as materialized (
-  select s.queue_no, s.first_place, s.last_place, null::bigint as ninth from span s where (select count(*) from span) <= 8
-  union all
-  (select h.queue_no, h.first_place, least(h.last_place, h.ninth - 1), h.ninth
-     from (select s.queue_no, r.place as first_place, s.last_place,
-                  nth_value(r.place, 9) over (order by r.place rows between unbounded preceding and unbounded following) as ninth
-             from span s
-            cross join lateral (
-                  select r.place from ready r
-                   where r.queue_no = s.queue_no and r.place between s.first_place and s.last_place
-                   order by r.place limit 1) r
-            where (select count(*) from span) > 8) h
-    order by h.first_place limit 8)
-),
-walk as not materialized (
-  select r.*
-    from (select array_agg(queue_no) as walks, array_agg(first_place) as firsts, array_agg(last_place) as lasts from chosen) w
-   cross join lateral (
-         select * from (
-             (select place, route_no, queue_no, partition_key, execution_id, granted_until, ctid as tid from ready
-               where queue_no = w.walks[1] and place between w.firsts[1] and w.lasts[1] order by place offset 0)
-             union all
-             (select place, route_no, queue_no, partition_key, execution_id, granted_until, ctid as tid from ready
-               where queue_no = w.walks[2] and place between w.firsts[2] and w.lasts[2] order by place offset 0)
-             union all
-             (select place, route_no, queue_no, partition_key, execution_id, granted_until, ctid as tid from ready
-               where queue_no = w.walks[3] and place between w.firsts[3] and w.lasts[3] order by place offset 0)
-             union all
-             (select place, route_no, queue_no, partition_key, execution_id, granted_until, ctid as tid from ready
-               where queue_no = w.walks[4] and place between w.firsts[4] and w.lasts[4] order by place offset 0)
-             union all
-             (select place, route_no, queue_no, partition_key, execution_id, granted_until, ctid as tid from ready
-               where queue_no = w.walks[5] and place between w.firsts[5] and w.lasts[5] order by place offset 0)
-             union all
-             (select place, route_no, queue_no, partition_key, execution_id, granted_until, ctid as tid from ready
-               where queue_no = w.walks[6] and place between w.firsts[6] and w.lasts[6] order by place offset 0)
-             union all
-             (select place, route_no, queue_no, partition_key, execution_id, granted_until, ctid as tid from ready
-               where queue_no = w.walks[7] and place between w.firsts[7] and w.lasts[7] order by place offset 0)
-             union all
-             (select place, route_no, queue_no, partition_key, execution_id, granted_until, ctid as tid from ready
-               where queue_no = w.walks[8] and place between w.firsts[8] and w.lasts[8] order by place offset 0)
+             (select * from entry where walk_no = w.nos[8] and place between w.firsts[8] and w.lasts[8] order by place offset 0)
          ) spans order by place) r
 )
 
 -- fragment: picked
 -- The best executions of a walk that can be had, held, with the branch that each takes and how long its attempt may run. The
--- entry of an execution is read without a lock: whoever adds, changes or removes it updates the execution as well.
+-- entry is locked before the execution: one that another claim has removed since the statement began is passed over there,
+-- without a lock on the execution, which would hold up whoever ends it, and without a recheck.
 picked as materialized (
   select r.route_no, r.tid as ready_tid, e.*, row_number() over () as nth
     from walk r
+   cross join lateral (select from ready l where l.ctid = r.tid for update skip locked) l
    cross join lateral (
          select e.ctid as tid, e.partition_key, e.execution_id, e.queue_no, e.place, e.lease_epoch,
                 case
@@ -306,14 +244,21 @@ select branch, partition_key, execution_id, route_no, queue_no, place,
           where t.partition_key = l.partition_key and t.execution_id = l.execution_id) end as tags, timeout_ms, deadline_at
   from leased l
 
+-- fragment: best
+-- What was picked, or one row of nulls; with the microseconds that the server took for the walk, where it was a walk of
+-- everything, and the place at which it was cut short.
+select p.partition_key, p.execution_id, p.route_no, p.queue_no, p.place,
+       case when cardinality(:span_walks) = 0
+         then (extract(epoch from clock_timestamp() - statement_timestamp()) * 1000000)::bigint end as walk_us,
+       (select max(ninth) from chosen) as cut_at
+  from (values (true)) as one_row left join picked p on true
+
 -- name: claim_by_route
 -- Leases the best claimable executions of the routes this worker may serve, at most :limit, in order.
 with clock as materialized (select ff_now() as now, nextval('claim_sequence') as claim_no),
--- include: route_spans
+-- include: routes
 ,
--- include: wanted_of_route
-,
--- include: route_walk
+-- include: walk
 ,
 -- include: picked
 ,
@@ -326,10 +271,9 @@ union all
 -- name: claim_by_queue
 -- The same along the queues it wants, for a worker that wants few of many.
 with clock as materialized (select ff_now() as now, nextval('claim_sequence') as claim_no),
--- include: queue_spans
+-- include: queues
 ,
-wanted as materialized (select queue_no from serving where :is_filtered::boolean),
--- include: queue_walk
+-- include: walk
 ,
 -- include: picked
 ,
@@ -359,38 +303,26 @@ picked as materialized (
 ;
 
 -- name: lock_best_of_routes
--- Holds the best execution of a lane that this worker may be granted, null when there is none; with the microseconds that
--- the server took for the walk, where it was a walk of everything, and the place at which it was cut short.
+-- Holds the best execution of a lane that this worker may be granted, null when there is none.
 with clock as materialized (select ff_now() as now),
--- include: route_spans
+-- include: routes
 ,
--- include: wanted_of_route
-,
--- include: route_walk
+-- include: walk
 ,
 -- include: picked
-select p.partition_key, p.execution_id, p.route_no, p.queue_no, p.place,
-       case when cardinality(:span_walks) = 0
-         then (extract(epoch from clock_timestamp() - statement_timestamp()) * 1000000)::bigint end as walk_us,
-       (select max(ninth) from chosen) as cut_at
-  -- One row even when nothing is found, for walk_us.
-  from (values (true)) as one_row left join picked p on true;
+-- include: best
+;
 
 -- name: lock_best_of_queues
 -- The same along the queues it wants, for a worker that wants few of many.
 with clock as materialized (select ff_now() as now),
--- include: queue_spans
+-- include: queues
 ,
-wanted as materialized (select queue_no from serving where :is_filtered::boolean),
--- include: queue_walk
+-- include: walk
 ,
 -- include: picked
-select p.partition_key, p.execution_id, p.route_no, p.queue_no, p.place,
-       case when cardinality(:span_walks) = 0
-         then (extract(epoch from clock_timestamp() - statement_timestamp()) * 1000000)::bigint end as walk_us,
-       (select max(ninth) from chosen) as cut_at
-  -- One row even when nothing is found, for walk_us.
-  from (values (true)) as one_row left join picked p on true;
+-- include: best
+;
 
 -- name: read_coverage
 -- Of the queues that a worker may serve, how many it wants, and how many there are.
