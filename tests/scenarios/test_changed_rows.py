@@ -30,8 +30,9 @@ class Gate:
         await self._connection.execute("select pg_advisory_lock($1)", GATE)
         await self._connection.execute("update gate set is_closed = true")
         task = asyncio.create_task(call)
-        query = "select exists (select from pg_locks where locktype = 'advisory' and not granted)"
-        await self._eventually(lambda: self._connection.fetchval(query))
+        query = """select exists (select from pg_locks join pg_database d on d.oid = database
+                                   where datname = current_database() and objid = $1 and not granted)"""
+        await self._eventually(lambda: self._connection.fetchval(query, GATE))
         await self._connection.execute("update gate set is_closed = false")
         try:
             yield task
