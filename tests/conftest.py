@@ -25,9 +25,10 @@ from flowfabric.db.embedded import Embedded
 from flowfabric.db.migrate import migrate
 from flowfabric.engine.core.watermark import WalkWatermarks
 from flowfabric.engine.engine import Engine
+from flowfabric.model.execution import Created
 from flowfabric.model.handle import Handle
 from flowfabric.model.ids import ExecutionId
-from flowfabric.model.outcomes import ClaimedExecution, Created
+from flowfabric.model.lease import ClaimedExecution
 from flowfabric.settings import Settings
 
 Answer = TypeVar("Answer")

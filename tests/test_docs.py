@@ -26,20 +26,25 @@ from flowfabric.bench.ratios import PEERS, RATIOS
 from flowfabric.db.dump import SCHEMA_FILE
 from flowfabric.engine.engine import Engine
 from flowfabric.model import (
-    conditions,
+    attempt,
+    condition,
     errors,
     execution,
     explanation,
-    grants,
+    grant,
     handle,
     ids,
-    keys,
-    outcomes,
+    key,
+    lane,
+    lease,
     policy,
-    signals,
-    snapshots,
+    resume,
+    signal,
+    support,
     suspension,
-    waits,
+    tag,
+    waitpoint,
+    worker,
 )
 from flowfabric.model.errors import CODES, TransportKind
 from flowfabric.reconcile.sweeps import SWEEPS
@@ -53,20 +58,25 @@ ENGINE_PAGE = ROOT / "docs" / "engine.md"
 SOURCE = ROOT / "src" / "flowfabric"
 
 MODULES = (
-    conditions,
+    attempt,
+    condition,
     errors,
     execution,
     explanation,
-    grants,
+    grant,
     handle,
     ids,
-    keys,
-    outcomes,
+    key,
+    lane,
+    lease,
     policy,
-    signals,
-    snapshots,
+    resume,
+    signal,
+    support,
     suspension,
-    waits,
+    tag,
+    waitpoint,
+    worker,
 )
 
 _BLOCK = re.compile(r"^```(?P<mark>[^\n`]*)\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)

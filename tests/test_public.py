@@ -1,6 +1,7 @@
 """The public names, and nothing else, are what `flowfabric` offers."""
 
 from importlib.resources import files
+from typing import Any
 
 import flowfabric
 
@@ -183,6 +184,13 @@ def test_the_public_names_are_these() -> None:
 def test_every_public_name_says_what_it_is() -> None:
     undocumented = [name for name in flowfabric.__all__ if not (getattr(flowfabric, name).__doc__ or "").strip()]
     assert undocumented == []
+
+
+def test_every_public_dataclass_is_frozen() -> None:
+    public: dict[str, Any] = {name: getattr(flowfabric, name) for name in flowfabric.__all__}
+    dataclasses = {name: kind for name, kind in public.items() if hasattr(kind, "__dataclass_params__")}
+    assert len(dataclasses) > 100
+    assert [name for name, kind in dataclasses.items() if not kind.__dataclass_params__.frozen] == []
 
 
 def test_type_checkers_may_read_the_package() -> None:

@@ -2,7 +2,8 @@
 
 from flowfabric.engine.engine import Engine
 from flowfabric.fabric import ExecutionFailed, Fabric, Run, Task, UnreadableResult
-from flowfabric.model.conditions import (
+from flowfabric.model.attempt import Attempt, CurrentAttempt, FailureClass, FailureReason
+from flowfabric.model.condition import (
     AllOf,
     ByName,
     Count,
@@ -26,8 +27,19 @@ from flowfabric.model.errors import (
     UnavailableError,
     ValidationError,
 )
-from flowfabric.model.evaluation import SignalDisposition, SignalEffect
-from flowfabric.model.execution import NewExecution
+from flowfabric.model.execution import (
+    Cancelled,
+    Created,
+    Duplicate,
+    Ended,
+    ExecutionContext,
+    ExecutionInfo,
+    ExecutionPage,
+    ExecutionSnapshot,
+    ExecutionSummary,
+    Inconsistency,
+    NewExecution,
+)
 from flowfabric.model.explanation import (
     BudgetReason,
     DelayedReason,
@@ -47,7 +59,7 @@ from flowfabric.model.explanation import (
     SignalsReason,
     UnmetEdge,
 )
-from flowfabric.model.grants import (
+from flowfabric.model.grant import (
     ClaimGrant,
     Granted,
     GrantedClaim,
@@ -71,40 +83,21 @@ from flowfabric.model.ids import (
     mint_solo,
     parse_partition_key,
 )
-from flowfabric.model.keys import (
-    AlreadySeeded,
-    HmacKids,
-    Noop,
-    Rotated,
-    RotationEntry,
-    Seeded,
-    VerifyingKid,
-)
-from flowfabric.model.outcomes import (
-    AlreadyMet,
+from flowfabric.model.key import AlreadySeeded, HmacKids, Noop, Rotated, RotationEntry, Seeded, VerifyingKid
+from flowfabric.model.lane import Lane, LanePage
+from flowfabric.model.lease import (
     AlreadySatisfied,
     AlreadyTerminal,
-    Applied,
-    Cancelled,
     ClaimedExecution,
     Completed,
-    Created,
-    Duplicate,
-    Ended,
-    ExecutionInfo,
+    CurrentLease,
     Expired,
     ExpiredLease,
     ExpiredLeaseCursor,
     ExpiredLeases,
-    FailureClass,
-    FailureReason,
     Marked,
-    NoOp,
-    NotRegistered,
     NotYetDue,
     Promoted,
-    Refreshed,
-    Registered,
     Renewed,
     RetryScheduled,
     TerminalFailed,
@@ -119,30 +112,8 @@ from flowfabric.model.policy import (
     SuspensionPolicy,
     TimeoutPolicy,
 )
-from flowfabric.model.signals import (
-    Accepted,
-    Resumed,
-    ResumeSignal,
-    ResumeTrigger,
-    SignalDuplicate,
-    SuspensionExpired,
-)
-from flowfabric.model.snapshots import (
-    Attempt,
-    CurrentAttempt,
-    CurrentLease,
-    ExecutionContext,
-    ExecutionPage,
-    ExecutionSnapshot,
-    ExecutionSummary,
-    Inconsistency,
-    Lane,
-    LanePage,
-    TagsSet,
-    WorkerCursor,
-    WorkerEntry,
-    WorkerPage,
-)
+from flowfabric.model.resume import Resumed, ResumePolicy, ResumeTrigger
+from flowfabric.model.signal import Accepted, ResumeSignal, SignalDisposition, SignalDuplicate, SignalEffect
 from flowfabric.model.states import (
     AttemptType,
     HandleKind,
@@ -153,28 +124,31 @@ from flowfabric.model.states import (
     TimeoutBehavior,
     WaitpointState,
 )
-from flowfabric.model.support import BackendIdentity, Capabilities
+from flowfabric.model.support import Applied, BackendIdentity, Capabilities, NoOp
 from flowfabric.model.suspension import (
-    Fresh,
-    ResumePolicy,
+    AlreadyMet,
     SuspendArgs,
-    SuspensionReason,
-    SuspensionRequester,
-    UsePending,
-)
-from flowfabric.model.tokens import WaitpointToken
-from flowfabric.model.waits import (
-    AdditionalWaitpoint,
-    AlreadyClosed,
-    Closed,
-    PendingWaitpoint,
     SuspendDetails,
     Suspended,
     SuspendedExecution,
     SuspendedPage,
+    SuspensionExpired,
+    SuspensionReason,
+    SuspensionRequester,
+)
+from flowfabric.model.tag import TagsSet
+from flowfabric.model.token import WaitpointToken
+from flowfabric.model.waitpoint import (
+    AdditionalWaitpoint,
+    AlreadyClosed,
+    Closed,
+    Fresh,
+    PendingWaitpoint,
+    UsePending,
     WaitpointInfo,
     WaitpointPage,
 )
+from flowfabric.model.worker import NotRegistered, Refreshed, Registered, WorkerCursor, WorkerEntry, WorkerPage
 from flowfabric.reconcile.loop import Reconciler
 from flowfabric.settings import Settings
 from flowfabric.version import __version__

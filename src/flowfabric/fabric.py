@@ -21,9 +21,9 @@ from flowfabric.model.errors import (
     error,
     reason_of,
 )
+from flowfabric.model.execution import Duplicate, ExecutionInfo
 from flowfabric.model.explanation import Explanation
 from flowfabric.model.ids import ExecutionId, parse_execution_id
-from flowfabric.model.outcomes import Duplicate, ExecutionInfo
 from flowfabric.model.policy import Backoff
 from flowfabric.model.states import PublicState, TerminalOutcome
 from flowfabric.model.text import MAX_KEY_BYTES, check_items, check_short, check_text, shorten, shown

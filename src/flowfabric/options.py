@@ -17,7 +17,7 @@ from flowfabric.model.policy import (
     TimeoutPolicy,
 )
 from flowfabric.model.policy_checks import INT32, MAX_MS
-from flowfabric.model.tags import check_tag_key
+from flowfabric.model.tag import check_tag_key
 from flowfabric.model.text import check_text, shown
 
 Seconds = float | timedelta

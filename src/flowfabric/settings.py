@@ -27,7 +27,7 @@ from flowfabric.db.address import check_url
 from flowfabric.db.migrate import check_schema_name
 from flowfabric.model.errors import EngineError
 from flowfabric.model.ids import MAX_PARTITION_COUNT, check_lane_id
-from flowfabric.model.keys import check_secret
+from flowfabric.model.key import check_secret
 
 logger = logging.getLogger(__name__)
 

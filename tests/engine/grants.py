@@ -3,7 +3,7 @@
 from typing import Any
 
 from flowfabric.engine.engine import Engine
-from flowfabric.model.grants import Granted
+from flowfabric.model.grant import Granted
 
 SECRET = "ab" * 32
 KID = "k1"

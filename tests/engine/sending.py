@@ -6,10 +6,10 @@ from uuid import UUID
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.wait.deliver import Signals
 from flowfabric.model.handle import Handle
-from flowfabric.model.signals import Accepted
-from flowfabric.model.suspension import SuspendArgs
-from flowfabric.model.tokens import WaitpointToken
-from flowfabric.model.waits import PendingWaitpoint, SuspendDetails
+from flowfabric.model.signal import Accepted
+from flowfabric.model.suspension import SuspendArgs, SuspendDetails
+from flowfabric.model.token import WaitpointToken
+from flowfabric.model.waitpoint import PendingWaitpoint
 
 from .waits import suspended
 

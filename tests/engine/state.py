@@ -7,10 +7,9 @@ import pytest
 
 from flowfabric.engine.engine import Engine
 from flowfabric.model.errors import EngineError
-from flowfabric.model.events import CompletionOutcome
-from flowfabric.model.execution import NewExecution
+from flowfabric.model.event import CompletionOutcome
+from flowfabric.model.execution import Created, Duplicate, NewExecution
 from flowfabric.model.handle import Handle
-from flowfabric.model.outcomes import Created, Duplicate
 
 WAITING = "runnable/unowned/eligible_now/waiting_for_worker/none/pending_first_attempt/waiting"
 DELAYED = "runnable/unowned/not_eligible_until_time/waiting_for_delay/none/pending_first_attempt/delayed"

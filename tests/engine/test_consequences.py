@@ -19,7 +19,7 @@ from flowfabric.engine.core.transition import Release
 from flowfabric.engine.engine import Engine
 from flowfabric.model.handle import Handle
 from flowfabric.model.ids import ExecutionId, split_execution_id
-from flowfabric.model.outcomes import Completed
+from flowfabric.model.lease import Completed
 
 BIT = Attachment(64)
 """A kind of attachment that only this test has."""

@@ -13,7 +13,7 @@ from flowfabric.db.embedded import Embedded
 from flowfabric.db.migrate import load_migrations
 from flowfabric.engine.engine import Engine
 from flowfabric.model.errors import TransportError, UnavailableError
-from flowfabric.model.outcomes import Applied, NoOp
+from flowfabric.model.support import Applied, NoOp
 from flowfabric.settings import Settings
 
 from .state import new

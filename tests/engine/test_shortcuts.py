@@ -8,8 +8,9 @@ import msgspec
 import pytest
 
 from flowfabric.engine.engine import Engine
+from flowfabric.model.execution import Created, Duplicate
 from flowfabric.model.ids import AttemptId, LeaseId
-from flowfabric.model.outcomes import Created, Duplicate, RetryScheduled
+from flowfabric.model.lease import RetryScheduled
 from flowfabric.model.states import AttemptType, HandleKind, PublicState
 
 from .grants import claim_named, claim_resumed, grant, reclaim, reclaim_grant

@@ -9,10 +9,12 @@ import pytest
 
 from flowfabric.engine.engine import Engine
 from flowfabric.model.errors import EngineError, NotFoundError
-from flowfabric.model.grants import ResumeGrant, ResumeToken
+from flowfabric.model.execution import Created, Duplicate
+from flowfabric.model.grant import ResumeGrant, ResumeToken
 from flowfabric.model.handle import Backend
 from flowfabric.model.ids import ExecutionId
-from flowfabric.model.outcomes import Created, Duplicate, Refreshed, Registered, RetryScheduled, TerminalFailed
+from flowfabric.model.lease import RetryScheduled, TerminalFailed
+from flowfabric.model.worker import Refreshed, Registered
 
 from .grants import grant, reclaim, reclaim_grant
 from .state import (

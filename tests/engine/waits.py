@@ -9,13 +9,13 @@ import asyncpg
 import pytest
 
 from flowfabric.engine.engine import Engine
-from flowfabric.model.conditions import ByName, Single, all_of_waitpoints
+from flowfabric.model.condition import ByName, Single, all_of_waitpoints
 from flowfabric.model.handle import Handle
 from flowfabric.model.ids import SuspensionId, WaitpointId, parse_execution_id
-from flowfabric.model.keys import SigningKey
-from flowfabric.model.suspension import Fresh, SuspendArgs, UsePending
-from flowfabric.model.tokens import sign_token
-from flowfabric.model.waits import PendingWaitpoint, Suspended
+from flowfabric.model.key import SigningKey
+from flowfabric.model.suspension import SuspendArgs, Suspended
+from flowfabric.model.token import sign_token
+from flowfabric.model.waitpoint import Fresh, PendingWaitpoint, UsePending
 
 KID = "k1"
 SECRET = "ab" * 32

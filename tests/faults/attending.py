@@ -7,7 +7,7 @@ from uuid import uuid4
 
 from flowfabric.engine.engine import Engine
 from flowfabric.model.errors import EngineError
-from flowfabric.model.signals import Accepted
+from flowfabric.model.signal import Accepted
 
 from .actor import Actor
 

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from flowfabric.engine.engine import Engine
-from flowfabric.model.conditions import ByName, Single
+from flowfabric.model.condition import ByName, Single
 from flowfabric.model.execution import NewExecution
-from flowfabric.model.grants import Granted, ResumeGrant, ResumeToken
+from flowfabric.model.grant import Granted, ResumeGrant, ResumeToken
 from flowfabric.model.ids import LaneId
-from flowfabric.model.suspension import Fresh, SuspendArgs
-from flowfabric.model.waits import Suspended
+from flowfabric.model.suspension import SuspendArgs, Suspended
+from flowfabric.model.waitpoint import Fresh
 
 from .scene import LEASE_MS, MINUTE, WORKER, Subject
 

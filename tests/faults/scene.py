@@ -11,12 +11,12 @@ import asyncpg
 
 from flowfabric.engine.engine import Engine
 from flowfabric.model.errors import EngineError
-from flowfabric.model.execution import NewExecution
-from flowfabric.model.grants import Granted
+from flowfabric.model.execution import Created, NewExecution
+from flowfabric.model.grant import Granted
 from flowfabric.model.handle import Handle
 from flowfabric.model.ids import ExecutionId
-from flowfabric.model.outcomes import Created
-from flowfabric.model.waits import PendingWaitpoint, SuspendDetails
+from flowfabric.model.suspension import SuspendDetails
+from flowfabric.model.waitpoint import PendingWaitpoint
 
 LEASE_MS = 30_000
 MINUTE = 60_000

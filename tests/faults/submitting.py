@@ -6,8 +6,7 @@ from typing import Any
 from uuid import uuid4
 
 from flowfabric.engine.engine import Engine
-from flowfabric.model.execution import NewExecution
-from flowfabric.model.outcomes import Created, Duplicate
+from flowfabric.model.execution import Created, Duplicate, NewExecution
 
 from .actor import MANUAL, NAMESPACE, WORK, Actor
 

@@ -9,8 +9,8 @@ import pytest
 from flowfabric.engine.core.watermark import TimerWatermark, WalkWatermarks
 from flowfabric.engine.engine import Engine
 from flowfabric.model.errors import TransportError
-from flowfabric.model.grants import Granted, NoWork
-from flowfabric.model.outcomes import ClaimedExecution, RetryScheduled
+from flowfabric.model.grant import Granted, NoWork
+from flowfabric.model.lease import ClaimedExecution, RetryScheduled
 from flowfabric.reconcile.due import read_due
 from flowfabric.reconcile.loop import Reconciler
 from flowfabric.settings import Settings

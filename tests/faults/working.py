@@ -10,7 +10,7 @@ from uuid import uuid4
 
 from flowfabric.engine.engine import Engine
 from flowfabric.model.errors import EngineError
-from flowfabric.model.outcomes import ClaimedExecution, TerminalFailed
+from flowfabric.model.lease import ClaimedExecution, TerminalFailed
 from flowfabric.worker.context import Context
 from flowfabric.worker.worker import Worker
 

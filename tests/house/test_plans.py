@@ -15,12 +15,14 @@ import pytest
 from creates import new
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.lease.expire import CLAIM_LIMIT, SWEEP_LIMIT
-from flowfabric.model.conditions import Single
+from flowfabric.model.condition import Single
 from flowfabric.model.errors import EngineError
-from flowfabric.model.grants import Granted
+from flowfabric.model.execution import Created
+from flowfabric.model.grant import Granted
 from flowfabric.model.ids import SuspensionId, WaitpointId
-from flowfabric.model.outcomes import Created, Renewed
-from flowfabric.model.suspension import Fresh, SuspendArgs, SuspensionReason
+from flowfabric.model.lease import Renewed
+from flowfabric.model.suspension import SuspendArgs, SuspensionReason
+from flowfabric.model.waitpoint import Fresh
 from flowfabric.reconcile.due import SAMPLE, read_due
 from house.touched import VACUUM, Touched, touched
 

@@ -9,7 +9,7 @@ import pytest
 from creates import new
 from flowfabric.engine.core.watermark import WalkWatermarks
 from flowfabric.engine.engine import Engine
-from flowfabric.model.grants import Granted
+from flowfabric.model.grant import Granted
 from flowfabric.settings import Settings
 from house.touched import VACUUM, Touched, touched
 

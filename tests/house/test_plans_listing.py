@@ -13,10 +13,11 @@ from flowfabric.db.database import Database
 from flowfabric.db.statements import Statement
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.read.listing import FIRST_WALK
-from flowfabric.model.conditions import Single
+from flowfabric.model.condition import Single
 from flowfabric.model.ids import SuspensionId, WaitpointId
 from flowfabric.model.states import PublicState
-from flowfabric.model.suspension import Fresh, SuspendArgs, SuspensionReason
+from flowfabric.model.suspension import SuspendArgs, SuspensionReason
+from flowfabric.model.waitpoint import Fresh
 
 BACKLOG = 8_000
 DAY = 86_400_000

@@ -11,12 +11,12 @@ import pytest
 from flowfabric.db.database import Database, Transaction
 from flowfabric.db.statements import Statement
 from flowfabric.engine.engine import Engine
-from flowfabric.model.conditions import all_of_waitpoints
+from flowfabric.model.condition import all_of_waitpoints
 from flowfabric.model.execution import NewExecution
 from flowfabric.model.ids import SuspensionId, WaitpointId
 from flowfabric.model.states import TimeoutBehavior
-from flowfabric.model.suspension import Fresh, SuspendArgs, SuspensionReason, UsePending
-from flowfabric.model.waits import Suspended
+from flowfabric.model.suspension import SuspendArgs, Suspended, SuspensionReason
+from flowfabric.model.waitpoint import Fresh, UsePending
 
 WAITING = 500
 WAITED = 40

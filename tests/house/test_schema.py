@@ -6,7 +6,7 @@ import asyncpg
 import pytest
 
 from flowfabric.db.dump import SCHEMA_FILE, dump_migrations
-from flowfabric.model.events import EventKind
+from flowfabric.model.event import EventKind
 from flowfabric.model.states import (
     AttemptLifecycle,
     AttemptState,

@@ -16,7 +16,7 @@ from flowfabric.engine.core.transition import (
     PROMOTED,
     completion_parameters,
 )
-from flowfabric.model.events import EventKind, WorkerEvent
+from flowfabric.model.event import EventKind, WorkerEvent
 from flowfabric.model.states import AttemptState, BlockingReason, EligibilityState, LifecyclePhase
 
 ENGINE = Path(__file__).parents[2] / "src" / "flowfabric" / "engine"

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from flowfabric.model.conditions import (
+from flowfabric.model.condition import (
     MAX_NODES,
     AllOf,
     ByName,

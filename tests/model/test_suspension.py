@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowfabric.model.conditions import (
+from flowfabric.model.condition import (
     AllOf,
     ByName,
     Condition,
@@ -20,32 +20,25 @@ from flowfabric.model.conditions import (
     condition_plain,
 )
 from flowfabric.model.errors import ValidationError
-from flowfabric.model.evaluation import TimeoutSignal
 from flowfabric.model.ids import SuspensionId, WaitpointId
+from flowfabric.model.lease import AlreadySatisfied
 from flowfabric.model.policy import SuspensionPolicy
+from flowfabric.model.resume import ResumePolicy
 from flowfabric.model.states import BlockingReason, TimeoutBehavior
 from flowfabric.model.suspension import (
-    Binding,
-    Fresh,
-    ResumePolicy,
-    ResumeTarget,
+    AlreadyMet,
     SuspendArgs,
     SuspensionReason,
     SuspensionRequester,
-    UsePending,
     blocking_reason_of,
     check_deadline,
     check_suspend,
     deadline_of,
-    default_binding,
-    parse_binding,
-    parse_resume_policy,
     parse_timeout_behavior,
-    read_stored_resume_policy,
     read_stored_timeout_behavior,
     replay_window_ms,
-    resume_policy_json,
 )
+from flowfabric.model.waitpoint import Binding, Fresh, UsePending, default_binding, parse_binding
 
 NOW = 1_700_000_000_000
 SUSPENSION = SuspensionId(uuid.UUID(int=1))
@@ -279,55 +272,6 @@ def test_a_binding_that_is_not_understood_is_refused(plain: object) -> None:
         parse_binding(plain)
 
 
-policies = st.builds(
-    ResumePolicy,
-    consume_matched_signals=st.booleans(),
-    retain_signal_buffer_until_closed=st.booleans(),
-    resume_delay_ms=st.none() | st.integers(0, 2**53 - 1),
-    close_waitpoint_on_resume=st.booleans(),
-)
-
-
-@given(policies)
-def test_json_says_the_same_resume_policy(policy: ResumePolicy) -> None:
-    assert parse_resume_policy(json.loads(resume_policy_json(policy))) == policy
-    assert read_stored_resume_policy(resume_policy_json(policy)) == policy
-
-
-def test_a_resume_policy_has_these_defaults() -> None:
-    assert ResumePolicy() == ResumePolicy(
-        resume_target=ResumeTarget.RUNNABLE,
-        consume_matched_signals=True,
-        retain_signal_buffer_until_closed=False,
-        resume_delay_ms=None,
-        close_waitpoint_on_resume=True,
-    )
-    assert parse_resume_policy({}) == read_stored_resume_policy(None) == ResumePolicy()
-    assert read_stored_resume_policy('{"resume_delay_ms":5,"newer":1}') == ResumePolicy(resume_delay_ms=5)
-
-
-@pytest.mark.parametrize(
-    "plain",
-    [
-        {"newer": 1},
-        {"resume_delay_ms": -1},
-        {"resume_delay_ms": True},
-        {"consume_matched_signals": 1},
-        {"close_waitpoint_on_resume": "yes"},
-        [],
-    ],
-)
-def test_a_resume_policy_that_is_not_understood_is_refused(plain: object) -> None:
-    with pytest.raises(ValidationError, match=r"^invalid_input: resume_policy"):
-        parse_resume_policy(plain)
-
-
-def test_the_signals_delay_goes_before_the_policys() -> None:
-    policy = ResumePolicy(resume_delay_ms=7)
-    assert [policy.delay_ms(given) for given in (None, 0, 3)] == [7, 0, 3]
-    assert ResumePolicy().delay_ms(None) == 0
-
-
 def test_each_reason_shows_as_its_blocking_reason() -> None:
     assert {reason.value: blocking_reason_of(reason).value for reason in SuspensionReason} == {
         "waiting_for_signal": "waiting_for_signal",
@@ -404,7 +348,5 @@ def test_an_answer_is_replayed_until_a_minute_after_the_deadline_and_a_week_at_m
     assert replay_window_ms(NOW + week, NOW) == week
 
 
-def test_the_signal_of_a_deadline_is_not_one_a_caller_sends() -> None:
-    told = TimeoutSignal()
-    assert (told.waitpoint_key, told.signal_name, told.signal_category) == ("__timeout__", "timeout", "timeout")
-    assert (told.source_type, told.source_identity) == ("system", "suspension_timeout")
+def test_a_suspend_that_need_not_wait_is_already_satisfied() -> None:
+    assert issubclass(AlreadyMet, AlreadySatisfied)

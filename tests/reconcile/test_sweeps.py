@@ -7,8 +7,8 @@ import pytest
 
 from flowfabric.engine.engine import Engine
 from flowfabric.model.errors import EngineError
-from flowfabric.model.outcomes import Refreshed
 from flowfabric.model.states import AttemptType, PublicState
+from flowfabric.model.worker import Refreshed
 from flowfabric.reconcile.loop import Reconciler
 from flowfabric.reconcile.sweeps import SWEEPS
 

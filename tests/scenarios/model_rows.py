@@ -7,7 +7,7 @@ from typing import Any
 import asyncpg
 
 from flowfabric.model.errors import EngineError
-from flowfabric.model.events import CompletionOutcome
+from flowfabric.model.event import CompletionOutcome
 
 from .model import Answer, Model
 from .model_values import Execution, Refusal

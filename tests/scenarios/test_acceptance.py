@@ -23,7 +23,7 @@ from flowfabric import (
     all_of_waitpoints,
 )
 from flowfabric.engine.wait.deliver import Signals
-from flowfabric.model.events import CompletionOutcome
+from flowfabric.model.event import CompletionOutcome
 
 from .waiting import (
     APPENDED,

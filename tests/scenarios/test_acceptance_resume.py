@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from flowfabric import AlreadySatisfied, Engine, OperatorOnly, all_of_waitpoints
-from flowfabric.model.events import CompletionOutcome
+from flowfabric.model.event import CompletionOutcome
 
 from .waiting import (
     APPENDED,

@@ -16,9 +16,9 @@ from flowfabric.db import session as sessions
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.execution import create as creation
 from flowfabric.model.errors import EngineError
-from flowfabric.model.execution import NewExecution
+from flowfabric.model.execution import Created, Duplicate, NewExecution
 from flowfabric.model.handle import Backend, Handle
-from flowfabric.model.outcomes import Completed, Created, Duplicate, Renewed, RetryScheduled, TerminalFailed
+from flowfabric.model.lease import Completed, Renewed, RetryScheduled, TerminalFailed
 from flowfabric.model.states import HandleKind
 
 GOOD = 99

@@ -11,7 +11,7 @@ import pytest
 from databases import session
 from flowfabric.engine.engine import Engine
 from flowfabric.model.errors import EngineError
-from flowfabric.model.outcomes import Renewed
+from flowfabric.model.lease import Renewed
 
 WORKER: dict[str, Any] = {"worker_id": "worker", "worker_instance_id": "worker-1"}
 GATE = 7

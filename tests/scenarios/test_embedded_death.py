@@ -20,7 +20,7 @@ from flowfabric import Fabric, Run, Settings
 from flowfabric.db.embedded import Embedded
 from flowfabric.engine.engine import Engine
 from flowfabric.model.errors import EngineError, TransportError
-from flowfabric.model.outcomes import Created
+from flowfabric.model.execution import Created
 
 from . import embedded_process
 from .embedded_process import tell

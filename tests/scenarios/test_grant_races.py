@@ -7,10 +7,10 @@ import pytest
 
 from flowfabric.engine.engine import Engine
 from flowfabric.model.execution import NewExecution
-from flowfabric.model.grants import Granted, GrantedClaim, NotReclaimable, NoWork
+from flowfabric.model.grant import Granted, GrantedClaim, NotReclaimable, NoWork
 from flowfabric.model.handle import Handle
-from flowfabric.model.keys import AlreadySeeded, Noop, Rotated, Seeded
-from flowfabric.model.outcomes import ClaimedExecution, Renewed
+from flowfabric.model.key import AlreadySeeded, Noop, Rotated, Seeded
+from flowfabric.model.lease import ClaimedExecution, Renewed
 
 from .test_races import HOUR_MS, ROUNDS, Rivals, a_moment, at_once, check_both_won, claim, claimed, new, rivals
 

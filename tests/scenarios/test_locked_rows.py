@@ -8,11 +8,12 @@ import pytest
 
 from flowfabric.db import session as sessions
 from flowfabric.engine.engine import Engine
-from flowfabric.model.conditions import ByName, Single
+from flowfabric.model.condition import ByName, Single
 from flowfabric.model.errors import ContentionError
 from flowfabric.model.handle import Handle
 from flowfabric.model.ids import SuspensionId, WaitpointId, uuid7
-from flowfabric.model.suspension import Fresh, SuspendArgs
+from flowfabric.model.suspension import SuspendArgs
+from flowfabric.model.waitpoint import Fresh
 
 
 def waiting() -> SuspendArgs:

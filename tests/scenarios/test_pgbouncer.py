@@ -7,7 +7,7 @@ import pytest
 
 from creates import new
 from flowfabric.engine.engine import Engine
-from flowfabric.model.outcomes import Created
+from flowfabric.model.execution import Created
 from flowfabric.settings import Settings
 
 from .command import migrate

@@ -17,7 +17,8 @@ from databases import at_database, execute
 from flowfabric.db.embedded import Embedded
 from flowfabric.engine.engine import Engine
 from flowfabric.model.errors import EngineError, TransportError
-from flowfabric.model.outcomes import Completed, Created
+from flowfabric.model.execution import Created
+from flowfabric.model.lease import Completed
 from flowfabric.settings import Settings
 
 

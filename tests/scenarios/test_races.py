@@ -16,9 +16,9 @@ import pytest
 
 from flowfabric.engine.engine import Engine
 from flowfabric.model.errors import EngineError
-from flowfabric.model.execution import NewExecution
+from flowfabric.model.execution import Cancelled, Created, Duplicate, NewExecution
 from flowfabric.model.handle import Handle
-from flowfabric.model.outcomes import Cancelled, Completed, Created, Duplicate, Renewed, TerminalFailed
+from flowfabric.model.lease import Completed, Renewed, TerminalFailed
 from flowfabric.settings import Settings
 
 IS_WHOLE = os.environ.get("FF_TEST_SWEEP") == "whole"

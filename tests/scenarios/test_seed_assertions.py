@@ -25,7 +25,7 @@ from flowfabric import (
     Suspended,
 )
 from flowfabric.db.database import ATTEMPTS
-from flowfabric.model.events import CompletionOutcome
+from flowfabric.model.event import CompletionOutcome
 
 from .waiting import APPENDED, READY, SATISFIED, A, B, Waiting, args, claim_resumed, completions, refused, suspended
 

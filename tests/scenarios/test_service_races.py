@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from flowfabric.engine.engine import Engine
+from flowfabric.model.execution import Cancelled
 from flowfabric.model.handle import Handle
-from flowfabric.model.outcomes import (
+from flowfabric.model.lease import (
     AlreadySatisfied,
     AlreadyTerminal,
-    Cancelled,
     Completed,
     Expired,
     Marked,

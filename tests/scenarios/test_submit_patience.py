@@ -12,9 +12,8 @@ from faults.proxy import Proxy
 from flowfabric import Fabric
 from flowfabric.engine.engine import Engine
 from flowfabric.model.errors import TransportError
-from flowfabric.model.execution import NewExecution
+from flowfabric.model.execution import Created, Duplicate, NewExecution
 from flowfabric.model.ids import ExecutionId, Partitions, mint_solo
-from flowfabric.model.outcomes import Created, Duplicate
 from flowfabric.model.states import PublicState
 from flowfabric.settings import Settings
 

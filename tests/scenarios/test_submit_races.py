@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from flowfabric.model.execution import NewExecution
-from flowfabric.model.outcomes import Applied, Created, Duplicate, NoOp
+from flowfabric.model.execution import Created, Duplicate, NewExecution
+from flowfabric.model.support import Applied, NoOp
 
 ROUNDS = 100
 

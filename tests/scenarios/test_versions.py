@@ -13,7 +13,9 @@ import pytest
 from flowfabric.db.migrate import FOLDER, load_migrations, migrate
 from flowfabric.engine.engine import Engine
 from flowfabric.model.errors import UnavailableError
-from flowfabric.model.outcomes import Completed, Created, Duplicate, NoOp, Renewed, RetryScheduled
+from flowfabric.model.execution import Created, Duplicate
+from flowfabric.model.lease import Completed, Renewed, RetryScheduled
+from flowfabric.model.support import NoOp
 from flowfabric.settings import Settings
 
 MORE = """

@@ -12,14 +12,14 @@ from flowfabric.db import session as sessions
 from flowfabric.db.embedded import Embedded
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.wait.deliver import Signals
-from flowfabric.model.conditions import Single
+from flowfabric.model.condition import Single
 from flowfabric.model.errors import TransportError, ValidationError, error
 from flowfabric.model.handle import Handle
 from flowfabric.model.ids import WaitpointId
-from flowfabric.model.signals import Accepted, SignalDuplicate
-from flowfabric.model.suspension import Fresh, SuspendArgs
-from flowfabric.model.tokens import WaitpointToken
-from flowfabric.model.waits import Suspended
+from flowfabric.model.signal import Accepted, SignalDuplicate
+from flowfabric.model.suspension import SuspendArgs, Suspended
+from flowfabric.model.token import WaitpointToken
+from flowfabric.model.waitpoint import Fresh
 from flowfabric.settings import Settings
 from flowfabric.worker.callback import (
     BackendError,

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from flowfabric.engine.engine import Engine
-from flowfabric.model.events import EventKind
+from flowfabric.model.event import EventKind
 from flowfabric.model.ids import ExecutionId
 from flowfabric.model.states import PublicState, TerminalOutcome
 from flowfabric.worker.context import Context

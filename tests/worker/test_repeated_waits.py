@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from flowfabric.engine.engine import Engine
-from flowfabric.model.conditions import Single
+from flowfabric.model.condition import Single
 from flowfabric.model.errors import TransportError
 from flowfabric.worker.context import Context
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from flowfabric.engine.engine import Engine
-from flowfabric.model.outcomes import FailureReason
+from flowfabric.model.attempt import FailureReason
 from flowfabric.worker.context import Running
 from flowfabric.worker.outcome import Failure
 from flowfabric.worker.reports import Reports

@@ -11,12 +11,13 @@ from uuid import uuid4
 import pytest
 
 from flowfabric.engine.engine import Engine
-from flowfabric.model.conditions import ByName, Single, all_of_waitpoints
+from flowfabric.model.condition import ByName, Single, all_of_waitpoints
 from flowfabric.model.errors import TransportError, ValidationError
 from flowfabric.model.handle import Handle
 from flowfabric.model.ids import ExecutionId, SuspensionId, WaitpointId
 from flowfabric.model.states import TerminalOutcome
-from flowfabric.model.suspension import Fresh, SuspendArgs, SuspensionReason, UsePending
+from flowfabric.model.suspension import SuspendArgs, SuspensionReason
+from flowfabric.model.waitpoint import Fresh, UsePending
 from flowfabric.worker.context import Context
 from flowfabric.worker.worker import Worker
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from flowfabric.engine.engine import Engine
-from flowfabric.model.conditions import Single
+from flowfabric.model.condition import Single
 from flowfabric.model.errors import ValidationError
 from flowfabric.model.states import TerminalOutcome
 from flowfabric.worker.context import Context, Running

@@ -25,8 +25,8 @@ from flowfabric.engine.lease.claim import Claim
 from flowfabric.engine.store import SQL, Rules, Store, error_of
 from flowfabric.model.errors import EngineError, TransportError, error, reason_of
 from flowfabric.model.ids import LaneId, Partitions
-from flowfabric.model.outcomes import Applied, NoOp
-from flowfabric.model.seals import Seals
+from flowfabric.model.seal import Seals
+from flowfabric.model.support import Applied, NoOp
 from flowfabric.model.text import check_range
 from flowfabric.settings import PREFIX, Settings
 

@@ -6,12 +6,19 @@ from dataclasses import dataclass, field
 import msgspec
 
 from flowfabric.model.errors import EngineError, error
-from flowfabric.model.evaluation import SignalDisposition, SignalFacts, Tally
+from flowfabric.model.evaluation import SignalFacts, Tally
 from flowfabric.model.ids import ExecutionId, SignalId, SuspensionId, WaitpointId
-from flowfabric.model.signals import DEFAULT_SIGNAL_LIMIT, Accepted, NewSignal, SignalDuplicate, smallest_limit
+from flowfabric.model.resume import ResumePolicy, read_stored_resume_policy
+from flowfabric.model.signal import (
+    DEFAULT_SIGNAL_LIMIT,
+    Accepted,
+    NewSignal,
+    SignalDisposition,
+    SignalDuplicate,
+    smallest_limit,
+)
 from flowfabric.model.states import LifecyclePhase, WaitpointState
-from flowfabric.model.suspension import ResumePolicy, read_stored_resume_policy
-from flowfabric.model.tokens import RingKey, WaitpointToken, verify_token
+from flowfabric.model.token import RingKey, WaitpointToken, verify_token
 
 _TOKEN_FAILURES = frozenset({"missing_token", "invalid_token", "token_expired"})
 

@@ -3,10 +3,9 @@
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from functools import lru_cache
 
-from flowfabric.model.conditions import (
+from flowfabric.model.condition import (
     RESERVED_NAMES,
     AllOf,
     ByName,
@@ -19,45 +18,7 @@ from flowfabric.model.conditions import (
     nodes,
 )
 from flowfabric.model.ids import SignalId
-
-
-class SignalEffect(StrEnum):
-    """What a delivery did."""
-
-    APPENDED_TO_WAITPOINT = "appended_to_waitpoint"
-    RESUME_CONDITION_SATISFIED = "resume_condition_satisfied"
-    BUFFERED_FOR_PENDING_WAITPOINT = "buffered_for_pending_waitpoint"
-
-
-class SignalDisposition(StrEnum):
-    """Why a delivery did what it did."""
-
-    SIGNAL_IGNORED_NOT_IN_CONDITION = "signal_ignored_not_in_condition"
-    SIGNAL_IGNORED_MATCHER_FAILED = "signal_ignored_matcher_failed"
-    APPENDED_TO_WAITPOINT_DUPLICATE = "appended_to_waitpoint_duplicate"
-    APPENDED_TO_WAITPOINT = "appended_to_waitpoint"
-    NO_OP = "no_op"
-    RESUME_CONDITION_SATISFIED = "resume_condition_satisfied"
-    BUFFERED_FOR_PENDING_WAITPOINT = "buffered_for_pending_waitpoint"
-
-    @property
-    def effect(self) -> SignalEffect:
-        """What the delivery did."""
-        if self is SignalDisposition.RESUME_CONDITION_SATISFIED:
-            return SignalEffect.RESUME_CONDITION_SATISFIED
-        if self is SignalDisposition.BUFFERED_FOR_PENDING_WAITPOINT:
-            return SignalEffect.BUFFERED_FOR_PENDING_WAITPOINT
-        return SignalEffect.APPENDED_TO_WAITPOINT
-
-    @property
-    def is_matched(self) -> bool:
-        """Whether the signal counts as one the condition asks for."""
-        return self.is_adding or self is SignalDisposition.APPENDED_TO_WAITPOINT_DUPLICATE
-
-    @property
-    def is_adding(self) -> bool:
-        """Whether the signal is a satisfier: the condition is nearer to being met by it, or met."""
-        return self is SignalDisposition.RESUME_CONDITION_SATISFIED or self is SignalDisposition.APPENDED_TO_WAITPOINT
+from flowfabric.model.signal import SignalDisposition
 
 
 @dataclass(kw_only=True, slots=True)
@@ -69,17 +30,6 @@ class SignalFacts:
     waitpoint_key: str
     source_type: str
     source_identity: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TimeoutSignal:
-    """The signal that tells a resumed attempt that its deadline ended the wait; no caller sends it."""
-
-    waitpoint_key: str = "__timeout__"
-    signal_name: str = "timeout"
-    signal_category: str = "timeout"
-    source_type: str = "system"
-    source_identity: str = "suspension_timeout"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

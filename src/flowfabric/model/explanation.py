@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Literal, TypeAlias
 
-from flowfabric.model.conditions import OPERATOR_ONLY_NAME, TIMEOUT_ONLY_NAME
+from flowfabric.model.condition import OPERATOR_ONLY_NAME, TIMEOUT_ONLY_NAME
 from flowfabric.model.ids import (
     EdgeId,
     ExecutionId,

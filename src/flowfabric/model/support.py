@@ -1,4 +1,4 @@
-"""What an engine can do: its identity and one flag for each thing an operator may ask of it."""
+"""What an engine says of itself: its identity, a flag for each thing it can do, and what it prepared."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -116,3 +116,15 @@ def capabilities_of(identity: BackendIdentity, offers: Callable[[str], bool]) ->
     """The flags of an engine that offers some operations: each is True where all of its operations are there."""
     flags = {flag: all(offers(operation) for operation in OPERATIONS[flag]) for flag in FLAGS}
     return Capabilities(identity=identity, **flags)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NoOp:
+    """There was nothing to prepare."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Applied:
+    """What was prepared."""
+
+    description: str

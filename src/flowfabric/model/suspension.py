@@ -1,15 +1,12 @@
-"""What a worker says when it suspends: waitpoints, condition, deadline, and what the resume is to do."""
+"""Suspensions: the arguments of a suspend and their checks, what a suspend or a timeout answers, and lists of them."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from enum import StrEnum
-from functools import lru_cache
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING
 from uuid import UUID
 
-import msgspec
-
-from flowfabric.model.conditions import (
+from flowfabric.model.condition import (
     ByName,
     Composite,
     Condition,
@@ -24,15 +21,22 @@ from flowfabric.model.conditions import (
     waitpoint_keys,
 )
 from flowfabric.model.errors import EngineError, error
-from flowfabric.model.ids import SuspensionId, WaitpointId, parse_uuid
+from flowfabric.model.handle import Handle
+from flowfabric.model.ids import ExecutionId, SuspensionId, WaitpointId, parse_uuid
+from flowfabric.model.lease import AlreadySatisfied
 from flowfabric.model.policy import SuspensionPolicy
 from flowfabric.model.policy_checks import MAX_MS, settle
+from flowfabric.model.resume import ResumePolicy, parse_resume_policy
 from flowfabric.model.states import BlockingReason, TimeoutBehavior
 from flowfabric.model.text import check_range, check_short, check_text, shorten
+from flowfabric.model.token import WaitpointToken
+from flowfabric.model.waitpoint import AdditionalWaitpoint, Binding, Fresh, parse_binding
 
 CLOCK_SKEW_MS = 600_000
 REPLAY_MARGIN_MS = 60_000
 LONGEST_REPLAY_MS = 604_800_000
+
+_DEFAULT_RESUME_POLICY = ResumePolicy()
 
 
 class SuspensionReason(StrEnum):
@@ -74,12 +78,6 @@ class SuspensionRequester(StrEnum):
     SYSTEM_TIMEOUT_POLICY = "system_timeout_policy"
 
 
-class ResumeTarget(StrEnum):
-    """What a met condition makes of the execution."""
-
-    RUNNABLE = "runnable"
-
-
 def parse_timeout_behavior(value: object) -> TimeoutBehavior:
     """Give the timeout behaviour an argument is."""
     word = TimeoutBehavior.AUTO_RESUME_WITH_TIMEOUT_SIGNAL if value == "auto_resume" else value
@@ -95,106 +93,6 @@ def read_stored_timeout_behavior(value: str | None) -> TimeoutBehavior:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Fresh:
-    """A waitpoint made with the suspension."""
-
-    waitpoint_id: WaitpointId
-    waitpoint_key: str
-
-    if TYPE_CHECKING:
-
-        def __init__(self, *, waitpoint_id: UUID | str, waitpoint_key: str) -> None: ...
-
-    def __post_init__(self) -> None:
-        """Refuse what is no binding."""
-        settle(self, "waitpoint_id", parse_uuid(self.waitpoint_id, "waitpoint_id"))
-        check_text(self.waitpoint_key, "waitpoint_key")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class UsePending:
-    """A waitpoint made earlier, with its key, token and buffered signals."""
-
-    waitpoint_id: WaitpointId
-
-    if TYPE_CHECKING:
-
-        def __init__(self, *, waitpoint_id: UUID | str) -> None: ...
-
-    def __post_init__(self) -> None:
-        """Refuse what is no binding."""
-        settle(self, "waitpoint_id", parse_uuid(self.waitpoint_id, "waitpoint_id"))
-
-
-Binding: TypeAlias = Fresh | UsePending
-
-
-def default_binding(waitpoint_id: WaitpointId, condition: Condition) -> Fresh:
-    """Give the binding of a wait that names none: the first key the condition names, else one of its own."""
-    return Fresh(waitpoint_id=waitpoint_id, waitpoint_key=next(iter(waitpoint_keys(condition)), f"wpk:{waitpoint_id}"))
-
-
-def parse_binding(value: Any) -> Binding:
-    """Give the binding a JSON value says."""
-    match value:
-        case Fresh() | UsePending():
-            return value
-        case {"Fresh": {"waitpoint_id": given, "waitpoint_key": key, **others}} if len(value) == 1 and not others:
-            return Fresh(waitpoint_id=given, waitpoint_key=key)
-        case {"UsePending": {"waitpoint_id": given, **others}} if len(value) == 1 and not others:
-            return UsePending(waitpoint_id=given)
-    raise error("invalid_input", "waitpoints: must be Fresh or UsePending")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ResumePolicy:
-    """What happens when the condition is met."""
-
-    resume_target: ResumeTarget = ResumeTarget.RUNNABLE
-    consume_matched_signals: bool = True
-    retain_signal_buffer_until_closed: bool = False
-    resume_delay_ms: int | None = None
-    close_waitpoint_on_resume: bool = True
-
-    def __post_init__(self) -> None:
-        """Refuse what is no policy."""
-        settle(self, "resume_target", check_word(ResumeTarget, self.resume_target, "resume_policy.resume_target"))
-        for name in ("consume_matched_signals", "retain_signal_buffer_until_closed", "close_waitpoint_on_resume"):
-            if not isinstance(getattr(self, name), bool):
-                raise error("invalid_input", f"resume_policy.{name}: must be true or false")
-        if self.resume_delay_ms is not None:
-            check_range(self.resume_delay_ms, "resume_policy.resume_delay_ms", 0, MAX_MS)
-
-    def delay_ms(self, signal_delay_ms: int | None) -> int:
-        """Give the pause between the closing signal and the resume."""
-        return (self.resume_delay_ms or 0) if signal_delay_ms is None else signal_delay_ms
-
-
-_RESUME_FIELDS = frozenset(each.name for each in fields(ResumePolicy))
-
-
-def parse_resume_policy(value: object) -> ResumePolicy:
-    """Give the policy a JSON object says; a field left out or null has its default."""
-    if isinstance(value, ResumePolicy):
-        return value
-    if not isinstance(value, Mapping) or not set(value) <= _RESUME_FIELDS:
-        raise error("invalid_input", "resume_policy: must be an object of its own fields")
-    return ResumePolicy(**{name: given for name, given in value.items() if given is not None})
-
-
-def resume_policy_json(policy: ResumePolicy) -> str:
-    """Give the JSON text of a policy, as it is stored."""
-    return msgspec.json.encode(asdict(policy)).decode()
-
-
-@lru_cache(maxsize=1024)
-def read_stored_resume_policy(text: str | None) -> ResumePolicy:
-    """Give the policy a row holds, without what only a newer version that runs beside this one understands."""
-    plain = msgspec.json.decode(text or "{}", type=dict[str, Any])
-    return parse_resume_policy({name: given for name, given in plain.items() if name in _RESUME_FIELDS})
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class SuspendArgs:
     """What a suspension is; conditions, bindings and policy may be given as their JSON values.
 
@@ -205,7 +103,7 @@ class SuspendArgs:
     suspension_id: SuspensionId
     waitpoints: tuple[Binding, ...]
     resume_condition: Condition
-    resume_policy: ResumePolicy = ResumePolicy()
+    resume_policy: ResumePolicy = _DEFAULT_RESUME_POLICY
     reason_code: SuspensionReason
     requested_by: SuspensionRequester = SuspensionRequester.WORKER
     timeout_at: int | None = None
@@ -332,3 +230,54 @@ def replay_window_ms(timeout_at: int | None, now: int) -> int:
     if timeout_at is None:
         return LONGEST_REPLAY_MS
     return min(max(timeout_at - now, 0) + REPLAY_MARGIN_MS, LONGEST_REPLAY_MS)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SuspendDetails:
+    """The suspension, the attempt it is of, its first waitpoint, and the others in the order of their bindings."""
+
+    suspension_id: SuspensionId
+    attempt_index: int
+    waitpoint_id: WaitpointId
+    waitpoint_key: str
+    waitpoint_token: WaitpointToken
+    additional_waitpoints: tuple[AdditionalWaitpoint, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Suspended:
+    """The lease is given up; the handle identifies the attempt that waits, and no more."""
+
+    details: SuspendDetails
+    handle: Handle
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AlreadyMet(AlreadySatisfied):
+    """A suspend need not wait, for signals that came before meet its condition; what it would have waited on."""
+
+    details: SuspendDetails
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SuspensionExpired:
+    """The wait timed out, and what that did."""
+
+    behavior_applied: TimeoutBehavior
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SuspendedExecution:
+    """An execution that waits, since when, and for what reason."""
+
+    execution_id: ExecutionId
+    suspended_at_ms: int
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SuspendedPage:
+    """A part of the list of suspended executions; `next_cursor` leads on where there is more."""
+
+    entries: list[SuspendedExecution]
+    next_cursor: str | None

@@ -8,9 +8,9 @@ from uuid import UUID
 from flowfabric.engine.engine import Engine
 from flowfabric.model.errors import BugError, EngineError, TransportError, UnavailableError
 from flowfabric.model.ids import ExecutionId, WaitpointId, parse_execution_id, parse_uuid
-from flowfabric.model.signals import Accepted, SignalDuplicate
+from flowfabric.model.signal import Accepted, SignalDuplicate
 from flowfabric.model.text import check_text
-from flowfabric.model.tokens import WaitpointToken
+from flowfabric.model.token import WaitpointToken
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

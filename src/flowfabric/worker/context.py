@@ -12,13 +12,13 @@ from flowfabric.engine.engine import Engine
 from flowfabric.model.errors import EngineError, error
 from flowfabric.model.handle import Fence, Handle
 from flowfabric.model.ids import ExecutionId, WaitpointId, uuid7
-from flowfabric.model.outcomes import ClaimedExecution
-from flowfabric.model.replays import SuspendOutcome
-from flowfabric.model.signals import ResumeSignal
+from flowfabric.model.lease import ClaimedExecution
+from flowfabric.model.signal import ResumeSignal
 from flowfabric.model.states import AttemptType, HandleKind
-from flowfabric.model.suspension import SuspendArgs
+from flowfabric.model.suspend_outcome import SuspendOutcome
+from flowfabric.model.suspension import SuspendArgs, SuspendDetails, Suspended
 from flowfabric.model.text import shown
-from flowfabric.model.waits import PendingWaitpoint, SuspendDetails, Suspended
+from flowfabric.model.waitpoint import PendingWaitpoint
 from flowfabric.worker.callback import Callback
 from flowfabric.worker.waits import (
     SuspendOptions,

@@ -15,8 +15,9 @@ from typing import Any, TypeVar
 from flowfabric.engine.core.wakeups import LostReason
 from flowfabric.engine.engine import Engine
 from flowfabric.model.errors import EngineError
-from flowfabric.model.outcomes import NotRegistered, Renewed
+from flowfabric.model.lease import Renewed
 from flowfabric.model.text import MAX_BATCH
+from flowfabric.model.worker import NotRegistered
 from flowfabric.pauses import is_done_before, is_set_within
 from flowfabric.worker.context import Running
 from flowfabric.worker.faults import LEASE_IS_LOST, Contact

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import msgspec
 
 from flowfabric.engine.engine import Engine
+from flowfabric.model.attempt import FailureClass, FailureReason
 from flowfabric.model.errors import ValidationError
-from flowfabric.model.outcomes import FailureClass, FailureReason
 from flowfabric.model.states import HandleKind
 from flowfabric.worker.context import Context, Running
 from flowfabric.worker.handler import Handler

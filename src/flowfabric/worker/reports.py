@@ -10,7 +10,8 @@ from datetime import UTC, datetime
 from flowfabric.engine.core.wakeups import LostReason
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.lease.expire import ExpiryPhase
-from flowfabric.model.outcomes import Completed, FailureReason, NotYetDue, RetryScheduled, TerminalFailed
+from flowfabric.model.attempt import FailureReason
+from flowfabric.model.lease import Completed, NotYetDue, RetryScheduled, TerminalFailed
 from flowfabric.pauses import pauses
 from flowfabric.worker.context import Running
 from flowfabric.worker.faults import (

@@ -5,7 +5,7 @@ import logging
 import math
 
 from flowfabric.engine.lease.expire import ExpiryPhase
-from flowfabric.model.outcomes import ClaimedExecution
+from flowfabric.model.lease import ClaimedExecution
 from flowfabric.worker.context import Running
 from flowfabric.worker.reports import Reports
 

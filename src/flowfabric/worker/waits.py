@@ -6,26 +6,18 @@ from dataclasses import replace
 from typing import Any, Protocol, TypedDict, TypeVar
 
 from flowfabric.engine.engine import Engine
-from flowfabric.model.conditions import Condition, Single, all_of_waitpoints, parse_condition, waitpoint_keys
+from flowfabric.model.condition import Condition, Single, all_of_waitpoints, parse_condition, waitpoint_keys
 from flowfabric.model.errors import EngineError, error
 from flowfabric.model.ids import SuspensionId, WaitpointId, uuid7
-from flowfabric.model.outcomes import ClaimedExecution
+from flowfabric.model.lease import ClaimedExecution
 from flowfabric.model.policy import ExecutionPolicy
 from flowfabric.model.policy_checks import MAX_MS
-from flowfabric.model.signals import ResumeSignal
+from flowfabric.model.resume import ResumePolicy
+from flowfabric.model.signal import ResumeSignal
 from flowfabric.model.states import TimeoutBehavior
-from flowfabric.model.suspension import (
-    Binding,
-    Fresh,
-    ResumePolicy,
-    SuspendArgs,
-    SuspensionReason,
-    UsePending,
-    default_binding,
-    parse_binding,
-)
+from flowfabric.model.suspension import SuspendArgs, SuspensionReason
 from flowfabric.model.text import check_items, check_range, check_text
-from flowfabric.model.waits import PendingWaitpoint
+from flowfabric.model.waitpoint import Binding, Fresh, PendingWaitpoint, UsePending, default_binding, parse_binding
 from flowfabric.pauses import pauses
 from flowfabric.worker.faults import FAULT_SECONDS, LEASE_IS_LOST, is_passing
 

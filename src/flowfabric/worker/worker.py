@@ -19,8 +19,8 @@ from flowfabric.engine.lease.claim import DEFAULT_LEASE_TTL_MS, MAX_LANES
 from flowfabric.model.errors import EngineError, error
 from flowfabric.model.handle import MAX_LEASE_TTL_MS
 from flowfabric.model.ids import check_lane_id, check_worker_id
-from flowfabric.model.kinds import check_kinds
-from flowfabric.model.outcomes import ClaimedExecution
+from flowfabric.model.kind import check_kinds
+from flowfabric.model.lease import ClaimedExecution
 from flowfabric.model.policy import check_capabilities
 from flowfabric.model.text import check_items, check_short, shown
 from flowfabric.pauses import is_set_within, pauses

@@ -10,16 +10,7 @@ from engine.state import refused
 from flowfabric.engine.core.keys import Keys
 from flowfabric.engine.engine import Engine
 from flowfabric.model.errors import ConflictError
-from flowfabric.model.keys import (
-    AlreadySeeded,
-    HmacKids,
-    Noop,
-    Rotated,
-    RotationEntry,
-    Seeded,
-    SigningKey,
-    VerifyingKid,
-)
+from flowfabric.model.key import AlreadySeeded, HmacKids, Noop, Rotated, RotationEntry, Seeded, SigningKey, VerifyingKid
 
 A = "aa" * 32
 B = "bb" * 32

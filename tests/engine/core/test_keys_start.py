@@ -13,8 +13,8 @@ from engine.state import refused
 from flowfabric.db.embedded import Embedded
 from flowfabric.engine.engine import Engine
 from flowfabric.model.errors import UnavailableError
-from flowfabric.model.keys import HmacKids
-from flowfabric.model.outcomes import NoOp
+from flowfabric.model.key import HmacKids
+from flowfabric.model.support import NoOp
 from flowfabric.settings import Settings, SettingsError
 
 

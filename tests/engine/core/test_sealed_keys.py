@@ -12,10 +12,10 @@ from engine.sending import waiting
 from engine.state import refused
 from flowfabric.engine.engine import Engine
 from flowfabric.model.errors import UnavailableError
-from flowfabric.model.keys import AlreadySeeded, HmacKids, Noop, Rotated
-from flowfabric.model.outcomes import Applied, NoOp
-from flowfabric.model.seals import Seals
-from flowfabric.model.signals import Accepted
+from flowfabric.model.key import AlreadySeeded, HmacKids, Noop, Rotated
+from flowfabric.model.seal import Seals
+from flowfabric.model.signal import Accepted
+from flowfabric.model.support import Applied, NoOp
 from flowfabric.settings import Settings
 
 ONE, OTHER = SecretStr("01" * 32), SecretStr("02" * 32)

@@ -19,8 +19,8 @@ from engine.state import (
 )
 from flowfabric.engine.engine import Engine
 from flowfabric.model.errors import NotFoundError
+from flowfabric.model.execution import Cancelled
 from flowfabric.model.handle import Handle
-from flowfabric.model.outcomes import Cancelled
 from flowfabric.model.states import PublicState
 
 EXEMPT = ("operator_override", "flow_cascade", "system_timeout")

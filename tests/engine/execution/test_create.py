@@ -18,7 +18,7 @@ from engine.state import (
     vector,
 )
 from flowfabric.engine.engine import Engine
-from flowfabric.model.outcomes import Created
+from flowfabric.model.execution import Created
 from flowfabric.model.policy import ExecutionPolicy, RetryPolicy
 from flowfabric.model.states import PublicState
 

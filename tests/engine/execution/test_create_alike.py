@@ -9,7 +9,7 @@ import pytest
 from engine.state import claim, items, new
 from flowfabric.engine.engine import Engine
 from flowfabric.model.errors import EngineError, TransportError
-from flowfabric.model.outcomes import Created
+from flowfabric.model.execution import Created
 from flowfabric.model.policy import ExecutionPolicy, RoutingRequirements, TimeoutPolicy
 from flowfabric.model.states import PublicState
 

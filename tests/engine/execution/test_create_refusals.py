@@ -5,7 +5,7 @@ from typing import Any
 from engine.state import Creating, both_creates, claim, items, new, refused
 from flowfabric.engine.engine import Engine
 from flowfabric.model.errors import EngineError, ValidationError
-from flowfabric.model.outcomes import Created
+from flowfabric.model.execution import Created
 
 UUID = "11111111-2222-3333-4444-555555555555"
 LONE_SURROGATE = "half \ud800 a character"

@@ -4,8 +4,8 @@ from typing import Any
 
 from engine.state import Creating, both_creates, claim, items, new, refused
 from flowfabric.engine.engine import Engine
+from flowfabric.model.execution import Created, Duplicate
 from flowfabric.model.ids import ExecutionId, LaneId
-from flowfabric.model.outcomes import Created, Duplicate
 from flowfabric.model.states import PublicState
 
 DAY_MS = 86_400_000

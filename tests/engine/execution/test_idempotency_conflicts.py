@@ -8,7 +8,7 @@ import pytest
 from engine.state import Creating, both_creates, items, new
 from flowfabric.engine.engine import Engine
 from flowfabric.model.errors import ConflictError, EngineError
-from flowfabric.model.outcomes import Created, Duplicate
+from flowfabric.model.execution import Created, Duplicate
 from flowfabric.model.policy import ExecutionPolicy, RetryPolicy
 from flowfabric.model.text import shown
 

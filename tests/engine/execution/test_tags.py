@@ -8,7 +8,7 @@ import pytest
 
 from engine.state import claim, refused
 from flowfabric.engine.engine import Engine
-from flowfabric.model.snapshots import TagsSet
+from flowfabric.model.tag import TagsSet
 
 ABSENT = f"{{fp:1}}:{uuid4()}"
 WRONG_KEYS = (

@@ -7,7 +7,8 @@ import pytest
 from engine.state import Creating, both_creates, claim, ids, items, new, refused
 from flowfabric.engine.engine import Engine
 from flowfabric.model.errors import EngineError
-from flowfabric.model.outcomes import Completed, Created, Duplicate, Renewed, TerminalFailed
+from flowfabric.model.execution import Created, Duplicate
+from flowfabric.model.lease import Completed, Renewed, TerminalFailed
 
 GIVEN = "{fp:7}:11111111-2222-3333-4444-555555555555"
 

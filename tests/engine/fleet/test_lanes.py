@@ -6,7 +6,7 @@ import pytest
 
 from engine.state import refused
 from flowfabric.engine.engine import Engine
-from flowfabric.model.snapshots import Lane, LanePage
+from flowfabric.model.lane import Lane, LanePage
 from flowfabric.model.states import LaneState
 
 

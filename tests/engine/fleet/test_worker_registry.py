@@ -7,8 +7,8 @@ import pytest
 
 from engine.state import refused
 from flowfabric.engine.engine import Engine
-from flowfabric.model.outcomes import Marked, NotRegistered, Refreshed, Registered
-from flowfabric.model.snapshots import WorkerCursor, WorkerEntry, WorkerPage
+from flowfabric.model.lease import Marked
+from flowfabric.model.worker import NotRegistered, Refreshed, Registered, WorkerCursor, WorkerEntry, WorkerPage
 
 TTL = 60_000
 

@@ -7,9 +7,9 @@ from typing import Any
 import msgspec
 
 from flowfabric.model.errors import EngineError
-from flowfabric.model.grants import ResumeGrant, ResumeToken
+from flowfabric.model.grant import ResumeGrant, ResumeToken
 from flowfabric.model.handle import Handle
-from flowfabric.model.outcomes import AlreadySatisfied, ClaimedExecution
+from flowfabric.model.lease import AlreadySatisfied, ClaimedExecution
 
 from .states import GRANT_MS, LEASE_MS, MINUTE, OTHER, WORKER, Subject
 

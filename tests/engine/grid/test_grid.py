@@ -7,7 +7,7 @@ import pytest
 
 from flowfabric.engine.engine import Engine
 from flowfabric.model.errors import EngineError
-from flowfabric.model.events import CompletionOutcome
+from flowfabric.model.event import CompletionOutcome
 
 from ..state import vector  # noqa: TID252
 from .operations import OPERATIONS, Operation, answer

@@ -7,7 +7,7 @@ import pytest
 from engine.grants import claim_named, claim_resumed, known, worker
 from engine.state import attempts, claim, claim_rows, ids, revoke
 from flowfabric.engine.engine import Engine
-from flowfabric.model.grants import Granted
+from flowfabric.model.grant import Granted
 
 
 @pytest.fixture

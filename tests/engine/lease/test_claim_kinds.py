@@ -6,7 +6,7 @@ import pytest
 
 from engine.state import claim, ids, made, new, refused
 from flowfabric.engine.engine import Engine
-from flowfabric.model.grants import Granted, NoWork
+from flowfabric.model.grant import Granted, NoWork
 
 
 async def test_a_claim_takes_only_the_kinds_it_names(engine: Engine, rows: Any) -> None:

@@ -11,9 +11,9 @@ from engine.state import ACTIVE, attempts, refused, told, vector
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.execution.retention import GRANT_MEMORY_MS
 from flowfabric.model.errors import BugError, ConflictError, EngineError
-from flowfabric.model.grants import GrantedClaim, NotReclaimable, ResumeToken
+from flowfabric.model.grant import GrantedClaim, NotReclaimable, ResumeToken
 from flowfabric.model.ids import mint_uuid_texts
-from flowfabric.model.outcomes import ClaimedExecution, Completed, Renewed
+from flowfabric.model.lease import ClaimedExecution, Completed, Renewed
 from flowfabric.model.states import AttemptType, HandleKind
 from flowfabric.reconcile.loop import Reconciler
 

@@ -8,7 +8,7 @@ from engine.grants import claim_resumed, grant, known, resumable
 from engine.state import ACTIVE, refused, told, vector
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.execution.retention import GRANT_MEMORY_MS
-from flowfabric.model.grants import Granted, ResumeToken
+from flowfabric.model.grant import Granted, ResumeToken
 from flowfabric.model.states import AttemptType, HandleKind
 
 LEASE = "01a1def0-0000-7000-8000-000000000001"

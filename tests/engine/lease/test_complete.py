@@ -7,7 +7,7 @@ import pytest
 from engine.state import COMPLETED, attempts, claim, kept_until, lease_left, refused, told, vector
 from flowfabric.engine.engine import Engine
 from flowfabric.model.handle import Handle
-from flowfabric.model.outcomes import Completed
+from flowfabric.model.lease import Completed
 from flowfabric.model.states import PublicState
 
 RETAINED_MS = 86_400_000

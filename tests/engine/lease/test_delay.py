@@ -25,7 +25,7 @@ from engine.state import (
 )
 from flowfabric.engine.engine import Engine
 from flowfabric.model.handle import Handle
-from flowfabric.model.outcomes import RetryScheduled
+from flowfabric.model.lease import RetryScheduled
 from flowfabric.model.states import AttemptType, HandleKind, PublicState
 
 EXPIRED = "terminal/unowned/not_applicable/none/expired/attempt_terminal/expired"

@@ -8,7 +8,7 @@ import pytest
 from engine.state import claim, refused, revoke
 from flowfabric.engine.engine import Engine
 from flowfabric.model.ids import ExecutionId
-from flowfabric.model.outcomes import ExpiredLease, ExpiredLeaseCursor, ExpiredLeases
+from flowfabric.model.lease import ExpiredLease, ExpiredLeaseCursor, ExpiredLeases
 
 
 async def listed(engine: Engine, **arguments: Any) -> list[str]:

@@ -6,7 +6,8 @@ import pytest
 
 from engine.state import BACKING_OFF, FAILED, RETRYABLE, attempts, claim, lease_left, pending, refused, told, vector
 from flowfabric.engine.engine import Engine
-from flowfabric.model.outcomes import FailureClass, FailureReason, RetryScheduled, TerminalFailed
+from flowfabric.model.attempt import FailureClass, FailureReason
+from flowfabric.model.lease import RetryScheduled, TerminalFailed
 
 
 def retrying(max_retries: int = 3, **backoff: Any) -> dict[str, Any]:

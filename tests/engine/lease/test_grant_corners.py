@@ -9,8 +9,8 @@ from engine.grants import claim_named, claim_resumed, grant, granted, known, rec
 from engine.state import claim, ids, made, new, refused
 from flowfabric.engine.engine import Engine
 from flowfabric.model.errors import EngineError
-from flowfabric.model.grants import NotReclaimable
-from flowfabric.model.keys import HmacKids, VerifyingKid
+from flowfabric.model.grant import NotReclaimable
+from flowfabric.model.key import HmacKids, VerifyingKid
 from flowfabric.model.states import PublicState
 
 GPU = {"routing_requirements": {"required_capabilities": ["gpu"]}}

@@ -25,7 +25,7 @@ from flowfabric.engine.engine import Engine
 from flowfabric.engine.execution.retention import GRANT_MEMORY_MS
 from flowfabric.engine.lease import grant as grant_family
 from flowfabric.engine.lease.claim import Wanted
-from flowfabric.model.grants import ClaimGrant, Granted, NoWork
+from flowfabric.model.grant import ClaimGrant, Granted, NoWork
 from flowfabric.model.ids import mint_uuid_texts
 
 GPU = {"routing_requirements": {"required_capabilities": ["gpu", "cuda"]}}

@@ -8,8 +8,8 @@ import pytest
 from engine.state import refused
 from engine.waits import triple
 from flowfabric.engine.engine import Engine
+from flowfabric.model.attempt import FailureReason
 from flowfabric.model.handle import Handle
-from flowfabric.model.outcomes import FailureReason
 
 Saying = Callable[[Engine, Handle, Any], Awaitable[object]]
 

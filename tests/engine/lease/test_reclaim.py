@@ -23,7 +23,7 @@ from engine.state import (
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.lease.finish import Finish
 from flowfabric.model.errors import EngineError
-from flowfabric.model.grants import Granted, NoWork, ReclaimCapExceeded
+from flowfabric.model.grant import Granted, NoWork, ReclaimCapExceeded
 from flowfabric.model.policy import ExecutionPolicy, reclaim_cap
 from flowfabric.model.states import AttemptType, HandleKind
 

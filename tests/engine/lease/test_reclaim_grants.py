@@ -10,9 +10,9 @@ from engine.grants import claim_named, grant, known, reclaim, reclaim_grant, wor
 from engine.lease.test_grants import expected_key
 from engine.state import ACTIVE, FAILED, LAPSED, attempts, claim, ids, lease_left, refused, revoke, told, vector
 from flowfabric.engine.engine import Engine
-from flowfabric.model.grants import Granted, GrantNotFound, NotReclaimable, ReclaimCapExceeded, ReclaimGrant
+from flowfabric.model.grant import Granted, GrantNotFound, NotReclaimable, ReclaimCapExceeded, ReclaimGrant
 from flowfabric.model.ids import LaneId, mint_uuid_texts
-from flowfabric.model.outcomes import ClaimedExecution
+from flowfabric.model.lease import ClaimedExecution
 from flowfabric.model.states import AttemptType, HandleKind
 
 GPU = {"routing_requirements": {"required_capabilities": ["gpu", "cuda"]}}

@@ -7,7 +7,7 @@ import pytest
 from engine.state import ACTIVE, claim, refused, told, vector
 from flowfabric.engine.engine import Engine
 from flowfabric.model.ids import mint_uuid_texts
-from flowfabric.model.outcomes import Renewed
+from flowfabric.model.lease import Renewed
 
 
 async def test_a_renewed_lease_lasts_its_ttl_from_now(engine: Engine, given: Any, rows: Any, clock: Any) -> None:

@@ -22,7 +22,7 @@ from engine.waits import suspended
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.lease import catch_up, expire
 from flowfabric.model.handle import Handle
-from flowfabric.model.outcomes import AlreadySatisfied, Renewed
+from flowfabric.model.lease import AlreadySatisfied, Renewed
 from flowfabric.model.states import PublicState
 from flowfabric.reconcile.loop import Reconciler
 

@@ -10,7 +10,7 @@ from engine.state import RETRYABLE, attempts, claim, lease_left, pending, told, 
 from engine.waits import triple
 from flowfabric.engine.engine import Engine
 from flowfabric.model.handle import Handle
-from flowfabric.model.outcomes import RetryScheduled
+from flowfabric.model.lease import RetryScheduled
 from flowfabric.reconcile.loop import Reconciler
 
 FIXED = {"type": "fixed", "delay_ms": 0}

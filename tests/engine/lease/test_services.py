@@ -23,7 +23,7 @@ from engine.state import (
 from flowfabric.engine.engine import Engine
 from flowfabric.model.errors import ContentionError, NotFoundError, StateError, ValidationError
 from flowfabric.model.handle import Handle
-from flowfabric.model.outcomes import Completed, Renewed, RetryScheduled, TerminalFailed
+from flowfabric.model.lease import Completed, Renewed, RetryScheduled, TerminalFailed
 from flowfabric.model.policy import ExecutionPolicy, FixedBackoff, RetryPolicy
 from flowfabric.model.states import PublicState
 

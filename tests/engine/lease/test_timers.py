@@ -26,7 +26,7 @@ from engine.state import (
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.lease.finish import WARN_EVERY_RECLAIMS
 from flowfabric.model.ids import ExecutionId
-from flowfabric.model.outcomes import (
+from flowfabric.model.lease import (
     AlreadySatisfied,
     AlreadyTerminal,
     Expired,

@@ -10,7 +10,9 @@ from engine.state import claim, refused
 from engine.waits import args, suspended
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.read.view import CORE_FIELDS
-from flowfabric.model.snapshots import CurrentAttempt, CurrentLease, ExecutionContext, ExecutionSnapshot
+from flowfabric.model.attempt import CurrentAttempt
+from flowfabric.model.execution import ExecutionContext, ExecutionSnapshot
+from flowfabric.model.lease import CurrentLease
 from flowfabric.model.states import AttemptLifecycle, AttemptType, BlockingReason, PublicState
 
 ABSENT = f"{{fp:1}}:{uuid4()}"

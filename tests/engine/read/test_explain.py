@@ -15,7 +15,7 @@ from engine.waits import args, fresh, on_all, suspended
 from flowfabric.db.database import Database, Transaction
 from flowfabric.db.statements import Statement
 from flowfabric.engine.engine import Engine
-from flowfabric.model.conditions import ByName, Count, CountKind, OperatorOnly, TimeoutOnly
+from flowfabric.model.condition import ByName, Count, CountKind, OperatorOnly, TimeoutOnly
 from flowfabric.model.explanation import (
     BudgetReason,
     DelayedReason,
@@ -31,8 +31,8 @@ from flowfabric.model.explanation import (
     RunningReason,
     SignalsReason,
 )
+from flowfabric.model.resume import ResumePolicy
 from flowfabric.model.states import LaneState
-from flowfabric.model.suspension import ResumePolicy
 
 MINUTE = 60_000
 NEXT = QueuedReason(lane_id="default", lane_state=LaneState.ACTIVE, ahead=0, workers=1)  # type: ignore[arg-type]

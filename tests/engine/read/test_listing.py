@@ -10,7 +10,7 @@ import pytest
 from engine.state import block, claim, items, new, refused
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.read import listing
-from flowfabric.model.snapshots import ExecutionPage, ExecutionSummary
+from flowfabric.model.execution import ExecutionPage, ExecutionSummary
 from flowfabric.model.states import PublicState
 
 

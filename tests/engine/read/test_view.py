@@ -6,7 +6,7 @@ from uuid import uuid4
 
 from engine.state import claim, refused
 from flowfabric.engine.engine import Engine
-from flowfabric.model.outcomes import ExecutionInfo
+from flowfabric.model.execution import ExecutionInfo
 from flowfabric.model.states import (
     AttemptState,
     BlockingReason,

@@ -10,7 +10,7 @@ import pytest
 from engine.state import refused
 from flowfabric.engine.engine import Engine
 from flowfabric.model.errors import EngineError
-from flowfabric.model.snapshots import WorkerCursor
+from flowfabric.model.worker import WorkerCursor
 
 WRONG: dict[str, Any] = {
     "none": None,

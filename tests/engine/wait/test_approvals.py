@@ -7,8 +7,8 @@ import pytest
 from engine.sending import Waiting, signals, waiting
 from engine.state import refused
 from flowfabric.engine.engine import Engine
-from flowfabric.model.conditions import ByName, Count, CountKind
-from flowfabric.model.signals import SignalDuplicate
+from flowfabric.model.condition import ByName, Count, CountKind
+from flowfabric.model.signal import SignalDuplicate
 
 TWO_OPERATORS = Count(n=2, count_kind=CountKind.DISTINCT_SOURCES, matcher=ByName("approved"), waitpoints=("wait",))
 

@@ -11,7 +11,7 @@ from engine.sending import Waiting, waiting
 from engine.state import claim
 from engine.waits import on_all, rewriting, suspension, waitpoint, waitpoints
 from flowfabric.engine.engine import Engine
-from flowfabric.model.conditions import Count, CountKind
+from flowfabric.model.condition import Count, CountKind
 
 APPENDED = "appended_to_waitpoint"
 MET = "resume_condition_satisfied"

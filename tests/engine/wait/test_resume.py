@@ -11,10 +11,9 @@ from engine.waits import args, on_all, suspended, suspension, waitpoint, waitpoi
 from flowfabric.db.database import Database, Transaction
 from flowfabric.db.statements import Statement
 from flowfabric.engine.engine import Engine
-from flowfabric.model.conditions import OperatorOnly, TimeoutOnly
-from flowfabric.model.signals import Resumed
+from flowfabric.model.condition import OperatorOnly, TimeoutOnly
+from flowfabric.model.resume import Resumed, ResumePolicy
 from flowfabric.model.states import PublicState
-from flowfabric.model.suspension import ResumePolicy
 from flowfabric.reconcile.loop import Reconciler
 
 RESUME_DELAYED = "runnable/unowned/not_eligible_until_time/waiting_for_resume_delay/none/attempt_interrupted/delayed"

@@ -10,7 +10,7 @@ from engine.sending import Waiting, running, signal_keys, signals, waiting
 from engine.state import RESUMABLE, claim, refused, told, vector
 from engine.waits import SUSPENDED, args, fresh, on_all, suspended, suspension, using, waitpoint, waitpoints
 from flowfabric.engine.engine import Engine
-from flowfabric.model.conditions import (
+from flowfabric.model.condition import (
     OPERATOR_ONLY_NAME,
     AllOf,
     ByName,
@@ -21,9 +21,9 @@ from flowfabric.model.conditions import (
     TimeoutOnly,
     Wildcard,
 )
-from flowfabric.model.outcomes import AlreadySatisfied
-from flowfabric.model.signals import Accepted, SignalDuplicate
-from flowfabric.model.suspension import ResumePolicy
+from flowfabric.model.lease import AlreadySatisfied
+from flowfabric.model.resume import ResumePolicy
+from flowfabric.model.signal import Accepted, SignalDuplicate
 from flowfabric.reconcile.loop import Reconciler
 
 APPENDED = "appended_to_waitpoint"

@@ -14,9 +14,9 @@ from engine.state import refused
 from engine.waits import args, rewriting, suspended, suspension, waitpoint, waitpoints
 from flowfabric.db import session as sessions
 from flowfabric.engine.engine import Engine
-from flowfabric.model.conditions import Count, CountKind, OperatorOnly
+from flowfabric.model.condition import Count, CountKind, OperatorOnly
 from flowfabric.model.errors import EngineError
-from flowfabric.model.signals import Accepted, SignalDuplicate
+from flowfabric.model.signal import Accepted, SignalDuplicate
 from flowfabric.reconcile.loop import Reconciler
 
 GOOD = 99

@@ -12,10 +12,10 @@ from engine.waits import args, fresh, suspended, suspension
 from flowfabric.db.database import Transaction
 from flowfabric.db.statements import Statement
 from flowfabric.engine.engine import Engine
-from flowfabric.model.conditions import AllOf, ByName, Condition, Count, CountKind, OperatorOnly, Single
+from flowfabric.model.condition import AllOf, ByName, Condition, Count, CountKind, OperatorOnly, Single
 from flowfabric.model.ids import WaitpointId
-from flowfabric.model.signals import DEFAULT_MAXLEN
-from flowfabric.model.suspension import UsePending
+from flowfabric.model.signal import DEFAULT_MAXLEN
+from flowfabric.model.waitpoint import UsePending
 
 FEW = 20
 MANY = DEFAULT_MAXLEN + FEW

@@ -10,11 +10,11 @@ from engine.sending import Waiting, running, signal_keys, signals, stamps_writte
 from engine.state import claim, refused
 from engine.waits import args, on_all, suspended, token_of
 from flowfabric.engine.engine import Engine
-from flowfabric.model.conditions import OperatorOnly
+from flowfabric.model.condition import OperatorOnly
 from flowfabric.model.errors import EngineError
 from flowfabric.model.ids import ExecutionId
-from flowfabric.model.signals import MAX_PAYLOAD_BYTES, Accepted, NewSignal, SignalDuplicate
-from flowfabric.model.tokens import WaitpointToken
+from flowfabric.model.signal import MAX_PAYLOAD_BYTES, Accepted, NewSignal, SignalDuplicate
+from flowfabric.model.token import WaitpointToken
 
 OTHER_SECRET = "cd" * 32
 NOBODY = "{fp:3}:11111111-1111-4111-8111-111111111111"

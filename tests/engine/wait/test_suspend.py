@@ -7,11 +7,11 @@ import pytest
 from engine.state import FENCED, RESUMABLE, attempts, claim, lease_left, refused, told, vector
 from engine.waits import SUSPENDED, args, fresh, on_all, suspended, suspension, token_of, triple, waitpoint, waitpoints
 from flowfabric.engine.engine import Engine
-from flowfabric.model.conditions import AllOf, ByName, Count, CountKind, OperatorOnly, Single, TimeoutOnly, Wildcard
+from flowfabric.model.condition import AllOf, ByName, Count, CountKind, OperatorOnly, Single, TimeoutOnly, Wildcard
 from flowfabric.model.handle import Backend
+from flowfabric.model.resume import ResumePolicy
 from flowfabric.model.states import HandleKind, PublicState
-from flowfabric.model.suspension import ResumePolicy, SuspensionReason
-from flowfabric.model.waits import Suspended
+from flowfabric.model.suspension import Suspended, SuspensionReason
 
 
 async def test_a_suspend_gives_up_the_lease_and_keeps_the_attempt(

@@ -13,8 +13,8 @@ from flowfabric.db.database import Database
 from flowfabric.engine.engine import Engine
 from flowfabric.model.errors import EngineError
 from flowfabric.model.ids import WaitpointId
-from flowfabric.model.suspension import Fresh
-from flowfabric.model.waits import Suspended
+from flowfabric.model.suspension import Suspended
+from flowfabric.model.waitpoint import Fresh
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import pytest
 from engine.state import ACTIVE, refused, told, vector
 from engine.waits import FORMS, SUSPENDED, args, each_form, fresh, suspended, suspension, using, waitpoint
 from flowfabric.engine.engine import Engine
-from flowfabric.model.conditions import (
+from flowfabric.model.condition import (
     AllOf,
     ByName,
     Condition,
@@ -19,9 +19,8 @@ from flowfabric.model.conditions import (
     TimeoutOnly,
     all_of_waitpoints,
 )
-from flowfabric.model.outcomes import AlreadySatisfied
-from flowfabric.model.suspension import UsePending
-from flowfabric.model.waits import PendingWaitpoint
+from flowfabric.model.lease import AlreadySatisfied
+from flowfabric.model.waitpoint import PendingWaitpoint, UsePending
 
 LONG = 3_600_000
 

@@ -11,7 +11,7 @@ from engine.waits import args, on_all, suspended, suspension
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.read import listing
 from flowfabric.engine.wait import waitpoint
-from flowfabric.model.waits import SuspendedExecution
+from flowfabric.model.suspension import SuspendedExecution
 
 WEEK = 604_800_000
 

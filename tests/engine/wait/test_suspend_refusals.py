@@ -10,7 +10,7 @@ from engine.sending import waiting
 from engine.state import ACTIVE, LAPSED, claim, refused, revoke, told, vector
 from engine.waits import FORMS, args, each_form, fresh, on_all, suspended, using
 from flowfabric.engine.engine import Engine
-from flowfabric.model.conditions import (
+from flowfabric.model.condition import (
     AllOf,
     ByName,
     Condition,
@@ -24,7 +24,7 @@ from flowfabric.model.conditions import (
 from flowfabric.model.handle import Backend, Handle
 from flowfabric.model.ids import AttemptId, LeaseId, WaitpointId
 from flowfabric.model.states import HandleKind
-from flowfabric.model.suspension import Fresh, UsePending
+from flowfabric.model.waitpoint import Fresh, UsePending
 
 
 def one(key: str = "wait", name: str = "ready") -> Single:

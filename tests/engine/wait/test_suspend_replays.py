@@ -13,10 +13,10 @@ from flowfabric.engine.engine import Engine
 from flowfabric.model.errors import EngineError
 from flowfabric.model.handle import Handle
 from flowfabric.model.ids import LeaseId
-from flowfabric.model.outcomes import AlreadySatisfied
-from flowfabric.model.signals import Accepted, SignalDuplicate
+from flowfabric.model.lease import AlreadySatisfied
+from flowfabric.model.signal import Accepted, SignalDuplicate
 from flowfabric.model.states import HandleKind
-from flowfabric.model.waits import Suspended
+from flowfabric.model.suspension import Suspended
 
 MINUTE = 60_000
 WEEK = 604_800_000

@@ -12,7 +12,7 @@ from flowfabric.engine.core.row import hold
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.lease.expire import ExpiryPhase
 from flowfabric.engine.wait.timeout import suspension_end
-from flowfabric.model.outcomes import Expired
+from flowfabric.model.lease import Expired
 from flowfabric.model.states import TimeoutBehavior
 
 ENDINGS = {"fail": FAILED, "cancel": CANCELLED, "expire": EXPIRED}

@@ -12,10 +12,11 @@ from engine.waits import EXPIRED, args, on_all, suspend_keys, suspended, suspens
 from flowfabric.engine.core.quarantine import Quarantine
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.wait.timeout import TIMEOUT_LIMIT, WAITPOINT_LIMIT
-from flowfabric.model.events import CompletionOutcome
-from flowfabric.model.outcomes import AlreadySatisfied
-from flowfabric.model.signals import Accepted, SuspensionExpired
+from flowfabric.model.event import CompletionOutcome
+from flowfabric.model.lease import AlreadySatisfied
+from flowfabric.model.signal import Accepted
 from flowfabric.model.states import PublicState, TimeoutBehavior
+from flowfabric.model.suspension import SuspensionExpired
 from flowfabric.reconcile import due
 from flowfabric.reconcile.due import read_due
 from flowfabric.reconcile.loop import Reconciler

@@ -14,7 +14,7 @@ from flowfabric.db.database import Transaction
 from flowfabric.db.statements import Statement
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.wait.token_stamps import TokenStamps
-from flowfabric.model.signals import Accepted
+from flowfabric.model.signal import Accepted
 from flowfabric.settings import Settings
 
 WRONG = "k1:" + "0" * 64

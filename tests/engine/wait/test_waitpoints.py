@@ -17,7 +17,7 @@ from flowfabric.model.errors import EngineError
 from flowfabric.model.handle import Backend, Handle
 from flowfabric.model.ids import LeaseId, WaitpointId
 from flowfabric.model.states import HandleKind, WaitpointState
-from flowfabric.model.waits import AlreadyClosed, Closed, WaitpointInfo
+from flowfabric.model.waitpoint import AlreadyClosed, Closed, WaitpointInfo
 
 MOST = 2**63 - 1
 SOON = 60_000

@@ -9,7 +9,7 @@ from flowfabric.db.database import Record, Transaction
 from flowfabric.db.statements import statements_beside
 from flowfabric.engine.store import Store
 from flowfabric.model.errors import EngineError, error
-from flowfabric.model.keys import (
+from flowfabric.model.key import (
     SECRET_BYTES,
     AlreadySeeded,
     HmacKids,
@@ -23,8 +23,8 @@ from flowfabric.model.keys import (
     check_kid,
     check_secret,
 )
-from flowfabric.model.seals import Seals, is_sealed
-from flowfabric.model.tokens import RingKey
+from flowfabric.model.seal import Seals, is_sealed
+from flowfabric.model.token import RingKey
 
 SQL = statements_beside(__file__)
 

@@ -12,7 +12,7 @@ from flowfabric.db.statements import statements_beside
 from flowfabric.engine.core.wakeups import Work
 from flowfabric.engine.store import Store
 from flowfabric.model.errors import EngineError, error
-from flowfabric.model.grants import GrantKind
+from flowfabric.model.grant import GrantKind
 from flowfabric.model.handle import Fence, Handle, check_handle
 from flowfabric.model.ids import (
     AttemptId,

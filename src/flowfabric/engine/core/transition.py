@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import lru_cache
 
-from flowfabric.model.events import CompletionOutcome, ReleaseReason
+from flowfabric.model.event import CompletionOutcome, ReleaseReason
 from flowfabric.model.states import (
     AttemptLifecycle,
     AttemptState,
@@ -16,7 +16,7 @@ from flowfabric.model.states import (
     TerminalOutcome,
     TimeoutBehavior,
 )
-from flowfabric.model.waits import CloseReason
+from flowfabric.model.waitpoint import CloseReason
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

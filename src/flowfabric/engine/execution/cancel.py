@@ -9,9 +9,9 @@ from flowfabric.engine.core.row import Held, Verdict, hold, not_active, usable
 from flowfabric.engine.core.transition import Release
 from flowfabric.engine.store import Store
 from flowfabric.model.errors import error
+from flowfabric.model.execution import Cancelled
 from flowfabric.model.handle import Handle
 from flowfabric.model.ids import ExecutionId, parse_execution_id, parse_uuid, row_key
-from flowfabric.model.outcomes import Cancelled
 from flowfabric.model.states import CancelSource, PublicState
 from flowfabric.model.text import check_text
 

@@ -11,7 +11,7 @@ from flowfabric.model.execution import NewExecution
 from flowfabric.model.ids import ExecutionId, check_lane_id, check_partition, id_head, parse_execution_id, row_key
 from flowfabric.model.policy import ExecutionPolicy, dedup_window_ms, parse_policy, policy_json
 from flowfabric.model.policy_checks import MAX_MS
-from flowfabric.model.tags import check_tags
+from flowfabric.model.tag import check_tags
 from flowfabric.model.text import check_range, check_short, check_text, shorten, shown
 
 MAX_PRIORITY = 9000

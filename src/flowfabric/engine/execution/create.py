@@ -23,7 +23,7 @@ from flowfabric.engine.execution.checking import (
 )
 from flowfabric.engine.store import QueueNames, Store, error_of
 from flowfabric.model.errors import EngineError, error
-from flowfabric.model.execution import NewExecution
+from flowfabric.model.execution import Created, Duplicate, NewExecution
 from flowfabric.model.ids import (
     ExecutionId,
     check_lane_id,
@@ -31,10 +31,9 @@ from flowfabric.model.ids import (
     parse_execution_id,
     split_execution_id,
 )
-from flowfabric.model.outcomes import Created, Duplicate
 from flowfabric.model.policy import dedup_window_ms, parse_policy, policy_json
 from flowfabric.model.states import PublicState
-from flowfabric.model.tags import check_tags
+from flowfabric.model.tag import check_tags
 from flowfabric.model.text import check_short, check_text
 
 SQL = statements_beside(__file__)

@@ -9,8 +9,8 @@ from flowfabric.db.statements import statements_beside
 from flowfabric.engine.core.stored import literal
 from flowfabric.engine.store import Store
 from flowfabric.model.errors import EngineError, error
+from flowfabric.model.execution import Ended
 from flowfabric.model.ids import ExecutionId, parse_execution_id, row_key, split_execution_id
-from flowfabric.model.outcomes import Ended
 from flowfabric.model.states import TerminalOutcome
 from flowfabric.model.text import shown
 from flowfabric.pauses import is_set_within

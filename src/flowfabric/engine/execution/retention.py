@@ -2,7 +2,7 @@
 
 from flowfabric.db.statements import statements_beside
 from flowfabric.engine.store import Store
-from flowfabric.model.grants import MAX_GRANT_TTL_MS
+from flowfabric.model.grant import MAX_GRANT_TTL_MS
 
 SQL = statements_beside(__file__)
 

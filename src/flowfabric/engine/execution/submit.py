@@ -8,9 +8,8 @@ from flowfabric.db.statements import statements_beside
 from flowfabric.engine.execution.create import Create, Submitted
 from flowfabric.engine.store import Store
 from flowfabric.model.errors import EngineError, TransportError
-from flowfabric.model.execution import NewExecution
+from flowfabric.model.execution import Created, Duplicate, NewExecution
 from flowfabric.model.ids import ExecutionId, mint_uuid_texts, row_key
-from flowfabric.model.outcomes import Created, Duplicate
 from flowfabric.model.policy import ExecutionPolicy, parse_policy
 from flowfabric.model.states import PublicState
 from flowfabric.model.text import check_batch

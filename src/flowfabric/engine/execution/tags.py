@@ -7,8 +7,7 @@ from flowfabric.db.statements import statements_beside
 from flowfabric.engine.store import Store, error_of
 from flowfabric.model.errors import error
 from flowfabric.model.ids import ExecutionId, parse_execution_id, row_key
-from flowfabric.model.snapshots import TagsSet
-from flowfabric.model.tags import check_tag_key, check_tags
+from flowfabric.model.tag import TagsSet, check_tag_key, check_tags
 from flowfabric.model.text import check_text
 
 SQL = statements_beside(__file__)

@@ -5,7 +5,7 @@ from flowfabric.engine.core.stored import corruption, literal
 from flowfabric.engine.store import Store
 from flowfabric.model.errors import EngineError, error
 from flowfabric.model.ids import LaneId, check_lane_id
-from flowfabric.model.snapshots import Lane, LanePage
+from flowfabric.model.lane import Lane, LanePage
 from flowfabric.model.states import LaneState
 from flowfabric.model.text import check_limit, shown, word_of
 

@@ -15,11 +15,11 @@ from flowfabric.model.ids import (
     check_worker_id,
     worker_partition,
 )
-from flowfabric.model.kinds import check_kinds
-from flowfabric.model.outcomes import Marked, NotRegistered, Refreshed, Registered
+from flowfabric.model.kind import check_kinds
+from flowfabric.model.lease import Marked
 from flowfabric.model.policy import check_capabilities
-from flowfabric.model.snapshots import WorkerCursor, WorkerEntry, WorkerPage
 from flowfabric.model.text import check_items, check_limit, check_range, check_short, check_text, has_control, shown
+from flowfabric.model.worker import NotRegistered, Refreshed, Registered, WorkerCursor, WorkerEntry, WorkerPage
 
 SQL = statements_beside(__file__)
 

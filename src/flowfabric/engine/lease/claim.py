@@ -28,8 +28,8 @@ from flowfabric.model.ids import (
     format_execution_id,
     mint_uuid_texts,
 )
-from flowfabric.model.kinds import check_kinds
-from flowfabric.model.outcomes import ClaimedExecution
+from flowfabric.model.kind import check_kinds
+from flowfabric.model.lease import ClaimedExecution
 from flowfabric.model.policy import DEFAULT_RECLAIM_CAP, POLICY_RECLAIM_CAP, check_capabilities, read_stored_policy
 from flowfabric.model.states import AttemptType, HandleKind
 from flowfabric.model.text import check_items, check_range, check_short

@@ -13,8 +13,8 @@ from flowfabric.engine.lease.finish import WARN_EVERY_RECLAIMS
 from flowfabric.engine.lease.grant import check_json
 from flowfabric.engine.store import Store
 from flowfabric.model.errors import EngineError, error
-from flowfabric.model.events import AcquireReason
-from flowfabric.model.grants import (
+from flowfabric.model.event import AcquireReason
+from flowfabric.model.grant import (
     GrantedClaim,
     GrantFailure,
     GrantKey,
@@ -25,7 +25,7 @@ from flowfabric.model.grants import (
 )
 from flowfabric.model.handle import MAX_LEASE_TTL_MS, Handle
 from flowfabric.model.ids import WorkerInstanceId, check_lane_id, check_worker_id, mint_uuid_texts, parse_uuid
-from flowfabric.model.outcomes import ClaimedExecution
+from flowfabric.model.lease import ClaimedExecution
 from flowfabric.model.policy import reclaim_cap
 from flowfabric.model.text import check_range
 

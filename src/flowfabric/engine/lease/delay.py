@@ -10,7 +10,7 @@ from flowfabric.engine.lease.expire import LATEST_TIME, named_or_due
 from flowfabric.engine.store import Store
 from flowfabric.model.handle import Handle
 from flowfabric.model.ids import ExecutionId, parse_execution_id, row_key
-from flowfabric.model.outcomes import AlreadySatisfied, Promoted
+from flowfabric.model.lease import AlreadySatisfied, Promoted
 from flowfabric.model.states import EligibilityState, PublicState
 from flowfabric.model.text import check_range
 

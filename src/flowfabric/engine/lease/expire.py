@@ -13,6 +13,7 @@ from flowfabric.engine.core.row import Held, Verdict, hold, hold_if_there
 from flowfabric.engine.core.transition import Release, after_timeout
 from flowfabric.engine.core.wakeups import Work
 from flowfabric.engine.store import Store
+from flowfabric.model.attempt import FailureClass
 from flowfabric.model.errors import EngineError, error
 from flowfabric.model.ids import (
     ExecutionId,
@@ -22,14 +23,13 @@ from flowfabric.model.ids import (
     row_key,
     split_execution_id,
 )
-from flowfabric.model.outcomes import (
+from flowfabric.model.lease import (
     AlreadySatisfied,
     AlreadyTerminal,
     Expired,
     ExpiredLease,
     ExpiredLeaseCursor,
     ExpiredLeases,
-    FailureClass,
     Marked,
     NotYetDue,
     RetryScheduled,

@@ -12,18 +12,11 @@ from flowfabric.engine.core.consequence import LeaseEnd, LeaseEnds, retry_pause
 from flowfabric.engine.core.row import DONE, GivenFence, Verdict, hold, hold_all, usable
 from flowfabric.engine.core.transition import Release, after_failure
 from flowfabric.engine.store import Store
+from flowfabric.model.attempt import FailureClass, FailureReason, failure_category
 from flowfabric.model.errors import EngineError, error
 from flowfabric.model.handle import Handle
 from flowfabric.model.ids import ExecutionId, format_execution_id, parse_execution_id, row_key, split_execution_id
-from flowfabric.model.outcomes import (
-    ClaimedExecution,
-    Completed,
-    FailureClass,
-    FailureReason,
-    RetryScheduled,
-    TerminalFailed,
-    failure_category,
-)
+from flowfabric.model.lease import ClaimedExecution, Completed, RetryScheduled, TerminalFailed
 from flowfabric.model.policy import (
     ExecutionPolicy,
     RetryPolicy,

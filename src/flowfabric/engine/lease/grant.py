@@ -16,7 +16,7 @@ from flowfabric.engine.lease.claim import SQL as CLAIM_SQL
 from flowfabric.engine.lease.finish import Finish
 from flowfabric.engine.store import Store
 from flowfabric.model.errors import EngineError, error
-from flowfabric.model.grants import (
+from flowfabric.model.grant import (
     DEFAULT_GRANT_TTL_MS,
     MAX_GRANT_TTL_MS,
     MIN_GRANT_TTL_MS,

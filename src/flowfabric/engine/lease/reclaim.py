@@ -16,7 +16,7 @@ from flowfabric.engine.lease.finish import MAX_RECLAIMS_EXCEEDED
 from flowfabric.engine.lease.grant import Grantee, Grants, note_mismatch
 from flowfabric.engine.store import Store
 from flowfabric.model.errors import error
-from flowfabric.model.grants import (
+from flowfabric.model.grant import (
     DEFAULT_GRANT_TTL_MS,
     Granted,
     GrantKind,
@@ -25,7 +25,7 @@ from flowfabric.model.grants import (
     ReclaimCapExceeded,
 )
 from flowfabric.model.ids import ExecutionId, check_lane_id
-from flowfabric.model.outcomes import ClaimedExecution
+from flowfabric.model.lease import ClaimedExecution
 from flowfabric.model.policy import check_capabilities, reclaim_cap
 from flowfabric.model.text import check_range
 

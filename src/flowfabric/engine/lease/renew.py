@@ -12,7 +12,7 @@ from flowfabric.engine.store import Store
 from flowfabric.model.errors import EngineError, error
 from flowfabric.model.handle import MAX_LEASE_TTL_MS, Fence, Handle
 from flowfabric.model.ids import ExecutionId, parse_execution_id, row_key, split_execution_id
-from flowfabric.model.outcomes import Renewed
+from flowfabric.model.lease import Renewed
 from flowfabric.model.text import check_batch, check_range, check_text
 
 SQL = statements_beside(__file__)

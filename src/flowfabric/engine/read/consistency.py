@@ -6,8 +6,8 @@ from enum import StrEnum
 from flowfabric.db.database import Record
 from flowfabric.db.statements import statements_beside
 from flowfabric.engine.store import Store
+from flowfabric.model.execution import Inconsistency
 from flowfabric.model.ids import ExecutionId, format_execution_id
-from flowfabric.model.snapshots import Inconsistency
 from flowfabric.model.states import (
     AttemptState,
     BlockingReason,

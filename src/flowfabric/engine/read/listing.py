@@ -19,6 +19,7 @@ from flowfabric.db.statements import statements_beside
 from flowfabric.engine.core.stored import corruption, literal, required
 from flowfabric.engine.store import Store
 from flowfabric.model.errors import EngineError, error
+from flowfabric.model.execution import ExecutionPage, ExecutionSummary
 from flowfabric.model.ids import (
     FlowId,
     LaneId,
@@ -29,9 +30,8 @@ from flowfabric.model.ids import (
     parse_execution_id,
     parse_uuid,
 )
-from flowfabric.model.snapshots import ExecutionPage, ExecutionSummary
 from flowfabric.model.states import PublicState
-from flowfabric.model.tags import check_tag_key
+from flowfabric.model.tag import check_tag_key
 from flowfabric.model.text import check_items, check_limit, check_range, check_text, shown, word_of
 
 SQL = statements_beside(__file__)

@@ -8,7 +8,9 @@ from flowfabric.db.database import Record
 from flowfabric.db.statements import Statement, statements_beside
 from flowfabric.engine.core.stored import corruption, literal, required, vector
 from flowfabric.engine.store import Store
+from flowfabric.model.attempt import Attempt, CurrentAttempt
 from flowfabric.model.errors import error
+from flowfabric.model.execution import ExecutionContext, ExecutionInfo, ExecutionSnapshot
 from flowfabric.model.ids import (
     AttemptId,
     ExecutionId,
@@ -23,8 +25,7 @@ from flowfabric.model.ids import (
     parse_execution_id,
     row_key,
 )
-from flowfabric.model.outcomes import ExecutionInfo
-from flowfabric.model.snapshots import Attempt, CurrentAttempt, CurrentLease, ExecutionContext, ExecutionSnapshot
+from flowfabric.model.lease import CurrentLease
 from flowfabric.model.states import AttemptLifecycle, AttemptType, BlockingReason, PublicState
 from flowfabric.model.text import check_items, shown
 

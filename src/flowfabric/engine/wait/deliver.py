@@ -27,7 +27,6 @@ from flowfabric.engine.wait.signal_batch import (
 from flowfabric.engine.wait.token_stamps import TokenStamps
 from flowfabric.model.delivery import DeliveryTarget, RefusedToken, Waitpoint
 from flowfabric.model.errors import EngineError, error
-from flowfabric.model.evaluation import SignalDisposition
 from flowfabric.model.handle import Handle, check_handle
 from flowfabric.model.ids import (
     ExecutionId,
@@ -40,19 +39,20 @@ from flowfabric.model.ids import (
     split_execution_id,
 )
 from flowfabric.model.policy_checks import MAX_MS
-from flowfabric.model.signals import (
+from flowfabric.model.signal import (
     DEFAULT_DEDUP_TTL_MS,
     DEFAULT_MAXLEN,
     MAX_TEXT,
     Accepted,
     NewSignal,
     ResumeSignal,
+    SignalDisposition,
     SignalDuplicate,
     approval_key,
 )
 from flowfabric.model.states import LifecyclePhase
 from flowfabric.model.text import check_length, check_range
-from flowfabric.model.tokens import WaitpointToken
+from flowfabric.model.token import WaitpointToken
 
 SQL = statements_beside(__file__)
 

@@ -10,15 +10,15 @@ from flowfabric.db.statements import array_text, columns_of, statements_beside
 from flowfabric.engine.core.row import hold
 from flowfabric.engine.core.transition import RESUME_DELAYED, RESUMED, RESUMED_PARAMETERS
 from flowfabric.engine.store import Store
-from flowfabric.model.conditions import check_word
+from flowfabric.model.condition import check_word
 from flowfabric.model.errors import error
-from flowfabric.model.events import CompletionOutcome, EventKind
+from flowfabric.model.event import CompletionOutcome, EventKind
 from flowfabric.model.ids import ExecutionId, SignalId, WaitpointId, parse_execution_id, row_key, split_execution_id
 from flowfabric.model.policy_checks import MAX_MS
-from flowfabric.model.signals import Resumed, ResumeTrigger
+from flowfabric.model.resume import Resumed, ResumeTrigger
 from flowfabric.model.states import LifecyclePhase, PublicState
 from flowfabric.model.text import check_range
-from flowfabric.model.waits import CloseReason
+from flowfabric.model.waitpoint import CloseReason
 
 SQL = statements_beside(__file__)
 

@@ -7,14 +7,14 @@ from typing import TypeAlias
 from flowfabric.db.database import Record
 from flowfabric.db.statements import array_text, columns_from, columns_of
 from flowfabric.engine.wait.resume import Resume
-from flowfabric.model.conditions import read_stored_condition
+from flowfabric.model.condition import read_stored_condition
 from flowfabric.model.delivery import DeliveryTarget, Wait, Waitpoint
 from flowfabric.model.errors import EngineError
 from flowfabric.model.evaluation import SignalFacts, Tally, outline_of
 from flowfabric.model.ids import ExecutionId, SignalId, SuspensionId, WaitpointId, split_execution_id
-from flowfabric.model.signals import Accepted, NewSignal, SignalDuplicate
+from flowfabric.model.signal import Accepted, NewSignal, SignalDuplicate
 from flowfabric.model.states import LifecyclePhase, WaitpointState
-from flowfabric.model.tokens import WaitpointToken
+from flowfabric.model.token import WaitpointToken
 
 Delivered: TypeAlias = Accepted | SignalDuplicate
 

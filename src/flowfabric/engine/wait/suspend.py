@@ -18,7 +18,7 @@ from flowfabric.engine.lease.expire import LeaseExpiry
 from flowfabric.engine.store import Store
 from flowfabric.engine.wait.signal_batch import facts_of
 from flowfabric.engine.wait.waitpoint import read_waitpoint
-from flowfabric.model.conditions import condition_json, required_signal_names
+from flowfabric.model.condition import condition_json, required_signal_names
 from flowfabric.model.errors import EngineError, error
 from flowfabric.model.evaluation import Evaluation, evaluate
 from flowfabric.model.handle import Fence, Handle, check_handle
@@ -31,24 +31,24 @@ from flowfabric.model.ids import (
     parse_execution_id,
     row_key,
 )
-from flowfabric.model.outcomes import AlreadyMet
 from flowfabric.model.policy import read_stored_policy
-from flowfabric.model.replays import SuspendOutcome, need_not_wait, outcome_json, read_stored_outcome
+from flowfabric.model.resume import resume_policy_json
 from flowfabric.model.states import HandleKind, TimeoutBehavior, WaitpointState
+from flowfabric.model.suspend_outcome import SuspendOutcome, need_not_wait, outcome_json, read_stored_outcome
 from flowfabric.model.suspension import (
-    Fresh,
+    AlreadyMet,
     SuspendArgs,
-    UsePending,
+    SuspendDetails,
+    Suspended,
     blocking_reason_of,
     check_deadline,
     check_pending,
     check_suspend,
     deadline_of,
     replay_window_ms,
-    resume_policy_json,
 )
-from flowfabric.model.tokens import WaitpointToken, sign_token
-from flowfabric.model.waits import AdditionalWaitpoint, CloseReason, SuspendDetails, Suspended
+from flowfabric.model.token import WaitpointToken, sign_token
+from flowfabric.model.waitpoint import AdditionalWaitpoint, CloseReason, Fresh, UsePending
 
 SQL = statements_beside(__file__)
 

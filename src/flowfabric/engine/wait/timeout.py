@@ -13,8 +13,8 @@ from flowfabric.engine.core.row import Verdict, hold_if_there
 from flowfabric.engine.core.transition import ESCALATED, SUSPENSION_TIMEOUTS
 from flowfabric.engine.store import Store
 from flowfabric.engine.wait.resume import TIMED_OUT, Resume, Resumes
+from flowfabric.model.attempt import FailureClass
 from flowfabric.model.errors import EngineError
-from flowfabric.model.evaluation import SignalDisposition, TimeoutSignal
 from flowfabric.model.ids import (
     ExecutionId,
     SignalId,
@@ -24,11 +24,11 @@ from flowfabric.model.ids import (
     split_execution_id,
     uuid7,
 )
-from flowfabric.model.outcomes import AlreadySatisfied, FailureClass
-from flowfabric.model.signals import SuspensionExpired
+from flowfabric.model.lease import AlreadySatisfied
+from flowfabric.model.signal import SignalDisposition, TimeoutSignal
 from flowfabric.model.states import CancelSource, LifecyclePhase, TimeoutBehavior
-from flowfabric.model.suspension import SuspensionReason, read_stored_timeout_behavior
-from flowfabric.model.waits import CloseReason
+from flowfabric.model.suspension import SuspensionExpired, SuspensionReason, read_stored_timeout_behavior
+from flowfabric.model.waitpoint import CloseReason
 
 SQL = statements_beside(__file__)
 

@@ -26,15 +26,14 @@ from flowfabric.model.ids import (
     uuid7,
 )
 from flowfabric.model.states import WaitpointState
+from flowfabric.model.suspension import SuspendedExecution, SuspendedPage
 from flowfabric.model.text import check_limit, check_range, check_text, shorten
-from flowfabric.model.tokens import WaitpointToken, sign_token
-from flowfabric.model.waits import (
+from flowfabric.model.token import WaitpointToken, sign_token
+from flowfabric.model.waitpoint import (
     AlreadyClosed,
     Closed,
     CloseReason,
     PendingWaitpoint,
-    SuspendedExecution,
-    SuspendedPage,
     WaitpointInfo,
     WaitpointPage,
 )

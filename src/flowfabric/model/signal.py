@@ -1,4 +1,4 @@
-"""Signals: what a caller delivers, what the delivery comes to, and what a resumed run reads of them."""
+"""Signals: what a caller delivers, what the delivery did, and what a resumed run reads."""
 
 import hashlib
 from dataclasses import dataclass, field
@@ -6,12 +6,10 @@ from enum import StrEnum
 from typing import Any, Self
 
 from flowfabric.model.errors import error
-from flowfabric.model.evaluation import SignalDisposition, SignalEffect
 from flowfabric.model.ids import ExecutionId, SignalId, WaitpointId, parse_execution_id, parse_uuid, row_key, uuid7
 from flowfabric.model.policy_checks import INT32, MAX_MS
-from flowfabric.model.states import PublicState, TimeoutBehavior
 from flowfabric.model.text import MAX_KEY_BYTES, check_length, check_range, check_short
-from flowfabric.model.tokens import WaitpointToken
+from flowfabric.model.token import WaitpointToken
 
 MAX_PAYLOAD_BYTES = 65_536
 MAX_TEXT = 1_024
@@ -31,6 +29,45 @@ _TEXTS = (
 )
 _OPTIONAL_TEXTS = frozenset({"payload_encoding", "correlation_id"})
 _NO_TOKEN = WaitpointToken("-")
+
+
+class SignalEffect(StrEnum):
+    """What a delivery did."""
+
+    APPENDED_TO_WAITPOINT = "appended_to_waitpoint"
+    RESUME_CONDITION_SATISFIED = "resume_condition_satisfied"
+    BUFFERED_FOR_PENDING_WAITPOINT = "buffered_for_pending_waitpoint"
+
+
+class SignalDisposition(StrEnum):
+    """Why a delivery did what it did."""
+
+    SIGNAL_IGNORED_NOT_IN_CONDITION = "signal_ignored_not_in_condition"
+    SIGNAL_IGNORED_MATCHER_FAILED = "signal_ignored_matcher_failed"
+    APPENDED_TO_WAITPOINT_DUPLICATE = "appended_to_waitpoint_duplicate"
+    APPENDED_TO_WAITPOINT = "appended_to_waitpoint"
+    NO_OP = "no_op"
+    RESUME_CONDITION_SATISFIED = "resume_condition_satisfied"
+    BUFFERED_FOR_PENDING_WAITPOINT = "buffered_for_pending_waitpoint"
+
+    @property
+    def effect(self) -> SignalEffect:
+        """What the delivery did."""
+        if self is SignalDisposition.RESUME_CONDITION_SATISFIED:
+            return SignalEffect.RESUME_CONDITION_SATISFIED
+        if self is SignalDisposition.BUFFERED_FOR_PENDING_WAITPOINT:
+            return SignalEffect.BUFFERED_FOR_PENDING_WAITPOINT
+        return SignalEffect.APPENDED_TO_WAITPOINT
+
+    @property
+    def is_matched(self) -> bool:
+        """Whether the signal counts as one the condition asks for."""
+        return self.is_adding or self is SignalDisposition.APPENDED_TO_WAITPOINT_DUPLICATE
+
+    @property
+    def is_adding(self) -> bool:
+        """Whether the signal is a satisfier: the condition is nearer to being met by it, or met."""
+        return self is SignalDisposition.RESUME_CONDITION_SATISFIED or self is SignalDisposition.APPENDED_TO_WAITPOINT
 
 
 @dataclass(kw_only=True, slots=True)
@@ -141,6 +178,17 @@ def approval_key(signal_name: str, suffix: str, source_identity: str) -> str:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class TimeoutSignal:
+    """The signal that tells a resumed attempt that its deadline ended the wait; no caller sends it."""
+
+    waitpoint_key: str = "__timeout__"
+    signal_name: str = "timeout"
+    signal_category: str = "timeout"
+    source_type: str = "system"
+    source_identity: str = "suspension_timeout"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Accepted:
     """The signal is recorded: what that did, and why."""
 
@@ -170,28 +218,6 @@ class ResumeSignal:
     payload: bytes | None
     disposition: SignalDisposition
     satisfier: bool
-
-
-class ResumeTrigger(StrEnum):
-    """What an operator says made a resume necessary; it is only told on."""
-
-    SIGNAL = "signal"
-    OPERATOR = "operator"
-    AUTO_RESUME = "auto_resume"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Resumed:
-    """The execution waits no more: it may be claimed, now or after the delay."""
-
-    public_state: PublicState
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SuspensionExpired:
-    """The wait timed out, and what that did."""
-
-    behavior_applied: TimeoutBehavior
 
 
 def smallest_limit(*limits: int | None) -> int | None:

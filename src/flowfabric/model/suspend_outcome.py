@@ -5,13 +5,14 @@ from typing import TypeAlias
 import msgspec
 
 from flowfabric.model.errors import EngineError
-from flowfabric.model.evaluation import SignalEffect
 from flowfabric.model.handle import Handle
 from flowfabric.model.ids import SuspensionId, WaitpointId, parse_uuid
-from flowfabric.model.outcomes import AlreadyMet, AlreadySatisfied
+from flowfabric.model.lease import AlreadySatisfied
+from flowfabric.model.signal import SignalEffect
 from flowfabric.model.states import HandleKind
-from flowfabric.model.tokens import WaitpointToken
-from flowfabric.model.waits import AdditionalWaitpoint, SuspendDetails, Suspended
+from flowfabric.model.suspension import AlreadyMet, SuspendDetails, Suspended
+from flowfabric.model.token import WaitpointToken
+from flowfabric.model.waitpoint import AdditionalWaitpoint
 
 SuspendOutcome: TypeAlias = Suspended | AlreadyMet
 

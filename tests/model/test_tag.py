@@ -3,7 +3,7 @@ from typing import Any
 import pytest
 
 from flowfabric.model.errors import ValidationError
-from flowfabric.model.tags import check_tag_key, check_tags
+from flowfabric.model.tag import check_tag_key, check_tags
 
 
 @pytest.mark.parametrize("key", ["cairn.session_id", "a.b", "a1_2.x", "app.sub.field", "a.0", "a._", "a.b."])

@@ -1,4 +1,4 @@
-"""What a suspension waits for: a tree over signals, its JSON form, its shape rules, and when it is met."""
+"""What a suspension waits for: a tree over signals, its JSON form and its shape rules."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -7,7 +7,7 @@ from enum import StrEnum
 
 from flowfabric.model.errors import EngineError, error
 from flowfabric.model.ids import ExecutionId, LaneId, LeaseId, parse_execution_id, partition_text, split_execution_id
-from flowfabric.model.keys import SigningKey, check_kid
+from flowfabric.model.key import SigningKey, check_kid
 
 MIN_GRANT_TTL_MS = 1
 MAX_GRANT_TTL_MS = 60_000

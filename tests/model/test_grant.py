@@ -6,17 +6,9 @@ import hmac
 import pytest
 
 from flowfabric.model.errors import EngineError
-from flowfabric.model.grants import (
-    ClaimGrant,
-    GrantFailure,
-    GrantKey,
-    GrantKind,
-    grant_id,
-    parse_grant_key,
-    sign_grant,
-)
+from flowfabric.model.grant import ClaimGrant, GrantFailure, GrantKey, GrantKind, grant_id, parse_grant_key, sign_grant
 from flowfabric.model.ids import ExecutionId
-from flowfabric.model.keys import SigningKey
+from flowfabric.model.key import SigningKey
 
 UUID = "11111111-1111-4111-8111-111111111111"
 ID = ExecutionId(f"{{fp:7}}:{UUID}")

@@ -1,12 +1,6 @@
 import pytest
 
-from flowfabric.model.events import (
-    AcquireReason,
-    CompletionOutcome,
-    EventKind,
-    ReleaseReason,
-    WorkerEvent,
-)
+from flowfabric.model.event import AcquireReason, CompletionOutcome, EventKind, ReleaseReason, WorkerEvent
 from flowfabric.model.states import TerminalOutcome
 
 

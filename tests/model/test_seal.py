@@ -3,8 +3,8 @@
 import pytest
 
 from flowfabric.model.errors import EngineError
-from flowfabric.model.keys import SECRET_BYTES
-from flowfabric.model.seals import Seals, is_sealed
+from flowfabric.model.key import SECRET_BYTES
+from flowfabric.model.seal import Seals, is_sealed
 
 SECRET = bytes(range(SECRET_BYTES))
 ONE, OTHER = b"1" * 32, b"2" * 32

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from flowfabric.model.errors import EngineError, ValidationError
 from flowfabric.model.ids import ExecutionId, WaitpointId, format_execution_id
-from flowfabric.model.keys import SigningKey
-from flowfabric.model.tokens import ParsedToken, RingKey, WaitpointToken, parse_token, sign_token, verify_token
+from flowfabric.model.key import SigningKey
+from flowfabric.model.token import ParsedToken, RingKey, WaitpointToken, parse_token, sign_token, verify_token
 
 NOW = 1_000_000
 EXECUTION = ExecutionId("{fp:7}:11111111-1111-4111-8111-111111111111")

@@ -15,10 +15,11 @@ from flowfabric.model.ids import (
     WaitpointId,
     WorkerInstanceId,
 )
-from flowfabric.model.replays import SuspendOutcome, need_not_wait, outcome_json, read_stored_outcome
 from flowfabric.model.states import HandleKind
-from flowfabric.model.tokens import WaitpointToken
-from flowfabric.model.waits import AdditionalWaitpoint, SuspendDetails, Suspended
+from flowfabric.model.suspend_outcome import SuspendOutcome, need_not_wait, outcome_json, read_stored_outcome
+from flowfabric.model.suspension import SuspendDetails, Suspended
+from flowfabric.model.token import WaitpointToken
+from flowfabric.model.waitpoint import AdditionalWaitpoint
 
 HANDLE = Handle(
     kind=HandleKind.SUSPENDED,

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import lru_cache
 
 from flowfabric.model.errors import error
@@ -38,3 +39,10 @@ def check_tags(tags: Mapping[str, str] | None) -> dict[str, str]:
         else check_text(value, f"tags.{key}")
         for key, value in tags.items()
     }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TagsSet:
+    """The tags are stored; how many were given."""
+
+    count: int

@@ -2,14 +2,12 @@ import copy
 import dataclasses
 import pickle
 import uuid
-from typing import Any
 
 import pytest
 
-from flowfabric.model import outcomes
 from flowfabric.model.handle import Handle
 from flowfabric.model.ids import AttemptId, ExecutionId, LaneId, LeaseId, WorkerInstanceId
-from flowfabric.model.outcomes import ClaimedExecution, FailureClass, FailureReason, failure_category
+from flowfabric.model.lease import ClaimedExecution
 from flowfabric.model.states import AttemptType, HandleKind
 
 EXECUTION = ExecutionId("{fp:7}:11111111-2222-3333-4444-555555555555")
@@ -59,39 +57,3 @@ def test_a_claim_is_a_frozen_value() -> None:
     assert copy.deepcopy(claimed) == pickle.loads(pickle.dumps(claimed)) == claimed
     with pytest.raises(dataclasses.FrozenInstanceError):
         setattr(claimed, "priority", 6)  # noqa: B010
-
-
-OUTCOMES: dict[str, Any] = {name: value for name, value in vars(outcomes).items() if dataclasses.is_dataclass(value)}
-
-
-@pytest.mark.parametrize("outcome", OUTCOMES.values(), ids=OUTCOMES)
-def test_every_outcome_is_frozen(outcome: Any) -> None:
-    assert outcome.__dataclass_params__.frozen
-
-
-def test_callers_match_on_these_names() -> None:
-    names = """
-        Created Duplicate ClaimedExecution Renewed Completed RetryScheduled TerminalFailed Cancelled Registered
-        Refreshed NotRegistered Promoted AlreadySatisfied Marked Expired AlreadyTerminal NotYetDue ExecutionInfo
-    """
-    assert set(names.split()) <= set(OUTCOMES)
-    assert issubclass(outcomes.AlreadyMet, outcomes.AlreadySatisfied)
-
-
-@pytest.mark.parametrize(
-    ("reason", "category"),
-    [
-        (FailureReason("boom"), "transient"),
-        (FailureReason("boom", detail=""), "transient"),
-        (FailureReason("boom", detail=b""), "transient"),
-        (FailureReason("boom", detail=b"\xff"), "transient"),
-        (FailureReason("boom", detail="rate_limited"), "rate_limited"),
-        (FailureReason("boom", detail=b"rate_limited"), "rate_limited"),
-    ],
-)
-def test_a_readable_detail_names_the_category_of_a_failure(reason: FailureReason, category: str) -> None:
-    assert failure_category(reason, FailureClass.TRANSIENT) == category
-
-
-def test_failure_classes_are_their_categories() -> None:
-    assert [str(word) for word in FailureClass] == ["transient", "permanent", "infra_crash", "timeout", "cancelled"]

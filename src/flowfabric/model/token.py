@@ -8,7 +8,7 @@ from typing import NoReturn
 
 from flowfabric.model.errors import EngineError, error
 from flowfabric.model.ids import ExecutionId, WaitpointId
-from flowfabric.model.keys import SigningKey, check_kid, unusable
+from flowfabric.model.key import SigningKey, check_kid, unusable
 
 FINGERPRINT_LENGTH = 16
 

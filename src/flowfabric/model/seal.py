@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-from flowfabric.model.keys import SECRET_BYTES, unusable
+from flowfabric.model.key import SECRET_BYTES, unusable
 
 _FORMAT = b"\x01"
 _NONCE_BYTES = 12

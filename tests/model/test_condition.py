@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowfabric.model.conditions import (
+from flowfabric.model.condition import (
     OPERATOR_ONLY_NAME,
     RESERVED_NAMES,
     TIMEOUT_ONLY_NAME,
@@ -31,8 +31,9 @@ from flowfabric.model.conditions import (
     waitpoint_keys,
 )
 from flowfabric.model.errors import ValidationError
-from flowfabric.model.evaluation import Evaluation, SignalDisposition, SignalEffect, SignalFacts, evaluate
+from flowfabric.model.evaluation import Evaluation, SignalFacts, evaluate
 from flowfabric.model.ids import SignalId
+from flowfabric.model.signal import SignalDisposition, SignalEffect
 
 KEYS = ("a", "b", "c")
 NAMES = ("go", "stop")

@@ -1,0 +1,79 @@
+"""Attempts: how reads show one, and how a worker says that one failed."""
+
+from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass
+from enum import StrEnum
+
+from flowfabric.model.ids import AttemptId, ExecutionId, LeaseId, SuspensionId, WorkerId, WorkerInstanceId
+from flowfabric.model.states import AttemptLifecycle, AttemptType
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Attempt:
+    """One attempt of an execution, running or past."""
+
+    attempt_id: AttemptId
+    execution_id: ExecutionId
+    attempt_index: int
+    attempt_type: AttemptType
+    attempt_state: AttemptLifecycle
+    created_at: int
+    started_at: int
+    resumed_at: int | None
+    suspended_at: int | None
+    suspension_id: SuspensionId | None
+    suspension_marker: str | None
+    ended_at: int | None
+    lease_id: LeaseId | None
+    lease_epoch: int
+    worker_id: WorkerId | None
+    worker_instance_id: WorkerInstanceId | None
+    failure_reason: str | None
+    failure_category: str | None
+    retry_reason: str | None
+    replay_reason: str | None
+    replay_requested_by: str | None
+    reclaim_reason: str | None
+    previous_attempt_index: int | None
+    replayed_from_attempt_index: int | None
+    usage: Mapping[str, int]
+    policy: str | None
+    """The policy the attempt was claimed with, as JSON, where it has one of its own."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CurrentAttempt:
+    """The latest attempt of an execution."""
+
+    attempt_id: AttemptId
+    attempt_index: int
+
+
+class FailureClass(StrEnum):
+    """What kind of failure a worker reports; the value is its category."""
+
+    TRANSIENT = "transient"
+    PERMANENT = "permanent"
+    INFRA_CRASH = "infra_crash"
+    TIMEOUT = "timeout"
+    CANCELLED = "cancelled"
+
+
+@dataclass(frozen=True, slots=True)
+class FailureReason:
+    """Why an attempt failed; a non-empty detail names a category of the caller's own."""
+
+    message: str
+    _: KW_ONLY
+    detail: str | bytes | None = None
+
+
+def failure_category(reason: FailureReason, failure_class: FailureClass) -> str:
+    """Give the category the retry policy judges a failure by."""
+    detail = reason.detail
+    if isinstance(detail, bytes):
+        try:
+            detail = detail.decode()
+        except UnicodeDecodeError:
+            detail = None
+    return detail or failure_class.value
