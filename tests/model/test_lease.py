@@ -1,8 +1,8 @@
 import copy
-import dataclasses
 import pickle
 import uuid
 
+import msgspec
 import pytest
 
 from flowfabric.model.handle import Handle
@@ -52,8 +52,7 @@ def _claimed() -> ClaimedExecution:
 def test_a_claim_is_a_frozen_value() -> None:
     claimed = _claimed()
     assert claimed == _claimed()
-    assert claimed != dataclasses.replace(claimed, priority=6)
-    assert [field.name for field in dataclasses.fields(claimed)] == list(vars(claimed))
+    assert claimed != msgspec.structs.replace(claimed, priority=6)
     assert copy.deepcopy(claimed) == pickle.loads(pickle.dumps(claimed)) == claimed
-    with pytest.raises(dataclasses.FrozenInstanceError):
+    with pytest.raises(AttributeError, match="immutable"):
         setattr(claimed, "priority", 6)  # noqa: B010

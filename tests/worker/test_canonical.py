@@ -105,7 +105,7 @@ def test_the_payload_does_not_depend_on_the_process() -> None:
 
 @pytest.mark.parametrize(("kind", "value"), VALUES, ids=[str(kind) for kind, _ in VALUES])
 def test_the_arguments_arrive_equal(kind: Any, value: Any) -> None:
-    args, _ = handler_of(kind).bind(payload_of(kind, value), lambda: CONTEXT)
+    args, _ = handler_of(kind).bind(payload_of(kind, value), CONTEXT)
     assert tuple(args) == (value, value)
     # A set equals a frozenset of the same elements.
     assert [type(arg) for arg in args] == [type(value)] * 2
@@ -135,4 +135,4 @@ def test_defaults_are_written_out_where_they_can_be_carried() -> None:
     handler = Handler(by_position)
     payload = handler.encode((), {}, is_canonical=True)
     assert payload == b'{"c":2}'
-    assert handler.bind(payload, lambda: CONTEXT) == ((), {"c": 2})
+    assert handler.bind(payload, CONTEXT) == ((), {"c": 2})

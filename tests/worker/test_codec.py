@@ -27,7 +27,7 @@ def task(kind: Any) -> Callable[[Any], Any]:
 
 
 def carried_argument(handler: Handler, value: object) -> Any:
-    ((back,), _) = handler.bind(handler.encode((value,), {}), lambda: CONTEXT)
+    ((back,), _) = handler.bind(handler.encode((value,), {}), CONTEXT)
     return back
 
 

@@ -442,7 +442,7 @@ async def test_a_worker_is_back_at_work_soon_after_its_connections_fell_silent(
         assert time.monotonic() - began < BACK_SECONDS
 
 
-def test_a_lease_is_over_when_its_time_has_passed_since_the_last_renewal() -> None:
+async def test_a_lease_is_over_when_its_time_has_passed_since_the_last_renewal() -> None:
     class Claimed:
         class handle:
             lease_ttl_ms = 1000

@@ -31,7 +31,7 @@ class Order(pydantic.BaseModel):
 def through(function: Any, *args: Any, **kwargs: Any) -> Any:
     """Call a function with what is left of its arguments after the journey."""
     handler = Handler(function)
-    bound_args, bound_kwargs = handler.bind(handler.encode(args, kwargs), lambda: CONTEXT)
+    bound_args, bound_kwargs = handler.bind(handler.encode(args, kwargs), CONTEXT)
     result = function(*bound_args, **bound_kwargs)
     return handler.decode_result(handler.encode_result(result))
 
@@ -91,7 +91,7 @@ def test_a_context_is_given_and_never_submitted() -> None:
 
 
 def test_a_function_without_parameters_takes_any_payload() -> None:
-    assert Handler(lambda: None).bind(b"\xff not JSON", lambda: CONTEXT) == ((), {})
+    assert Handler(lambda: None).bind(b"\xff not JSON", CONTEXT) == ((), {})
 
 
 def test_models_travel_in_every_kind_of_parameter() -> None:
@@ -164,7 +164,7 @@ def test_a_payload_that_does_not_fit_is_refused(payload: bytes) -> None:
     def handle(a: int) -> None: ...
 
     with pytest.raises(ValidationError, match="invalid_input: task 'handle', payload: does not fit its parameters: "):
-        Handler(handle).bind(payload, lambda: CONTEXT)
+        Handler(handle).bind(payload, CONTEXT)
 
 
 def test_a_payload_that_a_model_refuses_names_the_parameter() -> None:
@@ -173,7 +173,7 @@ def test_a_payload_that_a_model_refuses_names_the_parameter() -> None:
     with pytest.raises(
         ValidationError, match=r"task 'handle', payload: .* number: Field required; .* - at `\$\.order`"
     ):
-        Handler(handle).bind(b'{"order": {}}', lambda: CONTEXT)
+        Handler(handle).bind(b'{"order": {}}', CONTEXT)
 
 
 def test_a_payload_of_another_writer_may_use_the_aliases_of_a_model() -> None:
@@ -181,7 +181,7 @@ def test_a_payload_of_another_writer_may_use_the_aliases_of_a_model() -> None:
 
     handler = Handler(handle)
     for payload in (b'{"user": {"userId": 1, "remark": "x"}}', b'{"user": {"user_id": 1, "note": "x"}}'):
-        assert handler.bind(payload, lambda: CONTEXT) == ((Aliased.model_validate({"userId": 1, "n": "x"}),), {})
+        assert handler.bind(payload, CONTEXT) == ((Aliased.model_validate({"userId": 1, "n": "x"}),), {})
 
 
 def test_only_what_returns_can_be_a_handler() -> None:

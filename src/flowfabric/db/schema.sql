@@ -230,7 +230,7 @@ END) stored,
   constraint execution_is_past_submitted CHECK (lifecycle_phase <> 'submitted'::lifecycle_phase),
   constraint execution_outcome_is_of_terminal CHECK ((terminal_outcome <> 'none'::terminal_outcome) = (lifecycle_phase = 'terminal'::lifecycle_phase)),
   constraint execution_owned_is_active CHECK (ownership_state = 'unowned'::ownership_state OR lifecycle_phase = 'active'::lifecycle_phase))
-  with (autovacuum_analyze_scale_factor=0.05, autovacuum_vacuum_insert_scale_factor=0.1, autovacuum_vacuum_scale_factor=0.02, fillfactor=27, toast_tuple_target=1024);
+  with (autovacuum_analyze_scale_factor=0.05, autovacuum_vacuum_insert_scale_factor=0.1, autovacuum_vacuum_scale_factor=0.02, fillfactor=40, toast_tuple_target=1024);
 
 create table execution_tag (
   partition_key smallint not null,

@@ -51,7 +51,7 @@ class Fence:
     attempt_id: AttemptId
 
 
-class Handle(msgspec.Struct, frozen=True, kw_only=True):
+class Handle(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """A worker's hold on one attempt; callers keep it, hand it back and never look inside.
 
     Two handles are equal when backend, kind and opaque bytes are.

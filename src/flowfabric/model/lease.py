@@ -2,7 +2,9 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
+
+import msgspec
 
 from flowfabric.model.handle import Handle
 from flowfabric.model.ids import AttemptId, ExecutionId, LaneId, LeaseId, WorkerInstanceId
@@ -10,8 +12,7 @@ from flowfabric.model.policy import ExecutionPolicy
 from flowfabric.model.states import AttemptType, PublicState
 
 
-@dataclass(frozen=True, kw_only=True)
-class ClaimedExecution:
+class ClaimedExecution(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """A lease on an execution, with all a worker needs to run it."""
 
     execution_id: ExecutionId
@@ -34,12 +35,6 @@ class ClaimedExecution:
     """How long the attempt may still take, from this claim on; None where nothing limits it."""
     execution_deadline_at: int | None
     """When the execution expires in any case, by the store's clock; None where it has no deadline."""
-
-    if not TYPE_CHECKING:
-        # The generated initialiser of a frozen dataclass sets field by field, at several times the cost, and a
-        # busy process builds tens of thousands of claims a second. Type checkers hold callers to the fields.
-        def __init__(self, **fields: object) -> None:
-            self.__dict__.update(fields)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -67,7 +67,7 @@ class Running:
         "waiter",
     )
 
-    def __init__(self, claimed: ClaimedExecution, at: float) -> None:
+    def __init__(self, claimed: ClaimedExecution, at: float, loop: asyncio.AbstractEventLoop | None = None) -> None:
         self.claimed = claimed
         self.claimed_at = at
         """When the claim was asked for, by the monotonic clock."""
@@ -103,7 +103,7 @@ class Running:
         """Why its lease is no longer held, where that is known."""
         self.on_stop: Callable[[Running], None] | None = None
         """Called when it is stopped while it waits for a slot."""
-        self.loop: asyncio.AbstractEventLoop | None = None
+        self.loop = loop or asyncio.get_running_loop()
         """The event loop of its worker."""
         self.task: asyncio.Task[None] | None = None
         self.timer: asyncio.TimerHandle | None = None

@@ -227,7 +227,7 @@ class Handler:
                     raise NotCarried(f"{reason(error)} - at `$.{self.shape.names[at]}`") from None
         return tuple(decoded)
 
-    def bind(self, payload: bytes, context: Callable[[], Context]) -> tuple[Sequence[Any], Mapping[str, Any]]:
+    def bind(self, payload: bytes, context: Context | None) -> tuple[Sequence[Any], Mapping[str, Any]]:
         """The arguments of a call; `invalid_input` for a payload that does not fit."""
         shape = self.shape
         try:
@@ -239,13 +239,13 @@ class Handler:
         if shape.is_plain:
             if shape.context is not None:
                 at = shape.context_at
-                values = (*values[:at], context(), *values[at:])
+                values = (*values[:at], context, *values[at:])
             return (values, _NO_ARGUMENTS[1]) if values else _NO_ARGUMENTS
         given = OrderedDict(
             (name, value) for name, value in zip(shape.names, values, strict=True) if value is not msgspec.UNSET
         )
         if shape.context is not None:
-            given[shape.context] = context()
+            given[shape.context] = context
         if shape.by_position >= 0:
             return (), given
         bound = inspect.BoundArguments(shape.signature, given)

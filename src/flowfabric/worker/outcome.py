@@ -24,7 +24,7 @@ class PermanentError(Exception):
     """Raised by a handler whose failure no retry can mend."""
 
 
-class Success(msgspec.Struct, frozen=True):
+class Success(msgspec.Struct, frozen=True, gc=False):
     """The handler returned."""
 
     payload: bytes | None
@@ -54,7 +54,8 @@ async def outcome_of(running: Running, handler: Handler, engine: Engine, threads
     """Run the handler of an execution and say what came of it; only an interrupt of the process is raised."""
     claimed = running.claimed
     try:
-        args, kwargs = handler.bind(claimed.input_payload, lambda: Context(running, engine))
+        context = None if handler.shape.context is None else Context(running, engine)
+        args, kwargs = handler.bind(claimed.input_payload, context)
     except Exception as error:
         return _failure(_chain(error), PAYLOAD_DECODE)
     try:

@@ -299,8 +299,7 @@ class Worker:
         loop = asyncio.get_running_loop()
         is_stopping = self._stopping.is_set()
         for one in claimed:
-            running = Running(one, asked_at)
-            running.loop = loop
+            running = Running(one, asked_at, loop)
             self._slots.held.add(running)
             if (earlier := presence.enter(self._engine.store_key, running)) is not None:
                 self._follow(running, earlier)
@@ -311,14 +310,15 @@ class Worker:
                 self._limits.begin(running)
 
     def _begin(self, running: Running) -> None:
-        running.task = asyncio.create_task(self._run(running))
+        # Not asyncio.create_task, which asks the system for the process id to find the loop.
+        running.task = running.loop.create_task(self._run(running))
 
     def _follow(self, running: Running, earlier: Running) -> None:
         """Let a run begin when the earlier one has left, whose lease is gone."""
         running.earlier = earlier
         if earlier.loop is asyncio.get_running_loop():
             self._lose(earlier)
-        elif earlier.loop is not None:
+        else:
             with contextlib.suppress(RuntimeError):
                 earlier.loop.call_soon_threadsafe(self._lose, earlier)
 

@@ -203,7 +203,7 @@ create table execution (
   constraint execution_owned_is_active check (ownership_state = 'unowned' or lifecycle_phase = 'active'),
   constraint execution_outcome_is_of_terminal check ((terminal_outcome <> 'none') = (lifecycle_phase = 'terminal')),
   constraint execution_eligibility_is_of_runnable check ((eligibility_state <> 'not_applicable') = (lifecycle_phase = 'runnable'))
-) with (fillfactor = 27, toast_tuple_target = 1024, autovacuum_vacuum_scale_factor = 0.02,
+) with (fillfactor = 40, toast_tuple_target = 1024, autovacuum_vacuum_scale_factor = 0.02,
         autovacuum_vacuum_insert_scale_factor = 0.1, autovacuum_analyze_scale_factor = 0.05);
 -- Payloads are stored as they are: compressing them costs more than the page they save.
 alter table execution alter input_payload set storage external, alter result_payload set storage external;
