@@ -242,7 +242,7 @@ class Rows:
 
     async def events(self, execution_id: ExecutionId) -> list[dict[str, Any]]:
         """The events of an execution in their order."""
-        found = await self.of("event", execution_id=execution_id[-36:])
+        found = await self.of("event_each", execution_id=execution_id[-36:])
         return sorted(found, key=lambda row: int(row["event_id"]))
 
     async def snapshot(self, *, without: Iterable[str] = ()) -> dict[str, list[str]]:
@@ -267,7 +267,7 @@ class Rows:
 
 @pytest.fixture
 async def rows(url: str) -> AsyncIterator[Rows]:
-    """Look into the tables: `async with rows.unchanged(): ...`, `await rows.of("event", kind=3)`."""
+    """Look into the tables: `async with rows.unchanged(): ...`, `await rows.of("event_each", kind=3)`."""
     connection = await session(url, "test rows")
     yield Rows(connection)
     await connection.close()

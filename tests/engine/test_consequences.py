@@ -386,7 +386,7 @@ async def test_every_end_is_seen_once_in_the_transaction_of_the_end(scene: Scene
     # What hangs on an execution ends with it, and outlives a lease.
     assert (await scene.attached(execution_id)) & BIT == (0 if is_terminal else BIT)
     assert await scene.connection.fetchval(
-        """select count(*) from event e join test_ended s on s.xid = e.xid
+        """select count(*) from event_each e join test_ended s on s.xid = e.xid
             where e.execution_id = $1 and e.kind in ('released', 'ended', 'expired')""",
         execution_id[-36:],
     ), "no event of the end is of the transaction that the consequence saw"

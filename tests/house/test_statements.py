@@ -193,14 +193,15 @@ KINDS = {
 }
 """The events that the hot statements write."""
 
-_EVENT = re.compile(r"\binsert into (event|worker_event) \(([^)]*)\)\s+select\s(.*?)\s+from\s", re.DOTALL)
+_EVENT = re.compile(r"\binsert into (event|worker_event) \(([^)]*)\)\s+(select\s.*?)\n\)", re.DOTALL)
+_SELECTED = re.compile(r"\bselect\s(.*?)\s+from\s", re.DOTALL)
 
 
 def written(statement: Statement, table: str, column: str) -> Iterator[str]:
     """What a statement writes to a column of an event table."""
     for found in _EVENT.finditer(statement.sql.replace("(select now from clock)", "now")):
-        if found[1] == table:
-            named = dict(zip((name.strip() for name in split(found[2])), split(found[3]), strict=True))
+        for selected in _SELECTED.findall(found[3]) if found[1] == table else ():
+            named = dict(zip((name.strip() for name in split(found[2])), split(selected), strict=True))
             if column in named:
                 # What a condition compares with is not what is written.
                 yield re.sub(r"\bcase\b.*?\bthen\b|\bwhen\b.*?\bthen\b", " ", named[column], flags=re.DOTALL)

@@ -122,8 +122,8 @@ async def test_two_loops_do_everything_once(engines: Any, given: Any, clock: Any
     await Reconciler(engine).catch_up()
     counted = {name: processed(name) for name in ("lease_expiry", "delayed_promoter", "expiry")}
     assert counted == {"lease_expiry": 20, "delayed_promoter": 20, "expiry": 20}
-    assert len(await rows.of("event", kind="expired")) == len(lost)
-    assert len([event for event in await rows.of("event") if event["outcome"] is not None]) == len(timed_out)
+    assert len(await rows.of("event_each", kind="expired")) == len(lost)
+    assert len([event for event in await rows.of("event_each") if event["outcome"] is not None]) == len(timed_out)
     assert len(await rows.of("worker_event", kind="ttl_swept")) == 1
     assert len(await rows.of("execution", public_state="waiting")) == len(delayed)
 

@@ -87,7 +87,7 @@ async def test_a_partition_past_the_age_of_the_feed_is_dropped(
     await clock.advance(seconds=DAY)
     await engine.event_partitions.keep_partitions()
     assert today not in await names(connection)
-    assert await rows.of("event") == []
+    assert await rows.of("event_each") == []
     assert await connection.fetchval("select to_regclass($1)", today) is None
 
 
@@ -136,7 +136,7 @@ async def test_old_events_of_the_default_partition_are_deleted(
     fresh = await given.completed()
     await clock.advance(seconds=11)
     assert await engine.event_partitions.trim_events() == 2
-    assert {str(row["execution_id"]) for row in await rows.of("event")} == {fresh[-36:]}
+    assert {str(row["execution_id"]) for row in await rows.of("event_each")} == {fresh[-36:]}
     assert await engine.event_partitions.trim_events() == 0
 
 

@@ -35,7 +35,7 @@ select execution_id::text as id, attempt_type, attempt_state, started_at, ended_
        previous_attempt_index
   from attempt_all order by execution_id, attempt_index
 """
-_EVENTS = "select execution_id::text as id, kind, reason, outcome, lease_epoch from event order by event_id"
+_EVENTS = "select execution_id::text as id, kind, reason, outcome, lease_epoch from event_each order by event_id, nth"
 _GRANTS = """
 select g.execution_id::text as id, g.kind, g.worker_id, g.expires_at
   from claim_grant g join execution e using (partition_key, execution_id)

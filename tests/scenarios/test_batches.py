@@ -303,7 +303,7 @@ async def test_bad_handles_among_good_ones(engine: Engine, rows: Any, connection
 
 async def check_done(engine: Engine, rows: Any, handles: Sequence[Handle], operation: str) -> None:
     """What was answered as done is done, each with its own result and told once."""
-    told = Counter(str(event["execution_id"]) for event in await rows.of("event") if event["outcome"] is not None)
+    told = Counter(str(event["execution_id"]) for event in await rows.of("event_each") if event["outcome"] is not None)
     for handle in handles:
         row = await rows.execution(handle.execution_id)
         if operation.startswith("renew"):
@@ -316,7 +316,7 @@ async def check_done(engine: Engine, rows: Any, handles: Sequence[Handle], opera
 
 
 CHOKES = {
-    "renew": "alter table event add check (kind <> 'renewed' or execution_id <> '{id}')",
+    "renew": "alter table event add check (kind <> 'renewed' or '{id}'::uuid <> all(execution_ids))",
     "complete": "alter table execution add check (result_payload is null or execution_id <> '{id}')",
     "fail": "alter table execution add check (failure_reason is null or execution_id <> '{id}')",
 }

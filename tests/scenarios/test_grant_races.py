@@ -293,7 +293,9 @@ async def test_a_lapsing_lease_is_renewed_or_granted_to_another(rivals: Rivals, 
         await ended(one, handle.execution_id)
     check_both_won(won)
     assert leased == Counter(
-        str(event["execution_id"]) for event in await rows.of("event") if event["kind"] in ("acquired", "reclaimed")
+        str(event["execution_id"])
+        for event in await rows.of("event_each")
+        if event["kind"] in ("acquired", "reclaimed")
     )
     assert await rows.of("claim_grant") == []
 

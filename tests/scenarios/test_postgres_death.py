@@ -175,7 +175,9 @@ async def kept(url: str) -> tuple[dict[str, str], dict[str, bytes], Counter[str]
         results = (
             "select '{fp:' || partition_key || '}:' || execution_id as id, result_payload as result from execution"
         )
-        endings = "select '{fp:' || partition_key || '}:' || execution_id as id from event where outcome is not null"
+        endings = (
+            "select '{fp:' || partition_key || '}:' || execution_id as id from event_each where outcome is not null"
+        )
         return (
             {row["id"]: row["state"] for row in await connection.fetch(states)},
             {row["id"]: row["result"] for row in await connection.fetch(results)},

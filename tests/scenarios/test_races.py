@@ -121,7 +121,7 @@ def given_id(number: int) -> str:
 
 async def endings(rows: Any) -> Counter[str]:
     """How many endings were told of each execution."""
-    return Counter(str(event["execution_id"]) for event in await rows.of("event") if event["outcome"] is not None)
+    return Counter(str(event["execution_id"]) for event in await rows.of("event_each") if event["outcome"] is not None)
 
 
 async def test_of_two_creates_with_one_id_one_creates(rivals: Rivals, rows: Any) -> None:
@@ -201,7 +201,7 @@ async def test_of_two_claims_of_one_row_one_gets_it(rivals: Rivals, rows: Any) -
         row = await rows.execution(taken.execution_id)
         assert (row["lease_id"], row["attempt_count"]) == (taken.lease_id, 1)
     check_both_won(won)
-    assert Counter(event["kind"] for event in await rows.of("event")) == {"acquired": ROUNDS}
+    assert Counter(event["kind"] for event in await rows.of("event_each")) == {"acquired": ROUNDS}
 
 
 async def test_claims_from_four_processes_lease_nothing_twice(rivals: Rivals, rows: Any) -> None:
@@ -224,7 +224,7 @@ async def test_claims_from_four_processes_lease_nothing_twice(rivals: Rivals, ro
     assert rounds >= 200
     assert len(taken) == len({one.execution_id for one in taken}) == 4000
     assert {one.lease_epoch for one in taken} == {1}
-    assert Counter(event["kind"] for event in await rows.of("event")) == {"acquired": 4000, "released": 4000}
+    assert Counter(event["kind"] for event in await rows.of("event_each")) == {"acquired": 4000, "released": 4000}
     assert set((await endings(rows)).values()) == {1}
 
 

@@ -62,7 +62,7 @@ async def test_a_restricted_role_does_without_partitions(
     )
     assert record.exc_info is None
     assert await restricted.get_execution_result(ended) == b"done"
-    told = await rows.of("event")
+    told = await rows.of("event_each")
     assert len(told) == len(await rows.of("event_default")) > 0
     await clock.advance(seconds=DAY + 1)
     assert await restricted.event_partitions.trim_events() == len(told)

@@ -96,7 +96,7 @@ class Left:
 
     def told(self, execution_id: str) -> Counter[int]:
         """How often each outcome was told."""
-        return Counter(row["outcome"] for row in self.of("event", execution_id) if row["outcome"] is not None)
+        return Counter(row["outcome"] for row in self.of("event_each", execution_id) if row["outcome"] is not None)
 
 
 async def settled(engine: Engine, rows: Any) -> Left:

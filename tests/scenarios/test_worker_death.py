@@ -123,7 +123,7 @@ async def test_nothing_is_lost_or_ended_twice_when_a_busy_worker_is_killed(
 
     async def endings() -> dict[Any, int]:
         counted: dict[Any, int] = {}
-        for event in await rows.of("event"):
+        for event in await rows.of("event_each"):
             if event["outcome"] is not None:
                 counted[event["execution_id"]] = counted.get(event["execution_id"], 0) + 1
         return counted

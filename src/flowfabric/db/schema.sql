@@ -123,8 +123,10 @@ create table event (
   xid xid8 not null default pg_current_xact_id(),
   at bigint not null,
   lease_epoch bigint,
-  execution_id uuid not null,
+  execution_id uuid,
   lease_id uuid,
+  execution_ids uuid[] storage e,
+  lease_ids uuid[] storage e,
   attempt_id uuid,
   kind event_kind not null,
   namespace_no integer not null,
@@ -135,7 +137,8 @@ create table event (
   reason text,
   flow_id uuid,
   instance_tag text,
-  details jsonb) partition by RANGE (at);
+  details jsonb,
+  constraint event_is_of_one_or_many CHECK ((execution_id IS NULL) <> (execution_ids IS NULL))) partition by RANGE (at);
 
 create table execution (
   execution_id uuid not null,
@@ -230,7 +233,7 @@ END) stored,
   constraint execution_is_past_submitted CHECK (lifecycle_phase <> 'submitted'::lifecycle_phase),
   constraint execution_outcome_is_of_terminal CHECK ((terminal_outcome <> 'none'::terminal_outcome) = (lifecycle_phase = 'terminal'::lifecycle_phase)),
   constraint execution_owned_is_active CHECK (ownership_state = 'unowned'::ownership_state OR lifecycle_phase = 'active'::lifecycle_phase))
-  with (autovacuum_analyze_scale_factor=0.05, autovacuum_vacuum_insert_scale_factor=0.1, autovacuum_vacuum_scale_factor=0.02, fillfactor=40, toast_tuple_target=1024);
+  with (autovacuum_analyze_scale_factor=0.05, autovacuum_vacuum_insert_scale_factor=0.1, autovacuum_vacuum_scale_factor=0.02, fillfactor=30, toast_tuple_target=1024);
 
 create table execution_tag (
   partition_key smallint not null,
@@ -458,9 +461,9 @@ CREATE INDEX claim_grant_due ON claim_grant USING btree (expires_at);
 
 CREATE INDEX event_feed ON ONLY event USING btree (xid, event_id);
 
-CREATE INDEX event_rare_execution ON ONLY event USING btree (execution_id, event_id) WHERE kind <> ALL (ARRAY['acquired'::event_kind, 'released'::event_kind, 'ended'::event_kind]);
+CREATE INDEX event_rare_execution ON ONLY event USING btree (execution_id, event_id) WHERE kind <> ALL (ARRAY['acquired'::event_kind, 'renewed'::event_kind, 'released'::event_kind, 'ended'::event_kind]);
 
-CREATE INDEX event_rare_feed ON ONLY event USING btree (kind, xid, event_id) WHERE kind <> ALL (ARRAY['acquired'::event_kind, 'released'::event_kind, 'ended'::event_kind]);
+CREATE INDEX event_rare_feed ON ONLY event USING btree (kind, xid, event_id) WHERE kind <> ALL (ARRAY['acquired'::event_kind, 'renewed'::event_kind, 'released'::event_kind, 'ended'::event_kind]);
 
 CREATE INDEX execution_list ON execution USING btree (namespace_no, lane_no, created_at);
 
@@ -579,6 +582,28 @@ UNION ALL
    FROM execution e
      LEFT JOIN attempt a ON a.partition_key = e.partition_key AND a.execution_id = e.execution_id AND a.attempt_index = (e.attempt_count - 1)
   WHERE COALESCE(e.attempt_id, e.lease_id) IS NOT NULL AND a.ended_at IS NULL;
+
+create view event_each as
+ SELECT e.event_id,
+    m.nth,
+    e.xid,
+    e.at,
+    e.kind,
+    e.partition_key,
+    COALESCE(e.execution_id, m.execution_id) AS execution_id,
+    e.namespace_no,
+    e.attempt_index,
+    COALESCE(e.lease_id, m.lease_id) AS lease_id,
+    e.lease_epoch,
+    COALESCE(e.attempt_id, e.lease_id, m.lease_id) AS attempt_id,
+    e.worker_no,
+    e.outcome,
+    e.reason,
+    e.flow_id,
+    e.instance_tag,
+    e.details
+   FROM event e
+     LEFT JOIN LATERAL UNNEST(e.execution_ids, e.lease_ids) WITH ORDINALITY m(execution_id, lease_id, nth) ON true;
 
 create view execution_detail as
  SELECT e.partition_key,

@@ -34,7 +34,7 @@ class Seen:
             "select attempt_state from attempt_all where execution_id = $1 order by attempt_index", uuid
         )
         events = await connection.fetch(
-            "select kind, reason, outcome, at from event where execution_id = $1 order by event_id", uuid
+            "select kind, reason, outcome, at from event_each where execution_id = $1 order by event_id", uuid
         )
         grants = await connection.fetchval("select count(*) from claim_grant where execution_id = $1", uuid)
         return cls(row and dict(row), [one["attempt_state"] for one in attempts], events, grants)

@@ -37,7 +37,7 @@ async def sent(engine: Engine, deliveries: Sequence[dict[str, Any]]) -> list[Any
 
 async def check_resumed(rows: Any, waits: Sequence[Waiting]) -> None:
     """Each of them is resumed by its own signal, and that is told once."""
-    told = Counter(str(event["execution_id"]) for event in await rows.of("event") if event["outcome"] == 6)
+    told = Counter(str(event["execution_id"]) for event in await rows.of("event_each") if event["outcome"] == 6)
     for wait in waits:
         (stored,) = await signals(rows, wait.execution_id)
         assert stored["payload"] == wait.execution_id.encode()

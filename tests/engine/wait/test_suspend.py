@@ -335,7 +335,7 @@ async def test_tokens_are_not_shown(engine: Engine, given: Any, rows: Any, caplo
     outcome = await suspended(engine, handle, on_all("a", "b", idempotency_key="once"))
     details = outcome.details
     tokens = [details.waitpoint_token.reveal(), details.additional_waitpoints[0].waitpoint_token.reveal()]
-    shown = repr(outcome) + str(outcome) + caplog.text + str(await rows.of("event"))
+    shown = repr(outcome) + str(outcome) + caplog.text + str(await rows.of("event_each"))
     shown += str(await engine.describe_execution(handle.execution_id))
     shown += str(await engine.list_pending_waitpoints(execution_id=handle.execution_id))
     assert [token for token in tokens if token in shown or token.partition(":")[2] in shown] == []

@@ -203,7 +203,7 @@ create table execution (
   constraint execution_owned_is_active check (ownership_state = 'unowned' or lifecycle_phase = 'active'),
   constraint execution_outcome_is_of_terminal check ((terminal_outcome <> 'none') = (lifecycle_phase = 'terminal')),
   constraint execution_eligibility_is_of_runnable check ((eligibility_state <> 'not_applicable') = (lifecycle_phase = 'runnable'))
-) with (fillfactor = 40, toast_tuple_target = 1024, autovacuum_vacuum_scale_factor = 0.02,
+) with (fillfactor = 30, toast_tuple_target = 1024, autovacuum_vacuum_scale_factor = 0.02,
         autovacuum_vacuum_insert_scale_factor = 0.1, autovacuum_analyze_scale_factor = 0.05);
 -- Payloads are stored as they are: compressing them costs more than the page they save.
 alter table execution alter input_payload set storage external, alter result_payload set storage external;
@@ -395,13 +395,17 @@ create view attempt_all as
    where coalesce(e.attempt_id, e.lease_id) is not null and a.ended_at is null;
 
 -- Every feed is this one table. An ending alone has the kind ended; a released lease and the ending it brings share one row.
+-- What happens to many executions at once, and differs in nothing but their ids and those of their leases, is one row.
 create table event (
   event_id bigint generated always as identity,
   xid xid8 not null default pg_current_xact_id(),
   at bigint not null,
   lease_epoch bigint,
-  execution_id uuid not null,
+  -- Of one execution, or else of many.
+  execution_id uuid,
   lease_id uuid,
+  execution_ids uuid[],
+  lease_ids uuid[],
   -- Of the attempt, where it is not that of the lease.
   attempt_id uuid,
   kind event_kind not null,
@@ -413,13 +417,24 @@ create table event (
   reason text,
   flow_id uuid,
   instance_tag text,
-  details jsonb
+  details jsonb,
+  constraint event_is_of_one_or_many check ((execution_id is null) <> (execution_ids is null))
 ) partition by range (at);
+alter table event alter execution_ids set storage external, alter lease_ids set storage external;
 create table event_default partition of event default;
 create index event_feed on event (xid, event_id);
 -- What is rare is found by its kind, and by its execution: with the attempts it is the execution's timeline.
-create index event_rare_feed on event (kind, xid, event_id) where kind not in ('acquired', 'released', 'ended');
-create index event_rare_execution on event (execution_id, event_id) where kind not in ('acquired', 'released', 'ended');
+create index event_rare_feed on event (kind, xid, event_id) where kind not in ('acquired', 'renewed', 'released', 'ended');
+create index event_rare_execution on event (execution_id, event_id) where kind not in ('acquired', 'renewed', 'released', 'ended');
+
+-- Each event as a row of its own, in the order (xid, event_id, nth).
+create view event_each as
+  select e.event_id, m.nth, e.xid, e.at, e.kind, e.partition_key, coalesce(e.execution_id, m.execution_id) as execution_id,
+         e.namespace_no, e.attempt_index, coalesce(e.lease_id, m.lease_id) as lease_id, e.lease_epoch,
+         coalesce(e.attempt_id, e.lease_id, m.lease_id) as attempt_id, e.worker_no, e.outcome, e.reason, e.flow_id, e.instance_tag,
+         e.details
+    from event e
+    left join lateral unnest(e.execution_ids, e.lease_ids) with ordinality as m(execution_id, lease_id, nth) on true;
 
 -- The keys that sign grants and waitpoint tokens: one signs, older ones verify until their grace ends.
 create table signing_key (

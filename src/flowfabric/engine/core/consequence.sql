@@ -301,11 +301,17 @@ kept as (
   select min(now) + coalesce(retention_ms, :retention_ms::bigint), min(now), partition_key, array_agg(execution_id)
     from moved group by partition_key, retention_ms
 ),
+-- The usual ending shares its event with the others like it.
 events as (
-  insert into event (at, execution_id, partition_key, kind, namespace_no, attempt_index, worker_no, lease_epoch, lease_id,
-                     attempt_id, outcome, reason, flow_id, instance_tag)
-  select now, execution_id, partition_key, 'released', namespace_no, attempt_index, worker_no, lease_epoch, lease_id,
-         nullif(attempt_id, lease_id), :completion::smallint, :release_reason, flow_id, instance_tag
-    from moved
+  insert into event (at, partition_key, kind, namespace_no, attempt_index, worker_no, lease_epoch, outcome, reason,
+                     execution_ids, lease_ids, execution_id, lease_id, attempt_id, flow_id, instance_tag)
+  select min(now), partition_key, 'released'::event_kind, namespace_no, attempt_index, worker_no, lease_epoch, :completion::smallint,
+         :release_reason, array_agg(execution_id), array_agg(lease_id), null, null, null, null, null
+    from moved where attempt_id is null and flow_id is null and instance_tag is null
+   group by partition_key, namespace_no, attempt_index, worker_no, lease_epoch
+  union all
+  select now, partition_key, 'released', namespace_no, attempt_index, worker_no, lease_epoch, :completion, :release_reason,
+         null, null, execution_id, lease_id, nullif(attempt_id, lease_id), flow_id, instance_tag
+    from moved where attempt_id is not null or flow_id is not null or instance_tag is not null
 )
 select array_agg(nth) as completed from moved;

@@ -104,12 +104,18 @@ renewed as materialized (
   select * from judged
    where verdict = 'ok' and (claim_tid in (select tid from whole) or nth in (select nth from moved))
 ),
+-- The usual renewal shares its event with the others like it.
 events as (
-  insert into event (at, execution_id, partition_key, kind, namespace_no, attempt_index, worker_no, lease_epoch, lease_id,
-                     attempt_id, flow_id, instance_tag)
-  select now, execution_id, partition_key, 'renewed', namespace_no, attempt_count - 1, worker_no, lease_epoch, lease_id,
-         nullif(own_attempt_id, lease_id), flow_id, instance_tag
-    from renewed where :writes_events::boolean
+  insert into event (at, partition_key, kind, namespace_no, attempt_index, worker_no, lease_epoch, execution_ids, lease_ids,
+                     execution_id, lease_id, attempt_id, flow_id, instance_tag)
+  select min(now), partition_key, 'renewed'::event_kind, namespace_no, attempt_count - 1, worker_no, lease_epoch,
+         array_agg(execution_id), array_agg(lease_id), null, null, null, null, null
+    from renewed where :writes_events::boolean and own_attempt_id is null and flow_id is null and instance_tag is null
+   group by partition_key, namespace_no, attempt_count, worker_no, lease_epoch
+  union all
+  select now, partition_key, 'renewed', namespace_no, attempt_count - 1, worker_no, lease_epoch, null, null, execution_id,
+         lease_id, nullif(own_attempt_id, lease_id), flow_id, instance_tag
+    from renewed where :writes_events and (own_attempt_id is not null or flow_id is not null or instance_tag is not null)
 )
 select nth,
        case when verdict <> 'ok' or nth in (select nth from renewed) then verdict end as verdict,

@@ -1,0 +1,79 @@
+"""What happens to many executions at once is one row of the feed, and one event for each of them."""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from flowfabric.engine.engine import Engine
+from flowfabric.model.lease import ClaimedExecution
+
+MANY = 50
+
+
+async def claim(engine: Engine, limit: int = 100) -> list[ClaimedExecution]:
+    return await engine.claim_many(lanes=("default",), worker_id="worker", worker_instance_id="worker-1", limit=limit)
+
+
+async def written(rows: Any, kind: str) -> int:
+    return len(await rows.of("event", kind=kind))
+
+
+async def test_what_is_claimed_renewed_and_completed_together_is_one_row_each(
+    engine: Engine, given: Any, rows: Any
+) -> None:
+    ids = [await given.created() for _ in range(MANY)]
+    runs = await claim(engine)
+    await engine.renew_many([run.handle for run in runs])
+    await engine.complete_many([(run.handle, b"done") for run in runs])
+
+    assert [await written(rows, kind) for kind in ("acquired", "renewed", "released")] == [1, 1, 1]
+    for execution_id, run in zip(ids, runs, strict=True):
+        events = await rows.events(execution_id)
+        assert [event["kind"] for event in events] == ["acquired", "renewed", "released"]
+        assert {(event["lease_id"], event["attempt_id"]) for event in events} == {(run.lease_id, run.attempt_id)}
+        assert {(event["lease_epoch"], event["attempt_index"]) for event in events} == {(1, 0)}
+        assert [event["outcome"] for event in events] == [None, None, 1]
+
+
+@pytest.mark.parametrize("difference", ["namespace", "instance_tag", "attempt"])
+async def test_an_event_that_differs_has_a_row_of_its_own(
+    engine: Engine, given: Any, rows: Any, difference: str
+) -> None:
+    if difference == "attempt":
+        await engine.fail(await given.claimed(policy={"retry_policy": {"max_retries": 1}}), reason="once")
+        await given.clock.advance(seconds=60)
+        assert await engine.delays.promote_due() == 1
+    elif difference == "namespace":
+        await given.created(namespace="other")
+    else:
+        await given.created(tags={"ff.instance_id": "blue"})
+    for _ in range(MANY):
+        await given.created()
+    before = await written(rows, "acquired")
+    runs = await claim(engine)
+    await engine.renew_many([run.handle for run in runs])
+    await engine.complete_many([(run.handle, b"done") for run in runs])
+
+    assert len(runs) == MANY + 1
+    assert await written(rows, "acquired") - before == 2
+    assert await written(rows, "renewed") == 2
+    assert len(await rows.of("event", kind="released", outcome=1)) == 2
+    for run in runs:
+        kinds = Counter(
+            event["kind"] for event in await rows.events(run.execution_id) if event["lease_id"] == run.lease_id
+        )
+        assert kinds == {"acquired": 1, "renewed": 1, "released": 1}
+        for event in await rows.events(run.execution_id):
+            assert event["namespace_no"] == (await rows.execution(run.execution_id))["namespace_no"]
+            assert event["instance_tag"] == (await rows.execution(run.execution_id))["instance_tag"]
+
+
+async def test_the_row_of_many_is_cut_where_the_store_cuts_it(engine: Engine, given: Any, rows: Any) -> None:
+    """A row of many ids is stored apart from its page, and comes back whole and in order."""
+    ids = [await given.created() for _ in range(3 * MANY)]
+    runs = await claim(engine, 3 * MANY)
+    (row,) = await rows.of("event", kind="acquired")
+    assert row["execution_id"] is None
+    assert [str(each) for each in row["execution_ids"]] == [execution_id[-36:] for execution_id in ids]
+    assert row["lease_ids"] == [run.lease_id for run in runs]
