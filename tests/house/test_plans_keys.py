@@ -187,6 +187,12 @@ async def test_a_create_of_small_inputs_does_not_look_for_large_ones(known: asyn
     assert re.fullmatch(rf"One-Time Filter: \(?{re.escape(switch)}( AND .+)?", filters[0])
 
 
+async def test_retention_looks_for_no_input_of_an_execution_that_has_it_on_its_row(known: asyncpg.Connection) -> None:
+    lines = await plan(known, ALL["take_retained"])
+    at = next(at for at, line in enumerate(lines) if "Delete on execution_input" in line)
+    assert lines[at + 2 : at + 4] == ["->  CTE Scan on due d", "Filter: has_large_input"]
+
+
 @pytest.mark.parametrize("name", ["claim_by_route", "claim_by_queue"])
 async def test_a_claim_merges_walks_that_are_in_order(known: asyncpg.Connection, name: str) -> None:
     lines = await plan(known, ALL[name])
