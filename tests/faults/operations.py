@@ -19,6 +19,8 @@ Prepare = Callable[[Subject], Awaitable[None]]
 Call = Callable[[Engine, Subject], Awaitable[object]]
 
 SECRET = "cd" * 32
+LARGE = {"input_payload": b"x" * 300}
+"""An input that is not on the row of its execution."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,8 +208,8 @@ def _create_many(engine: Engine, subject: Subject, **overrides: Any) -> Awaitabl
     return engine.create_many([NewExecution(**item) for item in items])
 
 
-def _create_alike(engine: Engine, subject: Subject) -> Awaitable[object]:
-    return engine.create_many([NewExecution(**subject.new()) for _ in range(3)])
+def _create_alike(engine: Engine, subject: Subject, **overrides: Any) -> Awaitable[object]:
+    return engine.create_many([NewExecution(**subject.new(**overrides)) for _ in range(3)])
 
 
 def _resume_token(subject: Subject) -> ResumeToken:
@@ -275,6 +277,8 @@ def _operations() -> list[Operation]:
         "with an id, delayed by a time",
     )
     add("create_many", nothing, _create_alike, "alike", repeats=False)
+    add("create_many", nothing, lambda e, s: _create_alike(e, s, **LARGE), "alike, large inputs", repeats=False)
+    add("create_many", nothing, lambda e, s: _create_many(e, s, **LARGE), "with ids, large inputs")
     add("create_many", nothing, lambda e, s: _create_many(e, s, tags={"app.key": "value"}), "with ids and tags")
 
     # Claiming.

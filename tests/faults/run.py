@@ -51,7 +51,7 @@ ACKNOWLEDGED = ("created", "duplicate", "claimed", "completed", "failed", "cance
 
 _ID = "'{fp:' || e.partition_key || '}:' || e.execution_id"
 _EXECUTIONS = f"""
-select {_ID} as id, e.public_state::text as state, e.input_payload, e.result_payload as result from execution e
+select {_ID} as id, e.public_state::text as state, e.input_payload, e.result_payload as result from execution_detail e
 """
 _ENDINGS = f"select {_ID} as id, count(*) as count from event_each e where outcome between 1 and 5 group by 1"
 _LEASES = f"select {_ID} as id, lease_epoch, lease_id::text from event_each e where kind in ('acquired', 'reclaimed')"

@@ -37,6 +37,7 @@ _EARLIEST_MS = 10**12
 
 _OF_EXECUTIONS = (
     "execution_detail",
+    "execution_input",
     "ready",
     "timer",
     "listed",
@@ -183,7 +184,7 @@ class Scene:
             "namespace": "tests",
             "lane_id": "witness",
             "execution_kind": "job",
-            "input_payload": b"{}",
+            "input_payload": name.encode() * 10,
             "priority": 0,
             "creator_identity": "test",
         }
@@ -197,6 +198,11 @@ class Scene:
         )
         handles = {one.execution_id: one.handle for one in claimed}
         missing = [f"{one} was created and cannot be claimed" for one in made if one not in handles]
+        missing += [
+            f"{one.execution_id} was claimed with another input than its own"
+            for one in claimed
+            if one.execution_id in made and one.input_payload != new["input_payload"]
+        ]
         if missing or len(made) != 4:
             return missing or [f"not created: {[first, second, *many]}"]
         done, tagged, renewed, failed = made

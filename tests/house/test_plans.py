@@ -14,6 +14,7 @@ import pytest
 
 from creates import new
 from flowfabric.engine.engine import Engine
+from flowfabric.engine.execution.create import INLINE_INPUT_BYTES
 from flowfabric.engine.lease.expire import CLAIM_LIMIT, SWEEP_LIMIT
 from flowfabric.model.condition import Single
 from flowfabric.model.errors import EngineError
@@ -89,6 +90,29 @@ async def test_operations_on_few_executions_touch_few_rows(full: Engine, touched
     assert touched["end_leases"] <= 5
     await full.read_execution_info(runs[0].execution_id)
     assert touched["read_info"] <= 5
+
+
+async def test_an_input_is_looked_for_apart_from_its_row_only_where_it_is_large(
+    full: Engine, touched: Touched, clock: Any
+) -> None:
+    for lane, size, found in (("small", INLINE_INPUT_BYTES, 0), ("large", INLINE_INPUT_BYTES + 1, 10)):
+        touched.clear()
+        await full.create_many([new(lane_id=lane, input_payload=b"x" * size) for _ in range(5)])
+        await full.create_many([new(lane_id=lane, input_payload=b"x" * size, idempotency_key=f"{n}") for n in range(5)])
+        runs = await claim(full, 10, lanes=(lane,))
+        assert touched.of("claim_by_route", "execution_input") == found
+        await full.read_execution_context(runs[0].execution_id)
+        assert touched.of("read_context", "execution_input") == found // 10
+        await full.complete_many([(run.handle, b"1") for run in runs])
+        assert {name for name in touched.rows if touched.rows[name]["execution_input"]} == (
+            {"claim_by_route", "read_context"} if found else set()
+        )
+    await clock.advance(ms=DAY + HOUR)
+    touched.clear()
+    assert await full.retention.trim(limit=ENDED) == ENDED
+    assert touched.of("take_retained", "execution_input") == 0
+    assert await full.retention.trim(limit=ENDED) == 20
+    assert touched.of("take_retained", "execution_input") == 10
 
 
 async def test_ends_of_what_has_timers_entries_and_lists_touch_few_rows(

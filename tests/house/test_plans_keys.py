@@ -32,6 +32,7 @@ ALL = {
 EXECUTION = ("partition_key", "execution_id")
 KEYS: dict[str, tuple[tuple[str, ...], ...]] = {
     "execution": (EXECUTION,),
+    "execution_input": (EXECUTION,),
     # Places are drawn from one sequence.
     "ready": (("queue_no", "place"), ("route_no", "place")),
     "timer": (EXECUTION,),
@@ -146,6 +147,7 @@ async def fill(engine: Engine, now: int) -> None:
     """Leave executions in every state that has a table of its own."""
     for _ in range(3):
         await engine.create_many([new(execution_deadline_at=now + 3_600_000, tags={"app.a": "b"}) for _ in range(1000)])
+    await engine.create_many([new(input_payload=b"x" * 300) for _ in range(1000)])
     await engine.create_many([new(delay_until=now + 3_600_000, idempotency_key=str(n)) for n in range(1000)])
     runs = []
     for _ in range(20):
@@ -173,6 +175,22 @@ async def test_rows_are_found_by_their_keys_whatever_the_planner_knows(known: as
     assert wrong == []
     assert walked == WALKS
     assert looked_at > 150
+
+
+@pytest.mark.parametrize("name", ["insert_alike", "insert_executions"])
+async def test_a_create_of_small_inputs_does_not_look_for_large_ones(known: asyncpg.Connection, name: str) -> None:
+    lines = await plan(known, ALL[name])
+    at = lines.index("->  Insert on execution_input")
+    switch = f"${ALL[name].parameters.index('has_large_inputs') + 1}"
+    filters = [line for line in lines[at : at + 6] if line.startswith("One-Time Filter: ")]
+    assert len(filters) == 1
+    assert re.fullmatch(rf"One-Time Filter: \(?{re.escape(switch)}( AND .+)?", filters[0])
+
+
+async def test_retention_looks_for_no_input_of_an_execution_that_has_it_on_its_row(known: asyncpg.Connection) -> None:
+    lines = await plan(known, ALL["take_retained"])
+    at = next(at for at, line in enumerate(lines) if "Delete on execution_input" in line)
+    assert lines[at + 2 : at + 4] == ["->  CTE Scan on due d", "Filter: has_large_input"]
 
 
 @pytest.mark.parametrize("name", ["claim_by_route", "claim_by_queue"])

@@ -12,6 +12,7 @@ from flowfabric.db.statements import Statement
 
 TABLES = (
     "execution",
+    "execution_input",
     "ready",
     "timer",
     "claim",

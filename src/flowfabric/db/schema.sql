@@ -225,7 +225,7 @@ END) stored,
   progress_message text,
   progress_updated_at bigint,
   creator_identity text not null,
-  input_payload bytea storage e not null,
+  input_payload bytea storage e,
   payload_encoding text,
   policy jsonb,
   constraint execution_pkey PRIMARY KEY (partition_key, execution_id),
@@ -234,6 +234,12 @@ END) stored,
   constraint execution_outcome_is_of_terminal CHECK ((terminal_outcome <> 'none'::terminal_outcome) = (lifecycle_phase = 'terminal'::lifecycle_phase)),
   constraint execution_owned_is_active CHECK (ownership_state = 'unowned'::ownership_state OR lifecycle_phase = 'active'::lifecycle_phase))
   with (autovacuum_analyze_scale_factor=0.05, autovacuum_vacuum_insert_scale_factor=0.1, autovacuum_vacuum_scale_factor=0.02, fillfactor=30, toast_tuple_target=1024);
+
+create table execution_input (
+  partition_key smallint not null,
+  execution_id uuid not null,
+  input_payload bytea storage e not null,
+  constraint execution_input_pkey PRIMARY KEY (partition_key, execution_id));
 
 create table execution_tag (
   partition_key smallint not null,
@@ -678,7 +684,9 @@ create view execution_detail as
     e.progress_message,
     e.progress_updated_at,
     e.creator_identity,
-    e.input_payload,
+    COALESCE(e.input_payload, ( SELECT i.input_payload
+           FROM execution_input i
+          WHERE i.partition_key = e.partition_key AND i.execution_id = e.execution_id)) AS input_payload,
     e.payload_encoding,
     e.policy
    FROM execution e

@@ -20,6 +20,7 @@ DIFFERENT: dict[str, dict[str, Any]] = {
     "lane": {"lane_id": "another"},
     "kind": {"execution_kind": "other"},
     "payload": {"input_payload": b"other"},
+    "large payload": {"input_payload": b"other" * 100},
     "payload that is no bytes": {"input_payload": bytearray(b"other")},
     "priority": {"priority": 7},
     "priority too low": {"priority": -1},
@@ -44,7 +45,7 @@ DIFFERENT: dict[str, dict[str, Any]] = {
 async def stored(rows: Any, execution_id: str) -> list[Any]:
     """What the tables hold of an execution, but for what no two share."""
     found: list[Any] = []
-    for table in ("execution", "ready", "timer", "execution_tag"):
+    for table in ("execution", "execution_input", "ready", "timer", "execution_tag"):
         of_table = sorted(await rows.of(table, execution_id=execution_id[-36:]), key=str)
         found.append([{name: row[name] for name in row.keys() - OF_ITS_OWN} for row in of_table])
     return found

@@ -36,6 +36,8 @@ async def test_no_operation_leaves_anything_to_find(
     await given.delayed(lane_id="delayed")
     await given.backing_off(lane_id="backing_off")
     await given.created(lane_id="created")
+    await given.created(lane_id="large", input_payload=b"x" * 300)
+    await given.completed(lane_id="large_completed", input_payload=b"x" * 300)
     parked = await given.claimed(lane_id="parked")
     await engine.delay(parked, await clock.now() + 1000)
     resumed = await given.claimed(lane_id="resumed")
@@ -141,6 +143,7 @@ CORRUPTIONS: list[tuple[str, str, str]] = [
     ("claimed", "worker_no = 99", "worker_no: there is no such worker"),
     ("created", "granted_until = ff_now() + 1000", "granted_until: without a grant"),
     ("created", "granted_until = 5", "ready: granted_until is not that of the execution"),
+    ("created", "input_payload = null", "input_payload: is neither on the row nor in execution_input"),
     ("created", "has_tags = true", "execution_tag: has_tags does not say"),
     ("created", "attached = 2", "attached: does not say whether a suspension is open"),
     ("suspended", "attached = 0", "attached: does not say whether a suspension is open"),
@@ -188,6 +191,9 @@ class States:
         """The id of an execution in a state of this name, or of a starting point of this name."""
         made = await getattr(self if hasattr(self, state) else self.given, state)()
         return str(getattr(made, "execution_id", made))
+
+    async def large(self) -> Any:
+        return await self.given.created(input_payload=b"x" * 300)
 
     async def lost(self) -> Any:
         return await self.given.reclaimable()
@@ -263,6 +269,12 @@ BELONGINGS: list[tuple[str, str, str]] = [
         "insert into execution_tag select partition_key, execution_id, 'a.b', 'x' from execution",
         "execution_tag:",
     ),
+    (
+        "created",
+        "insert into execution_input select partition_key, execution_id, input_payload from execution",
+        "input_payload: is both on the row and in execution_input",
+    ),
+    ("large", "delete from execution_input", "input_payload: is neither on the row nor in execution_input"),
     ("backing_off", "delete from attempt where ended_at is not null", "attempt: the rows are not as many"),
     ("backing_off", "delete from attempt where ended_at is null", "attempt: the lineage of the pending one is missing"),
     ("backing_off", "update attempt set attempt_index = attempt_index + 5", "attempt: an index is beyond the count"),
@@ -444,6 +456,7 @@ async def test_orphans_are_found(
     engine: Engine, states: States, given: Any, clock: Any, connection: asyncpg.Connection
 ) -> None:
     waiting = await given.created(tags={"a.b": "1"}, execution_deadline_at=await clock.now() + 60_000)
+    large = await given.created(input_payload=b"x" * 300)
     failed = await given.failed(lane_id="other")
     await states.granted()
     handle = await given.claimed(lane_id="suspended")
@@ -455,6 +468,7 @@ async def test_orphans_are_found(
     assert {problem for _, problem in found} == {
         "attempt",
         "claim_grant",
+        "execution_input",
         "execution_tag",
         "idempotency_key",
         "listed",
@@ -465,6 +479,7 @@ async def test_orphans_are_found(
         "waitpoint",
     }
     assert {(waiting, "ready"), (waiting, "timer"), (waiting, "execution_tag")} <= set(found)
+    assert (large, "execution_input") in found
     assert {(failed, "listed"), (failed, "retained")} <= set(found)
     assert {(handle.execution_id, "suspension"), (handle.execution_id, "idempotency_key")} <= set(found)
     assert {(retried.execution_id, "attempt"), (retried.execution_id, "timer")} <= set(found)

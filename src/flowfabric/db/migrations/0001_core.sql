@@ -195,7 +195,8 @@ create table execution (
   progress_message text,
   progress_updated_at bigint,
   creator_identity text not null,
-  input_payload bytea not null,
+  -- Null where it is in execution_input.
+  input_payload bytea,
   payload_encoding text,
   policy jsonb,
   primary key (partition_key, execution_id),
@@ -209,6 +210,15 @@ create table execution (
 alter table execution alter input_payload set storage external, alter result_payload set storage external;
 -- Lists merge the few pairs of a namespace and a lane; ids of one millisecond are sorted as texts when read.
 create index execution_list on execution (namespace_no, lane_no, created_at);
+
+-- Inputs of more than 256 bytes. On the execution's row one of 1,500 bytes would leave room for no other row on its page,
+-- because of the fillfactor. Written with the execution and deleted with it, never updated.
+create table execution_input (
+  partition_key smallint not null,
+  execution_id uuid not null,
+  input_payload bytea not null,
+  primary key (partition_key, execution_id));
+alter table execution_input alter input_payload set storage external;
 
 -- What a claim may take: an entry for each execution that waits for a worker or has lost its lease. Whoever adds or removes
 -- one holds the execution.
@@ -284,7 +294,11 @@ create view execution_detail as
          e.suspension_id, e.remaining_attempt_timeout_ms, e.retention_ms,
          e.result_payload, e.result_encoding, e.failure_reason, e.failure_category, e.cancellation_reason, e.cancelled_by,
          e.blocking_detail, e.flow_id, e.instance_tag, e.last_capability_mismatch_at,
-         e.last_hmac_validation_failed_at, e.progress_pct, e.progress_message, e.progress_updated_at, e.creator_identity, e.input_payload, e.payload_encoding, e.policy
+         e.last_hmac_validation_failed_at, e.progress_pct, e.progress_message, e.progress_updated_at, e.creator_identity,
+         coalesce(e.input_payload, (
+           select i.input_payload from execution_input i
+            where i.partition_key = e.partition_key and i.execution_id = e.execution_id)) as input_payload,
+         e.payload_encoding, e.policy
     from execution e
     left join queue q on q.queue_no = e.queue_no
     left join kind k on k.kind_no = q.kind_no

@@ -41,6 +41,10 @@ SQL = statements_beside(__file__)
 PATIENCE_SHARED, PATIENCE_ALONE = "50ms", "2s"
 """How long a statement waits for a key or an id that is being taken elsewhere: with others behind it, and alone."""
 
+INLINE_INPUT_BYTES = 256
+"""Longer inputs are stored in execution_input: pages of executions are kept 60 % empty for updates, so large rows would
+multiply them, and Postgres moves nothing out of a row of less than 2 kB by itself."""
+
 Submitted = Created | Duplicate
 
 _OWN_COLUMNS = (
@@ -255,6 +259,7 @@ class Create:
                 "execution_ids": uuids,
                 "priorities": short_column(items.priorities),
                 "input_payloads": short_column(items.payloads),
+                **_input_limits(items.payloads),
                 "are_tagged": short_column([own is not None for own in tags]) if tag_ids else (False,),
                 "instance_tags": short_column([own and own.get(instance_tag) for own in tags]) if tag_ids else (),
                 "tag_ids": tag_ids,
@@ -312,7 +317,8 @@ class Create:
                 for item in items
             ],
         )
-        return own | columns_of(_SHAPE_COLUMNS, [tuple(item.shape.columns.values()) for item in items])
+        of_shapes = columns_of(_SHAPE_COLUMNS, [tuple(item.shape.columns.values()) for item in items])
+        return own | of_shapes | _input_limits([item.payload for item in items])
 
     async def _duplicates(self, items: Sequence[Submission]) -> list[Duplicate | Locked | EngineError]:
         """What makes duplicates of items that were not created, or LOCKED where that has run out meanwhile."""
@@ -356,6 +362,14 @@ class Create:
                 if not (isinstance(found, Locked) and isinstance(answers[at], EngineError)):
                     answers[at] = found
         return answers
+
+
+def _input_limits(payloads: Sequence[bytes]) -> dict[str, object]:
+    """What tells a statement which of its inputs go to execution_input, and whether any do."""
+    return {
+        "inline_input_bytes": INLINE_INPUT_BYTES,
+        "has_large_inputs": max(map(len, payloads)) > INLINE_INPUT_BYTES,
+    }
 
 
 def _refusal(shape: Shape) -> EngineError:

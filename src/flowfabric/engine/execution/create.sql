@@ -16,7 +16,9 @@ fresh as (
          'waiting_for_worker', 'pending_first_attempt', (select now + :deadline_ms::bigint from clock),
          (select now from clock), (select now from clock),
          case cardinality(:instance_tags) when 1 then (:instance_tags)[1] else instance_tag end, :retention_ms::bigint,
-         :creator_identity, coalesce(input_payload, (:input_payloads)[1]), :payload_encoding, (select :policy::text::jsonb)
+         :creator_identity, case when octet_length(coalesce(input_payload, (:input_payloads)[1])) <= :inline_input_bytes
+                                 then coalesce(input_payload, (:input_payloads)[1]) end,
+         :payload_encoding, (select :policy::text::jsonb)
     from (select unnest(:execution_ids::uuid[]) as execution_id, unnest(:priorities::smallint[]) as priority,
                  unnest(:instance_tags::text[]) as instance_tag, unnest(:input_payloads::bytea[]) as input_payload,
                  unnest(:are_tagged::boolean[]) as is_tagged) i
@@ -26,6 +28,14 @@ fresh as (
 queued as (
   insert into ready (place, route_no, queue_no, partition_key, execution_id)
   select place, :route_no::int, :queue_no, :partition_key, execution_id from fresh
+),
+-- The count makes it wait for the rows of the executions.
+large as (
+  insert into execution_input (partition_key, execution_id, input_payload)
+  select :partition_key, execution_id, input_payload
+    from (select execution_id, coalesce(input_payload, (:input_payloads)[1]) as input_payload
+            from (select unnest(:execution_ids) as execution_id, unnest(:input_payloads) as input_payload) i) i
+   where :has_large_inputs::boolean and (select count(*) > 0 from fresh) and octet_length(input_payload) > :inline_input_bytes
 ),
 timed as (
   insert into timer (partition_key, execution_id, kind, due_at)
@@ -115,21 +125,26 @@ fresh as (
          (case when is_delayed then 'waiting_for_delay' else 'waiting_for_worker' end)::blocking_reason,
          'pending_first_attempt', case when is_delayed then delay_until end,
          coalesce(deadline_at, now + deadline_ms), now, now, instance_tag, retention_ms,
-         case when is_delayed then 'delayed until ' || delay_until end, creator_identity, input_payload, payload_encoding,
-         policy::jsonb
+         case when is_delayed then 'delayed until ' || delay_until end, creator_identity,
+         case when octet_length(input_payload) <= :inline_input_bytes then input_payload end, payload_encoding, policy::jsonb
     from (select i.*, idempotency_key is null or execution_id in (select execution_id from won) as is_free from item i) i
    where lane_accepts and is_free
    order by partition_key, execution_id
   on conflict (partition_key, execution_id) do nothing
-  returning execution_id
+  returning partition_key, execution_id
 ),
 -- Asked as a column, the question is answered from a hash; as a condition it would be a join.
 answered as materialized (
-  select i.*, execution_id in (select execution_id from fresh) as is_new from item i
+  select i.*, (partition_key, execution_id) in (select partition_key, execution_id from fresh) as is_new from item i
 ),
 queued as (
   insert into ready (place, route_no, queue_no, partition_key, execution_id)
   select place, route_no, queue_no, partition_key, execution_id from answered where is_new and not is_delayed
+),
+large as (
+  insert into execution_input (partition_key, execution_id, input_payload)
+  select partition_key, execution_id, input_payload from answered
+   where :has_large_inputs::boolean and is_new and octet_length(input_payload) > :inline_input_bytes
 ),
 timed as (
   insert into timer (partition_key, execution_id, kind, due_at)

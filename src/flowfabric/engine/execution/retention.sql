@@ -15,7 +15,7 @@ batch as materialized (
    where r.before < :limit
 ),
 member as materialized (
-  select b.tid, b.partition_key, m.execution_id, h.is_held
+  select b.tid, b.partition_key, m.execution_id, h.is_held, h.has_large_input
     from batch b
    cross join lateral unnest(b.execution_ids) as m(execution_id)
    -- One that is gone, or has not ended then, is not meant.
@@ -24,12 +24,12 @@ member as materialized (
           where e.partition_key = b.partition_key and e.execution_id = m.execution_id and e.lifecycle_phase = 'terminal'
             and e.last_transition_at = b.ended_at limit 1) e
     left join lateral (
-         select true as is_held from execution e
+         select true as is_held, e.input_payload is null as has_large_input from execution e
           where e.partition_key = b.partition_key and e.execution_id = m.execution_id and e.lifecycle_phase = 'terminal'
             and e.last_transition_at = b.ended_at
             for update skip locked) h on true
 ),
-due as materialized (select partition_key, execution_id from member where is_held),
+due as materialized (select partition_key, execution_id, has_large_input from member where is_held),
 spent as (
   delete from retained where ctid = any(array(select tid from batch except select tid from member where is_held is null))
 ),
@@ -38,6 +38,9 @@ left_over as (
     from (select tid, array_agg(execution_id) as execution_ids from member where is_held is null group by tid) m
    where r.ctid = m.tid
 ),
+inputs as (
+  delete from execution_input i using due d
+   where d.has_large_input and i.partition_key = any(array[d.partition_key]) and i.execution_id = d.execution_id),
 attempts as (
   delete from attempt a using due d where a.partition_key = any(array[d.partition_key]) and a.execution_id = d.execution_id),
 grants as (

@@ -245,7 +245,9 @@ select branch, partition_key, execution_id, route_no, queue_no, place,
        lease_id, lease_epoch, attempt_id, attempt_type, attempt_count - 1 as attempt_index, (select now from clock) as now,
        case when queue_no <> all(:known_queues) then (
          select k.execution_kind from queue q join kind k using (kind_no) where q.queue_no = l.queue_no) end as execution_kind,
-       input_payload, payload_encoding, policy,
+       coalesce(input_payload, (
+         select i.input_payload from execution_input i
+          where i.partition_key = l.partition_key and i.execution_id = l.execution_id)) as input_payload, payload_encoding, policy,
        case when has_tags then (
          select jsonb_object_agg(t.key, t.value) from execution_tag t
           where t.partition_key = l.partition_key and t.execution_id = l.execution_id) end as tags, timeout_ms, deadline_at

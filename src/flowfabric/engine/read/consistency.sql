@@ -65,6 +65,9 @@ select e.partition_key, e.execution_id, rule.problem
        select i.* from listed i where i.partition_key = e.partition_key and i.execution_id = e.execution_id limit 1) i on true
   left join lateral (select m.* from claim m where m.partition_key = e.partition_key and m.claim_no = e.claim_no limit 1) m on true
   left join lateral (
+       select v.execution_id from execution_input v
+        where v.partition_key = e.partition_key and v.execution_id = e.execution_id limit 1) v on true
+  left join lateral (
        select g.* from claim_grant g where g.partition_key = e.partition_key and g.execution_id = e.execution_id limit 1) g on true
   left join lateral (
        select u.* from suspension u
@@ -232,6 +235,8 @@ select e.partition_key, e.execution_id, rule.problem
        ('claim: it is of another worker', e.ownership_state = 'leased' and m.worker_no <> e.worker_no),
        ('retained: there is no entry of its ending', e.is_terminal
          and (e.partition_key, e.execution_id, e.last_transition_at) not in (select k.partition_key, k.execution_id, k.ended_at from kept k)),
+       ('input_payload: is neither on the row nor in execution_input', e.input_payload is null and v.execution_id is null),
+       ('input_payload: is both on the row and in execution_input', e.input_payload is not null and v.execution_id is not null),
        ('execution_tag: has_tags does not say whether there are any', e.has_tags <> (t.tags > 0)),
        ('instance_tag: is not the value of its tag', e.instance_tag is distinct from t.instance)
        ) as rule(problem, is_broken)
@@ -245,6 +250,9 @@ select e.partition_key, e.execution_id, rule.problem
 union all
 (select distinct t.partition_key, t.execution_id, 'execution_tag: without its execution' from execution_tag t
   where not exists (select from execution e where e.partition_key = t.partition_key and e.execution_id = t.execution_id) limit :limit)
+union all
+(select i.partition_key, i.execution_id, 'execution_input: without its execution' from execution_input i
+  where not exists (select from execution e where e.partition_key = i.partition_key and e.execution_id = i.execution_id) limit :limit)
 union all
 (select g.partition_key, g.execution_id, 'claim_grant: without its execution' from claim_grant g
   where not exists (select from execution e where e.partition_key = g.partition_key and e.execution_id = g.execution_id) limit :limit)

@@ -32,7 +32,9 @@ select e.flow_id, l.lane_id, n.namespace, e.public_state, e.blocking_reason, e.b
 
 -- name: read_context
 -- What the handler of one execution works from.
-select e.input_payload, k.execution_kind,
+select coalesce(e.input_payload, (
+         select i.input_payload from execution_input i
+          where i.partition_key = e.partition_key and i.execution_id = e.execution_id)) as input_payload, k.execution_kind,
        case when e.has_tags then (
          select jsonb_object_agg(t.key, t.value) from execution_tag t
           where t.partition_key = e.partition_key and t.execution_id = e.execution_id) end as tags
