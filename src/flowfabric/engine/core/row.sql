@@ -1,38 +1,42 @@
--- name: lock_executions
--- Waits for rows in the order given and holds them until the transaction ends: where each stands, whose it is, and the
--- time before and after the wait; nothing but the times of what is absent.
+-- fragment: standing
+-- Where each of the named executions stands and whose it is, from its row e and its claim r, and the time before and after
+-- the row was waited for.
 with clock as materialized (select ff_now() as now)
 select c.now as began, ff_now() as now, e.partition_key, e.execution_id, e.lifecycle_phase, e.ownership_state, e.eligibility_state,
        e.terminal_outcome, e.lease_epoch, e.lease_id, e.attempt_id, e.attempt_count, greatest(e.lease_expires_at, r.expires_at) as lease_expires_at
   from clock c
  cross join unnest(:partition_keys::smallint[], :execution_ids::uuid[]) with ordinality as i(partition_key, execution_id, nth)
+
+-- fragment: row
+-- The row of an execution.
+select e.partition_key, e.execution_id, e.lifecycle_phase, e.ownership_state, e.eligibility_state, e.terminal_outcome,
+       e.lease_epoch, e.lease_id, coalesce(e.attempt_id, e.lease_id) as attempt_id, e.attempt_count, e.claim_no, e.lease_expires_at
+  from execution e
+ where e.partition_key = i.partition_key and e.execution_id = i.execution_id
+
+-- fragment: claim
+-- When the claim of its lease expires.
+left join lateral (
+     select r.expires_at from claim r
+      where r.partition_key = e.partition_key and r.claim_no = e.claim_no limit 1) r on true
+
+-- name: lock_executions
+-- Waits for rows in the order given and holds them until the transaction ends: where each stands, whose it is, and the
+-- time before and after the wait; nothing but the times of what is absent.
+-- include: standing
   left join lateral (
-       select e.partition_key, e.execution_id, e.lifecycle_phase, e.ownership_state, e.eligibility_state, e.terminal_outcome,
-              e.lease_epoch, e.lease_id, coalesce(e.attempt_id, e.lease_id) as attempt_id, e.attempt_count, e.claim_no, e.lease_expires_at
-         from execution e
-        where e.partition_key = i.partition_key and e.execution_id = i.execution_id
+       -- include: row
           for update) e on true
-  left join lateral (
-       select r.expires_at from claim r
-        where r.partition_key = e.partition_key and r.claim_no = e.claim_no limit 1) r on true
+  -- include: claim
  order by i.nth;
 
 -- name: lock_free_executions
 -- The same without waiting: nothing but the times of what another session holds, too.
-with clock as materialized (select ff_now() as now)
-select c.now as began, ff_now() as now, e.partition_key, e.execution_id, e.lifecycle_phase, e.ownership_state, e.eligibility_state,
-       e.terminal_outcome, e.lease_epoch, e.lease_id, e.attempt_id, e.attempt_count, greatest(e.lease_expires_at, r.expires_at) as lease_expires_at
-  from clock c
- cross join unnest(:partition_keys::smallint[], :execution_ids::uuid[]) with ordinality as i(partition_key, execution_id, nth)
+-- include: standing
   left join lateral (
-       select e.partition_key, e.execution_id, e.lifecycle_phase, e.ownership_state, e.eligibility_state, e.terminal_outcome,
-              e.lease_epoch, e.lease_id, coalesce(e.attempt_id, e.lease_id) as attempt_id, e.attempt_count, e.claim_no, e.lease_expires_at
-         from execution e
-        where e.partition_key = i.partition_key and e.execution_id = i.execution_id
+       -- include: row
           for update skip locked) e on true
-  left join lateral (
-       select r.expires_at from claim r
-        where r.partition_key = e.partition_key and r.claim_no = e.claim_no limit 1) r on true
+  -- include: claim
  order by i.nth;
 
 -- name: read_with_grant

@@ -36,6 +36,17 @@ select p.namespace_no, p.lane_no, case when :is_newest_first::boolean
          end as edge
   from pair p;
 
+-- fragment: row
+-- What filters and pages need of the row of an execution.
+select e.created_at, e.partition_key, e.execution_id, e.namespace_no, e.lane_no, e.queue_no, e.place, e.public_state, e.flow_id,
+       case when e.lifecycle_phase = 'terminal' then e.last_transition_at end as completed_at
+  from execution e
+
+-- fragment: summary
+-- What a list shows of an execution.
+select x.partition_key, x.execution_id, n.namespace, l.lane_id, k.execution_kind, x.public_state,
+       (9000 - (x.place >> 48))::smallint as priority, x.created_at
+
 -- fragment: matching
 -- The filters that every way to an execution applies to its row x.
 (:queue_nos::int[] is null or x.queue_no in (select unnest(:queue_nos)))
@@ -62,9 +73,7 @@ with entry as materialized (
   select p.nth, e.*
     from unnest(:namespace_nos::int[], :lane_nos::int[]) with ordinality as p(namespace_no, lane_no, nth)
    cross join lateral (
-         select e.created_at, e.partition_key, e.execution_id, e.namespace_no, e.lane_no, e.queue_no, e.place, e.public_state,
-                e.flow_id, case when e.lifecycle_phase = 'terminal' then e.last_transition_at end as completed_at
-           from execution e
+         -- include: row
           where e.namespace_no = p.namespace_no and e.lane_no = p.lane_no
             and e.created_at between :created_from and :created_to
           order by e.created_at desc
@@ -77,8 +86,7 @@ reached as materialized (
 select reached.created_at as reached, found.*
   from reached
   left join lateral (
-       select x.partition_key, x.execution_id, n.namespace, l.lane_id, k.execution_kind, x.public_state,
-              (9000 - (x.place >> 48))::smallint as priority, x.created_at
+       -- include: summary
          from (select x.*
                  from (select x.*, ('{fp:' || x.partition_key || '}:' || x.execution_id) collate "C" as id_text
                          from entry x
@@ -99,9 +107,7 @@ with entry as materialized (
   select p.nth, e.*
     from unnest(:namespace_nos::int[], :lane_nos::int[]) with ordinality as p(namespace_no, lane_no, nth)
    cross join lateral (
-         select e.created_at, e.partition_key, e.execution_id, e.namespace_no, e.lane_no, e.queue_no, e.place, e.public_state,
-                e.flow_id, case when e.lifecycle_phase = 'terminal' then e.last_transition_at end as completed_at
-           from execution e
+         -- include: row
           where e.namespace_no = p.namespace_no and e.lane_no = p.lane_no
             and e.created_at between :created_from and :created_to
           order by e.created_at
@@ -114,8 +120,7 @@ reached as materialized (
 select reached.created_at as reached, found.*
   from reached
   left join lateral (
-       select x.partition_key, x.execution_id, n.namespace, l.lane_id, k.execution_kind, x.public_state,
-              (9000 - (x.place >> 48))::smallint as priority, x.created_at
+       -- include: summary
          from (select x.*
                  from (select x.*, ('{fp:' || x.partition_key || '}:' || x.execution_id) collate "C" as id_text
                          from entry x
@@ -187,17 +192,14 @@ whole as materialized (
 select whole.is_whole, found.*
   from whole
   left join lateral (
-       select x.partition_key, x.execution_id, n.namespace, l.lane_id, k.execution_kind, x.public_state,
-              (9000 - (x.place >> 48))::smallint as priority, x.created_at
+       -- include: summary
          from (select x.*
                  from (select x.*, ('{fp:' || x.partition_key || '}:' || x.execution_id) collate "C" as id_text
-                         from (select c.partition_key, c.execution_id, e.*
+                         from (select e.*
                                  from (select distinct partition_key, execution_id from candidate where whole.is_whole) c
                                 -- The limit keeps the candidates in the lead, whatever the planner expects of them.
                                 cross join lateral (
-                                      select e.created_at, e.namespace_no, e.lane_no, e.queue_no, e.place, e.public_state, e.flow_id,
-                                             case when e.lifecycle_phase = 'terminal' then e.last_transition_at end as completed_at
-                                        from execution e
+                                      -- include: row
                                        where e.partition_key = c.partition_key and e.execution_id = c.execution_id limit 1) e) x
                         where (:namespace_nos::int[] is null or x.namespace_no = any(:namespace_nos))
                           and (:lane_nos is null or x.lane_no = any(:lane_nos))
