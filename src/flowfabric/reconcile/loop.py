@@ -64,7 +64,7 @@ class Reconciler:
     """The pause of a loop that has nothing to do and sees no timer near: a look sees the timers of as long ahead."""
     LEAST_SECONDS = 0.02
     LOOK_SHARE = 10
-    """While full batches follow each other, so many times its own time lies between two looks."""
+    """The least time between two looks while batches are full, as a multiple of what a look takes."""
     FAULT_SECONDS = (0.2, 5.0)
     RESTART_SECONDS = 5.0
     SHUTDOWN_SECONDS = 3.0

@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 CLAIM_SIZE = 500
 """Executions in one claim: while some of a worker's slots are claimed into, others run and yet others are ended."""
 ENDING = 2
-"""How many times as many as may wait for a slot may wait for their endings to be committed.
+"""Endings that may wait for their commit, as a multiple of the executions claimed ahead.
 
 Where nothing is claimed ahead, an execution keeps its slot until its ending is committed.
 """
@@ -132,7 +132,7 @@ class Slots:
             self._skip(running)
 
     async def until_empty(self, seconds: float) -> None:
-        """Wait until nothing is held, for so long."""
+        """Wait until nothing is held, so many seconds at most."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 while self.held:

@@ -257,7 +257,8 @@ create table claim (
 alter table claim alter execution_ids set storage external;
 create index claim_due on claim (expires_at);
 
--- Executions that ended together and may be deleted together. One that has not ended at that time any more is not meant.
+-- Executions that ended together and may be deleted together. One whose end is later, because it was
+-- replayed, is skipped.
 create table retained (
   retain_until bigint not null,
   ended_at bigint not null,

@@ -136,8 +136,8 @@ class LeaseEnd:
 class LeaseEnds:
     """The one owner of every way a lease ends, or an execution that nobody runs.
 
-    Where nothing is attached to an execution one statement does all of it, for concurrent callers together. What is
-    attached is seen to in the same transaction, by one call of its consequence for all executions that have it.
+    Where nothing is attached to an execution one statement does all of it, for concurrent callers together. For each
+    kind of attachment its consequence runs once for the whole batch, in the same transaction.
     """
 
     def __init__(self, store: Store, consequences: Mapping[Attachment, Consequence]) -> None:

@@ -103,7 +103,7 @@ moved as (
      set lifecycle_phase = h.to_phase, ownership_state = h.to_ownership, eligibility_state = h.to_eligibility,
          blocking_reason = h.to_blocking, terminal_outcome = h.to_outcome,
          attempt_state = case when h.ends and h.attempt_count = 0 then e.attempt_state else h.to_attempt end,
-         -- What a worker still says under the lease it gave up is told from what the next one says.
+         -- A late call under the lease that was given up is refused by its epoch.
          lease_epoch = e.lease_epoch + h.suspends::int,
          -- The claim, which knows of renewals, is deleted once its leases are marked.
          lease_expires_at = case when h.loses_lease then h.expires_at else e.lease_expires_at end,
@@ -125,7 +125,7 @@ moved as (
          granted_until = null,
          delay_until = case when h.to_eligibility = 'not_eligible_until_time' then h.to_delay_until end,
          attempt_timeout_at = case when h.loses_lease then e.attempt_timeout_at end,
-         -- What a parked attempt goes on with; a timer that has run out leaves it a moment, for none would be no timer.
+         -- What is left for a parked attempt: at least 1 ms, as null means no timeout.
          remaining_attempt_timeout_ms = case when h.parks and h.attempt_timeout_at is not null then greatest(h.attempt_timeout_at - h.now, 1) end,
          suspension_timeout_at = case when h.suspends then h.timeout_at end,
          suspension_id = case when h.suspends then h.suspension_id else e.suspension_id end,
@@ -290,7 +290,6 @@ moved as (
             e.lease_id, e.lease_epoch, e.worker_no, e.retention_ms, e.flow_id, e.instance_tag, e.deadline_at,
             e.attempt_timeout_at
 ),
--- The kind is compared as a text: an equality of it would let a plan made while there are few timers walk timer_due.
 untimed as (
   delete from timer t using moved m
    where (m.attempt_timeout_at is not null or m.deadline_at is not null)

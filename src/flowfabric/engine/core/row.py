@@ -229,7 +229,7 @@ class GivenFence:
             )
         if self.attempt_index is None or self.attempt_index == held.attempt_index:
             return fence
-        # The index counts like an id, after everything else: a lease nobody has ends the judgement where ids do.
+        # Judged where ids are, after everything else: the lease id of nobody makes the fence stale.
         return replace(fence, lease_id=LeaseId(uuid4()))
 
 
@@ -297,7 +297,7 @@ class HeldWithGrant(Held, frozen=True, kw_only=True):
 
     @property
     def has_forgotten_grant(self) -> bool:
-        """Whether its last grant expired so long ago that it is deleted: only when it ran out is still known."""
+        """Whether its last grant is deleted; when it expired is still known."""
         return self.grant_id is None and self.granted_until is not None and self.granted_until <= self.now
 
     @property

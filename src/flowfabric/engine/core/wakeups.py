@@ -111,7 +111,7 @@ class Wakeups:
         self.hints.send(_ENDED)
 
     def lost(self, leases: Sequence[LostLease]) -> None:
-        """Leases were ended by somebody else than their holders, who are told at once."""
+        """Notify the holders of leases that others have ended."""
         for lease in leases:
             self.hints.send(_LOST, f"{lease.execution_id},{lease.lease_epoch},{lease.reason}")
         self._tell_lost(leases)
@@ -122,7 +122,7 @@ class Wakeups:
         return lambda: self._on_lost.remove(callback)
 
     def timer(self, milliseconds: int) -> None:
-        """A timer that runs out so long from now was set."""
+        """Note a timer that is due in so many milliseconds."""
         due = time.monotonic() + milliseconds / 1000
         if due < self.next_timer:
             self.next_timer = due

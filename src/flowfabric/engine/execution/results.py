@@ -63,7 +63,7 @@ class Results:
         raise error("timeout", {"op": "wait_for_ending", "elapsed_ms": int((seconds or 0) * 1000)})
 
     def refuse(self) -> None:
-        """Send away whoever waits and whoever comes."""
+        """Fail current waiters and reject new ones."""
         self._refuses = True
         self._answer_all(_refusal())
 
@@ -77,7 +77,7 @@ class Results:
         return future
 
     async def close(self) -> None:
-        """Send away whoever waits, and look no more."""
+        """Fail current waiters and stop looking."""
         self.refuse()
         if self._task is not None:
             self._task.cancel()

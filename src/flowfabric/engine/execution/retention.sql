@@ -18,7 +18,7 @@ member as materialized (
   select b.tid, b.partition_key, m.execution_id, h.is_held, h.has_large_input
     from batch b
    cross join lateral unnest(b.execution_ids) as m(execution_id)
-   -- One that is gone, or has not ended then, is not meant.
+   -- Skipped: one that is gone, and one that ended at another time because it was replayed.
    cross join lateral (
          select from execution e
           where e.partition_key = b.partition_key and e.execution_id = m.execution_id and e.lifecycle_phase = 'terminal'

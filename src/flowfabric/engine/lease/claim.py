@@ -302,14 +302,14 @@ class Claim:
                 break
             note = None
             if rows and rows[-1][_PLACE] is None:
-                last = rows.pop()
-                note, walk_us = last[0], last["timeout_ms"]
+                # A note has its two numbers where a lease has its time limits.
+                note, walk_us, cut_at = (last := rows.pop())[0], last["timeout_ms"], last["deadline_at"]
                 # What was passed over before this place is of other kinds, granted or held.
-                walked_to = last["deadline_at"] or 0
+                walked_to = cut_at or 0
                 if walk_us is not None:
                     is_cut = note == "more" or len(rows) == left
-                    last = max((row[_PLACE] for row in rows), default=0)
-                    watermarks.walked_whole(walk_us / 1_000_000, up_to=last if is_cut else None)
+                    furthest = max((row[_PLACE] for row in rows), default=0)
+                    watermarks.walked_whole(walk_us / 1_000_000, up_to=furthest if is_cut else None)
             at_reclaim_limit: list[tuple[ExecutionId, int]] = []
             reclaimed: list[ExecutionId] = []
             for row in rows:
@@ -343,7 +343,7 @@ class Queues:
     """The lane and the kind of queues that this process has claimed from; neither ever changes."""
 
     MOST_KNOWN = 256
-    """As many as a statement is told not to answer again."""
+    """How many are cached at most."""
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[LaneId, str]] = {}

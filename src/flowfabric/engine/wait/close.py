@@ -1,4 +1,4 @@
-"""What the end of a suspended execution brings: its suspension and its waitpoints are closed."""
+"""Closing the suspension and the waitpoints of executions that end."""
 
 from collections.abc import Sequence
 
