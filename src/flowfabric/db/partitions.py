@@ -126,7 +126,8 @@ async def _make(connection: Connection, schema: str, name: str) -> bool:
                 raise _Skipped(f"the default partition is larger than {LARGEST_DEFAULT >> 20} MB")
         # To attach a table locks the default partition only; to create it as a partition would lock all of them.
         await connection.execute(
-            f'create table "{schema}"."{name}" (like "{schema}".event including constraints including defaults including storage);'
+            f'create table "{schema}"."{name}" ('
+            f'like "{schema}".event including constraints including defaults including storage);'
             f'alter table "{schema}".event attach partition "{schema}"."{name}" for values from ({first}) to ({end})'
         )
         return True

@@ -138,7 +138,8 @@ create table event (
   flow_id uuid,
   instance_tag text,
   details jsonb,
-  constraint event_is_of_one_or_many CHECK ((execution_id IS NULL) <> (execution_ids IS NULL))) partition by RANGE (at);
+  constraint event_is_of_one_or_many CHECK ((execution_id IS NULL) <> (execution_ids IS NULL)),
+  constraint event_of_many_is_common CHECK (execution_ids IS NULL OR (kind = ANY (ARRAY['acquired'::event_kind, 'renewed'::event_kind, 'released'::event_kind])))) partition by RANGE (at);
 
 create table execution (
   execution_id uuid not null,

@@ -433,7 +433,9 @@ create table event (
   flow_id uuid,
   instance_tag text,
   details jsonb,
-  constraint event_is_of_one_or_many check ((execution_id is null) <> (execution_ids is null))
+  constraint event_is_of_one_or_many check ((execution_id is null) <> (execution_ids is null)),
+  -- What is rare is found by its execution.
+  constraint event_of_many_is_common check (execution_ids is null or kind in ('acquired', 'renewed', 'released'))
 ) partition by range (at);
 alter table event alter execution_ids set storage external, alter lease_ids set storage external;
 create table event_default partition of event default;

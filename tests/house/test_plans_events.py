@@ -1,0 +1,53 @@
+"""The rare events of one execution are found by it, however many events there are."""
+
+import json
+from typing import Any
+
+import asyncpg
+import pytest
+
+from databases import session
+from flowfabric.db.session import session_settings
+from flowfabric.engine.engine import Engine
+
+_RARE = """
+select kind, reason from event
+ where execution_id = $1 and kind not in ('acquired', 'renewed', 'released', 'ended') order by event_id
+"""
+_NOISE = """
+insert into event (at, partition_key, kind, namespace_no, execution_id)
+select ff_now(), 0, 'expired', 1, gen_random_uuid() from generate_series(1, 2000)
+"""
+
+
+def indexes(plan: dict[str, Any]) -> set[str]:
+    """The indexes a plan walks, by the name that all partitions share."""
+    found = {plan["Index Name"]} if "Index Name" in plan else set()
+    assert plan["Node Type"] != "Seq Scan"
+    return found.union(*(indexes(child) for child in plan.get("Plans", ())))
+
+
+async def test_the_rare_events_of_an_execution_are_found_by_their_own_index(
+    engine: Engine, given: Any, clock: Any, url: str, rows: Any, connection: asyncpg.Connection
+) -> None:
+    handle = await given.claimed(lease_ttl_ms=1000)
+    await clock.advance(seconds=2)
+    await engine.lease_expiry.sweep()
+    await connection.execute(_NOISE)
+    reader = await session(url, "test plans")
+    for name, value in session_settings("flowfabric").items():
+        await reader.execute("select set_config($1, $2, false)", name, value)
+    execution_id = handle.execution_id[-36:]
+    assert [row["kind"] for row in await reader.fetch(_RARE, execution_id)] == ["expired"]
+    (plan,) = json.loads(await reader.fetchval(f"explain (format json) {_RARE}", execution_id))
+    assert all("execution_id_event_id" in name or name == "event_rare_execution" for name in indexes(plan["Plan"]))
+    assert indexes(plan["Plan"])
+    await reader.close()
+
+
+async def test_what_is_rare_is_never_told_of_many(connection: asyncpg.Connection) -> None:
+    with pytest.raises(asyncpg.CheckViolationError, match="event_of_many_is_common"):
+        await connection.execute(
+            """insert into event (at, partition_key, kind, namespace_no, execution_ids)
+               values (ff_now(), 0, 'expired', 1, array[gen_random_uuid()])"""
+        )
