@@ -14,7 +14,7 @@ async def test_orphans_are_found(engine: Engine, given: Any, clock: Any, connect
     large = await given.created(input_payload=b"x" * 300)
     failed = await given.failed(lane_id="other")
     completed = await given.completed(lane_id="completed", result=b"x" * 300)
-    await grant(engine, await given.created(lane_id="granted"))
+    await grant(engine, await given.created())
     handle = await given.claimed(lane_id="suspended")
     await engine.suspend(handle, args(idempotency_key="key", timeout_at=await clock.now() + 60_000))
     retried = await given.backing_off(lane_id="backing_off")
