@@ -383,11 +383,15 @@ async def test_retention_is_each_executions_own_and_takes_all_that_depends_on_it
 ) -> None:
     short = {"policy": {"stream_policy": {"retention_ttl_ms": 1000}}, "tags": {"app.key": "value"}}
     short |= {"input_payload": b"x" * 300}
-    gone = [await given.completed(**short), await given.cancelled(**short), await given.failed(**short)]
+    gone = [
+        await given.completed(result=b"x" * 300, **short),
+        await given.cancelled(**short),
+        await given.failed(**short),
+    ]
     kept = await given.completed()
     await clock.advance(ms=1000)
     assert await engine.retention.trim() == len(gone)
-    for table in ("execution", "execution_input", "execution_tag", "attempt", "listed"):
+    for table in ("execution", "execution_input", "execution_result", "execution_tag", "attempt", "listed"):
         left = {str(row["execution_id"]) for row in await rows.of(table)}
         assert left <= {kept[-36:]}
     assert await engine.read_execution_state(kept) == "completed"

@@ -38,6 +38,7 @@ _EARLIEST_MS = 10**12
 _OF_EXECUTIONS = (
     "execution_detail",
     "execution_input",
+    "execution_result",
     "ready",
     "timer",
     "listed",

@@ -13,8 +13,8 @@ import asyncpg
 import pytest
 
 from creates import new
+from flowfabric.engine.core.payload import INLINE_PAYLOAD_BYTES
 from flowfabric.engine.engine import Engine
-from flowfabric.engine.execution.create import INLINE_INPUT_BYTES
 from flowfabric.engine.lease.expire import CLAIM_LIMIT, SWEEP_LIMIT
 from flowfabric.model.condition import Single
 from flowfabric.model.errors import EngineError
@@ -95,7 +95,7 @@ async def test_operations_on_few_executions_touch_few_rows(full: Engine, touched
 async def test_an_input_is_looked_for_apart_from_its_row_only_where_it_is_large(
     full: Engine, touched: Touched, clock: Any
 ) -> None:
-    for lane, size, found in (("small", INLINE_INPUT_BYTES, 0), ("large", INLINE_INPUT_BYTES + 1, 10)):
+    for lane, size, found in (("small", INLINE_PAYLOAD_BYTES, 0), ("large", INLINE_PAYLOAD_BYTES + 1, 10)):
         touched.clear()
         await full.create_many([new(lane_id=lane, input_payload=b"x" * size) for _ in range(5)])
         await full.create_many([new(lane_id=lane, input_payload=b"x" * size, idempotency_key=f"{n}") for n in range(5)])
@@ -113,6 +113,40 @@ async def test_an_input_is_looked_for_apart_from_its_row_only_where_it_is_large(
     assert touched.of("take_retained", "execution_input") == 0
     assert await full.retention.trim(limit=ENDED) == 20
     assert touched.of("take_retained", "execution_input") == 10
+
+
+async def test_a_result_is_looked_for_apart_from_its_row_only_where_it_is_not_on_it(
+    full: Engine, touched: Touched, clock: Any
+) -> None:
+    ended = {}
+    for lane, size, found in (("small", INLINE_PAYLOAD_BYTES, 0), ("large", INLINE_PAYLOAD_BYTES + 1, 1)):
+        touched.clear()
+        await full.create_many([new(lane_id=lane) for _ in range(20)])
+        runs = await claim(full, 20, lanes=(lane,))
+        await full.complete_many([(run.handle, b"x" * size) for run in runs[:10]])
+        # An upsert looks for a row of the same key in the index, which gives none.
+        assert touched.of("complete_leases", "execution_result") == 0
+        await full.complete_execution(
+            execution_id=runs[10].execution_id, payload=b"x" * size, source="operator_override"
+        )
+        assert touched.of("end_leases", "execution_result") == 0
+        await full.get_execution_result(runs[0].execution_id)
+        assert touched.of("read_result", "execution_result") == found
+        await full.wait_for_ending(runs[0].execution_id, timeout=60)
+        assert touched.of("list_results", "execution_result") == found
+        await full.read_execution_info(runs[0].execution_id)
+        assert touched.of("read_info", "execution_result") == 0
+        for run in runs[11:]:
+            await full.fail(run.handle, reason="no luck")
+            await full.wait_for_ending(run.execution_id, timeout=60)
+        ended[lane] = touched.of("list_results", "execution_result")
+    assert ended == {"small": 0, "large": 1}
+    await clock.advance(ms=DAY + HOUR)
+    touched.clear()
+    assert await full.retention.trim(limit=ENDED) == ENDED
+    assert touched.of("take_retained", "execution_result") == 0
+    assert await full.retention.trim(limit=ENDED) == 40
+    assert touched.of("take_retained", "execution_result") == 11
 
 
 async def test_ends_of_what_has_timers_entries_and_lists_touch_few_rows(

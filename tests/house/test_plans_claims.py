@@ -159,13 +159,16 @@ select n_tup_upd, n_tup_hot_upd from pg_stat_user_tables
 """
 
 
-async def test_claims_and_ends_leave_the_row_in_its_page(url: str, connection: asyncpg.Connection) -> None:
+@pytest.mark.parametrize("result", [b"done", b"x" * 1_500], ids=["small", "large"])
+async def test_claims_and_ends_leave_the_row_in_its_page(
+    url: str, connection: asyncpg.Connection, result: bytes
+) -> None:
     async with Engine.connect(settings=Settings(database_url=url)) as engine:
         await engine.create_many([new(input_payload=b"x" * 100) for _ in range(1000)])
         await engine.create_many([new(input_payload=b"x" * 100) for _ in range(1000)])
         for _ in range(20):
             runs = await claim(engine, 100)
-            await engine.complete_many([(run.handle, b"done") for run in runs])
+            await engine.complete_many([(run.handle, result) for run in runs])
     # Closing the engine has sent what its sessions counted.
     await connection.execute("select pg_stat_clear_snapshot()")
     updates, hot = await connection.fetchrow(_UPDATES)

@@ -33,6 +33,7 @@ EXECUTION = ("partition_key", "execution_id")
 KEYS: dict[str, tuple[tuple[str, ...], ...]] = {
     "execution": (EXECUTION,),
     "execution_input": (EXECUTION,),
+    "execution_result": (EXECUTION,),
     # Places are drawn from one sequence.
     "ready": (("queue_no", "place"), ("route_no", "place")),
     "timer": (EXECUTION,),
@@ -187,10 +188,24 @@ async def test_a_create_of_small_inputs_does_not_look_for_large_ones(known: asyn
     assert re.fullmatch(rf"One-Time Filter: \(?{re.escape(switch)}( AND .+)?", filters[0])
 
 
+@pytest.mark.parametrize("name", ["complete_leases", "end_leases"])
+async def test_an_ending_with_a_small_result_does_not_look_for_large_ones(known: asyncpg.Connection, name: str) -> None:
+    lines = await plan(known, ALL[name])
+    at = lines.index("->  Insert on execution_result")
+    switch = f"${ALL[name].parameters.index('has_large_results') + 1}"
+    assert f"One-Time Filter: {switch}" in lines[at : at + 6]
+
+
 async def test_retention_looks_for_no_input_of_an_execution_that_has_it_on_its_row(known: asyncpg.Connection) -> None:
     lines = await plan(known, ALL["take_retained"])
     at = next(at for at, line in enumerate(lines) if "Delete on execution_input" in line)
     assert lines[at + 2 : at + 4] == ["->  CTE Scan on due d", "Filter: has_large_input"]
+
+
+async def test_retention_looks_for_no_result_of_an_execution_that_has_none_apart(known: asyncpg.Connection) -> None:
+    lines = await plan(known, ALL["take_retained"])
+    at = next(at for at, line in enumerate(lines) if "Delete on execution_result" in line)
+    assert lines[at + 2 : at + 4] == ["->  CTE Scan on due d_1", "Filter: may_have_large_result"]
 
 
 @pytest.mark.parametrize("name", ["claim_by_route", "claim_by_queue"])

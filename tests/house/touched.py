@@ -13,6 +13,7 @@ from flowfabric.db.statements import Statement
 TABLES = (
     "execution",
     "execution_input",
+    "execution_result",
     "ready",
     "timer",
     "claim",

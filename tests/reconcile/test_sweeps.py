@@ -178,18 +178,18 @@ async def test_retention_deletes_everything_of_ended_executions_and_nothing_else
     engine: Engine, given: Any, clock: Any, rows: Any
 ) -> None:
     reconciler = Reconciler(engine, sweeps=[sweep for sweep in SWEEPS if sweep.name == "retention_trimmer"])
-    belongings = ["execution", "execution_input", "execution_tag", "attempt", "listed", "retained"]
+    belongings = ["execution", "execution_input", "execution_result", "execution_tag", "attempt", "listed", "retained"]
     retried = await given.backing_off(delay_ms=0)
     await engine.complete((await given.claim()).handle, b"done")
     ended = [
         retried.execution_id,
-        await given.completed(tags={"app.team": "a"}, idempotency_key="k"),
+        await given.completed(tags={"app.team": "a"}, idempotency_key="k", result=b"x" * 1500),
         await given.failed(input_payload=b"x" * 1500),
         await given.cancelled(input_payload=b"x" * 100_000),
     ]
     waiting = await given.delayed(seconds=10 * DAY, tags={"app.team": "b"}, input_payload=b"y" * 1500)
     await clock.advance(seconds=DAY - 10)
-    fresh = await given.completed()
+    fresh = await given.completed(result=b"y" * 1500)
     held = await given.claimed(lease_ttl_ms=30 * DAY * 1000)
     await clock.advance(seconds=11)
     others = await rows.snapshot(without=belongings)
@@ -201,6 +201,7 @@ async def test_retention_deletes_everything_of_ended_executions_and_nothing_else
     assert await rows.of("attempt") == await rows.of("listed") == []
     assert [row["value"] for row in await rows.of("execution_tag")] == ["b"]
     assert [row["input_payload"] for row in await rows.of("execution_input")] == [b"y" * 1500]
+    assert [row["result_payload"] for row in await rows.of("execution_result")] == [b"y" * 1500]
     for execution_id in ended:
         assert await engine.read_execution_info(execution_id) is None
         assert await engine.get_execution_result(execution_id) is None

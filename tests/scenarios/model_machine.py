@@ -44,8 +44,8 @@ CALLS = ("once", "twice")
 """A worker that lost the reply of a call sends it again."""
 
 _EMPTY = """
-truncate execution, execution_input, ready, timer, claim, retained, listed, execution_tag, attempt, event,
-         idempotency_key, claim_grant
+truncate execution, execution_input, execution_result, ready, timer, claim, retained, listed, execution_tag, attempt,
+         event, idempotency_key, claim_grant
 """
 
 

@@ -75,7 +75,7 @@ class Left:
     @classmethod
     async def read(cls, rows: Any) -> "Left":
         tables: dict[str, dict[str, list[dict[str, Any]]]] = {}
-        for name in ("execution", "suspension", "waitpoint", "signal", "event"):
+        for name in ("execution", "suspension", "waitpoint", "signal", "event_each"):
             tables[name] = defaultdict(list)
             for row in await rows.of(name):
                 tables[name][str(row["execution_id"])].append(row)

@@ -242,6 +242,12 @@ create table execution_input (
   input_payload bytea storage e not null,
   constraint execution_input_pkey PRIMARY KEY (partition_key, execution_id));
 
+create table execution_result (
+  partition_key smallint not null,
+  execution_id uuid not null,
+  result_payload bytea storage e not null,
+  constraint execution_result_pkey PRIMARY KEY (partition_key, execution_id));
+
 create table execution_tag (
   partition_key smallint not null,
   execution_id uuid not null,
@@ -670,7 +676,13 @@ create view execution_detail as
     e.suspension_id,
     e.remaining_attempt_timeout_ms,
     e.retention_ms,
-    e.result_payload,
+    COALESCE(e.result_payload,
+        CASE
+            WHEN e.terminal_outcome = 'success'::terminal_outcome THEN ( SELECT r.result_payload
+               FROM execution_result r
+              WHERE r.partition_key = e.partition_key AND r.execution_id = e.execution_id)
+            ELSE NULL::bytea
+        END) AS result_payload,
     e.result_encoding,
     e.failure_reason,
     e.failure_category,

@@ -61,7 +61,7 @@ async def test_a_create_writes_one_row_and_one_entry_and_nothing_else(
     made = await create(engine, **new())
     assert await told(rows, made.execution_id) == []
     others = ("attempt", "idempotency_key", "execution_tag", "execution_input", "claim_grant", "timer", "claim")
-    for table in (*others, "listed", "retained"):
+    for table in (*others, "execution_result", "listed", "retained"):
         assert await rows.of(table) == []
     assert len(await rows.of("execution")) == len(await rows.of("ready")) == 1
 

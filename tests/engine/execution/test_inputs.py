@@ -9,8 +9,8 @@ import pytest
 
 from engine.grants import claim_named, grant
 from engine.state import Creating, both_creates, claim, items, new, refused
+from flowfabric.engine.core.payload import INLINE_PAYLOAD_BYTES
 from flowfabric.engine.engine import Engine
-from flowfabric.engine.execution.create import INLINE_INPUT_BYTES
 from flowfabric.model.errors import EngineError
 from flowfabric.model.execution import Created, Duplicate
 
@@ -42,7 +42,7 @@ async def check_stored(rows: Any, expected: dict[str, bytes]) -> None:
 
 
 def test_the_sizes_are_those_around_the_limit() -> None:
-    assert {INLINE_INPUT_BYTES, INLINE_INPUT_BYTES + 1} <= set(SIZES)
+    assert {INLINE_PAYLOAD_BYTES, INLINE_PAYLOAD_BYTES + 1} <= set(SIZES)
 
 
 @both_creates

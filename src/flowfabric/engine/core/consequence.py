@@ -10,6 +10,7 @@ from flowfabric.db.batch import LOCKED, Batch, Locked
 from flowfabric.db.database import Record, Transaction
 from flowfabric.db.faults import StoreFault
 from flowfabric.db.statements import columns_of, statements_beside
+from flowfabric.engine.core.payload import INLINE_PAYLOAD_BYTES, any_large
 from flowfabric.engine.core.row import DONE, Verdict, hold, verdict_of
 from flowfabric.engine.core.transition import RELEASES, Release, completion_parameters, release_parameters
 from flowfabric.engine.core.wakeups import LostLease, LostReason, Work
@@ -230,7 +231,7 @@ class LeaseEnds:
         columns = columns_of(_COMPLETION_COLUMNS, [end.completion for end in ends])
         if columns["attempt_ids"] == columns["lease_ids"]:
             columns["attempt_ids"] = ()
-        columns["retention_ms"] = self._store.rules.retention_ms
+        self._add_limits(columns)
         columns.update(_COMPLETION)
         try:
             (row,) = await self._store.database.fetch(SQL.complete_leases, columns, attempts=1)
@@ -304,10 +305,15 @@ class LeaseEnds:
         columns = columns_of(_COLUMNS, [end.row for end in ends])
         if columns["attempt_ids"] == columns["lease_ids"]:
             columns["attempt_ids"] = ()
-        columns["retention_ms"] = self._store.rules.retention_ms
+        self._add_limits(columns)
         columns["is_thorough"] = is_thorough
         columns.update(release_parameters(frozenset(end.move for end in ends)))
         return columns
+
+    def _add_limits(self, columns: dict[str, Any]) -> None:
+        columns["retention_ms"] = self._store.rules.retention_ms
+        columns["inline_payload_bytes"] = INLINE_PAYLOAD_BYTES
+        columns["has_large_results"] = any_large(columns["payloads"])
 
 
 def retry_pause(policy: ExecutionPolicy | None, retry_count: int, category: str) -> int | None:

@@ -114,7 +114,7 @@ moved as (
          retry_count = e.retry_count + h.retries::int,
          last_transition_at = case when h.loses_lease then e.last_transition_at else h.now end,
          last_mutation_at = case when h.loses_lease then h.now end,
-         result_payload = h.payload, result_encoding = h.encoding,
+         result_payload = case when octet_length(h.payload) <= :inline_payload_bytes then h.payload end, result_encoding = h.encoding,
          failure_reason = case
            when h.parks or h.loses_lease then e.failure_reason
            when h.to_outcome in ('success', 'cancelled') and h.move <> 'suspension_cancelled' then null
@@ -138,6 +138,12 @@ moved as (
            when h.parks then 'delayed until ' || h.to_delay_until end
     from judged h
    where e.partition_key = any(array[h.partition_key]) and e.execution_id = h.execution_id and h.verdict = 'ok'
+),
+large as (
+  insert into execution_result (partition_key, execution_id, result_payload)
+  select partition_key, execution_id, payload from judged
+   where :has_large_results::boolean and verdict = 'ok' and octet_length(payload) > :inline_payload_bytes
+  on conflict (partition_key, execution_id) do update set result_payload = excluded.result_payload
 ),
 -- An attempt that another follows, or that is parked, and the lineage of the one that follows it.
 attempts as (
@@ -278,7 +284,8 @@ moved as (
   update execution e
      set lifecycle_phase = :to_phase, ownership_state = :to_ownership, eligibility_state = :to_eligibility,
          blocking_reason = :to_blocking, terminal_outcome = :to_outcome, attempt_state = :to_attempt,
-         last_transition_at = i.now, last_mutation_at = null, result_payload = i.payload
+         last_transition_at = i.now, last_mutation_at = null,
+         result_payload = case when octet_length(i.payload) <= :inline_payload_bytes then i.payload end
     from item i
    where e.partition_key = any(array[i.partition_key]) and e.execution_id = i.execution_id
      and e.lease_epoch = i.lease_epoch and e.ownership_state = 'leased' and e.lease_id = i.lease_id
@@ -288,7 +295,12 @@ moved as (
            where r.partition_key = e.partition_key and r.claim_no = e.claim_no and r.expires_at > ff_now()))
   returning i.nth, i.now, e.partition_key, e.execution_id, e.namespace_no, e.attempt_count - 1 as attempt_index, e.attempt_id,
             e.lease_id, e.lease_epoch, e.worker_no, e.retention_ms, e.flow_id, e.instance_tag, e.deadline_at,
-            e.attempt_timeout_at
+            e.attempt_timeout_at, case when octet_length(i.payload) > :inline_payload_bytes then i.payload end as large_payload
+),
+large as (
+  insert into execution_result (partition_key, execution_id, result_payload)
+  select partition_key, execution_id, large_payload from moved where :has_large_results::boolean and large_payload is not null
+  on conflict (partition_key, execution_id) do update set result_payload = excluded.result_payload
 ),
 untimed as (
   delete from timer t using moved m

@@ -10,6 +10,7 @@ from flowfabric.db.batch import LOCKED, Batch, Locked
 from flowfabric.db.database import Record, Transaction
 from flowfabric.db.faults import StoreFault
 from flowfabric.db.statements import columns_of, short_column, statements_beside
+from flowfabric.engine.core.payload import INLINE_PAYLOAD_BYTES, any_large
 from flowfabric.engine.core.wakeups import Work
 from flowfabric.engine.core.watermark import BAND_BITS
 from flowfabric.engine.execution.checking import (
@@ -40,10 +41,6 @@ SQL = statements_beside(__file__)
 
 PATIENCE_SHARED, PATIENCE_ALONE = "50ms", "2s"
 """How long a statement waits for a key or an id that is being taken elsewhere: with others behind it, and alone."""
-
-INLINE_INPUT_BYTES = 256
-"""Longer inputs are stored in execution_input: pages of executions are kept 60 % empty for updates, so large rows would
-multiply them, and Postgres moves nothing out of a row of less than 2 kB by itself."""
 
 Submitted = Created | Duplicate
 
@@ -367,8 +364,8 @@ class Create:
 def _input_limits(payloads: Sequence[bytes]) -> dict[str, object]:
     """What tells a statement which of its inputs go to execution_input, and whether any do."""
     return {
-        "inline_input_bytes": INLINE_INPUT_BYTES,
-        "has_large_inputs": max(map(len, payloads)) > INLINE_INPUT_BYTES,
+        "inline_payload_bytes": INLINE_PAYLOAD_BYTES,
+        "has_large_inputs": any_large(payloads),
     }
 
 

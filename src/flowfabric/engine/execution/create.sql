@@ -16,7 +16,7 @@ fresh as (
          'waiting_for_worker', 'pending_first_attempt', (select now + :deadline_ms::bigint from clock),
          (select now from clock), (select now from clock),
          case cardinality(:instance_tags) when 1 then (:instance_tags)[1] else instance_tag end, :retention_ms::bigint,
-         :creator_identity, case when octet_length(coalesce(input_payload, (:input_payloads)[1])) <= :inline_input_bytes
+         :creator_identity, case when octet_length(coalesce(input_payload, (:input_payloads)[1])) <= :inline_payload_bytes
                                  then coalesce(input_payload, (:input_payloads)[1]) end,
          :payload_encoding, (select :policy::text::jsonb)
     from (select unnest(:execution_ids::uuid[]) as execution_id, unnest(:priorities::smallint[]) as priority,
@@ -35,7 +35,7 @@ large as (
   select :partition_key, execution_id, input_payload
     from (select execution_id, coalesce(input_payload, (:input_payloads)[1]) as input_payload
             from (select unnest(:execution_ids) as execution_id, unnest(:input_payloads) as input_payload) i) i
-   where :has_large_inputs::boolean and (select count(*) > 0 from fresh) and octet_length(input_payload) > :inline_input_bytes
+   where :has_large_inputs::boolean and (select count(*) > 0 from fresh) and octet_length(input_payload) > :inline_payload_bytes
 ),
 timed as (
   insert into timer (partition_key, execution_id, kind, due_at)
@@ -126,7 +126,7 @@ fresh as (
          'pending_first_attempt', case when is_delayed then delay_until end,
          coalesce(deadline_at, now + deadline_ms), now, now, instance_tag, retention_ms,
          case when is_delayed then 'delayed until ' || delay_until end, creator_identity,
-         case when octet_length(input_payload) <= :inline_input_bytes then input_payload end, payload_encoding, policy::jsonb
+         case when octet_length(input_payload) <= :inline_payload_bytes then input_payload end, payload_encoding, policy::jsonb
     from (select i.*, idempotency_key is null or execution_id in (select execution_id from won) as is_free from item i) i
    where lane_accepts and is_free
    order by partition_key, execution_id
@@ -144,7 +144,7 @@ queued as (
 large as (
   insert into execution_input (partition_key, execution_id, input_payload)
   select partition_key, execution_id, input_payload from answered
-   where :has_large_inputs::boolean and is_new and octet_length(input_payload) > :inline_input_bytes
+   where :has_large_inputs::boolean and is_new and octet_length(input_payload) > :inline_payload_bytes
 ),
 timed as (
   insert into timer (partition_key, execution_id, kind, due_at)

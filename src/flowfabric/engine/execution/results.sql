@@ -1,6 +1,9 @@
 -- name: list_results
 -- Of the named executions those that have ended, with their outcome and result; absent ones show an outcome of null.
-select i.nth, e.terminal_outcome, e.result_payload, e.result_encoding,
+select i.nth, e.terminal_outcome,
+       coalesce(e.result_payload, case when e.terminal_outcome = 'success' then (
+         select r.result_payload from execution_result r
+          where r.partition_key = i.partition_key and r.execution_id = i.execution_id) end) as result_payload, e.result_encoding,
        coalesce(e.failure_reason, e.cancellation_reason) as reason
   from unnest(:partition_keys::smallint[], :execution_ids::uuid[]) with ordinality as i(partition_key, execution_id, nth)
   left join lateral (

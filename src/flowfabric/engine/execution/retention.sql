@@ -15,7 +15,7 @@ batch as materialized (
    where r.before < :limit
 ),
 member as materialized (
-  select b.tid, b.partition_key, m.execution_id, h.is_held, h.has_large_input
+  select b.tid, b.partition_key, m.execution_id, h.is_held, h.has_large_input, h.may_have_large_result
     from batch b
    cross join lateral unnest(b.execution_ids) as m(execution_id)
    -- Skipped: one that is gone, and one that ended at another time because it was replayed.
@@ -24,12 +24,14 @@ member as materialized (
           where e.partition_key = b.partition_key and e.execution_id = m.execution_id and e.lifecycle_phase = 'terminal'
             and e.last_transition_at = b.ended_at limit 1) e
     left join lateral (
-         select true as is_held, e.input_payload is null as has_large_input from execution e
+         select true as is_held, e.input_payload is null as has_large_input,
+                e.result_payload is null and e.terminal_outcome = 'success' as may_have_large_result
+           from execution e
           where e.partition_key = b.partition_key and e.execution_id = m.execution_id and e.lifecycle_phase = 'terminal'
             and e.last_transition_at = b.ended_at
             for update skip locked) h on true
 ),
-due as materialized (select partition_key, execution_id, has_large_input from member where is_held),
+due as materialized (select partition_key, execution_id, has_large_input, may_have_large_result from member where is_held),
 spent as (
   delete from retained where ctid = any(array(select tid from batch except select tid from member where is_held is null))
 ),
@@ -41,6 +43,9 @@ left_over as (
 inputs as (
   delete from execution_input i using due d
    where d.has_large_input and i.partition_key = any(array[d.partition_key]) and i.execution_id = d.execution_id),
+results as (
+  delete from execution_result r using due d
+   where d.may_have_large_result and r.partition_key = any(array[d.partition_key]) and r.execution_id = d.execution_id),
 attempts as (
   delete from attempt a using due d where a.partition_key = any(array[d.partition_key]) and a.execution_id = d.execution_id),
 grants as (

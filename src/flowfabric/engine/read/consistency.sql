@@ -68,6 +68,9 @@ select e.partition_key, e.execution_id, rule.problem
        select v.execution_id from execution_input v
         where v.partition_key = e.partition_key and v.execution_id = e.execution_id limit 1) v on true
   left join lateral (
+       select x.execution_id from execution_result x
+        where x.partition_key = e.partition_key and x.execution_id = e.execution_id limit 1) x on true
+  left join lateral (
        select g.* from claim_grant g where g.partition_key = e.partition_key and g.execution_id = e.execution_id limit 1) g on true
   left join lateral (
        select u.* from suspension u
@@ -237,6 +240,8 @@ select e.partition_key, e.execution_id, rule.problem
          and (e.partition_key, e.execution_id, e.last_transition_at) not in (select k.partition_key, k.execution_id, k.ended_at from kept k)),
        ('input_payload: is neither on the row nor in execution_input', e.input_payload is null and v.execution_id is null),
        ('input_payload: is both on the row and in execution_input', e.input_payload is not null and v.execution_id is not null),
+       ('result_payload: is both on the row and in execution_result', e.result_payload is not null and x.execution_id is not null),
+       ('execution_result: without a success', x.execution_id is not null and e.terminal_outcome <> 'success'),
        ('execution_tag: has_tags does not say whether there are any', e.has_tags <> (t.tags > 0)),
        ('instance_tag: is not the value of its tag', e.instance_tag is distinct from t.instance)
        ) as rule(problem, is_broken)
@@ -253,6 +258,9 @@ union all
 union all
 (select i.partition_key, i.execution_id, 'execution_input: without its execution' from execution_input i
   where not exists (select from execution e where e.partition_key = i.partition_key and e.execution_id = i.execution_id) limit :limit)
+union all
+(select r.partition_key, r.execution_id, 'execution_result: without its execution' from execution_result r
+  where not exists (select from execution e where e.partition_key = r.partition_key and e.execution_id = r.execution_id) limit :limit)
 union all
 (select g.partition_key, g.execution_id, 'claim_grant: without its execution' from claim_grant g
   where not exists (select from execution e where e.partition_key = g.partition_key and e.execution_id = g.execution_id) limit :limit)

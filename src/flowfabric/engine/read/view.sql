@@ -120,8 +120,11 @@ select a.attempt_index, a.attempt_id, a.attempt_type, a.attempt_state, a.started
 
 -- name: read_result
 -- The result of one completed execution.
-select result_payload from execution
- where partition_key = :partition_key and execution_id = :execution_id and terminal_outcome = 'success';
+select coalesce(e.result_payload, (
+         select r.result_payload from execution_result r
+          where r.partition_key = e.partition_key and r.execution_id = e.execution_id)) as result_payload
+  from execution e
+ where e.partition_key = :partition_key and e.execution_id = :execution_id and e.terminal_outcome = 'success';
 
 -- name: read_clock
 -- The clock that decides everything.
