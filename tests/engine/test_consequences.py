@@ -289,6 +289,13 @@ async def hand_back(scene: Scene) -> AsyncIterator[ExecutionId]:
     await scene.engine.hand_back(handle)
 
 
+@way(Release.NOT_STARTED)
+async def hand_back_unstarted(scene: Scene) -> AsyncIterator[ExecutionId]:
+    handle = await scene.given.claimed()
+    yield handle.execution_id
+    await scene.engine.hand_back(handle, was_started=False)
+
+
 @way(Release.SUSPENDED)
 async def suspend(scene: Scene) -> AsyncIterator[ExecutionId]:
     handle = await scene.given.claimed()

@@ -42,6 +42,7 @@ def _claimed() -> ClaimedExecution:
         payload_encoding=None,
         tags={"a.b": "c"},
         policy=None,
+        has_waited=False,
         retry_count=0,
         priority=5,
         attempt_timeout_ms=None,

@@ -8,6 +8,7 @@ import pytest
 
 from faults.proxy import Proxy
 from flowfabric.engine.engine import Engine
+from flowfabric.engine.lease import claim
 from flowfabric.model.ids import ExecutionId
 from flowfabric.model.states import TerminalOutcome
 from flowfabric.settings import Settings
@@ -105,6 +106,7 @@ class Job:
         self.is_open = False
 
     async def __call__(self, ctx: Context) -> None:
+        assert not ctx.is_resumed, "no run has waited"
         self.runs.append((ctx.execution_id, ctx.lease_epoch))
         self.now += 1
         self.most = max(self.most, self.now)
@@ -385,7 +387,7 @@ async def test_an_attempt_whose_time_is_up_before_a_slot_is_free_is_timed_out_an
     waiting: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(Ahead, "SHORTEST_LIMIT_SECONDS", 0.0)
+    monkeypatch.setattr(claim, "LEAST_AHEAD_MS", 0)
     fast = [await submit() for _ in range(FAST + SLOTS)]
     short = {"timeout_policy": {"attempt_timeout_ms": 2000}}
     late = [await submit(policy=short) for _ in range(SLOTS)]

@@ -122,7 +122,7 @@ async def test_a_handler_that_does_not_end_in_time_is_handed_back_at_once(
     ]
     await start_worker({"job": finish})
     ended = await engine.wait_for_ending(run, timeout=60)
-    assert (ended.outcome, ended.result) == (TerminalOutcome.SUCCESS, b"[0,0,true]")
+    assert (ended.outcome, ended.result) == (TerminalOutcome.SUCCESS, b"[0,0,false]")
     row = await rows.execution(run)
     assert (row["retry_count"], row["reclaim_count"], len(await attempts(run))) == (0, 0, 1)
 

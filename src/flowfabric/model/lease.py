@@ -29,6 +29,8 @@ class ClaimedExecution(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     payload_encoding: str | None
     tags: Mapping[str, str]
     policy: ExecutionPolicy | None
+    has_waited: bool
+    """Whether the attempt was suspended before, and that wait is over."""
     retry_count: int
     priority: int
     attempt_timeout_ms: int | None

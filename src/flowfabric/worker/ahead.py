@@ -15,10 +15,6 @@ class Ahead:
     """How long an execution that was claimed ahead should wait for a slot at most."""
     STALE_SECONDS = 0.5
     """One that has waited this long is handed back."""
-    SHORTEST_LIMIT_SECONDS = 5.0
-    """An execution with less time than this does not wait for a slot: its time runs from the claim on."""
-    AVOID_SECONDS = 10.0
-    """How long nothing is claimed ahead after such an execution was met."""
     WINDOW_SECONDS = 0.02
     """The shortest time a rate is measured over."""
 
@@ -31,7 +27,6 @@ class Ahead:
         self._most = most
         self._clock = clock
         self._began = clock()
-        self._avoided_until = 0.0
 
     def claimed(self, *, is_full: bool) -> None:
         """A claim was answered; unless it brought all that was asked for, there is no backlog."""
@@ -41,11 +36,6 @@ class Ahead:
         else:
             self._measure()
 
-    def avoid(self) -> None:
-        """Claim nothing ahead for a while."""
-        self.size = 0
-        self._avoided_until = self._clock() + self.AVOID_SECONDS
-
     def _measure(self) -> None:
         now = self._clock()
         elapsed = now - self._began
@@ -53,7 +43,7 @@ class Ahead:
             return
         wanted = int(self.returned / elapsed * self.SECONDS)
         self._begin_window(now)
-        if wanted < self._concurrency or now < self._avoided_until:
+        if wanted < self._concurrency:
             self.size = 0
         else:
             # Doubled from window to window: a few fast handlers do not speak for all of a backlog.

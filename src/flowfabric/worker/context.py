@@ -14,7 +14,7 @@ from flowfabric.model.handle import Fence, Handle
 from flowfabric.model.ids import ExecutionId, WaitpointId, uuid7
 from flowfabric.model.lease import ClaimedExecution
 from flowfabric.model.signal import ResumeSignal
-from flowfabric.model.states import AttemptType, HandleKind
+from flowfabric.model.states import AttemptType
 from flowfabric.model.suspend_outcome import SuspendOutcome
 from flowfabric.model.suspension import SuspendArgs, SuspendDetails, Suspended
 from flowfabric.model.text import shown
@@ -240,8 +240,8 @@ class Context:
 
     @property
     def is_resumed(self) -> bool:
-        """Whether this attempt was put aside before and goes on: its handler runs again, from its start."""
-        return self._running.claimed.handle.kind is HandleKind.RESUMED
+        """Whether a wait of this attempt is over: its handler runs again, from its start, after a `suspend`."""
+        return self._running.claimed.has_waited
 
     def resumed_signals(self) -> tuple[ResumeSignal, ...]:
         """The signals of the wait that is over, in the order they were accepted; none before the first wait.

@@ -9,7 +9,6 @@ import msgspec
 from flowfabric.engine.engine import Engine
 from flowfabric.model.attempt import FailureClass, FailureReason
 from flowfabric.model.errors import ValidationError
-from flowfabric.model.states import HandleKind
 from flowfabric.worker.context import Context, Running
 from flowfabric.worker.handler import Handler
 from flowfabric.worker.threads import Threads
@@ -59,7 +58,7 @@ async def outcome_of(running: Running, handler: Handler, engine: Engine, threads
     except Exception as error:
         return _failure(_chain(error), PAYLOAD_DECODE)
     try:
-        if claimed.handle.kind is HandleKind.RESUMED and handler.shape.context is not None:
+        if claimed.has_waited and context is not None:
             running.signals = await signals_of(engine, running)
         if handler.is_async:
             result = await handler.function(*args, **kwargs)

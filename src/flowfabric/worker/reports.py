@@ -90,7 +90,7 @@ class Reports:
         """
 
         async def write() -> bool:
-            await self._engine.hand_back(running.claimed.handle)
+            await self._engine.hand_back(running.claimed.handle, was_started=running.has_started)
             return True
 
         if await self._repeat(running, write, "hand-back"):

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from flowfabric.worker.ahead import Ahead
 from flowfabric.worker.context import Running
 from flowfabric.worker.faults import Contact
-from flowfabric.worker.timeouts import seconds_left
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +45,11 @@ class Slots:
         self._is_closed = False
 
     @property
+    def free(self) -> int:
+        """How many executions could begin now."""
+        return max(0, self._concurrency - self._active)
+
+    @property
     def started(self) -> int:
         """How many executions have begun whose endings are not committed."""
         return len(self.held) - len(self._waiting)
@@ -78,9 +82,6 @@ class Slots:
             self._begin(running)
         elif self._active < self._concurrency:
             self._occupy(running)
-        elif 0 < seconds_left(running.claimed) < Ahead.SHORTEST_LIMIT_SECONDS:
-            self.ahead.avoid()
-            self._skip(running)
         else:
             running.on_stop = self._stopped
             self._waiting.append(running)

@@ -256,6 +256,7 @@ class Worker:
                 return
             wakes = wakeups.wakes(self.lanes)
             asked_at = time.monotonic()
+            free = self._slots.free
             try:
                 claimed = await self._engine.claim_many(
                     lanes=self.lanes,
@@ -266,6 +267,7 @@ class Worker:
                     namespace=self.namespace,
                     lease_ttl_ms=self._lease_ttl_ms,
                     limit=wanted,
+                    slots=free,
                 )
             except Exception as error:
                 self._contact.failed(error, asked_at)
@@ -280,9 +282,12 @@ class Worker:
             if claimed:
                 idle_pauses = pauses(IDLE_SECONDS, self._poll_seconds)
                 self._start(claimed, asked_at)
-                if len(claimed) < wanted:
-                    # All there was is taken: what comes wakes, and what was held elsewhere is looked for soon.
-                    await wakeups.wait_for_work(self.lanes, next(idle_pauses), since=wakes)
+            if len(claimed) >= min(wanted, free):
+                # There may be more: what could not be claimed ahead is claimed when a slot is free.
+                continue
+            if claimed:
+                # All there was is taken: what comes wakes, and what was held elsewhere is looked for soon.
+                await wakeups.wait_for_work(self.lanes, next(idle_pauses), since=wakes)
             elif not self._stopping.is_set():
                 if self._reconcile and wakeups.hints.is_listening:
                     seconds = LISTENING_POLL_SECONDS * random.uniform(0.75, 1)

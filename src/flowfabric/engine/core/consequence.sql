@@ -125,8 +125,10 @@ moved as (
          granted_until = null,
          delay_until = case when h.to_eligibility = 'not_eligible_until_time' then h.to_delay_until end,
          attempt_timeout_at = case when h.loses_lease then e.attempt_timeout_at end,
-         -- What is left for a parked attempt: at least 1 ms, as null means no timeout.
-         remaining_attempt_timeout_ms = case when h.parks and h.attempt_timeout_at is not null then greatest(h.attempt_timeout_at - h.now, 1) end,
+         -- What is left for a parked attempt, of which a lease that did not start it takes nothing: at least 1 ms, as null
+         -- means no timeout.
+         remaining_attempt_timeout_ms = case when h.parks and h.attempt_timeout_at is not null
+           then greatest(h.attempt_timeout_at - case h.move when 'not_started' then h.claimed_at else h.now end, 1) end,
          suspension_timeout_at = case when h.suspends then h.timeout_at end,
          suspension_id = case when h.suspends then h.suspension_id else e.suspension_id end,
          lease_expired_at = case when h.loses_lease then h.now end, lease_revoked_at = null, lease_revoke_reason = null,

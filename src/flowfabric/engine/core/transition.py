@@ -69,6 +69,7 @@ class Release(StrEnum):
     DELAYED = "delayed"
     CHILDREN_DONE = "children_done"
     HANDED_BACK = "handed_back"
+    NOT_STARTED = "not_started"
     SUSPENDED = "suspended"
     SUSPENSION_FAILED = "suspension_failed"
     SUSPENSION_CANCELLED = "suspension_cancelled"
@@ -137,6 +138,9 @@ RELEASES: Mapping[Release, Effect] = {
         EligibilityState.ELIGIBLE_NOW, BlockingReason.WAITING_FOR_WORKER, ReleaseReason.WAITING_CHILDREN
     ),
     Release.HANDED_BACK: _parked(
+        EligibilityState.ELIGIBLE_NOW, BlockingReason.WAITING_FOR_WORKER, ReleaseReason.HANDED_BACK
+    ),
+    Release.NOT_STARTED: _parked(
         EligibilityState.ELIGIBLE_NOW, BlockingReason.WAITING_FOR_WORKER, ReleaseReason.HANDED_BACK
     ),
     # What a suspension waits for stands in its arguments.

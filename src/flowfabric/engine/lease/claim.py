@@ -42,13 +42,20 @@ DEFAULT_LEASE_TTL_MS = 30_000
 MAX_AT_ONCE = 2
 CATCH_UP_SECONDS = 1.0
 """How late expired leases and elapsed delays may join a lane that never empties while no reconciler runs."""
+LEAST_AHEAD_MS = 5_000
+"""The least time of an attempt that may wait for a slot under its lease."""
 POLL_SECONDS = 1.0
 """The longest pause between two looks at the queues while a claim waits without hints."""
 
 RECLAIM_LIMITS = {"reclaim_limit": DEFAULT_RECLAIM_CAP, "policy_reclaim_limit": POLICY_RECLAIM_CAP}
 """How often a lease may be lost without a policy, and by a policy that does not say."""
 
-_KINDS = {"fresh": HandleKind.FRESH, "resumed": HandleKind.RESUMED, "reclaimed": HandleKind.RECLAIMED}
+_KINDS = {
+    "fresh": HandleKind.FRESH,
+    "resumed": HandleKind.RESUMED,
+    "put_aside": HandleKind.RESUMED,
+    "reclaimed": HandleKind.RECLAIMED,
+}
 _TYPES = {str(attempt_type): attempt_type for attempt_type in AttemptType}
 _read_tags = msgspec.json.Decoder(dict[str, str]).decode
 _NO_TAGS: dict[str, str] = {}
@@ -195,10 +202,12 @@ class Claim:
         namespace: str | None = None,
         lease_ttl_ms: int = DEFAULT_LEASE_TTL_MS,
         max_wait_ms: int = 0,
+        slots: int | None = None,
     ) -> list[ClaimedExecution]:
         """Lease up to `limit` executions of several lanes, by priority, then age; empty when there are none.
 
-        Kinds and a namespace, where given, are all that is taken.
+        Kinds and a namespace, where given, are all that is taken. Where only the first `slots` of them can start at
+        once, the others are such that can wait: the time limit of an attempt counts from its claim.
         """
         lane_ids = sorted({check_lane_id(lane) for lane in check_items(lanes, "lanes")})
         if not 1 <= len(lane_ids) <= MAX_LANES:
@@ -208,13 +217,15 @@ class Claim:
         instance = WorkerInstanceId(check_worker_id(worker_instance_id, "worker_instance_id"))
         check_range(lease_ttl_ms, "lease_ttl_ms", 1, MAX_LEASE_TTL_MS)
         check_range(limit, "limit", 1, MAX_LIMIT)
+        if slots is not None:
+            check_range(slots, "slots", 0, MAX_LIMIT)
         check_range(max_wait_ms, "max_wait_ms", 0, MAX_LEASE_TTL_MS)
         if self._refuses_waits and max_wait_ms:
             raise error("unavailable", "claim: the engine is shutting down")
         self._under_way += 1
         self._is_idle.clear()
         try:
-            return await self._search(wanted, worker_id, instance, lease_ttl_ms, limit, max_wait_ms)
+            return await self._search(wanted, worker_id, instance, lease_ttl_ms, limit, max_wait_ms, slots)
         finally:
             self._under_way -= 1
             if not self._under_way:
@@ -228,6 +239,7 @@ class Claim:
         lease_ttl_ms: int,
         limit: int,
         max_wait_ms: int,
+        slots: int | None,
     ) -> list[ClaimedExecution]:
         worker_no = await self._store.worker_no(worker_id, instance)
         deadline = time.monotonic() + max_wait_ms / 1000
@@ -237,7 +249,7 @@ class Claim:
             async with self._turn:
                 if self.closing:
                     break
-                claimed = await self._look(wanted, worker_no, instance, lease_ttl_ms, limit)
+                claimed = await self._look(wanted, worker_no, instance, lease_ttl_ms, limit, slots)
             left = deadline - time.monotonic()
             if claimed or left <= 0 or self._refuses_waits:
                 return claimed
@@ -269,6 +281,7 @@ class Claim:
         instance: WorkerInstanceId,
         lease_ttl_ms: int,
         limit: int,
+        slots: int | None,
     ) -> list[ClaimedExecution]:
         """One search: from the watermarks, else over everything, else again after doing what is due."""
         await self._catch_up.run(wanted.lanes, within_seconds=CATCH_UP_SECONDS)
@@ -289,6 +302,8 @@ class Claim:
                     worker_no=worker_no,
                     lease_ttl_ms=lease_ttl_ms,
                     limit=left,
+                    slots=left if slots is None else max(0, slots - len(claimed)),
+                    least_ahead_ms=LEAST_AHEAD_MS,
                     left_out=refused,
                     known_queues=self._queues.known,
                     lease_ids=mint_uuid_texts(left),
@@ -312,9 +327,12 @@ class Claim:
                     watermarks.walked_whole(walk_us / 1_000_000, up_to=furthest if is_cut else None)
             at_reclaim_limit: list[tuple[ExecutionId, int]] = []
             reclaimed: list[ExecutionId] = []
+            is_left = False
             for row in rows:
                 watermarks.raise_to(row[walk_at], row[_PLACE])
-                if row[0] == "reclaim_limit":
+                if row[0] == "left":
+                    is_left = True
+                elif row[0] == "reclaim_limit":
                     # One that cannot be ended must not be found again and again.
                     refused.append(row["execution_id"])
                     execution_id = format_execution_id(row["partition_key"], row["execution_id"])
@@ -323,6 +341,9 @@ class Claim:
                     claimed.append(claimed_of(row, instance, lease_ttl_ms, self._queues))
                     if row[0] == "reclaimed":
                         reclaimed.append(claimed[-1].execution_id)
+            if is_left:
+                # It stands before the watermarks.
+                watermarks.end()
             if reclaimed:
                 await self._finish.warn_of_losses(reclaimed)
             if at_reclaim_limit:
@@ -330,7 +351,7 @@ class Claim:
                 continue
             if note == "more":
                 continue
-            if claimed:
+            if claimed or is_left:
                 break
             if where["span_walks"] and watermarks.may_walk_whole:
                 watermarks.end()
@@ -419,6 +440,7 @@ def claimed_of(row: Record, instance: WorkerInstanceId, lease_ttl_ms: int, queue
         payload_encoding=payload_encoding,
         tags=_read_tags(tags) if tags else _NO_TAGS,
         policy=read_stored_policy(policy),
+        has_waited=branch == "resumed",
         retry_count=retry_count,
         priority=MAX_PRIORITY - (place >> BAND_BITS),
         attempt_timeout_ms=attempt_timeout_ms,

@@ -118,12 +118,12 @@ picked as materialized (
 )
 
 -- fragment: notes
--- What was lost as often as it may be, and at the end a note: 'more' says that the walk was cut short at the place that is its
+-- What was lost as often as it may be, what has too little time to wait for a slot, and at the end a note: 'more' says that the walk was cut short at the place that is its
 -- deadline_at, where the next is to go on; and after a walk of everything there always is one, 'whole' if nothing else, whose
 -- timeout_ms is the time in microseconds that it took the server: without the commit and without the network.
-select branch, partition_key, execution_id, route_no, queue_no, place, null, null,
+select case branch when 'reclaim_limit' then branch else 'left' end, partition_key, execution_id, route_no, queue_no, place, null, null,
        null, lease_epoch, null, null, null, null, null, null, null, null, null, null::bigint, null::bigint
-  from picked where branch = 'reclaim_limit'
+  from picked where branch = 'reclaim_limit' or (nth > :slots and timeout_ms < :least_ahead_ms)
 union all
 select case when is_more then 'more' else 'whole' end, null, null, null, null, null, null, null, null, null, null, null, null, null,
        null, null, null, null, null,
@@ -162,10 +162,12 @@ leased as (
          lease_renewed_at = null, lease_expired_at = null, lease_revoked_at = null, lease_revoke_reason = null
     from picked p
    where e.ctid = p.tid and p.branch <> 'reclaim_limit'
+     -- Its time runs from now on: one with little of it is not leased to wait for a slot.
+     and (p.nth <= :slots::int or p.timeout_ms is null or p.timeout_ms >= :least_ahead_ms::bigint)
   returning p.nth, p.tid, p.ready_tid, p.route_no, p.branch, p.reason, p.timeout_ms, p.had_timeout, p.was_granted, p.given_policy,
             p.given_deadline_at, e.partition_key, e.execution_id, e.queue_no, e.place, e.namespace_no, e.retry_count, e.lease_id,
             e.lease_epoch, e.attempt_id, e.attempt_type, e.attempt_count, e.deadline_at, e.flow_id, e.instance_tag,
-            e.input_payload, e.payload_encoding, e.policy, e.has_tags
+            e.input_payload, e.payload_encoding, e.policy, e.has_tags, e.suspension_id
 ),
 taken as (
   delete from ready where ctid = any(array(select ready_tid from leased))
@@ -238,8 +240,13 @@ events as (
 )
 
 -- fragment: answer
--- What a worker gets of what it was leased; lane and kind of queues that it does not know.
-select branch, partition_key, execution_id, route_no, queue_no, place,
+-- What a worker gets of what it was leased; lane and kind of queues that it does not know. An attempt that was put aside
+-- without a wait is told from one whose wait is over.
+select case when branch = 'resumed' and not exists (
+              select from suspension s
+               where s.partition_key = l.partition_key and s.execution_id = l.execution_id and s.suspension_id = l.suspension_id
+                 and s.attempt_index = l.attempt_count - 1)
+         then 'put_aside' else branch end as branch, partition_key, execution_id, route_no, queue_no, place,
        case when queue_no <> all(:known_queues::int[]) then (
          select a.lane_id from queue q join lane a using (lane_no) where q.queue_no = l.queue_no) end as lane_id, retry_count,
        lease_id, lease_epoch, attempt_id, attempt_type, attempt_count - 1 as attempt_index, (select now from clock) as now,

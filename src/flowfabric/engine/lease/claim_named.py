@@ -252,6 +252,8 @@ class NamedClaims:
             deadline_at=lease.deadline_at,
             reason=reason,
             known_queues=(),
+            slots=1,
+            least_ahead_ms=0,
             **CLAIM_PARAMETERS,
         )
         if branch == "reclaimed" and (held.reclaim_count + 1) % WARN_EVERY_RECLAIMS == 0:

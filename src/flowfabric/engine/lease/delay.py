@@ -35,10 +35,14 @@ class Delays:
         handle = usable(handle)
         await self._park(LeaseEnd(handle.execution_id, _move_of_waiting(), fence=handle))
 
-    async def hand_back(self, handle: Handle) -> None:
-        """Give up the lease of a run that cannot go on here: any worker may claim it at once, as the same attempt."""
+    async def hand_back(self, handle: Handle, *, was_started: bool = True) -> None:
+        """Give up the lease of a run that cannot go on here: any worker may claim it at once, as the same attempt.
+
+        Where it was not started, its attempt gets back the time it had at the claim.
+        """
         handle = usable(handle)
-        await self._park(LeaseEnd(handle.execution_id, Release.HANDED_BACK, fence=handle))
+        move = Release.HANDED_BACK if was_started else Release.NOT_STARTED
+        await self._park(LeaseEnd(handle.execution_id, move, fence=handle))
 
     async def promote_delayed(self, execution_id: ExecutionId | str) -> Promoted | AlreadySatisfied:
         """Make a delayed execution claimable, where its time has come."""
