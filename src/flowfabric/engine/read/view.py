@@ -203,7 +203,7 @@ def _current_attempt(row: Record, context: str) -> CurrentAttempt | None:
 
 def _current_lease(row: Record, context: str) -> CurrentLease | None:
     expires_at = row["lease_expires_at"]
-    if expires_at is None:
+    if row["worker_no"] is None or expires_at is None:
         return None
     return CurrentLease(
         lease_id=LeaseId(required(row["lease_id"], context=context, field="lease_id")),
