@@ -168,7 +168,9 @@ class Engine:
 
         renewals = rooms.add(Renewals(store, self.lease_expiry))
         finish = rooms.add(Finish(store, lease_ends))
-        self.delays = rooms.add(Delays(store, lease_ends))
+        self.delays = rooms.add(
+            Delays(store, lease_ends, Quarantine(self.settings.delayed_promoter_interval_ms / 1000))
+        )
         self.timeouts = rooms.add(Timeouts(store, lease_ends, Quarantine(self.settings.attempt_timeout_interval_s)))
         self.catch_up = rooms.add(CatchUp(self.lease_expiry, self.delays))
         claims = rooms.add(Claim(store, self.catch_up, finish))
@@ -181,9 +183,15 @@ class Engine:
         resumes = rooms.add(Resumes(store))
         signals = rooms.add(Signals(store, keys, resumes))
         self.suspension_timeouts = rooms.add(
-            SuspensionTimeouts(store, lease_ends, resumes, Quarantine(self.settings.suspension_timeout_interval_s))
+            SuspensionTimeouts(
+                store,
+                lease_ends,
+                resumes,
+                Quarantine(self.settings.suspension_timeout_interval_s),
+                Quarantine(self.settings.pending_wp_expiry_interval_s),
+            )
         )
-        self.retention = rooms.add(Retention(store))
+        self.retention = rooms.add(Retention(store, Quarantine(self.settings.retention_trimmer_interval_s)))
 
         self.event_partitions = rooms.add(EventPartitions(store))
         self.sessions = rooms.add(Sessions(store))

@@ -46,7 +46,7 @@ class CurrentLease:
     lease_id: LeaseId
     lease_epoch: int
     attempt_index: int
-    worker_instance_id: WorkerInstanceId
+    worker_instance_id: WorkerInstanceId | None
     expires_at: int
     last_heartbeat_at: int | None
 
@@ -113,7 +113,7 @@ class ExpiredLease:
     execution_id: ExecutionId
     lease_id: LeaseId
     lease_epoch: int
-    worker_instance_id: WorkerInstanceId
+    worker_instance_id: WorkerInstanceId | None
     expires_at_ms: int
     attempt_index: int
 

@@ -87,7 +87,7 @@ class Reconciler:
 
     async def _read_due(self) -> Due:
         engine = self._engine
-        sweeps = (engine.lease_expiry, engine.timeouts, engine.suspension_timeouts)
+        sweeps = (engine.lease_expiry, engine.delays, engine.timeouts, engine.suspension_timeouts)
         return await read_due(engine.store, [sweep.quarantine for sweep in sweeps])
 
     async def __aenter__(self) -> Self:
@@ -123,11 +123,12 @@ class Reconciler:
         total = 0
         while True:
             due = await self._read_due()
-            processed = 0
+            processed, is_behind = 0, False
             for duty in self._duties:
                 if duty.sweep.is_due(due):
                     processed += await self._run(duty)
-            if not processed:
+                    is_behind = is_behind or duty.is_behind
+            if not processed and not is_behind:
                 return total
             total += processed
 
@@ -221,10 +222,10 @@ class Reconciler:
         stats = duty.stats
         if stats.due_since is None:
             stats.due_since = began
-        processed = await duty.sweep.run(self._engine)
+        processed, is_full, _ = await duty.sweep.run_batch(self._engine)
         ended = time.monotonic()
         duty.failures = 0
-        duty.is_behind = processed >= duty.sweep.batch
+        duty.is_behind = is_full
         if duty.is_behind:
             duty.not_before = ended + (ended - began if duty.sweep.is_gentle else 0.0)
         else:

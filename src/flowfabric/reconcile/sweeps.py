@@ -4,6 +4,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import KW_ONLY, dataclass
 from datetime import timedelta
 
+from flowfabric.engine.core.sweep import Swept
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.event import partitions
 from flowfabric.engine.execution import retention
@@ -19,8 +20,8 @@ class Sweep:
     """One thing the engine does by itself, in batches that any number of processes may share."""
 
     name: str
-    run: Callable[[Engine], Awaitable[int]]
-    """Does one batch and answers how many items it changed; rows held elsewhere are left for the next one."""
+    run: Callable[[Engine], Awaitable[int | Swept]]
+    """Does one batch and returns how many items are done; rows held elsewhere are left for the next one."""
     _: KW_ONLY
     every: Callable[[Settings], timedelta]
     """The pause between two passes; of a sweep woken by timers, the pause of the loop where timers run out.
@@ -28,13 +29,18 @@ class Sweep:
     The loop is one for all of them, so the shortest counts; each has its own again after a failure.
     """
     batch: int
-    """So many items make a full batch: another follows without a pause."""
+    """So many items make a full batch, unless `run` says itself whether it was: another follows without a pause."""
     is_due: Callable[[Due], bool]
     is_woken_by_timers: bool = False
     """Runs before its time when a lease, delay, timeout or deadline runs out: known from the due index, a delay of this
     process at once."""
     is_gentle: bool = False
     """Rests after a full batch for as long as it took, so that live work keeps half of the machine."""
+
+    async def run_batch(self, engine: Engine) -> Swept:
+        """Do one batch."""
+        swept = await self.run(engine)
+        return swept if isinstance(swept, Swept) else Swept(swept, is_full=swept >= self.batch)
 
 
 def _milliseconds(count: int) -> timedelta:
@@ -59,7 +65,7 @@ SWEEPS = (
     ),
     Sweep(
         "lease_expiry",
-        lambda engine: engine.lease_expiry.sweep(),
+        lambda engine: engine.lease_expiry.sweep_batch(),
         every=lambda settings: _milliseconds(settings.lease_expiry_interval_ms),
         batch=expire.CLAIM_LIMIT,
         is_due=lambda due: due.expired_claims > 0,

@@ -7,6 +7,7 @@ import pytest
 from flowfabric.engine import store
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.fleet.identities import DAY_MS, memory_ms
+from flowfabric.reconcile.due import read_due
 
 HOUR_MS = 60 * 60 * 1000
 
@@ -61,19 +62,83 @@ async def test_the_number_of_a_process_is_asked_for_once(given: Any, rows: Any, 
     first = await given.run(worker="one")
     await connection.execute("delete from worker_identity")
     again = await given.run(worker="one")
-    numbers = {row["worker_no"] for row in await rows.of("claim")}
-    assert len(numbers) == 1
-    assert first.lease_epoch == again.lease_epoch
-    # What it did without one is shown without one.
+    first_row, again_row = [await rows.execution(run.execution_id) for run in (first, again)]
+    # The claims are two, of one number that is not asked for again: no identity is made anew.
+    assert first_row["claim_no"] != again_row["claim_no"]
+    assert first_row["worker_no"] == again_row["worker_no"]
     assert await identities(rows) == set()
 
 
-async def test_what_nobody_has_an_identity_for_is_shown_without(
-    engine: Engine, brief: Engine, given: Any, clock: Any
+@pytest.mark.parametrize("how", ["expired", "revoked"])
+async def test_the_identity_behind_a_lost_lease_stays_until_the_lease_is_taken(
+    engine: Engine, brief: Engine, given: Any, rows: Any, clock: Any, connection: Any, how: str
+) -> None:
+    lost = await given.claimed(worker="lost", lease_ttl_ms=1000)
+    await given.completed(worker="gone", lease_ttl_ms=1000)
+    await clock.advance(ms=1000)
+    assert await brief.lease_expiry.sweep() == 1
+    if how == "revoked":
+        # No operation of this version revokes a lease.
+        await connection.execute(
+            "update execution set ownership_state = 'lease_revoked', blocking_reason = 'waiting_for_worker'"
+            " where execution_id = $1",
+            lost.execution_id[-36:],
+        )
+    for _ in range(3):
+        await clock.advance(ms=HOUR_MS + DAY_MS + 1)
+        await brief.identities.purge()
+        assert await rows.of("claim") == []
+        assert await identities(rows) == {"lost-1"}
+    if how == "expired":
+        (entry,) = (await engine.list_expired_leases()).entries
+        assert (entry.execution_id, entry.worker_instance_id) == (lost.execution_id, "lost-1")
+        assert await engine.find_inconsistencies() == []
+        await given.claim(worker="next", lease_ttl_ms=10 * DAY_MS)
+        await clock.advance(ms=HOUR_MS + DAY_MS + 1)
+        assert await brief.identities.purge() == 1
+        assert await identities(rows) == {"next-1"}
+    snapshot = await engine.describe_execution(lost.execution_id)
+    assert snapshot is not None
+    assert snapshot.current_lease is not None
+    assert snapshot.current_lease.worker_instance_id == ("next-1" if how == "expired" else "lost-1")
+
+
+async def test_an_identity_in_use_is_not_looked_at_again_before_its_time(
+    brief: Engine, given: Any, rows: Any, clock: Any
+) -> None:
+    await given.reclaimable(worker="lost")
+    now = await clock.advance(ms=HOUR_MS + DAY_MS + 1)
+    assert (await read_due(brief.store, ())).has_old_identities
+    assert await brief.identities.purge() == 0
+    assert not (await read_due(brief.store, ())).has_old_identities
+    assert [row["seen_at"] for row in await rows.of("worker_identity")] == [now]
+
+
+async def test_a_lease_of_a_worker_that_is_not_known_is_shown_without_it(
+    engine: Engine, given: Any, clock: Any, connection: Any
+) -> None:
+    lost, live = await given.reclaimable(), await given.claimed(lane_id="another")
+    await connection.execute("delete from worker_identity")
+    (entry,) = (await engine.list_expired_leases()).entries
+    assert (entry.execution_id, entry.lease_epoch, entry.worker_instance_id) == (lost.execution_id, 1, None)
+    for handle in (lost, live):
+        snapshot = await engine.describe_execution(handle.execution_id)
+        assert snapshot is not None
+        assert snapshot.current_lease is not None
+        assert (snapshot.current_lease.lease_id, snapshot.current_lease.worker_instance_id) == (handle.lease_id, None)
+
+
+async def test_an_execution_that_is_kept_longer_than_its_worker_is_shown_without_it(
+    engine: Engine, brief: Engine, given: Any, rows: Any, clock: Any
 ) -> None:
     execution_id = await given.completed(worker="gone", policy={"stream_policy": {"retention_ttl_ms": 30 * DAY_MS}})
     await clock.advance(ms=2 * DAY_MS)
     await brief.lease_expiry.sweep()
-    await brief.identities.purge()
+    assert await brief.identities.purge() == 1
+    assert await identities(rows) == set()
     (attempt,) = await engine.list_attempts(execution_id)
     assert (attempt.worker_id, attempt.worker_instance_id) == (None, None)
+    snapshot = await engine.describe_execution(execution_id)
+    assert snapshot is not None
+    assert (str(snapshot.public_state), snapshot.current_lease) == ("completed", None)
+    assert await engine.find_inconsistencies() == []

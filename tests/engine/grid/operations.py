@@ -123,11 +123,6 @@ async def _claim_from_resume_grant(subject: Subject) -> object:
     return await subject.engine.claim_from_resume_grant(ResumeToken(grant=grant, **WORKER, lease_ttl_ms=LEASE_MS))
 
 
-async def _mark_expired_leases(subject: Subject) -> None:
-    """The sweep answers how many claims are spent, of executions that have ended as well: that is left out."""
-    await subject.engine.lease_expiry.sweep()
-
-
 def _operations() -> Sequence[Operation]:
     def one(name: str, call: Call, variant: str = "") -> Operation:
         return Operation(name=name, variant=variant, call=call)
@@ -176,7 +171,7 @@ def _operations() -> Sequence[Operation]:
             "a holder without a fence",
         ),
         one("set_execution_tag", lambda s: s.engine.set_execution_tag(s.execution_id, "app.key", "value")),
-        one("mark lapsed leases", _mark_expired_leases, "sweep"),
+        one("mark lapsed leases", lambda s: s.engine.lease_expiry.sweep(), "sweep"),
         one("promote delayed work", lambda s: s.engine.delays.promote_due(), "sweep"),
         one("expire what is late", lambda s: s.engine.timeouts.expire_due(), "sweep"),
     ]

@@ -348,7 +348,7 @@ BY_ANYBODY: dict[str, Row] = {
         EXPIRE, {"overdue": TIMED_OUT, "lost_overdue": TIMED_OUT_LOST, "overdue_last": TIMED_OUT_LAST}
     ),
     "expire_execution, deadline": whole(EXPIRE, {"past_deadline": LATE}),
-    "mark lapsed leases, sweep": whole(each(EVERY, Same("nothing")), {"lapsed": replace(MARKED, answer="nothing")}),
+    "mark lapsed leases, sweep": whole(each(EVERY, Same("0")), {"lapsed": replace(MARKED, answer="1")}),
     "promote delayed work, sweep": whole(
         each(EVERY, Same("0")),
         {"due": replace(PROMOTED, answer="1"), "parked_due": replace(RESUMING, answer="1")},

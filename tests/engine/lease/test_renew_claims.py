@@ -20,11 +20,12 @@ from engine.state import (
 )
 from engine.waits import suspended
 from flowfabric.engine.engine import Engine
-from flowfabric.engine.lease import catch_up, expire
+from flowfabric.engine.lease import expire
 from flowfabric.model.handle import Handle
 from flowfabric.model.lease import AlreadySatisfied, Renewed
 from flowfabric.model.states import PublicState
 from flowfabric.reconcile.loop import Reconciler
+from flowfabric.reconcile.sweeps import SWEEPS
 
 TTL_MS = 10_000
 
@@ -109,7 +110,7 @@ async def test_the_leases_of_many_small_claims_are_put_under_one(
     assert await versions(connection, "execution") == untouched
     # What the small claims hold is leased under another.
     await clock.advance(ms=TTL_MS - 1)
-    assert await engine.lease_expiry.sweep() == 6
+    assert await engine.lease_expiry.sweep() == 0
     assert list(await claim_rows(rows)) == [merged["claim_no"]]
     assert len(await engine.complete_many([(handle, None) for handle in handles])) == 6
     assert {str(await engine.read_execution_state(one)) for one in named(handles)} == {"completed"}
@@ -323,7 +324,21 @@ async def test_a_spent_claim_is_deleted_when_its_time_is_up(engine: Engine, rows
         assert await engine.lease_expiry.sweep() == 0
     await clock.advance(ms=1)
     async with rows.unchanged(without=["claim"]):
-        assert await engine.lease_expiry.sweep() == 1
+        assert await engine.lease_expiry.sweep() == 0
+    assert await rows.of("claim") == []
+
+
+async def test_full_batches_of_spent_claims_follow_each_other(
+    engine: Engine, rows: Any, clock: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(expire, "CLAIM_LIMIT", 2)
+    for _ in range(5):
+        (handle,) = await claimed(engine, 1)
+        await engine.complete(handle)
+    await clock.advance(ms=TTL_MS)
+    assert await engine.lease_expiry.sweep_batch() == (0, True, [])
+    assert len(await rows.of("claim")) == 3
+    assert await Reconciler(engine, sweeps=[each for each in SWEEPS if each.name == "lease_expiry"]).catch_up() == 0
     assert await rows.of("claim") == []
 
 
@@ -394,7 +409,7 @@ async def test_claims_whose_rows_are_held_do_not_stand_before_others(
             "select from execution where execution_id = any($1::uuid[]) for update",
             [handle.execution_id[-36:] for handle in held],
         )
-        assert await engine.lease_expiry.sweep() == 2
+        assert await engine.lease_expiry.sweep() == 1
         assert vector(await rows.execution(free.execution_id)) == LAPSED
         assert ids(await claim(engine)) == [free.execution_id]
 
@@ -426,8 +441,7 @@ async def test_leases_that_cannot_be_marked_do_not_stand_before_others(
 async def test_expired_claims_of_other_lanes_do_not_keep_a_claim_from_its_own(
     engine: Engine, clock: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (expire, catch_up):
-        monkeypatch.setattr(module, "CLAIM_LIMIT", 2)
+    monkeypatch.setattr(expire, "CLAIM_LIMIT", 2)
     for _ in range(7):
         await claimed(engine, 1, lane_id="others")
         await clock.advance(ms=1)

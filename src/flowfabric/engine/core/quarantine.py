@@ -5,7 +5,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from uuid import UUID
 
-from flowfabric.model.errors import TransportError
+from flowfabric.model.errors import EngineError, TransportError
 from flowfabric.model.ids import ExecutionId, split_execution_id
 
 FAILURES_IN_A_ROW = 3
@@ -18,6 +18,8 @@ Together = Callable[[Sequence[UUID], list[ExecutionId]], Awaitable[int]]
 """Process a batch of due items except these ids, collecting the ids found; return how many succeeded."""
 Alone = Callable[[ExecutionId], Awaitable[bool]]
 """Process one item; whether that succeeded."""
+Some = Callable[[Sequence[ExecutionId]], Awaitable[int]]
+"""Process these items, all or none of them; return how many were still due."""
 
 
 def pause_after(failures: int, every: float) -> float:
@@ -53,10 +55,34 @@ class Quarantine:
         logger.warning("%s is left alone for %g s, it failed %d times: %s", execution_id, pause, failures, problem)
 
     async def sweep(self, together: Together, alone: Alone, *, limit: int) -> int:
-        """Do one batch, item by item where it fails as a whole; answers how many items are done.
+        """Do one batch, item by item where it fails as a whole; returns how many items are done.
 
         A full batch of nothing but items that fail is followed by the next, so that they never stand before the others.
         """
+
+        async def each(found: Sequence[ExecutionId]) -> int:
+            return sum([await self._try(execution_id, alone) for execution_id in found])
+
+        return await self._sweep(together, each, limit)
+
+    async def sweep_by_halves(self, together: Together, some: Some, *, limit: int) -> int:
+        """Do one batch as `sweep` does, but halve one that fails until only the items that fail are left."""
+
+        async def halve(found: Sequence[ExecutionId]) -> int:
+            try:
+                return await some(found)
+            except EngineError as fault:
+                if is_of_connection(fault):
+                    raise
+                if len(found) == 1:
+                    self.failed(found[0], fault)
+                    return 0
+            middle = len(found) // 2
+            return await halve(found[:middle]) + await halve(found[middle:])
+
+        return await self._sweep(together, halve, limit)
+
+    async def _sweep(self, together: Together, apart: Some, limit: int) -> int:
         for _ in range(1 + MOST_LEFT_OUT // limit):
             found: list[ExecutionId] = []
             try:
@@ -64,7 +90,7 @@ class Quarantine:
             except Exception as fault:
                 if not found or is_of_connection(fault):
                     raise
-                done = sum([await self._try(execution_id, alone) for execution_id in found])
+                done = await apart(found)
             if done or len(found) < limit:
                 return done
         return 0

@@ -1,7 +1,8 @@
 -- name: take_retained
--- Deletes ended executions past their retention with everything that belongs to them, the oldest after :since first;
--- answers how many, and up to when none is left but what is held elsewhere. By `any` of one element, as an equality lets
--- the planner walk all of an index and join what is due to it.
+-- Deletes ended executions past their retention with everything that belongs to them, the oldest after :since first, :only
+-- those that are named unless that is null, and never those of :left_out; answers how many, and up to when none is left but
+-- what is held elsewhere or left out. By `any` of one element, as an equality lets the planner walk all of an index and join
+-- what is due to it.
 with clock as materialized (select ff_now() as now),
 batch as materialized (
   select r.*
@@ -10,6 +11,7 @@ batch as materialized (
            cross join lateral (
                  select r.ctid as tid, r.retain_until, r.ended_at, r.partition_key, r.execution_ids from retained r
                   where r.retain_until > :since and r.retain_until <= c.now
+                    and not r.execution_ids <@ :left_out::uuid[] and (:only::uuid[] is null or r.execution_ids && :only)
                   order by r.retain_until limit :limit
                     for update skip locked) r) r
    where r.before < :limit
@@ -29,6 +31,7 @@ member as materialized (
            from execution e
           where e.partition_key = b.partition_key and e.execution_id = m.execution_id and e.lifecycle_phase = 'terminal'
             and e.last_transition_at = b.ended_at
+            and m.execution_id <> all(:left_out) and (:only is null or m.execution_id = any(:only))
             for update skip locked) h on true
 ),
 due as materialized (select partition_key, execution_id, has_large_input, may_have_large_result from member where is_held),
@@ -78,6 +81,16 @@ gone as (
   delete from execution e using due d where e.partition_key = any(array[d.partition_key]) and e.execution_id = d.execution_id
   returning 1)
 select (select count(*) from gone) as trimmed, coalesce((select max(retain_until) from batch), (select now from clock)) as reached;
+
+-- name: list_retained
+-- The ended executions past their retention, the oldest after :since first, except some.
+select r.partition_key, m.execution_id
+  from (select r.retain_until, r.partition_key, r.execution_ids from retained r
+         where r.retain_until > :since and r.retain_until <= (select ff_now()) and not r.execution_ids <@ :left_out::uuid[]
+         order by r.retain_until limit :limit) r
+ cross join lateral unnest(r.execution_ids) as m(execution_id)
+ where m.execution_id <> all(:left_out)
+ order by r.retain_until limit :limit;
 
 -- name: take_spent_keys
 -- Deletes idempotency keys past their time to live; answers how many.

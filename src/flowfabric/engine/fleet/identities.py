@@ -1,4 +1,4 @@
-"""Identities of worker processes, kept for as long as anything may show them."""
+"""Identities of worker processes: kept while a lease names them, and for as long as most of what they did is kept."""
 
 from flowfabric.db.statements import statements_beside
 from flowfabric.engine.store import Rules, Store
@@ -10,7 +10,7 @@ PURGE_LIMIT = 1000
 
 
 def memory_ms(rules: Rules) -> int:
-    """How long an identity is kept after its process was last seen: longer than executions and events show it."""
+    """How long an identity is kept after it was last in use: longer than executions and events by default."""
     return max(rules.retention_ms, rules.feed_retention_ms) + DAY_MS
 
 
@@ -21,7 +21,7 @@ class Identities:
         self._store = store
 
     async def purge(self) -> int:
-        """Delete identities that nothing shows any more; answers how many."""
+        """Delete identities that were last in use so long ago and that no lease names; returns how many."""
         memory = memory_ms(self._store.rules)
         (row,) = await self._store.fetch(SQL.take_old_identities, memory_ms=memory, limit=PURGE_LIMIT)
         purged: int = row["purged"]

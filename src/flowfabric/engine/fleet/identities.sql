@@ -1,11 +1,33 @@
 -- name: take_old_identities
--- Deletes the identities of worker processes that nobody has used for so long and that hold no claim; answers how many.
-with gone as (
+-- Deletes the identities of worker processes that were last in use so long ago, the oldest first; answers how many. Those
+-- that a live or a lost lease names are in use now, and are not looked at again before their time.
+with clock as materialized (select ff_now() as now),
+old as materialized (
+  select w.ctid as tid, w.worker_no from worker_identity w
+   where w.seen_at < (select now from clock) - :memory_ms::bigint
+   order by w.seen_at limit :limit
+     for update skip locked
+),
+-- Each claim and each lost lease is read once, however many identities are old.
+named as materialized (
+  select c.worker_no from claim c
+  union
+  select e.worker_no
+    from listed l
+   cross join lateral (
+         select e.worker_no from execution e
+          where e.partition_key = l.partition_key and e.execution_id = l.execution_id and e.ownership_state <> 'unowned'
+          limit 1) e
+   where l.public_state = 'active'
+),
+kept as (
+  update worker_identity w set seen_at = c.now
+    from clock c
+   where w.ctid = any(array(select o.tid from old o join named n using (worker_no)))
+),
+gone as (
   delete from worker_identity
-   where ctid = any(array(
-         select w.ctid from worker_identity w
-          where w.seen_at < (select ff_now()) - :memory_ms::bigint
-            and not exists (select from claim c where c.worker_no = w.worker_no)
-          order by w.seen_at limit :limit for update skip locked))
-  returning 1)
+   where ctid = any(array(select o.tid from old o left join named n using (worker_no) where n.worker_no is null))
+  returning 1
+)
 select count(*) as purged from gone;

@@ -1,15 +1,21 @@
 """Delaying: a run gives up its lease, and its attempt continues under a later one once it is promoted."""
 
+from collections.abc import Mapping, Sequence
+from uuid import UUID
+
 from flowfabric.db.database import Record, Transaction
 from flowfabric.db.statements import statements_beside
 from flowfabric.engine.core.consequence import LeaseEnd, LeaseEnds
+from flowfabric.engine.core.quarantine import Quarantine, is_of_connection
 from flowfabric.engine.core.row import hold_if_there, usable
+from flowfabric.engine.core.sweep import Swept
 from flowfabric.engine.core.transition import PROMOTED, Release
 from flowfabric.engine.core.wakeups import Work
-from flowfabric.engine.lease.expire import LATEST_TIME, named_or_due
+from flowfabric.engine.lease.expire import LATEST_TIME, SWEEP_LIMIT
 from flowfabric.engine.store import Store
+from flowfabric.model.errors import EngineError
 from flowfabric.model.handle import Handle
-from flowfabric.model.ids import ExecutionId, parse_execution_id, row_key
+from flowfabric.model.ids import ExecutionId, format_execution_id, parse_execution_id, row_key, split_execution_id
 from flowfabric.model.lease import AlreadySatisfied, Promoted
 from flowfabric.model.states import EligibilityState, PublicState
 from flowfabric.model.text import check_range
@@ -20,7 +26,8 @@ SQL = statements_beside(__file__)
 class Delays:
     """Puts runs aside without ending their attempts, and makes delayed executions claimable when due."""
 
-    def __init__(self, store: Store, lease_ends: LeaseEnds) -> None:
+    def __init__(self, store: Store, lease_ends: LeaseEnds, quarantine: Quarantine) -> None:
+        self.quarantine = quarantine
         self._store = store
         self._lease_ends = lease_ends
 
@@ -53,9 +60,7 @@ class Delays:
             held = await hold_if_there(transaction, parsed)
             if held is None:
                 return [], "execution_not_found"
-            promoted = await transaction.fetch(
-                SQL.promote_delayed, **named_or_due([parsed]), lease_epoch=None, **PROMOTED
-            )
+            promoted = await transaction.fetch(SQL.promote_delayed, **_named([parsed]), lease_epoch=None, **PROMOTED)
             is_delayed = held.eligibility_state == EligibilityState.NOT_ELIGIBLE_UNTIL_TIME
             return promoted, "not_yet_due" if is_delayed else "not_delayed"
 
@@ -75,26 +80,58 @@ class Delays:
             if await hold_if_there(transaction, handle.execution_id) is None:
                 return []
             return await transaction.fetch(
-                SQL.promote_delayed, **named_or_due([handle.execution_id]), lease_epoch=handle.lease_epoch, **PROMOTED
+                SQL.promote_delayed, **_named([handle.execution_id]), lease_epoch=handle.lease_epoch, **PROMOTED
             )
 
         self._store.wakeups.work_of(await self._store.transact(bring))
 
     async def promote_due(self) -> int:
         """Make the delayed executions whose time has come claimable, the oldest first; returns how many."""
-        return (await self.promote_since(self._store.due_watermark.since))[0]
+        return (await self.promote_since(self._store.due_watermark.since)).done
 
-    async def promote_since(self, since: int) -> tuple[int, list[Work]]:
-        """Promote a batch of what is due after a time; returns how many, and what may be claimed."""
-        rows = await self._store.fetch(SQL.promote_delayed, **named_or_due(None, since), lease_epoch=None, **PROMOTED)
-        work = [Work(row["lane_id"], row["route_no"], row["queue_no"], row["place"]) for row in rows]
-        self._store.wakeups.work(work)
-        return len(rows), work
+    async def promote_since(self, since: int) -> Swept:
+        """Promote a batch of what is due after a time, except what could not be promoted a short time ago."""
+        work: list[Work] = []
+
+        async def promote(chosen: Mapping[str, object]) -> int:
+            rows = await self._store.fetch(SQL.promote_delayed, **chosen, lease_epoch=None, **PROMOTED)
+            work.extend(Work(row["lane_id"], row["route_no"], row["queue_no"], row["place"]) for row in rows)
+            return len(rows)
+
+        async def together(left_out: Sequence[UUID], found: list[ExecutionId]) -> int:
+            due = {"since": since, "left_out": left_out, "limit": SWEEP_LIMIT}
+            try:
+                return await promote({"partition_keys": [], "execution_ids": None, **due})
+            except EngineError as fault:
+                if not is_of_connection(fault):
+                    rows = await self._store.fetch(SQL.list_delayed, **due)
+                    found += [format_execution_id(row["partition_key"], row["execution_id"]) for row in rows]
+                raise
+
+        async def some(execution_ids: Sequence[ExecutionId]) -> int:
+            return await promote(_named(execution_ids))
+
+        try:
+            done = await self.quarantine.sweep_by_halves(together, some, limit=SWEEP_LIMIT)
+        finally:
+            self._store.wakeups.work(work)
+        return Swept(done, done >= SWEEP_LIMIT, work)
 
     async def _park(self, end: LeaseEnd) -> None:
         verdict = await self._lease_ends.one(end)
         if not verdict.is_done:
             raise verdict.refusal()
+
+
+def _named(execution_ids: Sequence[ExecutionId]) -> dict[str, object]:
+    pairs = [split_execution_id(execution_id) for execution_id in execution_ids]
+    return {
+        "partition_keys": [partition for partition, _ in pairs],
+        "execution_ids": [uuid for _, uuid in pairs],
+        "since": 0,
+        "left_out": [],
+        "limit": len(pairs),
+    }
 
 
 def _move_of_waiting() -> Release:

@@ -1,6 +1,7 @@
 -- name: promote_delayed
--- Makes due delayed executions claimable: the named ones, or the oldest after :since when none is named; their attempt
--- state says how they will be claimed. A named one that was put aside under the lease of :lease_epoch need not be due.
+-- Makes due delayed executions claimable: the named ones, or the oldest after :since except :left_out when none is named;
+-- their attempt state says how they will be claimed. A named one that was put aside under the lease of :lease_epoch need not
+-- be due.
 with clock as materialized (select ff_now() as now),
 named as materialized (
   select t.partition_key, t.execution_id
@@ -8,6 +9,7 @@ named as materialized (
    cross join lateral (
          select t.partition_key, t.execution_id from timer t
           where :execution_ids::uuid[] is null and t.kind = 'delay' and t.due_at > :since and t.due_at <= c.now
+            and t.execution_id <> all(:left_out::uuid[])
           order by t.due_at limit :limit) t
   union all
   select i.partition_key, i.execution_id
@@ -49,3 +51,10 @@ listings as (
 )
 select l.lane_id, p.route_no, p.queue_no, p.place, p.public_state
   from promoted p join lane l using (lane_no);
+
+-- name: list_delayed
+-- The delayed executions whose time has come, the oldest after :since first, except some.
+select t.partition_key, t.execution_id
+  from timer t
+ where t.kind = 'delay' and t.due_at > :since and t.due_at <= (select ff_now()) and t.execution_id <> all(:left_out::uuid[])
+ order by t.due_at limit :limit;

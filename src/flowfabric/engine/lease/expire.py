@@ -1,6 +1,6 @@
 """Expiring: leases past their end, attempts past their timeout, and executions past their deadline."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from enum import StrEnum
 from uuid import UUID
 
@@ -10,6 +10,7 @@ from flowfabric.db.statements import statements_beside
 from flowfabric.engine.core.consequence import LeaseEnd, LeaseEnds, retry_pause
 from flowfabric.engine.core.quarantine import Quarantine, is_of_connection
 from flowfabric.engine.core.row import Held, Verdict, hold, hold_if_there
+from flowfabric.engine.core.sweep import Swept
 from flowfabric.engine.core.transition import Release, after_timeout
 from flowfabric.engine.core.wakeups import Work
 from flowfabric.engine.store import Store
@@ -17,11 +18,9 @@ from flowfabric.model.attempt import FailureClass
 from flowfabric.model.errors import EngineError, error
 from flowfabric.model.ids import (
     ExecutionId,
-    WorkerInstanceId,
     format_execution_id,
     parse_execution_id,
     row_key,
-    split_execution_id,
 )
 from flowfabric.model.lease import (
     AlreadySatisfied,
@@ -63,14 +62,15 @@ class LeaseExpiry:
         return len(await self._lease_ends.expire(execution_ids))
 
     async def sweep(self) -> int:
-        """Mark expired leases, the oldest claims first, and delete claims that are spent.
+        """Mark expired leases, the oldest claims first, and delete spent claims; returns how many are marked."""
+        return (await self.sweep_batch()).done
 
-        Returns how many leases were marked or claims deleted, whichever is more; a full batch counts as CLAIM_LIMIT.
-        """
-        return (await self.mark_since(self._store.due_watermark.since))[0]
+    async def sweep_batch(self) -> Swept:
+        """Do what `sweep` does; a batch is full that has gone through as many claims as it may."""
+        return await self.mark_since(self._store.due_watermark.since)
 
-    async def mark_since(self, since: int) -> tuple[int, list[Work]]:
-        """Do what `sweep` does from a time on; returns how many items, and what may be claimed again."""
+    async def mark_since(self, since: int) -> Swept:
+        """Do what `sweep` does from a time on."""
         for _ in range(MOST_BATCHES):
             batch, *members = await self._take_spent(since)
             work = await self._mark([format_execution_id(row["partition_key"], row["execution_id"]) for row in members])
@@ -79,10 +79,10 @@ class LeaseExpiry:
                 spent += (await self._take_spent(since))[0]["spent"]
             is_full = batch["claims"] >= CLAIM_LIMIT
             if spent or work or not is_full:
-                return max(spent, len(work), CLAIM_LIMIT if is_full else 0), work
+                return Swept(len(work), is_full, work)
             # Every lease of the batch is held elsewhere: what expired later must not wait for them.
             since = batch["reached"]
-        return 0, []
+        return Swept(0, is_full=False)
 
     async def _take_spent(self, since: int) -> list[Record]:
         return await self._store.fetch(
@@ -153,7 +153,7 @@ class LeaseExpiry:
                 execution_id=ExecutionId(row["id"]),
                 lease_id=row["lease_id"],
                 lease_epoch=row["lease_epoch"],
-                worker_instance_id=WorkerInstanceId(row["worker_instance_id"]),
+                worker_instance_id=row["worker_instance_id"],
                 expires_at_ms=row["lease_expires_at"],
                 attempt_index=row["attempt_index"],
             )
@@ -256,17 +256,6 @@ def _expiry(row: Record, phase: ExpiryPhase) -> LeaseEnd:
         delay_ms=delay_ms,
         lost_epoch=lost_epoch,
     )
-
-
-def named_or_due(execution_ids: Sequence[ExecutionId] | None, since: int = 0) -> Mapping[str, object]:
-    """The parameters that name executions, or ask for a batch of whatever is due after a time."""
-    pairs = [split_execution_id(execution_id) for execution_id in execution_ids or ()]
-    return {
-        "partition_keys": [partition for partition, _ in pairs],
-        "execution_ids": None if execution_ids is None else [uuid for _, uuid in pairs],
-        "since": since,
-        "limit": SWEEP_LIMIT,
-    }
 
 
 _UNMARKED = {

@@ -70,7 +70,7 @@ select f.id, f.lease_id, f.lease_epoch, w.worker_instance_id, f.lease_expires_at
   from (select * from found
          where :after_expires_at::bigint is null or (lease_expires_at, id) > (:after_expires_at, :after_id::text collate "C")
          order by lease_expires_at, id limit :limit) f
-  join worker_identity w using (worker_no)
+  left join worker_identity w using (worker_no)
  order by f.lease_expires_at, f.id;
 
 -- name: lock_expired

@@ -202,14 +202,14 @@ def _current_attempt(row: Record, context: str) -> CurrentAttempt | None:
 
 
 def _current_lease(row: Record, context: str) -> CurrentLease | None:
-    instance, expires_at = row["worker_instance_id"] or None, row["lease_expires_at"]
-    if instance is None or expires_at is None:
+    expires_at = row["lease_expires_at"]
+    if row["worker_no"] is None or expires_at is None:
         return None
     return CurrentLease(
         lease_id=LeaseId(required(row["lease_id"], context=context, field="lease_id")),
         lease_epoch=required(row["lease_epoch"] or None, context=context, field="lease_epoch"),
         attempt_index=_index(row, context),
-        worker_instance_id=WorkerInstanceId(instance),
+        worker_instance_id=row["worker_instance_id"],
         expires_at=expires_at,
         last_heartbeat_at=row["lease_renewed_at"],
     )

@@ -16,7 +16,8 @@ select n.namespace, l.lane_id, e.priority, e.execution_kind, e.lifecycle_phase, 
 -- name: read_snapshot
 -- One execution as it stands, with its lease while there is one and its latest suspension.
 select e.flow_id, l.lane_id, n.namespace, e.public_state, e.blocking_reason, e.blocking_detail, e.attempt_id, e.attempt_count,
-       e.created_at, e.last_mutation_at, w.worker_instance_id, e.lease_expires_at, e.lease_id, e.lease_epoch, e.lease_renewed_at,
+       e.created_at, e.last_mutation_at, e.worker_no, w.worker_instance_id, e.lease_expires_at, e.lease_id, e.lease_epoch,
+       e.lease_renewed_at,
        case when s.closed_at is null then s.waitpoint_ids[1] end as waitpoint_id,
        case when s.attempt_index = e.attempt_count - 1 then s.continuation_metadata_pointer end as continuation_metadata_pointer,
        case when e.has_tags then (

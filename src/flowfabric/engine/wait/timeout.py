@@ -8,7 +8,7 @@ from flowfabric.db.batch import Locked
 from flowfabric.db.database import Record, Transaction
 from flowfabric.db.statements import statements_beside
 from flowfabric.engine.core.consequence import LeaseEnd, LeaseEnds
-from flowfabric.engine.core.quarantine import Quarantine
+from flowfabric.engine.core.quarantine import Quarantine, is_of_connection
 from flowfabric.engine.core.row import Verdict, hold_if_there
 from flowfabric.engine.core.transition import ESCALATED, SUSPENSION_TIMEOUTS
 from flowfabric.engine.store import Store
@@ -58,8 +58,16 @@ class _Applied:
 class SuspensionTimeouts:
     """What happens to waits whose time is up."""
 
-    def __init__(self, store: Store, lease_ends: LeaseEnds, resumes: Resumes, quarantine: Quarantine) -> None:
+    def __init__(
+        self,
+        store: Store,
+        lease_ends: LeaseEnds,
+        resumes: Resumes,
+        quarantine: Quarantine,
+        waitpoint_quarantine: Quarantine,
+    ) -> None:
         self.quarantine = quarantine
+        self.waitpoint_quarantine = waitpoint_quarantine
         self._store = store
         self._lease_ends = lease_ends
         self._resumes = resumes
@@ -123,12 +131,35 @@ class SuspensionTimeouts:
         return len(applied.behaviors)
 
     async def close_pending(self) -> int:
-        """Close waitpoints that no suspend has used in their time, the oldest first; answers how many."""
-        (row,) = await self._store.fetch(
-            SQL.expire_pending_waitpoints, limit=WAITPOINT_LIMIT, close_reason=CloseReason.NEVER_COMMITTED
-        )
-        closed: int = row["closed"]
-        return closed
+        """Close waitpoints that no suspend has used in their time, the oldest first; returns how many."""
+
+        async def close(*, only: Sequence[str] | None, left_out: Sequence[UUID]) -> int:
+            (row,) = await self._store.fetch(
+                SQL.expire_pending_waitpoints,
+                only=only,
+                left_out=left_out,
+                limit=WAITPOINT_LIMIT,
+                close_reason=CloseReason.NEVER_COMMITTED,
+            )
+            closed: int = row["closed"]
+            return closed
+
+        async def together(left_out: Sequence[UUID], found: list[ExecutionId]) -> int:
+            try:
+                return await close(only=None, left_out=left_out)
+            except EngineError as fault:
+                if not is_of_connection(fault):
+                    rows = await self._store.fetch(
+                        SQL.list_pending_waitpoints, left_out=left_out, limit=WAITPOINT_LIMIT
+                    )
+                    ids = (format_execution_id(row["partition_key"], row["execution_id"]) for row in rows)
+                    found += dict.fromkeys(ids)
+                raise
+
+        async def some(execution_ids: Sequence[ExecutionId]) -> int:
+            return await close(only=[split_execution_id(each)[1] for each in execution_ids], left_out=())
+
+        return await self.waitpoint_quarantine.sweep_by_halves(together, some, limit=WAITPOINT_LIMIT)
 
     @staticmethod
     async def _suspensions(transaction: Transaction, execution_ids: Sequence[ExecutionId]) -> list[Record]:

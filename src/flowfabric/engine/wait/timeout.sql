@@ -88,8 +88,9 @@ update suspension s set reason_code = :reason_code, timeout_at = null, timeout_b
  where s.ctid = h.suspension_tid;
 
 -- name: expire_pending_waitpoints
--- Closes waitpoints that no suspend has used in their time, the oldest first; answers how many. Their executions are held
--- meanwhile, except those that are gone; what is held elsewhere is left for the next time.
+-- Closes waitpoints that no suspend has used in their time, the oldest first, of the executions in :only unless that is null
+-- and of none in :left_out; answers how many. Their executions are held meanwhile, except those that are gone; what is held
+-- elsewhere is left for the next time.
 with clock as materialized (select ff_now() as now),
 due as materialized (
   select w.*, e.is_held
@@ -97,6 +98,7 @@ due as materialized (
    cross join lateral (
          select w.partition_key, w.execution_id, w.waitpoint_id, c.now from waitpoint w
           where w.activated_at is null and w.closed_at is null and w.expires_at <= c.now and w.state = 'pending'
+            and w.execution_id <> all(:left_out::uuid[]) and (:only::uuid[] is null or w.execution_id = any(:only))
           order by w.expires_at limit :limit) w
     left join lateral (
          select true as is_held from execution e
@@ -120,3 +122,11 @@ closed as (
   returning 1
 )
 select count(*) as closed from closed;
+
+-- name: list_pending_waitpoints
+-- The executions of waitpoints that no suspend has used in their time, the oldest first, except some.
+select w.partition_key, w.execution_id
+  from waitpoint w
+ where w.activated_at is null and w.closed_at is null and w.expires_at <= (select ff_now()) and w.state = 'pending'
+   and w.execution_id <> all(:left_out::uuid[])
+ order by w.expires_at limit :limit;

@@ -1,0 +1,56 @@
+"""The retention of worker identities reads each lease once, however many identities are old."""
+
+from typing import Any
+
+import asyncpg
+import pytest
+
+from creates import new
+from flowfabric.engine.engine import Engine
+from flowfabric.engine.fleet.identities import PURGE_LIMIT
+from house.touched import VACUUM, Touched, touched
+
+__all__ = ["touched"]
+
+CLAIMS = 10_000
+LOST = 1_000
+
+
+@pytest.mark.parametrize("has_statistics", ["no statistics", "statistics"])
+async def test_old_identities_cost_one_look_at_each_lease(
+    engine: Engine, connection: asyncpg.Connection, clock: Any, rows: Any, touched: Touched, has_statistics: str
+) -> None:
+    await clock.stop()
+    await engine.create_many([new() for _ in range(LOST)])
+    lost = await engine.claim_many(
+        lanes=("default",), worker_id="w", worker_instance_id="lost", limit=LOST, lease_ttl_ms=1000
+    )
+    assert len(lost) == LOST
+    await clock.advance(ms=1000)
+    assert await engine.lease_expiry.sweep() == LOST
+    await connection.execute("update worker_identity set seen_at = 0")
+    await connection.execute(
+        """insert into worker_identity (worker_id, worker_instance_id, seen_at)
+           select 'w', 'w-' || n, n from generate_series(1, 999) n"""
+    )
+    # A hundred of them hold claims, which are of many workers that are not old.
+    await connection.execute(
+        f"""insert into claim (partition_key, claim_no, worker_no, expires_at, execution_ids)
+            select 0, n,
+                   case when n % 2 = 0 then 1000000 + n else (
+                     select worker_no from worker_identity where worker_instance_id = 'w-' || (1 + n % 200)) end,
+                   ff_now() + 60000, array(select gen_random_uuid() from generate_series(1, 50))
+              from generate_series(1, {CLAIMS}) n"""
+    )
+    await connection.execute(VACUUM)
+    if has_statistics == "statistics":
+        await connection.execute("analyze")
+    assert PURGE_LIMIT == 1000
+    assert await engine.identities.purge() == 1000 - 1 - 100
+    read = touched.rows["take_old_identities"]
+    assert read["claim"] <= CLAIMS
+    # Each lost lease is found in its list, by one entry and its row, and then by the key of its execution.
+    assert read["listed"] <= 2 * LOST
+    assert read["execution"] <= 2 * LOST
+    left = {row["worker_instance_id"] for row in await rows.of("worker_identity")}
+    assert left == {"lost", *(f"w-{n}" for n in range(2, 201, 2))}

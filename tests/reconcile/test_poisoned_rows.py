@@ -1,0 +1,237 @@
+"""One execution that cannot be written holds up neither the others of its sweep nor any claim."""
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+from uuid import uuid4
+
+import pytest
+
+from engine.sending import running, waiting
+from engine.waits import on_all
+from flowfabric.engine.core.quarantine import Quarantine
+from flowfabric.engine.engine import Engine
+from flowfabric.engine.lease import catch_up
+from flowfabric.model.ids import ExecutionId
+from flowfabric.reconcile.loop import Reconciler
+from flowfabric.reconcile.sweeps import SWEEPS
+
+MINUTE = 60_000
+DAY = 24 * 60 * MINUTE
+EVERY = 2.0
+
+
+@dataclass
+class Scene:
+    """What the cases are made with."""
+
+    engine: Engine
+    given: Any
+    clock: Any
+    rows: Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A sweep whose items belong to executions."""
+
+    make: Callable[[Scene], Awaitable[ExecutionId]]
+    """Makes an execution that the sweep deals with a minute later, or a day in the case of retention."""
+    is_done: Callable[[Scene, ExecutionId], Awaitable[bool]]
+    owner: str
+    """The attribute of the engine that has the sweep's quarantine."""
+    quarantine: str = "quarantine"
+    table: str = "execution"
+    """The table whose rows are poisoned."""
+
+
+async def _leased(scene: Scene) -> ExecutionId:
+    run = await scene.given.run(lane_id=f"lane{uuid4().hex}", lease_ttl_ms=MINUTE)
+    return run.execution_id  # type: ignore[no-any-return]
+
+
+async def _delayed(scene: Scene) -> ExecutionId:
+    return await scene.given.delayed(seconds=60, lane_id="delayed")  # type: ignore[no-any-return]
+
+
+async def _late(scene: Scene) -> ExecutionId:
+    deadline = await scene.clock.now() + MINUTE
+    return await scene.given.created(lane_id="late", execution_deadline_at=deadline)  # type: ignore[no-any-return]
+
+
+async def _suspended(scene: Scene) -> ExecutionId:
+    asked = on_all("a", timeout_at=await scene.clock.now() + MINUTE, timeout_behavior="fail")
+    return (await waiting(scene.engine, scene.given, asked)).execution_id
+
+
+async def _with_waitpoint(scene: Scene) -> ExecutionId:
+    return (await running(scene.engine, scene.given, expires_in_ms=MINUTE, lease_ttl_ms=20 * DAY)).execution_id
+
+
+async def _ended(scene: Scene) -> ExecutionId:
+    return await scene.given.cancelled(lane_id="ended")  # type: ignore[no-any-return]
+
+
+def _shows(column: str, value: str) -> Callable[[Scene, ExecutionId], Awaitable[bool]]:
+    async def is_done(scene: Scene, execution_id: ExecutionId) -> bool:
+        return (await scene.rows.execution(execution_id))[column] == value  # type: ignore[no-any-return]
+
+    return is_done
+
+
+async def _is_closed(scene: Scene, execution_id: ExecutionId) -> bool:
+    (waitpoint,) = await scene.rows.of("waitpoint", execution_id=execution_id[-36:])
+    return waitpoint["state"] == "closed"  # type: ignore[no-any-return]
+
+
+async def _is_gone(scene: Scene, execution_id: ExecutionId) -> bool:
+    return await scene.rows.of("execution", execution_id=execution_id[-36:]) == []  # type: ignore[no-any-return]
+
+
+CASES = {
+    "lease_expiry": Case(
+        make=_leased, is_done=_shows("ownership_state", "lease_expired_reclaimable"), owner="lease_expiry"
+    ),
+    "delayed_promoter": Case(make=_delayed, is_done=_shows("public_state", "waiting"), owner="delays"),
+    "expiry": Case(make=_late, is_done=_shows("public_state", "expired"), owner="timeouts"),
+    "suspension_timeout": Case(make=_suspended, is_done=_shows("public_state", "failed"), owner="suspension_timeouts"),
+    "pending_wp_expiry": Case(
+        make=_with_waitpoint,
+        is_done=_is_closed,
+        owner="suspension_timeouts",
+        quarantine="waitpoint_quarantine",
+        table="waitpoint",
+    ),
+    "retention_trimmer": Case(make=_ended, is_done=_is_gone, owner="retention"),
+}
+
+UNPOISONED = {
+    "silent_sessions",
+    "dedup_sweep",
+    "claim_grant_expiry",
+    "worker_registry_ttl_sweep",
+    "worker_identity_trim",
+    "event_partitions",
+    "outbox_trim",
+    "worker_event_trim",
+}
+"""Sweeps that only free space: no execution waits for them, and every reader passes over what they have left."""
+
+
+def test_every_sweep_is_considered() -> None:
+    assert CASES.keys() | UNPOISONED == {sweep.name for sweep in SWEEPS}
+    assert not CASES.keys() & UNPOISONED
+
+
+async def poison(connection: Any, table: str, execution_id: ExecutionId) -> None:
+    """Let the store refuse every change of an execution's rows of a table."""
+    await connection.execute(
+        """create function refuse() returns trigger language plpgsql as
+           $$begin raise check_violation using message = 'poisoned'; end$$"""
+    )
+    await connection.execute(
+        f"create trigger poison before update or delete on {table} for each row "
+        f"when (old.execution_id = '{execution_id[-36:]}') execute function refuse()"
+    )
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("bad_at", [0, 2])
+async def test_an_execution_that_cannot_be_written_does_not_hold_up_others(
+    engine: Engine, given: Any, clock: Any, rows: Any, connection: Any, name: str, bad_at: int
+) -> None:
+    case, scene = CASES[name], Scene(engine, given, clock, rows)
+    (sweep,) = (sweep for sweep in SWEEPS if sweep.name == name)
+    now = 0.0
+    quarantine = Quarantine(EVERY, clock=lambda: now)
+    setattr(getattr(engine, case.owner), case.quarantine, quarantine)
+    await Reconciler(engine).catch_up()
+    made = []
+    for _ in range(3):
+        made.append(await case.make(scene))
+        await clock.advance(ms=1)
+    bad = made[bad_at]
+    good = [execution_id for execution_id in made if execution_id != bad]
+    await poison(connection, case.table, bad)
+
+    async def claims_work() -> None:
+        assert (await given.run(lane_id="claims", lease_ttl_ms=20 * DAY)).lease_epoch == 1
+
+    await clock.advance(ms=DAY + MINUTE if name == "retention_trimmer" else MINUTE)
+    await claims_work()
+    reconciler = Reconciler(engine, sweeps=[sweep])
+    await reconciler.catch_up()
+    assert [await case.is_done(scene, execution_id) for execution_id in good] == [True, True]
+    assert not await case.is_done(scene, bad)
+    assert [str(each) for each in quarantine.left_out()] == [bad[-36:]]
+    await claims_work()
+
+    # What comes later is not held up either, and the poisoned one is not tried in its pause.
+    await connection.execute(f"alter table {case.table} disable trigger poison")
+    later = await case.make(scene)
+    await clock.advance(ms=DAY + MINUTE if name == "retention_trimmer" else MINUTE)
+    await claims_work()
+    await reconciler.catch_up()
+    assert (await case.is_done(scene, later), await case.is_done(scene, bad)) == (True, False)
+
+    now = EVERY
+    await reconciler.catch_up()
+    assert await case.is_done(scene, bad)
+    await claims_work()
+
+
+async def test_a_poisoned_batch_is_halved_and_not_tried_item_by_item(
+    engine: Engine, given: Any, clock: Any, rows: Any, connection: Any
+) -> None:
+    made = [await given.delayed(seconds=60) for _ in range(64)]
+    await connection.execute("create sequence tries")
+    await poison(connection, "execution", made[40])
+    await connection.execute(
+        """create function count_tries() returns trigger language plpgsql as
+           $$begin perform nextval('tries'); return null; end$$"""
+    )
+    await connection.execute(
+        "create trigger counted before update on execution for each statement execute function count_tries()"
+    )
+    await clock.advance(seconds=60)
+    assert await engine.delays.promote_due() == 63
+    states = [row["public_state"] for row in await rows.of("execution")]
+    assert (states.count("waiting"), states.count("delayed")) == (63, 1)
+    # The batch, the whole again, and two halves of each of six sizes.
+    assert await connection.fetchval("select last_value from tries") == 2 + 2 * 6
+
+
+@pytest.mark.parametrize("seconds", [3600.0, 0.0])
+async def test_a_fault_of_what_is_due_does_not_fail_a_claim_and_is_not_met_by_each(
+    engine: Engine,
+    given: Any,
+    clock: Any,
+    rows: Any,
+    connection: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    seconds: float,
+) -> None:
+    monkeypatch.setattr(catch_up, "FAULT_SECONDS", seconds)
+    await given.completed(lease_ttl_ms=1000)
+    due = await given.delayed(seconds=60)
+    await connection.execute("create sequence tries")
+    await connection.execute(
+        """create function refuse() returns trigger language plpgsql as
+           $$begin perform nextval('tries'); raise check_violation using message = 'no deletes'; end$$"""
+    )
+    await connection.execute("create trigger none before delete on claim for each statement execute function refuse()")
+    await clock.advance(seconds=60)
+    # Leases cannot be marked, delayed work is claimed all the same.
+    assert (await given.claim()).execution_id == due
+    for _ in range(4):
+        await given.run(lease_ttl_ms=DAY)
+        assert await engine.claim_many(lanes=("default",), worker_id="w", worker_instance_id="w-1", limit=1) == []
+    tries = await connection.fetchval("select last_value from tries")
+    assert tries == 1 if seconds else tries >= 5
+    assert "no deletes" in caplog.text
+    await connection.execute("drop trigger none on claim")
+    if not seconds:
+        await engine.claim_many(lanes=("default",), worker_id="w", worker_instance_id="w-1", limit=1)
+        now = await clock.now()
+        assert [row for row in await rows.of("claim") if row["expires_at"] <= now] == []
