@@ -42,6 +42,8 @@ SQL = statements_beside(__file__)
 SWEEP_LIMIT = 1000
 CLAIM_LIMIT = 50
 """Claims that one statement of a sweep of expired leases goes through."""
+MARK_LIMIT = 10_000
+"""Leases that one sweep marks as expired at most, in statements of SWEEP_LIMIT each."""
 MOST_BATCHES = 100
 """Batches of claims in which nothing can be done that one sweep passes over at most."""
 DEFAULT_LISTED = 1000
@@ -73,11 +75,14 @@ class LeaseExpiry:
         """Do what `sweep` does from a time on."""
         for _ in range(MOST_BATCHES):
             batch, *members = await self._take_spent(since)
-            work = await self._mark([format_execution_id(row["partition_key"], row["execution_id"]) for row in members])
+            expired = [format_execution_id(row["partition_key"], row["execution_id"]) for row in members[:MARK_LIMIT]]
+            work: list[Work] = []
+            for first in range(0, len(expired), SWEEP_LIMIT):
+                work += await self._mark(expired[first : first + SWEEP_LIMIT])
             spent: int = batch["spent"]
             if work:
                 spent += (await self._take_spent(since))[0]["spent"]
-            is_full = batch["claims"] >= CLAIM_LIMIT
+            is_full = batch["claims"] >= CLAIM_LIMIT or len(members) > MARK_LIMIT
             if spent or work or not is_full:
                 return Swept(len(work), is_full, work)
             # Every lease of the batch is held elsewhere: what expired later must not wait for them.
@@ -90,8 +95,6 @@ class LeaseExpiry:
         )
 
     async def _mark(self, expired: Sequence[ExecutionId]) -> list[Work]:
-        if not expired:
-            return []
         try:
             return await self._lease_ends.expire(expired)
         except EngineError as fault:
