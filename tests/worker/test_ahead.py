@@ -183,6 +183,11 @@ async def test_no_more_handlers_run_than_there_are_slots(engine: Engine, start_w
     assert worker.running == 0
 
 
+async def test_a_worker_may_have_more_slots_than_a_claim_takes(engine: Engine, start_worker: Any, submit: Any) -> None:
+    await start_worker({"job": Job()}, concurrency=1500)
+    await all_succeed(engine, [await submit()])
+
+
 @pytest.mark.usefixtures("eager")
 async def test_what_waits_for_a_slot_is_renewed(
     engine: Engine, start_worker: Any, submit: Any, waiting: Any, rows: Any, clock: Any, eventually: Any

@@ -38,6 +38,7 @@ SQL = statements_beside(__file__)
 
 MAX_LANES = 64
 MAX_LIMIT = 1000
+MAX_SLOTS = 2**31 - 1
 DEFAULT_LEASE_TTL_MS = 30_000
 MAX_AT_ONCE = 2
 CATCH_UP_SECONDS = 1.0
@@ -218,7 +219,7 @@ class Claim:
         check_range(lease_ttl_ms, "lease_ttl_ms", 1, MAX_LEASE_TTL_MS)
         check_range(limit, "limit", 1, MAX_LIMIT)
         if slots is not None:
-            check_range(slots, "slots", 0, MAX_LIMIT)
+            check_range(slots, "slots", 0, MAX_SLOTS)
         check_range(max_wait_ms, "max_wait_ms", 0, MAX_LEASE_TTL_MS)
         if self._refuses_waits and max_wait_ms:
             raise error("unavailable", "claim: the engine is shutting down")
