@@ -242,10 +242,10 @@ events as (
 -- fragment: answer
 -- What a worker gets of what it was leased; lane and kind of queues that it does not know. An attempt that was put aside
 -- without a wait is told from one whose wait is over.
-select case when branch = 'resumed' and not exists (
-              select from suspension s
+select case when branch = 'resumed' and (
+              select s.attempt_index from suspension s
                where s.partition_key = l.partition_key and s.execution_id = l.execution_id and s.suspension_id = l.suspension_id
-                 and s.attempt_index = l.attempt_count - 1)
+              ) is distinct from l.attempt_count - 1
          then 'put_aside' else branch end as branch, partition_key, execution_id, route_no, queue_no, place,
        case when queue_no <> all(:known_queues::int[]) then (
          select a.lane_id from queue q join lane a using (lane_no) where q.queue_no = l.queue_no) end as lane_id, retry_count,
