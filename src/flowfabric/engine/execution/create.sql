@@ -1,17 +1,21 @@
 -- name: insert_alike
 -- Creates executions of one shape that start at once and whose ids were minted for them, so that none can exist already:
--- a number of the sequence before all of theirs, and whether their lane accepts them.
+-- the first of their numbers, and whether their lane accepts them.
 -- Arrays are unnested in select lists, which copy nothing in between; what all rows share is a subquery, asked once.
-with clock as materialized (select ff_now() as now, nextval('execution_sequence') as earlier),
+with clock as materialized (select ff_now() as now),
 lane_state as materialized (
   select not exists (select from lane where lane_no = :lane_no and state in ('draining', 'disabled')) as is_accepted
+),
+-- Drawn at once: batches at the same time then write to different pages of the indexes by place.
+drawn as materialized (
+  select array(select nextval('execution_sequence') from generate_series(1, cardinality(:execution_ids::uuid[]))) as numbers
 ),
 fresh as (
   insert into execution (partition_key, execution_id, place, queue_no, namespace_no, lane_no, has_tags, lifecycle_phase,
                          eligibility_state, blocking_reason, attempt_state, deadline_at, created_at, last_transition_at,
                          instance_tag, retention_ms, creator_identity, input_payload, payload_encoding, policy)
   select :partition_key::smallint, execution_id,
-         ((9000 - coalesce(priority, (:priorities)[1]))::bigint << 48) | nextval('execution_sequence'),
+         ((9000 - coalesce(priority, (:priorities)[1]))::bigint << 48) | number,
          :queue_no::int, :namespace_no::int, :lane_no::int, coalesce(is_tagged, (:are_tagged)[1]), 'runnable', 'eligible_now',
          'waiting_for_worker', 'pending_first_attempt', (select now + :deadline_ms::bigint from clock),
          (select now from clock), (select now from clock),
@@ -19,28 +23,30 @@ fresh as (
          :creator_identity, case when octet_length(coalesce(input_payload, (:input_payloads)[1])) <= :inline_payload_bytes
                                  then coalesce(input_payload, (:input_payloads)[1]) end,
          :payload_encoding, (select :policy::text::jsonb)
-    from (select unnest(:execution_ids::uuid[]) as execution_id, unnest(:priorities::smallint[]) as priority,
+    from (select unnest(:execution_ids) as execution_id, unnest(numbers) as number, unnest(:priorities::smallint[]) as priority,
                  unnest(:instance_tags::text[]) as instance_tag, unnest(:input_payloads::bytea[]) as input_payload,
-                 unnest(:are_tagged::boolean[]) as is_tagged) i
+                 unnest(:are_tagged::boolean[]) as is_tagged from drawn) i
    where (select is_accepted from lane_state)
-  returning place, execution_id
 ),
 queued as (
   insert into ready (place, route_no, queue_no, partition_key, execution_id)
-  select place, :route_no::int, :queue_no, :partition_key, execution_id from fresh
+  select ((9000 - coalesce(priority, (:priorities)[1]))::bigint << 48) | number, :route_no::int, :queue_no, :partition_key,
+         execution_id
+    from (select unnest(:execution_ids) as execution_id, unnest(numbers) as number, unnest(:priorities) as priority from drawn) i
+   where (select is_accepted from lane_state)
 ),
--- The count makes it wait for the rows of the executions.
 large as (
   insert into execution_input (partition_key, execution_id, input_payload)
   select :partition_key, execution_id, input_payload
     from (select execution_id, coalesce(input_payload, (:input_payloads)[1]) as input_payload
             from (select unnest(:execution_ids) as execution_id, unnest(:input_payloads) as input_payload) i) i
-   where :has_large_inputs::boolean and (select count(*) > 0 from fresh) and octet_length(input_payload) > :inline_payload_bytes
+   where :has_large_inputs::boolean and (select is_accepted from lane_state) and octet_length(input_payload) > :inline_payload_bytes
 ),
 timed as (
   insert into timer (partition_key, execution_id, kind, due_at)
   select :partition_key, execution_id, 'deadline', (select now + greatest(:deadline_ms, 0) from clock)
-    from fresh where :deadline_ms is not null
+    from unnest(:execution_ids) as execution_id
+   where :deadline_ms is not null and (select is_accepted from lane_state)
 ),
 tagged as (
   insert into execution_tag (partition_key, execution_id, key, value)
@@ -49,7 +55,7 @@ tagged as (
                  unnest(:tag_values::text[]) as value) t
    where (select is_accepted from lane_state)
 )
-select earlier, is_accepted from clock cross join lane_state;
+select numbers[1] as first_number, is_accepted from drawn cross join lane_state;
 
 -- name: insert_executions
 -- Creates what is new of a batch, in input order: how many of each queue, and a row for each item that was not new or
