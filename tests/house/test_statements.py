@@ -8,7 +8,7 @@ from pathlib import Path
 import asyncpg
 import pytest
 
-from flowfabric.db.session import session_settings
+from flowfabric.db.session import connect, session_settings
 from flowfabric.db.statements import Statement, Statements
 from flowfabric.engine.core.transition import (
     CLAIM_PARAMETERS,
@@ -102,6 +102,19 @@ async def test_every_statement_fits_the_schema(url: str) -> None:
     finally:
         await connection.close()
     assert refused == []
+
+
+async def test_every_statement_stays_prepared(url: str) -> None:
+    explained = [statement for statement in ALL.values() if "lock table" not in statement.sql]
+    connection = await connect(url, schema="flowfabric")
+    try:
+        for _ in range(2):
+            for statement in explained:
+                await connection.fetch(f"explain {statement.sql}", *[None] * len(statement.parameters))
+        prepared = await connection.fetchval("select count(*) from pg_prepared_statements where statement like 'explain%'")
+        assert prepared == len(explained)
+    finally:
+        await connection.close()
 
 
 def test_every_fragment_is_included() -> None:

@@ -19,6 +19,8 @@ KEEPALIVE_INTERVAL_SECONDS = 2
 KEEPALIVE_COUNT = 3
 UNACKNOWLEDGED_MS = 10_000
 """How long sent data may stay unacknowledged before the kernel ends the connection."""
+MOST_PREPARED = 500
+"""More prepared statements than the package has."""
 
 _TCP_OPTIONS = {
     # Its name on Linux, and on macOS.
@@ -105,6 +107,9 @@ async def connect(url: str, *, schema: str, limits: Limits | None = None, **sett
             server_settings={**session_settings(schema, limits), **settings},
             timeout=CONNECT_SECONDS,
             command_timeout=limits.answer_seconds,
+            # Every statement of ours is prepared once, however long it is.
+            statement_cache_size=MOST_PREPARED,
+            max_cacheable_statement_size=0,
             connection_class=_Connection,
         )
     except Exception as error:

@@ -13,7 +13,7 @@ wanted as materialized (
    cross join lateral (
          select q.queue_no, q.namespace_no, q.route_no from queue q join route r using (route_no)
           where :is_filtered and r.route_no = s.walk_no and q.lane_no = r.lane_no
-            and (:kind_nos::int[] is null or q.kind_no = any(:kind_nos))) q
+            and (:kind_nos::int[] is null or q.kind_no in (select unnest(:kind_nos)))) q
    where :namespace_no::int is null or q.namespace_no = :namespace_no
 )
 
@@ -26,7 +26,7 @@ serving as materialized (
     join capability_set c using (capability_set_no)
     join queue q on q.lane_no = l.lane_no and q.route_no = r.route_no
    where l.lane_id = any(:lanes::text[]) and l.state in ('active', 'draining') and c.required <@ :capabilities::text[]
-     and (:kind_nos::int[] is null or q.kind_no = any(:kind_nos)) and (:namespace_no::int is null or q.namespace_no = :namespace_no)
+     and (:kind_nos::int[] is null or q.kind_no in (select unnest(:kind_nos))) and (:namespace_no::int is null or q.namespace_no = :namespace_no)
 ),
 entry as not materialized (select r.*, r.queue_no as walk_no, r.ctid as tid from ready r),
 wanted as materialized (select walk_no as queue_no from serving where :is_filtered::boolean)
@@ -342,7 +342,7 @@ with clock as materialized (select ff_now() as now),
 
 -- name: read_coverage
 -- Of the queues that a worker may serve, how many it wants, and how many there are.
-select count(*) filter (where (:kind_nos::int[] is null or q.kind_no = any(:kind_nos))
+select count(*) filter (where (:kind_nos::int[] is null or q.kind_no in (select unnest(:kind_nos)))
                           and (:namespace_no::int is null or q.namespace_no = :namespace_no)) as wanted, count(*) as queues
   from lane l
   join route r using (lane_no)
