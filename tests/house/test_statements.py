@@ -111,7 +111,9 @@ async def test_every_statement_stays_prepared(url: str) -> None:
         for _ in range(2):
             for statement in explained:
                 await connection.fetch(f"explain {statement.sql}", *[None] * len(statement.parameters))
-        prepared = await connection.fetchval("select count(*) from pg_prepared_statements where statement like 'explain%'")
+        prepared = await connection.fetchval(
+            "select count(*) from pg_prepared_statements where statement like 'explain%'"
+        )
         assert prepared == len(explained)
     finally:
         await connection.close()

@@ -128,23 +128,46 @@ async def test_a_success_between_failures_begins_the_count_anew(engine: Engine, 
     assert (reconciler.stats["sweep"].errors, reconciler.stats["sweep"].cycles) == (6, 3)
 
 
-@pytest.mark.parametrize(("is_gentle", "pause"), [(True, 3.0), (False, Reconciler.LEAST_SECONDS)])
+@pytest.mark.parametrize(("is_gentle", "pause"), [(True, 1.0), (False, Reconciler.LEAST_SECONDS)])
 async def test_a_gentle_sweep_rests_after_a_full_batch_for_as_long_as_it_took(
     *, engine: Engine, hand: HandClock, is_gentle: bool, pause: float
 ) -> None:
-    def take_three_seconds() -> int:
-        hand.now += 3
+    def take_a_second() -> int:
+        hand.now += 1
         return 10
 
-    reconciler = Reconciler(engine, sweeps=[sweep(take_three_seconds, is_gentle=is_gentle)])
+    reconciler = Reconciler(engine, sweeps=[sweep(take_a_second, is_gentle=is_gentle)])
     for cycles in (1, 2):
-        assert await reconciler._tick() == pytest.approx(min(pause, Reconciler.IDLE_SECONDS))
+        assert await reconciler._tick() == pytest.approx(pause)
         assert reconciler.stats["sweep"].cycles == cycles
         if is_gentle:
             hand.now += pause / 2
             await reconciler._tick()
             assert reconciler.stats["sweep"].cycles == cycles
         hand.now += pause
+
+
+async def test_a_gentle_sweep_rests_no_more_when_it_has_been_behind_for_a_while(
+    engine: Engine, hand: HandClock
+) -> None:
+    left = 60
+
+    def take_a_second() -> int:
+        nonlocal left
+        hand.now += 1
+        left -= 10
+        return 10 if left > 0 else 0
+
+    reconciler = Reconciler(engine, sweeps=[sweep(take_a_second, is_gentle=True)])
+    pauses = []
+    while left > 0:
+        pauses.append(await reconciler._tick())
+        hand.now += Reconciler.GENTLE_SECONDS / 4
+    assert pauses[:5] == pytest.approx([1.0, 1.0, 1.0, Reconciler.LEAST_SECONDS, Reconciler.LEAST_SECONDS])
+    # Nothing is left: the next time it is behind, it is gentle again.
+    left = 20
+    hand.now += EVERY
+    assert await reconciler._tick() == pytest.approx(1.0)
 
 
 @pytest.fixture

@@ -5,7 +5,9 @@ from typing import Any
 import asyncpg
 import pytest
 
+from creates import new
 from flowfabric.engine.engine import Engine
+from flowfabric.engine.execution.retention import SQL
 from flowfabric.model.errors import EngineError
 from flowfabric.model.states import AttemptType, PublicState
 from flowfabric.model.worker import Refreshed
@@ -226,6 +228,22 @@ async def test_an_ended_execution_that_was_locked_while_others_were_trimmed_is_t
     seconds += 600
     await reconciler.catch_up()
     assert await rows.of("execution") == []
+
+
+async def test_a_trim_locks_no_batch_behind_those_it_takes(
+    engine: Engine, clock: Any, rows: Any, connection: asyncpg.Connection
+) -> None:
+    for _ in range(6):
+        await engine.create_many([new()] * 5)
+        claimed = await engine.claim_many(lanes=["default"], worker_id="w", worker_instance_id="w-1", limit=5)
+        await engine.complete_many([(each.handle, b"done") for each in claimed])
+    assert [len(row["execution_ids"]) for row in await rows.of("retained")] == [5] * 6
+    await clock.advance(seconds=DAY + 1)
+    async with connection.transaction():
+        values = {"since": 0, "only": None, "left_out": [], "limit": 6}
+        (row,) = await connection.fetch(SQL.take_retained.sql, *SQL.take_retained.arguments(values))
+        assert (row["trimmed"], await engine.retention.trim()) == (10, 20)
+    assert await rows.of("retained") == await rows.of("execution") == []
 
 
 async def test_a_policy_decides_how_long_its_execution_is_kept(

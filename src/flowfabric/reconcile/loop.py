@@ -65,6 +65,8 @@ class Reconciler:
     LEAST_SECONDS = 0.02
     LOOK_SHARE = 10
     """The least time between two looks while batches are full, as a multiple of what a look takes."""
+    GENTLE_SECONDS = 10.0
+    """How long a sweep that is gentle with live work may be behind before it rests no more."""
     FAULT_SECONDS = (0.2, 5.0)
     RESTART_SECONDS = 5.0
     SHUTDOWN_SECONDS = 3.0
@@ -227,7 +229,8 @@ class Reconciler:
         duty.failures = 0
         duty.is_behind = is_full
         if duty.is_behind:
-            duty.not_before = ended + (ended - began if duty.sweep.is_gentle else 0.0)
+            rests = duty.sweep.is_gentle and stats.lag_seconds < self.GENTLE_SECONDS
+            duty.not_before = ended + (ended - began if rests else 0.0)
         else:
             stats.due_since = None
             duty.not_before = 0.0 if duty.sweep.is_woken_by_timers else ended + duty.every

@@ -64,7 +64,8 @@ held as materialized (
          case
            when e.execution_id is null then null
            when i.to_ownership = 'lease_expired_reclaimable' then
-             case when e.ownership_state = 'leased' and greatest(e.lease_expires_at, r.expires_at, t.expires_at) <= c.now then 'ok' else 'not_expired' end
+             case when e.ownership_state = 'leased' and greatest(e.lease_expires_at, r.expires_at, t.expires_at) <= c.now
+               then 'ok' else 'not_expired' end
            when i.lease_epoch is null then
              case when e.lifecycle_phase = 'terminal' then 'execution_not_active' else 'ok' end
            when e.lease_epoch <> i.lease_epoch then 'stale_fence'
@@ -135,7 +136,8 @@ moved as (
          blocking_detail = case
            when h.loses_lease then 'lease expired, awaiting reclaim'
            when h.to_eligibility = 'eligible_now' then null
-           when h.retries then 'retry backoff until ' || h.to_delay_until || ' (attempt ' || (h.attempt_count - 1) || ' failed: ' || h.reason || ')'
+           when h.retries then
+             'retry backoff until ' || h.to_delay_until || ' (attempt ' || (h.attempt_count - 1) || ' failed: ' || h.reason || ')'
            when h.suspends then h.detail
            when h.parks then 'delayed until ' || h.to_delay_until end
     from judged h

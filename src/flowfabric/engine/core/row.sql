@@ -3,7 +3,8 @@
 -- the row was waited for.
 with clock as materialized (select ff_now() as now)
 select c.now as began, ff_now() as now, e.partition_key, e.execution_id, e.lifecycle_phase, e.ownership_state, e.eligibility_state,
-       e.terminal_outcome, e.lease_epoch, e.lease_id, e.attempt_id, e.attempt_count, greatest(e.lease_expires_at, r.expires_at) as lease_expires_at
+       e.terminal_outcome, e.lease_epoch, e.lease_id, e.attempt_id, e.attempt_count,
+       greatest(e.lease_expires_at, r.expires_at) as lease_expires_at
   from clock c
  cross join unnest(:partition_keys::smallint[], :execution_ids::uuid[]) with ordinality as i(partition_key, execution_id, nth)
 
@@ -67,7 +68,8 @@ select e.partition_key, e.execution_id, e.lifecycle_phase, e.ownership_state, e.
 -- key that signs now, and what earlier suspends under the same idempotency keys came to while that is kept.
 with clock as materialized (select ff_now() as now)
 select c.now, i.partition_key, i.execution_id, e.lifecycle_phase, e.ownership_state, e.eligibility_state, e.terminal_outcome,
-       e.lease_epoch, case when e.ownership_state <> 'unowned' then e.lease_id end as lease_id, coalesce(e.attempt_id, e.lease_id) as attempt_id,
+       e.lease_epoch, case when e.ownership_state <> 'unowned' then e.lease_id end as lease_id,
+       coalesce(e.attempt_id, e.lease_id) as attempt_id,
        e.attempt_count, greatest(e.lease_expires_at, r.expires_at) as lease_expires_at,
        case when r.renewed_at is null then e.lease_expires_at - e.claimed_at else r.expires_at - r.renewed_at end as lease_ttl_ms,
        e.namespace_no, e.lane_no, l.lane_id, w.worker_instance_id, e.policy,
@@ -78,8 +80,9 @@ select c.now, i.partition_key, i.execution_id, e.lifecycle_phase, e.ownership_st
        with ordinality as i(partition_key, execution_id, idempotency_key, nth)
  -- The limits keep what is given in the lead, whatever the planner expects of the tables.
  cross join lateral (
-       select e.lifecycle_phase, e.ownership_state, e.eligibility_state, e.terminal_outcome, e.lease_epoch, e.lease_id, e.attempt_id, e.attempt_count,
-              e.lease_expires_at, e.claimed_at, e.claim_no, e.namespace_no, e.lane_no, e.worker_no, e.policy, e.attached
+       select e.lifecycle_phase, e.ownership_state, e.eligibility_state, e.terminal_outcome, e.lease_epoch, e.lease_id, e.attempt_id,
+              e.attempt_count, e.lease_expires_at, e.claimed_at, e.claim_no, e.namespace_no, e.lane_no, e.worker_no, e.policy,
+              e.attached
          from execution e
         where e.partition_key = i.partition_key and e.execution_id = i.execution_id limit 1) e
   join lane l on l.lane_no = e.lane_no

@@ -4,29 +4,29 @@
 -- what is held elsewhere or left out. By `any` of one element, as an equality lets the planner walk all of an index and join
 -- what is due to it.
 with clock as materialized (select ff_now() as now),
+-- Rows up to the one with the last execution of the batch. Each is locked as it is reached, and none behind them.
 batch as materialized (
   select r.*
-    from (select r.*, sum(cardinality(r.execution_ids)) over (order by r.retain_until, r.tid) - cardinality(r.execution_ids) as before
-            from clock c
-           cross join lateral (
-                 select r.ctid as tid, r.retain_until, r.ended_at, r.partition_key, r.execution_ids from retained r
-                  where r.retain_until > :since and r.retain_until <= c.now
-                    and not r.execution_ids <@ :left_out::uuid[] and (:only::uuid[] is null or r.execution_ids && :only)
-                  order by r.retain_until limit :limit
-                    for update skip locked) r) r
-   where r.before < :limit
+    from (select r.*, m.nth
+            from (select r.ctid as tid, r.retain_until, r.ended_at, r.partition_key, r.execution_ids
+                    from clock c
+                   cross join lateral (
+                         select r.ctid, r.* from retained r
+                          where r.retain_until > :since and r.retain_until <= c.now
+                            and not r.execution_ids <@ :left_out::uuid[] and (:only::uuid[] is null or r.execution_ids && :only)
+                          order by r.retain_until offset 0) r) r
+           cross join lateral (select from retained l where l.ctid = r.tid for update skip locked) l
+           cross join lateral generate_series(1, cardinality(r.execution_ids)) as m(nth)
+           limit :limit) r
+   where r.nth = 1
 ),
 member as materialized (
-  select b.tid, b.partition_key, m.execution_id, h.is_held, h.has_large_input, h.may_have_large_result
+  select b.tid, b.partition_key, b.ended_at, m.execution_id, h.is_held, h.has_tags, h.is_listed, h.has_large_input,
+         h.may_have_large_result
     from batch b
    cross join lateral unnest(b.execution_ids) as m(execution_id)
-   -- Skipped: one that is gone, and one that ended at another time because it was replayed.
-   cross join lateral (
-         select from execution e
-          where e.partition_key = b.partition_key and e.execution_id = m.execution_id and e.lifecycle_phase = 'terminal'
-            and e.last_transition_at = b.ended_at limit 1) e
     left join lateral (
-         select true as is_held, e.input_payload is null as has_large_input,
+         select true as is_held, e.has_tags, e.terminal_outcome <> 'success' as is_listed, e.input_payload is null as has_large_input,
                 e.result_payload is null and e.terminal_outcome = 'success' as may_have_large_result
            from execution e
           where e.partition_key = b.partition_key and e.execution_id = m.execution_id and e.lifecycle_phase = 'terminal'
@@ -34,14 +34,25 @@ member as materialized (
             and m.execution_id <> all(:left_out) and (:only is null or m.execution_id = any(:only))
             for update skip locked) h on true
 ),
-due as materialized (select partition_key, execution_id, has_large_input, may_have_large_result from member where is_held),
+-- What is still there and not held. The others are gone, or ended at another time because they were replayed.
+kept as materialized (
+  select m.tid, m.execution_id
+    from (select m.* from member m where m.is_held is null offset 0) m
+   cross join lateral (
+         select from execution e
+          where e.partition_key = m.partition_key and e.execution_id = m.execution_id and e.lifecycle_phase = 'terminal'
+            and e.last_transition_at = m.ended_at limit 1) e
+),
+due as materialized (
+  select partition_key, execution_id, has_tags, is_listed, has_large_input, may_have_large_result from member where is_held
+),
 spent as (
-  delete from retained where ctid = any(array(select tid from batch except select tid from member where is_held is null))
+  delete from retained where ctid = any(array(select tid from batch except select tid from kept))
 ),
 left_over as (
-  update retained r set execution_ids = m.execution_ids
-    from (select tid, array_agg(execution_id) as execution_ids from member where is_held is null group by tid) m
-   where r.ctid = m.tid
+  update retained r set execution_ids = k.execution_ids
+    from (select tid, array_agg(execution_id) as execution_ids from kept group by tid) k
+   where r.ctid = k.tid
 ),
 inputs as (
   delete from execution_input i using due d
@@ -54,9 +65,11 @@ attempts as (
 grants as (
   delete from claim_grant g using due d where g.partition_key = any(array[d.partition_key]) and g.execution_id = d.execution_id),
 tags as (
-  delete from execution_tag t using due d where t.partition_key = any(array[d.partition_key]) and t.execution_id = d.execution_id),
+  delete from execution_tag t using due d
+   where d.has_tags and t.partition_key = any(array[d.partition_key]) and t.execution_id = d.execution_id),
 listings as (
-  delete from listed l using due d where l.partition_key = any(array[d.partition_key]) and l.execution_id = d.execution_id),
+  delete from listed l using due d
+   where d.is_listed and l.partition_key = any(array[d.partition_key]) and l.execution_id = d.execution_id),
 -- Where nothing was ever suspended, nothing is looked for.
 waits as (
   delete from suspension s using due d

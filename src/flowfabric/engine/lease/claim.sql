@@ -26,7 +26,8 @@ serving as materialized (
     join capability_set c using (capability_set_no)
     join queue q on q.lane_no = l.lane_no and q.route_no = r.route_no
    where l.lane_id = any(:lanes::text[]) and l.state in ('active', 'draining') and c.required <@ :capabilities::text[]
-     and (:kind_nos::int[] is null or q.kind_no in (select unnest(:kind_nos))) and (:namespace_no::int is null or q.namespace_no = :namespace_no)
+     and (:kind_nos::int[] is null or q.kind_no in (select unnest(:kind_nos)))
+     and (:namespace_no::int is null or q.namespace_no = :namespace_no)
 ),
 entry as not materialized (select r.*, r.queue_no as walk_no, r.ctid as tid from ready r),
 wanted as materialized (select walk_no as queue_no from serving where :is_filtered::boolean)
@@ -118,9 +119,10 @@ picked as materialized (
 )
 
 -- fragment: notes
--- What was lost as often as it may be, what has too little time to wait for a slot, and at the end a note: 'more' says that the walk was cut short at the place that is its
--- deadline_at, where the next is to go on; and after a walk of everything there always is one, 'whole' if nothing else, whose
--- timeout_ms is the time in microseconds that it took the server: without the commit and without the network.
+-- What was lost as often as it may be, what has too little time to wait for a slot, and at the end a note: 'more' says that
+-- the walk was cut short at the place that is its deadline_at, where the next is to go on; and after a walk of everything
+-- there always is one, 'whole' if nothing else, whose timeout_ms is the time in microseconds that it took the server: without
+-- the commit and without the network.
 select case branch when 'reclaim_limit' then branch else 'left' end, partition_key, execution_id, route_no, queue_no, place, null, null,
        null, lease_epoch, null, null, null, null, null, null, null, null, null, null::bigint, null::bigint
   from picked where branch = 'reclaim_limit' or (nth > :slots and timeout_ms < :least_ahead_ms)
@@ -303,7 +305,8 @@ union all
 -- Leases one execution that the transaction holds and has judged; it leaves what a claim leaves.
 with clock as materialized (select ff_now() as now, nextval('claim_sequence') as claim_no),
 picked as materialized (
-  select r.route_no, r.ready_tid, e.ctid as tid, 1 as nth, :branch::text as branch, :reason::text as reason, :timeout_ms::bigint as timeout_ms,
+  select r.route_no, r.ready_tid, e.ctid as tid, 1 as nth, :branch::text as branch, :reason::text as reason,
+         :timeout_ms::bigint as timeout_ms,
          e.attempt_timeout_at is not null as had_timeout, e.attached & 1 <> 0 as was_granted,
          nullif(:attempt_id::uuid, (:lease_ids::uuid[])[1]) as given_attempt_id, :attempt_policy::text::jsonb as given_policy,
          :deadline_at::bigint as given_deadline_at

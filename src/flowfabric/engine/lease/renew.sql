@@ -121,7 +121,8 @@ select nth,
        case when verdict <> 'ok' or nth in (select nth from renewed) then verdict end as verdict,
        now + ttl_ms as expires_at,
        case when verdict = 'execution_not_active' then
-         jsonb_build_object('terminal_outcome', terminal_outcome, 'lifecycle_phase', lifecycle_phase, 'lease_epoch', lease_epoch, 'attempt_id', attempt_id) end as found
+         jsonb_build_object('terminal_outcome', terminal_outcome, 'lifecycle_phase', lifecycle_phase, 'lease_epoch', lease_epoch,
+                            'attempt_id', attempt_id) end as found
   from judged;
 
 -- name: set_progress
@@ -158,5 +159,6 @@ written as (
 )
 select verdict,
        case when verdict = 'execution_not_active' then
-         jsonb_build_object('terminal_outcome', terminal_outcome, 'lifecycle_phase', lifecycle_phase, 'lease_epoch', lease_epoch, 'attempt_id', attempt_id) end as found
+         jsonb_build_object('terminal_outcome', terminal_outcome, 'lifecycle_phase', lifecycle_phase, 'lease_epoch', lease_epoch,
+                            'attempt_id', attempt_id) end as found
   from held;
