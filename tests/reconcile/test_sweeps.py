@@ -240,7 +240,7 @@ async def test_a_trim_locks_no_batch_behind_those_it_takes(
     assert [len(row["execution_ids"]) for row in await rows.of("retained")] == [5] * 6
     await clock.advance(seconds=DAY + 1)
     async with connection.transaction():
-        values = {"since": 0, "only": None, "left_out": [], "limit": 6}
+        values: dict[str, object] = {"since": 0, "only": None, "left_out": [], "limit": 6}
         (row,) = await connection.fetch(SQL.take_retained.sql, *SQL.take_retained.arguments(values))
         assert (row["trimmed"], await engine.retention.trim()) == (10, 20)
     assert await rows.of("retained") == await rows.of("execution") == []
