@@ -202,13 +202,13 @@ async def test_an_ending_with_a_small_result_does_not_look_for_large_ones(known:
 async def test_retention_looks_for_no_input_of_an_execution_that_has_it_on_its_row(known: asyncpg.Connection) -> None:
     lines = await plan(known, ALL["take_retained"])
     at = next(at for at, line in enumerate(lines) if "Delete on execution_input" in line)
-    assert lines[at + 2 : at + 4] == ["->  CTE Scan on due d", "Filter: has_large_input"]
+    assert lines[at + 2 : at + 4] == ["->  CTE Scan on gone d", "Filter: has_large_input"]
 
 
 async def test_retention_looks_for_no_result_of_an_execution_that_has_none_apart(known: asyncpg.Connection) -> None:
     lines = await plan(known, ALL["take_retained"])
     at = next(at for at, line in enumerate(lines) if "Delete on execution_result" in line)
-    assert lines[at + 2 : at + 4] == ["->  CTE Scan on due d_1", "Filter: may_have_large_result"]
+    assert lines[at + 2 : at + 4] == ["->  CTE Scan on gone d_1", "Filter: may_have_large_result"]
 
 
 @pytest.mark.parametrize("name", ["claim_by_route", "claim_by_queue"])

@@ -15,6 +15,7 @@ from flowfabric.model.lease import Renewed
 
 WORKER: dict[str, Any] = {"worker_id": "worker", "worker_instance_id": "worker-1"}
 GATE = 7
+DAY = 86_400
 
 
 class Gate:
@@ -129,3 +130,20 @@ async def test_a_lease_that_expires_while_its_renewal_waits_is_not_renewed(
         await clock.advance(seconds=31)
     with pytest.raises(EngineError, match="lease_expired"):
         await renewal
+
+
+async def test_an_execution_that_is_tagged_under_a_trim_is_left_for_the_next(
+    gate: Gate, engine: Engine, given: Any, clock: Any, rows: Any
+) -> None:
+    tagged, _ = await given.completed(), await given.completed()
+    await clock.advance(seconds=DAY + 1)
+
+    async with gate.closed(engine.retention.trim()) as trim:
+        await engine.set_execution_tag(tagged, "app.team", "a")
+
+    assert await trim == 1
+    assert [str(row["execution_id"]) for row in await rows.of("execution")] == [tagged[-36:]]
+    assert await engine.find_inconsistencies() == []
+    assert await engine.retention.trim() == 1
+    for table in ("execution", "execution_tag", "retained"):
+        assert await rows.of(table) == []

@@ -23,6 +23,7 @@ from flowfabric import (
     Suspended,
     SuspensionReason,
     Task,
+    TimeoutPolicy,
     Worker,
 )
 from flowfabric.db.statements import Statement, Statements, statements_beside
@@ -50,6 +51,7 @@ __all__ = [
     "SuspensionId",
     "SuspensionReason",
     "Task",
+    "TimeoutPolicy",
     "WaitpointId",
     "Worker",
     "mint_uuid_texts",

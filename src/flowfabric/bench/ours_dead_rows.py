@@ -1,25 +1,29 @@
 """FlowFabric behind a transaction that stays open: claims, and looks for timers, past dead rows that stay."""
 
 import asyncio
+from itertools import repeat
 
-from flowfabric.bench.api import Reconciler
+from flowfabric.bench.api import ExecutionPolicy, Reconciler, TimeoutPolicy
 from flowfabric.bench.observer import observing, pinned
-from flowfabric.bench.ours import engine_on, fill, noops
+from flowfabric.bench.ours import engine_on, fill, noop, noops
 from flowfabric.bench.ours_work import claim_and_finish
 from flowfabric.bench.subject import BATCH, Figures, Task, median_ms, rate, timed
 
 BACKLOG = 40_000
 LEASE_MS = 10_000
 LOOKS = 30
+TIMED = ExecutionPolicy(timeout_policy=TimeoutPolicy(attempt_timeout_ms=LEASE_MS))
 
 
 async def measure(task: Task) -> Figures:
-    """Work off a backlog, and look for due timers when those of its leases have passed."""
+    """Work off a backlog, then one with timeouts, and look for due timers when those have passed."""
     tenth = task.count(BACKLOG // 10)
     async with observing(task.url) as observer, engine_on(task.url) as engine, pinned(task.url):
         await fill(engine, noops(), 10 * tenth)
         await observer.analyze()
         tenths = [await rate(tenth, claim_and_finish(engine, tenth, BATCH, lease_ttl_ms=LEASE_MS)) for _ in range(10)]
+        await fill(engine, repeat(noop(policy=TIMED)), 10 * tenth)
+        await claim_and_finish(engine, 10 * tenth, BATCH, lease_ttl_ms=LEASE_MS)
         await asyncio.sleep(LEASE_MS / 1000 + 0.5)
         reconciler = Reconciler(engine)
         looks = [await timed(reconciler.catch_up()) for _ in range(LOOKS)]

@@ -21,78 +21,76 @@ batch as materialized (
    where r.nth = 1
 ),
 member as materialized (
-  select b.tid, b.partition_key, b.ended_at, m.execution_id, h.is_held, h.has_tags, h.is_listed, h.has_large_input,
-         h.may_have_large_result
+  select b.tid as batch_tid, b.ended_at, b.partition_key, m.execution_id, h.tid
     from batch b
    cross join lateral unnest(b.execution_ids) as m(execution_id)
     left join lateral (
-         select true as is_held, e.has_tags, e.terminal_outcome <> 'success' as is_listed, e.input_payload is null as has_large_input,
-                e.result_payload is null and e.terminal_outcome = 'success' as may_have_large_result
-           from execution e
+         select e.ctid as tid from execution e
           where e.partition_key = b.partition_key and e.execution_id = m.execution_id and e.lifecycle_phase = 'terminal'
             and e.last_transition_at = b.ended_at
             and m.execution_id <> all(:left_out) and (:only is null or m.execution_id = any(:only))
             for update skip locked) h on true
 ),
--- What is still there and not held. The others are gone, or ended at another time because they were replayed.
+-- By its ctid: one that has changed since the statement began, as by a tag that the statement does not see either, is left.
+gone as (
+  delete from execution where ctid = any(array(select tid from member where tid is not null))
+  returning partition_key, execution_id, has_tags, terminal_outcome <> 'success' as is_listed, input_payload is null as has_large_input,
+            result_payload is null and terminal_outcome = 'success' as may_have_large_result
+),
+-- What is left although it is still there. The others were gone, or ended at another time because they were replayed.
 kept as materialized (
-  select m.tid, m.execution_id
-    from (select m.* from member m where m.is_held is null offset 0) m
+  select m.batch_tid, m.execution_id
+    from (select m.* from member m
+           where (m.partition_key, m.execution_id) not in (select partition_key, execution_id from gone) offset 0) m
    cross join lateral (
          select from execution e
           where e.partition_key = m.partition_key and e.execution_id = m.execution_id and e.lifecycle_phase = 'terminal'
             and e.last_transition_at = m.ended_at limit 1) e
 ),
-due as materialized (
-  select partition_key, execution_id, has_tags, is_listed, has_large_input, may_have_large_result from member where is_held
-),
 spent as (
-  delete from retained where ctid = any(array(select tid from batch except select tid from kept))
+  delete from retained where ctid = any(array(select tid from batch except select batch_tid from kept))
 ),
 left_over as (
   update retained r set execution_ids = k.execution_ids
-    from (select tid, array_agg(execution_id) as execution_ids from kept group by tid) k
-   where r.ctid = k.tid
+    from (select batch_tid, array_agg(execution_id) as execution_ids from kept group by batch_tid) k
+   where r.ctid = k.batch_tid
 ),
 inputs as (
-  delete from execution_input i using due d
+  delete from execution_input i using gone d
    where d.has_large_input and i.partition_key = any(array[d.partition_key]) and i.execution_id = d.execution_id),
 results as (
-  delete from execution_result r using due d
+  delete from execution_result r using gone d
    where d.may_have_large_result and r.partition_key = any(array[d.partition_key]) and r.execution_id = d.execution_id),
 attempts as (
-  delete from attempt a using due d where a.partition_key = any(array[d.partition_key]) and a.execution_id = d.execution_id),
+  delete from attempt a using gone d where a.partition_key = any(array[d.partition_key]) and a.execution_id = d.execution_id),
 grants as (
-  delete from claim_grant g using due d where g.partition_key = any(array[d.partition_key]) and g.execution_id = d.execution_id),
+  delete from claim_grant g using gone d where g.partition_key = any(array[d.partition_key]) and g.execution_id = d.execution_id),
 tags as (
-  delete from execution_tag t using due d
+  delete from execution_tag t using gone d
    where d.has_tags and t.partition_key = any(array[d.partition_key]) and t.execution_id = d.execution_id),
 listings as (
-  delete from listed l using due d
+  delete from listed l using gone d
    where d.is_listed and l.partition_key = any(array[d.partition_key]) and l.execution_id = d.execution_id),
 -- Where nothing was ever suspended, nothing is looked for.
 waits as (
-  delete from suspension s using due d
+  delete from suspension s using gone d
    where s.partition_key = any(array[d.partition_key]) and s.execution_id = d.execution_id and exists (select from suspension)),
 waitpoints as (
-  delete from waitpoint w using due d
+  delete from waitpoint w using gone d
    where w.partition_key = any(array[d.partition_key]) and w.execution_id = any(array[d.execution_id])
      and exists (select from waitpoint)),
 signals as (
-  delete from signal g using due d
+  delete from signal g using gone d
    where g.partition_key = any(array[d.partition_key]) and g.execution_id = d.execution_id and exists (select from signal)),
 outcomes as (
   delete from idempotency_key
    where ctid = any(array(
          select k.tid
-           from due d
+           from gone d
           cross join lateral (
                 select k.ctid as tid from idempotency_key k
                  where k.partition_key = d.partition_key and k.operation = 'suspend' and k.scope = d.execution_id offset 0) k
-          where exists (select from suspension)))),
-gone as (
-  delete from execution e using due d where e.partition_key = any(array[d.partition_key]) and e.execution_id = d.execution_id
-  returning 1)
+          where exists (select from suspension))))
 select (select count(*) from gone) as trimmed, coalesce((select max(retain_until) from batch), (select now from clock)) as reached;
 
 -- name: list_retained
