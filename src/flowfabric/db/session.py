@@ -107,9 +107,10 @@ async def connect(url: str, *, schema: str, limits: Limits | None = None, **sett
             server_settings={**session_settings(schema, limits), **settings},
             timeout=CONNECT_SECONDS,
             command_timeout=limits.answer_seconds,
-            # Every statement of ours is prepared once, however long it is.
+            # Every statement of ours is prepared once a connection, however long it is and however long that lives.
             statement_cache_size=MOST_PREPARED,
             max_cacheable_statement_size=0,
+            max_cached_statement_lifetime=0,
             connection_class=_Connection,
         )
     except Exception as error:

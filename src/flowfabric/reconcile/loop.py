@@ -42,15 +42,21 @@ class SweepStats:
 class _Duty:
     """A sweep with its place in time."""
 
-    __slots__ = ("every", "failures", "is_behind", "not_before", "stats", "sweep")
+    __slots__ = ("behind_since", "every", "failures", "not_before", "stats", "sweep")
 
     def __init__(self, sweep: Sweep, every: float) -> None:
         self.sweep = sweep
         self.every = every
         self.stats = SweepStats()
         self.not_before = 0.0
-        self.is_behind = False
+        self.behind_since: float | None = None
+        """When its first full batch of several in a row began."""
         self.failures = 0
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether another batch follows its last one."""
+        return self.behind_since is not None
 
 
 class Reconciler:
@@ -66,7 +72,7 @@ class Reconciler:
     LOOK_SHARE = 10
     """The least time between two looks while batches are full, as a multiple of what a look takes."""
     GENTLE_SECONDS = 10.0
-    """How long a sweep that is gentle with live work may be behind before it rests no more."""
+    """How long full batches of a gentle sweep may follow each other before it rests no more."""
     FAULT_SECONDS = (0.2, 5.0)
     RESTART_SECONDS = 5.0
     SHUTDOWN_SECONDS = 3.0
@@ -185,7 +191,7 @@ class Reconciler:
         processed = 0
         for duty in self._duties:
             if not duty.sweep.is_due(due):
-                duty.is_behind = False
+                duty.behind_since = None
                 duty.stats.due_since = None
             elif time.monotonic() >= duty.not_before and not self._is_stopping:
                 processed += await self._try(duty)
@@ -209,7 +215,7 @@ class Reconciler:
         try:
             return await self._run(duty)
         except Exception as error:
-            duty.is_behind = False
+            duty.behind_since = None
             duty.failures += 1
             duty.stats.errors += 1
             duty.stats.last_error = str(error)
@@ -227,11 +233,12 @@ class Reconciler:
         processed, is_full, _ = await duty.sweep.run_batch(self._engine)
         ended = time.monotonic()
         duty.failures = 0
-        duty.is_behind = is_full
-        if duty.is_behind:
-            rests = duty.sweep.is_gentle and stats.lag_seconds < self.GENTLE_SECONDS
+        if is_full:
+            duty.behind_since = began if duty.behind_since is None else duty.behind_since
+            rests = duty.sweep.is_gentle and ended - duty.behind_since < self.GENTLE_SECONDS
             duty.not_before = ended + (ended - began if rests else 0.0)
         else:
+            duty.behind_since = None
             stats.due_since = None
             duty.not_before = 0.0 if duty.sweep.is_woken_by_timers else ended + duty.every
         stats.cycles += 1

@@ -35,8 +35,8 @@ class Sweep:
     """Runs before its time when a lease, delay, timeout or deadline runs out: known from the due index, a delay of this
     process at once."""
     is_gentle: bool = False
-    """Rests after a full batch for as long as it took, so that live work keeps half of the machine; no more when it has
-    been behind for a while, as what it deletes would otherwise grow without end."""
+    """Rests after a full batch for as long as it took, so that live work keeps half of the machine; after ten seconds
+    of full batches no more, as what it deletes would otherwise grow without end."""
 
     async def run_batch(self, engine: Engine) -> Swept:
         """Do one batch."""

@@ -175,3 +175,13 @@ async def test_the_order_does_not_depend_on_what_the_planner_knows(engines: Any,
         for engine, limit in ((first, 2), (second, 30), (first, 1000)):
             found += ids(await claim(engine, limit=limit))
         assert found == expected
+
+
+async def test_work_of_every_priority_that_is_written_late_is_claimed_at_once(engine: Engine, connection: Any) -> None:
+    mixed = [new(priority=priority) for priority in (0, 0, 5, 5)]
+    await made(engine, *mixed)
+    assert len(await claim(engine, limit=10)) == 4
+    # As if the numbers of the next batch had been drawn before those.
+    await connection.execute("select setval('execution_sequence', 1, false)")
+    await made(engine, *mixed)
+    assert len(await claim(engine, limit=10)) == 4

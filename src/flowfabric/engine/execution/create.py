@@ -248,7 +248,7 @@ class Create:
         shape, uuids, tags = items.shape, items.uuids, items.tags
         tag_ids = [uuid for uuid, own in zip(uuids, tags, strict=True) if own for _ in own]
         instance_tag = self._store.rules.instance_tag
-        ((first_number, is_accepted),) = await self._store.database.fetch(
+        ((first_place, is_accepted),) = await self._store.database.fetch(
             SQL.insert_alike,
             {
                 **{name: value for name, value in shape.columns.items() if name != KIND_COLUMN},
@@ -266,8 +266,11 @@ class Create:
         )
         if not is_accepted:
             return [_refusal(shape) for _ in uuids]
-        first = (MAX_PRIORITY - max(items.priorities)) << BAND_BITS | first_number
-        self._store.wakeups.work([Work(shape.lane_id, shape.columns["route_no"], shape.columns["queue_no"], first)])
+        # Each priority has a watermark of its own.
+        number = first_place & (1 << BAND_BITS) - 1
+        firsts = [(MAX_PRIORITY - priority) << BAND_BITS | number for priority in set(items.priorities)]
+        route_no, queue_no = shape.columns["route_no"], shape.columns["queue_no"]
+        self._store.wakeups.work(Work(shape.lane_id, route_no, queue_no, first) for first in firsts)
         head = shape.id_head
         return [*Created.each(cast("list[ExecutionId]", [head + uuid for uuid in uuids]), PublicState.WAITING)]
 

@@ -1,6 +1,6 @@
 -- name: insert_alike
 -- Creates executions of one shape that start at once and whose ids were minted for them, so that none can exist already:
--- the first of their numbers, and whether their lane accepts them.
+-- the place of the first, and whether their lane accepts them.
 -- Arrays are unnested in select lists, which copy nothing in between; what all rows share is a subquery, asked once.
 with clock as materialized (select ff_now() as now),
 lane_state as materialized (
@@ -8,31 +8,30 @@ lane_state as materialized (
 ),
 -- Drawn at once: batches at the same time then write to different pages of the indexes by place.
 drawn as materialized (
-  select array(select nextval('execution_sequence') from generate_series(1, cardinality(:execution_ids::uuid[]))) as numbers
+  select array(
+         select ((9000 - coalesce(priority, (:priorities)[1]))::bigint << 48) | nextval('execution_sequence')
+           from (select unnest(:execution_ids::uuid[]), unnest(:priorities::smallint[]) as priority) i) as places
 ),
 fresh as (
   insert into execution (partition_key, execution_id, place, queue_no, namespace_no, lane_no, has_tags, lifecycle_phase,
                          eligibility_state, blocking_reason, attempt_state, deadline_at, created_at, last_transition_at,
                          instance_tag, retention_ms, creator_identity, input_payload, payload_encoding, policy)
-  select :partition_key::smallint, execution_id,
-         ((9000 - coalesce(priority, (:priorities)[1]))::bigint << 48) | number,
-         :queue_no::int, :namespace_no::int, :lane_no::int, coalesce(is_tagged, (:are_tagged)[1]), 'runnable', 'eligible_now',
-         'waiting_for_worker', 'pending_first_attempt', (select now + :deadline_ms::bigint from clock),
-         (select now from clock), (select now from clock),
+  select :partition_key::smallint, execution_id, place, :queue_no::int, :namespace_no::int, :lane_no::int,
+         coalesce(is_tagged, (:are_tagged)[1]), 'runnable', 'eligible_now', 'waiting_for_worker',
+         'pending_first_attempt', (select now + :deadline_ms::bigint from clock), (select now from clock), (select now from clock),
          case cardinality(:instance_tags) when 1 then (:instance_tags)[1] else instance_tag end, :retention_ms::bigint,
          :creator_identity, case when octet_length(coalesce(input_payload, (:input_payloads)[1])) <= :inline_payload_bytes
                                  then coalesce(input_payload, (:input_payloads)[1]) end,
          :payload_encoding, (select :policy::text::jsonb)
-    from (select unnest(:execution_ids) as execution_id, unnest(numbers) as number, unnest(:priorities::smallint[]) as priority,
-                 unnest(:instance_tags::text[]) as instance_tag, unnest(:input_payloads::bytea[]) as input_payload,
-                 unnest(:are_tagged::boolean[]) as is_tagged from drawn) i
+    from (select unnest(:execution_ids) as execution_id, unnest(places) as place, unnest(:instance_tags::text[]) as instance_tag,
+                 unnest(:input_payloads::bytea[]) as input_payload, unnest(:are_tagged::boolean[]) as is_tagged
+            from drawn) i
    where (select is_accepted from lane_state)
 ),
 queued as (
   insert into ready (place, route_no, queue_no, partition_key, execution_id)
-  select ((9000 - coalesce(priority, (:priorities)[1]))::bigint << 48) | number, :route_no::int, :queue_no, :partition_key,
-         execution_id
-    from (select unnest(:execution_ids) as execution_id, unnest(numbers) as number, unnest(:priorities) as priority from drawn) i
+  select place, :route_no::int, :queue_no, :partition_key, execution_id
+    from (select unnest(:execution_ids) as execution_id, unnest(places) as place from drawn) i
    where (select is_accepted from lane_state)
 ),
 large as (
@@ -45,7 +44,7 @@ large as (
 timed as (
   insert into timer (partition_key, execution_id, kind, due_at)
   select :partition_key, execution_id, 'deadline', (select now + greatest(:deadline_ms, 0) from clock)
-    from unnest(:execution_ids) as execution_id
+    from (select unnest(:execution_ids) as execution_id) i
    where :deadline_ms is not null and (select is_accepted from lane_state)
 ),
 tagged as (
@@ -55,7 +54,7 @@ tagged as (
                  unnest(:tag_values::text[]) as value) t
    where (select is_accepted from lane_state)
 )
-select numbers[1] as first_number, is_accepted from drawn cross join lane_state;
+select places[1] as first_place, is_accepted from drawn cross join lane_state;
 
 -- name: insert_executions
 -- Creates what is new of a batch, in input order: how many of each queue, and a row for each item that was not new or

@@ -4,7 +4,7 @@
 -- what is held elsewhere or left out. By `any` of one element, as an equality lets the planner walk all of an index and join
 -- what is due to it.
 with clock as materialized (select ff_now() as now),
--- Rows up to the one with the last execution of the batch. Each is locked as it is reached, and none behind them.
+-- Whole rows until :limit executions are reached, each locked as it is read, and none behind them.
 batch as materialized (
   select r.*
     from (select r.*, m.nth

@@ -243,7 +243,8 @@ events as (
 
 -- fragment: answer
 -- What a worker gets of what it was leased; lane and kind of queues that it does not know. An attempt that was put aside
--- without a wait is told from one whose wait is over.
+-- without a wait is told from one whose wait is over, by a column and not by "exists", which would be answered from a hash
+-- of the whole table.
 select case when branch = 'resumed' and (
               select s.attempt_index from suspension s
                where s.partition_key = l.partition_key and s.execution_id = l.execution_id and s.suspension_id = l.suspension_id
