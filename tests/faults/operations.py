@@ -91,6 +91,18 @@ async def completed(subject: Subject) -> None:
     await subject.engine.complete(subject.handle, b"done")
 
 
+async def past_retention(subject: Subject) -> None:
+    """An ended execution that nobody needs any more, with a tag, a large input and a large result."""
+    await claimed(
+        subject,
+        policy={"stream_policy": {"retention_ttl_ms": MINUTE}},
+        tags={"app.key": "value"},
+        input_payload=LARGE["input_payload"],
+    )
+    await subject.engine.complete(subject.handle, b"x" * 1500)
+    await subject.clock.advance(ms=2 * MINUTE)
+
+
 async def due(subject: Subject) -> None:
     """A delayed execution whose time has come."""
     await created(subject, delay_until=await subject.clock.now() + MINUTE)
@@ -285,6 +297,7 @@ def _operations() -> list[Operation]:
     add("claim", created, _claim)
     add("claim", lease_expired, _claim, "a lost lease")
     add("claim_many", created, lambda e, s: e.claim_many(lanes=(s.lane_id,), limit=5, **WORKER))
+    add("claim_many", created, lambda e, s: e.claim_many(lanes=(s.lane_id,), limit=5, slots=0, **WORKER), "ahead")
     add("claim_many", resumable, lambda e, s: e.claim_many(lanes=(s.lane_id,), limit=5, **WORKER), "resumed")
     add("claim_for_worker", created, lambda e, s: e.claim_for_worker(lane_id=s.lane_id, **WORKER))
     add("issue_claim_grant", created, lambda e, s: e.issue_claim_grant(**s.named, **WORKER))
@@ -310,6 +323,7 @@ def _operations() -> list[Operation]:
     add("renew_lease", claimed, lambda e, s: e.renew_lease(**s.fence, lease_ttl_ms=LEASE_MS), repeats=False)
     add("progress", claimed, lambda e, s: e.progress(s.handle, percent=50, message="half"))
     add("complete", claimed, lambda e, s: e.complete(s.handle, b"x"))
+    add("complete", claimed, lambda e, s: e.complete(s.handle, b"x" * 1500), "a large result")
     add("complete_many", claimed, lambda e, s: e.complete_many([(s.handle, b"x")]))
     add("complete_execution", claimed, lambda e, s: e.complete_execution(**s.fence, payload=b"x"))
     add("fail", claimed, lambda e, s: e.fail(s.handle, reason="x"))
@@ -318,6 +332,8 @@ def _operations() -> list[Operation]:
     add("delay", claimed, lambda e, s: e.delay(s.handle, _until(s)))
     add("wait_children", claimed, lambda e, s: e.wait_children(s.handle))
     add("hand_back", claimed, lambda e, s: e.hand_back(s.handle))
+    add("hand_back", claimed, lambda e, s: e.hand_back(s.handle, was_started=False), "not started")
+    add("trim", past_retention, lambda e, _: e.retention.trim())
     add("bring_forward", put_off, lambda e, s: e.delays.bring_forward(s.handle))
     add("cancel", claimed, lambda e, s: e.cancel(s.handle, "x"))
     add("suspend", claimed, lambda e, s: e.suspend(s.handle, suspend_args(s)))

@@ -17,8 +17,8 @@ SAMPLE = 2
 
 
 def test_every_operation_is_swept() -> None:
-    # Of what is not offered, a worker brings forward what it has put off.
-    assert {operation.name for operation in OPERATIONS.values()} == offered() | {"bring_forward"}
+    # Of what is not offered, a worker brings forward what it has put off, and the reconciler trims.
+    assert {operation.name for operation in OPERATIONS.values()} == offered() | {"bring_forward", "trim"}
 
 
 class Turns:

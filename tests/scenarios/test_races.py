@@ -365,3 +365,24 @@ async def test_batches_of_endings_and_renewals_in_opposite_order_do_not_wait_in_
         for verdicts in answers:
             assert {type(verdict) for verdict in verdicts} == {Completed}
     assert set((await endings(rows)).values()) == {1}
+
+
+async def test_trims_at_once_and_tags_leave_nothing_of_what_they_delete(rivals: Rivals, rows: Any, clock: Any) -> None:
+    one, other, tagging = await rivals(3)
+    trimmed = 0
+    for _ in range(ROUNDS):
+        made = [await one.create_execution(**new()) for _ in range(4)]
+        claimed = await one.claim_many(lanes=("default",), limit=4, worker_id="w", worker_instance_id="w-1")
+        await one.complete_many([(each.handle, b"done") for each in claimed])
+        await clock.advance(ms=one.settings.retention_ms + 1)
+        first, second, _ = await at_once(
+            one.retention.trim(limit=2),
+            other.retention.trim(limit=2),
+            tagging.set_execution_tag(random.choice(made).execution_id, "app.team", "a"),
+        )
+        trimmed += first + second
+    while found := await one.retention.trim():
+        trimmed += found
+    assert trimmed == 4 * ROUNDS
+    for table in ("execution", "execution_tag", "retained"):
+        assert await rows.of(table) == []
