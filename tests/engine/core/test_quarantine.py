@@ -118,9 +118,11 @@ async def test_what_fails_before_anything_is_found_is_a_fault_of_the_sweep(quara
 async def test_a_batch_that_fails_is_halved_until_only_its_bad_items_are_left(quarantine: Quarantine) -> None:
     bad, tried = {IDS[2], IDS[7]}, []
 
-    async def together(left_out: Sequence[UUID], found: list[ExecutionId]) -> int:
-        found[:] = IDS[:8]
+    async def batch(left_out: Sequence[UUID]) -> int:
         raise error("corruption")
+
+    async def list_due(left_out: Sequence[UUID]) -> list[ExecutionId]:
+        return IDS[:8]
 
     async def some(execution_ids: Sequence[ExecutionId]) -> int:
         tried.append(len(execution_ids))
@@ -128,15 +130,17 @@ async def test_a_batch_that_fails_is_halved_until_only_its_bad_items_are_left(qu
             raise error("corruption")
         return len(execution_ids)
 
-    assert await quarantine.sweep_by_halves(together, some, limit=9) == 6
+    assert await quarantine.sweep_by_halves(batch, list_due, some, limit=9) == 6
     assert sorted(tried, reverse=True) == [8, 4, 4, 2, 2, 2, 2, 1, 1, 1, 1]
     assert quarantine.left_out() == uuids(IDS[2], IDS[7])
 
 
 async def test_a_store_that_is_out_of_reach_between_two_halves_is_no_failure_of_an_item(quarantine: Quarantine) -> None:
-    async def together(left_out: Sequence[UUID], found: list[ExecutionId]) -> int:
-        found[:] = IDS[:2]
+    async def batch(left_out: Sequence[UUID]) -> int:
         raise error("corruption")
+
+    async def list_due(left_out: Sequence[UUID]) -> list[ExecutionId]:
+        return IDS[:2]
 
     async def some(execution_ids: Sequence[ExecutionId]) -> int:
         if len(execution_ids) == 2:
@@ -144,7 +148,7 @@ async def test_a_store_that_is_out_of_reach_between_two_halves_is_no_failure_of_
         raise TransportError("transport", "gone")
 
     with pytest.raises(TransportError):
-        await quarantine.sweep_by_halves(together, some, limit=3)
+        await quarantine.sweep_by_halves(batch, list_due, some, limit=3)
     assert quarantine.left_out() == []
 
 

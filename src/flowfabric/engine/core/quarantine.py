@@ -18,6 +18,10 @@ Together = Callable[[Sequence[UUID], list[ExecutionId]], Awaitable[int]]
 """Process a batch of due items except these ids, collecting the ids found; return how many succeeded."""
 Alone = Callable[[ExecutionId], Awaitable[bool]]
 """Process one item; whether that succeeded."""
+Batch = Callable[[Sequence[UUID]], Awaitable[int]]
+"""Process a batch of due items except these ids, all or none of them; return how many there were."""
+ListDue = Callable[[Sequence[UUID]], Awaitable[Sequence[ExecutionId]]]
+"""The items of such a batch."""
 Some = Callable[[Sequence[ExecutionId]], Awaitable[int]]
 """Process these items, all or none of them; return how many were still due."""
 
@@ -65,8 +69,16 @@ class Quarantine:
 
         return await self._sweep(together, each, limit)
 
-    async def sweep_by_halves(self, together: Together, some: Some, *, limit: int) -> int:
+    async def sweep_by_halves(self, batch: Batch, list_due: ListDue, some: Some, *, limit: int) -> int:
         """Do one batch as `sweep` does, but halve one that fails until only the items that fail are left."""
+
+        async def together(left_out: Sequence[UUID], found: list[ExecutionId]) -> int:
+            try:
+                return await batch(left_out)
+            except EngineError as fault:
+                if not is_of_connection(fault):
+                    found += await list_due(left_out)
+                raise
 
         async def halve(found: Sequence[ExecutionId]) -> int:
             try:

@@ -5,9 +5,8 @@ from uuid import UUID
 
 from flowfabric.db.database import Record
 from flowfabric.db.statements import statements_beside
-from flowfabric.engine.core.quarantine import Quarantine, is_of_connection
+from flowfabric.engine.core.quarantine import Quarantine
 from flowfabric.engine.store import Store
-from flowfabric.model.errors import EngineError
 from flowfabric.model.grant import MAX_GRANT_TTL_MS
 from flowfabric.model.ids import ExecutionId, format_execution_id, split_execution_id
 
@@ -35,26 +34,24 @@ class Retention:
             (row,) = await self._store.fetch(SQL.take_retained, since=since, only=only, left_out=left_out, limit=limit)
             return row
 
-        async def together(left_out: Sequence[UUID], found: list[ExecutionId]) -> int:
-            try:
-                row = await take(only=None, left_out=left_out)
-            except EngineError as fault:
-                if not is_of_connection(fault):
-                    rows = await self._store.fetch(SQL.list_retained, since=since, left_out=left_out, limit=limit)
-                    found += [format_execution_id(row["partition_key"], row["execution_id"]) for row in rows]
-                raise
+        async def batch(left_out: Sequence[UUID]) -> int:
+            row = await take(only=None, left_out=left_out)
             if not left_out:
                 # A watermark above what is left out would hide it when its pause is over.
                 watermark.reach(row["reached"])
             trimmed: int = row["trimmed"]
             return trimmed
 
+        async def list_due(left_out: Sequence[UUID]) -> list[ExecutionId]:
+            rows = await self._store.fetch(SQL.list_retained, since=since, left_out=left_out, limit=limit)
+            return [format_execution_id(row["partition_key"], row["execution_id"]) for row in rows]
+
         async def some(execution_ids: Sequence[ExecutionId]) -> int:
             row = await take(only=[split_execution_id(each)[1] for each in execution_ids], left_out=())
             trimmed: int = row["trimmed"]
             return trimmed
 
-        return await self.quarantine.sweep_by_halves(together, some, limit=limit)
+        return await self.quarantine.sweep_by_halves(batch, list_due, some, limit=limit)
 
     async def purge_keys(self) -> int:
         """Delete idempotency keys of submissions, suspends and signals past their time to live; answers how many."""

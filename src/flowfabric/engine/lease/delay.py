@@ -6,14 +6,13 @@ from uuid import UUID
 from flowfabric.db.database import Record, Transaction
 from flowfabric.db.statements import statements_beside
 from flowfabric.engine.core.consequence import LeaseEnd, LeaseEnds
-from flowfabric.engine.core.quarantine import Quarantine, is_of_connection
+from flowfabric.engine.core.quarantine import Quarantine
 from flowfabric.engine.core.row import hold_if_there, usable
 from flowfabric.engine.core.sweep import Swept
 from flowfabric.engine.core.transition import PROMOTED, Release
 from flowfabric.engine.core.wakeups import Work
 from flowfabric.engine.lease.expire import LATEST_TIME, SWEEP_LIMIT
 from flowfabric.engine.store import Store
-from flowfabric.model.errors import EngineError
 from flowfabric.model.handle import Handle
 from flowfabric.model.ids import ExecutionId, format_execution_id, parse_execution_id, row_key, split_execution_id
 from flowfabric.model.lease import AlreadySatisfied, Promoted
@@ -98,21 +97,21 @@ class Delays:
             work.extend(Work(row["lane_id"], row["route_no"], row["queue_no"], row["place"]) for row in rows)
             return len(rows)
 
-        async def together(left_out: Sequence[UUID], found: list[ExecutionId]) -> int:
-            due = {"since": since, "left_out": left_out, "limit": SWEEP_LIMIT}
-            try:
-                return await promote({"partition_keys": [], "execution_ids": None, **due})
-            except EngineError as fault:
-                if not is_of_connection(fault):
-                    rows = await self._store.fetch(SQL.list_delayed, **due)
-                    found += [format_execution_id(row["partition_key"], row["execution_id"]) for row in rows]
-                raise
+        def due(left_out: Sequence[UUID]) -> dict[str, object]:
+            return {"since": since, "left_out": left_out, "limit": SWEEP_LIMIT}
+
+        async def batch(left_out: Sequence[UUID]) -> int:
+            return await promote({"partition_keys": [], "execution_ids": None, **due(left_out)})
+
+        async def list_due(left_out: Sequence[UUID]) -> list[ExecutionId]:
+            rows = await self._store.fetch(SQL.list_delayed, **due(left_out))
+            return [format_execution_id(row["partition_key"], row["execution_id"]) for row in rows]
 
         async def some(execution_ids: Sequence[ExecutionId]) -> int:
             return await promote(_named(execution_ids))
 
         try:
-            done = await self.quarantine.sweep_by_halves(together, some, limit=SWEEP_LIMIT)
+            done = await self.quarantine.sweep_by_halves(batch, list_due, some, limit=SWEEP_LIMIT)
         finally:
             self._store.wakeups.work(work)
         return Swept(done, done >= SWEEP_LIMIT, work)

@@ -8,7 +8,7 @@ from flowfabric.db.batch import Locked
 from flowfabric.db.database import Record, Transaction
 from flowfabric.db.statements import statements_beside
 from flowfabric.engine.core.consequence import LeaseEnd, LeaseEnds
-from flowfabric.engine.core.quarantine import Quarantine, is_of_connection
+from flowfabric.engine.core.quarantine import Quarantine
 from flowfabric.engine.core.row import Verdict, hold_if_there
 from flowfabric.engine.core.transition import ESCALATED, SUSPENSION_TIMEOUTS
 from flowfabric.engine.store import Store
@@ -144,22 +144,17 @@ class SuspensionTimeouts:
             closed: int = row["closed"]
             return closed
 
-        async def together(left_out: Sequence[UUID], found: list[ExecutionId]) -> int:
-            try:
-                return await close(only=None, left_out=left_out)
-            except EngineError as fault:
-                if not is_of_connection(fault):
-                    rows = await self._store.fetch(
-                        SQL.list_pending_waitpoints, left_out=left_out, limit=WAITPOINT_LIMIT
-                    )
-                    ids = (format_execution_id(row["partition_key"], row["execution_id"]) for row in rows)
-                    found += dict.fromkeys(ids)
-                raise
+        async def batch(left_out: Sequence[UUID]) -> int:
+            return await close(only=None, left_out=left_out)
+
+        async def list_due(left_out: Sequence[UUID]) -> list[ExecutionId]:
+            rows = await self._store.fetch(SQL.list_pending_waitpoints, left_out=left_out, limit=WAITPOINT_LIMIT)
+            return list(dict.fromkeys(format_execution_id(row["partition_key"], row["execution_id"]) for row in rows))
 
         async def some(execution_ids: Sequence[ExecutionId]) -> int:
             return await close(only=[split_execution_id(each)[1] for each in execution_ids], left_out=())
 
-        return await self.waitpoint_quarantine.sweep_by_halves(together, some, limit=WAITPOINT_LIMIT)
+        return await self.waitpoint_quarantine.sweep_by_halves(batch, list_due, some, limit=WAITPOINT_LIMIT)
 
     @staticmethod
     async def _suspensions(transaction: Transaction, execution_ids: Sequence[ExecutionId]) -> list[Record]:
