@@ -25,6 +25,7 @@ from flowfabric.db.embedded import Embedded
 from flowfabric.db.migrate import migrate
 from flowfabric.engine.core.watermark import WalkWatermarks
 from flowfabric.engine.engine import Engine
+from flowfabric.engine.parts import parts_of
 from flowfabric.model.execution import Created
 from flowfabric.model.handle import Handle
 from flowfabric.model.ids import ExecutionId
@@ -372,7 +373,7 @@ class Given:
     async def reclaimable(self, **overrides: Any) -> Handle:
         """A handle whose lease has run out and is marked: the next claim takes its execution."""
         handle = await self.expired_lease(**overrides)
-        assert await self.engine.lease_expiry.mark_expired([handle.execution_id]) == 1
+        assert await parts_of(self.engine).lease_expiry.mark_expired([handle.execution_id]) == 1
         return handle
 
     async def registered(

@@ -3,6 +3,7 @@
 from typing import Any
 
 from flowfabric.engine.engine import Engine
+from flowfabric.engine.parts import parts_of
 from flowfabric.model.grant import Granted
 
 SECRET = "ab" * 32
@@ -17,7 +18,7 @@ def worker(name: str = "pool", **overrides: Any) -> dict[str, Any]:
 async def known(engine: Engine, *names: str) -> None:
     """Let the engine know workers, so that a search of theirs that finds nothing writes nothing at all."""
     for name in names or ("worker",):
-        await engine._lifecycle.store.worker_no(name, f"{name}-1")
+        await parts_of(engine).lifecycle.store.worker_no(name, f"{name}-1")
 
 
 async def grant(engine: Engine, execution_id: str, name: str = "pool", **overrides: Any) -> Granted:

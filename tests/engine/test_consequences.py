@@ -13,10 +13,11 @@ from creates import new
 from engine.state import claim, refused
 from engine.waits import args, triple
 from flowfabric.db.database import Transaction
-from flowfabric.engine import engine as engines_module
+from flowfabric.engine import parts as parts_module
 from flowfabric.engine.core.consequence import Attachment, Ended
 from flowfabric.engine.core.transition import Release
 from flowfabric.engine.engine import Engine
+from flowfabric.engine.parts import parts_of
 from flowfabric.model.handle import Handle
 from flowfabric.model.ids import ExecutionId, split_execution_id
 from flowfabric.model.lease import Completed
@@ -109,7 +110,7 @@ class Scene:
         execution_id = await self.lost(policy={"max_reclaim_count": 1})
         await claim(self.engine)
         await self.clock.advance(ms=TTL_MS + 1)
-        assert await self.engine.lease_expiry.mark_expired([execution_id]) == 1
+        assert await parts_of(self.engine).lease_expiry.mark_expired([execution_id]) == 1
         return execution_id
 
 
@@ -124,7 +125,7 @@ async def scene(monkeypatch: pytest.MonkeyPatch, engines: Engines, clock: Any, c
     async def see(transaction: Transaction, ended: Sequence[Ended]) -> None:
         await found.see(transaction, ended)
 
-    monkeypatch.setattr(engines_module, "CONSEQUENCES", {**engines_module.CONSEQUENCES, BIT: see})
+    monkeypatch.setattr(parts_module, "CONSEQUENCES", {**parts_module.CONSEQUENCES, BIT: see})
     found = Scene(Given(await engines(), clock), clock, connection)
     return found
 
@@ -241,7 +242,7 @@ async def time_out(scene: Scene) -> AsyncIterator[ExecutionId]:
 async def sweep_timeouts(scene: Scene) -> AsyncIterator[ExecutionId]:
     handle = await scene.timed_out()
     yield handle.execution_id
-    assert await scene.engine.timeouts.expire_due() == 1
+    assert await parts_of(scene.engine).timeouts.expire_due() == 1
 
 
 @way(Release.DEADLINE_EXPIRED)
@@ -249,7 +250,7 @@ async def pass_the_deadline(scene: Scene) -> AsyncIterator[ExecutionId]:
     execution_id = await scene.given.created(execution_deadline_at=await scene.clock.now() + 1000)
     await scene.clock.advance(ms=1001)
     yield execution_id
-    assert await scene.engine.timeouts.expire_due() == 1
+    assert await parts_of(scene.engine).timeouts.expire_due() == 1
 
 
 @way(Release.RECLAIM_LIMIT)
@@ -328,7 +329,7 @@ async def cancel_by_the_timeout_of_a_wait(scene: Scene) -> AsyncIterator[Executi
 async def sweep_the_timeouts_of_waits(scene: Scene) -> AsyncIterator[ExecutionId]:
     execution_id = await scene.waiting("expire")
     yield execution_id
-    assert await scene.engine.suspension_timeouts.expire_due() == 1
+    assert await parts_of(scene.engine).suspension_timeouts.expire_due() == 1
 
 
 @way(Release.LEASE_EXPIRED)
@@ -342,7 +343,7 @@ async def mark_a_lost_lease(scene: Scene) -> AsyncIterator[ExecutionId]:
 async def sweep_lost_leases(scene: Scene) -> AsyncIterator[ExecutionId]:
     execution_id = await scene.lost()
     yield execution_id
-    assert await scene.engine.lease_expiry.sweep() == 1
+    assert await parts_of(scene.engine).lease_expiry.sweep() == 1
 
 
 @way(Release.LEASE_EXPIRED)

@@ -11,7 +11,7 @@ import pytest
 from databases import execute
 from flowfabric.db.embedded import Embedded
 from flowfabric.db.migrate import load_migrations
-from flowfabric.engine.engine import Engine
+from flowfabric.engine.engine import Engine, engine_beside
 from flowfabric.model.errors import TransportError, UnavailableError
 from flowfabric.model.support import Applied, NoOp
 from flowfabric.settings import Settings
@@ -149,6 +149,6 @@ async def test_a_store_that_is_not_there_is_a_transport_error(tmp_path: Any) -> 
 
 
 async def test_another_engine_beside_this_one_has_its_own_connections(engine: Engine) -> None:
-    async with engine.beside() as other:
+    async with engine_beside(engine) as other:
         made = await other.create_execution(**new())
     assert await engine.read_execution_state(made.execution_id) == "waiting"

@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from flowfabric.engine.engine import Engine
+from flowfabric.engine.parts import parts_of
 from flowfabric.model.errors import EngineError, NotFoundError
 from flowfabric.model.execution import Created, Duplicate
 from flowfabric.model.grant import ResumeGrant, ResumeToken
@@ -85,7 +86,7 @@ async def test_a_retry_stands_where_the_promoter_looks(engine: Engine, given: An
     handle = await given.backing_off(delay_ms=500)
     assert (await rows.execution(handle.execution_id))["delay_until"] == await clock.now() + 500
     await clock.advance(ms=500)
-    assert await engine.delays.promote_due() == 1
+    assert await parts_of(engine).delays.promote_due() == 1
     row = await rows.execution(handle.execution_id)
     assert (vector(row), row["delay_until"]) == (RETRYABLE, None)
 
@@ -164,11 +165,11 @@ async def test_an_attempts_timer_is_not_its_lease(engine: Engine, given: Any, ro
     lapsing = await given.claimed(policy=policy, lease_ttl_ms=1000)
     renewing = await given.claimed(policy=policy, lease_ttl_ms=60_000)
     await clock.advance(ms=1000)
-    assert await engine.timeouts.expire_due() == 0
-    assert await engine.lease_expiry.sweep() == 1
+    assert await parts_of(engine).timeouts.expire_due() == 0
+    assert await parts_of(engine).lease_expiry.sweep() == 1
     await clock.advance(ms=4000)
-    assert await engine.lease_expiry.sweep() == 0
-    assert await engine.timeouts.expire_due() == 2
+    assert await parts_of(engine).lease_expiry.sweep() == 0
+    assert await parts_of(engine).timeouts.expire_due() == 2
     for handle in (lapsing, renewing):
         assert (await rows.execution(handle.execution_id))["public_state"] == "expired"
 
@@ -185,7 +186,7 @@ async def test_a_deadline_ends_what_has_not_ended_in_any_state(engine: Engine, g
     named = [handle.execution_id for handle in (lost, backing_off, parked, active)]
     named += [await given.created(**until), await given.delayed(**until, seconds=900)]
     await clock.advance(seconds=90)
-    assert await engine.timeouts.expire_due() == len(named)
+    assert await parts_of(engine).timeouts.expire_due() == len(named)
     assert {await engine.read_execution_state(execution_id) for execution_id in named} == {"expired"}
 
 
@@ -390,7 +391,7 @@ async def test_retention_is_each_executions_own_and_takes_all_that_depends_on_it
     ]
     kept = await given.completed()
     await clock.advance(ms=1000)
-    assert await engine.retention.trim() == len(gone)
+    assert await parts_of(engine).retention.trim() == len(gone)
     for table in ("execution", "execution_input", "execution_result", "execution_tag", "attempt", "listed"):
         left = {str(row["execution_id"]) for row in await rows.of(table)}
         assert left <= {kept[-36:]}

@@ -7,6 +7,7 @@ import asyncpg
 import pytest
 
 from flowfabric.engine.engine import Engine
+from flowfabric.engine.parts import parts_of
 from flowfabric.model.support import FLAGS, NAMED_OPERATIONS, OPERATIONS
 
 from .state import claim, refused
@@ -60,7 +61,7 @@ async def test_a_shutdown_wakes_and_refuses_waits_and_leaves_the_rest_alone(
     waiting = asyncio.create_task(claim(engine, "idle", max_wait_ms=60_000))
     run = await given.run()
     ending = asyncio.create_task(engine.wait_for_ending(run.execution_id))
-    await eventually(lambda: engine.wakeups.hints.is_listening)
+    await eventually(lambda: parts_of(engine).wakeups.hints.is_listening)
     await engine.shutdown_prepare(30_000)
     assert await waiting == []
     await refused(ending, "unavailable")

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from flowfabric.engine.engine import Engine
+from flowfabric.engine.parts import parts_of
 from flowfabric.model.condition import ByName, Single
 from flowfabric.model.execution import NewExecution
 from flowfabric.model.grant import Granted, ResumeGrant, ResumeToken
@@ -333,8 +334,8 @@ def _operations() -> list[Operation]:
     add("wait_children", claimed, lambda e, s: e.wait_children(s.handle))
     add("hand_back", claimed, lambda e, s: e.hand_back(s.handle))
     add("hand_back", claimed, lambda e, s: e.hand_back(s.handle, was_started=False), "not started")
-    add("trim", past_retention, lambda e, _: e.retention.trim())
-    add("bring_forward", put_off, lambda e, s: e.delays.bring_forward(s.handle))
+    add("trim", past_retention, lambda e, _: parts_of(e).retention.trim())
+    add("bring_forward", put_off, lambda e, s: parts_of(e).delays.bring_forward(s.handle))
     add("cancel", claimed, lambda e, s: e.cancel(s.handle, "x"))
     add("suspend", claimed, lambda e, s: e.suspend(s.handle, suspend_args(s)))
     add("suspend_by_triple", claimed, lambda e, s: e.suspend_by_triple(**s.triple, args=suspend_args(s)))

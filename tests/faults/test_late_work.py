@@ -8,6 +8,7 @@ import pytest
 
 from flowfabric.engine.core.watermark import TimerWatermark, WalkWatermarks
 from flowfabric.engine.engine import Engine
+from flowfabric.engine.parts import parts_of
 from flowfabric.model.errors import TransportError
 from flowfabric.model.grant import Granted, NoWork
 from flowfabric.model.lease import ClaimedExecution, RetryScheduled
@@ -59,7 +60,7 @@ async def grant(engine: Engine) -> Granted | NoWork:
 
 def watermarks(engine: Engine) -> WalkWatermarks:
     """The watermarks of the one kind of claim that an engine has made."""
-    (of_claims,) = engine.wakeups.watermarks._by_route.values()
+    (of_claims,) = parts_of(engine).wakeups.watermarks._by_route.values()
     return of_claims
 
 
@@ -122,17 +123,17 @@ async def test_after_a_gap_in_the_hints_the_queues_are_walked_whole(
     # Long enough that the marks do not end by themselves meanwhile.
     monkeypatch.setattr(WalkWatermarks, "LONGEST_SECONDS", 600.0)
     execution_id = await given.created(policy=AGAIN_AT_ONCE)
-    await listening.wakeups.hints.listen()
+    await parts_of(listening).wakeups.hints.listen()
     (claimed,) = await claim(listening)
     marks = watermarks(listening)
     # As behind a long transaction, where the marks last longest.
     marks.walked_whole(60)
     proxy.refuses = True
     proxy.cut()
-    await eventually(lambda: not listening.wakeups.hints.is_listening)
+    await eventually(lambda: not parts_of(listening).wakeups.hints.is_listening)
     assert isinstance(await engine.fail(claimed.handle, reason="no luck"), RetryScheduled)
     proxy.refuses = False
-    await eventually(lambda: listening.wakeups.hints.is_listening)
+    await eventually(lambda: parts_of(listening).wakeups.hints.is_listening)
     assert not marks.may_walk_whole
     (again,) = await claim(listening)
     assert again.execution_id == execution_id
@@ -143,16 +144,16 @@ async def test_a_look_whose_answer_arrived_late_does_not_put_off_the_next_whole_
 ) -> None:
     """A lease that is committed late ends before the time up to which timers were seen."""
     seconds = 1000.0
-    polling._lifecycle.store.due_watermark._clock = lambda: seconds
+    parts_of(polling).lifecycle.store.due_watermark._clock = lambda: seconds
     await given.created()
-    await read_due(polling.store, [])
+    await read_due(parts_of(polling).store, [])
     delay_the_next_answer(proxy)
-    await read_due(polling.store, [])
+    await read_due(parts_of(polling).store, [])
     assert proxy.struck
     await clock.advance(seconds=-60)
     (claimed,) = await claim(engine)
     await clock.advance(seconds=60)
-    assert await polling.lease_expiry.sweep() == 0
+    assert await parts_of(polling).lease_expiry.sweep() == 0
     seconds += 10
     await Reconciler(polling).catch_up()
     assert (await rows.execution(claimed.execution_id))["ownership_state"] == "lease_expired_reclaimable"
@@ -163,10 +164,10 @@ async def test_a_whole_look_that_the_server_gave_up_is_not_repeated_at_once(
 ) -> None:
     settings = Settings(database_url=url, statement_timeout_ms=200)
     async with Engine.connect(settings=settings) as engine:
-        due = engine._lifecycle.store.due_watermark
+        due = parts_of(engine).lifecycle.store.due_watermark
         seconds = 1000.0
         due._clock = lambda: seconds
-        await read_due(engine.store, [])
+        await read_due(parts_of(engine).store, [])
         seconds += TimerWatermark.LONGEST_SECONDS
         assert due.look() == 0
         await connection.execute(
@@ -174,7 +175,7 @@ async def test_a_whole_look_that_the_server_gave_up_is_not_repeated_at_once(
                create function ff_now() returns bigint language sql as $$ select ff_time() from pg_sleep(60) $$"""
         )
         with pytest.raises(TransportError, match="statement timeout"):
-            await read_due(engine.store, [])
+            await read_due(parts_of(engine).store, [])
         assert due.look() == due.since > 0
         seconds += TimerWatermark.LONGEST_SECONDS
         assert due.look() == 0

@@ -16,6 +16,7 @@ from creates import new
 from flowfabric.engine.core.payload import INLINE_PAYLOAD_BYTES
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.lease.expire import CLAIM_LIMIT, SWEEP_LIMIT
+from flowfabric.engine.parts import parts_of
 from flowfabric.model.condition import Single
 from flowfabric.model.errors import EngineError
 from flowfabric.model.execution import Created
@@ -109,9 +110,9 @@ async def test_an_input_is_looked_for_apart_from_its_row_only_where_it_is_large(
         )
     await clock.advance(ms=DAY + HOUR)
     touched.clear()
-    assert await full.retention.trim(limit=ENDED) == ENDED
+    assert await parts_of(full).retention.trim(limit=ENDED) == ENDED
     assert touched.of("take_retained", "execution_input") == 0
-    assert await full.retention.trim(limit=ENDED) == 20
+    assert await parts_of(full).retention.trim(limit=ENDED) == 20
     assert touched.of("take_retained", "execution_input") == 10
 
 
@@ -143,9 +144,9 @@ async def test_a_result_is_looked_for_apart_from_its_row_only_where_it_is_not_on
     assert ended == {"small": 0, "large": 1}
     await clock.advance(ms=DAY + HOUR)
     touched.clear()
-    assert await full.retention.trim(limit=ENDED) == ENDED
+    assert await parts_of(full).retention.trim(limit=ENDED) == ENDED
     assert touched.of("take_retained", "execution_result") == 0
-    assert await full.retention.trim(limit=ENDED) == 40
+    assert await parts_of(full).retention.trim(limit=ENDED) == 40
     assert touched.of("take_retained", "execution_result") == 11
 
 
@@ -264,36 +265,36 @@ def signal(wait: Any) -> dict[str, Any]:
 async def test_sweeps_touch_what_is_due_and_of_that_a_batch(
     full: Engine, touched: Touched, clock: Any, connection: asyncpg.Connection
 ) -> None:
-    due = await read_due(full.store, ())
+    due = await read_due(parts_of(full).store, ())
     assert (due.expired_claims, due.elapsed_delays, due.expiries) == (0, 0, 0)
     assert touched["read_due"] <= 10
     await clock.stop()
     first = await connection.fetchval("select min(delay_until) from execution")
     await clock.advance(ms=first + 10_000 - await clock.now())
-    assert await full.lease_expiry.sweep() == 0
+    assert await parts_of(full).lease_expiry.sweep() == 0
     # The claims whose leases have all ended, and where each of those stands.
     assert touched["take_spent_claims"] <= ENDED // 100 + ENDED
-    assert await full.timeouts.expire_due() == 0
+    assert await parts_of(full).timeouts.expire_due() == 0
     assert touched["lock_expired"] <= 10
-    assert await full.delays.promote_due() == 11
+    assert await parts_of(full).delays.promote_due() == 11
     assert touched["promote_delayed"] <= 11 * 4
     await clock.advance(ms=DAY + HOUR)
     touched.clear()
-    assert await full.delays.promote_due() == SWEEP_LIMIT
+    assert await parts_of(full).delays.promote_due() == SWEEP_LIMIT
     assert touched["promote_delayed"] <= 4 * SWEEP_LIMIT
-    while await full.delays.promote_due():
+    while await parts_of(full).delays.promote_due():
         pass
     await connection.execute(VACUUM)
     touched.clear()
-    assert await full.lease_expiry.sweep() == LEASED
+    assert await parts_of(full).lease_expiry.sweep() == LEASED
     assert LEASED // 100 < CLAIM_LIMIT
     assert touched["take_spent_claims"] <= LEASED // 100 + LEASED
     # Each execution, held and found again, and its claim where its lease seems to have expired.
     assert touched["end_leases"] <= 4 * LEASED
-    assert await full.timeouts.expire_due() == SWEEP_LIMIT
+    assert await parts_of(full).timeouts.expire_due() == SWEEP_LIMIT
     assert touched["lock_expired"] <= 4 * SWEEP_LIMIT
     touched.clear()
-    assert await full.retention.trim(limit=100) == 100
+    assert await parts_of(full).retention.trim(limit=100) == 100
     # Each execution is read and held, and deleted with its rows of other tables, of which it has none.
     assert touched["take_retained"] <= 1 + 4 * 100
 
@@ -306,10 +307,10 @@ async def test_a_look_at_what_is_due_costs_the_same_however_many_timers_run(
            select 0, gen_random_uuid(), k.kind, ff_now() + 60000 + n
              from unnest(enum_range(null::timer_kind)) as k(kind) cross join generate_series(1, 25000) n"""
     )
-    assert (await read_due(full.store, ())).elapsed_delays == 0
+    assert (await read_due(parts_of(full).store, ())).elapsed_delays == 0
     assert touched["read_due"] <= 20
     await clock.advance(ms=120_000)
-    assert (await read_due(full.store, ())).elapsed_delays == SAMPLE
+    assert (await read_due(parts_of(full).store, ())).elapsed_delays == SAMPLE
     # A sample of each kind, and the next of each.
     assert touched.of("read_due", "timer") <= 4 * SAMPLE + 4
 

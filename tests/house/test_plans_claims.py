@@ -9,6 +9,7 @@ import pytest
 from creates import new
 from flowfabric.engine.core.watermark import WalkWatermarks
 from flowfabric.engine.engine import Engine
+from flowfabric.engine.parts import parts_of
 from flowfabric.model.grant import Granted
 from flowfabric.settings import Settings
 from house.touched import VACUUM, Touched, touched
@@ -132,7 +133,7 @@ async def test_an_empty_lane_is_not_walked_from_its_head_while_another_has_work(
     assert len(await claim(pinned, 1, *lanes)) == 1
     await pinned.create_many([new(lane_id="other") for _ in range(100)])
     # The watermarks end, and everything is walked once.
-    for watermarks in pinned.wakeups.watermarks._by_route.values():
+    for watermarks in parts_of(pinned).wakeups.watermarks._by_route.values():
         watermarks.end()
     touched.clear()
     assert len(await claim(pinned, 2, *lanes)) == 2
@@ -147,7 +148,7 @@ async def test_an_engine_without_watermarks_would_walk_from_the_head(
     pinned: Engine, touched: Touched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(WalkWatermarks, "raise_to", lambda *_: None)
-    pinned.wakeups.watermarks.clear()
+    parts_of(pinned).wakeups.watermarks.clear()
     await pinned.create_many([new()])
     assert len(await claim(pinned, 1)) == 1
     assert touched.of("claim_by_route", "ready") >= FINISHED
@@ -181,7 +182,7 @@ async def test_a_vacuum_removes_the_entries_of_what_was_claimed(
 ) -> None:
     await claim(backlog, 1000)
     await connection.execute(f"{VACUUM} ready")
-    backlog.wakeups.watermarks.clear()
+    parts_of(backlog).wakeups.watermarks.clear()
     touched.clear()
     assert len(await claim(backlog, 10)) == 10
     assert touched.of("claim_by_route", "ready") <= 10 + SPANS

@@ -9,6 +9,7 @@ import pytest
 from databases import session
 from flowfabric.db.session import session_settings
 from flowfabric.engine.engine import Engine
+from flowfabric.engine.parts import parts_of
 
 _RARE = """
 select kind, reason from event
@@ -32,7 +33,7 @@ async def test_the_rare_events_of_an_execution_are_found_by_their_own_index(
 ) -> None:
     handle = await given.claimed(lease_ttl_ms=1000)
     await clock.advance(seconds=2)
-    await engine.lease_expiry.sweep()
+    await parts_of(engine).lease_expiry.sweep()
     await connection.execute(_NOISE)
     reader = await session(url, "test plans")
     for name, value in session_settings("flowfabric").items():

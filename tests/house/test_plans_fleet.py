@@ -8,6 +8,7 @@ import pytest
 from creates import new
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.fleet.identities import PURGE_LIMIT
+from flowfabric.engine.parts import parts_of
 from house.touched import VACUUM, Touched, touched
 
 __all__ = ["touched"]
@@ -27,7 +28,7 @@ async def test_old_identities_cost_one_look_at_each_lease(
     )
     assert len(lost) == LOST
     await clock.advance(ms=1000)
-    assert await engine.lease_expiry.sweep() == LOST
+    assert await parts_of(engine).lease_expiry.sweep() == LOST
     await connection.execute("update worker_identity set seen_at = 0")
     await connection.execute(
         """insert into worker_identity (worker_id, worker_instance_id, seen_at)
@@ -46,7 +47,7 @@ async def test_old_identities_cost_one_look_at_each_lease(
     if has_statistics == "statistics":
         await connection.execute("analyze")
     assert PURGE_LIMIT == 1000
-    assert await engine.identities.purge() == 1000 - 1 - 100
+    assert await parts_of(engine).identities.purge() == 1000 - 1 - 100
     read = touched.rows["take_old_identities"]
     assert read["claim"] <= CLAIMS
     # Each lost lease is found in its list, by one entry and its row, and then by the key of its execution.

@@ -12,6 +12,7 @@ from engine.state import block
 from flowfabric.db.database import Database
 from flowfabric.db.statements import Statement
 from flowfabric.engine.engine import Engine
+from flowfabric.engine.parts import parts_of
 from flowfabric.engine.read.listing import FIRST_WALK
 from flowfabric.model.condition import Single
 from flowfabric.model.ids import SuspensionId, WaitpointId
@@ -107,7 +108,7 @@ async def one_of(state: PublicState, given: Any, clock: Any, connection: asyncpg
         case PublicState.EXPIRED:
             execution_id = await given.created(lane_id="rare", execution_deadline_at=await clock.now() + 5)
             await clock.advance(seconds=1)
-            await engine.timeouts.expire_due()
+            await parts_of(engine).timeouts.expire_due()
             return {execution_id}
         case PublicState.SKIPPED:
             # Nothing leads to this state yet.

@@ -11,6 +11,7 @@ import pytest
 from flowfabric.db.database import Database, Transaction
 from flowfabric.db.statements import Statement
 from flowfabric.engine.engine import Engine
+from flowfabric.engine.parts import parts_of
 from flowfabric.model.condition import all_of_waitpoints
 from flowfabric.model.execution import NewExecution
 from flowfabric.model.ids import SuspensionId, WaitpointId
@@ -144,7 +145,7 @@ async def test_one_wait_touches_its_own_rows_alone(full: Engine, touched: dict[s
     assert {"set_activated", "list_buffered", "read_reasons"} <= set(few)
     assert {name: count for name, count in few.items() if count > 40} == {}
     await clock.advance(ms=WEEK * 52)
-    assert await full.retention.trim(limit=2) == 2
+    assert await parts_of(full).retention.trim(limit=2) == 2
     assert touched["take_retained"] <= 60
 
 
@@ -175,7 +176,7 @@ async def test_a_hundred_timeouts_touch_their_own_rows(
     await asyncio.gather(*(full.suspend(handle, args) for handle, args in zip(handles, asked, strict=True)))
     await clock.advance(ms=1)
     touched.clear()
-    assert await full.suspension_timeouts.expire_due() == 100
+    assert await parts_of(full).suspension_timeouts.expire_due() == 100
     assert touched["lock_timed_out"] <= 4 * 100
     assert {name: count for name, count in touched.items() if count > 20 * 100} == {}
 

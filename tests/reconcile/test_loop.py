@@ -9,6 +9,7 @@ import asyncpg
 import pytest
 
 from flowfabric.engine.engine import Engine
+from flowfabric.engine.parts import Parts, parts_of
 from flowfabric.model.errors import TransportError
 from flowfabric.model.states import PublicState
 from flowfabric.reconcile import loop
@@ -23,7 +24,7 @@ def counting(run: Callable[[int], int], *, every_ms: int = 20, is_woken_by_timer
     """A sweep that is always due, whose nth batch does what it is told."""
     calls = 0
 
-    async def batch(_: Engine) -> int:
+    async def batch(_: Parts) -> int:
         nonlocal calls
         calls += 1
         return run(calls)
@@ -98,10 +99,10 @@ async def test_a_timer_another_process_sets_is_met_by_the_next_look(
 
 
 async def test_claims_leave_what_is_due_to_the_loop_and_take_it_back_afterwards(engine: Engine) -> None:
-    assert not engine.catch_up.is_swept
+    assert not parts_of(engine).catch_up.is_swept
     async with Reconciler(engine):
-        assert engine.catch_up.is_swept
-    assert not engine.catch_up.is_swept
+        assert parts_of(engine).catch_up.is_swept
+    assert not parts_of(engine).catch_up.is_swept
 
 
 async def test_two_loops_do_everything_once(engines: Any, given: Any, clock: Any, rows: Any, eventually: Any) -> None:
@@ -150,7 +151,7 @@ async def test_a_failing_sweep_is_counted_and_does_not_stop_the_others(
         await eventually(lambda: stats.errors >= 3)
         assert (stats.last_error, stats.cycles) == ("cannot", 0)
         assert stats.lag_seconds > 0
-        assert not engine.catch_up.is_swept
+        assert not parts_of(engine).catch_up.is_swept
 
 
 async def test_a_sweep_that_succeeds_again_is_forgiven(
@@ -166,7 +167,7 @@ async def test_a_sweep_that_succeeds_again_is_forgiven(
     async with Reconciler(engine, sweeps=[counting(fail_twice)]) as reconciler:
         await eventually(lambda: reconciler.stats["counting"].cycles >= 1)
         assert reconciler.stats["counting"].errors == 2
-        await eventually(lambda: engine.catch_up.is_swept)
+        await eventually(lambda: parts_of(engine).catch_up.is_swept)
         assert reconciler.stats["counting"].lag_seconds == 0
 
 
@@ -217,7 +218,7 @@ async def test_a_loop_that_breaks_starts_again(
 async def test_stopping_waits_for_the_sweep_under_way(engine: Engine) -> None:
     began, may_end = asyncio.Event(), asyncio.Event()
 
-    async def wait(_: Engine) -> int:
+    async def wait(_: Parts) -> int:
         began.set()
         await may_end.wait()
         return 1
@@ -239,7 +240,7 @@ async def test_stopping_does_not_wait_for_ever(engine: Engine, monkeypatch: pyte
     monkeypatch.setattr(Reconciler, "SHUTDOWN_SECONDS", 0.05)
     began = asyncio.Event()
 
-    async def hang(_: Engine) -> int:
+    async def hang(_: Parts) -> int:
         began.set()
         await asyncio.Event().wait()
         return 0
@@ -259,7 +260,7 @@ async def test_a_start_that_is_cancelled_leaves_nothing_running(
     monkeypatch.setattr(Reconciler, "SHUTDOWN_SECONDS", 0.05)
     began = asyncio.Event()
 
-    async def hang(_: Engine) -> int:
+    async def hang(_: Parts) -> int:
         began.set()
         await asyncio.Event().wait()
         return 0

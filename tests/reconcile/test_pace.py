@@ -8,6 +8,7 @@ import pytest
 
 from flowfabric.db.database import Database
 from flowfabric.engine.engine import Engine
+from flowfabric.engine.parts import Parts, parts_of
 from flowfabric.reconcile import loop
 from flowfabric.reconcile.due import AHEAD_MS, read_due
 from flowfabric.reconcile.loop import Reconciler
@@ -31,7 +32,7 @@ def hand(monkeypatch: pytest.MonkeyPatch, engine: Engine) -> HandClock:
     """The loop's clock stands still; the engine's timers are set by hand, too."""
     hand = HandClock()
     monkeypatch.setattr(loop, "time", hand)
-    engine.wakeups.next_timer = float("inf")
+    parts_of(engine).wakeups.next_timer = float("inf")
     return hand
 
 
@@ -54,7 +55,7 @@ def sweep(
 ) -> Sweep:
     """A sweep that is always due and whose full batch is ten."""
 
-    async def batch(_: Engine) -> int:
+    async def batch(_: Parts) -> int:
         return run()
 
     return Sweep(
@@ -211,6 +212,6 @@ async def test_a_timer_that_runs_out_is_looked_for_between_full_batches(
     for _ in range(5):
         await reconciler._tick()
     assert looks() == 1
-    engine.wakeups.next_timer = hand.now
+    parts_of(engine).wakeups.next_timer = hand.now
     await reconciler._tick()
     assert looks() == 2

@@ -8,6 +8,7 @@ import pytest
 
 from flowfabric.db import partitions
 from flowfabric.engine.engine import Engine
+from flowfabric.engine.parts import parts_of
 
 SCHEMA = "flowfabric"
 DAY = 86_400
@@ -45,18 +46,18 @@ def test_only_daily_partitions_have_bounds(name: str) -> None:
 async def test_today_and_the_days_ahead_have_partitions(
     engine: Engine, connection: asyncpg.Connection, clock: Any
 ) -> None:
-    assert await engine.event_partitions.keep_partitions() == 3
+    assert await parts_of(engine).event_partitions.keep_partitions() == 3
     now = await clock.now()
     assert await names(connection) == [partitions.name_of(now + day * DAY_MS) for day in range(3)]
-    assert await engine.event_partitions.keep_partitions() == 0
+    assert await parts_of(engine).event_partitions.keep_partitions() == 0
     await clock.advance(seconds=DAY)
-    assert await engine.event_partitions.keep_partitions() == 1
+    assert await parts_of(engine).event_partitions.keep_partitions() == 1
 
 
 async def test_events_are_written_to_the_partition_of_their_day(
     engine: Engine, given: Any, connection: asyncpg.Connection
 ) -> None:
-    await engine.event_partitions.keep_partitions()
+    await parts_of(engine).event_partitions.keep_partitions()
     await given.completed()
     places = await connection.fetch("select distinct tableoid::regclass::text from event")
     assert [row[0] for row in places] == [(await names(connection))[0]]
@@ -67,7 +68,7 @@ async def test_events_are_written_to_the_partition_of_their_day(
 
 
 async def test_a_partition_has_the_indexes_of_the_feed(engine: Engine, connection: asyncpg.Connection) -> None:
-    await engine.event_partitions.keep_partitions()
+    await parts_of(engine).event_partitions.keep_partitions()
     query = """select substring(pg_get_indexdef(indexrelid) from 'USING.*') from pg_index
                 where indrelid = $1::text::regclass order by 1"""
     parent = await connection.fetch(query, "event")
@@ -78,14 +79,14 @@ async def test_a_partition_has_the_indexes_of_the_feed(engine: Engine, connectio
 async def test_a_partition_past_the_age_of_the_feed_is_dropped(
     engine: Engine, given: Any, connection: asyncpg.Connection, clock: Any, rows: Any
 ) -> None:
-    await engine.event_partitions.keep_partitions()
+    await parts_of(engine).event_partitions.keep_partitions()
     today = (await names(connection))[0]
     await given.completed()
     await clock.advance(seconds=DAY)
-    await engine.event_partitions.keep_partitions()
+    await parts_of(engine).event_partitions.keep_partitions()
     assert today in await names(connection)
     await clock.advance(seconds=DAY)
-    await engine.event_partitions.keep_partitions()
+    await parts_of(engine).event_partitions.keep_partitions()
     assert today not in await names(connection)
     assert await rows.of("event_each") == []
     assert await connection.fetchval("select to_regclass($1)", today) is None
@@ -94,11 +95,11 @@ async def test_a_partition_past_the_age_of_the_feed_is_dropped(
 async def test_a_partition_that_was_only_detached_is_dropped_at_the_next_visit(
     engine: Engine, connection: asyncpg.Connection, clock: Any
 ) -> None:
-    await engine.event_partitions.keep_partitions()
+    await parts_of(engine).event_partitions.keep_partitions()
     today = (await names(connection))[0]
     await connection.execute(f"alter table event detach partition {today}")
     await clock.advance(seconds=2 * DAY)
-    await engine.event_partitions.keep_partitions()
+    await parts_of(engine).event_partitions.keep_partitions()
     assert await connection.fetchval("select to_regclass($1)", today) is None
 
 
@@ -107,8 +108,8 @@ async def test_a_day_whose_events_came_first_does_without_a_partition(
 ) -> None:
     await given.completed()
     caplog.set_level("INFO", "flowfabric.engine.event.partitions")
-    assert await engine.event_partitions.keep_partitions() == 2
-    assert await engine.event_partitions.keep_partitions() == 0
+    assert await parts_of(engine).event_partitions.keep_partitions() == 2
+    assert await parts_of(engine).event_partitions.keep_partitions() == 0
     told = [record.getMessage() for record in caplog.records if record.name == "flowfabric.engine.event.partitions"]
     assert told == [
         f"{partitions.name_of(await clock.now())} is not made: the default partition holds events of that day"
@@ -135,9 +136,9 @@ async def test_old_events_of_the_default_partition_are_deleted(
     await clock.advance(seconds=DAY - 10)
     fresh = await given.completed()
     await clock.advance(seconds=11)
-    assert await engine.event_partitions.trim_events() == 2
+    assert await parts_of(engine).event_partitions.trim_events() == 2
     assert {str(row["execution_id"]) for row in await rows.of("event_each")} == {fresh[-36:]}
-    assert await engine.event_partitions.trim_events() == 0
+    assert await parts_of(engine).event_partitions.trim_events() == 0
 
 
 @pytest.fixture
@@ -160,14 +161,14 @@ async def test_processes_that_make_partitions_at_once_make_each_once(url: str, e
     kept = await asyncio.gather(*(ensure() for _ in range(4)))
     made = [name for one in kept for name in one.made]
     assert len(made) == len(set(made))
-    assert await engine.event_partitions.keep_partitions() == 0
+    assert await parts_of(engine).event_partitions.keep_partitions() == 0
 
 
 @pytest.mark.usefixtures("patient_with_partitions")
 async def test_processes_that_drop_partitions_at_once_drop_each_once(
     url: str, engine: Engine, clock: Any, connection: asyncpg.Connection
 ) -> None:
-    await engine.event_partitions.keep_partitions()
+    await parts_of(engine).event_partitions.keep_partitions()
     later = await clock.advance(seconds=10 * DAY)
 
     async def drop() -> list[str]:
@@ -186,15 +187,15 @@ async def test_processes_that_drop_partitions_at_once_drop_each_once(
 async def test_a_busy_event_table_is_left_for_the_next_visit(
     engine: Engine, url: str, connection: asyncpg.Connection, clock: Any
 ) -> None:
-    await engine.event_partitions.keep_partitions()
+    await parts_of(engine).event_partitions.keep_partitions()
     await clock.advance(seconds=10 * DAY)
     reader = await asyncpg.connect(url)
     try:
         async with reader.transaction():
             await reader.execute(f"lock table {SCHEMA}.event in row exclusive mode")
             await reader.execute(f"lock table {SCHEMA}.event_default in row exclusive mode")
-            assert await engine.event_partitions.keep_partitions() == 0
+            assert await parts_of(engine).event_partitions.keep_partitions() == 0
     finally:
         await reader.close()
-    assert await engine.event_partitions.keep_partitions() == 6
+    assert await parts_of(engine).event_partitions.keep_partitions() == 6
     assert len(await names(connection)) == 3

@@ -12,6 +12,7 @@ from engine.waits import on_all
 from flowfabric.engine.core.quarantine import Quarantine
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.lease import catch_up
+from flowfabric.engine.parts import parts_of
 from flowfabric.model.ids import ExecutionId
 from flowfabric.reconcile.loop import Reconciler
 from flowfabric.reconcile.sweeps import SWEEPS
@@ -194,7 +195,7 @@ async def test_a_poisoned_batch_is_halved_and_not_tried_item_by_item(
         "create trigger counted before update on execution for each statement execute function count_tries()"
     )
     await clock.advance(seconds=60)
-    assert await engine.delays.promote_due() == 63
+    assert await parts_of(engine).delays.promote_due() == 63
     states = [row["public_state"] for row in await rows.of("execution")]
     assert (states.count("waiting"), states.count("delayed")) == (63, 1)
     # The batch, the whole again, and two halves of each of six sizes.

@@ -8,6 +8,7 @@ import pytest
 from creates import new
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.execution.retention import SQL
+from flowfabric.engine.parts import parts_of
 from flowfabric.model.errors import EngineError
 from flowfabric.model.states import AttemptType, PublicState
 from flowfabric.model.worker import Refreshed
@@ -33,7 +34,7 @@ async def test_a_lapsed_lease_is_marked_and_the_next_claim_takes_it(
     assert (row["attempt_state"], row["blocking_detail"]) == ("attempt_interrupted", "lease expired, awaiting reclaim")
     assert (row["lease_epoch"], row["lease_id"]) == (lost.lease_epoch, lost.lease_id)
     assert [event["kind"] for event in await rows.events(lost.execution_id)] == ["acquired", "expired"]
-    engine.catch_up.is_swept = True
+    parts_of(engine).catch_up.is_swept = True
     taken = await given.claim(worker="another")
     assert (taken.execution_id, taken.attempt_type) == (lost.execution_id, AttemptType.RECLAIM)
     assert taken.lease_epoch == lost.lease_epoch + 1
@@ -214,7 +215,7 @@ async def test_an_ended_execution_that_was_locked_while_others_were_trimmed_is_t
     engine: Engine, reconciler: Reconciler, given: Any, clock: Any, rows: Any, connection: asyncpg.Connection
 ) -> None:
     seconds = 1000.0
-    engine._lifecycle.store.retained_watermark._clock = lambda: seconds
+    parts_of(engine).lifecycle.store.retained_watermark._clock = lambda: seconds
     locked = await given.completed()
     await clock.advance(seconds=1)
     await given.completed()
@@ -242,7 +243,7 @@ async def test_a_trim_locks_no_batch_behind_those_it_takes(
     async with connection.transaction():
         values: dict[str, object] = {"since": 0, "only": None, "left_out": [], "limit": 6}
         (row,) = await connection.fetch(SQL.take_retained.sql, *SQL.take_retained.arguments(values))
-        assert (row["trimmed"], await engine.retention.trim()) == (10, 20)
+        assert (row["trimmed"], await parts_of(engine).retention.trim()) == (10, 20)
     assert await rows.of("retained") == await rows.of("execution") == []
 
 

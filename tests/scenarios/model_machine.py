@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from flowfabric.engine.engine import Engine
+from flowfabric.engine.parts import parts_of
 from flowfabric.model.errors import EngineError
 from flowfabric.model.handle import Handle
 from flowfabric.model.ids import uuid7
@@ -95,7 +96,7 @@ class EngineAgainstModel(RuleBasedStateMachine):
         connecting = Engine.connect(settings=Settings(database_url=self.stage.url, database_pool_size=2, listen=False))
         self.engine: Engine = self.run(self.stack.enter_async_context(connecting))
         # The machine does what is due, so that a claim finds what the model says and no more.
-        self.engine.catch_up.is_swept = True
+        parts_of(self.engine).catch_up.is_swept = True
 
     def _set_clock(self) -> None:
         self.run(self.stage.connection.execute("update test_clock set offset_ms = $1", self.model.now))
@@ -398,7 +399,7 @@ class EngineAgainstModel(RuleBasedStateMachine):
         self.model.now += ms
         self._set_clock()
         # Watermarks end with the time of the machine, which the moved clock does not touch.
-        self.engine.wakeups.watermarks.clear()
+        parts_of(self.engine).wakeups.watermarks.clear()
 
     @does(weight=5, ms=(1_000, 5_000, 20_000, 30_000), worker=WORKERS, limit=(0, 1, 2))
     def go_on(self, ms: int, worker: str, limit: int) -> None:
@@ -429,16 +430,16 @@ class EngineAgainstModel(RuleBasedStateMachine):
     def sweep_leases(self) -> None:
         # The engine counts claims and the model leases: the rows tell whether they agree.
         self.model.sweep("leases")
-        self.run(self.engine.lease_expiry.sweep())
+        self.run(parts_of(self.engine).lease_expiry.sweep())
 
     @does(weight=2)
     def sweep_delays(self) -> None:
-        self._sweep("delays", self.engine.delays.promote_due)
+        self._sweep("delays", parts_of(self.engine).delays.promote_due)
 
     @does()
     def sweep_expiries(self) -> None:
-        self.run(self.engine.retention.purge_grants())
-        self._sweep("expiries", self.engine.timeouts.expire_due)
+        self.run(parts_of(self.engine).retention.purge_grants())
+        self._sweep("expiries", parts_of(self.engine).timeouts.expire_due)
 
     def _sweep(self, what: str, sweep: Callable[[], Awaitable[int]]) -> None:
         self.both(lambda: ("count", self.model.sweep(what)), lambda: counted(sweep()))

@@ -10,6 +10,7 @@ import pytest
 
 from databases import session
 from flowfabric.engine.engine import Engine
+from flowfabric.engine.parts import parts_of
 from flowfabric.model.errors import EngineError
 from flowfabric.model.lease import Renewed
 
@@ -138,12 +139,12 @@ async def test_an_execution_that_is_tagged_under_a_trim_is_left_for_the_next(
     tagged, _ = await given.completed(), await given.completed()
     await clock.advance(seconds=DAY + 1)
 
-    async with gate.closed(engine.retention.trim()) as trim:
+    async with gate.closed(parts_of(engine).retention.trim()) as trim:
         await engine.set_execution_tag(tagged, "app.team", "a")
 
     assert await trim == 1
     assert [str(row["execution_id"]) for row in await rows.of("execution")] == [tagged[-36:]]
     assert await engine.find_inconsistencies() == []
-    assert await engine.retention.trim() == 1
+    assert await parts_of(engine).retention.trim() == 1
     for table in ("execution", "execution_tag", "retained"):
         assert await rows.of(table) == []

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from flowfabric.engine.engine import Engine
+from flowfabric.engine.parts import parts_of
 from flowfabric.model.execution import NewExecution
 from flowfabric.model.grant import Granted, GrantedClaim, NotReclaimable, NoWork
 from flowfabric.model.handle import Handle
@@ -33,7 +34,7 @@ async def lost(engine: Engine, clock: Any) -> str:
     await engine.create_execution(**new())
     (held,) = await claim(engine, lease_ttl_ms=1)
     await clock.advance(ms=2)
-    await engine.lease_expiry.mark_expired([held.execution_id])
+    await parts_of(engine).lease_expiry.mark_expired([held.execution_id])
     return str(held.execution_id)
 
 

@@ -15,6 +15,7 @@ import asyncpg
 import pytest
 
 from flowfabric.engine.engine import Engine
+from flowfabric.engine.parts import parts_of
 from flowfabric.model.errors import EngineError
 from flowfabric.model.execution import Cancelled, Created, Duplicate, NewExecution
 from flowfabric.model.handle import Handle
@@ -261,7 +262,7 @@ async def test_a_renewal_and_the_mark_of_an_expired_lease_agree(rivals: Rivals, 
     async def mark(handle: Handle) -> int:
         await a_moment()
         await clock.advance(ms=5000)
-        return await other.lease_expiry.mark_expired([handle.execution_id])
+        return await parts_of(other).lease_expiry.mark_expired([handle.execution_id])
 
     seen: Counter[bool] = Counter()
     for _ in range(ROUNDS):
@@ -376,12 +377,12 @@ async def test_trims_at_once_and_tags_leave_nothing_of_what_they_delete(rivals: 
         await one.complete_many([(each.handle, b"done") for each in claimed])
         await clock.advance(ms=one.settings.retention_ms + 1)
         first, second, _ = await at_once(
-            one.retention.trim(limit=2),
-            other.retention.trim(limit=2),
+            parts_of(one).retention.trim(limit=2),
+            parts_of(other).retention.trim(limit=2),
             tagging.set_execution_tag(random.choice(made).execution_id, "app.team", "a"),
         )
         trimmed += first + second
-    while found := await one.retention.trim():
+    while found := await parts_of(one).retention.trim():
         trimmed += found
     assert trimmed == 4 * ROUNDS
     for table in ("execution", "execution_tag", "retained"):

@@ -9,6 +9,7 @@ import asyncpg
 import pytest
 
 from flowfabric.engine.engine import Engine
+from flowfabric.engine.parts import parts_of
 from flowfabric.reconcile.loop import Reconciler
 from flowfabric.settings import Settings
 
@@ -46,7 +47,7 @@ async def test_a_restricted_role_does_without_partitions(
     given.engine = restricted
     async with Reconciler(restricted) as reconciler:
         await eventually(lambda: reconciler.stats["event_partitions"].cycles == 1)
-    assert await restricted.event_partitions.keep_partitions() == 0
+    assert await parts_of(restricted).event_partitions.keep_partitions() == 0
     ended = await given.completed(tags={"app.a": "b"}, idempotency_key="k")
     await given.backing_off()
     await given.registered()
@@ -65,5 +66,5 @@ async def test_a_restricted_role_does_without_partitions(
     told = await rows.of("event_each")
     assert len(told) == len(await rows.of("event_default")) > 0
     await clock.advance(seconds=DAY + 1)
-    assert await restricted.event_partitions.trim_events() == len(told)
-    assert await restricted.retention.trim() == 1
+    assert await parts_of(restricted).event_partitions.trim_events() == len(told)
+    assert await parts_of(restricted).retention.trim() == 1

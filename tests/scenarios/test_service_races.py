@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from flowfabric.engine.engine import Engine
+from flowfabric.engine.parts import parts_of
 from flowfabric.model.execution import Cancelled
 from flowfabric.model.handle import Handle
 from flowfabric.model.lease import (
@@ -134,7 +135,7 @@ async def test_a_delay_is_promoted_once(rivals: Any, rows: Any, clock: Any) -> N
         async def race(execution_id: Any) -> list[Any]:
             return await at_once(*(engine.promote_delayed(execution_id) for engine in engines))
 
-        *raced, swept = await at_once(*map(race, made), engines[1].delays.promote_due())
+        *raced, swept = await at_once(*map(race, made), parts_of(engines[1]).delays.promote_due())
         promoted = [sum(isinstance(answer, Promoted) for answer in answers) for answers in raced]
         assert max(promoted) <= 1
         assert sum(promoted) + swept == TOGETHER
@@ -232,7 +233,7 @@ async def test_an_attempt_that_times_out_ends_once(rivals: Any, rows: Any, clock
                 second.expire_execution(handle.execution_id, "attempt_timeout"),
             )
 
-        *raced, swept = await at_once(*map(race, handles), second.timeouts.expire_due())
+        *raced, swept = await at_once(*map(race, handles), parts_of(second).timeouts.expire_due())
         timed_out = 0
         for handle, (completed, *expired) in zip(handles, raced, strict=True):
             won = [answer for answer in expired if isinstance(answer, Expired | RetryScheduled)]

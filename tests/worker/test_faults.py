@@ -14,6 +14,7 @@ from faults.proxy import Action, Proxy, Side, Strike
 from flowfabric.db.session import Limits
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.lease.claim import Claim
+from flowfabric.engine.parts import parts_of
 from flowfabric.model.errors import TransportError, error
 from flowfabric.model.ids import ExecutionId
 from flowfabric.model.states import TerminalOutcome
@@ -404,11 +405,11 @@ async def test_a_worker_stops_in_bounded_time_when_the_store_falls_silent(
             worker = Worker(engine, lanes=["default"], handlers={"job": gate}, drain_seconds=0.5)
             async with worker:
                 await eventually(lambda: gate.started == int(is_busy))
-                await eventually(lambda: engine.wakeups.hints.is_listening)
+                await eventually(lambda: parts_of(engine).wakeups.hints.is_listening)
                 proxy.silences_new = True
                 proxy.silence()
                 gate.opened.set()
-                engine.wakeups.wake_all()
+                parts_of(engine).wakeups.wake_all()
                 # The claim is sent before the worker is stopped, and is not answered.
                 await eventually(lambda: engine._rooms[Claim]._under_way == 1)
                 began = time.monotonic()
@@ -434,7 +435,7 @@ async def test_a_worker_is_back_at_work_soon_after_its_connections_fell_silent(
         Worker(silenced, lanes=["default"], handlers={"job": job}),
     ):
         await engine.wait_for_ending(await submit(), timeout=60)
-        await eventually(lambda: silenced.wakeups.hints.is_listening)
+        await eventually(lambda: parts_of(silenced).wakeups.hints.is_listening)
         proxy.silence()
         began = time.monotonic()
         ended = await engine.wait_for_ending(await submit(), timeout=60)

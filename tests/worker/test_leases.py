@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 
-from flowfabric.engine.engine import Engine
+from flowfabric.engine.engine import Engine, engine_beside
+from flowfabric.engine.parts import parts_of
 from flowfabric.model.event import EventKind
 from flowfabric.model.ids import ExecutionId
 from flowfabric.model.states import PublicState, TerminalOutcome
+from flowfabric.worker import heartbeat
 from flowfabric.worker.context import Context
 from flowfabric.worker.heartbeat import Heartbeat
 
@@ -69,15 +71,14 @@ async def test_a_heartbeat_that_fails_begins_again(
     engine: Engine, start_worker: Any, submit: Any, attempts: Any, clock: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await clock.stop()
-    beside = engine.beside
     faults = iter([OSError("no route"), ValueError("whatever else")])
 
-    def fails_at_first(**options: Any) -> Any:
+    def fails_at_first(engine: Engine, **options: Any) -> Any:
         if fault := next(faults, None):
             raise fault
-        return beside(**options)
+        return engine_beside(engine, **options)
 
-    monkeypatch.setattr(engine, "beside", fails_at_first)
+    monkeypatch.setattr(heartbeat, "engine_beside", fails_at_first)
     await start_worker({"job": burn}, lease_ttl_ms=TTL_MS)
     run = await submit()
     ended = await engine.wait_for_ending(run, timeout=120)
@@ -106,7 +107,7 @@ async def test_a_short_run_is_not_renewed(
     # Short beside a third of the lease.
     await start_worker({"job": outlast_looks}, lease_ttl_ms=600_000)
     # A listener that has just begun may have missed hints, and then every lease is checked by a renewal.
-    await eventually(lambda: engine.wakeups.hints.is_listening)
+    await eventually(lambda: parts_of(engine).wakeups.hints.is_listening)
     await outlast_looks()
     run = await submit()
     assert (await engine.wait_for_ending(run, timeout=60)).outcome is TerminalOutcome.SUCCESS

@@ -11,6 +11,7 @@ import pytest
 
 from faults.proxy import Proxy, Side
 from flowfabric.engine.engine import Engine
+from flowfabric.engine.parts import parts_of
 from flowfabric.model.errors import ValidationError
 from flowfabric.model.states import TerminalOutcome
 from flowfabric.settings import Settings
@@ -48,7 +49,7 @@ async def test_a_worker_whose_registration_lapsed_registers_again(
     async def swept_and_back() -> bool:
         return bool(len(await rows.of("worker_event", kind="registered")) == 2 and await rows.of("worker"))
 
-    await engine.workers.sweep_expired()
+    await parts_of(engine).workers.sweep_expired()
     await eventually(swept_and_back)
 
 
@@ -167,10 +168,10 @@ async def test_what_a_claim_under_way_brings_to_a_stopping_worker_is_handed_back
         async with worker:
             # After this the next claim is one message: nothing is asked before it, and its statement is prepared.
             await engine.wait_for_ending(await submit(), timeout=60)
-            await eventually(lambda: slow.wakeups._waiting.get("default"))
+            await eventually(lambda: parts_of(slow).wakeups._waiting.get("default"))
             proxy.silence(sides=[Side.SERVER])
             run = await submit()
-            slow.wakeups.wake_all()
+            parts_of(slow).wakeups.wake_all()
 
             async def is_claimed() -> bool:
                 return bool((await rows.execution(run))["lifecycle_phase"] == "active")
@@ -263,6 +264,6 @@ async def test_an_idle_worker_stops_at_once(
 ) -> None:
     monkeypatch.setattr("flowfabric.worker.worker.LISTENING_POLL_SECONDS", 600.0)
     async with asyncio.timeout(60), Worker(engine, lanes=["default"], handlers={"job": print}):
-        await eventually(lambda: engine.wakeups._waiting.get("default"))
+        await eventually(lambda: parts_of(engine).wakeups._waiting.get("default"))
     # Its wait for work ends by itself; otherwise it is cancelled after CLAIM_SECONDS, with this warning.
     assert "a claim was not answered" not in caplog.text

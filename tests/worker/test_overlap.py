@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from flowfabric.engine.engine import Engine
+from flowfabric.engine.engine import Engine, engine_beside
+from flowfabric.engine.parts import parts_of
 from flowfabric.model.states import TerminalOutcome
 from flowfabric.settings import Settings
 from flowfabric.worker.context import Context
@@ -86,7 +87,7 @@ async def test_the_next_run_of_an_execution_waits_until_the_earlier_has_left(
     await eventually(lambda: overlap.started == 1)
     second = first if workers == 1 else await start_worker(handlers, lease_ttl_ms=3000)
     await clock.advance(ms=3001)
-    await engine.lease_expiry.mark_expired([run])
+    await parts_of(engine).lease_expiry.mark_expired([run])
     await eventually(lambda: (first.running, second.running) == ((2, 2) if workers == 1 else (1, 1)))
 
     async def is_renewed() -> bool:
@@ -120,7 +121,7 @@ async def test_a_run_that_is_stopped_while_it_waits_for_an_earlier_one_lets_no_t
     await eventually(lambda: overlap.started == 1)
     for attempt in (1, 2):
         await clock.advance(ms=LONG_TTL_MS + 1)
-        await engine.lease_expiry.mark_expired([run])
+        await parts_of(engine).lease_expiry.mark_expired([run])
 
         async def is_taken(attempt: int = attempt) -> bool:
             return await engine.read_current_attempt_index(execution_id=run) == attempt
@@ -144,7 +145,7 @@ async def test_a_run_that_waits_for_an_earlier_one_is_handed_back_by_a_worker_th
     second = Worker(engine, lanes=["default"], handlers={"job": wait}, reconcile=False)
     async with second:
         await clock.advance(ms=LONG_TTL_MS + 1)
-        await engine.lease_expiry.mark_expired([run])
+        await parts_of(engine).lease_expiry.mark_expired([run])
         await eventually(lambda: second.running == 1)
     assert await engine.read_execution_state(run) == "resumable"
     assert overlap.started == 1
@@ -213,7 +214,7 @@ async def test_a_run_that_was_put_off_is_given_to_another_worker_when_the_earlie
     await clock.stop()
     first.stop()
     async with Worker(await engines(), lanes=["default"], handlers={"job": wait}, reconcile=False) as other:
-        await eventually(lambda: other._engine.wakeups._waiting.get("default"))
+        await eventually(lambda: parts_of(other._engine).wakeups._waiting.get("default"))
         assert overlap.started == 1
         gate.set()
         assert (await engine.wait_for_ending(run, timeout=60)).result == b"1"
@@ -230,8 +231,8 @@ async def test_a_claim_since_is_not_disturbed_by_the_end_of_a_put_off(
     assert again.execution_id == handle.execution_id
     await engine.delay(again.handle, await clock.now() + 5000)
     async with rows.unchanged():
-        await engine.delays.bring_forward(handle)
-    await engine.delays.bring_forward(again.handle)
+        await parts_of(engine).delays.bring_forward(handle)
+    await parts_of(engine).delays.bring_forward(again.handle)
     assert await engine.read_execution_state(handle.execution_id) == "resumable"
 
 
@@ -247,11 +248,14 @@ async def test_executions_of_two_stores_may_have_the_same_id(
         return "elsewhere"
 
     async with (
-        engine.beside() as beside,
+        engine_beside(engine) as beside,
         databases.one() as url,
         Engine.connect(settings=Settings(database_url=url)) as other,
     ):
-        assert (beside.store_key == engine.store_key, other.store_key == engine.store_key) == (True, False)
+        assert (
+            parts_of(beside).store_key == parts_of(engine).store_key,
+            parts_of(other).store_key == parts_of(engine).store_key,
+        ) == (True, False)
         await type(given)(other, given.clock).created(execution_id=run, input_payload=b"{}")
         async with Worker(other, lanes=["default"], handlers={"job": job}):
             assert (await other.wait_for_ending(run, timeout=60)).result == b'"elsewhere"'

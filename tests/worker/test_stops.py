@@ -10,6 +10,7 @@ import pytest
 from faults.proxy import Proxy
 from flowfabric.engine.core.wakeups import LostLease, LostReason
 from flowfabric.engine.engine import Engine
+from flowfabric.engine.parts import parts_of
 from flowfabric.model.ids import ExecutionId
 from flowfabric.settings import Settings
 from flowfabric.worker.context import Context
@@ -24,17 +25,17 @@ async def cancel(engine: Engine, run: ExecutionId, clock: Any) -> None:
 
 async def pass_the_deadline(engine: Engine, run: ExecutionId, clock: Any) -> None:
     await clock.advance(seconds=300)
-    assert await engine.timeouts.expire_due() == 1
+    assert await parts_of(engine).timeouts.expire_due() == 1
 
 
 async def pass_the_attempt_timeout(engine: Engine, run: ExecutionId, clock: Any) -> None:
     await clock.advance(seconds=200)
-    assert await engine.timeouts.expire_due() == 1
+    assert await parts_of(engine).timeouts.expire_due() == 1
 
 
 async def expire_the_lease(engine: Engine, run: ExecutionId, clock: Any) -> None:
     await clock.advance(ms=LONG_TTL_MS + 1)
-    assert await engine.lease_expiry.mark_expired([run]) == 1
+    assert await parts_of(engine).lease_expiry.mark_expired([run]) == 1
 
 
 async def reclaim(engine: Engine, run: ExecutionId, clock: Any) -> None:
@@ -71,7 +72,7 @@ async def test_a_handler_is_stopped_at_once_when_its_lease_ends(
     run = await given.created(**options)
     worker = await start_worker({"job": waiting}, lease_ttl_ms=LONG_TTL_MS, reconcile=False, concurrency=1)
     await eventually(lambda: waiting.contexts)
-    await eventually(lambda: engine.wakeups.hints.is_listening)
+    await eventually(lambda: parts_of(engine).wakeups.hints.is_listening)
     await end(engine if place == "this engine" else await engines(), run, clock)
     await asyncio.wait_for(waiting.is_cancelled.wait(), 60)
     await asyncio.wait_for(waiting.contexts[0].lease_lost, 60)
@@ -93,7 +94,7 @@ async def test_a_hint_about_an_earlier_lease_stops_nothing(
     await start_worker({"job": wait}, lease_ttl_ms=LONG_TTL_MS)
     await eventually(lambda: contexts)
     for epoch in (contexts[0].lease_epoch - 1, contexts[0].lease_epoch + 1):
-        engine.wakeups.lost([LostLease(run, epoch, LostReason.CANCELLED)])
+        parts_of(engine).wakeups.lost([LostLease(run, epoch, LostReason.CANCELLED)])
     assert contexts[0].is_lease_healthy()
     gate.set()
     assert (await engine.wait_for_ending(run, timeout=60)).result == b'"done"'
@@ -106,7 +107,7 @@ async def test_a_hint_with_a_reason_of_another_version_stops_the_run(
     run = await submit()
     await start_worker({"job": waiting}, lease_ttl_ms=LONG_TTL_MS, reconcile=False, drain_seconds=0)
     await eventually(lambda: waiting.contexts)
-    await eventually(lambda: engine.wakeups.hints.is_listening)
+    await eventually(lambda: parts_of(engine).wakeups.hints.is_listening)
     hint = f"{run},{waiting.contexts[0].lease_epoch},unheard_of"
     await connection.execute("select pg_notify($1, $2)", f"{engine.settings.schema_name}_lost", hint)
     await asyncio.wait_for(waiting.is_cancelled.wait(), 60)
@@ -119,15 +120,15 @@ async def test_a_worker_checks_its_leases_after_a_gap_in_the_hints(
     waiting = Waiting()
     run = await submit()
     async with Proxy(url) as proxy, Engine.connect(settings=Settings(database_url=proxy.url)) as cut:
-        cut.wakeups.hints.begin_to_listen()
-        await eventually(lambda: cut.wakeups.hints.is_listening)
+        parts_of(cut).wakeups.hints.begin_to_listen()
+        await eventually(lambda: parts_of(cut).wakeups.hints.is_listening)
         proxy.refuses = not is_beating
         async with Worker(cut, lanes=["default"], handlers={"job": waiting}, lease_ttl_ms=LONG_TTL_MS, reconcile=False):
             await eventually(lambda: waiting.contexts)
             await eventually(lambda: is_beating or "the heartbeat reconnects" in caplog.text)
             proxy.refuses = True
             proxy.cut()
-            await eventually(lambda: not cut.wakeups.hints.is_listening)
+            await eventually(lambda: not parts_of(cut).wakeups.hints.is_listening)
             await engine.cancel_execution(execution_id=run, reason="not wanted")
             assert not waiting.is_cancelled.is_set()
             proxy.refuses = False

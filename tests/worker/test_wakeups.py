@@ -7,6 +7,7 @@ import pytest
 
 from flowfabric.engine.core.wakeups import Work
 from flowfabric.engine.engine import Engine
+from flowfabric.engine.parts import parts_of
 from flowfabric.model.states import TerminalOutcome
 from flowfabric.worker.worker import Worker
 
@@ -14,7 +15,7 @@ LANES = ("default",)
 
 
 async def test_work_that_comes_during_a_look_is_not_missed(engine: Engine) -> None:
-    wakeups = engine.wakeups
+    wakeups = parts_of(engine).wakeups
     await wakeups.hints.listen()
     wakes = wakeups.wakes(LANES)
     wakeups.work([Work("default", 1, 1, 0)])
@@ -22,7 +23,7 @@ async def test_work_that_comes_during_a_look_is_not_missed(engine: Engine) -> No
 
 
 async def test_work_of_other_lanes_wakes_nobody(engine: Engine, eventually: Any) -> None:
-    wakeups = engine.wakeups
+    wakeups = parts_of(engine).wakeups
     await wakeups.hints.listen()
     await eventually(lambda: wakeups.hints.is_listening)
     wakes = wakeups.wakes(LANES)
@@ -38,7 +39,7 @@ async def test_an_idle_worker_hears_of_work_from_another_process(
     async def job() -> None: ...
 
     await start_worker({"job": job}, claim_poll_interval_ms=60_000)
-    await eventually(lambda: engine.wakeups.hints.is_listening)
+    await eventually(lambda: parts_of(engine).wakeups.hints.is_listening)
     other = await engines()
     for _ in range(10):
         made = await other.create_execution(

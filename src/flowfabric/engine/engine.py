@@ -1,40 +1,31 @@
 """Engine: every operation, on one Postgres."""
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
-from flowfabric.engine.core.consequence import Attachment, Consequence, LeaseEnds
 from flowfabric.engine.core.keys import Keys
-from flowfabric.engine.core.quarantine import Quarantine
-from flowfabric.engine.event.partitions import EventPartitions
 from flowfabric.engine.execution.cancel import Cancel
-from flowfabric.engine.execution.create import Create
 from flowfabric.engine.execution.results import Results
-from flowfabric.engine.execution.retention import Retention
 from flowfabric.engine.execution.submit import Submit
 from flowfabric.engine.execution.tags import Tags
-from flowfabric.engine.fleet.identities import Identities
 from flowfabric.engine.fleet.lanes import Lanes
-from flowfabric.engine.fleet.sessions import Sessions
 from flowfabric.engine.fleet.workers import Workers
-from flowfabric.engine.lease.catch_up import CatchUp
 from flowfabric.engine.lease.claim import Claim
 from flowfabric.engine.lease.claim_named import NamedClaims
 from flowfabric.engine.lease.delay import Delays
 from flowfabric.engine.lease.expire import LeaseExpiry, Timeouts
 from flowfabric.engine.lease.finish import Finish
-from flowfabric.engine.lease.grant import Grants, take_grants
+from flowfabric.engine.lease.grant import Grants
 from flowfabric.engine.lease.reclaim import Reclaim
 from flowfabric.engine.lease.renew import Renewals
 from flowfabric.engine.lifecycle import Lifecycle, Shutdown
-from flowfabric.engine.operation import Rooms, operation
+from flowfabric.engine.operation import operation
+from flowfabric.engine.parts import Parts
 from flowfabric.engine.read.consistency import Consistency
 from flowfabric.engine.read.explain import Explain
 from flowfabric.engine.read.listing import Listing
 from flowfabric.engine.read.view import View
-from flowfabric.engine.store import Store
-from flowfabric.engine.wait.close import close_suspensions
 from flowfabric.engine.wait.deliver import Signals
 from flowfabric.engine.wait.resume import Resumes
 from flowfabric.engine.wait.suspend import Suspend
@@ -46,12 +37,6 @@ from flowfabric.settings import Settings
 from flowfabric.version import __version__
 
 STAGE = "alpha"
-
-CONSEQUENCES: Mapping[Attachment, Consequence] = {
-    Attachment.GRANT: take_grants,
-    Attachment.SUSPENSION: close_suspensions,
-}
-"""What follows for each thing that hangs on an execution when its lease, or it, ends."""
 
 
 class Engine:
@@ -149,58 +134,10 @@ class Engine:
     prepare = operation(Lifecycle.prepare)
     shutdown_prepare = operation(Shutdown.shutdown_prepare)
 
-    def __init__(self, lifecycle: Lifecycle) -> None:
-        self.settings = lifecycle.settings
-        self.store_key = lifecycle.store_key
-        self._rooms = rooms = Rooms()
-        self._lifecycle = rooms.add(lifecycle)
-        store, keys = lifecycle.store, rooms.add(lifecycle.keys)
-        self.wakeups = store.wakeups
-
-        lease_ends = rooms.add(LeaseEnds(store, CONSEQUENCES))
-        expiry_quarantine = Quarantine(self.settings.lease_expiry_interval_ms / 1000)
-        self.lease_expiry = rooms.add(LeaseExpiry(store, lease_ends, expiry_quarantine))
-
-        submit = rooms.add(Submit(Create(store), store, patience_ms=self.settings.submit_patience_ms))
-        rooms.add(Cancel(store, lease_ends))
-        rooms.add(Tags(store))
-        results = rooms.add(Results(store))
-
-        renewals = rooms.add(Renewals(store, self.lease_expiry))
-        finish = rooms.add(Finish(store, lease_ends))
-        self.delays = rooms.add(
-            Delays(store, lease_ends, Quarantine(self.settings.delayed_promoter_interval_ms / 1000))
-        )
-        self.timeouts = rooms.add(Timeouts(store, lease_ends, Quarantine(self.settings.attempt_timeout_interval_s)))
-        self.catch_up = rooms.add(CatchUp(self.lease_expiry, self.delays))
-        claims = rooms.add(Claim(store, self.catch_up, finish))
-        grants = rooms.add(Grants(store, keys, self.catch_up, finish))
-        named_claims = rooms.add(NamedClaims(store, keys))
-        rooms.add(Reclaim(store, grants, named_claims, lease_ends))
-
-        rooms.add(Waitpoints(store, keys, self.lease_expiry))
-        suspend = rooms.add(Suspend(store, keys, lease_ends, self.lease_expiry))
-        resumes = rooms.add(Resumes(store))
-        signals = rooms.add(Signals(store, keys, resumes))
-        self.suspension_timeouts = rooms.add(
-            SuspensionTimeouts(
-                store,
-                lease_ends,
-                resumes,
-                Quarantine(self.settings.suspension_timeout_interval_s),
-                Quarantine(self.settings.pending_wp_expiry_interval_s),
-            )
-        )
-        self.retention = rooms.add(Retention(store, Quarantine(self.settings.retention_trimmer_interval_s)))
-
-        self.event_partitions = rooms.add(EventPartitions(store))
-        self.sessions = rooms.add(Sessions(store))
-        self.workers = rooms.add(Workers(store))
-        self.identities = rooms.add(Identities(store))
-        for kind in (Lanes, View, Explain, Listing, Consistency):
-            rooms.add(kind(store))
-        drained = (submit, signals, suspend, lease_ends, renewals)
-        self._shutdown = rooms.add(Shutdown(claims, results, [room.drain for room in drained]))
+    def __init__(self, parts: Parts) -> None:
+        self.settings = parts.lifecycle.settings
+        self._parts = parts
+        self._rooms = parts.rooms
 
     if not TYPE_CHECKING:
         # Type checkers know only what is offered. At run time any operation that has a name can be called.
@@ -217,11 +154,6 @@ class Engine:
                 yield
 
             return refuse_each if name.startswith("subscribe_") else refuse
-
-    @property
-    def store(self) -> Store:
-        """The database as the operations see it."""
-        return self._lifecycle.store
 
     def backend_label(self) -> str:
         """What this engine stores in."""
@@ -242,23 +174,22 @@ class Engine:
         async with cls._on(await Lifecycle.open(settings)) as engine:
             yield engine
 
-    @asynccontextmanager
-    async def beside(self, *, pool_size: int = 1) -> AsyncIterator["Engine"]:
-        """Another engine on the same store with connections of its own, for a thread with an event loop of its own."""
-        settings = self._lifecycle.address.model_copy(update={"database_pool_size": pool_size})
-        async with self._on(await Lifecycle.open(settings, beside=self._lifecycle)) as engine:
-            yield engine
-
     @classmethod
     @asynccontextmanager
     async def _on(cls, lifecycle: Lifecycle) -> AsyncIterator["Engine"]:
-        engine = cls(lifecycle)
+        parts = Parts(lifecycle)
         try:
-            yield engine
+            yield cls(parts)
         finally:
-            await engine._close()
+            # End waits, answer calls under way, and leave the store.
+            await parts.shutdown.close()
+            await lifecycle.close()
 
-    async def _close(self) -> None:
-        """End waits, answer calls under way, and leave the store."""
-        await self._shutdown.close()
-        await self._lifecycle.close()
+
+@asynccontextmanager
+async def engine_beside(engine: Engine, *, pool_size: int = 1) -> AsyncIterator[Engine]:
+    """Another engine on the same store with connections of its own, for a thread with an event loop of its own."""
+    lifecycle = engine._parts.lifecycle
+    settings = lifecycle.address.model_copy(update={"database_pool_size": pool_size})
+    async with Engine._on(await Lifecycle.open(settings, beside=lifecycle)) as other:
+        yield other

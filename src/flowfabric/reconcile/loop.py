@@ -10,6 +10,7 @@ from typing import Self
 
 from flowfabric.engine.core.quarantine import pause_after
 from flowfabric.engine.engine import Engine
+from flowfabric.engine.parts import parts_of
 from flowfabric.model.errors import TransportError
 from flowfabric.pauses import is_set_within, pauses
 from flowfabric.reconcile.due import Due, read_due
@@ -78,7 +79,7 @@ class Reconciler:
     SHUTDOWN_SECONDS = 3.0
 
     def __init__(self, engine: Engine, *, sweeps: Sequence[Sweep] = SWEEPS, on_tick: OnTick | None = None) -> None:
-        self._engine = engine
+        self._parts = parts_of(engine)
         self._on_tick = on_tick or self._log_outage
         self._outage_since: float | None = None
         self._duties = [_Duty(sweep, sweep.every(engine.settings).total_seconds()) for sweep in sweeps]
@@ -94,9 +95,9 @@ class Reconciler:
         return MappingProxyType({duty.sweep.name: duty.stats for duty in self._duties})
 
     async def _read_due(self) -> Due:
-        engine = self._engine
-        sweeps = (engine.lease_expiry, engine.delays, engine.timeouts, engine.suspension_timeouts)
-        return await read_due(engine.store, [sweep.quarantine for sweep in sweeps])
+        parts = self._parts
+        sweeps = (parts.lease_expiry, parts.delays, parts.timeouts, parts.suspension_timeouts)
+        return await read_due(parts.store, [sweep.quarantine for sweep in sweeps])
 
     async def __aenter__(self) -> Self:
         """Begin; the partitions that events are written to are there when this returns."""
@@ -118,8 +119,8 @@ class Reconciler:
     async def stop(self) -> None:
         """Stop after the sweep under way, at the latest after three seconds; what it has not committed is undone."""
         self._is_stopping = True
-        self._engine.catch_up.is_swept = False
-        self._engine.wakeups.timer_event.set()
+        self._parts.catch_up.is_swept = False
+        self._parts.wakeups.timer_event.set()
         task, self._task = self._task, None
         if task is not None:
             await asyncio.wait({task}, timeout=self.SHUTDOWN_SECONDS)
@@ -146,7 +147,7 @@ class Reconciler:
                 await self._go(first)
             except Exception:
                 logger.exception("the reconciler failed and starts again in %s s", self.RESTART_SECONDS)
-                self._engine.catch_up.is_swept = False
+                self._parts.catch_up.is_swept = False
                 first.set()
                 await self._wait(self.RESTART_SECONDS)
 
@@ -161,7 +162,7 @@ class Reconciler:
             except TransportError as fault:
                 self._on_tick(fault, began)
                 logger.debug("the reconciler tries again: %s", fault)
-                self._engine.catch_up.is_swept = False
+                self._parts.catch_up.is_swept = False
                 pause = next(faults)
             first.set()
             await self._wait(pause)
@@ -177,7 +178,7 @@ class Reconciler:
 
     async def _tick(self) -> float:
         """One look and one batch of everything that is due; answers the pause until the next tick."""
-        wakeups = self._engine.wakeups
+        wakeups = self._parts.wakeups
         now = time.monotonic()
         behind = [duty for duty in self._duties if duty.is_behind and now >= duty.not_before]
         if behind and now < min(self._look_at, wakeups.next_timer):
@@ -197,7 +198,7 @@ class Reconciler:
                 processed += await self._try(duty)
             elif duty.stats.due_since is None:
                 duty.stats.due_since = time.monotonic()
-        self._engine.catch_up.is_swept = not self._is_stopping and all(
+        self._parts.catch_up.is_swept = not self._is_stopping and all(
             duty.failures == 0 for duty in self._duties if duty.sweep.is_woken_by_timers
         )
         return self._pause(processed, due.next_due_in_ms)
@@ -230,7 +231,7 @@ class Reconciler:
         stats = duty.stats
         if stats.due_since is None:
             stats.due_since = began
-        processed, is_full, _ = await duty.sweep.run_batch(self._engine)
+        processed, is_full, _ = await duty.sweep.run_batch(self._parts)
         ended = time.monotonic()
         duty.failures = 0
         if is_full:
@@ -248,7 +249,7 @@ class Reconciler:
 
     async def _wait(self, seconds: float) -> None:
         """Sleep so long, less when a timer of this process runs out sooner or the loop is to stop."""
-        wakeups = self._engine.wakeups
+        wakeups = self._parts.wakeups
         now = time.monotonic()
         least, until = now + self.LEAST_SECONDS, now + seconds
         while not self._is_stopping:

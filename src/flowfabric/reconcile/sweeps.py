@@ -5,11 +5,11 @@ from dataclasses import KW_ONLY, dataclass
 from datetime import timedelta
 
 from flowfabric.engine.core.sweep import Swept
-from flowfabric.engine.engine import Engine
 from flowfabric.engine.event import partitions
 from flowfabric.engine.execution import retention
 from flowfabric.engine.fleet import identities, sessions, workers
 from flowfabric.engine.lease import expire
+from flowfabric.engine.parts import Parts
 from flowfabric.engine.wait import timeout
 from flowfabric.reconcile.due import Due
 from flowfabric.settings import Settings
@@ -20,7 +20,7 @@ class Sweep:
     """One thing the engine does by itself, in batches that any number of processes may share."""
 
     name: str
-    run: Callable[[Engine], Awaitable[int | Swept]]
+    run: Callable[[Parts], Awaitable[int | Swept]]
     """Does one batch and returns how many items are done; rows held elsewhere are left for the next one."""
     _: KW_ONLY
     every: Callable[[Settings], timedelta]
@@ -38,9 +38,9 @@ class Sweep:
     """Rests after a full batch for as long as it took, so that live work keeps half of the machine; after ten seconds
     of full batches no more, as what it deletes would otherwise grow without end."""
 
-    async def run_batch(self, engine: Engine) -> Swept:
+    async def run_batch(self, parts: Parts) -> Swept:
         """Do one batch."""
-        swept = await self.run(engine)
+        swept = await self.run(parts)
         return swept if isinstance(swept, Swept) else Swept(swept, is_full=swept >= self.batch)
 
 
@@ -59,14 +59,14 @@ def _always(_: Due) -> bool:
 SWEEPS = (
     Sweep(
         "silent_sessions",
-        lambda engine: engine.sessions.end_silent(),
+        lambda parts: parts.sessions.end_silent(),
         every=lambda _: _seconds(2),
         batch=sessions.ENDED_LIMIT,
         is_due=lambda due: due.has_silent_sessions,
     ),
     Sweep(
         "lease_expiry",
-        lambda engine: engine.lease_expiry.sweep_batch(),
+        lambda parts: parts.lease_expiry.sweep_batch(),
         every=lambda settings: _milliseconds(settings.lease_expiry_interval_ms),
         batch=expire.CLAIM_LIMIT,
         is_due=lambda due: due.expired_claims > 0,
@@ -74,7 +74,7 @@ SWEEPS = (
     ),
     Sweep(
         "delayed_promoter",
-        lambda engine: engine.delays.promote_due(),
+        lambda parts: parts.delays.promote_due(),
         every=lambda settings: _milliseconds(settings.delayed_promoter_interval_ms),
         batch=expire.SWEEP_LIMIT,
         is_due=lambda due: due.elapsed_delays > 0,
@@ -82,7 +82,7 @@ SWEEPS = (
     ),
     Sweep(
         "expiry",
-        lambda engine: engine.timeouts.expire_due(),
+        lambda parts: parts.timeouts.expire_due(),
         every=lambda settings: _seconds(
             min(settings.attempt_timeout_interval_s, settings.execution_deadline_interval_s)
         ),
@@ -92,7 +92,7 @@ SWEEPS = (
     ),
     Sweep(
         "suspension_timeout",
-        lambda engine: engine.suspension_timeouts.expire_due(),
+        lambda parts: parts.suspension_timeouts.expire_due(),
         every=lambda settings: _seconds(settings.suspension_timeout_interval_s),
         batch=timeout.TIMEOUT_LIMIT,
         is_due=lambda due: due.suspension_timeouts > 0,
@@ -100,14 +100,14 @@ SWEEPS = (
     ),
     Sweep(
         "pending_wp_expiry",
-        lambda engine: engine.suspension_timeouts.close_pending(),
+        lambda parts: parts.suspension_timeouts.close_pending(),
         every=lambda settings: _seconds(settings.pending_wp_expiry_interval_s),
         batch=timeout.WAITPOINT_LIMIT,
         is_due=lambda due: due.has_expired_waitpoints,
     ),
     Sweep(
         "retention_trimmer",
-        lambda engine: engine.retention.trim(),
+        lambda parts: parts.retention.trim(),
         every=lambda settings: _seconds(settings.retention_trimmer_interval_s),
         batch=retention.TRIM_LIMIT,
         is_due=lambda due: due.has_retained,
@@ -115,7 +115,7 @@ SWEEPS = (
     ),
     Sweep(
         "dedup_sweep",
-        lambda engine: engine.retention.purge_keys(),
+        lambda parts: parts.retention.purge_keys(),
         every=lambda _: _seconds(60),
         batch=retention.PURGE_LIMIT,
         is_due=lambda due: due.has_spent_keys,
@@ -123,21 +123,21 @@ SWEEPS = (
     ),
     Sweep(
         "claim_grant_expiry",
-        lambda engine: engine.retention.purge_grants(),
+        lambda parts: parts.retention.purge_grants(),
         every=lambda _: _seconds(1),
         batch=retention.PURGE_LIMIT,
         is_due=lambda due: due.has_spent_grants,
     ),
     Sweep(
         "worker_registry_ttl_sweep",
-        lambda engine: engine.workers.sweep_expired(),
+        lambda parts: parts.workers.sweep_expired(),
         every=lambda _: _seconds(30),
         batch=workers.SWEEP_LIMIT,
         is_due=lambda due: due.has_expired_workers,
     ),
     Sweep(
         "worker_identity_trim",
-        lambda engine: engine.identities.purge(),
+        lambda parts: parts.identities.purge(),
         every=lambda _: _seconds(60),
         batch=identities.PURGE_LIMIT,
         is_due=lambda due: due.has_old_identities,
@@ -145,14 +145,14 @@ SWEEPS = (
     ),
     Sweep(
         "event_partitions",
-        lambda engine: engine.event_partitions.keep_partitions(),
+        lambda parts: parts.event_partitions.keep_partitions(),
         every=lambda _: _seconds(60),
         batch=partitions.TRIM_LIMIT,
         is_due=_always,
     ),
     Sweep(
         "outbox_trim",
-        lambda engine: engine.event_partitions.trim_events(),
+        lambda parts: parts.event_partitions.trim_events(),
         every=lambda _: _seconds(60),
         batch=partitions.TRIM_LIMIT,
         is_due=_always,
@@ -160,7 +160,7 @@ SWEEPS = (
     ),
     Sweep(
         "worker_event_trim",
-        lambda engine: engine.event_partitions.trim_worker_events(),
+        lambda parts: parts.event_partitions.trim_worker_events(),
         every=lambda _: _seconds(60),
         batch=partitions.TRIM_LIMIT,
         is_due=_always,

@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 from flowfabric.engine.core.wakeups import LostReason
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.lease.expire import ExpiryPhase
+from flowfabric.engine.parts import parts_of
 from flowfabric.model.attempt import FailureReason
 from flowfabric.model.lease import Completed, NotYetDue, RetryScheduled, TerminalFailed
 from flowfabric.pauses import pauses
@@ -110,7 +111,7 @@ class Reports:
         """Make a delayed execution claimable now."""
 
         async def write() -> bool:
-            await self._engine.delays.bring_forward(running.claimed.handle)
+            await parts_of(self._engine).delays.bring_forward(running.claimed.handle)
             return True
 
         await self._repeat(running, write, "end of the delay")

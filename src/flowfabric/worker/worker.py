@@ -16,6 +16,7 @@ from typing import Any, Self
 from flowfabric.engine.core.wakeups import LostLease, LostReason
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.lease.claim import DEFAULT_LEASE_TTL_MS, MAX_LANES
+from flowfabric.engine.parts import parts_of
 from flowfabric.model.errors import EngineError, error
 from flowfabric.model.handle import MAX_LEASE_TTL_MS
 from flowfabric.model.ids import check_lane_id, check_worker_id
@@ -109,6 +110,7 @@ class Worker:
         )
         self.capabilities = check_capabilities(check_items(capabilities, "capabilities"))
         self._engine = engine
+        self._parts = parts_of(engine)
         self._handlers = {
             kind: handler if isinstance(handler, Handler) else Handler(handler) for kind, handler in handlers.items()
         }
@@ -170,8 +172,8 @@ class Worker:
                 )
             self._heartbeat = heartbeat
             # A run may be lost while its worker is too busy to wait for work.
-            self._engine.wakeups.hints.begin_to_listen()
-            self._ignore_losses = self._engine.wakeups.on_lost(self._lose_named)
+            self._parts.wakeups.hints.begin_to_listen()
+            self._ignore_losses = self._parts.wakeups.on_lost(self._lose_named)
             self._claiming = asyncio.create_task(self._claim_while_wanted())
             self._claiming.add_done_callback(self._claimed_last)
             stack.pop_all()
@@ -220,7 +222,7 @@ class Worker:
         """Claim nothing more; `run()` and the end of `async with` wait for what runs."""
         self._stopping.set()
         self._slots.close()
-        self._engine.wakeups.wake_all()
+        self._parts.wakeups.wake_all()
 
     async def _stop_when(self, interrupted: asyncio.Event) -> None:
         await interrupted.wait()
@@ -247,7 +249,7 @@ class Worker:
             logger.warning("worker %s has no handlers and takes no work", self.worker_instance_id)
             await self._stopping.wait()
             return
-        wakeups = self._engine.wakeups
+        wakeups = self._parts.wakeups
         retry_pauses = pauses(*FAULT_SECONDS)
         idle_pauses = pauses(IDLE_SECONDS, self._poll_seconds)
         while True:
@@ -306,7 +308,7 @@ class Worker:
         for one in claimed:
             running = Running(one, asked_at, loop)
             self._slots.held.add(running)
-            if (earlier := presence.enter(self._engine.store_key, running)) is not None:
+            if (earlier := presence.enter(self._parts.store_key, running)) is not None:
                 self._follow(running, earlier)
             if is_stopping:
                 running.is_dropped = running.is_given_back = True
@@ -392,7 +394,7 @@ class Worker:
 
     def _release(self, running: Running) -> None:
         self._slots.release(running)
-        presence.leave(self._engine.store_key, running)
+        presence.leave(self._parts.store_key, running)
 
     def _lose(self, running: Running) -> None:
         """Stop a handler whose lease is lost; where it has returned or suspends, the store answers that."""
@@ -409,7 +411,7 @@ class Worker:
                 self._heartbeat.check_all()
             return
         for execution_id, lease_epoch, reason in leases:
-            running = presence.latest(self._engine.store_key, execution_id)
+            running = presence.latest(self._parts.store_key, execution_id)
             if running is not None and running in self._slots.held and running.claimed.lease_epoch == lease_epoch:
                 running.lost = running.lost or reason
                 self._lose(running)

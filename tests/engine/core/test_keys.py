@@ -9,6 +9,7 @@ import pytest
 from engine.state import refused
 from flowfabric.engine.core.keys import Keys
 from flowfabric.engine.engine import Engine
+from flowfabric.engine.parts import parts_of
 from flowfabric.model.errors import ConflictError
 from flowfabric.model.key import AlreadySeeded, HmacKids, Noop, Rotated, RotationEntry, Seeded, SigningKey, VerifyingKid
 
@@ -38,7 +39,7 @@ async def rotate(engine: Engine, kid: str, secret_hex: str, *, grace_ms: int = 6
 async def verifying(engine: Engine, kid: str) -> SigningKey | None:
     """The key the engine would verify by."""
     keys = engine._rooms[Keys]
-    return await engine._lifecycle.store.transact(lambda transaction: keys.verifying(transaction, kid))
+    return await parts_of(engine).lifecycle.store.transact(lambda transaction: keys.verifying(transaction, kid))
 
 
 async def test_a_new_store_has_no_key(engine: Engine) -> None:

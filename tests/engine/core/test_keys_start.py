@@ -11,7 +11,7 @@ from pydantic import SecretStr
 from engine.core.test_keys import A, B, rotate, seed, verifying
 from engine.state import refused
 from flowfabric.db.embedded import Embedded
-from flowfabric.engine.engine import Engine
+from flowfabric.engine.engine import Engine, engine_beside
 from flowfabric.model.errors import UnavailableError
 from flowfabric.model.key import HmacKids
 from flowfabric.model.support import NoOp
@@ -117,7 +117,7 @@ async def test_an_engine_beside_another_does_not_seed_or_warn_again(url: str, ca
     async with Engine.connect(settings=Settings(database_url=url, waitpoint_hmac_secret=SecretStr(A))) as engine:
         await rotate(engine, "k2", B, grace_ms=0)
         with caplog.at_level(logging.WARNING):
-            async with engine.beside() as other:
+            async with engine_beside(engine) as other:
                 assert (await other.list_waitpoint_hmac_kids()).current_kid == "k2"
     assert caplog.text == ""
 

@@ -8,6 +8,7 @@ import pytest
 
 from flowfabric.engine.core import quarantine as module
 from flowfabric.engine.core.quarantine import INTERVALS_LEFT_OUT, Quarantine, pause_after
+from flowfabric.engine.parts import parts_of
 from flowfabric.model.errors import TransportError, error
 from flowfabric.model.ids import ExecutionId
 
@@ -165,7 +166,7 @@ async def test_a_policy_that_cannot_be_read_does_not_hold_up_other_timeouts(
         [bad.execution_id[-36:], late.execution_id[-36:]],
     )
     await clock.advance(ms=1000)
-    assert await engine.timeouts.expire_due() == 2
+    assert await parts_of(engine).timeouts.expire_due() == 2
     states = [(await rows.execution(each.execution_id))["public_state"] for each in (bad, good, late)]
     assert states == ["active", "expired", "expired"]
-    assert engine.timeouts.quarantine.left_out() == uuids(bad.execution_id)
+    assert parts_of(engine).timeouts.quarantine.left_out() == uuids(bad.execution_id)

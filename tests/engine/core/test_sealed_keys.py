@@ -10,7 +10,7 @@ from engine.core.test_keys import A, B, C, rotate, seed, verifying
 from engine.grants import claim_named, grant
 from engine.sending import waiting
 from engine.state import refused
-from flowfabric.engine.engine import Engine
+from flowfabric.engine.engine import Engine, engine_beside
 from flowfabric.model.errors import UnavailableError
 from flowfabric.model.key import AlreadySeeded, HmacKids, Noop, Rotated
 from flowfabric.model.seal import Seals
@@ -124,11 +124,11 @@ async def test_an_engine_beside_one_that_runs_takes_the_keys_it_knows(
     engine: Engine, engines: Any, given: Any, connection: Any
 ) -> None:
     await engines(secret_key=ONE)
-    async with engine.beside() as other:
+    async with engine_beside(engine) as other:
         await waiting(other, given)
     # The heartbeat of a worker connects whatever has become of the keys.
     await connection.execute("delete from signing_key")
-    async with engine.beside() as other:
+    async with engine_beside(engine) as other:
         await refused(waiting(other, given), "hmac_secret_not_initialized")
 
 

@@ -4,6 +4,7 @@ from typing import Any
 
 from engine.state import Creating, both_creates, claim, items, new, refused
 from flowfabric.engine.engine import Engine
+from flowfabric.engine.parts import parts_of
 from flowfabric.model.execution import Created, Duplicate
 from flowfabric.model.ids import ExecutionId, LaneId
 from flowfabric.model.states import PublicState
@@ -102,7 +103,7 @@ async def test_a_key_belongs_to_its_namespace_and_lane(engine: Engine, create: C
 async def test_lanes_of_one_partition_do_not_share_keys(engine: Engine, create: Creating) -> None:
     first = await create(engine, **new(idempotency_key="k"))
     partition = first.execution_id[:-36]
-    partition_of = engine._lifecycle.store.rules.partitions.of_lane
+    partition_of = parts_of(engine).lifecycle.store.rules.partitions.of_lane
     here = partition_of(LaneId("default"))
     twin = next(lane for at in range(100_000) if partition_of(lane := LaneId(f"lane-{at}")) == here)
     second = await create(engine, **new(idempotency_key="k", lane_id=twin, input_payload=b"other"))
@@ -178,7 +179,7 @@ async def test_a_key_outlives_the_end_and_the_retention_of_its_execution(
     again = new(idempotency_key="k", policy=policy)
     assert await create(engine, **again) == Duplicate(execution_id=first.execution_id)
     await clock.advance(seconds=2)
-    assert await engine.retention.trim() == 1
+    assert await parts_of(engine).retention.trim() == 1
     assert await rows.of("execution") == []
     assert await create(engine, **again) == Duplicate(execution_id=first.execution_id)
     await refused(create(engine, **{**again, "input_payload": b"other"}), "idempotency_conflict", "payload")

@@ -11,6 +11,7 @@ from engine.grants import claim_named, grant
 from engine.state import Creating, both_creates, claim, items, new, refused
 from flowfabric.engine.core.payload import INLINE_PAYLOAD_BYTES
 from flowfabric.engine.engine import Engine
+from flowfabric.engine.parts import parts_of
 from flowfabric.model.errors import EngineError
 from flowfabric.model.execution import Created, Duplicate
 
@@ -77,7 +78,7 @@ async def test_a_named_claim_brings_the_input(engine: Engine, given: Any, size: 
 async def test_a_delayed_execution_keeps_its_input(engine: Engine, given: Any, clock: Any, size: int) -> None:
     await given.created(input_payload=content(size), delay_ms=1000)
     await clock.advance(ms=1000)
-    await engine.delays.promote_due()
+    await parts_of(engine).delays.promote_due()
     (claimed,) = await claim(engine)
     assert claimed.input_payload == content(size)
 
@@ -210,7 +211,7 @@ async def test_retention_takes_the_input_with_its_execution(
         await given.cancelled(input_payload=content(size), **short)
     kept = await given.completed(input_payload=content(1_500))
     await clock.advance(ms=1000)
-    assert await engine.retention.trim() == 6
+    assert await parts_of(engine).retention.trim() == 6
     await check_stored(rows, {kept: content(1_500)})
 
 

@@ -10,6 +10,7 @@ from flowfabric.db.database import Database
 from flowfabric.db.statements import Statement
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.execution.results import Results
+from flowfabric.engine.parts import parts_of
 from flowfabric.model.execution import NewExecution
 from flowfabric.worker.worker import Worker
 
@@ -39,8 +40,8 @@ def hints_only(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def listening(engine: Engine, eventually: Any) -> None:
-    engine.wakeups.hints.begin_to_listen()
-    await eventually(lambda: engine.wakeups.hints.is_listening)
+    parts_of(engine).wakeups.hints.begin_to_listen()
+    await eventually(lambda: parts_of(engine).wakeups.hints.is_listening)
 
 
 @pytest.mark.usefixtures("hints_only")
@@ -138,13 +139,13 @@ async def test_a_claim_is_not_repeated_for_a_hint_of_its_own_engine(
     other = await engines()
     await listening(engine, eventually)
     async with Worker(engine, lanes=["default"], handlers={"job": job}, reconcile=False):
-        await eventually(lambda: engine.wakeups._waiting.get("default"))
+        await eventually(lambda: parts_of(engine).wakeups._waiting.get("default"))
         statements.clear()
         for nth in range(1, 4):
             await engine.wait_for_ending(await given.created(), timeout=60)
-            await eventually(lambda: engine.wakeups._waiting.get("default"))
+            await eventually(lambda: parts_of(engine).wakeups._waiting.get("default"))
             # Hints arrive in the order of their commits: those of this engine have come back before this one.
-            wakes = engine.wakeups.wakes(["beacon"])
-            other.wakeups.lane("beacon")
-            await eventually(lambda wakes=wakes: engine.wakeups.wakes(["beacon"]) > wakes)
+            wakes = parts_of(engine).wakeups.wakes(["beacon"])
+            parts_of(other).wakeups.lane("beacon")
+            await eventually(lambda wakes=wakes: parts_of(engine).wakeups.wakes(["beacon"]) > wakes)
             assert statements[CLAIM] == nth

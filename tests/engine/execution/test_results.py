@@ -9,6 +9,7 @@ import pytest
 
 from engine.state import refused
 from flowfabric.engine.engine import Engine
+from flowfabric.engine.parts import parts_of
 from flowfabric.model.states import TerminalOutcome
 from flowfabric.settings import Settings
 
@@ -40,7 +41,7 @@ async def test_a_closing_engine_tells_its_waiters(url: str, given: Any, eventual
     run = await given.claimed()
     async with Engine.connect(settings=Settings(database_url=url)) as closing:
         waiting = [asyncio.create_task(closing.wait_for_ending(run.execution_id, timeout=at)) for at in (None, 60)]
-        await eventually(lambda: closing.wakeups.hints.is_listening)
+        await eventually(lambda: parts_of(closing).wakeups.hints.is_listening)
     for task in waiting:
         await refused(task, "unavailable", "the engine is closing")
     await refused(closing.wait_for_ending(run.execution_id), "unavailable", "the engine is closing")
@@ -49,7 +50,7 @@ async def test_a_closing_engine_tells_its_waiters(url: str, given: Any, eventual
 async def test_a_cancelled_wait_leaves_the_others_waiting(engine: Engine, given: Any, eventually: Any) -> None:
     run = await given.claimed()
     gone, kept = (asyncio.create_task(engine.wait_for_ending(run.execution_id, timeout=60)) for _ in range(2))
-    await eventually(lambda: engine.wakeups.hints.is_listening)
+    await eventually(lambda: parts_of(engine).wakeups.hints.is_listening)
     gone.cancel()
     await engine.complete(run, b"x")
     assert (await kept).result == b"x"
@@ -68,7 +69,7 @@ async def test_an_outcome_of_a_newer_version_is_told_to_its_waiter_alone(
         "update execution set terminal_outcome = 'evaporated' where execution_id = $1", strange[-36:]
     )
     waiting = asyncio.create_task(engine.wait_for_ending(run.execution_id, timeout=60))
-    await eventually(lambda: engine.wakeups.hints.is_listening)
+    await eventually(lambda: parts_of(engine).wakeups.hints.is_listening)
     detail = "terminal_outcome: unknown literal 'evaporated'"
     await refused(engine.wait_for_ending(strange, timeout=60), "corruption", detail)
     await engine.complete(run, b"x")

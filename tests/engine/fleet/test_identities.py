@@ -7,6 +7,7 @@ import pytest
 from flowfabric.engine import store
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.fleet.identities import DAY_MS, memory_ms
+from flowfabric.engine.parts import parts_of
 from flowfabric.reconcile.due import read_due
 
 HOUR_MS = 60 * 60 * 1000
@@ -21,7 +22,7 @@ async def identities(rows: Any) -> set[str]:
 async def brief(engines: Any) -> Engine:
     """An engine that keeps executions and events for an hour."""
     engine: Engine = await engines(retention_ms=HOUR_MS, feed_retention_ms=HOUR_MS)
-    assert memory_ms(engine.store.rules) == HOUR_MS + DAY_MS
+    assert memory_ms(parts_of(engine).store.rules) == HOUR_MS + DAY_MS
     return engine
 
 
@@ -29,20 +30,20 @@ async def test_an_identity_is_deleted_when_nothing_shows_it_any_more(
     brief: Engine, given: Any, rows: Any, clock: Any
 ) -> None:
     await given.completed(worker="gone")
-    await brief.lease_expiry.sweep()
+    await parts_of(brief).lease_expiry.sweep()
     await clock.advance(ms=HOUR_MS + DAY_MS)
-    assert await brief.identities.purge() == 0
+    assert await parts_of(brief).identities.purge() == 0
     await clock.advance(ms=1)
     # Its claim has expired as well, and is deleted by the sweep of leases.
-    await brief.lease_expiry.sweep()
-    assert await brief.identities.purge() == 1
+    await parts_of(brief).lease_expiry.sweep()
+    assert await parts_of(brief).identities.purge() == 1
     assert await identities(rows) == set()
 
 
 async def test_an_identity_that_holds_a_claim_stays(brief: Engine, given: Any, rows: Any, clock: Any) -> None:
     await given.claimed(worker="long", lease_ttl_ms=10 * DAY_MS)
     await clock.advance(ms=HOUR_MS + DAY_MS + 1)
-    assert await brief.identities.purge() == 0
+    assert await parts_of(brief).identities.purge() == 0
     assert await identities(rows) == {"long-1"}
 
 
@@ -53,8 +54,8 @@ async def test_a_process_that_lives_is_seen_again(
     for _ in range(2):
         await given.completed(worker="alive")
         await clock.advance(ms=DAY_MS)
-    await brief.lease_expiry.sweep()
-    assert await brief.identities.purge() == 0
+    await parts_of(brief).lease_expiry.sweep()
+    assert await parts_of(brief).identities.purge() == 0
     assert await identities(rows) == {"alive-1"}
 
 
@@ -76,7 +77,7 @@ async def test_the_identity_behind_a_lost_lease_stays_until_the_lease_is_taken(
     lost = await given.claimed(worker="lost", lease_ttl_ms=1000)
     await given.completed(worker="gone", lease_ttl_ms=1000)
     await clock.advance(ms=1000)
-    assert await brief.lease_expiry.sweep() == 1
+    assert await parts_of(brief).lease_expiry.sweep() == 1
     if how == "revoked":
         # No operation of this version revokes a lease.
         await connection.execute(
@@ -86,7 +87,7 @@ async def test_the_identity_behind_a_lost_lease_stays_until_the_lease_is_taken(
         )
     for _ in range(3):
         await clock.advance(ms=HOUR_MS + DAY_MS + 1)
-        await brief.identities.purge()
+        await parts_of(brief).identities.purge()
         assert await rows.of("claim") == []
         assert await identities(rows) == {"lost-1"}
     if how == "expired":
@@ -103,7 +104,7 @@ async def test_the_identity_behind_a_lost_lease_stays_until_the_lease_is_taken(
         )
         assert taken is not None
         await clock.advance(ms=HOUR_MS + DAY_MS + 1)
-        assert await brief.identities.purge() == 1
+        assert await parts_of(brief).identities.purge() == 1
         assert await identities(rows) == {"next-1"}
     snapshot = await engine.describe_execution(lost.execution_id)
     assert snapshot is not None
@@ -116,9 +117,9 @@ async def test_an_identity_in_use_is_not_looked_at_again_before_its_time(
 ) -> None:
     await given.reclaimable(worker="lost")
     now = await clock.advance(ms=HOUR_MS + DAY_MS + 1)
-    assert (await read_due(brief.store, ())).has_old_identities
-    assert await brief.identities.purge() == 0
-    assert not (await read_due(brief.store, ())).has_old_identities
+    assert (await read_due(parts_of(brief).store, ())).has_old_identities
+    assert await parts_of(brief).identities.purge() == 0
+    assert not (await read_due(parts_of(brief).store, ())).has_old_identities
     assert [row["seen_at"] for row in await rows.of("worker_identity")] == [now]
 
 
@@ -141,8 +142,8 @@ async def test_an_execution_that_is_kept_longer_than_its_worker_is_shown_without
 ) -> None:
     execution_id = await given.completed(worker="gone", policy={"stream_policy": {"retention_ttl_ms": 30 * DAY_MS}})
     await clock.advance(ms=2 * DAY_MS)
-    await brief.lease_expiry.sweep()
-    assert await brief.identities.purge() == 1
+    await parts_of(brief).lease_expiry.sweep()
+    assert await parts_of(brief).identities.purge() == 1
     assert await identities(rows) == set()
     (attempt,) = await engine.list_attempts(execution_id)
     assert (attempt.worker_id, attempt.worker_instance_id) == (None, None)

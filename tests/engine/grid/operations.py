@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from flowfabric.engine.parts import parts_of
 from flowfabric.model.errors import EngineError
 from flowfabric.model.grant import ResumeGrant, ResumeToken
 from flowfabric.model.handle import Handle
@@ -171,9 +172,9 @@ def _operations() -> Sequence[Operation]:
             "a holder without a fence",
         ),
         one("set_execution_tag", lambda s: s.engine.set_execution_tag(s.execution_id, "app.key", "value")),
-        one("mark lapsed leases", lambda s: s.engine.lease_expiry.sweep(), "sweep"),
-        one("promote delayed work", lambda s: s.engine.delays.promote_due(), "sweep"),
-        one("expire what is late", lambda s: s.engine.timeouts.expire_due(), "sweep"),
+        one("mark lapsed leases", lambda s: parts_of(s.engine).lease_expiry.sweep(), "sweep"),
+        one("promote delayed work", lambda s: parts_of(s.engine).delays.promote_due(), "sweep"),
+        one("expire what is late", lambda s: parts_of(s.engine).timeouts.expire_due(), "sweep"),
     ]
     for name, by_handle in HANDLE_CALLS.items():
         found.append(one(name, lambda s, call=by_handle: call(s, s.handle)))  # type: ignore[misc]

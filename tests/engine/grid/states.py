@@ -6,6 +6,7 @@ from typing import Any
 from uuid import uuid4
 
 from flowfabric.engine.engine import Engine
+from flowfabric.engine.parts import parts_of
 from flowfabric.model.handle import Handle
 from flowfabric.model.ids import AttemptId, ExecutionId, LaneId, LeaseId, WorkerInstanceId
 from flowfabric.model.states import HandleKind
@@ -174,7 +175,7 @@ async def _lease_revoked(subject: Subject) -> None:
     await _active(subject)
     await revoke(subject.connection, subject.execution_id)
     # As an operation does that lets an execution be claimed again.
-    subject.engine.wakeups.watermarks.clear()
+    parts_of(subject.engine).wakeups.watermarks.clear()
 
 
 async def _reclaim_granted(subject: Subject) -> None:

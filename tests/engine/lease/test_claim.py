@@ -10,6 +10,7 @@ import pytest
 from engine.state import ACTIVE, attempts, claim, claim_rows, ids, new, refused, told, vector
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.lease import claim as claim_family
+from flowfabric.engine.parts import parts_of
 from flowfabric.model.errors import ValidationError
 from flowfabric.model.states import AttemptType, HandleKind, PublicState
 from flowfabric.settings import Settings
@@ -223,7 +224,7 @@ async def test_a_claim_without_a_wait_answers_at_once(engine: Engine) -> None:
     async with asyncio.timeout(30):
         assert await claim(engine, max_wait_ms=0) == []
     # Whoever waits listens.
-    assert not engine.wakeups.hints.is_listening
+    assert not parts_of(engine).wakeups.hints.is_listening
 
 
 @pytest.mark.usefixtures("hints_only")
@@ -258,7 +259,7 @@ async def test_a_waiting_claim_is_woken_by_a_lane_that_opens(
     await engine.set_lane_state("default", "paused")
     other = await engines()
     waiting = asyncio.create_task(claim(engine, max_wait_ms=60_000))
-    await eventually(lambda: engine.wakeups.hints.is_listening)
+    await eventually(lambda: parts_of(engine).wakeups.hints.is_listening)
     await other.set_lane_state("default", "active")
     async with asyncio.timeout(30):
         assert ids(await waiting) == [waiting_row]
@@ -290,7 +291,7 @@ async def test_one_submit_wakes_waiting_claims_and_one_gets_it(engines: Any, eng
 async def test_a_waiting_claim_ends_when_its_engine_closes(url: str, eventually: Any) -> None:
     async with Engine.connect(settings=Settings(database_url=url)) as closing:
         waiting = asyncio.create_task(claim(closing, max_wait_ms=60_000))
-        await eventually(lambda: closing.wakeups.hints.is_listening)
+        await eventually(lambda: parts_of(closing).wakeups.hints.is_listening)
     async with asyncio.timeout(30):
         assert await waiting == []
         await refused(closing.ping(), "transport", "closed")
@@ -298,7 +299,7 @@ async def test_a_waiting_claim_ends_when_its_engine_closes(url: str, eventually:
 
 async def test_a_cancelled_claim_leaves_the_engine_usable(engine: Engine, given: Any, eventually: Any) -> None:
     waiting = asyncio.create_task(claim(engine, max_wait_ms=60_000))
-    await eventually(lambda: engine.wakeups.hints.is_listening)
+    await eventually(lambda: parts_of(engine).wakeups.hints.is_listening)
     waiting.cancel()
     await asyncio.gather(waiting, return_exceptions=True)
     created = await given.created()
@@ -310,7 +311,7 @@ async def test_waiting_for_children_wakes_a_waiting_claim(engine: Engine, given:
     handle = await given.claimed(lane_id="busy")
     waiting = asyncio.create_task(claim(engine, "busy", max_wait_ms=60_000, limit=1))
     async with asyncio.timeout(30):
-        while not engine.wakeups._waiting.get("busy"):  # noqa: ASYNC110
+        while not parts_of(engine).wakeups._waiting.get("busy"):  # noqa: ASYNC110
             await asyncio.sleep(0)
     await engine.wait_children(handle)
     (claimed,) = await asyncio.wait_for(waiting, 30)

@@ -7,6 +7,7 @@ import pytest
 from engine.grants import claim_named, claim_resumed, known, worker
 from engine.state import attempts, claim, claim_rows, ids, revoke
 from flowfabric.engine.engine import Engine
+from flowfabric.engine.parts import parts_of
 from flowfabric.model.grant import Granted
 
 
@@ -36,7 +37,7 @@ async def _fresh(given: Any, lane: str) -> str:
 async def _retry(given: Any, lane: str) -> str:
     handle = await given.backing_off(lane_id=lane, delay_ms=1)
     await given.clock.advance(ms=1)
-    await given.engine.delays.promote_due()
+    await parts_of(given.engine).delays.promote_due()
     return str(handle.execution_id)
 
 
@@ -57,7 +58,7 @@ async def _lapsed_retry(given: Any, lane: str) -> str:
     await _retry(given, lane)
     handle = (await given.claim(lane_id=lane)).handle
     await given.clock.advance(seconds=31)
-    await given.engine.lease_expiry.mark_expired([handle.execution_id])
+    await parts_of(given.engine).lease_expiry.mark_expired([handle.execution_id])
     return str(handle.execution_id)
 
 
@@ -65,7 +66,7 @@ async def _lapsed_resumed(given: Any, lane: str) -> str:
     await _resumed(given, lane)
     handle = (await given.claim(lane_id=lane, lease_ttl_ms=10)).handle
     await given.clock.advance(ms=11)
-    await given.engine.lease_expiry.mark_expired([handle.execution_id])
+    await parts_of(given.engine).lease_expiry.mark_expired([handle.execution_id])
     return str(handle.execution_id)
 
 

@@ -13,6 +13,7 @@ from flowfabric.db.database import Database
 from flowfabric.db.statements import Statement
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.lease.claim import Wanted
+from flowfabric.engine.parts import parts_of
 
 
 @pytest.fixture
@@ -127,7 +128,7 @@ async def test_watermarks_lead_past_what_was_taken(
     kind_of = dict(zip(created, kinds, strict=True))
     expected = [one for one in best_first(created, priorities) if few is None or kind_of[one] in few]
     wanted = Wanted.of(("default",), (), few, None)
-    watermarks = engine.wakeups.watermarks
+    watermarks = parts_of(engine).wakeups.watermarks
     for at in range(0, len(expected), 40):
         assert ids(await claim(engine, limit=40, kinds=few)) == expected[at : at + 40]
         walks, firsts, lasts = (watermarks.of_routes(wanted) if few is None else watermarks.of_queues(wanted)).spans()

@@ -10,6 +10,7 @@ from engine.grants import claim_named, grant, granted, known, resumable, worker
 from engine.state import ACTIVE, attempts, refused, told, vector
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.execution.retention import GRANT_MEMORY_MS
+from flowfabric.engine.parts import parts_of
 from flowfabric.model.errors import BugError, ConflictError, EngineError
 from flowfabric.model.grant import GrantedClaim, NotReclaimable, ResumeToken
 from flowfabric.model.ids import mint_uuid_texts
@@ -116,7 +117,7 @@ async def test_another_process_of_the_pool_may_use_its_grant(engine: Engine, giv
 async def test_a_retry_is_claimed_by_grant_as_one(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
     failed = await given.backing_off(delay_ms=10)
     await clock.advance(ms=10)
-    await engine.delays.promote_due()
+    await parts_of(engine).delays.promote_due()
     await grant(engine, failed.execution_id)
     claimed = await claim_named(engine, failed.execution_id)
     assert (claimed.attempt_type, claimed.attempt_index, claimed.retry_count) == (AttemptType.RETRY, 1, 1)
@@ -142,7 +143,7 @@ async def test_the_policy_of_an_attempt_is_that_of_its_claim_else_that_of_the_fa
         next_attempt_policy_json=stored,
     )
     await clock.advance(ms=10)
-    await engine.delays.promote_due()
+    await parts_of(engine).delays.promote_due()
     await grant(engine, handle.execution_id)
     claimed = await claim_named(engine, handle.execution_id, attempt_policy_json=argument)
     await engine.complete(claimed.handle)
@@ -258,7 +259,7 @@ async def test_a_grant_is_used_once(engine: Engine, given: Any, rows: Any, clock
     claimed = await claim_named(engine, waiting)
     await engine.fail(claimed.handle, reason="again")
     await clock.advance(ms=1)
-    await engine.delays.promote_due()
+    await parts_of(engine).delays.promote_due()
     async with rows.unchanged():
         await refused(claim_named(engine, waiting), "invalid_claim_grant")
 

@@ -4,6 +4,7 @@ from typing import Any
 
 from engine.state import claim, ids, made, new
 from flowfabric.engine.engine import Engine
+from flowfabric.engine.parts import parts_of
 from flowfabric.model.states import AttemptType, HandleKind
 
 
@@ -110,7 +111,7 @@ async def test_a_retry_keeps_its_place(engine: Engine, given: Any, clock: Any) -
     failed = await given.backing_off(delay_ms=1000)
     behind = await given.created()
     await clock.advance(seconds=1)
-    await engine.delays.promote_due()
+    await parts_of(engine).delays.promote_due()
     assert ids(await claim(engine)) == [failed.execution_id, behind]
 
 
@@ -131,7 +132,7 @@ async def test_a_row_that_comes_back_is_seen_by_every_process(engines: Any, engi
     (first,) = await claim(engine, limit=1)
     assert ids(await claim(other, limit=1)) == created[1:2]
     await engine.fail(first.handle, reason="again")
-    await engine.delays.promote_due()
+    await parts_of(engine).delays.promote_due()
     assert ids(await claim(engine, limit=1)) == created[:1]
     assert ids(await claim(other, limit=9)) == created[2:]
 

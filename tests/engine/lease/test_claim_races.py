@@ -8,6 +8,7 @@ import pytest
 
 from engine.state import attempts, claim, ids, made, new
 from flowfabric.engine.engine import Engine
+from flowfabric.engine.parts import parts_of
 from flowfabric.model.states import HandleKind
 
 GPU = {"routing_requirements": {"required_capabilities": ["gpu"]}}
@@ -58,7 +59,7 @@ async def slow_claim(slow: Engine, connection: Any, eventually: Any, **wanted: A
     """A claim whose snapshot is taken and that has read no row yet; it goes on when the advisory lock is released."""
     await claim(slow, "nothing")
     await connection.execute(_SLOW_CHOICE)
-    async with slow._lifecycle.store.database.acquire() as session:
+    async with parts_of(slow).lifecycle.store.database.acquire() as session:
         await session.execute("set test.waits = 'yes'")
     await connection.execute("select pg_advisory_lock(42)")
     searching = asyncio.create_task(claim(slow, **wanted))

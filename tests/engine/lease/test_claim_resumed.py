@@ -8,6 +8,7 @@ from engine.grants import claim_resumed, grant, known, resumable
 from engine.state import ACTIVE, refused, told, vector
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.execution.retention import GRANT_MEMORY_MS
+from flowfabric.engine.parts import parts_of
 from flowfabric.model.grant import Granted, ResumeToken
 from flowfabric.model.states import AttemptType, HandleKind
 
@@ -61,7 +62,7 @@ async def test_an_elapsed_delay_goes_on_too(engine: Engine, given: Any, clock: A
     async with rows.unchanged():
         await refused(claim_resumed(engine, handle.execution_id), "execution_not_leaseable")
     await clock.advance(ms=1000)
-    await engine.delays.promote_due()
+    await parts_of(engine).delays.promote_due()
     assert (await claim_resumed(engine, handle.execution_id)).attempt_id == handle.attempt_id
 
 
@@ -191,14 +192,14 @@ async def test_a_lapsed_resume_grant_is_told_from_an_unknown_one_when_it_is_forg
     parked = await resumable(given)
     first = await grant(engine, parked, grant_ttl_ms=1000)
     await clock.advance(ms=1000 + GRANT_MEMORY_MS)
-    assert await engine.retention.purge_grants() == 1
+    assert await parts_of(engine).retention.purge_grants() == 1
     async with rows.unchanged():
         for instance in ("pool-1", "pool-2"):
             presented = token(first, worker_instance_id=instance)
             await refused(engine.claim_from_resume_grant(presented), "claim_grant_expired", "Expired")
     second = await grant(engine, parked, grant_ttl_ms=1000)
     await clock.advance(ms=1000 + GRANT_MEMORY_MS)
-    assert await engine.retention.purge_grants() == 1
+    assert await parts_of(engine).retention.purge_grants() == 1
     async with rows.unchanged():
         await refused(engine.claim_from_resume_grant(token(first)), "invalid_claim_grant", "UnknownGrant")
         await refused(engine.claim_from_resume_grant(token(second)), "claim_grant_expired")

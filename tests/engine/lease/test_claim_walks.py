@@ -13,6 +13,7 @@ from flowfabric.db.database import Database
 from flowfabric.db.statements import Statement
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.lease.claim import Walks
+from flowfabric.engine.parts import parts_of
 
 LANES = [f"lane-{nth:02}" for nth in range(12)]
 KINDS = [f"kind-{nth}" for nth in range(6)]
@@ -65,7 +66,7 @@ async def population(engine: Engine, draw: random.Random, clock: Any) -> dict[st
     given = dict(zip(created, arguments, strict=True))
     lost = await claim(engine, *LANES, limit=60, lease_ttl_ms=1000)
     await clock.advance(seconds=1)
-    assert await engine.lease_expiry.sweep() == len(lost)
+    assert await parts_of(engine).lease_expiry.sweep() == len(lost)
     for one in lost:
         if (given[one.execution_id]["policy"] or {}).get("max_reclaim_count") == 0:
             del given[one.execution_id]
@@ -113,7 +114,7 @@ async def test_more_refused_priorities_than_are_walked_at_once_do_not_stop_a_sea
     lost = await made(engine, *(new(execution_kind="lost", priority=at, policy=policy) for at in range(1, 41)))
     assert len(await claim(engine, limit=40, kinds=["lost"], lease_ttl_ms=1000)) == 40
     await clock.advance(seconds=1)
-    assert await engine.lease_expiry.sweep() == 40
+    assert await parts_of(engine).lease_expiry.sweep() == 40
     (behind,) = await made(engine, new(execution_kind="lost"))
     assert ids(await claim(engine, limit=1, kinds=["lost"])) == [behind]
     assert {str(await engine.read_execution_state(one)) for one in lost} == {"failed"}

@@ -24,6 +24,7 @@ from engine.state import (
     vector,
 )
 from flowfabric.engine.engine import Engine
+from flowfabric.engine.parts import parts_of
 from flowfabric.model.handle import Handle
 from flowfabric.model.lease import RetryScheduled
 from flowfabric.model.states import AttemptType, HandleKind, PublicState
@@ -125,10 +126,10 @@ async def test_a_delay_is_over_when_its_time_has_come(engine: Engine, given: Any
     handle = await given.claimed(execution_deadline_at=now + 60_000)
     await engine.delay(handle, now + 1000)
     await clock.advance(ms=999)
-    assert await engine.delays.promote_due() == 0
+    assert await parts_of(engine).delays.promote_due() == 0
     assert await claim(engine) == []
     now = await clock.advance(ms=1)
-    assert await engine.delays.promote_due() == 1
+    assert await parts_of(engine).delays.promote_due() == 1
     row = await rows.execution(handle.execution_id)
     assert (vector(row), row["delay_until"], row["blocking_detail"]) == (RESUMABLE, None, None)
     assert (row["last_transition_at"], row["deadline_at"]) == (now, now + 59_000)
@@ -141,12 +142,12 @@ async def test_a_delay_into_the_past_is_due_at_once(
     handle = await given.claimed()
     now = await clock.now()
     # The sweeps have seen everything up to now and do not look back.
-    engine._lifecycle.store.due_watermark.reach(now)
+    parts_of(engine).lifecycle.store.due_watermark.reach(now)
     await engine.delay(handle, now - ago_ms)
     row = await rows.execution(handle.execution_id)
     assert (vector(row), row["delay_until"]) == (PARKED, now - ago_ms)
     assert await rows.timers(handle.execution_id) == {"delay": now}
-    assert await engine.delays.promote_due() == 1
+    assert await parts_of(engine).delays.promote_due() == 1
     assert vector(await rows.execution(handle.execution_id)) == RESUMABLE
 
 
@@ -192,7 +193,7 @@ async def test_the_time_left_to_the_attempt_is_kept_while_it_waits(
     row = await rows.execution(handle.execution_id)
     assert (row["attempt_timeout_at"], row["remaining_attempt_timeout_ms"]) == (None, 7_500)
     await clock.advance(seconds=3600)
-    assert await engine.timeouts.expire_due() == 0
+    assert await parts_of(engine).timeouts.expire_due() == 0
     (again,) = await claim(engine)
     row = await rows.execution(handle.execution_id)
     assert (row["attempt_timeout_at"], row["remaining_attempt_timeout_ms"]) == (await clock.now() + 7_500, None)
@@ -211,7 +212,7 @@ async def test_an_attempt_whose_time_was_up_goes_on_for_a_moment(
     assert (await rows.execution(handle.execution_id))["remaining_attempt_timeout_ms"] == 1
     await claim(engine)
     await clock.advance(ms=1)
-    assert await engine.timeouts.expire_due() == 1
+    assert await parts_of(engine).timeouts.expire_due() == 1
     assert vector(await rows.execution(handle.execution_id)) == EXPIRED
 
 
@@ -370,7 +371,7 @@ async def test_a_deadline_passes_while_a_run_waits(
     handle = await given.claimed(execution_deadline_at=deadline)
     await PARKINGS[marker](engine, handle)
     now = await clock.advance(seconds=5)
-    assert await engine.timeouts.expire_due() == 1
+    assert await parts_of(engine).timeouts.expire_due() == 1
     row = await rows.execution(handle.execution_id)
     assert (vector(row), row["failure_reason"]) == (EXPIRED, "execution_deadline")
     (attempt,) = await attempts(rows, handle.execution_id)
@@ -387,7 +388,7 @@ async def test_a_resumed_run_times_out(
     handle = await given.claimed(policy=policy)
     await resumed(engine, handle, marker)
     now = await clock.advance(seconds=10)
-    assert await engine.timeouts.expire_due() == 1
+    assert await parts_of(engine).timeouts.expire_due() == 1
     row = await rows.execution(handle.execution_id)
     assert vector(row) == (EXPIRED if policy is TIMED else BACKING_OFF)
     (attempt,) = await attempts(rows, handle.execution_id)
@@ -408,7 +409,7 @@ async def test_a_resumed_run_that_loses_its_lease_is_taken_over_as_a_new_attempt
     handle = await given.claimed(policy=TIMED)
     again = await resumed(engine, handle, marker)
     now = await clock.advance(seconds=31)
-    await engine.lease_expiry.sweep()
+    await parts_of(engine).lease_expiry.sweep()
     row = await rows.execution(handle.execution_id)
     assert vector(row) == LAPSED
     (taken,) = await claim(engine)
@@ -487,8 +488,8 @@ async def test_runs_put_aside_and_ended_in_one_moment_share_a_statement(engine: 
 
 async def test_a_delay_sets_the_timer_of_this_process(engine: Engine, given: Any, clock: Any) -> None:
     handle = await given.claimed()
-    engine.wakeups.next_timer = float("inf")
+    parts_of(engine).wakeups.next_timer = float("inf")
     before = time.monotonic()
     await engine.delay(handle, await clock.now() + 60_000)
-    assert engine.wakeups.timer_event.is_set()
-    assert before + 60 <= engine.wakeups.next_timer <= time.monotonic() + 60
+    assert parts_of(engine).wakeups.timer_event.is_set()
+    assert before + 60 <= parts_of(engine).wakeups.next_timer <= time.monotonic() + 60

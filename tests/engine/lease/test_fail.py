@@ -6,6 +6,7 @@ import pytest
 
 from engine.state import BACKING_OFF, FAILED, RETRYABLE, attempts, claim, lease_left, pending, refused, told, vector
 from flowfabric.engine.engine import Engine
+from flowfabric.engine.parts import parts_of
 from flowfabric.model.attempt import FailureClass, FailureReason
 from flowfabric.model.lease import RetryScheduled, TerminalFailed
 
@@ -68,7 +69,7 @@ async def test_a_backoff_is_over_exactly_at_its_time(engine: Engine, given: Any,
     await clock.advance(ms=999)
     assert await claim(engine) == []
     now = await clock.advance(ms=1)
-    assert await engine.delays.promote_due() == 1
+    assert await parts_of(engine).delays.promote_due() == 1
     row = await rows.execution(failed.execution_id)
     assert (vector(row), row["delay_until"], row["blocking_detail"]) == (RETRYABLE, None, None)
     assert row["last_transition_at"] == now
@@ -232,7 +233,7 @@ async def test_a_repeated_failure_is_a_success_after_its_backoff_too(
 ) -> None:
     handle = await given.backing_off(delay_ms=1000)
     now = await clock.advance(seconds=2)
-    await engine.delays.promote_due()
+    await parts_of(engine).delays.promote_due()
     async with rows.unchanged():
         outcome = await engine.fail(handle, reason="x")
         assert isinstance(outcome, RetryScheduled)

@@ -8,6 +8,7 @@ import pytest
 from engine.grants import claim_named, claim_resumed, grant, granted, known, reclaim, reclaim_grant, resumable, worker
 from engine.state import claim, ids, made, new, refused
 from flowfabric.engine.engine import Engine
+from flowfabric.engine.parts import parts_of
 from flowfabric.model.errors import EngineError
 from flowfabric.model.grant import NotReclaimable
 from flowfabric.model.key import HmacKids, VerifyingKid
@@ -42,7 +43,7 @@ async def test_a_deadline_given_with_a_claim_counts_even_if_it_has_passed(
     await claim_named(engine, execution_id, execution_deadline_at=now - 60_000)
     row = await rows.execution(execution_id)
     assert (row["deadline_at"], await rows.timers(execution_id)) == (now - 60_000, {"deadline": now})
-    assert await engine.timeouts.expire_due() == 1
+    assert await parts_of(engine).timeouts.expire_due() == 1
     assert await engine.read_execution_state(execution_id) is PublicState.EXPIRED
 
 
@@ -96,7 +97,7 @@ async def test_a_lapse_found_by_a_refused_grant_wakes_who_waits_for_work(
     lost = await given.claimed(lease_ttl_ms=1000, policy=GPU, capabilities=("gpu",))
     waiting = asyncio.create_task(claim(engine, capabilities=("gpu",), max_wait_ms=60_000))
     async with asyncio.timeout(30):
-        while not engine.wakeups._waiting.get("default"):  # noqa: ASYNC110
+        while not parts_of(engine).wakeups._waiting.get("default"):  # noqa: ASYNC110
             await asyncio.sleep(0)
     await clock.advance(seconds=2)
     assert isinstance(await reclaim_grant(engine, lost.execution_id), NotReclaimable)
@@ -128,9 +129,9 @@ async def test_executions_of_one_uuid_in_several_partitions_expire_together(
     ids = [f"{{fp:{partition}}}:{uuid}" for partition in range(4)]
     await made(engine, *(new(execution_id=one, execution_deadline_at=now + 10) for one in ids))
     await clock.advance(ms=10)
-    assert await engine.timeouts.expire_due() == 4
+    assert await parts_of(engine).timeouts.expire_due() == 4
     assert {row["public_state"] for row in await rows.of("execution")} == {"expired"}
-    assert await engine.timeouts.expire_due() == 0
+    assert await parts_of(engine).timeouts.expire_due() == 0
 
 
 async def test_a_claim_that_is_undone_leaves_no_number_of_its_worker_to_remember(

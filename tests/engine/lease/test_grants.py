@@ -25,6 +25,7 @@ from flowfabric.engine.engine import Engine
 from flowfabric.engine.execution.retention import GRANT_MEMORY_MS
 from flowfabric.engine.lease import grant as grant_family
 from flowfabric.engine.lease.claim import Wanted
+from flowfabric.engine.parts import parts_of
 from flowfabric.model.grant import ClaimGrant, Granted, NoWork
 from flowfabric.model.ids import mint_uuid_texts
 
@@ -310,7 +311,7 @@ async def test_a_sweep_deletes_grants_that_lapsed_long_ago_and_leaves_the_others
     live = await given.created()
     await grant(engine, live, grant_ttl_ms=2000)
     await clock.advance(ms=1000 + GRANT_MEMORY_MS)
-    assert await engine.retention.purge_grants() == 1
+    assert await parts_of(engine).retention.purge_grants() == 1
     (left,) = await rows.of("claim_grant")
     assert str(left["execution_id"]) == live[-36:]
 
@@ -373,7 +374,7 @@ async def test_the_next_search_begins_behind_what_was_granted(
     last = [(await granted(engine)).execution_id for _ in range(2)][-1]
     row = await rows.execution(last)
     (queue,) = await rows.of("queue", queue_no=row["queue_no"])
-    watermarks = engine.wakeups.watermarks.of_routes(Wanted.of(("default",), (), None, None))
+    watermarks = parts_of(engine).wakeups.watermarks.of_routes(Wanted.of(("default",), (), None, None))
     routes, firsts, lasts = watermarks.spans()
     assert (routes[-1], firsts[-1], lasts[-1]) == (queue["route_no"], row["place"] + 1, 2**63 - 1)
 
@@ -419,7 +420,7 @@ async def test_a_search_ends_what_is_at_its_reclaim_cap_and_goes_on(
 ) -> None:
     capped = [await given.claimed(policy={"max_reclaim_count": 0}, priority=5) for _ in range(3)]
     await clock.advance(seconds=31)
-    await engine.lease_expiry.sweep()
+    await parts_of(engine).lease_expiry.sweep()
     behind = await given.created()
     assert (await granted(engine)).execution_id == behind
     for handle in capped:

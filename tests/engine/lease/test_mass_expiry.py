@@ -7,6 +7,7 @@ import pytest
 from engine.state import claim, items, new
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.lease import expire
+from flowfabric.engine.parts import parts_of
 from flowfabric.model.errors import EngineError
 
 TTL_MS = 10_000
@@ -27,7 +28,7 @@ async def leased(engine: Engine, clock: Any, count: int) -> None:
 
 async def test_a_sweep_marks_so_many_and_says_that_there_are_more(engine: Engine, clock: Any) -> None:
     await leased(engine, clock, 95)
-    swept = [await engine.lease_expiry.sweep_batch() for _ in range(3)]
+    swept = [await parts_of(engine).lease_expiry.sweep_batch() for _ in range(3)]
     assert [(each.done, each.is_full) for each in swept] == [(40, True), (40, True), (15, False)]
     assert await engine.find_inconsistencies() == []
 
@@ -47,7 +48,7 @@ async def test_what_one_statement_has_marked_stays_marked_when_the_next_is_given
     trigger = "create trigger test_slow before update on execution for each row execute function test_slow()"
     await connection.execute(trigger)
     with pytest.raises(EngineError) as given_up:
-        await engine.lease_expiry.sweep()
+        await parts_of(engine).lease_expiry.sweep()
     assert given_up.value.retryable
     marked = await rows.of("execution", ownership_state="lease_expired_reclaimable")
     assert len(marked) == 20

@@ -22,6 +22,7 @@ from engine.state import (
 )
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.lease.finish import Finish
+from flowfabric.engine.parts import parts_of
 from flowfabric.model.errors import EngineError
 from flowfabric.model.grant import Granted, NoWork, ReclaimCapExceeded
 from flowfabric.model.policy import ExecutionPolicy, reclaim_cap
@@ -32,7 +33,7 @@ async def test_a_lapsed_lease_is_marked_and_keeps_its_fields(engine: Engine, giv
     lost = await given.claimed(lease_ttl_ms=1000)
     before = await rows.execution(lost.execution_id)
     now = await clock.advance(ms=1000)
-    assert await engine.lease_expiry.sweep() == 1
+    assert await parts_of(engine).lease_expiry.sweep() == 1
     assert await rows.of("claim") == []
     (entry,) = await rows.of("ready")
     assert (entry["execution_id"], entry["place"]) == (before["execution_id"], before["place"])
@@ -61,11 +62,11 @@ async def test_a_lease_is_marked_at_its_expiry_and_not_before(
     await given.claimed(lease_ttl_ms=1000)
     await clock.advance(ms=999)
     async with rows.unchanged():
-        assert await engine.lease_expiry.sweep() == 0
+        assert await parts_of(engine).lease_expiry.sweep() == 0
     await clock.advance(ms=1)
-    assert await engine.lease_expiry.sweep() == 1
+    assert await parts_of(engine).lease_expiry.sweep() == 1
     async with rows.unchanged():
-        assert await engine.lease_expiry.sweep() == 0
+        assert await parts_of(engine).lease_expiry.sweep() == 0
 
 
 @pytest.mark.parametrize("is_marked", [True, False], ids=["marked", "not marked"])
@@ -81,7 +82,7 @@ async def test_the_next_claim_takes_a_lapsed_lease_as_a_new_attempt(
     lost_worker = (await rows.execution(lost.execution_id))["worker_no"]
     now = await clock.advance(seconds=2)
     if is_marked:
-        await engine.lease_expiry.sweep()
+        await parts_of(engine).lease_expiry.sweep()
     (taken,) = await claim(engine, worker_id="another", worker_instance_id="another-1", lease_ttl_ms=7000)
     assert (taken.execution_id, taken.handle.kind) == (lost.execution_id, HandleKind.RECLAIMED)
     assert (taken.attempt_type, taken.attempt_index, taken.lease_epoch) == (AttemptType.RECLAIM, 1, 2)
@@ -227,7 +228,7 @@ async def test_claims_and_grants_know_the_same_cap_of_who_names_none(
 
 async def test_a_search_goes_on_behind_an_execution_at_its_cap(engine: Engine, given: Any) -> None:
     capped = [await given.expired_lease(policy={"max_reclaim_count": 0}, priority=5) for _ in range(3)]
-    await engine.lease_expiry.sweep()
+    await parts_of(engine).lease_expiry.sweep()
     behind = await given.created()
     assert ids(await claim(engine, limit=1)) == [behind]
     states = [await engine.read_execution_state(handle.execution_id) for handle in capped]
@@ -273,7 +274,7 @@ async def test_an_execution_at_its_cap_that_cannot_be_ended_holds_up_no_claim(
     engine: Engine, given: Any, rows: Any, connection: Any, kind: str, limit: int
 ) -> None:
     stuck = [await given.expired_lease(policy={"max_reclaim_count": 0}, priority=5) for _ in range(2)]
-    await engine.lease_expiry.sweep()
+    await parts_of(engine).lease_expiry.sweep()
     await connection.execute(STAYS[kind])
     behind = [await given.created() for _ in range(2)]
     async with asyncio.timeout(30):
@@ -294,7 +295,7 @@ async def test_what_is_leased_is_given_though_the_search_for_more_fails(
     engine: Engine, given: Any, connection: Any
 ) -> None:
     await given.expired_lease(policy={"max_reclaim_count": 0}, priority=5)
-    await engine.lease_expiry.sweep()
+    await parts_of(engine).lease_expiry.sweep()
     leased, poisoned = [await given.created() for _ in range(2)]
     constraint = f"check (execution_id <> '{poisoned[-36:]}' or lifecycle_phase <> 'active')"
     await connection.execute(f"alter table execution add constraint none {constraint}")
@@ -308,7 +309,7 @@ async def test_one_that_cannot_be_ended_at_its_cap_does_not_keep_others_from_it(
     engine: Engine, given: Any, connection: Any
 ) -> None:
     capped = [await given.expired_lease(policy={"max_reclaim_count": 0}) for _ in range(3)]
-    await engine.lease_expiry.sweep()
+    await parts_of(engine).lease_expiry.sweep()
     refused_one = f"(execution_id <> '{capped[1].execution_id[-36:]}' or terminal_outcome <> 'failed')"
     await connection.execute(f"alter table execution add constraint none check {refused_one}")
     assert await claim(engine) == []
@@ -322,7 +323,7 @@ async def test_the_ending_at_the_cap_is_of_the_lease_that_was_lost_then(
     lost = await given.reclaimable(policy={"max_reclaim_count": 1})
     await claim(engine)
     await clock.advance(seconds=31)
-    await engine.lease_expiry.sweep()
+    await parts_of(engine).lease_expiry.sweep()
     # As a search leaves it that was overtaken by a claim, whose lease is lost in turn.
     async with rows.unchanged():
         await engine._rooms[Finish].end_at_reclaim_limit([(lost.execution_id, lost.lease_epoch)])

@@ -10,6 +10,7 @@ from engine.grants import claim_named, grant, known, reclaim, reclaim_grant, wor
 from engine.lease.test_grants import expected_key
 from engine.state import ACTIVE, FAILED, LAPSED, attempts, claim, ids, lease_left, refused, revoke, told, vector
 from flowfabric.engine.engine import Engine
+from flowfabric.engine.parts import parts_of
 from flowfabric.model.grant import Granted, GrantNotFound, NotReclaimable, ReclaimCapExceeded, ReclaimGrant
 from flowfabric.model.ids import LaneId, mint_uuid_texts
 from flowfabric.model.lease import ClaimedExecution
@@ -232,7 +233,7 @@ async def test_a_grant_is_used_once(engine: Engine, given: Any, rows: Any, clock
     async with rows.unchanged():
         assert isinstance(await reclaim(engine, lost.execution_id), NotReclaimable)
     await clock.advance(ms=1000)
-    await engine.lease_expiry.mark_expired([lost.execution_id])
+    await parts_of(engine).lease_expiry.mark_expired([lost.execution_id])
     async with rows.unchanged():
         assert await reclaim(engine, lost.execution_id) == GrantNotFound(execution_id=lost.execution_id)
 

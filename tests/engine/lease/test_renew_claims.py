@@ -21,6 +21,7 @@ from engine.state import (
 from engine.waits import suspended
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.lease import expire
+from flowfabric.engine.parts import parts_of
 from flowfabric.model.handle import Handle
 from flowfabric.model.lease import AlreadySatisfied, Renewed
 from flowfabric.model.states import PublicState
@@ -82,7 +83,7 @@ async def test_what_is_renewed_without_the_rest_of_its_claim_gets_one_of_its_own
     assert (old["expires_at"], old["renewed_at"], old["execution_ids"]) == (began + TTL_MS, None, named(handles))
     assert (own["expires_at"], own["renewed_at"], own["execution_ids"]) == (now + TTL_MS, now, named(kept))
     expired_at = await clock.advance(ms=1)
-    assert await engine.lease_expiry.sweep() == 3
+    assert await parts_of(engine).lease_expiry.sweep() == 3
     assert list(await claim_rows(rows)) == [own["claim_no"]]
     for handle in left:
         row = await rows.execution(handle.execution_id)
@@ -110,7 +111,7 @@ async def test_the_leases_of_many_small_claims_are_put_under_one(
     assert await versions(connection, "execution") == untouched
     # What the small claims hold is leased under another.
     await clock.advance(ms=TTL_MS - 1)
-    assert await engine.lease_expiry.sweep() == 0
+    assert await parts_of(engine).lease_expiry.sweep() == 0
     assert list(await claim_rows(rows)) == [merged["claim_no"]]
     assert len(await engine.complete_many([(handle, None) for handle in handles])) == 6
     assert {str(await engine.read_execution_state(one)) for one in named(handles)} == {"completed"}
@@ -132,7 +133,7 @@ async def test_leases_of_one_claim_that_are_renewed_for_different_times_end_at_t
     held = {each["expires_at"] - now: each["execution_ids"] for each in (await claim_rows(rows)).values()}
     assert (held[TTL_MS], held[3 * TTL_MS]) == (named(handles[:2]), named(handles[2:]))
     await clock.advance(ms=TTL_MS)
-    assert await engine.lease_expiry.sweep() == 2
+    assert await parts_of(engine).lease_expiry.sweep() == 2
     await refused(engine.complete(handles[0]), "lease_expired")
     await engine.complete(handles[3])
 
@@ -186,7 +187,7 @@ async def test_a_run_that_is_claimed_again_is_not_renewed_by_its_first_claim(
     assert isinstance(await engine.renew(other), Renewed)
     await refused(engine.renew(first), "lease_conflict")
     await clock.advance(ms=1)
-    assert await engine.lease_expiry.sweep() == 1
+    assert await parts_of(engine).lease_expiry.sweep() == 1
     assert vector(await rows.execution(again.execution_id)) == LAPSED
     assert (await rows.execution(other.execution_id))["lease_expires_at"] == now + TTL_MS
 
@@ -200,7 +201,7 @@ async def test_a_renewed_run_may_do_everything_past_its_first_expiry(
     await clock.advance(ms=TTL_MS - 1)
     await engine.renew_many([handle, other] if renewed == "whole" else [handle])
     await clock.advance(ms=TTL_MS - 1)
-    await engine.lease_expiry.sweep()
+    await parts_of(engine).lease_expiry.sweep()
     await FENCED[operation](engine, handle)
 
 
@@ -305,7 +306,7 @@ async def test_rivals_that_renew_parts_of_one_claim_all_keep_their_leases(
     answers = await asyncio.gather(*(rivals[at % 3].renew_many(part) for at, part in enumerate(parts)))
     assert {answer.expires_at_ms for some in answers for answer in some} == {now + TTL_MS}
     await clock.advance(ms=TTL_MS - 1)
-    await engine.lease_expiry.sweep()
+    await parts_of(engine).lease_expiry.sweep()
     states = {(await rows.execution(handle.execution_id))["ownership_state"] for handle in handles}
     assert states == {"leased"}
     assert await engine.find_inconsistencies() == []
@@ -321,10 +322,10 @@ async def test_a_spent_claim_is_deleted_when_its_time_is_up(engine: Engine, rows
     await engine.complete_many([(handle, None) for handle in handles])
     await clock.advance(ms=TTL_MS - 1)
     async with rows.unchanged():
-        assert await engine.lease_expiry.sweep() == 0
+        assert await parts_of(engine).lease_expiry.sweep() == 0
     await clock.advance(ms=1)
     async with rows.unchanged(without=["claim"]):
-        assert await engine.lease_expiry.sweep() == 0
+        assert await parts_of(engine).lease_expiry.sweep() == 0
     assert await rows.of("claim") == []
 
 
@@ -336,7 +337,7 @@ async def test_full_batches_of_spent_claims_follow_each_other(
         (handle,) = await claimed(engine, 1)
         await engine.complete(handle)
     await clock.advance(ms=TTL_MS)
-    assert await engine.lease_expiry.sweep_batch() == (0, True, [])
+    assert await parts_of(engine).lease_expiry.sweep_batch() == (0, True, [])
     assert len(await rows.of("claim")) == 3
     assert await Reconciler(engine, sweeps=[each for each in SWEEPS if each.name == "lease_expiry"]).catch_up() == 0
     assert await rows.of("claim") == []
@@ -350,7 +351,7 @@ async def test_only_what_is_still_leased_under_a_claim_is_marked(engine: Engine,
     await clock.advance(ms=TTL_MS)
     others = [done.execution_id, parked.execution_id, cancelled.execution_id]
     before = [await rows.execution(one) for one in others]
-    assert await engine.lease_expiry.sweep() == 1
+    assert await parts_of(engine).lease_expiry.sweep() == 1
     assert [await rows.execution(one) for one in others] == before
     assert vector(await rows.execution(lost.execution_id)) == LAPSED
     assert await rows.of("claim") == []
@@ -365,7 +366,7 @@ async def test_a_renewed_lease_that_expires_shows_the_renewed_time(engine: Engin
     shown = [(entry.execution_id, entry.expires_at_ms) for entry in (await engine.list_expired_leases()).entries]
     assert shown == [(one, expires_at) for one in named(handles)]
     await clock.advance(ms=500)
-    assert await engine.lease_expiry.sweep() == 2
+    assert await parts_of(engine).lease_expiry.sweep() == 2
     again = [(entry.execution_id, entry.expires_at_ms) for entry in (await engine.list_expired_leases()).entries]
     assert again == shown
     for handle in handles:
@@ -384,12 +385,12 @@ async def test_a_lease_whose_row_is_held_is_marked_by_a_later_sweep(
     await clock.advance(ms=1)
     async with connection.transaction():
         await connection.execute("select from execution where execution_id = $1 for update", named(handles)[0][-36:])
-        assert await engine.lease_expiry.sweep() == 2
+        assert await parts_of(engine).lease_expiry.sweep() == 2
         assert len(await claim_rows(rows)) == 1
         async with rows.unchanged(), asyncio.timeout(30):
-            assert await engine.lease_expiry.sweep() == 0
+            assert await parts_of(engine).lease_expiry.sweep() == 0
             assert await Reconciler(engine).catch_up() == 0
-    assert await engine.lease_expiry.sweep() == 1
+    assert await parts_of(engine).lease_expiry.sweep() == 1
     assert await rows.of("claim") == []
     assert sorted(ids(await claim(engine))) == named(handles)
 
@@ -409,7 +410,7 @@ async def test_claims_whose_rows_are_held_do_not_stand_before_others(
             "select from execution where execution_id = any($1::uuid[]) for update",
             [handle.execution_id[-36:] for handle in held],
         )
-        assert await engine.lease_expiry.sweep() == 1
+        assert await parts_of(engine).lease_expiry.sweep() == 1
         assert vector(await rows.execution(free.execution_id)) == LAPSED
         assert ids(await claim(engine)) == [free.execution_id]
 
@@ -429,7 +430,7 @@ async def test_leases_that_cannot_be_marked_do_not_stand_before_others(
     await clock.advance(ms=TTL_MS)
     async with asyncio.timeout(60):
         for _ in range(6):
-            await engine.lease_expiry.sweep()
+            await parts_of(engine).lease_expiry.sweep()
         async with rows.unchanged():
             assert await Reconciler(engine).catch_up() == 0
     marked = [free, mixed[0], mixed[2]]

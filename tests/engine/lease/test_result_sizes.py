@@ -13,6 +13,7 @@ from engine.state import claim, items, new, refused
 from flowfabric import Fabric
 from flowfabric.engine.core.payload import INLINE_PAYLOAD_BYTES
 from flowfabric.engine.engine import Engine
+from flowfabric.engine.parts import parts_of
 from flowfabric.model.errors import EngineError
 from flowfabric.model.handle import Handle
 from flowfabric.model.lease import Completed
@@ -245,5 +246,5 @@ async def test_retention_takes_the_result_with_its_execution(
         await given.failed(**SHORT)
     kept = await given.completed(result=content(1_500))
     await clock.advance(ms=1000)
-    assert await engine.retention.trim() == 6
+    assert await parts_of(engine).retention.trim() == 6
     await check_results(engine, rows, {kept: content(1_500)})

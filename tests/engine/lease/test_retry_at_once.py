@@ -9,6 +9,7 @@ import pytest
 from engine.state import RETRYABLE, attempts, claim, lease_left, pending, told, vector
 from engine.waits import triple
 from flowfabric.engine.engine import Engine
+from flowfabric.engine.parts import parts_of
 from flowfabric.model.handle import Handle
 from flowfabric.model.lease import RetryScheduled
 from flowfabric.reconcile.loop import Reconciler
@@ -38,7 +39,7 @@ async def _timed_out(engine: Engine, handle: Handle) -> object:
 
 
 async def _swept(engine: Engine, handle: Handle) -> object:
-    assert await engine.timeouts.expire_due() == 1
+    assert await parts_of(engine).timeouts.expire_due() == 1
     return None
 
 
@@ -109,8 +110,9 @@ async def test_a_claim_that_waits_is_woken_by_the_retry(
     for waiter in (engine, other):
         handle = await given.claimed(policy=at_once(timeout_policy={"attempt_timeout_ms": 1000}))
         await clock.advance(seconds=1)
+        wakeups = parts_of(waiter).wakeups
         waiting = asyncio.create_task(claim(waiter, max_wait_ms=60_000))
-        await eventually(lambda place=waiter.wakeups: place._waiting.get("default"))
+        await eventually(lambda wakeups=wakeups: wakeups._waiting.get("default"))
         await FAILING[how](engine, handle)
         async with asyncio.timeout(20):
             (claimed,) = await waiting

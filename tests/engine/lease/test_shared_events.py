@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from flowfabric.engine.engine import Engine
+from flowfabric.engine.parts import parts_of
 from flowfabric.model.lease import ClaimedExecution
 
 MANY = 50
@@ -43,7 +44,7 @@ async def test_an_event_that_differs_has_a_row_of_its_own(
     if difference == "attempt":
         await engine.fail(await given.claimed(policy={"retry_policy": {"max_retries": 1}}), reason="once")
         await given.clock.advance(seconds=60)
-        assert await engine.delays.promote_due() == 1
+        assert await parts_of(engine).delays.promote_due() == 1
     elif difference == "namespace":
         await given.created(namespace="other")
     else:

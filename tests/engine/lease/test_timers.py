@@ -25,6 +25,7 @@ from engine.state import (
 )
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.lease.finish import WARN_EVERY_RECLAIMS
+from flowfabric.engine.parts import parts_of
 from flowfabric.model.ids import ExecutionId
 from flowfabric.model.lease import (
     AlreadySatisfied,
@@ -130,7 +131,7 @@ async def test_promotion_by_name_and_by_sweep_come_to_the_same(
     named, swept = await given.delayed(seconds=1), await given.delayed(seconds=1)
     await clock.advance(seconds=2)
     assert isinstance(await engine.promote_delayed(named), Promoted)
-    assert await engine.delays.promote_due() == 1
+    assert await parts_of(engine).delays.promote_due() == 1
     await alike(rows, named, swept)
 
 
@@ -139,7 +140,7 @@ async def test_promotion_wakes_a_waiting_claim(engine: Engine, given: Any, clock
     delayed = await given.delayed(seconds=1, lane_id="busy")
     waiting = asyncio.create_task(claim(engine, "busy", max_wait_ms=60_000))
     async with asyncio.timeout(30):
-        while not engine.wakeups._waiting.get("busy"):  # noqa: ASYNC110
+        while not parts_of(engine).wakeups._waiting.get("busy"):  # noqa: ASYNC110
             await asyncio.sleep(0)
     await clock.advance(seconds=2)
     await engine.promote_delayed(delayed)
@@ -281,7 +282,7 @@ async def test_expiry_by_name_and_by_sweep_come_to_the_same(
     named, swept = await given.claimed(policy=policy), await given.claimed(policy=policy)
     await clock.advance(seconds=10)
     await engine.expire_execution(named.execution_id, "attempt_timeout")
-    assert await engine.timeouts.expire_due() == 1
+    assert await parts_of(engine).timeouts.expire_due() == 1
     await alike(rows, named.execution_id, swept.execution_id)
 
 
@@ -292,16 +293,16 @@ async def test_a_deadline_by_name_and_by_sweep_comes_to_the_same(
     named, swept = [await given.claimed(execution_deadline_at=deadline) for _ in range(2)]
     await clock.advance(seconds=10)
     await engine.expire_execution(named.execution_id, "execution_deadline")
-    assert await engine.timeouts.expire_due() == 1
+    assert await parts_of(engine).timeouts.expire_due() == 1
     await alike(rows, named.execution_id, swept.execution_id)
 
 
 async def test_a_retry_after_a_timeout_sets_the_timer_of_this_process(engine: Engine, given: Any, clock: Any) -> None:
     handle = await given.claimed(policy=RETRIED)
     await clock.advance(seconds=10)
-    engine.wakeups.next_timer = float("inf")
+    parts_of(engine).wakeups.next_timer = float("inf")
     await engine.expire_execution(handle.execution_id, "attempt_timeout")
-    assert 0 < engine.wakeups.next_timer - asyncio.get_running_loop().time() < 1.1
+    assert 0 < parts_of(engine).wakeups.next_timer - asyncio.get_running_loop().time() < 1.1
 
 
 # Marking leases.
@@ -381,7 +382,7 @@ async def test_marking_by_name_and_by_sweep_come_to_the_same(engine: Engine, giv
     named, swept = await given.claimed(lease_ttl_ms=1000), await given.claimed(lease_ttl_ms=1000)
     await clock.advance(seconds=1)
     assert await engine.mark_lease_expired_if_due(named.execution_id) == Marked()
-    await engine.lease_expiry.sweep()
+    await parts_of(engine).lease_expiry.sweep()
     await alike(rows, named.execution_id, swept.execution_id)
 
 

@@ -11,6 +11,7 @@ from engine.grants import grant, granted, resumable
 from engine.state import claim, refused, revoke
 from engine.waits import suspended
 from flowfabric.engine.engine import Engine
+from flowfabric.engine.parts import parts_of
 from flowfabric.engine.read import consistency
 
 _FREE = """
@@ -75,12 +76,12 @@ async def test_no_operation_leaves_anything_to_find(
     await engine.set_execution_tag(taken.execution_id, "a.b", "1")
     assert await engine.find_inconsistencies() == []
     await clock.advance(seconds=3600)
-    await engine.lease_expiry.sweep()
-    await engine.timeouts.expire_due()
+    await parts_of(engine).lease_expiry.sweep()
+    await parts_of(engine).timeouts.expire_due()
     await claim(engine, "lost", "revoked", "lapsed", "claimed", "parked", "resumed", "backing_off", "delayed")
     assert await engine.find_inconsistencies() == []
     await clock.advance(seconds=100_000)
-    await engine.retention.trim()
+    await parts_of(engine).retention.trim()
     assert await engine.find_inconsistencies() == []
 
 

@@ -15,6 +15,7 @@ from engine.waits import args, fresh, on_all, suspended
 from flowfabric.db.database import Database, Transaction
 from flowfabric.db.statements import Statement
 from flowfabric.engine.engine import Engine
+from flowfabric.engine.parts import parts_of
 from flowfabric.model.condition import ByName, Count, CountKind, OperatorOnly, TimeoutOnly
 from flowfabric.model.explanation import (
     BudgetReason,
@@ -325,7 +326,7 @@ async def test_a_lease_is_lost_when_its_time_is_over_and_queued_once_that_is_mar
     handle = await given.expired_lease()
     expires_at = await clock.now() - 1
     assert (await explain(handle.execution_id)).reasons == (lease(LeaseLostReason, expires_at),)
-    await engine.lease_expiry.mark_expired([handle.execution_id])
+    await parts_of(engine).lease_expiry.mark_expired([handle.execution_id])
     found = await explain(handle.execution_id)
     assert found.reasons == (lease(LeaseLostReason, expires_at), NEXT)
     lost = "lease lost by worker 'worker-1' in attempt 0, taken over 0 of at most 1000 times"
@@ -346,7 +347,7 @@ async def test_a_renewed_lease_is_told_with_its_new_end_also_when_it_is_lost(
     await clock.advance(seconds=31)
     # The first sweep marks the lease, the second removes its claim.
     for _ in range(2):
-        await engine.lease_expiry.sweep()
+        await parts_of(engine).lease_expiry.sweep()
         assert (await explain(handle.execution_id)).reasons == (lease(LeaseLostReason, expires_at), NEXT)
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from engine.state import block, claim, items, new, refused
 from flowfabric.engine.engine import Engine
+from flowfabric.engine.parts import parts_of
 from flowfabric.engine.read import listing
 from flowfabric.model.execution import ExecutionPage, ExecutionSummary
 from flowfabric.model.states import PublicState
@@ -208,7 +209,7 @@ async def test_a_cursor_leads_on_when_its_row_has_gone(engine: Engine, given: An
     page = await engine.list_executions(order="oldest", limit=3)
     assert page.executions[-1].execution_id == ids[2]
     await clock.advance(seconds=1)
-    await engine.retention.trim()
+    await parts_of(engine).retention.trim()
     page = await engine.list_executions(order="oldest", limit=3, cursor=page.next_cursor)
     assert [one.execution_id for one in page.executions] == ids[3:]
 

@@ -6,6 +6,7 @@ from uuid import uuid4
 
 from engine.state import claim, refused
 from flowfabric.engine.engine import Engine
+from flowfabric.engine.parts import parts_of
 from flowfabric.model.execution import ExecutionInfo
 from flowfabric.model.states import (
     AttemptState,
@@ -121,7 +122,7 @@ async def test_only_a_completed_execution_has_a_result(engine: Engine, given: An
     kept = await given.completed(result=b"kept", policy=policy, lane_id="other")
     assert await engine.get_execution_result(kept) == b"kept"
     await clock.advance(seconds=1)
-    await engine.retention.trim()
+    await parts_of(engine).retention.trim()
     assert await engine.get_execution_result(kept) is None
 
 
@@ -143,7 +144,7 @@ async def test_an_ending_is_waited_for(engines: Any, engine: Engine, given: Any,
         asyncio.create_task(engine.wait_for_ending(handle.execution_id, timeout=60))
         for handle in (completed, failed, cancelled, completed)
     ]
-    await eventually(lambda: engine.wakeups.hints.is_listening)
+    await eventually(lambda: parts_of(engine).wakeups.hints.is_listening)
     assert not any(task.done() for task in waiting)
     await other.complete(completed, b"done")
     await other.fail(failed, reason="broke")

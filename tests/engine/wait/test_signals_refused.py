@@ -10,6 +10,7 @@ from engine.sending import Waiting, running, signal_keys, signals, stamps_writte
 from engine.state import claim, refused
 from engine.waits import args, on_all, suspended, token_of
 from flowfabric.engine.engine import Engine
+from flowfabric.engine.parts import parts_of
 from flowfabric.model.condition import OperatorOnly
 from flowfabric.model.errors import EngineError
 from flowfabric.model.ids import ExecutionId
@@ -258,7 +259,7 @@ async def test_a_waitpoint_closed_or_lapsed_before_its_use_says_so(
     async with rows.unchanged():
         await refused(closed.send(), "waitpoint_closed")
         await refused(lapsed.send(), "waitpoint_closed")
-    await engine.suspension_timeouts.close_pending()
+    await parts_of(engine).suspension_timeouts.close_pending()
     async with rows.unchanged():
         await refused(lapsed.send(), "waitpoint_closed")
 

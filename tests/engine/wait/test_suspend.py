@@ -7,6 +7,7 @@ import pytest
 from engine.state import FENCED, RESUMABLE, attempts, claim, lease_left, refused, told, vector
 from engine.waits import SUSPENDED, args, fresh, on_all, suspended, suspension, token_of, triple, waitpoint, waitpoints
 from flowfabric.engine.engine import Engine
+from flowfabric.engine.parts import parts_of
 from flowfabric.model.condition import AllOf, ByName, Count, CountKind, OperatorOnly, Single, TimeoutOnly, Wildcard
 from flowfabric.model.handle import Backend
 from flowfabric.model.resume import ResumePolicy
@@ -301,12 +302,12 @@ async def test_what_is_left_of_the_attempts_time_is_kept(engine: Engine, given: 
 async def test_a_timer_wakes_who_waits_for_timers(engine: Engine, given: Any, clock: Any) -> None:
     handle = await given.claimed()
     await suspended(engine, handle)
-    engine.wakeups.next_timer = float("inf")
-    engine.wakeups.timer_event.clear()
+    parts_of(engine).wakeups.next_timer = float("inf")
+    parts_of(engine).wakeups.timer_event.clear()
     other = await given.claimed()
     await suspended(engine, other, timeout_at=await clock.now() + 1000)
-    assert engine.wakeups.timer_event.is_set()
-    assert engine.wakeups.next_timer < float("inf")
+    assert parts_of(engine).wakeups.timer_event.is_set()
+    assert parts_of(engine).wakeups.next_timer < float("inf")
 
 
 # Again.
@@ -317,7 +318,7 @@ async def test_a_run_that_was_put_aside_before_suspends(engine: Engine, given: A
     first = await given.run()
     await engine.delay(first.handle, 0)
     assert vector(await rows.execution(first.execution_id)) != RESUMABLE
-    await engine.delays.promote_due()
+    await parts_of(engine).delays.promote_due()
     now = await clock.advance(seconds=1)
     (again,) = await claim(engine)
     outcome = await suspended(engine, again.handle)

@@ -10,7 +10,7 @@ import pytest
 from engine.state import ACTIVE, LAPSED, vector
 from engine.waits import SUSPENDED, args, on_all, suspend_keys, suspended, suspension, token_of, waitpoints
 from flowfabric.db.database import Database
-from flowfabric.engine.engine import Engine
+from flowfabric.engine.engine import Engine, engine_beside
 from flowfabric.model.errors import EngineError
 from flowfabric.model.ids import WaitpointId
 from flowfabric.model.suspension import Suspended
@@ -134,7 +134,7 @@ async def test_a_row_held_elsewhere_does_not_hold_up_the_others(
 
 async def test_what_is_under_way_is_answered_before_the_engine_closes(engines: Any, engine: Engine, given: Any) -> None:
     handle = await given.claimed()
-    async with engine.beside() as other:
+    async with engine_beside(engine) as other:
         asked = asyncio.ensure_future(other.suspend(handle, args()))
         await asyncio.sleep(0)
     assert isinstance(await asked, Suspended)

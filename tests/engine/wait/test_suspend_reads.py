@@ -9,6 +9,7 @@ import pytest
 from engine.state import claim, refused
 from engine.waits import args, on_all, suspended, suspension
 from flowfabric.engine.engine import Engine
+from flowfabric.engine.parts import parts_of
 from flowfabric.engine.read import listing
 from flowfabric.engine.wait import waitpoint
 from flowfabric.model.suspension import SuspendedExecution
@@ -214,7 +215,7 @@ async def test_what_belongs_to_a_wait_goes_with_its_execution(
     assert all(kept.values())
     await clock.advance(ms=WEEK * 52)
     assert [len(await rows.of("idempotency_key", scope=one[-36:])) for one in (gone, stays)] == [1, 1]
-    assert await engine.retention.trim() == 1
+    assert await parts_of(engine).retention.trim() == 1
     assert [len(await rows.of("idempotency_key", scope=one[-36:])) for one in (gone, stays)] == [0, 1]
     for table in TABLES:
         assert await rows.of(table, execution_id=gone[-36:]) == []

@@ -10,6 +10,7 @@ from engine.sending import waiting
 from engine.state import ACTIVE, LAPSED, claim, refused, revoke, told, vector
 from engine.waits import FORMS, args, each_form, fresh, on_all, suspended, using
 from flowfabric.engine.engine import Engine
+from flowfabric.engine.parts import parts_of
 from flowfabric.model.condition import (
     AllOf,
     ByName,
@@ -375,7 +376,7 @@ async def test_only_a_waitpoint_of_the_same_attempt_can_be_used(
     await given.backing_off(delay_ms=0)
     await engine.fail(handle, reason="no luck")
     await clock.advance(seconds=3600)
-    await engine.delays.promote_due()
+    await parts_of(engine).delays.promote_due()
     again = [await given.claim() for _ in range(2)]
     (now,) = [claimed.handle for claimed in again if claimed.execution_id == handle.execution_id]
     assert now.attempt_index == 1

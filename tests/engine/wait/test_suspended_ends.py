@@ -11,6 +11,7 @@ from flowfabric.engine.core.consequence import LeaseEnds
 from flowfabric.engine.core.row import hold
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.lease.expire import ExpiryPhase
+from flowfabric.engine.parts import parts_of
 from flowfabric.engine.wait.timeout import suspension_end
 from flowfabric.model.lease import Expired
 from flowfabric.model.states import TimeoutBehavior
@@ -35,7 +36,7 @@ async def time_out(engine: Engine, execution_id: Any, behavior: str) -> None:
         await hold(transaction, execution_id)
         return await engine._rooms[LeaseEnds].within(transaction, [ending])
 
-    await engine._rooms[LeaseEnds].after_commit([ending], await engine._lifecycle.store.transact(end))
+    await engine._rooms[LeaseEnds].after_commit([ending], await parts_of(engine).lifecycle.store.transact(end))
 
 
 async def test_cancelling_a_suspended_execution_closes_all_it_waits_on(
@@ -69,9 +70,9 @@ async def test_a_deadline_ends_a_suspended_execution(engine: Engine, given: Any,
     await suspended(engine, claimed.handle, on_all("a", "b", "c"))
     assert await rows.timers(claimed.execution_id) == {"deadline": deadline}
     await clock.advance(ms=9_999)
-    assert await engine.timeouts.expire_due() == 0
+    assert await parts_of(engine).timeouts.expire_due() == 0
     now = await clock.advance(ms=1)
-    assert await engine.timeouts.expire_due() == 1
+    assert await parts_of(engine).timeouts.expire_due() == 1
     row = await rows.execution(claimed.execution_id)
     assert (vector(row), row["failure_reason"]) == (EXPIRED, "execution_deadline")
     await check_closed(rows, claimed.execution_id, "expired:execution_deadline", now)
@@ -99,7 +100,7 @@ async def test_the_timer_of_an_attempt_stands_still_while_it_is_suspended(
     assert (row["attempt_timeout_at"], row["remaining_attempt_timeout_ms"]) == (None, 4000)
     assert await rows.timers(claimed.execution_id) == {}
     await clock.advance(seconds=3600)
-    assert await engine.timeouts.expire_due() == 0
+    assert await parts_of(engine).timeouts.expire_due() == 0
 
 
 @pytest.mark.parametrize("behavior", ENDINGS)
@@ -147,7 +148,7 @@ async def test_many_suspended_executions_end_in_one_sweep(engine: Engine, given:
     for handle in handles[:4]:
         await suspended(engine, handle, on_all("a", "b", "c"))
     now = await clock.advance(seconds=1)
-    assert await engine.timeouts.expire_due() == 5
+    assert await parts_of(engine).timeouts.expire_due() == 5
     for handle in handles[:4]:
         await check_closed(rows, handle.execution_id, "expired:execution_deadline", now)
     assert await rows.of("waitpoint", execution_id=handles[4].execution_id[-36:]) == []

@@ -11,6 +11,7 @@ from engine.state import CANCELLED, FAILED, RESUMABLE, attempts, claim, lease_le
 from engine.waits import EXPIRED, args, on_all, suspend_keys, suspended, suspension, using, waitpoints
 from flowfabric.engine.core.quarantine import Quarantine
 from flowfabric.engine.engine import Engine
+from flowfabric.engine.parts import parts_of
 from flowfabric.engine.wait.timeout import TIMEOUT_LIMIT, WAITPOINT_LIMIT
 from flowfabric.model.event import CompletionOutcome
 from flowfabric.model.lease import AlreadySatisfied
@@ -175,7 +176,7 @@ async def test_what_is_not_due_is_left_alone_and_says_why(
     async with rows.unchanged():
         answers = [await engine.expire_suspension(one.execution_id) for one in (soon, never, over, gone)]
         answers.append(await engine.expire_suspension(NOBODY))
-        await engine.suspension_timeouts.expire_due()
+        await parts_of(engine).suspension_timeouts.expire_due()
     reasons = "not_yet_due not_yet_due not_suspended_cleaned no_active_suspension_cleaned not_found_cleaned"
     assert answers == [AlreadySatisfied(reason=reason) for reason in reasons.split()]
     await refused(engine.expire_suspension("nonsense"), "invalid_input")
@@ -195,15 +196,15 @@ async def test_a_timer_of_what_is_not_suspended_does_nothing(
         "insert into timer select partition_key, execution_id, 'suspension_timeout', ff_now() from execution"
     )
     async with rows.unchanged():
-        assert await engine.suspension_timeouts.expire_due() == 0
-    assert engine.suspension_timeouts.quarantine.left_out() == []
+        assert await parts_of(engine).suspension_timeouts.expire_due() == 0
+    assert parts_of(engine).suspension_timeouts.quarantine.left_out() == []
 
 
 async def test_the_policy_may_set_the_timeout(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
     policy = {"suspension_policy": {"default_timeout_ms": MINUTE, "timeout_behavior": "expire"}}
     wait = await waiting(engine, given, policy=policy)
     await clock.advance(ms=MINUTE)
-    assert await engine.suspension_timeouts.expire_due() == 1
+    assert await parts_of(engine).suspension_timeouts.expire_due() == 1
     assert vector(await rows.execution(wait.execution_id)) == EXPIRED
 
 
@@ -216,7 +217,7 @@ async def test_the_sweep_does_what_each_timeout_says_and_nothing_else(
     waits = {each.value: await timed(engine, given, clock, each.value) for each in TimeoutBehavior}
     later = await waiting(engine, given, timeout_at=await clock.now() + 2 * MINUTE)
     await clock.advance(ms=MINUTE)
-    assert (await read_due(engine.store, [])).suspension_timeouts == len(TimeoutBehavior)
+    assert (await read_due(parts_of(engine).store, [])).suspension_timeouts == len(TimeoutBehavior)
     reconciler = Reconciler(engine)
     await reconciler.catch_up()
     assert reconciler.stats["suspension_timeout"].processed == len(TimeoutBehavior)
@@ -236,9 +237,9 @@ async def test_the_sweep_does_what_each_timeout_says_and_nothing_else(
 async def test_a_timeout_set_for_the_past_is_met_by_the_next_sweep(
     engine: Engine, given: Any, rows: Any, clock: Any
 ) -> None:
-    await read_due(engine.store, [])
+    await read_due(parts_of(engine).store, [])
     await clock.advance(seconds=3600)
-    await read_due(engine.store, [])
+    await read_due(parts_of(engine).store, [])
     wait = await waiting(engine, given, timeout_at=await clock.now() - 300_000, timeout_behavior="cancel")
     await Reconciler(engine).catch_up()
     assert vector(await rows.execution(wait.execution_id)) == CANCELLED
@@ -250,7 +251,7 @@ async def test_a_sweep_does_a_batch_and_leaves_the_rest_for_the_next(
     for _ in range(TIMEOUT_LIMIT + 3):
         await timed(engine, given, clock, "auto_resume")
     await clock.advance(ms=MINUTE)
-    assert [await engine.suspension_timeouts.expire_due() for _ in range(3)] == [TIMEOUT_LIMIT, 3, 0]
+    assert [await parts_of(engine).suspension_timeouts.expire_due() for _ in range(3)] == [TIMEOUT_LIMIT, 3, 0]
     assert len(await rows.of("execution", public_state="resumable")) == TIMEOUT_LIMIT + 3
 
 
@@ -261,9 +262,9 @@ async def test_a_held_execution_does_not_hold_up_the_sweep(
     await clock.advance(ms=MINUTE)
     async with connection.transaction():
         await connection.execute("select from execution where execution_id = $1 for update", held.execution_id[-36:])
-        assert await engine.suspension_timeouts.expire_due() == 1
+        assert await parts_of(engine).suspension_timeouts.expire_due() == 1
     assert (await rows.execution(free.execution_id))["public_state"] == "failed"
-    assert await engine.suspension_timeouts.expire_due() == 1
+    assert await parts_of(engine).suspension_timeouts.expire_due() == 1
 
 
 async def test_a_timeout_that_cannot_be_read_or_stored_does_not_hold_up_the_others(
@@ -278,7 +279,7 @@ async def test_a_timeout_that_cannot_be_read_or_stored_does_not_hold_up_the_othe
     await connection.execute("alter table execution add constraint none check (terminal_outcome <> 'cancelled')")
     await clock.advance(ms=MINUTE)
     with caplog.at_level(logging.WARNING):
-        assert await engine.suspension_timeouts.expire_due() == len(good)
+        assert await parts_of(engine).suspension_timeouts.expire_due() == len(good)
     assert {(await rows.execution(wait.execution_id))["public_state"] for wait in good} == {"resumable"}
     for wait in (unread, unstored):
         assert wait.execution_id in caplog.text
@@ -316,26 +317,26 @@ async def test_timeouts_that_fail_do_not_stand_before_the_others(
     good = await timed(engine, given, clock, "fail")
     await spoil(connection, kind, bad)
     await clock.advance(ms=MINUTE)
-    assert await engine.suspension_timeouts.expire_due() == 1
+    assert await parts_of(engine).suspension_timeouts.expire_due() == 1
     assert vector(await rows.execution(good.execution_id)) == FAILED
-    assert len(engine.suspension_timeouts.quarantine.left_out()) == len(bad)
+    assert len(parts_of(engine).suspension_timeouts.quarantine.left_out()) == len(bad)
     async with rows.unchanged():
-        assert await engine.suspension_timeouts.expire_due() == 0
+        assert await parts_of(engine).suspension_timeouts.expire_due() == 0
 
 
 async def test_a_timeout_that_failed_is_tried_again_after_its_pause(
     engine: Engine, given: Any, rows: Any, clock: Any, connection: Any
 ) -> None:
     now = 0.0
-    engine.suspension_timeouts.quarantine = Quarantine(2.0, clock=lambda: now)
+    parts_of(engine).suspension_timeouts.quarantine = Quarantine(2.0, clock=lambda: now)
     wait = await timed(engine, given, clock, "fail")
     await spoil(connection, "unread", [wait])
     await clock.advance(ms=MINUTE)
-    assert await engine.suspension_timeouts.expire_due() == 0
+    assert await parts_of(engine).suspension_timeouts.expire_due() == 0
     await connection.execute("update suspension set timeout_behavior = 'expire'")
-    assert await engine.suspension_timeouts.expire_due() == 0
+    assert await parts_of(engine).suspension_timeouts.expire_due() == 0
     now = 2.0
-    assert await engine.suspension_timeouts.expire_due() == 1
+    assert await parts_of(engine).suspension_timeouts.expire_due() == 1
     assert vector(await rows.execution(wait.execution_id)) == EXPIRED
 
 
@@ -361,10 +362,10 @@ async def test_a_waitpoint_nobody_used_in_its_time_is_closed(engine: Engine, giv
     pending = await engine.create_waitpoint(used, waitpoint_key="wait", expires_in_ms=1_000)
     await suspended(engine, used, using(pending, timeout_at=await clock.now() + 1))
     now = await clock.advance(ms=1_000)
-    assert (await read_due(engine.store, [])).has_expired_waitpoints
+    assert (await read_due(parts_of(engine).store, [])).has_expired_waitpoints
     async with rows.unchanged(without=["waitpoint"]):
-        assert await engine.suspension_timeouts.close_pending() == 1
-        assert await engine.suspension_timeouts.close_pending() == 0
+        assert await parts_of(engine).suspension_timeouts.close_pending() == 1
+        assert await parts_of(engine).suspension_timeouts.close_pending() == 0
     (closed,) = await waitpoints(rows, lapsing.execution_id)
     assert (closed["state"], closed["closed_at"], closed["close_reason"]) == ("closed", now, "never_committed")
     assert [row["state"] for row in await waitpoints(rows, lasting.execution_id)] == ["pending"]
@@ -383,8 +384,8 @@ async def test_waitpoints_are_closed_in_batches_past_those_of_held_executions(
     await clock.advance(ms=2)
     async with connection.transaction():
         await connection.execute("select from execution where execution_id = $1 for update", held.execution_id[-36:])
-        assert await engine.suspension_timeouts.close_pending() == WAITPOINT_LIMIT - 1
-        assert await engine.suspension_timeouts.close_pending() == 2
+        assert await parts_of(engine).suspension_timeouts.close_pending() == WAITPOINT_LIMIT - 1
+        assert await parts_of(engine).suspension_timeouts.close_pending() == 2
     reconciler = Reconciler(engine)
     await reconciler.catch_up()
     assert reconciler.stats["pending_wp_expiry"].processed == 1
@@ -398,7 +399,7 @@ async def test_a_waitpoint_whose_execution_is_gone_is_closed_too(
     # No operation deletes an execution without its waitpoints.
     await connection.execute("delete from execution")
     await clock.advance(ms=1)
-    assert await engine.suspension_timeouts.close_pending() == 1
+    assert await parts_of(engine).suspension_timeouts.close_pending() == 1
 
 
 async def test_idempotency_keys_of_suspends_and_signals_are_deleted_after_their_time(
@@ -411,7 +412,7 @@ async def test_idempotency_keys_of_suspends_and_signals_are_deleted_after_their_
     await reconciler.catch_up()
     assert (len(await suspend_keys(rows)), len(await signal_keys(rows))) == (1, 2)
     await clock.advance(ms=MINUTE)
-    assert (await read_due(engine.store, [])).has_spent_keys
+    assert (await read_due(parts_of(engine).store, [])).has_spent_keys
     await reconciler.catch_up()
     assert (len(await suspend_keys(rows)), len(await signal_keys(rows))) == (1, 1)
     await clock.advance(ms=MINUTE)
@@ -443,5 +444,5 @@ async def test_rows_that_are_not_pending_do_not_stand_before_waitpoints_that_are
     await clock.advance(ms=1)
     last = await running(engine, given, expires_in_ms=1_000)
     await clock.advance(ms=1_000)
-    assert await engine.suspension_timeouts.close_pending() == 1
+    assert await parts_of(engine).suspension_timeouts.close_pending() == 1
     assert [row["state"] for row in await waitpoints(rows, last.execution_id)] == ["closed"]

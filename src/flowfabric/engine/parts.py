@@ -1,0 +1,119 @@
+"""What an engine is made of: its rooms, built once for each engine, and how the floors above reach them."""
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from flowfabric.engine.core.consequence import Attachment, Consequence, LeaseEnds
+from flowfabric.engine.core.quarantine import Quarantine
+from flowfabric.engine.event.partitions import EventPartitions
+from flowfabric.engine.execution.cancel import Cancel
+from flowfabric.engine.execution.create import Create
+from flowfabric.engine.execution.results import Results
+from flowfabric.engine.execution.retention import Retention
+from flowfabric.engine.execution.submit import Submit
+from flowfabric.engine.execution.tags import Tags
+from flowfabric.engine.fleet.identities import Identities
+from flowfabric.engine.fleet.lanes import Lanes
+from flowfabric.engine.fleet.sessions import Sessions
+from flowfabric.engine.fleet.workers import Workers
+from flowfabric.engine.lease.catch_up import CatchUp
+from flowfabric.engine.lease.claim import Claim
+from flowfabric.engine.lease.claim_named import NamedClaims
+from flowfabric.engine.lease.delay import Delays
+from flowfabric.engine.lease.expire import LeaseExpiry, Timeouts
+from flowfabric.engine.lease.finish import Finish
+from flowfabric.engine.lease.grant import Grants, take_grants
+from flowfabric.engine.lease.reclaim import Reclaim
+from flowfabric.engine.lease.renew import Renewals
+from flowfabric.engine.lifecycle import Lifecycle, Shutdown
+from flowfabric.engine.operation import Rooms
+from flowfabric.engine.read.consistency import Consistency
+from flowfabric.engine.read.explain import Explain
+from flowfabric.engine.read.listing import Listing
+from flowfabric.engine.read.view import View
+from flowfabric.engine.store import Store
+from flowfabric.engine.wait.close import close_suspensions
+from flowfabric.engine.wait.deliver import Signals
+from flowfabric.engine.wait.resume import Resumes
+from flowfabric.engine.wait.suspend import Suspend
+from flowfabric.engine.wait.timeout import SuspensionTimeouts
+from flowfabric.engine.wait.waitpoint import Waitpoints
+
+CONSEQUENCES: Mapping[Attachment, Consequence] = {
+    Attachment.GRANT: take_grants,
+    Attachment.SUSPENSION: close_suspensions,
+}
+"""What follows for each thing that hangs on an execution when its lease, or it, ends."""
+
+
+class Parts:
+    """The rooms of one engine, and what the worker and the reconciler use besides its operations."""
+
+    def __init__(self, lifecycle: Lifecycle) -> None:
+        settings, store = lifecycle.settings, lifecycle.store
+        self.lifecycle = lifecycle
+        self.store_key = lifecycle.store_key
+        self.wakeups = store.wakeups
+        self.rooms = rooms = Rooms()
+        rooms.add(lifecycle)
+        keys = rooms.add(lifecycle.keys)
+
+        lease_ends = rooms.add(LeaseEnds(store, CONSEQUENCES))
+        expiry_quarantine = Quarantine(settings.lease_expiry_interval_ms / 1000)
+        self.lease_expiry = rooms.add(LeaseExpiry(store, lease_ends, expiry_quarantine))
+
+        submit = rooms.add(Submit(Create(store), store, patience_ms=settings.submit_patience_ms))
+        rooms.add(Cancel(store, lease_ends))
+        rooms.add(Tags(store))
+        results = rooms.add(Results(store))
+
+        renewals = rooms.add(Renewals(store, self.lease_expiry))
+        finish = rooms.add(Finish(store, lease_ends))
+        self.delays = rooms.add(Delays(store, lease_ends, Quarantine(settings.delayed_promoter_interval_ms / 1000)))
+        self.timeouts = rooms.add(Timeouts(store, lease_ends, Quarantine(settings.attempt_timeout_interval_s)))
+        self.catch_up = rooms.add(CatchUp(self.lease_expiry, self.delays))
+        claims = rooms.add(Claim(store, self.catch_up, finish))
+        grants = rooms.add(Grants(store, keys, self.catch_up, finish))
+        named_claims = rooms.add(NamedClaims(store, keys))
+        rooms.add(Reclaim(store, grants, named_claims, lease_ends))
+
+        rooms.add(Waitpoints(store, keys, self.lease_expiry))
+        suspend = rooms.add(Suspend(store, keys, lease_ends, self.lease_expiry))
+        resumes = rooms.add(Resumes(store))
+        signals = rooms.add(Signals(store, keys, resumes))
+        self.suspension_timeouts = rooms.add(
+            SuspensionTimeouts(
+                store,
+                lease_ends,
+                resumes,
+                Quarantine(settings.suspension_timeout_interval_s),
+                Quarantine(settings.pending_wp_expiry_interval_s),
+            )
+        )
+        self.retention = rooms.add(Retention(store, Quarantine(settings.retention_trimmer_interval_s)))
+
+        self.event_partitions = rooms.add(EventPartitions(store))
+        self.sessions = rooms.add(Sessions(store))
+        self.workers = rooms.add(Workers(store))
+        self.identities = rooms.add(Identities(store))
+        for kind in (Lanes, View, Explain, Listing, Consistency):
+            rooms.add(kind(store))
+        drained = (submit, signals, suspend, lease_ends, renewals)
+        self.shutdown = rooms.add(Shutdown(claims, results, [room.drain for room in drained]))
+
+    @property
+    def store(self) -> Store:
+        """The database as the operations see it."""
+        return self.lifecycle.store
+
+
+class HasParts(Protocol):
+    """An engine."""
+
+    @property
+    def _parts(self) -> Parts: ...
+
+
+def parts_of(engine: HasParts) -> Parts:
+    """What an engine is made of, for the floors above it; no part of the public API."""
+    return engine._parts
