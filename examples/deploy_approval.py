@@ -2,7 +2,9 @@
 
 import asyncio
 
-from flowfabric import Accepted, ByName, Context, Count, CountKind, Fabric, Run
+from flowfabric import Context, Fabric, Run
+from flowfabric.conditions import ByName, Count, CountKind
+from flowfabric.outcomes import Accepted
 
 fabric = Fabric(lane="deploys")
 

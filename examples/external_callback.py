@@ -2,7 +2,9 @@
 
 import asyncio
 
-from flowfabric import Accepted, Callback, CallbackError, Context, Engine, Fabric, Run, verify_and_deliver
+from flowfabric import Callback, Context, Engine, Fabric, Run, verify_and_deliver
+from flowfabric.errors import CallbackError
+from flowfabric.outcomes import Accepted
 
 fabric = Fabric(lane="shop")
 outbox: "asyncio.Queue[Callback]" = asyncio.Queue()

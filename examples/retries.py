@@ -2,7 +2,7 @@
 
 import asyncio
 
-from flowfabric import Context, ExecutionFailed, Fabric, PermanentError
+from flowfabric import Context, Fabric, NoRetry, RunFailed
 
 fabric = Fabric(lane="payments")
 
@@ -11,7 +11,7 @@ fabric = Fabric(lane="payments")
 async def charge(ctx: Context, amount: int) -> str:
     """Succeed at the third attempt; refuse nonsense for good."""
     if amount <= 0:
-        raise PermanentError(f"{amount} is not an amount")
+        raise NoRetry(f"{amount} is not an amount")
     if ctx.retry_count < 2:
         raise ConnectionError("the bank does not answer")
     return f"charged {amount} at attempt {ctx.attempt_index + 1}"
@@ -23,7 +23,7 @@ async def main() -> None:
         print(await (await charge.submit(10)).result())
         try:
             await (await charge.submit(-1)).result()
-        except ExecutionFailed as failed:
+        except RunFailed as failed:
             print(f"{failed.outcome}: {failed.reason}")
         once = charge.options(idempotency_key="invoice-7", tags={"shop.customer": "acme"})
         first, second = await once.submit(20), await once.submit(20)

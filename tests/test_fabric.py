@@ -9,18 +9,10 @@ from typing import Any
 
 import pytest
 
-from flowfabric import (
-    Context,
-    ExecutionFailed,
-    Fabric,
-    FixedBackoff,
-    PermanentError,
-    PublicState,
-    Settings,
-    TerminalOutcome,
-)
+from flowfabric import Context, Fabric, FixedBackoff, NoRetry, PublicState, RunFailed, Settings
 from flowfabric.db.embedded import Embedded
-from flowfabric.model.errors import ConflictError, NotFoundError, ValidationError
+from flowfabric.model.errors import ConflictError, InvalidInputError, NotFoundError
+from flowfabric.outcomes import TerminalOutcome
 from flowfabric.settings import SettingsError
 
 
@@ -88,14 +80,14 @@ async def test_a_run_that_failed_says_why(url: str) -> None:
 
     @fabric.task(retries=2)
     async def give_up() -> None:
-        raise PermanentError("never")
+        raise NoRetry("never")
 
     async with fabric, fabric.worker():
         run = await fail.submit()
-        with pytest.raises(ExecutionFailed, match="failed: ValueError: attempt 2") as failed:
+        with pytest.raises(RunFailed, match="failed: ValueError: attempt 2") as failed:
             await run.result(timeout=60)
         assert (failed.value.execution_id, failed.value.outcome) == (run.id, TerminalOutcome.FAILED)
-        with pytest.raises(ExecutionFailed, match="PermanentError: never"):
+        with pytest.raises(RunFailed, match="NoRetry: never"):
             await (await give_up.submit()).result(timeout=60)
 
 
@@ -110,7 +102,7 @@ async def test_a_run_can_be_cancelled(url: str) -> None:
         with pytest.raises(TimeoutError, match=r"has not ended within 0\.01 s"):
             await run.result(timeout=0.01)
         await run.cancel("changed my mind")
-        with pytest.raises(ExecutionFailed, match="cancelled: changed my mind"):
+        with pytest.raises(RunFailed, match="cancelled: changed my mind"):
             await run.result(timeout=60)
         assert await run.state() is PublicState.CANCELLED
 
@@ -217,9 +209,9 @@ async def test_a_key_and_a_name_that_are_too_long_together_are_refused(url: str)
     async with fabric:
         task = fabric.task(name="ä" * 100)(job)
         await task.options(idempotency_key="k" * (1023 - 600)).submit()
-        with pytest.raises(ValidationError, match=r"idempotency_key: .* 1025 bytes, at most 1024 are allowed"):
+        with pytest.raises(InvalidInputError, match=r"idempotency_key: .* 1025 bytes, at most 1024 are allowed"):
             await task.options(idempotency_key="k" * (1024 - 600)).submit()
-        with pytest.raises(ValidationError, match="idempotency_key: must be text"):
+        with pytest.raises(InvalidInputError, match="idempotency_key: must be text"):
             await task.options(idempotency_key=5).submit()  # type: ignore[arg-type]
 
 
@@ -265,7 +257,7 @@ async def test_an_attempt_that_takes_too_long_is_ended(url: str) -> None:
         await ctx.lease_lost
 
     async with fabric, fabric.worker(lease_ttl_ms=600):
-        with pytest.raises(ExecutionFailed, match="expired") as failed:
+        with pytest.raises(RunFailed, match="expired") as failed:
             await (await wait.submit()).result(timeout=60)
         assert failed.value.outcome is TerminalOutcome.EXPIRED
 
@@ -371,7 +363,7 @@ async def test_a_task_is_not_declared_with_something_of_another_kind(options: di
 
     async def job() -> None: ...
 
-    with pytest.raises(ValidationError, match=told):
+    with pytest.raises(InvalidInputError, match=told):
         fabric.task(**options)(job)
     assert fabric.tasks == {}
 
@@ -394,7 +386,7 @@ async def test_capabilities_come_as_any_collection(url: str, rows: Any, kind: An
 async def test_a_fabric_told_something_of_another_kind_is_refused(url: str) -> None:
     wrong: list[dict[str, Any]] = [{"settings": "x"}, {"settings": {}}, {"lane": ["a"]}, {"namespace": None}]
     for options in wrong:
-        with pytest.raises(ValidationError, match=f"invalid_input: {next(iter(options))}"):
+        with pytest.raises(InvalidInputError, match=f"invalid_input: {next(iter(options))}"):
             Fabric(url, **options)
     with pytest.raises(SettingsError, match="FF_DATABASE_URL: "):
         async with Fabric(5):  # type: ignore[arg-type]
@@ -409,13 +401,13 @@ async def test_a_fabric_told_something_of_another_kind_is_refused(url: str) -> N
     async def job() -> None: ...
 
     async with fabric:
-        with pytest.raises(ValidationError, match="invalid_input: delay: "):
+        with pytest.raises(InvalidInputError, match="invalid_input: delay: "):
             await job.options(delay="soon").submit()  # type: ignore[arg-type]
-        with pytest.raises(ValidationError, match="invalid_input: lanes: "):
+        with pytest.raises(InvalidInputError, match="invalid_input: lanes: "):
             fabric.worker(lanes="mail")
-        with pytest.raises(ValidationError, match="tags: "):
+        with pytest.raises(InvalidInputError, match="tags: "):
             await job.options(tags="a.b").submit()  # type: ignore[arg-type]
-    with pytest.raises(ValidationError, match=r"'x' is no execution_id, which reads \{fp:<number>\}:<uuid>"):
+    with pytest.raises(InvalidInputError, match=r"'x' is no execution_id, which reads \{fp:<number>\}:<uuid>"):
         job.find("x")
 
 
@@ -434,9 +426,9 @@ async def test_what_cannot_be_submitted_is_refused_at_once(url: str) -> None:
             fabric.task(retires=1)  # type: ignore[call-overload]
         with pytest.raises(TypeError, match="task 'job': no such argument: 'w'; its arguments are: a"):
             await job.submit(w=1)  # type: ignore[call-overload]
-        with pytest.raises(ValidationError, match="lane: "):
+        with pytest.raises(InvalidInputError, match="lane: "):
             await job.options(lane="").submit(1)
-        with pytest.raises(ValidationError, match="idempotency_key: must not be empty"):
+        with pytest.raises(InvalidInputError, match="idempotency_key: must not be empty"):
             await job.options(idempotency_key="").submit(1)
 
 
@@ -469,7 +461,7 @@ async def test_a_run_of_another_task_gives_no_result(url: str) -> None:
     async with fabric, fabric.worker():
         run = await a.submit()
         assert await a.find(run.id).result(timeout=60) == 1
-        with pytest.raises(ValidationError) as refused:
+        with pytest.raises(InvalidInputError) as refused:
             await charge.find(run.id).result(timeout=60)
     assert refused.value.code == "invalid_input"
     assert f"{run.id} is an execution of task 'a', not 'charge'" in str(refused.value)

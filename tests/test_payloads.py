@@ -36,8 +36,8 @@ from annotations import (
     Tree,
     Twin,
 )
-from flowfabric import ExecutionFailed, Fabric, UnreadableResult
-from flowfabric.model.errors import ValidationError
+from flowfabric import Fabric, RunFailed, UnreadableResult
+from flowfabric.model.errors import InvalidInputError
 
 NAN, INFINITY = float("nan"), float("inf")
 CYCLE: list[Any] = []
@@ -164,9 +164,9 @@ async def test_an_argument_that_would_not_arrive_equal_is_refused_at_submit(
 
     task = fabric.task(named(job, {"number": int, "value": kind, "return": None}))
     async with fabric:
-        with pytest.raises(ValidationError) as refused:
+        with pytest.raises(InvalidInputError) as refused:
             await task.submit(1, value)
-        with pytest.raises(ValidationError):
+        with pytest.raises(InvalidInputError):
             await task.submit(1, value=value)
         assert await rows.of("execution") == []
     assert refused.value.code == "invalid_input"
@@ -190,7 +190,7 @@ async def test_a_wrong_result_fails_the_run_for_good(url: str) -> None:
     async with fabric, fabric.worker():
         runs = [await task.submit() for task in tasks]
         for at, (run, (_, _, told)) in enumerate(zip(runs, REFUSED_VALUES, strict=True)):
-            with pytest.raises(ExecutionFailed) as failed:
+            with pytest.raises(RunFailed) as failed:
                 await run.result(timeout=60)
             assert str(failed.value.reason).startswith(f"task 'job {at}', result: ")
             assert told.replace("pass ", "return ") in str(failed.value.reason)
@@ -217,9 +217,9 @@ async def test_a_result_may_be_none_only_where_its_type_says_so(url: str) -> Non
         return [a, b]
 
     async with fabric, fabric.worker():
-        with pytest.raises(ExecutionFailed, match="task 'forgets', result: expected int, got None"):
+        with pytest.raises(RunFailed, match="task 'forgets', result: expected int, got None"):
             await (await forgets.submit()).result(timeout=60)
-        with pytest.raises(ExecutionFailed, match=r"task 'returns', result: expected None, got 5 \(int\)"):
+        with pytest.raises(RunFailed, match=r"task 'returns', result: expected None, got 5 \(int\)"):
             await (await returns.submit()).result(timeout=60)
         assert [await (await maybe.submit(a)).result(timeout=60) for a in (None, 1)] == [None, 1]
         assert await (await untyped.submit({"a": 1})).result(timeout=60) == [{"a": 1}, None]
@@ -232,7 +232,7 @@ async def test_a_type_that_cannot_be_carried_is_refused_at_the_decorator(kind: A
     async def job(a: Any = None) -> Any: ...
 
     for place, kinds in (("parameter 'a'", {"a": kind}), ("result", {"return": kind})):
-        with pytest.raises(ValidationError) as refused:
+        with pytest.raises(InvalidInputError) as refused:
             fabric.task(name="mine")(named(job, kinds))
         assert str(refused.value).startswith(f"invalid_input: task 'mine', {place}: ")
         assert told in str(refused.value)
@@ -277,10 +277,10 @@ async def test_an_annotation_may_be_defined_after_the_task(url: str) -> None:
 
     async with fabric:
         with pytest.raises(
-            ValidationError, match=r"task 'job': an annotation cannot be resolved \(name 'DefinedLater'"
+            InvalidInputError, match=r"task 'job': an annotation cannot be resolved \(name 'DefinedLater'"
         ):
             await job.submit(Point(1))
-        with pytest.raises(ValidationError, match="define or import the name at module level"):
+        with pytest.raises(InvalidInputError, match="define or import the name at module level"):
             await fabric.worker().__aenter__()
         globals()["DefinedLater"] = Point
         try:

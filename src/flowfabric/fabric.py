@@ -15,9 +15,9 @@ from flowfabric.model.errors import (
     ConflictError,
     Detail,
     EngineError,
+    InvalidInputError,
     NotFoundError,
     OperationTimeoutError,
-    ValidationError,
     error,
     reason_of,
 )
@@ -53,7 +53,7 @@ Result = TypeVar("Result")
 Kept = TypeVar("Kept", covariant=True)
 
 
-class ExecutionFailed(Exception):
+class RunFailed(Exception):
     """A run did not succeed: `outcome` says how it ended, `reason` why."""
 
     def __init__(self, execution_id: ExecutionId, outcome: TerminalOutcome, reason: str | None) -> None:
@@ -67,10 +67,10 @@ class ExecutionFailed(Exception):
         return f"{self.execution_id} {self.outcome}" + (f": {self.reason}" if self.reason else "")
 
 
-class UnreadableResult(ValidationError):
+class UnreadableResult(InvalidInputError):
     """A run succeeded, and its stored result does not fit the type its task names now."""
 
-    def __init__(self, execution_id: ExecutionId, unreadable: ValidationError) -> None:
+    def __init__(self, execution_id: ExecutionId, unreadable: InvalidInputError) -> None:
         super().__init__(unreadable.code, unreadable.detail)
         self.execution_id = execution_id
         self.args = (execution_id, unreadable)
@@ -186,7 +186,7 @@ class Run(Generic[Kept]):
     async def result(self, timeout: float | None = None) -> Kept:
         """The result as soon as it is there.
 
-        ExecutionFailed when there is none, TimeoutError when it takes longer, UnreadableResult when what is stored does
+        RunFailed when there is none, TimeoutError when it takes longer, UnreadableResult when what is stored does
         not fit the type the task names; `invalid_input` when it is a run of another task.
         """
         try:
@@ -198,10 +198,10 @@ class Run(Generic[Kept]):
         if self._is_found:
             await self._check_task()
         if ended.outcome is not TerminalOutcome.SUCCESS:
-            raise ExecutionFailed(self.id, ended.outcome, ended.reason)
+            raise RunFailed(self.id, ended.outcome, ended.reason)
         try:
             return cast(Kept, self._handler.decode_result(ended.result))
-        except ValidationError as unreadable:
+        except InvalidInputError as unreadable:
             raise UnreadableResult(self.id, unreadable) from None
 
     async def _standing(self) -> str:

@@ -10,11 +10,11 @@ from types import ModuleType
 import pytest
 
 from conftest import Engines
-from flowfabric import Created
 from flowfabric.bench.ours import LANE, noop
 from flowfabric.bench.ours_submit import create_one
 from flowfabric.bench.run import SUBJECTS
 from flowfabric.bench.without import TABLE, Without, giving, resolve, switch_off, value
+from flowfabric.outcomes import Created
 
 README = Path(__file__).parents[2] / "bench" / "README.md"
 

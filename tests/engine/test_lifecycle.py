@@ -13,7 +13,7 @@ from flowfabric.db.embedded import Embedded
 from flowfabric.db.migrate import load_migrations
 from flowfabric.engine.engine import Engine, engine_beside
 from flowfabric.model.errors import TransportError, UnavailableError
-from flowfabric.model.support import Applied, NoOp
+from flowfabric.model.support import Applied, NothingToPrepare
 from flowfabric.settings import Settings
 
 from .state import new
@@ -27,14 +27,14 @@ async def opened(**settings: Any) -> None:
 
 async def test_preparing_what_is_ready_does_nothing(engine: Engine, rows: Any) -> None:
     async with rows.unchanged():
-        assert await engine.prepare() == NoOp()
+        assert await engine.prepare() == NothingToPrepare()
 
 
 async def test_an_empty_database_is_prepared_where_it_is_asked_for(url: str, connection: asyncpg.Connection) -> None:
     settings = Settings(database_url=url, schema_name="another", migrate_on_start=True)
     async with Engine.connect(settings=settings) as engine:
         made = await engine.create_execution(**new())
-        assert await engine.prepare() == NoOp()
+        assert await engine.prepare() == NothingToPrepare()
         assert await engine.read_execution_state(made.execution_id) == "waiting"
         await connection.execute("drop schema another cascade")
         applied = await engine.prepare()

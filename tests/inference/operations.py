@@ -6,7 +6,8 @@ none, so every such line states what must be refused.
 
 from typing import assert_type
 
-from flowfabric import ClaimedExecution, Created, Duplicate, Engine, Handle
+from flowfabric import Engine
+from flowfabric.outcomes import ClaimedExecution, Created, Duplicate, Handle
 
 
 async def inferred(engine: Engine) -> None:

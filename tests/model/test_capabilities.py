@@ -2,7 +2,7 @@ from typing import Any
 
 import pytest
 
-from flowfabric.model.errors import ValidationError
+from flowfabric.model.errors import InvalidInputError
 from flowfabric.model.policy import RoutingRequirements, check_capabilities, parse_policy
 
 
@@ -40,7 +40,7 @@ FAULTS = [
 def test_malformed_required_capabilities_are_refused_with_what_is_wrong(values: object, fault: str) -> None:
     made: Any = RoutingRequirements
     for attempt in (lambda: _required(values), lambda: made(required_capabilities=values)):
-        with pytest.raises(ValidationError) as refused:
+        with pytest.raises(InvalidInputError) as refused:
             attempt()
         assert (refused.value.code, refused.value.detail) == ("invalid_capabilities", f"required:{fault}")
 
@@ -48,7 +48,7 @@ def test_malformed_required_capabilities_are_refused_with_what_is_wrong(values: 
 @pytest.mark.parametrize(("values", "fault"), FAULTS)
 def test_malformed_worker_capabilities_are_refused_with_what_is_wrong(values: object, fault: str) -> None:
     for given_values in (values, tuple(values) if isinstance(values, list) else values):
-        with pytest.raises(ValidationError) as refused:
+        with pytest.raises(InvalidInputError) as refused:
             check_capabilities(given_values)
         assert (refused.value.code, refused.value.detail) == ("invalid_capabilities", f"worker:{fault}")
 
@@ -56,7 +56,7 @@ def test_malformed_worker_capabilities_are_refused_with_what_is_wrong(values: ob
 def test_only_worker_capabilities_refuse_spaces_of_all_unicode() -> None:
     for token in ("a\u00a0b", "a\u2003b", "a\x85b"):
         assert _required([token]) == (token,)
-        with pytest.raises(ValidationError, match="worker:control_or_whitespace"):
+        with pytest.raises(InvalidInputError, match="worker:control_or_whitespace"):
             check_capabilities([token])
 
 

@@ -30,7 +30,7 @@ from flowfabric.model.condition import (
     required_signal_names,
     waitpoint_keys,
 )
-from flowfabric.model.errors import ValidationError
+from flowfabric.model.errors import InvalidInputError
 from flowfabric.model.evaluation import Evaluation, SignalFacts, evaluate
 from flowfabric.model.ids import SignalId
 from flowfabric.model.signal import SignalDisposition, SignalEffect
@@ -172,12 +172,12 @@ def test_a_matcher_that_is_null_is_no_matcher() -> None:
 def test_what_is_not_understood_is_refused_and_never_met_when_stored(plain: object) -> None:
     beside = {"Composite": {"kind": "AllOf", "members": [{"Composite": COUNT}, plain]}}
     for value in (plain, beside):
-        with pytest.raises(ValidationError, match="invalid_input: "):
+        with pytest.raises(InvalidInputError, match="invalid_input: "):
             parse_condition(value)
         stored = read_stored_condition(json.dumps(value))
         assert condition_plain(stored) == value
         assert not evaluate(stored, [signal("a"), signal("b")]).satisfied
-        with pytest.raises(ValidationError, match="invalid_input: "):
+        with pytest.raises(InvalidInputError, match="invalid_input: "):
             parse_condition(stored)
     assert dispositions(read_stored_condition(json.dumps(beside)), signal("a")) == ["appended_to_waitpoint"]
 
@@ -221,7 +221,7 @@ def test_text_that_is_no_json_is_never_met() -> None:
     ],
 )
 def test_a_condition_of_wrong_parts_cannot_be_built(build: Any) -> None:
-    with pytest.raises(ValidationError, match="invalid_input: "):
+    with pytest.raises(InvalidInputError, match="invalid_input: "):
         build()
 
 
@@ -258,7 +258,7 @@ def test_lists_are_taken_as_tuples() -> None:
     ],
 )
 def test_a_tree_nothing_could_meet_is_refused_where_it_is_wrong(condition: Condition, detail: str) -> None:
-    with pytest.raises(ValidationError) as refused:
+    with pytest.raises(InvalidInputError) as refused:
         check_structure(condition)
     assert (refused.value.code, refused.value.detail) == ("invalid_input", detail)
 

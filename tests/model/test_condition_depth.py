@@ -19,7 +19,7 @@ from flowfabric.model.condition import (
     required_signal_names,
     waitpoint_keys,
 )
-from flowfabric.model.errors import ValidationError
+from flowfabric.model.errors import InvalidInputError
 from flowfabric.model.evaluation import SignalFacts, evaluate
 from flowfabric.model.ids import SignalId
 
@@ -72,7 +72,7 @@ TOO_DEEP = {
 @pytest.mark.parametrize("form", TOO_DEEP)
 def test_a_condition_nested_too_deeply_is_refused_however_deep_it_is(form: str) -> None:
     condition = parse_condition(TOO_DEEP[form])
-    with pytest.raises(ValidationError) as refused:
+    with pytest.raises(InvalidInputError) as refused:
         check_structure(condition)
     assert (refused.value.code, refused.value.detail) == ("invalid_input", DEEP)
 
@@ -80,7 +80,7 @@ def test_a_condition_nested_too_deeply_is_refused_however_deep_it_is(form: str) 
 @pytest.mark.parametrize("depth", [33, 400, 5_000, 100_000])
 def test_a_condition_nested_too_deeply_has_no_json(depth: int) -> None:
     for give in (condition_plain, condition_json):
-        with pytest.raises(ValidationError) as refused:
+        with pytest.raises(InvalidInputError) as refused:
             give(nested(depth))
         assert (refused.value.code, refused.value.detail) == ("invalid_input", DEEP)
 
@@ -123,7 +123,7 @@ def twice_in_itself() -> Any:
 
 
 def refusal(condition: Any) -> object:
-    with pytest.raises(ValidationError) as refused:
+    with pytest.raises(InvalidInputError) as refused:
         check_structure(parse_condition(condition))
     return refused.value.detail
 
@@ -137,7 +137,7 @@ def test_a_group_that_stands_in_many_places_is_checked_once() -> None:
     assert refusal(wide_plain(1000, 1000, 1000, 1000, 1000)) == DEEP
     assert refusal(twice_in_itself()) == DEEP
     for give in (condition_plain, condition_json):
-        with pytest.raises(ValidationError) as refused:
+        with pytest.raises(InvalidInputError) as refused:
             give(wide(1000, 1000, 1000, 1000))
         assert refused.value.detail == TOO_LARGE
 

@@ -114,7 +114,7 @@ stream_backpressure Informational stream_backpressure
 ROWS = [tuple(line.split()) for line in EXPECTED.strip().splitlines()]
 
 EXCEPTIONS = {
-    "validation": errors.ValidationError,
+    "validation": errors.InvalidInputError,
     "contention": errors.ContentionError,
     "conflict": errors.ConflictError,
     "state": errors.StateError,
@@ -153,7 +153,7 @@ def test_an_unknown_code_is_a_mistake_of_the_caller() -> None:
 
 def test_a_code_belongs_to_one_category() -> None:
     with pytest.raises(ValueError, match="stale_lease is a state code"):
-        errors.ValidationError("stale_lease")
+        errors.InvalidInputError("stale_lease")
 
 
 def test_an_error_reads_code_and_detail() -> None:

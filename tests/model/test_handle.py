@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowfabric.model.errors import ValidationError
+from flowfabric.model.errors import InvalidInputError
 from flowfabric.model.handle import Backend, Fence, Handle, check_handle
 from flowfabric.model.ids import AttemptId, ExecutionId, LaneId, LeaseId, WorkerInstanceId, format_execution_id
 from flowfabric.model.states import HandleKind
@@ -99,13 +99,13 @@ def test_handles_are_equal_exactly_when_backend_kind_and_bytes_are(one: Handle, 
 
 @given(st.binary())
 def test_any_bytes_are_a_handle_or_refused(data: bytes) -> None:
-    with pytest.raises(ValidationError):
+    with pytest.raises(InvalidInputError):
         _decode(data)
 
 
 def test_every_prefix_of_a_handle_is_truncated() -> None:
     for end in range(len(BYTES)):
-        with pytest.raises(ValidationError, match=r"corruption: handle_codec: Truncated\{needed=") as refused:
+        with pytest.raises(InvalidInputError, match=r"corruption: handle_codec: Truncated\{needed=") as refused:
             _decode(BYTES[:end])
         assert refused.value.code == "corruption"
 
@@ -133,7 +133,7 @@ def test_every_prefix_of_a_handle_is_truncated() -> None:
     ],
 )
 def test_unreadable_bytes_are_corruption_with_what_is_wrong(data: bytes, reason: str) -> None:
-    with pytest.raises(ValidationError) as refused:
+    with pytest.raises(InvalidInputError) as refused:
         _decode(data)
     assert refused.value.code == "corruption"
     assert str(refused.value.detail).startswith(f"handle_codec: {reason}")
@@ -146,7 +146,7 @@ def test_lane_and_worker_are_not_judged_again() -> None:
 
 @pytest.mark.parametrize("ttl", [0, 2**32, 2**63, -1 % 2**64])
 def test_a_lease_time_that_no_claim_gives_is_refused(ttl: int) -> None:
-    with pytest.raises(ValidationError) as refused:
+    with pytest.raises(InvalidInputError) as refused:
         _decode(b"\x02\x01\x02" + _fields(lease_ttl_ms=ttl))
     shown = f"handle_codec: ParseField{{field=lease_ttl_ms, lease_ttl_ms: 1 to 4294967295, got {ttl}}}"
     assert (refused.value.code, refused.value.detail) == ("corruption", shown)
@@ -159,7 +159,7 @@ def test_every_lease_time_that_a_claim_gives_is_read(ttl: int) -> None:
 
 @pytest.mark.parametrize("beyond", [_fields(attempt_index=2**31), _fields(lease_epoch=2**63)])
 def test_numbers_beyond_what_is_stored_are_refused(beyond: bytes) -> None:
-    with pytest.raises(ValidationError, match=r"invalid_input: handle.*exceeds the stored range"):
+    with pytest.raises(InvalidInputError, match=r"invalid_input: handle.*exceeds the stored range"):
         _decode(b"\x02\x01\x02" + beyond)
 
 
@@ -175,14 +175,14 @@ def test_numbers_beyond_what_is_stored_are_refused(beyond: bytes) -> None:
     ],
 )
 def test_a_readable_handle_of_another_backend_is_named_as_such(data: bytes, backend: str, actual: str) -> None:
-    with pytest.raises(ValidationError) as refused:
+    with pytest.raises(InvalidInputError) as refused:
         Handle.decode(data, HandleKind.FRESH, backend)
     assert refused.value.code == "handle_from_other_backend"
     assert refused.value.detail == f"expected=Postgres actual={actual}"
 
 
 def test_unreadable_bytes_of_version_1_are_corruption() -> None:
-    with pytest.raises(ValidationError, match="corruption: handle_codec: Truncated"):
+    with pytest.raises(InvalidInputError, match="corruption: handle_codec: Truncated"):
         _decode(b"\x01" + _fields()[:-1])
 
 
@@ -207,13 +207,13 @@ def test_the_json_of_a_handle_has_three_texts() -> None:
     ],
 )
 def test_malformed_json_of_a_handle_is_refused_by_its_field(changes: dict[str, object], field: str) -> None:
-    with pytest.raises(ValidationError, match=f"invalid_input: {field}: "):
+    with pytest.raises(InvalidInputError, match=f"invalid_input: {field}: "):
         Handle.from_json({**GOLDEN.to_json(), **changes})
 
 
 @pytest.mark.parametrize("value", [None, "handle", [], 3])
 def test_only_an_object_is_the_json_of_a_handle(value: object) -> None:
-    with pytest.raises(ValidationError, match="invalid_input: handle: "):
+    with pytest.raises(InvalidInputError, match="invalid_input: handle: "):
         Handle.from_json(value)
 
 
@@ -226,10 +226,10 @@ def test_a_handle_cannot_be_changed() -> None:
 def test_operations_take_only_handles_of_this_engine() -> None:
     assert check_handle(GOLDEN) is GOLDEN
     foreign = msgspec.structs.replace(GOLDEN, backend=Backend.SQLITE)
-    with pytest.raises(ValidationError, match="handle_from_other_backend: expected=Postgres actual=Sqlite"):
+    with pytest.raises(InvalidInputError, match="handle_from_other_backend: expected=Postgres actual=Sqlite"):
         check_handle(foreign)
     for value in (None, BYTES, GOLDEN.to_json()):
-        with pytest.raises(ValidationError, match="invalid_input: handle: "):
+        with pytest.raises(InvalidInputError, match="invalid_input: handle: "):
             check_handle(value)
 
 

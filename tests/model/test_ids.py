@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flowfabric.model import ids
-from flowfabric.model.errors import ValidationError
+from flowfabric.model.errors import InvalidInputError
 from flowfabric.model.ids import (
     BudgetId,
     ExecutionId,
@@ -69,14 +69,14 @@ def test_parsing_knows_no_partition_count() -> None:
     ],
 )
 def test_a_malformed_execution_id_is_refused_with_what_is_wrong(value: object, reason: str) -> None:
-    with pytest.raises(ValidationError) as refused:
+    with pytest.raises(InvalidInputError) as refused:
         ids.parse_execution_id(value)
     assert refused.value.code == "invalid_input"
     assert str(refused.value.detail).startswith(f"{reason}: {value!r}")
 
 
 def test_a_refusal_never_repeats_a_huge_value() -> None:
-    with pytest.raises(ValidationError) as refused:
+    with pytest.raises(InvalidInputError) as refused:
         ids.parse_execution_id("x" * 1_000_000)
     assert len(str(refused.value)) < 300
 
@@ -93,17 +93,17 @@ def test_an_execution_id_survives_splitting_and_rebuilding(partition: int, value
 def test_any_text_is_an_execution_id_or_refused(text: str) -> None:
     try:
         parsed = ids.parse_execution_id(text)
-    except ValidationError:
+    except InvalidInputError:
         return
     assert ids.format_execution_id(*ids.split_execution_id(parsed)) == parsed
 
 
 def test_a_partition_this_deployment_lacks_is_refused_at_ingress() -> None:
     assert ids.check_partition(ExecutionId(f"{{fp:255}}:{UUID}"), 256) == 255
-    with pytest.raises(ValidationError, match="invalid_input") as refused:
+    with pytest.raises(InvalidInputError, match="invalid_input") as refused:
         ids.check_partition(ExecutionId(f"{{fp:256}}:{UUID}"), 256)
     assert "i16" not in str(refused.value)
-    with pytest.raises(ValidationError, match="exceeds i16 range"):
+    with pytest.raises(InvalidInputError, match="exceeds i16 range"):
         ids.check_partition(ExecutionId(f"{{fp:32768}}:{UUID}"), 256)
     assert ids.check_partition(ExecutionId(f"{{fp:32767}}:{UUID}"), 32768) == 32767
 
@@ -160,7 +160,7 @@ def test_the_default_counts_are_256_flow_and_32_budget_and_quota_partitions() ->
 @pytest.mark.parametrize("family", ["flow", "budget", "quota"])
 @pytest.mark.parametrize("count", [0, -1, 32769, True, 2.0, "8", None])
 def test_a_partition_count_outside_1_to_32768_is_refused(family: str, count: Any) -> None:
-    with pytest.raises(ValidationError, match=f"num_{family}_partitions"):
+    with pytest.raises(InvalidInputError, match=f"num_{family}_partitions"):
         Partitions(**{family: count})
 
 
@@ -186,9 +186,9 @@ def test_executions_outside_a_flow_go_where_the_solo_rule_says() -> None:
     fixed = ids.deterministic_solo(lane, uuid.UUID(int=1), Partitions())
     assert fixed == "{fp:86}:00000000-0000-0000-0000-000000000001"
     assert fixed == ids.deterministic_solo(lane, str(uuid.UUID(int=1)), Partitions())
-    with pytest.raises(ValidationError, match="lane_id: Empty"):
+    with pytest.raises(InvalidInputError, match="lane_id: Empty"):
         ids.mint_solo("", Partitions())
-    with pytest.raises(ValidationError, match="uuid: must be a UUID"):
+    with pytest.raises(InvalidInputError, match="uuid: must be a UUID"):
         ids.deterministic_solo(lane, "1", Partitions())
 
 
@@ -264,7 +264,7 @@ def test_a_partition_key_reads_and_prints_the_same(text: str, family: PartitionF
     ],
 )
 def test_a_malformed_partition_key_is_refused_with_what_is_wrong(value: object, reason: str) -> None:
-    with pytest.raises(ValidationError) as refused:
+    with pytest.raises(InvalidInputError) as refused:
         ids.parse_partition_key(value)
     assert refused.value.code == "invalid_input"
     assert str(refused.value.detail).startswith(f"{reason}: ")
@@ -290,7 +290,7 @@ def test_a_lane_id_is_printable_ascii(lane: str) -> None:
     ],
 )
 def test_any_other_lane_id_is_refused_with_what_is_wrong(lane: object, reason: str) -> None:
-    with pytest.raises(ValidationError) as refused:
+    with pytest.raises(InvalidInputError) as refused:
         ids.check_lane_id(lane)
     assert refused.value.code == "invalid_input"
     assert refused.value.detail == f"lane_id: {reason}"
@@ -306,7 +306,7 @@ def test_a_worker_id_is_text_without_spaces(worker: str) -> None:
     ["", " ", "a b", "a\tb", "a\u00a0b", "a\u2003b", "a\x00b", "a\x85b", "x" * 257, "é" * 129, "\ud800", None, 3],
 )
 def test_any_other_worker_id_is_refused_by_its_field(worker: object) -> None:
-    with pytest.raises(ValidationError, match="invalid_input: worker_instance_id: "):
+    with pytest.raises(InvalidInputError, match="invalid_input: worker_instance_id: "):
         ids.check_worker_id(worker, "worker_instance_id")
 
 
@@ -320,5 +320,5 @@ def test_a_uuid_is_taken_as_a_value_or_as_text() -> None:
 
 @pytest.mark.parametrize("value", ["", "x", UUID + "0", "_" + UUID[1:], " " + UUID[1:], b"x" * 16, 5, None])
 def test_any_other_uuid_is_refused_by_its_field(value: object) -> None:
-    with pytest.raises(ValidationError, match="invalid_input: flow_id: must be a UUID"):
+    with pytest.raises(InvalidInputError, match="invalid_input: flow_id: must be a UUID"):
         ids.parse_uuid(value, "flow_id")

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowfabric.model.errors import ValidationError
+from flowfabric.model.errors import InvalidInputError
 from flowfabric.model.policy import (
     DurabilityMode,
     ExecutionPolicy,
@@ -60,7 +60,7 @@ FULL = {
 
 
 def _refusal(value: Any) -> tuple[str, object]:
-    with pytest.raises(ValidationError) as refused:
+    with pytest.raises(InvalidInputError) as refused:
         parse_policy(value)
     return refused.value.code, refused.value.detail
 
@@ -230,7 +230,7 @@ def test_any_value_in_any_field_is_taken_or_refused(value: object) -> None:
     for field in FULL:
         try:
             policy = parse_policy({field: value})
-        except ValidationError:
+        except InvalidInputError:
             continue
         assert policy is not None
         assert parse_policy(policy_json(policy)) == policy
@@ -396,7 +396,7 @@ def _build(kind: Any, **fields: Any) -> None:
     ],
 )
 def test_a_policy_built_by_hand_is_checked_as_well(kind: Any, fields: dict[str, object]) -> None:
-    with pytest.raises(ValidationError, match="invalid_policy_json: "):
+    with pytest.raises(InvalidInputError, match="invalid_policy_json: "):
         _build(kind, **fields)
 
 
@@ -420,7 +420,7 @@ def test_a_retry_policy_is_read_alone() -> None:
     assert parse_retry_policy('{"max_retries":1}') == RetryPolicy(max_retries=1)
     assert parse_retry_policy({"backoff": {"type": "fixed"}}) == RetryPolicy(backoff=FixedBackoff(delay_ms=1000))
     assert parse_retry_policy(RetryPolicy()) == RetryPolicy()
-    with pytest.raises(ValidationError, match="invalid_policy_json: malformed"):
+    with pytest.raises(InvalidInputError, match="invalid_policy_json: malformed"):
         parse_retry_policy("{")
 
 
@@ -430,5 +430,5 @@ def test_a_stored_policy_of_a_newer_version_is_read_as_far_as_it_is_understood()
     read = read_stored_policy(text)
     assert read == ExecutionPolicy(retry_policy=RetryPolicy(max_retries=2))
     assert read_stored_policy(None) is None
-    with pytest.raises(ValidationError):
+    with pytest.raises(InvalidInputError):
         parse_policy(text)

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowfabric.model.errors import ValidationError
+from flowfabric.model.errors import InvalidInputError
 from flowfabric.model.resume import (
     ResumePolicy,
     ResumeTarget,
@@ -52,7 +52,7 @@ def test_a_resume_policy_has_these_defaults() -> None:
     ],
 )
 def test_a_resume_policy_that_is_not_understood_is_refused(plain: object) -> None:
-    with pytest.raises(ValidationError, match=r"^invalid_input: resume_policy"):
+    with pytest.raises(InvalidInputError, match=r"^invalid_input: resume_policy"):
         parse_resume_policy(plain)
 
 

@@ -19,7 +19,7 @@ from flowfabric.model.condition import (
     all_of_waitpoints,
     condition_plain,
 )
-from flowfabric.model.errors import ValidationError
+from flowfabric.model.errors import InvalidInputError
 from flowfabric.model.ids import SuspensionId, WaitpointId
 from flowfabric.model.lease import AlreadySatisfied
 from flowfabric.model.policy import SuspensionPolicy
@@ -113,7 +113,7 @@ def test_what_does_not_go_together_is_refused_by_the_first_rule_it_breaks(
     condition: Condition, bindings: list[Binding], detail: str
 ) -> None:
     args = suspend(condition, *bindings)
-    with pytest.raises(ValidationError) as refused:
+    with pytest.raises(InvalidInputError) as refused:
         check_suspend(args)
     assert (refused.value.code, refused.value.detail) == ("invalid_input", detail)
 
@@ -127,7 +127,7 @@ def test_a_condition_nested_too_deeply_is_refused_whatever_is_bound(depth: int, 
         plain, typed = {"Composite": {"kind": "AllOf", "members": [plain]}}, AllOf((typed,))
     for condition in (plain, typed):
         args = suspend(condition, *bindings)
-        with pytest.raises(ValidationError) as refused:
+        with pytest.raises(InvalidInputError) as refused:
             check_suspend(args)
         shown = "depth 5 exceeds cap 4 at path members[0].members[0].members[0].members[0]"
         assert (refused.value.code, refused.value.detail) == ("invalid_input", shown)
@@ -215,7 +215,7 @@ def test_an_argument_of_the_wrong_kind_is_refused(name: str, value: Any) -> None
         "resume_condition": single(),
         "reason_code": "waiting_for_signal",
     }
-    with pytest.raises(ValidationError, match=r"^invalid_input: "):
+    with pytest.raises(InvalidInputError, match=r"^invalid_input: "):
         SuspendArgs(**{**given, name: value})
 
 
@@ -268,7 +268,7 @@ def test_bindings_have_their_json_form() -> None:
     ],
 )
 def test_a_binding_that_is_not_understood_is_refused(plain: object) -> None:
-    with pytest.raises(ValidationError, match=r"^invalid_input: "):
+    with pytest.raises(InvalidInputError, match=r"^invalid_input: "):
         parse_binding(plain)
 
 
@@ -299,16 +299,16 @@ def test_a_timeout_behavior_has_an_alias_and_a_default_where_none_is_stored() ->
     assert read_stored_timeout_behavior(None) is read_stored_timeout_behavior("") is TimeoutBehavior.FAIL
     for behavior in TimeoutBehavior:
         assert parse_timeout_behavior(behavior.value) is read_stored_timeout_behavior(behavior.value) is behavior
-    with pytest.raises(ValidationError, match="invalid_input: timeout_behavior"):
+    with pytest.raises(InvalidInputError, match="invalid_input: timeout_behavior"):
         parse_timeout_behavior(None)
-    with pytest.raises(ValidationError, match="corruption: timeout_behavior"):
+    with pytest.raises(InvalidInputError, match="corruption: timeout_behavior"):
         read_stored_timeout_behavior("newer")
 
 
 def test_a_deadline_may_lie_ten_minutes_back() -> None:
     check_deadline(None, NOW)
     check_deadline(NOW - 600_000, NOW)
-    with pytest.raises(ValidationError, match=r"^invalid_input: timeout_at_in_past$"):
+    with pytest.raises(InvalidInputError, match=r"^invalid_input: timeout_at_in_past$"):
         check_deadline(NOW - 600_001, NOW)
 
 

@@ -2,7 +2,7 @@ from typing import Any
 
 import pytest
 
-from flowfabric.model.errors import ValidationError
+from flowfabric.model.errors import InvalidInputError
 from flowfabric.model.tag import check_tag_key, check_tags
 
 
@@ -19,19 +19,19 @@ def test_a_tag_key_has_a_namespace_and_a_name(key: str) -> None:
     ],
 )  # fmt: skip
 def test_any_other_tag_key_is_refused_with_the_key(key: str) -> None:
-    with pytest.raises(ValidationError) as refused:
+    with pytest.raises(InvalidInputError) as refused:
         check_tags({key: "value"})
     assert (refused.value.code, refused.value.detail) == ("invalid_tag_key", key)
 
 
 def test_a_key_that_is_no_text_is_refused() -> None:
     for key in (None, 3, b"a.b", ("a.b",)):
-        with pytest.raises(ValidationError, match="invalid_tag_key"):
+        with pytest.raises(InvalidInputError, match="invalid_tag_key"):
             check_tag_key(key)
 
 
 def test_a_key_that_is_no_unicode_is_refused_readably() -> None:
-    with pytest.raises(ValidationError) as refused:
+    with pytest.raises(InvalidInputError) as refused:
         check_tag_key("a.\ud800")
     assert refused.value.detail == "a.\\ud800"
 
@@ -49,11 +49,11 @@ def test_no_tags_are_no_tags() -> None:
 
 @pytest.mark.parametrize("value", ["a\0b", "\ud800", None, 3, b"x"])
 def test_a_value_the_store_cannot_hold_is_refused(value: Any) -> None:
-    with pytest.raises(ValidationError, match=r"invalid_input: tags\.a\.b: "):
+    with pytest.raises(InvalidInputError, match=r"invalid_input: tags\.a\.b: "):
         check_tags({"a.b": value})
 
 
 @pytest.mark.parametrize("tags", ["a.b", ["a.b"], 3])
 def test_tags_are_a_mapping(tags: Any) -> None:
-    with pytest.raises(ValidationError, match="invalid_input: tags: "):
+    with pytest.raises(InvalidInputError, match="invalid_input: tags: "):
         check_tags(tags)

@@ -1,6 +1,6 @@
 import pytest
 
-from flowfabric.model.errors import ValidationError
+from flowfabric.model.errors import InvalidInputError
 from flowfabric.model.text import check_text
 
 
@@ -11,5 +11,5 @@ def test_text_the_store_can_hold_is_taken(text: str) -> None:
 
 @pytest.mark.parametrize("text", ["a\0b", "\ud800", "é\0", None, 3, b"x"])
 def test_text_the_store_cannot_hold_is_refused_by_its_field(text: object) -> None:
-    with pytest.raises(ValidationError, match="invalid_input: namespace: "):
+    with pytest.raises(InvalidInputError, match="invalid_input: namespace: "):
         check_text(text, "namespace")

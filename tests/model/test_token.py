@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowfabric.model.errors import EngineError, ValidationError
+from flowfabric.model.errors import EngineError, InvalidInputError
 from flowfabric.model.ids import ExecutionId, WaitpointId, format_execution_id
 from flowfabric.model.key import SigningKey
 from flowfabric.model.token import ParsedToken, RingKey, WaitpointToken, parse_token, sign_token, verify_token
@@ -143,7 +143,7 @@ def test_a_digest_under_another_kid_does_not_count() -> None:
 def test_an_unusable_secret_is_told_apart_from_a_wrong_token() -> None:
     broken = SigningKey(kid="k1", secret=b"")
     assert code(TOKEN, ring={"k1": RingKey(key=broken, is_current=True)}) == "corruption"
-    with pytest.raises(ValidationError, match="corruption: the stored secret of kid 'k1' is unusable"):
+    with pytest.raises(InvalidInputError, match="corruption: the stored secret of kid 'k1' is unusable"):
         sign_token(broken, EXECUTION, WAITPOINT)
 
 
@@ -230,5 +230,5 @@ def test_a_token_stays_what_it_is_within_the_process() -> None:
     with pytest.raises(AttributeError):
         TOKEN._text = ""
     wrong: Any = None
-    with pytest.raises(ValidationError, match="invalid_token"):
+    with pytest.raises(InvalidInputError, match="invalid_token"):
         WaitpointToken(wrong)

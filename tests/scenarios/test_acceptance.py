@@ -5,25 +5,23 @@ from uuid import UUID, uuid4
 
 import pytest
 
-from flowfabric import (
+from flowfabric import Engine
+from flowfabric.conditions import (
     AllOf,
-    AlreadySatisfied,
     ByName,
     Count,
     CountKind,
-    Engine,
     Fresh,
     OperatorOnly,
     Single,
     SuspendArgs,
-    SuspendDetails,
-    Suspended,
     TimeoutOnly,
     UsePending,
     all_of_waitpoints,
 )
 from flowfabric.engine.wait.deliver import Signals
 from flowfabric.model.event import CompletionOutcome
+from flowfabric.outcomes import AlreadySatisfied, SuspendDetails, Suspended
 
 from .waiting import (
     APPENDED,

@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 
-from flowfabric import AlreadySatisfied, Engine, OperatorOnly, all_of_waitpoints
+from flowfabric import Engine
+from flowfabric.conditions import OperatorOnly, all_of_waitpoints
 from flowfabric.model.event import CompletionOutcome
+from flowfabric.outcomes import AlreadySatisfied
 
 from .waiting import (
     APPENDED,

@@ -10,7 +10,7 @@ from flowfabric.engine.parts import parts_of
 from flowfabric.model.execution import NewExecution
 from flowfabric.model.grant import Granted, GrantedClaim, NotReclaimable, NoWork
 from flowfabric.model.handle import Handle
-from flowfabric.model.key import AlreadySeeded, Noop, Rotated, Seeded
+from flowfabric.model.key import AlreadyRotated, AlreadySeeded, Rotated, Seeded
 from flowfabric.model.lease import ClaimedExecution, Renewed
 
 from .test_races import HOUR_MS, ROUNDS, Rivals, a_moment, at_once, check_both_won, claim, claimed, new, rivals
@@ -249,8 +249,12 @@ async def test_rotations_come_one_after_the_other(rivals: Rivals, rows: Any, kid
         results = [entry.result for (entry,) in entries]
         rotated = [result for result in results if isinstance(result, Rotated)]
         if kid == "one":
-            assert sorted(type(result).__name__ for result in results) == ["Noop", "Noop", "Rotated"]
-            assert Noop(kid=names[0]) in results
+            assert sorted(type(result).__name__ for result in results) == [
+                "AlreadyRotated",
+                "AlreadyRotated",
+                "Rotated",
+            ]
+            assert AlreadyRotated(kid=names[0]) in results
         else:
             assert len(rotated) == len(engines)
         # Each took over from one other, and from nobody twice.

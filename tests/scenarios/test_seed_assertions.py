@@ -8,24 +8,21 @@ from uuid import uuid4
 import asyncpg
 import pytest
 
-from flowfabric import (
-    AllOf,
+from flowfabric import Engine
+from flowfabric.conditions import AllOf, Count, CountKind, Single
+from flowfabric.db.database import ATTEMPTS
+from flowfabric.errors import ConflictError
+from flowfabric.model.event import CompletionOutcome
+from flowfabric.outcomes import (
+    AlreadyRotated,
     AlreadySeeded,
-    ConflictError,
-    Count,
-    CountKind,
-    Engine,
     HandleKind,
     HmacKids,
-    Noop,
     Rotated,
     RotationEntry,
     Seeded,
-    Single,
     Suspended,
 )
-from flowfabric.db.database import ATTEMPTS
-from flowfabric.model.event import CompletionOutcome
 
 from .waiting import APPENDED, READY, SATISFIED, A, B, Waiting, args, claim_resumed, completions, refused, suspended
 
@@ -50,7 +47,7 @@ async def test_1_a_rotation_of_an_empty_store_installs_the_first_key(keyless: En
 
 async def test_2_a_repeated_rotation_does_nothing_and_another_secret_is_a_conflict(keyless: Engine) -> None:
     await rotate(keyless, "v1", A)
-    assert await rotate(keyless, "v1", A) == [RotationEntry(partition=0, result=Noop(kid="v1"))]
+    assert await rotate(keyless, "v1", A) == [RotationEntry(partition=0, result=AlreadyRotated(kid="v1"))]
     (entry,) = await rotate(keyless, "v1", B)
     assert entry.partition == 0
     assert isinstance(entry.result, ConflictError)

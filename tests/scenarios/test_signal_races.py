@@ -8,19 +8,19 @@ from typing import Any
 
 import pytest
 
-from flowfabric import (
+from flowfabric import Engine
+from flowfabric.conditions import TimeoutBehavior
+from flowfabric.engine.wait.deliver import Signals
+from flowfabric.outcomes import (
     Accepted,
     AlreadySatisfied,
     Cancelled,
-    Engine,
     Handle,
     Resumed,
     Rotated,
     SignalDuplicate,
     SuspensionExpired,
-    TimeoutBehavior,
 )
-from flowfabric.engine.wait.deliver import Signals
 
 from .test_races import IS_WHOLE, at_once, claimed, outcome, rivals
 from .waiting import Waiting, args, suspended

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from flowfabric.model.execution import Created, Duplicate, NewExecution
-from flowfabric.model.support import Applied, NoOp
+from flowfabric.model.support import Applied, NothingToPrepare
 
 ROUNDS = 100
 
@@ -54,7 +54,7 @@ async def test_processes_that_start_on_a_new_store_at_once_agree(engines: Any, c
     for _ in range(ROUNDS):
         await connection.execute("delete from configuration")
         prepared = await asyncio.gather(*(engine.prepare() for engine in starting))
-        assert all(isinstance(answer, NoOp | Applied) for answer in prepared)
+        assert all(isinstance(answer, NothingToPrepare | Applied) for answer in prepared)
 
 
 async def test_an_item_repeats_one_before_it_whatever_else_is_wrong_with_it(engines: Any) -> None:

@@ -15,7 +15,7 @@ from flowfabric.engine.engine import Engine
 from flowfabric.model.errors import UnavailableError
 from flowfabric.model.execution import Created, Duplicate
 from flowfabric.model.lease import Completed, Renewed, RetryScheduled
-from flowfabric.model.support import NoOp
+from flowfabric.model.support import NothingToPrepare
 from flowfabric.settings import Settings
 
 MORE = """
@@ -87,7 +87,7 @@ async def test_an_engine_finishes_what_it_holds_on_a_newer_compatible_schema(
         assert {type(verdict) for verdict in verdicts} == {Completed}
     assert {failed.execution_id, lost.execution_id, delayed, keyed.execution_id} < found
     assert await engine.get_execution_result(completed.execution_id) == b"done"
-    assert await engine.prepare() == NoOp()
+    assert await engine.prepare() == NothingToPrepare()
 
 
 async def test_work_under_way_does_not_notice_a_compatible_migration(

@@ -6,18 +6,9 @@ from uuid import UUID, uuid4
 
 import pytest
 
-from flowfabric import (
-    ByName,
-    Engine,
-    EngineError,
-    Fresh,
-    Handle,
-    Single,
-    SuspendArgs,
-    SuspendDetails,
-    Suspended,
-    WaitpointToken,
-)
+from flowfabric import Engine, EngineError
+from flowfabric.conditions import ByName, Fresh, Single, SuspendArgs
+from flowfabric.outcomes import Handle, SuspendDetails, Suspended, WaitpointToken
 
 A, B, C = "aa" * 32, "bb" * 32, "cc" * 32
 """Secrets."""

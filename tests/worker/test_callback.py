@@ -13,7 +13,7 @@ from flowfabric.db.embedded import Embedded
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.wait.deliver import Signals
 from flowfabric.model.condition import Single
-from flowfabric.model.errors import TransportError, ValidationError, error
+from flowfabric.model.errors import InvalidInputError, TransportError, error
 from flowfabric.model.handle import Handle
 from flowfabric.model.ids import WaitpointId
 from flowfabric.model.signal import Accepted, SignalDuplicate
@@ -281,5 +281,5 @@ async def test_a_callback_is_of_a_waitpoint_and_an_address(engine: Engine, given
     point = await ctx.create_waitpoint("wp", expires_in_ms=1000)
     wrong: list[tuple[Any, Any]] = [("wp", "https://app.example"), (point, 5), (point.waitpoint_id, None)]
     for waitpoint, base_url in wrong:
-        with pytest.raises(ValidationError, match=r"invalid_input: (waitpoint|base_url): "):
+        with pytest.raises(InvalidInputError, match=r"invalid_input: (waitpoint|base_url): "):
             ctx.callback(waitpoint, base_url=base_url)

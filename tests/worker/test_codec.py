@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from annotations import DOUBTFUL, MODELS, SECRETS, STRUCTS, Swapped, typed
-from flowfabric.model.errors import ValidationError
+from flowfabric.model.errors import InvalidInputError
 from flowfabric.worker.handler import Handler
 
 CONTEXT: Any = object()
@@ -64,21 +64,21 @@ def test_a_value_comes_back_equal_or_is_refused(pair: tuple[Any, Any], other: tu
             assert str(fault).startswith(f"invalid_input: task 'job', {place}: ")
 
 
-def attempt(call: Callable[[], Any]) -> tuple[Any, ValidationError | None]:
+def attempt(call: Callable[[], Any]) -> tuple[Any, InvalidInputError | None]:
     """What a call returns, or the error it is refused with."""
     try:
         return call(), None
-    except ValidationError as refused:
+    except InvalidInputError as refused:
         return None, refused
 
 
 @pytest.mark.parametrize("kind", SECRETS, ids=str)
 def test_a_secret_is_refused_at_the_decorator(kind: Any) -> None:
-    with pytest.raises(ValidationError, match=r"invalid_input: task 'job', parameter 'a': a Secret.* is a secret"):
+    with pytest.raises(InvalidInputError, match=r"invalid_input: task 'job', parameter 'a': a Secret.* is a secret"):
         Handler(task(kind), task="job")
 
     def get() -> Any: ...
 
     get.__annotations__ = {"return": kind}
-    with pytest.raises(ValidationError, match=r"invalid_input: task 'get', result: a Secret.* is a secret"):
+    with pytest.raises(InvalidInputError, match=r"invalid_input: task 'get', result: a Secret.* is a secret"):
         Handler(get, task="get")

@@ -10,7 +10,7 @@ import pydantic
 import pytest
 
 from annotations import Aliased, Cat, Dog, Row
-from flowfabric.model.errors import ValidationError
+from flowfabric.model.errors import InvalidInputError
 from flowfabric.worker.context import Context
 from flowfabric.worker.handler import Handler
 
@@ -107,7 +107,7 @@ def test_keywords_may_be_named_by_a_typed_dict() -> None:
         return row
 
     assert through(named, key="a", value=1) == {"key": "a", "value": 1}
-    with pytest.raises(ValidationError, match="task 'named', parameter 'row': "):
+    with pytest.raises(InvalidInputError, match="task 'named', parameter 'row': "):
         Handler(named).encode((), {"key": "a", "value": "b"})
 
 
@@ -121,7 +121,7 @@ def test_a_result_is_what_the_function_lets_await() -> None:
     handler = Handler(later)
     assert handler.decode_result(handler.encode_result(Point(1))) == Point(1)
     assert Handler(never).encode_result(None) is None
-    with pytest.raises(ValidationError, match="task 'never', result: "):
+    with pytest.raises(InvalidInputError, match="task 'never', result: "):
         Handler(never).encode_result(1)
 
 
@@ -133,7 +133,7 @@ def test_bytes_are_kept_as_they_are() -> None:
         return b"\x00\xff"
 
     assert Handler(untyped).encode_result(b"\x00\xff") == b"\x00\xff"
-    with pytest.raises(ValidationError, match=r"task 'mine', result: .* annotate it as bytes"):
+    with pytest.raises(InvalidInputError, match=r"task 'mine', result: .* annotate it as bytes"):
         Handler(untyped, task="mine").encode_result(b"\x00\xff")
     assert Handler(raw).encode_result(raw()) == b"\x00\xff"
     assert through(raw) == b"\x00\xff"
@@ -163,7 +163,7 @@ def test_a_call_the_function_would_refuse_cannot_be_submitted() -> None:
 def test_a_payload_that_does_not_fit_is_refused(payload: bytes) -> None:
     def handle(a: int) -> None: ...
 
-    with pytest.raises(ValidationError, match="invalid_input: task 'handle', payload: does not fit its parameters: "):
+    with pytest.raises(InvalidInputError, match="invalid_input: task 'handle', payload: does not fit its parameters: "):
         Handler(handle).bind(payload, CONTEXT)
 
 
@@ -171,7 +171,7 @@ def test_a_payload_that_a_model_refuses_names_the_parameter() -> None:
     def handle(order: Order) -> None: ...
 
     with pytest.raises(
-        ValidationError, match=r"task 'handle', payload: .* number: Field required; .* - at `\$\.order`"
+        InvalidInputError, match=r"task 'handle', payload: .* number: Field required; .* - at `\$\.order`"
     ):
         Handler(handle).bind(b'{"order": {}}', CONTEXT)
 

@@ -12,7 +12,7 @@ import pytest
 from faults.proxy import Proxy, Side
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.parts import parts_of
-from flowfabric.model.errors import ValidationError
+from flowfabric.model.errors import InvalidInputError
 from flowfabric.model.states import TerminalOutcome
 from flowfabric.settings import Settings
 from flowfabric.worker.context import Context
@@ -55,7 +55,7 @@ async def test_a_worker_whose_registration_lapsed_registers_again(
 
 async def test_an_instance_of_another_worker_is_refused(engine: Engine, given: Any) -> None:
     await given.registered(worker_instance_id="pool-1")
-    with pytest.raises(ValidationError, match="reassigned"):
+    with pytest.raises(InvalidInputError, match="reassigned"):
         async with Worker(
             engine, lanes=["default"], handlers={}, worker_id="other", worker_instance_id="pool-1", namespace="tests"
         ):

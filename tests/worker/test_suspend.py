@@ -12,7 +12,7 @@ import pytest
 
 from flowfabric.engine.engine import Engine
 from flowfabric.model.condition import ByName, Single, all_of_waitpoints
-from flowfabric.model.errors import TransportError, ValidationError
+from flowfabric.model.errors import InvalidInputError, TransportError
 from flowfabric.model.handle import Handle
 from flowfabric.model.ids import ExecutionId, SuspensionId, WaitpointId
 from flowfabric.model.states import TerminalOutcome
@@ -319,7 +319,7 @@ async def test_a_wait_whose_keys_or_depth_are_refused_leaves_the_run_its_lease(
         ):
             try:
                 await ctx.suspend(condition=condition, waitpoints=bindings)
-            except ValidationError as refused:
+            except InvalidInputError as refused:
                 told.append(str(refused.detail))
         return told
 

@@ -6,7 +6,7 @@ import pytest
 
 from flowfabric.engine.engine import Engine
 from flowfabric.model.condition import Single
-from flowfabric.model.errors import ValidationError
+from flowfabric.model.errors import InvalidInputError
 from flowfabric.model.states import TerminalOutcome
 from flowfabric.worker.context import Context, Running
 from flowfabric.worker.waits import Unwound, suspend_args
@@ -49,7 +49,7 @@ async def test_a_wait_that_is_not_meant_so_is_refused(
 ) -> None:
     ctx = Context(Running(await given.run(policy={"suspension_policy": {"timeout_behavior": "cancel"}}), 0.0), engine)
     async with rows.unchanged():
-        with pytest.raises(ValidationError, match=f"invalid_input: {told}"):
+        with pytest.raises(InvalidInputError, match=f"invalid_input: {told}"):
             await ctx.suspend(**options)
 
 

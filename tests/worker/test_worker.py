@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from flowfabric.engine.engine import Engine
-from flowfabric.model.errors import ValidationError
+from flowfabric.model.errors import InvalidInputError
 from flowfabric.model.states import TerminalOutcome
 from flowfabric.worker.context import Context
-from flowfabric.worker.outcome import PermanentError
+from flowfabric.worker.outcome import NoRetry
 from flowfabric.worker.worker import Worker
 
 RETRIES = {"retry_policy": {"max_retries": 3, "backoff": {"type": "fixed", "delay_ms": 1}}}
@@ -125,10 +125,10 @@ async def test_a_failure_tells_its_causes(engine: Engine, start_worker: Any, sub
 @pytest.mark.parametrize(
     ("error", "reason"),
     [
-        (PermanentError("never"), "PermanentError: never"),
+        (NoRetry("never"), "NoRetry: never"),
         (
-            ExceptionGroup("several", [ValueError("no"), PermanentError("never")]),
-            "ExceptionGroup: several: ValueError: no; PermanentError: never",
+            ExceptionGroup("several", [ValueError("no"), NoRetry("never")]),
+            "ExceptionGroup: several: ValueError: no; NoRetry: never",
         ),
     ],
 )
@@ -226,7 +226,7 @@ async def test_a_payload_that_does_not_fit_fails(engine: Engine, start_worker: A
     await start_worker({"job": count})
     reason, category, _ = await ended_badly(engine, attempts, await submit(a="one"))
     assert (reason, category) == (
-        "ValidationError: invalid_input: task 'count', payload: does not fit its parameters: "
+        "InvalidInputError: invalid_input: task 'count', payload: does not fit its parameters: "
         "Expected `int`, got `str` - at `$.a`",
         "extractor_payload_decode",
     )
@@ -333,7 +333,7 @@ async def test_a_worker_that_cannot_work_is_refused(engine: Engine, wrong: dict[
 async def test_a_worker_told_something_of_another_kind_is_refused(
     engine: Engine, wrong: dict[str, Any], told: str
 ) -> None:
-    with pytest.raises(ValidationError, match=f"invalid_input: {told}"):
+    with pytest.raises(InvalidInputError, match=f"invalid_input: {told}"):
         Worker(engine, **{"lanes": ["default"], "handlers": {}, **wrong})
     with pytest.raises(ValueError, match="drain_seconds: "):
         Worker(engine, lanes=["default"], handlers={}, drain_seconds="30")  # type: ignore[arg-type]
@@ -349,7 +349,9 @@ async def test_lanes_and_capabilities_come_as_any_collection(engine: Engine, kin
 async def test_a_handler_whose_types_are_unknown_is_refused_at_the_start(engine: Engine) -> None:
     async def job(a: "Nowhere") -> None: ...  # type: ignore[name-defined]  # noqa: F821
 
-    with pytest.raises(ValidationError, match=r"task 'job': an annotation cannot be resolved \(name 'Nowhere' is not"):
+    with pytest.raises(
+        InvalidInputError, match=r"task 'job': an annotation cannot be resolved \(name 'Nowhere' is not"
+    ):
         async with Worker(engine, lanes=["default"], handlers={"job": job}):
             pass
 

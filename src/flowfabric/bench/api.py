@@ -4,30 +4,15 @@ With `--beside` this benchmark runs on the package of another checkout, so it ke
 name has moved between the two, this module imports it from either.
 """
 
-from flowfabric import (
-    Accepted,
-    Context,
-    Engine,
-    EngineError,
-    ExecutionPolicy,
-    Fabric,
-    Fresh,
-    Handle,
-    NewExecution,
-    PendingWaitpoint,
-    Reconciler,
-    RoutingRequirements,
-    Settings,
-    Single,
-    SuspendArgs,
-    Suspended,
-    SuspensionReason,
-    Task,
-    TimeoutPolicy,
-    Worker,
-)
+from flowfabric import Context, Engine, EngineError, Fabric, NewExecution, Reconciler, Settings, Task, Worker
 from flowfabric.db.statements import Statement, Statements, statements_beside
+from flowfabric.model.condition import Single
+from flowfabric.model.handle import Handle
 from flowfabric.model.ids import SuspensionId, WaitpointId, mint_uuid_texts, uuid7
+from flowfabric.model.policy import ExecutionPolicy, RoutingRequirements, TimeoutPolicy
+from flowfabric.model.signal import Accepted
+from flowfabric.model.suspension import SuspendArgs, Suspended, SuspensionReason
+from flowfabric.model.waitpoint import Fresh, PendingWaitpoint
 
 __all__ = [
     "Accepted",

@@ -20,7 +20,7 @@ from rich.table import Table
 
 from flowfabric.cli.errors import told_in_one_line
 from flowfabric.db.embedded import Embedded
-from flowfabric.fabric import ExecutionFailed, Fabric, Run
+from flowfabric.fabric import Fabric, Run, RunFailed
 from flowfabric.settings import Settings
 from flowfabric.worker.context import Context
 
@@ -185,7 +185,7 @@ async def _watch(
 async def _ending(kind: str, run: Run[Told]) -> Ending:
     try:
         told = await run.result(timeout=PATIENCE_SECONDS)
-    except (ExecutionFailed, TimeoutError) as error:
+    except (RunFailed, TimeoutError) as error:
         return Ending(kind=kind, told=None, seconds=0, problem=str(error))
     info = await run.info()
     took = (info.completed_at or 0) - (info.started_at or 0)

@@ -26,7 +26,7 @@ from flowfabric.engine.store import SQL, Rules, Store, error_of
 from flowfabric.model.errors import EngineError, TransportError, error, reason_of
 from flowfabric.model.ids import LaneId, Partitions
 from flowfabric.model.seal import Seals
-from flowfabric.model.support import Applied, NoOp
+from flowfabric.model.support import Applied, NothingToPrepare
 from flowfabric.model.text import check_range
 from flowfabric.settings import PREFIX, Settings
 
@@ -153,7 +153,7 @@ class Lifecycle:
         """The settings that lead another engine to the same store, as it stands."""
         return self.settings.model_copy(update={"database_url": self._database.url, "migrate_on_start": False})
 
-    async def prepare(self) -> NoOp | Applied:
+    async def prepare(self) -> NothingToPrepare | Applied:
         """Bring the store to where this code can run on it; safe to call at any time, from any number of processes."""
         rights = None if self._is_beside else await self.store.answer(self._rights())
         if rights is not None:
@@ -172,7 +172,7 @@ class Lifecycle:
             await self.store.lane_no(LaneId(lane), registered_by="configuration")
         if not self._is_beside:
             done += await self.keys.prepare(self._secret, may_generate=self._embedded is not None)
-        return Applied(description=", ".join(done)) if done else NoOp()
+        return Applied(description=", ".join(done)) if done else NothingToPrepare()
 
     @property
     def _secret(self) -> str | None:

@@ -97,7 +97,7 @@ class NotFoundError(EngineError):
         return f"not found: {self.entity}" + (f" {self.detail}" if isinstance(self.detail, str) else "")
 
 
-class ValidationError(EngineError):
+class InvalidInputError(EngineError):
     """The caller's input is refused, or stored data is unreadable."""
 
     category = "validation"
@@ -200,7 +200,7 @@ _ERRORS: Mapping[str, type[EngineError]] = {
     kind.category: kind
     for kind in (
         NotFoundError,
-        ValidationError,
+        InvalidInputError,
         ContentionError,
         ConflictError,
         StateError,

@@ -55,7 +55,7 @@ class Rotated:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Noop:
+class AlreadyRotated:
     """The key was stored already, with the same secret."""
 
     kid: str
@@ -66,7 +66,7 @@ class RotationEntry:
     """What a rotation came to; the store of keys is one, and its partition is 0."""
 
     partition: int
-    result: Rotated | Noop | EngineError
+    result: Rotated | AlreadyRotated | EngineError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -119,7 +119,7 @@ def capabilities_of(identity: BackendIdentity, offers: Callable[[str], bool]) ->
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class NoOp:
+class NothingToPrepare:
     """There was nothing to prepare."""
 
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Never, NoReturn, Unpack, get_args, get_origi
 
 import msgspec
 
-from flowfabric.model.errors import ValidationError
+from flowfabric.model.errors import InvalidInputError
 from flowfabric.model.text import shown
 from flowfabric.worker.canonical import canonical
 from flowfabric.worker.codec import Codec, NotCarried, codec_of, decoder_of, encode, name_of, reason
@@ -49,7 +49,7 @@ class _Shape(NamedTuple):
     """Whether bytes are stored as they are."""
 
 
-class UnresolvedAnnotation(ValidationError):
+class UnresolvedAnnotation(InvalidInputError):
     """An annotation names what is not defined."""
 
 
@@ -126,8 +126,8 @@ class Handler:
         except NotCarried as refused:
             raise self._invalid(place, refused) from None
 
-    def _invalid(self, place: str, refused: object) -> ValidationError:
-        return ValidationError("invalid_input", f"task {self.name!r}, {place}: {refused}")
+    def _invalid(self, place: str, refused: object) -> InvalidInputError:
+        return InvalidInputError("invalid_input", f"task {self.name!r}, {place}: {refused}")
 
     @cached_property
     def _defaults(self) -> Mapping[str, object]:
@@ -208,7 +208,7 @@ class Handler:
                 fields[name] = msgspec.Raw(shape.codecs[at].encode(fields[name]))
         return fields
 
-    def _refused_call(self, given: Mapping[str, object]) -> ValidationError:
+    def _refused_call(self, given: Mapping[str, object]) -> InvalidInputError:
         for name, codec in zip(self.shape.names, self.shape.codecs, strict=True):
             try:
                 if name in given:
@@ -282,7 +282,7 @@ class Handler:
                 raise NotCarried("nothing is stored")
             return payload if shape.result.annotation is bytes else shape.result.decode(payload)
         except Exception as error:
-            raise ValidationError(
+            raise InvalidInputError(
                 "corruption",
                 f"task {self.name!r}: the stored result is no {name_of(shape.result.annotation)}: {reason(error)}; "
                 "it may be from another version of the task",

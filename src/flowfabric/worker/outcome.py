@@ -8,7 +8,7 @@ import msgspec
 
 from flowfabric.engine.engine import Engine
 from flowfabric.model.attempt import FailureClass, FailureReason
-from flowfabric.model.errors import ValidationError
+from flowfabric.model.errors import InvalidInputError
 from flowfabric.worker.context import Context, Running
 from flowfabric.worker.handler import Handler
 from flowfabric.worker.threads import Threads
@@ -19,7 +19,7 @@ HANDLER_ERROR = "handler_error"
 HANDLER_PANIC = "handler_panic"
 
 
-class PermanentError(Exception):
+class NoRetry(Exception):
     """Raised by a handler whose failure no retry can mend."""
 
 
@@ -76,7 +76,7 @@ async def outcome_of(running: Running, handler: Handler, engine: Engine, threads
         return Success(handler.encode_result(result))
     except Exception as error:
         # No retry: the same code would return the same type again.
-        reason = str(error.detail) if isinstance(error, ValidationError) else _chain(error)
+        reason = str(error.detail) if isinstance(error, InvalidInputError) else _chain(error)
         return _failure(reason, None, None, FailureClass.PERMANENT)
 
 
@@ -105,8 +105,8 @@ def _failure(
 
 def _is_permanent(error: BaseException) -> bool:
     if isinstance(error, BaseExceptionGroup):
-        return error.subgroup(PermanentError) is not None
-    return isinstance(error, PermanentError)
+        return error.subgroup(NoRetry) is not None
+    return isinstance(error, NoRetry)
 
 
 def _chain(error: BaseException) -> str:

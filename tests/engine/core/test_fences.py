@@ -8,7 +8,7 @@ import pytest
 
 from engine.state import FENCED, LAPSED, attempts, claim, each_fenced, refused, revoke, told, vector
 from flowfabric.engine.engine import Engine
-from flowfabric.model.errors import ContentionError, NotFoundError, StateError, ValidationError
+from flowfabric.model.errors import ContentionError, InvalidInputError, NotFoundError, StateError
 from flowfabric.model.handle import Backend, Handle
 from flowfabric.model.ids import AttemptId, ExecutionId, LeaseId
 from flowfabric.model.states import HandleKind
@@ -157,7 +157,7 @@ async def test_a_handle_that_stands_for_no_lease_of_this_store_is_refused(
     async with rows.unchanged():
         for stale, code, detail in wrong:
             refusal = await refused(FENCED[operation](engine, stale), code, detail)
-            assert isinstance(refusal, ValidationError | ContentionError)
+            assert isinstance(refusal, InvalidInputError | ContentionError)
 
 
 @pytest.mark.parametrize("operation", ["complete", "complete_many", "fail", "cancel"])

@@ -11,7 +11,16 @@ from flowfabric.engine.core.keys import Keys
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.parts import parts_of
 from flowfabric.model.errors import ConflictError
-from flowfabric.model.key import AlreadySeeded, HmacKids, Noop, Rotated, RotationEntry, Seeded, SigningKey, VerifyingKid
+from flowfabric.model.key import (
+    AlreadyRotated,
+    AlreadySeeded,
+    HmacKids,
+    Rotated,
+    RotationEntry,
+    Seeded,
+    SigningKey,
+    VerifyingKid,
+)
 
 A = "aa" * 32
 B = "bb" * 32
@@ -121,9 +130,9 @@ async def test_a_repeated_rotation_changes_nothing(engine: Engine, rows: Any, cl
     await rotate(engine, "v2", B, grace_ms=0)
     await clock.advance(seconds=1)
     async with rows.unchanged():
-        assert await rotate(engine, "v2", B) == Noop(kid="v2")
+        assert await rotate(engine, "v2", B) == AlreadyRotated(kid="v2")
         # A key that signs no more is not brought back by its name.
-        assert await rotate(engine, "v1", A) == Noop(kid="v1")
+        assert await rotate(engine, "v1", A) == AlreadyRotated(kid="v1")
         for kid in ("v1", "v2"):
             conflict = await rotate(engine, kid, C)
             assert isinstance(conflict, ConflictError)

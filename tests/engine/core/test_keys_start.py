@@ -14,7 +14,7 @@ from flowfabric.db.embedded import Embedded
 from flowfabric.engine.engine import Engine, engine_beside
 from flowfabric.model.errors import UnavailableError
 from flowfabric.model.key import HmacKids
-from flowfabric.model.support import NoOp
+from flowfabric.model.support import NothingToPrepare
 from flowfabric.settings import Settings, SettingsError
 
 
@@ -63,7 +63,7 @@ async def test_an_embedded_store_generates_its_first_key_and_keeps_it(tmp_path: 
         for _ in range(2):
             async with Engine.connect(settings=Settings(home=home, waitpoint_hmac_secret=None)) as engine:
                 assert (await engine.list_waitpoint_hmac_kids()).current_kid == "k1"
-                assert await engine.prepare() == NoOp()
+                assert await engine.prepare() == NothingToPrepare()
                 key = await verifying(engine, "k1")
                 assert key is not None
                 secrets.append(key.secret)

@@ -12,10 +12,10 @@ from engine.sending import waiting
 from engine.state import refused
 from flowfabric.engine.engine import Engine, engine_beside
 from flowfabric.model.errors import UnavailableError
-from flowfabric.model.key import AlreadySeeded, HmacKids, Noop, Rotated
+from flowfabric.model.key import AlreadyRotated, AlreadySeeded, HmacKids, Rotated
 from flowfabric.model.seal import Seals
 from flowfabric.model.signal import Accepted
-from flowfabric.model.support import Applied, NoOp
+from flowfabric.model.support import Applied, NothingToPrepare
 from flowfabric.settings import Settings
 
 ONE, OTHER = SecretStr("01" * 32), SecretStr("02" * 32)
@@ -68,7 +68,7 @@ async def test_repeats_compare_what_is_sealed(engines: Any, rows: Any) -> None:
         for engine in (one, other, await engines(secret_key=ONE)):
             assert await seed(engine, "k1", A) == AlreadySeeded(kid="k1", same_secret=True)
             assert await seed(engine, "k1", C) == AlreadySeeded(kid="k1", same_secret=False)
-            assert await rotate(engine, "v2", B) == Noop(kid="v2")
+            assert await rotate(engine, "v2", B) == AlreadyRotated(kid="v2")
             assert (await rotate(engine, "v2", C)).code == "rotation_conflict"
 
 
@@ -97,7 +97,7 @@ async def test_a_start_seals_what_was_stored_before_and_those_that_run_go_on(
     assert set(secrets) == {"k1", "v0", "v2"}
     assert not shows(secrets, "ab" * 32, A, B)
     async with rows.unchanged():
-        assert await sealing.prepare() == NoOp()
+        assert await sealing.prepare() == NothingToPrepare()
         await started(url, secret_key=ONE)
     # A process without the key goes on with what it knows, and adds nothing in the open.
     wait.engine = idle
@@ -117,7 +117,7 @@ async def test_what_a_start_does_with_the_keys_is_told(engines: Any, connection:
     assert await engine.prepare() == Applied(description="signing key k1 sealed")
     await connection.execute("delete from signing_key")
     assert await engine.prepare() == Applied(description="signing key k1")
-    assert await engine.prepare() == NoOp()
+    assert await engine.prepare() == NothingToPrepare()
 
 
 async def test_an_engine_beside_one_that_runs_takes_the_keys_it_knows(

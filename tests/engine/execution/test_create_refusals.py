@@ -4,7 +4,7 @@ from typing import Any
 
 from engine.state import Creating, both_creates, claim, items, new, refused
 from flowfabric.engine.engine import Engine
-from flowfabric.model.errors import EngineError, ValidationError
+from flowfabric.model.errors import EngineError, InvalidInputError
 from flowfabric.model.execution import Created
 
 UUID = "11111111-2222-3333-4444-555555555555"
@@ -107,7 +107,7 @@ async def test_each_refusal_has_its_word_and_leaves_no_trace(engine: Engine, cre
             # Names the store has not met, so that a trace of them would show.
             arguments = new(**{"lane_id": "unknown lane", "namespace": "unknown namespace", **overrides})
             refusal = await refused(create(engine, **arguments), code, detail)
-            assert isinstance(refusal, ValidationError)
+            assert isinstance(refusal, InvalidInputError)
             assert not refusal.retryable
 
 

@@ -317,7 +317,7 @@ async def test_of_two_names_for_one_instance_at_once_one_is_refused(engines: Any
         )
         assert sorted(type(answer).__name__ for answer in answers) == [
             "Registered",
-            "ValidationError",
-            "ValidationError",
+            "InvalidInputError",
+            "InvalidInputError",
         ]
     assert len(await rows.of("worker_event")) == 10

@@ -11,7 +11,7 @@ from engine.state import ACTIVE, attempts, claim, claim_rows, ids, new, refused,
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.lease import claim as claim_family
 from flowfabric.engine.parts import parts_of
-from flowfabric.model.errors import ValidationError
+from flowfabric.model.errors import InvalidInputError
 from flowfabric.model.states import AttemptType, HandleKind, PublicState
 from flowfabric.settings import Settings
 
@@ -207,7 +207,7 @@ async def test_each_refusal_of_a_claim_has_its_word_and_changes_nothing(engine: 
     async with rows.unchanged():
         for overrides, code, detail in WRONG:
             refusal = await refused(claim(engine, **overrides), code, detail)
-            assert isinstance(refusal, ValidationError)
+            assert isinstance(refusal, InvalidInputError)
 
 
 async def test_the_longest_names_leases_and_capabilities_are_accepted(engine: Engine, given: Any) -> None:

@@ -21,7 +21,7 @@ from engine.state import (
     vector,
 )
 from flowfabric.engine.engine import Engine
-from flowfabric.model.errors import ContentionError, NotFoundError, StateError, ValidationError
+from flowfabric.model.errors import ContentionError, InvalidInputError, NotFoundError, StateError
 from flowfabric.model.handle import Handle
 from flowfabric.model.lease import Completed, Renewed, RetryScheduled, TerminalFailed
 from flowfabric.model.policy import ExecutionPolicy, FixedBackoff, RetryPolicy
@@ -261,7 +261,7 @@ async def test_a_fence_is_required(engine: Engine, given: Any, rows: Any, operat
             for absent in ({}, {"lease_id": "", "attempt_id": ""}):
                 call = SERVICES[operation](engine, execution_id=handle.execution_id, **source, **absent)
                 refusal = await refused(call, "invalid_input", "fence_required")
-                assert isinstance(refusal, ValidationError)
+                assert isinstance(refusal, InvalidInputError)
 
 
 @each_service

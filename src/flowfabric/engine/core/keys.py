@@ -11,9 +11,9 @@ from flowfabric.engine.store import Store
 from flowfabric.model.errors import EngineError, error
 from flowfabric.model.key import (
     SECRET_BYTES,
+    AlreadyRotated,
     AlreadySeeded,
     HmacKids,
-    Noop,
     Rotated,
     RotationEntry,
     Seeded,
@@ -75,11 +75,11 @@ class Keys:
         secret = check_secret(new_secret_hex, "invalid_secret_hex")
         grace_ms = check_grace(grace_ms)
 
-        async def rotate(transaction: Transaction) -> Rotated | Noop | EngineError:
+        async def rotate(transaction: Transaction) -> Rotated | AlreadyRotated | EngineError:
             stored, now = await self._locked(transaction)
             if new_kid in stored:
                 if self._is_of(stored[new_kid], secret):
-                    return Noop(kid=new_kid)
+                    return AlreadyRotated(kid=new_kid)
                 return error("rotation_conflict", new_kid)
             spent = await transaction.fetch(SQL.take_spent_signing_keys, now=now)
             previous = _current(stored)

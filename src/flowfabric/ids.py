@@ -1,0 +1,25 @@
+"""Ids of executions: minting, deriving and reading them."""
+
+from flowfabric.model.ids import (
+    ExecutionId,
+    PartitionFamily,
+    PartitionKey,
+    Partitions,
+    deterministic_for_flow,
+    deterministic_solo,
+    mint_for_flow,
+    mint_solo,
+    parse_partition_key,
+)
+
+__all__ = [
+    "ExecutionId",
+    "PartitionFamily",
+    "PartitionKey",
+    "Partitions",
+    "deterministic_for_flow",
+    "deterministic_solo",
+    "mint_for_flow",
+    "mint_solo",
+    "parse_partition_key",
+]
