@@ -30,7 +30,7 @@ def print_report(ctx: Context, pages: int) -> Report:
 
 async def main() -> None:
     """Submit a report and wait for it."""
-    async with fabric, fabric.worker(lease_ttl_ms=5000):
+    async with fabric, fabric.worker(lease_ttl=5):
         print(await (await print_report.submit(10)).result())
 
 

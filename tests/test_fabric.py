@@ -256,7 +256,7 @@ async def test_an_attempt_that_takes_too_long_is_ended(url: str) -> None:
     async def wait(ctx: Context) -> None:
         await ctx.lease_lost
 
-    async with fabric, fabric.worker(lease_ttl_ms=600):
+    async with fabric, fabric.worker(lease_ttl=0.6):
         with pytest.raises(RunFailed, match="expired") as failed:
             await (await wait.submit()).result(timeout=60)
         assert failed.value.outcome is TerminalOutcome.EXPIRED

@@ -1,7 +1,9 @@
 """FlowFabric: durable execution for Python on nothing but Postgres."""
 
 from flowfabric.engine.engine import Engine
-from flowfabric.fabric import Fabric, Run, RunFailed, Task, UnreadableResult
+from flowfabric.fabric.app import Fabric
+from flowfabric.fabric.run import Run, RunCancelled, RunError, RunExpired, RunFailed, RunStatus, UnreadableResult
+from flowfabric.fabric.task import Task
 from flowfabric.model.errors import EngineError, InvalidInputError
 from flowfabric.model.execution import NewExecution
 from flowfabric.model.ids import ExecutionId
@@ -13,6 +15,7 @@ from flowfabric.version import __version__
 from flowfabric.worker.callback import Callback, verify_and_deliver
 from flowfabric.worker.context import Context
 from flowfabric.worker.outcome import NoRetry
+from flowfabric.worker.waits import WaitTimeout
 from flowfabric.worker.worker import Worker
 
 __all__ = [
@@ -30,10 +33,15 @@ __all__ = [
     "PublicState",
     "Reconciler",
     "Run",
+    "RunCancelled",
+    "RunError",
+    "RunExpired",
     "RunFailed",
+    "RunStatus",
     "Settings",
     "Task",
     "UnreadableResult",
+    "WaitTimeout",
     "Worker",
     "__version__",
     "verify_and_deliver",

@@ -1,6 +1,7 @@
 """Every exception: what the engine raises, how a run fails, and what a handler may raise."""
 
-from flowfabric.fabric import RunFailed, UnreadableResult
+from flowfabric.fabric.run import RunCancelled, RunError, RunExpired, RunFailed, RunSkipped, UnreadableResult
+from flowfabric.fabric.task import NotAllSubmitted
 from flowfabric.model.errors import (
     BugError,
     ConflictError,
@@ -20,6 +21,7 @@ from flowfabric.model.errors import (
 )
 from flowfabric.worker.callback import BackendError, CallbackError, TokenMismatch, UnknownWaitpoint
 from flowfabric.worker.outcome import NoRetry
+from flowfabric.worker.waits import NoSignal, WaitTimeout
 
 __all__ = [
     "BackendError",
@@ -31,10 +33,16 @@ __all__ = [
     "ErrorClass",
     "InvalidInputError",
     "NoRetry",
+    "NoSignal",
+    "NotAllSubmitted",
     "NotFoundError",
     "OperationTimeoutError",
     "ResourceExhaustedError",
+    "RunCancelled",
+    "RunError",
+    "RunExpired",
     "RunFailed",
+    "RunSkipped",
     "StateError",
     "StreamBackpressureError",
     "StreamDisconnectedError",
@@ -44,4 +52,5 @@ __all__ = [
     "UnavailableError",
     "UnknownWaitpoint",
     "UnreadableResult",
+    "WaitTimeout",
 ]

@@ -104,9 +104,9 @@ async def work(actor: Actor) -> None:
             lanes=(WORK,),
             handlers=by_kind,
             concurrency=16,
-            lease_ttl_ms=LEASE_MS,
-            drain_seconds=DRAIN_SECONDS,
-            claim_poll_interval_ms=500,
+            lease_ttl=LEASE_MS / 1000,
+            drain=DRAIN_SECONDS,
+            poll_interval=0.5,
         )
         while True:
             try:

@@ -16,4 +16,4 @@ async def tell(ctx: Context, number: int) -> str:
 
 if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO)
-    fabric.run_worker(worker_id="pool", worker_instance_id=sys.argv[1], lease_ttl_ms=2000)
+    fabric.run_worker(worker_id="pool", worker_instance_id=sys.argv[1], lease_ttl=2)

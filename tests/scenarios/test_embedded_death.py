@@ -101,7 +101,7 @@ async def test_a_killed_server_is_started_again_under_a_worker_and_nothing_is_lo
         return 2 * number
 
     with caplog.at_level(logging.WARNING, logger="flowfabric.db"):
-        async with fabric, fabric.worker(lease_ttl_ms=2000):
+        async with fabric, fabric.worker(lease_ttl=2):
             runs = [await double.submit(number) for number in range(20)]
             for kills in (1, 2):
                 killed = postmaster(home)
@@ -147,7 +147,7 @@ async def test_of_two_processes_one_starts_the_server_again(
         process = spawn("other", log)
         try:
             assert await (await tell.submit(0)).result(timeout=60) == "0 by other"
-            async with fabric.worker(worker_instance_id="this", lease_ttl_ms=2000):
+            async with fabric.worker(worker_instance_id="this", lease_ttl=2):
                 for kills in (1, 2, 3):
                     os.kill(postmaster(home), signal.SIGKILL)
                     runs = await asyncio.gather(*(tell.submit(number) for number in range(30)))

@@ -49,5 +49,5 @@ def told(ctx: Context) -> Told:
 
 if __name__ == "__main__":
     fabric.run_worker(
-        worker_id="pool", worker_instance_id=sys.argv[2], lease_ttl_ms=LEASE_TTL_MS, concurrency=10, drain_seconds=20
+        worker_id="pool", worker_instance_id=sys.argv[2], lease_ttl=LEASE_TTL_MS / 1000, concurrency=10, drain=20
     )

@@ -195,7 +195,7 @@ async def test_what_waits_for_a_slot_is_renewed(
     await clock.stop()
     runs = [await submit() for _ in range(ALL)]
     job = Job()
-    worker = await start_worker({"job": job}, concurrency=SLOTS, lease_ttl_ms=3000)
+    worker = await start_worker({"job": job}, concurrency=SLOTS, lease_ttl=3)
     ahead = await waiting(worker, job)
 
     async def are_renewed() -> bool:
@@ -213,9 +213,9 @@ async def test_what_waits_for_a_slot_is_handed_back_by_a_worker_that_stops_and_r
 ) -> None:
     runs = [await submit() for _ in range(ALL)]
     job, other = Job(), Job(fast=ALL)
-    worker = await start_worker({"job": job}, concurrency=SLOTS, lease_ttl_ms=LONG_TTL_MS)
+    worker = await start_worker({"job": job}, concurrency=SLOTS, lease_ttl=LONG_TTL_MS / 1000)
     ahead = await waiting(worker, job)
-    async with Worker(await engines(), lanes=["default"], handlers={"job": other}, lease_ttl_ms=LONG_TTL_MS):
+    async with Worker(await engines(), lanes=["default"], handlers={"job": other}, lease_ttl=LONG_TTL_MS / 1000):
         worker.stop()
         await all_succeed(engine, ahead)
     assert ahead <= other.started
@@ -239,10 +239,10 @@ async def test_what_waits_too_long_for_a_slot_is_handed_back(
     monkeypatch.setattr(Ahead, "STALE_SECONDS", 3.0)
     runs = [await submit() for _ in range(ALL)]
     job, other = Job(), Job(fast=ALL)
-    worker = await start_worker({"job": job}, concurrency=SLOTS, lease_ttl_ms=LONG_TTL_MS)
+    worker = await start_worker({"job": job}, concurrency=SLOTS, lease_ttl=LONG_TTL_MS / 1000)
     ahead = await waiting(worker, job)
     await eventually(lambda: worker.running == SLOTS and not worker._slots._waiting)
-    async with Worker(await engines(), lanes=["default"], handlers={"job": other}, lease_ttl_ms=LONG_TTL_MS):
+    async with Worker(await engines(), lanes=["default"], handlers={"job": other}, lease_ttl=LONG_TTL_MS / 1000):
         await all_succeed(engine, ahead)
     assert ahead <= other.started
     assert len(job.blocked) == SLOTS
@@ -271,7 +271,7 @@ async def test_a_lease_that_is_lost_before_a_slot_is_free_is_not_run(
 ) -> None:
     runs = [await submit() for _ in range(ALL)]
     job = Job()
-    worker = await start_worker({"job": job}, concurrency=SLOTS, lease_ttl_ms=LONG_TTL_MS)
+    worker = await start_worker({"job": job}, concurrency=SLOTS, lease_ttl=LONG_TTL_MS / 1000)
     ahead = await waiting(worker, job)
     lost = sorted(ahead)[:2]
     for run in lost:
@@ -298,7 +298,7 @@ async def test_a_lease_that_expires_unnoticed_before_a_slot_is_free_is_not_run(
     monkeypatch.setattr(Heartbeat, "_beat", beat)
     runs = [await submit() for _ in range(ALL)]
     job = Job()
-    worker = await start_worker({"job": job}, concurrency=SLOTS, lease_ttl_ms=2000, reconcile=False)
+    worker = await start_worker({"job": job}, concurrency=SLOTS, lease_ttl=2, reconcile=False)
     ahead = await waiting(worker, job)
     await eventually(lambda: all(one.is_lease_over for one in worker._slots.held))
     job.open()
@@ -314,7 +314,7 @@ async def test_nothing_that_waits_for_a_slot_is_begun_while_the_store_does_not_a
     runs = [await submit() for _ in range(ALL)]
     job = Job()
     async with Proxy(url) as proxy, Engine.connect(settings=Settings(database_url=proxy.url)) as cut:
-        worker = Worker(cut, lanes=["default"], handlers={"job": job}, concurrency=SLOTS, lease_ttl_ms=LONG_TTL_MS)
+        worker = Worker(cut, lanes=["default"], handlers={"job": job}, concurrency=SLOTS, lease_ttl=LONG_TTL_MS / 1000)
         async with worker:
             ahead = await waiting(worker, job)
             proxy.refuses = True
@@ -347,11 +347,11 @@ async def test_slow_handlers_leave_the_backlog_to_others(
     monkeypatch.setattr(Ahead, "WINDOW_SECONDS", 0.0)
     runs = [await submit() for _ in range(ALL)]
     job, other = Job(), Job(fast=ALL)
-    await start_worker({"job": job}, concurrency=SLOTS, lease_ttl_ms=LONG_TTL_MS)
+    await start_worker({"job": job}, concurrency=SLOTS, lease_ttl=LONG_TTL_MS / 1000)
     await eventually(lambda: len(job.blocked) == SLOTS)
     assert await held(job) == set()
     mine = job.started
-    async with Worker(await engines(), lanes=["default"], handlers={"job": other}, lease_ttl_ms=LONG_TTL_MS):
+    async with Worker(await engines(), lanes=["default"], handlers={"job": other}, lease_ttl=LONG_TTL_MS / 1000):
         await all_succeed(engine, runs, but=job.blocked)
     assert other.started == set(runs) - mine
     job.open()
@@ -368,7 +368,7 @@ async def test_what_has_little_time_does_not_wait_for_a_slot(
     short = {"timeout_policy": {"attempt_timeout_ms": 4000}}
     runs = [await submit() for _ in range(FAST)] + [await submit(policy=short) for _ in range(ALL)]
     job, other = Job(fast=FAST - 1), Job(fast=ALL)
-    await start_worker({"job": job}, concurrency=1, lease_ttl_ms=LONG_TTL_MS)
+    await start_worker({"job": job}, concurrency=1, lease_ttl=LONG_TTL_MS / 1000)
     await eventually(lambda: len(job.blocked) == 1)
 
     async def is_held_back() -> bool:
@@ -376,7 +376,7 @@ async def test_what_has_little_time_does_not_wait_for_a_slot(
 
     await eventually(is_held_back)
     mine = job.started
-    async with Worker(await engines(), lanes=["default"], handlers={"job": other}, lease_ttl_ms=LONG_TTL_MS):
+    async with Worker(await engines(), lanes=["default"], handlers={"job": other}, lease_ttl=LONG_TTL_MS / 1000):
         await all_succeed(engine, set(runs) - mine)
     assert set(runs) - mine == other.started
     assert {len(await attempts(run)) for run in other.started} == {1}
@@ -397,7 +397,7 @@ async def test_an_attempt_whose_time_is_up_before_a_slot_is_free_is_timed_out_an
     short = {"timeout_policy": {"attempt_timeout_ms": 2000}}
     late = [await submit(policy=short) for _ in range(SLOTS)]
     job = Job()
-    worker = await start_worker({"job": job}, concurrency=SLOTS, lease_ttl_ms=LONG_TTL_MS, reconcile=False)
+    worker = await start_worker({"job": job}, concurrency=SLOTS, lease_ttl=LONG_TTL_MS / 1000, reconcile=False)
     assert await waiting(worker, job) == set(late)
     ended = [await engine.wait_for_ending(run, timeout=60) for run in late]
     assert {(one.outcome, one.reason) for one in ended} == {(TerminalOutcome.EXPIRED, "attempt_timeout")}

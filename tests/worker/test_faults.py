@@ -144,7 +144,7 @@ async def test_an_ending_that_is_never_written_is_given_up_with_its_lease(
 ) -> None:
     gate = Gate()
     run = await submit()
-    worker = await start_worker({"job": gate}, lease_ttl_ms=3000, reconcile=False)
+    worker = await start_worker({"job": gate}, lease_ttl=3, reconcile=False)
     await eventually(lambda: gate.started == 1)
     async with connection.transaction():
         await connection.execute("select from execution where execution_id = $1 for update", run[-36:])
@@ -215,7 +215,7 @@ async def test_a_waitpoint_is_made_once_though_its_answer_is_lost(
                 lanes=["default"],
                 handlers={"job": job},
                 concurrency=1,
-                lease_ttl_ms=600_000,
+                lease_ttl=600,
                 reconcile=False,
             ),
         ):
@@ -374,7 +374,7 @@ async def test_a_claim_that_failed_before_a_stop_does_not_end_the_leases_of_what
         Proxy(url) as proxy,
         Engine.connect(settings=Settings(database_url=proxy.url)) as cut,
     ):
-        worker = Worker(cut, lanes=["default"], handlers={"job": job}, lease_ttl_ms=ttl_ms, reconcile=False)
+        worker = Worker(cut, lanes=["default"], handlers={"job": job}, lease_ttl=ttl_ms / 1000, reconcile=False)
         async with worker:
             await eventually(lambda: worker.running == 1)
             proxy.refuses = True
@@ -402,7 +402,7 @@ async def test_a_worker_stops_in_bounded_time_when_the_store_falls_silent(
         began = 0.0
         # Statements have a limit far beyond the bound: stopping does not rely on it.
         async with Engine.connect(settings=Settings(database_url=proxy.url, statement_timeout_ms=100_000)) as engine:
-            worker = Worker(engine, lanes=["default"], handlers={"job": gate}, drain_seconds=0.5)
+            worker = Worker(engine, lanes=["default"], handlers={"job": gate}, drain=0.5)
             async with worker:
                 await eventually(lambda: gate.started == int(is_busy))
                 await eventually(lambda: parts_of(engine).wakeups.hints.is_listening)

@@ -38,7 +38,7 @@ async def test_a_handler_that_blocks_the_loop_keeps_its_lease(
     engine: Engine, start_worker: Any, submit: Any, attempts: Any, rows: Any, clock: Any
 ) -> None:
     await clock.stop()
-    await start_worker({"job": burn}, lease_ttl_ms=TTL_MS)
+    await start_worker({"job": burn}, lease_ttl=TTL_MS / 1000)
     run = await submit()
     ended = await engine.wait_for_ending(run, timeout=120)
     assert (ended.outcome, ended.result) == (TerminalOutcome.SUCCESS, b"true")
@@ -56,7 +56,7 @@ async def test_a_plain_function_that_takes_long_keeps_its_lease(
         return gate.wait(timeout=60)
 
     run = await submit()
-    await start_worker({"job": wait}, lease_ttl_ms=TTL_MS)
+    await start_worker({"job": wait}, lease_ttl=TTL_MS / 1000)
 
     async def is_kept() -> bool:
         return await renewals(rows, run) >= 4
@@ -79,7 +79,7 @@ async def test_a_heartbeat_that_fails_begins_again(
         return engine_beside(engine, **options)
 
     monkeypatch.setattr(heartbeat, "engine_beside", fails_at_first)
-    await start_worker({"job": burn}, lease_ttl_ms=TTL_MS)
+    await start_worker({"job": burn}, lease_ttl=TTL_MS / 1000)
     run = await submit()
     ended = await engine.wait_for_ending(run, timeout=120)
     assert (ended.outcome, ended.result) == (TerminalOutcome.SUCCESS, b"true")
@@ -105,7 +105,7 @@ async def test_a_short_run_is_not_renewed(
         await eventually(lambda: looks >= enough)
 
     # Short beside a third of the lease.
-    await start_worker({"job": outlast_looks}, lease_ttl_ms=600_000)
+    await start_worker({"job": outlast_looks}, lease_ttl=600)
     # A listener that has just begun may have missed hints, and then every lease is checked by a renewal.
     await eventually(lambda: parts_of(engine).wakeups.hints.is_listening)
     await outlast_looks()
@@ -130,7 +130,7 @@ async def test_a_handler_whose_lease_is_lost_is_cancelled(
         return "swallowed"
 
     run = await submit()
-    worker = await start_worker({"job": wait}, lease_ttl_ms=TTL_MS)
+    worker = await start_worker({"job": wait}, lease_ttl=TTL_MS / 1000)
     await eventually(lambda: contexts)
     (ctx,) = contexts
     assert ctx.is_lease_healthy()
@@ -160,7 +160,7 @@ async def test_a_plain_function_learns_that_its_lease_is_lost(
         has_seen_the_loss.append(not ctx.is_lease_healthy())
 
     run = await submit()
-    worker = await start_worker({"job": watch}, lease_ttl_ms=LONG_TTL_MS)
+    worker = await start_worker({"job": watch}, lease_ttl=LONG_TTL_MS / 1000)
     await asyncio.wait_for(started.wait(), 60)
     await engine.cancel_execution(execution_id=run, reason="not wanted")
     await eventually(lambda: has_seen_the_loss, timeout=120)
@@ -182,7 +182,7 @@ async def test_a_lapsed_lease_is_not_written_under(
 
     run = await submit()
     # No renewal comes before the end of this test: only the store knows that the lease has lapsed.
-    await start_worker({"job": wait}, lease_ttl_ms=60_000)
+    await start_worker({"job": wait}, lease_ttl=60)
     await eventually(lambda: contexts)
     await clock.advance(seconds=61)
     await eventually(lambda: len(contexts) == 2)
@@ -207,7 +207,7 @@ async def test_a_renewal_that_hangs_is_given_up_and_tried_again(
         return ctx.attempt_index
 
     run = await submit()
-    await start_worker({"job": wait}, lease_ttl_ms=LONG_TTL_MS)
+    await start_worker({"job": wait}, lease_ttl=LONG_TTL_MS / 1000)
     await eventually(lambda: contexts)
     async with connection.transaction():
         await connection.execute("select from claim for update")
@@ -230,7 +230,7 @@ async def test_a_store_that_breaks_off_is_asked_again(
             raise ValueError("no luck")
 
     runs = [await submit(luck=luck) for luck in ("good", "bad")]
-    worker = await start_worker({"job": wait}, lease_ttl_ms=TTL_MS)
+    worker = await start_worker({"job": wait}, lease_ttl=TTL_MS / 1000)
     await eventually(lambda: worker.running == 2)
     for _ in range(3):
         await connection.execute(
@@ -251,7 +251,7 @@ async def test_delayed_work_is_found_when_it_is_due(
     async def job() -> None: ...
 
     await clock.stop()
-    await start_worker({"job": job}, reconcile=reconcile, claim_poll_interval_ms=50)
+    await start_worker({"job": job}, reconcile=reconcile, poll_interval=0.05)
     due = await clock.now() + 300
     run = await given.created(delay_until=due)
     # The worker looks meanwhile, for this one has no delay.

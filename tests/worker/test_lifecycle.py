@@ -28,7 +28,7 @@ async def test_a_worker_is_registered_while_it_works(engine: Engine, rows: Any) 
         worker_instance_id="pool-1",
         capabilities=["gpu"],
         namespace="tests",
-        lease_ttl_ms=5000,
+        lease_ttl=5,
     )
     async with worker:
         (entry,) = await rows.of("worker")
@@ -43,7 +43,7 @@ async def test_a_worker_whose_registration_lapsed_registers_again(
     engine: Engine, start_worker: Any, rows: Any, clock: Any, eventually: Any
 ) -> None:
     await clock.stop()
-    await start_worker({}, worker_instance_id="pool-1", lease_ttl_ms=300)
+    await start_worker({}, worker_instance_id="pool-1", lease_ttl=0.3)
     await clock.advance(seconds=3600)
 
     async def swept_and_back() -> bool:
@@ -108,7 +108,7 @@ async def test_a_handler_that_does_not_end_in_time_is_handed_back_at_once(
         return [ctx.attempt_index, ctx.retry_count, ctx.is_resumed]
 
     run = await submit()
-    worker = Worker(engine, lanes=["default"], handlers={"job": wait}, drain_seconds=0.05, lease_ttl_ms=600_000)
+    worker = Worker(engine, lanes=["default"], handlers={"job": wait}, drain=0.05, lease_ttl=600)
     async with worker:
         await eventually(lambda: worker.running == 1)
     assert cleaned_up.is_set()
@@ -140,7 +140,7 @@ async def test_work_that_waits_for_a_thread_is_handed_back(
         gate.wait(timeout=60)
 
     runs = [await submit(n=n) for n in range(3)]
-    worker = Worker(engine, lanes=["default"], handlers={"job": wait}, drain_seconds=0.05, threads=1)
+    worker = Worker(engine, lanes=["default"], handlers={"job": wait}, drain=0.05, threads=1)
     async with worker:
         await eventually(lambda: worker.running == 3 and called)
     assert called == [0]
@@ -193,7 +193,7 @@ async def test_a_thread_that_does_not_end_in_time_does_not_hold_the_worker(
         gate.wait(timeout=60)
 
     run = await submit()
-    worker = Worker(engine, lanes=["default"], handlers={"job": wait}, drain_seconds=0.05)
+    worker = Worker(engine, lanes=["default"], handlers={"job": wait}, drain=0.05)
     async with worker:
         await eventually(lambda: worker.running == 1)
     assert worker.running == 1
@@ -217,7 +217,7 @@ async def test_a_handler_that_ignores_its_cancellation_is_left_behind(
         return "late"
 
     run = await submit()
-    worker = Worker(engine, lanes=["default"], handlers={"job": ignore}, drain_seconds=0.05)
+    worker = Worker(engine, lanes=["default"], handlers={"job": ignore}, drain=0.05)
     async with asyncio.timeout(60), worker:
         await eventually(lambda: worker.running == 1)
     told = f"{run} does not stop: it is left to another worker when its lease expires"
@@ -239,7 +239,7 @@ async def test_a_worker_stops_while_its_handlers_block_every_thread_of_the_event
         await asyncio.to_thread(gate.wait, 60)
 
     await submit()
-    worker = Worker(engine, lanes=["default"], handlers={"job": block}, drain_seconds=0.05)
+    worker = Worker(engine, lanes=["default"], handlers={"job": block}, drain=0.05)
     try:
         async with asyncio.timeout(30), worker:
             await eventually(lambda: worker.running == 1)

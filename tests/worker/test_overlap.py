@@ -83,9 +83,9 @@ async def test_the_next_run_of_an_execution_waits_until_the_earlier_has_left(
 
     run = await submit()
     handlers = {"job": in_thread if handler == "thread" else slow_to_clean_up}
-    first = await start_worker(handlers, concurrency=2 if workers == 1 else 1, lease_ttl_ms=3000)
+    first = await start_worker(handlers, concurrency=2 if workers == 1 else 1, lease_ttl=3)
     await eventually(lambda: overlap.started == 1)
-    second = first if workers == 1 else await start_worker(handlers, lease_ttl_ms=3000)
+    second = first if workers == 1 else await start_worker(handlers, lease_ttl=3)
     await clock.advance(ms=3001)
     await parts_of(engine).lease_expiry.mark_expired([run])
     await eventually(lambda: (first.running, second.running) == ((2, 2) if workers == 1 else (1, 1)))
@@ -117,7 +117,7 @@ async def test_a_run_that_is_stopped_while_it_waits_for_an_earlier_one_lets_no_t
             return ctx.attempt_index
 
     run = await submit()
-    worker = await start_worker({"job": wait}, concurrency=3, lease_ttl_ms=LONG_TTL_MS, reconcile=False)
+    worker = await start_worker({"job": wait}, concurrency=3, lease_ttl=LONG_TTL_MS / 1000, reconcile=False)
     await eventually(lambda: overlap.started == 1)
     for attempt in (1, 2):
         await clock.advance(ms=LONG_TTL_MS + 1)
@@ -140,7 +140,7 @@ async def test_a_run_that_waits_for_an_earlier_one_is_handed_back_by_a_worker_th
     await clock.stop()
     gate, overlap, wait = waiting_in_a_thread()
     run = await submit()
-    await start_worker({"job": wait}, concurrency=1, lease_ttl_ms=LONG_TTL_MS, reconcile=False)
+    await start_worker({"job": wait}, concurrency=1, lease_ttl=LONG_TTL_MS / 1000, reconcile=False)
     await eventually(lambda: overlap.started == 1)
     second = Worker(engine, lanes=["default"], handlers={"job": wait}, reconcile=False)
     async with second:
@@ -166,7 +166,7 @@ async def test_retries_are_not_used_up_while_an_earlier_run_does_not_return(
     monkeypatch.setattr("flowfabric.worker.worker.PUT_OFF_MS", LONG_PUT_OFF_MS)
     gate, overlap, wait = waiting_in_a_thread()
     run = await submit(policy={"timeout_policy": {"attempt_timeout_ms": 2000}, **RETRIED})
-    worker = await start_worker({"job": wait}, lease_ttl_ms=LONG_TTL_MS, reconcile=False, claim_poll_interval_ms=50)
+    worker = await start_worker({"job": wait}, lease_ttl=LONG_TTL_MS / 1000, reconcile=False, poll_interval=0.05)
 
     def put_off() -> list[str]:
         told = f"{run} waits for an earlier run that does not return; handed back"
@@ -204,7 +204,7 @@ async def test_a_run_that_was_put_off_is_given_to_another_worker_when_the_earlie
     monkeypatch.setattr("flowfabric.worker.worker.PUT_OFF_MS", LONG_PUT_OFF_MS)
     gate, overlap, wait = waiting_in_a_thread()
     run = await submit(policy={"timeout_policy": {"attempt_timeout_ms": 1000}, **RETRIED})
-    first = await start_worker({"job": wait}, lease_ttl_ms=LONG_TTL_MS, reconcile=False, claim_poll_interval_ms=50)
+    first = await start_worker({"job": wait}, lease_ttl=LONG_TTL_MS / 1000, reconcile=False, poll_interval=0.05)
 
     async def is_delayed() -> bool:
         return await engine.read_execution_state(run) == "delayed" and first.running == 1
@@ -241,7 +241,7 @@ async def test_executions_of_two_stores_may_have_the_same_id(
 ) -> None:
     waiting = Waiting()
     run = await submit()
-    await start_worker({"job": waiting}, drain_seconds=0)
+    await start_worker({"job": waiting}, drain=0)
     await eventually(lambda: waiting.contexts)
 
     async def job() -> str:

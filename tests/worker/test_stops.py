@@ -70,7 +70,7 @@ async def test_a_handler_is_stopped_at_once_when_its_lease_ends(
         options = {"execution_deadline_at": await clock.now() + deadline}
     waiting = Waiting()
     run = await given.created(**options)
-    worker = await start_worker({"job": waiting}, lease_ttl_ms=LONG_TTL_MS, reconcile=False, concurrency=1)
+    worker = await start_worker({"job": waiting}, lease_ttl=LONG_TTL_MS / 1000, reconcile=False, concurrency=1)
     await eventually(lambda: waiting.contexts)
     await eventually(lambda: parts_of(engine).wakeups.hints.is_listening)
     await end(engine if place == "this engine" else await engines(), run, clock)
@@ -91,7 +91,7 @@ async def test_a_hint_about_an_earlier_lease_stops_nothing(
         return "done"
 
     run = await submit()
-    await start_worker({"job": wait}, lease_ttl_ms=LONG_TTL_MS)
+    await start_worker({"job": wait}, lease_ttl=LONG_TTL_MS / 1000)
     await eventually(lambda: contexts)
     for epoch in (contexts[0].lease_epoch - 1, contexts[0].lease_epoch + 1):
         parts_of(engine).wakeups.lost([LostLease(run, epoch, LostReason.CANCELLED)])
@@ -105,7 +105,7 @@ async def test_a_hint_with_a_reason_of_another_version_stops_the_run(
 ) -> None:
     waiting = Waiting()
     run = await submit()
-    await start_worker({"job": waiting}, lease_ttl_ms=LONG_TTL_MS, reconcile=False, drain_seconds=0)
+    await start_worker({"job": waiting}, lease_ttl=LONG_TTL_MS / 1000, reconcile=False, drain=0)
     await eventually(lambda: waiting.contexts)
     await eventually(lambda: parts_of(engine).wakeups.hints.is_listening)
     hint = f"{run},{waiting.contexts[0].lease_epoch},unheard_of"
@@ -123,7 +123,9 @@ async def test_a_worker_checks_its_leases_after_a_gap_in_the_hints(
         parts_of(cut).wakeups.hints.begin_to_listen()
         await eventually(lambda: parts_of(cut).wakeups.hints.is_listening)
         proxy.refuses = not is_beating
-        async with Worker(cut, lanes=["default"], handlers={"job": waiting}, lease_ttl_ms=LONG_TTL_MS, reconcile=False):
+        async with Worker(
+            cut, lanes=["default"], handlers={"job": waiting}, lease_ttl=LONG_TTL_MS / 1000, reconcile=False
+        ):
             await eventually(lambda: waiting.contexts)
             await eventually(lambda: is_beating or "the heartbeat reconnects" in caplog.text)
             proxy.refuses = True
@@ -164,7 +166,7 @@ async def test_what_a_thread_returns_after_a_cancel_is_void(
         return "late"
 
     run = await submit()
-    worker = await start_worker({"job": wait}, lease_ttl_ms=LONG_TTL_MS)
+    worker = await start_worker({"job": wait}, lease_ttl=LONG_TTL_MS / 1000)
     await eventually(started.is_set)
     await engine.cancel_execution(execution_id=run, reason="not wanted")
     assert not contexts[0].is_lease_healthy()

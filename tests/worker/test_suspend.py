@@ -146,7 +146,7 @@ async def test_the_lease_of_a_suspended_run_is_neither_renewed_nor_missed(
                 await may_leave.wait()
         return "resumed"
 
-    await start_worker({"job": slow_to_leave, "steady": is_over.wait}, lease_ttl_ms=3000)
+    await start_worker({"job": slow_to_leave, "steady": is_over.wait}, lease_ttl=3)
     steady, run = await submit(kind="steady"), await submit()
     await asyncio.wait_for(leaving.wait(), 60)
 

@@ -20,7 +20,7 @@ async def test_an_attempt_past_its_time_is_stopped_and_retried_by_its_own_worker
     engine: Engine, start_worker: Any, submit: Any, attempts: Any
 ) -> None:
     waiting = Waiting()
-    await start_worker({"job": waiting}, lease_ttl_ms=LONG_TTL_MS, reconcile=False, claim_poll_interval_ms=50)
+    await start_worker({"job": waiting}, lease_ttl=LONG_TTL_MS / 1000, reconcile=False, poll_interval=0.05)
     run = await submit(policy={"timeout_policy": {"attempt_timeout_ms": 300}, **RETRIED})
     ended = await engine.wait_for_ending(run, timeout=60)
     assert (ended.outcome, ended.result) == (TerminalOutcome.SUCCESS, b'"again"')
@@ -31,7 +31,7 @@ async def test_an_attempt_past_its_time_is_stopped_and_retried_by_its_own_worker
 
 async def test_the_last_attempt_past_its_time_expires(engine: Engine, start_worker: Any, submit: Any) -> None:
     waiting = Waiting()
-    worker = await start_worker({"job": waiting}, lease_ttl_ms=LONG_TTL_MS, reconcile=False)
+    worker = await start_worker({"job": waiting}, lease_ttl=LONG_TTL_MS / 1000, reconcile=False)
     run = await submit(policy={"timeout_policy": {"attempt_timeout_ms": 300}})
     ended = await engine.wait_for_ending(run, timeout=60)
     assert (ended.outcome, ended.reason) == (TerminalOutcome.EXPIRED, "attempt_timeout")
@@ -48,7 +48,7 @@ async def test_a_thread_past_its_time_is_timed_out_before_it_returns(
         gate.wait(timeout=60)
         return "late"
 
-    worker = await start_worker({"job": wait}, lease_ttl_ms=LONG_TTL_MS, reconcile=False)
+    worker = await start_worker({"job": wait}, lease_ttl=LONG_TTL_MS / 1000, reconcile=False)
     run = await submit(policy={"timeout_policy": {"attempt_timeout_ms": 300}})
     assert (await engine.wait_for_ending(run, timeout=60)).outcome is TerminalOutcome.EXPIRED
     assert worker.running == 1
@@ -63,7 +63,7 @@ async def test_a_resumed_attempt_has_the_time_it_had_left(
     await clock.advance(ms=59_500)
     await engine.hand_back(handle)
     waiting = Waiting()
-    await start_worker({"job": waiting}, lease_ttl_ms=LONG_TTL_MS, reconcile=False)
+    await start_worker({"job": waiting}, lease_ttl=LONG_TTL_MS / 1000, reconcile=False)
     assert (await engine.wait_for_ending(handle.execution_id, timeout=30)).outcome is TerminalOutcome.EXPIRED
 
 
@@ -74,7 +74,9 @@ async def test_a_timeout_is_asked_for_until_the_store_answers_and_it_is_due(
     waiting = Waiting()
     run = await submit(policy={"timeout_policy": {"attempt_timeout_ms": 1000}})
     async with Proxy(url) as proxy, Engine.connect(settings=Settings(database_url=proxy.url)) as cut:
-        worker = Worker(cut, lanes=["default"], handlers={"job": waiting}, lease_ttl_ms=LONG_TTL_MS, reconcile=False)
+        worker = Worker(
+            cut, lanes=["default"], handlers={"job": waiting}, lease_ttl=LONG_TTL_MS / 1000, reconcile=False
+        )
         async with worker:
             await eventually(lambda: waiting.contexts)
             proxy.refuses = True
@@ -96,7 +98,7 @@ async def test_a_timeout_is_not_asked_for_beyond_the_lease(
     await clock.stop()
     waiting = Waiting()
     run = await submit(policy={"timeout_policy": {"attempt_timeout_ms": 300}})
-    worker = await start_worker({"job": waiting}, lease_ttl_ms=1000, reconcile=False)
+    worker = await start_worker({"job": waiting}, lease_ttl=1, reconcile=False)
     await asyncio.wait_for(waiting.is_cancelled.wait(), 60)
     await eventually(lambda: worker.running == 0)
     assert f"{run}: the timeout was not stored before the lease expired: it is not due yet" in caplog.text
@@ -123,7 +125,7 @@ async def test_a_run_past_its_deadline_is_stopped_and_expired_by_its_own_worker(
     engine: Engine, start_worker: Any, given: Any, clock: Any, caplog: Any
 ) -> None:
     waiting = Waiting()
-    worker = await start_worker({"job": waiting}, lease_ttl_ms=LONG_TTL_MS, reconcile=False)
+    worker = await start_worker({"job": waiting}, lease_ttl=LONG_TTL_MS / 1000, reconcile=False)
     run = await given.created(execution_deadline_at=await clock.now() + 700, policy=RETRIED)
     ended = await engine.wait_for_ending(run, timeout=60)
     assert (ended.outcome, ended.reason) == (TerminalOutcome.EXPIRED, "execution_deadline")
@@ -136,7 +138,7 @@ async def test_the_deadline_of_a_policy_stops_a_run_in_its_process(
     engine: Engine, start_worker: Any, submit: Any
 ) -> None:
     waiting = Waiting()
-    await start_worker({"job": waiting}, lease_ttl_ms=LONG_TTL_MS, reconcile=False)
+    await start_worker({"job": waiting}, lease_ttl=LONG_TTL_MS / 1000, reconcile=False)
     limits = {"execution_deadline_ms": 700, "attempt_timeout_ms": 600_000}
     run = await submit(policy={"timeout_policy": limits})
     assert (await engine.wait_for_ending(run, timeout=60)).reason == "execution_deadline"
@@ -147,7 +149,7 @@ async def test_an_attempt_timeout_before_the_deadline_is_an_attempt_timeout(
     engine: Engine, start_worker: Any, submit: Any
 ) -> None:
     waiting = Waiting()
-    await start_worker({"job": waiting}, lease_ttl_ms=LONG_TTL_MS, reconcile=False, claim_poll_interval_ms=50)
+    await start_worker({"job": waiting}, lease_ttl=LONG_TTL_MS / 1000, reconcile=False, poll_interval=0.05)
     limits = {"execution_deadline_ms": 600_000, "attempt_timeout_ms": 300}
     run = await submit(policy={"timeout_policy": limits, **RETRIED})
     assert (await engine.wait_for_ending(run, timeout=60)).result == b'"again"'
@@ -158,7 +160,7 @@ async def test_a_deadline_is_asked_for_until_it_is_due_by_the_clock_of_the_store
 ) -> None:
     await clock.stop()
     waiting = Waiting()
-    await start_worker({"job": waiting}, lease_ttl_ms=LONG_TTL_MS, reconcile=False)
+    await start_worker({"job": waiting}, lease_ttl=LONG_TTL_MS / 1000, reconcile=False)
     run = await given.created(execution_deadline_at=await clock.now() + 300)
     await asyncio.wait_for(waiting.is_cancelled.wait(), 60)
     # The clock of the store stands still: by it, the time is not up.
@@ -172,6 +174,6 @@ async def test_a_handler_is_not_called_after_the_deadline(
 ) -> None:
     waiting = Waiting()
     run = await given.created(execution_deadline_at=await clock.now() - 1)
-    await start_worker({"job": waiting}, lease_ttl_ms=LONG_TTL_MS, reconcile=False)
+    await start_worker({"job": waiting}, lease_ttl=LONG_TTL_MS / 1000, reconcile=False)
     assert (await engine.wait_for_ending(run, timeout=60)).reason == "execution_deadline"
     assert waiting.contexts == []

@@ -38,7 +38,7 @@ async def test_an_idle_worker_hears_of_work_from_another_process(
 
     async def job() -> None: ...
 
-    await start_worker({"job": job}, claim_poll_interval_ms=60_000)
+    await start_worker({"job": job}, poll_interval=60)
     await eventually(lambda: parts_of(engine).wakeups.hints.is_listening)
     other = await engines()
     for _ in range(10):
@@ -59,7 +59,7 @@ async def test_a_worker_that_cannot_listen_polls(engines: Any, submit: Any) -> N
     async def job() -> None: ...
 
     deaf = await engines(listen=False)
-    async with Worker(deaf, lanes=["default"], handlers={"job": job}, claim_poll_interval_ms=50):
+    async with Worker(deaf, lanes=["default"], handlers={"job": job}, poll_interval=0.05):
         for _ in range(3):
             run = await submit()
             assert (await deaf.wait_for_ending(run, timeout=60)).outcome is TerminalOutcome.SUCCESS

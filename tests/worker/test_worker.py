@@ -336,7 +336,7 @@ async def test_a_worker_told_something_of_another_kind_is_refused(
     with pytest.raises(InvalidInputError, match=f"invalid_input: {told}"):
         Worker(engine, **{"lanes": ["default"], "handlers": {}, **wrong})
     with pytest.raises(ValueError, match="drain_seconds: "):
-        Worker(engine, lanes=["default"], handlers={}, drain_seconds="30")  # type: ignore[arg-type]
+        Worker(engine, lanes=["default"], handlers={}, drain="30")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("kind", [list, tuple, set, iter], ids=["list", "tuple", "set", "iterator"])
@@ -370,7 +370,7 @@ async def test_the_log_tells_what_follows_a_failed_attempt(
 
     backoff = {"type": "fixed", "delay_ms": 60_000}
     run = await submit(policy={"retry_policy": {"max_retries": 1, "backoff": backoff}})
-    await start_worker({"job": job}, lease_ttl_ms=600_000)
+    await start_worker({"job": job}, lease_ttl=600)
     await eventually(is_delayed)
     await clock.advance(ms=60_001)
     assert (await engine.wait_for_ending(run, timeout=60)).outcome is TerminalOutcome.FAILED

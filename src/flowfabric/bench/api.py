@@ -4,6 +4,9 @@ With `--beside` this benchmark runs on the package of another checkout, so it ke
 name has moved between the two, this module imports it from either.
 """
 
+import inspect
+from typing import Any
+
 from flowfabric import Context, Engine, EngineError, Fabric, NewExecution, Reconciler, Settings, Task, Worker
 from flowfabric.db.statements import Statement, Statements, statements_beside
 from flowfabric.model.condition import Single
@@ -39,7 +42,13 @@ __all__ = [
     "TimeoutPolicy",
     "WaitpointId",
     "Worker",
+    "drain_option",
     "mint_uuid_texts",
     "statements_beside",
     "uuid7",
 ]
+
+
+def drain_option(seconds: float) -> dict[str, Any]:
+    """How long a worker drains, as an option of `Worker`."""
+    return {"drain" if "drain" in inspect.signature(Worker).parameters else "drain_seconds": seconds}

@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections import deque
 
-from flowfabric.bench.api import Engine, Worker
+from flowfabric.bench.api import Engine, Worker, drain_option
 from flowfabric.bench.observer import SQL, Observer, observing, pinned
 from flowfabric.bench.ours import KIND, LANE, check, engine_on
 from flowfabric.bench.ours_submit import create_one
@@ -68,7 +68,7 @@ class Steady:
 
     async def run(self, seconds: float, observer: Observer) -> Figure:
         """The index entries read a second at the end of this time."""
-        async with Worker(self._engine, lanes=[LANE], handlers={KIND: self._start}, drain_seconds=5):
+        async with Worker(self._engine, lanes=[LANE], handlers={KIND: self._start}, **drain_option(5)):
             self.starts, self.probes = Durations(), Durations()
             tasks = [asyncio.create_task(self._submit()), asyncio.create_task(self._probe())]
             try:

@@ -73,7 +73,7 @@ async def round_trips(engine: Engine, other: Engine, count: int) -> list[float]:
         if ctx.is_resumed:
             resumed.set()
             return
-        waitpoint = await ctx.create_waitpoint(KEY, expires_in_ms=60_000)
+        waitpoint = await ctx.create_waitpoint(KEY, 60_000)
         began = time.perf_counter()
         try:
             await ctx.suspend(condition=CONDITION, waitpoints=[waitpoint])

@@ -4,7 +4,7 @@ import asyncio
 import sys
 import time
 
-from flowfabric.bench.api import Engine, Worker
+from flowfabric.bench.api import Engine, Worker, drain_option
 from flowfabric.bench.observer import SQL as STORE
 from flowfabric.bench.observer import observing, pinned
 from flowfabric.bench.ours import KIND, LANE, SQL, check, engine_on, fill, noop, noops
@@ -71,7 +71,7 @@ class Load:
         callers = [asyncio.create_task(self._submit()) for _ in range(CONNECTIONS)]
         try:
             async with Worker(
-                self._engine, lanes=[LANE], handlers={KIND: self._end}, concurrency=CONCURRENCY, drain_seconds=5
+                self._engine, lanes=[LANE], handlers={KIND: self._end}, concurrency=CONCURRENCY, **drain_option(5)
             ):
                 for number in range(1, WINDOWS + 1):
                     ended, started = self.ended, time.perf_counter()

@@ -20,7 +20,8 @@ from rich.table import Table
 
 from flowfabric.cli.errors import told_in_one_line
 from flowfabric.db.embedded import Embedded
-from flowfabric.fabric import Fabric, Run, RunFailed
+from flowfabric.fabric.app import Fabric
+from flowfabric.fabric.run import Run, RunError
 from flowfabric.settings import Settings
 from flowfabric.worker.context import Context
 
@@ -100,7 +101,9 @@ def demo(*, worker: Annotated[str | None, typer.Option(hidden=True)] = None) -> 
     with told_in_one_line():
         if worker is not None:
             logging.getLogger("flowfabric").setLevel(logging.ERROR)
-            fabric.run_worker(worker_id="demo", worker_instance_id=worker, lease_ttl_ms=LEASE_TTL_MS, concurrency=SLOTS)
+            fabric.run_worker(
+                worker_id="demo", worker_instance_id=worker, lease_ttl=LEASE_TTL_MS / 1000, concurrency=SLOTS
+            )
             return
         if asyncio.run(_demo(Console(highlight=False))):
             raise typer.Exit(1)
@@ -185,11 +188,11 @@ async def _watch(
 async def _ending(kind: str, run: Run[Told]) -> Ending:
     try:
         told = await run.result(timeout=PATIENCE_SECONDS)
-    except (RunFailed, TimeoutError) as error:
+    except (RunError, TimeoutError) as error:
         return Ending(kind=kind, told=None, seconds=0, problem=str(error))
-    info = await run.info()
-    took = (info.completed_at or 0) - (info.started_at or 0)
-    return Ending(kind=kind, told=told, seconds=took / 1000)
+    status = await run.status()
+    took = status.ended_at - status.started_at if status.ended_at and status.started_at else timedelta()
+    return Ending(kind=kind, told=told, seconds=took.total_seconds())
 
 
 def _show(console: Console, endings: Sequence[Ending], killed: str | None) -> None:

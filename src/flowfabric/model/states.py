@@ -99,6 +99,18 @@ class PublicState(StrEnum):
     SKIPPED = "skipped"
 
 
+ENDED_STATES = frozenset(
+    {
+        PublicState.COMPLETED,
+        PublicState.FAILED,
+        PublicState.CANCELLED,
+        PublicState.EXPIRED,
+        PublicState.SKIPPED,
+    }
+)
+"""The states of an execution that has ended."""
+
+
 class AttemptLifecycle(StrEnum):
     """Where one attempt is in its life."""
 

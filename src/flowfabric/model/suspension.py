@@ -96,7 +96,8 @@ def read_stored_timeout_behavior(value: str | None) -> TimeoutBehavior:
 class SuspendArgs:
     """What a suspension is; conditions, bindings and policy may be given as their JSON values.
 
-    Without `timeout_behavior` a deadline fails the execution, or does what the execution's policy says where that
+    `timeout_ms` counts from the suspend, by the store's clock; `timeout_at` is a time of that clock. Without
+    `timeout_behavior` a deadline fails the execution, or does what the execution's policy says where that
     policy sets the deadline.
     """
 
@@ -107,6 +108,7 @@ class SuspendArgs:
     reason_code: SuspensionReason
     requested_by: SuspensionRequester = SuspensionRequester.WORKER
     timeout_at: int | None = None
+    timeout_ms: int | None = None
     timeout_behavior: TimeoutBehavior | None = None
     continuation_metadata_pointer: str | None = None
     idempotency_key: str | None = None
@@ -123,6 +125,7 @@ class SuspendArgs:
             reason_code: SuspensionReason | str,
             requested_by: SuspensionRequester | str = SuspensionRequester.WORKER,
             timeout_at: int | None = None,
+            timeout_ms: int | None = None,
             timeout_behavior: TimeoutBehavior | str | None = None,
             continuation_metadata_pointer: str | None = None,
             idempotency_key: str | None = None,
@@ -140,12 +143,21 @@ class SuspendArgs:
         settle(self, "requested_by", check_word(SuspensionRequester, self.requested_by, "requested_by"))
         if self.timeout_at is not None:
             check_range(self.timeout_at, "timeout_at", -MAX_MS, MAX_MS)
+        if self.timeout_ms is not None:
+            check_range(self.timeout_ms, "timeout_ms", 0, MAX_MS)
+            if self.timeout_at is not None:
+                raise error("invalid_input", "timeout_ms: give it or timeout_at, not both")
         if self.timeout_behavior is not None:
             settle(self, "timeout_behavior", parse_timeout_behavior(self.timeout_behavior))
         if self.continuation_metadata_pointer is not None:
             check_text(self.continuation_metadata_pointer, "continuation_metadata_pointer")
         key = None if self.idempotency_key == "" else self.idempotency_key
         settle(self, "idempotency_key", None if key is None else check_short(key, "idempotency_key"))
+
+    @property
+    def has_timeout(self) -> bool:
+        """Whether the arguments themselves say when the wait times out."""
+        return self.timeout_at is not None or self.timeout_ms is not None
 
 
 def check_suspend(args: SuspendArgs) -> None:
@@ -165,7 +177,7 @@ def check_suspend(args: SuspendArgs) -> None:
     # Of a tree that is too deep not every key is read.
     if len(bindings) > 1 and not is_too_deep:
         _check_keys(condition, map(_bound_key, bindings))
-    if isinstance(condition, TimeoutOnly) and args.timeout_at is None:
+    if isinstance(condition, TimeoutOnly) and not args.has_timeout:
         raise _refusal("timeout_only_without_deadline")
     if not is_too_deep and any(
         isinstance(leaf, Single | Count) and leaf.matcher == ByName("") for leaf in leaves(condition)
@@ -220,6 +232,8 @@ def check_deadline(timeout_at: int | None, now: int) -> None:
 
 def deadline_of(args: SuspendArgs, policy: SuspensionPolicy | None, now: int) -> tuple[int | None, TimeoutBehavior]:
     """Give when a suspension times out and what happens then: as its arguments say, else the execution's policy."""
+    if args.timeout_ms is not None:
+        return now + args.timeout_ms, args.timeout_behavior or TimeoutBehavior.FAIL
     if args.timeout_at is not None or policy is None or policy.default_timeout_ms is None:
         return args.timeout_at, args.timeout_behavior or TimeoutBehavior.FAIL
     return now + policy.default_timeout_ms, args.timeout_behavior or policy.timeout_behavior

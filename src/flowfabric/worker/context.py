@@ -5,26 +5,31 @@ import contextlib
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from concurrent.futures import Future
-from typing import Any, TypeVar, Unpack
+from typing import Any, TypeVar, Unpack, overload
 
 from flowfabric.engine.core.wakeups import LostReason
 from flowfabric.engine.engine import Engine
+from flowfabric.model.duration import Duration, milliseconds
 from flowfabric.model.errors import EngineError, error
 from flowfabric.model.handle import Fence, Handle
 from flowfabric.model.ids import ExecutionId, WaitpointId, uuid7
 from flowfabric.model.lease import ClaimedExecution
 from flowfabric.model.signal import ResumeSignal
-from flowfabric.model.states import AttemptType
+from flowfabric.model.states import AttemptType, TimeoutBehavior
 from flowfabric.model.suspend_outcome import SuspendOutcome
 from flowfabric.model.suspension import SuspendArgs, SuspendDetails, Suspended
 from flowfabric.model.text import shown
 from flowfabric.model.waitpoint import PendingWaitpoint
 from flowfabric.worker.callback import Callback
+from flowfabric.worker.codec import codec_of, name_of, reason
 from flowfabric.worker.waits import (
+    NoSignal,
     SuspendOptions,
     Unwound,
+    WaitTimeout,
     answer_of,
     check_has_deadline,
+    is_timeout,
     repeatable,
     signals_of,
     suspend_args,
@@ -32,6 +37,10 @@ from flowfabric.worker.waits import (
 )
 
 Answer = TypeVar("Answer")
+Payload = TypeVar("Payload")
+Default = TypeVar("Default")
+
+_NO_DEFAULT: Any = object()
 
 UNHEALTHY_FAILURES = 3
 """Renewals that fail in a row before a lease counts as unhealthy."""
@@ -65,6 +74,7 @@ class Running:
         "task",
         "timer",
         "waiter",
+        "waits",
     )
 
     def __init__(self, claimed: ClaimedExecution, at: float, loop: asyncio.AbstractEventLoop | None = None) -> None:
@@ -111,6 +121,8 @@ class Running:
         self.expiry: asyncio.Task[None] | None = None
         """Ends the attempt or the execution in the store after that."""
         self.waiter: asyncio.Future[None] | None = None
+        self.waits: dict[str, int] = {}
+        """How often its handler has waited for a signal of each name."""
 
     @property
     def execution_id(self) -> ExecutionId:
@@ -254,9 +266,10 @@ class Context:
         """Every signal of this attempt's latest wait, read now."""
         return await self._answer(lambda: self._engine.observe_signals(self._running.claimed.handle))
 
-    async def create_waitpoint(self, waitpoint_key: str, expires_in_ms: int) -> PendingWaitpoint:
+    async def create_waitpoint(self, waitpoint_key: str, expires_in: Duration) -> PendingWaitpoint:
         """A waitpoint that takes signals from now on, to be waited for later; its token may be given away at once."""
         handle, waitpoint_id = self._running.claimed.handle, WaitpointId(uuid7())
+        expires_in_ms = milliseconds(expires_in, "expires_in")
         return await self._answer(
             lambda: self._engine.create_waitpoint(
                 handle, waitpoint_key=waitpoint_key, expires_in_ms=expires_in_ms, waitpoint_id=waitpoint_id
@@ -266,7 +279,9 @@ class Context:
     def callback(self, waitpoint: PendingWaitpoint, *, base_url: str | None = None) -> Callback:
         """Where and with what an outsider signals a waitpoint of this run; `FF_CALLBACK_URL` is the usual base."""
         if not isinstance(waitpoint, PendingWaitpoint):
-            raise error("invalid_input", f"waitpoint: what create_waitpoint gives is wanted, got {shown(waitpoint)}")
+            raise error(
+                "invalid_input", f"waitpoint: expected what ctx.create_waitpoint returned, got {shown(waitpoint)}"
+            )
         return Callback.of(
             base_url or self._engine.settings.callback_url,
             self.execution_id,
@@ -281,9 +296,9 @@ class Context:
         or this is a repeat, under its idempotency key, of a wait that is over.
         """
         if args is None:
-            args = await suspend_args(lambda: self._answer(self._engine.server_time_ms), self.attempt_index, options)
+            args = suspend_args(self.attempt_index, options)
         elif options or not isinstance(args, SuspendArgs):
-            raise TypeError("suspend: name the arguments one by one, or all of them as SuspendArgs")
+            raise TypeError("suspend: give either the options one by one, or all of them as SuspendArgs")
         check_has_deadline(args, self._running.claimed.policy)
         running, given = self._running, repeatable(args)
         handle = running.claimed.handle
@@ -300,6 +315,49 @@ class Context:
         running.is_dropped = True
         raise Unwound
 
+    @overload
+    async def wait_for_signal(self, name: str, *, timeout: Duration | None = None) -> Any: ...
+    @overload
+    async def wait_for_signal(self, name: str, kind: type[Payload], *, timeout: Duration | None = None) -> Payload: ...
+    @overload
+    async def wait_for_signal(
+        self, name: str, kind: type[Payload], *, timeout: Duration | None = None, default: Default
+    ) -> Payload | Default: ...
+    async def wait_for_signal(
+        self, name: str, kind: Any = Any, *, timeout: Duration | None = None, default: Any = _NO_DEFAULT
+    ) -> Any:
+        """The payload of a signal, of the type named: `answer = await ctx.wait_for_signal("approval", str)`.
+
+        The first time, the handler ends here and holds no worker while it waits. When the signal has come the handler
+        runs again from its start, and this call returns. The n-th wait for a name gets the n-th signal. `WaitTimeout`
+        when none comes in time, `NoSignal` when an operator ends the wait without one; with a default, that instead.
+        A failed attempt forgets its waits: the next one waits anew.
+        """
+        codec = codec_of(kind)
+        waits = self._running.waits
+        nth = waits[name] = waits.get(name, 0) + 1
+        options: SuspendOptions = {"keys": [name], "idempotency_key": f"signal:{nth}:{name}"}
+        if timeout is not None:
+            options["timeout"] = timeout
+            options["timeout_behavior"] = TimeoutBehavior.AUTO_RESUME_WITH_TIMEOUT_SIGNAL
+        await self.suspend(**options)
+        signals = self._running.signals
+        received = next((each for each in signals if each.satisfier and not is_timeout(each)), None)
+        if received is None:
+            if default is not _NO_DEFAULT:
+                return default
+            if any(map(is_timeout, signals)):
+                raise WaitTimeout(f"no signal {name!r} came within {timeout} seconds")
+            raise NoSignal(f"the wait for signal {name!r} was ended without one; pass default= to go on with a value")
+        try:
+            return codec.decode(b"null" if received.payload is None else received.payload)
+        except Exception as refused:
+            raise error(
+                "invalid_input",
+                f"signal {name!r} from {shown(received.source_identity)}: its payload is no {name_of(kind)}: "
+                f"{reason(refused)}",
+            ) from None
+
     async def _answer(self, call: Callable[[], Awaitable[Answer]]) -> Answer:
         return await while_leased(call, self._running)
 
@@ -308,5 +366,5 @@ class Context:
         with contextlib.suppress(RuntimeError):
             asyncio.get_running_loop()
             awaitable.close()
-            raise TypeError("from_thread is for handlers in threads: this one can await")
+            raise TypeError("from_thread: is for `def` handlers, which run in threads; here, await the call itself")
         return asyncio.run_coroutine_threadsafe(awaitable, self._loop).result()

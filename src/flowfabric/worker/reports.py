@@ -101,8 +101,7 @@ class Reports:
         """Give up the lease of a run that cannot begin; any worker can claim it after that time."""
 
         async def write() -> bool:
-            now = await self._engine.server_time_ms()
-            await self._engine.delay(running.claimed.handle, now + milliseconds)
+            await self._engine.delay(running.claimed.handle, delay_ms=milliseconds)
             return True
 
         return await self._repeat(running, write, "delay")

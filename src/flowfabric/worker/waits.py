@@ -7,16 +7,16 @@ from typing import Any, Protocol, TypedDict, TypeVar
 
 from flowfabric.engine.engine import Engine
 from flowfabric.model.condition import Condition, Single, all_of_waitpoints, parse_condition, waitpoint_keys
+from flowfabric.model.duration import Duration, milliseconds
 from flowfabric.model.errors import EngineError, error
 from flowfabric.model.ids import SuspensionId, WaitpointId, uuid7
 from flowfabric.model.lease import ClaimedExecution
 from flowfabric.model.policy import ExecutionPolicy
-from flowfabric.model.policy_checks import MAX_MS
 from flowfabric.model.resume import ResumePolicy
-from flowfabric.model.signal import ResumeSignal
+from flowfabric.model.signal import ResumeSignal, TimeoutSignal
 from flowfabric.model.states import TimeoutBehavior
 from flowfabric.model.suspension import SuspendArgs, SuspensionReason
-from flowfabric.model.text import check_items, check_range, check_text
+from flowfabric.model.text import check_items, check_text
 from flowfabric.model.waitpoint import Binding, Fresh, PendingWaitpoint, UsePending, default_binding, parse_binding
 from flowfabric.pauses import pauses
 from flowfabric.worker.faults import FAULT_SECONDS, LEASE_IS_LOST, is_passing
@@ -31,6 +31,14 @@ class Unwound(BaseException):
     """Ends a handler whose run is suspended; no `Exception`, so that no handler catches it by the way."""
 
 
+class WaitTimeout(TimeoutError):
+    """A wait was not answered in time."""
+
+
+class NoSignal(Exception):
+    """A wait for a signal was ended by an operator who sent none."""
+
+
 class SuspendOptions(TypedDict, total=False):
     """What a handler waits for, as `Context.suspend` takes it; what is absent is left to the engine."""
 
@@ -41,10 +49,8 @@ class SuspendOptions(TypedDict, total=False):
     """Why it waits, as operators see it: `waiting_for_signal` when absent."""
     waitpoints: Iterable[Waitpoint]
     """Waitpoints made before; without them, one is made for each key of the condition."""
-    timeout_at: int
-    """When the wait is over in any case, by the store's clock."""
-    timeout_ms: int
-    """The same, counted from now."""
+    timeout: Duration
+    """How long it waits at most; the policy's time when absent, and without that for ever."""
     timeout_behavior: TimeoutBehavior | str
     """What happens then: the execution fails when absent."""
     resume_policy: ResumePolicy | Mapping[str, object]
@@ -53,15 +59,16 @@ class SuspendOptions(TypedDict, total=False):
     """What a repeat within this attempt is known by."""
 
 
-async def suspend_args(clock: Callable[[], Awaitable[int]], attempt_index: int, options: SuspendOptions) -> SuspendArgs:
+def suspend_args(attempt_index: int, options: SuspendOptions) -> SuspendArgs:
     """The arguments of a suspend from what a handler says."""
-    wait = {name: given for name, given in options.items() if given is not None}
-    if "timeout_ms" in wait:
-        timeout_ms: Any = wait.pop("timeout_ms")
-        if "timeout_at" in wait:
-            raise TypeError("suspend: timeout_at or timeout_ms, not both")
-        check_range(timeout_ms, "timeout_ms", 0, MAX_MS)
-        wait["timeout_at"] = await clock() + timeout_ms
+    wait: dict[str, Any] = {name: given for name, given in options.items() if given is not None}
+    if unknown := wait.keys() - SuspendOptions.__annotations__.keys():
+        raise TypeError(
+            f"suspend: no such option: {', '.join(sorted(unknown))}; the options are: "
+            f"{', '.join(sorted(SuspendOptions.__annotations__))}"
+        )
+    if "timeout" in wait:
+        wait["timeout_ms"] = milliseconds(wait.pop("timeout"), "timeout")
     if wait.get("idempotency_key"):
         # A wait that is over is over for its attempt: the next attempt waits anew.
         wait["idempotency_key"] = f"{attempt_index}:{check_text(wait['idempotency_key'], 'idempotency_key')}"
@@ -75,20 +82,23 @@ def _condition(given: Any, keys: Any) -> Condition:
     keys = check_items(keys, "keys")
     if given is not None:
         if keys:
-            raise TypeError("suspend: a condition names its keys itself")
+            raise TypeError("suspend: give condition= or keys=, not both; a condition names its keys itself")
         return parse_condition(given)
     if not keys:
-        raise TypeError("suspend: name a condition, or keys to wait on")
+        raise TypeError("suspend: nothing to wait for; give condition= or keys=, such as keys=['approval']")
     return Single(waitpoint_key=keys[0]) if len(keys) == 1 else all_of_waitpoints(keys)
 
 
 def check_has_deadline(args: SuspendArgs, policy: ExecutionPolicy | None) -> None:
     """Refuse a wait that says what a timeout is to do while nothing sets one: it would never come."""
-    if args.timeout_behavior is None or args.timeout_at is not None:
+    if args.timeout_behavior is None or args.has_timeout:
         return
     default = None if policy is None else policy.suspension_policy
     if default is None or default.default_timeout_ms is None:
-        raise error("invalid_input", "timeout_behavior: needs timeout_ms or timeout_at, or a timeout of the policy")
+        raise error(
+            "invalid_input",
+            "timeout_behavior: has no effect without a timeout; add timeout=, or a default timeout of the policy",
+        )
 
 
 def repeatable(args: SuspendArgs) -> SuspendArgs:
@@ -164,3 +174,11 @@ async def signals_of(
     """
     handle = run.claimed.handle
     return tuple(await while_leased(lambda: engine.observe_signals(handle, suspension_id=suspension_id), run))
+
+
+def is_timeout(signal: ResumeSignal) -> bool:
+    """Whether a signal is the engine's own, which tells that the wait timed out."""
+    return (signal.signal_category, signal.source_type) == (
+        TimeoutSignal().signal_category,
+        TimeoutSignal().source_type,
+    )

@@ -17,6 +17,7 @@ from flowfabric.engine.core.wakeups import LostLease, LostReason
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.lease.claim import DEFAULT_LEASE_TTL_MS, MAX_LANES
 from flowfabric.engine.parts import parts_of
+from flowfabric.model.duration import Duration, milliseconds
 from flowfabric.model.errors import EngineError, error
 from flowfabric.model.handle import MAX_LEASE_TTL_MS
 from flowfabric.model.ids import check_lane_id, check_worker_id
@@ -85,10 +86,10 @@ class Worker:
         worker_id: str | None = None,
         worker_instance_id: str | None = None,
         capabilities: Iterable[str] = (),
-        lease_ttl_ms: int = DEFAULT_LEASE_TTL_MS,
+        lease_ttl: Duration = DEFAULT_LEASE_TTL_MS / 1000,
         namespace: str | None = None,
-        claim_poll_interval_ms: int = 1000,
-        drain_seconds: float = 30,
+        poll_interval: Duration = 1,
+        drain: Duration = 30,
         threads: int | None = None,
         reconcile: bool = True,
     ) -> None:
@@ -97,12 +98,12 @@ class Worker:
         self.lanes = tuple(dict.fromkeys(map(check_lane_id, check_items(lanes, "lanes"))))
         check_count("lanes", len(self.lanes), MAX_LANES)
         check_count("threads", threads)
-        check_count("lease_ttl_ms", lease_ttl_ms, MAX_LEASE_TTL_MS)
-        check_count("claim_poll_interval_ms", claim_poll_interval_ms)
-        if isinstance(drain_seconds, bool) or not isinstance(drain_seconds, int | float) or not drain_seconds >= 0:
-            raise ValueError(f"drain_seconds: a number from 0 on, got {shown(drain_seconds)}")
+        lease_ttl_ms = milliseconds(lease_ttl, "lease_ttl", least=1, most=MAX_LEASE_TTL_MS)
         if not isinstance(handlers, Mapping) or not all(map(is_handler, handlers.values())):
-            raise error("invalid_input", f"handlers: functions by kind are wanted, got {shown(handlers)}")
+            raise error(
+                "invalid_input",
+                f"handlers: expected functions by kind, such as {{'greet': greet}}, got {shown(handlers)}",
+            )
         host = "".join(char for char in socket.gethostname() if char.isprintable() and char != " ") or "worker"
         self.worker_id = check_worker_id(worker_id or host, "worker_id")
         self.worker_instance_id = check_worker_id(
@@ -117,8 +118,8 @@ class Worker:
         self.kinds = check_kinds(tuple(self._handlers), least=0)
         self.namespace = None if namespace is None else check_short(namespace, "namespace")
         self._lease_ttl_ms = lease_ttl_ms
-        self._poll_seconds = claim_poll_interval_ms / 1000
-        self._drain_seconds = drain_seconds
+        self._poll_seconds = milliseconds(poll_interval, "poll_interval", least=1) / 1000
+        self._drain_seconds = milliseconds(drain, "drain") / 1000
         self._reconcile = reconcile
         self._registration = Registration(
             worker_id=self.worker_id,

@@ -13,9 +13,11 @@ from flowfabric.engine.core.transition import PROMOTED, Release
 from flowfabric.engine.core.wakeups import Work
 from flowfabric.engine.lease.expire import LATEST_TIME, SWEEP_LIMIT
 from flowfabric.engine.store import Store
+from flowfabric.model.errors import error
 from flowfabric.model.handle import Handle
 from flowfabric.model.ids import ExecutionId, format_execution_id, parse_execution_id, row_key, split_execution_id
 from flowfabric.model.lease import AlreadySatisfied, Promoted
+from flowfabric.model.policy_checks import MAX_MS
 from flowfabric.model.states import EligibilityState, PublicState
 from flowfabric.model.text import check_range
 
@@ -30,11 +32,17 @@ class Delays:
         self._store = store
         self._lease_ends = lease_ends
 
-    async def delay(self, handle: Handle, delay_until: int) -> None:
-        """Put a run aside until a time; its attempt goes on with the next claim after it."""
+    async def delay(self, handle: Handle, delay_until: int | None = None, *, delay_ms: int | None = None) -> None:
+        """Put a run aside until a time, or for a time from now; its attempt goes on with the next claim after it."""
         handle = usable(handle)
-        check_range(delay_until, "delay_until", 0, LATEST_TIME)
-        await self._park(LeaseEnd(handle.execution_id, Release.DELAYED, fence=handle, delay_until=delay_until))
+        if (delay_until is None) == (delay_ms is None):
+            raise error("invalid_input", "delay_until: give either it or delay_ms")
+        if delay_until is not None:
+            check_range(delay_until, "delay_until", 0, LATEST_TIME)
+        else:
+            check_range(delay_ms, "delay_ms", 0, MAX_MS)
+        end = LeaseEnd(handle.execution_id, Release.DELAYED, fence=handle, delay_until=delay_until, delay_ms=delay_ms)
+        await self._park(end)
 
     async def wait_children(self, handle: Handle) -> None:
         """Put a run aside until what it depends on has ended; its attempt goes on with the next claim after it."""

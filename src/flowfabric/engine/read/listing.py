@@ -30,7 +30,7 @@ from flowfabric.model.ids import (
     parse_execution_id,
     parse_uuid,
 )
-from flowfabric.model.states import PublicState
+from flowfabric.model.states import ENDED_STATES, PublicState
 from flowfabric.model.tag import check_tag_key
 from flowfabric.model.text import check_items, check_limit, check_range, check_text, shown, word_of
 
@@ -47,15 +47,6 @@ FIRST_FAN_OUT = 64
 GROWTH = 4
 LEAST_DEPTH = 8
 
-_ENDED = frozenset(
-    {
-        PublicState.COMPLETED,
-        PublicState.FAILED,
-        PublicState.CANCELLED,
-        PublicState.EXPIRED,
-        PublicState.SKIPPED,
-    }
-)
 _USUAL = frozenset({PublicState.WAITING, PublicState.COMPLETED})
 
 _SOURCES: Mapping[PublicState, str] = {
@@ -205,7 +196,7 @@ class Listing:
         wants_ended = completed_after is not None or completed_before is not None
         states = None if public_state is None else frozenset(map(_check_state, _several(public_state, "public_state")))
         if wants_ended:
-            states = _ENDED if states is None else states & _ENDED
+            states = ENDED_STATES if states is None else states & ENDED_STATES
         direction = _check_order(order)
         question = _Question(
             namespaces=None

@@ -1,10 +1,9 @@
 """The options of a task as its users write them: refusals name the option and the value."""
 
-import math
 import re
 from collections.abc import Iterable, Mapping
-from datetime import timedelta
 
+from flowfabric.model.duration import milliseconds
 from flowfabric.model.errors import EngineError, error
 from flowfabric.model.ids import MAX_LANE_BYTES, LaneId, check_lane_id
 from flowfabric.model.policy import (
@@ -16,11 +15,9 @@ from flowfabric.model.policy import (
     RoutingRequirements,
     TimeoutPolicy,
 )
-from flowfabric.model.policy_checks import INT32, MAX_MS
+from flowfabric.model.policy_checks import INT32
 from flowfabric.model.tag import check_tag_key
 from flowfabric.model.text import check_text, shown
-
-Seconds = float | timedelta
 
 
 def checked_lane(lane: object) -> LaneId:
@@ -53,20 +50,6 @@ def checked_tags(tags: object) -> dict[str, str] | None:
             ) from None
         checked[name] = check_text(value, f"tags: the value of {name!r}")
     return checked
-
-
-def milliseconds(given: object, option: str, *, least: int = 0, code: str = "invalid_input") -> int:
-    """The milliseconds of an option given in seconds; the code is that of a refusal for its range."""
-    seconds = given.total_seconds() if isinstance(given, timedelta) else given
-    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not math.isfinite(seconds):
-        raise error("invalid_input", f"{option}: seconds or a timedelta are wanted, got {shown(given)}")
-    if seconds > MAX_MS / 1000:
-        raise error(code, f"{option}: at most {MAX_MS // 1000} seconds, got {shown(given)}")
-    duration = round(seconds * 1000)
-    if seconds < 0 or duration < least:
-        rule = f"at least {least / 1000} seconds; leave it out for none" if least else "0 seconds or more"
-        raise error(code, f"{option}: must be {rule}, got {shown(given)}")
-    return duration
 
 
 def policy_of(

@@ -1,0 +1,349 @@
+"""Runs: submitted executions to watch, wait for, signal and cancel, from any process."""
+
+import asyncio
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Generic, Protocol, TypeVar, cast
+
+import msgspec
+
+from flowfabric.engine.engine import Engine
+from flowfabric.model.attempt import Failure
+from flowfabric.model.duration import Duration, milliseconds
+from flowfabric.model.errors import EngineError, InvalidInputError, NotFoundError, OperationTimeoutError, error
+from flowfabric.model.execution import ExecutionStatus
+from flowfabric.model.explanation import Explanation
+from flowfabric.model.ids import ExecutionId, plain_id
+from flowfabric.model.states import ENDED_STATES, PublicState, TerminalOutcome
+from flowfabric.model.text import shown
+from flowfabric.model.waitpoint import WaitpointInfo
+from flowfabric.pauses import pauses
+from flowfabric.worker.codec import encode
+from flowfabric.worker.handler import Handler
+
+Kept = TypeVar("Kept", covariant=True)
+
+STATE_SECONDS = 1.0
+"""How long a timed out wait asks for the state it reports."""
+SIGNAL_PAUSE_SECONDS = (0.02, 0.5)
+"""The first and the longest pause between two looks for the wait that a signal is for."""
+
+
+class RunError(Exception):
+    """A run ended without a result: `RunFailed`, `RunCancelled`, `RunExpired` or `RunSkipped` says how.
+
+    `reason` says why; of a failure `error_type` and `traceback` are those of the exception in the last attempt.
+    """
+
+    verb = "ended without a result"
+
+    def __init__(
+        self,
+        execution_id: ExecutionId,
+        reason: str | None,
+        *,
+        error_type: str | None = None,
+        traceback: str | None = None,
+    ) -> None:
+        super().__init__(execution_id, reason)
+        self.execution_id = execution_id
+        self.reason = reason
+        self.error_type = error_type
+        self.traceback = traceback
+        if traceback:
+            self.add_note(f"In the worker:\n{traceback.rstrip()}")
+
+    def __str__(self) -> str:
+        """Read `<execution id> <failed>: <reason>`."""
+        return f"{self.execution_id} {self.verb}" + (f": {self.reason}" if self.reason else "")
+
+
+class RunFailed(RunError):
+    """The last attempt of a run failed."""
+
+    verb = "failed"
+
+
+class RunCancelled(RunError):
+    """A run was cancelled."""
+
+    verb = "was cancelled"
+
+
+class RunExpired(RunError):
+    """A run did not end before its deadline."""
+
+    verb = "expired"
+
+
+class RunSkipped(RunError):
+    """A run was skipped: what it depends on did not succeed."""
+
+    verb = "was skipped"
+
+
+_ERRORS: Mapping[TerminalOutcome, type[RunError]] = {
+    TerminalOutcome.FAILED: RunFailed,
+    TerminalOutcome.CANCELLED: RunCancelled,
+    TerminalOutcome.EXPIRED: RunExpired,
+    TerminalOutcome.SKIPPED: RunSkipped,
+}
+
+
+class UnreadableResult(InvalidInputError):
+    """A run succeeded, but its stored result does not have the type its task returns now."""
+
+    def __init__(self, execution_id: ExecutionId, unreadable: InvalidInputError) -> None:
+        super().__init__(unreadable.code, unreadable.detail)
+        self.execution_id = execution_id
+        self.args = (execution_id, unreadable)
+
+    def __str__(self) -> str:
+        """Read `<code>: <execution id>: <detail>`."""
+        return f"{self.code}: {self.execution_id}: {self.detail}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunStatus(Generic[Kept]):
+    """A run at one moment."""
+
+    id: ExecutionId
+    task: str
+    """The name of its task."""
+    state: PublicState
+    attempt: int
+    """Which attempt it is at, from 1; 0 before the first has started."""
+    progress: int | None
+    """How far it says it is, in percent."""
+    message: str | None
+    """What it says about that."""
+    result: Kept | None
+    """The result of a run that has succeeded."""
+    error: RunError | None
+    """What `result()` raises of a run that has ended without a result."""
+    last_failure: Failure | None
+    """The failure of the latest attempt that failed, also while the next is due or runs."""
+    retry_at: datetime | None
+    """When a run that is delayed, or waits for its next attempt, can be claimed."""
+    created_at: datetime
+    started_at: datetime | None
+    ended_at: datetime | None
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the run has ended, with a result or without one."""
+        return self.state in ENDED_STATES
+
+
+class Home(Protocol):
+    """What a run needs of the fabric it belongs to."""
+
+    @property
+    def engine(self) -> Engine: ...
+
+    def _handler_of(self, kind: str) -> Handler | None:
+        """The handler of a task by its name, where this process has that task."""
+        ...
+
+
+class Run(Generic[Kept]):
+    """A submitted execution, to be watched, waited for, signalled and cancelled from any process."""
+
+    def __init__(
+        self,
+        fabric: Home,
+        execution_id: ExecutionId,
+        handler: Handler | None,
+        *,
+        is_duplicate: bool = False,
+        is_checked: bool = False,
+    ) -> None:
+        self._fabric = fabric
+        self._handler = handler
+        """Reads the result; where there is none, that of the task the execution turns out to be of."""
+        self._is_checked = is_checked
+        """Whether the execution is known to be of the handler's task: an id may come from anywhere."""
+        self.id = execution_id
+        self.is_duplicate = is_duplicate
+        """Whether the execution had been submitted before, under the same idempotency key."""
+
+    def __repr__(self) -> str:
+        """Read `Run(<execution id>)`."""
+        return f"Run({self.id})"
+
+    @property
+    def plain_id(self) -> str:
+        """The id without braces and colons, for addresses, file names and shells; accepted wherever an id is."""
+        return plain_id(self.id)
+
+    async def status(self) -> "RunStatus[Kept]":
+        """State, progress, attempt, and the result or the error, in one read."""
+        status = await self._fabric.engine.read_execution_status(self.id)
+        if status is None:
+            raise error("execution_not_found", self.id)
+        self._check_task(status.execution_kind)
+        has_succeeded = status.public_state is PublicState.COMPLETED
+        return RunStatus(
+            id=self.id,
+            task=status.execution_kind,
+            state=status.public_state,
+            attempt=status.attempt_count,
+            progress=status.progress_percent,
+            message=status.progress_message,
+            result=self._read_result(status.execution_kind, status.result) if has_succeeded else None,
+            error=_error_of(status),
+            last_failure=status.failure,
+            retry_at=_time(status.delay_until),
+            created_at=datetime.fromtimestamp(status.created_at / 1000, UTC),
+            started_at=_time(status.started_at),
+            ended_at=_time(status.ended_at),
+        )
+
+    async def explain(self) -> Explanation:
+        """Why it is where it is: `summary` says it in a sentence, `reasons` name everything that holds it."""
+        try:
+            return await self._fabric.engine.explain(self.id)
+        except NotFoundError:
+            raise error("execution_not_found", self.id) from None
+
+    async def result(self, timeout: Duration | None = None) -> Kept:
+        """The result as soon as it is there.
+
+        Raises RunFailed, RunCancelled, RunExpired or RunSkipped when the run ends without one, TimeoutError when it
+        takes longer, UnreadableResult when what is stored does not have the type the task returns now, and
+        `invalid_input` when it is a run of another task.
+        """
+        seconds = None if timeout is None else milliseconds(timeout, "timeout") / 1000
+        try:
+            ended = await self._fabric.engine.wait_for_ending(self.id, timeout=seconds)
+        except OperationTimeoutError:
+            raise TimeoutError(f"{self.id} has not ended within {seconds:g} s{await self._state_text()}") from None
+        except NotFoundError:
+            raise error("execution_not_found", self.id) from None
+        if self._handler is None or not self._is_checked:
+            status = await self._fabric.engine.read_execution_info(self.id)
+            if status is None:
+                raise error("execution_not_found", self.id)
+            kind = status.execution_kind
+            self._check_task(kind)
+        else:
+            kind = self._handler.name
+        if ended.outcome is not TerminalOutcome.SUCCESS:
+            raise _ERRORS[ended.outcome](self.id, ended.reason, error_type=ended.error_type, traceback=ended.traceback)
+        return self._read_result(kind, ended.result)
+
+    async def signal(
+        self,
+        name: str,
+        payload: object = None,
+        *,
+        by: str = "",
+        id: str | None = None,
+        timeout: Duration = 30,
+    ) -> None:
+        """Deliver a signal to the run's wait of that name, as soon as the run waits there.
+
+        The payload is sent as JSON, `by` says who sends it, and a repeat under the same `id` is ignored. TimeoutError
+        when the run does not wait for it in time; `target_not_signalable` when it has ended.
+        """
+        engine, deadline = self._fabric.engine, time.monotonic() + milliseconds(timeout, "timeout") / 1000
+        data = encode(payload)
+        for pause in pauses(*SIGNAL_PAUSE_SECONDS):
+            waitpoint = await self._waitpoint(name)
+            if waitpoint is not None:
+                token = await engine.read_waitpoint_token(execution_id=self.id, waitpoint_id=waitpoint.waitpoint_id)
+                if token is not None:
+                    await engine.deliver_signal(
+                        execution_id=self.id,
+                        waitpoint_id=waitpoint.waitpoint_id,
+                        waitpoint_token=token,
+                        signal_name=name,
+                        source_identity=by,
+                        payload=data,
+                        idempotency_key=id,
+                    )
+                    return
+            elif (info := await engine.read_execution_info(self.id)) is not None and info.public_state in ENDED_STATES:
+                raise error("target_not_signalable", f"{self.id} is {info.public_state} and takes no more signals")
+            if time.monotonic() + pause >= deadline:
+                raise TimeoutError(f"{self.id} did not wait for signal {name!r} in time{await self._state_text()}")
+            await asyncio.sleep(pause)
+
+    async def cancel(self, reason: str = "cancelled by its submitter") -> None:
+        """End it as cancelled, whatever it does."""
+        await self._fabric.engine.cancel_execution(execution_id=self.id, reason=reason)
+
+    async def _waitpoint(self, name: str) -> WaitpointInfo | None:
+        """The open waitpoint of a name."""
+        after = None
+        while True:
+            page = await self._fabric.engine.list_pending_waitpoints(execution_id=self.id, after=after)
+            for each in page.entries:
+                if each.waitpoint_key == name:
+                    return each
+            if page.next_cursor is None:
+                return None
+            after = page.next_cursor
+
+    async def _state_text(self) -> str:
+        """The state for a message, and how to learn more; empty when the store does not answer at once."""
+        try:
+            async with asyncio.timeout(STATE_SECONDS):
+                info = await self._fabric.engine.read_execution_info(self.id)
+        except (EngineError, TimeoutError):
+            return ""
+        if info is None:
+            return ""
+        return f": it is {info.public_state.value.replace('_', ' ')}; `await run.explain()` says why"
+
+    def _check_task(self, kind: str) -> None:
+        if self._handler is not None and kind != self._handler.name:
+            raise error(
+                "invalid_input",
+                f"{self.id} is a run of task {shown(kind)}, not of {shown(self._handler.name)}; get it from the task "
+                "it belongs to, or from fabric.run(id)",
+            )
+        self._is_checked = True
+
+    def _read_result(self, kind: str, payload: bytes | None) -> Kept:
+        handler = self._handler or self._fabric._handler_of(kind)
+        if handler is None:
+            return cast(Kept, _plain_result(payload))
+        try:
+            return cast(Kept, handler.decode_result(payload))
+        except InvalidInputError as unreadable:
+            raise UnreadableResult(self.id, unreadable) from None
+
+
+def _plain_result(payload: bytes | None) -> object:
+    """The result of a task this process does not have: what its JSON says, or the bytes where it is none."""
+    if payload is None:
+        return None
+    try:
+        return msgspec.json.decode(payload)
+    except msgspec.DecodeError:
+        return payload
+
+
+def _error_of(status: ExecutionStatus) -> RunError | None:
+    match status.public_state:
+        case PublicState.FAILED:
+            kind: type[RunError] = RunFailed
+        case PublicState.CANCELLED:
+            return RunCancelled(status.execution_id, status.cancellation_reason)
+        case PublicState.EXPIRED:
+            kind = RunExpired
+        case PublicState.SKIPPED:
+            return RunSkipped(status.execution_id, None)
+        case _:
+            return None
+    failure = status.failure
+    if failure is None:
+        return kind(status.execution_id, None)
+    return kind(status.execution_id, failure.message, error_type=failure.error_type, traceback=failure.traceback)
+
+
+def _time(milliseconds: int | None) -> datetime | None:
+    return None if milliseconds is None else datetime.fromtimestamp(milliseconds / 1000, UTC)

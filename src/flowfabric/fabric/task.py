@@ -1,0 +1,347 @@
+"""Tasks: functions that can be submitted, and how they are declared and submitted."""
+
+import functools
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from typing import Any, Concatenate, Generic, ParamSpec, Protocol, Self, TypedDict, TypeVar, Unpack, cast, overload
+from urllib.parse import quote
+
+import msgspec
+
+from flowfabric.fabric.options import checked_lane, checked_tags, policy_of
+from flowfabric.fabric.run import Home, Run
+from flowfabric.model.duration import Duration, milliseconds
+from flowfabric.model.errors import ConflictError, Detail, EngineError, error
+from flowfabric.model.execution import Created, Duplicate, NewExecution
+from flowfabric.model.ids import parse_execution_id
+from flowfabric.model.policy import Backoff
+from flowfabric.model.text import MAX_BATCH, MAX_KEY_BYTES, check_items, check_text, shorten, shown
+from flowfabric.worker.context import Context
+from flowfabric.worker.handler import Handler
+
+Called = ParamSpec("Called")
+"""What a function takes."""
+Params = ParamSpec("Params")
+"""What a submission takes: the same without the context."""
+Returned = TypeVar("Returned", covariant=True)
+"""What a call gives: a coroutine or a result."""
+Result = TypeVar("Result")
+Kept = TypeVar("Kept", covariant=True)
+
+
+class _KeyConflict(ConflictError):
+    """An idempotency key belongs to a run that was submitted otherwise; `detail` is that of the engine."""
+
+    def __init__(self, detail: Detail, task: str, key: str) -> None:
+        super().__init__("idempotency_conflict", detail)
+        self.args = (detail, task, key)
+        self._task = task
+        self._key = key
+
+    def __str__(self) -> str:
+        """Read `<code>: task <name>: <sentence>`."""
+        found = self.detail if isinstance(self.detail, Mapping) else {}
+        words = {"payload": "arguments", "policy": "options (retries, backoff, timeout, deadline or capabilities)"}
+        differs = " and ".join(words.get(part, part) for part in str(found.get("differs", "")).split(" and "))
+        return (
+            f"{self.code}: task {self._task!r}: idempotency_key {shown(self._key)} belongs to run "
+            f"{found.get('execution_id')}, which was submitted with other {differs}; submit the same again, or use "
+            "another key"
+        )
+
+
+class SubmitOptions(TypedDict, total=False):
+    """How a task is submitted and run; what is absent is left to the fabric and the engine."""
+
+    lane: str
+    priority: int
+    retries: int
+    """How often a failed attempt is tried again."""
+    backoff: Backoff | Duration
+    """The pause before a retry; one that doubles from a second to a minute when absent."""
+    timeout: Duration
+    """How long one attempt may take, above 0."""
+    deadline: Duration
+    """How long the execution may take, from its submission to its end."""
+    delay: Duration
+    """How long it waits before it may be claimed."""
+    capabilities: Iterable[str]
+    """What a worker must offer."""
+    idempotency_key: str
+    """A repeat under the same key gives the run of the first; with other arguments it is a conflict.
+
+    Under a key the defaults of parameters are stored with the arguments, and sets and dicts in sorted order. A key
+    counts for its task, lane and namespace.
+    """
+    tags: Mapping[str, str]
+    """Labels by namespaced keys, such as `app.customer`."""
+
+
+class TaskOptions(SubmitOptions, total=False):
+    """How a task is declared."""
+
+    name: str
+    """The kind of its executions: the function's name when absent. Queued work knows its task by this."""
+
+
+Options = TypeVar("Options", bound=SubmitOptions)
+
+
+class TaskHome(Home, Protocol):
+    """What a task needs of the fabric it belongs to."""
+
+    namespace: str
+    lane: str
+    _identity: str
+
+    def _add(self, task: "Task[Called, Params, Returned]") -> "Task[Called, Params, Returned]":
+        """Let the workers of the fabric run a task."""
+        ...
+
+
+class NotAllSubmitted(Exception):
+    """Some calls of a `submit_many` were refused; the others are submitted.
+
+    `answers` holds, in the order of the calls, the run of each that was submitted and the error of each that was not.
+    """
+
+    def __init__(self, answers: "Sequence[Run[Any] | EngineError]") -> None:
+        super().__init__(answers)
+        self.answers = answers
+
+    def __str__(self) -> str:
+        """Read how many were refused, and the first error."""
+        refused = [answer for answer in self.answers if isinstance(answer, EngineError)]
+        return (
+            f"{len(refused)} of {len(self.answers)} calls were not submitted, the first because of: {refused[0]}; "
+            "`answers` has a run or an error for each call"
+        )
+
+
+class Call(Generic[Kept]):
+    """A call of a task with checked arguments, to be submitted together with others."""
+
+    __slots__ = ("_key", "_new", "_task")
+
+    def __init__(self, task: "Task[Any, Any, Any]", new: NewExecution, key: str | None) -> None:
+        self._task = task
+        self._new = new
+        self._key = key
+
+    def __repr__(self) -> str:
+        """Read `Call(<task>)`."""
+        return f"Call({self._task.name})"
+
+    def _run(self, made: Created | Duplicate) -> Run[Kept]:
+        """The run of this call, once it is submitted."""
+        is_duplicate = isinstance(made, Duplicate)
+        task = self._task
+        return Run(task._fabric, made.execution_id, task._handler, is_duplicate=is_duplicate, is_checked=True)
+
+    def _refusal(self, refused: EngineError) -> EngineError:
+        """The error of this call, in the words of a task."""
+        if refused.code == "idempotency_conflict" and self._key is not None:
+            return _KeyConflict(refused.detail, self._task.name, self._key)
+        return refused
+
+
+class Task(Generic[Called, Params, Returned]):
+    """A function that can also be submitted; called, it is the plain function."""
+
+    __name__: str
+
+    def __init__(self, fabric: TaskHome, name: str, handler: Handler, options: SubmitOptions) -> None:
+        functools.update_wrapper(self, handler.function)
+        self._fabric = fabric
+        self._options = options
+        self._policy = policy_of(
+            retries=options.get("retries"),
+            backoff=options.get("backoff"),
+            timeout=options.get("timeout"),
+            deadline=options.get("deadline"),
+            capabilities=options.get("capabilities"),
+        )
+        self._tags = checked_tags(options.get("tags"))
+        delay = options.get("delay")
+        self._delay_ms = None if delay is None else milliseconds(delay, "delay")
+        if "lane" in options:
+            checked_lane(options["lane"])
+        self._handler = handler
+        self.name = name
+
+    def __call__(self, *args: Called.args, **kwargs: Called.kwargs) -> Returned:
+        """Call the function here and now."""
+        return cast(Returned, self._handler.function(*args, **kwargs))
+
+    def __repr__(self) -> str:
+        """Read `Task(<name>)`."""
+        return f"Task({self.name})"
+
+    @property
+    def lane(self) -> str:
+        """The lane it is submitted to."""
+        return self._options.get("lane", self._fabric.lane)
+
+    def options(self, **options: Unpack[SubmitOptions]) -> Self:
+        """The same task with these options instead of its own: `await add.options(priority=5).submit(1, 2)`."""
+        given = _checked(options, SubmitOptions)
+        return type(self)(self._fabric, self.name, self._handler, {**self._options, **given})
+
+    @overload
+    async def submit(
+        self: "Task[Called, Params, Coroutine[Any, Any, Result]]", *args: Params.args, **kwargs: Params.kwargs
+    ) -> Run[Result]: ...
+    @overload
+    async def submit(self, *args: Params.args, **kwargs: Params.kwargs) -> Run[Returned]: ...
+    async def submit(self, *args: Any, **kwargs: Any) -> Run[Any]:
+        """Have a worker call the function; the execution is durable when this returns."""
+        call = self._bound(args, kwargs)
+        try:
+            made = await self._fabric.engine.create_execution(**msgspec.structs.asdict(call._new))
+        except ConflictError as refused:
+            raise call._refusal(refused) from None
+        return call._run(made)
+
+    @overload
+    def bind(
+        self: "Task[Called, Params, Coroutine[Any, Any, Result]]", *args: Params.args, **kwargs: Params.kwargs
+    ) -> Call[Result]: ...
+    @overload
+    def bind(self, *args: Params.args, **kwargs: Params.kwargs) -> Call[Returned]: ...
+    def bind(self, *args: Any, **kwargs: Any) -> Call[Any]:
+        """A call with these arguments, checked now and submitted later, by `submit_many`."""
+        return self._bound(args, kwargs)
+
+    @overload
+    async def submit_many(
+        self: "Task[Called, Params, Coroutine[Any, Any, Result]]", calls: Iterable[Call[Result]]
+    ) -> list[Run[Result]]: ...
+    @overload
+    async def submit_many(self, calls: Iterable[Call[Returned]]) -> list[Run[Returned]]: ...
+    async def submit_many(self, calls: Iterable[Call[Any]]) -> list[Run[Any]]:
+        """Submit any number of calls of this task, a thousand a statement: `submit_many(add.bind(n, 1) for n in ...)`.
+
+        Their runs come in the order of the calls. NotAllSubmitted when some are refused; the others are submitted.
+        """
+        bound = [self._checked_call(call) for call in calls]
+        answers: list[Run[Any] | EngineError] = []
+        for begin in range(0, len(bound), MAX_BATCH):
+            batch = bound[begin : begin + MAX_BATCH]
+            made = await self._create_many(batch)
+            answers += [
+                call._refusal(each) if isinstance(each, EngineError) else call._run(each)
+                for call, each in zip(batch, made, strict=True)
+            ]
+        runs = [answer for answer in answers if isinstance(answer, Run)]
+        if len(runs) < len(answers):
+            raise NotAllSubmitted(answers)
+        return runs
+
+    async def _create_many(self, batch: "Sequence[Call[Any]]") -> "Sequence[Created | Duplicate | EngineError]":
+        try:
+            return await self._fabric.engine.create_many([call._new for call in batch])
+        except EngineError as refused:
+            # All of them: what was submitted before stays so, and the caller learns which.
+            return [refused.copy() for _ in batch]
+
+    def _checked_call(self, call: object) -> "Call[Any]":
+        if not isinstance(call, Call):
+            raise TypeError(
+                f"submit_many: expected calls made by {self.name}.bind(...), got {shown(call)}; write "
+                f"{self.name}.submit_many({self.name}.bind(x) for x in ...)"
+            )
+        if call._task.name != self.name:
+            raise TypeError(
+                f"submit_many: expected calls of task {self.name!r}, got one of {call._task.name!r}; submit each "
+                "task's calls with its own submit_many"
+            )
+        return call
+
+    def _bound(self, args: Sequence[object], kwargs: Mapping[str, object]) -> "Call[Any]":
+        key = self._key()
+        new = NewExecution(
+            namespace=self._fabric.namespace,
+            lane_id=self.lane,
+            execution_kind=self.name,
+            input_payload=self._handler.encode(args, kwargs, is_canonical=key is not None),
+            payload_encoding="json",
+            priority=self._options.get("priority", 0),
+            creator_identity=self._fabric._identity,
+            idempotency_key=key,
+            tags=self._tags,
+            policy=self._policy,
+            delay_ms=self._delay_ms,
+        )
+        return Call(self, new, self._options.get("idempotency_key"))
+
+    def _key(self) -> str | None:
+        """The idempotency key as the engine gets it: tasks of one lane do not share keys."""
+        given = self._options.get("idempotency_key")
+        if given is None:
+            return None
+        if given == "":
+            raise error("invalid_input", "idempotency_key: must not be empty; leave it out to submit without a key")
+        # A quoted name holds no slash, so that the first one ends it.
+        key = f"{quote(self.name, safe='')}/{check_text(given, 'idempotency_key')}"
+        if (size := len(key.encode())) > MAX_KEY_BYTES:
+            raise error(
+                "invalid_input",
+                f"idempotency_key: must be at most {MAX_KEY_BYTES} bytes together with the name of task "
+                f"{shorten(self.name)}, got {size}; use a shorter key, such as a digest of this one",
+            )
+        return key
+
+    @overload
+    def run(self: "Task[Called, Params, Coroutine[Any, Any, Result]]", execution_id: str) -> Run[Result]: ...
+    @overload
+    def run(self, execution_id: str) -> Run[Returned]: ...
+    def run(self, execution_id: str) -> Run[Any]:
+        """The run of an execution of this task that was submitted before, by whichever process."""
+        return Run(self._fabric, parse_execution_id(execution_id), self._handler)
+
+
+class _Anything:
+    """To a type checker, what only a first parameter that takes anything takes: it is an argument, not the context."""
+
+
+class TaskDecorator:
+    """What makes a function a task: `@fabric.task`, or `@fabric.task(retries=3)`."""
+
+    def __init__(self, fabric: TaskHome, options: TaskOptions) -> None:
+        self._fabric = fabric
+        self._options = _checked(options, TaskOptions)
+
+    @overload
+    def __call__(
+        self, function: Callable[Concatenate[_Anything, Params], Returned], /
+    ) -> Task[Concatenate[Any, Params], Concatenate[Any, Params], Returned]: ...
+    @overload
+    def __call__(
+        self, function: Callable[Concatenate[Context, Params], Returned], /
+    ) -> Task[Concatenate[Context, Params], Params, Returned]: ...
+    @overload
+    def __call__(self, function: Callable[Params, Returned], /) -> Task[Params, Params, Returned]: ...
+    @overload
+    def __call__(self, **options: Unpack[TaskOptions]) -> "TaskDecorator": ...
+    def __call__(self, *functions: Callable[..., Any], **options: Any) -> Any:
+        """Declare a function as a task, or give the decorator that does so with more options."""
+        if not functions:
+            return TaskDecorator(self._fabric, cast(TaskOptions, {**self._options, **options}))
+        (function,) = functions
+        if not callable(function):
+            raise TypeError(
+                f"@fabric.task: expected a function, got {shown(function)}; name the options: @fabric.task(retries=3)"
+            )
+        submit_options = self._options.copy()
+        name = check_text(submit_options.pop("name", function.__name__), "name")
+        return self._fabric._add(Task(self._fabric, name, Handler(function, task=name), submit_options))
+
+
+def _checked(options: Options, known: type[Options]) -> Options:
+    """The options, all of them known, with a collection that may be read again."""
+    if unknown := options.keys() - known.__annotations__.keys():
+        raise TypeError(
+            f"no such option: {', '.join(sorted(unknown))}; the options are: {', '.join(sorted(known.__annotations__))}"
+        )
+    if options.get("capabilities") is None:
+        return options
+    return cast(Options, {**options, "capabilities": check_items(options["capabilities"], "capabilities")})

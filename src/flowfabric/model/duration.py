@@ -1,0 +1,25 @@
+"""Durations as users write them: seconds, or a timedelta."""
+
+import math
+from datetime import timedelta
+
+from flowfabric.model.errors import error
+from flowfabric.model.policy_checks import MAX_MS
+from flowfabric.model.text import shown
+
+Duration = float | timedelta
+"""Seconds, or a timedelta."""
+
+
+def milliseconds(given: object, name: str, *, least: int = 0, most: int = MAX_MS, code: str = "invalid_input") -> int:
+    """Give the milliseconds of a duration; `code` is the error code of one that is out of range."""
+    seconds = given.total_seconds() if isinstance(given, timedelta) else given
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not math.isfinite(seconds):
+        raise error("invalid_input", f"{name}: expected seconds or a timedelta, got {shown(given)}")
+    if seconds > most / 1000:
+        raise error(code, f"{name}: must be at most {most // 1000} seconds, got {shown(given)}")
+    duration = round(seconds * 1000)
+    if seconds < 0 or duration < least:
+        rule = f"at least {least / 1000} seconds; leave it out for none" if least else "0 seconds or more"
+        raise error(code, f"{name}: must be {rule}, got {shown(given)}")
+    return duration
