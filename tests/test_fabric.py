@@ -415,7 +415,7 @@ async def test_a_fabric_told_something_of_another_kind_is_refused(url: str) -> N
             fabric.worker(lanes="mail")
         with pytest.raises(ValidationError, match="tags: "):
             await job.options(tags="a.b").submit()  # type: ignore[arg-type]
-    with pytest.raises(ValidationError, match=r"'x' is no execution_id, which reads \{fp:<number>\}:<uuid>"):
+    with pytest.raises(ValidationError, match=r"'x' is not an execution id; write \{fp:<number>\}:<uuid> or "):
         job.find("x")
 
 

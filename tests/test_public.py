@@ -177,6 +177,7 @@ def test_the_public_names_are_these() -> None:
         "mint_for_flow",
         "mint_solo",
         "parse_partition_key",
+        "plain_id",
         "verify_and_deliver",
     }
 

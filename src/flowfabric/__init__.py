@@ -82,6 +82,7 @@ from flowfabric.model.ids import (
     mint_for_flow,
     mint_solo,
     parse_partition_key,
+    plain_id,
 )
 from flowfabric.model.key import AlreadySeeded, HmacKids, Noop, Rotated, RotationEntry, Seeded, VerifyingKid
 from flowfabric.model.lane import Lane, LanePage
@@ -334,5 +335,6 @@ __all__ = [
     "mint_for_flow",
     "mint_solo",
     "parse_partition_key",
+    "plain_id",
     "verify_and_deliver",
 ]
