@@ -40,7 +40,7 @@ async def say(run: Run[str], person: str, word: str) -> None:
 async def until_it_waits(run: Run[str]) -> None:
     """Give the worker the moment it needs to come to the wait."""
     while True:
-        if await run.state() == "suspended":
+        if (await run.status()).state == "suspended":
             return
         await asyncio.sleep(0.05)
 
@@ -53,7 +53,7 @@ async def main() -> None:
         await say(run, "Ada", "approve")
         await say(run, "Ada", "approve")
         await say(run, "Linus", "reject")
-        print(f"the deploy is {await run.state()}")
+        print(f"the deploy is {(await run.status()).state}")
         await say(run, "Grace", "approve")
         print(await run.result(timeout=30))
 

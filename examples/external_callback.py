@@ -15,7 +15,7 @@ outbox: "asyncio.Queue[Callback]" = asyncio.Queue()
 async def take_payment(ctx: Context, order: str) -> str:
     """Ask the provider to call back, and wait; the second run of this function finds what it said."""
     if not ctx.is_resumed:
-        waitpoint = await ctx.create_waitpoint("payment", expires_in_ms=60_000)
+        waitpoint = await ctx.create_waitpoint("payment", expires_in=60)
         await outbox.put(ctx.callback(waitpoint, base_url="https://shop.example/callbacks"))
         await ctx.suspend(keys=["payment"], waitpoints=[waitpoint], reason_code="waiting_for_callback")
     signals = ctx.resumed_signals()
@@ -42,7 +42,7 @@ async def receive(engine: Engine, callback: Callback, presented: str, body: byte
 async def until_it_waits(run: Run[str]) -> None:
     """Give the worker the moment it needs to come to the wait."""
     while True:
-        if await run.state() == "suspended":
+        if (await run.status()).state == "suspended":
             return
         await asyncio.sleep(0.05)
 
@@ -55,12 +55,12 @@ async def main() -> None:
         print(f"the provider may call {callback.url}")
         print(f"with the token        {callback.token}")
         await until_it_waits(run)
-        print(f"the order is {await run.state()}: no worker is busy with it")
+        print(f"the order is {(await run.status()).state}: no worker is busy with it")
 
         token = callback.token.reveal()
         forged = token[:-1] + ("0" if token[-1] != "0" else "1")
         print(f"a forger says 'paid':     {await receive(fabric.engine, callback, forged, b'paid')}")
-        print(f"the order is still {await run.state()}")
+        print(f"the order is still {(await run.status()).state}")
         print(f"the provider says 'paid': {await receive(fabric.engine, callback, token, b'paid')}")
         print(await run.result(timeout=30))
 

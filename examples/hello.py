@@ -17,7 +17,7 @@ async def main() -> None:
     """Submit one call and wait for its result."""
     async with fabric, fabric.worker():
         run = await add.submit(1, 2)
-        print(f"{run.id} is {await run.state()}")
+        print(f"{run.id} is {(await run.status()).state}")
         print(f"1 + 2 = {await run.result()}")
 
 

@@ -12,7 +12,7 @@ async def ask(ctx: Context, question: str) -> str:
     """Ask, and answer with a default when no answer comes within half a second."""
     if not ctx.is_resumed:
         print(f"run 1 asks: {question}")
-        await ctx.suspend(keys=["answer"], timeout_ms=500, timeout_behavior="auto_resume_with_timeout_signal")
+        await ctx.suspend(keys=["answer"], timeout=0.5, timeout_behavior="auto_resume_with_timeout_signal")
     signals = ctx.resumed_signals()
     if not signals:
         return "an operator resumed it, so: blue"

@@ -106,7 +106,7 @@ async def test_an_example_that_an_operator_resumes_goes_on_without_a_signal(
         submitted = await example["take_payment"].submit("A-7")
 
         async def is_suspended() -> bool:
-            return bool(await submitted.state() == "suspended")
+            return bool((await submitted.status()).state == "suspended")
 
         await eventually(is_suspended)
         await fabric.engine.resume_execution(execution_id=submitted.id)

@@ -194,7 +194,7 @@ async def test_a_wrong_result_fails_the_run_for_good(url: str) -> None:
                 await run.result(timeout=60)
             assert str(failed.value.reason).startswith(f"task 'job {at}', result: ")
             assert told.replace("pass ", "return ") in str(failed.value.reason)
-            assert (await run.info()).current_attempt_index == 0
+            assert (await run.status()).attempt == 1
 
 
 async def test_a_result_may_be_none_only_where_its_type_says_so(url: str) -> None:
@@ -262,7 +262,7 @@ async def test_a_result_of_another_version_is_unreadable(url: str) -> None:
                 run = await writer.submit()
                 assert await run.result(timeout=60) == value
             with pytest.raises(UnreadableResult) as unreadable:
-                await reader.find(run.id).result(timeout=60)
+                await reader.run(run.id).result(timeout=60)
             assert unreadable.value.execution_id == run.id
             assert unreadable.value.code == "corruption"
             assert str(unreadable.value).startswith(f"corruption: {run.id}: task '{name}': the stored result is no ")

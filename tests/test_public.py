@@ -1,196 +1,165 @@
 """The public names, and nothing else, are what `flowfabric` offers."""
 
+import inspect
+from collections.abc import Iterator
+from importlib import import_module
 from importlib.resources import files
 from typing import Any
 
+import pytest
+
 import flowfabric
+from flowfabric import Context, Engine, Fabric, Run, Task, Worker
+from flowfabric.model.support import NAMED_OPERATIONS
+
+MODULES = ("flowfabric", "flowfabric.conditions", "flowfabric.errors", "flowfabric.ids", "flowfabric.outcomes", "flowfabric.policy")
 
 
-def test_the_public_names_are_these() -> None:
-    assert flowfabric.__all__ == sorted(flowfabric.__all__)
-    assert set(flowfabric.__all__) == {
-        "Accepted",
-        "AdditionalWaitpoint",
-        "AllOf",
-        "AlreadyClosed",
-        "AlreadyMet",
-        "AlreadySatisfied",
-        "AlreadySeeded",
-        "AlreadyTerminal",
-        "Applied",
-        "Attempt",
-        "AttemptType",
-        "BackendError",
-        "BackendIdentity",
-        "BudgetReason",
-        "BugError",
-        "ByName",
+def offered() -> Iterator[tuple[str, str, Any]]:
+    """Every public name: its module, the name and what it is."""
+    for module in map(import_module, MODULES):
+        for name in module.__all__:
+            yield module.__name__, name, getattr(module, name)
+
+
+def test_the_names_of_the_package_are_these() -> None:
+    assert flowfabric.__all__ == [
         "Callback",
-        "CallbackError",
-        "Cancelled",
-        "Capabilities",
-        "ClaimGrant",
-        "ClaimedExecution",
-        "Closed",
-        "Completed",
-        "ConflictError",
-        "ContentionError",
         "Context",
-        "Count",
-        "CountKind",
-        "Created",
-        "CurrentAttempt",
-        "CurrentLease",
-        "DelayedReason",
-        "DependenciesReason",
-        "Duplicate",
-        "Ended",
-        "EndedReason",
         "Engine",
         "EngineError",
-        "ExecutionContext",
-        "RunFailed",
         "ExecutionId",
-        "ExecutionInfo",
-        "ExecutionPage",
-        "ExecutionPolicy",
-        "ExecutionSnapshot",
-        "ExecutionSummary",
-        "Expired",
-        "ExpiredLease",
-        "ExpiredLeaseCursor",
-        "ExpiredLeases",
-        "Explanation",
         "ExponentialBackoff",
         "Fabric",
-        "FailureClass",
-        "FailureReason",
-        "Fence",
         "FixedBackoff",
-        "Fresh",
-        "GrantNotFound",
-        "Granted",
-        "GrantedClaim",
-        "Handle",
-        "HandleKind",
-        "HeldReason",
-        "HmacKids",
-        "Inconsistency",
-        "Lane",
-        "LanePage",
-        "LaneState",
-        "LastFailure",
-        "LeaseLostReason",
-        "Marked",
-        "NewExecution",
-        "GrantedReason",
-        "NoCapableWorkerReason",
-        "NoWorkerReason",
-        "NothingToPrepare",
-        "NoWork",
-        "AlreadyRotated",
-        "NotFoundError",
-        "NotReclaimable",
-        "NotRegistered",
-        "NotYetDue",
-        "OpenWaitpoint",
-        "OperationTimeoutError",
-        "OperatorOnly",
-        "PartitionFamily",
-        "PartitionKey",
-        "Partitions",
-        "PendingWaitpoint",
-        "NoRetry",
-        "Promoted",
-        "PublicState",
-        "QueuedReason",
-        "QuotaReason",
-        "ReclaimCapExceeded",
-        "ReclaimGrant",
-        "Reconciler",
-        "Refreshed",
-        "Registered",
-        "Renewed",
-        "ResourceExhaustedError",
-        "ResumeGrant",
-        "ResumePolicy",
-        "ResumeSignal",
-        "ResumeToken",
-        "ResumeTrigger",
-        "Resumed",
-        "RetryPolicy",
-        "RetryScheduled",
-        "Rotated",
-        "RotationEntry",
-        "RoutingRequirements",
-        "Run",
-        "RunningReason",
-        "Seeded",
-        "Settings",
-        "SignalDisposition",
-        "SignalDuplicate",
-        "SignalEffect",
-        "SignalFields",
-        "SignalsReason",
-        "Single",
-        "StateError",
-        "StateVector",
-        "StreamPolicy",
-        "SuspendArgs",
-        "SuspendDetails",
-        "Suspended",
-        "SuspendedExecution",
-        "SuspendedPage",
-        "SuspensionExpired",
-        "SuspensionPolicy",
-        "SuspensionReason",
-        "SuspensionRequester",
-        "TagsSet",
-        "Task",
-        "TerminalFailed",
-        "TerminalOutcome",
-        "TimeoutBehavior",
-        "TimeoutOnly",
-        "TimeoutPolicy",
-        "TokenMismatch",
-        "TransportError",
-        "UnavailableError",
-        "UnknownWaitpoint",
-        "UnmetEdge",
-        "UnreadableResult",
-        "UsePending",
         "InvalidInputError",
-        "VerifyingKid",
-        "WaitpointInfo",
-        "WaitpointPage",
-        "WaitpointState",
-        "WaitpointToken",
-        "Wildcard",
+        "NewExecution",
+        "NoRetry",
+        "PublicState",
+        "Reconciler",
+        "Run",
+        "RunCancelled",
+        "RunError",
+        "RunExpired",
+        "RunFailed",
+        "RunStatus",
+        "Settings",
+        "Task",
+        "UnreadableResult",
+        "WaitTimeout",
         "Worker",
-        "WorkerCursor",
-        "WorkerEntry",
-        "WorkerPage",
         "__version__",
-        "all_of_waitpoints",
-        "deterministic_for_flow",
-        "deterministic_solo",
-        "mint_for_flow",
-        "mint_solo",
-        "parse_partition_key",
         "verify_and_deliver",
-    }
+    ]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_a_public_module_lists_its_names_in_order_and_holds_no_others(name: str) -> None:
+    module = import_module(name)
+    listed = module.__all__
+    assert listed == sorted(listed)
+    public = {each for each, value in vars(module).items() if not each.startswith("_") and not inspect.ismodule(value)}
+    assert public == set(listed) - {"__version__"}
+
+
+def test_one_name_is_one_thing() -> None:
+    things: dict[str, set[int]] = {}
+    for _, name, thing in offered():
+        things.setdefault(name.lower(), set()).add(id(thing))
+    assert {name for name, found in things.items() if len(found) > 1} == set()
+
+
+def test_no_name_is_also_a_name_of_pydantic_or_of_the_language() -> None:
+    import builtins
+
+    import pydantic
+
+    others = {name for name in dir(pydantic) if name[0].isupper()} | set(dir(builtins))
+    assert {name for _, name, _ in offered()} & others == set()
 
 
 def test_every_public_name_says_what_it_is() -> None:
-    undocumented = [name for name in flowfabric.__all__ if not (getattr(flowfabric, name).__doc__ or "").strip()]
-    assert undocumented == []
+    assert [name for _, name, thing in offered() if not (getattr(thing, "__doc__", None) or "").strip()] == []
 
 
 def test_every_public_dataclass_is_frozen() -> None:
-    public: dict[str, Any] = {name: getattr(flowfabric, name) for name in flowfabric.__all__}
-    dataclasses = {name: kind for name, kind in public.items() if hasattr(kind, "__dataclass_params__")}
+    dataclasses = {name: kind for _, name, kind in offered() if hasattr(kind, "__dataclass_params__")}
     assert len(dataclasses) > 100
     assert [name for name, kind in dataclasses.items() if not kind.__dataclass_params__.frozen] == []
+
+
+async def test_an_editor_completes_only_operations_of_an_engine(engine: Engine) -> None:
+    extras = {name for name in dir(engine) if not name.startswith("_")} - NAMED_OPERATIONS
+    assert extras == {
+        "connect",
+        "count_executions",
+        "create_many",
+        "find_inconsistencies",
+        "list_attempts",
+        "read_execution_status",
+        "set_lane_state",
+        "settings",
+        "wait_for_ending",
+    }
+
+
+async def test_an_editor_completes_only_what_users_need_of_the_rest(url: str) -> None:
+    fabric = Fabric(url)
+
+    @fabric.task
+    async def job() -> None: ...
+
+    async with fabric:
+        run = await job.submit()
+        worker = fabric.worker()
+        shown = {
+            kind.__name__: [name for name in dir(thing) if not name.startswith("_")]
+            for kind, thing in ((Fabric, fabric), (Task, job), (Run, run), (Worker, worker))
+        }
+    shown["Context"] = [name for name in dir(Context) if not name.startswith("_")]
+    assert shown == {
+        "Fabric": ["engine", "lane", "namespace", "run", "run_worker", "task", "tasks", "worker"],
+        "Task": ["bind", "lane", "name", "options", "run", "submit", "submit_many"],
+        "Run": ["cancel", "explain", "id", "is_duplicate", "plain_id", "result", "signal", "status"],
+        "Worker": [
+            "capabilities",
+            "kinds",
+            "lanes",
+            "namespace",
+            "run",
+            "running",
+            "stop",
+            "worker_id",
+            "worker_instance_id",
+        ],
+        "Context": [
+            "attempt",
+            "attempt_index",
+            "attempt_type",
+            "callback",
+            "consecutive_renewal_failures",
+            "create_waitpoint",
+            "execution_id",
+            "execution_kind",
+            "fence",
+            "from_thread",
+            "input_payload",
+            "is_lease_healthy",
+            "is_resumed",
+            "lane_id",
+            "lease_epoch",
+            "lease_lost",
+            "observe_signals",
+            "priority",
+            "progress",
+            "resumed_signals",
+            "retry_count",
+            "suspend",
+            "tags",
+            "wait_for_signal",
+            "worker_instance_id",
+        ],
+    }
 
 
 def test_type_checkers_may_read_the_package() -> None:

@@ -10,6 +10,7 @@ from flowfabric.model.ids import (
     mint_for_flow,
     mint_solo,
     parse_partition_key,
+    plain_id,
 )
 
 __all__ = [
@@ -22,4 +23,5 @@ __all__ = [
     "mint_for_flow",
     "mint_solo",
     "parse_partition_key",
+    "plain_id",
 ]

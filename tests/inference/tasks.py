@@ -115,8 +115,8 @@ async def results() -> None:
     assert_type(await (await alone.submit()).result(), str)
     assert_type(await (await add.options(priority=5).submit(1)).result(), int)
     assert_type(await (await count.options(delay=1).submit(["a"])).result(), dict[str, int])
-    assert_type(await add.find("{fp:0}:x").result(), int)
-    assert_type(await count.find("{fp:0}:x").result(), dict[str, int])
+    assert_type(await add.run("{fp:0}:x").result(), int)
+    assert_type(await count.run("{fp:0}:x").result(), dict[str, int])
 
 
 async def wider(run: Run[int]) -> Run[int | None]:
@@ -153,5 +153,5 @@ async def refused(ctx: Context) -> None:
     add.options(retries="3")  # type: ignore[arg-type]  # pyright: ignore
     fabric.task(retires=1)  # type: ignore[call-overload]  # pyright: ignore
     text: str = await (await add.submit(1)).result()  # type: ignore[assignment]  # pyright: ignore
-    word: str = await count.find("x").result()  # type: ignore[assignment]  # pyright: ignore
+    word: str = await count.run("x").result()  # type: ignore[assignment]  # pyright: ignore
     print(text, word)

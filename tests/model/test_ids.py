@@ -1,7 +1,9 @@
 import itertools
 import re
+import shlex
 import threading
 import time
+import urllib.parse
 import uuid
 from typing import Any
 
@@ -66,19 +68,68 @@ def test_parsing_knows_no_partition_count() -> None:
         (f"{{fp:7}}:{UUID.replace('-', '')}", "InvalidUuid"),
         (f"{{fp:7}}:{{{UUID}}}", "InvalidUuid"),
         (f"{{fp:7}}:{UUID[:-1]}\0", "InvalidUuid"),
+        (f"FP7-{UUID}", "MissingTag"),
+        (f"7-{UUID}", "MissingTag"),
+        ("fp7", "MissingTag"),
+        (f"fp7:{UUID}", "MissingTag"),
+        (f"fp-{UUID}", "InvalidPartitionIndex"),
+        (f"fp07-{UUID}", "InvalidPartitionIndex"),
+        (f"fp+7-{UUID}", "InvalidPartitionIndex"),
+        (f"fp65536-{UUID}", "InvalidPartitionIndex"),
+        ("fp7-", "InvalidUuid"),
+        (f"fp7-{UUID}\n", "InvalidUuid"),
+        (f"fp7-{UUID.replace('-', '')}", "InvalidUuid"),
+        (f"fp7--{UUID}", "InvalidUuid"),
     ],
 )
 def test_a_malformed_execution_id_is_refused_with_what_is_wrong(value: object, reason: str) -> None:
     with pytest.raises(InvalidInputError) as refused:
         ids.parse_execution_id(value)
     assert refused.value.code == "invalid_input"
-    assert str(refused.value.detail).startswith(f"{reason}: {value!r}")
+    assert refused.value.detail == (
+        f"{reason}: {value!r} is not an execution id; write {{fp:<number>}}:<uuid> or fp<number>-<uuid>"
+    )
+
+
+def test_the_plain_form_is_read_as_the_canonical_one() -> None:
+    assert ids.parse_execution_id(f"fp42-{UUID}") == f"{{fp:42}}:{UUID}"
+    assert ids.parse_execution_id(f"fp0-{UUID.upper()}") == f"{{fp:0}}:{UUID}"
+    assert ids.parse_execution_id(f"fp65535-{UUID}") == f"{{fp:65535}}:{UUID}"
+
+
+@pytest.mark.parametrize("form", ["{{fp:42}}:{}", "fp42-{}"])
+@pytest.mark.parametrize("uuid_text", [UUID, UUID.upper()], ids=["lower", "upper"])
+def test_the_plain_form_is_made_of_either_form(form: str, uuid_text: str) -> None:
+    assert ids.plain_id(form.format(uuid_text)) == f"fp42-{UUID}"
+
+
+def test_the_plain_form_of_no_id_is_refused() -> None:
+    with pytest.raises(ValidationError, match="MissingTag: 'x' is not an execution id"):
+        ids.plain_id("x")
+
+
+@given(st.integers(0, 65535), st.uuids())
+def test_the_plain_form_needs_no_quoting_and_leads_back_to_the_id(partition: int, value: uuid.UUID) -> None:
+    made = ids.format_execution_id(partition, value)
+    plain = ids.plain_id(made)
+    assert urllib.parse.quote(plain, safe="") == shlex.quote(plain) == plain
+    assert ids.parse_execution_id(plain) == made
+    assert ids.parse_execution_id(f"fp{partition}-{str(value).upper()}") == made
+
+
+@given(st.from_regex(r"fp[0-9]{0,6}-?[0-9a-fA-F-]{0,40}", fullmatch=True))
+def test_what_looks_like_a_plain_form_is_one_or_refused(text: str) -> None:
+    try:
+        parsed = ids.parse_execution_id(text)
+    except ValidationError:
+        return
+    assert ids.plain_id(parsed) == text.lower()
 
 
 def test_a_refusal_never_repeats_a_huge_value() -> None:
     with pytest.raises(InvalidInputError) as refused:
         ids.parse_execution_id("x" * 1_000_000)
-    assert len(str(refused.value)) < 300
+    assert len(str(refused.value)) < 350
 
 
 @given(st.integers(0, 65535), st.uuids())

@@ -87,7 +87,7 @@ async def kept(engine: Engine, execution_id: str) -> bool:
 async def ended(run: Run[Any]) -> bool:
     """Whether a run has succeeded, as far as the store answers."""
     with suppress(EngineError):
-        return await run.state() == "completed"
+        return (await run.status()).state == "completed"
     return False
 
 

@@ -439,7 +439,7 @@ async def test_a_read_only_server_is_told_and_a_worker_waits_for_it_to_change(
 async def submitted(url: str) -> AsyncIterator[Any]:
     """A run that waits for a worker, submitted to the server itself."""
     fabric = Fabric(url)
-    pause = fabric.add(type(worker_process.pause)(fabric, "pause", worker_process.pause.handler, {}))
+    pause = fabric.task(name="pause")(worker_process.pause.__wrapped__)
     async with fabric:
         yield await pause.submit(0)
 

@@ -254,7 +254,7 @@ async def test_a_callback_is_an_address_and_a_token_that_does_not_show(engines: 
     engine = await engines(callback_url="https://app.example/callbacks/")
     run = await given.run()
     ctx = Context(Running(run, 0.0), engine)
-    point = await ctx.create_waitpoint("wp", expires_in_ms=1000)
+    point = await ctx.create_waitpoint("wp", expires_in=1)
     callback = ctx.callback(point)
     partition, _, name = run.execution_id[1:].partition("}:")
     assert callback.url == (
@@ -269,7 +269,7 @@ async def test_a_callback_is_an_address_and_a_token_that_does_not_show(engines: 
 
 async def test_a_callback_needs_an_address(engine: Engine, given: Any) -> None:
     ctx = Context(Running(await given.run(), 0.0), engine)
-    point = await ctx.create_waitpoint("wp", expires_in_ms=1000)
+    point = await ctx.create_waitpoint("wp", expires_in=1)
     with pytest.raises(ValueError, match="FF_CALLBACK_URL"):
         ctx.callback(point)
     with pytest.raises(ValueError, match="FF_CALLBACK_URL"):
@@ -278,7 +278,7 @@ async def test_a_callback_needs_an_address(engine: Engine, given: Any) -> None:
 
 async def test_a_callback_is_of_a_waitpoint_and_an_address(engine: Engine, given: Any) -> None:
     ctx = Context(Running(await given.run(), 0.0), engine)
-    point = await ctx.create_waitpoint("wp", expires_in_ms=1000)
+    point = await ctx.create_waitpoint("wp", expires_in=1)
     wrong: list[tuple[Any, Any]] = [("wp", "https://app.example"), (point, 5), (point.waitpoint_id, None)]
     for waitpoint, base_url in wrong:
         with pytest.raises(InvalidInputError, match=r"invalid_input: (waitpoint|base_url): "):

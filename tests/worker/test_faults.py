@@ -171,7 +171,7 @@ async def test_calls_of_a_handler_survive_a_lost_connection(
         await cut_off(connection)
         assert await ctx.observe_signals() == []
         await cut_off(connection)
-        await ctx.suspend(keys=["approval"], waitpoints=points, timeout_ms=60_000)
+        await ctx.suspend(keys=["approval"], waitpoints=points, timeout=60)
         return "unreachable"
 
     run = await submit()
@@ -337,7 +337,7 @@ async def test_a_worker_whose_claims_are_stuck_lets_its_leases_expire(
         return "unreachable"
 
     run = await submit()
-    options: WorkerOptions = {"lanes": ["default"], "lease_ttl_ms": 3000, "reconcile": False, "drain_seconds": 0}
+    options: WorkerOptions = {"lanes": ["default"], "lease_ttl": 3, "reconcile": False, "drain": 0}
     worker = Worker(stuck, handlers={"job": wait}, **options)
     async with worker:
         await eventually(lambda: worker.running == 1)

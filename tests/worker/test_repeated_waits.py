@@ -50,7 +50,7 @@ async def test_a_handler_goes_on_where_the_answer_is_lost_that_it_need_not_wait(
     async def early(ctx: Context) -> list[str]:
         seen = []
         for name in ("one", "two"):
-            point = await ctx.create_waitpoint("answer", expires_in_ms=60_000)
+            point = await ctx.create_waitpoint("answer", expires_in=60)
             await engine.deliver_signal(
                 execution_id=ctx.execution_id,
                 waitpoint_id=point.waitpoint_id,
@@ -75,7 +75,7 @@ async def test_a_run_ends_where_the_answer_is_lost_that_it_waits_on_a_waitpoint_
 ) -> None:
     async def ask(ctx: Context) -> list[str]:
         if not ctx.is_resumed:
-            point = await ctx.create_waitpoint("answer", expires_in_ms=60_000)
+            point = await ctx.create_waitpoint("answer", expires_in=60)
             await ctx.suspend(condition=Single(waitpoint_key="answer"), waitpoints=[point])
         return [one.signal_name for one in ctx.resumed_signals()]
 

@@ -81,7 +81,7 @@ async def test_a_handler_that_ignores_its_cancellation_does_not_hold_a_process_t
     process.terminate()
     assert process.wait(timeout=DRAIN_SECONDS + CANCEL_SECONDS + MORE_SECONDS) == 0
     assert logged() == [STOPPING, f"stopping {run.id}", f"{run.id} does not stop: {LEFT}"]
-    assert await run.state() == "active"
+    assert (await run.status()).state == "active"
 
 
 async def test_threads_that_a_handler_has_started_do_not_hold_a_process_that_stops(

@@ -187,7 +187,7 @@ async def test_a_handler_goes_on_when_the_signal_came_before_the_wait(
     engine: Engine, start_worker: Any, submit: Any
 ) -> None:
     async def early(ctx: Context) -> list[str]:
-        point = await ctx.create_waitpoint("answer", expires_in_ms=60_000)
+        point = await ctx.create_waitpoint("answer", expires_in=60)
         await engine.deliver_signal(
             execution_id=ctx.execution_id,
             waitpoint_id=point.waitpoint_id,
@@ -271,7 +271,7 @@ async def test_a_wait_that_an_earlier_attempt_need_not_begin_is_not_over_for_the
     went_on = []
 
     async def early(ctx: Context) -> None:
-        point = await ctx.create_waitpoint("answer", expires_in_ms=60_000)
+        point = await ctx.create_waitpoint("answer", expires_in=60)
         if ctx.attempt_index == 0:
             await engine.deliver_signal(
                 execution_id=ctx.execution_id,
@@ -308,7 +308,7 @@ async def test_a_wait_whose_keys_or_depth_are_refused_leaves_the_run_its_lease(
         deep = {"Composite": {"kind": "AllOf", "members": [deep]}}
 
     async def wrong(ctx: Context) -> list[str]:
-        point = await ctx.create_waitpoint("answer", expires_in_ms=60_000)
+        point = await ctx.create_waitpoint("answer", expires_in=60)
         pending = [UsePending(waitpoint_id=point.waitpoint_id)]
         told = []
         for condition, bindings in (
@@ -350,7 +350,7 @@ async def test_a_wait_may_end_by_itself(engine: Engine, start_worker: Any, submi
     async def impatient(ctx: Context) -> list[str]:
         if not ctx.resumed_signals():
             await ctx.suspend(
-                keys=["a", "b"], timeout_ms=50, timeout_behavior="auto_resume", reason_code="waiting_for_callback"
+                keys=["a", "b"], timeout=0.05, timeout_behavior="auto_resume", reason_code="waiting_for_callback"
             )
         return [one.signal_name for one in ctx.resumed_signals()]
 
@@ -429,7 +429,7 @@ async def test_many_waits_end_each_with_its_own_signal(engine: Engine, start_wor
 
     async def ask(ctx: Context, nth: int) -> list[Any]:
         if not ctx.is_resumed:
-            point = await ctx.create_waitpoint("answer", expires_in_ms=60_000)
+            point = await ctx.create_waitpoint("answer", expires_in=60)
             waiting.put_nowait((ctx, point))
             await ctx.suspend(condition=READY, waitpoints=[point])
         (answer,) = ctx.resumed_signals()

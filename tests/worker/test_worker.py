@@ -302,17 +302,17 @@ async def test_a_lane_that_is_not_served_is_left_alone(engine: Engine, start_wor
     [
         {"concurrency": 0},
         {"threads": 0},
-        {"claim_poll_interval_ms": 0},
+        {"poll_interval": 0},
         {"lanes": []},
         {"lanes": [f"lane-{n}" for n in range(65)]},
-        {"lease_ttl_ms": 0},
+        {"lease_ttl": 0},
         {"concurrency": "4"},
         {"concurrency": True},
         {"threads": 1.5},
     ],
 )
 async def test_a_worker_that_cannot_work_is_refused(engine: Engine, wrong: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="at least 1"):
+    with pytest.raises(ValueError, match="at least "):
         Worker(engine, **{"lanes": ["default"], "handlers": {}, **wrong})
 
 
@@ -335,7 +335,7 @@ async def test_a_worker_told_something_of_another_kind_is_refused(
 ) -> None:
     with pytest.raises(InvalidInputError, match=f"invalid_input: {told}"):
         Worker(engine, **{"lanes": ["default"], "handlers": {}, **wrong})
-    with pytest.raises(ValueError, match="drain_seconds: "):
+    with pytest.raises(ValueError, match="drain: expected seconds"):
         Worker(engine, lanes=["default"], handlers={}, drain="30")  # type: ignore[arg-type]
 
 

@@ -13,8 +13,8 @@ PROGRAM = "import sys, flowfabric; flowfabric.Fabric(sys.argv[1]).run_worker({op
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ("lease_ttl_ms=0", "lease_ttl_ms: "),
-        ("drain_seconds=-1", "drain_seconds: a number from 0 on, got -1"),
+        ("lease_ttl=0", "lease_ttl: must be at least 0.001 seconds"),
+        ("drain=-1", "drain: must be 0 seconds or more, got -1"),
         ("worker_instance_id='a b'", "worker_instance_id: "),
         ("speed=3", ""),
     ],

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Annotated, Any, TypedDict
 
 import typer
@@ -27,7 +28,7 @@ from flowfabric.worker.context import Context
 
 WORKERS = ("worker-1", "worker-2", "worker-3")
 EACH = 100
-LEASE_TTL_MS = 2000
+LEASE_SECONDS = 2
 SLOTS = 3
 PATIENCE_SECONDS = 60
 
@@ -102,7 +103,7 @@ def demo(*, worker: Annotated[str | None, typer.Option(hidden=True)] = None) -> 
         if worker is not None:
             logging.getLogger("flowfabric").setLevel(logging.ERROR)
             fabric.run_worker(
-                worker_id="demo", worker_instance_id=worker, lease_ttl=LEASE_TTL_MS / 1000, concurrency=SLOTS
+                worker_id="demo", worker_instance_id=worker, lease_ttl=LEASE_SECONDS, concurrency=SLOTS
             )
             return
         if asyncio.run(_demo(Console(highlight=False))):
@@ -179,7 +180,7 @@ async def _watch(
                 victim.kill()
                 progress.console.print(
                     f"Killed {killed} (SIGKILL, process {victim.pid}) after {len(endings)} of {len(runs)}: "
-                    f"its leases end within {LEASE_TTL_MS / 1000:g} s, then the others take over.",
+                    f"its leases end within {LEASE_SECONDS} s, then the others take over.",
                     soft_wrap=True,
                 )
     return endings, killed

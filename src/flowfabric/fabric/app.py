@@ -118,7 +118,7 @@ class Fabric:
             with calling_on_interrupts(interrupted.set):
                 try:
                     if await connect_when_available(self.__aenter__, interrupted):
-                        await self._worker_or_start_error(options).run_until(interrupted)
+                        await self._worker_or_start_error(options)._run_until(interrupted)
                 finally:
                     await close_within_limit(self.__aexit__(None, None, None))
 

@@ -53,12 +53,14 @@ _CANONICAL_EXECUTION_ID = re.compile(r"\{fp:(?:0|[1-9][0-9]{0,3})\}:[0-9a-f]{8}-
 
 
 def parse_execution_id(value: object) -> ExecutionId:
-    """Give the canonical text of an execution id, the UUID in lower case."""
+    """Give the canonical text of an execution id, from that or from its plain form, the UUID in lower case."""
     if type(value) is str and _CANONICAL_EXECUTION_ID.fullmatch(value):
         return ExecutionId(value)
-    if not isinstance(value, str) or not value.startswith("{fp:"):
-        raise _no_id("MissingTag", value)
-    index, tag_end, uuid_text = value[4:].partition("}:")
+    index, tag_end, uuid_text = "", "", ""
+    if isinstance(value, str) and value.startswith("{fp:"):
+        index, tag_end, uuid_text = value[4:].partition("}:")
+    elif isinstance(value, str) and value.startswith("fp") and ":" not in value:
+        index, tag_end, uuid_text = value[2:].partition("-")
     if not tag_end:
         raise _no_id("MissingTag", value)
     if not _INDEX.fullmatch(index) or int(index) > _MAX_INDEX:
@@ -66,6 +68,15 @@ def parse_execution_id(value: object) -> ExecutionId:
     if not _HYPHENATED.fullmatch(uuid_text):
         raise _no_id("InvalidUuid", value)
     return format_execution_id(int(index), uuid_text.lower())
+
+
+def plain_id(execution_id: ExecutionId | str) -> str:
+    """Give the form of an execution id for URLs, shells and file names, `fp105-<uuid>`: letters, digits and hyphens.
+
+    Whatever takes an execution id takes this form too, and answers with the canonical one.
+    """
+    partition, uuid_text = split_execution_id(parse_execution_id(execution_id))
+    return f"fp{partition}-{uuid_text}"
 
 
 def split_execution_id(execution_id: ExecutionId) -> tuple[int, str]:
@@ -105,7 +116,10 @@ def check_partition(execution_id: ExecutionId, count: int) -> int:
 
 
 def _no_id(reason: str, value: object) -> EngineError:
-    return error("invalid_input", f"{reason}: {shown(value)} is no execution_id, which reads {{fp:<number>}}:<uuid>")
+    return error(
+        "invalid_input",
+        f"{reason}: {shown(value)} is not an execution id; write {{fp:<number>}}:<uuid> or fp<number>-<uuid>",
+    )
 
 
 def _refusal(reason: str, value: object) -> EngineError:

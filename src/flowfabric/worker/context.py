@@ -181,8 +181,13 @@ class Context:
         return self._running.claimed.lane_id
 
     @property
+    def attempt(self) -> int:
+        """Which attempt this is, from 1."""
+        return self._running.claimed.attempt_index + 1
+
+    @property
     def attempt_index(self) -> int:
-        """Which attempt this is, from 0."""
+        """Which attempt this is, from 0: the number the engine knows it by."""
         return self._running.claimed.attempt_index
 
     @property

@@ -197,9 +197,9 @@ class Worker:
         """Work until `stop()`, SIGTERM or SIGINT, then drain; a second signal ends the process at once."""
         interrupted = asyncio.Event()
         with calling_on_interrupts(interrupted.set):
-            await self.run_until(interrupted)
+            await self._run_until(interrupted)
 
-    async def run_until(self, interrupted: asyncio.Event) -> None:
+    async def _run_until(self, interrupted: asyncio.Event) -> None:
         """Work until `stop()` or an event that a signal sets, then drain."""
         # A signal that came before is noted in the next turn of the event loop.
         await asyncio.sleep(0)

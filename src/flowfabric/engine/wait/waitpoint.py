@@ -241,10 +241,9 @@ def _read_cursor(text: object) -> _Cursor:
         plain = base64.b64decode(padded, altchars=b"-_", validate=True)
         read = msgspec.json.decode(plain, type=_Cursor)
         check_range(read.suspended_at, "cursor", 0, MAX_TIME)
-        parse_execution_id(read.execution_id)
+        return _Cursor(read.suspended_at, parse_execution_id(read.execution_id))
     except (EngineError, ValueError, binascii.Error, msgspec.MsgspecError):
         raise error("invalid_input", f"cursor: not one of this list: {shorten(repr(text))}") from None
-    return read
 
 
 def _whole(value: object, field: str) -> int:

@@ -1,0 +1,257 @@
+"""Runs: what their status says, how they end, and where one can be taken up again."""
+
+import asyncio
+import traceback
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+
+from flowfabric import Context, Fabric, InvalidInputError, PublicState, RunCancelled, RunError, RunExpired, RunFailed
+from flowfabric.errors import NotFoundError, StateError
+from flowfabric.ids import plain_id
+
+UNKNOWN = "{fp:0}:00000000-0000-7000-8000-000000000000"
+
+
+@dataclass
+class Report:
+    pages: int
+
+
+class CardDeclined(Exception): ...
+
+
+async def test_the_status_of_a_run_that_waits_has_neither_result_nor_error(url: str) -> None:
+    fabric = Fabric(url)
+
+    @fabric.task
+    async def job() -> None: ...
+
+    async with fabric:
+        before = datetime.now(UTC) - timedelta(minutes=1)
+        run = await job.submit()
+        status = await run.status()
+    assert (status.id, status.task, status.state) == (run.id, "job", PublicState.WAITING)
+    assert (status.attempt, status.progress, status.message, status.retry_at) == (0, None, None, None)
+    assert (status.result, status.error, status.last_failure, status.has_ended) == (None, None, None, False)
+    assert before < status.created_at < before + timedelta(minutes=2)
+    assert (status.started_at, status.ended_at) == (None, None)
+
+
+async def test_the_status_follows_a_run_from_its_progress_to_its_result(url: str, eventually: Any) -> None:
+    fabric, gate = Fabric(url), asyncio.Event()
+
+    @fabric.task
+    async def write(ctx: Context) -> Report:
+        await ctx.progress(40, "halfway")
+        await gate.wait()
+        return Report(pages=3)
+
+    async with fabric, fabric.worker():
+        run = await write.submit()
+
+        async def has_progress() -> bool:
+            return (await run.status()).progress is not None
+
+        await eventually(has_progress)
+        running = await run.status()
+        gate.set()
+        assert await run.result(timeout=timedelta(seconds=60)) == Report(pages=3)
+        ended = await run.status()
+    assert (running.state, running.attempt, running.progress, running.message) == ("active", 1, 40, "halfway")
+    assert (ended.state, ended.result, ended.error, ended.has_ended) == ("completed", Report(pages=3), None, True)
+    assert ended.started_at is not None
+    assert ended.ended_at is not None
+    assert ended.created_at <= ended.started_at <= ended.ended_at
+
+
+async def test_a_failed_run_keeps_the_type_message_and_traceback_of_its_exception(url: str) -> None:
+    fabric = Fabric(url)
+
+    @fabric.task
+    async def charge(card: str) -> None:
+        raise CardDeclined(f"card {card}")
+
+    async with fabric, fabric.worker():
+        run = await charge.submit("4242")
+        with pytest.raises(RunFailed) as failed:
+            await run.result(timeout=60)
+        status = await run.status()
+    error = failed.value
+    assert str(error) == f"{run.id} failed: CardDeclined: card 4242"
+    assert (error.execution_id, error.reason) == (run.id, "CardDeclined: card 4242")
+    assert error.error_type is not None
+    assert error.error_type.endswith("CardDeclined")
+    shown = "".join(traceback.format_exception(error))
+    assert 'raise CardDeclined(f"card {card}")' in shown
+    assert isinstance(status.error, RunFailed)
+    assert (str(status.error), status.error.traceback) == (str(error), error.traceback)
+    assert status.last_failure is not None
+    assert (status.state, status.last_failure.message) == ("failed", "CardDeclined: card 4242")
+
+
+async def test_the_status_shows_the_failure_of_an_attempt_whose_retry_is_due(url: str, eventually: Any) -> None:
+    fabric = Fabric(url)
+
+    @fabric.task(retries=1, backoff=timedelta(hours=1))
+    def flaky() -> None:
+        raise ValueError("no luck")
+
+    async with fabric, fabric.worker():
+        run = await flaky.submit()
+
+        async def is_delayed() -> bool:
+            return (await run.status()).state == "delayed"
+
+        await eventually(is_delayed)
+        status = await run.status()
+    assert status.error is None
+    assert status.last_failure is not None
+    assert (status.attempt, status.last_failure.message) == (1, "ValueError: no luck")
+    assert status.retry_at is not None
+    assert timedelta(minutes=50) < status.retry_at - datetime.now(UTC) < timedelta(minutes=70)
+
+
+async def test_a_run_that_did_not_succeed_says_how_it_ended(url: str, clock: Any) -> None:
+    fabric = Fabric(url)
+
+    @fabric.task
+    async def job() -> None: ...
+
+    async with fabric:
+        cancelled = await job.submit()
+        await cancelled.cancel("changed my mind")
+        expired = await job.options(deadline=10).submit()
+        await clock.advance(seconds=11)
+        await fabric.engine.expire_execution(expired.id, "execution_deadline")
+        with pytest.raises(RunCancelled, match="was cancelled: changed my mind") as first:
+            await cancelled.result(timeout=60)
+        with pytest.raises(RunExpired, match="expired") as second:
+            await expired.result(timeout=60)
+        statuses = [await run.status() for run in (cancelled, expired)]
+    assert [type(status.error) for status in statuses] == [RunCancelled, RunExpired]
+    assert [str(status.error) for status in statuses] == [str(first.value), str(second.value)]
+    assert all(isinstance(each.value, RunError) for each in (first, second))
+
+
+async def test_any_run_can_be_taken_up_by_its_id_in_either_form(url: str) -> None:
+    fabric, other = Fabric(url), Fabric(url)
+
+    @fabric.task
+    async def write() -> Report:
+        return Report(pages=3)
+
+    async with fabric, other, fabric.worker():
+        run = await write.submit()
+        assert await write.run(run.id).result(timeout=60) == Report(pages=3)
+        # A process that has the task reads its type, another one what the JSON says.
+        assert await fabric.run(run.id).result(timeout=60) == Report(pages=3)
+        assert await other.run(run.plain_id).result(timeout=60) == {"pages": 3}
+        assert (await other.run(run.plain_id).status()).result == {"pages": 3}
+    assert run.plain_id == plain_id(run.id)
+    assert "{" not in run.plain_id
+
+
+async def test_a_result_that_is_no_json_is_given_as_bytes_where_its_task_is_not_known(url: str) -> None:
+    fabric, other = Fabric(url), Fabric(url)
+
+    @fabric.task
+    async def image() -> bytes:
+        return b"\xff\xd8"
+
+    @fabric.task
+    async def nothing() -> None: ...
+
+    async with fabric, other, fabric.worker():
+        runs = [await image.submit(), await nothing.submit()]
+        results = [await other.run(run.id).result(timeout=60) for run in runs]
+    assert results == [b"\xff\xd8", None]
+
+
+async def test_a_run_of_another_task_is_refused_with_the_name_of_its_own(url: str) -> None:
+    fabric = Fabric(url)
+
+    @fabric.task
+    async def a() -> None: ...
+
+    @fabric.task
+    async def b() -> None: ...
+
+    async with fabric:
+        run = await a.submit()
+        with pytest.raises(InvalidInputError, match=r"is a run of task 'a', not of 'b'; .* or from fabric\.run\(id\)"):
+            await b.run(run.id).status()
+        await run.cancel()
+        with pytest.raises(InvalidInputError, match="is a run of task 'a'"):
+            await b.run(run.id).result(timeout=60)
+
+
+async def test_a_run_nobody_submitted_is_not_found(url: str) -> None:
+    fabric = Fabric(url)
+    async with fabric:
+        run = fabric.run(UNKNOWN)
+        for ask in (run.status, run.explain, run.result, lambda: run.signal("x")):
+            with pytest.raises(NotFoundError, match="execution"):
+                await ask()
+    with pytest.raises(InvalidInputError, match="'x' is not an execution id"):
+        fabric.run("x")
+
+
+async def test_a_wait_for_a_result_that_takes_too_long_names_the_state(url: str) -> None:
+    fabric = Fabric(url)
+
+    @fabric.task
+    async def job() -> None: ...
+
+    async with fabric:
+        run = await job.submit()
+        with pytest.raises(TimeoutError, match=r"has not ended within 0\.01 s: it is waiting; .*explain"):
+            await run.result(timeout=timedelta(milliseconds=10))
+        with pytest.raises(InvalidInputError, match="timeout: expected seconds or a timedelta, got 'soon'"):
+            await run.result(timeout="soon")  # type: ignore[arg-type]
+
+
+async def test_a_signal_is_delivered_as_soon_as_the_run_waits_for_it(url: str) -> None:
+    fabric = Fabric(url)
+
+    @fabric.task
+    async def deploy(ctx: Context, version: str) -> list[str]:
+        first = await ctx.wait_for_signal("approval", str)
+        second = await ctx.wait_for_signal("approval", str)
+        return [version, first, second, *(signal.source_identity for signal in ctx.resumed_signals())]
+
+    async with fabric, fabric.worker():
+        run = await deploy.submit("v42")
+        await run.signal("approval", "yes", by="ada")
+        await run.signal("approval", "go", by="grace")
+        assert await run.result(timeout=60) == ["v42", "yes", "go", "grace"]
+        with pytest.raises(StateError, match="is completed and takes no more signals"):
+            await run.signal("approval", "late")
+
+
+async def test_a_signal_nobody_waits_for_is_refused_in_time(url: str) -> None:
+    fabric = Fabric(url)
+
+    @fabric.task
+    async def job() -> None: ...
+
+    async with fabric:
+        run = await job.submit()
+        with pytest.raises(TimeoutError, match="did not wait for signal 'approval' in time: it is waiting"):
+            await run.signal("approval", timeout=0.05)
+
+
+async def test_a_signal_under_the_same_id_counts_once(url: str, eventually: Any) -> None:
+    fabric = Fabric(url)
+
+    @fabric.task
+    async def pair(ctx: Context) -> list[int]:
+        return [await ctx.wait_for_signal("n", int), await ctx.wait_for_signal("m", int)]
+
+    async with fabric, fabric.worker():
+        run = await pair.submit()
+        await run.signal("n", 1, id="first")
+        await run.signal("m", 2, id="second")
+        assert await run.result(timeout=60) == [1, 2]
