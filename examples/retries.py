@@ -14,7 +14,7 @@ async def charge(ctx: Context, amount: int) -> str:
         raise NoRetry(f"{amount} is not an amount")
     if ctx.retry_count < 2:
         raise ConnectionError("the bank does not answer")
-    return f"charged {amount} at attempt {ctx.attempt_index + 1}"
+    return f"charged {amount} at attempt {ctx.attempt}"
 
 
 async def main() -> None:
@@ -24,7 +24,7 @@ async def main() -> None:
         try:
             await (await charge.submit(-1)).result()
         except RunFailed as failed:
-            print(f"{failed.outcome}: {failed.reason}")
+            print(f"{type(failed).__name__}: {failed.reason}")
         once = charge.options(idempotency_key="invoice-7", tags={"shop.customer": "acme"})
         first, second = await once.submit(20), await once.submit(20)
         print(f"submitted once: {first.id == second.id}")

@@ -90,7 +90,7 @@ class Handlers:
         with self._run(ctx) as result:
             await asyncio.sleep(order["size"] * 0.02)
             if not ctx.is_resumed:
-                await ctx.suspend(keys=["go"], timeout_ms=600_000)
+                await ctx.suspend(keys=["go"], timeout=600)
             return result
 
 

@@ -160,7 +160,7 @@ async def test_only_a_thread_may_wait_for_a_call(engine: Engine, start_worker: A
         ctx.from_thread(ctx.progress(1))
 
     await start_worker({"job": confuse})
-    reason = "TypeError: from_thread is for handlers in threads: this one can await"
+    reason = "TypeError: from_thread: is for `def` handlers, which run in threads; here, await the call itself"
     assert await ended_badly(engine, attempts, await submit()) == (reason, "handler_error", 1)
 
 
@@ -312,7 +312,7 @@ async def test_a_lane_that_is_not_served_is_left_alone(engine: Engine, start_wor
     ],
 )
 async def test_a_worker_that_cannot_work_is_refused(engine: Engine, wrong: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="at least "):
+    with pytest.raises(InvalidInputError, match="at least "):
         Worker(engine, **{"lanes": ["default"], "handlers": {}, **wrong})
 
 
@@ -323,8 +323,8 @@ async def test_a_worker_that_cannot_work_is_refused(engine: Engine, wrong: dict[
         ({"lanes": None}, "lanes: several values are wanted"),
         ({"lanes": [5]}, "lane_id: must be text"),
         ({"capabilities": "gpu"}, "capabilities: several values are wanted, got 'gpu'"),
-        ({"handlers": [print]}, "handlers: functions by kind are wanted"),
-        ({"handlers": {"job": "print"}}, "handlers: functions by kind are wanted"),
+        ({"handlers": [print]}, "handlers: expected functions by kind"),
+        ({"handlers": {"job": "print"}}, "handlers: expected functions by kind"),
         ({"worker_id": 5}, "worker_id: must be text"),
         ({"namespace": 5}, "namespace: must be text"),
     ],
@@ -335,7 +335,7 @@ async def test_a_worker_told_something_of_another_kind_is_refused(
 ) -> None:
     with pytest.raises(InvalidInputError, match=f"invalid_input: {told}"):
         Worker(engine, **{"lanes": ["default"], "handlers": {}, **wrong})
-    with pytest.raises(ValueError, match="drain: expected seconds"):
+    with pytest.raises(InvalidInputError, match="drain: expected seconds"):
         Worker(engine, lanes=["default"], handlers={}, drain="30")  # type: ignore[arg-type]
 
 

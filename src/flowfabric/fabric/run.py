@@ -5,7 +5,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Generic, Protocol, TypeVar, cast
+from typing import ClassVar, Generic, Protocol, TypeVar, cast
 
 import msgspec
 
@@ -37,7 +37,8 @@ class RunError(Exception):
     `reason` says why; of a failure `error_type` and `traceback` are those of the exception in the last attempt.
     """
 
-    verb = "ended without a result"
+    outcome: ClassVar[TerminalOutcome]
+    verb: ClassVar[str]
 
     def __init__(
         self,
@@ -63,32 +64,33 @@ class RunError(Exception):
 class RunFailed(RunError):
     """The last attempt of a run failed."""
 
+    outcome = TerminalOutcome.FAILED
     verb = "failed"
 
 
 class RunCancelled(RunError):
     """A run was cancelled."""
 
+    outcome = TerminalOutcome.CANCELLED
     verb = "was cancelled"
 
 
 class RunExpired(RunError):
     """A run did not end before its deadline."""
 
+    outcome = TerminalOutcome.EXPIRED
     verb = "expired"
 
 
 class RunSkipped(RunError):
     """A run was skipped: what it depends on did not succeed."""
 
+    outcome = TerminalOutcome.SKIPPED
     verb = "was skipped"
 
 
 _ERRORS: Mapping[TerminalOutcome, type[RunError]] = {
-    TerminalOutcome.FAILED: RunFailed,
-    TerminalOutcome.CANCELLED: RunCancelled,
-    TerminalOutcome.EXPIRED: RunExpired,
-    TerminalOutcome.SKIPPED: RunSkipped,
+    kind.outcome: kind for kind in (RunFailed, RunCancelled, RunExpired, RunSkipped)
 }
 
 

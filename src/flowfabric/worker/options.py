@@ -41,8 +41,7 @@ def is_handler(value: object) -> bool:
     return isinstance(value, Handler) or callable(value)
 
 
-def check_count(name: str, value: int, most: int | None = None) -> None:
-    """Refuse what is no whole number from 1 to a limit."""
-    if type(value) is not int or value < 1 or (most is not None and value > most):
-        limit = "" if most is None else f" and at most {most}"
-        raise error("invalid_input", f"{name}: must be a whole number of at least 1{limit}, got {shown(value)}")
+def check_count(name: str, value: object) -> None:
+    """Refuse what is no whole number from 1 on."""
+    if type(value) is not int or value < 1:
+        raise error("invalid_input", f"{name}: must be a whole number of at least 1, got {shown(value)}")

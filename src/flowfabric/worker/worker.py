@@ -96,7 +96,8 @@ class Worker:
         check_count("concurrency", concurrency)
         threads = min(concurrency, MAX_THREADS) if threads is None else threads
         self.lanes = tuple(dict.fromkeys(map(check_lane_id, check_items(lanes, "lanes"))))
-        check_count("lanes", len(self.lanes), MAX_LANES)
+        if not 1 <= len(self.lanes) <= MAX_LANES:
+            raise error("invalid_input", f"lanes: must name at least 1 and at most {MAX_LANES} lanes, got {len(self.lanes)}")
         check_count("threads", threads)
         lease_ttl_ms = milliseconds(lease_ttl, "lease_ttl", least=1, most=MAX_LEASE_TTL_MS)
         if not isinstance(handlers, Mapping) or not all(map(is_handler, handlers.values())):
