@@ -8,17 +8,19 @@ BENCH  := $(VENV)/.ready-bench
 SECONDS ?= 60
 SEED    ?=
 
-.PHONY: demo test check faults bench soak format clean help
+.PHONY: demo test check docs docs-serve faults bench soak format clean help
 
 help:
 	@echo "make demo    durable work on an embedded Postgres, with a worker killed on the way"
 	@echo "make test    the test suite, on real Postgres"
-	@echo "make check   format, lint, types and tests, the floors among them: what CI runs"
+	@echo "make check   format, lint, types, the site and tests, the floors among them: what CI runs"
+	@echo "make docs    builds the site of the documents into site/; a broken link fails it"
+	@echo "make docs-serve  shows the site on http://127.0.0.1:8000 and rebuilds it at every change"
 	@echo "make faults  whole sweeps of cancellations and broken connections, all races, then SECONDS=60 of faults by SEED"
 	@echo "make format  formats the code and mends what can be mended"
 	@echo "make bench   the benchmark against the raw limit and the peers"
 	@echo "make soak    ten minutes at full rate on a store with a past"
-	@echo "make clean   removes the virtual environment and the caches"
+	@echo "make clean   removes the virtual environment, the site and the caches"
 
 $(STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -40,7 +42,14 @@ check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/basedpyright --pythonpath $(BIN)/python
+	$(MAKE) docs
 	$(MAKE) test
+
+docs: $(STAMP)
+	$(BIN)/mkdocs build --strict --quiet
+
+docs-serve: $(STAMP)
+	$(BIN)/mkdocs serve --strict
 
 faults: $(STAMP)
 	FF_TEST_SWEEP=whole FF_TEST_SEED=$(SEED) $(BIN)/python -m pytest -n 4 --dist worksteal tests/faults tests/scenarios/test_*races.py
@@ -57,4 +66,4 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) site .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -2,6 +2,7 @@
 
 A block marked `python program` is run by itself as a file. Those marked `python session` are run in their order, page
 by page, with an `engine` at hand and `await` allowed anywhere. What a line prints is what the comment behind it says.
+One marked `python pytest` is a file of tests, which pass.
 """
 
 import ast
@@ -24,6 +25,7 @@ import pytest
 import flowfabric
 from flowfabric.bench.ratios import PEERS, RATIOS
 from flowfabric.db.dump import SCHEMA_FILE
+from flowfabric.db.embedded import Embedded
 from flowfabric.engine.engine import Engine
 from flowfabric.model import (
     attempt,
@@ -113,6 +115,7 @@ def blocks(page: Path) -> Iterator[Block]:
 
 ALL = [block for page in PAGES for block in blocks(page)]
 PROGRAMS = [block for block in ALL if block.mark == "python program"]
+TEST_FILES = [block for block in ALL if block.mark == "python pytest"]
 SESSIONS = [page for page in PAGES if any(block.mark == "python session" for block in blocks(page))]
 
 
@@ -170,15 +173,31 @@ async def printed(block: Block, names: dict[str, Any]) -> list[str]:
     return told.getvalue().splitlines()
 
 
+@pytest.mark.parametrize("tests", TEST_FILES, ids=lambda block: block.name)
+def test_shown_tests_pass_on_the_server_they_start(tests: Block, tmp_path: Path) -> None:
+    (tmp_path / "test_shown.py").write_text(tests.code, encoding="utf-8")
+    base = tmp_path / "base"
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--basetemp", str(base), "-q", "test_shown.py"]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", PREFIX))}
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200, check=False
+    )
+    # As root the data of the server is outside the folder of the test.
+    Embedded.start(base / "flowfabric0").release(discard=True)
+    written = len(re.findall(r"^(?:async )?def test_", tests.code, re.MULTILINE))
+    assert written > 0
+    assert f"\n{written} passed in " in done.stdout, done.stdout
+
+
 @pytest.mark.parametrize("block", [block for block in ALL if block.mark.startswith("python")], ids=lambda b: b.name)
 def test_code_is_marked_by_a_known_word_and_is_python(block: Block) -> None:
-    assert block.mark in ("python", "python program", "python session")
+    assert block.mark in ("python", "python program", "python session", "python pytest")
     compile(block.code, block.name, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
 
 
 def write_shown_code(folder: Path) -> list[str]:
     """The files of what the pages show; sessions of a page that hand arguments around in dicts are left out."""
-    for nth, program in enumerate(PROGRAMS):
+    for nth, program in enumerate([*PROGRAMS, *TEST_FILES]):
         (folder / f"program_{nth}.py").write_text(program.code, encoding="utf-8")
     for page in SESSIONS:
         if page.name != "engine.md":
@@ -335,11 +354,11 @@ def test_every_table_is_described() -> None:
 
 
 def test_every_target_of_make_a_page_names_is_there() -> None:
-    known = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    known = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
     named = {
         target
         for page in PAGES
-        for target in re.findall(r"(?:^|`)make ([a-z]+)", page.read_text("utf-8"), re.MULTILINE)
+        for target in re.findall(r"(?:^|`)make ([a-z-]+)", page.read_text("utf-8"), re.MULTILINE)
     }
     assert {"demo", "test"} <= named
     assert named - known == set()
@@ -348,7 +367,7 @@ def test_every_target_of_make_a_page_names_is_there() -> None:
 def test_help_lists_every_target_of_make() -> None:
     text = (ROOT / "Makefile").read_text(encoding="utf-8")
     (phony,) = re.findall(r"^\.PHONY: (.*)$", text, re.MULTILINE)
-    assert set(re.findall(r'@echo "make (\w+)', text)) == set(phony.split()) - {"help"}
+    assert set(re.findall(r'@echo "make ([\w-]+)', text)) == set(phony.split()) - {"help"}
 
 
 def test_every_ratio_of_the_benchmark_is_described_with_both_sizes_of_batch() -> None:

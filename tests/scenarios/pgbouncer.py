@@ -48,7 +48,8 @@ async def pgbouncer(url: str, **settings: object) -> AsyncIterator[str]:
         "listen_port": port,
         "unix_socket_dir": "",
         "auth_type": "any",
-        "ignore_startup_parameters": ",".join(asked),
+        # The connections of hints ask for one more.
+        "ignore_startup_parameters": ",".join((*asked, "synchronous_commit")),
         **settings,
     }
     target = f"host={host} port={server_port} dbname={database} user=postgres"
@@ -88,7 +89,7 @@ async def _answering(address: str, process: "subprocess.Popen[bytes]") -> None:
 
 @asynccontextmanager
 async def _role_settings(url: str, database: str, asked: dict[str, str]) -> AsyncIterator[None]:
-    """The settings that PgBouncer ignores are those of the role, as the operating page says."""
+    """The settings that PgBouncer ignores are those of the role, as docs/pgbouncer.md says."""
     connection = await asyncpg.connect(url)
     try:
         for name, value in asked.items():

@@ -6,9 +6,11 @@ from typing import Any
 import pytest
 
 from creates import new
+from flowfabric import Fabric
 from flowfabric.engine.engine import Engine
 from flowfabric.model.execution import Created
 from flowfabric.settings import Settings
+from flowfabric.worker import worker
 
 from .command import migrate
 from .pgbouncer import keeps_statements, pgbouncer
@@ -20,6 +22,7 @@ NOT_KEPT = {"max_prepared_statements": 0} if keeps_statements() else {}
 WORKING: dict[str, dict[str, Any]] = {"session": {"pool_mode": "session", "default_pool_size": 20}}
 if keeps_statements():
     WORKING["transaction"] = {"pool_mode": "transaction", **KEPT}
+    WORKING["transaction, one connection"] = {**WORKING["transaction"], "default_pool_size": 1}
 
 
 @pytest.mark.parametrize("mode", WORKING)
@@ -51,3 +54,55 @@ async def test_a_pooler_with_too_few_connections_fails_the_check_in_session_mode
         code, out, err = await migrate(address, "--check", FF_WAITPOINT_HMAC_SECRET="ab" * 32)
     assert (code, out) == (1, "")
     assert ": a second session gets no answer within 2 s: a pooler has too few connections to the server;" in err
+
+
+class Side:
+    """One process of two, with the same tasks."""
+
+    def __init__(self, url: str, *, listen: bool) -> None:
+        self.fabric = Fabric(settings=Settings(database_url=url, listen=listen))
+        self.is_started = asyncio.Event()
+        self.is_cancelled = asyncio.Event()
+        self.double = self.fabric.task(name="double")(self._double)
+        self.wait = self.fabric.task(name="wait")(self._wait)
+
+    async def _double(self, number: int) -> int:
+        return 2 * number
+
+    async def _wait(self) -> None:
+        self.is_started.set()
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            self.is_cancelled.set()
+            raise
+
+
+@pytest.mark.parametrize("mode", WORKING)
+async def test_a_worker_that_polls_runs_and_cancels_what_another_process_says(url: str, mode: str) -> None:
+    async with pgbouncer(url, **WORKING[mode]) as address:
+        here, there = Side(address, listen=False), Side(address, listen=False)
+        async with here.fabric, there.fabric, here.fabric.worker(lease_ttl_ms=6000):
+            runs = [await there.double.submit(number) for number in range(20)]
+            assert [await run.result(timeout=60) for run in runs] == [2 * number for number in range(20)]
+            waiting = await there.wait.submit()
+            await asyncio.wait_for(here.is_started.wait(), 60)
+            await waiting.cancel()
+            await asyncio.wait_for(here.is_cancelled.wait(), 60)
+
+
+@pytest.mark.parametrize("mode", WORKING)
+async def test_a_worker_with_a_connection_of_its_own_hears_of_submissions_through_a_pooler(
+    url: str, mode: str, monkeypatch: pytest.MonkeyPatch, eventually: Any
+) -> None:
+    monkeypatch.setattr(worker, "LISTENING_POLL_SECONDS", 600)
+    async with pgbouncer(url, **WORKING[mode]) as address:
+        here, there = Side(url, listen=True), Side(address, listen=False)
+        async with here.fabric, there.fabric, here.fabric.worker():
+
+            async def is_listening() -> bool:
+                return here.fabric.engine.wakeups.hints.is_listening
+
+            await eventually(is_listening)
+            for number in range(3):
+                assert await (await there.double.submit(number)).result(timeout=60) == 2 * number

@@ -122,7 +122,7 @@ async def test_a_role_that_may_not_create_the_schema_is_told_so(strict: str) -> 
         (*STARTING_UP, "busy_loading", "takes no connections yet: the database system is starting up"),
         ("53300", "sorry, too many clients already", "busy_loading", "lower FF_DATABASE_POOL_SIZE"),
         (*REFUSED_SETTING, "protocol", "unsupported startup parameter: enable_seqscan"),
-        ("42704", 'unrecognized configuration parameter "jit"', "protocol", "see docs/operating.md, PgBouncer"),
+        ("42704", 'unrecognized configuration parameter "jit"', "protocol", "see docs/pgbouncer.md"),
         ("28000", "no pg_hba.conf entry for host", "auth", "refuses user postgres for database "),
         ("XX000", "out of luck", "protocol", "refuses the connection: out of luck (XX000)"),
     ],
@@ -308,7 +308,7 @@ async def test_check_fails_where_a_pooler_refuses_a_session_setting(engine: Engi
         code, out, err = await migrate(proxy.url, "--check")
     assert (code, out, err.count("\n")) == (1, "", 1)
     assert "refuses a session setting that every process asks for: unsupported startup parameter: enable_seqscan" in err
-    assert err.endswith("see docs/operating.md, PgBouncer\n")
+    assert err.endswith("see docs/pgbouncer.md\n")
 
 
 async def test_check_fails_where_a_pooler_ignores_the_search_path(engine: Engine, url: str) -> None:

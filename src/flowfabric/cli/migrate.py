@@ -27,7 +27,7 @@ UNREACHABLE = "unreachable"
 
 _IGNORED = (
     "these session settings are asked for and not in effect: {}; something in between ignores them, so set them on the"
-    " role, see docs/operating.md, PgBouncer"
+    " role, see docs/pgbouncer.md"
 )
 
 

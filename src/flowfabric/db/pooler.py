@@ -16,11 +16,11 @@ CLOSE_SECONDS = 2
 _LOST = (asyncpg.InvalidSQLStatementNameError, asyncpg.DuplicatePreparedStatementError)
 _LOSES = (
     "prepared statements are lost between transactions: a pooler in transaction mode does not keep them; use PgBouncer"
-    " 1.21 or newer with max_prepared_statements = 200, or session mode, see docs/operating.md, PgBouncer"
+    " 1.21 or newer with max_prepared_statements = 200, or session mode, see docs/pgbouncer.md"
 )
 _STARVES = (
     f"a second session gets no answer within {WAIT_SECONDS:g} s: a pooler has too few connections to the server; raise"
-    " default_pool_size, see docs/operating.md, PgBouncer"
+    " default_pool_size, see docs/pgbouncer.md"
 )
 
 Connect = Callable[[], Awaitable[Connection]]

@@ -105,7 +105,7 @@ def _judge_answer(error: asyncpg.PostgresError, fault: StoreFault, url: str) -> 
         case _ if error.sqlstate in _REFUSED_SETTING:
             return "protocol", (
                 f"{server} refuses a session setting that every process asks for: {said};"
-                " a pooler must be told to let it pass, see docs/operating.md, PgBouncer"
+                " a pooler must be told to let it pass, see docs/pgbouncer.md"
             )
         case _:
             return fault.kind, f"{server} (database {database}) refuses the connection: {said} ({error.sqlstate})"

@@ -234,7 +234,7 @@ class Lifecycle:
                 "unavailable",
                 f"the session setting search_path={self._database.schema} is not in effect: a pooler before"
                 f" {server_of(self._database.url)} ignores session settings; set them on the role, see"
-                " docs/operating.md, PgBouncer",
+                " docs/pgbouncer.md",
             )
 
     async def _check_pooler(self) -> None:

@@ -1,0 +1,168 @@
+"""What the guides list (options, methods, settings) is what the code has, with the same defaults."""
+
+import ast
+import inspect
+import re
+from datetime import timedelta
+from typing import Any, NamedTuple, cast, get_args, get_type_hints
+
+from flowfabric.db.session import session_settings
+from flowfabric.fabric import Fabric, Run, SubmitOptions, Task, TaskOptions
+from flowfabric.model import policy
+from flowfabric.model.ids import ExecutionId
+from flowfabric.worker.context import Context
+from flowfabric.worker.options import WorkerOptions
+from flowfabric.worker.worker import MAX_THREADS, Worker
+from test_docs import ROOT, SOURCE
+
+TASKS_PAGE = (ROOT / "docs" / "tasks.md").read_text(encoding="utf-8")
+PGBOUNCER_PAGE = (ROOT / "docs" / "pgbouncer.md").read_text(encoding="utf-8")
+
+NOT_REFUSED = {"application_name"}
+"""The session settings that PgBouncer passes on."""
+OF_HINTS = {"synchronous_commit"}
+"""What the connections of hints ask for beside the session settings."""
+
+
+# Behind PgBouncer.
+
+
+def asked() -> dict[str, str]:
+    settings = session_settings("flowfabric")
+    return {name: value for name, value in settings.items() if name not in NOT_REFUSED}
+
+
+def test_pgbouncer_is_told_to_ignore_what_sessions_ask_for() -> None:
+    (ignored,) = re.findall(r"ignore_startup_parameters = (\S+)", PGBOUNCER_PAGE)
+    assert sorted(ignored.split(",")) == sorted({*asked(), *OF_HINTS})
+
+
+def test_the_role_has_the_settings_that_sessions_ask_for() -> None:
+    lines = re.findall(r"alter role app in database app set (\w+) = '?(\w+?)'?;", PGBOUNCER_PAGE)
+    given = {name: re.sub(r"^(\d+)s$", r"\g<1>000", value) for name, value in lines}
+    wanted = {name: re.sub(r"^(\d+)s$", r"\g<1>000", value) for name, value in asked().items()}
+    assert given == {name: value for name, value in wanted.items() if not name.startswith("tcp_")}
+
+
+def test_pgbouncer_is_told_to_keep_more_statements_than_there_are() -> None:
+    (kept,) = set(re.findall(r"max_prepared_statements = ([1-9]\d*)", PGBOUNCER_PAGE))
+    files = [path for path in SOURCE.rglob("*.sql") if path.parent.name != "bench"]
+    count = sum(len(re.findall(r"^-- name: ", path.read_text(encoding="utf-8"), re.MULTILINE)) for path in files)
+    assert 100 < count < int(kept)
+
+
+# Tasks, runs and workers.
+
+
+class Row(NamedTuple):
+    """A line of a table of options."""
+
+    unit: str
+    default: str
+
+    @property
+    def value(self) -> Any:
+        """The default where it is written as code, else None."""
+        return eval(self.default.strip("`"), vars(policy)) if re.fullmatch(r"`[^`]+`", self.default) else None
+
+
+def options_below(heading: str) -> dict[str, Row]:
+    rows = re.findall(r"^\| `(\w+)` \| (.*?) *\| (.*?) \|", section(heading), re.MULTILINE)
+    return {name: Row(unit, default) for name, unit, default in rows}
+
+
+def section(heading: str) -> str:
+    text = TASKS_PAGE.partition(f"\n## {heading}\n")[2]
+    assert text
+    return text.partition("\n## ")[0]
+
+
+def calls_below(heading: str, of: str, text: str = "") -> dict[str, ast.expr]:
+    """What a table says can be got of an object: the name of each, with the expression that gets it."""
+    cells = re.findall(r"^\| (`.*?`) \|", text or section(heading), re.MULTILINE)
+    expressions = [ast.parse(one, mode="eval").body for cell in cells for one in re.findall(r"`([^`]+)`", cell)]
+    awaited = [one.value if isinstance(one, ast.Await) else one for one in expressions]
+    found = [(one.func if isinstance(one, ast.Call) else one, one) for one in awaited]
+    return {
+        at.attr: one
+        for at, one in found
+        if isinstance(at, ast.Attribute) and isinstance(at.value, ast.Name) and at.value.id == of
+    }
+
+
+def public(kind: type) -> set[str]:
+    return {name for name in vars(kind) if not name.startswith("_")}
+
+
+def seconds_of(options: type) -> set[str]:
+    return {name for name, hint in get_type_hints(options).items() if timedelta in get_args(hint)}
+
+
+def test_every_option_of_a_task_is_listed_with_its_unit() -> None:
+    listed = options_below("Options of a task")
+    assert list(listed) == [*get_type_hints(SubmitOptions), "name"]
+    assert set(listed) == set(get_type_hints(TaskOptions))
+    assert {name for name, row in listed.items() if row.unit == "seconds"} == seconds_of(SubmitOptions)
+
+
+async def test_the_listed_defaults_of_a_task_are_what_is_submitted_without_options(url: str) -> None:
+    listed = options_below("Options of a task")
+    (lane,) = re.findall(r"`\"(\w+)\"`", listed["lane"].default)
+    defaults = {name: row.value for name, row in listed.items() if row.value is not None}
+    assert set(defaults) == {"priority", "retries", "backoff"}
+    assert {name for name, row in listed.items() if row.default == "none"} == set(listed) - {*defaults, "lane", "name"}
+    fabric = Fabric(url)
+
+    @fabric.task
+    async def job() -> None: ...
+
+    async with fabric:
+        for task in (job, job.options(lane=lane, **defaults)):
+            for retries in (None, 1):
+                await (task if retries is None else task.options(retries=retries)).submit()
+        claimed = await fabric.engine.claim_many(lanes=[lane], worker_id="w", worker_instance_id="w-1", limit=10)
+    first, retried, second, retried_too = [
+        (one.execution_kind, one.priority, one.policy, dict(one.tags)) for one in claimed
+    ]
+    assert first == second == ("job", 0, None, {})
+    assert retried == retried_too != first
+
+
+def test_every_option_of_a_worker_is_listed_with_its_unit_and_default() -> None:
+    listed = options_below("Options of a worker")
+    assert list(listed) == list(get_type_hints(WorkerOptions))
+    units = {"ms": "milliseconds", "seconds": "seconds"}
+    assert {name: row.unit for name, row in listed.items()} == {
+        name: units.get(name.rpartition("_")[2], "") for name in listed
+    }
+    parameters = inspect.signature(Worker).parameters
+    for name, row in listed.items():
+        default = parameters[name].default
+        assert row.value == (None if default in (None, (), inspect.Parameter.empty) else default), name
+    assert f"`{MAX_THREADS}`" in listed["threads"].default
+
+
+def test_every_method_of_a_run_is_listed_with_its_arguments() -> None:
+    listed = calls_below("Runs", "run")
+    instance = vars(Run(Fabric(), ExecutionId(""), cast(Any, None), is_duplicate=False))
+    assert set(listed) == public(Run) | {name for name in instance if not name.startswith("_")}
+    for name, call in listed.items():
+        method = getattr(Run, name, None)
+        if method is not None:
+            assert isinstance(call, ast.Call)
+            written = {each.arg: ast.literal_eval(each.value) for each in call.keywords}
+            parameters = list(inspect.signature(method).parameters.values())[1:]
+            assert written == {each.name: each.default for each in parameters}, name
+
+
+def test_every_method_of_a_task_is_listed() -> None:
+    assert set(calls_below("Using a task", "task")) == public(Task) - {"lane"}
+
+
+def test_everything_of_a_context_is_listed_on_its_page_or_on_that_of_waiting() -> None:
+    waiting = (ROOT / "docs" / "suspend.md").read_text(encoding="utf-8").partition("| of `ctx` |")[2]
+    listed = calls_below("The context", "ctx")
+    of_waits = calls_below("", "ctx", waiting.partition("\n\n")[0])
+    assert len(of_waits) > 3
+    assert set(listed) | set(of_waits) == public(Context)
+    assert set(listed) & set(of_waits) == set()
