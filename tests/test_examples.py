@@ -43,7 +43,7 @@ def run(name: str, url: str) -> str:
             "retries.py",
             [
                 "charged 10 at attempt 3",
-                "failed: NoRetry: -1 is not an amount",
+                "RunFailed: NoRetry: -1 is not an amount",
                 "submitted once: True",
             ],
         ),
