@@ -9,7 +9,17 @@ from typing import Any
 
 import pytest
 
-from flowfabric import Context, Fabric, FixedBackoff, NoRetry, PublicState, RunCancelled, RunExpired, RunFailed, Settings
+from flowfabric import (
+    Context,
+    Fabric,
+    FixedBackoff,
+    NoRetry,
+    PublicState,
+    RunCancelled,
+    RunExpired,
+    RunFailed,
+    Settings,
+)
 from flowfabric.db.embedded import Embedded
 from flowfabric.model.errors import ConflictError, InvalidInputError, NotFoundError
 from flowfabric.outcomes import TerminalOutcome

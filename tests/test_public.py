@@ -12,7 +12,14 @@ import flowfabric
 from flowfabric import Context, Engine, Fabric, Run, Task, Worker
 from flowfabric.model.support import NAMED_OPERATIONS
 
-MODULES = ("flowfabric", "flowfabric.conditions", "flowfabric.errors", "flowfabric.ids", "flowfabric.outcomes", "flowfabric.policy")
+MODULES = (
+    "flowfabric",
+    "flowfabric.conditions",
+    "flowfabric.errors",
+    "flowfabric.ids",
+    "flowfabric.outcomes",
+    "flowfabric.policy",
+)
 
 
 def offered() -> Iterator[tuple[str, str, Any]]:

@@ -58,7 +58,7 @@ async def test_a_refused_call_leaves_99_submitted(url: str) -> None:
         keyed = job.options(idempotency_key="k")
         await keyed.submit(0)
         calls = [job.bind(n) for n in range(50)] + [keyed.bind(1)] + [job.bind(n) for n in range(49)]
-        with pytest.raises(NotAllSubmitted, match="1 of 100 calls were not submitted.*idempotency_key 'k'") as some:
+        with pytest.raises(NotAllSubmitted, match=r"1 of 100 calls were not submitted.*idempotency_key 'k'") as some:
             await job.submit_many(calls)
         refused = [each for each in some.value.answers if isinstance(each, ConflictError)]
         runs = [each for each in some.value.answers if not isinstance(each, Exception)]

@@ -104,7 +104,7 @@ def test_the_plain_form_is_made_of_either_form(form: str, uuid_text: str) -> Non
 
 
 def test_the_plain_form_of_no_id_is_refused() -> None:
-    with pytest.raises(ValidationError, match="MissingTag: 'x' is not an execution id"):
+    with pytest.raises(InvalidInputError, match="MissingTag: 'x' is not an execution id"):
         ids.plain_id("x")
 
 
@@ -121,7 +121,7 @@ def test_the_plain_form_needs_no_quoting_and_leads_back_to_the_id(partition: int
 def test_what_looks_like_a_plain_form_is_one_or_refused(text: str) -> None:
     try:
         parsed = ids.parse_execution_id(text)
-    except ValidationError:
+    except InvalidInputError:
         return
     assert ids.plain_id(parsed) == text.lower()
 

@@ -156,7 +156,7 @@ async def test_a_task_with_a_delay_is_submitted_once_though_an_answer_is_lost(ur
             await job.options(delay=60).submit()
             lose_answer(proxy)
             run = await job.options(delay=60).submit()
-            assert (proxy.dropped, run.is_duplicate, await run.status()).state) == (1, False, "delayed")
+            assert (proxy.dropped, run.is_duplicate, (await run.status()).state) == (1, False, "delayed")
         assert len(await rows.of("execution")) == 2
 
 

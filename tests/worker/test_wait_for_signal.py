@@ -93,6 +93,44 @@ async def test_a_wait_that_an_operator_ends_has_no_signal(url: str, eventually: 
         assert await run.result(timeout=60) == "resumed"
 
 
+async def test_a_wait_may_be_answered_after_a_month(url: str, clock: Any, eventually: Any) -> None:
+    fabric = Fabric(url)
+
+    @fabric.task
+    async def ask(ctx: Context) -> list[str]:
+        return [await ctx.wait_for_signal("answer", str), await ctx.wait_for_signal("answer", str)]
+
+    async with fabric, fabric.worker():
+        run = await ask.submit()
+        for answer in ("first", "second"):
+
+            async def is_suspended() -> bool:
+                return (await run.status()).state == "suspended"
+
+            await eventually(is_suspended)
+            await clock.advance(seconds=30 * 86_400)
+            await fabric.engine.prepare()
+            await run.signal("answer", answer)
+        assert await run.result(timeout=60) == ["first", "second"]
+
+
+async def test_an_attempt_that_failed_forgets_its_waits(url: str) -> None:
+    fabric = Fabric(url)
+
+    @fabric.task(retries=1, backoff=0)
+    async def ask(ctx: Context) -> list[Any]:
+        answer = await ctx.wait_for_signal("answer", str)
+        if ctx.attempt == 1:
+            raise ValueError(answer)
+        return [ctx.attempt, answer]
+
+    async with fabric, fabric.worker():
+        run = await ask.submit()
+        await run.signal("answer", "first")
+        await run.signal("answer", "second")
+        assert await run.result(timeout=60) == [2, "second"]
+
+
 async def test_a_payload_of_another_type_fails_the_attempt_with_the_sender_named(url: str) -> None:
     fabric = Fabric(url)
 

@@ -102,9 +102,7 @@ def demo(*, worker: Annotated[str | None, typer.Option(hidden=True)] = None) -> 
     with told_in_one_line():
         if worker is not None:
             logging.getLogger("flowfabric").setLevel(logging.ERROR)
-            fabric.run_worker(
-                worker_id="demo", worker_instance_id=worker, lease_ttl=LEASE_SECONDS, concurrency=SLOTS
-            )
+            fabric.run_worker(worker_id="demo", worker_instance_id=worker, lease_ttl=LEASE_SECONDS, concurrency=SLOTS)
             return
         if asyncio.run(_demo(Console(highlight=False))):
             raise typer.Exit(1)

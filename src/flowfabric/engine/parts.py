@@ -80,7 +80,7 @@ class Parts:
         rooms.add(Waitpoints(store, keys, self.lease_expiry))
         suspend = rooms.add(Suspend(store, keys, lease_ends, self.lease_expiry))
         resumes = rooms.add(Resumes(store))
-        signals = rooms.add(Signals(store, keys, resumes))
+        self.signals = rooms.add(Signals(store, keys, resumes))
         self.suspension_timeouts = rooms.add(
             SuspensionTimeouts(
                 store,
@@ -98,7 +98,7 @@ class Parts:
         self.identities = rooms.add(Identities(store))
         for kind in (Lanes, View, Explain, Listing, Consistency):
             rooms.add(kind(store))
-        drained = (submit, signals, suspend, lease_ends, renewals)
+        drained = (submit, self.signals, suspend, lease_ends, renewals)
         self.shutdown = rooms.add(Shutdown(claims, results, [room.drain for room in drained]))
 
     @property

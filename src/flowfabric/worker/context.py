@@ -3,16 +3,18 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar, Unpack, overload
+from uuid import uuid5
 
 from flowfabric.engine.core.wakeups import LostReason
 from flowfabric.engine.engine import Engine
+from flowfabric.engine.parts import parts_of
 from flowfabric.model.duration import Duration, milliseconds
 from flowfabric.model.errors import EngineError, error
 from flowfabric.model.handle import Fence, Handle
-from flowfabric.model.ids import ExecutionId, WaitpointId, uuid7
+from flowfabric.model.ids import ExecutionId, SuspensionId, WaitpointId, uuid7
 from flowfabric.model.lease import ClaimedExecution
 from flowfabric.model.signal import ResumeSignal
 from flowfabric.model.states import AttemptType, TimeoutBehavior
@@ -341,12 +343,7 @@ class Context:
         codec = codec_of(kind)
         waits = self._running.waits
         nth = waits[name] = waits.get(name, 0) + 1
-        options: SuspendOptions = {"keys": [name], "idempotency_key": f"signal:{nth}:{name}"}
-        if timeout is not None:
-            options["timeout"] = timeout
-            options["timeout_behavior"] = TimeoutBehavior.AUTO_RESUME_WITH_TIMEOUT_SIGNAL
-        await self.suspend(**options)
-        signals = self._running.signals
+        signals = await self._signals_of(SuspensionId(uuid5(self.fence.attempt_id, f"{nth}:{name}")), name, timeout)
         received = next((each for each in signals if each.satisfier and not is_timeout(each)), None)
         if received is None:
             if default is not _NO_DEFAULT:
@@ -362,6 +359,23 @@ class Context:
                 f"signal {name!r} from {shown(received.source_identity)}: its payload is no {name_of(kind)}: "
                 f"{reason(refused)}",
             ) from None
+
+    async def _signals_of(
+        self, suspension_id: SuspensionId, key: str, timeout: Duration | None
+    ) -> Sequence[ResumeSignal]:
+        """The signals of a wait that is over; a wait that has not begun begins, and the handler ends."""
+        if self.is_resumed:
+            handle, past = self._running.claimed.handle, parts_of(self._engine).signals
+            signals = await self._answer(lambda: past.signals_of_past_wait(handle, suspension_id))
+            if signals is not None:
+                self._running.signals = tuple(signals)
+                return signals
+        options: SuspendOptions = {"keys": [key]}
+        if timeout is not None:
+            options["timeout"] = timeout
+            options["timeout_behavior"] = TimeoutBehavior.AUTO_RESUME_WITH_TIMEOUT_SIGNAL
+        await self.suspend(suspend_args(self.attempt_index, options, suspension_id))
+        return self._running.signals
 
     async def _answer(self, call: Callable[[], Awaitable[Answer]]) -> Answer:
         return await while_leased(call, self._running)

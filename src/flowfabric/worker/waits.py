@@ -59,8 +59,8 @@ class SuspendOptions(TypedDict, total=False):
     """What a repeat within this attempt is known by."""
 
 
-def suspend_args(attempt_index: int, options: SuspendOptions) -> SuspendArgs:
-    """The arguments of a suspend from what a handler says."""
+def suspend_args(attempt_index: int, options: SuspendOptions, suspension_id: SuspensionId | None = None) -> SuspendArgs:
+    """The arguments of a suspend from what a handler says; the id of the suspension is minted where none is given."""
     wait: dict[str, Any] = {name: given for name, given in options.items() if given is not None}
     if unknown := wait.keys() - SuspendOptions.__annotations__.keys():
         raise TypeError(
@@ -75,7 +75,9 @@ def suspend_args(attempt_index: int, options: SuspendOptions) -> SuspendArgs:
     condition = _condition(wait.pop("condition", None), wait.pop("keys", ()))
     bindings = _bindings(wait.pop("waitpoints", ()), condition)
     fields: dict[str, Any] = {"reason_code": SuspensionReason.WAITING_FOR_SIGNAL, **wait}
-    return SuspendArgs(suspension_id=SuspensionId(uuid7()), resume_condition=condition, waitpoints=bindings, **fields)
+    return SuspendArgs(
+        suspension_id=suspension_id or SuspensionId(uuid7()), resume_condition=condition, waitpoints=bindings, **fields
+    )
 
 
 def _condition(given: Any, keys: Any) -> Condition:

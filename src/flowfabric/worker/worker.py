@@ -97,7 +97,9 @@ class Worker:
         threads = min(concurrency, MAX_THREADS) if threads is None else threads
         self.lanes = tuple(dict.fromkeys(map(check_lane_id, check_items(lanes, "lanes"))))
         if not 1 <= len(self.lanes) <= MAX_LANES:
-            raise error("invalid_input", f"lanes: must name at least 1 and at most {MAX_LANES} lanes, got {len(self.lanes)}")
+            raise error(
+                "invalid_input", f"lanes: must name at least 1 and at most {MAX_LANES} lanes, got {len(self.lanes)}"
+            )
         check_count("threads", threads)
         lease_ttl_ms = milliseconds(lease_ttl, "lease_ttl", least=1, most=MAX_LEASE_TTL_MS)
         if not isinstance(handlers, Mapping) or not all(map(is_handler, handlers.values())):

@@ -31,7 +31,7 @@ async def test_a_wait_for_a_timeout_alone_may_count_from_now(engine: Engine, giv
 def test_a_timeout_is_a_time_or_a_duration_and_not_both() -> None:
     with pytest.raises(InvalidInputError, match="timeout_ms: give it or timeout_at, not both"):
         args(timeout_ms=1, timeout_at=1)
-    with pytest.raises(InvalidInputError, match="timeout_ms: .*, got -1"):
+    with pytest.raises(InvalidInputError, match=r"timeout_ms: .*, got -1"):
         args(timeout_ms=-1)
 
 

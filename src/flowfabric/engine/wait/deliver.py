@@ -31,6 +31,7 @@ from flowfabric.model.handle import Handle, check_handle
 from flowfabric.model.ids import (
     ExecutionId,
     SignalId,
+    SuspensionId,
     WaitpointId,
     check_lane_id,
     parse_execution_id,
@@ -206,32 +207,26 @@ class Signals:
     async def observe_signals(self, handle: Handle, *, suspension_id: UUID | str | None = None) -> list[ResumeSignal]:
         """Every signal of a suspension, usually the current one of the handle's attempt, in the order of acceptance."""
         handle = check_handle(handle)
+        parsed = None if suspension_id is None else parse_uuid(suspension_id, "suspension_id")
+        return _resume_signals(await self._observed(handle, parsed))
+
+    async def signals_of_past_wait(self, handle: Handle, suspension_id: SuspensionId) -> list[ResumeSignal] | None:
+        """Every signal of a suspension that is over, in the order of acceptance; None when there is no such one."""
+        rows = await self._observed(check_handle(handle), suspension_id)
+        return _resume_signals(rows) if rows[0]["is_over"] else None
+
+    async def _observed(self, handle: Handle, suspension_id: UUID | None) -> list[Record]:
         partition, uuid = row_key(handle.execution_id)
         rows = await self._store.fetch(
             SQL.list_observed,
             partition_key=partition,
             execution_id=uuid,
             attempt_index=handle.attempt_index,
-            suspension_id=None if suspension_id is None else parse_uuid(suspension_id, "suspension_id"),
+            suspension_id=suspension_id,
         )
         if not rows:
             raise error("execution_not_found")
-        return [
-            ResumeSignal(
-                signal_id=SignalId(row["signal_id"]),
-                signal_name=row["signal_name"],
-                signal_category=row["signal_category"],
-                source_type=row["source_type"],
-                source_identity=row["source_identity"],
-                correlation_id=row["correlation_id"] or "",
-                accepted_at=row["accepted_at"],
-                payload=row["payload"],
-                disposition=SignalDisposition(row["disposition"]),
-                satisfier=row["satisfier"],
-            )
-            for row in rows
-            if row["signal_id"] is not None
-        ]
+        return rows
 
     async def drain(self) -> None:
         """Wait until every delivery under way is answered, and refused tokens are noted."""
@@ -381,3 +376,23 @@ class Signals:
             SQL.list_satisfiers, **columns_from(("partition_keys", "execution_ids", "suspension_ids"), given)
         ):
             waits[row["nth"] - 1][1].tally.take(facts_of(row))
+
+
+def _resume_signals(rows: Sequence[Record]) -> list[ResumeSignal]:
+    """The signals that rows of a suspension hold; one without any has a row too."""
+    return [
+        ResumeSignal(
+            signal_id=SignalId(row["signal_id"]),
+            signal_name=row["signal_name"],
+            signal_category=row["signal_category"],
+            source_type=row["source_type"],
+            source_identity=row["source_identity"],
+            correlation_id=row["correlation_id"] or "",
+            accepted_at=row["accepted_at"],
+            payload=row["payload"],
+            disposition=SignalDisposition(row["disposition"]),
+            satisfier=row["satisfier"],
+        )
+        for row in rows
+        if row["signal_id"] is not None
+    ]

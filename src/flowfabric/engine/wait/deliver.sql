@@ -168,7 +168,7 @@ select l.lane_id, w.token
 -- execution. Without an id the latest suspension of the execution counts, if it is of the attempt. Of a wait that its
 -- deadline ended, the last satisfier is no waitpoint's.
 select g.signal_id, g.signal_name, g.signal_category, g.source_type, g.source_identity, g.correlation_id, g.accepted_at,
-       g.payload, g.disposition, coalesce(g.signal_id = any(s.satisfier_ids), false) as satisfier
+       g.payload, g.disposition, coalesce(g.signal_id = any(s.satisfier_ids), false) as satisfier, s.closed_at is not null as is_over
   from execution e
   left join lateral (
        select s.* from suspension s
