@@ -104,13 +104,23 @@ def _failure(
 
 
 def _is_permanent(error: BaseException) -> bool:
-    if isinstance(error, BaseExceptionGroup):
-        return error.subgroup(PermanentError) is not None
-    return isinstance(error, PermanentError)
+    """Whether an error is permanent, or one of its group at any depth: `subgroup` gives up on deep ones."""
+    found = [error]
+    while found:
+        one = found.pop()
+        if isinstance(one, PermanentError):
+            return True
+        if isinstance(one, BaseExceptionGroup):
+            found += one.exceptions
+    return False
 
 
 def _chain(error: BaseException) -> str:
-    return ": ".join(_words(link) for link in _links(error))
+    try:
+        return ": ".join(_words(link) for link in _links(error))
+    except RecursionError:
+        # A group within groups, too deep to be told whole.
+        return type(error).__name__
 
 
 def _words(error: BaseException) -> str:
