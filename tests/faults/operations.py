@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from flowfabric.engine.engine import Engine
+from flowfabric.model.attempt import FailureReason
 from flowfabric.model.condition import ByName, Single
 from flowfabric.model.execution import NewExecution
 from flowfabric.model.grant import Granted, ResumeGrant, ResumeToken
@@ -21,6 +22,7 @@ Call = Callable[[Engine, Subject], Awaitable[object]]
 SECRET = "cd" * 32
 LARGE = {"input_payload": b"x" * 300}
 """An input that is not on the row of its execution."""
+RAISED = FailureReason("x", error_type="ValueError", traceback="Traceback\n" * 500)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -328,6 +330,13 @@ def _operations() -> list[Operation]:
     add("complete_execution", claimed, lambda e, s: e.complete_execution(**s.fence, payload=b"x"))
     add("fail", claimed, lambda e, s: e.fail(s.handle, reason="x"))
     add("fail", claimed, lambda e, s: e.fail(s.handle, reason="x", classification="permanent"), "for good")
+    add("fail", claimed, lambda e, s: e.fail(s.handle, reason=RAISED), "with a traceback")
+    add(
+        "fail",
+        claimed,
+        lambda e, s: e.fail(s.handle, reason=RAISED, classification="permanent"),
+        "for good, with a traceback",
+    )
     add("fail_execution", claimed, lambda e, s: e.fail_execution(**s.fence, failure_reason="x"))
     add("delay", claimed, lambda e, s: e.delay(s.handle, _until(s)))
     add("wait_children", claimed, lambda e, s: e.wait_children(s.handle))

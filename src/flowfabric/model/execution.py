@@ -73,6 +73,9 @@ class Ended:
     result: bytes | None
     reason: str | None
     result_encoding: str | None = None
+    error_type: str | None = None
+    """Of a failed execution, the class of the exception its last attempt failed with."""
+    traceback: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

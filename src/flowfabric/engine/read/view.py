@@ -246,6 +246,8 @@ def _attempt(execution_id: ExecutionId, row: Record) -> Attempt:
         worker_instance_id=None if row["worker_instance_id"] is None else WorkerInstanceId(row["worker_instance_id"]),
         failure_reason=row["failure_reason"],
         failure_category=row["failure_category"],
+        error_type=row["error_type"],
+        traceback=row["traceback"],
         retry_reason=row["retry_reason"],
         replay_reason=row["replay_reason"],
         replay_requested_by=row["replay_requested_by"],

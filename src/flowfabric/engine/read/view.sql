@@ -113,7 +113,7 @@ select n.namespace, l.lane_id, l.lane_id as current_lane, e.execution_kind, e.cr
 select a.attempt_index, a.attempt_id, a.attempt_type, a.attempt_state, a.started_at, a.suspended_at, a.resumed_at, a.ended_at,
        a.lease_id, a.lease_epoch, w.worker_id, w.worker_instance_id, a.failure_reason, a.failure_category,
        a.previous_attempt_index, a.retry_reason, a.reclaim_reason, a.replay_reason, a.replay_requested_by,
-       a.suspension_marker, a.suspension_id, a.usage, a.policy
+       a.suspension_marker, a.suspension_id, a.usage, a.policy, a.error_type, a.traceback
   from attempt_all a
   left join worker_identity w on w.worker_no = a.worker_no
  where a.partition_key = :partition_key and a.execution_id = :execution_id
