@@ -2,7 +2,7 @@
 
 from flowfabric.engine.engine import Engine
 from flowfabric.fabric import ExecutionFailed, Fabric, Run, Task, UnreadableResult
-from flowfabric.model.attempt import Attempt, CurrentAttempt, FailureClass, FailureReason
+from flowfabric.model.attempt import Attempt, CurrentAttempt, Failure, FailureClass, FailureReason
 from flowfabric.model.condition import (
     AllOf,
     ByName,
@@ -36,6 +36,7 @@ from flowfabric.model.execution import (
     ExecutionInfo,
     ExecutionPage,
     ExecutionSnapshot,
+    ExecutionStatus,
     ExecutionSummary,
     Inconsistency,
     NewExecution,
@@ -212,6 +213,7 @@ __all__ = [
     "ExecutionPage",
     "ExecutionPolicy",
     "ExecutionSnapshot",
+    "ExecutionStatus",
     "ExecutionSummary",
     "Expired",
     "ExpiredLease",
@@ -220,6 +222,7 @@ __all__ = [
     "Explanation",
     "ExponentialBackoff",
     "Fabric",
+    "Failure",
     "FailureClass",
     "FailureReason",
     "Fence",

@@ -459,6 +459,7 @@ def _reads() -> list[Operation]:
     add("list_workers", registered, lambda e, _: e.list_workers())
     add("read_execution_state", created, lambda e, s: e.read_execution_state(s.execution_id))
     add("read_execution_info", created, lambda e, s: e.read_execution_info(s.execution_id))
+    add("read_execution_status", completed, lambda e, s: e.read_execution_status(s.execution_id))
     add("get_execution_result", completed, lambda e, s: e.get_execution_result(s.execution_id))
     add("describe_execution", claimed, lambda e, s: e.describe_execution(s.execution_id))
     add("read_execution_context", claimed, lambda e, s: e.read_execution_context(s.execution_id))

@@ -90,6 +90,17 @@ class FailureReason:
         return replace(self, message=message, error_type=error_type, traceback=traceback)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Failure:
+    """How an attempt failed, as reads show it."""
+
+    message: str
+    category: str | None
+    error_type: str | None
+    """The class of the exception, such as `app.errors.CardDeclined`."""
+    traceback: str | None
+
+
 def failure_category(reason: FailureReason, failure_class: FailureClass) -> str:
     """Give the category the retry policy judges a failure by."""
     detail = reason.detail
