@@ -6,8 +6,9 @@ import re
 from datetime import timedelta
 from typing import Any, NamedTuple, cast, get_args, get_type_hints
 
+from flowfabric import Fabric, Run, Task
 from flowfabric.db.session import session_settings
-from flowfabric.fabric import Fabric, Run, SubmitOptions, Task, TaskOptions
+from flowfabric.fabric.task import SubmitOptions, TaskOptions
 from flowfabric.model import policy
 from flowfabric.model.ids import ExecutionId
 from flowfabric.worker.context import Context

@@ -128,6 +128,8 @@ async def test_options_change_a_submission_and_nothing_else(url: str) -> None:
         special = job.options(priority=5, lane="fast", tags={"app.a": "b"})
         changed = await fabric.engine.read_execution_info((await special.submit(priority=99)).id)
         later = await job.options(delay=timedelta(hours=1)).submit(priority=99)
+        assert plain is not None
+        assert changed is not None
         assert (plain.priority, plain.lane_id) == (1, "slow")
         assert (changed.priority, changed.lane_id) == (5, "fast")
         assert (await later.status()).state is PublicState.DELAYED

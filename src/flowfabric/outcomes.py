@@ -1,6 +1,6 @@
 """What the operations of the engine answer: outcomes to `match`, records and pages."""
 
-from flowfabric.model.attempt import Attempt, CurrentAttempt, FailureClass, FailureReason
+from flowfabric.model.attempt import Attempt, CurrentAttempt, Failure, FailureClass, FailureReason
 from flowfabric.model.execution import (
     Cancelled,
     Created,
@@ -10,6 +10,7 @@ from flowfabric.model.execution import (
     ExecutionInfo,
     ExecutionPage,
     ExecutionSnapshot,
+    ExecutionStatus,
     ExecutionSummary,
     Inconsistency,
     NewExecution,
@@ -130,12 +131,14 @@ __all__ = [
     "ExecutionInfo",
     "ExecutionPage",
     "ExecutionSnapshot",
+    "ExecutionStatus",
     "ExecutionSummary",
     "Expired",
     "ExpiredLease",
     "ExpiredLeaseCursor",
     "ExpiredLeases",
     "Explanation",
+    "Failure",
     "FailureClass",
     "FailureReason",
     "Fence",

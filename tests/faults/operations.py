@@ -7,6 +7,7 @@ from typing import Any
 
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.parts import parts_of
+from flowfabric.model.attempt import FailureReason
 from flowfabric.model.condition import ByName, Single
 from flowfabric.model.execution import NewExecution
 from flowfabric.model.grant import Granted, ResumeGrant, ResumeToken
@@ -22,6 +23,7 @@ Call = Callable[[Engine, Subject], Awaitable[object]]
 SECRET = "cd" * 32
 LARGE = {"input_payload": b"x" * 300}
 """An input that is not on the row of its execution."""
+RAISED = FailureReason("x", error_type="ValueError", traceback="Traceback\n" * 500)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -329,6 +331,13 @@ def _operations() -> list[Operation]:
     add("complete_execution", claimed, lambda e, s: e.complete_execution(**s.fence, payload=b"x"))
     add("fail", claimed, lambda e, s: e.fail(s.handle, reason="x"))
     add("fail", claimed, lambda e, s: e.fail(s.handle, reason="x", classification="permanent"), "for good")
+    add("fail", claimed, lambda e, s: e.fail(s.handle, reason=RAISED), "with a traceback")
+    add(
+        "fail",
+        claimed,
+        lambda e, s: e.fail(s.handle, reason=RAISED, classification="permanent"),
+        "for good, with a traceback",
+    )
     add("fail_execution", claimed, lambda e, s: e.fail_execution(**s.fence, failure_reason="x"))
     add("delay", claimed, lambda e, s: e.delay(s.handle, _until(s)))
     add("wait_children", claimed, lambda e, s: e.wait_children(s.handle))
@@ -451,6 +460,7 @@ def _reads() -> list[Operation]:
     add("list_workers", registered, lambda e, _: e.list_workers())
     add("read_execution_state", created, lambda e, s: e.read_execution_state(s.execution_id))
     add("read_execution_info", created, lambda e, s: e.read_execution_info(s.execution_id))
+    add("read_execution_status", completed, lambda e, s: e.read_execution_status(s.execution_id))
     add("get_execution_result", completed, lambda e, s: e.get_execution_result(s.execution_id))
     add("describe_execution", claimed, lambda e, s: e.describe_execution(s.execution_id))
     add("read_execution_context", claimed, lambda e, s: e.read_execution_context(s.execution_id))

@@ -17,6 +17,7 @@ from flowfabric.engine.core.payload import INLINE_PAYLOAD_BYTES
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.lease.expire import CLAIM_LIMIT, SWEEP_LIMIT
 from flowfabric.engine.parts import parts_of
+from flowfabric.model.attempt import FailureReason
 from flowfabric.model.condition import Single
 from flowfabric.model.errors import EngineError
 from flowfabric.model.execution import Created
@@ -91,6 +92,39 @@ async def test_operations_on_few_executions_touch_few_rows(full: Engine, touched
     assert touched["end_leases"] <= 5
     await full.read_execution_info(runs[0].execution_id)
     assert touched["read_info"] <= 5
+
+
+async def test_the_error_of_a_failure_is_written_and_read_only_where_there_is_one(
+    full: Engine, touched: Touched, clock: Any
+) -> None:
+    raised = FailureReason("no luck", error_type="ValueError", traceback="Traceback")
+    await full.create_many([new(lane_id="raised", policy={"retry_policy": {"max_retries": 1}}) for _ in range(40)])
+    runs = await claim(full, 40, lanes=("raised",))
+    await full.complete_many([(run.handle, b"1") for run in runs[:10]])
+    await asyncio.gather(*(full.fail(r.handle, reason="no luck", classification="permanent") for r in runs[10:20]))
+    await asyncio.gather(*(full.fail(r.handle, reason=raised, classification="permanent") for r in runs[20:30]))
+    # An upsert looks for a row of the same key in the index, which gives none.
+    assert {name for name in touched.rows if touched.rows[name]["attempt"]} == set()
+    await asyncio.gather(*(full.fail(r.handle, reason=raised) for r in runs[30:]))
+    assert touched["end_leases"] <= 4 * 10
+    await clock.advance(ms=HOUR)
+    again = await claim(full, 10, lanes=("raised",))
+    await full.fail(again[0].handle, reason=raised)
+    await full.cancel_execution(execution_id=again[1].execution_id, reason="not wanted")
+    # There is a row of this attempt, with its lineage.
+    await full.complete_many([(again[2].handle, b"1")])
+    for run, of_attempts in ((runs[0], 0), (runs[10], 0), (runs[20], 1), (again[0], 1), (again[2], 0)):
+        touched.clear()
+        await full.wait_for_ending(run.execution_id, timeout=60)
+        assert touched.of("list_results", "attempt") == of_attempts
+        assert touched["list_results"] <= 3
+    for run in (*runs[::10], *again[:4]):
+        touched.clear()
+        assert await full.read_execution_status(run.execution_id) is not None
+        # The execution, its lease and its result, its latest attempt and the one before that.
+        assert touched["read_status"] <= 6
+        await full.list_attempts(run.execution_id)
+        assert touched["list_attempts"] <= 8
 
 
 async def test_an_input_is_looked_for_apart_from_its_row_only_where_it_is_large(

@@ -8,6 +8,7 @@ import pytest
 from creates import new
 from flowfabric import Fabric
 from flowfabric.engine.engine import Engine
+from flowfabric.engine.parts import parts_of
 from flowfabric.model.execution import Created
 from flowfabric.settings import Settings
 from flowfabric.worker import worker
@@ -82,7 +83,7 @@ class Side:
 async def test_a_worker_that_polls_runs_and_cancels_what_another_process_says(url: str, mode: str) -> None:
     async with pgbouncer(url, **WORKING[mode]) as address:
         here, there = Side(address, listen=False), Side(address, listen=False)
-        async with here.fabric, there.fabric, here.fabric.worker(lease_ttl_ms=6000):
+        async with here.fabric, there.fabric, here.fabric.worker(lease_ttl=6):
             runs = [await there.double.submit(number) for number in range(20)]
             assert [await run.result(timeout=60) for run in runs] == [2 * number for number in range(20)]
             waiting = await there.wait.submit()
@@ -101,7 +102,7 @@ async def test_a_worker_with_a_connection_of_its_own_hears_of_submissions_throug
         async with here.fabric, there.fabric, here.fabric.worker():
 
             async def is_listening() -> bool:
-                return here.fabric.engine.wakeups.hints.is_listening
+                return parts_of(here.fabric.engine).wakeups.hints.is_listening
 
             await eventually(is_listening)
             for number in range(3):

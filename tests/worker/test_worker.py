@@ -143,6 +143,26 @@ async def test_a_permanent_error_is_not_tried_again(
     assert await ended_badly(engine, attempts, run) == (reason, "permanent", 1)
 
 
+@pytest.mark.parametrize("permanent", [False, True])
+async def test_groups_within_groups_without_end_fail_the_attempt(
+    engine: Engine,
+    start_worker: Any,
+    submit: Any,
+    attempts: Any,
+    permanent: bool,  # noqa: FBT001
+) -> None:
+    async def fall() -> None:
+        error: Exception = NoRetry("never") if permanent else ValueError("no luck")
+        for _ in range(5000):
+            error = ExceptionGroup("within", [error])
+        raise error
+
+    await start_worker({"job": fall})
+    reason, category, _ = await ended_badly(engine, attempts, await submit())
+    assert reason.startswith("ExceptionGroup: within: ExceptionGroup: within: ")
+    assert category == ("permanent" if permanent else "handler_error")
+
+
 async def test_an_error_without_words_fails_too(engine: Engine, start_worker: Any, submit: Any, attempts: Any) -> None:
     class Wordless(Exception):
         def __str__(self) -> str:

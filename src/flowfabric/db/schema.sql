@@ -73,6 +73,8 @@ create table attempt (
   suspension_id uuid,
   usage jsonb,
   policy jsonb,
+  error_type text,
+  traceback text,
   constraint attempt_pkey PRIMARY KEY (partition_key, execution_id, attempt_index))
   with (autovacuum_vacuum_scale_factor=0.05);
 
@@ -536,7 +538,9 @@ create view attempt_all as
     attempt.suspension_marker,
     attempt.suspension_id,
     attempt.usage,
-    attempt.policy
+    attempt.policy,
+    attempt.error_type,
+    attempt.traceback
    FROM attempt
   WHERE attempt.ended_at IS NOT NULL
 UNION ALL
@@ -591,7 +595,9 @@ UNION ALL
             ELSE NULL::uuid
         END AS suspension_id,
     a.usage,
-    a.policy
+    a.policy,
+    a.error_type,
+    a.traceback
    FROM execution e
      LEFT JOIN attempt a ON a.partition_key = e.partition_key AND a.execution_id = e.execution_id AND a.attempt_index = (e.attempt_count - 1)
   WHERE COALESCE(e.attempt_id, e.lease_id) IS NOT NULL AND a.ended_at IS NULL;

@@ -115,6 +115,7 @@ class Engine:
     # Reads.
     read_execution_state = operation(View.read_execution_state)
     read_execution_info = operation(View.read_execution_info)
+    read_execution_status = operation(View.read_execution_status)
     get_execution_result = operation(View.get_execution_result)
     describe_execution = operation(View.describe_execution)
     read_execution_context = operation(View.read_execution_context)

@@ -148,6 +148,7 @@ class Task(Generic[Called, Params, Returned]):
     """A function that can also be submitted; called, it is the plain function."""
 
     __name__: str
+    __wrapped__: Callable[Called, Returned]
 
     def __init__(self, fabric: TaskHome, name: str, handler: Handler, options: SubmitOptions) -> None:
         functools.update_wrapper(self, handler.function)

@@ -1,11 +1,17 @@
 """Attempts: how reads show one, and how a worker says that one failed."""
 
 from collections.abc import Mapping
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from enum import StrEnum
+from typing import Self
 
 from flowfabric.model.ids import AttemptId, ExecutionId, LeaseId, SuspensionId, WorkerId, WorkerInstanceId
 from flowfabric.model.states import AttemptLifecycle, AttemptType
+from flowfabric.model.text import cut_middle, storable
+
+MAX_ERROR_TYPE_CHARACTERS = 256
+MAX_MESSAGE_BYTES = 4 * 1024
+MAX_TRACEBACK_BYTES = 16 * 1024
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,6 +36,9 @@ class Attempt:
     worker_instance_id: WorkerInstanceId | None
     failure_reason: str | None
     failure_category: str | None
+    error_type: str | None
+    """The class of the exception it failed with, such as `app.errors.CardDeclined`."""
+    traceback: str | None
     retry_reason: str | None
     replay_reason: str | None
     replay_requested_by: str | None
@@ -66,6 +75,30 @@ class FailureReason:
     message: str
     _: KW_ONLY
     detail: str | bytes | None = None
+    error_type: str | None = None
+    """The class of the exception, such as `app.errors.CardDeclined`."""
+    traceback: str | None = None
+
+    def bounded(self) -> Self:
+        """The same as it is stored: what is too long is cut, and what the store cannot hold is replaced."""
+        error_type, traceback = self.error_type, self.traceback
+        if error_type is not None:
+            error_type = storable(error_type[:MAX_ERROR_TYPE_CHARACTERS])
+        if traceback is not None:
+            traceback = cut_middle(traceback, MAX_TRACEBACK_BYTES, "\n... {} characters left out ...\n")
+        message = cut_middle(self.message, MAX_MESSAGE_BYTES, " ... {} characters left out ... ")
+        return replace(self, message=message, error_type=error_type, traceback=traceback)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Failure:
+    """How an attempt failed, as reads show it."""
+
+    message: str
+    category: str | None
+    error_type: str | None
+    """The class of the exception, such as `app.errors.CardDeclined`."""
+    traceback: str | None
 
 
 def failure_category(reason: FailureReason, failure_class: FailureClass) -> str:

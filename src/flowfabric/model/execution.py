@@ -7,7 +7,7 @@ from itertools import repeat
 
 import msgspec
 
-from flowfabric.model.attempt import CurrentAttempt
+from flowfabric.model.attempt import CurrentAttempt, Failure
 from flowfabric.model.ids import ExecutionId, FlowId, LaneId, Namespace, WaitpointId
 from flowfabric.model.lease import CurrentLease
 from flowfabric.model.policy import ExecutionPolicy
@@ -73,6 +73,9 @@ class Ended:
     result: bytes | None
     reason: str | None
     result_encoding: str | None = None
+    error_type: str | None = None
+    """Of a failed execution, the class of the exception its last attempt failed with."""
+    traceback: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,6 +95,35 @@ class ExecutionInfo:
     current_attempt_index: int
     flow_id: FlowId | None
     blocking_detail: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExecutionStatus:
+    """An execution as whoever submitted it follows it; times are milliseconds since the epoch."""
+
+    execution_id: ExecutionId
+    execution_kind: str
+    lane_id: LaneId
+    namespace: Namespace
+    public_state: PublicState
+    attempt_index: int
+    """Of the latest attempt, 0 before the first claim."""
+    attempt_count: int
+    progress_percent: int | None
+    """As the latest attempt has reported it."""
+    progress_message: str | None
+    result: bytes | None
+    result_encoding: str | None
+    failure: Failure | None
+    """Why it failed, or else how its last failed attempt did; none of an execution that has succeeded."""
+    cancellation_reason: str | None
+    retry_at: int | None
+    """When its next attempt may begin, while it waits for a retry."""
+    delay_until: int | None
+    """When it may be claimed, while it is delayed for any reason."""
+    created_at: int
+    started_at: int | None
+    ended_at: int | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

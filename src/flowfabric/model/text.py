@@ -86,6 +86,21 @@ def storable(text: str) -> str:
     return text.replace("\0", "\N{REPLACEMENT CHARACTER}").encode("utf-8", "replace").decode()
 
 
+def cut_middle(text: str, most: int, gap: str) -> str:
+    """Give a text the store can hold of at most so many bytes: one that is longer loses its middle to the gap.
+
+    The gap is ASCII, with a `{}` for the number of characters that are left out.
+    """
+    if len(text) <= most and len((whole := storable(text)).encode()) <= most:
+        return whole
+    room = most - len(gap.format(len(text)))
+    first, last = storable(text[:room]).encode(), storable(text[-room:]).encode()
+    # Half a character at a cut is left out too.
+    head = first[: room - room // 2].decode(errors="ignore")
+    tail = last[len(last) - room // 2 :].decode(errors="ignore")
+    return f"{head}{gap.format(len(text) - len(head) - len(tail))}{tail}"
+
+
 def shown(value: object) -> str:
     """Give what a message shows of a value, whatever it is."""
     try:

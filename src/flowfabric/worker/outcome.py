@@ -10,6 +10,7 @@ from flowfabric.engine.engine import Engine
 from flowfabric.model.attempt import FailureClass, FailureReason
 from flowfabric.model.errors import InvalidInputError
 from flowfabric.worker.context import Context, Running
+from flowfabric.worker.errors import error_type_of, traceback_of
 from flowfabric.worker.handler import Handler
 from flowfabric.worker.threads import Threads
 from flowfabric.worker.waits import signals_of
@@ -56,7 +57,7 @@ async def outcome_of(running: Running, handler: Handler, engine: Engine, threads
         context = None if handler.shape.context is None else Context(running, engine)
         args, kwargs = handler.bind(claimed.input_payload, context)
     except Exception as error:
-        return _failure(_chain(error), PAYLOAD_DECODE)
+        return _failure(_chain(error), PAYLOAD_DECODE, error, is_logged=False)
     try:
         if claimed.has_waited and context is not None:
             running.signals = await signals_of(engine, running)
@@ -77,7 +78,7 @@ async def outcome_of(running: Running, handler: Handler, engine: Engine, threads
     except Exception as error:
         # No retry: the same code would return the same type again.
         reason = str(error.detail) if isinstance(error, InvalidInputError) else _chain(error)
-        return _failure(reason, None, None, FailureClass.PERMANENT)
+        return _failure(reason, None, error, FailureClass.PERMANENT, is_logged=False)
 
 
 def _failed(running: Running, error: BaseException) -> Outcome:
@@ -97,20 +98,33 @@ def _failed(running: Running, error: BaseException) -> Outcome:
 def _failure(
     message: str,
     category: str | None,
-    error: BaseException | None = None,
+    error: BaseException,
     classification: FailureClass = FailureClass.TRANSIENT,
+    *,
+    is_logged: bool = True,
 ) -> Failure:
-    return Failure(FailureReason(message, detail=category), classification, error)
+    reason = FailureReason(message, detail=category, error_type=error_type_of(error), traceback=traceback_of(error))
+    return Failure(reason, classification, error if is_logged else None)
 
 
 def _is_permanent(error: BaseException) -> bool:
-    if isinstance(error, BaseExceptionGroup):
-        return error.subgroup(NoRetry) is not None
-    return isinstance(error, NoRetry)
+    """Whether an error is permanent, or one of its group at any depth: `subgroup` gives up on deep ones."""
+    found = [error]
+    while found:
+        one = found.pop()
+        if isinstance(one, NoRetry):
+            return True
+        if isinstance(one, BaseExceptionGroup):
+            found += one.exceptions
+    return False
 
 
 def _chain(error: BaseException) -> str:
-    return ": ".join(_words(link) for link in _links(error))
+    try:
+        return ": ".join(_words(link) for link in _links(error))
+    except RecursionError:
+        # A group within groups, too deep to be told whole.
+        return type(error).__name__
 
 
 def _words(error: BaseException) -> str:

@@ -53,6 +53,21 @@ async def test_the_category_of_a_failure_is_text_or_bytes(engine: Engine, given:
         await refused(wrong, "invalid_input", "reason.detail: must be text or bytes, got ")
 
 
+@pytest.mark.parametrize("field", ["error_type", "traceback"])
+async def test_what_a_failure_tells_of_its_exception_is_text(engine: Engine, given: Any, rows: Any, field: str) -> None:
+    handle = await given.claimed()
+    async with rows.unchanged():
+        for said in NO_TEXTS[1:]:
+            wrong: Any = {field: said}
+            told = f"reason.{field}: must be text, got {said!r}"
+            await refused(engine.fail(handle, reason=FailureReason("x", **wrong)), "invalid_input", told)
+            told = f"{field}: must be text, got {said!r}"
+            refusal = await refused(
+                engine.fail_execution(**triple(handle), failure_reason="x", **wrong), "invalid_input", told
+            )
+            assert str(refusal.detail).startswith(field)
+
+
 @pytest.mark.parametrize("call", ["cancel", "cancel_execution"])
 async def test_the_reason_of_a_cancel_is_one_the_store_can_hold(
     engine: Engine, given: Any, rows: Any, call: str

@@ -13,6 +13,7 @@ from engine.waits import suspended
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.parts import parts_of
 from flowfabric.engine.read import consistency
+from flowfabric.model.attempt import FailureReason
 
 _FREE = """
 do $$ declare c record; begin
@@ -33,6 +34,9 @@ async def test_no_operation_leaves_anything_to_find(
     await given.claimed(lane_id="claimed", tags={"a.b": "1", "ff.instance_id": "x"})
     await given.completed(lane_id="completed")
     await given.failed(lane_id="failed")
+    raised = FailureReason("no luck", error_type="KeyError", traceback="Traceback")
+    await engine.fail(await given.claimed(lane_id="raised"), reason=raised)
+    await engine.fail(await given.claimed(lane_id="retried", policy={"retry_policy": {}}), reason=raised)
     await given.cancelled(lane_id="cancelled")
     await given.delayed(lane_id="delayed")
     await given.backing_off(lane_id="backing_off")
@@ -297,6 +301,8 @@ BELONGINGS: list[tuple[str, str, str]] = [
     ),
     ("backing_off", "update attempt set ended_at = null", "attempt: ended_at does not fit"),
     ("backing_off", "update attempt set lease_epoch = 9", "lease_epoch: is lower than that of an attempt"),
+    ("backing_off", "update attempt set error_type = 'KeyError'", "attempt: one has an error though it has not failed"),
+    ("resumable", "update attempt set traceback = 'Traceback'", "attempt: one has an error though it has not failed"),
     ("backing_off", "update attempt set attempt_id = null", "attempt: one has ended without all of its fields"),
     (
         "backing_off",

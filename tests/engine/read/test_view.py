@@ -42,6 +42,7 @@ async def test_what_is_absent_reads_as_nothing(engine: Engine, rows: Any) -> Non
         for absent in (ABSENT, f"{{fp:32767}}:{uuid4()}"):
             assert await engine.read_execution_state(absent) is None
             assert await engine.read_execution_info(absent) is None
+            assert await engine.read_execution_status(absent) is None
             assert await engine.get_execution_result(absent) is None
 
 
@@ -57,6 +58,7 @@ async def test_what_is_no_id_is_refused_by_every_read(engine: Engine) -> None:
     for execution_id, detail in wrong:
         await refused(engine.read_execution_state(execution_id), "invalid_input", detail)
         await refused(engine.read_execution_info(execution_id), "invalid_input", detail)
+        await refused(engine.read_execution_status(execution_id), "invalid_input", detail)
         await refused(engine.get_execution_result(execution_id), "invalid_input", detail)
         await refused(engine.wait_for_ending(execution_id), "invalid_input", detail)
 

@@ -49,6 +49,7 @@ OPERATIONS: dict[str, dict[str, Any]] = {
         for name in (
             "read_execution_state",
             "read_execution_info",
+            "read_execution_status",
             "get_execution_result",
             "describe_execution",
             "explain",

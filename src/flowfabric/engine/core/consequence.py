@@ -42,6 +42,8 @@ _COLUMNS = (
     "suspension_ids",
     "timeouts_at",
     "policies",
+    "error_types",
+    "tracebacks",
 )
 _COMPLETION_COLUMNS = ("partition_keys", "execution_ids", "lease_epochs", "lease_ids", "attempt_ids", "payloads")
 _COMPLETION = completion_parameters()
@@ -102,6 +104,8 @@ class LeaseEnd:
         suspension_id: SuspensionId | None = None,
         timeout_at: int | None = None,
         next_policy: str | None = None,
+        error_type: str | None = None,
+        traceback: str | None = None,
         lost_epoch: int | None = None,
     ) -> None:
         self.execution_id = execution_id
@@ -126,6 +130,8 @@ class LeaseEnd:
             suspension_id,
             timeout_at,
             next_policy,
+            error_type,
+            traceback,
         )
 
     @property
@@ -307,6 +313,7 @@ class LeaseEnds:
             columns["attempt_ids"] = ()
         self._add_limits(columns)
         columns["is_thorough"] = is_thorough
+        columns["has_errors"] = bool(columns["error_types"] or columns["tracebacks"])
         columns.update(release_parameters(frozenset(end.move for end in ends)))
         return columns
 

@@ -27,14 +27,16 @@ given as (
          case cardinality(:suspension_ids) when 1 then (:suspension_ids)[1] else suspension_id end as suspension_id,
          case cardinality(:timeouts_at) when 1 then (:timeouts_at)[1] else timeout_at end as timeout_at,
          case cardinality(:policies) when 1 then (:policies)[1] else policy end as next_policy,
+         case cardinality(:error_types) when 1 then (:error_types)[1] else error_type end as error_type,
+         case cardinality(:tracebacks) when 1 then (:tracebacks)[1] else traceback end as traceback,
          nth
     from unnest(:partition_keys::smallint[], :execution_ids::uuid[], :moves::text[], :lease_epochs::bigint[], :lease_ids::uuid[],
                 :attempt_ids::uuid[], :payloads::bytea[], :encodings::text[], :reasons::text[], :categories::text[],
                 :delays_ms::bigint[], :delays_until::bigint[], :sources::text[], :blockings::blocking_reason[], :details::text[],
-                :suspension_ids::uuid[], :timeouts_at::bigint[], :policies::text[])
+                :suspension_ids::uuid[], :timeouts_at::bigint[], :policies::text[], :error_types::text[], :tracebacks::text[])
          with ordinality
          as i(partition_key, execution_id, move, lease_epoch, lease_id, attempt_id, payload, encoding, reason, category,
-              delay_ms, delay_until, source, blocking, detail, suspension_id, timeout_at, policy, nth)
+              delay_ms, delay_until, source, blocking, detail, suspension_id, timeout_at, policy, error_type, traceback, nth)
 ),
 item as materialized (
   select i.*, m.to_phase, m.to_ownership, m.to_eligibility, m.to_blocking, m.to_outcome, m.to_attempt, m.attempt_lifecycle,
@@ -49,6 +51,7 @@ item as materialized (
 ),
 held as materialized (
   select i.nth, i.move, i.payload, i.encoding, i.reason, i.category, i.source, i.detail, i.suspension_id, i.next_policy,
+         i.error_type, i.traceback,
          -- A timer that has run out already is due from when it was set: sweeps need not look for it further back.
          case when i.timeout_at is not null then greatest(i.timeout_at, c.now) end as timeout_at,
          coalesce(i.delay_until, c.now + i.delay_ms) as to_delay_until,
@@ -153,16 +156,16 @@ large as (
 attempts as (
   insert into attempt as a (partition_key, execution_id, attempt_index, attempt_state, attempt_id, attempt_type, started_at,
                             suspended_at, suspension_marker, ended_at, lease_id, lease_epoch, worker_no, failure_reason,
-                            failure_category, suspension_id, previous_attempt_index, retry_reason, policy)
+                            failure_category, suspension_id, previous_attempt_index, retry_reason, policy, error_type, traceback)
   select partition_key, execution_id, attempt_count - 1, attempt_lifecycle, own_attempt_id, attempt_type, claimed_at,
          case when parks then now end, case when parks then release_reason end, case when not parks then now end, lease_id,
          lease_epoch + suspends::int, case when not suspends then worker_no end, case when not parks then reason end, category,
-         suspension_id, null, null, null
+         suspension_id, null, null, null, error_type, traceback
     from judged
    where verdict = 'ok' and attempt_lives and (parks or retries or attempt_lifecycle = 'interrupted_reclaimed') and not loses_lease
   union all
   select partition_key, execution_id, attempt_count, 'created', null, null, null, null, null, null, null, null, null, null, null, null,
-         attempt_count - 1, reason, next_policy::jsonb
+         attempt_count - 1, reason, next_policy::jsonb, null, null
     from judged where verdict = 'ok' and retries
   on conflict (partition_key, execution_id, attempt_index) do update
      set attempt_state = excluded.attempt_state, attempt_id = excluded.attempt_id, attempt_type = excluded.attempt_type,
@@ -172,7 +175,15 @@ attempts as (
          ended_at = excluded.ended_at, lease_id = coalesce(excluded.lease_id, a.lease_id), lease_epoch = excluded.lease_epoch,
          worker_no = case when excluded.suspension_id is null then coalesce(excluded.worker_no, a.worker_no) end,
          failure_reason = excluded.failure_reason, failure_category = excluded.failure_category,
-         suspension_id = excluded.suspension_id
+         suspension_id = excluded.suspension_id, error_type = excluded.error_type, traceback = excluded.traceback
+),
+-- The error of an attempt that no other follows; the rest of such an attempt is on the row of the execution.
+errors as (
+  insert into attempt (partition_key, execution_id, attempt_index, attempt_state, error_type, traceback)
+  select partition_key, execution_id, attempt_count - 1, 'created'::attempt_lifecycle, error_type, traceback from judged
+   where :has_errors::boolean and verdict = 'ok' and ends and (error_type is not null or traceback is not null)
+  on conflict (partition_key, execution_id, attempt_index) do update
+     set error_type = excluded.error_type, traceback = excluded.traceback
 ),
 -- The entries of ready are found by both of their indexes' columns, so that either will do.
 waiting as materialized (

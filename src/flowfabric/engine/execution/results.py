@@ -153,12 +153,15 @@ def _ending(execution_id: ExecutionId, row: Record) -> Ended | EngineError:
         )
     except EngineError as unreadable:
         return unreadable
+    error_type, traceback = row["error"] or (None, None)
     return Ended(
         execution_id=execution_id,
         outcome=outcome,
         result=row["result_payload"],
         reason=row["reason"],
         result_encoding=row["result_encoding"],
+        error_type=error_type,
+        traceback=traceback,
     )
 
 

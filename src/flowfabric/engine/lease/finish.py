@@ -85,8 +85,7 @@ class Finish:
     ) -> RetryScheduled | TerminalFailed:
         """End an attempt in failure: tried again where the policy says so; `claimed` saves reading the policy."""
         handle = usable(handle)
-        reason = _failure_reason(reason)
-        message = storable(reason.message)
+        reason = _failure_reason(reason).bounded()
         try:
             classification = FailureClass(classification)
         except ValueError:
@@ -103,8 +102,10 @@ class Finish:
             handle.execution_id,
             after_failure(delay_ms),
             fence=handle,
-            reason=message,
+            reason=reason.message,
             category=category,
+            error_type=reason.error_type,
+            traceback=reason.traceback,
             delay_ms=delay_ms,
         )
         verdict = await self._lease_ends.one(lease_end)
@@ -153,6 +154,8 @@ class Finish:
         execution_id: ExecutionId | str,
         failure_reason: str,
         failure_category: str = "",
+        error_type: str | None = None,
+        traceback: str | None = None,
         attempt_index: int | None = None,
         retry_policy_json: RetryPolicy | Mapping[str, object] | str | bytes | None = None,
         next_attempt_policy_json: ExecutionPolicy | Mapping[str, object] | str | bytes | None = None,
@@ -165,7 +168,9 @@ class Finish:
         given = GivenFence.read(lease_id, lease_epoch, attempt_id, attempt_index, source=source)
         parsed = parse_execution_id(execution_id)
         partition, uuid = row_key(parsed)
-        reason = storable(_text(failure_reason, "failure_reason"))
+        _check_error(error_type, traceback)
+        message = _text(failure_reason, "failure_reason")
+        reason = FailureReason(message, error_type=error_type, traceback=traceback).bounded()
         category = storable(_text(failure_category, "failure_category"))
         retry_policy = parse_retry_policy(retry_policy_json)
         next_policy = _policy_text(next_attempt_policy_json)
@@ -181,8 +186,10 @@ class Finish:
                 parsed,
                 after_failure(delay_ms),
                 fence=fence,
-                reason=reason,
+                reason=reason.message,
                 category=category or None,
+                error_type=reason.error_type,
+                traceback=reason.traceback,
                 delay_ms=delay_ms,
                 next_policy=next_policy,
                 lost_epoch=fence.lease_epoch if given.fence is None else None,
@@ -275,7 +282,14 @@ def _failure_reason(given: object) -> FailureReason:
     _text(given.message, "reason.message")
     if not isinstance(given.detail, str | bytes | None):
         raise error("invalid_input", f"reason.detail: must be text or bytes, got {shown(given.detail)}")
+    _check_error(given.error_type, given.traceback, "reason.")
     return given
+
+
+def _check_error(error_type: object, traceback: object, prefix: str = "") -> None:
+    for field, value in (("error_type", error_type), ("traceback", traceback)):
+        if value is not None:
+            _text(value, f"{prefix}{field}")
 
 
 def _text(value: object, field: str) -> str:

@@ -119,6 +119,8 @@ select e.partition_key, e.execution_id, rule.problem
               count(*) filter (where a.ended_at is not null
                 and (a.attempt_id is null or a.attempt_type is null or a.started_at is null or a.lease_epoch is null)) as incomplete,
               count(*) filter (where a.attempt_type in ('retry', 'reclaim', 'replay') and a.previous_attempt_index is null) as unlinked,
+              count(*) filter (where (a.error_type is not null or a.traceback is not null) and a.attempt_state <> 'ended_failure'
+                and not (a.attempt_index = e.attempt_count - 1 and e.terminal_outcome = 'failed')) as not_failed,
               count(*) filter (where a.previous_attempt_index >= a.attempt_index) as misled
          from (select a.*, lag(a.lease_epoch) over (order by a.attempt_index) as epoch_before
                  from attempt a where a.partition_key = e.partition_key and a.execution_id = e.execution_id) a) a
@@ -185,6 +187,7 @@ select e.partition_key, e.execution_id, rule.problem
        ('attempt: one before the latest has not ended', a.left_open > 0),
        ('attempt: one has ended without all of its fields', a.incomplete > 0),
        ('attempt: ended_at does not fit the state of one', a.half_ended > 0),
+       ('attempt: one has an error though it has not failed', a.not_failed > 0),
        ('attempt: the epochs do not rise', a.not_rising > 0),
        ('attempt: the latest one does not fit attempt_state', case
          when e.attempt_state = 'attempt_interrupted' and not e.is_owned then l.attempt_state is distinct from 'suspended' or l.suspended_at is null

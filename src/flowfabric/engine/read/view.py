@@ -8,9 +8,9 @@ from flowfabric.db.database import Record
 from flowfabric.db.statements import Statement, statements_beside
 from flowfabric.engine.core.stored import corruption, literal, required, vector
 from flowfabric.engine.store import Store
-from flowfabric.model.attempt import Attempt, CurrentAttempt
+from flowfabric.model.attempt import Attempt, CurrentAttempt, Failure
 from flowfabric.model.errors import error
-from flowfabric.model.execution import ExecutionContext, ExecutionInfo, ExecutionSnapshot
+from flowfabric.model.execution import ExecutionContext, ExecutionInfo, ExecutionSnapshot, ExecutionStatus
 from flowfabric.model.ids import (
     AttemptId,
     ExecutionId,
@@ -86,6 +86,11 @@ class View:
             flow_id=None if row["flow_id"] is None else FlowId(row["flow_id"]),
             blocking_detail=row["blocking_detail"] or "",
         )
+
+    async def read_execution_status(self, execution_id: ExecutionId | str) -> ExecutionStatus | None:
+        """What whoever submitted an execution follows: its state, progress, result and failure."""
+        rows = await self._store.fetch(SQL.read_status, **_key(execution_id))
+        return _status(parse_execution_id(execution_id), rows[0]) if rows else None
 
     async def describe_execution(self, execution_id: ExecutionId | str) -> ExecutionSnapshot | None:
         """An execution as it stands, with its lease and its tags."""
@@ -173,6 +178,41 @@ def _tags(text: str | None) -> dict[str, str]:
     return _read_tags(text) if text else {}
 
 
+def _status(execution_id: ExecutionId, row: Record) -> ExecutionStatus:
+    context = f"read_execution_status {execution_id}"
+    return ExecutionStatus(
+        execution_id=execution_id,
+        execution_kind=required(row["execution_kind"], context=context, field="execution_kind"),
+        lane_id=LaneId(required(row["lane_id"], context=context, field="lane_id")),
+        namespace=Namespace(required(row["namespace"], context=context, field="namespace")),
+        public_state=literal(PublicState, row["public_state"], context=context, field="public_state"),
+        attempt_index=row["attempt_index"],
+        attempt_count=row["attempt_count"],
+        progress_percent=row["progress_pct"],
+        progress_message=row["progress_message"],
+        result=row["result_payload"],
+        result_encoding=row["result_encoding"],
+        failure=_failure(row),
+        cancellation_reason=row["cancellation_reason"],
+        retry_at=row["retry_at"],
+        delay_until=row["delay_until"],
+        created_at=required(row["created_at"], context=context, field="created_at"),
+        started_at=row["started_at"],
+        ended_at=row["completed_at"],
+    )
+
+
+def _failure(row: Record) -> Failure | None:
+    if row["failure_reason"] is None:
+        return None
+    return Failure(
+        message=row["failure_reason"],
+        category=row["failure_category"],
+        error_type=row["error_type"],
+        traceback=row["traceback"],
+    )
+
+
 def _snapshot(execution_id: ExecutionId, row: Record) -> ExecutionSnapshot:
     context = f"describe_execution {execution_id}"
     reason = literal(BlockingReason, row["blocking_reason"], context=context, field="blocking_reason")
@@ -246,6 +286,8 @@ def _attempt(execution_id: ExecutionId, row: Record) -> Attempt:
         worker_instance_id=None if row["worker_instance_id"] is None else WorkerInstanceId(row["worker_instance_id"]),
         failure_reason=row["failure_reason"],
         failure_category=row["failure_category"],
+        error_type=row["error_type"],
+        traceback=row["traceback"],
         retry_reason=row["retry_reason"],
         replay_reason=row["replay_reason"],
         replay_requested_by=row["replay_requested_by"],

@@ -13,6 +13,33 @@ select n.namespace, l.lane_id, e.priority, e.execution_kind, e.lifecycle_phase, 
   left join lane l on l.lane_no = e.lane_no
  where e.partition_key = :partition_key and e.execution_id = :execution_id;
 
+-- name: read_status
+-- What whoever submitted one execution follows: its state, progress, result and failure. Its own failure is that of its latest
+-- attempt, unless it has ended while it waited for another. Else the last failed attempt is one that a retry has followed.
+select n.namespace, l.lane_id, e.execution_kind, e.public_state, greatest(e.attempt_count - 1, 0) as attempt_index,
+       e.attempt_count, r.progress_pct, r.progress_message, e.result_payload, e.result_encoding,
+       coalesce(e.failure_reason, f.failure_reason) as failure_reason,
+       case when e.failure_reason is null then f.failure_category else e.failure_category end as failure_category,
+       case when e.failure_reason is null then f.error_type when e.terminal_outcome in ('none', 'failed') then a.error_type end as error_type,
+       case when e.failure_reason is null then f.traceback when e.terminal_outcome in ('none', 'failed') then a.traceback end as traceback,
+       e.cancellation_reason, case when e.attempt_state = 'pending_retry_attempt' then e.delay_until end as retry_at,
+       e.delay_until, e.created_at, e.started_at, e.completed_at
+  from execution_detail e
+  left join lateral (select n.namespace from namespace n where n.namespace_no = e.namespace_no limit 1) n on true
+  left join lane l on l.lane_no = e.lane_no
+  left join attempt a on a.partition_key = e.partition_key and a.execution_id = e.execution_id
+                     and a.attempt_index = e.attempt_count - 1
+  left join lateral (
+       select f.failure_reason, f.failure_category, f.error_type, f.traceback
+         from attempt f
+        where e.failure_reason is null and e.retry_count > 0 and e.terminal_outcome <> 'success'
+          and f.partition_key = e.partition_key and f.execution_id = e.execution_id and f.attempt_state = 'ended_failure'
+        order by f.attempt_index desc limit 1) f on true
+  left join lateral (
+       select e.progress_pct, e.progress_message
+        where e.progress_updated_at >= coalesce(a.started_at, e.last_claimed_at)) r on true
+ where e.partition_key = :partition_key and e.execution_id = :execution_id;
+
 -- name: read_snapshot
 -- One execution as it stands, with its lease while there is one and its latest suspension.
 select e.flow_id, l.lane_id, n.namespace, e.public_state, e.blocking_reason, e.blocking_detail, e.attempt_id, e.attempt_count,
@@ -113,7 +140,7 @@ select n.namespace, l.lane_id, l.lane_id as current_lane, e.execution_kind, e.cr
 select a.attempt_index, a.attempt_id, a.attempt_type, a.attempt_state, a.started_at, a.suspended_at, a.resumed_at, a.ended_at,
        a.lease_id, a.lease_epoch, w.worker_id, w.worker_instance_id, a.failure_reason, a.failure_category,
        a.previous_attempt_index, a.retry_reason, a.reclaim_reason, a.replay_reason, a.replay_requested_by,
-       a.suspension_marker, a.suspension_id, a.usage, a.policy
+       a.suspension_marker, a.suspension_id, a.usage, a.policy, a.error_type, a.traceback
   from attempt_all a
   left join worker_identity w on w.worker_no = a.worker_no
  where a.partition_key = :partition_key and a.execution_id = :execution_id
