@@ -2,26 +2,19 @@
 
 from collections.abc import Mapping
 from typing import Any
-from uuid import uuid4
 
 import asyncpg
 import pytest
 
 from creates import new
-from engine.state import block
+from engine.reach import DAY, one_of
 from flowfabric.db.database import Database
 from flowfabric.db.statements import Statement
 from flowfabric.engine.engine import Engine
-from flowfabric.engine.parts import parts_of
 from flowfabric.engine.read.listing import FIRST_WALK
-from flowfabric.model.condition import Single
-from flowfabric.model.ids import SuspensionId, WaitpointId
 from flowfabric.model.states import PublicState
-from flowfabric.model.suspension import SuspendArgs, SuspensionReason
-from flowfabric.model.waitpoint import Fresh
 
 BACKLOG = 8_000
-DAY = 86_400_000
 
 TABLES = "{execution,ready,timer,listed,claim,retained,suspension}"
 
@@ -55,67 +48,6 @@ async def backlog(engine: Engine, **overrides: Any) -> None:
     """Many executions that are newer than all before, not too many of one millisecond."""
     for _ in range(BACKLOG // 200):
         await engine.create_many([new(**overrides) for _ in range(200)])
-
-
-_BLOCKS = {
-    PublicState.RATE_LIMITED: ("blocked_by_quota", "waiting_for_quota"),
-    PublicState.WAITING_CHILDREN: ("blocked_by_dependencies", "waiting_for_children"),
-}
-
-
-async def one_of(state: PublicState, given: Any, clock: Any, connection: asyncpg.Connection) -> set[str]:
-    """Executions of a state, in each of the ways there are to it."""
-    engine: Engine = given.engine
-    match state:
-        case PublicState.WAITING:
-            held = await given.created(lane_id="held")
-            await block(connection, held, "blocked_by_operator", "paused_by_operator")
-            return {held, await given.created(lane_id="rare")}
-        case PublicState.DELAYED:
-            return {await given.delayed(lane_id="rare"), (await given.backing_off(lane_id="other")).execution_id}
-        case PublicState.RATE_LIMITED | PublicState.WAITING_CHILDREN:
-            # Nothing leads to these states yet.
-            execution_id = await given.created(lane_id="rare")
-            await block(connection, execution_id, *_BLOCKS[state])
-            return {execution_id}
-        case PublicState.ACTIVE:
-            lost = await given.reclaimable(lane_id="lost")
-            held = await given.claimed(lane_id="rare", lease_ttl_ms=2 * DAY)
-            return {lost.execution_id, held.execution_id}
-        case PublicState.SUSPENDED:
-            handle = await given.claimed(lane_id="rare")
-            await engine.suspend(
-                handle,
-                SuspendArgs(
-                    suspension_id=SuspensionId(uuid4()),
-                    waitpoints=(Fresh(waitpoint_id=WaitpointId(uuid4()), waitpoint_key="wait"),),
-                    resume_condition=Single(waitpoint_key="wait"),
-                    reason_code=SuspensionReason.WAITING_FOR_SIGNAL,
-                ),
-            )
-            return {handle.execution_id}
-        case PublicState.RESUMABLE:
-            handle = await given.claimed(lane_id="rare")
-            await engine.delay(handle, 0)
-            await engine.promote_delayed(execution_id=handle.execution_id)
-            return {handle.execution_id}
-        case PublicState.COMPLETED:
-            return {await given.completed(lane_id="rare")}
-        case PublicState.FAILED:
-            return {await given.failed(lane_id="rare")}
-        case PublicState.CANCELLED:
-            return {await given.cancelled(lane_id="rare")}
-        case PublicState.EXPIRED:
-            execution_id = await given.created(lane_id="rare", execution_deadline_at=await clock.now() + 5)
-            await clock.advance(seconds=1)
-            await parts_of(engine).timeouts.expire_due()
-            return {execution_id}
-        case PublicState.SKIPPED:
-            # Nothing leads to this state yet.
-            execution_id = await given.cancelled(lane_id="rare")
-            await connection.execute("update execution set terminal_outcome = 'skipped'")
-            await connection.execute("update listed set public_state = 'skipped'")
-            return {execution_id}
 
 
 @pytest.mark.parametrize("upkeep", ["vacuum", "vacuum analyze"])

@@ -49,17 +49,21 @@ class Touched:
     """What each statement has touched of each table, the most of all its calls since the last `clear`."""
 
     rows: dict[str, Counter[str]] = field(default_factory=dict)
-    scans: Counter[str] = field(default_factory=Counter)
+    scans: dict[str, Counter[str]] = field(default_factory=dict)
 
     def __getitem__(self, name: str) -> int:
         """The rows and entries of all tables."""
-        assert self.scans[name] == 0, f"{name} scanned a table whole"
+        assert not self.whole(name), f"{name} scanned a table whole"
         return self.rows[name].total()
 
     def of(self, name: str, table: str) -> int:
         """The rows and entries of one table."""
-        assert self.scans[name] == 0, f"{name} scanned a table whole"
+        assert not self.whole(name), f"{name} scanned a table whole"
         return self.rows[name][table]
+
+    def whole(self, name: str) -> set[str]:
+        """The tables that were scanned whole."""
+        return {table for table, scans in self.scans[name].items() if scans}
 
     def clear(self) -> None:
         """Begin anew."""
@@ -70,9 +74,10 @@ class Touched:
         before = {row[0]: row for row in await connection.fetch(_TOUCHED, TABLES)}
         found = await connection.fetch(statement.sql, *arguments)
         seen = self.rows.setdefault(statement.name, Counter())
+        scanned = self.scans.setdefault(statement.name, Counter())
         for table, rows, scans in await connection.fetch(_TOUCHED, TABLES):
             seen[table] = max(seen[table], rows - before[table][1])
-            self.scans[statement.name] += scans - before[table][2]
+            scanned[table] += scans - before[table][2]
         return found
 
 

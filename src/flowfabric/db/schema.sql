@@ -329,7 +329,9 @@ create table retained (
   retain_until bigint not null,
   ended_at bigint not null,
   partition_key smallint not null,
-  execution_ids uuid[] storage e not null);
+  execution_ids uuid[] storage e not null,
+  queue_no integer,
+  terminal_outcome terminal_outcome);
 
 create table route (
   route_no integer not null generated always as identity,
@@ -493,6 +495,8 @@ CREATE UNIQUE INDEX ready_queue ON ready USING btree (queue_no, place);
 CREATE INDEX ready_route ON ready USING btree (route_no, place);
 
 CREATE INDEX retained_due ON retained USING btree (retain_until);
+
+CREATE INDEX retained_uncounted ON retained USING btree (partition_key) WHERE queue_no IS NULL;
 
 CREATE INDEX signal_of_waitpoint ON signal USING btree (waitpoint_id, sequence);
 

@@ -23,6 +23,7 @@ from flowfabric.engine.lifecycle import Lifecycle, Shutdown
 from flowfabric.engine.operation import operation
 from flowfabric.engine.parts import Parts
 from flowfabric.engine.read.consistency import Consistency
+from flowfabric.engine.read.counting import Counting
 from flowfabric.engine.read.explain import Explain
 from flowfabric.engine.read.listing import Listing
 from flowfabric.engine.read.view import View
@@ -126,6 +127,7 @@ class Engine:
     get_execution_namespace = operation(View.get_execution_namespace)
     list_attempts = operation(View.list_attempts)
     list_executions = operation(Listing.list_executions)
+    count_executions = operation(Counting.count_executions)
     explain = operation(Explain.explain)
     find_inconsistencies = operation(Consistency.find_inconsistencies)
 

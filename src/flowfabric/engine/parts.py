@@ -28,6 +28,7 @@ from flowfabric.engine.lease.renew import Renewals
 from flowfabric.engine.lifecycle import Lifecycle, Shutdown
 from flowfabric.engine.operation import Rooms
 from flowfabric.engine.read.consistency import Consistency
+from flowfabric.engine.read.counting import Counting
 from flowfabric.engine.read.explain import Explain
 from flowfabric.engine.read.listing import Listing
 from flowfabric.engine.read.view import View
@@ -96,7 +97,7 @@ class Parts:
         self.sessions = rooms.add(Sessions(store))
         self.workers = rooms.add(Workers(store))
         self.identities = rooms.add(Identities(store))
-        for kind in (Lanes, View, Explain, Listing, Consistency):
+        for kind in (Lanes, View, Explain, Listing, Counting, Consistency):
             rooms.add(kind(store))
         drained = (submit, self.signals, suspend, lease_ends, renewals)
         self.shutdown = rooms.add(Shutdown(claims, results, [room.drain for room in drained]))

@@ -245,9 +245,10 @@ unlisted as (
      and i.partition_key = any(array[h.partition_key]) and i.execution_id = h.execution_id
 ),
 kept as (
-  insert into retained (retain_until, ended_at, partition_key, execution_ids)
-  select min(now) + coalesce(retention_ms, :retention_ms::bigint), min(now), partition_key, array_agg(execution_id)
-    from judged where verdict = 'ok' and ends group by partition_key, retention_ms
+  insert into retained (retain_until, ended_at, partition_key, execution_ids, queue_no, terminal_outcome)
+  select min(now) + coalesce(retention_ms, :retention_ms::bigint), min(now), partition_key, array_agg(execution_id), queue_no,
+         to_outcome
+    from judged where verdict = 'ok' and ends group by partition_key, retention_ms, queue_no, to_outcome
 ),
 events as (
   insert into event (at, execution_id, partition_key, kind, namespace_no, attempt_index, worker_no, lease_epoch, lease_id,
@@ -308,8 +309,8 @@ moved as (
      and (e.lease_expires_at > ff_now() or exists (
           select from claim r
            where r.partition_key = e.partition_key and r.claim_no = e.claim_no and r.expires_at > ff_now()))
-  returning i.nth, i.now, e.partition_key, e.execution_id, e.namespace_no, e.attempt_count - 1 as attempt_index, e.attempt_id,
-            e.lease_id, e.lease_epoch, e.worker_no, e.retention_ms, e.flow_id, e.instance_tag, e.deadline_at,
+  returning i.nth, i.now, e.partition_key, e.execution_id, e.queue_no, e.namespace_no, e.attempt_count - 1 as attempt_index,
+            e.attempt_id, e.lease_id, e.lease_epoch, e.worker_no, e.retention_ms, e.flow_id, e.instance_tag, e.deadline_at,
             e.attempt_timeout_at, case when octet_length(i.payload) > :inline_payload_bytes then i.payload end as large_payload
 ),
 large as (
@@ -323,9 +324,10 @@ untimed as (
      and t.partition_key = any(array[m.partition_key]) and t.execution_id = m.execution_id
 ),
 kept as (
-  insert into retained (retain_until, ended_at, partition_key, execution_ids)
-  select min(now) + coalesce(retention_ms, :retention_ms::bigint), min(now), partition_key, array_agg(execution_id)
-    from moved group by partition_key, retention_ms
+  insert into retained (retain_until, ended_at, partition_key, execution_ids, queue_no, terminal_outcome)
+  select min(now) + coalesce(retention_ms, :retention_ms::bigint), min(now), partition_key, array_agg(execution_id), queue_no,
+         :to_outcome
+    from moved group by partition_key, retention_ms, queue_no
 ),
 -- The usual ending shares its event with the others like it.
 events as (

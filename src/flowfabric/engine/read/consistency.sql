@@ -45,8 +45,8 @@ subject as materialized (
 -- No index leads from an execution to its batch, but few batches are of the time when it ended. Conditions behind "is true"
 -- are looked up in a hash, where joins would be loops; the limit, which is never reached, tells the planner that it fits.
 kept as materialized (
-  select distinct k.partition_key, k.execution_id, k.ended_at
-    from (select r.partition_key, unnest(r.execution_ids) as execution_id, r.ended_at
+  select distinct k.partition_key, k.execution_id, k.ended_at, k.queue_no, k.terminal_outcome
+    from (select r.partition_key, unnest(r.execution_ids) as execution_id, r.ended_at, r.queue_no, r.terminal_outcome
             from retained r
            where ((r.partition_key, r.ended_at) in (select partition_key, last_transition_at from subject where is_terminal)) is true
           offset 0) k
@@ -241,6 +241,12 @@ select e.partition_key, e.execution_id, rule.problem
        ('claim: it is of another worker', e.ownership_state = 'leased' and m.worker_no <> e.worker_no),
        ('retained: there is no entry of its ending', e.is_terminal
          and (e.partition_key, e.execution_id, e.last_transition_at) not in (select k.partition_key, k.execution_id, k.ended_at from kept k)),
+       ('retained: the entry of its ending is of another queue or outcome', e.is_terminal
+         and (e.partition_key, e.execution_id, e.last_transition_at) in (
+             select k.partition_key, k.execution_id, k.ended_at from kept k where k.queue_no is not null)
+         and (e.partition_key, e.execution_id, e.last_transition_at, e.queue_no, e.terminal_outcome) not in (
+             select k.partition_key, k.execution_id, k.ended_at, k.queue_no, coalesce(k.terminal_outcome, 'none')
+               from kept k where k.queue_no is not null)),
        ('input_payload: is neither on the row nor in execution_input', e.input_payload is null and v.execution_id is null),
        ('input_payload: is both on the row and in execution_input', e.input_payload is not null and v.execution_id is not null),
        ('result_payload: is both on the row and in execution_result', e.result_payload is not null and x.execution_id is not null),
@@ -293,6 +299,11 @@ union all
   where k.operation = 'suspend'
     and not exists (select from execution e where e.partition_key = k.subject_partition and e.execution_id = k.subject_id) limit :limit)
 union all
-(select distinct r.partition_key, r.execution_id, 'retained: without its execution'
-   from (select partition_key, unnest(execution_ids) as execution_id from retained offset 0) r
-  where not exists (select from execution e where e.partition_key = r.partition_key and e.execution_id = r.execution_id) limit :limit);
+-- An entry that names a queue counts for every id in it.
+(select distinct r.partition_key, r.execution_id, case when e.execution_id is null then 'retained: without its execution'
+                                                       else 'retained: counts an execution that did not end then' end
+   from (select partition_key, unnest(execution_ids) as execution_id, ended_at, queue_no is not null as counts from retained offset 0) r
+   left join lateral (
+        select e.execution_id, e.lifecycle_phase = 'terminal' and e.last_transition_at = r.ended_at as ended_then
+          from execution e where e.partition_key = r.partition_key and e.execution_id = r.execution_id limit 1) e on true
+  where e.execution_id is null or (r.counts and not e.ended_then) limit :limit);

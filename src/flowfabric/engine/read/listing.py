@@ -17,6 +17,7 @@ import msgspec
 from flowfabric.db.database import Record
 from flowfabric.db.statements import statements_beside
 from flowfabric.engine.core.stored import corruption, literal, required
+from flowfabric.engine.read.filters import check_lanes, check_states, check_texts
 from flowfabric.engine.store import Store
 from flowfabric.model.errors import EngineError, error
 from flowfabric.model.execution import ExecutionPage, ExecutionSummary
@@ -24,7 +25,6 @@ from flowfabric.model.ids import (
     FlowId,
     LaneId,
     Namespace,
-    check_lane_id,
     flow_partition,
     format_execution_id,
     parse_execution_id,
@@ -32,7 +32,7 @@ from flowfabric.model.ids import (
 )
 from flowfabric.model.states import ENDED_STATES, PublicState
 from flowfabric.model.tag import check_tag_key
-from flowfabric.model.text import check_items, check_limit, check_range, check_text, shown, word_of
+from flowfabric.model.text import check_limit, check_range, check_text, shown, word_of
 
 SQL = statements_beside(__file__)
 
@@ -95,7 +95,7 @@ class _Question:
     """The checked filters of one call."""
 
     namespaces: list[str] | None
-    lanes: list[str] | None
+    lanes: list[LaneId] | None
     states: frozenset[PublicState] | None
     kinds: list[str] | None
     tag: tuple[str, str] | None
@@ -194,19 +194,15 @@ class Listing:
         created_from, created_to = _span("created", created_after, created_before)
         completed_from, completed_to = _span("completed", completed_after, completed_before)
         wants_ended = completed_after is not None or completed_before is not None
-        states = None if public_state is None else frozenset(map(_check_state, _several(public_state, "public_state")))
+        states = check_states(public_state)
         if wants_ended:
             states = ENDED_STATES if states is None else states & ENDED_STATES
         direction = _check_order(order)
         question = _Question(
-            namespaces=None
-            if namespace is None
-            else [check_text(n, "namespace") for n in _several(namespace, "namespace")],
-            lanes=None if lane_id is None else [check_lane_id(lane) for lane in _several(lane_id, "lane_id")],
+            namespaces=check_texts(namespace, "namespace"),
+            lanes=check_lanes(lane_id),
             states=states,
-            kinds=None
-            if execution_kind is None
-            else [check_text(kind, "execution_kind") for kind in _several(execution_kind, "execution_kind")],
+            kinds=check_texts(execution_kind, "execution_kind"),
             tag=None if tag is None else _check_tag(tag),
             flow_id=None if flow_id is None else FlowId(parse_uuid(flow_id, "flow_id")),
             created_from=created_from,
@@ -372,17 +368,6 @@ class _Walk:
         else:
             self.created_from = reached + 1
         return depth * len(pairs)
-
-
-def _several(value: object, field: str) -> Sequence[object]:
-    """The values of a filter that takes one or several."""
-    return (value,) if isinstance(value, str) else check_items(value, field)
-
-
-def _check_state(value: object) -> PublicState:
-    if (state := word_of(PublicState, value)) is None:
-        raise error("invalid_input", f"public_state: one of {', '.join(PublicState)}, got {shown(value)}")
-    return state
 
 
 def _check_order(value: object) -> ListOrder:
