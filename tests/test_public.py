@@ -174,6 +174,7 @@ def test_the_public_names_are_these() -> None:
         "all_of_waitpoints",
         "deterministic_for_flow",
         "deterministic_solo",
+        "log_fields",
         "mint_for_flow",
         "mint_solo",
         "parse_partition_key",

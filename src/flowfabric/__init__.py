@@ -163,6 +163,7 @@ from flowfabric.worker.callback import (
     verify_and_deliver,
 )
 from flowfabric.worker.context import Context
+from flowfabric.worker.logs import log_fields
 from flowfabric.worker.outcome import PermanentError
 from flowfabric.worker.worker import Worker
 
@@ -332,6 +333,7 @@ __all__ = [
     "all_of_waitpoints",
     "deterministic_for_flow",
     "deterministic_solo",
+    "log_fields",
     "mint_for_flow",
     "mint_solo",
     "parse_partition_key",

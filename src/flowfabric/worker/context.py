@@ -112,6 +112,10 @@ class Running:
         """Ends the attempt or the execution in the store after that."""
         self.waiter: asyncio.Future[None] | None = None
 
+    def __str__(self) -> str:
+        """Read `<execution id> (<kind>)`."""
+        return f"{self.claimed.execution_id} ({self.claimed.execution_kind})"
+
     @property
     def execution_id(self) -> ExecutionId:
         """The execution that runs."""
