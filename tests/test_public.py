@@ -56,6 +56,7 @@ def test_the_names_of_the_package_are_these() -> None:
         "WaitTimeout",
         "Worker",
         "__version__",
+        "log_fields",
         "verify_and_deliver",
     ]
 

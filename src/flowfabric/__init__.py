@@ -14,6 +14,7 @@ from flowfabric.settings import Settings
 from flowfabric.version import __version__
 from flowfabric.worker.callback import Callback, verify_and_deliver
 from flowfabric.worker.context import Context
+from flowfabric.worker.logs import log_fields
 from flowfabric.worker.outcome import NoRetry
 from flowfabric.worker.waits import WaitTimeout
 from flowfabric.worker.worker import Worker
@@ -44,5 +45,6 @@ __all__ = [
     "WaitTimeout",
     "Worker",
     "__version__",
+    "log_fields",
     "verify_and_deliver",
 ]

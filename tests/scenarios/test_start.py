@@ -219,6 +219,12 @@ async def said(process: "subprocess.Popen[str]") -> list[str]:
     return text.splitlines()
 
 
+async def text_of_line(process: "subprocess.Popen[str]") -> str:
+    """The text of the next line that a process logs."""
+    assert process.stderr is not None
+    return (await asyncio.to_thread(process.stderr.readline)).rstrip("\n").partition(": ")[2]
+
+
 async def test_a_worker_on_a_schema_that_is_missing_says_what_to_run(empty_url: str, worker: Worker) -> None:
     process = worker(empty_url)
     (line,) = await said(process)
@@ -429,10 +435,9 @@ async def test_a_read_only_server_is_told_and_a_worker_waits_for_it_to_change(
         " for example `alter role app set default_transaction_read_only = off`"
     )
     process = worker(url, FF_SCHEMA=schema)
-    assert process.stderr is not None
-    assert await asyncio.to_thread(process.stderr.readline) == f"waiting for the server: {answer['text']}\n"
+    assert await text_of_line(process) == f"waiting for the server: {answer['text']}"
     await execute(strict, "alter role app set default_transaction_read_only = off")
-    assert await asyncio.to_thread(process.stderr.readline) == "the server answers: the wait is over\n"
+    assert (await text_of_line(process)).startswith("the server answers after ")
 
 
 @asynccontextmanager
@@ -449,12 +454,11 @@ async def test_a_worker_waits_for_a_server_that_is_not_there_yet(url: str, worke
     proxy = Proxy(url, port=port)
     address = f"postgresql://postgres:{PASSWORD}@127.0.0.1:{port}{urlsplit(url).path}"
     process = worker(address, FF_WAITPOINT_HMAC_SECRET="ab" * 32)
-    assert process.stderr is not None
-    first = await asyncio.to_thread(process.stderr.readline)
+    first = await text_of_line(process)
     database = urlsplit(url).path[1:]
     assert first == (
         f"waiting for the server: no server answers at 127.0.0.1:{port} (database {database}): connection refused;"
-        " start the server, or correct the database URL (FF_DATABASE_URL)\n"
+        " start the server, or correct the database URL (FF_DATABASE_URL)"
     )
     proxy.refusal = STARTING_UP
     async with submitted(url) as run, proxy:
@@ -464,14 +468,16 @@ async def test_a_worker_waits_for_a_server_that_is_not_there_yet(url: str, worke
         process.send_signal(signal.SIGTERM)
         rest = await said(process)
     assert process.returncode == 0
-    assert rest == ["the server answers: the wait is over"]
+    answered, started, *stopped = [line.partition(": ")[2] for line in rest]
+    assert answered.startswith("the server answers after ")
+    assert started.startswith("worker worker started: ")
+    assert [text.startswith("worker worker ") for text in stopped] == [True, True]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 async def test_a_worker_that_waits_for_its_server_can_be_told_to_go(worker: Worker, number: signal.Signals) -> None:
     process = worker(f"postgresql://app:{PASSWORD}@127.0.0.1:{free_port()}/shop")
-    assert process.stderr is not None
-    assert (await asyncio.to_thread(process.stderr.readline)).startswith("waiting for the server: ")
+    assert (await text_of_line(process)).startswith("waiting for the server: ")
     process.send_signal(number)
     assert await said(process) == []
     assert process.returncode == 0

@@ -44,4 +44,4 @@ async def block_threads(file: str) -> None:
 
 
 if __name__ == "__main__":
-    fabric.run_worker(lease_ttl=LEASE_TTL_MS / 1000, drain=float(sys.argv[2]))
+    fabric.run_worker(worker_instance_id="w-1", lease_ttl=LEASE_TTL_MS / 1000, drain=float(sys.argv[2]))

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+import re
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -149,7 +150,7 @@ async def test_an_ending_that_is_never_written_is_given_up_with_its_lease(
     async with connection.transaction():
         await connection.execute("select from execution where execution_id = $1 for update", run[-36:])
         gate.opened.set()
-        told = f"{run}: the result was not stored before the lease expired: retry_exhausted"
+        told = f"{run} (job): the result was not stored before the lease expired: retry_exhausted"
         await eventually(lambda: told in caplog.text)
         await eventually(lambda: worker.running == 0)
         row = await rows.execution(run)
@@ -234,7 +235,7 @@ async def test_a_worker_starts_when_the_store_can_take_its_registration(
     run = await submit()
     async with read_only(connection):
         starting = asyncio.create_task(start_worker({"job": job}))
-        await eventually(lambda: "registering failed and is retried: busy_loading" in caplog.text)
+        await eventually(lambda: re.search(r"registering failed and is retried in 0\.\d+ s: busy_loading", caplog.text))
     await starting
     assert (await engine.wait_for_ending(run, timeout=60)).outcome is TerminalOutcome.SUCCESS
 

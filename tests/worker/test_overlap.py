@@ -169,7 +169,7 @@ async def test_retries_are_not_used_up_while_an_earlier_run_does_not_return(
     worker = await start_worker({"job": wait}, lease_ttl=LONG_TTL_MS / 1000, reconcile=False, poll_interval=0.05)
 
     def put_off() -> list[str]:
-        told = f"{run} waits for an earlier run that does not return; handed back"
+        told = f"{run} (job) is delayed by 60 s: an earlier run of it in this process does not return"
         return [record.levelname for record in caplog.records if record.getMessage() == told]
 
     async def is_delayed() -> bool:
@@ -209,7 +209,7 @@ async def test_a_run_that_was_put_off_is_given_to_another_worker_when_the_earlie
     async def is_delayed() -> bool:
         return await engine.read_execution_state(run) == "delayed" and first.running == 1
 
-    await eventually(lambda: "waits for an earlier run that does not return" in caplog.text)
+    await eventually(lambda: "an earlier run of it in this process does not return" in caplog.text)
     await eventually(is_delayed)
     await clock.stop()
     first.stop()

@@ -1,5 +1,6 @@
 """How a worker process ends on signals, also while a handler or a thread of it does not return."""
 
+import re
 import signal
 import subprocess
 import sys
@@ -17,8 +18,10 @@ from . import blocking_process, ending_process, interrupted_process
 Process = subprocess.Popen[bytes]
 
 DRAIN_SECONDS = 0.2
-STOPPING = "stopping: 1 handler runs, waiting up to 0.2 s; a second signal ends at once"
-LEFT = "it is left to another worker when its lease expires"
+STOPPING = "worker w-1 stops: 1 handler running, waiting up to 0.2 s; a second signal ends at once"
+CANCELLING = "worker w-1 has waited 0.2 s: cancelling 1 handler"
+LEFT = "it is left to another worker when its lease expires, within 120 s"
+ONE_LEFT = "0 finished, 0 handed back, 1 left until their leases expire"
 MORE_SECONDS = 15.0
 """What a stop may take beyond the drain and the clean-up on a busy machine; the lease is much longer."""
 
@@ -56,9 +59,15 @@ def start(url: str, log: Path) -> Iterator[Callable[[float], Process]]:
 
 @pytest.fixture
 def logged(log: Path) -> Callable[[], list[str]]:
-    """The lines of the log so far."""
-    # On a busy machine the last claim may not be answered in time, which is logged and of no concern here.
-    return lambda: [line for line in log.read_text().splitlines() if not line.startswith("a claim was not answered")]
+    """The lines of the log since the worker stops, each from its text on."""
+
+    def logged() -> list[str]:
+        lines = [line.partition(": ")[2] for line in log.read_text().splitlines()]
+        # On a busy machine the last claim may not be answered in time, which is logged and of no concern here.
+        texts = [text for text in lines if not text.startswith("a claim was not answered")]
+        return [re.sub(r"stopped after [0-9.]+ s", "stopped", text) for text in texts[1:]]
+
+    return logged
 
 
 async def test_a_thread_that_does_not_return_does_not_hold_a_process_that_stops(
@@ -69,7 +78,12 @@ async def test_a_thread_that_does_not_return_does_not_hold_a_process_that_stops(
     await eventually((tmp_path / "started").exists)
     process.terminate()
     assert process.wait(timeout=DRAIN_SECONDS + CANCEL_SECONDS + MORE_SECONDS) == 0
-    assert logged() == [STOPPING, f"stopping {run.id}", f"{run.id} does not stop: {LEFT}"]
+    assert logged() == [
+        STOPPING,
+        CANCELLING,
+        f"{run.id} (block) does not stop: {LEFT} [task=block attempt=1]",
+        f"worker w-1 has stopped: {ONE_LEFT}",
+    ]
 
 
 async def test_a_handler_that_ignores_its_cancellation_does_not_hold_a_process_that_stops(
@@ -80,7 +94,12 @@ async def test_a_handler_that_ignores_its_cancellation_does_not_hold_a_process_t
     await eventually((tmp_path / "started").exists)
     process.terminate()
     assert process.wait(timeout=DRAIN_SECONDS + CANCEL_SECONDS + MORE_SECONDS) == 0
-    assert logged() == [STOPPING, f"stopping {run.id}", f"{run.id} does not stop: {LEFT}"]
+    assert logged() == [
+        STOPPING,
+        CANCELLING,
+        f"{run.id} (ignore_cancellation) does not stop: {LEFT} [task=ignore_cancellation attempt=1]",
+        f"worker w-1 has stopped: {ONE_LEFT}",
+    ]
     assert (await run.status()).state == "active"
 
 
@@ -93,7 +112,12 @@ async def test_threads_that_a_handler_has_started_do_not_hold_a_process_that_sto
     process.terminate()
     assert process.wait(timeout=DRAIN_SECONDS + CANCEL_SECONDS + MORE_SECONDS) == 0
     *before, last = logged()
-    assert before == [STOPPING, f"stopping {run.id}"]
+    assert before == [
+        STOPPING,
+        CANCELLING,
+        f"{run.id} (block_threads) is handed back: any worker can claim it now [task=block_threads attempt=1]",
+        "worker w-1 has stopped: 0 finished, 1 handed back",
+    ]
     assert last.startswith("threads of the event loop do not return, this process ends without them: asyncio_")
 
 
@@ -140,6 +164,6 @@ async def test_a_second_signal_ends_the_process_at_once(
     process.send_signal(number)
     assert process.wait(timeout=30) == exit_code
     assert logged() == [
-        "stopping: 1 handler runs, waiting up to 600 s; a second signal ends at once",
+        "worker w-1 stops: 1 handler running, waiting up to 600 s; a second signal ends at once",
         f"{number.name} again: this process ends at once",
     ]

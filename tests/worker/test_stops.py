@@ -149,7 +149,7 @@ async def test_a_cancel_by_a_user_is_no_warning(
         await eventually(lambda: worker.running == 0)
     about_it = [record for record in caplog.records if run in record.getMessage()]
     assert [(record.levelname, record.getMessage()) for record in about_it] == [
-        ("INFO", f"{run} is stopped: cancelled")
+        ("INFO", f"{run} (job) is stopped: it was cancelled")
     ]
 
 

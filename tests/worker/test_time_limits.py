@@ -101,7 +101,7 @@ async def test_a_timeout_is_not_asked_for_beyond_the_lease(
     worker = await start_worker({"job": waiting}, lease_ttl=1, reconcile=False)
     await asyncio.wait_for(waiting.is_cancelled.wait(), 60)
     await eventually(lambda: worker.running == 0)
-    assert f"{run}: the timeout was not stored before the lease expired: it is not due yet" in caplog.text
+    assert f"{run} (job): the timeout was not stored before the lease expired: it is not due yet" in caplog.text
 
 
 async def test_a_run_that_ends_in_time_has_no_timer_left(engine: Engine, start_worker: Any, submit: Any) -> None:
@@ -131,7 +131,7 @@ async def test_a_run_past_its_deadline_is_stopped_and_expired_by_its_own_worker(
     assert (ended.outcome, ended.reason) == (TerminalOutcome.EXPIRED, "execution_deadline")
     assert waiting.is_cancelled.is_set()
     assert worker.running == 0
-    assert f"{run} is stopped: its execution deadline has passed" in caplog.text
+    assert f"{run} (job) is stopped: its execution deadline has passed" in caplog.text
 
 
 async def test_the_deadline_of_a_policy_stops_a_run_in_its_process(

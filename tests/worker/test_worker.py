@@ -3,7 +3,6 @@
 import asyncio
 import sys
 import threading
-from datetime import UTC, datetime
 from typing import Any
 
 import pytest
@@ -376,36 +375,6 @@ async def test_a_handler_whose_types_are_unknown_is_refused_at_the_start(engine:
             pass
 
 
-async def test_the_log_tells_what_follows_a_failed_attempt(
-    engine: Engine, start_worker: Any, submit: Any, rows: Any, clock: Any, eventually: Any, caplog: Any
-) -> None:
-    await clock.stop()
-    retry_at = datetime.fromtimestamp(await clock.now() / 1000 + 60, UTC).isoformat(" ", "milliseconds")
-
-    async def job() -> None:
-        raise ValueError("no luck")
-
-    async def is_delayed() -> bool:
-        return await engine.read_execution_state(run) == "delayed"
-
-    backoff = {"type": "fixed", "delay_ms": 60_000}
-    run = await submit(policy={"retry_policy": {"max_retries": 1, "backoff": backoff}})
-    await start_worker({"job": job}, lease_ttl=600)
-    await eventually(is_delayed)
-    await clock.advance(ms=60_001)
-    assert (await engine.wait_for_ending(run, timeout=60)).outcome is TerminalOutcome.FAILED
-
-    def told() -> list[tuple[str, bool]]:
-        about_it = [record for record in caplog.records if record.getMessage().startswith(f"{run} (job) failed")]
-        return [(record.getMessage().removeprefix(f"{run} (job) "), bool(record.exc_info)) for record in about_it]
-
-    await eventually(lambda: len(told()) == 2)
-    assert told() == [
-        (f"failed and is retried at {retry_at}: ValueError: no luck", True),
-        ("failed for good: ValueError: no luck", True),
-    ]
-
-
 async def test_the_log_tells_of_a_retry_after_the_end_of_the_calendar(
     engine: Engine, start_worker: Any, submit: Any, eventually: Any, caplog: Any
 ) -> None:
@@ -415,6 +384,6 @@ async def test_the_log_tells_of_a_retry_after_the_end_of_the_calendar(
     backoff = {"type": "fixed", "delay_ms": 2**52}
     run = await submit(policy={"retry_policy": {"max_retries": 1, "backoff": backoff}})
     worker = await start_worker({"job": job})
-    await eventually(lambda: f"{run} (job) failed and is retried at " in caplog.text)
+    await eventually(lambda: f"{run} (job) failed in attempt 1 and is retried at " in caplog.text)
     await eventually(lambda: worker.running == 0)
     assert " ms since the epoch: ValueError: no luck" in caplog.text

@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Hashable, Sequence
 from typing import Any, Final, Generic, TypeVar
 
 from flowfabric.db.faults import StoreFault
+from flowfabric.tasks import create_shared_task
 
 Item = TypeVar("Item")
 Answer = TypeVar("Answer")
@@ -99,7 +100,7 @@ class Batch(Generic[Item, Answer]):
             await asyncio.wait(self._tasks)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
+        task = create_shared_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 

@@ -11,6 +11,7 @@ from typing import Any
 from flowfabric.db.database import Database
 from flowfabric.db.session import close
 from flowfabric.pauses import is_set_within, pauses
+from flowfabric.tasks import create_shared_task
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +72,7 @@ class Hints:
             return
         self._pending.setdefault(channel, set()).add(word)
         if self._sender is None or self._sender.done():
-            self._sender = asyncio.ensure_future(self._send_pending())
+            self._sender = create_shared_task(self._send_pending())
 
     def hear(self, channel: str, callback: _Callback) -> None:
         """Call back with the words of every hint; `*` also after a gap in the listening."""
@@ -81,7 +82,7 @@ class Hints:
         """Begin to listen, unless this process is deaf, listens already or is about to end; whether it was begun."""
         if self._deaf or self._closed or self._listener is not None:
             return False
-        self._listener = asyncio.ensure_future(self._keep_listening())
+        self._listener = create_shared_task(self._keep_listening())
         return True
 
     async def listen(self) -> None:

@@ -5,6 +5,7 @@ import logging
 
 from flowfabric.db.embedded import Embedded, EmbeddedError
 from flowfabric.db.off_loop import off_loop
+from flowfabric.tasks import create_shared_task
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +26,7 @@ class Revival:
         """The address of the server if it is another one than this loop knew, after starting it where it is dead."""
         before = self._pid
         if self._trying is None or self._trying.done():
-            self._trying = asyncio.create_task(self._try())
+            self._trying = create_shared_task(self._try())
         await asyncio.wait((self._trying,), timeout=WAIT_SECONDS)
         self._pid = self._embedded.pid
         return None if self._pid == before else self._embedded.url

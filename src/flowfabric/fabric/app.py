@@ -17,6 +17,7 @@ from flowfabric.model.text import check_short, shown
 from flowfabric.settings import Settings
 from flowfabric.worker.handler import Handler
 from flowfabric.worker.interrupts import calling_on_interrupts
+from flowfabric.worker.logs import add_fields_to_records, log_to_stderr_if_unconfigured
 from flowfabric.worker.options import WorkerOptions
 from flowfabric.worker.start import (
     MISUSED,
@@ -107,6 +108,8 @@ class Fabric:
     def run_worker(self, **options: Unpack[WorkerOptions]) -> None:
         """Connect and work until SIGTERM or SIGINT: the main function of a worker process.
 
+        Where the program has not set up logging, lines from INFO on go to stderr.
+
         A server that is not there yet is waited for. A start that fails otherwise is told on stderr, and the process
         ends with exit code 1, or 2 where a setting or an option is wrong. Handlers that ignore their cancellation and
         threads of `asyncio.to_thread` that do not return are not waited for: the process ends without them.
@@ -122,6 +125,8 @@ class Fabric:
                 finally:
                     await close_within_limit(self.__aexit__(None, None, None))
 
+        add_fields_to_records()
+        log_to_stderr_if_unconfigured()
         with reporting_on_stderr():
             run_to_end(work())
 

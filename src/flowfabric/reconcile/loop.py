@@ -223,7 +223,9 @@ class Reconciler:
             duty.not_before = time.monotonic() + pause_after(duty.failures, duty.every)
             if isinstance(error, TransportError) and error.retryable:
                 raise
-            logger.warning("sweep %s failed: %s", duty.sweep.name, error, exc_info=duty.failures == 1)
+            pause = duty.not_before - time.monotonic()
+            text = "sweep %s failed and is tried again in %.1f s (failure %d in a row): %s"
+            logger.warning(text, duty.sweep.name, pause, duty.failures, error, exc_info=duty.failures == 1)
             return 0
 
     async def _run(self, duty: _Duty) -> int:

@@ -126,10 +126,19 @@ class Running:
         self.waits: dict[str, int] = {}
         """How often its handler has waited for a signal of each name."""
 
+    def __str__(self) -> str:
+        """Read `<execution id> (<kind>)`."""
+        return f"{self.claimed.execution_id} ({self.claimed.execution_kind})"
+
     @property
     def execution_id(self) -> ExecutionId:
         """The execution that runs."""
         return self.claimed.execution_id
+
+    @property
+    def attempt(self) -> int:
+        """Which attempt this is, from 1."""
+        return self.claimed.attempt_index + 1
 
     @property
     def is_lease_over(self) -> bool:
@@ -185,7 +194,7 @@ class Context:
     @property
     def attempt(self) -> int:
         """Which attempt this is, from 1."""
-        return self._running.claimed.attempt_index + 1
+        return self._running.attempt
 
     @property
     def attempt_index(self) -> int:

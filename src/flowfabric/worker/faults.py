@@ -26,6 +26,24 @@ LEASE_IS_LOST = frozenset(
 FAULT_SECONDS = (0.05, 1.0)
 """The first and the longest pause before a call that met a fault of the store is repeated."""
 
+_LOSSES: Final = {
+    LostReason.COMPLETED: "another caller has completed it",
+    LostReason.FAILED: "another caller has failed it",
+    LostReason.RETRY: "another caller has failed its attempt",
+    LostReason.RETRY_NOW: "another caller has failed its attempt",
+    LostReason.CANCELLED: "it was cancelled",
+    LostReason.TIMEOUT_RETRY: "its attempt timeout has passed",
+    LostReason.TIMEOUT_RETRY_NOW: "its attempt timeout has passed",
+    LostReason.TIMEOUT_EXPIRED: "its attempt timeout has passed",
+    LostReason.ATTEMPT_TIMEOUT: "its attempt timeout has passed",
+    LostReason.DEADLINE_EXPIRED: "its execution deadline has passed",
+    LostReason.RECLAIM_LIMIT: "its lease was lost as often as its policy allows",
+    LostReason.LEASE_EXPIRED: "its lease has expired",
+    LostReason.RECLAIMED: "its lease was lost and it was claimed again",
+    LostReason.NOT_RENEWED: "its lease has expired: no renewal got through in time",
+    LostReason.UNKNOWN: "its lease is lost",
+}
+_ASKED_FOR: Final = frozenset({LostReason.COMPLETED, LostReason.FAILED, LostReason.RETRY, LostReason.RETRY_NOW})
 _FAULTS: Final = frozenset({"resource_exhausted", "bug"})
 _UNANSWERED: Final = frozenset({TransportKind.TRANSPORT, TransportKind.TIMEOUT})
 
@@ -58,6 +76,18 @@ def is_cancel(reason: Exception | LostReason) -> bool:
         return reason is LostReason.CANCELLED
     detail = reason.detail if isinstance(reason, EngineError) else None
     return isinstance(detail, Mapping) and detail.get("terminal_outcome") == TerminalOutcome.CANCELLED
+
+
+def level_of_loss(reason: Exception | LostReason) -> int:
+    """The level to log the loss of a lease at: what a caller has asked for is no warning."""
+    return logging.INFO if is_cancel(reason) or reason in _ASKED_FOR else logging.WARNING
+
+
+def loss_text(reason: Exception | LostReason) -> str:
+    """Why a lease is lost, for the log."""
+    if is_cancel(reason):
+        return _LOSSES[LostReason.CANCELLED]
+    return _LOSSES[reason] if isinstance(reason, LostReason) else str(reason)
 
 
 def level_of_retry(error: Exception) -> int:

@@ -26,6 +26,9 @@ logger = logging.getLogger(__name__)
 
 Answer = TypeVar("Answer")
 
+LEAVE_SECONDS = 1.5
+"""How long a worker that stops tries to leave the registry."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Registration:
@@ -60,10 +63,16 @@ class Registration:
             await self.enter(engine)
 
     async def leave(self, engine: Engine) -> None:
-        """Be dead at once instead of after the time to live."""
-        await engine.mark_worker_dead(
-            worker_instance_id=self.worker_instance_id, namespace=self.namespace, reason="stopped"
-        )
+        """Be dead at once, or after the time to live where the store does not answer soon."""
+        try:
+            async with asyncio.timeout(LEAVE_SECONDS):
+                await engine.mark_worker_dead(
+                    worker_instance_id=self.worker_instance_id, namespace=self.namespace, reason="stopped"
+                )
+        except Exception as error:
+            why = f"no answer within {LEAVE_SECONDS:g} s" if isinstance(error, TimeoutError) else str(error)
+            seconds = self.liveness_ttl_ms / 1000
+            logger.info("worker %s stays registered for up to %g s: %s", self.worker_instance_id, seconds, why)
 
 
 class Heartbeat:
@@ -191,7 +200,7 @@ class Heartbeat:
                 await self._answer(self._registration.keep(engine))
                 self._kept_at = now
             except EngineError as error:
-                self._warn("the registration was not kept: %s", error)
+                self._warn("the registration was not renewed, which is retried in %.2g s: %s", self._tick, error)
 
     def _is_kept(self, running: Running) -> bool:
         if running.is_suspended or running.lost is not None:
@@ -202,7 +211,8 @@ class Heartbeat:
         """Whether no lease is renewed, because the worker's own calls have been without an answer for too long."""
         is_stuck = self._contact.unanswered_for(self._ttl)
         if is_stuck and not self._is_holding_back:
-            logger.warning("leases are not renewed: the store has answered no call of this worker for %g s", self._ttl)
+            text = "leases are not renewed until the store answers: it has not for %g s, and others take over"
+            logger.warning(text, self._ttl)
         self._is_holding_back = is_stuck
         return is_stuck
 
@@ -219,7 +229,7 @@ class Heartbeat:
         try:
             verdicts = await self._answer(engine.renew_many([running.claimed.handle for running in due]))
         except EngineError as error:
-            self._warn("%d leases were not renewed: %s", len(due), error)
+            self._warn("%d leases were not renewed, which is retried in %.2g s: %s", len(due), self._tick, error)
             verdicts = [error] * len(due)
         except _Stuck:
             for running in due:

@@ -12,8 +12,9 @@ from flowfabric.engine.engine import Engine
 from flowfabric.engine.lease.expire import ExpiryPhase
 from flowfabric.engine.parts import parts_of
 from flowfabric.model.attempt import FailureReason
-from flowfabric.model.lease import Completed, NotYetDue, RetryScheduled, TerminalFailed
+from flowfabric.model.lease import AlreadyTerminal, Completed, Expired, NotYetDue, RetryScheduled, TerminalFailed
 from flowfabric.pauses import pauses
+from flowfabric.tasks import create_shared_task
 from flowfabric.worker.context import Running
 from flowfabric.worker.faults import (
     FAULT_SECONDS,
@@ -23,6 +24,7 @@ from flowfabric.worker.faults import (
     is_of_lost_lease,
     level_of_retry,
 )
+from flowfabric.worker.logs import log_about
 from flowfabric.worker.outcome import Failure
 
 logger = logging.getLogger(__name__)
@@ -59,6 +61,8 @@ class Reports:
         self._tasks: set[asyncio.Task[None]] = set()
         self._pauses = pauses(*FAULT_SECONDS)
         self._is_closed = False
+        self.handed_back = 0
+        """Executions that were handed back so far."""
 
     def complete(self, running: Running, payload: bytes | None) -> None:
         """End a run in success, soon."""
@@ -95,7 +99,10 @@ class Reports:
             return True
 
         if await self._repeat(running, write, "hand-back"):
-            logger.info("%s is handed back", running.execution_id)
+            self.handed_back += 1
+            # What was claimed ahead and has not begun may be hundreds of executions.
+            level = logging.INFO if running.has_started else logging.DEBUG
+            log_about(running.claimed, logger, level, "%s is handed back: any worker can claim it now", running)
 
     async def put_off(self, running: Running, milliseconds: int) -> bool:
         """Give up the lease of a run that cannot begin; any worker can claim it after that time."""
@@ -116,15 +123,18 @@ class Reports:
         await self._repeat(running, write, "end of the delay")
 
     async def expire(self, running: Running, phase: ExpiryPhase) -> None:
-        """End the attempt of a run that was stopped because its time is up, or its execution at the deadline."""
+        """End the attempt of a run that was stopped because its time is up, or its execution; log what follows."""
+        answer: Expired | RetryScheduled | AlreadyTerminal | NotYetDue | None = None
 
         async def write() -> bool:
             # The store's clock decides, and it may be behind this process's.
+            nonlocal answer
             answer = await self._engine.expire_execution(running.execution_id, phase)
             return running.lost is not None or not isinstance(answer, NotYetDue)
 
         is_deadline = phase is ExpiryPhase.EXECUTION_DEADLINE
-        await self._repeat(running, write, "expiry" if is_deadline else "timeout")
+        if await self._repeat(running, write, "expiry" if is_deadline else "timeout"):
+            _log_expiry(running, answer)
         running.lost = running.lost or (LostReason.DEADLINE_EXPIRED if is_deadline else LostReason.ATTEMPT_TIMEOUT)
 
     def close(self) -> None:
@@ -149,7 +159,7 @@ class Reports:
                     # A call before may have been carried out without an answer: it has ended the lease then.
                     is_expected = is_cancel(error) or (has_failed and is_of_lost_lease(error))
                     level = logging.INFO if is_expected else logging.WARNING
-                    logger.log(level, "%s: the %s was refused: %s", running.execution_id, what, error)
+                    log_about(running.claimed, logger, level, "%s: the %s was refused: %s", running, what, error)
                     return False
                 self._contact.failed(error, asked_at)
                 has_failed, why = True, error
@@ -158,9 +168,9 @@ class Reports:
                 if is_done:
                     return True
             if running.is_lease_over:
-                logger.warning(NOT_STORED, running.execution_id, what, why)
+                log_about(running.claimed, logger, logging.WARNING, NOT_STORED, running, what, why)
                 return False
-            logger.debug("%s: storing the %s is retried: %s", running.execution_id, what, why)
+            log_about(running.claimed, logger, logging.DEBUG, "%s: the %s is retried: %s", running, what, why)
             await asyncio.sleep(pause)
         return False
 
@@ -168,7 +178,7 @@ class Reports:
         if self._streams < self.STREAMS:
             self._streams += 1
             self._is_gathering = True
-            task = asyncio.create_task(self._write_completed())
+            task = create_shared_task(self._write_completed())
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
@@ -211,8 +221,11 @@ class Reports:
         else:
             self._contact.answered()
         again: list[_Completion] = []
+        is_debug = logger.isEnabledFor(logging.DEBUG)
         for one, verdict in zip(batch, verdicts, strict=True):
             if not isinstance(verdict, Exception):
+                if is_debug:
+                    _log_success(one[0])
                 self._release(one[0])
             elif await self._is_to_be_repeated(one[0], verdict):
                 again.append(one)
@@ -230,15 +243,15 @@ class Reports:
         """Whether a completion may still succeed; else the run is dealt with."""
         if is_of_lost_lease(error):
             level = logging.INFO if is_cancel(error) else logging.WARNING
-            logger.log(level, "%s: the result was refused: %s", running.execution_id, error)
+            log_about(running.claimed, logger, level, "%s: the result was refused: %s", running, error)
         elif is_about_values(error):
             await self.fail(running, Failure(FailureReason(f"the result was refused: {error}", detail=RESULT_REFUSED)))
             return False
         elif running.is_lease_over:
-            logger.warning(NOT_STORED, running.execution_id, "result", error)
+            log_about(running.claimed, logger, logging.WARNING, NOT_STORED, running, "result", error)
         else:
-            level = level_of_retry(error)
-            logger.log(level, "%s: storing the result failed and is retried: %s", running.execution_id, error)
+            text = "%s: storing the result failed and is retried: %s"
+            log_about(running.claimed, logger, level_of_retry(error), text, running, error)
             return True
         self._release(running)
         return False
@@ -246,21 +259,42 @@ class Reports:
 
 def _log_failure(running: Running, failure: Failure, answer: RetryScheduled | TerminalFailed | None) -> None:
     """Log a failed attempt with what the store has answered, if it has."""
+    level = logging.WARNING
     match answer:
         case RetryScheduled(delay_until=delay_until):
             follows = f" and is retried at {_shown_time(delay_until)}"
         case TerminalFailed():
-            follows = " for good"
+            level, follows = logging.ERROR, " for good"
         case None:
             follows = ""
-    logger.warning(
-        "%s (%s) failed%s: %s",
-        running.execution_id,
-        running.claimed.execution_kind,
+    text = "%s failed in attempt %d%s: %s"
+    log_about(
+        running.claimed,
+        logger,
+        level,
+        text,
+        running,
+        running.attempt,
         follows,
         failure.reason.message,
-        exc_info=failure.error,
+        error=failure.error,
     )
+
+
+def _log_expiry(running: Running, answer: Expired | RetryScheduled | AlreadyTerminal | NotYetDue | None) -> None:
+    """Log what follows on a run whose time was up, which is logged by then."""
+    match answer:
+        case RetryScheduled(delay_until=delay_until):
+            retry_at = _shown_time(delay_until)
+            log_about(running.claimed, logger, logging.INFO, "%s is retried at %s", running, retry_at)
+        case Expired():
+            log_about(running.claimed, logger, logging.ERROR, "%s has expired for good", running)
+
+
+def _log_success(running: Running) -> None:
+    seconds = running.ended_at - running.claimed_at
+    text = "%s succeeded in attempt %d, %.3f s after its claim"
+    log_about(running.claimed, logger, logging.DEBUG, text, running, running.attempt, seconds)
 
 
 def _shown_time(milliseconds: int) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from flowfabric.worker.ahead import Ahead
 from flowfabric.worker.context import Running
 from flowfabric.worker.faults import Contact
+from flowfabric.worker.logs import log_about
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +35,7 @@ class Slots:
     def __init__(self, concurrency: int, begin: Callable[[Running], None], contact: Contact) -> None:
         self.held: set[Running] = set()
         self.ahead = Ahead(concurrency, CLAIM_SIZE)
-        self._concurrency = concurrency
+        self.concurrency = concurrency
         self._begin = begin
         self._contact = contact
         self._active = 0
@@ -47,7 +48,7 @@ class Slots:
     @property
     def free(self) -> int:
         """How many executions could begin now."""
-        return max(0, self._concurrency - self._active)
+        return max(0, self.concurrency - self._active)
 
     @property
     def started(self) -> int:
@@ -57,7 +58,7 @@ class Slots:
     async def room(self) -> int:
         """How many executions to claim, as soon as a claim pays; nothing once the slots are closed."""
         while not self._is_closed:
-            room, worth = self._room, max(1, min((self._concurrency + self.ahead.size) // 4, CLAIM_SIZE))
+            room, worth = self._room, max(1, min((self.concurrency + self.ahead.size) // 4, CLAIM_SIZE))
             if self._waiting:
                 if room >= worth and len(self._waiting) <= self.ahead.size // 2:
                     return room
@@ -73,14 +74,14 @@ class Slots:
     def _room(self) -> int:
         """How many executions fit into the slots and ahead of them."""
         ahead = self.ahead.size
-        free = self._concurrency + ahead - self._active - len(self._waiting)
-        return min(free, self._concurrency + (1 + ENDING) * ahead - len(self.held), CLAIM_SIZE)
+        free = self.concurrency + ahead - self._active - len(self._waiting)
+        return min(free, self.concurrency + (1 + ENDING) * ahead - len(self.held), CLAIM_SIZE)
 
     def enter(self, running: Running) -> None:
         """Begin a run that was just claimed, or let it wait for a slot; one that is dropped already needs none."""
         if running.is_dropped:
             self._begin(running)
-        elif self._active < self._concurrency:
+        elif self._active < self.concurrency:
             self._occupy(running)
         else:
             running.on_stop = self._stopped
@@ -95,14 +96,15 @@ class Slots:
         running.has_slot = False
         self._active -= 1
         self.ahead.returned += 1
-        while self._waiting and self._active < self._concurrency:
+        while self._waiting and self._active < self.concurrency:
             if self._contact.is_silent:
                 self.hand_back_waiting()
                 break
             following = self._waiting.popleft()
             following.on_stop = None
             if following.is_lease_over:
-                logger.warning("%s is not started: its lease expired before a slot was free", following.execution_id)
+                text = "%s is not started: its lease expired before a slot was free"
+                log_about(following.claimed, logger, logging.WARNING, text, following)
                 following.is_dropped = True
                 self._begin(following)
             else:

@@ -9,6 +9,7 @@ import logging
 import os
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from typing import Any, NoReturn
@@ -43,7 +44,7 @@ async def connect_when_available(connect: Callable[[], Awaitable[object]], inter
 
     Only a server that may answer later by itself is waited for; anything else is a StartError.
     """
-    is_waiting = False
+    is_waiting, began = False, time.monotonic()
     for pause in pauses(*WAIT_SECONDS):
         try:
             if not await is_done_before(interrupted, connect()):
@@ -63,7 +64,7 @@ async def connect_when_available(connect: Callable[[], Awaitable[object]], inter
         else:
             break
     if is_waiting:
-        logger.warning("the server answers: the wait is over")
+        logger.warning("the server answers after %.1f s", time.monotonic() - began)
     return not interrupted.is_set()
 
 

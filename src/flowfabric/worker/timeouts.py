@@ -7,6 +7,7 @@ import math
 from flowfabric.engine.lease.expire import ExpiryPhase
 from flowfabric.model.lease import ClaimedExecution
 from flowfabric.worker.context import Running
+from flowfabric.worker.logs import log_about
 from flowfabric.worker.reports import Reports
 
 logger = logging.getLogger(__name__)
@@ -42,7 +43,7 @@ class TimeLimits:
         limit = "execution deadline"
         if phase is ExpiryPhase.ATTEMPT_TIMEOUT:
             limit = f"attempt timeout of {running.claimed.attempt_timeout_ms} ms"
-        logger.warning("%s is stopped: its %s has passed", running.execution_id, limit)
+        log_about(running.claimed, logger, logging.WARNING, "%s is stopped: its %s has passed", running, limit)
         running.stop()
         running.expiry = asyncio.create_task(self._reports.expire(running, phase))
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import contextvars
 import logging
 import os
 import random
@@ -24,15 +25,18 @@ from flowfabric.model.ids import check_lane_id, check_worker_id
 from flowfabric.model.kind import check_kinds
 from flowfabric.model.lease import ClaimedExecution
 from flowfabric.model.policy import check_capabilities
+from flowfabric.model.states import AttemptType
 from flowfabric.model.text import check_items, check_short, shown
 from flowfabric.pauses import is_set_within, pauses
 from flowfabric.reconcile.loop import Reconciler
 from flowfabric.worker import presence
 from flowfabric.worker.context import Running
-from flowfabric.worker.faults import FAULT_SECONDS, Contact, is_cancel, is_passing, level_of_retry
+from flowfabric.worker.faults import FAULT_SECONDS, Contact, is_passing, level_of_loss, level_of_retry, loss_text
 from flowfabric.worker.handler import Handler
 from flowfabric.worker.heartbeat import Heartbeat, Registration
 from flowfabric.worker.interrupts import calling_on_interrupts
+from flowfabric.worker.log_lines import Drain, log_begin, log_start
+from flowfabric.worker.logs import add_fields_to_records, current_run, log_about
 from flowfabric.worker.options import check_count, is_handler
 from flowfabric.worker.outcome import Dropped, Failure, Outcome, PutOff, Success, outcome_of
 from flowfabric.worker.reports import Reports
@@ -55,7 +59,6 @@ CLAIM_SECONDS = 3.0
 """How long stopping waits, at least, for the answer of a claim under way."""
 HAND_BACK_SECONDS = 1.0
 """How long what such a claim has brought may take to be handed back."""
-LEAVE_SECONDS = 1.5
 EARLIER_SECONDS = 10.0
 """How long a run waits at most for an earlier run of its execution, which should have stopped."""
 PUT_OFF_MS = 5000
@@ -144,6 +147,10 @@ class Worker:
         self._claiming: asyncio.Task[None] | None = None
         self._stopping = asyncio.Event()
         self._is_stopped_by_signal = False
+        self._handed_back_before = 0
+        """Executions that were handed back before this worker began to stop."""
+        self._context: contextvars.Context
+        """What handlers see of context variables: those of whoever started this worker."""
         self._reconciler: Reconciler | None = None
         self._heartbeat: Heartbeat | None = None
         self._ignore_losses: Callable[[], None] = lambda: None
@@ -157,9 +164,11 @@ class Worker:
         """Register, and begin to claim in the background."""
         for handler in self._handlers.values():
             _ = handler.shape
+        add_fields_to_records()
+        self._context = contextvars.copy_context()
         async with AsyncExitStack() as stack:
             await self._register()
-            stack.push_async_callback(self._leave)
+            stack.push_async_callback(self._registration.leave, self._engine)
             heartbeat = Heartbeat(
                 self._engine,
                 lease_ttl_ms=self._lease_ttl_ms,
@@ -181,7 +190,7 @@ class Worker:
             self._claiming = asyncio.create_task(self._claim_while_wanted())
             self._claiming.add_done_callback(self._claimed_last)
             stack.pop_all()
-        logger.info("worker %s serves %s", self.worker_instance_id, ", ".join(self.lanes))
+        log_start(self._registration, self._slots.concurrency)
         return self
 
     async def __aexit__(
@@ -216,7 +225,7 @@ class Worker:
                 except EngineError as error:
                     if not interrupted.is_set() or not is_passing(error):
                         raise
-                    logger.warning("stopped before the store took the registration: %s", error)
+                    logger.info("worker %s stopped before it was registered: %s", self.worker_instance_id, error)
                     return
                 await self._stopping.wait()
         finally:
@@ -224,6 +233,8 @@ class Worker:
 
     def stop(self) -> None:
         """Claim nothing more; `run()` and the end of `async with` wait for what runs."""
+        if not self._stopping.is_set():
+            self._handed_back_before = self._reports.handed_back
         self._stopping.set()
         self._slots.close()
         self._parts.wakeups.wake_all()
@@ -245,7 +256,7 @@ class Worker:
                 if not is_passing(error) or self._stopping.is_set():
                     raise
                 self._contact.failed(error, asked_at)
-                logger.log(level_of_retry(error), "registering failed and is retried: %s", error)
+                logger.log(level_of_retry(error), "registering failed and is retried in %.2f s: %s", pause, error)
             await is_set_within(self._stopping, pause)
 
     async def _claim_while_wanted(self) -> None:
@@ -278,9 +289,10 @@ class Worker:
             except Exception as error:
                 self._contact.failed(error, asked_at)
                 level, trace = level_of_retry(error), None if isinstance(error, EngineError) else error
-                logger.log(level, "a claim failed and is retried: %s", error, exc_info=trace)
+                pause = next(retry_pauses)
+                logger.log(level, "a claim failed and is retried in %.2f s: %s", pause, error, exc_info=trace)
                 self._slots.hand_back_waiting()
-                await is_set_within(self._stopping, next(retry_pauses))
+                await is_set_within(self._stopping, pause)
                 continue
             self._contact.answered()
             retry_pauses = pauses(*FAULT_SECONDS)
@@ -321,8 +333,9 @@ class Worker:
                 self._limits.begin(running)
 
     def _begin(self, running: Running) -> None:
-        # Not asyncio.create_task, which asks the system for the process id to find the loop.
-        running.task = running.loop.create_task(self._run(running))
+        # Not asyncio.create_task, which asks the system for the process id to find the loop. Not in the context of
+        # the caller, who may be another run that has ended and made room.
+        running.task = running.loop.create_task(self._run(running), context=self._context.copy())
 
     def _follow(self, running: Running, earlier: Running) -> None:
         """Let a run begin when the earlier one has left, whose lease is gone."""
@@ -335,9 +348,13 @@ class Worker:
 
     async def _run(self, running: Running) -> None:
         outcome: Outcome = Dropped()
+        claimed = running.claimed
+        current_run.set(claimed)
         if not running.is_dropped:
             running.has_started = True
-            handler = self._handlers[running.claimed.execution_kind]
+            handler = self._handlers[claimed.execution_kind]
+            if claimed.attempt_type is AttemptType.RECLAIM or logger.isEnabledFor(logging.DEBUG):
+                log_begin(running)
             if running.earlier is None:
                 outcome = await outcome_of(running, handler, self._engine, self._threads)
             else:
@@ -366,6 +383,8 @@ class Worker:
                         await running.expiry
                     elif running.is_given_back:
                         await self._reports.hand_back(running)
+                    elif running.is_suspended:
+                        logger.debug("%s is suspended in attempt %d", running, running.attempt)
                 finally:
                     self._release(running)
 
@@ -378,7 +397,8 @@ class Worker:
         except TimeoutError:
             if (earlier := running.earlier) is not None:
                 level = logging.INFO if earlier.is_stuck else logging.WARNING
-                logger.log(level, "%s waits for an earlier run that does not return; handed back", running.execution_id)
+                text = "%s is delayed by %g s: an earlier run of it in this process does not return"
+                logger.log(level, text, running, PUT_OFF_MS / 1000)
                 earlier.is_stuck = True
                 return PutOff()
         return await outcome_of(running, handler, self._engine, self._threads)
@@ -404,8 +424,8 @@ class Worker:
         """Stop a handler whose lease is lost; where it has returned or suspends, the store answers that."""
         running.lost = running.lost or LostReason.RECLAIMED
         if not running.has_ended and not running.is_suspending and not running.is_dropped:
-            level = logging.INFO if is_cancel(running.lost) else logging.WARNING
-            logger.log(level, "%s is stopped: %s", running.execution_id, running.lost)
+            level, why = level_of_loss(running.lost), loss_text(running.lost)
+            log_about(running.claimed, logger, level, "%s is stopped: %s", running, why)
             running.stop()
 
     def _lose_named(self, leases: Sequence[LostLease] | None) -> None:
@@ -423,46 +443,38 @@ class Worker:
     async def _drain(self) -> None:
         self.stop()
         assert self._claiming is not None
-        began = time.monotonic()
-        self._log_drain()
+        drain = Drain(self.worker_instance_id, self._slots.held)
+        drain.begin(self._drain_seconds, is_by_signal=self._is_stopped_by_signal)
         for running in self._slots.held:
             if running.earlier is not None:
                 self._give_back(running)
         await self._slots.until_empty(self._drain_seconds)
+        drain.time_is_up(self._drain_seconds)
         for running in list(self._slots.held):
             self._give_back(running)
         await self._slots.until_empty(CANCEL_SECONDS)
         # Not cancelled while it may still be answered: the answer holds leases, which are handed back.
-        await asyncio.wait((self._claiming,), timeout=max(0.0, began + CLAIM_SECONDS - time.monotonic()))
+        await asyncio.wait((self._claiming,), timeout=max(0.0, drain.began + CLAIM_SECONDS - time.monotonic()))
         if not self._claiming.done():
-            logger.warning("a claim was not answered: what it has leased is claimed again when the leases run out")
+            seconds = self._lease_ttl_ms / 1000
+            logger.warning("a claim was not answered: what it has leased may be claimed again within %g s", seconds)
             self._claiming.cancel()
         await self._slots.until_empty(HAND_BACK_SECONDS)
         self._reports.close()
         self._threads.close()
         for task in self._put_off:
             task.cancel()
+        drain.end(handed_back=self._reports.handed_back - self._handed_back_before)
         for running in self._slots.held:
-            what = "its ending is not stored" if running.has_ended else "does not stop"
-            logger.warning("%s %s: it is left to another worker when its lease expires", running.execution_id, what)
             if running.has_ended and running.task is not None:
                 running.task.cancel()
         await asyncio.wait((self._claiming,))
         if not self._claiming.cancelled():
             self._claiming.result()
 
-    def _log_drain(self) -> None:
-        if count := sum(running.has_slot for running in self._slots.held):
-            level, hint = logging.INFO, ""
-            if self._is_stopped_by_signal:
-                level, hint = logging.WARNING, "; a second signal ends at once"
-            handlers = "1 handler runs" if count == 1 else f"{count} handlers run"
-            logger.log(level, "stopping: %s, waiting up to %g s%s", handlers, self._drain_seconds, hint)
-
     def _give_back(self, running: Running) -> None:
         """Stop a run and hand its lease back when its handler has returned; one that has returned is being ended."""
         if not running.has_ended and not running.is_dropped:
-            logger.warning("stopping %s", running.execution_id)
             running.is_given_back = True
             running.stop()
 
@@ -474,16 +486,7 @@ class Worker:
         if self._heartbeat is not None:
             await self._heartbeat.stop()
         # After the last beat, which would register this worker again.
-        await self._leave()
-
-    async def _leave(self) -> None:
-        try:
-            async with asyncio.timeout(LEAVE_SECONDS):
-                await self._registration.leave(self._engine)
-        except TimeoutError:
-            logger.warning("the registration was not removed and will expire: no answer within %g s", LEAVE_SECONDS)
-        except Exception as error:
-            logger.warning("the registration was not removed and will expire: %s", str(error) or type(error).__name__)
+        await self._registration.leave(self._engine)
 
 
 def _patience(running: Running) -> float:

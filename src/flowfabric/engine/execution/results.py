@@ -14,6 +14,7 @@ from flowfabric.model.ids import ExecutionId, parse_execution_id, row_key, split
 from flowfabric.model.states import TerminalOutcome
 from flowfabric.model.text import shown
 from flowfabric.pauses import is_set_within
+from flowfabric.tasks import create_shared_task
 
 SQL = statements_beside(__file__)
 
@@ -73,7 +74,7 @@ class Results:
         self._unseen.add(future)
         self._store.wakeups.ended_event.set()
         if self._task is None or self._task.done():
-            self._task = asyncio.create_task(self._look())
+            self._task = create_shared_task(self._look())
         return future
 
     async def close(self) -> None:

@@ -232,7 +232,7 @@ class Finish:
                 logger.warning("%s: cannot be ended at its reclaim cap now: %s", execution_id, problem)
             return
         for lease_end in lease_ends:
-            logger.warning("%s ended: its lease was lost as often as its policy allows", lease_end.execution_id)
+            logger.error("%s failed for good: its lease was lost as often as its policy allows", lease_end.execution_id)
         await self._lease_ends.after_commit(lease_ends, verdicts)
 
     async def warn_of_losses(self, execution_ids: Sequence[ExecutionId]) -> None:

@@ -169,7 +169,7 @@ class Reclaim:
     async def _at_reclaim_limit(self, cap: int, ended: Ended) -> ReclaimCapExceeded:
         lease_end, verdicts = ended
         await self._lease_ends.after_commit([lease_end], verdicts)
-        logger.warning("%s ended: its lease was lost as often as its policy allows", lease_end.execution_id)
+        logger.error("%s failed for good: its lease was lost %d times, the most allowed", lease_end.execution_id, cap)
         return ReclaimCapExceeded(execution_id=lease_end.execution_id, reclaim_count=cap)
 
 

@@ -10,6 +10,7 @@ from flowfabric.model.delivery import RefusedToken
 from flowfabric.model.errors import EngineError
 from flowfabric.model.ids import ExecutionId, WaitpointId, split_execution_id
 from flowfabric.pauses import is_set_within
+from flowfabric.tasks import create_shared_task
 
 SQL = statements_beside(__file__)
 
@@ -43,7 +44,7 @@ class TokenStamps:
             if key in self._waiting or len(self._waiting) < self.MOST:
                 self._waiting[key] = each.at
         if self._waiting and self._task is None:
-            self._task = asyncio.create_task(self._write_all())
+            self._task = create_shared_task(self._write_all())
 
     async def drain(self) -> None:
         """Write what waits; rows that are locked elsewhere go without their stamp."""

@@ -1,0 +1,101 @@
+"""The lines a worker logs of its start, of the beginning of runs, and of its stop."""
+
+import logging
+import time
+from collections.abc import Collection, Sequence
+
+from flowfabric.model.states import AttemptType
+from flowfabric.worker.context import Running
+from flowfabric.worker.heartbeat import Registration
+from flowfabric.worker.logs import log_about
+
+logger = logging.getLogger(__name__)
+
+MOST_LISTED = 20
+"""Lanes or tasks that one line lists."""
+
+
+def log_start(worker: Registration, concurrency: int) -> None:
+    """Log which worker has started and what it serves."""
+    logger.info(
+        "worker %s started: lanes %s; tasks %s; concurrency %d; %s",
+        worker.worker_instance_id,
+        _listed(worker.lanes),
+        _listed(worker.kinds),
+        concurrency,
+        "every namespace" if worker.serves_all_namespaces else f"namespace {worker.namespace}",
+    )
+
+
+def log_begin(running: Running) -> None:
+    """Log that a run begins: a warning where it takes over from an attempt that lost its lease."""
+    # After a wait, the attempt itself goes on.
+    if running.claimed.attempt_type is AttemptType.RECLAIM and not running.claimed.has_waited:
+        logger.warning(
+            "%s is taken over as attempt %d: attempt %d lost its lease", running, running.attempt, running.attempt - 1
+        )
+    else:
+        logger.debug("%s begins, attempt %d", running, running.attempt)
+
+
+class Drain:
+    """Logs a drain when it begins, when its time is up and when it ends."""
+
+    def __init__(self, worker_instance_id: str, held: Collection[Running]) -> None:
+        self.began = time.monotonic()
+        self._worker = worker_instance_id
+        self._held = held
+        self._begun = list(held)
+
+    def begin(self, seconds: float, *, is_by_signal: bool) -> None:
+        """Log how many handlers run and how long they are waited for."""
+        count = sum(running.has_slot for running in self._begun)
+        waits = ""
+        if count:
+            waits = f", waiting up to {seconds:g} s"
+            if is_by_signal:
+                waits += "; a second signal ends at once"
+        logger.info("worker %s stops: %s running%s", self._worker, _handlers(count), waits)
+
+    def time_is_up(self, seconds: float) -> None:
+        """Log how many handlers are cancelled, if any."""
+        if count := sum(not running.has_ended and not running.is_dropped for running in self._held):
+            logger.info("worker %s has waited %g s: cancelling %s", self._worker, seconds, _handlers(count))
+
+    def end(self, *, handed_back: int) -> None:
+        """Log how many runs have finished, how many were handed back, and which are left to other workers."""
+        for running in self._held:
+            what = "its ending is not stored" if running.has_ended else "does not stop"
+            seconds = running.claimed.handle.lease_ttl_ms / 1000
+            log_about(
+                running.claimed,
+                logger,
+                logging.WARNING,
+                "%s %s: it is left to another worker when its lease expires, within %g s",
+                running,
+                what,
+                seconds,
+            )
+        finished = sum(
+            running.has_ended and (running.is_suspended or not running.is_dropped) and running not in self._held
+            for running in self._begun
+        )
+        left = f", {len(self._held)} left until their leases expire" if self._held else ""
+        seconds = time.monotonic() - self.began
+        logger.info(
+            "worker %s has stopped after %.1f s: %d finished, %d handed back%s",
+            self._worker,
+            seconds,
+            finished,
+            handed_back,
+            left,
+        )
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = len(names) - MOST_LISTED
+    return (", ".join(names) if more <= 0 else f"{', '.join(names[:MOST_LISTED])} and {more} more") or "none"
+
+
+def _handlers(count: int) -> str:
+    return "1 handler" if count == 1 else f"{count or 'no'} handlers"
