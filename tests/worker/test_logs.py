@@ -99,7 +99,7 @@ async def test_the_begin_and_the_end_of_each_run_are_told_at_debug(
     await is_suspended(waiting)
     await eventually(lambda: worker.running == 0)
     debug = [record for record in caplog.records if record.levelno == logging.DEBUG and fields(record) != NO_RUN]
-    assert {fields(record) for record in debug} == {(run, 0, "job"), (waiting, 0, "wait")}
+    assert {fields(record) for record in debug} == {(run, 1, "job"), (waiting, 1, "wait")}
     texts = [record.getMessage() for record in debug]
     assert [text.partition(", ")[0] for text in texts if run in text] == [
         f"{run} (job) begins",
@@ -124,7 +124,7 @@ async def test_a_takeover_is_a_warning_that_names_both_attempts(
     (record,) = [record for record in caplog.records if "taken over" in record.getMessage()]
     text = f"{lost.execution_id} (job) is taken over as attempt 2: attempt 1 lost its lease"
     assert (record.levelname, record.getMessage()) == ("WARNING", text)
-    assert fields(record) == (lost.execution_id, 1, "job")
+    assert fields(record) == (lost.execution_id, 2, "job")
 
 
 async def test_a_retry_is_a_warning_with_its_time_and_a_failure_for_good_an_error(
@@ -155,7 +155,7 @@ async def test_a_retry_is_a_warning_with_its_time_and_a_failure_for_good_an_erro
         "ERROR",
         f"{run} (job) failed in attempt 2 for good: ValueError: no luck",
     )
-    assert (fields(retried), fields(failed)) == ((run, 0, "job"), (run, 1, "job"))
+    assert (fields(retried), fields(failed)) == ((run, 1, "job"), (run, 2, "job"))
     for record in (retried, failed):
         assert record.exc_info is not None
         assert record.exc_info[0] is ValueError
@@ -173,7 +173,7 @@ async def test_what_follows_on_a_timeout_is_told(
     worker = await start_worker({"job": waiting}, lease_ttl=LONG_TTL_MS / 1000, reconcile=False)
     await engine.wait_for_ending(run, timeout=60)
     await eventually(lambda: worker.running == 0)
-    stopped, follows = [record for record in caplog.records if fields(record) == (run, 0, "job")]
+    stopped, follows = [record for record in caplog.records if fields(record) == (run, 1, "job")]
     assert (stopped.levelname, stopped.getMessage()) == (
         "WARNING",
         f"{run} (job) is stopped: its attempt timeout of 200 ms has passed",
@@ -198,7 +198,7 @@ async def test_a_lost_lease_is_a_warning_that_says_why(
     await asyncio.wait_for(waiting.is_cancelled.wait(), 60)
     (record,) = [record for record in caplog.records if "is stopped" in record.getMessage()]
     assert (record.levelname, record.getMessage()) == ("WARNING", f"{run} (job) is stopped: its lease has expired")
-    assert fields(record) == (run, 0, "job")
+    assert fields(record) == (run, 1, "job")
 
 
 async def test_a_drain_tells_how_many_handlers_run_and_what_has_become_of_them(
@@ -232,7 +232,7 @@ async def test_a_drain_tells_how_many_handlers_run_and_what_has_become_of_them(
     level, text = stopped
     assert (level, text.partition(" s: ")[2]) == ("INFO", "3 finished, 1 handed back")
     (handed_back,) = [record for record in caplog.records if "handed back: any" in record.getMessage()]
-    assert fields(handed_back) == (run, 0, "job")
+    assert fields(handed_back) == (run, 1, "job")
 
 
 async def test_what_a_worker_leaves_behind_is_a_warning_and_is_counted(
@@ -248,7 +248,7 @@ async def test_what_a_worker_leaves_behind_is_a_warning_and_is_counted(
     gate.set()
     (left,) = [record for record in caplog.records if run in record.getMessage()]
     text = f"{run} (job) does not stop: it is left to another worker when its lease expires, within 30 s"
-    assert (left.levelname, left.getMessage(), fields(left)) == ("WARNING", text, (run, 0, "job"))
+    assert (left.levelname, left.getMessage(), fields(left)) == ("WARNING", text, (run, 1, "job"))
     assert told(caplog)[-1][1].endswith(": 0 finished, 0 handed back, 1 left until their leases expire")
     await eventually(lambda: worker.running == 0)
 
@@ -269,7 +269,7 @@ async def test_a_line_about_one_run_that_another_writes_has_the_fields_of_the_fi
     finally:
         current_run.reset(before)
     (record,) = [record for record in caplog.records if "was refused" in record.getMessage()]
-    assert (record.levelname, fields(record)) == ("INFO", (cancelled.execution_id, 0, "job"))
+    assert (record.levelname, fields(record)) == ("INFO", (cancelled.execution_id, 1, "job"))
 
 
 # The fields of a user's own lines.
@@ -298,11 +298,11 @@ async def test_the_lines_of_a_handler_name_its_run_wherever_its_code_runs(
     logger.info("outside")
     named = {(record.getMessage(), fields(record)) for record in caplog.records if record.name == "app.orders"}
     assert named == {
-        ("in a handler", (run, 0, "job")),
-        ("in a child task", (run, 0, "job")),
-        ("in a thread of asyncio", (run, 0, "job")),
-        ("in a plain function", (in_thread, 0, "plain")),
-        ("in a child task", (in_thread, 0, "plain")),
+        ("in a handler", (run, 1, "job")),
+        ("in a child task", (run, 1, "job")),
+        ("in a thread of asyncio", (run, 1, "job")),
+        ("in a plain function", (in_thread, 1, "plain")),
+        ("in a child task", (in_thread, 1, "plain")),
         ("outside", NO_RUN),
     }
 
@@ -324,7 +324,7 @@ async def test_lines_of_handlers_that_run_at_the_same_time_do_not_mix(
         await engine.wait_for_ending(run, timeout=60)
     lines = [record for record in caplog.records if record.name == "app.orders"]
     assert sorted(record.getMessage() for record in lines) == sorted(runs * 3)
-    assert all(fields(record) == (record.getMessage(), 0, "job") for record in lines)
+    assert all(fields(record) == (record.getMessage(), 1, "job") for record in lines)
 
 
 async def test_context_variables_of_one_run_are_not_seen_by_the_next(
@@ -359,7 +359,7 @@ async def test_an_extra_of_a_handler_is_never_refused(
     await start_worker({"job": job})
     assert (await engine.wait_for_ending(run, timeout=60)).outcome == "success"
     (record,) = [record for record in caplog.records if record.name == "app.orders"]
-    assert (getattr(record, name), fields(record)) == ("mine", (run, 0, "job"))
+    assert (getattr(record, name), fields(record)) == ("mine", (run, 1, "job"))
 
 
 async def test_the_fields_can_be_asked_for_by_loggers_of_another_kind(
@@ -468,7 +468,7 @@ async def test_a_worker_adds_the_fields_to_a_factory_set_after_an_earlier_worker
     run: ExecutionId = await submit()
     await engine.wait_for_ending(run, timeout=60)
     (record,) = [record for record in caplog.records if record.name == "app.orders"]
-    assert fields(record) == (run, 0, "job")
+    assert fields(record) == (run, 1, "job")
 
 
 def test_a_record_made_elsewhere_keeps_its_own_fields(factory: Any) -> None:
