@@ -460,6 +460,7 @@ def _reads() -> list[Operation]:
     add("get_execution_namespace", created, lambda e, s: e.get_execution_namespace(s.execution_id))
     add("list_attempts", completed, lambda e, s: e.list_attempts(s.execution_id))
     add("list_executions", created, lambda e, s: e.list_executions(lane_id=s.lane_id))
+    add("count_executions", completed, lambda e, s: e.count_executions(lane_id=s.lane_id))
     add("find_inconsistencies", completed, lambda e, _: e.find_inconsistencies())
     add("wait_for_ending", completed, lambda e, s: e.wait_for_ending(s.execution_id, timeout=10))
     add("list_lanes", nothing, lambda e, _: e.list_lanes())

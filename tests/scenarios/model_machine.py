@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from engine.counts import miscounts
 from flowfabric.engine.engine import Engine
 from flowfabric.model.errors import EngineError
 from flowfabric.model.handle import Handle
@@ -149,8 +150,7 @@ class EngineAgainstModel(RuleBasedStateMachine):
     def hold(self, claimed: Any, ttl_ms: int) -> None:
         """Remember a lease as its worker does."""
         handle = claimed.handle
-        lease = Lease(handle.execution_id, handle.lease_epoch, handle.attempt_index, ttl_ms)
-        self.leases.append((lease, handle))
+        self.leases.append((Lease(handle.execution_id, handle.lease_epoch, handle.attempt_index, ttl_ms), handle))
 
     # Creating and claiming.
 
@@ -475,13 +475,13 @@ class EngineAgainstModel(RuleBasedStateMachine):
 
         self.run(die())
         self._open()
-        rows = self.run(observe(self.stage.connection))
-        if rows != seen(self.model):
+        if self.run(observe(self.stage.connection)) != seen(self.model):
             self.model = done
 
     @invariant()
     def the_rows_are_those_of_the_model(self) -> None:
         found = differences(self.run(observe(self.stage.connection)), seen(self.model))
+        found += self.run(miscounts(self.engine, self.stage.connection))
         assert not found, found
 
     def walk(self, chance: random.Random, steps: int) -> None:

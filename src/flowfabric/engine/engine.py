@@ -30,6 +30,7 @@ from flowfabric.engine.lease.renew import Renewals
 from flowfabric.engine.lifecycle import Lifecycle, Shutdown
 from flowfabric.engine.operation import Rooms, operation
 from flowfabric.engine.read.consistency import Consistency
+from flowfabric.engine.read.counting import Counting
 from flowfabric.engine.read.explain import Explain
 from flowfabric.engine.read.listing import Listing
 from flowfabric.engine.read.view import View
@@ -140,6 +141,7 @@ class Engine:
     get_execution_namespace = operation(View.get_execution_namespace)
     list_attempts = operation(View.list_attempts)
     list_executions = operation(Listing.list_executions)
+    count_executions = operation(Counting.count_executions)
     explain = operation(Explain.explain)
     find_inconsistencies = operation(Consistency.find_inconsistencies)
 
@@ -197,7 +199,7 @@ class Engine:
         self.sessions = rooms.add(Sessions(store))
         self.workers = rooms.add(Workers(store))
         self.identities = rooms.add(Identities(store))
-        for kind in (Lanes, View, Explain, Listing, Consistency):
+        for kind in (Lanes, View, Explain, Listing, Counting, Consistency):
             rooms.add(kind(store))
         drained = (submit, signals, suspend, lease_ends, renewals)
         self._shutdown = rooms.add(Shutdown(claims, results, [room.drain for room in drained]))

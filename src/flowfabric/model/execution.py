@@ -147,6 +147,17 @@ class ExecutionPage:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ExecutionCount:
+    """How many executions have these values in common; None is what they were not counted by."""
+
+    lane_id: LaneId | None
+    public_state: PublicState | None
+    namespace: Namespace | None
+    execution_kind: str | None
+    count: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Inconsistency:
     """Something about an execution that no operation can have brought about."""
 

@@ -76,6 +76,13 @@ OPERATIONS: dict[str, dict[str, Any]] = {
         "cursor": None,
         "limit": 5,
     },
+    "count_executions": {
+        "by": ("lane", "kind"),
+        "namespace": "tests",
+        "lane_id": "default",
+        "public_state": "waiting",
+        "execution_kind": "job",
+    },
     "find_inconsistencies": {"limit": 5},
     "wait_for_ending": {"execution_id": ID, "timeout": 0},
     "set_lane_state": {"lane_id": "default", "state": "active"},

@@ -1,0 +1,85 @@
+-- name: count_executions
+-- How many executions of the named namespaces, lanes, kinds and states there are, in groups by those of the four that are
+-- asked for. It is one statement so that all numbers are of one snapshot.
+-- What has ended is added up from the entries of retained and what waits from the entries of ready, without a look at the
+-- executions. The others are looked up.
+with wanted as materialized (
+  select q.queue_no
+    from queue q
+   where (:namespaces::text[] is null or q.namespace_no in (select namespace_no from namespace where namespace = any(:namespaces)))
+     and (:lanes::text[] is null or q.lane_no in (select lane_no from lane where lane_id = any(:lanes)))
+     and (:kinds::text[] is null or q.kind_no in (select kind_no from kind where execution_kind = any(:kinds)))
+),
+-- Ids to be looked up together. The orders are those of the indexes that hold nothing else.
+batch as (
+  select t.partition_key, array_agg(t.execution_id) as execution_ids, null::bigint as claim_no, null::bigint as ended_at
+    from (select partition_key, execution_id from timer
+           where 'delayed' = any(:states::public_state[]) and kind = 'delay' order by due_at offset 0) t
+   group by t.partition_key
+  union all
+  select s.partition_key, array_agg(s.execution_id), null, null
+    from (select partition_key, execution_id from suspension
+           where 'suspended' = any(:states) and close_reason is null order by suspended_at offset 0) s
+   group by s.partition_key
+  union all
+  -- A claim keeps the ids of executions that are no longer leased under it, until it is removed.
+  select partition_key, execution_ids, claim_no, null from claim where 'active' = any(:states)
+  union all
+  -- An entry without a queue is from an older version, and may hold executions that were replayed.
+  select partition_key, execution_ids, null, ended_at
+    from retained
+   where queue_no is null and :states && '{completed,failed,cancelled,expired,skipped}'
+),
+tally as (
+  select r.queue_no, case r.terminal_outcome when 'success' then 'completed' else r.terminal_outcome::text end::public_state as public_state,
+         r.executions
+    from (select queue_no, terminal_outcome, sum(cardinality(execution_ids)) as executions
+            from retained
+           where queue_no is not null and :states && '{completed,failed,cancelled,expired,skipped}'
+           group by queue_no, terminal_outcome offset 0) r
+  union all
+  select w.queue_no, 'waiting', r.executions
+    from wanted w
+   cross join lateral (select count(*) as executions from ready where queue_no = w.queue_no) r
+   where 'waiting' = any(:states)
+  union all
+  select e.queue_no, e.public_state, count(*)
+    from batch b
+   -- The offset keeps the ids in the lead, whatever the planner expects of them.
+   cross join lateral (
+         select e.queue_no, e.public_state from execution e
+          where e.partition_key = b.partition_key and e.execution_id = any(b.execution_ids)
+            and (b.claim_no is null or (e.claim_no = b.claim_no and e.ownership_state = 'leased'))
+            and (b.ended_at is null or (e.last_transition_at = b.ended_at and e.lifecycle_phase = 'terminal'))
+         offset 0) e
+   group by e.queue_no, e.public_state
+  union all
+  -- What has lost its lease or may be resumed has an entry of ready, too, which was counted among those that wait.
+  select e.queue_no, s.public_state, s.executions
+    from unnest('{waiting,rate_limited,waiting_children,active,resumable}'::public_state[]) as w(public_state)
+   cross join lateral (
+         select partition_key, execution_id from listed where public_state = w.public_state order by at offset 0) l
+   cross join lateral (
+         select e.queue_no, e.place, e.public_state from execution e
+          where e.partition_key = l.partition_key and e.execution_id = l.execution_id limit 1) e
+   cross join lateral (select q.route_no from queue q where q.queue_no = e.queue_no limit 1) q
+   -- The entry is found by both of its indexes' columns, so that either will do.
+   cross join lateral (
+         select e.public_state, 1 as executions
+         union all
+         select 'waiting', -1 from ready r where r.route_no = q.route_no and r.queue_no = e.queue_no and r.place = e.place) s
+   where w.public_state = any(:states) or ('waiting' = any(:states) and w.public_state in ('active', 'resumable'))
+)
+select l.lane_id, g.public_state, n.namespace, k.execution_kind, g.executions
+  from (select case when :by_lane::boolean then q.lane_no end as lane_no, case when :by_state::boolean then t.public_state end as public_state,
+               case when :by_namespace::boolean then q.namespace_no end as namespace_no,
+               case when :by_kind::boolean then q.kind_no end as kind_no, sum(t.executions)::bigint as executions
+          from tally t
+         cross join lateral (select q.lane_no, q.namespace_no, q.kind_no from queue q where q.queue_no = t.queue_no limit 1) q
+         -- Behind "is true" the queue is looked up in a hash, where a join would be a loop.
+         where t.public_state = any(:states) and (t.queue_no in (select queue_no from wanted)) is true
+         group by 1, 2, 3, 4
+        having sum(t.executions) > 0) g
+  left join lane l on l.lane_no = g.lane_no
+  left join namespace n on n.namespace_no = g.namespace_no
+  left join kind k on k.kind_no = g.kind_no;
