@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from flowfabric.bench import ours_dead_rows, ours_pinned, ours_queues, ours_renew, ours_result
+from flowfabric.bench import ours_counts, ours_dead_rows, ours_pinned, ours_queues, ours_renew, ours_result
 from flowfabric.bench.meter import Meter, fields_of, postmaster_of
 from flowfabric.bench.observer import SQL, observing, pinned
 from flowfabric.bench.ours import check, engine_on, fill, noop, noops
@@ -64,6 +64,12 @@ async def test_claims_from_many_queues_are_measured(
     figures = await ours_queues.measure(Task(url=empty_url, scale=TINY))
     assert len(figures) == 9
     check_figures(figures, described)
+
+
+async def test_counts_are_measured_beside_plain_ones(empty_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ours_counts, "LEASE_MS", 500)
+    figures = await ours_counts.measure(Task(url=empty_url, scale=0.02))
+    assert set(figures) == {"count_2k_ended", "group_by_2k_ended", "count_2k_waiting", "group_by_2k_waiting"}
 
 
 async def test_claims_behind_a_pinned_transaction_are_measured(

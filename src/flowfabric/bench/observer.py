@@ -26,6 +26,10 @@ class Observer:
         """Let the planner know the backlog, as it would after a while."""
         await self._connection.execute(SQL.analyze.sql)
 
+    async def vacuum(self) -> None:
+        """Let index scans do without the rows of what is old, as they would after a while."""
+        await self._connection.execute(SQL.vacuum.sql)
+
     async def ask(self, question: Statement) -> bool:
         """The answer to a question of yes or no."""
         return bool(await self._connection.fetchval(question.sql))

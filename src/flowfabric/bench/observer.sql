@@ -2,6 +2,10 @@
 -- Statistics, as autovacuum would have taken them.
 analyze;
 
+-- name: vacuum
+-- What autovacuum would have done.
+vacuum analyze;
+
 -- name: pgqueuer_is_drained
 -- Whether every job of PgQueuer has ended.
 select not exists (select from pgqueuer);

@@ -13,6 +13,10 @@ select sum(pg_table_size(oid))::bigint as tables, sum(pg_indexes_size(oid))::big
   from pg_class
  where relnamespace = 'flowfabric'::regnamespace and relkind = 'r';
 
+-- name: group_executions
+-- The executions of each lane and state, counted row by row.
+select lane_no, public_state, count(*) from flowfabric.execution group by 1, 2;
+
 -- name: count_retained
 -- How many ended executions are kept.
 select count(*) from flowfabric.execution where lifecycle_phase = 'terminal';

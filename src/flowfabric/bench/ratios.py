@@ -34,6 +34,8 @@ RATIOS = {
         for named in ("", "_named")
         for size in (1, 64, 500)
     },
+    "count_1m_ended/group_by_1m_ended": ("count_1m_ended", "group_by_1m_ended"),
+    "count_1m_waiting/group_by_1m_waiting": ("count_1m_waiting", "group_by_1m_waiting"),
     "pinned_claim_last/pinned_claim_first": ("pinned_claim_last", "pinned_claim_first"),
     "pinned_backlog_last/pinned_backlog_first": ("pinned_backlog_last", "pinned_backlog_first"),
     "pinned_start_last/pinned_start_first": ("pinned_start_last", "pinned_start_first"),

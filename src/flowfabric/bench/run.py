@@ -33,6 +33,7 @@ SUBJECTS = {
     "cost": "flowfabric.bench.ours_cost",
     "renew": "flowfabric.bench.ours_renew",
     "queues": "flowfabric.bench.ours_queues",
+    "counts": "flowfabric.bench.ours_counts",
     "pinned": "flowfabric.bench.ours_pinned",
     "dead_rows": "flowfabric.bench.ours_dead_rows",
     "soak": "flowfabric.bench.soak",

@@ -25,9 +25,9 @@ from flowfabric.version import __version__
 
 PATIENCE_S = 300
 SOAK = "soak"
-ONCE = frozenset({"idle", "backlog"})
+ONCE = frozenset({"idle", "backlog", "counts"})
 """Subjects that take medians of their own, and need no further round."""
-THOROUGH = frozenset({"result", "cost", "renew", "queues", "pinned", "dead_rows"})
+THOROUGH = frozenset({"result", "cost", "renew", "queues", "counts", "pinned", "dead_rows"})
 """Subjects that a quick run measures only where they are named."""
 OURS = ("submit", "work", "suspend", "idle", "backlog", "result", "cost", "renew", "queues", "pinned", "dead_rows")
 DISTRIBUTIONS = ("asyncpg", "uvloop", "pgqueuer", "awa-pg", "absurd-sdk", "procrastinate", "dbos")

@@ -298,8 +298,8 @@ moved as (
      and (e.lease_expires_at > ff_now() or exists (
           select from claim r
            where r.partition_key = e.partition_key and r.claim_no = e.claim_no and r.expires_at > ff_now()))
-  returning i.nth, i.now, e.partition_key, e.execution_id, e.queue_no, e.namespace_no, e.attempt_count - 1 as attempt_index, e.attempt_id,
-            e.lease_id, e.lease_epoch, e.worker_no, e.retention_ms, e.flow_id, e.instance_tag, e.deadline_at,
+  returning i.nth, i.now, e.partition_key, e.execution_id, e.queue_no, e.namespace_no, e.attempt_count - 1 as attempt_index,
+            e.attempt_id, e.lease_id, e.lease_epoch, e.worker_no, e.retention_ms, e.flow_id, e.instance_tag, e.deadline_at,
             e.attempt_timeout_at, case when octet_length(i.payload) > :inline_payload_bytes then i.payload end as large_payload
 ),
 large as (
