@@ -89,6 +89,7 @@ READERS = {
     "list_oldest",
     "list_pairs",
     "list_candidates",
+    "count_executions",
     "list_suspended",
     "list_expired_leases",
     "list_live_workers",
@@ -99,7 +100,7 @@ READERS = {
     "list_orphans",
     "take_old_identities",
 }
-"""Statements that go through a table: for a list, to look for what cannot be, or through the few claims there are."""
+"""Statements that go through a table: for lists and counts, for what cannot be, or through the few claims there are."""
 
 _SCAN = re.compile(r"(?:-> +)?(.*Scan.*) on (\w+)(?: \w+)?$")
 _USING = re.compile(r"using (\w+)")
