@@ -137,7 +137,7 @@ def test_a_link_leads_to_the_page_that_shows_the_file(site: Path) -> None:
     front = shown(site, README)
     for written, there in (
         ("docs/engine.md", "engine.html"),
-        ("docs/operating.md#secrets", "operating.html#secrets"),
+        ("docs/operating.md#logging", "operating.html#logging"),
         ("bench/README.md", "benchmark.html"),
         ("examples", "examples.html"),
         ("LICENSE", "LICENSE.txt"),

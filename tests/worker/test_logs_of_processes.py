@@ -38,12 +38,12 @@ async def test_a_process_that_sets_up_no_logging_shows_what_its_worker_does(fabr
     assert all(re.match(f"{STAMP} [A-Z]+ ", line) for line in lines)
     texts = [re.sub(f"^{STAMP} ", "", line) for line in lines]
     assert texts[:2] == [
-        "INFO flowfabric.worker.log_lines: worker w-1 started: lanes default; tasks fail, greet; concurrency 64;"
+        "INFO flowfabric.worker: worker w-1 started: lanes default; tasks fail, greet; concurrency 64;"
         " namespace default",
         f"INFO app.orders: hello you [task=greet attempt=1 execution_id={run.id}]",
     ]
-    assert texts[2].startswith("INFO flowfabric.worker.log_lines: worker w-1 stops: ")
-    assert texts[-1].startswith("INFO flowfabric.worker.log_lines: worker w-1 has stopped after ")
+    assert texts[2].startswith("INFO flowfabric.worker: worker w-1 stops: ")
+    assert texts[-1].startswith("INFO flowfabric.worker: worker w-1 has stopped after ")
 
 
 async def test_a_failure_is_shown_with_its_fields_before_its_traceback(fabric: Fabric, url: str) -> None:

@@ -9,7 +9,7 @@ from flowfabric.worker.context import Running
 from flowfabric.worker.heartbeat import Registration
 from flowfabric.worker.logs import log_about
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("flowfabric.worker")
 
 MOST_LISTED = 20
 """Lanes or tasks that one line lists."""

@@ -9,7 +9,6 @@ from typing import Any, TypedDict
 
 from flowfabric.model.lease import ClaimedExecution
 
-ROOT_LOGGER = "flowfabric"
 STDERR_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
