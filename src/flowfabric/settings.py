@@ -130,7 +130,7 @@ class Settings(BaseSettings):
         _warn_of(tuple(sorted(name for name in map(str.upper, os.environ) if _is_unknown(name))))
 
     def __iter__(self) -> Generator[tuple[str, Any], None, None]:
-        """Give names and values as they may be shown: the address without its passwords."""
+        """Return names and values as they may be shown: the address without its passwords."""
         for name, value in super().__iter__():
             yield name, _masked(value) if name == "database_url" and value is not None else value
 

@@ -115,7 +115,7 @@ class Node:
         return written
 
     def free_disk(self) -> None:
-        """Give the room back."""
+        """Return the room back."""
         (self._folder / "filler").unlink(missing_ok=True)
 
     def discard(self) -> None:
@@ -177,7 +177,7 @@ class Cluster:
         return new
 
     async def rebuild(self) -> None:
-        """Give the primary a standby again, after a failover."""
+        """Return the primary a standby again, after a failover."""
         assert self.standby is not None
         await asyncio.to_thread(self.standby.stop, "immediate")
         await self._attach(self.standby)

@@ -9,7 +9,7 @@ from flowfabric.model.condition import Single
 from flowfabric.model.errors import InvalidInputError
 from flowfabric.model.states import TerminalOutcome
 from flowfabric.worker.context import Context, Running
-from flowfabric.worker.waits import Unwound, suspend_args
+from flowfabric.worker.waits import HandlerSuspended, suspend_args
 
 
 async def test_arguments_that_do_not_go_together_fail_the_handler(
@@ -59,7 +59,7 @@ async def test_what_a_timeout_does_is_said_where_there_is_one(
 ) -> None:
     ctx = Context(Running(await given.run(policy=policy), 0.0), engine)
     timeout: Any = {} if policy else {"timeout": 5}
-    with pytest.raises(Unwound):
+    with pytest.raises(HandlerSuspended):
         await ctx.suspend(keys=(key for key in ("a", "b")), timeout_behavior="expire", **timeout)
     (row,) = await rows.of("suspension")
     assert row["timeout_at"] is not None

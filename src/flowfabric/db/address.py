@@ -9,7 +9,7 @@ _HOST_AND_PORT = re.compile(r"(?:\[[^\[\]]*\]|[^:\[\]]*)(?::(?P<port>.*))?")
 
 
 def check_url(url: str) -> str:
-    """Give back an address that can be asked for, or raise ValueError; the text holds nothing of the address."""
+    """Return back an address that can be asked for, or raise ValueError; the text holds nothing of the address."""
     if not url.startswith(("postgresql://", "postgres://")):
         raise ValueError("must begin with postgresql://, as in postgresql://user:password@host:5432/database")
     try:

@@ -159,7 +159,7 @@ class Database:
             raise StoreFault("transport", "the connections to the store are closed")
 
     def _give_back(self, connection: Connection, ended_by: BaseException | None) -> None:
-        """Give the connection and its place back; the place of one that is still to be closed when it is."""
+        """Return the connection and its place back; the place of one that is still to be closed when it is."""
         self._used.discard(connection)
         if isinstance(ended_by, asyncio.CancelledError) and not connection.is_closed() and not self._is_closed:
             self._close_behind(connection)

@@ -147,7 +147,7 @@ class Embedded:
         return True
 
     def release(self, *, discard: bool = False) -> None:
-        """Give up this hold; the last holder stops the server and, with `discard`, deletes the cluster.
+        """Return up this hold; the last holder stops the server and, with `discard`, deletes the cluster.
 
         Idempotent, and without effect in a forked child.
         """

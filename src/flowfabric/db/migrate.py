@@ -93,7 +93,7 @@ class SchemaStatus:
 
 
 def check_schema_name(schema: str) -> str:
-    """Give back a name that needs no quoting care anywhere, or raise ValueError."""
+    """Return back a name that needs no quoting care anywhere, or raise ValueError."""
     if not _SCHEMA_NAME.fullmatch(schema) or schema.startswith("pg_"):
         raise ValueError(
             f"{schema!r} is not a schema name: write at most 57 lower-case letters, digits and _, and begin neither"

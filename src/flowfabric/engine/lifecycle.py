@@ -271,7 +271,7 @@ class Lifecycle:
         return Readiness(status=status, problem=None, ignored=ignored)
 
     async def close(self) -> None:
-        """Give back every connection, and the embedded server."""
+        """Return back every connection, and the embedded server."""
         await self.hints.close()
         await self._database.close()
         if self._revival is not None:

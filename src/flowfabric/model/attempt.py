@@ -102,7 +102,7 @@ class Failure:
 
 
 def failure_category(reason: FailureReason, failure_class: FailureClass) -> str:
-    """Give the category the retry policy judges a failure by."""
+    """Return the category the retry policy judges a failure by."""
     detail = reason.detail
     if isinstance(detail, bytes):
         try:

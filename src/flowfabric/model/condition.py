@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import msgspec
 
 from flowfabric.model.errors import EngineError, error
-from flowfabric.model.policy_checks import settle
+from flowfabric.model.policy_checks import set_field
 from flowfabric.model.text import Word, check_range, check_text, word_of
 
 MAX_DEPTH = 4
@@ -94,7 +94,7 @@ class AllOf:
 
     def __post_init__(self) -> None:
         """Refuse what is no condition."""
-        settle(self, "members", _items(self.members, "members"))
+        set_field(self, "members", _items(self.members, "members"))
         if not all(isinstance(member, Condition) for member in self.members):
             raise error("invalid_input", "members: must be conditions")
 
@@ -133,11 +133,11 @@ class Count:
     def __post_init__(self) -> None:
         """Refuse what is no condition."""
         check_range(self.n, "n", 0, MAX_COUNT)
-        settle(self, "count_kind", check_word(CountKind, self.count_kind, "count_kind"))
+        set_field(self, "count_kind", check_word(CountKind, self.count_kind, "count_kind"))
         if not isinstance(self.matcher, Matcher | None):
             raise error("invalid_input", "matcher: must be ByName, Wildcard or nothing")
         keys = _items(self.waitpoints, "waitpoints")
-        settle(self, "waitpoints", tuple(check_text(key, "waitpoint_key") for key in keys))
+        set_field(self, "waitpoints", tuple(check_text(key, "waitpoint_key") for key in keys))
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,12 +155,12 @@ _Read: TypeAlias = dict[tuple[int, int], tuple[object, Condition]]
 
 
 def all_of_waitpoints(keys: Iterable[str]) -> AllOf:
-    """Give the condition that any signal has come on each waitpoint."""
+    """Return the condition that any signal has come on each waitpoint."""
     return AllOf(tuple(Single(waitpoint_key=key) for key in keys))
 
 
 def nodes(condition: Condition) -> Iterator[Condition]:
-    """Give every node of a tree, depth first, without recursion; a group that stands in several places comes once."""
+    """Return every node of a tree, depth first, without recursion; a group that stands in several places comes once."""
     waiting = [condition]
     seen: set[int] = set()
     while waiting:
@@ -174,12 +174,12 @@ def nodes(condition: Condition) -> Iterator[Condition]:
 
 
 def leaves(condition: Condition) -> Iterator[Condition]:
-    """Give the nodes without members, depth first."""
+    """Return the nodes without members, depth first."""
     return (node for node in nodes(condition) if not isinstance(node, AllOf))
 
 
 def keys_of(leaf: Condition) -> tuple[str, ...]:
-    """Give the waitpoint keys a leaf names."""
+    """Return the waitpoint keys a leaf names."""
     match leaf:
         case Single():
             return (leaf.waitpoint_key,)
@@ -189,12 +189,12 @@ def keys_of(leaf: Condition) -> tuple[str, ...]:
 
 
 def waitpoint_keys(condition: Condition) -> tuple[str, ...]:
-    """Give every waitpoint key the tree names, once, in the order first met."""
+    """Return every waitpoint key the tree names, once, in the order first met."""
     return tuple(dict.fromkeys(key for leaf in leaves(condition) for key in keys_of(leaf)))
 
 
 def required_signal_names(condition: Condition, waitpoint_key: str) -> tuple[str, ...]:
-    """Give the names a waitpoint asks for; none means every name."""
+    """Return the names a waitpoint asks for; none means every name."""
     names: list[str] = []
     for leaf in leaves(condition):
         match leaf:
@@ -311,7 +311,7 @@ def _check_name(leaf: Single | Count, path: str) -> None:
 
 
 def condition_plain(condition: Condition) -> object:
-    """Give the JSON value of a condition; one nested too deeply to be read again, or too large, is refused."""
+    """Return the JSON value of a condition; one nested too deeply to be read again, or too large, is refused."""
     check_depth(condition, _DEEPEST_READ)
     _check_size(condition)
     return _plain(condition)
@@ -334,12 +334,12 @@ def _plain(condition: Condition) -> object:
 
 
 def condition_json(condition: Condition) -> str:
-    """Give the JSON text of a condition, as it is stored."""
+    """Return the JSON text of a condition, as it is stored."""
     return msgspec.json.encode(condition_plain(condition)).decode()
 
 
 def parse_condition(value: object) -> Condition:
-    """Give the condition a JSON value says; what is not understood is refused.
+    """Return the condition a JSON value says; what is not understood is refused.
 
     A tree that is too deep is for check_structure to refuse; what is far too deep in it is not read.
     """
@@ -352,7 +352,7 @@ def parse_condition(value: object) -> Condition:
 
 @lru_cache(maxsize=1024)
 def read_stored_condition(text: str) -> Condition:
-    """Give the condition a row holds; what this version does not understand stays in it, and is never met."""
+    """Return the condition a row holds; what this version does not understand stays in it, and is never met."""
     try:
         return _read(msgspec.json.decode(text), "", 1, None)
     except (msgspec.DecodeError, RecursionError):
@@ -360,7 +360,7 @@ def read_stored_condition(text: str) -> Condition:
 
 
 def _read(plain: Any, path: str, depth: int, given: _Read | None) -> Condition:
-    """Give the condition of a JSON value: a caller's, with what was read of it before, or a stored one."""
+    """Return the condition of a JSON value: a caller's, with what was read of it before, or a stored one."""
     if given is not None and (known := given.get((id(plain), depth))) is not None:
         return known[1]
     try:
@@ -398,7 +398,7 @@ def _read_known(plain: Any, path: str, depth: int, given: _Read | None) -> Condi
 
 
 def check_word(words: type[Word], value: object, field: str) -> Word:
-    """Give the word of a fixed set that an argument is."""
+    """Return the word of a fixed set that an argument is."""
     word = word_of(words, value)
     if word is None:
         raise error("invalid_input", f"{field}: must be one of {', '.join(words)}")

@@ -102,7 +102,7 @@ class DeliveryTarget:
     """The tokens that were refused."""
 
     def authenticate(self, signal: NewSignal, keys: Mapping[str, RingKey]) -> Waitpoint | EngineError:
-        """Give the waitpoint of a signal whose token is that waitpoint's own, else why the token is refused."""
+        """Return the waitpoint of a signal whose token is that waitpoint's own, else why the token is refused."""
         waitpoint = self.waitpoints.get(signal.waitpoint_id)
         try:
             verify_token(

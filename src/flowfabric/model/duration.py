@@ -12,7 +12,7 @@ Duration = float | timedelta
 
 
 def milliseconds(given: object, name: str, *, least: int = 0, most: int = MAX_MS, code: str = "invalid_input") -> int:
-    """Give the milliseconds of a duration; `code` is the error code of one that is out of range."""
+    """Return the milliseconds of a duration; `code` is the error code of one that is out of range."""
     seconds = given.total_seconds() if isinstance(given, timedelta) else given
     if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not math.isfinite(seconds):
         raise error("invalid_input", f"{name}: expected seconds or a timedelta, got {shown(given)}")

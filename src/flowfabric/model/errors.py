@@ -191,7 +191,7 @@ class StreamBackpressureError(EngineError):
 
 
 def error(code: str, detail: Detail = None) -> EngineError:
-    """Give the error of a code, as the exception of its category."""
+    """Return the error of a code, as the exception of its category."""
     category, _ = CODES[code]
     return _ERRORS[category](code, detail)
 

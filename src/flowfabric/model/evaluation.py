@@ -118,7 +118,7 @@ class Outline:
 
 @lru_cache(maxsize=1024)
 def outline_of(condition: Condition) -> Outline:
-    """Give the outline of a condition."""
+    """Return the outline of a condition."""
     return Outline(condition)
 
 

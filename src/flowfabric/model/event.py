@@ -63,7 +63,7 @@ class CompletionOutcome(IntEnum):
 
     @classmethod
     def of(cls, outcome: TerminalOutcome) -> Self:
-        """Give what the feed reports for an ending."""
+        """Return what the feed reports for an ending."""
         return cls[outcome.name]
 
 

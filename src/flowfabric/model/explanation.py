@@ -221,7 +221,7 @@ class Explanation:
 
 
 def summarise(public_state: PublicState, reasons: Sequence[Reason]) -> str:
-    """Give the sentence for a person: the state, and what holds it."""
+    """Return the sentence for a person: the state, and what holds it."""
     state = public_state.value.replace("_", " ")
     if not reasons:
         return state

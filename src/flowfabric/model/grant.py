@@ -165,7 +165,7 @@ def sign_grant(
     worker_instance_id: str,
     expires_at_ms: int,
 ) -> str:
-    """Give the key of a grant: what it is for, until when, and the signature over that and the worker."""
+    """Return the key of a grant: what it is for, until when, and the signature over that and the worker."""
     digest = key.digest(_message(kind, execution_id, worker_id, worker_instance_id, expires_at_ms))
     prefix = _RECLAIM_PREFIX if kind is GrantKind.RECLAIM else _PREFIX
     return f"{prefix}{execution_id}:{expires_at_ms}:{key.kid}:{digest}"
@@ -196,7 +196,7 @@ def parse_grant_key(text: object) -> GrantKey:
 
 
 def grant_id(grant_key: str) -> bytes:
-    """Give what a grant is stored under, from which its key cannot be made."""
+    """Return what a grant is stored under, from which its key cannot be made."""
     return hashlib.sha256(grant_key.encode("utf-8", "replace")).digest()
 
 

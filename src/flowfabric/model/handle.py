@@ -91,7 +91,7 @@ class Handle(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     @classmethod
     def decode(cls, opaque: bytes, kind: HandleKind, backend: str = Backend.POSTGRES) -> Self:
-        """Give the handle that stored bytes stand for."""
+        """Return the handle that stored bytes stand for."""
         reader = _Reader(opaque)
         embedded = reader.backend()
         handle = cls(
@@ -113,7 +113,7 @@ class Handle(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         return handle
 
     def to_json(self) -> dict[str, str]:
-        """Give the JSON object of this handle."""
+        """Return the JSON object of this handle."""
         return {
             "backend": self.backend.value,
             "kind": self.kind.value,
@@ -122,7 +122,7 @@ class Handle(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     @classmethod
     def from_json(cls, value: object) -> Self:
-        """Give the handle a JSON object stands for."""
+        """Return the handle a JSON object stands for."""
         if not isinstance(value, Mapping):
             raise error("invalid_input", "handle: must be an object")
         backend = _word(Backend, value.get("backend"), "handle.backend")
@@ -138,7 +138,7 @@ class Handle(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 def check_handle(value: object) -> Handle:
-    """Give the handle of this engine that a caller hands in."""
+    """Return the handle of this engine that a caller hands in."""
     if not isinstance(value, Handle):
         raise error("invalid_input", "handle: must be a Handle")
     if value.backend != Backend.POSTGRES:

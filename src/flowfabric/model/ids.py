@@ -53,7 +53,7 @@ _CANONICAL_EXECUTION_ID = re.compile(r"\{fp:(?:0|[1-9][0-9]{0,3})\}:[0-9a-f]{8}-
 
 
 def parse_execution_id(value: object) -> ExecutionId:
-    """Give the canonical text of an execution id, from that or from its plain form, the UUID in lower case."""
+    """Return the canonical text of an execution id, from that or from its plain form, the UUID in lower case."""
     if type(value) is str and _CANONICAL_EXECUTION_ID.fullmatch(value):
         return ExecutionId(value)
     index, tag_end, uuid_text = "", "", ""
@@ -71,7 +71,7 @@ def parse_execution_id(value: object) -> ExecutionId:
 
 
 def plain_id(execution_id: ExecutionId | str) -> str:
-    """Give the form of an execution id for URLs, shells and file names, `fp105-<uuid>`: letters, digits and hyphens.
+    """Return the form of an execution id for URLs, shells and file names, `fp105-<uuid>`: letters, digits and hyphens.
 
     Whatever takes an execution id takes this form too, and answers with the canonical one.
     """
@@ -80,12 +80,12 @@ def plain_id(execution_id: ExecutionId | str) -> str:
 
 
 def split_execution_id(execution_id: ExecutionId) -> tuple[int, str]:
-    """Give the partition index and the UUID text of a parsed execution id."""
+    """Return the partition index and the UUID text of a parsed execution id."""
     return int(execution_id[INDEX_PART]), execution_id[UUID_PART]
 
 
 def row_key(execution_id: ExecutionId) -> tuple[int, str]:
-    """Give the partition index and the UUID text of a parsed execution id that a row may have."""
+    """Return the partition index and the UUID text of a parsed execution id that a row may have."""
     partition = int(execution_id[INDEX_PART])
     if partition > _MAX_STORED_INDEX:
         raise error("invalid_input", f"execution_id: partition index {partition} exceeds i16 range")
@@ -93,22 +93,22 @@ def row_key(execution_id: ExecutionId) -> tuple[int, str]:
 
 
 def format_execution_id(partition: int, uuid: uuid.UUID | str) -> ExecutionId:
-    """Give the execution id of a partition index and a UUID (or its canonical text)."""
+    """Return the execution id of a partition index and a UUID (or its canonical text)."""
     return ExecutionId(ID_FORMAT % (partition, uuid))
 
 
 def id_head(partition: int) -> str:
-    """Give what the ids of the executions of a partition begin with; the text of the UUID follows."""
+    """Return what the ids of the executions of a partition begin with; the text of the UUID follows."""
     return ID_FORMAT % (partition, "")
 
 
 def partition_text(execution_id: ExecutionId) -> str:
-    """Give the partition key that leads an execution id."""
+    """Return the partition key that leads an execution id."""
     return execution_id[KEY_PART]
 
 
 def check_partition(execution_id: ExecutionId, count: int) -> int:
-    """Give the partition index of a parsed execution id that this deployment has."""
+    """Return the partition index of a parsed execution id that this deployment has."""
     partition, _ = row_key(execution_id)
     if partition < count:
         return partition
@@ -127,7 +127,7 @@ def _refusal(reason: str, value: object) -> EngineError:
 
 
 def fnv1a_64(data: bytes) -> int:
-    """Give the 64-bit FNV-1a hash."""
+    """Return the 64-bit FNV-1a hash."""
     digest = 0xCBF29CE484222325
     for byte in data:
         digest = ((digest ^ byte) * 0x100000001B3) & 0xFFFFFFFFFFFFFFFF
@@ -135,35 +135,35 @@ def fnv1a_64(data: bytes) -> int:
 
 
 def log_digest(text: str) -> str:
-    """Give eight hex digits that stand for a text in logs."""
+    """Return eight hex digits that stand for a text in logs."""
     digest = fnv1a_64(text.encode())
     return f"{(digest ^ (digest >> 32)) & 0xFFFFFFFF:08x}"
 
 
 def flow_partition(flow_id: FlowId, count: int) -> int:
-    """Give the partition index of a flow and of every execution in it."""
+    """Return the partition index of a flow and of every execution in it."""
     return crc_hqx(flow_id.bytes, 0) % count
 
 
 @lru_cache(maxsize=4096)
 def lane_partition(lane_id: LaneId, count: int) -> int:
-    """Give the partition index of an execution outside any flow."""
+    """Return the partition index of an execution outside any flow."""
     return crc_hqx(lane_id.encode(), 0) % count
 
 
 def budget_partition(budget_id: BudgetId, count: int) -> int:
-    """Give the partition index of a budget."""
+    """Return the partition index of a budget."""
     return crc_hqx(budget_id.bytes, 0) % count
 
 
 def quota_partition(quota_policy_id: QuotaPolicyId, count: int) -> int:
-    """Give the partition index of a quota policy."""
+    """Return the partition index of a quota policy."""
     return crc_hqx(quota_policy_id.bytes, 0) % count
 
 
 @lru_cache(maxsize=4096)
 def worker_partition(worker_instance_id: WorkerInstanceId) -> int:
-    """Give the partition index of a worker registry entry."""
+    """Return the partition index of a worker registry entry."""
     return fnv1a_64(worker_instance_id.encode()) % WORKER_PARTITIONS
 
 
@@ -184,7 +184,7 @@ class Partitions:
                 raise error("invalid_input", f"num_{family}_partitions: {count!r} is not in 1..{MAX_PARTITION_COUNT}")
 
     def of_lane(self, lane_id: LaneId) -> int:
-        """Give the partition index of an execution of this lane that is outside any flow."""
+        """Return the partition index of an execution of this lane that is outside any flow."""
         return self.solo(lane_id, self.flow)
 
 
@@ -209,7 +209,7 @@ class PartitionKey:
 
 
 def parse_partition_key(value: object) -> PartitionKey:
-    """Give the partition key a wire text stands for."""
+    """Return the partition key a wire text stands for."""
     if not isinstance(value, str) or len(value) < 2 or value[0] != "{" or value[-1] != "}":
         raise _refusal("MissingBraces", value)
     prefix, colon, index = value[1:-1].partition(":")
@@ -233,13 +233,13 @@ def mint_solo(lane_id: str, partitions: Partitions) -> ExecutionId:
 
 
 def deterministic_for_flow(flow_id: uuid.UUID | str, uuid: uuid.UUID | str, partitions: Partitions) -> ExecutionId:
-    """Give the one id of a flow member that carries the caller's UUID."""
+    """Return the one id of a flow member that carries the caller's UUID."""
     flow = FlowId(parse_uuid(flow_id, "flow_id"))
     return format_execution_id(flow_partition(flow, partitions.flow), parse_uuid(uuid, "uuid"))
 
 
 def deterministic_solo(lane_id: str, uuid: uuid.UUID | str, partitions: Partitions) -> ExecutionId:
-    """Give the one id of an execution outside any flow that carries the caller's UUID."""
+    """Return the one id of an execution outside any flow that carries the caller's UUID."""
     return format_execution_id(partitions.of_lane(check_lane_id(lane_id)), parse_uuid(uuid, "uuid"))
 
 
@@ -286,7 +286,7 @@ def uuid7() -> uuid.UUID:
 
 
 def check_lane_id(value: object) -> LaneId:
-    """Give the lane id a text is: 1 to 64 printable ASCII characters."""
+    """Return the lane id a text is: 1 to 64 printable ASCII characters."""
     if not isinstance(value, str):
         raise error("invalid_input", "lane_id: must be text")
     return _check_lane_text(value)
@@ -306,7 +306,7 @@ def _check_lane_text(value: str) -> LaneId:
 
 
 def check_worker_id(value: object, field: str) -> str:
-    """Give a worker or worker instance id: 1 to 256 bytes without whitespace or control characters."""
+    """Return a worker or worker instance id: 1 to 256 bytes without whitespace or control characters."""
     if not isinstance(value, str):
         raise error("invalid_input", f"{field}: must be text")
     return _check_worker_text(value, field)
@@ -325,7 +325,7 @@ def _check_worker_text(value: str, field: str) -> str:
 
 
 def parse_uuid(value: object, field: str) -> uuid.UUID:
-    """Give the UUID a value is, or the text of one says."""
+    """Return the UUID a value is, or the text of one says."""
     if isinstance(value, uuid.UUID):
         return value
     if isinstance(value, str) and _UUID.fullmatch(value):

@@ -86,7 +86,7 @@ class HmacKids:
 
 
 def check_kid(value: object, code: str) -> str:
-    """Give the name of a key: text without a colon, which separates it from what it signed."""
+    """Return the name of a key: text without a colon, which separates it from what it signed."""
     try:
         kid = check_text(value, "kid")
     except EngineError as refused:
@@ -99,19 +99,19 @@ def check_kid(value: object, code: str) -> str:
 
 
 def check_secret(value: object, code: str) -> bytes:
-    """Give the bytes of a secret written as 64 hex digits; a refusal does not repeat it."""
+    """Return the bytes of a secret written as 64 hex digits; a refusal does not repeat it."""
     if not isinstance(value, str) or not _SECRET.fullmatch(value):
         raise error(code, "secret_hex must be 64 hex characters (256-bit secret)")
     return bytes.fromhex(value)
 
 
 def unusable(kid: str) -> EngineError:
-    """Give the error for a stored secret that is none, or is sealed and cannot be opened."""
+    """Return the error for a stored secret that is none, or is sealed and cannot be opened."""
     return error("corruption", f"the stored secret of kid {kid!r} is unusable: not one, or of another FF_SECRET_KEY")
 
 
 def check_grace(value: object) -> int:
-    """Give how long a key that signs no more still verifies."""
+    """Return how long a key that signs no more still verifies."""
     if type(value) is not int or not 0 <= value <= MAX_GRACE_MS:
         raise error("invalid_grace_ms", f"grace_ms: 0 to {MAX_GRACE_MS}, got {value!r}")
     return value

@@ -10,7 +10,7 @@ MAX_KINDS = 1000
 
 
 def check_kinds(values: object, *, least: int = 1) -> tuple[str, ...]:
-    """Give the kinds a worker runs, sorted and without repeats."""
+    """Return the kinds a worker runs, sorted and without repeats."""
     items = check_items(values, "kinds")
     try:
         return _check_kinds(items, least)

@@ -22,7 +22,6 @@ from flowfabric.model.policy_checks import (
     check_words,
     choice,
     has_ascii_control,
-    settle,
     text_of,
     texts,
     wrong,
@@ -77,7 +76,7 @@ class ExponentialBackoff:
             raise wrong("retry_policy.backoff.multiplier", "must be a number")
         if not 0 < multiplier <= MAX_MS:
             raise wrong("retry_policy.backoff.multiplier", f"must be above 0 and at most {MAX_MS}")
-        settle(self, "multiplier", float(multiplier))
+        set_field(self, "multiplier", float(multiplier))
         if not isinstance(self.jitter, bool):
             raise wrong("retry_policy.backoff.jitter", "must be true or false")
 
@@ -97,7 +96,7 @@ class RetryPolicy:
         """Refuse what is no policy."""
         check_whole(self.max_retries, "retry_policy.max_retries", high=INT32)
         check_part(self.backoff, Backoff, "retry_policy.backoff")
-        settle(self, "retryable_categories", texts(self.retryable_categories, "retry_policy.retryable_categories"))
+        set_field(self, "retryable_categories", texts(self.retryable_categories, "retry_policy.retryable_categories"))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -127,7 +126,7 @@ class SuspensionPolicy:
         check_optional_whole(self.default_timeout_ms, "suspension_policy.default_timeout_ms")
         given: object = self.timeout_behavior
         word = TimeoutBehavior.AUTO_RESUME_WITH_TIMEOUT_SIGNAL if given == "auto_resume" else given
-        settle(self, "timeout_behavior", choice(TimeoutBehavior, word, "suspension_policy.timeout_behavior"))
+        set_field(self, "timeout_behavior", choice(TimeoutBehavior, word, "suspension_policy.timeout_behavior"))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -156,7 +155,7 @@ class FallbackPolicy:
         tiers = array(self.tiers, "fallback_policy.tiers")
         for tier in tiers:
             check_part(tier, FallbackTier, "fallback_policy.tiers")
-        settle(self, "tiers", tiers)
+        set_field(self, "tiers", tiers)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -169,7 +168,9 @@ class RoutingRequirements:
 
     def __post_init__(self) -> None:
         """Refuse what is no policy."""
-        settle(self, "required_capabilities", check_tokens(self.required_capabilities, "required", has_ascii_control))
+        set_field(
+            self, "required_capabilities", check_tokens(self.required_capabilities, "required", has_ascii_control)
+        )
         check_optional_words(self.preferred_locality, "routing_requirements.preferred_locality")
         check_optional_words(self.isolation_level, "routing_requirements.isolation_level")
 
@@ -184,7 +185,9 @@ class StreamPolicy:
 
     def __post_init__(self) -> None:
         """Refuse what is no policy."""
-        settle(self, "durability_mode", choice(DurabilityMode, self.durability_mode, "stream_policy.durability_mode"))
+        set_field(
+            self, "durability_mode", choice(DurabilityMode, self.durability_mode, "stream_policy.durability_mode")
+        )
         check_whole(self.retention_maxlen, "stream_policy.retention_maxlen", high=INT32)
         check_optional_whole(self.retention_ttl_ms, "stream_policy.retention_ttl_ms")
 
@@ -218,9 +221,9 @@ class ExecutionPolicy:
         check_optional_whole(self.dedup_window_ms, "dedup_window_ms", low=-MAX_MS)
         for name, part in _PARTS.items():
             check_part(getattr(self, name), part | None, name)
-        settle(self, "budget_ids", texts(self.budget_ids, "budget_ids"))
+        set_field(self, "budget_ids", texts(self.budget_ids, "budget_ids"))
         if self.quota_policy_id is not None:
-            settle(self, "quota_policy_id", text_of(self.quota_policy_id, "quota_policy_id"))
+            set_field(self, "quota_policy_id", text_of(self.quota_policy_id, "quota_policy_id"))
 
     @property
     def required_capabilities(self) -> tuple[str, ...]:
@@ -239,7 +242,7 @@ _PARTS: Mapping[str, type] = {
 
 
 def parse_policy(value: ExecutionPolicy | Mapping[str, object] | str | bytes | None) -> ExecutionPolicy | None:
-    """Give the policy a JSON object or text says; empty text says none."""
+    """Return the policy a JSON object or text says; empty text says none."""
     if value is None or isinstance(value, ExecutionPolicy):
         return value
     if isinstance(value, str | bytes):
@@ -249,7 +252,7 @@ def parse_policy(value: ExecutionPolicy | Mapping[str, object] | str | bytes | N
 
 @lru_cache(maxsize=1024)
 def read_stored_policy(text: str | None) -> ExecutionPolicy | None:
-    """Give the policy a row holds, without what only a newer version that runs beside this one understands."""
+    """Return the policy a row holds, without what only a newer version that runs beside this one understands."""
     if not text:
         return None
     try:
@@ -274,7 +277,7 @@ def _known(part: type, plain: Mapping[str, object]) -> dict[str, object]:
 
 
 def parse_retry_policy(value: RetryPolicy | Mapping[str, object] | str | bytes | None) -> RetryPolicy | None:
-    """Give the retry policy a JSON object or text says; empty text says none."""
+    """Return the retry policy a JSON object or text says; empty text says none."""
     if value is None or isinstance(value, RetryPolicy):
         return value
     plain = _decode(value) if isinstance(value, str | bytes) else value
@@ -291,7 +294,7 @@ _parse_cached = lru_cache(maxsize=1024)(_parse_text)
 
 @lru_cache(maxsize=1024)
 def policy_json(policy: ExecutionPolicy) -> str:
-    """Give the compact JSON text of a policy, without the fields that hold their default."""
+    """Return the compact JSON text of a policy, without the fields that hold their default."""
     return msgspec.json.encode(_plain(policy)).decode()
 
 
@@ -397,7 +400,7 @@ def _plain(value: Any) -> object:
 
 
 def check_capabilities(values: object) -> tuple[str, ...]:
-    """Give what a worker offers, sorted and without repeats."""
+    """Return what a worker offers, sorted and without repeats."""
     if isinstance(values, list | tuple):
         try:
             return _check_offered(tuple(values))
@@ -412,14 +415,14 @@ def _check_offered(values: tuple[object, ...]) -> tuple[str, ...]:
 
 
 def may_retry(retry_policy: RetryPolicy | None, *, retry_count: int, category: str) -> bool:
-    """Tell whether a failed attempt of a category is followed by another."""
+    """Return whether a failed attempt of a category is followed by another."""
     if retry_policy is None or retry_count >= retry_policy.max_retries or category in _NEVER_RETRIED:
         return False
     return not retry_policy.retryable_categories or category in retry_policy.retryable_categories
 
 
 def retry_delay_ms(backoff: Backoff | None, retry_count: int, *, draw: float) -> int:
-    """Give the pause before the next retry; `draw`, from [0, 1), decides where jitter is asked for."""
+    """Return the pause before the next retry; `draw`, from [0, 1), decides where jitter is asked for."""
     match backoff:
         case None:
             return DEFAULT_RETRY_DELAY_MS
@@ -444,12 +447,12 @@ def _grown_delay(backoff: ExponentialBackoff, retry_count: int) -> int:
 
 
 def reclaim_cap(policy: ExecutionPolicy | None, argument: int | None = None) -> int:
-    """Give how many reclaims an execution may have."""
+    """Return how many reclaims an execution may have."""
     if policy is not None:
         return policy.max_reclaim_count
     return DEFAULT_RECLAIM_CAP if argument is None else argument
 
 
 def dedup_window_ms(policy: ExecutionPolicy | None) -> int:
-    """Give how long an idempotency key is remembered; nothing is recorded at 0 or below."""
+    """Return how long an idempotency key is remembered; nothing is recorded at 0 or below."""
     return DAY_MS if policy is None or policy.dedup_window_ms is None else policy.dedup_window_ms

@@ -19,7 +19,7 @@ _ASCII_CONTROL = re.compile(r"[\x00-\x20\x7f]")
 
 
 def wrong(path: str, rule: str) -> EngineError:
-    """Give the refusal of a field."""
+    """Return the refusal of a field."""
     return error("invalid_policy_json", f"{path} {rule}")
 
 
@@ -61,26 +61,26 @@ def check_optional_words(value: object, path: str) -> None:
 
 
 def text_of(value: object, path: str) -> str:
-    """Give the text of an id handed in as text or as a UUID."""
+    """Return the text of an id handed in as text or as a UUID."""
     text = str(value) if isinstance(value, UUID) else value
     check_words(text, path)
     return str(text)
 
 
 def array(value: object, path: str) -> tuple[Any, ...]:
-    """Give the items of a list."""
+    """Return the items of a list."""
     if not isinstance(value, list | tuple):
         raise wrong(path, "must be a list")
     return tuple(value)
 
 
 def texts(value: object, path: str) -> tuple[str, ...]:
-    """Give the texts of a list."""
+    """Return the texts of a list."""
     return tuple(text_of(item, path) for item in array(value, path))
 
 
 def choice(words: type[Word], value: object, path: str) -> Word:
-    """Give the word of a fixed set that a value is."""
+    """Return the word of a fixed set that a value is."""
     word = word_of(words, value)
     if word is None:
         raise wrong(path, f"must be one of {', '.join(words)}")
@@ -88,7 +88,7 @@ def choice(words: type[Word], value: object, path: str) -> Word:
 
 
 def check_tokens(values: object, side: str, is_unclean: Callable[[str], bool]) -> tuple[str, ...]:
-    """Give capability tokens sorted and without repeats; `side` names who is at fault."""
+    """Return capability tokens sorted and without repeats; `side` names who is at fault."""
     if not isinstance(values, list | tuple | AbstractSet):
         raise error("invalid_capabilities", f"{side}:not_array")
     for token in values:
@@ -105,7 +105,7 @@ def check_tokens(values: object, side: str, is_unclean: Callable[[str], bool]) -
 
 
 def has_ascii_control(token: str) -> bool:
-    """Tell whether any byte is an ASCII space or control character."""
+    """Return whether any byte is an ASCII space or control character."""
     return _ASCII_CONTROL.search(token) is not None
 
 

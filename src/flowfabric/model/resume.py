@@ -10,7 +10,7 @@ import msgspec
 
 from flowfabric.model.condition import check_word
 from flowfabric.model.errors import error
-from flowfabric.model.policy_checks import MAX_MS, settle
+from flowfabric.model.policy_checks import MAX_MS, set_field
 from flowfabric.model.states import PublicState
 from flowfabric.model.text import check_range
 
@@ -33,7 +33,7 @@ class ResumePolicy:
 
     def __post_init__(self) -> None:
         """Refuse what is no policy."""
-        settle(self, "resume_target", check_word(ResumeTarget, self.resume_target, "resume_policy.resume_target"))
+        set_field(self, "resume_target", check_word(ResumeTarget, self.resume_target, "resume_policy.resume_target"))
         for name in ("consume_matched_signals", "retain_signal_buffer_until_closed", "close_waitpoint_on_resume"):
             if not isinstance(getattr(self, name), bool):
                 raise error("invalid_input", f"resume_policy.{name}: must be true or false")
@@ -41,7 +41,7 @@ class ResumePolicy:
             check_range(self.resume_delay_ms, "resume_policy.resume_delay_ms", 0, MAX_MS)
 
     def delay_ms(self, signal_delay_ms: int | None) -> int:
-        """Give the pause between the closing signal and the resume."""
+        """Return the pause between the closing signal and the resume."""
         return (self.resume_delay_ms or 0) if signal_delay_ms is None else signal_delay_ms
 
 
@@ -49,7 +49,7 @@ _RESUME_FIELDS = frozenset(each.name for each in fields(ResumePolicy))
 
 
 def parse_resume_policy(value: object) -> ResumePolicy:
-    """Give the policy a JSON object says; a field left out or null has its default."""
+    """Return the policy a JSON object says; a field left out or null has its default."""
     if isinstance(value, ResumePolicy):
         return value
     if not isinstance(value, Mapping) or not set(value) <= _RESUME_FIELDS:
@@ -58,13 +58,13 @@ def parse_resume_policy(value: object) -> ResumePolicy:
 
 
 def resume_policy_json(policy: ResumePolicy) -> str:
-    """Give the JSON text of a policy, as it is stored."""
+    """Return the JSON text of a policy, as it is stored."""
     return msgspec.json.encode(asdict(policy)).decode()
 
 
 @lru_cache(maxsize=1024)
 def read_stored_resume_policy(text: str | None) -> ResumePolicy:
-    """Give the policy a row holds, without what only a newer version that runs beside this one understands."""
+    """Return the policy a row holds, without what only a newer version that runs beside this one understands."""
     plain = msgspec.json.decode(text or "{}", type=dict[str, Any])
     return parse_resume_policy({name: given for name, given in plain.items() if name in _RESUME_FIELDS})
 

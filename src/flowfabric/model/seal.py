@@ -25,14 +25,14 @@ class Seals:
         self._ciphers = [AESGCM(key) for key in keys]
 
     def seal(self, kid: str, secret: bytes) -> bytes:
-        """Give what is stored of a secret."""
+        """Return what is stored of a secret."""
         if not self._ciphers:
             return secret
         nonce = secrets.token_bytes(_NONCE_BYTES)
         return _FORMAT + nonce + self._ciphers[0].encrypt(nonce, secret, kid.encode())
 
     def open(self, kid: str, stored: bytes) -> bytes:
-        """Give the secret that is stored, or refuse with `corruption` what cannot be opened."""
+        """Return the secret that is stored, or refuse with `corruption` what cannot be opened."""
         if not is_sealed(stored):
             if len(stored) == SECRET_BYTES:
                 return stored

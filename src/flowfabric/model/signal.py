@@ -100,7 +100,7 @@ class NewSignal:
 
     @classmethod
     def of(cls, **given: Any) -> Self:
-        """Give the signal that arguments of a call describe; ids and token may be texts."""
+        """Return the signal that arguments of a call describe; ids and token may be texts."""
         return cls(**given)
 
     def __post_init__(self) -> None:
@@ -168,7 +168,7 @@ class NewSignal:
 
 
 def approval_key(signal_name: str, suffix: str, source_identity: str) -> str:
-    """Give the idempotency key of an approval: another one for every other signal name, suffix or approver."""
+    """Return the idempotency key of an approval: another one for every other signal name, suffix or approver."""
     parts = (signal_name, suffix, source_identity) if source_identity else (signal_name, suffix)
     # The separator is quoted within a part, so that texts with colons cannot run into each other.
     key = ":".join(("approval", *(part.replace("%", "%25").replace(":", "%3A") for part in parts)))
@@ -221,5 +221,5 @@ class ResumeSignal:
 
 
 def smallest_limit(*limits: int | None) -> int | None:
-    """Give the strictest of some limits of which 0 sets none; None when no limit is set."""
+    """Return the strictest of some limits of which 0 sets none; None when no limit is set."""
     return min(filter(None, limits), default=None)

@@ -214,7 +214,7 @@ _WAITS = {
 def derive_public_state(
     phase: LifecyclePhase, eligibility: EligibilityState, outcome: TerminalOutcome, attempt: AttemptState
 ) -> PublicState:
-    """Give the one word for a state; every combination has one."""
+    """Return the one word for a state; every combination has one."""
     match phase:
         case LifecyclePhase.TERMINAL:
             return _ENDINGS[outcome]

@@ -25,7 +25,7 @@ from flowfabric.model.handle import Handle
 from flowfabric.model.ids import ExecutionId, SuspensionId, WaitpointId, parse_uuid
 from flowfabric.model.lease import AlreadySatisfied
 from flowfabric.model.policy import SuspensionPolicy
-from flowfabric.model.policy_checks import MAX_MS, settle
+from flowfabric.model.policy_checks import MAX_MS, set_field
 from flowfabric.model.resume import ResumePolicy, parse_resume_policy
 from flowfabric.model.states import BlockingReason, TimeoutBehavior
 from flowfabric.model.text import check_range, check_short, check_text, shorten
@@ -65,7 +65,7 @@ _BLOCKING: Mapping[str | None, BlockingReason] = {
 
 
 def blocking_reason_of(reason_code: str | None) -> BlockingReason:
-    """Give what an execution suspended for a stored reason shows as blocking it."""
+    """Return what an execution suspended for a stored reason shows as blocking it."""
     return _BLOCKING.get(reason_code, BlockingReason.WAITING_FOR_SIGNAL)
 
 
@@ -79,13 +79,13 @@ class SuspensionRequester(StrEnum):
 
 
 def parse_timeout_behavior(value: object) -> TimeoutBehavior:
-    """Give the timeout behaviour an argument is."""
+    """Return the timeout behaviour an argument is."""
     word = TimeoutBehavior.AUTO_RESUME_WITH_TIMEOUT_SIGNAL if value == "auto_resume" else value
     return check_word(TimeoutBehavior, word, "timeout_behavior")
 
 
 def read_stored_timeout_behavior(value: str | None) -> TimeoutBehavior:
-    """Give the timeout behaviour a row holds; none is `fail`."""
+    """Return the timeout behaviour a row holds; none is `fail`."""
     try:
         return parse_timeout_behavior(value or TimeoutBehavior.FAIL)
     except EngineError as refused:
@@ -133,14 +133,14 @@ class SuspendArgs:
 
     def __post_init__(self) -> None:
         """Refuse fields of the wrong kind; whether they go together, check_suspend tells."""
-        settle(self, "suspension_id", parse_uuid(self.suspension_id, "suspension_id"))
+        set_field(self, "suspension_id", parse_uuid(self.suspension_id, "suspension_id"))
         if not isinstance(self.waitpoints, list | tuple):
             raise error("invalid_input", "waitpoints: must be a list")
-        settle(self, "waitpoints", tuple(parse_binding(each) for each in self.waitpoints))
-        settle(self, "resume_condition", parse_condition(self.resume_condition))
-        settle(self, "resume_policy", parse_resume_policy(self.resume_policy))
-        settle(self, "reason_code", check_word(SuspensionReason, self.reason_code, "reason_code"))
-        settle(self, "requested_by", check_word(SuspensionRequester, self.requested_by, "requested_by"))
+        set_field(self, "waitpoints", tuple(parse_binding(each) for each in self.waitpoints))
+        set_field(self, "resume_condition", parse_condition(self.resume_condition))
+        set_field(self, "resume_policy", parse_resume_policy(self.resume_policy))
+        set_field(self, "reason_code", check_word(SuspensionReason, self.reason_code, "reason_code"))
+        set_field(self, "requested_by", check_word(SuspensionRequester, self.requested_by, "requested_by"))
         if self.timeout_at is not None:
             check_range(self.timeout_at, "timeout_at", -MAX_MS, MAX_MS)
         if self.timeout_ms is not None:
@@ -148,11 +148,11 @@ class SuspendArgs:
             if self.timeout_at is not None:
                 raise error("invalid_input", "timeout_ms: give it or timeout_at, not both")
         if self.timeout_behavior is not None:
-            settle(self, "timeout_behavior", parse_timeout_behavior(self.timeout_behavior))
+            set_field(self, "timeout_behavior", parse_timeout_behavior(self.timeout_behavior))
         if self.continuation_metadata_pointer is not None:
             check_text(self.continuation_metadata_pointer, "continuation_metadata_pointer")
         key = None if self.idempotency_key == "" else self.idempotency_key
-        settle(self, "idempotency_key", None if key is None else check_short(key, "idempotency_key"))
+        set_field(self, "idempotency_key", None if key is None else check_short(key, "idempotency_key"))
 
     @property
     def has_timeout(self) -> bool:
@@ -231,7 +231,7 @@ def check_deadline(timeout_at: int | None, now: int) -> None:
 
 
 def deadline_of(args: SuspendArgs, policy: SuspensionPolicy | None, now: int) -> tuple[int | None, TimeoutBehavior]:
-    """Give when a suspension times out and what happens then: as its arguments say, else the execution's policy."""
+    """Return when a suspension times out and what happens then: as its arguments say, else the execution's policy."""
     if args.timeout_ms is not None:
         return now + args.timeout_ms, args.timeout_behavior or TimeoutBehavior.FAIL
     if args.timeout_at is not None or policy is None or policy.default_timeout_ms is None:
@@ -240,7 +240,7 @@ def deadline_of(args: SuspendArgs, policy: SuspensionPolicy | None, now: int) ->
 
 
 def replay_window_ms(timeout_at: int | None, now: int) -> int:
-    """Give how long the answer to an idempotency key is kept."""
+    """Return how long the answer to an idempotency key is kept."""
     if timeout_at is None:
         return LONGEST_REPLAY_MS
     return min(max(timeout_at - now, 0) + REPLAY_MARGIN_MS, LONGEST_REPLAY_MS)

@@ -13,7 +13,7 @@ _KEY = re.compile(r"[a-z][a-z0-9_]*\.[a-z0-9_][a-z0-9_.]*", re.ASCII)
 
 
 def check_tag_key(key: object) -> str:
-    """Give a tag key: a lower-case namespace, a dot and a name."""
+    """Return a tag key: a lower-case namespace, a dot and a name."""
     if not isinstance(key, str):
         raise error("invalid_tag_key", shown(key))
     return _check_key_text(key)
@@ -27,7 +27,7 @@ def _check_key_text(key: str) -> str:
 
 
 def check_tags(tags: Mapping[str, str] | None) -> dict[str, str]:
-    """Give a copy of tags whose keys and values may be stored."""
+    """Return a copy of tags whose keys and values may be stored."""
     if tags is None:
         return {}
     if type(tags) is not dict and not isinstance(tags, Mapping):

@@ -17,7 +17,7 @@ MAX_BATCH = 1000
 
 
 def check_text(value: object, field: str) -> str:
-    """Give a text the store can hold: valid Unicode without NUL."""
+    """Return a text the store can hold: valid Unicode without NUL."""
     if not isinstance(value, str):
         raise error("invalid_input", f"{field}: must be text, got {shown(value)}")
     if "\0" in value:
@@ -31,7 +31,7 @@ def check_text(value: object, field: str) -> str:
 
 
 def check_length(value: object, field: str, most: int) -> str:
-    """Give a text the store can hold of at most so many characters."""
+    """Return a text the store can hold of at most so many characters."""
     text = check_text(value, field)
     if len(text) > most:
         raise error("invalid_input", f"{field}: at most {most} characters, got {len(text)}")
@@ -39,7 +39,7 @@ def check_length(value: object, field: str, most: int) -> str:
 
 
 def check_short(value: object, field: str) -> str:
-    """Give a text that fits a key of the store: not empty, and at most 1024 bytes."""
+    """Return a text that fits a key of the store: not empty, and at most 1024 bytes."""
     text = check_text(value, field)
     if not text:
         raise error("invalid_input", f"{field}: must not be empty")
@@ -55,7 +55,7 @@ def check_range(value: object, field: str, least: int, most: int) -> None:
 
 
 def check_limit(value: object, most: int) -> int:
-    """Give the length of a page: what is asked for, or the most there is."""
+    """Return the length of a page: what is asked for, or the most there is."""
     if type(value) is not int or value < 0:
         raise error("invalid_input", f"limit: a whole number from 0 on, of which {most} count; got {shown(value)}")
     return min(value, most)
@@ -70,24 +70,24 @@ def check_batch(items: object, field: str) -> None:
 
 
 def check_items(value: object, field: str) -> tuple[object, ...]:
-    """Give what a collection holds; a text is none."""
+    """Return what a collection holds; a text is none."""
     if isinstance(value, str | bytes | bytearray | Mapping) or not isinstance(value, Iterable):
         raise error("invalid_input", f"{field}: several values are wanted, got {shown(value)}")
     return tuple(value)
 
 
 def word_of(words: type[Word], value: object) -> Word | None:
-    """Give the word of a fixed set that a value is."""
+    """Return the word of a fixed set that a value is."""
     return next((word for word in words if word == value), None)
 
 
 def storable(text: str) -> str:
-    """Give a text the store can hold: what it cannot hold of this one is replaced."""
+    """Return a text the store can hold: what it cannot hold of this one is replaced."""
     return text.replace("\0", "\N{REPLACEMENT CHARACTER}").encode("utf-8", "replace").decode()
 
 
 def cut_middle(text: str, most: int, gap: str) -> str:
-    """Give a text the store can hold of at most so many bytes: one that is longer loses its middle to the gap.
+    """Return a text the store can hold of at most so many bytes: one that is longer loses its middle to the gap.
 
     The gap is ASCII, with a `{}` for the number of characters that are left out.
     """
@@ -102,7 +102,7 @@ def cut_middle(text: str, most: int, gap: str) -> str:
 
 
 def shown(value: object) -> str:
-    """Give what a message shows of a value, whatever it is."""
+    """Return what a message shows of a value, whatever it is."""
     try:
         return shorten(repr(value))
     except Exception:
@@ -110,23 +110,23 @@ def shown(value: object) -> str:
 
 
 def shorten(text: str) -> str:
-    """Give a text fit for a message: valid Unicode of at most 200 characters."""
+    """Return a text fit for a message: valid Unicode of at most 200 characters."""
     shown = text if len(text) <= 200 else f"{text[:200]}..."
     return shown.encode("utf-8", "backslashreplace").decode()
 
 
 def has_space_or_control(text: str) -> bool:
-    """Tell whether any character is whitespace or a control character, in all of Unicode."""
+    """Return whether any character is whitespace or a control character, in all of Unicode."""
     return any(char.isspace() for char in text) or has_control(text)
 
 
 def has_control(text: str) -> bool:
-    """Tell whether any character is a control character, in all of Unicode."""
+    """Return whether any character is a control character, in all of Unicode."""
     return any(unicodedata.category(char) == "Cc" for char in text)
 
 
 def json_text(value: object) -> str:
-    """Give the compact JSON text of a value, or of what a JSON text says; ValueError where the store cannot hold it."""
+    """Return the compact JSON text of a value, or of what a JSON text says; ValueError where the store cannot hold it."""
     try:
         plain = msgspec.json.decode(value) if isinstance(value, str | bytes) else value
         text = msgspec.json.encode(plain).decode()

@@ -28,7 +28,7 @@ class WaitpointToken:
         object.__setattr__(self, "_text", text)
 
     def reveal(self) -> str:
-        """Give the secret itself, to be handed to whoever is to signal."""
+        """Return the secret itself, to be handed to whoever is to signal."""
         return self._text
 
     @property
@@ -74,11 +74,11 @@ class WaitpointToken:
         raise AttributeError(f"a token does not change: {name}")
 
     def __copy__(self) -> "WaitpointToken":
-        """Give itself, as it does not change."""
+        """Return itself, as it does not change."""
         return self
 
     def __deepcopy__(self, memo: object) -> "WaitpointToken":
-        """Give itself, as it does not change."""
+        """Return itself, as it does not change."""
         return self
 
     def __reduce__(self) -> NoReturn:
@@ -111,12 +111,12 @@ class ParsedToken:
 
 
 def sign_token(key: SigningKey, execution_id: ExecutionId, waitpoint_id: WaitpointId) -> WaitpointToken:
-    """Give the one token of a waitpoint under a key."""
+    """Return the one token of a waitpoint under a key."""
     return WaitpointToken(f"{key.kid}:{_usable(key).digest(_message(execution_id, waitpoint_id))}")
 
 
 def parse_token(presented: WaitpointToken | str | None) -> ParsedToken:
-    """Give the halves of a presented token; says whether it is missing, and nothing else."""
+    """Return the halves of a presented token; says whether it is missing, and nothing else."""
     text = presented.reveal() if isinstance(presented, WaitpointToken) else presented
     if text is None or text == "":
         raise error("missing_token")

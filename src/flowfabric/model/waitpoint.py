@@ -8,7 +8,7 @@ from uuid import UUID
 from flowfabric.model.condition import Condition, waitpoint_keys
 from flowfabric.model.errors import error
 from flowfabric.model.ids import ExecutionId, WaitpointId, parse_uuid
-from flowfabric.model.policy_checks import settle
+from flowfabric.model.policy_checks import set_field
 from flowfabric.model.states import WaitpointState
 from flowfabric.model.text import check_text
 from flowfabric.model.token import WaitpointToken
@@ -41,7 +41,7 @@ class Fresh:
 
     def __post_init__(self) -> None:
         """Refuse what is no binding."""
-        settle(self, "waitpoint_id", parse_uuid(self.waitpoint_id, "waitpoint_id"))
+        set_field(self, "waitpoint_id", parse_uuid(self.waitpoint_id, "waitpoint_id"))
         check_text(self.waitpoint_key, "waitpoint_key")
 
 
@@ -57,19 +57,19 @@ class UsePending:
 
     def __post_init__(self) -> None:
         """Refuse what is no binding."""
-        settle(self, "waitpoint_id", parse_uuid(self.waitpoint_id, "waitpoint_id"))
+        set_field(self, "waitpoint_id", parse_uuid(self.waitpoint_id, "waitpoint_id"))
 
 
 Binding: TypeAlias = Fresh | UsePending
 
 
 def default_binding(waitpoint_id: WaitpointId, condition: Condition) -> Fresh:
-    """Give the binding of a wait that names none: the first key the condition names, else one of its own."""
+    """Return the binding of a wait that names none: the first key the condition names, else one of its own."""
     return Fresh(waitpoint_id=waitpoint_id, waitpoint_key=next(iter(waitpoint_keys(condition)), f"wpk:{waitpoint_id}"))
 
 
 def parse_binding(value: Any) -> Binding:
-    """Give the binding a JSON value says."""
+    """Return the binding a JSON value says."""
     match value:
         case Fresh() | UsePending():
             return value

@@ -4,7 +4,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import KW_ONLY, dataclass
 from datetime import timedelta
 
-from flowfabric.engine.core.sweep import Swept
+from flowfabric.engine.core.sweep import SweepResult
 from flowfabric.engine.event import partitions
 from flowfabric.engine.execution import retention
 from flowfabric.engine.fleet import identities, sessions, workers
@@ -20,7 +20,7 @@ class Sweep:
     """One thing the engine does by itself, in batches that any number of processes may share."""
 
     name: str
-    run: Callable[[Parts], Awaitable[int | Swept]]
+    run: Callable[[Parts], Awaitable[int | SweepResult]]
     """Does one batch and returns how many items are done; rows held elsewhere are left for the next one."""
     _: KW_ONLY
     every: Callable[[Settings], timedelta]
@@ -38,10 +38,10 @@ class Sweep:
     """Rests after a full batch for as long as it took, so that live work keeps half of the machine; after ten seconds
     of full batches no more, as what it deletes would otherwise grow without end."""
 
-    async def run_batch(self, parts: Parts) -> Swept:
+    async def run_batch(self, parts: Parts) -> SweepResult:
         """Do one batch."""
         swept = await self.run(parts)
-        return swept if isinstance(swept, Swept) else Swept(swept, is_full=swept >= self.batch)
+        return swept if isinstance(swept, SweepResult) else SweepResult(swept, is_full=swept >= self.batch)
 
 
 def _milliseconds(count: int) -> timedelta:

@@ -26,7 +26,7 @@ _BYTES = pydantic.ConfigDict(ser_json_bytes="base64", val_json_bytes="base64")
 _BYTES_ADVICE = "; set model_config = ConfigDict(ser_json_bytes='base64', val_json_bytes='base64')"
 
 
-class NotCarried(Exception):
+class NotSerializable(Exception):
     """A type or a value that JSON cannot carry so that it comes back equal; the text says why and what to do."""
 
 
@@ -52,7 +52,7 @@ class Codec:
         return self.field is msgspec.Raw
 
     def checked(self, value: object, *, verb: str = "pass") -> bytes:
-        """The JSON of a value that comes back equal; NotCarried for any other, with what to pass or return instead."""
+        """The JSON of a value that comes back equal; NotSerializable for any other, with what to pass or return instead."""
         try:
             payload = self.encode(value)
             if self.decode(payload) == value:
@@ -61,20 +61,22 @@ class Codec:
             raise self.refusal(value, verb=verb) from None
         raise self.refusal(value, verb=verb)
 
-    def refusal(self, value: object, *, verb: str = "pass") -> NotCarried:
+    def refusal(self, value: object, *, verb: str = "pass") -> NotSerializable:
         """Why a value is not carried, and what to write instead."""
         if advice := _advice(value, self.annotation, verb):
-            return NotCarried(f"{_described(value)} cannot be carried as JSON: {advice}")
+            return NotSerializable(f"{_described(value)} cannot be carried as JSON: {advice}")
         expected = f"expected {name_of(self.annotation)}, got {_described(value)}"
         try:
             payload = self.encode(value)
         except Exception as error:
-            return NotCarried(expected + _encoding_fault(error))
+            return NotSerializable(expected + _encoding_fault(error))
         try:
             back = self.decode(payload)
         except Exception as error:
-            return NotCarried(f"{expected}: {reason(error)}")
-        return NotCarried(f"{expected}, which would come back as {_described(back)}; {self._cure(value, back, verb)}")
+            return NotSerializable(f"{expected}: {reason(error)}")
+        return NotSerializable(
+            f"{expected}, which would come back as {_described(back)}; {self._cure(value, back, verb)}"
+        )
 
     def _cure(self, value: object, back: object, verb: str) -> str:
         if self.annotation in (Any, object):
@@ -89,7 +91,7 @@ class Codec:
 
 
 def codec_of(annotation: Any) -> Codec:
-    """The codec of an annotation; NotCarried where there can be none, NameError where a name is not defined yet."""
+    """The codec of an annotation; NotSerializable where there can be none, NameError where a name is not defined yet."""
     _refuse_secrets(_mentioned(annotation))
     decoder: msgspec.json.Decoder[Any] | None = None
     foreign: tuple[Any, ...] = ()
@@ -106,7 +108,7 @@ def codec_of(annotation: Any) -> Codec:
     try:
         adapter = _adapter(annotation)
         return Codec(annotation, msgspec.Raw, _dumps(adapter), _loads(adapter))
-    except (NameError, NotCarried):
+    except (NameError, NotSerializable):
         raise
     except Exception as error:
         fault = error
@@ -116,11 +118,11 @@ def codec_of(annotation: Any) -> Codec:
             for kind in foreign:
                 _hooked_loads(kind)
             return Codec(annotation, annotation, encode, decoder.decode)
-        except (NameError, NotCarried):
+        except (NameError, NotSerializable):
             raise
         except Exception as error:
             fault = error
-    raise NotCarried(
+    raise NotSerializable(
         f"{name_of(annotation)} cannot be carried as JSON ({reason(fault)}); use JSON's own types, a dataclass, "
         "a msgspec Struct or a Pydantic model, and no structs and models in one union"
     )
@@ -133,10 +135,10 @@ def decoder_of(kind: Any) -> msgspec.json.Decoder[Any]:
 
 def _to_plain(value: Any) -> object:
     if isinstance(value, _SECRETS):
-        raise NotCarried("a secret is never stored; pass the name it can be looked up by")
+        raise NotSerializable("a secret is never stored; pass the name it can be looked up by")
     if isinstance(value, msgspec.Raw):
         # What this hook returned for the key of a dict.
-        raise NotCarried("the keys of a dict must be texts, numbers or dates")
+        raise NotSerializable("the keys of a dict must be texts, numbers or dates")
     return msgspec.Raw(to_json(value, by_alias=False, round_trip=True))
 
 
@@ -181,7 +183,7 @@ def _hooked_loads(kind: Any) -> Callable[[bytes], Any]:
 def _refuse_secrets(types: Iterable[Any]) -> None:
     for kind in types:
         if isinstance(kind, type) and issubclass(kind, _SECRETS):
-            raise NotCarried(
+            raise NotSerializable(
                 f"a {kind.__name__} is a secret, and a secret is never stored; pass the name it can be looked up by"
             )
 

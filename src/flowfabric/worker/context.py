@@ -25,9 +25,9 @@ from flowfabric.model.waitpoint import PendingWaitpoint
 from flowfabric.worker.callback import Callback
 from flowfabric.worker.codec import codec_of, name_of, reason
 from flowfabric.worker.waits import (
+    HandlerSuspended,
     NoSignal,
     SuspendOptions,
-    Unwound,
     WaitTimeout,
     answer_of,
     check_has_deadline,
@@ -329,7 +329,7 @@ class Context:
             running.signals = await signals_of(self._engine, running, details.suspension_id)
             return details
         running.is_dropped = True
-        raise Unwound
+        raise HandlerSuspended
 
     @overload
     async def wait_for_signal(self, name: str, *, timeout: Duration | None = None) -> Any: ...

@@ -14,7 +14,7 @@ import msgspec
 from flowfabric.model.errors import InvalidInputError
 from flowfabric.model.text import shown
 from flowfabric.worker.canonical import canonical
-from flowfabric.worker.codec import Codec, NotCarried, codec_of, decoder_of, encode, name_of, reason
+from flowfabric.worker.codec import Codec, NotSerializable, codec_of, decoder_of, encode, name_of, reason
 from flowfabric.worker.context import Context
 
 _BY_NAME = frozenset({Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY})
@@ -123,7 +123,7 @@ class Handler:
     def _codec(self, annotation: Any, place: str) -> Codec:
         try:
             return codec_of(annotation)
-        except NotCarried as refused:
+        except NotSerializable as refused:
             raise self._invalid(place, refused) from None
 
     def _invalid(self, place: str, refused: object) -> InvalidInputError:
@@ -141,7 +141,7 @@ class Handler:
             try:
                 codec.checked(each.default)
                 defaults[each.name] = each.default
-            except NotCarried:
+            except NotSerializable:
                 has_gap = True
         return defaults
 
@@ -213,7 +213,7 @@ class Handler:
             try:
                 if name in given:
                     codec.checked(given[name])
-            except NotCarried as refused:
+            except NotSerializable as refused:
                 return self._invalid(f"parameter {name!r}", refused)
         return self._invalid("arguments", f"{shown(dict(given))} cannot be carried as JSON")
 
@@ -224,7 +224,7 @@ class Handler:
                 try:
                     decoded[at] = self.shape.codecs[at].decode(bytes(decoded[at]))
                 except Exception as error:
-                    raise NotCarried(f"{reason(error)} - at `$.{self.shape.names[at]}`") from None
+                    raise NotSerializable(f"{reason(error)} - at `$.{self.shape.names[at]}`") from None
         return tuple(decoded)
 
     def bind(self, payload: bytes, context: Context | None) -> tuple[Sequence[Any], Mapping[str, Any]]:
@@ -265,9 +265,9 @@ class Handler:
             if isinstance(result, bytes) and shape.keeps_bytes:
                 return bytes(result)
             if shape.result.annotation is bytes:
-                raise NotCarried(f"expected bytes, got {shown(result)} ({type(result).__name__})")
+                raise NotSerializable(f"expected bytes, got {shown(result)} ({type(result).__name__})")
             return shape.result.checked(result, verb="return")
-        except NotCarried as refused:
+        except NotSerializable as refused:
             raise self._invalid("result", refused) from None
         except Exception:
             raise self._invalid("result", shape.result.refusal(result, verb="return")) from None
@@ -279,7 +279,7 @@ class Handler:
             return None
         try:
             if payload is None:
-                raise NotCarried("nothing is stored")
+                raise NotSerializable("nothing is stored")
             return payload if shape.result.annotation is bytes else shape.result.decode(payload)
         except Exception as error:
             raise InvalidInputError(

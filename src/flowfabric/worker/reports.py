@@ -89,7 +89,7 @@ class Reports:
             self._release(running)
 
     async def hand_back(self, running: Running) -> None:
-        """Give up the lease of a run that was stopped, so that any worker can claim it at once.
+        """Return up the lease of a run that was stopped, so that any worker can claim it at once.
 
         Nothing is handed back after `close()`: the code of a run that is left then may still run in a thread.
         """
@@ -105,7 +105,7 @@ class Reports:
             log_about(running.claimed, logger, level, "%s is handed back: any worker can claim it now", running)
 
     async def put_off(self, running: Running, milliseconds: int) -> bool:
-        """Give up the lease of a run that cannot begin; any worker can claim it after that time."""
+        """Return up the lease of a run that cannot begin; any worker can claim it after that time."""
 
         async def write() -> bool:
             await self._engine.delay(running.claimed.handle, delay_ms=milliseconds)
@@ -138,7 +138,7 @@ class Reports:
         running.lost = running.lost or (LostReason.DEADLINE_EXPIRED if is_deadline else LostReason.ATTEMPT_TIMEOUT)
 
     def close(self) -> None:
-        """Give up on what could not be written; from now on nothing is written or retried."""
+        """Return up on what could not be written; from now on nothing is written or retried."""
         self._is_closed = True
         for task in self._tasks:
             task.cancel()

@@ -118,7 +118,7 @@ class Slots:
         self._changed.set()
 
     def close(self) -> None:
-        """Give no more room for claims, and hand back what waits."""
+        """Return no more room for claims, and hand back what waits."""
         self._is_closed = True
         self._changed.set()
         if self._stale_timer is not None:

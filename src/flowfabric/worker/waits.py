@@ -27,7 +27,7 @@ Waitpoint = Binding | PendingWaitpoint | Mapping[str, object]
 """A waitpoint to wait on: one that the wait makes, or one made before."""
 
 
-class Unwound(BaseException):
+class HandlerSuspended(BaseException):
     """Ends a handler whose run is suspended; no `Exception`, so that no handler catches it by the way."""
 
 

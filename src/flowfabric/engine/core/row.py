@@ -315,7 +315,7 @@ class HeldWithGrant(Held, frozen=True, kw_only=True):
 
 
 def check_named(store: Store, execution_id: object) -> ExecutionId:
-    """Give the id of an execution of this deployment that a caller names."""
+    """Return the id of an execution of this deployment that a caller names."""
     parsed = parse_execution_id(execution_id)
     check_partition(parsed, store.rules.partitions.flow)
     return parsed

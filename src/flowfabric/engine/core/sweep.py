@@ -6,7 +6,7 @@ from typing import NamedTuple
 from flowfabric.engine.core.wakeups import Work
 
 
-class Swept(NamedTuple):
+class SweepResult(NamedTuple):
     """How many items of a batch are done, whether another batch may follow at once, and what may be claimed now."""
 
     done: int

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from flowfabric.engine.core.quarantine import is_of_connection, pause_after
-from flowfabric.engine.core.sweep import Swept
+from flowfabric.engine.core.sweep import SweepResult
 from flowfabric.engine.lease.delay import Delays
 from flowfabric.engine.lease.expire import LeaseExpiry
 from flowfabric.model.errors import EngineError
@@ -25,7 +25,7 @@ class _Chore:
     """One kind of what is due, and when a claim may do it."""
 
     name: str
-    run: Callable[[int], Awaitable[Swept]]
+    run: Callable[[int], Awaitable[SweepResult]]
     failures: int = 0
     not_before: float = -math.inf
 

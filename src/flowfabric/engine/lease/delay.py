@@ -8,7 +8,7 @@ from flowfabric.db.statements import statements_beside
 from flowfabric.engine.core.consequence import LeaseEnd, LeaseEnds
 from flowfabric.engine.core.quarantine import Quarantine
 from flowfabric.engine.core.row import hold_if_there, usable
-from flowfabric.engine.core.sweep import Swept
+from flowfabric.engine.core.sweep import SweepResult
 from flowfabric.engine.core.transition import PROMOTED, Release
 from flowfabric.engine.core.wakeups import Work
 from flowfabric.engine.lease.expire import LATEST_TIME, SWEEP_LIMIT
@@ -50,7 +50,7 @@ class Delays:
         await self._park(LeaseEnd(handle.execution_id, _move_of_waiting(), fence=handle))
 
     async def hand_back(self, handle: Handle, *, was_started: bool = True) -> None:
-        """Give up the lease of a run that cannot go on here: any worker may claim it at once, as the same attempt.
+        """Return up the lease of a run that cannot go on here: any worker may claim it at once, as the same attempt.
 
         Where it was not started, its attempt gets back the time it had at the claim.
         """
@@ -96,7 +96,7 @@ class Delays:
         """Make the delayed executions whose time has come claimable, the oldest first; returns how many."""
         return (await self.promote_since(self._store.due_watermark.since)).done
 
-    async def promote_since(self, since: int) -> Swept:
+    async def promote_since(self, since: int) -> SweepResult:
         """Promote a batch of what is due after a time, except what could not be promoted a short time ago."""
         work: list[Work] = []
 
@@ -122,7 +122,7 @@ class Delays:
             done = await self.quarantine.sweep_by_halves(batch, list_due, some, limit=SWEEP_LIMIT)
         finally:
             self._store.wakeups.work(work)
-        return Swept(done, done >= SWEEP_LIMIT, work)
+        return SweepResult(done, done >= SWEEP_LIMIT, work)
 
     async def _park(self, end: LeaseEnd) -> None:
         verdict = await self._lease_ends.one(end)

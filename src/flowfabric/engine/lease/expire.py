@@ -10,7 +10,7 @@ from flowfabric.db.statements import statements_beside
 from flowfabric.engine.core.consequence import LeaseEnd, LeaseEnds, retry_pause
 from flowfabric.engine.core.quarantine import Quarantine, is_of_connection
 from flowfabric.engine.core.row import Held, Verdict, hold, hold_if_there
-from flowfabric.engine.core.sweep import Swept
+from flowfabric.engine.core.sweep import SweepResult
 from flowfabric.engine.core.transition import Release, after_timeout
 from flowfabric.engine.core.wakeups import Work
 from flowfabric.engine.store import Store
@@ -67,11 +67,11 @@ class LeaseExpiry:
         """Mark expired leases, the oldest claims first, and delete spent claims; returns how many are marked."""
         return (await self.sweep_batch()).done
 
-    async def sweep_batch(self) -> Swept:
+    async def sweep_batch(self) -> SweepResult:
         """Do what `sweep` does; a batch is full that has gone through as many claims as it may."""
         return await self.mark_since(self._store.due_watermark.since)
 
-    async def mark_since(self, since: int) -> Swept:
+    async def mark_since(self, since: int) -> SweepResult:
         """Do what `sweep` does from a time on."""
         for _ in range(MOST_BATCHES):
             batch, *members = await self._take_spent(since)
@@ -84,10 +84,10 @@ class LeaseExpiry:
                 spent += (await self._take_spent(since))[0]["spent"]
             is_full = batch["claims"] >= CLAIM_LIMIT or len(members) > MARK_LIMIT
             if spent or work or not is_full:
-                return Swept(len(work), is_full, work)
+                return SweepResult(len(work), is_full, work)
             # Every lease of the batch is held elsewhere: what expired later must not wait for them.
             since = batch["reached"]
-        return Swept(0, is_full=False)
+        return SweepResult(0, is_full=False)
 
     async def _take_spent(self, since: int) -> list[Record]:
         return await self._store.fetch(

@@ -265,7 +265,7 @@ async def note_mismatch(transaction: Transaction, held: HeldWithGrant) -> None:
 
 
 def check_json(text: object, field: str) -> str | None:
-    """Give JSON text the store can hold; nothing and empty text are none."""
+    """Return JSON text the store can hold; nothing and empty text are none."""
     if text is None or text == "":
         return None
     try:

@@ -84,7 +84,7 @@ class SignalBatch:
         self._answers = [self._answers[at] for at in kept]
 
     def answer(self, delivered: "asyncio.Future[list[Delivered | EngineError]]") -> None:
-        """Give every sender the answer to its signal, or the fault that met them all."""
+        """Return every sender the answer to its signal, or the fault that met them all."""
         fault = delivered.exception()
         answers = [fault] * len(self.signals) if fault is not None else delivered.result()
         for waiting, answer in zip(self._answers, answers, strict=True):

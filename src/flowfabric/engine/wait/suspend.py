@@ -103,7 +103,7 @@ class Suspend:
         )
 
     async def suspend(self, handle: Handle, args: SuspendArgs) -> Suspended | AlreadyMet:
-        """Give up the lease and wait until the condition is met; where it is met already the lease is kept."""
+        """Return up the lease and wait until the condition is met; where it is met already the lease is kept."""
         if isinstance(handle, Handle) and handle.kind is HandleKind.SUSPENDED:
             raise error("already_suspended")
         check_suspend(_checked(args))
