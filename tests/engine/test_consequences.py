@@ -14,8 +14,8 @@ from engine.state import claim, refused
 from engine.waits import args, triple
 from flowfabric.db.database import Transaction
 from flowfabric.engine import parts as parts_module
-from flowfabric.engine.core.consequence import Attachment, Ended
-from flowfabric.engine.core.transition import Release
+from flowfabric.engine.core.consequence import Attachment, EndedLease
+from flowfabric.engine.core.transition import Move
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.parts import parts_of
 from flowfabric.model.handle import Handle
@@ -26,7 +26,7 @@ BIT = Attachment(64)
 """A kind of attachment that only this test has."""
 TTL_MS = 30_000
 
-Seen = list[tuple[ExecutionId, Release, bool]]
+Seen = list[tuple[ExecutionId, Move, bool]]
 
 
 @dataclass
@@ -46,7 +46,7 @@ class Scene:
         """The engine under test."""
         return self.given.engine
 
-    async def see(self, transaction: Transaction, ended: Sequence[Ended]) -> None:
+    async def see(self, transaction: Transaction, ended: Sequence[EndedLease]) -> None:
         """Write down what has ended, in the transaction that ended it."""
         self.calls.append(len(ended))
         await transaction.connection.executemany(
@@ -66,7 +66,7 @@ class Scene:
     async def seen(self) -> Seen:
         """What the consequence has seen, as far as it is committed."""
         rows = await self.connection.fetch("select execution_id, move, is_terminal from test_ended order by nth")
-        return [(ExecutionId(row[0]), Release(row[1]), row[2]) for row in rows]
+        return [(ExecutionId(row[0]), Move(row[1]), row[2]) for row in rows]
 
     async def attached(self, execution_id: ExecutionId) -> int:
         """The bits of an execution."""
@@ -122,7 +122,7 @@ async def scene(monkeypatch: pytest.MonkeyPatch, engines: Engines, clock: Any, c
                                     is_terminal boolean, xid xid8 default pg_current_xact_id())"""
     )
 
-    async def see(transaction: Transaction, ended: Sequence[Ended]) -> None:
+    async def see(transaction: Transaction, ended: Sequence[EndedLease]) -> None:
         await found.see(transaction, ended)
 
     monkeypatch.setattr(parts_module, "CONSEQUENCES", {**parts_module.CONSEQUENCES, BIT: see})
@@ -131,11 +131,11 @@ async def scene(monkeypatch: pytest.MonkeyPatch, engines: Engines, clock: Any, c
 
 
 Way = Callable[[Scene], AsyncIterator[ExecutionId]]
-WAYS: dict[str, tuple[Release, Way]] = {}
+WAYS: dict[str, tuple[Move, Way]] = {}
 """Ways to end a lease or an execution, by name: each gives the execution, and ends it when it is asked for more."""
 
 
-def way(move: Release) -> Callable[[Way], Way]:
+def way(move: Move) -> Callable[[Way], Way]:
     """Name a way by its function."""
 
     def add(make: Way) -> Way:
@@ -145,14 +145,14 @@ def way(move: Release) -> Callable[[Way], Way]:
     return add
 
 
-@way(Release.COMPLETED)
+@way(Move.COMPLETED)
 async def complete(scene: Scene) -> AsyncIterator[ExecutionId]:
     handle = await scene.given.claimed()
     yield handle.execution_id
     await scene.engine.complete(handle, b"done")
 
 
-@way(Release.COMPLETED)
+@way(Move.COMPLETED)
 async def complete_many(scene: Scene) -> AsyncIterator[ExecutionId]:
     handle = await scene.given.claimed()
     yield handle.execution_id
@@ -160,56 +160,56 @@ async def complete_many(scene: Scene) -> AsyncIterator[ExecutionId]:
     assert isinstance(answer, Completed)
 
 
-@way(Release.COMPLETED)
+@way(Move.COMPLETED)
 async def complete_execution(scene: Scene) -> AsyncIterator[ExecutionId]:
     handle = await scene.given.claimed()
     yield handle.execution_id
     await scene.engine.complete_execution(**triple(handle), payload=b"done")
 
 
-@way(Release.FAILED)
+@way(Move.FAILED)
 async def fail(scene: Scene) -> AsyncIterator[ExecutionId]:
     handle = await scene.given.claimed()
     yield handle.execution_id
     await scene.engine.fail(handle, reason="no luck")
 
 
-@way(Release.FAILED)
+@way(Move.FAILED)
 async def fail_execution(scene: Scene) -> AsyncIterator[ExecutionId]:
     handle = await scene.given.claimed()
     yield handle.execution_id
     await scene.engine.fail_execution(**triple(handle), failure_reason="no luck")
 
 
-@way(Release.RETRY)
+@way(Move.RETRY)
 async def fail_and_retry(scene: Scene) -> AsyncIterator[ExecutionId]:
     handle = await scene.retried()
     yield handle.execution_id
     await scene.engine.fail(handle, reason="no luck")
 
 
-@way(Release.RETRY_NOW)
+@way(Move.RETRY_NOW)
 async def fail_and_retry_at_once(scene: Scene) -> AsyncIterator[ExecutionId]:
     handle = await scene.retried(delay_ms=0)
     yield handle.execution_id
     await scene.engine.fail(handle, reason="no luck")
 
 
-@way(Release.CANCELLED)
+@way(Move.CANCELLED)
 async def cancel(scene: Scene) -> AsyncIterator[ExecutionId]:
     handle = await scene.given.claimed()
     yield handle.execution_id
     await scene.engine.cancel(handle, "not wanted")
 
 
-@way(Release.CANCELLED)
+@way(Move.CANCELLED)
 async def cancel_what_waits(scene: Scene) -> AsyncIterator[ExecutionId]:
     execution_id = await scene.given.created()
     yield execution_id
     await scene.engine.cancel_execution(execution_id=execution_id, reason="not wanted")
 
 
-@way(Release.CANCELLED)
+@way(Move.CANCELLED)
 async def cancel_what_is_suspended(scene: Scene) -> AsyncIterator[ExecutionId]:
     handle = await scene.given.claimed()
     await scene.engine.suspend(handle, args())
@@ -217,35 +217,35 @@ async def cancel_what_is_suspended(scene: Scene) -> AsyncIterator[ExecutionId]:
     await scene.engine.cancel_execution(execution_id=handle.execution_id, reason="not wanted")
 
 
-@way(Release.TIMEOUT_RETRY)
+@way(Move.TIMEOUT_RETRY)
 async def time_out_and_retry(scene: Scene) -> AsyncIterator[ExecutionId]:
     handle = await scene.timed_out(delay_ms=60_000)
     yield handle.execution_id
     await scene.engine.expire_execution(handle.execution_id, "attempt_timeout")
 
 
-@way(Release.TIMEOUT_RETRY_NOW)
+@way(Move.TIMEOUT_RETRY_NOW)
 async def time_out_and_retry_at_once(scene: Scene) -> AsyncIterator[ExecutionId]:
     handle = await scene.timed_out(delay_ms=0)
     yield handle.execution_id
     await scene.engine.expire_execution(handle.execution_id, "attempt_timeout")
 
 
-@way(Release.TIMEOUT_EXPIRED)
+@way(Move.TIMEOUT_EXPIRED)
 async def time_out(scene: Scene) -> AsyncIterator[ExecutionId]:
     handle = await scene.timed_out()
     yield handle.execution_id
     await scene.engine.expire_execution(handle.execution_id, "attempt_timeout")
 
 
-@way(Release.TIMEOUT_EXPIRED)
+@way(Move.TIMEOUT_EXPIRED)
 async def sweep_timeouts(scene: Scene) -> AsyncIterator[ExecutionId]:
     handle = await scene.timed_out()
     yield handle.execution_id
     assert await parts_of(scene.engine).timeouts.expire_due() == 1
 
 
-@way(Release.DEADLINE_EXPIRED)
+@way(Move.DEADLINE_EXPIRED)
 async def pass_the_deadline(scene: Scene) -> AsyncIterator[ExecutionId]:
     execution_id = await scene.given.created(execution_deadline_at=await scene.clock.now() + 1000)
     await scene.clock.advance(ms=1001)
@@ -253,14 +253,14 @@ async def pass_the_deadline(scene: Scene) -> AsyncIterator[ExecutionId]:
     assert await parts_of(scene.engine).timeouts.expire_due() == 1
 
 
-@way(Release.RECLAIM_LIMIT)
+@way(Move.RECLAIM_LIMIT)
 async def claim_at_the_reclaim_limit(scene: Scene) -> AsyncIterator[ExecutionId]:
     execution_id = await scene.at_reclaim_limit()
     yield execution_id
     assert await claim(scene.engine) == []
 
 
-@way(Release.RECLAIM_LIMIT)
+@way(Move.RECLAIM_LIMIT)
 async def grant_at_the_reclaim_limit(scene: Scene) -> AsyncIterator[ExecutionId]:
     execution_id = await scene.at_reclaim_limit()
     yield execution_id
@@ -269,98 +269,98 @@ async def grant_at_the_reclaim_limit(scene: Scene) -> AsyncIterator[ExecutionId]
     )
 
 
-@way(Release.DELAYED)
+@way(Move.DELAYED)
 async def delay(scene: Scene) -> AsyncIterator[ExecutionId]:
     handle = await scene.given.claimed()
     yield handle.execution_id
     await scene.engine.delay(handle, await scene.clock.now() + 60_000)
 
 
-@way(Release.CHILDREN_DONE)
+@way(Move.CHILDREN_DONE)
 async def wait_children(scene: Scene) -> AsyncIterator[ExecutionId]:
     handle = await scene.given.claimed()
     yield handle.execution_id
     await scene.engine.wait_children(handle)
 
 
-@way(Release.HANDED_BACK)
+@way(Move.HANDED_BACK)
 async def hand_back(scene: Scene) -> AsyncIterator[ExecutionId]:
     handle = await scene.given.claimed()
     yield handle.execution_id
     await scene.engine.hand_back(handle)
 
 
-@way(Release.NOT_STARTED)
+@way(Move.NOT_STARTED)
 async def hand_back_unstarted(scene: Scene) -> AsyncIterator[ExecutionId]:
     handle = await scene.given.claimed()
     yield handle.execution_id
     await scene.engine.hand_back(handle, was_started=False)
 
 
-@way(Release.SUSPENDED)
+@way(Move.SUSPENDED)
 async def suspend(scene: Scene) -> AsyncIterator[ExecutionId]:
     handle = await scene.given.claimed()
     yield handle.execution_id
     await scene.engine.suspend(handle, args())
 
 
-@way(Release.SUSPENDED)
+@way(Move.SUSPENDED)
 async def suspend_by_triple(scene: Scene) -> AsyncIterator[ExecutionId]:
     handle = await scene.given.claimed()
     yield handle.execution_id
     await scene.engine.suspend_by_triple(**triple(handle), args=args())
 
 
-@way(Release.SUSPENSION_FAILED)
+@way(Move.SUSPENSION_FAILED)
 async def fail_by_the_timeout_of_a_wait(scene: Scene) -> AsyncIterator[ExecutionId]:
     execution_id = await scene.waiting("fail")
     yield execution_id
     await scene.engine.expire_suspension(execution_id)
 
 
-@way(Release.SUSPENSION_CANCELLED)
+@way(Move.SUSPENSION_CANCELLED)
 async def cancel_by_the_timeout_of_a_wait(scene: Scene) -> AsyncIterator[ExecutionId]:
     execution_id = await scene.waiting("cancel")
     yield execution_id
     await scene.engine.expire_suspension(execution_id)
 
 
-@way(Release.SUSPENSION_EXPIRED)
+@way(Move.SUSPENSION_EXPIRED)
 async def sweep_the_timeouts_of_waits(scene: Scene) -> AsyncIterator[ExecutionId]:
     execution_id = await scene.waiting("expire")
     yield execution_id
     assert await parts_of(scene.engine).suspension_timeouts.expire_due() == 1
 
 
-@way(Release.LEASE_EXPIRED)
+@way(Move.LEASE_EXPIRED)
 async def mark_a_lost_lease(scene: Scene) -> AsyncIterator[ExecutionId]:
     execution_id = await scene.lost()
     yield execution_id
     await scene.engine.mark_lease_expired_if_due(execution_id)
 
 
-@way(Release.LEASE_EXPIRED)
+@way(Move.LEASE_EXPIRED)
 async def sweep_lost_leases(scene: Scene) -> AsyncIterator[ExecutionId]:
     execution_id = await scene.lost()
     yield execution_id
     assert await parts_of(scene.engine).lease_expiry.sweep() == 1
 
 
-@way(Release.LEASE_EXPIRED)
+@way(Move.LEASE_EXPIRED)
 async def claim_a_lost_lease(scene: Scene) -> AsyncIterator[ExecutionId]:
     execution_id = await scene.lost()
     yield execution_id
     assert [run.execution_id for run in await claim(scene.engine)] == [execution_id]
 
 
-@way(Release.LEASE_EXPIRED)
+@way(Move.LEASE_EXPIRED)
 async def complete_after_the_lease_expired(scene: Scene) -> AsyncIterator[ExecutionId]:
     handle = await scene.given.expired_lease(lease_ttl_ms=TTL_MS)
     yield handle.execution_id
     await refused(scene.engine.complete(handle, b"late"), "lease_expired")
 
 
-@way(Release.LEASE_EXPIRED)
+@way(Move.LEASE_EXPIRED)
 async def grant_a_lost_lease(scene: Scene) -> AsyncIterator[ExecutionId]:
     execution_id = await scene.lost()
     yield execution_id
@@ -370,7 +370,7 @@ async def grant_a_lost_lease(scene: Scene) -> AsyncIterator[ExecutionId]:
 
 
 def test_there_is_a_way_for_every_move() -> None:
-    assert {move for move, _ in WAYS.values()} == set(Release)
+    assert {move for move, _ in WAYS.values()} == set(Move)
 
 
 async def ended(scene: Scene, name: str) -> ExecutionId:
@@ -434,9 +434,9 @@ async def test_a_lease_that_ends_is_seen_each_time(scene: Scene) -> None:
     await scene.engine.complete(third.handle, b"done")
     await scene.engine.complete(third.handle, b"done")
     assert [(move, is_terminal) for _, move, is_terminal in await scene.seen()] == [
-        (Release.HANDED_BACK, False),
-        (Release.SUSPENDED, False),
-        (Release.COMPLETED, True),
+        (Move.HANDED_BACK, False),
+        (Move.SUSPENDED, False),
+        (Move.COMPLETED, True),
     ]
 
 
@@ -448,7 +448,7 @@ async def test_a_batch_with_one_that_has_something_attached_ends_as_a_whole(scen
     assert [answer.execution_id for answer in answers if isinstance(answer, Completed)] == [
         run.execution_id for run in runs
     ]
-    assert await scene.seen() == [(runs[41].execution_id, Release.COMPLETED, True)]
+    assert await scene.seen() == [(runs[41].execution_id, Move.COMPLETED, True)]
     found = {row["execution_id"]: row["result_payload"] for row in await rows.of("execution")}
     assert sorted(found.values()) == sorted(b"%d" % at for at in range(100))
 
@@ -460,7 +460,7 @@ async def test_all_of_a_batch_that_have_something_attached_are_seen_by_one_call(
     await scene.attach(*marked)
     await scene.engine.complete_many([(run.handle, None) for run in runs])
     assert scene.calls == [10]
-    assert sorted(await scene.seen()) == sorted((each, Release.COMPLETED, True) for each in marked)
+    assert sorted(await scene.seen()) == sorted((each, Move.COMPLETED, True) for each in marked)
 
 
 async def test_ends_of_many_kinds_at_the_same_time_are_seen_each_for_what_it_is(scene: Scene) -> None:
@@ -468,12 +468,12 @@ async def test_ends_of_many_kinds_at_the_same_time_are_seen_each_for_what_it_is(
     runs = await claim(scene.engine, limit=100)
     await scene.attach(*(run.execution_id for run in runs[:50]))
     until = await scene.clock.now() + 60_000
-    kinds: list[tuple[Release, Callable[[Handle], Any]]] = [
-        (Release.COMPLETED, lambda handle: scene.engine.complete(handle, b"done")),
-        (Release.FAILED, lambda handle: scene.engine.fail(handle, reason="no luck")),
-        (Release.CANCELLED, lambda handle: scene.engine.cancel(handle, "not wanted")),
-        (Release.HANDED_BACK, lambda handle: scene.engine.hand_back(handle)),
-        (Release.DELAYED, lambda handle: scene.engine.delay(handle, until)),
+    kinds: list[tuple[Move, Callable[[Handle], Any]]] = [
+        (Move.COMPLETED, lambda handle: scene.engine.complete(handle, b"done")),
+        (Move.FAILED, lambda handle: scene.engine.fail(handle, reason="no luck")),
+        (Move.CANCELLED, lambda handle: scene.engine.cancel(handle, "not wanted")),
+        (Move.HANDED_BACK, lambda handle: scene.engine.hand_back(handle)),
+        (Move.DELAYED, lambda handle: scene.engine.delay(handle, until)),
     ]
     await asyncio.gather(*(kinds[at % 5][1](run.handle) for at, run in enumerate(runs)))
     assert sorted((each, move) for each, move, _ in await scene.seen()) == sorted(
@@ -495,4 +495,4 @@ async def test_an_end_that_is_refused_is_not_seen(scene: Scene) -> None:
     assert not isinstance(answer, Completed)
     assert (await scene.seen(), scene.calls) == ([], [])
     await scene.engine.complete(current.handle, b"done")
-    assert await scene.seen() == [(stale.execution_id, Release.COMPLETED, True)]
+    assert await scene.seen() == [(stale.execution_id, Move.COMPLETED, True)]

@@ -22,6 +22,7 @@ from flowfabric.model.policy_checks import (
     check_words,
     choice,
     has_ascii_control,
+    set_field,
     text_of,
     texts,
     wrong,

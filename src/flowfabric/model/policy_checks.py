@@ -23,7 +23,7 @@ def wrong(path: str, rule: str) -> EngineError:
     return error("invalid_policy_json", f"{path} {rule}")
 
 
-def settle(part: object, name: str, value: object) -> None:
+def set_field(part: object, name: str, value: object) -> None:
     """Store the canonical form of a field of a part under construction."""
     object.__setattr__(part, name, value)
 

@@ -126,7 +126,7 @@ def has_control(text: str) -> bool:
 
 
 def json_text(value: object) -> str:
-    """Return the compact JSON text of a value, or of what a JSON text says; ValueError where the store cannot hold it."""
+    """Return the compact JSON of a value or of a JSON text; ValueError if the store cannot hold it."""
     try:
         plain = msgspec.json.decode(value) if isinstance(value, str | bytes) else value
         text = msgspec.json.encode(plain).decode()

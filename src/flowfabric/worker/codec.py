@@ -52,7 +52,7 @@ class Codec:
         return self.field is msgspec.Raw
 
     def checked(self, value: object, *, verb: str = "pass") -> bytes:
-        """The JSON of a value that comes back equal; NotSerializable for any other, with what to pass or return instead."""
+        """The JSON of a value that comes back equal; NotSerializable otherwise, with what to pass or return instead."""
         try:
             payload = self.encode(value)
             if self.decode(payload) == value:
@@ -91,7 +91,7 @@ class Codec:
 
 
 def codec_of(annotation: Any) -> Codec:
-    """The codec of an annotation; NotSerializable where there can be none, NameError where a name is not defined yet."""
+    """The codec of an annotation; NotSerializable when there is none, NameError when a name is not defined yet."""
     _refuse_secrets(_mentioned(annotation))
     decoder: msgspec.json.Decoder[Any] | None = None
     foreign: tuple[Any, ...] = ()

@@ -12,7 +12,7 @@ from flowfabric.db.faults import StoreFault
 from flowfabric.db.statements import columns_of, statements_beside
 from flowfabric.engine.core.payload import INLINE_PAYLOAD_BYTES, any_large
 from flowfabric.engine.core.row import DONE, Verdict, hold, verdict_of
-from flowfabric.engine.core.transition import RELEASES, Release, completion_parameters, release_parameters
+from flowfabric.engine.core.transition import MOVES, Move, completion_parameters, release_parameters
 from flowfabric.engine.core.wakeups import LostLease, LostReason, Work
 from flowfabric.engine.store import Store
 from flowfabric.model.errors import EngineError, error
@@ -57,24 +57,24 @@ class Attachment(IntFlag):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Ended:
+class EndedLease:
     """A lease or an execution that has ended in a transaction, with something attached to it."""
 
     execution_id: ExecutionId
-    move: Release
+    move: Move
 
     @property
     def is_terminal(self) -> bool:
         """Whether the execution has ended, and not only its lease."""
-        return RELEASES[self.move].target.phase is LifecyclePhase.TERMINAL
+        return MOVES[self.move].target.phase is LifecyclePhase.TERMINAL
 
     @property
     def reason(self) -> str:
         """The word that says why."""
-        return RELEASES[self.move].reason or ""
+        return MOVES[self.move].reason or ""
 
 
-Consequence = Callable[[Transaction, Sequence[Ended]], Awaitable[None]]
+Consequence = Callable[[Transaction, Sequence[EndedLease]], Awaitable[None]]
 """Sees to what is attached to executions that have ended, or whose leases have, in the transaction that ended them."""
 
 
@@ -89,7 +89,7 @@ class LeaseEnd:
     def __init__(
         self,
         execution_id: ExecutionId,
-        move: Release,
+        move: Move,
         *,
         fence: Handle | Fence | None = None,
         payload: bytes | None = None,
@@ -167,7 +167,7 @@ class LeaseEnds:
         verdicts = self._judge(ends, await transaction.fetch(SQL.end_leases, **self._columns(ends, is_thorough=True)))
         for attachment, follow in self._consequences.items():
             ended = [
-                Ended(execution_id=end.execution_id, move=end.move)
+                EndedLease(execution_id=end.execution_id, move=end.move)
                 for end, verdict in zip(ends, verdicts, strict=True)
                 if isinstance(verdict, Verdict) and verdict.is_done and verdict.attached & attachment
             ]
@@ -187,7 +187,7 @@ class LeaseEnds:
                 has_ended = True
             elif isinstance(verdict, Verdict):
                 if verdict.is_done:
-                    has_ended = has_ended or RELEASES[end.move].target.phase is LifecyclePhase.TERMINAL
+                    has_ended = has_ended or MOVES[end.move].target.phase is LifecyclePhase.TERMINAL
                 if verdict.delay_ms is not None:
                     wakeups.timer(verdict.delay_ms)
                 elif verdict.work is not None:
@@ -195,7 +195,7 @@ class LeaseEnds:
                 elif verdict.code == "lease_expired":
                     expired.append(end.execution_id)
             if isinstance(verdict, Verdict) and verdict.is_done:
-                epoch = verdict.lease_epoch if end.move is Release.LEASE_EXPIRED else end.lost_epoch
+                epoch = verdict.lease_epoch if end.move is Move.LEASE_EXPIRED else end.lost_epoch
                 if epoch is not None:
                     lost.append(LostLease(end.execution_id, epoch, LostReason(end.move.value)))
         if lost:
@@ -209,7 +209,7 @@ class LeaseEnds:
 
     async def expire(self, execution_ids: Sequence[ExecutionId]) -> list[Work]:
         """Mark the leases of these executions as expired, where they are, so that claims take them; returns where."""
-        ends = [LeaseEnd(execution_id, Release.LEASE_EXPIRED) for execution_id in execution_ids]
+        ends = [LeaseEnd(execution_id, Move.LEASE_EXPIRED) for execution_id in execution_ids]
 
         async def end(transaction: Transaction) -> list[Verdict | Locked]:
             return await self.within(transaction, ends)
@@ -223,7 +223,7 @@ class LeaseEnds:
         await self._batch.drain()
 
     async def _end_together(self, ends: Sequence[LeaseEnd]) -> Sequence[Verdict | Locked | Exception]:
-        if not all(end.move is Release.COMPLETED for end in ends):
+        if not all(end.move is Move.COMPLETED for end in ends):
             return await self._end_each(ends)
         completed = await self._complete(ends)
         if len(completed) == len(ends):

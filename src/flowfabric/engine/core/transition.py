@@ -53,7 +53,7 @@ RESUME_DELAYED = replace(
 )
 
 
-class Release(StrEnum):
+class Move(StrEnum):
     """The moves that end a lease, or end an execution while nobody runs it."""
 
     COMPLETED = "completed"
@@ -116,35 +116,33 @@ def _parked(eligibility: EligibilityState, blocking: BlockingReason, reason: Rel
     return Effect(target=target, attempt=AttemptLifecycle.SUSPENDED, reason=reason)
 
 
-RELEASES: Mapping[Release, Effect] = {
-    Release.COMPLETED: _ended(TerminalOutcome.SUCCESS, AttemptLifecycle.ENDED_SUCCESS, ReleaseReason.COMPLETED),
-    Release.FAILED: _ended(TerminalOutcome.FAILED, _FAILURE, ReleaseReason.FAILED_TERMINAL),
-    Release.RETRY: Effect(target=_BACKOFF, attempt=_FAILURE, reason=ReleaseReason.FAILED_RETRY_SCHEDULED),
-    Release.RETRY_NOW: Effect(target=_RETRYABLE, attempt=_FAILURE, reason=ReleaseReason.FAILED_RETRY_SCHEDULED),
-    Release.CANCELLED: _ended(TerminalOutcome.CANCELLED, AttemptLifecycle.ENDED_CANCELLED, ReleaseReason.CANCELLED),
-    Release.TIMEOUT_RETRY: Effect(target=_BACKOFF, attempt=_FAILURE, reason=ReleaseReason.EXPIRED_ATTEMPT_TIMEOUT),
-    Release.TIMEOUT_RETRY_NOW: Effect(
-        target=_RETRYABLE, attempt=_FAILURE, reason=ReleaseReason.EXPIRED_ATTEMPT_TIMEOUT
-    ),
-    Release.TIMEOUT_EXPIRED: _ended(TerminalOutcome.EXPIRED, _FAILURE, ReleaseReason.EXPIRED_ATTEMPT_TIMEOUT),
-    Release.DEADLINE_EXPIRED: _ended(TerminalOutcome.EXPIRED, _FAILURE, ReleaseReason.EXPIRED_EXECUTION_DEADLINE),
-    Release.RECLAIM_LIMIT: _ended(
+MOVES: Mapping[Move, Effect] = {
+    Move.COMPLETED: _ended(TerminalOutcome.SUCCESS, AttemptLifecycle.ENDED_SUCCESS, ReleaseReason.COMPLETED),
+    Move.FAILED: _ended(TerminalOutcome.FAILED, _FAILURE, ReleaseReason.FAILED_TERMINAL),
+    Move.RETRY: Effect(target=_BACKOFF, attempt=_FAILURE, reason=ReleaseReason.FAILED_RETRY_SCHEDULED),
+    Move.RETRY_NOW: Effect(target=_RETRYABLE, attempt=_FAILURE, reason=ReleaseReason.FAILED_RETRY_SCHEDULED),
+    Move.CANCELLED: _ended(TerminalOutcome.CANCELLED, AttemptLifecycle.ENDED_CANCELLED, ReleaseReason.CANCELLED),
+    Move.TIMEOUT_RETRY: Effect(target=_BACKOFF, attempt=_FAILURE, reason=ReleaseReason.EXPIRED_ATTEMPT_TIMEOUT),
+    Move.TIMEOUT_RETRY_NOW: Effect(target=_RETRYABLE, attempt=_FAILURE, reason=ReleaseReason.EXPIRED_ATTEMPT_TIMEOUT),
+    Move.TIMEOUT_EXPIRED: _ended(TerminalOutcome.EXPIRED, _FAILURE, ReleaseReason.EXPIRED_ATTEMPT_TIMEOUT),
+    Move.DEADLINE_EXPIRED: _ended(TerminalOutcome.EXPIRED, _FAILURE, ReleaseReason.EXPIRED_EXECUTION_DEADLINE),
+    Move.RECLAIM_LIMIT: _ended(
         TerminalOutcome.FAILED, AttemptLifecycle.INTERRUPTED_RECLAIMED, ReleaseReason.MAX_RECLAIMS_EXCEEDED
     ),
-    Release.DELAYED: _parked(
+    Move.DELAYED: _parked(
         EligibilityState.NOT_ELIGIBLE_UNTIL_TIME, BlockingReason.WAITING_FOR_DELAY, ReleaseReason.WORKER_DELAY
     ),
-    Release.CHILDREN_DONE: _parked(
+    Move.CHILDREN_DONE: _parked(
         EligibilityState.ELIGIBLE_NOW, BlockingReason.WAITING_FOR_WORKER, ReleaseReason.WAITING_CHILDREN
     ),
-    Release.HANDED_BACK: _parked(
+    Move.HANDED_BACK: _parked(
         EligibilityState.ELIGIBLE_NOW, BlockingReason.WAITING_FOR_WORKER, ReleaseReason.HANDED_BACK
     ),
-    Release.NOT_STARTED: _parked(
+    Move.NOT_STARTED: _parked(
         EligibilityState.ELIGIBLE_NOW, BlockingReason.WAITING_FOR_WORKER, ReleaseReason.HANDED_BACK
     ),
     # What a suspension waits for stands in its arguments.
-    Release.SUSPENDED: Effect(
+    Move.SUSPENDED: Effect(
         target=Target(
             phase=LifecyclePhase.SUSPENDED,
             blocking=BlockingReason.WAITING_FOR_SIGNAL,
@@ -153,33 +151,33 @@ RELEASES: Mapping[Release, Effect] = {
         attempt=AttemptLifecycle.SUSPENDED,
         reason=ReleaseReason.SUSPEND,
     ),
-    Release.SUSPENSION_FAILED: _ended(TerminalOutcome.FAILED, _FAILURE, CloseReason.TIMED_OUT_FAIL),
-    Release.SUSPENSION_CANCELLED: _ended(
+    Move.SUSPENSION_FAILED: _ended(TerminalOutcome.FAILED, _FAILURE, CloseReason.TIMED_OUT_FAIL),
+    Move.SUSPENSION_CANCELLED: _ended(
         TerminalOutcome.CANCELLED, AttemptLifecycle.ENDED_CANCELLED, CloseReason.TIMED_OUT_CANCEL
     ),
-    Release.SUSPENSION_EXPIRED: _ended(TerminalOutcome.EXPIRED, _FAILURE, CloseReason.TIMED_OUT_EXPIRE),
-    Release.LEASE_EXPIRED: Effect(target=LEASE_EXPIRED, attempt=AttemptLifecycle.STARTED, reason=None),
+    Move.SUSPENSION_EXPIRED: _ended(TerminalOutcome.EXPIRED, _FAILURE, CloseReason.TIMED_OUT_EXPIRE),
+    Move.LEASE_EXPIRED: Effect(target=LEASE_EXPIRED, attempt=AttemptLifecycle.STARTED, reason=None),
 }
 
 
-def after_failure(delay_ms: int | None) -> Release:
+def after_failure(delay_ms: int | None) -> Move:
     """The move of a failed attempt whose retry comes after a pause, at once, or not at all."""
     if delay_ms is None:
-        return Release.FAILED
-    return Release.RETRY if delay_ms else Release.RETRY_NOW
+        return Move.FAILED
+    return Move.RETRY if delay_ms else Move.RETRY_NOW
 
 
-def after_timeout(delay_ms: int | None) -> Release:
+def after_timeout(delay_ms: int | None) -> Move:
     """The move of an attempt that timed out, whose retry comes after a pause, at once, or not at all."""
     if delay_ms is None:
-        return Release.TIMEOUT_EXPIRED
-    return Release.TIMEOUT_RETRY if delay_ms else Release.TIMEOUT_RETRY_NOW
+        return Move.TIMEOUT_EXPIRED
+    return Move.TIMEOUT_RETRY if delay_ms else Move.TIMEOUT_RETRY_NOW
 
 
-SUSPENSION_TIMEOUTS: Mapping[TimeoutBehavior, Release] = {
-    TimeoutBehavior.FAIL: Release.SUSPENSION_FAILED,
-    TimeoutBehavior.CANCEL: Release.SUSPENSION_CANCELLED,
-    TimeoutBehavior.EXPIRE: Release.SUSPENSION_EXPIRED,
+SUSPENSION_TIMEOUTS: Mapping[TimeoutBehavior, Move] = {
+    TimeoutBehavior.FAIL: Move.SUSPENSION_FAILED,
+    TimeoutBehavior.CANCEL: Move.SUSPENSION_CANCELLED,
+    TimeoutBehavior.EXPIRE: Move.SUSPENSION_EXPIRED,
 }
 """The moves of the timeouts that end a suspended execution; the other behaviours let it live."""
 
@@ -211,9 +209,9 @@ CLAIM_PARAMETERS: Mapping[str, str] = {
 
 
 @lru_cache
-def release_parameters(releases: frozenset[Release]) -> Mapping[str, list[str] | list[str | None] | list[int | None]]:
+def release_parameters(releases: frozenset[Move]) -> Mapping[str, list[str] | list[str | None] | list[int | None]]:
     """The rows of the table for some releases, as the arrays their statement takes."""
-    effects = {release: RELEASES[release] for release in sorted(releases)}
+    effects = {release: MOVES[release] for release in sorted(releases)}
     return {
         "move_names": [release.value for release in effects],
         "to_phases": [effect.target.phase.value for effect in effects.values()],
@@ -233,7 +231,7 @@ def release_parameters(releases: frozenset[Release]) -> Mapping[str, list[str] |
 
 def completion_parameters() -> Mapping[str, object]:
     """The row of the table for the one release that has a statement of its own."""
-    effect = RELEASES[Release.COMPLETED]
+    effect = MOVES[Move.COMPLETED]
     target = effect.target
     return {
         "to_phase": target.phase.value,

@@ -17,7 +17,7 @@ _LOST = "lost"
 
 
 class LostReason(StrEnum):
-    """Why a lease ended without its holder; those of a `Release` have its value."""
+    """Why a lease ended without its holder; those of a `Move` have its value."""
 
     COMPLETED = "completed"
     FAILED = "failed"

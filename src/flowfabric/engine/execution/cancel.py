@@ -6,7 +6,7 @@ from flowfabric.db.batch import Locked
 from flowfabric.db.database import Transaction
 from flowfabric.engine.core.consequence import LeaseEnd, LeaseEnds
 from flowfabric.engine.core.row import Held, Verdict, hold, not_active, usable
-from flowfabric.engine.core.transition import Release
+from flowfabric.engine.core.transition import Move
 from flowfabric.engine.store import Store
 from flowfabric.model.errors import error
 from flowfabric.model.execution import Cancelled
@@ -31,7 +31,7 @@ class Cancel:
         reason = check_text(reason, "reason")
         lease_end = LeaseEnd(
             handle.execution_id,
-            Release.CANCELLED,
+            Move.CANCELLED,
             fence=handle,
             reason=reason,
             source=CancelSource.LEASE_HOLDER,
@@ -86,7 +86,7 @@ class Cancel:
             is_anothers = held.lifecycle_phase == "active" and source != CancelSource.LEASE_HOLDER
             lease_end = LeaseEnd(
                 parsed,
-                Release.CANCELLED,
+                Move.CANCELLED,
                 reason=reason,
                 source=source,
                 lost_epoch=held.lease_epoch if is_anothers else None,

@@ -9,7 +9,7 @@ from flowfabric.engine.core.consequence import LeaseEnd, LeaseEnds
 from flowfabric.engine.core.quarantine import Quarantine
 from flowfabric.engine.core.row import hold_if_there, usable
 from flowfabric.engine.core.sweep import SweepResult
-from flowfabric.engine.core.transition import PROMOTED, Release
+from flowfabric.engine.core.transition import PROMOTED, Move
 from flowfabric.engine.core.wakeups import Work
 from flowfabric.engine.lease.expire import LATEST_TIME, SWEEP_LIMIT
 from flowfabric.engine.store import Store
@@ -41,7 +41,7 @@ class Delays:
             check_range(delay_until, "delay_until", 0, LATEST_TIME)
         else:
             check_range(delay_ms, "delay_ms", 0, MAX_MS)
-        end = LeaseEnd(handle.execution_id, Release.DELAYED, fence=handle, delay_until=delay_until, delay_ms=delay_ms)
+        end = LeaseEnd(handle.execution_id, Move.DELAYED, fence=handle, delay_until=delay_until, delay_ms=delay_ms)
         await self._park(end)
 
     async def wait_children(self, handle: Handle) -> None:
@@ -55,7 +55,7 @@ class Delays:
         Where it was not started, its attempt gets back the time it had at the claim.
         """
         handle = usable(handle)
-        move = Release.HANDED_BACK if was_started else Release.NOT_STARTED
+        move = Move.HANDED_BACK if was_started else Move.NOT_STARTED
         await self._park(LeaseEnd(handle.execution_id, move, fence=handle))
 
     async def promote_delayed(self, execution_id: ExecutionId | str) -> Promoted | AlreadySatisfied:
@@ -141,6 +141,6 @@ def _named(execution_ids: Sequence[ExecutionId]) -> dict[str, object]:
     }
 
 
-def _move_of_waiting() -> Release:
+def _move_of_waiting() -> Move:
     """Where waiting for children leads; only a member of a flow can have an open dependency, and there are no flows."""
-    return Release.CHILDREN_DONE
+    return Move.CHILDREN_DONE

@@ -11,7 +11,7 @@ from flowfabric.engine.core.consequence import LeaseEnd, LeaseEnds, retry_pause
 from flowfabric.engine.core.quarantine import Quarantine, is_of_connection
 from flowfabric.engine.core.row import Held, Verdict, hold, hold_if_there
 from flowfabric.engine.core.sweep import SweepResult
-from flowfabric.engine.core.transition import Release, after_timeout
+from flowfabric.engine.core.transition import Move, after_timeout
 from flowfabric.engine.core.wakeups import Work
 from flowfabric.engine.store import Store
 from flowfabric.model.attempt import FailureClass
@@ -115,7 +115,7 @@ class LeaseExpiry:
         """Mark the lease of an execution as expired, where its time is up, so that the next claim takes it."""
         parsed = parse_execution_id(execution_id)
         row_key(parsed)
-        end = LeaseEnd(parsed, Release.LEASE_EXPIRED)
+        end = LeaseEnd(parsed, Move.LEASE_EXPIRED)
 
         async def mark(transaction: Transaction) -> tuple[list[Verdict | Locked], str]:
             held = await hold_if_there(transaction, parsed)
@@ -248,7 +248,7 @@ def _expiry(row: Record, phase: ExpiryPhase) -> LeaseEnd:
     lost_epoch = row["lease_epoch"] if row["lifecycle_phase"] == LifecyclePhase.ACTIVE else None
     if phase is ExpiryPhase.EXECUTION_DEADLINE:
         return LeaseEnd(
-            execution_id, Release.DEADLINE_EXPIRED, reason=phase.value, category=category, lost_epoch=lost_epoch
+            execution_id, Move.DEADLINE_EXPIRED, reason=phase.value, category=category, lost_epoch=lost_epoch
         )
     delay_ms = retry_pause(read_stored_policy(row["policy"]), row["retry_count"], category)
     return LeaseEnd(

@@ -10,7 +10,7 @@ from flowfabric.db.database import Record, Transaction
 from flowfabric.db.statements import statements_beside
 from flowfabric.engine.core.consequence import LeaseEnd, LeaseEnds, retry_pause
 from flowfabric.engine.core.row import DONE, GivenFence, Verdict, hold, hold_all, usable
-from flowfabric.engine.core.transition import Release, after_failure
+from flowfabric.engine.core.transition import Move, after_failure
 from flowfabric.engine.store import Store
 from flowfabric.model.attempt import FailureClass, FailureReason, failure_category
 from flowfabric.model.errors import EngineError, error
@@ -137,7 +137,7 @@ class Finish:
             fence = given.against(await hold(transaction, parsed))
             lease_end = LeaseEnd(
                 parsed,
-                Release.COMPLETED,
+                Move.COMPLETED,
                 fence=fence,
                 payload=payload,
                 encoding=result_encoding,
@@ -214,7 +214,7 @@ class Finish:
         async def end(transaction: Transaction) -> tuple[list[LeaseEnd], list[Verdict | Locked]]:
             _, rows = await hold_all(transaction, list(epochs), waits=False)
             lease_ends = [
-                LeaseEnd(held.id, Release.RECLAIM_LIMIT, reason=MAX_RECLAIMS_EXCEEDED)
+                LeaseEnd(held.id, Move.RECLAIM_LIMIT, reason=MAX_RECLAIMS_EXCEEDED)
                 for held in rows
                 if held is not None and held.is_lost and held.lease_epoch == epochs[held.id]
             ]
@@ -271,7 +271,7 @@ def _completion(handle: Handle, payload: bytes | None) -> LeaseEnd:
     handle = usable(handle)
     if payload is not None and type(payload) is not bytes:
         payload = _bytes_of(payload)
-    return LeaseEnd(handle.execution_id, Release.COMPLETED, fence=handle, payload=payload)
+    return LeaseEnd(handle.execution_id, Move.COMPLETED, fence=handle, payload=payload)
 
 
 def _failure_reason(given: object) -> FailureReason:

@@ -7,7 +7,7 @@ from uuid import UUID
 
 from flowfabric.db.database import Transaction
 from flowfabric.db.statements import statements_beside
-from flowfabric.engine.core.consequence import Ended
+from flowfabric.engine.core.consequence import EndedLease
 from flowfabric.engine.core.keys import Keys
 from flowfabric.engine.core.row import HeldWithGrant, check_named, hold_with_grant, read_with_grant
 from flowfabric.engine.lease.catch_up import CatchUp
@@ -278,7 +278,7 @@ def _optional_text(value: object, field: str) -> str | None:
     return None if value is None else check_text(value, field)
 
 
-async def take_grants(transaction: Transaction, ended: Sequence[Ended]) -> None:
+async def take_grants(transaction: Transaction, ended: Sequence[EndedLease]) -> None:
     """Delete the grants of executions that have ended, or whose leases have."""
     pairs = [split_execution_id(each.execution_id) for each in ended]
     await transaction.fetch(

@@ -8,7 +8,7 @@ from flowfabric.db.batch import Locked
 from flowfabric.db.database import Transaction
 from flowfabric.engine.core.consequence import LeaseEnd, LeaseEnds
 from flowfabric.engine.core.row import HeldWithGrant, Verdict, check_named, hold_with_grant
-from flowfabric.engine.core.transition import Release
+from flowfabric.engine.core.transition import Move
 from flowfabric.engine.core.wakeups import LostLease, LostReason, Work
 from flowfabric.engine.lease.claim import DEFAULT_LEASE_TTL_MS
 from flowfabric.engine.lease.claim_named import Lease, NamedClaims
@@ -76,7 +76,7 @@ class Reclaim:
             if not held.is_on_open_lane:
                 return NotReclaimable(execution_id=parsed, detail=f"lane {held.lane_id} is {held.lane_state}")
             if held.has_expired:
-                (verdict,) = await self._lease_ends.within(transaction, [LeaseEnd(parsed, Release.LEASE_EXPIRED)])
+                (verdict,) = await self._lease_ends.within(transaction, [LeaseEnd(parsed, Move.LEASE_EXPIRED)])
                 if not isinstance(verdict, Verdict) or verdict.work is None:
                     return NotReclaimable(execution_id=parsed, detail=_state_of(held))
                 marked.append((held, verdict.work))
@@ -163,7 +163,7 @@ class Reclaim:
 
     async def _end(self, transaction: Transaction, held: HeldWithGrant) -> Ended:
         """End a held execution whose lease was lost as often as allowed, and with it the grant that led here."""
-        lease_end = LeaseEnd(held.id, Release.RECLAIM_LIMIT, reason=MAX_RECLAIMS_EXCEEDED, lost_epoch=held.lease_epoch)
+        lease_end = LeaseEnd(held.id, Move.RECLAIM_LIMIT, reason=MAX_RECLAIMS_EXCEEDED, lost_epoch=held.lease_epoch)
         return lease_end, await self._lease_ends.within(transaction, [lease_end])
 
     async def _at_reclaim_limit(self, cap: int, ended: Ended) -> ReclaimCapExceeded:

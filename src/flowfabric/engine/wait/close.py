@@ -4,13 +4,13 @@ from collections.abc import Sequence
 
 from flowfabric.db.database import Transaction
 from flowfabric.db.statements import columns_from, statements_beside
-from flowfabric.engine.core.consequence import Ended
+from flowfabric.engine.core.consequence import EndedLease
 from flowfabric.model.ids import split_execution_id
 
 SQL = statements_beside(__file__)
 
 
-async def close_suspensions(transaction: Transaction, ended: Sequence[Ended]) -> None:
+async def close_suspensions(transaction: Transaction, ended: Sequence[EndedLease]) -> None:
     """Close the open suspensions of executions that the transaction has just ended, with all their waitpoints."""
     closing = [(*split_execution_id(each.execution_id), each.reason) for each in ended if each.is_terminal]
     if closing:

@@ -13,7 +13,7 @@ from flowfabric.db.statements import array_text, columns_from, statements_beside
 from flowfabric.engine.core.consequence import LeaseEnd, LeaseEnds
 from flowfabric.engine.core.keys import Keys
 from flowfabric.engine.core.row import GivenFence, HeldRun, Verdict, hold_all, judge, read_runs
-from flowfabric.engine.core.transition import Release
+from flowfabric.engine.core.transition import Move
 from flowfabric.engine.lease.expire import LeaseExpiry
 from flowfabric.engine.store import Store
 from flowfabric.engine.wait.signal_batch import facts_of
@@ -274,7 +274,7 @@ def _lease_end(wait: _Wait) -> LeaseEnd:
     # The lease was judged a moment ago and the row is held: no later clock may judge it again.
     return LeaseEnd(
         handle.execution_id,
-        Release.SUSPENDED,
+        Move.SUSPENDED,
         blocking=blocking_reason_of(wait.args.reason_code),
         detail=f"suspended: waitpoint {wait.details.waitpoint_id} awaiting {wait.args.reason_code}",
         suspension_id=wait.args.suspension_id,
