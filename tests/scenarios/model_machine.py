@@ -26,8 +26,11 @@ from .model_values import (
     KINDS,
     LANE_SETS,
     LANES,
+    NAMES,
+    NTH,
     OFFERS,
     POLICIES,
+    START,
     TTLS,
     WORKERS,
     Execution,
@@ -37,11 +40,6 @@ from .model_values import (
     identity,
 )
 
-START = 1_800_000_000_000
-NTH = (0, 0, 1, 2, 3, 4, 5)
-"""Which of the things at hand; those that most can be done with come first."""
-NAMES = (*NTH, -1)
-"""Which of the executions; -1 is one that nobody has created."""
 CALLS = ("once", "twice")
 """A worker that lost the reply of a call sends it again."""
 
@@ -97,7 +95,8 @@ class EngineAgainstModel(RuleBasedStateMachine):
         connecting = Engine.connect(settings=Settings(database_url=self.stage.url, database_pool_size=2, listen=False))
         self.engine: Engine = self.run(self.stack.enter_async_context(connecting))
         # The machine does what is due, so that a claim finds what the model says and no more.
-        parts_of(self.engine).catch_up.is_swept = True
+        self.parts = parts_of(self.engine)
+        self.parts.catch_up.is_swept = True
 
     def _set_clock(self) -> None:
         self.run(self.stage.connection.execute("update test_clock set offset_ms = $1", self.model.now))
@@ -399,7 +398,7 @@ class EngineAgainstModel(RuleBasedStateMachine):
         self.model.now += ms
         self._set_clock()
         # Watermarks end with the time of the machine, which the moved clock does not touch.
-        parts_of(self.engine).wakeups.watermarks.clear()
+        self.parts.wakeups.watermarks.clear()
 
     @does(weight=5, ms=(1_000, 5_000, 20_000, 30_000), worker=WORKERS, limit=(0, 1, 2))
     def go_on(self, ms: int, worker: str, limit: int) -> None:
@@ -430,16 +429,16 @@ class EngineAgainstModel(RuleBasedStateMachine):
     def sweep_leases(self) -> None:
         # The engine counts claims and the model leases: the rows tell whether they agree.
         self.model.sweep("leases")
-        self.run(parts_of(self.engine).lease_expiry.sweep())
+        self.run(self.parts.lease_expiry.sweep())
 
     @does(weight=2)
     def sweep_delays(self) -> None:
-        self._sweep("delays", parts_of(self.engine).delays.promote_due)
+        self._sweep("delays", self.parts.delays.promote_due)
 
     @does()
     def sweep_expiries(self) -> None:
-        self.run(parts_of(self.engine).retention.purge_grants())
-        self._sweep("expiries", parts_of(self.engine).timeouts.expire_due)
+        self.run(self.parts.retention.purge_grants())
+        self._sweep("expiries", self.parts.timeouts.expire_due)
 
     def _sweep(self, what: str, sweep: Callable[[], Awaitable[int]]) -> None:
         self.both(lambda: ("count", self.model.sweep(what)), lambda: counted(sweep()))

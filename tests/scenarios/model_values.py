@@ -8,6 +8,12 @@ GRANT_MEMORY_MS = 600_000
 LOST = ("lease_expired_reclaimable", "lease_revoked")
 
 # What a step chooses from.
+NTH = (0, 0, 1, 2, 3, 4, 5)
+"""Which of the things at hand; those that most can be done with come first."""
+NAMES = (*NTH, -1)
+"""Which of the executions; -1 is one that nobody has created."""
+START = 1_800_000_000_000
+"""When a history begins."""
 LANES = ("north", "south")
 LANE_SETS = (("north",), ("south",), LANES)
 WORKERS = ("ann", "bob", "cyd")
