@@ -145,7 +145,7 @@ async def test_an_execution_that_cannot_be_written_does_not_hold_up_others(
     (sweep,) = (sweep for sweep in SWEEPS if sweep.name == name)
     now = 0.0
     quarantine = Quarantine(EVERY, clock=lambda: now)
-    setattr(getattr(engine, case.owner), case.quarantine, quarantine)
+    setattr(getattr(parts_of(engine), case.owner), case.quarantine, quarantine)
     await Reconciler(engine).catch_up()
     made = []
     for _ in range(3):

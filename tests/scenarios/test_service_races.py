@@ -76,7 +76,7 @@ async def test_a_run_is_put_aside_or_its_lease_is_marked(rivals: Any, rows: Any,
             )
             return delay, marks
 
-        *raced, _, _ = await at_once(*map(race, handles), pass_time(wave % 4), third.lease_expiry.sweep())
+        *raced, _, _ = await at_once(*map(race, handles), pass_time(wave % 4), parts_of(third).lease_expiry.sweep())
         for handle, (delay, marks) in zip(handles, raced, strict=True):
             row = await rows.execution(handle.execution_id)
             assert marks.count(Marked()) <= 1

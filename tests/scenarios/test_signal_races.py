@@ -10,6 +10,7 @@ import pytest
 
 from flowfabric import Engine
 from flowfabric.conditions import TimeoutBehavior
+from flowfabric.engine.parts import parts_of
 from flowfabric.engine.wait.deliver import Signals
 from flowfabric.outcomes import (
     Accepted,
@@ -159,7 +160,7 @@ async def test_of_a_signal_and_the_timeout_one_ends_the_wait(rivals: Any, rows: 
         due = await waits(one, handles, timeout_at=await clock.now() - 1, timeout_behavior=behavior)
         rounds += await asyncio.gather(*map(race, due))
         # Whoever sweeps is a rival too, and finds nothing left to do.
-        assert await third.suspension_timeouts.expire_due() == 0
+        assert await parts_of(third).suspension_timeouts.expire_due() == 0
     left = await settled(one, rows)
     won: Counter[str] = Counter()
     for wait, (answer, *expiries) in rounds:

@@ -316,8 +316,8 @@ async def test_of_two_names_for_one_instance_at_once_one_is_refused(engines: Any
             return_exceptions=True,
         )
         assert sorted(type(answer).__name__ for answer in answers) == [
+            "InvalidInputError",
+            "InvalidInputError",
             "Registered",
-            "InvalidInputError",
-            "InvalidInputError",
         ]
     assert len(await rows.of("worker_event")) == 10

@@ -277,7 +277,7 @@ async def test_a_deaf_engine_finds_work_by_polling(engines: Any, monkeypatch: py
 async def test_one_submit_wakes_waiting_claims_and_one_gets_it(engines: Any, engine: Engine, eventually: Any) -> None:
     several = [engine, await engines(), await engines()]
     waiting = [asyncio.create_task(claim(one, max_wait_ms=60_000)) for one in several]
-    await eventually(lambda: all(one.wakeups._waiting.get("default") for one in several))
+    await eventually(lambda: all(parts_of(one).wakeups._waiting.get("default") for one in several))
     made = await engine.create_execution(**new())
     (first,), others = await asyncio.wait(waiting, timeout=30, return_when=asyncio.FIRST_COMPLETED)
     assert ids(await first) == [made.execution_id]
