@@ -14,7 +14,7 @@ from flowfabric.model.handle import Handle
 WAITING = "runnable/unowned/eligible_now/waiting_for_worker/none/pending_first_attempt/waiting"
 DELAYED = "runnable/unowned/not_eligible_until_time/waiting_for_delay/none/pending_first_attempt/delayed"
 ACTIVE = "active/leased/not_applicable/none/none/running_attempt/active"
-LAPSED = "active/lease_expired_reclaimable/not_applicable/waiting_for_worker/none/attempt_interrupted/active"
+EXPIRED_LEASE = "active/lease_expired_reclaimable/not_applicable/waiting_for_worker/none/attempt_interrupted/active"
 REVOKED = "active/lease_revoked/not_applicable/waiting_for_worker/none/attempt_interrupted/active"
 COMPLETED = "terminal/unowned/not_applicable/none/success/attempt_terminal/completed"
 FAILED = "terminal/unowned/not_applicable/none/failed/attempt_terminal/failed"
@@ -59,7 +59,7 @@ def lease_left(row: dict[str, Any]) -> dict[str, Any]:
     return {name: row[name] for name in _LEASE if row[name] is not None}
 
 
-async def told(rows: Any, execution_id: str) -> list[str]:
+async def event_texts(rows: Any, execution_id: str) -> list[str]:
     """The events of an execution in order, as `kind reason>outcome` with what is absent left out."""
     return [_event(row) for row in await rows.events(execution_id)]
 

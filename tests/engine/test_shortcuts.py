@@ -14,7 +14,20 @@ from flowfabric.model.lease import RetryScheduled
 from flowfabric.model.states import AttemptType, HandleKind, PublicState
 
 from .grants import claim_named, claim_resumed, grant, reclaim, reclaim_grant
-from .state import ACTIVE, COMPLETED, DELAYED, RESUMABLE, WAITING, attempts, claim, ids, new, refused, told, vector
+from .state import (
+    ACTIVE,
+    COMPLETED,
+    DELAYED,
+    RESUMABLE,
+    WAITING,
+    attempts,
+    claim,
+    event_texts,
+    ids,
+    new,
+    refused,
+    vector,
+)
 
 GPU = {"routing_requirements": {"required_capabilities": ["gpu"]}}
 
@@ -320,6 +333,6 @@ async def test_a_grant_stores_lane_and_capabilities_and_a_reclaim_wants_its_own(
         assert type(await reclaim(engine, created)).__name__ == "NotReclaimable"
     taken = await reclaim(engine, lost.execution_id, "other")
     assert taken.handle.kind is HandleKind.RECLAIMED
-    assert (await told(rows, lost.execution_id))[-1] == "reclaimed"
+    assert (await event_texts(rows, lost.execution_id))[-1] == "reclaimed"
     states = [attempt["attempt_state"] for attempt in await attempts(rows, lost.execution_id)]
     assert states == ["interrupted_reclaimed", "started"]

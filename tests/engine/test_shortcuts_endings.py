@@ -21,17 +21,17 @@ from .grants import grant, reclaim, reclaim_grant
 from .state import (
     ACTIVE,
     CANCELLED,
+    EXPIRED_LEASE,
     FENCED,
-    LAPSED,
     PARKED,
     RETRYABLE,
     claim,
     each_fenced,
+    event_texts,
     ids,
     lease_left,
     new,
     refused,
-    told,
     vector,
 )
 
@@ -60,7 +60,7 @@ async def test_a_lost_lease_cannot_complete_and_a_second_complete_tells_nothing(
     await engine.complete(handle, b"first")
     async with rows.unchanged():
         await engine.complete(handle, b"second")
-    assert await told(rows, handle.execution_id) == ["acquired", "released completed>success"]
+    assert await event_texts(rows, handle.execution_id) == ["acquired", "released completed>success"]
 
 
 async def test_a_failure_obeys_policy_and_class_by_handle_and_by_service(
@@ -122,7 +122,7 @@ async def test_a_cancel_by_handle_is_fenced_told_and_lets_the_lease_go(engine: E
     await engine.cancel(taken.handle, "mine")
     row = await rows.execution(stale.execution_id)
     assert (vector(row), lease_left(row)) == (CANCELLED, {})
-    assert (await told(rows, stale.execution_id))[-1] == "released cancelled>cancelled"
+    assert (await event_texts(rows, stale.execution_id))[-1] == "released cancelled>cancelled"
 
 
 async def test_a_cancel_by_an_operator_is_told_and_a_given_lease_is_compared(
@@ -130,12 +130,12 @@ async def test_a_cancel_by_an_operator_is_told_and_a_given_lease_is_compared(
 ) -> None:
     waiting, handle = await given.created(), await given.claimed(priority=1)
     await engine.cancel_execution(execution_id=waiting, reason="x")
-    assert await told(rows, waiting) == ["ended cancelled>cancelled"]
+    assert await event_texts(rows, waiting) == ["ended cancelled>cancelled"]
     async with rows.unchanged():
         wrong = {**fence(handle), "lease_id": uuid4()}
         await refused(engine.cancel_execution(**wrong, reason="x", source="lease_holder"), "stale_lease")
     await engine.cancel_execution(**fence(handle), reason="x", source="lease_holder")
-    assert (await told(rows, handle.execution_id))[-1] == "released cancelled>cancelled"
+    assert (await event_texts(rows, handle.execution_id))[-1] == "released cancelled>cancelled"
 
 
 async def test_every_ending_is_told_with_namespace_and_instance_tag(
@@ -195,7 +195,7 @@ async def test_a_deadline_ends_what_has_not_ended_in_any_state(engine: Engine, g
 
 async def test_a_lost_lease_leaves_the_execution_active_and_is_counted(engine: Engine, given: Any, rows: Any) -> None:
     lost = await given.reclaimable()
-    assert vector(await rows.execution(lost.execution_id)) == LAPSED
+    assert vector(await rows.execution(lost.execution_id)) == EXPIRED_LEASE
     await claim(engine)
     row = await rows.execution(lost.execution_id)
     assert (vector(row), row["reclaim_count"]) == (ACTIVE, 1)
@@ -255,7 +255,7 @@ async def test_a_release_is_told_as_such_with_its_lease_and_owner(engine: Engine
     handle = await given.claimed()
     owner = (await rows.execution(handle.execution_id))["worker_no"]
     await engine.complete(handle)
-    assert (await told(rows, handle.execution_id))[-1] == "released completed>success"
+    assert (await event_texts(rows, handle.execution_id))[-1] == "released completed>success"
     event = (await rows.events(handle.execution_id))[-1]
     assert (event["lease_id"], event["lease_epoch"], event["worker_no"]) == (handle.lease_id, 1, owner)
 
@@ -264,7 +264,7 @@ async def test_a_release_is_told_as_such_with_its_lease_and_owner(engine: Engine
 async def test_whoever_comes_too_late_marks_the_lease(engine: Engine, given: Any, rows: Any, operation: str) -> None:
     late = await given.expired_lease()
     await refused(FENCED[operation](engine, late), "lease_expired")
-    assert vector(await rows.execution(late.execution_id)) == LAPSED
+    assert vector(await rows.execution(late.execution_id)) == EXPIRED_LEASE
 
 
 # Errors and concurrency.

@@ -6,7 +6,7 @@ from uuid import uuid4
 import msgspec
 import pytest
 
-from engine.state import FENCED, LAPSED, attempts, claim, each_fenced, refused, revoke, told, vector
+from engine.state import EXPIRED_LEASE, FENCED, attempts, claim, each_fenced, event_texts, refused, revoke, vector
 from flowfabric.engine.engine import Engine
 from flowfabric.model.errors import ContentionError, InvalidInputError, NotFoundError, StateError
 from flowfabric.model.handle import Backend, Handle
@@ -35,9 +35,9 @@ async def test_a_lease_is_over_exactly_at_its_expiry_and_the_refusal_marks_it(
     refusal = await refused(FENCED[operation](engine, handle), "lease_expired")
     assert isinstance(refusal, StateError)
     row = await rows.execution(handle.execution_id)
-    assert (vector(row), row["lease_expired_at"]) == (LAPSED, now)
+    assert (vector(row), row["lease_expired_at"]) == (EXPIRED_LEASE, now)
     assert row["blocking_detail"] == "lease expired, awaiting reclaim"
-    assert await told(rows, handle.execution_id) == ["acquired", "expired"]
+    assert await event_texts(rows, handle.execution_id) == ["acquired", "expired"]
     assert [row["ended_at"] for row in await attempts(rows, handle.execution_id)] == [None]
     async with rows.unchanged():
         await refused(FENCED[operation](engine, handle), "lease_expired")
@@ -126,7 +126,7 @@ async def test_revocation_is_judged_before_expiry_and_expiry_before_the_ids(
             refusal = await refused(FENCED[operation](engine, handle), "lease_revoked")
             assert isinstance(refusal, StateError)
     await refused(FENCED[operation](engine, altered(lapsed, lease_id=LeaseId(uuid4()))), "lease_expired")
-    assert vector(await rows.execution(lapsed.execution_id)) == LAPSED
+    assert vector(await rows.execution(lapsed.execution_id)) == EXPIRED_LEASE
 
 
 @each_fenced

@@ -10,11 +10,11 @@ from engine.state import (
     CANCELLED_UNTRIED,
     attempts,
     claim,
+    event_texts,
     kept_until,
     lease_left,
     refused,
     revoke,
-    told,
     vector,
 )
 from flowfabric.engine.engine import Engine
@@ -79,7 +79,7 @@ async def test_an_operator_cancels_from_every_state(
     assert await rows.of("ready") == []
     (listed,) = await rows.of("listed")
     assert (str(listed["execution_id"]), listed["public_state"], listed["at"]) == (execution_id[-36:], "cancelled", now)
-    assert await told(rows, execution_id) == TOLD[state]
+    assert await event_texts(rows, execution_id) == TOLD[state]
     ended = await attempts(rows, execution_id)
     if state == "backing off":
         assert [attempt["attempt_state"] for attempt in ended] == ["ended_failure"]
@@ -102,7 +102,7 @@ async def test_every_source_cancels_what_does_not_run(engine: Engine, given: Any
         await engine.cancel_execution(execution_id=execution_id, reason="x", source=source)
         row = await rows.execution(execution_id)
         assert (row["terminal_outcome"], row["cancelled_by"]) == ("cancelled", source)
-        assert (await told(rows, execution_id))[-1] == "ended cancelled>cancelled"
+        assert (await event_texts(rows, execution_id))[-1] == "ended cancelled>cancelled"
 
 
 @pytest.mark.parametrize("source", EXEMPT)
@@ -206,7 +206,7 @@ async def test_a_worker_cancels_its_own_run(engine: Engine, given: Any, rows: An
     assert (row["completed_at"], lease_left(row), row["attempt_id"]) == (now, {}, claimed.attempt_id)
     (attempt,) = await attempts(rows, claimed.execution_id)
     assert (attempt["attempt_state"], attempt["failure_reason"]) == ("ended_cancelled", "cancelled: asked to stop")
-    assert await told(rows, claimed.execution_id) == ["acquired", "released cancelled>cancelled"]
+    assert await event_texts(rows, claimed.execution_id) == ["acquired", "released cancelled>cancelled"]
 
 
 async def test_a_worker_may_repeat_its_cancel(engine: Engine, given: Any, rows: Any) -> None:

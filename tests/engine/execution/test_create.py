@@ -11,10 +11,10 @@ from engine.state import (
     claim,
     create_in_many,
     create_one,
+    event_texts,
     items,
     new,
     refused,
-    told,
     vector,
 )
 from flowfabric.engine.engine import Engine
@@ -59,7 +59,7 @@ async def test_a_create_writes_one_row_and_one_entry_and_nothing_else(
     engine: Engine, create: Creating, rows: Any
 ) -> None:
     made = await create(engine, **new())
-    assert await told(rows, made.execution_id) == []
+    assert await event_texts(rows, made.execution_id) == []
     others = ("attempt", "idempotency_key", "execution_tag", "execution_input", "claim_grant", "timer", "claim")
     for table in (*others, "execution_result", "listed", "retained"):
         assert await rows.of(table) == []

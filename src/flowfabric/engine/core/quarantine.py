@@ -76,7 +76,7 @@ class Quarantine:
             try:
                 return await batch(left_out)
             except EngineError as fault:
-                if not is_of_connection(fault):
+                if not is_connection_fault(fault):
                     found += await list_due(left_out)
                 raise
 
@@ -84,7 +84,7 @@ class Quarantine:
             try:
                 return await some(found)
             except EngineError as fault:
-                if is_of_connection(fault):
+                if is_connection_fault(fault):
                     raise
                 if len(found) == 1:
                     self.failed(found[0], fault)
@@ -100,7 +100,7 @@ class Quarantine:
             try:
                 done = await together(self.left_out(), found)
             except Exception as fault:
-                if not found or is_of_connection(fault):
+                if not found or is_connection_fault(fault):
                     raise
                 done = await apart(found)
             if done or len(found) < limit:
@@ -113,13 +113,13 @@ class Quarantine:
                 return is_done
             problem: object = "nothing is due any more"
         except Exception as fault:
-            if is_of_connection(fault):
+            if is_connection_fault(fault):
                 raise
             problem = fault
         self.failed(execution_id, problem)
         return False
 
 
-def is_of_connection(fault: Exception) -> bool:
+def is_connection_fault(fault: Exception) -> bool:
     """Whether a fault says nothing of the items at hand, because the store is out of reach."""
     return isinstance(fault, TransportError) and fault.retryable

@@ -165,7 +165,7 @@ def _held(row: Record) -> Held:
     return Held(**{name: row[name] for name in Held.__struct_fields__})
 
 
-async def hold_if_there(transaction: Transaction, execution_id: ExecutionId) -> Held | None:
+async def hold_if_exists(transaction: Transaction, execution_id: ExecutionId) -> Held | None:
     """Wait for an execution's row and hold it; None where there is none."""
     _, (held,) = await hold_all(transaction, [execution_id])
     return held
@@ -173,7 +173,7 @@ async def hold_if_there(transaction: Transaction, execution_id: ExecutionId) -> 
 
 async def hold(transaction: Transaction, execution_id: ExecutionId) -> Held:
     """Wait for an execution's row and hold it, so that the next statement decides from what it is now."""
-    held = await hold_if_there(transaction, execution_id)
+    held = await hold_if_exists(transaction, execution_id)
     if held is None:
         raise error("execution_not_found")
     return held
