@@ -99,7 +99,7 @@ async def test_other_partition_counts_than_the_stores_are_refused(url: str, rows
         for each in (counts, {**counts, family: 7})
     )
     assert refusal.value.detail == (
-        f"the store was made with {made}, this process has {here}; give it the counts of the store"
+        f"the store was created with {made}, this process has {here}; set the counts of the store"
     )
     await opened(database_url=url)
 

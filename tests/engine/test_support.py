@@ -42,7 +42,7 @@ async def test_an_operation_that_has_a_name_is_offered_or_says_that_it_is_not(en
         assert hasattr(engine, name)
         answer = getattr(engine, name)(1, two=3)
         first = anext(answer) if name.startswith("subscribe_") else answer
-        await refused(first, "unavailable", f"{name}: not offered by this version")
+        await refused(first, "unavailable", f"{name}: not implemented in flowfabric")
     found = engine.capabilities()
     for flag in FLAGS:
         assert getattr(found, flag) is not any(name in missing for name in OPERATIONS[flag]), flag

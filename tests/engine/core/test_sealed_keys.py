@@ -135,8 +135,8 @@ async def test_an_engine_beside_one_that_runs_takes_the_keys_it_knows(
 @pytest.mark.parametrize(
     ("key", "told"),
     [
-        (None, "FF_SECRET_KEY is not set: set it to the one that the signing key"),
-        (OTHER, "FF_SECRET_KEY is not the one"),
+        (None, "FF_SECRET_KEY is not set: set it to the key that the signing key"),
+        (OTHER, "FF_SECRET_KEY is not the key"),
     ],
     ids=["none", "other"],
 )
@@ -195,7 +195,7 @@ async def test_who_waits_to_seal_judges_the_secrets_as_they_are_then(
         starting = asyncio.create_task(started(url, secret_key=ONE))
         await eventually(lambda: connection.fetchval(waits))
         await connection.execute("update signing_key set secret = $1", sealed)
-    with pytest.raises(UnavailableError, match="FF_SECRET_KEY is not the one"):
+    with pytest.raises(UnavailableError, match="FF_SECRET_KEY is not the key"):
         await starting
     assert await stored(rows) == {"v1": sealed}
 

@@ -41,7 +41,7 @@ VALUES: list[Case] = [
     *(({"input_payload": wrong}, "invalid_input", "input_payload") for wrong in (None, "text", 5, [1])),
     *(({"delay_until": wrong}, "invalid_input", "delay_until") for wrong in ("1", 1.5, True, 2**63)),
     *(({"delay_ms": wrong}, "invalid_input", "delay_ms") for wrong in ("1", 1.5, True, -1, 2**53)),
-    ({"delay_ms": 1, "delay_until": 1}, "invalid_input", "delay_ms: must be absent where delay_until is given"),
+    ({"delay_ms": 1, "delay_until": 1}, "invalid_input", "delay_ms: must be absent if delay_until is given"),
     *(({"execution_deadline_at": wrong}, "invalid_input", "execution_deadline_at") for wrong in ("1", 1.5, 2**63)),
 ]
 

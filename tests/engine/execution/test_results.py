@@ -34,7 +34,7 @@ async def test_a_wait_may_be_as_long_as_one_likes(engine: Engine, given: Any, ti
 async def test_what_is_no_time_is_refused(engine: Engine, given: Any, rows: Any, timeout: Any) -> None:
     ended = await given.completed()
     async with rows.unchanged():
-        await refused(engine.wait_for_ending(ended, timeout=timeout), "invalid_input", "timeout: seconds from 0 on")
+        await refused(engine.wait_for_ending(ended, timeout=timeout), "invalid_input", "timeout: must be seconds >= 0")
 
 
 async def test_a_closing_engine_tells_its_waiters(url: str, given: Any, eventually: Any) -> None:

@@ -103,7 +103,7 @@ async def test_a_change_of_state_in_one_process_counts_in_all(engines: Any, engi
 
 async def test_an_unknown_state_or_lane_is_refused(engine: Engine, rows: Any) -> None:
     async with rows.unchanged():
-        await refused(engine.set_lane_state("default", "open"), "invalid_input", "state: one of active, paused")
+        await refused(engine.set_lane_state("default", "open"), "invalid_input", "state: must be one of active, paused")
         await refused(engine.set_lane_state("nowhere", "paused"), "invalid_input", "no lane 'nowhere'")
         await refused(engine.set_lane_state("", "paused"), "invalid_input", "lane_id: Empty")
 

@@ -1,4 +1,4 @@
-"""Waiting for what becomes of executions."""
+"""Wait for the results of executions."""
 
 import asyncio
 import math
@@ -20,31 +20,31 @@ SQL = statements_beside(__file__)
 
 
 class Results:
-    """Looks for the results this process waits for, all in one statement: on a hint, and now and then without one.
+    """Queries the results that this process waits for, all in one statement: on a hint, and by polling.
 
-    The first hint after a quiet time leads to a look at once. While hints keep coming, looks are spaced by what they
-    cost and by how many of them found nothing, so that their number does not grow with that of the endings.
+    The first hints after a quiet time lead to a query at once. While hints keep coming, the pause between queries grows
+    with their duration and with the number that found nothing, so that the number of queries stays bounded.
     """
 
     AT_ONCE = 2
-    """Hinted looks that are not followed by a pause after a quiet time: one for a new waiter, one for its ending."""
+    """Hinted queries without a pause after a quiet time: one for a new waiter, one for its result."""
     REST_SECONDS = (0.001, 0.02)
-    """The first and the longest pause after a hinted look that answers nobody; each further one is twice as long."""
+    """The first and the longest pause after a hinted query that found nothing; each pause is twice the one before."""
     REST_SHARE = 2
-    """A hinted look is followed by a pause of at least this many times as long as it took."""
+    """A hinted query is followed by a pause of at least this many times its duration."""
     POLL_SECONDS = (0.02, 1.0)
-    """The first and the longest pause between two looks without a hint."""
+    """The first and the longest pause between two polls."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
         self._waiting: dict[ExecutionId, list[asyncio.Future[Ended]]] = {}
         self._unseen: set[asyncio.Future[Ended]] = set()
-        """Waiters nobody has looked for yet."""
+        """Waiters that no query has covered yet."""
         self._task: asyncio.Task[None] | None = None
         self._refuses = False
 
     async def wait_for_ending(self, execution_id: ExecutionId | str, *, timeout: float | None = None) -> Ended:
-        """How an execution ended, as soon as it has."""
+        """Wait until an execution ends, and return its outcome and result."""
         parsed = parse_execution_id(execution_id)
         row_key(parsed)
         seconds = None if timeout is None else _check_timeout(timeout)
@@ -53,7 +53,7 @@ class Results:
         future = self._future(parsed)
         try:
             await asyncio.wait((future,), timeout=seconds)
-            # However short the wait, it is not over before a look.
+            # Query at least once, however short the timeout.
             if future in self._unseen and not future.done():
                 await self._settle([parsed])
             if future.done():
@@ -78,7 +78,7 @@ class Results:
         return future
 
     async def close(self) -> None:
-        """Fail current waiters and stop looking."""
+        """Fail current waiters and stop querying."""
         self.refuse()
         if self._task is not None:
             self._task.cancel()
@@ -94,7 +94,7 @@ class Results:
             is_hinted = await is_set_within(wakeups.ended_event, poll)
             wakeups.ended_event.clear()
             poll, at_once = (shortest_poll, at_once - 1) if is_hinted else (min(poll * 2, longest_poll), self.AT_ONCE)
-            # Cancelled waiters drop out here.
+            # Remove cancelled waiters.
             for execution_id in [key for key, futures in self._waiting.items() if all(f.done() for f in futures)]:
                 del self._waiting[execution_id]
             if not self._waiting:
@@ -107,7 +107,7 @@ class Results:
                 await asyncio.sleep(min(max(rest, cost * self.REST_SHARE), longest_poll))
 
     async def _settle(self, wanted: list[ExecutionId]) -> bool:
-        """Look once, and answer those whose execution has ended or is not there; whether there were any."""
+        """Query once, and answer the waiters whose execution has ended or is absent; whether there were any."""
         pairs = [split_execution_id(execution_id) for execution_id in wanted]
         try:
             rows = await self._store.fetch(
@@ -142,7 +142,7 @@ class Results:
 
 
 def _ending(execution_id: ExecutionId, row: Record) -> Ended | EngineError:
-    """How an execution has ended; what cannot be read is the answer to those who wait for it, and to nobody else."""
+    """The end of an execution as stored; an unreadable one is the error for its own waiters only."""
     if row["terminal_outcome"] is None:
         return error("execution_not_found")
     try:
@@ -173,7 +173,7 @@ def _check_timeout(value: object) -> float:
     except OverflowError:
         seconds = math.inf
     if not seconds >= 0:
-        raise error("invalid_input", f"timeout: seconds from 0 on, or None, got {shown(value)}")
+        raise error("invalid_input", f"timeout: must be seconds >= 0, or None to wait forever, got {shown(value)}")
     return seconds
 
 

@@ -1,4 +1,4 @@
-"""Submitting executions, again while the store is away: ids are minted first, so a repeat creates nothing twice."""
+"""Submit executions, with retries while the store is unreachable; ids are generated first, so a retry creates no second."""
 
 import asyncio
 import time
@@ -18,13 +18,13 @@ from flowfabric.pauses import pauses
 SQL = statements_beside(__file__)
 
 PAUSE_SECONDS = (0.05, 0.5)
-"""The first and the longest pause before a repeat."""
+"""The first and the longest pause before a retry."""
 
 Answer = Submitted | EngineError
 
 
 class Submit:
-    """Submits executions, repeating for a while what failed by a fault of the store."""
+    """Submits executions, and retries for a limited time what failed by a fault of the store."""
 
     def __init__(self, create: Create, store: Store, *, patience_ms: int) -> None:
         self._create = create
@@ -49,7 +49,7 @@ class Submit:
         delay_ms: int | None = None,
         execution_deadline_at: int | None = None,
     ) -> Created | Duplicate:
-        """Create an execution, once: a repeat of its id or of its live idempotency key is a `Duplicate`."""
+        """Create an execution; return a `Duplicate` if its id or its unexpired idempotency key is already in use."""
         new = NewExecution(
             namespace=namespace,
             lane_id=lane_id,
@@ -78,7 +78,7 @@ class Submit:
         return answer
 
     async def create_many(self, items: Sequence[NewExecution]) -> list[Created | Duplicate | EngineError]:
-        """Create up to a thousand executions in one statement, each with its own verdict."""
+        """Create up to a thousand executions in one call, each with its own verdict."""
         check_batch(items, "items")
         minted = mint_uuid_texts(len(items))
         try:
@@ -96,13 +96,13 @@ class Submit:
         return answers
 
     async def drain(self) -> None:
-        """Wait until every submission under way is answered."""
+        """Wait until every submission in progress is answered."""
         await self._create.drain()
 
     async def _repeat(
         self, items: Sequence[NewExecution], minted: Sequence[str], answers: Sequence[Answer]
     ) -> list[Answer]:
-        """The answers after repeating those that are faults of the store until none is left or the patience is over."""
+        """Retry the answers that are faults of the store until none is left or the time is up; return all answers."""
         answers = [*answers]
         async for _ in self._tries():
             rest = [at for at, answer in enumerate(answers) if _is_passing(answer)]
@@ -123,7 +123,7 @@ class Submit:
     async def _again(self, items: Sequence[NewExecution], minted: Sequence[str]) -> list[Answer]:
         if len(items) > 1:
             return await self._create.create_many(items, minted, is_repeat=True)
-        # One by one, callers share statements.
+        # The single call lets concurrent callers share statements.
         try:
             return [await self._create.create(items[0], minted[0], is_repeat=True)]
         except TransportError:
@@ -132,7 +132,7 @@ class Submit:
             return [refused]
 
     async def _tries(self) -> AsyncIterator[None]:
-        """One turn after each pause; the last one comes when the patience is over."""
+        """Yield once after each pause, and a last time when the time is up."""
         deadline = time.monotonic() + self._patience
         for pause in pauses(*PAUSE_SECONDS):
             await asyncio.sleep(min(pause, max(deadline - time.monotonic(), 0)))
@@ -141,7 +141,7 @@ class Submit:
                 return
 
     async def _ours(self, new: NewExecution, minted: str, answer: Answer) -> Answer:
-        """Created, where what a repeat has found is what an earlier try made: nobody else knows its id."""
+        """Turn a duplicate of the generated id into Created: only an earlier try of this call can have used that id."""
         if isinstance(answer, EngineError | Created) or new.execution_id is not None:
             return answer
         if not answer.execution_id.endswith(minted):
@@ -165,12 +165,12 @@ def _is_passing(answer: Answer) -> bool:
 
 
 def _after(before: Answer, answer: Answer) -> Answer:
-    """The answer of a repeat; what an earlier try has left unknown stays unknown until the store answers."""
+    """The answer after a retry; an unknown outcome of an earlier try stays unknown until the store answers."""
     if not isinstance(before, TransportError):
         return answer
     if isinstance(answer, TransportError):
         answer.outcome_unknown |= before.outcome_unknown
     elif isinstance(answer, EngineError) and answer.code == "retry_exhausted":
-        # Somebody holds the id or the key: it may be the first try, whose session has not ended yet.
+        # Another session holds the id or the key: perhaps the first try, whose session has not ended yet.
         return before
     return answer
