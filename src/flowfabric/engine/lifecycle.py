@@ -164,7 +164,7 @@ class Lifecycle:
         done = await self.store.answer(self._prepare_schema())
         if rights is not None:
             self._check_rights(rights)
-            # Checked first: partition counts cannot be changed once stored, so a start without a key must not store them.
+            # Checked first: stored partition counts cannot be changed, so a start without a key must not store them.
             await self.keys.check(self._secret, may_generate=self._embedded is not None)
         counts = self.store.rules.partitions
         given = {"flow": counts.flow, "budget": counts.budget, "quota": counts.quota}

@@ -100,7 +100,7 @@ class Keys:
         )
 
     async def prepare(self, secret_hex: str | None, *, may_generate: bool) -> list[str]:
-        """Prepare the keys at a start: check that one signs and that all decrypt, encrypt plain ones; return what it did.
+        """Check at a start that a key signs and that stored secrets decrypt, encrypt plain ones; return what it did.
 
         If no key signs, install the configured one, or a generated one if `may_generate`. A stored key is never
         replaced: other processes and existing signatures depend on it.

@@ -1,4 +1,4 @@
-"""Submit executions, with retries while the store is unreachable; ids are generated first, so a retry creates no second."""
+"""Submit executions, with retries while the store is unreachable; a retry uses the ids of the first try."""
 
 import asyncio
 import time

@@ -157,7 +157,7 @@ def _place(after: WorkerCursor | str | None, namespace: str | None) -> WorkerCur
         case _:
             raise error(
                 "invalid_input",
-                f"after: must be the cursor of a page of this list, or with a namespace an instance id, got {shown(after)}",
+                f"after: must be the cursor of a page of this list, or with namespace an instance, got {shown(after)}",
             )
 
 
