@@ -107,14 +107,14 @@ class Keys:
         """
         stored = await self._usable()
         done: list[str] = []
-        if _current(stored) is None or self._unsettled(stored):
+        if _current(stored) is None or self._keys_to_encrypt(stored):
 
-            async def settle(transaction: Transaction) -> list[str]:
+            async def write(transaction: Transaction) -> list[str]:
                 stored, now = await self._locked(transaction)
                 self._check_usable(stored)
-                return await self._settle(transaction, stored, now, secret_hex, may_generate=may_generate)
+                return await self._write_keys(transaction, stored, now, secret_hex, may_generate=may_generate)
 
-            done = await self._store.transact(settle)
+            done = await self._store.transact(write)
             stored = await self._usable()
         if secret_hex is not None and _current(stored) is not None:
             secret = check_secret(secret_hex, "invalid_input")
@@ -130,7 +130,7 @@ class Keys:
         """Raise what `prepare` would raise, and change nothing."""
         _check_given(await self._usable(), secret_hex, may_generate=may_generate)
 
-    async def _settle(
+    async def _write_keys(
         self,
         transaction: Transaction,
         stored: Mapping[str, Record],
@@ -140,7 +140,7 @@ class Keys:
         may_generate: bool,
     ) -> list[str]:
         done: list[str] = []
-        for key in self._unsettled(stored):
+        for key in self._keys_to_encrypt(stored):
             await transaction.fetch(SQL.set_secret, kid=key.kid, secret=self._seals.seal(key.kid, key.secret))
             done.append(f"signing key {key.kid} sealed")
         if _check_given(stored, secret_hex, may_generate=may_generate):
@@ -201,7 +201,7 @@ class Keys:
     def _is_of(self, row: Record, secret: bytes) -> bool:
         return hmac.compare_digest(self._opened(row).secret, secret)
 
-    def _unsettled(self, stored: Mapping[str, Record]) -> list[SigningKey]:
+    def _keys_to_encrypt(self, stored: Mapping[str, Record]) -> list[SigningKey]:
         """The keys still to be encrypted, except retired ones that cannot be decrypted."""
         rows = [row for kid, row in stored.items() if not self._seals.is_settled(kid, row["secret"])]
         return [key for row in rows if (key := self._opened_or_empty(row)).secret]

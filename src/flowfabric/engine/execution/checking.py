@@ -65,10 +65,10 @@ class Submission:
         """The partition of the execution: that of the caller's id, else that of its lane."""
         return self.shape.partition if self.is_minted else row_key(self.execution_id)[0]
 
-    def repeat(self) -> "Repeat":
+    def possible_duplicate(self) -> "PossibleDuplicate":
         """The question to the store when the item was not created: what is it a duplicate of?"""
         shape, columns = self.shape, self.shape.columns
-        return Repeat(
+        return PossibleDuplicate(
             self.execution_id,
             shape.partition,
             shape.namespace,
@@ -86,7 +86,7 @@ class Submission:
         return self.is_minted and self.key is None and not is_delayed and self.deadline_at is None
 
 
-class Repeat(NamedTuple):
+class PossibleDuplicate(NamedTuple):
     """A submission that may be a duplicate: by its id, or by its idempotency key with the same content."""
 
     execution_id: ExecutionId
@@ -131,7 +131,7 @@ class Repeat(NamedTuple):
         )
 
 
-class Alike(NamedTuple):
+class UniformBatch(NamedTuple):
     """Submissions of one shape, as columns, that can all start at once unless their lane refuses them."""
 
     shape: Shape
@@ -203,7 +203,7 @@ class Submissions:
             key,
         )
 
-    def alike(self, items: Sequence[NewExecution], uuids: Sequence[str]) -> Alike | None:
+    def uniform_batch(self, items: Sequence[NewExecution], uuids: Sequence[str]) -> UniformBatch | None:
         """The items as one batch if all are valid and of one shape, else None."""
         first = items[0]
         if type(first) is not NewExecution:
@@ -237,7 +237,7 @@ class Submissions:
                 tags.append(check_tags(new.tags) if new.tags else None)
         except EngineError:
             return None
-        return Alike(shape, uuids, [new.priority for new in items], [new.input_payload for new in items], tags)
+        return UniformBatch(shape, uuids, [new.priority for new in items], [new.input_payload for new in items], tags)
 
     def _known_shape(self, new: NewExecution) -> Shape | None:
         """The shape of an item, or None if its queue is not cached or its policy is invalid."""

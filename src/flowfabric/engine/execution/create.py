@@ -15,11 +15,11 @@ from flowfabric.engine.core.wakeups import Work
 from flowfabric.engine.core.watermark import BAND_BITS
 from flowfabric.engine.execution.checking import (
     MAX_PRIORITY,
-    Alike,
-    Repeat,
+    PossibleDuplicate,
     Shape,
     Submission,
     Submissions,
+    UniformBatch,
     required_of,
 )
 from flowfabric.engine.store import QueueNames, Store, error_of
@@ -108,9 +108,9 @@ class Create:
         self, items: Sequence[NewExecution], minted: Sequence[str], *, is_repeat: bool = False
     ) -> list[Submitted | EngineError]:
         """Create up to a thousand executions, each with its own verdict; `is_repeat` as in `create`."""
-        if not is_repeat and (alike := self._submissions.alike(items, minted)) is not None:
+        if not is_repeat and (batch := self._submissions.uniform_batch(items, minted)) is not None:
             try:
-                return await self._insert_alike(alike)
+                return await self._insert_alike(batch)
             except StoreFault as fault:
                 if fault.is_of_store:
                     raise error_of(fault) from fault
@@ -158,7 +158,7 @@ class Create:
         kind = check_text(new.execution_kind, "execution_kind")
         # A duplicate is answered before its tags and policy are checked, and registers no names.
         if new.execution_id is not None or new.idempotency_key:
-            (found,) = await self._find_duplicates([self._repeat(new, uuid)])
+            (found,) = await self._find_duplicates([self._possible_duplicate(new, uuid)])
             if isinstance(found, EngineError):
                 raise found
             if found is not None:
@@ -172,14 +172,14 @@ class Create:
         assert submission is not None
         return submission
 
-    def _repeat(self, new: NewExecution, uuid: str) -> Repeat:
+    def _possible_duplicate(self, new: NewExecution, uuid: str) -> PossibleDuplicate:
         """The question to the store about an item that may be a duplicate."""
         lane_partition = self._store.rules.partitions.of_lane(check_lane_id(new.lane_id))
         policy: str | None = None
         with contextlib.suppress(EngineError):
             parsed = parse_policy(new.policy)
             policy = "" if parsed is None else policy_json(parsed)
-        return Repeat(
+        return PossibleDuplicate(
             format_execution_id(lane_partition, uuid)
             if new.execution_id is None
             else parse_execution_id(new.execution_id),
@@ -193,25 +193,25 @@ class Create:
             policy,
         )
 
-    async def _find_duplicates(self, repeats: Sequence[Repeat]) -> list[Duplicate | EngineError | None]:
+    async def _find_duplicates(self, candidates: Sequence[PossibleDuplicate]) -> list[Duplicate | EngineError | None]:
         """For each: the execution it duplicates, a conflict if its key was used for other content, or None."""
-        pairs = [split_execution_id(repeat.execution_id) for repeat in repeats]
+        pairs = [split_execution_id(candidate.execution_id) for candidate in candidates]
         rows = await self._store.fetch(
             SQL.list_duplicates,
             partition_keys=[partition for partition, _ in pairs],
             execution_ids=[uuid for _, uuid in pairs],
-            key_partitions=[repeat.lane_partition for repeat in repeats],
-            namespaces=[repeat.namespace for repeat in repeats],
-            lanes=[repeat.lane_id for repeat in repeats],
-            idempotency_keys=[repeat.key for repeat in repeats],
+            key_partitions=[candidate.lane_partition for candidate in candidates],
+            namespaces=[candidate.namespace for candidate in candidates],
+            lanes=[candidate.lane_id for candidate in candidates],
+            idempotency_keys=[candidate.key for candidate in candidates],
         )
-        found: list[Duplicate | EngineError | None] = [None] * len(repeats)
+        found: list[Duplicate | EngineError | None] = [None] * len(candidates)
         for nth, partition, uuid, *stored in rows:
             if uuid is None:
                 continue
             execution_id = format_execution_id(partition, uuid)
             is_by_key = stored[0] is not None
-            conflict = repeats[nth - 1].conflict(execution_id, *stored) if is_by_key else None
+            conflict = candidates[nth - 1].conflict(execution_id, *stored) if is_by_key else None
             found[nth - 1] = conflict or Duplicate(execution_id=execution_id)
         return found
 
@@ -219,7 +219,7 @@ class Create:
         shape = items[0].shape
         if all(item.shape is shape and item.is_plain() for item in items):
             return await self._insert_alike(
-                Alike(
+                UniformBatch(
                     shape,
                     [item.uuid for item in items],
                     [item.priority for item in items],
@@ -244,7 +244,7 @@ class Create:
                 answers[at] = answer
         return answers
 
-    async def _insert_alike(self, items: Alike) -> list[Submitted | EngineError]:
+    async def _insert_alike(self, items: UniformBatch) -> list[Submitted | EngineError]:
         shape, uuids, tags = items.shape, items.uuids, items.tags
         tag_ids = [uuid for uuid, own in zip(uuids, tags, strict=True) if own for _ in own]
         instance_tag = self._store.rules.instance_tag
@@ -323,7 +323,7 @@ class Create:
     async def _duplicates(self, items: Sequence[Submission]) -> list[Duplicate | Locked | EngineError]:
         """The duplicates of items that were not created; LOCKED if the key has expired in the meantime."""
         try:
-            found = await self._find_duplicates([item.repeat() for item in items])
+            found = await self._find_duplicates([item.possible_duplicate() for item in items])
         except EngineError as failed:
             return [failed] * len(items)
         return [one or LOCKED for one in found]

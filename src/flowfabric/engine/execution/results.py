@@ -38,7 +38,7 @@ class Results:
     def __init__(self, store: Store) -> None:
         self._store = store
         self._waiting: dict[ExecutionId, list[asyncio.Future[Ended]]] = {}
-        self._unseen: set[asyncio.Future[Ended]] = set()
+        self._unqueried: set[asyncio.Future[Ended]] = set()
         """Waiters that no query has covered yet."""
         self._task: asyncio.Task[None] | None = None
         self._refuses = False
@@ -54,27 +54,27 @@ class Results:
         try:
             await asyncio.wait((future,), timeout=seconds)
             # Query at least once, however short the timeout.
-            if future in self._unseen and not future.done():
-                await self._settle([parsed])
+            if future in self._unqueried and not future.done():
+                await self._query([parsed])
             if future.done():
                 return future.result()
         finally:
             future.cancel()
-            self._unseen.discard(future)
+            self._unqueried.discard(future)
         raise error("timeout", {"op": "wait_for_ending", "elapsed_ms": int((seconds or 0) * 1000)})
 
     def refuse(self) -> None:
         """Fail current waiters and reject new ones."""
         self._refuses = True
-        self._answer_all(_refusal())
+        self._fail_all(_refusal())
 
     def _future(self, execution_id: ExecutionId) -> "asyncio.Future[Ended]":
         future: asyncio.Future[Ended] = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(execution_id, []).append(future)
-        self._unseen.add(future)
+        self._unqueried.add(future)
         self._store.wakeups.ended_event.set()
         if self._task is None or self._task.done():
-            self._task = create_shared_task(self._look())
+            self._task = create_shared_task(self._query_loop())
         return future
 
     async def close(self) -> None:
@@ -84,7 +84,7 @@ class Results:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
 
-    async def _look(self) -> None:
+    async def _query_loop(self) -> None:
         wakeups = self._store.wakeups
         await wakeups.hints.listen()
         shortest_rest, longest_rest = self.REST_SECONDS
@@ -100,13 +100,13 @@ class Results:
             if not self._waiting:
                 return
             began = time.monotonic()
-            has_answered = await self._settle(list(self._waiting))
+            has_answered = await self._query(list(self._waiting))
             cost = time.monotonic() - began
             if self._waiting and at_once < 0:
                 rest = shortest_rest if has_answered else min(rest * 2, longest_rest)
                 await asyncio.sleep(min(max(rest, cost * self.REST_SHARE), longest_poll))
 
-    async def _settle(self, wanted: list[ExecutionId]) -> bool:
+    async def _query(self, wanted: list[ExecutionId]) -> bool:
         """Query once, and answer the waiters whose execution has ended or is absent; whether there were any."""
         pairs = [split_execution_id(execution_id) for execution_id in wanted]
         try:
@@ -117,23 +117,23 @@ class Results:
             )
         except EngineError as refused:
             if not refused.retryable:
-                self._answer_all(refused)
+                self._fail_all(refused)
             return False
         for execution_id in wanted:
-            self._unseen.difference_update(self._waiting.get(execution_id, ()))
+            self._unqueried.difference_update(self._waiting.get(execution_id, ()))
         for row in rows:
             execution_id = wanted[row["nth"] - 1]
-            ending = _ending(execution_id, row)
+            ended = _ended(execution_id, row)
             for future in self._waiting.pop(execution_id, ()):
                 if future.done():
                     continue
-                if isinstance(ending, EngineError):
-                    future.set_exception(ending)
+                if isinstance(ended, EngineError):
+                    future.set_exception(ended)
                 else:
-                    future.set_result(ending)
+                    future.set_result(ended)
         return bool(rows)
 
-    def _answer_all(self, refused: EngineError) -> None:
+    def _fail_all(self, refused: EngineError) -> None:
         for futures in self._waiting.values():
             for future in futures:
                 if not future.done():
@@ -141,7 +141,7 @@ class Results:
         self._waiting.clear()
 
 
-def _ending(execution_id: ExecutionId, row: Record) -> Ended | EngineError:
+def _ended(execution_id: ExecutionId, row: Record) -> Ended | EngineError:
     """The end of an execution as stored; an unreadable one is the error for its own waiters only."""
     if row["terminal_outcome"] is None:
         return error("execution_not_found")

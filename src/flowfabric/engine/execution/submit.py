@@ -72,7 +72,7 @@ class Submit:
         except TransportError as fault:
             if not fault.retryable or not self._patience:
                 raise
-            (answer,) = await self._repeat([new], [minted], [fault])
+            (answer,) = await self._retry([new], [minted], [fault])
         if isinstance(answer, EngineError):
             raise answer
         return answer
@@ -87,8 +87,8 @@ class Submit:
             if not fault.retryable or not self._patience:
                 raise
             answers = [fault.copy() for _ in items]
-        if self._patience and any(map(_is_passing, answers)):
-            answers = await self._repeat(items, minted, answers)
+        if self._patience and any(map(_is_transient, answers)):
+            answers = await self._retry(items, minted, answers)
             faults = [answer for answer in answers if isinstance(answer, TransportError)]
             if len(faults) == len(answers):
                 faults[0].outcome_unknown = any(fault.outcome_unknown for fault in faults)
@@ -99,28 +99,29 @@ class Submit:
         """Wait until every submission in progress is answered."""
         await self._create.drain()
 
-    async def _repeat(
+    async def _retry(
         self, items: Sequence[NewExecution], minted: Sequence[str], answers: Sequence[Answer]
     ) -> list[Answer]:
         """Retry the answers that are faults of the store until none is left or the time is up; return all answers."""
         answers = [*answers]
-        async for _ in self._tries():
-            rest = [at for at, answer in enumerate(answers) if _is_passing(answer)]
+        async for _ in self._until_deadline():
+            rest = [at for at, answer in enumerate(answers) if _is_transient(answer)]
             if not rest:
                 break
             again: Sequence[Answer]
             try:
-                again = await self._again([items[at] for at in rest], [minted[at] for at in rest])
+                again = await self._retry_once([items[at] for at in rest], [minted[at] for at in rest])
                 again = [
-                    await self._ours(items[at], minted[at], answer) for at, answer in zip(rest, again, strict=True)
+                    await self._created_if_ours(items[at], minted[at], answer)
+                    for at, answer in zip(rest, again, strict=True)
                 ]
             except TransportError as fault:
                 again = [fault.copy() for _ in rest]
             for at, answer in zip(rest, again, strict=True):
-                answers[at] = _after(answers[at], answer)
+                answers[at] = _after_retry(answers[at], answer)
         return answers
 
-    async def _again(self, items: Sequence[NewExecution], minted: Sequence[str]) -> list[Answer]:
+    async def _retry_once(self, items: Sequence[NewExecution], minted: Sequence[str]) -> list[Answer]:
         if len(items) > 1:
             return await self._create.create_many(items, minted, is_repeat=True)
         # The single call lets concurrent callers share statements.
@@ -131,7 +132,7 @@ class Submit:
         except EngineError as refused:
             return [refused]
 
-    async def _tries(self) -> AsyncIterator[None]:
+    async def _until_deadline(self) -> AsyncIterator[None]:
         """Yield once after each pause, and a last time when the time is up."""
         deadline = time.monotonic() + self._patience
         for pause in pauses(*PAUSE_SECONDS):
@@ -140,7 +141,7 @@ class Submit:
             if time.monotonic() >= deadline:
                 return
 
-    async def _ours(self, new: NewExecution, minted: str, answer: Answer) -> Answer:
+    async def _created_if_ours(self, new: NewExecution, minted: str, answer: Answer) -> Answer:
         """Turn a duplicate of the generated id into Created: only an earlier try of this call can have used that id."""
         if isinstance(answer, EngineError | Created) or new.execution_id is not None:
             return answer
@@ -160,11 +161,11 @@ class Submit:
         return PublicState.DELAYED if rows and rows[0]["created_at"] < delay_until else PublicState.WAITING
 
 
-def _is_passing(answer: Answer) -> bool:
+def _is_transient(answer: Answer) -> bool:
     return isinstance(answer, TransportError) and answer.retryable
 
 
-def _after(before: Answer, answer: Answer) -> Answer:
+def _after_retry(before: Answer, answer: Answer) -> Answer:
     """The answer after a retry; an unknown outcome of an earlier try stays unknown until the store answers."""
     if not isinstance(before, TransportError):
         return answer
