@@ -1,5 +1,6 @@
 """Shared by the tests of the engine: state vectors, events, calls under a lease, refusals and clocks."""
 
+import os
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -177,6 +178,11 @@ FENCED: dict[str, Fenced] = {
 """Every operation that a worker calls under its lease; a refused item of a batch form is raised."""
 
 each_fenced = pytest.mark.parametrize("operation", FENCED)
+
+
+def rounds(sample: int, *, whole: int) -> range:
+    """The rounds of a race: a sample, or all of them with `FF_TEST_SWEEP=whole`."""
+    return range(whole if os.environ.get("FF_TEST_SWEEP") == "whole" else sample)
 
 
 Case = Callable[[str], AbstractContextManager[None]]
