@@ -180,9 +180,13 @@ FENCED: dict[str, Fenced] = {
 each_fenced = pytest.mark.parametrize("operation", FENCED)
 
 
+IS_WHOLE = os.environ.get("FF_TEST_SWEEP") == "whole"
+"""Whether races and sweeps run in full."""
+
+
 def rounds(sample: int, *, whole: int) -> range:
     """The rounds of a race: a sample, or all of them with `FF_TEST_SWEEP=whole`."""
-    return range(whole if os.environ.get("FF_TEST_SWEEP") == "whole" else sample)
+    return range(whole if IS_WHOLE else sample)
 
 
 Case = Callable[[str], AbstractContextManager[None]]
