@@ -141,9 +141,6 @@ async def create_in_many(engine: Engine, **arguments: Any) -> Created | Duplicat
 CREATES: dict[str, Creating] = {"one": create_one, "many": create_in_many}
 """The single create and the batch form."""
 
-both_creates = pytest.mark.parametrize("create", [create_one, create_in_many], ids=["one", "many"])
-"""Runs a test with the single create and with the batch form."""
-
 
 Fenced = Callable[[Engine, Handle], Awaitable[object]]
 
