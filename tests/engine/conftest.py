@@ -1,4 +1,4 @@
-"""In these tests time stands still, so that every stamp has one right value; a test moves it where it wants to."""
+"""Fixtures of the engine tests: a clock that only the test moves, so that every timestamp has one right value."""
 
 from collections.abc import AsyncIterator
 from typing import Any
@@ -12,17 +12,17 @@ from flowfabric.model.explanation import Explanation
 
 
 class StandingClock:
-    """The clock of the test's database, moved by the test alone."""
+    """The clock of the test's database; only the test moves it."""
 
     def __init__(self, connection: asyncpg.Connection) -> None:
         self._connection = connection
 
     async def advance(self, *, seconds: float = 0, ms: int = 0) -> int:
-        """Move the clock on and give the new time in milliseconds."""
+        """Move the clock forward and return the new time in milliseconds."""
         return await self.set(await self.now() + round(seconds * 1000) + ms)
 
     async def set(self, now: int) -> int:
-        """Move the clock to a time."""
+        """Set the clock to a time and return it."""
         await self._connection.execute("update test_clock set offset_ms = $1, stands = true", now)
         return now
 
@@ -46,13 +46,13 @@ async def clock(url: str) -> AsyncIterator[StandingClock]:
 
 @pytest.fixture
 def hints_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without polling a waiting claim ends early by a hint alone."""
+    """Disable polling: only a hint wakes a waiting claim."""
     monkeypatch.setattr(claim_family, "POLL_SECONDS", 600.0)
 
 
 @pytest.fixture
 def explain(engine: Engine, rows: Any) -> Any:
-    """The explanation of an execution, which must change nothing and be of the execution as it stands."""
+    """Explain an execution, and check that this changes nothing and agrees with its row."""
 
     async def explain(execution_id: str) -> Explanation:
         async with rows.unchanged():
@@ -69,11 +69,11 @@ def explain(engine: Engine, rows: Any) -> Any:
 
 @pytest.fixture
 async def consistent_rows(engine: Engine) -> AsyncIterator[None]:
-    """Fail when the test leaves rows that no operation can have written."""
+    """Fail if the test leaves rows that no operation can have written."""
     yield
     assert await engine.find_inconsistencies() == []
 
 
 @pytest.fixture
 def altered_rows() -> None:
-    """The test leaves rows that no operation writes."""
+    """Mark a test that leaves rows that no operation writes."""

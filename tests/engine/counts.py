@@ -1,4 +1,4 @@
-"""Counts of executions as a plain walk along their rows gives them."""
+"""Count executions row by row, to compare with count_executions."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -15,7 +15,7 @@ COLUMNS = {
     "namespace": "namespace",
     "kind": "execution_kind",
 }
-"""The field of a count that each word of `by` fills."""
+"""The field of a count for each word of `by`."""
 
 _ROWS = """
 select l.lane_id, e.public_state::text, n.namespace, k.execution_kind
@@ -30,7 +30,7 @@ select l.lane_id, e.public_state::text, n.namespace, k.execution_kind
 async def recount(
     connection: asyncpg.Connection, by: tuple[str, ...], filters: Mapping[str, Any]
 ) -> list[ExecutionCount]:
-    """What `count_executions` is to answer."""
+    """The counts that `count_executions` must return."""
     wanted = {name: {values} if isinstance(values, str) else set(values) for name, values in filters.items()}
     groups: dict[tuple[str | None, ...], int] = {}
     for row in await connection.fetch(_ROWS):
@@ -50,8 +50,8 @@ async def recount(
 
 
 async def miscounts(engine: Engine, connection: asyncpg.Connection, *by: str, **filters: Any) -> list[str]:
-    """What of a count is not as the rows are; by all that can be counted by, where nothing is named."""
+    """The differences between count_executions and the rows, by every word unless some are named."""
     by = by or tuple(COLUMNS)
     counted, rows = await engine.count_executions(by=by, **filters), await recount(connection, by, filters)
-    missing = [f"counted {one} by {by} of {filters}, which the rows are not" for one in counted if one not in rows]
+    missing = [f"counted {one} by {by} of {filters}, not in the rows" for one in counted if one not in rows]
     return missing + [f"not counted: {one} by {by} of {filters}" for one in rows if one not in counted]

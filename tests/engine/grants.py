@@ -1,4 +1,4 @@
-"""What tests of grants and named claims call, with what is not said at its default."""
+"""Calls of grants and named claims, with default arguments."""
 
 from typing import Any
 
@@ -11,12 +11,12 @@ KID = "k1"
 
 
 def worker(name: str = "pool", **overrides: Any) -> dict[str, Any]:
-    """The arguments that name a worker and a lane."""
+    """Arguments that name a worker and a lane."""
     return {"worker_id": name, "worker_instance_id": f"{name}-1", "lane_id": "default", **overrides}
 
 
 async def known(engine: Engine, *names: str) -> None:
-    """Let the engine know workers, so that a search of theirs that finds nothing writes nothing at all."""
+    """Register the identities of workers, so that a claim of theirs that finds nothing writes nothing."""
     for name in names or ("worker",):
         await parts_of(engine).lifecycle.store.worker_no(name, f"{name}-1")
 
@@ -27,34 +27,34 @@ async def grant(engine: Engine, execution_id: str, name: str = "pool", **overrid
 
 
 async def reclaim_grant(engine: Engine, execution_id: str, name: str = "pool", **overrides: Any) -> Any:
-    """What asking for a reclaim grant for a worker answers."""
+    """Request a reclaim grant for a worker."""
     return await engine.issue_reclaim_grant(execution_id=execution_id, **worker(name, **overrides))
 
 
 async def granted(engine: Engine, name: str = "pool", **overrides: Any) -> Granted:
-    """A grant of the search for a worker."""
+    """A grant from claim_for_worker."""
     answer = await engine.claim_for_worker(**worker(name, **overrides))
     assert isinstance(answer, Granted), answer
     return answer
 
 
 async def claim_named(engine: Engine, execution_id: str, name: str = "pool", **overrides: Any) -> Any:
-    """A claim by a worker's grant."""
+    """Claim an execution with a worker's grant."""
     return await engine.claim_execution(execution_id=execution_id, **worker(name, **overrides))
 
 
 async def claim_resumed(engine: Engine, execution_id: str, name: str = "pool", **overrides: Any) -> Any:
-    """A claim of an attempt that goes on."""
+    """Claim an execution whose attempt was interrupted."""
     return await engine.claim_resumed_execution(execution_id=execution_id, **worker(name, **overrides))
 
 
 async def reclaim(engine: Engine, execution_id: str, name: str = "pool", **overrides: Any) -> Any:
-    """A reclaim by a worker's grant."""
+    """Reclaim an execution with a worker's grant."""
     return await engine.reclaim_execution(execution_id=execution_id, **worker(name, **overrides))
 
 
 async def resumable(given: Any, **overrides: Any) -> str:
-    """An execution whose attempt was put aside and may go on at once."""
+    """An execution whose attempt is parked and can be claimed at once."""
     handle = await given.claimed(**overrides)
     await given.engine.wait_children(handle)
     return str(handle.execution_id)

@@ -1,4 +1,4 @@
-"""How tests reach each public state, in each of the ways there are to it."""
+"""Create executions in each public state, in every way that leads to it."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ _BLOCKS = {
 
 
 async def one_of(state: PublicState, given: Any, clock: Any, connection: asyncpg.Connection) -> set[str]:
-    """Executions of a state, in each of the ways there are to it."""
+    """Create executions in a state, one for each way that leads to it."""
     engine: Engine = given.engine
     match state:
         case PublicState.WAITING:

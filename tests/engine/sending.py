@@ -1,4 +1,4 @@
-"""What tests of signals say: an execution that waits, signals to it, and what the tables hold of them."""
+"""For tests of signals: waiting executions, signals to them, and their stored rows."""
 
 from typing import Any
 from uuid import UUID
@@ -15,7 +15,7 @@ from .waits import suspended
 
 
 class Waiting:
-    """An execution with waitpoints, and what it takes to signal them."""
+    """An execution with waitpoints, and the tokens to signal them."""
 
     def __init__(self, engine: Engine, handle: Handle) -> None:
         self.engine = engine
@@ -24,14 +24,14 @@ class Waiting:
         self.points: dict[str, tuple[UUID, WaitpointToken]] = {}
 
     def on(self, details: SuspendDetails) -> "Waiting":
-        """The same, with the waitpoints of a suspension."""
+        """Add the waitpoints of a suspension; return self."""
         self.points[details.waitpoint_key] = details.waitpoint_id, details.waitpoint_token
         for each in details.additional_waitpoints:
             self.points[each.waitpoint_key] = each.waitpoint_id, each.waitpoint_token
         return self
 
     def ahead(self, key: str, pending: PendingWaitpoint) -> "Waiting":
-        """The same, with a waitpoint made ahead."""
+        """Add a waitpoint that was created in advance; return self."""
         self.points[key] = pending.waitpoint_id, pending.hmac_token
         return self
 
@@ -47,32 +47,32 @@ class Waiting:
         }
 
     async def send(self, name: str = "ready", key: str = "wait", **overrides: Any) -> Any:
-        """What a signal comes to."""
+        """Deliver a signal and return the answer."""
         return await self.engine.deliver_signal(**self.signal(name, key, **overrides))
 
     async def said(self, name: str = "ready", key: str = "wait", **overrides: Any) -> str:
-        """The effect of a signal, and why where that is another word."""
+        """Deliver a signal that is accepted; return its effect, and its disposition if that differs."""
         answer = await self.send(name, key, **overrides)
         assert isinstance(answer, Accepted), answer
         return " ".join(dict.fromkeys((answer.effect, answer.disposition)))
 
 
 async def waiting(engine: Engine, given: Any, asked: SuspendArgs | None = None, **overrides: Any) -> Waiting:
-    """An execution that is suspended; what is not of the suspend is of the create."""
+    """A suspended execution; overrides that are not of the create are of the suspend."""
     run = {name: overrides.pop(name) for name in ("policy", "lane_id", "execution_deadline_at") if name in overrides}
     outcome = await suspended(engine, await given.claimed(**run), asked, **overrides)
     return Waiting(engine, outcome.handle).on(outcome.details)
 
 
 async def running(engine: Engine, given: Any, *, expires_in_ms: int = 60_000, **overrides: Any) -> Waiting:
-    """An execution that runs and has made the waitpoint `wait` ahead."""
+    """A running execution that has created the waitpoint `wait` in advance."""
     handle = await given.claimed(**overrides)
     pending = await engine.create_waitpoint(handle, waitpoint_key="wait", expires_in_ms=expires_in_ms)
     return Waiting(engine, handle).ahead("wait", pending)
 
 
 async def signals(rows: Any, execution_id: str) -> list[dict[str, Any]]:
-    """The stored signals of an execution in the order of their acceptance."""
+    """The stored signals of an execution in order of acceptance."""
     found = await rows.of("signal", execution_id=execution_id[-36:])
     return sorted(found, key=lambda row: int(row["sequence"]))
 
@@ -83,5 +83,5 @@ async def signal_keys(rows: Any, **where: Any) -> list[dict[str, Any]]:
 
 
 async def stamps_written(engine: Engine) -> None:
-    """Let the engine note what tokens it has refused, as it does before it closes."""
+    """Write the pending records of refused tokens, as closing the engine does."""
     await engine._rooms[Signals].drain()

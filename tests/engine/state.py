@@ -1,6 +1,8 @@
-"""What tests of the engine say about states, events, calls and time."""
+"""Shared by the tests of the engine: state vectors, events, calls under a lease, refusals and clocks."""
 
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+import os
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import pytest
@@ -14,7 +16,7 @@ from flowfabric.model.handle import Handle
 WAITING = "runnable/unowned/eligible_now/waiting_for_worker/none/pending_first_attempt/waiting"
 DELAYED = "runnable/unowned/not_eligible_until_time/waiting_for_delay/none/pending_first_attempt/delayed"
 ACTIVE = "active/leased/not_applicable/none/none/running_attempt/active"
-LAPSED = "active/lease_expired_reclaimable/not_applicable/waiting_for_worker/none/attempt_interrupted/active"
+EXPIRED_LEASE = "active/lease_expired_reclaimable/not_applicable/waiting_for_worker/none/attempt_interrupted/active"
 REVOKED = "active/lease_revoked/not_applicable/waiting_for_worker/none/attempt_interrupted/active"
 COMPLETED = "terminal/unowned/not_applicable/none/success/attempt_terminal/completed"
 FAILED = "terminal/unowned/not_applicable/none/failed/attempt_terminal/failed"
@@ -50,17 +52,17 @@ _LEASE = (
 
 
 def vector(row: dict[str, Any]) -> str:
-    """The seven dimensions of an execution's row, one after the other."""
+    """The seven state dimensions of an execution's row, joined by slashes."""
     return "/".join(row[name] for name in _DIMENSIONS)
 
 
 def lease_left(row: dict[str, Any]) -> dict[str, Any]:
-    """What a row still holds of a lease: nothing, once it was given up."""
+    """The lease columns that are not null: none after the lease was released."""
     return {name: row[name] for name in _LEASE if row[name] is not None}
 
 
-async def told(rows: Any, execution_id: str) -> list[str]:
-    """The events of an execution in order, as `kind reason>outcome` with what is absent left out."""
+async def event_texts(rows: Any, execution_id: str) -> list[str]:
+    """The events of an execution in order, as `kind reason>outcome` without the absent parts."""
     return [_event(row) for row in await rows.events(execution_id)]
 
 
@@ -77,14 +79,14 @@ async def attempts(rows: Any, execution_id: str) -> list[dict[str, Any]]:
 
 
 async def pending(engine: Engine, execution_id: str) -> dict[str, str]:
-    """What is known of an attempt before it begins."""
+    """The pending fields of an attempt that has not started."""
     names = ("retry_reason", "replay_reason", "replay_requested_by", "previous_attempt_index")
     fields = await engine.read_exec_core_fields(execution_id, [f"pending_{name}" for name in names])
     return {name: value for name in names if (value := fields[f"pending_{name}"]) is not None}
 
 
 async def kept_until(rows: Any, execution_id: str) -> int | None:
-    """When an ended execution may be deleted; None where it is not to be."""
+    """When an ended execution is deleted; None if it is not scheduled."""
     row = await rows.execution(execution_id)
     batches = await rows.of("retained", partition_key=row["partition_key"], ended_at=row["completed_at"])
     times = [batch["retain_until"] for batch in batches if row["execution_id"] in batch["execution_ids"]]
@@ -93,7 +95,7 @@ async def kept_until(rows: Any, execution_id: str) -> int | None:
 
 
 async def claim_rows(rows: Any, execution_ids: Iterable[str] | None = None) -> dict[int, dict[str, Any]]:
-    """The claims by their numbers, each with the ids it holds as texts: of these executions, or all."""
+    """The claims by number, each with its execution ids as text: those of the given executions, or all."""
     found = {}
     for row in await rows.of("claim"):
         held = sorted(f"{{fp:{row['partition_key']}}}:{uuid}" for uuid in row["execution_ids"])
@@ -103,7 +105,7 @@ async def claim_rows(rows: Any, execution_ids: Iterable[str] | None = None) -> d
 
 
 def new(**overrides: Any) -> dict[str, Any]:
-    """The arguments of a create, with what is not said at its default."""
+    """The arguments of a create, with defaults."""
     return {
         "namespace": "tests",
         "lane_id": "default",
@@ -116,7 +118,7 @@ def new(**overrides: Any) -> dict[str, Any]:
 
 
 def items(*arguments: dict[str, Any]) -> list[NewExecution]:
-    """Creates as items of create_many."""
+    """Arguments of creates as items of create_many."""
     return [NewExecution(**argument) for argument in arguments]
 
 
@@ -136,8 +138,8 @@ async def create_in_many(engine: Engine, **arguments: Any) -> Created | Duplicat
     return verdict
 
 
-both_creates = pytest.mark.parametrize("create", [create_one, create_in_many], ids=["one", "many"])
-"""Runs a test with the single create and with the batch form."""
+CREATES: dict[str, Creating] = {"one": create_one, "many": create_in_many}
+"""The single create and the batch form."""
 
 
 Fenced = Callable[[Engine, Handle], Awaitable[object]]
@@ -170,13 +172,41 @@ FENCED: dict[str, Fenced] = {
     "wait_children": lambda engine, handle: engine.wait_children(handle),
     "hand_back": lambda engine, handle: engine.hand_back(handle),
 }
-"""Every operation a worker does under its lease; a refused item of a batch form is raised."""
+"""Every operation that a worker calls under its lease; a refused item of a batch form is raised."""
 
 each_fenced = pytest.mark.parametrize("operation", FENCED)
 
 
+IS_WHOLE = os.environ.get("FF_TEST_SWEEP") == "whole"
+"""Whether races and sweeps run in full."""
+
+
+def rounds(sample: int, *, whole: int) -> range:
+    """The rounds of a race: a sample, or all of them with `FF_TEST_SWEEP=whole`."""
+    return range(whole if IS_WHOLE else sample)
+
+
+Case = Callable[[str], AbstractContextManager[None]]
+
+
+@contextmanager
+def all_cases() -> Iterator[Case]:
+    """Run every case of a loop, and fail at the end with those that failed: `with case("name"): ...`."""
+    failures: list[str] = []
+
+    @contextmanager
+    def case(name: str) -> Iterator[None]:
+        try:
+            yield
+        except (Exception, pytest.fail.Exception) as failure:
+            failures.append(f"{name}: {type(failure).__name__}: {failure}")
+
+    yield case
+    assert not failures, "\n".join(failures)
+
+
 async def revoke(connection: Any, execution_id: str) -> None:
-    """Leave a lease as an operator who revokes it does."""
+    """Revoke a lease as an operator would; no operation of this version does."""
     await connection.execute(
         """with revoked as (
              update execution
@@ -196,7 +226,7 @@ async def revoke(connection: Any, execution_id: str) -> None:
 
 
 async def block(connection: Any, execution_id: str, eligibility: str, reason: str) -> None:
-    """Leave an execution that waits for a worker as blocked by something else; no operation does this."""
+    """Block a waiting execution for another reason; no operation of this version does."""
     await connection.execute(
         """with blocked as (
              update execution
@@ -214,7 +244,7 @@ async def block(connection: Any, execution_id: str, eligibility: str, reason: st
 
 
 async def refused(call: Awaitable[object], code: str, detail: str | None = None) -> EngineError:
-    """The refusal of a call, which must bear this code and, where given, hold this text in its detail."""
+    """Return the error of a call that must be refused with this code and, if given, this text in its detail."""
     with pytest.raises(EngineError) as caught:
         await call
     refusal: EngineError = caught.value
@@ -224,7 +254,7 @@ async def refused(call: Awaitable[object], code: str, detail: str | None = None)
 
 
 async def claim(engine: Engine, *lanes: str, **overrides: Any) -> list[Any]:
-    """Claim up to ten executions of some lanes."""
+    """Claim up to ten executions of these lanes, by default of `default`."""
     return list(
         await engine.claim_many(
             **{
@@ -239,7 +269,7 @@ async def claim(engine: Engine, *lanes: str, **overrides: Any) -> list[Any]:
 
 
 def ids(claimed: Iterable[Any]) -> list[str]:
-    """The executions of some claims."""
+    """The execution ids of claims."""
     return [one.execution_id for one in claimed]
 
 

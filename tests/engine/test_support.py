@@ -1,4 +1,4 @@
-"""The engine about itself: what it offers, what it does not, and how it shuts down."""
+"""What the engine implements, what it does not, and how it shuts down."""
 
 import asyncio
 from typing import Any
@@ -6,6 +6,7 @@ from typing import Any
 import asyncpg
 import pytest
 
+from conftest import Eventually, Given
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.parts import parts_of
 from flowfabric.model.support import FLAGS, NAMED_OPERATIONS, OPERATIONS
@@ -13,12 +14,12 @@ from flowfabric.model.support import FLAGS, NAMED_OPERATIONS, OPERATIONS
 from .state import claim, refused
 
 
-def test_every_flag_speaks_for_operations_by_name() -> None:
+def test_every_flag_names_its_operations() -> None:
     assert len(FLAGS) == 34
     assert set(OPERATIONS) == set(FLAGS)
 
 
-async def test_a_flag_is_true_exactly_where_its_operations_are_there(engine: Engine) -> None:
+async def test_a_flag_is_true_if_all_its_operations_are_implemented(engine: Engine) -> None:
     found = engine.capabilities()
     assert (found.identity.family, found.identity.stage) == ("postgres", "alpha")
     assert (found.identity.version.major, found.identity.version.minor) == (0, 1)
@@ -36,27 +37,27 @@ async def test_a_flag_is_true_exactly_where_its_operations_are_there(engine: Eng
     assert engine.capabilities() == found
 
 
-async def test_an_operation_that_has_a_name_is_offered_or_says_that_it_is_not(engine: Engine) -> None:
+async def test_an_operation_of_the_specification_is_implemented_or_unavailable(engine: Engine) -> None:
     missing = sorted(name for name in NAMED_OPERATIONS if not hasattr(Engine, name))
     for name in missing:
         assert hasattr(engine, name)
         answer = getattr(engine, name)(1, two=3)
         first = anext(answer) if name.startswith("subscribe_") else answer
-        await refused(first, "unavailable", f"{name}: not offered by this version")
+        await refused(first, "unavailable", f"{name}: not implemented in flowfabric")
     found = engine.capabilities()
     for flag in FLAGS:
         assert getattr(found, flag) is not any(name in missing for name in OPERATIONS[flag]), flag
 
 
-async def test_what_has_no_name_is_no_attribute(engine: Engine) -> None:
+async def test_an_unknown_operation_is_no_attribute(engine: Engine) -> None:
     assert set().union(*OPERATIONS.values()) <= NAMED_OPERATIONS
     assert not hasattr(engine, "make_coffee")
     with pytest.raises(AttributeError, match="'Engine' object has no attribute 'make_coffee'"):
         engine.make_coffee()  # type: ignore[attr-defined]
 
 
-async def test_a_shutdown_wakes_and_refuses_waits_and_leaves_the_rest_alone(
-    engine: Engine, given: Any, eventually: Any
+async def test_a_shutdown_ends_and_refuses_waits_and_no_other_calls(
+    engine: Engine, given: Given, eventually: Eventually
 ) -> None:
     waiting = asyncio.create_task(claim(engine, "idle", max_wait_ms=60_000))
     run = await given.run()
@@ -73,8 +74,8 @@ async def test_a_shutdown_wakes_and_refuses_waits_and_leaves_the_rest_alone(
 
 
 @pytest.mark.usefixtures("patient_with_locks")
-async def test_a_shutdown_answers_what_is_under_way_or_says_that_it_could_not(
-    engine: Engine, given: Any, connection: asyncpg.Connection, eventually: Any
+async def test_a_shutdown_waits_for_calls_in_progress_or_times_out(
+    engine: Engine, given: Given, connection: asyncpg.Connection, eventually: Eventually
 ) -> None:
     run = await given.run()
     await connection.execute("begin")
@@ -96,7 +97,8 @@ async def _is_waiting(connection: asyncpg.Connection) -> bool:
     )
 
 
-@pytest.mark.parametrize("grace", [-1, "5", None, 1.5])
-async def test_a_grace_is_a_number_of_milliseconds(engine: Engine, grace: Any) -> None:
-    await refused(engine.shutdown_prepare(grace), "invalid_input", "grace_ms")
+async def test_a_grace_must_be_a_number_of_milliseconds(engine: Engine) -> None:
+    wrong: list[Any] = [-1, "5", None, 1.5]
+    for grace in wrong:
+        await refused(engine.shutdown_prepare(grace), "invalid_input", "grace_ms")
     assert await claim(engine, max_wait_ms=1) == []

@@ -1,4 +1,4 @@
-"""What tests of waiting say: arguments of suspends, keys that sign, and what the tables hold of a wait."""
+"""For tests of waits: arguments of suspends, signing keys, and stored rows of a wait."""
 
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -26,12 +26,12 @@ EXPIRED = "terminal/unowned/not_applicable/none/expired/attempt_terminal/expired
 
 
 def fresh(key: str = "wait") -> Fresh:
-    """A binding that makes a waitpoint."""
+    """A binding that creates a waitpoint."""
     return Fresh(waitpoint_id=WaitpointId(uuid4()), waitpoint_key=key)
 
 
 def args(**overrides: Any) -> SuspendArgs:
-    """The arguments of a suspend: one waitpoint that waits for `ready`, unless told otherwise."""
+    """The arguments of a suspend; by default on one waitpoint that waits for `ready`."""
     return SuspendArgs(
         **{
             "suspension_id": SuspensionId(uuid4()),
@@ -44,17 +44,17 @@ def args(**overrides: Any) -> SuspendArgs:
 
 
 def on_all(*keys: str, **overrides: Any) -> SuspendArgs:
-    """The arguments of a suspend that waits on several waitpoints, all of them."""
+    """The arguments of a suspend that waits for all of several waitpoints."""
     return args(waitpoints=tuple(map(fresh, keys)), resume_condition=all_of_waitpoints(keys), **overrides)
 
 
 def using(pending: PendingWaitpoint, **overrides: Any) -> SuspendArgs:
-    """The arguments of a suspend on a waitpoint made ahead."""
+    """The arguments of a suspend on a waitpoint created in advance."""
     return args(waitpoints=(UsePending(waitpoint_id=pending.waitpoint_id),), **overrides)
 
 
 def triple(handle: Handle) -> dict[str, Any]:
-    """What a service that holds a lease says of it."""
+    """The arguments that name a lease in a service operation."""
     return {
         "execution_id": handle.execution_id,
         "lease_id": handle.lease_id,
@@ -75,12 +75,12 @@ each_form = pytest.mark.parametrize("form", FORMS)
 
 
 def token_of(execution_id: str, waitpoint_id: UUID) -> str:
-    """The token of a waitpoint under the installed key."""
+    """The token of a waitpoint, signed with the installed key."""
     return sign_token(KEY, parse_execution_id(execution_id), WaitpointId(waitpoint_id)).reveal()
 
 
 async def suspended(engine: Engine, handle: Handle, given: SuspendArgs | None = None, **overrides: Any) -> Suspended:
-    """The outcome of a suspend that takes place."""
+    """Suspend a run and return the outcome, which must be `Suspended`."""
     outcome = await engine.suspend(handle, given or args(**overrides))
     assert isinstance(outcome, Suspended), outcome
     return outcome
@@ -88,7 +88,7 @@ async def suspended(engine: Engine, handle: Handle, given: SuspendArgs | None = 
 
 @asynccontextmanager
 async def rewriting(connection: asyncpg.Connection, table: str, execution_id: str) -> AsyncIterator[None]:
-    """Another writer has written a row of an execution again, as a migration does, and commits in the end."""
+    """Rewrite a row of an execution in a transaction that stays open inside the block, as a migration would."""
     async with connection.transaction():
         await connection.execute(
             f"update {table} set partition_key = partition_key where execution_id = $1", execution_id[-36:]

@@ -112,7 +112,8 @@ async def test_a_day_whose_events_came_first_does_without_a_partition(
     assert await parts_of(engine).event_partitions.keep_partitions() == 0
     told = [record.getMessage() for record in caplog.records if record.name == "flowfabric.engine.event.partitions"]
     assert told == [
-        f"{partitions.name_of(await clock.now())} is not made: the default partition holds events of that day"
+        f"event partition {partitions.name_of(await clock.now())} is not created:"
+        " the default partition holds events of that day"
     ]
     assert partitions.name_of(await clock.now()) not in await names(connection)
 

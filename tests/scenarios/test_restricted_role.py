@@ -57,7 +57,7 @@ async def test_a_restricted_role_does_without_partitions(
         "select quote_ident(current_user), rolname from pg_roles where rolname like 'ff_restricted_%'"
     )
     assert record.getMessage() == (
-        f"no daily partitions are made: user {role} does not own table event of schema flowfabric, {owner} does"
+        f"cannot create daily event partitions: user {role} does not own table event of schema flowfabric, {owner} does"
         " (permission denied for schema flowfabric); events go to event_default and are deleted row by row;"
         f" to have partitions, run a worker as {owner}"
     )

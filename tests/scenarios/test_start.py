@@ -304,7 +304,7 @@ async def test_check_fails_where_no_signing_key_is_stored_or_given(url: str, row
 async def test_check_fails_where_the_partition_counts_differ(engine: Engine, url: str) -> None:
     code, _, err = await migrate(url, "--check", FF_FLOW_PARTITIONS="7")
     assert code == 1
-    assert err.startswith("ff: the store was made with FF_FLOW_PARTITIONS=256")
+    assert err.startswith("ff: the store was created with FF_FLOW_PARTITIONS=256")
     assert (await migrate(url, "--check"))[0] == 0
 
 
@@ -322,7 +322,7 @@ async def test_check_fails_where_a_pooler_ignores_the_search_path(engine: Engine
         proxy.ignores = frozenset({"search_path"})
         code, _, err = await migrate(proxy.url, "--check")
         assert code == 1
-        assert "the session setting search_path=flowfabric is not in effect: a pooler before" in err
+        assert "the session setting search_path=flowfabric is not in effect: a pooler in front of" in err
         refused = await refusal(proxy.url)
         assert (refused.code, refused.detail) == ("unavailable", err.removeprefix("ff: ").strip())
 

@@ -87,7 +87,7 @@ TABLE = {
     "insert_alike": Without(
         does="submissions that differ in id, priority, payload and tags only have a statement of their own",
         replaces={
-            f"{ENGINE}.execution.checking:Submissions.alike": giving(None),
+            f"{ENGINE}.execution.checking:Submissions.uniform_batch": giving(None),
             f"{ENGINE}.execution.checking:Submission.is_plain": giving(False),
         },
         subject="submit",

@@ -53,7 +53,7 @@ class Engine:
     get_execution_tag = operation(Tags.get_execution_tag)
     wait_for_ending = operation(Results.wait_for_ending)
 
-    # Claims: by search, by grant, by name.
+    # Claims: from the queues, by grant, by id.
     claim = operation(Claim.claim)
     claim_many = operation(Claim.claim_many)
     claim_for_worker = operation(Grants.claim_for_worker)
@@ -74,7 +74,7 @@ class Engine:
     issue_reclaim_grant = operation(Reclaim.issue_reclaim_grant)
     reclaim_execution = operation(Reclaim.reclaim_execution)
 
-    # The end of a run: finished, put aside, out of time.
+    # Ending a run: complete, fail, delay, hand back, time out.
     complete = operation(Finish.complete)
     complete_many = operation(Finish.complete_many)
     fail = operation(Finish.fail)
@@ -143,14 +143,14 @@ class Engine:
         self._rooms = parts.rooms
 
     if not TYPE_CHECKING:
-        # Type checkers know only what is offered. At run time any operation that has a name can be called.
+        # Type checkers see only implemented operations. At run time every operation of the specification is callable.
         def __getattr__(self, name: str) -> object:
-            """An operation that is named but not offered: calling it raises an error that says so."""
+            """Return a stand-in for an operation of the specification that raises `unavailable` when called."""
             if name not in NAMED_OPERATIONS:
                 raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
 
             async def refuse(*_: object, **__: object) -> None:
-                raise error("unavailable", f"{name}: not offered by this version")
+                raise error("unavailable", f"{name}: not implemented in flowfabric {__version__}")
 
             async def refuse_each(*_: object, **__: object) -> AsyncIterator[object]:
                 await refuse()
@@ -159,18 +159,18 @@ class Engine:
             return refuse_each if name.startswith("subscribe_") else refuse
 
     def backend_label(self) -> str:
-        """What this engine stores in."""
+        """The name of the storage backend."""
         return "postgres"
 
     def capabilities(self) -> Capabilities:
-        """Which backend this is and what it offers."""
+        """The backend's name and version, and which operations it implements."""
         identity = identify(self.backend_label(), __version__, STAGE)
         return capabilities_of(identity, lambda name: hasattr(type(self), name))
 
     @classmethod
     @asynccontextmanager
     async def connect(cls, url: str | None = None, *, settings: Settings | None = None) -> AsyncIterator["Engine"]:
-        """An engine on the named Postgres, on the configured one, or on the embedded one."""
+        """Open an engine on the Postgres at `url`, else on the configured one, else on an embedded one."""
         settings = settings or Settings()
         if url is not None:
             settings = settings.model_copy(update={"database_url": Settings(database_url=url).database_url})
@@ -184,14 +184,13 @@ class Engine:
         try:
             yield cls(parts)
         finally:
-            # End waits, answer calls under way, and leave the store.
             await parts.shutdown.close()
             await lifecycle.close()
 
 
 @asynccontextmanager
 async def engine_beside(engine: Engine, *, pool_size: int = 1) -> AsyncIterator[Engine]:
-    """Another engine on the same store with connections of its own, for a thread with an event loop of its own."""
+    """Open a second engine on the same store with its own connections, for a thread with its own event loop."""
     lifecycle = engine._parts.lifecycle
     settings = lifecycle.address.model_copy(update={"database_pool_size": pool_size})
     async with Engine._on(await Lifecycle.open(settings, beside=lifecycle)) as other:

@@ -1,4 +1,4 @@
-"""Opening a store, preparing it for this code, and closing it: waits end and calls under way are answered."""
+"""Open a store, prepare its schema and keys, and close it after the calls in progress."""
 
 import asyncio
 import contextlib
@@ -32,7 +32,7 @@ from flowfabric.settings import PREFIX, Settings
 
 CLOSE_SECONDS = 2
 DRAIN_SECONDS = 3.0
-"""How long closing waits for calls under way."""
+"""How long closing waits for calls in progress."""
 MAX_GRACE_MS = 2**32 - 1
 
 StoreKey = tuple[str, str, str]
@@ -41,12 +41,12 @@ StoreKey = tuple[str, str, str]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Readiness:
-    """Whether a process can start on a store: how its schema stands, and what keeps it from starting."""
+    """Whether a process can start on a store: the status of its schema, and what prevents a start."""
 
     status: migrate.SchemaStatus
     problem: str | None
     ignored: tuple[str, ...]
-    """The session settings that were asked for and are not in effect."""
+    """The session settings that were requested and are not in effect."""
 
 
 class Lifecycle:
@@ -70,7 +70,7 @@ class Lifecycle:
             if beside is None
             else beside.store_key
         )
-        """Which store this is; the same for every engine of the process on it."""
+        """Identifies the store: equal for every engine of this process on the same store."""
         self.hints = Hints(database, deaf=not settings.listen)
         self.store = Store(
             database,
@@ -89,15 +89,15 @@ class Lifecycle:
 
     @classmethod
     async def open(cls, settings: Settings, *, beside: "Lifecycle | None" = None) -> "Lifecycle":
-        """Connect, starting the embedded server where no other is named, and prepare the schema.
+        """Connect, starting the embedded server if no address is configured, and prepare the schema.
 
-        Beside another of the same process, which has read the keys and holds the embedded server, it uses both.
+        With `beside`, reuse the signing keys and the embedded server of another engine of this process.
         """
         return await cls._opened(settings, beside, cls.prepare)
 
     @classmethod
     async def check(cls, settings: Settings) -> Readiness:
-        """Whether a process with these settings could start, found out with a session as it has; changes nothing."""
+        """Check whether a process with these settings could start; changes nothing."""
         boot = await cls._opened(settings, None, None)
         try:
             return await boot.store.answer(boot._readiness())
@@ -140,7 +140,7 @@ class Lifecycle:
                 case EmbeddedError():
                     raise error("unavailable", str(failed)) from None
                 case Unreachable():
-                    # The text says it all, and the traces of the driver would bury it.
+                    # The message is complete; the driver's traceback would bury it.
                     raise error_of(failed) from None
                 case StoreFault():
                     raise error_of(failed) from failed
@@ -150,18 +150,21 @@ class Lifecycle:
 
     @property
     def address(self) -> Settings:
-        """The settings that lead another engine to the same store, as it stands."""
+        """Settings that connect another engine to this store without migrating it."""
         return self.settings.model_copy(update={"database_url": self._database.url, "migrate_on_start": False})
 
     async def prepare(self) -> NothingToPrepare | Applied:
-        """Bring the store to where this code can run on it; safe to call at any time, from any number of processes."""
+        """Prepare the store for this version: schema, partition counts, lanes, signing key.
+
+        Idempotent, and safe to call from any number of processes at the same time.
+        """
         rights = None if self._is_beside else await self.store.answer(self._rights())
         if rights is not None:
             self._check_writable(rights)
         done = await self.store.answer(self._prepare_schema())
         if rights is not None:
             self._check_rights(rights)
-            # The partition counts are stored for good: a start that is refused for its key must not store them.
+            # Checked first: stored partition counts cannot be changed, so a start without a key must not store them.
             await self.keys.check(self._secret, may_generate=self._embedded is not None)
         counts = self.store.rules.partitions
         given = {"flow": counts.flow, "budget": counts.budget, "quota": counts.quota}
@@ -185,8 +188,8 @@ class Lifecycle:
         if stored != counts:
             raise error(
                 "unavailable",
-                f"the store was made with {_variables(stored)}, this process has {_variables(counts)};"
-                " give it the counts of the store",
+                f"the store was created with {_variables(stored)}, this process has {_variables(counts)};"
+                " set the counts of the store",
             )
 
     async def _rights(self) -> Rights:
@@ -222,7 +225,7 @@ class Lifecycle:
         return []
 
     async def _schema_status(self) -> tuple[migrate.SchemaStatus, tuple[str, ...]]:
-        """How the schema stands, and which session settings are not in effect."""
+        """The status of the schema, and the session settings that are not in effect."""
         schema = self._database.schema
         async with self._database.acquire() as connection:
             status = await migrate.check(connection, schema=schema, folder=self._folder)
@@ -232,7 +235,7 @@ class Lifecycle:
         if "search_path" in ignored:
             raise error(
                 "unavailable",
-                f"the session setting search_path={self._database.schema} is not in effect: a pooler before"
+                f"the session setting search_path={self._database.schema} is not in effect: a pooler in front of"
                 f" {server_of(self._database.url)} ignores session settings; set them on the role, see"
                 " docs/pgbouncer.md",
             )
@@ -271,7 +274,7 @@ class Lifecycle:
         return Readiness(status=status, problem=None, ignored=ignored)
 
     async def close(self) -> None:
-        """Return back every connection, and the embedded server."""
+        """Close every connection, and release the embedded server."""
         await self.hints.close()
         await self._database.close()
         if self._revival is not None:
@@ -281,7 +284,7 @@ class Lifecycle:
 
 
 class Shutdown:
-    """Ends waits and drains the calls under way, before a process stops or the engine closes."""
+    """Ends waits and drains the calls in progress before a process stops or the engine closes."""
 
     def __init__(self, claims: Claim, results: Results, drains: Sequence[Callable[[], Awaitable[None]]]) -> None:
         self._claims = claims
@@ -289,7 +292,10 @@ class Shutdown:
         self._drains = drains
 
     async def shutdown_prepare(self, grace_ms: int) -> None:
-        """Fail current waiters, reject new ones, and answer calls under way within the grace; then it is a timeout."""
+        """Fail current waiters, reject new ones, and finish the calls in progress.
+
+        Raises `timeout` if they take longer than `grace_ms`.
+        """
         check_range(grace_ms, "grace_ms", 0, MAX_GRACE_MS)
         began = time.monotonic()
         self._claims.refuse_waits()
@@ -303,7 +309,7 @@ class Shutdown:
             raise error("timeout", {"op": "shutdown_prepare", "elapsed_ms": elapsed_ms}) from None
 
     async def close(self) -> None:
-        """End waits and answer calls under way; give up what the store does not answer in time."""
+        """End waits and finish the calls in progress; abandon those that take longer than DRAIN_SECONDS."""
         await self._results.close()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(DRAIN_SECONDS):

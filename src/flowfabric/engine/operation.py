@@ -1,4 +1,4 @@
-"""How the engine offers the methods of its rooms as operations of its own, without a second copy of each signature."""
+"""Expose the methods of the rooms as operations of the engine, without copying their signatures."""
 
 import functools
 import sys
@@ -11,13 +11,13 @@ Answer = TypeVar("Answer")
 
 
 class Rooms:
-    """The objects that do an engine's operations, one of each class."""
+    """The objects that implement an engine's operations, one per class."""
 
     def __init__(self) -> None:
         self._by_class: dict[type, object] = {}
 
     def add(self, room: Room) -> Room:
-        """Keep an object to be found by its class."""
+        """Register an object under its class, and return it."""
         self._by_class[type(room)] = room
         return room
 
@@ -26,16 +26,16 @@ class Rooms:
 
 
 class Housed(Protocol):
-    """Whatever has rooms."""
+    """An object that has rooms, such as an engine."""
 
     @property
     def _rooms(self) -> Rooms: ...
 
 
 class operation(Generic[Room, Arguments, Answer]):
-    """A method of a room as an operation of the engine: same signature, same docstring, called on the engine.
+    """A descriptor that exposes a room's method on the engine with the same signature and docstring.
 
-    An engine gives the bound method of its own room, so that a call costs no further frame.
+    Access through an engine returns the bound method of its room, so a call adds no stack frame.
     """
 
     def __init__(self, method: Callable[Concatenate[Room, Arguments], Coroutine[Any, Any, Answer]]) -> None:

@@ -1,4 +1,4 @@
-"""What an engine is made of: its rooms, built once for each engine, and how the floors above reach them."""
+"""The parts of an engine: its rooms, built once per engine, and how the upper floors reach them."""
 
 from collections.abc import Mapping
 from typing import Protocol
@@ -44,11 +44,11 @@ CONSEQUENCES: Mapping[Attachment, Consequence] = {
     Attachment.GRANT: take_grants,
     Attachment.SUSPENSION: close_suspensions,
 }
-"""What follows for each thing that hangs on an execution when its lease, or it, ends."""
+"""What to do for each kind of attachment when the lease or the execution ends."""
 
 
 class Parts:
-    """The rooms of one engine, and what the worker and the reconciler use besides its operations."""
+    """The rooms of one engine, including those that only the worker and the reconciler use."""
 
     def __init__(self, lifecycle: Lifecycle) -> None:
         settings, store = lifecycle.settings, lifecycle.store
@@ -109,12 +109,12 @@ class Parts:
 
 
 class HasParts(Protocol):
-    """An engine."""
+    """An object with parts: an engine."""
 
     @property
     def _parts(self) -> Parts: ...
 
 
 def parts_of(engine: HasParts) -> Parts:
-    """What an engine is made of, for the floors above it; no part of the public API."""
+    """Return the parts of an engine, for the upper floors; not public API."""
     return engine._parts

@@ -1,4 +1,4 @@
-"""What every family of operations shares: the database, its faults in the engine's words, and the names it numbers."""
+"""What all operations share: the database, the translation of its faults into errors, and the ids of names."""
 
 import hashlib
 import time
@@ -20,12 +20,12 @@ Answer = TypeVar("Answer")
 
 MAX_KIND_SETS = 1024
 WORKER_SECONDS = 3600.0
-"""How long the number of a worker process is remembered; then it is asked for again, and seen to be in use."""
+"""How long the number of a worker process is cached; reading it again marks the process as in use."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rules:
-    """What a deployment decides for all of its executions."""
+    """The settings of a deployment that apply to all of its executions."""
 
     partitions: Partitions
     retention_ms: int
@@ -35,7 +35,7 @@ class Rules:
 
 
 class QueueNames(NamedTuple):
-    """What makes up a queue."""
+    """The names that identify a queue."""
 
     lane_id: str
     execution_kind: str
@@ -68,7 +68,7 @@ class Store:
         self._kinds: dict[tuple[str, ...], list[int]] = {}
 
     async def fetch(self, statement: Statement, **values: object) -> list[Record]:
-        """The rows of one statement that is a transaction of its own."""
+        """Run one statement in its own transaction and return its rows."""
         try:
             return await self.database.fetch(statement, values)
         except StoreFault as fault:
@@ -77,21 +77,24 @@ class Store:
     async def transact(
         self, work: Callable[[Transaction], Awaitable[Answer]], *, execution_id: ExecutionId | None = None
     ) -> Answer:
-        """Run work in one transaction; a fault undoes it whole. The error for a locked row names the execution."""
+        """Run `work` in one transaction, rolled back on any fault.
+
+        The error for a locked row names `execution_id`.
+        """
         try:
             return await self.database.transact(work)
         except StoreFault as fault:
             raise error_of(fault, None if execution_id is None else f"execution {execution_id}") from fault
 
     async def answer(self, pending: Awaitable[Answer]) -> Answer:
-        """The answer of a shared statement."""
+        """Await the answer of a shared statement, translating a fault of the store into an error."""
         try:
             return await pending
         except StoreFault as fault:
             raise error_of(fault) from fault
 
     async def answers(self, pending: Awaitable[Sequence[Answer | Exception]]) -> list[Answer | EngineError]:
-        """The verdicts of one caller's items; a fault of the connection that met them all is raised."""
+        """The verdicts on one caller's items; raises if all of them failed by a fault of the connection."""
         found = await pending
         if not any(isinstance(verdict, Exception) for verdict in found):
             return cast("list[Answer | EngineError]", found)
@@ -115,7 +118,7 @@ class Store:
         return await self._number(("namespace", namespace), SQL.insert_namespace, namespace=namespace)
 
     async def lane_no(self, lane_id: str, *, registered_by: str) -> int:
-        """The number of a lane, which is registered by its first use."""
+        """The number of a lane; its first use registers it."""
         return await self._number(("lane", lane_id), SQL.insert_lane, lane_id=lane_id, registered_by=registered_by)
 
     async def worker_no(self, worker_id: str, worker_instance_id: str) -> int:
@@ -128,9 +131,9 @@ class Store:
         return self._remember_worker(worker_id, worker_instance_id, rows[0])
 
     async def worker_no_within(self, transaction: Transaction, worker_id: str, worker_instance_id: str) -> int:
-        """The number of a worker process; a new one is added by the transaction, and undone with it.
+        """The number of a worker process; a new one is inserted by the transaction and rolled back with it.
 
-        It comes after every row the transaction holds: whoever adds the same name waits for this one's end.
+        Call it after locking all other rows: a transaction that inserts the same name waits until this one ends.
         """
         values = {"worker_id": worker_id, "worker_instance_id": worker_instance_id}
         if (known := self._known_worker(worker_id, worker_instance_id)) is not None:
@@ -150,15 +153,15 @@ class Store:
         return number
 
     def known_queue(self, names: QueueNames) -> QueueNumbers | None:
-        """The numbers of a queue this process has met before."""
+        """The numbers of a queue if this process has used it before."""
         return self._queues.get(names)
 
     def lane_id(self, lane_no: int) -> str:
-        """The lane of a number this process has submitted to."""
+        """The id of a lane that this process has submitted to."""
         return self._lanes[lane_no]
 
     async def kind_no(self, execution_kind: str) -> int:
-        """The number of a kind of executions."""
+        """The number of an execution kind."""
         return await self._number(
             ("kind", execution_kind),
             SQL.insert_kind,
@@ -167,7 +170,7 @@ class Store:
         )
 
     async def kind_nos(self, kinds: tuple[str, ...]) -> list[int]:
-        """The numbers of the kinds that a worker runs."""
+        """The numbers of the execution kinds that a worker runs."""
         if (known := self._kinds.get(kinds)) is not None:
             return known
         numbers = [await self.kind_no(kind) for kind in kinds]
@@ -177,7 +180,7 @@ class Store:
         return numbers
 
     async def add_queue(self, names: QueueNames, *, registered_by: str) -> QueueNumbers:
-        """The numbers of a queue, which exists from its first use on."""
+        """The numbers of a queue; its first use creates it."""
         if (known := self._queues.get(names)) is not None:
             return known
         lane_id, execution_kind, namespace, required = names
@@ -215,7 +218,7 @@ class Store:
 
 
 def error_of(fault: StoreFault, locked: str | None = None) -> EngineError:
-    """The engine's error for a fault of the store; `locked` names what the call could not get hold of."""
+    """The engine's error for a fault of the store; `locked` names what the call could not lock."""
     if fault.kind == "contention":
         return error(
             "retry_exhausted",

@@ -1,5 +1,5 @@
 -- name: insert_namespace
--- The number of a namespace, new or known; no row when another transaction is just adding it.
+-- The number of a namespace, inserted if new; no row if another transaction is inserting it.
 with made as (
   insert into namespace (namespace)
   select :namespace where not exists (select from namespace where namespace = :namespace)
@@ -7,7 +7,7 @@ with made as (
 select namespace_no from made union all select namespace_no from namespace where namespace = :namespace;
 
 -- name: insert_lane
--- The number of a lane, new or known; no row when another transaction is just adding it.
+-- The number of a lane, inserted if new; no row if another transaction is inserting it.
 with made as (
   insert into lane (lane_id, registered_at, registered_by)
   select :lane_id, ff_now(), :registered_by where not exists (select from lane where lane_id = :lane_id)
@@ -15,7 +15,7 @@ with made as (
 select lane_no from made union all select lane_no from lane where lane_id = :lane_id;
 
 -- name: insert_capability_set
--- The number of a set of required capabilities, new or known; no row when another transaction is just adding it.
+-- The number of a set of required capabilities, inserted if new; no row if another transaction is inserting it.
 with made as (
   insert into capability_set (required, digest)
   select :required, :digest where not exists (select from capability_set where digest = :digest)
@@ -23,7 +23,7 @@ with made as (
 select capability_set_no from made union all select capability_set_no from capability_set where digest = :digest;
 
 -- name: insert_kind
--- The number of a kind of executions, new or known; no row when another transaction is just adding it.
+-- The number of an execution kind, inserted if new; no row if another transaction is inserting it.
 with made as (
   insert into kind (execution_kind, digest)
   select :execution_kind, :digest where not exists (select from kind where digest = :digest)
@@ -31,7 +31,7 @@ with made as (
 select kind_no from made union all select kind_no from kind where digest = :digest;
 
 -- name: insert_route
--- The number of a route, new or known; no row when another transaction is just adding it.
+-- The number of a route, inserted if new; no row if another transaction is inserting it.
 with made as (
   insert into route (lane_no, capability_set_no)
   select :lane_no, :capability_set_no
@@ -42,7 +42,7 @@ union all
 select route_no from route where lane_no = :lane_no and capability_set_no = :capability_set_no;
 
 -- name: insert_queue
--- The number of a queue, new or known; no row when another transaction is just adding it.
+-- The number of a queue, inserted if new; no row if another transaction is inserting it.
 with made as (
   insert into queue (route_no, lane_no, kind_no, namespace_no)
   select :route_no, :lane_no, :kind_no, :namespace_no
@@ -58,7 +58,7 @@ select queue_no from queue
    and admission_key_no = 0;
 
 -- name: insert_worker_identity
--- The number of a worker process, new or known, which is seen now; no row when another transaction is just adding it.
+-- The number of a worker process, inserted if new and marked as in use; no row if another transaction is inserting it.
 with made as (
   insert into worker_identity (worker_id, worker_instance_id, seen_at)
   select :worker_id, :worker_instance_id, ff_now()
@@ -72,7 +72,7 @@ union all
 select worker_no, false from worker_identity where worker_id = :worker_id and worker_instance_id = :worker_instance_id;
 
 -- name: insert_configuration
--- Stores the partition counts at the first start and answers the stored ones; no row when another process is just doing so.
+-- Stores the partition counts at the first start and returns the stored ones; no row if another process is storing them.
 with made as (
   insert into configuration (flow_partitions, budget_partitions, quota_partitions)
   select :flow, :budget, :quota where not exists (select from configuration)

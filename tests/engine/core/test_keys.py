@@ -1,4 +1,4 @@
-"""Signing keys: seeded once, rotated with a grace, listed by name, never shown."""
+"""Signing keys: seeded once, rotated with a grace period, listed by name, never shown."""
 
 import logging
 from typing import Any
@@ -6,7 +6,9 @@ from typing import Any
 import asyncpg
 import pytest
 
-from engine.state import refused
+from conftest import Rows
+from engine.conftest import StandingClock
+from engine.state import all_cases, refused
 from flowfabric.engine.core.keys import Keys
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.parts import parts_of
@@ -39,23 +41,22 @@ async def seed(engine: Engine, kid: str = "v1", secret_hex: str = A) -> Seeded |
 
 
 async def rotate(engine: Engine, kid: str, secret_hex: str, *, grace_ms: int = 60_000) -> Any:
-    """What the one entry of a rotation says."""
+    """The result of the one entry of a rotation."""
     (entry,) = await engine.rotate_waitpoint_hmac_secret_all(new_kid=kid, new_secret_hex=secret_hex, grace_ms=grace_ms)
     assert entry.partition == 0
     return entry.result
 
 
 async def verifying(engine: Engine, kid: str) -> SigningKey | None:
-    """The key the engine would verify by."""
+    """The key that the engine would verify with."""
     keys = engine._rooms[Keys]
     return await parts_of(engine).lifecycle.store.transact(lambda transaction: keys.verifying(transaction, kid))
 
 
-async def test_a_new_store_has_no_key(engine: Engine) -> None:
+async def test_the_first_seed_installs_a_key_and_a_repeat_changes_nothing(
+    engine: Engine, rows: Rows, clock: StandingClock
+) -> None:
     assert await engine.list_waitpoint_hmac_kids() == NONE
-
-
-async def test_the_first_seed_installs_and_a_repeat_changes_nothing(engine: Engine, rows: Any, clock: Any) -> None:
     now = await clock.now()
     assert await seed(engine) == Seeded(kid="v1")
     assert await rows.of("signing_key") == [
@@ -65,46 +66,34 @@ async def test_the_first_seed_installs_and_a_repeat_changes_nothing(engine: Engi
         assert await seed(engine) == AlreadySeeded(kid="v1", same_secret=True)
         assert await seed(engine, secret_hex=A.upper()) == AlreadySeeded(kid="v1", same_secret=True)
         assert await seed(engine, secret_hex=B) == AlreadySeeded(kid="v1", same_secret=False)
+        await refused(
+            seed(engine, "v2", B), "invalid_input", "the store already signs with 'v1', got 'v2'; call rotate"
+        )
     assert await engine.list_waitpoint_hmac_kids() == HmacKids(current_kid="v1", verifying=())
-
-
-async def test_a_seed_beside_another_current_key_is_refused_and_says_to_rotate(engine: Engine, rows: Any) -> None:
-    await seed(engine)
-    async with rows.unchanged():
-        await refused(seed(engine, "v2", B), "invalid_input", "rotate")
-
-
-async def test_a_seed_of_a_key_that_signs_no_more_changes_nothing(engine: Engine, rows: Any) -> None:
-    await seed(engine)
     await rotate(engine, "v2", B)
     async with rows.unchanged():
         assert await seed(engine) == AlreadySeeded(kid="v1", same_secret=True)
 
 
-@pytest.mark.parametrize("secret", ["", "a" * 63, "a" * 65, "g" * 64, "a" * 63 + "\n", b"a" * 64, None, "٠" * 64])
-async def test_a_secret_is_64_hex_digits(engine: Engine, rows: Any, secret: Any) -> None:
+async def test_wrong_arguments_are_refused_in_order_and_write_nothing(engine: Engine, rows: Rows) -> None:
+    secrets: list[Any] = ["", "a" * 63, "a" * 65, "g" * 64, "a" * 63 + "\n", b"a" * 64, None, "٠" * 64]
+    kids: list[Any] = ["", "a:b", ":", None, 7, "a\0b", "x" * 257, "\ud800"]
+    graces: list[Any] = [-1, 2**53, 1.5, None, "1", True]
     async with rows.unchanged():
-        refusal = await refused(seed(engine, "v1", secret), "invalid_input", "secret_hex must be 64 hex characters")
-        assert not secret or str(secret) not in str(refusal)
-        await refused(rotate(engine, "v1", secret), "invalid_secret_hex")
-
-
-@pytest.mark.parametrize("kid", ["", "a:b", ":", None, 7, "a\0b", "x" * 257, "\ud800"])
-async def test_the_name_of_a_key_is_text_without_a_colon(engine: Engine, rows: Any, kid: Any) -> None:
-    async with rows.unchanged():
-        await refused(seed(engine, kid), "invalid_input")
-        await refused(rotate(engine, kid, A), "invalid_kid")
-
-
-@pytest.mark.parametrize("grace", [-1, 2**53, 1.5, None, "1", True])
-async def test_a_grace_is_a_whole_number_of_milliseconds(engine: Engine, rows: Any, grace: Any) -> None:
-    async with rows.unchanged():
-        await refused(rotate(engine, "v1", A, grace_ms=grace), "invalid_grace_ms")
-
-
-async def test_arguments_are_judged_in_order(engine: Engine) -> None:
-    await refused(rotate(engine, "", "", grace_ms=-1), "invalid_kid")
-    await refused(rotate(engine, "v1", "", grace_ms=-1), "invalid_secret_hex")
+        with all_cases() as case:
+            for secret in secrets:
+                with case(f"secret {secret!r}"):
+                    seeding = seed(engine, "v1", secret)
+                    refusal = await refused(seeding, "invalid_input", "secret_hex must be 64 hex characters")
+                    assert not secret or str(secret) not in str(refusal)
+                    await refused(rotate(engine, "v1", secret, grace_ms=-1), "invalid_secret_hex")
+            for kid in kids:
+                with case(f"kid {kid!r}"):
+                    await refused(seed(engine, kid), "invalid_input")
+                    await refused(rotate(engine, kid, "", grace_ms=-1), "invalid_kid")
+            for grace in graces:
+                with case(f"grace {grace!r}"):
+                    await refused(rotate(engine, "v1", A, grace_ms=grace), "invalid_grace_ms")
 
 
 async def test_a_rotation_of_an_empty_store_installs_the_first_key(engine: Engine) -> None:
@@ -113,7 +102,9 @@ async def test_a_rotation_of_an_empty_store_installs_the_first_key(engine: Engin
     assert (await engine.list_waitpoint_hmac_kids()).current_kid == "v1"
 
 
-async def test_a_rotation_retires_the_current_key_with_its_grace(engine: Engine, rows: Any, clock: Any) -> None:
+async def test_a_rotation_retires_the_current_key_with_its_grace(
+    engine: Engine, rows: Rows, clock: StandingClock
+) -> None:
     await seed(engine)
     now = await clock.advance(seconds=5)
     assert await rotate(engine, "v2", B, grace_ms=1000) == Rotated(previous_kid="v1", new_kid="v2", gc_count=0)
@@ -125,13 +116,13 @@ async def test_a_rotation_retires_the_current_key_with_its_grace(engine: Engine,
     )
 
 
-async def test_a_repeated_rotation_changes_nothing(engine: Engine, rows: Any, clock: Any) -> None:
+async def test_a_repeated_rotation_changes_nothing(engine: Engine, rows: Rows, clock: StandingClock) -> None:
     await seed(engine)
     await rotate(engine, "v2", B, grace_ms=0)
     await clock.advance(seconds=1)
     async with rows.unchanged():
         assert await rotate(engine, "v2", B) == AlreadyRotated(kid="v2")
-        # A key that signs no more is not brought back by its name.
+        # Naming a retired key does not make it current again.
         assert await rotate(engine, "v1", A) == AlreadyRotated(kid="v1")
         for kid in ("v1", "v2"):
             conflict = await rotate(engine, kid, C)
@@ -139,7 +130,7 @@ async def test_a_repeated_rotation_changes_nothing(engine: Engine, rows: Any, cl
             assert (conflict.code, conflict.detail) == ("rotation_conflict", kid)
 
 
-async def test_several_older_keys_verify_each_until_its_own_end(engine: Engine, clock: Any) -> None:
+async def test_each_retired_key_verifies_until_the_end_of_its_own_grace(engine: Engine, clock: StandingClock) -> None:
     began = await clock.now()
     await seed(engine)
     await rotate(engine, "v2", B, grace_ms=10_000)
@@ -161,9 +152,7 @@ async def test_several_older_keys_verify_each_until_its_own_end(engine: Engine, 
     assert await verifying(engine, "unknown") is None
 
 
-async def test_a_rotation_forgets_keys_past_their_grace_and_keeps_one_at_its_end(
-    engine: Engine, rows: Any, clock: Any
-) -> None:
+async def test_a_rotation_deletes_keys_past_their_grace(engine: Engine, rows: Rows, clock: StandingClock) -> None:
     await seed(engine)
     await rotate(engine, "v2", B, grace_ms=1000)
     await clock.advance(ms=1000)
@@ -173,8 +162,8 @@ async def test_a_rotation_forgets_keys_past_their_grace_and_keeps_one_at_its_end
     assert {row["kid"] for row in await rows.of("signing_key")} == {"v3", "v4"}
 
 
-async def test_a_retired_key_without_an_end_counts_as_spent(
-    engine: Engine, rows: Any, connection: asyncpg.Connection
+async def test_a_retired_key_without_an_expiry_does_not_verify(
+    engine: Engine, rows: Rows, connection: asyncpg.Connection
 ) -> None:
     await seed(engine)
     await connection.execute("insert into signing_key values ('x', 'x', false, 1, null), ('y', 'y', false, 1, 0)")
@@ -183,7 +172,7 @@ async def test_a_retired_key_without_an_end_counts_as_spent(
     assert (await rotate(engine, "v2", B)).gc_count == 2
 
 
-async def test_no_answer_holds_a_secret(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
+async def test_no_answer_and_no_log_contains_a_secret(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.DEBUG):
         answers = [
             await seed(engine),

@@ -1,4 +1,4 @@
-"""Items of sweeps that fail: how long they are left out, and that the others go on meanwhile."""
+"""Quarantine: how long a sweep skips items that failed, and that it processes the others."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -16,7 +16,7 @@ IDS = [ExecutionId(f"{{fp:{nth}}}:11111111-1111-4111-8111-{nth:012d}") for nth i
 
 
 class Time:
-    """A clock that stands."""
+    """A clock that stands still."""
 
     now = 0.0
 
@@ -38,11 +38,11 @@ def uuids(*execution_ids: ExecutionId) -> list[UUID]:
     return [UUID(each[-36:]) for each in execution_ids]
 
 
-def test_every_third_failure_in_a_row_costs_ten_intervals() -> None:
+def test_every_third_failure_in_a_row_pauses_for_ten_intervals() -> None:
     assert [pause_after(failures, 2.0) for failures in range(1, 8)] == [2, 2, 20, 2, 2, 20, 2]
 
 
-def test_an_item_that_failed_is_left_out_until_its_pause_is_over(quarantine: Quarantine, time: Time) -> None:
+def test_an_item_that_failed_is_skipped_until_its_pause_is_over(quarantine: Quarantine, time: Time) -> None:
     for pause in (2.0, 2.0, 20.0):
         quarantine.failed(IDS[0], "no luck")
         time.now += pause - 0.1
@@ -51,7 +51,7 @@ def test_an_item_that_failed_is_left_out_until_its_pause_is_over(quarantine: Qua
         assert quarantine.left_out() == []
 
 
-def test_an_item_that_fails_no_more_is_forgotten(quarantine: Quarantine, time: Time) -> None:
+def test_an_item_that_no_longer_fails_is_forgotten(quarantine: Quarantine, time: Time) -> None:
     for _ in range(2):
         quarantine.failed(IDS[0], "no luck")
     time.now += 2.1 + 2.0 * INTERVALS_LEFT_OUT
@@ -61,14 +61,16 @@ def test_an_item_that_fails_no_more_is_forgotten(quarantine: Quarantine, time: T
     assert quarantine.left_out() == []
 
 
-def test_so_many_are_known_and_no_more(quarantine: Quarantine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_oldest_failures_are_forgotten_beyond_the_limit(
+    quarantine: Quarantine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "MOST_LEFT_OUT", 3)
     for execution_id in IDS[:5]:
         quarantine.failed(execution_id, "no luck")
     assert quarantine.left_out() == uuids(*IDS[2:5])
 
 
-async def test_a_batch_that_fails_is_done_one_by_one_and_the_next_goes_past_those_that_fail(
+async def test_a_failing_batch_is_processed_item_by_item_and_the_next_skips_the_failures(
     quarantine: Quarantine,
 ) -> None:
     bad, tried, done = IDS[:6], [], []
@@ -92,7 +94,7 @@ async def test_a_batch_that_fails_is_done_one_by_one_and_the_next_goes_past_thos
     assert await quarantine.sweep(together, alone, limit=3) == 1
 
 
-async def test_a_store_that_does_not_answer_is_no_failure_of_an_item(quarantine: Quarantine) -> None:
+async def test_a_connection_fault_is_no_failure_of_an_item(quarantine: Quarantine) -> None:
     async def together(left_out: Sequence[UUID], found: list[ExecutionId]) -> int:
         found[:] = IDS[:2]
         raise TransportError("transport", "gone")
@@ -105,7 +107,7 @@ async def test_a_store_that_does_not_answer_is_no_failure_of_an_item(quarantine:
     assert quarantine.left_out() == []
 
 
-async def test_what_fails_before_anything_is_found_is_a_fault_of_the_sweep(quarantine: Quarantine) -> None:
+async def test_a_fault_before_any_item_is_found_is_one_of_the_sweep(quarantine: Quarantine) -> None:
     async def together(left_out: Sequence[UUID], found: list[ExecutionId]) -> int:
         raise error("corruption")
 
@@ -116,7 +118,7 @@ async def test_what_fails_before_anything_is_found_is_a_fault_of_the_sweep(quara
         await quarantine.sweep(together, alone, limit=3)
 
 
-async def test_a_batch_that_fails_is_halved_until_only_its_bad_items_are_left(quarantine: Quarantine) -> None:
+async def test_a_failing_batch_is_halved_until_only_failing_items_are_left(quarantine: Quarantine) -> None:
     bad, tried = {IDS[2], IDS[7]}, []
 
     async def batch(left_out: Sequence[UUID]) -> int:
@@ -136,7 +138,7 @@ async def test_a_batch_that_fails_is_halved_until_only_its_bad_items_are_left(qu
     assert quarantine.left_out() == uuids(IDS[2], IDS[7])
 
 
-async def test_a_store_that_is_out_of_reach_between_two_halves_is_no_failure_of_an_item(quarantine: Quarantine) -> None:
+async def test_a_connection_fault_between_two_halves_is_no_failure_of_an_item(quarantine: Quarantine) -> None:
     async def batch(left_out: Sequence[UUID]) -> int:
         raise error("corruption")
 
@@ -153,7 +155,7 @@ async def test_a_store_that_is_out_of_reach_between_two_halves_is_no_failure_of_
     assert quarantine.left_out() == []
 
 
-async def test_a_policy_that_cannot_be_read_does_not_hold_up_other_timeouts(
+async def test_an_unreadable_policy_does_not_block_other_timeouts(
     engines: Any, given: Any, rows: Any, clock: Any, connection: Any
 ) -> None:
     engine = await engines(attempt_timeout_interval_s=3600)

@@ -1,15 +1,17 @@
-"""Secrets at rest: sealed under FF_SECRET_KEY, opened by whoever has it, and by nobody else."""
+"""Stored secrets are encrypted with FF_SECRET_KEY, and cannot be used without it."""
 
 import asyncio
 from typing import Any
 
+import asyncpg
 import pytest
 from pydantic import SecretStr
 
+from conftest import Engines, Eventually, Given, Rows
 from engine.core.test_keys import A, B, C, rotate, seed, verifying
 from engine.grants import claim_named, grant
 from engine.sending import waiting
-from engine.state import refused
+from engine.state import refused, rounds
 from flowfabric.engine.engine import Engine, engine_beside
 from flowfabric.model.errors import UnavailableError
 from flowfabric.model.key import AlreadyRotated, AlreadySeeded, HmacKids, Rotated
@@ -27,18 +29,18 @@ async def started(url: str, **settings: Any) -> HmacKids:
         return await engine.list_waitpoint_hmac_kids()
 
 
-async def stored(rows: Any) -> dict[str, bytes]:
-    """What the table holds of each secret."""
+async def stored(rows: Rows) -> dict[str, bytes]:
+    """The stored form of each secret."""
     return {row["kid"]: row["secret"] for row in await rows.of("signing_key")}
 
 
 def shows(secrets: dict[str, bytes], *texts: str) -> bool:
-    """Whether stored bytes hold one of these secrets, as bytes or as text."""
+    """Whether stored bytes contain one of these secrets, as bytes or as text."""
     whole = b" ".join(secrets.values())
     return any(bytes.fromhex(text) in whole or text.encode() in whole for text in texts)
 
 
-async def test_the_table_never_holds_a_secret(engines: Any, rows: Any) -> None:
+async def test_the_table_contains_no_plain_secret(engines: Engines, rows: Rows) -> None:
     engine = await engines(secret_key=ONE, waitpoint_hmac_secret=SecretStr(A))
     assert not shows(await stored(rows), A)
     await rotate(engine, "v2", B)
@@ -47,21 +49,19 @@ async def test_the_table_never_holds_a_secret(engines: Any, rows: Any) -> None:
     assert set(secrets) == {"k1", "v2", "v3"}
     assert not shows(secrets, A, B, C)
     assert {len(secret) for secret in secrets.values()} == {61}
+    # Equal secrets are encrypted differently.
+    await rotate(engine, "v4", A)
+    secrets = await stored(rows)
+    assert secrets["k1"][1:13] != secrets["v4"][1:13]
+    assert secrets["k1"][13:] != secrets["v4"][13:]
+    other = await engines(secret_key=ONE)
     for kid, secret in (("k1", A), ("v2", B), ("v3", C)):
-        key = await verifying(await engines(secret_key=ONE), kid)
+        key = await verifying(other, kid)
         assert key is not None
         assert key.secret == bytes.fromhex(secret)
 
 
-async def test_one_secret_is_never_sealed_the_same_twice(engines: Any, rows: Any) -> None:
-    engine = await engines(secret_key=ONE, waitpoint_hmac_secret=SecretStr(A))
-    await rotate(engine, "v2", A)
-    secrets = await stored(rows)
-    assert secrets["k1"][1:13] != secrets["v2"][1:13]
-    assert secrets["k1"][13:] != secrets["v2"][13:]
-
-
-async def test_repeats_compare_what_is_sealed(engines: Any, rows: Any) -> None:
+async def test_repeated_seeds_and_rotations_compare_decrypted_secrets(engines: Engines, rows: Rows) -> None:
     one, other = [await engines(secret_key=ONE, waitpoint_hmac_secret=SecretStr(A)) for _ in range(2)]
     assert isinstance(await rotate(one, "v2", B), Rotated)
     async with rows.unchanged():
@@ -72,8 +72,8 @@ async def test_repeats_compare_what_is_sealed(engines: Any, rows: Any) -> None:
             assert (await rotate(engine, "v2", C)).code == "rotation_conflict"
 
 
-async def test_grants_and_tokens_of_one_process_count_in_another(engines: Any, given: Any) -> None:
-    # `given` has an engine without the key, which knows the stored secret since its start.
+async def test_grants_and_tokens_of_one_process_are_valid_in_another(engines: Engines, given: Given) -> None:
+    # The engine of `given` has no secret key; it has cached the plain secret at its start.
     sealing, other = [await engines(secret_key=ONE) for _ in range(2)]
     execution_id = await given.created()
     await grant(sealing, execution_id)
@@ -83,14 +83,14 @@ async def test_grants_and_tokens_of_one_process_count_in_another(engines: Any, g
     assert isinstance(await wait.send(), Accepted)
 
 
-async def test_a_start_seals_what_was_stored_before_and_those_that_run_go_on(
-    engine: Engine, engines: Any, url: str, rows: Any, given: Any, connection: Any
+async def test_a_start_encrypts_plain_secrets_and_running_processes_go_on(
+    engine: Engine, engines: Engines, url: str, rows: Rows, given: Given, connection: asyncpg.Connection
 ) -> None:
     wait = await waiting(engine, given)
     await rotate(engine, "v2", B)
     assert shows(await stored(rows), B)
     idle = await engines()
-    # One whose grace has ended is sealed too.
+    # A key past its grace is encrypted too.
     await connection.execute("insert into signing_key values ('v0', $1, false, 1, 1)", bytes.fromhex(A))
     sealing = await engines(secret_key=ONE)
     secrets = await stored(rows)
@@ -99,7 +99,7 @@ async def test_a_start_seals_what_was_stored_before_and_those_that_run_go_on(
     async with rows.unchanged():
         assert await sealing.prepare() == NothingToPrepare()
         await started(url, secret_key=ONE)
-    # A process without the key goes on with what it knows, and adds nothing in the open.
+    # A process without the secret key uses its cached keys, and cannot add a plain one.
     wait.engine = idle
     assert isinstance(await wait.send(), Accepted)
     await waiting(idle, given, lane_id="idle")
@@ -111,7 +111,7 @@ async def test_a_start_seals_what_was_stored_before_and_those_that_run_go_on(
         await refused(engine.create_waitpoint(handle, waitpoint_key="w", expires_in_ms=1000), "corruption", "v3")
 
 
-async def test_what_a_start_does_with_the_keys_is_told(engines: Any, connection: Any) -> None:
+async def test_prepare_returns_what_it_did_with_the_keys(engines: Engines, connection: asyncpg.Connection) -> None:
     engine = await engines(secret_key=ONE, waitpoint_hmac_secret=SecretStr(A))
     await connection.execute("update signing_key set secret = $1", bytes.fromhex(A))
     assert await engine.prepare() == Applied(description="signing key k1 sealed")
@@ -120,37 +120,35 @@ async def test_what_a_start_does_with_the_keys_is_told(engines: Any, connection:
     assert await engine.prepare() == NothingToPrepare()
 
 
-async def test_an_engine_beside_one_that_runs_takes_the_keys_it_knows(
-    engine: Engine, engines: Any, given: Any, connection: Any
+async def test_an_engine_beside_another_uses_its_cached_keys(
+    engine: Engine, engines: Engines, given: Given, connection: asyncpg.Connection
 ) -> None:
     await engines(secret_key=ONE)
     async with engine_beside(engine) as other:
         await waiting(other, given)
-    # The heartbeat of a worker connects whatever has become of the keys.
+    # The heartbeat of a worker connects even if no key is stored.
     await connection.execute("delete from signing_key")
     async with engine_beside(engine) as other:
         await refused(waiting(other, given), "hmac_secret_not_initialized")
 
 
-@pytest.mark.parametrize(
-    ("key", "told"),
-    [
-        (None, "FF_SECRET_KEY is not set: set it to the one that the signing key"),
-        (OTHER, "FF_SECRET_KEY is not the one"),
-    ],
-    ids=["none", "other"],
-)
-async def test_nobody_starts_without_the_key_that_the_secrets_are_sealed_under(
-    engines: Any, url: str, rows: Any, key: SecretStr | None, told: str
+async def test_a_start_without_the_key_that_encrypted_the_secrets_is_refused(
+    engines: Engines, url: str, rows: Rows
 ) -> None:
     await engines(secret_key=ONE)
     async with rows.unchanged():
-        with pytest.raises(UnavailableError, match=told) as refusal:
-            await started(url, secret_key=key)
-    assert "01" * 32 not in str(refusal.value)
+        for key, text in (
+            (None, "FF_SECRET_KEY is not set: set it to the key that the signing key 'k1' was encrypted with"),
+            (OTHER, "FF_SECRET_KEY is not the key that the signing key 'k1' was encrypted with"),
+        ):
+            with pytest.raises(UnavailableError, match=text) as refusal:
+                await started(url, secret_key=key)
+            assert "01" * 32 not in str(refusal.value)
 
 
-async def test_a_sealed_secret_counts_under_its_own_name_alone(engines: Any, url: str, connection: Any) -> None:
+async def test_an_encrypted_secret_is_valid_only_under_its_own_name(
+    engines: Engines, url: str, connection: asyncpg.Connection
+) -> None:
     engine = await engines(secret_key=ONE)
     await rotate(engine, "v2", B)
     await connection.execute(
@@ -160,7 +158,7 @@ async def test_a_sealed_secret_counts_under_its_own_name_alone(engines: Any, url
         await started(url, secret_key=ONE)
 
 
-async def test_the_key_is_changed_with_the_old_one_beside_it(engines: Any, url: str, rows: Any) -> None:
+async def test_the_secret_key_is_replaced_by_a_start_with_the_old_one(engines: Engines, url: str, rows: Rows) -> None:
     first = await engines(secret_key=ONE, waitpoint_hmac_secret=SecretStr(A))
     await rotate(first, "v2", B)
     before = await stored(rows)
@@ -174,8 +172,10 @@ async def test_the_key_is_changed_with_the_old_one_beside_it(engines: Any, url: 
             await started(url, secret_key=ONE)
 
 
-async def test_processes_that_seal_at_once_all_start(keyless: Engine, url: str, connection: Any, rows: Any) -> None:
-    for _ in range(5):
+async def test_concurrent_starts_that_encrypt_all_succeed(
+    keyless: Engine, url: str, connection: asyncpg.Connection, rows: Rows
+) -> None:
+    for _ in rounds(2, whole=5):
         await connection.execute("delete from signing_key")
         await rotate(keyless, "v1", A)
         found = await asyncio.gather(*(started(url, secret_key=ONE) for _ in range(4)))
@@ -183,26 +183,26 @@ async def test_processes_that_seal_at_once_all_start(keyless: Engine, url: str, 
         assert not shows(await stored(rows), A)
 
 
-async def test_who_waits_to_seal_judges_the_secrets_as_they_are_then(
-    keyless: Engine, url: str, connection: Any, rows: Any, eventually: Any
+async def test_a_start_that_waited_for_the_lock_checks_the_secrets_again(
+    keyless: Engine, url: str, connection: asyncpg.Connection, rows: Rows, eventually: Eventually
 ) -> None:
     await rotate(keyless, "v1", A)
     sealed = Seals([bytes.fromhex(OTHER.get_secret_value())]).seal("v1", bytes.fromhex(A))
     waits = "select exists (select from pg_locks where relation = 'signing_key'::regclass and not granted)"
     async with connection.transaction():
-        # As another process does that seals under another key.
+        # As another process does that encrypts with another key.
         await connection.execute("lock table signing_key in share row exclusive mode")
         starting = asyncio.create_task(started(url, secret_key=ONE))
         await eventually(lambda: connection.fetchval(waits))
         await connection.execute("update signing_key set secret = $1", sealed)
-    with pytest.raises(UnavailableError, match="FF_SECRET_KEY is not the one"):
+    with pytest.raises(UnavailableError, match="FF_SECRET_KEY is not the key"):
         await starting
     assert await stored(rows) == {"v1": sealed}
 
 
-async def test_a_secret_is_opened_once(engines: Any, given: Any, connection: Any) -> None:
+async def test_a_secret_is_decrypted_once(engines: Engines, given: Given, connection: asyncpg.Connection) -> None:
     engine = await engines(secret_key=ONE)
     wait = await waiting(engine, given)
-    # What no process can open is not looked at by one that has opened it before.
+    # A process that has decrypted it does not read the stored form again, here a damaged one.
     await connection.execute("update signing_key set secret = set_byte(secret, 60, 1 # get_byte(secret, 60))")
     assert isinstance(await wait.send(), Accepted)

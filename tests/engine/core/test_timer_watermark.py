@@ -1,4 +1,4 @@
-"""Timer watermarks: a look begins where live timers can be, and from time to time at the beginning of time."""
+"""Timer watermarks: a scan starts at the oldest live timer, and at intervals from 0."""
 
 import pytest
 
@@ -15,30 +15,30 @@ def clock() -> HandClock:
 
 @pytest.fixture
 def watermark(clock: HandClock) -> TimerWatermark:
-    """A watermark whose first look is over."""
+    """A watermark after its first full scan."""
     watermark = TimerWatermark(whole_every_seconds=EVERY, margin_ms=MARGIN, clock=clock)
     assert watermark.look() == 0
     watermark.looked(0, 0)
     return watermark
 
 
-def test_a_look_begins_a_margin_before_the_oldest_timer_seen(watermark: TimerWatermark) -> None:
+def test_a_scan_starts_a_margin_before_the_oldest_live_timer(watermark: TimerWatermark) -> None:
     watermark.reach(50_000)
     assert watermark.look() == watermark.since == 50_000 - MARGIN
 
 
-def test_a_watermark_does_not_lie_before_the_beginning_of_time(watermark: TimerWatermark) -> None:
+def test_a_watermark_is_not_negative(watermark: TimerWatermark) -> None:
     watermark.reach(MARGIN // 2)
     assert watermark.look() == 0
 
 
-def test_a_watermark_follows_what_was_seen_in_both_directions(watermark: TimerWatermark) -> None:
+def test_a_watermark_moves_in_both_directions(watermark: TimerWatermark) -> None:
     watermark.reach(50_000)
     watermark.reach(20_000)
     assert watermark.since == 20_000 - MARGIN
 
 
-def test_from_time_to_time_a_look_is_whole(watermark: TimerWatermark, clock: HandClock) -> None:
+def test_a_full_scan_is_due_at_intervals(watermark: TimerWatermark, clock: HandClock) -> None:
     watermark.reach(50_000)
     clock.now += EVERY - 0.01
     assert watermark.look() == 49_000
@@ -49,9 +49,7 @@ def test_from_time_to_time_a_look_is_whole(watermark: TimerWatermark, clock: Han
     assert watermark.look() == 59_000
 
 
-def test_a_whole_look_without_an_answer_is_made_again_and_the_watermark_stays(
-    watermark: TimerWatermark, clock: HandClock
-) -> None:
+def test_a_full_scan_without_an_answer_is_due_again(watermark: TimerWatermark, clock: HandClock) -> None:
     watermark.reach(50_000)
     clock.now += EVERY
     assert watermark.look() == watermark.look() == 0
@@ -66,7 +64,7 @@ def test_a_whole_look_without_an_answer_is_made_again_and_the_watermark_stays(
         (1000.0, TimerWatermark.LONGEST_SECONDS),
     ],
 )
-def test_the_longer_a_whole_look_takes_the_later_the_next(
+def test_the_slower_a_full_scan_the_later_the_next(
     watermark: TimerWatermark, clock: HandClock, seconds: float, pause: float
 ) -> None:
     watermark.reach(50_000)

@@ -1,4 +1,4 @@
-"""Queue watermarks: a walk begins where the last one ended, for as long as that is worth believing."""
+"""Queue watermarks: a scan starts where the last one ended, until the watermarks expire."""
 
 import pytest
 
@@ -15,7 +15,7 @@ def clock() -> HandClock:
 
 @pytest.fixture
 def watermarks(clock: HandClock) -> WalkWatermarks:
-    """Watermarks that have just begun."""
+    """Fresh watermarks."""
     watermarks = WalkWatermarks(clock)
     watermarks.spans()
     return watermarks
@@ -27,22 +27,22 @@ def place(band: int, number: int) -> int:
 
 
 def spans(watermarks: WalkWatermarks) -> list[tuple[int, int, int]]:
-    """What to walk, as queue, first and last place."""
+    """What to scan, as queue, first and last place."""
     return list(zip(*watermarks.spans(), strict=True))
 
 
-def test_without_watermarks_every_queue_is_walked_whole(watermarks: WalkWatermarks) -> None:
+def test_without_watermarks_every_queue_is_scanned_whole(watermarks: WalkWatermarks) -> None:
     assert spans(watermarks) == []
 
 
-def test_a_walk_begins_behind_what_was_taken(watermarks: WalkWatermarks) -> None:
+def test_a_scan_starts_after_what_was_taken(watermarks: WalkWatermarks) -> None:
     watermarks.raise_to(7, place(0, 41))
     assert spans(watermarks) == [(7, place(0, 42), END)]
     watermarks.raise_to(7, place(0, 10))
     assert spans(watermarks) == [(7, place(0, 42), END)]
 
 
-def test_each_priority_has_a_mark_and_what_no_mark_speaks_of_is_walked(watermarks: WalkWatermarks) -> None:
+def test_each_priority_has_its_own_watermark_and_the_rest_is_scanned(watermarks: WalkWatermarks) -> None:
     watermarks.raise_to(7, place(3, 5))
     watermarks.raise_to(7, place(5, 9))
     watermarks.raise_to(8, place(0, 0))
@@ -54,7 +54,7 @@ def test_each_priority_has_a_mark_and_what_no_mark_speaks_of_is_walked(watermark
     ]
 
 
-def test_a_row_that_comes_back_lowers_the_mark_of_its_priority_alone(watermarks: WalkWatermarks) -> None:
+def test_an_entry_that_reappears_lowers_the_watermark_of_its_priority_only(watermarks: WalkWatermarks) -> None:
     for band in (0, 1):
         watermarks.raise_to(7, place(band, 100))
     watermarks.lower(7, place(1, 50))
@@ -71,7 +71,7 @@ def test_a_queue_may_have_any_number_of_priorities(watermarks: WalkWatermarks) -
     assert len(spans(watermarks)) == 100
 
 
-def test_watermarks_are_forgotten_when_their_time_is_up(watermarks: WalkWatermarks, clock: HandClock) -> None:
+def test_watermarks_expire(watermarks: WalkWatermarks, clock: HandClock) -> None:
     watermarks.raise_to(7, place(0, 1))
     clock.now += WalkWatermarks.LIFE_SECONDS - 0.01
     assert spans(watermarks)
@@ -81,7 +81,9 @@ def test_watermarks_are_forgotten_when_their_time_is_up(watermarks: WalkWatermar
     assert spans(watermarks)
 
 
-def test_the_dearer_a_whole_walk_the_longer_the_watermarks_live(watermarks: WalkWatermarks, clock: HandClock) -> None:
+def test_the_slower_a_full_scan_the_longer_the_watermarks_are_valid(
+    watermarks: WalkWatermarks, clock: HandClock
+) -> None:
     watermarks.walked_whole(0.4)
     watermarks.raise_to(7, place(0, 1))
     clock.now += WalkWatermarks.SHARE * 0.4 - 0.01
@@ -90,7 +92,7 @@ def test_the_dearer_a_whole_walk_the_longer_the_watermarks_live(watermarks: Walk
     assert spans(watermarks) == []
 
 
-def test_a_cheap_walk_may_be_repeated_at_once_and_a_longer_one_after_a_share_of_its_time(
+def test_a_fast_full_scan_may_be_repeated_at_once_and_a_slow_one_later(
     watermarks: WalkWatermarks, clock: HandClock
 ) -> None:
     assert watermarks.may_walk_whole
@@ -105,7 +107,7 @@ def test_a_cheap_walk_may_be_repeated_at_once_and_a_longer_one_after_a_share_of_
     assert watermarks.may_walk_whole
 
 
-def test_no_walk_is_so_expensive_that_watermarks_outlive_their_longest_time(
+def test_watermarks_expire_after_their_longest_time_however_slow_a_scan_is(
     watermarks: WalkWatermarks, clock: HandClock
 ) -> None:
     watermarks.walked_whole(3600)
@@ -117,13 +119,13 @@ def test_no_walk_is_so_expensive_that_watermarks_outlive_their_longest_time(
     assert spans(watermarks) == []
 
 
-def test_cleared_watermarks_lead_nowhere(watermarks: WalkWatermarks) -> None:
+def test_after_clear_everything_is_scanned(watermarks: WalkWatermarks) -> None:
     watermarks.raise_to(7, place(0, 1))
     watermarks.clear()
     assert spans(watermarks) == []
 
 
-def test_each_kind_of_claim_has_watermarks_of_its_own_and_all_are_lowered(clock: HandClock) -> None:
+def test_each_kind_of_claim_has_its_own_watermarks_and_all_are_lowered(clock: HandClock) -> None:
     every = Watermarks(clock=clock)
     one, other, queues = every.of_routes("one"), every.of_routes("other"), every.of_queues("one")
     for each, walk_no in ((one, 7), (other, 7), (queues, 3)):
@@ -138,7 +140,7 @@ def test_each_kind_of_claim_has_watermarks_of_its_own_and_all_are_lowered(clock:
     assert [spans(each) for each in (one, other, queues)] == [[], [], []]
 
 
-def test_no_more_kinds_of_claims_are_remembered_than_there_is_room_for(clock: HandClock) -> None:
+def test_the_oldest_kind_of_claim_is_forgotten_beyond_the_limit(clock: HandClock) -> None:
     every = Watermarks(clock=clock)
     first = every.of_routes(0)
     for number in range(1, Watermarks.MOST_KINDS + 1):
@@ -146,7 +148,7 @@ def test_no_more_kinds_of_claims_are_remembered_than_there_is_room_for(clock: Ha
     assert every.of_routes(0) is not first
 
 
-def test_watermarks_that_have_ended_hold_again_after_a_walk_that_found_nothing(
+def test_ended_watermarks_are_valid_again_after_a_full_scan_that_found_nothing(
     watermarks: WalkWatermarks, clock: HandClock
 ) -> None:
     watermarks.raise_to(7, place(0, 1))
@@ -156,13 +158,13 @@ def test_watermarks_that_have_ended_hold_again_after_a_walk_that_found_nothing(
     assert spans(watermarks) == [(7, place(0, 2), END)]
 
 
-def test_a_walk_that_found_something_leaves_the_watermarks_up_to_it(watermarks: WalkWatermarks) -> None:
+def test_a_full_scan_that_found_something_keeps_the_watermarks_up_to_it(watermarks: WalkWatermarks) -> None:
     for band in (0, 1, 2):
         watermarks.raise_to(7, place(band, 100))
         watermarks.raise_to(8, place(band, 10))
     watermarks.end()
     watermarks.spans()
-    # The best of everything stood here: what is better is gone, and of what is worse nothing is known.
+    # The best entry was here: nothing better is left, and the scan has not seen anything worse.
     watermarks.walked_whole(0.01, up_to=place(1, 50))
     assert spans(watermarks) == [
         (7, place(0, 101), place(1, 0) - 1),

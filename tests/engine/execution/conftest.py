@@ -1,4 +1,4 @@
-"""What every test here must leave behind: rows that operations can have written."""
+"""Every test here must leave rows that operations can have written."""
 
 import pytest
 

@@ -1,74 +1,91 @@
 """Cancelling: from every state, by every source, once."""
 
+import itertools
 from typing import Any
 from uuid import uuid4
 
-import pytest
+import asyncpg
 
+from conftest import Given, Rows
+from engine.conftest import StandingClock
 from engine.state import (
     CANCELLED,
     CANCELLED_UNTRIED,
+    all_cases,
     attempts,
     claim,
+    event_texts,
     kept_until,
     lease_left,
     refused,
     revoke,
-    told,
     vector,
 )
 from flowfabric.engine.engine import Engine
 from flowfabric.model.errors import NotFoundError
 from flowfabric.model.execution import Cancelled
 from flowfabric.model.handle import Handle
+from flowfabric.model.ids import ExecutionId
 from flowfabric.model.states import PublicState
 
 EXEMPT = ("operator_override", "flow_cascade", "system_timeout")
 BOUND = ("lease_holder", "a source of the caller's own")
 
 
-async def in_state(state: str, given: Any, connection: Any) -> tuple[str, Handle | None]:
-    """An execution in a state, with the handle of its run where there was one."""
+async def in_state(state: str, given: Given, connection: asyncpg.Connection) -> tuple[ExecutionId, Handle | None]:
+    """An execution in a state on a lane of that name, with the handle of its run if there was one."""
     match state:
         case "waiting":
-            return await given.created(), None
+            return await given.created(lane_id=state), None
         case "delayed":
-            return await given.delayed(), None
+            return await given.delayed(lane_id=state), None
         case "active":
-            handle = await given.claimed()
-        case "lapsed":
-            handle = await given.expired_lease()
+            handle = await given.claimed(lane_id=state)
+        case "expired":
+            handle = await given.expired_lease(lane_id=state)
         case "reclaimable":
-            handle = await given.reclaimable()
+            handle = await given.reclaimable(lane_id=state)
         case "revoked":
-            handle = await given.claimed()
+            handle = await given.claimed(lane_id=state)
             await revoke(connection, handle.execution_id)
         case "backing off":
-            handle = await given.backing_off()
+            handle = await given.backing_off(lane_id=state)
         case _:
             raise AssertionError(state)
     return handle.execution_id, handle
 
 
-TOLD = {
+EVENTS = {
     "waiting": ["ended cancelled>cancelled"],
     "delayed": ["ended cancelled>cancelled"],
     "active": ["acquired", "released cancelled>cancelled"],
-    "lapsed": ["acquired", "released cancelled>cancelled"],
+    "expired": ["acquired", "released cancelled>cancelled"],
     "reclaimable": ["acquired", "expired", "ended cancelled>cancelled"],
     "revoked": ["acquired", "ended cancelled>cancelled"],
     "backing off": ["acquired", "released failed_retry_scheduled", "ended cancelled>cancelled"],
 }
 
 
-@pytest.mark.parametrize("state", TOLD)
 async def test_an_operator_cancels_from_every_state(
-    engine: Engine, given: Any, rows: Any, connection: Any, clock: Any, state: str
+    engine: Engine, given: Given, rows: Rows, connection: asyncpg.Connection, clock: StandingClock
 ) -> None:
-    execution_id, handle = await in_state(state, given, connection)
-    now = await clock.advance(ms=5)
-    cancelled = await engine.cancel_execution(execution_id=execution_id, reason="not wanted")
-    assert cancelled == Cancelled(execution_id=execution_id, public_state=PublicState.CANCELLED)  # type: ignore[arg-type]
+    with all_cases() as case:
+        for state, events in EVENTS.items():
+            with case(state):
+                execution_id, handle = await in_state(state, given, connection)
+                now = await clock.advance(ms=5)
+                cancelled = await engine.cancel_execution(execution_id=execution_id, reason="not wanted")
+                assert cancelled == Cancelled(execution_id=execution_id, public_state=PublicState.CANCELLED)
+                assert await event_texts(rows, execution_id) == events
+                await check_cancelled(rows, execution_id, handle, now, has_failed=state == "backing off")
+    await clock.advance(seconds=3600)
+    assert await claim(engine, *EVENTS) == []
+
+
+async def check_cancelled(
+    rows: Rows, execution_id: ExecutionId, handle: Handle | None, now: int, *, has_failed: bool
+) -> None:
+    """Check what an operator's cancel has written of an execution and of its run."""
     row = await rows.execution(execution_id)
     assert vector(row) == (CANCELLED_UNTRIED if handle is None else CANCELLED)
     assert {row[stamp] for stamp in ("completed_at", "last_transition_at", "last_mutation_at")} == {now}
@@ -77,11 +94,10 @@ async def test_an_operator_cancels_from_every_state(
     assert (row["delay_until"], await rows.timers(execution_id), lease_left(row)) == (None, {}, {})
     assert await kept_until(rows, execution_id) == now + 86_400_000
     assert await rows.of("ready") == []
-    (listed,) = await rows.of("listed")
-    assert (str(listed["execution_id"]), listed["public_state"], listed["at"]) == (execution_id[-36:], "cancelled", now)
-    assert await told(rows, execution_id) == TOLD[state]
+    (listed,) = await rows.of("listed", execution_id=execution_id[-36:])
+    assert (listed["public_state"], listed["at"]) == ("cancelled", now)
     ended = await attempts(rows, execution_id)
-    if state == "backing off":
+    if has_failed:
         assert [attempt["attempt_state"] for attempt in ended] == ["ended_failure"]
     elif handle is not None:
         (attempt,) = ended
@@ -91,33 +107,37 @@ async def test_an_operator_cancels_from_every_state(
         assert row["attempt_id"] == handle.attempt_id
     else:
         assert ended == []
-    await clock.advance(seconds=3600)
-    assert await claim(engine) == []
 
 
-@pytest.mark.parametrize("source", [*EXEMPT, *BOUND])
-async def test_every_source_cancels_what_does_not_run(engine: Engine, given: Any, rows: Any, source: str) -> None:
-    failed = await given.backing_off()
-    for execution_id in (failed.execution_id, await given.created(), await given.delayed()):
-        await engine.cancel_execution(execution_id=execution_id, reason="x", source=source)
-        row = await rows.execution(execution_id)
-        assert (row["terminal_outcome"], row["cancelled_by"]) == ("cancelled", source)
-        assert (await told(rows, execution_id))[-1] == "ended cancelled>cancelled"
+async def test_every_source_cancels_what_does_not_run(engine: Engine, given: Given, rows: Rows) -> None:
+    for source in (*EXEMPT, *BOUND):
+        failed = await given.backing_off()
+        for execution_id in (failed.execution_id, await given.created(), await given.delayed()):
+            await engine.cancel_execution(execution_id=execution_id, reason="x", source=source)
+            row = await rows.execution(execution_id)
+            assert (row["terminal_outcome"], row["cancelled_by"]) == ("cancelled", source)
+            assert (await event_texts(rows, execution_id))[-1] == "ended cancelled>cancelled"
 
 
-@pytest.mark.parametrize("source", EXEMPT)
-async def test_an_override_needs_no_fence_and_heeds_none(engine: Engine, given: Any, rows: Any, source: str) -> None:
+async def test_an_override_needs_no_fence_and_ignores_a_wrong_one(engine: Engine, given: Given, rows: Rows) -> None:
     fences: list[dict[str, Any]] = [{}, {"lease_id": uuid4(), "lease_epoch": 99, "attempt_id": uuid4()}]
-    for fence in fences:
+    for source, fence in itertools.product(EXEMPT, fences):
         handle = await given.claimed()
         await engine.cancel_execution(execution_id=handle.execution_id, reason="x", source=source, **fence)
         assert (await rows.execution(handle.execution_id))["cancelled_by"] == source
 
 
-@pytest.mark.parametrize("source", BOUND)
-async def test_any_other_source_must_know_the_lease_of_what_runs(
-    engine: Engine, given: Any, rows: Any, connection: Any, source: str
+async def test_any_other_source_must_give_the_current_lease(
+    engine: Engine, given: Given, rows: Rows, connection: asyncpg.Connection
 ) -> None:
+    for source in BOUND:
+        await check_source_needs_lease(source, engine, given, rows, connection)
+
+
+async def check_source_needs_lease(
+    source: str, engine: Engine, given: Given, rows: Rows, connection: asyncpg.Connection
+) -> None:
+    """Check that a source cannot cancel a run without its current lease."""
     handle = await given.claimed()
     fence: dict[str, Any] = {"lease_id": handle.lease_id, "lease_epoch": handle.lease_epoch}
     refusals: list[tuple[dict[str, Any], str]] = [
@@ -144,7 +164,7 @@ async def test_any_other_source_must_know_the_lease_of_what_runs(
         texts: dict[str, Any] = {"lease_id": str(other.lease_id), "lease_epoch": 1, "attempt_id": str(other.attempt_id)}
         named["execution_id"] = other.execution_id
         await engine.cancel_execution(**named, **{field: texts[field] for field in fields})
-    revoked = await given.claimed()
+    revoked = await given.claimed(lane_id=f"revoked {source[:20]}")
     await revoke(connection, revoked.execution_id)
     named["execution_id"] = revoked.execution_id
     async with rows.unchanged():
@@ -152,8 +172,8 @@ async def test_any_other_source_must_know_the_lease_of_what_runs(
         await refused(engine.cancel_execution(**named, lease_id=revoked.lease_id, lease_epoch=1), "lease_revoked")
 
 
-async def test_cancelling_twice_is_success_and_rewrites_nothing(
-    engine: Engine, given: Any, rows: Any, clock: Any
+async def test_cancelling_twice_succeeds_and_changes_nothing(
+    engine: Engine, given: Given, rows: Rows, clock: StandingClock
 ) -> None:
     execution_id = await given.cancelled()
     running = await given.claimed()
@@ -166,7 +186,7 @@ async def test_cancelling_twice_is_success_and_rewrites_nothing(
                 assert again.public_state is PublicState.CANCELLED
 
 
-async def test_another_ending_cannot_be_cancelled(engine: Engine, given: Any, rows: Any) -> None:
+async def test_a_completed_or_failed_execution_cannot_be_cancelled(engine: Engine, given: Given, rows: Rows) -> None:
     completed, failed = await given.completed(), await given.failed()
     async with rows.unchanged():
         for execution_id, outcome in ((completed, "success"), (failed, "failed")):
@@ -181,7 +201,7 @@ async def test_another_ending_cannot_be_cancelled(engine: Engine, given: Any, ro
             }
 
 
-async def test_what_is_not_there_cannot_be_cancelled(engine: Engine, given: Any, rows: Any) -> None:
+async def test_an_absent_execution_cannot_be_cancelled(engine: Engine, given: Given, rows: Rows) -> None:
     await given.created()
     async with rows.unchanged():
         refusal = await refused(
@@ -196,7 +216,9 @@ async def test_what_is_not_there_cannot_be_cancelled(engine: Engine, given: Any,
             await refused(engine.cancel_execution(execution_id=f"{{fp:1}}:{uuid4()}", **texts), "invalid_input", field)
 
 
-async def test_a_worker_cancels_its_own_run(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
+async def test_a_worker_cancels_its_own_run_and_may_repeat_the_call(
+    engine: Engine, given: Given, rows: Rows, clock: StandingClock
+) -> None:
     claimed = await given.run()
     now = await clock.advance(ms=5)
     await engine.cancel(claimed.handle, "asked to stop")
@@ -206,17 +228,14 @@ async def test_a_worker_cancels_its_own_run(engine: Engine, given: Any, rows: An
     assert (row["completed_at"], lease_left(row), row["attempt_id"]) == (now, {}, claimed.attempt_id)
     (attempt,) = await attempts(rows, claimed.execution_id)
     assert (attempt["attempt_state"], attempt["failure_reason"]) == ("ended_cancelled", "cancelled: asked to stop")
-    assert await told(rows, claimed.execution_id) == ["acquired", "released cancelled>cancelled"]
-
-
-async def test_a_worker_may_repeat_its_cancel(engine: Engine, given: Any, rows: Any) -> None:
-    handle = await given.claimed()
-    await engine.cancel(handle, "once")
+    assert await event_texts(rows, claimed.execution_id) == ["acquired", "released cancelled>cancelled"]
     async with rows.unchanged():
-        await engine.cancel(handle, "twice")
+        await engine.cancel(claimed.handle, "asked again")
 
 
-async def test_a_worker_whose_run_was_cancelled_by_others_may_cancel_it(engine: Engine, given: Any, rows: Any) -> None:
+async def test_a_worker_whose_run_was_cancelled_by_others_may_cancel_it(
+    engine: Engine, given: Given, rows: Rows
+) -> None:
     handle = await given.claimed()
     await engine.cancel_execution(execution_id=handle.execution_id, reason="by others")
     async with rows.unchanged():

@@ -1,8 +1,10 @@
-"""What create refuses, with which word, and that a refusal leaves no trace."""
+"""What create refuses, with which code and detail; a refusal writes nothing."""
 
+import itertools
 from typing import Any
 
-from engine.state import Creating, both_creates, claim, items, new, refused
+from conftest import Rows
+from engine.state import CREATES, all_cases, claim, items, new, refused
 from flowfabric.engine.engine import Engine
 from flowfabric.model.errors import EngineError, InvalidInputError
 from flowfabric.model.execution import Created
@@ -10,9 +12,9 @@ from flowfabric.model.execution import Created
 UUID = "11111111-2222-3333-4444-555555555555"
 LONE_SURROGATE = "half \ud800 a character"
 
-Case = tuple[dict[str, Any], str, str]
+Refusal = tuple[dict[str, Any], str, str]
 
-IDS: list[Case] = [
+IDS: list[Refusal] = [
     ({"execution_id": UUID}, "invalid_input", "MissingTag"),
     ({"execution_id": ""}, "invalid_input", "MissingTag"),
     ({"execution_id": 5}, "invalid_input", "MissingTag"),
@@ -36,16 +38,16 @@ IDS: list[Case] = [
     ({"lane_id": None}, "invalid_input", "lane_id"),
 ]
 
-VALUES: list[Case] = [
+VALUES: list[Refusal] = [
     *(({"priority": wrong}, "invalid_input", "priority") for wrong in (None, "1", 1.5, True)),
     *(({"input_payload": wrong}, "invalid_input", "input_payload") for wrong in (None, "text", 5, [1])),
     *(({"delay_until": wrong}, "invalid_input", "delay_until") for wrong in ("1", 1.5, True, 2**63)),
     *(({"delay_ms": wrong}, "invalid_input", "delay_ms") for wrong in ("1", 1.5, True, -1, 2**53)),
-    ({"delay_ms": 1, "delay_until": 1}, "invalid_input", "delay_ms: must be absent where delay_until is given"),
+    ({"delay_ms": 1, "delay_until": 1}, "invalid_input", "delay_ms: must be absent if delay_until is given"),
     *(({"execution_deadline_at": wrong}, "invalid_input", "execution_deadline_at") for wrong in ("1", 1.5, 2**63)),
 ]
 
-TEXTS: list[Case] = [
+TEXTS: list[Refusal] = [
     ({field: wrong}, "invalid_input", field)
     for field in ("namespace", "execution_kind", "creator_identity", "payload_encoding", "idempotency_key")
     for wrong in ("nul \0", LONE_SURROGATE, 5, b"bytes")
@@ -62,7 +64,7 @@ TEXTS: list[Case] = [
 _WRONG_KEYS = ["", "Cairn.x", "1cairn.x", "cairn", "cairn.", "cairn..x", ".cairn", "ca-irn.x", "cairn.Foo"]
 _WRONG_KEYS += ["cairn.foo bar", "cairn.foo-bar", "cairn.'x", 'cairn."x', "cairn.\\x", "cairn.x\n", "cäirn.x"]
 
-TAGS: list[Case] = [
+TAGS: list[Refusal] = [
     *(({"tags": {"app.fine": "yes", key: "x"}}, "invalid_tag_key", key) for key in _WRONG_KEYS),
     ({"tags": {5: "x"}}, "invalid_tag_key", "5"),
     *(({"tags": {"app.x": wrong}}, "invalid_input", "tags.app.x") for wrong in ("\0", LONE_SURROGATE, 5, None)),
@@ -74,7 +76,7 @@ def _requiring(tokens: object) -> dict[str, object]:
     return {"policy": {"routing_requirements": {"required_capabilities": tokens}}}
 
 
-POLICIES: list[Case] = [
+POLICIES: list[Refusal] = [
     ({"policy": "{"}, "invalid_policy_json", "malformed"),
     ({"policy": b"\xff"}, "invalid_policy_json", "malformed"),
     ({"policy": "[]"}, "invalid_policy_json", "policy"),
@@ -100,18 +102,19 @@ POLICIES: list[Case] = [
 EVERY_CASE = [*IDS, *VALUES, *TEXTS, *TAGS, *POLICIES]
 
 
-@both_creates
-async def test_each_refusal_has_its_word_and_leaves_no_trace(engine: Engine, create: Creating, rows: Any) -> None:
+async def test_each_refusal_has_its_code_and_writes_nothing(engine: Engine, rows: Rows) -> None:
     async with rows.unchanged():
-        for overrides, code, detail in EVERY_CASE:
-            # Names the store has not met, so that a trace of them would show.
-            arguments = new(**{"lane_id": "unknown lane", "namespace": "unknown namespace", **overrides})
-            refusal = await refused(create(engine, **arguments), code, detail)
-            assert isinstance(refusal, InvalidInputError)
-            assert not refusal.retryable
+        with all_cases() as case:
+            for (name, create), (overrides, code, detail) in itertools.product(CREATES.items(), EVERY_CASE):
+                with case(f"{name} {overrides!r:.100}"):
+                    # Names that are not registered, so that registering them would show.
+                    arguments = new(**{"lane_id": "unknown lane", "namespace": "unknown namespace", **overrides})
+                    refusal = await refused(create(engine, **arguments), code, detail)
+                    assert isinstance(refusal, InvalidInputError)
+                    assert not refusal.retryable
 
 
-async def test_a_refused_item_is_answered_in_its_place_among_the_good_ones(engine: Engine, rows: Any) -> None:
+async def test_refused_items_are_answered_in_place_and_the_others_created(engine: Engine, rows: Rows) -> None:
     arguments: list[dict[str, Any]] = []
     for overrides, _, _ in EVERY_CASE:
         arguments += [new(), new(**overrides)]
@@ -124,27 +127,23 @@ async def test_a_refused_item_is_answered_in_its_place_among_the_good_ones(engin
     assert len(await rows.of("execution")) == len(EVERY_CASE)
 
 
-@both_creates
-async def test_what_is_just_within_a_limit_is_accepted(engine: Engine, create: Creating) -> None:
+async def test_a_value_just_within_its_limit_is_accepted(engine: Engine) -> None:
+    long = _requiring(["x" * 2047, "y" * 2048])
     within: list[dict[str, Any]] = [
-        {"execution_id": f"{{fp:255}}:{UUID}"},
         {"lane_id": "x" * 64},
         {"idempotency_key": "k" * 1024},
         {"namespace": "ü" * 512},
         {"tags": {"a.b": "1", "a1_2.x": "2", "app.sub.field": "3", "cairn.session_id": "4", "a._": "5"}},
         _requiring([f"t{at}" for at in range(256)]),
         _requiring([f"t{at}" for at in range(256)] * 2),
-        _requiring(["x" * 2047, "y" * 2048]),
+        long,
         _requiring(["größe=✓"]),
     ]
-    for overrides in within:
-        assert isinstance(await create(engine, **new(**overrides)), Created), overrides
-
-
-@both_creates
-async def test_a_long_requirement_is_met_by_a_worker_that_offers_it(engine: Engine, create: Creating) -> None:
-    tokens = ["x" * 2047, "y" * 2048]
-    made = await create(engine, **new(**_requiring(tokens)))
-    assert await claim(engine, capabilities=("x" * 2047,)) == []
-    (claimed,) = await claim(engine, capabilities=tokens)
-    assert claimed.execution_id == made.execution_id
+    for nth, (lane, create) in enumerate(CREATES.items()):
+        for overrides in [*within, {"execution_id": f"{{fp:255}}:{nth}{UUID[1:]}"}]:
+            arguments = {"lane_id": f"{lane} within", **overrides}
+            assert isinstance(await create(engine, **new(**arguments)), Created), overrides
+        made = await create(engine, **new(lane_id=lane, **long))
+        assert await claim(engine, lane, capabilities=("x" * 2047,)) == []
+        (claimed,) = await claim(engine, lane, capabilities=("x" * 2047, "y" * 2048))
+        assert claimed.execution_id == made.execution_id

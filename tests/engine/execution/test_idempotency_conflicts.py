@@ -1,11 +1,14 @@
-"""A key that comes again with another kind, payload, encoding or policy: a conflict that names both, and no write."""
+"""An idempotency key that is used again with another kind, payload, encoding or policy is a conflict."""
 
 import asyncio
+import itertools
 from typing import Any
 
 import pytest
 
-from engine.state import Creating, both_creates, items, new
+from conftest import Engines, Rows
+from engine.conftest import StandingClock
+from engine.state import CREATES, all_cases, items, new, rounds
 from flowfabric.engine.engine import Engine
 from flowfabric.model.errors import ConflictError, EngineError
 from flowfabric.model.execution import Created, Duplicate
@@ -16,7 +19,7 @@ POLICY = {"retry_policy": {"max_retries": 2}}
 
 
 async def conflict(asked: Any) -> dict[str, Any]:
-    """The detail of the conflict that a call is refused with."""
+    """The detail of the conflict error of a call."""
     with pytest.raises(ConflictError) as refusal:
         await asked
     assert (refusal.value.code, refusal.value.error_class) == ("idempotency_conflict", "Terminal")
@@ -25,91 +28,90 @@ async def conflict(asked: Any) -> dict[str, Any]:
     return detail
 
 
-@both_creates
-@pytest.mark.parametrize(
-    ("other", "differs"),
-    [
-        ({"execution_kind": "other"}, "kind"),
-        ({"input_payload": b"other"}, "payload"),
-        ({"input_payload": b""}, "payload"),
-        ({"payload_encoding": "msgpack"}, "encoding"),
-        ({"payload_encoding": ""}, "encoding"),
-        ({"policy": {"max_reclaim_count": 1}}, "policy"),
-        ({"policy": None}, "policy"),
-        ({"policy": {}}, "policy"),
-        (
-            {"execution_kind": "other", "input_payload": b"other", "payload_encoding": "msgpack", "policy": None},
-            "kind and payload and encoding and policy",
-        ),
-    ],
-)
-async def test_a_repeat_that_differs_names_both_and_writes_nothing(
-    engine: Engine, create: Creating, rows: Any, other: dict[str, Any], differs: str
+DIFFERENT: list[tuple[dict[str, Any], str]] = [
+    ({"execution_kind": "other"}, "kind"),
+    ({"input_payload": b"other"}, "payload"),
+    ({"input_payload": b""}, "payload"),
+    ({"payload_encoding": "msgpack"}, "encoding"),
+    ({"payload_encoding": ""}, "encoding"),
+    ({"policy": {"max_reclaim_count": 1}}, "policy"),
+    ({"policy": None}, "policy"),
+    ({"policy": {}}, "policy"),
+    (
+        {"execution_kind": "other", "input_payload": b"other", "payload_encoding": "msgpack", "policy": None},
+        "kind and payload and encoding and policy",
+    ),
+]
+
+
+async def test_a_repeat_with_other_content_is_a_conflict_that_names_both_and_writes_nothing(
+    engine: Engine, rows: Rows
 ) -> None:
-    first = await create(engine, **new(idempotency_key="k", policy=POLICY))
-    async with rows.unchanged():
-        found = await conflict(create(engine, **new(idempotency_key="k", **{"policy": POLICY, **other})))
-    assert found["execution_id"] == first.execution_id
-    assert (found["stored_kind"], found["given_kind"]) == ("job", other.get("execution_kind", "job"))
-    assert found["differs"] == differs
-    assert found["idempotency_key"] == "'k'"
+    for lane, create in CREATES.items():
+        keyed = new(lane_id=lane, idempotency_key="k", policy=POLICY)
+        first = await create(engine, **keyed)
+        async with rows.unchanged():
+            with all_cases() as case:
+                for other, differs in DIFFERENT:
+                    with case(f"{lane} {other}"):
+                        found = await conflict(create(engine, **{**keyed, **other}))
+                        assert found["execution_id"] == first.execution_id
+                        kinds = found["stored_kind"], found["given_kind"]
+                        assert kinds == ("job", other.get("execution_kind", "job"))
+                        assert (found["differs"], found["idempotency_key"]) == (differs, "'k'")
 
 
-@both_creates
-async def test_one_policy_written_in_several_ways_is_the_same(engine: Engine, create: Creating) -> None:
-    first = await create(engine, **new(idempotency_key="k", policy=POLICY))
-    for same in (
+async def test_equal_policies_in_other_forms_are_the_same(engine: Engine) -> None:
+    empty: tuple[Any, ...] = (None, "", "{}", {}, ExecutionPolicy())
+    same_as_none: tuple[Any, ...] = (*empty, b"", {"max_reclaim_count": None})
+    same_as_policy: tuple[Any, ...] = (
         '{"retry_policy": {"max_retries": 2}}',
         {"max_reclaim_count": None, "retry_policy": {"max_retries": 2}},
         ExecutionPolicy(retry_policy=RetryPolicy(max_retries=2)),
-    ):
-        again = await create(engine, **new(idempotency_key="k", policy=same))
-        assert again == Duplicate(execution_id=first.execution_id)
+    )
+    forms: list[tuple[Any, tuple[Any, ...]]] = [(POLICY, same_as_policy), *((first, same_as_none) for first in empty)]
+    with all_cases() as case:
+        for (lane, create), (nth, (first, others)) in itertools.product(CREATES.items(), enumerate(forms)):
+            with case(f"{lane} {first!r}"):
+                keyed = new(lane_id=lane, idempotency_key=f"{nth}")
+                made = await create(engine, **keyed, policy=first)
+                for same in others:
+                    again = await create(engine, **keyed, policy=same)
+                    assert again == Duplicate(execution_id=made.execution_id), same
+                found = await conflict(create(engine, **keyed, policy=None if first is POLICY else POLICY))
+                assert found["differs"] == "policy"
 
 
-@both_creates
-@pytest.mark.parametrize("first", [None, "", "{}", {}, ExecutionPolicy()], ids=repr)
-async def test_the_default_policy_is_the_same_as_none(engine: Engine, create: Creating, first: Any) -> None:
-    made = await create(engine, **new(idempotency_key="k", policy=first))
-    for same in (None, "", b"", "{}", {}, {"max_reclaim_count": None}, ExecutionPolicy()):
-        again = await create(engine, **new(idempotency_key="k", policy=same))
-        assert again == Duplicate(execution_id=made.execution_id), same
-    assert (await conflict(create(engine, **new(idempotency_key="k", policy=POLICY))))["differs"] == "policy"
+async def test_a_conflict_names_both_encodings(engine: Engine, rows: Rows) -> None:
+    pairs = [(None, "json"), ("json", None), ("json", "msgpack"), ("", None), ("x" * 300, "y" * 300)]
+    with all_cases() as case:
+        for (lane, create), (nth, (stored, given)) in itertools.product(CREATES.items(), enumerate(pairs)):
+            with case(f"{lane} {stored} {given}"):
+                keyed = new(lane_id=lane, idempotency_key=f"{nth}")
+                made = await create(engine, **keyed, payload_encoding=stored)
+                again = await create(engine, **keyed, payload_encoding=stored)
+                assert again == Duplicate(execution_id=made.execution_id)
+                async with rows.unchanged():
+                    found = await conflict(create(engine, **keyed, payload_encoding=given))
+                assert found["differs"] == "encoding"
+                assert (found["stored_encoding"], found["given_encoding"]) == (shown(stored), shown(given))
 
 
-@both_creates
-@pytest.mark.parametrize(
-    ("stored", "given"), [(None, "json"), ("json", None), ("json", "msgpack"), ("", None), ("x" * 300, "y" * 300)]
-)
-async def test_a_conflict_names_both_encodings(
-    engine: Engine, create: Creating, rows: Any, stored: str | None, given: str | None
-) -> None:
-    made = await create(engine, **new(idempotency_key="k", payload_encoding=stored))
-    again = await create(engine, **new(idempotency_key="k", payload_encoding=stored))
-    assert again == Duplicate(execution_id=made.execution_id)
-    async with rows.unchanged():
-        found = await conflict(create(engine, **new(idempotency_key="k", payload_encoding=given)))
-    assert found["differs"] == "encoding"
-    assert (found["stored_encoding"], found["given_encoding"]) == (shown(stored), shown(given))
+async def test_a_key_is_found_by_a_caller_with_an_id_in_another_partition(engine: Engine, rows: Rows) -> None:
+    for nth, (lane, create) in enumerate(CREATES.items()):
+        own, other = (f"{{fp:{partition}}}:{nth}{partition}111111-2222-3333-4444-555555555555" for partition in (3, 4))
+        keyed = new(lane_id=lane, idempotency_key="k")
+        first = await create(engine, **keyed, execution_id=own)
+        assert first.execution_id == own
+        async with rows.unchanged():
+            for given in (None, other, own):
+                again = await create(engine, **keyed, execution_id=given)
+                assert again == Duplicate(execution_id=first.execution_id)
+                found = await conflict(create(engine, **{**keyed, "input_payload": b"other"}, execution_id=given))
+                assert found["execution_id"] == own
 
 
-@both_creates
-async def test_an_own_id_in_another_partition_meets_the_key(engine: Engine, create: Creating, rows: Any) -> None:
-    own = "{fp:3}:11111111-2222-3333-4444-555555555555"
-    first = await create(engine, **new(idempotency_key="k", execution_id=own))
-    assert first.execution_id == own
-    other = "{fp:4}:21111111-2222-3333-4444-555555555555"
-    async with rows.unchanged():
-        for given in (None, other, own):
-            again = await create(engine, **new(idempotency_key="k", execution_id=given))
-            assert again == Duplicate(execution_id=first.execution_id)
-            found = await conflict(
-                create(engine, **new(idempotency_key="k", execution_id=given, input_payload=b"other"))
-            )
-            assert found["execution_id"] == own
-
-
-async def test_items_of_one_call_are_judged_in_their_order(engine: Engine) -> None:
+async def test_conflicts_within_one_call_are_found_in_the_order_of_the_items(engine: Engine) -> None:
     wrong = new(idempotency_key="k", policy="{")
     first, again, other, *rest = await engine.create_many(
         items(
@@ -129,7 +131,7 @@ async def test_items_of_one_call_are_judged_in_their_order(engine: Engine) -> No
     assert rest[2].code == "idempotency_conflict"
 
 
-async def test_99_others_are_created_beside_a_conflict(engine: Engine, rows: Any) -> None:
+async def test_a_conflict_does_not_affect_the_99_others_of_its_call(engine: Engine, rows: Rows) -> None:
     await engine.create_execution(**new(idempotency_key="k"))
     for at in (0, 50, 99):
         many = [new(idempotency_key=f"{at} {nth}") if nth % 2 else new() for nth in range(99)]
@@ -142,9 +144,9 @@ async def test_99_others_are_created_beside_a_conflict(engine: Engine, rows: Any
     assert len(await rows.of("execution")) == 1 + 3 * 99
 
 
-async def test_of_concurrent_submissions_one_wins_and_the_others_are_conflicts(engines: Any) -> None:
+async def test_of_concurrent_submissions_one_wins_and_the_others_are_conflicts(engines: Engines) -> None:
     rivals = [await engines() for _ in range(3)]
-    for at in range(20):
+    for at in rounds(8, whole=20):
         verdicts = await asyncio.gather(
             *(
                 rival.create_execution(**new(idempotency_key=f"{at}", input_payload=b"%d" % nth))
@@ -158,7 +160,7 @@ async def test_of_concurrent_submissions_one_wins_and_the_others_are_conflicts(e
         assert {one.detail["execution_id"] for one in conflicts} == {made.execution_id}  # type: ignore[index]
 
 
-async def test_an_expired_key_is_free_for_something_else(engine: Engine, clock: Any) -> None:
+async def test_an_expired_key_may_be_used_for_other_content(engine: Engine, clock: StandingClock) -> None:
     await engine.create_execution(**new(idempotency_key="k"))
     await clock.advance(ms=86_400_000)
     second = await engine.create_execution(**new(idempotency_key="k", execution_kind="other", input_payload=b"other"))
@@ -167,7 +169,7 @@ async def test_an_expired_key_is_free_for_something_else(engine: Engine, clock: 
     assert (found["execution_id"], found["stored_kind"]) == (second.execution_id, "other")
 
 
-async def test_a_conflict_says_what_to_do(engine: Engine) -> None:
+async def test_the_text_of_a_conflict_says_what_to_do(engine: Engine) -> None:
     first = await engine.create_execution(**new(idempotency_key="order 1"))
     with pytest.raises(ConflictError) as refusal:
         await engine.create_execution(**new(idempotency_key="order 1", execution_kind="refund"))

@@ -1,4 +1,4 @@
-"""Waiting for an ending: short waits, wrong waits, a closing engine, and what another version has stored."""
+"""Waiting for the end of an execution: timeouts, a closing engine, cancelled waits, unreadable outcomes."""
 
 import asyncio
 import math
@@ -7,37 +7,37 @@ from typing import Any
 import asyncpg
 import pytest
 
-from engine.state import refused
+from conftest import Eventually, Given, Rows
+from engine.state import all_cases, refused
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.parts import parts_of
 from flowfabric.model.states import TerminalOutcome
 from flowfabric.settings import Settings
 
 
-@pytest.mark.parametrize("timeout", [0, 0.0, -0.0, 1e-9])
-async def test_a_wait_of_no_time_sees_what_has_ended(engine: Engine, given: Any, timeout: float) -> None:
-    ended = await given.completed(result=b"x")
-    assert (await engine.wait_for_ending(ended, timeout=timeout)).result == b"x"
-    running = await given.claimed()
-    await refused(engine.wait_for_ending(running.execution_id, timeout=timeout), "timeout")
-    await refused(
-        engine.wait_for_ending("{fp:0}:00000000-0000-0000-0000-000000000000", timeout=timeout), "execution_not_found"
-    )
+async def test_a_wait_of_any_length_returns_what_has_ended(engine: Engine, given: Given) -> None:
+    ended, running = await given.completed(result=b"x"), await given.claimed()
+    absent = "{fp:0}:00000000-0000-0000-0000-000000000000"
+    for timeout in (0, 0.0, -0.0, 1e-9, 1e300, math.inf, 10**400):
+        found = await engine.wait_for_ending(ended, timeout=timeout)
+        assert (found.result, found.outcome) == (b"x", TerminalOutcome.SUCCESS), timeout
+        await refused(engine.wait_for_ending(absent, timeout=timeout), "execution_not_found")
+        if timeout < 1:
+            await refused(engine.wait_for_ending(running.execution_id, timeout=timeout), "timeout")
 
 
-@pytest.mark.parametrize("timeout", [math.inf, 10**400, 1e300], ids=["infinite", "beyond floats", "huge"])
-async def test_a_wait_may_be_as_long_as_one_likes(engine: Engine, given: Any, timeout: float) -> None:
-    assert (await engine.wait_for_ending(await given.completed(), timeout=timeout)).outcome is TerminalOutcome.SUCCESS
-
-
-@pytest.mark.parametrize("timeout", [-1, -1e-9, math.nan, -math.inf, "5", True, b"", [], object], ids=str)
-async def test_what_is_no_time_is_refused(engine: Engine, given: Any, rows: Any, timeout: Any) -> None:
+async def test_a_timeout_that_is_no_time_is_refused(engine: Engine, given: Given, rows: Rows) -> None:
     ended = await given.completed()
+    wrong: list[Any] = [-1, -1e-9, math.nan, -math.inf, "5", True, b"", [], object]
     async with rows.unchanged():
-        await refused(engine.wait_for_ending(ended, timeout=timeout), "invalid_input", "timeout: seconds from 0 on")
+        with all_cases() as case:
+            for timeout in wrong:
+                with case(repr(timeout)):
+                    waiting = engine.wait_for_ending(ended, timeout=timeout)
+                    await refused(waiting, "invalid_input", "timeout: must be seconds >= 0")
 
 
-async def test_a_closing_engine_tells_its_waiters(url: str, given: Any, eventually: Any) -> None:
+async def test_a_closing_engine_fails_its_waiters(url: str, given: Given, eventually: Eventually) -> None:
     run = await given.claimed()
     async with Engine.connect(settings=Settings(database_url=url)) as closing:
         waiting = [asyncio.create_task(closing.wait_for_ending(run.execution_id, timeout=at)) for at in (None, 60)]
@@ -47,7 +47,7 @@ async def test_a_closing_engine_tells_its_waiters(url: str, given: Any, eventual
     await refused(closing.wait_for_ending(run.execution_id), "unavailable", "the engine is closing")
 
 
-async def test_a_cancelled_wait_leaves_the_others_waiting(engine: Engine, given: Any, eventually: Any) -> None:
+async def test_a_cancelled_wait_leaves_the_others_waiting(engine: Engine, given: Given, eventually: Eventually) -> None:
     run = await given.claimed()
     gone, kept = (asyncio.create_task(engine.wait_for_ending(run.execution_id, timeout=60)) for _ in range(2))
     await eventually(lambda: parts_of(engine).wakeups.hints.is_listening)
@@ -58,8 +58,8 @@ async def test_a_cancelled_wait_leaves_the_others_waiting(engine: Engine, given:
 
 
 @pytest.mark.usefixtures("altered_rows")
-async def test_an_outcome_of_a_newer_version_is_told_to_its_waiter_alone(
-    engine: Engine, given: Any, connection: asyncpg.Connection, eventually: Any
+async def test_an_unknown_stored_outcome_fails_only_its_own_waiter(
+    engine: Engine, given: Given, connection: asyncpg.Connection, eventually: Eventually
 ) -> None:
     strange = await given.failed(lane_id="strange")
     run = await given.claimed()

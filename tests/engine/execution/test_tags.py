@@ -1,17 +1,20 @@
-"""Tags: set and read while an execution lives, by one rule for their keys."""
+"""Tags: set and read in any state of an execution, with namespaced keys."""
 
 import asyncio
+import itertools
 from typing import Any
 from uuid import uuid4
 
 import pytest
 
-from engine.state import claim, refused
+from conftest import Engines, Given, Rows
+from engine.conftest import StandingClock
+from engine.state import all_cases, claim, refused
 from flowfabric.engine.engine import Engine
 from flowfabric.model.tag import TagsSet
 
 ABSENT = f"{{fp:1}}:{uuid4()}"
-WRONG_KEYS = (
+WRONG_KEYS: tuple[Any, ...] = (
     "",
     "Cairn.x",
     "1cairn.x",
@@ -27,36 +30,26 @@ WRONG_KEYS = (
 )
 
 
-async def test_a_tag_is_stored_over_its_old_value_and_marks_the_mutation(
-    engine: Engine, given: Any, rows: Any, clock: Any
+async def test_a_tag_replaces_its_old_value_and_marks_the_mutation(
+    engine: Engine, given: Given, rows: Rows, clock: StandingClock
 ) -> None:
     execution_id = await given.created(tags={"shop.order": "1"})
     created = await rows.execution(execution_id)
     now = await clock.advance(seconds=1)
     await engine.set_execution_tag(execution_id, "shop.order", "2")
     await engine.set_execution_tag(execution_id, "shop.new", "")
-    assert await engine.get_execution_tag(execution_id, "shop.order") == "2"
-    assert await engine.get_execution_tag(execution_id, "shop.new") == ""
-    row = await rows.execution(execution_id)
-    assert row == {**created, "last_mutation_at": now}
-
-
-async def test_several_tags_are_stored_together(engine: Engine, given: Any, rows: Any) -> None:
-    execution_id = await given.created()
     answer = await engine.set_execution_tags(execution_id, {"a.b": "1", "a.c": "ü\n'\""})
     assert answer == TagsSet(count=2)
-    assert {row["key"]: row["value"] for row in await rows.of("execution_tag")} == {"a.b": "1", "a.c": "ü\n'\""}
-
-
-async def test_a_worker_sees_tags_that_were_set_after_the_creation(engine: Engine, given: Any) -> None:
-    execution_id = await given.created()
-    await engine.set_execution_tag(execution_id, "a.b", "1")
+    tags = {"shop.order": "2", "shop.new": "", "a.b": "1", "a.c": "ü\n'\""}
+    for key, value in tags.items():
+        assert await engine.get_execution_tag(execution_id, key) == value
+    assert await rows.execution(execution_id) == {**created, "last_mutation_at": now}
     (claimed,) = await claim(engine)
-    assert claimed.tags == {"a.b": "1"}
-    assert (await engine.read_execution_context(execution_id)).tags == {"a.b": "1"}
+    assert claimed.tags == tags
+    assert (await engine.read_execution_context(execution_id)).tags == tags
 
 
-async def test_the_instance_tag_is_kept_on_the_row_and_told_with_events(engine: Engine, given: Any, rows: Any) -> None:
+async def test_the_instance_tag_is_stored_on_the_row_and_in_events(engine: Engine, given: Given, rows: Rows) -> None:
     execution_id = await given.created()
     await engine.set_execution_tags(execution_id, {"a.b": "1", "ff.instance_id": "blue"})
     assert (await rows.execution(execution_id))["instance_tag"] == "blue"
@@ -69,36 +62,33 @@ async def test_the_instance_tag_is_kept_on_the_row_and_told_with_events(engine: 
 
 
 @pytest.mark.usefixtures("altered_rows")
-async def test_the_name_of_the_instance_tag_is_a_setting(engines: Any, given: Any, rows: Any) -> None:
+async def test_the_name_of_the_instance_tag_is_a_setting(engines: Engines, given: Given, rows: Rows) -> None:
     execution_id = await given.created()
     other = await engines(instance_tag="team.name")
     await other.set_execution_tags(execution_id, {"team.name": "red", "ff.instance_id": "blue"})
     assert (await rows.execution(execution_id))["instance_tag"] == "red"
 
 
-async def test_ended_and_running_executions_are_tagged_alike(engine: Engine, given: Any) -> None:
-    for execution_id in (await given.completed(), await given.cancelled(), (await given.claimed()).execution_id):
+async def test_running_and_ended_executions_can_be_tagged(engine: Engine, given: Given) -> None:
+    handle = await given.claimed()
+    for execution_id in (await given.completed(), await given.cancelled(), handle.execution_id):
         await engine.set_execution_tag(execution_id, "a.b", "late")
         assert await engine.get_execution_tag(execution_id, "a.b") == "late"
-
-
-async def test_a_running_lease_is_left_alone_by_tags(engine: Engine, given: Any) -> None:
-    handle = await given.claimed()
-    await engine.set_execution_tag(handle.execution_id, "a.b", "1")
     await engine.complete(handle)
 
 
-@pytest.mark.parametrize("key", WRONG_KEYS)
-async def test_a_wrong_key_is_refused_before_anything_is_read(engine: Engine, given: Any, rows: Any, key: Any) -> None:
+async def test_a_wrong_key_is_refused_before_anything_is_read(engine: Engine, given: Given, rows: Rows) -> None:
     execution_id = await given.created()
     async with rows.unchanged():
-        for name in (execution_id, ABSENT, "not an id"):
-            await refused(engine.set_execution_tag(name, key, "x"), "invalid_tag_key")
-            await refused(engine.set_execution_tags(name, {"a.b": "1", key: "x"}), "invalid_tag_key")
-            await refused(engine.get_execution_tag(name, key), "invalid_tag_key")
+        with all_cases() as case:
+            for key, name in itertools.product(WRONG_KEYS, (execution_id, ABSENT, "not an id")):
+                with case(f"{key!r} of {name}"):
+                    await refused(engine.set_execution_tag(name, key, "x"), "invalid_tag_key")
+                    await refused(engine.set_execution_tags(name, {"a.b": "1", key: "x"}), "invalid_tag_key")
+                    await refused(engine.get_execution_tag(name, key), "invalid_tag_key")
 
 
-async def test_each_refusal_leaves_no_trace(engine: Engine, given: Any, rows: Any) -> None:
+async def test_refused_tags_write_nothing(engine: Engine, given: Given, rows: Rows) -> None:
     execution_id = await given.created()
     async with rows.unchanged():
         await refused(engine.set_execution_tag(ABSENT, "a.b", "x"), "execution_not_found")
@@ -114,7 +104,7 @@ async def test_each_refusal_leaves_no_trace(engine: Engine, given: Any, rows: An
         await refused(engine.get_execution_tag(f"{{fp:65535}}:{uuid4()}", "a.b"), "invalid_input", "exceeds i16 range")
 
 
-async def test_tags_set_at_once_by_many_are_all_there(engines: Any, given: Any, rows: Any) -> None:
+async def test_concurrently_set_tags_are_all_stored(engines: Engines, given: Given, rows: Rows) -> None:
     execution_id = await given.created()
     several = [await engines() for _ in range(3)]
     await asyncio.gather(

@@ -1,9 +1,10 @@
-"""Identities of worker processes are kept for as long as anything may show them."""
+"""Identities of worker processes are deleted when nothing refers to them any longer."""
 
-from typing import Any
-
+import asyncpg
 import pytest
 
+from conftest import Engines, Given, Rows
+from engine.conftest import StandingClock
 from flowfabric.engine import store
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.fleet.identities import DAY_MS, memory_ms
@@ -13,42 +14,44 @@ from flowfabric.reconcile.due import read_due
 HOUR_MS = 60 * 60 * 1000
 
 
-async def identities(rows: Any) -> set[str]:
-    """The worker processes that the store knows."""
+async def identities(rows: Rows) -> set[str]:
+    """The instance ids of the stored identities."""
     return {row["worker_instance_id"] for row in await rows.of("worker_identity")}
 
 
 @pytest.fixture
-async def brief(engines: Any) -> Engine:
+async def brief(engines: Engines) -> Engine:
     """An engine that keeps executions and events for an hour."""
-    engine: Engine = await engines(retention_ms=HOUR_MS, feed_retention_ms=HOUR_MS)
+    engine = await engines(retention_ms=HOUR_MS, feed_retention_ms=HOUR_MS)
     assert memory_ms(parts_of(engine).store.rules) == HOUR_MS + DAY_MS
     return engine
 
 
-async def test_an_identity_is_deleted_when_nothing_shows_it_any_more(
-    brief: Engine, given: Any, rows: Any, clock: Any
+async def test_an_unused_identity_is_deleted_a_day_after_the_retention(
+    brief: Engine, given: Given, rows: Rows, clock: StandingClock
 ) -> None:
     await given.completed(worker="gone")
     await parts_of(brief).lease_expiry.sweep()
     await clock.advance(ms=HOUR_MS + DAY_MS)
     assert await parts_of(brief).identities.purge() == 0
     await clock.advance(ms=1)
-    # Its claim has expired as well, and is deleted by the sweep of leases.
+    # The sweep of leases deletes its expired claim.
     await parts_of(brief).lease_expiry.sweep()
     assert await parts_of(brief).identities.purge() == 1
     assert await identities(rows) == set()
 
 
-async def test_an_identity_that_holds_a_claim_stays(brief: Engine, given: Any, rows: Any, clock: Any) -> None:
+async def test_an_identity_with_a_live_claim_is_kept(
+    brief: Engine, given: Given, rows: Rows, clock: StandingClock
+) -> None:
     await given.claimed(worker="long", lease_ttl_ms=10 * DAY_MS)
     await clock.advance(ms=HOUR_MS + DAY_MS + 1)
     assert await parts_of(brief).identities.purge() == 0
     assert await identities(rows) == {"long-1"}
 
 
-async def test_a_process_that_lives_is_seen_again(
-    brief: Engine, given: Any, rows: Any, clock: Any, monkeypatch: pytest.MonkeyPatch
+async def test_a_claim_marks_the_identity_of_its_process_as_used(
+    brief: Engine, given: Given, rows: Rows, clock: StandingClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(store, "WORKER_SECONDS", 0.0)
     for _ in range(2):
@@ -59,20 +62,26 @@ async def test_a_process_that_lives_is_seen_again(
     assert await identities(rows) == {"alive-1"}
 
 
-async def test_the_number_of_a_process_is_asked_for_once(given: Any, rows: Any, connection: Any) -> None:
+async def test_the_number_of_a_process_is_cached(given: Given, rows: Rows, connection: asyncpg.Connection) -> None:
     first = await given.run(worker="one")
     await connection.execute("delete from worker_identity")
     again = await given.run(worker="one")
     first_row, again_row = [await rows.execution(run.execution_id) for run in (first, again)]
-    # The claims are two, of one number that is not asked for again: no identity is made anew.
+    # The second claim uses the cached number: no identity is inserted.
     assert first_row["claim_no"] != again_row["claim_no"]
     assert first_row["worker_no"] == again_row["worker_no"]
     assert await identities(rows) == set()
 
 
 @pytest.mark.parametrize("how", ["expired", "revoked"])
-async def test_the_identity_behind_a_lost_lease_stays_until_the_lease_is_taken(
-    engine: Engine, brief: Engine, given: Any, rows: Any, clock: Any, connection: Any, how: str
+async def test_the_identity_of_a_lost_lease_is_kept_until_it_is_reclaimed(
+    engine: Engine,
+    brief: Engine,
+    given: Given,
+    rows: Rows,
+    clock: StandingClock,
+    connection: asyncpg.Connection,
+    how: str,
 ) -> None:
     lost = await given.claimed(worker="lost", lease_ttl_ms=1000)
     await given.completed(worker="gone", lease_ttl_ms=1000)
@@ -94,7 +103,7 @@ async def test_the_identity_behind_a_lost_lease_stays_until_the_lease_is_taken(
         (entry,) = (await engine.list_expired_leases()).entries
         assert (entry.execution_id, entry.worker_instance_id) == (lost.execution_id, "lost-1")
         assert await engine.find_inconsistencies() == []
-        # It waits, as the hint of the other engine may be under way.
+        # With a wait, as the hint of the other engine may not have arrived.
         taken = await engine.claim(
             lane_id="default",
             worker_id="next",
@@ -112,8 +121,8 @@ async def test_the_identity_behind_a_lost_lease_stays_until_the_lease_is_taken(
     assert snapshot.current_lease.worker_instance_id == ("next-1" if how == "expired" else "lost-1")
 
 
-async def test_an_identity_in_use_is_not_looked_at_again_before_its_time(
-    brief: Engine, given: Any, rows: Any, clock: Any
+async def test_an_identity_in_use_is_not_due_again_at_once(
+    brief: Engine, given: Given, rows: Rows, clock: StandingClock
 ) -> None:
     await given.reclaimable(worker="lost")
     now = await clock.advance(ms=HOUR_MS + DAY_MS + 1)
@@ -123,8 +132,8 @@ async def test_an_identity_in_use_is_not_looked_at_again_before_its_time(
     assert [row["seen_at"] for row in await rows.of("worker_identity")] == [now]
 
 
-async def test_a_lease_of_a_worker_that_is_not_known_is_shown_without_it(
-    engine: Engine, given: Any, clock: Any, connection: Any
+async def test_a_lease_whose_identity_is_deleted_is_shown_without_its_worker(
+    engine: Engine, given: Given, clock: StandingClock, connection: asyncpg.Connection
 ) -> None:
     lost, live = await given.reclaimable(), await given.claimed(lane_id="another")
     await connection.execute("delete from worker_identity")
@@ -137,8 +146,8 @@ async def test_a_lease_of_a_worker_that_is_not_known_is_shown_without_it(
         assert (snapshot.current_lease.lease_id, snapshot.current_lease.worker_instance_id) == (handle.lease_id, None)
 
 
-async def test_an_execution_that_is_kept_longer_than_its_worker_is_shown_without_it(
-    engine: Engine, brief: Engine, given: Any, rows: Any, clock: Any
+async def test_an_execution_that_outlives_its_identity_is_shown_without_its_worker(
+    engine: Engine, brief: Engine, given: Given, rows: Rows, clock: StandingClock
 ) -> None:
     execution_id = await given.completed(worker="gone", policy={"stream_policy": {"retention_ttl_ms": 30 * DAY_MS}})
     await clock.advance(ms=2 * DAY_MS)

@@ -1,46 +1,50 @@
-"""Lanes: what each state lets in and lets out."""
+"""Lane states: which of them allow submissions and claims."""
 
-from typing import Any
-
-import pytest
-
-from engine.state import Creating, both_creates, claim, ids, items, new, refused
+from conftest import Engines, Given, Rows
+from engine.conftest import StandingClock
+from engine.state import CREATES, claim, ids, items, new, refused
 from flowfabric.engine.engine import Engine
 from flowfabric.model.errors import EngineError
 from flowfabric.model.execution import Created, Duplicate
 from flowfabric.model.lease import Completed, Renewed, TerminalFailed
 
-GIVEN = "{fp:7}:11111111-2222-3333-4444-555555555555"
+
+def own_id(nth: int) -> str:
+    """An id of the caller's own."""
+    return f"{{fp:7}}:{nth}1111111-2222-3333-4444-555555555555"
 
 
-@both_creates
-@pytest.mark.parametrize("state", ["draining", "disabled"])
-async def test_a_draining_or_disabled_lane_refuses_submissions(
-    engine: Engine, create: Creating, given: Any, rows: Any, state: str
-) -> None:
+async def test_a_draining_or_disabled_lane_refuses_submissions(engine: Engine, given: Given, rows: Rows) -> None:
     await given.created()
-    await engine.set_lane_state("default", state)
-    async with rows.unchanged():
-        for arguments in (new(), new(idempotency_key="k"), new(execution_id=GIVEN)):
-            await refused(create(engine, **arguments), "invalid_input", "lane 'default' accepts no submissions")
-        await refused(create(engine, **new(execution_id=GIVEN, idempotency_key="k")), "invalid_input", "lane_id")
+    for state in ("draining", "disabled"):
+        await engine.set_lane_state("default", state)
+        async with rows.unchanged():
+            for create in CREATES.values():
+                for named in ({}, {"idempotency_key": "k"}, {"execution_id": own_id(0)}):
+                    submitted = create(engine, **new(**named))
+                    await refused(submitted, "invalid_input", "lane 'default' accepts no submissions")
+                both = new(execution_id=own_id(0), idempotency_key="k")
+                await refused(create(engine, **both), "invalid_input", "lane_id")
 
 
-@both_creates
-async def test_a_lane_that_refuses_submissions_still_answers_duplicates(
-    engine: Engine, create: Creating, rows: Any
-) -> None:
-    await create(engine, **new(execution_id=GIVEN, idempotency_key="k"))
-    minted = await create(engine, **new(idempotency_key="minted"))
+async def test_a_lane_that_refuses_submissions_still_reports_duplicates(engine: Engine, rows: Rows) -> None:
+    minted = {}
+    for nth, (name, create) in enumerate(CREATES.items()):
+        await create(engine, **new(execution_id=own_id(nth), idempotency_key=f"own {name}"))
+        minted[name] = await create(engine, **new(idempotency_key=name))
     await engine.set_lane_state("default", "disabled")
     async with rows.unchanged():
-        assert isinstance(await create(engine, **new(execution_id=GIVEN)), Duplicate)
-        assert isinstance(await create(engine, **new(execution_id=GIVEN, idempotency_key="k")), Duplicate)
-        again = await create(engine, **new(idempotency_key="minted"))
-        assert again == Duplicate(execution_id=minted.execution_id)
+        for nth, (name, create) in enumerate(CREATES.items()):
+            assert isinstance(await create(engine, **new(execution_id=own_id(nth))), Duplicate)
+            both = new(execution_id=own_id(nth), idempotency_key=f"own {name}")
+            assert isinstance(await create(engine, **both), Duplicate)
+            again = await create(engine, **new(idempotency_key=name))
+            assert again == Duplicate(execution_id=minted[name].execution_id)
 
 
-async def test_one_refusing_lane_does_not_touch_the_others_of_a_call(engine: Engine, rows: Any) -> None:
+async def test_a_lane_that_refuses_submissions_does_not_affect_other_items_of_a_call(
+    engine: Engine, rows: Rows
+) -> None:
     await engine.create_many(items(new(lane_id="open"), new(lane_id="shut")))
     await engine.set_lane_state("shut", "draining")
     verdicts = await engine.create_many(items(*(new(lane_id=lane) for lane in ("open", "shut", "open"))))
@@ -49,39 +53,39 @@ async def test_one_refusing_lane_does_not_touch_the_others_of_a_call(engine: Eng
     assert len(await rows.of("execution")) == 4
 
 
-@pytest.mark.parametrize("state", ["paused", "disabled"])
-async def test_a_paused_or_disabled_lane_gives_nothing_out(
-    engine: Engine, given: Any, rows: Any, clock: Any, state: str
+async def test_a_paused_or_disabled_lane_allows_no_claims(
+    engine: Engine, given: Given, rows: Rows, clock: StandingClock
 ) -> None:
-    await given.reclaimable()
-    waiting, due = await given.created(), await given.delayed(seconds=1)
-    await engine.set_lane_state("default", state)
-    await clock.advance(seconds=2)
-    assert await claim(engine) == []
-    assert {row["ownership_state"] for row in await rows.of("execution")} == {"unowned", "lease_expired_reclaimable"}
-    await engine.set_lane_state("default", "active")
-    assert {waiting, due} < set(ids(await claim(engine)))
+    for lane in ("paused", "disabled"):
+        await given.reclaimable(lane_id=lane)
+        waiting, due = await given.created(lane_id=lane), await given.delayed(seconds=1, lane_id=lane)
+        await engine.set_lane_state(lane, lane)
+        await clock.advance(seconds=2)
+        assert await claim(engine, lane) == []
+        states = {row["ownership_state"] for row in await rows.of("execution") if row["terminal_outcome"] == "none"}
+        assert states == {"unowned", "lease_expired_reclaimable"}
+        await engine.set_lane_state(lane, "active")
+        claimed = await claim(engine, lane)
+        assert {waiting, due} < set(ids(claimed))
+        await engine.complete_many([(one.handle, None) for one in claimed])
 
 
-async def test_a_paused_lane_accepts_submissions(engine: Engine) -> None:
+async def test_a_paused_lane_accepts_submissions_and_a_draining_one_allows_claims(engine: Engine) -> None:
     await engine.set_lane_state("default", "paused")
-    assert isinstance(await engine.create_execution(**new()), Created)
-
-
-async def test_a_draining_lane_runs_what_it_holds(engine: Engine, given: Any, clock: Any) -> None:
-    waiting = await given.created()
+    waiting = await engine.create_execution(**new())
+    assert isinstance(waiting, Created)
     await engine.set_lane_state("default", "draining")
-    assert ids(await claim(engine)) == [waiting]
+    assert ids(await claim(engine)) == [waiting.execution_id]
 
 
-@pytest.mark.parametrize("state", ["paused", "draining", "disabled"])
-async def test_no_state_of_a_lane_disturbs_a_run(engine: Engine, given: Any, state: str) -> None:
-    one, other, third = await given.claimed(), await given.claimed(), await given.claimed()
-    await engine.set_lane_state("default", state)
-    assert isinstance(await engine.renew(one), Renewed)
-    await engine.complete(one)
-    assert isinstance((await engine.complete_many([(other, None)]))[0], Completed)
-    assert await engine.fail(third, reason="no") == TerminalFailed()
+async def test_no_lane_state_affects_a_run(engine: Engine, given: Given) -> None:
+    for state in ("paused", "draining", "disabled"):
+        one, other, third = [await given.claimed(lane_id=state) for _ in range(3)]
+        await engine.set_lane_state(state, state)
+        assert isinstance(await engine.renew(one), Renewed)
+        await engine.complete(one)
+        assert isinstance((await engine.complete_many([(other, None)]))[0], Completed)
+        assert await engine.fail(third, reason="no") == TerminalFailed()
 
 
 async def test_a_claim_skips_the_paused_lane_among_several(engine: Engine) -> None:
@@ -93,7 +97,7 @@ async def test_a_claim_skips_the_paused_lane_among_several(engine: Engine) -> No
     assert ids(await claim(engine, "open", "shut")) == [shut.execution_id]
 
 
-async def test_a_change_of_state_in_one_process_counts_in_all(engines: Any, engine: Engine) -> None:
+async def test_a_lane_state_set_in_one_process_applies_in_all(engines: Engines, engine: Engine) -> None:
     other = await engines()
     await engine.create_execution(**new())
     await other.set_lane_state("default", "disabled")
@@ -101,14 +105,14 @@ async def test_a_change_of_state_in_one_process_counts_in_all(engines: Any, engi
     await refused(engine.create_execution(**new()), "invalid_input")
 
 
-async def test_an_unknown_state_or_lane_is_refused(engine: Engine, rows: Any) -> None:
+async def test_an_unknown_state_or_lane_is_refused(engine: Engine, rows: Rows) -> None:
     async with rows.unchanged():
-        await refused(engine.set_lane_state("default", "open"), "invalid_input", "state: one of active, paused")
+        await refused(engine.set_lane_state("default", "open"), "invalid_input", "state: must be one of active, paused")
         await refused(engine.set_lane_state("nowhere", "paused"), "invalid_input", "no lane 'nowhere'")
         await refused(engine.set_lane_state("", "paused"), "invalid_input", "lane_id: Empty")
 
 
-async def test_configured_lanes_are_there_from_the_start(engines: Any, rows: Any) -> None:
+async def test_configured_lanes_exist_from_the_start(engines: Engines, rows: Rows) -> None:
     await engines(lanes=("one", "two"))
     found = {row["lane_id"]: row["registered_by"] for row in await rows.of("lane")}
     assert found == {"one": "configuration", "two": "configuration"}

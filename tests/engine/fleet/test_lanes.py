@@ -1,16 +1,20 @@
-"""The registry of lanes: listed by name, a page at a time."""
+"""Listing lanes by name, page by page."""
 
 from typing import Any
 
-import pytest
+import asyncpg
 
+from conftest import Given, Rows
+from engine.conftest import StandingClock
 from engine.state import refused
 from flowfabric.engine.engine import Engine
 from flowfabric.model.lane import Lane, LanePage
 from flowfabric.model.states import LaneState
 
 
-async def test_a_lane_is_listed_with_its_state_and_who_brought_it(engine: Engine, given: Any, clock: Any) -> None:
+async def test_a_lane_is_listed_with_its_state_and_who_registered_it(
+    engine: Engine, given: Given, clock: StandingClock
+) -> None:
     now = await clock.advance(seconds=1)
     await given.created(lane_id="mail", creator_identity="web")
     await engine.set_lane_state("mail", "paused")
@@ -20,7 +24,7 @@ async def test_a_lane_is_listed_with_its_state_and_who_brought_it(engine: Engine
     assert (page.lanes[0].registered_by, page.next_cursor) == ("configuration", None)
 
 
-async def test_lanes_come_in_the_order_of_their_bytes_page_by_page(engine: Engine, given: Any) -> None:
+async def test_lanes_are_listed_in_byte_order_page_by_page(engine: Engine, given: Given) -> None:
     names = ["B", "a", "Z z", "~", "_", "a-b", "a.b", "ab", "0", "default", "!"]
     for name in names:
         await given.created(lane_id=name)
@@ -40,18 +44,17 @@ async def test_lanes_come_in_the_order_of_their_bytes_page_by_page(engine: Engin
     assert (await engine.list_lanes(cursor="a+")).lanes[0].lane_id == "a-b"
 
 
-async def test_a_page_of_none_is_empty(engine: Engine) -> None:
-    assert await engine.list_lanes(limit=0) == LanePage(lanes=[], next_cursor=None)
-
-
-@pytest.mark.parametrize(
-    "wrong", [{"limit": -1}, {"limit": "5"}, {"limit": None}, {"cursor": ""}, {"cursor": 5}, {"cursor": "x" * 65}]
-)
-async def test_what_is_no_page_is_refused(engine: Engine, rows: Any, wrong: dict[str, Any]) -> None:
+async def test_a_wrong_limit_or_cursor_is_refused(engine: Engine, rows: Rows) -> None:
+    wrong: list[dict[str, Any]] = [
+        *({"limit": limit} for limit in (-1, "5", None)),
+        *({"cursor": cursor} for cursor in ("", 5, "x" * 65)),
+    ]
     async with rows.unchanged():
-        await refused(engine.list_lanes(**wrong), "invalid_input")
+        for arguments in wrong:
+            await refused(engine.list_lanes(**arguments), "invalid_input", *arguments)
+        assert await engine.list_lanes(limit=0) == LanePage(lanes=[], next_cursor=None)
 
 
-async def test_a_stored_name_that_is_none_is_corruption(engine: Engine, connection: Any) -> None:
+async def test_an_invalid_stored_lane_id_is_corruption(engine: Engine, connection: asyncpg.Connection) -> None:
     await connection.execute("insert into lane (lane_id, registered_at, registered_by) values ($1, 0, 'x')", "täg")
     await refused(engine.list_lanes(), "corruption", "list_lanes: lane_id: ")

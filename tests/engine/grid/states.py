@@ -17,8 +17,8 @@ from ..state import (  # noqa: TID252
     CANCELLED,
     COMPLETED,
     DELAYED,
+    EXPIRED_LEASE,
     FAILED,
-    LAPSED,
     PARKED,
     RESUMABLE,
     RETRYABLE,
@@ -273,11 +273,14 @@ STATES = {
         reach=_lapsed,
     ),
     "lease_expired": State(
-        means="active, its lease ran out and is marked", vector=LAPSED, attempts=("started",), reach=_lease_expired
+        means="active, its lease ran out and is marked",
+        vector=EXPIRED_LEASE,
+        attempts=("started",),
+        reach=_lease_expired,
     ),
     "lost_overdue": State(
         means="lease_expired, and past its attempt timeout",
-        vector=LAPSED,
+        vector=EXPIRED_LEASE,
         attempts=("started",),
         reach=_lost_overdue,
     ),
@@ -286,7 +289,7 @@ STATES = {
     ),
     "reclaim_granted": State(
         means="lease_expired, with a live reclaim grant for the worker",
-        vector=LAPSED,
+        vector=EXPIRED_LEASE,
         attempts=("started",),
         reach=_reclaim_granted,
     ),

@@ -9,8 +9,8 @@ from ..state import (  # noqa: TID252
     CANCELLED,
     CANCELLED_UNTRIED,
     COMPLETED,
+    EXPIRED_LEASE,
     FAILED,
-    LAPSED,
     PARKED,
     RESUMABLE,
     WAITING,
@@ -64,7 +64,7 @@ class Same:
 Expected = Moved | Refused | Same
 Row = Mapping[str, Expected]
 
-MARKED = Moved(answer="Marked", to=LAPSED, tells=("expired",), is_transition=False)
+MARKED = Moved(answer="Marked", to=EXPIRED_LEASE, tells=("expired",), is_transition=False)
 
 ABSENT = ("absent",)
 UNTRIED = ("waiting", "delayed", "due", "past_deadline", "granted", "grant_lapsed")
@@ -196,7 +196,7 @@ SEARCHED = whole(
 
 GRANTED = Moved(answer="Granted", grants="one", is_transition=False)
 GRANTED_DUE = Moved(answer="Granted", to=WAITING, grants="one")
-MARKED_AND_GRANTED = Moved(answer="Granted", to=LAPSED, tells=("expired",), grants="one", is_transition=False)
+MARKED_AND_GRANTED = Moved(answer="Granted", to=EXPIRED_LEASE, tells=("expired",), grants="one", is_transition=False)
 NOT_ELIGIBLE = Refused("execution_not_eligible")
 NOT_LEASEABLE = Refused("execution_not_leaseable")
 NOT_RESUMED = Refused("not_a_resumed_execution")

@@ -7,7 +7,7 @@ from uuid import UUID
 
 import pytest
 
-from engine.state import ACTIVE, attempts, claim, claim_rows, ids, new, refused, told, vector
+from engine.state import ACTIVE, attempts, claim, claim_rows, event_texts, ids, new, refused, vector
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.lease import claim as claim_family
 from flowfabric.engine.parts import parts_of
@@ -80,7 +80,7 @@ async def test_claim_gives_the_handle_of_the_best_or_nothing(engine: Engine, giv
 
 async def test_a_claim_tells_of_the_acquired_lease_once(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
     claimed = await given.run(tags={"ff.instance_id": "i-1"}, namespace="tenant")
-    assert await told(rows, claimed.execution_id) == ["acquired"]
+    assert await event_texts(rows, claimed.execution_id) == ["acquired"]
     (event,) = await rows.events(claimed.execution_id)
     row = await rows.execution(claimed.execution_id)
     assert (event["at"], event["lease_epoch"], event["lease_id"]) == (await clock.now(), 1, claimed.lease_id)
@@ -123,7 +123,7 @@ async def test_a_retry_is_a_new_attempt_of_the_same_execution(
     assert (first["attempt_type"], first["attempt_state"]) == ("initial", "ended_failure")
     assert (second["attempt_type"], second["attempt_state"]) == ("retry", "ended_success")
     assert (second["retry_reason"], second["previous_attempt_index"]) == ("no luck", 0)
-    assert await told(rows, failed.execution_id) == [
+    assert await event_texts(rows, failed.execution_id) == [
         "acquired",
         "released failed_retry_scheduled",
         "acquired",

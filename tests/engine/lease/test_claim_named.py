@@ -7,7 +7,7 @@ from uuid import UUID
 import pytest
 
 from engine.grants import claim_named, grant, granted, known, resumable, worker
-from engine.state import ACTIVE, attempts, refused, told, vector
+from engine.state import ACTIVE, attempts, event_texts, refused, vector
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.execution.retention import GRANT_MEMORY_MS
 from flowfabric.engine.parts import parts_of
@@ -66,7 +66,7 @@ async def test_a_grant_is_turned_into_a_lease(engine: Engine, given: Any, rows: 
     (running,) = await engine.list_attempts(waiting)
     assert (running.attempt_state, running.policy, row["granted_until"]) == ("started", '{"model": "small"}', None)
     assert (await rows.of("claim_grant"), await rows.of("ready")) == ([], [])
-    assert await told(rows, waiting) == ["acquired"]
+    assert await event_texts(rows, waiting) == ["acquired"]
     await engine.renew(handle)
     await engine.complete(handle, b"done")
     (attempt,) = await attempts(rows, waiting)
@@ -160,7 +160,7 @@ async def test_a_grant_of_a_lost_lease_is_turned_into_a_reclaimed_one(engine: En
     assert (await rows.execution(lost.execution_id))["reclaim_count"] == 1
     interrupted, running = await attempts(rows, lost.execution_id)
     assert (interrupted["attempt_state"], running["attempt_state"]) == ("interrupted_reclaimed", "started")
-    assert await told(rows, lost.execution_id) == ["acquired", "expired", "reclaimed"]
+    assert await event_texts(rows, lost.execution_id) == ["acquired", "expired", "reclaimed"]
     assert await rows.of("claim_grant") == []
 
 
@@ -344,7 +344,7 @@ async def test_an_operator_leases_what_waits(engine: Engine, given: Any, rows: A
     assert (vector(row), row["lease_expires_at"]) == (ACTIVE, now + 9000)
     (identity,) = await rows.of("worker_identity", worker_no=row["worker_no"])
     assert (identity["worker_id"], identity["worker_instance_id"]) == ("operator", "operator")
-    assert await told(rows, waiting) == ["acquired issue_grant_and_claim"]
+    assert await event_texts(rows, waiting) == ["acquired issue_grant_and_claim"]
     assert await rows.of("claim_grant") == []
 
 
@@ -353,7 +353,7 @@ async def test_an_operator_leases_what_may_go_on(engine: Engine, given: Any, row
     answer = await fused(engine, parked)
     row = await rows.execution(parked)
     assert answer == GrantedClaim(lease_id=row["lease_id"], lease_epoch=2, attempt_index=0)
-    assert (await told(rows, parked))[-1] == "acquired issue_grant_and_claim_resumed"
+    assert (await event_texts(rows, parked))[-1] == "acquired issue_grant_and_claim_resumed"
 
 
 async def test_an_operator_needs_no_signing_key(engine: Engine, given: Any, connection: Any) -> None:

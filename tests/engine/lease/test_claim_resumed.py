@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from engine.grants import claim_resumed, grant, known, resumable
-from engine.state import ACTIVE, refused, told, vector
+from engine.state import ACTIVE, event_texts, refused, vector
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.execution.retention import GRANT_MEMORY_MS
 from flowfabric.engine.parts import parts_of
@@ -38,7 +38,11 @@ async def test_an_attempt_goes_on_without_a_grant(engine: Engine, given: Any, ro
     assert vector(row) == ACTIVE
     assert (row["attempt_timeout_at"], row["remaining_attempt_timeout_ms"]) == (now + 6000, None)
     assert (row["started_at"], row["attempt_count"], row["claimed_at"]) == (began, 1, now)
-    assert await told(rows, first.execution_id) == ["acquired", "released waiting_children", "acquired claim_resumed"]
+    assert await event_texts(rows, first.execution_id) == [
+        "acquired",
+        "released waiting_children",
+        "acquired claim_resumed",
+    ]
     (attempt,) = await rows.of("attempt_all")
     assert (attempt["attempt_state"], attempt["started_at"], attempt["resumed_at"]) == ("started", began, now)
     await engine.complete(claimed.handle, b"done")
@@ -152,7 +156,7 @@ async def test_a_resume_grant_gives_the_handle_of_the_attempt(
     assert (handle.kind, handle.execution_id, handle.lease_ttl_ms) == (HandleKind.RESUMED, parked, 9000)
     assert (handle.lease_epoch, handle.attempt_index) == (2, 0)
     assert (await rows.execution(parked))["lease_expires_at"] == now + 9000
-    assert (await told(rows, parked))[-1] == "acquired claim_resumed"
+    assert (await event_texts(rows, parked))[-1] == "acquired claim_resumed"
     assert await rows.of("claim_grant") == []
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from engine.state import COMPLETED, attempts, claim, kept_until, lease_left, refused, told, vector
+from engine.state import COMPLETED, attempts, claim, event_texts, kept_until, lease_left, refused, vector
 from flowfabric.engine.engine import Engine
 from flowfabric.model.handle import Handle
 from flowfabric.model.lease import Completed
@@ -52,7 +52,7 @@ async def test_a_completed_run_ends_its_execution(
     assert (attempt["lease_epoch"], attempt["worker_no"]) == (1, worker_no)
     assert (attempt["started_at"], attempt["ended_at"]) == (began, now)
     assert (attempt["failure_reason"], attempt["failure_category"]) == (None, None)
-    assert await told(rows, claimed.execution_id) == ["acquired", "released completed>success"]
+    assert await event_texts(rows, claimed.execution_id) == ["acquired", "released completed>success"]
     event = (await rows.events(claimed.execution_id))[1]
     assert (event["lease_id"], event["lease_epoch"], event["attempt_index"]) == (claimed.lease_id, 1, 0)
     assert (event["at"], event["worker_no"], event["instance_tag"]) == (now, worker_no, "i-1")
@@ -146,7 +146,7 @@ async def test_complete_many_answers_each_in_its_place(engine: Engine, given: An
     results = [await engine.get_execution_result(handle.execution_id) for handle in (*good, done, stale)]
     assert results == [b"0", None, b"4", b"before", None]
     for handle in (*good, done):
-        assert await told(rows, handle.execution_id) == ["acquired", "released completed>success"]
+        assert await event_texts(rows, handle.execution_id) == ["acquired", "released completed>success"]
 
 
 async def test_completing_0_or_1001_runs_is_refused(engine: Engine, given: Any, rows: Any) -> None:

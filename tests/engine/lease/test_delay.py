@@ -12,15 +12,15 @@ from engine.state import (
     BACKING_OFF,
     CANCELLED,
     COMPLETED,
+    EXPIRED_LEASE,
     FAILED,
-    LAPSED,
     PARKED,
     RESUMABLE,
     attempts,
     claim,
+    event_texts,
     lease_left,
     refused,
-    told,
     vector,
 )
 from flowfabric.engine.engine import Engine
@@ -74,7 +74,7 @@ async def test_a_delay_gives_up_the_lease_and_keeps_the_attempt(
     assert (attempt["attempt_id"], attempt["attempt_index"], attempt["resumed_at"]) == (claimed.attempt_id, 0, None)
     assert (attempt["lease_id"], attempt["lease_epoch"], attempt["worker_no"]) == (claimed.lease_id, 1, worker_no)
     assert (attempt["failure_reason"], attempt["failure_category"], row["result_payload"]) == (None, None, None)
-    assert await told(rows, claimed.execution_id) == ["acquired", "released worker_delay"]
+    assert await event_texts(rows, claimed.execution_id) == ["acquired", "released worker_delay"]
     event = (await rows.events(claimed.execution_id))[1]
     assert (event["lease_id"], event["attempt_index"], event["instance_tag"]) == (claimed.lease_id, 0, "i-1")
     (shown,) = await rows.of("attempt_all", execution_id=claimed.execution_id[-36:])
@@ -98,7 +98,7 @@ async def test_waiting_for_children_without_any_may_go_on_at_once(
     (attempt,) = await attempts(rows, claimed.execution_id)
     assert (attempt["attempt_state"], attempt["suspension_marker"]) == ("suspended", "waiting_children")
     assert (attempt["suspended_at"], attempt["ended_at"]) == (now, None)
-    assert await told(rows, claimed.execution_id) == ["acquired", "released waiting_children"]
+    assert await event_texts(rows, claimed.execution_id) == ["acquired", "released waiting_children"]
     assert await engine.read_execution_state(claimed.execution_id) == PublicState.RESUMABLE
 
 
@@ -118,7 +118,11 @@ async def test_a_run_that_is_handed_back_may_be_claimed_at_once(
     assert (again.attempt_id, again.attempt_index, again.attempt_type) == (claimed.attempt_id, 0, AttemptType.INITIAL)
     assert (again.handle.kind, again.retry_count, again.attempt_timeout_ms) == (HandleKind.RESUMED, 0, 9000)
     assert (await rows.execution(claimed.execution_id))["reclaim_count"] == 0
-    assert await told(rows, claimed.execution_id) == ["acquired", "released handed_back", "acquired claim_resumed"]
+    assert await event_texts(rows, claimed.execution_id) == [
+        "acquired",
+        "released handed_back",
+        "acquired claim_resumed",
+    ]
 
 
 async def test_a_delay_is_over_when_its_time_has_come(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
@@ -176,7 +180,7 @@ async def test_the_next_claim_goes_on_with_the_same_attempt(
     assert (vector(row), row["attempt_count"], row["started_at"]) == (ACTIVE, 1, began)
     assert (row["delay_until"], await rows.of("timer"), await rows.of("ready")) == (None, [], [])
     assert await rows.of("listed") == []
-    assert (await told(rows, first.execution_id))[2:] == ["acquired claim_resumed"]
+    assert (await event_texts(rows, first.execution_id))[2:] == ["acquired claim_resumed"]
     (shown,) = await rows.of("attempt_all", execution_id=first.execution_id[-36:])
     assert (shown["attempt_state"], shown["started_at"], shown["resumed_at"]) == ("started", began, now)
     assert (shown["suspended_at"], shown["suspension_marker"]) == (parked_at, None)
@@ -288,7 +292,7 @@ async def test_a_resumed_run_completes(
     async with rows.unchanged():
         await engine.complete(again.handle, b"done")
         await refused(engine.complete(handle), "lease_conflict")
-    assert await told(rows, handle.execution_id) == [
+    assert await event_texts(rows, handle.execution_id) == [
         "acquired",
         f"released {marker}",
         "acquired claim_resumed",
@@ -339,7 +343,7 @@ async def test_a_resumed_run_is_cancelled(engine: Engine, given: Any, rows: Any,
         (attempt,) = await attempts(rows, handle.execution_id)
         assert (attempt["attempt_state"], attempt["failure_reason"]) == ("ended_cancelled", "cancelled: not wanted")
         assert (attempt["ended_at"], attempt["suspension_marker"]) == (now, None)
-        assert (await told(rows, handle.execution_id))[3:] == ["released cancelled>cancelled"]
+        assert (await event_texts(rows, handle.execution_id))[3:] == ["released cancelled>cancelled"]
 
 
 @each_parking
@@ -359,7 +363,7 @@ async def test_a_run_is_cancelled_while_it_waits(
     assert (attempt["attempt_state"], attempt["failure_reason"]) == ("ended_cancelled", "cancelled: not wanted")
     assert (attempt["started_at"], attempt["suspended_at"], attempt["ended_at"]) == (began, now - 1000, now)
     assert (attempt["resumed_at"], attempt["lease_id"], attempt["lease_epoch"]) == (None, claimed.lease_id, 1)
-    assert (await told(rows, claimed.execution_id))[2:] == ["ended cancelled>cancelled"]
+    assert (await event_texts(rows, claimed.execution_id))[2:] == ["ended cancelled>cancelled"]
     assert await claim(engine) == []
 
 
@@ -377,7 +381,7 @@ async def test_a_deadline_passes_while_a_run_waits(
     (attempt,) = await attempts(rows, handle.execution_id)
     assert (attempt["attempt_state"], attempt["failure_reason"]) == ("ended_failure", "execution_deadline")
     assert (attempt["failure_category"], attempt["ended_at"]) == ("timeout", now)
-    assert (await told(rows, handle.execution_id))[2:] == ["ended expired:execution_deadline>expired"]
+    assert (await event_texts(rows, handle.execution_id))[2:] == ["ended expired:execution_deadline>expired"]
 
 
 @each_parking
@@ -399,7 +403,7 @@ async def test_a_resumed_run_times_out(
     )
     assert (attempt["ended_at"], attempt["suspension_marker"]) == (now, None)
     ending = "" if policy is not TIMED else ">expired"
-    assert (await told(rows, handle.execution_id))[3:] == [f"released expired:attempt_timeout{ending}"]
+    assert (await event_texts(rows, handle.execution_id))[3:] == [f"released expired:attempt_timeout{ending}"]
 
 
 @each_parking
@@ -411,7 +415,7 @@ async def test_a_resumed_run_that_loses_its_lease_is_taken_over_as_a_new_attempt
     now = await clock.advance(seconds=31)
     await parts_of(engine).lease_expiry.sweep()
     row = await rows.execution(handle.execution_id)
-    assert vector(row) == LAPSED
+    assert vector(row) == EXPIRED_LEASE
     (taken,) = await claim(engine)
     assert (taken.handle.kind, taken.attempt_index, taken.attempt_type) == (
         HandleKind.RECLAIMED,

@@ -4,7 +4,18 @@ from typing import Any
 
 import pytest
 
-from engine.state import BACKING_OFF, FAILED, RETRYABLE, attempts, claim, lease_left, pending, refused, told, vector
+from engine.state import (
+    BACKING_OFF,
+    FAILED,
+    RETRYABLE,
+    attempts,
+    claim,
+    event_texts,
+    lease_left,
+    pending,
+    refused,
+    vector,
+)
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.parts import parts_of
 from flowfabric.model.attempt import FailureClass, FailureReason
@@ -39,7 +50,7 @@ async def test_a_failure_with_no_retry_left_ends_the_execution(
     assert (attempt["attempt_id"], attempt["lease_id"]) == (claimed.attempt_id, claimed.lease_id)
     assert (attempt["started_at"], attempt["ended_at"], attempt["worker_no"]) == (began, now, worker_no)
     assert row["result_payload"] is None
-    assert await told(rows, claimed.execution_id) == ["acquired", "released failed_terminal>failed"]
+    assert await event_texts(rows, claimed.execution_id) == ["acquired", "released failed_terminal>failed"]
     event = (await rows.events(claimed.execution_id))[1]
     assert (event["lease_id"], event["attempt_index"], event["instance_tag"]) == (claimed.lease_id, 0, "i-1")
 
@@ -61,7 +72,7 @@ async def test_a_failure_with_a_retry_left_waits_for_its_backoff(
     assert lease_left(row) == {}
     (attempt,) = await attempts(rows, claimed.execution_id)
     assert (attempt["attempt_state"], attempt["attempt_id"]) == ("ended_failure", claimed.attempt_id)
-    assert await told(rows, claimed.execution_id) == ["acquired", "released failed_retry_scheduled"]
+    assert await event_texts(rows, claimed.execution_id) == ["acquired", "released failed_retry_scheduled"]
 
 
 async def test_a_backoff_is_over_exactly_at_its_time(engine: Engine, given: Any, rows: Any, clock: Any) -> None:

@@ -8,16 +8,16 @@ import pytest
 
 from engine.state import (
     ACTIVE,
+    EXPIRED_LEASE,
     FAILED,
-    LAPSED,
     REVOKED,
     attempts,
     claim,
+    event_texts,
     ids,
     lease_left,
     refused,
     revoke,
-    told,
     vector,
 )
 from flowfabric.engine.engine import Engine
@@ -40,7 +40,7 @@ async def test_a_lapsed_lease_is_marked_and_keeps_its_fields(engine: Engine, giv
     (listed,) = await rows.of("listed")
     assert (listed["execution_id"], listed["public_state"], listed["at"]) == (before["execution_id"], "active", now)
     row = await rows.execution(lost.execution_id)
-    assert vector(row) == LAPSED
+    assert vector(row) == EXPIRED_LEASE
     changed = {name: row[name] for name in row if row[name] != before[name]}
     assert changed == {
         "ownership_state": "lease_expired_reclaimable",
@@ -50,7 +50,7 @@ async def test_a_lapsed_lease_is_marked_and_keeps_its_fields(engine: Engine, giv
         "lease_expired_at": now,
         "last_mutation_at": now,
     }
-    assert await told(rows, lost.execution_id) == ["acquired", "expired"]
+    assert await event_texts(rows, lost.execution_id) == ["acquired", "expired"]
     event = (await rows.events(lost.execution_id))[1]
     assert (event["lease_epoch"], event["lease_id"], event["attempt_index"]) == (1, lost.lease_id, 0)
     assert (event["worker_no"], event["at"]) == (before["worker_no"], now)
@@ -111,7 +111,7 @@ async def test_the_next_claim_takes_a_lapsed_lease_as_a_new_attempt(
     assert (interrupted["lease_id"], interrupted["lease_epoch"]) == (lost.lease_id, 1)
     assert (interrupted["started_at"], interrupted["ended_at"]) == (began, now)
     assert interrupted["worker_no"] == lost_worker
-    assert await told(rows, lost.execution_id) == ["acquired", "expired", "reclaimed"]
+    assert await event_texts(rows, lost.execution_id) == ["acquired", "expired", "reclaimed"]
     event = (await rows.events(lost.execution_id))[2]
     assert (event["lease_epoch"], event["lease_id"], event["attempt_index"]) == (2, taken.lease_id, 1)
     assert event["worker_no"] == row["worker_no"]
@@ -126,7 +126,7 @@ async def test_a_reclaimed_run_ends_like_any_other(engine: Engine, given: Any, r
     assert (first["attempt_state"], second["attempt_state"]) == ("interrupted_reclaimed", "ended_success")
     assert (second["attempt_type"], second["previous_attempt_index"]) == ("reclaim", 0)
     assert second["reclaim_reason"] == "lease_lease_expired_reclaimable"
-    assert (await told(rows, lost.execution_id))[2:] == ["reclaimed", "released completed>success"]
+    assert (await event_texts(rows, lost.execution_id))[2:] == ["reclaimed", "released completed>success"]
 
 
 async def test_a_revoked_lease_is_taken_like_a_lapsed_one(
@@ -199,7 +199,7 @@ async def test_at_the_cap_the_execution_fails(
     assert (ended[-1]["attempt_id"], ended[-1]["ended_at"]) == (last.attempt_id, now)
     lost = ["expired", "reclaimed"] * cap
     end = ["expired", "released max_reclaims_exceeded>failed"]
-    assert await told(rows, first.execution_id) == ["acquired", *lost, *end]
+    assert await event_texts(rows, first.execution_id) == ["acquired", *lost, *end]
     event = (await rows.events(first.execution_id))[-1]
     assert (event["lease_id"], event["lease_epoch"], event["attempt_index"]) == (last.lease_id, cap + 1, cap)
     refusal = await refused(engine.complete(last), "execution_not_active")

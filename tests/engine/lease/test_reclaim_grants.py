@@ -8,7 +8,19 @@ import pytest
 
 from engine.grants import claim_named, grant, known, reclaim, reclaim_grant, worker
 from engine.lease.test_grants import expected_key
-from engine.state import ACTIVE, FAILED, LAPSED, attempts, claim, ids, lease_left, refused, revoke, told, vector
+from engine.state import (
+    ACTIVE,
+    EXPIRED_LEASE,
+    FAILED,
+    attempts,
+    claim,
+    event_texts,
+    ids,
+    lease_left,
+    refused,
+    revoke,
+    vector,
+)
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.parts import parts_of
 from flowfabric.model.grant import Granted, GrantNotFound, NotReclaimable, ReclaimCapExceeded, ReclaimGrant
@@ -50,7 +62,7 @@ async def test_a_lost_lease_is_granted_and_keeps_its_state(engine: Engine, given
     (stored,) = await rows.of("claim_grant")
     assert (stored["kind"], stored["worker_id"], stored["worker_capabilities"]) == ("reclaim", "pool", ["x"])
     row = await rows.execution(lost.execution_id)
-    assert vector(row) == LAPSED
+    assert vector(row) == EXPIRED_LEASE
     changed = {name for name in row if row[name] != before[name]}
     assert changed == {"granted_until", "last_mutation_at", "attached"}
     assert [entry["granted_until"] for entry in await rows.of("ready")] == [now + 3000]
@@ -72,8 +84,8 @@ async def test_a_lapsed_lease_nobody_marked_is_marked_and_granted(
     now = await clock.advance(ms=1)
     assert isinstance(await reclaim_grant(engine, lost.execution_id), Granted)
     row = await rows.execution(lost.execution_id)
-    assert (vector(row), row["lease_expired_at"]) == (LAPSED, now)
-    assert await told(rows, lost.execution_id) == ["acquired", "expired"]
+    assert (vector(row), row["lease_expired_at"]) == (EXPIRED_LEASE, now)
+    assert await event_texts(rows, lost.execution_id) == ["acquired", "expired"]
 
 
 @pytest.mark.parametrize("state", ["created", "delayed", "backing_off", "claimed", "completed", "cancelled"])
@@ -134,7 +146,11 @@ async def test_at_the_cap_the_request_itself_ends_the_execution(
     assert lease_left(row) == {}
     (attempt,) = await attempts(rows, lost.execution_id)
     assert attempt["attempt_state"] == "interrupted_reclaimed"
-    assert await told(rows, lost.execution_id) == ["acquired", "expired", "released max_reclaims_exceeded>failed"]
+    assert await event_texts(rows, lost.execution_id) == [
+        "acquired",
+        "expired",
+        "released max_reclaims_exceeded>failed",
+    ]
     assert await rows.of("claim_grant") == []
     async with rows.unchanged():
         assert isinstance(await reclaim_grant(engine, lost.execution_id), NotReclaimable)
@@ -197,7 +213,7 @@ async def test_a_reclaim_grant_is_turned_into_a_new_attempt(engine: Engine, give
         "lease_lease_expired_reclaimable",
         now,
     )
-    assert await told(rows, lost.execution_id) == ["acquired", "expired", "reclaimed"]
+    assert await event_texts(rows, lost.execution_id) == ["acquired", "expired", "reclaimed"]
     assert await rows.of("claim_grant") == []
     await refused(engine.complete(lost), "lease_conflict")
     await engine.complete(claimed.handle, b"done")
@@ -267,7 +283,11 @@ async def test_the_argument_counts_only_without_a_policy(
     assert answer == ReclaimCapExceeded(execution_id=lost.execution_id, reclaim_count=cap)
     row = await rows.execution(lost.execution_id)
     assert (vector(row), row["failure_reason"], row["reclaim_count"]) == (FAILED, "max_reclaims_exceeded", 0)
-    assert await told(rows, lost.execution_id) == ["acquired", "expired", "released max_reclaims_exceeded>failed"]
+    assert await event_texts(rows, lost.execution_id) == [
+        "acquired",
+        "expired",
+        "released max_reclaims_exceeded>failed",
+    ]
     assert await rows.of("claim_grant") == []
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from engine.state import ACTIVE, claim, refused, told, vector
+from engine.state import ACTIVE, claim, event_texts, refused, vector
 from flowfabric.engine.engine import Engine
 from flowfabric.model.ids import mint_uuid_texts
 from flowfabric.model.lease import Renewed
@@ -35,7 +35,7 @@ async def test_each_renewal_is_told(engine: Engine, given: Any, rows: Any, clock
     await engine.renew(handle)
     now = await clock.advance(seconds=1)
     await engine.renew_many([handle])
-    assert await told(rows, handle.execution_id) == ["acquired", "renewed", "renewed"]
+    assert await event_texts(rows, handle.execution_id) == ["acquired", "renewed", "renewed"]
     event = (await rows.events(handle.execution_id))[2]
     assert (event["lease_id"], event["lease_epoch"], event["attempt_index"]) == (handle.lease_id, 1, 0)
     assert (event["at"], event["worker_no"]) == (now, (await rows.execution(handle.execution_id))["worker_no"])
@@ -45,7 +45,7 @@ async def test_renewals_are_not_told_where_the_deployment_says_so(engines: Any, 
     quiet = await engines(lease_renewal_events=False)
     handle = await given.claimed()
     await quiet.renew(handle)
-    assert await told(rows, handle.execution_id) == ["acquired"]
+    assert await event_texts(rows, handle.execution_id) == ["acquired"]
 
 
 async def test_renew_many_renews_each_by_its_own_ttl_and_answers_in_order(
@@ -63,7 +63,7 @@ async def test_a_handle_named_twice_is_renewed_twice(engine: Engine, given: Any,
     first, second = await engine.renew_many([handle, handle])
     assert isinstance(first, Renewed)
     assert first == second
-    assert await told(rows, handle.execution_id) == ["acquired", "renewed", "renewed"]
+    assert await event_texts(rows, handle.execution_id) == ["acquired", "renewed", "renewed"]
 
 
 async def test_renewing_0_or_1001_handles_is_refused(engine: Engine, given: Any, rows: Any) -> None:
@@ -97,7 +97,7 @@ async def test_progress_overwrites_what_is_given_and_keeps_the_rest(
         row = await rows.execution(handle.execution_id)
         expected |= {**change, "progress_updated_at": now, "last_mutation_at": now}
         assert {name: row[name] for name in row if row[name] != before[name]} == expected
-    assert await told(rows, handle.execution_id) == ["acquired"]
+    assert await event_texts(rows, handle.execution_id) == ["acquired"]
 
 
 async def test_progress_refuses_what_is_no_percent_or_text(engine: Engine, given: Any, rows: Any) -> None:
@@ -128,7 +128,7 @@ async def test_a_renewal_between_expiry_and_its_mark_is_refused_and_marks(
     handle = await given.expired_lease()
     verdict = (await engine.renew_many([handle]))[0] if many else await refused(engine.renew(handle), "lease_expired")
     assert getattr(verdict, "code", None) == "lease_expired"
-    assert await told(rows, handle.execution_id) == ["acquired", "expired"]
+    assert await event_texts(rows, handle.execution_id) == ["acquired", "expired"]
 
 
 async def test_every_event_of_a_lease_names_its_attempt(engine: Engine, given: Any, rows: Any, clock: Any) -> None:

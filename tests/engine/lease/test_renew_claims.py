@@ -6,16 +6,16 @@ from typing import Any
 import pytest
 
 from engine.state import (
+    EXPIRED_LEASE,
     FENCED,
-    LAPSED,
     claim,
     claim_rows,
     each_fenced,
+    event_texts,
     ids,
     items,
     new,
     refused,
-    told,
     vector,
 )
 from engine.waits import suspended
@@ -68,7 +68,7 @@ async def test_a_claim_that_is_renewed_whole_is_one_row_to_write(
             snapshot = await engine.describe_execution(execution_id)
             assert snapshot.current_lease.expires_at == now + TTL_MS  # type: ignore[union-attr]
             assert snapshot.last_mutation_at == now  # type: ignore[union-attr]
-    assert len(await told(rows, handles[0].execution_id)) == 4
+    assert len(await event_texts(rows, handles[0].execution_id)) == 4
 
 
 async def test_what_is_renewed_without_the_rest_of_its_claim_gets_one_of_its_own(
@@ -87,7 +87,7 @@ async def test_what_is_renewed_without_the_rest_of_its_claim_gets_one_of_its_own
     assert list(await claim_rows(rows)) == [own["claim_no"]]
     for handle in left:
         row = await rows.execution(handle.execution_id)
-        assert (vector(row), row["lease_expires_at"]) == (LAPSED, expired_at)
+        assert (vector(row), row["lease_expires_at"]) == (EXPIRED_LEASE, expired_at)
         await refused(engine.complete(handle), "lease_expired")
     assert {one.execution_id for one in await claim(engine)} == set(named(left))
     await clock.advance(ms=TTL_MS - 2)
@@ -153,7 +153,7 @@ async def test_a_lease_may_be_renewed_to_end_sooner(engine: Engine, given: Any, 
     assert (await rows.execution(handle.execution_id))["lease_expires_at"] == now + 1000
     await clock.advance(ms=1000)
     await refused(engine.renew(handle), "lease_expired")
-    assert vector(await rows.execution(handle.execution_id)) == LAPSED
+    assert vector(await rows.execution(handle.execution_id)) == EXPIRED_LEASE
 
 
 @pytest.mark.parametrize("ended", ["absent", "asked for"])
@@ -188,7 +188,7 @@ async def test_a_run_that_is_claimed_again_is_not_renewed_by_its_first_claim(
     await refused(engine.renew(first), "lease_conflict")
     await clock.advance(ms=1)
     assert await parts_of(engine).lease_expiry.sweep() == 1
-    assert vector(await rows.execution(again.execution_id)) == LAPSED
+    assert vector(await rows.execution(again.execution_id)) == EXPIRED_LEASE
     assert (await rows.execution(other.execution_id))["lease_expires_at"] == now + TTL_MS
 
 
@@ -232,7 +232,7 @@ async def test_a_renewal_that_waits_until_its_lease_has_expired_is_refused(
         await eventually(lambda: waits_for_lock(connection))
         await clock.advance(ms=1)
     await refused(renewing, "lease_expired")
-    assert await told(rows, handle.execution_id) == ["acquired", "expired"]
+    assert await event_texts(rows, handle.execution_id) == ["acquired", "expired"]
 
 
 @pytest.mark.usefixtures("patient_with_locks")
@@ -250,7 +250,7 @@ async def test_a_mark_that_waits_for_a_renewal_finds_the_lease_renewed(
     assert await marking == AlreadySatisfied(reason="not_yet_expired")
     await completing
     assert await engine.get_execution_result(handle.execution_id) == b"x"
-    assert await told(rows, handle.execution_id) == ["acquired", "released completed>success"]
+    assert await event_texts(rows, handle.execution_id) == ["acquired", "released completed>success"]
 
 
 async def waits_for_lock(connection: Any) -> bool:
@@ -293,7 +293,7 @@ async def test_a_row_held_elsewhere_is_renewed_with_its_claim_and_once_apart_fro
         apart = asyncio.create_task(engine.renew(handle))
         await eventually(lambda: waits_for_lock(connection))
     assert (await apart).expires_at_ms == now + TTL_MS
-    assert await told(rows, handle.execution_id) == ["acquired", "renewed", "renewed"]
+    assert await event_texts(rows, handle.execution_id) == ["acquired", "renewed", "renewed"]
 
 
 async def test_rivals_that_renew_parts_of_one_claim_all_keep_their_leases(
@@ -353,7 +353,7 @@ async def test_only_what_is_still_leased_under_a_claim_is_marked(engine: Engine,
     before = [await rows.execution(one) for one in others]
     assert await parts_of(engine).lease_expiry.sweep() == 1
     assert [await rows.execution(one) for one in others] == before
-    assert vector(await rows.execution(lost.execution_id)) == LAPSED
+    assert vector(await rows.execution(lost.execution_id)) == EXPIRED_LEASE
     assert await rows.of("claim") == []
 
 
@@ -411,7 +411,7 @@ async def test_claims_whose_rows_are_held_do_not_stand_before_others(
             [handle.execution_id[-36:] for handle in held],
         )
         assert await parts_of(engine).lease_expiry.sweep() == 1
-        assert vector(await rows.execution(free.execution_id)) == LAPSED
+        assert vector(await rows.execution(free.execution_id)) == EXPIRED_LEASE
         assert ids(await claim(engine)) == [free.execution_id]
 
 
@@ -434,7 +434,7 @@ async def test_leases_that_cannot_be_marked_do_not_stand_before_others(
         async with rows.unchanged():
             assert await Reconciler(engine).catch_up() == 0
     marked = [free, mixed[0], mixed[2]]
-    assert {vector(await rows.execution(handle.execution_id)) for handle in marked} == {LAPSED}
+    assert {vector(await rows.execution(handle.execution_id)) for handle in marked} == {EXPIRED_LEASE}
     assert len(await claim_rows(rows)) == 6
     assert sorted(ids(await claim(engine))) == named(marked)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from engine.state import RETRYABLE, attempts, claim, lease_left, pending, told, vector
+from engine.state import RETRYABLE, attempts, claim, event_texts, lease_left, pending, vector
 from engine.waits import triple
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.parts import parts_of
@@ -70,7 +70,7 @@ async def test_a_retry_without_a_pause_may_be_claimed_at_once(
     assert await pending(engine, handle.execution_id) == {"retry_reason": reason, "previous_attempt_index": "0"}
     assert row["last_transition_at"] == now
     released = "failed_retry_scheduled" if how.startswith("fail") else "expired:attempt_timeout"
-    assert await told(rows, handle.execution_id) == ["acquired", f"released {released}"]
+    assert await event_texts(rows, handle.execution_id) == ["acquired", f"released {released}"]
     assert [one["attempt_state"] for one in await attempts(rows, handle.execution_id)] == ["ended_failure"]
     assert await engine.find_inconsistencies() == []
     (claimed,) = await claim(engine)

@@ -10,14 +10,14 @@ from engine.state import (
     ACTIVE,
     BACKING_OFF,
     COMPLETED,
+    EXPIRED_LEASE,
     FAILED,
-    LAPSED,
     attempts,
     claim,
+    event_texts,
     lease_left,
     refused,
     revoke,
-    told,
     vector,
 )
 from flowfabric.engine.engine import Engine
@@ -74,7 +74,7 @@ async def test_complete_execution_ends_a_run_as_its_holder_would(
     assert (row["result_payload"], row["result_encoding"]) == (b"\x00done", "raw")
     assert await engine.get_execution_result(claimed.execution_id) == b"\x00done"
     assert (await engine.wait_for_ending(claimed.execution_id)).result_encoding == "raw"
-    assert await told(rows, claimed.execution_id) == ["acquired", "released completed>success"]
+    assert await event_texts(rows, claimed.execution_id) == ["acquired", "released completed>success"]
 
 
 async def test_complete_execution_needs_neither_result_nor_index(engine: Engine, given: Any, rows: Any) -> None:
@@ -107,7 +107,7 @@ async def test_fail_execution_ends_what_has_no_retry_left(engine: Engine, given:
         "disk full",
         "infra_crash",
     )
-    assert await told(rows, handle.execution_id) == ["acquired", "released failed_terminal>failed"]
+    assert await event_texts(rows, handle.execution_id) == ["acquired", "released failed_terminal>failed"]
 
 
 async def test_fail_execution_schedules_a_retry_and_says_which_attempt_it_will_be(
@@ -122,7 +122,7 @@ async def test_fail_execution_schedules_a_retry_and_says_which_attempt_it_will_b
     assert row["blocking_detail"] == f"retry backoff until {now + 1000} (attempt 0 failed: busy)"
     (attempt,) = await attempts(rows, handle.execution_id)
     assert (attempt["attempt_state"], attempt["failure_category"]) == ("ended_failure", None)
-    assert await told(rows, handle.execution_id) == ["acquired", "released failed_retry_scheduled"]
+    assert await event_texts(rows, handle.execution_id) == ["acquired", "released failed_retry_scheduled"]
     await clock.advance(seconds=1)
     (again,) = await claim(engine)
     assert again.attempt_index == 1
@@ -231,7 +231,7 @@ async def test_renew_lease_extends_a_lease_by_the_time_it_names(
         "lease_renewed_at": now,
         "last_mutation_at": now,
     }
-    assert await told(rows, handle.execution_id) == ["acquired", "renewed"]
+    assert await event_texts(rows, handle.execution_id) == ["acquired", "renewed"]
     await clock.advance(seconds=60)
     await engine.complete(handle)
 
@@ -328,7 +328,7 @@ async def test_an_operator_is_held_to_phase_revocation_and_expiry(
         await refused(call(revoked.execution_id), "lease_revoked")
     await refused(call(lapsed.execution_id), "lease_expired")
     row = await rows.execution(lapsed.execution_id)
-    assert (vector(row), row["lease_expired_at"]) == (LAPSED, now)
+    assert (vector(row), row["lease_expired_at"]) == (EXPIRED_LEASE, now)
 
 
 @each_ending
@@ -397,8 +397,8 @@ async def test_revocation_is_judged_before_expiry_and_expiry_before_the_ids(
     call = SERVICES[operation](engine, **fence(lapsed, lease_id=uuid4(), attempt_index=5))
     await refused(call, "lease_expired")
     row = await rows.execution(lapsed.execution_id)
-    assert (vector(row), row["lease_expired_at"]) == (LAPSED, now)
-    assert await told(rows, lapsed.execution_id) == ["acquired", "expired"]
+    assert (vector(row), row["lease_expired_at"]) == (EXPIRED_LEASE, now)
+    assert await event_texts(rows, lapsed.execution_id) == ["acquired", "expired"]
     async with rows.unchanged():
         await refused(SERVICES[operation](engine, **fence(lapsed)), "lease_expired")
 

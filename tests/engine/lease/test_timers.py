@@ -10,17 +10,17 @@ import pytest
 
 from engine.state import (
     BACKING_OFF,
-    LAPSED,
+    EXPIRED_LEASE,
     RESUMABLE,
     RETRYABLE,
     WAITING,
     attempts,
     claim,
+    event_texts,
     lease_left,
     pending,
     refused,
     revoke,
-    told,
     vector,
 )
 from flowfabric.engine.engine import Engine
@@ -184,7 +184,7 @@ async def test_an_attempt_without_a_retry_left_expires_at_its_timeout(
         "attempt_timeout",
         "timeout",
     )
-    assert await told(rows, handle.execution_id) == ["acquired", "released expired:attempt_timeout>expired"]
+    assert await event_texts(rows, handle.execution_id) == ["acquired", "released expired:attempt_timeout>expired"]
     async with rows.unchanged():
         assert await engine.expire_execution(handle.execution_id, "attempt_timeout") == AlreadyTerminal()
         await refused(engine.complete(handle), "execution_not_active")
@@ -216,7 +216,7 @@ async def test_an_attempt_with_a_retry_left_is_tried_again_after_its_timeout(
         now,
     )
     assert (attempt["attempt_id"], attempt["lease_id"]) == (claimed.attempt_id, claimed.lease_id)
-    assert await told(rows, claimed.execution_id) == ["acquired", "released expired:attempt_timeout"]
+    assert await event_texts(rows, claimed.execution_id) == ["acquired", "released expired:attempt_timeout"]
     async with rows.unchanged():
         assert await engine.expire_execution(claimed.execution_id, "attempt_timeout") == NotYetDue()
     await clock.advance(seconds=1)
@@ -239,9 +239,13 @@ async def test_an_attempt_times_out_whatever_became_of_its_lease(
         expired = await engine.expire_execution(handle.execution_id, "attempt_timeout")
         assert expired == Expired(execution_id=handle.execution_id)
         assert vector(await rows.execution(handle.execution_id)) == EXPIRED
-    assert await told(rows, unmarked.execution_id) == ["acquired", "released expired:attempt_timeout>expired"]
-    assert await told(rows, marked.execution_id) == ["acquired", "expired", "ended expired:attempt_timeout>expired"]
-    assert await told(rows, revoked.execution_id) == ["acquired", "ended expired:attempt_timeout>expired"]
+    assert await event_texts(rows, unmarked.execution_id) == ["acquired", "released expired:attempt_timeout>expired"]
+    assert await event_texts(rows, marked.execution_id) == [
+        "acquired",
+        "expired",
+        "ended expired:attempt_timeout>expired",
+    ]
+    assert await event_texts(rows, revoked.execution_id) == ["acquired", "ended expired:attempt_timeout>expired"]
 
 
 async def test_a_deadline_ends_what_has_not_ended_in_any_phase(
@@ -267,8 +271,8 @@ async def test_a_deadline_ends_what_has_not_ended_in_any_phase(
         assert vector(row) == (EXPIRED_UNTRIED if execution_id in (delayed, waiting) else EXPIRED)
         assert (row["failure_reason"], row["delay_until"]) == ("execution_deadline", None)
         assert await rows.timers(execution_id) == {}
-    assert (await told(rows, running.execution_id))[1:] == ["released expired:execution_deadline>expired"]
-    assert (await told(rows, waiting)) == ["ended expired:execution_deadline>expired"]
+    assert (await event_texts(rows, running.execution_id))[1:] == ["released expired:execution_deadline>expired"]
+    assert (await event_texts(rows, waiting)) == ["ended expired:execution_deadline>expired"]
     assert [row["attempt_state"] for row in await attempts(rows, running.execution_id)] == ["ended_failure"]
     assert [row["attempt_state"] for row in await attempts(rows, parked.execution_id)] == ["ended_failure"]
     assert [row["failure_reason"] for row in await attempts(rows, failed.execution_id)] == ["no luck"]
@@ -364,8 +368,8 @@ async def test_a_marked_lease_keeps_its_fields_and_is_told(engine: Engine, given
         "lease_expired_at": now,
         "last_mutation_at": now,
     }
-    assert vector(row) == LAPSED
-    assert await told(rows, handle.execution_id) == ["acquired", "expired"]
+    assert vector(row) == EXPIRED_LEASE
+    assert await event_texts(rows, handle.execution_id) == ["acquired", "expired"]
 
 
 async def test_a_renewal_before_the_mark_wins(engine: Engine, given: Any, rows: Any, clock: Any) -> None:

@@ -128,10 +128,10 @@ def ttl(value: Any) -> Call:
 NAMED: dict[str, tuple[Call, str]] = {
     "lanes of a number": (lanes(5), "lanes: several values are wanted, got 5"),
     "lanes of a text": (lanes("ab"), "lanes: several values are wanted, got 'ab'"),
-    "no lanes": (lanes([]), "lanes: at least one lane id"),
+    "no lanes": (lanes([]), "lanes: must contain at least one lane id"),
     "liveness past its end": (ttl(2**53), f"liveness_ttl_ms: 1 to {2**53 - 1}, got {2**53}"),
     "liveness of nothing": (ttl(0), f"liveness_ttl_ms: 1 to {2**53 - 1}, got 0"),
-    "no cursor of lanes": (lambda engine: engine.list_lanes(cursor=""), "cursor: the name of a lane, got ''"),
+    "no cursor of lanes": (lambda engine: engine.list_lanes(cursor=""), "a lane id, got ''"),
     "lanes below none": (lambda engine: engine.list_lanes(limit=-1), "limit: a whole number from 0 on"),
     "a true number of lanes": (lambda engine: engine.list_lanes(limit=True), "got True"),
     "workers below none": (lambda engine: engine.list_workers(limit=-1), "limit: a whole number from 0 on"),

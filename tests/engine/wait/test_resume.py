@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from engine.sending import waiting
-from engine.state import RESUMABLE, claim, refused, told, vector
+from engine.state import RESUMABLE, claim, event_texts, refused, vector
 from engine.waits import args, on_all, suspended, suspension, waitpoint, waitpoints
 from flowfabric.db.database import Database, Transaction
 from flowfabric.db.statements import Statement
@@ -40,7 +40,7 @@ async def test_a_resume_closes_the_suspension_and_every_waitpoint_and_tells_no_c
     for point in await waitpoints(rows, wait.execution_id):
         assert (point["state"], point["closed_at"], point["close_reason"]) == ("closed", now, "resumed")
         assert point["satisfied_at"] is None
-    assert await told(rows, wait.execution_id) == ["acquired", "released suspend", "operator_resumed"]
+    assert await event_texts(rows, wait.execution_id) == ["acquired", "released suspend", "operator_resumed"]
     event = (await rows.events(wait.execution_id))[-1]
     assert json.loads(event["details"]) == {"trigger_type": "operator", "resume_delay_ms": 0}
     assert (event["outcome"], event["attempt_index"]) == (None, 0)

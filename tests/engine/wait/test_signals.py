@@ -7,7 +7,7 @@ import asyncpg
 import pytest
 
 from engine.sending import Waiting, running, signal_keys, signals, waiting
-from engine.state import RESUMABLE, claim, refused, told, vector
+from engine.state import RESUMABLE, claim, event_texts, refused, vector
 from engine.waits import SUSPENDED, args, fresh, on_all, suspended, suspension, using, waitpoint, waitpoints
 from flowfabric.engine.engine import Engine
 from flowfabric.model.condition import (
@@ -54,7 +54,7 @@ async def test_a_signal_that_meets_the_condition_makes_the_execution_claimable_o
     assert {point[stamp] for stamp in ("satisfied_at", "closed_at", "last_signal_at")} == {now}
     assert (point["state"], point["close_reason"]) == ("closed", "resumed")
     assert (point["signal_count"], point["matched_signal_count"]) == (2, 1)
-    assert await told(rows, wait.execution_id) == ["acquired", "released suspend", "ended>resumable"]
+    assert await event_texts(rows, wait.execution_id) == ["acquired", "released suspend", "ended>resumable"]
     (claimed,) = await claim(engine)
     assert (claimed.execution_id, claimed.attempt_id) == (wait.execution_id, wait.handle.attempt_id)
     assert claimed.lease_epoch > wait.handle.lease_epoch

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from engine.state import FENCED, RESUMABLE, attempts, claim, lease_left, refused, told, vector
+from engine.state import FENCED, RESUMABLE, attempts, claim, event_texts, lease_left, refused, vector
 from engine.waits import SUSPENDED, args, fresh, on_all, suspended, suspension, token_of, triple, waitpoint, waitpoints
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.parts import parts_of
@@ -42,7 +42,7 @@ async def test_a_suspend_gives_up_the_lease_and_keeps_the_attempt(
     assert (attempt["started_at"], attempt["suspended_at"], attempt["ended_at"]) == (began, now, None)
     assert (attempt["attempt_id"], attempt["suspension_id"]) == (claimed.attempt_id, asked.suspension_id)
     assert (attempt["lease_epoch"], attempt["worker_no"]) == (2, None)
-    assert await told(rows, claimed.execution_id) == ["acquired", "released suspend"]
+    assert await event_texts(rows, claimed.execution_id) == ["acquired", "released suspend"]
     event = (await rows.events(claimed.execution_id))[1]
     assert (event["lease_id"], event["lease_epoch"], event["worker_no"]) == (claimed.lease_id, 1, worker_no)
     assert (event["attempt_index"], event["instance_tag"], event["outcome"]) == (0, "i-1", None)

@@ -7,7 +7,7 @@ from uuid import uuid4
 import msgspec
 import pytest
 
-from engine.state import ACTIVE, LAPSED, vector
+from engine.state import ACTIVE, EXPIRED_LEASE, vector
 from engine.waits import SUSPENDED, args, on_all, suspend_keys, suspended, suspension, token_of, waitpoints
 from flowfabric.db.database import Database
 from flowfabric.engine.engine import Engine, engine_beside
@@ -90,7 +90,7 @@ async def test_a_refused_one_does_not_cost_the_others_their_wait(
         "invalid_input",
     ]
     states = [vector(await rows.execution(each.execution_id)) for each in (lapsed, good, stale, mended)]
-    assert states == [LAPSED, SUSPENDED, ACTIVE, ACTIVE]
+    assert states == [EXPIRED_LEASE, SUSPENDED, ACTIVE, ACTIVE]
     assert len(await rows.of("suspension")) == len(await rows.of("waitpoint")) == 1
 
 

@@ -5,7 +5,7 @@ from uuid import uuid4
 
 import pytest
 
-from engine.state import ACTIVE, refused, told, vector
+from engine.state import ACTIVE, event_texts, refused, vector
 from engine.waits import FORMS, SUSPENDED, args, each_form, fresh, suspended, suspension, using, waitpoint
 from flowfabric.engine.engine import Engine
 from flowfabric.model.condition import (
@@ -100,7 +100,7 @@ async def test_a_met_condition_keeps_the_lease(engine: Engine, given: Any, rows:
     assert accepted.effect == "buffered_for_pending_waitpoint"
     now = await clock.advance(seconds=1)
     execution = await rows.execution(handle.execution_id)
-    events = await told(rows, handle.execution_id)
+    events = await event_texts(rows, handle.execution_id)
     asked = using(pending)
     outcome = await engine.suspend(handle, asked)
     assert isinstance(outcome, AlreadySatisfied)
@@ -109,7 +109,7 @@ async def test_a_met_condition_keeps_the_lease(engine: Engine, given: Any, rows:
     assert outcome.details.waitpoint_token == pending.hmac_token
     assert outcome.reason == "resume_condition_satisfied"
     assert await rows.execution(handle.execution_id) == {**execution, "suspension_id": asked.suspension_id}
-    assert (vector(execution), await told(rows, handle.execution_id)) == (ACTIVE, events)
+    assert (vector(execution), await event_texts(rows, handle.execution_id)) == (ACTIVE, events)
     assert await rows.of("attempt") == []
     row = await waitpoint(rows, pending.waitpoint_id)
     assert (row["state"], row["close_reason"]) == ("closed", "resumed")

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from engine.sending import waiting
-from engine.state import ACTIVE, LAPSED, claim, refused, revoke, told, vector
+from engine.state import ACTIVE, EXPIRED_LEASE, claim, event_texts, refused, revoke, vector
 from engine.waits import FORMS, args, each_form, fresh, on_all, suspended, using
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.parts import parts_of
@@ -267,8 +267,8 @@ async def test_a_lapsed_lease_is_marked_though_the_call_is_refused(
     assert vector(await rows.execution(handle.execution_id)) == ACTIVE
     await refused(FORMS[form](engine, stranger, args()), "lease_expired")
     row = await rows.execution(handle.execution_id)
-    assert (vector(row), row["lease_expired_at"]) == (LAPSED, now)
-    assert await told(rows, handle.execution_id) == ["acquired", "expired"]
+    assert (vector(row), row["lease_expired_at"]) == (EXPIRED_LEASE, now)
+    assert await event_texts(rows, handle.execution_id) == ["acquired", "expired"]
     assert await rows.of("suspension") == await rows.of("waitpoint") == []
     async with rows.unchanged():
         await refused(FORMS[form](engine, handle, args()), "lease_expired")

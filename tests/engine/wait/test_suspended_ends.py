@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from engine.state import CANCELLED, FAILED, attempts, claim, lease_left, refused, told, vector
+from engine.state import CANCELLED, FAILED, attempts, claim, event_texts, lease_left, refused, vector
 from engine.waits import EXPIRED, on_all, suspended, suspension, waitpoints
 from flowfabric.db.database import Transaction
 from flowfabric.engine.core.consequence import LeaseEnds
@@ -59,7 +59,11 @@ async def test_cancelling_a_suspended_execution_closes_all_it_waits_on(
     (attempt,) = await attempts(rows, claimed.execution_id)
     assert (attempt["attempt_state"], attempt["ended_at"]) == ("ended_cancelled", now)
     assert (attempt["failure_reason"], attempt["suspension_marker"]) == ("cancelled: not wanted", None)
-    assert await told(rows, claimed.execution_id) == ["acquired", "released suspend", "ended cancelled>cancelled"]
+    assert await event_texts(rows, claimed.execution_id) == [
+        "acquired",
+        "released suspend",
+        "ended cancelled>cancelled",
+    ]
     async with rows.unchanged():
         await engine.cancel_execution(execution_id=claimed.execution_id, reason="again")
 
@@ -78,7 +82,7 @@ async def test_a_deadline_ends_a_suspended_execution(engine: Engine, given: Any,
     await check_closed(rows, claimed.execution_id, "expired:execution_deadline", now)
     (attempt,) = await attempts(rows, claimed.execution_id)
     assert (attempt["attempt_state"], attempt["failure_category"]) == ("ended_failure", "timeout")
-    assert (await told(rows, claimed.execution_id))[2:] == ["ended expired:execution_deadline>expired"]
+    assert (await event_texts(rows, claimed.execution_id))[2:] == ["ended expired:execution_deadline>expired"]
 
 
 async def test_a_deadline_by_name_ends_a_suspended_execution(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
@@ -123,7 +127,7 @@ async def test_a_timeout_ends_a_suspended_execution(
     (attempt,) = await attempts(rows, claimed.execution_id)
     assert attempt["attempt_state"] == ("ended_cancelled" if behavior == "cancel" else "ended_failure")
     outcome = {"fail": "failed", "cancel": "cancelled", "expire": "expired"}[behavior]
-    assert (await told(rows, claimed.execution_id))[2:] == [f"ended timed_out_{behavior}>{outcome}"]
+    assert (await event_texts(rows, claimed.execution_id))[2:] == [f"ended timed_out_{behavior}>{outcome}"]
 
 
 async def test_an_ending_closes_the_waits_of_its_own_execution_alone(

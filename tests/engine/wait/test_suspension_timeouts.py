@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from engine.sending import Waiting, running, signal_keys, signals, waiting
-from engine.state import CANCELLED, FAILED, RESUMABLE, attempts, claim, lease_left, refused, told, vector
+from engine.state import CANCELLED, FAILED, RESUMABLE, attempts, claim, event_texts, lease_left, refused, vector
 from engine.waits import EXPIRED, args, on_all, suspend_keys, suspended, suspension, using, waitpoints
 from flowfabric.engine.core.quarantine import Quarantine
 from flowfabric.engine.engine import Engine
@@ -104,7 +104,7 @@ async def test_a_timeout_may_resume_with_a_signal_that_says_so(
         ("closed", "timed_out_auto_resume")
     }
     assert [point["signal_count"] for point in await waitpoints(rows, wait.execution_id)] == [1, 0]
-    assert await told(rows, wait.execution_id) == ["acquired", "released suspend"]
+    assert await event_texts(rows, wait.execution_id) == ["acquired", "released suspend"]
     stored = (await signals(rows, wait.execution_id))[-1]
     assert (stored["waitpoint_id"], stored["waitpoint_key"], stored["payload"]) == (None, "__timeout__", None)
     (resumed,) = await claim(engine)
@@ -145,7 +145,7 @@ async def test_a_timeout_may_leave_the_wait_to_an_operator_once(
     listed = (await engine.list_pending_waitpoints(execution_id=wait.execution_id)).entries
     assert [(point.state, point.expires_at) for point in listed] == [("active", None)] * len(points)
     assert await attempts(rows, wait.execution_id) == [parked]
-    assert await told(rows, wait.execution_id) == ["acquired", "released suspend"]
+    assert await event_texts(rows, wait.execution_id) == ["acquired", "released suspend"]
     # The sweeps delete the claims whose leases are over.
     async with rows.unchanged(without=["claim"]):
         await clock.advance(seconds=3600)

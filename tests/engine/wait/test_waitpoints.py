@@ -9,7 +9,7 @@ import asyncpg
 import msgspec
 import pytest
 
-from engine.state import ACTIVE, LAPSED, refused, revoke, told, vector
+from engine.state import ACTIVE, EXPIRED_LEASE, event_texts, refused, revoke, vector
 from engine.waits import SUSPENDED, on_all, suspended, suspension, token_of, waitpoint, waitpoints
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.wait import waitpoint as family
@@ -132,8 +132,8 @@ async def test_a_waitpoint_is_not_made_under_a_revoked_lease(
 async def test_a_lapsed_lease_is_marked_when_a_waitpoint_is_asked_for(engine: Engine, given: Any, rows: Any) -> None:
     handle = await given.expired_lease()
     await refused(engine.create_waitpoint(handle, waitpoint_key="k", expires_in_ms=SOON), "lease_expired")
-    assert vector(await rows.execution(handle.execution_id)) == LAPSED
-    assert await told(rows, handle.execution_id) == ["acquired", "expired"]
+    assert vector(await rows.execution(handle.execution_id)) == EXPIRED_LEASE
+    assert await event_texts(rows, handle.execution_id) == ["acquired", "expired"]
     assert await rows.of("waitpoint") == []
 
 

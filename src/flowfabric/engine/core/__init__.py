@@ -1,1 +1,1 @@
-"""What several rooms share: the table of moves, held rows, how leases end, wakeups, watermarks, signing keys."""
+"""Code that several rooms share: state transitions, row locks, lease ends, wakeups, watermarks, signing keys."""

@@ -1,4 +1,4 @@
-"""How leases end: the one owner of every way a lease is given up, and of what follows from it."""
+"""End leases: every operation that ends a lease or an execution goes through this module."""
 
 import random
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -50,7 +50,7 @@ _COMPLETION = completion_parameters()
 
 
 class Attachment(IntFlag):
-    """What may hang on an execution; stored as bits of execution.attached by whoever attaches it."""
+    """What can be attached to an execution: bits of execution.attached, set by the statement that attaches it."""
 
     GRANT = 1
     SUSPENSION = 2
@@ -58,30 +58,31 @@ class Attachment(IntFlag):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EndedLease:
-    """A lease or an execution that has ended in a transaction, with something attached to it."""
+    """A lease or an execution with an attachment that the transaction has ended."""
 
     execution_id: ExecutionId
     move: Move
 
     @property
     def is_terminal(self) -> bool:
-        """Whether the execution has ended, and not only its lease."""
+        """Whether the execution itself has ended, not only its lease."""
         return MOVES[self.move].target.phase is LifecyclePhase.TERMINAL
 
     @property
     def reason(self) -> str:
-        """The word that says why."""
+        """Why it ended, as stored with the event."""
         return MOVES[self.move].reason or ""
 
 
 Consequence = Callable[[Transaction, Sequence[EndedLease]], Awaitable[None]]
-"""Sees to what is attached to executions that have ended, or whose leases have, in the transaction that ended them."""
+"""Cleans up one kind of attachment in the transaction that ended the leases or executions."""
 
 
 class LeaseEnd:
-    """How one lease ends: its run ends, is put aside or suspends; without a fence the row's own lease counts.
+    """A request to end one lease: complete, fail, park, suspend; without a fence it ends the current lease.
 
-    `lost_epoch` names the lease that ends without its holder, who is told after the commit.
+    If somebody other than the lease holder ends it, `lost_epoch` is its epoch, and the holder is notified after the
+    commit.
     """
 
     __slots__ = ("execution_id", "lost_epoch", "move", "row")
@@ -136,15 +137,15 @@ class LeaseEnd:
 
     @property
     def completion(self) -> tuple[Any, ...]:
-        """What a completion needs of the row: key, fence and result."""
+        """The columns that a completion needs: key, fence and result."""
         return self.row[:2] + self.row[3:7]
 
 
 class LeaseEnds:
-    """The one owner of every way a lease ends, or an execution that nobody runs.
+    """Ends leases, and executions that have no lease.
 
-    Where nothing is attached to an execution one statement does all of it, for concurrent callers together. For each
-    kind of attachment its consequence runs once for the whole batch, in the same transaction.
+    Concurrent callers share one statement for executions without attachments. For the others, the consequence of each
+    kind of attachment runs once per batch in the same transaction.
     """
 
     def __init__(self, store: Store, consequences: Mapping[Attachment, Consequence]) -> None:
@@ -155,15 +156,15 @@ class LeaseEnds:
         )
 
     async def one(self, end: LeaseEnd) -> Verdict:
-        """The verdict on one run; concurrent callers share a statement."""
+        """End one lease and return the verdict; concurrent callers share a statement."""
         return await self._store.answer(self._batch.put(end))
 
     async def many(self, ends: Sequence[LeaseEnd]) -> list[Verdict | EngineError]:
-        """The verdicts on the ends of one caller, in their order, from one statement."""
+        """End the leases of one caller in one statement; return the verdicts in the same order."""
         return await self._store.answers(self._batch.run(ends))
 
     async def within(self, transaction: Transaction, ends: Sequence[LeaseEnd]) -> list[Verdict | Locked]:
-        """End runs in a caller's transaction; `after_commit` follows the commit."""
+        """End leases in the caller's transaction; the caller calls `after_commit` once it has committed."""
         verdicts = self._judge(ends, await transaction.fetch(SQL.end_leases, **self._columns(ends, is_thorough=True)))
         for attachment, follow in self._consequences.items():
             ended = [
@@ -176,7 +177,7 @@ class LeaseEnds:
         return verdicts
 
     async def after_commit(self, ends: Sequence[LeaseEnd], verdicts: Sequence[Verdict | Locked]) -> None:
-        """After the commit: notify the holders of lost leases, mark expired leases, and wake waiters for the rest."""
+        """Notify the holders of lost leases, mark leases found to be expired, and wake waiters."""
         wakeups = self._store.wakeups
         expired: list[ExecutionId] = []
         lost: list[LostLease] = []
@@ -208,7 +209,7 @@ class LeaseEnds:
             await self.expire(expired)
 
     async def expire(self, execution_ids: Sequence[ExecutionId]) -> list[Work]:
-        """Mark the leases of these executions as expired, where they are, so that claims take them; returns where."""
+        """Mark the leases of these executions that have expired; return where they can be claimed now."""
         ends = [LeaseEnd(execution_id, Move.LEASE_EXPIRED) for execution_id in execution_ids]
 
         async def end(transaction: Transaction) -> list[Verdict | Locked]:
@@ -219,7 +220,7 @@ class LeaseEnds:
         return [verdict.work for verdict in verdicts if isinstance(verdict, Verdict) and verdict.work is not None]
 
     async def drain(self) -> None:
-        """Wait until every end under way is answered."""
+        """Wait until every call in progress is answered."""
         await self._batch.drain()
 
     async def _end_together(self, ends: Sequence[LeaseEnd]) -> Sequence[Verdict | Locked | Exception]:
@@ -233,7 +234,7 @@ class LeaseEnds:
         return [DONE if at in done else next(left) for at in range(len(ends))]
 
     async def _complete(self, ends: Sequence[LeaseEnd]) -> Sequence[int]:
-        """Complete the runs whose fence holds at less cost than judging each; answers which, counted from 1."""
+        """Complete the runs whose fence is current by a cheaper statement; return their positions, counted from 1."""
         columns = columns_of(_COMPLETION_COLUMNS, [end.completion for end in ends])
         if columns["attempt_ids"] == columns["lease_ids"]:
             columns["attempt_ids"] = ()
@@ -253,7 +254,7 @@ class LeaseEnds:
     async def _end_each(self, ends: Sequence[LeaseEnd]) -> Sequence[Verdict | Locked]:
         columns = self._columns(ends, is_thorough=False)
         verdicts = self._judge(ends, await self._store.database.fetch(SQL.end_leases, columns))
-        # A lease that is being renewed shows its expiry from before: it is judged again.
+        # A lease whose renewal is in progress still shows its old expiry, so it is checked again under a lock.
         again = [
             at
             for at, verdict in enumerate(verdicts)
@@ -304,7 +305,7 @@ class LeaseEnds:
             else:
                 verdicts[nth - 1] = verdict_of(row)
         if ended + len(rows) - 1 != len(ends):
-            raise error("internal", f"{len(ends)} lease ends were given, {ended + len(rows) - 1} were judged")
+            raise error("internal", f"end_leases: {len(ends)} items given, {ended + len(rows) - 1} verdicts returned")
         return verdicts
 
     def _columns(self, ends: Sequence[LeaseEnd], *, is_thorough: bool) -> dict[str, object]:
@@ -324,7 +325,7 @@ class LeaseEnds:
 
 
 def retry_pause(policy: ExecutionPolicy | None, retry_count: int, category: str) -> int | None:
-    """The milliseconds before the next attempt, or None when there is none."""
+    """The milliseconds before the next attempt, or None if the policy allows none."""
     retry_policy = policy.retry_policy if policy is not None else None
     if retry_policy is None or not may_retry(retry_policy, retry_count=retry_count, category=category):
         return None

@@ -1,18 +1,17 @@
 -- name: end_leases
--- Ends or parks runs, and ends executions that nobody runs, each item by its own move: how many of them ended, and a row for
--- each that did not. The verdict is taken from the locked row; a row held elsewhere, or absent, has the verdict null.
--- A thorough caller sees to what is attached to an execution, which otherwise has the verdict 'attached', and waits for a
--- renewal that is under way.
--- The row is found by its key only: a fence in the join would let the planner hash every leased row. Rows of other tables
--- are found by `any` of one element, as an equality lets the planner walk all of an index and join what is given to it while
--- it knows the table to be empty.
+-- Ends or parks leases, and ends executions without a lease, each item by its own move. Returns one row with the number of
+-- executions that ended, and a row for each other item. The verdict comes from the locked row; it is null if the row is
+-- absent or locked by another session. With :is_thorough the caller handles attachments (otherwise the verdict is 'attached')
+-- and the statement waits for a renewal in progress.
+-- Rows are joined by key only: with the fence in the join the planner hashes every leased row. Other tables are joined by
+-- `any` of a one-element array: with an equality, a plan made while the table is empty scans a whole index.
 with clock as materialized (select ff_now() as now),
 given as (
   select coalesce(partition_key, (:partition_keys)[1]) as partition_key, execution_id,
          coalesce(move, (:moves)[1]) as move,
          case cardinality(:lease_epochs) when 1 then (:lease_epochs)[1] else lease_epoch end as lease_epoch,
          case cardinality(:lease_ids) when 1 then (:lease_ids)[1] else lease_id end as lease_id,
-         -- Of an attempt's first lease both ids are the same, and its one array is left out.
+         -- The first lease of an attempt has the attempt's id; if that holds for all items, :attempt_ids is empty.
          case cardinality(:attempt_ids) when 0 then case cardinality(:lease_ids) when 1 then (:lease_ids)[1] else lease_id end
            when 1 then (:attempt_ids)[1] else attempt_id end as attempt_id,
          case cardinality(:payloads) when 1 then (:payloads)[1] else payload end as payload,
@@ -52,7 +51,7 @@ item as materialized (
 held as materialized (
   select i.nth, i.move, i.payload, i.encoding, i.reason, i.category, i.source, i.detail, i.suspension_id, i.next_policy,
          i.error_type, i.traceback,
-         -- A timer that has run out already is due from when it was set: sweeps need not look for it further back.
+         -- A timer that is already due is stored with the current time, so that sweeps need not look further back.
          case when i.timeout_at is not null then greatest(i.timeout_at, c.now) end as timeout_at,
          coalesce(i.delay_until, c.now + i.delay_ms) as to_delay_until,
          i.to_phase = 'terminal' as ends, i.to_phase = 'suspended' as suspends, i.attempt_lifecycle = 'suspended' as parks,
@@ -88,7 +87,7 @@ held as materialized (
            from execution e
           where e.partition_key = i.partition_key and e.execution_id = i.execution_id
             for update skip locked) e on true
-    -- A renewal is asked for only where the lease has expired without one.
+    -- The claim, which stores renewals, is read only if the lease has expired by the execution's own row.
     left join lateral (
          select r.expires_at from claim r
           where not :is_thorough::boolean and e.lease_expires_at <= c.now and r.partition_key = e.partition_key and r.claim_no = e.claim_no
@@ -107,9 +106,9 @@ moved as (
      set lifecycle_phase = h.to_phase, ownership_state = h.to_ownership, eligibility_state = h.to_eligibility,
          blocking_reason = h.to_blocking, terminal_outcome = h.to_outcome,
          attempt_state = case when h.ends and h.attempt_count = 0 then e.attempt_state else h.to_attempt end,
-         -- A late call under the lease that was given up is refused by its epoch.
+         -- A late call under the released lease is then refused by its epoch.
          lease_epoch = e.lease_epoch + h.suspends::int,
-         -- The claim, which knows of renewals, is deleted once its leases are marked.
+         -- The claim, which stores renewals, is deleted once its leases are marked.
          lease_expires_at = case when h.loses_lease then h.expires_at else e.lease_expires_at end,
          lease_renewed_at = case when h.loses_lease then h.renewed_at end,
          lease_id = case when h.ends or h.loses_lease then e.lease_id end,
@@ -129,8 +128,8 @@ moved as (
          granted_until = null,
          delay_until = case when h.to_eligibility = 'not_eligible_until_time' then h.to_delay_until end,
          attempt_timeout_at = case when h.loses_lease then e.attempt_timeout_at end,
-         -- What is left for a parked attempt, of which a lease that did not start it takes nothing: at least 1 ms, as null
-         -- means no timeout.
+         -- The time left for a parked attempt; a lease that did not start it uses none. At least 1 ms, as null means no
+         -- timeout.
          remaining_attempt_timeout_ms = case when h.parks and h.attempt_timeout_at is not null
            then greatest(h.attempt_timeout_at - case h.move when 'not_started' then h.claimed_at else h.now end, 1) end,
          suspension_timeout_at = case when h.suspends then h.timeout_at end,
@@ -152,7 +151,7 @@ large as (
    where :has_large_results::boolean and verdict = 'ok' and octet_length(payload) > :inline_payload_bytes
   on conflict (partition_key, execution_id) do update set result_payload = excluded.result_payload
 ),
--- An attempt that another follows, or that is parked, and the lineage of the one that follows it.
+-- An attempt that is parked or followed by another, and the row of the attempt that follows it.
 attempts as (
   insert into attempt as a (partition_key, execution_id, attempt_index, attempt_state, attempt_id, attempt_type, started_at,
                             suspended_at, suspension_marker, ended_at, lease_id, lease_epoch, worker_no, failure_reason,
@@ -177,7 +176,7 @@ attempts as (
          failure_reason = excluded.failure_reason, failure_category = excluded.failure_category,
          suspension_id = excluded.suspension_id, error_type = excluded.error_type, traceback = excluded.traceback
 ),
--- The error of an attempt that no other follows; the rest of such an attempt is on the row of the execution.
+-- The error of the last attempt; its other fields are on the execution's row.
 errors as (
   insert into attempt (partition_key, execution_id, attempt_index, attempt_state, error_type, traceback)
   select partition_key, execution_id, attempt_count - 1, 'created'::attempt_lifecycle, error_type, traceback from judged
@@ -185,7 +184,7 @@ errors as (
   on conflict (partition_key, execution_id, attempt_index) do update
      set error_type = excluded.error_type, traceback = excluded.traceback
 ),
--- The entries of ready are found by both of their indexes' columns, so that either will do.
+-- Entries of ready are looked up by the columns of both indexes, so that the planner can use either.
 waiting as materialized (
   select h.place, h.queue_no, q.route_no, h.becomes_ready, h.granted_until
     from judged h cross join lateral (select q.route_no from queue q where q.queue_no = h.queue_no limit 1) q
@@ -215,7 +214,7 @@ timed as (
   select partition_key, execution_id, 'suspension_timeout', timeout_at from judged
    where verdict = 'ok' and suspends and timeout_at is not null
 ),
--- The kind is compared as a text: an equality of it would let a plan made while there are few timers walk timer_due.
+-- The kind is compared as text: with an enum equality, a plan made while there are few timers scans timer_due.
 untimed as (
   delete from timer t using judged h
    where h.verdict = 'ok' and t.partition_key = any(array[h.partition_key]) and t.execution_id = h.execution_id
@@ -273,7 +272,7 @@ select nth, verdict, 0, to_delay_until,
        case when verdict = 'execution_not_active' then jsonb_build_object(
          'terminal_outcome', terminal_outcome, 'lifecycle_phase', lifecycle_phase, 'attempt_state', attempt_state,
          'lease_epoch', lease_epoch, 'attempt_id', own_attempt_id, 'attempt_count', attempt_count,
-         -- Of a retry that may be claimed already: since when.
+         -- For a retry that is already claimable: the time since when.
          'delay_until', coalesce(delay_until, last_transition_at)) end
   from judged h
   left join lateral (
@@ -282,9 +281,9 @@ select nth, verdict, 0, to_delay_until,
  where verdict is distinct from 'ok' or not ends or attached <> 0;
 
 -- name: complete_leases
--- Ends in success the runs whose fence holds and that nothing is attached to, and says which; the others are for end_leases
--- to judge. Waits for a row held elsewhere no longer than a claim that lost a race takes to commit; the clock is read again
--- for each row, as its lease may expire meanwhile.
+-- Completes the leases whose fence is current and that have no attachment, and returns their positions; end_leases decides
+-- on the others. Waits for a locked row only as long as a competing claim takes to commit. Reads the clock again for each
+-- row, as the lease may expire during the wait.
 with clock as materialized (select ff_now() as now, set_config('lock_timeout', '50ms', true)),
 item as materialized (
   select coalesce(partition_key, (:partition_keys)[1]) as partition_key, execution_id,
@@ -329,7 +328,7 @@ kept as (
          :to_outcome
     from moved group by partition_key, retention_ms, queue_no
 ),
--- The usual ending shares its event with the others like it.
+-- Completions that differ only in their ids share one event row.
 events as (
   insert into event (at, partition_key, kind, namespace_no, attempt_index, worker_no, lease_epoch, outcome, reason,
                      execution_ids, lease_ids, execution_id, lease_id, attempt_id, flow_id, instance_tag)

@@ -1,4 +1,4 @@
-"""Signing keys: one signs, older ones verify until their grace ends, and no secret leaves the engine."""
+"""Signing keys: the current one signs, retired ones verify until their grace period ends."""
 
 import hmac
 import logging
@@ -35,20 +35,19 @@ _MOST_CACHED = 100
 
 
 class Keys:
-    """The store of signing keys."""
+    """The operations on signing keys; no answer contains a secret."""
 
     def __init__(self, store: Store, seals: Seals, known: dict[tuple[str, int], SigningKey]) -> None:
         self._store = store
         self._seals = seals
         self.known = known
-        """The keys this process has read, by name and time of installation.
+        """The keys that this process has read, by name and time of installation.
 
-        Installed once, a key never changes, so that its secret is opened only the first time, and stays known where
-        another process seals it meanwhile.
+        A key never changes, so its secret is decrypted once, and remains usable if another process encrypts it later.
         """
 
     async def seed_waitpoint_hmac_secret(self, *, kid: str, secret_hex: str) -> Seeded | AlreadySeeded:
-        """Install the first signing key; one of that name stays as it is."""
+        """Install the first signing key; a stored key of the same name is not changed."""
         kid = check_kid(kid, "invalid_input")
         secret = check_secret(secret_hex, "invalid_input")
 
@@ -59,8 +58,8 @@ class Keys:
             if current := _current(stored):
                 raise error(
                     "invalid_input",
-                    f"kid: there is a signing key already, {current!r};"
-                    " call rotate_waitpoint_hmac_secret_all to change it",
+                    f"kid: the store already signs with {current!r}, got {kid!r};"
+                    " call rotate_waitpoint_hmac_secret_all to replace it",
                 )
             await self._install(transaction, stored, kid, secret, now)
             return Seeded(kid=kid)
@@ -70,7 +69,7 @@ class Keys:
     async def rotate_waitpoint_hmac_secret_all(
         self, *, new_kid: str, new_secret_hex: str, grace_ms: int
     ) -> list[RotationEntry]:
-        """Sign with a new key from now on; the one before it verifies for the grace."""
+        """Sign with a new key from now on; the previous key verifies for `grace_ms` more."""
         new_kid = check_kid(new_kid, "invalid_kid")
         secret = check_secret(new_secret_hex, "invalid_secret_hex")
         grace_ms = check_grace(grace_ms)
@@ -91,7 +90,7 @@ class Keys:
         return [RotationEntry(partition=0, result=await self._store.transact(rotate))]
 
     async def list_waitpoint_hmac_kids(self) -> HmacKids:
-        """The name of the key that signs, and of those that still verify."""
+        """The names of the signing key and of the retired keys that still verify."""
         rows = await self._store.fetch(SQL.list_kids)
         return HmacKids(
             current_kid=next((row["kid"] for row in rows if row["is_current"]), None),
@@ -101,21 +100,21 @@ class Keys:
         )
 
     async def prepare(self, secret_hex: str | None, *, may_generate: bool) -> list[str]:
-        """Make sure at a start that a key signs and that the stored secrets open, and seal those that are not yet.
+        """Check at a start that a key signs and that stored secrets decrypt, encrypt plain ones; return what it did.
 
-        Where no key signs, the given one is installed, or a generated one where that is allowed. A stored key stays:
-        other processes and what is signed already depend on it. Answers what it did.
+        If no key signs, install the configured one, or a generated one if `may_generate`. A stored key is never
+        replaced: other processes and existing signatures depend on it.
         """
         stored = await self._usable()
         done: list[str] = []
-        if _current(stored) is None or self._unsettled(stored):
+        if _current(stored) is None or self._keys_to_encrypt(stored):
 
-            async def settle(transaction: Transaction) -> list[str]:
+            async def write(transaction: Transaction) -> list[str]:
                 stored, now = await self._locked(transaction)
                 self._check_usable(stored)
-                return await self._settle(transaction, stored, now, secret_hex, may_generate=may_generate)
+                return await self._write_keys(transaction, stored, now, secret_hex, may_generate=may_generate)
 
-            done = await self._store.transact(settle)
+            done = await self._store.transact(write)
             stored = await self._usable()
         if secret_hex is not None and _current(stored) is not None:
             secret = check_secret(secret_hex, "invalid_input")
@@ -128,10 +127,10 @@ class Keys:
         return done
 
     async def check(self, secret_hex: str | None, *, may_generate: bool) -> None:
-        """Refuse what `prepare` would refuse, and change nothing."""
+        """Raise what `prepare` would raise, and change nothing."""
         _check_given(await self._usable(), secret_hex, may_generate=may_generate)
 
-    async def _settle(
+    async def _write_keys(
         self,
         transaction: Transaction,
         stored: Mapping[str, Record],
@@ -141,7 +140,7 @@ class Keys:
         may_generate: bool,
     ) -> list[str]:
         done: list[str] = []
-        for key in self._unsettled(stored):
+        for key in self._keys_to_encrypt(stored):
             await transaction.fetch(SQL.set_secret, kid=key.kid, secret=self._seals.seal(key.kid, key.secret))
             done.append(f"signing key {key.kid} sealed")
         if _check_given(stored, secret_hex, may_generate=may_generate):
@@ -151,26 +150,26 @@ class Keys:
         return done
 
     async def signing(self, transaction: Transaction, kid: str | None, installed_at: int) -> SigningKey:
-        """The key of a name that the transaction has just read as the one that signs."""
+        """The current signing key, whose name and time of installation the transaction has just read."""
         if kid is None:
             raise error("hmac_secret_not_initialized")
         known = self.known.get((kid, installed_at))
         if known is None:
             rows = await transaction.fetch(SQL.read_key, kid=kid)
             if not rows:
-                raise error("retry_exhausted", "the signing key was replaced during the call: call again")
+                raise error("retry_exhausted", f"the signing key {kid!r} was replaced during the call; call again")
             known = self._opened(rows[0])
         return known
 
     def ring(self, rows: Sequence[Record]) -> dict[str, RingKey]:
-        """The keys of stored rows by their names, with what says whether their signatures still count."""
+        """The keys of stored rows by name, with what decides whether their signatures are still valid."""
         return {
             kid: RingKey(key=self._opened_or_empty(row), is_current=row["is_current"], expires_at=row["expires_at"])
             for kid, row in _by_kid(rows).items()
         }
 
     async def verifying(self, transaction: Transaction, kid: str) -> SigningKey | None:
-        """The key of a name if it signs or its grace has not ended, else None."""
+        """The key of this name if it signs or its grace period has not ended, else None."""
         rows = await transaction.fetch(SQL.read_key, kid=kid)
         return self._opened(rows[0]) if rows and rows[0]["verifies"] else None
 
@@ -202,8 +201,8 @@ class Keys:
     def _is_of(self, row: Record, secret: bytes) -> bool:
         return hmac.compare_digest(self._opened(row).secret, secret)
 
-    def _unsettled(self, stored: Mapping[str, Record]) -> list[SigningKey]:
-        """The keys to seal; one whose grace has ended may be past opening."""
+    def _keys_to_encrypt(self, stored: Mapping[str, Record]) -> list[SigningKey]:
+        """The keys still to be encrypted, except retired ones that cannot be decrypted."""
         rows = [row for kid, row in stored.items() if not self._seals.is_settled(kid, row["secret"])]
         return [key for row in rows if (key := self._opened_or_empty(row)).secret]
 
@@ -213,9 +212,9 @@ class Keys:
         return stored
 
     def _check_usable(self, stored: Mapping[str, Record]) -> None:
-        """Refuse to start where a key that signs or verifies is sealed under another; the rest is known from now on.
+        """Cache the keys that sign or verify; raise if one of them is encrypted under another FF_SECRET_KEY.
 
-        A secret that is none stops nobody but who is to sign or verify with it.
+        A malformed plain secret does not prevent a start: it fails the calls that sign or verify with it.
         """
         for kid, row in stored.items():
             if not row["verifies"]:
@@ -226,9 +225,9 @@ class Keys:
             except EngineError:
                 if not is_sealed(row["secret"]):
                     continue
-                given = "is not the one" if self._seals.has_key else "is not set: set it to the one"
+                given = "is not the key" if self._seals.has_key else "is not set: set it to the key"
                 raise error(
-                    "unavailable", f"FF_SECRET_KEY {given} that the signing key {kid!r} was stored under"
+                    "unavailable", f"FF_SECRET_KEY {given} that the signing key {kid!r} was encrypted with"
                 ) from None
 
     @staticmethod
@@ -239,7 +238,7 @@ class Keys:
 
 
 def _check_given(stored: Mapping[str, Record], secret_hex: str | None, *, may_generate: bool) -> bool:
-    """Whether a first key has to be installed; refuses where there is none to install."""
+    """Whether the first key has to be installed; raises if there is none to install."""
     is_missing = _current(stored) is None and FIRST_KID not in stored
     if is_missing and secret_hex is None and not may_generate:
         raise error(

@@ -5,8 +5,8 @@ from collections.abc import Iterable
 INLINE_PAYLOAD_BYTES = 256
 """Longer inputs are stored in execution_input and longer results in execution_result.
 
-Most of a page of executions is left empty for updates, so large rows would multiply the pages, and Postgres moves
-nothing out of a row of less than 2 kB.
+The fill factor of executions leaves most of a page free for updates, so large rows would multiply the pages, and
+Postgres moves nothing out of a row (TOAST) below 2 kB.
 """
 
 

@@ -1,4 +1,4 @@
-"""Items of sweeps that fail: left out for a while, and for longer after three failures in a row, so others go on."""
+"""Quarantine: a sweep skips items that failed, longer after every third failure, and goes on with the others."""
 
 import logging
 import time
@@ -21,47 +21,47 @@ Alone = Callable[[ExecutionId], Awaitable[bool]]
 Batch = Callable[[Sequence[UUID]], Awaitable[int]]
 """Process a batch of due items except these ids, all or none of them; return how many there were."""
 ListDue = Callable[[Sequence[UUID]], Awaitable[Sequence[ExecutionId]]]
-"""The items of such a batch."""
+"""The items of the batch that `Batch` would process."""
 Some = Callable[[Sequence[ExecutionId]], Awaitable[int]]
 """Process these items, all or none of them; return how many were still due."""
 
 
 def pause_after(failures: int, every: float) -> float:
-    """The seconds before what has failed so often in a row is tried again, where it is tried at such intervals."""
+    """The seconds until the next try after this many failures in a row, for a sweep that runs `every` seconds."""
     return every * (INTERVALS_LEFT_OUT if failures % FAILURES_IN_A_ROW == 0 else 1)
 
 
 class Quarantine:
-    """The executions that one sweep could not deal with, as far as this process has seen."""
+    """The executions that one sweep of this process has failed to process."""
 
     def __init__(self, every: float, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._every = every
         self._clock = clock
         self._failures: dict[ExecutionId, tuple[int, float]] = {}
-        """How often each has failed in a row, and until when it is left out."""
+        """The number of failures in a row, and the time until which the execution is skipped."""
 
     def left_out(self) -> list[UUID]:
-        """The executions to leave out now."""
+        """The executions to skip now."""
         now = self._clock()
-        # One that has not failed again for as long as it may be left out is dealt with, or gone.
+        # An execution that has not failed again for that long was processed, or is gone.
         forgotten = self._every * INTERVALS_LEFT_OUT
         for execution_id in [each for each, (_, until) in self._failures.items() if until + forgotten < now]:
             del self._failures[execution_id]
         return [UUID(split_execution_id(each)[1]) for each, (_, until) in self._failures.items() if until > now]
 
     def failed(self, execution_id: ExecutionId, problem: object) -> None:
-        """Note that an execution could not be dealt with."""
+        """Record that an execution could not be processed, and log the problem."""
         failures = self._failures.pop(execution_id, (0, 0.0))[0] + 1
         pause = pause_after(failures, self._every)
         while len(self._failures) >= MOST_LEFT_OUT:
             del self._failures[next(iter(self._failures))]
         self._failures[execution_id] = failures, self._clock() + pause
-        logger.warning("%s is left alone for %g s, it failed %d times: %s", execution_id, pause, failures, problem)
+        logger.warning("%s failed %d times, skipping it for %g s: %s", execution_id, failures, pause, problem)
 
     async def sweep(self, together: Together, alone: Alone, *, limit: int) -> int:
-        """Do one batch, item by item where it fails as a whole; returns how many items are done.
+        """Process one batch, item by item if it fails as a whole; return how many items succeeded.
 
-        A full batch of nothing but items that fail is followed by the next, so that they never stand before the others.
+        If every item of a full batch fails, process the next batch, so that failing items never block the others.
         """
 
         async def each(found: Sequence[ExecutionId]) -> int:
@@ -70,13 +70,13 @@ class Quarantine:
         return await self._sweep(together, each, limit)
 
     async def sweep_by_halves(self, batch: Batch, list_due: ListDue, some: Some, *, limit: int) -> int:
-        """Do one batch as `sweep` does, but halve one that fails until only the items that fail are left."""
+        """Process one batch as `sweep` does, but split a failing batch in halves until only failing items are left."""
 
         async def together(left_out: Sequence[UUID], found: list[ExecutionId]) -> int:
             try:
                 return await batch(left_out)
             except EngineError as fault:
-                if not is_of_connection(fault):
+                if not is_connection_fault(fault):
                     found += await list_due(left_out)
                 raise
 
@@ -84,7 +84,7 @@ class Quarantine:
             try:
                 return await some(found)
             except EngineError as fault:
-                if is_of_connection(fault):
+                if is_connection_fault(fault):
                     raise
                 if len(found) == 1:
                     self.failed(found[0], fault)
@@ -100,7 +100,7 @@ class Quarantine:
             try:
                 done = await together(self.left_out(), found)
             except Exception as fault:
-                if not found or is_of_connection(fault):
+                if not found or is_connection_fault(fault):
                     raise
                 done = await apart(found)
             if done or len(found) < limit:
@@ -111,15 +111,15 @@ class Quarantine:
         try:
             if is_done := await alone(execution_id):
                 return is_done
-            problem: object = "nothing is due any more"
+            problem: object = "nothing is due"
         except Exception as fault:
-            if is_of_connection(fault):
+            if is_connection_fault(fault):
                 raise
             problem = fault
         self.failed(execution_id, problem)
         return False
 
 
-def is_of_connection(fault: Exception) -> bool:
-    """Whether a fault says nothing of the items at hand, because the store is out of reach."""
+def is_connection_fault(fault: Exception) -> bool:
+    """Whether a fault is one of the connection to the store, and not of the item being processed."""
     return isinstance(fault, TransportError) and fault.retryable

@@ -1,4 +1,4 @@
-"""Holding an execution's row, and judging a fence by what it holds."""
+"""Lock an execution's row, and check a fence against it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -35,7 +35,7 @@ _LOST = frozenset({"lease_expired_reclaimable", "lease_revoked"})
 
 
 class Found(msgspec.Struct, frozen=True, kw_only=True):
-    """The row a refused write met."""
+    """What a refused write found on the execution's row."""
 
     terminal_outcome: str
     lifecycle_phase: str
@@ -51,25 +51,25 @@ class Found(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Verdict(msgspec.Struct, frozen=True):
-    """What a fenced write came to on one row: done, or why not; and what waits for its time, or for a worker, now."""
+    """The result of a fenced write on one row: done or why not, and the delay or the claimable work it leads to."""
 
     code: str
     found: Found | None = None
     delay_until: int | None = None
     delay_ms: int | None = None
     work: Work | None = None
-    """What may be claimed now."""
+    """Where the execution can be claimed now."""
     lease_epoch: int | None = None
     attached: int = 0
-    """What hung on the execution, where its lease or it has ended."""
+    """The attachments of the execution when its lease or the execution ended."""
 
     @property
     def is_done(self) -> bool:
-        """Whether the write took place."""
+        """Whether the write was done."""
         return self.code == "ok"
 
     def refusal(self, *, stale: str = "lease_conflict") -> EngineError:
-        """The error of a write that did not take place; stale is the word for a fence that is not the current one."""
+        """The error for a write that was refused; `stale` is the code for a fence that is not the current one."""
         if self.found is not None:
             return not_active(self.found)
         return error(stale if self.code == "stale_fence" else self.code)
@@ -80,13 +80,16 @@ _read_found = msgspec.json.Decoder(Found).decode
 
 
 def verdict_of(row: Record) -> Verdict:
-    """The verdict a statement gave on a row it could lock."""
+    """The verdict that a statement returned for a row it could lock."""
     found = row["found"]
     return Verdict(row["verdict"], None if found is None else _read_found(found))
 
 
 def not_active(found: Found) -> EngineError:
-    """The error that lets a caller who lost a reply tell whether the execution ended by its own call."""
+    """The error for an execution that is not active.
+
+    Its detail tells a caller that lost a reply whether its own call ended the execution.
+    """
     return error(
         "execution_not_active",
         {
@@ -99,7 +102,7 @@ def not_active(found: Found) -> EngineError:
 
 
 class Held(msgspec.Struct, frozen=True, kw_only=True):
-    """An execution whose row a transaction holds: where it stands, whose it is, and the time it is judged by."""
+    """An execution whose row the transaction has locked: its state, its lease, and the time of the lock."""
 
     partition_key: int
     execution_id: UUID
@@ -116,7 +119,7 @@ class Held(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def id(self) -> ExecutionId:
-        """The execution's id as callers write it."""
+        """The execution's id in its public form."""
         return format_execution_id(self.partition_key, self.execution_id)
 
     @property
@@ -126,17 +129,17 @@ class Held(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_lost(self) -> bool:
-        """Whether a lease was lost and marked so."""
+        """Whether the lease is marked as expired or revoked."""
         return self.ownership_state in _LOST
 
     @property
     def has_expired(self) -> bool:
-        """Whether the lease is past its expiry, which nobody has marked yet."""
+        """Whether the lease has expired and is not yet marked as expired."""
         return self.ownership_state == "leased" and (self.lease_expires_at or 0) <= self.now
 
     @property
     def found(self) -> Found:
-        """What the error about an execution that is not active says of it."""
+        """The fields for the error about an execution that is not active."""
         return Found(
             terminal_outcome=self.terminal_outcome,
             lifecycle_phase=self.lifecycle_phase,
@@ -148,9 +151,9 @@ class Held(msgspec.Struct, frozen=True, kw_only=True):
 async def hold_all(
     transaction: Transaction, execution_ids: Sequence[ExecutionId], *, waits: bool = True
 ) -> tuple[int, list[Held | None]]:
-    """Hold executions until the transaction ends; returns the time before any wait and the rows in the order given.
+    """Lock executions until the transaction ends; return the time before any wait, and the rows in the order given.
 
-    None stands for an execution that is absent or, without waiting, held by another session.
+    None stands for an execution that is absent or, unless `waits`, locked by another session.
     """
     pairs = [split_execution_id(execution_id) for execution_id in execution_ids]
     rows = await transaction.fetch(
@@ -165,15 +168,15 @@ def _held(row: Record) -> Held:
     return Held(**{name: row[name] for name in Held.__struct_fields__})
 
 
-async def hold_if_there(transaction: Transaction, execution_id: ExecutionId) -> Held | None:
-    """Wait for an execution's row and hold it; None where there is none."""
+async def hold_if_exists(transaction: Transaction, execution_id: ExecutionId) -> Held | None:
+    """Lock an execution's row, waiting for it; return None if there is none."""
     _, (held,) = await hold_all(transaction, [execution_id])
     return held
 
 
 async def hold(transaction: Transaction, execution_id: ExecutionId) -> Held:
-    """Wait for an execution's row and hold it, so that the next statement decides from what it is now."""
-    held = await hold_if_there(transaction, execution_id)
+    """Lock an execution's row, waiting for it, so that the next statement decides from its latest version."""
+    held = await hold_if_exists(transaction, execution_id)
     if held is None:
         raise error("execution_not_found")
     return held
@@ -181,7 +184,7 @@ async def hold(transaction: Transaction, execution_id: ExecutionId) -> Held:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GivenFence:
-    """What the caller of a service form says of the lease: the whole fence, or nothing; and maybe the attempt."""
+    """The fence that the caller of a service operation gave, complete or absent, and optionally the attempt index."""
 
     fence: Fence | None
     attempt_index: int | None
@@ -196,7 +199,7 @@ class GivenFence:
         *,
         source: str | None = None,
     ) -> Self:
-        """Check what a caller says; a fence is given whole, and only who may override leases leaves it out."""
+        """Check a caller's fence: it must be complete, and only an operator override may omit it."""
         if source is not None:
             check_text(source, "source")
         if attempt_index is not None:
@@ -204,9 +207,11 @@ class GivenFence:
         if not lease_id and lease_epoch is None and not attempt_id:
             if source == CancelSource.OPERATOR_OVERRIDE:
                 return cls(fence=None, attempt_index=attempt_index)
-            raise error("invalid_input", "fence_required")
+            raise error("invalid_input", "fence_required: give lease_id, lease_epoch and attempt_id of the lease")
         if not lease_id or lease_epoch is None or not attempt_id:
-            raise error("invalid_input", "partial_fence_triple")
+            parts = {"lease_id": not lease_id, "lease_epoch": lease_epoch is None, "attempt_id": not attempt_id}
+            missing = " and ".join(name for name, is_missing in parts.items() if is_missing)
+            raise error("invalid_input", f"partial_fence_triple: {missing} missing, give all three")
         check_range(lease_epoch, "lease_epoch", 0, 2**63 - 1)
         fence = Fence(
             lease_id=LeaseId(parse_uuid(lease_id, "lease_id")),
@@ -216,12 +221,12 @@ class GivenFence:
         return cls(fence=fence, attempt_index=attempt_index)
 
     def against(self, held: Held) -> Fence:
-        """The fence a held row is to be judged by: the given one, else the row's own."""
+        """The fence to check against a locked row: the given one, else the row's own."""
         fence = self.fence
         if fence is None:
             if held.lifecycle_phase != "active":
                 raise not_active(held.found)
-            # A row that is active without a lease has a null here, which the statement judges.
+            # The ids are null on a row that is active without a lease; the statement refuses that.
             fence = Fence(
                 lease_id=cast("LeaseId", held.lease_id),
                 lease_epoch=held.lease_epoch,
@@ -229,12 +234,12 @@ class GivenFence:
             )
         if self.attempt_index is None or self.attempt_index == held.attempt_index:
             return fence
-        # Judged where ids are, after everything else: the lease id of nobody makes the fence stale.
+        # A wrong attempt index is reported as a stale fence, after all other checks: an unknown lease id does that.
         return replace(fence, lease_id=LeaseId(uuid4()))
 
 
 def judge(held: Held, fence: Handle | Fence) -> None:
-    """Refuse a fence that a held execution is not under, in the order in which every fenced write judges it."""
+    """Raise if the fence is not the current one of a locked execution, in the order that every fenced write uses."""
     if held.lease_epoch != fence.lease_epoch:
         raise error("lease_conflict")
     if held.lifecycle_phase != "active":
@@ -248,16 +253,18 @@ def judge(held: Held, fence: Handle | Fence) -> None:
 
 
 def usable(handle: Handle) -> Handle:
-    """The handle itself, where it stands for a lease this store can hold."""
+    """Return the handle; raise if it cannot belong to a lease of this store."""
     handle = check_handle(handle)
     if handle.kind is HandleKind.SUSPENDED:
-        raise error("lease_conflict", "the lease ended with the suspension")
+        raise error(
+            "lease_conflict", "the handle is of a suspended run, whose lease has ended; claim it after it resumes"
+        )
     row_key(handle.execution_id)
     return handle
 
 
 class HeldWithGrant(Held, frozen=True, kw_only=True):
-    """A held execution with its queue, its lane and its grant, as grants and named claims judge it."""
+    """A locked execution with its queue, lane and grant, as grants and named claims need it."""
 
     attempt_state: str
     queue_no: int
@@ -285,28 +292,28 @@ class HeldWithGrant(Held, frozen=True, kw_only=True):
 
     @property
     def attempt_timeout_ms(self) -> int | None:
-        """How long a new attempt may take by the policy."""
+        """The attempt timeout of the policy."""
         policy = self.execution_policy
         timeouts = policy.timeout_policy if policy is not None else None
         return (timeouts.attempt_timeout_ms or None) if timeouts is not None else None
 
     @property
     def has_live_grant(self) -> bool:
-        """Whether a worker has it reserved."""
+        """Whether an unexpired grant reserves it for a worker."""
         return self.grant_expires_at is not None and self.grant_expires_at > self.now
 
     @property
     def has_forgotten_grant(self) -> bool:
-        """Whether its last grant is deleted; when it expired is still known."""
+        """Whether its last grant has expired and its row is deleted."""
         return self.grant_id is None and self.granted_until is not None and self.granted_until <= self.now
 
     @property
     def is_on_open_lane(self) -> bool:
-        """Whether its lane lets work be claimed."""
+        """Whether its lane allows claims."""
         return self.lane_state in ("active", "draining")
 
     def is_granted_to(self, worker_id: str, kind: GrantKind) -> bool:
-        """Whether a live grant of a kind is this worker's."""
+        """Whether this worker has an unexpired grant of this kind."""
         return self.has_live_grant and self.grant_kind == kind and self.grant_worker_id == worker_id
 
     def missing(self, offered: tuple[str, ...]) -> str:
@@ -315,29 +322,29 @@ class HeldWithGrant(Held, frozen=True, kw_only=True):
 
 
 def check_named(store: Store, execution_id: object) -> ExecutionId:
-    """Return the id of an execution of this deployment that a caller names."""
+    """Return a caller's execution id, checked against the partitions of this deployment."""
     parsed = parse_execution_id(execution_id)
     check_partition(parsed, store.rules.partitions.flow)
     return parsed
 
 
 async def hold_with_grant(transaction: Transaction, execution_id: ExecutionId, lane_id: str) -> HeldWithGrant:
-    """Wait for an execution's row, hold it, and read it with its queue, its lane and its grant."""
+    """Lock an execution's row, waiting for it, and read it with its queue, lane and grant."""
     await hold(transaction, execution_id)
     held = await read_with_grant(transaction, *split_execution_id(execution_id))
     if held.lane_id != lane_id:
-        raise error("invalid_input", f"lane_id: the execution is on {held.lane_id!r}")
+        raise error("invalid_input", f"lane_id: the execution is on lane {held.lane_id!r}, got {lane_id!r}")
     return held
 
 
 async def read_with_grant(transaction: Transaction, partition_key: int, execution_id: UUID | str) -> HeldWithGrant:
-    """Read an execution that the transaction holds already."""
+    """Read an execution that the transaction has already locked."""
     (row,) = await transaction.fetch(SQL.read_with_grant, partition_key=partition_key, execution_id=execution_id)
     return HeldWithGrant(**row)
 
 
 class HeldRun(Held, frozen=True, kw_only=True):
-    """A held run, and what is needed to let it wait."""
+    """A locked run, with what suspending it needs."""
 
     lease_ttl_ms: int | None
     namespace_no: int
@@ -353,7 +360,7 @@ class HeldRun(Held, frozen=True, kw_only=True):
 
 
 async def read_runs(transaction: Transaction, runs: Sequence[tuple[ExecutionId, str | None]]) -> list[HeldRun]:
-    """Read runs that the transaction holds already, each with what its idempotency key has come to before."""
+    """Read runs that the transaction has already locked, each with the earlier outcome of its idempotency key."""
     pairs = [split_execution_id(execution_id) for execution_id, _ in runs]
     rows = await transaction.fetch(
         SQL.read_runs,

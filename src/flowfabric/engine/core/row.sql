@@ -1,6 +1,6 @@
 -- fragment: standing
--- Where each of the named executions stands and whose it is, from its row e and its claim r, and the time before and after
--- the row was waited for.
+-- The state and the lease of each given execution, from its row e and its claim r, and the time before and after the wait
+-- for the row.
 with clock as materialized (select ff_now() as now)
 select c.now as began, ff_now() as now, e.partition_key, e.execution_id, e.lifecycle_phase, e.ownership_state, e.eligibility_state,
        e.terminal_outcome, e.lease_epoch, e.lease_id, e.attempt_id, e.attempt_count,
@@ -16,14 +16,13 @@ select e.partition_key, e.execution_id, e.lifecycle_phase, e.ownership_state, e.
  where e.partition_key = i.partition_key and e.execution_id = i.execution_id
 
 -- fragment: claim
--- When the claim of its lease expires.
+-- The expiry stored by its claim.
 left join lateral (
      select r.expires_at from claim r
       where r.partition_key = e.partition_key and r.claim_no = e.claim_no limit 1) r on true
 
 -- name: lock_executions
--- Waits for rows in the order given and holds them until the transaction ends: where each stands, whose it is, and the
--- time before and after the wait; nothing but the times of what is absent.
+-- Locks rows in the order given until the transaction ends, waiting for each. An absent row has only the times.
 -- include: standing
   left join lateral (
        -- include: row
@@ -32,7 +31,7 @@ left join lateral (
  order by i.nth;
 
 -- name: lock_free_executions
--- The same without waiting: nothing but the times of what another session holds, too.
+-- The same without waiting: a row locked by another session has only the times.
 -- include: standing
   left join lateral (
        -- include: row
@@ -41,8 +40,8 @@ left join lateral (
  order by i.nth;
 
 -- name: read_with_grant
--- What grants and named claims judge an execution by, once the transaction holds it.
--- A grant counts while its execution names the same expiry: whatever else moved the execution has made it void.
+-- What grants and named claims need of an execution that the transaction has locked.
+-- A grant is valid while granted_until of its execution is the grant's expiry: any other move of the execution voids it.
 select e.partition_key, e.execution_id, e.lifecycle_phase, e.ownership_state, e.eligibility_state,
        e.terminal_outcome, e.attempt_state, e.queue_no, e.place, e.reclaim_count, e.lease_epoch, e.lease_id,
        coalesce(e.attempt_id, e.lease_id) as attempt_id, e.attempt_count, greatest(e.lease_expires_at, r.expires_at) as lease_expires_at,
@@ -64,8 +63,8 @@ select e.partition_key, e.execution_id, e.lifecycle_phase, e.ownership_state, e.
  where e.partition_key = :partition_key and e.execution_id = :execution_id;
 
 -- name: read_runs
--- What runs that the transaction holds are judged by when they suspend or make waitpoints, in the order given, with the
--- key that signs now, and what earlier suspends under the same idempotency keys came to while that is kept.
+-- What suspends and new waitpoints need of runs that the transaction has locked, in the order given: with the current
+-- signing key, and the stored outcomes of earlier suspends under the same idempotency keys.
 with clock as materialized (select ff_now() as now)
 select c.now, i.partition_key, i.execution_id, e.lifecycle_phase, e.ownership_state, e.eligibility_state, e.terminal_outcome,
        e.lease_epoch, case when e.ownership_state <> 'unowned' then e.lease_id end as lease_id,
@@ -78,7 +77,7 @@ select c.now, i.partition_key, i.execution_id, e.lifecycle_phase, e.ownership_st
   from clock c
  cross join unnest(:partition_keys::smallint[], :execution_ids::uuid[], :idempotency_keys::text[])
        with ordinality as i(partition_key, execution_id, idempotency_key, nth)
- -- The limits keep what is given in the lead, whatever the planner expects of the tables.
+ -- `limit 1` makes the planner start from the given items, whatever its statistics say.
  cross join lateral (
        select e.lifecycle_phase, e.ownership_state, e.eligibility_state, e.terminal_outcome, e.lease_epoch, e.lease_id, e.attempt_id,
               e.attempt_count, e.lease_expires_at, e.claimed_at, e.claim_no, e.namespace_no, e.lane_no, e.worker_no, e.policy,

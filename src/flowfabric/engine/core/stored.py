@@ -1,4 +1,4 @@
-"""Stored fields as readers take them: what is missing or unknown is corruption, never a default."""
+"""Read stored fields: a missing or unknown value is reported as corruption, never replaced by a default."""
 
 from enum import StrEnum
 from typing import TypeVar
@@ -21,12 +21,12 @@ Value = TypeVar("Value")
 
 
 def corruption(context: str, field: str, message: str) -> EngineError:
-    """The error of a stored field that cannot be read."""
+    """The error for a stored field that cannot be read."""
     return error("corruption", f"{context}: {field}: {message}")
 
 
 def literal(words: type[Word], value: str, *, context: str, field: str) -> Word:
-    """The word a stored literal is."""
+    """The enum member of a stored literal."""
     try:
         return words(value)
     except ValueError:
@@ -34,14 +34,14 @@ def literal(words: type[Word], value: str, *, context: str, field: str) -> Word:
 
 
 def required(value: Value | None, *, context: str, field: str) -> Value:
-    """A stored field that must be there."""
+    """Return a stored field; raise if it is null."""
     if value is None:
         raise corruption(context, field, "is missing")
     return value
 
 
 def vector(row: Record, context: str) -> StateVector:
-    """The state a row holds."""
+    """The state vector of a row."""
     return StateVector(
         lifecycle_phase=literal(LifecyclePhase, row["lifecycle_phase"], context=context, field="lifecycle_phase"),
         ownership_state=literal(OwnershipState, row["ownership_state"], context=context, field="ownership_state"),

@@ -1,4 +1,4 @@
-"""What one batch of a sweep has done."""
+"""The result of one batch of a sweep."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -7,7 +7,7 @@ from flowfabric.engine.core.wakeups import Work
 
 
 class SweepResult(NamedTuple):
-    """How many items of a batch are done, whether another batch may follow at once, and what may be claimed now."""
+    """The number of items processed, whether more may be due, and where work became claimable."""
 
     done: int
     is_full: bool

@@ -1,4 +1,4 @@
-"""The table of moves: which state vector each operation leads to."""
+"""The table of moves: the state vector that each operation leads to."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -21,7 +21,7 @@ from flowfabric.model.waitpoint import CloseReason
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Target:
-    """The six stored dimensions a move leads to; the seventh, public_state, Postgres derives."""
+    """The six stored state dimensions after a move; Postgres derives the seventh, public_state."""
 
     phase: LifecyclePhase
     ownership: OwnershipState = OwnershipState.UNOWNED
@@ -54,7 +54,7 @@ RESUME_DELAYED = replace(
 
 
 class Move(StrEnum):
-    """The moves that end a lease, or end an execution while nobody runs it."""
+    """The moves that end a lease, or an execution that has no lease."""
 
     COMPLETED = "completed"
     FAILED = "failed"
@@ -79,11 +79,11 @@ class Move(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Effect:
-    """What a release leads to and what it leaves behind: the attempt's end, the lease event, the completion event.
+    """What a move writes: the state of the execution and of its attempt, and the reason stored with the events.
 
-    An attempt that it leaves `started` may yet be reclaimed. An attempt that it leaves `suspended` is parked: it keeps
-    its id and index, and the next claim goes on with it. Where it ends a suspended execution, its reason closes the
-    suspension and every waitpoint of it.
+    An attempt left as `started` can still be reclaimed. An attempt left as `suspended` is parked: it keeps its id and
+    index, and the next claim continues it. If the move ends a suspended execution, its reason closes the suspension
+    and its waitpoints.
     """
 
     target: Target
@@ -141,7 +141,7 @@ MOVES: Mapping[Move, Effect] = {
     Move.NOT_STARTED: _parked(
         EligibilityState.ELIGIBLE_NOW, BlockingReason.WAITING_FOR_WORKER, ReleaseReason.HANDED_BACK
     ),
-    # What a suspension waits for stands in its arguments.
+    # The arguments of a suspension override the blocking reason.
     Move.SUSPENDED: Effect(
         target=Target(
             phase=LifecyclePhase.SUSPENDED,
@@ -161,14 +161,14 @@ MOVES: Mapping[Move, Effect] = {
 
 
 def after_failure(delay_ms: int | None) -> Move:
-    """The move of a failed attempt whose retry comes after a pause, at once, or not at all."""
+    """The move of a failed attempt that is retried after `delay_ms`, or not at all if that is None."""
     if delay_ms is None:
         return Move.FAILED
     return Move.RETRY if delay_ms else Move.RETRY_NOW
 
 
 def after_timeout(delay_ms: int | None) -> Move:
-    """The move of an attempt that timed out, whose retry comes after a pause, at once, or not at all."""
+    """The move of a timed out attempt that is retried after `delay_ms`, or not at all if that is None."""
     if delay_ms is None:
         return Move.TIMEOUT_EXPIRED
     return Move.TIMEOUT_RETRY if delay_ms else Move.TIMEOUT_RETRY_NOW
@@ -179,16 +179,16 @@ SUSPENSION_TIMEOUTS: Mapping[TimeoutBehavior, Move] = {
     TimeoutBehavior.CANCEL: Move.SUSPENSION_CANCELLED,
     TimeoutBehavior.EXPIRE: Move.SUSPENSION_EXPIRED,
 }
-"""The moves of the timeouts that end a suspended execution; the other behaviours let it live."""
+"""The moves for the timeout behaviours that end a suspended execution."""
 
 PROMOTED: Mapping[str, str] = {
     "to_eligibility": EligibilityState.ELIGIBLE_NOW,
     "to_blocking": BlockingReason.WAITING_FOR_WORKER,
 }
-"""What promotion changes; the other dimensions keep their values."""
+"""The dimensions that a promotion changes."""
 
 ESCALATED: Mapping[str, str] = {"to_blocking": BlockingReason.PAUSED_BY_OPERATOR}
-"""What the escalation of a suspension changes; the other dimensions keep their values."""
+"""The dimension that the escalation of a suspension changes."""
 
 RESUMED_PARAMETERS: Mapping[str, str] = {
     "to_phase": RESUMED.phase,
@@ -196,7 +196,7 @@ RESUMED_PARAMETERS: Mapping[str, str] = {
     "to_outcome": RESUMED.outcome,
     "to_attempt": RESUMED.attempt,
 }
-"""Where every resume leads; the other two dimensions say whether it has to wait for its time."""
+"""The dimensions that every resume sets; the other two depend on whether it is delayed."""
 
 CLAIM_PARAMETERS: Mapping[str, str] = {
     "to_phase": CLAIMED.phase,
@@ -209,11 +209,11 @@ CLAIM_PARAMETERS: Mapping[str, str] = {
 
 
 @lru_cache
-def release_parameters(releases: frozenset[Move]) -> Mapping[str, list[str] | list[str | None] | list[int | None]]:
-    """The rows of the table for some releases, as the arrays their statement takes."""
-    effects = {release: MOVES[release] for release in sorted(releases)}
+def release_parameters(moves: frozenset[Move]) -> Mapping[str, list[str] | list[str | None] | list[int | None]]:
+    """The rows of the table for these moves, as the array parameters of end_leases."""
+    effects = {move: MOVES[move] for move in sorted(moves)}
     return {
-        "move_names": [release.value for release in effects],
+        "move_names": [move.value for move in effects],
         "to_phases": [effect.target.phase.value for effect in effects.values()],
         "to_ownerships": [effect.target.ownership.value for effect in effects.values()],
         "to_eligibilities": [effect.target.eligibility.value for effect in effects.values()],
@@ -230,7 +230,7 @@ def release_parameters(releases: frozenset[Move]) -> Mapping[str, list[str] | li
 
 
 def completion_parameters() -> Mapping[str, object]:
-    """The row of the table for the one release that has a statement of its own."""
+    """The row of the table for a completion, as the parameters of complete_leases."""
     effect = MOVES[Move.COMPLETED]
     target = effect.target
     return {

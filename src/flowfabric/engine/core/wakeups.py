@@ -1,4 +1,4 @@
-"""Who waits in this process for work, a result, a timer or the loss of a lease, and how they learn of it early."""
+"""Wake the waiters for work, results, timers and lost leases, in this process and by hints in others."""
 
 import asyncio
 import time
@@ -17,7 +17,7 @@ _LOST = "lost"
 
 
 class LostReason(StrEnum):
-    """Why a lease ended without its holder; those of a `Move` have its value."""
+    """Why a lease ended without a call of its holder; reasons that are a `Move` have its value."""
 
     COMPLETED = "completed"
     FAILED = "failed"
@@ -34,7 +34,7 @@ class LostReason(StrEnum):
     NOT_RENEWED = "not_renewed"
     ATTEMPT_TIMEOUT = "attempt_timeout"
     UNKNOWN = "unknown"
-    """A reason that has no name here: of a newer version, or of a move that nobody has named yet."""
+    """A reason that this version does not know."""
 
     @classmethod
     def _missing_(cls, _: object) -> "LostReason":
@@ -42,7 +42,7 @@ class LostReason(StrEnum):
 
 
 class LostLease(NamedTuple):
-    """A lease that ended without its holder, and why."""
+    """A lease that ended without a call of its holder, and why."""
 
     execution_id: ExecutionId
     lease_epoch: int
@@ -50,7 +50,7 @@ class LostLease(NamedTuple):
 
 
 class Work(NamedTuple):
-    """Where something may be claimed."""
+    """Where an execution can be claimed: its queue, and its place in it."""
 
     lane_id: str
     route_no: int
@@ -59,14 +59,14 @@ class Work(NamedTuple):
 
 
 OnLost = Callable[[Sequence[LostLease] | None], None]
-"""Called with the leases that were lost, or with None when any may have been."""
+"""Called with the leases that were lost, or with None if any lease may have been."""
 
 
 class Wakeups:
-    """Wakes the waiters of this process at once and those of others by a hint."""
+    """Wakes the waiters of this process directly and those of other processes by a hint."""
 
     MOST_PLACES = 20
-    """Places named in one hint; the watermarks of other processes end by themselves a moment later."""
+    """The most places in one hint; other processes find the rest when their watermarks expire."""
 
     def __init__(self, hints: Hints) -> None:
         self.hints = hints
@@ -82,8 +82,8 @@ class Wakeups:
         hints.hear(_LOST, self._lost_heard)
 
     def work(self, found: Iterable[Work]) -> None:
-        """There is work at these places."""
-        # The lowest of each priority, as each has a watermark of its own.
+        """Wake the claims that wait for work at these places."""
+        # The lowest place of each priority, as each priority has its own watermark.
         lowest: dict[str, dict[tuple[int, int, int], int]] = {}
         for lane_id, route_no, queue_no, place in found:
             places = lowest.setdefault(lane_id, {})
@@ -97,43 +97,43 @@ class Wakeups:
             self.hints.send(_WORK, ",".join([lane_id.encode().hex(), *named[: self.MOST_PLACES]]))
 
     def lane(self, lane_id: str) -> None:
-        """What a lane accepts has changed."""
+        """Wake the claims of a lane whose state has changed."""
         self._wake(lane_id)
         self.hints.send(_WORK, lane_id.encode().hex())
 
     def work_of(self, rows: Iterable[Record]) -> None:
-        """There is work where these rows say."""
+        """Wake the claims that wait for the work of these rows."""
         self.work(Work(row["lane_id"], row["route_no"], row["queue_no"], row["place"]) for row in rows)
 
     def ended(self) -> None:
-        """Executions have ended."""
+        """Wake the waiters for results: executions have ended."""
         self.ended_event.set()
         self.hints.send(_ENDED)
 
     def lost(self, leases: Sequence[LostLease]) -> None:
-        """Notify the holders of leases that others have ended."""
+        """Notify the holders of leases that ended without their call."""
         for lease in leases:
             self.hints.send(_LOST, f"{lease.execution_id},{lease.lease_epoch},{lease.reason}")
-        self._tell_lost(leases)
+        self._call_on_lost(leases)
 
     def on_lost(self, callback: OnLost) -> Callable[[], None]:
-        """Call back when leases are lost, until the returned function is called."""
+        """Register a callback for lost leases; return the function that removes it."""
         self._on_lost.append(callback)
         return lambda: self._on_lost.remove(callback)
 
     def timer(self, milliseconds: int) -> None:
-        """Note a timer that is due in so many milliseconds."""
+        """Record a timer that is due in this many milliseconds."""
         due = time.monotonic() + milliseconds / 1000
         if due < self.next_timer:
             self.next_timer = due
             self.timer_event.set()
 
     def wakes(self, lanes: Iterable[str]) -> int:
-        """How often these lanes were woken so far: read before a look at them, so that no wake is missed."""
+        """How often these lanes were woken; read it before a claim, so that `wait_for_work` misses no wake."""
         return sum(self._wakes.setdefault(lane, 0) for lane in lanes)
 
     async def wait_for_work(self, lanes: Iterable[str], seconds: float, *, since: int | None = None) -> bool:
-        """Whether a lane was woken before the time was up, or since that many wakes."""
+        """Wait until one of these lanes is woken, or was woken after `since`; return False on timeout."""
         await self.hints.listen()
         lanes = tuple(lanes)
         if since is not None and self.wakes(lanes) != since:
@@ -150,7 +150,7 @@ class Wakeups:
                 self._waiting[lane].discard(woken)
 
     def wake_all(self) -> None:
-        """Wake whoever waits for work."""
+        """Wake every waiting claim."""
         for lane in {*self._waiting, *self._wakes}:
             self._wake(lane)
 
@@ -161,16 +161,18 @@ class Wakeups:
             if not woken.done():
                 woken.set_result(None)
 
-    def _tell_lost(self, leases: Sequence[LostLease] | None) -> None:
+    def _call_on_lost(self, leases: Sequence[LostLease] | None) -> None:
         for callback in tuple(self._on_lost):
             callback(leases)
 
     def _lost_heard(self, words: list[str]) -> None:
         if EVERYTHING in words:
-            self._tell_lost(None)
+            self._call_on_lost(None)
             return
         named = (word.split(",") for word in words)
-        self._tell_lost([LostLease(ExecutionId(each), int(epoch), LostReason(reason)) for each, epoch, reason in named])
+        self._call_on_lost(
+            [LostLease(ExecutionId(each), int(epoch), LostReason(reason)) for each, epoch, reason in named]
+        )
 
     def _work_heard(self, words: list[str]) -> None:
         if EVERYTHING in words:

@@ -1,28 +1,28 @@
-"""Watermarks: where the walk of a queue or of the timers begins, so that dead index entries before it cost nothing.
+"""Watermarks: where the scan of a queue or of the timers starts, so that dead index entries before it cost nothing.
 
-An index keeps the entries of rows that have left it until no open transaction can see them any more. A walk that began
-at the head would step over all of them while any transaction stays open.
+An index keeps the entries of deleted rows until no open transaction can see them. While a transaction stays open, a
+scan from the head of the index would step over all of them.
 """
 
 import time
 from collections.abc import Callable, Hashable
 
 BAND_BITS = 48
-"""The bits of a place below its priority band."""
+"""A place is the priority band shifted left by these bits, plus a sequence number."""
 _END = 2**63 - 1
 
 
 class WalkWatermarks:
-    """For each route or queue that one kind of claim walks, and each priority, the first place not yet taken."""
+    """The first place not yet taken, for each priority of each route or queue that one kind of claim scans."""
 
     LIFE_SECONDS = 1.0
-    """How long watermarks are trusted: an entry that came back below one without a hint is found when they end."""
+    """How long watermarks are valid; then an entry that reappeared below one without a hint is found."""
     FREE_SECONDS = 0.002
-    """A claim that finds nothing where the watermarks lead repeats a walk of everything that took no longer."""
+    """A full scan that takes at most this long may be repeated by every claim that finds nothing."""
     SHARE = 20
-    """A longer walk of everything is made again when this many times its own time has passed."""
+    """A slower full scan is repeated only after this many times its own duration."""
     LONGEST_SECONDS = 10.0
-    """Watermarks end after this time at the latest, so that an entry is never found later than that."""
+    """Watermarks expire after this time at the latest, so that no entry is found later than that."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -31,10 +31,10 @@ class WalkWatermarks:
         self._whole_again_at = 0.0
 
     def spans(self) -> tuple[list[int], list[int], list[int]]:
-        """What to walk, as sorted columns of walk, first place and last place; an absent walk is walked whole."""
+        """What to scan, as sorted columns of route or queue, first place and last place; any other is scanned whole."""
         now = self._clock()
         if now >= self._ends_at:
-            # A walk of everything; what it finds says which watermarks still hold.
+            # A full scan; what it finds decides which watermarks remain valid.
             self._ends_at = now + self.LIFE_SECONDS
             return [], [], []
         walks: list[int] = []
@@ -54,14 +54,14 @@ class WalkWatermarks:
         return walks, firsts, lasts
 
     def raise_to(self, walk_no: int, place: int) -> None:
-        """Everything of this place's priority up to it was seen and taken, or is held by others."""
+        """Record that every entry of this place's priority up to it is taken, or locked by others."""
         bands = self._bands.setdefault(walk_no, {})
         band = place >> BAND_BITS
         if bands.get(band, 0) <= place:
             bands[band] = place + 1
 
     def lower(self, walk_no: int, place: int) -> None:
-        """An entry stands at this place again, or stands there late."""
+        """Record that an entry has appeared at this place, possibly below the watermark."""
         bands = self._bands.get(walk_no)
         if bands is not None:
             band = place >> BAND_BITS
@@ -69,10 +69,10 @@ class WalkWatermarks:
                 bands[band] = place
 
     def walked_whole(self, seconds: float, *, up_to: int | None = None) -> None:
-        """A walk of everything, up to a place, has taken the server this long: the longer it took, the later the next.
+        """Record the duration of a full scan, which stopped at `up_to` if given: the slower, the later the next one.
 
-        The time at the server, not until the answer: a slow network or a slow commit makes no walk more expensive.
-        Watermarks up to that place hold, as the walk would have found what stands below them.
+        The duration is the server's: a slow network or commit does not make a scan more expensive. Watermarks up to
+        that place stay valid, as the scan would have found any entry below them.
         """
         if up_to is not None:
             last = up_to >> BAND_BITS
@@ -88,23 +88,23 @@ class WalkWatermarks:
 
     @property
     def may_walk_whole(self) -> bool:
-        """Whether a claim that found nothing where the watermarks led should walk everything now."""
+        """Whether a claim that found nothing above the watermarks should do a full scan now."""
         return self._clock() >= self._whole_again_at
 
     def end(self) -> None:
-        """Walk everything the next time, and then go on from the watermarks that still hold."""
+        """Scan everything once, and then continue from the watermarks that are still valid."""
         self._ends_at = 0.0
 
     def clear(self) -> None:
-        """Walk everything until something is taken."""
+        """Scan everything until something is taken."""
         self._bands.clear()
 
 
 class Watermarks:
-    """The watermarks of this process, apart for each kind of claim: what one passes over, another may want."""
+    """The watermarks of this process, separate for each kind of claim: one may skip what another takes."""
 
     MOST_KINDS = 256
-    """Kinds of claims with watermarks at the same time; the oldest begins anew."""
+    """The most kinds of claims with watermarks; the oldest is dropped."""
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -112,22 +112,22 @@ class Watermarks:
         self._by_queue: dict[Hashable, WalkWatermarks] = {}
 
     def of_routes(self, claim: Hashable) -> WalkWatermarks:
-        """The watermarks of one kind of claim along routes."""
+        """The watermarks of one kind of claim that scans routes."""
         return self._of(self._by_route, claim)
 
     def of_queues(self, claim: Hashable) -> WalkWatermarks:
-        """The watermarks of one kind of claim along queues."""
+        """The watermarks of one kind of claim that scans queues."""
         return self._of(self._by_queue, claim)
 
     def lower(self, route_no: int, queue_no: int, place: int) -> None:
-        """An entry of a queue stands at this place again, or stands there late."""
+        """Record that an entry of a queue has appeared at this place, possibly below a watermark."""
         for watermarks in self._by_route.values():
             watermarks.lower(route_no, place)
         for watermarks in self._by_queue.values():
             watermarks.lower(queue_no, place)
 
     def clear(self) -> None:
-        """Walk everything until something is taken."""
+        """Scan everything until something is taken."""
         for watermarks in (*self._by_route.values(), *self._by_queue.values()):
             watermarks.clear()
 
@@ -140,17 +140,16 @@ class Watermarks:
 
 
 class TimerWatermark:
-    """The time before which no timer is live, as far as this process has seen.
+    """The time before which this process has seen no live timer.
 
-    An index keeps the entries of timers that are gone until no open transaction can see them any more; a look that
-    began at its head would step over all of them. A timer may still appear before the watermark, set late or for a
-    time long past: the margin covers what is common, and a whole look at fixed intervals finds the rest.
+    A timer may still appear before the watermark, committed late or set for a time long past. A margin covers the
+    common cases, and a full scan at intervals finds the rest.
     """
 
     SHARE = 20
-    """A whole look is made again when this many times its own time has passed."""
+    """A full scan is repeated only after this many times its own duration."""
     LONGEST_SECONDS = 60.0
-    """A whole look is made again after this time at the latest, however long it takes."""
+    """A full scan is repeated after this time at the latest, however slow it is."""
 
     def __init__(
         self, *, whole_every_seconds: float, margin_ms: int, clock: Callable[[], float] = time.monotonic
@@ -163,19 +162,19 @@ class TimerWatermark:
 
     @property
     def since(self) -> int:
-        """Where a sweep begins."""
+        """The time from which a sweep scans."""
         return max(self._reached - self._margin_ms, 0)
 
     def look(self) -> int:
-        """Where a look begins: at the watermark, or at the beginning of time when that is due."""
+        """The time from which the next scan starts: the watermark, or 0 when a full scan is due."""
         return 0 if self._clock() >= self._whole_at else self.since
 
     def looked(self, since: int, seconds: float) -> None:
-        """A look from there has taken the server this long: the longer a whole one took, the later the next."""
+        """Record the server's duration of a scan from `since`: the slower a full scan, the later the next one."""
         if since == 0:
             rationed = min(self.SHARE * seconds, self.LONGEST_SECONDS)
             self._whole_at = self._clock() + max(self._whole_every, rationed)
 
     def reach(self, at_ms: int) -> None:
-        """The oldest live timer is at this time, or later."""
+        """Record that no live timer is older than this."""
         self._reached = at_ms

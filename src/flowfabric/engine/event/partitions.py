@@ -1,4 +1,4 @@
-"""The event feed's storage: daily partitions ahead of time, and the end of what is past its age."""
+"""Storage of events: create daily partitions in advance, and delete events past the feed's retention."""
 
 import logging
 
@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 
 class EventPartitions:
-    """Keeps the tables of events in shape."""
+    """Maintains the tables of events."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -23,9 +23,9 @@ class EventPartitions:
         self._has_warned_of_owner = False
 
     async def keep_partitions(self) -> int:
-        """Make the partitions of the days ahead and drop those past the feed's age; answers how many.
+        """Create the partitions of the next days and drop those past the feed's retention; return how many.
 
-        A role that does not own the tables makes none, and says so once.
+        A role that does not own the tables creates none, and logs that once.
         """
         schema = self._store.database.schema
         (clock,) = await self._store.fetch(SQL.read_feed_clock, retention_ms=self._store.rules.feed_retention_ms)
@@ -38,16 +38,16 @@ class EventPartitions:
         except partitions.NotOwner as refused:
             if not self._has_warned_of_owner:
                 self._has_warned_of_owner = True
-                logger.warning("no daily partitions are made: %s", refused)
+                logger.warning("cannot create daily event partitions: %s", refused)
             return 0
         for name, reason in kept.skipped.items():
             if name not in self._skipped:
                 self._skipped.add(name)
-                logger.info("%s is not made: %s", name, reason)
+                logger.info("event partition %s is not created: %s", name, reason)
         return len(kept.made) + len(dropped)
 
     async def trim_events(self) -> int:
-        """Delete events past the feed's age that no daily partition holds; answers how many."""
+        """Delete events past the feed's retention that are in no daily partition; return how many."""
         rows = await self._store.fetch(
             SQL.take_old_events, retention_ms=self._store.rules.feed_retention_ms, limit=TRIM_LIMIT
         )
@@ -55,7 +55,7 @@ class EventPartitions:
         return trimmed
 
     async def trim_worker_events(self) -> int:
-        """Delete the registry's history past the feed's age; answers how many."""
+        """Delete events of the worker registry past the feed's retention; return how many."""
         rows = await self._store.fetch(
             SQL.take_old_worker_events, retention_ms=self._store.rules.feed_retention_ms, limit=TRIM_LIMIT
         )

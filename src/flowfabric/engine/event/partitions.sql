@@ -1,10 +1,10 @@
 -- name: read_feed_clock
--- The clock, and the time before which events are past their age.
+-- The current time, and the time before which events are past their retention.
 select c.now, c.now - :retention_ms::bigint as oldest from (select ff_now() as now) c;
 
 -- name: take_old_events
--- Deletes events past their age that no daily partition holds, the oldest first; answers how many.
--- Transactions begin in the order of their ids, so the oldest rows stand at the head of the feed's index.
+-- Deletes events past their retention that are in no daily partition, the oldest first; returns how many.
+-- Transaction ids rise with time, so the oldest rows are at the head of the feed's index.
 with oldest as materialized (
   select xid, event_id, at from event_default order by xid, event_id limit :limit
 ),
@@ -19,7 +19,7 @@ gone as (
 select count(*) as trimmed from gone;
 
 -- name: take_old_worker_events
--- Deletes entries of the registry's history past their age, the oldest first; answers how many.
+-- Deletes events of the worker registry past their retention, the oldest first; returns how many.
 with gone as (
   delete from worker_event
    where ctid = any(array(

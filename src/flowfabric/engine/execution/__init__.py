@@ -1,1 +1,1 @@
-"""Executions as such: creating, cancelling, tags, results and retention."""
+"""Create and cancel executions, tag them, wait for their results and delete them after their retention."""

@@ -1,4 +1,4 @@
-"""Cancelling: by the worker that holds the lease, or by anyone with the right to override it."""
+"""Cancel executions: by the lease holder, or by a source that may override the lease."""
 
 from uuid import UUID
 
@@ -26,7 +26,7 @@ class Cancel:
         self._lease_ends = lease_ends
 
     async def cancel(self, handle: Handle, reason: str) -> None:
-        """End the run a handle holds as cancelled."""
+        """Cancel the run that a handle holds."""
         handle = usable(handle)
         reason = check_text(reason, "reason")
         lease_end = LeaseEnd(
@@ -52,7 +52,7 @@ class Cancel:
         lease_epoch: int | None = None,
         attempt_id: UUID | str | None = None,
     ) -> Cancelled:
-        """End an execution as cancelled from any state; cancelling it again changes nothing."""
+        """Cancel an execution in any state that is not terminal; cancelling it again changes nothing."""
         parsed = parse_execution_id(execution_id)
         reason = check_text(reason, "reason")
         source = check_text(source, "source") or CancelSource.OPERATOR_OVERRIDE
@@ -70,7 +70,11 @@ class Cancel:
             if held.ownership_state == "lease_revoked":
                 raise error("lease_revoked")
             if expected_lease is None or lease_epoch is None:
-                raise error("invalid_input", f"a cancel of active work by {source!r} names lease_id and lease_epoch")
+                raise error(
+                    "invalid_input",
+                    f"source {source!r} may cancel a running execution only with its lease_id and lease_epoch;"
+                    f" give both, or use source {CancelSource.OPERATOR_OVERRIDE.value!r}",
+                )
             if (
                 held.lease_id != expected_lease
                 or held.lease_epoch != lease_epoch

@@ -1,4 +1,4 @@
-"""What is submitted, checked: one by one, and as far as it goes what many have in common once."""
+"""Check submissions: each on its own, and what many of them share only once."""
 
 import hashlib
 from collections.abc import Hashable, Mapping, Sequence
@@ -20,22 +20,22 @@ MAX_SHAPES = 4096
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What many submissions have in common: checked once, with the numbers the store knows it by."""
+    """What many submissions share, checked once, with the ids of its names in the store."""
 
     partition: int
     id_head: str
-    """What the minted ids of its partition begin with: made once, as it is put before every one of them."""
+    """The prefix of every generated id of this partition."""
     lane_id: str
     namespace: str
     columns: Mapping[str, Any]
-    """What each of them has in the store, by the names of the statements' parameters."""
+    """The stored values that they share, by the names of the statements' parameters."""
     delay_until: int | None
     key_ttl_ms: int
 
 
 @dataclass(slots=True)
 class Submission:
-    """A checked item."""
+    """A checked submission."""
 
     shape: Shape
     uuid: str
@@ -49,26 +49,26 @@ class Submission:
     tags: Mapping[str, str] | None
     key: str | None
 
-    def names(self) -> tuple[Hashable, ...]:
-        """What no other submission of a statement may share: a given id, and the idempotency key within its scope."""
+    def unique_keys(self) -> tuple[Hashable, ...]:
+        """The keys that only one submission of a statement may have: its own id, and its scoped idempotency key."""
         if self.key is None:
             return () if self.is_minted else (self.execution_id,)
         return self.execution_id, (self.shape.namespace, self.shape.lane_id, self.key)
 
-    def about(self) -> str:
-        """How error messages name it: by the caller's key and id."""
+    def description(self) -> str:
+        """How error messages name it: by the caller's idempotency key and id."""
         key = [] if self.key is None else [f"idempotency key {shown(self.key)}"]
         return " or ".join(key if self.is_minted and key else [*key, f"execution {self.execution_id}"])
 
     @property
     def partition(self) -> int:
-        """The partition of the execution, which an id of the caller's own decides."""
+        """The partition of the execution: that of the caller's id, else that of its lane."""
         return self.shape.partition if self.is_minted else row_key(self.execution_id)[0]
 
-    def repeat(self) -> "Repeat":
-        """What the store is asked when the item was not created."""
+    def possible_duplicate(self) -> "PossibleDuplicate":
+        """The question to the store when the item was not created: what is it a duplicate of?"""
         shape, columns = self.shape, self.shape.columns
-        return Repeat(
+        return PossibleDuplicate(
             self.execution_id,
             shape.partition,
             shape.namespace,
@@ -81,13 +81,13 @@ class Submission:
         )
 
     def is_plain(self) -> bool:
-        """Whether nothing but a refusal of its lane can keep it from starting at once."""
+        """Whether it can start at once unless its lane refuses it."""
         is_delayed = self.delay_until is not None or self.delay_ms is not None
         return self.is_minted and self.key is None and not is_delayed and self.deadline_at is None
 
 
-class Repeat(NamedTuple):
-    """What may have been submitted before: under its id, or under its idempotency key with the same content."""
+class PossibleDuplicate(NamedTuple):
+    """A submission that may be a duplicate: by its id, or by its idempotency key with the same content."""
 
     execution_id: ExecutionId
     lane_partition: int
@@ -98,12 +98,12 @@ class Repeat(NamedTuple):
     payload_encoding: str | None
     payload: bytes
     policy: str | None
-    """The JSON of the policy, empty without one; None for a policy that is not valid, which no stored one equals."""
+    """The JSON of the policy, "" without one; None for an invalid policy, which equals no stored one."""
 
     def conflict(
         self, owner: ExecutionId, kind: str, encoding: str | None, payload_digest: bytes, policy_digest: bytes
     ) -> EngineError | None:
-        """Why it is no repeat of what its key belongs to, or None where it is one."""
+        """The error if its content differs from what `owner` was submitted with under the same key, else None."""
         differs = []
         encodings: dict[str, object] = {}
         if kind != self.execution_kind:
@@ -131,8 +131,8 @@ class Repeat(NamedTuple):
         )
 
 
-class Alike(NamedTuple):
-    """Submissions of one shape, as columns, of which nothing but the state of their lane can keep any from starting."""
+class UniformBatch(NamedTuple):
+    """Submissions of one shape, as columns, that can all start at once unless their lane refuses them."""
 
     shape: Shape
     uuids: Sequence[str]
@@ -142,16 +142,16 @@ class Alike(NamedTuple):
 
 
 class Submissions:
-    """Checks what is submitted against the rules, and knows the shapes it has met."""
+    """Checks submissions, and caches the shapes it has seen."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
         self._shapes: dict[tuple[Any, ...], Shape] = {}
 
     def check(self, new: NewExecution, uuid: str) -> Submission | None:
-        """The checked item, or None where only the store can tell."""
+        """The checked item, or None if the store has to be asked first."""
         if not isinstance(new, NewExecution):
-            raise error("invalid_input", f"items: each must be a NewExecution, got {shown(new)}")
+            raise error("invalid_input", f"items: expected a NewExecution, got {shown(new)}")
         execution_id = None
         if new.execution_id is not None:
             execution_id = parse_execution_id(new.execution_id)
@@ -171,7 +171,7 @@ class Submissions:
         delay_ms = new.delay_ms
         if delay_ms is not None:
             if delay_until is not None:
-                raise error("invalid_input", "delay_ms: must be absent where delay_until is given")
+                raise error("invalid_input", "delay_ms: must be absent if delay_until is given; give one of them")
             check_range(delay_ms, "delay_ms", 0, MAX_MS)
         deadline_at = new.execution_deadline_at
         if deadline_at is not None:
@@ -203,8 +203,8 @@ class Submissions:
             key,
         )
 
-    def alike(self, items: Sequence[NewExecution], uuids: Sequence[str]) -> Alike | None:
-        """Items that are alike and in order, without a look at each apart; None where one may not be."""
+    def uniform_batch(self, items: Sequence[NewExecution], uuids: Sequence[str]) -> UniformBatch | None:
+        """The items as one batch if all are valid and of one shape, else None."""
         first = items[0]
         if type(first) is not NewExecution:
             return None
@@ -237,15 +237,15 @@ class Submissions:
                 tags.append(check_tags(new.tags) if new.tags else None)
         except EngineError:
             return None
-        return Alike(shape, uuids, [new.priority for new in items], [new.input_payload for new in items], tags)
+        return UniformBatch(shape, uuids, [new.priority for new in items], [new.input_payload for new in items], tags)
 
     def _known_shape(self, new: NewExecution) -> Shape | None:
-        """The shape of an item, or None where the store has to be asked for its numbers or its policy is wrong."""
+        """The shape of an item, or None if its queue is not cached or its policy is invalid."""
         names = (new.namespace, new.lane_id, new.execution_kind, new.creator_identity, new.payload_encoding, new.policy)
         try:
             shape = self._shapes.get(names)
         except TypeError:
-            # A policy given as a dictionary has no hash.
+            # A policy given as a dictionary is not hashable.
             return self._shape(new)
         if shape is None and (shape := self._shape(new)) is not None:
             if len(self._shapes) >= MAX_SHAPES:
@@ -305,12 +305,12 @@ def _digest(content: bytes) -> bytes:
 
 
 def _policy_compared(policy: str) -> bytes:
-    """What is compared of a policy's JSON: a policy of defaults is the same as none."""
+    """The compared form of a policy's JSON: a policy of defaults equals none."""
     return b"" if policy == "{}" else policy.encode()
 
 
 def required_of(policy: ExecutionPolicy | None) -> tuple[str, ...]:
-    """The capabilities a policy asks for."""
+    """The capabilities that a policy requires."""
     return () if policy is None else policy.required_capabilities
 
 

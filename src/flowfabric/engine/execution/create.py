@@ -1,4 +1,4 @@
-"""Creating executions: once each, however often and however concurrently they are submitted."""
+"""Create executions exactly once, however often and however concurrently they are submitted."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -15,11 +15,11 @@ from flowfabric.engine.core.wakeups import Work
 from flowfabric.engine.core.watermark import BAND_BITS
 from flowfabric.engine.execution.checking import (
     MAX_PRIORITY,
-    Alike,
-    Repeat,
+    PossibleDuplicate,
     Shape,
     Submission,
     Submissions,
+    UniformBatch,
     required_of,
 )
 from flowfabric.engine.store import QueueNames, Store, error_of
@@ -40,7 +40,7 @@ from flowfabric.model.text import check_short, check_text
 SQL = statements_beside(__file__)
 
 PATIENCE_SHARED, PATIENCE_ALONE = "50ms", "2s"
-"""How long a statement waits for a key or an id that is being taken elsewhere: with others behind it, and alone."""
+"""How long a shared statement, and one for a single item, wait for a key or an id that another session is inserting."""
 
 Submitted = Created | Duplicate
 
@@ -73,27 +73,27 @@ _SHAPE_COLUMNS = (
 
 
 KIND_COLUMN = "execution_kind"
-"""What a queue says of its executions; only a repeat under a key is compared with it."""
+"""Not a column of the execution: its queue stores the kind. Only idempotency keys are compared with it."""
 
 
 class _NotCreated(Exception):
-    """Undoes the key of an execution that turned out to exist."""
+    """Rolls back the idempotency key of an execution that already exists."""
 
 
 class Create:
-    """Makes the rows of executions, those of many callers in one statement."""
+    """Inserts executions; concurrent callers share a statement."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
         self._batch: Batch[Submission, Submitted] = Batch(
-            self._insert_together, self._insert_alone, keys=Submission.names
+            self._insert_together, self._insert_alone, keys=Submission.unique_keys
         )
         self._submissions = Submissions(store)
 
     async def create(self, new: NewExecution, minted: str, *, is_repeat: bool = False) -> Submitted:
         """Create one execution; concurrent callers share a statement.
 
-        A repeat has the minted id of the first try, which may exist: it goes the way of an id of the caller's own.
+        A repeat has the generated id of the first try, which may exist, so it is treated like a caller's own id.
         """
         submission = await self._check(new, minted)
         if isinstance(submission, Duplicate):
@@ -107,14 +107,14 @@ class Create:
     async def create_many(
         self, items: Sequence[NewExecution], minted: Sequence[str], *, is_repeat: bool = False
     ) -> list[Submitted | EngineError]:
-        """Create up to a thousand executions, each with its own verdict; a repeat is as in `create`."""
-        if not is_repeat and (alike := self._submissions.alike(items, minted)) is not None:
+        """Create up to a thousand executions, each with its own verdict; `is_repeat` as in `create`."""
+        if not is_repeat and (batch := self._submissions.uniform_batch(items, minted)) is not None:
             try:
-                return await self._insert_alike(alike)
+                return await self._insert_alike(batch)
             except StoreFault as fault:
                 if fault.is_of_store:
                     raise error_of(fault) from fault
-                # An item the store cannot take: each finds its own answer below.
+                # The store rejects one of the items: below, each gets its own answer.
         checked: list[Submission | Duplicate | EngineError] = []
         for new, uuid in zip(items, minted, strict=True):
             try:
@@ -132,7 +132,7 @@ class Create:
         for at, new in enumerate(items):
             if not isinstance(checked[at], EngineError) or not isinstance(new, NewExecution):
                 continue
-            # An item before it may have made a duplicate, or a conflict, of one whose tags or policy are wrong.
+            # An item with invalid tags or policy may duplicate an earlier item of this call, or conflict with it.
             if new.execution_id is not None or new.idempotency_key:
                 try:
                     again = await self._check(new, minted[at])
@@ -144,11 +144,11 @@ class Create:
         return answers
 
     async def drain(self) -> None:
-        """Wait until every submission under way is answered."""
+        """Wait until every submission in progress is answered."""
         await self._batch.drain()
 
     async def _check(self, new: NewExecution, uuid: str) -> Submission | Duplicate:
-        """The checked item, after a look at the store where its shape is new or its tags and policy are wrong."""
+        """The checked item; asks the store if its shape is new or its tags or policy are invalid."""
         if (known := self._submissions.check(new, uuid)) is not None:
             return known
         store = self._store
@@ -156,9 +156,9 @@ class Create:
         creator = check_text(new.creator_identity, "creator_identity")
         namespace = check_short(new.namespace, "namespace")
         kind = check_text(new.execution_kind, "execution_kind")
-        # A repeat is answered before its tags and policy are judged, and leaves no names behind.
+        # A duplicate is answered before its tags and policy are checked, and registers no names.
         if new.execution_id is not None or new.idempotency_key:
-            (found,) = await self._find_duplicates([self._repeat(new, uuid)])
+            (found,) = await self._find_duplicates([self._possible_duplicate(new, uuid)])
             if isinstance(found, EngineError):
                 raise found
             if found is not None:
@@ -172,14 +172,14 @@ class Create:
         assert submission is not None
         return submission
 
-    def _repeat(self, new: NewExecution, uuid: str) -> Repeat:
-        """What the store is asked of an item that may have been submitted before."""
+    def _possible_duplicate(self, new: NewExecution, uuid: str) -> PossibleDuplicate:
+        """The question to the store about an item that may be a duplicate."""
         lane_partition = self._store.rules.partitions.of_lane(check_lane_id(new.lane_id))
         policy: str | None = None
         with contextlib.suppress(EngineError):
             parsed = parse_policy(new.policy)
             policy = "" if parsed is None else policy_json(parsed)
-        return Repeat(
+        return PossibleDuplicate(
             format_execution_id(lane_partition, uuid)
             if new.execution_id is None
             else parse_execution_id(new.execution_id),
@@ -193,25 +193,25 @@ class Create:
             policy,
         )
 
-    async def _find_duplicates(self, repeats: Sequence[Repeat]) -> list[Duplicate | EngineError | None]:
-        """What makes a duplicate of each, or a conflict where its key belongs to something else."""
-        pairs = [split_execution_id(repeat.execution_id) for repeat in repeats]
+    async def _find_duplicates(self, candidates: Sequence[PossibleDuplicate]) -> list[Duplicate | EngineError | None]:
+        """For each: the execution it duplicates, a conflict if its key was used for other content, or None."""
+        pairs = [split_execution_id(candidate.execution_id) for candidate in candidates]
         rows = await self._store.fetch(
             SQL.list_duplicates,
             partition_keys=[partition for partition, _ in pairs],
             execution_ids=[uuid for _, uuid in pairs],
-            key_partitions=[repeat.lane_partition for repeat in repeats],
-            namespaces=[repeat.namespace for repeat in repeats],
-            lanes=[repeat.lane_id for repeat in repeats],
-            idempotency_keys=[repeat.key for repeat in repeats],
+            key_partitions=[candidate.lane_partition for candidate in candidates],
+            namespaces=[candidate.namespace for candidate in candidates],
+            lanes=[candidate.lane_id for candidate in candidates],
+            idempotency_keys=[candidate.key for candidate in candidates],
         )
-        found: list[Duplicate | EngineError | None] = [None] * len(repeats)
+        found: list[Duplicate | EngineError | None] = [None] * len(candidates)
         for nth, partition, uuid, *stored in rows:
             if uuid is None:
                 continue
             execution_id = format_execution_id(partition, uuid)
             is_by_key = stored[0] is not None
-            conflict = repeats[nth - 1].conflict(execution_id, *stored) if is_by_key else None
+            conflict = candidates[nth - 1].conflict(execution_id, *stored) if is_by_key else None
             found[nth - 1] = conflict or Duplicate(execution_id=execution_id)
         return found
 
@@ -219,7 +219,7 @@ class Create:
         shape = items[0].shape
         if all(item.shape is shape and item.is_plain() for item in items):
             return await self._insert_alike(
-                Alike(
+                UniformBatch(
                     shape,
                     [item.uuid for item in items],
                     [item.priority for item in items],
@@ -227,7 +227,7 @@ class Create:
                     [item.tags for item in items],
                 )
             )
-        # A caller's own id may have to undo its key, which only a transaction of its own can.
+        # An item with both its own id and a key may have to roll back its key, so it needs its own transaction.
         taken_at = [at for at, item in enumerate(items) if item.key is None or item.is_minted]
         taken = [items[at] for at in taken_at]
         answers: list[Submitted | Locked | Exception] = [LOCKED] * len(items)
@@ -244,7 +244,7 @@ class Create:
                 answers[at] = answer
         return answers
 
-    async def _insert_alike(self, items: Alike) -> list[Submitted | EngineError]:
+    async def _insert_alike(self, items: UniformBatch) -> list[Submitted | EngineError]:
         shape, uuids, tags = items.shape, items.uuids, items.tags
         tag_ids = [uuid for uuid, own in zip(uuids, tags, strict=True) if own for _ in own]
         instance_tag = self._store.rules.instance_tag
@@ -266,7 +266,7 @@ class Create:
         )
         if not is_accepted:
             return [_refusal(shape) for _ in uuids]
-        # Each priority has a watermark of its own.
+        # Each priority has its own watermark.
         number = first_place & (1 << BAND_BITS) - 1
         firsts = [(MAX_PRIORITY - priority) << BAND_BITS | number for priority in set(items.priorities)]
         route_no, queue_no = shape.columns["route_no"], shape.columns["queue_no"]
@@ -286,7 +286,7 @@ class Create:
             try:
                 rows = await self._store.database.transact(insert)
             except StoreFault as fault:
-                raise error_of(fault, item.about()) from fault
+                raise error_of(fault, item.description()) from fault
             except _NotCreated:
                 (answer,) = await self._duplicates([item])
             else:
@@ -321,15 +321,15 @@ class Create:
         return own | of_shapes | _input_limits([item.payload for item in items])
 
     async def _duplicates(self, items: Sequence[Submission]) -> list[Duplicate | Locked | EngineError]:
-        """What makes duplicates of items that were not created, or LOCKED where that has run out meanwhile."""
+        """The duplicates of items that were not created; LOCKED if the key has expired in the meantime."""
         try:
-            found = await self._find_duplicates([item.repeat() for item in items])
+            found = await self._find_duplicates([item.possible_duplicate() for item in items])
         except EngineError as failed:
             return [failed] * len(items)
         return [one or LOCKED for one in found]
 
     async def _judge(self, items: Sequence[Submission], rows: Sequence[Record]) -> list[Submitted | Locked | Exception]:
-        """The answers of a statement that has committed, after waking who waits for what it brought."""
+        """Wake the waiters for the new work, and return the answers of a committed statement."""
         answers: list[Submitted | Locked | Exception] = [
             *Created.each([item.execution_id for item in items], PublicState.WAITING)
         ]
@@ -354,18 +354,18 @@ class Create:
                 if not lane_accepts:
                     answers[nth - 1] = _refusal(item.shape)
         if judged != len(items):
-            raise error("internal", f"{len(items)} submissions were given, {judged} were judged")
+            raise error("internal", f"insert_executions: {len(items)} items given, {judged} verdicts returned")
         wakeups.work(work)
         if open_at:
             for at, found in zip(open_at, await self._duplicates([items[at] for at in open_at]), strict=True):
-                # A refusal by the lane stands, unless the item is a duplicate.
+                # A duplicate takes precedence over the refusal of the lane.
                 if not (isinstance(found, Locked) and isinstance(answers[at], EngineError)):
                     answers[at] = found
         return answers
 
 
 def _input_limits(payloads: Sequence[bytes]) -> dict[str, object]:
-    """What tells a statement which of its inputs go to execution_input, and whether any do."""
+    """The parameters that decide which inputs are stored in execution_input."""
     return {
         "inline_payload_bytes": INLINE_PAYLOAD_BYTES,
         "has_large_inputs": any_large(payloads),
@@ -373,4 +373,8 @@ def _input_limits(payloads: Sequence[bytes]) -> dict[str, object]:
 
 
 def _refusal(shape: Shape) -> EngineError:
-    return error("invalid_input", f"lane_id: lane {shape.lane_id!r} accepts no submissions")
+    return error(
+        "invalid_input",
+        f"lane_id: lane {shape.lane_id!r} accepts no submissions: it is draining or disabled;"
+        " set_lane_state activates it",
+    )

@@ -1,12 +1,12 @@
 -- name: insert_alike
--- Creates executions of one shape that start at once and whose ids were minted for them, so that none can exist already:
--- the place of the first, and whether their lane accepts them.
--- Arrays are unnested in select lists, which copy nothing in between; what all rows share is a subquery, asked once.
+-- Creates executions of one shape that start at once, with generated ids, so that none can exist already. Returns the place
+-- of the first, and whether their lane accepts them.
+-- Arrays are unnested in select lists, which avoids a copy; values that all rows share are subqueries, evaluated once.
 with clock as materialized (select ff_now() as now),
 lane_state as materialized (
   select not exists (select from lane where lane_no = :lane_no and state in ('draining', 'disabled')) as is_accepted
 ),
--- Drawn at once: batches at the same time then write to different pages of the indexes by place.
+-- Drawn together, so that concurrent batches write to different pages of the indexes on place.
 drawn as materialized (
   select array(
          select ((9000 - coalesce(priority, (:priorities)[1]))::bigint << 48) | nextval('execution_sequence')
@@ -57,10 +57,10 @@ tagged as (
 select places[1] as first_place, is_accepted from drawn cross join lane_state;
 
 -- name: insert_executions
--- Creates what is new of a batch, in input order: how many of each queue, and a row for each item that was not new or
--- starts delayed.
--- Keys are taken before rows and both in sorted order, so that two batches never wait for each other in a circle.
--- Waits for a key or an id that somebody else is taking no longer than :patience.
+-- Creates the new executions of a batch, in input order. Returns the number created per queue, and a row for each item that
+-- already existed, was refused by its lane or starts delayed.
+-- Inserts keys before executions, both in sorted order, so that two batches cannot deadlock.
+-- Waits at most :patience for a key or an id that another session is inserting.
 with clock as materialized (select ff_now() as now, set_config('lock_timeout', :patience, true)),
 refusing as materialized (select lane_no from lane where state in ('draining', 'disabled')),
 given as (
@@ -138,7 +138,7 @@ fresh as (
   on conflict (partition_key, execution_id) do nothing
   returning partition_key, execution_id
 ),
--- Asked as a column, the question is answered from a hash; as a condition it would be a join.
+-- As an output column, `in` uses a hashed subplan; as a condition it would be a join.
 answered as materialized (
   select i.*, (partition_key, execution_id) in (select partition_key, execution_id from fresh) as is_new from item i
 ),
@@ -172,8 +172,8 @@ select nth, lane_no, route_no, queue_no, place, 0, is_new, lane_accepts, delay_u
   from answered where (not is_new or is_delayed) and (select ff_confirm());
 
 -- name: list_duplicates
--- Of each id and key: the execution that has one of them already, the key's owner first, and what was submitted under
--- the key.
+-- For each id and key: the execution that already has one of them, the key's owner first, and what was submitted under the
+-- key.
 select i.nth, coalesce(k.subject_partition, e.partition_key) as partition_key,
        coalesce(k.subject_id, e.execution_id) as execution_id, k.execution_kind, k.payload_encoding, k.payload_digest,
        k.policy_digest

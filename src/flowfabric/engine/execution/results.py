@@ -1,4 +1,4 @@
-"""Waiting for what becomes of executions."""
+"""Wait for the results of executions."""
 
 import asyncio
 import math
@@ -20,31 +20,31 @@ SQL = statements_beside(__file__)
 
 
 class Results:
-    """Looks for the results this process waits for, all in one statement: on a hint, and now and then without one.
+    """Queries the results that this process waits for, all in one statement: on a hint, and by polling.
 
-    The first hint after a quiet time leads to a look at once. While hints keep coming, looks are spaced by what they
-    cost and by how many of them found nothing, so that their number does not grow with that of the endings.
+    The first hints after a quiet time lead to a query at once. While hints keep coming, the pause between queries grows
+    with their duration and with the number that found nothing, so that the number of queries stays bounded.
     """
 
     AT_ONCE = 2
-    """Hinted looks that are not followed by a pause after a quiet time: one for a new waiter, one for its ending."""
+    """Hinted queries without a pause after a quiet time: one for a new waiter, one for its result."""
     REST_SECONDS = (0.001, 0.02)
-    """The first and the longest pause after a hinted look that answers nobody; each further one is twice as long."""
+    """The first and the longest pause after a hinted query that found nothing; each pause is twice the one before."""
     REST_SHARE = 2
-    """A hinted look is followed by a pause of at least this many times as long as it took."""
+    """A hinted query is followed by a pause of at least this many times its duration."""
     POLL_SECONDS = (0.02, 1.0)
-    """The first and the longest pause between two looks without a hint."""
+    """The first and the longest pause between two polls."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
         self._waiting: dict[ExecutionId, list[asyncio.Future[Ended]]] = {}
-        self._unseen: set[asyncio.Future[Ended]] = set()
-        """Waiters nobody has looked for yet."""
+        self._unqueried: set[asyncio.Future[Ended]] = set()
+        """Waiters that no query has covered yet."""
         self._task: asyncio.Task[None] | None = None
         self._refuses = False
 
     async def wait_for_ending(self, execution_id: ExecutionId | str, *, timeout: float | None = None) -> Ended:
-        """How an execution ended, as soon as it has."""
+        """Wait until an execution ends, and return its outcome and result."""
         parsed = parse_execution_id(execution_id)
         row_key(parsed)
         seconds = None if timeout is None else _check_timeout(timeout)
@@ -53,38 +53,38 @@ class Results:
         future = self._future(parsed)
         try:
             await asyncio.wait((future,), timeout=seconds)
-            # However short the wait, it is not over before a look.
-            if future in self._unseen and not future.done():
-                await self._settle([parsed])
+            # Query at least once, however short the timeout.
+            if future in self._unqueried and not future.done():
+                await self._query([parsed])
             if future.done():
                 return future.result()
         finally:
             future.cancel()
-            self._unseen.discard(future)
+            self._unqueried.discard(future)
         raise error("timeout", {"op": "wait_for_ending", "elapsed_ms": int((seconds or 0) * 1000)})
 
     def refuse(self) -> None:
         """Fail current waiters and reject new ones."""
         self._refuses = True
-        self._answer_all(_refusal())
+        self._fail_all(_refusal())
 
     def _future(self, execution_id: ExecutionId) -> "asyncio.Future[Ended]":
         future: asyncio.Future[Ended] = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(execution_id, []).append(future)
-        self._unseen.add(future)
+        self._unqueried.add(future)
         self._store.wakeups.ended_event.set()
         if self._task is None or self._task.done():
-            self._task = create_shared_task(self._look())
+            self._task = create_shared_task(self._query_loop())
         return future
 
     async def close(self) -> None:
-        """Fail current waiters and stop looking."""
+        """Fail current waiters and stop querying."""
         self.refuse()
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
 
-    async def _look(self) -> None:
+    async def _query_loop(self) -> None:
         wakeups = self._store.wakeups
         await wakeups.hints.listen()
         shortest_rest, longest_rest = self.REST_SECONDS
@@ -94,20 +94,20 @@ class Results:
             is_hinted = await is_set_within(wakeups.ended_event, poll)
             wakeups.ended_event.clear()
             poll, at_once = (shortest_poll, at_once - 1) if is_hinted else (min(poll * 2, longest_poll), self.AT_ONCE)
-            # Cancelled waiters drop out here.
+            # Remove cancelled waiters.
             for execution_id in [key for key, futures in self._waiting.items() if all(f.done() for f in futures)]:
                 del self._waiting[execution_id]
             if not self._waiting:
                 return
             began = time.monotonic()
-            has_answered = await self._settle(list(self._waiting))
+            has_answered = await self._query(list(self._waiting))
             cost = time.monotonic() - began
             if self._waiting and at_once < 0:
                 rest = shortest_rest if has_answered else min(rest * 2, longest_rest)
                 await asyncio.sleep(min(max(rest, cost * self.REST_SHARE), longest_poll))
 
-    async def _settle(self, wanted: list[ExecutionId]) -> bool:
-        """Look once, and answer those whose execution has ended or is not there; whether there were any."""
+    async def _query(self, wanted: list[ExecutionId]) -> bool:
+        """Query once, and answer the waiters whose execution has ended or is absent; whether there were any."""
         pairs = [split_execution_id(execution_id) for execution_id in wanted]
         try:
             rows = await self._store.fetch(
@@ -117,23 +117,23 @@ class Results:
             )
         except EngineError as refused:
             if not refused.retryable:
-                self._answer_all(refused)
+                self._fail_all(refused)
             return False
         for execution_id in wanted:
-            self._unseen.difference_update(self._waiting.get(execution_id, ()))
+            self._unqueried.difference_update(self._waiting.get(execution_id, ()))
         for row in rows:
             execution_id = wanted[row["nth"] - 1]
-            ending = _ending(execution_id, row)
+            ended = _ended(execution_id, row)
             for future in self._waiting.pop(execution_id, ()):
                 if future.done():
                     continue
-                if isinstance(ending, EngineError):
-                    future.set_exception(ending)
+                if isinstance(ended, EngineError):
+                    future.set_exception(ended)
                 else:
-                    future.set_result(ending)
+                    future.set_result(ended)
         return bool(rows)
 
-    def _answer_all(self, refused: EngineError) -> None:
+    def _fail_all(self, refused: EngineError) -> None:
         for futures in self._waiting.values():
             for future in futures:
                 if not future.done():
@@ -141,8 +141,8 @@ class Results:
         self._waiting.clear()
 
 
-def _ending(execution_id: ExecutionId, row: Record) -> Ended | EngineError:
-    """How an execution has ended; what cannot be read is the answer to those who wait for it, and to nobody else."""
+def _ended(execution_id: ExecutionId, row: Record) -> Ended | EngineError:
+    """The end of an execution as stored; an unreadable one is the error for its own waiters only."""
     if row["terminal_outcome"] is None:
         return error("execution_not_found")
     try:
@@ -173,7 +173,7 @@ def _check_timeout(value: object) -> float:
     except OverflowError:
         seconds = math.inf
     if not seconds >= 0:
-        raise error("invalid_input", f"timeout: seconds from 0 on, or None, got {shown(value)}")
+        raise error("invalid_input", f"timeout: must be seconds >= 0, or None to wait forever, got {shown(value)}")
     return seconds
 
 

@@ -1,4 +1,4 @@
-"""Letting go: ended executions past their retention, spent keys, expired grants, old events."""
+"""Delete ended executions past their retention, expired idempotency keys and old grants."""
 
 from collections.abc import Sequence
 from uuid import UUID
@@ -15,18 +15,18 @@ SQL = statements_beside(__file__)
 TRIM_LIMIT = 2000
 PURGE_LIMIT = 1000
 GRANT_MEMORY_MS = 10 * MAX_GRANT_TTL_MS
-"""How long an expired grant is kept: its worker is told that it was late, and any other that it has none."""
+"""How long an expired grant is kept, so that its worker gets `claim_grant_expired` instead of "no grant"."""
 
 
 class Retention:
-    """Deletes what nobody needs any more."""
+    """Deletes expired rows."""
 
     def __init__(self, store: Store, quarantine: Quarantine) -> None:
         self.quarantine = quarantine
         self._store = store
 
     async def trim(self, limit: int = TRIM_LIMIT) -> int:
-        """Delete ended executions past their retention, the oldest first; returns how many."""
+        """Delete ended executions past their retention, the oldest first; return how many."""
         watermark = self._store.retained_watermark
         since = watermark.since
 
@@ -37,7 +37,7 @@ class Retention:
         async def batch(left_out: Sequence[UUID]) -> int:
             row = await take(only=None, left_out=left_out)
             if not left_out:
-                # A watermark above what is left out would hide it when its pause is over.
+                # Not raised above skipped items: it would hide them when their pause is over.
                 watermark.reach(row["reached"])
             trimmed: int = row["trimmed"]
             return trimmed
@@ -54,13 +54,13 @@ class Retention:
         return await self.quarantine.sweep_by_halves(batch, list_due, some, limit=limit)
 
     async def purge_keys(self) -> int:
-        """Delete idempotency keys of submissions, suspends and signals past their time to live; answers how many."""
+        """Delete expired idempotency keys of submissions, suspends and signals; return how many."""
         (row,) = await self._store.fetch(SQL.take_spent_keys, limit=PURGE_LIMIT)
         purged: int = row["purged"]
         return purged
 
     async def purge_grants(self) -> int:
-        """Delete grants that expired long ago; answers how many."""
+        """Delete grants that expired long ago; return how many."""
         rows = await self._store.fetch(SQL.take_spent_grants, limit=PURGE_LIMIT, grant_memory_ms=GRANT_MEMORY_MS)
         purged: int = rows[0]["purged"]
         return purged

@@ -1,10 +1,9 @@
 -- name: take_retained
--- Deletes ended executions past their retention with everything that belongs to them, the oldest after :since first, :only
--- those that are named unless that is null, and never those of :left_out; answers how many, and up to when none is left but
--- what is held elsewhere or left out. By `any` of one element, as an equality lets the planner walk all of an index and join
--- what is due to it.
+-- Deletes ended executions past their retention and all their rows, the oldest after :since first: only those in :only
+-- unless that is null, and none of :left_out. Returns how many, and the time up to which none is left except locked and
+-- skipped ones. Joins by `any` of a one-element array, as an equality lets the planner scan a whole index.
 with clock as materialized (select ff_now() as now),
--- Whole rows until :limit executions are reached, each locked as it is read, and none behind them.
+-- Whole rows of retained until :limit executions are reached, each locked as it is read; later rows are not locked.
 batch as materialized (
   select r.*
     from (select r.*, m.nth
@@ -31,13 +30,13 @@ member as materialized (
             and m.execution_id <> all(:left_out) and (:only is null or m.execution_id = any(:only))
             for update skip locked) h on true
 ),
--- By its ctid: one that has changed since the statement began, as by a tag that the statement does not see either, is left.
+-- By ctid: a row that has changed since the statement began is kept, for example one with a tag this snapshot lacks.
 gone as (
   delete from execution where ctid = any(array(select tid from member where tid is not null))
   returning partition_key, execution_id, has_tags, terminal_outcome <> 'success' as is_listed, input_payload is null as has_large_input,
             result_payload is null and terminal_outcome = 'success' as may_have_large_result
 ),
--- What is left although it is still there. The others were gone, or ended at another time because they were replayed.
+-- Members that still exist. The others were already deleted, or replayed and thus ended at another time.
 kept as materialized (
   select m.batch_tid, m.execution_id
     from (select m.* from member m
@@ -71,7 +70,7 @@ tags as (
 listings as (
   delete from listed l using gone d
    where d.is_listed and l.partition_key = any(array[d.partition_key]) and l.execution_id = d.execution_id),
--- Where nothing was ever suspended, nothing is looked for.
+-- Skipped entirely if nothing was ever suspended.
 waits as (
   delete from suspension s using gone d
    where s.partition_key = any(array[d.partition_key]) and s.execution_id = d.execution_id and exists (select from suspension)),
@@ -94,7 +93,7 @@ outcomes as (
 select (select count(*) from gone) as trimmed, coalesce((select max(retain_until) from batch), (select now from clock)) as reached;
 
 -- name: list_retained
--- The ended executions past their retention, the oldest after :since first, except some.
+-- The ended executions past their retention except :left_out, the oldest after :since first.
 select r.partition_key, m.execution_id
   from (select r.retain_until, r.partition_key, r.execution_ids from retained r
          where r.retain_until > :since and r.retain_until <= (select ff_now()) and not r.execution_ids <@ :left_out::uuid[]
@@ -104,7 +103,7 @@ select r.partition_key, m.execution_id
  order by r.retain_until limit :limit;
 
 -- name: take_spent_keys
--- Deletes idempotency keys past their time to live; answers how many.
+-- Deletes expired idempotency keys; returns how many.
 with spent as (
   delete from idempotency_key
    where ctid = any(array(
@@ -114,7 +113,7 @@ with spent as (
 select count(*) as purged from spent;
 
 -- name: take_spent_grants
--- Deletes grants that expired this long ago; answers how many.
+-- Deletes grants that expired more than :grant_memory_ms ago; returns how many.
 with spent as (
   delete from claim_grant
    where ctid = any(array(

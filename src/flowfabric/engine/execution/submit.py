@@ -1,4 +1,4 @@
-"""Submitting executions, again while the store is away: ids are minted first, so a repeat creates nothing twice."""
+"""Submit executions, with retries while the store is unreachable; a retry uses the ids of the first try."""
 
 import asyncio
 import time
@@ -18,13 +18,13 @@ from flowfabric.pauses import pauses
 SQL = statements_beside(__file__)
 
 PAUSE_SECONDS = (0.05, 0.5)
-"""The first and the longest pause before a repeat."""
+"""The first and the longest pause before a retry."""
 
 Answer = Submitted | EngineError
 
 
 class Submit:
-    """Submits executions, repeating for a while what failed by a fault of the store."""
+    """Submits executions, and retries for a limited time what failed by a fault of the store."""
 
     def __init__(self, create: Create, store: Store, *, patience_ms: int) -> None:
         self._create = create
@@ -49,7 +49,7 @@ class Submit:
         delay_ms: int | None = None,
         execution_deadline_at: int | None = None,
     ) -> Created | Duplicate:
-        """Create an execution, once: a repeat of its id or of its live idempotency key is a `Duplicate`."""
+        """Create an execution; return a `Duplicate` if its id or its unexpired idempotency key is already in use."""
         new = NewExecution(
             namespace=namespace,
             lane_id=lane_id,
@@ -72,13 +72,13 @@ class Submit:
         except TransportError as fault:
             if not fault.retryable or not self._patience:
                 raise
-            (answer,) = await self._repeat([new], [minted], [fault])
+            (answer,) = await self._retry([new], [minted], [fault])
         if isinstance(answer, EngineError):
             raise answer
         return answer
 
     async def create_many(self, items: Sequence[NewExecution]) -> list[Created | Duplicate | EngineError]:
-        """Create up to a thousand executions in one statement, each with its own verdict."""
+        """Create up to a thousand executions in one call, each with its own verdict."""
         check_batch(items, "items")
         minted = mint_uuid_texts(len(items))
         try:
@@ -87,8 +87,8 @@ class Submit:
             if not fault.retryable or not self._patience:
                 raise
             answers = [fault.copy() for _ in items]
-        if self._patience and any(map(_is_passing, answers)):
-            answers = await self._repeat(items, minted, answers)
+        if self._patience and any(map(_is_transient, answers)):
+            answers = await self._retry(items, minted, answers)
             faults = [answer for answer in answers if isinstance(answer, TransportError)]
             if len(faults) == len(answers):
                 faults[0].outcome_unknown = any(fault.outcome_unknown for fault in faults)
@@ -96,34 +96,35 @@ class Submit:
         return answers
 
     async def drain(self) -> None:
-        """Wait until every submission under way is answered."""
+        """Wait until every submission in progress is answered."""
         await self._create.drain()
 
-    async def _repeat(
+    async def _retry(
         self, items: Sequence[NewExecution], minted: Sequence[str], answers: Sequence[Answer]
     ) -> list[Answer]:
-        """The answers after repeating those that are faults of the store until none is left or the patience is over."""
+        """Retry the answers that are faults of the store until none is left or the time is up; return all answers."""
         answers = [*answers]
-        async for _ in self._tries():
-            rest = [at for at, answer in enumerate(answers) if _is_passing(answer)]
+        async for _ in self._until_deadline():
+            rest = [at for at, answer in enumerate(answers) if _is_transient(answer)]
             if not rest:
                 break
             again: Sequence[Answer]
             try:
-                again = await self._again([items[at] for at in rest], [minted[at] for at in rest])
+                again = await self._retry_once([items[at] for at in rest], [minted[at] for at in rest])
                 again = [
-                    await self._ours(items[at], minted[at], answer) for at, answer in zip(rest, again, strict=True)
+                    await self._created_if_ours(items[at], minted[at], answer)
+                    for at, answer in zip(rest, again, strict=True)
                 ]
             except TransportError as fault:
                 again = [fault.copy() for _ in rest]
             for at, answer in zip(rest, again, strict=True):
-                answers[at] = _after(answers[at], answer)
+                answers[at] = _after_retry(answers[at], answer)
         return answers
 
-    async def _again(self, items: Sequence[NewExecution], minted: Sequence[str]) -> list[Answer]:
+    async def _retry_once(self, items: Sequence[NewExecution], minted: Sequence[str]) -> list[Answer]:
         if len(items) > 1:
             return await self._create.create_many(items, minted, is_repeat=True)
-        # One by one, callers share statements.
+        # The single call lets concurrent callers share statements.
         try:
             return [await self._create.create(items[0], minted[0], is_repeat=True)]
         except TransportError:
@@ -131,8 +132,8 @@ class Submit:
         except EngineError as refused:
             return [refused]
 
-    async def _tries(self) -> AsyncIterator[None]:
-        """One turn after each pause; the last one comes when the patience is over."""
+    async def _until_deadline(self) -> AsyncIterator[None]:
+        """Yield once after each pause, and a last time when the time is up."""
         deadline = time.monotonic() + self._patience
         for pause in pauses(*PAUSE_SECONDS):
             await asyncio.sleep(min(pause, max(deadline - time.monotonic(), 0)))
@@ -140,8 +141,8 @@ class Submit:
             if time.monotonic() >= deadline:
                 return
 
-    async def _ours(self, new: NewExecution, minted: str, answer: Answer) -> Answer:
-        """Created, where what a repeat has found is what an earlier try made: nobody else knows its id."""
+    async def _created_if_ours(self, new: NewExecution, minted: str, answer: Answer) -> Answer:
+        """Turn a duplicate of the generated id into Created: only an earlier try of this call can have used that id."""
         if isinstance(answer, EngineError | Created) or new.execution_id is not None:
             return answer
         if not answer.execution_id.endswith(minted):
@@ -160,17 +161,17 @@ class Submit:
         return PublicState.DELAYED if rows and rows[0]["created_at"] < delay_until else PublicState.WAITING
 
 
-def _is_passing(answer: Answer) -> bool:
+def _is_transient(answer: Answer) -> bool:
     return isinstance(answer, TransportError) and answer.retryable
 
 
-def _after(before: Answer, answer: Answer) -> Answer:
-    """The answer of a repeat; what an earlier try has left unknown stays unknown until the store answers."""
+def _after_retry(before: Answer, answer: Answer) -> Answer:
+    """The answer after a retry; an unknown outcome of an earlier try stays unknown until the store answers."""
     if not isinstance(before, TransportError):
         return answer
     if isinstance(answer, TransportError):
         answer.outcome_unknown |= before.outcome_unknown
     elif isinstance(answer, EngineError) and answer.code == "retry_exhausted":
-        # Somebody holds the id or the key: it may be the first try, whose session has not ended yet.
+        # Another session holds the id or the key: perhaps the first try, whose session has not ended yet.
         return before
     return answer

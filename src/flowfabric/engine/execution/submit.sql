@@ -1,3 +1,3 @@
 -- name: read_creation
--- When an execution was created.
+-- The time of creation of an execution.
 select created_at from execution where partition_key = :partition_key and execution_id = :execution_id;

@@ -1,4 +1,4 @@
-"""Tags: labels that are set and read while an execution lives, and after."""
+"""Set and read the tags of executions, in any state."""
 
 from collections.abc import Mapping
 
@@ -20,19 +20,19 @@ class Tags:
         self._store = store
 
     async def set_execution_tag(self, execution_id: ExecutionId | str, key: str, value: str) -> None:
-        """Store one tag of an execution, over what its key had before."""
+        """Set one tag of an execution, replacing its old value."""
         await self._write(execution_id, {check_tag_key(key): check_text(value, "value")})
 
     async def set_execution_tags(self, execution_id: ExecutionId | str, tags: Mapping[str, str]) -> TagsSet:
-        """Store tags of an execution in one transaction, over what their keys had before."""
+        """Set tags of an execution in one transaction, replacing their old values."""
         checked = check_tags(tags)
         if not checked:
-            raise error("invalid_input", "tags: at least one")
+            raise error("invalid_input", "tags: must contain at least one tag, e.g. {'app.customer': 'acme'}")
         await self._write(execution_id, checked)
         return TagsSet(count=len(checked))
 
     async def get_execution_tag(self, execution_id: ExecutionId | str, key: str) -> str | None:
-        """The value of one tag of an execution."""
+        """The value of one tag of an execution, or None if it is not set."""
         check_tag_key(key)
         partition, uuid = row_key(parse_execution_id(execution_id))
         rows = await self._store.fetch(SQL.read_tag, partition_key=partition, execution_id=uuid, key=key)

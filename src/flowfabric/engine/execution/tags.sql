@@ -1,5 +1,5 @@
 -- name: set_tags
--- Stores tags of one execution, over what their keys had before; no row when there is no such execution.
+-- Sets tags of one execution, replacing old values; no row if there is no such execution.
 with clock as materialized (select ff_now() as now),
 held as materialized (
   select partition_key, execution_id from execution
@@ -21,6 +21,6 @@ tagged as (
 select 1 from held;
 
 -- name: read_tag
--- The value of one tag of one execution. The collation keeps the index of keys out of it.
+-- The value of one tag of one execution. The collation keeps the planner from using the index on tag keys.
 select value from execution_tag
  where partition_key = :partition_key and execution_id = :execution_id and key collate "C" = :key;

@@ -1,1 +1,1 @@
-"""What surrounds executions: workers, lanes and database sessions."""
+"""Workers, lanes and database sessions."""

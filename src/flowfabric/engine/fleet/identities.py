@@ -1,4 +1,4 @@
-"""Identities of worker processes: kept while a lease names them, and for as long as most of what they did is kept."""
+"""Delete old identities of worker processes; one is kept while a lease refers to it."""
 
 from flowfabric.db.statements import statements_beside
 from flowfabric.engine.store import Rules, Store
@@ -10,18 +10,18 @@ PURGE_LIMIT = 1000
 
 
 def memory_ms(rules: Rules) -> int:
-    """How long an identity is kept after it was last in use: longer than executions and events by default."""
+    """How long an unused identity is kept: a day longer than executions and events by default."""
     return max(rules.retention_ms, rules.feed_retention_ms) + DAY_MS
 
 
 class Identities:
-    """Deletes the identities of worker processes that are long gone."""
+    """Deletes old identities of worker processes."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
 
     async def purge(self) -> int:
-        """Delete identities that were last in use so long ago and that no lease names; returns how many."""
+        """Delete identities that are older than `memory_ms` and that no lease refers to; return how many."""
         memory = memory_ms(self._store.rules)
         (row,) = await self._store.fetch(SQL.take_old_identities, memory_ms=memory, limit=PURGE_LIMIT)
         purged: int = row["purged"]

@@ -1,6 +1,6 @@
 -- name: take_old_identities
--- Deletes the identities of worker processes that were last in use so long ago, the oldest first; answers how many. Those
--- that a live or a lost lease names are in use now, and are not looked at again before their time.
+-- Deletes the identities of worker processes that were last used more than :memory_ms ago, the oldest first; returns how
+-- many. Those that a live or a lost lease refers to are marked as used now, so that they are not checked again soon.
 with clock as materialized (select ff_now() as now),
 old as materialized (
   select w.ctid as tid, w.worker_no from worker_identity w
@@ -8,7 +8,7 @@ old as materialized (
    order by w.seen_at limit :limit
      for update skip locked
 ),
--- Each claim and each lost lease is read once, however many identities are old.
+-- Reads each claim and each lost lease once, however many identities are old.
 named as materialized (
   select c.worker_no from claim c
   union

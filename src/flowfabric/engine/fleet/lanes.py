@@ -1,4 +1,4 @@
-"""Lanes: which there are, and what each accepts, changeable while work runs."""
+"""List lanes, and change what each accepts."""
 
 from flowfabric.db.statements import statements_beside
 from flowfabric.engine.core.stored import corruption, literal
@@ -25,13 +25,15 @@ class Lanes:
         lane_id = check_lane_id(lane_id)
         wanted = word_of(LaneState, state)
         if wanted is None:
-            raise error("invalid_input", f"state: one of {', '.join(LaneState)}, got {shown(state)}")
+            raise error("invalid_input", f"state: must be one of {', '.join(LaneState)}, got {shown(state)}")
         if not await self._store.fetch(SQL.set_lane_state, lane_id=lane_id, state=wanted):
-            raise error("invalid_input", f"lane_id: no lane {lane_id!r}")
+            raise error(
+                "invalid_input", f"lane_id: no lane {lane_id!r}; list_lanes shows them, a submission creates one"
+            )
         self._store.wakeups.lane(lane_id)
 
     async def list_lanes(self, *, cursor: str | None = None, limit: int = 100) -> LanePage:
-        """A page of the lanes by name, behind the one the cursor names."""
+        """A page of the lanes ordered by name, after the lane that the cursor names."""
         most = check_limit(limit, MAX_LIMIT)
         after = None if cursor is None else _check_cursor(cursor)
         if most == 0:
@@ -53,7 +55,9 @@ def _check_cursor(cursor: object) -> LaneId:
     try:
         return check_lane_id(cursor)
     except EngineError:
-        raise error("invalid_input", f"cursor: the name of a lane, got {shown(cursor)}") from None
+        raise error(
+            "invalid_input", f"cursor: must be the next_cursor of a page, a lane id, got {shown(cursor)}"
+        ) from None
 
 
 def _stored_name(lane_id: str) -> LaneId:

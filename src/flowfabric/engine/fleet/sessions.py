@@ -1,4 +1,4 @@
-"""Sessions whose client fell silent in the middle of a statement."""
+"""End database sessions whose client went silent in the middle of a statement."""
 
 import logging
 
@@ -13,20 +13,20 @@ logger = logging.getLogger(__name__)
 
 
 class Sessions:
-    """Ends sessions that the server waits for without a limit of its own."""
+    """Ends sessions that wait for their client beyond any timeout of the server."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
 
     async def end_silent(self) -> int:
-        """End the sessions of this user that have waited too long for their clients; returns how many.
+        """End the sessions of this role that have waited too long for their client; return how many.
 
-        The server limits how long a statement runs and how long a transaction is idle. A client that falls silent
-        between the parts of one statement, with a pooler or a proxy that keeps its connection open, is under neither
-        limit, and its rows would stay locked.
+        Postgres limits how long a statement runs and how long a transaction is idle. Neither limit applies to a client
+        that goes silent between the messages of one statement while a pooler keeps its connection open: its rows would
+        stay locked.
         """
         silent_ms = self._store.database.limits.silent_ms
         rows = await self._store.fetch(SQL.end_silent_sessions, silent_ms=silent_ms, limit=ENDED_LIMIT)
         for row in rows:
-            logger.warning("session %d is ended: its client fell silent in the middle of a statement", row["pid"])
+            logger.warning("ended session %d: its client went silent in the middle of a statement", row["pid"])
         return len(rows)

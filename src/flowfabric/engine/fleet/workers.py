@@ -1,4 +1,4 @@
-"""The worker registry: who is alive, on which lanes, with which capabilities, for which kinds and namespaces."""
+"""The worker registry: the live workers with their lanes, capabilities, kinds and namespaces."""
 
 from collections.abc import Sequence
 
@@ -30,7 +30,7 @@ MAX_LIMIT = 10_000
 
 
 class Workers:
-    """The worker family of operations."""
+    """The operations on the worker registry."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -47,13 +47,15 @@ class Workers:
         kinds: Sequence[str] | None = None,
         serves_all_namespaces: bool = False,
     ) -> Registered | Refreshed:
-        """Enter a worker process into the registry, or renew its entry; without kinds it runs any."""
+        """Register a worker process, or refresh its registration; without `kinds` it runs every kind."""
         named = sorted({check_lane_id(lane) for lane in check_items(lanes, "lanes")})
         if not named:
-            raise error("invalid_input", "lanes: at least one lane id")
+            raise error("invalid_input", "lanes: must contain at least one lane id, e.g. ['default']")
         check_range(liveness_ttl_ms, "liveness_ttl_ms", 1, MAX_TTL_MS)
         if type(serves_all_namespaces) is not bool:
-            raise error("invalid_input", f"serves_all_namespaces: True or False, got {shown(serves_all_namespaces)}")
+            raise error(
+                "invalid_input", f"serves_all_namespaces: must be True or False, got {shown(serves_all_namespaces)}"
+            )
         key = self._key(worker_instance_id, namespace)
         entry: dict[str, object] = {
             **key,
@@ -72,11 +74,15 @@ class Workers:
 
         rows = await self._store.transact(write)
         if not rows:
-            raise error("invalid_input", "instance_id reassigned")
+            raise error(
+                "invalid_input",
+                f"instance_id reassigned: {worker_instance_id!r} is registered by another worker_id;"
+                " use another worker_instance_id, or wait until that registration expires",
+            )
         return Registered() if rows[0]["is_fresh"] else Refreshed()
 
     async def heartbeat_worker(self, *, worker_instance_id: str, namespace: str) -> Refreshed | NotRegistered:
-        """Keep a live registration alive."""
+        """Extend a live registration by its time to live."""
         rows = await self._store.fetch(SQL.renew_worker, **self._key(worker_instance_id, namespace))
         return Refreshed(next_expiry_ms=rows[0]["lapses_at"]) if rows else NotRegistered()
 
@@ -84,9 +90,11 @@ class Workers:
         """End a live registration; its leases are not touched."""
         check_text(reason, "reason")
         if len(reason.encode()) > MAX_REASON_BYTES:
-            raise error("invalid_input", f"reason: longer than {MAX_REASON_BYTES} bytes")
+            raise error(
+                "invalid_input", f"reason: must be at most {MAX_REASON_BYTES} bytes, got {len(reason.encode())}"
+            )
         if has_control(reason):
-            raise error("invalid_input", "reason: must not contain control characters")
+            raise error("invalid_input", f"reason: must not contain control characters, got {shown(reason)}")
         key = self._key(worker_instance_id, namespace)
 
         async def end(transaction: Transaction) -> bool:
@@ -98,7 +106,7 @@ class Workers:
     async def list_workers(
         self, *, namespace: str | None = None, after: WorkerCursor | str | None = None, limit: int = 1000
     ) -> WorkerPage:
-        """A page of the live workers by namespace and instance, behind the place of the cursor."""
+        """A page of the live workers ordered by namespace and instance, after the cursor."""
         most = check_limit(limit, MAX_LIMIT)
         if namespace is not None:
             check_text(namespace, "namespace")
@@ -120,7 +128,7 @@ class Workers:
         return WorkerPage(entries=entries, cursor=cursor)
 
     async def sweep_expired(self) -> int:
-        """End registrations nobody keeps alive any more; answers how many."""
+        """Delete expired registrations; return how many."""
         rows = await self._store.fetch(SQL.take_expired_workers, limit=SWEEP_LIMIT)
         swept: int = rows[0]["swept"]
         return swept
@@ -136,7 +144,7 @@ class Workers:
 
 
 def _place(after: WorkerCursor | str | None, namespace: str | None) -> WorkerCursor:
-    """The place a list goes on behind: of one namespace the instance alone names it."""
+    """The position after which a page starts; within one namespace an instance id suffices."""
     match after:
         case None:
             return WorkerCursor(namespace=namespace or "", worker_instance_id="")
@@ -147,7 +155,10 @@ def _place(after: WorkerCursor | str | None, namespace: str | None) -> WorkerCur
             check_text(after.worker_instance_id, "after")
             return after
         case _:
-            raise error("invalid_input", "after: not a cursor of this list")
+            raise error(
+                "invalid_input",
+                f"after: must be the cursor of a page of this list, or with namespace an instance, got {shown(after)}",
+            )
 
 
 def _entry(row: Record) -> WorkerEntry:

@@ -1,12 +1,12 @@
 -- name: lock_worker
--- Holds a registration, expired or live.
+-- Locks a registration, expired or live.
 select worker_id, lapses_at > (select ff_now()) as is_live from worker
  where partition_key = :partition_key and namespace = :namespace and worker_instance_id = :worker_instance_id
    for update;
 
 -- name: insert_worker
--- Registers a worker or renews its registration, and says so in the registry's history; no row when another
--- registration of the same instance came first and is not ours to overwrite.
+-- Registers a worker or refreshes its registration, with an event; no row if the instance is registered by another
+-- worker_id and has not expired.
 with clock as materialized (select ff_now() as now),
 written as (
   insert into worker as w (partition_key, namespace, worker_instance_id, worker_id, lanes, capabilities, kinds,
@@ -20,7 +20,7 @@ written as (
          last_heartbeat_at = excluded.last_heartbeat_at, liveness_ttl_ms = excluded.liveness_ttl_ms,
          registered_at = case when :has_expired then excluded.registered_at else w.registered_at end
    where :has_expired or w.worker_id = excluded.worker_id
-  -- A row that was there before carries the lock this statement took to update it.
+  -- xmax is not 0 on a row that existed before: this statement locked it to update it.
   returning w.partition_key, w.namespace, w.worker_instance_id, w.worker_id, w.last_heartbeat_at,
             :has_expired or w.xmax = 0 as is_fresh
 ),
@@ -34,7 +34,7 @@ events as (
 select is_fresh from written;
 
 -- name: renew_worker
--- Keeps a live registration alive; no row when it is absent or has expired.
+-- Extends a live registration; no row if it is absent or has expired.
 with clock as materialized (select ff_now() as now),
 renewed as (
   update worker w set last_heartbeat_at = c.now
@@ -51,7 +51,7 @@ events as (
 select lapses_at from renewed;
 
 -- name: take_worker
--- Ends a live registration; no row when it is absent or has expired.
+-- Deletes a live registration; no row if it is absent or has expired.
 with clock as materialized (select ff_now() as now),
 gone as (
   delete from worker w using clock c
@@ -67,7 +67,7 @@ events as (
 select worker_id from gone;
 
 -- name: take_expired_workers
--- Ends registrations that have expired; answers how many.
+-- Deletes expired registrations; returns how many.
 with clock as materialized (select ff_now() as now),
 gone as (
   delete from worker w using clock c
@@ -84,7 +84,7 @@ events as (
 select count(*) as swept from gone;
 
 -- name: list_live_workers
--- The live registrations of one namespace or of all, by namespace and instance in the order of their bytes, behind a place.
+-- The live registrations of one namespace or of all, after a position, in byte order of namespace and instance.
 select namespace, worker_instance_id, worker_id, lanes, capabilities, kinds, serves_all_namespaces, last_heartbeat_at,
        liveness_ttl_ms, registered_at
   from worker

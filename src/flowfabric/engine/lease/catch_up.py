@@ -6,7 +6,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
-from flowfabric.engine.core.quarantine import is_of_connection, pause_after
+from flowfabric.engine.core.quarantine import is_connection_fault, pause_after
 from flowfabric.engine.core.sweep import SweepResult
 from flowfabric.engine.lease.delay import Delays
 from flowfabric.engine.lease.expire import LeaseExpiry
@@ -56,7 +56,7 @@ class CatchUp:
                 is_gain = await self._do(chore, lanes) or is_gain
                 chore.failures = 0
             except EngineError as fault:
-                if is_of_connection(fault):
+                if is_connection_fault(fault):
                     raise
                 chore.failures += 1
                 chore.not_before = time.monotonic() + pause_after(chore.failures, FAULT_SECONDS)

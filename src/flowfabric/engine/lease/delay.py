@@ -7,7 +7,7 @@ from flowfabric.db.database import Record, Transaction
 from flowfabric.db.statements import statements_beside
 from flowfabric.engine.core.consequence import LeaseEnd, LeaseEnds
 from flowfabric.engine.core.quarantine import Quarantine
-from flowfabric.engine.core.row import hold_if_there, usable
+from flowfabric.engine.core.row import hold_if_exists, usable
 from flowfabric.engine.core.sweep import SweepResult
 from flowfabric.engine.core.transition import PROMOTED, Move
 from flowfabric.engine.core.wakeups import Work
@@ -64,7 +64,7 @@ class Delays:
         row_key(parsed)
 
         async def bring(transaction: Transaction) -> tuple[list[Record], str]:
-            held = await hold_if_there(transaction, parsed)
+            held = await hold_if_exists(transaction, parsed)
             if held is None:
                 return [], "execution_not_found"
             promoted = await transaction.fetch(SQL.promote_delayed, **_named([parsed]), lease_epoch=None, **PROMOTED)
@@ -84,7 +84,7 @@ class Delays:
         handle = usable(handle)
 
         async def bring(transaction: Transaction) -> list[Record]:
-            if await hold_if_there(transaction, handle.execution_id) is None:
+            if await hold_if_exists(transaction, handle.execution_id) is None:
                 return []
             return await transaction.fetch(
                 SQL.promote_delayed, **_named([handle.execution_id]), lease_epoch=handle.lease_epoch, **PROMOTED

@@ -8,8 +8,8 @@ from flowfabric.db.batch import Locked
 from flowfabric.db.database import Record, Transaction
 from flowfabric.db.statements import statements_beside
 from flowfabric.engine.core.consequence import LeaseEnd, LeaseEnds, retry_pause
-from flowfabric.engine.core.quarantine import Quarantine, is_of_connection
-from flowfabric.engine.core.row import Held, Verdict, hold, hold_if_there
+from flowfabric.engine.core.quarantine import Quarantine, is_connection_fault
+from flowfabric.engine.core.row import Held, Verdict, hold, hold_if_exists
 from flowfabric.engine.core.sweep import SweepResult
 from flowfabric.engine.core.transition import Move, after_timeout
 from flowfabric.engine.core.wakeups import Work
@@ -98,7 +98,7 @@ class LeaseExpiry:
         try:
             return await self._lease_ends.expire(expired)
         except EngineError as fault:
-            if is_of_connection(fault):
+            if is_connection_fault(fault):
                 raise
         # One that cannot be marked must not keep the others from it.
         work: list[Work] = []
@@ -106,7 +106,7 @@ class LeaseExpiry:
             try:
                 work += await self._lease_ends.expire([execution_id])
             except EngineError as fault:
-                if is_of_connection(fault):
+                if is_connection_fault(fault):
                     raise
                 self.quarantine.failed(execution_id, fault)
         return work
@@ -118,7 +118,7 @@ class LeaseExpiry:
         end = LeaseEnd(parsed, Move.LEASE_EXPIRED)
 
         async def mark(transaction: Transaction) -> tuple[list[Verdict | Locked], str]:
-            held = await hold_if_there(transaction, parsed)
+            held = await hold_if_exists(transaction, parsed)
             if held is None:
                 return [], "execution_not_found"
             return await self._lease_ends.within(transaction, [end]), _why_unmarked(held)

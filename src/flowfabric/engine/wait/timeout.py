@@ -9,7 +9,7 @@ from flowfabric.db.database import Record, Transaction
 from flowfabric.db.statements import statements_beside
 from flowfabric.engine.core.consequence import LeaseEnd, LeaseEnds
 from flowfabric.engine.core.quarantine import Quarantine
-from flowfabric.engine.core.row import Verdict, hold_if_there
+from flowfabric.engine.core.row import Verdict, hold_if_exists
 from flowfabric.engine.core.transition import ESCALATED, SUSPENSION_TIMEOUTS
 from flowfabric.engine.store import Store
 from flowfabric.engine.wait.resume import TIMED_OUT, Resume, Resumes
@@ -78,7 +78,7 @@ class SuspensionTimeouts:
         row_key(parsed)
 
         async def expire(transaction: Transaction) -> _Applied | AlreadySatisfied:
-            held = await hold_if_there(transaction, parsed)
+            held = await hold_if_exists(transaction, parsed)
             if held is None:
                 return AlreadySatisfied(reason="not_found_cleaned")
             if held.lifecycle_phase != LifecyclePhase.SUSPENDED:

@@ -1,4 +1,4 @@
-"""How often the store is asked for results, and how soon a waiter is answered."""
+"""How often the store is queried for results, and how soon a waiter is answered."""
 
 import asyncio
 from collections import Counter
@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from conftest import Engines, Eventually, Given
 from flowfabric.db.database import Database
 from flowfabric.db.statements import Statement
 from flowfabric.engine.engine import Engine
@@ -14,13 +15,13 @@ from flowfabric.engine.parts import parts_of
 from flowfabric.model.execution import NewExecution
 from flowfabric.worker.worker import Worker
 
-LOOK = "list_results"
+QUERY = "list_results"
 CLAIM = "claim_by_route"
 
 
 @pytest.fixture
 def statements(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """How often each statement was run."""
+    """How often each statement was executed."""
     fetch, seen = Database.fetch, Counter[str]()
 
     async def fetch_and_count(database: Database, statement: Statement, *values: Any, **options: Any) -> Any:
@@ -33,43 +34,40 @@ def statements(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 @pytest.fixture
 def hints_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody polls: results and work are found by a hint alone."""
+    """Disable polling: only a hint leads to a query or a claim."""
     monkeypatch.setattr(Results, "POLL_SECONDS", (600.0, 600.0))
     monkeypatch.setattr("flowfabric.worker.worker.LISTENING_POLL_SECONDS", 600.0)
     monkeypatch.setattr("flowfabric.worker.worker.IDLE_SECONDS", 600.0)
 
 
-async def listening(engine: Engine, eventually: Any) -> None:
+async def listening(engine: Engine, eventually: Eventually) -> None:
     parts_of(engine).wakeups.hints.begin_to_listen()
     await eventually(lambda: parts_of(engine).wakeups.hints.is_listening)
 
 
 @pytest.mark.usefixtures("hints_only")
-@pytest.mark.parametrize("place", ["this engine", "another"])
-async def test_an_ending_is_seen_by_a_hint_at_once(
+async def test_a_hint_leads_to_the_result_at_once(
     engine: Engine,
-    engines: Any,
-    given: Any,
-    eventually: Any,
+    engines: Engines,
+    given: Given,
+    eventually: Eventually,
     statements: Counter[str],
-    place: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # A pause after the look for a new waiter would outlast the test.
+    # A pause after the query for a new waiter would outlast the test.
     monkeypatch.setattr(Results, "REST_SECONDS", (600.0, 600.0))
     await listening(engine, eventually)
-    ending = engine if place == "this engine" else await engines()
-    for nth in range(1, 4):
+    for nth, completing in enumerate((engine, await engines(), engine, engine)):
         run = await given.claimed()
         waiting = asyncio.create_task(engine.wait_for_ending(run.execution_id, timeout=60))
-        await eventually(lambda nth=nth: statements[LOOK] == 2 * nth - 1)
-        await ending.complete(run, b"x")
+        await eventually(lambda nth=nth: statements[QUERY] == 2 * nth + 1)
+        await completing.complete(run, b"x")
         assert (await waiting).result == b"x"
-        assert statements[LOOK] == 2 * nth
+        assert statements[QUERY] == 2 * nth + 2
 
 
-async def test_thousands_of_waiters_cost_a_bounded_number_of_looks(
-    engine: Engine, eventually: Any, statements: Counter[str]
+async def test_thousands_of_waiters_cause_a_bounded_number_of_queries(
+    engine: Engine, eventually: Eventually, statements: Counter[str]
 ) -> None:
     await listening(engine, eventually)
     new = NewExecution(
@@ -85,54 +83,54 @@ async def test_thousands_of_waiters_cost_a_bounded_number_of_looks(
     worker: dict[str, Any] = {"worker_id": "w", "worker_instance_id": "w-1", "lease_ttl_ms": 600_000}
     claimed = [one for _ in range(3) for one in await engine.claim_many(lanes=["default"], limit=1000, **worker)]
     waiting = [asyncio.create_task(engine.wait_for_ending(one.execution_id)) for one in claimed]
-    await eventually(lambda: statements[LOOK] > 0)
-    # Each ending is a statement, a commit and a hint of its own.
+    await eventually(lambda: statements[QUERY] > 0)
+    # Each completion is its own statement, commit and hint.
     for one in claimed[:300]:
         await engine.complete(one.handle, b"x")
     for first in range(300, 3000, 900):
         await engine.complete_many([(one.handle, b"x") for one in claimed[first : first + 900]])
     assert len(await asyncio.gather(*waiting)) == 3000
-    assert statements[LOOK] < 300 / 5
+    assert statements[QUERY] < 300 / 5
 
 
-async def test_a_costly_look_is_followed_by_a_longer_pause(
-    engine: Engine, given: Any, eventually: Any, statements: Counter[str], monkeypatch: pytest.MonkeyPatch
+async def test_a_slow_query_is_followed_by_a_longer_pause(
+    engine: Engine, given: Given, eventually: Eventually, statements: Counter[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Results, "REST_SHARE", 1_000_000)
     monkeypatch.setattr(Results, "POLL_SECONDS", (600.0, 600.0))
     await listening(engine, eventually)
     run = await given.claimed()
     waiting = asyncio.create_task(engine.wait_for_ending(run.execution_id))
-    for looks in range(1, Results.AT_ONCE + 2):
-        await eventually(lambda looks=looks: statements[LOOK] == looks)
+    for queries in range(1, Results.AT_ONCE + 2):
+        await eventually(lambda queries=queries: statements[QUERY] == queries)
         await given.completed(lane_id="elsewhere")
-    # Longer than the pause after a look that costs nothing.
+    # These take longer than the pause after a query that costs nothing.
     for _ in range(30):
         await given.completed(lane_id="elsewhere")
-    assert statements[LOOK] == Results.AT_ONCE + 1
+    assert statements[QUERY] == Results.AT_ONCE + 1
     waiting.cancel()
 
 
 @pytest.mark.usefixtures("hints_only")
-async def test_hints_that_bring_nothing_space_the_looks(
-    engine: Engine, given: Any, eventually: Any, statements: Counter[str], monkeypatch: pytest.MonkeyPatch
+async def test_hints_without_results_are_followed_by_longer_pauses(
+    engine: Engine, given: Given, eventually: Eventually, statements: Counter[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Results, "REST_SECONDS", (600.0, 600.0))
     await listening(engine, eventually)
     run = await given.claimed()
     waiting = asyncio.create_task(engine.wait_for_ending(run.execution_id))
-    for looks in range(1, Results.AT_ONCE + 2):
-        await eventually(lambda looks=looks: statements[LOOK] == looks)
+    for queries in range(1, Results.AT_ONCE + 2):
+        await eventually(lambda queries=queries: statements[QUERY] == queries)
         await given.completed(lane_id="elsewhere")
     for _ in range(10):
         await given.completed(lane_id="elsewhere")
-    assert statements[LOOK] == Results.AT_ONCE + 1
+    assert statements[QUERY] == Results.AT_ONCE + 1
     waiting.cancel()
 
 
 @pytest.mark.usefixtures("hints_only")
 async def test_a_claim_is_not_repeated_for_a_hint_of_its_own_engine(
-    engine: Engine, engines: Any, given: Any, eventually: Any, statements: Counter[str]
+    engine: Engine, engines: Engines, given: Given, eventually: Eventually, statements: Counter[str]
 ) -> None:
     async def job(a: int) -> None: ...
 
