@@ -30,7 +30,7 @@ async def listen() -> None:
             heard.extend(words)
             is_heard.set()
 
-    hints.hear("work", hear)
+    hints.subscribe("work", hear)
     await hints.listen()
     os.write(tell, b"1")
     async with asyncio.timeout(60):

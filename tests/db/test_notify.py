@@ -17,8 +17,8 @@ from flowfabric.db.notify import EVERYTHING, Hints
 
 SESSIONS = """from pg_stat_activity where datname = current_database() and pid <> pg_backend_pid()
                 and application_name = 'flowfabric'"""
-LISTENERS = f"select count(*) {SESSIONS} and query like '/* proof */%'"
-END_LISTENERS = f"select pg_terminate_backend(pid) {SESSIONS} and query like '/* proof */%'"
+LISTENERS = f"select count(*) {SESSIONS} and query like '/* probe */%'"
+END_LISTENERS = f"select pg_terminate_backend(pid) {SESSIONS} and query like '/* probe */%'"
 END_ALL = f"select pg_terminate_backend(pid) {SESSIONS}"
 
 Open = Callable[..., Awaitable[Hints]]
@@ -37,10 +37,10 @@ async def hints(url: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Open
     monkeypatch.setattr(Hints, "LISTEN_SECONDS", 60.0)
     async with AsyncExitStack() as stack:
 
-        async def open_hints(*, schema: str = "flowfabric", deaf: bool = False) -> Hints:
+        async def open_hints(*, schema: str = "flowfabric", polls_only: bool = False) -> Hints:
             database = await Database.open(url, schema=schema, pool_size=1)
             stack.push_async_callback(database.close)
-            hints = Hints(database, deaf=deaf)
+            hints = Hints(database, polls_only=polls_only)
             stack.push_async_callback(hints.close)
             return hints
 
@@ -52,7 +52,7 @@ class Heard:
 
     def __init__(self, hints: Hints, channel: str) -> None:
         self.hints: list[list[str]] = []
-        hints.hear(channel, self.hints.append)
+        hints.subscribe(channel, self.hints.append)
 
     @property
     def words(self) -> list[str]:
@@ -200,7 +200,7 @@ async def test_to_listen_twice_is_to_listen_once(hints: Open, other: asyncpg.Con
 async def test_a_deaf_process_tells_but_does_not_listen(
     hints: Open, other: asyncpg.Connection, eventually: Any
 ) -> None:
-    deaf, listener = await hints(deaf=True), await hints()
+    deaf, listener = await hints(polls_only=True), await hints()
     silent, heard = Heard(deaf, "work"), Heard(listener, "work")
     await deaf.listen()
     await listener.listen()

@@ -133,7 +133,7 @@ class Batch(Generic[Item, Answer]):
         try:
             return await self._together(items)
         except StoreFault as fault:
-            if fault.is_of_store:
+            if fault.is_store_failure:
                 return [fault.copy() for _ in items]
         except Exception as error:
             if len(items) == 1:

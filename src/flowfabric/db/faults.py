@@ -45,7 +45,7 @@ class StoreFault(Exception):
         self.outcome_unknown = outcome_unknown
 
     @property
-    def is_of_store(self) -> bool:
+    def is_store_failure(self) -> bool:
         """Whether the store itself failed: trying the items of a batch one by one would not help."""
         return self.kind not in ("contention", "other")
 

@@ -136,7 +136,7 @@ def _load(path: Path) -> Migration:
     )
 
 
-def made_by(migrations: Sequence[Migration]) -> list[str]:
+def created_names(migrations: Sequence[Migration]) -> list[str]:
     """The names of the ledger and of the tables and sequences that these migrations make."""
     return sorted({name for text in (_LEDGER, *(each.sql for each in migrations)) for name in _MADE.findall(text)})
 

@@ -21,7 +21,7 @@ EVERYTHING = "*"
 _LONGEST = 7_000
 _SENDER = "@"
 """What the first word of a hint begins with when it names the sender; a hint without one is anybody's."""
-_PROOF = "/* proof */ select pg_notify($1, '')"
+_PROBE = "/* probe */ select pg_notify($1, '')"
 _Callback = Callable[[list[str]], None]
 
 
@@ -41,14 +41,14 @@ class Hints:
     """How long whoever begins to listen waits for the connection, which goes on to be made behind him."""
     CLOSE_SECONDS = 1.0
     """How long the end waits for what is pending."""
-    PROOF_SECONDS = 10.0
+    PROBE_SECONDS = 10.0
     """How often the listener proves that hints arrive; one over which they do not is tried again after as long."""
-    DEAF_SECONDS = 2.0
+    PROBE_TIMEOUT_SECONDS = 2.0
     """How long the listener's own hint may take to reach it."""
 
-    def __init__(self, database: Database, *, deaf: bool = False) -> None:
+    def __init__(self, database: Database, *, polls_only: bool = False) -> None:
         self._database = database
-        self._deaf = deaf
+        self._polls_only = polls_only
         self._token = secrets.token_hex(6)
         self._pending: dict[str, set[str]] = {}
         self._callbacks: dict[str, list[_Callback]] = {}
@@ -74,20 +74,20 @@ class Hints:
         if self._sender is None or self._sender.done():
             self._sender = create_shared_task(self._send_pending())
 
-    def hear(self, channel: str, callback: _Callback) -> None:
+    def subscribe(self, channel: str, callback: _Callback) -> None:
         """Call back with the words of every hint; `*` also after a gap in the listening."""
         self._callbacks.setdefault(channel, []).append(callback)
 
-    def begin_to_listen(self) -> bool:
+    def start_listening(self) -> bool:
         """Begin to listen, unless this process is deaf, listens already or is about to end; whether it was begun."""
-        if self._deaf or self._closed or self._listener is not None:
+        if self._polls_only or self._closed or self._listener is not None:
             return False
         self._listener = create_shared_task(self._keep_listening())
         return True
 
     async def listen(self) -> None:
         """Begin to listen and wait a moment for the connection, unless that was begun before."""
-        if self.begin_to_listen():
+        if self.start_listening():
             await is_set_within(self._listening, self.LISTEN_SECONDS)
 
     async def close(self) -> None:
@@ -146,7 +146,7 @@ class Hints:
                     reconnects = pauses(*self.RECONNECT_SECONDS)
                 self._listening.clear()
                 connection.terminate()
-            await asyncio.sleep(self.PROOF_SECONDS if is_deaf else next(reconnects))
+            await asyncio.sleep(self.PROBE_SECONDS if is_deaf else next(reconnects))
 
     async def _listen_on(self, connection: Any) -> bool:
         """Listen until the connection is lost or proves deaf, and say which: each proof is a hint to this listener."""
@@ -156,8 +156,8 @@ class Hints:
         await connection.add_listener(channel, lambda *_: heard.set())
         while not lost.is_set():
             heard.clear()
-            await connection.execute(_PROOF, channel)
-            if not await is_set_within(heard, self.DEAF_SECONDS):
+            await connection.execute(_PROBE, channel)
+            if not await is_set_within(heard, self.PROBE_TIMEOUT_SECONDS):
                 self._warn_of_deafness()
                 return True
             if not self._listening.is_set():
@@ -165,7 +165,7 @@ class Hints:
                 # What was sent while nobody listened is unknown.
                 for channel_heard in self._callbacks:
                     self._deliver(channel_heard, [EVERYTHING])
-            await is_set_within(lost, self.PROOF_SECONDS)
+            await is_set_within(lost, self.PROBE_SECONDS)
         return False
 
     def _warn_of_deafness(self) -> None:

@@ -38,7 +38,7 @@ select quote_ident(current_user), quote_ident(pg_get_userbyid(relowner))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Kept:
+class EnsuredPartitions:
     """What was made, and which days have to do without a partition of their own, with the reason."""
 
     made: tuple[str, ...]
@@ -59,7 +59,7 @@ def bounds_of(name: str) -> tuple[int, int]:
     return first, first + DAY_MS
 
 
-async def ensure(connection: Connection, *, schema: str, now_ms: int, ahead_days: int = 2) -> Kept:
+async def ensure(connection: Connection, *, schema: str, now_ms: int, ahead_days: int = 2) -> EnsuredPartitions:
     """Have the partitions of today and of the days ahead; safe from any number of processes at once.
 
     A day whose events are in the default partition already does without. Raises NotOwner for a role that may not.
@@ -81,7 +81,7 @@ async def ensure(connection: Connection, *, schema: str, now_ms: int, ahead_days
             skipped[name] = str(reason)
         except asyncpg.LockNotAvailableError:
             logger.debug("%s is left for the next visit: its table is busy", name)
-    return Kept(made=tuple(made), skipped=skipped)
+    return EnsuredPartitions(made=tuple(made), skipped=skipped)
 
 
 async def drop_older(connection: Connection, *, schema: str, before_ms: int) -> list[str]:

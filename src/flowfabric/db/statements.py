@@ -90,7 +90,7 @@ def statements_beside(module_file: str) -> Statements:
     return Statements(Path(module_file).with_suffix(".sql"))
 
 
-def columns_of(names: Sequence[str], rows: Sequence[Sequence[object]]) -> dict[str, object]:
+def short_columns(names: Sequence[str], rows: Sequence[Sequence[object]]) -> dict[str, object]:
     """Rows as one array a column, short where it can be: unnest fills a short array up with nulls.
 
     A column of nothing but nulls is empty; a column of one value repeated holds it once, and the statement takes the
@@ -111,7 +111,7 @@ def short_column(column: Sequence[object]) -> Sequence[object]:
     return () if column[0] is None else column[:1]
 
 
-def columns_from(names: Sequence[str], rows: Sequence[Sequence[object]]) -> dict[str, object]:
+def full_columns(names: Sequence[str], rows: Sequence[Sequence[object]]) -> dict[str, object]:
     """Rows as one array a column, each as long as there are rows."""
     columns: list[Sequence[object]] = list(zip(*rows, strict=True)) if rows else [()] * len(names)
     return dict(zip(names, columns, strict=True))

@@ -71,7 +71,7 @@ class Lifecycle:
             else beside.store_key
         )
         """Which store this is; the same for every engine of the process on it."""
-        self.hints = Hints(database, deaf=not settings.listen)
+        self.hints = Hints(database, polls_only=not settings.listen)
         self.store = Store(
             database,
             self.hints,
@@ -190,7 +190,7 @@ class Lifecycle:
             )
 
     async def _rights(self) -> Rights:
-        database, names = self._database, migrate.made_by(migrate.load_migrations())
+        database, names = self._database, migrate.created_names(migrate.load_migrations())
         async with database.acquire() as connection:
             return await rights_of(connection, url=database.url, schema=database.schema, names=names)
 
