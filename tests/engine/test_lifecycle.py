@@ -135,7 +135,7 @@ async def test_a_damaged_embedded_store_names_the_folder_to_delete(tmp_path: Pat
         await asyncio.to_thread(embedded.release)
     assert str(refusal.value.detail).endswith(
         "install the release of flowfabric that applied it,"
-        f" or stop its processes and delete {folder} and with it everything stored"
+        f" or stop its processes and delete {folder}, which deletes all stored data"
     )
     shutil.rmtree(folder)
     await opened(home=home)

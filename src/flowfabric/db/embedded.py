@@ -1,4 +1,4 @@
-"""The embedded Postgres: a private server on the binaries of a wheel, shared by the processes of one machine."""
+"""The embedded Postgres: a private server from the binaries of a wheel, shared by the processes of a machine."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 from flowfabric.db.filelock import Busy, locked, try_lock, unlock
-from flowfabric.db.site import EmbeddedError, Site, place_of, prepare
+from flowfabric.db.site import EmbeddedError, Site, cluster_folder, prepare
 
 __all__ = ["DATABASE", "Embedded", "EmbeddedError"]
 
@@ -29,10 +29,10 @@ logger = logging.getLogger(__name__)
 DATABASE = "flowfabric"
 
 _SUPERUSER = "postgres"
-_PATIENCE_S = 300
-_ORPHANS_S = 20
+_TIMEOUT_S = 300
+_ORPHAN_TIMEOUT_S = 20
 _LOG_BYTES = 16 * 1024 * 1024
-# macOS allows 103 bytes for the path of a socket, Linux 107.
+# macOS limits the path of a socket to 103 bytes, Linux to 107.
 _SOCKET_PATH_BYTES = 103
 
 _SETTINGS = {
@@ -68,41 +68,41 @@ class _Postmaster:
 
 
 class Embedded:
-    """A hold on the embedded server of a home: it runs as long as any process holds it."""
+    """A reference to the embedded server of a home: the server runs while any process holds one."""
 
-    def __init__(self, site: Site, postmaster: _Postmaster, hold: _Hold) -> None:
+    def __init__(self, site: Site, postmaster: _Postmaster, holder: _Holder) -> None:
         self._site = site
         self._postmaster = postmaster
-        self._hold: _Hold | None = hold
+        self._holder: _Holder | None = holder
         self._owner = os.getpid()
         atexit.register(self._release_at_exit)
 
     @classmethod
     def start(cls, home: Path, *, version: int = 18) -> Embedded:
-        """Hold the server of this home, starting it or creating it when it is not there.
+        """Start the server of this home, or join the running one; create the cluster if it is missing.
 
-        Safe from several processes and threads at once; blocks, so call it off the event loop.
+        Safe to call from several processes and threads at once. Blocks: call it off the event loop.
         """
         site = prepare(home, version=version)
         with _locked(site):
-            _prune(site)
+            _living_holders(site)
             _check_version(site)
-            hold = _Hold.take(site)
+            holder = _Holder.take(site)
             try:
                 if not site.data.exists():
                     _initialise(site)
-                postmaster = _running(site) or _launch(site)
-                while not _has_database(site, postmaster):
-                    postmaster = _running(site) or _launch(site)
+                postmaster = _wait_until_ready(site) or _launch(site)
+                while not _ensure_database(site, postmaster):
+                    postmaster = _wait_until_ready(site) or _launch(site)
             except BaseException:
-                hold.drop()
+                holder.drop()
                 raise
-        return cls(site, postmaster, hold)
+        return cls(site, postmaster, holder)
 
     @staticmethod
     def data_of(home: Path, *, version: int = 18) -> Path:
-        """Where the data of a home is or would be; nothing is made."""
-        return place_of(home) / f"postgres-{version}"
+        """The data folder of a home, whether it exists or not; creates nothing."""
+        return cluster_folder(home) / f"postgres-{version}"
 
     @property
     def url(self) -> str:
@@ -120,21 +120,26 @@ class Embedded:
         return self._site.data
 
     def revive(self) -> bool:
-        """Start the server again if it has died; answers whether it is another one than this hold knew.
+        """Start the server again if it has died; return whether the server process has changed.
 
-        Safe from several processes and threads at once: one of them starts it. Blocks, so call it off the event loop.
+        Safe to call from several processes and threads at once: one of them starts it. Blocks: call it off the event
+        loop.
         """
         site, known = self._site, self._postmaster
-        named = _named(site)
-        if named is not None and _serves(site, named) and (named.pid, named.url) == (known.pid, known.url):
+        current = _read_pid_file(site)
+        if (
+            current is not None
+            and _is_server_of(site, current)
+            and (current.pid, current.url) == (known.pid, known.url)
+        ):
             return False
         if not site.data.exists():
-            # Deleted under its holders: a new server would be an empty one.
+            # The data was deleted while the server ran: a new server would be empty.
             return False
         with _locked(site):
-            if self._hold is None or os.getpid() != self._owner:
+            if self._holder is None or os.getpid() != self._owner:
                 return False
-            found = _running(site)
+            found = _wait_until_ready(site)
             if found is None:
                 found = _launch(site)
                 logger.warning(
@@ -147,20 +152,20 @@ class Embedded:
         return True
 
     def release(self, *, discard: bool = False) -> None:
-        """Return up this hold; the last holder stops the server and, with `discard`, deletes the cluster.
+        """Release this reference; the last holder stops the server and, with `discard`, deletes the cluster.
 
-        Idempotent, and without effect in a forked child.
+        Idempotent; does nothing in a forked child.
         """
-        hold, self._hold = self._hold, None
-        if hold is None or os.getpid() != self._owner:
+        holder, self._holder = self._holder, None
+        if holder is None or os.getpid() != self._owner:
             return
         atexit.unregister(self._release_at_exit)
-        if not self._site.place.exists():
-            hold.drop()
+        if not self._site.folder.exists():
+            holder.drop()
             return
         with _locked(self._site):
-            hold.drop()
-            if _prune(self._site):
+            holder.drop()
+            if _living_holders(self._site):
                 return
             _stop(self._site)
             if discard:
@@ -171,16 +176,16 @@ class Embedded:
             self.release()
 
 
-class _Hold:
-    """A file locked for as long as its holder lives: the kernel drops the lock of a killed process."""
+class _Holder:
+    """A file that its holder keeps locked: the kernel releases the lock of a killed process."""
 
     def __init__(self, path: Path, descriptor: int) -> None:
         self._path = path
         self._descriptor = descriptor
 
     @classmethod
-    def take(cls, site: Site) -> _Hold:
-        """Become a holder of this site."""
+    def take(cls, site: Site) -> _Holder:
+        """Register this process as a holder of the site."""
         site.holders.mkdir(mode=0o700, exist_ok=True)
         path = site.holders / f"{os.getpid()}-{secrets.token_hex(4)}"
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
@@ -188,14 +193,14 @@ class _Hold:
         return cls(path, descriptor)
 
     def drop(self) -> None:
-        """Stop being a holder."""
+        """Unregister the holder."""
         unlock(self._descriptor)
         os.close(self._descriptor)
         self._path.unlink(missing_ok=True)
 
 
-def _prune(site: Site) -> list[int]:
-    """The pids that hold this site, after removing those of dead holders."""
+def _living_holders(site: Site) -> list[int]:
+    """Return the pids of the living holders of this site; delete the files of dead ones."""
     living = []
     for path in sorted(site.holders.glob("*")):
         descriptor = os.open(path, os.O_RDWR)
@@ -212,25 +217,24 @@ def _prune(site: Site) -> list[int]:
 
 @contextlib.contextmanager
 def _locked(site: Site) -> Iterator[None]:
-    """Be the only one, over all processes, that starts or stops this site."""
+    """Hold the lock under which processes start and stop the server of this site."""
     try:
-        with locked(site.lock, seconds=_PATIENCE_S, make_folder=site.make_place):
+        with locked(site.lock, seconds=_TIMEOUT_S, make_folder=site.make_folder):
             yield
     except Busy as busy:
         raise EmbeddedError(
-            f"{busy}: it has been starting or stopping the server of {site.data} all the time;"
-            " end that process and try again"
+            f"{busy}, to start or stop the server of {site.data}; end that process and try again"
         ) from busy
 
 
 def _check_version(site: Site) -> None:
-    """Refuse a place whose data was written by another Postgres."""
+    """Raise if the folder holds data of another version of Postgres."""
     if not site.data.exists():
-        others = sorted(path.name for path in site.place.glob("postgres-[0-9][0-9]") if path.is_dir())
+        others = sorted(path.name for path in site.folder.glob("postgres-[0-9][0-9]") if path.is_dir())
         if others:
             raise EmbeddedError(
-                f"{site.place} holds {', '.join(others)} but Postgres {site.version} was asked for;"
-                " install the flowfabric that made it, or copy its data with pg_dump to another FF_HOME"
+                f"{site.folder} holds {', '.join(others)} but Postgres {site.version} was requested;"
+                " install the flowfabric release that created it, or copy its data to another FF_HOME with pg_dump"
             )
         return
     marker = site.data / "PG_VERSION"
@@ -247,13 +251,13 @@ def _check_version(site: Site) -> None:
 
 
 def _initialise(site: Site) -> None:
-    """Create the cluster under a temporary name, so that a data folder is either whole or absent."""
+    """Create the cluster under a temporary name, so that the data folder is either complete or absent."""
     fresh = site.data.with_suffix(".new")
     shutil.rmtree(fresh, ignore_errors=True)
     settings = dict(_SETTINGS)
     if sys.platform != "win32":
-        # It names the socket only, and differs per cluster: a server whose data was deleted removes its socket
-        # when it notices, which must not be the socket of its successor.
+        # The port only names the socket. It differs per cluster, because a server whose data was deleted removes its
+        # socket when it notices, and that must not be the socket of its successor.
         settings["port"] = str(20_000 + secrets.randbelow(40_000))
     host = "trust" if sys.platform == "win32" else "reject"
     options = ["--username", _SUPERUSER, "--no-locale", "--encoding", "UTF8", "--data-checksums", "--no-instructions"]
@@ -263,29 +267,29 @@ def _initialise(site: Site) -> None:
     code, output = site.run("initdb", *options)
     if code:
         shutil.rmtree(fresh, ignore_errors=True)
-        raise EmbeddedError(f"the embedded Postgres could not be created in {site.place}: {output}")
+        raise EmbeddedError(f"the embedded Postgres could not be created in {site.folder}: {output}")
     fresh.rename(site.data)
 
 
-def _running(site: Site) -> _Postmaster | None:
-    """The server of this site once it accepts connections; one that is up but deaf is stopped."""
-    deadline = time.monotonic() + _PATIENCE_S
+def _wait_until_ready(site: Site) -> _Postmaster | None:
+    """Wait for the server of this site to accept connections; None if it does not run. Stop it if it is unreachable."""
+    deadline = time.monotonic() + _TIMEOUT_S
     while time.monotonic() < deadline:
-        postmaster = _named(site)
-        if postmaster is not None and postmaster.ready and _reachable(postmaster):
+        postmaster = _read_pid_file(site)
+        if postmaster is not None and postmaster.ready and _is_reachable(postmaster):
             return postmaster
-        if not _alive(site):
+        if not _is_running(site):
             return None
         if postmaster is not None and postmaster.ready:
             _stop(site)
         time.sleep(0.02)
     raise EmbeddedError(
-        f"the embedded Postgres on {site.data} is not ready after {_PATIENCE_S} s: {_last_words(site)}; see {site.log}"
+        f"the embedded Postgres on {site.data} is not ready after {_TIMEOUT_S} s: {_log_tail(site)}; see {site.log}"
     )
 
 
-def _named(site: Site) -> _Postmaster | None:
-    """The server the pid file names, whether or not it is there."""
+def _read_pid_file(site: Site) -> _Postmaster | None:
+    """The server that the pid file names, whether or not it runs."""
     try:
         pid, _, _, port, folder, host, _, status, *_ = (
             *map(str.strip, (site.data / "postmaster.pid").read_text().splitlines()),
@@ -298,19 +302,19 @@ def _named(site: Site) -> _Postmaster | None:
     return _Postmaster(pid=abs(int(pid)), host=folder or host, port=int(port or 0), ready=status == "ready")
 
 
-def _alive(site: Site) -> bool:
-    """Whether the process the pid file names is a server on this data folder."""
-    postmaster = _named(site)
-    return postmaster is not None and _serves(site, postmaster)
+def _is_running(site: Site) -> bool:
+    """Whether the process named by the pid file is a server on this data folder."""
+    postmaster = _read_pid_file(site)
+    return postmaster is not None and _is_server_of(site, postmaster)
 
 
-def _serves(site: Site, postmaster: _Postmaster) -> bool:
+def _is_server_of(site: Site, postmaster: _Postmaster) -> bool:
     """Whether this process is a server on this data folder.
 
-    A pid is used again after a restart of the machine or the container: only the command line tells.
+    Pids are reused after a restart of the machine or the container, so the command line is compared.
     """
     if sys.platform == "win32":
-        return _reachable(postmaster)
+        return _is_reachable(postmaster)
     if sys.platform == "linux":
         with contextlib.suppress(OSError):
             return os.fsencode(site.data) in Path(f"/proc/{postmaster.pid}/cmdline").read_bytes().split(b"\0")
@@ -319,7 +323,7 @@ def _serves(site: Site, postmaster: _Postmaster) -> bool:
     return os.fsencode(site.data) in listing.stdout
 
 
-def _reachable(postmaster: _Postmaster) -> bool:
+def _is_reachable(postmaster: _Postmaster) -> bool:
     try:
         if sys.platform == "win32" or not postmaster.host.startswith("/"):
             socket.create_connection((postmaster.host, postmaster.port), timeout=5).close()
@@ -335,14 +339,14 @@ def _launch(site: Site) -> _Postmaster:
     """Start the server and wait until it accepts connections."""
     if site.log.exists() and site.log.stat().st_size > _LOG_BYTES:
         site.log.replace(site.log.with_suffix(".log.old"))
-    deadline = time.monotonic() + _ORPHANS_S
+    deadline = time.monotonic() + _ORPHAN_TIMEOUT_S
     while True:
         code, output = _start(site)
-        postmaster = _running(site) if code == 0 else None
+        postmaster = _wait_until_ready(site) if code == 0 else None
         if postmaster is not None:
             return postmaster
-        reason = _last_words(site) or output
-        # Sessions of a killed server hold its memory until they notice that it is gone.
+        reason = _log_tail(site) or output
+        # The sessions of a killed server keep its shared memory until they notice that it is gone.
         if "shared memory block" not in reason or time.monotonic() > deadline:
             raise EmbeddedError(f"the embedded Postgres did not start on {site.data}: {reason}; see {site.log}")
         time.sleep(0.1)
@@ -350,7 +354,7 @@ def _launch(site: Site) -> _Postmaster:
 
 def _start(site: Site) -> tuple[int, str]:
     folder = _socket_folder(site)
-    # Whoever these files name is dead or somebody else; Postgres would take a process with that pid for its twin.
+    # These files are stale, but Postgres would refuse to start if another process has the pid they name.
     for leftover in (site.data / "postmaster.pid", *folder.glob(".s.PGSQL.*")):
         leftover.unlink(missing_ok=True)
     if sys.platform == "win32":
@@ -358,11 +362,11 @@ def _start(site: Site) -> tuple[int, str]:
             options = f"-h 127.0.0.1 -p {probe.getsockname()[1]}"
     else:
         options = f"-h '' -k '{folder}'"
-    arguments = ("-w", "-t", str(_PATIENCE_S), "-D", str(site.data), "-l", str(site.log), "-o", options)
+    arguments = ("-w", "-t", str(_TIMEOUT_S), "-D", str(site.data), "-l", str(site.log), "-o", options)
     return site.run("pg_ctl", "start", *arguments)
 
 
-def _last_words(site: Site) -> str:
+def _log_tail(site: Site) -> str:
     if not site.log.exists():
         return ""
     with site.log.open("rb") as log:
@@ -372,12 +376,12 @@ def _last_words(site: Site) -> str:
 
 
 def _socket_folder(site: Site) -> Path:
-    """The place itself, or a private folder under the temporary one when its path does not suit a socket."""
+    """The cluster folder, or a private folder in the temporary folder if its path does not suit a socket."""
     if sys.platform == "win32":
-        return site.place
-    longest = len(os.fsencode(site.place / ".s.PGSQL.65535"))
-    if longest <= _SOCKET_PATH_BYTES and not set(str(site.place)) & set("'\"\\,$`!\n"):
-        return site.place
+        return site.folder
+    longest = len(os.fsencode(site.folder / ".s.PGSQL.65535"))
+    if longest <= _SOCKET_PATH_BYTES and not set(str(site.folder)) & set("'\"\\,$`!\n"):
+        return site.folder
     name = f"flowfabric-{os.geteuid()}-{hashlib.sha256(os.fsencode(site.data)).hexdigest()[:16]}"
     folder = Path(tempfile.gettempdir()) / name
     if len(os.fsencode(folder / ".s.PGSQL.65535")) > _SOCKET_PATH_BYTES:
@@ -387,25 +391,25 @@ def _socket_folder(site: Site) -> Path:
     found = folder.lstat()
     if found.st_uid != os.geteuid() or found.st_mode & 0o170077 != 0o040000:
         raise EmbeddedError(
-            f"{folder} must be a folder that belongs to this user and has mode 700: remove it, it is created again"
+            f"{folder} must be a folder that belongs to this user and has mode 700: remove it, it will be created again"
         )
     return folder
 
 
-def _has_database(site: Site, postmaster: _Postmaster) -> bool:
-    """Have the database on this server; False when the server died meanwhile."""
+def _ensure_database(site: Site, postmaster: _Postmaster) -> bool:
+    """Create the database if it is missing; return False if the server died meanwhile."""
     statement = (
         f"select 'create database {DATABASE}'"
         f" where not exists (select from pg_database where datname = '{DATABASE}') \\gexec\n"
     )
     address = ("-h", postmaster.host, "-p", str(postmaster.port), "-U", _SUPERUSER, "-d", "postgres")
-    deadline = time.monotonic() + _PATIENCE_S
+    deadline = time.monotonic() + _TIMEOUT_S
     while True:
         code, output = site.run("psql", "-X", "-q", "-w", "-v", "ON_ERROR_STOP=1", *address, stdin=statement)
         if code == 0:
             return True
-        # 2 is a refused connection: a server that recovers from a crash refuses them for a while.
-        if code == 2 and not _alive(site):
+        # psql exits with 2 if it cannot connect: a server in crash recovery refuses connections for a while.
+        if code == 2 and not _is_running(site):
             return False
         if code != 2 or time.monotonic() > deadline:
             raise EmbeddedError(
@@ -417,14 +421,14 @@ def _has_database(site: Site, postmaster: _Postmaster) -> bool:
 
 def _stop(site: Site) -> None:
     """Stop the server of this site and wait until its process has ended."""
-    postmaster = _named(site)
-    if postmaster is None or not _serves(site, postmaster):
+    postmaster = _read_pid_file(site)
+    if postmaster is None or not _is_server_of(site, postmaster):
         return
-    deadline = time.monotonic() + _PATIENCE_S
-    code, output = site.run("pg_ctl", "stop", "-m", "fast", "-w", "-t", str(_PATIENCE_S), "-D", str(site.data))
-    # pg_ctl waits for the pid file to go, which a server removes a moment before it ends.
+    deadline = time.monotonic() + _TIMEOUT_S
+    code, output = site.run("pg_ctl", "stop", "-m", "fast", "-w", "-t", str(_TIMEOUT_S), "-D", str(site.data))
+    # pg_ctl waits until the pid file is gone, but the process exits shortly after that.
     while not _has_ended(site, postmaster):
-        if (code and _alive(site)) or time.monotonic() > deadline:
+        if (code and _is_running(site)) or time.monotonic() > deadline:
             raise EmbeddedError(
                 f"the embedded Postgres on {site.data}, process {postmaster.pid}, did not stop: {output};"
                 f" see {site.log}"
@@ -433,21 +437,21 @@ def _stop(site: Site) -> None:
 
 
 def _has_ended(site: Site, postmaster: _Postmaster) -> bool:
-    """Whether this server's process is gone; one whose memory the kernel takes back has no command line any more."""
+    """Whether the server process has exited; a process that is exiting has no command line any more."""
     if sys.platform == "linux":
         with contextlib.suppress(OSError):
             return Path(f"/proc/{postmaster.pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
         return True
-    return not _serves(site, postmaster)
+    return not _is_server_of(site, postmaster)
 
 
 def _discard(site: Site) -> None:
-    """Delete what this module put into the place, and the place when it is its own."""
+    """Delete everything this module created in the folder, and the folder itself if it is under the system folder."""
     for folder in (site.data, site.holders):
         shutil.rmtree(folder)
     for path in (site.log, site.log.with_suffix(".log.old"), site.lock):
         path.unlink(missing_ok=True)
-    if (folder := _socket_folder(site)) != site.place:
+    if (folder := _socket_folder(site)) != site.folder:
         shutil.rmtree(folder)
     if site.account is not None:
-        shutil.rmtree(site.place)
+        shutil.rmtree(site.folder)
