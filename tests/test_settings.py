@@ -1,4 +1,4 @@
-"""Settings: read from FF_ variables, overruled by code, frozen, and clear about what is wrong."""
+"""Settings: read from FF_ variables, overridden by code, frozen, and with clear error messages."""
 
 import json
 import os
@@ -19,7 +19,7 @@ def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name)
 
 
-def test_without_variables_the_defaults_stand() -> None:
+def test_without_variables_the_defaults_apply() -> None:
     settings = Settings()
     assert (
         settings.model_dump().items()
@@ -82,7 +82,7 @@ def test_a_variable_sets_its_field(
         ("FF_DATABASE_POOL_SIZE", "3", {"database_pool_size": 4}),
     ],
 )
-def test_code_wins_over_the_environment(
+def test_code_overrides_the_environment(
     monkeypatch: pytest.MonkeyPatch, variable: str, text: str, given: dict[str, Any]
 ) -> None:
     monkeypatch.setenv(variable, text)
@@ -113,7 +113,7 @@ def test_code_wins_over_the_environment(
         ("FF_RETENTION_TRIMMER_INTERVAL_S", "0"),
     ],
 )
-def test_a_bad_value_is_refused_by_the_name_of_its_variable(
+def test_an_invalid_value_is_refused_with_the_name_of_its_variable(
     monkeypatch: pytest.MonkeyPatch, variable: str, text: str
 ) -> None:
     monkeypatch.setenv(variable, text)
@@ -122,19 +122,19 @@ def test_a_bad_value_is_refused_by_the_name_of_its_variable(
         Settings()
 
 
-def test_a_bad_value_from_code_is_refused_by_the_name_of_its_variable() -> None:
+def test_an_invalid_value_from_code_is_refused_with_the_name_of_its_variable() -> None:
     with pytest.raises(SettingsError, match=r"^FF_SCHEMA=Not Plain: "):
         Settings(schema_name="Not Plain")
 
 
-def test_every_bad_value_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_error_lists_all_invalid_values(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FF_LISTEN", "loud")
     monkeypatch.setenv("FF_DATABASE_POOL_SIZE", "0")
     with pytest.raises(SettingsError, match=r"FF_DATABASE_POOL_SIZE=0: .*; FF_LISTEN=loud: "):
         Settings()
 
 
-def test_no_password_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_does_not_show_the_password(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FF_DATABASE_URL", "mysql://user:pa55word@host/db")
     with pytest.raises(SettingsError, match=r"^FF_DATABASE_URL: must begin with postgresql://, as in "):
         Settings()
@@ -157,7 +157,7 @@ def test_no_password_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
         (None, None),
     ],
 )
-def test_dumped_settings_show_the_address_without_its_password(url: str | None, shown: str | None) -> None:
+def test_dumped_settings_mask_the_password_of_the_url(url: str | None, shown: str | None) -> None:
     settings = Settings(database_url=url)
     dumped = [settings.model_dump(), settings.model_dump(mode="json"), json.loads(settings.model_dump_json())]
     assert [each["database_url"] for each in dumped] == [shown] * 3
@@ -169,13 +169,13 @@ def test_dumped_settings_show_the_address_without_its_password(url: str | None, 
     assert settings.model_copy().database_url == pickle.loads(pickle.dumps(settings)).database_url == url
 
 
-def test_settings_made_of_a_dump_do_not_take_the_asterisks_for_a_password() -> None:
+def test_a_masked_url_is_refused() -> None:
     dumped = Settings(database_url="postgresql://user:pa55word@host/db").model_dump()
-    with pytest.raises(SettingsError, match=r"^FF_DATABASE_URL: its password is hidden by asterisks; "):
+    with pytest.raises(SettingsError, match=r"^FF_DATABASE_URL: its password is masked by asterisks; "):
         Settings(database_url=dumped["database_url"])
 
 
-def test_dumped_settings_show_no_secret() -> None:
+def test_dumped_settings_mask_secrets() -> None:
     settings = Settings(waitpoint_hmac_secret="ab" * 32, secret_key="cd" * 32, secret_key_old="ef" * 32)
     text = f"{settings.model_dump()} {settings.model_dump_json()} {settings!r} {settings}"
     assert not any(secret in text for secret in ("abab", "cdcd", "efef"))
@@ -199,9 +199,7 @@ def test_dumped_settings_show_no_secret() -> None:
     ],
     ids=range(12),
 )
-def test_an_address_that_cannot_be_asked_for_is_refused_without_its_password(
-    monkeypatch: pytest.MonkeyPatch, url: str
-) -> None:
+def test_an_unusable_url_is_refused_without_showing_its_password(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
     monkeypatch.setenv("FF_DATABASE_URL", url)
     with pytest.raises(SettingsError, match=r"^FF_DATABASE_URL: ") as refused:
         Settings()
@@ -221,12 +219,12 @@ def test_an_address_that_cannot_be_asked_for_is_refused_without_its_password(
         "postgresql://%2Frun%2Fpostgresql/db",
     ],
 )
-def test_every_address_that_postgres_takes_is_taken(url: str) -> None:
+def test_every_url_that_postgres_accepts_is_accepted(url: str) -> None:
     assert Settings(database_url=url).database_url == url
 
 
 @pytest.mark.parametrize("name", ["FF_WAITPOINT_HMAC_SECRET", "FF_SECRET_KEY", "FF_SECRET_KEY_OLD"])
-def test_no_secret_is_shown(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_a_secret_must_be_hex_and_is_never_shown(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setenv("FF_SECRET_KEY", "cd" * 32)
     monkeypatch.setenv(name, "pa55word")
     with pytest.raises(SettingsError, match=rf"^{name}: must be 64 hex digits, as "):
@@ -236,7 +234,7 @@ def test_no_secret_is_shown(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     assert "abab" not in f"{settings!r} {settings} {settings.model_dump()}"
 
 
-def test_stored_secrets_are_sealed_under_the_new_key_and_open_under_the_old_one_too() -> None:
+def test_the_new_key_comes_before_the_old_one_which_needs_it() -> None:
     new, old = SecretStr("ab" * 32), SecretStr("cd" * 32)
     assert Settings().secret_keys == []
     assert Settings(secret_key=new).secret_keys == [b"\xab" * 32]
@@ -251,13 +249,13 @@ def test_stored_secrets_are_sealed_under_the_new_key_and_open_under_the_old_one_
         Settings(secret_key=SecretStr("short"), secret_key_old=old)
 
 
-def test_a_setting_that_does_not_exist_is_refused() -> None:
+def test_an_unknown_setting_is_refused() -> None:
     given: dict[str, Any] = {"pool": 3}
     with pytest.raises(SettingsError, match="there is no setting pool"):
         Settings(**given)
 
 
-def test_code_may_name_every_setting_in_every_form_that_is_accepted() -> None:
+def test_code_may_pass_every_setting_in_every_accepted_type() -> None:
     assert set(SettingsFields.__annotations__) == {*Settings.model_fields, "schema"}
     settings = Settings(schema="tenant", home="x", lanes=["a", "b"], secret_key="ab" * 32)
     assert (settings.schema_name, settings.home, settings.lanes) == ("tenant", Path("x"), ("a", "b"))
@@ -268,9 +266,7 @@ def test_code_may_name_every_setting_in_every_form_that_is_accepted() -> None:
         Settings(schema="a", schema_name="b")
 
 
-def test_a_variable_that_is_no_setting_is_warned_of_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_unknown_variable_is_logged_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setenv("FF_DATABSE_URL", "postgresql://user:pa55word@host/db")
     monkeypatch.setenv("FF_QWERTY", "1")
     monkeypatch.setenv("FF_LISTEN", "false")
@@ -284,7 +280,7 @@ def test_a_variable_that_is_no_setting_is_warned_of_once(
     ]
 
 
-def test_no_variable_of_our_own_is_warned_of(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_known_variables_are_not_logged(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     values = {"FF_HOME": "x", "FF_SCHEMA": "x", "FF_TEST_POSTGRES": "18", "FF_TEST_DATABASE_URL": "x"}
     for name, field in Settings.model_fields.items():
         value = field.default
@@ -299,7 +295,7 @@ def test_no_variable_of_our_own_is_warned_of(monkeypatch: pytest.MonkeyPatch, ca
     assert caplog.text == ""
 
 
-def test_settings_do_not_change() -> None:
+def test_settings_are_frozen() -> None:
     settings = Settings()
     with pytest.raises((SettingsError, ValidationError), match="frozen"):
         settings.database_pool_size = 3
@@ -314,7 +310,7 @@ def test_settings_do_not_change() -> None:
         ("postgresql://host/db", True, True),
     ],
 )
-def test_only_an_embedded_database_migrates_itself_unless_told(
+def test_only_an_embedded_database_is_migrated_by_default(
     *, url: str | None, asked: bool | None, migrates: bool
 ) -> None:
     assert Settings(database_url=url, migrate_on_start=asked).migrates is migrates

@@ -1,4 +1,4 @@
-"""How long to wait: before each further try, for an event, and for work that an event ends."""
+"""Waiting: pauses between retries, waits for an event, and work that an event cancels."""
 
 import asyncio
 import contextlib
@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Iterator
 
 
 def pauses(first: float, longest: float) -> Iterator[float]:
-    """Seconds that double from the first to the longest, each shortened at random so that many do not come at once."""
+    """Seconds that double from the first to the longest, with jitter so that many callers do not retry at once."""
     pause = first
     while True:
         yield pause * random.uniform(0.75, 1)
@@ -15,16 +15,16 @@ def pauses(first: float, longest: float) -> Iterator[float]:
 
 
 async def is_set_within(event: asyncio.Event, seconds: float) -> bool:
-    """Whether an event is set, now or before the time is up."""
+    """Wait for an event for at most these seconds; return whether it is set."""
     with contextlib.suppress(TimeoutError):
-        # Not asyncio.wait_for: in Python 3.11 it loses a cancellation that comes together with the event.
+        # asyncio.wait_for of Python 3.11 loses a cancellation that arrives together with the event.
         async with asyncio.timeout(seconds):
             await event.wait()
     return event.is_set()
 
 
 async def is_done_before(event: asyncio.Event, work: Awaitable[object]) -> bool:
-    """Whether some work is done before an event is set; else it is cancelled. An error of the work is raised."""
+    """Run work until it is done or an event is set, which cancels it; return whether it is done, or raise its error."""
     working, stopped = asyncio.ensure_future(work), asyncio.ensure_future(event.wait())
     try:
         await asyncio.wait((working, stopped), return_when=asyncio.FIRST_COMPLETED)

@@ -1,4 +1,4 @@
-"""What a process is configured with: from the environment, and from code where code says otherwise."""
+"""The configuration of a process: from the environment, overridden by code."""
 
 import difflib
 import logging
@@ -33,14 +33,14 @@ logger = logging.getLogger(__name__)
 
 PREFIX = "FF_"
 TEST_PREFIX = f"{PREFIX}TEST_"
-"""What the variables begin with that only our tests read."""
+"""The prefix of variables that only the tests of this package read."""
 
 Count = Annotated[int, Field(ge=1)]
 PartitionCount = Annotated[int, Field(ge=1, le=MAX_PARTITION_COUNT)]
 
 
-# An address may hold a password.
-_UNSHOWN = frozenset(
+# A database URL may contain a password.
+_NEVER_SHOWN = frozenset(
     f"{PREFIX}{name}" for name in ("DATABASE_URL", "WAITPOINT_HMAC_SECRET", "SECRET_KEY", "SECRET_KEY_OLD")
 )
 
@@ -49,11 +49,11 @@ _ADDRESS = re.compile(r"(?P<scheme>\w+://)(?P<server>[^/?#]*)(?P<path>[^?]*)(?P<
 
 
 class SettingsError(RuntimeError):
-    """A value that cannot be used; the text names its environment variable."""
+    """An invalid setting; the message names its environment variable."""
 
 
 class SettingsFields(TypedDict, total=False):
-    """What code may set, in every form that is accepted; what is absent is read from the environment."""
+    """The keyword arguments of Settings, with every accepted type; others are read from the environment."""
 
     database_url: str | None
     home: Path | str
@@ -122,26 +122,26 @@ class Settings(BaseSettings):
     retention_trimmer_interval_s: Count = 60
 
     def __init__(self, **given: Unpack[SettingsFields]) -> None:
-        """Read the environment where code says nothing else; a variable that is no setting is warned of."""
+        """Read settings that are not given from the environment; log a warning for unknown FF_ variables."""
         values: dict[str, Any] = {**given}
         if "schema_name" not in values and "schema" in values:
             values["schema_name"] = values.pop("schema")
         super().__init__(**values)
-        _warn_of(tuple(sorted(name for name in map(str.upper, os.environ) if _is_unknown(name))))
+        _warn_about_unknown(tuple(sorted(name for name in map(str.upper, os.environ) if _is_unknown(name))))
 
     def __iter__(self) -> Generator[tuple[str, Any], None, None]:
-        """Return names and values as they may be shown: the address without its passwords."""
+        """Names and values as they may be shown: the database URL without its passwords."""
         for name, value in super().__iter__():
             yield name, _masked(value) if name == "database_url" and value is not None else value
 
     @property
     def migrates(self) -> bool:
-        """Whether this process brings the schema up to date when it starts: its own embedded one unless told."""
+        """Whether this process migrates the schema when it starts; by default only an embedded one."""
         return self.database_url is None if self.migrate_on_start is None else self.migrate_on_start
 
     @property
     def secret_keys(self) -> list[bytes]:
-        """The keys that stored secrets are sealed under: the first seals, the other still opens."""
+        """The keys for stored secrets: the first encrypts, both decrypt."""
         given = (self.secret_key, self.secret_key_old)
         return [bytes.fromhex(key.get_secret_value()) for key in given if key is not None]
 
@@ -151,7 +151,7 @@ class Settings(BaseSettings):
         if not url:
             return None
         if _MASK in url and _masked(url) == url:
-            raise ValueError("its password is hidden by asterisks; give the address itself, settings.database_url")
+            raise ValueError("its password is masked by asterisks; pass settings.database_url, not a dumped value")
         return check_url(url)
 
     @field_serializer("database_url")
@@ -162,32 +162,32 @@ class Settings(BaseSettings):
     @classmethod
     def _http_url(cls, url: str | None) -> str | None:
         if url and not url.startswith(("https://", "http://")):
-            raise ValueError("must begin with https:// or http://, as in https://app.example/callbacks")
+            raise ValueError("must begin with https:// or http://, for example https://app.example/callbacks")
         return url or None
 
     @field_validator("home", mode="before")
     @classmethod
-    def _some_folder(cls, home: object) -> object:
+    def _not_empty(cls, home: object) -> object:
         if home == "":
-            raise ValueError("must name a folder; leave it unset for .flowfabric")
+            raise ValueError("must name a folder; leave it unset to use .flowfabric")
         return home
 
     @field_validator("schema_name")
     @classmethod
-    def _plain_name(cls, schema: str) -> str:
+    def _valid_schema(cls, schema: str) -> str:
         return check_schema_name(schema)
 
     @field_validator("lanes", mode="before")
     @classmethod
-    def _comma_list(cls, lanes: object) -> object:
+    def _split_commas(cls, lanes: object) -> object:
         return lanes.split(",") if isinstance(lanes, str) else lanes
 
     @field_validator("lanes")
     @classmethod
-    def _some_lane(cls, lanes: tuple[str, ...]) -> tuple[str, ...]:
+    def _valid_lanes(cls, lanes: tuple[str, ...]) -> tuple[str, ...]:
         named = tuple(dict.fromkeys(lane.strip() for lane in lanes if lane.strip()))
         if not named:
-            raise ValueError("must name at least one lane; leave it unset for the lane default")
+            raise ValueError("must name at least one lane; leave it unset to use the lane default")
         try:
             return tuple(check_lane_id(lane) for lane in named)
         except EngineError as refused:
@@ -206,23 +206,23 @@ class Settings(BaseSettings):
 
     @field_validator("secret_key_old")
     @classmethod
-    def _beside_another(cls, old: SecretStr | None, info: ValidationInfo) -> SecretStr | None:
+    def _needs_new_key(cls, old: SecretStr | None, info: ValidationInfo) -> SecretStr | None:
         if old is not None and info.data.get("secret_key", old) is None:
             raise ValueError("is set and FF_SECRET_KEY is not: set FF_SECRET_KEY to the new key, or leave both unset")
         return old
 
     @model_validator(mode="wrap")
     @classmethod
-    def _named_by_variable(cls, values: object, build: ModelWrapValidatorHandler[Self]) -> Self:
+    def _report_variables(cls, values: object, build: ModelWrapValidatorHandler[Self]) -> Self:
         try:
             return build(values)
         except ValidationError as invalid:
-            text = "; ".join(_complaint(cls, error["loc"], error["msg"], error["input"]) for error in invalid.errors())
+            text = "; ".join(_message(cls, error["loc"], error["msg"], error["input"]) for error in invalid.errors())
             raise SettingsError(text) from None
 
 
 def _masked(url: str) -> str:
-    """The address with asterisks in the place of its passwords."""
+    """The URL with asterisks in place of its passwords."""
     found = _ADDRESS.fullmatch(url)
     if found is None:
         return _MASK
@@ -236,20 +236,20 @@ def _masked(url: str) -> str:
     return f"{found['scheme']}{user}{colon}{_MASK if colon else ''}{at}{hosts}{found['path']}{query}"
 
 
-def _complaint(settings: type[Settings], location: tuple[int | str, ...], message: str, value: object) -> str:
+def _message(settings: type[Settings], location: tuple[int | str, ...], message: str, value: object) -> str:
     name = str(location[0])
     field = settings.model_fields.get(name)
     if field is None and not name.startswith(PREFIX):
         near = difflib.get_close_matches(name, settings.model_fields, n=1, cutoff=0.6)
         return f"there is no setting {name}" + (f"; did you mean {near[0]}?" if near else "")
     variable = name if field is None else _variable(name, field)
-    shown = "" if variable in _UNSHOWN else f"={value}" if str(value).strip() else f"={str(value)!r}"
+    shown = "" if variable in _NEVER_SHOWN else f"={value}" if str(value).strip() else f"={str(value)!r}"
     return f"{variable}{shown}: {message.removeprefix('Value error, ')}"
 
 
 @cache
 def variables() -> tuple[str, ...]:
-    """The variables there are."""
+    """The environment variables of all settings."""
     return tuple(_variable(name, field) for name, field in Settings.model_fields.items())
 
 
@@ -262,8 +262,8 @@ def _is_unknown(name: str) -> bool:
 
 
 @cache
-def _warn_of(names: tuple[str, ...]) -> None:
-    """Say once of each such environment that some of its variables have no effect."""
+def _warn_about_unknown(names: tuple[str, ...]) -> None:
+    """Log a warning for each of these variables; the cache makes it once per set of names."""
     for name in names:
         near = difflib.get_close_matches(name, variables(), n=1, cutoff=0.8)
         logger.warning("%s is not a setting and has no effect%s", name, f"; did you mean {near[0]}?" if near else "")

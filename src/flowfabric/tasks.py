@@ -1,4 +1,4 @@
-"""Tasks that serve many callers."""
+"""Asyncio tasks that serve many callers."""
 
 import asyncio
 import contextvars
@@ -9,8 +9,8 @@ Answer = TypeVar("Answer")
 
 
 def create_shared_task(work: Coroutine[Any, Any, Answer]) -> "asyncio.Task[Answer]":
-    """Run a coroutine in a task without the context variables of the caller, who is only the first of many it serves.
+    """Run a coroutine in a task that does not inherit the context variables of its creator.
 
-    Otherwise what it logs later would name the run of that first caller.
+    Otherwise its log lines would name the run of the caller that happened to start it.
     """
     return asyncio.create_task(work, context=contextvars.Context())

@@ -1,4 +1,4 @@
-"""What `make demo` shows, and that it leaves nothing behind."""
+"""`ff demo`: what it shows after it killed a worker."""
 
 import os
 import re
@@ -18,7 +18,7 @@ def run_demo(url: str) -> "subprocess.CompletedProcess[str]":
     )
 
 
-async def test_the_demo_loses_nothing_and_says_so_in_plain_text(url: str) -> None:
+async def test_the_demo_loses_nothing_and_reports_it_in_plain_text(url: str) -> None:
     done = run_demo(url)
     assert (done.returncode, done.stderr) == (0, "")
     assert "\x1b" not in done.stdout

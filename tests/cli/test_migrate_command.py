@@ -1,10 +1,10 @@
-"""`ff migrate`: applies, prints, checks, and fails in one line."""
+"""`ff migrate`: applies, prints and checks migrations, and fails with one line."""
 
 import json
 import os
+import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,21 +18,12 @@ from flowfabric.version import __version__
 NEWEST = load_migrations()[-1].number
 
 
-@pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The home of an embedded server that runs meanwhile."""
-    home = tmp_path_factory.mktemp("ff") / "home"
-    server = Embedded.start(home)
-    yield home
-    server.release(discard=True)
-
-
 @pytest.fixture
-def ff(home: Path, monkeypatch: pytest.MonkeyPatch) -> CliRunner:
-    """The command, with an embedded database and no other variable."""
+def ff(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CliRunner:
+    """The command, with a home that does not exist and no other variable."""
     for name in [name for name in os.environ if name.startswith("FF_")]:
         monkeypatch.delenv(name)
-    monkeypatch.setenv("FF_HOME", str(home))
+    monkeypatch.setenv("FF_HOME", str(tmp_path / "home"))
     return CliRunner()
 
 
@@ -41,7 +32,20 @@ def test_the_version_is_printed(ff: CliRunner) -> None:
     assert (result.exit_code, result.stdout) == (0, f"flowfabric {__version__}\n")
 
 
-def test_migrate_shows_what_it_applied_and_then_that_nothing_is_left(ff: CliRunner) -> None:
+def test_migrate_and_check_report_in_text_and_in_json(
+    ff: CliRunner, empty_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FF_DATABASE_URL", empty_url)
+    monkeypatch.setenv("FF_WAITPOINT_HMAC_SECRET", "ab" * 32)
+
+    result = ff.invoke(app, ["migrate", "--schema", "shown", "--check"])
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert result.stderr.startswith("ff: schema shown is empty")
+    assert "run `ff migrate`" in result.stderr
+    result = ff.invoke(app, ["migrate", "--schema", "shown", "--check", "--json"])
+    answer = json.loads(result.stdout)
+    assert (result.exit_code, answer["runs"], answer["verdict"], len(answer["pending"])) == (1, False, "behind", NEWEST)
+
     result = ff.invoke(app, ["migrate", "--schema", "shown"])
     assert result.exit_code == 0, result.output
     assert "applied to shown" in result.stdout
@@ -49,31 +53,12 @@ def test_migrate_shows_what_it_applied_and_then_that_nothing_is_left(ff: CliRunn
     result = ff.invoke(app, ["migrate", "--schema", "shown"])
     assert (result.exit_code, result.stdout) == (0, "schema shown is up to date\n")
 
-
-def test_migrate_answers_in_json(ff: CliRunner) -> None:
-    result = ff.invoke(app, ["migrate", "--schema", "answered", "--json"])
-    assert result.exit_code == 0, result.output
-    answer = json.loads(result.stdout)
-    assert answer["schema"] == "answered"
-    assert [one["number"] for one in answer["applied"]] == list(range(1, NEWEST + 1))
-
-
-def test_check_fails_before_the_migration_and_passes_after_it(ff: CliRunner) -> None:
-    result = ff.invoke(app, ["migrate", "--schema", "checked", "--check"])
-    assert (result.exit_code, result.stdout) == (1, "")
-    assert result.stderr.startswith("ff: schema checked is empty")
-    assert "run `ff migrate`" in result.stderr
-    assert ff.invoke(app, ["migrate", "--schema", "checked"]).exit_code == 0
-    result = ff.invoke(app, ["migrate", "--schema", "checked", "--check"])
+    result = ff.invoke(app, ["migrate", "--schema", "shown", "--check"])
     assert (result.exit_code, result.stderr) == (0, "")
     assert result.stdout.endswith("up to date\n")
-
-
-def test_check_answers_in_json_with_the_same_exit_code(ff: CliRunner) -> None:
-    result = ff.invoke(app, ["migrate", "--schema", "unseen", "--check", "--json"])
-    assert result.exit_code == 1
+    result = ff.invoke(app, ["migrate", "--schema", "shown", "--check", "--json"])
     answer = json.loads(result.stdout)
-    assert (answer["runs"], answer["verdict"], len(answer["pending"])) == (False, "behind", NEWEST)
+    assert (result.exit_code, answer["runs"], answer["verdict"], answer["pending"]) == (0, True, "current", [])
 
 
 def test_sql_is_printed_without_a_database(ff: CliRunner, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,7 +75,11 @@ def test_sql_is_printed_without_a_database(ff: CliRunner, monkeypatch: pytest.Mo
     [
         (["--schema", "a-b"], 2, "--schema: 'a-b' is not a schema name"),
         (["--database-url", "mysql://host/db"], 2, "--database-url: must begin with postgresql://"),
-        (["--database-url", "postgresql://u:pw@host:99999/db"], 2, "--database-url: names no port from 1 to 65535"),
+        (
+            ["--database-url", "postgresql://u:pw@host:99999/db"],
+            2,
+            "--database-url: has an invalid port: use 1 to 65535",
+        ),
         (["--after", "1"], 2, "--after 1 has no effect without --sql: leave it out, or add --sql"),
         (["--check", "--after", "0"], 2, "--after 0 has no effect without --sql: leave it out, or add --sql"),
         (["--sql", "--check"], 2, "--sql cannot be combined with --check or --json: "),
@@ -117,7 +106,7 @@ def test_a_failure_is_one_line_on_stderr(ff: CliRunner, arguments: list[str], co
         ("FF_DATABASE_URL", "postgresql://u:pw@[::1/db"),
     ],
 )
-def test_a_wrong_setting_is_one_line_that_names_its_variable(
+def test_an_invalid_setting_is_one_line_that_names_its_variable(
     ff: CliRunner, monkeypatch: pytest.MonkeyPatch, variable: str, value: str
 ) -> None:
     monkeypatch.setenv(variable, value)
@@ -128,15 +117,12 @@ def test_a_wrong_setting_is_one_line_that_names_its_variable(
     assert "pw" not in result.stderr
 
 
-def test_check_makes_no_server_where_there_is_none(
-    ff: CliRunner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_check_does_not_create_a_server(ff: CliRunner, tmp_path: Path) -> None:
     home = tmp_path / "home"
-    monkeypatch.setenv("FF_HOME", str(home))
     result = ff.invoke(app, ["migrate", "--check"])
     assert (result.exit_code, result.stdout) == (1, "")
     assert result.stderr == (
-        f"ff: there is no embedded server at {Embedded.data_of(home)}: run `ff migrate` to make one,"
+        f"ff: there is no embedded server at {Embedded.data_of(home)}: run `ff migrate` to create one,"
         " or set FF_DATABASE_URL\n"
     )
     result = ff.invoke(app, ["migrate", "--check", "--json"])
@@ -150,17 +136,20 @@ def test_check_makes_no_server_where_there_is_none(
 def test_the_installed_command_migrates_a_home_and_leaves_no_server_running(tmp_path: Path) -> None:
     command = Path(sys.executable).with_name("ff")
     environment = {name: value for name, value in os.environ.items() if not name.startswith("FF_")}
-    done = subprocess.run(
-        [command, "migrate", "--json"],
-        env={**environment, "FF_HOME": str(tmp_path / "home")},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    assert len(json.loads(done.stdout)["applied"]) == NEWEST
-    server = Embedded.start(tmp_path / "home")
-    data = server.data
-    assert data == Embedded.data_of(tmp_path / "home")
-    server.release(discard=True)
-    assert not data.exists()
+    data = Embedded.data_of(tmp_path / "home")
+    try:
+        done = subprocess.run(
+            [command, "migrate", "--json"],
+            env={**environment, "FF_HOME": str(tmp_path / "home")},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert (done.returncode, done.stderr) == (0, "")
+        answer = json.loads(done.stdout)
+        assert answer["schema"] == "flowfabric"
+        assert [one["number"] for one in answer["applied"]] == list(range(1, NEWEST + 1))
+        assert (data / "PG_VERSION").exists()
+        assert not (data / "postmaster.pid").exists()
+    finally:
+        shutil.rmtree(data.parent, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Group commit: many callers share a statement, and a batch survives its worst member."""
+"""Group commit: many callers share a statement, and a bad item affects only its own caller."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
@@ -29,21 +29,21 @@ POISON = 1_000_000
 
 @dataclass(frozen=True)
 class Item:
-    """So much is to be added to a row; a poisoned amount breaks the table's rule."""
+    """An amount to add to a row; the POISON amount violates the check of the table."""
 
     id: int
     amount: int = 1
 
 
 class Shelf:
-    """Adds to the rows of a table through a batch, and remembers which statements it took."""
+    """Adds to the rows of a table through a batch, and records the statements it used."""
 
     def __init__(self, database: Database) -> None:
         self.database = database
         self.together: list[list[int]] = []
         self.alone: list[int] = []
         self.fault: StoreFault | None = None
-        self.patience = "100s"
+        self.lock_timeout = "100s"
         self.batch: Batch[Item, int] = Batch(self._add_together, self._add_alone, keys=lambda item: (item.id,))
 
     async def _add_together(self, items: Sequence[Item]) -> Sequence[int | Locked | Exception]:
@@ -61,7 +61,7 @@ class Shelf:
         self.alone.append(item.id)
 
         async def add(transaction: Transaction) -> int:
-            await transaction.connection.execute(f"set local lock_timeout = '{self.patience}'")
+            await transaction.connection.execute(f"set local lock_timeout = '{self.lock_timeout}'")
             if not await transaction.fetch(LOCK, id=item.id):
                 raise LookupError(item.id)
             (row,) = await transaction.fetch(ADD, **self._columns([item]))
@@ -76,7 +76,7 @@ class Shelf:
 
 @pytest.fixture
 async def other(url: str) -> AsyncIterator[asyncpg.Connection]:
-    """A session beside the batch, with a table of 200 rows that hold nothing yet."""
+    """A session outside the batch, with a table of 200 rows of value 0."""
     connection = await asyncpg.connect(url, server_settings={"search_path": "flowfabric"})
     await connection.execute("create table shelf (id int primary key, value int not null check (value < 1000))")
     await connection.execute("insert into shelf select n, 0 from generate_series(1, 200) n")
@@ -98,33 +98,37 @@ async def total(other: asyncpg.Connection) -> int:
     return found
 
 
-async def test_callers_of_one_instant_share_a_statement(shelf: Shelf, other: asyncpg.Connection) -> None:
-    assert await asyncio.gather(*(shelf.batch.put(Item(n)) for n in range(1, 101))) == [1] * 100
+async def test_concurrent_callers_share_a_statement_and_each_gets_its_own_answer(
+    shelf: Shelf, other: asyncpg.Connection
+) -> None:
+    answers = await asyncio.gather(*(shelf.batch.put(Item(n, amount=n)) for n in range(1, 101)))
+    assert answers == list(range(1, 101))
     assert ([len(ids) for ids in shelf.together], shelf.alone) == ([100], [])
-    assert await total(other) == 100
+    assert await total(other) == sum(range(1, 101))
 
 
-async def test_a_statement_holds_no_more_than_its_size(shelf: Shelf) -> None:
-    await asyncio.gather(*(shelf.batch.put(Item(n)) for n in range(1, 201)))
+async def test_a_statement_takes_at_most_its_size_and_draining_waits_for_all(
+    shelf: Shelf, other: asyncpg.Connection
+) -> None:
+    answers = [shelf.batch.put(Item(n)) for n in range(1, 201)]
+    await shelf.batch.drain()
+    assert all(answer.done() for answer in answers)
+    assert await total(other) == 200
     assert sorted(len(ids) for ids in shelf.together) == [72, 128]
 
 
-async def test_each_caller_gets_its_own_answer(shelf: Shelf) -> None:
-    assert await asyncio.gather(*(shelf.batch.put(Item(n, amount=n)) for n in range(1, 51))) == list(range(1, 51))
-
-
-async def test_items_of_one_key_are_answered_in_their_order(shelf: Shelf) -> None:
+async def test_items_with_the_same_key_are_answered_in_order(shelf: Shelf) -> None:
     answers = await asyncio.gather(*(shelf.batch.put(Item(n)) for n in (1, 1, 2, 1)))
     assert answers == [1, 2, 1, 3]
     assert all(len(ids) == len(set(ids)) for ids in shelf.together)
 
 
-async def test_items_of_one_key_within_a_call_are_answered_in_their_order(shelf: Shelf) -> None:
+async def test_items_with_the_same_key_in_one_call_are_answered_in_order(shelf: Shelf) -> None:
     assert await shelf.batch.run([Item(n) for n in (1, 1, 2, 1)]) == [1, 2, 1, 3]
     assert [sorted(ids) for ids in shelf.together] == [[1, 2], [1], [1]]
 
 
-async def test_a_locked_row_holds_up_nobody_else(shelf: Shelf, other: asyncpg.Connection) -> None:
+async def test_a_locked_row_does_not_delay_other_callers(shelf: Shelf, other: asyncpg.Connection) -> None:
     async with other.transaction():
         await other.execute("select 1 from shelf where id = 1 for update")
         locked, *free = [shelf.batch.put(Item(n)) for n in range(1, 101)]
@@ -133,7 +137,7 @@ async def test_a_locked_row_holds_up_nobody_else(shelf: Shelf, other: asyncpg.Co
     assert await locked == 1
 
 
-async def test_callers_who_come_later_do_not_wait_for_a_locked_row(
+async def test_later_callers_do_not_wait_for_a_locked_row(
     shelf: Shelf, other: asyncpg.Connection, eventually: Any
 ) -> None:
     async with other.transaction():
@@ -146,7 +150,7 @@ async def test_callers_who_come_later_do_not_wait_for_a_locked_row(
     assert await asyncio.gather(*locked) == [1] * 4
 
 
-async def test_a_locked_row_within_a_call_is_waited_for_and_the_rest_is_done(
+async def test_a_call_waits_for_a_locked_row_after_its_other_items(
     shelf: Shelf, other: asyncpg.Connection, eventually: Any
 ) -> None:
     async with other.transaction():
@@ -156,8 +160,8 @@ async def test_a_locked_row_within_a_call_is_waited_for_and_the_rest_is_done(
     assert await call == [1] * 5
 
 
-async def test_a_row_that_stays_locked_is_a_fault_of_its_caller_only(shelf: Shelf, other: asyncpg.Connection) -> None:
-    shelf.patience = "20ms"
+async def test_a_row_that_stays_locked_fails_only_its_own_caller(shelf: Shelf, other: asyncpg.Connection) -> None:
+    shelf.lock_timeout = "20ms"
     async with other.transaction():
         await other.execute("select 1 from shelf where id = 1 for update")
         locked, free = shelf.batch.put(Item(1)), shelf.batch.put(Item(2))
@@ -167,7 +171,7 @@ async def test_a_row_that_stays_locked_is_a_fault_of_its_caller_only(shelf: Shel
     assert raised.value.kind == "contention"
 
 
-async def test_an_item_behind_a_locked_one_of_its_key_follows_it(shelf: Shelf, other: asyncpg.Connection) -> None:
+async def test_an_item_waits_for_a_locked_item_with_the_same_key(shelf: Shelf, other: asyncpg.Connection) -> None:
     async with other.transaction():
         await other.execute("select 1 from shelf where id = 1 for update")
         first, second = shelf.batch.put(Item(1)), shelf.batch.put(Item(1))
@@ -175,30 +179,24 @@ async def test_an_item_behind_a_locked_one_of_its_key_follows_it(shelf: Shelf, o
     assert sorted(await asyncio.gather(first, second)) == [1, 2]
 
 
-async def test_a_poisoned_item_fails_alone(shelf: Shelf, other: asyncpg.Connection) -> None:
-    items = [Item(n, amount=POISON if n == 50 else 1) for n in range(1, 101)]
-    answers = await asyncio.gather(*map(shelf.batch.put, items), return_exceptions=True)
-    refused = answers.pop(49)
+async def test_an_item_that_fails_fails_only_its_own_caller(shelf: Shelf, other: asyncpg.Connection) -> None:
+    items = [Item(999), *(Item(n, amount=POISON if n == 10 else 1) for n in range(1, 21))]
+    missing, *answers = await asyncio.gather(*map(shelf.batch.put, items), return_exceptions=True)
+    refused = answers.pop(9)
+    assert isinstance(missing, LookupError)
     assert isinstance(refused, StoreFault)
     assert refused.kind == "other"
-    assert answers == [1] * 99
-    assert await total(other) == 99
+    assert answers == [1] * 19
+    assert await total(other) == 19
 
 
-async def test_a_poisoned_item_of_a_call_fails_alone(shelf: Shelf) -> None:
+async def test_an_item_of_a_call_that_fails_does_not_fail_the_others(shelf: Shelf) -> None:
     answers = await shelf.batch.run([Item(1), Item(2, amount=POISON), Item(3)])
     assert (answers[0], answers[2]) == (1, 1)
     assert isinstance(answers[1], StoreFault)
 
 
-async def test_an_item_that_is_not_there_is_answered_for_itself(shelf: Shelf) -> None:
-    absent, present = shelf.batch.put(Item(999)), shelf.batch.put(Item(1))
-    assert await present == 1
-    with pytest.raises(LookupError):
-        await absent
-
-
-async def test_a_cancelled_caller_takes_nothing_back_and_nobody_with_it(
+async def test_cancelling_a_caller_withdraws_no_item_and_cancels_nobody_else(
     shelf: Shelf, other: asyncpg.Connection
 ) -> None:
     calls = [asyncio.ensure_future(shelf.batch.put(Item(n))) for n in range(1, 11)]
@@ -210,7 +208,9 @@ async def test_a_cancelled_caller_takes_nothing_back_and_nobody_with_it(
     assert await total(other) == 10
 
 
-async def test_a_cancelled_caller_of_a_locked_row_is_forgotten(shelf: Shelf, other: asyncpg.Connection) -> None:
+async def test_a_batch_drains_after_the_caller_of_a_locked_row_is_cancelled(
+    shelf: Shelf, other: asyncpg.Connection
+) -> None:
     async with other.transaction():
         await other.execute("select 1 from shelf where id = 1 for update")
         locked = shelf.batch.put(Item(1))
@@ -220,16 +220,16 @@ async def test_a_cancelled_caller_of_a_locked_row_is_forgotten(shelf: Shelf, oth
     assert await total(other) == 2
 
 
-@pytest.mark.parametrize("kind", ["transport", "timeout", "auth"])
-async def test_a_fault_of_the_connection_meets_everybody_at_once(shelf: Shelf, kind: str) -> None:
-    shelf.fault = StoreFault(kind, "gone")
-    answers = await asyncio.gather(*(shelf.batch.put(Item(n)) for n in range(1, 11)), return_exceptions=True)
-    assert {answer.kind for answer in answers if isinstance(answer, StoreFault)} == {kind}
-    assert len({id(answer) for answer in answers}) == len(answers)
-    assert shelf.alone == []
+async def test_a_failure_of_the_store_fails_every_caller_of_the_statement(shelf: Shelf) -> None:
+    for kind in ("transport", "timeout", "auth"):
+        shelf.fault = StoreFault(kind, "gone")
+        answers = await asyncio.gather(*(shelf.batch.put(Item(n)) for n in range(1, 11)), return_exceptions=True)
+        assert [answer.kind for answer in answers if isinstance(answer, StoreFault)] == [kind] * 10
+        assert len({id(answer) for answer in answers}) == len(answers)
+        assert shelf.alone == []
 
 
-async def test_a_batch_goes_on_after_a_fault_of_the_connection(shelf: Shelf, other: asyncpg.Connection) -> None:
+async def test_a_batch_works_again_after_a_lost_connection(shelf: Shelf, other: asyncpg.Connection) -> None:
     await shelf.batch.put(Item(1))
     await other.fetch(
         """select pg_terminate_backend(pid) from pg_stat_activity
@@ -244,14 +244,7 @@ async def test_a_batch_goes_on_after_a_fault_of_the_connection(shelf: Shelf, oth
     assert last == 1
 
 
-async def test_draining_waits_for_what_is_under_way(shelf: Shelf, other: asyncpg.Connection) -> None:
-    answers = [shelf.batch.put(Item(n)) for n in range(1, 201)]
-    await shelf.batch.drain()
-    assert all(answer.done() for answer in answers)
-    assert await total(other) == 200
-
-
-async def test_an_answer_that_is_an_error_meets_its_caller_only() -> None:
+async def test_an_error_as_an_answer_is_raised_only_to_its_caller() -> None:
     async def together(items: Sequence[int]) -> Sequence[int | Locked | Exception]:
         return [ValueError(item) if item % 2 else item for item in items]
 
@@ -266,7 +259,7 @@ async def test_an_answer_that_is_an_error_meets_its_caller_only() -> None:
     assert [str(answer) for answer in await batch.run([1, 2, 3])] == ["1", "2", "3"]
 
 
-async def test_a_statement_that_breaks_over_its_items_is_repeated_item_by_item() -> None:
+async def test_a_statement_that_fails_because_of_an_item_is_repeated_item_by_item() -> None:
     async def together(items: Sequence[int]) -> Sequence[int | Locked | Exception]:
         raise TypeError("cannot")
 
@@ -281,7 +274,7 @@ async def test_a_statement_that_breaks_over_its_items_is_repeated_item_by_item()
     assert isinstance(answers[1], LookupError)
 
 
-async def test_no_item_is_left_behind_when_streams_end_and_begin() -> None:
+async def test_no_item_is_forgotten_while_streams_start_and_stop() -> None:
     async def together(items: Sequence[int]) -> Sequence[int | Locked | Exception]:
         await asyncio.sleep(0)
         return items

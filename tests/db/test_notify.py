@@ -1,11 +1,8 @@
-"""Hints between processes: heard soon, told together, healed when lost, and never needed."""
+"""Hints between processes: received soon, sent in batches, and resumed after a lost connection."""
 
 import asyncio
-import subprocess
-import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
-from pathlib import Path
 from typing import Any
 
 import asyncpg
@@ -15,10 +12,12 @@ from flowfabric.db.database import Database
 from flowfabric.db.migrate import check_schema_name
 from flowfabric.db.notify import EVERYTHING, Hints
 
+from .holders import fork, fork_is_intended
+
 SESSIONS = """from pg_stat_activity where datname = current_database() and pid <> pg_backend_pid()
                 and application_name = 'flowfabric'"""
-LISTENERS = f"select count(*) {SESSIONS} and query like '/* proof */%'"
-END_LISTENERS = f"select pg_terminate_backend(pid) {SESSIONS} and query like '/* proof */%'"
+LISTENERS = f"select count(*) {SESSIONS} and query like '/* probe */%'"
+END_LISTENERS = f"select pg_terminate_backend(pid) {SESSIONS} and query like '/* probe */%'"
 END_ALL = f"select pg_terminate_backend(pid) {SESSIONS}"
 
 Open = Callable[..., Awaitable[Hints]]
@@ -33,14 +32,14 @@ async def other(url: str) -> AsyncIterator[asyncpg.Connection]:
 
 @pytest.fixture
 async def hints(url: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Open]:
-    """Open the hints of any number of processes on the test's database; they wait as long as a connection takes."""
+    """Open the hints of any number of engines on the test's database; `listen` waits until the connection is there."""
     monkeypatch.setattr(Hints, "LISTEN_SECONDS", 60.0)
     async with AsyncExitStack() as stack:
 
-        async def open_hints(*, schema: str = "flowfabric", deaf: bool = False) -> Hints:
+        async def open_hints(*, schema: str = "flowfabric", polls_only: bool = False) -> Hints:
             database = await Database.open(url, schema=schema, pool_size=1)
             stack.push_async_callback(database.close)
-            hints = Hints(database, deaf=deaf)
+            hints = Hints(database, polls_only=polls_only)
             stack.push_async_callback(hints.close)
             return hints
 
@@ -48,23 +47,23 @@ async def hints(url: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Open
 
 
 class Heard:
-    """The hints of one channel as they came."""
+    """The hints received on one channel, in order."""
 
     def __init__(self, hints: Hints, channel: str) -> None:
         self.hints: list[list[str]] = []
-        hints.hear(channel, self.hints.append)
+        hints.subscribe(channel, self.hints.append)
 
     @property
     def words(self) -> list[str]:
-        """Every word heard, but for the one that says something may have been missed."""
+        """Every word received, except the one that says hints may have been missed."""
         return [word for words in self.hints for word in words if word != EVERYTHING]
 
     def forget(self) -> None:
-        """Begin anew."""
+        """Forget the hints received so far."""
         self.hints.clear()
 
 
-async def test_a_hint_reaches_the_other_engines_and_not_the_one_that_sent_it(hints: Open, eventually: Any) -> None:
+async def test_a_hint_reaches_the_other_engines_but_not_its_sender(hints: Open, eventually: Any) -> None:
     sender, one, two = await hints(), await hints(), await hints()
     heard = {process: Heard(process, "work") for process in (sender, one, two)}
     for process in heard:
@@ -72,13 +71,13 @@ async def test_a_hint_reaches_the_other_engines_and_not_the_one_that_sent_it(hin
         assert process.is_listening
     sender.send("work", "default")
     await eventually(lambda: all(heard[process].words == ["default"] for process in (one, two)))
-    # Hints arrive in the order of their commits: its own one has come back to the sender before this one.
+    # Hints arrive in the order of their commits, so the sender's own hint has come back before this one.
     one.send("work", "last")
     await eventually(lambda: "last" in heard[sender].words)
     assert heard[sender].words == ["last"]
 
 
-async def test_a_hint_that_names_no_sender_reaches_everybody(
+async def test_a_hint_without_a_sender_reaches_every_engine(
     hints: Open, other: asyncpg.Connection, eventually: Any
 ) -> None:
     processes = [await hints(), await hints()]
@@ -89,32 +88,46 @@ async def test_a_hint_that_names_no_sender_reaches_everybody(
     await eventually(lambda: all(ear.words == ["default", "other"] for ear in heard))
 
 
-def test_a_hint_of_a_forked_process_reaches_its_parent(server_url: str) -> None:
-    script = Path(__file__).with_name("forked_hints.py")
-    done = subprocess.run([sys.executable, str(script), server_url], capture_output=True, text=True, timeout=120)
-    assert (done.stdout, done.returncode) == ("['from-the-child']\n", 0), done.stderr
+@fork_is_intended
+def test_a_hint_of_a_forked_process_reaches_its_parent(url: str, eventually: Any) -> None:
+    # Made before the fork, so that parent and child have the same token.
+    hints = Hints(Database(url, "flowfabric", 1))
+    heard = Heard(hints, "work")
+
+    def send(read: Callable[[], str], _: Callable[[object], None]) -> None:
+        async def work() -> None:
+            hints.send("work", "from-the-child")
+            await hints.close()
+
+        read()
+        asyncio.run(work())
+
+    async def listen() -> None:
+        await hints.listen()
+        child.order("send")
+        await eventually(lambda: heard.words)
+        await hints.close()
+
+    child = fork(send)
+    try:
+        asyncio.run(listen())
+        assert (heard.words, child.wait()) == (["from-the-child"], 0)
+    finally:
+        child.kill()
 
 
-async def test_a_hint_is_heard_on_its_channel_only(hints: Open, eventually: Any) -> None:
-    sender, listener = await hints(), await hints()
-    work, ended = Heard(listener, "work"), Heard(listener, "ended")
-    await listener.listen()
-    sender.send("ended", "a")
-    await eventually(lambda: ended.words == ["a"])
-    assert work.words == []
-
-
-async def test_schemas_of_one_database_do_not_hear_each_other(hints: Open, eventually: Any) -> None:
+async def test_a_hint_is_received_only_on_its_channel_and_in_its_schema(hints: Open, eventually: Any) -> None:
     sender, here, there = await hints(), await hints(), await hints(schema="elsewhere")
-    ours, theirs = Heard(here, "work"), Heard(there, "work")
+    ended, others = Heard(here, "ended"), [Heard(here, "work"), Heard(there, "ended")]
     await here.listen()
     await there.listen()
-    sender.send("work", "a")
-    await eventually(lambda: ours.words == ["a"])
-    assert theirs.words == []
+    assert ended.hints == [[EVERYTHING]], "a listener that starts may have missed hints"
+    sender.send("ended", "a")
+    await eventually(lambda: ended.words == ["a"])
+    assert [other.words for other in others] == [[], []]
 
 
-async def test_hints_of_one_moment_travel_together(hints: Open, eventually: Any) -> None:
+async def test_concurrent_hints_are_sent_in_one_batch(hints: Open, eventually: Any) -> None:
     sender, listener = await hints(), await hints()
     heard = Heard(listener, "work")
     await listener.listen()
@@ -126,7 +139,7 @@ async def test_hints_of_one_moment_travel_together(hints: Open, eventually: Any)
     await eventually(lambda: heard.hints[1:] == [[f"lane{n}" for n in range(10)]])
 
 
-async def test_hints_are_heard_in_a_schema_of_the_longest_name(hints: Open, eventually: Any) -> None:
+async def test_hints_work_in_a_schema_with_the_longest_name(hints: Open, eventually: Any) -> None:
     schema = check_schema_name("s" * 57)
     sender, listener = await hints(schema=schema), await hints(schema=schema)
     heard = {channel: Heard(listener, channel) for channel in ("work", "ended")}
@@ -136,7 +149,7 @@ async def test_hints_are_heard_in_a_schema_of_the_longest_name(hints: Open, even
     await eventually(lambda: all(ear.words == ["a"] for ear in heard.values()))
 
 
-async def test_more_words_than_fit_a_hint_say_everything(hints: Open, eventually: Any) -> None:
+async def test_more_words_than_fit_into_a_hint_become_everything(hints: Open, eventually: Any) -> None:
     sender, listener = await hints(), await hints()
     heard = Heard(listener, "work")
     await listener.listen()
@@ -147,14 +160,7 @@ async def test_more_words_than_fit_a_hint_say_everything(hints: Open, eventually
     assert heard.hints[0] == [EVERYTHING]
 
 
-async def test_a_listener_hears_that_it_may_have_missed_something_when_it_begins(hints: Open) -> None:
-    listener = await hints()
-    heard = Heard(listener, "work")
-    await listener.listen()
-    assert heard.hints == [[EVERYTHING]]
-
-
-async def test_a_lost_listener_listens_again_and_hears_of_the_gap(
+async def test_a_lost_listener_reconnects_and_reports_the_gap(
     hints: Open, other: asyncpg.Connection, eventually: Any
 ) -> None:
     sender, listener = await hints(), await hints()
@@ -170,11 +176,11 @@ async def test_a_lost_listener_listens_again_and_hears_of_the_gap(
     async def is_the_only_one() -> bool:
         return bool(await other.fetchval(LISTENERS) == 1)
 
-    # A session that was ended takes a moment to leave the server's list.
+    # A terminated session stays in pg_stat_activity for a short time.
     await eventually(is_the_only_one)
 
 
-async def test_a_lost_sender_sends_again(hints: Open, other: asyncpg.Connection, eventually: Any) -> None:
+async def test_a_lost_sender_reconnects(hints: Open, other: asyncpg.Connection, eventually: Any) -> None:
     sender, listener = await hints(), await hints()
     heard = Heard(listener, "work")
     await listener.listen()
@@ -189,7 +195,7 @@ async def test_a_lost_sender_sends_again(hints: Open, other: asyncpg.Connection,
     await eventually(again)
 
 
-async def test_to_listen_twice_is_to_listen_once(hints: Open, other: asyncpg.Connection) -> None:
+async def test_listening_twice_opens_one_connection(hints: Open, other: asyncpg.Connection) -> None:
     listener = await hints()
     Heard(listener, "work")
     await asyncio.gather(listener.listen(), listener.listen())
@@ -197,23 +203,21 @@ async def test_to_listen_twice_is_to_listen_once(hints: Open, other: asyncpg.Con
     assert await other.fetchval(LISTENERS) == 1
 
 
-async def test_a_deaf_process_tells_but_does_not_listen(
+async def test_an_engine_that_only_polls_sends_hints_but_does_not_listen(
     hints: Open, other: asyncpg.Connection, eventually: Any
 ) -> None:
-    deaf, listener = await hints(deaf=True), await hints()
-    silent, heard = Heard(deaf, "work"), Heard(listener, "work")
-    await deaf.listen()
+    polling, listener = await hints(polls_only=True), await hints()
+    silent, heard = Heard(polling, "work"), Heard(listener, "work")
+    await polling.listen()
     await listener.listen()
     heard.forget()
-    deaf.send("work", "default")
+    polling.send("work", "default")
     await eventually(lambda: heard.words == ["default"])
-    assert (deaf.is_listening, silent.hints) == (False, [])
+    assert (polling.is_listening, silent.hints) == (False, [])
     assert await other.fetchval(LISTENERS) == 1
 
 
-async def test_what_is_pending_is_told_before_the_end(
-    hints: Open, eventually: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_closing_sends_pending_hints(hints: Open, eventually: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Hints, "CLOSE_SECONDS", 60.0)
     sender, listener = await hints(), await hints()
     heard = Heard(listener, "work")
@@ -224,7 +228,7 @@ async def test_what_is_pending_is_told_before_the_end(
     await eventually(lambda: heard.words == ["last", "words"])
 
 
-async def test_closing_ends_the_sessions(hints: Open, other: asyncpg.Connection, eventually: Any) -> None:
+async def test_closing_ends_the_connections(hints: Open, other: asyncpg.Connection, eventually: Any) -> None:
     process = await hints()
     Heard(process, "work")
     await process.listen()
@@ -235,31 +239,33 @@ async def test_closing_ends_the_sessions(hints: Open, other: asyncpg.Connection,
 
 
 async def no_sessions(other: asyncpg.Connection) -> bool:
-    # The pool of the process keeps its one session.
+    # The pool keeps its one connection.
     return bool(await other.fetchval(f"select count(*) <= 1 {SESSIONS}"))
 
 
-async def test_closing_what_never_began_is_no_trouble(hints: Open) -> None:
+async def test_hints_that_were_never_used_can_be_closed_twice(hints: Open) -> None:
     process = await hints()
     await process.close()
     await process.close()
 
 
-async def test_the_first_hints_after_a_quiet_time_do_not_wait_for_each_other_and_later_ones_do(
+async def test_the_first_hints_after_an_idle_time_are_sent_at_once_and_later_ones_after_a_pause(
     hints: Open, eventually: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Hints, "PAUSE", 3600.0)
-    teller, listener = await hints(), await hints()
+    sender, listener = await hints(), await hints()
     heard = Heard(listener, "work")
     await listener.listen()
-    told = [f"n{nth}" for nth in range(Hints.AT_ONCE)]
-    for nth, word in enumerate(told):
-        teller.send("work", word)
-        await eventually(lambda nth=nth: heard.words == told[: nth + 1])
+    first = [f"n{nth}" for nth in range(Hints.AT_ONCE)]
+    for nth, word in enumerate(first):
+        sender.send("work", word)
+        await eventually(lambda nth=nth: heard.words == first[: nth + 1])
     heard.forget()
     for word in ("one", "another"):
-        teller.send("work", word)
-    # By another way, so that whatever was on its way has arrived.
+        sender.send("work", word)
+    # Hints arrive in order: when this one is here, earlier ones would be here too.
     (await hints()).send("work", "last")
     await eventually(lambda: "last" in heard.words)
     assert heard.words == ["last"]
+    # Closing need not wait for the hints that the pause holds back.
+    monkeypatch.setattr(Hints, "CLOSE_SECONDS", 0.01)

@@ -2,21 +2,16 @@
 
 import os
 import subprocess
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from uuid import uuid4
 
 import pytest
 
 from flowfabric.db.site import EmbeddedError, system_account
 
-FIND = """
-import sys
-from flowfabric.db.site import system_account
-print("ready", flush=True)
-sys.stdin.readline()
-print(system_account(sys.argv[1]).uid)
-"""
+from .holders import fork, fork_is_intended
+
+PROCESSES = 8
 
 
 @pytest.fixture
@@ -27,35 +22,27 @@ def user() -> Iterator[str]:
     subprocess.run(["userdel", name], capture_output=True, check=False)
 
 
-def found_at_once(user: str, processes: int = 8, **environment: str) -> list[str]:
-    """What processes that ask for the account at the same time are told."""
-    running = [
-        subprocess.Popen(
-            [sys.executable, "-c", FIND, user],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, **environment},
-        )
-        for _ in range(processes)
-    ]
-    for process in running:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "ready\n"
-    for process in running:
-        assert process.stdin is not None
-        process.stdin.write("\n")
-        process.stdin.flush()
-    return [process.communicate(timeout=60)[0].strip() for process in running]
-
-
-def test_processes_that_start_at_once_create_the_system_user_once(user: str) -> None:
+@fork_is_intended
+def test_processes_that_start_at_the_same_time_create_the_system_user_once(user: str) -> None:
     if os.geteuid() != 0:
-        # Only root creates accounts: anybody else is told who could not be created.
+        # Only root can create accounts.
         with pytest.raises(EmbeddedError, match=f"the system user {user} could not be created"):
             system_account(user)
         return
-    found = found_at_once(user)
-    uid = subprocess.run(["id", "-u", user], capture_output=True, text=True, check=True).stdout.strip()
-    assert found == [uid] * 8
+
+    def find(read: Callable[[], str], report: Callable[[object], None]) -> None:
+        report("ready")
+        read()
+        report(system_account(user).uid)
+
+    running = [fork(find) for _ in range(PROCESSES)]
+    try:
+        assert [process.report() for process in running] == ["ready"] * PROCESSES
+        for process in running:
+            process.order("find")
+        found = [process.report() for process in running]
+    finally:
+        for process in running:
+            process.kill()
+    uid = subprocess.run(["id", "-u", user], capture_output=True, text=True, check=True).stdout
+    assert found == [int(uid)] * PROCESSES

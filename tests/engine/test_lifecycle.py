@@ -148,7 +148,7 @@ async def test_an_embedded_store_generates_its_key_once_and_if_damaged_names_the
         await asyncio.to_thread(embedded.release)
     assert str(refusal.value.detail).endswith(
         "install the release of flowfabric that applied it,"
-        f" or stop its processes and delete {folder} and with it everything stored"
+        f" or stop its processes and delete {folder}, which deletes all stored data"
     )
     shutil.rmtree(folder)
     if not IS_WHOLE:

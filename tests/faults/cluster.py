@@ -48,7 +48,7 @@ class Node:
         self.name = name
         self.port = port
         self._tools = tools
-        self._folder = tools.place / name
+        self._folder = tools.folder / name
         self._folder.mkdir(mode=0o700, exist_ok=True)
         self.is_on_small_disk = on_small_disk and self._mount()
         if tools.account is not None:
@@ -63,7 +63,7 @@ class Node:
     @property
     def url(self) -> str:
         """The address of the database, past any proxy."""
-        return f"postgresql://postgres@/{DATABASE}?host={quote(str(self._tools.place), safe='/')}&port={self.port}"
+        return f"postgresql://postgres@/{DATABASE}?host={quote(str(self._tools.folder), safe='/')}&port={self.port}"
 
     @property
     def maintenance_url(self) -> str:
@@ -74,7 +74,7 @@ class Node:
         """Make a new cluster and start it."""
         options = ["--username", "postgres", "--no-locale", "--encoding", "UTF8", "--auth", "trust"]
         options += ["--no-instructions", "--wal-segsize", "1", "--pgdata", str(self.data)]
-        for name, value in {**_SETTINGS, "unix_socket_directories": str(self._tools.place)}.items():
+        for name, value in {**_SETTINGS, "unix_socket_directories": str(self._tools.folder)}.items():
             options += ["--set", f"{name}={value}"]
         self._tool("initdb", *options)
         self.start()
@@ -82,7 +82,7 @@ class Node:
     def copy_of(self, other: "Node") -> None:
         """Become a standby of another server, with a copy of its data."""
         shutil.rmtree(self.data, ignore_errors=True)
-        source = f"host={self._tools.place} port={other.port} user=postgres application_name={self.name}"
+        source = f"host={self._tools.folder} port={other.port} user=postgres application_name={self.name}"
         self._tool("pg_basebackup", "-D", str(self.data), "-d", source, "-R", "-X", "stream", "-c", "fast", "--no-sync")
         self.start()
 
@@ -238,7 +238,7 @@ class Cluster:
         for node in self._nodes:
             node.discard()
         if self._tools.account is not None:
-            shutil.rmtree(self._tools.place, ignore_errors=True)
+            shutil.rmtree(self._tools.folder, ignore_errors=True)
         shutil.rmtree(self._home, ignore_errors=True)
 
     async def _attach(self, standby: Node) -> None:

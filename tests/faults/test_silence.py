@@ -107,10 +107,10 @@ async def test_a_silent_listener_is_replaced(
     database: Database, proxy: Proxy, eventually: Any, monkeypatch: Any
 ) -> None:
     """Nothing is lost by the kernel's word: the proxy keeps the sockets open."""
-    monkeypatch.setattr(Hints, "PROOF_SECONDS", 0.1)
+    monkeypatch.setattr(Hints, "PROBE_SECONDS", 0.1)
     hints, sender = Hints(database), Hints(database)
     heard: list[list[str]] = []
-    hints.hear("work", heard.append)
+    hints.subscribe("work", heard.append)
     try:
         await hints.listen()
         assert hints.is_listening
@@ -129,12 +129,12 @@ async def test_a_deaf_listener_does_not_count_as_listening(
     database: Database, proxy: Proxy, eventually: Any, monkeypatch: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Behind a pooler in transaction mode statements are answered and notifications go elsewhere."""
-    monkeypatch.setattr(Hints, "PROOF_SECONDS", 0.1)
-    monkeypatch.setattr(Hints, "DEAF_SECONDS", 0.1)
+    monkeypatch.setattr(Hints, "PROBE_SECONDS", 0.1)
+    monkeypatch.setattr(Hints, "PROBE_TIMEOUT_SECONDS", 0.1)
     monkeypatch.setattr(Hints, "LISTEN_SECONDS", 0.1)
     proxy.swallows = frozenset({NOTIFICATION})
     hints = Hints(database)
-    hints.hear("work", lambda _: None)
+    hints.subscribe("work", lambda _: None)
     try:
         await hints.listen()
         await eventually(lambda: "FF_LISTEN=false" in caplog.text)

@@ -1,4 +1,4 @@
-"""A column that `columns_of` sends short is filled up again by every statement it goes to."""
+"""A column that `short_columns` sends short is filled up again by every statement it goes to."""
 
 import ast
 import re
@@ -17,11 +17,11 @@ ALL = [statement for path in sorted(ENGINE.rglob("*.sql")) for statement in Stat
 
 
 def calls() -> list[tuple[str, str]]:
-    """Where `columns_of` is called, as module and the constant that names the columns."""
+    """Where `short_columns` is called, as module and the constant that names the columns."""
     found = []
     for path in sorted(ENGINE.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "columns_of":
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "short_columns":
                 names = node.args[0]
                 assert isinstance(names, ast.Name), f"{path.name}:{node.lineno}: name the columns by a constant"
                 found.append((".".join(path.relative_to(ENGINE).with_suffix("").parts), names.id))

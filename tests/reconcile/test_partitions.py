@@ -152,7 +152,7 @@ def patient_with_partitions(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_processes_that_make_partitions_at_once_make_each_once(url: str, engine: Engine, clock: Any) -> None:
     now = await clock.now()
 
-    async def ensure() -> partitions.Kept:
+    async def ensure() -> partitions.EnsuredPartitions:
         connection = await asyncpg.connect(url)
         try:
             return await partitions.ensure(connection, schema=SCHEMA, now_ms=now, ahead_days=4)

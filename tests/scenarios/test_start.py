@@ -119,7 +119,7 @@ async def test_a_role_that_may_not_create_the_schema_is_told_so(strict: str) -> 
 @pytest.mark.parametrize(
     ("sqlstate", "text", "code", "told"),
     [
-        (*STARTING_UP, "busy_loading", "takes no connections yet: the database system is starting up"),
+        (*STARTING_UP, "busy_loading", "does not accept connections yet: the database system is starting up"),
         ("53300", "sorry, too many clients already", "busy_loading", "lower FF_DATABASE_POOL_SIZE"),
         (*REFUSED_SETTING, "protocol", "unsupported startup parameter: enable_seqscan"),
         ("42704", 'unrecognized configuration parameter "jit"', "protocol", "see docs/pgbouncer.md"),
@@ -146,7 +146,12 @@ async def test_an_address_the_driver_cannot_use_is_told_without_it(url: str) -> 
     ("answer", "options", "code", "told"),
     [
         (b"HTTP/1.1 400 Bad Request\r\n\r\n", "", "protocol", "what answers at {} is not Postgres; correct the"),
-        (b"N", "?sslmode=require", "protocol", "{} (database shop) speaks no TLS, which sslmode in the database URL"),
+        (
+            b"N",
+            "?sslmode=require",
+            "protocol",
+            "{} (database shop) does not support TLS, which sslmode in the database URL",
+        ),
         (b"", "", "transport", "{} (database shop) closed the connection during the login; "),
         (b"N", "", "transport", "{} (database shop) closed the connection during the login; "),
     ],
@@ -313,7 +318,7 @@ async def test_check_fails_where_a_pooler_refuses_a_session_setting(engine: Engi
         proxy.refusal = REFUSED_SETTING
         code, out, err = await migrate(proxy.url, "--check")
     assert (code, out, err.count("\n")) == (1, "", 1)
-    assert "refuses a session setting that every process asks for: unsupported startup parameter: enable_seqscan" in err
+    assert "rejects a session setting that every process sends: unsupported startup parameter: enable_seqscan" in err
     assert err.endswith("see docs/pgbouncer.md\n")
 
 
@@ -333,7 +338,7 @@ async def test_check_warns_where_a_pooler_ignores_another_setting(engine: Engine
         code, out, err = await migrate(proxy.url, "--check")
     assert (code, err.count("\n")) == (0, 1)
     assert out.endswith("up to date\n")
-    assert "asked for and not in effect: enable_seqscan, statement_timeout; " in err
+    assert "these session settings are not in effect: enable_seqscan, statement_timeout; " in err
 
 
 @pytest.mark.parametrize("case", ["no server", "wrong password", "no database"])

@@ -120,7 +120,7 @@ async def test_a_worker_checks_its_leases_after_a_gap_in_the_hints(
     waiting = Waiting()
     run = await submit()
     async with Proxy(url) as proxy, Engine.connect(settings=Settings(database_url=proxy.url)) as cut:
-        parts_of(cut).wakeups.hints.begin_to_listen()
+        parts_of(cut).wakeups.hints.start_listening()
         await eventually(lambda: parts_of(cut).wakeups.hints.is_listening)
         proxy.refuses = not is_beating
         async with Worker(

@@ -1,4 +1,4 @@
-"""`ff demo`: three worker processes, one of them killed on the way, and nothing lost."""
+"""`ff demo`: run tasks on three worker processes, kill one of them, and show that nothing is lost."""
 
 import asyncio
 import logging
@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from flowfabric.cli.errors import told_in_one_line
+from flowfabric.cli.errors import one_line_errors
 from flowfabric.db.embedded import Embedded
 from flowfabric.fabric.app import Fabric
 from flowfabric.fabric.run import Run, RunError
@@ -27,16 +27,16 @@ from flowfabric.settings import Settings
 from flowfabric.worker.context import Context
 
 WORKERS = ("worker-1", "worker-2", "worker-3")
-EACH = 100
+RUNS_PER_TASK = 100
 LEASE_SECONDS = 2
 SLOTS = 3
-PATIENCE_SECONDS = 60
+TIMEOUT_SECONDS = 60
 
 fabric = Fabric(lane="demo")
 
 
-class Told(TypedDict):
-    """What a run tells of itself when it ends."""
+class Report(TypedDict):
+    """The result of a task: who ran it and how often."""
 
     number: int
     worker: str
@@ -44,7 +44,7 @@ class Told(TypedDict):
     retries: int
 
 
-def _told(ctx: Context, number: int) -> Told:
+def _report(ctx: Context, number: int) -> Report:
     return {
         "number": number,
         "worker": ctx.worker_instance_id,
@@ -54,52 +54,52 @@ def _told(ctx: Context, number: int) -> Told:
 
 
 @fabric.task
-async def greet(ctx: Context, number: int) -> Told:
-    """Be done at once."""
-    return _told(ctx, number)
+async def greet(ctx: Context, number: int) -> Report:
+    """Return at once."""
+    return _report(ctx, number)
 
 
 @fabric.task
-async def resize(ctx: Context, number: int) -> Told:
-    """Take a tenth to three tenths of a second."""
+async def resize(ctx: Context, number: int) -> Report:
+    """Take 0.1 to 0.3 seconds."""
     await asyncio.sleep(0.1 + number % 5 * 0.05)
-    return _told(ctx, number)
+    return _report(ctx, number)
 
 
 @fabric.task(retries=5, backoff=0.2)
-async def charge(ctx: Context, number: int) -> Told:
+async def charge(ctx: Context, number: int) -> Report:
     """Fail once or twice before succeeding."""
     if ctx.retry_count <= number % 2:
         raise ConnectionError("the bank does not answer")
-    return _told(ctx, number)
+    return _report(ctx, number)
 
 
 TASKS = (greet, resize, charge)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ending:
-    """What became of one run, as the store says."""
+class Outcome:
+    """How one run ended, as the store reports it."""
 
     kind: str
-    told: Told | None
+    report: Report | None
     seconds: float
     problem: str | None = None
 
     @property
     def worker(self) -> str | None:
-        """The name of the worker that told of the end."""
-        return None if self.told is None else self.told["worker"].rpartition("-")[0]
+        """The name of the worker that finished the run."""
+        return None if self.report is None else self.report["worker"].rpartition("-")[0]
 
     @property
     def recoveries(self) -> int:
-        """How often another worker took the run over: the attempts that neither were the first nor follow a failure."""
-        return 0 if self.told is None else self.told["attempts"] - 1 - self.told["retries"]
+        """How often another worker took over the run: the attempts that are neither the first nor a retry."""
+        return 0 if self.report is None else self.report["attempts"] - 1 - self.report["retries"]
 
 
 def demo(*, worker: Annotated[str | None, typer.Option(hidden=True)] = None) -> None:
     """Run 300 tasks on three worker processes, kill one of them, and show that nothing is lost."""
-    with told_in_one_line():
+    with one_line_errors():
         if worker is not None:
             logging.getLogger("flowfabric").setLevel(logging.ERROR)
             fabric.run_worker(worker_id="demo", worker_instance_id=worker, lease_ttl=LEASE_SECONDS, concurrency=SLOTS)
@@ -109,28 +109,28 @@ def demo(*, worker: Annotated[str | None, typer.Option(hidden=True)] = None) -> 
 
 
 async def _demo(console: Console) -> bool:
-    """Whether anything was lost."""
+    """Run the demo; return whether anything was lost."""
     settings = Settings()
     console.print("Starting an embedded Postgres ..." if settings.database_url is None else "Connecting ...")
     async with fabric:
         runs = [
             (task.name, run)
-            for number in range(EACH)
+            for number in range(RUNS_PER_TASK)
             for task, run in zip(TASKS, [await task.submit(number) for task in TASKS], strict=True)
         ]
         console.print(f"Submitted {len(runs)} executions; starting {len(WORKERS)} worker processes.")
         with _worker_processes() as processes:
-            endings, killed = await _watch(console, runs, processes)
-    _show(console, endings, killed)
-    lost = [ending for ending in endings if ending.told is None]
-    for ending in lost[:5]:
-        console.print(f"  {ending.kind}: {ending.problem}", soft_wrap=True)
-    recovered = sum(ending.recoveries > 0 for ending in endings)
+            outcomes, killed = await _watch(console, runs, processes)
+    _show(console, outcomes, killed)
+    lost = [outcome for outcome in outcomes if outcome.report is None]
+    for outcome in lost[:5]:
+        console.print(f"  {outcome.kind}: {outcome.problem}", soft_wrap=True)
+    recovered = sum(outcome.recoveries > 0 for outcome in outcomes)
     if lost:
-        console.print(f"LOST: {len(lost)} of {len(endings)} executions did not succeed.")
+        console.print(f"LOST: {len(lost)} of {len(outcomes)} executions did not succeed.")
     else:
         console.print(
-            f"Nothing was lost: {len(endings)} of {len(endings)} executions succeeded, "
+            f"Nothing was lost: {len(outcomes)} of {len(outcomes)} executions succeeded, "
             f"{recovered} of them taken over from the killed worker.",
             soft_wrap=True,
         )
@@ -141,7 +141,7 @@ async def _demo(console: Console) -> bool:
 
 @contextmanager
 def _worker_processes() -> Iterator[dict[str, subprocess.Popen[bytes]]]:
-    """The worker processes by name; they are gone when the block is left."""
+    """Start the worker processes, by name; stop them at the end of the block."""
     command = (sys.executable, "-m", "flowfabric.cli.demo", "--worker")
     processes = {name: subprocess.Popen([*command, f"{name}-{os.getpid()}"]) for name in WORKERS}
     try:
@@ -158,63 +158,63 @@ def _worker_processes() -> Iterator[dict[str, subprocess.Popen[bytes]]]:
 
 
 async def _watch(
-    console: Console, runs: Sequence[tuple[str, Run[Told]]], processes: Mapping[str, subprocess.Popen[bytes]]
-) -> tuple[list[Ending], str | None]:
-    """Follow the runs to their ends, and kill the worker that ends one when a third of them has ended."""
+    console: Console, runs: Sequence[tuple[str, Run[Report]]], processes: Mapping[str, subprocess.Popen[bytes]]
+) -> tuple[list[Outcome], str | None]:
+    """Wait for all runs; after a third of them, kill the worker that finished the latest one."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as progress:
         bar = progress.add_task("executions", total=len(runs))
-        waiting = {asyncio.create_task(_ending(kind, run)) for kind, run in runs}
+        waiting = {asyncio.create_task(_outcome(kind, run)) for kind, run in runs}
         killed: str | None = None
-        endings: list[Ending] = []
+        outcomes: list[Outcome] = []
         while waiting:
             done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            endings += [task.result() for task in done]
-            progress.update(bar, completed=len(endings))
-            # The others may not have begun yet; this one is at work.
-            latest = endings[-1].worker
-            if killed is None and latest is not None and len(endings) >= len(runs) // 3:
+            outcomes += [task.result() for task in done]
+            progress.update(bar, completed=len(outcomes))
+            # This worker is busy; the others may not have started yet.
+            latest = outcomes[-1].worker
+            if killed is None and latest is not None and len(outcomes) >= len(runs) // 3:
                 killed, victim = latest, processes[latest]
                 victim.kill()
                 progress.console.print(
-                    f"Killed {killed} (SIGKILL, process {victim.pid}) after {len(endings)} of {len(runs)}: "
-                    f"its leases end within {LEASE_SECONDS} s, then the others take over.",
+                    f"Killed {killed} (SIGKILL, process {victim.pid}) after {len(outcomes)} of {len(runs)}: "
+                    f"its leases expire within {LEASE_SECONDS} s, then the others take over.",
                     soft_wrap=True,
                 )
-    return endings, killed
+    return outcomes, killed
 
 
-async def _ending(kind: str, run: Run[Told]) -> Ending:
+async def _outcome(kind: str, run: Run[Report]) -> Outcome:
     try:
-        told = await run.result(timeout=PATIENCE_SECONDS)
+        report = await run.result(timeout=TIMEOUT_SECONDS)
     except (RunError, TimeoutError) as error:
-        return Ending(kind=kind, told=None, seconds=0, problem=str(error))
+        return Outcome(kind=kind, report=None, seconds=0, problem=str(error))
     status = await run.status()
     took = status.ended_at - status.started_at if status.ended_at and status.started_at else timedelta()
-    return Ending(kind=kind, told=told, seconds=took.total_seconds())
+    return Outcome(kind=kind, report=report, seconds=took.total_seconds())
 
 
-def _show(console: Console, endings: Sequence[Ending], killed: str | None) -> None:
-    # Narrow enough for 60 columns.
-    looks: dict[str, Any] = {"box": SIMPLE_HEAD, "pad_edge": False, "collapse_padding": True}
-    table = Table("task", title="What the store says", caption="p50: from the start to the end", **looks)
+def _show(console: Console, outcomes: Sequence[Outcome], killed: str | None) -> None:
+    # The table fits into 60 columns.
+    style: dict[str, Any] = {"box": SIMPLE_HEAD, "pad_edge": False, "collapse_padding": True}
+    table = Table("task", title="Results in the store", caption="p50: median time from start to end", **style)
     for heading in ("done", "attempts", "retries", "recovered", "p50"):
         table.add_column(heading, justify="right")
     for task in TASKS:
-        of_kind = [ending for ending in endings if ending.kind == task.name]
-        told = [ending.told for ending in of_kind if ending.told is not None]
+        of_kind = [outcome for outcome in outcomes if outcome.kind == task.name]
+        reports = [outcome.report for outcome in of_kind if outcome.report is not None]
         table.add_row(
             task.name,
-            f"{len(told)}/{len(of_kind)}",
-            str(sum(one["attempts"] for one in told)),
-            str(sum(one["retries"] for one in told)),
-            str(sum(ending.recoveries for ending in of_kind)),
-            f"{statistics.median([ending.seconds for ending in of_kind]):.3f} s",
+            f"{len(reports)}/{len(of_kind)}",
+            str(sum(report["attempts"] for report in reports)),
+            str(sum(report["retries"] for report in reports)),
+            str(sum(outcome.recoveries for outcome in of_kind)),
+            f"{statistics.median([outcome.seconds for outcome in of_kind]):.3f} s",
         )
     console.print(table)
-    by_worker = Counter(ending.worker for ending in endings)
+    by_worker = Counter(outcome.worker for outcome in outcomes)
     shares = [f"{name}{' (killed)' if name == killed else ''} {by_worker[name]}" for name in WORKERS]
-    console.print(f"Ended by {', '.join(shares)}.")
+    console.print(f"Finished by {', '.join(shares)}.")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""How a command fails: one line that a person can act on, and an exit code."""
+"""Errors of commands: one line on stderr and an exit code."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,12 +23,12 @@ FAILURES = (
     asyncpg.InterfaceError,
     OSError,
 )
-"""What a command can fail with for reasons outside it."""
+"""Errors caused by the database, the server or the file system, not by a defect of the command."""
 
 
 @contextmanager
-def told_in_one_line() -> Iterator[None]:
-    """Turn the failures a command can meet into a line on stderr and an exit code; anything else is a defect."""
+def one_line_errors() -> Iterator[None]:
+    """Turn expected errors into one line on stderr and an exit code; any other exception is a defect."""
     try:
         yield
     except SettingsError as error:
@@ -38,7 +38,7 @@ def told_in_one_line() -> Iterator[None]:
 
 
 def text_of(error: Exception) -> str:
-    """What one of the failures says to a person."""
+    """The message of one of the FAILURES."""
     match error:
         case EngineError():
             return reason_of(error)
@@ -49,6 +49,6 @@ def text_of(error: Exception) -> str:
 
 
 def fail(text: str, *, code: int = FAILED) -> typer.Exit:
-    """Say why on stderr; raise what this returns."""
+    """Print a message to stderr and return the exit to raise."""
     typer.echo(f"ff: {' '.join(text.split())}", err=True)
     return typer.Exit(code)

@@ -1,4 +1,4 @@
-"""`ff migrate`: bring a schema up to date, show how, or say whether it is."""
+"""`ff migrate`: bring a schema up to date, print the migrations, or check the schema."""
 
 import asyncio
 import json
@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from flowfabric.cli.errors import FAILED, FAILURES, MISUSED, fail, text_of, told_in_one_line
+from flowfabric.cli.errors import FAILED, FAILURES, MISUSED, fail, one_line_errors, text_of
 from flowfabric.db import migrate as migrations
 from flowfabric.db.address import check_url
 from flowfabric.db.embedded import Embedded
@@ -23,24 +23,24 @@ from flowfabric.engine.lifecycle import CLOSE_SECONDS, Lifecycle
 from flowfabric.settings import Settings
 
 UNREACHABLE = "unreachable"
-"""The verdict on a schema that could not be read."""
+"""The verdict if the schema could not be read."""
 
 _IGNORED = (
-    "these session settings are asked for and not in effect: {}; something in between ignores them, so set them on the"
-    " role, see docs/pgbouncer.md"
+    "these session settings are not in effect: {}; a pooler ignores them, so set them on the role, see"
+    " docs/pgbouncer.md"
 )
 
 
 def migrate(
     *,
     database_url: Annotated[
-        str | None, typer.Option(help="The database; FF_DATABASE_URL or the embedded one when not given.")
+        str | None, typer.Option(help="The database; default: FF_DATABASE_URL, or the embedded one.")
     ] = None,
-    schema: Annotated[str | None, typer.Option(help="The schema; FF_SCHEMA or flowfabric when not given.")] = None,
-    sql: Annotated[bool, typer.Option("--sql", help="Print the migrations for psql and touch no database.")] = False,
-    after: Annotated[
-        int | None, typer.Option(min=0, help="With --sql: leave out migrations up to this number.")
-    ] = None,
+    schema: Annotated[str | None, typer.Option(help="The schema; default: FF_SCHEMA, or flowfabric.")] = None,
+    sql: Annotated[
+        bool, typer.Option("--sql", help="Print the migrations for psql without connecting to a database.")
+    ] = False,
+    after: Annotated[int | None, typer.Option(min=0, help="With --sql: skip migrations up to this number.")] = None,
     check: Annotated[
         bool,
         typer.Option("--check", help="Change nothing; exit with 1 unless a process with these settings can start."),
@@ -50,14 +50,15 @@ def migrate(
     """Bring the schema of the database up to date."""
     if sql and (check or as_json):
         raise fail(
-            "--sql cannot be combined with --check or --json: it prints a script and looks at no database", code=MISUSED
+            "--sql cannot be combined with --check or --json: it prints a script and does not connect to a database",
+            code=MISUSED,
         )
     if after is not None and not sql:
         raise fail(f"--after {after} has no effect without --sql: leave it out, or add --sql", code=MISUSED)
     _check_option("--schema", schema, migrations.check_schema_name)
     _check_option("--database-url", database_url, check_url)
     options: dict[str, Any] = {"database_url": database_url, "schema_name": schema}
-    with told_in_one_line():
+    with one_line_errors():
         settings = Settings(**{name: value for name, value in options.items() if value is not None})
         if sql:
             known = migrations.load_migrations()
@@ -78,9 +79,9 @@ def _check_option(option: str, value: str | None, check: Callable[[str], str]) -
 async def _check(settings: Settings, *, as_json: bool) -> None:
     problem: str | None
     if settings.database_url is None and not (data := Embedded.data_of(settings.home)).exists():
-        # To connect would make a server.
+        # Connecting would create a server.
         status = migrations.judge(settings.schema_name, migrations.load_migrations(), ())
-        problem = f"there is no embedded server at {data}: run `ff migrate` to make one, or set FF_DATABASE_URL"
+        problem = f"there is no embedded server at {data}: run `ff migrate` to create one, or set FF_DATABASE_URL"
     else:
         try:
             found = await Lifecycle.check(settings)
@@ -97,7 +98,7 @@ async def _check(settings: Settings, *, as_json: bool) -> None:
             )
             raise typer.Exit(FAILED) from None
         status, problem = found.status, found.problem
-        # The problem says it already where the schema is ready and only its search path is missing.
+        # If the schema is ready and only search_path is ignored, the problem already says so.
         if found.ignored and not (status.runs and "search_path" in found.ignored):
             typer.echo(f"ff: warning: {_IGNORED.format(', '.join(found.ignored))}", err=True)
     if as_json:
@@ -126,7 +127,7 @@ async def _apply(settings: Settings, *, as_json: bool) -> None:
     elif not applied:
         typer.echo(f"schema {settings.schema_name} is up to date")
     else:
-        table = Table("number", "name", "compatible", "what it brings", title=f"applied to {settings.schema_name}")
+        table = Table("number", "name", "compatible", "description", title=f"applied to {settings.schema_name}")
         for migration in applied:
             compatible = "yes" if migration.compatible else "no"
             table.add_row(f"{migration.number:04}", migration.name, compatible, migration.description)
@@ -135,7 +136,7 @@ async def _apply(settings: Settings, *, as_json: bool) -> None:
 
 @asynccontextmanager
 async def _connection(settings: Settings) -> AsyncIterator[tuple[asyncpg.Connection, str, Path | None]]:
-    """A connection to the configured database, its address, and the folder of the embedded server, held meanwhile."""
+    """A connection to the configured database, its address, and the folder of the embedded server if there is one."""
     server = None if settings.database_url else await asyncio.to_thread(Embedded.start, settings.home)
     try:
         url = server.url if server else str(settings.database_url)

@@ -1,1 +1,1 @@
-"""Postgres as a tool: connections, statements, batches, hints, migrations and the embedded server."""
+"""Access to Postgres: connections, statements, batches, hints, migrations and the embedded server."""

@@ -1,4 +1,4 @@
-"""The address of a Postgres server, as settings name it."""
+"""The parts of a database URL, and a check that it can be used."""
 
 import getpass
 import os
@@ -9,27 +9,31 @@ _HOST_AND_PORT = re.compile(r"(?:\[[^\[\]]*\]|[^:\[\]]*)(?::(?P<port>.*))?")
 
 
 def check_url(url: str) -> str:
-    """Return back an address that can be asked for, or raise ValueError; the text holds nothing of the address."""
+    """Return a usable URL unchanged, else raise ValueError; the message shows no part of the URL."""
     if not url.startswith(("postgresql://", "postgres://")):
         raise ValueError("must begin with postgresql://, as in postgresql://user:password@host:5432/database")
     try:
         parts = urlsplit(url)
         ports = parse_qs(parts.query).get("port", [])
     except ValueError:
-        raise ValueError("is no URL: write special characters of the user and the password as %XX, @ as %40") from None
+        raise ValueError(
+            "is not a URL: write special characters of the user and the password as %XX, for example @ as %40"
+        ) from None
     for host in parts.netloc.rpartition("@")[2].split(","):
         found = _HOST_AND_PORT.fullmatch(host)
         if found is None:
-            raise ValueError("names no host: write postgresql://user:password@host:5432/database")
+            raise ValueError("has an invalid host: write postgresql://user:password@host:5432/database")
         ports.append(found["port"])
     for port in ports:
         if port and not all(each.isdecimal() and 1 <= int(each) <= 65535 for each in port.split(",")):
-            raise ValueError("names no port from 1 to 65535; write special characters of the password as %XX, : as %3A")
+            raise ValueError(
+                "has an invalid port: use 1 to 65535, and write special characters of the password as %XX, : as %3A"
+            )
     return url
 
 
 def server_of(url: str) -> str:
-    """The host and port of an address, without user and password: `db.internal:5432`, or a socket's folder."""
+    """The host and port of a URL without user and password: `db.internal:5432`, or the folder of a socket."""
     parts = urlsplit(url)
     options = parse_qs(parts.query)
     port = _option(options, "port", "PGPORT") or "5432"
@@ -38,14 +42,14 @@ def server_of(url: str) -> str:
 
 
 def database_of(url: str) -> str:
-    """The name of the database an address leads to."""
+    """The name of the database of a URL."""
     parts = urlsplit(url)
     named = unquote(parts.path.removeprefix("/")) or _option(parse_qs(parts.query), "dbname", "PGDATABASE")
     return named or user_of(url)
 
 
 def user_of(url: str) -> str:
-    """The name of the user an address logs in as."""
+    """The name of the user of a URL."""
     parts = urlsplit(url)
     return unquote(parts.username or "") or _option(parse_qs(parts.query), "user", "PGUSER") or getpass.getuser()
 

@@ -1,4 +1,4 @@
-"""Group commit: many concurrent callers share one statement, each gets its own answer after the commit."""
+"""Group commit: concurrent callers share one statement, and each gets its own answer after the commit."""
 
 import asyncio
 from collections import deque
@@ -13,7 +13,7 @@ Answer = TypeVar("Answer")
 
 
 class Locked:
-    """The answer of a shared statement for an item it left out: its row is held elsewhere, or it must be done alone."""
+    """The answer for an item that a shared statement skipped: its row is locked, or it must run alone."""
 
 
 LOCKED: Final = Locked()
@@ -30,16 +30,16 @@ class _Entry(Generic[Item, Answer]):
 
 
 class Batch(Generic[Item, Answer]):
-    """Gathers concurrent items into shared statements and survives the worst of them.
+    """Collects concurrent items into shared statements; a bad item does not affect the others.
 
-    A statement holds each key once; a second item of the same key waits for the first one's answer. A row that is
-    locked elsewhere goes into the next statement and, locked again, is done alone. A statement that fails over one
-    of its items is repeated item by item. A caller that is cancelled does not take its item back.
+    A statement contains each key at most once; a second item with the same key waits for the first one's answer. An
+    item whose row is locked goes into the next statement, and runs alone if the row is still locked. If a statement
+    fails because of an item, its items are repeated one by one. Cancelling a caller does not withdraw its item.
     """
 
     MAX_PASSES = 2
     MAX_ALONE = 4
-    """Items done alone at the same time: rows held elsewhere must not keep every connection waiting."""
+    """Items that run alone at the same time, so that locked rows do not keep every connection waiting."""
 
     def __init__(
         self,
@@ -56,13 +56,13 @@ class Batch(Generic[Item, Answer]):
         self._size = size
         self._streams = streams
         self._waiting: deque[_Entry[Item, Answer]] = deque()
-        self._flying: set[Hashable] = set()
+        self._in_flight: set[Hashable] = set()
         self._running = 0
-        self._places_alone = asyncio.Semaphore(self.MAX_ALONE)
+        self._alone_slots = asyncio.Semaphore(self.MAX_ALONE)
         self._tasks: set[asyncio.Task[None]] = set()
 
     def put(self, item: Item) -> "asyncio.Future[Answer]":
-        """Queue one item; the future holds its answer or its error."""
+        """Queue one item; return a future of its answer or its error."""
         answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self._waiting.append(_Entry(item, self._keys(item), answer))
         if self._running < self._streams:
@@ -71,7 +71,7 @@ class Batch(Generic[Item, Answer]):
         return answer
 
     async def run(self, items: Sequence[Item]) -> list[Answer | Exception]:
-        """Answer the items of one caller in their order, in one statement; a key given twice takes a second one."""
+        """Return the answers of one caller's items in order, from one statement; a repeated key takes another one."""
         answers: list[Answer | Locked | Exception] = [LOCKED] * len(items)
         rest = list(range(len(items)))
         while rest:
@@ -81,7 +81,7 @@ class Batch(Generic[Item, Answer]):
             for at in rest:
                 keys = self._keys(items[at])
                 (later if keys and not seen.isdisjoint(keys) else now).append(at)
-                # Also of what is put off: whatever shares a key with it comes after it.
+                # Includes the keys of deferred items: an item that shares one must come after it.
                 seen.update(keys)
             for _ in range(self.MAX_PASSES):
                 for at, answer in zip(now, await self._try([items[at] for at in now]), strict=True):
@@ -95,7 +95,7 @@ class Batch(Generic[Item, Answer]):
         return [answer for answer in answers if not isinstance(answer, Locked)]
 
     async def drain(self) -> None:
-        """Wait until nothing is queued or under way."""
+        """Wait until nothing is queued or running."""
         while self._tasks:
             await asyncio.wait(self._tasks)
 
@@ -106,34 +106,34 @@ class Batch(Generic[Item, Answer]):
 
     async def _stream(self) -> None:
         try:
-            # One turn of the loop lets the callers of this instant join the first statement.
+            # One turn of the event loop lets concurrent callers join the first statement.
             await asyncio.sleep(0)
             while entries := self._take():
                 self._settle(entries, await self._try([entry.item for entry in entries]))
         finally:
-            # Counted apart from the tasks: those that wait for a lock must not keep a new stream from starting.
+            # Not the number of tasks: a task that waits for a lock must not keep a new stream from starting.
             self._running -= 1
 
     def _take(self) -> list[_Entry[Item, Answer]]:
         taken: list[_Entry[Item, Answer]] = []
-        passed_over: list[_Entry[Item, Answer]] = []
-        waiting, flying, size = self._waiting, self._flying, self._size
+        skipped: list[_Entry[Item, Answer]] = []
+        waiting, in_flight, size = self._waiting, self._in_flight, self._size
         while waiting and len(taken) < size:
             entry = waiting.popleft()
-            if flying.isdisjoint(entry.keys):
-                flying.update(entry.keys)
+            if in_flight.isdisjoint(entry.keys):
+                in_flight.update(entry.keys)
                 taken.append(entry)
             else:
-                passed_over.append(entry)
-        waiting.extendleft(reversed(passed_over))
+                skipped.append(entry)
+        waiting.extendleft(reversed(skipped))
         return taken
 
     async def _try(self, items: list[Item]) -> Sequence[Answer | Locked | Exception]:
-        """One shared statement; where it fails over an item, each alone."""
+        """Run one shared statement; if an item makes it fail, run each item alone."""
         try:
             return await self._together(items)
         except StoreFault as fault:
-            if fault.is_of_store:
+            if fault.is_store_failure:
                 return [fault.copy() for _ in items]
         except Exception as error:
             if len(items) == 1:
@@ -141,25 +141,25 @@ class Batch(Generic[Item, Answer]):
         return await asyncio.gather(*map(self._one, items))
 
     async def _one(self, item: Item) -> Answer | Exception:
-        async with self._places_alone:
+        async with self._alone_slots:
             try:
                 return await self._alone(item)
             except Exception as error:
                 return error
 
     def _settle(self, entries: list[_Entry[Item, Answer]], answers: Sequence[Answer | Locked | Exception]) -> None:
-        flying = self._flying
+        in_flight = self._in_flight
         for entry, answer in zip(entries, answers, strict=True):
             if isinstance(answer, Locked):
                 entry.passes += 1
                 if entry.passes < self.MAX_PASSES:
-                    flying.difference_update(entry.keys)
+                    in_flight.difference_update(entry.keys)
                     self._waiting.appendleft(entry)
                 else:
-                    # Waits for the lock in a task of its own, so that the stream goes on with the rest.
+                    # Wait for the lock in a separate task, so that the stream continues with other items.
                     self._spawn(self._settle_alone(entry))
                 continue
-            flying.difference_update(entry.keys)
+            in_flight.difference_update(entry.keys)
             future = entry.answer
             if future.done():
                 continue
@@ -170,6 +170,6 @@ class Batch(Generic[Item, Answer]):
 
     async def _settle_alone(self, entry: _Entry[Item, Answer]) -> None:
         self._settle([entry], [await self._one(entry.item)])
-        # An item of the same key may have waited for this one.
+        # Items with the same keys may have waited for this one.
         while entries := self._take():
             self._settle(entries, await self._try([entry.item for entry in entries]))

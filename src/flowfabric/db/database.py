@@ -1,4 +1,4 @@
-"""A pool of connections to one Postgres schema, every call of which is answered or given up in bounded time."""
+"""A pool of connections to one Postgres schema; every call returns or fails within a bounded time."""
 
 import asyncio
 import contextlib
@@ -18,24 +18,24 @@ Record: TypeAlias = asyncpg.Record
 Connection: TypeAlias = Any
 Answer = TypeVar("Answer")
 Revive: TypeAlias = Callable[[], Awaitable[str | None]]
-"""Starts the server again if it is ours and has died; answers its address where another try is worth it."""
+"""Restarts an embedded server that has died; returns its address if connecting again may help, else None."""
 
 ATTEMPTS = 3
-"""How often a transaction is run when Postgres asks for it to be run again."""
+"""How often a transaction runs at most if Postgres asks for a retry."""
 BACKOFF_SECONDS = (0.005, 0.010)
 DRAIN_SECONDS = 2
-"""How long `close` waits for calls under way."""
+"""How long `close` waits for running calls."""
 CLOSE_SECONDS = 2
 """How long a connection may take to close."""
 SLOW_SECONDS = 0.1
-"""A statement that took longer may have a plan made while its tables were empty: its connection plans anew."""
+"""A slower statement may use a plan made while its tables were empty, so its connection discards its plans."""
 
 
 class Database:
-    """One schema of one Postgres server, reached through a few connections that are kept.
+    """One schema of a Postgres server, accessed through a pool of connections.
 
-    A connection is kept only after the server has answered all that was asked on it. After anything else (a cancelled
-    caller, a lost or silent connection) it is closed: what it would answer next belongs to somebody else.
+    A connection returns to the pool only if the server has answered everything sent on it. Otherwise (a cancelled
+    caller, a lost or silent connection) it is closed: its next answer would belong to an earlier caller.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Database:
         self._revive = revive
         self._free: list[Connection] = []
         self._pool_size = pool_size
-        self._places = asyncio.Semaphore(pool_size)
+        self._slots = asyncio.Semaphore(pool_size)
         self._used: set[Connection] = set()
         self._closing: set[asyncio.Task[None]] = set()
         self._is_closed = False
@@ -62,23 +62,23 @@ class Database:
         limits: Limits | None = None,
         revive: Revive | None = None,
     ) -> "Database":
-        """Connect once, so that a wrong address shows at once; more connections are made as they are needed."""
+        """Connect once, so that a wrong address fails at once; more connections are opened as needed."""
         database = cls(url, schema, pool_size, limits=limits, revive=revive)
         async with database.acquire():
             return database
 
     async def close(self) -> None:
-        """Wait a few seconds for what still runs, and close every connection."""
+        """Wait a few seconds for running calls, then close every connection."""
         try:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(DRAIN_SECONDS):
                     for _ in range(self._pool_size):
-                        await self._places.acquire()
+                        await self._slots.acquire()
         finally:
-            # Whoever still waits for a connection gets an error instead of waiting for ever.
+            # Callers that still wait for a connection get an error.
             self._is_closed = True
             for _ in range(self._pool_size):
-                self._places.release()
+                self._slots.release()
             for connection in self._used:
                 connection.terminate()
         free, self._free = self._free, []
@@ -87,7 +87,7 @@ class Database:
         )
 
     async def connect(self, **settings: str) -> Connection:
-        """A connection of the caller's own, outside the pool."""
+        """Open a connection outside the pool; the caller closes it."""
         try:
             return await connect(self.url, schema=self.schema, limits=self.limits, **settings)
         except Unreachable as refused:
@@ -99,10 +99,10 @@ class Database:
 
     @asynccontextmanager
     async def acquire(self) -> AsyncIterator[Connection]:
-        """A connection for a while, with driver errors raised as faults."""
+        """A connection of the pool; errors of the driver are raised as faults."""
         connection: Connection = None
         ended_by: BaseException | None = None
-        await self._take_place()
+        await self._take_slot()
         try:
             connection = await self._take()
             yield connection
@@ -111,25 +111,25 @@ class Database:
             fault = fault_of(error)
             if fault is None or fault is error:
                 raise
-            # Nothing was sent without a connection.
+            # Without a connection, nothing was sent.
             fault.outcome_unknown = fault.outcome_unknown and connection is not None
-            # The traceback is kept, the text is not: it may hold the values of a row.
+            # Keep the traceback, but not the message: it may contain the values of a row.
             raise fault.with_traceback(error.__traceback__) from without_values(error)
         finally:
             if connection is None:
-                self._places.release()
+                self._slots.release()
             else:
                 self._give_back(connection, ended_by)
 
-    async def _take_place(self) -> None:
-        """Wait for a place in the pool, no longer than for an answer."""
-        if not self._places.locked():
-            await self._places.acquire()
+    async def _take_slot(self) -> None:
+        """Wait for a slot of the pool, at most as long as for an answer."""
+        if not self._slots.locked():
+            await self._slots.acquire()
             return
         seconds = self.limits.answer_seconds
         try:
             async with asyncio.timeout(seconds):
-                await self._places.acquire()
+                await self._slots.acquire()
         except TimeoutError:
             raise StoreFault(
                 "timeout",
@@ -146,7 +146,7 @@ class Database:
             connection = await self.connect()
         self._used.add(connection)
         try:
-            # The pool may have been closed while the connection was made.
+            # The pool may have been closed while the connection was opened.
             self._check_open()
         except StoreFault:
             self._used.discard(connection)
@@ -159,12 +159,12 @@ class Database:
             raise StoreFault("transport", "the connections to the store are closed")
 
     def _give_back(self, connection: Connection, ended_by: BaseException | None) -> None:
-        """Return the connection and its place back; the place of one that is still to be closed when it is."""
+        """Return a connection to the pool or close it, and free its slot; after a cancellation once it is closed."""
         self._used.discard(connection)
         if isinstance(ended_by, asyncio.CancelledError) and not connection.is_closed() and not self._is_closed:
-            self._close_behind(connection)
+            self._close_in_background(connection)
             return
-        self._places.release()
+        self._slots.release()
         if connection.is_closed():
             return
         if is_answered(ended_by) and not connection.is_in_transaction() and not self._is_closed:
@@ -172,19 +172,19 @@ class Database:
             return
         connection.terminate()
         if isinstance(ended_by, TimeoutError):
-            # The server fell silent: idle connections have most likely fallen silent with it.
+            # The server does not answer: the idle connections are most likely dead too.
             for idle in self._free:
                 idle.terminate()
             self._free.clear()
 
-    def _close_behind(self, connection: Connection) -> None:
-        """Close a connection whose caller was cancelled: the driver has the server cancel the statement first."""
+    def _close_in_background(self, connection: Connection) -> None:
+        """Close the connection of a cancelled caller in the background: the driver first cancels its statement."""
 
         async def close_and_release() -> None:
             try:
                 await close(connection, seconds=CLOSE_SECONDS)
             finally:
-                self._places.release()
+                self._slots.release()
 
         closing = asyncio.create_task(close_and_release())
         self._closing.add(closing)
@@ -193,24 +193,24 @@ class Database:
     async def fetch(
         self, statement: Statement, values: Mapping[str, object], *, attempts: int = ATTEMPTS
     ) -> list[Record]:
-        """Run one statement as a transaction of its own, again where Postgres asks for it."""
+        """Run one statement in its own transaction; retry if Postgres asks for it."""
         arguments = statement.arguments(values)
 
-        async def once(connection: Connection) -> list[Record]:
+        async def run(connection: Connection) -> list[Record]:
             began = time.monotonic()
             rows: list[Record] = await connection.fetch(statement.sql, *arguments)
             if time.monotonic() - began > SLOW_SECONDS:
-                await _plan_anew(connection)
+                await _discard_plans(connection)
             return rows
 
-        return await self._again(once, attempts)
+        return await self._retry(run, attempts)
 
     async def transact(self, work: Callable[["Transaction"], Awaitable[Answer]]) -> Answer:
-        """Run work in one READ COMMITTED transaction, again from its start where Postgres asks for it."""
+        """Run work in one READ COMMITTED transaction; retry it from its start if Postgres asks for it."""
 
         is_committing = False
 
-        async def once(connection: Connection) -> Answer:
+        async def run(connection: Connection) -> Answer:
             nonlocal is_committing
             is_committing = False
             transaction = connection.transaction()
@@ -219,28 +219,28 @@ class Database:
             try:
                 answer = await work(statements)
             except BaseException as error:
-                # A session that has not answered is closed, which undoes its transaction.
+                # Otherwise the session is closed, which rolls the transaction back.
                 if is_answered(error):
                     await transaction.rollback()
                 raise
             is_committing = True
             await transaction.commit()
-            if statements.has_been_slow:
-                await _plan_anew(connection)
+            if statements.was_slow:
+                await _discard_plans(connection)
             return answer
 
         try:
-            return await self._again(once)
+            return await self._retry(run)
         except StoreFault as fault:
-            # What was not sent to be committed was not carried out.
+            # Without a commit, nothing took effect.
             fault.outcome_unknown = fault.outcome_unknown and is_committing
             raise
 
-    async def _again(self, once: Callable[[Connection], Awaitable[Answer]], attempts: int = ATTEMPTS) -> Answer:
+    async def _retry(self, run: Callable[[Connection], Awaitable[Answer]], attempts: int = ATTEMPTS) -> Answer:
         for attempt in range(attempts):
             try:
                 async with self.acquire() as connection:
-                    return await once(connection)
+                    return await run(connection)
             except StoreFault as fault:
                 if fault.kind != "contention" or attempt == attempts - 1:
                     raise
@@ -249,24 +249,24 @@ class Database:
 
 
 class Transaction:
-    """An open transaction: statements run in it in order."""
+    """An open transaction."""
 
-    __slots__ = ("connection", "has_been_slow")
+    __slots__ = ("connection", "was_slow")
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
-        self.has_been_slow = False
+        self.was_slow = False
 
     async def fetch(self, statement: Statement, **values: object) -> list[Record]:
         """The rows of one statement."""
         began = time.monotonic()
         rows: list[Record] = await self.connection.fetch(statement.sql, *statement.arguments(values))
-        self.has_been_slow |= time.monotonic() - began > SLOW_SECONDS
+        self.was_slow |= time.monotonic() - began > SLOW_SECONDS
         return rows
 
 
-async def _plan_anew(connection: Connection) -> None:
-    """Drop the plans of a session; what came before this is committed, so a fault is only this session's end."""
+async def _discard_plans(connection: Connection) -> None:
+    """Discard the plans of a session; on an error only the session ends, since its work is committed."""
     try:
         await connection.execute("discard plans")
     except Exception:

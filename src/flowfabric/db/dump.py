@@ -1,4 +1,4 @@
-"""A plain text of everything a schema holds, the same on every server and under every schema name."""
+"""A text dump of a schema, the same on every server version and under every schema name."""
 
 import asyncio
 import tempfile
@@ -11,9 +11,9 @@ from flowfabric.db.migrate import check_schema_name, migrate
 
 SCHEMA_FILE = Path(__file__).parent / "schema.sql"
 
-_HEADER = "-- What all migrations lead to, to read and to compare. Written by: python -m flowfabric.db.dump\n"
+_HEADER = "-- The schema after all migrations, for reading and comparing. Written by: python -m flowfabric.db.dump\n"
 
-# Every query answers one text per object, in a fixed order; names of the schema itself are visible, so unqualified.
+# Every query returns one text per object, in a fixed order; the search path makes names of the schema unqualified.
 _TYPES = """
 select text from (
 select format('create type %I as enum (%s);', t.typname,
@@ -104,7 +104,7 @@ select case when r.relispartition
        select string_agg(format('constraint %I %s', c.conname, pg_get_constraintdef(c.oid, true)),
                          E',\\n  ' order by c.contype <> 'p', c.conname) as text
          from pg_constraint c
-        -- Not-null constraints stand on their columns; before Postgres 18 they have no rows here.
+        -- Columns show their not-null constraints; before Postgres 18 these have no rows here.
         where c.conrelid = r.oid and c.contype <> 'n' and c.conparentid = 0) constraints
  cross join lateral (
        select nullif(concat(E'\\n  with (' || string_agg(option, ', ' order by option collate "C") || ')'), '') as text
@@ -151,7 +151,7 @@ _SECTIONS = (_TYPES, _FUNCTIONS, _SEQUENCES, _TABLES, _INDEXES, _VIEWS, _TRIGGER
 
 
 async def dump_schema(connection: asyncpg.Connection, *, schema: str) -> str:
-    """What a schema holds, as text in the manner of SQL: equal texts mean equal schemas."""
+    """The objects of a schema as text in SQL style: equal texts mean equal schemas."""
     check_schema_name(schema)
     parts = [_HEADER]
     async with connection.transaction(isolation="repeatable_read", readonly=True):
@@ -162,7 +162,7 @@ async def dump_schema(connection: asyncpg.Connection, *, schema: str) -> str:
 
 
 async def dump_migrations(url: str) -> str:
-    """What all migrations lead to, on the empty database at this address."""
+    """Apply all migrations to the empty database at this address and dump the schema."""
     connection = await asyncpg.connect(url)
     try:
         await migrate(connection, schema="flowfabric")
@@ -172,7 +172,7 @@ async def dump_migrations(url: str) -> str:
 
 
 def main() -> None:
-    """Write schema.sql anew from the migrations, on a server that lives as long as this takes."""
+    """Rewrite schema.sql from the migrations, on a temporary server."""
     with tempfile.TemporaryDirectory() as home:
         server = Embedded.start(Path(home))
         try:

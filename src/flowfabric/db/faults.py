@@ -1,18 +1,18 @@
-"""Faults of the store: what a failed conversation with Postgres means for its caller."""
+"""Faults of the store: how an error of the driver or of Postgres is reported to callers."""
 
 from typing import Final
 
 import asyncpg
 
-ABOUT_VALUES: Final = ("22", "23", "54")
-"""SQLSTATE classes that judge the values of one statement: data, constraints and limits of the program."""
-REFUSES_FOR_NOW: Final = ("53", "55", "57", "58")
-"""SQLSTATE classes of a server that cannot do its work at the moment: resources, state, operator, system."""
+VALUE_ERRORS: Final = ("22", "23", "54")
+"""SQLSTATE classes caused by the values of one statement: data, constraints and program limits."""
+TEMPORARY: Final = ("53", "55", "57", "58")
+"""SQLSTATE classes of a server that cannot work at the moment: resources, state, operator, system."""
 
 _READ_ONLY = "25006"
 _COMPLETION_UNKNOWN = "40003"
 
-RUN_AGAIN: Final = (
+RETRYABLE: Final = (
     asyncpg.SerializationError,
     asyncpg.DeadlockDetectedError,
     asyncpg.LockNotAvailableError,
@@ -23,20 +23,20 @@ _LOST = (
     asyncpg.CrashShutdownError,
     asyncpg.IdleInTransactionSessionTimeoutError,
     asyncpg.InterfaceError,
-    # The session was ended while it was idle, and the driver finds it in a state it does not expect.
+    # The server ended the session while it was idle, and the driver finds it in an unexpected state.
     asyncpg.InternalClientError,
-    # Also a time limit of ours, a reset connection and TLS.
+    # Includes our own timeouts, a reset connection and TLS errors.
     OSError,
 )
 _DETAILED = (asyncpg.PostgresError, asyncpg.InterfaceError)
-"""Errors whose text may go on after its first line, for example with the values of a row."""
+"""Errors whose message may contain the values of a row after its first line."""
 
 
 class StoreFault(Exception):
-    """A failed conversation with Postgres.
+    """A failed call to Postgres.
 
-    `kind` is one of the engine's transport kinds, or `contention`. `outcome_unknown` says that the statement or the
-    commit was sent and not answered: it may have been carried out.
+    `kind` is one of the engine's transport kinds, or `contention`. `outcome_unknown` means that the statement or the
+    commit was sent but not answered: it may have taken effect.
     """
 
     def __init__(self, kind: str, message: str, *, outcome_unknown: bool = False) -> None:
@@ -45,17 +45,17 @@ class StoreFault(Exception):
         self.outcome_unknown = outcome_unknown
 
     @property
-    def is_of_store(self) -> bool:
-        """Whether the store itself failed: trying the items of a batch one by one would not help."""
+    def is_store_failure(self) -> bool:
+        """Whether the store itself failed, so that trying the items of a batch one by one would not help."""
         return self.kind not in ("contention", "other")
 
     def copy(self) -> "StoreFault":
-        """The same fault for another caller: an exception keeps the traceback of whoever raises it."""
+        """The same fault for another caller: each raised exception collects its own traceback."""
         return StoreFault(self.kind, str(self), outcome_unknown=self.outcome_unknown)
 
 
 def fault_of(error: BaseException) -> StoreFault | None:
-    """The fault a driver's error stands for, or None when the error is not the driver's."""
+    """The fault that describes a driver's error, or None if the error is not the driver's."""
     if isinstance(error, StoreFault):
         return error
     kind = _kind_of(error)
@@ -64,15 +64,15 @@ def fault_of(error: BaseException) -> StoreFault | None:
     text = _text(error) or ("no answer in time" if kind == "timeout" else type(error).__name__)
     if kind in ("other", "protocol"):
         text = f"{type(error).__name__}: {text}"
-    # A session that the server ends may have committed before, while it waited for a standby.
+    # A session that the server ends may have committed already, while it waited for a standby.
     is_unknown = not is_answered(error) or getattr(error, "sqlstate", None) == _COMPLETION_UNKNOWN
     return StoreFault(kind, text, outcome_unknown=is_unknown)
 
 
 def is_answered(error: BaseException | None) -> bool:
-    """Whether a conversation that ended so was answered whole, so that its session can be used again."""
+    """Whether the server answered the call completely, so that the session can be used again."""
     if isinstance(error, asyncpg.DataError):
-        # Raised by the driver as well, before anything is sent.
+        # The driver raises it too, before it sends anything.
         return True
     if getattr(error, "severity_en", None) in ("FATAL", "PANIC"):
         # The server has ended the session.
@@ -81,7 +81,7 @@ def is_answered(error: BaseException | None) -> bool:
 
 
 def without_values(error: BaseException) -> BaseException | None:
-    """The error as a cause to show, or None when its text may hold the values of a row."""
+    """The error as a cause to show, or None if its message may contain the values of a row."""
     return None if isinstance(error, _DETAILED) else error
 
 
@@ -99,21 +99,21 @@ def _kind_of_answer(error: asyncpg.PostgresError, sqlstate: str) -> str:
             return "auth"
         case asyncpg.QueryCanceledError():
             return "timeout"
-        case _ if isinstance(error, RUN_AGAIN):
+        case _ if isinstance(error, RETRYABLE):
             return "contention"
         case _ if isinstance(error, _LOST) or sqlstate == _COMPLETION_UNKNOWN:
             return "transport"
-        case _ if sqlstate[:2] in REFUSES_FOR_NOW or sqlstate == _READ_ONLY:
+        case _ if sqlstate[:2] in TEMPORARY or sqlstate == _READ_ONLY:
             return "busy_loading"
-        case _ if sqlstate[:2] in ABOUT_VALUES:
+        case _ if sqlstate[:2] in VALUE_ERRORS:
             return "other"
         case _:
             return "protocol"
 
 
 def _text(error: BaseException) -> str:
-    """What a driver's error says, without the values it is about: they may be tokens, secrets or payloads."""
+    """The message of a driver's error without values: they may be tokens, secrets or payloads."""
     if isinstance(error, asyncpg.DataError):
-        # Its first line names the value.
+        # Even its first line contains the value.
         return f"a value is refused ({error.sqlstate})"
     return str(error.args[0]) if isinstance(error, _DETAILED) and error.args else str(error)

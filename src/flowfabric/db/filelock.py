@@ -16,7 +16,7 @@ _POLL_S = 0.02
 
 
 def try_lock(descriptor: int) -> bool:
-    """Lock an open file unless somebody else has it locked."""
+    """Lock an open file without waiting; return whether the lock was free."""
     try:
         if sys.platform == "win32":
             msvcrt.locking(descriptor, msvcrt.LK_NBLCK, 1)
@@ -28,7 +28,7 @@ def try_lock(descriptor: int) -> bool:
 
 
 def unlock(descriptor: int) -> None:
-    """Unlock an open file; closing alone would leave the lock to a forked child that inherited the descriptor."""
+    """Unlock an open file; closing it is not enough, since a forked child may have inherited the descriptor."""
     if sys.platform == "win32":
         msvcrt.locking(descriptor, msvcrt.LK_UNLCK, 1)
     else:
@@ -36,12 +36,12 @@ def unlock(descriptor: int) -> None:
 
 
 class Busy(Exception):
-    """Another process has had a file locked for too long."""
+    """Another process has held the lock of a file for too long."""
 
 
 @contextlib.contextmanager
 def locked(path: Path, *, seconds: float, make_folder: Callable[[], None]) -> Iterator[None]:
-    """Hold the lock of a file, creating it and its folder when they are missing; Busy when it is not free in time."""
+    """Hold the lock of a file, creating it and its folder if they are missing; raise Busy if it stays locked."""
     deadline = time.monotonic() + seconds
     while True:
         make_folder()
@@ -49,7 +49,7 @@ def locked(path: Path, *, seconds: float, make_folder: Callable[[], None]) -> It
         while not try_lock(descriptor):
             if time.monotonic() > deadline:
                 os.close(descriptor)
-                raise Busy(f"another process has had {path} locked for {seconds:g} s")
+                raise Busy(f"another process has held the lock of {path} for {seconds:g} s")
             time.sleep(_POLL_S)
         # The file may have been deleted with its folder while this process waited for it.
         with contextlib.suppress(FileNotFoundError):

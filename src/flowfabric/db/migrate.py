@@ -1,4 +1,4 @@
-"""Numbered SQL files, and the ledger that says which of them a schema has."""
+"""Numbered SQL files, and the table schema_migration that records which of them a schema has."""
 
 import hashlib
 import re
@@ -17,11 +17,11 @@ FOLDER = Path(__file__).parent / "migrations"
 
 _FILE = re.compile(r"(\d{4})_([a-z0-9_]+)\.sql")
 _HEADER = re.compile(r"-- compatible: (yes|no)")
-_MADE = re.compile(r"^create (?:table|sequence) (?:if not exists )?(\w+)", re.MULTILINE)
-# Postgres keeps 63 letters of a name; the longest that is made of a schema's is the channel `<schema>_ended`.
+_CREATED = re.compile(r"^create (?:table|sequence) (?:if not exists )?(\w+)", re.MULTILINE)
+# Postgres limits names to 63 bytes; the longest name derived from a schema's is the channel `<schema>_ended`.
 _SCHEMA_NAME = re.compile(r"[a-z_][a-z0-9_]{0,56}")
 _APPLIED_BY = f"flowfabric {__version__}"
-_LEDGER = """create table if not exists schema_migration (
+_CREATE_LEDGER = """create table if not exists schema_migration (
   number int primary key,
   name text not null,
   checksum text not null,
@@ -37,12 +37,12 @@ select quote_ident(current_user) as role, current_database() as database,
 
 
 class MigrationError(RuntimeError):
-    """A schema that cannot be migrated or run on; the text says what is there, what is known and what to do."""
+    """A schema that cannot be migrated or used; the message says what was found, what is known and what to do."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Migration:
-    """One step of the schema: compatible when code that does not know it can still run."""
+    """One step of the schema; `compatible` means that code which does not know it can still run."""
 
     number: int
     name: str
@@ -53,13 +53,13 @@ class Migration:
 
     @property
     def file(self) -> str:
-        """The name of its file."""
+        """The name of the file."""
         return f"{self.number:04}_{self.name}.sql"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Applied:
-    """One row of the ledger."""
+    """One row of schema_migration."""
 
     number: int
     name: str
@@ -68,7 +68,7 @@ class Applied:
 
 
 class Verdict(StrEnum):
-    """How a schema stands to the migrations this code knows."""
+    """How a schema compares with the migrations this code knows."""
 
     CURRENT = "current"
     BEHIND = "behind"
@@ -93,11 +93,11 @@ class SchemaStatus:
 
 
 def check_schema_name(schema: str) -> str:
-    """Return back a name that needs no quoting care anywhere, or raise ValueError."""
+    """Return the schema name if it needs no quoting, else raise ValueError."""
     if not _SCHEMA_NAME.fullmatch(schema) or schema.startswith("pg_"):
         raise ValueError(
-            f"{schema!r} is not a schema name: write at most 57 lower-case letters, digits and _, and begin neither"
-            " with a digit nor with pg_"
+            f"{schema!r} is not a schema name: use at most 57 lower-case letters, digits and underscores; do not start"
+            " with a digit or with pg_"
         )
     return schema
 
@@ -108,7 +108,7 @@ def load_migrations(folder: Path = FOLDER) -> tuple[Migration, ...]:
     for expected, migration in enumerate(migrations, start=1):
         if migration.number != expected:
             raise MigrationError(
-                f"{folder} has {migration.file} where migration {expected:04} should be: number them without a gap"
+                f"{folder} has {migration.file} in place of migration {expected:04}; number migrations without a gap"
             )
     return migrations
 
@@ -116,29 +116,31 @@ def load_migrations(folder: Path = FOLDER) -> tuple[Migration, ...]:
 def _load(path: Path) -> Migration:
     name = _FILE.fullmatch(path.name)
     if name is None:
-        raise MigrationError(f"{path} is not named like a migration: write NNNN_name.sql, for example 0003_tags.sql")
-    # read_text turns the line ends of any checkout into one.
+        raise MigrationError(f"{path} is not named like a migration; name it NNNN_name.sql, for example 0003_tags.sql")
+    # read_text normalizes line endings, so the checksum is the same in every checkout.
     sql = path.read_text(encoding="utf-8")
     header, _, description = sql.partition("\n")
-    mark = _HEADER.fullmatch(header.rstrip())
-    if mark is None:
+    compatibility = _HEADER.fullmatch(header.rstrip())
+    if compatibility is None:
         raise MigrationError(f"{path.name}: the first line must be '-- compatible: yes' or '-- compatible: no'")
     first = description.partition("\n")[0]
     if not first.startswith("-- "):
-        raise MigrationError(f"{path.name}: the second line must be '-- ' and what the migration brings")
+        raise MigrationError(f"{path.name}: the second line must be '-- ' and a description of the migration")
     return Migration(
         number=int(name[1]),
         name=name[2],
         description=first.removeprefix("-- ").strip(),
         sql=sql,
         checksum=hashlib.sha256(sql.encode()).hexdigest(),
-        compatible=mark[1] == "yes",
+        compatible=compatibility[1] == "yes",
     )
 
 
-def made_by(migrations: Sequence[Migration]) -> list[str]:
-    """The names of the ledger and of the tables and sequences that these migrations make."""
-    return sorted({name for text in (_LEDGER, *(each.sql for each in migrations)) for name in _MADE.findall(text)})
+def created_names(migrations: Sequence[Migration]) -> list[str]:
+    """The names of schema_migration and of the tables and sequences that these migrations create."""
+    return sorted(
+        {name for text in (_CREATE_LEDGER, *(each.sql for each in migrations)) for name in _CREATED.findall(text)}
+    )
 
 
 async def migrate(
@@ -148,16 +150,16 @@ async def migrate(
     migrations: Sequence[Migration] | None = None,
     folder: Path | None = None,
 ) -> list[Migration]:
-    """Bring a schema to the newest known migration, and give those applied; `folder` is that of an embedded server.
+    """Apply all pending migrations to a schema and return them; `folder` is the folder of an embedded server.
 
-    Each migration commits together with its row of the ledger. Runs at the same time wait for each other, and each
-    migration is applied once. A schema that this code could not run on afterwards is refused before any change.
+    Each migration commits together with its row in schema_migration. Concurrent runs wait for each other, and each
+    migration is applied once. A schema that this code could not use afterwards is refused before any change.
     """
     check_schema_name(schema)
     known = load_migrations() if migrations is None else migrations
     applied: list[Migration] = []
     while True:
-        # A snapshot taken before the wait for the lock would miss what the other run applied.
+        # READ COMMITTED: a snapshot taken before the lock would miss what a concurrent run applied.
         async with connection.transaction(isolation="read_committed"):
             await connection.execute("set local lock_timeout = 0; set local statement_timeout = 0")
             await connection.execute(_lock(schema))
@@ -177,7 +179,7 @@ async def migrate(
 
 async def _apply(connection: asyncpg.Connection, schema: str, migration: Migration, *, fresh: bool) -> None:
     user, database = await connection.fetchrow("select quote_ident(current_user), current_database()")
-    # "if not exists" alone would ask for the right to create schemas even where it is there.
+    # "create schema if not exists" needs the privilege to create schemas even if the schema exists.
     if not await connection.fetchval("select 1 from pg_namespace where nspname = $1", schema):
         try:
             await connection.execute(f'create schema "{schema}"')
@@ -189,7 +191,7 @@ async def _apply(connection: asyncpg.Connection, schema: str, migration: Migrati
     await connection.execute(f'set local search_path to "{schema}"')
     try:
         if fresh:
-            await connection.execute(_LEDGER)
+            await connection.execute(_CREATE_LEDGER)
         await connection.execute(migration.sql)
         await connection.execute(_record(migration))
     except asyncpg.InsufficientPrivilegeError as refused:
@@ -210,14 +212,14 @@ async def check(
     migrations: Sequence[Migration] | None = None,
     folder: Path | None = None,
 ) -> SchemaStatus:
-    """Compare a schema with the migrations this code knows, without changing anything."""
+    """Compare a schema with the migrations this code knows; change nothing."""
     check_schema_name(schema)
     known = load_migrations() if migrations is None else migrations
     return judge(schema, known, await _read_ledger(connection, schema) or (), folder=folder)
 
 
 async def _read_ledger(connection: asyncpg.Connection, schema: str) -> tuple[Applied, ...] | None:
-    """The ledger in order, or None when there is none."""
+    """The rows of schema_migration in order, or None if there is no such table."""
     found = await connection.fetchrow(_LEDGER_RIGHTS, schema)
     if found is None:
         return None
@@ -235,17 +237,17 @@ async def _read_ledger(connection: asyncpg.Connection, schema: str) -> tuple[App
 def judge(
     schema: str, known: Sequence[Migration], ledger: Sequence[Applied], *, folder: Path | None = None
 ) -> SchemaStatus:
-    """Say how a ledger stands to the known migrations; `folder` is that of an embedded server."""
+    """Compare the rows of schema_migration with the known migrations; `folder` is the folder of an embedded server."""
     newest = len(known)
     pending = tuple(known[len(ledger) :])
     newer = tuple(applied for applied in ledger if applied.number > newest)
     breaking = [f"{applied.number:04}_{applied.name}" for applied in newer if not applied.compatible]
     has = f"schema {schema} is at migration {ledger[-1].number}" if ledger else f"schema {schema} is empty"
     program = f"flowfabric {__version__}"
-    if damage := _damage(known, ledger):
+    if damage := _find_damage(known, ledger):
         verdict, text = Verdict.DAMAGED, f"schema {schema} cannot be used: {damage}"
         if folder is not None:
-            text += f", or stop its processes and delete {folder} and with it everything stored"
+            text += f", or stop its processes and delete {folder}, which deletes all stored data"
     elif pending:
         verdict, text = Verdict.BEHIND, f"{has}, {program} needs migration {newest}: run `ff migrate`"
     elif breaking:
@@ -258,25 +260,25 @@ def judge(
     return SchemaStatus(verdict=verdict, text=text, pending=pending, newer=newer)
 
 
-def _damage(known: Sequence[Migration], ledger: Sequence[Applied]) -> str | None:
-    """What is wrong with a ledger that no run of these migrations leaves behind."""
+def _find_damage(known: Sequence[Migration], ledger: Sequence[Applied]) -> str | None:
+    """What is wrong with the rows of schema_migration, or None if the known migrations can lead to them."""
     for expected, applied in enumerate(ledger, start=1):
         if applied.number != expected:
             return (
-                f"migration {expected} is missing in its table schema_migration, where {applied.number} is;"
+                f"its table schema_migration has migration {applied.number} but not {expected};"
                 " insert the row if the migration was applied, otherwise restore the database from a backup"
             )
     for migration, applied in zip(known, ledger, strict=False):
         if migration.checksum != applied.checksum:
             return (
-                f"{migration.file} is not the file that was applied as {applied.number:04}_{applied.name};"
+                f"{migration.file} differs from the file that was applied as {applied.number:04}_{applied.name};"
                 " install the release of flowfabric that applied it"
             )
     return None
 
 
 def render_sql(migrations: Sequence[Migration], schema: str, *, from_number: int = 0) -> str:
-    """The migrations after a number as a script for psql, with the same effect on a schema as `migrate`."""
+    """The migrations after a number as a psql script with the same effect as `migrate`."""
     check_schema_name(schema)
     script = [
         f"-- Migrations of flowfabric {__version__} for schema {schema}, after number {from_number}.",
@@ -288,7 +290,7 @@ def render_sql(migrations: Sequence[Migration], schema: str, *, from_number: int
             f"{_lock(schema)};",
             f'create schema if not exists "{schema}";' if migration.number == 1 else "",
             f'set local search_path to "{schema}";',
-            f"{_LEDGER};" if migration.number == 1 else "",
+            f"{_CREATE_LEDGER};" if migration.number == 1 else "",
             _expect(migration.number - 1),
             migration.sql,
             f"{_record(migration)};",
@@ -313,7 +315,7 @@ def _expect(number: int) -> str:
 
 
 def _record(migration: Migration) -> str:
-    # Every value is made of letters, digits, dots and underscores by the rules of this module.
+    # No value needs quoting: this module only accepts letters, digits, dots and underscores.
     return (
         "insert into schema_migration (number, name, checksum, compatible, applied_at, applied_by) values"
         f" ({migration.number}, '{migration.name}', '{migration.checksum}', {str(migration.compatible).lower()},"

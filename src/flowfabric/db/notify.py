@@ -1,4 +1,4 @@
-"""Hints between processes over NOTIFY: coalesced, sent off the write path, never relied upon."""
+"""Hints between processes over NOTIFY: batched, sent outside of transactions, and never required for correctness."""
 
 import asyncio
 import logging
@@ -16,39 +16,39 @@ from flowfabric.tasks import create_shared_task
 logger = logging.getLogger(__name__)
 
 EVERYTHING = "*"
-"""The word of a hint that names nothing in particular."""
+"""The word of a hint that may concern anything."""
 
-_LONGEST = 7_000
+_MAX_LENGTH = 7_000
 _SENDER = "@"
-"""What the first word of a hint begins with when it names the sender; a hint without one is anybody's."""
-_PROOF = "/* proof */ select pg_notify($1, '')"
+"""The prefix of the first word of a hint that names its sender; a hint without a sender is for everyone."""
+_PROBE = "/* probe */ select pg_notify($1, '')"
 _Callback = Callable[[list[str]], None]
 
 
 class Hints:
-    """Sends and hears the hints of one engine; a lost connection heals by itself and everything goes on by polling.
+    """Sends and receives the hints of one engine; reconnects after a loss, while callers keep polling.
 
-    Its own hints are not delivered to it: whoever sends one wakes the waiters of the same engine directly.
+    An engine does not receive its own hints: the sender wakes the waiters of the same engine directly.
     """
 
     PAUSE = 0.005
-    """Seconds between two hints of a busy process: what comes between them travels together."""
+    """Seconds between two hints of a busy process; hints sent in between are batched."""
     AT_ONCE = 4
-    """Hints that go without a pause after a quiet time; each pause without a hint earns one more."""
+    """How many hints are sent without a pause after an idle time; each idle pause allows one more."""
     RECONNECT_SECONDS = (0.1, 1.0)
-    """The first and the longest pause before a lost listener connects again."""
+    """The first and the longest pause before a lost listener reconnects."""
     LISTEN_SECONDS = 2.0
-    """How long whoever begins to listen waits for the connection, which goes on to be made behind him."""
+    """How long `listen` waits for the connection; after that, connecting continues in the background."""
     CLOSE_SECONDS = 1.0
-    """How long the end waits for what is pending."""
-    PROOF_SECONDS = 10.0
-    """How often the listener proves that hints arrive; one over which they do not is tried again after as long."""
-    DEAF_SECONDS = 2.0
-    """How long the listener's own hint may take to reach it."""
+    """How long `close` waits until pending hints are sent."""
+    PROBE_SECONDS = 10.0
+    """How often the listener probes whether hints arrive, and how long it waits before it reconnects if they do not."""
+    PROBE_TIMEOUT_SECONDS = 2.0
+    """How long a probe may take to come back."""
 
-    def __init__(self, database: Database, *, deaf: bool = False) -> None:
+    def __init__(self, database: Database, *, polls_only: bool = False) -> None:
         self._database = database
-        self._deaf = deaf
+        self._polls_only = polls_only
         self._token = secrets.token_hex(6)
         self._pending: dict[str, set[str]] = {}
         self._callbacks: dict[str, list[_Callback]] = {}
@@ -63,35 +63,35 @@ class Hints:
 
     @property
     def is_listening(self) -> bool:
-        """Whether hints of other processes arrive at the moment."""
+        """Whether hints of other processes arrive now."""
         return self._listening.is_set()
 
     def send(self, channel: str, word: str = EVERYTHING) -> None:
-        """Tell the other processes, soon and together with what else there is to tell."""
+        """Queue a hint for the other processes; it is sent soon, batched with other pending hints."""
         if self._closed:
             return
         self._pending.setdefault(channel, set()).add(word)
         if self._sender is None or self._sender.done():
             self._sender = create_shared_task(self._send_pending())
 
-    def hear(self, channel: str, callback: _Callback) -> None:
-        """Call back with the words of every hint; `*` also after a gap in the listening."""
+    def subscribe(self, channel: str, callback: _Callback) -> None:
+        """Call back with the words of every hint on a channel, and with `*` after a gap in listening."""
         self._callbacks.setdefault(channel, []).append(callback)
 
-    def begin_to_listen(self) -> bool:
-        """Begin to listen, unless this process is deaf, listens already or is about to end; whether it was begun."""
-        if self._deaf or self._closed or self._listener is not None:
+    def start_listening(self) -> bool:
+        """Start to listen unless this process only polls, listens already or is closing; return whether it started."""
+        if self._polls_only or self._closed or self._listener is not None:
             return False
         self._listener = create_shared_task(self._keep_listening())
         return True
 
     async def listen(self) -> None:
-        """Begin to listen and wait a moment for the connection, unless that was begun before."""
-        if self.begin_to_listen():
+        """Start to listen and wait briefly for the connection; return at once if already started."""
+        if self.start_listening():
             await is_set_within(self._listening, self.LISTEN_SECONDS)
 
     async def close(self) -> None:
-        """Send what is pending, then stop."""
+        """Send pending hints, then stop."""
         self._closed = True
         if self._sender is not None:
             await asyncio.wait((self._sender,), timeout=self.CLOSE_SECONDS)
@@ -107,11 +107,11 @@ class Hints:
             pending, self._pending = self._pending, {}
             try:
                 if self._sending is None or self._sending.is_closed():
-                    # The hint needs an answer, not a flush: what it hints at is on disk already.
+                    # No flush needed: the change that a hint announces is already on disk.
                     self._sending = await self._database.connect(synchronous_commit="off")
                 for channel, words in pending.items():
                     text = " ".join(sorted(words))
-                    if EVERYTHING in words or len(text) > _LONGEST:
+                    if EVERYTHING in words or len(text) > _MAX_LENGTH:
                         text = EVERYTHING
                     text = f"{self._sender_word} {text}"
                     await self._sending.execute("select pg_notify($1, $2)", self._channel(channel), text)
@@ -131,44 +131,44 @@ class Hints:
             try:
                 connection = await self._database.connect(synchronous_commit="off")
             except Exception as error:
-                logger.debug("not listening: %s", error)
+                logger.debug("cannot listen for hints: %s", error)
                 await asyncio.sleep(next(reconnects))
                 continue
-            is_deaf = False
+            probe_failed = False
             try:
                 for channel in self._callbacks:
-                    await connection.add_listener(self._channel(channel), self._heard)
-                is_deaf = await self._listen_on(connection)
+                    await connection.add_listener(self._channel(channel), self._receive)
+                probe_failed = await self._listen_on(connection)
             except Exception as error:
-                logger.debug("listening ended: %s", error)
+                logger.debug("stopped listening for hints: %s", error)
             finally:
                 if self._listening.is_set():
                     reconnects = pauses(*self.RECONNECT_SECONDS)
                 self._listening.clear()
                 connection.terminate()
-            await asyncio.sleep(self.PROOF_SECONDS if is_deaf else next(reconnects))
+            await asyncio.sleep(self.PROBE_SECONDS if probe_failed else next(reconnects))
 
     async def _listen_on(self, connection: Any) -> bool:
-        """Listen until the connection is lost or proves deaf, and say which: each proof is a hint to this listener."""
-        lost, heard = asyncio.Event(), asyncio.Event()
+        """Listen until the connection is lost or a probe does not come back; return whether a probe failed."""
+        lost, arrived = asyncio.Event(), asyncio.Event()
         connection.add_termination_listener(lambda _: lost.set())
         channel = f"flowfabric_alive_{connection.get_server_pid()}"
-        await connection.add_listener(channel, lambda *_: heard.set())
+        await connection.add_listener(channel, lambda *_: arrived.set())
         while not lost.is_set():
-            heard.clear()
-            await connection.execute(_PROOF, channel)
-            if not await is_set_within(heard, self.DEAF_SECONDS):
-                self._warn_of_deafness()
+            arrived.clear()
+            await connection.execute(_PROBE, channel)
+            if not await is_set_within(arrived, self.PROBE_TIMEOUT_SECONDS):
+                self._warn_about_polling()
                 return True
             if not self._listening.is_set():
                 self._listening.set()
-                # What was sent while nobody listened is unknown.
-                for channel_heard in self._callbacks:
-                    self._deliver(channel_heard, [EVERYTHING])
-            await is_set_within(lost, self.PROOF_SECONDS)
+                # Hints may have been missed before.
+                for subscribed in self._callbacks:
+                    self._deliver(subscribed, [EVERYTHING])
+            await is_set_within(lost, self.PROBE_SECONDS)
         return False
 
-    def _warn_of_deafness(self) -> None:
+    def _warn_about_polling(self) -> None:
         if not self._has_warned:
             self._has_warned = True
             logger.warning(
@@ -178,13 +178,13 @@ class Hints:
 
     @property
     def _sender_word(self) -> str:
-        # With the process id: a forked process has the token of its parent.
+        # Includes the process id: a forked process has the token of its parent.
         return f"{_SENDER}{self._token}.{os.getpid()}"
 
     def _channel(self, channel: str) -> str:
         return f"{self._database.schema}_{channel}"
 
-    def _heard(self, _connection: object, _pid: int, channel: str, payload: str) -> None:
+    def _receive(self, _connection: object, _pid: int, channel: str, payload: str) -> None:
         words = payload.split(" ")
         if words[0].startswith(_SENDER) and words.pop(0) == self._sender_word:
             return

@@ -1,4 +1,4 @@
-"""Blocking calls of an event loop, each in a thread of its own."""
+"""Blocking calls from an event loop, each in its own thread."""
 
 import asyncio
 import threading
@@ -10,13 +10,13 @@ Answer = TypeVar("Answer")
 
 
 async def off_loop(call: Callable[[], Answer]) -> Answer:
-    """The answer of a blocking call.
+    """Run a blocking call in a new thread and return its result.
 
-    Not by `asyncio.to_thread`: handlers may block all of its threads. The thread is no daemon: where the caller is
-    cancelled, the process does not end before the call has returned.
+    Does not use `asyncio.to_thread`, because handlers may block all of its threads. The thread is not a daemon: even if
+    the caller is cancelled, the process does not exit before the call has returned.
     """
     answer: Future[Answer] = Future()
-    # From now on a cancelled caller does not cancel it.
+    # A future in this state is not cancelled together with its caller.
     answer.set_running_or_notify_cancel()
 
     def run() -> None:

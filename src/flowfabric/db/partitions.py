@@ -1,4 +1,4 @@
-"""Daily partitions of an event table: made before they are needed, dropped when nobody needs them any more."""
+"""Daily partitions of the event table: created ahead of time, dropped when they are too old."""
 
 import logging
 import re
@@ -16,11 +16,11 @@ logger = logging.getLogger(__name__)
 
 DAY_MS = 86_400_000
 LOCK_TIMEOUT = "100ms"
-"""How long a change waits for the table's writers, and they for it; whoever gives up tries again at the next visit."""
+"""How long a change of the partitions may block writers; a change that cannot get its lock is tried again next time."""
 LARGEST_DEFAULT = 1 << 30
-"""Bytes of the default partition above which it is not searched while its writers wait."""
+"""The largest default partition, in bytes, that is scanned while writers wait."""
 
-_IS_TAKEN = "the default partition holds events of that day"
+_IN_DEFAULT = "the default partition holds events of that day"
 _NAME = re.compile(r"event_(\d{8})")
 
 _LIST = """
@@ -38,20 +38,20 @@ select quote_ident(current_user), quote_ident(pg_get_userbyid(relowner))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Kept:
-    """What was made, and which days have to do without a partition of their own, with the reason."""
+class EnsuredPartitions:
+    """The partitions that were created, and the days that got none, each with the reason."""
 
     made: tuple[str, ...]
     skipped: dict[str, str]
 
 
 def name_of(at_ms: int) -> str:
-    """The name of the partition that holds an instant."""
+    """The name of the partition of the day that contains an instant."""
     return f"event_{datetime.fromtimestamp(at_ms // 1000, UTC):%Y%m%d}"
 
 
 def bounds_of(name: str) -> tuple[int, int]:
-    """The first millisecond of a partition and the first after it."""
+    """The first millisecond of a partition and the first millisecond after it."""
     found = _NAME.fullmatch(name)
     if found is None:
         raise ValueError(f"{name!r} is not the name of a daily partition")
@@ -59,10 +59,10 @@ def bounds_of(name: str) -> tuple[int, int]:
     return first, first + DAY_MS
 
 
-async def ensure(connection: Connection, *, schema: str, now_ms: int, ahead_days: int = 2) -> Kept:
-    """Have the partitions of today and of the days ahead; safe from any number of processes at once.
+async def ensure(connection: Connection, *, schema: str, now_ms: int, ahead_days: int = 2) -> EnsuredPartitions:
+    """Create the missing partitions of today and of the days ahead; any number of processes may call it at once.
 
-    A day whose events are in the default partition already does without. Raises NotOwner for a role that may not.
+    A day that already has events in the default partition gets none. Raises NotOwner if the role may not create them.
     """
     check_schema_name(schema)
     wanted = [name_of(now_ms + day * DAY_MS) for day in range(ahead_days + 1)]
@@ -73,58 +73,58 @@ async def ensure(connection: Connection, *, schema: str, now_ms: int, ahead_days
         if name in there:
             continue
         try:
-            if await _make(connection, schema, name):
+            if await _create(connection, schema, name):
                 made.append(name)
         except asyncpg.CheckViolationError:
-            skipped[name] = _IS_TAKEN
+            skipped[name] = _IN_DEFAULT
         except _Skipped as reason:
             skipped[name] = str(reason)
         except asyncpg.LockNotAvailableError:
-            logger.debug("%s is left for the next visit: its table is busy", name)
-    return Kept(made=tuple(made), skipped=skipped)
+            logger.debug("%s: the event table is locked, trying again later", name)
+    return EnsuredPartitions(made=tuple(made), skipped=skipped)
 
 
 async def drop_older(connection: Connection, *, schema: str, before_ms: int) -> list[str]:
-    """Drop the partitions all of whose events are older; answers their names."""
+    """Drop the partitions that hold only older events; return their names."""
     check_schema_name(schema)
     dropped: list[str] = []
     for name, is_attached in await connection.fetch(_LIST, schema):
         if bounds_of(name)[1] > before_ms:
             continue
         try:
-            # Detaching needs the whole table for a moment; deleting the files afterwards may take longer.
+            # Detaching locks the whole table but is quick; dropping the detached table may take longer.
             if is_attached:
                 await _detach(connection, schema, name)
             if await _drop(connection, schema, name):
                 dropped.append(name)
         except asyncpg.LockNotAvailableError:
-            logger.debug("%s is left for the next visit: its table is busy", name)
+            logger.debug("%s: the event table is locked, trying again later", name)
     return dropped
 
 
 class NotOwner(Exception):
-    """The role may not change the partitions; the text says who owns them."""
+    """The role may not change the partitions; the message names their owner."""
 
 
 class _Skipped(Exception):
-    """A day goes without a partition of its own; the text says why."""
+    """A day gets no partition of its own; the message says why."""
 
 
-async def _make(connection: Connection, schema: str, name: str) -> bool:
+async def _create(connection: Connection, schema: str, name: str) -> bool:
     first, end = bounds_of(name)
-    async with _alone(connection, schema):
-        if await _is_there(connection, schema, name):
+    async with _locked_transaction(connection, schema):
+        if await _exists(connection, schema, name):
             return False
         newest = await connection.fetchval(
             f'select at from "{schema}".event_default order by xid desc, event_id desc limit 1'
         )
         if newest is not None:
             if first <= newest < end:
-                raise _Skipped(_IS_TAKEN)
+                raise _Skipped(_IN_DEFAULT)
             size = await connection.fetchval("select pg_relation_size($1::regclass)", f'"{schema}".event_default')
             if size > LARGEST_DEFAULT:
                 raise _Skipped(f"the default partition is larger than {LARGEST_DEFAULT >> 20} MB")
-        # To attach a table locks the default partition only; to create it as a partition would lock all of them.
+        # Attaching a table locks only the default partition; creating it as a partition would lock all of them.
         await connection.execute(
             f'create table "{schema}"."{name}" ('
             f'like "{schema}".event including constraints including defaults including storage);'
@@ -134,27 +134,27 @@ async def _make(connection: Connection, schema: str, name: str) -> bool:
 
 
 async def _detach(connection: Connection, schema: str, name: str) -> None:
-    async with _alone(connection, schema):
-        if await _is_there(connection, schema, name, attached=True):
+    async with _locked_transaction(connection, schema):
+        if await _exists(connection, schema, name, attached=True):
             await connection.execute(f'alter table "{schema}".event detach partition "{schema}"."{name}"')
 
 
 async def _drop(connection: Connection, schema: str, name: str) -> bool:
-    async with _alone(connection, schema):
-        if not await _is_there(connection, schema, name, attached=False):
+    async with _locked_transaction(connection, schema):
+        if not await _exists(connection, schema, name, attached=False):
             return False
         await connection.execute(f'drop table "{schema}"."{name}"')
         return True
 
 
-async def _is_there(connection: Connection, schema: str, name: str, *, attached: bool | None = None) -> bool:
+async def _exists(connection: Connection, schema: str, name: str, *, attached: bool | None = None) -> bool:
     rows = await connection.fetch(_LIST, schema)
     return any(row["name"] == name and attached in (None, row["is_attached"]) for row in rows)
 
 
 @asynccontextmanager
-async def _alone(connection: Connection, schema: str) -> AsyncIterator[None]:
-    """A transaction that is the only one, over all processes, to change the partitions."""
+async def _locked_transaction(connection: Connection, schema: str) -> AsyncIterator[None]:
+    """A transaction with the advisory lock under which all processes change the partitions."""
     try:
         async with connection.transaction():
             await connection.execute(f"set local lock_timeout = '{LOCK_TIMEOUT}'")

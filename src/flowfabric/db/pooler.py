@@ -1,4 +1,4 @@
-"""What a pooler between a process and its server must do: serve several sessions, and keep prepared statements."""
+"""A check that a connection pooler serves several sessions and keeps prepared statements."""
 
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -10,15 +10,15 @@ from flowfabric.db.session import close
 
 TRIES = 3
 WAIT_SECONDS = 2.0
-"""How long a session may wait for one of the server's connections."""
+"""How long a session may wait until the pooler gives it a server connection."""
 CLOSE_SECONDS = 2
 
-_LOST = (asyncpg.InvalidSQLStatementNameError, asyncpg.DuplicatePreparedStatementError)
-_LOSES = (
+_STATEMENT_LOST = (asyncpg.InvalidSQLStatementNameError, asyncpg.DuplicatePreparedStatementError)
+_LOSES_STATEMENTS = (
     "prepared statements are lost between transactions: a pooler in transaction mode does not keep them; use PgBouncer"
     " 1.21 or newer with max_prepared_statements = 200, or session mode, see docs/pgbouncer.md"
 )
-_STARVES = (
+_TOO_FEW_CONNECTIONS = (
     f"a second session gets no answer within {WAIT_SECONDS:g} s: a pooler has too few connections to the server; raise"
     " default_pool_size, see docs/pgbouncer.md"
 )
@@ -27,24 +27,24 @@ Connect = Callable[[], Awaitable[Connection]]
 
 
 async def pooler_problem(connect: Connect) -> str | None:
-    """What keeps a process from working through whatever answers these connections, and what to do."""
+    """Return why a process cannot work through these connections and what to do, or None if it can."""
     async with _session(connect) as first, _session(connect) as second:
         try:
             statement = await first.prepare("select 1", timeout=WAIT_SECONDS)
             for _ in range(TRIES):
                 await statement.fetchval(timeout=WAIT_SECONDS)
-                # Takes the session of the server that a pooler in transaction mode had lent to the first.
+                # A pooler in transaction mode now gives the first session's server connection to the second one.
                 await second.execute("begin", timeout=WAIT_SECONDS)
                 try:
                     await statement.fetchval(timeout=WAIT_SECONDS)
                 except TimeoutError:
-                    # One session has to wait until the other ends its transaction: slow, but nothing is lost.
+                    # The pooler has one server connection, so sessions wait for each other: slow, but correct.
                     return None
                 await second.execute("commit", timeout=WAIT_SECONDS)
-        except _LOST:
-            return _LOSES
+        except _STATEMENT_LOST:
+            return _LOSES_STATEMENTS
         except TimeoutError:
-            return _STARVES
+            return _TOO_FEW_CONNECTIONS
     return None
 
 

@@ -1,4 +1,4 @@
-"""Starting the embedded server again from an event loop, when it has died under its holder."""
+"""Restarts of an embedded server that has died, for the connections of an event loop."""
 
 import asyncio
 import logging
@@ -10,39 +10,39 @@ from flowfabric.tasks import create_shared_task
 logger = logging.getLogger(__name__)
 
 WAIT_SECONDS = 10.0
-"""How long a caller waits; the start goes on in the background."""
+"""How long a caller waits; the start continues in the background."""
 
 
 class Revival:
-    """Starts the server again for the connections of one event loop; concurrent callers share one try."""
+    """Restarts the server for the connections of one event loop; concurrent callers share one attempt."""
 
     def __init__(self, embedded: Embedded) -> None:
         self._embedded = embedded
         self._pid = embedded.pid
-        self._trying: asyncio.Task[None] | None = None
-        self._complaint = ""
+        self._attempt: asyncio.Task[None] | None = None
+        self._last_error = ""
 
     async def __call__(self) -> str | None:
-        """The address of the server if it is another one than this loop knew, after starting it where it is dead."""
+        """Start the server if it is dead; return its address if its process has changed, else None."""
         before = self._pid
-        if self._trying is None or self._trying.done():
-            self._trying = create_shared_task(self._try())
-        await asyncio.wait((self._trying,), timeout=WAIT_SECONDS)
+        if self._attempt is None or self._attempt.done():
+            self._attempt = create_shared_task(self._start())
+        await asyncio.wait((self._attempt,), timeout=WAIT_SECONDS)
         self._pid = self._embedded.pid
         return None if self._pid == before else self._embedded.url
 
     async def close(self) -> None:
-        """Wait a moment for a start that is under way."""
-        if self._trying is not None:
-            await asyncio.wait((self._trying,), timeout=WAIT_SECONDS)
+        """Wait for a running start, for a limited time."""
+        if self._attempt is not None:
+            await asyncio.wait((self._attempt,), timeout=WAIT_SECONDS)
 
-    async def _try(self) -> None:
+    async def _start(self) -> None:
         try:
             await off_loop(self._embedded.revive)
         except (EmbeddedError, OSError) as error:
-            # A server that cannot start is asked for again and again; one line says why.
-            if str(error) != self._complaint:
-                self._complaint = str(error)
+            # Every reconnect tries again; log the same reason only once.
+            if str(error) != self._last_error:
+                self._last_error = str(error)
                 logger.error("the embedded Postgres died and cannot be started again: %s", error)
         else:
-            self._complaint = ""
+            self._last_error = ""

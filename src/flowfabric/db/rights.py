@@ -1,4 +1,4 @@
-"""What a session may do on a schema, compared with what a process needs."""
+"""The privileges that a process needs on a schema, and which of them a session lacks."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,14 +8,14 @@ import asyncpg
 from flowfabric.db.address import database_of, server_of
 
 _SHOWN = 3
-"""How many tables a text names before it counts the rest."""
+"""How many tables a message names; the rest are counted."""
 
 _SESSION = """
 select current_setting('transaction_read_only')::boolean as is_read_only, pg_is_in_recovery() as is_standby,
        quote_ident(current_user) as role
 """
-# Rights on a partition are those of its parent, and the sequence of an identity column needs none. A process only reads
-# the ledger.
+# Partitions are accessed with the privileges of their parent, and the sequence of an identity column needs none. A
+# process only reads schema_migration.
 _MISSING = """
 with relation as (
   select c.oid, c.relname::text as name, c.relkind = 'S' as is_sequence
@@ -35,14 +35,14 @@ select 'tables', p.privilege, r.name
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rights:
-    """What keeps a session from doing the work of a process; each text says what to do, None is no problem."""
+    """Why a session cannot do the work of a process, and what to do; None means no problem."""
 
     read_only: str | None
     missing: str | None
 
 
 async def read_only_reason(connection: asyncpg.Connection, *, url: str) -> str | None:
-    """Why a session cannot write and what to do, or None where it can."""
+    """Return why a session cannot write and what to do, or None if it can."""
     return _read_only(await connection.fetchrow(_SESSION), _where(url))
 
 
@@ -65,14 +65,14 @@ def _where(url: str) -> str:
 
 
 async def rights_of(connection: asyncpg.Connection, *, url: str, schema: str, names: Sequence[str]) -> Rights:
-    """Compare what the user of a session may do on the tables and sequences of these names with what a process does."""
+    """Compare the privileges of a session on these tables and sequences with what a process needs."""
     found = await connection.fetchrow(_SESSION)
     where = _where(url)
     rows = await connection.fetch(_MISSING, schema, names)
     missing = None
     if rows:
         lacks = " and ".join(
-            _lack(kind, [row for row in rows if row["kind"] == kind])
+            _missing_privileges(kind, [row for row in rows if row["kind"] == kind])
             for kind in ("tables", "sequences")
             if any(row["kind"] == kind for row in rows)
         )
@@ -81,7 +81,7 @@ async def rights_of(connection: asyncpg.Connection, *, url: str, schema: str, na
 
 
 def grants(schema: str, role: str) -> str:
-    """The statements that give a role, its name quoted, what a process needs on a schema."""
+    """The statements that grant a role, given by its quoted name, what a process needs on a schema."""
     return (
         f"grant usage on schema {schema} to {role};"
         f" grant select, insert, update, delete on all tables in schema {schema} to {role};"
@@ -89,7 +89,7 @@ def grants(schema: str, role: str) -> str:
     )
 
 
-def _lack(kind: str, rows: list[asyncpg.Record]) -> str:
+def _missing_privileges(kind: str, rows: list[asyncpg.Record]) -> str:
     privileges = ", ".join(dict.fromkeys(row["privilege"] for row in rows))
     names = sorted({row["name"] for row in rows})
     rest = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""

@@ -1,4 +1,4 @@
--- What all migrations lead to, to read and to compare. Written by: python -m flowfabric.db.dump
+-- The schema after all migrations, for reading and comparing. Written by: python -m flowfabric.db.dump
 
 create type attempt_lifecycle as enum ('created', 'started', 'suspended', 'ended_success', 'ended_failure', 'ended_cancelled', 'interrupted_reclaimed');
 

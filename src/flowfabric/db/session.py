@@ -1,4 +1,4 @@
-"""One session with Postgres: what it asks of the server, and how long it may stay silent."""
+"""Connections to Postgres: their session settings and timeouts."""
 
 import asyncio
 import contextlib
@@ -13,17 +13,17 @@ from flowfabric.db.unreachable import unreachable
 
 CONNECT_SECONDS = 5.0
 ANSWER_SECONDS = 2.0
-"""How much longer than the server's own limit the client waits before it takes the connection for dead."""
+"""How much longer than statement_timeout the client waits before it considers the connection dead."""
 KEEPALIVE_IDLE_SECONDS = 5
 KEEPALIVE_INTERVAL_SECONDS = 2
 KEEPALIVE_COUNT = 3
 UNACKNOWLEDGED_MS = 10_000
 """How long sent data may stay unacknowledged before the kernel ends the connection."""
-MOST_PREPARED = 500
-"""More prepared statements than the package has."""
+STATEMENT_CACHE_SIZE = 500
+"""More prepared statements than the package has, so that none is evicted."""
 
 _TCP_OPTIONS = {
-    # Its name on Linux, and on macOS.
+    # TCP_KEEPIDLE on Linux, TCP_KEEPALIVE on macOS.
     "TCP_KEEPIDLE": KEEPALIVE_IDLE_SECONDS,
     "TCP_KEEPALIVE": KEEPALIVE_IDLE_SECONDS,
     "TCP_KEEPINTVL": KEEPALIVE_INTERVAL_SECONDS,
@@ -33,17 +33,17 @@ _TCP_OPTIONS = {
 
 _SESSION = {
     "application_name": "flowfabric",
-    # A row held for longer than this is given up and the transaction is run again.
+    # A statement that waits longer for a row fails, and its transaction is retried.
     "lock_timeout": "2s",
-    # The statements are nested loops over indexes, whatever the tables hold: a plan made while a table was empty lives
-    # on when it is full, and must not be one that reads it whole.
+    # Every plan is a nested loop over indexes: a plan made while a table is empty is still used when the table is full,
+    # and must not scan it.
     "enable_seqscan": "off",
     "enable_bitmapscan": "off",
     "enable_hashjoin": "off",
     "enable_mergejoin": "off",
     "plan_cache_mode": "force_generic_plan",
     "jit": "off",
-    # A client that vanishes without a word is noticed, and its locks are released.
+    # The server notices a client that vanished, and releases its locks.
     "tcp_keepalives_idle": str(KEEPALIVE_IDLE_SECONDS),
     "tcp_keepalives_interval": str(KEEPALIVE_INTERVAL_SECONDS),
     "tcp_keepalives_count": str(KEEPALIVE_COUNT),
@@ -51,7 +51,7 @@ _SESSION = {
 }
 
 _NOT_COMPARED = frozenset(name for name in _SESSION if name.startswith("tcp_")) | {"application_name"}
-# set_config answers the value in the form that current_setting has it.
+# set_config returns the value in the same form as current_setting.
 _IGNORED = """
 select name from (select name, value, current_setting(name) as had
                     from unnest($1::text[], $2::text[]) as asked(name, value) offset 0) s
@@ -62,30 +62,30 @@ select name from (select name, value, current_setting(name) as had
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """How long a session may take before it is given up."""
+    """The timeouts of a session."""
 
     statement_ms: int = 6_000
-    """The longest a statement may run; the server ends it then. 0 is no limit, as in Postgres."""
+    """statement_timeout: the server cancels a statement that runs longer; 0 means no limit."""
     idle_in_transaction_ms: int = 5_000
-    """The longest a transaction may wait for its next statement; the server ends the session then."""
+    """idle_in_transaction_session_timeout: the server ends a session that waits longer for its next statement."""
 
     @property
     def answer_seconds(self) -> float | None:
-        """The longest the client waits for an answer."""
+        """How long the client waits for an answer; None means no limit."""
         return self.statement_ms / 1000 + ANSWER_SECONDS if self.statement_ms else None
 
     @property
     def silent_ms(self) -> int | None:
-        """How long a session may wait for its client in the middle of a statement: longer than any statement runs."""
+        """How long a session may wait for its client within a statement: longer than any statement may run."""
         return None if self.answer_seconds is None else round(self.answer_seconds * 1000)
 
 
 NO_LIMITS = Limits(statement_ms=0, idle_in_transaction_ms=0)
-"""For a session whose statements may take as long as they need: migrations."""
+"""For migrations, whose statements may take as long as they need."""
 
 
 def session_settings(schema: str, limits: Limits | None = None) -> dict[str, str]:
-    """What every session of ours asks of the server."""
+    """The settings of every session."""
     limits = limits or Limits()
     return {
         **_SESSION,
@@ -96,9 +96,9 @@ def session_settings(schema: str, limits: Limits | None = None) -> dict[str, str
 
 
 async def connect(url: str, *, schema: str, limits: Limits | None = None, **settings: str) -> Any:
-    """A connection with the session settings of the pool; every call on it is given up after the limit.
+    """Open a connection with the session settings of the pool; every call on it times out after the limit.
 
-    Where none is made, the fault says which server it is about, why, and what to do.
+    Raises Unreachable, which names the server, the reason and what to do.
     """
     limits = limits or Limits()
     try:
@@ -107,8 +107,8 @@ async def connect(url: str, *, schema: str, limits: Limits | None = None, **sett
             server_settings={**session_settings(schema, limits), **settings},
             timeout=CONNECT_SECONDS,
             command_timeout=limits.answer_seconds,
-            # Every statement of ours is prepared once a connection, however long it is and however long that lives.
-            statement_cache_size=MOST_PREPARED,
+            # Prepare every statement once per connection, regardless of its length and age.
+            statement_cache_size=STATEMENT_CACHE_SIZE,
             max_cacheable_statement_size=0,
             max_cached_statement_lifetime=0,
             connection_class=_Connection,
@@ -121,23 +121,23 @@ async def connect(url: str, *, schema: str, limits: Limits | None = None, **sett
 
 
 async def close(connection: Any, *, seconds: float) -> None:
-    """Close a connection, or drop it when that takes longer."""
+    """Close a connection; give up waiting for it after these seconds."""
     with contextlib.suppress(Exception):
-        # The driver's own limit may leave out its wait for a statement that was cancelled before.
+        # The driver's own timeout does not cover its wait for a statement that was cancelled before.
         async with asyncio.timeout(seconds):
             await connection.close()
 
 
 async def ignored_settings(connection: Any, schema: str, limits: Limits) -> tuple[str, ...]:
-    """The session settings that were asked for and are not in effect: something in between drops them."""
-    # Those of TCP have no effect on a Unix socket, and concern the connection of a pooler where there is one.
+    """The requested session settings that are not in effect, because a pooler ignores them."""
+    # TCP settings have no effect on a Unix socket, and behind a pooler they apply to its connection.
     asked = {name: value for name, value in session_settings(schema, limits).items() if name not in _NOT_COMPARED}
     rows = await connection.fetch(_IGNORED, list(asked), list(asked.values()))
     return tuple(row["name"] for row in rows)
 
 
 class _Connection(asyncpg.Connection):
-    """A connection whose socket notices by itself that the server is gone."""
+    """A connection whose socket detects a dead server."""
 
     __slots__ = ()
 
@@ -147,10 +147,10 @@ class _Connection(asyncpg.Connection):
 
 
 def _keep_alive(given: socket.socket) -> None:
-    """Have the kernel probe an idle connection, and end one whose data is not acknowledged."""
+    """Let the kernel probe an idle connection and close it if its data is not acknowledged."""
     if given.family == getattr(socket, "AF_UNIX", None):
         return
-    # A copy of the descriptor: event loops give out sockets whose options cannot all be set.
+    # Duplicate the descriptor: the socket objects of some event loops do not allow all options.
     with socket.fromfd(given.fileno(), given.family, given.type) as same:
         same.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for name, value in _TCP_OPTIONS.items():

@@ -1,4 +1,4 @@
-"""Where an embedded cluster lives, whose binaries serve it, and as whom it runs."""
+"""The folders, binaries and system account of an embedded Postgres cluster."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _INSTALLATIONS = {16: "pginstall", 18: "pginstall18"}
 
 
 class EmbeddedError(RuntimeError):
-    """The embedded server cannot be installed, started or stopped; the text says why and what to do."""
+    """The embedded server cannot be installed, started or stopped; the message says why and what to do."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,9 +41,9 @@ class Account:
 
 @dataclass(frozen=True, kw_only=True)
 class Site:
-    """The folders of one cluster and the tools that serve it."""
+    """The folders of one cluster and the binaries that run it."""
 
-    place: Path
+    folder: Path
     version: int
     binaries: Path
     account: Account | None
@@ -51,35 +51,35 @@ class Site:
     @property
     def data(self) -> Path:
         """The data folder of the cluster."""
-        return self.place / f"postgres-{self.version}"
+        return self.folder / f"postgres-{self.version}"
 
     @property
     def log(self) -> Path:
-        """The file the server writes its messages to."""
-        return self.place / f"postgres-{self.version}.log"
+        """The log file of the server."""
+        return self.folder / f"postgres-{self.version}.log"
 
     @property
     def lock(self) -> Path:
-        """The file whose lock makes its owner the only one to start or stop the server."""
-        return self.place / "lock"
+        """The file a process locks while it starts or stops the server."""
+        return self.folder / "lock"
 
     @property
     def holders(self) -> Path:
         """The folder with one locked file per holder."""
-        return self.place / "holders"
+        return self.folder / "holders"
 
-    def make_place(self) -> None:
-        """Have the place there, private to the user the server runs as."""
-        self.place.mkdir(mode=0o700, exist_ok=True)
-        if sys.platform != "win32" and self.account is not None and self.place.stat().st_uid != self.account.uid:
-            os.chown(self.place, self.account.uid, self.account.gid)
+    def make_folder(self) -> None:
+        """Create the folder if it is missing, private to the user the server runs as."""
+        self.folder.mkdir(mode=0o700, exist_ok=True)
+        if sys.platform != "win32" and self.account is not None and self.folder.stat().st_uid != self.account.uid:
+            os.chown(self.folder, self.account.uid, self.account.gid)
 
     def run(self, tool: str, *arguments: str, stdin: str = "") -> tuple[int, str]:
-        """Run one Postgres tool as the account of this site and give its exit code and output."""
+        """Run a Postgres tool as the account of this site; return its exit code and output."""
         environment = {k: v for k, v in os.environ.items() if not k.startswith(("PG", "LC_", "LANG"))}
         environment["LC_ALL"] = "C"
         account = self.account
-        # Files, not pipes: the server inherits them from pg_ctl, and a pipe would not end before it does.
+        # Files, not pipes: the server inherits them from pg_ctl and would keep a pipe open until it stops.
         with tempfile.TemporaryFile() as source, tempfile.TemporaryFile() as output:
             source.write(stdin.encode())
             source.seek(0)
@@ -89,7 +89,7 @@ class Site:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 env=environment,
-                cwd=self.place,
+                cwd=self.folder,
                 user=None if account is None else account.uid,
                 group=None if account is None else account.gid,
                 extra_groups=None if account is None else [],
@@ -99,8 +99,8 @@ class Site:
             return done.returncode, output.read().decode(errors="replace").strip()
 
 
-def place_of(home: Path) -> Path:
-    """Where the cluster of a home lives: inside it, or under the system folder when this process is root."""
+def cluster_folder(home: Path) -> Path:
+    """The cluster folder of a home: the home itself, or a subfolder of the system folder if this process is root."""
     home = home.expanduser().resolve()
     if sys.platform == "win32" or os.geteuid() != 0:
         return home
@@ -108,18 +108,19 @@ def place_of(home: Path) -> Path:
 
 
 def prepare(home: Path, *, version: int) -> Site:
-    """Have the folders of a home there: inside it, or under the system folder when this process is root."""
+    """Create the folders of a home's cluster and return its site."""
     home = home.expanduser().resolve()
     if version not in _INSTALLATIONS:
-        raise EmbeddedError(f"there is no embedded Postgres {version}, only {' and '.join(map(str, _INSTALLATIONS))}")
+        known = " or ".join(map(str, _INSTALLATIONS))
+        raise EmbeddedError(f"embedded Postgres {version} is not available; use version {known}")
     try:
         if not home.exists():
             home.parent.mkdir(parents=True, exist_ok=True)
             home.mkdir(mode=0o700, exist_ok=True)
             (home / ".gitignore").write_text("*\n")
         if sys.platform == "win32" or os.geteuid() != 0:
-            return _inside(home, version)
-        return _outside(home, version)
+            return _site_in_home(home, version)
+        return _site_in_system_folder(home, version)
     except OSError as refused:
         raise EmbeddedError(
             f"the folder {home} cannot be used for the embedded Postgres: {refused};"
@@ -127,18 +128,18 @@ def prepare(home: Path, *, version: int) -> Site:
         ) from refused
 
 
-def _inside(home: Path, version: int) -> Site:
+def _site_in_home(home: Path, version: int) -> Site:
     if not os.access(home, os.W_OK):
         raise EmbeddedError(
-            f"this user may not write to {home}: set FF_HOME to a folder of this user, or FF_DATABASE_URL to a server"
+            f"this user cannot write to {home}; set FF_HOME to a folder it can write to, or FF_DATABASE_URL to a server"
         )
     if (home / "location.txt").exists():
         raise EmbeddedError(f"the data of {home} was created by root; run as root or set FF_HOME to another folder")
-    return Site(place=home, version=version, binaries=_installation(version) / "bin", account=None)
+    return Site(folder=home, version=version, binaries=_installation(version) / "bin", account=None)
 
 
 def _installation(version: int) -> Path:
-    # The wheel is located, not imported: its modules warn at import and bring a runner of their own.
+    # Locate the wheel without importing it: its modules emit warnings and bring their own server manager.
     spec = importlib.util.find_spec(_WHEEL)
     if spec is None or not spec.submodule_search_locations:
         raise EmbeddedError(
@@ -148,23 +149,26 @@ def _installation(version: int) -> Path:
     return Path(spec.submodule_search_locations[0]) / _INSTALLATIONS[version]
 
 
-def _outside(home: Path, version: int) -> Site:
-    """A site under the system folder: Postgres refuses to run as root, and no private folder is opened for it."""
+def _site_in_system_folder(home: Path, version: int) -> Site:
+    """Return a site under the system folder, for root.
+
+    Postgres refuses to run as root, and its own user could not enter a private home.
+    """
     if any(home.glob("postgres-*")):
         raise EmbeddedError(f"{home} holds the data of another user; run as that user or set FF_HOME to another folder")
     account = system_account()
-    if not _open_to_others(SYSTEM_FOLDER):
+    if not _is_world_readable(SYSTEM_FOLDER):
         raise EmbeddedError(
-            f"the system user {SYSTEM_USER} cannot enter {SYSTEM_FOLDER}: give it and its parents mode 755,"
+            f"the system user {SYSTEM_USER} cannot enter {SYSTEM_FOLDER}: run `chmod 755` on it and its parents,"
             " or set FF_DATABASE_URL to a server"
         )
     installation = _installation(version)
-    if not _open_to_others(installation):
-        installation = _copied(installation)
-    place = place_of(home)
-    site = Site(place=place, version=version, binaries=installation / "bin", account=account)
-    site.make_place()
-    (home / "location.txt").write_text(f"{place}\n")
+    if not _is_world_readable(installation):
+        installation = _readable_copy(installation)
+    folder = cluster_folder(home)
+    site = Site(folder=folder, version=version, binaries=installation / "bin", account=account)
+    site.make_folder()
+    (home / "location.txt").write_text(f"{folder}\n")
     return site
 
 
@@ -175,9 +179,9 @@ def _make_system_folder() -> None:
 
 
 def system_account(user: str = SYSTEM_USER) -> Account:
-    """The system user that runs the server for root, created when it is missing; one process creates it."""
+    """Return the system user that runs the server for root, creating it once if it is missing."""
     try:
-        # Looked up under the lock, too: of two `useradd` at once the second replaces the first one's user id.
+        # Look the user up under the lock too: the second of two concurrent `useradd` replaces the first one's user id.
         with locked(SYSTEM_FOLDER / "account.lock", seconds=_ACCOUNT_SECONDS, make_folder=_make_system_folder):
             reason = _create_account(user) if _find_account(user) is None else ""
             account = _find_account(user)
@@ -200,7 +204,7 @@ def _find_account(user: str) -> Account | None:
 
 
 def _create_account(user: str) -> str:
-    """Create the system user, and give the reason when that fails."""
+    """Create the system user; return why that failed, or an empty text."""
     options = ("--system", "--no-create-home", "--home-dir", str(SYSTEM_FOLDER), "--shell", "/bin/false")
     try:
         done = subprocess.run(["useradd", *options, user], capture_output=True, text=True, check=False)
@@ -209,18 +213,18 @@ def _create_account(user: str) -> str:
     return done.stderr.strip()
 
 
-def _open_to_others(folder: Path) -> bool:
+def _is_world_readable(folder: Path) -> bool:
     """Whether any user can reach and read this folder."""
     resolved = folder.resolve()
-    # An installation made under a strict umask is closed inside, too.
+    # An installation made under a strict umask has private folders inside too.
     inside = [path for path in (resolved / "bin" / "postgres", resolved / "share") if path.exists()]
     return all(parent.stat().st_mode & 0o001 for parent in resolved.parents) and all(
         path.stat().st_mode & 0o005 == 0o005 for path in (resolved, *inside)
     )
 
 
-def _copied(installation: Path) -> Path:
-    """A copy of the binaries that any user can read, made once per version of the wheel."""
+def _readable_copy(installation: Path) -> Path:
+    """Return a copy of the binaries that any user can read, made once per version of the wheel."""
     wheel = importlib.metadata.version(_WHEEL.replace("_", "-"))
     target = SYSTEM_FOLDER / f"{installation.name}-{wheel}"
     if not target.exists():
@@ -235,7 +239,7 @@ def _copied(installation: Path) -> Path:
                 path.chmod(0o755 if path.is_dir() or path.stat().st_mode & 0o100 else 0o644)
             if sys.platform != "win32":
                 os.sync()
-            # Of two copies made at once, the first stays.
+            # If two processes copy at the same time, the first rename wins.
             with contextlib.suppress(OSError):
                 copy.rename(target)
     return target / _WHEEL / installation.name

@@ -35,9 +35,9 @@ class Statement:
         self.parameters = tuple(order)
 
     def arguments(self, values: Mapping[str, object]) -> list[object]:
-        """The values in the order of the statement's positions; a missing or unknown name is a KeyError."""
+        """The values in the order of the statement's positions; raises KeyError for a missing or unknown name."""
         if len(values) != len(self.parameters):
-            raise KeyError(f"{self.name} takes {self.parameters}, got {tuple(values)}")
+            raise KeyError(f"statement {self.name} takes {self.parameters}, got {tuple(values)}")
         return [values[name] for name in self.parameters]
 
     def __repr__(self) -> str:
@@ -47,7 +47,7 @@ class Statement:
 class Statements:
     """The statements of one .sql file, each an attribute of its name.
 
-    A fragment is a part that statements of the file include; it is no statement itself.
+    A fragment is a piece of SQL that statements of the file include; it is not a statement itself.
     """
 
     def __init__(self, path: Path) -> None:
@@ -58,7 +58,7 @@ class Statements:
         texts: dict[str, dict[str, str]] = {"name": {}, "fragment": {}}
         for head, end in zip(heads, ends, strict=True):
             if head[2] in texts["name"] or head[2] in texts["fragment"]:
-                raise ValueError(f"{path.name} has {head[2]} twice; give each statement and fragment a name of its own")
+                raise ValueError(f"{path.name} has {head[2]} twice; give each statement and fragment its own name")
             texts[head[1]][head[2]] = text[head.end() : end].strip()
         self.fragments = MappingProxyType(texts["fragment"])
         self.included = frozenset(found for each in texts["name"].values() for found in _INCLUDE.findall(each))
@@ -86,16 +86,16 @@ class Statements:
 
 
 def statements_beside(module_file: str) -> Statements:
-    """The statements of the .sql file that stands beside a module and bears its name."""
+    """The statements of the .sql file next to a module, with the module's name."""
     return Statements(Path(module_file).with_suffix(".sql"))
 
 
-def columns_of(names: Sequence[str], rows: Sequence[Sequence[object]]) -> dict[str, object]:
-    """Rows as one array a column, short where it can be: unnest fills a short array up with nulls.
+def short_columns(names: Sequence[str], rows: Sequence[Sequence[object]]) -> dict[str, object]:
+    """Rows as one array per column, shortened where possible, since each element costs the driver and the server.
 
-    A column of nothing but nulls is empty; a column of one value repeated holds it once, and the statement takes the
-    first element for what is missing. An element costs the driver and the server more than all else about it. The ids
-    of the rows are never shortened: they say how many there are.
+    `unnest` fills a short array with nulls. A column of nulls becomes an empty array. A column that repeats one value
+    becomes an array with that one element, and the statement uses the first element in place of missing ones. The
+    column of row ids is never shortened: its length is the number of rows.
     """
     columns: dict[str, object] = {}
     for name, column in zip(names, zip(*rows, strict=True), strict=True):
@@ -104,19 +104,19 @@ def columns_of(names: Sequence[str], rows: Sequence[Sequence[object]]) -> dict[s
 
 
 def short_column(column: Sequence[object]) -> Sequence[object]:
-    """A column that is empty if it holds nothing but nulls, and holds a value that is all of it once."""
-    # Most columns that vary differ at their ends already.
+    """The column as an empty array if all values are null, as one element if all are equal, else unchanged."""
+    # Most columns with different values already differ between their first and last element.
     if not column or column[-1] != column[0] or column.count(column[0]) != len(column):
         return column
     return () if column[0] is None else column[:1]
 
 
-def columns_from(names: Sequence[str], rows: Sequence[Sequence[object]]) -> dict[str, object]:
-    """Rows as one array a column, each as long as there are rows."""
+def full_columns(names: Sequence[str], rows: Sequence[Sequence[object]]) -> dict[str, object]:
+    """Rows as one array per column, each with one element per row."""
     columns: list[Sequence[object]] = list(zip(*rows, strict=True)) if rows else [()] * len(names)
     return dict(zip(names, columns, strict=True))
 
 
 def array_text(values: Iterable[object]) -> str:
-    """Ids as one text that Postgres reads as an array: arrays of different lengths do not make a column."""
+    """Ids as the text of a Postgres array: a column cannot hold arrays of different lengths."""
     return f"{{{','.join(map(str, values))}}}"

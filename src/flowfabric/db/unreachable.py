@@ -1,4 +1,4 @@
-"""Why no session with the server could be made: which server, what it said, and what to do."""
+"""The error messages of a failed connection: which server, what it said, and what to do."""
 
 import os
 import socket
@@ -11,39 +11,39 @@ from flowfabric.db.address import database_of, server_of, user_of
 from flowfabric.db.faults import StoreFault, fault_of
 
 CORRECT = "correct the database URL (FF_DATABASE_URL)"
-_REFUSED_SETTING = ("08P01", "22023", "42501", "42704", "55P02")
-"""What a server or a pooler answers to a session setting that it does not take."""
-_ASK_FOR_TLS = ("require", "verify-ca", "verify-full")
+_REJECTED_SETTING = ("08P01", "22023", "42501", "42704", "55P02")
+"""SQLSTATEs with which a server or a pooler rejects a session setting."""
+_TLS_MODES = ("require", "verify-ca", "verify-full")
 
 
 class Unreachable(StoreFault):
-    """No session with the server; the text names the server and the database, the reason, and what to do."""
+    """No connection to the server; the message names the server and the database, the reason, and what to do."""
 
     @property
     def may_pass(self) -> bool:
-        """Whether the server may answer later by itself."""
+        """Whether a later attempt may succeed without any change."""
         return self.kind in ("transport", "timeout", "busy_loading")
 
 
 def unreachable(error: BaseException, url: str, *, seconds: float) -> Unreachable | None:
-    """The fault of a connection that was not made, or None when the error is not the driver's."""
+    """The fault of a failed connection attempt, or None if the error is not the driver's."""
     fault = fault_of(error)
     if fault is None:
         return None
-    kind, text = _judge(error, fault, url, seconds)
+    kind, text = _explain(error, fault, url, seconds)
     return Unreachable(kind, _without_password(text, url))
 
 
-def _judge(error: BaseException, fault: StoreFault, url: str, seconds: float) -> tuple[str, str]:
+def _explain(error: BaseException, fault: StoreFault, url: str, seconds: float) -> tuple[str, str]:
     server, database = server_of(url), database_of(url)
     where = f"{server} (database {database})"
     match error:
         case asyncpg.ClientConfigurationError():
             return "protocol", f"the database URL cannot be used: {fault}; {CORRECT}"
         case asyncpg.ConnectionDoesNotExistError() | ConnectionResetError() | BrokenPipeError():
-            return fault.kind, _hung_up(where)
+            return fault.kind, _closed_during_login(where)
         case asyncpg.PostgresError():
-            return _judge_answer(error, fault, url)
+            return _explain_answer(error, fault, url)
         case ssl.SSLError():
             return (
                 "protocol",
@@ -61,11 +61,14 @@ def _judge(error: BaseException, fault: StoreFault, url: str, seconds: float) ->
         case FileNotFoundError() if "sslrootcert" in url or "sslcert" in url or "sslkey" in url:
             return "protocol", f"no TLS session with {where}: a file named in the database URL is missing; {CORRECT}"
         case ConnectionError() if "rejected SSL" in str(error):
-            if _asks_for_tls(url):
-                return "protocol", f"{where} speaks no TLS, which sslmode in the database URL asks for; {CORRECT}"
+            if _requires_tls(url):
+                return (
+                    "protocol",
+                    f"{where} does not support TLS, which sslmode in the database URL requires; {CORRECT}",
+                )
             return "protocol", f"what answers at {server} is not Postgres; {CORRECT}"
         case ConnectionError() if "connection_lost" in str(error):
-            return fault.kind, _hung_up(where)
+            return fault.kind, _closed_during_login(where)
         case ConnectionRefusedError() | FileNotFoundError():
             reason = "connection refused"
         case OSError() if "Connect call failed" in str(error):
@@ -75,16 +78,16 @@ def _judge(error: BaseException, fault: StoreFault, url: str, seconds: float) ->
     return fault.kind, f"no server answers at {where}: {reason}; start the server, or {CORRECT}"
 
 
-def _asks_for_tls(url: str) -> bool:
+def _requires_tls(url: str) -> bool:
     given = parse_qs(urlsplit(url).query).get("sslmode", [os.environ.get("PGSSLMODE", "")])
-    return given[-1] in _ASK_FOR_TLS
+    return given[-1] in _TLS_MODES
 
 
-def _hung_up(where: str) -> str:
+def _closed_during_login(where: str) -> str:
     return f"{where} closed the connection during the login; read the log of the server, or {CORRECT}"
 
 
-def _judge_answer(error: asyncpg.PostgresError, fault: StoreFault, url: str) -> tuple[str, str]:
+def _explain_answer(error: asyncpg.PostgresError, fault: StoreFault, url: str) -> tuple[str, str]:
     server, database = server_of(url), database_of(url)
     said = str(error.args[0]) if error.args else type(error).__name__
     match error:
@@ -96,16 +99,16 @@ def _judge_answer(error: asyncpg.PostgresError, fault: StoreFault, url: str) -> 
         case asyncpg.InvalidCatalogNameError():
             return "protocol", f"there is no database {database} at {server}: create it, or {CORRECT}"
         case asyncpg.CannotConnectNowError():
-            return fault.kind, f"{server} takes no connections yet: {said}; wait until it does"
+            return fault.kind, f"{server} does not accept connections yet: {said}; try again later"
         case asyncpg.TooManyConnectionsError():
             return fault.kind, (
                 f"{server} has no connection left: {said}; raise max_connections there, or lower"
                 " FF_DATABASE_POOL_SIZE of the processes"
             )
-        case _ if error.sqlstate in _REFUSED_SETTING:
+        case _ if error.sqlstate in _REJECTED_SETTING:
             return "protocol", (
-                f"{server} refuses a session setting that every process asks for: {said};"
-                " a pooler must be told to let it pass, see docs/pgbouncer.md"
+                f"{server} rejects a session setting that every process sends: {said};"
+                " configure the pooler to accept it, see docs/pgbouncer.md"
             )
         case _:
             return fault.kind, f"{server} (database {database}) refuses the connection: {said} ({error.sqlstate})"

@@ -71,7 +71,7 @@ class Lifecycle:
             else beside.store_key
         )
         """Identifies the store: equal for every engine of this process on the same store."""
-        self.hints = Hints(database, deaf=not settings.listen)
+        self.hints = Hints(database, polls_only=not settings.listen)
         self.store = Store(
             database,
             self.hints,
@@ -193,7 +193,7 @@ class Lifecycle:
             )
 
     async def _rights(self) -> Rights:
-        database, names = self._database, migrate.made_by(migrate.load_migrations())
+        database, names = self._database, migrate.created_names(migrate.load_migrations())
         async with database.acquire() as connection:
             return await rights_of(connection, url=database.url, schema=database.schema, names=names)
 

@@ -98,7 +98,7 @@ class Store:
         found = await pending
         if not any(isinstance(verdict, Exception) for verdict in found):
             return cast("list[Answer | EngineError]", found)
-        faults = [verdict for verdict in found if isinstance(verdict, StoreFault) and verdict.is_of_store]
+        faults = [verdict for verdict in found if isinstance(verdict, StoreFault) and verdict.is_store_failure]
         if faults and len(faults) == len(found):
             fault = faults[0]
             fault.outcome_unknown = any(each.outcome_unknown for each in faults)

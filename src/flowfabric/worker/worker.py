@@ -185,7 +185,7 @@ class Worker:
                 )
             self._heartbeat = heartbeat
             # A run may be lost while its worker is too busy to wait for work.
-            self._parts.wakeups.hints.begin_to_listen()
+            self._parts.wakeups.hints.start_listening()
             self._ignore_losses = self._parts.wakeups.on_lost(self._lose_named)
             self._claiming = asyncio.create_task(self._claim_while_wanted())
             self._claiming.add_done_callback(self._claimed_last)

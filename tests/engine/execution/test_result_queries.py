@@ -41,7 +41,7 @@ def hints_only(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def listening(engine: Engine, eventually: Eventually) -> None:
-    parts_of(engine).wakeups.hints.begin_to_listen()
+    parts_of(engine).wakeups.hints.start_listening()
     await eventually(lambda: parts_of(engine).wakeups.hints.is_listening)
 
 

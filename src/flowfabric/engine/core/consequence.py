@@ -9,7 +9,7 @@ from typing import Any
 from flowfabric.db.batch import LOCKED, Batch, Locked
 from flowfabric.db.database import Record, Transaction
 from flowfabric.db.faults import StoreFault
-from flowfabric.db.statements import columns_of, statements_beside
+from flowfabric.db.statements import short_columns, statements_beside
 from flowfabric.engine.core.payload import INLINE_PAYLOAD_BYTES, any_large
 from flowfabric.engine.core.row import DONE, Verdict, hold, verdict_of
 from flowfabric.engine.core.transition import MOVES, Move, completion_parameters, release_parameters
@@ -235,7 +235,7 @@ class LeaseEnds:
 
     async def _complete(self, ends: Sequence[LeaseEnd]) -> Sequence[int]:
         """Complete the runs whose fence is current by a cheaper statement; return their positions, counted from 1."""
-        columns = columns_of(_COMPLETION_COLUMNS, [end.completion for end in ends])
+        columns = short_columns(_COMPLETION_COLUMNS, [end.completion for end in ends])
         if columns["attempt_ids"] == columns["lease_ids"]:
             columns["attempt_ids"] = ()
         self._add_limits(columns)
@@ -309,7 +309,7 @@ class LeaseEnds:
         return verdicts
 
     def _columns(self, ends: Sequence[LeaseEnd], *, is_thorough: bool) -> dict[str, object]:
-        columns = columns_of(_COLUMNS, [end.row for end in ends])
+        columns = short_columns(_COLUMNS, [end.row for end in ends])
         if columns["attempt_ids"] == columns["lease_ids"]:
             columns["attempt_ids"] = ()
         self._add_limits(columns)

@@ -77,9 +77,9 @@ class Wakeups:
         self._waiting: dict[str, set[asyncio.Future[None]]] = {}
         self._wakes: dict[str, int] = {}
         self._on_lost: list[OnLost] = []
-        hints.hear(_WORK, self._work_heard)
-        hints.hear(_ENDED, lambda _: self.ended_event.set())
-        hints.hear(_LOST, self._lost_heard)
+        hints.subscribe(_WORK, self._work_heard)
+        hints.subscribe(_ENDED, lambda _: self.ended_event.set())
+        hints.subscribe(_LOST, self._lost_heard)
 
     def work(self, found: Iterable[Work]) -> None:
         """Wake the claims that wait for work at these places."""

@@ -9,7 +9,7 @@ import msgspec
 from flowfabric.db.batch import LOCKED, Batch, Locked
 from flowfabric.db.database import Record, Transaction
 from flowfabric.db.faults import StoreFault
-from flowfabric.db.statements import columns_of, short_column, statements_beside
+from flowfabric.db.statements import short_column, short_columns, statements_beside
 from flowfabric.engine.core.payload import INLINE_PAYLOAD_BYTES, any_large
 from flowfabric.engine.core.wakeups import Work
 from flowfabric.engine.core.watermark import BAND_BITS
@@ -112,7 +112,7 @@ class Create:
             try:
                 return await self._insert_alike(batch)
             except StoreFault as fault:
-                if fault.is_of_store:
+                if fault.is_store_failure:
                     raise error_of(fault) from fault
                 # The store rejects one of the items: below, each gets its own answer.
         checked: list[Submission | Duplicate | EngineError] = []
@@ -297,7 +297,7 @@ class Create:
 
     def _columns(self, items: Sequence[Submission]) -> dict[str, object]:
         instance_tag = self._store.rules.instance_tag
-        own = columns_of(
+        own = short_columns(
             _OWN_COLUMNS,
             [
                 (
@@ -317,7 +317,7 @@ class Create:
                 for item in items
             ],
         )
-        of_shapes = columns_of(_SHAPE_COLUMNS, [tuple(item.shape.columns.values()) for item in items])
+        of_shapes = short_columns(_SHAPE_COLUMNS, [tuple(item.shape.columns.values()) for item in items])
         return own | of_shapes | _input_limits([item.payload for item in items])
 
     async def _duplicates(self, items: Sequence[Submission]) -> list[Duplicate | Locked | EngineError]:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from flowfabric.db.database import Transaction
-from flowfabric.db.statements import columns_from, statements_beside
+from flowfabric.db.statements import full_columns, statements_beside
 from flowfabric.engine.core.consequence import EndedLease
 from flowfabric.model.ids import split_execution_id
 
@@ -14,5 +14,5 @@ async def close_suspensions(transaction: Transaction, ended: Sequence[EndedLease
     """Close the open suspensions of executions that the transaction has just ended, with all their waitpoints."""
     closing = [(*split_execution_id(each.execution_id), each.reason) for each in ended if each.is_terminal]
     if closing:
-        columns = columns_from(("partition_keys", "execution_ids", "close_reasons"), closing)
+        columns = full_columns(("partition_keys", "execution_ids", "close_reasons"), closing)
         await transaction.fetch(SQL.close_suspensions, **columns)

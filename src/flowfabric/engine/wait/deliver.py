@@ -7,7 +7,7 @@ from uuid import UUID
 from flowfabric.db.batch import LOCKED, Batch, Locked
 from flowfabric.db.database import Record, Transaction
 from flowfabric.db.faults import StoreFault, fault_of
-from flowfabric.db.statements import columns_from, statements_beside
+from flowfabric.db.statements import full_columns, statements_beside
 from flowfabric.engine.core.keys import Keys
 from flowfabric.engine.core.row import hold
 from flowfabric.engine.store import Store, error_of
@@ -373,7 +373,7 @@ class Signals:
             return
         given = [(*split_execution_id(execution_id), wait.suspension_id) for execution_id, wait in waits]
         for row in await transaction.fetch(
-            SQL.list_satisfiers, **columns_from(("partition_keys", "execution_ids", "suspension_ids"), given)
+            SQL.list_satisfiers, **full_columns(("partition_keys", "execution_ids", "suspension_ids"), given)
         ):
             waits[row["nth"] - 1][1].tally.take(facts_of(row))
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import msgspec
 
 from flowfabric.db.database import Record, Transaction
-from flowfabric.db.statements import array_text, columns_of, statements_beside
+from flowfabric.db.statements import array_text, short_columns, statements_beside
 from flowfabric.engine.core.row import hold
 from flowfabric.engine.core.transition import RESUME_DELAYED, RESUMED, RESUMED_PARAMETERS
 from flowfabric.engine.store import Store
@@ -130,7 +130,7 @@ class Resumes:
         """Resume executions that the transaction holds and knows as suspended; `after_commit` follows the commit."""
         rows = await transaction.fetch(
             SQL.resume_held,
-            **columns_of(_COLUMNS, [_row(resume) for resume in resumes]),
+            **short_columns(_COLUMNS, [_row(resume) for resume in resumes]),
             close_reason=cause.close_reason,
             is_satisfied=cause.is_satisfied,
             kind=cause.kind,

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeAlias
 
 from flowfabric.db.database import Record
-from flowfabric.db.statements import array_text, columns_from, columns_of
+from flowfabric.db.statements import array_text, full_columns, short_columns
 from flowfabric.engine.wait.resume import Resume
 from flowfabric.model.condition import read_stored_condition
 from flowfabric.model.delivery import DeliveryTarget, Wait, Waitpoint
@@ -103,7 +103,7 @@ def deliveries(batches: Sequence[SignalBatch]) -> Mapping[str, object]:
         for batch in batches
         for place, signal in enumerate(batch.signals)
     ]
-    return columns_of(_DELIVERY_COLUMNS, rows)
+    return short_columns(_DELIVERY_COLUMNS, rows)
 
 
 def key_rows(first: Record) -> list[dict[str, object]]:
@@ -211,10 +211,10 @@ def writes(targets: Sequence[DeliveryTarget]) -> Mapping[str, object]:
             if closer is None or waitpoint_id != closer.waitpoint_id
         ]
     return {
-        **(columns_of(_SIGNAL_COLUMNS, signals) if signals else columns_from(_SIGNAL_COLUMNS, [])),
-        **columns_from(_COUNT_COLUMNS, counted),
-        **columns_from(_WAIT_COLUMNS, waiting),
-        **columns_from(_KEY_COLUMNS, keyed),
+        **(short_columns(_SIGNAL_COLUMNS, signals) if signals else full_columns(_SIGNAL_COLUMNS, [])),
+        **full_columns(_COUNT_COLUMNS, counted),
+        **full_columns(_WAIT_COLUMNS, waiting),
+        **full_columns(_KEY_COLUMNS, keyed),
     }
 
 
@@ -234,7 +234,7 @@ def overflow_of(targets: Sequence[DeliveryTarget]) -> Mapping[str, object] | Non
     if not trimmed:
         return None
     rows = [(*key, *kept) for key, kept in trimmed.items()]
-    return columns_from(("partition_keys", "waitpoint_ids", "execution_ids", "suspension_ids", "maxlens"), rows)
+    return full_columns(("partition_keys", "waitpoint_ids", "execution_ids", "suspension_ids", "maxlens"), rows)
 
 
 def _kept(waitpoint: Waitpoint, wait: Wait | None) -> int:

@@ -9,7 +9,7 @@ import msgspec
 
 from flowfabric.db.batch import LOCKED, Batch, Locked
 from flowfabric.db.database import Record, Transaction
-from flowfabric.db.statements import array_text, columns_from, statements_beside
+from flowfabric.db.statements import array_text, full_columns, statements_beside
 from flowfabric.engine.core.consequence import LeaseEnd, LeaseEnds
 from flowfabric.engine.core.keys import Keys
 from flowfabric.engine.core.row import GivenFence, HeldRun, Verdict, hold_all, judge, read_runs
@@ -334,9 +334,9 @@ async def _store(transaction: Transaction, waits: Sequence[_Wait]) -> None:
     (stored,) = await transaction.fetch(
         SQL.insert_suspensions,
         now=waits[0].held.now,
-        **columns_from(_SUSPENSION_COLUMNS, [_suspension(wait) for wait in waits]),
-        **columns_from(_FRESH_COLUMNS, fresh),
-        **columns_from(_KEPT_COLUMNS, kept),
+        **full_columns(_SUSPENSION_COLUMNS, [_suspension(wait) for wait in waits]),
+        **full_columns(_FRESH_COLUMNS, fresh),
+        **full_columns(_KEPT_COLUMNS, kept),
     )
     if stored["made"] != len(fresh):
         raise error("waitpoint_already_exists")

@@ -4,7 +4,7 @@ import asyncio
 import logging
 from collections.abc import Iterable, Mapping
 
-from flowfabric.db.statements import columns_from, statements_beside
+from flowfabric.db.statements import full_columns, statements_beside
 from flowfabric.engine.store import Store
 from flowfabric.model.delivery import RefusedToken
 from flowfabric.model.errors import EngineError
@@ -76,7 +76,7 @@ class TokenStamps:
             (*split_execution_id(execution), waitpoint, stamps[execution, waitpoint]) for execution, waitpoint in keys
         ]
         try:
-            rows = await self._store.fetch(SQL.stamp_refused_tokens, **columns_from(_COLUMNS, given))
+            rows = await self._store.fetch(SQL.stamp_refused_tokens, **full_columns(_COLUMNS, given))
         except EngineError as problem:
             logger.warning("%d refused tokens are not noted on their executions: %s", len(keys), problem)
             return {}
