@@ -11,10 +11,9 @@ from flowfabric.model.policy import (
     FixedBackoff,
     RetryPolicy,
     dedup_window_ms,
-    may_retry,
     reclaim_cap,
-    retry_delay_ms,
 )
+from flowfabric.model.retry import may_retry, retry_delay_ms
 
 draws = st.floats(0, 1, exclude_max=True)
 growing = st.builds(
