@@ -491,6 +491,10 @@ def test_satisfiers_are_the_signals_with_an_adding_disposition(
 ) -> None:
     outcome = evaluate(condition, delivered)
     adding = (SignalDisposition.APPENDED_TO_WAITPOINT, SignalDisposition.RESUME_CONDITION_SATISFIED)
-    added = [each.signal_id for each, told in zip(delivered, outcome.dispositions, strict=True) if told in adding]
+    added = [
+        each.signal_id
+        for each, disposition in zip(delivered, outcome.dispositions, strict=True)
+        if disposition in adding
+    ]
     assert list(outcome.satisfiers) == added
     assert outcome.closer == (added[-1] if outcome.satisfied else None)

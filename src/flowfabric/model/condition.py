@@ -123,7 +123,7 @@ class AllOf:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Count:
-    """Met by signals on any of the waitpoints from n distinct waitpoints, signals or sources."""
+    """Met when the matching signals on the waitpoints have n distinct waitpoints, signal ids or sources."""
 
     n: int
     count_kind: CountKind

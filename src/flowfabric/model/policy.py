@@ -279,7 +279,7 @@ def _known(part: type, plain: Mapping[str, object]) -> dict[str, object]:
 
 
 def parse_retry_policy(value: RetryPolicy | Mapping[str, object] | str | bytes | None) -> RetryPolicy | None:
-    """Return the retry policy a JSON object or text says; empty text says none."""
+    """Return the retry policy in a JSON object or JSON text; None for None, empty text and null."""
     if value is None or isinstance(value, RetryPolicy):
         return value
     plain = _decode(value) if isinstance(value, str | bytes) else value
