@@ -389,7 +389,11 @@ async def test_an_approval_is_refused_where_it_does_not_belong(
         await refused(approve(wait, waitpoint_id=other.points["wait"][0]), "waitpoint_not_found")
         await refused(approve(wait, maxlen=0), "invalid_input", "signal_maxlen")
         for ttl in (-1, 2**53, None, 1.5):
-            await refused(approve(wait, signal_dedup_ttl_ms=ttl), "invalid_input", "signal_dedup_ttl_ms: 0 to")
+            await refused(
+                approve(wait, signal_dedup_ttl_ms=ttl),
+                "invalid_input",
+                "signal_dedup_ttl_ms: must be a whole number from 0 to",
+            )
         await refused(approve(wait, idempotency_suffix=None), "invalid_input", "idempotency_suffix")
         await refused(approve(wait, signal_name=3), "invalid_input", "signal_name")
     await approve(wait, "x")
