@@ -339,8 +339,8 @@ async def test_names_are_unique() -> None:
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"capabilities": "gpu"}, "invalid_input: capabilities: several values are wanted, got 'gpu'"),
-        ({"capabilities": 5}, "invalid_input: capabilities: several values are wanted"),
+        ({"capabilities": "gpu"}, "invalid_input: capabilities: expected a list or another collection, got 'gpu'"),
+        ({"capabilities": 5}, "invalid_input: capabilities: expected a list or another collection"),
         ({"timeout": "5"}, "invalid_input: timeout: expected seconds or a timedelta, got '5'"),
         ({"deadline": float("nan")}, "invalid_input: deadline: expected seconds or a timedelta"),
         ({"backoff": True, "retries": 1}, "invalid_input: backoff: expected seconds or a timedelta"),

@@ -1,4 +1,4 @@
-"""FlowFabric: durable execution for Python on nothing but Postgres."""
+"""FlowFabric: durable execution for Python on Postgres."""
 
 from flowfabric.engine.engine import Engine
 from flowfabric.fabric.app import Fabric

@@ -1,4 +1,4 @@
-"""What an execution can wait for: conditions over signals, waitpoints and timeouts, as `suspend` takes them."""
+"""The arguments of `suspend`: conditions over signals, waitpoints, resume policies and timeouts."""
 
 from flowfabric.model.condition import (
     AllOf,

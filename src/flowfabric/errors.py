@@ -1,4 +1,4 @@
-"""Every exception: what the engine raises, how a run fails, and what a handler may raise."""
+"""All exceptions: those of the engine, those of a run that did not succeed, and those a handler may raise."""
 
 from flowfabric.fabric.run import RunCancelled, RunError, RunExpired, RunFailed, RunSkipped, UnreadableResult
 from flowfabric.fabric.task import NotAllSubmitted

@@ -1,4 +1,4 @@
-"""Ids of executions: minting, deriving and reading them."""
+"""Execution ids: minting, deriving and parsing them."""
 
 from flowfabric.model.ids import (
     ExecutionId,

@@ -1,4 +1,4 @@
-"""What the operations of the engine answer: outcomes to `match`, records and pages."""
+"""The return types of the engine: outcomes to `match`, records and pages."""
 
 from flowfabric.model.attempt import Attempt, CurrentAttempt, Failure, FailureClass, FailureReason
 from flowfabric.model.execution import (

@@ -1,4 +1,4 @@
-"""How an execution is retried, timed out and routed, as `create_execution` takes it."""
+"""Execution policies: retries, timeouts and routing, as `create_execution` takes them."""
 
 from flowfabric.model.policy import (
     ExecutionPolicy,

@@ -1,5 +1,12 @@
 from hypothesis import HealthCheck, settings
 
-# A property is about values, not about how busy the machine is.
-settings.register_profile("values", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+from model.cases import RUNS_WHOLE_SWEEPS
+
+# Without a deadline: the machine may be busy.
+settings.register_profile(
+    "values",
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+    max_examples=100 if RUNS_WHOLE_SWEEPS else 25,
+)
 settings.load_profile("values")

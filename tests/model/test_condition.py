@@ -34,6 +34,7 @@ from flowfabric.model.errors import InvalidInputError
 from flowfabric.model.evaluation import Evaluation, SignalFacts, evaluate
 from flowfabric.model.ids import SignalId
 from flowfabric.model.signal import SignalDisposition, SignalEffect
+from model.cases import for_each
 
 KEYS = ("a", "b", "c")
 NAMES = ("go", "stop")
@@ -150,7 +151,7 @@ NOT_UNDERSTOOD: list[object] = [
 ]
 
 
-@pytest.mark.parametrize(("condition", "plain"), JSON_FORMS)
+@for_each("condition, plain", JSON_FORMS)
 def test_a_condition_has_its_json_form(condition: Condition, plain: object) -> None:
     assert condition_plain(condition) == plain
     assert parse_condition(plain) == condition
@@ -158,18 +159,18 @@ def test_a_condition_has_its_json_form(condition: Condition, plain: object) -> N
 
 
 @given(trees(all_leaves))
-def test_json_says_the_same_condition(condition: Condition) -> None:
+def test_a_condition_survives_its_json(condition: Condition) -> None:
     assert parse_condition(condition_plain(condition)) == condition
     assert read_stored_condition(condition_json(condition)) == condition
     assert parse_condition(condition) is condition
 
 
-def test_a_matcher_that_is_null_is_no_matcher() -> None:
+def test_a_null_matcher_is_read_as_none() -> None:
     assert parse_condition({"Composite": {**COUNT, "matcher": None}}) == parse_condition({"Composite": COUNT})
 
 
-@pytest.mark.parametrize("plain", NOT_UNDERSTOOD)
-def test_what_is_not_understood_is_refused_and_never_met_when_stored(plain: object) -> None:
+@for_each("plain", NOT_UNDERSTOOD)
+def test_an_unknown_condition_is_rejected_and_never_met_when_stored(plain: object) -> None:
     beside = {"Composite": {"kind": "AllOf", "members": [{"Composite": COUNT}, plain]}}
     for value in (plain, beside):
         with pytest.raises(InvalidInputError, match="invalid_input: "):
@@ -194,7 +195,7 @@ json_values = st.recursive(
 
 
 @given(trees(signal_leaves), json_values, signals())
-def test_an_unknown_shape_keeps_everything_around_it_unmet(
+def test_a_group_with_an_unknown_member_is_never_met(
     known: Condition, plain: object, delivered: list[SignalFacts]
 ) -> None:
     stored = read_stored_condition(json.dumps({"Composite": {"kind": "AllOf", "members": [plain]}}))
@@ -202,11 +203,11 @@ def test_an_unknown_shape_keeps_everything_around_it_unmet(
     assert not evaluate(AllOf((known, UnknownCondition(plain))), delivered).satisfied
 
 
-def test_text_that_is_no_json_is_never_met() -> None:
+def test_stored_text_that_is_not_json_is_never_met() -> None:
     assert read_stored_condition("{") == read_stored_condition("[" * 100_000) == UnknownCondition(None)
 
 
-@pytest.mark.parametrize(
+@for_each(
     "build",
     [
         lambda: Single(waitpoint_key=5),  # type: ignore[arg-type]
@@ -220,18 +221,18 @@ def test_text_that_is_no_json_is_never_met() -> None:
         lambda: Count(n=1, count_kind=CountKind.DISTINCT_SIGNALS, waitpoints="ab"),
     ],
 )
-def test_a_condition_of_wrong_parts_cannot_be_built(build: Any) -> None:
+def test_a_condition_with_invalid_fields_cannot_be_built(build: Any) -> None:
     with pytest.raises(InvalidInputError, match="invalid_input: "):
         build()
 
 
-def test_lists_are_taken_as_tuples() -> None:
+def test_lists_of_members_become_tuples() -> None:
     members: Any = [OperatorOnly()]
     assert AllOf(members) == AllOf((OperatorOnly(),))
 
 
-@pytest.mark.parametrize(
-    ("condition", "detail"),
+@for_each(
+    "condition, detail",
     [
         (nested(5), "depth 5 exceeds cap 4 at path members[0].members[0].members[0].members[0]"),
         (nested(5000), "depth 5 exceeds cap 4 at path members[0].members[0].members[0].members[0]"),
@@ -257,13 +258,14 @@ def test_lists_are_taken_as_tuples() -> None:
         (UNMEETABLE, "reserved_signal_name: __operator_only__ at path members[0]"),
     ],
 )
-def test_a_tree_nothing_could_meet_is_refused_where_it_is_wrong(condition: Condition, detail: str) -> None:
+def test_a_condition_that_can_never_be_met_is_rejected_with_its_path(condition: Condition, detail: str) -> None:
     with pytest.raises(InvalidInputError) as refused:
         check_structure(condition)
-    assert (refused.value.code, refused.value.detail) == ("invalid_input", detail)
+    assert refused.value.code == "invalid_input"
+    assert str(refused.value.detail).startswith(f"{detail}; ")
 
 
-@pytest.mark.parametrize(
+@for_each(
     "condition",
     [
         nested(4),
@@ -275,11 +277,11 @@ def test_a_tree_nothing_could_meet_is_refused_where_it_is_wrong(condition: Condi
         count(9, CountKind.DISTINCT_SOURCES, "a"),
     ],
 )
-def test_a_tree_that_can_be_met_is_accepted(condition: Condition) -> None:
+def test_a_condition_that_can_be_met_is_accepted(condition: Condition) -> None:
     check_structure(condition)
 
 
-def test_required_names_are_those_asked_of_the_waitpoint_once_in_the_order_met() -> None:
+def test_required_names_are_those_of_the_waitpoint_in_order_without_duplicates() -> None:
     condition = AllOf(
         (
             Single(waitpoint_key="a", matcher=ByName("second")),
@@ -297,7 +299,7 @@ def test_required_names_are_those_asked_of_the_waitpoint_once_in_the_order_met()
     assert required_signal_names(TimeoutOnly(), "any") == ("__timeout_only__",)
 
 
-def test_the_keys_of_a_tree_are_given_once_in_the_order_met() -> None:
+def test_the_keys_of_a_tree_are_in_order_without_duplicates() -> None:
     condition = AllOf((AllOf((count(1, CountKind.DISTINCT_SIGNALS, "b", "a"),)), Single(waitpoint_key="c")))
     assert waitpoint_keys(condition) == ("b", "a", "c")
     assert waitpoint_keys(OperatorOnly()) == ()
@@ -321,14 +323,14 @@ def test_one_signal_of_the_name_meets_a_single_condition() -> None:
     assert outcome.last.effect is SignalEffect.RESUME_CONDITION_SATISFIED
 
 
-@pytest.mark.parametrize("condition", [OperatorOnly(), TimeoutOnly()])
-def test_no_signal_meets_what_only_an_operator_or_the_deadline_ends(condition: Condition) -> None:
+@for_each("condition", [OperatorOnly(), TimeoutOnly()])
+def test_no_signal_meets_operator_only_and_timeout_only(condition: Condition) -> None:
     assert dispositions(condition, signal(), signal(name=OPERATOR_ONLY_NAME)) == ["no_op", "no_op"]
     beside = AllOf((Single(waitpoint_key="a"), condition))
     assert dispositions(beside, signal(), signal()) == ["appended_to_waitpoint", "appended_to_waitpoint_duplicate"]
 
 
-@pytest.mark.parametrize("name", sorted(RESERVED_NAMES))
+@for_each("name", sorted(RESERVED_NAMES))
 def test_a_reserved_name_satisfies_nothing(name: str) -> None:
     assert dispositions(Single(waitpoint_key="a"), signal(name=name)) == ["no_op"]
     assert dispositions(Single(waitpoint_key="a", matcher=ByName(name)), signal(name=name)) == ["no_op"]
@@ -336,7 +338,7 @@ def test_a_reserved_name_satisfies_nothing(name: str) -> None:
     assert dispositions(condition, signal(name=name)) == ["signal_ignored_matcher_failed"]
 
 
-def test_a_count_of_sources_wants_another_source() -> None:
+def test_a_count_of_sources_needs_distinct_sources() -> None:
     condition = count(2, CountKind.DISTINCT_SOURCES, "a", matcher=ByName("approve"))
     first, again, rejected, elsewhere, second = (
         signal(name="approve"),
@@ -356,7 +358,7 @@ def test_a_count_of_sources_wants_another_source() -> None:
     assert (outcome.satisfiers, outcome.closer) == ((first.signal_id, second.signal_id), second.signal_id)
 
 
-def test_a_count_of_signals_takes_two_of_one_source_and_a_count_of_waitpoints_two_of_them() -> None:
+def test_counts_of_signals_and_of_waitpoints_count_what_they_name() -> None:
     first = signal()
     counted = ["appended_to_waitpoint", "appended_to_waitpoint_duplicate", "resume_condition_satisfied"]
     assert dispositions(count(2, CountKind.DISTINCT_SIGNALS, "a"), first, first, signal()) == counted
@@ -374,7 +376,7 @@ def test_all_waitpoints_are_needed_in_any_order() -> None:
     assert not evaluate(condition, delivered[:3]).satisfied
 
 
-def test_one_signal_may_meet_several_leaves_and_leaves_of_one_waitpoint_are_independent() -> None:
+def test_one_signal_may_meet_several_leaves_of_a_waitpoint() -> None:
     condition = AllOf(
         (
             Single(waitpoint_key="a", matcher=ByName("go")),
@@ -388,14 +390,14 @@ def test_one_signal_may_meet_several_leaves_and_leaves_of_one_waitpoint_are_inde
     ]
 
 
-def test_nothing_is_met_by_no_signals_and_no_member() -> None:
+def test_empty_groups_zero_counts_and_missing_signals_meet_nothing() -> None:
     for condition in (AllOf(()), AllOf((Single(waitpoint_key="a"), AllOf(())))):
         assert not evaluate(condition, [signal()]).satisfied
     assert not evaluate(count(0, CountKind.DISTINCT_SIGNALS, "a"), [signal()]).satisfied
     assert not evaluate(Single(waitpoint_key="a"), []).satisfied
 
 
-def test_what_comes_after_the_closer_adds_nothing() -> None:
+def test_signals_after_the_closer_are_duplicates() -> None:
     closer = signal()
     for condition in (Single(waitpoint_key="a"), count(1, CountKind.DISTINCT_SIGNALS, "a")):
         outcome = evaluate(condition, [closer, signal()])
@@ -403,7 +405,7 @@ def test_what_comes_after_the_closer_adds_nothing() -> None:
         assert outcome.last is SignalDisposition.APPENDED_TO_WAITPOINT_DUPLICATE
 
 
-def test_each_disposition_has_its_effect_and_says_whether_it_matched() -> None:
+def test_each_disposition_has_its_effect_and_match() -> None:
     assert {each.value: (each.effect.value, each.is_matched) for each in SignalDisposition} == {
         "signal_ignored_not_in_condition": ("appended_to_waitpoint", False),
         "signal_ignored_matcher_failed": ("appended_to_waitpoint", False),
@@ -416,7 +418,7 @@ def test_each_disposition_has_its_effect_and_says_whether_it_matched() -> None:
 
 
 def meets(condition: Condition, delivered: Sequence[SignalFacts]) -> bool:
-    """Whether signals meet a condition, said in the plainest way."""
+    """Whether signals meet a condition, by the simplest possible implementation."""
     usable = [each for each in delivered if each.signal_name not in RESERVED_NAMES]
     match condition:
         case AllOf(members):
@@ -442,7 +444,7 @@ def meets(condition: Condition, delivered: Sequence[SignalFacts]) -> bool:
 
 
 @given(trees(all_leaves), signals())
-def test_a_condition_is_met_by_what_it_says(condition: Condition, delivered: list[SignalFacts]) -> None:
+def test_a_condition_is_met_as_a_simple_implementation_says(condition: Condition, delivered: list[SignalFacts]) -> None:
     assert evaluate(condition, delivered).satisfied is meets(condition, delivered)
 
 
@@ -453,7 +455,7 @@ def test_the_order_of_signals_does_not_matter(condition: Condition, delivered: l
 
 
 @given(trees(signal_leaves), signals(), signals(3))
-def test_more_signals_never_undo_what_is_met(
+def test_more_signals_never_undo_a_met_condition(
     condition: Condition, delivered: list[SignalFacts], more: list[SignalFacts]
 ) -> None:
     before, after = evaluate(condition, delivered), evaluate(condition, [*delivered, *more])
@@ -462,7 +464,7 @@ def test_more_signals_never_undo_what_is_met(
 
 
 @given(trees(signal_leaves), signals())
-def test_earlier_satisfiers_and_the_newest_signal_tell_as_much_as_all_signals(
+def test_earlier_satisfiers_and_the_newest_signal_give_the_result_of_all_signals(
     condition: Condition, delivered: list[SignalFacts]
 ) -> None:
     kept: list[SignalFacts] = []
@@ -478,17 +480,21 @@ def test_earlier_satisfiers_and_the_newest_signal_tell_as_much_as_all_signals(
 
 
 @given(st.lists(counts, min_size=2, max_size=4), signals(12))
-def test_counts_of_one_tree_share_nothing(members: list[Count], delivered: list[SignalFacts]) -> None:
+def test_the_counts_of_one_tree_are_independent(members: list[Count], delivered: list[SignalFacts]) -> None:
     alone = [evaluate(member, delivered).satisfied for member in members]
     assert evaluate(AllOf(tuple(members)), delivered).satisfied is all(alone)
 
 
 @given(trees(signal_leaves), signals())
-def test_satisfiers_are_the_signals_said_to_have_added_something(
+def test_satisfiers_are_the_signals_with_an_adding_disposition(
     condition: Condition, delivered: list[SignalFacts]
 ) -> None:
     outcome = evaluate(condition, delivered)
     adding = (SignalDisposition.APPENDED_TO_WAITPOINT, SignalDisposition.RESUME_CONDITION_SATISFIED)
-    added = [each.signal_id for each, told in zip(delivered, outcome.dispositions, strict=True) if told in adding]
+    added = [
+        each.signal_id
+        for each, disposition in zip(delivered, outcome.dispositions, strict=True)
+        if disposition in adding
+    ]
     assert list(outcome.satisfiers) == added
     assert outcome.closer == (added[-1] if outcome.satisfied else None)

@@ -5,6 +5,7 @@ import pytest
 
 from flowfabric.model import errors
 from flowfabric.model.errors import CODES, EngineError, ErrorClass, TransportError, error
+from model.cases import for_each
 
 EXPECTED = """
 validation Terminal      invalid_input
@@ -128,7 +129,7 @@ EXCEPTIONS = {
 }
 
 
-@pytest.mark.parametrize(("category", "error_class", "code"), ROWS)
+@for_each("category, error_class, code", ROWS)
 def test_every_code_has_its_category_and_class(category: str, error_class: str, code: str) -> None:
     made = error(code, "why")
     assert type(made) is EXCEPTIONS[category]
@@ -136,17 +137,17 @@ def test_every_code_has_its_category_and_class(category: str, error_class: str, 
     assert made.retryable is (error_class == "Retryable")
 
 
-def test_there_is_no_other_code() -> None:
+def test_there_are_no_other_codes() -> None:
     assert sorted(CODES) == sorted(row[2] for row in ROWS)
 
 
-def test_a_class_says_what_to_do_with_an_error() -> None:
+def test_the_literals_of_error_classes() -> None:
     assert {str(word) for word in ErrorClass} == {
         "Terminal", "Retryable", "Cooperative", "Informational", "Advisory", "Bug", "Expected", "SoftError",
     }  # fmt: skip
 
 
-def test_an_unknown_code_is_a_mistake_of_the_caller() -> None:
+def test_an_unknown_code_is_a_key_error() -> None:
     with pytest.raises(KeyError):
         error("no_such_code")
 
@@ -156,7 +157,7 @@ def test_a_code_belongs_to_one_category() -> None:
         errors.InvalidInputError("stale_lease")
 
 
-def test_an_error_reads_code_and_detail() -> None:
+def test_an_error_prints_code_and_detail() -> None:
     assert str(error("lease_conflict")) == "lease_conflict"
     assert str(error("invalid_input", "priority: must be a number")) == "invalid_input: priority: must be a number"
     assert str(error("invalid_input", "")) == "invalid_input"
@@ -164,15 +165,15 @@ def test_an_error_reads_code_and_detail() -> None:
     assert str(error("execution_not_active", fields)) == "execution_not_active: terminal_outcome=success, lease_epoch=3"
 
 
-def test_a_missing_object_reads_not_found() -> None:
+def test_a_missing_object_prints_not_found() -> None:
     missing = error("quota_policy_not_found")
     assert str(missing) == "not found: quota_policy"
     assert isinstance(missing, errors.NotFoundError)
     assert missing.entity == "quota_policy"
 
 
-@pytest.mark.parametrize(
-    ("kind", "retryable"),
+@for_each(
+    "kind, retryable",
     [
         ("transport", True),
         ("protocol", False),
@@ -192,12 +193,12 @@ def test_a_transport_error_is_retryable_by_its_kind(kind: str, retryable: object
     assert str(made) == f"{kind}: connection reset"
 
 
-def test_an_unknown_transport_kind_is_a_mistake_of_the_caller() -> None:
+def test_an_unknown_transport_kind_is_a_value_error() -> None:
     with pytest.raises(ValueError, match="no_such_kind"):
         TransportError("no_such_kind")
 
 
-@pytest.mark.parametrize(
+@for_each(
     "made",
     [
         error("execution_not_found"),
@@ -205,7 +206,6 @@ def test_an_unknown_transport_kind_is_a_mistake_of_the_caller() -> None:
         error("invalid_input", "why"),
         TransportError("auth", "no", backend="elsewhere").with_context("while connecting"),
     ],
-    ids=str,
 )
 def test_an_error_survives_copying_and_pickling(made: EngineError) -> None:
     for twin in (copy.copy(made), copy.deepcopy(made), pickle.loads(pickle.dumps(made))):
@@ -215,24 +215,23 @@ def test_an_error_survives_copying_and_pickling(made: EngineError) -> None:
         assert twin.retryable is made.retryable
 
 
-@pytest.mark.parametrize(
+@for_each(
     "made",
     [TransportError(), error("unavailable", "claim"), error("resource_exhausted"), error("timeout")],
-    ids=str,
 )
-def test_context_is_noted_on_faults_of_the_machinery(made: EngineError) -> None:
+def test_context_is_added_to_transport_and_availability_errors(made: EngineError) -> None:
     assert made.with_context("while renewing") is made
     assert made.__notes__ == ["while renewing"]
 
 
-@pytest.mark.parametrize("code", ["stale_lease", "invalid_input", "lease_conflict", "cycle_detected", "flow_not_found"])
-def test_context_leaves_answers_of_the_engine_as_they_are(code: str) -> None:
+@for_each("code", ["stale_lease", "invalid_input", "lease_conflict", "cycle_detected", "flow_not_found"])
+def test_context_is_not_added_to_other_errors(code: str) -> None:
     made = error(code)
     assert made.with_context("while renewing") is made
     assert not hasattr(made, "__notes__")
 
 
-def test_a_copy_says_what_the_error_says() -> None:
+def test_a_copy_equals_the_error() -> None:
     for original in (
         TransportError("timeout", "no answer", outcome_unknown=True),
         error("lease_expired", {"epoch": 3}),

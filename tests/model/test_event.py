@@ -2,9 +2,10 @@ import pytest
 
 from flowfabric.model.event import AcquireReason, CompletionOutcome, EventKind, ReleaseReason, WorkerEvent
 from flowfabric.model.states import TerminalOutcome
+from model.cases import for_each
 
 
-def test_events_are_stored_and_shown_by_these_words() -> None:
+def test_the_literals_of_event_kinds() -> None:
     assert [str(kind) for kind in EventKind] == [
         "ended",
         "acquired",
@@ -18,7 +19,7 @@ def test_events_are_stored_and_shown_by_these_words() -> None:
     ]
 
 
-def test_completion_outcomes_have_their_stored_numbers_and_words() -> None:
+def test_the_literals_and_numbers_of_completion_outcomes() -> None:
     assert {outcome.literal: outcome.value for outcome in CompletionOutcome} == {
         "success": 1,
         "failed": 2,
@@ -29,17 +30,17 @@ def test_completion_outcomes_have_their_stored_numbers_and_words() -> None:
     }
 
 
-@pytest.mark.parametrize("ending", [outcome for outcome in TerminalOutcome if outcome is not TerminalOutcome.NONE])
-def test_every_ending_is_reported_by_its_own_word(ending: TerminalOutcome) -> None:
+@for_each("ending", [outcome for outcome in TerminalOutcome if outcome is not TerminalOutcome.NONE])
+def test_every_terminal_outcome_is_reported_with_its_literal(ending: TerminalOutcome) -> None:
     assert CompletionOutcome.of(ending).literal == ending
 
 
-def test_what_has_not_ended_is_not_reported() -> None:
+def test_no_outcome_is_not_reported() -> None:
     with pytest.raises(KeyError):
         CompletionOutcome.of(TerminalOutcome.NONE)
 
 
-def test_the_feeds_say_why_in_these_words() -> None:
+def test_the_literals_of_event_reasons() -> None:
     released = """
         completed failed_retry_scheduled failed_terminal cancelled worker_delay waiting_children handed_back suspend
         expired:attempt_timeout expired:execution_deadline dependency_impossible max_reclaims_exceeded

@@ -1,4 +1,4 @@
-"""The key of a grant: what it says, what signs it, and what is not one."""
+"""Grant keys: their text, their signature, and malformed ones."""
 
 import hashlib
 import hmac
@@ -9,6 +9,7 @@ from flowfabric.model.errors import EngineError
 from flowfabric.model.grant import ClaimGrant, GrantFailure, GrantKey, GrantKind, grant_id, parse_grant_key, sign_grant
 from flowfabric.model.ids import ExecutionId
 from flowfabric.model.key import SigningKey
+from model.cases import for_each
 
 UUID = "11111111-1111-4111-8111-111111111111"
 ID = ExecutionId(f"{{fp:7}}:{UUID}")
@@ -35,12 +36,12 @@ def failure(text: object) -> str:
     return str(caught.value.detail)
 
 
-def test_a_grant_key_says_what_it_is_for_and_is_signed() -> None:
+def test_a_grant_key_contains_execution_expiry_and_signature() -> None:
     assert signed() == f"pg:{{fp:7}}:{UUID}:{AT}:k1:{CLAIM_DIGEST}"
     assert signed(GrantKind.RECLAIM) == f"pg:reclaim:{{fp:7}}:{UUID}:{AT}:k1:{RECLAIM_DIGEST}"
 
 
-def test_the_kid_is_part_of_what_is_signed() -> None:
+def test_the_kid_is_signed_too() -> None:
     message = f"{{fp:7}}|{UUID}|pool|pool-1|{AT}"
     assert signed().endswith(by_hand(f"k1:{message}"))
     other = SigningKey(kid="k2", secret=KEY.secret)
@@ -49,7 +50,7 @@ def test_the_kid_is_part_of_what_is_signed() -> None:
     assert not key.is_signed_by(other, "pool", "pool-1")
 
 
-def test_a_grant_key_is_read_from_its_right_end() -> None:
+def test_a_grant_key_is_parsed_from_the_right() -> None:
     assert parse_grant_key(signed()) == GrantKey(
         kind=GrantKind.CLAIM, execution_id=ID, expires_at_ms=AT, kid="k1", digest=CLAIM_DIGEST
     )
@@ -57,16 +58,16 @@ def test_a_grant_key_is_read_from_its_right_end() -> None:
     assert (reclaim.kind, reclaim.execution_id) == (GrantKind.RECLAIM, ID)
 
 
-@pytest.mark.parametrize(
-    ("worker_id", "worker_instance_id", "secret"),
+@for_each(
+    "worker_id, worker_instance_id, secret",
     [("other", "pool-1", "ab" * 32), ("pool", "pool-2", "ab" * 32), ("pool", "pool-1", "ac" * 32)],
 )
-def test_a_signature_counts_for_one_worker_and_one_secret(worker_id: str, worker_instance_id: str, secret: str) -> None:
+def test_a_signature_is_valid_for_one_worker_and_secret(worker_id: str, worker_instance_id: str, secret: str) -> None:
     key = SigningKey(kid="k1", secret=bytes.fromhex(secret))
     assert not parse_grant_key(signed()).is_signed_by(key, worker_id, worker_instance_id)
 
 
-@pytest.mark.parametrize(
+@for_each(
     "text",
     [
         signed().replace("fp:7", "fp:8"),
@@ -76,11 +77,11 @@ def test_a_signature_counts_for_one_worker_and_one_secret(worker_id: str, worker
         signed()[:-1] + ("0" if signed()[-1] != "0" else "1"),
     ],
 )
-def test_a_changed_grant_key_is_not_signed(text: str) -> None:
+def test_a_changed_grant_key_does_not_verify(text: str) -> None:
     assert not parse_grant_key(text).is_signed_by(KEY, "pool", "pool-1")
 
 
-@pytest.mark.parametrize(
+@for_each(
     "text",
     [
         None,
@@ -105,13 +106,13 @@ def test_a_changed_grant_key_is_not_signed(text: str) -> None:
         signed() + "\n",
     ],
 )
-def test_what_is_no_grant_key_is_malformed(text: object) -> None:
-    assert failure(text) == "Malformed"
+def test_any_other_text_is_a_malformed_grant_key(text: object) -> None:
+    assert failure(text) == "Malformed: this is not a grant key; pass the grant_key of the grant unchanged"
 
 
-def test_a_failure_is_told_in_the_detail_of_the_refusal() -> None:
-    codes = {failure: (failure.refusal().code, failure.refusal().detail) for failure in GrantFailure}
-    assert codes == {
+def test_the_detail_of_a_rejected_grant_begins_with_the_failure() -> None:
+    codes = {failure: (failure.refusal().code, str(failure.refusal().detail)) for failure in GrantFailure}
+    assert {failure: (code, detail.partition(": ")[0]) for failure, (code, detail) in codes.items()} == {
         GrantFailure.MALFORMED: ("invalid_claim_grant", "Malformed"),
         GrantFailure.EXPIRED: ("claim_grant_expired", "Expired"),
         GrantFailure.UNKNOWN_KID: ("invalid_claim_grant", "UnknownKid"),
@@ -124,7 +125,7 @@ def test_a_grant_is_stored_under_the_hash_of_its_key() -> None:
     assert grant_id(signed()) == hashlib.sha256(signed().encode()).digest()
 
 
-def test_a_claim_grant_becomes_a_resume_grant_that_names_the_lane() -> None:
+def test_a_claim_grant_becomes_a_resume_grant_with_its_lane() -> None:
     grant = ClaimGrant(execution_id=ID, partition_key="{fp:7}", grant_key=signed(), expires_at_ms=AT)
     resumed = grant.for_resume("mail")
     assert (resumed.execution_id, resumed.grant_key, resumed.lane_id) == (ID, signed(), "mail")

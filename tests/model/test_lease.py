@@ -50,7 +50,7 @@ def _claimed() -> ClaimedExecution:
     )
 
 
-def test_a_claim_is_a_frozen_value() -> None:
+def test_a_claimed_execution_is_an_immutable_value() -> None:
     claimed = _claimed()
     assert claimed == _claimed()
     assert claimed != msgspec.structs.replace(claimed, priority=6)

@@ -26,6 +26,8 @@ from flowfabric.model.policy import (
     read_stored_policy,
 )
 from flowfabric.model.states import TimeoutBehavior
+from flowfabric.model.text import shown
+from model.cases import for_each
 
 FULL = {
     "priority": 7,
@@ -107,8 +109,8 @@ def test_an_empty_part_has_its_defaults() -> None:
     )
 
 
-@pytest.mark.parametrize("value", [None, "", b"", "null", b"null"])
-def test_nothing_says_no_policy(value: str | bytes | None) -> None:
+@for_each("value", [None, "", b"", "null", b"null"])
+def test_none_empty_text_and_null_mean_no_policy(value: str | bytes | None) -> None:
     assert parse_policy(value) is None
     assert parse_retry_policy(value) is None
 
@@ -121,7 +123,7 @@ def test_a_policy_reads_the_same_from_object_text_and_bytes() -> None:
     assert json.loads(policy_json(policy)) == FULL
 
 
-def test_null_is_absent() -> None:
+def test_a_null_field_has_its_default() -> None:
     nulls = {
         **dict.fromkeys(FULL),
         "retry_policy": {"max_retries": None, "backoff": None, "retryable_categories": None},
@@ -132,7 +134,7 @@ def test_null_is_absent() -> None:
     )
 
 
-def test_the_text_of_a_policy_leaves_out_what_is_unset() -> None:
+def test_the_text_of_a_policy_omits_defaults() -> None:
     assert policy_json(ExecutionPolicy()) == "{}"
     assert policy_json(ExecutionPolicy(retry_policy=RetryPolicy(), priority=3)) == '{"priority":3,"retry_policy":{}}'
     fixed = ExecutionPolicy(retry_policy=RetryPolicy(backoff=FixedBackoff()))
@@ -226,7 +228,7 @@ def test_a_policy_survives_its_text(policy: ExecutionPolicy) -> None:
 
 
 @given(st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st.text(), st.lists, max_leaves=5))
-def test_any_value_in_any_field_is_taken_or_refused(value: object) -> None:
+def test_any_value_in_any_field_is_accepted_or_rejected(value: object) -> None:
     for field in FULL:
         try:
             policy = parse_policy({field: value})
@@ -236,21 +238,22 @@ def test_any_value_in_any_field_is_taken_or_refused(value: object) -> None:
         assert parse_policy(policy_json(policy)) == policy
 
 
-@pytest.mark.parametrize(
-    "text", ["{", "not json", b"\xff", "{'a': 1}", "[" * 100_000, '{"priority": NaN}', '"\\ud800"']
-)
-def test_text_that_is_no_json_is_malformed(text: str | bytes) -> None:
-    assert _refusal(text) == ("invalid_policy_json", "malformed")
+@for_each("text", ["{", "not json", b"\xff", "{'a': 1}", "[" * 100_000, '{"priority": NaN}', '"\\ud800"'])
+def test_text_that_is_not_json_is_malformed(text: str | bytes) -> None:
+    assert _refusal(text) == ("invalid_policy_json", f"malformed: expected a JSON object, got {shown(text)}")
 
 
-@pytest.mark.parametrize("value", [[], "[]", "3", '"text"', 3, True])
-def test_a_policy_is_an_object(value: object) -> None:
-    assert _refusal(value) == ("invalid_policy_json", "policy must be an object")
+@for_each("value", [[], "[]", "3", '"text"', 3, True])
+def test_a_policy_must_be_an_object(value: object) -> None:
+    code, detail = _refusal(value)
+    assert code == "invalid_policy_json"
+    assert str(detail).startswith("policy: must be an object, got ")
 
 
-@pytest.mark.parametrize("value", [[], "x", 3, False])
-def test_routing_requirements_are_an_object(value: object) -> None:
-    refusal = ("invalid_policy_json", "routing_requirements:not_object")
+@for_each("value", [[], "x", 3, False])
+def test_routing_requirements_must_be_an_object(value: object) -> None:
+    rule = f"routing_requirements:not_object: expected an object, got {value!r}"
+    refusal = ("invalid_policy_json", rule)
     assert _refusal({"routing_requirements": value}) == refusal
     assert _refusal(json.dumps({"routing_requirements": value})) == refusal
 
@@ -259,100 +262,100 @@ WHOLE = "must be a whole number from 0 to"
 BACKOFF = {"type": "exponential", "initial_delay_ms": 1, "max_delay_ms": 2, "multiplier": 2.0}
 
 
-@pytest.mark.parametrize(
-    ("value", "detail"),
+@for_each(
+    "value, detail",
     [
-        ({"retry": {}}, "retry is not a field of a policy"),
-        ({3: 1}, "3 is not a field of a policy"),
-        ({"\ud800": 1}, "\\ud800 is not a field of a policy"),
-        ({"priority": "high"}, "priority must be a whole number from -2147483648 to 2147483647"),
-        ({"priority": 2**31}, "priority must be a whole number"),
-        ({"priority": True}, "priority must be a whole number"),
-        ({"priority": 1.0}, "priority must be a whole number"),
-        ({"delay_until": -1}, f"delay_until {WHOLE} 9007199254740991"),
-        ({"max_reclaim_count": -1}, f"max_reclaim_count {WHOLE} 2147483647"),
-        ({"max_replay_count": 2**31}, f"max_replay_count {WHOLE} 2147483647"),
-        ({"max_signals_per_execution": "x"}, f"max_signals_per_execution {WHOLE}"),
-        ({"dedup_window_ms": 1.5}, "dedup_window_ms must be a whole number"),
-        ({"dedup_window_ms": 2**63}, "dedup_window_ms must be a whole number"),
-        ({"budget_ids": "b1"}, "budget_ids must be a list"),
+        ({"retry": {}}, "retry: unknown field; the fields are "),
+        ({3: 1}, "3: unknown field; the fields are "),
+        ({"\ud800": 1}, "\\ud800: unknown field; the fields are "),
+        ({"priority": "high"}, "priority: must be a whole number from -2147483648 to 2147483647"),
+        ({"priority": 2**31}, "priority: must be a whole number"),
+        ({"priority": True}, "priority: must be a whole number"),
+        ({"priority": 1.0}, "priority: must be a whole number"),
+        ({"delay_until": -1}, f"delay_until: {WHOLE} 9007199254740991"),
+        ({"max_reclaim_count": -1}, f"max_reclaim_count: {WHOLE} 2147483647"),
+        ({"max_replay_count": 2**31}, f"max_replay_count: {WHOLE} 2147483647"),
+        ({"max_signals_per_execution": "x"}, f"max_signals_per_execution: {WHOLE}"),
+        ({"dedup_window_ms": 1.5}, "dedup_window_ms: must be a whole number"),
+        ({"dedup_window_ms": 2**63}, "dedup_window_ms: must be a whole number"),
+        ({"budget_ids": "b1"}, "budget_ids: must be a list"),
         ({"budget_ids": [3]}, "budget_ids: must be text"),
         ({"budget_ids": ["\0"]}, "budget_ids: must not contain NUL"),
         ({"quota_policy_id": 3}, "quota_policy_id: must be text"),
         ({"quota_policy_id": "\ud800"}, "quota_policy_id: is not valid Unicode"),
-        ({"retry_policy": []}, "retry_policy must be an object"),
-        ({"retry_policy": {"retries": 3}}, "retry_policy.retries is not a field of a policy"),
-        ({"retry_policy": {"max_retries": -1}}, f"retry_policy.max_retries {WHOLE}"),
-        ({"retry_policy": {"max_retries": 2**31}}, f"retry_policy.max_retries {WHOLE}"),
-        ({"retry_policy": {"retryable_categories": "x"}}, "retry_policy.retryable_categories must be a list"),
+        ({"retry_policy": []}, "retry_policy: must be an object"),
+        ({"retry_policy": {"retries": 3}}, "retry_policy.retries: unknown field; the fields are "),
+        ({"retry_policy": {"max_retries": -1}}, f"retry_policy.max_retries: {WHOLE}"),
+        ({"retry_policy": {"max_retries": 2**31}}, f"retry_policy.max_retries: {WHOLE}"),
+        ({"retry_policy": {"retryable_categories": "x"}}, "retry_policy.retryable_categories: must be a list"),
         ({"retry_policy": {"retryable_categories": [1]}}, "retry_policy.retryable_categories: must be text"),
-        ({"retry_policy": {"backoff": 3}}, "retry_policy.backoff must be an object"),
-        ({"retry_policy": {"backoff": {}}}, "retry_policy.backoff.type must be one of fixed, exponential"),
-        ({"retry_policy": {"backoff": {"type": "linear"}}}, "retry_policy.backoff.type must be one of"),
-        ({"retry_policy": {"backoff": {"type": []}}}, "retry_policy.backoff.type must be one of"),
-        ({"retry_policy": {"backoff": {"type": "fixed", "delay_ms": -1}}}, f"retry_policy.backoff.delay_ms {WHOLE}"),
+        ({"retry_policy": {"backoff": 3}}, "retry_policy.backoff: must be an object"),
+        ({"retry_policy": {"backoff": {}}}, "retry_policy.backoff.type: must be 'fixed' or 'exponential', got None"),
+        ({"retry_policy": {"backoff": {"type": "linear"}}}, "retry_policy.backoff.type: must be 'fixed' or"),
+        ({"retry_policy": {"backoff": {"type": []}}}, "retry_policy.backoff.type: must be 'fixed' or"),
+        ({"retry_policy": {"backoff": {"type": "fixed", "delay_ms": -1}}}, f"retry_policy.backoff.delay_ms: {WHOLE}"),
         (
             {"retry_policy": {"backoff": {"type": "fixed", "jitter": True}}},
-            "retry_policy.backoff.jitter is not a field",
+            "retry_policy.backoff.jitter: unknown field; the fields are ",
         ),
         (
             {"retry_policy": {"backoff": {"type": "exponential", "initial_delay_ms": 1, "max_delay_ms": 2}}},
-            "retry_policy.backoff.multiplier is missing",
+            "retry_policy.backoff.multiplier: is missing",
         ),
         (
             {"retry_policy": {"backoff": {**BACKOFF, "initial_delay_ms": None}}},
-            "retry_policy.backoff.initial_delay_ms is missing",
+            "retry_policy.backoff.initial_delay_ms: is missing",
         ),
-        ({"retry_policy": {"backoff": {**BACKOFF, "max_delay_ms": -1}}}, f"retry_policy.backoff.max_delay_ms {WHOLE}"),
+        ({"retry_policy": {"backoff": {**BACKOFF, "max_delay_ms": -1}}}, f"retry_policy.backoff.max_delay_ms: {WHOLE}"),
         (
             {"retry_policy": {"backoff": {**BACKOFF, "multiplier": 0}}},
-            "retry_policy.backoff.multiplier must be above 0",
+            "retry_policy.backoff.multiplier: must be above 0",
         ),
         (
             {"retry_policy": {"backoff": {**BACKOFF, "multiplier": float("nan")}}},
-            "retry_policy.backoff.multiplier must be above 0",
+            "retry_policy.backoff.multiplier: must be above 0",
         ),
         (
             {"retry_policy": {"backoff": {**BACKOFF, "multiplier": float("inf")}}},
-            "retry_policy.backoff.multiplier must be above 0",
+            "retry_policy.backoff.multiplier: must be above 0",
         ),
         (
             {"retry_policy": {"backoff": {**BACKOFF, "multiplier": "2"}}},
-            "retry_policy.backoff.multiplier must be a number",
+            "retry_policy.backoff.multiplier: must be a number",
         ),
         (
             {"retry_policy": {"backoff": {**BACKOFF, "multiplier": True}}},
-            "retry_policy.backoff.multiplier must be a number",
+            "retry_policy.backoff.multiplier: must be a number",
         ),
         (
             {"retry_policy": {"backoff": {**BACKOFF, "jitter": 1}}},
-            "retry_policy.backoff.jitter must be true or false",
+            "retry_policy.backoff.jitter: must be true or false",
         ),
-        ({"timeout_policy": 3}, "timeout_policy must be an object"),
-        ({"timeout_policy": {"attempt_timeout_ms": -1}}, f"timeout_policy.attempt_timeout_ms {WHOLE}"),
-        ({"timeout_policy": {"execution_deadline_ms": "1"}}, f"timeout_policy.execution_deadline_ms {WHOLE}"),
-        ({"timeout_policy": {"max_reclaim_count": -1}}, f"timeout_policy.max_reclaim_count {WHOLE}"),
-        ({"suspension_policy": {"default_timeout_ms": -1}}, f"suspension_policy.default_timeout_ms {WHOLE}"),
+        ({"timeout_policy": 3}, "timeout_policy: must be an object"),
+        ({"timeout_policy": {"attempt_timeout_ms": -1}}, f"timeout_policy.attempt_timeout_ms: {WHOLE}"),
+        ({"timeout_policy": {"execution_deadline_ms": "1"}}, f"timeout_policy.execution_deadline_ms: {WHOLE}"),
+        ({"timeout_policy": {"max_reclaim_count": -1}}, f"timeout_policy.max_reclaim_count: {WHOLE}"),
+        ({"suspension_policy": {"default_timeout_ms": -1}}, f"suspension_policy.default_timeout_ms: {WHOLE}"),
         (
             {"suspension_policy": {"timeout_behavior": "Fail"}},
-            "suspension_policy.timeout_behavior must be one of fail, cancel, expire, auto_resume_with_timeout_signal, "
+            "suspension_policy.timeout_behavior: must be one of fail, cancel, expire, auto_resume_with_timeout_signal, "
             "escalate",
         ),
-        ({"suspension_policy": {"timeout_behavior": []}}, "suspension_policy.timeout_behavior must be one of"),
-        ({"fallback_policy": {"tiers": {}}}, "fallback_policy.tiers must be a list"),
-        ({"fallback_policy": {"tiers": ["x"]}}, "fallback_policy.tiers must be an object"),
-        ({"fallback_policy": {"tiers": [{"provider": "p"}]}}, "fallback_policy.tiers.model is missing"),
+        ({"suspension_policy": {"timeout_behavior": []}}, "suspension_policy.timeout_behavior: must be one of"),
+        ({"fallback_policy": {"tiers": {}}}, "fallback_policy.tiers: must be a list"),
+        ({"fallback_policy": {"tiers": ["x"]}}, "fallback_policy.tiers: must be an object"),
+        ({"fallback_policy": {"tiers": [{"provider": "p"}]}}, "fallback_policy.tiers.model: is missing"),
         (
             {"fallback_policy": {"tiers": [{"provider": 3, "model": "m"}]}},
             "fallback_policy.tiers.provider: must be text",
         ),
         (
             {"fallback_policy": {"tiers": [{"provider": "p", "model": "m", "timeout_ms": -1}]}},
-            f"fallback_policy.tiers.timeout_ms {WHOLE}",
+            f"fallback_policy.tiers.timeout_ms: {WHOLE}",
         ),
         (
             {"routing_requirements": {"capabilities": []}},
-            "routing_requirements.capabilities is not a field of a policy",
+            "routing_requirements.capabilities: unknown field; the fields are ",
         ),
         (
             {"routing_requirements": {"preferred_locality": 3}},
@@ -364,13 +367,13 @@ BACKOFF = {"type": "exponential", "initial_delay_ms": 1, "max_delay_ms": 2, "mul
         ),
         (
             {"stream_policy": {"durability_mode": "fast"}},
-            "stream_policy.durability_mode must be one of buffered, durable",
+            "stream_policy.durability_mode: must be one of buffered, durable",
         ),
-        ({"stream_policy": {"retention_maxlen": -1}}, f"stream_policy.retention_maxlen {WHOLE}"),
-        ({"stream_policy": {"retention_ttl_ms": True}}, f"stream_policy.retention_ttl_ms {WHOLE}"),
+        ({"stream_policy": {"retention_maxlen": -1}}, f"stream_policy.retention_maxlen: {WHOLE}"),
+        ({"stream_policy": {"retention_ttl_ms": True}}, f"stream_policy.retention_ttl_ms: {WHOLE}"),
     ],
 )
-def test_a_wrong_field_is_named(value: object, detail: str) -> None:
+def test_an_invalid_field_is_rejected_with_its_path(value: object, detail: str) -> None:
     code, found = _refusal(value)
     assert code == "invalid_policy_json"
     assert str(found).startswith(detail)
@@ -380,8 +383,8 @@ def _build(kind: Any, **fields: Any) -> None:
     kind(**fields)
 
 
-@pytest.mark.parametrize(
-    ("kind", "fields"),
+@for_each(
+    "kind, fields",
     [
         (ExecutionPolicy, {"max_replay_count": None}),
         (ExecutionPolicy, {"retry_policy": {"max_retries": 3}}),
@@ -395,12 +398,12 @@ def _build(kind: Any, **fields: Any) -> None:
         (StreamPolicy, {"durability_mode": "fast"}),
     ],
 )
-def test_a_policy_built_by_hand_is_checked_as_well(kind: Any, fields: dict[str, object]) -> None:
+def test_a_policy_built_in_python_is_checked_too(kind: Any, fields: dict[str, object]) -> None:
     with pytest.raises(InvalidInputError, match="invalid_policy_json: "):
         _build(kind, **fields)
 
 
-def test_a_policy_built_by_hand_is_brought_to_one_form() -> None:
+def test_a_policy_built_in_python_is_normalised() -> None:
     made: Any = ExecutionPolicy
     budget = uuid.uuid4()
     policy = made(budget_ids=[budget, "b2"], quota_policy_id=budget)
@@ -409,14 +412,14 @@ def test_a_policy_built_by_hand_is_brought_to_one_form() -> None:
     assert hash(policy) == hash(parse_policy(policy_json(policy)))
 
 
-def test_an_alias_of_a_timeout_behaviour_is_read() -> None:
+def test_auto_resume_is_an_alias_of_a_timeout_behaviour() -> None:
     policy = parse_policy({"suspension_policy": {"timeout_behavior": "auto_resume"}})
     assert policy is not None
     assert policy.suspension_policy is not None
     assert policy.suspension_policy.timeout_behavior is TimeoutBehavior.AUTO_RESUME_WITH_TIMEOUT_SIGNAL
 
 
-def test_a_retry_policy_is_read_alone() -> None:
+def test_a_retry_policy_can_be_parsed_alone() -> None:
     assert parse_retry_policy('{"max_retries":1}') == RetryPolicy(max_retries=1)
     assert parse_retry_policy({"backoff": {"type": "fixed"}}) == RetryPolicy(backoff=FixedBackoff(delay_ms=1000))
     assert parse_retry_policy(RetryPolicy()) == RetryPolicy()
@@ -424,7 +427,7 @@ def test_a_retry_policy_is_read_alone() -> None:
         parse_retry_policy("{")
 
 
-def test_a_stored_policy_of_a_newer_version_is_read_as_far_as_it_is_understood() -> None:
+def test_unknown_fields_of_a_stored_policy_are_ignored() -> None:
     newer = {"retry_policy": {"max_retries": 2, "newer": True}, "stream_policy": {"durability_mode": "newer"}}
     text = json.dumps({"from_the_future": 1, **newer})
     read = read_stored_policy(text)

@@ -12,6 +12,7 @@ from flowfabric.model.resume import (
     read_stored_resume_policy,
     resume_policy_json,
 )
+from model.cases import for_each
 
 policies = st.builds(
     ResumePolicy,
@@ -23,7 +24,7 @@ policies = st.builds(
 
 
 @given(policies)
-def test_json_says_the_same_resume_policy(policy: ResumePolicy) -> None:
+def test_a_resume_policy_survives_its_json(policy: ResumePolicy) -> None:
     assert parse_resume_policy(json.loads(resume_policy_json(policy))) == policy
     assert read_stored_resume_policy(resume_policy_json(policy)) == policy
 
@@ -40,7 +41,7 @@ def test_a_resume_policy_has_these_defaults() -> None:
     assert read_stored_resume_policy('{"resume_delay_ms":5,"newer":1}') == ResumePolicy(resume_delay_ms=5)
 
 
-@pytest.mark.parametrize(
+@for_each(
     "plain",
     [
         {"newer": 1},
@@ -51,12 +52,12 @@ def test_a_resume_policy_has_these_defaults() -> None:
         [],
     ],
 )
-def test_a_resume_policy_that_is_not_understood_is_refused(plain: object) -> None:
+def test_an_invalid_resume_policy_is_rejected(plain: object) -> None:
     with pytest.raises(InvalidInputError, match=r"^invalid_input: resume_policy"):
         parse_resume_policy(plain)
 
 
-def test_the_signals_delay_goes_before_the_policys() -> None:
+def test_the_delay_of_the_signal_takes_precedence_over_the_policy() -> None:
     policy = ResumePolicy(resume_delay_ms=7)
     assert [policy.delay_ms(given) for given in (None, 0, 3)] == [7, 0, 3]
     assert ResumePolicy().delay_ms(None) == 0

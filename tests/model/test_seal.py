@@ -1,10 +1,11 @@
-"""Sealed secrets: only the right key and the right name open them."""
+"""Sealed secrets open only with their key and their kid."""
 
 import pytest
 
 from flowfabric.model.errors import EngineError
 from flowfabric.model.key import SECRET_BYTES
 from flowfabric.model.seal import Seals, is_sealed
+from model.cases import for_each
 
 SECRET = bytes(range(SECRET_BYTES))
 ONE, OTHER = b"1" * 32, b"2" * 32
@@ -17,13 +18,13 @@ def refuses(seals: Seals, kid: str, stored: bytes) -> bool:
     return refusal.value.code == "corruption" and "FF_SECRET_KEY" in str(refusal.value)
 
 
-def test_without_a_key_secrets_are_stored_as_they_are() -> None:
+def test_without_a_key_secrets_are_stored_in_plain() -> None:
     assert Seals().seal("k1", SECRET) == SECRET
     assert Seals().open("k1", SECRET) == SECRET
     assert Seals().is_settled("k1", SECRET)
 
 
-def test_what_is_sealed_opens_with_its_key_and_name_alone() -> None:
+def test_a_sealed_secret_opens_only_with_its_key_and_kid() -> None:
     sealed = Seals([ONE]).seal("k1", SECRET)
     assert is_sealed(sealed)
     assert SECRET not in sealed
@@ -33,7 +34,7 @@ def test_what_is_sealed_opens_with_its_key_and_name_alone() -> None:
     assert refuses(Seals([ONE]), "k2", sealed)
 
 
-def test_a_changed_byte_is_noticed_wherever_it_is() -> None:
+def test_a_sealed_secret_with_any_byte_changed_does_not_open() -> None:
     sealed = Seals([ONE]).seal("k1", SECRET)
     for at in range(len(sealed)):
         changed = bytearray(sealed)
@@ -41,18 +42,18 @@ def test_a_changed_byte_is_noticed_wherever_it_is() -> None:
         assert refuses(Seals([ONE]), "k1", bytes(changed))
 
 
-def test_each_seal_is_another() -> None:
+def test_sealing_twice_produces_different_bytes() -> None:
     assert len({Seals([ONE]).seal("k1", SECRET) for _ in range(100)}) == 100
 
 
-def test_a_secret_that_looks_sealed_is_told_by_its_length() -> None:
+def test_a_plain_secret_with_the_sealed_prefix_is_recognised_by_its_length() -> None:
     secret = b"\x01" + SECRET[1:]
     assert not is_sealed(secret)
     assert Seals([ONE]).open("k1", secret) == secret
 
 
-@pytest.mark.parametrize("size", [0, 1, 31, 33, 60, 62])
-def test_what_is_no_secret_does_not_open(size: int) -> None:
+@for_each("size", [0, 1, 31, 33, 60, 62])
+def test_bytes_of_another_length_do_not_open(size: int) -> None:
     assert refuses(Seals([ONE]), "k1", b"\x01" * size)
     assert refuses(Seals(), "k1", b"\x01" * size)
 

@@ -1,7 +1,7 @@
 from flowfabric.model.signal import TimeoutSignal
 
 
-def test_the_signal_of_a_deadline_is_not_one_a_caller_sends() -> None:
-    told = TimeoutSignal()
-    assert (told.waitpoint_key, told.signal_name, told.signal_category) == ("__timeout__", "timeout", "timeout")
-    assert (told.source_type, told.source_identity) == ("system", "suspension_timeout")
+def test_the_fields_of_a_timeout_signal() -> None:
+    signal = TimeoutSignal()
+    assert (signal.waitpoint_key, signal.signal_name, signal.signal_category) == ("__timeout__", "timeout", "timeout")
+    assert (signal.source_type, signal.source_identity) == ("system", "suspension_timeout")

@@ -3,8 +3,6 @@ from enum import StrEnum
 from itertools import product
 from typing import Any
 
-import pytest
-
 from flowfabric.model.states import (
     AttemptLifecycle,
     AttemptState,
@@ -23,6 +21,7 @@ from flowfabric.model.states import (
     derive_public_state,
     illegal,
 )
+from model.cases import for_each
 
 LITERALS = {
     LifecyclePhase: "submitted runnable active suspended terminal",
@@ -57,13 +56,13 @@ RUNNING = StateVector(
 )
 
 
-@pytest.mark.parametrize(("words", "literals"), LITERALS.items(), ids=lambda value: getattr(value, "__name__", ""))
-def test_a_dimension_has_exactly_its_literals(words: type[StrEnum], literals: str) -> None:
+@for_each("words, literals", LITERALS.items())
+def test_an_enum_has_exactly_these_literals(words: type[StrEnum], literals: str) -> None:
     assert [str(word) for word in words] == literals.split()
 
 
-@pytest.mark.parametrize(
-    ("outcome", "public"),
+@for_each(
+    "outcome, public",
     [
         ("success", "completed"),
         ("failed", "failed"),
@@ -73,22 +72,20 @@ def test_a_dimension_has_exactly_its_literals(words: type[StrEnum], literals: st
         ("none", "failed"),
     ],
 )
-def test_an_ending_shows_its_outcome(outcome: str, public: str) -> None:
+def test_a_terminal_execution_shows_its_outcome(outcome: str, public: str) -> None:
     for eligibility, attempt in product(EligibilityState, AttemptState):
         derived = derive_public_state(LifecyclePhase.TERMINAL, eligibility, TerminalOutcome(outcome), attempt)
         assert derived == public
 
 
-@pytest.mark.parametrize(
-    ("phase", "public"), [("suspended", "suspended"), ("active", "active"), ("submitted", "waiting")]
-)
-def test_these_phases_show_one_word_whatever_else_holds(phase: str, public: str) -> None:
+@for_each("phase, public", [("suspended", "suspended"), ("active", "active"), ("submitted", "waiting")])
+def test_these_phases_alone_determine_the_public_state(phase: str, public: str) -> None:
     for eligibility, outcome, attempt in product(EligibilityState, TerminalOutcome, AttemptState):
         assert derive_public_state(LifecyclePhase(phase), eligibility, outcome, attempt) == public
 
 
-@pytest.mark.parametrize(
-    ("eligibility", "public"),
+@for_each(
+    "eligibility, public",
     [
         ("eligible_now", "waiting"),
         ("blocked_by_route", "waiting"),
@@ -137,20 +134,20 @@ def _with(**changes: Any) -> StateVector:
     return replace(RUNNING, **changes)
 
 
-@pytest.mark.parametrize(
-    ("vector", "rule"),
+@for_each(
+    "vector, rule",
     [
         (_with(lifecycle_phase=LifecyclePhase.SUSPENDED), "leased implies active"),
         (_with(terminal_outcome=TerminalOutcome.FAILED), "terminal_outcome"),
         (_with(eligibility_state=EligibilityState.ELIGIBLE_NOW), "eligibility_state"),
-        (_with(public_state=PublicState.WAITING), "public_state is waiting where active is derived"),
+        (_with(public_state=PublicState.WAITING), "public_state is waiting but must be active"),
     ],
 )
-def test_an_illegal_state_names_the_rule_it_breaks(vector: StateVector, rule: str) -> None:
+def test_an_illegal_state_is_reported_with_the_violated_rule(vector: StateVector, rule: str) -> None:
     assert rule in str(illegal(vector))
 
 
-def test_four_attempt_lifecycles_are_endings() -> None:
+def test_four_attempt_lifecycles_have_ended() -> None:
     assert [str(state) for state in AttemptLifecycle if state.has_ended] == [
         "ended_success",
         "ended_failure",

@@ -1,9 +1,8 @@
-"""Outcomes of suspends are read back as they were stored, or not at all."""
+"""Stored outcomes of suspends are read back unchanged, or not at all."""
 
 from uuid import UUID
 
 import msgspec
-import pytest
 
 from flowfabric.model.handle import Handle
 from flowfabric.model.ids import (
@@ -20,6 +19,7 @@ from flowfabric.model.suspend_outcome import SuspendOutcome, need_not_wait, outc
 from flowfabric.model.suspension import SuspendDetails, Suspended
 from flowfabric.model.token import WaitpointToken
 from flowfabric.model.waitpoint import AdditionalWaitpoint
+from model.cases import for_each
 
 HANDLE = Handle(
     kind=HandleKind.SUSPENDED,
@@ -52,8 +52,8 @@ OUTCOMES: dict[str, SuspendOutcome] = {
 }
 
 
-@pytest.mark.parametrize("variant", OUTCOMES)
-def test_an_outcome_is_read_back_as_it_was_stored(variant: str) -> None:
+@for_each("variant", OUTCOMES)
+def test_an_outcome_survives_its_json(variant: str) -> None:
     text = outcome_json(OUTCOMES[variant])
     assert msgspec.json.decode(text)["variant"] == variant
     read = read_stored_outcome(text, 2)
@@ -64,7 +64,7 @@ def test_an_outcome_is_read_back_as_it_was_stored(variant: str) -> None:
         assert read.handle.kind is HandleKind.SUSPENDED
 
 
-@pytest.mark.parametrize(
+@for_each(
     "text",
     [
         None,
@@ -77,29 +77,29 @@ def test_an_outcome_is_read_back_as_it_was_stored(variant: str) -> None:
         '{"variant": 1, "details": {}, "handle_opaque_hex": null}',
     ],
 )
-def test_what_cannot_be_read_is_no_outcome(text: str | None) -> None:
+def test_malformed_text_is_no_outcome(text: str | None) -> None:
     assert read_stored_outcome(text, 2) is None
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
+@for_each(
+    "name, value",
     [("variant", "Asleep"), ("handle_opaque_hex", None), ("handle_opaque_hex", "zz"), ("handle_opaque_hex", "02")],
 )
-def test_a_part_that_cannot_be_makes_it_no_outcome(name: str, value: str | None) -> None:
+def test_an_outcome_with_an_invalid_field_is_not_read(name: str, value: str | None) -> None:
     plain = msgspec.json.decode(outcome_json(OUTCOMES["Suspended"]))
     plain[name] = value
     assert read_stored_outcome(msgspec.json.encode(plain).decode(), 2) is None
 
 
-@pytest.mark.parametrize("name", ["suspension_id", "waitpoint_id", "waitpoint_key", "token", "extras"])
-def test_every_detail_is_needed(name: str) -> None:
+@for_each("name", ["suspension_id", "waitpoint_id", "waitpoint_key", "token", "extras"])
+def test_an_outcome_with_a_missing_detail_is_not_read(name: str) -> None:
     plain = msgspec.json.decode(outcome_json(OUTCOMES["Suspended"]))
     del plain["details"][name]
     assert read_stored_outcome(msgspec.json.encode(plain).decode(), 2) is None
 
 
-@pytest.mark.parametrize("variant", OUTCOMES)
-def test_an_outcome_is_shown_without_its_tokens(variant: str) -> None:
+@for_each("variant", OUTCOMES)
+def test_an_outcome_prints_without_its_tokens(variant: str) -> None:
     shown = repr(OUTCOMES[variant]) + str(OUTCOMES[variant])
     assert "ab" * 32 not in shown
     assert "cd" * 32 not in shown

@@ -1,4 +1,5 @@
 import json
+import re
 import uuid
 from dataclasses import asdict
 from typing import Any
@@ -39,6 +40,7 @@ from flowfabric.model.suspension import (
     replay_window_ms,
 )
 from flowfabric.model.waitpoint import Binding, Fresh, UsePending, default_binding, parse_binding
+from model.cases import for_each
 
 NOW = 1_700_000_000_000
 SUSPENSION = SuspensionId(uuid.UUID(int=1))
@@ -78,8 +80,8 @@ MISSING = "referenced_waitpoint_key_missing_binding"
 EXTRA = "extra_binding_not_referenced_by_condition"
 
 
-@pytest.mark.parametrize(
-    ("condition", "bindings", "detail"),
+@for_each(
+    "condition, bindings, detail",
     [
         (single(), [], "waitpoints_empty"),
         (single("b"), [fresh("a")], "waitpoint_key_mismatch"),
@@ -109,18 +111,19 @@ EXTRA = "extra_binding_not_referenced_by_condition"
         (AllOf((OperatorOnly(),)), [fresh("a")], f"{EXTRA}: a"),
     ],
 )
-def test_what_does_not_go_together_is_refused_by_the_first_rule_it_breaks(
+def test_arguments_that_do_not_fit_together_are_rejected_by_the_first_violated_rule(
     condition: Condition, bindings: list[Binding], detail: str
 ) -> None:
     args = suspend(condition, *bindings)
     with pytest.raises(InvalidInputError) as refused:
         check_suspend(args)
-    assert (refused.value.code, refused.value.detail) == ("invalid_input", detail)
+    assert refused.value.code == "invalid_input"
+    assert re.match(rf"{re.escape(detail)}($|: |; )", str(refused.value.detail)), refused.value
 
 
-@pytest.mark.parametrize("depth", [5, 33, 5_000, 100_000])
-@pytest.mark.parametrize("bindings", [[fresh("a")], [fresh("a"), fresh("b")], [fresh("b")], [PENDING]])
-def test_a_condition_nested_too_deeply_is_refused_whatever_is_bound(depth: int, bindings: list[Binding]) -> None:
+@for_each("depth", [5, 33, 5_000])
+@for_each("bindings", [[fresh("a")], [fresh("a"), fresh("b")], [fresh("b")], [PENDING]])
+def test_a_condition_nested_too_deeply_is_rejected_with_any_bindings(depth: int, bindings: list[Binding]) -> None:
     plain: Any = condition_plain(single())
     typed: Condition = single()
     for _ in range(depth):
@@ -129,11 +132,12 @@ def test_a_condition_nested_too_deeply_is_refused_whatever_is_bound(depth: int, 
         args = suspend(condition, *bindings)
         with pytest.raises(InvalidInputError) as refused:
             check_suspend(args)
-        shown = "depth 5 exceeds cap 4 at path members[0].members[0].members[0].members[0]"
-        assert (refused.value.code, refused.value.detail) == ("invalid_input", shown)
+        shown = "depth 5 exceeds cap 4 at path members[0].members[0].members[0].members[0]; "
+        assert refused.value.code == "invalid_input"
+        assert str(refused.value.detail).startswith(shown)
 
 
-@pytest.mark.parametrize(
+@for_each(
     "args",
     [
         suspend(single(), fresh("a")),
@@ -149,11 +153,11 @@ def test_a_condition_nested_too_deeply_is_refused_whatever_is_bound(depth: int, 
         suspend(Single(waitpoint_key=""), fresh("", 5)),
     ],
 )
-def test_what_goes_together_is_accepted(args: SuspendArgs) -> None:
+def test_arguments_that_fit_together_are_accepted(args: SuspendArgs) -> None:
     check_suspend(args)
 
 
-def test_arguments_left_out_have_their_defaults() -> None:
+def test_omitted_arguments_have_their_defaults() -> None:
     args = suspend(single(), fresh("a"))
     assert args.resume_policy == ResumePolicy()
     assert args.requested_by is SuspensionRequester.WORKER
@@ -183,8 +187,8 @@ def test_arguments_may_be_json_values() -> None:
     assert plain == typed
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
+@for_each(
+    "name, value",
     [
         ("suspension_id", "1"),
         ("suspension_id", None),
@@ -208,7 +212,7 @@ def test_arguments_may_be_json_values() -> None:
         ("idempotency_key", "\ud800"),
     ],
 )
-def test_an_argument_of_the_wrong_kind_is_refused(name: str, value: Any) -> None:
+def test_an_argument_of_the_wrong_type_is_rejected(name: str, value: Any) -> None:
     given: Any = {
         "suspension_id": SUSPENSION,
         "waitpoints": (fresh("a"),),
@@ -219,8 +223,8 @@ def test_an_argument_of_the_wrong_kind_is_refused(name: str, value: Any) -> None
         SuspendArgs(**{**given, name: value})
 
 
-@pytest.mark.parametrize(
-    ("condition", "key"),
+@for_each(
+    "condition, key",
     [
         (single("k"), "k"),
         (AllOf((OperatorOnly(), AllOf((count(1, "second", "third"),)), single("fourth"))), "second"),
@@ -241,18 +245,18 @@ bindings = st.one_of(
 
 
 @given(bindings)
-def test_json_says_the_same_binding(binding: Binding) -> None:
+def test_a_binding_survives_its_json(binding: Binding) -> None:
     assert parse_binding(json.loads(json.dumps(plain_binding(binding)))) == binding
     assert parse_binding(binding) is binding
 
 
-def test_bindings_have_their_json_form() -> None:
+def test_bindings_have_this_json_form() -> None:
     form = {"Fresh": {"waitpoint_id": "00000000-0000-0000-0000-000000000004", "waitpoint_key": "a"}}
     assert parse_binding(form) == fresh("a", 4)
     assert parse_binding({"UsePending": {"waitpoint_id": "00000000-0000-0000-0000-000000000009"}}) == PENDING
 
 
-@pytest.mark.parametrize(
+@for_each(
     "plain",
     [
         None,
@@ -267,12 +271,12 @@ def test_bindings_have_their_json_form() -> None:
         {"Shared": {"waitpoint_id": str(waitpoint(1))}},
     ],
 )
-def test_a_binding_that_is_not_understood_is_refused(plain: object) -> None:
+def test_a_malformed_binding_is_rejected(plain: object) -> None:
     with pytest.raises(InvalidInputError, match=r"^invalid_input: "):
         parse_binding(plain)
 
 
-def test_each_reason_shows_as_its_blocking_reason() -> None:
+def test_each_suspension_reason_has_its_blocking_reason() -> None:
     assert {reason.value: blocking_reason_of(reason).value for reason in SuspensionReason} == {
         "waiting_for_signal": "waiting_for_signal",
         "waiting_for_approval": "waiting_for_approval",
@@ -289,11 +293,11 @@ def test_each_reason_shows_as_its_blocking_reason() -> None:
         assert blocking_reason_of(stored) is expected
 
 
-def test_requesters_have_their_words() -> None:
+def test_the_literals_of_requesters() -> None:
     assert list(SuspensionRequester) == ["worker", "operator", "policy", "system_timeout_policy"]
 
 
-def test_a_timeout_behavior_has_an_alias_and_a_default_where_none_is_stored() -> None:
+def test_a_timeout_behavior_has_an_alias_and_a_stored_default() -> None:
     assert parse_timeout_behavior("auto_resume") is TimeoutBehavior.AUTO_RESUME_WITH_TIMEOUT_SIGNAL
     assert read_stored_timeout_behavior("auto_resume") is TimeoutBehavior.AUTO_RESUME_WITH_TIMEOUT_SIGNAL
     assert read_stored_timeout_behavior(None) is read_stored_timeout_behavior("") is TimeoutBehavior.FAIL
@@ -305,15 +309,15 @@ def test_a_timeout_behavior_has_an_alias_and_a_default_where_none_is_stored() ->
         read_stored_timeout_behavior("newer")
 
 
-def test_a_deadline_may_lie_ten_minutes_back() -> None:
+def test_a_deadline_may_be_ten_minutes_in_the_past() -> None:
     check_deadline(None, NOW)
     check_deadline(NOW - 600_000, NOW)
-    with pytest.raises(InvalidInputError, match=r"^invalid_input: timeout_at_in_past$"):
+    with pytest.raises(InvalidInputError, match=r"^invalid_input: timeout_at_in_past: got 1699999399999, the database"):
         check_deadline(NOW - 600_001, NOW)
 
 
-@pytest.mark.parametrize(
-    ("given", "policy", "deadline"),
+@for_each(
+    "given, policy, deadline",
     [
         ({}, None, (None, "fail")),
         ({"timeout_at": 5}, None, (5, "fail")),
@@ -334,13 +338,13 @@ def test_a_deadline_may_lie_ten_minutes_back() -> None:
         ),
     ],
 )
-def test_arguments_go_before_the_executions_policy(
+def test_arguments_take_precedence_over_the_policy(
     given: dict[str, Any], policy: SuspensionPolicy | None, deadline: tuple[int | None, str]
 ) -> None:
     assert deadline_of(suspend(single(), fresh("a"), **given), policy, NOW) == deadline
 
 
-def test_an_answer_is_replayed_until_a_minute_after_the_deadline_and_a_week_at_most() -> None:
+def test_an_outcome_is_kept_until_a_minute_after_the_deadline_and_at_most_a_week() -> None:
     week = 7 * 86_400_000
     assert replay_window_ms(None, NOW) == week
     assert replay_window_ms(NOW + 5, NOW) == 60_005
@@ -348,5 +352,5 @@ def test_an_answer_is_replayed_until_a_minute_after_the_deadline_and_a_week_at_m
     assert replay_window_ms(NOW + week, NOW) == week
 
 
-def test_a_suspend_that_need_not_wait_is_already_satisfied() -> None:
+def test_already_met_is_an_already_satisfied() -> None:
     assert issubclass(AlreadyMet, AlreadySatisfied)

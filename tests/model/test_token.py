@@ -15,6 +15,7 @@ from flowfabric.model.errors import EngineError, InvalidInputError
 from flowfabric.model.ids import ExecutionId, WaitpointId, format_execution_id
 from flowfabric.model.key import SigningKey
 from flowfabric.model.token import ParsedToken, RingKey, WaitpointToken, parse_token, sign_token, verify_token
+from model.cases import for_each
 
 NOW = 1_000_000
 EXECUTION = ExecutionId("{fp:7}:11111111-1111-4111-8111-111111111111")
@@ -29,7 +30,7 @@ RING = {"k1": RingKey(key=KEY, is_current=True)}
 def code(
     presented: Any, *, ring: dict[str, RingKey] = RING, stored: WaitpointToken | None = TOKEN, **place: Any
 ) -> str | None:
-    """What a token is refused with, if it is."""
+    """Return the code that a token is rejected with, or None."""
     try:
         verify_token(
             presented,
@@ -42,7 +43,7 @@ def code(
     return None
 
 
-def test_tokens_are_signed_as_the_vectors_say() -> None:
+def test_tokens_equal_the_test_vectors() -> None:
     assert TOKEN.reveal() == f"k1:{DIGEST}"
     other = sign_token(
         SigningKey(kid="kid-b", secret=bytes(32)),
@@ -57,12 +58,12 @@ def test_a_token_is_accepted_as_text_and_as_token() -> None:
     assert code(TOKEN.reveal()) is None
 
 
-@pytest.mark.parametrize("presented", [None, "", WaitpointToken("")])
-def test_no_token_is_said_to_be_missing(presented: Any) -> None:
+@for_each("presented", [None, "", WaitpointToken("")])
+def test_none_and_empty_tokens_are_missing(presented: Any) -> None:
     assert code(presented) == code(presented, ring={}) == "missing_token"
 
 
-@pytest.mark.parametrize(
+@for_each(
     "presented",
     [
         "no colon",
@@ -83,11 +84,11 @@ def test_no_token_is_said_to_be_missing(presented: Any) -> None:
         b"k1:" + DIGEST.encode(),
     ],
 )
-def test_what_has_not_the_shape_of_a_token_is_invalid_before_keys_are_asked(presented: Any) -> None:
+def test_a_malformed_token_is_invalid_even_without_keys(presented: Any) -> None:
     assert code(presented) == code(presented, ring={}) == "invalid_token"
 
 
-def test_a_shape_is_parsed_into_its_halves() -> None:
+def test_a_token_is_parsed_into_kid_and_digest() -> None:
     assert parse_token(TOKEN) == parse_token(TOKEN.reveal()) == ParsedToken(kid="k1", digest=DIGEST)
 
 
@@ -95,11 +96,11 @@ def test_without_keys_nothing_can_be_verified() -> None:
     assert code(TOKEN, ring={}) == "hmac_secret_not_initialized"
 
 
-@pytest.mark.parametrize(
-    ("expires_at", "answer"),
+@for_each(
+    "expires_at, answer",
     [(NOW + 1, None), (NOW, None), (NOW - 1, "token_expired"), (0, "token_expired"), (None, "token_expired")],
 )
-def test_a_key_that_signs_no_more_verifies_until_it_expires(expires_at: int | None, answer: str | None) -> None:
+def test_a_retired_key_verifies_until_it_expires(expires_at: int | None, answer: str | None) -> None:
     ring = {
         "k1": RingKey(key=KEY, is_current=False, expires_at=expires_at),
         "k2": RingKey(key=OTHER, is_current=True),
@@ -107,18 +108,18 @@ def test_a_key_that_signs_no_more_verifies_until_it_expires(expires_at: int | No
     assert code(TOKEN, ring=ring) == answer
 
 
-def test_an_unknown_key_is_no_key() -> None:
+def test_a_token_of_an_unknown_kid_is_invalid() -> None:
     assert code(TOKEN, ring={"k2": RingKey(key=OTHER, is_current=True)}) == "invalid_token"
 
 
-def test_a_token_counts_for_its_own_waitpoint_and_execution_only() -> None:
+def test_a_token_is_valid_only_for_its_waitpoint_and_execution() -> None:
     elsewhere = ExecutionId(EXECUTION.replace("{fp:7}", "{fp:8}"))
     assert code(TOKEN, waitpoint_id=WaitpointId(uuid.uuid4())) == "invalid_token"
     assert code(TOKEN, execution_id=elsewhere) == "invalid_token"
     assert code(sign_token(KEY, elsewhere, WAITPOINT)) == "invalid_token"
 
 
-def test_a_token_signed_by_a_newer_key_is_not_the_stored_one() -> None:
+def test_a_token_signed_by_a_newer_key_than_the_stored_one_is_invalid() -> None:
     newer = sign_token(OTHER, EXECUTION, WAITPOINT)
     ring = {**RING, "k2": RingKey(key=OTHER, is_current=True)}
     assert code(newer, ring=ring) == "invalid_token"
@@ -130,17 +131,17 @@ def test_a_stored_token_with_another_signature_does_not_verify() -> None:
     assert code(forged, stored=forged) == "invalid_token"
 
 
-def test_an_unknown_waitpoint_refuses_like_a_wrong_token() -> None:
+def test_an_unknown_waitpoint_rejects_tokens_like_a_wrong_token() -> None:
     assert code(TOKEN, stored=None) == code(f"k1:{'0' * 64}", stored=None) == "invalid_token"
 
 
-def test_a_digest_under_another_kid_does_not_count() -> None:
+def test_a_digest_is_invalid_under_another_kid() -> None:
     twin = SigningKey(kid="k9", secret=KEY.secret)
     presented = WaitpointToken(f"k9:{DIGEST}")
     assert code(presented, ring={"k9": RingKey(key=twin, is_current=True)}, stored=presented) == "invalid_token"
 
 
-def test_an_unusable_secret_is_told_apart_from_a_wrong_token() -> None:
+def test_an_unusable_secret_is_corruption() -> None:
     broken = SigningKey(kid="k1", secret=b"")
     assert code(TOKEN, ring={"k1": RingKey(key=broken, is_current=True)}) == "corruption"
     with pytest.raises(InvalidInputError, match="corruption: the stored secret of kid 'k1' is unusable"):
@@ -156,7 +157,7 @@ keys = st.builds(
 
 
 @given(keys, places, st.data())
-def test_a_token_with_any_character_changed_is_refused(
+def test_a_token_with_any_character_changed_is_rejected(
     key: SigningKey, place: tuple[ExecutionId, WaitpointId], data: st.DataObject
 ) -> None:
     token = sign_token(key, *place)
@@ -176,20 +177,18 @@ def test_signing_is_deterministic_and_differs_by_place(key: SigningKey, one: Any
     assert (sign_token(key, *one) == sign_token(key, *another)) is (one == another)
 
 
-def test_a_token_shows_its_kid_and_the_length_of_its_digest_only() -> None:
+def test_a_token_prints_only_its_kid_and_the_length_of_its_digest() -> None:
     assert repr(TOKEN) == "WaitpointToken(k1:<REDACTED:len=64>)"
     assert str(TOKEN) == f"{TOKEN}" == "%s" % TOKEN == "k1:<REDACTED:len=64>"  # noqa: UP031
     assert f"{TOKEN:>22}" == "  k1:<REDACTED:len=64>"
 
 
-@pytest.mark.parametrize(
-    "text", ["", "secret", "secret:", ":secret", "\nlog line:secret", f"{'k' * 300}:secret", "\ud800:s"]
-)
-def test_what_does_not_split_shows_nothing(text: str) -> None:
+@for_each("text", ["", "secret", "secret:", ":secret", "\nlog line:secret", f"{'k' * 300}:secret", "\ud800:s"])
+def test_a_malformed_token_prints_nothing_of_its_text(text: str) -> None:
     assert repr(WaitpointToken(text)) == "WaitpointToken(<REDACTED:malformed>)"
 
 
-def test_the_fingerprint_is_the_head_of_the_digest() -> None:
+def test_the_fingerprint_is_the_start_of_the_digest() -> None:
     assert (TOKEN.kid, TOKEN.fingerprint) == ("k1", DIGEST[:16])
     for text, parts in {
         "a:b:c": ("a", "b:c"),
@@ -221,7 +220,7 @@ def test_a_token_leaves_the_process_only_when_revealed(caplog: pytest.LogCapture
     assert DIGEST[:16] not in repr(caplog.records[0].__dict__)
 
 
-def test_a_token_stays_what_it_is_within_the_process() -> None:
+def test_a_token_is_immutable_and_hashable() -> None:
     assert copy.copy(TOKEN) is copy.deepcopy(TOKEN) is TOKEN
     assert dataclasses.asdict(copy.deepcopy(Held(TOKEN))) == {"token": TOKEN}
     assert {TOKEN, sign_token(KEY, EXECUTION, WAITPOINT)} == {TOKEN}

@@ -116,7 +116,7 @@ async def test_a_text_that_is_too_long_is_refused_to_who_holds_the_token_alone(
     async with rows.unchanged():
         told = await refused(BackendError, engine, run, point, token, long)
         assert (told.code, told.http_status) == ("invalid_input", 400)
-        assert f"{field}: at most 1024 characters, got 1025" in str(told)
+        assert f"{field}: must be at most 1024 characters long, got 1025" in str(told)
         await refused(TokenMismatch, engine, run, point, "k1:" + "0" * 64, long)
         await refused(UnknownWaitpoint, engine, run, uuid4(), token, long)
     allowed: Any = {**READY, field: "x" * 1024}

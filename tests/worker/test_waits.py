@@ -35,10 +35,10 @@ async def test_arguments_that_do_not_go_together_fail_the_handler(
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"keys": "answer"}, "keys: several values are wanted"),
+        ({"keys": "answer"}, "keys: expected a list or another collection"),
         ({"keys": ["a"], "idempotency_key": 5}, "idempotency_key: must be text"),
-        ({"keys": 5}, "keys: several values are wanted"),
-        ({"keys": ["a"], "waitpoints": "a"}, "waitpoints: several values are wanted"),
+        ({"keys": 5}, "keys: expected a list or another collection"),
+        ({"keys": ["a"], "waitpoints": "a"}, "waitpoints: expected a list or another collection"),
         ({"keys": ["a"], "timeout_behavior": "expire"}, "timeout_behavior: has no effect without a timeout"),
         ({"keys": ["a"], "timeout_behavior": "fail"}, "timeout_behavior: has no effect without a timeout"),
     ],

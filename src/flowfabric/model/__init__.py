@@ -1,1 +1,1 @@
-"""Pure values and rules: what the words mean."""
+"""Value types and rules of the engine; no I/O, no clock, no async."""

@@ -1,4 +1,4 @@
-"""Attempts: how reads show one, and how a worker says that one failed."""
+"""Attempts: how reads show them, and how a worker reports a failure."""
 
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, replace
@@ -16,7 +16,7 @@ MAX_TRACEBACK_BYTES = 16 * 1024
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Attempt:
-    """One attempt of an execution, running or past."""
+    """One attempt of an execution, running or ended."""
 
     attempt_id: AttemptId
     execution_id: ExecutionId
@@ -47,7 +47,7 @@ class Attempt:
     replayed_from_attempt_index: int | None
     usage: Mapping[str, int]
     policy: str | None
-    """The policy the attempt was claimed with, as JSON, where it has one of its own."""
+    """The JSON of the attempt's own policy, or None if it uses that of the execution."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,7 +59,7 @@ class CurrentAttempt:
 
 
 class FailureClass(StrEnum):
-    """What kind of failure a worker reports; the value is its category."""
+    """The class of failure a worker reports; the value is the failure category."""
 
     TRANSIENT = "transient"
     PERMANENT = "permanent"
@@ -70,7 +70,7 @@ class FailureClass(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class FailureReason:
-    """Why an attempt failed; a non-empty detail names a category of the caller's own."""
+    """Why an attempt failed; a non-empty detail is the caller's own failure category."""
 
     message: str
     _: KW_ONLY
@@ -80,7 +80,7 @@ class FailureReason:
     traceback: str | None = None
 
     def bounded(self) -> Self:
-        """The same as it is stored: what is too long is cut, and what the store cannot hold is replaced."""
+        """Return the reason as it is stored: long texts cut, characters that Postgres cannot store replaced."""
         error_type, traceback = self.error_type, self.traceback
         if error_type is not None:
             error_type = storable(error_type[:MAX_ERROR_TYPE_CHARACTERS])
@@ -102,7 +102,7 @@ class Failure:
 
 
 def failure_category(reason: FailureReason, failure_class: FailureClass) -> str:
-    """Return the category the retry policy judges a failure by."""
+    """Return the failure category, which the retry policy decides on."""
     detail = reason.detail
     if isinstance(detail, bytes):
         try:

@@ -1,4 +1,4 @@
-"""What a suspension waits for: a tree over signals, its JSON form and its shape rules."""
+"""Conditions: the tree of signals a suspension waits for, its JSON form and its structure checks."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,37 +10,38 @@ import msgspec
 
 from flowfabric.model.errors import EngineError, error
 from flowfabric.model.policy_checks import set_field
-from flowfabric.model.text import Word, check_range, check_text, word_of
+from flowfabric.model.text import Word, check_range, check_text, shorten, shown, word_of
 
 MAX_DEPTH = 4
 MAX_NODES = 100_000
-"""Nodes of a tree; a part that stands in several places counts in each, as its JSON has it there."""
+"""The largest number of nodes of a tree; a subtree used in several places counts once for each, as in its JSON."""
 MAX_COUNT = 2**32 - 1
 OPERATOR_ONLY_NAME = "__operator_only__"
 TIMEOUT_ONLY_NAME = "__timeout_only__"
 RESERVED_NAMES = frozenset({OPERATOR_ONLY_NAME, TIMEOUT_ONLY_NAME})
 
-# Deeper than any accepted tree, and well within the limit on recursion.
+# Deeper than any valid tree, and well within the recursion limit.
 _DEEPEST_READ = 32
-# Nodes that a printed tree shows at the most.
-_MOST_SHOWN = 200
+# The largest number of nodes in the repr of a tree.
+_MAX_REPR_NODES = 200
 _ROOT = "<root>"
+_NEST_LESS = f"nest AllOf and Count at most {MAX_DEPTH} levels deep"
 
 
 @dataclass(frozen=True, slots=True)
 class ByName:
-    """Passes signals of one name, exactly."""
+    """Matches signals of exactly this name."""
 
     name: str
 
     def __post_init__(self) -> None:
-        """Refuse what is no name."""
+        """Reject a name that is not text."""
         check_text(self.name, "signal_name")
 
 
 @dataclass(frozen=True, slots=True)
 class Wildcard:
-    """Passes signals of every name that is not reserved."""
+    """Matches signals of every name that is not reserved."""
 
 
 Matcher: TypeAlias = ByName | Wildcard
@@ -56,35 +57,38 @@ class CountKind(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Single:
-    """One signal on one waitpoint."""
+    """Met by one matching signal on one waitpoint."""
 
     waitpoint_key: str
     matcher: Matcher = Wildcard()
 
     def __post_init__(self) -> None:
-        """Refuse what is no condition."""
+        """Reject invalid fields."""
         check_text(self.waitpoint_key, "waitpoint_key")
         if not isinstance(self.matcher, Matcher):
-            raise error("invalid_input", "matcher: must be ByName or Wildcard")
+            raise error(
+                "invalid_input",
+                f"matcher: must be ByName or Wildcard, got {shown(self.matcher)}{_by_name(self.matcher)}",
+            )
 
 
 @dataclass(frozen=True, slots=True)
 class OperatorOnly:
-    """An operator; no signal meets it."""
+    """Met only by an operator; no signal meets it."""
 
 
 @dataclass(frozen=True, slots=True)
 class TimeoutOnly:
-    """The deadline; no signal meets it."""
+    """Ended only by the deadline; no signal meets it."""
 
 
-# Where a field is given in more forms than it is kept in, type checkers are told by an initialiser of their own; the
-# generated one is what runs.
+# Some fields accept more types than they store. The `__init__` under TYPE_CHECKING declares the accepted types; the
+# generated one runs.
 
 
 @dataclass(frozen=True, slots=True)
 class AllOf:
-    """All of the members."""
+    """Met when all members are met."""
 
     members: "tuple[Condition, ...]"
 
@@ -93,16 +97,18 @@ class AllOf:
         def __init__(self, members: "Sequence[Condition]") -> None: ...
 
     def __post_init__(self) -> None:
-        """Refuse what is no condition."""
+        """Reject invalid fields."""
         set_field(self, "members", _items(self.members, "members"))
-        if not all(isinstance(member, Condition) for member in self.members):
-            raise error("invalid_input", "members: must be conditions")
+        for member in self.members:
+            if not isinstance(member, Condition):
+                advice = f"; write Single(waitpoint_key={shown(member)})" if isinstance(member, str) else ""
+                raise error("invalid_input", f"members: must be conditions, got {_described(member)}{advice}")
 
-    # Not the generated ones: those call themselves for every level and every place of a shared group.
+    # The generated methods would recurse into every level and every place of a shared group.
 
     def __repr__(self) -> str:
-        """Show the tree; what is very deep or comes after very many nodes is left out."""
-        return _repr(self, _DEEPEST_READ, iter(range(_MOST_SHOWN)))
+        """Return the constructor call, shortened if the tree is very deep or very large."""
+        return _repr(self, _DEEPEST_READ, iter(range(_MAX_REPR_NODES)))
 
     def __eq__(self, other: object) -> bool:
         """Compare the trees."""
@@ -117,7 +123,7 @@ class AllOf:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Count:
-    """So many distinct waitpoints, signals or sources, over signals on any of the waitpoints."""
+    """Met when the matching signals on the waitpoints have n distinct waitpoints, signal ids or sources."""
 
     n: int
     count_kind: CountKind
@@ -131,18 +137,21 @@ class Count:
         ) -> None: ...
 
     def __post_init__(self) -> None:
-        """Refuse what is no condition."""
+        """Reject invalid fields."""
         check_range(self.n, "n", 0, MAX_COUNT)
         set_field(self, "count_kind", check_word(CountKind, self.count_kind, "count_kind"))
         if not isinstance(self.matcher, Matcher | None):
-            raise error("invalid_input", "matcher: must be ByName, Wildcard or nothing")
+            raise error(
+                "invalid_input",
+                f"matcher: must be ByName, Wildcard or None, got {shown(self.matcher)}{_by_name(self.matcher)}",
+            )
         keys = _items(self.waitpoints, "waitpoints")
         set_field(self, "waitpoints", tuple(check_text(key, "waitpoint_key") for key in keys))
 
 
 @dataclass(frozen=True, slots=True)
 class UnknownCondition:
-    """What this version does not understand, as the JSON value it is; nothing meets it."""
+    """A condition that this version does not understand, kept as its JSON value; nothing meets it."""
 
     plain: object = field(hash=False)
     fault: str = field(default="resume_condition: not understood", compare=False)
@@ -151,16 +160,16 @@ class UnknownCondition:
 Composite: TypeAlias = AllOf | Count
 Condition: TypeAlias = Single | OperatorOnly | TimeoutOnly | AllOf | Count | UnknownCondition
 _Read: TypeAlias = dict[tuple[int, int], tuple[object, Condition]]
-"""Parts of a caller's value that were read, by identity and depth: one that stands in several places is read once."""
+"""Parsed parts of a caller's value by identity and depth, so that a shared part is parsed once."""
 
 
 def all_of_waitpoints(keys: Iterable[str]) -> AllOf:
-    """Return the condition that any signal has come on each waitpoint."""
+    """Return the condition that every waitpoint has received a signal."""
     return AllOf(tuple(Single(waitpoint_key=key) for key in keys))
 
 
 def nodes(condition: Condition) -> Iterator[Condition]:
-    """Return every node of a tree, depth first, without recursion; a group that stands in several places comes once."""
+    """Yield every node of a tree depth first, without recursion; a shared group is yielded once."""
     waiting = [condition]
     seen: set[int] = set()
     while waiting:
@@ -174,7 +183,7 @@ def nodes(condition: Condition) -> Iterator[Condition]:
 
 
 def leaves(condition: Condition) -> Iterator[Condition]:
-    """Return the nodes without members, depth first."""
+    """Yield the nodes without members, depth first."""
     return (node for node in nodes(condition) if not isinstance(node, AllOf))
 
 
@@ -189,12 +198,12 @@ def keys_of(leaf: Condition) -> tuple[str, ...]:
 
 
 def waitpoint_keys(condition: Condition) -> tuple[str, ...]:
-    """Return every waitpoint key the tree names, once, in the order first met."""
+    """Return every waitpoint key in the tree once, in order of first appearance."""
     return tuple(dict.fromkeys(key for leaf in leaves(condition) for key in keys_of(leaf)))
 
 
 def required_signal_names(condition: Condition, waitpoint_key: str) -> tuple[str, ...]:
-    """Return the names a waitpoint asks for; none means every name."""
+    """Return the signal names a waitpoint waits for; empty means any name."""
     names: list[str] = []
     for leaf in leaves(condition):
         match leaf:
@@ -239,9 +248,9 @@ def _are_equal(one: Condition, other: Condition) -> bool:
 
 
 def check_depth(condition: Condition, cap: int = MAX_DEPTH) -> None:
-    """Refuse a tree of more levels than this, with the first path that leads below the fourth."""
+    """Reject a tree of more than `cap` levels; the error names the first path below level 4."""
     waiting: list[tuple[Condition, tuple[int, ...]]] = [(condition, ())]
-    # A group that stands in several places of one level is looked at once.
+    # A group used in several places of one level is visited once.
     seen: set[tuple[int, int]] = set()
     while waiting:
         node, place = waiting.pop()
@@ -254,21 +263,21 @@ def check_depth(condition: Condition, cap: int = MAX_DEPTH) -> None:
 
 def _too_deep(place: Sequence[int]) -> EngineError:
     path = ".".join(f"members[{at}]" for at in place[:MAX_DEPTH])
-    return _fault(f"depth {MAX_DEPTH + 1} exceeds cap {MAX_DEPTH}", path)
+    return _fault(f"depth {MAX_DEPTH + 1} exceeds cap {MAX_DEPTH}", path, _NEST_LESS)
 
 
 def check_structure(condition: Condition) -> None:
-    """Refuse a tree that is too deep, holds a node nothing could meet, or is too large."""
+    """Reject a tree that is too deep, too large or contains a node that no signal could meet."""
     _check_node(condition, "", 0, set())
     _check_size(condition)
 
 
 def _check_size(condition: Condition) -> None:
-    """Refuse a tree of too many nodes; its depth is checked."""
+    """Reject a tree of too many nodes; its depth must have been checked."""
     if _size(condition, {}) > MAX_NODES:
         raise error(
             "invalid_input",
-            f"resume_condition: more than {MAX_NODES} nodes; a part that stands in several places counts in each",
+            f"resume_condition: must have at most {MAX_NODES} nodes; a part used in several places counts each time",
         )
 
 
@@ -286,32 +295,33 @@ def _check_node(node: Condition, path: str, above: int, seen: set[tuple[int, int
     if not isinstance(node, Composite):
         return
     if above >= MAX_DEPTH:
-        raise _fault(f"depth {above + 1} exceeds cap {MAX_DEPTH}", path)
+        raise _fault(f"depth {above + 1} exceeds cap {MAX_DEPTH}", path, _NEST_LESS)
     if isinstance(node, AllOf):
         if not node.members:
-            raise _fault("allof_empty_members", path)
+            raise _fault("allof_empty_members", path, "give AllOf at least one member")
         if (id(node), above) not in seen:
             seen.add((id(node), above))
             for index, member in enumerate(node.members):
                 _check_node(member, _member(path, index), above + 1, seen)
         return
     if node.n == 0:
-        raise _fault("count_n_zero", path)
+        raise _fault("count_n_zero", path, "n must be at least 1")
     if not node.waitpoints:
-        raise _fault("count_waitpoints_empty", path)
+        raise _fault("count_waitpoints_empty", path, "name at least one waitpoint key")
     distinct = len(set(node.waitpoints))
     if node.count_kind is CountKind.DISTINCT_WAITPOINTS and node.n > distinct:
-        raise _fault(f"count_exceeds_waitpoint_set: n={node.n} > waitpoints.len()={distinct}", path)
+        rule = f"count_exceeds_waitpoint_set: n={node.n} > waitpoints.len()={distinct}"
+        raise _fault(rule, path, "n must be at most the number of distinct waitpoint keys")
     _check_name(node, path)
 
 
 def _check_name(leaf: Single | Count, path: str) -> None:
     if isinstance(leaf.matcher, ByName) and leaf.matcher.name in RESERVED_NAMES:
-        raise _fault(f"reserved_signal_name: {leaf.matcher.name}", path)
+        raise _fault(f"reserved_signal_name: {leaf.matcher.name}", path, "choose another signal name")
 
 
 def condition_plain(condition: Condition) -> object:
-    """Return the JSON value of a condition; one nested too deeply to be read again, or too large, is refused."""
+    """Return the JSON value of a condition; reject one too deep to be read again or too large."""
     check_depth(condition, _DEEPEST_READ)
     _check_size(condition)
     return _plain(condition)
@@ -339,9 +349,9 @@ def condition_json(condition: Condition) -> str:
 
 
 def parse_condition(value: object) -> Condition:
-    """Return the condition a JSON value says; what is not understood is refused.
+    """Return the condition of a JSON value; reject one that is not understood.
 
-    A tree that is too deep is for check_structure to refuse; what is far too deep in it is not read.
+    check_structure rejects a tree that is too deep; its levels beyond 32 are not parsed here.
     """
     condition = value if isinstance(value, Condition) else _read(value, "", 1, {})
     for leaf in leaves(condition):
@@ -352,7 +362,7 @@ def parse_condition(value: object) -> Condition:
 
 @lru_cache(maxsize=1024)
 def read_stored_condition(text: str) -> Condition:
-    """Return the condition a row holds; what this version does not understand stays in it, and is never met."""
+    """Return the condition stored in a row; parts this version does not understand are kept and never met."""
     try:
         return _read(msgspec.json.decode(text), "", 1, None)
     except (msgspec.DecodeError, RecursionError):
@@ -360,7 +370,7 @@ def read_stored_condition(text: str) -> Condition:
 
 
 def _read(plain: Any, path: str, depth: int, given: _Read | None) -> Condition:
-    """Return the condition of a JSON value: a caller's, with what was read of it before, or a stored one."""
+    """Return the condition of a JSON value: a caller's with its parts parsed so far, or a stored one with None."""
     if given is not None and (known := given.get((id(plain), depth))) is not None:
         return known[1]
     try:
@@ -373,7 +383,7 @@ def _read(plain: Any, path: str, depth: int, given: _Read | None) -> Condition:
 
 
 def _read_known(plain: Any, path: str, depth: int, given: _Read | None) -> Condition:
-    # A field that is not known may narrow what is asked, so that a node with one is not understood.
+    # An unknown field may restrict what the node matches, so a node with one is not understood.
     match plain:
         case "OperatorOnly":
             return OperatorOnly()
@@ -386,7 +396,7 @@ def _read_known(plain: Any, path: str, depth: int, given: _Read | None) -> Condi
             if depth > _DEEPEST_READ:
                 if given is not None:
                     return AllOf(())
-                raise _fault("resume_condition: nested too deeply", path)
+                raise _fault("resume_condition: nested too deeply", path, _NEST_LESS)
             members = enumerate(_items(_fields(body, path, "kind", "members")["members"], "members"))
             return AllOf(tuple(_read(each, _member(path, at), depth + 1, given) for at, each in members))
         case {"Composite": {"kind": "Count"} as body} if len(plain) == 1:
@@ -394,14 +404,18 @@ def _read_known(plain: Any, path: str, depth: int, given: _Read | None) -> Condi
             matcher = None if named["matcher"] is None else _matcher(named["matcher"], path)
             keys = named["waitpoints"]
             return Count(n=named["n"], count_kind=named["count_kind"], matcher=matcher, waitpoints=keys)
-    raise _fault("resume_condition: unknown variant", path)
+    raise _fault(
+        f"resume_condition: unknown condition {_described(plain)}",
+        path,
+        "write Single, Composite (of kind AllOf or Count), OperatorOnly or TimeoutOnly",
+    )
 
 
 def check_word(words: type[Word], value: object, field: str) -> Word:
-    """Return the word of a fixed set that an argument is."""
+    """Return the member of an enum that equals the argument."""
     word = word_of(words, value)
     if word is None:
-        raise error("invalid_input", f"{field}: must be one of {', '.join(words)}")
+        raise error("invalid_input", f"{field}: must be one of {', '.join(words)}, got {shown(value)}")
     return word
 
 
@@ -411,7 +425,8 @@ def _matcher(plain: Any, path: str) -> Matcher:
             return Wildcard()
         case {"ByName": str(name)} if len(plain) == 1:
             return ByName(name)
-    raise _fault("resume_condition: unknown matcher", path)
+    advice = 'write "Wildcard" or {"ByName": "<signal name>"}'
+    raise _fault(f"resume_condition: unknown matcher {_described(plain)}", path, advice)
 
 
 def _matcher_plain(matcher: Matcher) -> object:
@@ -420,13 +435,13 @@ def _matcher_plain(matcher: Matcher) -> object:
 
 def _fields(body: object, path: str, *names: str) -> Mapping[str, Any]:
     if not isinstance(body, Mapping) or set(body) != set(names):
-        raise _fault(f"resume_condition: must have the fields {', '.join(names)}", path)
+        raise _fault(f"resume_condition: must have the fields {', '.join(names)}, got {_described(body)}", path)
     return body
 
 
 def _items(value: object, field: str) -> tuple[Any, ...]:
     if not isinstance(value, list | tuple):
-        raise error("invalid_input", f"{field}: must be a list")
+        raise error("invalid_input", f"{field}: must be a list, got {_described(value)}")
     return tuple(value)
 
 
@@ -434,5 +449,16 @@ def _member(path: str, index: int) -> str:
     return f"{path}.members[{index}]" if path else f"members[{index}]"
 
 
-def _fault(rule: str, path: str) -> EngineError:
-    return error("invalid_input", f"{rule} at path {path or _ROOT}")
+def _fault(rule: str, path: str, advice: str = "") -> EngineError:
+    return error("invalid_input", f"{rule} at path {path or _ROOT}{advice and f'; {advice}'}")
+
+
+def _by_name(matcher: object) -> str:
+    return f"; write ByName({shown(matcher)})" if isinstance(matcher, str) else ""
+
+
+def _described(plain: object) -> str:
+    # Not a whole object: its repr repeats a shared part in every place, which may be without end.
+    if isinstance(plain, Mapping):
+        return f"an object with the fields {shorten(', '.join(map(str, plain)))}" if plain else "an empty object"
+    return "a list" if isinstance(plain, list | tuple) else shown(plain)

@@ -1,4 +1,4 @@
-"""What becomes of signals: the checks of a delivery in their order, and what those accepted do to a wait."""
+"""Signal delivery: its checks in their order, and the effect of accepted signals on a suspension."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +18,7 @@ from flowfabric.model.signal import (
     smallest_limit,
 )
 from flowfabric.model.states import LifecyclePhase, WaitpointState
+from flowfabric.model.text import shown
 from flowfabric.model.token import RingKey, WaitpointToken, verify_token
 
 _TOKEN_FAILURES = frozenset({"missing_token", "invalid_token", "token_expired"})
@@ -25,7 +26,7 @@ _TOKEN_FAILURES = frozenset({"missing_token", "invalid_token", "token_expired"})
 
 @dataclass(frozen=True, slots=True)
 class RefusedToken:
-    """A token that was refused: for which waitpoint, whether or not it exists, and when."""
+    """A rejected token: for which waitpoint, which may not exist, and when."""
 
     execution_id: ExecutionId
     waitpoint_id: WaitpointId
@@ -34,7 +35,7 @@ class RefusedToken:
 
 @dataclass(kw_only=True, slots=True)
 class Waitpoint:
-    """A waitpoint as deliveries find it."""
+    """A waitpoint as a delivery reads it."""
 
     waitpoint_id: WaitpointId
     waitpoint_key: str
@@ -48,31 +49,33 @@ class Waitpoint:
 
 @dataclass(kw_only=True, slots=True)
 class Wait:
-    """An open suspension: what it waits for and what has come so far."""
+    """An open suspension: what it waits for and which signals have counted so far."""
 
     suspension_id: SuspensionId
     waitpoint_ids: Sequence[WaitpointId]
     stored_policy: str
     tally: Tally
     satisfied_before: int
-    """How many signals had added to the condition before this delivery."""
+    """How many signals counted for the condition before this delivery."""
     has_uncounted: bool
-    """Whether the tally is still to take those."""
+    """Whether those are not yet in the tally."""
     satisfiers: list[SignalId] = field(default_factory=list)
-    """The signals of this delivery that add to the condition."""
+    """The signals of this delivery that count for the condition."""
 
     @property
     def resume_policy(self) -> ResumePolicy:
-        """How the wait ends."""
+        """What happens when the condition is met."""
         try:
             return read_stored_resume_policy(self.stored_policy)
         except (EngineError, msgspec.MsgspecError):
-            raise error("corruption", "the stored resume policy cannot be read") from None
+            raise error(
+                "corruption", f"suspension: resume_policy: cannot be read, got {shown(self.stored_policy)}"
+            ) from None
 
 
 @dataclass(slots=True)
 class Recorded:
-    """A signal that was accepted, where, and as what."""
+    """An accepted signal, its waitpoint and its disposition."""
 
     signal: NewSignal
     waitpoint: Waitpoint
@@ -81,28 +84,28 @@ class Recorded:
 
 @dataclass(kw_only=True, slots=True)
 class DeliveryTarget:
-    """An execution as the rows that a delivery holds show it; signals are taken one after the other."""
+    """An execution as the locked rows of a delivery show it; signals are taken one after the other."""
 
     execution_id: ExecutionId
     phase: LifecyclePhase
     stored_limit: str | None
-    """What the policy of the execution sets as a limit, as it is stored; 0 sets none."""
+    """The stored signal limit of the execution's policy; 0 means no limit."""
     count: int
     waitpoints: Mapping[WaitpointId, Waitpoint]
     now: int
     wait: Wait | None = None
     recorded: list[Recorded] = field(default_factory=list)
     counts: dict[WaitpointId, tuple[int, int]] = field(default_factory=dict)
-    """How many signals each waitpoint has taken, and how many of them the condition asks for."""
+    """For each waitpoint how many signals it took in this delivery, and how many of them matched the condition."""
     closer: NewSignal | None = None
     """The signal that met the condition of a suspended execution."""
     delay_ms: int = 0
-    """How long after the closer the execution may be claimed."""
+    """How long after the closer the execution becomes claimable."""
     refused: list[RefusedToken] = field(default_factory=list)
-    """The tokens that were refused."""
+    """The rejected tokens."""
 
     def authenticate(self, signal: NewSignal, keys: Mapping[str, RingKey]) -> Waitpoint | EngineError:
-        """Return the waitpoint of a signal whose token is that waitpoint's own, else why the token is refused."""
+        """Return the waitpoint of a signal, or the error if the token is not that waitpoint's own."""
         waitpoint = self.waitpoints.get(signal.waitpoint_id)
         try:
             verify_token(
@@ -117,13 +120,13 @@ class DeliveryTarget:
             if refused.code in _TOKEN_FAILURES:
                 self.refused.append(RefusedToken(self.execution_id, signal.waitpoint_id, self.now))
             return refused
-        assert waitpoint is not None, "no token passes without a stored one"
+        assert waitpoint is not None, "a token verifies only against a stored one"
         return waitpoint
 
     def take(
         self, signal: NewSignal, waitpoint: Waitpoint, earlier: SignalId | None
     ) -> Accepted | SignalDuplicate | EngineError:
-        """Judge the next signal, which is authenticated; `earlier` is the stored signal that it repeats."""
+        """Take the next authenticated signal; `earlier` is the stored signal that it duplicates, if any."""
         earlier = earlier or self._repeated(signal)
         if earlier is not None:
             return SignalDuplicate(existing_signal_id=earlier)
@@ -142,7 +145,10 @@ class DeliveryTarget:
         self._check_open(waitpoint)
         limit = smallest_limit(signal.max_signals_per_execution, self._limit)
         if limit is not None and self.count >= limit:
-            raise error("signal_limit_exceeded", f"the execution has taken {self.count} signals, its limit is {limit}")
+            raise error(
+                "signal_limit_exceeded",
+                f"the execution has taken {self.count} signals, its limit is {limit}; raise max_signals_per_execution",
+            )
         return self._disposition(signal, waitpoint)
 
     @property
@@ -152,7 +158,9 @@ class DeliveryTarget:
         try:
             return int(self.stored_limit)
         except ValueError:
-            raise error("corruption", "the stored limit of signals cannot be read") from None
+            raise error(
+                "corruption", f"policy: max_signals_per_execution: cannot be read, got {shown(self.stored_limit)}"
+            ) from None
 
     def _repeated(self, signal: NewSignal) -> SignalId | None:
         for known in self.recorded:
@@ -167,18 +175,18 @@ class DeliveryTarget:
 
     def _check_open(self, waitpoint: Waitpoint) -> None:
         if self.phase is LifecyclePhase.TERMINAL:
-            raise error("target_not_signalable")
+            raise error("target_not_signalable", f"execution {self.execution_id} has ended and takes no signals")
         match waitpoint.state:
             case WaitpointState.ACTIVE:
                 return
             case WaitpointState.PENDING if waitpoint.expires_at is None or waitpoint.expires_at > self.now:
                 return
             case WaitpointState.PENDING:
-                raise error("waitpoint_closed")
-        # A waitpoint that was closed before any wait used it says so; one of a wait that is over says that it is over.
+                raise error("waitpoint_closed", f"waitpoint {waitpoint.waitpoint_id} has expired and takes no signals")
+        # waitpoint_closed if no wait ever used the waitpoint, target_not_signalable if its wait is over.
         if self.phase is LifecyclePhase.SUSPENDED or waitpoint.activated_at is None:
-            raise error("waitpoint_closed")
-        raise error("target_not_signalable")
+            raise error("waitpoint_closed", f"waitpoint {waitpoint.waitpoint_id} is closed and takes no signals")
+        raise error("target_not_signalable", f"the wait on waitpoint {waitpoint.waitpoint_id} is over")
 
     def _disposition(self, signal: NewSignal, waitpoint: Waitpoint) -> SignalDisposition:
         if waitpoint.state is WaitpointState.PENDING:
@@ -186,7 +194,7 @@ class DeliveryTarget:
         wait = self.wait
         if wait is None or wait.suspension_id != waitpoint.suspension_id:
             return SignalDisposition.NO_OP
-        # Read before anything is counted: what cannot be read refuses the signal.
+        # Read before anything is counted: an unreadable policy rejects the signal.
         policy = wait.resume_policy
         disposition = wait.tally.take(
             SignalFacts(

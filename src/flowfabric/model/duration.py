@@ -1,4 +1,4 @@
-"""Durations as users write them: seconds, or a timedelta."""
+"""Durations as users write them: seconds or a timedelta."""
 
 import math
 from datetime import timedelta
@@ -8,11 +8,11 @@ from flowfabric.model.policy_checks import MAX_MS
 from flowfabric.model.text import shown
 
 Duration = float | timedelta
-"""Seconds, or a timedelta."""
+"""Seconds or a timedelta."""
 
 
 def milliseconds(given: object, name: str, *, least: int = 0, most: int = MAX_MS, code: str = "invalid_input") -> int:
-    """Return the milliseconds of a duration; `code` is the error code of one that is out of range."""
+    """Return a duration in milliseconds; one that is out of range raises the error `code`."""
     seconds = given.total_seconds() if isinstance(given, timedelta) else given
     if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not math.isfinite(seconds):
         raise error("invalid_input", f"{name}: expected seconds or a timedelta, got {shown(given)}")

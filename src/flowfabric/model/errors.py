@@ -1,4 +1,4 @@
-"""What can go wrong, as exceptions with a stable code, a category and a class that says what to do next."""
+"""The exceptions of the engine: each has a stable code, a category and a class that says how to react."""
 
 import copy
 from collections.abc import Iterable, Mapping
@@ -9,7 +9,7 @@ Detail = str | Mapping[str, object] | None
 
 
 class ErrorClass(StrEnum):
-    """What a caller should do with an error."""
+    """How a caller should react to an error."""
 
     TERMINAL = "Terminal"
     RETRYABLE = "Retryable"
@@ -22,7 +22,7 @@ class ErrorClass(StrEnum):
 
 
 class TransportKind(StrEnum):
-    """How the store could not be reached or understood."""
+    """Why the store could not be reached or its reply not be read."""
 
     TRANSPORT = "transport"
     PROTOCOL = "protocol"
@@ -40,13 +40,13 @@ RETRYABLE_TRANSPORT = frozenset(
 
 
 class EngineError(Exception):
-    """An operation was refused or could not be carried out; `code` is its stable name."""
+    """An operation was rejected or failed; `code` is the stable name of the error."""
 
     category: ClassVar[str]
     takes_context: ClassVar[bool] = False
 
     def __init__(self, code: str, detail: Detail = None) -> None:
-        """Build the error of a known code of this class's category."""
+        """Create an error; the code must belong to the category of this class."""
         super().__init__(code, detail)
         self.code = code
         self.detail = detail
@@ -64,17 +64,17 @@ class EngineError(Exception):
         return self.error_class is ErrorClass.RETRYABLE
 
     def copy(self) -> Self:
-        """The same error for another caller: an exception that is raised collects its traceback."""
+        """Return a copy to raise elsewhere, without the traceback of this one."""
         return copy.copy(self)
 
     def with_context(self, text: str) -> Self:
-        """Note what was being done; errors that are an answer of the engine stay as they are."""
+        """Add a note about what was being done, to transport and availability errors only; return self."""
         if self.takes_context:
             self.add_note(text)
         return self
 
     def __str__(self) -> str:
-        """Read `<code>: <detail>`, or the code alone."""
+        """Return `<code>: <detail>`, or the code alone if there is no detail."""
         if not self.detail:
             return self.code
         if isinstance(self.detail, str):
@@ -83,46 +83,46 @@ class EngineError(Exception):
 
 
 class NotFoundError(EngineError):
-    """No such object."""
+    """The object does not exist."""
 
     category = "not_found"
 
     @property
     def entity(self) -> str:
-        """Name what is missing: `execution`, `flow`, ..."""
+        """The kind of object that is missing: `execution`, `flow`, ..."""
         return self.code.removesuffix("_not_found")
 
     def __str__(self) -> str:
-        """Read `not found: <entity>`, and which one where it is known."""
+        """Return `not found: <entity>`, followed by its id if that is known."""
         return f"not found: {self.entity}" + (f" {self.detail}" if isinstance(self.detail, str) else "")
 
 
 class InvalidInputError(EngineError):
-    """The caller's input is refused, or stored data is unreadable."""
+    """An argument is invalid, or stored data is unreadable."""
 
     category = "validation"
 
 
 class ContentionError(EngineError):
-    """A race is lost or the state has moved: ask again or take other work."""
+    """The caller lost a race or the state has changed: call again or take other work."""
 
     category = "contention"
 
 
 class ConflictError(EngineError):
-    """A permanent clash with an existing record."""
+    """The call conflicts with an existing record; a retry cannot succeed."""
 
     category = "conflict"
 
 
 class StateError(EngineError):
-    """The execution's state does not allow the call."""
+    """The state of the execution does not allow the call."""
 
     category = "state"
 
 
 class BugError(EngineError):
-    """An invariant of the engine is broken."""
+    """An invariant of the engine is violated."""
 
     category = "bug"
 
@@ -141,16 +141,16 @@ class TransportError(EngineError):
         *,
         outcome_unknown: bool = False,
     ) -> None:
-        """Build the error of a transport kind, as met on a backend."""
+        """Create the error of a transport kind."""
         self.kind = TransportKind(kind)
         self.backend = backend
         self.outcome_unknown = outcome_unknown
-        """Whether the call may have been carried out: it was sent, and its answer did not arrive."""
+        """Whether the call may have taken effect: it was sent, but its answer did not arrive."""
         super().__init__(self.kind.value, detail)
         self.args = (self.kind.value, detail, backend)
 
     def __str__(self) -> str:
-        """Read `<code>: <detail>`, and whether the call may have been carried out."""
+        """Return `<code>: <detail>`, with a remark if the call may have taken effect."""
         return super().__str__() + (" (it is unknown whether the call was carried out)" if self.outcome_unknown else "")
 
     def _classify(self, code: str) -> ErrorClass:
@@ -158,7 +158,7 @@ class TransportError(EngineError):
 
 
 class UnavailableError(EngineError):
-    """The operation cannot be offered now; the detail names it."""
+    """The operation is not available; the detail names it."""
 
     category = "unavailable"
     takes_context = True
@@ -172,7 +172,7 @@ class ResourceExhaustedError(EngineError):
 
 
 class OperationTimeoutError(EngineError):
-    """An operation overran its deadline; the detail holds `op` and `elapsed_ms`."""
+    """An operation exceeded its deadline; the detail holds `op` and `elapsed_ms`."""
 
     category = "timeout"
     takes_context = True
@@ -185,13 +185,13 @@ class StreamDisconnectedError(EngineError):
 
 
 class StreamBackpressureError(EngineError):
-    """A subscription dropped events and goes on."""
+    """A subscription dropped events and continues."""
 
     category = "stream_backpressure"
 
 
 def error(code: str, detail: Detail = None) -> EngineError:
-    """Return the error of a code, as the exception of its category."""
+    """Return an exception for a code; its class is that of the code's category."""
     category, _ = CODES[code]
     return _ERRORS[category](code, detail)
 
@@ -215,7 +215,7 @@ _ERRORS: Mapping[str, type[EngineError]] = {
 
 
 def reason_of(refused: EngineError) -> str:
-    """What went wrong, for a person who does not know the codes."""
+    """Return what went wrong without the error code, for a person."""
     return refused.detail if isinstance(refused.detail, str) and refused.detail else str(refused)
 
 

@@ -1,4 +1,4 @@
-"""When the signals of a suspension meet its condition, and what each of them did."""
+"""Evaluation of a condition: whether signals meet it, and the disposition of each signal."""
 
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
@@ -23,7 +23,7 @@ from flowfabric.model.signal import SignalDisposition
 
 @dataclass(kw_only=True, slots=True)
 class SignalFacts:
-    """What a condition looks at in a signal."""
+    """The fields of a signal that conditions look at."""
 
     signal_id: SignalId
     signal_name: str
@@ -34,10 +34,10 @@ class SignalFacts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Evaluation:
-    """What signals make of a condition.
+    """The result of evaluating a condition over signals.
 
-    `satisfiers` are the signals that added something, in acceptance order, up to the closer that met the condition;
-    `dispositions` tells of every signal, in the order given.
+    `satisfiers` are the signals that counted, in acceptance order; the last one, the closer, met the condition.
+    `dispositions` has one entry per signal, in the order given.
     """
 
     satisfied: bool
@@ -47,15 +47,15 @@ class Evaluation:
 
     @property
     def last(self) -> SignalDisposition:
-        """What the last signal did."""
+        """The disposition of the last signal."""
         return self.dispositions[-1]
 
 
 def evaluate(condition: Condition, signals: Iterable[SignalFacts]) -> Evaluation:
-    """Judge a condition by the signals of its suspension, in acceptance order.
+    """Evaluate a condition over the signals of its suspension, in acceptance order.
 
-    Signals that were no satisfiers add nothing and may be left out: the earlier satisfiers and the newest signal
-    lead to the same answer as all signals do.
+    Earlier signals that are not satisfiers may be left out: the earlier satisfiers and the newest signal lead to the
+    same result as all signals.
     """
     tally = Tally(Outline(condition))
     satisfiers: list[SignalId] = []
@@ -78,29 +78,29 @@ def evaluate(condition: Condition, signals: Iterable[SignalFacts]) -> Evaluation
 
 @dataclass(frozen=True, slots=True)
 class _Leaf:
-    """A node that names waitpoints; no two nodes count together."""
+    """A node that names waitpoints; each leaf counts on its own."""
 
     asks: Single | Count
     place: int
     needs: int
 
     def passes(self, name: str) -> bool:
-        """Whether the matcher lets a signal of this name through."""
+        """Whether the matcher accepts a signal of this name."""
         matcher = self.asks.matcher
         return not isinstance(matcher, ByName) or matcher.name == name
 
 
 class Outline:
-    """What signals for a condition are counted by: the same for every wait of that condition."""
+    """The leaves of a condition by waitpoint key; shared by all waits for that condition."""
 
     __slots__ = ("can_be_met", "is_composite", "is_count_of_signals", "leaves", "naming")
 
     def __init__(self, condition: Condition) -> None:
-        """Lay out a condition: its groups all ask for all of their members, so that only the leaves count."""
+        """Collect the leaves; every group needs all of its members, so only the leaves count."""
         naming: defaultdict[str, list[_Leaf]] = defaultdict(list)
         leaves: list[_Leaf] = []
         self.can_be_met = True
-        """Whether every node is one that signals can meet."""
+        """Whether signals can meet every node."""
         for node in nodes(condition):
             if isinstance(node, Single | Count):
                 leaf = _Leaf(node, len(leaves), node.n if isinstance(node, Count) else 1)
@@ -113,7 +113,7 @@ class Outline:
         self.naming: Mapping[str, Sequence[_Leaf]] = dict(naming)
         self.is_composite = isinstance(condition, Composite)
         self.is_count_of_signals = isinstance(condition, Count) and condition.count_kind is CountKind.DISTINCT_SIGNALS
-        """Whether the number of earlier satisfiers tells all about them: no signal is recorded a second time."""
+        """Whether the number of earlier satisfiers is enough to go on counting: recorded signals are distinct."""
 
 
 @lru_cache(maxsize=1024)
@@ -123,19 +123,19 @@ def outline_of(condition: Condition) -> Outline:
 
 
 class Tally:
-    """What the nodes of a condition have counted of the signals it took."""
+    """The signals counted so far for each leaf of a condition."""
 
     __slots__ = ("_before", "_counted", "_outline", "is_met")
 
     def __init__(self, outline: Outline, before: int = 0) -> None:
-        """Begin with no signal, or with the number of earlier ones where the outline needs no more."""
+        """Start without signals, or with a number of earlier ones if `is_count_of_signals`."""
         self._outline = outline
         self._before = before
         self._counted: dict[int, set[Hashable]] = {}
         self.is_met = before > 0 and self._is_all_met()
 
     def take(self, signal: SignalFacts) -> SignalDisposition:
-        """Count the next signal and tell what it did."""
+        """Count the next signal and return its disposition."""
         naming = self._outline.naming.get(signal.waitpoint_key, ())
         name = signal.signal_name
         is_passed = is_new = False
@@ -154,7 +154,7 @@ class Tally:
         return SignalDisposition.APPENDED_TO_WAITPOINT
 
     def _add(self, leaf: _Leaf, signal: SignalFacts) -> bool:
-        """Count a signal for a leaf; tells whether it was new to it."""
+        """Count a signal for a leaf; return whether it was new for it."""
         counted = self._counted.setdefault(leaf.place, set())
         before = len(counted)
         counted.add(_counts_as(leaf.asks, signal))

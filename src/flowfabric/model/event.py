@@ -1,4 +1,4 @@
-"""What the feeds say happened."""
+"""The kinds of events, and the reasons and outcomes they carry."""
 
 from enum import IntEnum, StrEnum
 from typing import Self
@@ -7,10 +7,10 @@ from flowfabric.model.states import TerminalOutcome
 
 
 class EventKind(StrEnum):
-    """What happened to a lease or an execution; stored, returned and shown with this word."""
+    """What happened to a lease or an execution; the stored and shown value."""
 
     ENDED = "ended"
-    """An execution ended that nobody had a lease of."""
+    """An execution without a lease ended."""
     ACQUIRED = "acquired"
     RENEWED = "renewed"
     RELEASED = "released"
@@ -39,7 +39,7 @@ class ReleaseReason(StrEnum):
 
 
 class AcquireReason(StrEnum):
-    """Which claim other than an ordinary one took a lease."""
+    """How a lease was taken, if not by an ordinary claim."""
 
     CLAIM_RESUMED = "claim_resumed"
     ISSUE_GRANT_AND_CLAIM = "issue_grant_and_claim"
@@ -47,7 +47,7 @@ class AcquireReason(StrEnum):
 
 
 class CompletionOutcome(IntEnum):
-    """What the completion feed reports, stored as a small number; `resumable` is no ending."""
+    """What the completion feed reports, stored as a small number; RESUMABLE is not an end."""
 
     SUCCESS = 1
     FAILED = 2
@@ -58,12 +58,12 @@ class CompletionOutcome(IntEnum):
 
     @property
     def literal(self) -> str:
-        """The word readers see."""
+        """The word that readers see."""
         return self.name.lower()
 
     @classmethod
     def of(cls, outcome: TerminalOutcome) -> Self:
-        """Return what the feed reports for an ending."""
+        """Return what the feed reports for a terminal outcome."""
         return cls[outcome.name]
 
 

@@ -1,4 +1,4 @@
-"""Executions: what a caller submits, what operations on one answer, and how reads show it."""
+"""Executions: what a caller submits, the answers of operations, and how reads show them."""
 
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ from flowfabric.model.states import BlockingReason, PublicState, StateVector, Te
 
 
 class NewExecution(msgspec.Struct, kw_only=True):
-    """An execution to be created, as one of many; the fields are the arguments of create_execution."""
+    """An item of create_many; the fields are the arguments of create_execution."""
 
     namespace: str
     lane_id: str
@@ -35,14 +35,14 @@ class NewExecution(msgspec.Struct, kw_only=True):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Created:
-    """A new execution exists."""
+    """The execution was created."""
 
     execution_id: ExecutionId
     public_state: PublicState
 
     @classmethod
     def each(cls, execution_ids: Sequence[ExecutionId], public_state: PublicState) -> "list[Created]":
-        """One for each id, written past the constructor: that of a frozen class is slow where there are a thousand."""
+        """Return one for each id; bypasses the constructor, which is slow for a thousand frozen instances."""
         made = [object.__new__(cls) for _ in execution_ids]
         deque(map(cls.__dict__["execution_id"].__set__, made, execution_ids), maxlen=0)
         deque(map(cls.__dict__["public_state"].__set__, made, repeat(public_state)), maxlen=0)
@@ -51,7 +51,7 @@ class Created:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Duplicate:
-    """The execution, or its idempotency key, existed already; nothing was written."""
+    """The execution or its idempotency key existed already; nothing was written."""
 
     execution_id: ExecutionId
 
@@ -66,7 +66,7 @@ class Cancelled:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ended:
-    """How an execution ended: its outcome, its result where it succeeded, the reason where it did not."""
+    """How an execution ended: its outcome, with the result if it succeeded and the reason if it did not."""
 
     execution_id: ExecutionId
     outcome: TerminalOutcome
@@ -74,7 +74,7 @@ class Ended:
     reason: str | None
     result_encoding: str | None = None
     error_type: str | None = None
-    """Of a failed execution, the class of the exception its last attempt failed with."""
+    """The class of the exception the last attempt failed with, if the execution failed."""
     traceback: str | None = None
 
 
@@ -99,7 +99,7 @@ class ExecutionInfo:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExecutionStatus:
-    """An execution as whoever submitted it follows it; times are milliseconds since the epoch."""
+    """An execution as its submitter follows it; times are milliseconds since the epoch."""
 
     execution_id: ExecutionId
     execution_kind: str
@@ -107,20 +107,20 @@ class ExecutionStatus:
     namespace: Namespace
     public_state: PublicState
     attempt_index: int
-    """Of the latest attempt, 0 before the first claim."""
+    """The index of the latest attempt; 0 before the first claim."""
     attempt_count: int
     progress_percent: int | None
-    """As the latest attempt has reported it."""
+    """The progress that the latest attempt reported."""
     progress_message: str | None
     result: bytes | None
     result_encoding: str | None
     failure: Failure | None
-    """Why it failed, or else how its last failed attempt did; none of an execution that has succeeded."""
+    """Why the execution, or else its last failed attempt, failed; None if the execution succeeded."""
     cancellation_reason: str | None
     retry_at: int | None
-    """When its next attempt may begin, while it waits for a retry."""
+    """When the next attempt may start, while the execution waits for a retry."""
     delay_until: int | None
-    """When it may be claimed, while it is delayed for any reason."""
+    """When the execution becomes claimable, while it is delayed for any reason."""
     created_at: int
     started_at: int | None
     ended_at: int | None
@@ -128,7 +128,7 @@ class ExecutionStatus:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExecutionSnapshot:
-    """An execution as it stood at one moment."""
+    """An execution at one point in time."""
 
     execution_id: ExecutionId
     flow_id: FlowId | None
@@ -145,12 +145,12 @@ class ExecutionSnapshot:
     total_attempt_count: int
     tags: Mapping[str, str]
     continuation_metadata_pointer: str | None = None
-    """What the latest suspend of this attempt has left for whoever goes on."""
+    """The pointer that the latest suspend of this attempt stored for the resumed run."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExecutionContext:
-    """What a worker needs of an execution it has claimed."""
+    """The input, kind and tags of an execution, for the worker that claimed it."""
 
     input_payload: bytes
     execution_kind: str
@@ -159,7 +159,7 @@ class ExecutionContext:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExecutionSummary:
-    """An execution as a line of a list."""
+    """An execution as lists show it."""
 
     execution_id: ExecutionId
     namespace: Namespace
@@ -172,7 +172,7 @@ class ExecutionSummary:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExecutionPage:
-    """A part of a list of executions; `next_cursor` leads on where there is more."""
+    """A page of executions; `next_cursor` is None on the last page."""
 
     executions: list[ExecutionSummary]
     next_cursor: str | None
@@ -180,7 +180,7 @@ class ExecutionPage:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExecutionCount:
-    """How many executions have these values in common; None is what they were not counted by."""
+    """How many executions share these values; None for a field they were not grouped by."""
 
     lane_id: LaneId | None
     public_state: PublicState | None
@@ -191,7 +191,7 @@ class ExecutionCount:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Inconsistency:
-    """Something about an execution that no operation can have brought about."""
+    """A stored state of an execution that no operation produces."""
 
     execution_id: ExecutionId
     problem: str

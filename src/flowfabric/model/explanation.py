@@ -1,4 +1,4 @@
-"""Why an execution is where it is: everything that holds it, and one sentence for a person."""
+"""Explanations: why an execution is in its state, as reasons and as one sentence for a person."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,26 +20,26 @@ from flowfabric.model.states import BlockingReason, LaneState, PublicState, Stat
 from flowfabric.model.text import shorten
 
 MOST_AHEAD = 1000
-"""How far what is ahead of an execution is counted."""
+"""The number up to which the executions ahead of one are counted."""
 
-_MOST_SHOWN = 3
+_MAX_LISTED = 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class QueuedReason:
-    """It waits for its turn on its lane; of a lane that takes no claims it waits for that to change, too."""
+    """It waits for its turn on its lane, and for the lane to be resumed if that takes no claims."""
 
     lane_id: LaneId
     lane_state: LaneState
     ahead: int
     workers: int = 0
-    """Live workers that would take it: on its lane, with what it requires, for its kind and namespace."""
+    """How many live workers could run it: on its lane, with its capabilities, for its kind and namespace."""
     kind: Literal["queued"] = "queued"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GrantedReason:
-    """It is reserved for one worker, and no other gets it before that time."""
+    """It is reserved for one worker until that time."""
 
     worker_id: WorkerId | None
     worker_instance_id: WorkerInstanceId | None
@@ -49,9 +49,10 @@ class GrantedReason:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NoWorkerReason:
-    """No live worker serves its lane, or of those that do none its namespace, or of those none its kind.
+    """No live worker serves its lane, namespace and kind.
 
-    `unserved` is the first of the three that none serves; `workers_seen` counts those that serve what comes before it.
+    `unserved` is the first of the three that no worker serves; `workers_seen` counts the workers that serve those
+    before it.
     """
 
     unserved: Literal["lane", "namespace", "kind"]
@@ -64,9 +65,10 @@ class NoWorkerReason:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NoCapableWorkerReason:
-    """No single live worker that serves its lane, namespace and kind offers all that it requires.
+    """No live worker of its lane, namespace and kind offers all required capabilities.
 
-    `missing` is what none of them offers; where each token is offered by some, all of them: none offers them together.
+    `missing` lists the capabilities that none of them offers, or all required ones if each is offered by some worker
+    but none offers them together.
     """
 
     missing: tuple[str, ...]
@@ -85,7 +87,7 @@ class LastFailure:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DelayedReason:
-    """It waits for its time."""
+    """It waits until a time."""
 
     until: int | None
     cause: Literal["delay", "retry_backoff", "resume_delay"]
@@ -95,7 +97,7 @@ class DelayedReason:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BudgetReason:
-    """A budget that is spent holds it; the detail says which."""
+    """An exhausted budget blocks it; the detail names the budget."""
 
     detail: str | None
     kind: Literal["budget"] = "budget"
@@ -103,7 +105,7 @@ class BudgetReason:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class QuotaReason:
-    """A quota that is reached holds it; the detail says which."""
+    """A reached quota blocks it; the detail names the quota."""
 
     detail: str | None
     kind: Literal["quota"] = "quota"
@@ -111,7 +113,7 @@ class QuotaReason:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UnmetEdge:
-    """What an execution depends on and has not got yet."""
+    """A dependency of an execution that is not satisfied yet."""
 
     edge_id: EdgeId
     upstream_execution_id: ExecutionId
@@ -120,7 +122,7 @@ class UnmetEdge:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DependenciesReason:
-    """Other executions have to end first."""
+    """It waits for other executions to end."""
 
     detail: str | None
     policy: str | None = None
@@ -130,7 +132,7 @@ class DependenciesReason:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OpenWaitpoint:
-    """A waitpoint that takes signals, and the names it asks for; none means every name."""
+    """A waitpoint that takes signals, and the signal names it waits for; empty means any name."""
 
     waitpoint_id: WaitpointId
     waitpoint_key: str
@@ -139,7 +141,7 @@ class OpenWaitpoint:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SignalsReason:
-    """It is suspended; the waitpoints come in the order of their bindings."""
+    """It is suspended; the waitpoints are in the order of their bindings."""
 
     suspension_id: SuspensionId
     reason_code: str
@@ -149,7 +151,7 @@ class SignalsReason:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _OfLease:
+class _LeaseFields:
     worker_id: WorkerId | None
     worker_instance_id: WorkerInstanceId | None
     lease_expires_at: int | None
@@ -159,22 +161,22 @@ class _OfLease:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RunningReason(_OfLease):
-    """A worker runs it under its lease."""
+class RunningReason(_LeaseFields):
+    """A worker is running it."""
 
     kind: Literal["running"] = "running"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LeaseLostReason(_OfLease):
-    """The worker that ran it has lost its lease; the next claim takes it over, or ends it at the cap."""
+class LeaseLostReason(_LeaseFields):
+    """The worker that ran it lost its lease; the next claim reclaims it, or ends it if the cap is reached."""
 
     kind: Literal["lease_lost"] = "lease_lost"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HeldReason:
-    """It is kept back until somebody lets it go on: an operator, a policy, the cancelling of its flow."""
+    """It is held back by an operator, a policy or the cancellation of its flow."""
 
     blocking_reason: BlockingReason
     detail: str | None
@@ -183,7 +185,7 @@ class HeldReason:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EndedReason:
-    """It has ended: nothing more happens to it."""
+    """It has ended."""
 
     outcome: TerminalOutcome
     reason: str | None
@@ -210,7 +212,7 @@ Reason: TypeAlias = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Explanation:
-    """Where an execution stands, since when, and everything that holds it there."""
+    """The state of an execution, since when, and everything that keeps it there."""
 
     execution_id: ExecutionId
     public_state: PublicState
@@ -221,7 +223,7 @@ class Explanation:
 
 
 def summarise(public_state: PublicState, reasons: Sequence[Reason]) -> str:
-    """Return the sentence for a person: the state, and what holds it."""
+    """Return one sentence for a person: the state and the reasons."""
     state = public_state.value.replace("_", " ")
     if not reasons:
         return state
@@ -229,7 +231,7 @@ def summarise(public_state: PublicState, reasons: Sequence[Reason]) -> str:
     return f"{state}{link}{'; '.join(map(_phrase, reasons))}"
 
 
-# What reads on from the word of the state.
+# Reasons that follow the state without a colon: "delayed until ...".
 _INLINE = frozenset({"delayed", "signals", "running", "ended"})
 _TAKES_NO_CLAIMS = frozenset({LaneState.PAUSED, LaneState.DISABLED})
 
@@ -237,12 +239,12 @@ _TAKES_NO_CLAIMS = frozenset({LaneState.PAUSED, LaneState.DISABLED})
 def _phrase(reason: Reason) -> str:
     match reason:
         case QueuedReason():
-            before = f"{reason.ahead} before it" if reason.ahead < MOST_AHEAD else f"{MOST_AHEAD} or more before it"
+            ahead = f"{reason.ahead} ahead of it" if reason.ahead < MOST_AHEAD else f"{MOST_AHEAD} or more ahead of it"
             stopped = f", which is {reason.lane_state}" if reason.lane_state in _TAKES_NO_CLAIMS else ""
-            return f"{before} on lane {_quoted(reason.lane_id)}{stopped}"
+            return f"{ahead} on lane {_quoted(reason.lane_id)}{stopped}"
         case GrantedReason():
             who = "a worker" if reason.worker_instance_id is None else f"worker {_quoted(reason.worker_instance_id)}"
-            return f"reserved for {who} until {_moment(reason.until)}"
+            return f"reserved for {who} until {_time(reason.until)}"
         case NoWorkerReason(unserved="lane"):
             return f"no live worker serves lane {_quoted(reason.lane_id)}"
         case NoWorkerReason(unserved="namespace"):
@@ -250,31 +252,31 @@ def _phrase(reason: Reason) -> str:
         case NoWorkerReason():
             return f"no live worker of its lane and namespace runs kind {_quoted(reason.execution_kind)}"
         case NoCapableWorkerReason(missing=()):
-            return "not yet let go on, though a live worker offers all it requires"
+            return "about to be released: a live worker offers all it requires"
         case NoCapableWorkerReason():
             return f"no live worker of its lane, namespace and kind offers {_listed(reason.missing, ' and ')}"
         case DelayedReason():
-            return f"until {_moment(reason.until)}{_DELAYS[reason.cause]}{_failure(reason.last_failure)}"
+            return f"until {_time(reason.until)}{_DELAYS[reason.cause]}{_failure(reason.last_failure)}"
         case BudgetReason() | QuotaReason():
             return f"{reason.kind}{_detail(reason.detail)}"
         case DependenciesReason():
             return f"dependencies{_detail(reason.detail)}"
         case SignalsReason():
-            times_out = "" if reason.timeout_at is None else f"; times out at {_moment(reason.timeout_at)}"
+            times_out = "" if reason.timeout_at is None else f"; times out at {_time(reason.timeout_at)}"
             return f"until {_awaited(reason.waitpoints)}{times_out}"
         case RunningReason():
-            return f"on {_worker(reason)}, leased until {_moment(reason.lease_expires_at)}"
+            return f"on {_worker(reason)}, leased until {_time(reason.lease_expires_at)}"
         case LeaseLostReason():
-            taken = f"taken over {reason.reclaim_count} of at most {reason.reclaim_cap} times"
-            return f"lease lost by {_worker(reason)}, {taken}"
+            reclaimed = f"reclaimed {reason.reclaim_count} of at most {reason.reclaim_cap} times"
+            return f"lease lost by {_worker(reason)}, {reclaimed}"
         case HeldReason():
             return f"{reason.blocking_reason.value.replace('_', ' ')}{_detail(reason.detail)}"
         case EndedReason():
             why = "" if reason.reason is None else f", {shorten(reason.reason)}"
-            return f"at {_moment(reason.completed_at)}{why}"
+            return f"at {_time(reason.completed_at)}{why}"
 
 
-_DELAYS = {"delay": "", "retry_backoff": " for its next attempt", "resume_delay": " before it goes on"}
+_DELAYS = {"delay": "", "retry_backoff": " for its next attempt", "resume_delay": " before it resumes"}
 
 
 def _failure(failure: LastFailure | None) -> str:
@@ -289,7 +291,7 @@ def _awaited(waitpoints: Sequence[OpenWaitpoint]) -> str:
     if not waitpoints or names == {OPERATOR_ONLY_NAME}:
         return "an operator resumes it"
     if names == {TIMEOUT_ONLY_NAME}:
-        return "its time is over"
+        return "its timeout"
     return _listed([_reach(each) for each in waitpoints], ", ")
 
 
@@ -305,7 +307,7 @@ def _worker(reason: RunningReason | LeaseLostReason) -> str:
 
 
 def _listed(texts: Sequence[str], joint: str) -> str:
-    shown = [shorten(text) for text in texts[:_MOST_SHOWN]]
+    shown = [shorten(text) for text in texts[:_MAX_LISTED]]
     more = len(texts) - len(shown)
     return joint.join([*shown, f"{more} more"] if more else shown)
 
@@ -318,9 +320,9 @@ def _detail(detail: str | None) -> str:
     return "" if not detail else f", {shorten(detail)}"
 
 
-def _moment(ms: int | None) -> str:
+def _time(ms: int | None) -> str:
     if ms is None:
-        return "a time that is not known"
+        return "an unknown time"
     try:
         return datetime.fromtimestamp(ms / 1000, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
     except (ValueError, OverflowError, OSError):

@@ -1,4 +1,4 @@
-"""Grants: the right of one worker to lease one execution for a short time, as a signed text."""
+"""Grants: the signed right of one worker to lease one execution for a short time."""
 
 import hashlib
 import re
@@ -20,14 +20,14 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 class GrantKind(StrEnum):
-    """What a grant gives: work that waits, or a lease that was lost."""
+    """What a grant is for: a waiting execution, or one whose lease was lost."""
 
     CLAIM = "claim"
     RECLAIM = "reclaim"
 
 
 class GrantFailure(StrEnum):
-    """Why the key of a grant does not count; a store that cannot tell raises TransportError instead."""
+    """Why a grant key is rejected."""
 
     MALFORMED = "Malformed"
     EXPIRED = "Expired"
@@ -36,10 +36,18 @@ class GrantFailure(StrEnum):
     SIGNATURE_MISMATCH = "SignatureMismatch"
 
     def refusal(self) -> EngineError:
-        """The error a claim answers with; its detail names the failure."""
-        if self is GrantFailure.EXPIRED:
-            return error("claim_grant_expired", self.value)
-        return error("invalid_claim_grant", self.value)
+        """Return the error that the claim raises; its detail begins with the failure."""
+        code = "claim_grant_expired" if self is GrantFailure.EXPIRED else "invalid_claim_grant"
+        return error(code, f"{self.value}: {_EXPLAINED[self]}")
+
+
+_EXPLAINED = {
+    GrantFailure.MALFORMED: "this is not a grant key; pass the grant_key of the grant unchanged",
+    GrantFailure.EXPIRED: "the grant has expired; request a new one",
+    GrantFailure.UNKNOWN_KID: "the key that signed the grant is no longer stored; request a new grant",
+    GrantFailure.UNKNOWN_GRANT: "no such grant for this execution and worker, or it was used; request a new one",
+    GrantFailure.SIGNATURE_MISMATCH: "the signature does not match the grant; pass the grant unchanged",
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,7 +60,7 @@ class ClaimGrant:
     expires_at_ms: int
 
     def for_resume(self, lane_id: str) -> "ResumeGrant":
-        """The same grant as claim_from_resume_grant takes it."""
+        """Return this grant in the form that claim_from_resume_grant takes."""
         return ResumeGrant(
             execution_id=self.execution_id,
             partition_key=self.partition_key,
@@ -64,7 +72,7 @@ class ClaimGrant:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ResumeGrant:
-    """A claim grant on an execution whose attempt goes on."""
+    """A claim grant on an execution whose attempt is resumed."""
 
     execution_id: ExecutionId
     partition_key: str
@@ -86,7 +94,7 @@ class ReclaimGrant:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ResumeToken:
-    """A resume grant with the worker that presents it and the lease it wants."""
+    """A resume grant with the worker that presents it and the lease it requests."""
 
     grant: ResumeGrant
     worker_id: str
@@ -104,12 +112,12 @@ class Granted:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NoWork:
-    """There is nothing this worker could be granted."""
+    """There is no execution for this worker."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GrantedClaim:
-    """A lease taken without a worker of its own."""
+    """The lease that issue_grant_and_claim took."""
 
     lease_id: LeaseId
     lease_epoch: int
@@ -118,7 +126,7 @@ class GrantedClaim:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NotReclaimable:
-    """The execution has no lost lease this worker could take."""
+    """This worker cannot reclaim the execution; `detail` says why."""
 
     execution_id: ExecutionId
     detail: str
@@ -126,7 +134,7 @@ class NotReclaimable:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReclaimCapExceeded:
-    """The lease was lost as often as allowed, and the execution has ended."""
+    """The execution was reclaimed as often as allowed and has ended."""
 
     execution_id: ExecutionId
     reclaim_count: int
@@ -134,14 +142,14 @@ class ReclaimCapExceeded:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GrantNotFound:
-    """No live reclaim grant."""
+    """The execution has no live reclaim grant."""
 
     execution_id: ExecutionId
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GrantKey:
-    """What the text of a grant says; whether it is true, its signature tells."""
+    """The parsed text of a grant key; its signature is not verified yet."""
 
     kind: GrantKind
     execution_id: ExecutionId
@@ -150,7 +158,7 @@ class GrantKey:
     digest: str
 
     def is_signed_by(self, key: SigningKey, worker_id: str, worker_instance_id: str) -> bool:
-        """Whether this key gave the grant to this worker."""
+        """Whether this key signed the grant for this worker."""
         return key.has_signed(
             _message(self.kind, self.execution_id, worker_id, worker_instance_id, self.expires_at_ms), self.digest
         )
@@ -165,14 +173,14 @@ def sign_grant(
     worker_instance_id: str,
     expires_at_ms: int,
 ) -> str:
-    """Return the key of a grant: what it is for, until when, and the signature over that and the worker."""
+    """Return the grant key: the execution, the expiry, and a signature over both and the worker."""
     digest = key.digest(_message(kind, execution_id, worker_id, worker_instance_id, expires_at_ms))
     prefix = _RECLAIM_PREFIX if kind is GrantKind.RECLAIM else _PREFIX
     return f"{prefix}{execution_id}:{expires_at_ms}:{key.kid}:{digest}"
 
 
 def parse_grant_key(text: object) -> GrantKey:
-    """Read the key of a grant from its right end, as the execution id has colons of its own."""
+    """Return the parsed grant key; it is split from the right because the execution id contains colons."""
     if not isinstance(text, str):
         raise GrantFailure.MALFORMED.refusal()
     parts = text.rsplit(":", 3)
@@ -196,7 +204,7 @@ def parse_grant_key(text: object) -> GrantKey:
 
 
 def grant_id(grant_key: str) -> bytes:
-    """Return what a grant is stored under, from which its key cannot be made."""
+    """Return the hash under which a grant is stored, so that the database does not hold the grant key."""
     return hashlib.sha256(grant_key.encode("utf-8", "replace")).digest()
 
 

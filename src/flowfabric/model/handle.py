@@ -1,4 +1,4 @@
-"""What a worker holds while it owns an attempt: a value with an opaque, versioned byte form."""
+"""Handles: what a worker holds while it owns an attempt, with an opaque, versioned byte form."""
 
 import struct
 import uuid
@@ -21,11 +21,11 @@ from flowfabric.model.ids import (
     parse_uuid,
 )
 from flowfabric.model.states import HandleKind
-from flowfabric.model.text import Word, check_range, word_of
+from flowfabric.model.text import Word, check_range, shown, word_of
 
 
 class Backend(StrEnum):
-    """Which store a handle belongs to; this engine's is Postgres."""
+    """The store a handle belongs to; always Postgres in this engine."""
 
     VALKEY = "Valkey"
     POSTGRES = "Postgres"
@@ -44,7 +44,7 @@ _MAX_INT64 = 2**63 - 1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fence:
-    """What proves that a lease is still the caller's."""
+    """The values that prove that a lease is still the caller's."""
 
     lease_id: LeaseId
     lease_epoch: int
@@ -52,9 +52,9 @@ class Fence:
 
 
 class Handle(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """A worker's hold on one attempt; callers keep it, hand it back and never look inside.
+    """A worker's ownership of one attempt, which callers pass back to the engine unchanged.
 
-    Two handles are equal when backend, kind and opaque bytes are.
+    Two handles are equal if their backend, kind and opaque bytes are equal.
     """
 
     kind: HandleKind
@@ -70,12 +70,12 @@ class Handle(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     @property
     def fence(self) -> Fence:
-        """What proves the lease this handle stands for."""
+        """The values that prove the lease of this handle."""
         return Fence(lease_id=self.lease_id, lease_epoch=self.lease_epoch, attempt_id=self.attempt_id)
 
     @property
     def opaque(self) -> bytes:
-        """The bytes a caller may store."""
+        """The bytes that a caller may store."""
         return b"".join(
             (
                 bytes((_V2_MAGIC, _WIRE_VERSION, _TAGS[self.backend])),
@@ -91,7 +91,7 @@ class Handle(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     @classmethod
     def decode(cls, opaque: bytes, kind: HandleKind, backend: str = Backend.POSTGRES) -> Self:
-        """Return the handle that stored bytes stand for."""
+        """Return the handle that stored bytes encode."""
         reader = _Reader(opaque)
         embedded = reader.backend()
         handle = cls(
@@ -122,25 +122,28 @@ class Handle(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     @classmethod
     def from_json(cls, value: object) -> Self:
-        """Return the handle a JSON object stands for."""
+        """Return the handle that a JSON object encodes."""
         if not isinstance(value, Mapping):
-            raise error("invalid_input", "handle: must be an object")
+            raise error("invalid_input", f"handle: must be an object with backend, kind and opaque, got {shown(value)}")
         backend = _word(Backend, value.get("backend"), "handle.backend")
         kind = _word(HandleKind, value.get("kind"), "handle.kind")
         opaque = value.get("opaque")
-        if not isinstance(opaque, str):
-            raise error("invalid_input", "handle.opaque: must be base64 text")
         try:
-            decoded = b64decode(opaque, validate=True)
+            decoded = b64decode(opaque, validate=True) if isinstance(opaque, str) else None
         except ValueError:
-            raise error("invalid_input", "handle.opaque: must be base64 text") from None
+            decoded = None
+        if decoded is None:
+            raise error("invalid_input", f"handle.opaque: must be base64 text, got {shown(opaque)}")
         return cls.decode(decoded, kind, backend)
 
 
 def check_handle(value: object) -> Handle:
-    """Return the handle of this engine that a caller hands in."""
+    """Return the value if it is a handle of this engine."""
     if not isinstance(value, Handle):
-        raise error("invalid_input", "handle: must be a Handle")
+        raise error(
+            "invalid_input",
+            f"handle: must be a Handle, got {shown(value)}; pass the handle of the claim, or Handle.from_json(...)",
+        )
     if value.backend != Backend.POSTGRES:
         raise _foreign(value.backend)
     return value
@@ -153,7 +156,7 @@ def _foreign(backend: str) -> EngineError:
 def _word(words: type[Word], value: object, field: str) -> Word:
     word = word_of(words, value)
     if word is None:
-        raise error("invalid_input", f"{field}: must be one of {', '.join(words)}")
+        raise error("invalid_input", f"{field}: must be one of {', '.join(words)}, got {shown(value)}")
     return word
 
 
@@ -163,11 +166,11 @@ def _text(value: str) -> bytes:
 
 
 def _unreadable(reason: str) -> EngineError:
-    return error("corruption", f"handle_codec: {reason}")
+    return error("corruption", f"handle_codec: {reason}; pass the stored bytes of the handle unchanged")
 
 
 class _Reader:
-    """Takes one field after the other from the bytes of a handle."""
+    """Reads one field after the other from the bytes of a handle."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data
@@ -198,7 +201,7 @@ class _Reader:
     def number(self, field: str, size: int, largest: int) -> int:
         value = int.from_bytes(self._take(size), "little")
         if value > largest:
-            raise error("invalid_input", f"handle.{field}: {value} exceeds the stored range")
+            raise error("invalid_input", f"handle.{field}: must be at most {largest}, got {value}")
         return value
 
     def lease_ttl_ms(self) -> int:

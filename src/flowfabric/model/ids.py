@@ -1,4 +1,4 @@
-"""Names of things, the partition each belongs to, and how new ones are minted."""
+"""Id types: parsing, formatting and minting them, and the partition each id belongs to."""
 
 import os
 import re
@@ -39,9 +39,9 @@ WORKER_PARTITIONS = 256
 
 ID_FORMAT = "{fp:%d}:%s"
 INDEX_PART, KEY_PART, UUID_PART = slice(4, -38), slice(-37), slice(-36, None)
-"""The canonical text of an execution id and where its parts stand, for what is done with every item of a batch.
+"""The canonical text of an execution id and the positions of its parts.
 
-Everywhere else the functions below read well and cost a call.
+For hot loops over batches; elsewhere use the functions below.
 """
 
 _MAX_INDEX = 65535
@@ -53,7 +53,7 @@ _CANONICAL_EXECUTION_ID = re.compile(r"\{fp:(?:0|[1-9][0-9]{0,3})\}:[0-9a-f]{8}-
 
 
 def parse_execution_id(value: object) -> ExecutionId:
-    """Return the canonical text of an execution id, from that or from its plain form, the UUID in lower case."""
+    """Return the canonical text of an execution id given in its canonical or plain form."""
     if type(value) is str and _CANONICAL_EXECUTION_ID.fullmatch(value):
         return ExecutionId(value)
     index, tag_end, uuid_text = "", "", ""
@@ -62,18 +62,18 @@ def parse_execution_id(value: object) -> ExecutionId:
     elif isinstance(value, str) and value.startswith("fp") and ":" not in value:
         index, tag_end, uuid_text = value[2:].partition("-")
     if not tag_end:
-        raise _no_id("MissingTag", value)
+        raise _invalid_execution_id("MissingTag", value)
     if not _INDEX.fullmatch(index) or int(index) > _MAX_INDEX:
-        raise _no_id("InvalidPartitionIndex", value)
+        raise _invalid_execution_id("InvalidPartitionIndex", value)
     if not _HYPHENATED.fullmatch(uuid_text):
-        raise _no_id("InvalidUuid", value)
+        raise _invalid_execution_id("InvalidUuid", value)
     return format_execution_id(int(index), uuid_text.lower())
 
 
 def plain_id(execution_id: ExecutionId | str) -> str:
-    """Return the form of an execution id for URLs, shells and file names, `fp105-<uuid>`: letters, digits and hyphens.
+    """Return the plain form of an execution id, `fp105-<uuid>`, which needs no quoting in URLs, shells and file names.
 
-    Whatever takes an execution id takes this form too, and answers with the canonical one.
+    Every operation accepts this form and answers with the canonical one.
     """
     partition, uuid_text = split_execution_id(parse_execution_id(execution_id))
     return f"fp{partition}-{uuid_text}"
@@ -85,10 +85,16 @@ def split_execution_id(execution_id: ExecutionId) -> tuple[int, str]:
 
 
 def row_key(execution_id: ExecutionId) -> tuple[int, str]:
-    """Return the partition index and the UUID text of a parsed execution id that a row may have."""
+    """Return the partition index and the UUID text of a parsed execution id, as rows are keyed.
+
+    A partition index that the column cannot hold is rejected.
+    """
     partition = int(execution_id[INDEX_PART])
     if partition > _MAX_STORED_INDEX:
-        raise error("invalid_input", f"execution_id: partition index {partition} exceeds i16 range")
+        raise error(
+            "invalid_input",
+            f"execution_id: partition index {partition} exceeds i16 range; it must be at most {_MAX_STORED_INDEX}",
+        )
     return partition, execution_id[UUID_PART]
 
 
@@ -98,32 +104,40 @@ def format_execution_id(partition: int, uuid: uuid.UUID | str) -> ExecutionId:
 
 
 def id_head(partition: int) -> str:
-    """Return what the ids of the executions of a partition begin with; the text of the UUID follows."""
+    """Return the part of an execution id before the UUID."""
     return ID_FORMAT % (partition, "")
 
 
 def partition_text(execution_id: ExecutionId) -> str:
-    """Return the partition key that leads an execution id."""
+    """Return the partition key at the start of an execution id."""
     return execution_id[KEY_PART]
 
 
 def check_partition(execution_id: ExecutionId, count: int) -> int:
-    """Return the partition index of a parsed execution id that this deployment has."""
+    """Return the partition index of a parsed execution id; reject one that this deployment does not have."""
     partition, _ = row_key(execution_id)
     if partition < count:
         return partition
-    raise error("invalid_input", f"execution_id: partition index {partition} is not below {count}")
+    raise error(
+        "invalid_input",
+        f"execution_id: partition index {partition} is not below {count}, the number of partitions of this deployment;"
+        " leave out execution_id, or mint one with flowfabric.ids",
+    )
 
 
-def _no_id(reason: str, value: object) -> EngineError:
+def _invalid_execution_id(reason: str, value: object) -> EngineError:
     return error(
         "invalid_input",
         f"{reason}: {shown(value)} is not an execution id; write {{fp:<number>}}:<uuid> or fp<number>-<uuid>",
     )
 
 
-def _refusal(reason: str, value: object) -> EngineError:
-    return error("invalid_input", f"{shorten(reason)}: {shown(value)}")
+def _invalid_partition_key(reason: str, value: object) -> EngineError:
+    return error(
+        "invalid_input",
+        f"{shorten(reason)}: {shown(value)} is not a partition key; write {{fp:<number>}}, {{b:<number>}} or "
+        "{q:<number>}",
+    )
 
 
 def fnv1a_64(data: bytes) -> int:
@@ -135,7 +149,7 @@ def fnv1a_64(data: bytes) -> int:
 
 
 def log_digest(text: str) -> str:
-    """Return eight hex digits that stand for a text in logs."""
+    """Return eight hex digits that identify a text in logs."""
     digest = fnv1a_64(text.encode())
     return f"{(digest ^ (digest >> 32)) & 0xFFFFFFFF:08x}"
 
@@ -169,7 +183,7 @@ def worker_partition(worker_instance_id: WorkerInstanceId) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Partitions:
-    """How many logical partitions a deployment has, and where executions outside any flow go."""
+    """The number of logical partitions of a deployment, and how executions outside any flow are assigned to one."""
 
     flow: int = 256
     budget: int = 32
@@ -177,19 +191,23 @@ class Partitions:
     solo: Callable[[LaneId, int], int] = field(default=lane_partition, repr=False)
 
     def __post_init__(self) -> None:
-        """Refuse counts outside 1..32768."""
+        """Reject counts outside 1 to 32768."""
         for family in ("flow", "budget", "quota"):
             count = getattr(self, family)
             if type(count) is not int or not 1 <= count <= MAX_PARTITION_COUNT:
-                raise error("invalid_input", f"num_{family}_partitions: {count!r} is not in 1..{MAX_PARTITION_COUNT}")
+                raise error(
+                    "invalid_input",
+                    f"num_{family}_partitions: must be a whole number from 1 to {MAX_PARTITION_COUNT}, "
+                    f"got {shown(count)}",
+                )
 
     def of_lane(self, lane_id: LaneId) -> int:
-        """Return the partition index of an execution of this lane that is outside any flow."""
+        """Return the partition index of an execution on this lane that is outside any flow."""
         return self.solo(lane_id, self.flow)
 
 
 class PartitionFamily(StrEnum):
-    """What kind of thing a partition key routes; executions share the family of flows."""
+    """What kind of object a partition key routes; executions share the partitions of flows."""
 
     FLOW = "fp"
     BUDGET = "b"
@@ -204,21 +222,21 @@ class PartitionKey:
     index: int
 
     def __str__(self) -> str:
-        """Read as the wire text."""
+        """Return the wire text."""
         return f"{{{self.family}:{self.index}}}"
 
 
 def parse_partition_key(value: object) -> PartitionKey:
-    """Return the partition key a wire text stands for."""
+    """Return the partition key that a wire text encodes."""
     if not isinstance(value, str) or len(value) < 2 or value[0] != "{" or value[-1] != "}":
-        raise _refusal("MissingBraces", value)
+        raise _invalid_partition_key("MissingBraces", value)
     prefix, colon, index = value[1:-1].partition(":")
     if not colon:
-        raise _refusal("MalformedBody", value)
+        raise _invalid_partition_key("MalformedBody", value)
     if prefix not in set(PartitionFamily):
-        raise _refusal(f"UnknownFamilyPrefix({prefix})", value)
+        raise _invalid_partition_key(f"UnknownFamilyPrefix({prefix})", value)
     if not _INDEX.fullmatch(index) or int(index) > _MAX_INDEX:
-        raise _refusal(f"InvalidIndex({index})", value)
+        raise _invalid_partition_key(f"InvalidIndex({index})", value)
     return PartitionKey(family=PartitionFamily(prefix), index=int(index))
 
 
@@ -233,26 +251,26 @@ def mint_solo(lane_id: str, partitions: Partitions) -> ExecutionId:
 
 
 def deterministic_for_flow(flow_id: uuid.UUID | str, uuid: uuid.UUID | str, partitions: Partitions) -> ExecutionId:
-    """Return the one id of a flow member that carries the caller's UUID."""
+    """Return the id of a flow member with the given UUID; the same arguments return the same id."""
     flow = FlowId(parse_uuid(flow_id, "flow_id"))
     return format_execution_id(flow_partition(flow, partitions.flow), parse_uuid(uuid, "uuid"))
 
 
 def deterministic_solo(lane_id: str, uuid: uuid.UUID | str, partitions: Partitions) -> ExecutionId:
-    """Return the one id of an execution outside any flow that carries the caller's UUID."""
+    """Return the id of an execution outside any flow with the given UUID; the same arguments return the same id."""
     return format_execution_id(partitions.of_lane(check_lane_id(lane_id)), parse_uuid(uuid, "uuid"))
 
 
 _RANDOM = 2**60 - 1
-# What follows the version in an id, up to the random part, by the tick within its millisecond.
+# The digits after the version digit and before the random part, by tick within the millisecond.
 _TICKS = tuple(f"{tick:03x}-8" for tick in range(4096))
 _tick_lock = threading.Lock()
 _last_tick = 0
 
 
 def _reserve_ticks(count: int) -> int:
-    # A tick is 1/4096 ms: 48 bits of milliseconds and the 12 bits after the version. Each id takes its own, so
-    # ids rise strictly within the process even where the clock stands still or steps back.
+    # A tick is 1/4096 ms: 48 bits of milliseconds and the 12 bits after the version. No two ids share a tick, so
+    # ids increase strictly within the process even if the clock stands still or steps back.
     global _last_tick
     now = time.time_ns() * 4096 // 1_000_000
     with _tick_lock:
@@ -262,7 +280,7 @@ def _reserve_ticks(count: int) -> int:
 
 
 def mint_uuid_texts(count: int) -> list[str]:
-    """Mint rising UUIDv7s as canonical texts with one reading of the clock and of the random source."""
+    """Mint increasing UUIDv7s as canonical texts, reading the clock and the random source once."""
     first = _reserve_ticks(count)
     random = os.urandom(8 * count).hex()
     minted: list[str] = []
@@ -286,9 +304,9 @@ def uuid7() -> uuid.UUID:
 
 
 def check_lane_id(value: object) -> LaneId:
-    """Return the lane id a text is: 1 to 64 printable ASCII characters."""
+    """Return the value if it is a lane id: 1 to 64 printable ASCII characters."""
     if not isinstance(value, str):
-        raise error("invalid_input", "lane_id: must be text")
+        raise error("invalid_input", f"lane_id: must be text, got {shown(value)}")
     return _check_lane_text(value)
 
 
@@ -296,19 +314,26 @@ def check_lane_id(value: object) -> LaneId:
 def _check_lane_text(value: str) -> LaneId:
     data = value.encode("utf-8", "surrogatepass")
     if not data:
-        raise error("invalid_input", "lane_id: Empty")
+        raise _invalid_lane("Empty", value)
     if len(data) > MAX_LANE_BYTES:
-        raise error("invalid_input", f"lane_id: TooLong({len(data)})")
+        raise _invalid_lane(f"TooLong({len(data)})", value)
     for index, byte in enumerate(data):
         if not 0x20 <= byte <= 0x7E:
-            raise error("invalid_input", f"lane_id: NonPrintable({index})")
+            raise _invalid_lane(f"NonPrintable({index})", value)
     return LaneId(value)
 
 
+def _invalid_lane(reason: str, value: str) -> EngineError:
+    return error(
+        "invalid_input",
+        f"lane_id: {reason}: must be 1 to {MAX_LANE_BYTES} printable ASCII characters, got {shown(value)}",
+    )
+
+
 def check_worker_id(value: object, field: str) -> str:
-    """Return a worker or worker instance id: 1 to 256 bytes without whitespace or control characters."""
+    """Return the value if it is a worker id: 1 to 256 bytes without whitespace or control characters."""
     if not isinstance(value, str):
-        raise error("invalid_input", f"{field}: must be text")
+        raise error("invalid_input", f"{field}: must be text, got {shown(value)}")
     return _check_worker_text(value, field)
 
 
@@ -317,17 +342,17 @@ def _check_worker_text(value: str, field: str) -> str:
     check_text(value, field)
     if not value:
         raise error("invalid_input", f"{field}: must not be empty")
-    if len(value.encode()) > MAX_WORKER_BYTES:
-        raise error("invalid_input", f"{field}: longer than {MAX_WORKER_BYTES} bytes")
+    if (size := len(value.encode())) > MAX_WORKER_BYTES:
+        raise error("invalid_input", f"{field}: must be at most {MAX_WORKER_BYTES} bytes long in UTF-8, got {size}")
     if has_space_or_control(value):
-        raise error("invalid_input", f"{field}: must not contain whitespace or control characters")
+        raise error("invalid_input", f"{field}: must not contain whitespace or control characters, got {shown(value)}")
     return value
 
 
 def parse_uuid(value: object, field: str) -> uuid.UUID:
-    """Return the UUID a value is, or the text of one says."""
+    """Return a UUID given as a UUID or as text."""
     if isinstance(value, uuid.UUID):
         return value
     if isinstance(value, str) and _UUID.fullmatch(value):
         return uuid.UUID(value)
-    raise _refusal(f"{field}: must be a UUID", value)
+    raise error("invalid_input", f"{field}: must be a UUID, got {shown(value)}")

@@ -1,4 +1,4 @@
-"""Lanes as the registry lists them."""
+"""Lanes: how the registry lists them."""
 
 from dataclasses import dataclass
 
@@ -18,7 +18,7 @@ class Lane:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LanePage:
-    """A part of the list of lanes; `next_cursor` leads on where there is more."""
+    """A page of lanes; `next_cursor` is None on the last page."""
 
     lanes: list[Lane]
     next_cursor: LaneId | None

@@ -1,4 +1,4 @@
-"""Leases: what claims, renewals and every end of a lease answer, and how reads show leases."""
+"""Leases: the answers of claims, renewals and everything that ends a lease, and how reads show leases."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from flowfabric.model.states import AttemptType, PublicState
 
 
 class ClaimedExecution(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """A lease on an execution, with all a worker needs to run it."""
+    """A lease on an execution, with everything a worker needs to run it."""
 
     execution_id: ExecutionId
     lease_id: LeaseId
@@ -30,18 +30,18 @@ class ClaimedExecution(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     tags: Mapping[str, str]
     policy: ExecutionPolicy | None
     has_waited: bool
-    """Whether the attempt was suspended before, and that wait is over."""
+    """Whether the attempt was suspended before and has been resumed."""
     retry_count: int
     priority: int
     attempt_timeout_ms: int | None
-    """How long the attempt may still take, from this claim on; None where nothing limits it."""
+    """How long the attempt may still run, from this claim on; None for no limit."""
     execution_deadline_at: int | None
-    """When the execution expires in any case, by the store's clock; None where it has no deadline."""
+    """When the execution expires, by the database clock; None if it has no deadline."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CurrentLease:
-    """The lease an execution is under, held or lost."""
+    """The latest lease of an execution, held or lost."""
 
     lease_id: LeaseId
     lease_epoch: int
@@ -53,7 +53,7 @@ class CurrentLease:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Renewed:
-    """The lease now ends later."""
+    """The lease was extended."""
 
     expires_at_ms: int
     lease_epoch: int
@@ -61,7 +61,7 @@ class Renewed:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Completed:
-    """The execution ended in success."""
+    """The execution succeeded."""
 
     execution_id: ExecutionId
     public_state: PublicState
@@ -69,7 +69,7 @@ class Completed:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RetryScheduled:
-    """The attempt failed; another follows at `delay_until`."""
+    """The attempt failed; the next one may start at `delay_until`."""
 
     delay_until: int
     next_attempt_index: int | None = None
@@ -77,30 +77,30 @@ class RetryScheduled:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TerminalFailed:
-    """The attempt failed and no retry is left."""
+    """The attempt failed and is not retried: the execution failed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Promoted:
-    """A delayed execution is due and may be claimed."""
+    """A delayed execution was due and is now claimable."""
 
     public_state: PublicState
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AlreadySatisfied:
-    """Nothing to do, and why."""
+    """There was nothing to do; `reason` says why."""
 
     reason: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Marked:
-    """The mark is set: a lease as expired, a worker as dead."""
+    """The lease is marked as expired, or the worker as dead."""
 
 
 class ExpiredLeaseCursor(NamedTuple):
-    """Where a page of expired leases ended; the next one begins behind it."""
+    """The last lease of a page; the next page starts after it."""
 
     expires_at_ms: int
     execution_id: ExecutionId
@@ -108,7 +108,7 @@ class ExpiredLeaseCursor(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpiredLease:
-    """A lease of active work whose time is up."""
+    """An expired lease of an active execution."""
 
     execution_id: ExecutionId
     lease_id: LeaseId
@@ -120,7 +120,7 @@ class ExpiredLease:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpiredLeases:
-    """A page of expired leases; the cursor is there when the page was full."""
+    """A page of expired leases; `cursor` is set if the page was full."""
 
     entries: tuple[ExpiredLease, ...]
     cursor: ExpiredLeaseCursor | None
@@ -128,16 +128,16 @@ class ExpiredLeases:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Expired:
-    """The execution ran out of time and ended."""
+    """The execution expired."""
 
     execution_id: ExecutionId
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AlreadyTerminal:
-    """The execution had ended before."""
+    """The execution had already ended."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NotYetDue:
-    """The time has not come."""
+    """The timer is not due yet."""

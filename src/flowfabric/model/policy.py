@@ -1,4 +1,4 @@
-"""What an execution asks of the engine: retries, timeouts, routing, limits. Every instance is valid."""
+"""Execution policies: retries, timeouts, routing and limits. Every instance is valid."""
 
 import contextlib
 from collections.abc import Callable, Mapping
@@ -28,17 +28,16 @@ from flowfabric.model.policy_checks import (
     wrong,
 )
 from flowfabric.model.states import TimeoutBehavior
-from flowfabric.model.text import has_space_or_control, shorten
+from flowfabric.model.text import has_space_or_control, shorten, shown
 
 DAY_MS = 86_400_000
 DEFAULT_RETRY_DELAY_MS = 1000
 DEFAULT_RECLAIM_CAP = 1000
-"""How often the lease of an execution without a policy may be lost."""
+"""How often an execution without a policy may be reclaimed."""
 POLICY_RECLAIM_CAP = 100
-"""The same, of one whose policy does not say."""
+"""How often an execution may be reclaimed whose policy sets no max_reclaim_count."""
 
 _LARGEST_CACHED_TEXT = 4096
-_NEVER_RETRIED = frozenset({"permanent", "cancelled"})
 
 
 class DurabilityMode(StrEnum):
@@ -50,18 +49,18 @@ class DurabilityMode(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FixedBackoff:
-    """The same pause before every retry."""
+    """The same delay before every retry."""
 
     delay_ms: int = DEFAULT_RETRY_DELAY_MS
 
     def __post_init__(self) -> None:
-        """Refuse what is no policy."""
+        """Reject invalid fields."""
         check_whole(self.delay_ms, "retry_policy.backoff.delay_ms")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExponentialBackoff:
-    """A pause that grows with every retry, up to a limit; jitter draws from its upper half."""
+    """A delay that grows with every retry up to a maximum; with jitter it is random within its upper half."""
 
     initial_delay_ms: int = 1000
     max_delay_ms: int = 60_000
@@ -69,17 +68,19 @@ class ExponentialBackoff:
     jitter: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse what is no policy."""
+        """Reject invalid fields."""
         check_whole(self.initial_delay_ms, "retry_policy.backoff.initial_delay_ms")
         check_whole(self.max_delay_ms, "retry_policy.backoff.max_delay_ms")
         multiplier: object = self.multiplier
         if isinstance(multiplier, bool) or not isinstance(multiplier, int | float):
-            raise wrong("retry_policy.backoff.multiplier", "must be a number")
+            raise wrong("retry_policy.backoff.multiplier", f"must be a number, got {shown(multiplier)}")
         if not 0 < multiplier <= MAX_MS:
-            raise wrong("retry_policy.backoff.multiplier", f"must be above 0 and at most {MAX_MS}")
+            raise wrong(
+                "retry_policy.backoff.multiplier", f"must be above 0 and at most {MAX_MS}, got {shown(multiplier)}"
+            )
         set_field(self, "multiplier", float(multiplier))
         if not isinstance(self.jitter, bool):
-            raise wrong("retry_policy.backoff.jitter", "must be true or false")
+            raise wrong("retry_policy.backoff.jitter", f"must be true or false, got {shown(self.jitter)}")
 
 
 Backoff = FixedBackoff | ExponentialBackoff
@@ -87,14 +88,14 @@ Backoff = FixedBackoff | ExponentialBackoff
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RetryPolicy:
-    """How often a failed attempt is tried again, after which pauses, and for which categories (none = all)."""
+    """How often a failed attempt is retried, after which delays, and for which failure categories (empty: all)."""
 
     max_retries: int = 3
     backoff: Backoff = ExponentialBackoff()
     retryable_categories: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        """Refuse what is no policy."""
+        """Reject invalid fields."""
         check_whole(self.max_retries, "retry_policy.max_retries", high=INT32)
         check_part(self.backoff, Backoff, "retry_policy.backoff")
         set_field(self, "retryable_categories", texts(self.retryable_categories, "retry_policy.retryable_categories"))
@@ -102,14 +103,14 @@ class RetryPolicy:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TimeoutPolicy:
-    """How long one attempt and the whole execution may take."""
+    """How long an attempt and the whole execution may take."""
 
     attempt_timeout_ms: int | None = None
     execution_deadline_ms: int | None = None
     max_reclaim_count: int = POLICY_RECLAIM_CAP
 
     def __post_init__(self) -> None:
-        """Refuse what is no policy."""
+        """Reject invalid fields."""
         check_optional_whole(self.attempt_timeout_ms, "timeout_policy.attempt_timeout_ms")
         check_optional_whole(self.execution_deadline_ms, "timeout_policy.execution_deadline_ms")
         check_whole(self.max_reclaim_count, "timeout_policy.max_reclaim_count", high=INT32)
@@ -117,13 +118,13 @@ class TimeoutPolicy:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SuspensionPolicy:
-    """When a suspension that names no deadline times out, and what happens then."""
+    """When a suspension without its own deadline times out, and what happens then."""
 
     default_timeout_ms: int | None = None
     timeout_behavior: TimeoutBehavior = TimeoutBehavior.FAIL
 
     def __post_init__(self) -> None:
-        """Refuse what is no policy."""
+        """Reject invalid fields."""
         check_optional_whole(self.default_timeout_ms, "suspension_policy.default_timeout_ms")
         given: object = self.timeout_behavior
         word = TimeoutBehavior.AUTO_RESUME_WITH_TIMEOUT_SIGNAL if given == "auto_resume" else given
@@ -139,7 +140,7 @@ class FallbackTier:
     timeout_ms: int | None = None
 
     def __post_init__(self) -> None:
-        """Refuse what is no policy."""
+        """Reject invalid fields."""
         check_words(self.provider, "fallback_policy.tiers.provider")
         check_words(self.model, "fallback_policy.tiers.model")
         check_optional_whole(self.timeout_ms, "fallback_policy.tiers.timeout_ms")
@@ -147,12 +148,12 @@ class FallbackTier:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FallbackPolicy:
-    """Which tiers a worker may fall back to, best first."""
+    """The tiers a worker may fall back to, best first."""
 
     tiers: tuple[FallbackTier, ...] = ()
 
     def __post_init__(self) -> None:
-        """Refuse what is no policy."""
+        """Reject invalid fields."""
         tiers = array(self.tiers, "fallback_policy.tiers")
         for tier in tiers:
             check_part(tier, FallbackTier, "fallback_policy.tiers")
@@ -161,14 +162,14 @@ class FallbackPolicy:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RoutingRequirements:
-    """What a worker must offer; the capabilities are kept sorted and without repeats."""
+    """What a worker must offer; capabilities are kept sorted and without duplicates."""
 
     required_capabilities: tuple[str, ...] = ()
     preferred_locality: str | None = None
     isolation_level: str | None = None
 
     def __post_init__(self) -> None:
-        """Refuse what is no policy."""
+        """Reject invalid fields."""
         set_field(
             self, "required_capabilities", check_tokens(self.required_capabilities, "required", has_ascii_control)
         )
@@ -178,14 +179,14 @@ class RoutingRequirements:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StreamPolicy:
-    """How an attempt's stream is kept; its retention is also the execution's own."""
+    """How the stream of an attempt is kept; `retention_ttl_ms` is also the retention of the execution."""
 
     durability_mode: DurabilityMode = DurabilityMode.BUFFERED
     retention_maxlen: int = 10_000
     retention_ttl_ms: int | None = None
 
     def __post_init__(self) -> None:
-        """Refuse what is no policy."""
+        """Reject invalid fields."""
         set_field(
             self, "durability_mode", choice(DurabilityMode, self.durability_mode, "stream_policy.durability_mode")
         )
@@ -195,7 +196,7 @@ class StreamPolicy:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExecutionPolicy:
-    """What an execution asks of the engine, frozen when it is created."""
+    """Retries, timeouts, routing and limits of an execution; fixed when it is created."""
 
     priority: int = 0
     delay_until: int | None = None
@@ -213,7 +214,7 @@ class ExecutionPolicy:
     max_signals_per_execution: int = 10_000
 
     def __post_init__(self) -> None:
-        """Refuse what is no policy."""
+        """Reject invalid fields."""
         check_whole(self.priority, "priority", low=-INT32 - 1, high=INT32)
         check_optional_whole(self.delay_until, "delay_until")
         check_whole(self.max_reclaim_count, "max_reclaim_count", high=INT32)
@@ -228,7 +229,7 @@ class ExecutionPolicy:
 
     @property
     def required_capabilities(self) -> tuple[str, ...]:
-        """What a worker must offer, sorted."""
+        """The capabilities a worker must offer, sorted."""
         return () if self.routing_requirements is None else self.routing_requirements.required_capabilities
 
 
@@ -243,7 +244,7 @@ _PARTS: Mapping[str, type] = {
 
 
 def parse_policy(value: ExecutionPolicy | Mapping[str, object] | str | bytes | None) -> ExecutionPolicy | None:
-    """Return the policy a JSON object or text says; empty text says none."""
+    """Return the policy in a JSON object or JSON text; None for None, empty text and null."""
     if value is None or isinstance(value, ExecutionPolicy):
         return value
     if isinstance(value, str | bytes):
@@ -253,7 +254,7 @@ def parse_policy(value: ExecutionPolicy | Mapping[str, object] | str | bytes | N
 
 @lru_cache(maxsize=1024)
 def read_stored_policy(text: str | None) -> ExecutionPolicy | None:
-    """Return the policy a row holds, without what only a newer version that runs beside this one understands."""
+    """Return the policy stored in a row; fields that only a newer version understands are ignored."""
     if not text:
         return None
     try:
@@ -278,7 +279,7 @@ def _known(part: type, plain: Mapping[str, object]) -> dict[str, object]:
 
 
 def parse_retry_policy(value: RetryPolicy | Mapping[str, object] | str | bytes | None) -> RetryPolicy | None:
-    """Return the retry policy a JSON object or text says; empty text says none."""
+    """Return the retry policy in a JSON object or JSON text; None for None, empty text and null."""
     if value is None or isinstance(value, RetryPolicy):
         return value
     plain = _decode(value) if isinstance(value, str | bytes) else value
@@ -305,7 +306,7 @@ def _decode(text: str | bytes) -> object:
     try:
         return msgspec.json.decode(text)
     except (msgspec.DecodeError, UnicodeError, RecursionError):
-        raise error("invalid_policy_json", "malformed") from None
+        raise error("invalid_policy_json", f"malformed: expected a JSON object, got {shown(text)}") from None
 
 
 Part = TypeVar("Part")
@@ -315,18 +316,18 @@ def _read(
     part: Callable[..., Part], plain: object, path: str, readers: Mapping[str, Callable[[object], object]] | None = None
 ) -> Part:
     if not isinstance(plain, Mapping):
-        raise wrong(path or "policy", "must be an object")
+        raise wrong(path or "policy", f"must be an object, got {shown(plain)}")
     prefix = f"{path}." if path else ""
     known = {field.name: field for field in fields(cast(Any, part))}
     given: dict[str, object] = {}
     for key, value in plain.items():
         if key not in known:
-            raise wrong(f"{prefix}{shorten(str(key))}", "is not a field of a policy")
+            raise wrong(f"{prefix}{shorten(str(key))}", f"unknown field; the fields are {', '.join(known)}")
         if value is not None:
             given[key] = readers[key](value) if readers and key in readers else value
     for name, field in known.items():
         if field.default is MISSING and name not in given:
-            raise wrong(f"{prefix}{name}", "is missing")
+            raise wrong(f"{prefix}{name}", "is missing and has no default")
     return part(**given)
 
 
@@ -341,7 +342,7 @@ def _read_retry_policy(plain: object) -> RetryPolicy:
 def _read_backoff(plain: object) -> Backoff:
     path = "retry_policy.backoff"
     if not isinstance(plain, Mapping):
-        raise wrong(path, "must be an object")
+        raise wrong(path, f"must be an object, got {shown(plain)}")
     numbers = {name: value for name, value in plain.items() if name != "type"}
     match plain.get("type"):
         case "fixed":
@@ -349,9 +350,10 @@ def _read_backoff(plain: object) -> Backoff:
         case "exponential":
             for name in ("initial_delay_ms", "max_delay_ms", "multiplier"):
                 if numbers.get(name) is None:
-                    raise wrong(f"{path}.{name}", "is missing")
+                    needed = "an exponential backoff needs initial_delay_ms, max_delay_ms and multiplier"
+                    raise wrong(f"{path}.{name}", f"is missing; {needed}")
             return _read(ExponentialBackoff, numbers, path)
-    raise wrong(f"{path}.type", "must be one of fixed, exponential")
+    raise wrong(f"{path}.type", f"must be 'fixed' or 'exponential', got {shown(plain.get('type'))}")
 
 
 def _read_fallback_policy(plain: object) -> FallbackPolicy:
@@ -365,7 +367,7 @@ def _read_fallback_policy(plain: object) -> FallbackPolicy:
 
 def _read_routing_requirements(plain: object) -> RoutingRequirements:
     if not isinstance(plain, Mapping):
-        raise error("invalid_policy_json", "routing_requirements:not_object")
+        raise error("invalid_policy_json", f"routing_requirements:not_object: expected an object, got {shown(plain)}")
     return _read(RoutingRequirements, plain, "routing_requirements")
 
 
@@ -388,7 +390,7 @@ def _plain(value: Any) -> object:
         case FixedBackoff():
             return {"type": "fixed", "delay_ms": value.delay_ms}
         case ExponentialBackoff():
-            # A backoff that is given at all must name its three numbers, default or not.
+            # Stored in full: reading an exponential backoff requires these three.
             numbers = {
                 "initial_delay_ms": value.initial_delay_ms,
                 "max_delay_ms": value.max_delay_ms,
@@ -401,59 +403,30 @@ def _plain(value: Any) -> object:
 
 
 def check_capabilities(values: object) -> tuple[str, ...]:
-    """Return what a worker offers, sorted and without repeats."""
+    """Return the capabilities a worker offers, sorted and without duplicates."""
     if isinstance(values, list | tuple):
         try:
-            return _check_offered(tuple(values))
+            return _check_cached(tuple(values))
         except TypeError:
-            raise error("invalid_capabilities", "worker:non_string_token") from None
+            # An item that cannot be hashed is not text either: this names it.
+            return _check_offered(values)
+    return _check_offered(values)
+
+
+def _check_offered(values: object) -> tuple[str, ...]:
     return check_tokens(values, "worker", has_space_or_control)
 
 
-@lru_cache(maxsize=1024)
-def _check_offered(values: tuple[object, ...]) -> tuple[str, ...]:
-    return check_tokens(values, "worker", has_space_or_control)
-
-
-def may_retry(retry_policy: RetryPolicy | None, *, retry_count: int, category: str) -> bool:
-    """Return whether a failed attempt of a category is followed by another."""
-    if retry_policy is None or retry_count >= retry_policy.max_retries or category in _NEVER_RETRIED:
-        return False
-    return not retry_policy.retryable_categories or category in retry_policy.retryable_categories
-
-
-def retry_delay_ms(backoff: Backoff | None, retry_count: int, *, draw: float) -> int:
-    """Return the pause before the next retry; `draw`, from [0, 1), decides where jitter is asked for."""
-    match backoff:
-        case None:
-            return DEFAULT_RETRY_DELAY_MS
-        case FixedBackoff():
-            return backoff.delay_ms
-        case ExponentialBackoff():
-            delay = _grown_delay(backoff, retry_count)
-            if not backoff.jitter:
-                return delay
-            least = (delay + 1) // 2
-            return min(least + int(draw * (delay - least + 1)), delay)
-
-
-def _grown_delay(backoff: ExponentialBackoff, retry_count: int) -> int:
-    if backoff.initial_delay_ms == 0:
-        return 0
-    try:
-        growth = backoff.multiplier**retry_count
-    except OverflowError:
-        return backoff.max_delay_ms
-    return int(min(backoff.initial_delay_ms * growth, backoff.max_delay_ms))
+_check_cached = lru_cache(maxsize=1024)(_check_offered)
 
 
 def reclaim_cap(policy: ExecutionPolicy | None, argument: int | None = None) -> int:
-    """Return how many reclaims an execution may have."""
+    """Return how often an execution may be reclaimed."""
     if policy is not None:
         return policy.max_reclaim_count
     return DEFAULT_RECLAIM_CAP if argument is None else argument
 
 
 def dedup_window_ms(policy: ExecutionPolicy | None) -> int:
-    """Return how long an idempotency key is remembered; nothing is recorded at 0 or below."""
+    """Return how long an idempotency key is kept; at 0 or less it is not recorded."""
     return DAY_MS if policy is None or policy.dedup_window_ms is None else policy.dedup_window_ms

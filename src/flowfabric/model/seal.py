@@ -1,4 +1,4 @@
-"""Secrets as they are stored: sealed under the deployment's key where it has one, else as they are."""
+"""Encryption of stored secrets under the deployment's key; without a key they are stored in plain."""
 
 import secrets
 from collections.abc import Sequence
@@ -12,27 +12,27 @@ _FORMAT = b"\x01"
 _NONCE_BYTES = 12
 _TAG_BYTES = 16
 _SEALED_BYTES = len(_FORMAT) + _NONCE_BYTES + SECRET_BYTES + _TAG_BYTES
-"""No secret is as long, so that the length alone tells what is sealed."""
+"""Longer than a plain secret, so the length tells whether a stored secret is sealed."""
 
 
 class Seals:
-    """Seals secrets with AES-256-GCM, each for the name it is stored under, and opens them again.
+    """Seals (encrypts) secrets with AES-256-GCM, bound to their kid, and opens (decrypts) them.
 
-    The first key seals and all of them open; without any, secrets are stored as they are.
+    The first key seals and every key opens; without keys, secrets are stored in plain.
     """
 
     def __init__(self, keys: Sequence[bytes] = ()) -> None:
         self._ciphers = [AESGCM(key) for key in keys]
 
     def seal(self, kid: str, secret: bytes) -> bytes:
-        """Return what is stored of a secret."""
+        """Return the bytes to store for a secret."""
         if not self._ciphers:
             return secret
         nonce = secrets.token_bytes(_NONCE_BYTES)
         return _FORMAT + nonce + self._ciphers[0].encrypt(nonce, secret, kid.encode())
 
     def open(self, kid: str, stored: bytes) -> bytes:
-        """Return the secret that is stored, or refuse with `corruption` what cannot be opened."""
+        """Return the secret of stored bytes; raise `corruption` if they cannot be opened."""
         if not is_sealed(stored):
             if len(stored) == SECRET_BYTES:
                 return stored
@@ -43,19 +43,19 @@ class Seals:
         raise unusable(kid)
 
     def is_settled(self, kid: str, stored: bytes) -> bool:
-        """Whether a secret that opens is sealed under the first key, or there is none to seal it under."""
+        """Whether stored bytes need no new sealing: they are sealed under the first key, or there is no key."""
         if not self._ciphers:
             return True
         return is_sealed(stored) and _opened(self._ciphers[0], kid, stored) is not None
 
     @property
     def has_key(self) -> bool:
-        """Whether what is stored from now on is sealed."""
+        """Whether secrets are sealed when they are stored."""
         return bool(self._ciphers)
 
 
 def is_sealed(stored: bytes) -> bool:
-    """Whether stored bytes are a sealed secret, whoever can open it."""
+    """Whether stored bytes are a sealed secret, under any key."""
     return len(stored) == _SEALED_BYTES and stored.startswith(_FORMAT)
 
 

@@ -1,4 +1,4 @@
-"""Signals: what a caller delivers, what the delivery did, and what a resumed run reads."""
+"""Signals: what a caller delivers, the effect of a delivery, and what a resumed run reads."""
 
 import hashlib
 from dataclasses import dataclass, field
@@ -8,12 +8,12 @@ from typing import Any, Self
 from flowfabric.model.errors import error
 from flowfabric.model.ids import ExecutionId, SignalId, WaitpointId, parse_execution_id, parse_uuid, row_key, uuid7
 from flowfabric.model.policy_checks import INT32, MAX_MS
-from flowfabric.model.text import MAX_KEY_BYTES, check_length, check_range, check_short
+from flowfabric.model.text import MAX_KEY_BYTES, check_length, check_range, check_short, shown
 from flowfabric.model.token import WaitpointToken
 
 MAX_PAYLOAD_BYTES = 65_536
 MAX_TEXT = 1_024
-"""Characters of a text of a signal."""
+"""The largest number of characters in a text field of a signal."""
 DEFAULT_SIGNAL_LIMIT = 10_000
 DEFAULT_MAXLEN = 1_000
 DEFAULT_DEDUP_TTL_MS = 86_400_000
@@ -32,7 +32,7 @@ _NO_TOKEN = WaitpointToken("-")
 
 
 class SignalEffect(StrEnum):
-    """What a delivery did."""
+    """The effect of a delivery."""
 
     APPENDED_TO_WAITPOINT = "appended_to_waitpoint"
     RESUME_CONDITION_SATISFIED = "resume_condition_satisfied"
@@ -40,7 +40,7 @@ class SignalEffect(StrEnum):
 
 
 class SignalDisposition(StrEnum):
-    """Why a delivery did what it did."""
+    """Why a delivery had its effect."""
 
     SIGNAL_IGNORED_NOT_IN_CONDITION = "signal_ignored_not_in_condition"
     SIGNAL_IGNORED_MATCHER_FAILED = "signal_ignored_matcher_failed"
@@ -52,7 +52,7 @@ class SignalDisposition(StrEnum):
 
     @property
     def effect(self) -> SignalEffect:
-        """What the delivery did."""
+        """The effect of the delivery."""
         if self is SignalDisposition.RESUME_CONDITION_SATISFIED:
             return SignalEffect.RESUME_CONDITION_SATISFIED
         if self is SignalDisposition.BUFFERED_FOR_PENDING_WAITPOINT:
@@ -61,20 +61,20 @@ class SignalDisposition(StrEnum):
 
     @property
     def is_matched(self) -> bool:
-        """Whether the signal counts as one the condition asks for."""
+        """Whether the signal matched the condition."""
         return self.is_adding or self is SignalDisposition.APPENDED_TO_WAITPOINT_DUPLICATE
 
     @property
     def is_adding(self) -> bool:
-        """Whether the signal is a satisfier: the condition is nearer to being met by it, or met."""
+        """Whether the signal is a satisfier: it counted towards the condition or met it."""
         return self is SignalDisposition.RESUME_CONDITION_SATISFIED or self is SignalDisposition.APPENDED_TO_WAITPOINT
 
 
 @dataclass(kw_only=True, slots=True)
 class NewSignal:
-    """A signal as a caller delivers it, checked as far as it can be without the store.
+    """A signal as a caller delivers it; all checks that need no database have passed.
 
-    Not frozen, as one is made for every delivery and its checks write to it; nobody does so later.
+    Not frozen because the checks normalise its fields on the hot path; nothing changes it later.
     """
 
     execution_id: ExecutionId
@@ -96,15 +96,15 @@ class NewSignal:
     max_signals_per_execution: int | None = None
     signal_maxlen: int = DEFAULT_MAXLEN
     is_minted: bool = field(default=False, init=False, repr=False)
-    """Whether the id is of this process, so that no signal can bear it."""
+    """Whether this process minted the id, so that no stored signal can have it."""
 
     @classmethod
     def of(cls, **given: Any) -> Self:
-        """Return the signal that arguments of a call describe; ids and token may be texts."""
+        """Return the signal of a call's arguments; ids and token may be given as text."""
         return cls(**given)
 
     def __post_init__(self) -> None:
-        """Refuse what is no signal; a missing or misshapen token is for the waitpoint to refuse."""
+        """Reject invalid fields; a missing or malformed token is rejected later, with the waitpoint."""
         execution_id = parse_execution_id(self.execution_id)
         row_key(execution_id)
         self.execution_id = execution_id
@@ -123,7 +123,7 @@ class NewSignal:
         if not self.signal_name:
             raise error("invalid_input", "signal_name: must not be empty")
         if self.payload is not None and not isinstance(self.payload, bytes):
-            raise error("invalid_input", "payload: must be bytes")
+            raise error("invalid_input", f"payload: must be bytes, got {shown(self.payload)}")
         if self.created_at is not None:
             check_range(self.created_at, "created_at", -MAX_MS, MAX_MS)
         if self.resume_delay_ms is not None:
@@ -133,7 +133,10 @@ class NewSignal:
         check_range(self.dedup_ttl_ms, "dedup_ttl_ms", 0, MAX_MS)
         check_range(self.signal_maxlen, "signal_maxlen", 1, INT32)
         if len(self.payload or b"") > MAX_PAYLOAD_BYTES:
-            raise error("payload_too_large", f"payload: {len(self.payload or b'')} bytes, at most {MAX_PAYLOAD_BYTES}")
+            raise error(
+                "payload_too_large",
+                f"payload: must be at most {MAX_PAYLOAD_BYTES} bytes, got {len(self.payload or b'')}",
+            )
 
     def _check_texts(self) -> None:
         texts = (
@@ -157,20 +160,20 @@ class NewSignal:
 
     @property
     def id(self) -> SignalId:
-        """The id of the caller's, else the one minted."""
-        assert self.signal_id is not None, "minted where it was not given"
+        """The id: the caller's, or else the minted one."""
+        assert self.signal_id is not None, "minted if the caller gave none"
         return self.signal_id
 
     @property
     def dedup_key(self) -> str | None:
-        """What a repeat of the signal is known by, where the caller wants that."""
+        """The key that identifies a duplicate of this signal, or None if it is not deduplicated."""
         return (self.idempotency_key or None) if self.dedup_ttl_ms else None
 
 
 def approval_key(signal_name: str, suffix: str, source_identity: str) -> str:
-    """Return the idempotency key of an approval: another one for every other signal name, suffix or approver."""
+    """Return the idempotency key of an approval, which is distinct for each signal name, suffix and approver."""
     parts = (signal_name, suffix, source_identity) if source_identity else (signal_name, suffix)
-    # The separator is quoted within a part, so that texts with colons cannot run into each other.
+    # Colons are escaped, so that different parts never produce the same key.
     key = ":".join(("approval", *(part.replace("%", "%25").replace(":", "%3A") for part in parts)))
     if len(data := key.encode()) <= MAX_KEY_BYTES:
         return key
@@ -179,7 +182,7 @@ def approval_key(signal_name: str, suffix: str, source_identity: str) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TimeoutSignal:
-    """The signal that tells a resumed attempt that its deadline ended the wait; no caller sends it."""
+    """The signal that a resumed attempt reads when its wait timed out; no caller sends it."""
 
     waitpoint_key: str = "__timeout__"
     signal_name: str = "timeout"
@@ -190,7 +193,7 @@ class TimeoutSignal:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Accepted:
-    """The signal is recorded: what that did, and why."""
+    """The signal is recorded, with its effect and disposition."""
 
     signal_id: SignalId
     effect: SignalEffect
@@ -199,14 +202,14 @@ class Accepted:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SignalDuplicate:
-    """The signal was recorded before, under this id; nothing changed."""
+    """The signal was recorded already, under this id; nothing changed."""
 
     existing_signal_id: SignalId
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ResumeSignal:
-    """A signal of a suspension as the run it is for reads it."""
+    """A signal of a suspension, as the resumed run reads it."""
 
     signal_id: SignalId
     signal_name: str
@@ -221,5 +224,5 @@ class ResumeSignal:
 
 
 def smallest_limit(*limits: int | None) -> int | None:
-    """Return the strictest of some limits of which 0 sets none; None when no limit is set."""
+    """Return the smallest limit, or None; a limit of 0 or None means no limit."""
     return min(filter(None, limits), default=None)

@@ -1,11 +1,11 @@
-"""The seven dimensions of an execution's state, and the rules that bind them."""
+"""The seven dimensions of an execution's state, and the invariants between them."""
 
 from dataclasses import dataclass
 from enum import StrEnum
 
 
 class LifecyclePhase(StrEnum):
-    """Where an execution is in its life; `submitted` is never stored."""
+    """The lifecycle phase of an execution; `submitted` is never stored."""
 
     SUBMITTED = "submitted"
     RUNNABLE = "runnable"
@@ -15,7 +15,7 @@ class LifecyclePhase(StrEnum):
 
 
 class OwnershipState(StrEnum):
-    """Whether a worker holds an execution, and how a lost lease was lost."""
+    """Whether a worker holds the lease of an execution, or how the lease was lost."""
 
     UNOWNED = "unowned"
     LEASED = "leased"
@@ -24,7 +24,7 @@ class OwnershipState(StrEnum):
 
 
 class EligibilityState(StrEnum):
-    """Whether a runnable execution may be claimed, and what keeps it from it."""
+    """Whether a runnable execution is claimable, or what blocks it."""
 
     ELIGIBLE_NOW = "eligible_now"
     NOT_ELIGIBLE_UNTIL_TIME = "not_eligible_until_time"
@@ -71,7 +71,7 @@ class TerminalOutcome(StrEnum):
 
 
 class AttemptState(StrEnum):
-    """What the current attempt does, or which kind the next claim creates."""
+    """The state of the current attempt, or the type of attempt that the next claim creates."""
 
     NONE = "none"
     PENDING_FIRST_ATTEMPT = "pending_first_attempt"
@@ -83,7 +83,7 @@ class AttemptState(StrEnum):
 
 
 class PublicState(StrEnum):
-    """The one word for an execution's state, derived from the others."""
+    """The state of an execution in one word, derived from the other dimensions."""
 
     WAITING = "waiting"
     DELAYED = "delayed"
@@ -112,7 +112,7 @@ ENDED_STATES = frozenset(
 
 
 class AttemptLifecycle(StrEnum):
-    """Where one attempt is in its life."""
+    """The lifecycle of one attempt."""
 
     CREATED = "created"
     STARTED = "started"
@@ -124,7 +124,7 @@ class AttemptLifecycle(StrEnum):
 
     @property
     def has_ended(self) -> bool:
-        """Whether the attempt never runs again."""
+        """Whether the attempt has ended for good."""
         return self in _ENDED_ATTEMPTS
 
 
@@ -139,7 +139,7 @@ _ENDED_ATTEMPTS = frozenset(
 
 
 class AttemptType(StrEnum):
-    """Why an attempt was made."""
+    """Why an attempt was created."""
 
     INITIAL = "initial"
     RETRY = "retry"
@@ -158,7 +158,7 @@ class LaneState(StrEnum):
 
 
 class CancelSource(StrEnum):
-    """Who asks for an ending; any other text is a custom source."""
+    """Who requests a cancellation; any other text is a custom source."""
 
     OPERATOR_OVERRIDE = "operator_override"
     LEASE_HOLDER = "lease_holder"
@@ -177,7 +177,7 @@ class TimeoutBehavior(StrEnum):
 
 
 class WaitpointState(StrEnum):
-    """Whether a waitpoint takes signals: `pending` keeps them, `active` judges them; the others take none."""
+    """Whether a waitpoint takes signals: `pending` buffers them, `active` evaluates them, the others reject them."""
 
     PENDING = "pending"
     ACTIVE = "active"
@@ -186,7 +186,7 @@ class WaitpointState(StrEnum):
 
 
 class HandleKind(StrEnum):
-    """How a handle came about."""
+    """How a handle was obtained."""
 
     FRESH = "Fresh"
     RESUMED = "Resumed"
@@ -194,7 +194,7 @@ class HandleKind(StrEnum):
     RECLAIMED = "Reclaimed"
 
 
-_ENDINGS = {
+_ENDED_AS = {
     TerminalOutcome.SUCCESS: PublicState.COMPLETED,
     TerminalOutcome.FAILED: PublicState.FAILED,
     TerminalOutcome.CANCELLED: PublicState.CANCELLED,
@@ -203,7 +203,7 @@ _ENDINGS = {
     TerminalOutcome.NONE: PublicState.FAILED,
 }
 
-_WAITS = {
+_WAITING_AS = {
     EligibilityState.NOT_ELIGIBLE_UNTIL_TIME: PublicState.DELAYED,
     EligibilityState.BLOCKED_BY_DEPENDENCIES: PublicState.WAITING_CHILDREN,
     EligibilityState.BLOCKED_BY_BUDGET: PublicState.RATE_LIMITED,
@@ -214,10 +214,10 @@ _WAITS = {
 def derive_public_state(
     phase: LifecyclePhase, eligibility: EligibilityState, outcome: TerminalOutcome, attempt: AttemptState
 ) -> PublicState:
-    """Return the one word for a state; every combination has one."""
+    """Return the public state; every combination has one."""
     match phase:
         case LifecyclePhase.TERMINAL:
-            return _ENDINGS[outcome]
+            return _ENDED_AS[outcome]
         case LifecyclePhase.SUSPENDED:
             return PublicState.SUSPENDED
         case LifecyclePhase.ACTIVE:
@@ -227,7 +227,7 @@ def derive_public_state(
         case LifecyclePhase.RUNNABLE:
             if eligibility is EligibilityState.ELIGIBLE_NOW and attempt is AttemptState.ATTEMPT_INTERRUPTED:
                 return PublicState.RESUMABLE
-            return _WAITS.get(eligibility, PublicState.WAITING)
+            return _WAITING_AS.get(eligibility, PublicState.WAITING)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -244,7 +244,7 @@ class StateVector:
 
 
 def illegal(vector: StateVector) -> str | None:
-    """Name the rule a state breaks, or nothing."""
+    """Return the invariant that a state violates, or None."""
     phase = vector.lifecycle_phase
     if vector.ownership_state is not OwnershipState.UNOWNED and phase is not LifecyclePhase.ACTIVE:
         return f"{vector.ownership_state} implies active"
@@ -254,5 +254,5 @@ def illegal(vector: StateVector) -> str | None:
         return "eligibility_state applies if and only if the phase is runnable"
     derived = derive_public_state(phase, vector.eligibility_state, vector.terminal_outcome, vector.attempt_state)
     if vector.public_state is not derived:
-        return f"public_state is {vector.public_state} where {derived} is derived"
+        return f"public_state is {vector.public_state} but must be {derived}"
     return None

@@ -1,4 +1,4 @@
-"""What an engine says of itself: its identity, a flag for each thing it can do, and what it prepared."""
+"""What an engine reports about itself: its identity, its capability flags, and the answers of `prepare`."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Version:
-    """A version by its three numbers."""
+    """A version number."""
 
     major: int
     minor: int
@@ -16,7 +16,7 @@ class Version:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BackendIdentity:
-    """Which backend this is, and how far it has come."""
+    """The name, version and maturity of a backend."""
 
     family: str
     version: Version
@@ -25,7 +25,7 @@ class BackendIdentity:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Capabilities:
-    """The identity of an engine and what it offers; what is False answers `unavailable`."""
+    """The identity of an engine and one flag per feature; operations of a False flag raise `unavailable`."""
 
     identity: BackendIdentity
     cancel_execution: bool
@@ -76,7 +76,7 @@ OPERATIONS: Mapping[str, tuple[str, ...]] = {
     "stream_durable_summary": ("read_summary",),
     "stream_best_effort_live": ("tail_stream",),
 }
-"""The operations each flag speaks for."""
+"""The operations that a flag covers; by default the one of the same name."""
 
 
 _NAMES = """
@@ -103,28 +103,28 @@ read_exec_core_fields list_executions list_lanes server_time_ms ping capabilitie
 shutdown_prepare
 """
 NAMED_OPERATIONS = frozenset(_NAMES.split())
-"""The operations a caller may know by name; an engine that does not offer one says so when it is called."""
+"""Every operation name of the specification; calling one that an engine lacks raises `unavailable`."""
 
 
 def identify(family: str, version: str, stage: str) -> BackendIdentity:
-    """The identity of a backend whose version is written with dots."""
+    """Return the identity of a backend from a dotted version."""
     major, minor, patch = map(int, re.findall(r"\d+", version)[:3])
     return BackendIdentity(family=family, version=Version(major=major, minor=minor, patch=patch), stage=stage)
 
 
 def capabilities_of(identity: BackendIdentity, offers: Callable[[str], bool]) -> Capabilities:
-    """The flags of an engine that offers some operations: each is True where all of its operations are there."""
+    """Return the flags of an engine: a flag is True if the engine offers all of its operations."""
     flags = {flag: all(offers(operation) for operation in OPERATIONS[flag]) for flag in FLAGS}
     return Capabilities(identity=identity, **flags)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NothingToPrepare:
-    """There was nothing to prepare."""
+    """The database needed no preparation."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Applied:
-    """What was prepared."""
+    """The database was prepared; `description` says how."""
 
     description: str

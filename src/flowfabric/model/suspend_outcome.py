@@ -1,4 +1,4 @@
-"""Outcomes of suspends as they are stored, so that a repeat under the same idempotency key gets the same answer."""
+"""Stored outcomes of suspends, so that a repeated call with the same idempotency key returns the same outcome."""
 
 from typing import TypeAlias
 
@@ -43,12 +43,12 @@ _decode = msgspec.json.Decoder(_Record).decode
 
 
 def need_not_wait(details: SuspendDetails) -> AlreadyMet:
-    """Return the outcome of a suspend whose condition is met by signals that came before."""
+    """Return the outcome of a suspend whose condition is already met by earlier signals."""
     return AlreadyMet(reason=SignalEffect.RESUME_CONDITION_SATISFIED, details=details)
 
 
 def outcome_json(outcome: SuspendOutcome) -> str:
-    """Return the JSON text of an outcome, as it is stored: it holds live tokens."""
+    """Return the JSON text of an outcome for storage; it contains live tokens."""
     details = outcome.details
     record = _Record(
         variant=Suspended.__name__ if isinstance(outcome, Suspended) else _MET,
@@ -68,7 +68,7 @@ def outcome_json(outcome: SuspendOutcome) -> str:
 
 
 def read_stored_outcome(text: str | None, attempt_index: int | None) -> SuspendOutcome | None:
-    """Return the outcome a row holds for an attempt; none where there is none that can be read."""
+    """Return the outcome stored for an attempt, or None if there is none or it cannot be read."""
     if text is None or attempt_index is None:
         return None
     try:

@@ -1,4 +1,4 @@
-"""Suspensions: the arguments of a suspend and their checks, what a suspend or a timeout answers, and lists of them."""
+"""Suspensions: the arguments of a suspend and their checks, its answers, and how lists show suspensions."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ from flowfabric.model.policy import SuspensionPolicy
 from flowfabric.model.policy_checks import MAX_MS, set_field
 from flowfabric.model.resume import ResumePolicy, parse_resume_policy
 from flowfabric.model.states import BlockingReason, TimeoutBehavior
-from flowfabric.model.text import check_range, check_short, check_text, shorten
+from flowfabric.model.text import check_range, check_short, check_text, shorten, shown
 from flowfabric.model.token import WaitpointToken
 from flowfabric.model.waitpoint import AdditionalWaitpoint, Binding, Fresh, parse_binding
 
@@ -65,12 +65,12 @@ _BLOCKING: Mapping[str | None, BlockingReason] = {
 
 
 def blocking_reason_of(reason_code: str | None) -> BlockingReason:
-    """Return what an execution suspended for a stored reason shows as blocking it."""
+    """Return the blocking reason of an execution that is suspended for a stored reason."""
     return _BLOCKING.get(reason_code, BlockingReason.WAITING_FOR_SIGNAL)
 
 
 class SuspensionRequester(StrEnum):
-    """Who asks for a suspension."""
+    """Who requested a suspension."""
 
     WORKER = "worker"
     OPERATOR = "operator"
@@ -79,13 +79,13 @@ class SuspensionRequester(StrEnum):
 
 
 def parse_timeout_behavior(value: object) -> TimeoutBehavior:
-    """Return the timeout behaviour an argument is."""
+    """Return the timeout behaviour of an argument; `auto_resume` is an alias."""
     word = TimeoutBehavior.AUTO_RESUME_WITH_TIMEOUT_SIGNAL if value == "auto_resume" else value
     return check_word(TimeoutBehavior, word, "timeout_behavior")
 
 
 def read_stored_timeout_behavior(value: str | None) -> TimeoutBehavior:
-    """Return the timeout behaviour a row holds; none is `fail`."""
+    """Return the timeout behaviour stored in a row; None means `fail`."""
     try:
         return parse_timeout_behavior(value or TimeoutBehavior.FAIL)
     except EngineError as refused:
@@ -94,11 +94,11 @@ def read_stored_timeout_behavior(value: str | None) -> TimeoutBehavior:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SuspendArgs:
-    """What a suspension is; conditions, bindings and policy may be given as their JSON values.
+    """The arguments of a suspend; condition, bindings and policy may be given as their JSON values.
 
-    `timeout_ms` counts from the suspend, by the store's clock; `timeout_at` is a time of that clock. Without
-    `timeout_behavior` a deadline fails the execution, or does what the execution's policy says where that
-    policy sets the deadline.
+    `timeout_ms` counts from the suspend, by the database clock; `timeout_at` is a time of that clock. Without
+    `timeout_behavior` a timeout fails the execution, or does what the execution's policy says if the deadline comes
+    from that policy.
     """
 
     suspension_id: SuspensionId
@@ -132,10 +132,10 @@ class SuspendArgs:
         ) -> None: ...
 
     def __post_init__(self) -> None:
-        """Refuse fields of the wrong kind; whether they go together, check_suspend tells."""
+        """Reject fields of the wrong type; check_suspend checks whether they fit together."""
         set_field(self, "suspension_id", parse_uuid(self.suspension_id, "suspension_id"))
         if not isinstance(self.waitpoints, list | tuple):
-            raise error("invalid_input", "waitpoints: must be a list")
+            raise error("invalid_input", f"waitpoints: must be a list, got {shown(self.waitpoints)}")
         set_field(self, "waitpoints", tuple(parse_binding(each) for each in self.waitpoints))
         set_field(self, "resume_condition", parse_condition(self.resume_condition))
         set_field(self, "resume_policy", parse_resume_policy(self.resume_policy))
@@ -146,7 +146,7 @@ class SuspendArgs:
         if self.timeout_ms is not None:
             check_range(self.timeout_ms, "timeout_ms", 0, MAX_MS)
             if self.timeout_at is not None:
-                raise error("invalid_input", "timeout_ms: give it or timeout_at, not both")
+                raise error("invalid_input", "timeout_ms: give timeout_ms or timeout_at, not both")
         if self.timeout_behavior is not None:
             set_field(self, "timeout_behavior", parse_timeout_behavior(self.timeout_behavior))
         if self.continuation_metadata_pointer is not None:
@@ -156,29 +156,35 @@ class SuspendArgs:
 
     @property
     def has_timeout(self) -> bool:
-        """Whether the arguments themselves say when the wait times out."""
+        """Whether the arguments set a deadline."""
         return self.timeout_at is not None or self.timeout_ms is not None
 
 
 def check_suspend(args: SuspendArgs) -> None:
-    """Refuse arguments that do not go together; the deadline is the clock's to judge, by check_deadline."""
+    """Reject arguments that do not fit together; check_deadline checks the deadline, which needs the clock."""
     condition, bindings = args.resume_condition, args.waitpoints
     if not bindings:
-        raise _refusal("waitpoints_empty")
+        raise _refusal("waitpoints_empty: bind at least one waitpoint with Fresh or UsePending")
     first = bindings[0]
     if isinstance(first, Fresh) and isinstance(condition, Single) and first.waitpoint_key != condition.waitpoint_key:
-        raise _refusal("waitpoint_key_mismatch")
+        raise _refusal(
+            f"waitpoint_key_mismatch: the condition waits on {shown(condition.waitpoint_key)}, the first binding is "
+            f"{shown(first.waitpoint_key)}; use the same key"
+        )
     for index, binding in enumerate(bindings[1:], start=1):
         if not isinstance(binding, Fresh):
-            raise _refusal(f"additional_waitpoint_binding_must_be_fresh at waitpoints[{index}]")
+            raise _refusal(
+                f"additional_waitpoint_binding_must_be_fresh at waitpoints[{index}]: bind it with Fresh; UsePending "
+                "must be the only binding"
+            )
         if not binding.waitpoint_key:
-            raise _refusal(f"additional_waitpoint_binding_empty_key at waitpoints[{index}]")
+            raise _refusal(f"additional_waitpoint_binding_empty_key at waitpoints[{index}]: give it a waitpoint_key")
     is_too_deep = _is_too_deep(condition)
-    # Of a tree that is too deep not every key is read.
+    # The keys of a tree that is too deep are not all known.
     if len(bindings) > 1 and not is_too_deep:
         _check_keys(condition, map(_bound_key, bindings))
     if isinstance(condition, TimeoutOnly) and not args.has_timeout:
-        raise _refusal("timeout_only_without_deadline")
+        raise _refusal("timeout_only_without_deadline: give timeout_ms or timeout_at")
     if not is_too_deep and any(
         isinstance(leaf, Single | Count) and leaf.matcher == ByName("") for leaf in leaves(condition)
     ):
@@ -186,13 +192,13 @@ def check_suspend(args: SuspendArgs) -> None:
     check_structure(condition)
     ids, keys = {each.waitpoint_id for each in bindings}, set(map(_bound_key, bindings))
     if min(len(ids), len(keys)) < len(bindings):
-        raise _refusal("duplicate_waitpoint_binding")
+        raise _refusal("duplicate_waitpoint_binding: bind each waitpoint id and each waitpoint key only once")
     if isinstance(first, Fresh) and isinstance(condition, Composite):
         _check_keys(condition, map(_bound_key, bindings))
 
 
 def check_pending(condition: Condition, waitpoint_key: str) -> None:
-    """Refuse a condition that names other keys than the pending waitpoint it is to wait on, or none."""
+    """Reject a condition that names a key other than that of the pending waitpoint, or no key."""
     if isinstance(condition, Single | Composite):
         _check_keys(condition, (waitpoint_key,))
 
@@ -209,14 +215,20 @@ def _check_keys(condition: Condition, keys: Iterable[str | UUID]) -> None:
     named, bound = dict.fromkeys(waitpoint_keys(condition)), dict.fromkeys(keys)
     for key in named:
         if key not in bound:
-            raise _refusal(f"referenced_waitpoint_key_missing_binding: {shorten(key)}")
+            raise _refusal(
+                f"referenced_waitpoint_key_missing_binding: {shorten(key)}: the condition names this key; bind it in "
+                "waitpoints"
+            )
     for each in bound:
         if each not in named:
-            raise _refusal(f"extra_binding_not_referenced_by_condition: {shorten(str(each))}")
+            raise _refusal(
+                f"extra_binding_not_referenced_by_condition: {shorten(str(each))}: the condition does not name this "
+                "waitpoint; remove the binding or name its key in the condition"
+            )
 
 
 def _bound_key(binding: Binding) -> str | UUID:
-    # The key of a pending waitpoint is known to the store alone; no condition names it by its id.
+    # Only the database knows the key of a pending waitpoint; its id stands in, which no condition names.
     return binding.waitpoint_key if isinstance(binding, Fresh) else binding.waitpoint_id
 
 
@@ -225,13 +237,16 @@ def _refusal(detail: str) -> EngineError:
 
 
 def check_deadline(timeout_at: int | None, now: int) -> None:
-    """Refuse a deadline that has passed by more than clocks may differ."""
+    """Reject a deadline that has passed by more than the tolerated clock skew."""
     if timeout_at is not None and timeout_at + CLOCK_SKEW_MS < now:
-        raise _refusal("timeout_at_in_past")
+        raise _refusal(
+            f"timeout_at_in_past: got {timeout_at}, the database clock is {now}; give a later time in ms since "
+            "the epoch, or timeout_ms"
+        )
 
 
 def deadline_of(args: SuspendArgs, policy: SuspensionPolicy | None, now: int) -> tuple[int | None, TimeoutBehavior]:
-    """Return when a suspension times out and what happens then: as its arguments say, else the execution's policy."""
+    """Return the deadline and the timeout behaviour of a suspension: from its arguments, else from the policy."""
     if args.timeout_ms is not None:
         return now + args.timeout_ms, args.timeout_behavior or TimeoutBehavior.FAIL
     if args.timeout_at is not None or policy is None or policy.default_timeout_ms is None:
@@ -240,7 +255,7 @@ def deadline_of(args: SuspendArgs, policy: SuspensionPolicy | None, now: int) ->
 
 
 def replay_window_ms(timeout_at: int | None, now: int) -> int:
-    """Return how long the answer to an idempotency key is kept."""
+    """Return how long the outcome for an idempotency key is kept."""
     if timeout_at is None:
         return LONGEST_REPLAY_MS
     return min(max(timeout_at - now, 0) + REPLAY_MARGIN_MS, LONGEST_REPLAY_MS)
@@ -248,7 +263,7 @@ def replay_window_ms(timeout_at: int | None, now: int) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SuspendDetails:
-    """The suspension, the attempt it is of, its first waitpoint, and the others in the order of their bindings."""
+    """The suspension, its attempt, its first waitpoint, and the others in the order of their bindings."""
 
     suspension_id: SuspensionId
     attempt_index: int
@@ -260,7 +275,7 @@ class SuspendDetails:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Suspended:
-    """The lease is given up; the handle identifies the attempt that waits, and no more."""
+    """The execution is suspended and its lease released; the handle only identifies the suspended attempt."""
 
     details: SuspendDetails
     handle: Handle
@@ -268,21 +283,21 @@ class Suspended:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AlreadyMet(AlreadySatisfied):
-    """A suspend need not wait, for signals that came before meet its condition; what it would have waited on."""
+    """Earlier signals already meet the condition, so the execution is not suspended and keeps its lease."""
 
     details: SuspendDetails
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SuspensionExpired:
-    """The wait timed out, and what that did."""
+    """The wait timed out and this behaviour was applied."""
 
     behavior_applied: TimeoutBehavior
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SuspendedExecution:
-    """An execution that waits, since when, and for what reason."""
+    """A suspended execution, since when, and why."""
 
     execution_id: ExecutionId
     suspended_at_ms: int
@@ -291,7 +306,7 @@ class SuspendedExecution:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SuspendedPage:
-    """A part of the list of suspended executions; `next_cursor` leads on where there is more."""
+    """A page of suspended executions; `next_cursor` is None on the last page."""
 
     entries: list[SuspendedExecution]
     next_cursor: str | None

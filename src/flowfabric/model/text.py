@@ -1,4 +1,4 @@
-"""Texts as callers give them: what the store can hold, what a message can show, what a field allows."""
+"""Checks of arguments, and conversions of text for storage and for messages."""
 
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,96 +13,100 @@ Word = TypeVar("Word", bound=StrEnum)
 
 MAX_KEY_BYTES = 1024
 MAX_BATCH = 1000
-"""Items of a batch form."""
+"""The largest number of items in one batch call."""
 
 
 def check_text(value: object, field: str) -> str:
-    """Return a text the store can hold: valid Unicode without NUL."""
+    """Return the value if it is text that Postgres can store: valid Unicode without NUL."""
     if not isinstance(value, str):
         raise error("invalid_input", f"{field}: must be text, got {shown(value)}")
     if "\0" in value:
-        raise error("invalid_input", f"{field}: must not contain NUL")
+        raise error("invalid_input", f"{field}: must not contain NUL (\\0), got {shown(value)}")
     if not value.isascii():
         try:
             value.encode()
         except UnicodeEncodeError:
-            raise error("invalid_input", f"{field}: is not valid Unicode") from None
+            raise error(
+                "invalid_input", f"{field}: is not valid Unicode, got {shown(value)}; remove the lone surrogates"
+            ) from None
     return value
 
 
 def check_length(value: object, field: str, most: int) -> str:
-    """Return a text the store can hold of at most so many characters."""
+    """Return the value if it is storable text of at most `most` characters."""
     text = check_text(value, field)
     if len(text) > most:
-        raise error("invalid_input", f"{field}: at most {most} characters, got {len(text)}")
+        raise error("invalid_input", f"{field}: must be at most {most} characters long, got {len(text)}")
     return text
 
 
 def check_short(value: object, field: str) -> str:
-    """Return a text that fits a key of the store: not empty, and at most 1024 bytes."""
+    """Return the value if it is storable text of 1 to 1024 bytes, so that it fits an index key."""
     text = check_text(value, field)
     if not text:
         raise error("invalid_input", f"{field}: must not be empty")
-    if len(text.encode()) > MAX_KEY_BYTES:
-        raise error("invalid_input", f"{field}: longer than {MAX_KEY_BYTES} bytes")
+    if (size := len(text.encode())) > MAX_KEY_BYTES:
+        raise error("invalid_input", f"{field}: must be at most {MAX_KEY_BYTES} bytes long in UTF-8, got {size}")
     return text
 
 
 def check_range(value: object, field: str, least: int, most: int) -> None:
-    """Refuse what is no whole number from least to most."""
+    """Reject anything except a whole number from `least` to `most`."""
     if type(value) is not int or not least <= value <= most:
-        raise error("invalid_input", f"{field}: {least} to {most}, got {shown(value)}")
+        raise error("invalid_input", f"{field}: must be a whole number from {least} to {most}, got {shown(value)}")
 
 
 def check_limit(value: object, most: int) -> int:
-    """Return the length of a page: what is asked for, or the most there is."""
+    """Return the page size to use: the requested limit, but at most `most`."""
     if type(value) is not int or value < 0:
-        raise error("invalid_input", f"limit: a whole number from 0 on, of which {most} count; got {shown(value)}")
+        raise error("invalid_input", f"limit: must be a whole number of at least 0, got {shown(value)}")
     return min(value, most)
 
 
 def check_batch(items: object, field: str) -> None:
-    """Refuse what is no batch: no list, nothing at all, or too much."""
+    """Reject anything except a list of 1 to 1000 items."""
     if isinstance(items, str | bytes | bytearray) or not isinstance(items, Sequence):
-        raise error("invalid_input", f"{field}: a list is wanted, got {shown(items)}")
+        raise error("invalid_input", f"{field}: expected a list, got {shown(items)}; write [item] for a single item")
     if not 1 <= len(items) <= MAX_BATCH:
-        raise error("invalid_input", f"{field}: 1 to {MAX_BATCH}, got {len(items)}")
+        advice = "; split it into several calls" if items else ""
+        raise error("invalid_input", f"{field}: must have 1 to {MAX_BATCH} items, got {len(items)}{advice}")
 
 
 def check_items(value: object, field: str) -> tuple[object, ...]:
-    """Return what a collection holds; a text is none."""
+    """Return the items of a collection; text, bytes and mappings do not count as collections."""
     if isinstance(value, str | bytes | bytearray | Mapping) or not isinstance(value, Iterable):
-        raise error("invalid_input", f"{field}: several values are wanted, got {shown(value)}")
+        advice = f"; write [{shown(value)}]" if isinstance(value, str) else ""
+        raise error("invalid_input", f"{field}: expected a list or another collection, got {shown(value)}{advice}")
     return tuple(value)
 
 
 def word_of(words: type[Word], value: object) -> Word | None:
-    """Return the word of a fixed set that a value is."""
+    """Return the member of an enum that equals the value, or None."""
     return next((word for word in words if word == value), None)
 
 
 def storable(text: str) -> str:
-    """Return a text the store can hold: what it cannot hold of this one is replaced."""
+    """Return the text with every character that Postgres cannot store replaced."""
     return text.replace("\0", "\N{REPLACEMENT CHARACTER}").encode("utf-8", "replace").decode()
 
 
 def cut_middle(text: str, most: int, gap: str) -> str:
-    """Return a text the store can hold of at most so many bytes: one that is longer loses its middle to the gap.
+    """Return storable text of at most `most` bytes; in a longer text the gap replaces the middle.
 
-    The gap is ASCII, with a `{}` for the number of characters that are left out.
+    The gap is ASCII, with a `{}` for the number of omitted characters.
     """
     if len(text) <= most and len((whole := storable(text)).encode()) <= most:
         return whole
     room = most - len(gap.format(len(text)))
     first, last = storable(text[:room]).encode(), storable(text[-room:]).encode()
-    # Half a character at a cut is left out too.
+    # errors="ignore" drops a character that the cut splits.
     head = first[: room - room // 2].decode(errors="ignore")
     tail = last[len(last) - room // 2 :].decode(errors="ignore")
     return f"{head}{gap.format(len(text) - len(head) - len(tail))}{tail}"
 
 
 def shown(value: object) -> str:
-    """Return what a message shows of a value, whatever it is."""
+    """Return the repr of any value, shortened for a message."""
     try:
         return shorten(repr(value))
     except Exception:
@@ -110,30 +114,30 @@ def shown(value: object) -> str:
 
 
 def shorten(text: str) -> str:
-    """Return a text fit for a message: valid Unicode of at most 200 characters."""
+    """Return the text shortened for a message: valid Unicode, cut after 200 characters."""
     shown = text if len(text) <= 200 else f"{text[:200]}..."
     return shown.encode("utf-8", "backslashreplace").decode()
 
 
 def has_space_or_control(text: str) -> bool:
-    """Return whether any character is whitespace or a control character, in all of Unicode."""
+    """Whether any character is Unicode whitespace or a Unicode control character."""
     return any(char.isspace() for char in text) or has_control(text)
 
 
 def has_control(text: str) -> bool:
-    """Return whether any character is a control character, in all of Unicode."""
+    """Whether any character is a Unicode control character."""
     return any(unicodedata.category(char) == "Cc" for char in text)
 
 
 def json_text(value: object) -> str:
-    """Return the compact JSON of a value or of a JSON text; ValueError if the store cannot hold it."""
+    """Return the compact JSON of a value or of JSON text; raise ValueError if Postgres cannot store it."""
     try:
         plain = msgspec.json.decode(value) if isinstance(value, str | bytes) else value
         text = msgspec.json.encode(plain).decode()
     except (msgspec.MsgspecError, UnicodeError, TypeError, OverflowError, RecursionError):
-        raise ValueError("malformed") from None
+        raise ValueError(f"malformed: expected JSON, got {shown(value)}") from None
     if "\\u0000" in text and _has_nul(msgspec.json.decode(text)):
-        raise ValueError("must not contain NUL")
+        raise ValueError(f"must not contain NUL (\\0), got {shown(value)}")
     return text
 
 

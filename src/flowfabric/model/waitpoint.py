@@ -1,4 +1,4 @@
-"""Waitpoints: how a suspend binds them, what operations on one answer, how lists show them, and why they close."""
+"""Waitpoints: how a suspend binds them, the answers of operations, how lists show them, and why they close."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -10,12 +10,12 @@ from flowfabric.model.errors import error
 from flowfabric.model.ids import ExecutionId, WaitpointId, parse_uuid
 from flowfabric.model.policy_checks import set_field
 from flowfabric.model.states import WaitpointState
-from flowfabric.model.text import check_text
+from flowfabric.model.text import check_text, shown
 from flowfabric.model.token import WaitpointToken
 
 
 class CloseReason(StrEnum):
-    """Why a suspension and its waitpoints are closed; a caller who closes a waitpoint may give any other text."""
+    """Why a suspension and its waitpoints were closed; a caller that closes a waitpoint may give any other text."""
 
     RESUMED = "resumed"
     TIMED_OUT_FAIL = "timed_out_fail"
@@ -30,7 +30,7 @@ class CloseReason(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fresh:
-    """A waitpoint made with the suspension."""
+    """A waitpoint that is created with the suspension."""
 
     waitpoint_id: WaitpointId
     waitpoint_key: str
@@ -40,14 +40,14 @@ class Fresh:
         def __init__(self, *, waitpoint_id: UUID | str, waitpoint_key: str) -> None: ...
 
     def __post_init__(self) -> None:
-        """Refuse what is no binding."""
+        """Reject invalid fields."""
         set_field(self, "waitpoint_id", parse_uuid(self.waitpoint_id, "waitpoint_id"))
         check_text(self.waitpoint_key, "waitpoint_key")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UsePending:
-    """A waitpoint made earlier, with its key, token and buffered signals."""
+    """A waitpoint created earlier, with its key, token and buffered signals."""
 
     waitpoint_id: WaitpointId
 
@@ -56,7 +56,7 @@ class UsePending:
         def __init__(self, *, waitpoint_id: UUID | str) -> None: ...
 
     def __post_init__(self) -> None:
-        """Refuse what is no binding."""
+        """Reject invalid fields."""
         set_field(self, "waitpoint_id", parse_uuid(self.waitpoint_id, "waitpoint_id"))
 
 
@@ -64,12 +64,12 @@ Binding: TypeAlias = Fresh | UsePending
 
 
 def default_binding(waitpoint_id: WaitpointId, condition: Condition) -> Fresh:
-    """Return the binding of a wait that names none: the first key the condition names, else one of its own."""
+    """Return the binding of a wait without bindings: the first key of the condition, or else a generated key."""
     return Fresh(waitpoint_id=waitpoint_id, waitpoint_key=next(iter(waitpoint_keys(condition)), f"wpk:{waitpoint_id}"))
 
 
 def parse_binding(value: Any) -> Binding:
-    """Return the binding a JSON value says."""
+    """Return the binding of a JSON value."""
     match value:
         case Fresh() | UsePending():
             return value
@@ -77,12 +77,12 @@ def parse_binding(value: Any) -> Binding:
             return Fresh(waitpoint_id=given, waitpoint_key=key)
         case {"UsePending": {"waitpoint_id": given, **others}} if len(value) == 1 and not others:
             return UsePending(waitpoint_id=given)
-    raise error("invalid_input", "waitpoints: must be Fresh or UsePending")
+    raise error("invalid_input", f"waitpoints: must be Fresh or UsePending, got {shown(value)}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdditionalWaitpoint:
-    """A waitpoint of a suspension besides its first."""
+    """A waitpoint of a suspension other than its first."""
 
     waitpoint_id: WaitpointId
     waitpoint_key: str
@@ -91,7 +91,7 @@ class AdditionalWaitpoint:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PendingWaitpoint:
-    """A waitpoint that keeps signals for a later suspend, and what lets a caller signal it."""
+    """A waitpoint that buffers signals for a later suspend, and its token."""
 
     waitpoint_id: WaitpointId
     hmac_token: WaitpointToken
@@ -99,17 +99,17 @@ class PendingWaitpoint:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Closed:
-    """The waitpoint takes no more signals."""
+    """The waitpoint was closed and takes no more signals."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AlreadyClosed:
-    """The waitpoint took no signals before; nothing changed."""
+    """The waitpoint was closed already; nothing changed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WaitpointInfo:
-    """A waitpoint that takes signals, as a list shows it; of its token only what tells it from others."""
+    """A waitpoint that takes signals, with the fingerprint of its token instead of the token."""
 
     waitpoint_id: WaitpointId
     waitpoint_key: str
@@ -125,7 +125,7 @@ class WaitpointInfo:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WaitpointPage:
-    """A part of the list of an execution's open waitpoints; `next_cursor` leads on where there is more."""
+    """A page of an execution's open waitpoints; `next_cursor` is None on the last page."""
 
     entries: list[WaitpointInfo]
     next_cursor: WaitpointId | None

@@ -1,4 +1,4 @@
-"""Workers: what the registry answers to one, and how it lists them."""
+"""Workers: the answers of the registry, and how it lists workers."""
 
 from dataclasses import dataclass
 
@@ -7,19 +7,19 @@ from flowfabric.model.ids import LaneId, Namespace, WorkerId, WorkerInstanceId
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Registered:
-    """The worker is new, or had expired."""
+    """The worker was registered: it is new or had expired."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Refreshed:
-    """The worker was live and stays so."""
+    """The worker was live, and its liveness was extended."""
 
     next_expiry_ms: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NotRegistered:
-    """No live worker of that name; it must register again."""
+    """There is no live worker of this name; it must register again."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,9 +32,9 @@ class WorkerEntry:
     lanes: tuple[LaneId, ...]
     capabilities: tuple[str, ...]
     kinds: tuple[str, ...] | None
-    """What it runs; None is any."""
+    """The kinds it runs; None means any kind."""
     serves_all_namespaces: bool
-    """Whether it takes the work of every namespace, or only that of its own."""
+    """Whether it runs executions of every namespace, or only those of its own."""
     last_heartbeat_ms: int
     liveness_ttl_ms: int
     registered_at_ms: int
@@ -42,7 +42,7 @@ class WorkerEntry:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerCursor:
-    """A place in the list of workers: what follows it comes next."""
+    """The last worker of a page; the next page starts after it."""
 
     namespace: str
     worker_instance_id: str
@@ -50,7 +50,7 @@ class WorkerCursor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerPage:
-    """A part of the list of live workers; `cursor` leads on where there is more."""
+    """A page of live workers; `cursor` is None on the last page."""
 
     entries: list[WorkerEntry]
     cursor: WorkerCursor | None

@@ -283,6 +283,8 @@ async def test_a_lane_id_may_be_any_64_printable_characters(engine: Engine) -> N
 
 async def test_a_create_of_0_or_1001_items_is_refused(engine: Engine, rows: Rows) -> None:
     async with rows.unchanged():
-        await refused(engine.create_many([]), "invalid_input", "1 to 1000, got 0")
-        await refused(engine.create_many(items(*[new()] * 1001)), "invalid_input", "1 to 1000, got 1001")
+        await refused(engine.create_many([]), "invalid_input", "must have 1 to 1000 items, got 0")
+        await refused(
+            engine.create_many(items(*[new()] * 1001)), "invalid_input", "must have 1 to 1000 items, got 1001"
+        )
     assert len(await engine.create_many(items(*[new()] * 1000))) == 1000

@@ -52,9 +52,9 @@ TEXTS: list[Refusal] = [
     for field in ("namespace", "execution_kind", "creator_identity", "payload_encoding", "idempotency_key")
     for wrong in ("nul \0", LONE_SURROGATE, 5, b"bytes")
 ] + [
-    ({"idempotency_key": "k" * 1025}, "invalid_input", "idempotency_key: longer than 1024 bytes"),
-    ({"idempotency_key": "ü" * 513}, "invalid_input", "idempotency_key: longer than 1024 bytes"),
-    ({"namespace": "n" * 1025}, "invalid_input", "namespace: longer than 1024 bytes"),
+    ({"idempotency_key": "k" * 1025}, "invalid_input", "idempotency_key: must be at most 1024 bytes long in UTF-8"),
+    ({"idempotency_key": "ü" * 513}, "invalid_input", "idempotency_key: must be at most 1024 bytes long in UTF-8"),
+    ({"namespace": "n" * 1025}, "invalid_input", "namespace: must be at most 1024 bytes long in UTF-8"),
     ({"namespace": None}, "invalid_input", "namespace"),
     ({"namespace": []}, "invalid_input", "namespace"),
     ({"execution_kind": None}, "invalid_input", "execution_kind"),
@@ -65,7 +65,7 @@ _WRONG_KEYS = ["", "Cairn.x", "1cairn.x", "cairn", "cairn.", "cairn..x", ".cairn
 _WRONG_KEYS += ["cairn.foo bar", "cairn.foo-bar", "cairn.'x", 'cairn."x', "cairn.\\x", "cairn.x\n", "cäirn.x"]
 
 TAGS: list[Refusal] = [
-    *(({"tags": {"app.fine": "yes", key: "x"}}, "invalid_tag_key", key) for key in _WRONG_KEYS),
+    *(({"tags": {"app.fine": "yes", key: "x"}}, "invalid_tag_key", f"tag key {key!r} must be") for key in _WRONG_KEYS),
     ({"tags": {5: "x"}}, "invalid_tag_key", "5"),
     *(({"tags": {"app.x": wrong}}, "invalid_input", "tags.app.x") for wrong in ("\0", LONE_SURROGATE, 5, None)),
     ({"tags": ["app.x"]}, "invalid_input", "tags"),

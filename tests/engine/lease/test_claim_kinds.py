@@ -109,11 +109,11 @@ async def test_a_grant_is_given_for_the_kinds_and_the_namespace_asked_for(engine
 @pytest.mark.parametrize(
     ("wrong", "told"),
     [
-        ({"kinds": []}, "kinds: 1 to 1000 kinds, or None for any; got 0"),
+        ({"kinds": []}, "kinds: must name 1 to 1000 kinds, got 0; write None for any kind"),
         ({"kinds": [f"k{at}" for at in range(1001)]}, "got 1001"),
-        ({"kinds": "job"}, "kinds: several values are wanted, got 'job'"),
+        ({"kinds": "job"}, "kinds: expected a list or another collection, got 'job'"),
         ({"kinds": [5]}, "kinds: must be text"),
-        ({"kinds": [[]]}, "kinds: each must be text"),
+        ({"kinds": [[]]}, "kinds: must be text, got []"),
         ({"kinds": ["a\0b"]}, "kinds: must not contain NUL"),
         ({"namespace": ""}, "namespace: must not be empty"),
         ({"namespace": 5}, "namespace: must be text"),

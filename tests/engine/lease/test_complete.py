@@ -152,8 +152,10 @@ async def test_complete_many_answers_each_in_its_place(engine: Engine, given: An
 async def test_completing_0_or_1001_runs_is_refused(engine: Engine, given: Any, rows: Any) -> None:
     handle = await given.claimed()
     async with rows.unchanged():
-        await refused(engine.complete_many([]), "invalid_input", "1 to 1000, got 0")
-        await refused(engine.complete_many([(handle, None)] * 1001), "invalid_input", "1 to 1000, got 1001")
+        await refused(engine.complete_many([]), "invalid_input", "must have 1 to 1000 items, got 0")
+        await refused(
+            engine.complete_many([(handle, None)] * 1001), "invalid_input", "must have 1 to 1000 items, got 1001"
+        )
 
 
 async def test_a_result_that_is_not_bytes_is_refused(engine: Engine, given: Any, rows: Any) -> None:

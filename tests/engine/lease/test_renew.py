@@ -69,8 +69,8 @@ async def test_a_handle_named_twice_is_renewed_twice(engine: Engine, given: Any,
 async def test_renewing_0_or_1001_handles_is_refused(engine: Engine, given: Any, rows: Any) -> None:
     handle = await given.claimed()
     async with rows.unchanged():
-        await refused(engine.renew_many([]), "invalid_input", "1 to 1000, got 0")
-        await refused(engine.renew_many([handle] * 1001), "invalid_input", "1 to 1000, got 1001")
+        await refused(engine.renew_many([]), "invalid_input", "must have 1 to 1000 items, got 0")
+        await refused(engine.renew_many([handle] * 1001), "invalid_input", "must have 1 to 1000 items, got 1001")
 
 
 async def test_the_longest_lease_can_be_renewed(engine: Engine, given: Any, clock: Any) -> None:

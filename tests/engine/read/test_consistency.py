@@ -459,7 +459,7 @@ async def test_a_public_state_that_is_not_the_derived_one_is_found(
     await connection.execute("alter table execution alter column public_state drop expression")
     await connection.execute("update execution set public_state = 'suspended'")
     (one,) = await engine.find_inconsistencies()
-    assert (one.execution_id, one.problem) == (execution_id, "public_state is suspended where waiting is derived")
+    assert (one.execution_id, one.problem) == (execution_id, "public_state is suspended but must be waiting")
 
 
 async def test_an_unknown_literal_is_found(engine: Engine, given: Any, connection: asyncpg.Connection) -> None:

@@ -209,12 +209,12 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"by": "tenant"}, "by: one or several of lane, state, namespace, kind, got 'tenant'"),
     ({"by": ["lane", "public_state"]}, "by: one or several of lane, state, namespace, kind, got 'public_state'"),
     ({"by": ["lane", None]}, "got None"),
-    ({"by": 5}, "by: several values are wanted, got 5"),
-    ({"by": None}, "by: several values are wanted, got None"),
+    ({"by": 5}, "by: expected a list or another collection, got 5"),
+    ({"by": None}, "by: expected a list or another collection, got None"),
     ({"public_state": "done"}, "public_state: one of waiting, delayed"),
     ({"lane_id": "l" * 65}, "lane_id"),
     ({"namespace": "a\0"}, "namespace: must not contain NUL"),
-    ({"execution_kind": 5}, "execution_kind: several values are wanted, got 5"),
+    ({"execution_kind": 5}, "execution_kind: expected a list or another collection, got 5"),
 ]
 
 

@@ -100,7 +100,7 @@ async def test_what_a_claim_comes_to_first_is_ahead(explain: Any, given: Any) ->
     assert (await explain(first)).reasons == (NEXT,)
     found = await explain(second)
     assert [reason.ahead for reason in found.reasons] == [1]
-    assert found.summary == "waiting: 1 before it on lane 'default'"
+    assert found.summary == "waiting: 1 ahead of it on lane 'default'"
     await given.created(priority=5)
     assert [reason.ahead for reason in (await explain(second)).reasons] == [2]
     await given.created(lane_id="other", priority=9)
@@ -122,7 +122,7 @@ async def test_no_more_than_a_thousand_are_counted(engine: Engine, given: Any, b
     await engine.create_many([new(policy=requiring("gpu")["policy"]) for _ in range(5)])
     found = await engine.explain(await given.created())
     assert [getattr(reason, "ahead", None) for reason in found.reasons] == [ahead]
-    assert found.summary.startswith("waiting: 999 before" if ahead < 1000 else "waiting: 1000 or more before")
+    assert found.summary.startswith("waiting: 999 ahead" if ahead < 1000 else "waiting: 1000 or more ahead")
 
 
 @pytest.mark.parametrize("state", LaneState)
@@ -132,7 +132,7 @@ async def test_a_lane_that_takes_no_claims_is_named(engine: Engine, explain: Any
     found = await explain(execution_id)
     assert found.reasons == (replace(NEXT, lane_state=state),)
     stopped = f", which is {state}" if state in ("paused", "disabled") else ""
-    assert found.summary == f"waiting: 0 before it on lane 'default'{stopped}"
+    assert found.summary == f"waiting: 0 ahead of it on lane 'default'{stopped}"
 
 
 async def test_what_goes_on_is_queued_like_the_others(engine: Engine, explain: Any, given: Any) -> None:
@@ -140,7 +140,7 @@ async def test_what_goes_on_is_queued_like_the_others(engine: Engine, explain: A
     await engine.wait_children(handle)
     found = await explain(handle.execution_id)
     assert found.reasons == (NEXT,)
-    assert found.summary == "resumable: 0 before it on lane 'default'"
+    assert found.summary == "resumable: 0 ahead of it on lane 'default'"
 
 
 # Waiting for its time.
@@ -194,7 +194,7 @@ async def test_a_resume_that_waits_is_no_retry(engine: Engine, explain: Any, giv
     until = await clock.now() + MINUTE
     found = await explain(handle.execution_id)
     assert found.reasons == (DelayedReason(until=until, cause="resume_delay", last_failure=None),)
-    assert found.summary == f"delayed until {shown(until)} before it goes on"
+    assert found.summary == f"delayed until {shown(until)} before it resumes"
 
 
 # Suspended.
@@ -260,7 +260,7 @@ async def test_a_count_asks_for_its_name_on_each_of_its_waitpoints(engine: Engin
     ("condition", "name", "told"),
     [
         (OperatorOnly(), "__operator_only__", "an operator resumes it"),
-        (TimeoutOnly(), "__timeout_only__", "its time is over"),
+        (TimeoutOnly(), "__timeout_only__", "its timeout"),
     ],
     ids=["operator", "timeout"],
 )
@@ -329,8 +329,8 @@ async def test_a_lease_is_lost_when_its_time_is_over_and_queued_once_that_is_mar
     await parts_of(engine).lease_expiry.mark_expired([handle.execution_id])
     found = await explain(handle.execution_id)
     assert found.reasons == (lease(LeaseLostReason, expires_at), NEXT)
-    lost = "lease lost by worker 'worker-1' in attempt 0, taken over 0 of at most 1000 times"
-    assert found.summary == f"active: {lost}; 0 before it on lane 'default'"
+    lost = "lease lost by worker 'worker-1' in attempt 0, reclaimed 0 of at most 1000 times"
+    assert found.summary == f"active: {lost}; 0 ahead of it on lane 'default'"
     again = await given.claim(worker="other")
     (reason,) = (await explain(again.execution_id)).reasons
     assert (reason.kind, reason.worker_id, reason.attempt_index, reason.reclaim_count) == ("running", "other", 1, 1)

@@ -64,7 +64,7 @@ async def test_a_lane_namespace_or_kind_that_no_live_worker_serves_is_named(
     await clock.advance(ms=1)
     found = await explain(await given.created())
     assert found.reasons == (queued(), reason)
-    assert found.summary == f"waiting: 0 before it on lane 'default'; {told}"
+    assert found.summary == f"waiting: 0 ahead of it on lane 'default'; {told}"
 
 
 async def test_the_workers_that_would_take_it_are_counted(explain: Any, given: Any) -> None:
@@ -105,7 +105,7 @@ async def test_capabilities_that_no_live_worker_offers_are_named(explain: Any, g
     found = await explain(await given.created(**requiring("ssd", "gpu")))
     assert found.reasons == (queued(), NoCapableWorkerReason(missing=missing, workers_seen=seen))
     named = " and ".join(missing)
-    assert found.summary == f"waiting: 0 before it on lane 'default'; {NONE_OFFERS} {named}"
+    assert found.summary == f"waiting: 0 ahead of it on lane 'default'; {NONE_OFFERS} {named}"
 
 
 async def test_without_any_worker_both_the_lane_and_the_capabilities_are_named(explain: Any, given: Any) -> None:
@@ -128,14 +128,14 @@ async def test_a_capability_that_only_other_workers_offer_is_not_called_unoffere
     execution_id = await given.created(**requiring("gpu"))
     await given.registered(worker_instance_id="other", capabilities=("gpu",), **other)
     found = await explain(execution_id)
-    assert found.summary == f"waiting: 0 before it on lane 'default'; {told}; {NONE_OFFERS} gpu"
+    assert found.summary == f"waiting: 0 ahead of it on lane 'default'; {told}; {NONE_OFFERS} gpu"
     assert found.reasons[1].workers_seen == on_lane
     assert found.reasons[2] == NoCapableWorkerReason(missing=("gpu",), workers_seen=0)
     # One that would take it but for the capability is counted.
     await given.registered(worker_instance_id="poor")
     found = await explain(execution_id)
     assert found.reasons == (queued(), NoCapableWorkerReason(missing=("gpu",), workers_seen=1))
-    assert found.summary == f"waiting: 0 before it on lane 'default'; {NONE_OFFERS} gpu"
+    assert found.summary == f"waiting: 0 ahead of it on lane 'default'; {NONE_OFFERS} gpu"
 
 
 async def test_one_worker_that_offers_all_is_enough(explain: Any, given: Any) -> None:

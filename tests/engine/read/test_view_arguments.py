@@ -126,18 +126,27 @@ def ttl(value: Any) -> Call:
 
 
 NAMED: dict[str, tuple[Call, str]] = {
-    "lanes of a number": (lanes(5), "lanes: several values are wanted, got 5"),
-    "lanes of a text": (lanes("ab"), "lanes: several values are wanted, got 'ab'"),
+    "lanes of a number": (lanes(5), "lanes: expected a list or another collection, got 5"),
+    "lanes of a text": (lanes("ab"), "lanes: expected a list or another collection, got 'ab'"),
     "no lanes": (lanes([]), "lanes: must contain at least one lane id"),
-    "liveness past its end": (ttl(2**53), f"liveness_ttl_ms: 1 to {2**53 - 1}, got {2**53}"),
-    "liveness of nothing": (ttl(0), f"liveness_ttl_ms: 1 to {2**53 - 1}, got 0"),
+    "liveness past its end": (
+        ttl(2**53),
+        f"liveness_ttl_ms: must be a whole number from 1 to {2**53 - 1}, got {2**53}",
+    ),
+    "liveness of nothing": (ttl(0), f"liveness_ttl_ms: must be a whole number from 1 to {2**53 - 1}, got 0"),
     "no cursor of lanes": (lambda engine: engine.list_lanes(cursor=""), "a lane id, got ''"),
-    "lanes below none": (lambda engine: engine.list_lanes(limit=-1), "limit: a whole number from 0 on"),
+    "lanes below none": (lambda engine: engine.list_lanes(limit=-1), "limit: must be a whole number of at least 0"),
     "a true number of lanes": (lambda engine: engine.list_lanes(limit=True), "got True"),
-    "workers below none": (lambda engine: engine.list_workers(limit=-1), "limit: a whole number from 0 on"),
-    "executions below none": (lambda engine: engine.list_executions(limit=-1), "of which 1000 count; got -1"),
-    "no names": (lambda engine: engine.read_exec_core_fields(ID, None), "names: several values"),  # type: ignore[arg-type]
-    "a name": (lambda engine: engine.read_exec_core_fields(ID, "priority"), "names: several values"),
+    "workers below none": (lambda engine: engine.list_workers(limit=-1), "limit: must be a whole number of at least 0"),
+    "executions below none": (
+        lambda engine: engine.list_executions(limit=-1),
+        "limit: must be a whole number of at least 0, got -1",
+    ),
+    "no names": (lambda engine: engine.read_exec_core_fields(ID, None), "names: expected a list or another collection"),  # type: ignore[arg-type]
+    "a name": (
+        lambda engine: engine.read_exec_core_fields(ID, "priority"),
+        "names: expected a list or another collection",
+    ),
     "a cursor of texts": (
         lambda engine: engine.list_workers(after=WorkerCursor(namespace=5, worker_instance_id="x")),  # type: ignore[arg-type]
         "after: must be text",

@@ -61,7 +61,7 @@ async def test_texts_of_an_approval_have_a_length(
 ) -> None:
     wait = await waiting(engine, given)
     async with rows.unchanged():
-        detail = f"{field}: at most 1024 characters, got 1025"
+        detail = f"{field}: must be at most 1024 characters long, got 1025"
         await refused(approve(wait, **{field: letter * 1025}), "invalid_input", detail)
     first = await approve(wait, **{field: letter * 1024})
     assert await approve(wait, **{field: letter * 1024}) == SignalDuplicate(existing_signal_id=first.signal_id)

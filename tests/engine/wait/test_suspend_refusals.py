@@ -111,7 +111,7 @@ async def test_arguments_that_do_not_go_together_are_refused(engine: Engine, giv
     async with rows.unchanged():
         for detail, overrides in (*REFUSED.items(), *ALSO_REFUSED):
             refusal = await refused(FORMS[form](engine, handle, args(**overrides)), "invalid_input")
-            assert refusal.detail == detail
+            assert str(refusal.detail).startswith(detail)
         await refused(FORMS[form](engine, handle, "args"), "invalid_input", "args")  # type: ignore[arg-type]
 
 

@@ -18,7 +18,8 @@ from flowfabric.engine.store import Store
 from flowfabric.model.errors import EngineError, error
 from flowfabric.model.handle import Fence, Handle
 from flowfabric.model.ids import INDEX_PART, UUID_PART, ExecutionId, SuspensionId
-from flowfabric.model.policy import ExecutionPolicy, may_retry, retry_delay_ms
+from flowfabric.model.policy import ExecutionPolicy
+from flowfabric.model.retry import may_retry, retry_delay_ms
 from flowfabric.model.states import BlockingReason, LifecyclePhase
 
 SQL = statements_beside(__file__)
