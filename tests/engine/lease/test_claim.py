@@ -179,7 +179,7 @@ async def test_what_is_due_joins_a_lane_that_never_empties_where_no_reconciler_r
 
 
 WRONG: list[tuple[dict[str, Any], str, str]] = [
-    *(({"lanes": wrong}, "invalid_input", "lanes: 1 to 64") for wrong in ((), [f"{n}" for n in range(65)])),
+    *(({"lanes": wrong}, "invalid_input", "lanes: expected 1 to 64") for wrong in ((), [f"{n}" for n in range(65)])),
     *(({"lanes": wrong}, "invalid_input", "lanes: several values") for wrong in ("default", b"default", 5, None)),
     ({"lanes": ("",)}, "invalid_input", "lane_id: Empty"),
     ({"lanes": ("ok", "x" * 65)}, "invalid_input", "lane_id: TooLong(65)"),

@@ -105,7 +105,7 @@ async def test_progress_refuses_what_is_no_percent_or_text(engine: Engine, given
     async with rows.unchanged():
         percents: tuple[Any, ...] = (-1, 256, 1.5, "5", True)
         for percent in percents:
-            await refused(engine.progress(handle, percent=percent), "invalid_input", "percent: 0 to 255")
+            await refused(engine.progress(handle, percent=percent), "invalid_input", "percent: expected 0 to 255")
         for message in ("\0", "\ud800", 5):
             await refused(engine.progress(handle, message=message), "invalid_input", "message")  # type: ignore[arg-type]
 
