@@ -7,6 +7,7 @@ from uuid import UUID
 
 import pytest
 
+from engine.cases import SWEEPS_WHOLE, in_turn
 from engine.state import ACTIVE, attempts, claim, claim_rows, ids, new, refused, told, vector
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.lease import claim as claim_family
@@ -236,12 +237,12 @@ async def test_a_claim_that_finds_nothing_gives_up_when_its_wait_is_over(engine:
 
 
 @pytest.mark.usefixtures("hints_only")
-@pytest.mark.parametrize("submitters", ["same process", "other process"])
+@in_turn("submitters", ["same process", "other process"])
 async def test_a_waiting_claim_is_woken_by_a_submit_whenever_it_comes(
     engines: Any, engine: Engine, submitters: str
 ) -> None:
     submitter = engine if submitters == "same process" else await engines()
-    for at in range(60):
+    for at in range(0, 60, 1 if SWEEPS_WHOLE else 4):
         waiting = asyncio.create_task(claim(engine, max_wait_ms=60_000))
         # From before the first look at the queue, through it, until well into the wait.
         for _ in range(at * at):
@@ -277,7 +278,7 @@ async def test_a_deaf_engine_finds_work_by_polling(engines: Any, monkeypatch: py
 async def test_one_submit_wakes_waiting_claims_and_one_gets_it(engines: Any, engine: Engine, eventually: Any) -> None:
     several = [engine, await engines(), await engines()]
     waiting = [asyncio.create_task(claim(one, max_wait_ms=60_000)) for one in several]
-    await eventually(lambda: all(one.wakeups._waiting.get("default") for one in several))
+    await eventually(lambda: all(parts_of(one).wakeups._waiting.get("default") for one in several))
     made = await engine.create_execution(**new())
     (first,), others = await asyncio.wait(waiting, timeout=30, return_when=asyncio.FIRST_COMPLETED)
     assert ids(await first) == [made.execution_id]

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from engine.cases import in_turn
 from engine.grants import claim_named, claim_resumed, known, worker
 from engine.state import attempts, claim, claim_rows, ids, revoke
 from flowfabric.engine.engine import Engine
@@ -76,9 +77,7 @@ async def _revoked(given: Any, lane: str) -> str:
     return str(handle.execution_id)
 
 
-@pytest.mark.parametrize(
-    "state", [_fresh, _retry, _resumed, _lapsed, _lapsed_retry, _lapsed_resumed, _revoked], ids=lambda one: one.__name__
-)
+@in_turn("state", [_fresh, _retry, _resumed, _lapsed, _lapsed_retry, _lapsed_resumed, _revoked])
 async def test_a_named_claim_leaves_what_a_search_leaves(
     engine: Engine, given: Any, rows: Any, clock: Any, state: Any
 ) -> None:

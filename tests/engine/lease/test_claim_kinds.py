@@ -2,8 +2,7 @@
 
 from typing import Any
 
-import pytest
-
+from engine.cases import in_turn
 from engine.state import claim, ids, made, new, refused
 from flowfabric.engine.engine import Engine
 from flowfabric.model.grant import Granted, NoWork
@@ -106,8 +105,8 @@ async def test_a_grant_is_given_for_the_kinds_and_the_namespace_asked_for(engine
         assert expected is None or (isinstance(found, Granted) and found.execution_id == expected)
 
 
-@pytest.mark.parametrize(
-    ("wrong", "told"),
+@in_turn(
+    "wrong, told",
     [
         ({"kinds": []}, "kinds: 1 to 1000 kinds, or None for any; got 0"),
         ({"kinds": [f"k{at}" for at in range(1001)]}, "got 1001"),

@@ -6,6 +6,7 @@ from uuid import UUID
 
 import pytest
 
+from engine.cases import in_turn
 from engine.grants import claim_named, grant, granted, known, resumable, worker
 from engine.state import ACTIVE, attempts, refused, told, vector
 from flowfabric.engine.engine import Engine
@@ -125,10 +126,9 @@ async def test_a_retry_is_claimed_by_grant_as_one(engine: Engine, given: Any, ro
     assert (running.retry_reason, running.previous_attempt_index) == ("no luck", 0)
 
 
-@pytest.mark.parametrize(
-    ("stored", "argument", "kept"),
+@in_turn(
+    "stored, argument, kept",
     [('{"of": "failure"}', '{"of": "claim"}', "claim"), ('{"of": "failure"}', None, "failure"), (None, None, None)],
-    ids=["claim over failure", "failure", "none"],
 )
 async def test_the_policy_of_an_attempt_is_that_of_its_claim_else_that_of_the_failure_before(
     engine: Engine, given: Any, rows: Any, clock: Any, stored: str | None, argument: str | None, kept: str | None
@@ -164,7 +164,7 @@ async def test_a_grant_of_a_lost_lease_is_turned_into_a_reclaimed_one(engine: En
     assert await rows.of("claim_grant") == []
 
 
-@pytest.mark.parametrize("state", ["delayed", "backing_off", "claimed", "reclaimable", "completed", "cancelled"])
+@in_turn("state", ["delayed", "backing_off", "claimed", "reclaimable", "completed", "cancelled"])
 async def test_what_does_not_wait_is_not_leaseable(engine: Engine, given: Any, rows: Any, state: str) -> None:
     made = await getattr(given, state)()
     execution_id = getattr(made, "execution_id", made)
@@ -276,8 +276,8 @@ async def test_a_reclaim_grant_of_another_worker_or_past_its_end_does_not_count(
         await refused(claim_named(engine, lost.execution_id, "other"), "execution_not_leaseable")
 
 
-@pytest.mark.parametrize(
-    ("wrong", "code"),
+@in_turn(
+    "wrong, code",
     [
         ({"execution_id": "x"}, "invalid_input"),
         ({"execution_id": "{fp:256}:11111111-2222-4333-8444-555555555555"}, "invalid_input"),
@@ -298,7 +298,6 @@ async def test_a_reclaim_grant_of_another_worker_or_past_its_end_does_not_count(
         ({"attempt_policy_json": "[]"}, "invalid_policy_json"),
         ({"attempt_policy_json": {}}, "invalid_policy_json"),
     ],
-    ids=str,
 )
 async def test_malformed_arguments_of_a_claim_are_refused(
     engine: Engine, given: Any, rows: Any, wrong: dict[str, Any], code: str
@@ -361,8 +360,8 @@ async def test_an_operator_needs_no_signing_key(engine: Engine, given: Any, conn
     assert await fused(engine, await given.created())
 
 
-@pytest.mark.parametrize(
-    ("state", "code"),
+@in_turn(
+    "state, code",
     [
         ("delayed", "execution_not_in_eligible_set"),
         ("backing_off", "execution_not_in_eligible_set"),

@@ -76,7 +76,7 @@ async def test_a_claim_that_saw_a_row_before_it_was_taken_and_lost_leaves_it_who
     searching = await slow_claim(slow, connection, eventually)
     (lost,) = await claim(quick, lease_ttl_ms=1000)
     await clock.advance(seconds=2)
-    assert await quick.lease_expiry.sweep() == 1
+    assert await parts_of(quick).lease_expiry.sweep() == 1
     await connection.execute("select pg_advisory_unlock(42)")
     await searching
     if not searching.result():

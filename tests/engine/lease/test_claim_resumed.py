@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from engine.cases import in_turn
 from engine.grants import claim_resumed, grant, known, resumable
 from engine.state import ACTIVE, refused, told, vector
 from flowfabric.engine.engine import Engine
@@ -44,7 +45,7 @@ async def test_an_attempt_goes_on_without_a_grant(engine: Engine, given: Any, ro
     await engine.complete(claimed.handle, b"done")
 
 
-@pytest.mark.parametrize(("given_ms", "left"), [(0, None), (2500, 2500), (None, 6000)])
+@in_turn("given_ms, left", [(0, None), (2500, 2500), (None, 6000)])
 async def test_the_time_left_of_an_attempt_is_the_callers_or_the_saved_one(
     engine: Engine, given: Any, rows: Any, clock: Any, given_ms: int | None, left: int | None
 ) -> None:
@@ -66,8 +67,8 @@ async def test_an_elapsed_delay_goes_on_too(engine: Engine, given: Any, clock: A
     assert (await claim_resumed(engine, handle.execution_id)).attempt_id == handle.attempt_id
 
 
-@pytest.mark.parametrize(
-    ("state", "code"),
+@in_turn(
+    "state, code",
     [
         ("delayed", "execution_not_leaseable"),
         ("backing_off", "execution_not_leaseable"),
@@ -222,7 +223,7 @@ async def test_a_signature_of_another_secret_is_refused(engine: Engine, given: A
         await refused(engine.claim_from_resume_grant(token(answer)), "invalid_claim_grant", "SignatureMismatch")
 
 
-@pytest.mark.parametrize("after", ["claimed", "cancelled", "completed", "waiting"])
+@in_turn("after", ["claimed", "cancelled", "completed", "waiting"])
 async def test_what_cannot_go_on_any_more_gives_nothing(engine: Engine, given: Any, rows: Any, after: str) -> None:
     parked = await resumable(given)
     answer = await grant(engine, parked)

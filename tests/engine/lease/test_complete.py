@@ -2,8 +2,7 @@
 
 from typing import Any
 
-import pytest
-
+from engine.cases import in_turn
 from engine.state import COMPLETED, attempts, claim, kept_until, lease_left, refused, told, vector
 from flowfabric.engine.engine import Engine
 from flowfabric.model.handle import Handle
@@ -24,7 +23,7 @@ async def complete_in_many(engine: Engine, handle: Handle, payload: bytes | None
     assert await engine.complete_many([(handle, payload)]) == [expected]
 
 
-both = pytest.mark.parametrize("complete", [complete_one, complete_in_many], ids=["one", "many"])
+both = in_turn("complete", [complete_one, complete_in_many])
 
 
 @both

@@ -5,8 +5,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-import pytest
-
+from engine.cases import in_turn
 from engine.state import (
     ACTIVE,
     BACKING_OFF,
@@ -41,7 +40,7 @@ PARKINGS: dict[str, Parking] = {
     "handed_back": lambda engine, handle: engine.hand_back(handle),
 }
 
-each_parking = pytest.mark.parametrize("marker", PARKINGS)
+each_parking = in_turn("marker", PARKINGS)
 
 
 async def resumed(engine: Engine, handle: Handle, marker: str = "worker_delay") -> Any:
@@ -135,7 +134,7 @@ async def test_a_delay_is_over_when_its_time_has_come(engine: Engine, given: Any
     assert (row["last_transition_at"], row["deadline_at"]) == (now, now + 59_000)
 
 
-@pytest.mark.parametrize("ago_ms", [0, 1, 86_400_000])
+@in_turn("ago_ms", [0, 1, 86_400_000])
 async def test_a_delay_into_the_past_is_due_at_once(
     engine: Engine, given: Any, rows: Any, clock: Any, ago_ms: int
 ) -> None:
@@ -265,7 +264,7 @@ async def test_what_an_attempt_came_from_stays_with_it(engine: Engine, given: An
 
 
 @each_parking
-@pytest.mark.parametrize("form", ["complete", "complete_many"])
+@in_turn("form", ["complete", "complete_many"])
 async def test_a_resumed_run_completes(
     engine: Engine, given: Any, rows: Any, clock: Any, marker: str, form: str
 ) -> None:
@@ -381,7 +380,7 @@ async def test_a_deadline_passes_while_a_run_waits(
 
 
 @each_parking
-@pytest.mark.parametrize("policy", [TIMED, TIMED | RETRYING], ids=["last", "retried"])
+@in_turn("policy", [TIMED, TIMED | RETRYING])
 async def test_a_resumed_run_times_out(
     engine: Engine, given: Any, rows: Any, clock: Any, marker: str, policy: Any
 ) -> None:

@@ -3,8 +3,7 @@
 from typing import Any
 from uuid import uuid4
 
-import pytest
-
+from engine.cases import in_turn
 from engine.state import claim, refused, revoke
 from flowfabric.engine.engine import Engine
 from flowfabric.model.ids import ExecutionId
@@ -92,7 +91,7 @@ async def test_a_time_of_the_callers_decides_what_is_expired(engine: Engine, giv
     assert await listed(engine, as_of=0) == []
 
 
-@pytest.mark.parametrize("marked", ["none", "some", "all"])
+@in_turn("marked", ["none", "some", "all"])
 async def test_the_order_is_by_end_then_by_id_as_text(engine: Engine, given: Any, clock: Any, marked: str) -> None:
     made = []
     # As text, partition 10 stands before partition 9, and both before 200.

@@ -2,8 +2,7 @@
 
 from typing import Any
 
-import pytest
-
+from engine.cases import in_turn
 from engine.state import BACKING_OFF, FAILED, RETRYABLE, attempts, claim, lease_left, pending, refused, told, vector
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.parts import parts_of
@@ -143,7 +142,7 @@ async def test_the_category_decides_whether_a_failure_is_retried(engine: Engine,
 async def test_an_unknown_class_is_refused(engine: Engine, given: Any, rows: Any) -> None:
     handle = await given.claimed()
     async with rows.unchanged():
-        await refused(engine.fail(handle, reason="x", classification="odd"), "invalid_input", "classification: one of")
+        await refused(engine.fail(handle, reason="x", classification="odd"), "invalid_input", "classification: expected one of")
     assert await engine.fail(handle, reason="x", classification=FailureClass.PERMANENT) == TerminalFailed()
 
 
@@ -264,7 +263,7 @@ async def test_a_failure_is_no_repeat_of_another_ending(engine: Engine, given: A
             assert refusal.detail["terminal_outcome"] == outcome  # type: ignore[index]
 
 
-@pytest.mark.parametrize("policy", [None, retrying()], ids=["terminal", "retried"])
+@in_turn("policy", [None, retrying()])
 async def test_a_failed_execution_has_no_result(engine: Engine, given: Any, policy: Any) -> None:
     handle = await given.claimed(policy=policy)
     await engine.fail(handle, reason="x")

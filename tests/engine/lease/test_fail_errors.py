@@ -9,6 +9,7 @@ import asyncpg
 import pytest
 
 from creates import new
+from engine.cases import in_turn
 from engine.state import claim
 from engine.waits import suspended, triple
 from flowfabric.db.database import Database
@@ -134,7 +135,7 @@ async def test_a_reclaim_and_a_success_leave_the_exceptions_of_earlier_attempts(
     assert await engine.find_inconsistencies() == []
 
 
-@pytest.mark.parametrize("policy", [None, RETRIED], ids=["terminal", "retried"])
+@in_turn("policy", [None, RETRIED])
 async def test_an_attempt_that_has_waited_keeps_its_exception_and_its_history(
     engine: Engine, given: Any, policy: Any
 ) -> None:
@@ -178,8 +179,8 @@ BOUNDS = {
 }
 
 
-@pytest.mark.parametrize("field", BOUNDS)
-@pytest.mark.parametrize("policy", [None, RETRIED], ids=["terminal", "retried"])
+@in_turn("field", BOUNDS)
+@in_turn("policy", [None, RETRIED])
 async def test_what_is_too_long_is_cut_and_not_refused(engine: Engine, given: Any, policy: Any, field: str) -> None:
     for size in (BOUNDS[field], BOUNDS[field] + 1, 10_000_000):
         handle = await given.claimed(policy=policy)

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from engine.cases import in_turn
 from engine.grants import claim_named, claim_resumed, grant, granted, known, reclaim, reclaim_grant, resumable, worker
 from engine.state import claim, ids, made, new, refused
 from flowfabric.engine.engine import Engine
@@ -17,7 +18,7 @@ from flowfabric.model.states import PublicState
 GPU = {"routing_requirements": {"required_capabilities": ["gpu"]}}
 
 
-@pytest.mark.parametrize("state", ["paused", "disabled"])
+@in_turn("state", ["paused", "disabled"])
 async def test_a_closed_lane_stops_claims_that_need_no_search(
     engine: Engine, given: Any, rows: Any, clock: Any, state: str
 ) -> None:
@@ -61,14 +62,14 @@ async def test_a_row_somebody_holds_does_not_put_a_worse_one_of_its_queue_first(
     assert (await granted(engine, worker_capabilities=("gpu",))).execution_id == held
 
 
-@pytest.mark.parametrize("text", ['{"a": 1e-20000}', '{"a": "C:\\\\u0000"}', '{"a": "\\u00e9"}'])
+@in_turn("text", ['{"a": 1e-20000}', '{"a": "C:\\\\u0000"}', '{"a": "\\u00e9"}'])
 async def test_json_the_store_can_hold_is_taken(engine: Engine, given: Any, text: str) -> None:
     execution_id = await given.created()
     await grant(engine, execution_id, route_snapshot_json=text)
     await claim_named(engine, execution_id, attempt_policy_json=text)
 
 
-@pytest.mark.parametrize("text", ['{"a": "\\u0000"}', '{"\\u0000": 1}', '[["\\u0000"]]', "{", "1e400"])
+@in_turn("text", ['{"a": "\\u0000"}', '{"\\u0000": 1}', '[["\\u0000"]]', "{", "1e400"])
 async def test_json_the_store_cannot_hold_is_refused(engine: Engine, given: Any, rows: Any, text: str) -> None:
     await known(engine)
     execution_id = await given.created()

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from engine.cases import in_turn
 from engine.grants import (
     KID,
     SECRET,
@@ -104,7 +105,7 @@ async def test_grants_live_five_seconds_unless_told(engine: Engine, given: Any, 
     assert (await granted(engine)).grant.expires_at_ms == now + 5000
 
 
-@pytest.mark.parametrize("ttl", [0, -1, 60_001, 1.5, None, "5", True])
+@in_turn("ttl", [0, -1, 60_001, 1.5, None, "5", True])
 async def test_a_grant_lives_between_one_millisecond_and_a_minute(
     engine: Engine, given: Any, rows: Any, ttl: Any
 ) -> None:
@@ -120,7 +121,7 @@ async def test_a_grant_lives_between_one_millisecond_and_a_minute(
         assert await grant(engine, await given.created(), grant_ttl_ms=good)
 
 
-@pytest.mark.parametrize(
+@in_turn(
     "wrong",
     [
         {"execution_id": "x"},
@@ -136,7 +137,6 @@ async def test_a_grant_lives_between_one_millisecond_and_a_minute(
         {"route_snapshot_json": '"\\u0000"'},
         {"route_snapshot_json": {}},
     ],
-    ids=str,
 )
 async def test_what_is_malformed_is_refused_before_anything_is_looked_at(
     engine: Engine, given: Any, rows: Any, wrong: dict[str, Any]
@@ -155,7 +155,7 @@ async def test_an_unknown_execution_is_not_found(engine: Engine, rows: Any) -> N
         await refused(claim_resumed(engine, absent), "execution_not_found")
 
 
-@pytest.mark.parametrize("state", ["delayed", "backing_off", "claimed", "reclaimable", "completed", "cancelled"])
+@in_turn("state", ["delayed", "backing_off", "claimed", "reclaimable", "completed", "cancelled"])
 async def test_only_what_waits_for_a_worker_is_granted(engine: Engine, given: Any, rows: Any, state: str) -> None:
     made = await getattr(given, state)()
     execution_id = getattr(made, "execution_id", made)
@@ -178,7 +178,7 @@ async def test_a_live_grant_keeps_every_other_out(engine: Engine, given: Any, ro
         assert await engine.scan_eligible_executions(lane_id="default") == []
 
 
-@pytest.mark.parametrize("state", ["paused", "disabled"])
+@in_turn("state", ["paused", "disabled"])
 async def test_nothing_is_granted_on_a_lane_without_claims(engine: Engine, given: Any, rows: Any, state: str) -> None:
     waiting = await given.created()
     await engine.set_lane_state("default", state)
@@ -190,9 +190,7 @@ async def test_nothing_is_granted_on_a_lane_without_claims(engine: Engine, given
     assert await grant(engine, waiting)
 
 
-@pytest.mark.parametrize(
-    "wrong", [["a,b"], [""], ["a b"], [7], "gpu", ["y" * 5000], None, 7], ids=lambda it: str(it)[:9]
-)
+@in_turn("wrong", [["a,b"], [""], ["a b"], [7], "gpu", ["y" * 5000], None, 7])
 async def test_malformed_capabilities_are_refused(engine: Engine, given: Any, rows: Any, wrong: Any) -> None:
     lost = await given.reclaimable(lane_id="lost")
     waiting = await given.created()
@@ -452,7 +450,7 @@ async def test_a_scan_lists_what_waits_in_the_order_of_claims(engine: Engine, gi
         assert await engine.scan_eligible_executions(lane_id="unknown") == []
 
 
-@pytest.mark.parametrize("limit", [-1, None, "5"])
+@in_turn("limit", [-1, None, "5"])
 async def test_a_scan_has_a_limit(engine: Engine, limit: Any) -> None:
     await refused(engine.scan_eligible_executions(lane_id="default", limit=limit), "invalid_input", "limit")
 

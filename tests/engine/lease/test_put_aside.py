@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from engine.cases import in_turn
 from engine.waits import args
 from flowfabric.engine.engine import Engine
 from flowfabric.model.errors import EngineError
@@ -20,7 +21,7 @@ async def claim(engine: Engine, limit: int = 100, **options: Any) -> list[Claime
     )
 
 
-@pytest.mark.parametrize("was_started", [True, False])
+@in_turn("was_started", [True, False])
 async def test_what_was_handed_back_goes_on_without_having_waited(
     engine: Engine, given: Any, *, was_started: bool
 ) -> None:
@@ -54,7 +55,7 @@ async def test_the_wait_of_an_earlier_attempt_is_not_one_of_the_next(engine: Eng
     assert (run.attempt_index, run.has_waited) == (1, False)
 
 
-@pytest.mark.parametrize(("was_started", "left_ms"), [(True, 57_000), (False, 60_000)])
+@in_turn("was_started, left_ms", [(True, 57_000), (False, 60_000)])
 async def test_a_lease_that_did_not_start_an_attempt_takes_none_of_its_time(
     engine: Engine, given: Any, clock: Any, *, was_started: bool, left_ms: int
 ) -> None:
@@ -79,7 +80,7 @@ async def test_what_has_little_time_is_not_claimed_to_wait_for_a_slot(
     assert await engine.find_inconsistencies() == []
 
 
-@pytest.mark.parametrize("slots", [-1, 2**31, True, "1"])
+@in_turn("slots", [-1, 2**31, True, "1"])
 async def test_a_wrong_number_of_slots_is_refused(engine: Engine, slots: Any) -> None:
     with pytest.raises(EngineError, match="slots"):
         await claim(engine, slots=slots)

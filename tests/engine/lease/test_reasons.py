@@ -3,8 +3,7 @@
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-import pytest
-
+from engine.cases import in_turn
 from engine.state import refused
 from engine.waits import triple
 from flowfabric.engine.engine import Engine
@@ -33,7 +32,7 @@ CALLS: dict[str, tuple[str, Saying]] = {
 NO_TEXTS = (None, 3, 1.5, True, b"bytes", ["text"], {"a": 1}, ValueError("as it came"), object)
 
 
-@pytest.mark.parametrize("call", CALLS)
+@in_turn("call", CALLS)
 async def test_a_reason_that_is_no_text_is_refused(engine: Engine, given: Any, rows: Any, call: str) -> None:
     handle = await given.claimed(policy={"retry_policy": {"max_retries": 1}})
     field, say = CALLS[call]
@@ -45,7 +44,7 @@ async def test_a_reason_that_is_no_text_is_refused(engine: Engine, given: Any, r
     await say(engine, handle, "as it should be")
 
 
-@pytest.mark.parametrize("detail", [3, ["text"], object()])
+@in_turn("detail", [3, ["text"], object()])
 async def test_the_category_of_a_failure_is_text_or_bytes(engine: Engine, given: Any, rows: Any, detail: Any) -> None:
     handle = await given.claimed()
     async with rows.unchanged():
@@ -53,7 +52,7 @@ async def test_the_category_of_a_failure_is_text_or_bytes(engine: Engine, given:
         await refused(wrong, "invalid_input", "reason.detail: must be text or bytes, got ")
 
 
-@pytest.mark.parametrize("field", ["error_type", "traceback"])
+@in_turn("field", ["error_type", "traceback"])
 async def test_what_a_failure_tells_of_its_exception_is_text(engine: Engine, given: Any, rows: Any, field: str) -> None:
     handle = await given.claimed()
     async with rows.unchanged():
@@ -68,7 +67,7 @@ async def test_what_a_failure_tells_of_its_exception_is_text(engine: Engine, giv
             assert str(refusal.detail).startswith(field)
 
 
-@pytest.mark.parametrize("call", ["cancel", "cancel_execution"])
+@in_turn("call", ["cancel", "cancel_execution"])
 async def test_the_reason_of_a_cancel_is_one_the_store_can_hold(
     engine: Engine, given: Any, rows: Any, call: str
 ) -> None:

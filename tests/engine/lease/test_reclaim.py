@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from engine.cases import in_turn
 from engine.state import (
     ACTIVE,
     FAILED,
@@ -69,7 +70,7 @@ async def test_a_lease_is_marked_at_its_expiry_and_not_before(
         assert await parts_of(engine).lease_expiry.sweep() == 0
 
 
-@pytest.mark.parametrize("is_marked", [True, False], ids=["marked", "not marked"])
+@in_turn("is_marked", [True, False])
 async def test_the_next_claim_takes_a_lapsed_lease_as_a_new_attempt(
     engine: Engine,
     given: Any,
@@ -174,7 +175,7 @@ async def test_only_a_capable_worker_takes_a_lost_lease(engine: Engine, given: A
     assert ids(await claim(engine, capabilities=("gpu",))) == [lost.execution_id]
 
 
-@pytest.mark.parametrize("cap", [0, 1, 3])
+@in_turn("cap", [0, 1, 3])
 async def test_at_the_cap_the_execution_fails(
     engine: Engine, given: Any, rows: Any, clock: Any, cap: int, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -207,9 +208,7 @@ async def test_at_the_cap_the_execution_fails(
 
 
 @pytest.mark.usefixtures("altered_rows")
-@pytest.mark.parametrize(
-    ("policy", "cap"), [(None, reclaim_cap(None)), ({}, reclaim_cap(ExecutionPolicy()))], ids=["no policy", "policy"]
-)
+@in_turn("policy, cap", [(None, reclaim_cap(None)), ({}, reclaim_cap(ExecutionPolicy()))])
 async def test_claims_and_grants_know_the_same_cap_of_who_names_none(
     engine: Engine, given: Any, connection: Any, policy: dict[str, Any] | None, cap: int
 ) -> None:
@@ -258,24 +257,31 @@ async def test_the_policys_own_cap_counts_and_not_its_timeouts(engine: Engine, g
 
 
 STAYS = {
-    "refused": "alter table execution add constraint none check (failure_reason <> 'max_reclaims_exceeded')",
-    "in vain": """create function keep() returns trigger language plpgsql as 'begin return null; end';
-                  create trigger keep before update on execution for each row
-                  when (new.failure_reason = 'max_reclaims_exceeded') execute function keep()""",
+    "refused": (
+        "alter table execution add constraint none check (failure_reason <> 'max_reclaims_exceeded')",
+        "alter table execution drop constraint none",
+    ),
+    "skipped": (
+        """create function skip() returns trigger language plpgsql as 'begin return null; end';
+           create trigger skip before update on execution for each row
+           when (new.failure_reason = 'max_reclaims_exceeded') execute function skip()""",
+        "drop function skip cascade",
+    ),
 }
-"""What makes an ending fail, or come to nothing."""
+"""Makes the update that ends an execution fail or skip its row, and the undoing of that."""
 WORKER: dict[str, Any] = {"lane_id": "default", "worker_id": "worker", "worker_instance_id": "worker-1"}
 
 
 @pytest.mark.usefixtures("altered_rows")
-@pytest.mark.parametrize("limit", [1, 10])
-@pytest.mark.parametrize("kind", STAYS)
+@in_turn("limit", [1, 10])
+@in_turn("kind", STAYS)
 async def test_an_execution_at_its_cap_that_cannot_be_ended_holds_up_no_claim(
     engine: Engine, given: Any, rows: Any, connection: Any, kind: str, limit: int
 ) -> None:
     stuck = [await given.expired_lease(policy={"max_reclaim_count": 0}, priority=5) for _ in range(2)]
     await parts_of(engine).lease_expiry.sweep()
-    await connection.execute(STAYS[kind])
+    block, unblock = STAYS[kind]
+    await connection.execute(block)
     behind = [await given.created() for _ in range(2)]
     async with asyncio.timeout(30):
         assert ids([*await claim(engine, limit=limit), *await claim(engine, limit=limit)]) == behind
@@ -289,6 +295,7 @@ async def test_an_execution_at_its_cap_that_cannot_be_ended_holds_up_no_claim(
     assert {(await rows.execution(handle.execution_id))["public_state"] for handle in stuck} == {"active"}
     if kind == "refused":
         assert await engine.find_inconsistencies() == []
+    await connection.execute(unblock)
 
 
 async def test_what_is_leased_is_given_though_the_search_for_more_fails(

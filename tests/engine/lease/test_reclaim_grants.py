@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from engine.cases import in_turn
 from engine.grants import claim_named, grant, known, reclaim, reclaim_grant, worker
 from engine.lease.test_grants import expected_key
 from engine.state import ACTIVE, FAILED, LAPSED, attempts, claim, ids, lease_left, refused, revoke, told, vector
@@ -76,7 +77,7 @@ async def test_a_lapsed_lease_nobody_marked_is_marked_and_granted(
     assert await told(rows, lost.execution_id) == ["acquired", "expired"]
 
 
-@pytest.mark.parametrize("state", ["created", "delayed", "backing_off", "claimed", "completed", "cancelled"])
+@in_turn("state", ["created", "delayed", "backing_off", "claimed", "completed", "cancelled"])
 async def test_what_lost_no_lease_is_not_reclaimable(engine: Engine, given: Any, rows: Any, state: str) -> None:
     made = await getattr(given, state)()
     execution_id = getattr(made, "execution_id", made)
@@ -140,7 +141,7 @@ async def test_at_the_cap_the_request_itself_ends_the_execution(
         assert isinstance(await reclaim_grant(engine, lost.execution_id), NotReclaimable)
 
 
-@pytest.mark.parametrize(
+@in_turn(
     "wrong",
     [
         {"execution_id": "x"},
@@ -150,7 +151,6 @@ async def test_at_the_cap_the_request_itself_ends_the_execution(
         {"worker_instance_id": "a b"},
         {"route_snapshot_json": "{"},
     ],
-    ids=str,
 )
 async def test_malformed_requests_are_refused(engine: Engine, given: Any, rows: Any, wrong: dict[str, Any]) -> None:
     lost = await given.expired_lease()
@@ -251,8 +251,8 @@ async def test_a_claim_grant_is_no_reclaim_grant(engine: Engine, given: Any, row
         assert isinstance(await reclaim(engine, waiting), NotReclaimable)
 
 
-@pytest.mark.parametrize(
-    ("policy", "argument", "cap"),
+@in_turn(
+    "policy, argument, cap",
     [(None, 0, 0), (None, None, None), ({}, 0, None), ({"max_reclaim_count": 7}, 0, None)],
 )
 async def test_the_argument_counts_only_without_a_policy(
@@ -283,7 +283,7 @@ async def test_every_hundredth_reclaim_is_warned_of(
             caplog.clear()
             await reclaim_grant(engine, lost.execution_id)
             assert isinstance(await reclaim(engine, lost.execution_id, lease_ttl_ms=10), ClaimedExecution)
-            if "100th" in caplog.text:
+            if "was reclaimed 100 times" in caplog.text:
                 told_at.append(count)
             await clock.advance(ms=10)
     assert told_at == [100]

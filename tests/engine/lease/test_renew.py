@@ -2,8 +2,7 @@
 
 from typing import Any
 
-import pytest
-
+from engine.cases import in_turn
 from engine.state import ACTIVE, claim, refused, told, vector
 from flowfabric.engine.engine import Engine
 from flowfabric.model.ids import mint_uuid_texts
@@ -118,7 +117,7 @@ async def test_progress_does_not_extend_the_lease(engine: Engine, given: Any, cl
     await refused(engine.renew(handle), "lease_expired")
 
 
-@pytest.mark.parametrize("many", [False, True], ids=["one", "many"])
+@in_turn("many", [False, True])
 async def test_a_renewal_between_expiry_and_its_mark_is_refused_and_marks(
     engine: Engine,
     given: Any,

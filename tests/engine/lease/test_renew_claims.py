@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 
+from engine.cases import in_turn
 from engine.state import (
     FENCED,
     LAPSED,
     claim,
     claim_rows,
-    each_fenced,
     ids,
     items,
     new,
@@ -156,7 +156,7 @@ async def test_a_lease_may_be_renewed_to_end_sooner(engine: Engine, given: Any, 
     assert vector(await rows.execution(handle.execution_id)) == LAPSED
 
 
-@pytest.mark.parametrize("ended", ["absent", "asked for"])
+@in_turn("ended", ["absent", "asked for"])
 async def test_a_member_that_has_ended_keeps_the_others_together(
     engine: Engine, rows: Any, connection: Any, clock: Any, ended: str
 ) -> None:
@@ -192,8 +192,8 @@ async def test_a_run_that_is_claimed_again_is_not_renewed_by_its_first_claim(
     assert (await rows.execution(other.execution_id))["lease_expires_at"] == now + TTL_MS
 
 
-@each_fenced
-@pytest.mark.parametrize("renewed", ["whole", "apart"])
+@in_turn("operation", FENCED)
+@in_turn("renewed", ["whole", "apart"])
 async def test_a_renewed_run_may_do_everything_past_its_first_expiry(
     engine: Engine, clock: Any, operation: str, renewed: str
 ) -> None:

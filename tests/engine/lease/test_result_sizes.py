@@ -7,8 +7,8 @@ from typing import Any
 
 import asyncpg
 import msgspec
-import pytest
 
+from engine.cases import in_turn
 from engine.state import claim, items, new, refused
 from flowfabric import Fabric
 from flowfabric.engine.core.payload import INLINE_PAYLOAD_BYTES
@@ -21,7 +21,7 @@ from flowfabric.model.lease import Completed
 SIZES = (None, 0, 1, 256, 257, 1_500, 100_000)
 SHORT = {"policy": {"stream_policy": {"retention_ttl_ms": 1000}}}
 
-each_size = pytest.mark.parametrize("size", SIZES)
+each_size = in_turn("size", SIZES)
 
 
 def content(size: int | None, seed: int = 0) -> bytes | None:
@@ -52,10 +52,9 @@ async def complete_by_override(engine: Engine, handle: Handle, payload: bytes | 
     await engine.complete_execution(execution_id=handle.execution_id, payload=payload, source="operator_override")
 
 
-each_way = pytest.mark.parametrize(
+each_way = in_turn(
     "complete",
     [complete_one, complete_in_many, complete_for_holder, complete_by_override],
-    ids=["one", "many", "holder", "override"],
 )
 
 
@@ -124,7 +123,7 @@ async def test_results_are_kept_beside_other_endings(engine: Engine, rows: Any) 
     await check_results(engine, rows, {key: result for key, result in expected.items() if result is not None})
 
 
-@pytest.mark.parametrize("form", [bytearray, memoryview])
+@in_turn("form", [bytearray, memoryview])
 @each_way
 async def test_a_result_may_be_a_buffer(engine: Engine, given: Any, rows: Any, complete: Any, form: Any) -> None:
     expected = {}
@@ -170,7 +169,7 @@ async def test_a_run_brings_a_result_of_any_size(url: str, rows: Any) -> None:
     assert stored == [257, 258, 259, 1_500, 1_502, 100_000, 100_002]
 
 
-@pytest.mark.parametrize("at", [0, 50, 99])
+@in_turn("at", [0, 50, 99])
 async def test_a_stale_fence_among_good_ones_leaves_no_result(engine: Engine, rows: Any, at: int) -> None:
     handles = await leased(engine, 100)
     batch = [(handle, content(1_500, nth)) for nth, handle in enumerate(handles)]
@@ -191,8 +190,8 @@ async def test_a_stale_fence_alone_leaves_no_result(engine: Engine, given: Any, 
     assert await rows.of("execution_result") == []
 
 
-@pytest.mark.parametrize("complete", [complete_one, complete_in_many], ids=["one", "many"])
-@pytest.mark.parametrize("size", [1, 1_500])
+@in_turn("complete", [complete_one, complete_in_many])
+@in_turn("size", [1, 1_500])
 async def test_a_repeated_completion_leaves_the_first_result(
     engine: Engine, engines: Any, given: Any, rows: Any, complete: Any, size: int
 ) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from engine.cases import in_turn
 from engine.state import RETRYABLE, attempts, claim, lease_left, pending, told, vector
 from engine.waits import triple
 from flowfabric.engine.engine import Engine
@@ -51,7 +52,7 @@ FAILING: dict[str, Callable[[Engine, Handle], Awaitable[object]]] = {
 }
 
 
-@pytest.mark.parametrize("how", FAILING)
+@in_turn("how", FAILING)
 async def test_a_retry_without_a_pause_may_be_claimed_at_once(
     engine: Engine, given: Any, rows: Any, clock: Any, how: str
 ) -> None:
@@ -77,7 +78,7 @@ async def test_a_retry_without_a_pause_may_be_claimed_at_once(
     assert (claimed.execution_id, claimed.attempt_index, claimed.attempt_type) == (handle.execution_id, 1, "retry")
 
 
-@pytest.mark.parametrize("backoff", BACKOFFS)
+@in_turn("backoff", BACKOFFS)
 async def test_every_backoff_of_nothing_is_no_pause(engine: Engine, given: Any, rows: Any, backoff: str) -> None:
     handle = await given.claimed(policy=at_once(BACKOFFS[backoff]))
     await engine.fail(handle, reason="no luck")
@@ -102,7 +103,7 @@ async def test_retries_end_where_the_policy_says(engine: Engine, given: Any, row
 
 
 @pytest.mark.usefixtures("hints_only")
-@pytest.mark.parametrize("how", FAILING)
+@in_turn("how", FAILING)
 async def test_a_claim_that_waits_is_woken_by_the_retry(
     engine: Engine, engines: Any, given: Any, clock: Any, eventually: Any, how: str
 ) -> None:

@@ -4,8 +4,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 from uuid import UUID, uuid4
 
-import pytest
-
+from engine.cases import in_turn
 from engine.state import (
     ACTIVE,
     BACKING_OFF,
@@ -37,8 +36,8 @@ SERVICES: dict[str, Service] = {
     "renew_lease": lambda engine, **args: engine.renew_lease(**{"attempt_index": 0, "lease_ttl_ms": 5000, **args}),
 }
 
-each_service = pytest.mark.parametrize("operation", SERVICES)
-each_ending = pytest.mark.parametrize("operation", ["complete_execution", "fail_execution"])
+each_service = in_turn("operation", SERVICES)
+each_ending = in_turn("operation", ["complete_execution", "fail_execution"])
 
 
 def fence(handle: Handle, **changes: Any) -> dict[str, Any]:
@@ -129,7 +128,7 @@ async def test_fail_execution_schedules_a_retry_and_says_which_attempt_it_will_b
     assert await engine.fail_execution(**fence(again.handle), failure_reason="busy") == TerminalFailed()
 
 
-@pytest.mark.parametrize("category", ["permanent", "cancelled"])
+@in_turn("category", ["permanent", "cancelled"])
 async def test_some_categories_are_never_tried_again(engine: Engine, given: Any, category: str) -> None:
     handle = await given.claimed(policy=RETRYING)
     call = engine.fail_execution(**fence(handle), failure_reason="x", failure_category=category)
@@ -153,14 +152,14 @@ async def test_a_retry_policy_of_the_call_stands_before_the_stored_one(engine: E
     assert await call == TerminalFailed()
 
 
-@pytest.mark.parametrize("empty", [None, "", b""])
+@in_turn("empty", [None, "", b""])
 async def test_an_empty_retry_policy_leaves_the_stored_one(engine: Engine, given: Any, clock: Any, empty: Any) -> None:
     handle = await given.claimed(policy=RETRYING)
     call = engine.fail_execution(**fence(handle), failure_reason="x", retry_policy_json=empty)
     assert await call == RetryScheduled(delay_until=await clock.now() + 1000, next_attempt_index=1)
 
 
-@pytest.mark.parametrize("policy", ['{"a": "é", "b": [1]}', b'{"a": "\xc3\xa9", "b": [1]}', {"a": "é", "b": [1]}])
+@in_turn("policy", ['{"a": "é", "b": [1]}', b'{"a": "\xc3\xa9", "b": [1]}', {"a": "é", "b": [1]}])
 async def test_the_next_attempt_bears_the_policy_given_for_it(
     engine: Engine, given: Any, rows: Any, clock: Any, policy: Any
 ) -> None:
@@ -265,7 +264,7 @@ async def test_a_fence_is_required(engine: Engine, given: Any, rows: Any, operat
 
 
 @each_service
-@pytest.mark.parametrize(
+@in_turn(
     "kept",
     [
         {"lease_id"},
@@ -275,7 +274,6 @@ async def test_a_fence_is_required(engine: Engine, given: Any, rows: Any, operat
         {"lease_id", "attempt_id"},
         {"lease_epoch", "attempt_id"},
     ],
-    ids=lambda kept: "+".join(sorted(kept)),
 )
 async def test_a_fence_in_part_is_refused(
     engine: Engine, given: Any, rows: Any, operation: str, kept: set[str]

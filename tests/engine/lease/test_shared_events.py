@@ -3,8 +3,7 @@
 from collections import Counter
 from typing import Any
 
-import pytest
-
+from engine.cases import in_turn
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.parts import parts_of
 from flowfabric.model.lease import ClaimedExecution
@@ -37,7 +36,7 @@ async def test_what_is_claimed_renewed_and_completed_together_is_one_row_each(
         assert [event["outcome"] for event in events] == [None, None, 1]
 
 
-@pytest.mark.parametrize("difference", ["namespace", "instance_tag", "attempt"])
+@in_turn("difference", ["namespace", "instance_tag", "attempt"])
 async def test_an_event_that_differs_has_a_row_of_its_own(
     engine: Engine, given: Any, rows: Any, difference: str
 ) -> None:

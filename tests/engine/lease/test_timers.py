@@ -8,6 +8,7 @@ from uuid import uuid4
 
 import pytest
 
+from engine.cases import in_turn
 from engine.state import (
     BACKING_OFF,
     LAPSED,
@@ -55,7 +56,7 @@ NAMED: dict[str, Callable[[Engine, Any], Awaitable[object]]] = {
 }
 
 
-@pytest.mark.parametrize("operation", NAMED)
+@in_turn("operation", NAMED)
 async def test_what_is_no_execution_id_is_refused(engine: Engine, rows: Any, operation: str) -> None:
     async with rows.unchanged():
         for wrong in ("nonsense", None, 7, str(uuid4()), f"{{fp:32768}}:{uuid4()}"):
@@ -275,7 +276,7 @@ async def test_a_deadline_ends_what_has_not_ended_in_any_phase(
     assert await attempts(rows, waiting) == []
 
 
-@pytest.mark.parametrize("policy", [TIMED, RETRIED], ids=["expired", "retried"])
+@in_turn("policy", [TIMED, RETRIED])
 async def test_expiry_by_name_and_by_sweep_come_to_the_same(
     engine: Engine, given: Any, rows: Any, clock: Any, policy: Any
 ) -> None:
@@ -409,7 +410,7 @@ async def test_every_hundredth_reclaim_is_warned_of(
     assert warned == [WARN_EVERY_RECLAIMS, 2 * WARN_EVERY_RECLAIMS]
 
 
-@pytest.mark.parametrize("ending", ["cancel", "expire"])
+@in_turn("ending", ["cancel", "expire"])
 async def test_a_grant_ends_with_its_execution(engine: Engine, given: Any, rows: Any, clock: Any, ending: str) -> None:
     deadline = await clock.now() + 1000
     waiting, other = [await given.created(execution_deadline_at=deadline) for _ in range(2)]
