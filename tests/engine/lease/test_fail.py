@@ -142,7 +142,9 @@ async def test_the_category_decides_whether_a_failure_is_retried(engine: Engine,
 async def test_an_unknown_class_is_refused(engine: Engine, given: Any, rows: Any) -> None:
     handle = await given.claimed()
     async with rows.unchanged():
-        await refused(engine.fail(handle, reason="x", classification="odd"), "invalid_input", "classification: expected one of")
+        await refused(
+            engine.fail(handle, reason="x", classification="odd"), "invalid_input", "classification: expected one of"
+        )
     assert await engine.fail(handle, reason="x", classification=FailureClass.PERMANENT) == TerminalFailed()
 
 
