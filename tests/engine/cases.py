@@ -3,8 +3,9 @@
 import functools
 import inspect
 import os
-from collections.abc import Awaitable, Callable, Iterable
-from typing import Any
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, Self
 
 import asyncpg
 import pytest
@@ -45,24 +46,47 @@ class Emptied:
         self._connection = connection
         self._checks = checks
 
-    async def __call__(self) -> None:
-        """Check that the case left consistent rows, then delete them."""
+    async def check(self) -> None:
+        """Fail if the rows are inconsistent, unless the test alters rows itself."""
         if self._checks:
             assert await self._engine.find_inconsistencies() == []
-        await self.without_check()
 
-    async def without_check(self) -> None:
-        """Delete the rows that a failed case left."""
+    async def __call__(self) -> None:
+        """Delete the executions."""
         await self._connection.execute(_EMPTY)
 
 
-def in_turn(names: str, cases: Iterable[Any]) -> Callable[[Test], Test]:
+class Cases:
+    """Runs the cases of a loop and reports every failing one at the end.
+
+    `with Cases() as cases: for case in ...: with cases(case): ...`
+    """
+
+    def __init__(self) -> None:
+        self._failures: list[str] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        assert kind is not None or not self._failures, "\n" + "\n".join(self._failures)
+
+    @contextmanager
+    def __call__(self, case: object) -> Iterator[None]:
+        """Run one case."""
+        try:
+            yield
+        except (Exception, pytest.fail.Exception) as failure:
+            self._failures.append(f"{case}: {type(failure).__name__} {failure}")
+
+
+def in_turn(names: str, given_cases: Iterable[Any]) -> Callable[[Test], Test]:
     """Run a test for each case like `pytest.mark.parametrize`, but on one database, which is emptied between cases.
 
     Every failing case is reported. Decorators may be stacked.
     """
     arguments = [name.strip() for name in names.split(",")]
-    listed = [case if len(arguments) > 1 else (case,) for case in cases]
+    listed = [case if len(arguments) > 1 else (case,) for case in given_cases]
 
     def decorate(test: Test) -> Test:
         given = inspect.signature(test).parameters
@@ -71,16 +95,12 @@ def in_turn(names: str, cases: Iterable[Any]) -> Callable[[Test], Test]:
         @functools.wraps(test)
         async def run_each(**fixtures: Any) -> None:
             emptied: Emptied = fixtures.pop("emptied") if is_innermost else fixtures["emptied"]
-            failures = []
-            for case in listed:
-                try:
-                    await test(**fixtures, **dict(zip(arguments, case, strict=True)))
-                    if is_innermost:
-                        await emptied()
-                except (Exception, pytest.fail.Exception) as failure:
-                    failures.append(f"{case}: {type(failure).__name__} {failure}")
-                    await emptied.without_check()
-            assert not failures, "\n" + "\n".join(failures)
+            with Cases() as cases:
+                for case in listed:
+                    with cases(case):
+                        await test(**fixtures, **dict(zip(arguments, case, strict=True)))
+                        await emptied.check()
+                    await emptied()
 
         kept = [
             parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)

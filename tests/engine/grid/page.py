@@ -25,8 +25,8 @@ How to read the tables:
   and the execution; `ended>cancelled` ends an execution that had no lease.
 
 A transition sets `last_transition_at` and `last_mutation_at`; a change that keeps the state (a renewal, progress, a
-tag, a marked lease) sets only `last_mutation_at`. The first lease sets `started_at`, which then stays. `completed_at` is
-set if and only if the execution has ended. Every lease raises the lease epoch by one; it never falls.
+tag, a marked lease) sets only `last_mutation_at`. The first lease sets `started_at`, which then stays. `completed_at`
+is set if and only if the execution has ended. Every lease raises the lease epoch by one; it never falls.
 
 Unless a state says otherwise, a retry is left and nothing waits for children. *The worker* holds the lease or the
 grant; searches are made by another worker.
