@@ -72,6 +72,11 @@ async def test_complete_execution_ends_a_run_like_complete(engine: Engine, given
     assert await engine.get_execution_result(claimed.execution_id) == b"\x00done"
     assert (await engine.wait_for_ending(claimed.execution_id)).result_encoding == "raw"
     assert await told(rows, claimed.execution_id) == ["acquired", "released completed>success"]
+    handle = await given.claimed()
+    await engine.complete_execution(**fence(handle))
+    row = await rows.execution(handle.execution_id)
+    assert (row["result_payload"], row["result_encoding"]) == (None, None)
+    assert await engine.get_execution_result(handle.execution_id) is None
 
 
 async def test_fail_execution_ends_an_execution_without_a_retry_left(
