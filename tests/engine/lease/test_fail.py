@@ -89,7 +89,6 @@ async def test_an_execution_is_retried_as_often_as_its_policy_says(engine: Engin
         assert await engine.get_execution_result(handle.execution_id) is None
 
 
-
 async def test_an_empty_retry_policy_retries_three_times_from_a_second_on(
     engine: Engine, given: Any, clock: Any
 ) -> None:
@@ -220,9 +219,7 @@ async def test_a_repeated_failure_gets_the_first_answer_and_writes_nothing(
         assert await engine.fail(retried, reason="y", classification="permanent") == first
 
 
-async def test_a_failure_may_be_repeated_after_its_backoff(
-    engine: Engine, given: Any, rows: Any, clock: Any
-) -> None:
+async def test_a_failure_may_be_repeated_after_its_backoff(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
     handle = await given.backing_off(delay_ms=1000)
     now = await clock.advance(seconds=2)
     await parts_of(engine).delays.promote_due()
@@ -255,4 +252,3 @@ async def test_a_failure_does_not_repeat_another_ending(engine: Engine, given: A
         for handle, outcome in ((completed, "success"), (cancelled, "cancelled"), (retried, "cancelled")):
             refusal = await refused(engine.fail(handle, reason="x"), "execution_not_active")
             assert refusal.detail["terminal_outcome"] == outcome  # type: ignore[index]
-

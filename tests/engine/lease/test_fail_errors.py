@@ -75,7 +75,9 @@ async def test_every_failed_attempt_stores_its_exception(
     assert await engine.find_inconsistencies() == []
 
 
-async def test_a_failure_without_an_exception_stores_what_it_was_given(engine: Engine, given: Any, clock: Any, rows: Any) -> None:
+async def test_a_failure_without_an_exception_stores_what_it_was_given(
+    engine: Engine, given: Any, clock: Any, rows: Any
+) -> None:
     handle = await given.claimed(policy=RETRIED)
     await engine.fail(handle, reason="busy")
     await clock.advance(seconds=1)
@@ -90,7 +92,6 @@ async def test_a_failure_without_an_exception_stores_what_it_was_given(engine: E
         handle = await given.claimed()
         await engine.fail(handle, reason=reason)
         assert await errors(engine, handle.execution_id) == [shown(reason)]
-
 
 
 async def test_fail_execution_stores_the_exception(engine: Engine, given: Any, clock: Any) -> None:
@@ -159,7 +160,9 @@ async def test_a_repeated_failure_does_not_replace_the_exception(engine: Engine,
             await engine.fail(handle, reason=raised(1))
 
 
-async def test_retention_deletes_the_exception_with_its_execution(engine: Engine, given: Any, clock: Any, rows: Any) -> None:
+async def test_retention_deletes_the_exception_with_its_execution(
+    engine: Engine, given: Any, clock: Any, rows: Any
+) -> None:
     handle = await given.claimed(policy={**RETRIED, "stream_policy": {"retention_ttl_ms": 1000}})
     await engine.fail(handle, reason=raised(0))
     await clock.advance(seconds=1)

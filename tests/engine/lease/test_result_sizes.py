@@ -103,7 +103,6 @@ async def test_results_of_a_batch_belong_to_their_executions(engine: Engine, row
     await check_results(engine, rows, {one.execution_id: each for one, each in zip(handles, given, strict=True)})
 
 
-
 async def test_completions_and_failures_share_a_batch(engine: Engine, rows: Any) -> None:
     handles = await leased(engine, 10)
     ends = [
@@ -115,7 +114,6 @@ async def test_completions_and_failures_share_a_batch(engine: Engine, rows: Any)
     failed = [execution_id for execution_id, result in expected.items() if result is None]
     assert {(await engine.wait_for_ending(execution_id)).result for execution_id in failed} == {None}
     await check_results(engine, rows, {key: result for key, result in expected.items() if result is not None})
-
 
 
 async def test_waiters_get_results_of_every_size(engine: Engine, rows: Any) -> None:

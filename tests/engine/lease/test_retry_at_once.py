@@ -157,4 +157,3 @@ async def test_the_next_attempt_keeps_the_policy_given_for_it(engine: Engine, gi
     assert (known["attempt_index"], known["policy"]) == (1, '{"a": 1}')
     await claim(engine)
     assert [attempt.policy for attempt in await engine.list_attempts(handle.execution_id)] == [None, '{"a": 1}']
-
