@@ -187,3 +187,26 @@ async def test_executions_with_a_lower_sequence_that_commit_late_are_claimed_at_
     await connection.execute("select setval('execution_sequence', 1, false)")
     await made(engine, *mixed)
     assert len(await claim(engine, limit=10)) == 4
+
+
+async def test_a_claim_that_finds_nothing_on_many_routes_returns(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Walks, "MOST_QUEUES", 0)
+    worker: dict[str, Any] = {"worker_id": "worker", "worker_instance_id": "worker-1"}
+    tokens = [f"t{nth}" for nth in range(12)]
+    policies = [{"routing_requirements": {"required_capabilities": [token]}} for token in tokens]
+    await made(engine, *(new(policy=policy, execution_kind="other", priority=1) for policy in policies))
+    # Claims that find something set watermarks; the next ones then search from them, and at last everything.
+    for policy in policies:
+        await made(engine, new(policy=policy), new(policy=policy))
+    async with asyncio.timeout(20):
+        assert len(await claim(engine, limit=12, capabilities=tokens, kinds=["job"])) == 12
+        for _ in range(12):
+            found = await engine.claim_for_worker(
+                lane_id="default", **worker, worker_capabilities=tokens, kinds=["job"]
+            )
+            assert getattr(found, "execution_id", None) is not None
+        assert await claim(engine, capabilities=tokens, kinds=["job"]) == []
+        none = await engine.claim_for_worker(lane_id="default", **worker, worker_capabilities=tokens, kinds=["job"])
+        assert getattr(none, "execution_id", None) is None

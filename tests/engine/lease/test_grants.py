@@ -146,8 +146,8 @@ async def test_malformed_arguments_are_refused(engine: Engine, given: Any, rows:
         async with rows.unchanged():
             for wrong in MALFORMED:
                 with cases(wrong):
-                    call = engine.issue_claim_grant(**{"execution_id": waiting, **worker(), **wrong})
-                    await refused(call, "invalid_input")
+                    named = engine.issue_claim_grant(**{"execution_id": waiting, **worker(), **wrong})
+                    await refused(named, "invalid_input")
             for capabilities in MALFORMED_CAPABILITIES:
                 for call in (
                     grant(engine, waiting, worker_capabilities=capabilities),

@@ -293,8 +293,10 @@ class Claim:
         claimed: list[ClaimedExecution] = []
         refused: list[UUID] = []
         walked_to = 0
+        where: dict[str, object] = {}
         while len(claimed) < limit:
-            where = {**walk.where, "walked_to": walked_to}
+            # A walk that was cut short continues in the same spans: new ones would restart a walk of everything.
+            where = {**where, "walked_to": walked_to} if walked_to else walk.where
             left = limit - len(claimed)
             try:
                 rows = await self._store.fetch(
@@ -316,7 +318,7 @@ class Claim:
                     raise
                 # The caller must get the leases of the earlier statements.
                 break
-            note = None
+            note, walked_to = None, 0
             if rows and rows[-1][_PLACE] is None:
                 # A note reuses the two columns that hold the time limits of a lease.
                 note, walk_us, cut_at = (last := rows.pop())[0], last["timeout_ms"], last["deadline_at"]
@@ -365,7 +367,6 @@ class Queues:
     """A cache of the lane and kind of each queue this process claimed from; neither ever changes."""
 
     MOST_KNOWN = 256
-    """The most queues that are cached."""
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[LaneId, str]] = {}

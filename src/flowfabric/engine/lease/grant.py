@@ -107,8 +107,10 @@ class Grants:
         walk = await self._walks.of(wanted)
         refused: list[UUID] = []
         walked_to = 0
+        where: dict[str, object] = {}
         while True:
-            where = {**walk.where, "walked_to": walked_to}
+            # A walk that was cut short continues in the same spans: new ones would restart a walk of everything.
+            where = {**where, "walked_to": walked_to} if walked_to else walk.where
             found = await self._search(grantee, walk, where, refused)
             if isinstance(found, Granted):
                 return found
