@@ -60,6 +60,7 @@ async def test_a_failure_with_a_retry_left_waits_for_its_backoff(
     (attempt,) = await attempts(rows, claimed.execution_id)
     assert (attempt["attempt_state"], attempt["attempt_id"]) == ("ended_failure", claimed.attempt_id)
     assert await told(rows, claimed.execution_id) == ["acquired", "released failed_retry_scheduled"]
+    assert await engine.get_execution_result(claimed.execution_id) is None
 
 
 async def test_a_backoff_ends_exactly_at_its_time(engine: Engine, given: Any, rows: Any, clock: Any) -> None:

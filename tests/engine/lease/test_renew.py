@@ -158,5 +158,5 @@ async def test_events_hold_the_ids_that_the_claim_chose(engine: Engine, given: A
         attempt_id=attempt_id,
     )
     await engine.complete(claimed.handle)
-    told = {(str(event["lease_id"]), str(event["attempt_id"])) for event in await rows.events(waiting)}
-    assert told == {(lease_id, attempt_id)}
+    named = {(str(event["lease_id"]), str(event["attempt_id"])) for event in await rows.events(waiting)}
+    assert named == {(lease_id, attempt_id)}

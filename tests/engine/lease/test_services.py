@@ -294,7 +294,7 @@ async def test_an_operator_cannot_end_an_inactive_revoked_or_expired_run(
 ) -> None:
     waiting = await given.created(lane_id="elsewhere")
     ended = await given.completed()
-    revoked, lapsed = await given.claimed(lease_ttl_ms=1000), await given.claimed(lease_ttl_ms=1000)
+    revoked, expired = await given.claimed(lease_ttl_ms=1000), await given.claimed(lease_ttl_ms=1000)
     parked = await given.claimed()
     await engine.delay(parked, await clock.now() + 60_000)
     await revoke(connection, revoked.execution_id)
@@ -314,8 +314,8 @@ async def test_an_operator_cannot_end_an_inactive_revoked_or_expired_run(
         assert (await refused(call(ended), "execution_not_active")).detail["terminal_outcome"] == "success"  # type: ignore[index]
         await refused(call(parked.execution_id), "execution_not_active")
         await refused(call(revoked.execution_id), "lease_revoked")
-    await refused(call(lapsed.execution_id), "lease_expired")
-    row = await rows.execution(lapsed.execution_id)
+    await refused(call(expired.execution_id), "lease_expired")
+    row = await rows.execution(expired.execution_id)
     assert (vector(row), row["lease_expired_at"]) == (LAPSED, now)
 
 
@@ -374,19 +374,19 @@ async def test_the_epoch_is_checked_before_the_phase_and_the_phase_before_the_id
 async def test_revocation_is_checked_before_expiry_and_expiry_before_the_ids(
     engine: Engine, given: Any, rows: Any, connection: Any, clock: Any, operation: str
 ) -> None:
-    revoked, lapsed = await given.claimed(lease_ttl_ms=1000), await given.claimed(lease_ttl_ms=1000)
+    revoked, expired = await given.claimed(lease_ttl_ms=1000), await given.claimed(lease_ttl_ms=1000)
     await revoke(connection, revoked.execution_id)
     now = await clock.advance(seconds=1)
     async with rows.unchanged():
         for changes in ({}, {"lease_id": uuid4()}, {"attempt_index": 5}):
             await refused(SERVICES[operation](engine, **fence(revoked, **changes)), "lease_revoked")
-    call = SERVICES[operation](engine, **fence(lapsed, lease_id=uuid4(), attempt_index=5))
+    call = SERVICES[operation](engine, **fence(expired, lease_id=uuid4(), attempt_index=5))
     await refused(call, "lease_expired")
-    row = await rows.execution(lapsed.execution_id)
+    row = await rows.execution(expired.execution_id)
     assert (vector(row), row["lease_expired_at"]) == (LAPSED, now)
-    assert await told(rows, lapsed.execution_id) == ["acquired", "expired"]
+    assert await told(rows, expired.execution_id) == ["acquired", "expired"]
     async with rows.unchanged():
-        await refused(SERVICES[operation](engine, **fence(lapsed)), "lease_expired")
+        await refused(SERVICES[operation](engine, **fence(expired)), "lease_expired")
 
 
 @each_service

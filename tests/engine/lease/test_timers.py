@@ -316,10 +316,10 @@ async def test_mark_lease_expired_returns_why_nothing_was_marked(
     await engine.wait_children(parked)
     assert len(await claim(engine)) == 1
     await engine.delay(await given.claimed(), await clock.now() + 60_000)
-    lapsed, revoked = await given.claimed(lease_ttl_ms=1000), await given.claimed(lease_ttl_ms=1000)
+    expired, revoked = await given.claimed(lease_ttl_ms=1000), await given.claimed(lease_ttl_ms=1000)
     await revoke(connection, revoked.execution_id)
     await clock.advance(seconds=1)
-    assert await engine.mark_lease_expired_if_due(lapsed.execution_id) == Marked()
+    assert await engine.mark_lease_expired_if_due(expired.execution_id) == Marked()
     running = await given.claimed(lane_id="apart", lease_ttl_ms=1000)
     await clock.advance(ms=999)
     await engine.renew(running)
@@ -328,7 +328,7 @@ async def test_mark_lease_expired_returns_why_nothing_was_marked(
         ABSENT: "execution_not_found",
         waiting: "not_active",
         ended: "not_active",
-        lapsed.execution_id: "already_expired",
+        expired.execution_id: "already_expired",
         revoked.execution_id: "already_revoked",
         running.execution_id: "not_yet_expired",
     }
