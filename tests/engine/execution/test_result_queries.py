@@ -36,8 +36,8 @@ def statements(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 def hints_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """Disable polling: only a hint leads to a query or a claim."""
     monkeypatch.setattr(Results, "POLL_SECONDS", (600.0, 600.0))
-    monkeypatch.setattr("flowfabric.worker.worker.LISTENING_POLL_SECONDS", 600.0)
-    monkeypatch.setattr("flowfabric.worker.worker.IDLE_SECONDS", 600.0)
+    monkeypatch.setattr("flowfabric.worker.claiming.LISTENING_POLL_SECONDS", 600.0)
+    monkeypatch.setattr("flowfabric.worker.claiming.IDLE_SECONDS", 600.0)
 
 
 async def listening(engine: Engine, eventually: Eventually) -> None:

@@ -1,1 +1,1 @@
-"""The grid: what every operation does in every state an execution can be in, written from the specification."""
+"""The grid: what every operation does in every state of an execution, written from the specification."""

@@ -1,4 +1,4 @@
-"""The operations of the grid: what each call is, and what its answer is called."""
+"""The operations of the grid: how each is called, and the word for its answer."""
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ Call = Callable[[Subject], Awaitable[object]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Operation:
-    """A call of the grid: the operation, and in which of its variants."""
+    """One call of the grid: an operation in one of its variants."""
 
     name: str
     variant: str = ""
@@ -32,7 +32,7 @@ class Operation:
 
 
 def answer(value: object) -> str:
-    """The word for an answer: its type, the kind of a handle, how many items a sweep did."""
+    """The word for an answer: its type, the kind of a handle, or the count of a sweep."""
     match value:
         case None | []:
             return "nothing"
@@ -55,7 +55,7 @@ def answer(value: object) -> str:
 
 
 def _stale(subject: Subject) -> Handle:
-    """The handle of a lease that ended before the last one began."""
+    """A handle of the lease before the last."""
     return msgspec.structs.replace(subject.handle, lease_epoch=_another_epoch(subject))
 
 
@@ -78,23 +78,23 @@ HANDLE_CALLS: dict[str, Callable[[Subject, Handle], Awaitable[object]]] = {
     "complete": lambda s, handle: s.engine.complete(handle, b"x"),
     "complete_many": lambda s, handle: s.engine.complete_many([(handle, b"x")]),
     "fail": lambda s, handle: s.engine.fail(handle, reason="x"),
-    "fail for good": lambda s, handle: s.engine.fail(handle, reason="x", classification="permanent"),
+    "fail permanently": lambda s, handle: s.engine.fail(handle, reason="x", classification="permanent"),
     "delay": _delay,
     "wait_children": lambda s, handle: s.engine.wait_children(handle),
     "hand_back": lambda s, handle: s.engine.hand_back(handle),
     "cancel": lambda s, handle: s.engine.cancel(handle, "x"),
 }
-"""What a worker does under its lease."""
+"""The calls of a worker, which holds a handle."""
 
 SERVICE_CALLS: dict[str, Callable[[Subject, dict[str, Any]], Awaitable[object]]] = {
     "renew_lease": lambda s, fence: s.engine.renew_lease(**fence, lease_ttl_ms=LEASE_MS),
     "complete_execution": lambda s, fence: s.engine.complete_execution(**fence, payload=b"x"),
     "fail_execution": lambda s, fence: s.engine.fail_execution(**fence, failure_reason="x"),
-    "fail_execution for good": lambda s, fence: s.engine.fail_execution(
+    "fail_execution permanently": lambda s, fence: s.engine.fail_execution(
         **fence, failure_reason="x", failure_category="permanent"
     ),
 }
-"""What a control plane does that holds the fence of a lease."""
+"""The calls of a control plane, which holds the fence of a lease."""
 
 
 def _unfenced(subject: Subject) -> dict[str, Any]:
@@ -110,7 +110,7 @@ def _cancel_fence(fence: dict[str, Any]) -> dict[str, Any]:
 
 
 async def _claim_from_resume_grant(subject: Subject) -> object:
-    """The worker comes with the grant of the state, or with one that looks like it and was never issued."""
+    """Present the grant of the state, or a well-formed grant that was never issued."""
     expires_at_ms = await subject.clock.now() + GRANT_MS
     granted = subject.grant.grant if subject.grant is not None else None
     key = f"pg:{subject.execution_id}:{expires_at_ms}:v1:{'0' * 64}" if granted is None else granted.grant_key
@@ -164,7 +164,7 @@ def _operations() -> Sequence[Operation]:
         one(
             "cancel_execution",
             lambda s: s.engine.cancel_execution(**_cancel_fence(_stale_fence(s)), reason="x", source="lease_holder"),
-            "a former holder",
+            "a previous holder",
         ),
         one(
             "cancel_execution",
@@ -172,16 +172,16 @@ def _operations() -> Sequence[Operation]:
             "a holder without a fence",
         ),
         one("set_execution_tag", lambda s: s.engine.set_execution_tag(s.execution_id, "app.key", "value")),
-        one("mark lapsed leases", lambda s: parts_of(s.engine).lease_expiry.sweep(), "sweep"),
-        one("promote delayed work", lambda s: parts_of(s.engine).delays.promote_due(), "sweep"),
-        one("expire what is late", lambda s: parts_of(s.engine).timeouts.expire_due(), "sweep"),
+        one("mark expired leases", lambda s: parts_of(s.engine).lease_expiry.sweep(), "sweep"),
+        one("promote delayed executions", lambda s: parts_of(s.engine).delays.promote_due(), "sweep"),
+        one("expire overdue executions", lambda s: parts_of(s.engine).timeouts.expire_due(), "sweep"),
     ]
     for name, by_handle in HANDLE_CALLS.items():
         found.append(one(name, lambda s, call=by_handle: call(s, s.handle)))  # type: ignore[misc]
-        found.append(one(name, lambda s, call=by_handle: call(s, _stale(s)), "a former holder"))  # type: ignore[misc]
+        found.append(one(name, lambda s, call=by_handle: call(s, _stale(s)), "a previous holder"))  # type: ignore[misc]
     for name, by_fence in SERVICE_CALLS.items():
         found.append(one(name, lambda s, call=by_fence: call(s, s.fence)))  # type: ignore[misc]
-        found.append(one(name, lambda s, call=by_fence: call(s, _stale_fence(s)), "a former fence"))  # type: ignore[misc]
+        found.append(one(name, lambda s, call=by_fence: call(s, _stale_fence(s)), "a previous fence"))  # type: ignore[misc]
     for name in ("complete_execution", "fail_execution"):
         by_fence = SERVICE_CALLS[name]
         found.append(one(name, lambda s, call=by_fence: call(s, _override(s)), "an operator"))  # type: ignore[misc]

@@ -1,9 +1,11 @@
-"""The states an operation can meet, each reached through operations alone."""
+"""The states of the grid, each reached through real operations."""
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 from uuid import uuid4
+
+import asyncpg
 
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.parts import parts_of
@@ -43,9 +45,9 @@ OTHER: dict[str, Any] = {"worker_id": "other", "worker_instance_id": "other-1"}
 
 
 class Subject:
-    """One execution on a lane of its own, the last lease somebody held on it, and the last grant."""
+    """One execution on its own lane, with its last lease and its last grant."""
 
-    def __init__(self, engine: Engine, clock: Any, connection: Any) -> None:
+    def __init__(self, engine: Engine, clock: Any, connection: asyncpg.Connection) -> None:
         self.engine = engine
         self.clock = clock
         self.connection = connection
@@ -62,17 +64,17 @@ class Subject:
             lane_id=self.lane_id,
             worker_instance_id=WorkerInstanceId("worker-1"),
         )
-        """As long as nobody has held a lease: a made-up one of the epoch a new execution has."""
+        """The last lease; before the first, an invented one with the epoch of a new execution."""
         self.grant: Any = None
 
     @property
     def named(self) -> dict[str, Any]:
-        """What names the execution and its lane."""
+        """The execution and its lane, as arguments."""
         return {"execution_id": self.execution_id, "lane_id": self.lane_id}
 
     @property
     def fence(self) -> dict[str, Any]:
-        """The last lease, as the arguments of a service."""
+        """The last lease, as the arguments of a service form."""
         handle = self.handle
         return {
             "execution_id": handle.execution_id,
@@ -108,7 +110,7 @@ Reach = Callable[[Subject], Awaitable[object]]
 
 
 async def _absent(subject: Subject) -> None:
-    """Nothing is done."""
+    """Create nothing."""
 
 
 async def _waiting(subject: Subject) -> None:
@@ -134,7 +136,7 @@ async def _granted(subject: Subject) -> None:
     subject.grant = await subject.engine.issue_claim_grant(**subject.named, **WORKER, grant_ttl_ms=GRANT_MS)
 
 
-async def _grant_lapsed(subject: Subject) -> None:
+async def _grant_expired(subject: Subject) -> None:
     await _granted(subject)
     await subject.clock.advance(ms=GRANT_MS)
 
@@ -144,29 +146,29 @@ async def _active(subject: Subject) -> None:
     await subject.claim()
 
 
-async def _overdue(subject: Subject) -> None:
+async def _past_timeout(subject: Subject) -> None:
     await _waiting(subject)
     await subject.claim(lease_ttl_ms=2 * HOUR)
     await subject.clock.advance(ms=HOUR)
 
 
-async def _overdue_last(subject: Subject) -> None:
+async def _past_last_timeout(subject: Subject) -> None:
     await subject.create(policy=NO_RETRIES)
     await subject.claim(lease_ttl_ms=2 * HOUR)
     await subject.clock.advance(ms=HOUR)
 
 
-async def _lapsed(subject: Subject) -> None:
+async def _past_expiry(subject: Subject) -> None:
     await _active(subject)
     await subject.clock.advance(ms=LEASE_MS)
 
 
 async def _lease_expired(subject: Subject) -> None:
-    await _lapsed(subject)
+    await _past_expiry(subject)
     await subject.engine.mark_lease_expired_if_due(subject.execution_id)
 
 
-async def _lost_overdue(subject: Subject) -> None:
+async def _lost_past_timeout(subject: Subject) -> None:
     await _lease_expired(subject)
     await subject.clock.advance(ms=HOUR)
 
@@ -174,7 +176,7 @@ async def _lost_overdue(subject: Subject) -> None:
 async def _lease_revoked(subject: Subject) -> None:
     await _active(subject)
     await revoke(subject.connection, subject.execution_id)
-    # As an operation does that lets an execution be claimed again.
+    # Operations that make an execution claimable again do this.
     parts_of(subject.engine).wakeups.watermarks.clear()
 
 
@@ -238,7 +240,7 @@ async def _expired(subject: Subject) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class State:
-    """A state of the grid: what it is, the vector it stands for, the attempts made so far, and how it is reached."""
+    """A state of the grid: its meaning, its vector, the attempts so far, and how to reach it."""
 
     means: str
     vector: str | None
@@ -250,42 +252,40 @@ STATES = {
     "absent": State(means="no such execution", vector=None, reach=_absent),
     "waiting": State(means="new, claimable", vector=WAITING, reach=_waiting),
     "delayed": State(means="new, not claimable yet", vector=DELAYED, reach=_delayed),
-    "due": State(means="delayed, its time has come, nobody has promoted it yet", vector=DELAYED, reach=_due),
-    "past_deadline": State(
-        means="waiting, past its deadline, nobody has expired it yet", vector=WAITING, reach=_past_deadline
-    ),
+    "due": State(means="delayed, due, not promoted yet", vector=DELAYED, reach=_due),
+    "past_deadline": State(means="waiting, past its deadline, not expired yet", vector=WAITING, reach=_past_deadline),
     "granted": State(means="waiting, with a live grant for the worker", vector=WAITING, reach=_granted),
-    "grant_lapsed": State(means="waiting, with a grant that ran out", vector=WAITING, reach=_grant_lapsed),
+    "grant_expired": State(means="waiting, with an expired grant", vector=WAITING, reach=_grant_expired),
     "active": State(means="a worker holds its lease", vector=ACTIVE, attempts=("started",), reach=_active),
-    "overdue": State(
-        means="active, past its attempt timeout, nobody has expired it yet",
+    "past_timeout": State(
+        means="active, past its attempt timeout, not expired yet",
         vector=ACTIVE,
         attempts=("started",),
-        reach=_overdue,
+        reach=_past_timeout,
     ),
-    "overdue_last": State(
-        means="overdue, and no retry is left", vector=ACTIVE, attempts=("started",), reach=_overdue_last
+    "past_last_timeout": State(
+        means="past_timeout, with no retry left", vector=ACTIVE, attempts=("started",), reach=_past_last_timeout
     ),
-    "lapsed": State(
-        means="active, its lease ran out, nobody has marked it yet",
+    "past_expiry": State(
+        means="active, its lease has expired and is not marked yet",
         vector=ACTIVE,
         attempts=("started",),
-        reach=_lapsed,
+        reach=_past_expiry,
     ),
     "lease_expired": State(
-        means="active, its lease ran out and is marked",
+        means="active, its lease has expired and is marked",
         vector=EXPIRED_LEASE,
         attempts=("started",),
         reach=_lease_expired,
     ),
-    "lost_overdue": State(
-        means="lease_expired, and past its attempt timeout",
+    "lost_past_timeout": State(
+        means="lease_expired, past its attempt timeout",
         vector=EXPIRED_LEASE,
         attempts=("started",),
-        reach=_lost_overdue,
+        reach=_lost_past_timeout,
     ),
     "lease_revoked": State(
-        means="active, an operator took the lease away", vector=REVOKED, attempts=("started",), reach=_lease_revoked
+        means="active, an operator revoked the lease", vector=REVOKED, attempts=("started",), reach=_lease_revoked
     ),
     "reclaim_granted": State(
         means="lease_expired, with a live reclaim grant for the worker",
@@ -294,31 +294,31 @@ STATES = {
         reach=_reclaim_granted,
     ),
     "backing_off": State(
-        means="an attempt failed, the next waits for its time",
+        means="an attempt failed, the retry waits for its backoff",
         vector=BACKING_OFF,
         attempts=("ended_failure",),
         reach=_backing_off,
     ),
     "retryable": State(
-        means="an attempt failed, the next may be claimed",
+        means="an attempt failed, the retry is claimable",
         vector=RETRYABLE,
         attempts=("ended_failure",),
         reach=_retryable,
     ),
     "parked": State(
-        means="its worker delayed it; the attempt goes on later",
+        means="its worker delayed it; the attempt continues later",
         vector=PARKED,
         attempts=("suspended",),
         reach=_parked,
     ),
     "parked_due": State(
-        means="parked, its time has come, nobody has promoted it yet",
+        means="parked, due, not promoted yet",
         vector=PARKED,
         attempts=("suspended",),
         reach=_parked_due,
     ),
     "resumable": State(
-        means="its attempt may be claimed and go on", vector=RESUMABLE, attempts=("suspended",), reach=_resumable
+        means="its interrupted attempt is claimable", vector=RESUMABLE, attempts=("suspended",), reach=_resumable
     ),
     "resume_granted": State(
         means="resumable, with a live grant for the worker",
@@ -329,9 +329,9 @@ STATES = {
     "completed": State(means="ended in success", vector=COMPLETED, attempts=("ended_success",), reach=_completed),
     "failed": State(means="ended in failure", vector=FAILED, attempts=("ended_failure",), reach=_failed),
     "cancelled": State(
-        means="ended by an operator while it ran", vector=CANCELLED, attempts=("ended_cancelled",), reach=_cancelled
+        means="cancelled by an operator while it ran", vector=CANCELLED, attempts=("ended_cancelled",), reach=_cancelled
     ),
     "expired": State(
-        means="ended by its deadline while it ran", vector=EXPIRED, attempts=("ended_failure",), reach=_expired
+        means="expired at its deadline while it ran", vector=EXPIRED, attempts=("ended_failure",), reach=_expired
     ),
 }

@@ -1,4 +1,4 @@
-"""What the specification says of every operation in every state: a move, a refusal, or an answer without effect."""
+"""The expected result of every operation in every state: a move, a refusal, or an answer without effect."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -23,32 +23,32 @@ EXPIRED_UNTRIED = "terminal/unowned/not_applicable/none/expired/pending_first_at
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Moved:
-    """The call changes the execution: where to, what the feed tells, and what is counted.
+    """The call changes the execution: the new state, the events, and the counters.
 
-    Every stamp follows from these: a move stamps `last_transition_at` and `last_mutation_at`, anything else the
-    latter alone; a first lease stamps `started_at`; an ending stamps `completed_at`.
+    The timestamps follow from these: a transition sets `last_transition_at` and `last_mutation_at`, any other change
+    only the latter; the first lease sets `started_at`; reaching a terminal state sets `completed_at`.
     """
 
     answer: str
     to: str | None = None
-    """The vector it leads to; None where the state stays."""
-    tells: tuple[str, ...] = ()
+    """The new vector; None if the state stays."""
+    events: tuple[str, ...] = ()
     last: str | None = None
-    """What becomes of the latest attempt; None where it stays as it is."""
+    """The new state of the latest attempt; None if it stays."""
     begins: bool = False
-    """Whether an attempt begins."""
+    """Whether a new attempt begins."""
     leases: bool = False
-    """Whether a lease is issued: one epoch more."""
+    """Whether a lease is issued, which raises the epoch by one."""
     retries: int = 0
     reclaims: int = 0
     grants: str = "same"
-    """How many grants are left: the same, none, one, or any where the specification leaves it open."""
+    """How many grants are left: same, none, one, or any if the specification leaves it open."""
     is_transition: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """The call is refused and leaves no trace, except that it may mark a lease it found lapsed."""
+    """The call is refused and changes nothing, except that it may mark an expired lease."""
 
     code: str
     marks: bool = False
@@ -64,19 +64,19 @@ class Same:
 Expected = Moved | Refused | Same
 Row = Mapping[str, Expected]
 
-MARKED = Moved(answer="Marked", to=EXPIRED_LEASE, tells=("expired",), is_transition=False)
+MARKED = Moved(answer="Marked", to=EXPIRED_LEASE, events=("expired",), is_transition=False)
 
 ABSENT = ("absent",)
-UNTRIED = ("waiting", "delayed", "due", "past_deadline", "granted", "grant_lapsed")
+UNTRIED = ("waiting", "delayed", "due", "past_deadline", "granted", "grant_expired")
 TRIED = ("backing_off", "retryable")
 INTERRUPTED = ("parked", "parked_due", "resumable", "resume_granted")
 RUNNABLE = (*UNTRIED, *TRIED, *INTERRUPTED)
-HELD = ("active", "overdue", "overdue_last")
-UNGRANTED = ("lease_expired", "lost_overdue", "lease_revoked")
+HELD = ("active", "past_timeout", "past_last_timeout")
+UNGRANTED = ("lease_expired", "lost_past_timeout", "lease_revoked")
 LOST = (*UNGRANTED, "reclaim_granted")
 ENDED = ("completed", "failed", "cancelled", "expired")
 LATER = ("delayed", "due", "backing_off", "parked", "parked_due")
-"""Runnable, but not eligible before a time."""
+"""Runnable, but not eligible until a time."""
 NEW = ("waiting", "past_deadline")
 EVERY = tuple(STATES)
 
@@ -86,7 +86,7 @@ def each(states: Iterable[str], expected: Expected) -> dict[str, Expected]:
 
 
 def whole(*parts: Row) -> Row:
-    """One row of the table: later parts win, and no state is left out."""
+    """One row of the table, with every state; later parts override earlier ones."""
     row: dict[str, Expected] = {}
     for part in parts:
         row.update(part)
@@ -98,16 +98,16 @@ NOT_ACTIVE = Refused("execution_not_active")
 LEASE_EXPIRED = Refused("lease_expired")
 
 
-# Under a lease: the epoch, the phase, revocation and expiry are judged in this order.
+# Under a lease: the epoch, the phase, revocation and expiry are checked in this order.
 
 
 def held(move: Moved, **repeats: Expected) -> Row:
-    """What only the holder of a live lease may do."""
+    """A call that only the holder of a live lease may make."""
     return whole(
         NOT_FOUND,
         each((*RUNNABLE, *ENDED), NOT_ACTIVE),
         each(HELD, move),
-        {"lapsed": Refused("lease_expired", marks=True)},
+        {"past_expiry": Refused("lease_expired", marks=True)},
         each(LOST, LEASE_EXPIRED),
         {"lease_revoked": Refused("lease_revoked")},
         repeats,
@@ -115,26 +115,26 @@ def held(move: Moved, **repeats: Expected) -> Row:
 
 
 def stale(code: str) -> Row:
-    """What anybody hears who comes with the lease of another epoch."""
+    """A call with a lease of another epoch."""
     return whole(each(EVERY, Refused(code)), NOT_FOUND)
 
 
-RENEWED = Moved(answer="Renewed", tells=("renewed",), is_transition=False)
-COMPLETING = Moved(answer="nothing", to=COMPLETED, tells=("released completed>success",), last="ended_success")
-COMPLETING_NAMED = Moved(answer="Completed", to=COMPLETED, tells=("released completed>success",), last="ended_success")
+RENEWED = Moved(answer="Renewed", events=("renewed",), is_transition=False)
+COMPLETING = Moved(answer="nothing", to=COMPLETED, events=("released completed>success",), last="ended_success")
+COMPLETING_NAMED = Moved(answer="Completed", to=COMPLETED, events=("released completed>success",), last="ended_success")
 RETRYING = Moved(
     answer="RetryScheduled",
     to=BACKING_OFF,
-    tells=("released failed_retry_scheduled",),
+    events=("released failed_retry_scheduled",),
     last="ended_failure",
     retries=1,
 )
-FAILING = Moved(answer="TerminalFailed", to=FAILED, tells=("released failed_terminal>failed",), last="ended_failure")
+FAILING = Moved(answer="TerminalFailed", to=FAILED, events=("released failed_terminal>failed",), last="ended_failure")
 REPEATED_FAILURE: dict[str, Expected] = {
     **each(TRIED, Same("RetryScheduled")),
     "failed": Same("TerminalFailed"),
 }
-CANCELLING = Moved(answer="nothing", to=CANCELLED, tells=("released cancelled>cancelled",), last="ended_cancelled")
+CANCELLING = Moved(answer="nothing", to=CANCELLED, events=("released cancelled>cancelled",), last="ended_cancelled")
 
 BY_HANDLE: dict[str, Row] = {
     "renew": held(RENEWED),
@@ -142,20 +142,20 @@ BY_HANDLE: dict[str, Row] = {
     "progress": held(Moved(answer="nothing", is_transition=False)),
     "complete": held(COMPLETING, completed=Same("nothing")),
     "complete_many": held(COMPLETING_NAMED, completed=Same("Completed")),
-    "fail": held(RETRYING, overdue_last=FAILING, **REPEATED_FAILURE),
-    "fail for good": held(FAILING, **REPEATED_FAILURE),
-    "delay": held(Moved(answer="nothing", to=PARKED, tells=("released worker_delay",), last="suspended")),
+    "fail": held(RETRYING, past_last_timeout=FAILING, **REPEATED_FAILURE),
+    "fail permanently": held(FAILING, **REPEATED_FAILURE),
+    "delay": held(Moved(answer="nothing", to=PARKED, events=("released worker_delay",), last="suspended")),
     "wait_children": held(
-        Moved(answer="nothing", to=RESUMABLE, tells=("released waiting_children",), last="suspended")
+        Moved(answer="nothing", to=RESUMABLE, events=("released waiting_children",), last="suspended")
     ),
-    "hand_back": held(Moved(answer="nothing", to=RESUMABLE, tells=("released handed_back",), last="suspended")),
+    "hand_back": held(Moved(answer="nothing", to=RESUMABLE, events=("released handed_back",), last="suspended")),
     "cancel": held(CANCELLING, cancelled=Same("nothing")),
 }
 BY_FENCE: dict[str, Row] = {
     "renew_lease": held(RENEWED),
     "complete_execution": held(COMPLETING_NAMED),
-    "fail_execution": held(RETRYING, overdue_last=FAILING),
-    "fail_execution for good": held(FAILING),
+    "fail_execution": held(RETRYING, past_last_timeout=FAILING),
+    "fail_execution permanently": held(FAILING),
 }
 WITHOUT_FENCE = whole(each(EVERY, Refused("invalid_input")))
 
@@ -163,12 +163,12 @@ WITHOUT_FENCE = whole(each(EVERY, Refused("invalid_input")))
 # Claims.
 
 
-FRESH = Moved(answer="Fresh", to=ACTIVE, tells=("acquired",), begins=True, leases=True)
-RESUMED = Moved(answer="Resumed", to=ACTIVE, tells=("acquired claim_resumed",), last="started", leases=True)
+FRESH = Moved(answer="Fresh", to=ACTIVE, events=("acquired",), begins=True, leases=True)
+RESUMED = Moved(answer="Resumed", to=ACTIVE, events=("acquired claim_resumed",), last="started", leases=True)
 RECLAIMED = Moved(
     answer="Reclaimed",
     to=ACTIVE,
-    tells=("reclaimed",),
+    events=("reclaimed",),
     last="interrupted_reclaimed",
     begins=True,
     leases=True,
@@ -177,26 +177,26 @@ RECLAIMED = Moved(
 MARKED_AND_RECLAIMED = Moved(
     answer="Reclaimed",
     to=ACTIVE,
-    tells=("expired", "reclaimed"),
+    events=("expired", "reclaimed"),
     last="interrupted_reclaimed",
     begins=True,
     leases=True,
     reclaims=1,
 )
-# An expired grant is as good as absent; whether it is swept or deleted by who comes past it is not said.
-FRESH_PAST_A_GRANT = Moved(answer="Fresh", to=ACTIVE, tells=("acquired",), begins=True, leases=True, grants="any")
+# An expired grant counts as absent; the specification does not say when its row is deleted.
+FRESH_PAST_A_GRANT = Moved(answer="Fresh", to=ACTIVE, events=("acquired",), begins=True, leases=True, grants="any")
 SEARCHED = whole(
     each(EVERY, Same("nothing")),
     each((*NEW, "due", "retryable"), FRESH),
-    {"grant_lapsed": FRESH_PAST_A_GRANT},
+    {"grant_expired": FRESH_PAST_A_GRANT},
     each(("resumable", "parked_due"), RESUMED),
     each(UNGRANTED, RECLAIMED),
-    {"lapsed": MARKED_AND_RECLAIMED},
+    {"past_expiry": MARKED_AND_RECLAIMED},
 )
 
 GRANTED = Moved(answer="Granted", grants="one", is_transition=False)
 GRANTED_DUE = Moved(answer="Granted", to=WAITING, grants="one")
-MARKED_AND_GRANTED = Moved(answer="Granted", to=EXPIRED_LEASE, tells=("expired",), grants="one", is_transition=False)
+MARKED_AND_GRANTED = Moved(answer="Granted", to=EXPIRED_LEASE, events=("expired",), grants="one", is_transition=False)
 NOT_ELIGIBLE = Refused("execution_not_eligible")
 NOT_LEASEABLE = Refused("execution_not_leaseable")
 NOT_RESUMED = Refused("not_a_resumed_execution")
@@ -206,28 +206,33 @@ NOT_RECLAIMABLE = Same("NotReclaimable")
 
 CLAIM_EXECUTION: dict[str, Expected] = {
     **NOT_FOUND,
-    **each((*LATER, *HELD, "lapsed", *LOST, *ENDED), NOT_LEASEABLE),
+    **each((*LATER, *HELD, "past_expiry", *LOST, *ENDED), NOT_LEASEABLE),
     **each(("resumable", "resume_granted"), Refused("use_claim_resumed_execution")),
     **each((*NEW, "retryable"), NO_GRANT),
 }
 CLAIM_RESUMED: dict[str, Expected] = {
     **NOT_FOUND,
-    **each((*LATER, *HELD, "lapsed", *LOST, *ENDED), NOT_LEASEABLE),
-    **each((*NEW, "granted", "grant_lapsed", "retryable"), NOT_RESUMED),
+    **each((*LATER, *HELD, "past_expiry", *LOST, *ENDED), NOT_LEASEABLE),
+    **each((*NEW, "granted", "grant_expired", "retryable"), NOT_RESUMED),
     "resumable": RESUMED,
 }
 RECLAIM: dict[str, Expected] = {
     **NOT_FOUND,
     **each((*RUNNABLE, *HELD, *ENDED), NOT_RECLAIMABLE),
-    **each(("lapsed", *UNGRANTED), Same("GrantNotFound")),
+    **each(("past_expiry", *UNGRANTED), Same("GrantNotFound")),
 }
 FUSED = Moved(
-    answer="GrantedClaim", to=ACTIVE, tells=("acquired issue_grant_and_claim",), begins=True, leases=True, grants="none"
+    answer="GrantedClaim",
+    to=ACTIVE,
+    events=("acquired issue_grant_and_claim",),
+    begins=True,
+    leases=True,
+    grants="none",
 )
 FUSED_RESUMED = Moved(
     answer="GrantedClaim",
     to=ACTIVE,
-    tells=("acquired issue_grant_and_claim_resumed",),
+    events=("acquired issue_grant_and_claim_resumed",),
     last="started",
     leases=True,
     grants="none",
@@ -236,28 +241,28 @@ FUSED_RESUMED = Moved(
 BY_GRANT: dict[str, Row] = {
     "claim_for_worker": whole(
         each(EVERY, Same("NoWork")),
-        each((*NEW, "retryable", "resumable", "grant_lapsed", *UNGRANTED), GRANTED),
-        {"due": GRANTED_DUE, "parked_due": replace(GRANTED_DUE, to=RESUMABLE), "lapsed": MARKED_AND_GRANTED},
+        each((*NEW, "retryable", "resumable", "grant_expired", *UNGRANTED), GRANTED),
+        {"due": GRANTED_DUE, "parked_due": replace(GRANTED_DUE, to=RESUMABLE), "past_expiry": MARKED_AND_GRANTED},
     ),
     "scan_eligible_executions": whole(
         each(EVERY, Same("nothing")),
-        each((*NEW, "retryable", "resumable", "grant_lapsed"), Same("found")),
+        each((*NEW, "retryable", "resumable", "grant_expired"), Same("found")),
     ),
     "issue_claim_grant": whole(
         NOT_FOUND,
-        each((*LATER, *HELD, "lapsed", *LOST, *ENDED), NOT_ELIGIBLE),
-        each((*NEW, "retryable", "resumable", "grant_lapsed"), GRANTED),
+        each((*LATER, *HELD, "past_expiry", *LOST, *ENDED), NOT_ELIGIBLE),
+        each((*NEW, "retryable", "resumable", "grant_expired"), GRANTED),
         each(("granted", "resume_granted"), GRANT_EXISTS),
     ),
     "claim_execution": whole(
         CLAIM_EXECUTION,
         {
             "granted": replace(FRESH, grants="none"),
-            "grant_lapsed": Refused("claim_grant_expired"),
+            "grant_expired": Refused("claim_grant_expired"),
             "reclaim_granted": replace(RECLAIMED, grants="none"),
         },
     ),
-    "claim_execution, another worker": whole(CLAIM_EXECUTION, each(("granted", "grant_lapsed"), NO_GRANT)),
+    "claim_execution, another worker": whole(CLAIM_EXECUTION, each(("granted", "grant_expired"), NO_GRANT)),
     "claim_resumed_execution": whole(CLAIM_RESUMED, {"resume_granted": replace(RESUMED, grants="none")}),
     "claim_resumed_execution, another worker": whole(CLAIM_RESUMED, {"resume_granted": NO_GRANT}),
     "claim_from_resume_grant": whole(
@@ -267,17 +272,17 @@ BY_GRANT: dict[str, Row] = {
     ),
     "issue_grant_and_claim": whole(
         NOT_FOUND,
-        each((*HELD, "lapsed", *LOST, *ENDED), NOT_ELIGIBLE),
+        each((*HELD, "past_expiry", *LOST, *ENDED), NOT_ELIGIBLE),
         each(("delayed", "due", "backing_off"), Refused("execution_not_in_eligible_set")),
         each(("parked", "parked_due"), NOT_ELIGIBLE),
-        each((*NEW, "retryable", "grant_lapsed"), FUSED),
+        each((*NEW, "retryable", "grant_expired"), FUSED),
         {"resumable": FUSED_RESUMED},
         each(("granted", "resume_granted"), GRANT_EXISTS),
     ),
     "issue_reclaim_grant": whole(
         NOT_FOUND,
         each((*RUNNABLE, *HELD, *ENDED), NOT_RECLAIMABLE),
-        {"lapsed": MARKED_AND_GRANTED},
+        {"past_expiry": MARKED_AND_GRANTED},
         each(UNGRANTED, GRANTED),
         {"reclaim_granted": GRANT_EXISTS},
     ),
@@ -289,55 +294,55 @@ BY_GRANT: dict[str, Row] = {
 # Cancelling and time.
 
 
-CANCELLED_UNHELD = Moved(answer="Cancelled", to=CANCELLED, tells=("ended>cancelled",), grants="none")
+CANCELLED_UNHELD = Moved(answer="Cancelled", to=CANCELLED, events=("ended>cancelled",), grants="none")
 CANCEL: dict[str, Expected] = {
     **NOT_FOUND,
     **each(UNTRIED, replace(CANCELLED_UNHELD, to=CANCELLED_UNTRIED)),
-    "grant_lapsed": replace(CANCELLED_UNHELD, to=CANCELLED_UNTRIED, grants="any"),
+    "grant_expired": replace(CANCELLED_UNHELD, to=CANCELLED_UNTRIED, grants="any"),
     **each(TRIED, CANCELLED_UNHELD),
     **each((*INTERRUPTED, *LOST), replace(CANCELLED_UNHELD, last="ended_cancelled")),
-    **each((*HELD, "lapsed"), replace(CANCELLING, answer="Cancelled")),
+    **each((*HELD, "past_expiry"), replace(CANCELLING, answer="Cancelled")),
     **each(("completed", "failed", "expired"), NOT_ACTIVE),
     "cancelled": Same("Cancelled"),
 }
 CANCEL_REVOKED: dict[str, Expected] = {"lease_revoked": Refused("lease_revoked")}
-UNREVOKED = (*HELD, "lapsed", "lease_expired", "lost_overdue", "reclaim_granted")
+UNREVOKED = (*HELD, "past_expiry", "lease_expired", "lost_past_timeout", "reclaim_granted")
 PROMOTED = Moved(answer="Promoted", to=WAITING)
 RESUMING = Moved(answer="Promoted", to=RESUMABLE)
 TIMED_OUT = Moved(
     answer="RetryScheduled",
     to=BACKING_OFF,
-    tells=("released expired:attempt_timeout",),
+    events=("released expired:attempt_timeout",),
     last="ended_failure",
     retries=1,
 )
-TIMED_OUT_LOST = replace(TIMED_OUT, tells=())
+TIMED_OUT_LOST = replace(TIMED_OUT, events=())
 TIMED_OUT_LAST = Moved(
-    answer="Expired", to=EXPIRED, tells=("released expired:attempt_timeout>expired",), last="ended_failure"
+    answer="Expired", to=EXPIRED, events=("released expired:attempt_timeout>expired",), last="ended_failure"
 )
-LATE = Moved(answer="Expired", to=EXPIRED_UNTRIED, tells=("ended>expired",))
+LATE = Moved(answer="Expired", to=EXPIRED_UNTRIED, events=("ended>expired",))
 EXPIRE: dict[str, Expected] = {
     **each(EVERY, Same("NotYetDue")),
     **each(ENDED, Same("AlreadyTerminal")),
     **NOT_FOUND,
 }
 
-BY_ANYBODY: dict[str, Row] = {
+BY_ANYONE: dict[str, Row] = {
     "create_execution": whole(each(EVERY, Same("Duplicate")), {"absent": Moved(answer="Created", to=WAITING)}),
     "claim": SEARCHED,
     "claim_many": SEARCHED,
     "cancel_execution": whole(CANCEL),
     "cancel_execution, the holder": whole(CANCEL, CANCEL_REVOKED),
-    "cancel_execution, a former holder": whole(CANCEL, each(UNREVOKED, Refused("stale_lease")), CANCEL_REVOKED),
+    "cancel_execution, a previous holder": whole(CANCEL, each(UNREVOKED, Refused("stale_lease")), CANCEL_REVOKED),
     "cancel_execution, a holder without a fence": whole(
         CANCEL, each(UNREVOKED, Refused("invalid_input")), CANCEL_REVOKED
     ),
     "set_execution_tag": whole(each(EVERY, Moved(answer="nothing", is_transition=False)), NOT_FOUND),
     "mark_lease_expired_if_due": whole(
         each((*RUNNABLE, *ENDED), Same("not_active")),
-        {"absent": Same("execution_not_found"), "lapsed": MARKED, "lease_revoked": Same("already_revoked")},
+        {"absent": Same("execution_not_found"), "past_expiry": MARKED, "lease_revoked": Same("already_revoked")},
         each(HELD, Same("not_yet_expired")),
-        each(("lease_expired", "lost_overdue", "reclaim_granted"), Same("already_expired")),
+        each(("lease_expired", "lost_past_timeout", "reclaim_granted"), Same("already_expired")),
     ),
     "promote_delayed": whole(
         each(EVERY, Same("not_delayed")),
@@ -345,32 +350,32 @@ BY_ANYBODY: dict[str, Row] = {
         each(("delayed", "backing_off", "parked"), Same("not_yet_due")),
     ),
     "expire_execution, timeout": whole(
-        EXPIRE, {"overdue": TIMED_OUT, "lost_overdue": TIMED_OUT_LOST, "overdue_last": TIMED_OUT_LAST}
+        EXPIRE, {"past_timeout": TIMED_OUT, "lost_past_timeout": TIMED_OUT_LOST, "past_last_timeout": TIMED_OUT_LAST}
     ),
     "expire_execution, deadline": whole(EXPIRE, {"past_deadline": LATE}),
-    "mark lapsed leases, sweep": whole(each(EVERY, Same("0")), {"lapsed": replace(MARKED, answer="1")}),
-    "promote delayed work, sweep": whole(
+    "mark expired leases, sweep": whole(each(EVERY, Same("0")), {"past_expiry": replace(MARKED, answer="1")}),
+    "promote delayed executions, sweep": whole(
         each(EVERY, Same("0")),
         {"due": replace(PROMOTED, answer="1"), "parked_due": replace(RESUMING, answer="1")},
     ),
-    "expire what is late, sweep": whole(
+    "expire overdue executions, sweep": whole(
         each(EVERY, Same("0")),
         {
-            "overdue": replace(TIMED_OUT, answer="1"),
-            "lost_overdue": replace(TIMED_OUT_LOST, answer="1"),
-            "overdue_last": replace(TIMED_OUT_LAST, answer="1"),
+            "past_timeout": replace(TIMED_OUT, answer="1"),
+            "lost_past_timeout": replace(TIMED_OUT_LOST, answer="1"),
+            "past_last_timeout": replace(TIMED_OUT_LAST, answer="1"),
             "past_deadline": replace(LATE, answer="1"),
         },
     ),
 }
 
 TABLE: Mapping[str, Row] = {
-    **BY_ANYBODY,
+    **BY_ANYONE,
     **BY_GRANT,
     **BY_HANDLE,
-    **{f"{name}, a former holder": stale("lease_conflict") for name in HANDLE_CALLS},
+    **{f"{name}, a previous holder": stale("lease_conflict") for name in HANDLE_CALLS},
     **BY_FENCE,
-    **{f"{name}, a former fence": stale("stale_lease") for name in SERVICE_CALLS},
+    **{f"{name}, a previous fence": stale("stale_lease") for name in SERVICE_CALLS},
     "complete_execution, an operator": BY_FENCE["complete_execution"],
     "fail_execution, an operator": BY_FENCE["fail_execution"],
     "complete_execution, without a fence": WITHOUT_FENCE,

@@ -1,6 +1,8 @@
-"""The page of states is what the table says."""
+"""docs/states.md shows the table of the grid."""
 
 from pathlib import Path
+
+from flowfabric.model.errors import CODES
 
 from .operations import OPERATIONS
 from .page import GROUPS, page
@@ -11,16 +13,14 @@ PAGE = Path(__file__).parents[3] / "docs" / "states.md"
 
 def test_the_page_of_states_is_current() -> None:
     written = PAGE.read_text(encoding="utf-8")
-    assert written == page(), "write it anew: python -m tests.engine.grid.page > docs/states.md"
+    assert written == page(), "generate it again: python -m tests.engine.grid.page > docs/states.md"
 
 
-def test_every_operation_has_its_place_on_the_page() -> None:
+def test_every_operation_has_a_place_on_the_page() -> None:
     placed = {name for names in GROUPS.values() for name in names}
     assert {operation.name for operation in OPERATIONS.values()} <= placed
 
 
 def test_every_refusal_is_a_known_code() -> None:
-    from flowfabric.model.errors import CODES
-
     codes = {expected.code for row in TABLE.values() for expected in row.values() if isinstance(expected, Refused)}
     assert codes <= set(CODES)

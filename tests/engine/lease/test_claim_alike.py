@@ -1,9 +1,10 @@
-"""The same rows, however an execution was claimed: by search or by name."""
+"""A claim by search and a claim by name write the same rows."""
 
 from typing import Any
 
 import pytest
 
+from engine.cases import in_turn
 from engine.grants import claim_named, claim_resumed, known, worker
 from engine.state import attempts, claim, claim_rows, ids, revoke
 from flowfabric.engine.engine import Engine
@@ -49,12 +50,12 @@ async def _resumed(given: Any, lane: str) -> str:
     return str(handle.execution_id)
 
 
-async def _lapsed(given: Any, lane: str) -> str:
+async def _expired(given: Any, lane: str) -> str:
     handle = await given.reclaimable(lane_id=lane, policy={"timeout_policy": {"attempt_timeout_ms": 10**6}})
     return str(handle.execution_id)
 
 
-async def _lapsed_retry(given: Any, lane: str) -> str:
+async def _expired_retry(given: Any, lane: str) -> str:
     await _retry(given, lane)
     handle = (await given.claim(lane_id=lane)).handle
     await given.clock.advance(seconds=31)
@@ -62,7 +63,7 @@ async def _lapsed_retry(given: Any, lane: str) -> str:
     return str(handle.execution_id)
 
 
-async def _lapsed_resumed(given: Any, lane: str) -> str:
+async def _expired_resumed(given: Any, lane: str) -> str:
     await _resumed(given, lane)
     handle = (await given.claim(lane_id=lane, lease_ttl_ms=10)).handle
     await given.clock.advance(ms=11)
@@ -76,13 +77,11 @@ async def _revoked(given: Any, lane: str) -> str:
     return str(handle.execution_id)
 
 
-@pytest.mark.parametrize(
-    "state", [_fresh, _retry, _resumed, _lapsed, _lapsed_retry, _lapsed_resumed, _revoked], ids=lambda one: one.__name__
-)
-async def test_a_named_claim_leaves_what_a_search_leaves(
+@in_turn("state", [_fresh, _retry, _resumed, _expired, _expired_retry, _expired_resumed, _revoked])
+async def test_a_named_claim_writes_the_same_rows_as_a_search(
     engine: Engine, given: Any, rows: Any, clock: Any, state: Any
 ) -> None:
-    # Both run through the same moments of a standing clock.
+    # Both run at the same times of a stopped clock.
     began = await clock.now()
     searched = await state(given, "one")
     later = await clock.advance(ms=100)

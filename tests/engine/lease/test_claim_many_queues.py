@@ -1,4 +1,4 @@
-"""Claims over many queues: the best of all of them, in order, whatever each one holds."""
+"""Claims over many queues take the best of all of them, in order."""
 
 import asyncio
 import random
@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from engine.cases import SWEEPS_WHOLE, in_turn
 from engine.state import claim, ids, made, new
 from flowfabric.db.database import Database
 from flowfabric.db.statements import Statement
@@ -18,7 +19,7 @@ from flowfabric.engine.parts import parts_of
 
 @pytest.fixture
 def searches(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """How many searches were made, along routes and along queues."""
+    """How often each claim statement ran."""
     made: Counter[str] = Counter()
     fetch = Database.fetch
 
@@ -36,13 +37,14 @@ def best_first(created: list[str], priorities: list[int]) -> list[str]:
     return [created[at] for at in sorted(range(len(created)), key=lambda at: -priorities[at])]
 
 
-@pytest.mark.parametrize("seed", range(8))
+@in_turn("seed", range(8) if SWEEPS_WHOLE else range(3))
 async def test_claims_take_the_best_of_all_queues_in_order(engine: Engine, searches: Counter[str], seed: int) -> None:
+    searches.clear()
     draw = random.Random(seed)
     count = draw.choice((2, 5, 40, 150))
-    # From evenly spread work to a few queues that hold nearly all of it.
+    # From evenly filled queues to a few that hold nearly everything.
     weights = [1 / (nth + 1) ** draw.choice((0, 1, 3)) for nth in range(count)]
-    kinds = draw.choices([f"k{nth}" for nth in range(count)], weights, k=600)
+    kinds = draw.choices([f"k{nth}" for nth in range(count)], weights, k=600 if SWEEPS_WHOLE else 200)
     priorities = [draw.choice(draw.choice(([0], [0, 1, 9000]))) for _ in kinds]
     created = await made(
         engine, *(new(execution_kind=kind, priority=at) for kind, at in zip(kinds, priorities, strict=True))
@@ -59,7 +61,7 @@ async def test_claims_take_the_best_of_all_queues_in_order(engine: Engine, searc
     assert searches == {"claim_by_route": claims}
 
 
-async def test_a_few_queues_that_hold_the_oldest_work_are_taken_in_order(
+async def test_a_few_queues_with_the_oldest_executions_are_claimed_in_order(
     engine: Engine, searches: Counter[str]
 ) -> None:
     dense = [f"dense{at % 9}" for at in range(900)]
@@ -74,7 +76,7 @@ async def test_a_few_queues_that_hold_the_oldest_work_are_taken_in_order(
     assert ids(await claim(engine, limit=1000)) == created[100:]
 
 
-async def test_the_only_queue_with_work_gives_all_that_is_wanted_in_one_search(
+async def test_one_statement_claims_everything_from_the_only_queue_with_executions(
     engine: Engine, searches: Counter[str]
 ) -> None:
     await made(engine, *(new(execution_kind=f"k{at}") for at in range(50)))
@@ -86,9 +88,7 @@ async def test_the_only_queue_with_work_gives_all_that_is_wanted_in_one_search(
     assert searches == {"claim_by_route": 2}
 
 
-async def test_rows_held_elsewhere_do_not_hide_other_queues(
-    engine: Engine, connection: Any, searches: Counter[str]
-) -> None:
+async def test_locked_rows_do_not_hide_other_queues(engine: Engine, connection: Any, searches: Counter[str]) -> None:
     created = await made(engine, *(new(execution_kind=f"k{at % 10}") for at in range(100)))
     held = created[:40]
     async with connection.transaction():
@@ -97,14 +97,15 @@ async def test_rows_held_elsewhere_do_not_hide_other_queues(
         )
         assert ids(await claim(engine, limit=50)) == created[40:90]
         assert searches == {"claim_by_route": 1}
-    # The watermarks lead past what was held; when nothing is left there everything is walked.
+    # The watermarks are past the locked rows; when nothing is left there, the claim searches everything.
     assert ids(await claim(engine, limit=100)) == created[90:]
     assert ids(await claim(engine, limit=100)) == held
 
 
-async def test_rivals_over_many_queues_take_each_row_once(engines: Any) -> None:
+async def test_concurrent_claims_over_many_queues_take_each_row_once(engines: Any) -> None:
     rivals = [await engines() for _ in range(3)]
-    created = await made(rivals[0], *(new(execution_kind=f"k{at % 70}", priority=at % 3) for at in range(900)))
+    count = 900 if SWEEPS_WHOLE else 300
+    created = await made(rivals[0], *(new(execution_kind=f"k{at % 70}", priority=at % 3) for at in range(count)))
 
     async def take(rival: Engine) -> list[str]:
         taken: list[str] = []
@@ -116,12 +117,12 @@ async def test_rivals_over_many_queues_take_each_row_once(engines: Any) -> None:
     assert sorted(one for some in taken for one in some) == sorted(created)
 
 
-@pytest.mark.parametrize("few", [None, tuple(f"k{at}" for at in range(8))], ids=["by route", "by queue"])
-async def test_watermarks_lead_past_what_was_taken(
+@in_turn("few", [None, tuple(f"k{at}" for at in range(8))])
+async def test_watermarks_move_past_what_was_claimed(
     lasting_watermarks: None, engine: Engine, few: tuple[str, ...] | None
 ) -> None:
-    kinds = [f"k{at % 30}" for at in range(600)]
-    priorities = [at % 2 for at in range(600)]
+    kinds = [f"k{at % 30}" for at in range(240)]
+    priorities = [at % 2 for at in range(240)]
     created = await made(
         engine, *(new(execution_kind=kind, priority=at) for kind, at in zip(kinds, priorities, strict=True))
     )

@@ -1,4 +1,4 @@
-"""Claims that name their execution: by a grant, and for an operator; they leave what a search leaves."""
+"""Claims of a named execution: with a grant, and for an operator."""
 
 import json
 from typing import Any
@@ -6,6 +6,7 @@ from uuid import UUID
 
 import pytest
 
+from engine.cases import Cases, in_turn
 from engine.grants import claim_named, grant, granted, known, resumable, worker
 from engine.state import ACTIVE, attempts, event_texts, refused, vector
 from flowfabric.engine.engine import Engine
@@ -33,7 +34,7 @@ async def engine(engine: Engine) -> Engine:
 # By a grant.
 
 
-async def test_a_grant_is_turned_into_a_lease(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
+async def test_a_claim_turns_a_grant_into_a_lease(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
     waiting = await given.created(tags={"a.b": "c"}, payload_encoding="json", priority=7)
     await grant(engine, waiting)
     now = await clock.advance(seconds=1)
@@ -73,7 +74,7 @@ async def test_a_grant_is_turned_into_a_lease(engine: Engine, given: Any, rows: 
     assert (str(attempt["attempt_id"]), json.loads(attempt["policy"])) == (ATTEMPT, {"model": "small"})
 
 
-async def test_what_a_claim_by_grant_does_not_say_is_minted_or_comes_from_the_policy(
+async def test_omitted_arguments_are_minted_or_come_from_the_policy(
     engine: Engine, given: Any, rows: Any, clock: Any
 ) -> None:
     now = await clock.now()
@@ -87,9 +88,13 @@ async def test_what_a_claim_by_grant_does_not_say_is_minted_or_comes_from_the_po
     assert row["lease_expires_at"] == now + 30_000
     assert row["lease_id"] == row["attempt_id"] == claimed.attempt_id
     assert UUID(str(claimed.lease_id)).version == 7
+    waiting = await given.created(policy={"timeout_policy": {"attempt_timeout_ms": 4000}})
+    await grant(engine, waiting)
+    await claim_named(engine, waiting, attempt_timeout_ms=0)
+    assert (await rows.execution(waiting))["attempt_timeout_at"] is None, "0 means no timeout"
 
 
-async def test_ids_of_the_callers_own_need_not_differ_between_executions(engine: Engine, given: Any) -> None:
+async def test_executions_may_share_ids_that_the_caller_chose(engine: Engine, given: Any) -> None:
     handles = []
     for _ in range(3):
         waiting = await given.created()
@@ -100,21 +105,7 @@ async def test_ids_of_the_callers_own_need_not_differ_between_executions(engine:
     assert [type(one) for one in completed] == [Completed] * 3
 
 
-async def test_a_timeout_of_zero_is_none(engine: Engine, given: Any, rows: Any) -> None:
-    waiting = await given.created(policy={"timeout_policy": {"attempt_timeout_ms": 4000}})
-    await grant(engine, waiting)
-    await claim_named(engine, waiting, attempt_timeout_ms=0)
-    assert (await rows.execution(waiting))["attempt_timeout_at"] is None
-
-
-async def test_another_process_of_the_pool_may_use_its_grant(engine: Engine, given: Any) -> None:
-    waiting = await given.created()
-    await grant(engine, waiting)
-    claimed = await claim_named(engine, waiting, worker_instance_id="pool-2")
-    assert claimed.handle.worker_instance_id == "pool-2"
-
-
-async def test_a_retry_is_claimed_by_grant_as_one(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
+async def test_a_retry_claimed_by_grant_is_a_retry(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
     failed = await given.backing_off(delay_ms=10)
     await clock.advance(ms=10)
     await parts_of(engine).delays.promote_due()
@@ -125,12 +116,11 @@ async def test_a_retry_is_claimed_by_grant_as_one(engine: Engine, given: Any, ro
     assert (running.retry_reason, running.previous_attempt_index) == ("no luck", 0)
 
 
-@pytest.mark.parametrize(
-    ("stored", "argument", "kept"),
+@in_turn(
+    "stored, argument, kept",
     [('{"of": "failure"}', '{"of": "claim"}', "claim"), ('{"of": "failure"}', None, "failure"), (None, None, None)],
-    ids=["claim over failure", "failure", "none"],
 )
-async def test_the_policy_of_an_attempt_is_that_of_its_claim_else_that_of_the_failure_before(
+async def test_the_attempt_policy_is_that_of_the_claim_else_that_of_the_failure_before(
     engine: Engine, given: Any, rows: Any, clock: Any, stored: str | None, argument: str | None, kept: str | None
 ) -> None:
     handle = await given.claimed(policy={"retry_policy": {"backoff": {"type": "fixed", "delay_ms": 10}}})
@@ -151,7 +141,7 @@ async def test_the_policy_of_an_attempt_is_that_of_its_claim_else_that_of_the_fa
     assert [policy and json.loads(policy) for policy in policies] == [None, kept and {"of": kept}]
 
 
-async def test_a_grant_of_a_lost_lease_is_turned_into_a_reclaimed_one(engine: Engine, given: Any, rows: Any) -> None:
+async def test_a_grant_for_a_lost_lease_becomes_a_reclaimed_lease(engine: Engine, given: Any, rows: Any) -> None:
     lost = await given.reclaimable()
     await granted(engine)
     claimed = await claim_named(engine, lost.execution_id, lease_id=LEASE, attempt_id=ATTEMPT)
@@ -164,15 +154,18 @@ async def test_a_grant_of_a_lost_lease_is_turned_into_a_reclaimed_one(engine: En
     assert await rows.of("claim_grant") == []
 
 
-@pytest.mark.parametrize("state", ["delayed", "backing_off", "claimed", "reclaimable", "completed", "cancelled"])
-async def test_what_does_not_wait_is_not_leaseable(engine: Engine, given: Any, rows: Any, state: str) -> None:
-    made = await getattr(given, state)()
-    execution_id = getattr(made, "execution_id", made)
-    async with rows.unchanged():
-        await refused(claim_named(engine, execution_id), "execution_not_leaseable")
+async def test_an_execution_that_is_not_claimable_is_not_leaseable(engine: Engine, given: Any, rows: Any) -> None:
+    states = ("reclaimable", "delayed", "backing_off", "claimed", "completed", "cancelled")
+    made = {state: await getattr(given, state)(lane_id=state) for state in states}
+    with Cases() as cases:
+        async with rows.unchanged():
+            for state, one in made.items():
+                with cases(state):
+                    call = claim_named(engine, getattr(one, "execution_id", one), lane_id=state)
+                    await refused(call, "execution_not_leaseable")
 
 
-async def test_an_attempt_that_goes_on_is_for_the_other_claim(engine: Engine, given: Any, rows: Any) -> None:
+async def test_an_interrupted_attempt_must_use_claim_resumed_execution(engine: Engine, given: Any, rows: Any) -> None:
     parked = await resumable(given)
     await grant(engine, parked)
     async with rows.unchanged():
@@ -180,31 +173,29 @@ async def test_an_attempt_that_goes_on_is_for_the_other_claim(engine: Engine, gi
         await refused(claim_named(engine, parked, "other"), "use_claim_resumed_execution")
 
 
-async def test_without_a_grant_of_ones_own_there_is_no_claim(engine: Engine, given: Any, rows: Any) -> None:
+async def test_only_the_worker_with_the_grant_may_claim_from_any_of_its_processes(
+    engine: Engine, given: Any, rows: Any
+) -> None:
     waiting = await given.created()
     async with rows.unchanged():
         await refused(claim_named(engine, waiting), "invalid_claim_grant")
     await grant(engine, waiting)
     async with rows.unchanged():
         await refused(claim_named(engine, waiting, "other"), "invalid_claim_grant")
-    assert await claim_named(engine, waiting)
+    claimed = await claim_named(engine, waiting, worker_instance_id="pool-2")
+    assert claimed.handle.worker_instance_id == "pool-2"
 
 
-async def test_a_lapsed_grant_is_refused_and_left(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
-    waiting = await given.created()
+async def test_only_the_granted_worker_learns_that_its_grant_expired_until_the_grant_is_purged(
+    engine: Engine, given: Any, rows: Any, clock: Any
+) -> None:
+    waiting, ungranted = await given.created(), await given.created()
     await grant(engine, waiting)
     await clock.advance(ms=5000)
     async with rows.unchanged():
         await refused(claim_named(engine, waiting), "claim_grant_expired")
         await refused(claim_named(engine, waiting, "other"), "invalid_claim_grant")
-
-
-async def test_only_the_worker_of_a_lapsed_grant_is_told_that_it_has_lapsed_until_it_is_forgotten(
-    engine: Engine, given: Any, rows: Any, clock: Any
-) -> None:
-    waiting, ungranted = await given.created(), await given.created()
-    await grant(engine, waiting)
-    await clock.advance(ms=5000 + GRANT_MEMORY_MS - 1)
+    await clock.advance(ms=GRANT_MEMORY_MS - 1)
     async with rows.unchanged():
         await Reconciler(engine).catch_up()
         await refused(claim_named(engine, waiting), "claim_grant_expired")
@@ -221,7 +212,7 @@ async def test_only_the_worker_of_a_lapsed_grant_is_told_that_it_has_lapsed_unti
         await refused(claim_named(engine, waiting), "invalid_claim_grant")
 
 
-async def test_a_refused_claim_leaves_no_name_of_its_worker_behind(engine: Engine, given: Any, rows: Any) -> None:
+async def test_a_refused_claim_does_not_register_its_worker(engine: Engine, given: Any, rows: Any) -> None:
     waiting, running = await given.created(lane_id="quiet"), await given.claimed()
     before = await rows.of("worker_identity")
     granted_to_another: Any = (await grant(engine, await resumable(given), "worker")).grant
@@ -230,7 +221,7 @@ async def test_a_refused_claim_leaves_no_name_of_its_worker_behind(engine: Engin
         engine.claim_execution(execution_id=waiting, lane_id="quiet", **NEW),
         engine.claim_resumed_execution(execution_id=waiting, lane_id="quiet", **NEW),
         engine.claim_from_resume_grant(token),
-        fused(engine, running.execution_id),
+        operator_claim(engine, running.execution_id),
     ):
         with pytest.raises(EngineError):
             await call
@@ -264,7 +255,7 @@ async def test_a_grant_is_used_once(engine: Engine, given: Any, rows: Any, clock
         await refused(claim_named(engine, waiting), "invalid_claim_grant")
 
 
-async def test_a_reclaim_grant_of_another_worker_or_past_its_end_does_not_count(
+async def test_a_reclaim_grant_of_another_worker_or_an_expired_one_does_not_count(
     engine: Engine, given: Any, rows: Any, clock: Any
 ) -> None:
     lost = await given.reclaimable()
@@ -276,37 +267,36 @@ async def test_a_reclaim_grant_of_another_worker_or_past_its_end_does_not_count(
         await refused(claim_named(engine, lost.execution_id, "other"), "execution_not_leaseable")
 
 
-@pytest.mark.parametrize(
-    ("wrong", "code"),
-    [
-        ({"execution_id": "x"}, "invalid_input"),
-        ({"execution_id": "{fp:256}:11111111-2222-4333-8444-555555555555"}, "invalid_input"),
-        ({"execution_id": "{fp:40000}:11111111-2222-4333-8444-555555555555"}, "invalid_input"),
-        ({"lane_id": "mail"}, "invalid_input"),
-        ({"lane_id": "ä"}, "invalid_input"),
-        ({"worker_id": ""}, "invalid_input"),
-        ({"worker_instance_id": "a b"}, "invalid_input"),
-        ({"lease_ttl_ms": 0}, "invalid_input"),
-        ({"lease_ttl_ms": 2**32}, "invalid_input"),
-        ({"lease_id": "x"}, "invalid_input"),
-        ({"attempt_id": 7}, "invalid_input"),
-        ({"expected_attempt_index": -1}, "invalid_input"),
-        ({"expected_attempt_index": 2**31}, "invalid_input"),
-        ({"attempt_timeout_ms": -1}, "invalid_input"),
-        ({"execution_deadline_at": 2**63}, "invalid_input"),
-        ({"attempt_policy_json": "{"}, "invalid_policy_json"),
-        ({"attempt_policy_json": "[]"}, "invalid_policy_json"),
-        ({"attempt_policy_json": {}}, "invalid_policy_json"),
-    ],
-    ids=str,
-)
-async def test_malformed_arguments_of_a_claim_are_refused(
-    engine: Engine, given: Any, rows: Any, wrong: dict[str, Any], code: str
-) -> None:
+MALFORMED: list[tuple[dict[str, Any], str]] = [
+    ({"execution_id": "x"}, "invalid_input"),
+    ({"execution_id": "{fp:256}:11111111-2222-4333-8444-555555555555"}, "invalid_input"),
+    ({"execution_id": "{fp:40000}:11111111-2222-4333-8444-555555555555"}, "invalid_input"),
+    ({"lane_id": "mail"}, "invalid_input"),
+    ({"lane_id": "ä"}, "invalid_input"),
+    ({"worker_id": ""}, "invalid_input"),
+    ({"worker_instance_id": "a b"}, "invalid_input"),
+    ({"lease_ttl_ms": 0}, "invalid_input"),
+    ({"lease_ttl_ms": 2**32}, "invalid_input"),
+    ({"lease_id": "x"}, "invalid_input"),
+    ({"attempt_id": 7}, "invalid_input"),
+    ({"expected_attempt_index": -1}, "invalid_input"),
+    ({"expected_attempt_index": 2**31}, "invalid_input"),
+    ({"attempt_timeout_ms": -1}, "invalid_input"),
+    ({"execution_deadline_at": 2**63}, "invalid_input"),
+    ({"attempt_policy_json": "{"}, "invalid_policy_json"),
+    ({"attempt_policy_json": "[]"}, "invalid_policy_json"),
+    ({"attempt_policy_json": {}}, "invalid_policy_json"),
+]
+
+
+async def test_malformed_arguments_of_a_claim_are_refused(engine: Engine, given: Any, rows: Any) -> None:
     waiting = await given.created()
     await grant(engine, waiting)
-    async with rows.unchanged():
-        await refused(engine.claim_execution(**{"execution_id": waiting, **worker(), **wrong}), code)
+    with Cases() as cases:
+        async with rows.unchanged():
+            for wrong, code in MALFORMED:
+                with cases(wrong):
+                    await refused(engine.claim_execution(**{"execution_id": waiting, **worker(), **wrong}), code)
     assert await claim_named(engine, waiting)
 
 
@@ -329,16 +319,16 @@ async def test_a_running_attempt_on_a_row_that_waits_is_a_bug(
 # For an operator.
 
 
-async def fused(engine: Engine, execution_id: str, **overrides: Any) -> GrantedClaim:
+async def operator_claim(engine: Engine, execution_id: str, **overrides: Any) -> GrantedClaim:
     return await engine.issue_grant_and_claim(
         **{"execution_id": execution_id, "lane_id": "default", "lease_duration_ms": 9000, **overrides}
     )
 
 
-async def test_an_operator_leases_what_waits(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
+async def test_an_operator_leases_a_waiting_execution(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
     now = await clock.now()
     waiting = await given.created(policy={"routing_requirements": {"required_capabilities": ["gpu"]}})
-    answer = await fused(engine, waiting)
+    answer = await operator_claim(engine, waiting)
     row = await rows.execution(waiting)
     assert answer == GrantedClaim(lease_id=row["lease_id"], lease_epoch=1, attempt_index=0)
     assert (vector(row), row["lease_expires_at"]) == (ACTIVE, now + 9000)
@@ -348,9 +338,9 @@ async def test_an_operator_leases_what_waits(engine: Engine, given: Any, rows: A
     assert await rows.of("claim_grant") == []
 
 
-async def test_an_operator_leases_what_may_go_on(engine: Engine, given: Any, rows: Any) -> None:
+async def test_an_operator_resumes_an_interrupted_attempt(engine: Engine, given: Any, rows: Any) -> None:
     parked = await resumable(given)
-    answer = await fused(engine, parked)
+    answer = await operator_claim(engine, parked)
     row = await rows.execution(parked)
     assert answer == GrantedClaim(lease_id=row["lease_id"], lease_epoch=2, attempt_index=0)
     assert (await event_texts(rows, parked))[-1] == "acquired issue_grant_and_claim_resumed"
@@ -358,35 +348,27 @@ async def test_an_operator_leases_what_may_go_on(engine: Engine, given: Any, row
 
 async def test_an_operator_needs_no_signing_key(engine: Engine, given: Any, connection: Any) -> None:
     await connection.execute("delete from signing_key")
-    assert await fused(engine, await given.created())
+    assert await operator_claim(engine, await given.created())
 
 
-@pytest.mark.parametrize(
-    ("state", "code"),
-    [
-        ("delayed", "execution_not_in_eligible_set"),
-        ("backing_off", "execution_not_in_eligible_set"),
-        ("claimed", "execution_not_eligible"),
-        ("reclaimable", "execution_not_eligible"),
-        ("completed", "execution_not_eligible"),
-    ],
-)
-async def test_an_operator_leases_only_what_may_run(
-    engine: Engine, given: Any, rows: Any, state: str, code: str
-) -> None:
-    made = await getattr(given, state)()
-    execution_id = getattr(made, "execution_id", made)
-    async with rows.unchanged():
-        await refused(fused(engine, execution_id), code)
-
-
-async def test_an_operator_does_not_wake_an_attempt_before_its_time(
-    engine: Engine, given: Any, rows: Any, clock: Any
-) -> None:
-    handle = await given.claimed()
-    await engine.delay(handle, await clock.now() + 1000)
-    async with rows.unchanged():
-        await refused(fused(engine, handle.execution_id), "execution_not_eligible")
+async def test_an_operator_leases_only_claimable_executions(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
+    expected = {
+        "reclaimable": "execution_not_eligible",
+        "delayed": "execution_not_in_eligible_set",
+        "backing_off": "execution_not_in_eligible_set",
+        "claimed": "execution_not_eligible",
+        "completed": "execution_not_eligible",
+    }
+    made = {state: await getattr(given, state)(lane_id=state) for state in expected}
+    expected["a delayed run"] = "execution_not_eligible"
+    made["a delayed run"] = delayed = await given.claimed(lane_id="a delayed run")
+    await engine.delay(delayed, await clock.now() + 1000)
+    with Cases() as cases:
+        async with rows.unchanged():
+            for state, code in expected.items():
+                with cases(state):
+                    execution_id = getattr(made[state], "execution_id", made[state])
+                    await refused(operator_claim(engine, execution_id, lane_id=state), code)
 
 
 async def test_an_operator_respects_grants_and_lanes(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
@@ -394,17 +376,17 @@ async def test_an_operator_respects_grants_and_lanes(engine: Engine, given: Any,
     waiting = await given.created()
     await engine.set_lane_state("default", "paused")
     async with rows.unchanged():
-        await refused(fused(engine, waiting), "execution_not_in_eligible_set")
-        await refused(fused(engine, waiting, lane_id="mail"), "invalid_input")
-        await refused(fused(engine, waiting, lease_duration_ms=0), "invalid_input")
-        await refused(fused(engine, f"{{fp:86}}:{mint_uuid_texts(1)[0]}"), "execution_not_found")
-    assert await fused(engine, parked)
+        await refused(operator_claim(engine, waiting), "execution_not_in_eligible_set")
+        await refused(operator_claim(engine, waiting, lane_id="mail"), "invalid_input")
+        await refused(operator_claim(engine, waiting, lease_duration_ms=0), "invalid_input")
+        await refused(operator_claim(engine, f"{{fp:86}}:{mint_uuid_texts(1)[0]}"), "execution_not_found")
+    assert await operator_claim(engine, parked)
     await engine.set_lane_state("default", "active")
     await grant(engine, waiting)
     await engine.set_lane_state("default", "paused")
     async with rows.unchanged():
-        await refused(fused(engine, waiting), "grant_already_exists")
+        await refused(operator_claim(engine, waiting), "grant_already_exists")
     await engine.set_lane_state("default", "active")
     await clock.advance(ms=5000)
-    assert await fused(engine, waiting)
+    assert await operator_claim(engine, waiting)
     assert await rows.of("claim_grant") == []

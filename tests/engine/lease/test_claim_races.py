@@ -1,4 +1,4 @@
-"""Claims that meet other claims, and rows that move while a claim is under way."""
+"""Concurrent claims, and rows that change while a claim runs."""
 
 import asyncio
 from collections.abc import Callable
@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from engine.cases import SWEEPS_WHOLE, in_turn
 from engine.state import attempts, claim, ids, made, new
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.parts import parts_of
@@ -13,7 +14,7 @@ from flowfabric.model.states import HandleKind
 
 GPU = {"routing_requirements": {"required_capabilities": ["gpu"]}}
 
-# A session that says so waits for an advisory lock while it chooses queues: its snapshot is taken by then, no row yet.
+# A session with test.waits waits for an advisory lock while it chooses queues: it has its snapshot but has read no row.
 _SLOW_CHOICE = """
 create function test_waits() returns boolean language plpgsql volatile as $$
 begin
@@ -28,15 +29,14 @@ create view capability_set as select * from capability_set_itself where test_wai
 _IS_WAITING = "select count(*) > 0 from pg_locks where locktype = 'advisory' and not granted"
 
 
-@pytest.mark.parametrize(
-    ("held", "free", "search"),
+@in_turn(
+    "held, free, search",
     [
         ({"lane_id": "a"}, {"lane_id": "b"}, lambda engine: claim(engine, "a", "b", limit=1)),
         ({"policy": GPU}, {}, lambda engine: claim(engine, capabilities=("gpu",), limit=1)),
     ],
-    ids=["another lane", "another set of capabilities"],
 )
-async def test_a_row_somebody_holds_does_not_hide_those_of_other_queues(
+async def test_a_locked_row_does_not_hide_those_of_other_queues(
     engine: Engine, connection: Any, held: Any, free: Any, search: Callable[[Engine], Any]
 ) -> None:
     held_id, free_id = await made(engine, new(**held), new(**free))
@@ -46,17 +46,17 @@ async def test_a_row_somebody_holds_does_not_hide_those_of_other_queues(
     assert ids(await search(engine)) == [held_id]
 
 
-async def test_as_many_claims_as_rows_each_find_one(engines: Any) -> None:
+async def test_concurrent_claims_for_as_many_rows_each_get_one(engines: Any) -> None:
     rivals = [await engines() for _ in range(3)]
     lanes = ("a", "b", "c")
-    for _ in range(100):
+    for _ in range(100 if SWEEPS_WHOLE else 30):
         created = await made(rivals[0], *(new(lane_id=lane) for lane in lanes))
         taken = await asyncio.gather(*(claim(rival, *lanes, limit=1) for rival in rivals))
         assert sorted(ids([one for some in taken for one in some])) == sorted(created)
 
 
 async def slow_claim(slow: Engine, connection: Any, eventually: Any, **wanted: Any) -> asyncio.Task[list[Any]]:
-    """A claim whose snapshot is taken and that has read no row yet; it goes on when the advisory lock is released."""
+    """Start a claim that stops after its snapshot and before it reads rows, until the advisory lock is released."""
     await claim(slow, "nothing")
     await connection.execute(_SLOW_CHOICE)
     async with parts_of(slow).lifecycle.store.database.acquire() as session:
@@ -68,7 +68,7 @@ async def slow_claim(slow: Engine, connection: Any, eventually: Any, **wanted: A
 
 
 @pytest.mark.usefixtures("patient_with_locks")
-async def test_a_claim_that_saw_a_row_before_it_was_taken_and_lost_leaves_it_whole(
+async def test_a_claim_with_an_old_snapshot_does_not_damage_a_row_that_was_claimed_and_lost(
     engines: Any, connection: Any, given: Any, rows: Any, clock: Any, eventually: Any
 ) -> None:
     slow, quick = await engines(), await engines()
@@ -93,7 +93,7 @@ async def test_a_claim_that_saw_a_row_before_it_was_taken_and_lost_leaves_it_who
 
 CHANGES: dict[str, Callable[[Engine, str], Any]] = {
     "a tag": lambda engine, execution_id: engine.set_execution_tag(execution_id, "a.b", "c"),
-    "a lapsed grant": lambda engine, execution_id: engine.issue_claim_grant(
+    "an expired grant": lambda engine, execution_id: engine.issue_claim_grant(
         execution_id=execution_id, lane_id="default", worker_id="pool", worker_instance_id="pool-1", grant_ttl_ms=1000
     ),
 }
@@ -101,7 +101,7 @@ CHANGES: dict[str, Callable[[Engine, str], Any]] = {
 
 @pytest.mark.usefixtures("patient_with_locks")
 @pytest.mark.parametrize("change", CHANGES)
-async def test_what_changes_while_a_claim_is_under_way_can_still_be_claimed(
+async def test_an_execution_that_changes_during_a_claim_can_still_be_claimed(
     engines: Any, engine: Engine, connection: Any, given: Any, rows: Any, clock: Any, eventually: Any, change: str
 ) -> None:
     slow = await engines()
@@ -119,7 +119,7 @@ async def test_what_changes_while_a_claim_is_under_way_can_still_be_claimed(
 
 
 @pytest.mark.usefixtures("patient_with_locks")
-async def test_what_is_queued_again_while_a_claim_is_under_way_is_leased_once(
+async def test_an_execution_queued_again_during_a_claim_is_leased_once(
     engines: Any, engine: Engine, connection: Any, given: Any, rows: Any, eventually: Any
 ) -> None:
     slow = await engines()

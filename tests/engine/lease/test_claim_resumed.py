@@ -1,9 +1,10 @@
-"""Attempts that go on: claimed by name without a grant, or by the token of a resume grant."""
+"""Claims that resume an interrupted attempt: by name without a grant, or with a resume grant."""
 
 from typing import Any
 
 import pytest
 
+from engine.cases import Cases, in_turn
 from engine.grants import claim_resumed, grant, known, resumable
 from engine.state import ACTIVE, event_texts, refused, vector
 from flowfabric.engine.engine import Engine
@@ -22,7 +23,9 @@ async def engine(engine: Engine) -> Engine:
     return engine
 
 
-async def test_an_attempt_goes_on_without_a_grant(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
+async def test_an_interrupted_attempt_is_resumed_without_a_grant(
+    engine: Engine, given: Any, rows: Any, clock: Any
+) -> None:
     began = await clock.now()
     first = await given.run(policy={"timeout_policy": {"attempt_timeout_ms": 10_000}})
     await clock.advance(ms=4000)
@@ -48,8 +51,8 @@ async def test_an_attempt_goes_on_without_a_grant(engine: Engine, given: Any, ro
     await engine.complete(claimed.handle, b"done")
 
 
-@pytest.mark.parametrize(("given_ms", "left"), [(0, None), (2500, 2500), (None, 6000)])
-async def test_the_time_left_of_an_attempt_is_the_callers_or_the_saved_one(
+@in_turn("given_ms, left", [(0, None), (2500, 2500), (None, 6000)])
+async def test_a_resumed_attempt_gets_the_timeout_of_the_caller_else_the_saved_one(
     engine: Engine, given: Any, rows: Any, clock: Any, given_ms: int | None, left: int | None
 ) -> None:
     handle = await given.claimed(policy={"timeout_policy": {"attempt_timeout_ms": 10_000}})
@@ -60,7 +63,7 @@ async def test_the_time_left_of_an_attempt_is_the_callers_or_the_saved_one(
     assert row["attempt_timeout_at"] == (None if left is None else now + left)
 
 
-async def test_an_elapsed_delay_goes_on_too(engine: Engine, given: Any, clock: Any, rows: Any) -> None:
+async def test_a_delayed_run_is_resumed_once_it_is_due(engine: Engine, given: Any, clock: Any, rows: Any) -> None:
     handle = await given.claimed()
     await engine.delay(handle, await clock.now() + 1000)
     async with rows.unchanged():
@@ -70,24 +73,16 @@ async def test_an_elapsed_delay_goes_on_too(engine: Engine, given: Any, clock: A
     assert (await claim_resumed(engine, handle.execution_id)).attempt_id == handle.attempt_id
 
 
-@pytest.mark.parametrize(
-    ("state", "code"),
-    [
-        ("delayed", "execution_not_leaseable"),
-        ("backing_off", "execution_not_leaseable"),
-        ("claimed", "execution_not_leaseable"),
-        ("reclaimable", "execution_not_leaseable"),
-        ("completed", "execution_not_leaseable"),
-        ("created", "not_a_resumed_execution"),
-    ],
-)
-async def test_only_an_attempt_that_was_put_aside_goes_on(
-    engine: Engine, given: Any, rows: Any, state: str, code: str
-) -> None:
-    made = await getattr(given, state)()
-    execution_id = getattr(made, "execution_id", made)
-    async with rows.unchanged():
-        await refused(claim_resumed(engine, execution_id), code)
+async def test_only_an_interrupted_attempt_can_be_resumed(engine: Engine, given: Any, rows: Any) -> None:
+    states = ("reclaimable", "delayed", "backing_off", "claimed", "completed", "created")
+    made = {state: await getattr(given, state)(lane_id=state) for state in states}
+    with Cases() as cases:
+        async with rows.unchanged():
+            for state, one in made.items():
+                with cases(state):
+                    call = claim_resumed(engine, getattr(one, "execution_id", one), lane_id=state)
+                    code = "not_a_resumed_execution" if state == "created" else "execution_not_leaseable"
+                    await refused(call, code)
 
 
 @pytest.mark.usefixtures("altered_rows")
@@ -101,7 +96,7 @@ async def test_a_suspended_execution_is_not_resumed(engine: Engine, given: Any, 
         await refused(claim_resumed(engine, parked), "not_a_resumed_execution")
 
 
-async def test_a_grant_of_another_worker_keeps_an_attempt_for_it(
+async def test_a_grant_of_another_worker_blocks_the_claim_until_it_expires(
     engine: Engine, given: Any, rows: Any, clock: Any
 ) -> None:
     parked = await resumable(given)
@@ -113,21 +108,19 @@ async def test_a_grant_of_another_worker_keeps_an_attempt_for_it(
     assert await rows.of("claim_grant") == []
 
 
-async def test_a_matching_grant_is_consumed(engine: Engine, given: Any, rows: Any) -> None:
+async def test_a_resumed_claim_checks_its_arguments_and_consumes_a_matching_grant(
+    engine: Engine, given: Any, rows: Any
+) -> None:
     parked = await resumable(given)
     await grant(engine, parked)
-    assert await claim_resumed(engine, parked)
-    assert await rows.of("claim_grant") == []
-    assert (await rows.execution(parked))["granted_until"] is None
-
-
-async def test_a_resumed_claim_judges_its_arguments(engine: Engine, given: Any, rows: Any) -> None:
-    parked = await resumable(given)
     async with rows.unchanged():
         await refused(claim_resumed(engine, parked, lane_id="mail"), "invalid_input", "default")
         await refused(claim_resumed(engine, parked, remaining_attempt_timeout_ms=-1), "invalid_input")
         await refused(claim_resumed(engine, parked, lease_ttl_ms=0), "invalid_input")
         await refused(claim_resumed(engine, "{fp:999}:" + parked[-36:]), "invalid_input")
+    assert await claim_resumed(engine, parked)
+    assert await rows.of("claim_grant") == []
+    assert (await rows.execution(parked))["granted_until"] is None
 
 
 # By the token of a resume grant.
@@ -145,14 +138,16 @@ def token(answer: Granted, name: str = "pool", **overrides: Any) -> ResumeToken:
     )
 
 
-async def test_a_resume_grant_gives_the_handle_of_the_attempt(
+async def test_a_resume_grant_returns_the_handle_of_the_attempt(
     engine: Engine, given: Any, rows: Any, clock: Any
 ) -> None:
     parked = await resumable(given)
     answer = await grant(engine, parked)
     now = await clock.advance(ms=100)
-    handle = await engine.claim_from_resume_grant(token(answer))
+    # Any process of the worker may present the grant.
+    handle = await engine.claim_from_resume_grant(token(answer, worker_instance_id="pool-9"))
     assert handle is not None
+    assert handle.worker_instance_id == "pool-9"
     assert (handle.kind, handle.execution_id, handle.lease_ttl_ms) == (HandleKind.RESUMED, parked, 9000)
     assert (handle.lease_epoch, handle.attempt_index) == (2, 0)
     assert (await rows.execution(parked))["lease_expires_at"] == now + 9000
@@ -160,14 +155,7 @@ async def test_a_resume_grant_gives_the_handle_of_the_attempt(
     assert await rows.of("claim_grant") == []
 
 
-async def test_another_process_of_the_pool_may_present_a_resume_grant(engine: Engine, given: Any) -> None:
-    answer = await grant(engine, await resumable(given))
-    handle = await engine.claim_from_resume_grant(token(answer, worker_instance_id="pool-9"))
-    assert handle is not None
-    assert handle.worker_instance_id == "pool-9"
-
-
-async def test_a_resume_grant_that_does_not_count_is_refused(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
+async def test_an_invalid_resume_grant_is_refused(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
     parked = await resumable(given)
     answer = await grant(engine, parked)
     other = await grant(engine, await resumable(given))
@@ -190,7 +178,7 @@ async def test_a_resume_grant_that_does_not_count_is_refused(engine: Engine, giv
         await refused(engine.claim_from_resume_grant(token(answer)), "claim_grant_expired")
 
 
-async def test_a_lapsed_resume_grant_is_told_from_an_unknown_one_when_it_is_forgotten(
+async def test_a_purged_resume_grant_is_reported_as_expired_until_the_next_is_issued(
     engine: Engine, given: Any, rows: Any, clock: Any
 ) -> None:
     parked = await resumable(given)
@@ -226,8 +214,10 @@ async def test_a_signature_of_another_secret_is_refused(engine: Engine, given: A
         await refused(engine.claim_from_resume_grant(token(answer)), "invalid_claim_grant", "SignatureMismatch")
 
 
-@pytest.mark.parametrize("after", ["claimed", "cancelled", "completed", "waiting"])
-async def test_what_cannot_go_on_any_more_gives_nothing(engine: Engine, given: Any, rows: Any, after: str) -> None:
+@in_turn("after", ["claimed", "cancelled", "completed", "waiting"])
+async def test_a_resume_grant_returns_nothing_once_the_attempt_cannot_be_resumed(
+    engine: Engine, given: Any, rows: Any, after: str
+) -> None:
     parked = await resumable(given)
     answer = await grant(engine, parked)
     if after == "cancelled":
@@ -242,7 +232,7 @@ async def test_what_cannot_go_on_any_more_gives_nothing(engine: Engine, given: A
         assert await engine.claim_from_resume_grant(token(answer)) is None
 
 
-async def test_a_claim_tells_how_long_its_attempt_may_take(engine: Engine, given: Any) -> None:
+async def test_a_claim_returns_the_attempt_timeout(engine: Engine, given: Any) -> None:
     assert (await given.run(policy={"timeout_policy": {"attempt_timeout_ms": 10_000}})).attempt_timeout_ms == 10_000
     assert (await given.run()).attempt_timeout_ms is None
     assert (await given.run(policy={"timeout_policy": {"attempt_timeout_ms": 0}})).attempt_timeout_ms is None

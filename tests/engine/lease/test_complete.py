@@ -1,10 +1,9 @@
-"""Ending a run in success, and repeating the call that did."""
+"""Complete a run, and repeat the call."""
 
 from typing import Any
 
-import pytest
-
-from engine.state import COMPLETED, attempts, claim, event_texts, kept_until, lease_left, refused, vector
+from engine.cases import in_turn
+from engine.state import COMPLETED, attempts, claim, kept_until, lease_left, refused, vector
 from flowfabric.engine.engine import Engine
 from flowfabric.model.handle import Handle
 from flowfabric.model.lease import Completed
@@ -24,7 +23,7 @@ async def complete_in_many(engine: Engine, handle: Handle, payload: bytes | None
     assert await engine.complete_many([(handle, payload)]) == [expected]
 
 
-both = pytest.mark.parametrize("complete", [complete_one, complete_in_many], ids=["one", "many"])
+both = in_turn("complete", [complete_one, complete_in_many])
 
 
 @both
@@ -60,15 +59,14 @@ async def test_a_completed_run_ends_its_execution(
 
 
 @both
-async def test_a_result_is_kept_byte_for_byte(engine: Engine, given: Any, complete: Any) -> None:
-    for payload in (b"", b"\x00", bytes(range(256)), b"\xff" * 2_000_000, None, bytearray(b"mutable")):
-        handle = await given.claimed()
-        await complete(engine, handle, payload)
-        assert await engine.get_execution_result(handle.execution_id) == payload
+async def test_a_result_of_two_megabytes_is_returned_unchanged(engine: Engine, given: Any, complete: Any) -> None:
+    handle = await given.claimed()
+    await complete(engine, handle, b"\xff" * 2_000_000)
+    assert await engine.get_execution_result(handle.execution_id) == b"\xff" * 2_000_000
 
 
 @both
-async def test_the_policy_or_the_deployment_says_how_long_it_is_kept(
+async def test_the_policy_or_the_settings_decide_the_retention(
     engines: Any, given: Any, rows: Any, clock: Any, complete: Any
 ) -> None:
     now = await clock.now()
@@ -79,32 +77,7 @@ async def test_the_policy_or_the_deployment_says_how_long_it_is_kept(
         assert await kept_until(rows, handle.execution_id) == now + kept_ms
 
 
-@both
-async def test_a_repeated_completion_is_success_and_writes_nothing(
-    engine: Engine, given: Any, rows: Any, clock: Any, complete: Any
-) -> None:
-    handle = await given.claimed()
-    await complete(engine, handle, b"first")
-    await clock.advance(seconds=60)
-    async with rows.unchanged():
-        await complete(engine, handle, b"first")
-        await complete(engine, handle, b"another")
-        await engine.complete(handle)
-    assert await engine.get_execution_result(handle.execution_id) == b"first"
-
-
-@both
-async def test_a_completion_repeated_from_another_process_is_success(
-    engines: Any, engine: Engine, given: Any, rows: Any, complete: Any
-) -> None:
-    handle = await given.claimed()
-    await complete(engine, handle, b"x")
-    other = await engines()
-    async with rows.unchanged():
-        await complete(other, handle, b"x")
-
-
-async def test_a_completion_is_no_repeat_of_another_ending(engine: Engine, given: Any, rows: Any) -> None:
+async def test_a_completion_does_not_repeat_another_ending(engine: Engine, given: Any, rows: Any) -> None:
     failed, cancelled = await given.claimed(), await given.claimed()
     await engine.fail(failed, reason="no", classification="permanent")
     await engine.cancel_execution(execution_id=cancelled.execution_id, reason="no")
@@ -116,7 +89,7 @@ async def test_a_completion_is_no_repeat_of_another_ending(engine: Engine, given
             assert getattr(verdict, "code", None) == "execution_not_active"
 
 
-async def test_the_completion_of_another_attempt_is_no_repeat(engine: Engine, given: Any, rows: Any) -> None:
+async def test_a_stale_attempt_cannot_repeat_the_completion_of_another(engine: Engine, given: Any, rows: Any) -> None:
     stale = await given.reclaimable()
     (taken,) = await claim(engine)
     await engine.complete(taken.handle, b"mine")
@@ -125,7 +98,7 @@ async def test_the_completion_of_another_attempt_is_no_repeat(engine: Engine, gi
     assert await engine.get_execution_result(stale.execution_id) == b"mine"
 
 
-async def test_complete_many_answers_each_in_its_place(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
+async def test_complete_many_answers_in_order(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
     good = [await given.claimed() for _ in range(3)]
     done = await given.claimed()
     await engine.complete(done, b"before")
@@ -149,19 +122,14 @@ async def test_complete_many_answers_each_in_its_place(engine: Engine, given: An
         assert await event_texts(rows, handle.execution_id) == ["acquired", "released completed>success"]
 
 
-async def test_completing_0_or_1001_runs_is_refused(engine: Engine, given: Any, rows: Any) -> None:
+async def test_wrong_results_and_batch_sizes_are_refused(engine: Engine, given: Any, rows: Any) -> None:
     handle = await given.claimed()
+    wrong: tuple[Any, ...] = ("text", 5, {"a": 1}, [1])
     async with rows.unchanged():
         await refused(engine.complete_many([]), "invalid_input", "must have 1 to 1000 items, got 0")
         await refused(
             engine.complete_many([(handle, None)] * 1001), "invalid_input", "must have 1 to 1000 items, got 1001"
         )
-
-
-async def test_a_result_that_is_not_bytes_is_refused(engine: Engine, given: Any, rows: Any) -> None:
-    handle = await given.claimed()
-    wrong: tuple[Any, ...] = ("text", 5, {"a": 1}, [1])
-    async with rows.unchanged():
         for payload in wrong:
             await refused(engine.complete(handle, payload), "invalid_input", "payload: must be bytes")
             (verdict,) = await engine.complete_many([(handle, payload)])

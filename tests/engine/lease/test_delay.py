@@ -1,12 +1,11 @@
-"""Putting a run aside: what is kept while it waits, how it goes on, and how it may still end."""
+"""Interrupt a run: what is kept while it waits, how it is resumed, and how it may end."""
 
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-import pytest
-
+from engine.cases import Cases, in_turn
 from engine.state import (
     ACTIVE,
     BACKING_OFF,
@@ -33,20 +32,20 @@ EXPIRED = "terminal/unowned/not_applicable/none/expired/attempt_terminal/expired
 RETRYING = {"retry_policy": {"max_retries": 1, "backoff": {"type": "fixed", "delay_ms": 1000}}}
 TIMED = {"timeout_policy": {"attempt_timeout_ms": 10_000}}
 
-Parking = Callable[[Engine, Handle], Awaitable[None]]
+Interruption = Callable[[Engine, Handle], Awaitable[None]]
 
-PARKINGS: dict[str, Parking] = {
+INTERRUPTIONS: dict[str, Interruption] = {
     "worker_delay": lambda engine, handle: engine.delay(handle, 0),
     "waiting_children": lambda engine, handle: engine.wait_children(handle),
     "handed_back": lambda engine, handle: engine.hand_back(handle),
 }
 
-each_parking = pytest.mark.parametrize("marker", PARKINGS)
+each_interruption = in_turn("marker", INTERRUPTIONS)
 
 
 async def resumed(engine: Engine, handle: Handle, marker: str = "worker_delay") -> Any:
-    """The claim that goes on with a run after it was put aside."""
-    await PARKINGS[marker](engine, handle)
+    """Interrupt a run and return the claim that resumes it."""
+    await INTERRUPTIONS[marker](engine, handle)
     (claimed,) = await claim(engine)
     assert claimed.execution_id == handle.execution_id
     return claimed
@@ -81,7 +80,7 @@ async def test_a_delay_gives_up_the_lease_and_keeps_the_attempt(
     assert shown["attempt_state"] == "suspended"
 
 
-async def test_waiting_for_children_without_any_may_go_on_at_once(
+async def test_wait_children_without_children_is_resumable_at_once(
     engine: Engine, given: Any, rows: Any, clock: Any
 ) -> None:
     claimed = await given.run()
@@ -102,9 +101,7 @@ async def test_waiting_for_children_without_any_may_go_on_at_once(
     assert await engine.read_execution_state(claimed.execution_id) == PublicState.RESUMABLE
 
 
-async def test_a_run_that_is_handed_back_may_be_claimed_at_once(
-    engine: Engine, given: Any, rows: Any, clock: Any
-) -> None:
+async def test_a_run_handed_back_is_claimable_at_once(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
     claimed = await given.run(policy={**RETRYING, **TIMED})
     now = await clock.advance(seconds=1)
     await engine.hand_back(claimed.handle)
@@ -125,7 +122,7 @@ async def test_a_run_that_is_handed_back_may_be_claimed_at_once(
     ]
 
 
-async def test_a_delay_is_over_when_its_time_has_come(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
+async def test_a_delay_ends_exactly_at_its_time(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
     now = await clock.now()
     handle = await given.claimed(execution_deadline_at=now + 60_000)
     await engine.delay(handle, now + 1000)
@@ -139,38 +136,36 @@ async def test_a_delay_is_over_when_its_time_has_come(engine: Engine, given: Any
     assert (row["last_transition_at"], row["deadline_at"]) == (now, now + 59_000)
 
 
-@pytest.mark.parametrize("ago_ms", [0, 1, 86_400_000])
-async def test_a_delay_into_the_past_is_due_at_once(
-    engine: Engine, given: Any, rows: Any, clock: Any, ago_ms: int
-) -> None:
-    handle = await given.claimed()
-    now = await clock.now()
-    # The sweeps have seen everything up to now and do not look back.
-    parts_of(engine).lifecycle.store.due_watermark.reach(now)
-    await engine.delay(handle, now - ago_ms)
-    row = await rows.execution(handle.execution_id)
-    assert (vector(row), row["delay_until"]) == (PARKED, now - ago_ms)
-    assert await rows.timers(handle.execution_id) == {"delay": now}
-    assert await parts_of(engine).delays.promote_due() == 1
-    assert vector(await rows.execution(handle.execution_id)) == RESUMABLE
-
-
-async def test_a_time_no_clock_shows_is_refused(engine: Engine, given: Any, rows: Any) -> None:
+async def test_a_delay_into_the_past_is_due_at_once(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
+    for ago_ms in (0, 1, 86_400_000):
+        handle = await given.claimed(lane_id=f"lane-{ago_ms}")
+        now = await clock.now()
+        # The sweeps have processed all timers up to now and do not look back.
+        parts_of(engine).lifecycle.store.due_watermark.reach(now)
+        await engine.delay(handle, now - ago_ms)
+        row = await rows.execution(handle.execution_id)
+        assert (vector(row), row["delay_until"]) == (PARKED, now - ago_ms)
+        assert await rows.timers(handle.execution_id) == {"delay": now}
+        assert await parts_of(engine).delays.promote_due() == 1
+        assert vector(await rows.execution(handle.execution_id)) == RESUMABLE
     handle = await given.claimed()
     wrong: list[Any] = [-1, 2**62, 1.5, "1", None, True]
-    async with rows.unchanged():
-        for value in wrong:
-            await refused(engine.delay(handle, value), "invalid_input", "delay_until")
+    with Cases() as cases:
+        async with rows.unchanged():
+            for value in wrong:
+                with cases(value):
+                    await refused(engine.delay(handle, value), "invalid_input", "delay_until")
 
 
-@each_parking
-async def test_the_next_claim_goes_on_with_the_same_attempt(
+@each_interruption
+async def test_the_next_claim_resumes_the_same_attempt(
     engine: Engine, given: Any, rows: Any, clock: Any, marker: str
 ) -> None:
     began = await clock.now()
     first = await given.run(policy=RETRYING)
     parked_at = await clock.advance(seconds=1)
-    await PARKINGS[marker](engine, first.handle)
+    await INTERRUPTIONS[marker](engine, first.handle)
+    assert (await rows.execution(first.execution_id))["remaining_attempt_timeout_ms"] is None
     now = await clock.advance(seconds=1)
     (again,) = await claim(engine)
     assert again.handle.kind is HandleKind.RESUMED
@@ -178,6 +173,7 @@ async def test_the_next_claim_goes_on_with_the_same_attempt(
     assert (again.lease_epoch, again.lease_id != first.lease_id) == (2, True)
     row = await rows.execution(first.execution_id)
     assert (vector(row), row["attempt_count"], row["started_at"]) == (ACTIVE, 1, began)
+    assert row["attempt_timeout_at"] is None
     assert (row["delay_until"], await rows.of("timer"), await rows.of("ready")) == (None, [], [])
     assert await rows.of("listed") == []
     assert (await event_texts(rows, first.execution_id))[2:] == ["acquired claim_resumed"]
@@ -187,13 +183,13 @@ async def test_the_next_claim_goes_on_with_the_same_attempt(
     assert (shown["lease_id"], shown["lease_epoch"]) == (again.lease_id, 2)
 
 
-@each_parking
-async def test_the_time_left_to_the_attempt_is_kept_while_it_waits(
+@each_interruption
+async def test_the_remaining_timeout_is_kept_while_an_attempt_waits(
     engine: Engine, given: Any, rows: Any, clock: Any, marker: str
 ) -> None:
     handle = await given.claimed(policy=TIMED)
     await clock.advance(ms=2_500)
-    await PARKINGS[marker](engine, handle)
+    await INTERRUPTIONS[marker](engine, handle)
     row = await rows.execution(handle.execution_id)
     assert (row["attempt_timeout_at"], row["remaining_attempt_timeout_ms"]) == (None, 7_500)
     await clock.advance(seconds=3600)
@@ -202,17 +198,17 @@ async def test_the_time_left_to_the_attempt_is_kept_while_it_waits(
     row = await rows.execution(handle.execution_id)
     assert (row["attempt_timeout_at"], row["remaining_attempt_timeout_ms"]) == (await clock.now() + 7_500, None)
     await clock.advance(ms=500)
-    await PARKINGS[marker](engine, again.handle)
+    await INTERRUPTIONS[marker](engine, again.handle)
     assert (await rows.execution(handle.execution_id))["remaining_attempt_timeout_ms"] == 7_000
 
 
-@each_parking
-async def test_an_attempt_whose_time_was_up_goes_on_for_a_moment(
+@each_interruption
+async def test_an_attempt_past_its_timeout_is_resumed_with_one_millisecond_left(
     engine: Engine, given: Any, rows: Any, clock: Any, marker: str
 ) -> None:
     handle = await given.claimed(policy=TIMED)
     await clock.advance(seconds=11)
-    await PARKINGS[marker](engine, handle)
+    await INTERRUPTIONS[marker](engine, handle)
     assert (await rows.execution(handle.execution_id))["remaining_attempt_timeout_ms"] == 1
     await claim(engine)
     await clock.advance(ms=1)
@@ -220,19 +216,8 @@ async def test_an_attempt_whose_time_was_up_goes_on_for_a_moment(
     assert vector(await rows.execution(handle.execution_id)) == EXPIRED
 
 
-@each_parking
-async def test_an_attempt_without_a_timeout_has_none_after_it_waited(
-    engine: Engine, given: Any, rows: Any, marker: str
-) -> None:
-    handle = await given.claimed()
-    await PARKINGS[marker](engine, handle)
-    assert (await rows.execution(handle.execution_id))["remaining_attempt_timeout_ms"] is None
-    await claim(engine)
-    assert (await rows.execution(handle.execution_id))["attempt_timeout_at"] is None
-
-
-@each_parking
-async def test_a_run_put_aside_twice_has_one_attempt(
+@each_interruption
+async def test_a_run_interrupted_twice_has_one_attempt(
     engine: Engine, given: Any, rows: Any, clock: Any, marker: str
 ) -> None:
     began = await clock.now()
@@ -243,7 +228,7 @@ async def test_a_run_put_aside_twice_has_one_attempt(
     (again,) = await claim(engine, worker_id="other", worker_instance_id="other-1")
     worker_no = (await rows.execution(first.execution_id))["worker_no"]
     now = await clock.advance(seconds=1)
-    await PARKINGS[marker](engine, again.handle)
+    await INTERRUPTIONS[marker](engine, again.handle)
     (attempt,) = await attempts(rows, first.execution_id)
     assert (attempt["attempt_state"], attempt["suspension_marker"]) == ("suspended", marker)
     assert (attempt["started_at"], attempt["resumed_at"], attempt["suspended_at"]) == (began, resumed_at, now)
@@ -254,7 +239,7 @@ async def test_a_run_put_aside_twice_has_one_attempt(
     assert (row["attempt_id"], row["attempt_count"], row["lease_epoch"]) == (first.attempt_id, 1, 2)
 
 
-async def test_what_an_attempt_came_from_stays_with_it(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
+async def test_a_resumed_retry_keeps_its_retry_reason(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
     failed = await given.backing_off(delay_ms=1000)
     await clock.advance(seconds=1)
     (retry,) = await claim(engine)
@@ -268,16 +253,13 @@ async def test_what_an_attempt_came_from_stays_with_it(engine: Engine, given: An
     assert (attempt["retry_reason"], attempt["failure_reason"]) == ("no luck", None)
 
 
-@each_parking
-@pytest.mark.parametrize("form", ["complete", "complete_many"])
-async def test_a_resumed_run_completes(
-    engine: Engine, given: Any, rows: Any, clock: Any, marker: str, form: str
-) -> None:
+@each_interruption
+async def test_a_resumed_run_completes(engine: Engine, given: Any, rows: Any, clock: Any, marker: str) -> None:
     began = await clock.now()
     handle = await given.claimed()
     again = await resumed(engine, handle, marker)
     now = await clock.advance(seconds=1)
-    if form == "complete_many":
+    if marker == "worker_delay":
         await engine.complete_many([(again.handle, b"done")])
     else:
         await engine.complete(again.handle, b"done")
@@ -300,7 +282,7 @@ async def test_a_resumed_run_completes(
     ]
 
 
-@each_parking
+@each_interruption
 async def test_a_resumed_run_fails(engine: Engine, given: Any, rows: Any, clock: Any, marker: str) -> None:
     handle = await given.claimed(policy=RETRYING)
     again = await resumed(engine, handle, marker)
@@ -328,7 +310,7 @@ async def test_a_resumed_run_fails(engine: Engine, given: Any, rows: Any, clock:
     assert [attempt["attempt_state"] for attempt in await attempts(rows, handle.execution_id)] == ["ended_failure"] * 2
 
 
-@each_parking
+@each_interruption
 async def test_a_resumed_run_is_cancelled(engine: Engine, given: Any, rows: Any, clock: Any, marker: str) -> None:
     by_holder, by_operator = await given.claimed(), await given.claimed()
     for handle in (by_holder, by_operator):
@@ -346,14 +328,12 @@ async def test_a_resumed_run_is_cancelled(engine: Engine, given: Any, rows: Any,
         assert (await event_texts(rows, handle.execution_id))[3:] == ["released cancelled>cancelled"]
 
 
-@each_parking
-async def test_a_run_is_cancelled_while_it_waits(
-    engine: Engine, given: Any, rows: Any, clock: Any, marker: str
-) -> None:
+@each_interruption
+async def test_an_interrupted_run_is_cancelled(engine: Engine, given: Any, rows: Any, clock: Any, marker: str) -> None:
     began = await clock.now()
     claimed = await given.run()
     await clock.advance(seconds=1)
-    await PARKINGS[marker](engine, claimed.handle)
+    await INTERRUPTIONS[marker](engine, claimed.handle)
     now = await clock.advance(seconds=1)
     await engine.cancel_execution(execution_id=claimed.execution_id, reason="not wanted")
     row = await rows.execution(claimed.execution_id)
@@ -367,13 +347,13 @@ async def test_a_run_is_cancelled_while_it_waits(
     assert await claim(engine) == []
 
 
-@each_parking
-async def test_a_deadline_passes_while_a_run_waits(
+@each_interruption
+async def test_an_interrupted_run_expires_at_its_deadline(
     engine: Engine, given: Any, rows: Any, clock: Any, marker: str
 ) -> None:
     deadline = await clock.now() + 5_000
     handle = await given.claimed(execution_deadline_at=deadline)
-    await PARKINGS[marker](engine, handle)
+    await INTERRUPTIONS[marker](engine, handle)
     now = await clock.advance(seconds=5)
     assert await parts_of(engine).timeouts.expire_due() == 1
     row = await rows.execution(handle.execution_id)
@@ -384,8 +364,8 @@ async def test_a_deadline_passes_while_a_run_waits(
     assert (await event_texts(rows, handle.execution_id))[2:] == ["ended expired:execution_deadline>expired"]
 
 
-@each_parking
-@pytest.mark.parametrize("policy", [TIMED, TIMED | RETRYING], ids=["last", "retried"])
+@each_interruption
+@in_turn("policy", [TIMED, TIMED | RETRYING])
 async def test_a_resumed_run_times_out(
     engine: Engine, given: Any, rows: Any, clock: Any, marker: str, policy: Any
 ) -> None:
@@ -406,8 +386,8 @@ async def test_a_resumed_run_times_out(
     assert (await event_texts(rows, handle.execution_id))[3:] == [f"released expired:attempt_timeout{ending}"]
 
 
-@each_parking
-async def test_a_resumed_run_that_loses_its_lease_is_taken_over_as_a_new_attempt(
+@each_interruption
+async def test_a_resumed_run_that_loses_its_lease_is_reclaimed_as_a_new_attempt(
     engine: Engine, given: Any, rows: Any, clock: Any, marker: str
 ) -> None:
     handle = await given.claimed(policy=TIMED)
@@ -443,7 +423,7 @@ async def test_a_resumed_run_that_loses_its_lease_is_taken_over_as_a_new_attempt
     assert len(await attempts(rows, handle.execution_id)) == 2
 
 
-async def test_a_resumed_run_ends_at_the_cap_on_reclaims(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
+async def test_a_resumed_run_ends_at_its_reclaim_limit(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
     handle = await given.claimed(policy={"max_reclaim_count": 0})
     await resumed(engine, handle)
     await clock.advance(seconds=31)
@@ -454,12 +434,12 @@ async def test_a_resumed_run_ends_at_the_cap_on_reclaims(engine: Engine, given: 
     assert (attempt["attempt_state"], attempt["suspension_marker"]) == ("interrupted_reclaimed", None)
 
 
-@each_parking
-async def test_a_run_put_aside_holds_no_lease_any_more(engine: Engine, given: Any, rows: Any, marker: str) -> None:
+@each_interruption
+async def test_an_interrupted_run_has_no_lease(engine: Engine, given: Any, rows: Any, marker: str) -> None:
     claimed = await given.run()
-    await PARKINGS[marker](engine, claimed.handle)
+    await INTERRUPTIONS[marker](engine, claimed.handle)
     async with rows.unchanged():
-        for parking in PARKINGS.values():
+        for parking in INTERRUPTIONS.values():
             refusal = await refused(parking(engine, claimed.handle), "execution_not_active")
             assert refusal.detail == {
                 "terminal_outcome": "none",
@@ -472,7 +452,9 @@ async def test_a_run_put_aside_holds_no_lease_any_more(engine: Engine, given: An
         await refused(engine.cancel(claimed.handle, "x"), "execution_not_active")
 
 
-async def test_runs_put_aside_and_ended_in_one_moment_share_a_statement(engine: Engine, given: Any, rows: Any) -> None:
+async def test_runs_interrupted_and_ended_concurrently_each_reach_their_state(
+    engine: Engine, given: Any, rows: Any
+) -> None:
     runs = [await given.claimed() for _ in range(8)]
     again = [await resumed(engine, handle) for handle in runs[:4]]
     handles = [claimed.handle for claimed in again] + runs[4:]
@@ -490,7 +472,7 @@ async def test_runs_put_aside_and_ended_in_one_moment_share_a_statement(engine: 
     assert found == [COMPLETED, PARKED, RESUMABLE, FAILED, COMPLETED, PARKED, RESUMABLE, CANCELLED]
 
 
-async def test_a_delay_sets_the_timer_of_this_process(engine: Engine, given: Any, clock: Any) -> None:
+async def test_a_delay_sets_the_next_timer_of_this_process(engine: Engine, given: Any, clock: Any) -> None:
     handle = await given.claimed()
     parts_of(engine).wakeups.next_timer = float("inf")
     before = time.monotonic()

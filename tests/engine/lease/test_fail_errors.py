@@ -1,4 +1,4 @@
-"""A failed attempt keeps the exception it failed with: its type, its message and its traceback."""
+"""A failed attempt stores its exception: the type, the message and the traceback."""
 
 import asyncio
 from collections import Counter
@@ -9,6 +9,7 @@ import asyncpg
 import pytest
 
 from creates import new
+from engine.cases import in_turn
 from engine.state import claim
 from engine.waits import suspended, triple
 from flowfabric.db.database import Database
@@ -24,18 +25,18 @@ REPLACED = "\N{REPLACEMENT CHARACTER}"
 
 
 def raised(nth: int = 0) -> FailureReason:
-    """A failure as a worker tells it."""
+    """A failure as a worker reports it."""
     trace = f'Traceback (most recent call last):\n  File "app.py", line {nth}, in charge\napp.Declined: no {nth}\n'
     return FailureReason(f"Declined: no {nth}", detail="declined", error_type="app.Declined", traceback=trace)
 
 
-def told(reason: FailureReason) -> tuple[str | None, ...]:
-    """What reads show of a failure."""
+def shown(reason: FailureReason) -> tuple[str | None, ...]:
+    """A failure as reads show it."""
     return reason.message, reason.error_type, reason.traceback
 
 
 async def errors(engine: Engine, execution_id: str) -> list[tuple[str | None, ...]]:
-    """What reads show of the attempts of an execution, one after the other."""
+    """The failures of the attempts of an execution as reads show them."""
     listed = await engine.list_attempts(execution_id)
     return [(attempt.failure_reason, attempt.error_type, attempt.traceback) for attempt in listed]
 
@@ -54,27 +55,29 @@ def statements(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return sent
 
 
-async def test_every_failed_attempt_keeps_its_exception(
+async def test_every_failed_attempt_stores_its_exception(
     engine: Engine, given: Any, clock: Any, statements: Counter[str]
 ) -> None:
     run = await given.run(policy=RETRIED)
     statements.clear()
     assert isinstance(await engine.fail(run.handle, reason=raised(0), claimed=run), RetryScheduled)
     assert statements == {"end_leases": 1}
-    assert await errors(engine, run.execution_id) == [told(raised(0))]
+    assert await errors(engine, run.execution_id) == [shown(raised(0))]
     await clock.advance(seconds=1)
     (again,) = await claim(engine)
-    assert await errors(engine, run.execution_id) == [told(raised(0)), (None, None, None)]
+    assert await errors(engine, run.execution_id) == [shown(raised(0)), (None, None, None)]
     statements.clear()
     assert await engine.fail(again.handle, reason=raised(1), claimed=again) == TerminalFailed()
     assert statements == {"end_leases": 1}
-    assert await errors(engine, run.execution_id) == [told(raised(0)), told(raised(1))]
+    assert await errors(engine, run.execution_id) == [shown(raised(0)), shown(raised(1))]
     ended = await engine.wait_for_ending(run.execution_id, timeout=60)
-    assert (ended.reason, ended.error_type, ended.traceback) == told(raised(1))
+    assert (ended.reason, ended.error_type, ended.traceback) == shown(raised(1))
     assert await engine.find_inconsistencies() == []
 
 
-async def test_a_failure_in_plain_words_has_no_exception(engine: Engine, given: Any, clock: Any, rows: Any) -> None:
+async def test_a_failure_without_an_exception_stores_what_it_was_given(
+    engine: Engine, given: Any, clock: Any, rows: Any
+) -> None:
     handle = await given.claimed(policy=RETRIED)
     await engine.fail(handle, reason="busy")
     await clock.advance(seconds=1)
@@ -85,16 +88,13 @@ async def test_a_failure_in_plain_words_has_no_exception(engine: Engine, given: 
     assert (ended.reason, ended.error_type, ended.traceback) == ("broken", None, None)
     once = await given.failed()
     assert await rows.of("attempt", execution_id=once[-36:]) == []
-
-
-async def test_an_exception_is_kept_by_either_half(engine: Engine, given: Any) -> None:
     for reason in (FailureReason("x", error_type="KeyError"), FailureReason("x", traceback="Traceback\n")):
         handle = await given.claimed()
         await engine.fail(handle, reason=reason)
-        assert await errors(engine, handle.execution_id) == [told(reason)]
+        assert await errors(engine, handle.execution_id) == [shown(reason)]
 
 
-async def test_a_failure_on_behalf_of_a_worker_keeps_its_exception(engine: Engine, given: Any, clock: Any) -> None:
+async def test_fail_execution_stores_the_exception(engine: Engine, given: Any, clock: Any) -> None:
     handle = await given.claimed(policy=RETRIED)
     await engine.fail_execution(
         **triple(handle), failure_reason="Declined: no 0", error_type="app.Declined", traceback=raised(0).traceback
@@ -104,20 +104,20 @@ async def test_a_failure_on_behalf_of_a_worker_keeps_its_exception(engine: Engin
     long = "x" * 100_000
     await engine.fail_execution(**triple(again.handle), failure_reason=long, error_type=long, traceback=f"{long}\0")
     cut = FailureReason(long, error_type=long, traceback=f"{long}\0").bounded()
-    assert await errors(engine, handle.execution_id) == [told(raised(0)), told(cut)]
+    assert await errors(engine, handle.execution_id) == [shown(raised(0)), shown(cut)]
 
 
-async def test_another_ending_has_no_exception(engine: Engine, given: Any, clock: Any) -> None:
+async def test_an_expired_execution_has_no_exception(engine: Engine, given: Any, clock: Any) -> None:
     handle = await given.claimed(policy=RETRIED, execution_deadline_at=await clock.now() + 60_000)
     await engine.fail(handle, reason=raised())
     await clock.advance(seconds=60)
     await parts_of(engine).timeouts.expire_due()
     ended = await engine.wait_for_ending(handle.execution_id, timeout=60)
     assert (ended.outcome, ended.reason, ended.error_type) == ("expired", "execution_deadline", None)
-    assert await errors(engine, handle.execution_id) == [told(raised())]
+    assert await errors(engine, handle.execution_id) == [shown(raised())]
 
 
-async def test_a_reclaim_and_a_success_leave_the_exceptions_of_earlier_attempts(
+async def test_a_reclaim_and_a_success_keep_the_exceptions_of_earlier_attempts(
     engine: Engine, given: Any, clock: Any
 ) -> None:
     handle = await given.claimed(policy=RETRIED)
@@ -134,8 +134,8 @@ async def test_a_reclaim_and_a_success_leave_the_exceptions_of_earlier_attempts(
     assert await engine.find_inconsistencies() == []
 
 
-@pytest.mark.parametrize("policy", [None, RETRIED], ids=["terminal", "retried"])
-async def test_an_attempt_that_has_waited_keeps_its_exception_and_its_history(
+@in_turn("policy", [None, RETRIED])
+async def test_a_resumed_attempt_stores_its_exception_and_keeps_its_history(
     engine: Engine, given: Any, policy: Any
 ) -> None:
     handle = await given.claimed(policy=policy)
@@ -145,7 +145,7 @@ async def test_an_attempt_that_has_waited_keeps_its_exception_and_its_history(
     (before,) = await engine.list_attempts(handle.execution_id)
     await engine.fail(resumed.handle, reason=raised())
     (after,) = await engine.list_attempts(handle.execution_id)
-    assert (after.failure_reason, after.error_type, after.traceback) == told(raised())
+    assert (after.failure_reason, after.error_type, after.traceback) == shown(raised())
     kept = ("attempt_id", "attempt_type", "started_at", "suspended_at", "resumed_at", "lease_id", "worker_id")
     assert [getattr(after, field) for field in kept] == [getattr(before, field) for field in kept]
     assert (after.attempt_state, after.suspended_at is None) == ("ended_failure", False)
@@ -160,7 +160,9 @@ async def test_a_repeated_failure_does_not_replace_the_exception(engine: Engine,
             await engine.fail(handle, reason=raised(1))
 
 
-async def test_the_exception_goes_with_its_execution(engine: Engine, given: Any, clock: Any, rows: Any) -> None:
+async def test_retention_deletes_the_exception_with_its_execution(
+    engine: Engine, given: Any, clock: Any, rows: Any
+) -> None:
     handle = await given.claimed(policy={**RETRIED, "stream_policy": {"retention_ttl_ms": 1000}})
     await engine.fail(handle, reason=raised(0))
     await clock.advance(seconds=1)
@@ -178,10 +180,10 @@ BOUNDS = {
 }
 
 
-@pytest.mark.parametrize("field", BOUNDS)
-@pytest.mark.parametrize("policy", [None, RETRIED], ids=["terminal", "retried"])
-async def test_what_is_too_long_is_cut_and_not_refused(engine: Engine, given: Any, policy: Any, field: str) -> None:
-    for size in (BOUNDS[field], BOUNDS[field] + 1, 10_000_000):
+@in_turn("field", BOUNDS)
+@in_turn("policy", [None, RETRIED])
+async def test_a_long_failure_is_cut_and_not_refused(engine: Engine, given: Any, policy: Any, field: str) -> None:
+    for size in (BOUNDS[field], BOUNDS[field] + 1, 1_000_000):
         handle = await given.claimed(policy=policy)
         reason: Any = {"message": "m", "error_type": "t", "traceback": "t", field: "x" * size}
         await engine.fail(handle, reason=FailureReason(**reason))
@@ -192,7 +194,7 @@ async def test_what_is_too_long_is_cut_and_not_refused(engine: Engine, given: An
         assert (found == "x" * size) == (size == BOUNDS[field])
 
 
-async def test_a_poisoned_traceback_is_stored_beside_99_others_by_one_statement(
+async def test_an_unstorable_traceback_is_sanitized_and_shares_a_statement_with_99_others(
     engine: Engine, statements: Counter[str]
 ) -> None:
     await engine.create_many([new(policy=RETRIED if nth % 2 else None) for nth in range(100)])
@@ -206,7 +208,7 @@ async def test_a_poisoned_traceback_is_stored_beside_99_others_by_one_statement(
     assert statements == {"end_leases": 1}
     assert Counter(map(type, answers)) == {RetryScheduled: 50, TerminalFailed: 50}
     for run, reason in zip(runs, reasons, strict=True):
-        assert await errors(engine, run.execution_id) == [told(reason.bounded())]
+        assert await errors(engine, run.execution_id) == [shown(reason.bounded())]
     (message, error_type, trace) = (await errors(engine, runs[50].execution_id))[0]
     assert (message, error_type) == (f"a{REPLACED}?", f"?{REPLACED}")
     assert trace is not None
@@ -214,7 +216,7 @@ async def test_a_poisoned_traceback_is_stored_beside_99_others_by_one_statement(
     assert await engine.find_inconsistencies() == []
 
 
-async def test_a_traceback_that_the_store_refuses_spares_99_others(
+async def test_a_traceback_that_postgres_refuses_does_not_affect_99_others(
     engine: Engine, connection: asyncpg.Connection, rows: Any
 ) -> None:
     await connection.execute("alter table attempt add constraint no_poison check (traceback not like '%poison%')")
@@ -234,5 +236,5 @@ async def test_a_traceback_that_the_store_refuses_spares_99_others(
     assert {type(answer) for answer in answers} == {RetryScheduled, TerminalFailed}
     for nth, run in enumerate(runs):
         if nth != 50:
-            assert await errors(engine, run.execution_id) == [told(raised(nth))]
+            assert await errors(engine, run.execution_id) == [shown(raised(nth))]
     assert (await rows.execution(runs[50].execution_id))["public_state"] == "active"

@@ -1,10 +1,11 @@
-"""Corners of grants and named claims: closed lanes, times past, rows held elsewhere, JSON at its limits."""
+"""Edge cases of grants and named claims: closed lanes, past deadlines, locked rows, unusual JSON."""
 
 import asyncio
 from typing import Any
 
 import pytest
 
+from engine.cases import Cases, in_turn
 from engine.grants import claim_named, claim_resumed, grant, granted, known, reclaim, reclaim_grant, resumable, worker
 from engine.state import claim, ids, made, new, refused
 from flowfabric.engine.engine import Engine
@@ -17,10 +18,8 @@ from flowfabric.model.states import PublicState
 GPU = {"routing_requirements": {"required_capabilities": ["gpu"]}}
 
 
-@pytest.mark.parametrize("state", ["paused", "disabled"])
-async def test_a_closed_lane_stops_claims_that_need_no_search(
-    engine: Engine, given: Any, rows: Any, clock: Any, state: str
-) -> None:
+@in_turn("state", ["paused", "disabled"])
+async def test_a_closed_lane_stops_named_claims(engine: Engine, given: Any, rows: Any, clock: Any, state: str) -> None:
     await known(engine)
     lost = await given.claimed(lease_ttl_ms=1000)
     put_aside = await resumable(given)
@@ -34,7 +33,7 @@ async def test_a_closed_lane_stops_claims_that_need_no_search(
             assert answer == NotReclaimable(execution_id=lost.execution_id, detail=f"lane default is {state}")
 
 
-async def test_a_deadline_given_with_a_claim_counts_even_if_it_has_passed(
+async def test_a_deadline_given_with_a_claim_counts_even_if_it_is_past(
     engine: Engine, given: Any, rows: Any, clock: Any
 ) -> None:
     execution_id = await given.created()
@@ -47,9 +46,7 @@ async def test_a_deadline_given_with_a_claim_counts_even_if_it_has_passed(
     assert await engine.read_execution_state(execution_id) is PublicState.EXPIRED
 
 
-async def test_a_row_somebody_holds_does_not_put_a_worse_one_of_its_queue_first(
-    engine: Engine, connection: Any
-) -> None:
+async def test_a_locked_row_does_not_change_the_order_of_the_others(engine: Engine, connection: Any) -> None:
     held, worse, better = await made(
         engine, new(priority=9000, policy=GPU), new(priority=0, policy=GPU), new(priority=5000)
     )
@@ -61,39 +58,34 @@ async def test_a_row_somebody_holds_does_not_put_a_worse_one_of_its_queue_first(
     assert (await granted(engine, worker_capabilities=("gpu",))).execution_id == held
 
 
-@pytest.mark.parametrize("text", ['{"a": 1e-20000}', '{"a": "C:\\\\u0000"}', '{"a": "\\u00e9"}'])
-async def test_json_the_store_can_hold_is_taken(engine: Engine, given: Any, text: str) -> None:
-    execution_id = await given.created()
-    await grant(engine, execution_id, route_snapshot_json=text)
-    await claim_named(engine, execution_id, attempt_policy_json=text)
-
-
-@pytest.mark.parametrize("text", ['{"a": "\\u0000"}', '{"\\u0000": 1}', '[["\\u0000"]]', "{", "1e400"])
-async def test_json_the_store_cannot_hold_is_refused(engine: Engine, given: Any, rows: Any, text: str) -> None:
+async def test_only_json_that_postgres_can_store_is_accepted(engine: Engine, given: Any, rows: Any) -> None:
     await known(engine)
-    execution_id = await given.created()
-    async with rows.unchanged():
-        await refused(grant(engine, execution_id, route_snapshot_json=text), "invalid_input")
-    await grant(engine, execution_id)
-    async with rows.unchanged():
-        await refused(claim_named(engine, execution_id, attempt_policy_json=text), "invalid_policy_json")
+    execution_id, granted_id = await given.created(), await given.created()
+    await grant(engine, granted_id)
+    with Cases() as cases:
+        async with rows.unchanged():
+            for text in ('{"a": "\\u0000"}', '{"\\u0000": 1}', '[["\\u0000"]]', "{", "1e400"):
+                with cases(text):
+                    await refused(grant(engine, execution_id, route_snapshot_json=text), "invalid_input")
+                    await refused(claim_named(engine, granted_id, attempt_policy_json=text), "invalid_policy_json")
+        for text in ('{"a": 1e-20000}', '{"a": "C:\\\\u0000"}', '{"a": "\\u00e9"}'):
+            with cases(text):
+                execution_id = await given.created()
+                await grant(engine, execution_id, route_snapshot_json=text)
+                await claim_named(engine, execution_id, attempt_policy_json=text)
 
 
-async def test_a_lapse_found_by_a_refused_grant_leaves_its_stamp_last(
+@pytest.mark.usefixtures("hints_only")
+async def test_a_refused_reclaim_grant_marks_the_expired_lease_and_wakes_waiting_claims(
     engine: Engine, given: Any, rows: Any, clock: Any
 ) -> None:
-    lost = await given.claimed(lease_ttl_ms=1000, policy=GPU, capabilities=("gpu",))
+    lost = await given.claimed(lease_ttl_ms=1000, policy=GPU, capabilities=("gpu",), lane_id="quiet")
     now = await clock.advance(seconds=2)
-    answer = await reclaim_grant(engine, lost.execution_id)
+    answer = await reclaim_grant(engine, lost.execution_id, lane_id="quiet")
     assert answer == NotReclaimable(execution_id=lost.execution_id, detail="capability_mismatch: gpu")
     row = await rows.execution(lost.execution_id)
     assert (row["lease_expired_at"], row["last_capability_mismatch_at"], row["last_mutation_at"]) == (now, now, now)
 
-
-@pytest.mark.usefixtures("hints_only")
-async def test_a_lapse_found_by_a_refused_grant_wakes_who_waits_for_work(
-    engine: Engine, given: Any, clock: Any
-) -> None:
     lost = await given.claimed(lease_ttl_ms=1000, policy=GPU, capabilities=("gpu",))
     waiting = asyncio.create_task(claim(engine, capabilities=("gpu",), max_wait_ms=60_000))
     async with asyncio.timeout(30):
@@ -102,14 +94,6 @@ async def test_a_lapse_found_by_a_refused_grant_wakes_who_waits_for_work(
     await clock.advance(seconds=2)
     assert isinstance(await reclaim_grant(engine, lost.execution_id), NotReclaimable)
     assert ids(await asyncio.wait_for(waiting, 30)) == [lost.execution_id]
-
-
-async def test_marked_leases_are_listed_as_of_a_time(engine: Engine, given: Any, clock: Any) -> None:
-    lost = await given.claimed(lease_ttl_ms=1000)
-    now = await clock.advance(seconds=2)
-    await engine.mark_lease_expired_if_due(lost.execution_id)
-    assert (await engine.list_expired_leases(as_of=now - 1001)).entries == ()
-    assert len((await engine.list_expired_leases(as_of=now - 1000)).entries) == 1
 
 
 async def test_a_retired_key_verifies_until_the_end_of_its_grace(engine: Engine, clock: Any) -> None:
@@ -134,7 +118,7 @@ async def test_executions_of_one_uuid_in_several_partitions_expire_together(
     assert await parts_of(engine).timeouts.expire_due() == 0
 
 
-async def test_a_claim_that_is_undone_leaves_no_number_of_its_worker_to_remember(
+async def test_a_rolled_back_claim_does_not_cache_the_number_of_its_worker(
     engine: Engine, given: Any, connection: Any
 ) -> None:
     waiting = await given.created()

@@ -1,12 +1,14 @@
-"""Grants: who may have one, what is stored of it, what it keeps others from, and how it ends by itself."""
+"""Grants: who gets one, what is stored, whom it keeps out, and how it expires."""
 
 import hashlib
 import hmac
 import json
 from typing import Any
 
+import asyncpg
 import pytest
 
+from engine.cases import Cases, in_turn
 from engine.grants import (
     KID,
     SECRET,
@@ -51,7 +53,7 @@ def expected_key(execution_id: str, expires_at: int, name: str = "pool", *, recl
 # Issuing by name.
 
 
-async def test_a_grant_is_signed_and_stored_and_leaves_the_state(
+async def test_a_grant_is_signed_and_stored_and_keeps_the_state(
     engine: Engine, given: Any, rows: Any, clock: Any
 ) -> None:
     waiting = await given.created()
@@ -97,53 +99,63 @@ async def test_a_grant_is_signed_and_stored_and_leaves_the_state(
     assert await rows.events(waiting) == []
 
 
-async def test_grants_live_five_seconds_unless_told(engine: Engine, given: Any, clock: Any) -> None:
-    now = await clock.now()
-    assert (await grant(engine, await given.created())).grant.expires_at_ms == now + 5000
-    await given.created()
-    assert (await granted(engine)).grant.expires_at_ms == now + 5000
-
-
-@pytest.mark.parametrize("ttl", [0, -1, 60_001, 1.5, None, "5", True])
-async def test_a_grant_lives_between_one_millisecond_and_a_minute(
-    engine: Engine, given: Any, rows: Any, ttl: Any
+async def test_a_grant_lives_one_millisecond_to_a_minute_by_default_five_seconds(
+    engine: Engine, given: Any, rows: Any, clock: Any
 ) -> None:
     lost = await given.reclaimable(lane_id="lost")
     waiting = await given.created()
-    async with rows.unchanged():
-        await refused(grant(engine, waiting, grant_ttl_ms=ttl), "invalid_input", "grant_ttl_ms")
-        await refused(engine.claim_for_worker(**worker(), grant_ttl_ms=ttl), "invalid_input", "grant_ttl_ms")
-        await refused(
-            reclaim_grant(engine, lost.execution_id, lane_id="lost", grant_ttl_ms=ttl), "invalid_input", "grant_ttl_ms"
-        )
+    with Cases() as cases:
+        async with rows.unchanged():
+            wrong: tuple[Any, ...] = (0, -1, 60_001, 1.5, None, "5", True)
+            for ttl in wrong:
+                for call in (
+                    grant(engine, waiting, grant_ttl_ms=ttl),
+                    engine.claim_for_worker(**worker(), grant_ttl_ms=ttl),
+                    reclaim_grant(engine, lost.execution_id, lane_id="lost", grant_ttl_ms=ttl),
+                ):
+                    with cases(ttl):
+                        await refused(call, "invalid_input", "grant_ttl_ms")
     for good in (1, 60_000):
         assert await grant(engine, await given.created(), grant_ttl_ms=good)
+    now = await clock.now()
+    assert (await granted(engine)).grant.expires_at_ms == now + 5000
+    assert (await grant(engine, await given.created())).grant.expires_at_ms == now + 5000
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"execution_id": "x"},
-        {"execution_id": "{fp:256}:11111111-2222-4333-8444-555555555555"},
-        {"execution_id": "{fp:40000}:11111111-2222-4333-8444-555555555555"},
-        {"lane_id": ""},
-        {"lane_id": "mail"},
-        {"worker_id": "a b"},
-        {"worker_instance_id": ""},
-        {"capability_hash": "a\0"},
-        {"admission_summary": 7},
-        {"route_snapshot_json": "{"},
-        {"route_snapshot_json": '"\\u0000"'},
-        {"route_snapshot_json": {}},
-    ],
-    ids=str,
-)
-async def test_what_is_malformed_is_refused_before_anything_is_looked_at(
-    engine: Engine, given: Any, rows: Any, wrong: dict[str, Any]
-) -> None:
+MALFORMED: list[dict[str, Any]] = [
+    {"execution_id": "x"},
+    {"execution_id": "{fp:256}:11111111-2222-4333-8444-555555555555"},
+    {"execution_id": "{fp:40000}:11111111-2222-4333-8444-555555555555"},
+    {"lane_id": ""},
+    {"lane_id": "mail"},
+    {"worker_id": "a b"},
+    {"worker_instance_id": ""},
+    {"capability_hash": "a\0"},
+    {"admission_summary": 7},
+    {"route_snapshot_json": "{"},
+    {"route_snapshot_json": '"\\u0000"'},
+    {"route_snapshot_json": {}},
+]
+MALFORMED_CAPABILITIES: list[Any] = [["a,b"], [""], ["a b"], [7], "gpu", ["y" * 5000], None, 7]
+
+
+async def test_malformed_arguments_are_refused(engine: Engine, given: Any, rows: Any) -> None:
+    lost = await given.reclaimable(lane_id="lost")
     waiting = await given.created()
-    async with rows.unchanged():
-        await refused(engine.issue_claim_grant(**{"execution_id": waiting, **worker(), **wrong}), "invalid_input")
+    with Cases() as cases:
+        async with rows.unchanged():
+            for wrong in MALFORMED:
+                with cases(wrong):
+                    named = engine.issue_claim_grant(**{"execution_id": waiting, **worker(), **wrong})
+                    await refused(named, "invalid_input")
+            for capabilities in MALFORMED_CAPABILITIES:
+                for call in (
+                    grant(engine, waiting, worker_capabilities=capabilities),
+                    engine.claim_for_worker(**worker(), worker_capabilities=capabilities),
+                    reclaim_grant(engine, lost.execution_id, lane_id="lost", worker_capabilities=capabilities),
+                ):
+                    with cases(capabilities):
+                        await refused(call, "invalid_capabilities", "worker:")
     assert await grant(engine, waiting)
 
 
@@ -155,19 +167,19 @@ async def test_an_unknown_execution_is_not_found(engine: Engine, rows: Any) -> N
         await refused(claim_resumed(engine, absent), "execution_not_found")
 
 
-@pytest.mark.parametrize("state", ["delayed", "backing_off", "claimed", "reclaimable", "completed", "cancelled"])
-async def test_only_what_waits_for_a_worker_is_granted(engine: Engine, given: Any, rows: Any, state: str) -> None:
-    made = await getattr(given, state)()
-    execution_id = getattr(made, "execution_id", made)
-    async with rows.unchanged():
-        await refused(grant(engine, execution_id), "execution_not_eligible")
-
-
-async def test_what_may_go_on_is_granted_too(engine: Engine, given: Any) -> None:
+async def test_only_claimable_executions_are_granted(engine: Engine, given: Any, rows: Any) -> None:
+    states = ("reclaimable", "delayed", "backing_off", "claimed", "completed", "cancelled")
+    made = {state: await getattr(given, state)(lane_id=state) for state in states}
+    with Cases() as cases:
+        async with rows.unchanged():
+            for state, one in made.items():
+                with cases(state):
+                    call = grant(engine, getattr(one, "execution_id", one), lane_id=state)
+                    await refused(call, "execution_not_eligible")
     assert await grant(engine, await resumable(given))
 
 
-async def test_a_live_grant_keeps_every_other_out(engine: Engine, given: Any, rows: Any) -> None:
+async def test_a_live_grant_keeps_all_others_out(engine: Engine, given: Any, rows: Any) -> None:
     waiting = await given.created()
     await grant(engine, waiting)
     async with rows.unchanged():
@@ -178,8 +190,8 @@ async def test_a_live_grant_keeps_every_other_out(engine: Engine, given: Any, ro
         assert await engine.scan_eligible_executions(lane_id="default") == []
 
 
-@pytest.mark.parametrize("state", ["paused", "disabled"])
-async def test_nothing_is_granted_on_a_lane_without_claims(engine: Engine, given: Any, rows: Any, state: str) -> None:
+@in_turn("state", ["paused", "disabled"])
+async def test_a_paused_or_disabled_lane_grants_nothing(engine: Engine, given: Any, rows: Any, state: str) -> None:
     waiting = await given.created()
     await engine.set_lane_state("default", state)
     async with rows.unchanged():
@@ -190,22 +202,7 @@ async def test_nothing_is_granted_on_a_lane_without_claims(engine: Engine, given
     assert await grant(engine, waiting)
 
 
-@pytest.mark.parametrize(
-    "wrong", [["a,b"], [""], ["a b"], [7], "gpu", ["y" * 5000], None, 7], ids=lambda it: str(it)[:9]
-)
-async def test_malformed_capabilities_are_refused(engine: Engine, given: Any, rows: Any, wrong: Any) -> None:
-    lost = await given.reclaimable(lane_id="lost")
-    waiting = await given.created()
-    async with rows.unchanged():
-        for call in (
-            grant(engine, waiting, worker_capabilities=wrong),
-            engine.claim_for_worker(**worker(), worker_capabilities=wrong),
-            reclaim_grant(engine, lost.execution_id, lane_id="lost", worker_capabilities=wrong),
-        ):
-            await refused(call, "invalid_capabilities", "worker:")
-
-
-async def test_a_missing_capability_is_named_and_stamped(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
+async def test_a_missing_capability_is_named_and_recorded(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
     waiting = await given.created(policy=GPU)
     before = await rows.execution(waiting)
     now = await clock.advance(seconds=1)
@@ -220,7 +217,7 @@ async def test_a_missing_capability_is_named_and_stamped(engine: Engine, given: 
     assert await grant(engine, waiting, worker_capabilities=["gpu", "cuda", "disk"])
 
 
-async def test_refusals_come_in_their_order(engine: Engine, given: Any, rows: Any) -> None:
+async def test_refusals_have_a_fixed_order(engine: Engine, given: Any, rows: Any) -> None:
     waiting = await given.created(policy=GPU)
     bad: dict[str, Any] = {"worker_capabilities": ["a b"]}
     await engine.set_lane_state("default", "paused")
@@ -248,9 +245,7 @@ async def test_without_a_signing_key_there_are_no_grants(
             await refused(reclaim_grant(one, lost.execution_id, lane_id="lost"), "hmac_secret_not_initialized")
 
 
-async def test_a_rotation_in_another_process_counts_for_the_next_grant(
-    engine: Engine, engines: Any, given: Any
-) -> None:
+async def test_the_next_grant_uses_a_key_rotated_by_another_process(engine: Engine, engines: Any, given: Any) -> None:
     other = await engines()
     await grant(engine, await given.created())
     await other.rotate_waitpoint_hmac_secret_all(new_kid="k2", new_secret_hex="cd" * 32, grace_ms=0)
@@ -258,7 +253,7 @@ async def test_a_rotation_in_another_process_counts_for_the_next_grant(
     assert key.split(":")[-2] == "k2"
 
 
-async def test_one_connection_is_enough_for_everything(engine: Engine, engines: Any, given: Any, clock: Any) -> None:
+async def test_a_pool_of_one_connection_is_enough(engine: Engine, engines: Any, given: Any, clock: Any) -> None:
     small = await engines(database_pool_size=1)
     waiting = await given.created()
     await grant(small, waiting, "new")
@@ -273,7 +268,7 @@ async def test_one_connection_is_enough_for_everything(engine: Engine, engines: 
 # Ending.
 
 
-async def test_a_grant_that_lapses_heals_by_itself(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
+async def test_an_expired_grant_no_longer_keeps_others_out(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
     waiting = await given.created()
     await grant(engine, waiting, grant_ttl_ms=1000)
     await clock.advance(ms=999)
@@ -284,9 +279,13 @@ async def test_a_grant_that_lapses_heals_by_itself(engine: Engine, given: Any, r
     assert ids(await claim(engine)) == [waiting]
     row = await rows.execution(waiting)
     assert (vector(row), row["granted_until"]) == (ACTIVE, None)
+    waiting = await given.created()
+    await granted(engine)
+    await clock.advance(ms=5000)
+    assert (await granted(engine, "other")).execution_id == waiting
 
 
-async def test_a_lapsed_grant_is_overwritten_by_the_next(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
+async def test_an_expired_grant_is_overwritten_by_the_next(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
     waiting = await given.created()
     await grant(engine, waiting, capability_hash="old", route_snapshot_json="1")
     now = await clock.advance(ms=5000)
@@ -297,14 +296,7 @@ async def test_a_lapsed_grant_is_overwritten_by_the_next(engine: Engine, given: 
     assert answer.grant.grant_key == expected_key(waiting, now + 5000, "other")
 
 
-async def test_a_lapsed_grant_goes_to_the_next_who_searches(engine: Engine, given: Any, clock: Any) -> None:
-    waiting = await given.created()
-    await granted(engine)
-    await clock.advance(ms=5000)
-    assert (await granted(engine, "other")).execution_id == waiting
-
-
-async def test_a_sweep_deletes_grants_that_lapsed_long_ago_and_leaves_the_others(
+async def test_a_sweep_deletes_only_grants_that_expired_long_ago(
     engine: Engine, given: Any, rows: Any, clock: Any
 ) -> None:
     await grant(engine, await given.created(), grant_ttl_ms=1000)
@@ -316,24 +308,10 @@ async def test_a_sweep_deletes_grants_that_lapsed_long_ago_and_leaves_the_others
     assert str(left["execution_id"]) == live[-36:]
 
 
-async def test_a_cancel_ends_a_grant_with_its_execution(engine: Engine, given: Any, rows: Any) -> None:
-    waiting = await given.created()
-    await grant(engine, waiting)
-    await engine.cancel_execution(execution_id=waiting, reason="not wanted")
-    assert (await rows.execution(waiting))["granted_until"] is None
-    assert await rows.of("claim_grant") == []
-    await refused(claim_named(engine, waiting), "execution_not_leaseable")
-
-
 # Searching.
 
 
-async def test_a_search_grants_what_a_claim_would_take(engine: Engine, given: Any) -> None:
-    low, _, high = [await given.created(priority=priority) for priority in (1, 0, 9)]
-    assert [(await granted(engine)).execution_id for _ in range(2)] == [high, low]
-
-
-async def test_a_search_passes_over_what_the_worker_cannot_do_and_writes_nothing_there(
+async def test_a_search_skips_executions_beyond_the_capabilities_of_the_worker_and_leaves_them_unchanged(
     engine: Engine, given: Any, rows: Any
 ) -> None:
     needy = await given.created(policy=GPU, priority=9)
@@ -345,7 +323,9 @@ async def test_a_search_passes_over_what_the_worker_cannot_do_and_writes_nothing
     assert (await granted(engine, worker_capabilities=["cuda", "gpu"])).execution_id == needy
 
 
-async def test_a_search_over_several_queues_finds_the_best(engine: Engine, given: Any) -> None:
+async def test_a_search_grants_the_best_of_several_queues(engine: Engine, given: Any) -> None:
+    low, _, high = [await given.created(lane_id="one", priority=priority) for priority in (1, 0, 9)]
+    assert [(await granted(engine, lane_id="one")).execution_id for _ in range(2)] == [high, low]
     made = [
         await given.created(priority=priority, policy=GPU if priority % 2 else None) for priority in (3, 8, 5, 6, 7)
     ]
@@ -354,7 +334,7 @@ async def test_a_search_over_several_queues_finds_the_best(engine: Engine, given
     assert await engine.claim_for_worker(**worker(), worker_capabilities=["cuda", "gpu"]) == NoWork()
 
 
-async def test_a_search_passes_over_rows_held_elsewhere(engine: Engine, given: Any, connection: Any) -> None:
+async def test_a_search_skips_locked_rows(engine: Engine, given: Any, connection: Any) -> None:
     first, second = await given.created(priority=2), await given.created(priority=1)
     third = await given.created(policy=GPU)
     async with connection.transaction():
@@ -365,7 +345,7 @@ async def test_a_search_passes_over_rows_held_elsewhere(engine: Engine, given: A
     assert (await granted(engine)).execution_id == first
 
 
-async def test_the_next_search_begins_behind_what_was_granted(
+async def test_the_next_search_starts_after_the_last_grant(
     engine: Engine, given: Any, rows: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(WalkWatermarks, "LIFE_SECONDS", 600.0)
@@ -379,14 +359,16 @@ async def test_the_next_search_begins_behind_what_was_granted(
     assert (routes[-1], firsts[-1], lasts[-1]) == (queue["route_no"], row["place"] + 1, 2**63 - 1)
 
 
-async def test_other_lanes_are_left_alone(engine: Engine, given: Any, rows: Any) -> None:
+async def test_a_search_grants_nothing_on_other_lanes(engine: Engine, given: Any, rows: Any) -> None:
     await given.created(lane_id="mail")
     async with rows.unchanged():
         assert await engine.claim_for_worker(**worker()) == NoWork()
         assert await engine.claim_for_worker(**worker(lane_id="unknown")) == NoWork()
 
 
-async def test_a_search_grants_a_lost_lease_to_be_reclaimed(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
+async def test_a_search_grants_a_lost_lease_as_a_reclaim_grant(
+    engine: Engine, given: Any, rows: Any, clock: Any
+) -> None:
     lost = await given.expired_lease(lease_ttl_ms=1000)
     now = await clock.now()
     answer = await granted(engine)
@@ -408,14 +390,7 @@ async def test_a_search_grants_a_lost_lease_to_be_reclaimed(engine: Engine, give
     assert ids(await claim(engine)) == [lost.execution_id]
 
 
-async def test_a_search_grants_what_may_go_on(engine: Engine, given: Any, rows: Any) -> None:
-    parked = await resumable(given)
-    assert (await granted(engine)).execution_id == parked
-    (stored,) = await rows.of("claim_grant")
-    assert stored["kind"] == "claim"
-
-
-async def test_a_search_ends_what_is_at_its_reclaim_cap_and_goes_on(
+async def test_a_search_ends_executions_at_their_reclaim_limit_and_continues(
     engine: Engine, given: Any, rows: Any, clock: Any
 ) -> None:
     capped = [await given.claimed(policy={"max_reclaim_count": 0}, priority=5) for _ in range(3)]
@@ -428,17 +403,23 @@ async def test_a_search_ends_what_is_at_its_reclaim_cap_and_goes_on(
         assert (vector(row), row["failure_reason"]) == (FAILED, "max_reclaims_exceeded")
 
 
-async def test_an_elapsed_delay_is_granted(engine: Engine, given: Any, clock: Any) -> None:
-    delayed = await given.delayed(seconds=10)
-    assert await engine.claim_for_worker(**worker()) == NoWork()
+async def test_a_search_grants_resumable_and_elapsed_executions(
+    engine: Engine, given: Any, rows: Any, clock: Any
+) -> None:
+    parked = await resumable(given)
+    assert (await granted(engine)).execution_id == parked
+    (stored,) = await rows.of("claim_grant")
+    assert stored["kind"] == "claim"
+    delayed = await given.delayed(seconds=10, lane_id="later")
+    assert await engine.claim_for_worker(**worker(lane_id="later")) == NoWork()
     await clock.advance(seconds=10)
-    assert (await granted(engine)).execution_id == delayed
+    assert (await granted(engine, lane_id="later")).execution_id == delayed
 
 
 # Scanning.
 
 
-async def test_a_scan_lists_what_waits_in_the_order_of_claims(engine: Engine, given: Any, rows: Any) -> None:
+async def test_a_scan_lists_claimable_executions_in_claim_order(engine: Engine, given: Any, rows: Any) -> None:
     await given.reclaimable()
     parked = await resumable(given, priority=9)
     made = [await given.created(priority=priority, policy=GPU if priority else None) for priority in (0, 2, 1)]
@@ -452,22 +433,15 @@ async def test_a_scan_lists_what_waits_in_the_order_of_claims(engine: Engine, gi
         assert await engine.scan_eligible_executions(lane_id="unknown") == []
 
 
-@pytest.mark.parametrize("limit", [-1, None, "5"])
-async def test_a_scan_has_a_limit(engine: Engine, limit: Any) -> None:
-    await refused(engine.scan_eligible_executions(lane_id="default", limit=limit), "invalid_input", "limit")
-
-
-async def test_a_scan_asked_for_longer_than_it_can_be_is_cut(
-    engine: Engine, given: Any, monkeypatch: pytest.MonkeyPatch
+async def test_a_scan_takes_no_lock_and_cuts_its_limit(
+    engine: Engine, given: Any, connection: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    wrong: tuple[Any, ...] = (-1, None, "5")
+    for limit in wrong:
+        await refused(engine.scan_eligible_executions(lane_id="default", limit=limit), "invalid_input", "limit")
     made = [await given.created() for _ in range(3)]
-    assert await engine.scan_eligible_executions(lane_id="default", limit=50_000) == made
-    monkeypatch.setattr(grant_family, "MAX_SCAN", 2)
-    assert await engine.scan_eligible_executions(lane_id="default", limit=3) == made[:2]
-
-
-async def test_a_scan_takes_no_lock(engine: Engine, given: Any, connection: Any) -> None:
-    waiting = await given.created()
     async with connection.transaction():
         await connection.execute("select from execution for update")
-        assert await engine.scan_eligible_executions(lane_id="default") == [waiting]
+        assert await engine.scan_eligible_executions(lane_id="default", limit=50_000) == made
+    monkeypatch.setattr(grant_family, "MAX_SCAN", 2)
+    assert await engine.scan_eligible_executions(lane_id="default", limit=3) == made[:2]

@@ -1,4 +1,4 @@
-"""Many leases that expire at once: marked by statements of a bounded size, each of which stands by itself."""
+"""Many leases that expire at once are marked by statements of limited size, each in its own transaction."""
 
 from typing import Any
 
@@ -20,20 +20,20 @@ def small_statements(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def leased(engine: Engine, clock: Any, count: int) -> None:
-    """So many leases of one claim that have expired."""
+    """Let the leases of one claim for `count` executions expire."""
     await engine.create_many(items(*[new()] * count))
     assert len(await claim(engine, limit=count, lease_ttl_ms=TTL_MS)) == count
     await clock.advance(ms=TTL_MS + 1)
 
 
-async def test_a_sweep_marks_so_many_and_says_that_there_are_more(engine: Engine, clock: Any) -> None:
+async def test_a_sweep_marks_up_to_its_limit_and_reports_more(engine: Engine, clock: Any) -> None:
     await leased(engine, clock, 95)
     swept = [await parts_of(engine).lease_expiry.sweep_batch() for _ in range(3)]
     assert [(each.done, each.is_full) for each in swept] == [(40, True), (40, True), (15, False)]
     assert await engine.find_inconsistencies() == []
 
 
-async def test_what_one_statement_has_marked_stays_marked_when_the_next_is_given_up(
+async def test_leases_stay_marked_when_a_later_statement_is_cancelled(
     engine: Engine, clock: Any, connection: Any, rows: Any
 ) -> None:
     await leased(engine, clock, 40)

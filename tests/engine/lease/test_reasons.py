@@ -1,10 +1,9 @@
-"""The reasons of cancels and failures are texts; what is none is refused before anything is written."""
+"""Reasons of cancels and failures must be text."""
 
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-import pytest
-
+from engine.cases import Cases, in_turn
 from engine.state import refused
 from engine.waits import triple
 from flowfabric.engine.engine import Engine
@@ -33,45 +32,44 @@ CALLS: dict[str, tuple[str, Saying]] = {
 NO_TEXTS = (None, 3, 1.5, True, b"bytes", ["text"], {"a": 1}, ValueError("as it came"), object)
 
 
-@pytest.mark.parametrize("call", CALLS)
-async def test_a_reason_that_is_no_text_is_refused(engine: Engine, given: Any, rows: Any, call: str) -> None:
-    handle = await given.claimed(policy={"retry_policy": {"max_retries": 1}})
-    field, say = CALLS[call]
-    async with rows.unchanged():
-        for said in NO_TEXTS:
-            refusal = await refused(say(engine, handle, said), "invalid_input")
-            assert str(refusal.detail).startswith(f"{field}: must be text")
-            assert str(refusal.detail).endswith(f"got {said!r}")
-    await say(engine, handle, "as it should be")
+async def test_a_reason_must_be_text(engine: Engine, given: Any, rows: Any) -> None:
+    handles = {call: await given.claimed(policy={"retry_policy": {"max_retries": 1}}) for call in CALLS}
+    with Cases() as cases:
+        async with rows.unchanged():
+            for call, (field, say) in CALLS.items():
+                for said in NO_TEXTS:
+                    with cases((call, said)):
+                        refusal = await refused(say(engine, handles[call], said), "invalid_input")
+                        assert str(refusal.detail).startswith(f"{field}: must be text")
+                        assert str(refusal.detail).endswith(f"got {said!r}")
+        for call, (_, say) in CALLS.items():
+            with cases(call):
+                await say(engine, handles[call], "a text")
 
 
-@pytest.mark.parametrize("detail", [3, ["text"], object()])
-async def test_the_category_of_a_failure_is_text_or_bytes(engine: Engine, given: Any, rows: Any, detail: Any) -> None:
+async def test_the_category_and_the_exception_of_a_failure_must_be_text(engine: Engine, given: Any, rows: Any) -> None:
     handle = await given.claimed()
-    async with rows.unchanged():
-        wrong = engine.fail(handle, reason=FailureReason("x", detail=detail))
-        await refused(wrong, "invalid_input", "reason.detail: must be text or bytes, got ")
+    wrong: Any
+    with Cases() as cases:
+        async with rows.unchanged():
+            for wrong in (3, ["text"], object()):
+                with cases(("detail", wrong)):
+                    call = engine.fail(handle, reason=FailureReason("x", detail=wrong))
+                    await refused(call, "invalid_input", "reason.detail: must be text or bytes, got ")
+            for field in ("error_type", "traceback"):
+                for wrong in NO_TEXTS[1:]:
+                    with cases((field, wrong)):
+                        given_field: Any = {field: wrong}
+                        detail = f"{field}: must be text, got {wrong!r}"
+                        call = engine.fail(handle, reason=FailureReason("x", **given_field))
+                        await refused(call, "invalid_input", f"reason.{detail}")
+                        service = engine.fail_execution(**triple(handle), failure_reason="x", **given_field)
+                        refusal = await refused(service, "invalid_input", detail)
+                        assert str(refusal.detail).startswith(field)
 
 
-@pytest.mark.parametrize("field", ["error_type", "traceback"])
-async def test_what_a_failure_tells_of_its_exception_is_text(engine: Engine, given: Any, rows: Any, field: str) -> None:
-    handle = await given.claimed()
-    async with rows.unchanged():
-        for said in NO_TEXTS[1:]:
-            wrong: Any = {field: said}
-            told = f"reason.{field}: must be text, got {said!r}"
-            await refused(engine.fail(handle, reason=FailureReason("x", **wrong)), "invalid_input", told)
-            told = f"{field}: must be text, got {said!r}"
-            refusal = await refused(
-                engine.fail_execution(**triple(handle), failure_reason="x", **wrong), "invalid_input", told
-            )
-            assert str(refusal.detail).startswith(field)
-
-
-@pytest.mark.parametrize("call", ["cancel", "cancel_execution"])
-async def test_the_reason_of_a_cancel_is_one_the_store_can_hold(
-    engine: Engine, given: Any, rows: Any, call: str
-) -> None:
+@in_turn("call", ["cancel", "cancel_execution"])
+async def test_the_reason_of_a_cancel_must_be_storable(engine: Engine, given: Any, rows: Any, call: str) -> None:
     handle = await given.claimed()
     _, say = CALLS[call]
     async with rows.unchanged():

@@ -1,4 +1,4 @@
-"""Lost leases: marked, taken by the next claim, counted, and ended at the cap."""
+"""Lost leases: marked, taken over by the next claim, counted, and ended at the reclaim limit."""
 
 import asyncio
 import logging
@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from engine.cases import in_turn
 from engine.state import (
     ACTIVE,
     EXPIRED_LEASE,
@@ -25,11 +26,10 @@ from flowfabric.engine.lease.finish import Finish
 from flowfabric.engine.parts import parts_of
 from flowfabric.model.errors import EngineError
 from flowfabric.model.grant import Granted, NoWork, ReclaimCapExceeded
-from flowfabric.model.policy import ExecutionPolicy, reclaim_cap
 from flowfabric.model.states import AttemptType, HandleKind
 
 
-async def test_a_lapsed_lease_is_marked_and_keeps_its_fields(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
+async def test_marking_an_expired_lease_keeps_its_fields(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
     lost = await given.claimed(lease_ttl_ms=1000)
     before = await rows.execution(lost.execution_id)
     now = await clock.advance(ms=1000)
@@ -69,8 +69,8 @@ async def test_a_lease_is_marked_at_its_expiry_and_not_before(
         assert await parts_of(engine).lease_expiry.sweep() == 0
 
 
-@pytest.mark.parametrize("is_marked", [True, False], ids=["marked", "not marked"])
-async def test_the_next_claim_takes_a_lapsed_lease_as_a_new_attempt(
+@in_turn("is_marked", [True, False])
+async def test_the_next_claim_takes_over_an_expired_lease_as_a_new_attempt(
     engine: Engine,
     given: Any,
     rows: Any,
@@ -117,9 +117,12 @@ async def test_the_next_claim_takes_a_lapsed_lease_as_a_new_attempt(
     assert event["worker_no"] == row["worker_no"]
 
 
-async def test_a_reclaimed_run_ends_like_any_other(engine: Engine, given: Any, rows: Any) -> None:
-    lost = await given.reclaimable()
-    (taken,) = await claim(engine)
+async def test_a_reclaimed_run_completes(engine: Engine, given: Any, rows: Any) -> None:
+    policy = {"routing_requirements": {"required_capabilities": ["gpu"]}}
+    lost = await given.reclaimable(policy=policy, capabilities=("gpu",))
+    async with rows.unchanged(without=["claim"]):
+        assert await claim(engine) == [], "the worker lacks a capability"
+    (taken,) = await claim(engine, capabilities=("gpu",))
     await engine.complete(taken.handle, b"late but done")
     assert await engine.get_execution_result(lost.execution_id) == b"late but done"
     first, second = await attempts(rows, lost.execution_id)
@@ -129,7 +132,7 @@ async def test_a_reclaimed_run_ends_like_any_other(engine: Engine, given: Any, r
     assert (await event_texts(rows, lost.execution_id))[2:] == ["reclaimed", "released completed>success"]
 
 
-async def test_a_revoked_lease_is_taken_like_a_lapsed_one(
+async def test_the_next_claim_takes_over_a_revoked_lease(
     engine: Engine, given: Any, rows: Any, connection: Any
 ) -> None:
     lost = await given.claimed()
@@ -142,7 +145,7 @@ async def test_a_revoked_lease_is_taken_like_a_lapsed_one(
     assert (await attempts(rows, lost.execution_id))[0]["failure_reason"] == "lease_lease_revoked"
 
 
-async def test_the_epoch_never_falls_over_retries_and_reclaims(engine: Engine, given: Any, clock: Any) -> None:
+async def test_the_epoch_rises_with_every_retry_and_reclaim(engine: Engine, given: Any, clock: Any) -> None:
     handle = await given.backing_off(delay_ms=1, max_retries=9)
     for epoch in range(2, 9):
         await clock.advance(seconds=40)
@@ -153,7 +156,7 @@ async def test_the_epoch_never_falls_over_retries_and_reclaims(engine: Engine, g
     await refused(engine.renew(handle), "lease_conflict")
 
 
-async def test_a_lost_retry_keeps_its_count_of_retries(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
+async def test_a_reclaimed_retry_keeps_its_retry_count(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
     failed = await given.backing_off(delay_ms=1)
     await clock.advance(seconds=1)
     (retried,) = await claim(engine)
@@ -166,16 +169,8 @@ async def test_a_lost_retry_keeps_its_count_of_retries(engine: Engine, given: An
     assert (running["attempt_type"], running["retry_reason"], running["previous_attempt_index"]) == ("reclaim", None, 1)
 
 
-async def test_only_a_capable_worker_takes_a_lost_lease(engine: Engine, given: Any, rows: Any) -> None:
-    policy = {"routing_requirements": {"required_capabilities": ["gpu"]}}
-    lost = await given.reclaimable(policy=policy, capabilities=("gpu",))
-    async with rows.unchanged(without=["claim"]):
-        assert await claim(engine) == []
-    assert ids(await claim(engine, capabilities=("gpu",))) == [lost.execution_id]
-
-
-@pytest.mark.parametrize("cap", [0, 1, 3])
-async def test_at_the_cap_the_execution_fails(
+@in_turn("cap", [0, 1, 3])
+async def test_an_execution_at_its_reclaim_limit_fails(
     engine: Engine, given: Any, rows: Any, clock: Any, cap: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     first = await given.claimed(policy={"max_reclaim_count": cap})
@@ -207,14 +202,12 @@ async def test_at_the_cap_the_execution_fails(
 
 
 @pytest.mark.usefixtures("altered_rows")
-@pytest.mark.parametrize(
-    ("policy", "cap"), [(None, reclaim_cap(None)), ({}, reclaim_cap(ExecutionPolicy()))], ids=["no policy", "policy"]
-)
-async def test_claims_and_grants_know_the_same_cap_of_who_names_none(
+@in_turn("policy, cap", [(None, 1000), ({}, 100)])
+async def test_the_default_reclaim_limit_is_1000_without_a_policy_and_100_with_one(
     engine: Engine, given: Any, connection: Any, policy: dict[str, Any] | None, cap: int
 ) -> None:
     below, at, granted = [await given.reclaimable(policy=policy, lane_id=lane) for lane in ("below", "at", "granted")]
-    # So many losses one after the other would take minutes.
+    # Losing a real lease this often would take minutes.
     lost = "update execution set reclaim_count = $1 - (execution_id = $2)::int"
     await connection.execute(lost, cap, below.execution_id[-36:])
     assert ids(await claim(engine, "below")) == [below.execution_id]
@@ -226,7 +219,7 @@ async def test_claims_and_grants_know_the_same_cap_of_who_names_none(
     assert refusal == ReclaimCapExceeded(execution_id=granted.execution_id, reclaim_count=cap)
 
 
-async def test_a_search_goes_on_behind_an_execution_at_its_cap(engine: Engine, given: Any) -> None:
+async def test_a_claim_continues_past_executions_at_their_reclaim_limit(engine: Engine, given: Any) -> None:
     capped = [await given.expired_lease(policy={"max_reclaim_count": 0}, priority=5) for _ in range(3)]
     await parts_of(engine).lease_expiry.sweep()
     behind = await given.created()
@@ -235,21 +228,9 @@ async def test_a_search_goes_on_behind_an_execution_at_its_cap(engine: Engine, g
     assert states == ["failed"] * 3
 
 
-async def test_the_cap_is_100_with_a_policy_that_names_none_and_higher_without_one(
-    engine: Engine, given: Any, rows: Any, clock: Any
+async def test_the_limit_of_the_policy_counts_and_not_that_of_its_timeout_policy(
+    engine: Engine, given: Any, clock: Any
 ) -> None:
-    with_policy = await given.claimed(policy={})
-    without = await given.claimed()
-    for _ in range(100):
-        await clock.advance(seconds=31)
-        assert len(await claim(engine)) == 2
-    await clock.advance(seconds=31)
-    assert ids(await claim(engine)) == [without.execution_id]
-    assert (await rows.execution(with_policy.execution_id))["failure_reason"] == "max_reclaims_exceeded"
-    assert (await rows.execution(without.execution_id))["reclaim_count"] == 101
-
-
-async def test_the_policys_own_cap_counts_and_not_its_timeouts(engine: Engine, given: Any, clock: Any) -> None:
     lost = await given.claimed(policy={"max_reclaim_count": 1, "timeout_policy": {"max_reclaim_count": 0}})
     await clock.advance(seconds=31)
     assert ids(await claim(engine)) == [lost.execution_id]
@@ -258,24 +239,31 @@ async def test_the_policys_own_cap_counts_and_not_its_timeouts(engine: Engine, g
 
 
 STAYS = {
-    "refused": "alter table execution add constraint none check (failure_reason <> 'max_reclaims_exceeded')",
-    "in vain": """create function keep() returns trigger language plpgsql as 'begin return null; end';
-                  create trigger keep before update on execution for each row
-                  when (new.failure_reason = 'max_reclaims_exceeded') execute function keep()""",
+    "refused": (
+        "alter table execution add constraint none check (failure_reason <> 'max_reclaims_exceeded')",
+        "alter table execution drop constraint none",
+    ),
+    "skipped": (
+        """create function skip() returns trigger language plpgsql as 'begin return null; end';
+           create trigger skip before update on execution for each row
+           when (new.failure_reason = 'max_reclaims_exceeded') execute function skip()""",
+        "drop function skip cascade",
+    ),
 }
-"""What makes an ending fail, or come to nothing."""
+"""Makes the update that ends an execution fail or skip its row, and the undoing of that."""
 WORKER: dict[str, Any] = {"lane_id": "default", "worker_id": "worker", "worker_instance_id": "worker-1"}
 
 
 @pytest.mark.usefixtures("altered_rows")
-@pytest.mark.parametrize("limit", [1, 10])
-@pytest.mark.parametrize("kind", STAYS)
-async def test_an_execution_at_its_cap_that_cannot_be_ended_holds_up_no_claim(
+@in_turn("limit", [1, 10])
+@in_turn("kind", STAYS)
+async def test_an_execution_at_its_limit_that_cannot_be_ended_blocks_no_claim(
     engine: Engine, given: Any, rows: Any, connection: Any, kind: str, limit: int
 ) -> None:
     stuck = [await given.expired_lease(policy={"max_reclaim_count": 0}, priority=5) for _ in range(2)]
     await parts_of(engine).lease_expiry.sweep()
-    await connection.execute(STAYS[kind])
+    block, unblock = STAYS[kind]
+    await connection.execute(block)
     behind = [await given.created() for _ in range(2)]
     async with asyncio.timeout(30):
         assert ids([*await claim(engine, limit=limit), *await claim(engine, limit=limit)]) == behind
@@ -289,9 +277,10 @@ async def test_an_execution_at_its_cap_that_cannot_be_ended_holds_up_no_claim(
     assert {(await rows.execution(handle.execution_id))["public_state"] for handle in stuck} == {"active"}
     if kind == "refused":
         assert await engine.find_inconsistencies() == []
+    await connection.execute(unblock)
 
 
-async def test_what_is_leased_is_given_though_the_search_for_more_fails(
+async def test_a_claim_returns_its_leases_even_if_the_search_for_more_fails(
     engine: Engine, given: Any, connection: Any
 ) -> None:
     await given.expired_lease(policy={"max_reclaim_count": 0}, priority=5)
@@ -299,13 +288,13 @@ async def test_what_is_leased_is_given_though_the_search_for_more_fails(
     leased, poisoned = [await given.created() for _ in range(2)]
     constraint = f"check (execution_id <> '{poisoned[-36:]}' or lifecycle_phase <> 'active')"
     await connection.execute(f"alter table execution add constraint none {constraint}")
-    # The walk past the one at its cap leases the first, the next walk meets the second.
+    # The first statement passes the execution at its limit and leases one; the next statement fails.
     assert ids(await claim(engine, limit=2)) == [leased]
     with pytest.raises(EngineError):
         await claim(engine, limit=2)
 
 
-async def test_one_that_cannot_be_ended_at_its_cap_does_not_keep_others_from_it(
+async def test_an_execution_that_cannot_be_ended_at_its_limit_does_not_block_the_others(
     engine: Engine, given: Any, connection: Any
 ) -> None:
     capped = [await given.expired_lease(policy={"max_reclaim_count": 0}) for _ in range(3)]
@@ -317,14 +306,14 @@ async def test_one_that_cannot_be_ended_at_its_cap_does_not_keep_others_from_it(
     assert states == ["failed", "active", "failed"]
 
 
-async def test_the_ending_at_the_cap_is_of_the_lease_that_was_lost_then(
+async def test_an_execution_is_not_ended_for_a_lease_that_was_taken_over_since(
     engine: Engine, given: Any, rows: Any, clock: Any
 ) -> None:
     lost = await given.reclaimable(policy={"max_reclaim_count": 1})
     await claim(engine)
     await clock.advance(seconds=31)
     await parts_of(engine).lease_expiry.sweep()
-    # As a search leaves it that was overtaken by a claim, whose lease is lost in turn.
+    # A search saw the first lease at the limit; since then a claim took it over and lost its lease too.
     async with rows.unchanged():
         await engine._rooms[Finish].end_at_reclaim_limit([(lost.execution_id, lost.lease_epoch)])
     await engine._rooms[Finish].end_at_reclaim_limit([(lost.execution_id, lost.lease_epoch + 1)])

@@ -1,11 +1,13 @@
-"""Supervised handover: a lost lease reserved for a worker, taken by it, counted, and ended at the cap."""
+"""Supervised reclaim: a lost lease reserved for a worker, taken over, counted, and ended at the reclaim limit."""
 
 import json
 import logging
 from typing import Any
 
+import asyncpg
 import pytest
 
+from engine.cases import Cases, in_turn
 from engine.grants import claim_named, grant, known, reclaim, reclaim_grant, worker
 from engine.lease.test_grants import expected_key
 from engine.state import (
@@ -43,7 +45,7 @@ async def engine(engine: Engine) -> Engine:
 # Issuing.
 
 
-async def test_a_lost_lease_is_granted_and_keeps_its_state(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
+async def test_a_reclaim_grant_is_stored_and_keeps_the_state(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
     lost = await given.reclaimable()
     before = await rows.execution(lost.execution_id)
     now = await clock.advance(ms=10)
@@ -68,15 +70,12 @@ async def test_a_lost_lease_is_granted_and_keeps_its_state(engine: Engine, given
     assert [entry["granted_until"] for entry in await rows.of("ready")] == [now + 3000]
 
 
-async def test_a_revoked_lease_is_granted_too(engine: Engine, given: Any, connection: Any) -> None:
-    lost = await given.claimed()
-    await revoke(connection, lost.execution_id)
-    assert isinstance(await reclaim_grant(engine, lost.execution_id), Granted)
-
-
-async def test_a_lapsed_lease_nobody_marked_is_marked_and_granted(
-    engine: Engine, given: Any, rows: Any, clock: Any
+async def test_an_unmarked_or_revoked_lease_is_granted(
+    engine: Engine, given: Any, rows: Any, clock: Any, connection: asyncpg.Connection
 ) -> None:
+    revoked = await given.claimed(lane_id="revoked")
+    await revoke(connection, revoked.execution_id)
+    assert isinstance(await reclaim_grant(engine, revoked.execution_id, lane_id="revoked"), Granted)
     lost = await given.claimed(lease_ttl_ms=1000)
     await clock.advance(ms=999)
     async with rows.unchanged():
@@ -88,24 +87,24 @@ async def test_a_lapsed_lease_nobody_marked_is_marked_and_granted(
     assert await event_texts(rows, lost.execution_id) == ["acquired", "expired"]
 
 
-@pytest.mark.parametrize("state", ["created", "delayed", "backing_off", "claimed", "completed", "cancelled"])
-async def test_what_lost_no_lease_is_not_reclaimable(engine: Engine, given: Any, rows: Any, state: str) -> None:
-    made = await getattr(given, state)()
-    execution_id = getattr(made, "execution_id", made)
-    async with rows.unchanged():
-        for answer in (await reclaim_grant(engine, execution_id), await reclaim(engine, execution_id)):
-            assert isinstance(answer, NotReclaimable)
-            assert answer.execution_id == execution_id
-
-
-async def test_an_unknown_execution_is_not_found(engine: Engine, rows: Any) -> None:
+async def test_an_execution_that_lost_no_lease_is_not_reclaimable(engine: Engine, given: Any, rows: Any) -> None:
+    states = ("created", "delayed", "backing_off", "claimed", "completed", "cancelled")
+    made = {state: await getattr(given, state)(lane_id=state) for state in states}
     absent = f"{{fp:86}}:{mint_uuid_texts(1)[0]}"
-    async with rows.unchanged():
-        await refused(reclaim_grant(engine, absent), "execution_not_found")
-        await refused(reclaim(engine, absent), "execution_not_found")
+    with Cases() as cases:
+        async with rows.unchanged():
+            for state, one in made.items():
+                for call in (reclaim_grant, reclaim):
+                    with cases(state):
+                        execution_id = getattr(one, "execution_id", one)
+                        answer = await call(engine, execution_id, lane_id=state)
+                        assert isinstance(answer, NotReclaimable)
+                        assert answer.execution_id == execution_id
+            await refused(reclaim_grant(engine, absent), "execution_not_found")
+            await refused(reclaim(engine, absent), "execution_not_found")
 
 
-async def test_a_live_reclaim_grant_keeps_others_out_until_it_lapses(
+async def test_a_live_reclaim_grant_keeps_others_out_until_it_expires(
     engine: Engine, given: Any, rows: Any, clock: Any
 ) -> None:
     lost = await given.reclaimable()
@@ -120,7 +119,7 @@ async def test_a_live_reclaim_grant_keeps_others_out_until_it_lapses(
     assert ids(await claim(engine)) == [lost.execution_id]
 
 
-async def test_a_missing_capability_is_named_and_stamped(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
+async def test_a_missing_capability_is_named_and_recorded(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
     lost = await given.reclaimable(policy=GPU, capabilities=("gpu", "cuda"))
     before = await rows.execution(lost.execution_id)
     now = await clock.advance(ms=10)
@@ -132,7 +131,7 @@ async def test_a_missing_capability_is_named_and_stamped(engine: Engine, given: 
     assert isinstance(await reclaim_grant(engine, lost.execution_id, worker_capabilities=["gpu", "cuda"]), Granted)
 
 
-async def test_at_the_cap_the_request_itself_ends_the_execution(
+async def test_a_request_at_the_reclaim_limit_ends_the_execution(
     engine: Engine, given: Any, rows: Any, clock: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     lost = await given.expired_lease(policy={"max_reclaim_count": 0, **GPU}, capabilities=("gpu", "cuda"))
@@ -156,29 +155,30 @@ async def test_at_the_cap_the_request_itself_ends_the_execution(
         assert isinstance(await reclaim_grant(engine, lost.execution_id), NotReclaimable)
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
+async def test_malformed_requests_are_refused(engine: Engine, given: Any, rows: Any) -> None:
+    lost = await given.expired_lease()
+    malformed: list[dict[str, Any]] = [
         {"execution_id": "x"},
         {"execution_id": "{fp:256}:11111111-2222-4333-8444-555555555555"},
         {"lane_id": "mail"},
         {"worker_id": ""},
         {"worker_instance_id": "a b"},
         {"route_snapshot_json": "{"},
-    ],
-    ids=str,
-)
-async def test_malformed_requests_are_refused(engine: Engine, given: Any, rows: Any, wrong: dict[str, Any]) -> None:
-    lost = await given.expired_lease()
-    async with rows.unchanged():
-        call = engine.issue_reclaim_grant(**{"execution_id": lost.execution_id, **worker(), **wrong})
-        await refused(call, "invalid_input")
+    ]
+    with Cases() as cases:
+        async with rows.unchanged():
+            for wrong in malformed:
+                with cases(wrong):
+                    call = engine.issue_reclaim_grant(**{"execution_id": lost.execution_id, **worker(), **wrong})
+                    await refused(call, "invalid_input")
+            # An expired lease that is not marked yet has no grant.
+            assert await reclaim(engine, lost.execution_id) == GrantNotFound(execution_id=lost.execution_id)
 
 
 # Taking.
 
 
-async def test_a_reclaim_grant_is_turned_into_a_new_attempt(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
+async def test_a_reclaim_grant_becomes_a_new_attempt(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
     lost = await given.reclaimable(policy={"timeout_policy": {"attempt_timeout_ms": 10**6}})
     await reclaim_grant(engine, lost.execution_id)
     now = await clock.advance(ms=10)
@@ -219,7 +219,7 @@ async def test_a_reclaim_grant_is_turned_into_a_new_attempt(engine: Engine, give
     await engine.complete(claimed.handle, b"done")
 
 
-async def test_without_a_live_reclaim_grant_nothing_is_taken(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
+async def test_reclaim_execution_needs_a_live_reclaim_grant(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
     lost = await given.reclaimable()
     gone = GrantNotFound(execution_id=lost.execution_id)
     async with rows.unchanged():
@@ -236,12 +236,6 @@ async def test_without_a_live_reclaim_grant_nothing_is_taken(engine: Engine, giv
         assert await reclaim(engine, lost.execution_id, "other") == gone
 
 
-async def test_a_lapsed_lease_nobody_marked_has_no_grant(engine: Engine, given: Any, rows: Any) -> None:
-    lost = await given.expired_lease()
-    async with rows.unchanged():
-        assert await reclaim(engine, lost.execution_id) == GrantNotFound(execution_id=lost.execution_id)
-
-
 async def test_a_grant_is_used_once(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
     lost = await given.reclaimable()
     await reclaim_grant(engine, lost.execution_id, grant_ttl_ms=60_000)
@@ -254,24 +248,23 @@ async def test_a_grant_is_used_once(engine: Engine, given: Any, rows: Any, clock
         assert await reclaim(engine, lost.execution_id) == GrantNotFound(execution_id=lost.execution_id)
 
 
-async def test_a_grant_of_the_search_may_be_taken_either_way(engine: Engine, given: Any) -> None:
+async def test_reclaim_execution_takes_the_reclaim_grant_of_a_search_but_no_claim_grant(
+    engine: Engine, given: Any, rows: Any
+) -> None:
     lost = await given.reclaimable()
     await engine.claim_for_worker(**worker())
     assert isinstance(await reclaim(engine, lost.execution_id), ClaimedExecution)
-
-
-async def test_a_claim_grant_is_no_reclaim_grant(engine: Engine, given: Any, rows: Any) -> None:
     waiting = await given.created()
     await grant(engine, waiting)
     async with rows.unchanged():
         assert isinstance(await reclaim(engine, waiting), NotReclaimable)
 
 
-@pytest.mark.parametrize(
-    ("policy", "argument", "cap"),
+@in_turn(
+    "policy, argument, cap",
     [(None, 0, 0), (None, None, None), ({}, 0, None), ({"max_reclaim_count": 7}, 0, None)],
 )
-async def test_the_argument_counts_only_without_a_policy(
+async def test_max_reclaim_count_counts_only_without_a_policy(
     engine: Engine, given: Any, rows: Any, policy: Any, argument: int | None, cap: int | None
 ) -> None:
     lost = await given.reclaimable(policy=policy)
@@ -292,28 +285,18 @@ async def test_the_argument_counts_only_without_a_policy(
 
 
 @pytest.mark.usefixtures("altered_rows")
-async def test_every_hundredth_reclaim_is_warned_of(
+async def test_every_hundredth_reclaim_logs_a_warning(
     engine: Engine, given: Any, clock: Any, connection: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     lost = await given.reclaimable()
     await connection.execute("update execution set reclaim_count = 98")
-    told_at = []
+    warned_at = []
     with caplog.at_level(logging.WARNING):
         for count in (99, 100, 101):
             caplog.clear()
             await reclaim_grant(engine, lost.execution_id)
             assert isinstance(await reclaim(engine, lost.execution_id, lease_ttl_ms=10), ClaimedExecution)
-            if "100th" in caplog.text:
-                told_at.append(count)
+            if "was reclaimed 100 times" in caplog.text:
+                warned_at.append(count)
             await clock.advance(ms=10)
-    assert told_at == [100]
-
-
-@pytest.mark.usefixtures("altered_rows")
-async def test_the_cap_of_an_execution_without_a_policy_is_a_thousand(
-    engine: Engine, given: Any, connection: Any
-) -> None:
-    lost = await given.reclaimable()
-    await connection.execute("update execution set reclaim_count = 1000")
-    answer = await reclaim_grant(engine, lost.execution_id)
-    assert answer == ReclaimCapExceeded(execution_id=lost.execution_id, reclaim_count=1000)
+    assert warned_at == [100]

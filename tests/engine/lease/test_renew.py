@@ -1,8 +1,6 @@
-"""Renewing a lease and reporting progress under it."""
+"""Renew a lease and report progress under it."""
 
 from typing import Any
-
-import pytest
 
 from engine.state import ACTIVE, claim, event_texts, refused, vector
 from flowfabric.engine.engine import Engine
@@ -10,7 +8,9 @@ from flowfabric.model.ids import mint_uuid_texts
 from flowfabric.model.lease import Renewed
 
 
-async def test_a_renewed_lease_lasts_its_ttl_from_now(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
+async def test_a_renewal_extends_the_lease_by_its_ttl_from_now(
+    engine: Engine, given: Any, rows: Any, clock: Any
+) -> None:
     handle = await given.claimed(lease_ttl_ms=1000)
     before = await rows.execution(handle.execution_id)
     now = await clock.advance(ms=999)
@@ -21,16 +21,20 @@ async def test_a_renewed_lease_lasts_its_ttl_from_now(engine: Engine, given: Any
     assert vector(row) == ACTIVE
 
 
-async def test_a_lease_can_be_kept_for_ever(engine: Engine, given: Any, clock: Any) -> None:
+async def test_a_lease_can_be_renewed_again_and_again(engine: Engine, given: Any, clock: Any) -> None:
     handle = await given.claimed(lease_ttl_ms=1000)
-    for _ in range(10):
+    for _ in range(3):
         await clock.advance(ms=900)
         await engine.renew(handle)
         assert await claim(engine) == []
     await engine.complete(handle)
+    longest = await given.claimed(lease_ttl_ms=2**32 - 1)
+    assert (await engine.renew(longest)).expires_at_ms == await clock.now() + 2**32 - 1
 
 
-async def test_each_renewal_is_told(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
+async def test_each_renewal_writes_an_event_unless_the_settings_say_otherwise(
+    engines: Any, engine: Engine, given: Any, rows: Any, clock: Any
+) -> None:
     handle = await given.claimed()
     await engine.renew(handle)
     now = await clock.advance(seconds=1)
@@ -39,9 +43,10 @@ async def test_each_renewal_is_told(engine: Engine, given: Any, rows: Any, clock
     event = (await rows.events(handle.execution_id))[2]
     assert (event["lease_id"], event["lease_epoch"], event["attempt_index"]) == (handle.lease_id, 1, 0)
     assert (event["at"], event["worker_no"]) == (now, (await rows.execution(handle.execution_id))["worker_no"])
-
-
-async def test_renewals_are_not_told_where_the_deployment_says_so(engines: Any, given: Any, rows: Any) -> None:
+    first, second = await engine.renew_many([handle, handle])
+    assert isinstance(first, Renewed)
+    assert first == second
+    assert (await event_texts(rows, handle.execution_id))[3:] == ["renewed", "renewed"]
     quiet = await engines(lease_renewal_events=False)
     handle = await given.claimed()
     await quiet.renew(handle)
@@ -58,27 +63,7 @@ async def test_renew_many_renews_each_by_its_own_ttl_and_answers_in_order(
     assert await engine.renew_many(handles[::-1]) == expected[::-1]
 
 
-async def test_a_handle_named_twice_is_renewed_twice(engine: Engine, given: Any, rows: Any) -> None:
-    handle = await given.claimed()
-    first, second = await engine.renew_many([handle, handle])
-    assert isinstance(first, Renewed)
-    assert first == second
-    assert await event_texts(rows, handle.execution_id) == ["acquired", "renewed", "renewed"]
-
-
-async def test_renewing_0_or_1001_handles_is_refused(engine: Engine, given: Any, rows: Any) -> None:
-    handle = await given.claimed()
-    async with rows.unchanged():
-        await refused(engine.renew_many([]), "invalid_input", "must have 1 to 1000 items, got 0")
-        await refused(engine.renew_many([handle] * 1001), "invalid_input", "must have 1 to 1000 items, got 1001")
-
-
-async def test_the_longest_lease_can_be_renewed(engine: Engine, given: Any, clock: Any) -> None:
-    handle = await given.claimed(lease_ttl_ms=2**32 - 1)
-    assert (await engine.renew(handle)).expires_at_ms == await clock.now() + 2**32 - 1
-
-
-async def test_progress_overwrites_what_is_given_and_keeps_the_rest(
+async def test_progress_stores_what_is_given_and_keeps_the_rest(
     engine: Engine, given: Any, rows: Any, clock: Any
 ) -> None:
     handle = await given.claimed()
@@ -100,35 +85,31 @@ async def test_progress_overwrites_what_is_given_and_keeps_the_rest(
     assert await event_texts(rows, handle.execution_id) == ["acquired"]
 
 
-async def test_progress_refuses_what_is_no_percent_or_text(engine: Engine, given: Any, rows: Any) -> None:
+async def test_wrong_arguments_of_renewals_and_progress_are_refused(engine: Engine, given: Any, rows: Any) -> None:
     handle = await given.claimed()
     async with rows.unchanged():
+        await refused(engine.renew_many([]), "invalid_input", "must have 1 to 1000 items, got 0")
+        await refused(engine.renew_many([handle] * 1001), "invalid_input", "must have 1 to 1000 items, got 1001")
         percents: tuple[Any, ...] = (-1, 256, 1.5, "5", True)
         for percent in percents:
-            await refused(engine.progress(handle, percent=percent), "invalid_input", "percent: 0 to 255")
+            await refused(engine.progress(handle, percent=percent), "invalid_input", "percent: expected 0 to 255")
         for message in ("\0", "\ud800", 5):
             await refused(engine.progress(handle, message=message), "invalid_input", "message")  # type: ignore[arg-type]
 
 
-async def test_progress_does_not_extend_the_lease(engine: Engine, given: Any, clock: Any) -> None:
-    handle = await given.claimed(lease_ttl_ms=1000)
-    await clock.advance(ms=999)
-    await engine.progress(handle, percent=1)
-    await clock.advance(ms=1)
-    await refused(engine.renew(handle), "lease_expired")
-
-
-@pytest.mark.parametrize("many", [False, True], ids=["one", "many"])
-async def test_a_renewal_between_expiry_and_its_mark_is_refused_and_marks(
-    engine: Engine,
-    given: Any,
-    rows: Any,
-    many: bool,  # noqa: FBT001
+async def test_a_renewal_after_the_expiry_is_refused_and_marks_the_lease(
+    engine: Engine, given: Any, rows: Any, clock: Any
 ) -> None:
-    handle = await given.expired_lease()
-    verdict = (await engine.renew_many([handle]))[0] if many else await refused(engine.renew(handle), "lease_expired")
+    one, many = await given.claimed(lease_ttl_ms=1000), await given.claimed(lease_ttl_ms=1000)
+    await clock.advance(ms=999)
+    # Progress does not extend a lease.
+    await engine.progress(one, percent=1)
+    await clock.advance(ms=1)
+    await refused(engine.renew(one), "lease_expired")
+    (verdict,) = await engine.renew_many([many])
     assert getattr(verdict, "code", None) == "lease_expired"
-    assert await event_texts(rows, handle.execution_id) == ["acquired", "expired"]
+    for handle in (one, many):
+        assert await event_texts(rows, handle.execution_id) == ["acquired", "expired"]
 
 
 async def test_every_event_of_a_lease_names_its_attempt(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
@@ -162,7 +143,7 @@ async def test_every_event_of_a_lease_names_its_attempt(engine: Engine, given: A
     ]
 
 
-async def test_a_claim_that_names_its_ids_tells_both(engine: Engine, given: Any, rows: Any) -> None:
+async def test_events_hold_the_ids_that_the_claim_chose(engine: Engine, given: Any, rows: Any) -> None:
     waiting = await given.created()
     lease_id, attempt_id = mint_uuid_texts(2)
     await engine.issue_claim_grant(
@@ -177,5 +158,5 @@ async def test_a_claim_that_names_its_ids_tells_both(engine: Engine, given: Any,
         attempt_id=attempt_id,
     )
     await engine.complete(claimed.handle)
-    told = {(str(event["lease_id"]), str(event["attempt_id"])) for event in await rows.events(waiting)}
-    assert told == {(lease_id, attempt_id)}
+    named = {(str(event["lease_id"]), str(event["attempt_id"])) for event in await rows.events(waiting)}
+    assert named == {(lease_id, attempt_id)}

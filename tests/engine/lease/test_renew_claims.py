@@ -1,17 +1,16 @@
-"""Leases of one claim: renewed together, apart and merged, and ended where nobody renews them."""
+"""Leases of one claim: renewed together, split and merged, and expired if nobody renews them."""
 
 import asyncio
 from typing import Any
 
 import pytest
 
+from engine.cases import Cases, in_turn
 from engine.state import (
     EXPIRED_LEASE,
     FENCED,
     claim,
     claim_rows,
-    each_fenced,
-    event_texts,
     ids,
     items,
     new,
@@ -40,7 +39,7 @@ async def claimed(engine: Engine, count: int, *, lease_ttl_ms: int = TTL_MS, **o
 
 
 async def versions(connection: Any, table: str) -> list[Any]:
-    """Where each row of a table lies: any write of a row changes it."""
+    """The version of each row of a table; any write changes it."""
     return [tuple(row) for row in await connection.fetch(f"select ctid, xmin, xmax from {table} order by 1")]
 
 
@@ -52,9 +51,7 @@ def named(handles: list[Handle]) -> list[str]:
 # Renewing.
 
 
-async def test_a_claim_that_is_renewed_whole_is_one_row_to_write(
-    engine: Engine, rows: Any, connection: Any, clock: Any
-) -> None:
+async def test_renewing_a_whole_claim_writes_one_row(engine: Engine, rows: Any, connection: Any, clock: Any) -> None:
     handles = await claimed(engine, 50)
     (before,) = (await claim_rows(rows)).values()
     untouched = await versions(connection, "execution")
@@ -71,7 +68,7 @@ async def test_a_claim_that_is_renewed_whole_is_one_row_to_write(
     assert len(await event_texts(rows, handles[0].execution_id)) == 4
 
 
-async def test_what_is_renewed_without_the_rest_of_its_claim_gets_one_of_its_own(
+async def test_leases_renewed_without_the_rest_of_their_claim_get_a_new_claim(
     engine: Engine, rows: Any, clock: Any
 ) -> None:
     handles = await claimed(engine, 5)
@@ -95,9 +92,7 @@ async def test_what_is_renewed_without_the_rest_of_its_claim_gets_one_of_its_own
         await engine.complete(handle, b"x")
 
 
-async def test_the_leases_of_many_small_claims_are_put_under_one(
-    engine: Engine, rows: Any, connection: Any, clock: Any
-) -> None:
+async def test_a_renewal_merges_many_small_claims(engine: Engine, rows: Any, connection: Any, clock: Any) -> None:
     handles = [handle for _ in range(6) for handle in await claimed(engine, 1)]
     small = await claim_rows(rows)
     assert len(small) == 6
@@ -109,7 +104,7 @@ async def test_the_leases_of_many_small_claims_are_put_under_one(
     now = await clock.advance(ms=TTL_MS - 1)
     assert await engine.renew_many(handles) == [Renewed(expires_at_ms=now + TTL_MS, lease_epoch=1)] * 6
     assert await versions(connection, "execution") == untouched
-    # What the small claims hold is leased under another.
+    # The executions of the small claims are leased under the merged one.
     await clock.advance(ms=TTL_MS - 1)
     assert await parts_of(engine).lease_expiry.sweep() == 0
     assert list(await claim_rows(rows)) == [merged["claim_no"]]
@@ -117,12 +112,12 @@ async def test_the_leases_of_many_small_claims_are_put_under_one(
     assert {str(await engine.read_execution_state(one)) for one in named(handles)} == {"completed"}
 
 
-async def test_leases_of_one_claim_that_are_renewed_for_different_times_end_at_theirs(
+async def test_leases_of_one_claim_renewed_for_different_durations_each_expire_in_time(
     engine: Engine, rows: Any, clock: Any
 ) -> None:
     handles = await claimed(engine, 4)
-    # Two of them are held by a process that wants its leases longer.
-    mixed = [*handles[:2], *(handle_for(handle, 3 * TTL_MS) for handle in handles[2:])]
+    # Another process renews two of them for longer.
+    mixed = [*handles[:2], *(with_ttl(handle, 3 * TTL_MS) for handle in handles[2:])]
     now = await clock.advance(ms=5)
     assert [one.expires_at_ms - now for one in await engine.renew_many(mixed)] == [  # type: ignore[union-attr]
         TTL_MS,
@@ -138,17 +133,17 @@ async def test_leases_of_one_claim_that_are_renewed_for_different_times_end_at_t
     await engine.complete(handles[3])
 
 
-def handle_for(handle: Handle, lease_ttl_ms: int) -> Handle:
+def with_ttl(handle: Handle, lease_ttl_ms: int) -> Handle:
     """The same run, renewed for another time."""
     fields = ("kind", "execution_id", "attempt_index", "attempt_id", "lease_id", "lease_epoch", "lane_id")
     given: dict[str, Any] = {name: getattr(handle, name) for name in (*fields, "worker_instance_id")}
     return Handle(**given, lease_ttl_ms=lease_ttl_ms)
 
 
-async def test_a_lease_may_be_renewed_to_end_sooner(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
+async def test_a_lease_may_be_renewed_to_expire_sooner(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
     handle = await given.claimed(lease_ttl_ms=TTL_MS)
     now = await clock.advance(ms=1)
-    short = handle_for(handle, 1000)
+    short = with_ttl(handle, 1000)
     assert await engine.renew(short) == Renewed(expires_at_ms=now + 1000, lease_epoch=1)
     assert (await rows.execution(handle.execution_id))["lease_expires_at"] == now + 1000
     await clock.advance(ms=1000)
@@ -156,8 +151,8 @@ async def test_a_lease_may_be_renewed_to_end_sooner(engine: Engine, given: Any, 
     assert vector(await rows.execution(handle.execution_id)) == EXPIRED_LEASE
 
 
-@pytest.mark.parametrize("ended", ["absent", "asked for"])
-async def test_a_member_that_has_ended_keeps_the_others_together(
+@in_turn("ended", ["absent", "asked for"])
+async def test_a_finished_execution_does_not_split_its_claim(
     engine: Engine, rows: Any, connection: Any, clock: Any, ended: str
 ) -> None:
     handles = await claimed(engine, 4)
@@ -177,9 +172,7 @@ async def test_a_member_that_has_ended_keeps_the_others_together(
     assert (held["expires_at"], held["execution_ids"]) == (now + TTL_MS, named(handles[2:]))
 
 
-async def test_a_run_that_is_claimed_again_is_not_renewed_by_its_first_claim(
-    engine: Engine, rows: Any, clock: Any
-) -> None:
+async def test_a_run_claimed_again_is_not_renewed_with_its_first_claim(engine: Engine, rows: Any, clock: Any) -> None:
     first, other = await claimed(engine, 2)
     await engine.hand_back(first)
     (again,) = await claim(engine, lease_ttl_ms=TTL_MS)
@@ -192,41 +185,43 @@ async def test_a_run_that_is_claimed_again_is_not_renewed_by_its_first_claim(
     assert (await rows.execution(other.execution_id))["lease_expires_at"] == now + TTL_MS
 
 
-@each_fenced
-@pytest.mark.parametrize("renewed", ["whole", "apart"])
-async def test_a_renewed_run_may_do_everything_past_its_first_expiry(
-    engine: Engine, clock: Any, operation: str, renewed: str
-) -> None:
-    handle, other = await claimed(engine, 2)
+async def test_every_operation_is_allowed_under_a_renewed_lease(engine: Engine, clock: Any) -> None:
+    pairs = {
+        (operation, is_whole): await claimed(engine, 2, lane_id=f"{operation}-{is_whole}")
+        for operation in (*FENCED, "suspend")
+        for is_whole in (True, False)
+    }
     await clock.advance(ms=TTL_MS - 1)
-    await engine.renew_many([handle, other] if renewed == "whole" else [handle])
+    for (_, is_whole), pair in pairs.items():
+        await engine.renew_many(pair if is_whole else pair[:1])
     await clock.advance(ms=TTL_MS - 1)
-    await parts_of(engine).lease_expiry.sweep()
-    await FENCED[operation](engine, handle)
+    assert await parts_of(engine).lease_expiry.sweep() == len(pairs) / 2
+    with Cases() as cases:
+        for case, (handle, other) in pairs.items():
+            operation, is_whole = case
+            with cases(case):
+                if operation == "suspend":
+                    outcome = await suspended(engine, handle)
+                    state = await engine.read_execution_state(outcome.handle.execution_id)
+                    assert state is PublicState.SUSPENDED
+                else:
+                    await FENCED[operation](engine, handle)
+                if is_whole:
+                    assert isinstance(await engine.renew(other), Renewed)
 
 
-async def test_a_renewed_run_may_suspend_past_its_first_expiry(engine: Engine, clock: Any) -> None:
-    handle, other = await claimed(engine, 2)
-    await clock.advance(ms=TTL_MS - 1)
-    await engine.renew_many([handle, other])
-    await clock.advance(ms=TTL_MS - 1)
-    outcome = await suspended(engine, handle)
-    assert await engine.read_execution_state(outcome.handle.execution_id) is PublicState.SUSPENDED
-    assert isinstance(await engine.renew(other), Renewed)
-
-
-# Meetings with others.
+# Concurrent calls.
 
 
 @pytest.mark.usefixtures("patient_with_locks")
-async def test_a_renewal_that_waits_until_its_lease_has_expired_is_refused(
+async def test_a_renewal_that_waits_past_the_expiry_is_refused(
     engines: Any, given: Any, rows: Any, connection: Any, clock: Any, eventually: Any
 ) -> None:
     slow = await engines()
     handle = await given.claimed(lease_ttl_ms=TTL_MS)
     await clock.advance(ms=TTL_MS - 1)
     async with connection.transaction():
-        # As another who marks or renews leases of the claim.
+        # Marking or renewing another lease of the claim locks it like this.
         await connection.execute("select from claim for share")
         renewing = asyncio.create_task(slow.renew(handle))
         await eventually(lambda: waits_for_lock(connection))
@@ -236,13 +231,13 @@ async def test_a_renewal_that_waits_until_its_lease_has_expired_is_refused(
 
 
 @pytest.mark.usefixtures("patient_with_locks")
-async def test_a_mark_that_waits_for_a_renewal_finds_the_lease_renewed(
+async def test_a_concurrent_renewal_prevents_marking_the_lease(
     engines: Any, engine: Engine, given: Any, rows: Any, connection: Any, clock: Any, eventually: Any
 ) -> None:
     handle = await given.claimed(lease_ttl_ms=TTL_MS)
     now = await clock.advance(ms=TTL_MS)
     async with connection.transaction():
-        # As a renewal does that began a moment ago.
+        # A renewal that began before now writes this.
         await connection.execute("update claim set expires_at = $1, renewed_at = $2", now + TTL_MS - 1, now - 1)
         marking = asyncio.create_task((await engines()).mark_lease_expired_if_due(handle.execution_id))
         completing = asyncio.create_task((await engines()).complete(handle, b"x"))
@@ -254,7 +249,7 @@ async def test_a_mark_that_waits_for_a_renewal_finds_the_lease_renewed(
 
 
 async def waits_for_lock(connection: Any) -> bool:
-    """Whether a session of an engine waits for a row."""
+    """Whether a session of an engine waits for a lock."""
     found: bool = await connection.fetchval(
         "select exists (select from pg_stat_activity where datname = current_database()"
         " and application_name = 'flowfabric' and wait_event_type = 'Lock')"
@@ -263,7 +258,7 @@ async def waits_for_lock(connection: Any) -> bool:
 
 
 @pytest.mark.usefixtures("patient_with_locks")
-async def test_a_run_that_changes_while_it_is_renewed_apart_keeps_the_renewal(
+async def test_a_run_that_changes_during_its_renewal_is_still_renewed(
     engines: Any, engine: Engine, rows: Any, connection: Any, clock: Any, eventually: Any
 ) -> None:
     slow = await engines()
@@ -282,7 +277,7 @@ async def test_a_run_that_changes_while_it_is_renewed_apart_keeps_the_renewal(
     await engine.complete(handle)
 
 
-async def test_a_row_held_elsewhere_is_renewed_with_its_claim_and_once_apart_from_it(
+async def test_a_locked_row_is_renewed_with_its_claim_and_waited_for_alone(
     engine: Engine, rows: Any, connection: Any, clock: Any, eventually: Any
 ) -> None:
     handle, other = await claimed(engine, 2)
@@ -296,7 +291,7 @@ async def test_a_row_held_elsewhere_is_renewed_with_its_claim_and_once_apart_fro
     assert await event_texts(rows, handle.execution_id) == ["acquired", "renewed", "renewed"]
 
 
-async def test_rivals_that_renew_parts_of_one_claim_all_keep_their_leases(
+async def test_processes_that_renew_parts_of_one_claim_all_keep_their_leases(
     engines: Any, engine: Engine, rows: Any, clock: Any
 ) -> None:
     rivals = [await engines() for _ in range(3)]
@@ -317,7 +312,7 @@ async def test_rivals_that_renew_parts_of_one_claim_all_keep_their_leases(
 # Expiring.
 
 
-async def test_a_spent_claim_is_deleted_when_its_time_is_up(engine: Engine, rows: Any, clock: Any) -> None:
+async def test_a_spent_claim_is_deleted_at_its_expiry(engine: Engine, rows: Any, clock: Any) -> None:
     handles = await claimed(engine, 3)
     await engine.complete_many([(handle, None) for handle in handles])
     await clock.advance(ms=TTL_MS - 1)
@@ -329,7 +324,7 @@ async def test_a_spent_claim_is_deleted_when_its_time_is_up(engine: Engine, rows
     assert await rows.of("claim") == []
 
 
-async def test_full_batches_of_spent_claims_follow_each_other(
+async def test_a_sweep_continues_after_a_full_batch_of_spent_claims(
     engine: Engine, rows: Any, clock: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(expire, "CLAIM_LIMIT", 2)
@@ -343,7 +338,7 @@ async def test_full_batches_of_spent_claims_follow_each_other(
     assert await rows.of("claim") == []
 
 
-async def test_only_what_is_still_leased_under_a_claim_is_marked(engine: Engine, rows: Any, clock: Any) -> None:
+async def test_only_executions_still_leased_under_a_claim_are_marked(engine: Engine, rows: Any, clock: Any) -> None:
     done, parked, lost, cancelled = await claimed(engine, 4)
     await engine.complete(done)
     await engine.wait_children(parked)
@@ -357,7 +352,7 @@ async def test_only_what_is_still_leased_under_a_claim_is_marked(engine: Engine,
     assert await rows.of("claim") == []
 
 
-async def test_a_renewed_lease_that_expires_shows_the_renewed_time(engine: Engine, rows: Any, clock: Any) -> None:
+async def test_an_expired_lease_shows_its_renewed_expiry(engine: Engine, rows: Any, clock: Any) -> None:
     handles = await claimed(engine, 2)
     renewed_at = await clock.advance(ms=TTL_MS - 1)
     await engine.renew_many(handles)
@@ -376,7 +371,7 @@ async def test_a_renewed_lease_that_expires_shows_the_renewed_time(engine: Engin
         assert snapshot.current_lease.expires_at == expires_at  # type: ignore[union-attr]
 
 
-async def test_a_lease_whose_row_is_held_is_marked_by_a_later_sweep(
+async def test_a_lease_with_a_locked_row_is_marked_by_a_later_sweep(
     engine: Engine, rows: Any, connection: Any, clock: Any
 ) -> None:
     handles = await claimed(engine, 3)
@@ -395,7 +390,7 @@ async def test_a_lease_whose_row_is_held_is_marked_by_a_later_sweep(
     assert sorted(ids(await claim(engine))) == named(handles)
 
 
-async def test_claims_whose_rows_are_held_do_not_stand_before_others(
+async def test_claims_with_locked_rows_do_not_block_the_sweep(
     engine: Engine, rows: Any, connection: Any, clock: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(expire, "CLAIM_LIMIT", 2)
@@ -415,7 +410,7 @@ async def test_claims_whose_rows_are_held_do_not_stand_before_others(
         assert ids(await claim(engine)) == [free.execution_id]
 
 
-async def test_leases_that_cannot_be_marked_do_not_stand_before_others(
+async def test_leases_that_cannot_be_marked_do_not_block_the_sweep(
     engine: Engine, rows: Any, connection: Any, clock: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(expire, "CLAIM_LIMIT", 2)
@@ -439,7 +434,7 @@ async def test_leases_that_cannot_be_marked_do_not_stand_before_others(
     assert sorted(ids(await claim(engine))) == named(marked)
 
 
-async def test_expired_claims_of_other_lanes_do_not_keep_a_claim_from_its_own(
+async def test_expired_claims_of_other_lanes_do_not_hide_those_of_the_claimed_lane(
     engine: Engine, clock: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(expire, "CLAIM_LIMIT", 2)

@@ -1,4 +1,4 @@
-"""Results of every size come back as they were given; the large ones are stored apart from the execution's row."""
+"""Results of every size are returned unchanged; large ones are stored outside the execution row."""
 
 import asyncio
 import random
@@ -7,8 +7,8 @@ from typing import Any
 
 import asyncpg
 import msgspec
-import pytest
 
+from engine.cases import in_turn
 from engine.state import claim, items, new, refused
 from flowfabric import Fabric
 from flowfabric.engine.core.payload import INLINE_PAYLOAD_BYTES
@@ -20,8 +20,6 @@ from flowfabric.model.lease import Completed
 
 SIZES = (None, 0, 1, 256, 257, 1_500, 100_000)
 SHORT = {"policy": {"stream_policy": {"retention_ttl_ms": 1000}}}
-
-each_size = pytest.mark.parametrize("size", SIZES)
 
 
 def content(size: int | None, seed: int = 0) -> bytes | None:
@@ -52,15 +50,11 @@ async def complete_by_override(engine: Engine, handle: Handle, payload: bytes | 
     await engine.complete_execution(execution_id=handle.execution_id, payload=payload, source="operator_override")
 
 
-each_way = pytest.mark.parametrize(
-    "complete",
-    [complete_one, complete_in_many, complete_for_holder, complete_by_override],
-    ids=["one", "many", "holder", "override"],
-)
+WAYS = (complete_one, complete_in_many, complete_for_holder, complete_by_override)
 
 
 async def check_results(engine: Engine, rows: Any, expected: Mapping[str, bytes | None]) -> None:
-    """Every reader finds each result, which is in exactly one place, the one that its size asks for."""
+    """Check that every reader returns each result, and that it is stored once, in the place for its size."""
     on_row = {str(row["execution_id"]): row["result_payload"] for row in await rows.of("execution")}
     apart = {str(row["execution_id"]): row["result_payload"] for row in await rows.of("execution_result")}
     results = {execution_id[-36:]: given for execution_id, given in expected.items()}
@@ -85,18 +79,23 @@ def test_the_sizes_are_those_around_the_limit() -> None:
     assert {INLINE_PAYLOAD_BYTES, INLINE_PAYLOAD_BYTES + 1} <= set(SIZES)
 
 
-@each_way
-@each_size
-async def test_a_result_comes_back_equal(
-    engine: Engine, given: Any, rows: Any, complete: Any, size: int | None
-) -> None:
-    handle = await given.claimed()
-    await complete(engine, handle, content(size))
-    await check_results(engine, rows, {handle.execution_id: content(size)})
+async def test_a_result_is_returned_unchanged(engine: Engine, given: Any, rows: Any) -> None:
+    expected = {}
+    forms: tuple[Any, ...] = (bytes, bytearray, memoryview)
+    for complete in WAYS:
+        for size in SIZES:
+            for form in forms if size in (1, 1_500) else (bytes,):
+                handle = await given.claimed()
+                payload = content(size)
+                await complete(engine, handle, None if payload is None else form(payload))
+                expected[handle.execution_id] = payload
+    await check_results(engine, rows, expected)
 
 
-async def test_results_of_one_batch_stay_with_their_executions(engine: Engine, rows: Any) -> None:
-    given = [content(size, seed) for seed in range(5) for size in SIZES]
+async def test_results_of_a_batch_belong_to_their_executions(engine: Engine, rows: Any) -> None:
+    given = [content(size, seed) for seed in range(3) for size in SIZES]
+    # Some results of the batch are equal.
+    given += [content(size) for size in SIZES for _ in range(2)]
     random.Random(1).shuffle(given)
     handles = await leased(engine, len(given))
     answers = await engine.complete_many(list(zip(handles, given, strict=True)))
@@ -104,14 +103,7 @@ async def test_results_of_one_batch_stay_with_their_executions(engine: Engine, r
     await check_results(engine, rows, {one.execution_id: each for one, each in zip(handles, given, strict=True)})
 
 
-@each_size
-async def test_a_batch_may_share_one_result(engine: Engine, rows: Any, size: int | None) -> None:
-    handles = await leased(engine, 20)
-    await engine.complete_many([(handle, content(size)) for handle in handles])
-    await check_results(engine, rows, {handle.execution_id: content(size) for handle in handles})
-
-
-async def test_results_are_kept_beside_other_endings(engine: Engine, rows: Any) -> None:
+async def test_completions_and_failures_share_a_batch(engine: Engine, rows: Any) -> None:
     handles = await leased(engine, 10)
     ends = [
         engine.fail(handle, reason="no luck") if at % 2 else engine.complete(handle, content(1_500, at))
@@ -124,18 +116,7 @@ async def test_results_are_kept_beside_other_endings(engine: Engine, rows: Any) 
     await check_results(engine, rows, {key: result for key, result in expected.items() if result is not None})
 
 
-@pytest.mark.parametrize("form", [bytearray, memoryview])
-@each_way
-async def test_a_result_may_be_a_buffer(engine: Engine, given: Any, rows: Any, complete: Any, form: Any) -> None:
-    expected = {}
-    for size in (1, 1_500):
-        handle = await given.claimed()
-        await complete(engine, handle, form(content(size)))
-        expected[handle.execution_id] = content(size)
-    await check_results(engine, rows, expected)
-
-
-async def test_one_waiter_looks_for_results_of_every_size(engine: Engine, rows: Any) -> None:
+async def test_waiters_get_results_of_every_size(engine: Engine, rows: Any) -> None:
     handles = await leased(engine, len(SIZES))
     waits = [asyncio.create_task(engine.wait_for_ending(handle.execution_id, timeout=60)) for handle in handles]
     for handle, size in zip(handles, SIZES, strict=True):
@@ -143,7 +124,7 @@ async def test_one_waiter_looks_for_results_of_every_size(engine: Engine, rows: 
     assert [(await wait).result for wait in waits] == [content(size) for size in SIZES]
 
 
-async def test_a_run_brings_a_result_of_any_size(url: str, rows: Any) -> None:
+async def test_a_task_returns_a_result_of_any_size(url: str, rows: Any) -> None:
     fabric = Fabric(url)
 
     @fabric.task
@@ -170,9 +151,9 @@ async def test_a_run_brings_a_result_of_any_size(url: str, rows: Any) -> None:
     assert stored == [257, 258, 259, 1_500, 1_502, 100_000, 100_002]
 
 
-@pytest.mark.parametrize("at", [0, 50, 99])
-async def test_a_stale_fence_among_good_ones_leaves_no_result(engine: Engine, rows: Any, at: int) -> None:
-    handles = await leased(engine, 100)
+@in_turn("at", [0, 5, 9])
+async def test_a_stale_fence_in_a_batch_stores_no_result(engine: Engine, rows: Any, at: int) -> None:
+    handles = await leased(engine, 10)
     batch = [(handle, content(1_500, nth)) for nth, handle in enumerate(handles)]
     batch[at] = (msgspec.structs.replace(handles[at], lease_epoch=handles[at].lease_epoch + 1), batch[at][1])
     answers = await engine.complete_many(batch)
@@ -182,7 +163,7 @@ async def test_a_stale_fence_among_good_ones_leaves_no_result(engine: Engine, ro
     await check_results(engine, rows, {handle.execution_id: payload for handle, payload in batch})
 
 
-async def test_a_stale_fence_alone_leaves_no_result(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
+async def test_a_stale_fence_stores_no_result(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
     handle = await given.claimed(lease_ttl_ms=1000)
     await clock.advance(ms=1000)
     await given.claim()
@@ -191,39 +172,40 @@ async def test_a_stale_fence_alone_leaves_no_result(engine: Engine, given: Any, 
     assert await rows.of("execution_result") == []
 
 
-@pytest.mark.parametrize("complete", [complete_one, complete_in_many], ids=["one", "many"])
-@pytest.mark.parametrize("size", [1, 1_500])
-async def test_a_repeated_completion_leaves_the_first_result(
-    engine: Engine, engines: Any, given: Any, rows: Any, complete: Any, size: int
+async def test_a_repeated_completion_keeps_the_first_result(
+    engine: Engine, engines: Any, given: Any, rows: Any, clock: Any
 ) -> None:
-    handle = await given.claimed()
-    await complete(engine, handle, content(size))
-    async with rows.unchanged():
-        for again in (engine, await engines()):
-            await complete(again, handle, content(size))
-            await complete(again, handle, content(2_000))
-            await complete(again, handle, None)
-    await check_results(engine, rows, {handle.execution_id: content(size)})
-
-
-async def test_a_run_that_is_completed_twice_in_one_batch_has_one_result(engine: Engine, rows: Any) -> None:
+    expected = {}
+    other = await engines()
+    for complete in (complete_one, complete_in_many):
+        for size in (1, 1_500):
+            handle = await given.claimed()
+            await complete(engine, handle, content(size))
+            expected[handle.execution_id] = content(size)
+            # The lease would have expired by now.
+            await clock.advance(seconds=60)
+            async with rows.unchanged():
+                for again in (engine, other):
+                    await complete(again, handle, content(size))
+                    await complete(again, handle, content(2_000))
+                    await complete(again, handle, None)
     handles = await leased(engine, 5)
     answers = await engine.complete_many([(handle, content(1_500)) for handle in (*handles, *handles)])
     assert all(isinstance(answer, Completed) for answer in answers)
+    await check_results(engine, rows, {**expected, **{handle.execution_id: content(1_500) for handle in handles}})
+
+
+async def test_a_result_replaces_a_leftover_one(
+    engine: Engine, given: Any, rows: Any, connection: asyncpg.Connection
+) -> None:
+    handles = [await given.claimed() for _ in WAYS]
+    await connection.execute("insert into execution_result select partition_key, execution_id, '' from execution")
+    for complete, handle in zip(WAYS, handles, strict=True):
+        await complete(engine, handle, content(1_500))
     await check_results(engine, rows, {handle.execution_id: content(1_500) for handle in handles})
 
 
-@each_way
-async def test_a_result_replaces_one_that_was_left(
-    engine: Engine, given: Any, rows: Any, connection: asyncpg.Connection, complete: Any
-) -> None:
-    handle = await given.claimed()
-    await connection.execute("insert into execution_result select partition_key, execution_id, '' from execution")
-    await complete(engine, handle, content(1_500))
-    await check_results(engine, rows, {handle.execution_id: content(1_500)})
-
-
-async def test_a_batch_the_store_refuses_in_part_leaves_the_results_of_the_others(
+async def test_a_result_that_postgres_refuses_does_not_affect_the_rest_of_its_batch(
     engine: Engine, rows: Any, connection: asyncpg.Connection
 ) -> None:
     await connection.execute("alter table execution_result add check (result_payload <> repeat('p', 300)::bytea)")
@@ -237,14 +219,13 @@ async def test_a_batch_the_store_refuses_in_part_leaves_the_results_of_the_other
     await check_results(engine, rows, {handle.execution_id: payload for handle, payload in batch})
 
 
-@each_size
-async def test_retention_takes_the_result_with_its_execution(
-    engine: Engine, given: Any, clock: Any, rows: Any, size: int | None
+async def test_retention_deletes_the_result_with_its_execution(
+    engine: Engine, given: Any, clock: Any, rows: Any
 ) -> None:
-    for _ in range(3):
+    for size in SIZES:
         await given.completed(result=content(size), **SHORT)
         await given.failed(**SHORT)
     kept = await given.completed(result=content(1_500))
     await clock.advance(ms=1000)
-    assert await parts_of(engine).retention.trim() == 6
+    assert await parts_of(engine).retention.trim() == 2 * len(SIZES)
     await check_results(engine, rows, {kept: content(1_500)})

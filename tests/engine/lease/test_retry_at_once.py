@@ -1,4 +1,4 @@
-"""A retry without a pause may be claimed at once: no timer, no promoter, and whoever waits for work is woken."""
+"""A retry without backoff is claimable at once: no timer, no promotion, and waiting claims wake up."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from engine.state import RETRYABLE, attempts, claim, event_texts, lease_left, pending, vector
+from engine.cases import in_turn
+from engine.state import RETRYABLE, attempts, claim, lease_left, pending, vector
 from engine.waits import triple
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.parts import parts_of
@@ -30,7 +31,7 @@ BACKOFFS: dict[str, dict[str, Any]] = {
 
 
 def at_once(backoff: dict[str, Any] = FIXED, **others: Any) -> dict[str, Any]:
-    """A policy that tries again without a pause."""
+    """A policy that retries without a pause."""
     return {"retry_policy": {"max_retries": 3, "backoff": backoff}, **others}
 
 
@@ -51,8 +52,8 @@ FAILING: dict[str, Callable[[Engine, Handle], Awaitable[object]]] = {
 }
 
 
-@pytest.mark.parametrize("how", FAILING)
-async def test_a_retry_without_a_pause_may_be_claimed_at_once(
+@in_turn("how", FAILING)
+async def test_a_retry_without_a_pause_is_claimable_at_once(
     engine: Engine, given: Any, rows: Any, clock: Any, how: str
 ) -> None:
     handle = await given.claimed(policy=at_once(timeout_policy={"attempt_timeout_ms": 1000}))
@@ -77,22 +78,27 @@ async def test_a_retry_without_a_pause_may_be_claimed_at_once(
     assert (claimed.execution_id, claimed.attempt_index, claimed.attempt_type) == (handle.execution_id, 1, "retry")
 
 
-@pytest.mark.parametrize("backoff", BACKOFFS)
-async def test_every_backoff_of_nothing_is_no_pause(engine: Engine, given: Any, rows: Any, backoff: str) -> None:
-    handle = await given.claimed(policy=at_once(BACKOFFS[backoff]))
-    await engine.fail(handle, reason="no luck")
-    assert vector(await rows.execution(handle.execution_id)) == RETRYABLE
+async def test_every_backoff_of_zero_means_no_pause(engine: Engine, given: Any, rows: Any) -> None:
+    handles = {name: await given.claimed(policy=at_once(backoff)) for name, backoff in BACKOFFS.items()}
+    for name, handle in handles.items():
+        await engine.fail(handle, reason="no luck")
+        assert vector(await rows.execution(handle.execution_id)) == RETRYABLE, name
 
 
-async def test_a_repeated_failure_is_told_the_same(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
+async def test_a_repeated_failure_gets_the_same_answer_and_needs_no_promotion(
+    engine: Engine, given: Any, rows: Any, clock: Any
+) -> None:
     handle = await given.claimed(policy=at_once())
     first = await engine.fail(handle, reason="no luck")
     await clock.advance(seconds=5)
     async with rows.unchanged():
         assert await engine.fail(handle, reason="no luck") == first
+        await Reconciler(engine).catch_up()
+    explained = await engine.explain(handle.execution_id)
+    assert not any(reason.kind == "delayed" for reason in explained.reasons)
 
 
-async def test_retries_end_where_the_policy_says(engine: Engine, given: Any, rows: Any) -> None:
+async def test_retries_without_a_pause_end_after_max_retries(engine: Engine, given: Any, rows: Any) -> None:
     execution_id = await given.created(policy=at_once())
     for _ in range(4):
         (claimed,) = await claim(engine)
@@ -102,8 +108,8 @@ async def test_retries_end_where_the_policy_says(engine: Engine, given: Any, row
 
 
 @pytest.mark.usefixtures("hints_only")
-@pytest.mark.parametrize("how", FAILING)
-async def test_a_claim_that_waits_is_woken_by_the_retry(
+@in_turn("how", FAILING)
+async def test_the_retry_wakes_a_waiting_claim(
     engine: Engine, engines: Any, given: Any, clock: Any, eventually: Any, how: str
 ) -> None:
     other = await engines()
@@ -120,7 +126,7 @@ async def test_a_claim_that_waits_is_woken_by_the_retry(
         await engine.complete(claimed.handle)
 
 
-async def test_failures_of_one_batch_wait_each_for_its_own_pause(engine: Engine, given: Any, rows: Any) -> None:
+async def test_failures_of_one_batch_each_wait_for_their_own_backoff(engine: Engine, given: Any, rows: Any) -> None:
     paused = [await given.claimed(policy=at_once({"type": "fixed", "delay_ms": 1000})) for _ in range(3)]
     soon = [await given.claimed(policy=at_once()) for _ in range(3)]
     last = [await given.claimed() for _ in range(3)]
@@ -131,7 +137,7 @@ async def test_failures_of_one_batch_wait_each_for_its_own_pause(engine: Engine,
     assert {one.execution_id for one in await claim(engine)} == {handle.execution_id for handle in soon}
 
 
-async def test_an_attempt_that_was_resumed_is_tried_again_at_once(engine: Engine, given: Any, rows: Any) -> None:
+async def test_a_resumed_attempt_is_retried_at_once(engine: Engine, given: Any, rows: Any) -> None:
     handle = await given.claimed(policy=at_once())
     await engine.wait_children(handle)
     (resumed,) = await claim(engine)
@@ -140,7 +146,7 @@ async def test_an_attempt_that_was_resumed_is_tried_again_at_once(engine: Engine
     assert await engine.find_inconsistencies() == []
 
 
-async def test_a_policy_for_the_next_attempt_is_kept(engine: Engine, given: Any, rows: Any) -> None:
+async def test_the_next_attempt_keeps_the_policy_given_for_it(engine: Engine, given: Any, rows: Any) -> None:
     handle = await given.claimed(policy=at_once())
     outcome = await engine.fail_execution(
         **triple(handle), failure_reason="no luck", next_attempt_policy_json='{"a": 1}'
@@ -151,13 +157,3 @@ async def test_a_policy_for_the_next_attempt_is_kept(engine: Engine, given: Any,
     assert (known["attempt_index"], known["policy"]) == (1, '{"a": 1}')
     await claim(engine)
     assert [attempt.policy for attempt in await engine.list_attempts(handle.execution_id)] == [None, '{"a": 1}']
-
-
-async def test_a_retry_without_delay_needs_no_promotion(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
-    handle = await given.claimed(policy=at_once())
-    await engine.fail(handle, reason="no luck")
-    await clock.advance(seconds=5)
-    async with rows.unchanged():
-        await Reconciler(engine).catch_up()
-    explained = await engine.explain(handle.execution_id)
-    assert not any(reason.kind == "delayed" for reason in explained.reasons)

@@ -1,11 +1,10 @@
-"""The service forms: ending and renewing a run on behalf of whoever knows its fence."""
+"""The service forms: end and renew a run for a caller that holds its fence."""
 
 from collections.abc import Awaitable, Callable
 from typing import Any
 from uuid import UUID, uuid4
 
-import pytest
-
+from engine.cases import Cases, in_turn
 from engine.state import (
     ACTIVE,
     BACKING_OFF,
@@ -37,8 +36,8 @@ SERVICES: dict[str, Service] = {
     "renew_lease": lambda engine, **args: engine.renew_lease(**{"attempt_index": 0, "lease_ttl_ms": 5000, **args}),
 }
 
-each_service = pytest.mark.parametrize("operation", SERVICES)
-each_ending = pytest.mark.parametrize("operation", ["complete_execution", "fail_execution"])
+each_service = in_turn("operation", SERVICES)
+each_ending = in_turn("operation", ["complete_execution", "fail_execution"])
 
 
 def fence(handle: Handle, **changes: Any) -> dict[str, Any]:
@@ -52,12 +51,10 @@ def fence(handle: Handle, **changes: Any) -> dict[str, Any]:
     return {**given, **changes}
 
 
-# What each does when its fence holds.
+# With a valid fence.
 
 
-async def test_complete_execution_ends_a_run_as_its_holder_would(
-    engine: Engine, given: Any, rows: Any, clock: Any
-) -> None:
+async def test_complete_execution_ends_a_run_like_complete(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
     began = await clock.now()
     claimed = await given.run(tags={"ff.instance_id": "i-1"})
     now = await clock.advance(seconds=1)
@@ -75,9 +72,6 @@ async def test_complete_execution_ends_a_run_as_its_holder_would(
     assert await engine.get_execution_result(claimed.execution_id) == b"\x00done"
     assert (await engine.wait_for_ending(claimed.execution_id)).result_encoding == "raw"
     assert await event_texts(rows, claimed.execution_id) == ["acquired", "released completed>success"]
-
-
-async def test_complete_execution_needs_neither_result_nor_index(engine: Engine, given: Any, rows: Any) -> None:
     handle = await given.claimed()
     await engine.complete_execution(**fence(handle))
     row = await rows.execution(handle.execution_id)
@@ -85,14 +79,9 @@ async def test_complete_execution_needs_neither_result_nor_index(engine: Engine,
     assert await engine.get_execution_result(handle.execution_id) is None
 
 
-@each_service
-async def test_ids_may_be_texts(engine: Engine, given: Any, operation: str) -> None:
-    handle = await given.claimed()
-    texts = fence(handle, lease_id=str(handle.lease_id), attempt_id=str(handle.attempt_id).upper())
-    await SERVICES[operation](engine, **texts)
-
-
-async def test_fail_execution_ends_what_has_no_retry_left(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
+async def test_fail_execution_ends_an_execution_without_a_retry_left(
+    engine: Engine, given: Any, rows: Any, clock: Any
+) -> None:
     handle = await given.claimed()
     now = await clock.advance(seconds=1)
     failed = await engine.fail_execution(
@@ -110,7 +99,7 @@ async def test_fail_execution_ends_what_has_no_retry_left(engine: Engine, given:
     assert await event_texts(rows, handle.execution_id) == ["acquired", "released failed_terminal>failed"]
 
 
-async def test_fail_execution_schedules_a_retry_and_says_which_attempt_it_will_be(
+async def test_fail_execution_schedules_a_retry_and_returns_its_attempt_index(
     engine: Engine, given: Any, rows: Any, clock: Any
 ) -> None:
     handle = await given.claimed(policy=RETRYING)
@@ -129,15 +118,17 @@ async def test_fail_execution_schedules_a_retry_and_says_which_attempt_it_will_b
     assert await engine.fail_execution(**fence(again.handle), failure_reason="busy") == TerminalFailed()
 
 
-@pytest.mark.parametrize("category", ["permanent", "cancelled"])
-async def test_some_categories_are_never_tried_again(engine: Engine, given: Any, category: str) -> None:
-    handle = await given.claimed(policy=RETRYING)
-    call = engine.fail_execution(**fence(handle), failure_reason="x", failure_category=category)
-    assert await call == TerminalFailed()
-
-
-async def test_a_retry_policy_of_the_call_stands_before_the_stored_one(engine: Engine, given: Any, clock: Any) -> None:
+async def test_the_retry_policy_of_the_call_overrides_the_stored_one(engine: Engine, given: Any, clock: Any) -> None:
     now = await clock.now()
+    for category in ("permanent", "cancelled"):
+        handle = await given.claimed(policy=RETRYING)
+        call = engine.fail_execution(**fence(handle), failure_reason="x", failure_category=category)
+        assert await call == TerminalFailed(), category
+    empty: tuple[Any, ...] = (None, "", b"")
+    for none in empty:
+        handle = await given.claimed(policy=RETRYING)
+        call = engine.fail_execution(**fence(handle), failure_reason="x", retry_policy_json=none)
+        assert await call == RetryScheduled(delay_until=now + 1000, next_attempt_index=1), none
     text = '{"max_retries": 5, "backoff": {"type": "fixed", "delay_ms": 7}, "retryable_categories": ["odd"]}'
     for given_policy in (text, text.encode(), RetryPolicy(max_retries=5, backoff=FixedBackoff(delay_ms=7))):
         handle = await given.claimed()
@@ -153,15 +144,8 @@ async def test_a_retry_policy_of_the_call_stands_before_the_stored_one(engine: E
     assert await call == TerminalFailed()
 
 
-@pytest.mark.parametrize("empty", [None, "", b""])
-async def test_an_empty_retry_policy_leaves_the_stored_one(engine: Engine, given: Any, clock: Any, empty: Any) -> None:
-    handle = await given.claimed(policy=RETRYING)
-    call = engine.fail_execution(**fence(handle), failure_reason="x", retry_policy_json=empty)
-    assert await call == RetryScheduled(delay_until=await clock.now() + 1000, next_attempt_index=1)
-
-
-@pytest.mark.parametrize("policy", ['{"a": "é", "b": [1]}', b'{"a": "\xc3\xa9", "b": [1]}', {"a": "é", "b": [1]}])
-async def test_the_next_attempt_bears_the_policy_given_for_it(
+@in_turn("policy", ['{"a": "é", "b": [1]}', b'{"a": "\xc3\xa9", "b": [1]}', {"a": "é", "b": [1]}])
+async def test_the_next_attempt_has_the_policy_given_for_it(
     engine: Engine, given: Any, rows: Any, clock: Any, policy: Any
 ) -> None:
     handle = await given.claimed(policy=RETRYING)
@@ -183,7 +167,9 @@ async def test_the_next_attempt_bears_the_policy_given_for_it(
     assert await shown() == [None, stored]
 
 
-async def test_the_policy_of_the_next_attempt_goes_with_it(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
+async def test_the_policy_of_an_attempt_does_not_apply_to_later_ones(
+    engine: Engine, given: Any, rows: Any, clock: Any
+) -> None:
     policy = {"retry_policy": {"max_retries": 5, "backoff": {"type": "fixed", "delay_ms": 1000}}}
     handle = await given.claimed(policy=policy)
     await engine.fail_execution(
@@ -199,7 +185,7 @@ async def test_the_policy_of_the_next_attempt_goes_with_it(engine: Engine, given
     assert policies == [None, '{"max_replay_count": 3}', None]
 
 
-async def test_a_policy_for_an_attempt_that_never_comes_is_not_kept(engine: Engine, given: Any, rows: Any) -> None:
+async def test_a_policy_for_the_next_attempt_is_dropped_if_there_is_none(engine: Engine, given: Any, rows: Any) -> None:
     handle = await given.claimed()
     await engine.fail_execution(**fence(handle), failure_reason="x", next_attempt_policy_json='{"a": 1}')
     assert await rows.of("attempt") == []
@@ -207,7 +193,7 @@ async def test_a_policy_for_an_attempt_that_never_comes_is_not_kept(engine: Engi
     assert (attempt.attempt_state, attempt.policy) == ("ended_failure", None)
 
 
-async def test_a_failure_is_never_refused_over_its_message(engine: Engine, given: Any, rows: Any) -> None:
+async def test_a_failure_is_never_refused_for_its_message(engine: Engine, given: Any, rows: Any) -> None:
     for text, stored in (("", ""), ("a\0b", "a\N{REPLACEMENT CHARACTER}b"), ("\ud800", "?")):
         handle = await given.claimed()
         await engine.fail_execution(**fence(handle), failure_reason=text, failure_category=text)
@@ -215,7 +201,7 @@ async def test_a_failure_is_never_refused_over_its_message(engine: Engine, given
         assert (attempt["failure_reason"], attempt["failure_category"]) == (stored, stored or None)
 
 
-async def test_renew_lease_extends_a_lease_by_the_time_it_names(
+async def test_renew_lease_extends_a_lease_by_the_given_duration(
     engine: Engine, given: Any, rows: Any, clock: Any
 ) -> None:
     handle = await given.claimed(lease_ttl_ms=1000)
@@ -236,7 +222,7 @@ async def test_renew_lease_extends_a_lease_by_the_time_it_names(
     await engine.complete(handle)
 
 
-async def test_the_service_forms_know_a_resumed_run_by_its_new_lease(engine: Engine, given: Any, rows: Any) -> None:
+async def test_a_resumed_run_needs_the_fence_of_its_new_lease(engine: Engine, given: Any, rows: Any) -> None:
     for operation in SERVICES:
         handle = await given.claimed()
         await engine.delay(handle, 0)
@@ -244,52 +230,49 @@ async def test_the_service_forms_know_a_resumed_run_by_its_new_lease(engine: Eng
         assert again.lease_id != again.attempt_id
         async with rows.unchanged():
             await refused(SERVICES[operation](engine, **fence(handle)), "stale_lease")
-        await SERVICES[operation](engine, **fence(again.handle), attempt_index=0)
+        ids = {"lease_id": str(again.lease_id), "attempt_id": str(again.attempt_id).upper()}
+        await SERVICES[operation](engine, **fence(again.handle, **ids), attempt_index=0)
 
 
-# Fences that are absent or in part.
+# With an absent or incomplete fence.
+
+PARTS = [
+    {"lease_id"},
+    {"lease_epoch"},
+    {"attempt_id"},
+    {"lease_id", "lease_epoch"},
+    {"lease_id", "attempt_id"},
+    {"lease_epoch", "attempt_id"},
+]
 
 
-@each_service
-async def test_a_fence_is_required(engine: Engine, given: Any, rows: Any, operation: str) -> None:
+async def test_a_complete_fence_is_required(engine: Engine, given: Any, rows: Any) -> None:
     handle = await given.claimed()
-    sources: list[dict[str, Any]] = [{}]
-    if operation != "renew_lease":
-        sources += [{"source": source} for source in ("lease_holder", "flow_cascade", "system_timeout", "me", "")]
-    async with rows.unchanged():
-        for source in sources:
-            for absent in ({}, {"lease_id": "", "attempt_id": ""}):
-                call = SERVICES[operation](engine, execution_id=handle.execution_id, **source, **absent)
-                refusal = await refused(call, "invalid_input", "fence_required")
-                assert isinstance(refusal, InvalidInputError)
-
-
-@each_service
-@pytest.mark.parametrize(
-    "kept",
-    [
-        {"lease_id"},
-        {"lease_epoch"},
-        {"attempt_id"},
-        {"lease_id", "lease_epoch"},
-        {"lease_id", "attempt_id"},
-        {"lease_epoch", "attempt_id"},
-    ],
-    ids=lambda kept: "+".join(sorted(kept)),
-)
-async def test_a_fence_in_part_is_refused(
-    engine: Engine, given: Any, rows: Any, operation: str, kept: set[str]
-) -> None:
-    handle = await given.claimed()
-    part = {name: value for name, value in fence(handle).items() if name in {*kept, "execution_id"}}
-    sources = [{}] if operation == "renew_lease" else [{}, {"source": "operator_override"}]
-    async with rows.unchanged():
-        for source in sources:
-            await refused(SERVICES[operation](engine, **part, **source), "invalid_input", "partial_fence_triple")
+    with Cases() as cases:
+        async with rows.unchanged():
+            for operation, call in SERVICES.items():
+                is_ending = operation != "renew_lease"
+                sources = ("lease_holder", "flow_cascade", "system_timeout", "me", "") if is_ending else ()
+                for source in ({}, *({"source": source} for source in sources)):
+                    for absent in ({}, {"lease_id": "", "attempt_id": ""}):
+                        with cases((operation, source, absent)):
+                            refusal = await refused(
+                                call(engine, execution_id=handle.execution_id, **source, **absent),
+                                "invalid_input",
+                                "fence_required",
+                            )
+                            assert isinstance(refusal, InvalidInputError)
+                for kept in PARTS:
+                    part = {name: value for name, value in fence(handle).items() if name in {*kept, "execution_id"}}
+                    for source in ({}, {"source": "operator_override"}) if is_ending else ({},):
+                        with cases((operation, source, kept)):
+                            await refused(call(engine, **part, **source), "invalid_input", "partial_fence_triple")
 
 
 @each_ending
-async def test_an_operator_needs_no_fence(engine: Engine, given: Any, rows: Any, operation: str) -> None:
+async def test_an_operator_needs_no_fence_but_a_given_fence_must_match(
+    engine: Engine, given: Any, rows: Any, operation: str
+) -> None:
     for index in ({}, {"attempt_index": 0}):
         handle = await given.claimed()
         override = {"execution_id": handle.execution_id, "source": "operator_override", **index}
@@ -298,15 +281,20 @@ async def test_an_operator_needs_no_fence(engine: Engine, given: Any, rows: Any,
         assert vector(row) == (COMPLETED if operation == "complete_execution" else FAILED)
         (attempt,) = await attempts(rows, handle.execution_id)
         assert (attempt["lease_id"], attempt["lease_epoch"]) == (handle.lease_id, 1)
+    handle = await given.claimed()
+    async with rows.unchanged():
+        wrong = fence(handle, lease_epoch=2, source="operator_override")
+        await refused(SERVICES[operation](engine, **wrong), "stale_lease")
+    await SERVICES[operation](engine, **fence(handle, source="operator_override"))
 
 
 @each_ending
-async def test_an_operator_is_held_to_phase_revocation_and_expiry(
+async def test_an_operator_cannot_end_an_inactive_revoked_or_expired_run(
     engine: Engine, given: Any, rows: Any, connection: Any, clock: Any, operation: str
 ) -> None:
     waiting = await given.created(lane_id="elsewhere")
     ended = await given.completed()
-    revoked, lapsed = await given.claimed(lease_ttl_ms=1000), await given.claimed(lease_ttl_ms=1000)
+    revoked, expired = await given.claimed(lease_ttl_ms=1000), await given.claimed(lease_ttl_ms=1000)
     parked = await given.claimed()
     await engine.delay(parked, await clock.now() + 60_000)
     await revoke(connection, revoked.execution_id)
@@ -326,27 +314,15 @@ async def test_an_operator_is_held_to_phase_revocation_and_expiry(
         assert (await refused(call(ended), "execution_not_active")).detail["terminal_outcome"] == "success"  # type: ignore[index]
         await refused(call(parked.execution_id), "execution_not_active")
         await refused(call(revoked.execution_id), "lease_revoked")
-    await refused(call(lapsed.execution_id), "lease_expired")
-    row = await rows.execution(lapsed.execution_id)
+    await refused(call(expired.execution_id), "lease_expired")
+    row = await rows.execution(expired.execution_id)
     assert (vector(row), row["lease_expired_at"]) == (EXPIRED_LEASE, now)
 
 
-@each_ending
-async def test_an_operator_who_gives_a_fence_is_held_to_it(
-    engine: Engine, given: Any, rows: Any, operation: str
-) -> None:
-    handle = await given.claimed()
-    async with rows.unchanged():
-        wrong = fence(handle, lease_epoch=2, source="operator_override")
-        await refused(SERVICES[operation](engine, **wrong), "stale_lease")
-    await SERVICES[operation](engine, **fence(handle, source="operator_override"))
+# With a fence that does not match, in the order of the checks.
 
 
-# Fences that do not hold, in the order in which they are judged.
-
-
-@each_service
-async def test_each_part_of_the_fence_counts(engine: Engine, given: Any, rows: Any, operation: str) -> None:
+async def test_each_part_of_the_fence_must_match(engine: Engine, given: Any, rows: Any) -> None:
     handle = await given.claimed()
     wrong: list[dict[str, Any]] = [
         {"lease_epoch": 0},
@@ -359,52 +335,62 @@ async def test_each_part_of_the_fence_counts(engine: Engine, given: Any, rows: A
         {"attempt_index": 1},
         {"attempt_index": 2**31 - 1},
     ]
-    async with rows.unchanged():
-        for changes in wrong:
-            refusal = await refused(SERVICES[operation](engine, **fence(handle, **changes)), "stale_lease")
-            assert isinstance(refusal, StateError)
+    absent = f"{{fp:1}}:{handle.execution_id[-36:]}"
+    with Cases() as cases:
+        async with rows.unchanged():
+            for operation, call in SERVICES.items():
+                for changes in wrong:
+                    with cases((operation, changes)):
+                        refusal = await refused(call(engine, **fence(handle, **changes)), "stale_lease")
+                        assert isinstance(refusal, StateError)
+                with cases((operation, "absent")):
+                    refusal = await refused(call(engine, **fence(handle, execution_id=absent)), "execution_not_found")
+                    assert isinstance(refusal, NotFoundError)
 
 
-@each_service
-async def test_the_epoch_is_judged_before_the_phase_and_the_phase_before_the_ids(
-    engine: Engine, given: Any, rows: Any, operation: str
+async def test_the_epoch_is_checked_before_the_phase_and_the_phase_before_the_ids(
+    engine: Engine, given: Any, rows: Any
 ) -> None:
     handle = await given.claimed()
     await engine.complete(handle)
-    async with rows.unchanged():
-        await refused(SERVICES[operation](engine, **fence(handle, lease_epoch=2)), "stale_lease")
-        for changes in ({}, {"lease_id": uuid4()}, {"attempt_id": uuid4()}, {"attempt_index": 5}):
-            refusal = await refused(SERVICES[operation](engine, **fence(handle, **changes)), "execution_not_active")
-            assert isinstance(refusal, ContentionError)
-            assert refusal.detail == {
-                "terminal_outcome": "success",
-                "lease_epoch": "1",
-                "lifecycle_phase": "terminal",
-                "attempt_id": str(handle.attempt_id),
-            }
+    with Cases() as cases:
+        async with rows.unchanged():
+            for operation, call in SERVICES.items():
+                with cases((operation, "epoch")):
+                    await refused(call(engine, **fence(handle, lease_epoch=2)), "stale_lease")
+                for changes in ({}, {"lease_id": uuid4()}, {"attempt_id": uuid4()}, {"attempt_index": 5}):
+                    with cases((operation, changes)):
+                        refusal = await refused(call(engine, **fence(handle, **changes)), "execution_not_active")
+                        assert isinstance(refusal, ContentionError)
+                        assert refusal.detail == {
+                            "terminal_outcome": "success",
+                            "lease_epoch": "1",
+                            "lifecycle_phase": "terminal",
+                            "attempt_id": str(handle.attempt_id),
+                        }
 
 
 @each_service
-async def test_revocation_is_judged_before_expiry_and_expiry_before_the_ids(
+async def test_revocation_is_checked_before_expiry_and_expiry_before_the_ids(
     engine: Engine, given: Any, rows: Any, connection: Any, clock: Any, operation: str
 ) -> None:
-    revoked, lapsed = await given.claimed(lease_ttl_ms=1000), await given.claimed(lease_ttl_ms=1000)
+    revoked, expired = await given.claimed(lease_ttl_ms=1000), await given.claimed(lease_ttl_ms=1000)
     await revoke(connection, revoked.execution_id)
     now = await clock.advance(seconds=1)
     async with rows.unchanged():
         for changes in ({}, {"lease_id": uuid4()}, {"attempt_index": 5}):
             await refused(SERVICES[operation](engine, **fence(revoked, **changes)), "lease_revoked")
-    call = SERVICES[operation](engine, **fence(lapsed, lease_id=uuid4(), attempt_index=5))
+    call = SERVICES[operation](engine, **fence(expired, lease_id=uuid4(), attempt_index=5))
     await refused(call, "lease_expired")
-    row = await rows.execution(lapsed.execution_id)
+    row = await rows.execution(expired.execution_id)
     assert (vector(row), row["lease_expired_at"]) == (EXPIRED_LEASE, now)
-    assert await event_texts(rows, lapsed.execution_id) == ["acquired", "expired"]
+    assert await event_texts(rows, expired.execution_id) == ["acquired", "expired"]
     async with rows.unchanged():
-        await refused(SERVICES[operation](engine, **fence(lapsed)), "lease_expired")
+        await refused(SERVICES[operation](engine, **fence(expired)), "lease_expired")
 
 
 @each_service
-async def test_a_lease_is_over_exactly_at_its_expiry(engine: Engine, given: Any, clock: Any, operation: str) -> None:
+async def test_a_lease_expires_exactly_at_its_expiry(engine: Engine, given: Any, clock: Any, operation: str) -> None:
     kept, lost = await given.claimed(lease_ttl_ms=1000), await given.claimed(lease_ttl_ms=1000)
     await clock.advance(ms=999)
     await SERVICES[operation](engine, **fence(kept))
@@ -412,19 +398,7 @@ async def test_a_lease_is_over_exactly_at_its_expiry(engine: Engine, given: Any,
     await refused(SERVICES[operation](engine, **fence(lost)), "lease_expired")
 
 
-@each_service
-async def test_what_names_no_execution_is_not_found(engine: Engine, given: Any, rows: Any, operation: str) -> None:
-    handle = await given.claimed()
-    absent = f"{{fp:1}}:{handle.execution_id[-36:]}"
-    async with rows.unchanged():
-        refusal = await refused(
-            SERVICES[operation](engine, **fence(handle, execution_id=absent)), "execution_not_found"
-        )
-        assert isinstance(refusal, NotFoundError)
-
-
-@each_service
-async def test_arguments_out_of_range_are_refused(engine: Engine, given: Any, rows: Any, operation: str) -> None:
+async def test_arguments_out_of_range_are_refused(engine: Engine, given: Any, rows: Any) -> None:
     handle = await given.claimed()
     beyond = f"{{fp:32768}}:{handle.execution_id[-36:]}"
     wrong: list[dict[str, Any]] = [
@@ -441,16 +415,25 @@ async def test_arguments_out_of_range_are_refused(engine: Engine, given: Any, ro
         {"attempt_index": 2**31},
         {"attempt_index": "0"},
     ]
-    if operation == "complete_execution":
-        wrong += [{"source": 7}, {"payload": "text"}, {"result_encoding": 7}, {"result_encoding": "a\0b"}]
-    if operation == "renew_lease":
-        wrong += [{"lease_ttl_ms": 0}, {"lease_ttl_ms": 2**32}, {"lease_history_grace_ms": -1}, {"attempt_index": None}]
-    async with rows.unchanged():
-        for changes in wrong:
-            await refused(SERVICES[operation](engine, **fence(handle, **changes)), "invalid_input")
+    own: dict[str, list[dict[str, Any]]] = {
+        "complete_execution": [{"source": 7}, {"payload": "text"}, {"result_encoding": 7}, {"result_encoding": "a\0b"}],
+        "fail_execution": [],
+        "renew_lease": [
+            {"lease_ttl_ms": 0},
+            {"lease_ttl_ms": 2**32},
+            {"lease_history_grace_ms": -1},
+            {"attempt_index": None},
+        ],
+    }
+    with Cases() as cases:
+        async with rows.unchanged():
+            for operation, call in SERVICES.items():
+                for changes in (*wrong, *own[operation]):
+                    with cases((operation, changes)):
+                        await refused(call(engine, **fence(handle, **changes)), "invalid_input")
 
 
-async def test_policies_that_cannot_be_read_are_refused(engine: Engine, given: Any, rows: Any) -> None:
+async def test_unreadable_policies_are_refused(engine: Engine, given: Any, rows: Any) -> None:
     handle = await given.claimed(policy=RETRYING)
     wrong: list[tuple[dict[str, Any], str, str]] = [
         ({"retry_policy_json": "{"}, "invalid_policy_json", "malformed"),
@@ -468,12 +451,10 @@ async def test_policies_that_cannot_be_read_are_refused(engine: Engine, given: A
     assert vector(await rows.execution(handle.execution_id)) == ACTIVE
 
 
-# A repeated call is the caller's to judge.
+# Repeated.
 
 
-async def test_a_repeat_is_refused_with_what_tells_the_caller_whose_ending_it_was(
-    engine: Engine, given: Any, rows: Any
-) -> None:
+async def test_a_repeated_call_is_refused_with_the_state_it_found(engine: Engine, given: Any, rows: Any) -> None:
     completed, failed, retried = await given.claimed(), await given.claimed(), await given.claimed(policy=RETRYING)
     await engine.complete_execution(**fence(completed))
     await engine.fail_execution(**fence(failed), failure_reason="x")
@@ -494,7 +475,7 @@ async def test_a_repeat_is_refused_with_what_tells_the_caller_whose_ending_it_wa
                     "attempt_id": attempt_id,
                 }
                 assert not refusal.retryable
-        # The worker itself, which may have lost the reply, is told that its ending stands.
+        # The worker itself may have lost the reply: it gets the first answer again.
         await engine.complete(completed)
         assert await engine.fail(failed, reason="x") == TerminalFailed()
         assert isinstance(await engine.fail(retried, reason="x"), RetryScheduled)

@@ -1,4 +1,4 @@
-"""Timers by name: promoting a delay, expiring an attempt or an execution, marking a lease; as the sweeps do it."""
+"""Operations that process one due timer by name: promote a delay, expire an execution, mark a lease."""
 
 import asyncio
 import logging
@@ -8,9 +8,9 @@ from uuid import uuid4
 
 import pytest
 
+from engine.cases import Cases, in_turn
 from engine.state import (
     BACKING_OFF,
-    EXPIRED_LEASE,
     RESUMABLE,
     RETRYABLE,
     WAITING,
@@ -55,15 +55,17 @@ NAMED: dict[str, Callable[[Engine, Any], Awaitable[object]]] = {
 }
 
 
-@pytest.mark.parametrize("operation", NAMED)
-async def test_what_is_no_execution_id_is_refused(engine: Engine, rows: Any, operation: str) -> None:
-    async with rows.unchanged():
-        for wrong in ("nonsense", None, 7, str(uuid4()), f"{{fp:32768}}:{uuid4()}"):
-            await refused(NAMED[operation](engine, wrong), "invalid_input")
+async def test_an_invalid_execution_id_is_refused(engine: Engine, rows: Any) -> None:
+    with Cases() as cases:
+        async with rows.unchanged():
+            for operation, call in NAMED.items():
+                for wrong in ("nonsense", None, 7, str(uuid4()), f"{{fp:32768}}:{uuid4()}"):
+                    with cases((operation, wrong)):
+                        await refused(call(engine, wrong), "invalid_input")
 
 
 async def alike(rows: Any, first: str, second: str) -> None:
-    """Two executions, moved in different ways at one time, must have come to the same."""
+    """Fail unless two executions that were moved in different ways have equal rows."""
     own = {"execution_id", "place", "lease_id", "attempt_id", "event_id", "xid", "claim_no"}
 
     def plain(row: dict[str, Any]) -> dict[str, Any]:
@@ -80,7 +82,7 @@ async def alike(rows: Any, first: str, second: str) -> None:
 # Promotion.
 
 
-async def test_promote_delayed_says_why_there_is_nothing_to_do(engine: Engine, given: Any, rows: Any) -> None:
+async def test_promote_delayed_returns_why_nothing_was_promoted(engine: Engine, given: Any, rows: Any) -> None:
     waiting = await given.created(lane_id="elsewhere")
     delayed = await given.delayed(seconds=1)
     ended = await given.completed()
@@ -97,7 +99,7 @@ async def test_promote_delayed_says_why_there_is_nothing_to_do(engine: Engine, g
             assert await engine.promote_delayed(execution_id) == AlreadySatisfied(reason=reason)
 
 
-async def test_promote_delayed_promotes_at_the_very_millisecond(
+async def test_promote_delayed_promotes_exactly_at_the_due_time(
     engine: Engine, given: Any, rows: Any, clock: Any
 ) -> None:
     delayed = await given.delayed(seconds=1)
@@ -114,7 +116,7 @@ async def test_promote_delayed_promotes_at_the_very_millisecond(
         assert await engine.promote_delayed(delayed) == AlreadySatisfied(reason="not_delayed")
 
 
-async def test_promotion_keeps_what_the_next_claim_will_be(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
+async def test_promotion_keeps_the_kind_of_the_next_claim(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
     failed = await given.backing_off(delay_ms=1000)
     parked = await given.claimed()
     await engine.delay(parked, await clock.now() + 1000)
@@ -123,16 +125,6 @@ async def test_promotion_keeps_what_the_next_claim_will_be(engine: Engine, given
     assert await engine.promote_delayed(parked.execution_id) == Promoted(public_state=PublicState.RESUMABLE)
     assert vector(await rows.execution(failed.execution_id)) == RETRYABLE
     assert vector(await rows.execution(parked.execution_id)) == RESUMABLE
-
-
-async def test_promotion_by_name_and_by_sweep_come_to_the_same(
-    engine: Engine, given: Any, rows: Any, clock: Any
-) -> None:
-    named, swept = await given.delayed(seconds=1), await given.delayed(seconds=1)
-    await clock.advance(seconds=2)
-    assert isinstance(await engine.promote_delayed(named), Promoted)
-    assert await parts_of(engine).delays.promote_due() == 1
-    await alike(rows, named, swept)
 
 
 @pytest.mark.usefixtures("hints_only")
@@ -151,7 +143,9 @@ async def test_promotion_wakes_a_waiting_claim(engine: Engine, given: Any, clock
 # Expiry.
 
 
-async def test_expire_execution_says_what_there_is_to_expire(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
+async def test_expire_execution_returns_why_nothing_was_expired(
+    engine: Engine, given: Any, rows: Any, clock: Any
+) -> None:
     now = await clock.now()
     untimed, timed = await given.claimed(), await given.claimed(policy=TIMED, execution_deadline_at=now + 60_000)
     waiting = await given.created(lane_id="elsewhere", policy=TIMED)
@@ -190,7 +184,7 @@ async def test_an_attempt_without_a_retry_left_expires_at_its_timeout(
         await refused(engine.complete(handle), "execution_not_active")
 
 
-async def test_an_attempt_with_a_retry_left_is_tried_again_after_its_timeout(
+async def test_an_attempt_with_a_retry_left_is_retried_after_its_timeout(
     engine: Engine, given: Any, rows: Any, clock: Any
 ) -> None:
     claimed = await given.run(policy=RETRIED)
@@ -228,7 +222,7 @@ async def test_an_attempt_with_a_retry_left_is_tried_again_after_its_timeout(
     assert vector(await rows.execution(claimed.execution_id)) == EXPIRED
 
 
-async def test_an_attempt_times_out_whatever_became_of_its_lease(
+async def test_an_attempt_times_out_with_an_expired_or_revoked_lease(
     engine: Engine, given: Any, rows: Any, connection: Any, clock: Any
 ) -> None:
     unmarked, marked, revoked = [await given.claimed(policy=TIMED, lease_ttl_ms=1000) for _ in range(3)]
@@ -248,9 +242,7 @@ async def test_an_attempt_times_out_whatever_became_of_its_lease(
     assert await event_texts(rows, revoked.execution_id) == ["acquired", "ended expired:attempt_timeout>expired"]
 
 
-async def test_a_deadline_ends_what_has_not_ended_in_any_phase(
-    engine: Engine, given: Any, rows: Any, clock: Any
-) -> None:
+async def test_a_deadline_ends_an_execution_in_any_phase(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
     deadline = await clock.now() + 60_000
     running = await given.claimed(execution_deadline_at=deadline, policy=RETRIED, lease_ttl_ms=600_000)
     parked = await given.claimed(execution_deadline_at=deadline)
@@ -279,29 +271,36 @@ async def test_a_deadline_ends_what_has_not_ended_in_any_phase(
     assert await attempts(rows, waiting) == []
 
 
-@pytest.mark.parametrize("policy", [TIMED, RETRIED], ids=["expired", "retried"])
-async def test_expiry_by_name_and_by_sweep_come_to_the_same(
-    engine: Engine, given: Any, rows: Any, clock: Any, policy: Any
-) -> None:
-    named, swept = await given.claimed(policy=policy), await given.claimed(policy=policy)
-    await clock.advance(seconds=10)
-    await engine.expire_execution(named.execution_id, "attempt_timeout")
-    assert await parts_of(engine).timeouts.expire_due() == 1
-    await alike(rows, named.execution_id, swept.execution_id)
-
-
-async def test_a_deadline_by_name_and_by_sweep_comes_to_the_same(
+async def test_named_operations_and_sweeps_write_the_same_rows(
     engine: Engine, given: Any, rows: Any, clock: Any
 ) -> None:
+    named, swept = await given.delayed(seconds=1), await given.delayed(seconds=1)
+    await clock.advance(seconds=2)
+    assert isinstance(await engine.promote_delayed(named), Promoted)
+    assert await parts_of(engine).delays.promote_due() == 1
+    await alike(rows, named, swept)
+    for policy in (TIMED, RETRIED):
+        one, two = [await given.claimed(policy=policy, lane_id="timeout") for _ in range(2)]
+        await clock.advance(seconds=10)
+        await engine.expire_execution(one.execution_id, "attempt_timeout")
+        assert await parts_of(engine).timeouts.expire_due() == 1
+        await alike(rows, one.execution_id, two.execution_id)
     deadline = await clock.now() + 1000
-    named, swept = [await given.claimed(execution_deadline_at=deadline) for _ in range(2)]
+    one, two = [await given.claimed(execution_deadline_at=deadline, lane_id="deadline") for _ in range(2)]
     await clock.advance(seconds=10)
-    await engine.expire_execution(named.execution_id, "execution_deadline")
+    await engine.expire_execution(one.execution_id, "execution_deadline")
     assert await parts_of(engine).timeouts.expire_due() == 1
-    await alike(rows, named.execution_id, swept.execution_id)
+    await alike(rows, one.execution_id, two.execution_id)
+    one, two = [await given.claimed(lease_ttl_ms=1000, lane_id="lease") for _ in range(2)]
+    await clock.advance(seconds=1)
+    assert await engine.mark_lease_expired_if_due(one.execution_id) == Marked()
+    await parts_of(engine).lease_expiry.sweep()
+    await alike(rows, one.execution_id, two.execution_id)
 
 
-async def test_a_retry_after_a_timeout_sets_the_timer_of_this_process(engine: Engine, given: Any, clock: Any) -> None:
+async def test_a_retry_after_a_timeout_sets_the_next_timer_of_this_process(
+    engine: Engine, given: Any, clock: Any
+) -> None:
     handle = await given.claimed(policy=RETRIED)
     await clock.advance(seconds=10)
     parts_of(engine).wakeups.next_timer = float("inf")
@@ -312,7 +311,7 @@ async def test_a_retry_after_a_timeout_sets_the_timer_of_this_process(engine: En
 # Marking leases.
 
 
-async def test_mark_lease_expired_says_why_there_is_nothing_to_mark(
+async def test_mark_lease_expired_returns_why_nothing_was_marked(
     engine: Engine, given: Any, rows: Any, connection: Any, clock: Any
 ) -> None:
     waiting = await given.created(lane_id="elsewhere")
@@ -321,17 +320,19 @@ async def test_mark_lease_expired_says_why_there_is_nothing_to_mark(
     await engine.wait_children(parked)
     assert len(await claim(engine)) == 1
     await engine.delay(await given.claimed(), await clock.now() + 60_000)
-    lapsed, revoked = await given.claimed(lease_ttl_ms=1000), await given.claimed(lease_ttl_ms=1000)
+    expired, revoked = await given.claimed(lease_ttl_ms=1000), await given.claimed(lease_ttl_ms=1000)
     await revoke(connection, revoked.execution_id)
     await clock.advance(seconds=1)
-    assert await engine.mark_lease_expired_if_due(lapsed.execution_id) == Marked()
+    assert await engine.mark_lease_expired_if_due(expired.execution_id) == Marked()
     running = await given.claimed(lane_id="apart", lease_ttl_ms=1000)
+    await clock.advance(ms=999)
+    await engine.renew(running)
     await clock.advance(ms=999)
     expected = {
         ABSENT: "execution_not_found",
         waiting: "not_active",
         ended: "not_active",
-        lapsed.execution_id: "already_expired",
+        expired.execution_id: "already_expired",
         revoked.execution_id: "already_revoked",
         running.execution_id: "not_yet_expired",
     }
@@ -343,7 +344,7 @@ async def test_mark_lease_expired_says_why_there_is_nothing_to_mark(
 
 
 @pytest.mark.usefixtures("altered_rows")
-async def test_active_work_that_nobody_owns_has_no_lease_to_mark(
+async def test_an_active_execution_without_an_owner_has_no_lease_to_mark(
     engine: Engine, given: Any, rows: Any, connection: Any, clock: Any
 ) -> None:
     handle = await given.claimed(lease_ttl_ms=1000)
@@ -353,52 +354,15 @@ async def test_active_work_that_nobody_owns_has_no_lease_to_mark(
         assert await engine.mark_lease_expired_if_due(handle.execution_id) == AlreadySatisfied(reason="unowned")
 
 
-async def test_a_marked_lease_keeps_its_fields_and_is_told(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
-    handle = await given.claimed(lease_ttl_ms=1000)
-    before = await rows.execution(handle.execution_id)
-    now = await clock.advance(seconds=1)
-    assert await engine.mark_lease_expired_if_due(handle.execution_id) == Marked()
-    row = await rows.execution(handle.execution_id)
-    changed = {name: row[name] for name in row if row[name] != before[name]}
-    assert changed == {
-        "ownership_state": "lease_expired_reclaimable",
-        "blocking_reason": "waiting_for_worker",
-        "attempt_state": "attempt_interrupted",
-        "blocking_detail": "lease expired, awaiting reclaim",
-        "lease_expired_at": now,
-        "last_mutation_at": now,
-    }
-    assert vector(row) == EXPIRED_LEASE
-    assert await event_texts(rows, handle.execution_id) == ["acquired", "expired"]
-
-
-async def test_a_renewal_before_the_mark_wins(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
-    handle = await given.claimed(lease_ttl_ms=1000)
-    await clock.advance(ms=999)
-    await engine.renew(handle)
-    await clock.advance(ms=999)
-    async with rows.unchanged():
-        found = await engine.mark_lease_expired_if_due(handle.execution_id)
-        assert found == AlreadySatisfied(reason="not_yet_expired")
-
-
-async def test_marking_by_name_and_by_sweep_come_to_the_same(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
-    named, swept = await given.claimed(lease_ttl_ms=1000), await given.claimed(lease_ttl_ms=1000)
-    await clock.advance(seconds=1)
-    assert await engine.mark_lease_expired_if_due(named.execution_id) == Marked()
-    await parts_of(engine).lease_expiry.sweep()
-    await alike(rows, named.execution_id, swept.execution_id)
-
-
 @pytest.mark.usefixtures("altered_rows")
-async def test_every_hundredth_reclaim_is_warned_of(
+async def test_every_hundredth_reclaim_logs_a_warning(
     engine: Engine, given: Any, connection: Any, clock: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     handle = await given.claimed(policy={"max_reclaim_count": 1000})
     other = await given.claimed(policy={"max_reclaim_count": 1000})
     counted = "update execution set reclaim_count = $1 where execution_id = $2"
     warned = []
-    for before in (0, 1, 98, 99, 100, 198, 199):
+    for before in (0, 98, 99, 100, 199):
         await connection.execute(counted, before, handle.execution_id[-36:])
         await connection.execute(counted, 5, other.execution_id[-36:])
         await clock.advance(seconds=31)
@@ -413,8 +377,10 @@ async def test_every_hundredth_reclaim_is_warned_of(
     assert warned == [WARN_EVERY_RECLAIMS, 2 * WARN_EVERY_RECLAIMS]
 
 
-@pytest.mark.parametrize("ending", ["cancel", "expire"])
-async def test_a_grant_ends_with_its_execution(engine: Engine, given: Any, rows: Any, clock: Any, ending: str) -> None:
+@in_turn("ending", ["cancel", "expire"])
+async def test_a_grant_is_deleted_with_its_execution(
+    engine: Engine, given: Any, rows: Any, clock: Any, ending: str
+) -> None:
     deadline = await clock.now() + 1000
     waiting, other = [await given.created(execution_deadline_at=deadline) for _ in range(2)]
     worker: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""Doing what is due before a claim, while no reconciler of this process does it."""
+"""Expire leases and promote delayed executions before a claim when this process runs no reconciler."""
 
 import logging
 import math
@@ -12,17 +12,17 @@ from flowfabric.engine.lease.delay import Delays
 from flowfabric.engine.lease.expire import LeaseExpiry
 from flowfabric.model.errors import EngineError
 
-MOST_BATCHES = 100
-"""Full batches that one claim goes through at most."""
+MAX_BATCHES = 100
+"""The most full batches that one claim processes."""
 FAULT_SECONDS = 1.0
-"""For how long no claim meets a fault of what is due again; after three in a row, ten times that."""
+"""How long claims skip due work after it failed; ten times as long after three failures in a row."""
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
-class _Chore:
-    """One kind of what is due, and when a claim may do it."""
+class _DueWork:
+    """One kind of due work, and when a claim may next try it."""
 
     name: str
     run: Callable[[int], Awaitable[SweepResult]]
@@ -31,43 +31,49 @@ class _Chore:
 
 
 class CatchUp:
-    """Lets claims find expired leases and elapsed delays without waiting for a sweep."""
+    """Makes expired leases and elapsed delays claimable without waiting for a sweep."""
 
     def __init__(self, expiry: LeaseExpiry, delays: Delays) -> None:
-        self._chores = (_Chore("expired leases", expiry.mark_since), _Chore("elapsed delays", delays.promote_since))
+        self._kinds = (
+            _DueWork("expired leases", expiry.mark_since),
+            _DueWork("elapsed delays", delays.promote_since),
+        )
         self._caught_up_at = -math.inf
         self.is_swept = False
-        """Set while a reconciler of this process does what is due; a claim then need not."""
+        """Set while a reconciler in this process handles due work; claims then skip it."""
 
     async def run(self, lanes: Sequence[str], *, within_seconds: float) -> bool:
-        """Do what is due, unless that was done within this time or a reconciler does it; whether these lanes gained.
+        """Process due work and return whether these lanes gained any.
 
-        A fault of what is due is logged and is not the claim's; only a store that is out of reach raises.
+        Skipped when a reconciler runs in this process, or when the last run was less than `within_seconds` ago. A
+        failure is logged and does not fail the claim, except when the database cannot be reached.
         """
         now = time.monotonic()
         if self.is_swept or now < self._caught_up_at + within_seconds:
             return False
         self._caught_up_at = now
-        is_gain = False
-        for chore in self._chores:
-            if now < chore.not_before:
+        has_gained = False
+        for due in self._kinds:
+            if now < due.not_before:
                 continue
             try:
-                is_gain = await self._do(chore, lanes) or is_gain
-                chore.failures = 0
+                has_gained = await self._process(due, lanes) or has_gained
+                due.failures = 0
             except EngineError as fault:
                 if is_connection_fault(fault):
                     raise
-                chore.failures += 1
-                chore.not_before = time.monotonic() + pause_after(chore.failures, FAULT_SECONDS)
-                logger.warning("a claim goes on without %s: %s", chore.name, fault, exc_info=chore.failures == 1)
-        return is_gain
+                due.failures += 1
+                due.not_before = time.monotonic() + pause_after(due.failures, FAULT_SECONDS)
+                logger.warning(
+                    "cannot process %s, claiming without them: %s", due.name, fault, exc_info=due.failures == 1
+                )
+        return has_gained
 
     @staticmethod
-    async def _do(chore: _Chore, lanes: Sequence[str]) -> bool:
-        # A full batch of other lanes may stand before what is due on these.
-        for _ in range(MOST_BATCHES):
-            batch = await chore.run(0)
+    async def _process(due: _DueWork, lanes: Sequence[str]) -> bool:
+        # Full batches of work for other lanes may come before the due work of these.
+        for _ in range(MAX_BATCHES):
+            batch = await due.run(0)
             if any(each.lane_id in lanes for each in batch.work):
                 return True
             if not batch.is_full:

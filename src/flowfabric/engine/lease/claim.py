@@ -1,4 +1,4 @@
-"""Claiming: the best claimable executions of a worker's lanes, leased in one statement."""
+"""Claim the best claimable executions of a worker's lanes, leased in one statement."""
 
 import asyncio
 import time
@@ -42,14 +42,14 @@ MAX_SLOTS = 2**31 - 1
 DEFAULT_LEASE_TTL_MS = 30_000
 MAX_AT_ONCE = 2
 CATCH_UP_SECONDS = 1.0
-"""How late expired leases and elapsed delays may join a lane that never empties while no reconciler runs."""
+"""How often claims on a busy lane expire leases and promote delays when no reconciler runs."""
 LEAST_AHEAD_MS = 5_000
-"""The least time of an attempt that may wait for a slot under its lease."""
+"""An attempt with a shorter timeout is not claimed before a slot is free, because its time runs from the claim."""
 POLL_SECONDS = 1.0
-"""The longest pause between two looks at the queues while a claim waits without hints."""
+"""The longest a waiting claim goes without searching the queues when no hint arrives."""
 
 RECLAIM_LIMITS = {"reclaim_limit": DEFAULT_RECLAIM_CAP, "policy_reclaim_limit": POLICY_RECLAIM_CAP}
-"""How often a lease may be lost without a policy, and by a policy that does not say."""
+"""How often a lease may be lost: without a policy, and with a policy that sets no limit."""
 
 _KINDS = {
     "fresh": HandleKind.FRESH,
@@ -64,7 +64,7 @@ _ROUTE_NO, _QUEUE_NO, _PLACE = 3, 4, 5
 
 
 class Wanted(NamedTuple):
-    """What a claim may take; without kinds or a namespace, of any."""
+    """What a claim may take; None means any kind or any namespace."""
 
     lanes: tuple[str, ...]
     capabilities: tuple[str, ...]
@@ -75,7 +75,7 @@ class Wanted(NamedTuple):
     def of(
         cls, lanes: Sequence[str], capabilities: Sequence[str], kinds: Sequence[str] | None, namespace: str | None
     ) -> "Wanted":
-        """What a caller asks for, checked."""
+        """Check the arguments of a claim."""
         return cls(
             tuple(lanes),
             check_capabilities(capabilities),
@@ -85,7 +85,7 @@ class Wanted(NamedTuple):
 
 
 class Walk(NamedTuple):
-    """How a claim goes through what it may take: along routes, or along queues where it wants few of many."""
+    """How a claim searches: by route, or by queue when it wants few of many queues."""
 
     is_by_queue: bool
     watermarks: WalkWatermarks
@@ -93,30 +93,30 @@ class Walk(NamedTuple):
 
     @property
     def where(self) -> dict[str, object]:
-        """Where the next statement walks, by the names of its parameters."""
+        """The parameters of the next statement: what to claim and where to start reading."""
         walks, firsts, lasts = self.watermarks.spans()
         return {**self.parameters, "span_walks": walks, "span_firsts": firsts, "span_lasts": lasts, "walked_to": 0}
 
 
 class Walks:
-    """Chooses the walk of a claim.
+    """Chooses how a claim searches.
 
-    A route holds everything that a worker may run, in order, so a claim reads what it takes. Behind work of other kinds
-    it would pass over that; a claim that wants few of the queues there are walks those.
+    A route lists everything a worker may run, in order, so a claim reads only what it takes. A claim for certain kinds
+    would read past all others there; when it wants few of the queues, it reads those queues instead.
     """
 
     MOST_QUEUES = 8
-    """As many as one statement merges."""
+    """The number of queues that one statement can merge."""
     COVERAGE_SECONDS = 30.0
-    """How long the share of the wanted queues is remembered; it decides only what a walk costs."""
-    MOST_REMEMBERED = 1024
+    """How long the number of wanted queues is cached; an old number costs time, never correctness."""
+    MAX_CACHED = 1024
 
     def __init__(self, store: Store) -> None:
         self._store = store
         self._coverage: dict[Wanted, tuple[bool, float]] = {}
 
     async def of(self, wanted: Wanted) -> Walk:
-        """The walk of a claim."""
+        """Return how a claim searches."""
         store, watermarks = self._store, self._store.wakeups.watermarks
         is_filtered = wanted.kinds is not None or wanted.namespace is not None
         parameters: dict[str, object] = {
@@ -137,7 +137,7 @@ class Walks:
         known = self._coverage.get(wanted)
         if known is None or known[1] < now:
             (row,) = await self._store.fetch(SQL.read_coverage, **parameters)
-            if len(self._coverage) >= self.MOST_REMEMBERED:
+            if len(self._coverage) >= self.MAX_CACHED:
                 self._coverage.clear()
             wants_few = row["wanted"] < row["queues"] and row["wanted"] <= self.MOST_QUEUES
             known = self._coverage[wanted] = wants_few, now + self.COVERAGE_SECONDS
@@ -145,7 +145,7 @@ class Walks:
 
 
 class Claim:
-    """The claim family of operations."""
+    """The operations that claim by lane."""
 
     def __init__(self, store: Store, catch_up: CatchUp, finish: Finish) -> None:
         self._store = store
@@ -153,10 +153,10 @@ class Claim:
         self._finish = finish
         self._walks = Walks(store)
         self._queues = Queues()
-        # Claims meet at the head of the queue, and each keeps the locks it lost with; two at once pay, more do not.
+        # Concurrent claims compete for the head of a queue. Two at once raise throughput, more do not.
         self._turn = asyncio.Semaphore(MAX_AT_ONCE)
         self.closing = False
-        """Set at shutdown: no claim waits any longer."""
+        """Set at shutdown: claims return nothing instead of searching or waiting."""
         self._refuses_waits = False
         self._under_way = 0
         self._is_idle = asyncio.Event()
@@ -174,9 +174,9 @@ class Claim:
         lease_ttl_ms: int = DEFAULT_LEASE_TTL_MS,
         max_wait_ms: int = 0,
     ) -> Handle | None:
-        """Lease the best claimable execution of a lane; None when there is none within the wait.
+        """Lease the best claimable execution of a lane; None if there is none within `max_wait_ms`.
 
-        Kinds and a namespace, where given, are all that is taken.
+        `kinds` and `namespace` restrict what is claimed.
         """
         claimed = await self.claim_many(
             lanes=(lane_id,),
@@ -205,14 +205,14 @@ class Claim:
         max_wait_ms: int = 0,
         slots: int | None = None,
     ) -> list[ClaimedExecution]:
-        """Lease up to `limit` executions of several lanes, by priority, then age; empty when there are none.
+        """Lease up to `limit` executions of several lanes by priority, then age; empty if there are none.
 
-        Kinds and a namespace, where given, are all that is taken. Where only the first `slots` of them can start at
-        once, the others are such that can wait: the time limit of an attempt counts from its claim.
+        `kinds` and `namespace` restrict what is claimed. If only the first `slots` can start at once, the others have
+        an attempt timeout long enough to wait: an attempt's time runs from its claim.
         """
         lane_ids = sorted({check_lane_id(lane) for lane in check_items(lanes, "lanes")})
         if not 1 <= len(lane_ids) <= MAX_LANES:
-            raise error("invalid_input", f"lanes: 1 to {MAX_LANES} lane ids, got {len(lane_ids)}")
+            raise error("invalid_input", f"lanes: expected 1 to {MAX_LANES} lane ids, got {len(lane_ids)}")
         wanted = Wanted.of(lane_ids, capabilities, kinds, namespace)
         worker_id = check_worker_id(worker_id, "worker_id")
         instance = WorkerInstanceId(check_worker_id(worker_instance_id, "worker_instance_id"))
@@ -222,7 +222,7 @@ class Claim:
             check_range(slots, "slots", 0, MAX_SLOTS)
         check_range(max_wait_ms, "max_wait_ms", 0, MAX_LEASE_TTL_MS)
         if self._refuses_waits and max_wait_ms:
-            raise error("unavailable", "claim: the engine is shutting down")
+            raise error("unavailable", "claim: the engine is shutting down; claim from another engine")
         self._under_way += 1
         self._is_idle.clear()
         try:
@@ -258,16 +258,16 @@ class Claim:
         return []
 
     def refuse_waits(self) -> None:
-        """End waiting claims with nothing, and reject new ones that would wait."""
+        """Make waiting claims return nothing, and reject new claims with a wait."""
         self._refuses_waits = True
         self._store.wakeups.wake_all()
 
     async def wait_idle(self) -> None:
-        """Wait until no claim is under way."""
+        """Wait until no claim is running."""
         await self._is_idle.wait()
 
     async def drain(self) -> None:
-        """Wait until the claims under way are answered; those behind them find nothing."""
+        """Wait for the running claims; claims still in line return nothing."""
         self.closing = True
         self._store.wakeups.wake_all()
         for _ in range(MAX_AT_ONCE):
@@ -284,7 +284,7 @@ class Claim:
         limit: int,
         slots: int | None,
     ) -> list[ClaimedExecution]:
-        """One search: from the watermarks, else over everything, else again after doing what is due."""
+        """Search from the watermarks; if that finds nothing, search everything, then process due work and retry."""
         await self._catch_up.run(wanted.lanes, within_seconds=CATCH_UP_SECONDS)
         walk = await self._walks.of(wanted)
         statement = SQL.claim_by_queue if walk.is_by_queue else SQL.claim_by_route
@@ -293,8 +293,10 @@ class Claim:
         claimed: list[ClaimedExecution] = []
         refused: list[UUID] = []
         walked_to = 0
+        where: dict[str, object] = {}
         while len(claimed) < limit:
-            where = {**walk.where, "walked_to": walked_to}
+            # A walk that was cut short continues in the same spans: new ones would restart a walk of everything.
+            where = {**where, "walked_to": walked_to} if walked_to else walk.where
             left = limit - len(claimed)
             try:
                 rows = await self._store.fetch(
@@ -314,13 +316,13 @@ class Claim:
             except EngineError:
                 if not claimed:
                     raise
-                # What an earlier walk has leased is not lost over one that fails.
+                # The caller must get the leases of the earlier statements.
                 break
-            note = None
+            note, walked_to = None, 0
             if rows and rows[-1][_PLACE] is None:
-                # A note has its two numbers where a lease has its time limits.
+                # A note reuses the two columns that hold the time limits of a lease.
                 note, walk_us, cut_at = (last := rows.pop())[0], last["timeout_ms"], last["deadline_at"]
-                # What was passed over before this place is of other kinds, granted or held.
+                # Entries before this place are of other kinds, granted or locked.
                 walked_to = cut_at or 0
                 if walk_us is not None:
                     is_cut = note == "more" or len(rows) == left
@@ -334,7 +336,7 @@ class Claim:
                 if row[0] == "left":
                     is_left = True
                 elif row[0] == "reclaim_limit":
-                    # One that cannot be ended must not be found again and again.
+                    # If it cannot be ended, the next statement must not find it again.
                     refused.append(row["execution_id"])
                     execution_id = format_execution_id(row["partition_key"], row["execution_id"])
                     at_reclaim_limit.append((execution_id, row["lease_epoch"]))
@@ -343,10 +345,10 @@ class Claim:
                     if row[0] == "reclaimed":
                         reclaimed.append(claimed[-1].execution_id)
             if is_left:
-                # It stands before the watermarks.
+                # The execution that was left is below the watermarks.
                 watermarks.end()
             if reclaimed:
-                await self._finish.warn_of_losses(reclaimed)
+                await self._finish.warn_of_reclaims(reclaimed)
             if at_reclaim_limit:
                 await self._finish.end_at_reclaim_limit(at_reclaim_limit)
                 continue
@@ -362,21 +364,20 @@ class Claim:
 
 
 class Queues:
-    """The lane and the kind of queues that this process has claimed from; neither ever changes."""
+    """A cache of the lane and kind of each queue this process claimed from; neither ever changes."""
 
     MOST_KNOWN = 256
-    """How many are cached at most."""
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[LaneId, str]] = {}
 
     @property
     def known(self) -> list[int]:
-        """Their numbers."""
+        """The numbers of the cached queues."""
         return list(self._known)
 
     def of(self, queue_no: int, lane_id: str | None, execution_kind: str | None) -> tuple[LaneId, str]:
-        """The lane and the kind of a queue, as answered now or before."""
+        """Return the lane and kind of a queue; None for either means the queue is cached."""
         if lane_id is None or execution_kind is None:
             return self._known[queue_no]
         found = LaneId(lane_id), execution_kind
@@ -386,7 +387,7 @@ class Queues:
 
 
 def claimed_of(row: Record, instance: WorkerInstanceId, lease_ttl_ms: int, queues: Queues) -> ClaimedExecution:
-    """What a worker gets of a row that a statement has just leased to it."""
+    """Build what a worker gets from the row of a claim statement."""
     (
         branch,
         partition,

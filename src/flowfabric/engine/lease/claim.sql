@@ -1,6 +1,6 @@
 -- fragment: routes
--- The routes that this worker may serve, the entries of ready by route, and the queues that a claim wants: all of them where
--- it names neither kinds nor a namespace.
+-- The routes that this worker may serve, the entries of ready by route, and the queues that the claim is restricted to by kind
+-- or namespace.
 serving as materialized (
   select r.route_no as walk_no
     from lane l join route r using (lane_no) join capability_set c using (capability_set_no)
@@ -18,7 +18,7 @@ wanted as materialized (
 )
 
 -- fragment: queues
--- The queues that this worker may serve and a claim wants, and the entries of ready by queue.
+-- The queues that this worker may serve and the claim wants, and the entries of ready by queue.
 serving as materialized (
   select q.queue_no as walk_no
     from lane l
@@ -33,10 +33,10 @@ entry as not materialized (select r.*, r.queue_no as walk_no, r.ctid as tid from
 wanted as materialized (select walk_no as queue_no from serving where :is_filtered::boolean)
 
 -- fragment: walk
--- What claims may take along the routes or queues that are served, best first. A span is where to walk one whose head is known
--- to be spent, else the whole of it; the given spans of a route or queue stand next to each other, in the order of the numbers.
--- Up to eight spans are walked, each by an index scan in order, merged as they are read: what is not taken is not read. Of more
--- spans those with the best heads are walked, up to the next head.
+-- The entries of the served routes or queues, best first. A span is the part of one to read: the whole, or what the caller's
+-- watermarks leave of it. The given spans are sorted by route or queue number.
+-- Up to eight spans are read, each by an ordered index scan, and merged lazily: an entry that is not taken is not read. If there
+-- are more spans, the eight with the best heads are read, up to the head of the ninth.
 span as materialized (
   select s.walk_no, greatest(w.first_place, :walked_to::bigint) as first_place, w.last_place
     from (select walk_no, width_bucket(walk_no - 1, :span_walks::int[]) as low, width_bucket(walk_no, :span_walks) as high from serving) s
@@ -84,9 +84,9 @@ walk as not materialized (
 )
 
 -- fragment: picked
--- The best executions of a walk that can be had, held, with the branch that each takes and how long its attempt may run. The
--- entry is locked before the execution: one that another claim has removed since the statement began is passed over there,
--- without a lock on the execution, which would hold up whoever ends it, and without a recheck.
+-- Locks the best claimable executions of a walk; returns for each the branch it takes and how long its attempt may run. The
+-- entry is locked before the execution: an entry that another claim removed since the statement began is skipped there,
+-- without a recheck and without a lock on the execution, which would block the worker that completes it.
 picked as materialized (
   select r.route_no, r.tid as ready_tid, e.*, row_number() over () as nth
     from walk r
@@ -109,7 +109,7 @@ picked as materialized (
            from execution e
           where e.partition_key = r.partition_key and e.execution_id = r.execution_id
             and (e.eligibility_state = 'eligible_now' or e.ownership_state in ('lease_expired_reclaimable', 'lease_revoked'))
-            -- As it is locked: the entry may be read from before a grant.
+            -- The locked row decides: the entry may have been read before a grant was stored.
             and (e.granted_until is null or e.granted_until <= (select now from clock))
             for update skip locked) e
    where (r.granted_until is null or r.granted_until <= (select now from clock))
@@ -119,10 +119,10 @@ picked as materialized (
 )
 
 -- fragment: notes
--- What was lost as often as it may be, what has too little time to wait for a slot, and at the end a note: 'more' says that
--- the walk was cut short at the place that is its deadline_at, where the next is to go on; and after a walk of everything
--- there always is one, 'whole' if nothing else, whose timeout_ms is the time in microseconds that it took the server: without
--- the commit and without the network.
+-- Executions at their reclaim limit, executions left because their timeout is too short to wait for a slot, and at most one
+-- note as the last row. The note is 'more' if the walk was cut short: its deadline_at is the place where the next statement
+-- continues. After a walk of everything there is always a note, 'more' or 'whole': its timeout_ms is the time the walk took on
+-- the server in microseconds, without the commit and the network.
 select case branch when 'reclaim_limit' then branch else 'left' end, partition_key, execution_id, route_no, queue_no, place, null, null,
        null, lease_epoch, null, null, null, null, null, null, null, null, null, null::bigint, null::bigint
   from picked where branch = 'reclaim_limit' or (nth > :slots and timeout_ms < :least_ahead_ms)
@@ -136,9 +136,9 @@ select case when is_more then 'more' else 'whole' end, null, null, null, null, n
  where is_more or cardinality(:span_walks) = 0
 
 -- fragment: leased
--- Leases what was picked and is held: begins or goes on with its attempt, removes its entry of ready, and leaves the claim,
--- the attempt that it follows, its timer and its event. A row is found again by its ctid: one that has changed since the
--- statement began is held in a version that the statement does not see, and is left with its entry for the next claim.
+-- Leases the picked executions: begins or resumes the attempt, deletes the ready entry, and writes the claim, the attempt that
+-- was lost, the timers and the event. Rows are found again by ctid: if a row changed since the statement began, the lock is on a
+-- newer version that the statement does not see, and the execution and its entry are left for the next claim.
 leased as (
   update execution e
      set lifecycle_phase = :to_phase, ownership_state = :to_ownership, eligibility_state = :to_eligibility,
@@ -164,7 +164,7 @@ leased as (
          lease_renewed_at = null, lease_expired_at = null, lease_revoked_at = null, lease_revoke_reason = null
     from picked p
    where e.ctid = p.tid and p.branch <> 'reclaim_limit'
-     -- Its time runs from now on: one with little of it is not leased to wait for a slot.
+     -- The attempt's time runs from the claim: an attempt with a short timeout is not leased before a slot is free.
      and (p.nth <= :slots::int or p.timeout_ms is null or p.timeout_ms >= :least_ahead_ms::bigint)
   returning p.nth, p.tid, p.ready_tid, p.route_no, p.branch, p.reason, p.timeout_ms, p.had_timeout, p.was_granted, p.given_policy,
             p.given_deadline_at, e.partition_key, e.execution_id, e.queue_no, e.place, e.namespace_no, e.retry_count, e.lease_id,
@@ -179,7 +179,7 @@ claimed as (
   select partition_key, (select claim_no from clock), :worker_no, (select now + :lease_ttl_ms from clock), array_agg(execution_id)
     from leased group by partition_key
 ),
--- The rows of executions are seen as they were before.
+-- Here execution has the values from before the update.
 followed as (
   insert into attempt as a (partition_key, execution_id, attempt_index, attempt_state, attempt_id, attempt_type, started_at,
                             ended_at, lease_id, lease_epoch, worker_no, failure_reason, previous_attempt_index, reclaim_reason, policy)
@@ -210,7 +210,7 @@ unlisted as (
   delete from listed i using leased l
    where l.branch <> 'fresh' and i.partition_key = any(array[l.partition_key]) and i.execution_id = l.execution_id
 ),
--- The kind is compared as a text: an equality of it would let a plan made while there are few timers walk timer_due.
+-- The kind is compared as text: with a plain equality, a plan made while the table is small would scan all of timer_due.
 untimed as (
   delete from timer t using leased l
    where l.had_timeout and l.timeout_ms is null
@@ -225,7 +225,7 @@ timed as (
    where given_deadline_at is not null
   on conflict (partition_key, execution_id, kind) do update set due_at = excluded.due_at
 ),
--- The usual lease shares its event with the others like it.
+-- Ordinary leases share one event per group.
 events as (
   insert into event (at, partition_key, kind, namespace_no, attempt_index, worker_no, lease_epoch, execution_ids, lease_ids,
                      execution_id, lease_id, attempt_id, reason, flow_id, instance_tag)
@@ -242,9 +242,8 @@ events as (
 )
 
 -- fragment: answer
--- What a worker gets of what it was leased; lane and kind of queues that it does not know. An attempt that was put aside
--- without a wait is told from one whose wait is over, by a column and not by "exists", which would be answered from a hash
--- of the whole table.
+-- What a worker gets for each lease; lane and kind are null for queues that it has cached. A resumed attempt that had no
+-- suspension is marked 'put_aside'. The comparison of attempt_index finds out: "exists" would hash the whole table.
 select case when branch = 'resumed' and (
               select s.attempt_index from suspension s
                where s.partition_key = l.partition_key and s.execution_id = l.execution_id and s.suspension_id = l.suspension_id
@@ -264,8 +263,8 @@ select case when branch = 'resumed' and (
   from leased l
 
 -- fragment: best
--- What was picked, or one row of nulls; with the microseconds that the server took for the walk, where it was a walk of
--- everything, and the place at which it was cut short.
+-- The picked execution, or one row of nulls, with the place at which the walk was cut short and, after a walk of everything,
+-- the microseconds it took on the server.
 select p.partition_key, p.execution_id, p.route_no, p.queue_no, p.place,
        case when cardinality(:span_walks) = 0
          then (extract(epoch from clock_timestamp() - statement_timestamp()) * 1000000)::bigint end as walk_us,
@@ -273,7 +272,7 @@ select p.partition_key, p.execution_id, p.route_no, p.queue_no, p.place,
   from (values (true)) as one_row left join picked p on true
 
 -- name: claim_by_route
--- Leases the best claimable executions of the routes this worker may serve, at most :limit, in order.
+-- Leases up to :limit of the best claimable executions of the routes this worker may serve, in order.
 with clock as materialized (select ff_now() as now, nextval('claim_sequence') as claim_no),
 -- include: routes
 ,
@@ -288,7 +287,7 @@ union all
 ;
 
 -- name: claim_by_queue
--- The same along the queues it wants, for a worker that wants few of many.
+-- The same for the wanted queues, when a worker wants few of many.
 with clock as materialized (select ff_now() as now, nextval('claim_sequence') as claim_no),
 -- include: queues
 ,
@@ -303,7 +302,7 @@ union all
 ;
 
 -- name: lease_held
--- Leases one execution that the transaction holds and has judged; it leaves what a claim leaves.
+-- Leases one execution that the transaction has locked and checked; writes the same rows as a claim.
 with clock as materialized (select ff_now() as now, nextval('claim_sequence') as claim_no),
 picked as materialized (
   select r.route_no, r.ready_tid, e.ctid as tid, 1 as nth, :branch::text as branch, :reason::text as reason,
@@ -323,7 +322,7 @@ picked as materialized (
 ;
 
 -- name: lock_best_of_routes
--- Holds the best execution of a lane that this worker may be granted, null when there is none.
+-- Locks the best execution of a lane that this worker may be granted; a row of nulls if there is none.
 with clock as materialized (select ff_now() as now),
 -- include: routes
 ,
@@ -334,7 +333,7 @@ with clock as materialized (select ff_now() as now),
 ;
 
 -- name: lock_best_of_queues
--- The same along the queues it wants, for a worker that wants few of many.
+-- The same for the wanted queues, when a worker wants few of many.
 with clock as materialized (select ff_now() as now),
 -- include: queues
 ,
@@ -345,7 +344,7 @@ with clock as materialized (select ff_now() as now),
 ;
 
 -- name: read_coverage
--- Of the queues that a worker may serve, how many it wants, and how many there are.
+-- How many queues a worker may serve, and how many of them it wants.
 select count(*) filter (where (:kind_nos::int[] is null or q.kind_no in (select unnest(:kind_nos)))
                           and (:namespace_no::int is null or q.namespace_no = :namespace_no)) as wanted, count(*) as queues
   from lane l

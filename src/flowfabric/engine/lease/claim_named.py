@@ -1,4 +1,4 @@
-"""Claims that name their execution: the row is held, judged, and leased by the branch it takes."""
+"""Claim a named execution: lock the row, check it, lease it."""
 
 import logging
 from dataclasses import dataclass
@@ -27,19 +27,19 @@ from flowfabric.model.handle import MAX_LEASE_TTL_MS, Handle
 from flowfabric.model.ids import WorkerInstanceId, check_lane_id, check_worker_id, mint_uuid_texts, parse_uuid
 from flowfabric.model.lease import ClaimedExecution
 from flowfabric.model.policy import reclaim_cap
-from flowfabric.model.text import check_range
+from flowfabric.model.text import check_range, shown
 
 logger = logging.getLogger(__name__)
 
 OPERATOR = "operator"
-"""Who holds a lease that is taken without a worker."""
+"""The worker id of a lease that an operator takes."""
 MAX_TIME = 2**62 - 1
 MAX_INDEX = 2**31 - 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lease:
-    """The lease a caller wants, and who for."""
+    """The lease a caller asks for, and the worker that gets it."""
 
     worker_id: str
     worker_instance_id: WorkerInstanceId
@@ -48,7 +48,7 @@ class Lease:
     attempt_id: UUID | str
     attempt_policy: str | None = None
     timeout_ms: int | None = None
-    """None: what the policy, or what was left of a parked attempt's time, says; 0: none."""
+    """None: the timeout of the policy, or the time an interrupted attempt has left; 0: no timeout."""
     deadline_at: int | None = None
 
     @classmethod
@@ -65,7 +65,7 @@ class Lease:
         execution_deadline_at: int | None = None,
         attempt_index: int | None = None,
     ) -> "Lease":
-        """The lease a caller describes; the attempt index is a guess of the caller's and decides nothing."""
+        """Check a caller's arguments; `attempt_index` is checked for its range only, the stored row decides."""
         check_range(lease_ttl_ms, "lease_ttl_ms", 1, MAX_LEASE_TTL_MS)
         for value, field, most in (
             (attempt_timeout_ms, "attempt_timeout_ms", MAX_TIME),
@@ -111,7 +111,7 @@ class NamedClaims:
         attempt_timeout_ms: int | None = None,
         execution_deadline_at: int | None = None,
     ) -> ClaimedExecution:
-        """Lease an execution by the grant its worker has, which is consumed."""
+        """Lease an execution with the worker's grant, which is consumed."""
         lease = Lease.of(
             worker_id=worker_id,
             worker_instance_id=worker_instance_id,
@@ -132,8 +132,8 @@ class NamedClaims:
                 if held.reclaim_count >= reclaim_cap(held.execution_policy):
                     raise error("execution_not_leaseable", "its lease was lost as often as its policy allows")
                 return await self.take(transaction, held, "reclaimed", lease)
-            if code := _refusal_of_fresh(held, lease.worker_id):
-                raise error(code)
+            if refusal := _why_not_fresh(held, lease.worker_id):
+                raise refusal
             return await self.take(transaction, held, "fresh", lease)
 
         return await self._store.transact(claim, execution_id=parsed)
@@ -150,7 +150,7 @@ class NamedClaims:
         current_attempt_index: int | None = None,
         remaining_attempt_timeout_ms: int | None = None,
     ) -> ClaimedExecution:
-        """Lease an execution whose attempt was put aside and may go on; no grant is needed."""
+        """Lease an execution whose interrupted attempt may continue; no grant is needed."""
         lease = Lease.of(
             worker_id=worker_id,
             worker_instance_id=worker_instance_id,
@@ -165,23 +165,23 @@ class NamedClaims:
         async def claim(transaction: Transaction) -> ClaimedExecution:
             held = await hold_with_grant(transaction, parsed, lane)
             if held.lifecycle_phase == "suspended":
-                raise error("not_a_resumed_execution")
+                raise error("not_a_resumed_execution", _state_of(held))
             if held.lifecycle_phase != "runnable" or held.eligibility_state != "eligible_now":
-                raise error("execution_not_leaseable")
+                raise error("execution_not_leaseable", _state_of(held))
             if held.attempt_state != "attempt_interrupted":
-                raise error("not_a_resumed_execution")
+                raise error("not_a_resumed_execution", _state_of(held))
             if not held.is_on_open_lane:
                 raise error("execution_not_leaseable", f"lane {held.lane_id} is {held.lane_state}")
             if held.has_live_grant and held.grant_worker_id != lease.worker_id:
-                raise error("invalid_claim_grant")
+                raise error("invalid_claim_grant", "it is granted to another worker")
             return await self.take(transaction, held, "resumed", lease, reason=AcquireReason.CLAIM_RESUMED)
 
         return await self._store.transact(claim, execution_id=parsed)
 
     async def claim_from_resume_grant(self, token: ResumeToken) -> Handle | None:
-        """Lease an execution whose attempt may go on by a grant; None when it cannot go on any more."""
+        """Lease an execution with a grant to resume its attempt; None if the attempt can no longer be resumed."""
         if not isinstance(token, ResumeToken):
-            raise error("invalid_input", "token: must be a ResumeToken")
+            raise error("invalid_input", f"token: expected a ResumeToken, got {shown(token)}")
         grant_key = token.grant.grant_key
         parsed = check_named(self._store, token.grant.execution_id)
         lane = check_lane_id(token.grant.lane_id)
@@ -212,8 +212,8 @@ class NamedClaims:
 
         async def claim(transaction: Transaction) -> ClaimedExecution:
             held = await hold_with_grant(transaction, parsed, lane)
-            if code := _refusal_of_fused(held):
-                raise error(code)
+            if refusal := _why_not_for_operator(held):
+                raise refusal
             if held.attempt_state == "attempt_interrupted":
                 reason = AcquireReason.ISSUE_GRANT_AND_CLAIM_RESUMED
                 return await self.take(transaction, held, "resumed", lease, reason=reason)
@@ -233,7 +233,7 @@ class NamedClaims:
         *,
         reason: str | None = None,
     ) -> ClaimedExecution:
-        """Lease an execution that the transaction holds by the branch it was judged to take; its grant is consumed."""
+        """Lease an execution that the transaction has locked and checked; its grant is consumed."""
         if lease.timeout_ms is not None:
             timeout_ms = lease.timeout_ms or None
         else:
@@ -257,13 +257,13 @@ class NamedClaims:
             **CLAIM_PARAMETERS,
         )
         if branch == "reclaimed" and (held.reclaim_count + 1) % WARN_EVERY_RECLAIMS == 0:
-            logger.warning("%s was reclaimed for the %dth time", held.id, held.reclaim_count + 1)
+            logger.warning("%s was reclaimed %d times", held.id, held.reclaim_count + 1)
         return claimed_of(row, lease.worker_instance_id, lease.lease_ttl_ms, Queues())
 
     async def _grant_failure(
         self, transaction: Transaction, held: HeldWithGrant, key: GrantKey, grant_key: str, worker_id: str
     ) -> GrantFailure | None:
-        """Why the key of a grant does not count for this worker on this execution."""
+        """Return why a grant key is not valid for this worker and execution, None if it is."""
         if key.execution_id != held.id:
             return GrantFailure.UNKNOWN_GRANT
         if held.has_forgotten_grant and key.expires_at_ms == held.granted_until:
@@ -278,39 +278,47 @@ class NamedClaims:
         return None if held.has_live_grant else GrantFailure.EXPIRED
 
 
-def _refusal_of_fresh(held: HeldWithGrant, worker_id: str) -> str | None:
-    """Why an execution cannot begin a new attempt by a grant of this worker."""
+def _why_not_fresh(held: HeldWithGrant, worker_id: str) -> EngineError | None:
+    """Return why this worker's grant cannot begin a new attempt, None if it can."""
+    state = _state_of(held)
     if held.lifecycle_phase != "runnable":
-        return "execution_not_leaseable"
+        return error("execution_not_leaseable", state)
     if held.ownership_state != "unowned":
-        return "lease_conflict"
+        return error("lease_conflict", state)
     if held.eligibility_state != "eligible_now" or held.terminal_outcome != "none":
-        return "execution_not_leaseable"
+        return error("execution_not_leaseable", state)
     if held.attempt_state == "running_attempt":
-        return "active_attempt_exists"
+        return error("active_attempt_exists", state)
     if held.attempt_state == "attempt_interrupted":
-        return "use_claim_resumed_execution"
+        return error("use_claim_resumed_execution", state)
     if held.grant_kind != GrantKind.CLAIM or held.grant_worker_id != worker_id:
-        return "invalid_claim_grant"
-    return None if held.has_live_grant else "claim_grant_expired"
+        return error("invalid_claim_grant", f"worker {worker_id!r} has no claim grant for it; issue one first")
+    return None if held.has_live_grant else error("claim_grant_expired", "issue a new grant")
 
 
-def _refusal_of_fused(held: HeldWithGrant) -> str | None:
-    """Why an execution cannot be leased on an operator's word."""
+def _why_not_for_operator(held: HeldWithGrant) -> EngineError | None:
+    """Return why an operator cannot lease an execution, None if it can."""
+    state = _state_of(held)
     if held.lifecycle_phase != "runnable":
-        return "execution_not_eligible"
+        return error("execution_not_eligible", state)
     if held.ownership_state != "unowned":
-        return "lease_conflict"
+        return error("lease_conflict", state)
     if held.terminal_outcome != "none":
-        return "execution_not_eligible"
+        return error("execution_not_eligible", state)
     if held.attempt_state == "running_attempt":
-        return "active_attempt_exists"
+        return error("active_attempt_exists", state)
     if held.has_live_grant:
-        return "grant_already_exists"
+        return error("grant_already_exists", f"worker {held.grant_worker_id!r} holds it")
     is_eligible = held.eligibility_state == "eligible_now"
     if held.attempt_state == "attempt_interrupted":
-        return None if is_eligible else "execution_not_eligible"
-    return None if is_eligible and held.is_on_open_lane else "execution_not_in_eligible_set"
+        return None if is_eligible else error("execution_not_eligible", state)
+    if is_eligible and held.is_on_open_lane:
+        return None
+    return error("execution_not_in_eligible_set", f"{state}, on lane {held.lane_id}, which is {held.lane_state}")
+
+
+def _state_of(held: HeldWithGrant) -> str:
+    return f"it is {held.lifecycle_phase}, {held.ownership_state}, {held.eligibility_state}, {held.attempt_state}"
 
 
 def _attempt_policy(text: str | None) -> str | None:

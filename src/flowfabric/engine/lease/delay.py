@@ -1,4 +1,4 @@
-"""Delaying: a run gives up its lease, and its attempt continues under a later one once it is promoted."""
+"""Delay a run: give up its lease now and continue the same attempt under a later one."""
 
 from collections.abc import Mapping, Sequence
 from uuid import UUID
@@ -25,7 +25,7 @@ SQL = statements_beside(__file__)
 
 
 class Delays:
-    """Puts runs aside without ending their attempts, and makes delayed executions claimable when due."""
+    """Interrupts runs without ending their attempts, and makes delayed executions claimable when due."""
 
     def __init__(self, store: Store, lease_ends: LeaseEnds, quarantine: Quarantine) -> None:
         self.quarantine = quarantine
@@ -33,37 +33,38 @@ class Delays:
         self._lease_ends = lease_ends
 
     async def delay(self, handle: Handle, delay_until: int | None = None, *, delay_ms: int | None = None) -> None:
-        """Put a run aside until a time, or for a time from now; its attempt goes on with the next claim after it."""
+        """Release a run until a time, or for a duration; the next claim after that continues its attempt."""
         handle = usable(handle)
         if (delay_until is None) == (delay_ms is None):
-            raise error("invalid_input", "delay_until: give either it or delay_ms")
+            count = "neither" if delay_until is None else "both"
+            raise error("invalid_input", f"delay_until: pass delay_until or delay_ms, got {count}")
         if delay_until is not None:
             check_range(delay_until, "delay_until", 0, LATEST_TIME)
         else:
             check_range(delay_ms, "delay_ms", 0, MAX_MS)
         end = LeaseEnd(handle.execution_id, Move.DELAYED, fence=handle, delay_until=delay_until, delay_ms=delay_ms)
-        await self._park(end)
+        await self._release(end)
 
     async def wait_children(self, handle: Handle) -> None:
-        """Put a run aside until what it depends on has ended; its attempt goes on with the next claim after it."""
+        """Release a run until its children have ended; the next claim after that continues its attempt."""
         handle = usable(handle)
-        await self._park(LeaseEnd(handle.execution_id, _move_of_waiting(), fence=handle))
+        await self._release(LeaseEnd(handle.execution_id, _move_of_waiting(), fence=handle))
 
     async def hand_back(self, handle: Handle, *, was_started: bool = True) -> None:
-        """Return up the lease of a run that cannot go on here: any worker may claim it at once, as the same attempt.
+        """Give up the lease of a run that cannot continue here; any worker may claim the same attempt at once.
 
-        Where it was not started, its attempt gets back the time it had at the claim.
+        With `was_started=False`, the attempt keeps the timeout it had when it was claimed.
         """
         handle = usable(handle)
         move = Move.HANDED_BACK if was_started else Move.NOT_STARTED
-        await self._park(LeaseEnd(handle.execution_id, move, fence=handle))
+        await self._release(LeaseEnd(handle.execution_id, move, fence=handle))
 
     async def promote_delayed(self, execution_id: ExecutionId | str) -> Promoted | AlreadySatisfied:
-        """Make a delayed execution claimable, where its time has come."""
+        """Make a delayed execution claimable if it is due."""
         parsed = parse_execution_id(execution_id)
         row_key(parsed)
 
-        async def bring(transaction: Transaction) -> tuple[list[Record], str]:
+        async def promote(transaction: Transaction) -> tuple[list[Record], str]:
             held = await hold_if_exists(transaction, parsed)
             if held is None:
                 return [], "execution_not_found"
@@ -71,7 +72,7 @@ class Delays:
             is_delayed = held.eligibility_state == EligibilityState.NOT_ELIGIBLE_UNTIL_TIME
             return promoted, "not_yet_due" if is_delayed else "not_delayed"
 
-        promoted, reason = await self._store.transact(bring, execution_id=parsed)
+        promoted, reason = await self._store.transact(promote, execution_id=parsed)
         self._store.wakeups.work_of(promoted)
         return (
             Promoted(public_state=PublicState(promoted[0]["public_state"]))
@@ -80,24 +81,24 @@ class Delays:
         )
 
     async def bring_forward(self, handle: Handle) -> None:
-        """Make an execution that was put aside under this lease claimable at once, unless it was claimed since."""
+        """Make an execution that was delayed under this lease claimable at once, unless it was claimed since."""
         handle = usable(handle)
 
-        async def bring(transaction: Transaction) -> list[Record]:
+        async def promote(transaction: Transaction) -> list[Record]:
             if await hold_if_exists(transaction, handle.execution_id) is None:
                 return []
             return await transaction.fetch(
                 SQL.promote_delayed, **_named([handle.execution_id]), lease_epoch=handle.lease_epoch, **PROMOTED
             )
 
-        self._store.wakeups.work_of(await self._store.transact(bring))
+        self._store.wakeups.work_of(await self._store.transact(promote))
 
     async def promote_due(self) -> int:
-        """Make the delayed executions whose time has come claimable, the oldest first; returns how many."""
+        """Make due delayed executions claimable, the oldest first; return how many."""
         return (await self.promote_since(self._store.due_watermark.since)).done
 
     async def promote_since(self, since: int) -> SweepResult:
-        """Promote a batch of what is due after a time, except what could not be promoted a short time ago."""
+        """Promote a batch of executions due after `since`, except quarantined ones."""
         work: list[Work] = []
 
         async def promote(chosen: Mapping[str, object]) -> int:
@@ -124,7 +125,7 @@ class Delays:
             self._store.wakeups.work(work)
         return SweepResult(done, done >= SWEEP_LIMIT, work)
 
-    async def _park(self, end: LeaseEnd) -> None:
+    async def _release(self, end: LeaseEnd) -> None:
         verdict = await self._lease_ends.one(end)
         if not verdict.is_done:
             raise verdict.refusal()
@@ -142,5 +143,5 @@ def _named(execution_ids: Sequence[ExecutionId]) -> dict[str, object]:
 
 
 def _move_of_waiting() -> Move:
-    """Where waiting for children leads; only a member of a flow can have an open dependency, and there are no flows."""
+    """The move of wait_children: only members of flows have children, and there are no flows yet."""
     return Move.CHILDREN_DONE

@@ -1,7 +1,7 @@
 -- name: promote_delayed
--- Makes due delayed executions claimable: the named ones, or the oldest after :since except :left_out when none is named;
--- their attempt state says how they will be claimed. A named one that was put aside under the lease of :lease_epoch need not
--- be due.
+-- Makes due delayed executions claimable: the named ones, or without names the oldest after :since except :left_out.
+-- The attempt state decides whether the next claim resumes or retries. A named execution that was delayed under the lease of
+-- :lease_epoch need not be due.
 with clock as materialized (select ff_now() as now),
 named as materialized (
   select t.partition_key, t.execution_id
@@ -35,7 +35,7 @@ promoted as (
   returning e.partition_key, e.execution_id, e.lane_no, e.queue_no, e.place, e.public_state, d.now,
             (select q.route_no from queue q where q.queue_no = e.queue_no) as route_no
 ),
--- The kind is compared as a text: an equality of it would let a plan made while there are few timers walk timer_due.
+-- The kind is compared as text: with a plain equality, a plan made while the table is small would scan all of timer_due.
 untimed as (
   delete from timer t using promoted p
    where t.partition_key = any(array[p.partition_key]) and t.execution_id = p.execution_id and t.kind::text = 'delay'
@@ -53,7 +53,7 @@ select l.lane_id, p.route_no, p.queue_no, p.place, p.public_state
   from promoted p join lane l using (lane_no);
 
 -- name: list_delayed
--- The delayed executions whose time has come, the oldest after :since first, except some.
+-- The due delayed executions, the oldest after :since first, except :left_out.
 select t.partition_key, t.execution_id
   from timer t
  where t.kind = 'delay' and t.due_at > :since and t.due_at <= (select ff_now()) and t.execution_id <> all(:left_out::uuid[])

@@ -1,4 +1,4 @@
-"""Expiring: leases past their end, attempts past their timeout, and executions past their deadline."""
+"""Expire leases, attempts past their timeout, and executions past their deadline."""
 
 from collections.abc import Sequence
 from enum import StrEnum
@@ -35,24 +35,24 @@ from flowfabric.model.lease import (
 )
 from flowfabric.model.policy import read_stored_policy
 from flowfabric.model.states import LifecyclePhase, OwnershipState
-from flowfabric.model.text import check_limit, check_range, check_text, word_of
+from flowfabric.model.text import check_limit, check_range, check_text, shown, word_of
 
 SQL = statements_beside(__file__)
 
 SWEEP_LIMIT = 1000
 CLAIM_LIMIT = 50
-"""Claims that one statement of a sweep of expired leases goes through."""
+"""The claims that one statement of the lease sweep reads."""
 MARK_LIMIT = 10_000
-"""Leases that one sweep marks as expired at most, in statements of SWEEP_LIMIT each."""
-MOST_BATCHES = 100
-"""Batches of claims in which nothing can be done that one sweep passes over at most."""
+"""The most leases that one sweep marks as expired, in statements of SWEEP_LIMIT each."""
+MAX_BLOCKED_BATCHES = 100
+"""The most batches of locked claims that one sweep skips."""
 DEFAULT_LISTED = 1000
 MAX_LISTED = 10_000
 LATEST_TIME = 2**62 - 1
 
 
 class LeaseExpiry:
-    """Marks leases past their end, so that the next claim takes them, and lists them."""
+    """Marks expired leases, so that the next claim takes them over, and lists them."""
 
     def __init__(self, store: Store, lease_ends: LeaseEnds, quarantine: Quarantine) -> None:
         self.quarantine = quarantine
@@ -60,20 +60,20 @@ class LeaseExpiry:
         self._lease_ends = lease_ends
 
     async def mark_expired(self, execution_ids: Sequence[ExecutionId]) -> int:
-        """Mark the leases of these executions as expired, where they are; returns how many."""
+        """Mark those leases of these executions that have expired; return how many."""
         return len(await self._lease_ends.expire(execution_ids))
 
     async def sweep(self) -> int:
-        """Mark expired leases, the oldest claims first, and delete spent claims; returns how many are marked."""
+        """Mark expired leases, the oldest claims first, and delete spent claims; return how many leases were marked."""
         return (await self.sweep_batch()).done
 
     async def sweep_batch(self) -> SweepResult:
-        """Do what `sweep` does; a batch is full that has gone through as many claims as it may."""
+        """Do one batch of `sweep`; it is full if it read as many claims as allowed."""
         return await self.mark_since(self._store.due_watermark.since)
 
     async def mark_since(self, since: int) -> SweepResult:
-        """Do what `sweep` does from a time on."""
-        for _ in range(MOST_BATCHES):
+        """Do one batch of `sweep` for leases that expired after `since`."""
+        for _ in range(MAX_BLOCKED_BATCHES):
             batch, *members = await self._take_spent(since)
             expired = [format_execution_id(row["partition_key"], row["execution_id"]) for row in members[:MARK_LIMIT]]
             work: list[Work] = []
@@ -85,7 +85,7 @@ class LeaseExpiry:
             is_full = batch["claims"] >= CLAIM_LIMIT or len(members) > MARK_LIMIT
             if spent or work or not is_full:
                 return SweepResult(len(work), is_full, work)
-            # Every lease of the batch is held elsewhere: what expired later must not wait for them.
+            # Other transactions hold every lease of this batch; later ones must not wait for them.
             since = batch["reached"]
         return SweepResult(0, is_full=False)
 
@@ -100,7 +100,7 @@ class LeaseExpiry:
         except EngineError as fault:
             if is_connection_fault(fault):
                 raise
-        # One that cannot be marked must not keep the others from it.
+        # One bad row must not block the others.
         work: list[Work] = []
         for execution_id in expired:
             try:
@@ -112,7 +112,7 @@ class LeaseExpiry:
         return work
 
     async def mark_lease_expired_if_due(self, execution_id: ExecutionId | str) -> Marked | AlreadySatisfied:
-        """Mark the lease of an execution as expired, where its time is up, so that the next claim takes it."""
+        """Mark the lease of an execution as expired if it is due, so that the next claim takes it over."""
         parsed = parse_execution_id(execution_id)
         row_key(parsed)
         end = LeaseEnd(parsed, Move.LEASE_EXPIRED)
@@ -136,7 +136,7 @@ class LeaseExpiry:
         limit: int = DEFAULT_LISTED,
         namespace: str | None = None,
     ) -> ExpiredLeases:
-        """Leases that end by a time, marked or not, in the order of their end; a cursor leads to the next page."""
+        """List leases that expire by a time, marked or not, in order of expiry; the cursor continues the list."""
         if as_of is not None:
             check_range(as_of, "as_of", 0, LATEST_TIME)
         limit = check_limit(limit, MAX_LISTED)
@@ -169,7 +169,7 @@ class LeaseExpiry:
 
 
 class ExpiryPhase(StrEnum):
-    """Which time is up; the word is the reason an expired execution bears."""
+    """Which time limit has passed; stored as the failure reason of the execution."""
 
     ATTEMPT_TIMEOUT = "attempt_timeout"
     EXECUTION_DEADLINE = "execution_deadline"
@@ -184,7 +184,7 @@ class Timeouts:
         self._lease_ends = lease_ends
 
     async def expire_due(self) -> int:
-        """Expire what is past its attempt timeout or deadline, the oldest first; answers how many."""
+        """Expire executions past their attempt timeout or deadline, the oldest first; return how many."""
         return await self.quarantine.sweep(self._expire_together, self._expire_alone, limit=SWEEP_LIMIT)
 
     async def _expire_together(self, left_out: Sequence[UUID], found: list[ExecutionId]) -> int:
@@ -217,7 +217,7 @@ class Timeouts:
         partition, uuid = row_key(parsed)
         which = word_of(ExpiryPhase, phase)
         if which is None:
-            raise error("invalid_input", f"phase: one of {', '.join(ExpiryPhase)}, got {phase!r}")
+            raise error("invalid_input", f"phase: expected one of {', '.join(ExpiryPhase)}, got {phase!r}")
 
         async def expire(
             transaction: Transaction,
@@ -279,6 +279,6 @@ def _after(cursor: object) -> tuple[int | None, str | None]:
     if cursor is None:
         return None, None
     if not isinstance(cursor, tuple) or len(cursor) != 2:
-        raise error("invalid_input", "after: must be a cursor of an earlier page")
+        raise error("invalid_input", f"after: expected the cursor of an earlier page, got {shown(cursor)}")
     check_range(cursor[0], "after.expires_at_ms", 0, 2**63 - 1)
     return cursor[0], parse_execution_id(cursor[1])

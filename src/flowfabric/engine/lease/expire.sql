@@ -1,7 +1,7 @@
 -- name: take_spent_claims
--- Deletes claims past their expiry under which nothing is leased any more, the oldest after :since first. The first row says
--- how many claims there were, how many of them were deleted, and the expiry of the last; the others are what is still leased.
--- An execution that has left a claim never comes back to it, so that what is left of one is read without locks.
+-- Deletes expired claims that no execution is leased under any more, the oldest after :since first. The first row has the number
+-- of claims read, the number deleted, and the latest expiry; each other row is an execution still leased under one of them.
+-- An execution that left a claim never returns to it, so its members are read without locks.
 with clock as materialized (select ff_now() as now),
 due as materialized (
   select r.*
@@ -9,7 +9,7 @@ due as materialized (
    cross join lateral (
          select r.ctid as tid, r.partition_key, r.claim_no, r.expires_at, r.execution_ids from claim r
           where r.expires_at > :since and r.expires_at <= c.now
-            -- A claim of nothing but what is left out must not stand before the others.
+            -- A claim with no members except quarantined ones must not use up the limit.
             and (not r.execution_ids && :left_out::uuid[] or exists (
                 select from unnest(r.execution_ids) as m(execution_id)
                  cross join lateral (
@@ -38,7 +38,7 @@ union all
 select partition_key, execution_id, 0, 0, null from member where execution_id <> all(:left_out);
 
 -- name: list_expired_leases
--- Leases of active work that end by :as_of, marked or not, by the time of their end, then id.
+-- Leases of active executions that expire by :as_of, marked or not, ordered by expiry, then id.
 with clock as materialized (select coalesce(:as_of::bigint, ff_now()) as as_of),
 expired as (
   select e.*, r.expires_at
@@ -74,8 +74,8 @@ select f.id, f.lease_id, f.lease_epoch, w.worker_instance_id, f.lease_expires_at
  order by f.lease_expires_at, f.id;
 
 -- name: lock_expired
--- Holds executions whose attempt timer or deadline has passed, the oldest after :since first, but for some, with what
--- the decision to retry needs.
+-- Locks executions whose attempt timeout or deadline has passed, the oldest after :since first, except :left_out; returns
+-- what the decision to retry needs.
 with clock as materialized (select ff_now() as now),
 due as materialized (
   select distinct t.partition_key, t.execution_id
@@ -100,7 +100,7 @@ select e.partition_key, e.execution_id, e.retry_count, e.lease_epoch, e.lifecycl
  limit :limit;
 
 -- name: read_expiry
--- Whether the deadline or the attempt timer of a held execution has passed, with what the decision to retry needs.
+-- Whether the deadline or the attempt timeout of a locked execution has passed, and what the decision to retry needs.
 select e.partition_key, e.execution_id, e.retry_count, e.lease_epoch, e.lifecycle_phase, e.policy,
        coalesce(e.deadline_at <= c.now, false) as past_deadline,
        e.lifecycle_phase = 'active' and coalesce(e.attempt_timeout_at <= c.now, false) as past_timeout

@@ -1,4 +1,4 @@
-"""Finishing: complete and fail, and what a repeated call of either finds."""
+"""Complete and fail runs; a repeated call gets the answer of the first."""
 
 import contextlib
 import logging
@@ -36,14 +36,14 @@ MAX_RECLAIMS_EXCEEDED = "max_reclaims_exceeded"
 
 
 class Finish:
-    """The finish family of operations."""
+    """The operations that end a run."""
 
     def __init__(self, store: Store, lease_ends: LeaseEnds) -> None:
         self._store = store
         self._lease_ends = lease_ends
 
     async def complete(self, handle: Handle, payload: bytes | None = None) -> None:
-        """End a run in success with its result; a repeat of the call is success too."""
+        """End a run in success with its result; repeating the call succeeds."""
         lease_end = _completion(handle, payload)
         verdict = await self._lease_ends.one(lease_end)
         if not verdict.is_done and not _was_completed(verdict, handle):
@@ -56,7 +56,7 @@ class Finish:
         for item in items:
             try:
                 if not isinstance(item, tuple | list) or len(item) != 2:
-                    raise error("invalid_input", f"items: each must be a handle and a payload, got {shown(item)}")
+                    raise error("invalid_input", f"items: each must be a (handle, payload) pair, got {shown(item)}")
                 lease_ends.append(_completion(*item))
             except EngineError as refused:
                 lease_ends.append(refused)
@@ -83,14 +83,14 @@ class Finish:
         classification: FailureClass | str = FailureClass.TRANSIENT,
         claimed: ClaimedExecution | None = None,
     ) -> RetryScheduled | TerminalFailed:
-        """End an attempt in failure: tried again where the policy says so; `claimed` saves reading the policy."""
+        """End an attempt in failure, and retry if the policy says so; pass `claimed` to save reading the policy."""
         handle = usable(handle)
         reason = _failure_reason(reason).bounded()
         try:
             classification = FailureClass(classification)
         except ValueError:
             raise error(
-                "invalid_input", f"classification: one of {', '.join(FailureClass)}, got {classification!r}"
+                "invalid_input", f"classification: expected one of {', '.join(FailureClass)}, got {classification!r}"
             ) from None
         category = storable(failure_category(reason, classification))
         if claimed is None or claimed.handle != handle:
@@ -125,7 +125,7 @@ class Finish:
         lease_epoch: int | None = None,
         attempt_id: UUID | str | None = None,
     ) -> Completed:
-        """End a run in success on behalf of whoever holds its fence."""
+        """End a run in success for the caller that holds its fence."""
         given = GivenFence.read(lease_id, lease_epoch, attempt_id, attempt_index, source=source)
         parsed = parse_execution_id(execution_id)
         row_key(parsed)
@@ -164,7 +164,7 @@ class Finish:
         lease_epoch: int | None = None,
         attempt_id: UUID | str | None = None,
     ) -> RetryScheduled | TerminalFailed:
-        """End an attempt in failure on behalf of whoever holds its fence: tried again where a policy says so."""
+        """End an attempt in failure for the caller that holds its fence, and retry if a policy says so."""
         given = GivenFence.read(lease_id, lease_epoch, attempt_id, attempt_index, source=source)
         parsed = parse_execution_id(execution_id)
         partition, uuid = row_key(parsed)
@@ -204,10 +204,10 @@ class Finish:
         return RetryScheduled(delay_until=verdict.delay_until, next_attempt_index=attempt_count)
 
     async def end_at_reclaim_limit(self, lost: Sequence[tuple[ExecutionId, int]]) -> None:
-        """End executions that were found at their reclaim cap, each while its last lease is the one of this epoch.
+        """End executions that reached their reclaim limit, unless their lease epoch has changed since.
 
-        Who found them has judged them, and as long as the epoch holds the judgement does: the cap is fixed, and the
-        reclaims are counted with the leases. One that the store does not let end stands for later.
+        The caller has compared the count with the limit. The limit is fixed and the count changes only with the epoch,
+        so the comparison still holds. An execution that cannot be ended now is left for a later claim.
         """
         epochs = dict(lost)
 
@@ -224,22 +224,22 @@ class Finish:
             lease_ends, verdicts = await self._store.transact(end)
         except EngineError as problem:
             if len(lost) > 1 and not problem.retryable:
-                # One that the store refuses does not keep the others from their end.
+                # One bad row must not block the others.
                 for each in lost:
                     await self.end_at_reclaim_limit([each])
                 return
             for execution_id, _ in lost:
-                logger.warning("%s: cannot be ended at its reclaim cap now: %s", execution_id, problem)
+                logger.warning("cannot end %s at its reclaim limit, will retry: %s", execution_id, problem)
             return
         for lease_end in lease_ends:
-            logger.error("%s failed for good: its lease was lost as often as its policy allows", lease_end.execution_id)
+            logger.error("%s failed: its lease was lost as often as its policy allows", lease_end.execution_id)
         await self._lease_ends.after_commit(lease_ends, verdicts)
 
-    async def warn_of_losses(self, execution_ids: Sequence[ExecutionId]) -> None:
-        """Say so where the lease of an execution was taken over a hundred times, and at each hundred more."""
+    async def warn_of_reclaims(self, execution_ids: Sequence[ExecutionId]) -> None:
+        """Log a warning for each execution at its hundredth reclaim, and at every hundred after that."""
         pairs = [split_execution_id(execution_id) for execution_id in execution_ids]
         rows: Sequence[Record] = ()
-        # Whoever claimed them must learn of it, whatever becomes of the warning.
+        # The claim must return its leases even if the warning fails.
         with contextlib.suppress(EngineError):
             rows = await self._store.fetch(
                 SQL.list_often_reclaimed,
@@ -249,12 +249,12 @@ class Finish:
             )
         for row in rows:
             execution_id = format_execution_id(row["partition_key"], row["execution_id"])
-            logger.warning("%s: its lease was lost and taken over %d times", execution_id, row["reclaim_count"])
+            logger.warning("%s was reclaimed %d times", execution_id, row["reclaim_count"])
 
     async def _finish_service(self, lease_end: LeaseEnd, verdicts: list[Verdict | Locked]) -> Verdict:
         await self._lease_ends.after_commit([lease_end], verdicts)
         (verdict,) = verdicts
-        assert isinstance(verdict, Verdict), "the row is held"
+        assert isinstance(verdict, Verdict), "the row is locked"
         if not verdict.is_done:
             raise verdict.refusal(stale="stale_lease")
         return verdict
@@ -293,7 +293,7 @@ def _check_error(error_type: object, traceback: object, prefix: str = "") -> Non
 
 
 def _text(value: object, field: str) -> str:
-    """A text, whatever it says: a failure is recorded with what of it the store can hold."""
+    """Return any text; characters that the store cannot hold are replaced when it is written."""
     if not isinstance(value, str):
         raise error("invalid_input", f"{field}: must be text, got {shown(value)}")
     return value
@@ -303,12 +303,12 @@ def _bytes_of(payload: object) -> bytes | None:
     if payload is None or type(payload) is bytes:
         return payload
     if not isinstance(payload, bytes | bytearray | memoryview):
-        raise error("invalid_input", f"payload: must be bytes, got {type(payload).__name__}")
+        raise error("invalid_input", f"payload: must be bytes, got {shown(payload)}")
     return bytes(payload)
 
 
 def _policy_text(value: ExecutionPolicy | Mapping[str, object] | str | bytes | None) -> str | None:
-    """The text of a policy that one attempt bears; the engine keeps it and leaves its meaning to the worker."""
+    """Return the policy of the next attempt as text; the engine stores it and only the worker interprets it."""
     if isinstance(value, ExecutionPolicy):
         return policy_json(value)
     if value is None or value == "" or value == b"":
@@ -328,7 +328,7 @@ def _was_completed(verdict: Verdict, handle: Handle) -> bool:
 
 
 def _was_failed(verdict: Verdict, handle: Handle) -> RetryScheduled | TerminalFailed:
-    """What an earlier call of this run's failure answered, else why this one is refused."""
+    """Return the answer of an earlier call for this run, or raise the refusal."""
     found = verdict.found
     if found is not None:
         if found.terminal_outcome == "failed" and found.is_run_of(handle):

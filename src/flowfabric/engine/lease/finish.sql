@@ -1,10 +1,10 @@
 -- name: read_retry_state
--- What a decision to retry needs besides the failure: the frozen policy and the retries so far.
+-- What the decision to retry needs: the stored policy and the number of retries so far.
 select policy, retry_count from execution where partition_key = :partition_key and execution_id = :execution_id;
 
 
 -- name: list_often_reclaimed
--- Of the named executions those whose number of reclaims has just come to a full :every.
+-- Those of the named executions whose number of reclaims is a multiple of :every.
 select e.partition_key, e.execution_id, e.reclaim_count
   from unnest(:partition_keys::smallint[], :execution_ids::uuid[]) as i(partition_key, execution_id)
  cross join lateral (

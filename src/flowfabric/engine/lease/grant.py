@@ -1,4 +1,4 @@
-"""Grants: an execution reserved for one worker for a short time, found by search or by name."""
+"""Grants: reserve an execution for one worker for a short time, by search or by name."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -47,7 +47,7 @@ MAX_SCAN = 10_000
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Grantee:
-    """Who asks for a grant, for how long, and what is to be noted beside it."""
+    """The worker that asks for a grant, the grant's lifetime, and what is stored with it."""
 
     worker_id: str
     worker_instance_id: str
@@ -66,7 +66,7 @@ class Grantee:
         route_snapshot_json: str | None = None,
         admission_summary: str | None = None,
     ) -> "Grantee":
-        """The asker a caller describes."""
+        """Check a caller's arguments."""
         check_range(grant_ttl_ms, "grant_ttl_ms", MIN_GRANT_TTL_MS, MAX_GRANT_TTL_MS)
         return cls(
             worker_id=check_worker_id(worker_id, "worker_id"),
@@ -99,7 +99,7 @@ class Grants:
         namespace: str | None = None,
         grant_ttl_ms: int = DEFAULT_GRANT_TTL_MS,
     ) -> Granted | NoWork:
-        """Reserve for a worker what a claim of a lane would take; `claim_execution` then leases it."""
+        """Reserve for a worker the execution that a claim would take; `claim_execution` then leases it."""
         grantee = Grantee.of(worker_id, worker_instance_id, grant_ttl_ms)
         lane = check_lane_id(lane_id)
         wanted = Wanted.of((lane,), worker_capabilities, kinds, namespace)
@@ -107,8 +107,10 @@ class Grants:
         walk = await self._walks.of(wanted)
         refused: list[UUID] = []
         walked_to = 0
+        where: dict[str, object] = {}
         while True:
-            where = {**walk.where, "walked_to": walked_to}
+            # A walk that was cut short continues in the same spans: new ones would restart a walk of everything.
+            where = {**where, "walked_to": walked_to} if walked_to else walk.where
             found = await self._search(grantee, walk, where, refused)
             if isinstance(found, Granted):
                 return found
@@ -116,7 +118,7 @@ class Grants:
             if walked_to:
                 continue
             if isinstance(found, HeldWithGrant):
-                # One that cannot be ended must not be found again and again.
+                # If it cannot be ended, the next statement must not find it again.
                 refused.append(found.execution_id)
                 await self._finish.end_at_reclaim_limit([(found.id, found.lease_epoch)])
             elif where["span_walks"] and walk.watermarks.may_walk_whole:
@@ -127,9 +129,9 @@ class Grants:
     async def _search(
         self, grantee: Grantee, walk: Walk, where: Mapping[str, object], left_out: Sequence[UUID]
     ) -> Granted | HeldWithGrant | int | None:
-        """Grant the best execution of one walk.
+        """Grant the best execution that one statement finds; None if there is none.
 
-        One that is at its reclaim limit is returned as it is held; of a walk that was cut short, the place to go on at.
+        Returns an execution at its reclaim limit as its row, and for a search that was cut short the place to continue.
         """
         statement = CLAIM_SQL.lock_best_of_queues if walk.is_by_queue else CLAIM_SQL.lock_best_of_routes
         offered = cast("tuple[str, ...]", where["capabilities"])
@@ -146,12 +148,12 @@ class Grants:
             if held.is_lost and held.reclaim_count >= reclaim_cap(held.execution_policy):
                 return held
             kind = GrantKind.RECLAIM if held.is_lost else GrantKind.CLAIM
-            return await self.give(transaction, held, kind, grantee, offered)
+            return await self.issue(transaction, held, kind, grantee, offered)
 
         return await self._store.transact(search)
 
     async def scan_eligible_executions(self, *, lane_id: str, limit: int = 100) -> list[ExecutionId]:
-        """The executions of a lane that wait for a worker and are granted to none, in the order of claims."""
+        """List the claimable executions of a lane without a live grant, in claim order."""
         lane = check_lane_id(lane_id)
         most = check_limit(limit, MAX_SCAN)
         rows = await self._store.fetch(SQL.list_eligible, lane_id=lane, limit=most)
@@ -180,23 +182,23 @@ class Grants:
         async def issue(transaction: Transaction) -> Granted | EngineError:
             held = await hold_with_grant(transaction, parsed, lane)
             if held.lifecycle_phase != "runnable" or held.eligibility_state != "eligible_now":
-                raise error("execution_not_eligible")
+                raise error("execution_not_eligible", f"it is {held.lifecycle_phase}, {held.eligibility_state}")
             if held.has_live_grant:
-                raise error("grant_already_exists")
+                raise error("grant_already_exists", f"worker {held.grant_worker_id!r} holds it")
             if not held.is_on_open_lane:
                 raise error("execution_not_in_eligible_set", f"lane {held.lane_id} is {held.lane_state}")
             offered = check_capabilities(worker_capabilities)
             if missing := held.missing(offered):
                 await note_mismatch(transaction, held)
                 return error("capability_mismatch", missing)
-            return await self.give(transaction, held, GrantKind.CLAIM, grantee, offered)
+            return await self.issue(transaction, held, GrantKind.CLAIM, grantee, offered)
 
         granted = await self._store.transact(issue, execution_id=parsed)
         if isinstance(granted, EngineError):
             raise granted
         return granted
 
-    async def give(
+    async def issue(
         self,
         transaction: Transaction,
         held: HeldWithGrant,
@@ -206,7 +208,7 @@ class Grants:
         *,
         names_lane: bool = False,
     ) -> Granted:
-        """Sign and store a grant on an execution that the transaction holds."""
+        """Sign and store a grant for an execution that the transaction has locked."""
         key = await self._keys.signing(transaction, held.signing_kid, held.signing_since)
         expires_at_ms = held.now + grantee.grant_ttl_ms
         execution_id = held.id
@@ -258,14 +260,14 @@ class Grants:
 
 
 async def note_mismatch(transaction: Transaction, held: HeldWithGrant) -> None:
-    """Stamp a held execution that was asked for by a worker without the capabilities it requires."""
+    """Record on a locked execution that a worker without its required capabilities asked for it."""
     await transaction.fetch(
         SQL.set_capability_mismatch, partition_key=held.partition_key, execution_id=held.execution_id, now=held.now
     )
 
 
 def check_json(text: object, field: str) -> str | None:
-    """Return JSON text the store can hold; nothing and empty text are none."""
+    """Return JSON text that Postgres can store; None for None and for empty text."""
     if text is None or text == "":
         return None
     try:
@@ -279,7 +281,7 @@ def _optional_text(value: object, field: str) -> str | None:
 
 
 async def take_grants(transaction: Transaction, ended: Sequence[EndedLease]) -> None:
-    """Delete the grants of executions that have ended, or whose leases have."""
+    """Delete the grants of executions that ended or lost their lease."""
     pairs = [split_execution_id(each.execution_id) for each in ended]
     await transaction.fetch(
         SQL.take_grants,

@@ -1,5 +1,5 @@
 -- name: list_eligible
--- The executions of a lane that wait for a worker and are granted to none, in the order of claims.
+-- The claimable executions of a lane without a live grant, in claim order.
 with clock as materialized (select ff_now() as now)
 select r.partition_key, r.execution_id
   from lane l
@@ -14,7 +14,7 @@ select r.partition_key, r.execution_id
  order by r.place limit :limit;
 
 -- name: insert_grant
--- Reserves an execution that the transaction holds for one worker; what an earlier grant left is overwritten.
+-- Reserves a locked execution for one worker; overwrites the row of an earlier grant.
 with granted as (
   update execution set granted_until = :expires_at, attached = attached | 1, last_mutation_at = :now
    where partition_key = :partition_key and execution_id = :execution_id
@@ -37,7 +37,7 @@ on conflict (partition_key, execution_id) do update
        issued_at = excluded.issued_at, expires_at = excluded.expires_at;
 
 -- name: set_capability_mismatch
--- Notes when a worker that lacks a required capability last asked for an execution that the transaction holds.
+-- Records when a worker without a required capability last asked for a locked execution.
 update execution set last_capability_mismatch_at = :now, last_mutation_at = :now
  where partition_key = :partition_key and execution_id = :execution_id;
 

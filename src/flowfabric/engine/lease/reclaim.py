@@ -1,4 +1,4 @@
-"""Reclaiming: a lost lease handed to another worker under supervision, by a grant of its own."""
+"""Supervised reclaim: hand a lost lease to a chosen worker through a reclaim grant."""
 
 import logging
 from collections.abc import Sequence
@@ -37,7 +37,7 @@ Ended = tuple[LeaseEnd, list[Verdict | Locked]]
 
 
 class Reclaim:
-    """The operations of supervised handover; ordinary claims take lost leases without them."""
+    """The operations of supervised reclaim; ordinary claims take over lost leases without them."""
 
     def __init__(self, store: Store, grants: Grants, claims: NamedClaims, lease_ends: LeaseEnds) -> None:
         self._store = store
@@ -58,7 +58,7 @@ class Reclaim:
         route_snapshot_json: str | None = None,
         admission_summary: str | None = None,
     ) -> Granted | NotReclaimable | ReclaimCapExceeded:
-        """Reserve an execution whose lease was lost for a worker; one that was lost too often ends here."""
+        """Reserve an execution with a lost lease for a worker; ends it instead if it is at its reclaim limit."""
         grantee = Grantee.of(
             worker_id, worker_instance_id, grant_ttl_ms, capability_hash, route_snapshot_json, admission_summary
         )
@@ -85,12 +85,11 @@ class Reclaim:
             if held.reclaim_count >= cap:
                 return cap, await self._end(transaction, held)
             if held.has_live_grant:
-                raise error("grant_already_exists")
+                raise error("grant_already_exists", f"worker {held.grant_worker_id!r} holds it")
             if missing := held.missing(offered):
                 await note_mismatch(transaction, held)
                 return NotReclaimable(execution_id=parsed, detail=f"capability_mismatch: {missing}")
-            give = self._grants.give
-            return await give(transaction, held, GrantKind.RECLAIM, grantee, offered, names_lane=True)
+            return await self._grants.issue(transaction, held, GrantKind.RECLAIM, grantee, offered, names_lane=True)
 
         answer = await self._store.transact(issue, execution_id=parsed)
         self._store.wakeups.lost([_lost(held) for held, _ in marked])
@@ -116,10 +115,10 @@ class Reclaim:
         old_worker_instance_id: str | None = None,
         current_attempt_index: int | None = None,
     ) -> ClaimedExecution | NotReclaimable | GrantNotFound | ReclaimCapExceeded:
-        """Take a lost lease by the reclaim grant its worker has, as a new attempt.
+        """Take over a lost lease with the worker's reclaim grant, as a new attempt.
 
-        `capability_hash`, `old_worker_instance_id` and `current_attempt_index` are what the caller believes of the
-        execution: the stored row decides.
+        `capability_hash`, `old_worker_instance_id` and `current_attempt_index` are accepted but not compared: the
+        stored row decides.
         """
         _ = capability_hash, old_worker_instance_id
         lease = Lease.of(
@@ -150,7 +149,7 @@ class Reclaim:
             if not held.has_live_grant or held.grant_kind != GrantKind.RECLAIM:
                 return GrantNotFound(execution_id=parsed)
             if held.grant_worker_id != lease.worker_id:
-                raise error("invalid_claim_grant")
+                raise error("invalid_claim_grant", "its reclaim grant belongs to another worker")
             cap = reclaim_cap(held.execution_policy, max_reclaim_count)
             if held.reclaim_count >= cap:
                 return cap, await self._end(transaction, held)
@@ -162,14 +161,14 @@ class Reclaim:
         return await self._at_reclaim_limit(*answer) if isinstance(answer, tuple) else answer
 
     async def _end(self, transaction: Transaction, held: HeldWithGrant) -> Ended:
-        """End a held execution whose lease was lost as often as allowed, and with it the grant that led here."""
+        """End a locked execution at its reclaim limit, and delete its grant."""
         lease_end = LeaseEnd(held.id, Move.RECLAIM_LIMIT, reason=MAX_RECLAIMS_EXCEEDED, lost_epoch=held.lease_epoch)
         return lease_end, await self._lease_ends.within(transaction, [lease_end])
 
     async def _at_reclaim_limit(self, cap: int, ended: Ended) -> ReclaimCapExceeded:
         lease_end, verdicts = ended
         await self._lease_ends.after_commit([lease_end], verdicts)
-        logger.error("%s failed for good: its lease was lost %d times, the most allowed", lease_end.execution_id, cap)
+        logger.error("%s failed: its lease was lost %d times, the most its policy allows", lease_end.execution_id, cap)
         return ReclaimCapExceeded(execution_id=lease_end.execution_id, reclaim_count=cap)
 
 

@@ -1,4 +1,4 @@
-"""Renewing leases, and reporting progress under them."""
+"""Renew leases and report progress under them."""
 
 from collections.abc import Sequence
 from uuid import UUID
@@ -22,18 +22,18 @@ DEFAULT_HISTORY_GRACE_MS = 60_000
 
 
 class Renewals:
-    """Extends leases and stores what runs report of themselves."""
+    """Extends leases and stores the progress that runs report."""
 
     def __init__(self, store: Store, expiry: LeaseExpiry) -> None:
         self._store = store
         self._expiry = expiry
-        # In one stream: a second one would find the claims of the first one held.
+        # One stream: a second would find the claims locked by the first.
         self._batch: Batch[Handle, Renewed] = Batch(
             self._renew_together, self._renew_alone, keys=lambda handle: (handle.execution_id,), streams=1
         )
 
     async def renew(self, handle: Handle) -> Renewed:
-        """Extend a lease by the time its handle holds."""
+        """Extend a lease by the duration in its handle."""
         return await self._store.answer(self._batch.put(usable(handle)))
 
     async def renew_many(self, handles: Sequence[Handle]) -> list[Renewed | EngineError]:
@@ -44,8 +44,8 @@ class Renewals:
         for at, handle in enumerate(handles):
             try:
                 good.append(usable(handle))
-            except EngineError as error_of_it:
-                refused[at] = error_of_it
+            except EngineError as refusal:
+                refused[at] = refusal
         answers = iter(await self._store.answers(self._batch.run(good)) if good else ())
         return [refused[at] if at in refused else next(answers) for at in range(len(handles))]
 
@@ -60,7 +60,7 @@ class Renewals:
         attempt_id: UUID | str | None = None,
         lease_history_grace_ms: int = DEFAULT_HISTORY_GRACE_MS,
     ) -> Renewed:
-        """Extend a lease by a time on behalf of whoever holds its fence."""
+        """Extend a lease by a duration for the caller that holds its fence."""
         given = GivenFence.read(lease_id, lease_epoch, attempt_id, attempt_index)
         parsed = parse_execution_id(execution_id)
         partition, uuid = row_key(parsed)
@@ -92,10 +92,10 @@ class Renewals:
         return Renewed(expires_at_ms=row["expires_at"], lease_epoch=fence.lease_epoch)
 
     async def progress(self, handle: Handle, *, percent: int | None = None, message: str | None = None) -> None:
-        """Overwrite what a run reports of itself; what is absent keeps its value."""
+        """Store the progress of a run; an argument that is None keeps its stored value."""
         handle = usable(handle)
         if percent is not None and (type(percent) is not int or not 0 <= percent <= 255):
-            raise error("invalid_input", f"percent: 0 to 255, got {percent!r}")
+            raise error("invalid_input", f"percent: expected 0 to 255, got {percent!r}")
         if message is not None:
             check_text(message, "message")
         partition, uuid = split_execution_id(handle.execution_id)
@@ -121,7 +121,7 @@ class Renewals:
             raise verdict.refusal()
 
     async def drain(self) -> None:
-        """Wait until every renewal under way is answered."""
+        """Wait for the running renewals."""
         await self._batch.drain()
 
     async def _renew_together(self, handles: Sequence[Handle]) -> Sequence[Renewed | Locked | Exception]:

@@ -1,8 +1,8 @@
 -- name: renew_leases
--- Extends the leases whose fence still holds; a row that is absent, or is being moved elsewhere, has the verdict null, and so
--- has one whose claim is held elsewhere, unless the caller waits for it.
--- The leases of one claim end together: where all that are left of it are renewed, its row is all that is written.
--- Otherwise those that are renewed get a claim of their own, and so do the leases of many small claims.
+-- Extends the leases whose fence still matches. The verdict is null for a missing row, for a row that another transaction is
+-- changing, and, unless the caller waits, for a row whose claim another transaction has locked.
+-- The leases of one claim expire together: if all that remain in it are renewed, only its row is written. Otherwise the renewed
+-- leases move to a new claim; the leases of many small claims are merged into one the same way.
 with clock as materialized (select ff_now() as now),
 seen as materialized (
   select i.nth, i.lease_epoch as given_epoch, i.lease_id as given_lease_id, i.attempt_id as given_attempt_id, i.ttl_ms, e.*
@@ -16,8 +16,8 @@ seen as materialized (
            from execution e
           where e.partition_key = i.partition_key and e.execution_id = i.execution_id limit 1) e on true
 ),
--- Who marks leases as expired, or renews some of them, holds their claim meanwhile. Each claim is held once, in ascending
--- order, as two renewals may meet; one that is held elsewhere is left for later, unless the caller waits.
+-- Marking leases as expired and renewing them both lock their claim. Each claim is locked once, in ascending order, so that two
+-- renewals cannot deadlock; a claim locked elsewhere is skipped, unless the caller waits.
 held as materialized (
   select s.*, coalesce(r.tid, w.tid) as tid, coalesce(r.expires_at, w.expires_at) as expires_at
     from (select s.*, row_number() over (partition by partition_key, claim_no, is_current) as nth_of_claim
@@ -43,7 +43,7 @@ judged as materialized (
            when s.ownership_state = 'lease_revoked' then 'lease_revoked'
            when s.ownership_state <> 'leased' then 'lease_expired'
            when s.claim_tid is null and not :waits then null
-           -- By the time at which the claim is held: a lease may have been marked as expired while this waited for it.
+           -- Compared with the time after the lock: the lease may have expired while this statement waited for it.
            when greatest(s.lease_expires_at, s.claim_expires_at) <= ff_now() then 'lease_expired'
            when s.lease_id <> s.given_lease_id or s.attempt_id <> s.given_attempt_id then 'stale_fence'
            else 'ok' end as verdict
@@ -51,8 +51,7 @@ judged as materialized (
             from held h window of_claim as (partition by partition_key, claim_no, is_current)) s
    cross join clock c
 ),
--- The claims that are renewed as a whole: nothing else is leased under them, so nothing is renewed that was not asked for,
--- and the rows of the executions name no later expiry.
+-- The claims that are renewed as a whole: no other execution is leased under them, and no execution row has a later expiry.
 whole as materialized (
   select g.claim_tid as tid, g.given_ids, g.now, g.ttl_ms
     from (select partition_key, claim_no, claim_tid, array_agg(execution_id) as given_ids, min(now) as now, min(ttl_ms) as ttl_ms,
@@ -88,7 +87,7 @@ regrouped as materialized (
 numbered as materialized (
   select partition_key, worker_no, ttl_ms, nextval('claim_sequence') as claim_no from regrouped group by partition_key, worker_no, ttl_ms
 ),
--- An execution that has changed since the statement began is held in a version that its ctid does not find: it is not renewed.
+-- An execution that changed since the statement began is not found by its ctid and is not renewed.
 moved as (
   update execution e set claim_no = n.claim_no, lease_expires_at = g.now + g.ttl_ms
     from regrouped g join numbered n using (partition_key, worker_no, ttl_ms)
@@ -104,7 +103,7 @@ renewed as materialized (
   select * from judged
    where verdict = 'ok' and (claim_tid in (select tid from whole) or nth in (select nth from moved))
 ),
--- The usual renewal shares its event with the others like it.
+-- Ordinary renewals share one event per group.
 events as (
   insert into event (at, partition_key, kind, namespace_no, attempt_index, worker_no, lease_epoch, execution_ids, lease_ids,
                      execution_id, lease_id, attempt_id, flow_id, instance_tag)
@@ -126,7 +125,7 @@ select nth,
   from judged;
 
 -- name: set_progress
--- Overwrites the progress of a run whose fence holds; no row when the execution is absent.
+-- Stores the progress of a run whose fence matches; returns no row if the execution does not exist.
 with clock as materialized (select ff_now() as now),
 held as materialized (
   select e.partition_key, e.execution_id, e.lease_epoch, e.terminal_outcome, e.lifecycle_phase,
@@ -140,7 +139,7 @@ held as materialized (
                  where r.partition_key = e.partition_key and r.claim_no = e.claim_no)) <= c.now then 'lease_expired'
            when e.lease_id <> :lease_id or coalesce(e.attempt_id, e.lease_id) <> :attempt_id then 'stale_fence'
            else 'ok' end as verdict,
-         -- What an earlier attempt said of itself is not kept.
+         -- The progress of an earlier attempt is not kept.
          e.progress_updated_at >= coalesce((
            select a.started_at from attempt a
             where a.partition_key = e.partition_key and a.execution_id = e.execution_id and a.attempt_index = e.attempt_count - 1),

@@ -1,9 +1,10 @@
-"""An attempt that is put aside: what its next claim tells of it, and how much of its time is left."""
+"""Interrupted attempts: what the next claim reports, and how much of their timeout is left."""
 
 from typing import Any
 
 import pytest
 
+from engine.cases import in_turn
 from engine.waits import args
 from flowfabric.engine.engine import Engine
 from flowfabric.model.errors import EngineError
@@ -20,16 +21,20 @@ async def claim(engine: Engine, limit: int = 100, **options: Any) -> list[Claime
     )
 
 
-@pytest.mark.parametrize("was_started", [True, False])
-async def test_what_was_handed_back_goes_on_without_having_waited(
-    engine: Engine, given: Any, *, was_started: bool
+@in_turn("was_started, left_ms", [(True, 57_000), (False, 60_000)])
+async def test_a_run_handed_back_has_not_waited_and_loses_time_only_if_it_was_started(
+    engine: Engine, given: Any, clock: Any, *, was_started: bool, left_ms: int
 ) -> None:
-    await engine.hand_back(await given.claimed(), was_started=was_started)
+    handle = await given.claimed(policy=LONG)
+    await clock.advance(seconds=3)
+    await engine.hand_back(handle, was_started=was_started)
+    await clock.advance(seconds=100)
     (run,) = await claim(engine)
     assert (run.handle.kind, run.has_waited, run.attempt_index) == (HandleKind.RESUMED, False, 0)
+    assert run.attempt_timeout_ms == left_ms
 
 
-async def test_a_wait_that_is_over_stays_over_for_its_attempt(engine: Engine, given: Any) -> None:
+async def test_an_attempt_that_has_waited_still_has_after_a_hand_back(engine: Engine, given: Any) -> None:
     handle = await given.claimed()
     await engine.suspend(handle, args())
     await engine.resume_execution(execution_id=handle.execution_id)
@@ -40,7 +45,7 @@ async def test_a_wait_that_is_over_stays_over_for_its_attempt(engine: Engine, gi
     assert run.has_waited
 
 
-async def test_the_wait_of_an_earlier_attempt_is_not_one_of_the_next(engine: Engine, given: Any, clock: Any) -> None:
+async def test_the_next_attempt_has_not_waited(engine: Engine, given: Any, clock: Any) -> None:
     handle = await given.claimed(policy={"retry_policy": {"max_retries": 1}})
     await engine.suspend(handle, args())
     await engine.resume_execution(execution_id=handle.execution_id)
@@ -54,21 +59,13 @@ async def test_the_wait_of_an_earlier_attempt_is_not_one_of_the_next(engine: Eng
     assert (run.attempt_index, run.has_waited) == (1, False)
 
 
-@pytest.mark.parametrize(("was_started", "left_ms"), [(True, 57_000), (False, 60_000)])
-async def test_a_lease_that_did_not_start_an_attempt_takes_none_of_its_time(
-    engine: Engine, given: Any, clock: Any, *, was_started: bool, left_ms: int
-) -> None:
-    handle = await given.claimed(policy=LONG)
-    await clock.advance(seconds=3)
-    await engine.hand_back(handle, was_started=was_started)
-    await clock.advance(seconds=100)
-    (run,) = await claim(engine)
-    assert run.attempt_timeout_ms == left_ms
-
-
-async def test_what_has_little_time_is_not_claimed_to_wait_for_a_slot(
+async def test_an_attempt_with_a_short_timeout_is_not_claimed_before_a_slot_is_free(
     engine: Engine, given: Any, rows: Any, lasting_watermarks: None
 ) -> None:
+    wrong: tuple[Any, ...] = (-1, 2**31, True, "1")
+    for slots in wrong:
+        with pytest.raises(EngineError, match="slots"):
+            await claim(engine, slots=slots)
     ids = [await given.created(policy=policy) for policy in (SHORT, SHORT, LONG, SHORT, None)]
     first = await claim(engine, slots=1)
     assert [run.execution_id for run in first] == [ids[0], ids[2], ids[4]]
@@ -77,9 +74,3 @@ async def test_what_has_little_time_is_not_claimed_to_wait_for_a_slot(
     second = await claim(engine)
     assert [run.execution_id for run in second] == [ids[1], ids[3]]
     assert await engine.find_inconsistencies() == []
-
-
-@pytest.mark.parametrize("slots", [-1, 2**31, True, "1"])
-async def test_a_wrong_number_of_slots_is_refused(engine: Engine, slots: Any) -> None:
-    with pytest.raises(EngineError, match="slots"):
-        await claim(engine, slots=slots)
