@@ -93,10 +93,10 @@ READERS = {
     "list_suspended",
     "list_expired_leases",
     "list_live_workers",
-    "read_stretch_end",
+    "read_range_end",
     "list_vectors",
-    "list_of_vector",
-    "list_impossible",
+    "list_with_vector",
+    "list_broken_rules",
     "list_orphans",
     "take_old_identities",
 }

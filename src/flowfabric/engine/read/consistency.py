@@ -52,7 +52,7 @@ class Consistency:
         after: tuple[int, object] = _BEGINNING
         while len(found) < limit:
             behind = {"after_partition": after[0], "after_id": after[1]}
-            ends = await self._store.fetch(SQL.read_stretch_end, size=STRETCH, **behind)
+            ends = await self._store.fetch(SQL.read_range_end, size=STRETCH, **behind)
             if not ends:
                 found += _inconsistencies(await self._store.fetch(SQL.list_orphans, limit=limit - len(found)))
                 break
@@ -65,11 +65,11 @@ class Consistency:
         for vector in await self._store.fetch(SQL.list_vectors, **stretch):
             words = dict(vector)
             if (problem := _problem(words)) is not None:
-                rows = await self._store.fetch(SQL.list_of_vector, limit=limit, **stretch, **words)
+                rows = await self._store.fetch(SQL.list_with_vector, limit=limit, **stretch, **words)
                 found += (Inconsistency(execution_id=_id(row), problem=problem) for row in rows)
         found += _inconsistencies(
             await self._store.fetch(
-                SQL.list_impossible, limit=limit, instance_tag=self._store.rules.instance_tag, **stretch
+                SQL.list_broken_rules, limit=limit, instance_tag=self._store.rules.instance_tag, **stretch
             )
         )
         return sorted(found, key=lambda one: one.execution_id)

@@ -1,4 +1,4 @@
--- name: read_stretch_end
+-- name: read_range_end
 -- The last of the next so many executions behind a key.
 select partition_key, execution_id
   from (select partition_key, execution_id from execution
@@ -14,7 +14,7 @@ select distinct lifecycle_phase::text, ownership_state::text, eligibility_state:
  where (partition_key, execution_id) > (:after_partition::smallint, :after_id::uuid)
    and (partition_key, execution_id) <= (:last_partition::smallint, :last_id::uuid);
 
--- name: list_of_vector
+-- name: list_with_vector
 -- The executions of a stretch that have one state vector.
 select partition_key, execution_id
   from execution
@@ -26,7 +26,7 @@ select partition_key, execution_id
    and public_state::text = :public_state
  limit :limit;
 
--- name: list_impossible
+-- name: list_broken_rules
 -- The rules that executions of a stretch break, alone or together with the rows that belong to them.
 with clock as materialized (select ff_now() as now),
 subject as materialized (
