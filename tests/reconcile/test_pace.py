@@ -131,7 +131,7 @@ async def test_a_success_between_failures_begins_the_count_anew(engine: Engine, 
     assert (reconciler.stats["sweep"].errors, reconciler.stats["sweep"].cycles) == (6, 3)
 
 
-@pytest.mark.parametrize(("is_gentle", "pause"), [(True, 1.0), (False, Reconciler.LEAST_SECONDS)])
+@pytest.mark.parametrize(("is_gentle", "pause"), [(True, 1.0), (False, Reconciler.MIN_PAUSE_SECONDS)])
 async def test_a_gentle_sweep_rests_after_a_full_batch_for_as_long_as_it_took(
     *, engine: Engine, hand: HandClock, is_gentle: bool, pause: float
 ) -> None:
@@ -166,7 +166,7 @@ async def test_a_gentle_sweep_rests_no_more_when_it_has_been_behind_for_a_while(
     while left > 0:
         pauses.append(await reconciler._tick())
         hand.now += Reconciler.GENTLE_SECONDS / 4
-    assert pauses[:5] == pytest.approx([1.0, 1.0, 1.0, Reconciler.LEAST_SECONDS, Reconciler.LEAST_SECONDS])
+    assert pauses[:5] == pytest.approx([1.0, 1.0, 1.0, Reconciler.MIN_PAUSE_SECONDS, Reconciler.MIN_PAUSE_SECONDS])
     # The next time it is behind it is gentle again, however long it was due before its interval had passed.
     left = 20
     while left == 20:

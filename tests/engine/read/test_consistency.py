@@ -475,7 +475,7 @@ async def test_an_unknown_literal_is_found(engine: Engine, given: Any, connectio
 async def test_it_looks_at_every_row_and_stops_at_the_limit(
     engine: Engine, given: Any, connection: asyncpg.Connection, rows: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(consistency, "STRETCH", 2)
+    monkeypatch.setattr(consistency, "RANGE_SIZE", 2)
     ids = sorted([await given.created(execution_id=f"{{fp:{at % 3}}}:{uuid4()}") for at in range(7)])
     await connection.execute("update execution set replay_count = -1")
     async with rows.unchanged():

@@ -86,7 +86,7 @@ async def test_what_several_indexes_lead_to_is_listed_once(
     expected.append(blocked)
     # The walk ends after the first execution, so that the indexes are asked.
     monkeypatch.setattr(listing, "FIRST_WALK", 1)
-    monkeypatch.setattr(listing, "LEAST_DEPTH", 1)
+    monkeypatch.setattr(listing, "MIN_DEPTH", 1)
     states = ["active", "delayed", "waiting", "rate_limited"]
     page = await engine.list_executions(public_state=states)
     assert sorted(one.execution_id for one in page.executions) == sorted(expected)
@@ -328,7 +328,7 @@ async def test_both_ways_to_a_page_agree_with_a_sorted_model(
         monkeypatch.setattr(listing, "FIRST_WALK", dice.choice((1, 30, 1000)))
         monkeypatch.setattr(listing, "FIRST_CAP", dice.choice((1, 20, 1000)))
         monkeypatch.setattr(listing, "FIRST_FAN_OUT", dice.choice((1, 2, 64)))
-        monkeypatch.setattr(listing, "LEAST_DEPTH", dice.choice((1, 8)))
+        monkeypatch.setattr(listing, "MIN_DEPTH", dice.choice((1, 8)))
         filters: dict[str, Any] = {"order": dice.choice(("newest", "oldest"))}
         if dice.random() < 0.4:
             filters["namespace"] = some("ns", 4)

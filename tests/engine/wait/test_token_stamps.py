@@ -143,7 +143,7 @@ async def test_an_engine_that_closes_writes_its_stamps_and_waits_for_no_lock(
 
 
 async def test_only_so_many_stamps_wait(engine: Engine, given: Any, rows: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(TokenStamps, "MOST", 3)
+    monkeypatch.setattr(TokenStamps, "MAX_WAITING", 3)
     monkeypatch.setattr(TokenStamps, "PAUSE_SECONDS", 600.0)
     waits = [await waiting(engine, given) for _ in range(5)]
     for wait in (*waits, waits[0]):
