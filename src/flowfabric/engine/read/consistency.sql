@@ -200,7 +200,7 @@ select e.partition_key, e.execution_id, rule.problem
        ('suspension: missing or closed though the execution is suspended', e.is_suspended and (u.execution_id is null or u.closed_at is not null)),
        ('suspension: open though the execution is not suspended', not e.is_suspended and s.open > 0),
        ('suspension: an earlier suspension is open', s.other_open > 0),
-       ('suspension: belongs to an earlier attempt', e.is_suspended and u.attempt_index <> e.attempt_count - 1),
+       ('suspension: does not belong to the latest attempt', e.is_suspended and u.attempt_index <> e.attempt_count - 1),
        ('suspension: its attempt does not exist', s.of_no_attempt > 0),
        ('suspension: its namespace or lane is not that of the execution', s.elsewhere > 0),
        ('suspension: a waitpoint is missing', s.incomplete > 0),
