@@ -1,4 +1,4 @@
-"""Listing executions: every filter, both orders, and pages that neither repeat nor miss."""
+"""Lists of executions: every filter, both orders, and pages that neither repeat nor skip an execution."""
 
 import random
 from typing import Any
@@ -16,7 +16,7 @@ from flowfabric.model.states import PublicState
 
 
 async def listed(engine: Engine, **filters: Any) -> list[str]:
-    """The executions of a whole list, page by page."""
+    """The ids of a whole list, read page by page."""
     found: list[str] = []
     cursor = None
     limit = filters.get("limit", 50)
@@ -30,7 +30,7 @@ async def listed(engine: Engine, **filters: Any) -> list[str]:
         assert len(page.executions) == limit
 
 
-async def test_a_line_of_the_list(engine: Engine, given: Any, clock: Any) -> None:
+async def test_a_list_entry_holds_the_summary_of_the_execution(engine: Engine, given: Any, clock: Any) -> None:
     now = await clock.now()
     execution_id = await given.created(namespace="tenant", lane_id="mail", execution_kind="letter", priority=7)
     page = await engine.list_executions()
@@ -46,7 +46,7 @@ async def test_a_line_of_the_list(engine: Engine, given: Any, clock: Any) -> Non
     assert page == ExecutionPage(executions=[line], next_cursor=None)
 
 
-async def test_each_state_is_found(engine: Engine, given: Any, connection: asyncpg.Connection) -> None:
+async def test_executions_are_listed_by_every_state(engine: Engine, given: Any, connection: asyncpg.Connection) -> None:
     states = {
         "active": [(await given.reclaimable(lane_id="lost")).execution_id, (await given.claimed()).execution_id],
         "completed": [await given.completed()],
@@ -71,7 +71,7 @@ async def test_each_state_is_found(engine: Engine, given: Any, connection: async
     assert await listed(engine, public_state=[]) == []
 
 
-async def test_what_several_indexes_lead_to_is_listed_once(
+async def test_an_execution_in_several_sources_is_listed_once(
     engine: Engine, given: Any, clock: Any, connection: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     later = {"execution_deadline_at": await clock.now() + 10**9}
@@ -84,7 +84,7 @@ async def test_what_several_indexes_lead_to_is_listed_once(
     blocked = await given.created(lane_id="blocked", **later)
     await block(connection, blocked, "blocked_by_budget", "waiting_for_budget")
     expected.append(blocked)
-    # The walk ends after the first execution, so that the indexes are asked.
+    # The walk ends after the first execution, so that the collections are used.
     monkeypatch.setattr(listing, "FIRST_WALK", 1)
     monkeypatch.setattr(listing, "MIN_DEPTH", 1)
     states = ["active", "delayed", "waiting", "rate_limited"]
@@ -92,7 +92,7 @@ async def test_what_several_indexes_lead_to_is_listed_once(
     assert sorted(one.execution_id for one in page.executions) == sorted(expected)
 
 
-async def test_filters_combine_and_lists_are_alternatives(engine: Engine, given: Any) -> None:
+async def test_filters_are_combined_and_the_values_of_one_are_alternatives(engine: Engine, given: Any) -> None:
     one = await given.created(namespace="a", lane_id="x", execution_kind="k1", tags={"t.k": "1"})
     two = await given.created(namespace="a", lane_id="y", execution_kind="k2", tags={"t.k": "2", "t.l": "1"})
     three = await given.created(namespace="b", lane_id="x", execution_kind="k1", tags={"t.k": "1"})
@@ -127,7 +127,7 @@ async def test_long_tags_are_compared_whole(engine: Engine, given: Any) -> None:
     assert await listed(engine, tag=("a.b", long + "1")) == [one]
 
 
-async def test_times_are_half_open(engine: Engine, given: Any, clock: Any) -> None:
+async def test_time_ranges_include_the_start_and_exclude_the_end(engine: Engine, given: Any, clock: Any) -> None:
     first = await clock.now()
     one = await given.completed()
     second = await clock.advance(seconds=1)
@@ -153,7 +153,7 @@ async def test_times_are_half_open(engine: Engine, given: Any, clock: Any) -> No
         assert await listed(engine, **filters) == expected, filters
 
 
-async def test_what_never_ended_has_no_time_of_completion(engine: Engine, given: Any) -> None:
+async def test_the_completion_filters_match_only_ended_executions(engine: Engine, given: Any) -> None:
     await given.created()
     await given.claimed(lane_id="other")
     failed = await given.failed(lane_id="failed")
@@ -190,7 +190,7 @@ async def test_the_order_is_by_creation_then_by_id(engine: Engine, clock: Any) -
         assert await listed(engine, order="newest", limit=limit) == expected[::-1]
 
 
-async def test_a_page_of_none_is_empty_and_a_page_is_a_thousand_at_most(engine: Engine) -> None:
+async def test_a_page_may_be_empty_and_has_at_most_a_thousand_entries(engine: Engine) -> None:
     for _ in range(2):
         await engine.create_many(items(*(new() for _ in range(501))))
     assert await engine.list_executions(limit=0) == ExecutionPage(executions=[], next_cursor=None)
@@ -200,7 +200,7 @@ async def test_a_page_of_none_is_empty_and_a_page_is_a_thousand_at_most(engine: 
     assert (len(page.executions), page.next_cursor) == (2, None)
 
 
-async def test_a_cursor_leads_on_when_its_row_has_gone(engine: Engine, given: Any, clock: Any) -> None:
+async def test_a_cursor_works_after_its_row_is_deleted(engine: Engine, given: Any, clock: Any) -> None:
     policy = {"stream_policy": {"retention_ttl_ms": 1000}}
     ids = []
     for at in range(5):
@@ -235,7 +235,7 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
 ]
 
 
-async def test_each_refusal_has_its_word(engine: Engine, rows: Any) -> None:
+async def test_wrong_arguments_are_refused_with_their_code(engine: Engine, rows: Any) -> None:
     async with rows.unchanged():
         for filters, code, detail in WRONG:
             await refused(engine.list_executions(**filters), code, detail)
@@ -248,29 +248,27 @@ async def test_a_cursor_belongs_to_one_order(engine: Engine, given: Any) -> None
     await refused(
         engine.list_executions(order="oldest", cursor=page.next_cursor),
         "invalid_input",
-        "cursor: of a list in the order newest",
+        "cursor: belongs to a list with order newest, got order oldest",
     )
 
 
-async def test_a_corrupt_stored_id_is_told(engine: Engine, given: Any, connection: asyncpg.Connection) -> None:
+async def test_a_corrupt_stored_id_is_reported(engine: Engine, given: Any, connection: asyncpg.Connection) -> None:
     await given.created()
     await connection.execute("update execution set partition_key = -1")
     await refused(engine.list_executions(), "corruption", "list_executions: execution_id: ")
 
 
-@pytest.mark.parametrize(("column", "field"), [("namespace_no", "namespace"), ("queue_no", "execution_kind")])
-async def test_a_missing_name_is_corruption(
-    engine: Engine, given: Any, connection: asyncpg.Connection, column: str, field: str
-) -> None:
+async def test_a_missing_name_is_corruption(engine: Engine, given: Any, connection: asyncpg.Connection) -> None:
     await given.created()
-    await connection.execute(f"update execution set {column} = 99")
-    await refused(engine.list_executions(), "corruption", f"list_executions: {field}: is missing")
+    for column, field in (("queue_no", "execution_kind"), ("namespace_no", "namespace")):
+        await connection.execute(f"update execution set {column} = 99")
+        await refused(engine.list_executions(), "corruption", f"list_executions: {field}: is missing")
 
 
-async def test_both_ways_to_a_page_agree_with_a_sorted_model(
+async def test_walks_and_collections_agree_with_a_sorted_model(
     engine: Engine, clock: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Small steps make every list cross several statements; rows come and go between the pages of each list."""
+    """Small steps make every list use several statements; rows are added and changed between the pages of a list."""
     dice = random.Random(7)
     model: dict[str, dict[str, Any]] = {}
 

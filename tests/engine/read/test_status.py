@@ -1,4 +1,4 @@
-"""The status of an execution: what whoever submitted it follows, in one statement."""
+"""The status of an execution for its submitter, read in one statement."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ FAILURE = Failure(message="Declined: no", category="declined", error_type="app.D
 
 
 async def status(engine: Engine, execution_id: str) -> ExecutionStatus:
-    """The status of an execution that is there."""
+    """The status of an existing execution."""
     found = await engine.read_execution_status(execution_id)
     assert found is not None
     return found
@@ -78,7 +78,7 @@ async def test_the_status_follows_an_execution_through_its_attempts(engine: Engi
     waiting = replace(backing_off, public_state=PublicState.WAITING, retry_at=None, delay_until=None)
     assert await status(engine, execution_id) == waiting
     second = await given.claim()
-    # The attempt before this one is the last that has failed; what it said of its progress is over.
+    # The failure is that of the previous attempt; its progress is gone.
     retrying = replace(
         waiting,
         public_state=PublicState.ACTIVE,
@@ -112,14 +112,14 @@ async def test_a_failed_execution_shows_its_last_failure(engine: Engine, given: 
     assert found.failure == replace(FAILURE, message="for good", category="permanent")
 
 
-async def test_a_failure_in_plain_words_shows_no_exception(engine: Engine, given: Any) -> None:
+async def test_a_failure_given_as_text_has_no_exception(engine: Engine, given: Any) -> None:
     for handle in (await given.claimed(), await given.claimed(policy=RETRIED)):
         await engine.fail(handle, reason="")
         failure = (await status(engine, handle.execution_id)).failure
         assert failure == Failure(message="", category="transient", error_type=None, traceback=None)
 
 
-async def test_what_was_cancelled_shows_why_and_how_it_failed_before(engine: Engine, given: Any) -> None:
+async def test_a_cancelled_execution_shows_the_reason_and_its_earlier_failure(engine: Engine, given: Any) -> None:
     found = await status(engine, await given.cancelled())
     assert (found.public_state, found.cancellation_reason) == (PublicState.CANCELLED, "not wanted")
     assert (found.failure, found.retry_at, found.delay_until) == (None, None, None)
@@ -131,7 +131,7 @@ async def test_what_was_cancelled_shows_why_and_how_it_failed_before(engine: Eng
     assert (found.retry_at, found.delay_until) == (None, None)
 
 
-async def test_what_ended_by_its_deadline_shows_that_and_not_an_earlier_exception(
+async def test_an_execution_past_its_deadline_shows_that_and_not_an_earlier_exception(
     engine: Engine, given: Any, clock: Any
 ) -> None:
     deadline = await clock.now() + 60_000
@@ -148,7 +148,7 @@ async def test_what_ended_by_its_deadline_shows_that_and_not_an_earlier_exceptio
         )
 
 
-async def test_what_lost_its_leases_too_often_shows_that(engine: Engine, given: Any, clock: Any) -> None:
+async def test_an_execution_past_its_reclaim_limit_shows_that(engine: Engine, given: Any, clock: Any) -> None:
     handle = await given.claimed(policy={**RETRIED, "max_reclaim_count": 0})
     await engine.fail(handle, reason=RAISED)
     await clock.advance(seconds=1)
@@ -172,7 +172,7 @@ async def test_a_reclaimed_retry_shows_the_failure_before_it(engine: Engine, giv
     assert (found.public_state, found.attempt_count, found.failure) == (PublicState.ACTIVE, 4, FAILURE)
 
 
-async def test_a_delay_is_no_retry(engine: Engine, given: Any, clock: Any) -> None:
+async def test_a_delay_is_not_a_retry(engine: Engine, given: Any, clock: Any) -> None:
     delayed = await status(engine, await given.delayed(seconds=5))
     assert (delayed.public_state, delayed.retry_at) == (PublicState.DELAYED, None)
     assert delayed.delay_until == await clock.now() + 5000
@@ -191,14 +191,14 @@ async def test_a_suspended_execution_has_a_status(engine: Engine, given: Any) ->
     assert (found.public_state, found.attempt_count, found.failure) == (PublicState.SUSPENDED, 1, None)
 
 
-@pytest.mark.parametrize("size", [0, 1, INLINE_PAYLOAD_BYTES, INLINE_PAYLOAD_BYTES + 1, 100_000])
-async def test_a_result_of_any_size_is_part_of_the_status(engine: Engine, given: Any, size: int) -> None:
-    run = await given.run()
-    await engine.complete_execution(
-        execution_id=run.execution_id, payload=b"x" * size, result_encoding="text", source="operator_override"
-    )
-    found = await status(engine, run.execution_id)
-    assert (found.result, found.result_encoding) == (b"x" * size, "text")
+async def test_a_result_of_any_size_is_part_of_the_status(engine: Engine, given: Any) -> None:
+    for size in (0, 1, INLINE_PAYLOAD_BYTES, INLINE_PAYLOAD_BYTES + 1, 100_000):
+        run = await given.run()
+        await engine.complete_execution(
+            execution_id=run.execution_id, payload=b"x" * size, result_encoding="text", source="operator_override"
+        )
+        found = await status(engine, run.execution_id)
+        assert (found.result, found.result_encoding) == (b"x" * size, "text")
 
 
 async def test_a_status_is_one_statement(engine: Engine, given: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,8 +218,7 @@ async def test_a_status_is_one_statement(engine: Engine, given: Any, monkeypatch
 
 
 @pytest.mark.usefixtures("altered_rows")
-async def test_a_state_of_a_newer_version_is_corruption(engine: Engine, given: Any, connection: Any) -> None:
+async def test_an_unknown_namespace_is_corruption(engine: Engine, given: Any, connection: Any) -> None:
     execution_id = await given.created()
-    # What a newer version may have stored.
     await connection.execute("update execution set namespace_no = 99")
     await refused(engine.read_execution_status(execution_id), "corruption", "namespace: is missing")

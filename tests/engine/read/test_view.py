@@ -1,4 +1,4 @@
-"""Reading executions: their state, their facts, their result, and waiting for their end."""
+"""Reads of one execution: state, info, result, and the wait for its end."""
 
 import asyncio
 from typing import Any
@@ -37,7 +37,7 @@ async def test_the_state_is_the_public_one(engine: Engine, given: Any) -> None:
         assert await engine.read_execution_state(execution_id) is state
 
 
-async def test_what_is_absent_reads_as_nothing(engine: Engine, rows: Any) -> None:
+async def test_an_unknown_execution_reads_as_none(engine: Engine, rows: Any) -> None:
     async with rows.unchanged():
         for absent in (ABSENT, f"{{fp:32767}}:{uuid4()}"):
             assert await engine.read_execution_state(absent) is None
@@ -46,7 +46,7 @@ async def test_what_is_absent_reads_as_nothing(engine: Engine, rows: Any) -> Non
             assert await engine.get_execution_result(absent) is None
 
 
-async def test_what_is_no_id_is_refused_by_every_read(engine: Engine) -> None:
+async def test_every_read_refuses_a_malformed_id(engine: Engine) -> None:
     wrong: list[tuple[Any, str]] = [
         (str(uuid4()), "MissingTag"),
         (None, "MissingTag"),
@@ -128,18 +128,18 @@ async def test_only_a_completed_execution_has_a_result(engine: Engine, given: An
     assert await engine.get_execution_result(kept) is None
 
 
-async def test_the_time_is_the_stores(engine: Engine, clock: Any) -> None:
+async def test_the_server_time_is_the_clock_of_the_store(engine: Engine, clock: Any) -> None:
     assert await engine.server_time_ms() == await clock.now()
     later = await clock.advance(seconds=3600)
     assert await engine.server_time_ms() == later
 
 
-async def test_a_ping_is_answered_and_the_backend_has_its_name(engine: Engine) -> None:
+async def test_a_ping_succeeds_and_the_backend_label_is_postgres(engine: Engine) -> None:
     await engine.ping()
     assert engine.backend_label() == "postgres"
 
 
-async def test_an_ending_is_waited_for(engines: Any, engine: Engine, given: Any, eventually: Any) -> None:
+async def test_wait_for_ending_returns_the_outcome(engines: Any, engine: Engine, given: Any, eventually: Any) -> None:
     other = await engines()
     completed, failed, cancelled = [await given.claimed() for _ in range(3)]
     waiting = [
@@ -160,9 +160,7 @@ async def test_an_ending_is_waited_for(engines: Any, engine: Engine, given: Any,
     ]
 
 
-async def test_an_ending_of_the_past_is_answered_at_once_and_an_absent_one_is_not_found(
-    engine: Engine, given: Any
-) -> None:
+async def test_wait_for_ending_returns_at_once_for_an_ended_or_unknown_execution(engine: Engine, given: Any) -> None:
     ended = await engine.wait_for_ending(await given.completed(result=b"x"), timeout=60)
     assert ended.result == b"x"
     await refused(engine.wait_for_ending(ABSENT, timeout=60), "execution_not_found")
