@@ -8,6 +8,7 @@ from typing import Any
 import asyncpg
 import pytest
 
+from conftest import Clock, Engines, Given, Rows
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.parts import Parts, parts_of
 from flowfabric.model.errors import TransportError
@@ -39,7 +40,9 @@ def counting(run: Callable[[int], int], *, every_ms: int = 20, is_woken_by_timer
     )
 
 
-async def test_due_work_is_processed_in_the_background(engines: Any, given: Any, clock: Any, eventually: Any) -> None:
+async def test_due_work_is_processed_in_the_background(
+    engines: Engines, given: Given, clock: Clock, eventually: Any
+) -> None:
     engine = await engines(**OFTEN)
     lost = await given.claimed(lease_ttl_ms=30_000)
     delayed = await given.delayed(seconds=40)
@@ -55,7 +58,7 @@ async def test_due_work_is_processed_in_the_background(engines: Any, given: Any,
 
 
 @pytest.fixture
-async def patient(engines: Any, monkeypatch: pytest.MonkeyPatch) -> Engine:
+async def patient(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> Engine:
     """An engine whose reconciler looks once a minute: earlier work was known to it."""
     monkeypatch.setattr(Reconciler, "IDLE_SECONDS", 60.0)
     minute = {
@@ -69,7 +72,7 @@ async def patient(engines: Any, monkeypatch: pytest.MonkeyPatch) -> Engine:
     return patient
 
 
-async def test_a_timer_set_by_this_process_is_processed_on_time(patient: Engine, given: Any, clock: Any) -> None:
+async def test_a_timer_set_by_this_process_is_processed_on_time(patient: Engine, given: Given, clock: Clock) -> None:
     given.engine = patient
     await clock.stop()
     async with Reconciler(patient):
@@ -81,7 +84,7 @@ async def test_a_timer_set_by_this_process_is_processed_on_time(patient: Engine,
 
 
 async def test_a_timer_set_earlier_by_another_process_is_processed_on_time(
-    patient: Engine, given: Any, clock: Any
+    patient: Engine, given: Given, clock: Clock
 ) -> None:
     await clock.stop()
     run = await given.created(delay_until=await clock.now() + 150)
@@ -92,7 +95,7 @@ async def test_a_timer_set_earlier_by_another_process_is_processed_on_time(
 
 
 async def test_a_timer_set_by_another_process_is_processed_by_the_next_look(
-    patient: Engine, given: Any, clock: Any, monkeypatch: pytest.MonkeyPatch
+    patient: Engine, given: Given, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Reconciler, "IDLE_SECONDS", 0.05)
     async with Reconciler(patient):
@@ -108,7 +111,7 @@ async def test_claims_skip_their_catch_up_while_the_loop_runs(engine: Engine) ->
 
 
 async def test_two_loops_process_everything_once(
-    engines: Any, given: Any, clock: Any, rows: Any, eventually: Any
+    engines: Engines, given: Given, clock: Clock, rows: Rows, eventually: Any
 ) -> None:
     engine, other = await engines(**OFTEN), await engines(**OFTEN)
     lost = [await given.claimed() for _ in range(8)]
@@ -141,7 +144,7 @@ async def test_a_full_batch_is_followed_by_the_next_without_a_pause(engine: Engi
 
 
 async def test_a_failing_sweep_is_counted_and_does_not_stop_the_others(
-    engines: Any, given: Any, clock: Any, eventually: Any
+    engines: Engines, given: Given, clock: Clock, eventually: Any
 ) -> None:
     def fail(_: int) -> int:
         raise ValueError("cannot")
@@ -191,7 +194,7 @@ async def test_an_unreachable_store_is_retried(
 
 
 async def test_the_loop_survives_the_loss_of_its_connections(
-    engines: Any, given: Any, clock: Any, connection: asyncpg.Connection, eventually: Any
+    engines: Engines, given: Given, clock: Clock, connection: asyncpg.Connection, eventually: Any
 ) -> None:
     engine = await engines(**OFTEN)
     await given.delayed(seconds=30)

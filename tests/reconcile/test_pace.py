@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from conftest import Given
 from flowfabric.db.database import Database
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.parts import Parts, parts_of
@@ -87,7 +88,7 @@ def test_an_idle_loop_sees_every_timer_within_its_pause() -> None:
 
 
 async def test_the_shortest_interval_is_the_pause_only_while_timers_are_due(
-    engine: Engine, given: Any, hand: HandClock
+    engine: Engine, given: Given, hand: HandClock
 ) -> None:
     await given.clock.stop()
     reconciler = Reconciler(engine)

@@ -6,6 +6,7 @@ from typing import Any
 import asyncpg
 import pytest
 
+from conftest import Clock, Given, Rows
 from flowfabric.db import partitions
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.parts import parts_of
@@ -16,7 +17,7 @@ DAY_MS = DAY * 1000
 
 
 @pytest.fixture
-async def clock(clock: Any) -> Any:
+async def clock(clock: Clock) -> Any:
     """A frozen clock: no day ends unless the test advances it."""
     await clock.stop()
     return clock
@@ -41,7 +42,7 @@ def test_the_name_of_a_daily_partition_determines_its_bounds() -> None:
 
 
 async def test_today_and_the_next_two_days_have_partitions(
-    engine: Engine, connection: asyncpg.Connection, clock: Any
+    engine: Engine, connection: asyncpg.Connection, clock: Clock
 ) -> None:
     assert await parts_of(engine).event_partitions.keep_partitions() == 3
     now = await clock.now()
@@ -52,7 +53,7 @@ async def test_today_and_the_next_two_days_have_partitions(
 
 
 async def test_events_are_written_to_the_partition_of_their_day(
-    engine: Engine, given: Any, connection: asyncpg.Connection
+    engine: Engine, given: Given, connection: asyncpg.Connection
 ) -> None:
     await parts_of(engine).event_partitions.keep_partitions()
     await given.completed()
@@ -74,7 +75,7 @@ async def test_a_partition_has_the_indexes_of_the_feed(engine: Engine, connectio
 
 
 async def test_a_partition_older_than_the_feed_is_dropped(
-    engine: Engine, given: Any, connection: asyncpg.Connection, clock: Any, rows: Any
+    engine: Engine, given: Given, connection: asyncpg.Connection, clock: Clock, rows: Rows
 ) -> None:
     await parts_of(engine).event_partitions.keep_partitions()
     today = (await names(connection))[0]
@@ -90,7 +91,7 @@ async def test_a_partition_older_than_the_feed_is_dropped(
 
 
 async def test_a_detached_partition_is_dropped_by_the_next_run(
-    engine: Engine, connection: asyncpg.Connection, clock: Any
+    engine: Engine, connection: asyncpg.Connection, clock: Clock
 ) -> None:
     await parts_of(engine).event_partitions.keep_partitions()
     today = (await names(connection))[0]
@@ -101,7 +102,7 @@ async def test_a_detached_partition_is_dropped_by_the_next_run(
 
 
 async def test_a_day_with_events_in_the_default_partition_gets_no_partition(
-    engine: Engine, given: Any, connection: asyncpg.Connection, clock: Any, caplog: pytest.LogCaptureFixture
+    engine: Engine, given: Given, connection: asyncpg.Connection, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
     await given.completed()
     caplog.set_level("INFO", "flowfabric.engine.event.partitions")
@@ -115,7 +116,7 @@ async def test_a_day_with_events_in_the_default_partition_gets_no_partition(
 
 
 async def test_every_day_with_events_in_the_default_partition_is_skipped(
-    engine: Engine, given: Any, connection: asyncpg.Connection, clock: Any
+    engine: Engine, given: Given, connection: asyncpg.Connection, clock: Clock
 ) -> None:
     await given.completed()
     await clock.advance(seconds=DAY)
@@ -127,7 +128,7 @@ async def test_every_day_with_events_in_the_default_partition_is_skipped(
 
 
 async def test_old_events_of_the_default_partition_are_deleted(
-    engine: Engine, given: Any, clock: Any, rows: Any
+    engine: Engine, given: Given, clock: Clock, rows: Rows
 ) -> None:
     await given.completed()
     await clock.advance(seconds=DAY - 10)
@@ -145,7 +146,7 @@ def patient_with_partitions(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("patient_with_partitions")
-async def test_concurrent_processes_create_each_partition_once(url: str, engine: Engine, clock: Any) -> None:
+async def test_concurrent_processes_create_each_partition_once(url: str, engine: Engine, clock: Clock) -> None:
     now = await clock.now()
 
     async def ensure() -> partitions.Kept:
@@ -163,7 +164,7 @@ async def test_concurrent_processes_create_each_partition_once(url: str, engine:
 
 @pytest.mark.usefixtures("patient_with_partitions")
 async def test_concurrent_processes_drop_each_partition_once(
-    url: str, engine: Engine, clock: Any, connection: asyncpg.Connection
+    url: str, engine: Engine, clock: Clock, connection: asyncpg.Connection
 ) -> None:
     await parts_of(engine).event_partitions.keep_partitions()
     later = await clock.advance(seconds=10 * DAY)
@@ -182,7 +183,7 @@ async def test_concurrent_processes_drop_each_partition_once(
 
 
 async def test_a_locked_event_table_is_left_for_the_next_run(
-    engine: Engine, url: str, connection: asyncpg.Connection, clock: Any
+    engine: Engine, url: str, connection: asyncpg.Connection, clock: Clock
 ) -> None:
     await parts_of(engine).event_partitions.keep_partitions()
     await clock.advance(seconds=10 * DAY)

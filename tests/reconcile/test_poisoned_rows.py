@@ -2,11 +2,12 @@
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any
 from uuid import uuid4
 
+import asyncpg
 import pytest
 
+from conftest import Clock, Given, Rows
 from engine.sending import running, waiting
 from engine.waits import on_all
 from flowfabric.engine.core.quarantine import Quarantine
@@ -27,9 +28,9 @@ class Scene:
     """The fixtures of a case."""
 
     engine: Engine
-    given: Any
-    clock: Any
-    rows: Any
+    given: Given
+    clock: Clock
+    rows: Rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,16 +49,16 @@ class Case:
 
 async def _leased(scene: Scene) -> ExecutionId:
     run = await scene.given.run(lane_id=f"lane{uuid4().hex}", lease_ttl_ms=MINUTE)
-    return run.execution_id  # type: ignore[no-any-return]
+    return run.execution_id
 
 
 async def _delayed(scene: Scene) -> ExecutionId:
-    return await scene.given.delayed(seconds=60, lane_id="delayed")  # type: ignore[no-any-return]
+    return await scene.given.delayed(seconds=60, lane_id="delayed")
 
 
 async def _late(scene: Scene) -> ExecutionId:
     deadline = await scene.clock.now() + MINUTE
-    return await scene.given.created(lane_id="late", execution_deadline_at=deadline)  # type: ignore[no-any-return]
+    return await scene.given.created(lane_id="late", execution_deadline_at=deadline)
 
 
 async def _suspended(scene: Scene) -> ExecutionId:
@@ -70,7 +71,7 @@ async def _with_waitpoint(scene: Scene) -> ExecutionId:
 
 
 async def _ended(scene: Scene) -> ExecutionId:
-    return await scene.given.cancelled(lane_id="ended")  # type: ignore[no-any-return]
+    return await scene.given.cancelled(lane_id="ended")
 
 
 def _shows(column: str, value: str) -> Callable[[Scene, ExecutionId], Awaitable[bool]]:
@@ -86,7 +87,7 @@ async def _is_closed(scene: Scene, execution_id: ExecutionId) -> bool:
 
 
 async def _is_gone(scene: Scene, execution_id: ExecutionId) -> bool:
-    return await scene.rows.of("execution", execution_id=execution_id[-36:]) == []  # type: ignore[no-any-return]
+    return await scene.rows.of("execution", execution_id=execution_id[-36:]) == []
 
 
 CASES = {
@@ -124,7 +125,7 @@ def test_every_sweep_has_a_case_or_needs_none() -> None:
     assert not CASES.keys() & UNPOISONED
 
 
-async def poison(connection: Any, table: str, execution_id: ExecutionId) -> None:
+async def poison(connection: asyncpg.Connection, table: str, execution_id: ExecutionId) -> None:
     """Make the store reject every change of the rows of an execution in a table."""
     await connection.execute(
         """create or replace function refuse() returns trigger language plpgsql as
@@ -137,7 +138,7 @@ async def poison(connection: Any, table: str, execution_id: ExecutionId) -> None
 
 
 async def test_an_execution_that_cannot_be_written_does_not_block_the_others(
-    engine: Engine, given: Any, clock: Any, rows: Any, connection: Any, subtests: pytest.Subtests
+    engine: Engine, given: Given, clock: Clock, rows: Rows, connection: asyncpg.Connection, subtests: pytest.Subtests
 ) -> None:
     scene = Scene(engine, given, clock, rows)
     for name in CASES:
@@ -146,7 +147,7 @@ async def test_an_execution_that_cannot_be_written_does_not_block_the_others(
                 await check_poisoned(scene, connection, name, bad_at)
 
 
-async def check_poisoned(scene: Scene, connection: Any, name: str, bad_at: int) -> None:
+async def check_poisoned(scene: Scene, connection: asyncpg.Connection, name: str, bad_at: int) -> None:
     """Assert that the sweep processes all but the bad execution, and that one once it can be written."""
     case, engine, given, clock = CASES[name], scene.engine, scene.given, scene.clock
     (sweep,) = (sweep for sweep in SWEEPS if sweep.name == name)
@@ -189,7 +190,7 @@ async def check_poisoned(scene: Scene, connection: Any, name: str, bad_at: int) 
 
 
 async def test_a_failing_batch_is_halved_and_not_retried_item_by_item(
-    engine: Engine, given: Any, clock: Any, rows: Any, connection: Any
+    engine: Engine, given: Given, clock: Clock, rows: Rows, connection: asyncpg.Connection
 ) -> None:
     made = [await given.delayed(seconds=60) for _ in range(64)]
     await connection.execute("create sequence tries")
@@ -212,10 +213,10 @@ async def test_a_failing_batch_is_halved_and_not_retried_item_by_item(
 @pytest.mark.parametrize("seconds", [3600.0, 0.0])
 async def test_a_fault_of_the_catch_up_fails_no_claim_and_is_retried_after_a_pause(
     engine: Engine,
-    given: Any,
-    clock: Any,
-    rows: Any,
-    connection: Any,
+    given: Given,
+    clock: Clock,
+    rows: Rows,
+    connection: asyncpg.Connection,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     seconds: float,

@@ -1,10 +1,9 @@
 """Each sweep processes what is due and nothing else."""
 
-from typing import Any
-
 import asyncpg
 import pytest
 
+from conftest import Clock, Given, Rows
 from creates import new
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.execution.retention import SQL
@@ -25,7 +24,7 @@ def reconciler(engine: Engine) -> Reconciler:
 
 
 async def test_an_expired_lease_is_marked_once_and_the_next_claim_takes_it(
-    engine: Engine, reconciler: Reconciler, given: Any, rows: Any
+    engine: Engine, reconciler: Reconciler, given: Given, rows: Rows
 ) -> None:
     lost = await given.expired_lease()
     await reconciler.catch_up()
@@ -44,7 +43,7 @@ async def test_an_expired_lease_is_marked_once_and_the_next_claim_takes_it(
 
 
 async def test_a_renewed_lease_is_not_marked(
-    engine: Engine, reconciler: Reconciler, given: Any, clock: Any, rows: Any
+    engine: Engine, reconciler: Reconciler, given: Given, clock: Clock, rows: Rows
 ) -> None:
     handle = await given.claimed(lease_ttl_ms=30_000)
     await clock.advance(seconds=20)
@@ -55,7 +54,7 @@ async def test_a_renewed_lease_is_not_marked(
 
 
 async def test_delayed_work_becomes_claimable_when_it_is_due(
-    engine: Engine, reconciler: Reconciler, given: Any, clock: Any, rows: Any
+    engine: Engine, reconciler: Reconciler, given: Given, clock: Clock, rows: Rows
 ) -> None:
     early, late = await given.delayed(seconds=60), await given.delayed(seconds=120)
     await reconciler.catch_up()
@@ -70,7 +69,7 @@ async def test_delayed_work_becomes_claimable_when_it_is_due(
 
 
 async def test_a_retry_becomes_claimable_after_its_backoff(
-    engine: Engine, reconciler: Reconciler, given: Any, clock: Any
+    engine: Engine, reconciler: Reconciler, given: Given, clock: Clock
 ) -> None:
     failed = await given.backing_off(delay_ms=5_000)
     await clock.advance(seconds=6)
@@ -81,7 +80,7 @@ async def test_a_retry_becomes_claimable_after_its_backoff(
 
 
 async def test_an_attempt_past_its_timeout_is_retried(
-    engine: Engine, reconciler: Reconciler, given: Any, clock: Any, rows: Any
+    engine: Engine, reconciler: Reconciler, given: Given, clock: Clock, rows: Rows
 ) -> None:
     policy = {"timeout_policy": {"attempt_timeout_ms": 10_000}, **RETRIED_ONCE}
     handle = await given.claimed(policy=policy)
@@ -96,7 +95,7 @@ async def test_an_attempt_past_its_timeout_is_retried(
 
 
 async def test_an_attempt_past_its_timeout_without_retries_left_expires(
-    engine: Engine, reconciler: Reconciler, given: Any, clock: Any, rows: Any
+    engine: Engine, reconciler: Reconciler, given: Given, clock: Clock, rows: Rows
 ) -> None:
     handle = await given.claimed(policy={"timeout_policy": {"attempt_timeout_ms": 10_000}})
     await clock.advance(seconds=11)
@@ -107,7 +106,7 @@ async def test_an_attempt_past_its_timeout_without_retries_left_expires(
 
 
 async def test_an_attempt_that_lost_its_lease_times_out_too(
-    engine: Engine, reconciler: Reconciler, given: Any, clock: Any, rows: Any
+    engine: Engine, reconciler: Reconciler, given: Given, clock: Clock, rows: Rows
 ) -> None:
     policy = {"timeout_policy": {"attempt_timeout_ms": 60_000}}
     lost = await given.reclaimable(policy=policy, lease_ttl_ms=10_000)
@@ -119,7 +118,7 @@ async def test_an_attempt_that_lost_its_lease_times_out_too(
 
 
 async def test_a_deadline_ends_an_execution_in_any_phase(
-    engine: Engine, reconciler: Reconciler, given: Any, clock: Any, rows: Any, subtests: pytest.Subtests
+    engine: Engine, reconciler: Reconciler, given: Given, clock: Clock, rows: Rows, subtests: pytest.Subtests
 ) -> None:
     deadline = {"execution_deadline_at": await clock.now() + 100_000}
     lost = await given.reclaimable(lane_id="lost", **deadline)
@@ -148,7 +147,7 @@ async def test_a_deadline_ends_an_execution_in_any_phase(
             assert [event["kind"] for event in endings] == ["released" if phase == "active" else "ended"]
 
 
-async def test_a_deadline_is_not_retried(reconciler: Reconciler, engine: Engine, given: Any, clock: Any) -> None:
+async def test_a_deadline_is_not_retried(reconciler: Reconciler, engine: Engine, given: Given, clock: Clock) -> None:
     policy = {"timeout_policy": {"attempt_timeout_ms": 5_000, "execution_deadline_ms": 10_000}, **RETRIED_ONCE}
     handle = await given.claimed(policy=policy)
     await clock.advance(seconds=11)
@@ -157,7 +156,7 @@ async def test_a_deadline_is_not_retried(reconciler: Reconciler, engine: Engine,
 
 
 async def test_a_policy_of_a_newer_version_applies_as_far_as_it_is_understood(
-    engine: Engine, reconciler: Reconciler, given: Any, clock: Any, connection: asyncpg.Connection
+    engine: Engine, reconciler: Reconciler, given: Given, clock: Clock, connection: asyncpg.Connection
 ) -> None:
     policy = {"timeout_policy": {"attempt_timeout_ms": 10_000}}
     odd = await given.claimed(policy=policy, lease_ttl_ms=DAY * 1000)
@@ -170,7 +169,7 @@ async def test_a_policy_of_a_newer_version_applies_as_far_as_it_is_understood(
 
 
 async def test_retention_deletes_all_rows_of_ended_executions_and_nothing_else(
-    engine: Engine, given: Any, clock: Any, rows: Any
+    engine: Engine, given: Given, clock: Clock, rows: Rows
 ) -> None:
     reconciler = Reconciler(engine, sweeps=[sweep for sweep in SWEEPS if sweep.name == "retention_trimmer"])
     belongings = ["execution", "execution_input", "execution_result", "execution_tag", "attempt", "listed", "retained"]
@@ -204,7 +203,7 @@ async def test_retention_deletes_all_rows_of_ended_executions_and_nothing_else(
 
 
 async def test_an_execution_that_was_locked_during_a_trim_is_trimmed_by_a_later_full_look(
-    engine: Engine, reconciler: Reconciler, given: Any, clock: Any, rows: Any, connection: asyncpg.Connection
+    engine: Engine, reconciler: Reconciler, given: Given, clock: Clock, rows: Rows, connection: asyncpg.Connection
 ) -> None:
     seconds = 1000.0
     parts_of(engine).lifecycle.store.retained_watermark._clock = lambda: seconds
@@ -224,7 +223,7 @@ async def test_an_execution_that_was_locked_during_a_trim_is_trimmed_by_a_later_
 
 
 async def test_a_trim_locks_only_the_batches_it_deletes(
-    engine: Engine, clock: Any, rows: Any, connection: asyncpg.Connection
+    engine: Engine, clock: Clock, rows: Rows, connection: asyncpg.Connection
 ) -> None:
     for _ in range(6):
         await engine.create_many([new()] * 5)
@@ -240,7 +239,7 @@ async def test_a_trim_locks_only_the_batches_it_deletes(
 
 
 async def test_a_policy_decides_how_long_its_execution_is_kept(
-    reconciler: Reconciler, given: Any, clock: Any, rows: Any
+    reconciler: Reconciler, given: Given, clock: Clock, rows: Rows
 ) -> None:
     await given.completed(policy={"stream_policy": {"retention_ttl_ms": 1_000}})
     long = await given.completed(policy={"stream_policy": {"retention_ttl_ms": 2 * DAY * 1000}})
@@ -256,7 +255,9 @@ async def test_a_policy_decides_how_long_its_execution_is_kept(
     assert await rows.of("execution") == []
 
 
-async def test_an_expired_idempotency_key_is_deleted(reconciler: Reconciler, given: Any, clock: Any, rows: Any) -> None:
+async def test_an_expired_idempotency_key_is_deleted(
+    reconciler: Reconciler, given: Given, clock: Clock, rows: Rows
+) -> None:
     await given.created(idempotency_key="short", policy={"dedup_window_ms": 1_000})
     await given.created(idempotency_key="long")
     await clock.advance(seconds=2)
@@ -268,7 +269,7 @@ async def test_an_expired_idempotency_key_is_deleted(reconciler: Reconciler, giv
 
 
 async def test_an_expired_worker_is_removed_from_the_registry_with_one_event(
-    engine: Engine, reconciler: Reconciler, given: Any, clock: Any, rows: Any
+    engine: Engine, reconciler: Reconciler, given: Given, clock: Clock, rows: Rows
 ) -> None:
     await given.registered(worker_instance_id="silent", liveness_ttl_ms=10_000)
     await given.registered(worker_instance_id="alive", liveness_ttl_ms=60_000)
@@ -281,7 +282,7 @@ async def test_an_expired_worker_is_removed_from_the_registry_with_one_event(
 
 
 async def test_worker_events_older_than_the_feed_are_deleted(
-    reconciler: Reconciler, given: Any, clock: Any, rows: Any
+    reconciler: Reconciler, given: Given, clock: Clock, rows: Rows
 ) -> None:
     await given.registered(worker_instance_id="old", liveness_ttl_ms=1_000)
     await clock.advance(seconds=DAY + 1)
@@ -291,7 +292,7 @@ async def test_worker_events_older_than_the_feed_are_deleted(
     assert kept == [("new", "registered"), ("old", "ttl_swept")]
 
 
-async def test_a_sweep_without_due_work_changes_nothing(reconciler: Reconciler, given: Any, rows: Any) -> None:
+async def test_a_sweep_without_due_work_changes_nothing(reconciler: Reconciler, given: Given, rows: Rows) -> None:
     await given.completed()
     await given.delayed()
     await given.created()

@@ -7,6 +7,8 @@ from uuid import uuid4
 import asyncpg
 import pytest
 
+from conftest import Given, Rows
+from engine.conftest import StandingClock
 from engine.grants import grant, granted, resumable
 from engine.read.corruptions import RELATED_ROWS, ROWS
 from engine.state import claim, refused, revoke
@@ -26,7 +28,7 @@ do $$ declare c record; begin
 
 
 async def test_no_operation_leaves_an_inconsistency(
-    engine: Engine, given: Any, clock: Any, connection: asyncpg.Connection
+    engine: Engine, given: Given, clock: StandingClock, connection: asyncpg.Connection
 ) -> None:
     await given.reclaimable(lane_id="lost")
     revoked = await given.claimed(lane_id="revoked")
@@ -93,7 +95,7 @@ async def test_no_operation_leaves_an_inconsistency(
 class States:
     """Executions in the states that are corrupted, each on a lane of its own."""
 
-    def __init__(self, engine: Engine, given: Any, clock: Any) -> None:
+    def __init__(self, engine: Engine, given: Given, clock: StandingClock) -> None:
         self.engine, self.given, self.clock = engine, given, clock
 
     async def make(self, state: str) -> str:
@@ -153,7 +155,7 @@ ORDER = ("lost", "reclaimed", "reclaimed_out", "", "expired_lease")
 
 
 async def test_every_corrupt_row_is_found_and_no_sound_one(
-    engine: Engine, given: Any, clock: Any, connection: asyncpg.Connection
+    engine: Engine, given: Given, clock: StandingClock, connection: asyncpg.Connection
 ) -> None:
     cases = [
         (state, f"update execution set {change} where {{mine}}", problem)
@@ -196,7 +198,7 @@ def test_every_rule_is_broken_by_a_test() -> None:
 
 
 async def test_a_negative_partition_a_wrong_public_state_and_an_unknown_literal_are_found(
-    engine: Engine, given: Any, connection: asyncpg.Connection
+    engine: Engine, given: Given, connection: asyncpg.Connection
 ) -> None:
     negative, derived, unknown = [await given.created() for _ in range(3)]
     await connection.execute("alter table execution alter column public_state drop expression")
@@ -216,7 +218,7 @@ async def test_a_negative_partition_a_wrong_public_state_and_an_unknown_literal_
 
 
 async def test_every_row_is_checked_up_to_the_limit(
-    engine: Engine, given: Any, connection: asyncpg.Connection, rows: Any, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, given: Given, connection: asyncpg.Connection, rows: Rows, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(consistency, "RANGE_SIZE", 2)
     ids = sorted([await given.created(execution_id=f"{{fp:{at % 3}}}:{uuid4()}") for at in range(7)])
@@ -231,7 +233,7 @@ async def test_every_row_is_checked_up_to_the_limit(
 
 
 async def test_rows_without_their_execution_are_found(
-    engine: Engine, given: Any, clock: Any, connection: asyncpg.Connection
+    engine: Engine, given: Given, clock: StandingClock, connection: asyncpg.Connection
 ) -> None:
     waiting = await given.created(tags={"a.b": "1"}, execution_deadline_at=await clock.now() + 60_000)
     large = await given.created(input_payload=b"x" * 300)

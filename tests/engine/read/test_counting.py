@@ -12,6 +12,8 @@ from typing import Any
 import asyncpg
 import pytest
 
+from conftest import Engines, Given, Rows
+from engine.conftest import StandingClock
 from engine.counts import COLUMNS, miscounts, recount
 from engine.reach import one_of
 from engine.state import claim, items, new, refused, revoke
@@ -33,7 +35,7 @@ async def counted(engine: Engine, **arguments: Any) -> dict[str, int]:
     return {one.public_state.value: one.count for one in found if one.public_state is not None}
 
 
-async def test_a_count_has_only_the_fields_it_is_grouped_by(engine: Engine, given: Any) -> None:
+async def test_a_count_has_only_the_fields_it_is_grouped_by(engine: Engine, given: Given) -> None:
     assert await engine.count_executions() == []
     for lane_id, execution_kind in (("mail", "letter"), ("mail", "parcel"), ("bank", "letter")):
         await given.created(namespace="tenant", lane_id=lane_id, execution_kind=execution_kind)
@@ -78,7 +80,7 @@ STATES = (
 
 
 async def test_every_state_is_counted(
-    engine: Engine, given: Any, clock: Any, connection: asyncpg.Connection, rows: Any
+    engine: Engine, given: Given, clock: StandingClock, connection: asyncpg.Connection, rows: Rows
 ) -> None:
     assert set(STATES) == set(PublicState)
     expected: dict[str, int] = {}
@@ -92,7 +94,7 @@ async def test_every_state_is_counted(
 
 
 async def test_every_transition_is_counted(
-    engine: Engine, given: Any, clock: Any, connection: asyncpg.Connection
+    engine: Engine, given: Given, clock: StandingClock, connection: asyncpg.Connection
 ) -> None:
     async def are(**states: int) -> None:
         assert await counted(engine) == states
@@ -125,7 +127,9 @@ async def test_every_transition_is_counted(
     await are()
 
 
-async def test_a_revoked_lease_is_counted_as_active(engine: Engine, given: Any, connection: asyncpg.Connection) -> None:
+async def test_a_revoked_lease_is_counted_as_active(
+    engine: Engine, given: Given, connection: asyncpg.Connection
+) -> None:
     # No operation revokes a lease yet.
     handle = await given.claimed()
     await given.created()
@@ -157,7 +161,7 @@ async def test_executions_ended_by_one_statement_are_counted_by_their_lane_kind_
 
 
 async def test_timeouts_applied_by_one_statement_are_counted_by_their_outcome(
-    engine: Engine, given: Any, clock: Any, connection: asyncpg.Connection
+    engine: Engine, given: Given, clock: StandingClock, connection: asyncpg.Connection
 ) -> None:
     for behavior in ("fail", "cancel", "expire", "expire"):
         await engine.suspend(
@@ -170,7 +174,7 @@ async def test_timeouts_applied_by_one_statement_are_counted_by_their_outcome(
 
 
 async def test_every_combination_of_groups_is_counted(
-    engine: Engine, given: Any, connection: asyncpg.Connection, altered_rows: None
+    engine: Engine, given: Given, connection: asyncpg.Connection, altered_rows: None
 ) -> None:
     for at in range(24):
         shape = {"namespace": f"n{at % 2}", "lane_id": f"l{at % 3}", "execution_kind": f"k{at % 4}"}
@@ -205,12 +209,12 @@ FILTERS: list[dict[str, Any]] = [
 
 
 async def test_filters_select_the_same_executions_as_in_lists(
-    engine: Engine, given: Any, connection: asyncpg.Connection
+    engine: Engine, given: Given, connection: asyncpg.Connection
 ) -> None:
     for namespace in "ab":
         for lane_id in "xy":
             for kind in ("k1", "k2"):
-                shape = {"namespace": namespace, "lane_id": lane_id, "execution_kind": kind}
+                shape: dict[str, Any] = {"namespace": namespace, "lane_id": lane_id, "execution_kind": kind}
                 await given.completed(**shape)
                 await given.failed(**shape)
                 await given.claimed(**shape)
@@ -255,7 +259,7 @@ select retain_until, ended_at, partition_key, array_agg(execution_id)
 
 
 async def test_executions_ended_by_an_older_version_are_counted(
-    engine: Engine, given: Any, clock: Any, connection: asyncpg.Connection
+    engine: Engine, given: Given, clock: StandingClock, connection: asyncpg.Connection
 ) -> None:
     await given.completed(lane_id="mail", execution_kind="letter")
     await given.completed(lane_id="mail", execution_kind="parcel")
@@ -274,7 +278,7 @@ async def test_executions_ended_by_an_older_version_are_counted(
 
 
 async def test_a_replayed_execution_is_counted_in_its_current_state(
-    engine: Engine, given: Any, clock: Any, connection: asyncpg.Connection
+    engine: Engine, given: Given, clock: StandingClock, connection: asyncpg.Connection
 ) -> None:
     # No operation replays yet; it will leave its old entry without a queue.
     await given.completed()
@@ -300,7 +304,7 @@ async def test_a_replayed_execution_is_counted_in_its_current_state(
 
 
 async def test_the_rest_of_a_partly_trimmed_entry_is_counted(
-    engine: Engine, clock: Any, connection: asyncpg.Connection
+    engine: Engine, clock: StandingClock, connection: asyncpg.Connection
 ) -> None:
     await engine.create_many(items(*[new() for _ in range(6)]))
     runs = await claim(engine)
@@ -317,7 +321,7 @@ async def test_the_rest_of_a_partly_trimmed_entry_is_counted(
 class History:
     """Random operations that cover every transition."""
 
-    def __init__(self, engine: Engine, clock: Any, chance: random.Random) -> None:
+    def __init__(self, engine: Engine, clock: StandingClock, chance: random.Random) -> None:
         self.engine = engine
         self.clock = clock
         self.chance = chance
@@ -420,7 +424,7 @@ class History:
 
 @pytest.mark.parametrize("seed", range(4 if IS_WHOLE else 1))
 async def test_counts_match_the_rows_after_a_random_history(
-    engine: Engine, clock: Any, connection: asyncpg.Connection, consistent_rows: None, seed: int
+    engine: Engine, clock: StandingClock, connection: asyncpg.Connection, consistent_rows: None, seed: int
 ) -> None:
     chance = random.Random(seed)
     history = History(engine, clock, chance)
@@ -438,7 +442,7 @@ async def test_counts_match_the_rows_after_a_random_history(
     assert set(PublicState) - set(seen) == {"rate_limited", "waiting_children", "skipped"}
 
 
-async def test_counts_during_concurrent_work_are_of_one_snapshot(engine: Engine, engines: Any) -> None:
+async def test_counts_during_concurrent_work_are_of_one_snapshot(engine: Engine, engines: Engines) -> None:
     size = 400 if IS_WHOLE else 150
     await engine.create_many(items(*[new(lane_id=f"l{at % 2}", execution_kind=f"k{at % 3}") for at in range(size)]))
     others = [await engines(), await engines()]

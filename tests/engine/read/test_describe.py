@@ -6,6 +6,8 @@ from uuid import uuid4
 import asyncpg
 import pytest
 
+from conftest import Given, Rows
+from engine.conftest import StandingClock
 from engine.state import claim, refused
 from engine.waits import args, suspended
 from flowfabric.engine.engine import Engine
@@ -18,7 +20,7 @@ from flowfabric.model.states import AttemptLifecycle, AttemptType, BlockingReaso
 ABSENT = f"{{fp:1}}:{uuid4()}"
 
 
-async def test_the_snapshot_of_a_new_execution(engine: Engine, given: Any, clock: Any) -> None:
+async def test_the_snapshot_of_a_new_execution(engine: Engine, given: Given, clock: StandingClock) -> None:
     now = await clock.now()
     execution_id = await given.created(namespace="tenant", lane_id="lane", tags={"a.b": "1"})
     assert await engine.describe_execution(execution_id) == ExecutionSnapshot(
@@ -39,7 +41,9 @@ async def test_the_snapshot_of_a_new_execution(engine: Engine, given: Any, clock
     )
 
 
-async def test_a_running_execution_shows_its_attempt_and_its_lease(engine: Engine, given: Any, clock: Any) -> None:
+async def test_a_running_execution_shows_its_attempt_and_its_lease(
+    engine: Engine, given: Given, clock: StandingClock
+) -> None:
     run = await given.run(lease_ttl_ms=5_000)
     now = await clock.advance(seconds=1)
     lease = CurrentLease(
@@ -62,7 +66,7 @@ async def test_a_running_execution_shows_its_attempt_and_its_lease(engine: Engin
     assert found.last_mutation_at == now
 
 
-async def test_a_lost_lease_is_shown_until_it_is_taken_over(engine: Engine, given: Any) -> None:
+async def test_a_lost_lease_is_shown_until_it_is_taken_over(engine: Engine, given: Given) -> None:
     handle = await given.reclaimable()
     found = await engine.describe_execution(handle.execution_id)
     assert found is not None
@@ -72,7 +76,7 @@ async def test_a_lost_lease_is_shown_until_it_is_taken_over(engine: Engine, give
     assert found.blocking_detail == "lease expired, awaiting reclaim"
 
 
-async def test_an_ended_execution_keeps_its_attempt_and_has_no_lease(engine: Engine, given: Any) -> None:
+async def test_an_ended_execution_keeps_its_attempt_and_has_no_lease(engine: Engine, given: Given) -> None:
     for ended in (await given.completed(), await given.failed()):
         found = await engine.describe_execution(ended)
         assert found is not None
@@ -85,7 +89,7 @@ async def test_an_ended_execution_keeps_its_attempt_and_has_no_lease(engine: Eng
     assert found.blocking_detail is not None
 
 
-async def test_an_unknown_execution_reads_as_none_or_is_refused(engine: Engine, rows: Any) -> None:
+async def test_an_unknown_execution_reads_as_none_or_is_refused(engine: Engine, rows: Rows) -> None:
     async with rows.unchanged():
         assert await engine.describe_execution(ABSENT) is None
         assert await engine.resolve_execution_flow_id(ABSENT) is None
@@ -118,7 +122,7 @@ async def test_every_read_refuses_a_malformed_id(engine: Engine) -> None:
         await refused(engine.read_exec_core_fields(wrong, ["namespace"]), "invalid_input", detail)
 
 
-async def test_the_context_holds_what_was_submitted(engine: Engine, given: Any) -> None:
+async def test_the_context_holds_what_was_submitted(engine: Engine, given: Given) -> None:
     execution_id = await given.created(input_payload=b"\0\xff", execution_kind="resize", tags={"a.b": "1"})
     assert await engine.read_execution_context(execution_id) == ExecutionContext(
         input_payload=b"\0\xff", execution_kind="resize", tags={"a.b": "1"}
@@ -126,7 +130,7 @@ async def test_the_context_holds_what_was_submitted(engine: Engine, given: Any) 
     assert (await engine.read_execution_context(await given.created())).tags == {}
 
 
-async def test_the_index_and_the_count_of_attempts_differ(engine: Engine, given: Any, clock: Any) -> None:
+async def test_the_index_and_the_count_of_attempts_differ(engine: Engine, given: Given, clock: StandingClock) -> None:
     execution_id = await given.created(policy={"retry_policy": {"backoff": {"type": "fixed", "delay_ms": 10}}})
 
     async def counters() -> tuple[int, int]:
@@ -146,7 +150,7 @@ async def test_the_index_and_the_count_of_attempts_differ(engine: Engine, given:
 
 
 async def test_the_namespace_and_the_flow_of_an_execution(
-    engine: Engine, given: Any, connection: asyncpg.Connection
+    engine: Engine, given: Given, connection: asyncpg.Connection
 ) -> None:
     execution_id = await given.created(namespace="tenant")
     assert await engine.get_execution_namespace(execution_id) == "tenant"
@@ -159,7 +163,7 @@ async def test_the_namespace_and_the_flow_of_an_execution(
     assert found.flow_id == flow_id
 
 
-async def test_fields_are_read_by_name_as_text(engine: Engine, given: Any, clock: Any) -> None:
+async def test_fields_are_read_by_name_as_text(engine: Engine, given: Given, clock: StandingClock) -> None:
     now = await clock.now()
     run = await given.run(
         priority=7,
@@ -199,7 +203,9 @@ async def test_fields_are_read_by_name_as_text(engine: Engine, given: Any, clock
     assert await engine.read_exec_core_fields(run.execution_id, []) == {}
 
 
-async def test_the_lineage_of_a_retry_is_pending_until_it_is_claimed(engine: Engine, given: Any, clock: Any) -> None:
+async def test_the_lineage_of_a_retry_is_pending_until_it_is_claimed(
+    engine: Engine, given: Given, clock: StandingClock
+) -> None:
     handle = await given.backing_off(delay_ms=10)
     names = [
         "pending_retry_reason",
@@ -224,7 +230,9 @@ async def test_the_lineage_of_a_retry_is_pending_until_it_is_claimed(engine: Eng
 PROGRESS = ("progress_pct", "progress_message", "progress_updated_at", "failure_reason")
 
 
-async def test_progress_and_failure_are_those_of_the_latest_attempt(engine: Engine, given: Any, clock: Any) -> None:
+async def test_progress_and_failure_are_those_of_the_latest_attempt(
+    engine: Engine, given: Given, clock: StandingClock
+) -> None:
     async def shown() -> list[str | None]:
         return list((await engine.read_exec_core_fields(execution_id, PROGRESS)).values())
 
@@ -263,7 +271,7 @@ async def test_progress_and_failure_are_those_of_the_latest_attempt(engine: Engi
 
 
 async def test_the_continuation_pointer_is_shown_to_the_resumed_run_and_not_to_another_attempt(
-    engine: Engine, given: Any, clock: Any
+    engine: Engine, given: Given, clock: StandingClock
 ) -> None:
     async def left() -> str | None:
         found = await engine.describe_execution(run.execution_id)
@@ -282,7 +290,7 @@ async def test_the_continuation_pointer_is_shown_to_the_resumed_run_and_not_to_a
     assert await left() is None
 
 
-async def test_an_unknown_field_is_refused(engine: Engine, given: Any, rows: Any) -> None:
+async def test_an_unknown_field_is_refused(engine: Engine, given: Given, rows: Rows) -> None:
     execution_id = await given.created()
     wrong: list[Any] = ["place", "", "Namespace", 5]
     async with rows.unchanged():
@@ -292,7 +300,7 @@ async def test_an_unknown_field_is_refused(engine: Engine, given: Any, rows: Any
         await refused(engine.read_exec_core_fields(execution_id, "namespace"), "invalid_input", "names")
 
 
-async def test_attempts_are_listed_with_the_running_one(engine: Engine, given: Any, clock: Any) -> None:
+async def test_attempts_are_listed_with_the_running_one(engine: Engine, given: Given, clock: StandingClock) -> None:
     retry = {"retry_policy": {"backoff": {"type": "fixed", "delay_ms": 10}}}
     execution_id = await given.created(policy=retry)
     started = await clock.advance(seconds=1)
@@ -329,7 +337,7 @@ async def test_attempts_are_listed_with_the_running_one(engine: Engine, given: A
     assert (three.usage, three.replayed_from_attempt_index, three.suspension_id) == ({}, None, None)
 
 
-async def test_a_delayed_and_resumed_attempt_is_one_attempt(engine: Engine, given: Any, clock: Any) -> None:
+async def test_a_delayed_and_resumed_attempt_is_one_attempt(engine: Engine, given: Given, clock: StandingClock) -> None:
     run = await given.run()
     parked = await clock.advance(seconds=1)
     await engine.delay(run.handle, parked + 10)
@@ -364,7 +372,7 @@ INFO = ("created_at", "namespace", "lane_id")
 
 
 async def test_a_missing_field_is_corruption(
-    engine: Engine, given: Any, connection: asyncpg.Connection, subtests: pytest.Subtests
+    engine: Engine, given: Given, connection: asyncpg.Connection, subtests: pytest.Subtests
 ) -> None:
     await connection.execute("alter table execution alter created_at drop not null")
 
@@ -392,7 +400,7 @@ async def test_a_missing_field_is_corruption(
         assert found.current_lease is None
 
 
-async def test_an_unknown_literal_is_corruption(engine: Engine, given: Any, connection: asyncpg.Connection) -> None:
+async def test_an_unknown_literal_is_corruption(engine: Engine, given: Given, connection: asyncpg.Connection) -> None:
     execution_id = await given.created()
     await connection.execute("alter type blocking_reason add value 'waiting_for_godot'")
     await connection.execute("update execution set blocking_reason = 'waiting_for_godot'")

@@ -9,7 +9,9 @@ from uuid import uuid4
 import asyncpg
 import pytest
 
+from conftest import Given, Rows
 from creates import new
+from engine.conftest import StandingClock
 from engine.state import block, refused
 from engine.waits import args, fresh, on_all, suspended
 from flowfabric.db.database import Database, Transaction
@@ -40,7 +42,7 @@ NEXT = QueuedReason(lane_id="default", lane_state=LaneState.ACTIVE, ahead=0, wor
 
 
 @pytest.fixture(autouse=True)
-async def _served(given: Any) -> None:
+async def _served(given: Given) -> None:
     """A live worker serves the lane, so that no explanation lacks one."""
     await given.registered(worker_instance_id="any", liveness_ttl_ms=2**50)
 
@@ -57,13 +59,13 @@ def shown(ms: int) -> str:
 # The statement.
 
 
-async def test_an_unknown_execution_is_not_found(engine: Engine, rows: Any) -> None:
+async def test_an_unknown_execution_is_not_found(engine: Engine, rows: Rows) -> None:
     async with rows.unchanged():
         await refused(engine.explain(f"{{fp:1}}:{uuid4()}"), "execution_not_found")
 
 
 async def test_an_explanation_is_one_statement_outside_a_transaction(
-    engine: Engine, given: Any, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, given: Given, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     handle = await given.claimed(**requiring("gpu"), capabilities=["gpu"])
     await suspended(engine, handle)
@@ -83,7 +85,7 @@ async def test_an_explanation_is_one_statement_outside_a_transaction(
     assert asked == ["read_reasons"]
 
 
-async def test_an_explanation_waits_for_no_lock(engine: Engine, given: Any, connection: asyncpg.Connection) -> None:
+async def test_an_explanation_waits_for_no_lock(engine: Engine, given: Given, connection: asyncpg.Connection) -> None:
     execution_id = await given.created()
     async with connection.transaction():
         await connection.execute(
@@ -95,7 +97,7 @@ async def test_an_explanation_waits_for_no_lock(engine: Engine, given: Any, conn
 # Waiting in the queue.
 
 
-async def test_executions_that_are_claimed_first_are_counted_as_ahead(explain: Any, given: Any) -> None:
+async def test_executions_that_are_claimed_first_are_counted_as_ahead(explain: Any, given: Given) -> None:
     first, second = await given.created(), await given.created()
     assert (await explain(first)).reasons == (NEXT,)
     found = await explain(second)
@@ -109,14 +111,14 @@ async def test_executions_that_are_claimed_first_are_counted_as_ahead(explain: A
     assert [reason.ahead for reason in (await explain(second)).reasons] == [1]
 
 
-async def test_executions_with_other_capabilities_are_counted_as_ahead(explain: Any, given: Any) -> None:
+async def test_executions_with_other_capabilities_are_counted_as_ahead(explain: Any, given: Given) -> None:
     await given.registered(capabilities=("gpu",))
     await given.created(**requiring("gpu"))
     plain = await given.created()
     assert [reason.ahead for reason in (await explain(plain)).reasons] == [1]
 
 
-async def test_at_most_a_thousand_are_counted_as_ahead(engine: Engine, given: Any) -> None:
+async def test_at_most_a_thousand_are_counted_as_ahead(engine: Engine, given: Given) -> None:
     await engine.create_many([new() for _ in range(994)])
     await engine.create_many([new(policy=requiring("gpu")["policy"]) for _ in range(5)])
     for ahead in (999, 1000, 1000):
@@ -125,7 +127,7 @@ async def test_at_most_a_thousand_are_counted_as_ahead(engine: Engine, given: An
         assert found.summary.startswith("waiting: 999 before" if ahead < 1000 else "waiting: 1000 or more before")
 
 
-async def test_a_stopped_lane_is_named_in_the_summary(engine: Engine, explain: Any, given: Any) -> None:
+async def test_a_stopped_lane_is_named_in_the_summary(engine: Engine, explain: Any, given: Given) -> None:
     execution_id = await given.created()
     for state in LaneState:
         await engine.set_lane_state("default", state)
@@ -135,7 +137,7 @@ async def test_a_stopped_lane_is_named_in_the_summary(engine: Engine, explain: A
         assert found.summary == f"waiting: 0 before it on lane 'default'{stopped}"
 
 
-async def test_a_resumable_execution_is_queued_like_the_others(engine: Engine, explain: Any, given: Any) -> None:
+async def test_a_resumable_execution_is_queued_like_the_others(engine: Engine, explain: Any, given: Given) -> None:
     handle = await given.claimed()
     await engine.wait_children(handle)
     found = await explain(handle.execution_id)
@@ -146,7 +148,7 @@ async def test_a_resumable_execution_is_queued_like_the_others(engine: Engine, e
 # Delayed.
 
 
-async def test_a_delay_is_explained_with_its_end(explain: Any, given: Any, clock: Any) -> None:
+async def test_a_delay_is_explained_with_its_end(explain: Any, given: Given, clock: StandingClock) -> None:
     until = await clock.now() + MINUTE
     found = await explain(await given.delayed(seconds=60))
     assert found.reasons == (DelayedReason(until=until, cause="delay", last_failure=None),)
@@ -156,7 +158,9 @@ async def test_a_delay_is_explained_with_its_end(explain: Any, given: Any, clock
     assert found.summary == f"delayed until {2**53 - 1} ms"
 
 
-async def test_a_retry_is_explained_with_the_failure_before_it(explain: Any, given: Any, clock: Any) -> None:
+async def test_a_retry_is_explained_with_the_failure_before_it(
+    explain: Any, given: Given, clock: StandingClock
+) -> None:
     until = await clock.now() + MINUTE
     handle = await given.backing_off(delay_ms=MINUTE)
     found = await explain(handle.execution_id)
@@ -167,7 +171,7 @@ async def test_a_retry_is_explained_with_the_failure_before_it(explain: Any, giv
 
 
 async def test_a_delayed_run_is_explained_with_the_failure_of_an_earlier_attempt(
-    engine: Engine, explain: Any, given: Any, clock: Any
+    engine: Engine, explain: Any, given: Given, clock: StandingClock
 ) -> None:
     handle = await given.backing_off(delay_ms=1)
     await clock.advance(ms=1)
@@ -180,7 +184,9 @@ async def test_a_delayed_run_is_explained_with_the_failure_of_an_earlier_attempt
     assert reason == DelayedReason(until=until, cause="delay", last_failure=failure)
 
 
-async def test_a_delayed_resume_is_not_a_retry(engine: Engine, explain: Any, given: Any, clock: Any) -> None:
+async def test_a_delayed_resume_is_not_a_retry(
+    engine: Engine, explain: Any, given: Given, clock: StandingClock
+) -> None:
     handle = await given.claimed()
     wait = await suspended(engine, handle, resume_policy=ResumePolicy(resume_delay_ms=MINUTE))
     await engine.deliver_signal(
@@ -199,7 +205,7 @@ async def test_a_delayed_resume_is_not_a_retry(engine: Engine, explain: Any, giv
 
 
 async def test_a_suspension_is_explained_with_its_waitpoint_names_and_timeout(
-    engine: Engine, explain: Any, given: Any, clock: Any
+    engine: Engine, explain: Any, given: Given, clock: StandingClock
 ) -> None:
     handle = await given.claimed()
     timeout_at = await clock.now() + MINUTE
@@ -222,7 +228,7 @@ async def test_a_suspension_is_explained_with_its_waitpoint_names_and_timeout(
 
 
 async def test_several_waitpoints_are_listed_in_the_order_of_their_bindings(
-    engine: Engine, explain: Any, given: Any
+    engine: Engine, explain: Any, given: Given
 ) -> None:
     handle = await given.claimed()
     keys = ("e", "a", "d", "b", "c")
@@ -234,7 +240,7 @@ async def test_several_waitpoints_are_listed_in_the_order_of_their_bindings(
     assert found.summary == f"suspended until {reaches}, 2 more"
 
 
-async def test_a_closed_waitpoint_is_not_listed(engine: Engine, explain: Any, given: Any) -> None:
+async def test_a_closed_waitpoint_is_not_listed(engine: Engine, explain: Any, given: Given) -> None:
     handle = await given.claimed()
     wait = await suspended(engine, handle, on_all("a", "b"))
     await engine.close_waitpoint(execution_id=handle.execution_id, waitpoint_id=wait.details.waitpoint_id)
@@ -244,7 +250,7 @@ async def test_a_closed_waitpoint_is_not_listed(engine: Engine, explain: Any, gi
 
 
 async def test_a_count_requires_its_signal_name_at_each_of_its_waitpoints(
-    engine: Engine, explain: Any, given: Any
+    engine: Engine, explain: Any, given: Given
 ) -> None:
     handle = await given.claimed()
     count = Count(n=2, count_kind=CountKind.DISTINCT_WAITPOINTS, matcher=ByName("vote"), waitpoints=("a", "b"))
@@ -257,7 +263,7 @@ async def test_a_count_requires_its_signal_name_at_each_of_its_waitpoints(
 
 
 async def test_a_wait_for_an_operator_or_a_timeout_only_is_explained_as_such(
-    engine: Engine, explain: Any, given: Any, clock: Any
+    engine: Engine, explain: Any, given: Given, clock: StandingClock
 ) -> None:
     for condition, name, ends in (
         (OperatorOnly(), "__operator_only__", "an operator resumes it"),
@@ -271,7 +277,7 @@ async def test_a_wait_for_an_operator_or_a_timeout_only_is_explained_as_such(
         assert found.summary == f"suspended until {ends}; times out at {shown(timeout_at)}"
 
 
-async def test_a_manual_pause_has_the_reasons_signals_and_held(engine: Engine, explain: Any, given: Any) -> None:
+async def test_a_manual_pause_has_the_reasons_signals_and_held(engine: Engine, explain: Any, given: Given) -> None:
     handle = await given.claimed()
     await suspended(engine, handle, reason_code="manual_pause")
     found = await explain(handle.execution_id)
@@ -280,7 +286,7 @@ async def test_a_manual_pause_has_the_reasons_signals_and_held(engine: Engine, e
 
 
 async def test_a_suspension_of_a_newer_version_is_explained_as_far_as_it_is_understood(
-    engine: Engine, explain: Any, given: Any, connection: asyncpg.Connection
+    engine: Engine, explain: Any, given: Given, connection: asyncpg.Connection
 ) -> None:
     handle = await given.claimed(policy={"max_reclaim_count": 7})
     await suspended(engine, handle)
@@ -307,7 +313,9 @@ def lease(kind: Any, expires_at: int, **overrides: Any) -> Any:
     )
 
 
-async def test_a_running_execution_is_explained_with_its_worker_and_lease(explain: Any, given: Any, clock: Any) -> None:
+async def test_a_running_execution_is_explained_with_its_worker_and_lease(
+    explain: Any, given: Given, clock: StandingClock
+) -> None:
     expires_at = await clock.now() + 30_000
     found = await explain((await given.claimed()).execution_id)
     assert found.reasons == (lease(RunningReason, expires_at),)
@@ -317,7 +325,7 @@ async def test_a_running_execution_is_explained_with_its_worker_and_lease(explai
 
 
 async def test_an_expired_lease_is_lost_and_is_queued_once_it_is_marked(
-    engine: Engine, explain: Any, given: Any, clock: Any
+    engine: Engine, explain: Any, given: Given, clock: StandingClock
 ) -> None:
     handle = await given.expired_lease()
     expires_at = await clock.now() - 1
@@ -333,7 +341,7 @@ async def test_an_expired_lease_is_lost_and_is_queued_once_it_is_marked(
 
 
 async def test_a_renewed_lease_is_explained_with_its_new_end_even_when_it_is_lost(
-    engine: Engine, explain: Any, given: Any, clock: Any
+    engine: Engine, explain: Any, given: Given, clock: StandingClock
 ) -> None:
     handle = await given.claimed()
     await clock.advance(seconds=10)
@@ -348,7 +356,7 @@ async def test_a_renewed_lease_is_explained_with_its_new_end_even_when_it_is_los
 
 
 async def test_an_ended_execution_is_explained_with_its_outcome_and_reason(
-    engine: Engine, explain: Any, given: Any, clock: Any
+    engine: Engine, explain: Any, given: Given, clock: StandingClock
 ) -> None:
     now = await clock.now()
     late = await given.created(execution_deadline_at=now + 1)
@@ -405,7 +413,7 @@ BLOCKED: dict[str, tuple[str, str, Any, str]] = {
 
 
 async def test_a_block_is_explained_together_with_a_delay(
-    explain: Any, given: Any, clock: Any, connection: asyncpg.Connection, subtests: pytest.Subtests
+    explain: Any, given: Given, clock: StandingClock, connection: asyncpg.Connection, subtests: pytest.Subtests
 ) -> None:
     for case, (eligibility, blocking, reason, summary) in BLOCKED.items():
         with subtests.test(case):
@@ -429,7 +437,7 @@ async def test_a_block_is_explained_together_with_a_delay(
 
 
 async def test_an_unknown_state_literal_is_corruption(
-    engine: Engine, given: Any, connection: asyncpg.Connection
+    engine: Engine, given: Given, connection: asyncpg.Connection
 ) -> None:
     execution_id = await given.created()
     await connection.execute("alter type blocking_reason add value 'waiting_for_godot'")

@@ -5,6 +5,8 @@ from typing import Any, Literal, TypeAlias
 import asyncpg
 import pytest
 
+from conftest import Given
+from engine.conftest import StandingClock
 from engine.state import claim, revoke
 from flowfabric.engine.engine import Engine
 from flowfabric.model.explanation import (
@@ -59,7 +61,7 @@ UNSERVED: dict[str, tuple[list[dict[str, Any]], Unserved, int, str]] = {
 
 
 async def test_a_lane_namespace_or_kind_that_no_live_worker_serves_is_named(
-    explain: Any, given: Any, clock: Any, subtests: pytest.Subtests
+    explain: Any, given: Given, clock: StandingClock, subtests: pytest.Subtests
 ) -> None:
     for lane, (workers, unserved, seen, text) in UNSERVED.items():
         with subtests.test(lane):
@@ -71,7 +73,7 @@ async def test_a_lane_namespace_or_kind_that_no_live_worker_serves_is_named(
             assert found.summary == f"waiting: 0 before it on lane '{lane}'; {text.format(lane=lane)}"
 
 
-async def test_the_workers_that_could_run_it_are_counted(explain: Any, given: Any) -> None:
+async def test_the_workers_that_could_run_it_are_counted(explain: Any, given: Given) -> None:
     execution_id = await given.created(**requiring("gpu"))
     workers: list[dict[str, Any]] = [
         {"capabilities": ALL},
@@ -102,7 +104,7 @@ OFFERS: dict[str, tuple[list[dict[str, Any]], tuple[str, ...], int]] = {
 
 
 async def test_capabilities_that_no_live_worker_offers_are_named(
-    explain: Any, given: Any, subtests: pytest.Subtests
+    explain: Any, given: Given, subtests: pytest.Subtests
 ) -> None:
     for lane, (workers, missing, seen) in OFFERS.items():
         with subtests.test(lane):
@@ -130,7 +132,7 @@ OTHERS: dict[str, tuple[dict[str, Any], str, int]] = {
 
 
 async def test_a_capability_that_only_unsuitable_workers_offer_is_missing(
-    explain: Any, given: Any, subtests: pytest.Subtests
+    explain: Any, given: Given, subtests: pytest.Subtests
 ) -> None:
     for lane, (other, text, on_lane) in OTHERS.items():
         with subtests.test(lane):
@@ -150,7 +152,7 @@ async def test_a_capability_that_only_unsuitable_workers_offer_is_missing(
             assert found.summary == f"waiting: 0 before it on lane '{lane}'; {NONE_OFFERS} gpu"
 
 
-async def test_one_worker_that_offers_all_is_enough(explain: Any, given: Any) -> None:
+async def test_one_worker_that_offers_all_is_enough(explain: Any, given: Given) -> None:
     execution_id = await given.created(**requiring("gpu", "ssd"))
     await given.registered(worker_instance_id="poor")
     await given.registered(worker_instance_id="rich", capabilities=("gpu", "more", "ssd"), lanes=("a", "default"))
@@ -158,7 +160,7 @@ async def test_one_worker_that_offers_all_is_enough(explain: Any, given: Any) ->
 
 
 async def test_a_revoked_lease_that_no_worker_can_reclaim_lacks_a_worker(
-    explain: Any, given: Any, connection: asyncpg.Connection
+    explain: Any, given: Given, connection: asyncpg.Connection
 ) -> None:
     handle = await given.claimed(**requiring("gpu"), capabilities=["gpu"])
     await given.registered()
@@ -169,7 +171,7 @@ async def test_a_revoked_lease_that_no_worker_can_reclaim_lacks_a_worker(
 
 
 async def test_a_live_grant_is_explained_with_its_worker_and_end(
-    engine: Engine, explain: Any, given: Any, clock: Any
+    engine: Engine, explain: Any, given: Given, clock: StandingClock
 ) -> None:
     execution_id = await given.created()
     until = await clock.now() + 5_000
@@ -185,14 +187,16 @@ async def test_a_live_grant_is_explained_with_its_worker_and_end(
     assert [reason.kind for reason in (await explain(execution_id)).reasons] == ["running"]
 
 
-async def test_a_grant_on_a_lost_lease_is_explained(engine: Engine, explain: Any, given: Any, clock: Any) -> None:
+async def test_a_grant_on_a_lost_lease_is_explained(
+    engine: Engine, explain: Any, given: Given, clock: StandingClock
+) -> None:
     handle = await given.reclaimable()
     await engine.claim_for_worker(lane_id="default", worker_id="w", worker_instance_id="w-1")
     assert [reason.kind for reason in (await explain(handle.execution_id)).reasons] == ["lease_lost", "granted"]
 
 
 async def test_a_grant_without_its_row_names_no_worker(
-    engine: Engine, explain: Any, given: Any, connection: asyncpg.Connection
+    engine: Engine, explain: Any, given: Given, connection: asyncpg.Connection
 ) -> None:
     execution_id = await given.created()
     await engine.claim_for_worker(lane_id="default", worker_id="w", worker_instance_id="w-1")

@@ -7,6 +7,8 @@ from uuid import UUID, uuid4
 import asyncpg
 import pytest
 
+from conftest import Given, Rows
+from engine.conftest import StandingClock
 from engine.state import block, claim, items, new, refused
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.parts import parts_of
@@ -30,7 +32,9 @@ async def listed(engine: Engine, **filters: Any) -> list[str]:
         assert len(page.executions) == limit
 
 
-async def test_a_list_entry_holds_the_summary_of_the_execution(engine: Engine, given: Any, clock: Any) -> None:
+async def test_a_list_entry_holds_the_summary_of_the_execution(
+    engine: Engine, given: Given, clock: StandingClock
+) -> None:
     now = await clock.now()
     execution_id = await given.created(namespace="tenant", lane_id="mail", execution_kind="letter", priority=7)
     page = await engine.list_executions()
@@ -46,7 +50,9 @@ async def test_a_list_entry_holds_the_summary_of_the_execution(engine: Engine, g
     assert page == ExecutionPage(executions=[line], next_cursor=None)
 
 
-async def test_executions_are_listed_by_every_state(engine: Engine, given: Any, connection: asyncpg.Connection) -> None:
+async def test_executions_are_listed_by_every_state(
+    engine: Engine, given: Given, connection: asyncpg.Connection
+) -> None:
     states = {
         "active": [(await given.reclaimable(lane_id="lost")).execution_id, (await given.claimed()).execution_id],
         "completed": [await given.completed()],
@@ -72,7 +78,7 @@ async def test_executions_are_listed_by_every_state(engine: Engine, given: Any, 
 
 
 async def test_an_execution_in_several_sources_is_listed_once(
-    engine: Engine, given: Any, clock: Any, connection: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, given: Given, clock: StandingClock, connection: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     later = {"execution_deadline_at": await clock.now() + 10**9}
     expected = [
@@ -92,7 +98,7 @@ async def test_an_execution_in_several_sources_is_listed_once(
     assert sorted(one.execution_id for one in page.executions) == sorted(expected)
 
 
-async def test_filters_are_combined_and_the_values_of_one_are_alternatives(engine: Engine, given: Any) -> None:
+async def test_filters_are_combined_and_the_values_of_one_are_alternatives(engine: Engine, given: Given) -> None:
     one = await given.created(namespace="a", lane_id="x", execution_kind="k1", tags={"t.k": "1"})
     two = await given.created(namespace="a", lane_id="y", execution_kind="k2", tags={"t.k": "2", "t.l": "1"})
     three = await given.created(namespace="b", lane_id="x", execution_kind="k1", tags={"t.k": "1"})
@@ -120,19 +126,21 @@ async def test_filters_are_combined_and_the_values_of_one_are_alternatives(engin
         assert set(await listed(engine, **filters)) == expected, filters
 
 
-async def test_long_tags_are_compared_whole(engine: Engine, given: Any) -> None:
+async def test_long_tags_are_compared_whole(engine: Engine, given: Given) -> None:
     long = "x" * 200
     one = await given.created(tags={"a.b": long + "1"})
     await given.created(tags={"a.b": long + "2"})
     assert await listed(engine, tag=("a.b", long + "1")) == [one]
 
 
-async def test_time_ranges_include_the_start_and_exclude_the_end(engine: Engine, given: Any, clock: Any) -> None:
+async def test_time_ranges_include_the_start_and_exclude_the_end(
+    engine: Engine, given: Given, clock: StandingClock
+) -> None:
     first = await clock.now()
     one = await given.completed()
     second = await clock.advance(seconds=1)
     two = await given.completed()
-    for filters, expected in [
+    ranges: list[tuple[dict[str, Any], list[str]]] = [
         ({"created_after": first}, [two, one]),
         ({"created_after": first + 1}, [two]),
         ({"created_after": second}, [two]),
@@ -149,11 +157,12 @@ async def test_time_ranges_include_the_start_and_exclude_the_end(engine: Engine,
         ({"completed_after": first, "public_state": ["completed", "waiting"]}, [two, one]),
         ({"completed_after": first, "public_state": "waiting"}, []),
         ({"completed_after": first, "public_state": "failed"}, []),
-    ]:
+    ]
+    for filters, expected in ranges:
         assert await listed(engine, **filters) == expected, filters
 
 
-async def test_the_completion_filters_match_only_ended_executions(engine: Engine, given: Any) -> None:
+async def test_the_completion_filters_match_only_ended_executions(engine: Engine, given: Given) -> None:
     await given.created()
     await given.claimed(lane_id="other")
     failed = await given.failed(lane_id="failed")
@@ -161,7 +170,7 @@ async def test_the_completion_filters_match_only_ended_executions(engine: Engine
     assert await listed(engine, completed_before=2**62) == [failed]
 
 
-async def test_a_flow_is_listed_by_its_id(engine: Engine, given: Any, connection: asyncpg.Connection) -> None:
+async def test_a_flow_is_listed_by_its_id(engine: Engine, given: Given, connection: asyncpg.Connection) -> None:
     flow_id = UUID("11111111-2222-3333-4444-555555555555")
     member = await given.created(execution_id=f"{{fp:181}}:{uuid4()}")
     await given.created(execution_id=f"{{fp:181}}:{uuid4()}")
@@ -171,7 +180,7 @@ async def test_a_flow_is_listed_by_its_id(engine: Engine, given: Any, connection
     assert await listed(engine, flow_id=uuid4()) == []
 
 
-async def test_the_order_is_by_creation_then_by_id(engine: Engine, clock: Any) -> None:
+async def test_the_order_is_by_creation_then_by_id(engine: Engine, clock: StandingClock) -> None:
     created: list[tuple[int, str]] = []
     for _ in range(3):
         now = await clock.advance(ms=1)
@@ -200,7 +209,7 @@ async def test_a_page_may_be_empty_and_has_at_most_a_thousand_entries(engine: En
     assert (len(page.executions), page.next_cursor) == (2, None)
 
 
-async def test_a_cursor_works_after_its_row_is_deleted(engine: Engine, given: Any, clock: Any) -> None:
+async def test_a_cursor_works_after_its_row_is_deleted(engine: Engine, given: Given, clock: StandingClock) -> None:
     policy = {"stream_policy": {"retention_ttl_ms": 1000}}
     ids = []
     for at in range(5):
@@ -235,13 +244,13 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
 ]
 
 
-async def test_wrong_arguments_are_refused_with_their_code(engine: Engine, rows: Any) -> None:
+async def test_wrong_arguments_are_refused_with_their_code(engine: Engine, rows: Rows) -> None:
     async with rows.unchanged():
         for filters, code, detail in WRONG:
             await refused(engine.list_executions(**filters), code, detail)
 
 
-async def test_a_cursor_belongs_to_one_order(engine: Engine, given: Any) -> None:
+async def test_a_cursor_belongs_to_one_order(engine: Engine, given: Given) -> None:
     for _ in range(2):
         await given.created()
     page = await engine.list_executions(limit=1)
@@ -252,13 +261,13 @@ async def test_a_cursor_belongs_to_one_order(engine: Engine, given: Any) -> None
     )
 
 
-async def test_a_corrupt_stored_id_is_reported(engine: Engine, given: Any, connection: asyncpg.Connection) -> None:
+async def test_a_corrupt_stored_id_is_reported(engine: Engine, given: Given, connection: asyncpg.Connection) -> None:
     await given.created()
     await connection.execute("update execution set partition_key = -1")
     await refused(engine.list_executions(), "corruption", "list_executions: execution_id: ")
 
 
-async def test_a_missing_name_is_corruption(engine: Engine, given: Any, connection: asyncpg.Connection) -> None:
+async def test_a_missing_name_is_corruption(engine: Engine, given: Given, connection: asyncpg.Connection) -> None:
     await given.created()
     for column, field in (("queue_no", "execution_kind"), ("namespace_no", "namespace")):
         await connection.execute(f"update execution set {column} = 99")
@@ -266,7 +275,7 @@ async def test_a_missing_name_is_corruption(engine: Engine, given: Any, connecti
 
 
 async def test_walks_and_collections_agree_with_a_sorted_model(
-    engine: Engine, clock: Any, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, clock: StandingClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Small steps make every list use several statements; rows are added and changed between the pages of a list."""
     dice = random.Random(7)

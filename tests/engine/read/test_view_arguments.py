@@ -7,6 +7,7 @@ from uuid import uuid4
 
 import pytest
 
+from conftest import Given, Rows
 from engine.state import refused
 from flowfabric.engine.engine import Engine
 from flowfabric.model.errors import EngineError
@@ -147,7 +148,7 @@ NAMED: dict[str, tuple[Call, str]] = {
 
 
 async def test_a_refusal_names_the_field_the_value_and_what_is_allowed(
-    engine: Engine, rows: Any, subtests: pytest.Subtests
+    engine: Engine, rows: Rows, subtests: pytest.Subtests
 ) -> None:
     async with rows.unchanged():
         for case, (call, detail) in NAMED.items():
@@ -162,7 +163,7 @@ async def test_a_limit_above_the_maximum_is_reduced_to_it(engine: Engine) -> Non
         assert (await engine.list_executions(limit=limit)).executions == []
 
 
-async def test_names_may_be_an_iterator(engine: Engine, given: Any) -> None:
+async def test_names_may_be_an_iterator(engine: Engine, given: Given) -> None:
     execution_id = await given.created(priority=3)
     found = await engine.read_exec_core_fields(execution_id, (name for name in ("priority", "execution_kind")))
     assert found == {"priority": "3", "execution_kind": "job"}

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from conftest import Given, Rows
 from engine.sending import Waiting, signals, waiting
 from engine.state import refused
 from flowfabric.engine.engine import Engine
@@ -25,7 +26,7 @@ async def approve(wait: Waiting, **overrides: Any) -> Any:
     )
 
 
-async def test_two_operators_count_as_two_sources(engine: Engine, given: Any, rows: Any) -> None:
+async def test_two_operators_count_as_two_sources(engine: Engine, given: Given, rows: Rows) -> None:
     wait = await waiting(engine, given, resume_condition=TWO_OPERATORS)
     first = await approve(wait, source_identity="ann")
     assert first.disposition == "appended_to_waitpoint"
@@ -37,13 +38,13 @@ async def test_two_operators_count_as_two_sources(engine: Engine, given: Any, ro
     assert stored == [("operator", "ann"), ("operator", "ann"), ("operator", "bob")]
 
 
-async def test_approvals_of_two_operators_with_one_suffix_are_not_duplicates(engine: Engine, given: Any) -> None:
+async def test_approvals_of_two_operators_with_one_suffix_are_not_duplicates(engine: Engine, given: Given) -> None:
     wait = await waiting(engine, given, resume_condition=TWO_OPERATORS)
     await approve(wait, source_identity="ann")
     assert (await approve(wait, source_identity="bob")).effect == "resume_condition_satisfied"
 
 
-async def test_without_an_identity_all_operators_count_as_one_source(engine: Engine, given: Any, rows: Any) -> None:
+async def test_without_an_identity_all_operators_count_as_one_source(engine: Engine, given: Given, rows: Rows) -> None:
     wait = await waiting(engine, given, resume_condition=TWO_OPERATORS)
     await approve(wait)
     assert (await approve(wait, idempotency_suffix="2")).disposition == "appended_to_waitpoint_duplicate"
@@ -52,7 +53,7 @@ async def test_without_an_identity_all_operators_count_as_one_source(engine: Eng
 
 
 async def test_texts_of_an_approval_have_a_type_and_a_maximum_length(
-    engine: Engine, given: Any, rows: Any, subtests: pytest.Subtests
+    engine: Engine, given: Given, rows: Rows, subtests: pytest.Subtests
 ) -> None:
     wait = await waiting(engine, given)
     for field in ("signal_name", "source_identity", "idempotency_suffix"):
@@ -71,7 +72,7 @@ async def test_texts_of_an_approval_have_a_type_and_a_maximum_length(
             await refused(approve(wait, source_identity=identity), "invalid_input", "source_identity")
 
 
-async def test_colons_in_texts_do_not_make_two_approvals_equal(engine: Engine, given: Any) -> None:
+async def test_colons_in_texts_do_not_make_two_approvals_equal(engine: Engine, given: Given) -> None:
     wait = await waiting(engine, given)
     triples = [
         ("approved", "1:ann", ""),

@@ -8,6 +8,8 @@ from uuid import uuid4
 import asyncpg
 import pytest
 
+from conftest import Given, Rows
+from engine.conftest import StandingClock
 from engine.sending import Waiting, waiting
 from engine.state import claim
 from engine.waits import on_all, rewriting, suspension, waitpoint, waitpoints
@@ -39,7 +41,7 @@ def meanwhile(connection: asyncpg.Connection, eventually: Any) -> Any:
 
 
 async def test_no_counted_signal_or_closed_row_is_lost(
-    engine: Engine, given: Any, rows: Any, clock: Any, meanwhile: Any, subtests: pytest.Subtests
+    engine: Engine, given: Given, rows: Rows, clock: StandingClock, meanwhile: Any, subtests: pytest.Subtests
 ) -> None:
     for table in TABLES:
         with subtests.test(f"count, {table}"):
@@ -59,7 +61,7 @@ async def test_no_counted_signal_or_closed_row_is_lost(
     assert await engine.find_inconsistencies() == []
 
 
-async def check_count(engine: Engine, given: Any, rows: Any, meanwhile: Any, table: str) -> None:
+async def check_count(engine: Engine, given: Given, rows: Rows, meanwhile: Any, table: str) -> None:
     """Assert that a signal counts though another session writes the row."""
     approvals = Count(n=2, count_kind=CountKind.DISTINCT_SOURCES, waitpoints=("wait",))
     lane_id = f"{uuid4()}"
@@ -76,7 +78,7 @@ async def check_count(engine: Engine, given: Any, rows: Any, meanwhile: Any, tab
     assert len(await claim(engine, lane_id)) == 1
 
 
-async def check_signal(engine: Engine, given: Any, rows: Any, meanwhile: Any, table: str) -> None:
+async def check_signal(engine: Engine, given: Given, rows: Rows, meanwhile: Any, table: str) -> None:
     """Assert that a signal resumes and closes everything though another session writes the row."""
     lane_id = f"{uuid4()}"
     wait = await waiting(engine, given, lane_id=lane_id)
@@ -113,7 +115,7 @@ ENDS = [
 
 
 async def test_an_escalation_is_not_lost(
-    engine: Engine, given: Any, rows: Any, clock: Any, meanwhile: Any, subtests: pytest.Subtests
+    engine: Engine, given: Given, rows: Rows, clock: StandingClock, meanwhile: Any, subtests: pytest.Subtests
 ) -> None:
     for table in ("execution", "suspension"):
         with subtests.test(table):

@@ -3,8 +3,11 @@
 import json
 from typing import Any
 
+import asyncpg
 import pytest
 
+from conftest import Given, Rows
+from engine.conftest import StandingClock
 from engine.sending import waiting
 from engine.state import RESUMABLE, claim, refused, told, vector
 from engine.waits import args, on_all, suspended, suspension, waitpoint, waitpoints
@@ -21,7 +24,7 @@ NOBODY = "{fp:3}:11111111-1111-4111-8111-111111111111"
 
 
 async def test_a_resume_closes_the_suspension_and_all_waitpoints(
-    engine: Engine, given: Any, rows: Any, clock: Any
+    engine: Engine, given: Given, rows: Rows, clock: StandingClock
 ) -> None:
     wait = await waiting(engine, given, on_all("a", "b", "c", timeout_at=await clock.now() + 60_000))
     await wait.send("x", "a")
@@ -51,7 +54,7 @@ async def test_a_resume_closes_the_suspension_and_all_waitpoints(
 
 
 async def test_a_resumed_execution_is_in_ready_and_listed_until_it_is_claimed(
-    engine: Engine, given: Any, rows: Any, clock: Any
+    engine: Engine, given: Given, rows: Rows, clock: StandingClock
 ) -> None:
     now, later = await waiting(engine, given), await waiting(engine, given)
     assert await rows.of("ready") == await rows.of("listed") == []
@@ -74,14 +77,14 @@ async def test_a_resumed_execution_is_in_ready_and_listed_until_it_is_claimed(
     assert [one.execution_id for one in await claim(engine)] == [later.execution_id]
 
 
-async def test_a_resume_ends_every_kind_of_wait(engine: Engine, given: Any, clock: Any) -> None:
+async def test_a_resume_ends_every_kind_of_wait(engine: Engine, given: Given, clock: StandingClock) -> None:
     for condition in (OperatorOnly(), TimeoutOnly()):
         wait = await waiting(engine, given, resume_condition=condition, timeout_at=await clock.now() + 60_000)
         assert (await engine.resume_execution(execution_id=wait.execution_id)).public_state == PublicState.RESUMABLE
         assert [one.execution_id for one in await claim(engine)] == [wait.execution_id]
 
 
-async def test_a_resume_may_be_delayed(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
+async def test_a_resume_may_be_delayed(engine: Engine, given: Given, rows: Rows, clock: StandingClock) -> None:
     wait = await waiting(engine, given, resume_policy=ResumePolicy(resume_delay_ms=99_000))
     now = await clock.advance(seconds=1)
     outcome = await engine.resume_execution(execution_id=wait.execution_id, resume_delay_ms=5_000)
@@ -99,7 +102,7 @@ async def test_a_resume_may_be_delayed(engine: Engine, given: Any, rows: Any, cl
     assert [one.attempt_id for one in await claim(engine)] == [wait.handle.attempt_id]
 
 
-async def test_a_waitpoint_closed_before_the_resume_keeps_its_reason(engine: Engine, given: Any, rows: Any) -> None:
+async def test_a_waitpoint_closed_before_the_resume_keeps_its_reason(engine: Engine, given: Given, rows: Rows) -> None:
     wait = await waiting(engine, given, on_all("a", "b"))
     await engine.close_waitpoint(execution_id=wait.execution_id, waitpoint_id=wait.points["a"][0], reason="enough")
     await engine.resume_execution(execution_id=wait.execution_id)
@@ -107,7 +110,7 @@ async def test_a_waitpoint_closed_before_the_resume_keeps_its_reason(engine: Eng
 
 
 async def test_the_attempt_timeout_continues_after_the_resume(
-    engine: Engine, given: Any, rows: Any, clock: Any
+    engine: Engine, given: Given, rows: Rows, clock: StandingClock
 ) -> None:
     handle = await given.claimed(policy={"timeout_policy": {"attempt_timeout_ms": 8_000}})
     await clock.advance(seconds=3)
@@ -120,7 +123,7 @@ async def test_the_attempt_timeout_continues_after_the_resume(
 
 
 async def test_only_a_suspended_execution_can_be_resumed_and_only_with_valid_arguments(
-    engine: Engine, given: Any, rows: Any, connection: Any
+    engine: Engine, given: Given, rows: Rows, connection: asyncpg.Connection
 ) -> None:
     wait, broken = await waiting(engine, given), await waiting(engine, given)
     await engine.resume_execution(execution_id=wait.execution_id)
@@ -145,7 +148,7 @@ async def test_only_a_suspended_execution_can_be_resumed_and_only_with_valid_arg
 
 
 async def test_a_signal_takes_four_statements_and_the_end_of_the_resumed_run_one(
-    engine: Engine, given: Any, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, given: Given, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wait, fetched, fetched_within = await waiting(engine, given), Database.fetch, Transaction.fetch
     names: list[str] = []

@@ -5,6 +5,8 @@ from uuid import UUID, uuid4
 
 import asyncpg
 
+from conftest import Given, Rows
+from engine.conftest import StandingClock
 from engine.sending import Waiting, running, signal_keys, signals, waiting
 from engine.state import RESUMABLE, claim, refused, told, vector
 from engine.waits import SUSPENDED, args, fresh, on_all, suspended, suspension, using, waitpoint, waitpoints
@@ -32,7 +34,7 @@ RESUME_DELAYED = "runnable/unowned/not_eligible_until_time/waiting_for_resume_de
 
 
 async def test_a_signal_that_satisfies_the_condition_makes_the_execution_claimable_once(
-    engine: Engine, given: Any, rows: Any, clock: Any
+    engine: Engine, given: Given, rows: Rows, clock: StandingClock
 ) -> None:
     wait = await waiting(engine, given, timeout_at=await clock.now() + 60_000)
     now = await clock.advance(seconds=1)
@@ -59,7 +61,7 @@ async def test_a_signal_that_satisfies_the_condition_makes_the_execution_claimab
     assert claimed.lease_epoch > wait.handle.lease_epoch
 
 
-async def test_a_signal_row_holds_the_arguments(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
+async def test_a_signal_row_holds_the_arguments(engine: Engine, given: Given, rows: Rows, clock: StandingClock) -> None:
     wait = await waiting(engine, given, resume_condition=OperatorOnly())
     now = await clock.advance(seconds=1)
     payload = bytes(range(256)) * 256
@@ -100,7 +102,9 @@ async def test_a_signal_row_holds_the_arguments(engine: Engine, given: Any, rows
     }
 
 
-async def test_omitted_arguments_of_a_signal_have_defaults(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
+async def test_omitted_arguments_of_a_signal_have_defaults(
+    engine: Engine, given: Given, rows: Rows, clock: StandingClock
+) -> None:
     wait = await waiting(engine, given)
     now = await clock.advance(seconds=1)
     await wait.send("other")
@@ -112,7 +116,7 @@ async def test_omitted_arguments_of_a_signal_have_defaults(engine: Engine, given
 
 
 async def test_a_signal_that_does_not_resume_changes_only_the_rows_of_the_wait(
-    engine: Engine, given: Any, rows: Any, clock: Any
+    engine: Engine, given: Given, rows: Rows, clock: StandingClock
 ) -> None:
     wait = await waiting(engine, given)
     await clock.advance(seconds=1)
@@ -121,7 +125,7 @@ async def test_a_signal_that_does_not_resume_changes_only_the_rows_of_the_wait(
 
 
 async def test_no_signal_satisfies_a_wait_for_an_operator_or_a_timeout_only(
-    engine: Engine, given: Any, clock: Any
+    engine: Engine, given: Given, clock: StandingClock
 ) -> None:
     for condition in (OperatorOnly(), TimeoutOnly()):
         wait = await waiting(engine, given, resume_condition=condition, timeout_at=await clock.now() + 60_000)
@@ -130,14 +134,14 @@ async def test_no_signal_satisfies_a_wait_for_an_operator_or_a_timeout_only(
         assert await claim(engine) == []
 
 
-async def test_a_wildcard_does_not_match_reserved_names(engine: Engine, given: Any) -> None:
+async def test_a_wildcard_does_not_match_reserved_names(engine: Engine, given: Given) -> None:
     wait = await waiting(engine, given, resume_condition=Single(waitpoint_key="wait", matcher=Wildcard()))
     assert await wait.said(OPERATOR_ONLY_NAME) == f"{APPENDED} no_op"
     assert await wait.said("x") == SATISFIED
 
 
 async def test_all_of_requires_a_signal_at_every_waitpoint_and_closes_them_together(
-    engine: Engine, given: Any, rows: Any
+    engine: Engine, given: Given, rows: Rows
 ) -> None:
     wait = await waiting(engine, given, on_all("a", "b", "c"))
     assert await wait.said("x", "a") == APPENDED
@@ -158,7 +162,7 @@ async def test_all_of_requires_a_signal_at_every_waitpoint_and_closes_them_toget
     assert (await suspension(rows, wait.execution_id))["satisfier_ids"] == [stored[at]["signal_id"] for at in (0, 2, 3)]
 
 
-async def test_distinct_sources_are_counted_once_each(engine: Engine, given: Any) -> None:
+async def test_distinct_sources_are_counted_once_each(engine: Engine, given: Given) -> None:
     condition = Count(
         n=2, count_kind=CountKind.DISTINCT_SOURCES, matcher=ByName("approve"), waitpoints=("wait", "other")
     )
@@ -170,14 +174,14 @@ async def test_distinct_sources_are_counted_once_each(engine: Engine, given: Any
     assert await wait.said("approve", source_identity="bob") == SATISFIED
 
 
-async def test_distinct_signals_of_one_source_are_counted(engine: Engine, given: Any) -> None:
+async def test_distinct_signals_of_one_source_are_counted(engine: Engine, given: Given) -> None:
     condition = Count(n=2, count_kind=CountKind.DISTINCT_SIGNALS, waitpoints=("wait",))
     wait = await waiting(engine, given, resume_condition=condition)
     assert [await wait.said("x"), await wait.said("x")] == [APPENDED, SATISFIED]
 
 
 async def test_a_signal_to_a_waitpoint_that_the_condition_does_not_name_is_ignored(
-    engine: Engine, given: Any, connection: asyncpg.Connection
+    engine: Engine, given: Given, connection: asyncpg.Connection
 ) -> None:
     wait = await waiting(engine, given, on_all("a", "b"))
     # No suspend of this version binds a waitpoint that its condition does not name.
@@ -190,7 +194,7 @@ async def test_a_signal_to_a_waitpoint_that_the_condition_does_not_name_is_ignor
 
 
 async def test_a_condition_of_a_newer_version_is_never_satisfied(
-    engine: Engine, given: Any, connection: asyncpg.Connection
+    engine: Engine, given: Given, connection: asyncpg.Connection
 ) -> None:
     wait = await waiting(engine, given)
     await connection.execute("update suspension set condition = $1", '{"Sometime": {}}')
@@ -198,7 +202,7 @@ async def test_a_condition_of_a_newer_version_is_never_satisfied(
 
 
 async def test_a_signal_to_an_execution_that_is_not_suspended_does_not_resume_it(
-    engine: Engine, given: Any, rows: Any, connection: asyncpg.Connection
+    engine: Engine, given: Given, rows: Rows, connection: asyncpg.Connection
 ) -> None:
     wait = await waiting(engine, given)
     # No operation leaves a suspension open on an execution that is not suspended.
@@ -213,7 +217,9 @@ async def test_a_signal_to_an_execution_that_is_not_suspended_does_not_resume_it
     assert (await waitpoint(rows, wait.points["wait"][0]))["state"] == "active"
 
 
-async def test_a_repeated_signal_returns_the_first_and_changes_nothing(engine: Engine, given: Any, rows: Any) -> None:
+async def test_a_repeated_signal_returns_the_first_and_changes_nothing(
+    engine: Engine, given: Given, rows: Rows
+) -> None:
     wait = await waiting(engine, given)
     first = await wait.send("other", idempotency_key="k")
     again = SignalDuplicate(existing_signal_id=first.signal_id)
@@ -223,7 +229,7 @@ async def test_a_repeated_signal_returns_the_first_and_changes_nothing(engine: E
 
 
 async def test_a_repeat_of_the_satisfying_signal_is_a_duplicate_until_and_after_the_end(
-    engine: Engine, given: Any, rows: Any
+    engine: Engine, given: Given, rows: Rows
 ) -> None:
     wait = await waiting(engine, given)
     first = await wait.send("ready", idempotency_key="k")
@@ -239,7 +245,7 @@ async def test_a_repeat_of_the_satisfying_signal_is_a_duplicate_until_and_after_
 
 
 async def test_an_idempotency_key_belongs_to_its_waitpoint_and_expires(
-    engine: Engine, given: Any, rows: Any, clock: Any
+    engine: Engine, given: Given, rows: Rows, clock: StandingClock
 ) -> None:
     wait = await waiting(engine, given, on_all("a", "b", "c"))
     now = await clock.now()
@@ -255,7 +261,7 @@ async def test_an_idempotency_key_belongs_to_its_waitpoint_and_expires(
 
 
 async def test_without_a_key_or_with_a_ttl_of_zero_nothing_is_a_duplicate(
-    engine: Engine, given: Any, rows: Any
+    engine: Engine, given: Given, rows: Rows
 ) -> None:
     wait = await waiting(engine, given)
     for overrides in ({}, {"idempotency_key": ""}, {"idempotency_key": "k", "dedup_ttl_ms": 0}):
@@ -265,7 +271,7 @@ async def test_without_a_key_or_with_a_ttl_of_zero_nothing_is_a_duplicate(
 
 
 async def test_the_log_of_a_waitpoint_keeps_the_newest_and_the_counted_signals(
-    engine: Engine, given: Any, rows: Any
+    engine: Engine, given: Given, rows: Rows
 ) -> None:
     condition = Count(
         n=3, count_kind=CountKind.DISTINCT_SOURCES, matcher=ByName("approve"), waitpoints=("wait", "other")
@@ -287,7 +293,7 @@ async def test_the_log_of_a_waitpoint_keeps_the_newest_and_the_counted_signals(
 
 
 async def test_the_resume_delay_of_a_signal_delays_the_resume(
-    engine: Engine, given: Any, rows: Any, clock: Any
+    engine: Engine, given: Given, rows: Rows, clock: StandingClock
 ) -> None:
     wait = await waiting(engine, given, resume_policy=ResumePolicy(resume_delay_ms=60_000))
     now = await clock.advance(seconds=1)
@@ -310,7 +316,7 @@ async def test_the_resume_delay_of_a_signal_delays_the_resume(
 
 
 async def test_the_resume_delay_of_the_policy_applies_if_the_signal_has_none(
-    engine: Engine, given: Any, rows: Any, clock: Any
+    engine: Engine, given: Given, rows: Rows, clock: StandingClock
 ) -> None:
     for of_signal, delay_ms in ((None, 60_000), (0, None)):
         wait = await waiting(engine, given, resume_policy=ResumePolicy(resume_delay_ms=60_000))
@@ -321,7 +327,7 @@ async def test_the_resume_delay_of_the_policy_applies_if_the_signal_has_none(
 
 
 async def test_a_pending_waitpoint_buffers_signals_without_evaluating_them(
-    engine: Engine, given: Any, rows: Any, clock: Any
+    engine: Engine, given: Given, rows: Rows, clock: StandingClock
 ) -> None:
     wait = await running(engine, given)
     now = await clock.advance(seconds=1)
@@ -334,7 +340,9 @@ async def test_a_pending_waitpoint_buffers_signals_without_evaluating_them(
     assert point["last_signal_at"] == now
 
 
-async def test_a_suspend_whose_signal_was_buffered_is_already_satisfied(engine: Engine, given: Any, rows: Any) -> None:
+async def test_a_suspend_whose_signal_was_buffered_is_already_satisfied(
+    engine: Engine, given: Given, rows: Rows
+) -> None:
     wait = await running(engine, given)
     early = await wait.send("ready", payload=b"early")
     pending = await engine.read_waitpoint_token(execution_id=wait.execution_id, waitpoint_id=wait.points["wait"][0])
@@ -349,7 +357,7 @@ async def test_a_suspend_whose_signal_was_buffered_is_already_satisfied(engine: 
     assert [row["outcome"] for row in await rows.events(wait.execution_id) if row["outcome"]] == [1]
 
 
-async def test_buffered_signals_count_together_with_later_ones(engine: Engine, given: Any) -> None:
+async def test_buffered_signals_count_together_with_later_ones(engine: Engine, given: Given) -> None:
     handle = await given.claimed()
     pending = await engine.create_waitpoint(handle, waitpoint_key="wait", expires_in_ms=60_000)
     wait = Waiting(engine, handle).ahead("wait", pending)
@@ -363,7 +371,7 @@ async def test_buffered_signals_count_together_with_later_ones(engine: Engine, g
 
 
 async def test_a_suspended_execution_buffers_signals_for_a_pending_waitpoint(
-    engine: Engine, given: Any, rows: Any
+    engine: Engine, given: Given, rows: Rows
 ) -> None:
     wait = await running(engine, given)
     outcome = await suspended(engine, wait.handle, on_all("a", "b"))
@@ -374,7 +382,7 @@ async def test_a_suspended_execution_buffers_signals_for_a_pending_waitpoint(
 
 
 async def test_a_run_reads_every_signal_of_its_suspension_before_and_after_the_resume(
-    engine: Engine, given: Any, clock: Any
+    engine: Engine, given: Given, clock: StandingClock
 ) -> None:
     condition = AllOf(tuple(Single(waitpoint_key=key, matcher=ByName("ready")) for key in ("a", "b")))
     asked = args(waitpoints=(fresh("a"), fresh("b")), resume_condition=condition)
@@ -398,7 +406,7 @@ async def test_a_run_reads_every_signal_of_its_suspension_before_and_after_the_r
     assert await engine.observe_signals(resumed.handle) == after
 
 
-async def test_signals_of_one_suspension_do_not_count_for_the_next(engine: Engine, given: Any) -> None:
+async def test_signals_of_one_suspension_do_not_count_for_the_next(engine: Engine, given: Given) -> None:
     wait = await waiting(engine, given, on_all("a", "b"))
     await wait.send("x", "a")
     await wait.send("x", "b")
@@ -411,12 +419,12 @@ async def test_signals_of_one_suspension_do_not_count_for_the_next(engine: Engin
     assert await second.said("x", "b") == SATISFIED
 
 
-async def test_an_attempt_that_never_suspended_reads_no_signal(engine: Engine, given: Any) -> None:
+async def test_an_attempt_that_never_suspended_reads_no_signal(engine: Engine, given: Given) -> None:
     assert await engine.observe_signals(await given.claimed()) == []
 
 
 async def test_a_retry_does_not_read_the_signals_of_the_previous_attempt(
-    engine: Engine, given: Any, clock: Any
+    engine: Engine, given: Given, clock: StandingClock
 ) -> None:
     policy = {"retry_policy": {"max_retries": 3, "backoff": {"type": "fixed", "delay_ms": 1}}}
     wait = await waiting(engine, given, policy=policy)
@@ -430,7 +438,9 @@ async def test_a_retry_does_not_read_the_signals_of_the_previous_attempt(
     assert len(await engine.observe_signals(resumed.handle)) == 1
 
 
-async def test_the_signals_of_an_earlier_suspension_are_read_by_its_id(engine: Engine, given: Any, clock: Any) -> None:
+async def test_the_signals_of_an_earlier_suspension_are_read_by_its_id(
+    engine: Engine, given: Given, clock: StandingClock
+) -> None:
     async def read(suspension_id: UUID) -> list[Any]:
         return await engine.observe_signals(handle, suspension_id=suspension_id)
 

@@ -10,7 +10,8 @@ from uuid import uuid4
 import asyncpg
 import pytest
 
-from conftest import Engines, Given
+from conftest import Engines, Given, Rows
+from engine.conftest import StandingClock
 from engine.sending import Waiting, signals, stamps_written, waiting
 from engine.state import claim, refused
 from engine.waits import args, rewriting, suspended, suspension, waitpoint, waitpoints
@@ -24,10 +25,10 @@ from flowfabric.reconcile.loop import Reconciler
 GOOD = 99 if os.environ.get("FF_TEST_SWEEP") == "whole" else 15
 BAD = GOOD // 2
 APPENDED = "appended_to_waitpoint"
-MET = "resume_condition_satisfied"
+SATISFIED = "resume_condition_satisfied"
 
 
-async def many(engine: Engine, given: Any, count: int = GOOD + 1) -> list[Waiting]:
+async def many(engine: Engine, given: Given, count: int = GOOD + 1) -> list[Waiting]:
     """Suspended executions."""
     return [await waiting(engine, given) for _ in range(count)]
 
@@ -38,7 +39,7 @@ async def sent(engine: Engine, deliveries: Sequence[dict[str, Any]]) -> list[Any
     return [answer.code if isinstance(answer, EngineError) else answer for answer in answers]
 
 
-async def check_resumed(rows: Any, waits: Sequence[Waiting]) -> None:
+async def check_resumed(rows: Rows, waits: Sequence[Waiting]) -> None:
     """Assert that each of them was resumed by its own signal, with one event."""
     events = Counter(str(event["execution_id"]) for event in await rows.of("event_each") if event["outcome"] == 6)
     for wait in waits:
@@ -57,7 +58,7 @@ def own(wait: Waiting, **overrides: Any) -> dict[str, Any]:
     return wait.signal(**{"payload": wait.execution_id.encode(), **overrides})
 
 
-async def test_bad_signals_do_not_affect_the_good_ones_beside_them(engine: Engine, given: Any, rows: Any) -> None:
+async def test_bad_signals_do_not_affect_the_good_ones_beside_them(engine: Engine, given: Given, rows: Rows) -> None:
     waits = await many(engine, given, GOOD + 4)
     wrong, repeated, spent, over = waits[GOOD:]
     await repeated.send("other", idempotency_key="k")
@@ -91,7 +92,7 @@ async def test_bad_signals_do_not_affect_the_good_ones_beside_them(engine: Engin
 
 
 async def test_a_signal_that_the_store_rejects_fails_alone(
-    engine: Engine, given: Any, rows: Any, connection: asyncpg.Connection
+    engine: Engine, given: Given, rows: Rows, connection: asyncpg.Connection
 ) -> None:
     waits = await many(engine, given)
     await connection.execute("alter table signal add check (signal_name <> 'poison')")
@@ -112,7 +113,7 @@ TABLES = ("execution", "suspension", "waitpoint")
 
 @pytest.mark.usefixtures("patient_with_locks")
 async def test_a_locked_row_delays_only_its_own_callers(
-    engine: Engine, given: Any, rows: Any, connection: asyncpg.Connection, subtests: pytest.Subtests
+    engine: Engine, given: Given, rows: Rows, connection: asyncpg.Connection, subtests: pytest.Subtests
 ) -> None:
     for table in TABLES:
         with subtests.test(table):
@@ -122,7 +123,7 @@ async def test_a_locked_row_delays_only_its_own_callers(
                 async with asyncio.timeout(30):
                     answers = await asyncio.gather(*(task for at, task in enumerate(tasks) if at != BAD))
                 assert not tasks[BAD].done()
-            assert {answer.effect for answer in (*answers, await tasks[BAD])} == {MET}  # type: ignore[union-attr]
+            assert {answer.effect for answer in (*answers, await tasks[BAD])} == {SATISFIED}  # type: ignore[union-attr]
             await check_resumed(rows, waits)
             await claim(engine, limit=len(waits))
 
@@ -130,7 +131,7 @@ async def test_a_locked_row_delays_only_its_own_callers(
 async def test_a_row_locked_for_too_long_fails_only_its_own_callers(
     engines: Engines,
     given: Given,
-    rows: Any,
+    rows: Rows,
     connection: asyncpg.Connection,
     monkeypatch: pytest.MonkeyPatch,
     subtests: pytest.Subtests,
@@ -152,7 +153,7 @@ async def test_a_row_locked_for_too_long_fails_only_its_own_callers(
 
 
 async def test_a_cancelled_caller_does_not_cancel_the_others(
-    engine: Engine, given: Any, rows: Any, eventually: Any
+    engine: Engine, given: Given, rows: Rows, eventually: Any
 ) -> None:
     waits = await many(engine, given)
     shared = await waiting(engine, given, resume_condition=OperatorOnly())
@@ -175,14 +176,14 @@ async def test_a_cancelled_caller_does_not_cancel_the_others(
 
 
 async def test_signals_of_one_execution_are_delivered_in_order_across_batches(
-    engine: Engine, given: Any, rows: Any
+    engine: Engine, given: Given, rows: Rows
 ) -> None:
     condition = Count(n=120, count_kind=CountKind.DISTINCT_SIGNALS, waitpoints=("wait",))
     wait = await waiting(engine, given, resume_condition=condition)
     items = [wait.signal(f"s{at}", idempotency_key=f"k{at % 140}") for at in range(150)]
     answers = await sent(engine, items)
     assert [answer.effect for answer in answers[:119]] == [APPENDED] * 119
-    assert answers[119].effect == MET
+    assert answers[119].effect == SATISFIED
     assert answers[120:140] == ["target_not_signalable"] * 20
     assert answers[140:] == [SignalDuplicate(existing_signal_id=answers[at].signal_id) for at in range(10)]
     assert [row["signal_name"] for row in await signals(rows, wait.execution_id)] == [f"s{at}" for at in range(120)]
@@ -193,7 +194,7 @@ async def test_signals_of_one_execution_are_delivered_in_order_across_batches(
 
 
 async def test_large_signals_of_one_execution_keep_their_order_and_payload(
-    engine: Engine, given: Any, rows: Any
+    engine: Engine, given: Given, rows: Rows
 ) -> None:
     wait = await waiting(engine, given, resume_condition=OperatorOnly())
     payloads = [bytes([at]) * 65_536 for at in range(20)]
@@ -203,7 +204,7 @@ async def test_large_signals_of_one_execution_keep_their_order_and_payload(
 
 
 async def test_the_signal_limit_and_the_log_length_hold_within_a_transaction(
-    engine: Engine, given: Any, rows: Any
+    engine: Engine, given: Given, rows: Rows
 ) -> None:
     wait = await waiting(engine, given, args(resume_condition=OperatorOnly()))
     items = [wait.signal(f"s{at}", max_signals_per_execution=30, signal_maxlen=5) for at in range(50)]
@@ -216,7 +217,7 @@ async def test_the_signal_limit_and_the_log_length_hold_within_a_transaction(
 
 
 async def test_signals_with_different_resume_delays_share_a_transaction(
-    engine: Engine, given: Any, rows: Any, clock: Any
+    engine: Engine, given: Given, rows: Rows, clock: StandingClock
 ) -> None:
     waits = await many(engine, given, 12)
     now = await clock.now()
@@ -228,17 +229,18 @@ async def test_signals_with_different_resume_delays_share_a_transaction(
     assert len(await rows.of("execution", public_state="resumable")) == 11
 
 
-async def test_a_closing_engine_finishes_running_deliveries(engines: Any, given: Any, rows: Any) -> None:
+async def test_a_closing_engine_finishes_running_deliveries(engines: Engines, given: Given, rows: Rows) -> None:
     waits = await many(given.engine, given, 5)
     engine = await engines()
     tasks = [asyncio.create_task(engine.deliver_signal(**own(wait))) for wait in waits]
     await asyncio.sleep(0)
     await engine.shutdown_prepare(5_000)
-    assert {answer.effect for answer in await asyncio.gather(*tasks)} == {MET}
+    answers = await asyncio.gather(*tasks)
+    assert [isinstance(answer, Accepted) and answer.effect for answer in answers] == [SATISFIED] * len(waits)
     await check_resumed(rows, waits)
 
 
-async def test_two_executions_may_use_one_key_and_one_signal_id(engine: Engine, given: Any) -> None:
+async def test_two_executions_may_use_one_key_and_one_signal_id(engine: Engine, given: Given) -> None:
     one = Waiting(engine, (first := await suspended(engine, await given.claimed())).handle).on(first.details)
     two = Waiting(engine, (second := await suspended(engine, await given.claimed())).handle).on(second.details)
     both: dict[str, Any] = {"idempotency_key": "k", "signal_id": uuid4()}
@@ -246,11 +248,11 @@ async def test_two_executions_may_use_one_key_and_one_signal_id(engine: Engine, 
     assert [type(answer) for answer in answers] == [Accepted, Accepted]
 
 
-async def test_one_signal_id_may_be_delivered_to_many_executions(engine: Engine, given: Any, rows: Any) -> None:
+async def test_one_signal_id_may_be_delivered_to_many_executions(engine: Engine, given: Given, rows: Rows) -> None:
     waits = await many(engine, given, 5)
     broadcast = uuid4()
     answers = await sent(engine, [wait.signal(signal_id=broadcast) for wait in waits])
-    assert [answer.effect for answer in answers] == [MET] * len(waits)
+    assert [answer.effect for answer in answers] == [SATISFIED] * len(waits)
     for wait in waits:
         (stored,) = await signals(rows, wait.execution_id)
         assert stored["signal_id"] == broadcast

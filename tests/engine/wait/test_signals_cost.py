@@ -3,8 +3,10 @@
 import asyncio
 from typing import Any
 
+import asyncpg
 import pytest
 
+from conftest import Given, Rows
 from engine.sending import Waiting, running, signals, waiting
 from engine.state import claim, refused
 from engine.waits import args, fresh, suspended, suspension
@@ -18,7 +20,7 @@ from flowfabric.model.waitpoint import UsePending
 
 FEW = 20
 MANY = DEFAULT_MAXLEN + FEW
-MET = "resume_condition_satisfied"
+SATISFIED = "resume_condition_satisfied"
 
 # Rows that scans of the suspension and signal tables have returned so far in this transaction.
 _TOUCHED = """
@@ -72,7 +74,7 @@ def votes(n: int) -> Count:
 
 
 async def test_a_count_of_signals_costs_the_same_for_the_last_signal_as_for_the_first(
-    engine: Engine, given: Any, rows: Any, cost: Cost
+    engine: Engine, given: Given, rows: Rows, cost: Cost
 ) -> None:
     wait = await waiting(engine, given, resume_condition=votes(MANY + 2))
     await take(wait, 1)
@@ -82,7 +84,7 @@ async def test_a_count_of_signals_costs_the_same_for_the_last_signal_as_for_the_
     assert {"read_deliveries", "insert_deliveries"} <= set(first[0])
     assert not {"list_satisfiers", "take_overflow"} & set(first[0])
     closer = await wait.send("vote")
-    assert closer.effect == MET
+    assert closer.effect == SATISFIED
     closed = await suspension(rows, wait.execution_id)
     stored = await signals(rows, wait.execution_id)
     assert closed["satisfier_ids"] == [row["signal_id"] for row in stored]
@@ -98,7 +100,7 @@ def one_and_votes(n: int) -> Condition:
 
 
 async def test_a_condition_that_needs_its_satisfiers_reads_them_and_sends_none(
-    engine: Engine, given: Any, rows: Any, cost: Cost, subtests: pytest.Subtests
+    engine: Engine, given: Given, rows: Rows, cost: Cost, subtests: pytest.Subtests
 ) -> None:
     for condition in (sources, one_and_votes):
         with subtests.test(condition.__name__):
@@ -110,12 +112,12 @@ async def test_a_condition_that_needs_its_satisfiers_reads_them_and_sends_none(
             second, _ = await cost.of(wait.send("noise", source_identity="s10"))
             assert {**sent, "insert_deliveries": 0} == {**second, "insert_deliveries": 0}
             assert "take_overflow" not in sent
-            assert await wait.said("vote", source_identity="s2") == MET
+            assert await wait.said("vote", source_identity="s2") == SATISFIED
             await claim(engine)
 
 
 async def test_trimming_a_full_log_reads_no_more_than_its_length(
-    engine: Engine, given: Any, rows: Any, cost: Cost, connection: Any
+    engine: Engine, given: Given, rows: Rows, cost: Cost, connection: asyncpg.Connection
 ) -> None:
     wait = await waiting(engine, given, resume_condition=OperatorOnly())
     await take(wait, 5, signal_maxlen=5)
@@ -130,7 +132,7 @@ async def test_trimming_a_full_log_reads_no_more_than_its_length(
 
 
 async def test_signals_counted_at_one_waitpoint_do_not_keep_uncounted_ones_of_another(
-    engine: Engine, given: Any, rows: Any
+    engine: Engine, given: Given, rows: Rows
 ) -> None:
     condition = Count(
         n=FEW, count_kind=CountKind.DISTINCT_SIGNALS, matcher=ByName("vote"), waitpoints=("wait", "other")
@@ -145,7 +147,7 @@ async def test_signals_counted_at_one_waitpoint_do_not_keep_uncounted_ones_of_an
 
 
 async def test_counted_signals_do_not_keep_uncounted_ones_of_a_pending_waitpoint(
-    engine: Engine, given: Any, rows: Any
+    engine: Engine, given: Given, rows: Rows
 ) -> None:
     wait = await running(engine, given)
     outcome = await suspended(
@@ -163,7 +165,7 @@ async def test_counted_signals_do_not_keep_uncounted_ones_of_a_pending_waitpoint
     assert kept == ["early4", "early5"]
 
 
-async def test_a_full_log_keeps_buffered_signals_that_were_counted(engine: Engine, given: Any, rows: Any) -> None:
+async def test_a_full_log_keeps_buffered_signals_that_were_counted(engine: Engine, given: Given, rows: Rows) -> None:
     wait = await running(engine, given)
     for name in ("vote", "noise", "vote", "noise", "vote"):
         await wait.send(name)
@@ -174,12 +176,12 @@ async def test_a_full_log_keeps_buffered_signals_that_were_counted(engine: Engin
         await wait.send(f"late{at}", signal_maxlen=2)
     names = [row["signal_name"] for row in await signals(rows, wait.execution_id)]
     assert names == ["vote", "vote", "vote", "late4", "late5"]
-    assert [await wait.said("vote"), await wait.said("vote")] == ["appended_to_waitpoint", MET]
+    assert [await wait.said("vote"), await wait.said("vote")] == ["appended_to_waitpoint", SATISFIED]
     seen = await engine.observe_signals(outcome.handle)
     assert [one.signal_name for one in seen if one.satisfier] == ["vote"] * 5
 
 
-async def test_a_wrong_token_does_not_read_the_counted_signals(engine: Engine, given: Any, cost: Cost) -> None:
+async def test_a_wrong_token_does_not_read_the_counted_signals(engine: Engine, given: Given, cost: Cost) -> None:
     wait = await waiting(engine, given, resume_condition=sources(FEW))
     await wait.send("vote", source_identity="one")
     _, touched = await cost.of(refused(wait.send("vote", waitpoint_token="k1:" + "0" * 64), "invalid_token"))

@@ -6,6 +6,8 @@ from uuid import uuid4
 import asyncpg
 import pytest
 
+from conftest import Given, Rows
+from engine.conftest import StandingClock
 from engine.sending import Waiting, running, signal_keys, signals, stamps_written, waiting
 from engine.state import claim, refused
 from engine.waits import args, on_all, suspended, token_of
@@ -21,13 +23,15 @@ OTHER_SECRET = "cd" * 32
 NOBODY = "{fp:3}:11111111-1111-4111-8111-111111111111"
 
 
-async def stamp(rows: Any, execution_id: ExecutionId) -> int | None:
+async def stamp(rows: Rows, execution_id: ExecutionId) -> int | None:
     """When a token was last refused at the execution."""
     found: int | None = (await rows.execution(execution_id))["last_hmac_validation_failed_at"]
     return found
 
 
-async def stamped_only(engine: Engine, rows: Any, clock: Any, call: Any, code: str, execution_id: ExecutionId) -> None:
+async def stamped_only(
+    engine: Engine, rows: Rows, clock: StandingClock, call: Any, code: str, execution_id: ExecutionId
+) -> None:
     """Assert that the call is refused and changes nothing except last_hmac_validation_failed_at."""
     before = await rows.execution(execution_id)
     now = await clock.advance(seconds=1)
@@ -63,7 +67,9 @@ INVALID: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-async def test_an_invalid_argument_is_refused(engine: Engine, given: Any, rows: Any, subtests: pytest.Subtests) -> None:
+async def test_an_invalid_argument_is_refused(
+    engine: Engine, given: Given, rows: Rows, subtests: pytest.Subtests
+) -> None:
     wait = await waiting(engine, given)
     async with rows.unchanged():
         for overrides, detail in INVALID:
@@ -71,7 +77,7 @@ async def test_an_invalid_argument_is_refused(engine: Engine, given: Any, rows: 
                 await refused(engine.deliver_signal(**wait.signal(**overrides)), "invalid_input", detail)
 
 
-async def test_a_payload_has_a_maximum_size(engine: Engine, given: Any, rows: Any) -> None:
+async def test_a_payload_has_a_maximum_size(engine: Engine, given: Given, rows: Rows) -> None:
     wait = await waiting(engine, given)
     async with rows.unchanged():
         await refused(wait.send("other", payload=b"x" * (MAX_PAYLOAD_BYTES + 1)), "payload_too_large")
@@ -92,7 +98,7 @@ BAD_TOKENS: list[tuple[Any, str]] = [
 
 
 async def test_a_bad_token_is_refused_recorded_and_not_repeated_in_the_error(
-    engine: Engine, given: Any, rows: Any, clock: Any, subtests: pytest.Subtests
+    engine: Engine, given: Given, rows: Rows, clock: StandingClock, subtests: pytest.Subtests
 ) -> None:
     wait = await waiting(engine, given)
     for token, code in BAD_TOKENS:
@@ -104,7 +110,9 @@ async def test_a_bad_token_is_refused_recorded_and_not_repeated_in_the_error(
     assert "5ec3e7" not in repr(caught.value) + str(caught.value.__context__) + str(caught.value.__cause__)
 
 
-async def test_without_the_token_every_refusal_is_the_same(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
+async def test_without_the_token_every_refusal_is_the_same(
+    engine: Engine, given: Given, rows: Rows, clock: StandingClock
+) -> None:
     wait, other = await waiting(engine, given, on_all("a", "b")), await waiting(engine, given)
     ended = await waiting(engine, given)
     await ended.send("ready")
@@ -139,7 +147,12 @@ DAMAGE = {
 
 
 async def test_corrupt_rows_are_reported_only_to_callers_with_the_token(
-    engine: Engine, given: Any, rows: Any, clock: Any, connection: asyncpg.Connection, subtests: pytest.Subtests
+    engine: Engine,
+    given: Given,
+    rows: Rows,
+    clock: StandingClock,
+    connection: asyncpg.Connection,
+    subtests: pytest.Subtests,
 ) -> None:
     for name, damage in DAMAGE.items():
         with subtests.test(name):
@@ -158,7 +171,7 @@ async def test_corrupt_rows_are_reported_only_to_callers_with_the_token(
 
 
 async def test_a_corrupt_condition_is_never_satisfied(
-    engine: Engine, given: Any, rows: Any, clock: Any, connection: asyncpg.Connection
+    engine: Engine, given: Given, rows: Rows, clock: StandingClock, connection: asyncpg.Connection
 ) -> None:
     wait = await waiting(engine, given)
     await connection.execute("update suspension set condition = '[1]'")
@@ -169,7 +182,7 @@ async def test_a_corrupt_condition_is_never_satisfied(
 
 
 async def test_an_unknown_execution_or_a_foreign_waitpoint_changes_nothing(
-    engine: Engine, given: Any, rows: Any
+    engine: Engine, given: Given, rows: Rows
 ) -> None:
     wait, other = await waiting(engine, given), await waiting(engine, given)
     async with rows.unchanged():
@@ -181,7 +194,7 @@ async def test_an_unknown_execution_or_a_foreign_waitpoint_changes_nothing(
 
 
 async def test_a_validly_signed_token_that_is_not_the_stored_one_is_refused(
-    engine: Engine, given: Any, rows: Any, clock: Any, connection: asyncpg.Connection
+    engine: Engine, given: Given, rows: Rows, clock: StandingClock, connection: asyncpg.Connection
 ) -> None:
     wait = await waiting(engine, given)
     # No operation changes the token of a waitpoint, but the holder of a key could sign another.
@@ -190,7 +203,7 @@ async def test_a_validly_signed_token_that_is_not_the_stored_one_is_refused(
 
 
 async def test_tokens_of_a_rotated_key_expire_after_its_grace_period(
-    engine: Engine, given: Any, rows: Any, clock: Any
+    engine: Engine, given: Given, rows: Rows, clock: StandingClock
 ) -> None:
     wait = await waiting(engine, given, on_all("a", "b"))
     await engine.rotate_waitpoint_hmac_secret_all(new_kid="k2", new_secret_hex=OTHER_SECRET, grace_ms=1_000)
@@ -204,7 +217,7 @@ async def test_tokens_of_a_rotated_key_expire_after_its_grace_period(
 
 
 async def test_an_unusable_or_missing_key_refuses_every_signal(
-    engine: Engine, given: Any, rows: Any, connection: asyncpg.Connection
+    engine: Engine, given: Given, rows: Rows, connection: asyncpg.Connection
 ) -> None:
     wait = await waiting(engine, given)
     await connection.execute("update signing_key set secret = '', installed_at = installed_at + 1")
@@ -216,7 +229,7 @@ async def test_an_unusable_or_missing_key_refuses_every_signal(
         await refused(wait.send(), "hmac_secret_not_initialized")
 
 
-async def test_an_ended_execution_accepts_no_signal(engine: Engine, given: Any, rows: Any) -> None:
+async def test_an_ended_execution_accepts_no_signal(engine: Engine, given: Given, rows: Rows) -> None:
     wait, early = await waiting(engine, given), await running(engine, given)
     for one in (wait, early):
         await engine.cancel_execution(execution_id=one.execution_id, reason="not wanted")
@@ -224,7 +237,7 @@ async def test_an_ended_execution_accepts_no_signal(engine: Engine, given: Any, 
             await refused(one.send(), "target_not_signalable")
 
 
-async def test_a_closed_suspension_accepts_no_signal(engine: Engine, given: Any, rows: Any) -> None:
+async def test_a_closed_suspension_accepts_no_signal(engine: Engine, given: Given, rows: Rows) -> None:
     wait = await waiting(engine, given)
     await wait.send("ready")
     async with rows.unchanged():
@@ -238,7 +251,7 @@ async def test_a_closed_suspension_accepts_no_signal(engine: Engine, given: Any,
 
 
 async def test_a_closed_or_expired_waitpoint_accepts_no_signal(
-    engine: Engine, given: Any, rows: Any, clock: Any
+    engine: Engine, given: Given, rows: Rows, clock: StandingClock
 ) -> None:
     closed, expired = await running(engine, given), await running(engine, given, expires_in_ms=1_000)
     await engine.close_waitpoint(execution_id=closed.execution_id, waitpoint_id=closed.points["wait"][0])
@@ -273,7 +286,7 @@ LIMITS: list[tuple[int | None, int | None, int]] = [
 
 
 async def test_the_lower_of_both_limits_bounds_the_signals_of_an_execution(
-    engine: Engine, given: Any, rows: Any, subtests: pytest.Subtests
+    engine: Engine, given: Given, rows: Rows, subtests: pytest.Subtests
 ) -> None:
     for of_policy, of_signal, accepted in LIMITS:
         with subtests.test(f"policy {of_policy}, signal {of_signal}"):
@@ -287,7 +300,7 @@ async def test_the_lower_of_both_limits_bounds_the_signals_of_an_execution(
 
 
 async def test_the_limit_counts_all_signals_of_an_execution_without_duplicates(
-    engine: Engine, given: Any, rows: Any
+    engine: Engine, given: Given, rows: Rows
 ) -> None:
     wait = await running(engine, given, policy={"max_signals_per_execution": 3})
     for _ in range(3):
@@ -304,7 +317,7 @@ async def test_the_limit_counts_all_signals_of_an_execution_without_duplicates(
         assert isinstance(await wait.send("x", idempotency_key="k"), SignalDuplicate)
 
 
-async def test_signals_trimmed_from_the_log_count_towards_the_limit(engine: Engine, given: Any, rows: Any) -> None:
+async def test_signals_trimmed_from_the_log_count_towards_the_limit(engine: Engine, given: Given, rows: Rows) -> None:
     wait = await waiting(engine, given, args(resume_condition=OperatorOnly()))
     for _ in range(4):
         await wait.send("x", signal_maxlen=1)
@@ -325,7 +338,7 @@ TEXTS = (
 
 
 async def test_texts_of_a_signal_have_a_maximum_length(
-    engine: Engine, given: Any, rows: Any, subtests: pytest.Subtests
+    engine: Engine, given: Given, rows: Rows, subtests: pytest.Subtests
 ) -> None:
     wait = await waiting(engine, given)
     for field in TEXTS:
@@ -355,7 +368,9 @@ async def approve(wait: Waiting, name: str = "approved", **overrides: Any) -> An
     )
 
 
-async def test_an_operator_approves_without_the_token(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
+async def test_an_operator_approves_without_the_token(
+    engine: Engine, given: Given, rows: Rows, clock: StandingClock
+) -> None:
     condition = {"Single": {"waitpoint_key": "wait", "matcher": {"ByName": "approved"}}}
     wait = await waiting(engine, given, resume_condition=condition)
     now = await clock.advance(seconds=1)
@@ -373,7 +388,7 @@ async def test_an_operator_approves_without_the_token(engine: Engine, given: Any
 
 
 async def test_an_approval_needs_a_matching_lane_and_a_waitpoint_of_the_execution(
-    engine: Engine, given: Any, rows: Any, connection: asyncpg.Connection
+    engine: Engine, given: Given, rows: Rows, connection: asyncpg.Connection
 ) -> None:
     wait, other = await waiting(engine, given), await waiting(engine, given)
     detail = "lane_mismatch: args.lane_id=elsewhere exec_core.lane_id=default"
@@ -397,7 +412,7 @@ async def test_an_approval_needs_a_matching_lane_and_a_waitpoint_of_the_executio
 
 
 async def test_an_approval_is_refused_after_the_key_has_expired(
-    engine: Engine, given: Any, rows: Any, clock: Any
+    engine: Engine, given: Given, rows: Rows, clock: StandingClock
 ) -> None:
     wait = await waiting(engine, given)
     await engine.rotate_waitpoint_hmac_secret_all(new_kid="k2", new_secret_hex=OTHER_SECRET, grace_ms=0)
@@ -409,7 +424,7 @@ async def test_an_approval_is_refused_after_the_key_has_expired(
 
 
 async def test_signals_are_read_only_with_a_handle_of_a_stored_execution(
-    engine: Engine, given: Any, connection: asyncpg.Connection
+    engine: Engine, given: Given, connection: asyncpg.Connection
 ) -> None:
     wait = await waiting(engine, given)
     await refused(engine.observe_signals("handle"), "invalid_input", "handle")  # type: ignore[arg-type]

@@ -4,6 +4,8 @@ from typing import Any
 
 import pytest
 
+from conftest import Given, Rows
+from engine.conftest import StandingClock
 from engine.state import FENCED, RESUMABLE, attempts, claim, lease_left, refused, told, vector
 from engine.waits import SUSPENDED, args, fresh, on_all, suspended, suspension, token_of, triple, waitpoint, waitpoints
 from flowfabric.engine.engine import Engine
@@ -16,7 +18,7 @@ from flowfabric.model.suspension import Suspended, SuspensionReason
 
 
 async def test_a_suspend_releases_the_lease_and_keeps_the_attempt(
-    engine: Engine, given: Any, rows: Any, clock: Any
+    engine: Engine, given: Given, rows: Rows, clock: StandingClock
 ) -> None:
     began = await clock.now()
     claimed = await given.run(tags={"ff.instance_id": "i-1"}, execution_deadline_at=began + 3_600_000)
@@ -49,7 +51,9 @@ async def test_a_suspend_releases_the_lease_and_keeps_the_attempt(
     assert await engine.read_execution_state(claimed.execution_id) == PublicState.SUSPENDED
 
 
-async def test_a_suspension_row_holds_the_arguments(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
+async def test_a_suspension_row_holds_the_arguments(
+    engine: Engine, given: Given, rows: Rows, clock: StandingClock
+) -> None:
     claimed = await given.run()
     now = await clock.advance(seconds=1)
     asked = args(
@@ -89,7 +93,7 @@ async def test_a_suspension_row_holds_the_arguments(engine: Engine, given: Any, 
 
 
 async def test_a_waitpoint_of_a_suspension_is_active_and_has_its_token(
-    engine: Engine, given: Any, rows: Any, clock: Any
+    engine: Engine, given: Given, rows: Rows, clock: StandingClock
 ) -> None:
     claimed = await given.run()
     now = await clock.advance(seconds=1)
@@ -122,7 +126,7 @@ async def test_a_waitpoint_of_a_suspension_is_active_and_has_its_token(
     assert details.additional_waitpoints == ()
 
 
-async def test_each_of_several_waitpoints_has_its_own_token(engine: Engine, given: Any, rows: Any) -> None:
+async def test_each_of_several_waitpoints_has_its_own_token(engine: Engine, given: Given, rows: Rows) -> None:
     handle = await given.claimed()
     asked = on_all("a", "b", "c")
     details = (await suspended(engine, handle, asked)).details
@@ -137,7 +141,7 @@ async def test_each_of_several_waitpoints_has_its_own_token(engine: Engine, give
     assert [row["required_signal_names"] for row in await waitpoints(rows, handle.execution_id)] == [[]] * 3
 
 
-async def test_a_waitpoint_stores_the_signal_names_of_its_condition(engine: Engine, given: Any, rows: Any) -> None:
+async def test_a_waitpoint_stores_the_signal_names_of_its_condition(engine: Engine, given: Given, rows: Rows) -> None:
     condition = AllOf(
         (
             Single(waitpoint_key="a", matcher=ByName("go")),
@@ -167,7 +171,7 @@ BLOCKING = {
 
 
 async def test_every_reason_code_sets_its_blocking_reason(
-    engine: Engine, given: Any, rows: Any, subtests: pytest.Subtests
+    engine: Engine, given: Given, rows: Rows, subtests: pytest.Subtests
 ) -> None:
     assert set(BLOCKING) == set(SuspensionReason)
     for reason, blocking in BLOCKING.items():
@@ -181,7 +185,7 @@ async def test_every_reason_code_sets_its_blocking_reason(
 
 
 async def test_a_wait_for_an_operator_or_a_timeout_only_has_a_waitpoint_too(
-    engine: Engine, given: Any, rows: Any, clock: Any
+    engine: Engine, given: Given, rows: Rows, clock: StandingClock
 ) -> None:
     for condition in (OperatorOnly(), TimeoutOnly()):
         handle = await given.claimed()
@@ -194,7 +198,7 @@ async def test_a_wait_for_an_operator_or_a_timeout_only_has_a_waitpoint_too(
 
 
 async def test_after_a_suspend_neither_handle_holds_a_lease(
-    engine: Engine, given: Any, rows: Any, subtests: pytest.Subtests
+    engine: Engine, given: Given, rows: Rows, subtests: pytest.Subtests
 ) -> None:
     handle = await given.claimed()
     outcome = await suspended(engine, handle)
@@ -209,7 +213,7 @@ async def test_after_a_suspend_neither_handle_holds_a_lease(
         await refused(engine.suspend(outcome.handle, args()), "already_suspended")
 
 
-async def test_a_fence_is_enough_to_suspend(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
+async def test_a_fence_is_enough_to_suspend(engine: Engine, given: Given, rows: Rows, clock: StandingClock) -> None:
     handle = await given.claimed(lease_ttl_ms=20_000)
     asked = args()
     outcome = await engine.suspend_by_triple(**triple(handle), args=asked)
@@ -223,7 +227,7 @@ async def test_a_fence_is_enough_to_suspend(engine: Engine, given: Any, rows: An
 
 
 async def test_a_suspend_by_triple_returns_a_handle_with_the_ttl_of_the_renewed_lease(
-    engine: Engine, given: Any, clock: Any
+    engine: Engine, given: Given, clock: StandingClock
 ) -> None:
     handle = await given.claimed(lease_ttl_ms=20_000)
     await clock.advance(seconds=5)
@@ -236,7 +240,7 @@ async def test_a_suspend_by_triple_returns_a_handle_with_the_ttl_of_the_renewed_
 # Timeouts.
 
 
-async def test_a_suspend_without_a_timeout_sets_none(engine: Engine, given: Any, rows: Any) -> None:
+async def test_a_suspend_without_a_timeout_sets_none(engine: Engine, given: Given, rows: Rows) -> None:
     handle = await given.claimed()
     await suspended(engine, handle, timeout_behavior="expire")
     assert (await rows.execution(handle.execution_id))["suspension_timeout_at"] is None
@@ -257,7 +261,7 @@ TIMEOUTS: list[tuple[dict[str, Any], int, str]] = [
 
 
 async def test_the_policy_gives_the_timeout_that_the_arguments_do_not(
-    engine: Engine, given: Any, rows: Any, clock: Any, subtests: pytest.Subtests
+    engine: Engine, given: Given, rows: Rows, clock: StandingClock, subtests: pytest.Subtests
 ) -> None:
     policy = {"suspension_policy": {"default_timeout_ms": 30_000, "timeout_behavior": "escalate"}}
     for asked, after_ms, behavior in TIMEOUTS:
@@ -273,7 +277,9 @@ async def test_the_policy_gives_the_timeout_that_the_arguments_do_not(
             assert point["expires_at"] == now + after_ms
 
 
-async def test_a_timeout_in_the_recent_past_is_due_at_once(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
+async def test_a_timeout_in_the_recent_past_is_due_at_once(
+    engine: Engine, given: Given, rows: Rows, clock: StandingClock
+) -> None:
     for ago_ms in (0, 1, 600_000):
         handle = await given.claimed()
         now = await clock.now()
@@ -283,7 +289,9 @@ async def test_a_timeout_in_the_recent_past_is_due_at_once(engine: Engine, given
         assert (await suspension(rows, handle.execution_id))["timeout_at"] == now - ago_ms
 
 
-async def test_a_timeout_wakes_the_loop_that_waits_for_timers(engine: Engine, given: Any, clock: Any) -> None:
+async def test_a_timeout_wakes_the_loop_that_waits_for_timers(
+    engine: Engine, given: Given, clock: StandingClock
+) -> None:
     handle = await given.claimed()
     await suspended(engine, handle)
     parts_of(engine).wakeups.next_timer = float("inf")
@@ -297,7 +305,9 @@ async def test_a_timeout_wakes_the_loop_that_waits_for_timers(engine: Engine, gi
 # A second suspend.
 
 
-async def test_a_run_that_was_delayed_before_can_suspend(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
+async def test_a_run_that_was_delayed_before_can_suspend(
+    engine: Engine, given: Given, rows: Rows, clock: StandingClock
+) -> None:
     began = await clock.now()
     first = await given.run()
     await engine.delay(first.handle, 0)
@@ -314,7 +324,7 @@ async def test_a_run_that_was_delayed_before_can_suspend(engine: Engine, given: 
     assert await engine.find_inconsistencies() == []
 
 
-async def test_tokens_appear_in_no_output_or_log(engine: Engine, given: Any, rows: Any, caplog: Any) -> None:
+async def test_tokens_appear_in_no_output_or_log(engine: Engine, given: Given, rows: Rows, caplog: Any) -> None:
     caplog.set_level("DEBUG")
     handle = await given.claimed()
     outcome = await suspended(engine, handle, on_all("a", "b", idempotency_key="once"))

@@ -4,9 +4,12 @@ import asyncio
 from typing import Any
 from uuid import uuid4
 
+import asyncpg
 import msgspec
 import pytest
 
+from conftest import Engines, Given, Rows
+from engine.conftest import StandingClock
 from engine.state import ACTIVE, LAPSED, vector
 from engine.waits import SUSPENDED, args, on_all, suspend_keys, suspended, suspension, token_of, waitpoints
 from flowfabric.db.database import Database
@@ -40,7 +43,7 @@ def codes(answers: list[Any]) -> list[str]:
 
 
 async def test_concurrent_suspends_share_one_transaction(
-    engine: Engine, given: Any, rows: Any, clock: Any, transactions: list[str]
+    engine: Engine, given: Given, rows: Rows, clock: StandingClock, transactions: list[str]
 ) -> None:
     handles = [await given.claimed() for _ in range(20)]
     now = await clock.advance(seconds=1)
@@ -71,7 +74,9 @@ async def test_concurrent_suspends_share_one_transaction(
     assert await engine.find_inconsistencies() == []
 
 
-async def test_a_refused_suspend_does_not_affect_the_others(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
+async def test_a_refused_suspend_does_not_affect_the_others(
+    engine: Engine, given: Given, rows: Rows, clock: StandingClock
+) -> None:
     good, stale, mended = [await given.claimed() for _ in range(3)]
     lapsed = await given.claimed(lease_ttl_ms=1000)
     await clock.advance(seconds=1)
@@ -92,7 +97,7 @@ async def test_a_refused_suspend_does_not_affect_the_others(engine: Engine, give
     assert len(await rows.of("suspension")) == len(await rows.of("waitpoint")) == 1
 
 
-async def test_a_waitpoint_id_in_use_fails_only_its_own_suspend(engine: Engine, given: Any, rows: Any) -> None:
+async def test_a_waitpoint_id_in_use_fails_only_its_own_suspend(engine: Engine, given: Given, rows: Rows) -> None:
     holder, *handles = [await given.claimed() for _ in range(4)]
     taken = (await suspended(engine, holder)).details.waitpoint_id
     binding = Fresh(waitpoint_id=taken, waitpoint_key="wait")
@@ -104,7 +109,7 @@ async def test_a_waitpoint_id_in_use_fails_only_its_own_suspend(engine: Engine, 
     assert len(await rows.of("waitpoint")) == 3
 
 
-async def test_of_two_suspends_with_one_waitpoint_id_one_succeeds(engine: Engine, given: Any, rows: Any) -> None:
+async def test_of_two_suspends_with_one_waitpoint_id_one_succeeds(engine: Engine, given: Given, rows: Rows) -> None:
     handles = [await given.claimed() for _ in range(3)]
     binding = Fresh(waitpoint_id=WaitpointId(uuid4()), waitpoint_key="wait")
     same = args(waitpoints=(binding,))
@@ -117,7 +122,7 @@ async def test_of_two_suspends_with_one_waitpoint_id_one_succeeds(engine: Engine
 
 @pytest.mark.usefixtures("patient_with_locks")
 async def test_a_locked_row_does_not_delay_the_other_suspends(
-    engine: Engine, given: Any, rows: Any, connection: Any
+    engine: Engine, given: Given, rows: Rows, connection: asyncpg.Connection
 ) -> None:
     held, free = await given.claimed(), await given.claimed()
     transaction = connection.transaction()
@@ -130,7 +135,7 @@ async def test_a_locked_row_does_not_delay_the_other_suspends(
     assert isinstance(await waiting, Suspended)
 
 
-async def test_a_closing_engine_finishes_running_suspends(engines: Any, engine: Engine, given: Any) -> None:
+async def test_a_closing_engine_finishes_running_suspends(engines: Engines, engine: Engine, given: Given) -> None:
     handle = await given.claimed()
     async with engine_beside(engine) as other:
         asked = asyncio.ensure_future(other.suspend(handle, args()))

@@ -5,6 +5,8 @@ from uuid import uuid4
 
 import pytest
 
+from conftest import Given, Rows
+from engine.conftest import StandingClock
 from engine.state import ACTIVE, refused, told, vector
 from engine.waits import FORMS, SUSPENDED, args, fresh, suspended, suspension, using, waitpoint
 from flowfabric.engine.engine import Engine
@@ -44,7 +46,7 @@ def votes(n: int) -> Count:
 
 
 async def test_a_pending_waitpoint_keeps_its_id_key_and_token(
-    engine: Engine, given: Any, rows: Any, clock: Any
+    engine: Engine, given: Given, rows: Rows, clock: StandingClock
 ) -> None:
     handle = await given.claimed()
     pending = await ahead(engine, handle)
@@ -70,7 +72,7 @@ async def test_a_pending_waitpoint_keeps_its_id_key_and_token(
     assert (await signal(engine, handle, pending, "ready")).effect == "resume_condition_satisfied"
 
 
-async def test_the_satisfiers_of_a_suspension_stay_readable_by_its_id(engine: Engine, given: Any) -> None:
+async def test_the_satisfiers_of_a_suspension_stay_readable_by_its_id(engine: Engine, given: Given) -> None:
     handle = await given.claimed()
     pending = await ahead(engine, handle)
     await signal(engine, handle, pending, "ready")
@@ -83,14 +85,18 @@ async def test_the_satisfiers_of_a_suspension_stay_readable_by_its_id(engine: En
     assert await engine.observe_signals(handle, suspension_id=asked.suspension_id) == seen
 
 
-async def test_without_a_timeout_an_activated_waitpoint_does_not_expire(engine: Engine, given: Any, rows: Any) -> None:
+async def test_without_a_timeout_an_activated_waitpoint_does_not_expire(
+    engine: Engine, given: Given, rows: Rows
+) -> None:
     handle = await given.claimed()
     pending = await ahead(engine, handle)
     await suspended(engine, handle, using(pending))
     assert (await waitpoint(rows, pending.waitpoint_id))["expires_at"] is None
 
 
-async def test_a_satisfied_condition_keeps_the_lease(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
+async def test_a_satisfied_condition_keeps_the_lease(
+    engine: Engine, given: Given, rows: Rows, clock: StandingClock
+) -> None:
     handle = await given.claimed()
     pending = await ahead(engine, handle)
     await signal(engine, handle, pending, "other")
@@ -123,7 +129,7 @@ async def test_a_satisfied_condition_keeps_the_lease(engine: Engine, given: Any,
     await engine.complete(handle)
 
 
-async def test_a_run_may_suspend_again_after_a_satisfied_suspend(engine: Engine, given: Any, rows: Any) -> None:
+async def test_a_run_may_suspend_again_after_a_satisfied_suspend(engine: Engine, given: Given, rows: Rows) -> None:
     handle = await given.claimed()
     pending = await ahead(engine, handle)
     await signal(engine, handle, pending, "ready")
@@ -134,7 +140,9 @@ async def test_a_run_may_suspend_again_after_a_satisfied_suspend(engine: Engine,
     assert (row["satisfier_ids"], row["satisfied_at"], row["last_signal_at"]) == ([], None, None)
 
 
-async def test_buffered_signals_count_towards_a_composite(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
+async def test_buffered_signals_count_towards_a_composite(
+    engine: Engine, given: Given, rows: Rows, clock: StandingClock
+) -> None:
     handle = await given.claimed()
     pending = await ahead(engine, handle)
     await signal(engine, handle, pending, "noise")
@@ -156,7 +164,7 @@ async def test_buffered_signals_count_towards_a_composite(engine: Engine, given:
     assert observed == ["noise", "vote", "vote", "vote", "vote"]
 
 
-async def test_buffered_signals_may_satisfy_a_composite(engine: Engine, given: Any) -> None:
+async def test_buffered_signals_may_satisfy_a_composite(engine: Engine, given: Given) -> None:
     handle = await given.claimed()
     pending = await ahead(engine, handle)
     for name, source in (("vote", "ann"), ("go", ""), ("vote", "bob")):
@@ -165,7 +173,7 @@ async def test_buffered_signals_may_satisfy_a_composite(engine: Engine, given: A
     assert isinstance(await engine.suspend(handle, using(pending, resume_condition=condition)), AlreadySatisfied)
 
 
-async def test_a_satisfied_suspend_by_triple_keeps_the_lease(engine: Engine, given: Any) -> None:
+async def test_a_satisfied_suspend_by_triple_keeps_the_lease(engine: Engine, given: Given) -> None:
     handle = await given.claimed()
     pending = await ahead(engine, handle)
     await signal(engine, handle, pending, "ready")
@@ -180,7 +188,7 @@ async def test_a_satisfied_suspend_by_triple_keeps_the_lease(engine: Engine, giv
     await engine.complete(handle)
 
 
-async def test_buffered_signals_do_not_count_for_a_fresh_waitpoint(engine: Engine, given: Any) -> None:
+async def test_buffered_signals_do_not_count_for_a_fresh_waitpoint(engine: Engine, given: Given) -> None:
     handle = await given.claimed()
     pending = await ahead(engine, handle)
     await signal(engine, handle, pending, "ready")
@@ -188,7 +196,7 @@ async def test_buffered_signals_do_not_count_for_a_fresh_waitpoint(engine: Engin
     assert outcome.details.waitpoint_id != pending.waitpoint_id
 
 
-async def test_a_pending_waitpoint_may_be_passed_as_plain_values(engine: Engine, given: Any, rows: Any) -> None:
+async def test_a_pending_waitpoint_may_be_passed_as_plain_values(engine: Engine, given: Given, rows: Rows) -> None:
     handle = await given.claimed()
     pending = await ahead(engine, handle)
     plain = {"UsePending": {"waitpoint_id": str(pending.waitpoint_id)}}
@@ -216,7 +224,7 @@ UNBOUND: list[tuple[Condition, str]] = [
 
 
 async def test_keys_that_a_pending_waitpoint_does_not_bind_are_refused(
-    engine: Engine, given: Any, rows: Any, subtests: pytest.Subtests
+    engine: Engine, given: Given, rows: Rows, subtests: pytest.Subtests
 ) -> None:
     for form, suspend in FORMS.items():
         handle = await given.claimed()
@@ -232,7 +240,7 @@ async def test_keys_that_a_pending_waitpoint_does_not_bind_are_refused(
         assert isinstance(await suspend(engine, handle, using(pending)), AlreadySatisfied)
 
 
-async def test_a_pending_waitpoint_must_be_the_only_one(engine: Engine, given: Any, rows: Any) -> None:
+async def test_a_pending_waitpoint_must_be_the_only_one(engine: Engine, given: Given, rows: Rows) -> None:
     handle = await given.claimed()
     pending = await ahead(engine, handle)
     binding = UsePending(waitpoint_id=pending.waitpoint_id)
@@ -250,14 +258,14 @@ async def test_a_pending_waitpoint_must_be_the_only_one(engine: Engine, given: A
     await engine.renew(handle)
 
 
-async def test_a_pending_waitpoint_may_wait_for_an_operator_or_a_timeout_only(engine: Engine, given: Any) -> None:
+async def test_a_pending_waitpoint_may_wait_for_an_operator_or_a_timeout_only(engine: Engine, given: Given) -> None:
     for condition, others in ((OperatorOnly(), {}), (TimeoutOnly(), {"timeout_at": 2**50})):
         handle = await given.claimed()
         pending = await ahead(engine, handle)
         await suspended(engine, handle, using(pending, resume_condition=condition, **others))
 
 
-async def test_the_state_of_a_pending_waitpoint_is_checked_before_its_key(engine: Engine, given: Any) -> None:
+async def test_the_state_of_a_pending_waitpoint_is_checked_before_its_key(engine: Engine, given: Given) -> None:
     handle = await given.claimed()
     pending = await ahead(engine, handle)
     await engine.close_waitpoint(execution_id=handle.execution_id, waitpoint_id=pending.waitpoint_id)

@@ -6,6 +6,8 @@ from uuid import uuid4
 
 import pytest
 
+from conftest import Given, Rows
+from engine.conftest import StandingClock
 from engine.state import claim, refused
 from engine.waits import args, on_all, suspended, suspension
 from flowfabric.engine.engine import Engine
@@ -17,7 +19,7 @@ from flowfabric.model.suspension import SuspendedExecution
 WEEK = 604_800_000
 
 
-async def waiting(engine: Engine, given: Any, *, reason: str = "waiting_for_signal", **overrides: Any) -> str:
+async def waiting(engine: Engine, given: Given, *, reason: str = "waiting_for_signal", **overrides: Any) -> str:
     """The id of a new suspended execution."""
     handle = await given.claimed(**overrides)
     await suspended(engine, handle, reason_code=reason)
@@ -29,7 +31,9 @@ async def listed(engine: Engine, **filters: Any) -> list[str]:
     return [entry.execution_id for entry in page.entries]
 
 
-async def test_the_longest_suspended_execution_is_listed_first(engine: Engine, given: Any, clock: Any) -> None:
+async def test_the_longest_suspended_execution_is_listed_first(
+    engine: Engine, given: Given, clock: StandingClock
+) -> None:
     first = await waiting(engine, given)
     began = await clock.now()
     later = await clock.advance(seconds=1)
@@ -43,19 +47,19 @@ async def test_the_longest_suspended_execution_is_listed_first(engine: Engine, g
     ]
 
 
-async def test_executions_suspended_in_the_same_millisecond_are_listed_by_id(engine: Engine, given: Any) -> None:
+async def test_executions_suspended_in_the_same_millisecond_are_listed_by_id(engine: Engine, given: Given) -> None:
     ids = [await waiting(engine, given, execution_id=f"{{fp:{at}}}:{uuid4()}") for at in (2, 10, 1, 10)]
     assert await listed(engine) == sorted(ids)
 
 
-async def test_only_suspended_executions_are_listed(engine: Engine, given: Any) -> None:
+async def test_only_suspended_executions_are_listed(engine: Engine, given: Given) -> None:
     cancelled, resumed, waits = [await waiting(engine, given) for _ in range(3)]
     await engine.cancel_execution(execution_id=cancelled, reason="not wanted")
     await engine.resume_execution(execution_id=resumed)
     assert await listed(engine) == [waits]
 
 
-async def test_filters_narrow_the_list_of_suspended_executions(engine: Engine, given: Any) -> None:
+async def test_filters_narrow_the_list_of_suspended_executions(engine: Engine, given: Given) -> None:
     one = await waiting(engine, given, namespace="north", lane_id="slow")
     two = await waiting(engine, given, namespace="north", lane_id="fast", reason="manual_pause")
     three = await waiting(engine, given, namespace="south", lane_id="slow")
@@ -72,7 +76,9 @@ async def test_filters_narrow_the_list_of_suspended_executions(engine: Engine, g
         assert set(await listed(engine, **filters)) == found
 
 
-async def test_the_next_page_follows_even_if_the_last_entry_is_gone(engine: Engine, given: Any, clock: Any) -> None:
+async def test_the_next_page_follows_even_if_the_last_entry_is_gone(
+    engine: Engine, given: Given, clock: StandingClock
+) -> None:
     ids: list[str] = []
     for _ in range(3):
         ids += sorted([await waiting(engine, given) for _ in range(2)])
@@ -90,7 +96,7 @@ async def test_the_next_page_follows_even_if_the_last_entry_is_gone(engine: Engi
 
 
 async def test_a_page_has_a_maximum_size_and_may_be_empty(
-    engine: Engine, given: Any, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, given: Given, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ids = {await waiting(engine, given) for _ in range(3)}
     page = await engine.list_suspended(limit=0)
@@ -120,7 +126,7 @@ async def test_wrong_arguments_of_the_list_are_refused(engine: Engine) -> None:
         await refused(engine.list_suspended(**filters), "invalid_input", next(iter(filters)))
 
 
-async def test_a_snapshot_shows_the_first_waitpoint_and_the_continuation_pointer(engine: Engine, given: Any) -> None:
+async def test_a_snapshot_shows_the_first_waitpoint_and_the_continuation_pointer(engine: Engine, given: Given) -> None:
     handle = await given.claimed()
     before = await engine.describe_execution(handle.execution_id)
     assert before is not None
@@ -144,7 +150,7 @@ async def test_a_snapshot_shows_the_first_waitpoint_and_the_continuation_pointer
     assert (attempt.attempt_state, attempt.suspension_id, attempt.attempt_id) == ("started", None, again.attempt_id)
 
 
-async def test_the_fields_of_a_suspension_are_read_by_name(engine: Engine, given: Any, clock: Any) -> None:
+async def test_the_fields_of_a_suspension_are_read_by_name(engine: Engine, given: Given, clock: StandingClock) -> None:
     handle = await given.claimed()
     timeout_at = await clock.now() + 1000
     asked = args(timeout_at=timeout_at)
@@ -163,7 +169,7 @@ async def test_the_fields_of_a_suspension_are_read_by_name(engine: Engine, given
 
 
 async def test_a_few_suspended_executions_among_many_are_listed_by_state(
-    engine: Engine, given: Any, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, given: Given, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(listing, "FIRST_WALK", 1)
     ids = [await waiting(engine, given, namespace=f"n{at % 2}") for at in range(4)]
@@ -184,7 +190,7 @@ TABLES = ("execution", "attempt", "suspension", "waitpoint", "signal")
 
 
 async def test_the_rows_of_a_suspension_are_deleted_with_its_execution(
-    engine: Engine, given: Any, rows: Any, clock: Any
+    engine: Engine, given: Given, rows: Rows, clock: StandingClock
 ) -> None:
     async def waits() -> str:
         handle = await given.claimed(policy={"max_signals_per_execution": 5})
@@ -216,7 +222,7 @@ async def test_the_rows_of_a_suspension_are_deleted_with_its_execution(
 
 
 async def test_a_closed_suspension_is_kept_when_the_next_begins(
-    engine: Engine, given: Any, rows: Any, clock: Any
+    engine: Engine, given: Given, rows: Rows, clock: StandingClock
 ) -> None:
     handle = await given.claimed()
     first = await suspended(engine, handle, on_all("a", "b", timeout_at=await clock.now() + 1000))
@@ -238,7 +244,7 @@ async def test_a_closed_suspension_is_kept_when_the_next_begins(
 
 
 async def test_the_end_of_an_execution_does_not_change_its_earlier_suspensions(
-    engine: Engine, given: Any, rows: Any, clock: Any
+    engine: Engine, given: Given, rows: Rows, clock: StandingClock
 ) -> None:
     handle = await given.claimed()
     for _ in range(2):
@@ -259,7 +265,7 @@ async def test_the_end_of_an_execution_does_not_change_its_earlier_suspensions(
     assert await engine.find_inconsistencies() == []
 
 
-async def test_a_reused_suspension_id_replaces_the_earlier_suspension(engine: Engine, given: Any, rows: Any) -> None:
+async def test_a_reused_suspension_id_replaces_the_earlier_suspension(engine: Engine, given: Given, rows: Rows) -> None:
     handle = await given.claimed()
     first = await suspended(engine, handle, on_all("a", "b"))
     await engine.resume_execution(execution_id=handle.execution_id)

@@ -3,9 +3,12 @@
 from typing import Any
 from uuid import uuid4
 
+import asyncpg
 import msgspec
 import pytest
 
+from conftest import Given, Rows
+from engine.conftest import StandingClock
 from engine.sending import waiting
 from engine.state import ACTIVE, LAPSED, claim, refused, revoke, told, vector
 from engine.waits import FORMS, args, fresh, on_all, suspended, using
@@ -106,7 +109,7 @@ ALSO_REFUSED: list[tuple[str, dict[str, Any]]] = [
 
 
 async def test_inconsistent_arguments_are_refused(
-    engine: Engine, given: Any, rows: Any, subtests: pytest.Subtests
+    engine: Engine, given: Given, rows: Rows, subtests: pytest.Subtests
 ) -> None:
     for form, suspend in FORMS.items():
         with subtests.test(form):
@@ -118,7 +121,7 @@ async def test_inconsistent_arguments_are_refused(
                 await refused(suspend(engine, handle, "args"), "invalid_input", "args")  # type: ignore[arg-type]
 
 
-async def test_a_condition_may_be_four_levels_deep(engine: Engine, given: Any, subtests: pytest.Subtests) -> None:
+async def test_a_condition_may_be_four_levels_deep(engine: Engine, given: Given, subtests: pytest.Subtests) -> None:
     for form, suspend in FORMS.items():
         with subtests.test(form):
             handle = await given.claimed()
@@ -126,7 +129,7 @@ async def test_a_condition_may_be_four_levels_deep(engine: Engine, given: Any, s
 
 
 async def test_a_timeout_may_be_up_to_ten_minutes_in_the_past(
-    engine: Engine, given: Any, rows: Any, clock: Any, subtests: pytest.Subtests
+    engine: Engine, given: Given, rows: Rows, clock: StandingClock, subtests: pytest.Subtests
 ) -> None:
     for form, suspend in FORMS.items():
         with subtests.test(form):
@@ -166,7 +169,7 @@ FAULTS: list[tuple[str, dict[str, Any]]] = [
 
 
 async def test_a_suspended_handle_is_refused_first_then_the_first_wrong_argument_then_a_foreign_handle(
-    engine: Engine, given: Any, rows: Any, subtests: pytest.Subtests
+    engine: Engine, given: Given, rows: Rows, subtests: pytest.Subtests
 ) -> None:
     handle = await given.claimed()
     foreign = msgspec.structs.replace(handle, backend=Backend.VALKEY)
@@ -182,7 +185,7 @@ async def test_a_suspended_handle_is_refused_first_then_the_first_wrong_argument
         await refused(engine.suspend("handle", args()), "invalid_input", "handle")  # type: ignore[arg-type]
 
 
-async def test_the_timeout_is_checked_before_the_execution(engine: Engine, rows: Any) -> None:
+async def test_the_timeout_is_checked_before_the_execution(engine: Engine, rows: Rows) -> None:
     nobody: dict[str, Any] = {"execution_id": f"{{fp:0}}:{uuid4()}"}
     async with rows.unchanged():
         await refused(engine.suspend_by_triple(**nobody, args=args(timeout_at=0)), "invalid_input", "timeout_at")
@@ -190,7 +193,7 @@ async def test_the_timeout_is_checked_before_the_execution(engine: Engine, rows:
         await refused(engine.suspend_by_triple(execution_id="x", args=args()), "invalid_input", "MissingTag")
 
 
-async def test_a_suspend_by_triple_needs_a_whole_fence_and_an_attempt(engine: Engine, given: Any, rows: Any) -> None:
+async def test_a_suspend_by_triple_needs_a_whole_fence_and_an_attempt(engine: Engine, given: Given, rows: Rows) -> None:
     untried = await given.created()
     fence: dict[str, Any] = {"lease_id": uuid4(), "lease_epoch": 7, "attempt_id": uuid4()}
     async with rows.unchanged():
@@ -212,7 +215,7 @@ async def test_a_suspend_by_triple_needs_a_whole_fence_and_an_attempt(engine: En
 
 
 async def test_the_lease_epoch_is_checked_before_the_phase(
-    engine: Engine, given: Any, rows: Any, subtests: pytest.Subtests
+    engine: Engine, given: Given, rows: Rows, subtests: pytest.Subtests
 ) -> None:
     for form, suspend in FORMS.items():
         with subtests.test(form):
@@ -231,7 +234,7 @@ async def test_the_lease_epoch_is_checked_before_the_phase(
 
 
 async def test_a_run_that_waits_for_its_retry_cannot_suspend(
-    engine: Engine, given: Any, rows: Any, subtests: pytest.Subtests
+    engine: Engine, given: Given, rows: Rows, subtests: pytest.Subtests
 ) -> None:
     for form, suspend in FORMS.items():
         with subtests.test(form):
@@ -243,7 +246,12 @@ async def test_a_run_that_waits_for_its_retry_cannot_suspend(
 
 
 async def test_a_revoked_lease_is_reported_before_its_expiry(
-    engine: Engine, given: Any, rows: Any, clock: Any, connection: Any, subtests: pytest.Subtests
+    engine: Engine,
+    given: Given,
+    rows: Rows,
+    clock: StandingClock,
+    connection: asyncpg.Connection,
+    subtests: pytest.Subtests,
 ) -> None:
     for form, suspend in FORMS.items():
         with subtests.test(form):
@@ -256,7 +264,7 @@ async def test_a_revoked_lease_is_reported_before_its_expiry(
 
 
 async def test_a_suspend_under_an_expired_lease_is_refused_and_marks_the_lease(
-    engine: Engine, given: Any, rows: Any, clock: Any, subtests: pytest.Subtests
+    engine: Engine, given: Given, rows: Rows, clock: StandingClock, subtests: pytest.Subtests
 ) -> None:
     for form, suspend in FORMS.items():
         with subtests.test(form):
@@ -274,7 +282,7 @@ async def test_a_suspend_under_an_expired_lease_is_refused_and_marks_the_lease(
 
 
 async def test_another_lease_or_attempt_cannot_suspend(
-    engine: Engine, given: Any, rows: Any, subtests: pytest.Subtests
+    engine: Engine, given: Given, rows: Rows, subtests: pytest.Subtests
 ) -> None:
     for form, suspend in FORMS.items():
         with subtests.test(form):
@@ -288,7 +296,7 @@ async def test_another_lease_or_attempt_cannot_suspend(
 
 
 async def test_a_handle_with_another_attempt_index_is_refused(
-    engine: Engine, given: Any, rows: Any, connection: Any
+    engine: Engine, given: Given, rows: Rows, connection: asyncpg.Connection
 ) -> None:
     handle = await given.claimed()
     await _open_suspension(connection, handle)
@@ -297,7 +305,7 @@ async def test_a_handle_with_another_attempt_index_is_refused(
         await refused(engine.suspend(other, args()), "invalid_lease_for_suspend")
 
 
-async def _open_suspension(connection: Any, handle: Handle) -> None:
+async def _open_suspension(connection: asyncpg.Connection, handle: Handle) -> None:
     """Open a suspension on an active execution, which no operation does."""
     await connection.execute(
         """with waiting as (
@@ -313,7 +321,7 @@ async def _open_suspension(connection: Any, handle: Handle) -> None:
 
 
 async def test_an_open_suspension_is_reported_before_a_missing_key(
-    engine: Engine, given: Any, rows: Any, connection: Any, subtests: pytest.Subtests
+    engine: Engine, given: Given, rows: Rows, connection: asyncpg.Connection, subtests: pytest.Subtests
 ) -> None:
     for form, suspend in FORMS.items():
         with subtests.test(form):
@@ -325,7 +333,7 @@ async def test_an_open_suspension_is_reported_before_a_missing_key(
 
 
 async def test_a_suspend_needs_a_signing_key(
-    engine: Engine, given: Any, rows: Any, connection: Any, subtests: pytest.Subtests
+    engine: Engine, given: Given, rows: Rows, connection: asyncpg.Connection, subtests: pytest.Subtests
 ) -> None:
     for form, suspend in FORMS.items():
         with subtests.test(form):
@@ -337,7 +345,9 @@ async def test_a_suspend_needs_a_signing_key(
                 await refused(suspend(engine, handle, unknown), "hmac_secret_not_initialized")
 
 
-async def test_an_unusable_stored_secret_is_corruption(engine: Engine, given: Any, rows: Any, connection: Any) -> None:
+async def test_an_unusable_stored_secret_is_corruption(
+    engine: Engine, given: Given, rows: Rows, connection: asyncpg.Connection
+) -> None:
     handle = await given.claimed()
     await connection.execute("update signing_key set secret = '', installed_at = installed_at + 1")
     async with rows.unchanged():
@@ -348,7 +358,7 @@ async def test_an_unusable_stored_secret_is_corruption(engine: Engine, given: An
 
 
 async def test_an_unknown_waitpoint_cannot_be_used(
-    engine: Engine, given: Any, rows: Any, subtests: pytest.Subtests
+    engine: Engine, given: Given, rows: Rows, subtests: pytest.Subtests
 ) -> None:
     for form, suspend in FORMS.items():
         with subtests.test(form):
@@ -359,7 +369,7 @@ async def test_an_unknown_waitpoint_cannot_be_used(
 
 
 async def test_only_a_pending_waitpoint_can_be_used(
-    engine: Engine, given: Any, rows: Any, subtests: pytest.Subtests
+    engine: Engine, given: Given, rows: Rows, subtests: pytest.Subtests
 ) -> None:
     for form, suspend in FORMS.items():
         with subtests.test(form):
@@ -376,7 +386,7 @@ async def test_only_a_pending_waitpoint_can_be_used(
 
 
 async def test_only_a_waitpoint_of_the_same_attempt_can_be_used(
-    engine: Engine, given: Any, rows: Any, clock: Any, subtests: pytest.Subtests
+    engine: Engine, given: Given, rows: Rows, clock: StandingClock, subtests: pytest.Subtests
 ) -> None:
     for form, suspend in FORMS.items():
         with subtests.test(form):
@@ -397,7 +407,12 @@ async def test_only_a_waitpoint_of_the_same_attempt_can_be_used(
 
 
 async def test_an_expired_pending_waitpoint_cannot_be_used(
-    engine: Engine, given: Any, rows: Any, clock: Any, connection: Any, subtests: pytest.Subtests
+    engine: Engine,
+    given: Given,
+    rows: Rows,
+    clock: StandingClock,
+    connection: asyncpg.Connection,
+    subtests: pytest.Subtests,
 ) -> None:
     for form, suspend in FORMS.items():
         with subtests.test(form):
@@ -413,7 +428,7 @@ async def test_an_expired_pending_waitpoint_cannot_be_used(
 
 
 async def test_the_id_of_an_open_waitpoint_cannot_be_reused(
-    engine: Engine, given: Any, rows: Any, subtests: pytest.Subtests
+    engine: Engine, given: Given, rows: Rows, subtests: pytest.Subtests
 ) -> None:
     for form, suspend in FORMS.items():
         with subtests.test(form):
@@ -434,7 +449,7 @@ async def test_the_id_of_an_open_waitpoint_cannot_be_reused(
 
 
 async def test_the_id_of_a_closed_waitpoint_cannot_be_reused(
-    engine: Engine, given: Any, rows: Any, subtests: pytest.Subtests
+    engine: Engine, given: Given, rows: Rows, subtests: pytest.Subtests
 ) -> None:
     for form, suspend in FORMS.items():
         with subtests.test(form):

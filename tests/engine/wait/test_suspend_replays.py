@@ -5,9 +5,12 @@ import os
 from typing import Any
 from uuid import UUID, uuid4
 
+import asyncpg
 import msgspec
 import pytest
 
+from conftest import Engines, Given, Rows
+from engine.conftest import StandingClock
 from engine.state import claim, refused, vector
 from engine.waits import SUSPENDED, args, on_all, suspend_keys, suspended, triple, using
 from flowfabric.engine.engine import Engine
@@ -24,7 +27,7 @@ WEEK = 604_800_000
 
 
 async def test_a_repeat_returns_the_first_outcome_and_changes_nothing(
-    engine: Engine, given: Any, rows: Any, clock: Any
+    engine: Engine, given: Given, rows: Rows, clock: StandingClock
 ) -> None:
     handle = await given.claimed()
     first = await suspended(engine, handle, on_all("a", "b", "c", idempotency_key="once"))
@@ -47,7 +50,7 @@ def revealed(outcome: Suspended) -> list[str]:
     return [outcome.details.waitpoint_token.reveal(), *others]
 
 
-async def test_the_stored_outcome_has_a_fixed_form(engine: Engine, given: Any, rows: Any) -> None:
+async def test_the_stored_outcome_has_a_fixed_form(engine: Engine, given: Given, rows: Rows) -> None:
     handle = await given.claimed()
     first = await suspended(engine, handle, on_all("a", "b", idempotency_key="once"))
     (row,) = await suspend_keys(rows)
@@ -72,7 +75,7 @@ async def test_the_stored_outcome_has_a_fixed_form(engine: Engine, given: Any, r
 
 
 async def test_a_suspended_handle_or_wrong_arguments_are_refused_even_for_a_known_key(
-    engine: Engine, given: Any, rows: Any
+    engine: Engine, given: Given, rows: Rows
 ) -> None:
     handle = await given.claimed()
     first = await suspended(engine, handle, idempotency_key="once")
@@ -82,7 +85,7 @@ async def test_a_suspended_handle_or_wrong_arguments_are_refused_even_for_a_know
         await refused(engine.suspend(handle, args(idempotency_key="once", timeout_at=0)), "invalid_input")
 
 
-async def test_a_key_belongs_to_one_execution(engine: Engine, given: Any, rows: Any) -> None:
+async def test_a_key_belongs_to_one_execution(engine: Engine, given: Given, rows: Rows) -> None:
     one, other = await given.claimed(), await given.claimed()
     assert one.execution_id[:-36] == other.execution_id[:-36]
     first = await suspended(engine, one, idempotency_key="once")
@@ -91,10 +94,10 @@ async def test_a_key_belongs_to_one_execution(engine: Engine, given: Any, rows: 
     assert vector(await rows.execution(other.execution_id)) == SUSPENDED
 
 
-async def test_a_key_belongs_to_one_operation(engine: Engine, given: Any, rows: Any) -> None:
+async def test_a_key_belongs_to_one_operation(engine: Engine, given: Given, rows: Rows) -> None:
     handle = await given.claimed(idempotency_key="once")
     first = await suspended(engine, handle, idempotency_key="once")
-    signal = {
+    signal: dict[str, Any] = {
         "execution_id": handle.execution_id,
         "waitpoint_id": first.details.waitpoint_id,
         "waitpoint_token": first.details.waitpoint_token,
@@ -111,7 +114,7 @@ async def test_a_key_belongs_to_one_operation(engine: Engine, given: Any, rows: 
     assert found["submit"][1] == execution
 
 
-async def test_another_key_or_no_key_is_not_a_repeat(engine: Engine, given: Any, rows: Any) -> None:
+async def test_another_key_or_no_key_is_not_a_repeat(engine: Engine, given: Given, rows: Rows) -> None:
     handle = await given.claimed()
     await suspended(engine, handle, idempotency_key="once")
     async with rows.unchanged():
@@ -135,7 +138,7 @@ KEPT: list[tuple[int | None, dict[str, Any], int]] = [
 
 
 async def test_an_outcome_is_kept_until_a_minute_after_the_timeout(
-    engine: Engine, given: Any, rows: Any, clock: Any, subtests: pytest.Subtests
+    engine: Engine, given: Given, rows: Rows, clock: StandingClock, subtests: pytest.Subtests
 ) -> None:
     for timeout_ms, policy, kept_ms in KEPT:
         with subtests.test(f"timeout {timeout_ms}, policy {policy}"):
@@ -152,7 +155,7 @@ async def test_an_outcome_is_kept_until_a_minute_after_the_timeout(
                 await refused(engine.suspend(handle, args(idempotency_key="once")), "lease_conflict")
 
 
-async def test_an_expired_key_can_be_used_again(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
+async def test_an_expired_key_can_be_used_again(engine: Engine, given: Given, rows: Rows, clock: StandingClock) -> None:
     handle = await given.claimed()
     first = await suspended(engine, handle, idempotency_key="once", timeout_at=await clock.now())
     await engine.resume_execution(execution_id=handle.execution_id)
@@ -164,7 +167,7 @@ async def test_an_expired_key_can_be_used_again(engine: Engine, given: Any, rows
     assert len(await suspend_keys(rows)) == 1
 
 
-async def test_a_live_key_returns_its_outcome_to_the_next_run_too(engine: Engine, given: Any, rows: Any) -> None:
+async def test_a_live_key_returns_its_outcome_to_the_next_run_too(engine: Engine, given: Given, rows: Rows) -> None:
     handle = await given.claimed()
     first = await suspended(engine, handle, idempotency_key="once")
     await engine.resume_execution(execution_id=handle.execution_id)
@@ -188,7 +191,7 @@ UNREADABLE = {
 
 
 async def test_an_unreadable_stored_outcome_is_ignored(
-    engine: Engine, given: Any, rows: Any, connection: Any, subtests: pytest.Subtests
+    engine: Engine, given: Given, rows: Rows, connection: asyncpg.Connection, subtests: pytest.Subtests
 ) -> None:
     for name, outcome in UNREADABLE.items():
         with subtests.test(name):
@@ -205,7 +208,9 @@ async def test_an_unreadable_stored_outcome_is_ignored(
             assert await engine.suspend(handle, args(idempotency_key="once")) == second
 
 
-async def test_a_repeat_of_an_already_satisfied_suspend_returns_the_same(engine: Engine, given: Any, rows: Any) -> None:
+async def test_a_repeat_of_an_already_satisfied_suspend_returns_the_same(
+    engine: Engine, given: Given, rows: Rows
+) -> None:
     handle = await given.claimed()
     pending = await engine.create_waitpoint(handle, waitpoint_key="wait", expires_in_ms=MINUTE)
     await engine.deliver_signal(
@@ -225,7 +230,7 @@ async def test_a_repeat_of_an_already_satisfied_suspend_returns_the_same(engine:
 
 
 async def test_concurrent_suspends_with_one_key_make_one_suspension(
-    engine: Engine, engines: Any, given: Any, rows: Any
+    engine: Engine, engines: Engines, given: Given, rows: Rows
 ) -> None:
     other = await engines()
     for _ in range(20 if os.environ.get("FF_TEST_SWEEP") == "whole" else 5):
@@ -238,7 +243,7 @@ async def test_concurrent_suspends_with_one_key_make_one_suspension(
         assert len(await rows.of("waitpoint", execution_id=handle.execution_id[-36:])) == 1
 
 
-async def test_concurrent_suspends_without_a_key_make_one_suspension(engine: Engine, given: Any, rows: Any) -> None:
+async def test_concurrent_suspends_without_a_key_make_one_suspension(engine: Engine, given: Given, rows: Rows) -> None:
     handle = await given.claimed()
     both = await asyncio.gather(*(engine.suspend(handle, args()) for _ in range(2)), return_exceptions=True)
     (refusal,) = [each for each in both if isinstance(each, EngineError)]
@@ -246,7 +251,7 @@ async def test_concurrent_suspends_without_a_key_make_one_suspension(engine: Eng
     assert len(await rows.of("waitpoint")) == 1
 
 
-async def test_a_refused_suspend_stores_no_outcome(engine: Engine, given: Any, rows: Any) -> None:
+async def test_a_refused_suspend_stores_no_outcome(engine: Engine, given: Given, rows: Rows) -> None:
     handle = await given.claimed()
     stranger = msgspec.structs.replace(handle, lease_id=LeaseId(uuid4()))
     async with rows.unchanged():

@@ -1,7 +1,7 @@
 """The end of a suspended execution closes its suspension and all its waitpoints."""
 
-from typing import Any
-
+from conftest import Given, Rows
+from engine.conftest import StandingClock
 from engine.state import CANCELLED, attempts, claim, lease_left, refused, told, vector
 from engine.waits import EXPIRED, on_all, suspended, suspension, waitpoints
 from flowfabric.engine.engine import Engine
@@ -10,7 +10,7 @@ from flowfabric.engine.parts import parts_of
 from flowfabric.model.lease import Expired
 
 
-async def check_closed(rows: Any, execution_id: str, reason: str, now: int, *, count: int = 3) -> None:
+async def check_closed(rows: Rows, execution_id: str, reason: str, now: int, *, count: int = 3) -> None:
     """Assert that the suspension and its waitpoints are closed with this reason and not satisfied."""
     wait = await suspension(rows, execution_id)
     assert (wait["closed_at"], wait["close_reason"], wait["satisfied_at"]) == (now, reason, None)
@@ -20,7 +20,7 @@ async def check_closed(rows: Any, execution_id: str, reason: str, now: int, *, c
 
 
 async def test_cancelling_a_suspended_execution_closes_its_suspension_and_waitpoints(
-    engine: Engine, given: Any, rows: Any, clock: Any
+    engine: Engine, given: Given, rows: Rows, clock: StandingClock
 ) -> None:
     claimed = await given.run()
     await suspended(engine, claimed.handle, on_all("a", "b", "c", timeout_at=await clock.now() + 60_000))
@@ -44,7 +44,9 @@ async def test_cancelling_a_suspended_execution_closes_its_suspension_and_waitpo
         await engine.cancel_execution(execution_id=claimed.execution_id, reason="again")
 
 
-async def test_a_deadline_ends_a_suspended_execution(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
+async def test_a_deadline_ends_a_suspended_execution(
+    engine: Engine, given: Given, rows: Rows, clock: StandingClock
+) -> None:
     deadline = await clock.now() + 10_000
     claimed = await given.run(execution_deadline_at=deadline)
     await suspended(engine, claimed.handle, on_all("a", "b", "c"))
@@ -61,7 +63,9 @@ async def test_a_deadline_ends_a_suspended_execution(engine: Engine, given: Any,
     assert (await told(rows, claimed.execution_id))[2:] == ["ended expired:execution_deadline>expired"]
 
 
-async def test_a_deadline_by_name_ends_a_suspended_execution(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
+async def test_a_deadline_by_name_ends_a_suspended_execution(
+    engine: Engine, given: Given, rows: Rows, clock: StandingClock
+) -> None:
     claimed = await given.run(execution_deadline_at=await clock.now() + 1000)
     await suspended(engine, claimed.handle, on_all("a", "b", "c"))
     now = await clock.advance(seconds=1)
@@ -70,7 +74,9 @@ async def test_a_deadline_by_name_ends_a_suspended_execution(engine: Engine, giv
     await check_closed(rows, claimed.execution_id, "expired:execution_deadline", now)
 
 
-async def test_the_attempt_timeout_is_paused_while_suspended(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
+async def test_the_attempt_timeout_is_paused_while_suspended(
+    engine: Engine, given: Given, rows: Rows, clock: StandingClock
+) -> None:
     claimed = await given.run(policy={"timeout_policy": {"attempt_timeout_ms": 5000}})
     await clock.advance(seconds=1)
     await suspended(engine, claimed.handle)
@@ -82,7 +88,7 @@ async def test_the_attempt_timeout_is_paused_while_suspended(engine: Engine, giv
 
 
 async def test_an_end_closes_only_the_suspension_of_its_own_execution(
-    engine: Engine, given: Any, rows: Any, clock: Any
+    engine: Engine, given: Given, rows: Rows, clock: StandingClock
 ) -> None:
     handles = [await given.claimed() for _ in range(3)]
     for handle in handles:
@@ -97,7 +103,9 @@ async def test_an_end_closes_only_the_suspension_of_its_own_execution(
     await check_closed(rows, handles[1].execution_id, "cancelled", await clock.now(), count=2)
 
 
-async def test_many_suspended_executions_end_in_one_sweep(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
+async def test_many_suspended_executions_end_in_one_sweep(
+    engine: Engine, given: Given, rows: Rows, clock: StandingClock
+) -> None:
     deadline = await clock.now() + 1000
     handles = [await given.claimed(execution_deadline_at=deadline) for _ in range(5)]
     for handle in handles[:4]:
@@ -109,7 +117,9 @@ async def test_many_suspended_executions_end_in_one_sweep(engine: Engine, given:
     assert await rows.of("waitpoint", execution_id=handles[4].execution_id[-36:]) == []
 
 
-async def test_a_closed_waitpoint_keeps_why_it_was_closed(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
+async def test_a_closed_waitpoint_keeps_why_it_was_closed(
+    engine: Engine, given: Given, rows: Rows, clock: StandingClock
+) -> None:
     handle = await given.claimed()
     outcome = await suspended(engine, handle, on_all("a", "b"))
     first = await clock.now()
@@ -123,7 +133,7 @@ async def test_a_closed_waitpoint_keeps_why_it_was_closed(engine: Engine, given:
     assert (other["close_reason"], other["closed_at"]) == ("cancelled", now)
 
 
-async def test_a_suspended_execution_cannot_be_claimed(engine: Engine, given: Any, rows: Any) -> None:
+async def test_a_suspended_execution_cannot_be_claimed(engine: Engine, given: Given, rows: Rows) -> None:
     handle = await given.claimed()
     await suspended(engine, handle)
     async with rows.unchanged():

@@ -4,9 +4,11 @@ import asyncio
 import logging
 from typing import Any
 
+import asyncpg
 import pytest
 
-from conftest import Engines
+from conftest import Engines, Given, Rows
+from engine.conftest import StandingClock
 from engine.sending import Waiting, running, signal_keys, signals, waiting
 from engine.state import CANCELLED, FAILED, RESUMABLE, attempts, claim, lease_left, refused, told, vector
 from engine.waits import EXPIRED, args, on_all, suspend_keys, suspended, suspension, using, waitpoints
@@ -28,7 +30,7 @@ MINUTE = 60_000
 LIMIT = 10
 
 
-async def timed(engine: Engine, given: Any, clock: Any, behavior: str | None, **overrides: Any) -> Waiting:
+async def timed(engine: Engine, given: Given, clock: StandingClock, behavior: str | None, **overrides: Any) -> Waiting:
     """An execution suspended on two waitpoints with a timeout of a minute."""
     asked = on_all("a", "b", timeout_at=await clock.now() + MINUTE, timeout_behavior=behavior)
     return await waiting(engine, given, asked, **overrides)
@@ -44,7 +46,7 @@ ENDS: list[tuple[str | None, str, str, str]] = [
 
 
 async def test_a_timeout_ends_the_execution_as_its_behavior_says(
-    engine: Engine, given: Any, rows: Any, clock: Any, subtests: pytest.Subtests
+    engine: Engine, given: Given, rows: Rows, clock: StandingClock, subtests: pytest.Subtests
 ) -> None:
     for behavior, left, attempt, outcome in ENDS:
         with subtests.test(f"{behavior}"):
@@ -52,7 +54,14 @@ async def test_a_timeout_ends_the_execution_as_its_behavior_says(
 
 
 async def check_end(
-    engine: Engine, given: Any, rows: Any, clock: Any, behavior: str | None, left: str, attempt: str, outcome: str
+    engine: Engine,
+    given: Given,
+    rows: Rows,
+    clock: StandingClock,
+    behavior: str | None,
+    left: str,
+    attempt: str,
+    outcome: str,
 ) -> None:
     """Assert what a timeout of this behavior leaves behind."""
     retries = {"retry_policy": {"max_retries": 3, "backoff": {"type": "fixed", "delay_ms": 1}}}
@@ -87,14 +96,14 @@ async def check_end(
 
 
 async def test_a_timeout_may_resume_with_a_timeout_signal(
-    engine: Engine, given: Any, rows: Any, clock: Any, subtests: pytest.Subtests
+    engine: Engine, given: Given, rows: Rows, clock: StandingClock, subtests: pytest.Subtests
 ) -> None:
     for behavior in ("auto_resume", "auto_resume_with_timeout_signal"):
         with subtests.test(behavior):
             await check_auto_resume(engine, given, rows, clock, behavior)
 
 
-async def check_auto_resume(engine: Engine, given: Any, rows: Any, clock: Any, behavior: str) -> None:
+async def check_auto_resume(engine: Engine, given: Given, rows: Rows, clock: StandingClock, behavior: str) -> None:
     """Assert what a timeout that resumes leaves behind."""
     policy = {"max_signals_per_execution": 1}
     wait = await timed(engine, given, clock, behavior, policy=policy)
@@ -127,7 +136,9 @@ async def check_auto_resume(engine: Engine, given: Any, rows: Any, clock: Any, b
     await refused(wait.send("x", "b"), "target_not_signalable")
 
 
-async def test_a_timeout_may_escalate_to_an_operator_once(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
+async def test_a_timeout_may_escalate_to_an_operator_once(
+    engine: Engine, given: Given, rows: Rows, clock: StandingClock
+) -> None:
     wait = await timed(engine, given, clock, "escalate")
     timeout_at = await clock.now() + MINUTE
     now = await clock.advance(ms=MINUTE + 5)
@@ -171,7 +182,7 @@ async def test_a_timeout_may_escalate_to_an_operator_once(engine: Engine, given:
 
 
 async def test_a_suspension_that_is_not_due_is_not_changed_and_the_reason_is_returned(
-    engine: Engine, given: Any, rows: Any, clock: Any, connection: Any
+    engine: Engine, given: Given, rows: Rows, clock: StandingClock, connection: asyncpg.Connection
 ) -> None:
     soon, never = await timed(engine, given, clock, "fail"), await waiting(engine, given)
     over, gone = await timed(engine, given, clock, "fail"), await timed(engine, given, clock, "fail")
@@ -190,7 +201,9 @@ async def test_a_suspension_that_is_not_due_is_not_changed_and_the_reason_is_ret
     assert isinstance(await engine.expire_suspension(soon.execution_id), SuspensionExpired)
 
 
-async def test_a_stale_timer_does_nothing(engine: Engine, given: Any, rows: Any, clock: Any, connection: Any) -> None:
+async def test_a_stale_timer_does_nothing(
+    engine: Engine, given: Given, rows: Rows, clock: StandingClock, connection: asyncpg.Connection
+) -> None:
     resumed, escalated = await timed(engine, given, clock, "fail"), await timed(engine, given, clock, "escalate")
     await engine.resume_execution(execution_id=resumed.execution_id)
     await clock.advance(ms=MINUTE)
@@ -204,7 +217,9 @@ async def test_a_stale_timer_does_nothing(engine: Engine, given: Any, rows: Any,
     assert parts_of(engine).suspension_timeouts.quarantine.left_out() == []
 
 
-async def test_the_default_timeout_of_the_policy_is_applied(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
+async def test_the_default_timeout_of_the_policy_is_applied(
+    engine: Engine, given: Given, rows: Rows, clock: StandingClock
+) -> None:
     policy = {"suspension_policy": {"default_timeout_ms": MINUTE, "timeout_behavior": "expire"}}
     wait = await waiting(engine, given, policy=policy)
     await clock.advance(ms=MINUTE)
@@ -216,7 +231,7 @@ async def test_the_default_timeout_of_the_policy_is_applied(engine: Engine, give
 
 
 async def test_the_sweep_applies_every_due_timeout_and_no_other(
-    engine: Engine, given: Any, rows: Any, clock: Any
+    engine: Engine, given: Given, rows: Rows, clock: StandingClock
 ) -> None:
     waits = {each.value: await timed(engine, given, clock, each.value) for each in TimeoutBehavior}
     later = await waiting(engine, given, timeout_at=await clock.now() + 2 * MINUTE)
@@ -239,7 +254,7 @@ async def test_the_sweep_applies_every_due_timeout_and_no_other(
 
 
 async def test_a_timeout_in_the_past_is_applied_by_the_next_sweep(
-    engine: Engine, given: Any, rows: Any, clock: Any
+    engine: Engine, given: Given, rows: Rows, clock: StandingClock
 ) -> None:
     await read_due(parts_of(engine).store, [])
     await clock.advance(seconds=3600)
@@ -258,7 +273,7 @@ def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("small_batches")
 async def test_a_sweep_processes_one_batch_and_leaves_the_rest_for_the_next(
-    engine: Engine, given: Any, rows: Any, clock: Any
+    engine: Engine, given: Given, rows: Rows, clock: StandingClock
 ) -> None:
     for _ in range(LIMIT + 3):
         await timed(engine, given, clock, "auto_resume")
@@ -268,7 +283,7 @@ async def test_a_sweep_processes_one_batch_and_leaves_the_rest_for_the_next(
 
 
 async def test_a_locked_execution_does_not_delay_the_sweep(
-    engine: Engine, given: Any, rows: Any, clock: Any, connection: Any
+    engine: Engine, given: Given, rows: Rows, clock: StandingClock, connection: asyncpg.Connection
 ) -> None:
     held, free = await timed(engine, given, clock, "fail"), await timed(engine, given, clock, "fail")
     await clock.advance(ms=MINUTE)
@@ -280,7 +295,12 @@ async def test_a_locked_execution_does_not_delay_the_sweep(
 
 
 async def test_a_timeout_that_cannot_be_read_or_stored_does_not_delay_the_others(
-    engine: Engine, given: Any, rows: Any, clock: Any, connection: Any, caplog: pytest.LogCaptureFixture
+    engine: Engine,
+    given: Given,
+    rows: Rows,
+    clock: StandingClock,
+    connection: asyncpg.Connection,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     unread, unstored = await timed(engine, given, clock, "fail"), await timed(engine, given, clock, "cancel")
     good = [await timed(engine, given, clock, "auto_resume") for _ in range(3)]
@@ -299,7 +319,7 @@ async def test_a_timeout_that_cannot_be_read_or_stored_does_not_delay_the_others
     await refused(engine.expire_suspension(unread.execution_id), "corruption")
 
 
-async def spoil(connection: Any, kind: str, waits: list[Waiting]) -> None:
+async def spoil(connection: asyncpg.Connection, kind: str, waits: list[Waiting]) -> None:
     """Make timeouts fail: by an unknown behavior, a missing suspension, or a constraint that rejects the write."""
     ids = [wait.execution_id[-36:] for wait in waits]
     match kind:
@@ -320,7 +340,12 @@ async def spoil(connection: Any, kind: str, waits: list[Waiting]) -> None:
 
 @pytest.mark.usefixtures("small_batches")
 async def test_more_failing_timeouts_than_a_batch_do_not_block_the_others(
-    engines: Engines, given: Any, rows: Any, clock: Any, connection: Any, subtests: pytest.Subtests
+    engines: Engines,
+    given: Given,
+    rows: Rows,
+    clock: StandingClock,
+    connection: asyncpg.Connection,
+    subtests: pytest.Subtests,
 ) -> None:
     # No failed timeout is retried within the test.
     engine = await engines(suspension_timeout_interval_s=3600)
@@ -341,7 +366,7 @@ async def test_more_failing_timeouts_than_a_batch_do_not_block_the_others(
 
 
 async def test_a_failed_timeout_is_retried_after_its_pause(
-    engine: Engine, given: Any, rows: Any, clock: Any, connection: Any
+    engine: Engine, given: Given, rows: Rows, clock: StandingClock, connection: asyncpg.Connection
 ) -> None:
     now = 0.0
     parts_of(engine).suspension_timeouts.quarantine = Quarantine(2.0, clock=lambda: now)
@@ -357,7 +382,12 @@ async def test_a_failed_timeout_is_retried_after_its_pause(
 
 
 async def test_failing_timeouts_do_not_hide_other_due_work(
-    engines: Any, given: Any, rows: Any, clock: Any, connection: Any, monkeypatch: pytest.MonkeyPatch
+    engines: Engines,
+    given: Given,
+    rows: Rows,
+    clock: StandingClock,
+    connection: asyncpg.Connection,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     engine = await engines(suspension_timeout_interval_s=3600)
     monkeypatch.setattr(due, "SAMPLE", 5)
@@ -373,7 +403,7 @@ async def test_failing_timeouts_do_not_hide_other_due_work(
 
 
 async def test_an_unused_pending_waitpoint_is_closed_when_it_expires(
-    engine: Engine, given: Any, rows: Any, clock: Any
+    engine: Engine, given: Given, rows: Rows, clock: StandingClock
 ) -> None:
     expiring, lasting = await running(engine, given, expires_in_ms=1_000), await running(engine, given)
     used = await given.claimed()
@@ -395,7 +425,7 @@ async def test_an_unused_pending_waitpoint_is_closed_when_it_expires(
 
 @pytest.mark.usefixtures("small_batches")
 async def test_waitpoints_are_closed_in_batches_that_skip_locked_executions(
-    engine: Engine, given: Any, rows: Any, clock: Any, connection: Any
+    engine: Engine, given: Given, rows: Rows, clock: StandingClock, connection: asyncpg.Connection
 ) -> None:
     handle, held = await given.claimed(), await running(engine, given, expires_in_ms=1)
     for _ in range(LIMIT + 1):
@@ -412,7 +442,7 @@ async def test_waitpoints_are_closed_in_batches_that_skip_locked_executions(
 
 
 async def test_a_waitpoint_without_its_execution_is_closed_too(
-    engine: Engine, given: Any, rows: Any, clock: Any, connection: Any
+    engine: Engine, given: Given, rows: Rows, clock: StandingClock, connection: asyncpg.Connection
 ) -> None:
     await running(engine, given, expires_in_ms=1)
     # No operation deletes an execution without its waitpoints.
@@ -422,7 +452,7 @@ async def test_a_waitpoint_without_its_execution_is_closed_too(
 
 
 async def test_expired_idempotency_keys_of_suspends_and_signals_are_deleted(
-    engine: Engine, given: Any, rows: Any, clock: Any
+    engine: Engine, given: Given, rows: Rows, clock: StandingClock
 ) -> None:
     wait = await waiting(engine, given, args(idempotency_key="s", timeout_at=await clock.now() + MINUTE))
     await wait.send("other", idempotency_key="k", dedup_ttl_ms=MINUTE)
@@ -440,7 +470,7 @@ async def test_expired_idempotency_keys_of_suspends_and_signals_are_deleted(
     assert [row["key"] for row in await signal_keys(rows)] == ["l"]
 
 
-async def test_a_resume_by_timeout_wakes_a_waiting_claim(engine: Engine, given: Any, clock: Any) -> None:
+async def test_a_resume_by_timeout_wakes_a_waiting_claim(engine: Engine, given: Given, clock: StandingClock) -> None:
     wait = await timed(engine, given, clock, "auto_resume")
     await clock.advance(ms=MINUTE)
     claiming = asyncio.create_task(
@@ -454,7 +484,7 @@ async def test_a_resume_by_timeout_wakes_a_waiting_claim(engine: Engine, given: 
 
 @pytest.mark.usefixtures("small_batches")
 async def test_expired_waitpoints_of_another_version_do_not_block_pending_ones(
-    engine: Engine, given: Any, rows: Any, clock: Any, connection: Any
+    engine: Engine, given: Given, rows: Rows, clock: StandingClock, connection: asyncpg.Connection
 ) -> None:
     first = await running(engine, given, expires_in_ms=1_000)
     for _ in range(LIMIT):

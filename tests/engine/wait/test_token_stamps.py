@@ -7,6 +7,8 @@ from uuid import uuid4
 import asyncpg
 import pytest
 
+from conftest import Given, Rows
+from engine.conftest import StandingClock
 from engine.sending import Waiting, signals, stamps_written, waiting
 from engine.state import claim, refused
 from engine.waits import on_all
@@ -20,7 +22,7 @@ from flowfabric.settings import Settings
 WRONG = "k1:" + "0" * 64
 
 
-async def stamp(rows: Any, wait: Waiting) -> int | None:
+async def stamp(rows: Rows, wait: Waiting) -> int | None:
     """The time of the last refused token of the execution."""
     found: int | None = (await rows.execution(wait.execution_id))["last_hmac_validation_failed_at"]
     return found
@@ -33,7 +35,7 @@ async def hold(connection: asyncpg.Connection, wait: Waiting) -> None:
 
 @pytest.mark.usefixtures("patient_with_locks")
 async def test_a_bad_token_is_refused_at_once_while_the_execution_is_locked(
-    engine: Engine, given: Any, rows: Any, clock: Any, connection: asyncpg.Connection, eventually: Any
+    engine: Engine, given: Given, rows: Rows, clock: StandingClock, connection: asyncpg.Connection, eventually: Any
 ) -> None:
     wait = await waiting(engine, given)
     now: int = await clock.advance(seconds=1)
@@ -54,7 +56,7 @@ async def test_a_bad_token_is_refused_at_once_while_the_execution_is_locked(
 
 @pytest.mark.usefixtures("patient_with_locks")
 async def test_bad_tokens_and_unknown_executions_are_refused_while_good_signals_wait_for_a_lock(
-    engine: Engine, given: Any, rows: Any, connection: asyncpg.Connection, subtests: pytest.Subtests
+    engine: Engine, given: Given, rows: Rows, connection: asyncpg.Connection, subtests: pytest.Subtests
 ) -> None:
     for table in ("execution", "suspension", "waitpoint"):
         with subtests.test(table):
@@ -82,7 +84,7 @@ async def test_bad_tokens_and_unknown_executions_are_refused_while_good_signals_
 
 
 async def test_nothing_is_written_before_the_reply(
-    engine: Engine, given: Any, rows: Any, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, given: Given, rows: Rows, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wait = await waiting(engine, given)
     ran: list[str] = []
@@ -107,7 +109,9 @@ async def test_nothing_is_written_before_the_reply(
     assert await stamp(rows, wait) is not None
 
 
-async def test_the_time_of_the_latest_refusal_is_recorded(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
+async def test_the_time_of_the_latest_refusal_is_recorded(
+    engine: Engine, given: Given, rows: Rows, clock: StandingClock
+) -> None:
     wait = await waiting(engine, given, on_all("a", "b"))
     for key in ("a", "b", "a"):
         now = await clock.advance(seconds=1)
@@ -121,7 +125,7 @@ async def test_the_time_of_the_latest_refusal_is_recorded(engine: Engine, given:
 
 
 async def test_a_closing_engine_writes_its_stamps_and_waits_for_no_lock(
-    url: str, engine: Engine, given: Any, rows: Any, connection: asyncpg.Connection
+    url: str, engine: Engine, given: Given, rows: Rows, connection: asyncpg.Connection
 ) -> None:
     free, locked = await waiting(engine, given), await waiting(engine, given)
     async with connection.transaction():
@@ -136,7 +140,7 @@ async def test_a_closing_engine_writes_its_stamps_and_waits_for_no_lock(
 
 
 async def test_more_waiting_stamps_than_the_maximum_are_dropped(
-    engine: Engine, given: Any, rows: Any, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, given: Given, rows: Rows, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(TokenStamps, "MAX_WAITING", 3)
     monkeypatch.setattr(TokenStamps, "PAUSE_SECONDS", 600.0)
@@ -148,7 +152,7 @@ async def test_more_waiting_stamps_than_the_maximum_are_dropped(
 
 
 async def test_a_stamp_that_the_store_rejects_is_logged_and_dropped(
-    engine: Engine, given: Any, connection: asyncpg.Connection, caplog: pytest.LogCaptureFixture
+    engine: Engine, given: Given, connection: asyncpg.Connection, caplog: pytest.LogCaptureFixture
 ) -> None:
     wait = await waiting(engine, given)
     await connection.execute("alter table execution add check (last_hmac_validation_failed_at is null)")

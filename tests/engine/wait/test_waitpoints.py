@@ -9,6 +9,8 @@ import asyncpg
 import msgspec
 import pytest
 
+from conftest import Given, Rows
+from engine.conftest import StandingClock
 from engine.state import ACTIVE, LAPSED, refused, revoke, told, vector
 from engine.waits import SUSPENDED, on_all, suspended, suspension, token_of, waitpoint, waitpoints
 from flowfabric.engine.engine import Engine
@@ -27,7 +29,7 @@ SOON = 60_000
 
 
 async def test_a_new_waitpoint_is_pending_and_the_lease_is_kept(
-    engine: Engine, given: Any, rows: Any, clock: Any
+    engine: Engine, given: Given, rows: Rows, clock: StandingClock
 ) -> None:
     handle = await given.claimed()
     execution = await rows.execution(handle.execution_id)
@@ -63,7 +65,7 @@ async def test_a_new_waitpoint_is_pending_and_the_lease_is_kept(
 
 
 async def test_waitpoints_may_share_a_key_and_expire_at_once_or_at_the_end_of_time(
-    engine: Engine, given: Any, rows: Any, clock: Any
+    engine: Engine, given: Given, rows: Rows, clock: StandingClock
 ) -> None:
     handle = await given.claimed()
     one, other = [await engine.create_waitpoint(handle, waitpoint_key="k", expires_in_ms=SOON) for _ in range(2)]
@@ -76,7 +78,7 @@ async def test_waitpoints_may_share_a_key_and_expire_at_once_or_at_the_end_of_ti
     assert (await waitpoint(rows, at_once.waitpoint_id))["expires_at"] == await clock.now()
 
 
-async def test_wrong_arguments_of_a_waitpoint_are_refused(engine: Engine, given: Any, rows: Any) -> None:
+async def test_wrong_arguments_of_a_waitpoint_are_refused(engine: Engine, given: Given, rows: Rows) -> None:
     handle = await given.claimed()
     wrong: list[dict[str, Any]] = [
         {"waitpoint_key": 1},
@@ -94,7 +96,9 @@ async def test_wrong_arguments_of_a_waitpoint_are_refused(engine: Engine, given:
             await refused(engine.create_waitpoint(handle, **given_), "invalid_input", next(iter(overrides)))
 
 
-async def test_a_waitpoint_needs_a_valid_lease(engine: Engine, given: Any, rows: Any, connection: Any) -> None:
+async def test_a_waitpoint_needs_a_valid_lease(
+    engine: Engine, given: Given, rows: Rows, connection: asyncpg.Connection
+) -> None:
     async def refuse(handle: Any, code: str) -> None:
         async with rows.unchanged():
             await refused(engine.create_waitpoint(handle, waitpoint_key="k", expires_in_ms=SOON), code)
@@ -119,7 +123,9 @@ async def test_a_waitpoint_needs_a_valid_lease(engine: Engine, given: Any, rows:
     await refuse(revoked, "lease_revoked")
 
 
-async def test_an_expired_lease_cannot_create_a_waitpoint_and_is_marked(engine: Engine, given: Any, rows: Any) -> None:
+async def test_an_expired_lease_cannot_create_a_waitpoint_and_is_marked(
+    engine: Engine, given: Given, rows: Rows
+) -> None:
     handle = await given.expired_lease()
     await refused(engine.create_waitpoint(handle, waitpoint_key="k", expires_in_ms=SOON), "lease_expired")
     assert vector(await rows.execution(handle.execution_id)) == LAPSED
@@ -128,7 +134,7 @@ async def test_an_expired_lease_cannot_create_a_waitpoint_and_is_marked(engine: 
 
 
 async def test_a_generated_id_that_is_in_use_is_refused(
-    engine: Engine, given: Any, rows: Any, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, given: Given, rows: Rows, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     handle = await given.claimed()
     made = await engine.create_waitpoint(handle, waitpoint_key="k", expires_in_ms=SOON)
@@ -139,7 +145,7 @@ async def test_a_generated_id_that_is_in_use_is_refused(
         )
 
 
-async def test_a_repeat_with_the_same_id_returns_the_same_waitpoint(engine: Engine, given: Any, rows: Any) -> None:
+async def test_a_repeat_with_the_same_id_returns_the_same_waitpoint(engine: Engine, given: Given, rows: Rows) -> None:
     handle, wanted = await given.claimed(), uuid4()
     given_id: dict[str, Any] = {"waitpoint_key": "k", "expires_in_ms": SOON, "waitpoint_id": wanted}
     made = await engine.create_waitpoint(handle, **given_id)
@@ -155,12 +161,12 @@ async def test_a_repeat_with_the_same_id_returns_the_same_waitpoint(engine: Engi
 # Closing.
 
 
-async def test_a_pending_waitpoint_is_closed(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
+async def test_a_pending_waitpoint_is_closed(engine: Engine, given: Given, rows: Rows, clock: StandingClock) -> None:
     handle = await given.claimed()
     made = await engine.create_waitpoint(handle, waitpoint_key="k", expires_in_ms=SOON)
     execution = await rows.execution(handle.execution_id)
     now = await clock.advance(seconds=1)
-    one = {"execution_id": handle.execution_id, "waitpoint_id": made.waitpoint_id}
+    one: dict[str, Any] = {"execution_id": handle.execution_id, "waitpoint_id": made.waitpoint_id}
     assert await engine.close_waitpoint(**one) == Closed()
     row = await waitpoint(rows, made.waitpoint_id)
     assert (row["state"], row["closed_at"], row["close_reason"]) == ("closed", now, "proactive_close")
@@ -170,7 +176,9 @@ async def test_a_pending_waitpoint_is_closed(engine: Engine, given: Any, rows: A
         assert await engine.close_waitpoint(**one, reason="again") == AlreadyClosed()
 
 
-async def test_closing_an_active_waitpoint_does_not_resume_the_execution(engine: Engine, given: Any, rows: Any) -> None:
+async def test_closing_an_active_waitpoint_does_not_resume_the_execution(
+    engine: Engine, given: Given, rows: Rows
+) -> None:
     handle = await given.claimed()
     outcome = await suspended(engine, handle)
     closed = await engine.close_waitpoint(
@@ -183,7 +191,7 @@ async def test_closing_an_active_waitpoint_does_not_resume_the_execution(engine:
     assert await engine.find_inconsistencies() == []
 
 
-async def test_a_waitpoint_of_another_execution_is_not_found(engine: Engine, given: Any, rows: Any) -> None:
+async def test_a_waitpoint_of_another_execution_is_not_found(engine: Engine, given: Given, rows: Rows) -> None:
     one, other = await given.claimed(), await given.claimed()
     made = await engine.create_waitpoint(one, waitpoint_key="k", expires_in_ms=SOON)
     async with rows.unchanged():
@@ -206,11 +214,11 @@ async def test_a_waitpoint_of_another_execution_is_not_found(engine: Engine, giv
 
 
 async def test_an_expired_waitpoint_is_already_closed_and_an_unknown_state_is_not_open(
-    engine: Engine, given: Any, rows: Any, connection: Any
+    engine: Engine, given: Given, rows: Rows, connection: asyncpg.Connection
 ) -> None:
     handle = await given.claimed()
     made = await engine.create_waitpoint(handle, waitpoint_key="k", expires_in_ms=SOON)
-    one = {"execution_id": handle.execution_id, "waitpoint_id": made.waitpoint_id}
+    one: dict[str, Any] = {"execution_id": handle.execution_id, "waitpoint_id": made.waitpoint_id}
     await connection.execute("update waitpoint set state = 'expired'")
     async with rows.unchanged():
         assert await engine.close_waitpoint(**one) == AlreadyClosed()
@@ -224,7 +232,9 @@ async def test_an_expired_waitpoint_is_already_closed_and_an_unknown_state_is_no
 # Tokens.
 
 
-async def test_the_token_of_an_open_waitpoint_is_read(engine: Engine, given: Any, connection: Any) -> None:
+async def test_the_token_of_an_open_waitpoint_is_read(
+    engine: Engine, given: Given, connection: asyncpg.Connection
+) -> None:
     handle = await given.claimed()
     pending = await engine.create_waitpoint(handle, waitpoint_key="k", expires_in_ms=SOON)
     active = (await suspended(engine, handle)).details
@@ -251,7 +261,7 @@ async def test_the_token_of_an_open_waitpoint_is_read(engine: Engine, given: Any
 
 
 async def test_open_waitpoints_are_listed_without_their_tokens(
-    engine: Engine, given: Any, rows: Any, clock: Any
+    engine: Engine, given: Given, rows: Rows, clock: StandingClock
 ) -> None:
     began = await clock.now()
     handle = await given.claimed()
@@ -293,7 +303,7 @@ async def test_open_waitpoints_are_listed_without_their_tokens(
     assert page.entries == sorted(entries, key=lambda entry: entry.waitpoint_id)
 
 
-async def test_the_cursor_of_a_page_leads_to_the_next(engine: Engine, given: Any) -> None:
+async def test_the_cursor_of_a_page_leads_to_the_next(engine: Engine, given: Given) -> None:
     handle = await given.claimed()
     outcome = await suspended(engine, handle, on_all(*"abcde"))
     ids = sorted([outcome.details.waitpoint_id, *(each.waitpoint_id for each in outcome.details.additional_waitpoints)])
@@ -311,7 +321,7 @@ async def test_the_cursor_of_a_page_leads_to_the_next(engine: Engine, given: Any
     assert (last.entries, last.next_cursor) == ([], None)
 
 
-async def test_the_limit_of_a_page_is_between_one_and_a_thousand(engine: Engine, given: Any) -> None:
+async def test_the_limit_of_a_page_is_between_one_and_a_thousand(engine: Engine, given: Given) -> None:
     handle = await given.claimed()
     await suspended(engine, handle, on_all(*"abc"))
     for limit, count in ((0, 1), (-5, 1), (10**9, 3), (None, 3)):
@@ -324,7 +334,7 @@ async def test_the_limit_of_a_page_is_between_one_and_a_thousand(engine: Engine,
 
 
 async def test_an_execution_without_waitpoints_has_an_empty_list_and_an_unknown_one_is_refused(
-    engine: Engine, given: Any
+    engine: Engine, given: Given
 ) -> None:
     execution_id = await given.created()
     assert (await engine.list_pending_waitpoints(execution_id=execution_id)).entries == []
@@ -333,12 +343,12 @@ async def test_an_execution_without_waitpoints_has_an_empty_list_and_an_unknown_
     await refused(engine.list_pending_waitpoints(execution_id="x"), "invalid_input")
 
 
-async def _expired(engine: Engine, handle: Handle, clock: Any) -> object:
+async def _expired(engine: Engine, handle: Handle, clock: StandingClock) -> object:
     await clock.advance(seconds=5)
     return await engine.expire_execution(execution_id=handle.execution_id, phase="execution_deadline")
 
 
-async def _timed_out(engine: Engine, handle: Handle, clock: Any) -> object:
+async def _timed_out(engine: Engine, handle: Handle, clock: StandingClock) -> object:
     now = await clock.advance(seconds=1)
     await suspended(engine, handle, on_all("a", "b", timeout_at=now))
     return await engine.expire_suspension(handle.execution_id)
@@ -358,13 +368,13 @@ ENDINGS: dict[str, Callable[[Engine, Handle, Any], Awaitable[object]]] = {
 
 
 async def test_an_ended_execution_lists_no_waitpoint_and_returns_no_token(
-    engine: Engine, given: Any, clock: Any, subtests: pytest.Subtests
+    engine: Engine, given: Given, clock: StandingClock, subtests: pytest.Subtests
 ) -> None:
     for ending, end in ENDINGS.items():
         with subtests.test(ending):
             handle = await given.claimed(execution_deadline_at=await clock.now() + 5_000)
             made = [await engine.create_waitpoint(handle, waitpoint_key=key, expires_in_ms=SOON) for key in ("a", "b")]
-            one = {"execution_id": handle.execution_id, "waitpoint_id": made[0].waitpoint_id}
+            one: dict[str, Any] = {"execution_id": handle.execution_id, "waitpoint_id": made[0].waitpoint_id}
             assert await engine.read_waitpoint_token(**one) is not None
             assert len((await engine.list_pending_waitpoints(execution_id=handle.execution_id)).entries) == 2
             await end(engine, handle, clock)
@@ -376,7 +386,7 @@ async def test_an_ended_execution_lists_no_waitpoint_and_returns_no_token(
 
 
 async def test_a_waitpoint_without_a_token_is_omitted_and_logged(
-    engine: Engine, given: Any, connection: Any, caplog: Any
+    engine: Engine, given: Given, connection: asyncpg.Connection, caplog: Any
 ) -> None:
     handle = await given.claimed()
     first, second = sorted(
@@ -395,7 +405,7 @@ async def test_a_waitpoint_without_a_token_is_omitted_and_logged(
 
 
 async def test_a_row_that_the_store_rejects_is_not_shown_in_the_error(
-    engine: Engine, given: Any, connection: asyncpg.Connection, caplog: pytest.LogCaptureFixture
+    engine: Engine, given: Given, connection: asyncpg.Connection, caplog: pytest.LogCaptureFixture
 ) -> None:
     handle, secret = await given.claimed(), uuid4().hex
     await connection.execute("alter table waitpoint add constraint never check (created_at < 0)")
