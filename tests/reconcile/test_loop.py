@@ -1,4 +1,4 @@
-"""The loop: on time, cheap when idle, shared by processes, and hard to stop by accident."""
+"""The reconciler loop: it is on time, shared by processes, and survives failures."""
 
 import asyncio
 from collections.abc import Callable
@@ -8,6 +8,7 @@ from typing import Any
 import asyncpg
 import pytest
 
+from conftest import Clock, Engines, Given, Rows
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.parts import Parts, parts_of
 from flowfabric.model.errors import TransportError
@@ -21,7 +22,7 @@ OFTEN = {"lease_expiry_interval_ms": 50, "delayed_promoter_interval_ms": 50}
 
 
 def counting(run: Callable[[int], int], *, every_ms: int = 20, is_woken_by_timers: bool = True) -> Sweep:
-    """A sweep that is always due, whose nth batch does what it is told."""
+    """A sweep that is always due and calls run with the number of the batch."""
     calls = 0
 
     async def batch(_: Parts) -> int:
@@ -39,7 +40,9 @@ def counting(run: Callable[[int], int], *, every_ms: int = 20, is_woken_by_timer
     )
 
 
-async def test_what_is_due_happens_by_itself(engines: Any, given: Any, clock: Any, eventually: Any) -> None:
+async def test_due_work_is_processed_in_the_background(
+    engines: Engines, given: Given, clock: Clock, eventually: Any
+) -> None:
     engine = await engines(**OFTEN)
     lost = await given.claimed(lease_ttl_ms=30_000)
     delayed = await given.delayed(seconds=40)
@@ -55,8 +58,8 @@ async def test_what_is_due_happens_by_itself(engines: Any, given: Any, clock: An
 
 
 @pytest.fixture
-async def patient(engines: Any, monkeypatch: pytest.MonkeyPatch) -> Engine:
-    """An engine whose reconciler looks by itself once a minute: what is met sooner was known."""
+async def patient(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> Engine:
+    """An engine whose reconciler looks once a minute: earlier work was known to it."""
     monkeypatch.setattr(Reconciler, "IDLE_SECONDS", 60.0)
     minute = {
         "lease_expiry_interval_ms": 60_000,
@@ -69,47 +72,51 @@ async def patient(engines: Any, monkeypatch: pytest.MonkeyPatch) -> Engine:
     return patient
 
 
-async def test_a_timer_of_this_process_is_met_on_time(patient: Engine, given: Any, clock: Any) -> None:
+async def test_a_timer_set_by_this_process_is_processed_on_time(patient: Engine, given: Given, clock: Clock) -> None:
     given.engine = patient
     await clock.stop()
     async with Reconciler(patient):
-        # The loop has looked: this one it is told of alone.
+        # The loop has looked already, so it knows this timer only from the engine.
         run = await given.created(delay_until=await clock.now() + 150)
         assert await patient.read_execution_state(run) is PublicState.DELAYED
         await clock.advance(ms=150)
         assert await patient.claim(lane_id="default", worker_id="w", worker_instance_id="w-1", max_wait_ms=30_000)
 
 
-async def test_a_timer_another_process_had_set_is_met_on_time(patient: Engine, given: Any, clock: Any) -> None:
+async def test_a_timer_set_earlier_by_another_process_is_processed_on_time(
+    patient: Engine, given: Given, clock: Clock
+) -> None:
     await clock.stop()
-    run = await given.created(delay_until=await clock.now() + 300)
+    run = await given.created(delay_until=await clock.now() + 150)
     async with Reconciler(patient):
         assert await patient.read_execution_state(run) is PublicState.DELAYED
-        await clock.advance(ms=300)
+        await clock.advance(ms=150)
         assert await patient.claim(lane_id="default", worker_id="w", worker_instance_id="w-1", max_wait_ms=30_000)
 
 
-async def test_a_timer_another_process_sets_is_met_by_the_next_look(
-    patient: Engine, given: Any, clock: Any, monkeypatch: pytest.MonkeyPatch
+async def test_a_timer_set_by_another_process_is_processed_by_the_next_look(
+    patient: Engine, given: Given, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Reconciler, "IDLE_SECONDS", 0.2)
+    monkeypatch.setattr(Reconciler, "IDLE_SECONDS", 0.05)
     async with Reconciler(patient):
         await given.created(delay_until=await clock.now() + 50)
         assert await patient.claim(lane_id="default", worker_id="w", worker_instance_id="w-1", max_wait_ms=30_000)
 
 
-async def test_claims_leave_what_is_due_to_the_loop_and_take_it_back_afterwards(engine: Engine) -> None:
+async def test_claims_skip_their_catch_up_while_the_loop_runs(engine: Engine) -> None:
     assert not parts_of(engine).catch_up.is_swept
     async with Reconciler(engine):
         assert parts_of(engine).catch_up.is_swept
     assert not parts_of(engine).catch_up.is_swept
 
 
-async def test_two_loops_do_everything_once(engines: Any, given: Any, clock: Any, rows: Any, eventually: Any) -> None:
+async def test_two_loops_process_everything_once(
+    engines: Engines, given: Given, clock: Clock, rows: Rows, eventually: Any
+) -> None:
     engine, other = await engines(**OFTEN), await engines(**OFTEN)
-    lost = [await given.claimed() for _ in range(20)]
-    delayed = [await given.delayed(seconds=20) for _ in range(20)]
-    timed_out = [await given.created(execution_deadline_at=await clock.now() + 20_000) for _ in range(20)]
+    lost = [await given.claimed() for _ in range(8)]
+    delayed = [await given.delayed(seconds=20) for _ in range(8)]
+    timed_out = [await given.created(execution_deadline_at=await clock.now() + 20_000) for _ in range(8)]
     await given.registered(liveness_ttl_ms=1000)
     async with Reconciler(engine) as one, Reconciler(other) as two:
 
@@ -122,7 +129,7 @@ async def test_two_loops_do_everything_once(engines: Any, given: Any, clock: Any
         await eventually(lambda: processed("expiry") >= len(timed_out))
     await Reconciler(engine).catch_up()
     counted = {name: processed(name) for name in ("lease_expiry", "delayed_promoter", "expiry")}
-    assert counted == {"lease_expiry": 20, "delayed_promoter": 20, "expiry": 20}
+    assert counted == {"lease_expiry": 8, "delayed_promoter": 8, "expiry": 8}
     assert len(await rows.of("event_each", kind="expired")) == len(lost)
     assert len([event for event in await rows.of("event_each") if event["outcome"] is not None]) == len(timed_out)
     assert len(await rows.of("worker_event", kind="ttl_swept")) == 1
@@ -137,7 +144,7 @@ async def test_a_full_batch_is_followed_by_the_next_without_a_pause(engine: Engi
 
 
 async def test_a_failing_sweep_is_counted_and_does_not_stop_the_others(
-    engines: Any, given: Any, clock: Any, eventually: Any
+    engines: Engines, given: Given, clock: Clock, eventually: Any
 ) -> None:
     def fail(_: int) -> int:
         raise ValueError("cannot")
@@ -154,7 +161,7 @@ async def test_a_failing_sweep_is_counted_and_does_not_stop_the_others(
         assert not parts_of(engine).catch_up.is_swept
 
 
-async def test_a_sweep_that_succeeds_again_is_forgiven(
+async def test_a_sweep_recovers_after_failures(
     engine: Engine, eventually: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Reconciler, "IDLE_SECONDS", 0.05)
@@ -171,7 +178,11 @@ async def test_a_sweep_that_succeeds_again_is_forgiven(
         assert reconciler.stats["counting"].lag_seconds == 0
 
 
-async def test_a_store_out_of_reach_is_asked_again(engine: Engine, eventually: Any) -> None:
+async def test_an_unreachable_store_is_retried(
+    engine: Engine, eventually: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Reconciler, "FAULT_SECONDS", (0.02, 0.05))
+
     def lose(call: int) -> int:
         if call <= 2:
             raise TransportError("transport", "gone")
@@ -182,8 +193,8 @@ async def test_a_store_out_of_reach_is_asked_again(engine: Engine, eventually: A
         assert reconciler.stats["counting"].errors == 2
 
 
-async def test_the_loop_outlives_its_sessions(
-    engines: Any, given: Any, clock: Any, connection: asyncpg.Connection, eventually: Any
+async def test_the_loop_survives_the_loss_of_its_connections(
+    engines: Engines, given: Given, clock: Clock, connection: asyncpg.Connection, eventually: Any
 ) -> None:
     engine = await engines(**OFTEN)
     await given.delayed(seconds=30)
@@ -196,7 +207,7 @@ async def test_the_loop_outlives_its_sessions(
         await eventually(lambda: reconciler.stats["delayed_promoter"].processed == 1)
 
 
-async def test_a_loop_that_breaks_starts_again(
+async def test_a_loop_that_fails_restarts(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, eventually: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(Reconciler, "RESTART_SECONDS", 0.05)
@@ -212,10 +223,10 @@ async def test_a_loop_that_breaks_starts_again(
     monkeypatch.setattr(loop, "read_due", break_at_first)
     async with Reconciler(engine) as reconciler:
         await eventually(lambda: reconciler.stats["event_partitions"].cycles == 1)
-    assert "starts again" in caplog.text
+    assert "the reconciler failed and restarts" in caplog.text
 
 
-async def test_stopping_waits_for_the_sweep_under_way(engine: Engine) -> None:
+async def test_stopping_waits_for_the_running_sweep(engine: Engine) -> None:
     began, may_end = asyncio.Event(), asyncio.Event()
 
     async def wait(_: Parts) -> int:
@@ -236,7 +247,7 @@ async def test_stopping_waits_for_the_sweep_under_way(engine: Engine) -> None:
     assert reconciler.stats["waiting"].processed == 1
 
 
-async def test_stopping_does_not_wait_for_ever(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_stopping_waits_no_longer_than_its_limit(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Reconciler, "SHUTDOWN_SECONDS", 0.05)
     began = asyncio.Event()
 
@@ -254,9 +265,7 @@ async def test_stopping_does_not_wait_for_ever(engine: Engine, monkeypatch: pyte
     await asyncio.gather(starting, return_exceptions=True)
 
 
-async def test_a_start_that_is_cancelled_leaves_nothing_running(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_cancelled_start_leaves_nothing_running(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Reconciler, "SHUTDOWN_SECONDS", 0.05)
     began = asyncio.Event()
 

@@ -1,4 +1,4 @@
-"""The pace of the loop, tick by tick on a clock that stands still: cheap when idle, gentle when behind."""
+"""The pace of the loop, tick by tick on a frozen clock: cheap when idle, gentle when behind."""
 
 from collections.abc import Callable
 from datetime import timedelta
@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from conftest import Given
 from flowfabric.db.database import Database
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.parts import Parts, parts_of
@@ -29,7 +30,7 @@ class HandClock:
 
 @pytest.fixture
 def hand(monkeypatch: pytest.MonkeyPatch, engine: Engine) -> HandClock:
-    """The loop's clock stands still; the engine's timers are set by hand, too."""
+    """Freeze the clock of the loop and clear the timers of the engine."""
     hand = HandClock()
     monkeypatch.setattr(loop, "time", hand)
     parts_of(engine).wakeups.next_timer = float("inf")
@@ -38,7 +39,7 @@ def hand(monkeypatch: pytest.MonkeyPatch, engine: Engine) -> HandClock:
 
 @pytest.fixture
 def statements(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
-    """How many statements were run so far."""
+    """The number of connections acquired so far."""
     acquire, count = Database.acquire, 0
 
     def counted(database: Database) -> Any:
@@ -73,7 +74,7 @@ async def test_an_idle_loop_costs_less_than_a_statement_a_second(
     engine: Engine, hand: HandClock, statements: Callable[[], int]
 ) -> None:
     reconciler = Reconciler(engine)
-    # The first tick makes the partitions of the events, and the second begins to wait for their next look.
+    # The first tick creates the event partitions, and the second starts the pause until their next check.
     for _ in range(2):
         hand.now += await reconciler._tick()
     began, before = hand.now, statements()
@@ -82,12 +83,12 @@ async def test_an_idle_loop_costs_less_than_a_statement_a_second(
     assert 0 < statements() - before < hand.now - began
 
 
-def test_an_idle_loop_sees_the_timers_of_as_long_ahead_as_it_sleeps() -> None:
+def test_an_idle_loop_sees_every_timer_within_its_pause() -> None:
     assert AHEAD_MS / 1000 >= Reconciler.IDLE_SECONDS
 
 
-async def test_the_shortest_interval_is_the_pace_where_timers_run_out_and_only_there(
-    engine: Engine, given: Any, hand: HandClock
+async def test_the_shortest_interval_is_the_pause_only_while_timers_are_due(
+    engine: Engine, given: Given, hand: HandClock
 ) -> None:
     await given.clock.stop()
     reconciler = Reconciler(engine)
@@ -101,7 +102,7 @@ async def test_the_shortest_interval_is_the_pace_where_timers_run_out_and_only_t
     assert await reconciler._tick() == Reconciler.IDLE_SECONDS
 
 
-async def test_three_failures_in_a_row_are_followed_by_ten_intervals_of_rest(engine: Engine, hand: HandClock) -> None:
+async def test_a_sweep_pauses_for_ten_intervals_after_three_failures_in_a_row(engine: Engine, hand: HandClock) -> None:
     def fail() -> int:
         raise ValueError("cannot")
 
@@ -114,7 +115,7 @@ async def test_three_failures_in_a_row_are_followed_by_ten_intervals_of_rest(eng
     assert errors == [1, 2, *[3] * 10, 4, 5]
 
 
-async def test_a_success_between_failures_begins_the_count_anew(engine: Engine, hand: HandClock) -> None:
+async def test_a_success_resets_the_count_of_failures(engine: Engine, hand: HandClock) -> None:
     calls = 0
 
     def fail_twice() -> int:
@@ -131,28 +132,24 @@ async def test_a_success_between_failures_begins_the_count_anew(engine: Engine, 
     assert (reconciler.stats["sweep"].errors, reconciler.stats["sweep"].cycles) == (6, 3)
 
 
-@pytest.mark.parametrize(("is_gentle", "pause"), [(True, 1.0), (False, Reconciler.LEAST_SECONDS)])
-async def test_a_gentle_sweep_rests_after_a_full_batch_for_as_long_as_it_took(
-    *, engine: Engine, hand: HandClock, is_gentle: bool, pause: float
-) -> None:
+async def test_a_gentle_sweep_pauses_after_a_full_batch_for_as_long_as_it_took(engine: Engine, hand: HandClock) -> None:
     def take_a_second() -> int:
         hand.now += 1
         return 10
 
-    reconciler = Reconciler(engine, sweeps=[sweep(take_a_second, is_gentle=is_gentle)])
-    for cycles in (1, 2):
-        assert await reconciler._tick() == pytest.approx(pause)
-        assert reconciler.stats["sweep"].cycles == cycles
-        if is_gentle:
-            hand.now += pause / 2
-            await reconciler._tick()
+    for is_gentle, pause in ((True, 1.0), (False, Reconciler.MIN_PAUSE_SECONDS)):
+        reconciler = Reconciler(engine, sweeps=[sweep(take_a_second, is_gentle=is_gentle)])
+        for cycles in (1, 2):
+            assert await reconciler._tick() == pytest.approx(pause)
             assert reconciler.stats["sweep"].cycles == cycles
-        hand.now += pause
+            if is_gentle:
+                hand.now += pause / 2
+                await reconciler._tick()
+                assert reconciler.stats["sweep"].cycles == cycles
+            hand.now += pause
 
 
-async def test_a_gentle_sweep_rests_no_more_when_it_has_been_behind_for_a_while(
-    engine: Engine, hand: HandClock
-) -> None:
+async def test_a_gentle_sweep_stops_pausing_when_it_stays_behind(engine: Engine, hand: HandClock) -> None:
     left = 60
 
     def take_a_second() -> int:
@@ -166,8 +163,8 @@ async def test_a_gentle_sweep_rests_no_more_when_it_has_been_behind_for_a_while(
     while left > 0:
         pauses.append(await reconciler._tick())
         hand.now += Reconciler.GENTLE_SECONDS / 4
-    assert pauses[:5] == pytest.approx([1.0, 1.0, 1.0, Reconciler.LEAST_SECONDS, Reconciler.LEAST_SECONDS])
-    # The next time it is behind it is gentle again, however long it was due before its interval had passed.
+    assert pauses[:5] == pytest.approx([1.0, 1.0, 1.0, Reconciler.MIN_PAUSE_SECONDS, Reconciler.MIN_PAUSE_SECONDS])
+    # When it falls behind again it pauses again, however long it was due before.
     left = 20
     while left == 20:
         pause = await reconciler._tick()
@@ -177,7 +174,7 @@ async def test_a_gentle_sweep_rests_no_more_when_it_has_been_behind_for_a_while(
 
 @pytest.fixture
 def looks(hand: HandClock, monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
-    """How many looks there were, each of which takes a tenth of a second."""
+    """The number of looks so far, each of which takes a tenth of a second."""
     count = 0
 
     async def slow(*arguments: Any) -> Any:
@@ -190,7 +187,7 @@ def looks(hand: HandClock, monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]
     return lambda: count
 
 
-async def test_full_batches_are_looked_between_for_a_share_of_the_time_only(
+async def test_looks_between_full_batches_take_only_a_share_of_the_time(
     engine: Engine, hand: HandClock, looks: Callable[[], int]
 ) -> None:
     def take_a_tenth() -> int:
@@ -200,12 +197,12 @@ async def test_full_batches_are_looked_between_for_a_share_of_the_time_only(
     reconciler = Reconciler(engine, sweeps=[sweep(take_a_tenth, is_woken_by_timers=True)])
     for _ in range(100):
         await reconciler._tick()
-    # A look of a tenth is followed by a second without one: ten batches.
+    # After a look of a tenth of a second there is none for a second, that is, for ten batches.
     assert reconciler.stats["sweep"].cycles == 100
     assert looks() == pytest.approx(100 / Reconciler.LOOK_SHARE, abs=1)
 
 
-async def test_a_timer_that_runs_out_is_looked_for_between_full_batches(
+async def test_a_due_timer_causes_a_look_between_full_batches(
     engine: Engine, hand: HandClock, looks: Callable[[], int]
 ) -> None:
     reconciler = Reconciler(engine, sweeps=[sweep(lambda: 10, is_woken_by_timers=True)])

@@ -1,4 +1,4 @@
-"""Daily partitions of events: there before they are needed, gone when past their age, never in a writer's way."""
+"""Daily event partitions: created ahead, dropped when old, never blocking a writer."""
 
 import asyncio
 from typing import Any
@@ -6,6 +6,7 @@ from typing import Any
 import asyncpg
 import pytest
 
+from conftest import Clock, Given, Rows
 from flowfabric.db import partitions
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.parts import parts_of
@@ -16,35 +17,32 @@ DAY_MS = DAY * 1000
 
 
 @pytest.fixture
-async def clock(clock: Any) -> Any:
-    """A clock on which no day ends but by a test's word."""
+async def clock(clock: Clock) -> Any:
+    """A frozen clock: no day ends unless the test advances it."""
     await clock.stop()
     return clock
 
 
 async def names(connection: asyncpg.Connection) -> list[str]:
-    """The daily partitions that are attached to the event table."""
+    """The attached daily partitions of the event table."""
     query = """select c.relname from pg_inherits h join pg_class c on c.oid = h.inhrelid
                 where h.inhparent = 'event'::regclass and c.relname <> 'event_default' order by 1"""
     return [row[0] for row in await connection.fetch(query)]
 
 
-def test_the_name_of_a_partition_says_its_bounds() -> None:
+def test_the_name_of_a_daily_partition_determines_its_bounds() -> None:
     noon = 1_772_366_400_000
     assert partitions.name_of(noon) == "event_20260301"
     first, end = partitions.bounds_of("event_20260301")
     assert (end - first, first <= noon < end) == (DAY_MS, True)
     assert partitions.name_of(first) == partitions.name_of(end - 1) != partitions.name_of(end)
+    for name in ("event_default", "event_2026031", "event_202603011", "other_20260301"):
+        with pytest.raises(ValueError, match="not the name"):
+            partitions.bounds_of(name)
 
 
-@pytest.mark.parametrize("name", ["event_default", "event_2026031", "event_202603011", "other_20260301"])
-def test_only_daily_partitions_have_bounds(name: str) -> None:
-    with pytest.raises(ValueError, match="not the name"):
-        partitions.bounds_of(name)
-
-
-async def test_today_and_the_days_ahead_have_partitions(
-    engine: Engine, connection: asyncpg.Connection, clock: Any
+async def test_today_and_the_next_two_days_have_partitions(
+    engine: Engine, connection: asyncpg.Connection, clock: Clock
 ) -> None:
     assert await parts_of(engine).event_partitions.keep_partitions() == 3
     now = await clock.now()
@@ -55,7 +53,7 @@ async def test_today_and_the_days_ahead_have_partitions(
 
 
 async def test_events_are_written_to_the_partition_of_their_day(
-    engine: Engine, given: Any, connection: asyncpg.Connection
+    engine: Engine, given: Given, connection: asyncpg.Connection
 ) -> None:
     await parts_of(engine).event_partitions.keep_partitions()
     await given.completed()
@@ -76,8 +74,8 @@ async def test_a_partition_has_the_indexes_of_the_feed(engine: Engine, connectio
     assert await connection.fetch(query, (await names(connection))[0]) == parent
 
 
-async def test_a_partition_past_the_age_of_the_feed_is_dropped(
-    engine: Engine, given: Any, connection: asyncpg.Connection, clock: Any, rows: Any
+async def test_a_partition_older_than_the_feed_is_dropped(
+    engine: Engine, given: Given, connection: asyncpg.Connection, clock: Clock, rows: Rows
 ) -> None:
     await parts_of(engine).event_partitions.keep_partitions()
     today = (await names(connection))[0]
@@ -92,8 +90,8 @@ async def test_a_partition_past_the_age_of_the_feed_is_dropped(
     assert await connection.fetchval("select to_regclass($1)", today) is None
 
 
-async def test_a_partition_that_was_only_detached_is_dropped_at_the_next_visit(
-    engine: Engine, connection: asyncpg.Connection, clock: Any
+async def test_a_detached_partition_is_dropped_by_the_next_run(
+    engine: Engine, connection: asyncpg.Connection, clock: Clock
 ) -> None:
     await parts_of(engine).event_partitions.keep_partitions()
     today = (await names(connection))[0]
@@ -103,23 +101,22 @@ async def test_a_partition_that_was_only_detached_is_dropped_at_the_next_visit(
     assert await connection.fetchval("select to_regclass($1)", today) is None
 
 
-async def test_a_day_whose_events_came_first_does_without_a_partition(
-    engine: Engine, given: Any, connection: asyncpg.Connection, clock: Any, caplog: pytest.LogCaptureFixture
+async def test_a_day_with_events_in_the_default_partition_gets_no_partition(
+    engine: Engine, given: Given, connection: asyncpg.Connection, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
     await given.completed()
     caplog.set_level("INFO", "flowfabric.engine.event.partitions")
     assert await parts_of(engine).event_partitions.keep_partitions() == 2
     assert await parts_of(engine).event_partitions.keep_partitions() == 0
-    told = [record.getMessage() for record in caplog.records if record.name == "flowfabric.engine.event.partitions"]
-    assert told == [
-        f"event partition {partitions.name_of(await clock.now())} is not created:"
-        " the default partition holds events of that day"
+    logged = [record.getMessage() for record in caplog.records if record.name == "flowfabric.engine.event.partitions"]
+    assert logged == [
+        f"{partitions.name_of(await clock.now())} is not made: the default partition holds events of that day"
     ]
     assert partitions.name_of(await clock.now()) not in await names(connection)
 
 
-async def test_an_older_event_in_the_default_partition_is_found_too(
-    engine: Engine, given: Any, connection: asyncpg.Connection, clock: Any
+async def test_every_day_with_events_in_the_default_partition_is_skipped(
+    engine: Engine, given: Given, connection: asyncpg.Connection, clock: Clock
 ) -> None:
     await given.completed()
     await clock.advance(seconds=DAY)
@@ -131,7 +128,7 @@ async def test_an_older_event_in_the_default_partition_is_found_too(
 
 
 async def test_old_events_of_the_default_partition_are_deleted(
-    engine: Engine, given: Any, clock: Any, rows: Any
+    engine: Engine, given: Given, clock: Clock, rows: Rows
 ) -> None:
     await given.completed()
     await clock.advance(seconds=DAY - 10)
@@ -144,12 +141,12 @@ async def test_old_events_of_the_default_partition_are_deleted(
 
 @pytest.fixture
 def patient_with_partitions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody leaves a partition for the next visit because somebody else is slow."""
+    """Wait for locks on partitions as long as a test takes."""
     monkeypatch.setattr(partitions, "LOCK_TIMEOUT", "100s")
 
 
 @pytest.mark.usefixtures("patient_with_partitions")
-async def test_processes_that_make_partitions_at_once_make_each_once(url: str, engine: Engine, clock: Any) -> None:
+async def test_concurrent_processes_create_each_partition_once(url: str, engine: Engine, clock: Clock) -> None:
     now = await clock.now()
 
     async def ensure() -> partitions.EnsuredPartitions:
@@ -166,8 +163,8 @@ async def test_processes_that_make_partitions_at_once_make_each_once(url: str, e
 
 
 @pytest.mark.usefixtures("patient_with_partitions")
-async def test_processes_that_drop_partitions_at_once_drop_each_once(
-    url: str, engine: Engine, clock: Any, connection: asyncpg.Connection
+async def test_concurrent_processes_drop_each_partition_once(
+    url: str, engine: Engine, clock: Clock, connection: asyncpg.Connection
 ) -> None:
     await parts_of(engine).event_partitions.keep_partitions()
     later = await clock.advance(seconds=10 * DAY)
@@ -185,8 +182,8 @@ async def test_processes_that_drop_partitions_at_once_drop_each_once(
     assert await names(connection) == []
 
 
-async def test_a_busy_event_table_is_left_for_the_next_visit(
-    engine: Engine, url: str, connection: asyncpg.Connection, clock: Any
+async def test_a_locked_event_table_is_left_for_the_next_run(
+    engine: Engine, url: str, connection: asyncpg.Connection, clock: Clock
 ) -> None:
     await parts_of(engine).event_partitions.keep_partitions()
     await clock.advance(seconds=10 * DAY)

@@ -1,12 +1,13 @@
-"""One execution that cannot be written holds up neither the others of its sweep nor any claim."""
+"""An execution whose rows cannot be written blocks neither the others of its sweep nor any claim."""
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any
 from uuid import uuid4
 
+import asyncpg
 import pytest
 
+from conftest import Clock, Given, Rows
 from engine.sending import running, waiting
 from engine.waits import on_all
 from flowfabric.engine.core.quarantine import Quarantine
@@ -24,40 +25,40 @@ EVERY = 2.0
 
 @dataclass
 class Scene:
-    """What the cases are made with."""
+    """The fixtures of a case."""
 
     engine: Engine
-    given: Any
-    clock: Any
-    rows: Any
+    given: Given
+    clock: Clock
+    rows: Rows
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A sweep whose items belong to executions."""
+    """A sweep that writes rows of executions."""
 
     make: Callable[[Scene], Awaitable[ExecutionId]]
-    """Makes an execution that the sweep deals with a minute later, or a day in the case of retention."""
+    """Makes an execution that is due for the sweep a minute later, or a day later for retention."""
     is_done: Callable[[Scene, ExecutionId], Awaitable[bool]]
     owner: str
-    """The attribute of the engine that has the sweep's quarantine."""
+    """The part of the engine that holds the quarantine of the sweep."""
     quarantine: str = "quarantine"
     table: str = "execution"
-    """The table whose rows are poisoned."""
+    """The table whose rows cannot be written."""
 
 
 async def _leased(scene: Scene) -> ExecutionId:
     run = await scene.given.run(lane_id=f"lane{uuid4().hex}", lease_ttl_ms=MINUTE)
-    return run.execution_id  # type: ignore[no-any-return]
+    return run.execution_id
 
 
 async def _delayed(scene: Scene) -> ExecutionId:
-    return await scene.given.delayed(seconds=60, lane_id="delayed")  # type: ignore[no-any-return]
+    return await scene.given.delayed(seconds=60, lane_id="delayed")
 
 
 async def _late(scene: Scene) -> ExecutionId:
     deadline = await scene.clock.now() + MINUTE
-    return await scene.given.created(lane_id="late", execution_deadline_at=deadline)  # type: ignore[no-any-return]
+    return await scene.given.created(lane_id="late", execution_deadline_at=deadline)
 
 
 async def _suspended(scene: Scene) -> ExecutionId:
@@ -70,7 +71,7 @@ async def _with_waitpoint(scene: Scene) -> ExecutionId:
 
 
 async def _ended(scene: Scene) -> ExecutionId:
-    return await scene.given.cancelled(lane_id="ended")  # type: ignore[no-any-return]
+    return await scene.given.cancelled(lane_id="ended")
 
 
 def _shows(column: str, value: str) -> Callable[[Scene, ExecutionId], Awaitable[bool]]:
@@ -86,7 +87,7 @@ async def _is_closed(scene: Scene, execution_id: ExecutionId) -> bool:
 
 
 async def _is_gone(scene: Scene, execution_id: ExecutionId) -> bool:
-    return await scene.rows.of("execution", execution_id=execution_id[-36:]) == []  # type: ignore[no-any-return]
+    return await scene.rows.of("execution", execution_id=execution_id[-36:]) == []
 
 
 CASES = {
@@ -116,32 +117,39 @@ UNPOISONED = {
     "outbox_trim",
     "worker_event_trim",
 }
-"""Sweeps that only free space: no execution waits for them, and every reader passes over what they have left."""
+"""Sweeps that only free space: no execution waits for them, and every reader ignores the rows they delete."""
 
 
-def test_every_sweep_is_considered() -> None:
+def test_every_sweep_has_a_case_or_needs_none() -> None:
     assert CASES.keys() | UNPOISONED == {sweep.name for sweep in SWEEPS}
     assert not CASES.keys() & UNPOISONED
 
 
-async def poison(connection: Any, table: str, execution_id: ExecutionId) -> None:
-    """Let the store refuse every change of an execution's rows of a table."""
+async def poison(connection: asyncpg.Connection, table: str, execution_id: ExecutionId) -> None:
+    """Make the store reject every change of the rows of an execution in a table."""
     await connection.execute(
-        """create function refuse() returns trigger language plpgsql as
+        """create or replace function refuse() returns trigger language plpgsql as
            $$begin raise check_violation using message = 'poisoned'; end$$"""
     )
     await connection.execute(
-        f"create trigger poison before update or delete on {table} for each row "
+        f"create or replace trigger poison before update or delete on {table} for each row "
         f"when (old.execution_id = '{execution_id[-36:]}') execute function refuse()"
     )
 
 
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("bad_at", [0, 2])
-async def test_an_execution_that_cannot_be_written_does_not_hold_up_others(
-    engine: Engine, given: Any, clock: Any, rows: Any, connection: Any, name: str, bad_at: int
+async def test_an_execution_that_cannot_be_written_does_not_block_the_others(
+    engine: Engine, given: Given, clock: Clock, rows: Rows, connection: asyncpg.Connection, subtests: pytest.Subtests
 ) -> None:
-    case, scene = CASES[name], Scene(engine, given, clock, rows)
+    scene = Scene(engine, given, clock, rows)
+    for name in CASES:
+        for bad_at in (0, 2):
+            with subtests.test(f"{name}, the bad one at {bad_at}"):
+                await check_poisoned(scene, connection, name, bad_at)
+
+
+async def check_poisoned(scene: Scene, connection: asyncpg.Connection, name: str, bad_at: int) -> None:
+    """Assert that the sweep processes all but the bad execution, and that one once it can be written."""
+    case, engine, given, clock = CASES[name], scene.engine, scene.given, scene.clock
     (sweep,) = (sweep for sweep in SWEEPS if sweep.name == name)
     now = 0.0
     quarantine = Quarantine(EVERY, clock=lambda: now)
@@ -167,7 +175,7 @@ async def test_an_execution_that_cannot_be_written_does_not_hold_up_others(
     assert [str(each) for each in quarantine.left_out()] == [bad[-36:]]
     await claims_work()
 
-    # What comes later is not held up either, and the poisoned one is not tried in its pause.
+    # A later execution is not blocked either, and the bad one is not retried within its pause.
     await connection.execute(f"alter table {case.table} disable trigger poison")
     later = await case.make(scene)
     await clock.advance(ms=DAY + MINUTE if name == "retention_trimmer" else MINUTE)
@@ -181,8 +189,8 @@ async def test_an_execution_that_cannot_be_written_does_not_hold_up_others(
     await claims_work()
 
 
-async def test_a_poisoned_batch_is_halved_and_not_tried_item_by_item(
-    engine: Engine, given: Any, clock: Any, rows: Any, connection: Any
+async def test_a_failing_batch_is_halved_and_not_retried_item_by_item(
+    engine: Engine, given: Given, clock: Clock, rows: Rows, connection: asyncpg.Connection
 ) -> None:
     made = [await given.delayed(seconds=60) for _ in range(64)]
     await connection.execute("create sequence tries")
@@ -198,17 +206,17 @@ async def test_a_poisoned_batch_is_halved_and_not_tried_item_by_item(
     assert await parts_of(engine).delays.promote_due() == 63
     states = [row["public_state"] for row in await rows.of("execution")]
     assert (states.count("waiting"), states.count("delayed")) == (63, 1)
-    # The batch, the whole again, and two halves of each of six sizes.
+    # The batch, the whole again, and two halves at each of six sizes.
     assert await connection.fetchval("select last_value from tries") == 2 + 2 * 6
 
 
 @pytest.mark.parametrize("seconds", [3600.0, 0.0])
-async def test_a_fault_of_what_is_due_does_not_fail_a_claim_and_is_not_met_by_each(
+async def test_a_fault_of_the_catch_up_fails_no_claim_and_is_retried_after_a_pause(
     engine: Engine,
-    given: Any,
-    clock: Any,
-    rows: Any,
-    connection: Any,
+    given: Given,
+    clock: Clock,
+    rows: Rows,
+    connection: asyncpg.Connection,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     seconds: float,
@@ -223,7 +231,7 @@ async def test_a_fault_of_what_is_due_does_not_fail_a_claim_and_is_not_met_by_ea
     )
     await connection.execute("create trigger none before delete on claim for each statement execute function refuse()")
     await clock.advance(seconds=60)
-    # Leases cannot be marked, delayed work is claimed all the same.
+    # Leases cannot be marked, but delayed work is claimed.
     assert (await given.claim()).execution_id == due
     for _ in range(4):
         await given.run(lease_ttl_ms=DAY)

@@ -1,10 +1,9 @@
-"""Each sweep does its job, on what is due and on nothing else."""
-
-from typing import Any
+"""Each sweep processes what is due and nothing else."""
 
 import asyncpg
 import pytest
 
+from conftest import Clock, Given, Rows
 from creates import new
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.execution.retention import SQL
@@ -24,11 +23,14 @@ def reconciler(engine: Engine) -> Reconciler:
     return Reconciler(engine)
 
 
-async def test_a_lapsed_lease_is_marked_and_the_next_claim_takes_it(
-    engine: Engine, reconciler: Reconciler, given: Any, rows: Any
+async def test_an_expired_lease_is_marked_once_and_the_next_claim_takes_it(
+    engine: Engine, reconciler: Reconciler, given: Given, rows: Rows
 ) -> None:
     lost = await given.expired_lease()
     await reconciler.catch_up()
+    async with rows.unchanged():
+        await reconciler.catch_up()
+    assert reconciler.stats["lease_expiry"].processed == 1
     row = await rows.execution(lost.execution_id)
     assert (row["lifecycle_phase"], row["ownership_state"]) == ("active", "lease_expired_reclaimable")
     assert (row["attempt_state"], row["blocking_detail"]) == ("attempt_interrupted", "lease expired, awaiting reclaim")
@@ -41,7 +43,7 @@ async def test_a_lapsed_lease_is_marked_and_the_next_claim_takes_it(
 
 
 async def test_a_renewed_lease_is_not_marked(
-    engine: Engine, reconciler: Reconciler, given: Any, clock: Any, rows: Any
+    engine: Engine, reconciler: Reconciler, given: Given, clock: Clock, rows: Rows
 ) -> None:
     handle = await given.claimed(lease_ttl_ms=30_000)
     await clock.advance(seconds=20)
@@ -51,17 +53,8 @@ async def test_a_renewed_lease_is_not_marked(
         await reconciler.catch_up()
 
 
-async def test_a_lapsed_lease_is_marked_once(reconciler: Reconciler, given: Any, rows: Any) -> None:
-    lost = await given.expired_lease()
-    await reconciler.catch_up()
-    async with rows.unchanged():
-        await reconciler.catch_up()
-    assert reconciler.stats["lease_expiry"].processed == 1
-    assert [event["kind"] for event in await rows.events(lost.execution_id)] == ["acquired", "expired"]
-
-
-async def test_delayed_work_becomes_claimable_when_its_time_has_come(
-    engine: Engine, reconciler: Reconciler, given: Any, clock: Any, rows: Any
+async def test_delayed_work_becomes_claimable_when_it_is_due(
+    engine: Engine, reconciler: Reconciler, given: Given, clock: Clock, rows: Rows
 ) -> None:
     early, late = await given.delayed(seconds=60), await given.delayed(seconds=120)
     await reconciler.catch_up()
@@ -76,7 +69,7 @@ async def test_delayed_work_becomes_claimable_when_its_time_has_come(
 
 
 async def test_a_retry_becomes_claimable_after_its_backoff(
-    engine: Engine, reconciler: Reconciler, given: Any, clock: Any
+    engine: Engine, reconciler: Reconciler, given: Given, clock: Clock
 ) -> None:
     failed = await given.backing_off(delay_ms=5_000)
     await clock.advance(seconds=6)
@@ -86,8 +79,8 @@ async def test_a_retry_becomes_claimable_after_its_backoff(
     assert (retried.attempt_type, retried.attempt_index) == (AttemptType.RETRY, 1)
 
 
-async def test_an_attempt_that_takes_too_long_is_retried(
-    engine: Engine, reconciler: Reconciler, given: Any, clock: Any, rows: Any
+async def test_an_attempt_past_its_timeout_is_retried(
+    engine: Engine, reconciler: Reconciler, given: Given, clock: Clock, rows: Rows
 ) -> None:
     policy = {"timeout_policy": {"attempt_timeout_ms": 10_000}, **RETRIED_ONCE}
     handle = await given.claimed(policy=policy)
@@ -101,8 +94,8 @@ async def test_an_attempt_that_takes_too_long_is_retried(
         await engine.complete(handle, b"late")
 
 
-async def test_an_attempt_that_takes_too_long_with_no_retry_left_expires(
-    engine: Engine, reconciler: Reconciler, given: Any, clock: Any, rows: Any
+async def test_an_attempt_past_its_timeout_without_retries_left_expires(
+    engine: Engine, reconciler: Reconciler, given: Given, clock: Clock, rows: Rows
 ) -> None:
     handle = await given.claimed(policy={"timeout_policy": {"attempt_timeout_ms": 10_000}})
     await clock.advance(seconds=11)
@@ -112,8 +105,8 @@ async def test_an_attempt_that_takes_too_long_with_no_retry_left_expires(
     assert row["completed_at"] is not None
 
 
-async def test_a_lost_attempt_times_out_too(
-    engine: Engine, reconciler: Reconciler, given: Any, clock: Any, rows: Any
+async def test_an_attempt_that_lost_its_lease_times_out_too(
+    engine: Engine, reconciler: Reconciler, given: Given, clock: Clock, rows: Rows
 ) -> None:
     policy = {"timeout_policy": {"attempt_timeout_ms": 60_000}}
     lost = await given.reclaimable(policy=policy, lease_ttl_ms=10_000)
@@ -124,39 +117,37 @@ async def test_a_lost_attempt_times_out_too(
     assert attempt["attempt_state"] == "ended_failure"
 
 
-@pytest.mark.parametrize("phase", ["waiting", "delayed", "active", "lost", "backing_off"])
 async def test_a_deadline_ends_an_execution_in_any_phase(
-    engine: Engine, reconciler: Reconciler, given: Any, clock: Any, rows: Any, phase: str
+    engine: Engine, reconciler: Reconciler, given: Given, clock: Clock, rows: Rows, subtests: pytest.Subtests
 ) -> None:
-    deadline = await clock.now() + 100_000
-    match phase:
-        case "waiting":
-            execution_id = await given.created(execution_deadline_at=deadline)
-        case "delayed":
-            execution_id = await given.delayed(seconds=DAY, execution_deadline_at=deadline)
-        case "active":
-            held = await given.claimed(lease_ttl_ms=DAY * 1000, execution_deadline_at=deadline)
-            execution_id = held.execution_id
-        case "lost":
-            execution_id = (await given.reclaimable(execution_deadline_at=deadline)).execution_id
-        case _:
-            execution_id = (await given.backing_off(delay_ms=DAY * 1000, execution_deadline_at=deadline)).execution_id
+    deadline = {"execution_deadline_at": await clock.now() + 100_000}
+    lost = await given.reclaimable(lane_id="lost", **deadline)
+    held = await given.claimed(lane_id="held", lease_ttl_ms=DAY * 1000, **deadline)
+    backing_off = await given.backing_off(lane_id="retry", delay_ms=DAY * 1000, **deadline)
+    phases = {
+        "waiting": await given.created(**deadline),
+        "delayed": await given.delayed(seconds=DAY, **deadline),
+        "active": held.execution_id,
+        "lost": lost.execution_id,
+        "backing_off": backing_off.execution_id,
+    }
+    await clock.advance(seconds=30)
+    await reconciler.catch_up()
+    for execution_id in phases.values():
+        assert await engine.read_execution_state(execution_id) is not PublicState.EXPIRED
     await clock.advance(seconds=60)
     await reconciler.catch_up()
-    assert await engine.read_execution_state(execution_id) is not PublicState.EXPIRED
-    await clock.advance(seconds=60)
-    await reconciler.catch_up()
-    row = await rows.execution(execution_id)
-    assert (row["public_state"], row["failure_reason"]) == ("expired", "execution_deadline")
-    assert (row["ownership_state"], row["lease_id"], row["lease_expires_at"]) == ("unowned", None, None)
-    assert await rows.timers(execution_id) == {}
-    endings = [event for event in await rows.events(execution_id) if event["outcome"] is not None]
-    assert len(endings) == 1
-    held_lease = phase == "active"
-    assert endings[0]["kind"] == ("released" if held_lease else "ended")
+    for phase, execution_id in phases.items():
+        with subtests.test(phase):
+            row = await rows.execution(execution_id)
+            assert (row["public_state"], row["failure_reason"]) == ("expired", "execution_deadline")
+            assert (row["ownership_state"], row["lease_id"], row["lease_expires_at"]) == ("unowned", None, None)
+            assert await rows.timers(execution_id) == {}
+            endings = [event for event in await rows.events(execution_id) if event["outcome"] is not None]
+            assert [event["kind"] for event in endings] == ["released" if phase == "active" else "ended"]
 
 
-async def test_a_deadline_is_not_retried(reconciler: Reconciler, engine: Engine, given: Any, clock: Any) -> None:
+async def test_a_deadline_is_not_retried(reconciler: Reconciler, engine: Engine, given: Given, clock: Clock) -> None:
     policy = {"timeout_policy": {"attempt_timeout_ms": 5_000, "execution_deadline_ms": 10_000}, **RETRIED_ONCE}
     handle = await given.claimed(policy=policy)
     await clock.advance(seconds=11)
@@ -164,8 +155,8 @@ async def test_a_deadline_is_not_retried(reconciler: Reconciler, engine: Engine,
     assert await engine.read_execution_state(handle.execution_id) is PublicState.EXPIRED
 
 
-async def test_a_policy_of_a_newer_version_counts_as_far_as_this_one_understands_it(
-    engine: Engine, reconciler: Reconciler, given: Any, clock: Any, connection: asyncpg.Connection
+async def test_a_policy_of_a_newer_version_applies_as_far_as_it_is_understood(
+    engine: Engine, reconciler: Reconciler, given: Given, clock: Clock, connection: asyncpg.Connection
 ) -> None:
     policy = {"timeout_policy": {"attempt_timeout_ms": 10_000}}
     odd = await given.claimed(policy=policy, lease_ttl_ms=DAY * 1000)
@@ -177,8 +168,8 @@ async def test_a_policy_of_a_newer_version_counts_as_far_as_this_one_understands
     assert await engine.read_execution_state(odd.execution_id) is PublicState.EXPIRED
 
 
-async def test_retention_deletes_everything_of_ended_executions_and_nothing_else(
-    engine: Engine, given: Any, clock: Any, rows: Any
+async def test_retention_deletes_all_rows_of_ended_executions_and_nothing_else(
+    engine: Engine, given: Given, clock: Clock, rows: Rows
 ) -> None:
     reconciler = Reconciler(engine, sweeps=[sweep for sweep in SWEEPS if sweep.name == "retention_trimmer"])
     belongings = ["execution", "execution_input", "execution_result", "execution_tag", "attempt", "listed", "retained"]
@@ -211,8 +202,8 @@ async def test_retention_deletes_everything_of_ended_executions_and_nothing_else
     assert reconciler.stats["retention_trimmer"].processed == len(ended)
 
 
-async def test_an_ended_execution_that_was_locked_while_others_were_trimmed_is_trimmed_by_a_whole_look(
-    engine: Engine, reconciler: Reconciler, given: Any, clock: Any, rows: Any, connection: asyncpg.Connection
+async def test_an_execution_that_was_locked_during_a_trim_is_trimmed_by_a_later_full_look(
+    engine: Engine, reconciler: Reconciler, given: Given, clock: Clock, rows: Rows, connection: asyncpg.Connection
 ) -> None:
     seconds = 1000.0
     parts_of(engine).lifecycle.store.retained_watermark._clock = lambda: seconds
@@ -231,8 +222,8 @@ async def test_an_ended_execution_that_was_locked_while_others_were_trimmed_is_t
     assert await rows.of("execution") == []
 
 
-async def test_a_trim_locks_no_batch_behind_those_it_takes(
-    engine: Engine, clock: Any, rows: Any, connection: asyncpg.Connection
+async def test_a_trim_locks_only_the_batches_it_deletes(
+    engine: Engine, clock: Clock, rows: Rows, connection: asyncpg.Connection
 ) -> None:
     for _ in range(6):
         await engine.create_many([new()] * 5)
@@ -248,7 +239,7 @@ async def test_a_trim_locks_no_batch_behind_those_it_takes(
 
 
 async def test_a_policy_decides_how_long_its_execution_is_kept(
-    reconciler: Reconciler, given: Any, clock: Any, rows: Any
+    reconciler: Reconciler, given: Given, clock: Clock, rows: Rows
 ) -> None:
     await given.completed(policy={"stream_policy": {"retention_ttl_ms": 1_000}})
     long = await given.completed(policy={"stream_policy": {"retention_ttl_ms": 2 * DAY * 1000}})
@@ -264,8 +255,8 @@ async def test_a_policy_decides_how_long_its_execution_is_kept(
     assert await rows.of("execution") == []
 
 
-async def test_an_idempotency_key_is_forgotten_when_its_time_is_up(
-    reconciler: Reconciler, given: Any, clock: Any, rows: Any
+async def test_an_expired_idempotency_key_is_deleted(
+    reconciler: Reconciler, given: Given, clock: Clock, rows: Rows
 ) -> None:
     await given.created(idempotency_key="short", policy={"dedup_window_ms": 1_000})
     await given.created(idempotency_key="long")
@@ -277,8 +268,8 @@ async def test_an_idempotency_key_is_forgotten_when_its_time_is_up(
     assert str(entry["subject_id"]) == again[-36:]
 
 
-async def test_a_worker_nobody_hears_of_leaves_the_registry_with_one_event(
-    engine: Engine, reconciler: Reconciler, given: Any, clock: Any, rows: Any
+async def test_an_expired_worker_is_removed_from_the_registry_with_one_event(
+    engine: Engine, reconciler: Reconciler, given: Given, clock: Clock, rows: Rows
 ) -> None:
     await given.registered(worker_instance_id="silent", liveness_ttl_ms=10_000)
     await given.registered(worker_instance_id="alive", liveness_ttl_ms=60_000)
@@ -290,8 +281,8 @@ async def test_a_worker_nobody_hears_of_leaves_the_registry_with_one_event(
     assert isinstance(await engine.heartbeat_worker(worker_instance_id="alive", namespace="tests"), Refreshed)
 
 
-async def test_the_history_of_the_registry_ends_with_the_age_of_the_feed(
-    reconciler: Reconciler, given: Any, clock: Any, rows: Any
+async def test_worker_events_older_than_the_feed_are_deleted(
+    reconciler: Reconciler, given: Given, clock: Clock, rows: Rows
 ) -> None:
     await given.registered(worker_instance_id="old", liveness_ttl_ms=1_000)
     await clock.advance(seconds=DAY + 1)
@@ -301,7 +292,7 @@ async def test_the_history_of_the_registry_ends_with_the_age_of_the_feed(
     assert kept == [("new", "registered"), ("old", "ttl_swept")]
 
 
-async def test_nothing_due_changes_nothing(reconciler: Reconciler, given: Any, rows: Any) -> None:
+async def test_a_sweep_without_due_work_changes_nothing(reconciler: Reconciler, given: Given, rows: Rows) -> None:
     await given.completed()
     await given.delayed()
     await given.created()

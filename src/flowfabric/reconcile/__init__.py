@@ -1,1 +1,1 @@
-"""What the engine does by itself, and the one loop that does it."""
+"""The background work of the engine: sweeps and the loop that runs them."""

@@ -1,4 +1,4 @@
-"""What is due of everything the engine does by itself, found by one statement."""
+"""Find out with one statement which sweeps have work."""
 
 import time
 from collections.abc import Sequence
@@ -15,12 +15,12 @@ SQL = statements_beside(__file__)
 
 SAMPLE = 1000
 AHEAD_MS = 2_000
-"""How far a look goes ahead to see when the next timer runs out."""
+"""How far ahead `read_due` searches for the next timer."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Due:
-    """What waits for a sweep, and in how many milliseconds the next timer runs out if that is soon."""
+    """The work that waits for each sweep, and the milliseconds until the next timer if it is within AHEAD_MS."""
 
     expired_claims: int
     elapsed_delays: int
@@ -37,7 +37,7 @@ class Due:
 
 
 async def read_due(store: Store, quarantines: Sequence[Quarantine]) -> Due:
-    """What is due; what sweeps leave out for now must not hide the rest."""
+    """Read what is due. The sample grows by the quarantined ids, so that they cannot hide other work."""
     due_since, retained_since = store.due_watermark.look(), store.retained_watermark.look()
 
     def looked(seconds: float) -> None:
@@ -58,7 +58,7 @@ async def read_due(store: Store, quarantines: Sequence[Quarantine]) -> Due:
         )
     except TransportError as fault:
         if fault.kind is TransportKind.TIMEOUT and not fault.outcome_unknown:
-            # The server gave up on it: only a look from the watermark can succeed now.
+            # The statement timed out: record how long it took, so that the next look starts from the watermark.
             looked(time.monotonic() - began)
         raise
     looked(row["took_ms"] / 1000)
@@ -66,7 +66,7 @@ async def read_due(store: Store, quarantines: Sequence[Quarantine]) -> Due:
     if not row["has_retained"]:
         store.retained_watermark.reach(row["now"])
     elif retained_since == 0:
-        # What a whole look has found may lie before the watermark, where a trim begins.
+        # A look at everything may have found entries before the watermark: trim from the start.
         store.retained_watermark.reach(0)
     return Due(
         expired_claims=row["expired_claims"],

@@ -1,6 +1,6 @@
 -- name: read_due
--- What waits for a sweep: how many timers of each kind are due among the oldest :sample after :due_since, the oldest of all,
--- when the next is due within :ahead_ms, and how long the server took to find out.
+-- The work that waits for each sweep: the number of due timers of each kind among the oldest :sample after :due_since, the
+-- oldest due time, the time of the next timer if it is within :ahead_ms, and how long this statement took.
 with clock as materialized (select ff_now() as now),
 due as materialized (
   select k.kind, t.due_at

@@ -1,4 +1,4 @@
-"""The loop of the sweeps: asks once what is due, runs those that have work, and sleeps until more is due."""
+"""The background loop: find out what is due, run the sweeps that have work, sleep until more is due."""
 
 import asyncio
 import logging
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 OnTick = Callable[[Exception | None, float], None]
-"""Takes the fault of the store that a tick met, or None, and when the tick began by the monotonic clock."""
+"""Called after each tick with the store fault it met, or None, and its start by the monotonic clock."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -36,12 +36,12 @@ class SweepStats:
 
     @property
     def lag_seconds(self) -> float:
-        """For how long something has been waiting for this sweep, as far as this process has seen."""
+        """How long work has been waiting for this sweep, as seen by this process."""
         return 0.0 if self.due_since is None else time.monotonic() - self.due_since
 
 
-class _Duty:
-    """A sweep with its place in time."""
+class _ScheduledSweep:
+    """A sweep and when it runs next."""
 
     __slots__ = ("behind_since", "every", "failures", "not_before", "stats", "sweep")
 
@@ -51,29 +51,29 @@ class _Duty:
         self.stats = SweepStats()
         self.not_before = 0.0
         self.behind_since: float | None = None
-        """When its first full batch of several in a row began."""
+        """The start of the first batch of the current run of full batches."""
         self.failures = 0
 
     @property
     def is_behind(self) -> bool:
-        """Whether another batch follows its last one."""
+        """Whether its last batch was full, so that another follows."""
         return self.behind_since is not None
 
 
 class Reconciler:
-    """Does what is due while its block runs; any number of processes may run one on the same store.
+    """Runs due sweeps while its `async with` block is active; any number of processes may run one on the same store.
 
-    A sweep that fails is logged, counted and tried again; after three failures in a row it is left alone for ten of
-    its intervals. A store that cannot be reached is asked again after a growing pause.
+    A sweep that fails is logged, counted and retried; after three failures in a row it is skipped for ten of its
+    intervals. If the store is unreachable, the loop retries with growing pauses.
     """
 
     IDLE_SECONDS = 2.0
-    """The pause of a loop that has nothing to do and sees no timer near: a look sees the timers of as long ahead."""
-    LEAST_SECONDS = 0.02
+    """The pause when nothing is due. `read_due` sees timers at least this far ahead."""
+    MIN_PAUSE_SECONDS = 0.02
     LOOK_SHARE = 10
-    """The least time between two looks while batches are full, as a multiple of what a look takes."""
+    """The minimum time between two looks while batches are full, as a multiple of the duration of a look."""
     GENTLE_SECONDS = 10.0
-    """How long full batches of a gentle sweep may follow each other before it rests no more."""
+    """How long a gentle sweep pauses between full batches before it stops pausing."""
     FAULT_SECONDS = (0.2, 5.0)
     RESTART_SECONDS = 5.0
     SHUTDOWN_SECONDS = 3.0
@@ -82,8 +82,8 @@ class Reconciler:
         self._parts = parts_of(engine)
         self._on_tick = on_tick or self._log_outage
         self._outage_since: float | None = None
-        self._duties = [_Duty(sweep, sweep.every(engine.settings).total_seconds()) for sweep in sweeps]
-        timed = [duty.every for duty in self._duties if duty.sweep.is_woken_by_timers]
+        self._sweeps = [_ScheduledSweep(sweep, sweep.every(engine.settings).total_seconds()) for sweep in sweeps]
+        timed = [scheduled.every for scheduled in self._sweeps if scheduled.sweep.is_woken_by_timers]
         self._shortest = min([self.IDLE_SECONDS, *timed])
         self._look_at = 0.0
         self._is_stopping = False
@@ -91,8 +91,8 @@ class Reconciler:
 
     @property
     def stats(self) -> Mapping[str, SweepStats]:
-        """What each sweep has done so far, by its name."""
-        return MappingProxyType({duty.sweep.name: duty.stats for duty in self._duties})
+        """The statistics of each sweep, by name."""
+        return MappingProxyType({scheduled.sweep.name: scheduled.stats for scheduled in self._sweeps})
 
     async def _read_due(self) -> Due:
         parts = self._parts
@@ -100,9 +100,9 @@ class Reconciler:
         return await read_due(parts.store, [sweep.quarantine for sweep in sweeps])
 
     async def __aenter__(self) -> Self:
-        """Begin; the partitions that events are written to are there when this returns."""
+        """Start the loop and wait for its first tick, which creates the event partitions."""
         first = asyncio.Event()
-        self._task = asyncio.create_task(self._keep_going(first), name="reconciler")
+        self._task = asyncio.create_task(self._run_forever(first), name="reconciler")
         try:
             await first.wait()
         except BaseException:
@@ -113,11 +113,11 @@ class Reconciler:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Stop after the sweep under way, at the latest after three seconds."""
+        """Stop after the running sweep, at the latest after SHUTDOWN_SECONDS."""
         await self.stop()
 
     async def stop(self) -> None:
-        """Stop after the sweep under way, at the latest after three seconds; what it has not committed is undone."""
+        """Stop after the running sweep, at the latest after SHUTDOWN_SECONDS; uncommitted work is rolled back."""
         self._is_stopping = True
         self._parts.catch_up.is_swept = False
         self._parts.wakeups.timer_event.set()
@@ -128,30 +128,30 @@ class Reconciler:
             await asyncio.gather(task, return_exceptions=True)
 
     async def catch_up(self) -> int:
-        """Do all that is due by now, whatever the intervals; answers how many items there were."""
+        """Process everything that is due now, regardless of intervals; return the number of items."""
         total = 0
         while True:
             due = await self._read_due()
             processed, is_behind = 0, False
-            for duty in self._duties:
-                if duty.sweep.is_due(due):
-                    processed += await self._run(duty)
-                    is_behind = is_behind or duty.is_behind
+            for scheduled in self._sweeps:
+                if scheduled.sweep.is_due(due):
+                    processed += await self._run(scheduled)
+                    is_behind = is_behind or scheduled.is_behind
             if not processed and not is_behind:
                 return total
             total += processed
 
-    async def _keep_going(self, first: asyncio.Event) -> None:
+    async def _run_forever(self, first: asyncio.Event) -> None:
         while not self._is_stopping:
             try:
-                await self._go(first)
+                await self._run_ticks(first)
             except Exception:
-                logger.exception("the reconciler failed and starts again in %s s", self.RESTART_SECONDS)
+                logger.exception("the reconciler failed and restarts in %s s", self.RESTART_SECONDS)
                 self._parts.catch_up.is_swept = False
                 first.set()
                 await self._wait(self.RESTART_SECONDS)
 
-    async def _go(self, first: asyncio.Event) -> None:
+    async def _run_ticks(self, first: asyncio.Event) -> None:
         faults = pauses(*self.FAULT_SECONDS)
         while not self._is_stopping:
             began = time.monotonic()
@@ -170,90 +170,92 @@ class Reconciler:
     def _log_outage(self, fault: Exception | None, began: float) -> None:
         if fault is not None and self._outage_since is None:
             self._outage_since = began
-            logger.warning("the store is unavailable to the reconciler, which tries again: %s", fault)
+            logger.warning("the reconciler cannot reach the store and retries: %s", fault)
         elif fault is None and self._outage_since is not None:
             seconds = time.monotonic() - self._outage_since
-            logger.warning("the store is available to the reconciler again after %.1f s", seconds)
+            logger.warning("the reconciler reached the store again after %.1f s", seconds)
             self._outage_since = None
 
     async def _tick(self) -> float:
-        """One look and one batch of everything that is due; answers the pause until the next tick."""
+        """Read what is due and run one batch of each due sweep; return the pause until the next tick."""
         wakeups = self._parts.wakeups
         now = time.monotonic()
-        behind = [duty for duty in self._duties if duty.is_behind and now >= duty.not_before]
+        behind = [scheduled for scheduled in self._sweeps if scheduled.is_behind and now >= scheduled.not_before]
         if behind and now < min(self._look_at, wakeups.next_timer):
-            return self._pause(sum([await self._try(duty) for duty in behind]), None)
-        # A timer set before this is in what is read now; one set from now on shortens the pause.
+            return self._pause(sum([await self._run_safely(scheduled) for scheduled in behind]), None)
+        # The read below sees timers set before this point; timers set after it shorten the pause.
         wakeups.next_timer = float("inf")
         wakeups.timer_event.clear()
         due = await self._read_due()
         ended = time.monotonic()
         self._look_at = ended + min(self._shortest, self.LOOK_SHARE * (ended - now))
         processed = 0
-        for duty in self._duties:
-            if not duty.sweep.is_due(due):
-                duty.behind_since = None
-                duty.stats.due_since = None
-            elif time.monotonic() >= duty.not_before and not self._is_stopping:
-                processed += await self._try(duty)
-            elif duty.stats.due_since is None:
-                duty.stats.due_since = time.monotonic()
+        for scheduled in self._sweeps:
+            if not scheduled.sweep.is_due(due):
+                scheduled.behind_since = None
+                scheduled.stats.due_since = None
+            elif time.monotonic() >= scheduled.not_before and not self._is_stopping:
+                processed += await self._run_safely(scheduled)
+            elif scheduled.stats.due_since is None:
+                scheduled.stats.due_since = time.monotonic()
         self._parts.catch_up.is_swept = not self._is_stopping and all(
-            duty.failures == 0 for duty in self._duties if duty.sweep.is_woken_by_timers
+            scheduled.failures == 0 for scheduled in self._sweeps if scheduled.sweep.is_woken_by_timers
         )
         return self._pause(processed, due.next_due_in_ms)
 
     def _pause(self, processed: int, next_due_in_ms: int | None) -> float:
-        # Where timers run out, others are likely that another process sets meanwhile.
+        # While timers are due, other processes are likely to set more.
         pause = self._shortest if processed else self.IDLE_SECONDS
         if next_due_in_ms is not None:
             pause = min(self._shortest, next_due_in_ms / 1000)
         now = time.monotonic()
-        return max(self.LEAST_SECONDS, min([pause, *(d.not_before - now for d in self._duties if d.is_behind)]))
+        return max(self.MIN_PAUSE_SECONDS, min([pause, *(d.not_before - now for d in self._sweeps if d.is_behind)]))
 
-    async def _try(self, duty: _Duty) -> int:
-        """Run one batch; an error is counted, and raised only when it is the store that is out of reach."""
+    async def _run_safely(self, scheduled: _ScheduledSweep) -> int:
+        """Run one batch and count an error; raise it only if the store is unreachable."""
         try:
-            return await self._run(duty)
+            return await self._run(scheduled)
         except Exception as error:
-            duty.behind_since = None
-            duty.failures += 1
-            duty.stats.errors += 1
-            duty.stats.last_error = str(error)
-            duty.not_before = time.monotonic() + pause_after(duty.failures, duty.every)
+            scheduled.behind_since = None
+            scheduled.failures += 1
+            scheduled.stats.errors += 1
+            scheduled.stats.last_error = str(error)
+            scheduled.not_before = time.monotonic() + pause_after(scheduled.failures, scheduled.every)
             if isinstance(error, TransportError) and error.retryable:
                 raise
-            pause = duty.not_before - time.monotonic()
-            text = "sweep %s failed and is tried again in %.1f s (failure %d in a row): %s"
-            logger.warning(text, duty.sweep.name, pause, duty.failures, error, exc_info=duty.failures == 1)
+            pause = scheduled.not_before - time.monotonic()
+            text = "sweep %s failed and is retried in %.1f s (failure %d in a row): %s"
+            logger.warning(
+                text, scheduled.sweep.name, pause, scheduled.failures, error, exc_info=scheduled.failures == 1
+            )
             return 0
 
-    async def _run(self, duty: _Duty) -> int:
+    async def _run(self, scheduled: _ScheduledSweep) -> int:
         began = time.monotonic()
-        stats = duty.stats
+        stats = scheduled.stats
         if stats.due_since is None:
             stats.due_since = began
-        processed, is_full, _ = await duty.sweep.run_batch(self._parts)
+        processed, is_full, _ = await scheduled.sweep.run_batch(self._parts)
         ended = time.monotonic()
-        duty.failures = 0
+        scheduled.failures = 0
         if is_full:
-            duty.behind_since = began if duty.behind_since is None else duty.behind_since
-            rests = duty.sweep.is_gentle and ended - duty.behind_since < self.GENTLE_SECONDS
-            duty.not_before = ended + (ended - began if rests else 0.0)
+            scheduled.behind_since = began if scheduled.behind_since is None else scheduled.behind_since
+            rests = scheduled.sweep.is_gentle and ended - scheduled.behind_since < self.GENTLE_SECONDS
+            scheduled.not_before = ended + (ended - began if rests else 0.0)
         else:
-            duty.behind_since = None
+            scheduled.behind_since = None
             stats.due_since = None
-            duty.not_before = 0.0 if duty.sweep.is_woken_by_timers else ended + duty.every
+            scheduled.not_before = 0.0 if scheduled.sweep.is_woken_by_timers else ended + scheduled.every
         stats.cycles += 1
         stats.processed += processed
         stats.seconds += ended - began
         return processed
 
     async def _wait(self, seconds: float) -> None:
-        """Sleep so long, less when a timer of this process runs out sooner or the loop is to stop."""
+        """Sleep; wake up early for a timer of this process or to stop."""
         wakeups = self._parts.wakeups
         now = time.monotonic()
-        least, until = now + self.LEAST_SECONDS, now + seconds
+        least, until = now + self.MIN_PAUSE_SECONDS, now + seconds
         while not self._is_stopping:
             left = min(until, max(least, wakeups.next_timer)) - time.monotonic()
             if left <= 0:

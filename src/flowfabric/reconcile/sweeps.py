@@ -1,4 +1,4 @@
-"""The table of sweeps: what the engine does by itself, how often, and what tells that it is due."""
+"""The table of sweeps: what runs in the background, how often, and when it is due."""
 
 from collections.abc import Awaitable, Callable
 from dataclasses import KW_ONLY, dataclass
@@ -17,29 +17,30 @@ from flowfabric.settings import Settings
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """One thing the engine does by itself, in batches that any number of processes may share."""
+    """A background job that runs in batches; any number of processes may run it at the same time."""
 
     name: str
     run: Callable[[Parts], Awaitable[int | SweepResult]]
-    """Does one batch and returns how many items are done; rows held elsewhere are left for the next one."""
+    """Processes one batch and returns the number of items; rows locked by another session are left for the next one."""
     _: KW_ONLY
     every: Callable[[Settings], timedelta]
-    """The pause between two passes; of a sweep woken by timers, the pause of the loop where timers run out.
+    """The pause between two passes.
 
-    The loop is one for all of them, so the shortest counts; each has its own again after a failure.
+    For sweeps woken by timers it is the pause of the loop while timers are due. They share one loop, so the shortest
+    pause applies; after a failure each sweep waits for its own.
     """
     batch: int
-    """So many items make a full batch, unless `run` says itself whether it was: another follows without a pause."""
+    """The size of a full batch, after which another follows without a pause, unless `run` returns a SweepResult."""
     is_due: Callable[[Due], bool]
     is_woken_by_timers: bool = False
-    """Runs before its time when a lease, delay, timeout or deadline runs out: known from the due index, a delay of this
-    process at once."""
+    """Whether it runs as soon as a lease, delay, timeout or deadline is due instead of after `every`. The loop sees
+    timers in the due index, and delays set by this process at once."""
     is_gentle: bool = False
-    """Rests after a full batch for as long as it took, so that live work keeps half of the machine; after ten seconds
-    of full batches no more, as what it deletes would otherwise grow without end."""
+    """Whether it pauses after a full batch for as long as the batch took, to leave half of the machine to live work.
+    After ten seconds of full batches it stops pausing; otherwise the rows to delete could grow without bound."""
 
     async def run_batch(self, parts: Parts) -> SweepResult:
-        """Do one batch."""
+        """Process one batch."""
         swept = await self.run(parts)
         return swept if isinstance(swept, SweepResult) else SweepResult(swept, is_full=swept >= self.batch)
 
@@ -167,4 +168,4 @@ SWEEPS = (
         is_gentle=True,
     ),
 )
-"""In the order they run in: what frees work first, what only frees space last."""
+"""In the order they run: sweeps that make work claimable first, sweeps that only free space last."""

@@ -1,4 +1,4 @@
-"""Reading one execution whole and in part: snapshot, context, counters, fields, attempts."""
+"""Reads of one execution: snapshot, context, counters, fields, attempts."""
 
 from typing import Any
 from uuid import uuid4
@@ -6,6 +6,8 @@ from uuid import uuid4
 import asyncpg
 import pytest
 
+from conftest import Given, Rows
+from engine.conftest import StandingClock
 from engine.state import claim, refused
 from engine.waits import args, suspended
 from flowfabric.engine.engine import Engine
@@ -18,7 +20,7 @@ from flowfabric.model.states import AttemptLifecycle, AttemptType, BlockingReaso
 ABSENT = f"{{fp:1}}:{uuid4()}"
 
 
-async def test_the_snapshot_of_a_new_execution(engine: Engine, given: Any, clock: Any) -> None:
+async def test_the_snapshot_of_a_new_execution(engine: Engine, given: Given, clock: StandingClock) -> None:
     now = await clock.now()
     execution_id = await given.created(namespace="tenant", lane_id="lane", tags={"a.b": "1"})
     assert await engine.describe_execution(execution_id) == ExecutionSnapshot(
@@ -39,7 +41,9 @@ async def test_the_snapshot_of_a_new_execution(engine: Engine, given: Any, clock
     )
 
 
-async def test_a_running_execution_shows_its_attempt_and_its_lease(engine: Engine, given: Any, clock: Any) -> None:
+async def test_a_running_execution_shows_its_attempt_and_its_lease(
+    engine: Engine, given: Given, clock: StandingClock
+) -> None:
     run = await given.run(lease_ttl_ms=5_000)
     now = await clock.advance(seconds=1)
     lease = CurrentLease(
@@ -62,7 +66,7 @@ async def test_a_running_execution_shows_its_attempt_and_its_lease(engine: Engin
     assert found.last_mutation_at == now
 
 
-async def test_a_lost_lease_is_shown_until_it_is_taken_over(engine: Engine, given: Any) -> None:
+async def test_a_lost_lease_is_shown_until_it_is_taken_over(engine: Engine, given: Given) -> None:
     handle = await given.reclaimable()
     found = await engine.describe_execution(handle.execution_id)
     assert found is not None
@@ -72,7 +76,7 @@ async def test_a_lost_lease_is_shown_until_it_is_taken_over(engine: Engine, give
     assert found.blocking_detail == "lease expired, awaiting reclaim"
 
 
-async def test_what_has_ended_keeps_its_attempt_and_has_no_lease(engine: Engine, given: Any) -> None:
+async def test_an_ended_execution_keeps_its_attempt_and_has_no_lease(engine: Engine, given: Given) -> None:
     for ended in (await given.completed(), await given.failed()):
         found = await engine.describe_execution(ended)
         assert found is not None
@@ -85,7 +89,7 @@ async def test_what_has_ended_keeps_its_attempt_and_has_no_lease(engine: Engine,
     assert found.blocking_detail is not None
 
 
-async def test_an_absent_execution_reads_as_nothing_or_as_a_mistake(engine: Engine, rows: Any) -> None:
+async def test_an_unknown_execution_reads_as_none_or_is_refused(engine: Engine, rows: Rows) -> None:
     async with rows.unchanged():
         assert await engine.describe_execution(ABSENT) is None
         assert await engine.resolve_execution_flow_id(ABSENT) is None
@@ -96,10 +100,10 @@ async def test_an_absent_execution_reads_as_nothing_or_as_a_mistake(engine: Engi
             "priority": None,
         }
         for read in (engine.read_execution_context, engine.read_current_attempt_index, engine.read_total_attempt_count):
-            await refused(read(ABSENT), "invalid_input", "no execution")
+            await refused(read(ABSENT), "invalid_input", "does not exist")
 
 
-async def test_what_is_no_id_is_refused_by_every_read(engine: Engine) -> None:
+async def test_every_read_refuses_a_malformed_id(engine: Engine) -> None:
     for wrong, detail in (
         (str(uuid4()), "MissingTag"),
         ("{fp:1}:x", "InvalidUuid"),
@@ -118,7 +122,7 @@ async def test_what_is_no_id_is_refused_by_every_read(engine: Engine) -> None:
         await refused(engine.read_exec_core_fields(wrong, ["namespace"]), "invalid_input", detail)
 
 
-async def test_the_context_is_what_was_submitted(engine: Engine, given: Any) -> None:
+async def test_the_context_holds_what_was_submitted(engine: Engine, given: Given) -> None:
     execution_id = await given.created(input_payload=b"\0\xff", execution_kind="resize", tags={"a.b": "1"})
     assert await engine.read_execution_context(execution_id) == ExecutionContext(
         input_payload=b"\0\xff", execution_kind="resize", tags={"a.b": "1"}
@@ -126,7 +130,7 @@ async def test_the_context_is_what_was_submitted(engine: Engine, given: Any) -> 
     assert (await engine.read_execution_context(await given.created())).tags == {}
 
 
-async def test_the_pointer_and_the_count_of_attempts_are_read_apart(engine: Engine, given: Any, clock: Any) -> None:
+async def test_the_index_and_the_count_of_attempts_differ(engine: Engine, given: Given, clock: StandingClock) -> None:
     execution_id = await given.created(policy={"retry_policy": {"backoff": {"type": "fixed", "delay_ms": 10}}})
 
     async def counters() -> tuple[int, int]:
@@ -146,7 +150,7 @@ async def test_the_pointer_and_the_count_of_attempts_are_read_apart(engine: Engi
 
 
 async def test_the_namespace_and_the_flow_of_an_execution(
-    engine: Engine, given: Any, connection: asyncpg.Connection
+    engine: Engine, given: Given, connection: asyncpg.Connection
 ) -> None:
     execution_id = await given.created(namespace="tenant")
     assert await engine.get_execution_namespace(execution_id) == "tenant"
@@ -159,7 +163,7 @@ async def test_the_namespace_and_the_flow_of_an_execution(
     assert found.flow_id == flow_id
 
 
-async def test_fields_are_read_by_name_as_texts(engine: Engine, given: Any, clock: Any) -> None:
+async def test_fields_are_read_by_name_as_text(engine: Engine, given: Given, clock: StandingClock) -> None:
     now = await clock.now()
     run = await given.run(
         priority=7,
@@ -199,7 +203,9 @@ async def test_fields_are_read_by_name_as_texts(engine: Engine, given: Any, cloc
     assert await engine.read_exec_core_fields(run.execution_id, []) == {}
 
 
-async def test_the_lineage_is_pending_until_it_is_claimed(engine: Engine, given: Any, clock: Any) -> None:
+async def test_the_lineage_of_a_retry_is_pending_until_it_is_claimed(
+    engine: Engine, given: Given, clock: StandingClock
+) -> None:
     handle = await given.backing_off(delay_ms=10)
     names = [
         "pending_retry_reason",
@@ -224,7 +230,9 @@ async def test_the_lineage_is_pending_until_it_is_claimed(engine: Engine, given:
 PROGRESS = ("progress_pct", "progress_message", "progress_updated_at", "failure_reason")
 
 
-async def test_progress_and_failure_are_those_of_the_latest_attempt(engine: Engine, given: Any, clock: Any) -> None:
+async def test_progress_and_failure_are_those_of_the_latest_attempt(
+    engine: Engine, given: Given, clock: StandingClock
+) -> None:
     async def shown() -> list[str | None]:
         return list((await engine.read_exec_core_fields(execution_id, PROGRESS)).values())
 
@@ -239,7 +247,7 @@ async def test_progress_and_failure_are_those_of_the_latest_attempt(engine: Engi
     await clock.advance(seconds=1)
     second = await given.claim()
     assert await shown() == [None, None, None, None]
-    # Put aside before it reported anything, it has nothing to report when it goes on.
+    # Delayed before it reported progress, it has none after it resumes.
     await engine.delay(second.handle, 0)
     assert await shown() == [None, None, None, None]
     await engine.promote_delayed(execution_id=execution_id)
@@ -262,8 +270,8 @@ async def test_progress_and_failure_are_those_of_the_latest_attempt(engine: Engi
     assert await shown() == [None, None, None, None]
 
 
-async def test_what_a_suspend_left_is_shown_to_the_run_that_goes_on_and_not_to_another_attempt(
-    engine: Engine, given: Any, clock: Any
+async def test_the_continuation_pointer_is_shown_to_the_resumed_run_and_not_to_another_attempt(
+    engine: Engine, given: Given, clock: StandingClock
 ) -> None:
     async def left() -> str | None:
         found = await engine.describe_execution(run.execution_id)
@@ -282,15 +290,17 @@ async def test_what_a_suspend_left_is_shown_to_the_run_that_goes_on_and_not_to_a
     assert await left() is None
 
 
-async def test_an_unknown_field_is_refused(engine: Engine, given: Any, rows: Any) -> None:
+async def test_an_unknown_field_is_refused(engine: Engine, given: Given, rows: Rows) -> None:
     execution_id = await given.created()
+    wrong: list[Any] = ["place", "", "Namespace", 5]
     async with rows.unchanged():
-        for name in ("place", "", "Namespace", 5):
-            await refused(engine.read_exec_core_fields(execution_id, ["namespace", name]), "invalid_input", "no field")  # type: ignore[list-item]
+        for name in wrong:
+            call = engine.read_exec_core_fields(execution_id, ["namespace", name])
+            await refused(call, "invalid_input", "unknown field")
         await refused(engine.read_exec_core_fields(execution_id, "namespace"), "invalid_input", "names")
 
 
-async def test_attempts_are_listed_with_the_running_one(engine: Engine, given: Any, clock: Any) -> None:
+async def test_attempts_are_listed_with_the_running_one(engine: Engine, given: Given, clock: StandingClock) -> None:
     retry = {"retry_policy": {"backoff": {"type": "fixed", "delay_ms": 10}}}
     execution_id = await given.created(policy=retry)
     started = await clock.advance(seconds=1)
@@ -299,7 +309,7 @@ async def test_attempts_are_listed_with_the_running_one(engine: Engine, given: A
     await engine.fail(first.handle, reason="busy", classification="timeout")
     await clock.advance(seconds=1)
     second = await given.claim(lease_ttl_ms=1_000, worker="other")
-    lapsed = await clock.advance(seconds=2)
+    expired = await clock.advance(seconds=2)
     (third,) = await claim(engine)
     one, two, three = await engine.list_attempts(execution_id)
     assert (one.attempt_id, one.attempt_type, one.attempt_state) == (
@@ -312,7 +322,7 @@ async def test_attempts_are_listed_with_the_running_one(engine: Engine, given: A
     assert (two.attempt_type, two.attempt_state, two.ended_at) == (
         AttemptType.RETRY,
         AttemptLifecycle.INTERRUPTED_RECLAIMED,
-        lapsed,
+        expired,
     )
     assert (two.retry_reason, two.previous_attempt_index, two.worker_id) == ("busy", 0, "other")
     assert (two.lease_id, two.failure_reason) == (second.lease_id, "lease_lease_expired_reclaimable")
@@ -327,7 +337,7 @@ async def test_attempts_are_listed_with_the_running_one(engine: Engine, given: A
     assert (three.usage, three.replayed_from_attempt_index, three.suspension_id) == ({}, None, None)
 
 
-async def test_a_parked_attempt_is_one_attempt(engine: Engine, given: Any, clock: Any) -> None:
+async def test_a_delayed_and_resumed_attempt_is_one_attempt(engine: Engine, given: Given, clock: StandingClock) -> None:
     run = await given.run()
     parked = await clock.advance(seconds=1)
     await engine.delay(run.handle, parked + 10)
@@ -348,61 +358,49 @@ async def test_a_parked_attempt_is_one_attempt(engine: Engine, given: Any, clock
     assert attempt.attempt_id == run.attempt_id
 
 
-# Corruption is told, never read over.
+# Corrupt rows are reported.
 
 CORRUPT = {
-    "attempt_index": "update execution set attempt_count = 0",
-    "lease_epoch": "update execution set lease_epoch = 0",
-    "lease_id": "update execution set lease_id = null",
-    "created_at": "alter table execution alter created_at drop not null; update execution set created_at = null",
-    "namespace": "update execution set namespace_no = 99",
-    "lane_id": "update execution set lane_no = 99",
+    "attempt_index": "attempt_count = 0",
+    "lease_epoch": "lease_epoch = 0",
+    "lease_id": "lease_id = null",
+    "created_at": "created_at = null",
+    "namespace": "namespace_no = 99",
+    "lane_id": "lane_no = 99",
 }
+INFO = ("created_at", "namespace", "lane_id")
 
 
-@pytest.mark.parametrize("field", CORRUPT)
-async def test_a_missing_part_is_corruption(
-    engine: Engine, given: Any, connection: asyncpg.Connection, field: str
+async def test_a_missing_field_is_corruption(
+    engine: Engine, given: Given, connection: asyncpg.Connection, subtests: pytest.Subtests
 ) -> None:
-    handle = await given.claimed()
-    await connection.execute(CORRUPT[field])
-    await refused(engine.describe_execution(handle.execution_id), "corruption", f"{handle.execution_id}: {field}: ")
+    await connection.execute("alter table execution alter created_at drop not null")
 
+    async def corrupt(change: str) -> str:
+        handle = await given.claimed()
+        await connection.execute(f"update execution set {change} where execution_id = $1", handle.execution_id[-36:])
+        return str(handle.execution_id)
 
-@pytest.mark.parametrize("field", ["created_at", "namespace", "lane_id"])
-async def test_an_info_with_a_missing_part_is_corruption(
-    engine: Engine, given: Any, connection: asyncpg.Connection, field: str
-) -> None:
-    execution_id = await given.created()
-    await connection.execute(CORRUPT[field])
-    await refused(engine.read_execution_info(execution_id), "corruption", f"read_execution_info: {field}: ")
-    if field == "namespace":
-        await refused(engine.get_execution_namespace(execution_id), "corruption", "namespace: is missing")
-
-
-async def test_an_execution_without_its_queue_has_no_kind(
-    engine: Engine, given: Any, connection: asyncpg.Connection
-) -> None:
-    execution_id = await given.created()
-    await connection.execute("update execution set queue_no = 99")
+    for field, change in CORRUPT.items():
+        with subtests.test(field):
+            execution_id = await corrupt(change)
+            await refused(engine.describe_execution(execution_id), "corruption", f"{execution_id}: {field}: ")
+            if field in INFO:
+                await refused(engine.read_execution_info(execution_id), "corruption", f"read_execution_info: {field}: ")
+            if field == "namespace":
+                await refused(engine.get_execution_namespace(execution_id), "corruption", "namespace: is missing")
+    execution_id = await corrupt("queue_no = 99")
     await refused(engine.read_execution_info(execution_id), "corruption", "execution_kind: is missing")
     await refused(engine.read_execution_context(execution_id), "corruption", "execution_kind: is missing")
-    await connection.execute("update execution set input_payload = null")
+    execution_id = await corrupt("input_payload = null")
     await refused(engine.read_execution_context(execution_id), "corruption", "input_payload: is missing")
+    for change in ("worker_no = null", "lease_expires_at = null, claim_no = null"):
+        found = await engine.describe_execution(await corrupt(change))
+        assert found is not None
+        assert found.current_lease is None
 
 
-@pytest.mark.parametrize("command", ["set worker_no = null", "set lease_expires_at = null, claim_no = null"])
-async def test_a_lease_without_a_holder_or_an_end_is_no_lease(
-    engine: Engine, given: Any, connection: asyncpg.Connection, command: str
-) -> None:
-    handle = await given.claimed()
-    await connection.execute(f"update execution {command}")
-    found = await engine.describe_execution(handle.execution_id)
-    assert found is not None
-    assert found.current_lease is None
-
-
-async def test_an_unknown_literal_is_corruption(engine: Engine, given: Any, connection: asyncpg.Connection) -> None:
+async def test_an_unknown_literal_is_corruption(engine: Engine, given: Given, connection: asyncpg.Connection) -> None:
     execution_id = await given.created()
     await connection.execute("alter type blocking_reason add value 'waiting_for_godot'")
     await connection.execute("update execution set blocking_reason = 'waiting_for_godot'")

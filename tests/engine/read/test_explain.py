@@ -1,4 +1,4 @@
-"""Why an execution is where it is: everything that holds it, from one look that changes nothing."""
+"""Explain: every reason that holds an execution, from one statement that changes nothing."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -9,7 +9,9 @@ from uuid import uuid4
 import asyncpg
 import pytest
 
+from conftest import Given, Rows
 from creates import new
+from engine.conftest import StandingClock
 from engine.state import block, refused
 from engine.waits import args, fresh, on_all, suspended
 from flowfabric.db.database import Database, Transaction
@@ -40,8 +42,8 @@ NEXT = QueuedReason(lane_id="default", lane_state=LaneState.ACTIVE, ahead=0, wor
 
 
 @pytest.fixture(autouse=True)
-async def _served(given: Any) -> None:
-    """A live worker serves the lane, so that nothing lacks one for that."""
+async def _served(given: Given) -> None:
+    """A live worker serves the lane, so that no explanation lacks one."""
     await given.registered(worker_instance_id="any", liveness_ttl_ms=2**50)
 
 
@@ -50,20 +52,20 @@ def requiring(*tokens: str) -> dict[str, Any]:
 
 
 def shown(ms: int) -> str:
-    """A time as a summary writes it."""
+    """A time in the format of a summary."""
     return f"{datetime.fromtimestamp(ms // 1000, UTC):%Y-%m-%dT%H:%M:%S}.{ms % 1000:03d}Z"
 
 
-# One look.
+# The statement.
 
 
-async def test_what_is_not_there_is_not_found(engine: Engine, rows: Any) -> None:
+async def test_an_unknown_execution_is_not_found(engine: Engine, rows: Rows) -> None:
     async with rows.unchanged():
         await refused(engine.explain(f"{{fp:1}}:{uuid4()}"), "execution_not_found")
 
 
-async def test_an_explanation_is_one_statement_outside_of_any_transaction(
-    engine: Engine, given: Any, monkeypatch: pytest.MonkeyPatch
+async def test_an_explanation_is_one_statement_outside_a_transaction(
+    engine: Engine, given: Given, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     handle = await given.claimed(**requiring("gpu"), capabilities=["gpu"])
     await suspended(engine, handle)
@@ -83,7 +85,7 @@ async def test_an_explanation_is_one_statement_outside_of_any_transaction(
     assert asked == ["read_reasons"]
 
 
-async def test_an_explanation_waits_for_no_lock(engine: Engine, given: Any, connection: asyncpg.Connection) -> None:
+async def test_an_explanation_waits_for_no_lock(engine: Engine, given: Given, connection: asyncpg.Connection) -> None:
     execution_id = await given.created()
     async with connection.transaction():
         await connection.execute(
@@ -92,10 +94,10 @@ async def test_an_explanation_waits_for_no_lock(engine: Engine, given: Any, conn
         assert (await engine.explain(execution_id)).reasons == (NEXT,)
 
 
-# Waiting for its turn.
+# Waiting in the queue.
 
 
-async def test_what_a_claim_comes_to_first_is_ahead(explain: Any, given: Any) -> None:
+async def test_executions_that_are_claimed_first_are_counted_as_ahead(explain: Any, given: Given) -> None:
     first, second = await given.created(), await given.created()
     assert (await explain(first)).reasons == (NEXT,)
     found = await explain(second)
@@ -109,33 +111,33 @@ async def test_what_a_claim_comes_to_first_is_ahead(explain: Any, given: Any) ->
     assert [reason.ahead for reason in (await explain(second)).reasons] == [1]
 
 
-async def test_what_asks_for_other_capabilities_is_ahead_as_claims_go(explain: Any, given: Any) -> None:
+async def test_executions_with_other_capabilities_are_counted_as_ahead(explain: Any, given: Given) -> None:
     await given.registered(capabilities=("gpu",))
     await given.created(**requiring("gpu"))
     plain = await given.created()
     assert [reason.ahead for reason in (await explain(plain)).reasons] == [1]
 
 
-@pytest.mark.parametrize(("before", "ahead"), [(999, 999), (1000, 1000), (1005, 1000)])
-async def test_no_more_than_a_thousand_are_counted(engine: Engine, given: Any, before: int, ahead: int) -> None:
-    await engine.create_many([new() for _ in range(before - 5)])
+async def test_at_most_a_thousand_are_counted_as_ahead(engine: Engine, given: Given) -> None:
+    await engine.create_many([new() for _ in range(994)])
     await engine.create_many([new(policy=requiring("gpu")["policy"]) for _ in range(5)])
-    found = await engine.explain(await given.created())
-    assert [getattr(reason, "ahead", None) for reason in found.reasons] == [ahead]
-    assert found.summary.startswith("waiting: 999 ahead" if ahead < 1000 else "waiting: 1000 or more ahead")
+    for ahead in (999, 1000, 1000):
+        found = await engine.explain(await given.created())
+        assert [getattr(reason, "ahead", None) for reason in found.reasons] == [ahead]
+        assert found.summary.startswith("waiting: 999 ahead" if ahead < 1000 else "waiting: 1000 or more ahead")
 
 
-@pytest.mark.parametrize("state", LaneState)
-async def test_a_lane_that_takes_no_claims_is_named(engine: Engine, explain: Any, given: Any, state: LaneState) -> None:
+async def test_a_stopped_lane_is_named_in_the_summary(engine: Engine, explain: Any, given: Given) -> None:
     execution_id = await given.created()
-    await engine.set_lane_state("default", state)
-    found = await explain(execution_id)
-    assert found.reasons == (replace(NEXT, lane_state=state),)
-    stopped = f", which is {state}" if state in ("paused", "disabled") else ""
-    assert found.summary == f"waiting: 0 ahead of it on lane 'default'{stopped}"
+    for state in LaneState:
+        await engine.set_lane_state("default", state)
+        found = await explain(execution_id)
+        assert found.reasons == (replace(NEXT, lane_state=state),)
+        stopped = f", which is {state}" if state in ("paused", "disabled") else ""
+        assert found.summary == f"waiting: 0 ahead of it on lane 'default'{stopped}"
 
 
-async def test_what_goes_on_is_queued_like_the_others(engine: Engine, explain: Any, given: Any) -> None:
+async def test_a_resumable_execution_is_queued_like_the_others(engine: Engine, explain: Any, given: Given) -> None:
     handle = await given.claimed()
     await engine.wait_children(handle)
     found = await explain(handle.execution_id)
@@ -143,33 +145,33 @@ async def test_what_goes_on_is_queued_like_the_others(engine: Engine, explain: A
     assert found.summary == "resumable: 0 ahead of it on lane 'default'"
 
 
-# Waiting for its time.
+# Delayed.
 
 
-async def test_a_delay_is_told_with_its_end(explain: Any, given: Any, clock: Any) -> None:
+async def test_a_delay_is_explained_with_its_end(explain: Any, given: Given, clock: StandingClock) -> None:
     until = await clock.now() + MINUTE
     found = await explain(await given.delayed(seconds=60))
     assert found.reasons == (DelayedReason(until=until, cause="delay", last_failure=None),)
     assert found.summary == f"delayed until {shown(until)}"
-
-
-async def test_a_time_past_all_calendars_is_shown_as_it_is(explain: Any, given: Any) -> None:
+    # A time beyond the calendar is shown in milliseconds.
     found = await explain(await given.created(delay_until=2**53 - 1))
     assert found.summary == f"delayed until {2**53 - 1} ms"
 
 
-async def test_a_retry_is_told_with_the_failure_before_it(explain: Any, given: Any, clock: Any) -> None:
+async def test_a_retry_is_explained_with_the_failure_before_it(
+    explain: Any, given: Given, clock: StandingClock
+) -> None:
     until = await clock.now() + MINUTE
     handle = await given.backing_off(delay_ms=MINUTE)
     found = await explain(handle.execution_id)
     failure = LastFailure(attempt_index=0, reason="no luck", category="transient")
     assert found.reasons == (DelayedReason(until=until, cause="retry_backoff", last_failure=failure),)
-    told = "after attempt 0 failed: no luck (transient)"
-    assert found.summary == f"delayed until {shown(until)} for its next attempt, {told}"
+    failed = "after attempt 0 failed: no luck (transient)"
+    assert found.summary == f"delayed until {shown(until)} for its next attempt, {failed}"
 
 
-async def test_a_run_put_aside_tells_the_failure_of_an_attempt_before(
-    engine: Engine, explain: Any, given: Any, clock: Any
+async def test_a_delayed_run_is_explained_with_the_failure_of_an_earlier_attempt(
+    engine: Engine, explain: Any, given: Given, clock: StandingClock
 ) -> None:
     handle = await given.backing_off(delay_ms=1)
     await clock.advance(ms=1)
@@ -182,7 +184,9 @@ async def test_a_run_put_aside_tells_the_failure_of_an_attempt_before(
     assert reason == DelayedReason(until=until, cause="delay", last_failure=failure)
 
 
-async def test_a_resume_that_waits_is_no_retry(engine: Engine, explain: Any, given: Any, clock: Any) -> None:
+async def test_a_delayed_resume_is_not_a_retry(
+    engine: Engine, explain: Any, given: Given, clock: StandingClock
+) -> None:
     handle = await given.claimed()
     wait = await suspended(engine, handle, resume_policy=ResumePolicy(resume_delay_ms=MINUTE))
     await engine.deliver_signal(
@@ -200,8 +204,8 @@ async def test_a_resume_that_waits_is_no_retry(engine: Engine, explain: Any, giv
 # Suspended.
 
 
-async def test_a_wait_tells_its_waitpoint_the_names_and_the_timeout(
-    engine: Engine, explain: Any, given: Any, clock: Any
+async def test_a_suspension_is_explained_with_its_waitpoint_names_and_timeout(
+    engine: Engine, explain: Any, given: Given, clock: StandingClock
 ) -> None:
     handle = await given.claimed()
     timeout_at = await clock.now() + MINUTE
@@ -223,8 +227,8 @@ async def test_a_wait_tells_its_waitpoint_the_names_and_the_timeout(
     assert str(wait.details.waitpoint_token.reveal()) not in repr(found)
 
 
-async def test_a_wait_on_several_tells_them_in_the_order_of_their_bindings(
-    engine: Engine, explain: Any, given: Any
+async def test_several_waitpoints_are_listed_in_the_order_of_their_bindings(
+    engine: Engine, explain: Any, given: Given
 ) -> None:
     handle = await given.claimed()
     keys = ("e", "a", "d", "b", "c")
@@ -236,7 +240,7 @@ async def test_a_wait_on_several_tells_them_in_the_order_of_their_bindings(
     assert found.summary == f"suspended until {reaches}, 2 more"
 
 
-async def test_a_closed_waitpoint_is_not_told(engine: Engine, explain: Any, given: Any) -> None:
+async def test_a_closed_waitpoint_is_not_listed(engine: Engine, explain: Any, given: Given) -> None:
     handle = await given.claimed()
     wait = await suspended(engine, handle, on_all("a", "b"))
     await engine.close_waitpoint(execution_id=handle.execution_id, waitpoint_id=wait.details.waitpoint_id)
@@ -245,7 +249,9 @@ async def test_a_closed_waitpoint_is_not_told(engine: Engine, explain: Any, give
     assert [each.waitpoint_key for each in reason.waitpoints] == ["b"]
 
 
-async def test_a_count_asks_for_its_name_on_each_of_its_waitpoints(engine: Engine, explain: Any, given: Any) -> None:
+async def test_a_count_requires_its_signal_name_at_each_of_its_waitpoints(
+    engine: Engine, explain: Any, given: Given
+) -> None:
     handle = await given.claimed()
     count = Count(n=2, count_kind=CountKind.DISTINCT_WAITPOINTS, matcher=ByName("vote"), waitpoints=("a", "b"))
     await suspended(engine, handle, args(waitpoints=(fresh("a"), fresh("b")), resume_condition=count))
@@ -256,26 +262,22 @@ async def test_a_count_asks_for_its_name_on_each_of_its_waitpoints(engine: Engin
     ]
 
 
-@pytest.mark.parametrize(
-    ("condition", "name", "told"),
-    [
+async def test_a_wait_for_an_operator_or_a_timeout_only_is_explained_as_such(
+    engine: Engine, explain: Any, given: Given, clock: StandingClock
+) -> None:
+    for condition, name, ends in (
         (OperatorOnly(), "__operator_only__", "an operator resumes it"),
         (TimeoutOnly(), "__timeout_only__", "its timeout"),
-    ],
-    ids=["operator", "timeout"],
-)
-async def test_what_no_signal_ends_says_who_does(
-    engine: Engine, explain: Any, given: Any, clock: Any, condition: Any, name: str, told: str
-) -> None:
-    handle = await given.claimed()
-    timeout_at = await clock.now() + MINUTE
-    await suspended(engine, handle, resume_condition=condition, timeout_at=timeout_at)
-    found = await explain(handle.execution_id)
-    assert [each.required_signal_names for each in found.reasons[0].waitpoints] == [(name,)]
-    assert found.summary == f"suspended until {told}; times out at {shown(timeout_at)}"
+    ):
+        handle = await given.claimed()
+        timeout_at = await clock.now() + MINUTE
+        await suspended(engine, handle, resume_condition=condition, timeout_at=timeout_at)
+        found = await explain(handle.execution_id)
+        assert [each.required_signal_names for each in found.reasons[0].waitpoints] == [(name,)]
+        assert found.summary == f"suspended until {ends}; times out at {shown(timeout_at)}"
 
 
-async def test_a_pause_by_an_operator_is_held_and_waits(engine: Engine, explain: Any, given: Any) -> None:
+async def test_a_manual_pause_has_the_reasons_signals_and_held(engine: Engine, explain: Any, given: Given) -> None:
     handle = await given.claimed()
     await suspended(engine, handle, reason_code="manual_pause")
     found = await explain(handle.execution_id)
@@ -283,8 +285,8 @@ async def test_a_pause_by_an_operator_is_held_and_waits(engine: Engine, explain:
     assert found.reasons[1].blocking_reason == "paused_by_operator"
 
 
-async def test_a_wait_a_newer_version_stored_is_told_as_far_as_it_is_understood(
-    engine: Engine, explain: Any, given: Any, connection: asyncpg.Connection
+async def test_a_suspension_of_a_newer_version_is_explained_as_far_as_it_is_understood(
+    engine: Engine, explain: Any, given: Given, connection: asyncpg.Connection
 ) -> None:
     handle = await given.claimed(policy={"max_reclaim_count": 7})
     await suspended(engine, handle)
@@ -311,7 +313,9 @@ def lease(kind: Any, expires_at: int, **overrides: Any) -> Any:
     )
 
 
-async def test_who_runs_it_is_told_and_until_when(explain: Any, given: Any, clock: Any) -> None:
+async def test_a_running_execution_is_explained_with_its_worker_and_lease(
+    explain: Any, given: Given, clock: StandingClock
+) -> None:
     expires_at = await clock.now() + 30_000
     found = await explain((await given.claimed()).execution_id)
     assert found.reasons == (lease(RunningReason, expires_at),)
@@ -320,8 +324,8 @@ async def test_who_runs_it_is_told_and_until_when(explain: Any, given: Any, cloc
     assert (await explain(handle.execution_id)).reasons == (lease(RunningReason, expires_at, reclaim_cap=7),)
 
 
-async def test_a_lease_is_lost_when_its_time_is_over_and_queued_once_that_is_marked(
-    engine: Engine, explain: Any, given: Any, clock: Any
+async def test_an_expired_lease_is_lost_and_is_queued_once_it_is_marked(
+    engine: Engine, explain: Any, given: Given, clock: StandingClock
 ) -> None:
     handle = await given.expired_lease()
     expires_at = await clock.now() - 1
@@ -336,8 +340,8 @@ async def test_a_lease_is_lost_when_its_time_is_over_and_queued_once_that_is_mar
     assert (reason.kind, reason.worker_id, reason.attempt_index, reason.reclaim_count) == ("running", "other", 1, 1)
 
 
-async def test_a_renewed_lease_is_told_with_its_new_end_also_when_it_is_lost(
-    engine: Engine, explain: Any, given: Any, clock: Any
+async def test_a_renewed_lease_is_explained_with_its_new_end_even_when_it_is_lost(
+    engine: Engine, explain: Any, given: Given, clock: StandingClock
 ) -> None:
     handle = await given.claimed()
     await clock.advance(seconds=10)
@@ -351,7 +355,9 @@ async def test_a_renewed_lease_is_told_with_its_new_end_also_when_it_is_lost(
         assert (await explain(handle.execution_id)).reasons == (lease(LeaseLostReason, expires_at), NEXT)
 
 
-async def test_an_ending_is_told_with_its_reason(engine: Engine, explain: Any, given: Any, clock: Any) -> None:
+async def test_an_ended_execution_is_explained_with_its_outcome_and_reason(
+    engine: Engine, explain: Any, given: Given, clock: StandingClock
+) -> None:
     now = await clock.now()
     late = await given.created(execution_deadline_at=now + 1)
     for execution_id, outcome, reason in (
@@ -368,7 +374,7 @@ async def test_an_ending_is_told_with_its_reason(engine: Engine, explain: Any, g
     assert (ended.outcome, ended.reason) == ("expired", "execution_deadline")
 
 
-# States that nothing leads to yet.
+# States that no operation sets yet.
 
 BLOCKED: dict[str, tuple[str, str, Any, str]] = {
     "operator": (
@@ -406,30 +412,32 @@ BLOCKED: dict[str, tuple[str, str, Any, str]] = {
 }
 
 
-@pytest.mark.parametrize("case", BLOCKED)
-async def test_a_block_is_told_and_the_time_it_waits_for_besides(
-    explain: Any, given: Any, clock: Any, connection: asyncpg.Connection, case: str
+async def test_a_block_is_explained_together_with_a_delay(
+    explain: Any, given: Given, clock: StandingClock, connection: asyncpg.Connection, subtests: pytest.Subtests
 ) -> None:
-    eligibility, blocking, reason, summary = BLOCKED[case]
-    execution_id = await given.created(**requiring("gpu"))
-    await block(connection, execution_id, eligibility, blocking)
-    found = await explain(execution_id)
-    assert (found.reasons, found.summary) == ((reason,), summary)
-    until = await clock.now() + MINUTE
-    await connection.execute("update execution set delay_until = $1", until)
-    found = await explain(execution_id)
-    delayed = DelayedReason(until=until, cause="delay", last_failure=None)
-    assert set(found.reasons) == {reason, delayed}
-    await clock.advance(ms=MINUTE)
-    assert (await explain(execution_id)).reasons == (reason,)
-    await given.registered(capabilities=("gpu",))
-    if case == "route":
-        (served,) = (await explain(execution_id)).reasons
-        assert served == NoCapableWorkerReason(missing=(), workers_seen=2)
+    for case, (eligibility, blocking, reason, summary) in BLOCKED.items():
+        with subtests.test(case):
+            execution_id = await given.created(**requiring("gpu"))
+            await block(connection, execution_id, eligibility, blocking)
+            found = await explain(execution_id)
+            assert (found.reasons, found.summary) == ((reason,), summary)
+            until = await clock.now() + MINUTE
+            await connection.execute(
+                "update execution set delay_until = $1 where execution_id = $2", until, execution_id[-36:]
+            )
+            found = await explain(execution_id)
+            delayed = DelayedReason(until=until, cause="delay", last_failure=None)
+            assert set(found.reasons) == {reason, delayed}
+            await clock.advance(ms=MINUTE)
+            assert (await explain(execution_id)).reasons == (reason,)
+            if case == "route":
+                await given.registered(capabilities=("gpu",))
+                (served,) = (await explain(execution_id)).reasons
+                assert served == NoCapableWorkerReason(missing=(), workers_seen=2)
 
 
-async def test_an_unknown_word_of_the_state_is_corruption(
-    engine: Engine, given: Any, connection: asyncpg.Connection
+async def test_an_unknown_state_literal_is_corruption(
+    engine: Engine, given: Given, connection: asyncpg.Connection
 ) -> None:
     execution_id = await given.created()
     await connection.execute("alter type blocking_reason add value 'waiting_for_godot'")

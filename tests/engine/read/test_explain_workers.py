@@ -1,10 +1,12 @@
-"""Who could run an execution, and who it is reserved for: what an explanation says of workers and grants."""
+"""Explain: which workers could run an execution, and which worker a grant reserves it for."""
 
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import asyncpg
 import pytest
 
+from conftest import Given
+from engine.conftest import StandingClock
 from engine.state import claim, revoke
 from flowfabric.engine.engine import Engine
 from flowfabric.model.explanation import (
@@ -14,60 +16,64 @@ from flowfabric.model.explanation import (
     NoWorkerReason,
     QueuedReason,
 )
+from flowfabric.model.ids import LaneId
 from flowfabric.model.states import LaneState
 
 ALL = ("gpu", "ssd")
+Unserved: TypeAlias = Literal["lane", "namespace", "kind"]
 
 
 def requiring(*tokens: str) -> dict[str, Any]:
     return {"policy": {"routing_requirements": {"required_capabilities": list(tokens)}}}
 
 
-def queued(workers: int = 0) -> QueuedReason:
-    return QueuedReason(lane_id="default", lane_state=LaneState.ACTIVE, ahead=0, workers=workers)  # type: ignore[arg-type]
+def queued(workers: int = 0, lane_id: str = "default") -> QueuedReason:
+    return QueuedReason(lane_id=LaneId(lane_id), lane_state=LaneState.ACTIVE, ahead=0, workers=workers)
 
 
-def lacking(unserved: Literal["lane", "namespace", "kind"], seen: int = 0) -> NoWorkerReason:
+def lacking(unserved: Unserved, seen: int = 0, lane_id: str = "default") -> NoWorkerReason:
     return NoWorkerReason(
         unserved=unserved,
-        lane_id="default",  # type: ignore[arg-type]
+        lane_id=LaneId(lane_id),
         namespace="tests",  # type: ignore[arg-type]
         execution_kind="job",
         workers_seen=seen,
     )
 
 
-UNSERVED: dict[str, tuple[list[dict[str, Any]], NoWorkerReason, str]] = {
-    "nobody": ([], lacking("lane"), "no live worker serves lane 'default'"),
-    "another lane": ([{"lanes": ("other",)}], lacking("lane"), "no live worker serves lane 'default'"),
-    "lapsed": ([{"liveness_ttl_ms": 1}], lacking("lane"), "no live worker serves lane 'default'"),
-    "another namespace": (
+UNSERVED: dict[str, tuple[list[dict[str, Any]], Unserved, int, str]] = {
+    "nobody": ([], "lane", 0, "no live worker serves lane '{lane}'"),
+    "another-lane": ([{"lanes": ("other",)}], "lane", 0, "no live worker serves lane '{lane}'"),
+    "expired": ([{"liveness_ttl_ms": 1}], "lane", 0, "no live worker serves lane '{lane}'"),
+    "another-namespace": (
         [{"namespace": "other"}, {"namespace": "third"}],
-        lacking("namespace", 2),
+        "namespace",
+        2,
         "no live worker of its lane serves namespace 'tests'",
     ),
-    "another kind": (
+    "another-kind": (
         [{"kinds": ("other",)}, {"kinds": ()}, {"kinds": ("job",), "namespace": "other"}],
-        lacking("kind", 2),
+        "kind",
+        2,
         "no live worker of its lane and namespace runs kind 'job'",
     ),
 }
 
 
-@pytest.mark.parametrize("case", UNSERVED)
 async def test_a_lane_namespace_or_kind_that_no_live_worker_serves_is_named(
-    explain: Any, given: Any, clock: Any, case: str
+    explain: Any, given: Given, clock: StandingClock, subtests: pytest.Subtests
 ) -> None:
-    workers, reason, told = UNSERVED[case]
-    for nth, worker in enumerate(workers):
-        await given.registered(worker_instance_id=f"worker-{nth}", **worker)
-    await clock.advance(ms=1)
-    found = await explain(await given.created())
-    assert found.reasons == (queued(), reason)
-    assert found.summary == f"waiting: 0 ahead of it on lane 'default'; {told}"
+    for lane, (workers, unserved, seen, text) in UNSERVED.items():
+        with subtests.test(lane):
+            for nth, worker in enumerate(workers):
+                await given.registered(worker_instance_id=f"{lane}-{nth}", **{"lanes": (lane,), **worker})
+            await clock.advance(ms=1)
+            found = await explain(await given.created(lane_id=lane))
+            assert found.reasons == (queued(lane_id=lane), lacking(unserved, seen, lane))
+            assert found.summary == f"waiting: 0 ahead of it on lane '{lane}'; {text.format(lane=lane)}"
 
 
-async def test_the_workers_that_would_take_it_are_counted(explain: Any, given: Any) -> None:
+async def test_the_workers_that_could_run_it_are_counted(explain: Any, given: Given) -> None:
     execution_id = await given.created(**requiring("gpu"))
     workers: list[dict[str, Any]] = [
         {"capabilities": ALL},
@@ -86,10 +92,10 @@ async def test_the_workers_that_would_take_it_are_counted(explain: Any, given: A
 NONE_OFFERS = "no live worker of its lane, namespace and kind offers"
 
 OFFERS: dict[str, tuple[list[dict[str, Any]], tuple[str, ...], int]] = {
-    "one offers a part": ([{"capabilities": ("ssd",)}], ("gpu",), 1),
-    "two offer parts and none all": ([{"capabilities": ("ssd",)}, {"capabilities": ("gpu", "x")}], ALL, 2),
-    "two offer the same part": ([{"capabilities": ("ssd",)}, {"capabilities": ("ssd",)}], ("gpu",), 2),
-    "one offers all and runs another kind": (
+    "one-part": ([{"capabilities": ("ssd",)}], ("gpu",), 1),
+    "two-parts": ([{"capabilities": ("ssd",)}, {"capabilities": ("gpu", "x")}], ALL, 2),
+    "one-part-twice": ([{"capabilities": ("ssd",)}, {"capabilities": ("ssd",)}], ("gpu",), 2),
+    "all-for-another-kind": (
         [{"capabilities": ("ssd",)}, {"capabilities": ALL, "kinds": ("x",)}],
         ("gpu",),
         1,
@@ -97,56 +103,64 @@ OFFERS: dict[str, tuple[list[dict[str, Any]], tuple[str, ...], int]] = {
 }
 
 
-@pytest.mark.parametrize("case", OFFERS)
-async def test_capabilities_that_no_live_worker_offers_are_named(explain: Any, given: Any, case: str) -> None:
-    workers, missing, seen = OFFERS[case]
-    for nth, worker in enumerate(workers):
-        await given.registered(worker_instance_id=f"worker-{nth}", **worker)
-    found = await explain(await given.created(**requiring("ssd", "gpu")))
-    assert found.reasons == (queued(), NoCapableWorkerReason(missing=missing, workers_seen=seen))
-    named = " and ".join(missing)
-    assert found.summary == f"waiting: 0 ahead of it on lane 'default'; {NONE_OFFERS} {named}"
-
-
-async def test_without_any_worker_both_the_lane_and_the_capabilities_are_named(explain: Any, given: Any) -> None:
+async def test_capabilities_that_no_live_worker_offers_are_named(
+    explain: Any, given: Given, subtests: pytest.Subtests
+) -> None:
+    for lane, (workers, missing, seen) in OFFERS.items():
+        with subtests.test(lane):
+            for nth, worker in enumerate(workers):
+                await given.registered(worker_instance_id=f"{lane}-{nth}", **{"lanes": (lane,), **worker})
+            found = await explain(await given.created(lane_id=lane, **requiring("ssd", "gpu")))
+            assert found.reasons == (
+                queued(lane_id=lane),
+                NoCapableWorkerReason(missing=missing, workers_seen=seen),
+            )
+            named = " and ".join(missing)
+            assert found.summary == f"waiting: 0 ahead of it on lane '{lane}'; {NONE_OFFERS} {named}"
+    # Without any worker both the lane and the capabilities are named.
     found = await explain(await given.created(**requiring("gpu")))
     lacking_gpu = NoCapableWorkerReason(missing=("gpu",), workers_seen=0)
     assert found.reasons == (queued(), lacking("lane"), lacking_gpu)
 
 
-@pytest.mark.parametrize(
-    ("other", "told", "on_lane"),
-    [
-        ({"lanes": ("other",)}, "no live worker serves lane 'default'", 0),
-        ({"namespace": "other"}, "no live worker of its lane serves namespace 'tests'", 1),
-        ({"kinds": ("other",)}, "no live worker of its lane and namespace runs kind 'job'", 1),
-    ],
-)
-async def test_a_capability_that_only_other_workers_offer_is_not_called_unoffered_by_all(
-    explain: Any, given: Any, other: dict[str, Any], told: str, on_lane: int
+OTHERS: dict[str, tuple[dict[str, Any], str, int]] = {
+    "lane": ({"lanes": ("other",)}, "no live worker serves lane 'lane'", 0),
+    "namespace": ({"namespace": "other"}, "no live worker of its lane serves namespace 'tests'", 1),
+    "kind": ({"kinds": ("other",)}, "no live worker of its lane and namespace runs kind 'job'", 1),
+}
+"""For each lane: a worker that cannot take the execution, why, and how many workers are seen on the lane."""
+
+
+async def test_a_capability_that_only_unsuitable_workers_offer_is_missing(
+    explain: Any, given: Given, subtests: pytest.Subtests
 ) -> None:
-    execution_id = await given.created(**requiring("gpu"))
-    await given.registered(worker_instance_id="other", capabilities=("gpu",), **other)
-    found = await explain(execution_id)
-    assert found.summary == f"waiting: 0 ahead of it on lane 'default'; {told}; {NONE_OFFERS} gpu"
-    assert found.reasons[1].workers_seen == on_lane
-    assert found.reasons[2] == NoCapableWorkerReason(missing=("gpu",), workers_seen=0)
-    # One that would take it but for the capability is counted.
-    await given.registered(worker_instance_id="poor")
-    found = await explain(execution_id)
-    assert found.reasons == (queued(), NoCapableWorkerReason(missing=("gpu",), workers_seen=1))
-    assert found.summary == f"waiting: 0 ahead of it on lane 'default'; {NONE_OFFERS} gpu"
+    for lane, (other, text, on_lane) in OTHERS.items():
+        with subtests.test(lane):
+            execution_id = await given.created(lane_id=lane, **requiring("gpu"))
+            await given.registered(
+                worker_instance_id=f"other-{lane}", capabilities=("gpu",), **{"lanes": (lane,), **other}
+            )
+            found = await explain(execution_id)
+            assert found.summary == f"waiting: 0 ahead of it on lane '{lane}'; {text}; {NONE_OFFERS} gpu"
+            assert found.reasons[1].workers_seen == on_lane
+            assert found.reasons[2] == NoCapableWorkerReason(missing=("gpu",), workers_seen=0)
+            # A worker that only lacks the capability is counted.
+            await given.registered(worker_instance_id=f"poor-{lane}", lanes=(lane,))
+            found = await explain(execution_id)
+            missing = NoCapableWorkerReason(missing=("gpu",), workers_seen=1)
+            assert found.reasons == (queued(lane_id=lane), missing)
+            assert found.summary == f"waiting: 0 ahead of it on lane '{lane}'; {NONE_OFFERS} gpu"
 
 
-async def test_one_worker_that_offers_all_is_enough(explain: Any, given: Any) -> None:
+async def test_one_worker_that_offers_all_is_enough(explain: Any, given: Given) -> None:
     execution_id = await given.created(**requiring("gpu", "ssd"))
     await given.registered(worker_instance_id="poor")
     await given.registered(worker_instance_id="rich", capabilities=("gpu", "more", "ssd"), lanes=("a", "default"))
     assert (await explain(execution_id)).reasons == (queued(1),)
 
 
-async def test_a_revoked_lease_that_nobody_can_take_over_lacks_a_worker(
-    explain: Any, given: Any, connection: asyncpg.Connection
+async def test_a_revoked_lease_that_no_worker_can_reclaim_lacks_a_worker(
+    explain: Any, given: Given, connection: asyncpg.Connection
 ) -> None:
     handle = await given.claimed(**requiring("gpu"), capabilities=["gpu"])
     await given.registered()
@@ -156,8 +170,8 @@ async def test_a_revoked_lease_that_nobody_can_take_over_lacks_a_worker(
     assert others == [queued(), NoCapableWorkerReason(missing=("gpu",), workers_seen=1)]
 
 
-async def test_a_live_grant_is_told_with_its_worker_and_its_end(
-    engine: Engine, explain: Any, given: Any, clock: Any
+async def test_a_live_grant_is_explained_with_its_worker_and_end(
+    engine: Engine, explain: Any, given: Given, clock: StandingClock
 ) -> None:
     execution_id = await given.created()
     until = await clock.now() + 5_000
@@ -173,14 +187,16 @@ async def test_a_live_grant_is_told_with_its_worker_and_its_end(
     assert [reason.kind for reason in (await explain(execution_id)).reasons] == ["running"]
 
 
-async def test_a_grant_on_a_lost_lease_is_told(engine: Engine, explain: Any, given: Any, clock: Any) -> None:
+async def test_a_grant_on_a_lost_lease_is_explained(
+    engine: Engine, explain: Any, given: Given, clock: StandingClock
+) -> None:
     handle = await given.reclaimable()
     await engine.claim_for_worker(lane_id="default", worker_id="w", worker_instance_id="w-1")
     assert [reason.kind for reason in (await explain(handle.execution_id)).reasons] == ["lease_lost", "granted"]
 
 
-async def test_a_grant_whose_entry_is_gone_names_no_worker(
-    engine: Engine, explain: Any, given: Any, connection: asyncpg.Connection
+async def test_a_grant_without_its_row_names_no_worker(
+    engine: Engine, explain: Any, given: Given, connection: asyncpg.Connection
 ) -> None:
     execution_id = await given.created()
     await engine.claim_for_worker(lane_id="default", worker_id="w", worker_instance_id="w-1")

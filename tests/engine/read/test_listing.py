@@ -1,4 +1,4 @@
-"""Listing executions: every filter, both orders, and pages that neither repeat nor miss."""
+"""Lists of executions: every filter, both orders, and pages that neither repeat nor skip an execution."""
 
 import random
 from typing import Any
@@ -7,6 +7,8 @@ from uuid import UUID, uuid4
 import asyncpg
 import pytest
 
+from conftest import Given, Rows
+from engine.conftest import StandingClock
 from engine.state import block, claim, items, new, refused
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.parts import parts_of
@@ -16,7 +18,7 @@ from flowfabric.model.states import PublicState
 
 
 async def listed(engine: Engine, **filters: Any) -> list[str]:
-    """The executions of a whole list, page by page."""
+    """The ids of a whole list, read page by page."""
     found: list[str] = []
     cursor = None
     limit = filters.get("limit", 50)
@@ -30,7 +32,9 @@ async def listed(engine: Engine, **filters: Any) -> list[str]:
         assert len(page.executions) == limit
 
 
-async def test_a_line_of_the_list(engine: Engine, given: Any, clock: Any) -> None:
+async def test_a_list_entry_holds_the_summary_of_the_execution(
+    engine: Engine, given: Given, clock: StandingClock
+) -> None:
     now = await clock.now()
     execution_id = await given.created(namespace="tenant", lane_id="mail", execution_kind="letter", priority=7)
     page = await engine.list_executions()
@@ -46,7 +50,9 @@ async def test_a_line_of_the_list(engine: Engine, given: Any, clock: Any) -> Non
     assert page == ExecutionPage(executions=[line], next_cursor=None)
 
 
-async def test_each_state_is_found(engine: Engine, given: Any, connection: asyncpg.Connection) -> None:
+async def test_executions_are_listed_by_every_state(
+    engine: Engine, given: Given, connection: asyncpg.Connection
+) -> None:
     states = {
         "active": [(await given.reclaimable(lane_id="lost")).execution_id, (await given.claimed()).execution_id],
         "completed": [await given.completed()],
@@ -71,8 +77,8 @@ async def test_each_state_is_found(engine: Engine, given: Any, connection: async
     assert await listed(engine, public_state=[]) == []
 
 
-async def test_what_several_indexes_lead_to_is_listed_once(
-    engine: Engine, given: Any, clock: Any, connection: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
+async def test_an_execution_in_several_sources_is_listed_once(
+    engine: Engine, given: Given, clock: StandingClock, connection: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     later = {"execution_deadline_at": await clock.now() + 10**9}
     expected = [
@@ -84,15 +90,15 @@ async def test_what_several_indexes_lead_to_is_listed_once(
     blocked = await given.created(lane_id="blocked", **later)
     await block(connection, blocked, "blocked_by_budget", "waiting_for_budget")
     expected.append(blocked)
-    # The walk ends after the first execution, so that the indexes are asked.
+    # The walk ends after the first execution, so that the collections are used.
     monkeypatch.setattr(listing, "FIRST_WALK", 1)
-    monkeypatch.setattr(listing, "LEAST_DEPTH", 1)
+    monkeypatch.setattr(listing, "MIN_DEPTH", 1)
     states = ["active", "delayed", "waiting", "rate_limited"]
     page = await engine.list_executions(public_state=states)
     assert sorted(one.execution_id for one in page.executions) == sorted(expected)
 
 
-async def test_filters_combine_and_lists_are_alternatives(engine: Engine, given: Any) -> None:
+async def test_filters_are_combined_and_the_values_of_one_are_alternatives(engine: Engine, given: Given) -> None:
     one = await given.created(namespace="a", lane_id="x", execution_kind="k1", tags={"t.k": "1"})
     two = await given.created(namespace="a", lane_id="y", execution_kind="k2", tags={"t.k": "2", "t.l": "1"})
     three = await given.created(namespace="b", lane_id="x", execution_kind="k1", tags={"t.k": "1"})
@@ -120,19 +126,21 @@ async def test_filters_combine_and_lists_are_alternatives(engine: Engine, given:
         assert set(await listed(engine, **filters)) == expected, filters
 
 
-async def test_long_tags_are_compared_whole(engine: Engine, given: Any) -> None:
+async def test_long_tags_are_compared_whole(engine: Engine, given: Given) -> None:
     long = "x" * 200
     one = await given.created(tags={"a.b": long + "1"})
     await given.created(tags={"a.b": long + "2"})
     assert await listed(engine, tag=("a.b", long + "1")) == [one]
 
 
-async def test_times_are_half_open(engine: Engine, given: Any, clock: Any) -> None:
+async def test_time_ranges_include_the_start_and_exclude_the_end(
+    engine: Engine, given: Given, clock: StandingClock
+) -> None:
     first = await clock.now()
     one = await given.completed()
     second = await clock.advance(seconds=1)
     two = await given.completed()
-    for filters, expected in [
+    ranges: list[tuple[dict[str, Any], list[str]]] = [
         ({"created_after": first}, [two, one]),
         ({"created_after": first + 1}, [two]),
         ({"created_after": second}, [two]),
@@ -149,11 +157,12 @@ async def test_times_are_half_open(engine: Engine, given: Any, clock: Any) -> No
         ({"completed_after": first, "public_state": ["completed", "waiting"]}, [two, one]),
         ({"completed_after": first, "public_state": "waiting"}, []),
         ({"completed_after": first, "public_state": "failed"}, []),
-    ]:
+    ]
+    for filters, expected in ranges:
         assert await listed(engine, **filters) == expected, filters
 
 
-async def test_what_never_ended_has_no_time_of_completion(engine: Engine, given: Any) -> None:
+async def test_the_completion_filters_match_only_ended_executions(engine: Engine, given: Given) -> None:
     await given.created()
     await given.claimed(lane_id="other")
     failed = await given.failed(lane_id="failed")
@@ -161,7 +170,7 @@ async def test_what_never_ended_has_no_time_of_completion(engine: Engine, given:
     assert await listed(engine, completed_before=2**62) == [failed]
 
 
-async def test_a_flow_is_listed_by_its_id(engine: Engine, given: Any, connection: asyncpg.Connection) -> None:
+async def test_a_flow_is_listed_by_its_id(engine: Engine, given: Given, connection: asyncpg.Connection) -> None:
     flow_id = UUID("11111111-2222-3333-4444-555555555555")
     member = await given.created(execution_id=f"{{fp:181}}:{uuid4()}")
     await given.created(execution_id=f"{{fp:181}}:{uuid4()}")
@@ -171,7 +180,7 @@ async def test_a_flow_is_listed_by_its_id(engine: Engine, given: Any, connection
     assert await listed(engine, flow_id=uuid4()) == []
 
 
-async def test_the_order_is_by_creation_then_by_id(engine: Engine, clock: Any) -> None:
+async def test_the_order_is_by_creation_then_by_id(engine: Engine, clock: StandingClock) -> None:
     created: list[tuple[int, str]] = []
     for _ in range(3):
         now = await clock.advance(ms=1)
@@ -190,7 +199,7 @@ async def test_the_order_is_by_creation_then_by_id(engine: Engine, clock: Any) -
         assert await listed(engine, order="newest", limit=limit) == expected[::-1]
 
 
-async def test_a_page_of_none_is_empty_and_a_page_is_a_thousand_at_most(engine: Engine) -> None:
+async def test_a_page_may_be_empty_and_has_at_most_a_thousand_entries(engine: Engine) -> None:
     for _ in range(2):
         await engine.create_many(items(*(new() for _ in range(501))))
     assert await engine.list_executions(limit=0) == ExecutionPage(executions=[], next_cursor=None)
@@ -200,7 +209,7 @@ async def test_a_page_of_none_is_empty_and_a_page_is_a_thousand_at_most(engine: 
     assert (len(page.executions), page.next_cursor) == (2, None)
 
 
-async def test_a_cursor_leads_on_when_its_row_has_gone(engine: Engine, given: Any, clock: Any) -> None:
+async def test_a_cursor_works_after_its_row_is_deleted(engine: Engine, given: Given, clock: StandingClock) -> None:
     policy = {"stream_policy": {"retention_ttl_ms": 1000}}
     ids = []
     for at in range(5):
@@ -235,42 +244,40 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
 ]
 
 
-async def test_each_refusal_has_its_word(engine: Engine, rows: Any) -> None:
+async def test_wrong_arguments_are_refused_with_their_code(engine: Engine, rows: Rows) -> None:
     async with rows.unchanged():
         for filters, code, detail in WRONG:
             await refused(engine.list_executions(**filters), code, detail)
 
 
-async def test_a_cursor_belongs_to_one_order(engine: Engine, given: Any) -> None:
+async def test_a_cursor_belongs_to_one_order(engine: Engine, given: Given) -> None:
     for _ in range(2):
         await given.created()
     page = await engine.list_executions(limit=1)
     await refused(
         engine.list_executions(order="oldest", cursor=page.next_cursor),
         "invalid_input",
-        "cursor: of a list in the order newest",
+        "cursor: belongs to a list with order newest, got order oldest",
     )
 
 
-async def test_a_corrupt_stored_id_is_told(engine: Engine, given: Any, connection: asyncpg.Connection) -> None:
+async def test_a_corrupt_stored_id_is_reported(engine: Engine, given: Given, connection: asyncpg.Connection) -> None:
     await given.created()
     await connection.execute("update execution set partition_key = -1")
     await refused(engine.list_executions(), "corruption", "list_executions: execution_id: ")
 
 
-@pytest.mark.parametrize(("column", "field"), [("namespace_no", "namespace"), ("queue_no", "execution_kind")])
-async def test_a_missing_name_is_corruption(
-    engine: Engine, given: Any, connection: asyncpg.Connection, column: str, field: str
-) -> None:
+async def test_a_missing_name_is_corruption(engine: Engine, given: Given, connection: asyncpg.Connection) -> None:
     await given.created()
-    await connection.execute(f"update execution set {column} = 99")
-    await refused(engine.list_executions(), "corruption", f"list_executions: {field}: is missing")
+    for column, field in (("queue_no", "execution_kind"), ("namespace_no", "namespace")):
+        await connection.execute(f"update execution set {column} = 99")
+        await refused(engine.list_executions(), "corruption", f"list_executions: {field}: is missing")
 
 
-async def test_both_ways_to_a_page_agree_with_a_sorted_model(
-    engine: Engine, clock: Any, monkeypatch: pytest.MonkeyPatch
+async def test_walks_and_collections_agree_with_a_sorted_model(
+    engine: Engine, clock: StandingClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Small steps make every list cross several statements; rows come and go between the pages of each list."""
+    """Small steps make every list use several statements; rows are added and changed between the pages of a list."""
     dice = random.Random(7)
     model: dict[str, dict[str, Any]] = {}
 
@@ -328,7 +335,7 @@ async def test_both_ways_to_a_page_agree_with_a_sorted_model(
         monkeypatch.setattr(listing, "FIRST_WALK", dice.choice((1, 30, 1000)))
         monkeypatch.setattr(listing, "FIRST_CAP", dice.choice((1, 20, 1000)))
         monkeypatch.setattr(listing, "FIRST_FAN_OUT", dice.choice((1, 2, 64)))
-        monkeypatch.setattr(listing, "LEAST_DEPTH", dice.choice((1, 8)))
+        monkeypatch.setattr(listing, "MIN_DEPTH", dice.choice((1, 8)))
         filters: dict[str, Any] = {"order": dice.choice(("newest", "oldest"))}
         if dice.random() < 0.4:
             filters["namespace"] = some("ns", 4)

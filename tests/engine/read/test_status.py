@@ -1,12 +1,15 @@
-"""The status of an execution: what whoever submitted it follows, in one statement."""
+"""The status of an execution for its submitter, read in one statement."""
 
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+import asyncpg
 import pytest
 
+from conftest import Given
+from engine.conftest import StandingClock
 from engine.state import claim, refused
 from engine.waits import suspended
 from flowfabric.db.database import Database
@@ -24,13 +27,13 @@ FAILURE = Failure(message="Declined: no", category="declined", error_type="app.D
 
 
 async def status(engine: Engine, execution_id: str) -> ExecutionStatus:
-    """The status of an execution that is there."""
+    """The status of an existing execution."""
     found = await engine.read_execution_status(execution_id)
     assert found is not None
     return found
 
 
-async def test_the_status_of_a_new_execution(engine: Engine, given: Any, clock: Any) -> None:
+async def test_the_status_of_a_new_execution(engine: Engine, given: Given, clock: StandingClock) -> None:
     execution_id = await given.created(execution_kind="resize", namespace="tenant", lane_id="lane")
     assert await engine.read_execution_status(execution_id.upper().replace("{FP", "{fp")) == ExecutionStatus(
         execution_id=execution_id,
@@ -54,7 +57,9 @@ async def test_the_status_of_a_new_execution(engine: Engine, given: Any, clock: 
     )
 
 
-async def test_the_status_follows_an_execution_through_its_attempts(engine: Engine, given: Any, clock: Any) -> None:
+async def test_the_status_follows_an_execution_through_its_attempts(
+    engine: Engine, given: Given, clock: StandingClock
+) -> None:
     execution_id = await given.created(policy=RETRIED)
     new = await status(engine, execution_id)
     started_at = await clock.advance(seconds=1)
@@ -78,7 +83,7 @@ async def test_the_status_follows_an_execution_through_its_attempts(engine: Engi
     waiting = replace(backing_off, public_state=PublicState.WAITING, retry_at=None, delay_until=None)
     assert await status(engine, execution_id) == waiting
     second = await given.claim()
-    # The attempt before this one is the last that has failed; what it said of its progress is over.
+    # The failure is that of the previous attempt; its progress is gone.
     retrying = replace(
         waiting,
         public_state=PublicState.ACTIVE,
@@ -95,7 +100,7 @@ async def test_the_status_follows_an_execution_through_its_attempts(engine: Engi
     )
 
 
-async def test_a_failed_execution_shows_its_last_failure(engine: Engine, given: Any, clock: Any) -> None:
+async def test_a_failed_execution_shows_its_last_failure(engine: Engine, given: Given, clock: StandingClock) -> None:
     execution_id = (await given.claimed(policy=RETRIED)).execution_id
     (run,) = await engine.list_attempts(execution_id)
     assert run.error_type is None
@@ -112,14 +117,14 @@ async def test_a_failed_execution_shows_its_last_failure(engine: Engine, given: 
     assert found.failure == replace(FAILURE, message="for good", category="permanent")
 
 
-async def test_a_failure_in_plain_words_shows_no_exception(engine: Engine, given: Any) -> None:
+async def test_a_failure_given_as_text_has_no_exception(engine: Engine, given: Given) -> None:
     for handle in (await given.claimed(), await given.claimed(policy=RETRIED)):
         await engine.fail(handle, reason="")
         failure = (await status(engine, handle.execution_id)).failure
         assert failure == Failure(message="", category="transient", error_type=None, traceback=None)
 
 
-async def test_what_was_cancelled_shows_why_and_how_it_failed_before(engine: Engine, given: Any) -> None:
+async def test_a_cancelled_execution_shows_the_reason_and_its_earlier_failure(engine: Engine, given: Given) -> None:
     found = await status(engine, await given.cancelled())
     assert (found.public_state, found.cancellation_reason) == (PublicState.CANCELLED, "not wanted")
     assert (found.failure, found.retry_at, found.delay_until) == (None, None, None)
@@ -131,8 +136,8 @@ async def test_what_was_cancelled_shows_why_and_how_it_failed_before(engine: Eng
     assert (found.retry_at, found.delay_until) == (None, None)
 
 
-async def test_what_ended_by_its_deadline_shows_that_and_not_an_earlier_exception(
-    engine: Engine, given: Any, clock: Any
+async def test_an_execution_past_its_deadline_shows_that_and_not_an_earlier_exception(
+    engine: Engine, given: Given, clock: StandingClock
 ) -> None:
     deadline = await clock.now() + 60_000
     untried = await given.created(lane_id="untried", execution_deadline_at=deadline)
@@ -148,7 +153,9 @@ async def test_what_ended_by_its_deadline_shows_that_and_not_an_earlier_exceptio
         )
 
 
-async def test_what_lost_its_leases_too_often_shows_that(engine: Engine, given: Any, clock: Any) -> None:
+async def test_an_execution_past_its_reclaim_limit_shows_that(
+    engine: Engine, given: Given, clock: StandingClock
+) -> None:
     handle = await given.claimed(policy={**RETRIED, "max_reclaim_count": 0})
     await engine.fail(handle, reason=RAISED)
     await clock.advance(seconds=1)
@@ -161,7 +168,9 @@ async def test_what_lost_its_leases_too_often_shows_that(engine: Engine, given: 
     assert found.failure == Failure(message="max_reclaims_exceeded", category=None, error_type=None, traceback=None)
 
 
-async def test_a_reclaimed_retry_shows_the_failure_before_it(engine: Engine, given: Any, clock: Any) -> None:
+async def test_a_reclaimed_retry_shows_the_failure_before_it(
+    engine: Engine, given: Given, clock: StandingClock
+) -> None:
     handle = await given.claimed(policy=RETRIED)
     await engine.fail(handle, reason=RAISED)
     await clock.advance(seconds=1)
@@ -172,7 +181,7 @@ async def test_a_reclaimed_retry_shows_the_failure_before_it(engine: Engine, giv
     assert (found.public_state, found.attempt_count, found.failure) == (PublicState.ACTIVE, 4, FAILURE)
 
 
-async def test_a_delay_is_no_retry(engine: Engine, given: Any, clock: Any) -> None:
+async def test_a_delay_is_not_a_retry(engine: Engine, given: Given, clock: StandingClock) -> None:
     delayed = await status(engine, await given.delayed(seconds=5))
     assert (delayed.public_state, delayed.retry_at) == (PublicState.DELAYED, None)
     assert delayed.delay_until == await clock.now() + 5000
@@ -184,24 +193,24 @@ async def test_a_delay_is_no_retry(engine: Engine, given: Any, clock: Any) -> No
     assert (put_off.delay_until, put_off.progress_percent) == (await clock.now() + 9000, 7)
 
 
-async def test_a_suspended_execution_has_a_status(engine: Engine, given: Any) -> None:
+async def test_a_suspended_execution_has_a_status(engine: Engine, given: Given) -> None:
     handle = await given.claimed()
     await suspended(engine, handle)
     found = await status(engine, handle.execution_id)
     assert (found.public_state, found.attempt_count, found.failure) == (PublicState.SUSPENDED, 1, None)
 
 
-@pytest.mark.parametrize("size", [0, 1, INLINE_PAYLOAD_BYTES, INLINE_PAYLOAD_BYTES + 1, 100_000])
-async def test_a_result_of_any_size_is_part_of_the_status(engine: Engine, given: Any, size: int) -> None:
-    run = await given.run()
-    await engine.complete_execution(
-        execution_id=run.execution_id, payload=b"x" * size, result_encoding="text", source="operator_override"
-    )
-    found = await status(engine, run.execution_id)
-    assert (found.result, found.result_encoding) == (b"x" * size, "text")
+async def test_a_result_of_any_size_is_part_of_the_status(engine: Engine, given: Given) -> None:
+    for size in (0, 1, INLINE_PAYLOAD_BYTES, INLINE_PAYLOAD_BYTES + 1, 100_000):
+        run = await given.run()
+        await engine.complete_execution(
+            execution_id=run.execution_id, payload=b"x" * size, result_encoding="text", source="operator_override"
+        )
+        found = await status(engine, run.execution_id)
+        assert (found.result, found.result_encoding) == (b"x" * size, "text")
 
 
-async def test_a_status_is_one_statement(engine: Engine, given: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_status_is_one_statement(engine: Engine, given: Given, monkeypatch: pytest.MonkeyPatch) -> None:
     runs = [await given.completed(), await given.failed(), (await given.backing_off()).execution_id]
     sent: Counter[str] = Counter()
     fetch = Database.fetch
@@ -218,8 +227,7 @@ async def test_a_status_is_one_statement(engine: Engine, given: Any, monkeypatch
 
 
 @pytest.mark.usefixtures("altered_rows")
-async def test_a_state_of_a_newer_version_is_corruption(engine: Engine, given: Any, connection: Any) -> None:
+async def test_an_unknown_namespace_is_corruption(engine: Engine, given: Given, connection: asyncpg.Connection) -> None:
     execution_id = await given.created()
-    # What a newer version may have stored.
     await connection.execute("update execution set namespace_no = 99")
     await refused(engine.read_execution_status(execution_id), "corruption", "namespace: is missing")

@@ -1,9 +1,11 @@
-"""Reading executions: their state, their facts, their result, and waiting for their end."""
+"""Reads of one execution: state, info, result, and the wait for its end."""
 
 import asyncio
 from typing import Any
 from uuid import uuid4
 
+from conftest import Engines, Given, Rows
+from engine.conftest import StandingClock
 from engine.state import claim, refused
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.parts import parts_of
@@ -22,7 +24,7 @@ from flowfabric.model.states import (
 ABSENT = f"{{fp:1}}:{uuid4()}"
 
 
-async def test_the_state_is_the_public_one(engine: Engine, given: Any) -> None:
+async def test_the_state_is_the_public_one(engine: Engine, given: Given) -> None:
     states = {
         (await given.reclaimable(lane_id="lost")).execution_id: PublicState.ACTIVE,
         (await given.claimed()).execution_id: PublicState.ACTIVE,
@@ -37,7 +39,7 @@ async def test_the_state_is_the_public_one(engine: Engine, given: Any) -> None:
         assert await engine.read_execution_state(execution_id) is state
 
 
-async def test_what_is_absent_reads_as_nothing(engine: Engine, rows: Any) -> None:
+async def test_an_unknown_execution_reads_as_none(engine: Engine, rows: Rows) -> None:
     async with rows.unchanged():
         for absent in (ABSENT, f"{{fp:32767}}:{uuid4()}"):
             assert await engine.read_execution_state(absent) is None
@@ -46,7 +48,7 @@ async def test_what_is_absent_reads_as_nothing(engine: Engine, rows: Any) -> Non
             assert await engine.get_execution_result(absent) is None
 
 
-async def test_what_is_no_id_is_refused_by_every_read(engine: Engine) -> None:
+async def test_every_read_refuses_a_malformed_id(engine: Engine) -> None:
     wrong: list[tuple[Any, str]] = [
         (str(uuid4()), "MissingTag"),
         (None, "MissingTag"),
@@ -63,7 +65,7 @@ async def test_what_is_no_id_is_refused_by_every_read(engine: Engine) -> None:
         await refused(engine.wait_for_ending(execution_id), "invalid_input", detail)
 
 
-async def test_the_info_of_a_new_execution(engine: Engine, given: Any, clock: Any) -> None:
+async def test_the_info_of_a_new_execution(engine: Engine, given: Given, clock: StandingClock) -> None:
     execution_id = await given.created(priority=7, execution_kind="resize", namespace="tenant", lane_id="lane")
     assert await engine.read_execution_info(execution_id.upper().replace("{FP", "{fp")) == (
         ExecutionInfo(
@@ -92,7 +94,7 @@ async def test_the_info_of_a_new_execution(engine: Engine, given: Any, clock: An
     )
 
 
-async def test_the_info_follows_the_execution(engine: Engine, given: Any, clock: Any) -> None:
+async def test_the_info_follows_the_execution(engine: Engine, given: Given, clock: StandingClock) -> None:
     created_at = await clock.now()
     execution_id = await given.created(policy={"retry_policy": {"backoff": {"type": "fixed", "delay_ms": 10}}})
     started_at = await clock.advance(seconds=1)
@@ -111,7 +113,7 @@ async def test_the_info_follows_the_execution(engine: Engine, given: Any, clock:
     assert (info.public_state, info.state_vector.terminal_outcome) == (PublicState.COMPLETED, TerminalOutcome.SUCCESS)
 
 
-async def test_only_a_completed_execution_has_a_result(engine: Engine, given: Any, clock: Any) -> None:
+async def test_only_a_completed_execution_has_a_result(engine: Engine, given: Given, clock: StandingClock) -> None:
     for handle in (await given.claimed(), await given.backing_off(), await given.reclaimable(lane_id="lost")):
         assert await engine.get_execution_result(handle.execution_id) is None
     for ended in (
@@ -128,18 +130,20 @@ async def test_only_a_completed_execution_has_a_result(engine: Engine, given: An
     assert await engine.get_execution_result(kept) is None
 
 
-async def test_the_time_is_the_stores(engine: Engine, clock: Any) -> None:
+async def test_the_server_time_is_the_clock_of_the_store(engine: Engine, clock: StandingClock) -> None:
     assert await engine.server_time_ms() == await clock.now()
     later = await clock.advance(seconds=3600)
     assert await engine.server_time_ms() == later
 
 
-async def test_a_ping_is_answered_and_the_backend_has_its_name(engine: Engine) -> None:
+async def test_a_ping_succeeds_and_the_backend_label_is_postgres(engine: Engine) -> None:
     await engine.ping()
     assert engine.backend_label() == "postgres"
 
 
-async def test_an_ending_is_waited_for(engines: Any, engine: Engine, given: Any, eventually: Any) -> None:
+async def test_wait_for_ending_returns_the_outcome(
+    engines: Engines, engine: Engine, given: Given, eventually: Any
+) -> None:
     other = await engines()
     completed, failed, cancelled = [await given.claimed() for _ in range(3)]
     waiting = [
@@ -160,9 +164,7 @@ async def test_an_ending_is_waited_for(engines: Any, engine: Engine, given: Any,
     ]
 
 
-async def test_an_ending_of_the_past_is_answered_at_once_and_an_absent_one_is_not_found(
-    engine: Engine, given: Any
-) -> None:
+async def test_wait_for_ending_returns_at_once_for_an_ended_or_unknown_execution(engine: Engine, given: Given) -> None:
     ended = await engine.wait_for_ending(await given.completed(result=b"x"), timeout=60)
     assert ended.result == b"x"
     await refused(engine.wait_for_ending(ABSENT, timeout=60), "execution_not_found")

@@ -1,4 +1,4 @@
-"""Whatever a caller gives a read or the registry of workers: an answer, or a refusal in the engine's words."""
+"""Wrong arguments of reads and of the worker registry are refused with an engine error, never another exception."""
 
 import math
 from collections.abc import Awaitable, Callable
@@ -7,6 +7,7 @@ from uuid import uuid4
 
 import pytest
 
+from conftest import Given, Rows
 from engine.state import refused
 from flowfabric.engine.engine import Engine
 from flowfabric.model.errors import EngineError
@@ -88,30 +89,31 @@ OPERATIONS: dict[str, dict[str, Any]] = {
     "wait_for_ending": {"execution_id": ID, "timeout": 0},
     "set_lane_state": {"lane_id": "default", "state": "active"},
     "list_lanes": {"cursor": "default", "limit": 5},
-    "shutdown_prepare": {"grace_ms": 1000},
     "register_worker": REGISTRATION,
     "heartbeat_worker": {"worker_instance_id": "pool-1", "namespace": "tests"},
     "mark_worker_dead": {"worker_instance_id": "pool-1", "namespace": "tests", "reason": "gone"},
     "list_workers": {"namespace": "tests", "after": "pool-0", "limit": 5},
+    # Last: it closes the engine.
+    "shutdown_prepare": {"grace_ms": 1000},
 }
 REFUSALS = {"invalid_input", "invalid_tag_key", "invalid_capabilities", "execution_not_found", "unavailable"}
 
 
-@pytest.mark.parametrize(
-    ("name", "argument"), [(name, argument) for name, arguments in OPERATIONS.items() for argument in arguments]
-)
-async def test_no_argument_brings_out_anything_but_a_refusal(engine: Engine, name: str, argument: str) -> None:
-    refusals: dict[str, EngineError] = {}
-    for title, wrong in WRONG.items():
-        try:
-            await getattr(engine, name)(**{**OPERATIONS[name], argument: wrong})
-        except EngineError as caught:
-            refusals[title] = caught
-    assert refusals
-    for title, refusal in refusals.items():
-        assert refusal.code in REFUSALS, (title, refusal)
-        # A message can be written to where only text can be.
-        assert str(refusal).encode()
+async def test_a_wrong_argument_raises_nothing_but_an_engine_error(engine: Engine, subtests: pytest.Subtests) -> None:
+    for name, arguments in OPERATIONS.items():
+        for argument in arguments:
+            with subtests.test(f"{name}({argument})"):
+                refusals: dict[str, EngineError] = {}
+                for title, wrong in WRONG.items():
+                    try:
+                        await getattr(engine, name)(**{**arguments, argument: wrong})
+                    except EngineError as caught:
+                        refusals[title] = caught
+                assert refusals
+                for title, refusal in refusals.items():
+                    assert refusal.code in REFUSALS, (title, refusal)
+                    # The message can be encoded.
+                    assert str(refusal).encode()
 
 
 Call = Callable[[Engine], Awaitable[object]]
@@ -154,21 +156,23 @@ NAMED: dict[str, tuple[Call, str]] = {
 }
 
 
-@pytest.mark.parametrize("case", NAMED)
-async def test_a_refusal_names_the_field_the_value_and_what_is_allowed(engine: Engine, rows: Any, case: str) -> None:
-    call, detail = NAMED[case]
+async def test_a_refusal_names_the_field_the_value_and_what_is_allowed(
+    engine: Engine, rows: Rows, subtests: pytest.Subtests
+) -> None:
     async with rows.unchanged():
-        await refused(call(engine), "invalid_input", detail)
+        for case, (call, detail) in NAMED.items():
+            with subtests.test(case):
+                await refused(call(engine), "invalid_input", detail)
 
 
-async def test_a_page_longer_than_there_is_room_for_is_the_longest(engine: Engine) -> None:
+async def test_a_limit_above_the_maximum_is_reduced_to_it(engine: Engine) -> None:
     for limit in (2**63, 10**400):
         assert len((await engine.list_lanes(limit=limit)).lanes) == 1
         assert (await engine.list_workers(limit=limit)).entries == []
         assert (await engine.list_executions(limit=limit)).executions == []
 
 
-async def test_names_may_come_one_by_one(engine: Engine, given: Any) -> None:
+async def test_names_may_be_an_iterator(engine: Engine, given: Given) -> None:
     execution_id = await given.created(priority=3)
     found = await engine.read_exec_core_fields(execution_id, (name for name in ("priority", "execution_kind")))
     assert found == {"priority": "3", "execution_kind": "job"}

@@ -1,9 +1,10 @@
-"""Approvals: the operator who gives one is its source, so that several operators can be counted."""
+"""Approvals: the operator is the source of the signal, so that distinct operators can be counted."""
 
 from typing import Any
 
 import pytest
 
+from conftest import Given, Rows
 from engine.sending import Waiting, signals, waiting
 from engine.state import refused
 from flowfabric.engine.engine import Engine
@@ -25,7 +26,7 @@ async def approve(wait: Waiting, **overrides: Any) -> Any:
     )
 
 
-async def test_two_operators_are_two_sources(engine: Engine, given: Any, rows: Any) -> None:
+async def test_two_operators_count_as_two_sources(engine: Engine, given: Given, rows: Rows) -> None:
     wait = await waiting(engine, given, resume_condition=TWO_OPERATORS)
     first = await approve(wait, source_identity="ann")
     assert first.disposition == "appended_to_waitpoint"
@@ -37,13 +38,13 @@ async def test_two_operators_are_two_sources(engine: Engine, given: Any, rows: A
     assert stored == [("operator", "ann"), ("operator", "ann"), ("operator", "bob")]
 
 
-async def test_operators_who_choose_the_same_suffix_do_not_swallow_each_other(engine: Engine, given: Any) -> None:
+async def test_approvals_of_two_operators_with_one_suffix_are_not_duplicates(engine: Engine, given: Given) -> None:
     wait = await waiting(engine, given, resume_condition=TWO_OPERATORS)
     await approve(wait, source_identity="ann")
     assert (await approve(wait, source_identity="bob")).effect == "resume_condition_satisfied"
 
 
-async def test_without_an_identity_all_operators_are_one_source(engine: Engine, given: Any, rows: Any) -> None:
+async def test_without_an_identity_all_operators_count_as_one_source(engine: Engine, given: Given, rows: Rows) -> None:
     wait = await waiting(engine, given, resume_condition=TWO_OPERATORS)
     await approve(wait)
     assert (await approve(wait, idempotency_suffix="2")).disposition == "appended_to_waitpoint_duplicate"
@@ -51,32 +52,27 @@ async def test_without_an_identity_all_operators_are_one_source(engine: Engine, 
     assert stored == [("", "approval:approved:1"), ("", "approval:approved:2")]
 
 
-LETTER = "\N{GRINNING FACE}"
-
-
-@pytest.mark.parametrize("letter", ["x", LETTER])
-@pytest.mark.parametrize("field", ["signal_name", "source_identity", "idempotency_suffix"])
-async def test_texts_of_an_approval_have_a_length(
-    engine: Engine, given: Any, rows: Any, field: str, letter: str
+async def test_texts_of_an_approval_have_a_type_and_a_maximum_length(
+    engine: Engine, given: Given, rows: Rows, subtests: pytest.Subtests
 ) -> None:
     wait = await waiting(engine, given)
-    async with rows.unchanged():
-        detail = f"{field}: must be at most 1024 characters long, got 1025"
-        await refused(approve(wait, **{field: letter * 1025}), "invalid_input", detail)
-    first = await approve(wait, **{field: letter * 1024})
-    assert await approve(wait, **{field: letter * 1024}) == SignalDuplicate(existing_signal_id=first.signal_id)
-    other = await approve(wait, **{field: letter * 1023 + "y"})
-    assert other.signal_id != first.signal_id
-
-
-async def test_the_identity_of_an_approver_is_a_text(engine: Engine, given: Any, rows: Any) -> None:
-    wait = await waiting(engine, given)
+    for field in ("signal_name", "source_identity", "idempotency_suffix"):
+        for letter in ("x", "\N{GRINNING FACE}"):
+            with subtests.test(f"{field} of {letter}"):
+                async with rows.unchanged():
+                    detail = f"{field}: must be at most 1024 characters long, got 1025"
+                    await refused(approve(wait, **{field: letter * 1025}), "invalid_input", detail)
+                first = await approve(wait, **{field: letter * 1024})
+                again = await approve(wait, **{field: letter * 1024})
+                assert again == SignalDuplicate(existing_signal_id=first.signal_id)
+                other = await approve(wait, **{field: letter * 1023 + "y"})
+                assert other.signal_id != first.signal_id
     async with rows.unchanged():
         for identity in (None, 3, b"ann", "a\0b", "\ud800"):
             await refused(approve(wait, source_identity=identity), "invalid_input", "source_identity")
 
 
-async def test_texts_with_colons_do_not_make_one_approval_of_two(engine: Engine, given: Any) -> None:
+async def test_colons_in_texts_do_not_make_two_approvals_equal(engine: Engine, given: Given) -> None:
     wait = await waiting(engine, given)
     triples = [
         ("approved", "1:ann", ""),

@@ -1,10 +1,13 @@
-"""Resuming by an operator's word: what it closes, when the execution may be claimed, and what is refused."""
+"""Resume by an operator: what it closes, when the execution is claimable, and what is refused."""
 
 import json
 from typing import Any
 
+import asyncpg
 import pytest
 
+from conftest import Given, Rows
+from engine.conftest import StandingClock
 from engine.sending import waiting
 from engine.state import RESUMABLE, claim, event_texts, refused, vector
 from engine.waits import args, on_all, suspended, suspension, waitpoint, waitpoints
@@ -20,8 +23,8 @@ RESUME_DELAYED = "runnable/unowned/not_eligible_until_time/waiting_for_resume_de
 NOBODY = "{fp:3}:11111111-1111-4111-8111-111111111111"
 
 
-async def test_a_resume_closes_the_suspension_and_every_waitpoint_and_tells_no_completion(
-    engine: Engine, given: Any, rows: Any, clock: Any
+async def test_a_resume_closes_the_suspension_and_all_waitpoints(
+    engine: Engine, given: Given, rows: Rows, clock: StandingClock
 ) -> None:
     wait = await waiting(engine, given, on_all("a", "b", "c", timeout_at=await clock.now() + 60_000))
     await wait.send("x", "a")
@@ -50,8 +53,8 @@ async def test_a_resume_closes_the_suspension_and_every_waitpoint_and_tells_no_c
     assert (claimed.attempt_id, claimed.attempt_index) == (wait.handle.attempt_id, 0)
 
 
-async def test_what_is_resumed_is_queued_and_listed_until_it_is_claimed(
-    engine: Engine, given: Any, rows: Any, clock: Any
+async def test_a_resumed_execution_is_in_ready_and_listed_until_it_is_claimed(
+    engine: Engine, given: Given, rows: Rows, clock: StandingClock
 ) -> None:
     now, later = await waiting(engine, given), await waiting(engine, given)
     assert await rows.of("ready") == await rows.of("listed") == []
@@ -74,14 +77,14 @@ async def test_what_is_resumed_is_queued_and_listed_until_it_is_claimed(
     assert [one.execution_id for one in await claim(engine)] == [later.execution_id]
 
 
-@pytest.mark.parametrize("condition", [OperatorOnly(), TimeoutOnly()])
-async def test_a_resume_ends_every_kind_of_wait(engine: Engine, given: Any, clock: Any, condition: Any) -> None:
-    wait = await waiting(engine, given, resume_condition=condition, timeout_at=await clock.now() + 60_000)
-    assert (await engine.resume_execution(execution_id=wait.execution_id)).public_state == PublicState.RESUMABLE
-    assert [one.execution_id for one in await claim(engine)] == [wait.execution_id]
+async def test_a_resume_ends_every_kind_of_wait(engine: Engine, given: Given, clock: StandingClock) -> None:
+    for condition in (OperatorOnly(), TimeoutOnly()):
+        wait = await waiting(engine, given, resume_condition=condition, timeout_at=await clock.now() + 60_000)
+        assert (await engine.resume_execution(execution_id=wait.execution_id)).public_state == PublicState.RESUMABLE
+        assert [one.execution_id for one in await claim(engine)] == [wait.execution_id]
 
 
-async def test_a_resume_may_wait_for_its_time(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
+async def test_a_resume_may_be_delayed(engine: Engine, given: Given, rows: Rows, clock: StandingClock) -> None:
     wait = await waiting(engine, given, resume_policy=ResumePolicy(resume_delay_ms=99_000))
     now = await clock.advance(seconds=1)
     outcome = await engine.resume_execution(execution_id=wait.execution_id, resume_delay_ms=5_000)
@@ -99,15 +102,15 @@ async def test_a_resume_may_wait_for_its_time(engine: Engine, given: Any, rows: 
     assert [one.attempt_id for one in await claim(engine)] == [wait.handle.attempt_id]
 
 
-async def test_a_waitpoint_closed_before_keeps_its_reason(engine: Engine, given: Any, rows: Any) -> None:
+async def test_a_waitpoint_closed_before_the_resume_keeps_its_reason(engine: Engine, given: Given, rows: Rows) -> None:
     wait = await waiting(engine, given, on_all("a", "b"))
     await engine.close_waitpoint(execution_id=wait.execution_id, waitpoint_id=wait.points["a"][0], reason="enough")
     await engine.resume_execution(execution_id=wait.execution_id)
     assert [(await waitpoint(rows, wait.points[key][0]))["close_reason"] for key in "ab"] == ["enough", "resumed"]
 
 
-async def test_what_remained_of_the_attempt_timeout_at_the_suspend_is_left_after_the_resume(
-    engine: Engine, given: Any, rows: Any, clock: Any
+async def test_the_attempt_timeout_continues_after_the_resume(
+    engine: Engine, given: Given, rows: Rows, clock: StandingClock
 ) -> None:
     handle = await given.claimed(policy={"timeout_policy": {"attempt_timeout_ms": 8_000}})
     await clock.advance(seconds=3)
@@ -119,7 +122,9 @@ async def test_what_remained_of_the_attempt_timeout_at_the_suspend_is_left_after
     assert (await rows.execution(handle.execution_id))["attempt_timeout_at"] == now + 5_000
 
 
-async def test_what_is_not_suspended_is_not_resumed(engine: Engine, given: Any, rows: Any, connection: Any) -> None:
+async def test_only_a_suspended_execution_can_be_resumed_and_only_with_valid_arguments(
+    engine: Engine, given: Given, rows: Rows, connection: asyncpg.Connection
+) -> None:
     wait, broken = await waiting(engine, given), await waiting(engine, given)
     await engine.resume_execution(execution_id=wait.execution_id)
     others = [await given.created(), await given.cancelled(), wait.execution_id, broken.execution_id]
@@ -129,28 +134,21 @@ async def test_what_is_not_suspended_is_not_resumed(engine: Engine, given: Any, 
         for execution_id in others:
             await refused(engine.resume_execution(execution_id=execution_id), "execution_not_suspended")
         await refused(engine.resume_execution(execution_id=NOBODY), "execution_not_found")
-
-
-@pytest.mark.parametrize(
-    ("overrides", "detail"),
-    [
+    suspended = await waiting(engine, given, lane_id="other")
+    wrong: list[tuple[dict[str, Any], str]] = [
         ({"execution_id": "x"}, "MissingTag"),
         ({"trigger_type": "whim"}, "trigger_type"),
         ({"resume_delay_ms": -1}, "resume_delay_ms"),
         ({"resume_delay_ms": None}, "resume_delay_ms"),
-    ],
-)
-async def test_a_resume_of_nonsense_is_refused(
-    engine: Engine, given: Any, rows: Any, overrides: dict[str, Any], detail: str
-) -> None:
-    wait = await waiting(engine, given)
+    ]
     async with rows.unchanged():
-        call = engine.resume_execution(**{"execution_id": wait.execution_id, **overrides})
-        await refused(call, "invalid_input", detail)
+        for overrides, detail in wrong:
+            call = engine.resume_execution(**{"execution_id": suspended.execution_id, **overrides})
+            await refused(call, "invalid_input", detail)
 
 
-async def test_a_signal_and_the_end_of_the_run_it_resumes_take_few_statements(
-    engine: Engine, given: Any, monkeypatch: pytest.MonkeyPatch
+async def test_a_signal_takes_four_statements_and_the_end_of_the_resumed_run_one(
+    engine: Engine, given: Given, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wait, fetched, fetched_within = await waiting(engine, given), Database.fetch, Transaction.fetch
     names: list[str] = []

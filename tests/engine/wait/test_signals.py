@@ -1,18 +1,18 @@
-"""Signals: what a delivery leaves behind, what meets a condition, and what a resumed run reads."""
+"""Signals: what a delivery stores, when a condition is satisfied, and what a resumed run reads."""
 
 from typing import Any
 from uuid import UUID, uuid4
 
 import asyncpg
-import pytest
 
-from engine.sending import Waiting, running, signal_keys, signals, waiting
-from engine.state import RESUMABLE, claim, event_texts, refused, vector
-from engine.waits import SUSPENDED, args, fresh, on_all, suspended, suspension, using, waitpoint, waitpoints
+from conftest import Given, Rows
+from engine.conftest import StandingClock
+from engine.sending import running, signal_keys, signals, waiting
+from engine.state import RESUMABLE, claim, refused, vector
+from engine.waits import args, fresh, on_all, suspension, waitpoint, waitpoints
 from flowfabric.engine.engine import Engine
 from flowfabric.model.condition import (
     OPERATOR_ONLY_NAME,
-    AllOf,
     ByName,
     Count,
     CountKind,
@@ -21,26 +21,25 @@ from flowfabric.model.condition import (
     TimeoutOnly,
     Wildcard,
 )
-from flowfabric.model.lease import AlreadySatisfied
 from flowfabric.model.resume import ResumePolicy
 from flowfabric.model.signal import Accepted, SignalDuplicate
 from flowfabric.reconcile.loop import Reconciler
 
 APPENDED = "appended_to_waitpoint"
-MET = "resume_condition_satisfied"
+SATISFIED = "resume_condition_satisfied"
 BUFFERED = "buffered_for_pending_waitpoint"
 RESUME_DELAYED = "runnable/unowned/not_eligible_until_time/waiting_for_resume_delay/none/attempt_interrupted/delayed"
 
 
-async def test_a_signal_that_meets_the_condition_makes_the_execution_claimable_once(
-    engine: Engine, given: Any, rows: Any, clock: Any
+async def test_a_signal_that_satisfies_the_condition_makes_the_execution_claimable_once(
+    engine: Engine, given: Given, rows: Rows, clock: StandingClock
 ) -> None:
     wait = await waiting(engine, given, timeout_at=await clock.now() + 60_000)
     now = await clock.advance(seconds=1)
     assert await wait.said("other") == f"{APPENDED} no_op"
     answer = await wait.send("ready")
     assert isinstance(answer, Accepted)
-    assert (answer.effect, answer.disposition) == (MET, MET)
+    assert (answer.effect, answer.disposition) == (SATISFIED, SATISFIED)
     row = await rows.execution(wait.execution_id)
     assert vector(row) == RESUMABLE
     assert (row["blocking_detail"], row["delay_until"]) == (None, None)
@@ -60,7 +59,7 @@ async def test_a_signal_that_meets_the_condition_makes_the_execution_claimable_o
     assert claimed.lease_epoch > wait.handle.lease_epoch
 
 
-async def test_a_stored_signal_is_what_was_delivered(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
+async def test_a_signal_row_holds_the_arguments(engine: Engine, given: Given, rows: Rows, clock: StandingClock) -> None:
     wait = await waiting(engine, given, resume_condition=OperatorOnly())
     now = await clock.advance(seconds=1)
     payload = bytes(range(256)) * 256
@@ -101,7 +100,9 @@ async def test_a_stored_signal_is_what_was_delivered(engine: Engine, given: Any,
     }
 
 
-async def test_what_is_not_said_of_a_signal_has_its_default(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
+async def test_omitted_arguments_of_a_signal_have_defaults(
+    engine: Engine, given: Given, rows: Rows, clock: StandingClock
+) -> None:
     wait = await waiting(engine, given)
     now = await clock.advance(seconds=1)
     await wait.send("other")
@@ -112,8 +113,8 @@ async def test_what_is_not_said_of_a_signal_has_its_default(engine: Engine, give
     assert await signal_keys(rows) == []
 
 
-async def test_a_signal_that_does_not_resume_touches_no_more_than_the_wait(
-    engine: Engine, given: Any, rows: Any, clock: Any
+async def test_a_signal_that_does_not_resume_changes_only_the_rows_of_the_wait(
+    engine: Engine, given: Given, rows: Rows, clock: StandingClock
 ) -> None:
     wait = await waiting(engine, given)
     await clock.advance(seconds=1)
@@ -121,23 +122,25 @@ async def test_a_signal_that_does_not_resume_touches_no_more_than_the_wait(
         await wait.send("other", idempotency_key="")
 
 
-@pytest.mark.parametrize("condition", [OperatorOnly(), TimeoutOnly()])
-async def test_no_signal_meets_what_only_an_operator_or_the_deadline_ends(
-    engine: Engine, given: Any, clock: Any, condition: Any
+async def test_no_signal_satisfies_a_wait_for_an_operator_or_a_timeout_only(
+    engine: Engine, given: Given, clock: StandingClock
 ) -> None:
-    wait = await waiting(engine, given, resume_condition=condition, timeout_at=await clock.now() + 60_000)
-    for name in ("ready", OPERATOR_ONLY_NAME, "__timeout_only__"):
-        assert await wait.said(name) == f"{APPENDED} no_op"
-    assert await claim(engine) == []
+    for condition in (OperatorOnly(), TimeoutOnly()):
+        wait = await waiting(engine, given, resume_condition=condition, timeout_at=await clock.now() + 60_000)
+        for name in ("ready", OPERATOR_ONLY_NAME, "__timeout_only__"):
+            assert await wait.said(name) == f"{APPENDED} no_op"
+        assert await claim(engine) == []
 
 
-async def test_a_reserved_name_passes_no_wildcard(engine: Engine, given: Any) -> None:
+async def test_a_wildcard_does_not_match_reserved_names(engine: Engine, given: Given) -> None:
     wait = await waiting(engine, given, resume_condition=Single(waitpoint_key="wait", matcher=Wildcard()))
     assert await wait.said(OPERATOR_ONLY_NAME) == f"{APPENDED} no_op"
-    assert await wait.said("x") == MET
+    assert await wait.said("x") == SATISFIED
 
 
-async def test_all_waitpoints_must_be_signalled_and_all_close(engine: Engine, given: Any, rows: Any) -> None:
+async def test_all_of_requires_a_signal_at_every_waitpoint_and_closes_them_together(
+    engine: Engine, given: Given, rows: Rows
+) -> None:
     wait = await waiting(engine, given, on_all("a", "b", "c"))
     assert await wait.said("x", "a") == APPENDED
     assert await wait.said("x", "a") == f"{APPENDED} appended_to_waitpoint_duplicate"
@@ -145,7 +148,7 @@ async def test_all_waitpoints_must_be_signalled_and_all_close(engine: Engine, gi
     open_one = await suspension(rows, wait.execution_id)
     assert len(open_one["satisfier_ids"]) == 2
     assert (open_one["closed_at"], open_one["satisfied_at"]) == (None, None)
-    assert await wait.said("x", "c") == MET
+    assert await wait.said("x", "c") == SATISFIED
     found = await waitpoints(rows, wait.execution_id)
     assert [(row["state"], row["close_reason"], row["signal_count"]) for row in found] == [
         ("closed", "resumed", 2),
@@ -157,7 +160,7 @@ async def test_all_waitpoints_must_be_signalled_and_all_close(engine: Engine, gi
     assert (await suspension(rows, wait.execution_id))["satisfier_ids"] == [stored[at]["signal_id"] for at in (0, 2, 3)]
 
 
-async def test_distinct_sources_are_counted_once_each(engine: Engine, given: Any) -> None:
+async def test_distinct_sources_are_counted_once_each(engine: Engine, given: Given) -> None:
     condition = Count(
         n=2, count_kind=CountKind.DISTINCT_SOURCES, matcher=ByName("approve"), waitpoints=("wait", "other")
     )
@@ -166,17 +169,17 @@ async def test_distinct_sources_are_counted_once_each(engine: Engine, given: Any
     assert await wait.said("approve", source_identity="ana") == APPENDED
     assert await wait.said("approve", "other", source_identity="ana") == f"{APPENDED} appended_to_waitpoint_duplicate"
     assert await wait.said("reject", source_identity="bob") == f"{APPENDED} signal_ignored_matcher_failed"
-    assert await wait.said("approve", source_identity="bob") == MET
+    assert await wait.said("approve", source_identity="bob") == SATISFIED
 
 
-async def test_distinct_signals_of_one_source_count(engine: Engine, given: Any) -> None:
+async def test_distinct_signals_of_one_source_are_counted(engine: Engine, given: Given) -> None:
     condition = Count(n=2, count_kind=CountKind.DISTINCT_SIGNALS, waitpoints=("wait",))
     wait = await waiting(engine, given, resume_condition=condition)
-    assert [await wait.said("x"), await wait.said("x")] == [APPENDED, MET]
+    assert [await wait.said("x"), await wait.said("x")] == [APPENDED, SATISFIED]
 
 
-async def test_a_waitpoint_that_the_condition_does_not_name_is_ignored(
-    engine: Engine, given: Any, connection: asyncpg.Connection
+async def test_a_signal_to_a_waitpoint_that_the_condition_does_not_name_is_ignored(
+    engine: Engine, given: Given, connection: asyncpg.Connection
 ) -> None:
     wait = await waiting(engine, given, on_all("a", "b"))
     # No suspend of this version binds a waitpoint that its condition does not name.
@@ -185,19 +188,19 @@ async def test_a_waitpoint_that_the_condition_does_not_name_is_ignored(
         '{"Composite": {"kind": "AllOf", "members": [{"Single": {"waitpoint_key": "a", "matcher": "Wildcard"}}]}}',
     )
     assert await wait.said("x", "b") == f"{APPENDED} signal_ignored_not_in_condition"
-    assert await wait.said("x", "a") == MET
+    assert await wait.said("x", "a") == SATISFIED
 
 
-async def test_a_condition_of_a_newer_version_is_never_met(
-    engine: Engine, given: Any, connection: asyncpg.Connection
+async def test_a_condition_of_a_newer_version_is_never_satisfied(
+    engine: Engine, given: Given, connection: asyncpg.Connection
 ) -> None:
     wait = await waiting(engine, given)
     await connection.execute("update suspension set condition = $1", '{"Sometime": {}}')
     assert await wait.said("ready") == f"{APPENDED} no_op"
 
 
-async def test_a_signal_to_an_active_waitpoint_of_what_is_not_suspended_moves_nothing(
-    engine: Engine, given: Any, rows: Any, connection: asyncpg.Connection
+async def test_a_signal_to_an_execution_that_is_not_suspended_does_not_resume_it(
+    engine: Engine, given: Given, rows: Rows, connection: asyncpg.Connection
 ) -> None:
     wait = await waiting(engine, given)
     # No operation leaves a suspension open on an execution that is not suspended.
@@ -206,13 +209,15 @@ async def test_a_signal_to_an_active_waitpoint_of_what_is_not_suspended_moves_no
                   blocking_reason = 'waiting_for_worker'"""
     )
     async with rows.unchanged(without=["signal", "waitpoint", "suspension"]):
-        assert await wait.said("ready") == MET
+        assert await wait.said("ready") == SATISFIED
     left = await suspension(rows, wait.execution_id)
     assert (left["closed_at"], len(left["satisfier_ids"])) == (None, 1)
     assert (await waitpoint(rows, wait.points["wait"][0]))["state"] == "active"
 
 
-async def test_a_repeated_signal_is_told_the_first_and_changes_nothing(engine: Engine, given: Any, rows: Any) -> None:
+async def test_a_repeated_signal_returns_the_first_and_changes_nothing(
+    engine: Engine, given: Given, rows: Rows
+) -> None:
     wait = await waiting(engine, given)
     first = await wait.send("other", idempotency_key="k")
     again = SignalDuplicate(existing_signal_id=first.signal_id)
@@ -221,8 +226,8 @@ async def test_a_repeated_signal_is_told_the_first_and_changes_nothing(engine: E
         assert await wait.send("ready", signal_id=first.signal_id) == again
 
 
-async def test_a_repeat_of_the_signal_that_ended_the_wait_is_a_duplicate_whatever_came_after(
-    engine: Engine, given: Any, rows: Any
+async def test_a_repeat_of_the_satisfying_signal_is_a_duplicate_until_and_after_the_end(
+    engine: Engine, given: Given, rows: Rows
 ) -> None:
     wait = await waiting(engine, given)
     first = await wait.send("ready", idempotency_key="k")
@@ -237,8 +242,8 @@ async def test_a_repeat_of_the_signal_that_ended_the_wait_is_a_duplicate_whateve
         await refused(wait.send("ready"), "target_not_signalable")
 
 
-async def test_a_key_belongs_to_its_waitpoint_and_lives_for_its_time(
-    engine: Engine, given: Any, rows: Any, clock: Any
+async def test_an_idempotency_key_belongs_to_its_waitpoint_and_expires(
+    engine: Engine, given: Given, rows: Rows, clock: StandingClock
 ) -> None:
     wait = await waiting(engine, given, on_all("a", "b", "c"))
     now = await clock.now()
@@ -253,7 +258,9 @@ async def test_a_key_belongs_to_its_waitpoint_and_lives_for_its_time(
     assert await wait.send("x", "a", idempotency_key="k") == SignalDuplicate(existing_signal_id=second.signal_id)
 
 
-async def test_without_a_key_or_a_time_to_live_nothing_is_a_repeat(engine: Engine, given: Any, rows: Any) -> None:
+async def test_without_a_key_or_with_a_ttl_of_zero_nothing_is_a_duplicate(
+    engine: Engine, given: Given, rows: Rows
+) -> None:
     wait = await waiting(engine, given)
     for overrides in ({}, {"idempotency_key": ""}, {"idempotency_key": "k", "dedup_ttl_ms": 0}):
         for _ in range(2):
@@ -261,8 +268,8 @@ async def test_without_a_key_or_a_time_to_live_nothing_is_a_repeat(engine: Engin
     assert await signal_keys(rows) == []
 
 
-async def test_the_log_of_a_waitpoint_keeps_the_newest_and_what_the_condition_counted(
-    engine: Engine, given: Any, rows: Any
+async def test_the_log_of_a_waitpoint_keeps_the_newest_and_the_counted_signals(
+    engine: Engine, given: Given, rows: Rows
 ) -> None:
     condition = Count(
         n=3, count_kind=CountKind.DISTINCT_SOURCES, matcher=ByName("approve"), waitpoints=("wait", "other")
@@ -278,15 +285,17 @@ async def test_the_log_of_a_waitpoint_keeps_the_newest_and_what_the_condition_co
     assert len(await signals(rows, wait.execution_id)) == 3 + 5
     assert (await waitpoint(rows, wait.points["wait"][0]))["signal_count"] == 6
     await wait.send("approve", source_identity="bob", signal_maxlen=1)
-    assert await wait.said("approve", source_identity="cid", signal_maxlen=1) == MET
+    assert await wait.said("approve", source_identity="cid", signal_maxlen=1) == SATISFIED
     seen = [(one.signal_name, one.satisfier) for one in await engine.observe_signals(wait.handle)]
     assert [one for one in seen if not one[0].startswith("apart")] == [("approve", True)] * 3
 
 
-async def test_a_delay_of_the_signal_holds_the_resume_back(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
+async def test_the_resume_delay_of_a_signal_delays_the_resume(
+    engine: Engine, given: Given, rows: Rows, clock: StandingClock
+) -> None:
     wait = await waiting(engine, given, resume_policy=ResumePolicy(resume_delay_ms=60_000))
     now = await clock.advance(seconds=1)
-    assert await wait.said("ready", resume_delay_ms=5_000) == MET
+    assert await wait.said("ready", resume_delay_ms=5_000) == SATISFIED
     row = await rows.execution(wait.execution_id)
     assert vector(row) == RESUME_DELAYED
     assert row["delay_until"] == now + 5_000
@@ -304,19 +313,19 @@ async def test_a_delay_of_the_signal_holds_the_resume_back(engine: Engine, given
     assert claimed.attempt_id == wait.handle.attempt_id
 
 
-@pytest.mark.parametrize(("of_signal", "delay_ms"), [(None, 60_000), (0, None)])
-async def test_the_delay_of_the_policy_counts_where_the_signal_has_none(
-    engine: Engine, given: Any, rows: Any, clock: Any, of_signal: int | None, delay_ms: int | None
+async def test_the_resume_delay_of_the_policy_applies_if_the_signal_has_none(
+    engine: Engine, given: Given, rows: Rows, clock: StandingClock
 ) -> None:
-    wait = await waiting(engine, given, resume_policy=ResumePolicy(resume_delay_ms=60_000))
-    now = await clock.now()
-    await wait.send("ready", resume_delay_ms=of_signal)
-    row = await rows.execution(wait.execution_id)
-    assert row["delay_until"] == (None if delay_ms is None else now + delay_ms)
+    for of_signal, delay_ms in ((None, 60_000), (0, None)):
+        wait = await waiting(engine, given, resume_policy=ResumePolicy(resume_delay_ms=60_000))
+        now = await clock.now()
+        await wait.send("ready", resume_delay_ms=of_signal)
+        row = await rows.execution(wait.execution_id)
+        assert row["delay_until"] == (None if delay_ms is None else now + delay_ms)
 
 
-async def test_a_pending_waitpoint_keeps_signals_and_judges_none(
-    engine: Engine, given: Any, rows: Any, clock: Any
+async def test_a_pending_waitpoint_buffers_signals_without_evaluating_them(
+    engine: Engine, given: Given, rows: Rows, clock: StandingClock
 ) -> None:
     wait = await running(engine, given)
     now = await clock.advance(seconds=1)
@@ -327,136 +336,3 @@ async def test_a_pending_waitpoint_keeps_signals_and_judges_none(
     point = await waitpoint(rows, wait.points["wait"][0])
     assert (point["state"], point["signal_count"], point["matched_signal_count"]) == ("pending", 1, 0)
     assert point["last_signal_at"] == now
-
-
-async def test_a_wait_on_what_has_come_already_need_not_begin(engine: Engine, given: Any, rows: Any) -> None:
-    wait = await running(engine, given)
-    early = await wait.send("ready", payload=b"early")
-    pending = await engine.read_waitpoint_token(execution_id=wait.execution_id, waitpoint_id=wait.points["wait"][0])
-    assert pending is not None
-    bound = {"waitpoint_id": wait.points["wait"][0]}
-    outcome = await engine.suspend(wait.handle, args(waitpoints=({"UsePending": bound},)))
-    assert isinstance(outcome, AlreadySatisfied)
-    (seen,) = await engine.observe_signals(wait.handle)
-    assert (seen.signal_id, seen.payload, seen.satisfier) == (early.signal_id, b"early", True)
-    await refused(wait.send("ready"), "waitpoint_closed")
-    await engine.complete(wait.handle, b"done")
-    assert [row["outcome"] for row in await rows.events(wait.execution_id) if row["outcome"]] == [1]
-
-
-async def test_what_was_kept_counts_with_what_comes_later(engine: Engine, given: Any) -> None:
-    handle = await given.claimed()
-    pending = await engine.create_waitpoint(handle, waitpoint_key="wait", expires_in_ms=60_000)
-    wait = Waiting(engine, handle).ahead("wait", pending)
-    await wait.send("x", source_identity="ana")
-    condition = Count(n=2, count_kind=CountKind.DISTINCT_SOURCES, waitpoints=("wait",))
-    outcome = await suspended(engine, handle, using(pending, resume_condition=condition))
-    assert await wait.said("x", source_identity="ana") == f"{APPENDED} appended_to_waitpoint_duplicate"
-    assert await wait.said("x", source_identity="bob") == MET
-    seen = await engine.observe_signals(outcome.handle)
-    assert [(one.source_identity, one.satisfier) for one in seen] == [("ana", True), ("ana", False), ("bob", True)]
-
-
-async def test_a_suspended_execution_also_keeps_signals_for_a_waitpoint_made_ahead(
-    engine: Engine, given: Any, rows: Any
-) -> None:
-    wait = await running(engine, given)
-    outcome = await suspended(engine, wait.handle, on_all("a", "b"))
-    wait.on(outcome.details)
-    assert await wait.said("ready") == BUFFERED
-    assert vector(await rows.execution(wait.execution_id)) == SUSPENDED
-    assert await engine.observe_signals(outcome.handle) == []
-
-
-async def test_the_run_reads_every_signal_of_its_suspension_before_and_after_the_resume(
-    engine: Engine, given: Any, clock: Any
-) -> None:
-    condition = AllOf(tuple(Single(waitpoint_key=key, matcher=ByName("ready")) for key in ("a", "b")))
-    asked = args(waitpoints=(fresh("a"), fresh("b")), resume_condition=condition)
-    wait = await waiting(engine, given, asked)
-    now = await clock.advance(seconds=1)
-    for name, key in (("first", "b"), ("ready", "b"), ("second", "a")):
-        await wait.send(name, key, payload=name.encode(), correlation_id=name if key == "a" else None)
-    before = await engine.observe_signals(wait.handle)
-    last = await wait.send("ready", "a")
-    after = await engine.observe_signals(wait.handle)
-    assert after[:3] == before
-    assert [(one.signal_name, one.payload, one.satisfier) for one in after] == [
-        ("first", b"first", False),
-        ("ready", b"ready", True),
-        ("second", b"second", False),
-        ("ready", None, True),
-    ]
-    assert [one.correlation_id for one in after] == ["", "", "second", ""]
-    assert (after[3].signal_id, after[3].disposition, after[3].accepted_at) == (last.signal_id, MET, now)
-    (resumed,) = await claim(engine)
-    assert await engine.observe_signals(resumed.handle) == after
-
-
-async def test_signals_of_one_wait_do_not_count_for_the_next(engine: Engine, given: Any) -> None:
-    wait = await waiting(engine, given, on_all("a", "b"))
-    await wait.send("x", "a")
-    await wait.send("x", "b")
-    (resumed,) = await claim(engine)
-    again = await suspended(engine, resumed.handle, on_all("a", "b"))
-    assert await engine.observe_signals(again.handle) == []
-    second = Waiting(engine, again.handle).on(again.details)
-    assert await second.said("x", "a") == APPENDED
-    await refused(wait.send("x", "b"), "waitpoint_closed")
-    assert await second.said("x", "b") == MET
-
-
-async def test_an_attempt_that_never_waited_reads_no_signal(engine: Engine, given: Any) -> None:
-    assert await engine.observe_signals(await given.claimed()) == []
-
-
-async def test_a_retry_does_not_read_the_signals_of_the_attempt_before(engine: Engine, given: Any, clock: Any) -> None:
-    policy = {"retry_policy": {"max_retries": 3, "backoff": {"type": "fixed", "delay_ms": 1}}}
-    wait = await waiting(engine, given, policy=policy)
-    await wait.send("ready")
-    (resumed,) = await claim(engine)
-    await engine.fail(resumed.handle, reason="no luck")
-    await clock.advance(seconds=1)
-    await Reconciler(engine).catch_up()
-    (retried,) = await claim(engine)
-    assert await engine.observe_signals(retried.handle) == []
-    assert len(await engine.observe_signals(resumed.handle)) == 1
-
-
-async def test_the_signals_of_a_wait_that_another_has_replaced_are_read_by_its_id(
-    engine: Engine, given: Any, clock: Any
-) -> None:
-    async def read(suspension_id: UUID) -> list[Any]:
-        return await engine.observe_signals(handle, suspension_id=suspension_id)
-
-    handle = await given.claimed()
-    by_signals = await suspended(engine, handle, on_all("a", "b"))
-    wait = Waiting(engine, by_signals.handle).on(by_signals.details)
-    for name, key in (("one", "a"), ("again", "a"), ("two", "b")):
-        await wait.send(name, key)
-    seen = {by_signals.details.suspension_id: await engine.observe_signals(handle)}
-    (resumed,) = await claim(engine)
-    deadline = await clock.now() + 1
-    by_deadline = await suspended(
-        engine, resumed.handle, on_all("a", timeout_at=deadline, timeout_behavior="auto_resume")
-    )
-    await clock.advance(ms=1)
-    await engine.expire_suspension(wait.execution_id)
-    seen[by_deadline.details.suspension_id] = await engine.observe_signals(handle)
-    (resumed,) = await claim(engine)
-    by_operator = await suspended(engine, resumed.handle, on_all("a", "b"))
-    await wait.on(by_operator.details).send("half", "a")
-    await engine.resume_execution(execution_id=wait.execution_id)
-    seen[by_operator.details.suspension_id] = await engine.observe_signals(handle)
-    (resumed,) = await claim(engine)
-    latest = await suspended(engine, resumed.handle)
-    await wait.on(latest.details).send("other")
-    seen[latest.details.suspension_id] = await engine.observe_signals(handle)
-    assert {suspension_id: await read(suspension_id) for suspension_id in seen} == seen
-    assert [[(one.signal_name, one.satisfier) for one in each] for each in seen.values()] == [
-        [("one", True), ("again", False), ("two", True)],
-        [("timeout", True)],
-        [("half", False)],
-        [("other", False)],
-    ]
-    assert await read(uuid4()) == []

@@ -1,13 +1,14 @@
-"""What a delivery costs does not grow with the signals that came before it."""
+"""The cost of a delivery does not grow with the number of earlier signals."""
 
 import asyncio
-from collections.abc import Callable
 from typing import Any
 
+import asyncpg
 import pytest
 
+from conftest import Given, Rows
 from engine.sending import Waiting, running, signals, waiting
-from engine.state import refused
+from engine.state import claim, refused
 from engine.waits import args, fresh, suspended, suspension
 from flowfabric.db.database import Transaction
 from flowfabric.db.statements import Statement
@@ -19,9 +20,9 @@ from flowfabric.model.waitpoint import UsePending
 
 FEW = 20
 MANY = DEFAULT_MAXLEN + FEW
-MET = "resume_condition_satisfied"
+SATISFIED = "resume_condition_satisfied"
 
-# Entries that scans of the tables of waits gave, in this transaction so far.
+# Rows that scans of the suspension and signal tables have returned so far in this transaction.
 _TOUCHED = """
 select coalesce(sum(pg_stat_get_xact_tuples_returned(r.oid)), 0)::int
   from pg_class c
@@ -33,14 +34,14 @@ select coalesce(sum(pg_stat_get_xact_tuples_returned(r.oid)), 0)::int
 
 
 class Cost:
-    """What the statements of deliveries took and touched: bytes of parameters and rows, by statement."""
+    """The cost of deliveries by statement: bytes of parameters sent, and rows touched."""
 
     def __init__(self) -> None:
         self.sent: dict[str, int] = {}
         self.touched: dict[str, int] = {}
 
     async def of(self, delivery: Any) -> tuple[dict[str, int], dict[str, int]]:
-        """What one delivery costs."""
+        """The cost of one delivery."""
         self.sent, self.touched = {}, {}
         await delivery
         return dict(self.sent), dict(self.touched)
@@ -64,7 +65,7 @@ def cost(monkeypatch: pytest.MonkeyPatch) -> Cost:
 
 
 async def take(wait: Waiting, count: int, **overrides: Any) -> None:
-    """Let a wait take so many signals."""
+    """Deliver signals concurrently."""
     await asyncio.gather(*(wait.send("vote", **overrides) for _ in range(count)))
 
 
@@ -72,8 +73,8 @@ def votes(n: int) -> Count:
     return Count(n=n, count_kind=CountKind.DISTINCT_SIGNALS, waitpoints=("wait",))
 
 
-async def test_a_count_of_signals_takes_the_thousandth_like_the_first(
-    engine: Engine, given: Any, rows: Any, cost: Cost
+async def test_a_count_of_signals_costs_the_same_for_the_last_signal_as_for_the_first(
+    engine: Engine, given: Given, rows: Rows, cost: Cost
 ) -> None:
     wait = await waiting(engine, given, resume_condition=votes(MANY + 2))
     await take(wait, 1)
@@ -83,7 +84,7 @@ async def test_a_count_of_signals_takes_the_thousandth_like_the_first(
     assert {"read_deliveries", "insert_deliveries"} <= set(first[0])
     assert not {"list_satisfiers", "take_overflow"} & set(first[0])
     closer = await wait.send("vote")
-    assert closer.effect == MET
+    assert closer.effect == SATISFIED
     closed = await suspension(rows, wait.execution_id)
     stored = await signals(rows, wait.execution_id)
     assert closed["satisfier_ids"] == [row["signal_id"] for row in stored]
@@ -98,37 +99,41 @@ def one_and_votes(n: int) -> Condition:
     return AllOf((Single(waitpoint_key="wait", matcher=ByName("go")), votes(n + 1)))
 
 
-@pytest.mark.parametrize("condition", [sources, one_and_votes], ids=["sources", "a tree"])
-async def test_a_condition_that_must_know_its_satisfiers_reads_them_and_sends_none(
-    engine: Engine, given: Any, rows: Any, cost: Cost, condition: Callable[[int], Condition]
+async def test_a_condition_that_needs_its_satisfiers_reads_them_and_sends_none(
+    engine: Engine, given: Given, rows: Rows, cost: Cost, subtests: pytest.Subtests
 ) -> None:
-    wait = await waiting(engine, given, resume_condition=condition(FEW + 2))
-    for at in range(FEW):
-        await wait.send("vote", source_identity=f"s{at + 10}")
-    sent, touched = await cost.of(wait.send("go", source_identity="s1"))
-    assert touched["list_satisfiers"] >= FEW
-    second, _ = await cost.of(wait.send("noise", source_identity="s10"))
-    assert {**sent, "insert_deliveries": 0} == {**second, "insert_deliveries": 0}
-    assert "take_overflow" not in sent
-    assert await wait.said("vote", source_identity="s2") == MET
+    for condition in (sources, one_and_votes):
+        with subtests.test(condition.__name__):
+            wait = await waiting(engine, given, resume_condition=condition(FEW + 2))
+            for at in range(FEW):
+                await wait.send("vote", source_identity=f"s{at + 10}")
+            sent, touched = await cost.of(wait.send("go", source_identity="s1"))
+            assert touched["list_satisfiers"] >= FEW
+            second, _ = await cost.of(wait.send("noise", source_identity="s10"))
+            assert {**sent, "insert_deliveries": 0} == {**second, "insert_deliveries": 0}
+            assert "take_overflow" not in sent
+            assert await wait.said("vote", source_identity="s2") == SATISFIED
+            await claim(engine)
 
 
-async def test_a_full_log_gives_up_what_came_too_much_and_no_more_is_read(
-    engine: Engine, given: Any, rows: Any, cost: Cost, connection: Any
+async def test_trimming_a_full_log_reads_no_more_than_its_length(
+    engine: Engine, given: Given, rows: Rows, cost: Cost, connection: asyncpg.Connection
 ) -> None:
     wait = await waiting(engine, given, resume_condition=OperatorOnly())
     await take(wait, 5, signal_maxlen=5)
     before, _ = await cost.of(wait.send("vote", signal_maxlen=6))
     assert "take_overflow" not in before
     await take(wait, MANY, signal_maxlen=5)
-    # The entries of what was deleted stay in the index until then.
+    # The index keeps the entries of deleted signals until a vacuum.
     await connection.execute("vacuum signal")
     _, touched = await cost.of(wait.send("vote", signal_maxlen=5))
     assert touched["take_overflow"] <= 2 * (5 + 1)
     assert len(await signals(rows, wait.execution_id)) == 5
 
 
-async def test_what_one_waitpoint_counted_keeps_no_noise_of_another(engine: Engine, given: Any, rows: Any) -> None:
+async def test_signals_counted_at_one_waitpoint_do_not_keep_uncounted_ones_of_another(
+    engine: Engine, given: Given, rows: Rows
+) -> None:
     condition = Count(
         n=FEW, count_kind=CountKind.DISTINCT_SIGNALS, matcher=ByName("vote"), waitpoints=("wait", "other")
     )
@@ -141,8 +146,8 @@ async def test_what_one_waitpoint_counted_keeps_no_noise_of_another(engine: Engi
     assert noise == ["noise4", "noise5"]
 
 
-async def test_what_a_wait_counted_keeps_no_noise_of_a_waitpoint_made_ahead(
-    engine: Engine, given: Any, rows: Any
+async def test_counted_signals_do_not_keep_uncounted_ones_of_a_pending_waitpoint(
+    engine: Engine, given: Given, rows: Rows
 ) -> None:
     wait = await running(engine, given)
     outcome = await suspended(
@@ -160,9 +165,7 @@ async def test_what_a_wait_counted_keeps_no_noise_of_a_waitpoint_made_ahead(
     assert kept == ["early4", "early5"]
 
 
-async def test_a_full_log_keeps_what_came_before_the_wait_and_was_counted(
-    engine: Engine, given: Any, rows: Any
-) -> None:
+async def test_a_full_log_keeps_buffered_signals_that_were_counted(engine: Engine, given: Given, rows: Rows) -> None:
     wait = await running(engine, given)
     for name in ("vote", "noise", "vote", "noise", "vote"):
         await wait.send(name)
@@ -173,12 +176,12 @@ async def test_a_full_log_keeps_what_came_before_the_wait_and_was_counted(
         await wait.send(f"late{at}", signal_maxlen=2)
     names = [row["signal_name"] for row in await signals(rows, wait.execution_id)]
     assert names == ["vote", "vote", "vote", "late4", "late5"]
-    assert [await wait.said("vote"), await wait.said("vote")] == ["appended_to_waitpoint", MET]
+    assert [await wait.said("vote"), await wait.said("vote")] == ["appended_to_waitpoint", SATISFIED]
     seen = await engine.observe_signals(outcome.handle)
     assert [one.signal_name for one in seen if one.satisfier] == ["vote"] * 5
 
 
-async def test_a_wrong_token_makes_nobody_read_what_was_counted(engine: Engine, given: Any, cost: Cost) -> None:
+async def test_a_wrong_token_does_not_read_the_counted_signals(engine: Engine, given: Given, cost: Cost) -> None:
     wait = await waiting(engine, given, resume_condition=sources(FEW))
     await wait.send("vote", source_identity="one")
     _, touched = await cost.of(refused(wait.send("vote", waitpoint_token="k1:" + "0" * 64), "invalid_token"))

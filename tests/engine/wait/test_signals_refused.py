@@ -1,4 +1,4 @@
-"""Signals that are refused: by which word, in which order of checks, and with no row changed but for the one stamp."""
+"""Refused signals: the error code, the order of the checks, and no change except the time of a refused token."""
 
 from typing import Any
 from uuid import uuid4
@@ -6,6 +6,8 @@ from uuid import uuid4
 import asyncpg
 import pytest
 
+from conftest import Given, Rows
+from engine.conftest import StandingClock
 from engine.sending import Waiting, running, signal_keys, signals, stamps_written, waiting
 from engine.state import claim, refused
 from engine.waits import args, on_all, suspended, token_of
@@ -21,14 +23,16 @@ OTHER_SECRET = "cd" * 32
 NOBODY = "{fp:3}:11111111-1111-4111-8111-111111111111"
 
 
-async def stamp(rows: Any, execution_id: ExecutionId) -> int | None:
+async def stamp(rows: Rows, execution_id: ExecutionId) -> int | None:
     """When a token was last refused at the execution."""
     found: int | None = (await rows.execution(execution_id))["last_hmac_validation_failed_at"]
     return found
 
 
-async def stamped_only(engine: Engine, rows: Any, clock: Any, call: Any, code: str, execution_id: ExecutionId) -> None:
-    """The call is refused and leaves the stamp of a refused token, at this time, and nothing else."""
+async def stamped_only(
+    engine: Engine, rows: Rows, clock: StandingClock, call: Any, code: str, execution_id: ExecutionId
+) -> None:
+    """Assert that the call is refused and changes nothing except last_hmac_validation_failed_at."""
     before = await rows.execution(execution_id)
     now = await clock.advance(seconds=1)
     async with rows.unchanged(without=["execution"]):
@@ -37,42 +41,43 @@ async def stamped_only(engine: Engine, rows: Any, clock: Any, call: Any, code: s
     assert await rows.execution(execution_id) == {**before, "last_hmac_validation_failed_at": now}
 
 
-@pytest.mark.parametrize(
-    ("overrides", "detail"),
-    [
-        ({"execution_id": "nonsense"}, "MissingTag"),
-        ({"execution_id": "{fp:40000}:11111111-1111-4111-8111-111111111111"}, "exceeds i16 range"),
-        ({"waitpoint_id": "nonsense"}, "waitpoint_id"),
-        ({"signal_id": 5}, "signal_id"),
-        ({"signal_name": None}, "signal_name"),
-        ({"signal_name": ""}, "signal_name"),
-        ({"signal_name": "a\0b"}, "signal_name"),
-        ({"signal_category": None}, "signal_category"),
-        ({"source_type": 3}, "source_type"),
-        ({"source_identity": "\ud800"}, "source_identity"),
-        ({"target_scope": None}, "target_scope"),
-        ({"payload": "text"}, "payload"),
-        ({"payload_encoding": 1}, "payload_encoding"),
-        ({"correlation_id": b"x"}, "correlation_id"),
-        ({"idempotency_key": "k" * 1025}, "idempotency_key"),
-        ({"created_at": 1.5}, "created_at"),
-        ({"dedup_ttl_ms": -1}, "dedup_ttl_ms"),
-        ({"dedup_ttl_ms": 2**53}, "dedup_ttl_ms: must be a whole number from 0 to 9007199254740991"),
-        ({"dedup_ttl_ms": None}, "dedup_ttl_ms"),
-        ({"resume_delay_ms": -1}, "resume_delay_ms"),
-        ({"max_signals_per_execution": -1}, "max_signals_per_execution"),
-        ({"signal_maxlen": 0}, "signal_maxlen"),
-    ],
-)
-async def test_what_is_no_signal_is_refused(
-    engine: Engine, given: Any, rows: Any, overrides: dict[str, Any], detail: str
+INVALID: list[tuple[dict[str, Any], str]] = [
+    ({"execution_id": "nonsense"}, "MissingTag"),
+    ({"execution_id": "{fp:40000}:11111111-1111-4111-8111-111111111111"}, "exceeds i16 range"),
+    ({"waitpoint_id": "nonsense"}, "waitpoint_id"),
+    ({"signal_id": 5}, "signal_id"),
+    ({"signal_name": None}, "signal_name"),
+    ({"signal_name": ""}, "signal_name"),
+    ({"signal_name": "a\0b"}, "signal_name"),
+    ({"signal_category": None}, "signal_category"),
+    ({"source_type": 3}, "source_type"),
+    ({"source_identity": "\ud800"}, "source_identity"),
+    ({"target_scope": None}, "target_scope"),
+    ({"payload": "text"}, "payload"),
+    ({"payload_encoding": 1}, "payload_encoding"),
+    ({"correlation_id": b"x"}, "correlation_id"),
+    ({"idempotency_key": "k" * 1025}, "idempotency_key"),
+    ({"created_at": 1.5}, "created_at"),
+    ({"dedup_ttl_ms": -1}, "dedup_ttl_ms"),
+    ({"dedup_ttl_ms": 2**53}, "dedup_ttl_ms: must be a whole number from 0 to 9007199254740991"),
+    ({"dedup_ttl_ms": None}, "dedup_ttl_ms"),
+    ({"resume_delay_ms": -1}, "resume_delay_ms"),
+    ({"max_signals_per_execution": -1}, "max_signals_per_execution"),
+    ({"signal_maxlen": 0}, "signal_maxlen"),
+]
+
+
+async def test_an_invalid_argument_is_refused(
+    engine: Engine, given: Given, rows: Rows, subtests: pytest.Subtests
 ) -> None:
     wait = await waiting(engine, given)
     async with rows.unchanged():
-        await refused(engine.deliver_signal(**wait.signal(**overrides)), "invalid_input", detail)
+        for overrides, detail in INVALID:
+            with subtests.test(f"{overrides}"):
+                await refused(engine.deliver_signal(**wait.signal(**overrides)), "invalid_input", detail)
 
 
-async def test_a_payload_may_be_so_large_and_no_larger(engine: Engine, given: Any, rows: Any) -> None:
+async def test_a_payload_has_a_maximum_size(engine: Engine, given: Given, rows: Rows) -> None:
     wait = await waiting(engine, given)
     async with rows.unchanged():
         await refused(wait.send("other", payload=b"x" * (MAX_PAYLOAD_BYTES + 1)), "payload_too_large")
@@ -80,43 +85,33 @@ async def test_a_payload_may_be_so_large_and_no_larger(engine: Engine, given: An
     assert [row["payload"] for row in await signals(rows, wait.execution_id)] == [b"\xff" * 65_536]
 
 
-async def test_an_execution_that_is_not_there_is_not_found(engine: Engine, given: Any, rows: Any) -> None:
-    wait = await waiting(engine, given)
-    async with rows.unchanged():
-        await refused(wait.send(execution_id=NOBODY), "execution_not_found")
-        await refused(wait.send(execution_id=NOBODY, waitpoint_token=""), "execution_not_found")
+BAD_TOKENS: list[tuple[Any, str]] = [
+    (None, "missing_token"),
+    ("", "missing_token"),
+    ("nonsense", "invalid_token"),
+    (b"k1:ab", "invalid_token"),
+    ("k1:" + "0" * 64, "invalid_token"),
+    ("k9:" + "0" * 64, "invalid_token"),
+    ("k1:" + "0" * 63, "invalid_token"),
+    ("\0:" + "0" * 64, "invalid_token"),
+]
 
 
-@pytest.mark.parametrize(
-    ("token", "code"),
-    [
-        (None, "missing_token"),
-        ("", "missing_token"),
-        ("nonsense", "invalid_token"),
-        (b"k1:ab", "invalid_token"),
-        ("k1:" + "0" * 64, "invalid_token"),
-        ("k9:" + "0" * 64, "invalid_token"),
-        ("k1:" + "0" * 63, "invalid_token"),
-        ("\0:" + "0" * 64, "invalid_token"),
-    ],
-)
-async def test_a_bad_token_leaves_its_stamp_and_nothing_else(
-    engine: Engine, given: Any, rows: Any, clock: Any, token: Any, code: str
+async def test_a_bad_token_is_refused_recorded_and_not_repeated_in_the_error(
+    engine: Engine, given: Given, rows: Rows, clock: StandingClock, subtests: pytest.Subtests
 ) -> None:
     wait = await waiting(engine, given)
-    await stamped_only(engine, rows, clock, wait.send(waitpoint_token=token), code, wait.execution_id)
-
-
-async def test_a_refusal_does_not_repeat_the_token(engine: Engine, given: Any) -> None:
-    wait = await waiting(engine, given)
+    for token, code in BAD_TOKENS:
+        with subtests.test(f"{token!r}"):
+            await stamped_only(engine, rows, clock, wait.send(waitpoint_token=token), code, wait.execution_id)
     secret = "k1:" + "5ec3e7" * 10 + "abcd"
     with pytest.raises(EngineError) as caught:
         await wait.send(waitpoint_token=secret)
     assert "5ec3e7" not in repr(caught.value) + str(caught.value.__context__) + str(caught.value.__cause__)
 
 
-async def test_what_a_caller_without_the_token_asks_is_answered_alike(
-    engine: Engine, given: Any, rows: Any, clock: Any
+async def test_without_the_token_every_refusal_is_the_same(
+    engine: Engine, given: Given, rows: Rows, clock: StandingClock
 ) -> None:
     wait, other = await waiting(engine, given, on_all("a", "b")), await waiting(engine, given)
     ended = await waiting(engine, given)
@@ -143,33 +138,40 @@ async def test_what_a_caller_without_the_token_asks_is_answered_alike(
     assert set(answers.values()) == {(type(caught.value), "invalid_token", "this is not the token of the waitpoint")}
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        """update suspension set resume_policy = '"broken"'""",
-        """update suspension set resume_policy = '{"resume_delay_ms": "soon"}'""",
-        """update execution set policy = coalesce(policy, '{}') || '{"max_signals_per_execution": "many"}'""",
-    ],
-    ids=["policy that is none", "policy of wrong fields", "limit that is no number"],
-)
-async def test_what_is_broken_in_the_store_shows_to_nobody_without_the_token(
-    engine: Engine, given: Any, rows: Any, clock: Any, connection: asyncpg.Connection, damage: str
+DAMAGE = {
+    "a policy of another type": """update suspension set resume_policy = '"broken"'""",
+    "a policy with a wrong field": """update suspension set resume_policy = '{"resume_delay_ms": "soon"}'""",
+    "a limit that is not a number": """update execution
+        set policy = coalesce(policy, '{}') || '{"max_signals_per_execution": "many"}'""",
+}
+
+
+async def test_corrupt_rows_are_reported_only_to_callers_with_the_token(
+    engine: Engine,
+    given: Given,
+    rows: Rows,
+    clock: StandingClock,
+    connection: asyncpg.Connection,
+    subtests: pytest.Subtests,
 ) -> None:
-    wait, first = await waiting(engine, given), await waiting(engine, given, on_all("a", "b"))
-    sent = await first.send(key="a", idempotency_key="k")
-    # No operation of this version stores what it cannot read.
-    await connection.execute(damage)
-    await stamped_only(
-        engine, rows, clock, wait.send(waitpoint_token="k1:" + "0" * 64), "invalid_token", wait.execution_id
-    )
-    async with rows.unchanged():
-        await refused(wait.send(waitpoint_id=uuid4()), "invalid_token")
-        await refused(wait.send(), "corruption")
-        assert await first.send(key="a", idempotency_key="k") == SignalDuplicate(existing_signal_id=sent.signal_id)
+    for name, damage in DAMAGE.items():
+        with subtests.test(name):
+            wait, first = await waiting(engine, given), await waiting(engine, given, on_all("a", "b"))
+            sent = await first.send(key="a", idempotency_key="k")
+            # No operation of this version stores what it cannot read.
+            await connection.execute(damage)
+            await stamped_only(
+                engine, rows, clock, wait.send(waitpoint_token="k1:" + "0" * 64), "invalid_token", wait.execution_id
+            )
+            async with rows.unchanged():
+                await refused(wait.send(waitpoint_id=uuid4()), "invalid_token")
+                await refused(wait.send(), "corruption")
+                repeat = await first.send(key="a", idempotency_key="k")
+                assert repeat == SignalDuplicate(existing_signal_id=sent.signal_id)
 
 
-async def test_a_condition_that_is_broken_in_the_store_is_met_by_nothing(
-    engine: Engine, given: Any, rows: Any, clock: Any, connection: asyncpg.Connection
+async def test_a_corrupt_condition_is_never_satisfied(
+    engine: Engine, given: Given, rows: Rows, clock: StandingClock, connection: asyncpg.Connection
 ) -> None:
     wait = await waiting(engine, given)
     await connection.execute("update suspension set condition = '[1]'")
@@ -179,24 +181,30 @@ async def test_a_condition_that_is_broken_in_the_store_is_met_by_nothing(
     assert await wait.said() == "appended_to_waitpoint no_op"
 
 
-async def test_only_a_waitpoint_of_the_execution_leaves_a_stamp(engine: Engine, given: Any, rows: Any) -> None:
+async def test_an_unknown_execution_or_a_foreign_waitpoint_changes_nothing(
+    engine: Engine, given: Given, rows: Rows
+) -> None:
     wait, other = await waiting(engine, given), await waiting(engine, given)
     async with rows.unchanged():
+        await refused(wait.send(execution_id=NOBODY), "execution_not_found")
+        await refused(wait.send(execution_id=NOBODY, waitpoint_token=""), "execution_not_found")
         await refused(wait.send(waitpoint_id=uuid4()), "invalid_token")
         await refused(wait.send(waitpoint_id=other.points["wait"][0]), "invalid_token")
         await stamps_written(engine)
 
 
-async def test_a_token_well_signed_but_not_the_stored_one_is_refused(
-    engine: Engine, given: Any, rows: Any, clock: Any, connection: asyncpg.Connection
+async def test_a_validly_signed_token_that_is_not_the_stored_one_is_refused(
+    engine: Engine, given: Given, rows: Rows, clock: StandingClock, connection: asyncpg.Connection
 ) -> None:
     wait = await waiting(engine, given)
-    # No operation changes the token of a waitpoint; whoever holds a key could sign another.
+    # No operation changes the token of a waitpoint, but the holder of a key could sign another.
     await connection.execute("update waitpoint set token = 'k1:' || repeat('0', 64)")
     await stamped_only(engine, rows, clock, wait.send(), "invalid_token", wait.execution_id)
 
 
-async def test_the_grace_of_a_key_ends_for_its_tokens(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
+async def test_tokens_of_a_rotated_key_expire_after_its_grace_period(
+    engine: Engine, given: Given, rows: Rows, clock: StandingClock
+) -> None:
     wait = await waiting(engine, given, on_all("a", "b"))
     await engine.rotate_waitpoint_hmac_secret_all(new_kid="k2", new_secret_hex=OTHER_SECRET, grace_ms=1_000)
     await clock.advance(ms=1_000)
@@ -208,26 +216,20 @@ async def test_the_grace_of_a_key_ends_for_its_tokens(engine: Engine, given: Any
     assert isinstance(await later.send("ready"), Accepted)
 
 
-async def test_without_a_key_nothing_can_be_verified(
-    engine: Engine, given: Any, rows: Any, connection: asyncpg.Connection
-) -> None:
-    wait = await waiting(engine, given)
-    # No operation takes the last key away.
-    await connection.execute("delete from signing_key")
-    async with rows.unchanged():
-        await refused(wait.send(), "hmac_secret_not_initialized")
-
-
-async def test_a_stored_secret_that_is_unusable_is_corruption(
-    engine: Engine, given: Any, rows: Any, connection: asyncpg.Connection
+async def test_an_unusable_or_missing_key_refuses_every_signal(
+    engine: Engine, given: Given, rows: Rows, connection: asyncpg.Connection
 ) -> None:
     wait = await waiting(engine, given)
     await connection.execute("update signing_key set secret = '', installed_at = installed_at + 1")
     async with rows.unchanged():
         await refused(wait.send(), "corruption")
+    # No operation deletes the last key.
+    await connection.execute("delete from signing_key")
+    async with rows.unchanged():
+        await refused(wait.send(), "hmac_secret_not_initialized")
 
 
-async def test_an_ended_execution_takes_no_signal(engine: Engine, given: Any, rows: Any) -> None:
+async def test_an_ended_execution_accepts_no_signal(engine: Engine, given: Given, rows: Rows) -> None:
     wait, early = await waiting(engine, given), await running(engine, given)
     for one in (wait, early):
         await engine.cancel_execution(execution_id=one.execution_id, reason="not wanted")
@@ -235,7 +237,7 @@ async def test_an_ended_execution_takes_no_signal(engine: Engine, given: Any, ro
             await refused(one.send(), "target_not_signalable")
 
 
-async def test_a_wait_that_is_over_takes_no_signal(engine: Engine, given: Any, rows: Any) -> None:
+async def test_a_closed_suspension_accepts_no_signal(engine: Engine, given: Given, rows: Rows) -> None:
     wait = await waiting(engine, given)
     await wait.send("ready")
     async with rows.unchanged():
@@ -248,25 +250,20 @@ async def test_a_wait_that_is_over_takes_no_signal(engine: Engine, given: Any, r
         await refused(wait.send("ready"), "waitpoint_closed")
 
 
-async def test_a_waitpoint_closed_or_lapsed_before_its_use_says_so(
-    engine: Engine, given: Any, rows: Any, clock: Any
+async def test_a_closed_or_expired_waitpoint_accepts_no_signal(
+    engine: Engine, given: Given, rows: Rows, clock: StandingClock
 ) -> None:
-    closed, lapsed = await running(engine, given), await running(engine, given, expires_in_ms=1_000)
+    closed, expired = await running(engine, given), await running(engine, given, expires_in_ms=1_000)
     await engine.close_waitpoint(execution_id=closed.execution_id, waitpoint_id=closed.points["wait"][0])
     await clock.advance(ms=999)
-    assert isinstance(await lapsed.send(), Accepted)
+    assert isinstance(await expired.send(), Accepted)
     await clock.advance(ms=1)
     async with rows.unchanged():
         await refused(closed.send(), "waitpoint_closed")
-        await refused(lapsed.send(), "waitpoint_closed")
+        await refused(expired.send(), "waitpoint_closed")
     await parts_of(engine).suspension_timeouts.close_pending()
     async with rows.unchanged():
-        await refused(lapsed.send(), "waitpoint_closed")
-
-
-async def test_a_waitpoint_closed_by_hand_takes_no_signal_and_the_wait_goes_on(
-    engine: Engine, given: Any, rows: Any
-) -> None:
+        await refused(expired.send(), "waitpoint_closed")
     wait = await waiting(engine, given, on_all("a", "b"))
     await engine.close_waitpoint(execution_id=wait.execution_id, waitpoint_id=wait.points["a"][0])
     async with rows.unchanged():
@@ -274,23 +271,37 @@ async def test_a_waitpoint_closed_by_hand_takes_no_signal_and_the_wait_goes_on(
     assert isinstance(await wait.send("x", "b"), Accepted)
 
 
-@pytest.mark.parametrize(
-    ("of_policy", "of_signal", "accepted"),
-    [(None, 3, 3), (3, None, 3), (3, 5, 3), (5, 3, 3), (3, 0, 3), (0, 3, 3), (0, None, 5), (0, 0, 5), (None, 0, 5)],
-)
-async def test_an_execution_takes_so_many_signals(
-    engine: Engine, given: Any, rows: Any, of_policy: int | None, of_signal: int | None, accepted: int
+LIMITS: list[tuple[int | None, int | None, int]] = [
+    (None, 3, 3),
+    (3, None, 3),
+    (3, 5, 3),
+    (5, 3, 3),
+    (3, 0, 3),
+    (0, 3, 3),
+    (0, None, 5),
+    (0, 0, 5),
+    (None, 0, 5),
+]
+"""The limit of the policy, the limit of the signal, and how many of five signals are accepted; 0 is no limit."""
+
+
+async def test_the_lower_of_both_limits_bounds_the_signals_of_an_execution(
+    engine: Engine, given: Given, rows: Rows, subtests: pytest.Subtests
 ) -> None:
-    policy = {} if of_policy is None else {"max_signals_per_execution": of_policy}
-    wait = await waiting(engine, given, args(resume_condition=OperatorOnly()), policy=policy)
-    for _ in range(accepted):
-        assert isinstance(await wait.send("x", max_signals_per_execution=of_signal), Accepted)
-    if accepted < 5:
-        async with rows.unchanged():
-            await refused(wait.send("x", max_signals_per_execution=of_signal), "signal_limit_exceeded")
+    for of_policy, of_signal, accepted in LIMITS:
+        with subtests.test(f"policy {of_policy}, signal {of_signal}"):
+            policy = {} if of_policy is None else {"max_signals_per_execution": of_policy}
+            wait = await waiting(engine, given, args(resume_condition=OperatorOnly()), policy=policy)
+            for _ in range(accepted):
+                assert isinstance(await wait.send("x", max_signals_per_execution=of_signal), Accepted)
+            if accepted < 5:
+                async with rows.unchanged():
+                    await refused(wait.send("x", max_signals_per_execution=of_signal), "signal_limit_exceeded")
 
 
-async def test_the_limit_counts_the_whole_life_and_no_repeats(engine: Engine, given: Any, rows: Any) -> None:
+async def test_the_limit_counts_all_signals_of_an_execution_without_duplicates(
+    engine: Engine, given: Given, rows: Rows
+) -> None:
     wait = await running(engine, given, policy={"max_signals_per_execution": 3})
     for _ in range(3):
         first = await wait.send("x", idempotency_key="k", signal_maxlen=1)
@@ -306,7 +317,7 @@ async def test_the_limit_counts_the_whole_life_and_no_repeats(engine: Engine, gi
         assert isinstance(await wait.send("x", idempotency_key="k"), SignalDuplicate)
 
 
-async def test_what_was_trimmed_from_the_log_still_counts(engine: Engine, given: Any, rows: Any) -> None:
+async def test_signals_trimmed_from_the_log_count_towards_the_limit(engine: Engine, given: Given, rows: Rows) -> None:
     wait = await waiting(engine, given, args(resume_condition=OperatorOnly()))
     for _ in range(4):
         await wait.send("x", signal_maxlen=1)
@@ -326,26 +337,23 @@ TEXTS = (
 )
 
 
-@pytest.mark.parametrize("letter", ["x", "\N{GRINNING FACE}"])
-@pytest.mark.parametrize("field", TEXTS)
-async def test_texts_of_a_signal_have_a_length(engine: Engine, given: Any, rows: Any, field: str, letter: str) -> None:
+async def test_texts_of_a_signal_have_a_maximum_length(
+    engine: Engine, given: Given, rows: Rows, subtests: pytest.Subtests
+) -> None:
     wait = await waiting(engine, given)
-    async with rows.unchanged():
-        for length in (1025, 100_000):
-            detail = f"{field}: must be at most 1024 characters long, got {length}"
-            refusal = await refused(wait.send(**{"name": "x", field: letter * length}), "invalid_input")
-            assert refusal.detail == detail
-    await wait.send(**{"name": "x", field: letter * 1024})
-    (stored,) = await signals(rows, wait.execution_id)
-    assert stored[field] == letter * 1024
-
-
-async def test_all_texts_of_a_signal_may_be_long_at_once(engine: Engine, given: Any) -> None:
-    wait = await waiting(engine, given)
+    for field in TEXTS:
+        for letter in ("x", "\N{GRINNING FACE}"):
+            with subtests.test(f"{field} of {letter}"):
+                async with rows.unchanged():
+                    for length in (1025, 100_000):
+                        refusal = await refused(wait.send(**{"name": "x", field: letter * length}), "invalid_input")
+                        assert refusal.detail == f"{field}: must be at most 1024 characters long, got {length}"
+                await wait.send(**{"name": "x", field: letter * 1024})
+                assert (await signals(rows, wait.execution_id))[-1][field] == letter * 1024
     assert isinstance(await wait.send("x", **dict.fromkeys(TEXTS[1:], "x" * 1024)), Accepted)
 
 
-# An operator's word.
+# Approvals.
 
 
 async def approve(wait: Waiting, name: str = "approved", **overrides: Any) -> Any:
@@ -360,7 +368,9 @@ async def approve(wait: Waiting, name: str = "approved", **overrides: Any) -> An
     )
 
 
-async def test_an_operator_approves_without_the_token(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
+async def test_an_operator_approves_without_the_token(
+    engine: Engine, given: Given, rows: Rows, clock: StandingClock
+) -> None:
     condition = {"Single": {"waitpoint_key": "wait", "matcher": {"ByName": "approved"}}}
     wait = await waiting(engine, given, resume_condition=condition)
     now = await clock.advance(seconds=1)
@@ -377,8 +387,8 @@ async def test_an_operator_approves_without_the_token(engine: Engine, given: Any
     )
 
 
-async def test_an_approval_is_refused_where_it_does_not_belong(
-    engine: Engine, given: Any, rows: Any, connection: asyncpg.Connection
+async def test_an_approval_needs_a_matching_lane_and_a_waitpoint_of_the_execution(
+    engine: Engine, given: Given, rows: Rows, connection: asyncpg.Connection
 ) -> None:
     wait, other = await waiting(engine, given), await waiting(engine, given)
     detail = "lane_mismatch: args.lane_id=elsewhere exec_core.lane_id=default"
@@ -405,7 +415,9 @@ async def test_an_approval_is_refused_where_it_does_not_belong(
         await refused(approve(wait), "waitpoint_not_found")
 
 
-async def test_an_approval_needs_a_key_that_still_counts(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
+async def test_an_approval_is_refused_after_the_key_has_expired(
+    engine: Engine, given: Given, rows: Rows, clock: StandingClock
+) -> None:
     wait = await waiting(engine, given)
     await engine.rotate_waitpoint_hmac_secret_all(new_kid="k2", new_secret_hex=OTHER_SECRET, grace_ms=0)
     await clock.advance(ms=1)
@@ -415,8 +427,8 @@ async def test_an_approval_needs_a_key_that_still_counts(engine: Engine, given: 
 # Reading signals.
 
 
-async def test_what_is_no_handle_of_a_stored_execution_reads_no_signals(
-    engine: Engine, given: Any, connection: asyncpg.Connection
+async def test_signals_are_read_only_with_a_handle_of_a_stored_execution(
+    engine: Engine, given: Given, connection: asyncpg.Connection
 ) -> None:
     wait = await waiting(engine, given)
     await refused(engine.observe_signals("handle"), "invalid_input", "handle")  # type: ignore[arg-type]

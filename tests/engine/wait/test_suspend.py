@@ -1,10 +1,12 @@
-"""Suspending: what a run gives up, what it keeps, and what it waits on."""
+"""Suspend: what it releases, keeps and stores."""
 
 from typing import Any
 
 import pytest
 
-from engine.state import FENCED, RESUMABLE, attempts, claim, event_texts, lease_left, refused, vector
+from conftest import Given, Rows
+from engine.conftest import StandingClock
+from engine.state import FENCED, RESUMABLE, attempts, claim, lease_left, refused, vector
 from engine.waits import SUSPENDED, args, fresh, on_all, suspended, suspension, token_of, triple, waitpoint, waitpoints
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.parts import parts_of
@@ -15,8 +17,8 @@ from flowfabric.model.states import HandleKind, PublicState
 from flowfabric.model.suspension import Suspended, SuspensionReason
 
 
-async def test_a_suspend_gives_up_the_lease_and_keeps_the_attempt(
-    engine: Engine, given: Any, rows: Any, clock: Any
+async def test_a_suspend_releases_the_lease_and_keeps_the_attempt(
+    engine: Engine, given: Given, rows: Rows, clock: StandingClock
 ) -> None:
     began = await clock.now()
     claimed = await given.run(tags={"ff.instance_id": "i-1"}, execution_deadline_at=began + 3_600_000)
@@ -49,7 +51,9 @@ async def test_a_suspend_gives_up_the_lease_and_keeps_the_attempt(
     assert await engine.read_execution_state(claimed.execution_id) == PublicState.SUSPENDED
 
 
-async def test_a_suspension_says_what_it_is(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
+async def test_a_suspension_row_holds_the_arguments(
+    engine: Engine, given: Given, rows: Rows, clock: StandingClock
+) -> None:
     claimed = await given.run()
     now = await clock.advance(seconds=1)
     asked = args(
@@ -89,7 +93,7 @@ async def test_a_suspension_says_what_it_is(engine: Engine, given: Any, rows: An
 
 
 async def test_a_waitpoint_of_a_suspension_is_active_and_has_its_token(
-    engine: Engine, given: Any, rows: Any, clock: Any
+    engine: Engine, given: Given, rows: Rows, clock: StandingClock
 ) -> None:
     claimed = await given.run()
     now = await clock.advance(seconds=1)
@@ -122,7 +126,7 @@ async def test_a_waitpoint_of_a_suspension_is_active_and_has_its_token(
     assert details.additional_waitpoints == ()
 
 
-async def test_each_of_several_waitpoints_has_its_own_token(engine: Engine, given: Any, rows: Any) -> None:
+async def test_each_of_several_waitpoints_has_its_own_token(engine: Engine, given: Given, rows: Rows) -> None:
     handle = await given.claimed()
     asked = on_all("a", "b", "c")
     details = (await suspended(engine, handle, asked)).details
@@ -137,7 +141,7 @@ async def test_each_of_several_waitpoints_has_its_own_token(engine: Engine, give
     assert [row["required_signal_names"] for row in await waitpoints(rows, handle.execution_id)] == [[]] * 3
 
 
-async def test_a_waitpoint_asks_for_the_names_its_condition_gives_it(engine: Engine, given: Any, rows: Any) -> None:
+async def test_a_waitpoint_stores_the_signal_names_of_its_condition(engine: Engine, given: Given, rows: Rows) -> None:
     condition = AllOf(
         (
             Single(waitpoint_key="a", matcher=ByName("go")),
@@ -166,58 +170,50 @@ BLOCKING = {
 }
 
 
-def test_every_reason_is_tried() -> None:
+async def test_every_reason_code_sets_its_blocking_reason(
+    engine: Engine, given: Given, rows: Rows, subtests: pytest.Subtests
+) -> None:
     assert set(BLOCKING) == set(SuspensionReason)
-
-
-@pytest.mark.parametrize("reason", BLOCKING)
-async def test_the_reason_says_what_blocks_the_execution(engine: Engine, given: Any, rows: Any, reason: str) -> None:
-    handle = await given.claimed()
-    await suspended(engine, handle, reason_code=reason)
-    row = await rows.execution(handle.execution_id)
-    assert (row["blocking_reason"], row["public_state"]) == (BLOCKING[reason], "suspended")
-    assert row["blocking_detail"].endswith(f" awaiting {reason}")
+    for reason, blocking in BLOCKING.items():
+        with subtests.test(reason):
+            handle = await given.claimed()
+            await suspended(engine, handle, reason_code=reason)
+            row = await rows.execution(handle.execution_id)
+            assert (row["blocking_reason"], row["public_state"]) == (blocking, "suspended")
+            assert row["blocking_detail"].endswith(f" awaiting {reason}")
     assert await engine.find_inconsistencies() == []
 
 
-@pytest.mark.parametrize("condition", [OperatorOnly(), TimeoutOnly()])
-async def test_a_wait_for_no_signal_at_all_has_a_waitpoint_too(
-    engine: Engine, given: Any, rows: Any, clock: Any, condition: Any
+async def test_a_wait_for_an_operator_or_a_timeout_only_has_a_waitpoint_too(
+    engine: Engine, given: Given, rows: Rows, clock: StandingClock
 ) -> None:
-    handle = await given.claimed()
-    await suspended(engine, handle, resume_condition=condition, timeout_at=await clock.now() + 1000)
-    (row,) = await waitpoints(rows, handle.execution_id)
-    assert (row["state"], len(row["required_signal_names"])) == ("active", 1)
+    for condition in (OperatorOnly(), TimeoutOnly()):
+        handle = await given.claimed()
+        await suspended(engine, handle, resume_condition=condition, timeout_at=await clock.now() + 1000)
+        (row,) = await waitpoints(rows, handle.execution_id)
+        assert (row["state"], len(row["required_signal_names"])) == ("active", 1)
 
 
 # Handles.
 
 
-async def test_the_handle_of_a_suspended_run_is_the_old_one_of_another_kind(engine: Engine, given: Any) -> None:
+async def test_after_a_suspend_neither_handle_holds_a_lease(
+    engine: Engine, given: Given, rows: Rows, subtests: pytest.Subtests
+) -> None:
     handle = await given.claimed()
     outcome = await suspended(engine, handle)
     assert (outcome.handle.kind, outcome.handle.backend) == (HandleKind.SUSPENDED, Backend.POSTGRES)
     assert outcome.handle.opaque == handle.opaque
-
-
-@pytest.mark.parametrize("operation", FENCED)
-async def test_neither_handle_holds_a_lease_any_more(engine: Engine, given: Any, rows: Any, operation: str) -> None:
-    handle = await given.claimed()
-    outcome = await suspended(engine, handle)
     async with rows.unchanged():
-        await refused(FENCED[operation](engine, handle), "lease_conflict")
-        await refused(FENCED[operation](engine, outcome.handle), "lease_conflict")
-
-
-async def test_suspending_again_is_refused_by_either_handle(engine: Engine, given: Any, rows: Any) -> None:
-    handle = await given.claimed()
-    outcome = await suspended(engine, handle)
-    async with rows.unchanged():
+        for name, operation in FENCED.items():
+            with subtests.test(name):
+                await refused(operation(engine, handle), "lease_conflict")
+                await refused(operation(engine, outcome.handle), "lease_conflict")
         await refused(engine.suspend(handle, args()), "lease_conflict")
         await refused(engine.suspend(outcome.handle, args()), "already_suspended")
 
 
-async def test_a_service_suspends_with_the_fence_alone(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
+async def test_a_fence_is_enough_to_suspend(engine: Engine, given: Given, rows: Rows, clock: StandingClock) -> None:
     handle = await given.claimed(lease_ttl_ms=20_000)
     asked = args()
     outcome = await engine.suspend_by_triple(**triple(handle), args=asked)
@@ -230,7 +226,9 @@ async def test_a_service_suspends_with_the_fence_alone(engine: Engine, given: An
         await refused(engine.suspend_by_triple(**triple(handle), args=args()), "lease_conflict")
 
 
-async def test_the_time_a_renewed_lease_lasts_is_kept_in_the_handle(engine: Engine, given: Any, clock: Any) -> None:
+async def test_a_suspend_by_triple_returns_a_handle_with_the_ttl_of_the_renewed_lease(
+    engine: Engine, given: Given, clock: StandingClock
+) -> None:
     handle = await given.claimed(lease_ttl_ms=20_000)
     await clock.advance(seconds=5)
     await engine.renew(handle)
@@ -239,10 +237,10 @@ async def test_the_time_a_renewed_lease_lasts_is_kept_in_the_handle(engine: Engi
     assert outcome.handle.lease_ttl_ms == 20_000
 
 
-# Time.
+# Timeouts.
 
 
-async def test_a_wait_without_a_deadline_has_none(engine: Engine, given: Any, rows: Any) -> None:
+async def test_a_suspend_without_a_timeout_sets_none(engine: Engine, given: Given, rows: Rows) -> None:
     handle = await given.claimed()
     await suspended(engine, handle, timeout_behavior="expire")
     assert (await rows.execution(handle.execution_id))["suspension_timeout_at"] is None
@@ -253,53 +251,47 @@ async def test_a_wait_without_a_deadline_has_none(engine: Engine, given: Any, ro
     assert point["expires_at"] is None
 
 
-@pytest.mark.parametrize(
-    ("asked", "after_ms", "behavior"),
-    [
-        ({}, 30_000, "escalate"),
-        ({"timeout_behavior": "cancel"}, 30_000, "cancel"),
-        ({"timeout_at": 5000}, 5000, "fail"),
-        ({"timeout_at": 5000, "timeout_behavior": "auto_resume"}, 5000, "auto_resume_with_timeout_signal"),
-    ],
-)
-async def test_a_policy_gives_the_deadline_where_the_arguments_do_not(
-    engine: Engine, given: Any, rows: Any, clock: Any, asked: dict[str, Any], after_ms: int, behavior: str
+TIMEOUTS: list[tuple[dict[str, Any], int, str]] = [
+    ({}, 30_000, "escalate"),
+    ({"timeout_behavior": "cancel"}, 30_000, "cancel"),
+    ({"timeout_at": 5000}, 5000, "fail"),
+    ({"timeout_at": 5000, "timeout_behavior": "auto_resume"}, 5000, "auto_resume_with_timeout_signal"),
+]
+"""The arguments with timeout_at counted from now, the resulting timeout in milliseconds, and its behavior."""
+
+
+async def test_the_policy_gives_the_timeout_that_the_arguments_do_not(
+    engine: Engine, given: Given, rows: Rows, clock: StandingClock, subtests: pytest.Subtests
 ) -> None:
-    handle = await given.claimed(
-        policy={"suspension_policy": {"default_timeout_ms": 30_000, "timeout_behavior": "escalate"}}
-    )
-    now = await clock.advance(seconds=1)
-    if "timeout_at" in asked:
-        asked = {**asked, "timeout_at": now + asked["timeout_at"]}
-    await suspended(engine, handle, **asked)
-    wait = await suspension(rows, handle.execution_id)
-    assert (wait["timeout_at"], wait["timeout_behavior"]) == (now + after_ms, behavior)
-    assert await rows.timers(handle.execution_id) == {"suspension_timeout": now + after_ms}
-    (point,) = await waitpoints(rows, handle.execution_id)
-    assert point["expires_at"] == now + after_ms
+    policy = {"suspension_policy": {"default_timeout_ms": 30_000, "timeout_behavior": "escalate"}}
+    for asked, after_ms, behavior in TIMEOUTS:
+        with subtests.test(f"{asked}"):
+            handle = await given.claimed(policy=policy)
+            now = await clock.advance(seconds=1)
+            timeout = {"timeout_at": now + asked["timeout_at"]} if "timeout_at" in asked else {}
+            await suspended(engine, handle, **{**asked, **timeout})
+            wait = await suspension(rows, handle.execution_id)
+            assert (wait["timeout_at"], wait["timeout_behavior"]) == (now + after_ms, behavior)
+            assert await rows.timers(handle.execution_id) == {"suspension_timeout": now + after_ms}
+            (point,) = await waitpoints(rows, handle.execution_id)
+            assert point["expires_at"] == now + after_ms
 
 
-@pytest.mark.parametrize("ago_ms", [0, 1, 600_000])
-async def test_a_deadline_that_clocks_may_differ_on_is_due_at_once(
-    engine: Engine, given: Any, rows: Any, clock: Any, ago_ms: int
+async def test_a_timeout_in_the_recent_past_is_due_at_once(
+    engine: Engine, given: Given, rows: Rows, clock: StandingClock
 ) -> None:
-    handle = await given.claimed()
-    now = await clock.now()
-    await suspended(engine, handle, timeout_at=now - ago_ms)
-    # Sweeps that have seen everything up to now do not look further back.
-    assert await rows.timers(handle.execution_id) == {"suspension_timeout": now}
-    assert (await suspension(rows, handle.execution_id))["timeout_at"] == now - ago_ms
+    for ago_ms in (0, 1, 600_000):
+        handle = await given.claimed()
+        now = await clock.now()
+        await suspended(engine, handle, timeout_at=now - ago_ms)
+        # Sweeps that have read everything up to now do not read older timers again.
+        assert await rows.timers(handle.execution_id) == {"suspension_timeout": now}
+        assert (await suspension(rows, handle.execution_id))["timeout_at"] == now - ago_ms
 
 
-async def test_what_is_left_of_the_attempts_time_is_kept(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
-    handle = await given.claimed(policy={"timeout_policy": {"attempt_timeout_ms": 10_000}})
-    await clock.advance(seconds=5)
-    await suspended(engine, handle)
-    row = await rows.execution(handle.execution_id)
-    assert (row["attempt_timeout_at"], row["remaining_attempt_timeout_ms"]) == (None, 5000)
-
-
-async def test_a_timer_wakes_who_waits_for_timers(engine: Engine, given: Any, clock: Any) -> None:
+async def test_a_timeout_wakes_the_loop_that_waits_for_timers(
+    engine: Engine, given: Given, clock: StandingClock
+) -> None:
     handle = await given.claimed()
     await suspended(engine, handle)
     parts_of(engine).wakeups.next_timer = float("inf")
@@ -310,10 +302,12 @@ async def test_a_timer_wakes_who_waits_for_timers(engine: Engine, given: Any, cl
     assert parts_of(engine).wakeups.next_timer < float("inf")
 
 
-# Again.
+# A second suspend.
 
 
-async def test_a_run_that_was_put_aside_before_suspends(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
+async def test_a_run_that_was_delayed_before_can_suspend(
+    engine: Engine, given: Given, rows: Rows, clock: StandingClock
+) -> None:
     began = await clock.now()
     first = await given.run()
     await engine.delay(first.handle, 0)
@@ -330,7 +324,7 @@ async def test_a_run_that_was_put_aside_before_suspends(engine: Engine, given: A
     assert await engine.find_inconsistencies() == []
 
 
-async def test_tokens_are_not_shown(engine: Engine, given: Any, rows: Any, caplog: Any) -> None:
+async def test_tokens_appear_in_no_output_or_log(engine: Engine, given: Given, rows: Rows, caplog: Any) -> None:
     caplog.set_level("DEBUG")
     handle = await given.claimed()
     outcome = await suspended(engine, handle, on_all("a", "b", idempotency_key="once"))

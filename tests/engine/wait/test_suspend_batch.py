@@ -1,12 +1,15 @@
-"""Suspends of one moment share their statements; each has its own answer."""
+"""Concurrent suspends share a transaction; each has its own outcome."""
 
 import asyncio
 from typing import Any
 from uuid import uuid4
 
+import asyncpg
 import msgspec
 import pytest
 
+from conftest import Engines, Given, Rows
+from engine.conftest import StandingClock
 from engine.state import ACTIVE, EXPIRED_LEASE, vector
 from engine.waits import SUSPENDED, args, on_all, suspend_keys, suspended, suspension, token_of, waitpoints
 from flowfabric.db.database import Database
@@ -19,7 +22,7 @@ from flowfabric.model.waitpoint import Fresh
 
 @pytest.fixture
 def transactions(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """A mark for every transaction that is begun."""
+    """The names of the transactions begun so far."""
     begun: list[str] = []
     transact = Database.transact
 
@@ -39,8 +42,8 @@ def codes(answers: list[Any]) -> list[str]:
     return [each.code if isinstance(each, EngineError) else type(each).__name__ for each in answers]
 
 
-async def test_many_suspend_in_one_transaction(
-    engine: Engine, given: Any, rows: Any, clock: Any, transactions: list[str]
+async def test_concurrent_suspends_share_one_transaction(
+    engine: Engine, given: Given, rows: Rows, clock: StandingClock, transactions: list[str]
 ) -> None:
     handles = [await given.claimed() for _ in range(20)]
     now = await clock.advance(seconds=1)
@@ -71,8 +74,8 @@ async def test_many_suspend_in_one_transaction(
     assert await engine.find_inconsistencies() == []
 
 
-async def test_a_refused_one_does_not_cost_the_others_their_wait(
-    engine: Engine, given: Any, rows: Any, clock: Any
+async def test_a_refused_suspend_does_not_affect_the_others(
+    engine: Engine, given: Given, rows: Rows, clock: StandingClock
 ) -> None:
     good, stale, mended = [await given.claimed() for _ in range(3)]
     lapsed = await given.claimed(lease_ttl_ms=1000)
@@ -94,7 +97,7 @@ async def test_a_refused_one_does_not_cost_the_others_their_wait(
     assert len(await rows.of("suspension")) == len(await rows.of("waitpoint")) == 1
 
 
-async def test_an_id_that_is_in_use_costs_its_own_caller_alone(engine: Engine, given: Any, rows: Any) -> None:
+async def test_a_waitpoint_id_in_use_fails_only_its_own_suspend(engine: Engine, given: Given, rows: Rows) -> None:
     holder, *handles = [await given.claimed() for _ in range(4)]
     taken = (await suspended(engine, holder)).details.waitpoint_id
     binding = Fresh(waitpoint_id=taken, waitpoint_key="wait")
@@ -106,7 +109,7 @@ async def test_an_id_that_is_in_use_costs_its_own_caller_alone(engine: Engine, g
     assert len(await rows.of("waitpoint")) == 3
 
 
-async def test_of_two_that_want_one_id_one_gets_it(engine: Engine, given: Any, rows: Any) -> None:
+async def test_of_two_suspends_with_one_waitpoint_id_one_succeeds(engine: Engine, given: Given, rows: Rows) -> None:
     handles = [await given.claimed() for _ in range(3)]
     binding = Fresh(waitpoint_id=WaitpointId(uuid4()), waitpoint_key="wait")
     same = args(waitpoints=(binding,))
@@ -118,8 +121,8 @@ async def test_of_two_that_want_one_id_one_gets_it(engine: Engine, given: Any, r
 
 
 @pytest.mark.usefixtures("patient_with_locks")
-async def test_a_row_held_elsewhere_does_not_hold_up_the_others(
-    engine: Engine, given: Any, rows: Any, connection: Any
+async def test_a_locked_row_does_not_delay_the_other_suspends(
+    engine: Engine, given: Given, rows: Rows, connection: asyncpg.Connection
 ) -> None:
     held, free = await given.claimed(), await given.claimed()
     transaction = connection.transaction()
@@ -132,7 +135,7 @@ async def test_a_row_held_elsewhere_does_not_hold_up_the_others(
     assert isinstance(await waiting, Suspended)
 
 
-async def test_what_is_under_way_is_answered_before_the_engine_closes(engines: Any, engine: Engine, given: Any) -> None:
+async def test_a_closing_engine_finishes_running_suspends(engines: Engines, engine: Engine, given: Given) -> None:
     handle = await given.claimed()
     async with engine_beside(engine) as other:
         asked = asyncio.ensure_future(other.suspend(handle, args()))

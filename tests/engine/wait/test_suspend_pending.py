@@ -1,12 +1,14 @@
-"""Suspending on a waitpoint made ahead: what came before counts, and may be all there is to wait for."""
+"""Suspends on a pending waitpoint: signals that arrived before count, and may satisfy the condition."""
 
 from typing import Any
 from uuid import uuid4
 
 import pytest
 
-from engine.state import ACTIVE, event_texts, refused, vector
-from engine.waits import FORMS, SUSPENDED, args, each_form, fresh, suspended, suspension, using, waitpoint
+from conftest import Given, Rows
+from engine.conftest import StandingClock
+from engine.state import ACTIVE, refused, vector
+from engine.waits import FORMS, SUSPENDED, args, fresh, suspended, suspension, using, waitpoint
 from flowfabric.engine.engine import Engine
 from flowfabric.model.condition import (
     AllOf,
@@ -43,8 +45,8 @@ def votes(n: int) -> Count:
     return Count(n=n, count_kind=CountKind.DISTINCT_SOURCES, matcher=ByName("vote"), waitpoints=("wait",))
 
 
-async def test_a_waitpoint_made_ahead_keeps_its_id_key_and_token(
-    engine: Engine, given: Any, rows: Any, clock: Any
+async def test_a_pending_waitpoint_keeps_its_id_key_and_token(
+    engine: Engine, given: Given, rows: Rows, clock: StandingClock
 ) -> None:
     handle = await given.claimed()
     pending = await ahead(engine, handle)
@@ -70,9 +72,7 @@ async def test_a_waitpoint_made_ahead_keeps_its_id_key_and_token(
     assert (await signal(engine, handle, pending, "ready")).effect == "resume_condition_satisfied"
 
 
-async def test_what_came_ahead_of_a_wait_counts_as_its_satisfier_after_the_next_wait_too(
-    engine: Engine, given: Any
-) -> None:
+async def test_the_satisfiers_of_a_suspension_stay_readable_by_its_id(engine: Engine, given: Given) -> None:
     handle = await given.claimed()
     pending = await ahead(engine, handle)
     await signal(engine, handle, pending, "ready")
@@ -85,14 +85,18 @@ async def test_what_came_ahead_of_a_wait_counts_as_its_satisfier_after_the_next_
     assert await engine.observe_signals(handle, suspension_id=asked.suspension_id) == seen
 
 
-async def test_without_a_deadline_an_activated_waitpoint_does_not_expire(engine: Engine, given: Any, rows: Any) -> None:
+async def test_without_a_timeout_an_activated_waitpoint_does_not_expire(
+    engine: Engine, given: Given, rows: Rows
+) -> None:
     handle = await given.claimed()
     pending = await ahead(engine, handle)
     await suspended(engine, handle, using(pending))
     assert (await waitpoint(rows, pending.waitpoint_id))["expires_at"] is None
 
 
-async def test_a_met_condition_keeps_the_lease(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
+async def test_a_satisfied_condition_keeps_the_lease(
+    engine: Engine, given: Given, rows: Rows, clock: StandingClock
+) -> None:
     handle = await given.claimed()
     pending = await ahead(engine, handle)
     await signal(engine, handle, pending, "other")
@@ -125,7 +129,7 @@ async def test_a_met_condition_keeps_the_lease(engine: Engine, given: Any, rows:
     await engine.complete(handle)
 
 
-async def test_after_a_wait_that_was_over_the_run_may_suspend(engine: Engine, given: Any, rows: Any) -> None:
+async def test_a_run_may_suspend_again_after_a_satisfied_suspend(engine: Engine, given: Given, rows: Rows) -> None:
     handle = await given.claimed()
     pending = await ahead(engine, handle)
     await signal(engine, handle, pending, "ready")
@@ -136,7 +140,9 @@ async def test_after_a_wait_that_was_over_the_run_may_suspend(engine: Engine, gi
     assert (row["satisfier_ids"], row["satisfied_at"], row["last_signal_at"]) == ([], None, None)
 
 
-async def test_what_came_before_counts_towards_a_composite(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
+async def test_buffered_signals_count_towards_a_composite(
+    engine: Engine, given: Given, rows: Rows, clock: StandingClock
+) -> None:
     handle = await given.claimed()
     pending = await ahead(engine, handle)
     await signal(engine, handle, pending, "noise")
@@ -158,7 +164,7 @@ async def test_what_came_before_counts_towards_a_composite(engine: Engine, given
     assert observed == ["noise", "vote", "vote", "vote", "vote"]
 
 
-async def test_a_composite_may_be_met_by_what_came_before(engine: Engine, given: Any) -> None:
+async def test_buffered_signals_may_satisfy_a_composite(engine: Engine, given: Given) -> None:
     handle = await given.claimed()
     pending = await ahead(engine, handle)
     for name, source in (("vote", "ann"), ("go", ""), ("vote", "bob")):
@@ -167,7 +173,7 @@ async def test_a_composite_may_be_met_by_what_came_before(engine: Engine, given:
     assert isinstance(await engine.suspend(handle, using(pending, resume_condition=condition)), AlreadySatisfied)
 
 
-async def test_a_service_that_need_not_wait_keeps_its_lease(engine: Engine, given: Any) -> None:
+async def test_a_satisfied_suspend_by_triple_keeps_the_lease(engine: Engine, given: Given) -> None:
     handle = await given.claimed()
     pending = await ahead(engine, handle)
     await signal(engine, handle, pending, "ready")
@@ -182,7 +188,7 @@ async def test_a_service_that_need_not_wait_keeps_its_lease(engine: Engine, give
     await engine.complete(handle)
 
 
-async def test_signals_of_a_fresh_waitpoint_are_never_there_before(engine: Engine, given: Any) -> None:
+async def test_buffered_signals_do_not_count_for_a_fresh_waitpoint(engine: Engine, given: Given) -> None:
     handle = await given.claimed()
     pending = await ahead(engine, handle)
     await signal(engine, handle, pending, "ready")
@@ -190,7 +196,7 @@ async def test_signals_of_a_fresh_waitpoint_are_never_there_before(engine: Engin
     assert outcome.details.waitpoint_id != pending.waitpoint_id
 
 
-async def test_a_pending_waitpoint_is_given_by_its_text_as_well(engine: Engine, given: Any, rows: Any) -> None:
+async def test_a_pending_waitpoint_may_be_passed_as_plain_values(engine: Engine, given: Given, rows: Rows) -> None:
     handle = await given.claimed()
     pending = await ahead(engine, handle)
     plain = {"UsePending": {"waitpoint_id": str(pending.waitpoint_id)}}
@@ -217,24 +223,24 @@ UNBOUND: list[tuple[Condition, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("condition", "detail"), UNBOUND)
-@each_form
 async def test_keys_that_a_pending_waitpoint_does_not_bind_are_refused(
-    engine: Engine, given: Any, rows: Any, form: str, condition: Condition, detail: str
+    engine: Engine, given: Given, rows: Rows, subtests: pytest.Subtests
 ) -> None:
-    handle = await given.claimed()
-    pending = await ahead(engine, handle)
-    # What came before could meet some of the conditions.
-    await signal(engine, handle, pending, "ready")
-    async with rows.unchanged():
-        asked = using(pending, resume_condition=condition, idempotency_key="once")
-        refusal = await refused(FORMS[form](engine, handle, asked), "invalid_input")
-        assert str(refusal.detail).startswith(detail)
-    assert isinstance(await FORMS[form](engine, handle, using(pending)), AlreadySatisfied)
+    for form, suspend in FORMS.items():
+        handle = await given.claimed()
+        pending = await ahead(engine, handle)
+        # The buffered signal could satisfy some of the conditions.
+        await signal(engine, handle, pending, "ready")
+        async with rows.unchanged():
+            for condition, detail in UNBOUND:
+                with subtests.test(f"{form}: {condition}"):
+                    asked = using(pending, resume_condition=condition, idempotency_key="once")
+                    refusal = await refused(suspend(engine, handle, asked), "invalid_input")
+                    assert str(refusal.detail).startswith(detail)
+        assert isinstance(await suspend(engine, handle, using(pending)), AlreadySatisfied)
 
 
-@each_form
-async def test_a_pending_waitpoint_beside_another_is_refused(engine: Engine, given: Any, rows: Any, form: str) -> None:
+async def test_a_pending_waitpoint_must_be_the_only_one(engine: Engine, given: Given, rows: Rows) -> None:
     handle = await given.claimed()
     pending = await ahead(engine, handle)
     binding = UsePending(waitpoint_id=pending.waitpoint_id)
@@ -246,19 +252,20 @@ async def test_a_pending_waitpoint_beside_another_is_refused(engine: Engine, giv
     ]
     async with rows.unchanged():
         for bindings, condition, detail in cases:
-            asked = args(waitpoints=bindings, resume_condition=condition)
-            await refused(FORMS[form](engine, handle, asked), "invalid_input", detail)
+            for suspend in FORMS.values():
+                asked = args(waitpoints=bindings, resume_condition=condition)
+                await refused(suspend(engine, handle, asked), "invalid_input", detail)
     await engine.renew(handle)
 
 
-async def test_an_operator_or_a_deadline_may_be_waited_for_on_a_pending_waitpoint(engine: Engine, given: Any) -> None:
+async def test_a_pending_waitpoint_may_wait_for_an_operator_or_a_timeout_only(engine: Engine, given: Given) -> None:
     for condition, others in ((OperatorOnly(), {}), (TimeoutOnly(), {"timeout_at": 2**50})):
         handle = await given.claimed()
         pending = await ahead(engine, handle)
         await suspended(engine, handle, using(pending, resume_condition=condition, **others))
 
 
-async def test_what_is_wrong_with_a_pending_waitpoint_is_told_before_its_key(engine: Engine, given: Any) -> None:
+async def test_the_state_of_a_pending_waitpoint_is_checked_before_its_key(engine: Engine, given: Given) -> None:
     handle = await given.claimed()
     pending = await ahead(engine, handle)
     await engine.close_waitpoint(execution_id=handle.execution_id, waitpoint_id=pending.waitpoint_id)

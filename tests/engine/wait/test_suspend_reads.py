@@ -1,4 +1,4 @@
-"""What readers see of who waits, and what is left of a wait when its execution goes."""
+"""Lists and reads of suspended executions, retention, and the history of suspensions."""
 
 from collections import Counter
 from typing import Any
@@ -6,6 +6,8 @@ from uuid import uuid4
 
 import pytest
 
+from conftest import Given, Rows
+from engine.conftest import StandingClock
 from engine.state import claim, refused
 from engine.waits import args, on_all, suspended, suspension
 from flowfabric.engine.engine import Engine
@@ -17,8 +19,8 @@ from flowfabric.model.suspension import SuspendedExecution
 WEEK = 604_800_000
 
 
-async def waiting(engine: Engine, given: Any, *, reason: str = "waiting_for_signal", **overrides: Any) -> str:
-    """An execution that is suspended."""
+async def waiting(engine: Engine, given: Given, *, reason: str = "waiting_for_signal", **overrides: Any) -> str:
+    """The id of a new suspended execution."""
     handle = await given.claimed(**overrides)
     await suspended(engine, handle, reason_code=reason)
     return str(handle.execution_id)
@@ -29,7 +31,9 @@ async def listed(engine: Engine, **filters: Any) -> list[str]:
     return [entry.execution_id for entry in page.entries]
 
 
-async def test_those_who_wait_longest_come_first(engine: Engine, given: Any, clock: Any) -> None:
+async def test_the_longest_suspended_execution_is_listed_first(
+    engine: Engine, given: Given, clock: StandingClock
+) -> None:
     first = await waiting(engine, given)
     began = await clock.now()
     later = await clock.advance(seconds=1)
@@ -43,19 +47,19 @@ async def test_those_who_wait_longest_come_first(engine: Engine, given: Any, clo
     ]
 
 
-async def test_those_of_one_moment_come_by_id(engine: Engine, given: Any) -> None:
+async def test_executions_suspended_in_the_same_millisecond_are_listed_by_id(engine: Engine, given: Given) -> None:
     ids = [await waiting(engine, given, execution_id=f"{{fp:{at}}}:{uuid4()}") for at in (2, 10, 1, 10)]
     assert await listed(engine) == sorted(ids)
 
 
-async def test_who_waits_no_more_is_not_listed(engine: Engine, given: Any) -> None:
+async def test_only_suspended_executions_are_listed(engine: Engine, given: Given) -> None:
     cancelled, resumed, waits = [await waiting(engine, given) for _ in range(3)]
     await engine.cancel_execution(execution_id=cancelled, reason="not wanted")
     await engine.resume_execution(execution_id=resumed)
     assert await listed(engine) == [waits]
 
 
-async def test_a_list_is_narrowed(engine: Engine, given: Any) -> None:
+async def test_filters_narrow_the_list_of_suspended_executions(engine: Engine, given: Given) -> None:
     one = await waiting(engine, given, namespace="north", lane_id="slow")
     two = await waiting(engine, given, namespace="north", lane_id="fast", reason="manual_pause")
     three = await waiting(engine, given, namespace="south", lane_id="slow")
@@ -72,7 +76,9 @@ async def test_a_list_is_narrowed(engine: Engine, given: Any) -> None:
         assert set(await listed(engine, **filters)) == found
 
 
-async def test_a_page_leads_to_the_next_though_its_end_has_gone(engine: Engine, given: Any, clock: Any) -> None:
+async def test_the_next_page_follows_even_if_the_last_entry_is_gone(
+    engine: Engine, given: Given, clock: StandingClock
+) -> None:
     ids: list[str] = []
     for _ in range(3):
         ids += sorted([await waiting(engine, given) for _ in range(2)])
@@ -89,23 +95,19 @@ async def test_a_page_leads_to_the_next_though_its_end_has_gone(engine: Engine, 
     assert (await engine.list_suspended(limit=4)).next_cursor is None
 
 
-async def test_a_page_of_none_is_empty(engine: Engine, given: Any) -> None:
-    await waiting(engine, given)
-    page = await engine.list_suspended(limit=0)
-    assert (page.entries, page.next_cursor) == ([], None)
-
-
-async def test_a_page_asked_for_longer_than_it_can_be_is_cut(
-    engine: Engine, given: Any, monkeypatch: pytest.MonkeyPatch
+async def test_a_page_has_a_maximum_size_and_may_be_empty(
+    engine: Engine, given: Given, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ids = {await waiting(engine, given) for _ in range(3)}
+    page = await engine.list_suspended(limit=0)
+    assert (page.entries, page.next_cursor) == ([], None)
     assert {entry.execution_id for entry in (await engine.list_suspended(limit=50_000)).entries} == ids
     monkeypatch.setattr(waitpoint, "MAX_LIMIT", 2)
     page = await engine.list_suspended(limit=3)
     assert (len(page.entries), page.next_cursor is not None) == (2, True)
 
 
-async def test_a_list_that_cannot_be_is_refused(engine: Engine, given: Any) -> None:
+async def test_wrong_arguments_of_the_list_are_refused(engine: Engine) -> None:
     wrong: list[dict[str, Any]] = [
         {"limit": -1},
         {"limit": "5"},
@@ -124,7 +126,7 @@ async def test_a_list_that_cannot_be_is_refused(engine: Engine, given: Any) -> N
         await refused(engine.list_suspended(**filters), "invalid_input", next(iter(filters)))
 
 
-async def test_a_description_shows_the_first_waitpoint_and_what_the_run_left(engine: Engine, given: Any) -> None:
+async def test_a_snapshot_shows_the_first_waitpoint_and_the_continuation_pointer(engine: Engine, given: Given) -> None:
     handle = await given.claimed()
     before = await engine.describe_execution(handle.execution_id)
     assert before is not None
@@ -148,7 +150,7 @@ async def test_a_description_shows_the_first_waitpoint_and_what_the_run_left(eng
     assert (attempt.attempt_state, attempt.suspension_id, attempt.attempt_id) == ("started", None, again.attempt_id)
 
 
-async def test_the_fields_of_a_wait_are_read_by_name(engine: Engine, given: Any, clock: Any) -> None:
+async def test_the_fields_of_a_suspension_are_read_by_name(engine: Engine, given: Given, clock: StandingClock) -> None:
     handle = await given.claimed()
     timeout_at = await clock.now() + 1000
     asked = args(timeout_at=timeout_at)
@@ -166,15 +168,8 @@ async def test_the_fields_of_a_wait_are_read_by_name(engine: Engine, given: Any,
     assert await engine.read_exec_core_fields(handle.execution_id, names) == nothing
 
 
-async def test_a_suspended_execution_is_found_by_its_state(engine: Engine, given: Any) -> None:
-    await given.claimed()
-    waits = await waiting(engine, given)
-    page = await engine.list_executions(public_state="suspended")
-    assert [entry.execution_id for entry in page.executions] == [waits]
-
-
-async def test_the_few_suspended_among_many_are_found_by_their_waits(
-    engine: Engine, given: Any, monkeypatch: pytest.MonkeyPatch
+async def test_a_few_suspended_executions_among_many_are_listed_by_state(
+    engine: Engine, given: Given, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(listing, "FIRST_WALK", 1)
     ids = [await waiting(engine, given, namespace=f"n{at % 2}") for at in range(4)]
@@ -194,8 +189,8 @@ async def test_the_few_suspended_among_many_are_found_by_their_waits(
 TABLES = ("execution", "attempt", "suspension", "waitpoint", "signal")
 
 
-async def test_what_belongs_to_a_wait_goes_with_its_execution(
-    engine: Engine, given: Any, rows: Any, clock: Any
+async def test_the_rows_of_a_suspension_are_deleted_with_its_execution(
+    engine: Engine, given: Given, rows: Rows, clock: StandingClock
 ) -> None:
     async def waits() -> str:
         handle = await given.claimed(policy={"max_signals_per_execution": 5})
@@ -223,71 +218,12 @@ async def test_what_belongs_to_a_wait_goes_with_its_execution(
     assert await engine.find_inconsistencies() == []
 
 
-# What cannot be.
+# The history of suspensions.
 
 
-BROKEN = [
-    ("update suspension set closed_at = 1, close_reason = 'x'", "suspension: is missing, or closed"),
-    ("update suspension set closed_at = 1, close_reason = 'x'", "waitpoint: one is active without"),
-    ("delete from suspension", "suspension: is missing, or closed"),
-    ("update suspension set attempt_index = 1", "suspension: of another attempt"),
-    ("update suspension set namespace_no = namespace_no + 1", "suspension: of another namespace or lane"),
-    ("update suspension set lane_no = lane_no + 1", "suspension: of another namespace or lane"),
-    ("delete from waitpoint where waitpoint_key = 'b'", "suspension: not every waitpoint"),
-    ("update execution set suspension_timeout_at = null", "suspension_timeout_at: does not fit"),
-    ("update suspension set timeout_at = null", "suspension_timeout_at: does not fit"),
-    ("update waitpoint set suspension_id = gen_random_uuid()", "waitpoint: one is active without"),
-    ("update waitpoint set closed_at = 1 where waitpoint_key = 'a'", "waitpoint: closed_at does not fit"),
-    ("update waitpoint set state = 'closed' where waitpoint_key = 'a'", "waitpoint: closed_at does not fit"),
-    ("update execution set blocking_reason = 'waiting_for_delay'", "blocking_reason: does not fit"),
-]
-
-
-@pytest.mark.parametrize(("command", "problem"), BROKEN)
-async def test_a_wait_that_cannot_be_is_found(
-    engine: Engine, given: Any, clock: Any, connection: Any, command: str, problem: str
+async def test_a_closed_suspension_is_kept_when_the_next_begins(
+    engine: Engine, given: Given, rows: Rows, clock: StandingClock
 ) -> None:
-    handle = await given.claimed()
-    await suspended(engine, handle, on_all("a", "b", timeout_at=await clock.now() + 1000))
-    assert await engine.find_inconsistencies() == []
-    await connection.execute(command)
-    found = await engine.find_inconsistencies()
-    assert {one.execution_id for one in found} == {handle.execution_id}
-    assert any(one.problem.startswith(problem) for one in found), found
-
-
-async def test_an_open_wait_of_what_does_not_wait_is_found(engine: Engine, given: Any, connection: Any) -> None:
-    handle = await given.claimed()
-    await suspended(engine, handle)
-    await engine.resume_execution(execution_id=handle.execution_id)
-    assert await engine.find_inconsistencies() == []
-    await connection.execute("update suspension set closed_at = null, close_reason = null")
-    assert sorted(one.problem for one in await engine.find_inconsistencies()) == [
-        "attached: does not say whether a suspension is open",
-        "suspension: is open though the execution is not suspended",
-    ]
-
-
-async def test_rows_of_a_wait_without_their_execution_are_found(engine: Engine, given: Any, connection: Any) -> None:
-    handle = await given.claimed()
-    details = (await suspended(engine, handle)).details
-    await engine.deliver_signal(
-        execution_id=handle.execution_id,
-        waitpoint_id=details.waitpoint_id,
-        waitpoint_token=details.waitpoint_token,
-        signal_name="other",
-    )
-    for table in ("execution", "attempt"):
-        await connection.execute(f"delete from {table}")
-    found = await engine.find_inconsistencies()
-    assert {one.execution_id for one in found} == {handle.execution_id}
-    assert sorted(one.problem.partition(":")[0] for one in found) == ["signal", "suspension", "waitpoint"]
-
-
-# The history of waits.
-
-
-async def test_a_wait_is_kept_when_the_next_begins(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
     handle = await given.claimed()
     first = await suspended(engine, handle, on_all("a", "b", timeout_at=await clock.now() + 1000))
     await engine.resume_execution(execution_id=handle.execution_id)
@@ -307,8 +243,8 @@ async def test_a_wait_is_kept_when_the_next_begins(engine: Engine, given: Any, r
     assert await listed(engine) == [handle.execution_id]
 
 
-async def test_the_end_of_an_execution_leaves_its_earlier_waits_as_they_were(
-    engine: Engine, given: Any, rows: Any, clock: Any
+async def test_the_end_of_an_execution_does_not_change_its_earlier_suspensions(
+    engine: Engine, given: Given, rows: Rows, clock: StandingClock
 ) -> None:
     handle = await given.claimed()
     for _ in range(2):
@@ -329,9 +265,7 @@ async def test_the_end_of_an_execution_leaves_its_earlier_waits_as_they_were(
     assert await engine.find_inconsistencies() == []
 
 
-async def test_an_id_of_a_suspension_that_is_used_again_names_the_new_one(
-    engine: Engine, given: Any, rows: Any
-) -> None:
+async def test_a_reused_suspension_id_replaces_the_earlier_suspension(engine: Engine, given: Given, rows: Rows) -> None:
     handle = await given.claimed()
     first = await suspended(engine, handle, on_all("a", "b"))
     await engine.resume_execution(execution_id=handle.execution_id)

@@ -1,14 +1,17 @@
-"""What a suspend is refused for, in the order it is looked at; nothing changes."""
+"""Refused suspends: the error code, the order of the checks, and no change."""
 
 from typing import Any
 from uuid import uuid4
 
+import asyncpg
 import msgspec
 import pytest
 
+from conftest import Given, Rows
+from engine.conftest import StandingClock
 from engine.sending import waiting
 from engine.state import ACTIVE, EXPIRED_LEASE, claim, event_texts, refused, revoke, vector
-from engine.waits import FORMS, args, each_form, fresh, on_all, suspended, using
+from engine.waits import FORMS, args, fresh, on_all, suspended, using
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.parts import parts_of
 from flowfabric.model.condition import (
@@ -85,7 +88,7 @@ REFUSED: dict[str, dict[str, Any]] = {
         "resume_condition": AllOf((one("a"), one("b"))),
     },
 }
-"""Arguments that are refused whatever the execution is, by the detail that says so."""
+"""Arguments that are refused for every execution, by the detail of the refusal."""
 
 ALSO_REFUSED: list[tuple[str, dict[str, Any]]] = [
     (
@@ -105,36 +108,41 @@ ALSO_REFUSED: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-@each_form
-async def test_arguments_that_do_not_go_together_are_refused(engine: Engine, given: Any, rows: Any, form: str) -> None:
-    handle = await given.claimed()
-    async with rows.unchanged():
-        for detail, overrides in (*REFUSED.items(), *ALSO_REFUSED):
-            refusal = await refused(FORMS[form](engine, handle, args(**overrides)), "invalid_input")
-            assert str(refusal.detail).startswith(detail)
-        await refused(FORMS[form](engine, handle, "args"), "invalid_input", "args")  # type: ignore[arg-type]
-
-
-@each_form
-async def test_a_tree_of_four_is_not_too_deep(engine: Engine, given: Any, form: str) -> None:
-    handle = await given.claimed()
-    await FORMS[form](engine, handle, args(resume_condition=nested(4)))
-
-
-@each_form
-async def test_a_deadline_ten_minutes_ago_is_still_one(
-    engine: Engine, given: Any, rows: Any, clock: Any, form: str
+async def test_inconsistent_arguments_are_refused(
+    engine: Engine, given: Given, rows: Rows, subtests: pytest.Subtests
 ) -> None:
-    handle = await given.claimed()
-    now = await clock.now()
-    async with rows.unchanged():
-        await refused(
-            FORMS[form](engine, handle, args(timeout_at=now - 600_001)), "invalid_input", "timeout_at_in_past"
-        )
-    await FORMS[form](engine, handle, args(timeout_at=now - 600_000))
+    for form, suspend in FORMS.items():
+        with subtests.test(form):
+            handle = await given.claimed()
+            async with rows.unchanged():
+                for detail, overrides in (*REFUSED.items(), *ALSO_REFUSED):
+                    refusal = await refused(suspend(engine, handle, args(**overrides)), "invalid_input")
+                    assert str(refusal.detail).startswith(detail)
+                await refused(suspend(engine, handle, "args"), "invalid_input", "args")  # type: ignore[arg-type]
 
 
-# In order: each step is refused though every later one would be too.
+async def test_a_condition_may_be_four_levels_deep(engine: Engine, given: Given, subtests: pytest.Subtests) -> None:
+    for form, suspend in FORMS.items():
+        with subtests.test(form):
+            handle = await given.claimed()
+            await suspend(engine, handle, args(resume_condition=nested(4)))
+
+
+async def test_a_timeout_may_be_up_to_ten_minutes_in_the_past(
+    engine: Engine, given: Given, rows: Rows, clock: StandingClock, subtests: pytest.Subtests
+) -> None:
+    for form, suspend in FORMS.items():
+        with subtests.test(form):
+            handle = await given.claimed()
+            now = await clock.now()
+            async with rows.unchanged():
+                await refused(
+                    suspend(engine, handle, args(timeout_at=now - 600_001)), "invalid_input", "timeout_at_in_past"
+                )
+            await suspend(engine, handle, args(timeout_at=now - 600_000))
+
+
+# The order of the checks: every case would fail later checks too.
 
 
 FAULTS: list[tuple[str, dict[str, Any]]] = [
@@ -160,28 +168,24 @@ FAULTS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("detail", "overrides"), FAULTS)
-async def test_the_first_fault_of_the_arguments_is_told(
-    engine: Engine, given: Any, rows: Any, detail: str, overrides: dict[str, Any]
+async def test_a_suspended_handle_is_refused_first_then_the_first_wrong_argument_then_a_foreign_handle(
+    engine: Engine, given: Given, rows: Rows, subtests: pytest.Subtests
 ) -> None:
     handle = await given.claimed()
     foreign = msgspec.structs.replace(handle, backend=Backend.VALKEY)
     waiting = msgspec.structs.replace(handle, kind=HandleKind.SUSPENDED)
-    given_args = args(**overrides, timeout_at=0 if overrides.get("resume_condition") != TimeoutOnly() else None)
     async with rows.unchanged():
-        await refused(engine.suspend(foreign, given_args), "invalid_input", detail)
-        await refused(engine.suspend(waiting, given_args), "already_suspended")
-
-
-async def test_a_handle_is_looked_at_after_the_arguments(engine: Engine, given: Any, rows: Any) -> None:
-    handle = await given.claimed()
-    foreign = msgspec.structs.replace(handle, backend=Backend.VALKEY)
-    async with rows.unchanged():
+        for detail, overrides in FAULTS:
+            with subtests.test(detail):
+                timeout_at = 0 if overrides.get("resume_condition") != TimeoutOnly() else None
+                given_args = args(**overrides, timeout_at=timeout_at)
+                await refused(engine.suspend(foreign, given_args), "invalid_input", detail)
+                await refused(engine.suspend(waiting, given_args), "already_suspended")
         await refused(engine.suspend(foreign, args(timeout_at=0)), "handle_from_other_backend")
         await refused(engine.suspend("handle", args()), "invalid_input", "handle")  # type: ignore[arg-type]
 
 
-async def test_the_deadline_is_looked_at_before_the_execution(engine: Engine, rows: Any) -> None:
+async def test_the_timeout_is_checked_before_the_execution(engine: Engine, rows: Rows) -> None:
     nobody: dict[str, Any] = {"execution_id": f"{{fp:0}}:{uuid4()}"}
     async with rows.unchanged():
         await refused(engine.suspend_by_triple(**nobody, args=args(timeout_at=0)), "invalid_input", "timeout_at")
@@ -189,7 +193,7 @@ async def test_the_deadline_is_looked_at_before_the_execution(engine: Engine, ro
         await refused(engine.suspend_by_triple(execution_id="x", args=args()), "invalid_input", "MissingTag")
 
 
-async def test_a_fence_is_needed_whole(engine: Engine, given: Any, rows: Any) -> None:
+async def test_a_suspend_by_triple_needs_a_whole_fence_and_an_attempt(engine: Engine, given: Given, rows: Rows) -> None:
     untried = await given.created()
     fence: dict[str, Any] = {"lease_id": uuid4(), "lease_epoch": 7, "attempt_id": uuid4()}
     async with rows.unchanged():
@@ -207,86 +211,92 @@ async def test_a_fence_is_needed_whole(engine: Engine, given: Any, rows: Any) ->
             "invalid_input",
             "lease_id",
         )
+        await refused(engine.suspend_by_triple(execution_id=untried, **fence, args=args()), "attempt_not_found")
 
 
-async def test_what_was_never_tried_has_no_attempt_to_suspend(engine: Engine, given: Any, rows: Any) -> None:
-    untried = await given.created()
-    async with rows.unchanged():
-        await refused(
-            engine.suspend_by_triple(
-                execution_id=untried, lease_id=uuid4(), lease_epoch=7, attempt_id=uuid4(), args=args()
-            ),
-            "attempt_not_found",
-        )
-
-
-@each_form
-async def test_another_epoch_is_refused_before_the_phase(engine: Engine, given: Any, rows: Any, form: str) -> None:
-    handle = await given.claimed()
-    await engine.complete(handle)
-    stale = msgspec.structs.replace(handle, lease_epoch=5)
-    async with rows.unchanged():
-        await refused(FORMS[form](engine, stale, args()), "lease_conflict")
-        refusal = await refused(FORMS[form](engine, handle, args()), "execution_not_active")
-    assert refusal.detail == {
-        "terminal_outcome": "success",
-        "lease_epoch": "1",
-        "lifecycle_phase": "terminal",
-        "attempt_id": str(handle.attempt_id),
-    }
-
-
-@each_form
-async def test_a_run_that_backs_off_is_not_active(engine: Engine, given: Any, rows: Any, form: str) -> None:
-    handle = await given.backing_off()
-    async with rows.unchanged():
-        refusal = await refused(FORMS[form](engine, handle, args()), "execution_not_active")
-    assert isinstance(refusal.detail, dict)
-    assert refusal.detail["lifecycle_phase"] == "runnable"
-
-
-@each_form
-async def test_a_revoked_lease_is_refused_before_its_expiry(
-    engine: Engine, given: Any, rows: Any, clock: Any, connection: Any, form: str
+async def test_the_lease_epoch_is_checked_before_the_phase(
+    engine: Engine, given: Given, rows: Rows, subtests: pytest.Subtests
 ) -> None:
-    handle = await given.claimed()
-    await revoke(connection, handle.execution_id)
-    await clock.advance(seconds=3600)
-    stranger = msgspec.structs.replace(handle, lease_id=LeaseId(uuid4()))
-    async with rows.unchanged():
-        await refused(FORMS[form](engine, stranger, args()), "lease_revoked")
+    for form, suspend in FORMS.items():
+        with subtests.test(form):
+            handle = await given.claimed()
+            await engine.complete(handle)
+            stale = msgspec.structs.replace(handle, lease_epoch=5)
+            async with rows.unchanged():
+                await refused(suspend(engine, stale, args()), "lease_conflict")
+                refusal = await refused(suspend(engine, handle, args()), "execution_not_active")
+            assert refusal.detail == {
+                "terminal_outcome": "success",
+                "lease_epoch": "1",
+                "lifecycle_phase": "terminal",
+                "attempt_id": str(handle.attempt_id),
+            }
 
 
-@each_form
-async def test_a_lapsed_lease_is_marked_though_the_call_is_refused(
-    engine: Engine, given: Any, rows: Any, clock: Any, form: str
+async def test_a_run_that_waits_for_its_retry_cannot_suspend(
+    engine: Engine, given: Given, rows: Rows, subtests: pytest.Subtests
 ) -> None:
-    handle = await given.claimed(lease_ttl_ms=1000)
-    stranger = msgspec.structs.replace(handle, attempt_id=AttemptId(uuid4()))
-    now = await clock.advance(seconds=1)
-    assert vector(await rows.execution(handle.execution_id)) == ACTIVE
-    await refused(FORMS[form](engine, stranger, args()), "lease_expired")
-    row = await rows.execution(handle.execution_id)
-    assert (vector(row), row["lease_expired_at"]) == (EXPIRED_LEASE, now)
-    assert await event_texts(rows, handle.execution_id) == ["acquired", "expired"]
-    assert await rows.of("suspension") == await rows.of("waitpoint") == []
-    async with rows.unchanged():
-        await refused(FORMS[form](engine, handle, args()), "lease_expired")
+    for form, suspend in FORMS.items():
+        with subtests.test(form):
+            handle = await given.backing_off()
+            async with rows.unchanged():
+                refusal = await refused(suspend(engine, handle, args()), "execution_not_active")
+            assert isinstance(refusal.detail, dict)
+            assert refusal.detail["lifecycle_phase"] == "runnable"
 
 
-@each_form
-async def test_another_lease_or_attempt_is_refused(engine: Engine, given: Any, rows: Any, form: str) -> None:
-    handle = await given.claimed()
-    async with rows.unchanged():
-        for stranger in (
-            msgspec.structs.replace(handle, lease_id=LeaseId(uuid4()), attempt_index=3),
-            msgspec.structs.replace(handle, attempt_id=AttemptId(uuid4()), attempt_index=3),
-        ):
-            await refused(FORMS[form](engine, stranger, args()), "lease_conflict")
+async def test_a_revoked_lease_is_reported_before_its_expiry(
+    engine: Engine,
+    given: Given,
+    rows: Rows,
+    clock: StandingClock,
+    connection: asyncpg.Connection,
+    subtests: pytest.Subtests,
+) -> None:
+    for form, suspend in FORMS.items():
+        with subtests.test(form):
+            handle = await given.claimed()
+            await revoke(connection, handle.execution_id)
+            await clock.advance(seconds=3600)
+            stranger = msgspec.structs.replace(handle, lease_id=LeaseId(uuid4()))
+            async with rows.unchanged():
+                await refused(suspend(engine, stranger, args()), "lease_revoked")
 
 
-async def test_a_handle_of_another_attempt_index_is_refused(
-    engine: Engine, given: Any, rows: Any, connection: Any
+async def test_a_suspend_under_an_expired_lease_is_refused_and_marks_the_lease(
+    engine: Engine, given: Given, rows: Rows, clock: StandingClock, subtests: pytest.Subtests
+) -> None:
+    for form, suspend in FORMS.items():
+        with subtests.test(form):
+            handle = await given.claimed(lease_ttl_ms=1000, lane_id=form)
+            stranger = msgspec.structs.replace(handle, attempt_id=AttemptId(uuid4()))
+            now = await clock.advance(seconds=1)
+            assert vector(await rows.execution(handle.execution_id)) == ACTIVE
+            await refused(suspend(engine, stranger, args()), "lease_expired")
+            row = await rows.execution(handle.execution_id)
+            assert (vector(row), row["lease_expired_at"]) == (EXPIRED_LEASE, now)
+            assert await event_texts(rows, handle.execution_id) == ["acquired", "expired"]
+            assert await rows.of("suspension") == await rows.of("waitpoint") == []
+            async with rows.unchanged():
+                await refused(suspend(engine, handle, args()), "lease_expired")
+
+
+async def test_another_lease_or_attempt_cannot_suspend(
+    engine: Engine, given: Given, rows: Rows, subtests: pytest.Subtests
+) -> None:
+    for form, suspend in FORMS.items():
+        with subtests.test(form):
+            handle = await given.claimed()
+            async with rows.unchanged():
+                for stranger in (
+                    msgspec.structs.replace(handle, lease_id=LeaseId(uuid4()), attempt_index=3),
+                    msgspec.structs.replace(handle, attempt_id=AttemptId(uuid4()), attempt_index=3),
+                ):
+                    await refused(suspend(engine, stranger, args()), "lease_conflict")
+
+
+async def test_a_handle_with_another_attempt_index_is_refused(
+    engine: Engine, given: Given, rows: Rows, connection: asyncpg.Connection
 ) -> None:
     handle = await given.claimed()
     await _open_suspension(connection, handle)
@@ -295,8 +305,8 @@ async def test_a_handle_of_another_attempt_index_is_refused(
         await refused(engine.suspend(other, args()), "invalid_lease_for_suspend")
 
 
-async def _open_suspension(connection: Any, handle: Handle) -> None:
-    """Leave an open suspension on an active execution, as no operation does."""
+async def _open_suspension(connection: asyncpg.Connection, handle: Handle) -> None:
+    """Open a suspension on an active execution, which no operation does."""
     await connection.execute(
         """with waiting as (
              update execution set suspension_id = $2, attached = attached | 2 where execution_id = $1 returning *)
@@ -310,30 +320,34 @@ async def _open_suspension(connection: Any, handle: Handle) -> None:
     )
 
 
-@each_form
-async def test_an_open_suspension_is_refused_before_the_key(
-    engine: Engine, given: Any, rows: Any, connection: Any, form: str
+async def test_an_open_suspension_is_reported_before_a_missing_key(
+    engine: Engine, given: Given, rows: Rows, connection: asyncpg.Connection, subtests: pytest.Subtests
 ) -> None:
-    handle = await given.claimed()
-    await connection.execute("delete from signing_key")
-    await _open_suspension(connection, handle)
-    async with rows.unchanged():
-        await refused(FORMS[form](engine, handle, args()), "already_suspended")
+    for form, suspend in FORMS.items():
+        with subtests.test(form):
+            handle = await given.claimed()
+            await connection.execute("delete from signing_key")
+            await _open_suspension(connection, handle)
+            async with rows.unchanged():
+                await refused(suspend(engine, handle, args()), "already_suspended")
 
 
-@each_form
-async def test_without_a_key_nothing_is_signed(
-    engine: Engine, given: Any, rows: Any, connection: Any, form: str
+async def test_a_suspend_needs_a_signing_key(
+    engine: Engine, given: Given, rows: Rows, connection: asyncpg.Connection, subtests: pytest.Subtests
 ) -> None:
-    handle = await given.claimed()
-    await connection.execute("delete from signing_key")
-    unknown = args(waitpoints=(UsePending(waitpoint_id=WaitpointId(uuid4())),))
-    async with rows.unchanged():
-        await refused(FORMS[form](engine, handle, args()), "hmac_secret_not_initialized")
-        await refused(FORMS[form](engine, handle, unknown), "hmac_secret_not_initialized")
+    for form, suspend in FORMS.items():
+        with subtests.test(form):
+            handle = await given.claimed()
+            await connection.execute("delete from signing_key")
+            unknown = args(waitpoints=(UsePending(waitpoint_id=WaitpointId(uuid4())),))
+            async with rows.unchanged():
+                await refused(suspend(engine, handle, args()), "hmac_secret_not_initialized")
+                await refused(suspend(engine, handle, unknown), "hmac_secret_not_initialized")
 
 
-async def test_an_unusable_secret_is_corruption(engine: Engine, given: Any, rows: Any, connection: Any) -> None:
+async def test_an_unusable_stored_secret_is_corruption(
+    engine: Engine, given: Given, rows: Rows, connection: asyncpg.Connection
+) -> None:
     handle = await given.claimed()
     await connection.execute("update signing_key set secret = '', installed_at = installed_at + 1")
     async with rows.unchanged():
@@ -343,95 +357,114 @@ async def test_an_unusable_secret_is_corruption(engine: Engine, given: Any, rows
 # Waitpoints.
 
 
-@each_form
-async def test_a_waitpoint_that_is_not_there_cannot_be_used(engine: Engine, given: Any, rows: Any, form: str) -> None:
-    handle = await given.claimed()
-    async with rows.unchanged():
-        unknown = args(waitpoints=(UsePending(waitpoint_id=WaitpointId(uuid4())),))
-        await refused(FORMS[form](engine, handle, unknown), "waitpoint_not_found")
+async def test_an_unknown_waitpoint_cannot_be_used(
+    engine: Engine, given: Given, rows: Rows, subtests: pytest.Subtests
+) -> None:
+    for form, suspend in FORMS.items():
+        with subtests.test(form):
+            handle = await given.claimed()
+            async with rows.unchanged():
+                unknown = args(waitpoints=(UsePending(waitpoint_id=WaitpointId(uuid4())),))
+                await refused(suspend(engine, handle, unknown), "waitpoint_not_found")
 
 
-@each_form
-async def test_only_a_pending_waitpoint_can_be_used(engine: Engine, given: Any, rows: Any, form: str) -> None:
-    other = await given.claimed()
-    active = (await suspended(engine, other)).details
-    handle = await given.claimed()
-    closed = await engine.create_waitpoint(handle, waitpoint_key="wait", expires_in_ms=0)
-    await engine.close_waitpoint(execution_id=handle.execution_id, waitpoint_id=closed.waitpoint_id)
-    async with rows.unchanged():
-        await refused(FORMS[form](engine, handle, using(closed)), "waitpoint_not_pending")
-        # Of another execution, too: its state comes first.
-        taken = args(waitpoints=(UsePending(waitpoint_id=active.waitpoint_id),))
-        await refused(FORMS[form](engine, handle, taken), "waitpoint_not_pending")
+async def test_only_a_pending_waitpoint_can_be_used(
+    engine: Engine, given: Given, rows: Rows, subtests: pytest.Subtests
+) -> None:
+    for form, suspend in FORMS.items():
+        with subtests.test(form):
+            other = await given.claimed()
+            active = (await suspended(engine, other)).details
+            handle = await given.claimed()
+            closed = await engine.create_waitpoint(handle, waitpoint_key="wait", expires_in_ms=0)
+            await engine.close_waitpoint(execution_id=handle.execution_id, waitpoint_id=closed.waitpoint_id)
+            async with rows.unchanged():
+                await refused(suspend(engine, handle, using(closed)), "waitpoint_not_pending")
+                # Its state is checked before its execution.
+                taken = args(waitpoints=(UsePending(waitpoint_id=active.waitpoint_id),))
+                await refused(suspend(engine, handle, taken), "waitpoint_not_pending")
 
 
-@each_form
 async def test_only_a_waitpoint_of_the_same_attempt_can_be_used(
-    engine: Engine, given: Any, rows: Any, clock: Any, form: str
+    engine: Engine, given: Given, rows: Rows, clock: StandingClock, subtests: pytest.Subtests
 ) -> None:
-    other = await given.claimed()
-    foreign = await engine.create_waitpoint(other, waitpoint_key="wait", expires_in_ms=0)
-    handle = await given.claimed(policy={"retry_policy": {"max_retries": 3}})
-    earlier = await engine.create_waitpoint(handle, waitpoint_key="wait", expires_in_ms=0)
-    await given.backing_off(delay_ms=0)
-    await engine.fail(handle, reason="no luck")
-    await clock.advance(seconds=3600)
-    await parts_of(engine).delays.promote_due()
-    again = [await given.claim() for _ in range(2)]
-    (now,) = [claimed.handle for claimed in again if claimed.execution_id == handle.execution_id]
-    assert now.attempt_index == 1
-    async with rows.unchanged():
-        await refused(FORMS[form](engine, now, using(foreign)), "invalid_waitpoint_for_execution")
-        await refused(FORMS[form](engine, now, using(earlier)), "invalid_waitpoint_for_execution")
+    for form, suspend in FORMS.items():
+        with subtests.test(form):
+            other = await given.claimed()
+            foreign = await engine.create_waitpoint(other, waitpoint_key="wait", expires_in_ms=0)
+            handle = await given.claimed(policy={"retry_policy": {"max_retries": 3}})
+            earlier = await engine.create_waitpoint(handle, waitpoint_key="wait", expires_in_ms=0)
+            await given.backing_off(delay_ms=0)
+            await engine.fail(handle, reason="no luck")
+            await clock.advance(seconds=3600)
+            await parts_of(engine).delays.promote_due()
+            again = [await given.claim() for _ in range(2)]
+            (now,) = [claimed.handle for claimed in again if claimed.execution_id == handle.execution_id]
+            assert now.attempt_index == 1
+            async with rows.unchanged():
+                await refused(suspend(engine, now, using(foreign)), "invalid_waitpoint_for_execution")
+                await refused(suspend(engine, now, using(earlier)), "invalid_waitpoint_for_execution")
 
 
-@each_form
-async def test_a_pending_waitpoint_past_its_time_cannot_be_used(
-    engine: Engine, given: Any, rows: Any, clock: Any, connection: Any, form: str
+async def test_an_expired_pending_waitpoint_cannot_be_used(
+    engine: Engine,
+    given: Given,
+    rows: Rows,
+    clock: StandingClock,
+    connection: asyncpg.Connection,
+    subtests: pytest.Subtests,
 ) -> None:
-    handle = await given.claimed()
-    pending = await engine.create_waitpoint(handle, waitpoint_key="wait", expires_in_ms=1000)
-    await connection.execute("update waitpoint set token = ''")
-    await clock.advance(ms=999)
-    async with rows.unchanged():
-        await refused(FORMS[form](engine, handle, using(pending)), "waitpoint_not_token_bound")
-    await clock.advance(ms=1)
-    async with rows.unchanged():
-        await refused(FORMS[form](engine, handle, using(pending)), "pending_waitpoint_expired")
+    for form, suspend in FORMS.items():
+        with subtests.test(form):
+            handle = await given.claimed()
+            pending = await engine.create_waitpoint(handle, waitpoint_key="wait", expires_in_ms=1000)
+            await connection.execute("update waitpoint set token = ''")
+            await clock.advance(ms=999)
+            async with rows.unchanged():
+                await refused(suspend(engine, handle, using(pending)), "waitpoint_not_token_bound")
+            await clock.advance(ms=1)
+            async with rows.unchanged():
+                await refused(suspend(engine, handle, using(pending)), "pending_waitpoint_expired")
 
 
-@each_form
-async def test_an_id_in_use_is_not_made_again(engine: Engine, given: Any, rows: Any, form: str) -> None:
-    other = await given.claimed()
-    active = (await suspended(engine, other)).details.waitpoint_id
-    handle = await given.claimed()
-    pending = await engine.create_waitpoint(handle, waitpoint_key="wait", expires_in_ms=1000)
-    async with rows.unchanged():
-        for taken in (active, pending.waitpoint_id):
-            binding = Fresh(waitpoint_id=taken, waitpoint_key="wait")
-            await refused(FORMS[form](engine, handle, args(waitpoints=(binding,))), "waitpoint_already_exists")
-            several = on_all("a", "b")
-            mixed = (several.waitpoints[0], Fresh(waitpoint_id=taken, waitpoint_key="b"))
-            await refused(
-                FORMS[form](engine, handle, args(waitpoints=mixed, resume_condition=several.resume_condition)),
-                "waitpoint_already_exists",
-            )
+async def test_the_id_of_an_open_waitpoint_cannot_be_reused(
+    engine: Engine, given: Given, rows: Rows, subtests: pytest.Subtests
+) -> None:
+    for form, suspend in FORMS.items():
+        with subtests.test(form):
+            other = await given.claimed()
+            active = (await suspended(engine, other)).details.waitpoint_id
+            handle = await given.claimed()
+            pending = await engine.create_waitpoint(handle, waitpoint_key="wait", expires_in_ms=1000)
+            async with rows.unchanged():
+                for taken in (active, pending.waitpoint_id):
+                    binding = Fresh(waitpoint_id=taken, waitpoint_key="wait")
+                    await refused(suspend(engine, handle, args(waitpoints=(binding,))), "waitpoint_already_exists")
+                    several = on_all("a", "b")
+                    mixed = (several.waitpoints[0], Fresh(waitpoint_id=taken, waitpoint_key="b"))
+                    await refused(
+                        suspend(engine, handle, args(waitpoints=mixed, resume_condition=several.resume_condition)),
+                        "waitpoint_already_exists",
+                    )
 
 
-@each_form
-async def test_a_closed_id_is_not_made_again(engine: Engine, given: Any, rows: Any, form: str) -> None:
-    wait = await waiting(engine, given)
-    await wait.send(idempotency_key="once")
-    (run,) = await claim(engine)
-    other = await given.claimed()
-    foreign = (await suspended(engine, other)).details.waitpoint_id
-    await engine.cancel_execution(execution_id=other.execution_id, reason="not wanted")
-    unused = (await engine.create_waitpoint(run.handle, waitpoint_key="old", expires_in_ms=1000)).waitpoint_id
-    await engine.close_waitpoint(execution_id=run.execution_id, waitpoint_id=unused)
-    async with rows.unchanged():
-        for known in (wait.points["wait"][0], unused, foreign):
-            binding = Fresh(waitpoint_id=WaitpointId(known), waitpoint_key="wait")
-            await refused(FORMS[form](engine, run.handle, args(waitpoints=(binding,))), "waitpoint_already_exists")
-    # What its first wait has given away counts no more.
-    await suspended(engine, run.handle)
-    await refused(wait.send(), "waitpoint_closed")
+async def test_the_id_of_a_closed_waitpoint_cannot_be_reused(
+    engine: Engine, given: Given, rows: Rows, subtests: pytest.Subtests
+) -> None:
+    for form, suspend in FORMS.items():
+        with subtests.test(form):
+            wait = await waiting(engine, given)
+            await wait.send(idempotency_key="once")
+            (run,) = await claim(engine)
+            other = await given.claimed()
+            foreign = (await suspended(engine, other)).details.waitpoint_id
+            await engine.cancel_execution(execution_id=other.execution_id, reason="not wanted")
+            unused = (await engine.create_waitpoint(run.handle, waitpoint_key="old", expires_in_ms=1000)).waitpoint_id
+            await engine.close_waitpoint(execution_id=run.execution_id, waitpoint_id=unused)
+            async with rows.unchanged():
+                for known in (wait.points["wait"][0], unused, foreign):
+                    binding = Fresh(waitpoint_id=WaitpointId(known), waitpoint_key="wait")
+                    await refused(suspend(engine, run.handle, args(waitpoints=(binding,))), "waitpoint_already_exists")
+            # The token of the first suspension is not accepted by the second.
+            await suspended(engine, run.handle)
+            await refused(wait.send(), "waitpoint_closed")

@@ -1,12 +1,16 @@
-"""Suspending twice under one idempotency key: one suspension, one answer."""
+"""Suspends with an idempotency key: a repeat returns the first outcome and changes nothing."""
 
 import asyncio
+import os
 from typing import Any
 from uuid import UUID, uuid4
 
+import asyncpg
 import msgspec
 import pytest
 
+from conftest import Engines, Given, Rows
+from engine.conftest import StandingClock
 from engine.state import claim, refused, vector
 from engine.waits import SUSPENDED, args, on_all, suspend_keys, suspended, triple, using
 from flowfabric.engine.engine import Engine
@@ -22,14 +26,14 @@ MINUTE = 60_000
 WEEK = 604_800_000
 
 
-async def test_a_repeat_gets_the_first_answer_and_changes_nothing(
-    engine: Engine, given: Any, rows: Any, clock: Any
+async def test_a_repeat_returns_the_first_outcome_and_changes_nothing(
+    engine: Engine, given: Given, rows: Rows, clock: StandingClock
 ) -> None:
     handle = await given.claimed()
     first = await suspended(engine, handle, on_all("a", "b", "c", idempotency_key="once"))
     await clock.advance(seconds=1)
     async with rows.unchanged():
-        # The caller's old handle works, and what else it asks for is not looked at.
+        # The old handle is accepted, and the other arguments are ignored.
         again = await engine.suspend(handle, args(idempotency_key="once"))
         by_triple = await engine.suspend_by_triple(**triple(handle), args=args(idempotency_key="once"))
         without = await engine.suspend_by_triple(execution_id=handle.execution_id, args=args(idempotency_key="once"))
@@ -41,12 +45,12 @@ async def test_a_repeat_gets_the_first_answer_and_changes_nothing(
 
 
 def revealed(outcome: Suspended) -> list[str]:
-    """The tokens of an outcome as their texts."""
+    """The tokens of an outcome as text."""
     others = [each.waitpoint_token.reveal() for each in outcome.details.additional_waitpoints]
     return [outcome.details.waitpoint_token.reveal(), *others]
 
 
-async def test_the_stored_answer_has_its_form(engine: Engine, given: Any, rows: Any) -> None:
+async def test_the_stored_outcome_has_a_fixed_form(engine: Engine, given: Given, rows: Rows) -> None:
     handle = await given.claimed()
     first = await suspended(engine, handle, on_all("a", "b", idempotency_key="once"))
     (row,) = await suspend_keys(rows)
@@ -70,7 +74,9 @@ async def test_the_stored_answer_has_its_form(engine: Engine, given: Any, rows: 
     }
 
 
-async def test_a_suspended_handle_is_refused_though_the_key_is_known(engine: Engine, given: Any, rows: Any) -> None:
+async def test_a_suspended_handle_or_wrong_arguments_are_refused_even_for_a_known_key(
+    engine: Engine, given: Given, rows: Rows
+) -> None:
     handle = await given.claimed()
     first = await suspended(engine, handle, idempotency_key="once")
     async with rows.unchanged():
@@ -79,7 +85,7 @@ async def test_a_suspended_handle_is_refused_though_the_key_is_known(engine: Eng
         await refused(engine.suspend(handle, args(idempotency_key="once", timeout_at=0)), "invalid_input")
 
 
-async def test_a_key_is_of_one_execution(engine: Engine, given: Any, rows: Any) -> None:
+async def test_a_key_belongs_to_one_execution(engine: Engine, given: Given, rows: Rows) -> None:
     one, other = await given.claimed(), await given.claimed()
     assert one.execution_id[:-36] == other.execution_id[:-36]
     first = await suspended(engine, one, idempotency_key="once")
@@ -88,10 +94,10 @@ async def test_a_key_is_of_one_execution(engine: Engine, given: Any, rows: Any) 
     assert vector(await rows.execution(other.execution_id)) == SUSPENDED
 
 
-async def test_a_key_is_of_one_operation(engine: Engine, given: Any, rows: Any) -> None:
+async def test_a_key_belongs_to_one_operation(engine: Engine, given: Given, rows: Rows) -> None:
     handle = await given.claimed(idempotency_key="once")
     first = await suspended(engine, handle, idempotency_key="once")
-    signal = {
+    signal: dict[str, Any] = {
         "execution_id": handle.execution_id,
         "waitpoint_id": first.details.waitpoint_id,
         "waitpoint_token": first.details.waitpoint_token,
@@ -108,7 +114,7 @@ async def test_a_key_is_of_one_operation(engine: Engine, given: Any, rows: Any) 
     assert found["submit"][1] == execution
 
 
-async def test_another_key_and_no_key_are_no_repeats(engine: Engine, given: Any, rows: Any) -> None:
+async def test_another_key_or_no_key_is_not_a_repeat(engine: Engine, given: Given, rows: Rows) -> None:
     handle = await given.claimed()
     await suspended(engine, handle, idempotency_key="once")
     async with rows.unchanged():
@@ -119,37 +125,37 @@ async def test_another_key_and_no_key_are_no_repeats(engine: Engine, given: Any,
     assert len(await suspend_keys(rows)) == 1
 
 
-@pytest.mark.parametrize(
-    ("timeout_ms", "kept_ms"),
-    [(None, WEEK), (1000, 1000 + MINUTE), (-1000, MINUTE), (0, MINUTE), (WEEK, WEEK), (WEEK - MINUTE, WEEK)],
-)
-async def test_an_answer_is_kept_a_minute_longer_than_the_wait(
-    engine: Engine, given: Any, rows: Any, clock: Any, timeout_ms: int | None, kept_ms: int
+KEPT: list[tuple[int | None, dict[str, Any], int]] = [
+    (None, {}, WEEK),
+    (1000, {}, 1000 + MINUTE),
+    (-1000, {}, MINUTE),
+    (0, {}, MINUTE),
+    (WEEK, {}, WEEK),
+    (WEEK - MINUTE, {}, WEEK),
+    (None, {"suspension_policy": {"default_timeout_ms": 5000}}, 5000 + MINUTE),
+]
+"""The timeout of the suspend, the policy of the execution, and how long the outcome is kept, in milliseconds."""
+
+
+async def test_an_outcome_is_kept_until_a_minute_after_the_timeout(
+    engine: Engine, given: Given, rows: Rows, clock: StandingClock, subtests: pytest.Subtests
 ) -> None:
-    handle = await given.claimed(lease_ttl_ms=86_400_000)
-    now = await clock.now()
-    timeout_at = None if timeout_ms is None else now + timeout_ms
-    first = await suspended(engine, handle, idempotency_key="once", timeout_at=timeout_at)
-    (row,) = await suspend_keys(rows)
-    assert row["expires_at"] == now + kept_ms
-    await clock.advance(ms=kept_ms - 1)
-    assert await engine.suspend(handle, args(idempotency_key="once")) == first
-    await clock.advance(ms=1)
-    async with rows.unchanged():
-        await refused(engine.suspend(handle, args(idempotency_key="once")), "lease_conflict")
+    for timeout_ms, policy, kept_ms in KEPT:
+        with subtests.test(f"timeout {timeout_ms}, policy {policy}"):
+            handle = await given.claimed(lease_ttl_ms=86_400_000, lane_id=f"{uuid4()}", policy=policy)
+            now = await clock.now()
+            timeout_at = None if timeout_ms is None else now + timeout_ms
+            first = await suspended(engine, handle, idempotency_key="once", timeout_at=timeout_at)
+            (row,) = [row for row in await suspend_keys(rows) if str(row["scope"]) == handle.execution_id[-36:]]
+            assert row["expires_at"] == now + kept_ms
+            await clock.advance(ms=kept_ms - 1)
+            assert await engine.suspend(handle, args(idempotency_key="once")) == first
+            await clock.advance(ms=1)
+            async with rows.unchanged():
+                await refused(engine.suspend(handle, args(idempotency_key="once")), "lease_conflict")
 
 
-async def test_the_deadline_of_the_policy_counts_for_how_long_an_answer_is_kept(
-    engine: Engine, given: Any, rows: Any, clock: Any
-) -> None:
-    handle = await given.claimed(policy={"suspension_policy": {"default_timeout_ms": 5000}})
-    now = await clock.now()
-    await suspended(engine, handle, idempotency_key="once")
-    (row,) = await suspend_keys(rows)
-    assert row["expires_at"] == now + 5000 + MINUTE
-
-
-async def test_a_key_past_its_time_serves_again(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
+async def test_an_expired_key_can_be_used_again(engine: Engine, given: Given, rows: Rows, clock: StandingClock) -> None:
     handle = await given.claimed()
     first = await suspended(engine, handle, idempotency_key="once", timeout_at=await clock.now())
     await engine.resume_execution(execution_id=handle.execution_id)
@@ -161,7 +167,7 @@ async def test_a_key_past_its_time_serves_again(engine: Engine, given: Any, rows
     assert len(await suspend_keys(rows)) == 1
 
 
-async def test_a_live_key_answers_for_the_next_run_too(engine: Engine, given: Any, rows: Any) -> None:
+async def test_a_live_key_returns_its_outcome_to_the_next_run_too(engine: Engine, given: Given, rows: Rows) -> None:
     handle = await given.claimed()
     first = await suspended(engine, handle, idempotency_key="once")
     await engine.resume_execution(execution_id=handle.execution_id)
@@ -170,44 +176,41 @@ async def test_a_live_key_answers_for_the_next_run_too(engine: Engine, given: An
         assert await engine.suspend(again.handle, args(idempotency_key="once")) == first
 
 
-@pytest.mark.parametrize(
-    "stored",
-    [
-        "{}",
-        "[]",
-        '"Suspended"',
-        '{"variant": "Suspended", "details": {}, "handle_opaque_hex": ""}',
-        '{"variant": "Sleeping", "details": null, "handle_opaque_hex": null}',
-    ],
-)
-async def test_an_answer_that_cannot_be_read_is_none(
-    engine: Engine, given: Any, rows: Any, connection: Any, stored: str
+UNREADABLE = {
+    "an empty object": "'{}'",
+    "a list": "'[]'",
+    "a text": """'"Suspended"'""",
+    "no details": """'{"variant": "Suspended", "details": {}, "handle_opaque_hex": ""}'""",
+    "an unknown variant": """'{"variant": "Sleeping", "details": null, "handle_opaque_hex": null}'""",
+    "a wrong variant": """jsonb_set(outcome, '{variant}', '"zz"')""",
+    "a wrong token": """jsonb_set(outcome, '{details,token}', '7')""",
+    "a wrong suspension id": """jsonb_set(outcome, '{details,suspension_id}', '"zz"')""",
+    "a wrong handle": """jsonb_set(outcome, '{handle_opaque_hex}', '"zz"')""",
+}
+"""Stored outcomes that cannot be read."""
+
+
+async def test_an_unreadable_stored_outcome_is_ignored(
+    engine: Engine, given: Given, rows: Rows, connection: asyncpg.Connection, subtests: pytest.Subtests
 ) -> None:
-    handle = await given.claimed()
-    await suspended(engine, handle, idempotency_key="once")
-    await connection.execute("update idempotency_key set outcome = $1", stored)
-    async with rows.unchanged():
-        await refused(engine.suspend(handle, args(idempotency_key="once")), "lease_conflict")
-    await engine.resume_execution(execution_id=handle.execution_id)
-    (again,) = await claim(engine)
-    second = await suspended(engine, again.handle, idempotency_key="once")
-    assert await engine.suspend(handle, args(idempotency_key="once")) == second
+    for name, outcome in UNREADABLE.items():
+        with subtests.test(name):
+            handle = await given.claimed()
+            await suspended(engine, handle, idempotency_key="once")
+            await connection.execute(
+                f"update idempotency_key set outcome = {outcome} where scope = $1", handle.execution_id[-36:]
+            )
+            async with rows.unchanged():
+                await refused(engine.suspend(handle, args(idempotency_key="once")), "lease_conflict")
+            await engine.resume_execution(execution_id=handle.execution_id)
+            (again,) = await claim(engine)
+            second = await suspended(engine, again.handle, idempotency_key="once")
+            assert await engine.suspend(handle, args(idempotency_key="once")) == second
 
 
-@pytest.mark.parametrize("field", ["variant", "token", "suspension_id", "handle_opaque_hex"])
-async def test_an_answer_with_a_wrong_part_is_none(
-    engine: Engine, given: Any, rows: Any, connection: Any, field: str
+async def test_a_repeat_of_an_already_satisfied_suspend_returns_the_same(
+    engine: Engine, given: Given, rows: Rows
 ) -> None:
-    handle = await given.claimed()
-    await suspended(engine, handle, idempotency_key="once")
-    path = [field] if field in ("variant", "handle_opaque_hex") else ["details", field]
-    wrong = "7" if field == "token" else '"zz"'
-    await connection.execute("update idempotency_key set outcome = jsonb_set(outcome, $1, $2)", path, wrong)
-    async with rows.unchanged():
-        await refused(engine.suspend(handle, args(idempotency_key="once")), "lease_conflict")
-
-
-async def test_a_wait_that_was_over_is_answered_the_same_again(engine: Engine, given: Any, rows: Any) -> None:
     handle = await given.claimed()
     pending = await engine.create_waitpoint(handle, waitpoint_key="wait", expires_in_ms=MINUTE)
     await engine.deliver_signal(
@@ -226,9 +229,11 @@ async def test_a_wait_that_was_over_is_answered_the_same_again(engine: Engine, g
     assert msgspec.json.decode(row["outcome"])["handle_opaque_hex"] is None
 
 
-async def test_two_at_once_make_one_suspension(engine: Engine, engines: Any, given: Any, rows: Any) -> None:
+async def test_concurrent_suspends_with_one_key_make_one_suspension(
+    engine: Engine, engines: Engines, given: Given, rows: Rows
+) -> None:
     other = await engines()
-    for _ in range(20):
+    for _ in range(20 if os.environ.get("FF_TEST_SWEEP") == "whole" else 5):
         handle: Handle = await given.claimed()
         both = [each.suspend(handle, args(idempotency_key="once")) for each in (engine, other)]
         one, two = await asyncio.gather(*both)
@@ -238,7 +243,7 @@ async def test_two_at_once_make_one_suspension(engine: Engine, engines: Any, giv
         assert len(await rows.of("waitpoint", execution_id=handle.execution_id[-36:])) == 1
 
 
-async def test_two_at_once_without_a_key_give_one_suspension(engine: Engine, given: Any, rows: Any) -> None:
+async def test_concurrent_suspends_without_a_key_make_one_suspension(engine: Engine, given: Given, rows: Rows) -> None:
     handle = await given.claimed()
     both = await asyncio.gather(*(engine.suspend(handle, args()) for _ in range(2)), return_exceptions=True)
     (refusal,) = [each for each in both if isinstance(each, EngineError)]
@@ -246,7 +251,7 @@ async def test_two_at_once_without_a_key_give_one_suspension(engine: Engine, giv
     assert len(await rows.of("waitpoint")) == 1
 
 
-async def test_a_refused_suspend_keeps_no_answer(engine: Engine, given: Any, rows: Any) -> None:
+async def test_a_refused_suspend_stores_no_outcome(engine: Engine, given: Given, rows: Rows) -> None:
     handle = await given.claimed()
     stranger = msgspec.structs.replace(handle, lease_id=LeaseId(uuid4()))
     async with rows.unchanged():

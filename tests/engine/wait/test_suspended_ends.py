@@ -1,26 +1,17 @@
-"""How a suspended execution ends: its suspension and every waitpoint of it close with it."""
+"""The end of a suspended execution closes its suspension and all its waitpoints."""
 
-from typing import Any
-
-import pytest
-
-from engine.state import CANCELLED, FAILED, attempts, claim, event_texts, lease_left, refused, vector
+from conftest import Given, Rows
+from engine.conftest import StandingClock
+from engine.state import CANCELLED, attempts, claim, lease_left, refused, vector
 from engine.waits import EXPIRED, on_all, suspended, suspension, waitpoints
-from flowfabric.db.database import Transaction
-from flowfabric.engine.core.consequence import LeaseEnds
-from flowfabric.engine.core.row import hold
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.lease.expire import ExpiryPhase
 from flowfabric.engine.parts import parts_of
-from flowfabric.engine.wait.timeout import suspension_end
 from flowfabric.model.lease import Expired
-from flowfabric.model.states import TimeoutBehavior
-
-ENDINGS = {"fail": FAILED, "cancel": CANCELLED, "expire": EXPIRED}
 
 
-async def check_closed(rows: Any, execution_id: str, reason: str, now: int, *, count: int = 3) -> None:
-    """The suspension and every waitpoint of it are closed for a reason, and nothing of them is satisfied."""
+async def check_closed(rows: Rows, execution_id: str, reason: str, now: int, *, count: int = 3) -> None:
+    """Assert that the suspension and its waitpoints are closed with this reason and not satisfied."""
     wait = await suspension(rows, execution_id)
     assert (wait["closed_at"], wait["close_reason"], wait["satisfied_at"]) == (now, reason, None)
     found = await waitpoints(rows, execution_id)
@@ -28,19 +19,8 @@ async def check_closed(rows: Any, execution_id: str, reason: str, now: int, *, c
     assert {row["satisfied_at"] for row in found} == {None}
 
 
-async def time_out(engine: Engine, execution_id: Any, behavior: str) -> None:
-    """End a suspended execution as the timeout of its suspension does."""
-    ending = suspension_end(execution_id, TimeoutBehavior(behavior))
-
-    async def end(transaction: Transaction) -> Any:
-        await hold(transaction, execution_id)
-        return await engine._rooms[LeaseEnds].within(transaction, [ending])
-
-    await engine._rooms[LeaseEnds].after_commit([ending], await parts_of(engine).lifecycle.store.transact(end))
-
-
-async def test_cancelling_a_suspended_execution_closes_all_it_waits_on(
-    engine: Engine, given: Any, rows: Any, clock: Any
+async def test_cancelling_a_suspended_execution_closes_its_suspension_and_waitpoints(
+    engine: Engine, given: Given, rows: Rows, clock: StandingClock
 ) -> None:
     claimed = await given.run()
     await suspended(engine, claimed.handle, on_all("a", "b", "c", timeout_at=await clock.now() + 60_000))
@@ -68,7 +48,9 @@ async def test_cancelling_a_suspended_execution_closes_all_it_waits_on(
         await engine.cancel_execution(execution_id=claimed.execution_id, reason="again")
 
 
-async def test_a_deadline_ends_a_suspended_execution(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
+async def test_a_deadline_ends_a_suspended_execution(
+    engine: Engine, given: Given, rows: Rows, clock: StandingClock
+) -> None:
     deadline = await clock.now() + 10_000
     claimed = await given.run(execution_deadline_at=deadline)
     await suspended(engine, claimed.handle, on_all("a", "b", "c"))
@@ -85,7 +67,9 @@ async def test_a_deadline_ends_a_suspended_execution(engine: Engine, given: Any,
     assert (await event_texts(rows, claimed.execution_id))[2:] == ["ended expired:execution_deadline>expired"]
 
 
-async def test_a_deadline_by_name_ends_a_suspended_execution(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
+async def test_a_deadline_by_name_ends_a_suspended_execution(
+    engine: Engine, given: Given, rows: Rows, clock: StandingClock
+) -> None:
     claimed = await given.run(execution_deadline_at=await clock.now() + 1000)
     await suspended(engine, claimed.handle, on_all("a", "b", "c"))
     now = await clock.advance(seconds=1)
@@ -94,8 +78,8 @@ async def test_a_deadline_by_name_ends_a_suspended_execution(engine: Engine, giv
     await check_closed(rows, claimed.execution_id, "expired:execution_deadline", now)
 
 
-async def test_the_timer_of_an_attempt_stands_still_while_it_is_suspended(
-    engine: Engine, given: Any, rows: Any, clock: Any
+async def test_the_attempt_timeout_is_paused_while_suspended(
+    engine: Engine, given: Given, rows: Rows, clock: StandingClock
 ) -> None:
     claimed = await given.run(policy={"timeout_policy": {"attempt_timeout_ms": 5000}})
     await clock.advance(seconds=1)
@@ -107,31 +91,8 @@ async def test_the_timer_of_an_attempt_stands_still_while_it_is_suspended(
     assert await parts_of(engine).timeouts.expire_due() == 0
 
 
-@pytest.mark.parametrize("behavior", ENDINGS)
-async def test_a_timeout_ends_a_suspended_execution(
-    engine: Engine, given: Any, rows: Any, clock: Any, behavior: str
-) -> None:
-    claimed = await given.run(
-        policy={"retry_policy": {"max_retries": 3, "backoff": {"type": "fixed", "delay_ms": 1000}}}
-    )
-    await suspended(engine, claimed.handle, on_all("a", "b", "c", timeout_at=await clock.now() + 1000))
-    now = await clock.advance(seconds=1)
-    await time_out(engine, claimed.execution_id, behavior)
-    row = await rows.execution(claimed.execution_id)
-    assert vector(row) == ENDINGS[behavior]
-    assert (row["failure_reason"], row["completed_at"]) == (f"suspension_timeout:{behavior}", now)
-    assert (row["suspension_timeout_at"], row["blocking_detail"]) == (None, None)
-    assert await rows.timers(claimed.execution_id) == {}
-    assert row["cancelled_by"] == ("system_timeout" if behavior == "cancel" else None)
-    await check_closed(rows, claimed.execution_id, f"timed_out_{behavior}", now)
-    (attempt,) = await attempts(rows, claimed.execution_id)
-    assert attempt["attempt_state"] == ("ended_cancelled" if behavior == "cancel" else "ended_failure")
-    outcome = {"fail": "failed", "cancel": "cancelled", "expire": "expired"}[behavior]
-    assert (await event_texts(rows, claimed.execution_id))[2:] == [f"ended timed_out_{behavior}>{outcome}"]
-
-
-async def test_an_ending_closes_the_waits_of_its_own_execution_alone(
-    engine: Engine, given: Any, rows: Any, clock: Any
+async def test_an_end_closes_only_the_suspension_of_its_own_execution(
+    engine: Engine, given: Given, rows: Rows, clock: StandingClock
 ) -> None:
     handles = [await given.claimed() for _ in range(3)]
     for handle in handles:
@@ -146,7 +107,9 @@ async def test_an_ending_closes_the_waits_of_its_own_execution_alone(
     await check_closed(rows, handles[1].execution_id, "cancelled", await clock.now(), count=2)
 
 
-async def test_many_suspended_executions_end_in_one_sweep(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
+async def test_many_suspended_executions_end_in_one_sweep(
+    engine: Engine, given: Given, rows: Rows, clock: StandingClock
+) -> None:
     deadline = await clock.now() + 1000
     handles = [await given.claimed(execution_deadline_at=deadline) for _ in range(5)]
     for handle in handles[:4]:
@@ -158,7 +121,9 @@ async def test_many_suspended_executions_end_in_one_sweep(engine: Engine, given:
     assert await rows.of("waitpoint", execution_id=handles[4].execution_id[-36:]) == []
 
 
-async def test_a_closed_waitpoint_keeps_why_it_was_closed(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
+async def test_a_closed_waitpoint_keeps_why_it_was_closed(
+    engine: Engine, given: Given, rows: Rows, clock: StandingClock
+) -> None:
     handle = await given.claimed()
     outcome = await suspended(engine, handle, on_all("a", "b"))
     first = await clock.now()
@@ -172,7 +137,7 @@ async def test_a_closed_waitpoint_keeps_why_it_was_closed(engine: Engine, given:
     assert (other["close_reason"], other["closed_at"]) == ("cancelled", now)
 
 
-async def test_nobody_claims_what_is_suspended(engine: Engine, given: Any, rows: Any) -> None:
+async def test_a_suspended_execution_cannot_be_claimed(engine: Engine, given: Given, rows: Rows) -> None:
     handle = await given.claimed()
     await suspended(engine, handle)
     async with rows.unchanged():

@@ -1,21 +1,22 @@
-"""Waits whose time is up: what each behaviour leaves behind, once, and what becomes of waitpoints nobody used."""
+"""Suspension timeouts: the effect of each behavior, the sweep, and the expiry of unused pending waitpoints."""
 
 import asyncio
 import logging
 from typing import Any
 
+import asyncpg
 import pytest
 
-from engine.sending import Waiting, running, signal_keys, signals, waiting
+from conftest import Engines, Given, Rows
+from engine.conftest import StandingClock
+from engine.sending import Waiting, signals, waiting
 from engine.state import CANCELLED, FAILED, RESUMABLE, attempts, claim, event_texts, lease_left, refused, vector
-from engine.waits import EXPIRED, args, on_all, suspend_keys, suspended, suspension, using, waitpoints
+from engine.waits import EXPIRED, on_all, suspension, waitpoints
 from flowfabric.engine.core.quarantine import Quarantine
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.parts import parts_of
-from flowfabric.engine.wait.timeout import TIMEOUT_LIMIT, WAITPOINT_LIMIT
-from flowfabric.model.event import CompletionOutcome
+from flowfabric.engine.wait import timeout
 from flowfabric.model.lease import AlreadySatisfied
-from flowfabric.model.signal import Accepted
 from flowfabric.model.states import PublicState, TimeoutBehavior
 from flowfabric.model.suspension import SuspensionExpired
 from flowfabric.reconcile import due
@@ -25,46 +26,57 @@ from flowfabric.reconcile.loop import Reconciler
 ESCALATED = "suspended/unowned/not_applicable/paused_by_operator/none/attempt_interrupted/suspended"
 NOBODY = "{fp:3}:11111111-1111-4111-8111-111111111111"
 MINUTE = 60_000
+LIMIT = 10
 
 
-async def timed(engine: Engine, given: Any, clock: Any, behavior: str | None, **overrides: Any) -> Waiting:
-    """An execution that waits on two waitpoints for a minute."""
+async def timed(engine: Engine, given: Given, clock: StandingClock, behavior: str | None, **overrides: Any) -> Waiting:
+    """An execution suspended on two waitpoints with a timeout of a minute."""
     asked = on_all("a", "b", timeout_at=await clock.now() + MINUTE, timeout_behavior=behavior)
     return await waiting(engine, given, asked, **overrides)
 
 
-@pytest.mark.parametrize(
-    ("behavior", "left", "attempt", "reason", "outcome"),
-    [
-        ("fail", FAILED, "ended_failure", "timed_out_fail", CompletionOutcome.FAILED),
-        (None, FAILED, "ended_failure", "timed_out_fail", CompletionOutcome.FAILED),
-        ("cancel", CANCELLED, "ended_cancelled", "timed_out_cancel", CompletionOutcome.CANCELLED),
-        ("expire", EXPIRED, "ended_failure", "timed_out_expire", CompletionOutcome.EXPIRED),
-    ],
-)
-async def test_a_timeout_ends_the_execution_as_its_behaviour_says(
+ENDS: list[tuple[str | None, str, str, str]] = [
+    ("fail", FAILED, "ended_failure", "failed"),
+    (None, FAILED, "ended_failure", "failed"),
+    ("cancel", CANCELLED, "ended_cancelled", "cancelled"),
+    ("expire", EXPIRED, "ended_failure", "expired"),
+]
+"""The behavior, the state vector it leads to, the state of the attempt, and the outcome of the event."""
+
+
+async def test_a_timeout_ends_the_execution_as_its_behavior_says(
+    engine: Engine, given: Given, rows: Rows, clock: StandingClock, subtests: pytest.Subtests
+) -> None:
+    for behavior, left, attempt, outcome in ENDS:
+        with subtests.test(f"{behavior}"):
+            await check_end(engine, given, rows, clock, behavior, left, attempt, outcome)
+
+
+async def check_end(
     engine: Engine,
-    given: Any,
-    rows: Any,
-    clock: Any,
+    given: Given,
+    rows: Rows,
+    clock: StandingClock,
     behavior: str | None,
     left: str,
     attempt: str,
-    reason: str,
-    outcome: CompletionOutcome,
+    outcome: str,
 ) -> None:
+    """Assert what a timeout of this behavior leaves behind."""
     retries = {"retry_policy": {"max_retries": 3, "backoff": {"type": "fixed", "delay_ms": 1}}}
     wait = await timed(engine, given, clock, behavior, policy=retries)
     await wait.send("x", "a")
     now = await clock.advance(ms=MINUTE)
-    behaviour = behavior or "fail"
+    applied = behavior or "fail"
+    reason = f"timed_out_{applied}"
     assert await engine.expire_suspension(wait.execution_id) == SuspensionExpired(
-        behavior_applied=TimeoutBehavior(behaviour)
+        behavior_applied=TimeoutBehavior(applied)
     )
     row = await rows.execution(wait.execution_id)
     assert (vector(row), lease_left(row)) == (left, {})
-    assert row["failure_reason"] == f"suspension_timeout:{behaviour}"
-    assert (row["suspension_timeout_at"], row["delay_until"]) == (None, None)
+    assert row["failure_reason"] == f"suspension_timeout:{applied}"
+    assert row["cancelled_by"] == ("system_timeout" if applied == "cancel" else None)
+    assert (row["suspension_timeout_at"], row["delay_until"], row["blocking_detail"]) == (None, None, None)
     assert await rows.timers(wait.execution_id) == {}
     assert {row[name] for name in ("completed_at", "last_transition_at", "last_mutation_at")} == {now}
     (ended,) = await attempts(rows, wait.execution_id)
@@ -74,7 +86,7 @@ async def test_a_timeout_ends_the_execution_as_its_behaviour_says(
     for point in await waitpoints(rows, wait.execution_id):
         assert (point["state"], point["closed_at"], point["close_reason"]) == ("closed", now, reason)
         assert point["satisfied_at"] is None
-    assert [row["outcome"] for row in await rows.events(wait.execution_id) if row["outcome"]] == [outcome]
+    assert (await event_texts(rows, wait.execution_id))[2:] == [f"ended {reason}>{outcome}"]
     assert len(await signals(rows, wait.execution_id)) == 1
     async with rows.unchanged():
         await refused(wait.send("x", "b"), "target_not_signalable")
@@ -82,10 +94,16 @@ async def test_a_timeout_ends_the_execution_as_its_behaviour_says(
     assert again == AlreadySatisfied(reason="not_suspended_cleaned")
 
 
-@pytest.mark.parametrize("behavior", ["auto_resume", "auto_resume_with_timeout_signal"])
-async def test_a_timeout_may_resume_with_a_signal_that_says_so(
-    engine: Engine, given: Any, rows: Any, clock: Any, behavior: str
+async def test_a_timeout_may_resume_with_a_timeout_signal(
+    engine: Engine, given: Given, rows: Rows, clock: StandingClock, subtests: pytest.Subtests
 ) -> None:
+    for behavior in ("auto_resume", "auto_resume_with_timeout_signal"):
+        with subtests.test(behavior):
+            await check_auto_resume(engine, given, rows, clock, behavior)
+
+
+async def check_auto_resume(engine: Engine, given: Given, rows: Rows, clock: StandingClock, behavior: str) -> None:
+    """Assert what a timeout that resumes leaves behind."""
     policy = {"max_signals_per_execution": 1}
     wait = await timed(engine, given, clock, behavior, policy=policy)
     first = await wait.send("x", "a", payload=b"1")
@@ -117,8 +135,8 @@ async def test_a_timeout_may_resume_with_a_signal_that_says_so(
     await refused(wait.send("x", "b"), "target_not_signalable")
 
 
-async def test_a_timeout_may_leave_the_wait_to_an_operator_once(
-    engine: Engine, given: Any, rows: Any, clock: Any
+async def test_a_timeout_may_escalate_to_an_operator_once(
+    engine: Engine, given: Given, rows: Rows, clock: StandingClock
 ) -> None:
     wait = await timed(engine, given, clock, "escalate")
     timeout_at = await clock.now() + MINUTE
@@ -146,7 +164,7 @@ async def test_a_timeout_may_leave_the_wait_to_an_operator_once(
     assert [(point.state, point.expires_at) for point in listed] == [("active", None)] * len(points)
     assert await attempts(rows, wait.execution_id) == [parked]
     assert await event_texts(rows, wait.execution_id) == ["acquired", "released suspend"]
-    # The sweeps delete the claims whose leases are over.
+    # The sweeps delete claims whose leases have ended.
     async with rows.unchanged(without=["claim"]):
         await clock.advance(seconds=3600)
         assert await engine.expire_suspension(wait.execution_id) == AlreadySatisfied(reason="not_yet_due")
@@ -155,17 +173,15 @@ async def test_a_timeout_may_leave_the_wait_to_an_operator_once(
     assert suspended.reason == "waiting_for_operator_review"
     await wait.send("x", "a")
     assert (await wait.send("x", "b")).effect == "resume_condition_satisfied"
-
-
-async def test_an_escalated_wait_is_ended_by_an_operator(engine: Engine, given: Any, clock: Any) -> None:
-    wait = await timed(engine, given, clock, "escalate")
+    await claim(engine)
+    other = await timed(engine, given, clock, "escalate")
     await clock.advance(ms=MINUTE)
-    await engine.expire_suspension(wait.execution_id)
-    assert (await engine.resume_execution(execution_id=wait.execution_id)).public_state == PublicState.RESUMABLE
+    await engine.expire_suspension(other.execution_id)
+    assert (await engine.resume_execution(execution_id=other.execution_id)).public_state == PublicState.RESUMABLE
 
 
-async def test_what_is_not_due_is_left_alone_and_says_why(
-    engine: Engine, given: Any, rows: Any, clock: Any, connection: Any
+async def test_a_suspension_that_is_not_due_is_not_changed_and_the_reason_is_returned(
+    engine: Engine, given: Given, rows: Rows, clock: StandingClock, connection: asyncpg.Connection
 ) -> None:
     soon, never = await timed(engine, given, clock, "fail"), await waiting(engine, given)
     over, gone = await timed(engine, given, clock, "fail"), await timed(engine, given, clock, "fail")
@@ -184,14 +200,14 @@ async def test_what_is_not_due_is_left_alone_and_says_why(
     assert isinstance(await engine.expire_suspension(soon.execution_id), SuspensionExpired)
 
 
-async def test_a_timer_of_what_is_not_suspended_does_nothing(
-    engine: Engine, given: Any, rows: Any, clock: Any, connection: Any
+async def test_a_stale_timer_does_nothing(
+    engine: Engine, given: Given, rows: Rows, clock: StandingClock, connection: asyncpg.Connection
 ) -> None:
     resumed, escalated = await timed(engine, given, clock, "fail"), await timed(engine, given, clock, "escalate")
     await engine.resume_execution(execution_id=resumed.execution_id)
     await clock.advance(ms=MINUTE)
     await engine.expire_suspension(escalated.execution_id)
-    # No operation leaves a timer of a wait that is over, or has no deadline; a sweep may have read one before it goes.
+    # No operation leaves such a timer, but a sweep may have read one before it was deleted.
     await connection.execute(
         "insert into timer select partition_key, execution_id, 'suspension_timeout', ff_now() from execution"
     )
@@ -200,7 +216,9 @@ async def test_a_timer_of_what_is_not_suspended_does_nothing(
     assert parts_of(engine).suspension_timeouts.quarantine.left_out() == []
 
 
-async def test_the_policy_may_set_the_timeout(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
+async def test_the_default_timeout_of_the_policy_is_applied(
+    engine: Engine, given: Given, rows: Rows, clock: StandingClock
+) -> None:
     policy = {"suspension_policy": {"default_timeout_ms": MINUTE, "timeout_behavior": "expire"}}
     wait = await waiting(engine, given, policy=policy)
     await clock.advance(ms=MINUTE)
@@ -208,11 +226,11 @@ async def test_the_policy_may_set_the_timeout(engine: Engine, given: Any, rows: 
     assert vector(await rows.execution(wait.execution_id)) == EXPIRED
 
 
-# What happens by itself.
+# Sweeps.
 
 
-async def test_the_sweep_does_what_each_timeout_says_and_nothing_else(
-    engine: Engine, given: Any, rows: Any, clock: Any
+async def test_the_sweep_applies_every_due_timeout_and_no_other(
+    engine: Engine, given: Given, rows: Rows, clock: StandingClock
 ) -> None:
     waits = {each.value: await timed(engine, given, clock, each.value) for each in TimeoutBehavior}
     later = await waiting(engine, given, timeout_at=await clock.now() + 2 * MINUTE)
@@ -234,8 +252,8 @@ async def test_the_sweep_does_what_each_timeout_says_and_nothing_else(
         await reconciler.catch_up()
 
 
-async def test_a_timeout_set_for_the_past_is_met_by_the_next_sweep(
-    engine: Engine, given: Any, rows: Any, clock: Any
+async def test_a_timeout_in_the_past_is_applied_by_the_next_sweep(
+    engine: Engine, given: Given, rows: Rows, clock: StandingClock
 ) -> None:
     await read_due(parts_of(engine).store, [])
     await clock.advance(seconds=3600)
@@ -245,18 +263,26 @@ async def test_a_timeout_set_for_the_past_is_met_by_the_next_sweep(
     assert vector(await rows.execution(wait.execution_id)) == CANCELLED
 
 
-async def test_a_sweep_does_a_batch_and_leaves_the_rest_for_the_next(
-    engine: Engine, given: Any, rows: Any, clock: Any
+@pytest.fixture
+def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch of timeouts or waitpoints is ten."""
+    monkeypatch.setattr(timeout, "TIMEOUT_LIMIT", LIMIT)
+    monkeypatch.setattr(timeout, "WAITPOINT_LIMIT", LIMIT)
+
+
+@pytest.mark.usefixtures("small_batches")
+async def test_a_sweep_processes_one_batch_and_leaves_the_rest_for_the_next(
+    engine: Engine, given: Given, rows: Rows, clock: StandingClock
 ) -> None:
-    for _ in range(TIMEOUT_LIMIT + 3):
+    for _ in range(LIMIT + 3):
         await timed(engine, given, clock, "auto_resume")
     await clock.advance(ms=MINUTE)
-    assert [await parts_of(engine).suspension_timeouts.expire_due() for _ in range(3)] == [TIMEOUT_LIMIT, 3, 0]
-    assert len(await rows.of("execution", public_state="resumable")) == TIMEOUT_LIMIT + 3
+    assert [await parts_of(engine).suspension_timeouts.expire_due() for _ in range(3)] == [LIMIT, 3, 0]
+    assert len(await rows.of("execution", public_state="resumable")) == LIMIT + 3
 
 
-async def test_a_held_execution_does_not_hold_up_the_sweep(
-    engine: Engine, given: Any, rows: Any, clock: Any, connection: Any
+async def test_a_locked_execution_does_not_delay_the_sweep(
+    engine: Engine, given: Given, rows: Rows, clock: StandingClock, connection: asyncpg.Connection
 ) -> None:
     held, free = await timed(engine, given, clock, "fail"), await timed(engine, given, clock, "fail")
     await clock.advance(ms=MINUTE)
@@ -267,12 +293,17 @@ async def test_a_held_execution_does_not_hold_up_the_sweep(
     assert await parts_of(engine).suspension_timeouts.expire_due() == 1
 
 
-async def test_a_timeout_that_cannot_be_read_or_stored_does_not_hold_up_the_others(
-    engine: Engine, given: Any, rows: Any, clock: Any, connection: Any, caplog: pytest.LogCaptureFixture
+async def test_a_timeout_that_cannot_be_read_or_stored_does_not_delay_the_others(
+    engine: Engine,
+    given: Given,
+    rows: Rows,
+    clock: StandingClock,
+    connection: asyncpg.Connection,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     unread, unstored = await timed(engine, given, clock, "fail"), await timed(engine, given, clock, "cancel")
     good = [await timed(engine, given, clock, "auto_resume") for _ in range(3)]
-    # What a newer version stored, and a constraint that makes the store refuse.
+    # A behavior of a newer version, and a constraint that rejects the write.
     await connection.execute(
         "update suspension set timeout_behavior = 'sleep_on_it' where execution_id = $1", unread.execution_id[-36:]
     )
@@ -287,8 +318,8 @@ async def test_a_timeout_that_cannot_be_read_or_stored_does_not_hold_up_the_othe
     await refused(engine.expire_suspension(unread.execution_id), "corruption")
 
 
-async def spoil(connection: Any, kind: str, waits: list[Waiting]) -> None:
-    """Make timeouts fail: what a newer or a broken version stored, and a constraint that makes the store refuse."""
+async def spoil(connection: asyncpg.Connection, kind: str, waits: list[Waiting]) -> None:
+    """Make timeouts fail: by an unknown behavior, a missing suspension, or a constraint that rejects the write."""
     ids = [wait.execution_id[-36:] for wait in waits]
     match kind:
         case "unread":
@@ -306,26 +337,35 @@ async def spoil(connection: Any, kind: str, waits: list[Waiting]) -> None:
             )
 
 
-@pytest.mark.parametrize("kind", ["unread", "gone", "unstored"])
-async def test_timeouts_that_fail_do_not_stand_before_the_others(
-    engines: Any, given: Any, rows: Any, clock: Any, connection: Any, kind: str
+@pytest.mark.usefixtures("small_batches")
+async def test_more_failing_timeouts_than_a_batch_do_not_block_the_others(
+    engines: Engines,
+    given: Given,
+    rows: Rows,
+    clock: StandingClock,
+    connection: asyncpg.Connection,
+    subtests: pytest.Subtests,
 ) -> None:
-    # However long so many failures take, none of them is tried again.
+    # No failed timeout is retried within the test.
     engine = await engines(suspension_timeout_interval_s=3600)
-    bad = [await timed(engine, given, clock, "fail") for _ in range(TIMEOUT_LIMIT + 3)]
-    await clock.advance(ms=1)
-    good = await timed(engine, given, clock, "fail")
-    await spoil(connection, kind, bad)
-    await clock.advance(ms=MINUTE)
-    assert await parts_of(engine).suspension_timeouts.expire_due() == 1
-    assert vector(await rows.execution(good.execution_id)) == FAILED
-    assert len(parts_of(engine).suspension_timeouts.quarantine.left_out()) == len(bad)
-    async with rows.unchanged():
-        assert await parts_of(engine).suspension_timeouts.expire_due() == 0
+    failed = 0
+    for kind in ("unread", "gone", "unstored"):
+        with subtests.test(kind):
+            bad = [await timed(engine, given, clock, "fail") for _ in range(LIMIT + 3)]
+            failed += len(bad)
+            await clock.advance(ms=1)
+            good = await timed(engine, given, clock, "fail")
+            await spoil(connection, kind, bad)
+            await clock.advance(ms=MINUTE)
+            assert await parts_of(engine).suspension_timeouts.expire_due() == 1
+            assert vector(await rows.execution(good.execution_id)) == FAILED
+            assert len(parts_of(engine).suspension_timeouts.quarantine.left_out()) == failed
+            async with rows.unchanged():
+                assert await parts_of(engine).suspension_timeouts.expire_due() == 0
 
 
-async def test_a_timeout_that_failed_is_tried_again_after_its_pause(
-    engine: Engine, given: Any, rows: Any, clock: Any, connection: Any
+async def test_a_failed_timeout_is_retried_after_its_pause(
+    engine: Engine, given: Given, rows: Rows, clock: StandingClock, connection: asyncpg.Connection
 ) -> None:
     now = 0.0
     parts_of(engine).suspension_timeouts.quarantine = Quarantine(2.0, clock=lambda: now)
@@ -340,8 +380,13 @@ async def test_a_timeout_that_failed_is_tried_again_after_its_pause(
     assert vector(await rows.execution(wait.execution_id)) == EXPIRED
 
 
-async def test_timeouts_that_fail_do_not_hide_what_else_is_due(
-    engines: Any, given: Any, rows: Any, clock: Any, connection: Any, monkeypatch: pytest.MonkeyPatch
+async def test_failing_timeouts_do_not_hide_other_due_work(
+    engines: Engines,
+    given: Given,
+    rows: Rows,
+    clock: StandingClock,
+    connection: asyncpg.Connection,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     engine = await engines(suspension_timeout_interval_s=3600)
     monkeypatch.setattr(due, "SAMPLE", 5)
@@ -356,72 +401,7 @@ async def test_timeouts_that_fail_do_not_hide_what_else_is_due(
     assert (await rows.execution(lost.execution_id))["ownership_state"] == "lease_expired_reclaimable"
 
 
-async def test_a_waitpoint_nobody_used_in_its_time_is_closed(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
-    lapsing, lasting = await running(engine, given, expires_in_ms=1_000), await running(engine, given)
-    used = await given.claimed()
-    pending = await engine.create_waitpoint(used, waitpoint_key="wait", expires_in_ms=1_000)
-    await suspended(engine, used, using(pending, timeout_at=await clock.now() + 1))
-    now = await clock.advance(ms=1_000)
-    assert (await read_due(parts_of(engine).store, [])).has_expired_waitpoints
-    async with rows.unchanged(without=["waitpoint"]):
-        assert await parts_of(engine).suspension_timeouts.close_pending() == 1
-        assert await parts_of(engine).suspension_timeouts.close_pending() == 0
-    (closed,) = await waitpoints(rows, lapsing.execution_id)
-    assert (closed["state"], closed["closed_at"], closed["close_reason"]) == ("closed", now, "never_committed")
-    assert [row["state"] for row in await waitpoints(rows, lasting.execution_id)] == ["pending"]
-    assert [row["state"] for row in await waitpoints(rows, used.execution_id)] == ["active"]
-    assert isinstance(await lasting.send(), Accepted)
-    bound = {"UsePending": {"waitpoint_id": lapsing.points["wait"][0]}}
-    await refused(engine.suspend(lapsing.handle, args(waitpoints=(bound,))), "waitpoint_not_pending")
-
-
-async def test_waitpoints_are_closed_in_batches_past_those_of_held_executions(
-    engine: Engine, given: Any, rows: Any, clock: Any, connection: Any
-) -> None:
-    handle, held = await given.claimed(), await running(engine, given, expires_in_ms=1)
-    for _ in range(WAITPOINT_LIMIT + 1):
-        await engine.create_waitpoint(handle, waitpoint_key="wait", expires_in_ms=2)
-    await clock.advance(ms=2)
-    async with connection.transaction():
-        await connection.execute("select from execution where execution_id = $1 for update", held.execution_id[-36:])
-        assert await parts_of(engine).suspension_timeouts.close_pending() == WAITPOINT_LIMIT - 1
-        assert await parts_of(engine).suspension_timeouts.close_pending() == 2
-    reconciler = Reconciler(engine)
-    await reconciler.catch_up()
-    assert reconciler.stats["pending_wp_expiry"].processed == 1
-    assert {row["close_reason"] for row in await rows.of("waitpoint")} == {"never_committed"}
-
-
-async def test_a_waitpoint_whose_execution_is_gone_is_closed_too(
-    engine: Engine, given: Any, rows: Any, clock: Any, connection: Any
-) -> None:
-    await running(engine, given, expires_in_ms=1)
-    # No operation deletes an execution without its waitpoints.
-    await connection.execute("delete from execution")
-    await clock.advance(ms=1)
-    assert await parts_of(engine).suspension_timeouts.close_pending() == 1
-
-
-async def test_idempotency_keys_of_suspends_and_signals_are_deleted_after_their_time(
-    engine: Engine, given: Any, rows: Any, clock: Any
-) -> None:
-    wait = await waiting(engine, given, args(idempotency_key="s", timeout_at=await clock.now() + MINUTE))
-    await wait.send("other", idempotency_key="k", dedup_ttl_ms=MINUTE)
-    await wait.send("other", idempotency_key="l", dedup_ttl_ms=10 * MINUTE)
-    reconciler = Reconciler(engine)
-    await reconciler.catch_up()
-    assert (len(await suspend_keys(rows)), len(await signal_keys(rows))) == (1, 2)
-    await clock.advance(ms=MINUTE)
-    assert (await read_due(parts_of(engine).store, [])).has_spent_keys
-    await reconciler.catch_up()
-    assert (len(await suspend_keys(rows)), len(await signal_keys(rows))) == (1, 1)
-    await clock.advance(ms=MINUTE)
-    await reconciler.catch_up()
-    assert await suspend_keys(rows) == []
-    assert [row["key"] for row in await signal_keys(rows)] == ["l"]
-
-
-async def test_a_resume_by_timeout_wakes_who_waits_for_work(engine: Engine, given: Any, clock: Any) -> None:
+async def test_a_resume_by_timeout_wakes_a_waiting_claim(engine: Engine, given: Given, clock: StandingClock) -> None:
     wait = await timed(engine, given, clock, "auto_resume")
     await clock.advance(ms=MINUTE)
     claiming = asyncio.create_task(
@@ -431,18 +411,3 @@ async def test_a_resume_by_timeout_wakes_who_waits_for_work(engine: Engine, give
     await engine.expire_suspension(wait.execution_id)
     (claimed,) = await claiming
     assert claimed.execution_id == wait.execution_id
-
-
-async def test_rows_that_are_not_pending_do_not_stand_before_waitpoints_that_are(
-    engine: Engine, given: Any, rows: Any, clock: Any, connection: Any
-) -> None:
-    first = await running(engine, given, expires_in_ms=1_000)
-    for _ in range(WAITPOINT_LIMIT):
-        await engine.create_waitpoint(first.handle, waitpoint_key="wait", expires_in_ms=1_000)
-    # A version of another mind ends waitpoints without saying when.
-    await connection.execute("update waitpoint set state = 'expired'")
-    await clock.advance(ms=1)
-    last = await running(engine, given, expires_in_ms=1_000)
-    await clock.advance(ms=1_000)
-    assert await parts_of(engine).suspension_timeouts.close_pending() == 1
-    assert [row["state"] for row in await waitpoints(rows, last.execution_id)] == ["closed"]

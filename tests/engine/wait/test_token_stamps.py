@@ -1,4 +1,4 @@
-"""The stamp of a refused token comes after the answer: neither its time nor a lock tells what exists."""
+"""A refused token is recorded after the reply: neither the response time nor a lock reveals which waitpoints exist."""
 
 import asyncio
 from typing import Any
@@ -7,8 +7,10 @@ from uuid import uuid4
 import asyncpg
 import pytest
 
+from conftest import Given, Rows
+from engine.conftest import StandingClock
 from engine.sending import Waiting, signals, stamps_written, waiting
-from engine.state import refused
+from engine.state import claim, refused
 from engine.waits import on_all
 from flowfabric.db.database import Transaction
 from flowfabric.db.statements import Statement
@@ -20,20 +22,20 @@ from flowfabric.settings import Settings
 WRONG = "k1:" + "0" * 64
 
 
-async def stamp(rows: Any, wait: Waiting) -> int | None:
-    """When a token was last refused at the execution."""
+async def stamp(rows: Rows, wait: Waiting) -> int | None:
+    """The time of the last refused token of the execution."""
     found: int | None = (await rows.execution(wait.execution_id))["last_hmac_validation_failed_at"]
     return found
 
 
 async def hold(connection: asyncpg.Connection, wait: Waiting) -> None:
-    """Lock the row of an execution in a session of the test's own."""
+    """Lock the row of an execution."""
     await connection.execute("select from execution where execution_id = $1 for update", wait.execution_id[-36:])
 
 
 @pytest.mark.usefixtures("patient_with_locks")
-async def test_a_refused_token_is_answered_although_its_execution_is_locked(
-    engine: Engine, given: Any, rows: Any, clock: Any, connection: asyncpg.Connection, eventually: Any
+async def test_a_bad_token_is_refused_at_once_while_the_execution_is_locked(
+    engine: Engine, given: Given, rows: Rows, clock: StandingClock, connection: asyncpg.Connection, eventually: Any
 ) -> None:
     wait = await waiting(engine, given)
     now: int = await clock.advance(seconds=1)
@@ -53,43 +55,36 @@ async def test_a_refused_token_is_answered_although_its_execution_is_locked(
 
 
 @pytest.mark.usefixtures("patient_with_locks")
-@pytest.mark.parametrize("table", ["execution", "suspension", "waitpoint"])
-async def test_who_waits_for_a_lock_beside_a_refused_token_is_served(
-    engine: Engine, given: Any, rows: Any, connection: asyncpg.Connection, table: str
+async def test_bad_tokens_and_unknown_executions_are_refused_while_good_signals_wait_for_a_lock(
+    engine: Engine, given: Given, rows: Rows, connection: asyncpg.Connection, subtests: pytest.Subtests
 ) -> None:
-    wait = await waiting(engine, given, on_all("a", "b"))
-    async with connection.transaction():
-        await connection.execute(f"select from {table} where execution_id = $1 for update", wait.execution_id[-36:])
-        calls = [
-            wait.send("x", "a"),
-            wait.send("forged", "a", waitpoint_token=WRONG),
-            wait.send("y", "b"),
-            wait.send("forged", "b", waitpoint_id=uuid4()),
-        ]
-        tasks = [asyncio.ensure_future(call) for call in calls]
-        async with asyncio.timeout(20):
-            for task in (tasks[1], tasks[3]):
-                await refused(task, "invalid_token")
-        assert not tasks[0].done()
-        assert not tasks[2].done()
-    assert all(isinstance(answer, Accepted) for answer in await asyncio.gather(tasks[0], tasks[2]))
-    assert [row["signal_name"] for row in await signals(rows, wait.execution_id)] == ["x", "y"]
+    for table in ("execution", "suspension", "waitpoint"):
+        with subtests.test(table):
+            wait = await waiting(engine, given, on_all("a", "b"))
+            async with connection.transaction():
+                await connection.execute(
+                    f"select from {table} where execution_id = $1 for update", wait.execution_id[-36:]
+                )
+                calls = [
+                    wait.send("x", "a"),
+                    wait.send("forged", "a", waitpoint_token=WRONG),
+                    wait.send("y", "b"),
+                    wait.send("forged", "b", waitpoint_id=uuid4()),
+                ]
+                tasks = [asyncio.ensure_future(call) for call in calls]
+                async with asyncio.timeout(20):
+                    await refused(wait.send(key="a", execution_id=f"{{fp:1}}:{uuid4()}"), "execution_not_found")
+                    for task in (tasks[1], tasks[3]):
+                        await refused(task, "invalid_token")
+                assert not tasks[0].done()
+                assert not tasks[2].done()
+            assert all(isinstance(answer, Accepted) for answer in await asyncio.gather(tasks[0], tasks[2]))
+            assert [row["signal_name"] for row in await signals(rows, wait.execution_id)] == ["x", "y"]
+            await claim(engine)
 
 
-@pytest.mark.parametrize("table", ["execution", "waitpoint"])
-async def test_an_execution_that_is_not_there_is_told_whatever_is_locked_beside_it(
-    engine: Engine, given: Any, connection: asyncpg.Connection, table: str
-) -> None:
-    wait = await waiting(engine, given)
-    async with connection.transaction():
-        await connection.execute(f"select from {table} where execution_id = $1 for update", wait.execution_id[-36:])
-        good = asyncio.ensure_future(wait.send())
-        await refused(wait.send(execution_id=f"{{fp:1}}:{uuid4()}"), "execution_not_found")
-    assert isinstance(await good, Accepted)
-
-
-async def test_nothing_is_written_before_the_answer(
-    engine: Engine, given: Any, rows: Any, monkeypatch: pytest.MonkeyPatch
+async def test_nothing_is_written_before_the_reply(
+    engine: Engine, given: Given, rows: Rows, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wait = await waiting(engine, given)
     ran: list[str] = []
@@ -114,7 +109,9 @@ async def test_nothing_is_written_before_the_answer(
     assert await stamp(rows, wait) is not None
 
 
-async def test_the_latest_refusal_is_the_one_that_is_noted(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
+async def test_the_time_of_the_latest_refusal_is_recorded(
+    engine: Engine, given: Given, rows: Rows, clock: StandingClock
+) -> None:
     wait = await waiting(engine, given, on_all("a", "b"))
     for key in ("a", "b", "a"):
         now = await clock.advance(seconds=1)
@@ -127,8 +124,8 @@ async def test_the_latest_refusal_is_the_one_that_is_noted(engine: Engine, given
     assert await stamp(rows, wait) == now
 
 
-async def test_an_engine_that_closes_writes_its_stamps_and_waits_for_no_lock(
-    url: str, engine: Engine, given: Any, rows: Any, connection: asyncpg.Connection
+async def test_a_closing_engine_writes_its_stamps_and_waits_for_no_lock(
+    url: str, engine: Engine, given: Given, rows: Rows, connection: asyncpg.Connection
 ) -> None:
     free, locked = await waiting(engine, given), await waiting(engine, given)
     async with connection.transaction():
@@ -142,8 +139,10 @@ async def test_an_engine_that_closes_writes_its_stamps_and_waits_for_no_lock(
     assert await stamp(rows, locked) is None
 
 
-async def test_only_so_many_stamps_wait(engine: Engine, given: Any, rows: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(TokenStamps, "MOST", 3)
+async def test_more_waiting_stamps_than_the_maximum_are_dropped(
+    engine: Engine, given: Given, rows: Rows, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(TokenStamps, "MAX_WAITING", 3)
     monkeypatch.setattr(TokenStamps, "PAUSE_SECONDS", 600.0)
     waits = [await waiting(engine, given) for _ in range(5)]
     for wait in (*waits, waits[0]):
@@ -152,8 +151,8 @@ async def test_only_so_many_stamps_wait(engine: Engine, given: Any, rows: Any, m
     assert [await stamp(rows, wait) is not None for wait in waits] == [True, True, True, False, False]
 
 
-async def test_a_stamp_the_store_refuses_troubles_nobody(
-    engine: Engine, given: Any, connection: asyncpg.Connection, caplog: pytest.LogCaptureFixture
+async def test_a_stamp_that_the_store_rejects_is_logged_and_dropped(
+    engine: Engine, given: Given, connection: asyncpg.Connection, caplog: pytest.LogCaptureFixture
 ) -> None:
     wait = await waiting(engine, given)
     await connection.execute("alter table execution add check (last_hmac_validation_failed_at is null)")

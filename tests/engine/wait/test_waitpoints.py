@@ -1,4 +1,4 @@
-"""Waitpoints: made ahead, closed, and shown to those who may see them."""
+"""Waitpoints: create, close, read the token, list."""
 
 import traceback
 from collections.abc import Awaitable, Callable
@@ -9,6 +9,8 @@ import asyncpg
 import msgspec
 import pytest
 
+from conftest import Given, Rows
+from engine.conftest import StandingClock
 from engine.state import ACTIVE, EXPIRED_LEASE, event_texts, refused, revoke, vector
 from engine.waits import SUSPENDED, on_all, suspended, suspension, token_of, waitpoint, waitpoints
 from flowfabric.engine.engine import Engine
@@ -19,15 +21,15 @@ from flowfabric.model.ids import LeaseId, WaitpointId
 from flowfabric.model.states import HandleKind, WaitpointState
 from flowfabric.model.waitpoint import AlreadyClosed, Closed, WaitpointInfo
 
-MOST = 2**63 - 1
+MAX_TIME = 2**63 - 1
 SOON = 60_000
 
 
-# Making.
+# Creating.
 
 
-async def test_a_waitpoint_made_ahead_is_pending_and_the_lease_is_kept(
-    engine: Engine, given: Any, rows: Any, clock: Any
+async def test_a_new_waitpoint_is_pending_and_the_lease_is_kept(
+    engine: Engine, given: Given, rows: Rows, clock: StandingClock
 ) -> None:
     handle = await given.claimed()
     execution = await rows.execution(handle.execution_id)
@@ -62,32 +64,28 @@ async def test_a_waitpoint_made_ahead_is_pending_and_the_lease_is_kept(
     await engine.renew(handle)
 
 
-async def test_one_key_twice_makes_two_waitpoints(engine: Engine, given: Any, rows: Any) -> None:
+async def test_waitpoints_may_share_a_key_and_expire_at_once_or_at_the_end_of_time(
+    engine: Engine, given: Given, rows: Rows, clock: StandingClock
+) -> None:
     handle = await given.claimed()
     one, other = [await engine.create_waitpoint(handle, waitpoint_key="k", expires_in_ms=SOON) for _ in range(2)]
     assert one.waitpoint_id != other.waitpoint_id
     assert one.hmac_token != other.hmac_token
     assert len(await waitpoints(rows, handle.execution_id)) == 2
-
-
-async def test_a_waitpoint_does_not_expire_past_the_end_of_time(
-    engine: Engine, given: Any, rows: Any, clock: Any
-) -> None:
-    handle = await given.claimed()
-    made = await engine.create_waitpoint(handle, waitpoint_key="k", expires_in_ms=MOST)
-    assert (await waitpoint(rows, made.waitpoint_id))["expires_at"] == MOST
+    made = await engine.create_waitpoint(handle, waitpoint_key="k", expires_in_ms=MAX_TIME)
+    assert (await waitpoint(rows, made.waitpoint_id))["expires_at"] == MAX_TIME
     at_once = await engine.create_waitpoint(handle, waitpoint_key="k", expires_in_ms=0)
     assert (await waitpoint(rows, at_once.waitpoint_id))["expires_at"] == await clock.now()
 
 
-async def test_a_waitpoint_needs_a_text_and_a_time(engine: Engine, given: Any, rows: Any) -> None:
+async def test_wrong_arguments_of_a_waitpoint_are_refused(engine: Engine, given: Given, rows: Rows) -> None:
     handle = await given.claimed()
     wrong: list[dict[str, Any]] = [
         {"waitpoint_key": 1},
         {"waitpoint_key": None},
         {"waitpoint_key": "a\0b"},
         {"expires_in_ms": -1},
-        {"expires_in_ms": MOST + 1},
+        {"expires_in_ms": MAX_TIME + 1},
         {"expires_in_ms": 1.5},
         {"expires_in_ms": None},
         {"expires_in_ms": True},
@@ -98,7 +96,9 @@ async def test_a_waitpoint_needs_a_text_and_a_time(engine: Engine, given: Any, r
             await refused(engine.create_waitpoint(handle, **given_), "invalid_input", next(iter(overrides)))
 
 
-async def test_a_waitpoint_is_made_under_a_lease_alone(engine: Engine, given: Any, rows: Any, connection: Any) -> None:
+async def test_a_waitpoint_needs_a_valid_lease(
+    engine: Engine, given: Given, rows: Rows, connection: asyncpg.Connection
+) -> None:
     async def refuse(handle: Any, code: str) -> None:
         async with rows.unchanged():
             await refused(engine.create_waitpoint(handle, waitpoint_key="k", expires_in_ms=SOON), code)
@@ -118,18 +118,14 @@ async def test_a_waitpoint_is_made_under_a_lease_alone(engine: Engine, given: An
     await engine.complete(handle)
     await refuse(replace(handle, lease_epoch=7), "lease_conflict")
     await refuse(handle, "execution_not_active")
+    revoked = await given.claimed()
+    await revoke(connection, revoked.execution_id)
+    await refuse(revoked, "lease_revoked")
 
 
-async def test_a_waitpoint_is_not_made_under_a_revoked_lease(
-    engine: Engine, given: Any, rows: Any, connection: Any
+async def test_an_expired_lease_cannot_create_a_waitpoint_and_is_marked(
+    engine: Engine, given: Given, rows: Rows
 ) -> None:
-    handle = await given.claimed()
-    await revoke(connection, handle.execution_id)
-    async with rows.unchanged():
-        await refused(engine.create_waitpoint(handle, waitpoint_key="k", expires_in_ms=SOON), "lease_revoked")
-
-
-async def test_a_lapsed_lease_is_marked_when_a_waitpoint_is_asked_for(engine: Engine, given: Any, rows: Any) -> None:
     handle = await given.expired_lease()
     await refused(engine.create_waitpoint(handle, waitpoint_key="k", expires_in_ms=SOON), "lease_expired")
     assert vector(await rows.execution(handle.execution_id)) == EXPIRED_LEASE
@@ -137,8 +133,8 @@ async def test_a_lapsed_lease_is_marked_when_a_waitpoint_is_asked_for(engine: En
     assert await rows.of("waitpoint") == []
 
 
-async def test_an_id_that_is_in_use_is_refused(
-    engine: Engine, given: Any, rows: Any, monkeypatch: pytest.MonkeyPatch
+async def test_a_generated_id_that_is_in_use_is_refused(
+    engine: Engine, given: Given, rows: Rows, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     handle = await given.claimed()
     made = await engine.create_waitpoint(handle, waitpoint_key="k", expires_in_ms=SOON)
@@ -149,14 +145,14 @@ async def test_an_id_that_is_in_use_is_refused(
         )
 
 
-async def test_a_repeat_under_the_same_id_gets_the_same_waitpoint(engine: Engine, given: Any, rows: Any) -> None:
+async def test_a_repeat_with_the_same_id_returns_the_same_waitpoint(engine: Engine, given: Given, rows: Rows) -> None:
     handle, wanted = await given.claimed(), uuid4()
     given_id: dict[str, Any] = {"waitpoint_key": "k", "expires_in_ms": SOON, "waitpoint_id": wanted}
     made = await engine.create_waitpoint(handle, **given_id)
     async with rows.unchanged():
         again = await engine.create_waitpoint(handle, **given_id)
     assert (again.waitpoint_id, again.hmac_token.reveal()) == (wanted, made.hmac_token.reveal())
-    # The same partition, but another execution.
+    # In the same partition, but of another execution.
     other = await given.claimed()
     async with rows.unchanged():
         await refused(engine.create_waitpoint(other, **given_id), "waitpoint_already_exists")
@@ -165,12 +161,12 @@ async def test_a_repeat_under_the_same_id_gets_the_same_waitpoint(engine: Engine
 # Closing.
 
 
-async def test_a_pending_waitpoint_is_closed(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
+async def test_a_pending_waitpoint_is_closed(engine: Engine, given: Given, rows: Rows, clock: StandingClock) -> None:
     handle = await given.claimed()
     made = await engine.create_waitpoint(handle, waitpoint_key="k", expires_in_ms=SOON)
     execution = await rows.execution(handle.execution_id)
     now = await clock.advance(seconds=1)
-    one = {"execution_id": handle.execution_id, "waitpoint_id": made.waitpoint_id}
+    one: dict[str, Any] = {"execution_id": handle.execution_id, "waitpoint_id": made.waitpoint_id}
     assert await engine.close_waitpoint(**one) == Closed()
     row = await waitpoint(rows, made.waitpoint_id)
     assert (row["state"], row["closed_at"], row["close_reason"]) == ("closed", now, "proactive_close")
@@ -180,7 +176,9 @@ async def test_a_pending_waitpoint_is_closed(engine: Engine, given: Any, rows: A
         assert await engine.close_waitpoint(**one, reason="again") == AlreadyClosed()
 
 
-async def test_closing_what_an_execution_waits_on_does_not_resume_it(engine: Engine, given: Any, rows: Any) -> None:
+async def test_closing_an_active_waitpoint_does_not_resume_the_execution(
+    engine: Engine, given: Given, rows: Rows
+) -> None:
     handle = await given.claimed()
     outcome = await suspended(engine, handle)
     closed = await engine.close_waitpoint(
@@ -193,7 +191,7 @@ async def test_closing_what_an_execution_waits_on_does_not_resume_it(engine: Eng
     assert await engine.find_inconsistencies() == []
 
 
-async def test_a_waitpoint_of_another_execution_is_not_found(engine: Engine, given: Any, rows: Any) -> None:
+async def test_a_waitpoint_of_another_execution_is_not_found(engine: Engine, given: Given, rows: Rows) -> None:
     one, other = await given.claimed(), await given.claimed()
     made = await engine.create_waitpoint(one, waitpoint_key="k", expires_in_ms=SOON)
     async with rows.unchanged():
@@ -215,16 +213,16 @@ async def test_a_waitpoint_of_another_execution_is_not_found(engine: Engine, giv
         )
 
 
-async def test_an_expired_waitpoint_is_closed_already_and_an_unknown_state_is_not_open(
-    engine: Engine, given: Any, rows: Any, connection: Any
+async def test_an_expired_waitpoint_is_already_closed_and_an_unknown_state_is_not_open(
+    engine: Engine, given: Given, rows: Rows, connection: asyncpg.Connection
 ) -> None:
     handle = await given.claimed()
     made = await engine.create_waitpoint(handle, waitpoint_key="k", expires_in_ms=SOON)
-    one = {"execution_id": handle.execution_id, "waitpoint_id": made.waitpoint_id}
+    one: dict[str, Any] = {"execution_id": handle.execution_id, "waitpoint_id": made.waitpoint_id}
     await connection.execute("update waitpoint set state = 'expired'")
     async with rows.unchanged():
         assert await engine.close_waitpoint(**one) == AlreadyClosed()
-    # What a newer version may store.
+    # A newer version may store another state.
     await connection.execute("alter type waitpoint_state add value 'resting'")
     await connection.execute("update waitpoint set state = 'resting'")
     async with rows.unchanged():
@@ -234,7 +232,9 @@ async def test_an_expired_waitpoint_is_closed_already_and_an_unknown_state_is_no
 # Tokens.
 
 
-async def test_the_token_of_an_open_waitpoint_is_read(engine: Engine, given: Any, connection: Any) -> None:
+async def test_the_token_of_an_open_waitpoint_is_read(
+    engine: Engine, given: Given, connection: asyncpg.Connection
+) -> None:
     handle = await given.claimed()
     pending = await engine.create_waitpoint(handle, waitpoint_key="k", expires_in_ms=SOON)
     active = (await suspended(engine, handle)).details
@@ -257,26 +257,11 @@ async def test_the_token_of_an_open_waitpoint_is_read(engine: Engine, given: Any
     await refused(read(uuid4(), "x"), "invalid_input")
 
 
-@pytest.mark.parametrize("ending", ["complete", "fail", "cancel"])
-async def test_an_ended_execution_gives_no_token(engine: Engine, given: Any, ending: str) -> None:
-    handle = await given.claimed()
-    pending = await engine.create_waitpoint(handle, waitpoint_key="k", expires_in_ms=SOON)
-    one = {"execution_id": handle.execution_id, "waitpoint_id": pending.waitpoint_id}
-    assert await engine.read_waitpoint_token(**one) is not None
-    if ending == "complete":
-        await engine.complete(handle, b"done")
-    elif ending == "fail":
-        await engine.fail(handle, reason="no luck", classification="permanent")
-    else:
-        await engine.cancel_execution(execution_id=handle.execution_id, reason="not wanted")
-    assert await engine.read_waitpoint_token(**one) is None
-
-
 # Listing.
 
 
 async def test_open_waitpoints_are_listed_without_their_tokens(
-    engine: Engine, given: Any, rows: Any, clock: Any
+    engine: Engine, given: Given, rows: Rows, clock: StandingClock
 ) -> None:
     began = await clock.now()
     handle = await given.claimed()
@@ -318,7 +303,7 @@ async def test_open_waitpoints_are_listed_without_their_tokens(
     assert page.entries == sorted(entries, key=lambda entry: entry.waitpoint_id)
 
 
-async def test_a_page_leads_to_the_next(engine: Engine, given: Any) -> None:
+async def test_the_cursor_of_a_page_leads_to_the_next(engine: Engine, given: Given) -> None:
     handle = await given.claimed()
     outcome = await suspended(engine, handle, on_all(*"abcde"))
     ids = sorted([outcome.details.waitpoint_id, *(each.waitpoint_id for each in outcome.details.additional_waitpoints)])
@@ -336,7 +321,7 @@ async def test_a_page_leads_to_the_next(engine: Engine, given: Any) -> None:
     assert (last.entries, last.next_cursor) == ([], None)
 
 
-async def test_a_page_has_one_entry_at_least_and_a_thousand_at_most(engine: Engine, given: Any) -> None:
+async def test_the_limit_of_a_page_is_between_one_and_a_thousand(engine: Engine, given: Given) -> None:
     handle = await given.claimed()
     await suspended(engine, handle, on_all(*"abc"))
     for limit, count in ((0, 1), (-5, 1), (10**9, 3), (None, 3)):
@@ -348,8 +333,8 @@ async def test_a_page_has_one_entry_at_least_and_a_thousand_at_most(engine: Engi
         await refused(engine.list_pending_waitpoints(execution_id=handle.execution_id, **overrides), "invalid_input")
 
 
-async def test_an_execution_without_waitpoints_has_an_empty_list_and_an_absent_one_none(
-    engine: Engine, given: Any
+async def test_an_execution_without_waitpoints_has_an_empty_list_and_an_unknown_one_is_refused(
+    engine: Engine, given: Given
 ) -> None:
     execution_id = await given.created()
     assert (await engine.list_pending_waitpoints(execution_id=execution_id)).entries == []
@@ -358,12 +343,12 @@ async def test_an_execution_without_waitpoints_has_an_empty_list_and_an_absent_o
     await refused(engine.list_pending_waitpoints(execution_id="x"), "invalid_input")
 
 
-async def _expired(engine: Engine, handle: Handle, clock: Any) -> object:
+async def _expired(engine: Engine, handle: Handle, clock: StandingClock) -> object:
     await clock.advance(seconds=5)
     return await engine.expire_execution(execution_id=handle.execution_id, phase="execution_deadline")
 
 
-async def _timed_out(engine: Engine, handle: Handle, clock: Any) -> object:
+async def _timed_out(engine: Engine, handle: Handle, clock: StandingClock) -> object:
     now = await clock.advance(seconds=1)
     await suspended(engine, handle, on_all("a", "b", timeout_at=now))
     return await engine.expire_suspension(handle.execution_id)
@@ -382,23 +367,26 @@ ENDINGS: dict[str, Callable[[Engine, Handle, Any], Awaitable[object]]] = {
 }
 
 
-@pytest.mark.parametrize("ending", ENDINGS)
-async def test_waitpoints_of_an_ended_execution_are_not_listed(
-    engine: Engine, given: Any, clock: Any, ending: str
+async def test_an_ended_execution_lists_no_waitpoint_and_returns_no_token(
+    engine: Engine, given: Given, clock: StandingClock, subtests: pytest.Subtests
 ) -> None:
-    handle = await given.claimed(execution_deadline_at=await clock.now() + 5_000)
-    for key in ("a", "b"):
-        await engine.create_waitpoint(handle, waitpoint_key=key, expires_in_ms=SOON)
-    assert len((await engine.list_pending_waitpoints(execution_id=handle.execution_id)).entries) == 2
-    await ENDINGS[ending](engine, handle, clock)
-    state = await engine.read_execution_state(handle.execution_id)
-    assert state in ("completed", "failed", "cancelled", "expired")
-    page = await engine.list_pending_waitpoints(execution_id=handle.execution_id, limit=1)
-    assert (page.entries, page.next_cursor) == ([], None)
+    for ending, end in ENDINGS.items():
+        with subtests.test(ending):
+            handle = await given.claimed(execution_deadline_at=await clock.now() + 5_000)
+            made = [await engine.create_waitpoint(handle, waitpoint_key=key, expires_in_ms=SOON) for key in ("a", "b")]
+            one: dict[str, Any] = {"execution_id": handle.execution_id, "waitpoint_id": made[0].waitpoint_id}
+            assert await engine.read_waitpoint_token(**one) is not None
+            assert len((await engine.list_pending_waitpoints(execution_id=handle.execution_id)).entries) == 2
+            await end(engine, handle, clock)
+            state = await engine.read_execution_state(handle.execution_id)
+            assert state in ("completed", "failed", "cancelled", "expired")
+            page = await engine.list_pending_waitpoints(execution_id=handle.execution_id, limit=1)
+            assert (page.entries, page.next_cursor) == ([], None)
+            assert await engine.read_waitpoint_token(**one) is None
 
 
-async def test_a_waitpoint_without_a_token_is_left_out_and_told_of(
-    engine: Engine, given: Any, connection: Any, caplog: Any
+async def test_a_waitpoint_without_a_token_is_omitted_and_logged(
+    engine: Engine, given: Given, connection: asyncpg.Connection, caplog: Any
 ) -> None:
     handle = await given.claimed()
     first, second = sorted(
@@ -416,8 +404,8 @@ async def test_a_waitpoint_without_a_token_is_left_out_and_told_of(
     assert (one.token_kid, one.token_fingerprint) == ("", "")
 
 
-async def test_a_row_the_store_refuses_is_not_told(
-    engine: Engine, given: Any, connection: asyncpg.Connection, caplog: pytest.LogCaptureFixture
+async def test_a_row_that_the_store_rejects_is_not_shown_in_the_error(
+    engine: Engine, given: Given, connection: asyncpg.Connection, caplog: pytest.LogCaptureFixture
 ) -> None:
     handle, secret = await given.claimed(), uuid4().hex
     await connection.execute("alter table waitpoint add constraint never check (created_at < 0)")
@@ -430,5 +418,5 @@ async def test_a_row_the_store_refuses_is_not_told(
             await call()
         printed = "".join(traceback.format_exception(caught.value))
         assert 'violates check constraint "never"' in printed
-        for untold in (secret, "DETAIL", "k1:"):
-            assert untold not in f"{caught.value} {caught.value!r} {printed} {caplog.text}"
+        for hidden in (secret, "DETAIL", "k1:"):
+            assert hidden not in f"{caught.value} {caught.value!r} {printed} {caplog.text}"

@@ -1,1 +1,1 @@
-"""Reads: one execution, lists of them, why they wait, and whether the rows are consistent."""
+"""Read operations: view, list, count and explain executions, and check stored rows for consistency."""

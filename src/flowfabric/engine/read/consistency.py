@@ -1,4 +1,4 @@
-"""Checking: which rows hold something that no operation can have written."""
+"""Find stored rows that no operation can have written."""
 
 from collections.abc import Iterable, Mapping
 from enum import StrEnum
@@ -23,10 +23,10 @@ from flowfabric.model.text import check_limit
 
 SQL = statements_beside(__file__)
 
-STRETCH = 2_000
-"""Executions checked in one statement: one statement for the whole table would keep dead rows from being removed."""
+RANGE_SIZE = 2_000
+"""Executions checked in one statement; one long statement for the whole table would hold back vacuum."""
 MAX_LIMIT = 100_000
-_BEGINNING = -(2**15), "00000000-0000-0000-0000-000000000000"
+_START = -(2**15), "00000000-0000-0000-0000-000000000000"
 
 _WORDS: Mapping[str, type[StrEnum]] = {
     "lifecycle_phase": LifecyclePhase,
@@ -40,43 +40,43 @@ _WORDS: Mapping[str, type[StrEnum]] = {
 
 
 class Consistency:
-    """The checker of stored rows."""
+    """The consistency check of stored rows."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
 
     async def find_inconsistencies(self, *, limit: int = 1000) -> list[Inconsistency]:
-        """Up to limit inconsistencies of stored rows, in the order of the executions; reads every row."""
+        """Return up to limit inconsistencies of stored rows, ordered by execution. Reads every row."""
         limit = check_limit(limit, MAX_LIMIT)
         found: list[Inconsistency] = []
-        after: tuple[int, object] = _BEGINNING
+        after: tuple[int, object] = _START
         while len(found) < limit:
-            behind = {"after_partition": after[0], "after_id": after[1]}
-            ends = await self._store.fetch(SQL.read_range_end, size=STRETCH, **behind)
+            start = {"after_partition": after[0], "after_id": after[1]}
+            ends = await self._store.fetch(SQL.read_range_end, size=RANGE_SIZE, **start)
             if not ends:
                 found += _inconsistencies(await self._store.fetch(SQL.list_orphans, limit=limit - len(found)))
                 break
             after = ends[0]["partition_key"], ends[0]["execution_id"]
-            found += await self._check({**behind, "last_partition": after[0], "last_id": after[1]}, limit - len(found))
+            found += await self._check({**start, "last_partition": after[0], "last_id": after[1]}, limit - len(found))
         return found[:limit]
 
-    async def _check(self, stretch: Mapping[str, object], limit: int) -> list[Inconsistency]:
+    async def _check(self, range_: Mapping[str, object], limit: int) -> list[Inconsistency]:
         found: list[Inconsistency] = []
-        for vector in await self._store.fetch(SQL.list_vectors, **stretch):
+        for vector in await self._store.fetch(SQL.list_vectors, **range_):
             words = dict(vector)
             if (problem := _problem(words)) is not None:
-                rows = await self._store.fetch(SQL.list_with_vector, limit=limit, **stretch, **words)
+                rows = await self._store.fetch(SQL.list_with_vector, limit=limit, **range_, **words)
                 found += (Inconsistency(execution_id=_id(row), problem=problem) for row in rows)
         found += _inconsistencies(
             await self._store.fetch(
-                SQL.list_broken_rules, limit=limit, instance_tag=self._store.rules.instance_tag, **stretch
+                SQL.list_broken_rules, limit=limit, instance_tag=self._store.rules.instance_tag, **range_
             )
         )
         return sorted(found, key=lambda one: one.execution_id)
 
 
 def _problem(words: Mapping[str, str]) -> str | None:
-    """What is wrong with a state vector as it is stored."""
+    """What is wrong with a stored state vector, or None."""
     for dimension, literals in _WORDS.items():
         if words[dimension] not in set(literals):
             return f"{dimension}: unknown literal {words[dimension]!r}"

@@ -1,13 +1,13 @@
 -- name: read_range_end
--- The last of the next so many executions behind a key.
+-- The last key of the next :size executions after a key.
 select partition_key, execution_id
   from (select partition_key, execution_id from execution
          where (partition_key, execution_id) > (:after_partition::smallint, :after_id::uuid)
-         order by partition_key, execution_id limit :size) stretch
+         order by partition_key, execution_id limit :size) r
  order by partition_key desc, execution_id desc limit 1;
 
 -- name: list_vectors
--- The state vectors of a stretch of executions.
+-- The distinct state vectors of a range of executions.
 select distinct lifecycle_phase::text, ownership_state::text, eligibility_state::text, blocking_reason::text,
        terminal_outcome::text, attempt_state::text, public_state::text
   from execution
@@ -15,7 +15,7 @@ select distinct lifecycle_phase::text, ownership_state::text, eligibility_state:
    and (partition_key, execution_id) <= (:last_partition::smallint, :last_id::uuid);
 
 -- name: list_with_vector
--- The executions of a stretch that have one state vector.
+-- The executions of a range that have a given state vector.
 select partition_key, execution_id
   from execution
  where (partition_key, execution_id) > (:after_partition::smallint, :after_id::uuid)
@@ -27,7 +27,7 @@ select partition_key, execution_id
  limit :limit;
 
 -- name: list_broken_rules
--- The rules that executions of a stretch break, alone or together with the rows that belong to them.
+-- The rules that the executions of a range, or the rows that belong to them, break.
 with clock as materialized (select ff_now() as now),
 subject as materialized (
   select e.*, coalesce(e.attempt_id, e.lease_id) is not null as has_attempt,
@@ -42,8 +42,8 @@ subject as materialized (
    where (e.partition_key, e.execution_id) > (:after_partition::smallint, :after_id::uuid)
      and (e.partition_key, e.execution_id) <= (:last_partition::smallint, :last_id::uuid)
 ),
--- No index leads from an execution to its batch, but few batches are of the time when it ended. Conditions behind "is true"
--- are looked up in a hash, where joins would be loops; the limit, which is never reached, tells the planner that it fits.
+-- No index leads from an execution to its retained batch, but few batches have the same ended_at. `(... in (...)) is true`
+-- makes the planner use a hashed subplan instead of a nested loop; the limit, never reached, tells it that the hash is small.
 kept as materialized (
   select distinct k.partition_key, k.execution_id, k.ended_at, k.queue_no, k.terminal_outcome
     from (select r.partition_key, unnest(r.execution_ids) as execution_id, r.ended_at, r.queue_no, r.terminal_outcome
@@ -59,7 +59,7 @@ select e.partition_key, e.execution_id, rule.problem
  cross join subject e
   left join queue q on q.queue_no = e.queue_no
   left join route o on o.route_no = q.route_no
-  -- Limits keep the executions of the stretch in the lead, whatever the planner expects of them.
+  -- The limits make the planner start from the executions of the range, whatever its estimates.
   left join lateral (select r.* from ready r where r.queue_no = e.queue_no and r.place = e.place limit 1) r on true
   left join lateral (
        select i.* from listed i where i.partition_key = e.partition_key and i.execution_id = e.execution_id limit 1) i on true
@@ -125,10 +125,10 @@ select e.partition_key, e.execution_id, rule.problem
          from (select a.*, lag(a.lease_epoch) over (order by a.attempt_index) as epoch_before
                  from attempt a where a.partition_key = e.partition_key and a.execution_id = e.execution_id) a) a
  cross join lateral (values
-       ('partition_key: is negative', e.partition_key < 0),
-       ('lifecycle_phase: submitted is never left stored', e.lifecycle_phase = 'submitted'),
-       ('ownership_state: active work is owned', e.is_active and not e.is_owned),
-       ('blocking_reason: does not fit the rest of the state', e.blocking_reason <> all (case
+       ('partition_key: negative', e.partition_key < 0),
+       ('lifecycle_phase: submitted is never stored', e.lifecycle_phase = 'submitted'),
+       ('ownership_state: unowned though the execution is active', e.is_active and not e.is_owned),
+       ('blocking_reason: contradicts the rest of the state', e.blocking_reason <> all (case
          when e.is_terminal or e.ownership_state = 'leased' then '{none}'::blocking_reason[]
          when e.is_lost then '{waiting_for_worker,paused_by_flow_cancel}'::blocking_reason[]
          when e.is_suspended then
@@ -143,164 +143,164 @@ select e.partition_key, e.execution_id, rule.problem
            when 'blocked_by_operator' then '{paused_by_operator,paused_by_flow_cancel}'::blocking_reason[]
            when 'blocked_by_lane_state' then '{paused_by_policy}'::blocking_reason[]
            else '{}'::blocking_reason[] end end)),
-       ('attempt_state: does not fit the rest of the state', e.attempt_state <> all (case
+       ('attempt_state: contradicts the rest of the state', e.attempt_state <> all (case
          when e.ownership_state = 'leased' then '{running_attempt}'::attempt_state[]
          when e.is_lost or e.is_suspended then '{attempt_interrupted}'::attempt_state[]
          when e.is_terminal then '{attempt_terminal,none,pending_first_attempt,pending_replay_attempt}'::attempt_state[]
          else '{pending_first_attempt,pending_retry_attempt,pending_replay_attempt,attempt_interrupted}'::attempt_state[] end)),
-       ('started_at: is set exactly from the first attempt on', (coalesce(e.started_at, e.claimed_at) is not null) <> (e.attempt_count > 0)),
-       ('started_at: is missing though the first attempt is not the latest', e.attempt_count > 1 and e.started_at is null),
-       ('delay_until: is missing', e.eligibility_state = 'not_eligible_until_time' and e.delay_until is null),
-       ('result_payload: without a success', e.result_payload is not null and e.terminal_outcome <> 'success'),
-       ('cancelled_by: without a cancellation', e.terminal_outcome <> 'cancelled' and e.cancelled_by is not null),
-       ('attempt_count: does not fit attempt_state', case
+       ('started_at: must be set if and only if there was an attempt', (coalesce(e.started_at, e.claimed_at) is not null) <> (e.attempt_count > 0)),
+       ('started_at: missing after the first of several attempts', e.attempt_count > 1 and e.started_at is null),
+       ('delay_until: missing on a delayed execution', e.eligibility_state = 'not_eligible_until_time' and e.delay_until is null),
+       ('result_payload: set though the execution did not succeed', e.result_payload is not null and e.terminal_outcome <> 'success'),
+       ('cancelled_by: set though the execution was not cancelled', e.terminal_outcome <> 'cancelled' and e.cancelled_by is not null),
+       ('attempt_count: contradicts attempt_state', case
          when e.attempt_state = 'pending_first_attempt' then e.attempt_count <> 0
          when e.attempt_state in ('running_attempt', 'attempt_interrupted', 'pending_retry_attempt', 'attempt_terminal') then e.attempt_count < 1
          else e.attempt_count < 0 end),
-       ('attempt_id: does not fit attempt_state', case
+       ('attempt_id: contradicts attempt_state', case
          when e.attempt_state in ('running_attempt', 'attempt_interrupted') then not e.has_attempt
-         -- What ended while it waited for another attempt has none.
+         -- An execution that ended while it waited for its next attempt has none.
          when e.attempt_state = 'attempt_terminal' then not e.has_attempt and e.terminal_outcome not in ('cancelled', 'expired', 'skipped')
          else e.has_attempt end),
-       ('lease_epoch: is lower than the number of attempts', e.lease_epoch < e.attempt_count),
-       ('lease_epoch: is lower than that of an attempt', e.lease_epoch < a.epoch),
-       ('lease_epoch: is not higher than that of an earlier attempt', e.has_attempt and e.lease_epoch <= a.earlier_epoch),
-       ('lease: is owned without all of its fields', e.is_owned and (e.lease_id is null or e.attempt_type is null
+       ('lease_epoch: lower than attempt_count', e.lease_epoch < e.attempt_count),
+       ('lease_epoch: lower than the epoch of an attempt', e.lease_epoch < a.epoch),
+       ('lease_epoch: not higher than the epoch of an earlier attempt', e.has_attempt and e.lease_epoch <= a.earlier_epoch),
+       ('lease: a field of the lease is missing', e.is_owned and (e.lease_id is null or e.attempt_type is null
          or e.worker_no is null or e.claimed_at is null or e.lease_expires_at is null or e.claim_no is null)),
-       -- What ended under a lease keeps its columns, which are spent.
-       ('lease_id: is left on what nobody owns', e.lease_id is not null and not e.is_owned and not e.is_terminal),
-       ('lease_expired_at: does not fit ownership_state', (e.lease_expired_at is not null) <> (e.ownership_state = 'lease_expired_reclaimable')),
-       ('lease_revoked_at: does not fit ownership_state', (e.lease_revoked_at is not null) <> (e.ownership_state = 'lease_revoked')),
-       ('retry_count: is impossible', e.retry_count not between 0 and e.attempt_count),
-       ('replay_count: is negative', e.replay_count < 0),
-       ('reclaim_count: is impossible', e.reclaim_count not between 0 and greatest(e.attempt_count - 1, 0)),
-       -- Until another follows it, the latest attempt is the execution row; but for one that nobody may reclaim any more.
-       ('attempt: the rows are not as many as have ended', e.attempt_count >= 0
+       -- A terminal execution keeps the columns of its last lease.
+       ('lease_id: set though the execution is unowned', e.lease_id is not null and not e.is_owned and not e.is_terminal),
+       ('lease_expired_at: contradicts ownership_state', (e.lease_expired_at is not null) <> (e.ownership_state = 'lease_expired_reclaimable')),
+       ('lease_revoked_at: contradicts ownership_state', (e.lease_revoked_at is not null) <> (e.ownership_state = 'lease_revoked')),
+       ('retry_count: not between 0 and attempt_count', e.retry_count not between 0 and e.attempt_count),
+       ('replay_count: negative', e.replay_count < 0),
+       ('reclaim_count: not between 0 and attempt_count - 1', e.reclaim_count not between 0 and greatest(e.attempt_count - 1, 0)),
+       -- The latest attempt is stored on the execution row until the next one starts, except one that reached the reclaim limit.
+       ('attempt: the number of ended rows contradicts attempt_count', e.attempt_count >= 0
          and a.ended <> e.attempt_count - (e.has_attempt and not (e.is_terminal and l.attempt_state is not distinct from 'interrupted_reclaimed'))::int),
-       ('attempt: an index is beyond the count', a.last_begun >= e.attempt_count or a.last > e.attempt_count),
-       ('attempt: the next one is known though none is pending', n.attempt_index is not null and not e.is_pending and not (e.is_terminal and not e.has_attempt)),
-       ('attempt: the lineage of the pending one is missing', e.is_pending and n.previous_attempt_index is null),
-       ('attempt: the lineage of one is missing', a.unlinked > 0
+       ('attempt: an attempt_index is beyond attempt_count', a.last_begun >= e.attempt_count or a.last > e.attempt_count),
+       ('attempt: the next attempt is stored though none is pending', n.attempt_index is not null and not e.is_pending and not (e.is_terminal and not e.has_attempt)),
+       ('attempt: the pending attempt has no previous_attempt_index', e.is_pending and n.previous_attempt_index is null),
+       ('attempt: a retry, reclaim or replay has no previous_attempt_index', a.unlinked > 0
          or (e.has_attempt and e.attempt_type in ('retry', 'reclaim', 'replay') and l.previous_attempt_index is null)),
-       ('attempt: one follows another that is not before it', a.misled > 0),
-       ('attempt: one is stored as started', a.started > 0),
-       ('attempt: one before the latest has not ended', a.left_open > 0),
-       ('attempt: one has ended without all of its fields', a.incomplete > 0),
-       ('attempt: ended_at does not fit the state of one', a.half_ended > 0),
-       ('attempt: one has an error though it has not failed', a.not_failed > 0),
-       ('attempt: the epochs do not rise', a.not_rising > 0),
-       ('attempt: the latest one does not fit attempt_state', case
+       ('attempt: a previous_attempt_index is not lower than its attempt_index', a.misled > 0),
+       ('attempt: a row has the state started', a.started > 0),
+       ('attempt: an attempt before the latest has not ended', a.left_open > 0),
+       ('attempt: a field of an ended attempt is missing', a.incomplete > 0),
+       ('attempt: ended_at contradicts attempt_state', a.half_ended > 0),
+       ('attempt: an attempt that has not failed has an error', a.not_failed > 0),
+       ('attempt: lease_epoch does not increase from one attempt to the next', a.not_rising > 0),
+       ('attempt: the latest attempt contradicts the execution', case
          when e.attempt_state = 'attempt_interrupted' and not e.is_owned then l.attempt_state is distinct from 'suspended' or l.suspended_at is null
          when e.has_attempt and l.ended_at is not null then l.attempt_state <> 'interrupted_reclaimed' or not e.is_terminal end),
-       ('attached: does not say whether a suspension is open', (e.attached & 2 <> 0) <> (s.open > 0)),
-       ('attached: does not say that there is a grant', e.attached & 1 = 0 and (g.execution_id is not null or e.granted_until is not null)),
-       ('granted_until: without a grant', e.granted_until > c.now and (e.is_terminal or g.expires_at is distinct from e.granted_until)),
-       ('suspension_id: there is no such suspension', e.suspension_id is not null and u.execution_id is null),
-       ('suspension_id: is not the latest suspension', s.later > 0),
-       ('suspension: is missing, or closed, though the execution is suspended', e.is_suspended and (u.execution_id is null or u.closed_at is not null)),
-       ('suspension: is open though the execution is not suspended', not e.is_suspended and s.open > 0),
-       ('suspension: one before the latest is open', s.other_open > 0),
-       ('suspension: of another attempt than the latest', e.is_suspended and u.attempt_index <> e.attempt_count - 1),
-       ('suspension: of an attempt there is not', s.of_no_attempt > 0),
-       ('suspension: of another namespace or lane', s.elsewhere > 0),
-       ('suspension: not every waitpoint of it is there', s.incomplete > 0),
-       ('suspension_timeout_at: does not fit the suspension', (e.suspension_timeout_at is not null)
+       ('attached: the suspension bit contradicts the suspensions', (e.attached & 2 <> 0) <> (s.open > 0)),
+       ('attached: the grant bit is missing', e.attached & 1 = 0 and (g.execution_id is not null or e.granted_until is not null)),
+       ('granted_until: set without a matching grant', e.granted_until > c.now and (e.is_terminal or g.expires_at is distinct from e.granted_until)),
+       ('suspension_id: the suspension does not exist', e.suspension_id is not null and u.execution_id is null),
+       ('suspension_id: not the latest suspension', s.later > 0),
+       ('suspension: missing or closed though the execution is suspended', e.is_suspended and (u.execution_id is null or u.closed_at is not null)),
+       ('suspension: open though the execution is not suspended', not e.is_suspended and s.open > 0),
+       ('suspension: an earlier suspension is open', s.other_open > 0),
+       ('suspension: does not belong to the latest attempt', e.is_suspended and u.attempt_index <> e.attempt_count - 1),
+       ('suspension: its attempt does not exist', s.of_no_attempt > 0),
+       ('suspension: its namespace or lane is not that of the execution', s.elsewhere > 0),
+       ('suspension: a waitpoint is missing', s.incomplete > 0),
+       ('suspension_timeout_at: contradicts the suspension', (e.suspension_timeout_at is not null)
          <> (e.is_suspended and u.timeout_at is not null)),
-       ('waitpoint: one is active without an open suspension of its own', p.stray > 0),
-       ('waitpoint: closed_at does not fit the state of one', p.half_closed > 0),
-       ('place: is of no priority', (e.place >> 48) not between 0 and 9000),
-       ('queue_no: there is no such queue', q.queue_no is null),
-       ('queue_no: is not one of its lane', q.lane_no <> e.lane_no or o.lane_no <> e.lane_no),
-       ('queue_no: is not one of its namespace', q.namespace_no <> e.namespace_no),
-       ('namespace_no: there is no such namespace', not exists (select from namespace n where n.namespace_no = e.namespace_no)),
-       ('worker_no: there is no such worker', e.is_owned and e.worker_no is not null
+       ('waitpoint: active though its suspension is not open', p.stray > 0),
+       ('waitpoint: closed_at contradicts the state', p.half_closed > 0),
+       ('place: the priority is out of range', (e.place >> 48) not between 0 and 9000),
+       ('queue_no: the queue does not exist', q.queue_no is null),
+       ('queue_no: the queue belongs to another lane', q.lane_no <> e.lane_no or o.lane_no <> e.lane_no),
+       ('queue_no: the queue belongs to another namespace', q.namespace_no <> e.namespace_no),
+       ('namespace_no: the namespace does not exist', not exists (select from namespace n where n.namespace_no = e.namespace_no)),
+       ('worker_no: the worker does not exist', e.is_owned and e.worker_no is not null
          and not exists (select from worker_identity w where w.worker_no = e.worker_no)),
-       ('ready: there is no entry though it is claimable', e.is_claimable and r.place is null),
-       ('ready: there is an entry though it is not claimable', not e.is_claimable and r.place is not null),
-       ('ready: the entry is that of another execution', (r.partition_key, r.execution_id) <> (e.partition_key, e.execution_id)),
-       ('ready: the route is not that of the queue', r.route_no <> q.route_no),
-       ('ready: granted_until is not that of the execution', r.place is not null and r.granted_until is distinct from e.granted_until),
-       ('listed: there is no entry', e.is_listed and i.execution_id is null),
-       ('listed: there is an entry of a state it is not in', i.execution_id is not null and (not e.is_listed or i.public_state <> e.public_state)),
-       ('listed: at is not when it ended', e.is_terminal and i.at <> e.last_transition_at),
-       ('timer: delay does not fit the execution', (d.delay is not null) <> (e.eligibility_state = 'not_eligible_until_time')),
-       ('timer: attempt_timeout does not fit the execution',
+       ('ready: no entry though the execution is claimable', e.is_claimable and r.place is null),
+       ('ready: an entry though the execution is not claimable', not e.is_claimable and r.place is not null),
+       ('ready: the entry names another execution', (r.partition_key, r.execution_id) <> (e.partition_key, e.execution_id)),
+       ('ready: the route is not the route of the queue', r.route_no <> q.route_no),
+       ('ready: granted_until is not granted_until of the execution', r.place is not null and r.granted_until is distinct from e.granted_until),
+       ('listed: the entry is missing', e.is_listed and i.execution_id is null),
+       ('listed: the entry contradicts the state of the execution', i.execution_id is not null and (not e.is_listed or i.public_state <> e.public_state)),
+       ('listed: at is not the time the execution ended', e.is_terminal and i.at <> e.last_transition_at),
+       ('timer: delay contradicts the execution', (d.delay is not null) <> (e.eligibility_state = 'not_eligible_until_time')),
+       ('timer: attempt_timeout contradicts the execution',
          (d.attempt_timeout is not null) <> (e.is_active and e.attempt_timeout_at is not null)),
-       ('timer: deadline does not fit the execution', (d.deadline is not null) <> (not e.is_terminal and e.deadline_at is not null)),
-       ('timer: suspension_timeout does not fit the execution',
+       ('timer: deadline contradicts the execution', (d.deadline is not null) <> (not e.is_terminal and e.deadline_at is not null)),
+       ('timer: suspension_timeout contradicts the execution',
          (d.suspension_timeout is not null) <> (e.is_suspended and e.suspension_timeout_at is not null)),
-       -- What is set into the past is due from when it was set.
-       ('timer: due_at is not the time of the execution',
+       -- A timer set to a past time is due at the time it was set.
+       ('timer: due_at contradicts the execution',
          d.delay < e.delay_until or (d.delay > e.delay_until and d.delay > c.now)
          or d.attempt_timeout < e.attempt_timeout_at or (d.attempt_timeout > e.attempt_timeout_at and d.attempt_timeout > c.now)
          or d.deadline < e.deadline_at or (d.deadline > e.deadline_at and d.deadline > c.now)
          or d.suspension_timeout < e.suspension_timeout_at
          or (d.suspension_timeout > e.suspension_timeout_at and d.suspension_timeout > c.now)),
-       ('claim: there is none of its lease', e.ownership_state = 'leased' and m.claim_no is null),
-       ('claim: it does not hold the execution', e.ownership_state = 'leased' and e.execution_id <> all(m.execution_ids)),
-       ('claim: it is of another worker', e.ownership_state = 'leased' and m.worker_no <> e.worker_no),
-       ('retained: there is no entry of its ending', e.is_terminal
+       ('claim: the claim of the lease is missing', e.ownership_state = 'leased' and m.claim_no is null),
+       ('claim: the claim of the lease does not contain the execution', e.ownership_state = 'leased' and e.execution_id <> all(m.execution_ids)),
+       ('claim: the claim of the lease belongs to another worker', e.ownership_state = 'leased' and m.worker_no <> e.worker_no),
+       ('retained: no entry though the execution ended', e.is_terminal
          and (e.partition_key, e.execution_id, e.last_transition_at) not in (select k.partition_key, k.execution_id, k.ended_at from kept k)),
-       ('retained: the entry of its ending is of another queue or outcome', e.is_terminal
+       ('retained: the entry has another queue or outcome', e.is_terminal
          and (e.partition_key, e.execution_id, e.last_transition_at) in (
              select k.partition_key, k.execution_id, k.ended_at from kept k where k.queue_no is not null)
          and (e.partition_key, e.execution_id, e.last_transition_at, e.queue_no, e.terminal_outcome) not in (
              select k.partition_key, k.execution_id, k.ended_at, k.queue_no, coalesce(k.terminal_outcome, 'none')
                from kept k where k.queue_no is not null)),
-       ('input_payload: is neither on the row nor in execution_input', e.input_payload is null and v.execution_id is null),
-       ('input_payload: is both on the row and in execution_input', e.input_payload is not null and v.execution_id is not null),
-       ('result_payload: is both on the row and in execution_result', e.result_payload is not null and x.execution_id is not null),
-       ('execution_result: without a success', x.execution_id is not null and e.terminal_outcome <> 'success'),
-       ('execution_tag: has_tags does not say whether there are any', e.has_tags <> (t.tags > 0)),
-       ('instance_tag: is not the value of its tag', e.instance_tag is distinct from t.instance)
+       ('input_payload: neither on the row nor in execution_input', e.input_payload is null and v.execution_id is null),
+       ('input_payload: both on the row and in execution_input', e.input_payload is not null and v.execution_id is not null),
+       ('result_payload: both on the row and in execution_result', e.result_payload is not null and x.execution_id is not null),
+       ('execution_result: present though the execution did not succeed', x.execution_id is not null and e.terminal_outcome <> 'success'),
+       ('execution_tag: has_tags contradicts the tags', e.has_tags <> (t.tags > 0)),
+       ('instance_tag: not the value of the tag', e.instance_tag is distinct from t.instance)
        ) as rule(problem, is_broken)
  where rule.is_broken
  limit :limit;
 
 -- name: list_orphans
--- Rows that belong to an execution there is not.
-(select distinct a.partition_key, a.execution_id, 'attempt: without its execution' as problem from attempt a
+-- Rows whose execution does not exist.
+(select distinct a.partition_key, a.execution_id, 'attempt: its execution does not exist' as problem from attempt a
   where not exists (select from execution e where e.partition_key = a.partition_key and e.execution_id = a.execution_id) limit :limit)
 union all
-(select distinct t.partition_key, t.execution_id, 'execution_tag: without its execution' from execution_tag t
+(select distinct t.partition_key, t.execution_id, 'execution_tag: its execution does not exist' from execution_tag t
   where not exists (select from execution e where e.partition_key = t.partition_key and e.execution_id = t.execution_id) limit :limit)
 union all
-(select i.partition_key, i.execution_id, 'execution_input: without its execution' from execution_input i
+(select i.partition_key, i.execution_id, 'execution_input: its execution does not exist' from execution_input i
   where not exists (select from execution e where e.partition_key = i.partition_key and e.execution_id = i.execution_id) limit :limit)
 union all
-(select r.partition_key, r.execution_id, 'execution_result: without its execution' from execution_result r
+(select r.partition_key, r.execution_id, 'execution_result: its execution does not exist' from execution_result r
   where not exists (select from execution e where e.partition_key = r.partition_key and e.execution_id = r.execution_id) limit :limit)
 union all
-(select g.partition_key, g.execution_id, 'claim_grant: without its execution' from claim_grant g
+(select g.partition_key, g.execution_id, 'claim_grant: its execution does not exist' from claim_grant g
   where not exists (select from execution e where e.partition_key = g.partition_key and e.execution_id = g.execution_id) limit :limit)
 union all
-(select r.partition_key, r.execution_id, 'ready: without its execution' from ready r
+(select r.partition_key, r.execution_id, 'ready: its execution does not exist' from ready r
   where not exists (
         select from execution e
          where e.partition_key = r.partition_key and e.execution_id = r.execution_id
            and e.queue_no = r.queue_no and e.place = r.place) limit :limit)
 union all
-(select distinct t.partition_key, t.execution_id, 'timer: without its execution' from timer t
+(select distinct t.partition_key, t.execution_id, 'timer: its execution does not exist' from timer t
   where not exists (select from execution e where e.partition_key = t.partition_key and e.execution_id = t.execution_id) limit :limit)
 union all
-(select i.partition_key, i.execution_id, 'listed: without its execution' from listed i
+(select i.partition_key, i.execution_id, 'listed: its execution does not exist' from listed i
   where not exists (select from execution e where e.partition_key = i.partition_key and e.execution_id = i.execution_id) limit :limit)
 union all
-(select distinct s.partition_key, s.execution_id, 'suspension: without its execution' from suspension s
+(select distinct s.partition_key, s.execution_id, 'suspension: its execution does not exist' from suspension s
   where not exists (select from execution e where e.partition_key = s.partition_key and e.execution_id = s.execution_id) limit :limit)
 union all
-(select distinct w.partition_key, w.execution_id, 'waitpoint: without its execution' from waitpoint w
+(select distinct w.partition_key, w.execution_id, 'waitpoint: its execution does not exist' from waitpoint w
   where not exists (select from execution e where e.partition_key = w.partition_key and e.execution_id = w.execution_id) limit :limit)
 union all
-(select distinct x.partition_key, x.execution_id, 'signal: without its execution' from signal x
+(select distinct x.partition_key, x.execution_id, 'signal: its execution does not exist' from signal x
   where not exists (select from execution e where e.partition_key = x.partition_key and e.execution_id = x.execution_id) limit :limit)
 union all
-(select distinct k.subject_partition, k.subject_id, 'idempotency_key: of a suspend without its execution' from idempotency_key k
+(select distinct k.subject_partition, k.subject_id, 'idempotency_key: the execution of the suspend does not exist' from idempotency_key k
   where k.operation = 'suspend'
     and not exists (select from execution e where e.partition_key = k.subject_partition and e.execution_id = k.subject_id) limit :limit)
 union all
--- An entry that names a queue counts for every id in it.
-(select distinct r.partition_key, r.execution_id, case when e.execution_id is null then 'retained: without its execution'
+-- count_executions adds up entries that name a queue, so every id in them must have ended then.
+(select distinct r.partition_key, r.execution_id, case when e.execution_id is null then 'retained: its execution does not exist'
                                                        else 'retained: counts an execution that did not end then' end
    from (select partition_key, unnest(execution_ids) as execution_id, ended_at, queue_no is not null as counts from retained offset 0) r
    left join lateral (

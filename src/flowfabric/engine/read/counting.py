@@ -1,4 +1,4 @@
-"""Counting executions: how many there are of each lane, state, namespace and kind, without a walk along all of them."""
+"""Count executions by lane, state, namespace and kind, without reading every row."""
 
 from collections.abc import Iterable
 from enum import StrEnum
@@ -17,7 +17,7 @@ SQL = statements_beside(__file__)
 
 
 class CountBy(StrEnum):
-    """What executions can be counted by."""
+    """A dimension that executions are counted by."""
 
     LANE = "lane"
     STATE = "state"
@@ -26,7 +26,7 @@ class CountBy(StrEnum):
 
 
 class Counting:
-    """The numbers of executions."""
+    """The count operation."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -40,9 +40,9 @@ class Counting:
         public_state: PublicState | str | Iterable[PublicState | str] | None = None,
         execution_kind: str | Iterable[str] | None = None,
     ) -> list[ExecutionCount]:
-        """How many executions meet every filter, for each combination of lane, state, namespace or kind there is.
+        """Count the executions that match every filter, grouped by lane, state, namespace or kind.
 
-        All numbers are of one moment.
+        All counts are of one snapshot; groups without executions are omitted.
         """
         groups = _check_groups(by)
         namespaces = check_texts(namespace, "namespace")
@@ -60,19 +60,19 @@ class Counting:
             by_namespace=CountBy.NAMESPACE in groups,
             by_kind=CountBy.KIND in groups,
         )
-        return sorted(map(_count, rows), key=_place)
+        return sorted(map(_count, rows), key=_sort_key)
 
 
 def _check_groups(by: object) -> frozenset[CountBy]:
     groups = frozenset(map(_check_group, several(by, "by")))
     if not groups:
-        raise error("invalid_input", f"by: at least one of {', '.join(CountBy)}, got {shown(by)}")
+        raise error("invalid_input", f"by: expected at least one of {', '.join(CountBy)}, got {shown(by)}")
     return groups
 
 
 def _check_group(value: object) -> CountBy:
     if (group := word_of(CountBy, value)) is None:
-        raise error("invalid_input", f"by: one or several of {', '.join(CountBy)}, got {shown(value)}")
+        raise error("invalid_input", f"by: expected one or more of {', '.join(CountBy)}, got {shown(value)}")
     return group
 
 
@@ -89,5 +89,5 @@ def _count(row: Record) -> ExecutionCount:
     )
 
 
-def _place(count: ExecutionCount) -> tuple[str, str, str, str]:
+def _sort_key(count: ExecutionCount) -> tuple[str, str, str, str]:
     return (count.lane_id or "", count.public_state or "", count.namespace or "", count.execution_kind or "")

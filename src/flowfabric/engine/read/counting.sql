@@ -1,8 +1,8 @@
 -- name: count_executions
--- How many executions of the named namespaces, lanes, kinds and states there are, in groups by those of the four that are
--- asked for. It is one statement so that all numbers are of one snapshot.
--- What has ended is added up from the entries of retained and what waits from the entries of ready, without a look at the
--- executions. The others are looked up.
+-- The number of executions of the given namespaces, lanes, kinds and states, grouped by the requested dimensions. One
+-- statement, so that all counts are of one snapshot.
+-- Ended executions are counted from the entries of retained and waiting ones from the entries of ready, without reading
+-- execution rows. The others are looked up.
 with wanted as materialized (
   select q.queue_no
     from queue q
@@ -10,7 +10,7 @@ with wanted as materialized (
      and (:lanes::text[] is null or q.lane_no in (select lane_no from lane where lane_id = any(:lanes)))
      and (:kinds::text[] is null or q.kind_no in (select kind_no from kind where execution_kind = any(:kinds)))
 ),
--- Ids to be looked up together. The orders are those of the indexes that hold nothing else.
+-- Ids to look up together. Each order by selects the partial index that holds exactly these rows.
 batch as (
   select t.partition_key, array_agg(t.execution_id) as execution_ids, null::bigint as claim_no, null::bigint as ended_at
     from (select partition_key, execution_id from timer
@@ -22,10 +22,10 @@ batch as (
            where 'suspended' = any(:states) and close_reason is null order by suspended_at offset 0) s
    group by s.partition_key
   union all
-  -- A claim keeps the ids of executions that are no longer leased under it, until it is removed.
+  -- A claim keeps the ids of executions that are no longer leased under it until it is removed.
   select partition_key, execution_ids, claim_no, null from claim where 'active' = any(:states)
   union all
-  -- An entry without a queue is from an older version, and may hold executions that were replayed.
+  -- Entries without a queue were written by an older version and may contain executions that were replayed.
   select partition_key, execution_ids, null, ended_at
     from retained
    where queue_no is null and :states && '{completed,failed,cancelled,expired,skipped}'
@@ -45,7 +45,7 @@ tally as (
   union all
   select e.queue_no, e.public_state, count(*)
     from batch b
-   -- The offset keeps the ids in the lead, whatever the planner expects of them.
+   -- The offset makes the planner start from the ids, whatever its estimates.
    cross join lateral (
          select e.queue_no, e.public_state from execution e
           where e.partition_key = b.partition_key and e.execution_id = any(b.execution_ids)
@@ -54,7 +54,7 @@ tally as (
          offset 0) e
    group by e.queue_no, e.public_state
   union all
-  -- What has lost its lease or may be resumed has an entry of ready, too, which was counted among those that wait.
+  -- Executions that lost their lease or are resumable also have an entry in ready, which was counted as waiting: subtract it.
   select e.queue_no, s.public_state, s.executions
     from unnest('{waiting,rate_limited,waiting_children,active,resumable}'::public_state[]) as w(public_state)
    cross join lateral (
@@ -63,7 +63,7 @@ tally as (
          select e.queue_no, e.place, e.public_state from execution e
           where e.partition_key = l.partition_key and e.execution_id = l.execution_id limit 1) e
    cross join lateral (select q.route_no from queue q where q.queue_no = e.queue_no limit 1) q
-   -- The entry is found by both of its indexes' columns, so that either will do.
+   -- The condition covers the columns of both indexes of ready, so that either can be used.
    cross join lateral (
          select e.public_state, 1 as executions
          union all
@@ -76,7 +76,7 @@ select l.lane_id, g.public_state, n.namespace, k.execution_kind, g.executions
                case when :by_kind::boolean then q.kind_no end as kind_no, sum(t.executions)::bigint as executions
           from tally t
          cross join lateral (select q.lane_no, q.namespace_no, q.kind_no from queue q where q.queue_no = t.queue_no limit 1) q
-         -- Behind "is true" the queue is looked up in a hash, where a join would be a loop.
+         -- `(... in (...)) is true` makes the planner use a hashed subplan instead of a nested loop.
          where t.public_state = any(:states) and (t.queue_no in (select queue_no from wanted)) is true
          group by 1, 2, 3, 4
         having sum(t.executions) > 0) g

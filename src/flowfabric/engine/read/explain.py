@@ -1,4 +1,4 @@
-"""Explaining: everything that holds an execution where it is, from one look at the store."""
+"""Explain why an execution does not progress, from one snapshot of the store."""
 
 from collections.abc import Iterator
 from typing import Literal
@@ -65,13 +65,13 @@ _read_waitpoints = msgspec.json.Decoder(list[tuple[UUID, str, tuple[str, ...]]])
 
 
 class Explain:
-    """The operation that says why an execution is where it is."""
+    """The explain operation."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
 
     async def explain(self, execution_id: ExecutionId | str) -> Explanation:
-        """Why an execution is where it is: everything that holds it, and one sentence for a person."""
+        """Explain the state of an execution: every reason that holds it, and a one-sentence summary."""
         parsed = parse_execution_id(execution_id)
         partition, uuid = row_key(parsed)
         rows = await self._store.fetch(SQL.read_reasons, partition_key=partition, execution_id=uuid, most=MOST_AHEAD)
@@ -140,7 +140,7 @@ def _granted(row: Record) -> GrantedReason:
 
 
 def _unserved(row: Record, context: str) -> NoWorkerReason:
-    """What of lane, namespace and kind no live worker serves: the first in this order."""
+    """The first of lane, namespace and kind that no live worker serves."""
     unserved: Literal["lane", "namespace", "kind"] = "kind"
     if not row["of_namespace"]:
         unserved = "namespace" if row["on_lane"] else "lane"
@@ -181,7 +181,7 @@ def _signals(row: Record) -> SignalsReason:
 
 
 def _is_delayed(row: Record, state: StateVector) -> bool:
-    """What is blocked besides has to wait for its time all the same, once the block is gone."""
+    """Whether the execution has to wait for delay_until, now or after a block is removed."""
     if state.lifecycle_phase is not LifecyclePhase.RUNNABLE or state.eligibility_state is EligibilityState.ELIGIBLE_NOW:
         return False
     until = row["delay_until"]

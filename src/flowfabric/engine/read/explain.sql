@@ -1,6 +1,6 @@
 -- name: read_reasons
--- One execution and what it waits for: what is ahead of it, who could run it, its waitpoints, and why it failed last.
--- What is ahead of it is counted over all routes of its lane, up to :most.
+-- One execution and what it waits for: how many are ahead of it, how many workers could run it, its waitpoints and its last
+-- failure. The executions ahead are counted over all routes of its lane, up to :most.
 with clock as materialized (select ff_now() as now),
 subject as materialized (
   select e.partition_key, e.execution_id, e.place, e.lifecycle_phase, e.ownership_state, e.eligibility_state, e.blocking_reason,
@@ -18,7 +18,7 @@ subject as materialized (
     left join worker_identity w on w.worker_no = e.worker_no
    where e.partition_key = :partition_key and e.execution_id = :execution_id
 ),
--- The live workers of its lane, and which of them take its namespace, of those its kind, and of those what it requires.
+-- The live workers of its lane, and which of them serve its namespace, its kind and its required capabilities.
 live as materialized (
   select w.capabilities, n.takes_namespace, n.takes_namespace and k.takes_kind as takes_kind,
          n.takes_namespace and k.takes_kind and w.capabilities @> coalesce(s.required, '{}') as takes_it

@@ -1,4 +1,4 @@
-"""The filters that lists and counts of executions share: each takes one value or several, and None is any."""
+"""Check the filters of lists and counts: each accepts one value, several, or None for any."""
 
 from collections.abc import Sequence
 
@@ -9,26 +9,26 @@ from flowfabric.model.text import check_items, check_text, shown, word_of
 
 
 def several(value: object, field: str) -> Sequence[object]:
-    """The values of an argument that takes one text or several."""
+    """The values of an argument that accepts one text or several."""
     return (value,) if isinstance(value, str) else check_items(value, field)
 
 
 def check_texts(value: object, field: str) -> list[str] | None:
-    """The texts asked for."""
+    """The checked texts of a filter."""
     return None if value is None else [check_text(each, field) for each in several(value, field)]
 
 
 def check_lanes(value: object) -> list[LaneId] | None:
-    """The lanes asked for."""
+    """The checked lanes of a filter."""
     return None if value is None else [check_lane_id(each) for each in several(value, "lane_id")]
 
 
 def check_states(value: object) -> frozenset[PublicState] | None:
-    """The states asked for."""
+    """The checked states of a filter."""
     return None if value is None else frozenset(map(_check_state, several(value, "public_state")))
 
 
 def _check_state(value: object) -> PublicState:
     if (state := word_of(PublicState, value)) is None:
-        raise error("invalid_input", f"public_state: one of {', '.join(PublicState)}, got {shown(value)}")
+        raise error("invalid_input", f"public_state: expected one of {', '.join(PublicState)}, got {shown(value)}")
     return state

@@ -1,8 +1,8 @@
-"""Listing executions: a page at a time, by the cheaper of two ways, whatever the filters.
+"""List executions page by page with any combination of filters.
 
-One way walks the order of creation and keeps what matches; it is quick where matches are plentiful. The other collects
-what a narrow table leads to, if that is not too much, and sorts it; it is quick where matches are rare. Both are tried
-in turn, each time four times as far, so a page costs a small multiple of the cheaper one.
+There are two ways to find a page. A walk reads executions in creation order and keeps those that match: fast if many
+match. A collection reads candidates from small tables, such as the timers, and sorts them: fast if few match. Both are
+tried in turn with budgets that grow fourfold, so a page costs a small multiple of the cheaper way.
 """
 
 import base64
@@ -39,15 +39,15 @@ SQL = statements_beside(__file__)
 MAX_LIMIT = 1000
 MAX_TIME = 2**63 - 1
 FIRST_WALK, LONGEST_WALK = 1_000, 16_000
-"""Executions that are looked at in the order of creation in the first statement, and at most in one."""
+"""Executions that the first statement of a walk reads, and the most that any statement reads."""
 FIRST_CAP = 2_000
-"""Entries of a narrow table that are collected at first."""
+"""Candidates that the first collection reads from each source."""
 FIRST_FAN_OUT = 64
-"""Pairs of a namespace and a lane that are walked along at first."""
+"""Pairs of namespace and lane that the first step of a walk reads."""
 GROWTH = 4
-LEAST_DEPTH = 8
+MIN_DEPTH = 8
 
-_USUAL = frozenset({PublicState.WAITING, PublicState.COMPLETED})
+_COMMON = frozenset({PublicState.WAITING, PublicState.COMPLETED})
 
 _SOURCES: Mapping[PublicState, str] = {
     PublicState.WAITING: "ready",
@@ -56,34 +56,34 @@ _SOURCES: Mapping[PublicState, str] = {
     PublicState.SUSPENDED: "suspended",
     PublicState.COMPLETED: "ended",
 }
-"""The source of `list_candidates` that leads to the executions of a state."""
+"""The source of `list_candidates` that contains the executions of a state."""
 _LISTED = frozenset(PublicState) - {PublicState.DELAYED, PublicState.SUSPENDED, PublicState.COMPLETED}
-"""The states that the table `listed` leads to: those without a source; of the others what is blocked or has lost its
-lease."""
+"""The states with rows in the table `listed`: it has every execution of the states without a source. Of the others it
+has the executions that are blocked or have lost their lease."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Detour:
-    """Narrow tables that together lead to every match."""
+class _Collection:
+    """Small tables that together contain every match."""
 
     sources: frozenset[str] = frozenset()
     listed: frozenset[PublicState] = frozenset()
 
     @classmethod
-    def of_states(cls, states: frozenset[PublicState]) -> "_Detour":
-        """The tables that hold every execution of some states."""
+    def of_states(cls, states: frozenset[PublicState]) -> "_Collection":
+        """The tables that contain every execution of some states."""
         return cls(sources=frozenset(_SOURCES[state] for state in states if state in _SOURCES), listed=states & _LISTED)
 
 
 class ListOrder(StrEnum):
-    """Which end of a list comes first."""
+    """The order of a list by creation time."""
 
     NEWEST = "newest"
     OLDEST = "oldest"
 
 
 class _Cursor(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """The place of the last execution of a page in one order."""
+    """The position of the last execution of a page."""
 
     order: ListOrder
     created_at: int
@@ -91,7 +91,7 @@ class _Cursor(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Question:
+class _Query:
     """The checked filters of one call."""
 
     namespaces: list[str] | None
@@ -108,8 +108,8 @@ class _Question:
     after: _Cursor | None
 
     @property
-    def is_hopeless(self) -> bool:
-        """Whether nothing can match."""
+    def matches_nothing(self) -> bool:
+        """Whether the filters exclude every execution."""
         given = (self.namespaces, self.lanes, self.states, self.kinds)
         return (
             self.created_from > self.created_to
@@ -123,12 +123,15 @@ class _Question:
 
     @property
     def is_rare(self) -> bool:
-        """Whether few executions are likely to match: most have no such tag, are in no such flow, wait or succeeded."""
-        has_rare_states = self.states is not None and self.states.isdisjoint(_USUAL)
+        """Whether few executions are likely to match.
+
+        A given tag or flow is rare, and most executions are waiting or completed.
+        """
+        has_rare_states = self.states is not None and self.states.isdisjoint(_COMMON)
         return self.tag is not None or self.flow_id is not None or has_rare_states
 
     def parameters(self) -> dict[str, object]:
-        """What every statement of a list takes."""
+        """The parameters that all statements of a list share."""
         return {
             "states": None if self.states is None else sorted(self.states),
             "flow_id": self.flow_id,
@@ -140,34 +143,34 @@ class _Question:
             "after_id": None if self.after is None else self.after.execution_id,
         }
 
-    def detours(self) -> list[_Detour]:
-        """The ways around the order of creation, each of which leads to every match."""
+    def collections(self) -> list[_Collection]:
+        """The collections that the filters allow; each contains every match."""
         found = []
         if self.tag is not None:
-            found.append(_Detour(sources=frozenset({"tagged"})))
+            found.append(_Collection(sources=frozenset({"tagged"})))
         if self.flow_id is not None:
-            found.append(_Detour(sources=frozenset({"partition"})))
+            found.append(_Collection(sources=frozenset({"partition"})))
         if self.states is not None:
-            found.append(_Detour.of_states(self.states))
+            found.append(_Collection.of_states(self.states))
         return found
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Numbers:
-    """The numbers of the namespaces, lanes and kinds' queues asked for; None where any will do."""
+    """The stored numbers of the filtered namespaces, lanes and kinds; None without a filter."""
 
     namespaces: list[int] | None = None
     lanes: list[int] | None = None
     queues: list[int] | None = None
 
     @property
-    def is_hopeless(self) -> bool:
-        """Whether none of the names of a filter is known."""
+    def matches_nothing(self) -> bool:
+        """Whether a filter names only unknown names."""
         return [] in (self.namespaces, self.lanes, self.queues)
 
 
 class Listing:
-    """The list of executions."""
+    """The list operation."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -189,16 +192,16 @@ class Listing:
         cursor: str | None = None,
         limit: int = 50,
     ) -> ExecutionPage:
-        """A page of the executions that meet every filter, in the order of their creation."""
+        """A page of the executions that match every filter, in creation order."""
         most = check_limit(limit, MAX_LIMIT)
-        created_from, created_to = _span("created", created_after, created_before)
-        completed_from, completed_to = _span("completed", completed_after, completed_before)
+        created_from, created_to = _time_range("created", created_after, created_before)
+        completed_from, completed_to = _time_range("completed", completed_after, completed_before)
         wants_ended = completed_after is not None or completed_before is not None
         states = check_states(public_state)
         if wants_ended:
             states = ENDED_STATES if states is None else states & ENDED_STATES
         direction = _check_order(order)
-        question = _Question(
+        query = _Query(
             namespaces=check_texts(namespace, "namespace"),
             lanes=check_lanes(lane_id),
             states=states,
@@ -212,90 +215,91 @@ class Listing:
             order=direction,
             after=None if cursor is None else _read_cursor(cursor, direction),
         )
-        if most == 0 or question.is_hopeless:
+        if most == 0 or query.matches_nothing:
             return ExecutionPage(executions=[], next_cursor=None)
-        rows = await self._find(question, most + 1)
+        rows = await self._find(query, most + 1)
         executions = [_summary(row) for row in rows[:most]]
         return ExecutionPage(
             executions=executions,
             next_cursor=_write_cursor(direction, executions[-1]) if len(rows) > most else None,
         )
 
-    async def _find(self, question: _Question, wanted: int) -> list[Record]:
-        numbers = await self._numbers(question)
-        if numbers.is_hopeless:
+    async def _find(self, query: _Query, wanted: int) -> list[Record]:
+        numbers = await self._numbers(query)
+        if numbers.matches_nothing:
             return []
-        walk = _Walk(self._store, question, numbers, wanted)
-        detours = question.detours()
+        walk = _Walk(self._store, query, numbers, wanted)
+        collections = query.collections()
         budget, cap = FIRST_WALK, FIRST_CAP
-        is_detour_first = question.is_rare
-        while is_detour_first or not await walk.go_on(budget):
-            is_detour_first = False
-            for detour in detours:
-                found = await self._collect(question, numbers, detour, cap, wanted)
+        starts_with_collection = query.is_rare
+        while starts_with_collection or not await walk.advance(budget):
+            starts_with_collection = False
+            for collection in collections:
+                found = await self._collect(query, numbers, collection, cap, wanted)
                 if found is not None:
                     return found
             budget, cap = budget * GROWTH, cap * GROWTH
         return walk.found
 
-    async def _numbers(self, question: _Question) -> _Numbers:
-        """The numbers of the names in the filters."""
-        names = {"namespaces": question.namespaces, "lanes": question.lanes, "kinds": question.kinds}
+    async def _numbers(self, query: _Query) -> _Numbers:
+        """Look up the numbers of the names in the filters."""
+        names = {"namespaces": query.namespaces, "lanes": query.lanes, "kinds": query.kinds}
         if not any(given is not None for given in names.values()):
             return _Numbers()
         (row,) = await self._store.fetch(SQL.read_numbers, **names)
         return _Numbers(
-            namespaces=None if question.namespaces is None else row["namespace_nos"],
-            lanes=None if question.lanes is None else row["lane_nos"],
-            queues=None if question.kinds is None else row["queue_nos"],
+            namespaces=None if query.namespaces is None else row["namespace_nos"],
+            lanes=None if query.lanes is None else row["lane_nos"],
+            queues=None if query.kinds is None else row["queue_nos"],
         )
 
     async def _collect(
-        self, question: _Question, numbers: _Numbers, detour: _Detour, cap: int, wanted: int
+        self, query: _Query, numbers: _Numbers, collection: _Collection, cap: int, wanted: int
     ) -> list[Record] | None:
-        """The first matches by way of narrow tables, or None where those hold more than the cap."""
-        flow_id = question.flow_id
+        """The first matches of a collection, or None if a source has more than cap rows."""
+        flow_id = query.flow_id
         rows = await self._store.fetch(
             SQL.list_candidates,
-            sources=sorted(detour.sources),
-            listed_states=sorted(detour.listed),
+            sources=sorted(collection.sources),
+            listed_states=sorted(collection.listed),
             cap=cap,
             wanted=wanted,
             namespace_nos=numbers.namespaces,
             lane_nos=numbers.lanes,
             queue_nos=numbers.queues,
-            created_from=question.created_from,
-            created_to=question.created_to,
+            created_from=query.created_from,
+            created_to=query.created_to,
             flow_partition=None if flow_id is None else flow_partition(flow_id, self._store.rules.partitions.flow),
-            is_newest_first=question.order is ListOrder.NEWEST,
-            **question.parameters(),
+            is_newest_first=query.order is ListOrder.NEWEST,
+            **query.parameters(),
         )
         return [row for row in rows if row["execution_id"] is not None] if rows[0]["is_whole"] else None
 
 
 @dataclass(slots=True)
 class _Walk:
-    """The way along the order of creation, as far as it was gone.
+    """A walk in creation order, and how far it has got.
 
-    Of many pairs of a namespace and a lane it goes along with those that come first, to where the next one begins.
+    Each pair of namespace and lane has its own index range. The walk reads the pairs whose first execution comes first,
+    up to the time at which the next pair starts.
     """
 
     store: Store
-    question: _Question
+    query: _Query
     numbers: _Numbers
     wanted: int
     found: list[Record] = field(default_factory=list)
     created_from: int = 0
     created_to: int = 0
     pairs: list[tuple[int, int, int]] | None = None
-    """Namespace, lane and the time of what comes first of them; in the order of those times, once they are known."""
+    """Namespace, lane and first creation time of each pair, sorted by that time; None until they are read."""
     fan_out: int = 0
     limit: int = 0
-    """The last time up to which the pairs within the fan-out are all there are."""
+    """The last creation time before the next pair beyond the fan-out starts."""
 
     def __post_init__(self) -> None:
-        self.created_from, self.created_to = self.question.created_from, self.question.created_to
-        if (after := self.question.after) is not None:
+        self.created_from, self.created_to = self.query.created_from, self.query.created_to
+        if (after := self.query.after) is not None:
             if self.is_newest_first:
                 self.created_to = min(self.created_to, after.created_at)
             else:
@@ -303,16 +307,16 @@ class _Walk:
 
     @property
     def is_newest_first(self) -> bool:
-        """Whether it goes from the newest to the oldest."""
-        return self.question.order is ListOrder.NEWEST
+        """Whether the newest execution comes first."""
+        return self.query.order is ListOrder.NEWEST
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing is left of the time asked for."""
+        """Whether the whole time range has been read."""
         return self.created_from > self.created_to
 
-    async def go_on(self, budget: int) -> bool:
-        """Look at about so many more entries; whether the page is full or nothing is left."""
+    async def advance(self, budget: int) -> bool:
+        """Read about budget more executions; return whether the page is full or nothing is left."""
         if self.pairs is None:
             self.pairs = await self._read_pairs()
             self._widen(self.pairs)
@@ -336,20 +340,20 @@ class _Walk:
         return sorted(pairs, key=lambda pair: pair[2], reverse=self.is_newest_first)
 
     def _widen(self, pairs: list[tuple[int, int, int]]) -> None:
-        """Take in more pairs until those within the fan-out have something left before the next one begins."""
-        while not self.fan_out or (self._is_spent() and self.fan_out < len(pairs)):
+        """Raise the fan-out until its pairs have unread time before the next pair starts."""
+        while not self.fan_out or (self._has_reached_limit() and self.fan_out < len(pairs)):
             self.fan_out = self.fan_out * GROWTH or FIRST_FAN_OUT
             if self.fan_out >= len(pairs):
                 self.limit = self.created_from if self.is_newest_first else self.created_to
             else:
                 self.limit = pairs[self.fan_out][2] + (1 if self.is_newest_first else -1)
 
-    def _is_spent(self) -> bool:
+    def _has_reached_limit(self) -> bool:
         return self.limit > self.created_to if self.is_newest_first else self.limit < self.created_from
 
     async def _step(self, pairs: list[tuple[int, int, int]], budget: int) -> int:
-        """Look at the next entries of some pairs; about how many those are."""
-        depth = max(budget // len(pairs) + 1, LEAST_DEPTH)
+        """Read the next executions of some pairs; return about how many."""
+        depth = max(budget // len(pairs) + 1, MIN_DEPTH)
         rows = await self.store.fetch(
             SQL.list_newest if self.is_newest_first else SQL.list_oldest,
             namespace_nos=[namespace_no for namespace_no, _, _ in pairs],
@@ -359,7 +363,7 @@ class _Walk:
             created_to=self.created_to if self.is_newest_first else self.limit,
             depth=depth,
             wanted=self.wanted - len(self.found),
-            **self.question.parameters(),
+            **self.query.parameters(),
         )
         self.found += (row for row in rows if row["execution_id"] is not None)
         reached: int = self.limit if rows[0]["reached"] is None else rows[0]["reached"]
@@ -372,19 +376,21 @@ class _Walk:
 
 def _check_order(value: object) -> ListOrder:
     if (order := word_of(ListOrder, value)) is None:
-        raise error("invalid_input", f"order: one of {', '.join(ListOrder)}, got {shown(value)}")
+        raise error("invalid_input", f"order: expected one of {', '.join(ListOrder)}, got {shown(value)}")
     return order
 
 
 def _check_tag(tag: object) -> tuple[str, str]:
     if isinstance(tag, str) or not isinstance(tag, Sequence) or len(tag) != 2:
-        raise error("invalid_input", "tag: a key and a value")
+        raise error(
+            "invalid_input", f"tag: expected a key and a value, e.g. ('app.customer', 'acme'), got {shown(tag)}"
+        )
     key, value = tag
     return check_tag_key(key), check_text(value, "tag")
 
 
-def _span(field: str, after: int | None, before: int | None) -> tuple[int, int]:
-    """The first and the last time of a half-open span."""
+def _time_range(field: str, after: int | None, before: int | None) -> tuple[int, int]:
+    """The first and the last millisecond from after (inclusive) to before (exclusive)."""
     for name, time in (("after", after), ("before", before)):
         if time is not None:
             check_range(time, f"{field}_{name}", -MAX_TIME, MAX_TIME)
@@ -406,9 +412,14 @@ def _read_cursor(cursor: object, order: ListOrder) -> _Cursor:
         if parse_execution_id(found.execution_id) != found.execution_id or abs(found.created_at) > MAX_TIME:
             raise ValueError
     except (ValueError, binascii.Error, msgspec.MsgspecError, EngineError):
-        raise error("invalid_input", "cursor: not one this list gave") from None
+        raise error(
+            "invalid_input", f"cursor: expected the next_cursor of an earlier list_executions page, got {shown(cursor)}"
+        ) from None
     if found.order is not order:
-        raise error("invalid_input", f"cursor: of a list in the order {found.order}, not {order}")
+        raise error(
+            "invalid_input",
+            f"cursor: belongs to a list with order {found.order}, got order {order}; keep the order from page to page",
+        )
     return found
 
 

@@ -1,12 +1,12 @@
 -- name: read_numbers
--- The numbers of the named namespaces and lanes, and of the queues of the named kinds.
+-- The numbers of the given namespaces and lanes, and of the queues of the given kinds.
 select array(select namespace_no from namespace where namespace = any(:namespaces::text[])) as namespace_nos,
        array(select lane_no from lane where lane_id = any(:lanes::text[])) as lane_nos,
        array(select q.queue_no from kind k join queue q using (kind_no) where k.execution_kind = any(:kinds::text[])) as queue_nos;
 
 -- name: list_pairs
--- The pairs of a namespace and a lane there are, and when the newest or the oldest execution of each in a span of time was
--- created. Lanes that are not named are found by one index entry for each pair.
+-- The existing pairs of namespace and lane, and the creation time of the newest or oldest execution of each in a time range.
+-- Without a lane filter, a recursive index skip scan finds the pairs with one index entry each.
 with recursive used as (
   select n as namespace_no, -1 as lane_no, n as last_no from unnest(:namespace_nos::int[]) as n where :lane_nos::int[] is null
   union all
@@ -37,18 +37,18 @@ select p.namespace_no, p.lane_no, case when :is_newest_first::boolean
   from pair p;
 
 -- fragment: row
--- What filters and pages need of the row of an execution.
+-- The columns of an execution that filters and cursors use.
 select e.created_at, e.partition_key, e.execution_id, e.namespace_no, e.lane_no, e.queue_no, e.place, e.public_state, e.flow_id,
        case when e.lifecycle_phase = 'terminal' then e.last_transition_at end as completed_at
   from execution e
 
 -- fragment: summary
--- What a list shows of an execution.
+-- The columns of an entry of a list.
 select x.partition_key, x.execution_id, n.namespace, l.lane_id, k.execution_kind, x.public_state,
        (9000 - (x.place >> 48))::smallint as priority, x.created_at
 
 -- fragment: matching
--- The filters that every way to an execution applies to its row x.
+-- The filters that every statement applies to an execution x.
 (:queue_nos::int[] is null or x.queue_no in (select unnest(:queue_nos)))
 and (:states::public_state[] is null or x.public_state = any(:states))
 and (:flow_id::uuid is null or x.flow_id = :flow_id)
@@ -67,8 +67,8 @@ left join queue q on q.queue_no = x.queue_no
 left join kind k on k.kind_no = q.kind_no
 
 -- name: list_newest
--- The newest matching executions of some pairs of a namespace and a lane, and how far back they were looked for.
--- Each pair is read to the same depth; of a pair that may hold more, the list ends with the last row that was read.
+-- The newest matching executions of some pairs of namespace and lane, and the creation time down to which all were read.
+-- Each pair is read to the same depth; the list ends at the last row read of any pair that may have more.
 with entry as materialized (
   select p.nth, e.*
     from unnest(:namespace_nos::int[], :lane_nos::int[]) with ordinality as p(namespace_no, lane_no, nth)
@@ -101,8 +101,8 @@ select reached.created_at as reached, found.*
         order by x.created_at desc, x.id_text desc) found on true;
 
 -- name: list_oldest
--- The oldest matching executions of some pairs of a namespace and a lane, and how far ahead they were looked for.
--- Each pair is read to the same depth; of a pair that may hold more, the list ends with the last row that was read.
+-- The oldest matching executions of some pairs of namespace and lane, and the creation time up to which all were read.
+-- Each pair is read to the same depth; the list ends at the last row read of any pair that may have more.
 with entry as materialized (
   select p.nth, e.*
     from unnest(:namespace_nos::int[], :lane_nos::int[]) with ordinality as p(namespace_no, lane_no, nth)
@@ -135,9 +135,9 @@ select reached.created_at as reached, found.*
         order by x.created_at, x.id_text) found on true;
 
 -- name: list_candidates
--- The matching executions by way of the tables named in :sources and of the states in :listed_states, and whether those
--- are all: no source gave :cap.
--- A source may lead to executions of other states, and two sources to one execution: the row itself decides.
+-- The matching executions among the candidates of :sources and :listed_states, and whether the candidates are complete,
+-- that is, whether no source reached :cap.
+-- A source may contain executions of other states, and two sources the same execution: the filters on the row decide.
 with candidate as materialized (
   (select 'ready' as source, r.partition_key, r.execution_id
      from (select route_no from route
@@ -160,7 +160,7 @@ with candidate as materialized (
      from timer
     where 'delayed' = any(:sources) and kind = 'delay' order by due_at limit :cap)
   union all
-  -- A claim keeps the ids of executions that are no longer leased under it, until it is removed.
+  -- A claim keeps the ids of executions that are no longer leased under it until it is removed.
   (select 'leased', c.partition_key, i.execution_id
      from (select partition_key, execution_ids from claim
             where 'leased' = any(:sources) order by expires_at desc limit :cap) c
@@ -197,7 +197,7 @@ select whole.is_whole, found.*
                  from (select x.*, ('{fp:' || x.partition_key || '}:' || x.execution_id) collate "C" as id_text
                          from (select e.*
                                  from (select distinct partition_key, execution_id from candidate where whole.is_whole) c
-                                -- The limit keeps the candidates in the lead, whatever the planner expects of them.
+                                -- The limit makes the planner start from the candidates, whatever its estimates.
                                 cross join lateral (
                                       -- include: row
                                        where e.partition_key = c.partition_key and e.execution_id = c.execution_id limit 1) e) x

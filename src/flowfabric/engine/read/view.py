@@ -1,4 +1,4 @@
-"""Reading: what an execution is, field by field and as a whole."""
+"""Read single executions: state, details, attempts, result."""
 
 from collections.abc import Iterable, Mapping
 
@@ -44,27 +44,27 @@ last_capability_mismatch_at last_hmac_validation_failed_at current_suspension_id
 suspension_timeout_at
 """
 CORE_FIELDS = frozenset(_NAMES.split())
-"""The names `read_exec_core_fields` knows."""
+"""The field names that `read_exec_core_fields` accepts."""
 
 _read_tags = msgspec.json.Decoder(dict[str, str]).decode
 _read_usage = msgspec.json.Decoder(dict[str, int]).decode
 
 
 class View:
-    """The view family of operations."""
+    """The operations that read one execution."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
 
     async def read_execution_state(self, execution_id: ExecutionId | str) -> PublicState | None:
-        """The public state of an execution."""
+        """The public state of an execution; None if it does not exist."""
         rows = await self._store.fetch(SQL.read_state, **_key(execution_id))
         if not rows:
             return None
         return literal(PublicState, rows[0][0], context="read_execution_state", field="public_state")
 
     async def read_execution_info(self, execution_id: ExecutionId | str) -> ExecutionInfo | None:
-        """What an operator sees of an execution."""
+        """The details of an execution for an operator; None if it does not exist."""
         rows = await self._store.fetch(SQL.read_info, **_key(execution_id))
         if not rows:
             return None
@@ -88,17 +88,17 @@ class View:
         )
 
     async def read_execution_status(self, execution_id: ExecutionId | str) -> ExecutionStatus | None:
-        """What whoever submitted an execution follows: its state, progress, result and failure."""
+        """The state, progress, result and failure of an execution for its submitter; None if it does not exist."""
         rows = await self._store.fetch(SQL.read_status, **_key(execution_id))
         return _status(parse_execution_id(execution_id), rows[0]) if rows else None
 
     async def describe_execution(self, execution_id: ExecutionId | str) -> ExecutionSnapshot | None:
-        """An execution as it stands, with its lease and its tags."""
+        """A snapshot of an execution with its lease and tags; None if it does not exist."""
         rows = await self._store.fetch(SQL.read_snapshot, **_key(execution_id))
         return _snapshot(parse_execution_id(execution_id), rows[0]) if rows else None
 
     async def read_execution_context(self, execution_id: ExecutionId | str) -> ExecutionContext:
-        """What the handler of a claimed execution works from."""
+        """The input, kind and tags of an execution, for its handler."""
         row = await self._one(SQL.read_context, execution_id)
         context = f"read_execution_context {parse_execution_id(execution_id)}"
         return ExecutionContext(
@@ -112,17 +112,17 @@ class View:
         return max(await self.read_total_attempt_count(execution_id) - 1, 0)
 
     async def read_total_attempt_count(self, execution_id: ExecutionId | str) -> int:
-        """How many attempts were made so far."""
+        """The number of attempts so far."""
         count: int = (await self._one(SQL.read_attempt_count, execution_id))["attempt_count"]
         return count
 
     async def resolve_execution_flow_id(self, execution_id: ExecutionId | str) -> FlowId | None:
-        """The flow an execution belongs to."""
+        """The flow of an execution; None if it has none or does not exist."""
         rows = await self._store.fetch(SQL.read_flow, **_key(execution_id))
         return FlowId(rows[0]["flow_id"]) if rows and rows[0]["flow_id"] is not None else None
 
     async def get_execution_namespace(self, execution_id: ExecutionId | str) -> Namespace | None:
-        """The namespace of an execution."""
+        """The namespace of an execution; None if it does not exist."""
         rows = await self._store.fetch(SQL.read_namespace, **_key(execution_id))
         if not rows:
             return None
@@ -131,7 +131,7 @@ class View:
     async def read_exec_core_fields(
         self, execution_id: ExecutionId | str, names: Iterable[str]
     ) -> dict[str, str | None]:
-        """Fields of an execution as texts, by their names."""
+        """The named fields of an execution as text; all None if it does not exist."""
         wanted = [_check_field(name) for name in check_items(names, "names")]
         rows = await self._store.fetch(SQL.read_fields, **_key(execution_id))
         return {name: rows[0][name] if rows else None for name in wanted}
@@ -142,24 +142,24 @@ class View:
         return [_attempt(parsed, row) for row in await self._store.fetch(SQL.list_attempts, **_key(parsed))]
 
     async def get_execution_result(self, execution_id: ExecutionId | str) -> bytes | None:
-        """The result of a completed execution."""
+        """The result of a completed execution; None if it has no result, has not completed or does not exist."""
         rows = await self._store.fetch(SQL.read_result, **_key(execution_id))
         return rows[0][0] if rows else None
 
     async def server_time_ms(self) -> int:
-        """The store's wall clock in milliseconds."""
+        """The clock of the store in milliseconds."""
         rows = await self._store.fetch(SQL.read_clock)
         now: int = rows[0][0]
         return now
 
     async def ping(self) -> None:
-        """One round trip to the store."""
+        """Make one round trip to the store; raise if it is unreachable."""
         await self.server_time_ms()
 
     async def _one(self, statement: Statement, execution_id: str) -> Record:
         rows = await self._store.fetch(statement, **_key(execution_id))
         if not rows:
-            raise error("invalid_input", f"execution_id: no execution {parse_execution_id(execution_id)}")
+            raise error("invalid_input", f"execution_id: execution {parse_execution_id(execution_id)} does not exist")
         return rows[0]
 
 
@@ -170,7 +170,10 @@ def _key(execution_id: str) -> Mapping[str, object]:
 
 def _check_field(name: object) -> str:
     if not isinstance(name, str) or name not in CORE_FIELDS:
-        raise error("invalid_input", f"names: there is no field {shown(name)}")
+        raise error(
+            "invalid_input",
+            f"names: unknown field {shown(name)}; expected fields such as 'public_state' or 'lease_expires_at'",
+        )
     return name
 
 
@@ -258,7 +261,7 @@ def _current_lease(row: Record, context: str) -> CurrentLease | None:
 def _index(row: Record, context: str) -> int:
     count: int = row["attempt_count"]
     if count < 1:
-        raise corruption(context, "attempt_index", f"no attempt was counted, the count is {count}")
+        raise corruption(context, "attempt_index", f"expected at least one attempt, attempt_count is {count}")
     return count - 1
 
 

@@ -3,8 +3,8 @@
 select public_state from execution where partition_key = :partition_key and execution_id = :execution_id;
 
 -- name: read_info
--- What an operator sees of one execution. Here and below a lateral join reads the namespace: where the planner knows that
--- there are no executions, a plain one lets it walk all of an index that begins with namespace_no.
+-- The details of one execution for an operator. Here and below the namespace is read by a lateral join: with a plain join,
+-- a plan made while the table is empty scans a whole index that starts with namespace_no.
 select n.namespace, l.lane_id, e.priority, e.execution_kind, e.lifecycle_phase, e.ownership_state, e.eligibility_state,
        e.blocking_reason, e.terminal_outcome, e.attempt_state, e.public_state, e.created_at, e.started_at, e.completed_at,
        greatest(e.attempt_count - 1, 0) as attempt_index, e.flow_id, e.blocking_detail
@@ -14,8 +14,9 @@ select n.namespace, l.lane_id, e.priority, e.execution_kind, e.lifecycle_phase, 
  where e.partition_key = :partition_key and e.execution_id = :execution_id;
 
 -- name: read_status
--- What whoever submitted one execution follows: its state, progress, result and failure. Its own failure is that of its latest
--- attempt, unless it has ended while it waited for another. Else the last failed attempt is one that a retry has followed.
+-- The state, progress, result and failure of one execution. The failure is that of the execution itself, which is the
+-- failure of its latest attempt unless it ended while waiting for the next one. Without one, it is the failure of the last
+-- attempt that was retried.
 select n.namespace, l.lane_id, e.execution_kind, e.public_state, greatest(e.attempt_count - 1, 0) as attempt_index,
        e.attempt_count, r.progress_pct, r.progress_message, e.result_payload, e.result_encoding,
        coalesce(e.failure_reason, f.failure_reason) as failure_reason,
@@ -41,7 +42,7 @@ select n.namespace, l.lane_id, e.execution_kind, e.public_state, greatest(e.atte
  where e.partition_key = :partition_key and e.execution_id = :execution_id;
 
 -- name: read_snapshot
--- One execution as it stands, with its lease while there is one and its latest suspension.
+-- A snapshot of one execution with its lease, if any, and its latest suspension.
 select e.flow_id, l.lane_id, n.namespace, e.public_state, e.blocking_reason, e.blocking_detail, e.attempt_id, e.attempt_count,
        e.created_at, e.last_mutation_at, e.worker_no, w.worker_instance_id, e.lease_expires_at, e.lease_id, e.lease_epoch,
        e.lease_renewed_at,
@@ -59,7 +60,7 @@ select e.flow_id, l.lane_id, n.namespace, e.public_state, e.blocking_reason, e.b
  where e.partition_key = :partition_key and e.execution_id = :execution_id;
 
 -- name: read_context
--- What the handler of one execution works from.
+-- The input, kind and tags of one execution.
 select coalesce(e.input_payload, (
          select i.input_payload from execution_input i
           where i.partition_key = e.partition_key and i.execution_id = e.execution_id)) as input_payload, k.execution_kind,
@@ -72,11 +73,11 @@ select coalesce(e.input_payload, (
  where e.partition_key = :partition_key and e.execution_id = :execution_id;
 
 -- name: read_attempt_count
--- How many attempts one execution has had.
+-- The number of attempts of one execution.
 select attempt_count from execution where partition_key = :partition_key and execution_id = :execution_id;
 
 -- name: read_flow
--- The flow one execution belongs to.
+-- The flow of one execution.
 select flow_id from execution where partition_key = :partition_key and execution_id = :execution_id;
 
 -- name: read_namespace
@@ -87,8 +88,8 @@ select n.namespace
  where e.partition_key = :partition_key and e.execution_id = :execution_id;
 
 -- name: read_fields
--- The fields of one execution as texts by name: the lease while there is one, the lineage of an attempt while it is
--- pending, and the failure and progress of the latest attempt only.
+-- The fields of one execution as text. Lease fields are set while there is a lease, pending_ fields while an attempt is
+-- pending; failure and progress are those of the latest attempt.
 select n.namespace, l.lane_id, l.lane_id as current_lane, e.execution_kind, e.creator_identity, e.payload_encoding,
        e.priority::text as priority, array_to_string(c.required, ',') as required_capabilities, e.flow_id::text as flow_id,
        e.lifecycle_phase::text as lifecycle_phase, e.ownership_state::text as ownership_state,
@@ -155,5 +156,5 @@ select coalesce(e.result_payload, (
  where e.partition_key = :partition_key and e.execution_id = :execution_id and e.terminal_outcome = 'success';
 
 -- name: read_clock
--- The clock that decides everything.
+-- The clock of the engine.
 select ff_now() as now;

@@ -1,1 +1,1 @@
-"""Suspended executions: waitpoints, signals, resumes and timeouts."""
+"""Suspend, signal, resume and time out executions."""

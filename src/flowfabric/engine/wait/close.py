@@ -1,4 +1,4 @@
-"""Closing the suspension and the waitpoints of executions that end."""
+"""Close the suspension and the waitpoints of executions that end."""
 
 from collections.abc import Sequence
 
@@ -11,7 +11,7 @@ SQL = statements_beside(__file__)
 
 
 async def close_suspensions(transaction: Transaction, ended: Sequence[EndedLease]) -> None:
-    """Close the open suspensions of executions that the transaction has just ended, with all their waitpoints."""
+    """Close the open suspensions and waitpoints of executions that the transaction has just ended."""
     closing = [(*split_execution_id(each.execution_id), each.reason) for each in ended if each.is_terminal]
     if closing:
         columns = full_columns(("partition_keys", "execution_ids", "close_reasons"), closing)

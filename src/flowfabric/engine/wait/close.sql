@@ -1,6 +1,6 @@
 -- name: close_suspensions
--- Closes the open suspensions of executions that the transaction holds and has just ended, with their waitpoints, as of
--- that end. Suspensions and waitpoints are updated by their keys, as in insert_deliveries.
+-- Closes the open suspensions and waitpoints of executions that the transaction has locked and just ended; closed_at is the
+-- time of that end. Suspensions and waitpoints are updated by key, not by ctid: see insert_deliveries.
 with item as materialized (
   select i.partition_key, i.execution_id, s.suspension_id, s.waitpoint_ids, i.close_reason, e.last_transition_at as at
     from unnest(:partition_keys::smallint[], :execution_ids::uuid[], :close_reasons::text[])
@@ -14,7 +14,7 @@ with item as materialized (
             for update) s
    where s.closed_at is null
 ),
--- In ascending order, as every writer locks waitpoints.
+-- Every writer locks waitpoints in ascending order.
 shut as materialized (
   select i.partition_key, w.waitpoint_id, i.close_reason, i.at
     from item i

@@ -1,4 +1,4 @@
-"""Signals: delivering them to waitpoints, many callers in one transaction, and reading what came."""
+"""Deliver signals to waitpoints, many callers in one transaction, and read delivered signals."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,14 +15,14 @@ from flowfabric.engine.wait.resume import SATISFIED, Resumes
 from flowfabric.engine.wait.signal_batch import (
     Delivered,
     SignalBatch,
-    deliveries,
+    delivery_columns,
     facts_of,
     key_rows,
-    overflow_of,
+    overflow_columns,
     resume_of,
     target_of,
     wait_of,
-    writes,
+    write_columns,
 )
 from flowfabric.engine.wait.token_stamps import TokenStamps
 from flowfabric.model.delivery import DeliveryTarget, RefusedToken, Waitpoint
@@ -57,19 +57,19 @@ from flowfabric.model.token import WaitpointToken
 
 SQL = statements_beside(__file__)
 
-TOGETHER = 256
-"""Executions whose signals share a transaction at the most."""
+MAX_EXECUTIONS = 256
+"""Executions whose signals share a transaction."""
 STREAMS = 3
-"""Transactions under way at the same time: as much is done here about a signal as in the store."""
+"""Concurrent transactions: a signal costs about as much time in Python as in Postgres."""
 
 
 class _HeldElsewhere(Exception):
-    """Another session holds a row of a wait but not its execution; running all of it again would meet that again."""
+    """Another session locked a row of a wait without its execution; retrying the whole batch would meet it again."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Outcome:
-    """What deliveries came to: the answers of each batch, what was resumed, and the tokens that were refused."""
+    """The outcomes of each batch, the resumed executions and the refused tokens."""
 
     answers: Sequence[list[Delivered | EngineError]] = ()
     resumed: Sequence[Record] = ()
@@ -77,7 +77,7 @@ class _Outcome:
 
 
 class Signals:
-    """The signal family of operations."""
+    """The signal operations."""
 
     def __init__(self, store: Store, keys: Keys, resumes: Resumes) -> None:
         self._store = store
@@ -85,12 +85,12 @@ class Signals:
         self._resumes = resumes
         self._stamps = TokenStamps(store)
         self._open: dict[ExecutionId, SignalBatch] = {}
-        """What still takes signals: whatever comes for an execution before its batch leaves goes with it."""
+        """Batches that still accept signals: those not handed to a transaction yet."""
         self._batch: Batch[SignalBatch, list[Delivered | EngineError]] = Batch(
             self._deliver_together,
             self._deliver_alone,
             keys=lambda batch: (batch.execution_id,),
-            size=TOGETHER,
+            size=MAX_EXECUTIONS,
             streams=STREAMS,
         )
 
@@ -116,7 +116,7 @@ class Signals:
         max_signals_per_execution: int | None = None,
         signal_maxlen: int = DEFAULT_MAXLEN,
     ) -> Accepted | SignalDuplicate:
-        """Record a signal on a waitpoint, once, and resume the execution where that is what it waits for."""
+        """Record a signal on a waitpoint once, and resume the execution if the signal satisfies its condition."""
         return await self._add(
             NewSignal.of(
                 execution_id=execution_id,
@@ -164,9 +164,9 @@ class Signals:
         maxlen: int | None = None,
         max_signals_per_execution: int | None = None,
     ) -> Accepted | SignalDuplicate:
-        """Record the approval of an operator, who need not hold the token; a repeat of the suffix is a duplicate.
+        """Record an approval by an operator, who needs no token; a repeated suffix is a duplicate.
 
-        `source_identity` says who the operator is: a condition that counts distinct sources counts distinct operators.
+        `source_identity` names the operator: a condition that counts distinct sources counts distinct operators.
         """
         parsed = parse_execution_id(execution_id)
         partition, uuid = row_key(parsed)
@@ -205,13 +205,13 @@ class Signals:
         )
 
     async def observe_signals(self, handle: Handle, *, suspension_id: UUID | str | None = None) -> list[ResumeSignal]:
-        """Every signal of a suspension, usually the current one of the handle's attempt, in the order of acceptance."""
+        """The signals of a suspension, by default the current one of the attempt, in the order of acceptance."""
         handle = check_handle(handle)
         parsed = None if suspension_id is None else parse_uuid(suspension_id, "suspension_id")
         return _resume_signals(await self._observed(handle, parsed))
 
     async def signals_of_past_wait(self, handle: Handle, suspension_id: SuspensionId) -> list[ResumeSignal] | None:
-        """Every signal of a suspension that is over, in the order of acceptance; None when there is no such one."""
+        """The signals of a closed suspension in the order of acceptance; None if there is no such closed suspension."""
         rows = await self._observed(check_handle(handle), suspension_id)
         return _resume_signals(rows) if rows[0]["is_over"] else None
 
@@ -229,7 +229,7 @@ class Signals:
         return rows
 
     async def drain(self) -> None:
-        """Wait until every delivery under way is answered, and refused tokens are noted."""
+        """Wait until running deliveries are done and refused tokens are recorded."""
         await self._batch.drain()
         await self._stamps.drain()
 
@@ -272,7 +272,7 @@ class Signals:
         try:
             self._after_commit(await self._store.database.transact(deliver))
         except _HeldElsewhere:
-            # Each is tried alone, which shows whose row it is.
+            # The batch then tries each execution alone, so only the blocked one waits.
             answers = [LOCKED] * len(batches)
         locked = [batch for batch, answer in zip(batches, answers, strict=True) if answer is LOCKED]
         if locked:
@@ -280,14 +280,14 @@ class Signals:
         return [answer if batch.signals else [] for batch, answer in zip(batches, answers, strict=True)]
 
     async def _refuse_unauthenticated(self, batches: Sequence[SignalBatch]) -> None:
-        """Answer signals whose tokens are refused and leave the others: nobody waits for a lock without a valid token.
+        """Fail signals with invalid tokens and keep the others: only a valid token may wait for a lock.
 
-        Tokens and the keys of waitpoints never change, so that no row needs to be held.
+        Tokens and waitpoint keys never change, so no lock is needed.
         """
         try:
-            rows = await self._store.fetch(SQL.read_deliveries, **deliveries(batches))
+            rows = await self._store.fetch(SQL.read_deliveries, **delivery_columns(batches))
         except EngineError:
-            # The fault is for the delivery itself to meet.
+            # The delivery itself meets the fault and reports it.
             return
         keys = self._keys.ring(key_rows(rows[0]))
         refused: list[RefusedToken] = []
@@ -296,12 +296,12 @@ class Signals:
             mine = rows[at : at + len(batch.signals)]
             at += len(batch.signals)
             if mine[0]["signals_taken"] is None:
-                # There is no such execution, which the delivery tells.
+                # The execution does not exist; the delivery reports it.
                 continue
             target = target_of(batch, LifecyclePhase.SUSPENDED, mine)
-            judged = [target.authenticate(signal, keys) for signal in batch.signals]
+            authenticated = [target.authenticate(signal, keys) for signal in batch.signals]
             refused += target.refused
-            batch.refuse({nth: each for nth, each in enumerate(judged) if isinstance(each, EngineError)})
+            batch.refuse({nth: each for nth, each in enumerate(authenticated) if isinstance(each, EngineError)})
         self._stamps.note(refused)
 
     async def _deliver_alone(self, batch: SignalBatch) -> list[Delivered | EngineError]:
@@ -316,7 +316,7 @@ class Signals:
         except EngineError as fault:
             if len(batch.signals) == 1 or fault.retryable or fault.code == "execution_not_found":
                 return [fault.copy() for _ in batch.signals]
-            # One of them that the store refuses must not cost the others their delivery.
+            # A signal that the store rejects must not fail the others.
             return [(await self._deliver_alone(SignalBatch(batch.execution_id, [one])))[0] for one in batch.signals]
         self._after_commit(outcome)
         (answers,) = outcome.answers
@@ -331,21 +331,21 @@ class Signals:
             del self._open[batch.execution_id]
 
     async def _deliver(self, transaction: Transaction, held: Sequence[tuple[SignalBatch, str]]) -> "_Outcome":
-        """Deliver to executions that the transaction holds, each with its phase."""
-        rows = await transaction.fetch(SQL.read_deliveries, **deliveries([batch for batch, _ in held]))
+        """Deliver to executions that the transaction has locked, given with their phases."""
+        rows = await transaction.fetch(SQL.read_deliveries, **delivery_columns([batch for batch, _ in held]))
         keys = self._keys.ring(key_rows(rows[0]))
         targets: list[DeliveryTarget] = []
         found: list[tuple[Record, Waitpoint | EngineError]] = []
         for batch, phase in held:
             mine = rows[len(found) : len(found) + len(batch.signals)]
             target = target_of(batch, phase, mine)
-            judged = [target.authenticate(signal, keys) for signal in batch.signals]
-            # Nobody who was not authenticated makes the engine read what is stored of the wait.
-            if any(isinstance(each, Waitpoint) for each in judged):
+            authenticated = [target.authenticate(signal, keys) for signal in batch.signals]
+            # Only an authenticated sender makes the engine parse the stored wait.
+            if any(isinstance(each, Waitpoint) for each in authenticated):
                 target.wait = wait_of(mine[0])
             targets.append(target)
-            found += zip(mine, judged, strict=True)
-        await self._count_earlier(transaction, targets)
+            found += zip(mine, authenticated, strict=True)
+        await self._load_counted(transaction, targets)
         next_found = iter(found)
         answers: list[list[Delivered | EngineError]] = [
             [
@@ -355,8 +355,8 @@ class Signals:
             for target, (batch, _) in zip(targets, held, strict=True)
         ]
         if any(each.recorded for each in targets):
-            await transaction.fetch(SQL.insert_deliveries, now=rows[0]["now"], **writes(targets))
-        if overflow := overflow_of(targets):
+            await transaction.fetch(SQL.insert_deliveries, now=rows[0]["now"], **write_columns(targets))
+        if overflow := overflow_columns(targets):
             await transaction.fetch(SQL.take_overflow, **overflow)
         resumes = [resume_of(each) for each in targets if each.closer is not None]
         return _Outcome(
@@ -366,8 +366,8 @@ class Signals:
         )
 
     @staticmethod
-    async def _count_earlier(transaction: Transaction, targets: Sequence[DeliveryTarget]) -> None:
-        """Let conditions that must know of the signals they counted before count those first; most need not."""
+    async def _load_counted(transaction: Transaction, targets: Sequence[DeliveryTarget]) -> None:
+        """Load the signals that conditions counted earlier, for conditions that need more than their number."""
         waits = [(each.execution_id, each.wait) for each in targets if each.wait and each.wait.has_uncounted]
         if not waits:
             return
@@ -379,7 +379,7 @@ class Signals:
 
 
 def _resume_signals(rows: Sequence[Record]) -> list[ResumeSignal]:
-    """The signals that rows of a suspension hold; one without any has a row too."""
+    """The signals in rows of `list_observed`, which has a row of nulls if there are none."""
     return [
         ResumeSignal(
             signal_id=SignalId(row["signal_id"]),

@@ -1,6 +1,6 @@
 -- name: lock_targets
--- Holds the executions that signals are for, each with its phase; without one it is absent or held elsewhere. A row of
--- theirs that a transaction holds out of order is waited for a moment only.
+-- Locks the target executions of signals and returns their phases. The phase is null if the execution does not exist or is
+-- locked by another session. The short lock_timeout bounds the wait for a row that another transaction locked out of order.
 with patience as materialized (select set_config('lock_timeout', '50ms', true))
 select e.phase, x.is_there
   from patience
@@ -15,10 +15,10 @@ select e.phase, x.is_there
  order by i.nth;
 
 -- name: read_deliveries
--- What signals for held executions are judged by, a row a signal: its waitpoint, what it repeats, and with the first
--- signal of each execution what it has taken, may take and waits for; with the very first one, the signing keys. Who holds
--- an execution reads its suspension and its waitpoints as they stay. Of a column that says the same of every signal, the
--- first element counts for all.
+-- One row for each signal of locked executions: its waitpoint and the signal it duplicates, if any. The first signal of each
+-- execution also has the signal count and limit of the execution and its open suspension; the very first one the signing
+-- keys. Suspensions and waitpoints cannot change while their execution is locked. A column whose values are all equal may
+-- be passed as one element.
 with clock as materialized (select ff_now() as now),
 item as materialized (
   select coalesce(partition_key, (:partition_keys)[1]) as partition_key, coalesce(execution_id, (:execution_ids)[1]) as execution_id,
@@ -67,7 +67,7 @@ select c.now, w.*, coalesce(case when k.expires_at > c.now then k.subject_id end
  order by i.nth;
 
 -- name: list_satisfiers
--- The signals that have added to the conditions of suspensions so far, in any order: a condition counts them alike.
+-- The signals that the conditions of suspensions have counted so far, in any order: the order does not matter to a condition.
 select i.nth, g.signal_id, g.signal_name, g.waitpoint_key, g.source_type, g.source_identity
   from unnest(:partition_keys::smallint[], :execution_ids::uuid[], :suspension_ids::uuid[])
        with ordinality as i(partition_key, execution_id, suspension_id, nth)
@@ -81,11 +81,11 @@ select i.nth, g.signal_id, g.signal_name, g.waitpoint_key, g.source_type, g.sour
         where g.partition_key = i.partition_key and g.execution_id = i.execution_id and g.signal_id = c.signal_id limit 1) g;
 
 -- name: insert_deliveries
--- Records accepted signals in their order, counts them on their waitpoints, adds what their conditions have counted, and
--- stores their idempotency keys. Only the executions are held already: what belongs to them is found by its key and not by
--- its ctid, as another writer may commit a newer version meanwhile.
--- By `any` of one partition, as an equality lets the planner walk all of an index and join what is given to it. Of a
--- column that says the same of every signal, the first element counts for all.
+-- Inserts accepted signals in order, updates the signal counts of their waitpoints and the satisfiers of their suspensions,
+-- and stores their idempotency keys. Only the executions are locked, so other rows are updated by key, not by ctid: another
+-- writer may commit a newer version of them.
+-- `= any(array[partition])` keeps the planner from scanning a whole index and joining the parameters to it. A column whose
+-- values are all equal may be passed as one element.
 with recorded as (
   insert into signal (partition_key, execution_id, signal_id, suspension_id, waitpoint_id, waitpoint_key, signal_name,
                       signal_category, source_type, source_identity, correlation_id, idempotency_key, target_scope,
@@ -135,8 +135,8 @@ on conflict (partition_key, operation, scope, key) do update
    set subject_id = excluded.subject_id, expires_at = excluded.expires_at;
 
 -- name: take_overflow
--- Deletes what the log of a waitpoint holds beyond its newest signals, except what its condition has counted. That shows in
--- the disposition of a signal; only of one that came before its wait, the suspension tells.
+-- Deletes the signals of a waitpoint beyond the newest :maxlen, except those that its condition has counted. The disposition
+-- shows which were counted; for signals buffered before the suspend, the satisfiers of the suspension show it.
 delete from signal
  where ctid = any(array(
        select g.tid
@@ -154,7 +154,7 @@ delete from signal
                   and s.suspension_id = i.suspension_id and g.signal_id = any(s.satisfier_ids)))));
 
 -- name: read_for_approval
--- The lane of an execution, and the token of a waitpoint of it where there is such a one.
+-- The lane of an execution, and the token of its waitpoint; the token is null if there is no such waitpoint.
 select l.lane_id, w.token
   from execution e
   join lane l using (lane_no)
@@ -164,9 +164,9 @@ select l.lane_id, w.token
  where e.partition_key = :partition_key and e.execution_id = :execution_id;
 
 -- name: list_observed
--- Every signal of a suspension, open or closed, in the order of acceptance, and at least one row where there is such an
--- execution. Without an id the latest suspension of the execution counts, if it is of the attempt. Of a wait that its
--- deadline ended, the last satisfier is no waitpoint's.
+-- The signals of a suspension, open or closed, in the order of acceptance; a row of nulls if there are none, no row if the
+-- execution does not exist. Without an id, the latest suspension of the execution is used, if it belongs to the attempt. The
+-- last satisfier of a suspension that timed out is the timeout signal, which has no waitpoint.
 select g.signal_id, g.signal_name, g.signal_category, g.source_type, g.source_identity, g.correlation_id, g.accepted_at,
        g.payload, g.disposition, coalesce(g.signal_id = any(s.satisfier_ids), false) as satisfier, s.closed_at is not null as is_over
   from execution e

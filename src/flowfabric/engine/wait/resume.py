@@ -1,4 +1,4 @@
-"""Resuming: a suspended execution becomes runnable, and its suspension is over."""
+"""Resume suspended executions: make them runnable and close their suspensions."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -39,10 +39,10 @@ _COLUMNS = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Resume:
-    """One execution to resume: after which pause, with what said of the pause, and by which signals.
+    """One execution to resume, with the resume delay and the signals that satisfied its condition.
 
-    Where a signal met the condition, `satisfiers` and `closer_id` come after the satisfiers that are stored, and its
-    waitpoint counts its last signals as it is closed, and how many of them were matched.
+    If a signal satisfied the condition, `satisfiers` and `closer_id` are appended to the stored satisfiers, and
+    `accepted` and `matched` are added to the signal counts of `closing_waitpoint_id`.
     """
 
     execution_id: ExecutionId
@@ -57,7 +57,7 @@ class Resume:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ResumeCause:
-    """Why executions are resumed: what their suspensions are closed with, and the event that tells of it, if any."""
+    """Why executions are resumed: the close reason of their suspensions, and the event to write, if any."""
 
     close_reason: CloseReason
     is_satisfied: bool = False
@@ -69,9 +69,9 @@ class ResumeCause:
 SATISFIED = ResumeCause(
     close_reason=CloseReason.RESUMED, is_satisfied=True, kind=EventKind.ENDED, outcome=CompletionOutcome.RESUMABLE
 )
-"""A signal met the condition."""
+"""A signal satisfied the condition."""
 TIMED_OUT = ResumeCause(close_reason=CloseReason.TIMED_OUT_AUTO_RESUME)
-"""The deadline ended the wait."""
+"""The suspension timed out."""
 
 
 def _row(resume: Resume) -> tuple[object, ...]:
@@ -91,7 +91,7 @@ def _row(resume: Resume) -> tuple[object, ...]:
 
 
 class Resumes:
-    """Resumes executions, by an operator's word or within the transaction of whatever ends their wait."""
+    """Resumes executions, on request of an operator or within the transaction that ends their wait."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -103,7 +103,7 @@ class Resumes:
         trigger_type: ResumeTrigger | str = ResumeTrigger.SIGNAL,
         resume_delay_ms: int = 0,
     ) -> Resumed:
-        """Resume a suspended execution, whatever it waits for."""
+        """Resume a suspended execution even if its condition is not satisfied."""
         parsed = parse_execution_id(execution_id)
         partition, uuid = row_key(parsed)
         trigger = check_word(ResumeTrigger, trigger_type, "trigger_type")
@@ -127,7 +127,7 @@ class Resumes:
         return Resumed(public_state=PublicState.DELAYED if resume_delay_ms else PublicState.RESUMABLE)
 
     async def within(self, transaction: Transaction, resumes: Sequence[Resume], cause: ResumeCause) -> list[Record]:
-        """Resume executions that the transaction holds and knows as suspended; `after_commit` follows the commit."""
+        """Resume suspended executions that the transaction has locked; call `after_commit` after the commit."""
         rows = await transaction.fetch(
             SQL.resume_held,
             **short_columns(_COLUMNS, [_row(resume) for resume in resumes]),
@@ -140,11 +140,11 @@ class Resumes:
         )
         resumed = sum(row["resumed"] for row in rows)
         if resumed != len(resumes):
-            raise error("internal", f"{len(resumes)} executions were to be resumed, {resumed} were suspended")
+            raise error("internal", f"expected to resume {len(resumes)} executions, but only {resumed} were suspended")
         return rows
 
     def after_commit(self, rows: Sequence[Record]) -> None:
-        """After the commit: wake who waits for work, or for the timers set."""
+        """Wake workers and timers after the commit."""
         wakeups = self._store.wakeups
         for row in rows:
             if row["delay_ms"] is not None:

@@ -1,5 +1,5 @@
 -- name: read_is_waiting
--- Whether the latest suspension of an execution that the transaction holds is open; no row where it has none.
+-- Whether the latest suspension of an execution that the transaction has locked is open; no row if it has none.
 select s.closed_at is null as is_open
   from execution e
  cross join lateral (
@@ -9,12 +9,12 @@ select s.closed_at is null as is_open
  where e.partition_key = :partition_key and e.execution_id = :execution_id;
 
 -- name: resume_held
--- Makes suspended executions that the transaction holds runnable, each at once or after its delay, and closes their
--- suspensions with all waitpoints; for each delay and queue how many were suspended and the first place. The waitpoint of
--- the signal that met the condition counts what it took. An event tells of it where :kind is given. Of a column that says
--- the same of every execution, the first element counts for all.
--- Only the execution, which is held, is updated by its ctid. Another session may commit a newer version of its suspension
--- or a waitpoint meanwhile, so those are updated by their keys, as in insert_deliveries.
+-- Makes suspended executions that the transaction has locked runnable, now or after a delay, and closes their suspensions
+-- and waitpoints. The waitpoint of the satisfying signal counts the signals it accepted. Writes an event if :kind is given.
+-- Returns, for each delay and queue, the number of resumed executions and the first place. A column whose values are all
+-- equal may be passed as one element.
+-- Only the execution row is locked, so only it is updated by ctid. Another session may commit a newer version of the
+-- suspension or a waitpoint; those are updated by key, as in insert_deliveries.
 with clock as materialized (select ff_now() as now),
 item as materialized (
   select coalesce(partition_key, (:partition_keys)[1]) as partition_key, execution_id,
@@ -74,7 +74,7 @@ timed as (
   select partition_key, execution_id, 'delay', now + delay_ms from held where not is_ready
   on conflict (partition_key, execution_id, kind) do update set due_at = excluded.due_at
 ),
--- The kind is compared as a text: an equality of it would let a plan made while there are no timers walk timer_due.
+-- The kind is compared as text: comparing the enum would let a plan made while the table is empty scan timer_due.
 untimed as (
   delete from timer t using held h
    where h.had_timeout and t.partition_key = any(array[h.partition_key]) and t.execution_id = h.execution_id

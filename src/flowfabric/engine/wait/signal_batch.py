@@ -1,4 +1,4 @@
-"""Signals for one execution that travel together, and the rows their statements take and give."""
+"""Signals of one execution that are delivered together, and the parameters and rows of their statements."""
 
 import asyncio
 from collections.abc import Iterable, Mapping, Sequence
@@ -47,10 +47,10 @@ _STATES = {state.value: state for state in WaitpointState}
 
 
 class SignalBatch:
-    """Signals for one execution that are delivered together, in the order they came in."""
+    """Signals of one execution that are delivered in one transaction, in the order they arrived."""
 
-    MOST = 100
-    MOST_BYTES = 1_048_576
+    MAX_SIGNALS = 100
+    MAX_BYTES = 1_048_576
 
     __slots__ = ("_answers", "_bytes", "execution_id", "key", "signals")
 
@@ -63,11 +63,11 @@ class SignalBatch:
 
     @property
     def is_full(self) -> bool:
-        """Whether the next signal is for another batch: what shares a transaction must fit a statement."""
-        return len(self.signals) >= self.MOST or self._bytes >= self.MOST_BYTES
+        """Whether the next signal needs another batch: one statement must hold all signals of a batch."""
+        return len(self.signals) >= self.MAX_SIGNALS or self._bytes >= self.MAX_BYTES
 
     def add(self, signal: NewSignal) -> "asyncio.Future[Delivered]":
-        """Take one more signal; the future is its sender's own, who may give it up without the others."""
+        """Add a signal; return the future of its outcome, which its sender may cancel without affecting the others."""
         answer: asyncio.Future[Delivered] = asyncio.get_running_loop().create_future()
         self.signals.append(signal)
         self._answers.append(answer)
@@ -75,7 +75,7 @@ class SignalBatch:
         return answer
 
     def refuse(self, refusals: Mapping[int, EngineError]) -> None:
-        """Answer some of the signals, by their places, with errors; the others stay."""
+        """Fail the signals at these positions and remove them from the batch."""
         for at, refusal in refusals.items():
             if not self._answers[at].done():
                 self._answers[at].set_exception(refusal)
@@ -84,7 +84,7 @@ class SignalBatch:
         self._answers = [self._answers[at] for at in kept]
 
     def answer(self, delivered: "asyncio.Future[list[Delivered | EngineError]]") -> None:
-        """Return every sender the answer to its signal, or the fault that met them all."""
+        """Resolve the future of every sender with its outcome, or with the fault that failed the whole batch."""
         fault = delivered.exception()
         answers = [fault] * len(self.signals) if fault is not None else delivered.result()
         for waiting, answer in zip(self._answers, answers, strict=True):
@@ -96,25 +96,25 @@ class SignalBatch:
                 waiting.set_result(answer)
 
 
-def deliveries(batches: Sequence[SignalBatch]) -> Mapping[str, object]:
-    """What is asked of the store about the signals of some batches; a minted id cannot be stored yet."""
+def delivery_columns(batches: Sequence[SignalBatch]) -> Mapping[str, object]:
+    """The parameters of `read_deliveries`. Generated signal ids are passed as None: they cannot be duplicates."""
     rows = [
-        (*batch.key, signal.waitpoint_id, None if signal.is_minted else signal.id, signal.dedup_key, place == 0)
+        (*batch.key, signal.waitpoint_id, None if signal.is_minted else signal.id, signal.dedup_key, position == 0)
         for batch in batches
-        for place, signal in enumerate(batch.signals)
+        for position, signal in enumerate(batch.signals)
     ]
     return short_columns(_DELIVERY_COLUMNS, rows)
 
 
 def key_rows(first: Record) -> list[dict[str, object]]:
-    """The signing keys that came with the first of the rows."""
+    """The signing keys, which the first row of `read_deliveries` carries."""
     columns = [first[name] or () for name in ("kids", "secrets", "are_current", "installed_ats", "key_expiries")]
     names = ("kid", "secret", "is_current", "installed_at", "expires_at")
     return [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]
 
 
 def target_of(batch: SignalBatch, phase: str, rows: Sequence[Record]) -> DeliveryTarget:
-    """An execution as the rows found for its batch show it, but for its wait: nobody is authenticated yet."""
+    """The delivery target of a batch, without its wait, which is read only after a signal is authenticated."""
     waitpoints: dict[WaitpointId, Waitpoint] = {}
     for signal, row in zip(batch.signals, rows, strict=True):
         if (state := row["state"]) is not None:
@@ -140,7 +140,10 @@ def target_of(batch: SignalBatch, phase: str, rows: Sequence[Record]) -> Deliver
 
 
 def wait_of(row: Record) -> Wait | None:
-    """The open suspension of an execution; what earlier signals added to its condition is not counted yet."""
+    """The open suspension of an execution, or None.
+
+    If `has_uncounted` is set, the signals counted earlier must be loaded before the condition is evaluated.
+    """
     if row["suspension_id"] is None:
         return None
     outline = outline_of(read_stored_condition(row["condition"]))
@@ -156,7 +159,7 @@ def wait_of(row: Record) -> Wait | None:
 
 
 def facts_of(row: Record) -> SignalFacts:
-    """What a condition looks at in a stored signal."""
+    """The fields of a stored signal that a condition evaluates."""
     return SignalFacts(
         signal_id=SignalId(row["signal_id"]),
         signal_name=row["signal_name"],
@@ -166,8 +169,8 @@ def facts_of(row: Record) -> SignalFacts:
     )
 
 
-def writes(targets: Sequence[DeliveryTarget]) -> Mapping[str, object]:
-    """The columns of what signals for some executions leave behind."""
+def write_columns(targets: Sequence[DeliveryTarget]) -> Mapping[str, object]:
+    """The parameters of `insert_deliveries`: accepted signals, signal counts, satisfiers and idempotency keys."""
     signals: list[tuple[object, ...]] = []
     counted: list[tuple[object, ...]] = []
     waiting: list[tuple[object, ...]] = []
@@ -202,7 +205,7 @@ def writes(targets: Sequence[DeliveryTarget]) -> Mapping[str, object]:
                 expiry = target.now + signal.dedup_ttl_ms
                 keyed.append((partition, signal.waitpoint_id, signal.dedup_key, signal.id, expiry))
         wait, counts, closer = target.wait, target.counts, target.closer
-        # A suspension that is met, and the waitpoint of the signal that met it, are written when they are closed.
+        # resume_held writes a satisfied suspension and the waitpoint of the signal that satisfied it.
         if closer is None and wait is not None and not counts.keys().isdisjoint(wait.waitpoint_ids):
             waiting.append((partition, uuid, wait.suspension_id, array_text(wait.satisfiers)))
         counted += [
@@ -218,17 +221,17 @@ def writes(targets: Sequence[DeliveryTarget]) -> Mapping[str, object]:
     }
 
 
-def overflow_of(targets: Sequence[DeliveryTarget]) -> Mapping[str, object] | None:
-    """The waitpoints that have taken more than their logs keep, each with the last limit given for it.
+def overflow_columns(targets: Sequence[DeliveryTarget]) -> Mapping[str, object] | None:
+    """The parameters of `take_overflow`: waitpoints with more signals than their maxlen; None if there are none.
 
-    What a condition has counted stays: a waitpoint that took nothing else has nothing to give up.
+    Signals that a condition has counted are never trimmed, so a waitpoint without others is left out.
     """
     trimmed: dict[tuple[int, WaitpointId], tuple[str, SuspensionId | None, int]] = {}
     for target in targets:
         partition, uuid = split_execution_id(target.execution_id)
         for record in target.recorded:
             waitpoint = record.waitpoint
-            if waitpoint.signal_count > max(record.signal.signal_maxlen, _kept(waitpoint, target.wait)):
+            if waitpoint.signal_count > max(record.signal.signal_maxlen, _counted(waitpoint, target.wait)):
                 kept = uuid, waitpoint.suspension_id, record.signal.signal_maxlen
                 trimmed[partition, waitpoint.waitpoint_id] = kept
     if not trimmed:
@@ -237,18 +240,18 @@ def overflow_of(targets: Sequence[DeliveryTarget]) -> Mapping[str, object] | Non
     return full_columns(("partition_keys", "waitpoint_ids", "execution_ids", "suspension_ids", "maxlens"), rows)
 
 
-def _kept(waitpoint: Waitpoint, wait: Wait | None) -> int:
-    """How many signals of a waitpoint its condition has surely counted; of one waitpoint among several nobody knows."""
+def _counted(waitpoint: Waitpoint, wait: Wait | None) -> int:
+    """At least how many signals of a waitpoint its condition has counted; 0 if the wait has several waitpoints."""
     if wait is None or waitpoint.suspension_id != wait.suspension_id or len(wait.waitpoint_ids) > 1:
         return 0
     return wait.satisfied_before + len(wait.satisfiers)
 
 
 def resume_of(target: DeliveryTarget) -> Resume:
-    """The resume of an execution whose condition a signal has met."""
+    """The resume of an execution whose condition a signal has satisfied."""
     closer, wait = target.closer, target.wait
-    assert closer is not None, "a signal met the condition"
-    assert wait is not None, "a signal met the condition"
+    assert closer is not None, "a signal satisfied the condition"
+    assert wait is not None, "a signal satisfied the condition"
     delay_ms = target.delay_ms
     accepted, matched = target.counts[closer.waitpoint_id]
     return Resume(

@@ -1,4 +1,4 @@
-"""Suspending: a run gives up its lease and its attempt goes on once its condition is met."""
+"""Suspend executions: release the lease and wait until the resume condition is satisfied."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -47,6 +47,7 @@ from flowfabric.model.suspension import (
     deadline_of,
     replay_window_ms,
 )
+from flowfabric.model.text import shown
 from flowfabric.model.token import WaitpointToken, sign_token
 from flowfabric.model.waitpoint import AdditionalWaitpoint, CloseReason, Fresh, UsePending
 
@@ -54,21 +55,21 @@ SQL = statements_beside(__file__)
 
 Triple: TypeAlias = tuple[UUID | str | None, int | None, UUID | str | None]
 
-_UNHEARD = Evaluation(satisfied=False, satisfiers=(), closer=None, dispositions=())
+_NO_SIGNALS = Evaluation(satisfied=False, satisfiers=(), closer=None, dispositions=())
 
 
 @dataclass(frozen=True, slots=True)
-class _Ask:
-    """One call: who is to wait, what proves the lease, and for what."""
+class _Request:
+    """One suspend call; `fence` proves that the caller holds the lease."""
 
     execution_id: ExecutionId
-    by: Handle | Triple
+    fence: Handle | Triple
     args: SuspendArgs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Wait:
-    """What a run waits on and until when, and what signals that came before make of it."""
+    """A suspend that passed its checks: its waitpoints, its timeout and the evaluation of earlier signals."""
 
     held: HeldRun
     args: SuspendArgs
@@ -98,17 +99,17 @@ class Suspend:
         self._keys = keys
         self._lease_ends = lease_ends
         self._expiry = expiry
-        self._batch: Batch[_Ask, SuspendOutcome] = Batch(
-            self._suspend_together, self._suspend_alone, keys=lambda ask: (ask.execution_id,)
+        self._batch: Batch[_Request, SuspendOutcome] = Batch(
+            self._suspend_together, self._suspend_alone, keys=lambda request: (request.execution_id,)
         )
 
     async def suspend(self, handle: Handle, args: SuspendArgs) -> Suspended | AlreadyMet:
-        """Return up the lease and wait until the condition is met; where it is met already the lease is kept."""
+        """Release the lease and wait until the condition is satisfied; if it already is, the lease is kept."""
         if isinstance(handle, Handle) and handle.kind is HandleKind.SUSPENDED:
             raise error("already_suspended")
-        check_suspend(_checked(args))
+        check_suspend(_check_args(args))
         handle = check_handle(handle)
-        return await self._suspend(_Ask(handle.execution_id, handle, args))
+        return await self._suspend(_Request(handle.execution_id, handle, args))
 
     async def suspend_by_triple(
         self,
@@ -119,79 +120,81 @@ class Suspend:
         attempt_id: UUID | str | None = None,
         args: SuspendArgs,
     ) -> Suspended | AlreadyMet:
-        """Suspend a run on behalf of whoever holds its fence."""
+        """Suspend a run by its fence instead of its handle."""
         triple = (lease_id, lease_epoch, attempt_id)
-        check_suspend(_checked(args))
-        return await self._suspend(_Ask(parse_execution_id(execution_id), triple, args))
+        check_suspend(_check_args(args))
+        return await self._suspend(_Request(parse_execution_id(execution_id), triple, args))
 
     async def drain(self) -> None:
-        """Wait until every suspend under way is answered."""
+        """Wait until running suspends are done."""
         await self._batch.drain()
 
-    async def _suspend(self, ask: _Ask) -> SuspendOutcome:
-        row_key(ask.execution_id)
-        if any(isinstance(binding, UsePending) for binding in ask.args.waitpoints):
-            # What came before is read and judged for this one alone.
-            return await self._suspend_alone(ask)
-        return await self._store.answer(self._batch.put(ask))
+    async def _suspend(self, request: _Request) -> SuspendOutcome:
+        row_key(request.execution_id)
+        if any(isinstance(binding, UsePending) for binding in request.args.waitpoints):
+            # Its buffered signals must be read and evaluated, so it runs in its own transaction.
+            return await self._suspend_alone(request)
+        return await self._store.answer(self._batch.put(request))
 
-    async def _suspend_together(self, asks: Sequence[_Ask]) -> Sequence[SuspendOutcome | Locked | Exception]:
+    async def _suspend_together(self, requests: Sequence[_Request]) -> Sequence[SuspendOutcome | Locked | Exception]:
         async def suspend(transaction: Transaction) -> "tuple[list[_Answer | Locked], _Released]":
-            began, rows = await hold_all(transaction, [ask.execution_id for ask in asks], waits=False)
-            held = [ask for ask, row in zip(asks, rows, strict=True) if row is not None]
-            given, released = await self._take(transaction, held, began)
+            began, rows = await hold_all(transaction, [request.execution_id for request in requests], waits=False)
+            held = [request for request, row in zip(requests, rows, strict=True) if row is not None]
+            given, released = await self._suspend_held(transaction, held, began)
             mine = iter(given)
             return [LOCKED if row is None else next(mine) for row in rows], released
 
-        # Not through the store: a fault is for the batch, which then tries them one by one.
+        # Bypasses the store, which would translate faults: the batch handles them by trying each request alone.
         answers, released = await self._store.database.transact(suspend)
-        await self._after_commit(asks, answers, released)
+        await self._after_commit(requests, answers, released)
         return answers
 
-    async def _suspend_alone(self, ask: _Ask) -> SuspendOutcome:
+    async def _suspend_alone(self, request: _Request) -> SuspendOutcome:
         async def suspend(transaction: Transaction) -> "tuple[list[_Answer], _Released]":
-            began, (held,) = await hold_all(transaction, [ask.execution_id])
-            check_deadline(ask.args.timeout_at, began)
+            began, (held,) = await hold_all(transaction, [request.execution_id])
+            check_deadline(request.args.timeout_at, began)
             if held is None:
                 raise error("execution_not_found")
-            return await self._take(transaction, [ask], began)
+            return await self._suspend_held(transaction, [request], began)
 
-        answers, released = await self._store.transact(suspend, execution_id=ask.execution_id)
-        await self._after_commit([ask], answers, released)
+        answers, released = await self._store.transact(suspend, execution_id=request.execution_id)
+        await self._after_commit([request], answers, released)
         (answer,) = answers
         if isinstance(answer, EngineError):
             raise answer
         return answer
 
-    async def _take(
-        self, transaction: Transaction, asks: Sequence[_Ask], began: int
+    async def _suspend_held(
+        self, transaction: Transaction, requests: Sequence[_Request], began: int
     ) -> "tuple[list[_Answer], _Released]":
-        """Suspend runs whose executions the transaction holds; each has its answer, a refused one changes nothing."""
-        if not asks:
+        """Suspend runs whose executions the transaction has locked; a refused request changes nothing."""
+        if not requests:
             return [], ([], [])
-        runs = await read_runs(transaction, [(ask.execution_id, ask.args.idempotency_key) for ask in asks])
-        judged: list[_Wait | _Answer] = []
-        for ask, held in zip(asks, runs, strict=True):
+        runs = await read_runs(
+            transaction, [(request.execution_id, request.args.idempotency_key) for request in requests]
+        )
+        checked: list[_Wait | _Answer] = []
+        for request, held in zip(requests, runs, strict=True):
             try:
-                check_deadline(ask.args.timeout_at, began)
+                check_deadline(request.args.timeout_at, began)
                 stored = read_stored_outcome(held.outcome, held.outcome_attempt_index)
-                judged.append(stored or await self._judge(transaction, ask, held))
+                checked.append(stored or await self._check(transaction, request, held))
             except EngineError as refused:
-                judged.append(refused)
-        waits = [each for each in judged if isinstance(each, _Wait)]
+                checked.append(refused)
+        waits = [each for each in checked if isinstance(each, _Wait)]
         ends = [_lease_end(wait) for wait in waits if not wait.evaluation.satisfied]
         verdicts = await self._lease_ends.within(transaction, ends) if ends else []
         if waits:
-            await _store(transaction, waits)
-        return [each.outcome if isinstance(each, _Wait) else each for each in judged], (ends, verdicts)
+            await _insert(transaction, waits)
+        return [each.outcome if isinstance(each, _Wait) else each for each in checked], (ends, verdicts)
 
-    async def _judge(self, transaction: Transaction, ask: _Ask, held: HeldRun) -> _Wait:
-        """What a run comes to wait on; refused where it may not wait."""
-        fence = ask.by if isinstance(ask.by, Handle) else _given(ask.by)
+    async def _check(self, transaction: Transaction, request: _Request, held: HeldRun) -> _Wait:
+        """Check that a run may suspend, and return its wait."""
+        fence = request.fence if isinstance(request.fence, Handle) else _read_fence(request.fence)
         if held.attempt_count < 1:
             raise error("attempt_not_found")
         judge(held, fence)
-        handle = fence if isinstance(fence, Handle) else _handle(ask.execution_id, fence, held)
+        handle = fence if isinstance(fence, Handle) else _handle_of(request.execution_id, fence, held)
         if handle.attempt_index != held.attempt_index:
             raise error("invalid_lease_for_suspend")
         if held.has_open_suspension:
@@ -200,29 +203,32 @@ class Suspend:
         bound: list[AdditionalWaitpoint] = []
         pending: UsePending | None = None
         buffered: Sequence[Record] = ()
-        evaluation = _UNHEARD
-        for binding in ask.args.waitpoints:
+        evaluation = _NO_SIGNALS
+        for binding in request.args.waitpoints:
             if isinstance(binding, Fresh):
-                token, waitpoint_key = sign_token(key, ask.execution_id, binding.waitpoint_id), binding.waitpoint_key
+                waitpoint_key = binding.waitpoint_key
+                token = sign_token(key, request.execution_id, binding.waitpoint_id)
             else:
                 pending = binding
-                token, waitpoint_key = await _pending(transaction, held, binding)
-                check_pending(ask.args.resume_condition, waitpoint_key)
+                token, waitpoint_key = await _read_pending(transaction, held, binding)
+                check_pending(request.args.resume_condition, waitpoint_key)
                 buffered = await transaction.fetch(
                     SQL.list_buffered, partition_key=held.partition_key, waitpoint_id=binding.waitpoint_id
                 )
-                evaluation = evaluate(ask.args.resume_condition, map(facts_of, buffered))
+                evaluation = evaluate(request.args.resume_condition, map(facts_of, buffered))
             bound.append(
                 AdditionalWaitpoint(
                     waitpoint_id=binding.waitpoint_id, waitpoint_key=waitpoint_key, waitpoint_token=token
                 )
             )
-        details = _details(ask.args, held.attempt_index, bound)
+        details = _details(request.args, held.attempt_index, bound)
         policy = read_stored_policy(held.policy)
-        timeout_at, behavior = deadline_of(ask.args, policy.suspension_policy if policy is not None else None, held.now)
+        timeout_at, behavior = deadline_of(
+            request.args, policy.suspension_policy if policy is not None else None, held.now
+        )
         return _Wait(
             held=held,
-            args=ask.args,
+            args=request.args,
             kid=key.kid,
             details=details,
             outcome=need_not_wait(details)
@@ -236,12 +242,12 @@ class Suspend:
         )
 
     async def _after_commit(
-        self, asks: Sequence[_Ask], answers: "Sequence[_Answer | Locked]", released: "_Released"
+        self, requests: Sequence[_Request], answers: "Sequence[_Answer | Locked]", released: "_Released"
     ) -> None:
         await self._lease_ends.after_commit(*released)
         expired = [
-            ask.execution_id
-            for ask, answer in zip(asks, answers, strict=True)
+            request.execution_id
+            for request, answer in zip(requests, answers, strict=True)
             if isinstance(answer, EngineError) and answer.code == "lease_expired"
         ]
         if expired:
@@ -252,8 +258,8 @@ _Answer: TypeAlias = SuspendOutcome | EngineError
 _Released: TypeAlias = tuple[list[LeaseEnd], list[Verdict | Locked]]
 
 
-async def _pending(transaction: Transaction, held: HeldRun, binding: UsePending) -> tuple[WaitpointToken, str]:
-    """The token and the key of a waitpoint made ahead, which must be this run's and still wait for it."""
+async def _read_pending(transaction: Transaction, held: HeldRun, binding: UsePending) -> tuple[WaitpointToken, str]:
+    """Return the token and the key of a pending waitpoint, which must belong to this attempt and not be expired."""
     row = await read_waitpoint(transaction, held.partition_key, binding.waitpoint_id)
     if row is None:
         raise error("waitpoint_not_found")
@@ -270,8 +276,8 @@ async def _pending(transaction: Transaction, held: HeldRun, binding: UsePending)
 
 def _lease_end(wait: _Wait) -> LeaseEnd:
     handle = wait.outcome.handle if isinstance(wait.outcome, Suspended) else None
-    assert handle is not None, "who need not wait keeps its lease"
-    # The lease was judged a moment ago and the row is held: no later clock may judge it again.
+    assert handle is not None, "a run whose condition is already satisfied keeps its lease"
+    # No fence: the lease was checked and the row is locked, so a later clock must not expire it.
     return LeaseEnd(
         handle.execution_id,
         Move.SUSPENDED,
@@ -317,8 +323,8 @@ _FRESH_COLUMNS = (
 _KEPT_COLUMNS = ("kept_partitions", "kept_executions", "kept_keys", "kept_attempts", "kept_outcomes", "kept_until")
 
 
-async def _store(transaction: Transaction, waits: Sequence[_Wait]) -> None:
-    fresh = [row for wait in waits for row in _fresh(wait)]
+async def _insert(transaction: Transaction, waits: Sequence[_Wait]) -> None:
+    fresh = [row for wait in waits for row in _waitpoint_rows(wait)]
     kept = [
         (
             wait.held.partition_key,
@@ -334,7 +340,7 @@ async def _store(transaction: Transaction, waits: Sequence[_Wait]) -> None:
     (stored,) = await transaction.fetch(
         SQL.insert_suspensions,
         now=waits[0].held.now,
-        **full_columns(_SUSPENSION_COLUMNS, [_suspension(wait) for wait in waits]),
+        **full_columns(_SUSPENSION_COLUMNS, [_suspension_row(wait) for wait in waits]),
         **full_columns(_FRESH_COLUMNS, fresh),
         **full_columns(_KEPT_COLUMNS, kept),
     )
@@ -363,7 +369,7 @@ async def _activate(transaction: Transaction, wait: _Wait, pending: UsePending) 
         raise error("waitpoint_not_pending")
 
 
-def _suspension(wait: _Wait) -> tuple[object, ...]:
+def _suspension_row(wait: _Wait) -> tuple[object, ...]:
     held, args = wait.held, wait.args
     return (
         held.partition_key,
@@ -387,7 +393,7 @@ def _suspension(wait: _Wait) -> tuple[object, ...]:
     )
 
 
-def _fresh(wait: _Wait) -> list[tuple[object, ...]]:
+def _waitpoint_rows(wait: _Wait) -> list[tuple[object, ...]]:
     first = wait.details.waitpoint_token
     tokens = [first, *(each.waitpoint_token for each in wait.details.additional_waitpoints)]
     return [
@@ -420,20 +426,20 @@ def _details(args: SuspendArgs, attempt_index: int, bound: Sequence[AdditionalWa
     )
 
 
-def _checked(args: object) -> SuspendArgs:
+def _check_args(args: object) -> SuspendArgs:
     if not isinstance(args, SuspendArgs):
-        raise error("invalid_input", "args: must be SuspendArgs")
+        raise error("invalid_input", f"args: expected SuspendArgs, got {shown(args)}")
     return args
 
 
-def _given(triple: Triple) -> Fence:
+def _read_fence(triple: Triple) -> Fence:
     fence = GivenFence.read(*triple, None).fence
-    assert fence is not None, "nobody suspends without a fence"
+    assert fence is not None, "without an override, a fence is required"
     return fence
 
 
-def _handle(execution_id: ExecutionId, fence: Fence, held: HeldRun) -> Handle:
-    """The handle of a run whose fence a service holds, as the claim of it was answered."""
+def _handle_of(execution_id: ExecutionId, fence: Fence, held: HeldRun) -> Handle:
+    """The handle of a run, rebuilt from its fence and its row as its claim returned it."""
     return Handle(
         kind=HandleKind.FRESH,
         execution_id=execution_id,
@@ -441,7 +447,7 @@ def _handle(execution_id: ExecutionId, fence: Fence, held: HeldRun) -> Handle:
         attempt_id=AttemptId(fence.attempt_id),
         lease_id=LeaseId(fence.lease_id),
         lease_epoch=fence.lease_epoch,
-        # Without a lease there is none to name; a handle must still decode, and 1 is the least it may say.
+        # A row without a lease has no TTL; 1 is the smallest value that a handle can decode.
         lease_ttl_ms=held.lease_ttl_ms or 1,
         lane_id=LaneId(held.lane_id),
         worker_instance_id=WorkerInstanceId(held.worker_instance_id or ""),

@@ -1,14 +1,14 @@
 -- name: list_buffered
--- The signals that a waitpoint has kept, in the order they were accepted.
+-- The signals that a waitpoint has stored, in the order they were accepted.
 select signal_id, signal_name, waitpoint_key, source_type, source_identity, accepted_at
   from signal
  where partition_key = :partition_key and waitpoint_id = :waitpoint_id
  order by sequence;
 
 -- name: insert_suspensions
--- Stores the suspensions of executions that the transaction holds, the waitpoints made with them, and their outcomes under
--- idempotency keys where there are some; answers how many of the waitpoints' ids were free. A suspension whose id its
--- execution has used before replaces that one.
+-- Inserts the suspensions of executions that the transaction has locked, their new waitpoints, and their outcomes under
+-- their idempotency keys, if any. Returns how many waitpoints were inserted: ids in use are skipped. A suspension replaces
+-- an earlier one of the same execution with the same id.
 with stored as (
   insert into suspension (partition_key, execution_id, suspension_id, attempt_index, waitpoint_ids, namespace_no, lane_no,
                           reason_code, requested_by, suspended_at, timeout_at, timeout_behavior, condition, resume_policy,
@@ -61,8 +61,8 @@ kept as (
 select count(*) as made from made;
 
 -- name: set_activated
--- Binds a pending waitpoint, with the signals it has kept, to a suspension that waits on it or is met by them already, which
--- the execution then names as its latest; no row when it is pending no more.
+-- Binds a pending waitpoint and its stored signals to a suspension. If the signals satisfy the condition already, the
+-- waitpoint is closed and the suspension becomes the latest of its execution. Returns no row if the waitpoint is not pending.
 with bound as (
   update waitpoint
      set state = case when :satisfied_at::bigint is null then 'active'::waitpoint_state else 'closed' end,

@@ -1,4 +1,4 @@
-"""Waiting too long: suspensions past their deadline, and waitpoints that no suspend has used in their time."""
+"""Apply suspension timeouts, and close pending waitpoints that expired unused."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -38,7 +38,7 @@ WAITPOINT_LIMIT = 100
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _TimedOut:
-    """A suspension that is over its time, and the execution it belongs to."""
+    """A suspension past its timeout, and its execution."""
 
     execution_id: ExecutionId
     suspension: Record
@@ -47,7 +47,7 @@ class _TimedOut:
 
 @dataclass(kw_only=True, slots=True)
 class _Applied:
-    """What timeouts have done, for what follows their commit."""
+    """The results of applied timeouts, for the work after the commit."""
 
     behaviors: list[TimeoutBehavior] = field(default_factory=list)
     lease_ends: list[LeaseEnd] = field(default_factory=list)
@@ -56,7 +56,7 @@ class _Applied:
 
 
 class SuspensionTimeouts:
-    """What happens to waits whose time is up."""
+    """Applies the timeouts of suspensions and pending waitpoints."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class SuspensionTimeouts:
         self._resumes = resumes
 
     async def expire_suspension(self, execution_id: ExecutionId | str) -> SuspensionExpired | AlreadySatisfied:
-        """Do what the timeout of a suspension says, where its time has come."""
+        """Apply the timeout behavior of a suspension if it is due."""
         parsed = parse_execution_id(execution_id)
         row_key(parsed)
 
@@ -97,14 +97,14 @@ class SuspensionTimeouts:
         return SuspensionExpired(behavior_applied=applied.behaviors[0])
 
     async def expire_due(self) -> int:
-        """Do what the timeouts of due suspensions say, the oldest first; answers how many."""
+        """Apply the timeouts of due suspensions, the oldest first; return how many."""
 
-        async def alone(execution_id: ExecutionId) -> bool:
+        async def expire_one(execution_id: ExecutionId) -> bool:
             return isinstance(await self.expire_suspension(execution_id), SuspensionExpired)
 
-        return await self.quarantine.sweep(self._expire_together, alone, limit=TIMEOUT_LIMIT)
+        return await self.quarantine.sweep(self._expire_batch, expire_one, limit=TIMEOUT_LIMIT)
 
-    async def _expire_together(self, left_out: Sequence[UUID], found: list[ExecutionId]) -> int:
+    async def _expire_batch(self, left_out: Sequence[UUID], found: list[ExecutionId]) -> int:
         since = self._store.due_watermark.since
         unusable: dict[ExecutionId, object] = {}
 
@@ -112,7 +112,7 @@ class SuspensionTimeouts:
             rows = await transaction.fetch(SQL.lock_timed_out, since=since, left_out=left_out, limit=TIMEOUT_LIMIT)
             found[:] = [format_execution_id(row["partition_key"], row["execution_id"]) for row in rows]
             unusable.clear()
-            unusable.update(dict.fromkeys(found, "it has no suspension that is due"))
+            unusable.update(dict.fromkeys(found, "it has no due suspension"))
             due: list[_TimedOut] = []
             for row in await self._suspensions(transaction, found) if found else ():
                 execution_id = found[row["nth"] - 1]
@@ -131,7 +131,7 @@ class SuspensionTimeouts:
         return len(applied.behaviors)
 
     async def close_pending(self) -> int:
-        """Close waitpoints that no suspend has used in their time, the oldest first; returns how many."""
+        """Close pending waitpoints that expired before a suspend used them, the oldest first; return how many."""
 
         async def close(*, only: Sequence[str] | None, left_out: Sequence[UUID]) -> int:
             (row,) = await self._store.fetch(
@@ -144,24 +144,24 @@ class SuspensionTimeouts:
             closed: int = row["closed"]
             return closed
 
-        async def batch(left_out: Sequence[UUID]) -> int:
+        async def close_batch(left_out: Sequence[UUID]) -> int:
             return await close(only=None, left_out=left_out)
 
         async def list_due(left_out: Sequence[UUID]) -> list[ExecutionId]:
             rows = await self._store.fetch(SQL.list_pending_waitpoints, left_out=left_out, limit=WAITPOINT_LIMIT)
             return list(dict.fromkeys(format_execution_id(row["partition_key"], row["execution_id"]) for row in rows))
 
-        async def some(execution_ids: Sequence[ExecutionId]) -> int:
+        async def close_of(execution_ids: Sequence[ExecutionId]) -> int:
             return await close(only=[split_execution_id(each)[1] for each in execution_ids], left_out=())
 
-        return await self.waitpoint_quarantine.sweep_by_halves(batch, list_due, some, limit=WAITPOINT_LIMIT)
+        return await self.waitpoint_quarantine.sweep_by_halves(close_batch, list_due, close_of, limit=WAITPOINT_LIMIT)
 
     @staticmethod
     async def _suspensions(transaction: Transaction, execution_ids: Sequence[ExecutionId]) -> list[Record]:
-        return await transaction.fetch(SQL.list_open_suspensions, **_named(execution_ids))
+        return await transaction.fetch(SQL.list_open_suspensions, **_id_columns(execution_ids))
 
     async def _apply(self, transaction: Transaction, due: Sequence[_TimedOut]) -> _Applied:
-        """Apply the timeouts of suspensions whose executions the transaction holds."""
+        """Apply the timeouts of suspensions whose executions the transaction has locked."""
         applied = _Applied(behaviors=[each.behavior for each in due])
         applied.lease_ends = [
             suspension_end(each.execution_id, each.behavior) for each in due if each.behavior in SUSPENSION_TIMEOUTS
@@ -174,14 +174,14 @@ class SuspensionTimeouts:
         escalated = [each.execution_id for each in due if each.behavior is TimeoutBehavior.ESCALATE]
         if escalated:
             reason = SuspensionReason.WAITING_FOR_OPERATOR_REVIEW
-            await transaction.fetch(SQL.escalate_held, **_named(escalated), reason_code=reason, **ESCALATED)
+            await transaction.fetch(SQL.escalate_held, **_id_columns(escalated), reason_code=reason, **ESCALATED)
         return applied
 
     async def _resume(self, transaction: Transaction, due: Sequence[_TimedOut]) -> list[Record]:
         signal_ids = [SignalId(uuid7()) for _ in due]
         await transaction.fetch(
             SQL.insert_timeout_signals,
-            **_named([each.execution_id for each in due]),
+            **_id_columns([each.execution_id for each in due]),
             signal_ids=signal_ids,
             suspension_ids=[each.suspension["suspension_id"] for each in due],
             now=due[0].suspension["now"],
@@ -200,7 +200,7 @@ class SuspensionTimeouts:
 
 
 def suspension_end(execution_id: ExecutionId, behavior: TimeoutBehavior) -> LeaseEnd:
-    """How the timeout of its suspension ends an execution; not every behaviour does."""
+    """The lease end of a timeout behavior that ends the execution: one of SUSPENSION_TIMEOUTS."""
     return LeaseEnd(
         execution_id,
         SUSPENSION_TIMEOUTS[behavior],
@@ -219,7 +219,7 @@ def _timed_out(execution_id: ExecutionId, suspension: Record) -> _TimedOut:
     return _TimedOut(execution_id=execution_id, suspension=suspension, behavior=behavior)
 
 
-def _named(execution_ids: Sequence[ExecutionId]) -> dict[str, object]:
+def _id_columns(execution_ids: Sequence[ExecutionId]) -> dict[str, object]:
     pairs = [split_execution_id(execution_id) for execution_id in execution_ids]
     return {
         "partition_keys": [partition for partition, _ in pairs],

@@ -1,6 +1,6 @@
 -- name: lock_timed_out
--- Holds suspended executions whose suspension has timed out, the oldest after :since first, except those left out.
--- The timers are sorted before the executions are locked: no more are locked than are answered.
+-- Locks suspended executions whose suspension has timed out, the oldest after :since first, except :left_out.
+-- The timers are sorted before the executions are locked: only returned executions are locked.
 select e.partition_key, e.execution_id
   from (select ff_now() as now) c
  cross join lateral (
@@ -16,7 +16,7 @@ select e.partition_key, e.execution_id
  limit :limit;
 
 -- name: list_open_suspensions
--- The open suspensions of executions that the transaction holds, with the time.
+-- The open suspensions of executions that the transaction has locked, with the current time.
 select i.nth, s.suspension_id, s.timeout_at, s.timeout_behavior, s.satisfier_ids, c.now
   from (select ff_now() as now) c
  cross join unnest(:partition_keys::smallint[], :execution_ids::uuid[]) with ordinality as i(partition_key, execution_id, nth)
@@ -30,7 +30,7 @@ select i.nth, s.suspension_id, s.timeout_at, s.timeout_behavior, s.satisfier_ids
  where s.closed_at is null;
 
 -- name: insert_timeout_signals
--- Records the signals that tell resumed attempts that their deadlines ended the wait.
+-- Inserts the signals that inform resumed attempts of the timeout.
 insert into signal (partition_key, execution_id, signal_id, suspension_id, waitpoint_key, signal_name, signal_category,
                     source_type, source_identity, target_scope, created_at, accepted_at, effect, disposition)
 select i.partition_key, i.execution_id, i.signal_id, i.suspension_id, :waitpoint_key, :signal_name, :signal_category,
@@ -39,8 +39,8 @@ select i.partition_key, i.execution_id, i.signal_id, i.suspension_id, :waitpoint
        as i(partition_key, execution_id, signal_id, suspension_id);
 
 -- name: escalate_held
--- Leaves suspended executions that the transaction holds to an operator: they and their waitpoints wait on, without a
--- deadline.
+-- Escalates suspended executions that the transaction has locked to an operator: they and their waitpoints stay open, with
+-- no deadline.
 with clock as materialized (select ff_now() as now),
 held as materialized (
   select c.now, e.tid, i.partition_key, i.execution_id, s.tid as suspension_tid, s.timeout_at, s.waitpoint_ids
@@ -55,7 +55,7 @@ held as materialized (
             for update) s
    where s.closed_at is null
 ),
--- In ascending order, as every writer locks waitpoints.
+-- Every writer locks waitpoints in ascending order.
 lasting as materialized (
   select h.partition_key, w.waitpoint_id
     from held h
@@ -77,7 +77,7 @@ moved as (
     from held h
    where e.ctid = h.tid
 ),
--- The kind is compared as a text: an equality of it would let a plan made while there are no timers walk timer_due.
+-- The kind is compared as text: comparing the enum would let a plan made while the table is empty scan timer_due.
 untimed as (
   delete from timer t using held h
    where t.partition_key = any(array[h.partition_key]) and t.execution_id = h.execution_id
@@ -88,9 +88,9 @@ update suspension s set reason_code = :reason_code, timeout_at = null, timeout_b
  where s.ctid = h.suspension_tid;
 
 -- name: expire_pending_waitpoints
--- Closes waitpoints that no suspend has used in their time, the oldest first, of the executions in :only unless that is null
--- and of none in :left_out; answers how many. Their executions are held meanwhile, except those that are gone; what is held
--- elsewhere is left for the next time.
+-- Closes pending waitpoints that expired before a suspend used them, the oldest first, and returns how many. :only limits them
+-- to some executions unless it is null; those of :left_out are skipped. Their executions are locked first, unless they no
+-- longer exist; rows locked by another session are left for the next call.
 with clock as materialized (select ff_now() as now),
 due as materialized (
   select w.*, e.is_held
@@ -124,7 +124,7 @@ closed as (
 select count(*) as closed from closed;
 
 -- name: list_pending_waitpoints
--- The executions of waitpoints that no suspend has used in their time, the oldest first, except some.
+-- The executions of pending waitpoints that expired before a suspend used them, the oldest first, except :left_out.
 select w.partition_key, w.execution_id
   from waitpoint w
  where w.activated_at is null and w.closed_at is null and w.expires_at <= (select ff_now()) and w.state = 'pending'

@@ -1,4 +1,4 @@
-"""Refused tokens: noted on their executions after the answer, whose time then tells nothing about waitpoints."""
+"""Record refused tokens after the reply, so that the response time does not reveal which waitpoints exist."""
 
 import asyncio
 import logging
@@ -20,16 +20,15 @@ _COLUMNS = ("partition_keys", "execution_ids", "waitpoint_ids", "refused_ats")
 
 
 class TokenStamps:
-    """Stamps executions whose tokens were refused, from a task of its own.
+    """Records the time of refused tokens on their executions in a background task.
 
-    Unknown waitpoints are noted like known ones, and the statement leaves them out: what happens up to the answer, and
-    what the process does afterwards, is the same for both.
+    Unknown waitpoints go through the same steps as known ones, before and after the reply; the statement ignores them.
     """
 
-    MOST = 1_000
-    """Stamps that wait to be written; further ones are dropped."""
+    MAX_WAITING = 1_000
+    """Stamps waiting to be written; more are dropped."""
     PAUSE_SECONDS = 0.05
-    LONGEST_PAUSE_SECONDS = 1.0
+    MAX_PAUSE_SECONDS = 1.0
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -38,16 +37,16 @@ class TokenStamps:
         self._is_draining = asyncio.Event()
 
     def note(self, refused: Iterable[RefusedToken]) -> None:
-        """Take refusals to be stamped a moment later."""
+        """Queue refusals for the background task."""
         for each in refused:
             key = each.execution_id, each.waitpoint_id
-            if key in self._waiting or len(self._waiting) < self.MOST:
+            if key in self._waiting or len(self._waiting) < self.MAX_WAITING:
                 self._waiting[key] = each.at
         if self._waiting and self._task is None:
             self._task = create_shared_task(self._write_all())
 
     async def drain(self) -> None:
-        """Write what waits; rows that are locked elsewhere go without their stamp."""
+        """Write the queued stamps; stamps of locked rows are dropped."""
         while (task := self._task) is not None:
             self._is_draining.set()
             await asyncio.wait((task,))
@@ -61,7 +60,7 @@ class TokenStamps:
                 locked = await self._write(taken)
                 if self._is_draining.is_set():
                     continue
-                pause = min(pause * 2, self.LONGEST_PAUSE_SECONDS) if locked else self.PAUSE_SECONDS
+                pause = min(pause * 2, self.MAX_PAUSE_SECONDS) if locked else self.PAUSE_SECONDS
                 self._waiting = {**locked, **self._waiting}
         finally:
             self._task = None
@@ -70,15 +69,15 @@ class TokenStamps:
     async def _write(
         self, stamps: Mapping[tuple[ExecutionId, WaitpointId], int]
     ) -> dict[tuple[ExecutionId, WaitpointId], int]:
-        """Write stamps; give back those whose rows are locked elsewhere."""
+        """Write stamps; return those whose executions are locked by another session."""
         keys = list(stamps)
-        given = [
+        rows = [
             (*split_execution_id(execution), waitpoint, stamps[execution, waitpoint]) for execution, waitpoint in keys
         ]
         try:
-            rows = await self._store.fetch(SQL.stamp_refused_tokens, **full_columns(_COLUMNS, given))
+            skipped = await self._store.fetch(SQL.stamp_refused_tokens, **full_columns(_COLUMNS, rows))
         except EngineError as problem:
             logger.warning("%d refused tokens are not noted on their executions: %s", len(keys), problem)
             return {}
-        locked = (keys[row["nth"] - 1] for row in rows)
+        locked = (keys[row["nth"] - 1] for row in skipped)
         return {key: stamps[key] for key in locked}

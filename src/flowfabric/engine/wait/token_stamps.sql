@@ -1,6 +1,6 @@
 -- name: stamp_refused_tokens
--- Notes on executions when a token was refused at a waitpoint of theirs; answers which of the given ones are left, as
--- their executions are locked elsewhere. Unknown waitpoints leave nothing.
+-- Records on executions when a token was last refused at one of their waitpoints. Returns the positions of the items whose
+-- executions are locked by another session. Unknown waitpoints are ignored.
 with item as materialized (
   select i.nth, i.refused_at, e.partition_key, e.execution_id
     from unnest(:partition_keys::smallint[], :execution_ids::uuid[], :waitpoint_ids::uuid[], :refused_ats::bigint[])

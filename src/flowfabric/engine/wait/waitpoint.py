@@ -1,4 +1,4 @@
-"""Waitpoints: made ahead of a suspend, closed, and shown without their tokens."""
+"""Create, close and list waitpoints, and list suspended executions."""
 
 import base64
 import binascii
@@ -27,7 +27,7 @@ from flowfabric.model.ids import (
 )
 from flowfabric.model.states import WaitpointState
 from flowfabric.model.suspension import SuspendedExecution, SuspendedPage
-from flowfabric.model.text import check_limit, check_range, check_text, shorten
+from flowfabric.model.text import check_limit, check_range, check_text, shorten, shown
 from flowfabric.model.token import WaitpointToken, sign_token
 from flowfabric.model.waitpoint import (
     AlreadyClosed,
@@ -45,17 +45,17 @@ logger = logging.getLogger(__name__)
 MAX_LIMIT = 1000
 MAX_TIME = 2**63 - 1
 _OPEN = frozenset({WaitpointState.PENDING, WaitpointState.ACTIVE})
-_SHUT = frozenset({WaitpointState.CLOSED, WaitpointState.EXPIRED})
+_CLOSED = frozenset({WaitpointState.CLOSED, WaitpointState.EXPIRED})
 
 
 async def read_waitpoint(transaction: Transaction, partition_key: int, waitpoint_id: UUID) -> Record | None:
-    """Read a waitpoint of an execution that the transaction holds, if there is one."""
+    """Return a waitpoint whose execution the transaction has locked, or None."""
     rows = await transaction.fetch(SQL.read_waitpoint, partition_key=partition_key, waitpoint_id=waitpoint_id)
     return rows[0] if rows else None
 
 
 class Waitpoints:
-    """The operations on waitpoints, and the list of who waits."""
+    """The operations on waitpoints, and the list of suspended executions."""
 
     def __init__(self, store: Store, keys: Keys, expiry: LeaseExpiry) -> None:
         self._store = store
@@ -65,25 +65,25 @@ class Waitpoints:
     async def create_waitpoint(
         self, handle: Handle, *, waitpoint_key: str, expires_in_ms: int, waitpoint_id: UUID | str | None = None
     ) -> PendingWaitpoint:
-        """Make a waitpoint ahead of a suspend, so that signals may come before it; the lease is kept.
+        """Create a waitpoint that accepts signals before the execution suspends; the lease is kept.
 
-        A caller that names the id may repeat the call: it gets the same waitpoint.
+        With a `waitpoint_id` the call is idempotent: a repeat returns the same waitpoint.
         """
         handle = usable(handle)
         check_text(waitpoint_key, "waitpoint_key")
         check_range(expires_in_ms, "expires_in_ms", 0, MAX_TIME)
-        made_as = WaitpointId(uuid7() if waitpoint_id is None else parse_uuid(waitpoint_id, "waitpoint_id"))
+        new_id = WaitpointId(uuid7() if waitpoint_id is None else parse_uuid(waitpoint_id, "waitpoint_id"))
 
-        async def make(transaction: Transaction) -> PendingWaitpoint:
+        async def create(transaction: Transaction) -> PendingWaitpoint:
             await hold(transaction, handle.execution_id)
             (held,) = await read_runs(transaction, [(handle.execution_id, None)])
             judge(held, handle)
             key = await self._keys.signing(transaction, held.signing_kid, held.signing_since)
-            token = sign_token(key, handle.execution_id, made_as)
-            made = await transaction.fetch(
+            token = sign_token(key, handle.execution_id, new_id)
+            inserted = await transaction.fetch(
                 SQL.insert_pending,
                 partition_key=held.partition_key,
-                waitpoint_id=made_as,
+                waitpoint_id=new_id,
                 execution_id=held.execution_id,
                 attempt_index=held.attempt_index,
                 waitpoint_key=waitpoint_key,
@@ -92,21 +92,21 @@ class Waitpoints:
                 now=held.now,
                 expires_at=min(held.now + expires_in_ms, MAX_TIME),
             )
-            if not made:
-                # A caller that names the id repeats its call.
+            if not inserted:
+                # A caller that passed the id repeats its call.
                 found = waitpoint_id and await transaction.fetch(
                     SQL.read_token,
                     partition_key=held.partition_key,
                     execution_id=held.execution_id,
-                    waitpoint_id=made_as,
+                    waitpoint_id=new_id,
                 )
                 if not found or not found[0]["token"]:
                     raise error("waitpoint_already_exists")
                 token = WaitpointToken(found[0]["token"])
-            return PendingWaitpoint(waitpoint_id=made_as, hmac_token=token)
+            return PendingWaitpoint(waitpoint_id=new_id, hmac_token=token)
 
         try:
-            return await self._store.transact(make, execution_id=handle.execution_id)
+            return await self._store.transact(create, execution_id=handle.execution_id)
         except EngineError as refused:
             if refused.code == "lease_expired":
                 await self._expiry.mark_expired([handle.execution_id])
@@ -115,28 +115,33 @@ class Waitpoints:
     async def close_waitpoint(
         self, *, execution_id: str, waitpoint_id: UUID | str, reason: str = CloseReason.PROACTIVE_CLOSE
     ) -> Closed | AlreadyClosed:
-        """Let a waitpoint take no more signals; no execution resumes by it."""
+        """Close a waitpoint: it accepts no more signals. Closing does not resume the execution."""
         parsed = parse_execution_id(execution_id)
         partition, uuid = row_key(parsed)
-        wanted = parse_uuid(waitpoint_id, "waitpoint_id")
+        parsed_waitpoint_id = parse_uuid(waitpoint_id, "waitpoint_id")
         check_text(reason, "reason")
 
         async def close(transaction: Transaction) -> Closed | AlreadyClosed:
             await hold(transaction, parsed)
-            waitpoint = await read_waitpoint(transaction, partition, wanted)
+            waitpoint = await read_waitpoint(transaction, partition, parsed_waitpoint_id)
             if waitpoint is None or str(waitpoint["execution_id"]) != uuid:
                 raise error("waitpoint_not_found")
-            if waitpoint["state"] in _SHUT:
+            if waitpoint["state"] in _CLOSED:
                 return AlreadyClosed()
             if waitpoint["state"] not in _OPEN:
                 raise error("waitpoint_not_open")
-            await transaction.fetch(SQL.set_closed, partition_key=partition, waitpoint_id=wanted, reason=reason)
+            await transaction.fetch(
+                SQL.set_closed, partition_key=partition, waitpoint_id=parsed_waitpoint_id, reason=reason
+            )
             return Closed()
 
         return await self._store.transact(close, execution_id=parsed)
 
     async def read_waitpoint_token(self, *, execution_id: str, waitpoint_id: UUID | str) -> WaitpointToken | None:
-        """The token of a waitpoint that takes signals, for callers who may be trusted with it; else None."""
+        """The token of a waitpoint, or None if the waitpoint accepts no signals.
+
+        Whoever holds the token can signal the waitpoint: return it to trusted callers only.
+        """
         partition, uuid = row_key(parse_execution_id(execution_id))
         rows = await self._store.fetch(
             SQL.read_token,
@@ -149,25 +154,29 @@ class Waitpoints:
     async def list_pending_waitpoints(
         self, *, execution_id: str, after: UUID | str | None = None, limit: int | None = 100
     ) -> WaitpointPage:
-        """The waitpoints of an execution that take signals, by id, without their tokens."""
+        """A page of the waitpoints of an execution that accept signals, ordered by id, without their tokens."""
         parsed = parse_execution_id(execution_id)
         partition, uuid = row_key(parsed)
-        wanted = min(max(_whole(100 if limit is None else limit, "limit"), 1), MAX_LIMIT)
+        page_size = min(max(_check_int(100 if limit is None else limit, "limit"), 1), MAX_LIMIT)
         rows = await self._store.fetch(
             SQL.list_open_waitpoints,
             partition_key=partition,
             execution_id=uuid,
             after=None if after is None else parse_uuid(after, "after"),
-            limit=wanted + 1,
+            limit=page_size + 1,
         )
         if not rows:
             raise error("execution_not_found")
         found = [row for row in rows if row["waitpoint_id"] is not None]
         entries = []
-        for row in found[:wanted]:
+        for row in found[:page_size]:
             token = WaitpointToken(row["token"])
             if not row["token"]:
-                logger.warning("waitpoint %s of %s has no token and is left out", row["waitpoint_id"], parsed)
+                logger.warning(
+                    "waitpoint %s of execution %s has no token; it is omitted from the list",
+                    row["waitpoint_id"],
+                    parsed,
+                )
                 continue
             entries.append(
                 WaitpointInfo(
@@ -183,9 +192,9 @@ class Waitpoints:
                     token_fingerprint=token.fingerprint,
                 )
             )
-        is_more = len(found) > wanted
+        has_more = len(found) > page_size
         return WaitpointPage(
-            entries=entries, next_cursor=WaitpointId(found[wanted - 1]["waitpoint_id"]) if is_more else None
+            entries=entries, next_cursor=WaitpointId(found[page_size - 1]["waitpoint_id"]) if has_more else None
         )
 
     async def list_suspended(
@@ -197,7 +206,7 @@ class Waitpoints:
         cursor: str | None = None,
         limit: int = 100,
     ) -> SuspendedPage:
-        """The executions that wait, those that wait longest first."""
+        """A page of the suspended executions, the longest suspended first."""
         limit = check_limit(limit, MAX_LIMIT)
         for value, field in ((namespace, "namespace"), (reason, "reason")):
             if value is not None:
@@ -224,7 +233,7 @@ class Waitpoints:
 
 
 class _Cursor(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """The place of the last entry of a page."""
+    """The position of the last entry of a page."""
 
     suspended_at: int
     execution_id: str
@@ -243,10 +252,13 @@ def _read_cursor(text: object) -> _Cursor:
         check_range(read.suspended_at, "cursor", 0, MAX_TIME)
         return _Cursor(read.suspended_at, parse_execution_id(read.execution_id))
     except (EngineError, ValueError, binascii.Error, msgspec.MsgspecError):
-        raise error("invalid_input", f"cursor: not one of this list: {shorten(repr(text))}") from None
+        raise error(
+            "invalid_input",
+            f"cursor: expected the next_cursor of an earlier list_suspended page, got {shorten(repr(text))}",
+        ) from None
 
 
-def _whole(value: object, field: str) -> int:
+def _check_int(value: object, field: str) -> int:
     if type(value) is not int:
-        raise error("invalid_input", f"{field}: must be a whole number, got {value!r}")
+        raise error("invalid_input", f"{field}: must be a whole number, got {shown(value)}")
     return value

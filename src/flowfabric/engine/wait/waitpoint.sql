@@ -1,18 +1,18 @@
 -- name: insert_pending
--- Stores a waitpoint that keeps signals for a later suspend; no row when its id is in use.
+-- Inserts a waitpoint that stores signals for a later suspend. Returns no row if the id is in use.
 insert into waitpoint (partition_key, waitpoint_id, execution_id, attempt_index, waitpoint_key, token_kid, token, state, created_at, expires_at)
 values (:partition_key, :waitpoint_id, :execution_id, :attempt_index, :waitpoint_key, :token_kid, :token, 'pending', :now, :expires_at)
 on conflict do nothing
 returning waitpoint_id;
 
 -- name: set_closed
--- Closes a waitpoint whose execution the transaction holds, unless it is closed.
+-- Closes an open waitpoint whose execution the transaction has locked.
 update waitpoint w set state = 'closed', closed_at = c.now, close_reason = :reason
   from (select ff_now() as now) c
  where w.partition_key = :partition_key and w.waitpoint_id = :waitpoint_id and w.state in ('pending', 'active');
 
 -- name: read_token
--- The token of a waitpoint that takes signals; none does after the end of its execution.
+-- The token of a waitpoint that accepts signals. A terminal execution accepts none.
 select w.token
   from waitpoint w
   join execution e using (partition_key, execution_id)
@@ -20,8 +20,8 @@ select w.token
    and w.state in ('pending', 'active') and e.lifecycle_phase <> 'terminal';
 
 -- name: list_open_waitpoints
--- The waitpoints of an execution that take signals, by id; at least one row where there is such an execution. After its
--- end none does, whatever its waitpoints say.
+-- The waitpoints of an execution that accept signals, ordered by id; a row of nulls if there are none, no row if the
+-- execution does not exist. A terminal execution accepts no signals, even if a waitpoint is still marked open.
 select w.waitpoint_id, w.waitpoint_key, w.state, w.required_signal_names, w.created_at, w.activated_at, w.expires_at, w.token
   from execution e
   left join lateral (
@@ -34,7 +34,8 @@ select w.waitpoint_id, w.waitpoint_key, w.state, w.required_signal_names, w.crea
  order by w.waitpoint_id;
 
 -- name: list_suspended
--- The executions that wait, by when they began to, then id: what is left of the millisecond a page ended in, then on.
+-- A page of suspended executions, ordered by suspension time, then id. It starts with the rest of the millisecond in which
+-- the previous page ended.
 with wanted as materialized (
   select (select namespace_no from namespace where namespace = :namespace::text) as namespace_no,
          (select lane_no from lane where lane_id = :lane_id::text) as lane_no
@@ -50,7 +51,7 @@ select s.id, s.suspended_at, s.reason_code
                    and (:lane_id is null or s.lane_no = n.lane_no)
                    and (:reason::text is null or s.reason_code = :reason))
                union all
-               -- In the order of the index; those of one millisecond are sorted by id once they are read.
+               -- In index order; the outer query sorts rows of the same millisecond by id.
                (select s.partition_key, s.execution_id, s.suspended_at, s.reason_code
                   from suspension s
                  where s.close_reason is null and s.suspended_at > coalesce(:after_at, -1)
@@ -63,7 +64,7 @@ select s.id, s.suspended_at, s.reason_code
  limit :limit;
 
 -- name: read_waitpoint
--- One waitpoint; whoever holds its execution reads it as it stays.
+-- One waitpoint. It cannot change while the transaction holds the lock on its execution.
 select execution_id, attempt_index, waitpoint_key, token, state::text, expires_at
   from waitpoint
  where partition_key = :partition_key and waitpoint_id = :waitpoint_id;
