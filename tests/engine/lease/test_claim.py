@@ -8,7 +8,7 @@ from uuid import UUID
 import pytest
 
 from engine.cases import SWEEPS_WHOLE, Cases, in_turn
-from engine.state import ACTIVE, attempts, claim, claim_rows, ids, new, refused, vector
+from engine.state import ACTIVE, attempts, claim, claim_rows, event_texts, ids, new, refused, vector
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.lease import claim as claim_family
 from flowfabric.engine.parts import parts_of

@@ -3,7 +3,7 @@
 from typing import Any
 
 from engine.cases import in_turn
-from engine.state import COMPLETED, attempts, claim, kept_until, lease_left, refused, vector
+from engine.state import COMPLETED, attempts, claim, event_texts, kept_until, lease_left, refused, vector
 from flowfabric.engine.engine import Engine
 from flowfabric.model.handle import Handle
 from flowfabric.model.lease import Completed

@@ -11,6 +11,7 @@ from engine.state import (
     FENCED,
     claim,
     claim_rows,
+    event_texts,
     ids,
     items,
     new,

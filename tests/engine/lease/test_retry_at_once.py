@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from engine.cases import in_turn
-from engine.state import RETRYABLE, attempts, claim, lease_left, pending, vector
+from engine.state import RETRYABLE, attempts, claim, event_texts, lease_left, pending, vector
 from engine.waits import triple
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.parts import parts_of

@@ -8,7 +8,7 @@ import asyncpg
 from conftest import Given, Rows
 from engine.conftest import StandingClock
 from engine.sending import running, signal_keys, signals, waiting
-from engine.state import RESUMABLE, claim, refused, vector
+from engine.state import RESUMABLE, claim, event_texts, refused, vector
 from engine.waits import args, fresh, on_all, suspension, waitpoint, waitpoints
 from flowfabric.engine.engine import Engine
 from flowfabric.model.condition import (

@@ -6,7 +6,7 @@ import pytest
 
 from conftest import Given, Rows
 from engine.conftest import StandingClock
-from engine.state import FENCED, RESUMABLE, attempts, claim, lease_left, refused, vector
+from engine.state import FENCED, RESUMABLE, attempts, claim, event_texts, lease_left, refused, vector
 from engine.waits import SUSPENDED, args, fresh, on_all, suspended, suspension, token_of, triple, waitpoint, waitpoints
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.parts import parts_of

@@ -7,7 +7,7 @@ import pytest
 
 from conftest import Given, Rows
 from engine.conftest import StandingClock
-from engine.state import ACTIVE, refused, vector
+from engine.state import ACTIVE, event_texts, refused, vector
 from engine.waits import FORMS, SUSPENDED, args, fresh, suspended, suspension, using, waitpoint
 from flowfabric.engine.engine import Engine
 from flowfabric.model.condition import (

@@ -2,7 +2,7 @@
 
 from conftest import Given, Rows
 from engine.conftest import StandingClock
-from engine.state import CANCELLED, attempts, claim, lease_left, refused, vector
+from engine.state import CANCELLED, attempts, claim, event_texts, lease_left, refused, vector
 from engine.waits import EXPIRED, on_all, suspended, suspension, waitpoints
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.lease.expire import ExpiryPhase
