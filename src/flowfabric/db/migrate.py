@@ -5,6 +5,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cache
 from pathlib import Path
 from typing import assert_never
 
@@ -136,9 +137,17 @@ def _load(path: Path) -> Migration:
     )
 
 
-def made_by(migrations: Sequence[Migration]) -> list[str]:
-    """The names of the ledger and of the tables and sequences that these migrations make."""
-    return sorted({name for text in (_LEDGER, *(each.sql for each in migrations)) for name in _MADE.findall(text)})
+@cache
+def known_migrations() -> tuple[Migration, ...]:
+    """The migrations of this package, read once."""
+    return load_migrations()
+
+
+@cache
+def known_names() -> tuple[str, ...]:
+    """The names of the ledger and of the tables and sequences that the migrations of this package make."""
+    texts = (_LEDGER, *(each.sql for each in known_migrations()))
+    return tuple(sorted({name for text in texts for name in _MADE.findall(text)}))
 
 
 async def migrate(
@@ -154,7 +163,7 @@ async def migrate(
     migration is applied once. A schema that this code could not run on afterwards is refused before any change.
     """
     check_schema_name(schema)
-    known = load_migrations() if migrations is None else migrations
+    known = known_migrations() if migrations is None else migrations
     applied: list[Migration] = []
     while True:
         # A snapshot taken before the wait for the lock would miss what the other run applied.
@@ -212,7 +221,7 @@ async def check(
 ) -> SchemaStatus:
     """Compare a schema with the migrations this code knows, without changing anything."""
     check_schema_name(schema)
-    known = load_migrations() if migrations is None else migrations
+    known = known_migrations() if migrations is None else migrations
     return judge(schema, known, await _read_ledger(connection, schema) or (), folder=folder)
 
 
