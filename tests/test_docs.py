@@ -170,10 +170,11 @@ async def printed(block: Block, names: dict[str, Any]) -> list[str]:
     return told.getvalue().splitlines()
 
 
-@pytest.mark.parametrize("block", [block for block in ALL if block.mark.startswith("python")], ids=lambda b: b.name)
-def test_code_is_marked_by_a_known_word_and_is_python(block: Block) -> None:
-    assert block.mark in ("python", "python program", "python session")
-    compile(block.code, block.name, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+def test_code_is_marked_by_a_known_word_and_is_python() -> None:
+    code = [block for block in ALL if block.mark.startswith("python")]
+    assert {block.mark for block in code} == {"python", "python program", "python session"}
+    for block in code:
+        compile(block.code, block.name, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
 
 
 def write_shown_code(folder: Path) -> list[str]:
@@ -215,9 +216,9 @@ def test_the_front_page_shows_code_that_runs() -> None:
 # What is linked is there.
 
 
-@pytest.mark.parametrize("page", PAGES, ids=relative)
-def test_every_link_within_the_project_leads_somewhere(page: Path) -> None:
-    assert list(broken(page, _LINK.findall(without_code(page)))) == []
+def test_every_link_within_the_project_leads_somewhere() -> None:
+    found = {relative(page): list(broken(page, _LINK.findall(without_code(page)))) for page in PAGES}
+    assert {page: links for page, links in found.items() if links} == {}
 
 
 def broken(page: Path, links: Sequence[str]) -> Iterator[str]:
@@ -261,10 +262,10 @@ def test_the_front_page_lists_every_setting_with_its_default() -> None:
     assert dict(_ROW.findall(README.read_text(encoding="utf-8"))) == variables()
 
 
-@pytest.mark.parametrize("page", PAGES, ids=relative)
-def test_every_variable_a_page_names_is_a_setting(page: Path) -> None:
+def test_every_variable_a_page_names_is_a_setting() -> None:
     known = set(variables()) | set(_VARIABLE.findall((ROOT / "tests" / "conftest.py").read_text(encoding="utf-8")))
-    assert set(_VARIABLE.findall(page.read_text(encoding="utf-8"))) - known == set()
+    named = {relative(page): set(_VARIABLE.findall(page.read_text(encoding="utf-8"))) for page in PAGES}
+    assert {page: names - known for page, names in named.items() if names - known} == {}
 
 
 def test_every_operation_is_described_and_stands_in_the_contents() -> None:
@@ -315,9 +316,8 @@ def test_the_names_of_the_engines_page_are_imported_from_the_package() -> None:
     assert ours - set(flowfabric.__all__) == set()
 
 
-@pytest.mark.parametrize("page", PAGES, ids=relative)
-def test_a_page_imports_from_the_package_itself(page: Path) -> None:
-    assert [block.name for block in blocks(page) if re.search(r"from flowfabric\.", block.code)] == []
+def test_the_pages_import_from_the_package_itself() -> None:
+    assert [block.name for page in PAGES for block in blocks(page) if re.search(r"from flowfabric\.", block.code)] == []
 
 
 def test_every_sweep_is_described_with_its_interval() -> None:
