@@ -1,4 +1,4 @@
-"""Real Postgres for every test: one server, one migrated template, a copy of it for each test, and a movable clock.
+"""Real Postgres for every test: a server, a migrated database of the test's own, and a clock that can be moved.
 
 `FF_TEST_POSTGRES` chooses the server: 18 (embedded, the default), 16 (embedded) or 15 (as Debian installs it).
 `FF_TEST_DATABASE_URL` names a server that runs already; databases are created on it and dropped again.
@@ -12,17 +12,15 @@ import inspect
 import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any, TypeVar
-from uuid import uuid4
 
 import asyncpg
 import pytest
 
-from databases import CARELESS, FOR_TESTS, SCHEMA, Databases, at_database, debian_15, execute, left_on, run, session
+from databases import Databases
 from flowfabric.db import session as sessions
-from flowfabric.db.embedded import Embedded
-from flowfabric.db.migrate import migrate
 from flowfabric.engine.core.watermark import WalkWatermarks
 from flowfabric.engine.engine import Engine
 from flowfabric.model.execution import Created
@@ -30,6 +28,8 @@ from flowfabric.model.handle import Handle
 from flowfabric.model.ids import ExecutionId
 from flowfabric.model.lease import ClaimedExecution
 from flowfabric.settings import Settings
+from servers import served
+from sessions import SCHEMA, SESSIONS, session
 
 Answer = TypeVar("Answer")
 
@@ -37,50 +37,17 @@ Answer = TypeVar("Answer")
 os.environ["FF_WAITPOINT_HMAC_SECRET"] = "ab" * 32
 
 
-# The server and the template.
+# The server.
 
 
 @pytest.fixture(scope="session")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The address of the server of this run, which the processes of a run share."""
+def server() -> Iterator[str]:
+    """The address of the server of this process."""
     if given := os.environ.get("FF_TEST_DATABASE_URL"):
         yield given
         return
-    careless = [f"alter system set {name} = {value}" for name, value in CARELESS.items()]
-    version = int(os.environ.get("FF_TEST_POSTGRES", "18"))
-    if version == 15:
-        with debian_15() as url:
-            run(execute(url, *careless, "select pg_reload_conf()"))
-            yield url
-        return
-    root = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        root = root.parent
-    embedded = Embedded.start(root / "server", version=version)
-    try:
-        run(execute(embedded.url, *careless, "select pg_reload_conf()"))
-        yield embedded.url
-    finally:
-        embedded.release(discard=True)
-
-
-@pytest.fixture(scope="session")
-def template(server: str) -> Iterator[str]:
-    """The name of a migrated database whose clock can be moved."""
-    name = f"ff_template_{uuid4().hex}"
-
-    async def make() -> None:
-        await execute(server, f"create database {name}")
-        connection = await asyncpg.connect(at_database(server, name))
-        try:
-            await migrate(connection, schema=SCHEMA)
-            await connection.execute(FOR_TESTS)
-        finally:
-            await connection.close()
-
-    run(make())
-    yield name
-    run(execute(server, f"drop database {name} with (force)"))
+    with served(int(os.environ.get("FF_TEST_POSTGRES", "18"))) as url:
+        yield url
 
 
 # What every test leaves behind: nothing.
@@ -100,40 +67,65 @@ async def _leaves_no_task() -> AsyncIterator[None]:
     # A task that was told to end may need a turn of the loop to do so.
     await asyncio.sleep(0)
     left = asyncio.all_tasks() - before - {asyncio.current_task()}
+    for task in left:
+        task.cancel()
+    await asyncio.gather(*left, return_exceptions=True)
     assert not left, f"the test left tasks running: {left}"
 
 
+@pytest.fixture
+async def one_thread() -> AsyncIterator[ThreadPoolExecutor]:
+    """The only thread that the event loop has for calls that block, until the test ends."""
+    loop: Any = asyncio.get_running_loop()
+    usual = loop._default_executor
+    with ThreadPoolExecutor(1) as threads:
+        loop.set_default_executor(threads)
+        yield threads
+    loop._default_executor = usual
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown() -> Iterator[None]:
+    """Keep for the next test what this one closes."""
+    SESSIONS.parks = True
+    try:
+        yield
+    finally:
+        SESSIONS.parks = False
+
+
 @pytest.fixture(scope="session")
-def databases(server: str, template: str) -> Iterator[Databases]:
+async def databases(server: str) -> AsyncIterator[Databases]:
     """The databases of this process."""
-    databases = Databases(server, template)
-    run(databases.open())
-    with pytest.MonkeyPatch.context() as patch:
-        databases.remember_types(patch)
+    async with Databases.on(server) as databases:
         yield databases
-    run(databases.close())
 
 
 @pytest.fixture
-async def url(_leaves_no_task: None, databases: Databases) -> AsyncIterator[str]:
+def alteration() -> str:
+    """What the database of the test is altered by; a module whose tests all need the same overrides it."""
+    return ""
+
+
+@pytest.fixture
+def fresh_database() -> None:
+    """No test before has used the database of this one: its tables have held no rows, and no session has a plan yet."""
+
+
+@pytest.fixture
+async def url(
+    request: pytest.FixtureRequest, _leaves_no_task: None, databases: Databases, alteration: str
+) -> AsyncIterator[str]:
     """The address of a migrated database of the test's own; no session may be left on it."""
-    async with databases.one() as url:
+    async with databases.one(alteration=alteration, fresh="fresh_database" in request.fixturenames) as url:
         yield url
 
 
 @pytest.fixture
-async def empty_url(_leaves_no_task: None, server: str) -> AsyncIterator[str]:
+async def empty_url(_leaves_no_task: None, databases: Databases) -> AsyncIterator[str]:
     """The address of an empty database of the test's own; no session may be left on it."""
-    name = f"ff_test_{uuid4().hex}"
-    connection = await asyncpg.connect(server)
-    try:
-        await connection.execute(f"create database {name} strategy file_copy")
-        yield at_database(server, name)
-        left = await left_on(connection, name)
-        await connection.execute(f"drop database {name} with (force)")
-        assert not left, f"the test left sessions open: {left}"
-    finally:
-        await connection.close()
+    async with databases.new(migrated=False) as url:
+        yield url
 
 
 # What a test works with.

@@ -114,12 +114,15 @@ class Scene:
 
 
 @pytest.fixture
+def alteration() -> str:
+    """A table for what the consequence sees."""
+    return """create table test_ended (nth int generated always as identity, execution_id text, move text,
+                                       is_terminal boolean, xid xid8 default pg_current_xact_id())"""
+
+
+@pytest.fixture
 async def scene(monkeypatch: pytest.MonkeyPatch, engines: Engines, clock: Any, connection: asyncpg.Connection) -> Scene:
     """An engine whose consequences are those it has and one of this test's own."""
-    await connection.execute(
-        """create table test_ended (nth int generated always as identity, execution_id text, move text,
-                                    is_terminal boolean, xid xid8 default pg_current_xact_id())"""
-    )
 
     async def see(transaction: Transaction, ended: Sequence[Ended]) -> None:
         await found.see(transaction, ended)

@@ -6,9 +6,9 @@ from typing import Any
 import asyncpg
 import pytest
 
-from databases import session
 from flowfabric.db.session import session_settings
 from flowfabric.engine.engine import Engine
+from sessions import session
 
 _RARE = """
 select kind, reason from event

@@ -8,10 +8,10 @@ from typing import Any
 import asyncpg
 import pytest
 
-from databases import session
 from flowfabric.engine.engine import Engine
 from flowfabric.model.errors import EngineError
 from flowfabric.model.lease import Renewed
+from sessions import session
 
 WORKER: dict[str, Any] = {"worker_id": "worker", "worker_instance_id": "worker-1"}
 GATE = 7
