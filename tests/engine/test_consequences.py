@@ -8,10 +8,10 @@ from typing import Any
 import asyncpg
 import pytest
 
-from conftest import Engines, Given
 from creates import new
 from engine.state import claim, refused
 from engine.waits import args, triple
+from fixtures import Engines, Given
 from flowfabric.db.database import Transaction
 from flowfabric.engine import engine as engines_module
 from flowfabric.engine.core.consequence import Attachment, Ended
