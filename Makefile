@@ -4,6 +4,8 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.ready-dev
 BENCH  := $(VENV)/.ready-bench
+# Compiled modules are kept, whatever the shell says: the tests start hundreds of processes.
+export PYTHONDONTWRITEBYTECODE :=
 # How long faults strike, and the seed of chance; without one it is drawn, and printed.
 SECONDS ?= 60
 SEED    ?=

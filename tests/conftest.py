@@ -1,4 +1,4 @@
-"""Real Postgres for every test: one server, one migrated template, a copy of it for each test, and a movable clock.
+"""Real Postgres for every test: a server, a migrated database of the test's own, and a clock that can be moved.
 
 `FF_TEST_POSTGRES` chooses the server: 18 (embedded, the default), 16 (embedded) or 15 (as Debian installs it).
 `FF_TEST_DATABASE_URL` names a server that runs already; databases are created on it and dropped again.
@@ -11,77 +11,38 @@ import asyncio
 import inspect
 import os
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager
-from typing import Any, TypeVar
-from uuid import uuid4
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack
+from typing import Any
 
 import asyncpg
 import pytest
 
-from databases import CARELESS, FOR_TESTS, SCHEMA, Databases, at_database, debian_15, execute, left_on, run, session
+from databases import Databases
+from fixtures import Clock, Engines, Eventually, Given, Rows
 from flowfabric.db import session as sessions
-from flowfabric.db.embedded import Embedded
-from flowfabric.db.migrate import migrate
 from flowfabric.engine.core.watermark import WalkWatermarks
 from flowfabric.engine.engine import Engine
-from flowfabric.engine.parts import parts_of
-from flowfabric.model.execution import Created
-from flowfabric.model.handle import Handle
-from flowfabric.model.ids import ExecutionId
-from flowfabric.model.lease import ClaimedExecution
 from flowfabric.settings import Settings
-
-Answer = TypeVar("Answer")
+from servers import served
+from sessions import SESSIONS, session
 
 # A store that is not embedded starts with the first signing key only where it is told one; processes inherit it.
 os.environ["FF_WAITPOINT_HMAC_SECRET"] = "ab" * 32
 
 
-# The server and the template.
+# The server.
 
 
 @pytest.fixture(scope="session")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The address of the server of this run, which the processes of a run share."""
+def server() -> Iterator[str]:
+    """The address of the server of this process."""
     if given := os.environ.get("FF_TEST_DATABASE_URL"):
         yield given
         return
-    careless = [f"alter system set {name} = {value}" for name, value in CARELESS.items()]
-    version = int(os.environ.get("FF_TEST_POSTGRES", "18"))
-    if version == 15:
-        with debian_15() as url:
-            run(execute(url, *careless, "select pg_reload_conf()"))
-            yield url
-        return
-    root = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        root = root.parent
-    embedded = Embedded.start(root / "server", version=version)
-    try:
-        run(execute(embedded.url, *careless, "select pg_reload_conf()"))
-        yield embedded.url
-    finally:
-        embedded.release(discard=True)
-
-
-@pytest.fixture(scope="session")
-def template(server: str) -> Iterator[str]:
-    """The name of a migrated database whose clock can be moved."""
-    name = f"ff_template_{uuid4().hex}"
-
-    async def make() -> None:
-        await execute(server, f"create database {name}")
-        connection = await asyncpg.connect(at_database(server, name))
-        try:
-            await migrate(connection, schema=SCHEMA)
-            await connection.execute(FOR_TESTS)
-        finally:
-            await connection.close()
-
-    run(make())
-    yield name
-    run(execute(server, f"drop database {name} with (force)"))
+    with served(int(os.environ.get("FF_TEST_POSTGRES", "18"))) as url:
+        yield url
 
 
 # What every test leaves behind: nothing.
@@ -101,40 +62,65 @@ async def _leaves_no_task() -> AsyncIterator[None]:
     # A task that was told to end may need a turn of the loop to do so.
     await asyncio.sleep(0)
     left = asyncio.all_tasks() - before - {asyncio.current_task()}
+    for task in left:
+        task.cancel()
+    await asyncio.gather(*left, return_exceptions=True)
     assert not left, f"the test left tasks running: {left}"
 
 
+@pytest.fixture
+async def one_thread() -> AsyncIterator[ThreadPoolExecutor]:
+    """The only thread that the event loop has for calls that block, until the test ends."""
+    loop: Any = asyncio.get_running_loop()
+    usual = loop._default_executor
+    with ThreadPoolExecutor(1) as threads:
+        loop.set_default_executor(threads)
+        yield threads
+    loop._default_executor = usual
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown() -> Iterator[None]:
+    """Keep for the next test what this one closes."""
+    SESSIONS.parks = True
+    try:
+        yield
+    finally:
+        SESSIONS.parks = False
+
+
 @pytest.fixture(scope="session")
-def databases(server: str, template: str) -> Iterator[Databases]:
+async def databases(server: str) -> AsyncIterator[Databases]:
     """The databases of this process."""
-    databases = Databases(server, template)
-    run(databases.open())
-    with pytest.MonkeyPatch.context() as patch:
-        databases.remember_types(patch)
+    async with Databases.on(server) as databases:
         yield databases
-    run(databases.close())
 
 
 @pytest.fixture
-async def url(_leaves_no_task: None, databases: Databases) -> AsyncIterator[str]:
+def alteration() -> str:
+    """What the database of the test is altered by; a module whose tests all need the same overrides it."""
+    return ""
+
+
+@pytest.fixture
+def fresh_database() -> None:
+    """No test before has used the database of this one: its tables have held no rows, and no session has a plan yet."""
+
+
+@pytest.fixture
+async def url(
+    request: pytest.FixtureRequest, _leaves_no_task: None, databases: Databases, alteration: str
+) -> AsyncIterator[str]:
     """The address of a migrated database of the test's own; no session may be left on it."""
-    async with databases.one() as url:
+    async with databases.one(alteration=alteration, fresh="fresh_database" in request.fixturenames) as url:
         yield url
 
 
 @pytest.fixture
-async def empty_url(_leaves_no_task: None, server: str) -> AsyncIterator[str]:
+async def empty_url(_leaves_no_task: None, databases: Databases) -> AsyncIterator[str]:
     """The address of an empty database of the test's own; no session may be left on it."""
-    name = f"ff_test_{uuid4().hex}"
-    connection = await asyncpg.connect(server)
-    try:
-        await connection.execute(f"create database {name} strategy file_copy")
-        yield at_database(server, name)
-        left = await left_on(connection, name)
-        await connection.execute(f"drop database {name} with (force)")
-        assert not left, f"the test left sessions open: {left}"
-    finally:
-        await connection.close()
+    async with databases.new(migrated=False) as url:
+        yield url
 
 
 # What a test works with.
@@ -146,9 +132,6 @@ async def connection(url: str) -> AsyncIterator[asyncpg.Connection]:
     connection = await session(url, "test")
     yield connection
     await connection.close()
-
-
-Engines = Callable[..., Awaitable[Engine]]
 
 
 @pytest.fixture
@@ -189,81 +172,12 @@ async def keyless(engines: Engines, connection: asyncpg.Connection) -> Engine:
     return engine
 
 
-class Clock:
-    """The clock of the test's database: it goes on by itself, and further where a test says so."""
-
-    def __init__(self, connection: asyncpg.Connection) -> None:
-        self._connection = connection
-
-    async def advance(self, *, seconds: float = 0, ms: int = 0) -> int:
-        """Move the clock on and give the new time in milliseconds."""
-        moved = round(seconds * 1000) + ms
-        await self._connection.execute("update test_clock set offset_ms = offset_ms + $1", moved)
-        return await self.now()
-
-    async def stop(self) -> None:
-        """Let the clock stand still from now on: nothing lapses but by a test's word, however slow the machine is."""
-        await self._connection.execute("update test_clock set offset_ms = ff_now(), stands = true")
-
-    async def now(self) -> int:
-        """The time in milliseconds."""
-        now: int = await self._connection.fetchval("select ff_now()")
-        return now
-
-
 @pytest.fixture
 async def clock(url: str) -> AsyncIterator[Clock]:
     """Move time instead of sleeping: `await clock.advance(seconds=31)`."""
     connection = await session(url, "test clock")
     yield Clock(connection)
     await connection.close()
-
-
-class Rows:
-    """What the tables of the test's database hold."""
-
-    def __init__(self, connection: asyncpg.Connection) -> None:
-        self._connection = connection
-
-    async def of(self, table: str, **where: object) -> list[dict[str, Any]]:
-        """The rows of a table whose columns have these values, in no particular order."""
-        condition = " and ".join(f"{column} is not distinct from ${nth}" for nth, column in enumerate(where, 1))
-        query = f'select * from "{table}"' + (f" where {condition}" if where else "")
-        return [dict(row) for row in await self._connection.fetch(query, *where.values())]
-
-    async def execution(self, execution_id: ExecutionId) -> dict[str, Any]:
-        """An execution, with what its row leaves to be derived."""
-        (row,) = await self.of("execution_detail", execution_id=execution_id[-36:])
-        return row
-
-    async def timers(self, execution_id: ExecutionId) -> dict[str, int]:
-        """The timers of an execution that run, and when each is due."""
-        found = await self.of("timer", execution_id=execution_id[-36:])
-        return {row["kind"]: row["due_at"] for row in found}
-
-    async def events(self, execution_id: ExecutionId) -> list[dict[str, Any]]:
-        """The events of an execution in their order."""
-        found = await self.of("event_each", execution_id=execution_id[-36:])
-        return sorted(found, key=lambda row: int(row["event_id"]))
-
-    async def snapshot(self, *, without: Iterable[str] = ()) -> dict[str, list[str]]:
-        """Every row of every table as text, sorted."""
-        every = await self._connection.fetchval(
-            """select string_agg(format('select %1$L, array(select t::text from %1$I t order by 1)', relname),
-                                 ' union all ')
-                 from pg_class where relnamespace = $1::text::regnamespace and relkind in ('r', 'p')
-                  and not relispartition and relname <> all($2::text[])""",
-            SCHEMA,
-            ["test_clock", "test_change", *without],
-        )
-        return dict(await self._connection.fetch(every))
-
-    @asynccontextmanager
-    async def unchanged(self, *, without: Iterable[str] = ()) -> AsyncIterator[None]:
-        """Fail when any row of any table has changed at the end of the block."""
-        before = await self.snapshot(without=without)
-        yield
-        assert await self.snapshot(without=without) == before
 
 
 @pytest.fixture
@@ -274,132 +188,10 @@ async def rows(url: str) -> AsyncIterator[Rows]:
     await connection.close()
 
 
-class Given:
-    """Reaches the starting point of a test through real operations; what is not said has a default."""
-
-    def __init__(self, engine: Engine, clock: Clock) -> None:
-        self.engine = engine
-        self.clock = clock
-
-    async def created(self, **overrides: Any) -> ExecutionId:
-        """A new execution on the lane `default`; the overrides are arguments of create_execution."""
-        made = await self.engine.create_execution(
-            **{
-                "namespace": "tests",
-                "lane_id": "default",
-                "execution_kind": "job",
-                "input_payload": b'{"a": 1}',
-                "priority": 0,
-                "creator_identity": "test",
-                **overrides,
-            }
-        )
-        assert isinstance(made, Created), made
-        return made.execution_id
-
-    async def run(
-        self, *, worker: str = "worker", lease_ttl_ms: int = 30_000, capabilities: Iterable[str] = (), **overrides: Any
-    ) -> ClaimedExecution:
-        """A new execution that a worker has claimed."""
-        execution_id = await self.created(**overrides)
-        claimed = await self.claim(
-            worker=worker,
-            lease_ttl_ms=lease_ttl_ms,
-            capabilities=capabilities,
-            lane_id=overrides.get("lane_id", "default"),
-        )
-        assert claimed.execution_id == execution_id, "the lane held work that is claimed before the new execution"
-        return claimed
-
-    async def claim(
-        self,
-        *,
-        worker: str = "worker",
-        lease_ttl_ms: int = 30_000,
-        capabilities: Iterable[str] = (),
-        lane_id: str = "default",
-    ) -> ClaimedExecution:
-        """The next execution of a lane, claimed by a worker."""
-        (claimed,) = await self.engine.claim_many(
-            lanes=(lane_id,),
-            worker_id=worker,
-            worker_instance_id=f"{worker}-1",
-            capabilities=tuple(capabilities),
-            lease_ttl_ms=lease_ttl_ms,
-            limit=1,
-        )
-        return claimed
-
-    async def claimed(self, **overrides: Any) -> Handle:
-        """The handle of a new execution that a worker has claimed."""
-        return (await self.run(**overrides)).handle
-
-    async def completed(self, *, result: bytes | None = b"done", **overrides: Any) -> ExecutionId:
-        """An execution that ended in success."""
-        handle = await self.claimed(**overrides)
-        await self.engine.complete(handle, result)
-        return handle.execution_id
-
-    async def failed(self, *, reason: str = "no luck", **overrides: Any) -> ExecutionId:
-        """An execution whose only attempt failed."""
-        handle = await self.claimed(**overrides)
-        await self.engine.fail(handle, reason=reason, classification="permanent")
-        return handle.execution_id
-
-    async def cancelled(self, **overrides: Any) -> ExecutionId:
-        """An execution that was cancelled before anybody claimed it."""
-        execution_id = await self.created(**overrides)
-        await self.engine.cancel_execution(execution_id=execution_id, reason="not wanted")
-        return execution_id
-
-    async def delayed(self, *, seconds: float = 60, **overrides: Any) -> ExecutionId:
-        """An execution that becomes claimable so much later."""
-        return await self.created(delay_until=await self.clock.now() + round(seconds * 1000), **overrides)
-
-    async def backing_off(self, *, delay_ms: int = 60_000, max_retries: int = 3, **overrides: Any) -> Handle:
-        """The handle of a failed attempt whose execution waits for its retry."""
-        retry = {"max_retries": max_retries, "backoff": {"type": "fixed", "delay_ms": delay_ms}}
-        policy = {**overrides.pop("policy", {}), "retry_policy": retry}
-        handle = await self.claimed(policy=policy, **overrides)
-        await self.engine.fail(handle, reason="no luck")
-        return handle
-
-    async def expired_lease(self, *, lease_ttl_ms: int = 30_000, **overrides: Any) -> Handle:
-        """A handle whose lease has run out and is not marked yet."""
-        handle = await self.claimed(lease_ttl_ms=lease_ttl_ms, **overrides)
-        await self.clock.advance(ms=lease_ttl_ms + 1)
-        return handle
-
-    async def reclaimable(self, **overrides: Any) -> Handle:
-        """A handle whose lease has run out and is marked: the next claim takes its execution."""
-        handle = await self.expired_lease(**overrides)
-        assert await parts_of(self.engine).lease_expiry.mark_expired([handle.execution_id]) == 1
-        return handle
-
-    async def registered(
-        self, *, worker_instance_id: str = "worker-1", liveness_ttl_ms: int = 60_000, **overrides: Any
-    ) -> str:
-        """A live worker of the registry."""
-        await self.engine.register_worker(
-            **{
-                "worker_id": "worker",
-                "worker_instance_id": worker_instance_id,
-                "lanes": ("default",),
-                "liveness_ttl_ms": liveness_ttl_ms,
-                "namespace": "tests",
-                **overrides,
-            }
-        )
-        return worker_instance_id
-
-
 @pytest.fixture
 async def given(engine: Engine, clock: Clock) -> Given:
     """Starting points: `handle = await given.claimed(lease_ttl_ms=1000)`."""
     return Given(engine, clock)
-
-
-Eventually = Callable[..., Awaitable[Any]]
 
 
 @pytest.fixture

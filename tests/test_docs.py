@@ -90,6 +90,7 @@ PUBLIC = (flowfabric, conditions, public_errors, public_ids, outcomes, public_po
 
 _BLOCK = re.compile(r"^```(?P<mark>[^\n`]*)\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
 _PRINTED = re.compile(r"^\s*print\(.*\)  # (.*)$", re.MULTILINE)
+_IMPORT = re.compile(r"from (flowfabric[\w.]*) import")
 _LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 _HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
 _VARIABLE = re.compile(rf"\b{PREFIX}[A-Z_]*[A-Z]\b")
@@ -196,10 +197,11 @@ def test_shown_tests_pass_on_the_server_they_start(tests: Block, tmp_path: Path)
     assert f"\n{written} passed in " in done.stdout, done.stdout
 
 
-@pytest.mark.parametrize("block", [block for block in ALL if block.mark.startswith("python")], ids=lambda b: b.name)
-def test_code_is_marked_by_a_known_word_and_is_python(block: Block) -> None:
-    assert block.mark in ("python", "python program", "python session", "python pytest")
-    compile(block.code, block.name, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+def test_code_is_marked_by_a_known_word_and_is_python() -> None:
+    code = [block for block in ALL if block.mark.startswith("python")]
+    assert {block.mark for block in code} == {"python", "python program", "python session", "python pytest"}
+    for block in code:
+        compile(block.code, block.name, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
 
 
 def write_shown_code(folder: Path) -> list[str]:
@@ -241,9 +243,9 @@ def test_the_front_page_shows_code_that_runs() -> None:
 # What is linked is there.
 
 
-@pytest.mark.parametrize("page", PAGES, ids=relative)
-def test_every_link_within_the_project_leads_somewhere(page: Path) -> None:
-    assert list(broken(page, _LINK.findall(without_code(page)))) == []
+def test_every_link_within_the_project_leads_somewhere() -> None:
+    found = {relative(page): list(broken(page, _LINK.findall(without_code(page)))) for page in PAGES}
+    assert {page: links for page, links in found.items() if links} == {}
 
 
 def broken(page: Path, links: Sequence[str]) -> Iterator[str]:
@@ -288,10 +290,10 @@ def test_the_page_of_settings_lists_each_with_its_default() -> None:
     assert dict(_ROW.findall(page.read_text(encoding="utf-8"))) == variables()
 
 
-@pytest.mark.parametrize("page", PAGES, ids=relative)
-def test_every_variable_a_page_names_is_a_setting(page: Path) -> None:
+def test_every_variable_a_page_names_is_a_setting() -> None:
     known = set(variables()) | set(_VARIABLE.findall((ROOT / "tests" / "conftest.py").read_text(encoding="utf-8")))
-    assert set(_VARIABLE.findall(page.read_text(encoding="utf-8"))) - known == set()
+    named = {relative(page): set(_VARIABLE.findall(page.read_text(encoding="utf-8"))) for page in PAGES}
+    assert {page: names - known for page, names in named.items() if names - known} == {}
 
 
 def test_every_operation_is_described_and_stands_in_the_contents() -> None:
@@ -342,10 +344,10 @@ def test_the_names_of_the_engines_page_are_public() -> None:
     assert ours - {name for module in PUBLIC for name in module.__all__} == set()
 
 
-@pytest.mark.parametrize("page", PAGES, ids=relative)
-def test_a_page_imports_from_public_modules(page: Path) -> None:
-    imported = {name for block in blocks(page) for name in re.findall(r"from (flowfabric[\w.]*) import", block.code)}
-    assert imported <= {module.__name__ for module in PUBLIC}
+def test_the_pages_import_from_public_modules() -> None:
+    public = {module.__name__ for module in PUBLIC}
+    imports = [(page, name) for page in PAGES for block in blocks(page) for name in _IMPORT.findall(block.code)]
+    assert [(relative(page), name) for page, name in imports if name not in public] == []
 
 
 def test_every_sweep_is_described_with_its_interval() -> None:

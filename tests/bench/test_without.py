@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 
-from conftest import Engines
+from fixtures import Engines
 from flowfabric.bench.ours import LANE, noop
 from flowfabric.bench.ours_submit import create_one
 from flowfabric.bench.run import SUBJECTS

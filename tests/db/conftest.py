@@ -22,6 +22,7 @@ import asyncpg
 import pytest
 
 from flowfabric.db.embedded import Embedded
+from servers import served
 
 NOBODY = 65534
 
@@ -188,11 +189,20 @@ def someone() -> int:
 
 
 @pytest.fixture(scope="session")
-def server_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The address of one server for all tests that only need databases."""
-    server = Embedded.start(tmp_path_factory.mktemp("server") / "home")
-    yield server.url
-    server.release(discard=True)
+def server_url(request: pytest.FixtureRequest) -> Iterator[str]:
+    """The address of a server of the newest version, for tests that only need databases."""
+    if {"FF_TEST_POSTGRES", "FF_TEST_DATABASE_URL"}.isdisjoint(os.environ):
+        yield request.getfixturevalue("server")
+    else:
+        with served(18) as url:
+            yield url
+
+
+@pytest.fixture
+def older_server_url() -> Iterator[str]:
+    """The address of a server of the oldest version that can be embedded."""
+    with served(16) as url:
+        yield url
 
 
 @pytest.fixture
@@ -200,7 +210,7 @@ async def database_url(server_url: str) -> AsyncIterator[str]:
     """The address of an empty database of the test's own."""
     name = f"test_{uuid4().hex}"
     connection = await asyncpg.connect(server_url)
-    await connection.execute(f"create database {name}")
+    await connection.execute(f"create database {name} strategy file_copy")
     yield urlunsplit(urlsplit(server_url)._replace(path=f"/{name}"))
     await connection.execute(f"drop database {name} with (force)")
     await connection.close()

@@ -1,47 +1,20 @@
 """Fixtures of the engine tests: a clock that only the test moves, so that every timestamp has one right value."""
 
 from collections.abc import AsyncIterator
-from typing import Any
 
-import asyncpg
 import pytest
 
+from fixtures import Clock, Explain, Rows
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.lease import claim as claim_family
 from flowfabric.model.explanation import Explanation
 
 
-class StandingClock:
-    """The clock of the test's database; only the test moves it."""
-
-    def __init__(self, connection: asyncpg.Connection) -> None:
-        self._connection = connection
-
-    async def advance(self, *, seconds: float = 0, ms: int = 0) -> int:
-        """Move the clock forward and return the new time in milliseconds."""
-        return await self.set(await self.now() + round(seconds * 1000) + ms)
-
-    async def set(self, now: int) -> int:
-        """Set the clock to a time and return it."""
-        await self._connection.execute("update test_clock set offset_ms = $1, stands = true", now)
-        return now
-
-    async def now(self) -> int:
-        """The time in milliseconds."""
-        now: int = await self._connection.fetchval("select ff_now()")
-        return now
-
-
 @pytest.fixture
-async def clock(url: str) -> AsyncIterator[StandingClock]:
+async def clock(clock: Clock) -> Clock:
     """A clock that stands still: `await clock.advance(seconds=31)`."""
-    connection = await asyncpg.connect(
-        url, server_settings={"search_path": "flowfabric", "application_name": "test clock"}
-    )
-    clock = StandingClock(connection)
-    await clock.set(await clock.now())
-    yield clock
-    await connection.close()
+    await clock.stop()
+    return clock
 
 
 @pytest.fixture
@@ -51,7 +24,7 @@ def hints_only(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def explain(engine: Engine, rows: Any) -> Any:
+def explain(engine: Engine, rows: Rows) -> Explain:
     """Explain an execution, and check that this changes nothing and agrees with its row."""
 
     async def explain(execution_id: str) -> Explanation:

@@ -7,10 +7,9 @@ from typing import Any
 
 import asyncpg
 
-from conftest import Given
-from engine.conftest import StandingClock
 from engine.state import claim, refused
 from engine.waits import args, triple
+from fixtures import Clock, Given
 from flowfabric.db.database import Transaction
 from flowfabric.engine.core.consequence import Attachment, EndedLease
 from flowfabric.engine.core.transition import Move
@@ -33,7 +32,7 @@ class Scene:
     """An engine with one more consequence, which records what it is called with."""
 
     given: Given
-    clock: StandingClock
+    clock: Clock
     connection: asyncpg.Connection
     calls: list[int] = field(default_factory=list)
     """How many executions each call of the consequence was about."""

@@ -6,13 +6,12 @@ from uuid import uuid4
 
 import asyncpg
 
-from conftest import Engines, Given, Rows
+from fixtures import Clock, Engines, Given, Rows
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.parts import parts_of
 from flowfabric.model.errors import EngineError
 from flowfabric.model.execution import Created, Duplicate
 
-from .conftest import StandingClock
 from .grants import grant, reclaim_grant
 from .state import ACTIVE, claim, ids, new, refused, rounds, vector
 
@@ -53,9 +52,7 @@ async def test_a_claim_writes_nothing_to_executions_it_cannot_take(engine: Engin
         await engine.claim_for_worker(lane_id="default", worker_id="worker", worker_instance_id="worker-1")
 
 
-async def test_the_epoch_rises_over_attempts_resumes_and_reclaims(
-    engine: Engine, given: Given, clock: StandingClock
-) -> None:
+async def test_the_epoch_rises_over_attempts_resumes_and_reclaims(engine: Engine, given: Given, clock: Clock) -> None:
     first = await given.backing_off(delay_ms=1)
     epochs = [first.lease_epoch]
     await clock.advance(ms=1)
@@ -101,7 +98,7 @@ async def test_a_granted_execution_does_not_hide_the_best_of_another_queue(engin
 
 
 async def test_every_end_has_one_event_with_namespace_instance_tag_and_lease(
-    engine: Engine, given: Given, rows: Rows, clock: StandingClock
+    engine: Engine, given: Given, rows: Rows, clock: Clock
 ) -> None:
     tagged: dict[str, Any] = {"tags": {"ff.instance_id": "i1"}, "namespace": "tenant"}
     completed = await given.completed(**tagged)
@@ -177,7 +174,7 @@ async def test_concurrent_operations_on_one_execution_do_not_deadlock(
 
 
 async def test_retention_deletes_an_execution_with_all_its_rows_after_its_own_time(
-    engine: Engine, given: Given, rows: Rows, clock: StandingClock
+    engine: Engine, given: Given, rows: Rows, clock: Clock
 ) -> None:
     short: dict[str, Any] = {"policy": {"stream_policy": {"retention_ttl_ms": 1000}}, "tags": {"app.key": "value"}}
     short |= {"input_payload": b"x" * 300}

@@ -8,12 +8,11 @@ from typing import Any
 import asyncpg
 import pytest
 
-from conftest import Engines, Given, Rows
 from creates import new
-from engine.conftest import StandingClock
 from engine.ends import BIT, TTL_MS, WAYS, Scene
 from engine.state import all_cases, claim, refused
 from engine.waits import args, triple
+from fixtures import Clock, Engines, Given, Rows
 from flowfabric.db.database import Transaction
 from flowfabric.engine import parts as parts_module
 from flowfabric.engine.core.consequence import EndedLease
@@ -25,7 +24,7 @@ from flowfabric.model.lease import Completed
 
 @pytest.fixture
 async def scene(
-    monkeypatch: pytest.MonkeyPatch, engines: Engines, clock: StandingClock, connection: asyncpg.Connection
+    monkeypatch: pytest.MonkeyPatch, engines: Engines, clock: Clock, connection: asyncpg.Connection
 ) -> Scene:
     """An engine with its own consequences and one of this test."""
     await connection.execute(
@@ -37,7 +36,7 @@ async def scene(
         await found.see(transaction, ended)
 
     monkeypatch.setattr(parts_module, "CONSEQUENCES", {**parts_module.CONSEQUENCES, BIT: see})
-    found = Scene(Given(await engines(), clock), clock, connection)  # type: ignore[arg-type]
+    found = Scene(Given(await engines(), clock), clock, connection)
     return found
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import asyncpg
 import pytest
 
-from conftest import Eventually, Rows
 from databases import execute
+from fixtures import Eventually, Rows
 from flowfabric.db.embedded import Embedded
 from flowfabric.db.migrate import load_migrations
 from flowfabric.engine.engine import Engine, engine_beside

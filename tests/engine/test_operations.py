@@ -2,7 +2,7 @@
 
 import inspect
 
-from conftest import Given
+from fixtures import Given
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.lease.finish import Finish
 from flowfabric.engine.operation import operation

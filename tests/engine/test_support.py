@@ -6,7 +6,7 @@ from typing import Any
 import asyncpg
 import pytest
 
-from conftest import Eventually, Given
+from fixtures import Eventually, Given
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.parts import parts_of
 from flowfabric.model.support import FLAGS, NAMED_OPERATIONS, OPERATIONS

@@ -5,7 +5,9 @@ The rows are counted by the server while real operations run, on the plans they 
 
 import asyncio
 import contextlib
+import time
 from collections import Counter
+from collections.abc import AsyncIterator
 from typing import Any
 from uuid import uuid4
 
@@ -13,6 +15,7 @@ import asyncpg
 import pytest
 
 from creates import new
+from databases import Databases
 from flowfabric.engine.core.payload import INLINE_PAYLOAD_BYTES
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.lease.expire import CLAIM_LIMIT, SWEEP_LIMIT
@@ -27,6 +30,7 @@ from flowfabric.model.lease import Renewed
 from flowfabric.model.suspension import SuspendArgs, SuspensionReason
 from flowfabric.model.waitpoint import Fresh
 from flowfabric.reconcile.due import SAMPLE, read_due
+from house.filled import filled
 from house.touched import VACUUM, Touched, touched
 
 __all__ = ["touched"]
@@ -46,30 +50,32 @@ async def claim(engine: Engine, limit: int, **overrides: Any) -> list[Any]:
     )
 
 
-@pytest.fixture(params=["no statistics", "statistics"])
-async def full(
-    request: pytest.FixtureRequest,
-    lasting_watermarks: None,
-    engine: Engine,
-    clock: Any,
-    connection: asyncpg.Connection,
-) -> Engine:
-    """An engine on tables that hold ended, leased, delayed and waiting executions, of one lane and of others."""
+async def fill(engine: Engine) -> None:
+    """Leave ended, leased, delayed and waiting executions, of one lane and of others."""
+    now = round(time.time() * 1000)
     await engine.create_many([new() for _ in range(ENDED)])
     for _ in range(ENDED // 100):
         await engine.complete_many([(run.handle, b"1") for run in await claim(engine, 100)])
     for _ in range(LEASED // 1000):
-        await engine.create_many([new(execution_deadline_at=await clock.now() + DAY) for _ in range(1000)])
+        await engine.create_many([new(execution_deadline_at=now + DAY) for _ in range(1000)])
         for _ in range(10):
             await claim(engine, 100, lease_ttl_ms=4 * HOUR)
-    later = await clock.now() + HOUR
     for nth in range(DELAYED // 1000):
-        await engine.create_many([new(delay_until=later + (nth * 1000 + n) * 1000) for n in range(1000)])
+        await engine.create_many([new(delay_until=now + HOUR + (nth * 1000 + n) * 1000) for n in range(1000)])
     for nth in range(BACKLOG // 1000):
         await engine.create_many([new(lane_id=f"lane{nth % 4}" if nth % 2 else "default") for _ in range(1000)])
-    await connection.execute(VACUUM)
-    if request.param == "statistics":
-        await connection.execute("analyze")
+
+
+@pytest.fixture(scope="module", params=["no statistics", "statistics"])
+async def original(request: pytest.FixtureRequest, databases: Databases) -> AsyncIterator[str]:
+    """The address of a database with many executions."""
+    async with filled(databases, fill, VACUUM, *(["analyze"] if request.param == "statistics" else [])) as url:
+        yield url
+
+
+@pytest.fixture
+def full(original: str, lasting_watermarks: None, engine: Engine) -> Engine:
+    """An engine on tables that hold ended, leased, delayed and waiting executions, of one lane and of others."""
     return engine
 
 

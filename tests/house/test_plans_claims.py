@@ -7,11 +7,13 @@ import asyncpg
 import pytest
 
 from creates import new
+from databases import Databases
 from flowfabric.engine.core.watermark import WalkWatermarks
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.parts import parts_of
 from flowfabric.model.grant import Granted
 from flowfabric.settings import Settings
+from house.filled import filled
 from house.touched import VACUUM, Touched, touched
 
 __all__ = ["touched"]
@@ -25,17 +27,24 @@ async def claim(engine: Engine, limit: int, *lanes: str, **overrides: Any) -> li
     return await engine.claim_many(lanes=lanes or ("default",), limit=limit, **{**WORKER, **overrides})
 
 
-@pytest.fixture(params=["no statistics", "statistics"])
-async def backlog(
-    request: pytest.FixtureRequest, lasting_watermarks: None, engine: Engine, connection: asyncpg.Connection
-) -> Engine:
-    """An engine with 4,000 executions of 200 kinds on one lane, and 500 on each of four others."""
+async def fill(engine: Engine) -> None:
+    """Leave 4,000 executions of 200 kinds on one lane, and 500 on each of four others."""
     for nth in range(0, 4000, 1000):
         await engine.create_many([new(execution_kind=f"kind{n % 200}") for n in range(nth, nth + 1000)])
     for lane in range(4):
         await engine.create_many([new(lane_id=f"lane{lane}") for _ in range(500)])
-    if request.param == "statistics":
-        await connection.execute("vacuum analyze")
+
+
+@pytest.fixture(scope="module", params=["no statistics", "statistics"])
+async def original(request: pytest.FixtureRequest, databases: Databases) -> AsyncIterator[str]:
+    """The address of a database with a backlog."""
+    async with filled(databases, fill, *(["vacuum analyze"] if request.param == "statistics" else [])) as url:
+        yield url
+
+
+@pytest.fixture
+def backlog(original: str, lasting_watermarks: None, engine: Engine) -> Engine:
+    """An engine with 4,000 executions of 200 kinds on one lane, and 500 on each of four others."""
     return engine
 
 

@@ -6,10 +6,10 @@ from typing import Any
 import asyncpg
 import pytest
 
-from databases import session
 from flowfabric.db.session import session_settings
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.parts import parts_of
+from sessions import session
 
 _RARE = """
 select kind, reason from event

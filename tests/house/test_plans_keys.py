@@ -7,19 +7,20 @@ index with the few rows that are given as the inner side of the join.
 
 import asyncio
 import re
+import time
 from collections import defaultdict
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
 import asyncpg
 import pytest
 
-from conftest import Engines
 from creates import new
+from databases import Databases
 from flowfabric.db.session import session_settings
 from flowfabric.db.statements import Statement, Statements
 from flowfabric.engine.engine import Engine
+from flowfabric.settings import Settings
 
 PACKAGE = Path(__file__).parents[2] / "src" / "flowfabric"
 ALL = {
@@ -111,6 +112,7 @@ async def plan(connection: asyncpg.Connection, statement: Statement) -> list[str
     nothing = f"({', '.join(['null'] * len(statement.parameters))})" if statement.parameters else ""
     await connection.execute(f"prepare {statement.name} as {statement.sql}")
     found = await connection.fetch(f"explain (costs off) execute {statement.name}{nothing}")
+    await connection.execute(f"deallocate {statement.name}")
     return [row[0].strip() for row in found]
 
 
@@ -136,16 +138,18 @@ def is_by_key(table: str, condition: str) -> bool:
     return any(all(re.search(rf"\b{column} = ", condition) for column in key) for key in KEYS[table])
 
 
-@pytest.fixture(params=["nothing", "that the tables are empty", "what they hold"])
-async def known(url: str, engines: Engines, clock: Any, request: pytest.FixtureRequest) -> AsyncIterator[Any]:
+@pytest.fixture(scope="module", params=["nothing", "that the tables are empty", "what they hold"])
+async def known(request: pytest.FixtureRequest, databases: Databases) -> AsyncIterator[asyncpg.Connection]:
     """A session like those of the engine, whose planner knows this."""
-    if request.param == "what they hold":
-        await fill(await engines(), await clock.now())
-    connection = await asyncpg.connect(url, server_settings=session_settings("flowfabric"))
-    if request.param != "nothing":
-        await connection.execute("vacuum analyze")
-    yield connection
-    await connection.close()
+    async with databases.new() as url:
+        if request.param == "what they hold":
+            async with Engine.connect(settings=Settings(database_url=url)) as engine:
+                await fill(engine, round(time.time() * 1000))
+        connection = await asyncpg.connect(url, server_settings=session_settings("flowfabric"))
+        if request.param != "nothing":
+            await connection.execute("vacuum analyze")
+        yield connection
+        await connection.close()
 
 
 async def fill(engine: Engine, now: int) -> None:

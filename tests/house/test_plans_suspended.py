@@ -1,13 +1,14 @@
 """Statements of waits touch few rows, however many executions wait and whatever the planner knows of them."""
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from typing import Any
 from uuid import uuid4
 
 import asyncpg
 import pytest
 
+from databases import Databases
 from flowfabric.db.database import Database, Transaction
 from flowfabric.db.statements import Statement
 from flowfabric.engine.engine import Engine
@@ -18,6 +19,7 @@ from flowfabric.model.ids import SuspensionId, WaitpointId
 from flowfabric.model.states import TimeoutBehavior
 from flowfabric.model.suspension import SuspendArgs, Suspended, SuspensionReason
 from flowfabric.model.waitpoint import Fresh, UsePending
+from house.filled import filled
 from house.touched import VACUUM
 
 WAITING = 500
@@ -111,13 +113,21 @@ async def signal(engine: Engine, outcome: Suspended, *, is_last: bool = False) -
     )
 
 
-@pytest.fixture(params=["no statistics", "statistics"])
-async def full(request: pytest.FixtureRequest, engine: Engine, connection: asyncpg.Connection) -> Engine:
-    """An engine on tables that hold many waits."""
+async def fill(engine: Engine) -> None:
+    """Leave many waits."""
     await waits(engine, WAITING)
-    await connection.execute("vacuum")
-    if request.param == "statistics":
-        await connection.execute("analyze")
+
+
+@pytest.fixture(scope="module", params=["no statistics", "statistics"])
+async def original(request: pytest.FixtureRequest, databases: Databases) -> AsyncIterator[str]:
+    """The address of a database with many waits."""
+    async with filled(databases, fill, "vacuum", *(["analyze"] if request.param == "statistics" else [])) as url:
+        yield url
+
+
+@pytest.fixture
+def full(original: str, engine: Engine) -> Engine:
+    """An engine on tables that hold many waits."""
     return engine
 
 

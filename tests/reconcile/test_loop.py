@@ -8,7 +8,7 @@ from typing import Any
 import asyncpg
 import pytest
 
-from conftest import Clock, Engines, Given, Rows
+from fixtures import Clock, Engines, Given, Rows
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.parts import Parts, parts_of
 from flowfabric.model.errors import TransportError

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from conftest import Given
+from fixtures import Given
 from flowfabric.db.database import Database
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.parts import Parts, parts_of

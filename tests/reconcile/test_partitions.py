@@ -6,7 +6,7 @@ from typing import Any
 import asyncpg
 import pytest
 
-from conftest import Clock, Given, Rows
+from fixtures import Clock, Given, Rows
 from flowfabric.db import partitions
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.parts import parts_of

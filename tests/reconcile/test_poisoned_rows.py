@@ -7,9 +7,9 @@ from uuid import uuid4
 import asyncpg
 import pytest
 
-from conftest import Clock, Given, Rows
 from engine.sending import running, waiting
 from engine.waits import on_all
+from fixtures import Clock, Given, Rows
 from flowfabric.engine.core.quarantine import Quarantine
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.lease import catch_up

@@ -3,8 +3,8 @@
 import asyncpg
 import pytest
 
-from conftest import Clock, Given, Rows
 from creates import new
+from fixtures import Clock, Given, Rows
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.execution.retention import SQL
 from flowfabric.engine.parts import parts_of

@@ -8,11 +8,11 @@ from typing import Any
 import asyncpg
 import pytest
 
-from databases import session
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.parts import parts_of
 from flowfabric.model.errors import EngineError
 from flowfabric.model.lease import Renewed
+from sessions import session
 
 WORKER: dict[str, Any] = {"worker_id": "worker", "worker_instance_id": "worker-1"}
 GATE = 7

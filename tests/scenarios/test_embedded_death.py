@@ -187,17 +187,17 @@ async def test_of_many_holders_that_find_the_server_dead_at_once_one_starts_it(
             await asyncio.to_thread(holder.release)
 
 
-async def test_the_server_is_stopped_while_handlers_block_every_thread_of_the_event_loop(home: Path) -> None:
-    loop, gate, threads = asyncio.get_running_loop(), threading.Event(), ThreadPoolExecutor(1)
-    loop.set_default_executor(threads)
+async def test_the_server_is_stopped_while_handlers_block_every_thread_of_the_event_loop(
+    home: Path, one_thread: ThreadPoolExecutor
+) -> None:
+    gate = threading.Event()
     try:
         async with asyncio.timeout(30), Engine.connect(settings=Settings(home=home, database_url=None)):
-            loop.run_in_executor(None, gate.wait, 60)
+            one_thread.submit(gate.wait, 60)
             assert servers(home)
         assert servers(home) == []
     finally:
         gate.set()
-        threads.shutdown()
 
 
 async def test_a_server_whose_data_was_deleted_is_not_made_anew(

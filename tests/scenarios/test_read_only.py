@@ -14,7 +14,7 @@ from .command import migrate
 
 
 @pytest.fixture
-async def read_only(url: str, connection: asyncpg.Connection) -> AsyncIterator[str]:
+async def read_only(fresh_database: None, url: str, connection: asyncpg.Connection) -> AsyncIterator[str]:
     """The address of a database whose transactions are read-only."""
     name = await connection.fetchval("select current_database()")
     await connection.execute(f"alter database {name} set default_transaction_read_only = on")

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from fixtures import Attempts, Eventually, Given, IsSuspended, Rows, StartWorker, Submit
 from flowfabric.engine.engine import Engine
 from flowfabric.model.errors import TransportError
 from flowfabric.model.ids import ExecutionId
@@ -14,7 +15,7 @@ from flowfabric.worker.worker import Worker
 
 
 @pytest.fixture
-async def start_worker(engine: Engine) -> AsyncIterator[Callable[..., Any]]:
+async def start_worker(engine: Engine) -> AsyncIterator[StartWorker]:
     """Start a worker for handlers by kind, `await start_worker({"job": job}, concurrency=2)`; it ends with the test."""
     async with AsyncExitStack() as stack:
 
@@ -26,20 +27,17 @@ async def start_worker(engine: Engine) -> AsyncIterator[Callable[..., Any]]:
 
 
 @pytest.fixture
-def submit(given: Any) -> Callable[..., Any]:
+def submit(given: Given) -> Submit:
     """Create an execution of kind `job` from arguments by name: `await submit(a=1)`."""
 
     async def submit(*, policy: Any = None, kind: str = "job", **arguments: Any) -> ExecutionId:
-        created: ExecutionId = await given.created(
-            execution_kind=kind, input_payload=msgspec.json.encode(arguments), policy=policy
-        )
-        return created
+        return await given.created(execution_kind=kind, input_payload=msgspec.json.encode(arguments), policy=policy)
 
     return submit
 
 
 @pytest.fixture
-def attempts(rows: Any) -> Callable[..., Any]:
+def attempts(rows: Rows) -> Attempts:
     """The attempts of an execution in their order."""
 
     async def attempts(execution_id: ExecutionId) -> list[dict[str, Any]]:
@@ -50,7 +48,7 @@ def attempts(rows: Any) -> Callable[..., Any]:
 
 
 @pytest.fixture
-def is_suspended(engine: Engine, eventually: Any) -> Any:
+def is_suspended(engine: Engine, eventually: Eventually) -> IsSuspended:
     """Wait until an execution is suspended."""
 
     async def is_suspended(run: ExecutionId) -> None:

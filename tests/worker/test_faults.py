@@ -85,6 +85,7 @@ def test_only_faults_of_the_store_pass(fault: Exception, passes: bool) -> None: 
     assert not (passes and is_about_values(fault))
 
 
+@pytest.mark.usefixtures("fresh_database")
 async def test_a_store_that_is_read_only_for_a_while_fails_no_run(
     engine: Engine, start_worker: Any, submit: Any, connection: Any, eventually: Any, attempts: Any, caplog: Any
 ) -> None:
@@ -226,6 +227,7 @@ async def test_a_waitpoint_is_made_once_though_its_answer_is_lost(
     assert ended.result == json.dumps(made, separators=(",", ":")).encode()
 
 
+@pytest.mark.usefixtures("fresh_database")
 async def test_a_worker_starts_when_the_store_can_take_its_registration(
     engine: Engine, start_worker: Any, submit: Any, connection: Any, caplog: Any, eventually: Any
 ) -> None:

@@ -222,11 +222,9 @@ async def test_a_handler_that_ignores_its_cancellation_is_left_behind(
 
 
 async def test_a_worker_stops_while_its_handlers_block_every_thread_of_the_event_loop(
-    engine: Engine, submit: Any, eventually: Any
+    engine: Engine, submit: Any, eventually: Any, one_thread: ThreadPoolExecutor
 ) -> None:
     gate = threading.Event()
-    threads = ThreadPoolExecutor(1)
-    asyncio.get_running_loop().set_default_executor(threads)
 
     async def block() -> None:
         await asyncio.to_thread(gate.wait, 60)
@@ -238,7 +236,6 @@ async def test_a_worker_stops_while_its_handlers_block_every_thread_of_the_event
             await eventually(lambda: worker.running == 1)
     finally:
         gate.set()
-        threads.shutdown()
 
 
 async def test_results_of_the_last_moment_are_written(engine: Engine, submit: Any, rows: Any) -> None:

@@ -61,7 +61,7 @@ def migrate(
     with one_line_errors():
         settings = Settings(**{name: value for name, value in options.items() if value is not None})
         if sql:
-            known = migrations.load_migrations()
+            known = migrations.known_migrations()
             typer.echo(migrations.render_sql(known, settings.schema_name, from_number=after or 0), nl=False)
         elif check:
             asyncio.run(_check(settings, as_json=as_json))
@@ -80,7 +80,7 @@ async def _check(settings: Settings, *, as_json: bool) -> None:
     problem: str | None
     if settings.database_url is None and not (data := Embedded.data_of(settings.home)).exists():
         # Connecting would create a server.
-        status = migrations.judge(settings.schema_name, migrations.load_migrations(), ())
+        status = migrations.judge(settings.schema_name, migrations.known_migrations(), ())
         problem = f"there is no embedded server at {data}: run `ff migrate` to create one, or set FF_DATABASE_URL"
     else:
         try:

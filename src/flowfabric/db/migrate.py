@@ -5,6 +5,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cache
 from pathlib import Path
 from typing import assert_never
 
@@ -136,11 +137,17 @@ def _load(path: Path) -> Migration:
     )
 
 
-def created_names(migrations: Sequence[Migration]) -> list[str]:
-    """The names of schema_migration and of the tables and sequences that these migrations create."""
-    return sorted(
-        {name for text in (_CREATE_LEDGER, *(each.sql for each in migrations)) for name in _CREATED.findall(text)}
-    )
+@cache
+def known_migrations() -> tuple[Migration, ...]:
+    """The migrations of this package, read once."""
+    return load_migrations()
+
+
+@cache
+def created_names() -> tuple[str, ...]:
+    """The names of schema_migration and of the tables and sequences that the migrations of this package create."""
+    texts = (_CREATE_LEDGER, *(each.sql for each in known_migrations()))
+    return tuple(sorted({name for text in texts for name in _CREATED.findall(text)}))
 
 
 async def migrate(
@@ -156,7 +163,7 @@ async def migrate(
     migration is applied once. A schema that this code could not use afterwards is refused before any change.
     """
     check_schema_name(schema)
-    known = load_migrations() if migrations is None else migrations
+    known = known_migrations() if migrations is None else migrations
     applied: list[Migration] = []
     while True:
         # READ COMMITTED: a snapshot taken before the lock would miss what a concurrent run applied.
@@ -214,7 +221,7 @@ async def check(
 ) -> SchemaStatus:
     """Compare a schema with the migrations this code knows; change nothing."""
     check_schema_name(schema)
-    known = load_migrations() if migrations is None else migrations
+    known = known_migrations() if migrations is None else migrations
     return judge(schema, known, await _read_ledger(connection, schema) or (), folder=folder)
 
 

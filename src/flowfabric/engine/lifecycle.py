@@ -193,9 +193,9 @@ class Lifecycle:
             )
 
     async def _rights(self) -> Rights:
-        database, names = self._database, migrate.created_names(migrate.load_migrations())
+        database = self._database
         async with database.acquire() as connection:
-            return await rights_of(connection, url=database.url, schema=database.schema, names=names)
+            return await rights_of(connection, url=database.url, schema=database.schema, names=migrate.created_names())
 
     @staticmethod
     def _check_writable(rights: Rights) -> None:

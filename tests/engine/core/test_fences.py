@@ -9,9 +9,8 @@ from uuid import uuid4
 import asyncpg
 import msgspec
 
-from conftest import Given, Rows
-from engine.conftest import StandingClock
 from engine.state import EXPIRED_LEASE, FENCED, Fenced, all_cases, attempts, claim, event_texts, refused, revoke, vector
+from fixtures import Clock, Given, Rows
 from flowfabric.engine.engine import Engine
 from flowfabric.model.errors import ContentionError, InvalidInputError, NotFoundError, StateError
 from flowfabric.model.handle import Backend, Handle
@@ -33,7 +32,7 @@ def each_operation() -> Iterator[tuple[str, Fenced, Callable[[], AbstractContext
             yield name, operation, functools.partial(case, name)
 
 
-async def test_a_lease_is_valid_until_its_last_millisecond(engine: Engine, given: Given, clock: StandingClock) -> None:
+async def test_a_lease_is_valid_until_its_last_millisecond(engine: Engine, given: Given, clock: Clock) -> None:
     handles = {name: await given.claimed(lease_ttl_ms=1000, lane_id=name) for name in FENCED}
     await clock.advance(ms=999)
     for name, operation, case in each_operation():
@@ -42,7 +41,7 @@ async def test_a_lease_is_valid_until_its_last_millisecond(engine: Engine, given
 
 
 async def test_a_lease_ends_exactly_at_its_expiry_and_the_refusal_marks_it(
-    engine: Engine, given: Given, rows: Rows, clock: StandingClock
+    engine: Engine, given: Given, rows: Rows, clock: Clock
 ) -> None:
     handles = {name: await given.claimed(lease_ttl_ms=1000, lane_id=name) for name in FENCED}
     now = await clock.advance(ms=1000)
@@ -124,7 +123,7 @@ async def test_an_attempt_that_waits_for_its_retry_is_not_active(engine: Engine,
 
 
 async def test_revocation_is_checked_before_expiry_and_expiry_before_the_ids(
-    engine: Engine, given: Given, rows: Rows, connection: asyncpg.Connection, clock: StandingClock
+    engine: Engine, given: Given, rows: Rows, connection: asyncpg.Connection, clock: Clock
 ) -> None:
     revoked = await given.claimed(lease_ttl_ms=1000)
     expired = {name: await given.claimed(lease_ttl_ms=1000, lane_id=name) for name in FENCED}

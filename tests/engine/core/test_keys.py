@@ -6,9 +6,8 @@ from typing import Any
 import asyncpg
 import pytest
 
-from conftest import Rows
-from engine.conftest import StandingClock
 from engine.state import all_cases, refused
+from fixtures import Clock, Rows
 from flowfabric.engine.core.keys import Keys
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.parts import parts_of
@@ -54,7 +53,7 @@ async def verifying(engine: Engine, kid: str) -> SigningKey | None:
 
 
 async def test_the_first_seed_installs_a_key_and_a_repeat_changes_nothing(
-    engine: Engine, rows: Rows, clock: StandingClock
+    engine: Engine, rows: Rows, clock: Clock
 ) -> None:
     assert await engine.list_waitpoint_hmac_kids() == NONE
     now = await clock.now()
@@ -102,9 +101,7 @@ async def test_a_rotation_of_an_empty_store_installs_the_first_key(engine: Engin
     assert (await engine.list_waitpoint_hmac_kids()).current_kid == "v1"
 
 
-async def test_a_rotation_retires_the_current_key_with_its_grace(
-    engine: Engine, rows: Rows, clock: StandingClock
-) -> None:
+async def test_a_rotation_retires_the_current_key_with_its_grace(engine: Engine, rows: Rows, clock: Clock) -> None:
     await seed(engine)
     now = await clock.advance(seconds=5)
     assert await rotate(engine, "v2", B, grace_ms=1000) == Rotated(previous_kid="v1", new_kid="v2", gc_count=0)
@@ -116,7 +113,7 @@ async def test_a_rotation_retires_the_current_key_with_its_grace(
     )
 
 
-async def test_a_repeated_rotation_changes_nothing(engine: Engine, rows: Rows, clock: StandingClock) -> None:
+async def test_a_repeated_rotation_changes_nothing(engine: Engine, rows: Rows, clock: Clock) -> None:
     await seed(engine)
     await rotate(engine, "v2", B, grace_ms=0)
     await clock.advance(seconds=1)
@@ -130,7 +127,7 @@ async def test_a_repeated_rotation_changes_nothing(engine: Engine, rows: Rows, c
             assert (conflict.code, conflict.detail) == ("rotation_conflict", kid)
 
 
-async def test_each_retired_key_verifies_until_the_end_of_its_own_grace(engine: Engine, clock: StandingClock) -> None:
+async def test_each_retired_key_verifies_until_the_end_of_its_own_grace(engine: Engine, clock: Clock) -> None:
     began = await clock.now()
     await seed(engine)
     await rotate(engine, "v2", B, grace_ms=10_000)
@@ -152,7 +149,7 @@ async def test_each_retired_key_verifies_until_the_end_of_its_own_grace(engine: 
     assert await verifying(engine, "unknown") is None
 
 
-async def test_a_rotation_deletes_keys_past_their_grace(engine: Engine, rows: Rows, clock: StandingClock) -> None:
+async def test_a_rotation_deletes_keys_past_their_grace(engine: Engine, rows: Rows, clock: Clock) -> None:
     await seed(engine)
     await rotate(engine, "v2", B, grace_ms=1000)
     await clock.advance(ms=1000)

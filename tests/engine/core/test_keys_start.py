@@ -7,9 +7,9 @@ import asyncpg
 import pytest
 from pydantic import SecretStr
 
-from conftest import Given, Rows
 from engine.core.test_keys import A, B, rotate
 from engine.state import refused, rounds
+from fixtures import Given, Rows
 from flowfabric.engine.engine import Engine, engine_beside
 from flowfabric.model.errors import UnavailableError
 from flowfabric.model.key import HmacKids

@@ -7,11 +7,11 @@ import asyncpg
 import pytest
 from pydantic import SecretStr
 
-from conftest import Engines, Eventually, Given, Rows
 from engine.core.test_keys import A, B, C, rotate, seed, verifying
 from engine.grants import claim_named, grant
 from engine.sending import waiting
 from engine.state import refused, rounds
+from fixtures import Engines, Eventually, Given, Rows
 from flowfabric.engine.engine import Engine, engine_beside
 from flowfabric.model.errors import UnavailableError
 from flowfabric.model.key import AlreadyRotated, AlreadySeeded, HmacKids, Rotated

@@ -6,8 +6,6 @@ from uuid import uuid4
 
 import asyncpg
 
-from conftest import Given, Rows
-from engine.conftest import StandingClock
 from engine.state import (
     CANCELLED,
     CANCELLED_UNTRIED,
@@ -21,6 +19,7 @@ from engine.state import (
     revoke,
     vector,
 )
+from fixtures import Clock, Given, Rows
 from flowfabric.engine.engine import Engine
 from flowfabric.model.errors import NotFoundError
 from flowfabric.model.execution import Cancelled
@@ -67,7 +66,7 @@ EVENTS = {
 
 
 async def test_an_operator_cancels_from_every_state(
-    engine: Engine, given: Given, rows: Rows, connection: asyncpg.Connection, clock: StandingClock
+    engine: Engine, given: Given, rows: Rows, connection: asyncpg.Connection, clock: Clock
 ) -> None:
     with all_cases() as case:
         for state, events in EVENTS.items():
@@ -173,7 +172,7 @@ async def check_source_needs_lease(
 
 
 async def test_cancelling_twice_succeeds_and_changes_nothing(
-    engine: Engine, given: Given, rows: Rows, clock: StandingClock
+    engine: Engine, given: Given, rows: Rows, clock: Clock
 ) -> None:
     execution_id = await given.cancelled()
     running = await given.claimed()
@@ -217,7 +216,7 @@ async def test_an_absent_execution_cannot_be_cancelled(engine: Engine, given: Gi
 
 
 async def test_a_worker_cancels_its_own_run_and_may_repeat_the_call(
-    engine: Engine, given: Given, rows: Rows, clock: StandingClock
+    engine: Engine, given: Given, rows: Rows, clock: Clock
 ) -> None:
     claimed = await given.run()
     now = await clock.advance(ms=5)

@@ -3,9 +3,8 @@
 from typing import Any
 from uuid import UUID
 
-from conftest import Engines, Rows
-from engine.conftest import StandingClock
 from engine.state import CREATES, DELAYED, WAITING, claim, create_in_many, create_one, items, new, refused, vector
+from fixtures import Clock, Engines, Rows
 from flowfabric.engine.engine import Engine
 from flowfabric.model.execution import Created
 from flowfabric.model.policy import ExecutionPolicy, RetryPolicy
@@ -24,7 +23,7 @@ SET_LATER = """
 
 
 async def test_a_new_execution_waits_for_a_worker_and_nothing_else_is_written(
-    engine: Engine, rows: Rows, clock: StandingClock
+    engine: Engine, rows: Rows, clock: Clock
 ) -> None:
     now = await clock.now()
     for name, create in CREATES.items():
@@ -108,7 +107,7 @@ async def test_texts_are_kept_unchanged(engine: Engine, rows: Rows) -> None:
         assert (info.namespace, info.execution_kind) == ("täst '\\ {}", strange)
 
 
-async def test_items_of_one_call_may_differ_in_every_field(engine: Engine, rows: Rows, clock: StandingClock) -> None:
+async def test_items_of_one_call_may_differ_in_every_field(engine: Engine, rows: Rows, clock: Clock) -> None:
     now = await clock.now()
     plain = new(lane_id="mixed")
     rich = new(
@@ -188,7 +187,7 @@ async def test_a_policy_is_stored_in_every_form_it_can_be_given(engine: Engine) 
         assert len(await claim(engine)) == len(empty)
 
 
-async def test_a_delay_in_the_future_delays(engine: Engine, rows: Rows, clock: StandingClock) -> None:
+async def test_a_delay_in_the_future_delays(engine: Engine, rows: Rows, clock: Clock) -> None:
     for create in CREATES.values():
         until = await clock.now() + 1
         made = await create(engine, **new(delay_until=until))
@@ -205,7 +204,7 @@ async def test_a_delay_in_the_future_delays(engine: Engine, rows: Rows, clock: S
 
 
 async def test_a_delay_is_absolute_or_relative_and_overrides_that_of_the_policy(
-    engine: Engine, rows: Rows, clock: StandingClock
+    engine: Engine, rows: Rows, clock: Clock
 ) -> None:
     now = await clock.now()
     policy = {"delay_until": now + 60}
@@ -233,9 +232,7 @@ async def test_a_delay_is_absolute_or_relative_and_overrides_that_of_the_policy(
             assert len(await rows.of("ready", execution_id=row["execution_id"])) == (until is None), arguments
 
 
-async def test_a_deadline_is_absolute_or_counted_from_creation(
-    engine: Engine, rows: Rows, clock: StandingClock
-) -> None:
+async def test_a_deadline_is_absolute_or_counted_from_creation(engine: Engine, rows: Rows, clock: Clock) -> None:
     now = await clock.now()
     policy = {"timeout_policy": {"execution_deadline_ms": 1000}}
     given: list[tuple[dict[str, Any], int | None]] = [
@@ -263,7 +260,7 @@ async def test_the_retention_of_the_stream_policy_is_that_of_the_execution(engin
         assert (await rows.execution(made.execution_id))["retention_ms"] == 5
 
 
-async def test_a_create_registers_its_lane_once(engine: Engine, rows: Rows, clock: StandingClock) -> None:
+async def test_a_create_registers_its_lane_once(engine: Engine, rows: Rows, clock: Clock) -> None:
     for name, create in CREATES.items():
         now = await clock.now()
         await create(engine, **new(lane_id=name, creator_identity="first"))

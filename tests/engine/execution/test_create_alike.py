@@ -7,8 +7,8 @@ from typing import Any
 import asyncpg
 import pytest
 
-from conftest import Engines, Eventually, Rows
 from engine.state import all_cases, claim, items, new, refused
+from fixtures import Engines, Eventually, Rows
 from flowfabric.engine.engine import Engine
 from flowfabric.model.errors import EngineError, TransportError
 from flowfabric.model.execution import Created

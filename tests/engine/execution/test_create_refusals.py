@@ -3,8 +3,8 @@
 import itertools
 from typing import Any
 
-from conftest import Rows
 from engine.state import CREATES, all_cases, claim, items, new, refused
+from fixtures import Rows
 from flowfabric.engine.engine import Engine
 from flowfabric.model.errors import EngineError, InvalidInputError
 from flowfabric.model.execution import Created

@@ -2,9 +2,8 @@
 
 from typing import Any, NamedTuple
 
-from conftest import Rows
-from engine.conftest import StandingClock
 from engine.state import CREATES, claim, items, new, refused
+from fixtures import Clock, Rows
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.parts import parts_of
 from flowfabric.model.execution import Created, Duplicate
@@ -41,7 +40,7 @@ EACH = [(create, names_of(lane)) for lane, create in CREATES.items()]
 
 
 async def test_a_create_with_an_id_in_use_is_a_duplicate_that_compares_and_writes_nothing(
-    engine: Engine, rows: Rows, clock: StandingClock
+    engine: Engine, rows: Rows, clock: Clock
 ) -> None:
     for create, names in EACH:
         await create(engine, **names.new(execution_id=names.first))
@@ -115,7 +114,7 @@ async def test_an_empty_key_or_a_window_of_zero_records_no_key(engine: Engine, r
 
 
 async def test_a_key_is_valid_for_a_day_or_for_the_window_of_its_policy(
-    engine: Engine, rows: Rows, clock: StandingClock
+    engine: Engine, rows: Rows, clock: Clock
 ) -> None:
     for create, names in EACH:
         for window, policy in ((DAY_MS, None), (1000, {"dedup_window_ms": 1000})):
@@ -142,7 +141,7 @@ async def test_a_key_is_valid_for_a_day_or_for_the_window_of_its_policy(
         assert isinstance(await create(engine, **own, execution_id=names.second), Created)
 
 
-async def test_a_key_outlives_the_retention_of_its_execution(engine: Engine, clock: StandingClock, rows: Rows) -> None:
+async def test_a_key_outlives_the_retention_of_its_execution(engine: Engine, clock: Clock, rows: Rows) -> None:
     policy = {"stream_policy": {"retention_ttl_ms": 1000}}
     for create, names in EACH:
         again = names.new(idempotency_key="k", policy=policy)
@@ -188,7 +187,7 @@ async def test_duplicates_are_found_after_the_priority_is_checked_and_before_tag
                 await refused(create(engine, **names.new(**named)), "invalid_input", "priority")
 
 
-async def test_an_expired_key_with_wrong_tags_is_refused(engine: Engine, clock: StandingClock, rows: Rows) -> None:
+async def test_an_expired_key_with_wrong_tags_is_refused(engine: Engine, clock: Clock, rows: Rows) -> None:
     await engine.create_execution(**new(idempotency_key="k"))
     await clock.advance(ms=DAY_MS)
     async with rows.unchanged():

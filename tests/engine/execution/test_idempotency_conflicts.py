@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from conftest import Engines, Rows
-from engine.conftest import StandingClock
 from engine.state import CREATES, all_cases, items, new, rounds
+from fixtures import Clock, Engines, Rows
 from flowfabric.engine.engine import Engine
 from flowfabric.model.errors import ConflictError, EngineError
 from flowfabric.model.execution import Created, Duplicate
@@ -160,7 +159,7 @@ async def test_of_concurrent_submissions_one_wins_and_the_others_are_conflicts(e
         assert {one.detail["execution_id"] for one in conflicts} == {made.execution_id}  # type: ignore[index]
 
 
-async def test_an_expired_key_may_be_used_for_other_content(engine: Engine, clock: StandingClock) -> None:
+async def test_an_expired_key_may_be_used_for_other_content(engine: Engine, clock: Clock) -> None:
     await engine.create_execution(**new(idempotency_key="k"))
     await clock.advance(ms=86_400_000)
     second = await engine.create_execution(**new(idempotency_key="k", execution_kind="other", input_payload=b"other"))

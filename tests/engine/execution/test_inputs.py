@@ -6,10 +6,9 @@ from typing import Any
 
 import asyncpg
 
-from conftest import Given, Rows
-from engine.conftest import StandingClock
 from engine.grants import claim_named, grant
 from engine.state import CREATES, all_cases, claim, items, new, refused
+from fixtures import Clock, Given, Rows
 from flowfabric.engine.core.payload import INLINE_PAYLOAD_BYTES
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.parts import parts_of
@@ -72,7 +71,7 @@ async def test_an_input_comes_back_unchanged_however_it_was_submitted(engine: En
 
 
 async def test_a_named_claim_and_a_claim_after_a_delay_return_the_input(
-    engine: Engine, given: Given, clock: StandingClock
+    engine: Engine, given: Given, clock: Clock
 ) -> None:
     for size in SIZES:
         waiting = await given.created(input_payload=content(size))
@@ -221,7 +220,7 @@ async def test_a_batch_that_the_store_rejects_in_part_stores_the_inputs_of_the_o
 
 
 async def test_retention_deletes_the_input_with_its_execution(
-    engine: Engine, given: Given, clock: StandingClock, rows: Rows
+    engine: Engine, given: Given, clock: Clock, rows: Rows
 ) -> None:
     short: dict[str, Any] = {"policy": {"stream_policy": {"retention_ttl_ms": 1000}}}
     for size in (1, 1_500):

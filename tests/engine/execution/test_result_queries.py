@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from conftest import Engines, Eventually, Given
+from fixtures import Engines, Eventually, Given
 from flowfabric.db.database import Database
 from flowfabric.db.statements import Statement
 from flowfabric.engine.engine import Engine

@@ -7,8 +7,8 @@ from typing import Any
 import asyncpg
 import pytest
 
-from conftest import Eventually, Given, Rows
 from engine.state import all_cases, refused
+from fixtures import Eventually, Given, Rows
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.parts import parts_of
 from flowfabric.model.states import TerminalOutcome

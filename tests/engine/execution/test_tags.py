@@ -7,9 +7,8 @@ from uuid import uuid4
 
 import pytest
 
-from conftest import Engines, Given, Rows
-from engine.conftest import StandingClock
 from engine.state import all_cases, claim, refused
+from fixtures import Clock, Engines, Given, Rows
 from flowfabric.engine.engine import Engine
 from flowfabric.model.tag import TagsSet
 
@@ -31,7 +30,7 @@ WRONG_KEYS: tuple[Any, ...] = (
 
 
 async def test_a_tag_replaces_its_old_value_and_marks_the_mutation(
-    engine: Engine, given: Given, rows: Rows, clock: StandingClock
+    engine: Engine, given: Given, rows: Rows, clock: Clock
 ) -> None:
     execution_id = await given.created(tags={"shop.order": "1"})
     created = await rows.execution(execution_id)

@@ -3,8 +3,7 @@
 import asyncpg
 import pytest
 
-from conftest import Engines, Given, Rows
-from engine.conftest import StandingClock
+from fixtures import Clock, Engines, Given, Rows
 from flowfabric.engine import store
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.fleet.identities import DAY_MS, memory_ms
@@ -28,7 +27,7 @@ async def brief(engines: Engines) -> Engine:
 
 
 async def test_an_unused_identity_is_deleted_a_day_after_the_retention(
-    brief: Engine, given: Given, rows: Rows, clock: StandingClock
+    brief: Engine, given: Given, rows: Rows, clock: Clock
 ) -> None:
     await given.completed(worker="gone")
     await parts_of(brief).lease_expiry.sweep()
@@ -41,9 +40,7 @@ async def test_an_unused_identity_is_deleted_a_day_after_the_retention(
     assert await identities(rows) == set()
 
 
-async def test_an_identity_with_a_live_claim_is_kept(
-    brief: Engine, given: Given, rows: Rows, clock: StandingClock
-) -> None:
+async def test_an_identity_with_a_live_claim_is_kept(brief: Engine, given: Given, rows: Rows, clock: Clock) -> None:
     await given.claimed(worker="long", lease_ttl_ms=10 * DAY_MS)
     await clock.advance(ms=HOUR_MS + DAY_MS + 1)
     assert await parts_of(brief).identities.purge() == 0
@@ -51,7 +48,7 @@ async def test_an_identity_with_a_live_claim_is_kept(
 
 
 async def test_a_claim_marks_the_identity_of_its_process_as_used(
-    brief: Engine, given: Given, rows: Rows, clock: StandingClock, monkeypatch: pytest.MonkeyPatch
+    brief: Engine, given: Given, rows: Rows, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(store, "WORKER_SECONDS", 0.0)
     for _ in range(2):
@@ -79,7 +76,7 @@ async def test_the_identity_of_a_lost_lease_is_kept_until_it_is_reclaimed(
     brief: Engine,
     given: Given,
     rows: Rows,
-    clock: StandingClock,
+    clock: Clock,
     connection: asyncpg.Connection,
     how: str,
 ) -> None:
@@ -122,7 +119,7 @@ async def test_the_identity_of_a_lost_lease_is_kept_until_it_is_reclaimed(
 
 
 async def test_an_identity_in_use_is_not_due_again_at_once(
-    brief: Engine, given: Given, rows: Rows, clock: StandingClock
+    brief: Engine, given: Given, rows: Rows, clock: Clock
 ) -> None:
     await given.reclaimable(worker="lost")
     now = await clock.advance(ms=HOUR_MS + DAY_MS + 1)
@@ -133,7 +130,7 @@ async def test_an_identity_in_use_is_not_due_again_at_once(
 
 
 async def test_a_lease_whose_identity_is_deleted_is_shown_without_its_worker(
-    engine: Engine, given: Given, clock: StandingClock, connection: asyncpg.Connection
+    engine: Engine, given: Given, clock: Clock, connection: asyncpg.Connection
 ) -> None:
     lost, live = await given.reclaimable(), await given.claimed(lane_id="another")
     await connection.execute("delete from worker_identity")
@@ -147,7 +144,7 @@ async def test_a_lease_whose_identity_is_deleted_is_shown_without_its_worker(
 
 
 async def test_an_execution_that_outlives_its_identity_is_shown_without_its_worker(
-    engine: Engine, brief: Engine, given: Given, rows: Rows, clock: StandingClock
+    engine: Engine, brief: Engine, given: Given, rows: Rows, clock: Clock
 ) -> None:
     execution_id = await given.completed(worker="gone", policy={"stream_policy": {"retention_ttl_ms": 30 * DAY_MS}})
     await clock.advance(ms=2 * DAY_MS)

@@ -1,8 +1,7 @@
 """Lane states: which of them allow submissions and claims."""
 
-from conftest import Engines, Given, Rows
-from engine.conftest import StandingClock
 from engine.state import CREATES, claim, ids, items, new, refused
+from fixtures import Clock, Engines, Given, Rows
 from flowfabric.engine.engine import Engine
 from flowfabric.model.errors import EngineError
 from flowfabric.model.execution import Created, Duplicate
@@ -54,7 +53,7 @@ async def test_a_lane_that_refuses_submissions_does_not_affect_other_items_of_a_
 
 
 async def test_a_paused_or_disabled_lane_allows_no_claims(
-    engine: Engine, given: Given, rows: Rows, clock: StandingClock
+    engine: Engine, given: Given, rows: Rows, clock: Clock
 ) -> None:
     for lane in ("paused", "disabled"):
         await given.reclaimable(lane_id=lane)

@@ -4,16 +4,15 @@ from typing import Any
 
 import asyncpg
 
-from conftest import Given, Rows
-from engine.conftest import StandingClock
 from engine.state import refused
+from fixtures import Clock, Given, Rows
 from flowfabric.engine.engine import Engine
 from flowfabric.model.lane import Lane, LanePage
 from flowfabric.model.states import LaneState
 
 
 async def test_a_lane_is_listed_with_its_state_and_who_registered_it(
-    engine: Engine, given: Given, clock: StandingClock
+    engine: Engine, given: Given, clock: Clock
 ) -> None:
     now = await clock.advance(seconds=1)
     await given.created(lane_id="mail", creator_identity="web")

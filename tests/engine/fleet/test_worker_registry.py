@@ -5,9 +5,8 @@ from typing import Any
 
 import pytest
 
-from conftest import Engines, Given, Rows
-from engine.conftest import StandingClock
 from engine.state import all_cases, refused, rounds
+from fixtures import Clock, Engines, Given, Rows
 from flowfabric.engine.engine import Engine
 from flowfabric.model.lease import Marked
 from flowfabric.model.worker import NotRegistered, Refreshed, Registered, WorkerCursor, WorkerEntry, WorkerPage
@@ -37,7 +36,7 @@ async def event_kinds(rows: Rows) -> list[str]:
     return [row["kind"] for row in found]
 
 
-async def test_a_first_registration_is_stored_with_an_event(engine: Engine, rows: Rows, clock: StandingClock) -> None:
+async def test_a_first_registration_is_stored_with_an_event(engine: Engine, rows: Rows, clock: Clock) -> None:
     now = await clock.now()
     given = worker(worker_instance_id="worker-a", lanes=("b", "a", "b"), capabilities=["gpu", "cpu", "gpu"])
     assert await engine.register_worker(**given) == Registered()
@@ -51,9 +50,7 @@ async def test_a_first_registration_is_stored_with_an_event(engine: Engine, rows
     assert (event["kind"], event["at"], event["worker_id"], event["reason"]) == ("registered", now, "pool", None)
 
 
-async def test_a_live_worker_that_registers_again_is_refreshed(
-    engine: Engine, rows: Rows, clock: StandingClock
-) -> None:
+async def test_a_live_worker_that_registers_again_is_refreshed(engine: Engine, rows: Rows, clock: Clock) -> None:
     began = await clock.now()
     assert await engine.register_worker(**worker()) == Registered()
     assert await engine.register_worker(**worker()) == Refreshed()
@@ -79,7 +76,7 @@ async def test_of_concurrent_registrations_one_is_the_first(engines: Engines, ro
 
 
 async def test_an_instance_belongs_to_one_worker_id_until_its_registration_expires(
-    engine: Engine, rows: Rows, clock: StandingClock
+    engine: Engine, rows: Rows, clock: Clock
 ) -> None:
     await engine.register_worker(**worker())
     await clock.advance(ms=TTL - 1)
@@ -96,7 +93,7 @@ async def test_an_instance_belongs_to_one_worker_id_until_its_registration_expir
     assert len(await rows.of("worker")) == 2
 
 
-async def test_a_heartbeat_extends_a_live_registration(engine: Engine, rows: Rows, clock: StandingClock) -> None:
+async def test_a_heartbeat_extends_a_live_registration(engine: Engine, rows: Rows, clock: Clock) -> None:
     began = await clock.now()
     await engine.register_worker(**worker())
     for _ in range(3):
@@ -107,9 +104,7 @@ async def test_a_heartbeat_extends_a_live_registration(engine: Engine, rows: Row
     assert await event_kinds(rows) == ["registered", "heartbeat", "heartbeat", "heartbeat"]
 
 
-async def test_an_absent_or_expired_worker_must_register_again(
-    engine: Engine, rows: Rows, clock: StandingClock
-) -> None:
+async def test_an_absent_or_expired_worker_must_register_again(engine: Engine, rows: Rows, clock: Clock) -> None:
     await engine.register_worker(**worker())
     async with rows.unchanged():
         assert await engine.heartbeat_worker(worker_instance_id="pool-1", namespace="others") == NotRegistered()
@@ -120,7 +115,7 @@ async def test_an_absent_or_expired_worker_must_register_again(
         assert await engine.mark_worker_dead(**NAMED, reason="late") == NotRegistered()
 
 
-async def test_a_worker_is_marked_dead_once(engine: Engine, rows: Rows, clock: StandingClock) -> None:
+async def test_a_worker_is_marked_dead_once(engine: Engine, rows: Rows, clock: Clock) -> None:
     await engine.register_worker(**worker())
     now = await clock.advance(seconds=1)
     assert await engine.mark_worker_dead(**NAMED, reason="it said goodbye – ✓") == Marked()
@@ -184,7 +179,7 @@ async def test_a_reason_is_short_and_has_no_control_characters(engine: Engine, r
         await engine.register_worker(**worker())
 
 
-async def test_a_liveness_ttl_may_be_1_ms_or_the_longest(engine: Engine, clock: StandingClock) -> None:
+async def test_a_liveness_ttl_may_be_1_ms_or_the_longest(engine: Engine, clock: Clock) -> None:
     for ttl, answer in ((1, NotRegistered), (2**53 - 1, Refreshed)):
         assert await engine.register_worker(**worker(liveness_ttl_ms=ttl)) == Registered()
         assert await engine.heartbeat_worker(**NAMED) == Refreshed(next_expiry_ms=await clock.now() + ttl)
@@ -192,7 +187,7 @@ async def test_a_liveness_ttl_may_be_1_ms_or_the_longest(engine: Engine, clock: 
         assert isinstance(await engine.heartbeat_worker(**NAMED), answer)
 
 
-async def test_a_live_worker_is_listed_with_what_it_registered(engine: Engine, clock: StandingClock) -> None:
+async def test_a_live_worker_is_listed_with_what_it_registered(engine: Engine, clock: Clock) -> None:
     began = await clock.now()
     await engine.register_worker(**worker(lanes=("b", "a"), capabilities=("gpu", "cpu")))
     now = await clock.advance(seconds=1)
@@ -229,7 +224,7 @@ async def test_kinds_and_namespaces_are_listed_and_refreshed(engine: Engine) -> 
         assert (entry.kinds, entry.serves_all_namespaces) == listed
 
 
-async def test_an_expired_or_dead_worker_is_not_listed(engine: Engine, clock: StandingClock) -> None:
+async def test_an_expired_or_dead_worker_is_not_listed(engine: Engine, clock: Clock) -> None:
     await engine.register_worker(**worker())
     await engine.register_worker(**worker(worker_instance_id="pool-2", liveness_ttl_ms=2 * TTL))
     await clock.advance(ms=TTL)
@@ -256,7 +251,7 @@ async def test_workers_are_listed_by_namespace_and_instance_page_by_page(engine:
     assert (await engine.list_workers(limit=len(names))).cursor is None
 
 
-async def test_a_list_of_one_namespace_continues_after_an_instance(engine: Engine, clock: StandingClock) -> None:
+async def test_a_list_of_one_namespace_continues_after_an_instance(engine: Engine, clock: Clock) -> None:
     for space in ("tests", "others"):
         for at in range(4):
             await engine.register_worker(**worker(namespace=space, worker_instance_id=f"w-{at}"))

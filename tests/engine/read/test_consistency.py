@@ -7,12 +7,11 @@ from uuid import uuid4
 import asyncpg
 import pytest
 
-from conftest import Given, Rows
-from engine.conftest import StandingClock
 from engine.grants import grant, granted, resumable
 from engine.read.corruptions import RELATED_ROWS, ROWS
 from engine.state import claim, refused, revoke
 from engine.waits import args, on_all, suspended
+from fixtures import Clock, Given, Rows
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.parts import parts_of
 from flowfabric.engine.read import consistency
@@ -28,7 +27,7 @@ do $$ declare c record; begin
 
 
 async def test_no_operation_leaves_an_inconsistency(
-    engine: Engine, given: Given, clock: StandingClock, connection: asyncpg.Connection
+    engine: Engine, given: Given, clock: Clock, connection: asyncpg.Connection
 ) -> None:
     await given.reclaimable(lane_id="lost")
     revoked = await given.claimed(lane_id="revoked")
@@ -95,7 +94,7 @@ async def test_no_operation_leaves_an_inconsistency(
 class States:
     """Executions in the states that are corrupted, each on a lane of its own."""
 
-    def __init__(self, engine: Engine, given: Given, clock: StandingClock) -> None:
+    def __init__(self, engine: Engine, given: Given, clock: Clock) -> None:
         self.engine, self.given, self.clock = engine, given, clock
 
     async def make(self, state: str) -> str:
@@ -155,7 +154,7 @@ ORDER = ("lost", "reclaimed", "reclaimed_out", "", "expired_lease")
 
 
 async def test_every_corrupt_row_is_found_and_no_sound_one(
-    engine: Engine, given: Given, clock: StandingClock, connection: asyncpg.Connection
+    engine: Engine, given: Given, clock: Clock, connection: asyncpg.Connection
 ) -> None:
     cases = [
         (state, f"update execution set {change} where {{mine}}", problem)
@@ -231,7 +230,7 @@ async def test_every_row_is_checked_up_to_the_limit(
 
 
 async def test_rows_without_their_execution_are_found(
-    engine: Engine, given: Given, clock: StandingClock, connection: asyncpg.Connection
+    engine: Engine, given: Given, clock: Clock, connection: asyncpg.Connection
 ) -> None:
     waiting = await given.created(tags={"a.b": "1"}, execution_deadline_at=await clock.now() + 60_000)
     large = await given.created(input_payload=b"x" * 300)

@@ -7,12 +7,11 @@ from typing import Any
 import asyncpg
 import pytest
 
-from conftest import Given, Rows
-from engine.conftest import StandingClock
 from engine.counts import COLUMNS, miscounts, recount
 from engine.reach import one_of
 from engine.state import claim, items, new, refused, revoke
 from engine.waits import args
+from fixtures import Clock, Given, Rows
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.parts import parts_of
 from flowfabric.model.execution import ExecutionCount
@@ -72,7 +71,7 @@ STATES = (
 
 
 async def test_every_state_is_counted(
-    engine: Engine, given: Given, clock: StandingClock, connection: asyncpg.Connection, rows: Rows
+    engine: Engine, given: Given, clock: Clock, connection: asyncpg.Connection, rows: Rows
 ) -> None:
     assert set(STATES) == set(PublicState)
     expected: dict[str, int] = {}
@@ -86,7 +85,7 @@ async def test_every_state_is_counted(
 
 
 async def test_every_transition_is_counted(
-    engine: Engine, given: Given, clock: StandingClock, connection: asyncpg.Connection
+    engine: Engine, given: Given, clock: Clock, connection: asyncpg.Connection
 ) -> None:
     async def are(**states: int) -> None:
         assert await counted(engine) == states
@@ -153,7 +152,7 @@ async def test_executions_ended_by_one_statement_are_counted_by_their_lane_kind_
 
 
 async def test_timeouts_applied_by_one_statement_are_counted_by_their_outcome(
-    engine: Engine, given: Given, clock: StandingClock, connection: asyncpg.Connection
+    engine: Engine, given: Given, clock: Clock, connection: asyncpg.Connection
 ) -> None:
     for behavior in ("fail", "cancel", "expire", "expire"):
         await engine.suspend(
@@ -251,7 +250,7 @@ select retain_until, ended_at, partition_key, array_agg(execution_id)
 
 
 async def test_executions_ended_by_an_older_version_are_counted(
-    engine: Engine, given: Given, clock: StandingClock, connection: asyncpg.Connection
+    engine: Engine, given: Given, clock: Clock, connection: asyncpg.Connection
 ) -> None:
     await given.completed(lane_id="mail", execution_kind="letter")
     await given.completed(lane_id="mail", execution_kind="parcel")
@@ -270,7 +269,7 @@ async def test_executions_ended_by_an_older_version_are_counted(
 
 
 async def test_a_replayed_execution_is_counted_in_its_current_state(
-    engine: Engine, given: Given, clock: StandingClock, connection: asyncpg.Connection
+    engine: Engine, given: Given, clock: Clock, connection: asyncpg.Connection
 ) -> None:
     # No operation replays yet; it will leave its old entry without a queue.
     await given.completed()
@@ -296,7 +295,7 @@ async def test_a_replayed_execution_is_counted_in_its_current_state(
 
 
 async def test_the_rest_of_a_partly_trimmed_entry_is_counted(
-    engine: Engine, clock: StandingClock, connection: asyncpg.Connection
+    engine: Engine, clock: Clock, connection: asyncpg.Connection
 ) -> None:
     await engine.create_many(items(*[new() for _ in range(6)]))
     runs = await claim(engine)

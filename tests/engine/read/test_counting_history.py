@@ -11,11 +11,10 @@ from typing import Any
 import asyncpg
 import pytest
 
-from conftest import Engines
-from engine.conftest import StandingClock
 from engine.counts import COLUMNS, miscounts
 from engine.state import claim, items, new
 from engine.waits import args
+from fixtures import Clock, Engines
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.parts import parts_of
 from flowfabric.model.errors import ContentionError, NotFoundError, StateError
@@ -31,7 +30,7 @@ STEPS = 400 if IS_WHOLE else 200
 class History:
     """Random operations that cover every transition."""
 
-    def __init__(self, engine: Engine, clock: StandingClock, chance: random.Random) -> None:
+    def __init__(self, engine: Engine, clock: Clock, chance: random.Random) -> None:
         self.engine = engine
         self.clock = clock
         self.chance = chance
@@ -134,7 +133,7 @@ class History:
 
 @pytest.mark.parametrize("seed", range(4 if IS_WHOLE else 1))
 async def test_counts_match_the_rows_after_a_random_history(
-    engine: Engine, clock: StandingClock, connection: asyncpg.Connection, consistent_rows: None, seed: int
+    engine: Engine, clock: Clock, connection: asyncpg.Connection, consistent_rows: None, seed: int
 ) -> None:
     chance = random.Random(seed)
     history = History(engine, clock, chance)

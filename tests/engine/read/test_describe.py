@@ -6,10 +6,9 @@ from uuid import uuid4
 import asyncpg
 import pytest
 
-from conftest import Given, Rows
-from engine.conftest import StandingClock
 from engine.state import claim, refused
 from engine.waits import args, suspended
+from fixtures import Clock, Given, Rows
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.read.view import CORE_FIELDS
 from flowfabric.model.attempt import CurrentAttempt
@@ -20,7 +19,7 @@ from flowfabric.model.states import AttemptLifecycle, AttemptType, BlockingReaso
 ABSENT = f"{{fp:1}}:{uuid4()}"
 
 
-async def test_the_snapshot_of_a_new_execution(engine: Engine, given: Given, clock: StandingClock) -> None:
+async def test_the_snapshot_of_a_new_execution(engine: Engine, given: Given, clock: Clock) -> None:
     now = await clock.now()
     execution_id = await given.created(namespace="tenant", lane_id="lane", tags={"a.b": "1"})
     assert await engine.describe_execution(execution_id) == ExecutionSnapshot(
@@ -41,9 +40,7 @@ async def test_the_snapshot_of_a_new_execution(engine: Engine, given: Given, clo
     )
 
 
-async def test_a_running_execution_shows_its_attempt_and_its_lease(
-    engine: Engine, given: Given, clock: StandingClock
-) -> None:
+async def test_a_running_execution_shows_its_attempt_and_its_lease(engine: Engine, given: Given, clock: Clock) -> None:
     run = await given.run(lease_ttl_ms=5_000)
     now = await clock.advance(seconds=1)
     lease = CurrentLease(
@@ -130,7 +127,7 @@ async def test_the_context_holds_what_was_submitted(engine: Engine, given: Given
     assert (await engine.read_execution_context(await given.created())).tags == {}
 
 
-async def test_the_index_and_the_count_of_attempts_differ(engine: Engine, given: Given, clock: StandingClock) -> None:
+async def test_the_index_and_the_count_of_attempts_differ(engine: Engine, given: Given, clock: Clock) -> None:
     execution_id = await given.created(policy={"retry_policy": {"backoff": {"type": "fixed", "delay_ms": 10}}})
 
     async def counters() -> tuple[int, int]:
@@ -163,7 +160,7 @@ async def test_the_namespace_and_the_flow_of_an_execution(
     assert found.flow_id == flow_id
 
 
-async def test_fields_are_read_by_name_as_text(engine: Engine, given: Given, clock: StandingClock) -> None:
+async def test_fields_are_read_by_name_as_text(engine: Engine, given: Given, clock: Clock) -> None:
     now = await clock.now()
     run = await given.run(
         priority=7,
@@ -204,7 +201,7 @@ async def test_fields_are_read_by_name_as_text(engine: Engine, given: Given, clo
 
 
 async def test_the_lineage_of_a_retry_is_pending_until_it_is_claimed(
-    engine: Engine, given: Given, clock: StandingClock
+    engine: Engine, given: Given, clock: Clock
 ) -> None:
     handle = await given.backing_off(delay_ms=10)
     names = [
@@ -230,9 +227,7 @@ async def test_the_lineage_of_a_retry_is_pending_until_it_is_claimed(
 PROGRESS = ("progress_pct", "progress_message", "progress_updated_at", "failure_reason")
 
 
-async def test_progress_and_failure_are_those_of_the_latest_attempt(
-    engine: Engine, given: Given, clock: StandingClock
-) -> None:
+async def test_progress_and_failure_are_those_of_the_latest_attempt(engine: Engine, given: Given, clock: Clock) -> None:
     async def shown() -> list[str | None]:
         return list((await engine.read_exec_core_fields(execution_id, PROGRESS)).values())
 
@@ -271,7 +266,7 @@ async def test_progress_and_failure_are_those_of_the_latest_attempt(
 
 
 async def test_the_continuation_pointer_is_shown_to_the_resumed_run_and_not_to_another_attempt(
-    engine: Engine, given: Given, clock: StandingClock
+    engine: Engine, given: Given, clock: Clock
 ) -> None:
     async def left() -> str | None:
         found = await engine.describe_execution(run.execution_id)
@@ -300,7 +295,7 @@ async def test_an_unknown_field_is_refused(engine: Engine, given: Given, rows: R
         await refused(engine.read_exec_core_fields(execution_id, "namespace"), "invalid_input", "names")
 
 
-async def test_attempts_are_listed_with_the_running_one(engine: Engine, given: Given, clock: StandingClock) -> None:
+async def test_attempts_are_listed_with_the_running_one(engine: Engine, given: Given, clock: Clock) -> None:
     retry = {"retry_policy": {"backoff": {"type": "fixed", "delay_ms": 10}}}
     execution_id = await given.created(policy=retry)
     started = await clock.advance(seconds=1)
@@ -337,7 +332,7 @@ async def test_attempts_are_listed_with_the_running_one(engine: Engine, given: G
     assert (three.usage, three.replayed_from_attempt_index, three.suspension_id) == ({}, None, None)
 
 
-async def test_a_delayed_and_resumed_attempt_is_one_attempt(engine: Engine, given: Given, clock: StandingClock) -> None:
+async def test_a_delayed_and_resumed_attempt_is_one_attempt(engine: Engine, given: Given, clock: Clock) -> None:
     run = await given.run()
     parked = await clock.advance(seconds=1)
     await engine.delay(run.handle, parked + 10)

@@ -9,11 +9,10 @@ from uuid import uuid4
 import asyncpg
 import pytest
 
-from conftest import Given, Rows
 from creates import new
-from engine.conftest import StandingClock
 from engine.state import block, refused
 from engine.waits import args, fresh, on_all, suspended
+from fixtures import Clock, Given, Rows
 from flowfabric.db.database import Database, Transaction
 from flowfabric.db.statements import Statement
 from flowfabric.engine.engine import Engine
@@ -148,7 +147,7 @@ async def test_a_resumable_execution_is_queued_like_the_others(engine: Engine, e
 # Delayed.
 
 
-async def test_a_delay_is_explained_with_its_end(explain: Any, given: Given, clock: StandingClock) -> None:
+async def test_a_delay_is_explained_with_its_end(explain: Any, given: Given, clock: Clock) -> None:
     until = await clock.now() + MINUTE
     found = await explain(await given.delayed(seconds=60))
     assert found.reasons == (DelayedReason(until=until, cause="delay", last_failure=None),)
@@ -158,9 +157,7 @@ async def test_a_delay_is_explained_with_its_end(explain: Any, given: Given, clo
     assert found.summary == f"delayed until {2**53 - 1} ms"
 
 
-async def test_a_retry_is_explained_with_the_failure_before_it(
-    explain: Any, given: Given, clock: StandingClock
-) -> None:
+async def test_a_retry_is_explained_with_the_failure_before_it(explain: Any, given: Given, clock: Clock) -> None:
     until = await clock.now() + MINUTE
     handle = await given.backing_off(delay_ms=MINUTE)
     found = await explain(handle.execution_id)
@@ -171,7 +168,7 @@ async def test_a_retry_is_explained_with_the_failure_before_it(
 
 
 async def test_a_delayed_run_is_explained_with_the_failure_of_an_earlier_attempt(
-    engine: Engine, explain: Any, given: Given, clock: StandingClock
+    engine: Engine, explain: Any, given: Given, clock: Clock
 ) -> None:
     handle = await given.backing_off(delay_ms=1)
     await clock.advance(ms=1)
@@ -184,9 +181,7 @@ async def test_a_delayed_run_is_explained_with_the_failure_of_an_earlier_attempt
     assert reason == DelayedReason(until=until, cause="delay", last_failure=failure)
 
 
-async def test_a_delayed_resume_is_not_a_retry(
-    engine: Engine, explain: Any, given: Given, clock: StandingClock
-) -> None:
+async def test_a_delayed_resume_is_not_a_retry(engine: Engine, explain: Any, given: Given, clock: Clock) -> None:
     handle = await given.claimed()
     wait = await suspended(engine, handle, resume_policy=ResumePolicy(resume_delay_ms=MINUTE))
     await engine.deliver_signal(
@@ -205,7 +200,7 @@ async def test_a_delayed_resume_is_not_a_retry(
 
 
 async def test_a_suspension_is_explained_with_its_waitpoint_names_and_timeout(
-    engine: Engine, explain: Any, given: Given, clock: StandingClock
+    engine: Engine, explain: Any, given: Given, clock: Clock
 ) -> None:
     handle = await given.claimed()
     timeout_at = await clock.now() + MINUTE
@@ -263,7 +258,7 @@ async def test_a_count_requires_its_signal_name_at_each_of_its_waitpoints(
 
 
 async def test_a_wait_for_an_operator_or_a_timeout_only_is_explained_as_such(
-    engine: Engine, explain: Any, given: Given, clock: StandingClock
+    engine: Engine, explain: Any, given: Given, clock: Clock
 ) -> None:
     for condition, name, ends in (
         (OperatorOnly(), "__operator_only__", "an operator resumes it"),
@@ -314,7 +309,7 @@ def lease(kind: Any, expires_at: int, **overrides: Any) -> Any:
 
 
 async def test_a_running_execution_is_explained_with_its_worker_and_lease(
-    explain: Any, given: Given, clock: StandingClock
+    explain: Any, given: Given, clock: Clock
 ) -> None:
     expires_at = await clock.now() + 30_000
     found = await explain((await given.claimed()).execution_id)
@@ -325,7 +320,7 @@ async def test_a_running_execution_is_explained_with_its_worker_and_lease(
 
 
 async def test_an_expired_lease_is_lost_and_is_queued_once_it_is_marked(
-    engine: Engine, explain: Any, given: Given, clock: StandingClock
+    engine: Engine, explain: Any, given: Given, clock: Clock
 ) -> None:
     handle = await given.expired_lease()
     expires_at = await clock.now() - 1
@@ -341,7 +336,7 @@ async def test_an_expired_lease_is_lost_and_is_queued_once_it_is_marked(
 
 
 async def test_a_renewed_lease_is_explained_with_its_new_end_even_when_it_is_lost(
-    engine: Engine, explain: Any, given: Given, clock: StandingClock
+    engine: Engine, explain: Any, given: Given, clock: Clock
 ) -> None:
     handle = await given.claimed()
     await clock.advance(seconds=10)
@@ -356,7 +351,7 @@ async def test_a_renewed_lease_is_explained_with_its_new_end_even_when_it_is_los
 
 
 async def test_an_ended_execution_is_explained_with_its_outcome_and_reason(
-    engine: Engine, explain: Any, given: Given, clock: StandingClock
+    engine: Engine, explain: Any, given: Given, clock: Clock
 ) -> None:
     now = await clock.now()
     late = await given.created(execution_deadline_at=now + 1)
@@ -413,7 +408,7 @@ BLOCKED: dict[str, tuple[str, str, Any, str]] = {
 
 
 async def test_a_block_is_explained_together_with_a_delay(
-    explain: Any, given: Given, clock: StandingClock, connection: asyncpg.Connection, subtests: pytest.Subtests
+    explain: Any, given: Given, clock: Clock, connection: asyncpg.Connection, subtests: pytest.Subtests
 ) -> None:
     for case, (eligibility, blocking, reason, summary) in BLOCKED.items():
         with subtests.test(case):

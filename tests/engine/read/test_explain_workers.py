@@ -5,9 +5,8 @@ from typing import Any, Literal, TypeAlias
 import asyncpg
 import pytest
 
-from conftest import Given
-from engine.conftest import StandingClock
 from engine.state import claim, revoke
+from fixtures import Clock, Given
 from flowfabric.engine.engine import Engine
 from flowfabric.model.explanation import (
     GrantedReason,
@@ -61,7 +60,7 @@ UNSERVED: dict[str, tuple[list[dict[str, Any]], Unserved, int, str]] = {
 
 
 async def test_a_lane_namespace_or_kind_that_no_live_worker_serves_is_named(
-    explain: Any, given: Given, clock: StandingClock, subtests: pytest.Subtests
+    explain: Any, given: Given, clock: Clock, subtests: pytest.Subtests
 ) -> None:
     for lane, (workers, unserved, seen, text) in UNSERVED.items():
         with subtests.test(lane):
@@ -171,7 +170,7 @@ async def test_a_revoked_lease_that_no_worker_can_reclaim_lacks_a_worker(
 
 
 async def test_a_live_grant_is_explained_with_its_worker_and_end(
-    engine: Engine, explain: Any, given: Given, clock: StandingClock
+    engine: Engine, explain: Any, given: Given, clock: Clock
 ) -> None:
     execution_id = await given.created()
     until = await clock.now() + 5_000
@@ -187,9 +186,7 @@ async def test_a_live_grant_is_explained_with_its_worker_and_end(
     assert [reason.kind for reason in (await explain(execution_id)).reasons] == ["running"]
 
 
-async def test_a_grant_on_a_lost_lease_is_explained(
-    engine: Engine, explain: Any, given: Given, clock: StandingClock
-) -> None:
+async def test_a_grant_on_a_lost_lease_is_explained(engine: Engine, explain: Any, given: Given, clock: Clock) -> None:
     handle = await given.reclaimable()
     await engine.claim_for_worker(lane_id="default", worker_id="w", worker_instance_id="w-1")
     assert [reason.kind for reason in (await explain(handle.execution_id)).reasons] == ["lease_lost", "granted"]

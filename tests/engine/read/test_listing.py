@@ -7,9 +7,8 @@ from uuid import UUID, uuid4
 import asyncpg
 import pytest
 
-from conftest import Given, Rows
-from engine.conftest import StandingClock
 from engine.state import block, claim, items, new, refused
+from fixtures import Clock, Given, Rows
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.parts import parts_of
 from flowfabric.engine.read import listing
@@ -32,9 +31,7 @@ async def listed(engine: Engine, **filters: Any) -> list[str]:
         assert len(page.executions) == limit
 
 
-async def test_a_list_entry_holds_the_summary_of_the_execution(
-    engine: Engine, given: Given, clock: StandingClock
-) -> None:
+async def test_a_list_entry_holds_the_summary_of_the_execution(engine: Engine, given: Given, clock: Clock) -> None:
     now = await clock.now()
     execution_id = await given.created(namespace="tenant", lane_id="mail", execution_kind="letter", priority=7)
     page = await engine.list_executions()
@@ -78,7 +75,7 @@ async def test_executions_are_listed_by_every_state(
 
 
 async def test_an_execution_in_several_sources_is_listed_once(
-    engine: Engine, given: Given, clock: StandingClock, connection: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, given: Given, clock: Clock, connection: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     later = {"execution_deadline_at": await clock.now() + 10**9}
     expected = [
@@ -133,9 +130,7 @@ async def test_long_tags_are_compared_whole(engine: Engine, given: Given) -> Non
     assert await listed(engine, tag=("a.b", long + "1")) == [one]
 
 
-async def test_time_ranges_include_the_start_and_exclude_the_end(
-    engine: Engine, given: Given, clock: StandingClock
-) -> None:
+async def test_time_ranges_include_the_start_and_exclude_the_end(engine: Engine, given: Given, clock: Clock) -> None:
     first = await clock.now()
     one = await given.completed()
     second = await clock.advance(seconds=1)
@@ -180,7 +175,7 @@ async def test_a_flow_is_listed_by_its_id(engine: Engine, given: Given, connecti
     assert await listed(engine, flow_id=uuid4()) == []
 
 
-async def test_the_order_is_by_creation_then_by_id(engine: Engine, clock: StandingClock) -> None:
+async def test_the_order_is_by_creation_then_by_id(engine: Engine, clock: Clock) -> None:
     created: list[tuple[int, str]] = []
     for _ in range(3):
         now = await clock.advance(ms=1)
@@ -209,7 +204,7 @@ async def test_a_page_may_be_empty_and_has_at_most_a_thousand_entries(engine: En
     assert (len(page.executions), page.next_cursor) == (2, None)
 
 
-async def test_a_cursor_works_after_its_row_is_deleted(engine: Engine, given: Given, clock: StandingClock) -> None:
+async def test_a_cursor_works_after_its_row_is_deleted(engine: Engine, given: Given, clock: Clock) -> None:
     policy = {"stream_policy": {"retention_ttl_ms": 1000}}
     ids = []
     for at in range(5):
@@ -275,7 +270,7 @@ async def test_a_missing_name_is_corruption(engine: Engine, given: Given, connec
 
 
 async def test_walks_and_collections_agree_with_a_sorted_model(
-    engine: Engine, clock: StandingClock, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Small steps make every list use several statements; rows are added and changed between the pages of a list."""
     dice = random.Random(7)

@@ -8,10 +8,9 @@ from typing import Any
 import asyncpg
 import pytest
 
-from conftest import Given
-from engine.conftest import StandingClock
 from engine.state import claim, refused
 from engine.waits import suspended
+from fixtures import Clock, Given
 from flowfabric.db.database import Database
 from flowfabric.db.statements import Statement
 from flowfabric.engine.core.payload import INLINE_PAYLOAD_BYTES
@@ -33,7 +32,7 @@ async def status(engine: Engine, execution_id: str) -> ExecutionStatus:
     return found
 
 
-async def test_the_status_of_a_new_execution(engine: Engine, given: Given, clock: StandingClock) -> None:
+async def test_the_status_of_a_new_execution(engine: Engine, given: Given, clock: Clock) -> None:
     execution_id = await given.created(execution_kind="resize", namespace="tenant", lane_id="lane")
     assert await engine.read_execution_status(execution_id.upper().replace("{FP", "{fp")) == ExecutionStatus(
         execution_id=execution_id,
@@ -57,9 +56,7 @@ async def test_the_status_of_a_new_execution(engine: Engine, given: Given, clock
     )
 
 
-async def test_the_status_follows_an_execution_through_its_attempts(
-    engine: Engine, given: Given, clock: StandingClock
-) -> None:
+async def test_the_status_follows_an_execution_through_its_attempts(engine: Engine, given: Given, clock: Clock) -> None:
     execution_id = await given.created(policy=RETRIED)
     new = await status(engine, execution_id)
     started_at = await clock.advance(seconds=1)
@@ -100,7 +97,7 @@ async def test_the_status_follows_an_execution_through_its_attempts(
     )
 
 
-async def test_a_failed_execution_shows_its_last_failure(engine: Engine, given: Given, clock: StandingClock) -> None:
+async def test_a_failed_execution_shows_its_last_failure(engine: Engine, given: Given, clock: Clock) -> None:
     execution_id = (await given.claimed(policy=RETRIED)).execution_id
     (run,) = await engine.list_attempts(execution_id)
     assert run.error_type is None
@@ -137,7 +134,7 @@ async def test_a_cancelled_execution_shows_the_reason_and_its_earlier_failure(en
 
 
 async def test_an_execution_past_its_deadline_shows_that_and_not_an_earlier_exception(
-    engine: Engine, given: Given, clock: StandingClock
+    engine: Engine, given: Given, clock: Clock
 ) -> None:
     deadline = await clock.now() + 60_000
     untried = await given.created(lane_id="untried", execution_deadline_at=deadline)
@@ -153,9 +150,7 @@ async def test_an_execution_past_its_deadline_shows_that_and_not_an_earlier_exce
         )
 
 
-async def test_an_execution_past_its_reclaim_limit_shows_that(
-    engine: Engine, given: Given, clock: StandingClock
-) -> None:
+async def test_an_execution_past_its_reclaim_limit_shows_that(engine: Engine, given: Given, clock: Clock) -> None:
     handle = await given.claimed(policy={**RETRIED, "max_reclaim_count": 0})
     await engine.fail(handle, reason=RAISED)
     await clock.advance(seconds=1)
@@ -168,9 +163,7 @@ async def test_an_execution_past_its_reclaim_limit_shows_that(
     assert found.failure == Failure(message="max_reclaims_exceeded", category=None, error_type=None, traceback=None)
 
 
-async def test_a_reclaimed_retry_shows_the_failure_before_it(
-    engine: Engine, given: Given, clock: StandingClock
-) -> None:
+async def test_a_reclaimed_retry_shows_the_failure_before_it(engine: Engine, given: Given, clock: Clock) -> None:
     handle = await given.claimed(policy=RETRIED)
     await engine.fail(handle, reason=RAISED)
     await clock.advance(seconds=1)
@@ -181,7 +174,7 @@ async def test_a_reclaimed_retry_shows_the_failure_before_it(
     assert (found.public_state, found.attempt_count, found.failure) == (PublicState.ACTIVE, 4, FAILURE)
 
 
-async def test_a_delay_is_not_a_retry(engine: Engine, given: Given, clock: StandingClock) -> None:
+async def test_a_delay_is_not_a_retry(engine: Engine, given: Given, clock: Clock) -> None:
     delayed = await status(engine, await given.delayed(seconds=5))
     assert (delayed.public_state, delayed.retry_at) == (PublicState.DELAYED, None)
     assert delayed.delay_until == await clock.now() + 5000

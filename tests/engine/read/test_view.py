@@ -4,9 +4,8 @@ import asyncio
 from typing import Any
 from uuid import uuid4
 
-from conftest import Engines, Given, Rows
-from engine.conftest import StandingClock
 from engine.state import claim, refused
+from fixtures import Clock, Engines, Given, Rows
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.parts import parts_of
 from flowfabric.model.execution import ExecutionInfo
@@ -65,7 +64,7 @@ async def test_every_read_refuses_a_malformed_id(engine: Engine) -> None:
         await refused(engine.wait_for_ending(execution_id), "invalid_input", detail)
 
 
-async def test_the_info_of_a_new_execution(engine: Engine, given: Given, clock: StandingClock) -> None:
+async def test_the_info_of_a_new_execution(engine: Engine, given: Given, clock: Clock) -> None:
     execution_id = await given.created(priority=7, execution_kind="resize", namespace="tenant", lane_id="lane")
     assert await engine.read_execution_info(execution_id.upper().replace("{FP", "{fp")) == (
         ExecutionInfo(
@@ -94,7 +93,7 @@ async def test_the_info_of_a_new_execution(engine: Engine, given: Given, clock: 
     )
 
 
-async def test_the_info_follows_the_execution(engine: Engine, given: Given, clock: StandingClock) -> None:
+async def test_the_info_follows_the_execution(engine: Engine, given: Given, clock: Clock) -> None:
     created_at = await clock.now()
     execution_id = await given.created(policy={"retry_policy": {"backoff": {"type": "fixed", "delay_ms": 10}}})
     started_at = await clock.advance(seconds=1)
@@ -113,7 +112,7 @@ async def test_the_info_follows_the_execution(engine: Engine, given: Given, cloc
     assert (info.public_state, info.state_vector.terminal_outcome) == (PublicState.COMPLETED, TerminalOutcome.SUCCESS)
 
 
-async def test_only_a_completed_execution_has_a_result(engine: Engine, given: Given, clock: StandingClock) -> None:
+async def test_only_a_completed_execution_has_a_result(engine: Engine, given: Given, clock: Clock) -> None:
     for handle in (await given.claimed(), await given.backing_off(), await given.reclaimable(lane_id="lost")):
         assert await engine.get_execution_result(handle.execution_id) is None
     for ended in (
@@ -130,7 +129,7 @@ async def test_only_a_completed_execution_has_a_result(engine: Engine, given: Gi
     assert await engine.get_execution_result(kept) is None
 
 
-async def test_the_server_time_is_the_clock_of_the_store(engine: Engine, clock: StandingClock) -> None:
+async def test_the_server_time_is_the_clock_of_the_store(engine: Engine, clock: Clock) -> None:
     assert await engine.server_time_ms() == await clock.now()
     later = await clock.advance(seconds=3600)
     assert await engine.server_time_ms() == later

@@ -7,8 +7,8 @@ from uuid import uuid4
 
 import pytest
 
-from conftest import Given, Rows
 from engine.state import refused
+from fixtures import Given, Rows
 from flowfabric.engine.engine import Engine
 from flowfabric.model.errors import EngineError
 from flowfabric.model.worker import WorkerCursor

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from conftest import Given, Rows
 from engine.sending import Waiting, signals, waiting
 from engine.state import refused
+from fixtures import Given, Rows
 from flowfabric.engine.engine import Engine
 from flowfabric.model.condition import ByName, Count, CountKind
 from flowfabric.model.signal import SignalDuplicate

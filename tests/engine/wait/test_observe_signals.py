@@ -3,11 +3,10 @@
 from typing import Any
 from uuid import UUID, uuid4
 
-from conftest import Given, Rows
-from engine.conftest import StandingClock
 from engine.sending import Waiting, running, waiting
 from engine.state import claim, refused, vector
 from engine.waits import SUSPENDED, args, fresh, on_all, suspended, using
+from fixtures import Clock, Given, Rows
 from flowfabric.engine.engine import Engine
 from flowfabric.model.condition import (
     AllOf,
@@ -66,7 +65,7 @@ async def test_a_suspended_execution_buffers_signals_for_a_pending_waitpoint(
 
 
 async def test_a_run_reads_every_signal_of_its_suspension_before_and_after_the_resume(
-    engine: Engine, given: Given, clock: StandingClock
+    engine: Engine, given: Given, clock: Clock
 ) -> None:
     condition = AllOf(tuple(Single(waitpoint_key=key, matcher=ByName("ready")) for key in ("a", "b")))
     asked = args(waitpoints=(fresh("a"), fresh("b")), resume_condition=condition)
@@ -108,7 +107,7 @@ async def test_an_attempt_that_never_suspended_reads_no_signal(engine: Engine, g
 
 
 async def test_a_retry_does_not_read_the_signals_of_the_previous_attempt(
-    engine: Engine, given: Given, clock: StandingClock
+    engine: Engine, given: Given, clock: Clock
 ) -> None:
     policy = {"retry_policy": {"max_retries": 3, "backoff": {"type": "fixed", "delay_ms": 1}}}
     wait = await waiting(engine, given, policy=policy)
@@ -123,7 +122,7 @@ async def test_a_retry_does_not_read_the_signals_of_the_previous_attempt(
 
 
 async def test_the_signals_of_an_earlier_suspension_are_read_by_its_id(
-    engine: Engine, given: Given, clock: StandingClock
+    engine: Engine, given: Given, clock: Clock
 ) -> None:
     async def read(suspension_id: UUID) -> list[Any]:
         return await engine.observe_signals(handle, suspension_id=suspension_id)

@@ -8,11 +8,10 @@ from uuid import uuid4
 import asyncpg
 import pytest
 
-from conftest import Given, Rows
-from engine.conftest import StandingClock
 from engine.sending import Waiting, waiting
 from engine.state import claim
 from engine.waits import on_all, rewriting, suspension, waitpoint, waitpoints
+from fixtures import Clock, Given, Rows
 from flowfabric.engine.engine import Engine
 from flowfabric.model.condition import Count, CountKind
 
@@ -41,7 +40,7 @@ def meanwhile(connection: asyncpg.Connection, eventually: Any) -> Any:
 
 
 async def test_no_counted_signal_or_closed_row_is_lost(
-    engine: Engine, given: Given, rows: Rows, clock: StandingClock, meanwhile: Any, subtests: pytest.Subtests
+    engine: Engine, given: Given, rows: Rows, clock: Clock, meanwhile: Any, subtests: pytest.Subtests
 ) -> None:
     for table in TABLES:
         with subtests.test(f"count, {table}"):
@@ -115,7 +114,7 @@ ENDS = [
 
 
 async def test_an_escalation_is_not_lost(
-    engine: Engine, given: Given, rows: Rows, clock: StandingClock, meanwhile: Any, subtests: pytest.Subtests
+    engine: Engine, given: Given, rows: Rows, clock: Clock, meanwhile: Any, subtests: pytest.Subtests
 ) -> None:
     for table in ("execution", "suspension"):
         with subtests.test(table):

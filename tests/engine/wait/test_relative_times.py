@@ -4,18 +4,15 @@ from typing import Any
 
 import pytest
 
-from conftest import Given, Rows
-from engine.conftest import StandingClock
 from engine.state import refused
 from engine.waits import args
+from fixtures import Clock, Given, Rows
 from flowfabric.engine.engine import Engine
 from flowfabric.model.condition import TimeoutOnly
 from flowfabric.model.errors import InvalidInputError
 
 
-async def test_a_timeout_counts_from_the_suspend(
-    engine: Engine, given: Given, rows: Rows, clock: StandingClock
-) -> None:
+async def test_a_timeout_counts_from_the_suspend(engine: Engine, given: Given, rows: Rows, clock: Clock) -> None:
     claimed = await given.run(policy={"suspension_policy": {"default_timeout_ms": 1, "timeout_behavior": "cancel"}})
     now = await clock.advance(seconds=5)
     await engine.suspend(claimed.handle, args(timeout_ms=60_000))
@@ -24,9 +21,7 @@ async def test_a_timeout_counts_from_the_suspend(
     assert await rows.timers(claimed.execution_id) == {"suspension_timeout": now + 60_000}
 
 
-async def test_a_timeout_only_wait_may_have_a_relative_timeout(
-    engine: Engine, given: Given, clock: StandingClock
-) -> None:
+async def test_a_timeout_only_wait_may_have_a_relative_timeout(engine: Engine, given: Given, clock: Clock) -> None:
     handle = await given.claimed()
     await engine.suspend(handle, args(resume_condition=TimeoutOnly(), timeout_ms=1000, timeout_behavior="auto_resume"))
     await clock.advance(seconds=2)
@@ -41,7 +36,7 @@ def test_a_timeout_is_either_a_time_or_a_duration() -> None:
         args(timeout_ms=-1)
 
 
-async def test_a_delay_counts_from_now(engine: Engine, given: Given, rows: Rows, clock: StandingClock) -> None:
+async def test_a_delay_counts_from_now(engine: Engine, given: Given, rows: Rows, clock: Clock) -> None:
     handle = await given.claimed()
     now = await clock.advance(seconds=5)
     await engine.delay(handle, delay_ms=60_000)

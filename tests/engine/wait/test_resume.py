@@ -6,11 +6,10 @@ from typing import Any
 import asyncpg
 import pytest
 
-from conftest import Given, Rows
-from engine.conftest import StandingClock
 from engine.sending import waiting
 from engine.state import RESUMABLE, claim, event_texts, refused, vector
 from engine.waits import args, on_all, suspended, suspension, waitpoint, waitpoints
+from fixtures import Clock, Given, Rows
 from flowfabric.db.database import Database, Transaction
 from flowfabric.db.statements import Statement
 from flowfabric.engine.engine import Engine
@@ -24,7 +23,7 @@ NOBODY = "{fp:3}:11111111-1111-4111-8111-111111111111"
 
 
 async def test_a_resume_closes_the_suspension_and_all_waitpoints(
-    engine: Engine, given: Given, rows: Rows, clock: StandingClock
+    engine: Engine, given: Given, rows: Rows, clock: Clock
 ) -> None:
     wait = await waiting(engine, given, on_all("a", "b", "c", timeout_at=await clock.now() + 60_000))
     await wait.send("x", "a")
@@ -54,7 +53,7 @@ async def test_a_resume_closes_the_suspension_and_all_waitpoints(
 
 
 async def test_a_resumed_execution_is_in_ready_and_listed_until_it_is_claimed(
-    engine: Engine, given: Given, rows: Rows, clock: StandingClock
+    engine: Engine, given: Given, rows: Rows, clock: Clock
 ) -> None:
     now, later = await waiting(engine, given), await waiting(engine, given)
     assert await rows.of("ready") == await rows.of("listed") == []
@@ -77,14 +76,14 @@ async def test_a_resumed_execution_is_in_ready_and_listed_until_it_is_claimed(
     assert [one.execution_id for one in await claim(engine)] == [later.execution_id]
 
 
-async def test_a_resume_ends_every_kind_of_wait(engine: Engine, given: Given, clock: StandingClock) -> None:
+async def test_a_resume_ends_every_kind_of_wait(engine: Engine, given: Given, clock: Clock) -> None:
     for condition in (OperatorOnly(), TimeoutOnly()):
         wait = await waiting(engine, given, resume_condition=condition, timeout_at=await clock.now() + 60_000)
         assert (await engine.resume_execution(execution_id=wait.execution_id)).public_state == PublicState.RESUMABLE
         assert [one.execution_id for one in await claim(engine)] == [wait.execution_id]
 
 
-async def test_a_resume_may_be_delayed(engine: Engine, given: Given, rows: Rows, clock: StandingClock) -> None:
+async def test_a_resume_may_be_delayed(engine: Engine, given: Given, rows: Rows, clock: Clock) -> None:
     wait = await waiting(engine, given, resume_policy=ResumePolicy(resume_delay_ms=99_000))
     now = await clock.advance(seconds=1)
     outcome = await engine.resume_execution(execution_id=wait.execution_id, resume_delay_ms=5_000)
@@ -110,7 +109,7 @@ async def test_a_waitpoint_closed_before_the_resume_keeps_its_reason(engine: Eng
 
 
 async def test_the_attempt_timeout_continues_after_the_resume(
-    engine: Engine, given: Given, rows: Rows, clock: StandingClock
+    engine: Engine, given: Given, rows: Rows, clock: Clock
 ) -> None:
     handle = await given.claimed(policy={"timeout_policy": {"attempt_timeout_ms": 8_000}})
     await clock.advance(seconds=3)

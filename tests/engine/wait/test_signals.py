@@ -5,11 +5,10 @@ from uuid import UUID, uuid4
 
 import asyncpg
 
-from conftest import Given, Rows
-from engine.conftest import StandingClock
 from engine.sending import running, signal_keys, signals, waiting
 from engine.state import RESUMABLE, claim, event_texts, refused, vector
 from engine.waits import args, fresh, on_all, suspension, waitpoint, waitpoints
+from fixtures import Clock, Given, Rows
 from flowfabric.engine.engine import Engine
 from flowfabric.model.condition import (
     OPERATOR_ONLY_NAME,
@@ -32,7 +31,7 @@ RESUME_DELAYED = "runnable/unowned/not_eligible_until_time/waiting_for_resume_de
 
 
 async def test_a_signal_that_satisfies_the_condition_makes_the_execution_claimable_once(
-    engine: Engine, given: Given, rows: Rows, clock: StandingClock
+    engine: Engine, given: Given, rows: Rows, clock: Clock
 ) -> None:
     wait = await waiting(engine, given, timeout_at=await clock.now() + 60_000)
     now = await clock.advance(seconds=1)
@@ -59,7 +58,7 @@ async def test_a_signal_that_satisfies_the_condition_makes_the_execution_claimab
     assert claimed.lease_epoch > wait.handle.lease_epoch
 
 
-async def test_a_signal_row_holds_the_arguments(engine: Engine, given: Given, rows: Rows, clock: StandingClock) -> None:
+async def test_a_signal_row_holds_the_arguments(engine: Engine, given: Given, rows: Rows, clock: Clock) -> None:
     wait = await waiting(engine, given, resume_condition=OperatorOnly())
     now = await clock.advance(seconds=1)
     payload = bytes(range(256)) * 256
@@ -101,7 +100,7 @@ async def test_a_signal_row_holds_the_arguments(engine: Engine, given: Given, ro
 
 
 async def test_omitted_arguments_of_a_signal_have_defaults(
-    engine: Engine, given: Given, rows: Rows, clock: StandingClock
+    engine: Engine, given: Given, rows: Rows, clock: Clock
 ) -> None:
     wait = await waiting(engine, given)
     now = await clock.advance(seconds=1)
@@ -114,7 +113,7 @@ async def test_omitted_arguments_of_a_signal_have_defaults(
 
 
 async def test_a_signal_that_does_not_resume_changes_only_the_rows_of_the_wait(
-    engine: Engine, given: Given, rows: Rows, clock: StandingClock
+    engine: Engine, given: Given, rows: Rows, clock: Clock
 ) -> None:
     wait = await waiting(engine, given)
     await clock.advance(seconds=1)
@@ -123,7 +122,7 @@ async def test_a_signal_that_does_not_resume_changes_only_the_rows_of_the_wait(
 
 
 async def test_no_signal_satisfies_a_wait_for_an_operator_or_a_timeout_only(
-    engine: Engine, given: Given, clock: StandingClock
+    engine: Engine, given: Given, clock: Clock
 ) -> None:
     for condition in (OperatorOnly(), TimeoutOnly()):
         wait = await waiting(engine, given, resume_condition=condition, timeout_at=await clock.now() + 60_000)
@@ -243,7 +242,7 @@ async def test_a_repeat_of_the_satisfying_signal_is_a_duplicate_until_and_after_
 
 
 async def test_an_idempotency_key_belongs_to_its_waitpoint_and_expires(
-    engine: Engine, given: Given, rows: Rows, clock: StandingClock
+    engine: Engine, given: Given, rows: Rows, clock: Clock
 ) -> None:
     wait = await waiting(engine, given, on_all("a", "b", "c"))
     now = await clock.now()
@@ -291,7 +290,7 @@ async def test_the_log_of_a_waitpoint_keeps_the_newest_and_the_counted_signals(
 
 
 async def test_the_resume_delay_of_a_signal_delays_the_resume(
-    engine: Engine, given: Given, rows: Rows, clock: StandingClock
+    engine: Engine, given: Given, rows: Rows, clock: Clock
 ) -> None:
     wait = await waiting(engine, given, resume_policy=ResumePolicy(resume_delay_ms=60_000))
     now = await clock.advance(seconds=1)
@@ -314,7 +313,7 @@ async def test_the_resume_delay_of_a_signal_delays_the_resume(
 
 
 async def test_the_resume_delay_of_the_policy_applies_if_the_signal_has_none(
-    engine: Engine, given: Given, rows: Rows, clock: StandingClock
+    engine: Engine, given: Given, rows: Rows, clock: Clock
 ) -> None:
     for of_signal, delay_ms in ((None, 60_000), (0, None)):
         wait = await waiting(engine, given, resume_policy=ResumePolicy(resume_delay_ms=60_000))
@@ -325,7 +324,7 @@ async def test_the_resume_delay_of_the_policy_applies_if_the_signal_has_none(
 
 
 async def test_a_pending_waitpoint_buffers_signals_without_evaluating_them(
-    engine: Engine, given: Given, rows: Rows, clock: StandingClock
+    engine: Engine, given: Given, rows: Rows, clock: Clock
 ) -> None:
     wait = await running(engine, given)
     now = await clock.advance(seconds=1)

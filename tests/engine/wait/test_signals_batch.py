@@ -10,11 +10,10 @@ from uuid import uuid4
 import asyncpg
 import pytest
 
-from conftest import Engines, Given, Rows
-from engine.conftest import StandingClock
 from engine.sending import Waiting, signals, stamps_written, waiting
 from engine.state import claim, refused
 from engine.waits import args, rewriting, suspended, suspension, waitpoint, waitpoints
+from fixtures import Clock, Engines, Given, Rows
 from flowfabric.db import session as sessions
 from flowfabric.engine.engine import Engine
 from flowfabric.model.condition import Count, CountKind, OperatorOnly
@@ -217,7 +216,7 @@ async def test_the_signal_limit_and_the_log_length_hold_within_a_transaction(
 
 
 async def test_signals_with_different_resume_delays_share_a_transaction(
-    engine: Engine, given: Given, rows: Rows, clock: StandingClock
+    engine: Engine, given: Given, rows: Rows, clock: Clock
 ) -> None:
     waits = await many(engine, given, 12)
     now = await clock.now()

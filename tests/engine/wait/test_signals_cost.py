@@ -6,10 +6,10 @@ from typing import Any
 import asyncpg
 import pytest
 
-from conftest import Given, Rows
 from engine.sending import Waiting, running, signals, waiting
 from engine.state import claim, refused
 from engine.waits import args, fresh, suspended, suspension
+from fixtures import Given, Rows
 from flowfabric.db.database import Transaction
 from flowfabric.db.statements import Statement
 from flowfabric.engine.engine import Engine

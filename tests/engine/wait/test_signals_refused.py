@@ -6,11 +6,10 @@ from uuid import uuid4
 import asyncpg
 import pytest
 
-from conftest import Given, Rows
-from engine.conftest import StandingClock
 from engine.sending import Waiting, running, signal_keys, signals, stamps_written, waiting
 from engine.state import claim, refused
 from engine.waits import args, on_all, suspended, token_of
+from fixtures import Clock, Given, Rows
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.parts import parts_of
 from flowfabric.model.condition import OperatorOnly
@@ -30,7 +29,7 @@ async def stamp(rows: Rows, execution_id: ExecutionId) -> int | None:
 
 
 async def stamped_only(
-    engine: Engine, rows: Rows, clock: StandingClock, call: Any, code: str, execution_id: ExecutionId
+    engine: Engine, rows: Rows, clock: Clock, call: Any, code: str, execution_id: ExecutionId
 ) -> None:
     """Assert that the call is refused and changes nothing except last_hmac_validation_failed_at."""
     before = await rows.execution(execution_id)
@@ -98,7 +97,7 @@ BAD_TOKENS: list[tuple[Any, str]] = [
 
 
 async def test_a_bad_token_is_refused_recorded_and_not_repeated_in_the_error(
-    engine: Engine, given: Given, rows: Rows, clock: StandingClock, subtests: pytest.Subtests
+    engine: Engine, given: Given, rows: Rows, clock: Clock, subtests: pytest.Subtests
 ) -> None:
     wait = await waiting(engine, given)
     for token, code in BAD_TOKENS:
@@ -111,7 +110,7 @@ async def test_a_bad_token_is_refused_recorded_and_not_repeated_in_the_error(
 
 
 async def test_without_the_token_every_refusal_is_the_same(
-    engine: Engine, given: Given, rows: Rows, clock: StandingClock
+    engine: Engine, given: Given, rows: Rows, clock: Clock
 ) -> None:
     wait, other = await waiting(engine, given, on_all("a", "b")), await waiting(engine, given)
     ended = await waiting(engine, given)
@@ -150,7 +149,7 @@ async def test_corrupt_rows_are_reported_only_to_callers_with_the_token(
     engine: Engine,
     given: Given,
     rows: Rows,
-    clock: StandingClock,
+    clock: Clock,
     connection: asyncpg.Connection,
     subtests: pytest.Subtests,
 ) -> None:
@@ -171,7 +170,7 @@ async def test_corrupt_rows_are_reported_only_to_callers_with_the_token(
 
 
 async def test_a_corrupt_condition_is_never_satisfied(
-    engine: Engine, given: Given, rows: Rows, clock: StandingClock, connection: asyncpg.Connection
+    engine: Engine, given: Given, rows: Rows, clock: Clock, connection: asyncpg.Connection
 ) -> None:
     wait = await waiting(engine, given)
     await connection.execute("update suspension set condition = '[1]'")
@@ -194,7 +193,7 @@ async def test_an_unknown_execution_or_a_foreign_waitpoint_changes_nothing(
 
 
 async def test_a_validly_signed_token_that_is_not_the_stored_one_is_refused(
-    engine: Engine, given: Given, rows: Rows, clock: StandingClock, connection: asyncpg.Connection
+    engine: Engine, given: Given, rows: Rows, clock: Clock, connection: asyncpg.Connection
 ) -> None:
     wait = await waiting(engine, given)
     # No operation changes the token of a waitpoint, but the holder of a key could sign another.
@@ -203,7 +202,7 @@ async def test_a_validly_signed_token_that_is_not_the_stored_one_is_refused(
 
 
 async def test_tokens_of_a_rotated_key_expire_after_its_grace_period(
-    engine: Engine, given: Given, rows: Rows, clock: StandingClock
+    engine: Engine, given: Given, rows: Rows, clock: Clock
 ) -> None:
     wait = await waiting(engine, given, on_all("a", "b"))
     await engine.rotate_waitpoint_hmac_secret_all(new_kid="k2", new_secret_hex=OTHER_SECRET, grace_ms=1_000)
@@ -251,7 +250,7 @@ async def test_a_closed_suspension_accepts_no_signal(engine: Engine, given: Give
 
 
 async def test_a_closed_or_expired_waitpoint_accepts_no_signal(
-    engine: Engine, given: Given, rows: Rows, clock: StandingClock
+    engine: Engine, given: Given, rows: Rows, clock: Clock
 ) -> None:
     closed, expired = await running(engine, given), await running(engine, given, expires_in_ms=1_000)
     await engine.close_waitpoint(execution_id=closed.execution_id, waitpoint_id=closed.points["wait"][0])
@@ -368,9 +367,7 @@ async def approve(wait: Waiting, name: str = "approved", **overrides: Any) -> An
     )
 
 
-async def test_an_operator_approves_without_the_token(
-    engine: Engine, given: Given, rows: Rows, clock: StandingClock
-) -> None:
+async def test_an_operator_approves_without_the_token(engine: Engine, given: Given, rows: Rows, clock: Clock) -> None:
     condition = {"Single": {"waitpoint_key": "wait", "matcher": {"ByName": "approved"}}}
     wait = await waiting(engine, given, resume_condition=condition)
     now = await clock.advance(seconds=1)
@@ -416,7 +413,7 @@ async def test_an_approval_needs_a_matching_lane_and_a_waitpoint_of_the_executio
 
 
 async def test_an_approval_is_refused_after_the_key_has_expired(
-    engine: Engine, given: Given, rows: Rows, clock: StandingClock
+    engine: Engine, given: Given, rows: Rows, clock: Clock
 ) -> None:
     wait = await waiting(engine, given)
     await engine.rotate_waitpoint_hmac_secret_all(new_kid="k2", new_secret_hex=OTHER_SECRET, grace_ms=0)

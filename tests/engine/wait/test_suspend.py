@@ -4,10 +4,9 @@ from typing import Any
 
 import pytest
 
-from conftest import Given, Rows
-from engine.conftest import StandingClock
 from engine.state import FENCED, RESUMABLE, attempts, claim, event_texts, lease_left, refused, vector
 from engine.waits import SUSPENDED, args, fresh, on_all, suspended, suspension, token_of, triple, waitpoint, waitpoints
+from fixtures import Clock, Given, Rows
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.parts import parts_of
 from flowfabric.model.condition import AllOf, ByName, Count, CountKind, OperatorOnly, Single, TimeoutOnly, Wildcard
@@ -18,7 +17,7 @@ from flowfabric.model.suspension import Suspended, SuspensionReason
 
 
 async def test_a_suspend_releases_the_lease_and_keeps_the_attempt(
-    engine: Engine, given: Given, rows: Rows, clock: StandingClock
+    engine: Engine, given: Given, rows: Rows, clock: Clock
 ) -> None:
     began = await clock.now()
     claimed = await given.run(tags={"ff.instance_id": "i-1"}, execution_deadline_at=began + 3_600_000)
@@ -51,9 +50,7 @@ async def test_a_suspend_releases_the_lease_and_keeps_the_attempt(
     assert await engine.read_execution_state(claimed.execution_id) == PublicState.SUSPENDED
 
 
-async def test_a_suspension_row_holds_the_arguments(
-    engine: Engine, given: Given, rows: Rows, clock: StandingClock
-) -> None:
+async def test_a_suspension_row_holds_the_arguments(engine: Engine, given: Given, rows: Rows, clock: Clock) -> None:
     claimed = await given.run()
     now = await clock.advance(seconds=1)
     asked = args(
@@ -93,7 +90,7 @@ async def test_a_suspension_row_holds_the_arguments(
 
 
 async def test_a_waitpoint_of_a_suspension_is_active_and_has_its_token(
-    engine: Engine, given: Given, rows: Rows, clock: StandingClock
+    engine: Engine, given: Given, rows: Rows, clock: Clock
 ) -> None:
     claimed = await given.run()
     now = await clock.advance(seconds=1)
@@ -185,7 +182,7 @@ async def test_every_reason_code_sets_its_blocking_reason(
 
 
 async def test_a_wait_for_an_operator_or_a_timeout_only_has_a_waitpoint_too(
-    engine: Engine, given: Given, rows: Rows, clock: StandingClock
+    engine: Engine, given: Given, rows: Rows, clock: Clock
 ) -> None:
     for condition in (OperatorOnly(), TimeoutOnly()):
         handle = await given.claimed()
@@ -213,7 +210,7 @@ async def test_after_a_suspend_neither_handle_holds_a_lease(
         await refused(engine.suspend(outcome.handle, args()), "already_suspended")
 
 
-async def test_a_fence_is_enough_to_suspend(engine: Engine, given: Given, rows: Rows, clock: StandingClock) -> None:
+async def test_a_fence_is_enough_to_suspend(engine: Engine, given: Given, rows: Rows, clock: Clock) -> None:
     handle = await given.claimed(lease_ttl_ms=20_000)
     asked = args()
     outcome = await engine.suspend_by_triple(**triple(handle), args=asked)
@@ -227,7 +224,7 @@ async def test_a_fence_is_enough_to_suspend(engine: Engine, given: Given, rows: 
 
 
 async def test_a_suspend_by_triple_returns_a_handle_with_the_ttl_of_the_renewed_lease(
-    engine: Engine, given: Given, clock: StandingClock
+    engine: Engine, given: Given, clock: Clock
 ) -> None:
     handle = await given.claimed(lease_ttl_ms=20_000)
     await clock.advance(seconds=5)
@@ -261,7 +258,7 @@ TIMEOUTS: list[tuple[dict[str, Any], int, str]] = [
 
 
 async def test_the_policy_gives_the_timeout_that_the_arguments_do_not(
-    engine: Engine, given: Given, rows: Rows, clock: StandingClock, subtests: pytest.Subtests
+    engine: Engine, given: Given, rows: Rows, clock: Clock, subtests: pytest.Subtests
 ) -> None:
     policy = {"suspension_policy": {"default_timeout_ms": 30_000, "timeout_behavior": "escalate"}}
     for asked, after_ms, behavior in TIMEOUTS:
@@ -278,7 +275,7 @@ async def test_the_policy_gives_the_timeout_that_the_arguments_do_not(
 
 
 async def test_a_timeout_in_the_recent_past_is_due_at_once(
-    engine: Engine, given: Given, rows: Rows, clock: StandingClock
+    engine: Engine, given: Given, rows: Rows, clock: Clock
 ) -> None:
     for ago_ms in (0, 1, 600_000):
         handle = await given.claimed()
@@ -289,9 +286,7 @@ async def test_a_timeout_in_the_recent_past_is_due_at_once(
         assert (await suspension(rows, handle.execution_id))["timeout_at"] == now - ago_ms
 
 
-async def test_a_timeout_wakes_the_loop_that_waits_for_timers(
-    engine: Engine, given: Given, clock: StandingClock
-) -> None:
+async def test_a_timeout_wakes_the_loop_that_waits_for_timers(engine: Engine, given: Given, clock: Clock) -> None:
     handle = await given.claimed()
     await suspended(engine, handle)
     parts_of(engine).wakeups.next_timer = float("inf")
@@ -306,7 +301,7 @@ async def test_a_timeout_wakes_the_loop_that_waits_for_timers(
 
 
 async def test_a_run_that_was_delayed_before_can_suspend(
-    engine: Engine, given: Given, rows: Rows, clock: StandingClock
+    engine: Engine, given: Given, rows: Rows, clock: Clock
 ) -> None:
     began = await clock.now()
     first = await given.run()

@@ -8,10 +8,9 @@ import asyncpg
 import msgspec
 import pytest
 
-from conftest import Engines, Given, Rows
-from engine.conftest import StandingClock
 from engine.state import ACTIVE, EXPIRED_LEASE, vector
 from engine.waits import SUSPENDED, args, on_all, suspend_keys, suspended, suspension, token_of, waitpoints
+from fixtures import Clock, Engines, Given, Rows
 from flowfabric.db.database import Database
 from flowfabric.engine.engine import Engine, engine_beside
 from flowfabric.model.errors import EngineError
@@ -43,7 +42,7 @@ def codes(answers: list[Any]) -> list[str]:
 
 
 async def test_concurrent_suspends_share_one_transaction(
-    engine: Engine, given: Given, rows: Rows, clock: StandingClock, transactions: list[str]
+    engine: Engine, given: Given, rows: Rows, clock: Clock, transactions: list[str]
 ) -> None:
     handles = [await given.claimed() for _ in range(20)]
     now = await clock.advance(seconds=1)
@@ -75,7 +74,7 @@ async def test_concurrent_suspends_share_one_transaction(
 
 
 async def test_a_refused_suspend_does_not_affect_the_others(
-    engine: Engine, given: Given, rows: Rows, clock: StandingClock
+    engine: Engine, given: Given, rows: Rows, clock: Clock
 ) -> None:
     good, stale, mended = [await given.claimed() for _ in range(3)]
     lapsed = await given.claimed(lease_ttl_ms=1000)

@@ -5,10 +5,9 @@ from uuid import uuid4
 
 import pytest
 
-from conftest import Given, Rows
-from engine.conftest import StandingClock
 from engine.state import ACTIVE, event_texts, refused, vector
 from engine.waits import FORMS, SUSPENDED, args, fresh, suspended, suspension, using, waitpoint
+from fixtures import Clock, Given, Rows
 from flowfabric.engine.engine import Engine
 from flowfabric.model.condition import (
     AllOf,
@@ -46,7 +45,7 @@ def votes(n: int) -> Count:
 
 
 async def test_a_pending_waitpoint_keeps_its_id_key_and_token(
-    engine: Engine, given: Given, rows: Rows, clock: StandingClock
+    engine: Engine, given: Given, rows: Rows, clock: Clock
 ) -> None:
     handle = await given.claimed()
     pending = await ahead(engine, handle)
@@ -94,9 +93,7 @@ async def test_without_a_timeout_an_activated_waitpoint_does_not_expire(
     assert (await waitpoint(rows, pending.waitpoint_id))["expires_at"] is None
 
 
-async def test_a_satisfied_condition_keeps_the_lease(
-    engine: Engine, given: Given, rows: Rows, clock: StandingClock
-) -> None:
+async def test_a_satisfied_condition_keeps_the_lease(engine: Engine, given: Given, rows: Rows, clock: Clock) -> None:
     handle = await given.claimed()
     pending = await ahead(engine, handle)
     await signal(engine, handle, pending, "other")
@@ -141,7 +138,7 @@ async def test_a_run_may_suspend_again_after_a_satisfied_suspend(engine: Engine,
 
 
 async def test_buffered_signals_count_towards_a_composite(
-    engine: Engine, given: Given, rows: Rows, clock: StandingClock
+    engine: Engine, given: Given, rows: Rows, clock: Clock
 ) -> None:
     handle = await given.claimed()
     pending = await ahead(engine, handle)

@@ -6,10 +6,9 @@ from uuid import uuid4
 
 import pytest
 
-from conftest import Given, Rows
-from engine.conftest import StandingClock
 from engine.state import claim, refused
 from engine.waits import args, on_all, suspended, suspension
+from fixtures import Clock, Given, Rows
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.parts import parts_of
 from flowfabric.engine.read import listing
@@ -31,9 +30,7 @@ async def listed(engine: Engine, **filters: Any) -> list[str]:
     return [entry.execution_id for entry in page.entries]
 
 
-async def test_the_longest_suspended_execution_is_listed_first(
-    engine: Engine, given: Given, clock: StandingClock
-) -> None:
+async def test_the_longest_suspended_execution_is_listed_first(engine: Engine, given: Given, clock: Clock) -> None:
     first = await waiting(engine, given)
     began = await clock.now()
     later = await clock.advance(seconds=1)
@@ -76,9 +73,7 @@ async def test_filters_narrow_the_list_of_suspended_executions(engine: Engine, g
         assert set(await listed(engine, **filters)) == found
 
 
-async def test_the_next_page_follows_even_if_the_last_entry_is_gone(
-    engine: Engine, given: Given, clock: StandingClock
-) -> None:
+async def test_the_next_page_follows_even_if_the_last_entry_is_gone(engine: Engine, given: Given, clock: Clock) -> None:
     ids: list[str] = []
     for _ in range(3):
         ids += sorted([await waiting(engine, given) for _ in range(2)])
@@ -150,7 +145,7 @@ async def test_a_snapshot_shows_the_first_waitpoint_and_the_continuation_pointer
     assert (attempt.attempt_state, attempt.suspension_id, attempt.attempt_id) == ("started", None, again.attempt_id)
 
 
-async def test_the_fields_of_a_suspension_are_read_by_name(engine: Engine, given: Given, clock: StandingClock) -> None:
+async def test_the_fields_of_a_suspension_are_read_by_name(engine: Engine, given: Given, clock: Clock) -> None:
     handle = await given.claimed()
     timeout_at = await clock.now() + 1000
     asked = args(timeout_at=timeout_at)
@@ -190,7 +185,7 @@ TABLES = ("execution", "attempt", "suspension", "waitpoint", "signal")
 
 
 async def test_the_rows_of_a_suspension_are_deleted_with_its_execution(
-    engine: Engine, given: Given, rows: Rows, clock: StandingClock
+    engine: Engine, given: Given, rows: Rows, clock: Clock
 ) -> None:
     async def waits() -> str:
         handle = await given.claimed(policy={"max_signals_per_execution": 5})
@@ -222,7 +217,7 @@ async def test_the_rows_of_a_suspension_are_deleted_with_its_execution(
 
 
 async def test_a_closed_suspension_is_kept_when_the_next_begins(
-    engine: Engine, given: Given, rows: Rows, clock: StandingClock
+    engine: Engine, given: Given, rows: Rows, clock: Clock
 ) -> None:
     handle = await given.claimed()
     first = await suspended(engine, handle, on_all("a", "b", timeout_at=await clock.now() + 1000))
@@ -244,7 +239,7 @@ async def test_a_closed_suspension_is_kept_when_the_next_begins(
 
 
 async def test_the_end_of_an_execution_does_not_change_its_earlier_suspensions(
-    engine: Engine, given: Given, rows: Rows, clock: StandingClock
+    engine: Engine, given: Given, rows: Rows, clock: Clock
 ) -> None:
     handle = await given.claimed()
     for _ in range(2):

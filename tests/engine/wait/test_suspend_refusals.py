@@ -7,11 +7,10 @@ import asyncpg
 import msgspec
 import pytest
 
-from conftest import Given, Rows
-from engine.conftest import StandingClock
 from engine.sending import waiting
 from engine.state import ACTIVE, EXPIRED_LEASE, claim, event_texts, refused, revoke, vector
 from engine.waits import FORMS, args, fresh, on_all, suspended, using
+from fixtures import Clock, Given, Rows
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.parts import parts_of
 from flowfabric.model.condition import (
@@ -129,7 +128,7 @@ async def test_a_condition_may_be_four_levels_deep(engine: Engine, given: Given,
 
 
 async def test_a_timeout_may_be_up_to_ten_minutes_in_the_past(
-    engine: Engine, given: Given, rows: Rows, clock: StandingClock, subtests: pytest.Subtests
+    engine: Engine, given: Given, rows: Rows, clock: Clock, subtests: pytest.Subtests
 ) -> None:
     for form, suspend in FORMS.items():
         with subtests.test(form):
@@ -249,7 +248,7 @@ async def test_a_revoked_lease_is_reported_before_its_expiry(
     engine: Engine,
     given: Given,
     rows: Rows,
-    clock: StandingClock,
+    clock: Clock,
     connection: asyncpg.Connection,
     subtests: pytest.Subtests,
 ) -> None:
@@ -264,7 +263,7 @@ async def test_a_revoked_lease_is_reported_before_its_expiry(
 
 
 async def test_a_suspend_under_an_expired_lease_is_refused_and_marks_the_lease(
-    engine: Engine, given: Given, rows: Rows, clock: StandingClock, subtests: pytest.Subtests
+    engine: Engine, given: Given, rows: Rows, clock: Clock, subtests: pytest.Subtests
 ) -> None:
     for form, suspend in FORMS.items():
         with subtests.test(form):
@@ -386,7 +385,7 @@ async def test_only_a_pending_waitpoint_can_be_used(
 
 
 async def test_only_a_waitpoint_of_the_same_attempt_can_be_used(
-    engine: Engine, given: Given, rows: Rows, clock: StandingClock, subtests: pytest.Subtests
+    engine: Engine, given: Given, rows: Rows, clock: Clock, subtests: pytest.Subtests
 ) -> None:
     for form, suspend in FORMS.items():
         with subtests.test(form):
@@ -410,7 +409,7 @@ async def test_an_expired_pending_waitpoint_cannot_be_used(
     engine: Engine,
     given: Given,
     rows: Rows,
-    clock: StandingClock,
+    clock: Clock,
     connection: asyncpg.Connection,
     subtests: pytest.Subtests,
 ) -> None:

@@ -9,10 +9,9 @@ import asyncpg
 import msgspec
 import pytest
 
-from conftest import Engines, Given, Rows
-from engine.conftest import StandingClock
 from engine.state import claim, refused, vector
 from engine.waits import SUSPENDED, args, on_all, suspend_keys, suspended, triple, using
+from fixtures import Clock, Engines, Given, Rows
 from flowfabric.engine.engine import Engine
 from flowfabric.model.errors import EngineError
 from flowfabric.model.handle import Handle
@@ -27,7 +26,7 @@ WEEK = 604_800_000
 
 
 async def test_a_repeat_returns_the_first_outcome_and_changes_nothing(
-    engine: Engine, given: Given, rows: Rows, clock: StandingClock
+    engine: Engine, given: Given, rows: Rows, clock: Clock
 ) -> None:
     handle = await given.claimed()
     first = await suspended(engine, handle, on_all("a", "b", "c", idempotency_key="once"))
@@ -138,7 +137,7 @@ KEPT: list[tuple[int | None, dict[str, Any], int]] = [
 
 
 async def test_an_outcome_is_kept_until_a_minute_after_the_timeout(
-    engine: Engine, given: Given, rows: Rows, clock: StandingClock, subtests: pytest.Subtests
+    engine: Engine, given: Given, rows: Rows, clock: Clock, subtests: pytest.Subtests
 ) -> None:
     for timeout_ms, policy, kept_ms in KEPT:
         with subtests.test(f"timeout {timeout_ms}, policy {policy}"):
@@ -155,7 +154,7 @@ async def test_an_outcome_is_kept_until_a_minute_after_the_timeout(
                 await refused(engine.suspend(handle, args(idempotency_key="once")), "lease_conflict")
 
 
-async def test_an_expired_key_can_be_used_again(engine: Engine, given: Given, rows: Rows, clock: StandingClock) -> None:
+async def test_an_expired_key_can_be_used_again(engine: Engine, given: Given, rows: Rows, clock: Clock) -> None:
     handle = await given.claimed()
     first = await suspended(engine, handle, idempotency_key="once", timeout_at=await clock.now())
     await engine.resume_execution(execution_id=handle.execution_id)

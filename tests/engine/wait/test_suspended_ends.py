@@ -1,9 +1,8 @@
 """The end of a suspended execution closes its suspension and all its waitpoints."""
 
-from conftest import Given, Rows
-from engine.conftest import StandingClock
 from engine.state import CANCELLED, attempts, claim, event_texts, lease_left, refused, vector
 from engine.waits import EXPIRED, on_all, suspended, suspension, waitpoints
+from fixtures import Clock, Given, Rows
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.lease.expire import ExpiryPhase
 from flowfabric.engine.parts import parts_of
@@ -20,7 +19,7 @@ async def check_closed(rows: Rows, execution_id: str, reason: str, now: int, *, 
 
 
 async def test_cancelling_a_suspended_execution_closes_its_suspension_and_waitpoints(
-    engine: Engine, given: Given, rows: Rows, clock: StandingClock
+    engine: Engine, given: Given, rows: Rows, clock: Clock
 ) -> None:
     claimed = await given.run()
     await suspended(engine, claimed.handle, on_all("a", "b", "c", timeout_at=await clock.now() + 60_000))
@@ -48,9 +47,7 @@ async def test_cancelling_a_suspended_execution_closes_its_suspension_and_waitpo
         await engine.cancel_execution(execution_id=claimed.execution_id, reason="again")
 
 
-async def test_a_deadline_ends_a_suspended_execution(
-    engine: Engine, given: Given, rows: Rows, clock: StandingClock
-) -> None:
+async def test_a_deadline_ends_a_suspended_execution(engine: Engine, given: Given, rows: Rows, clock: Clock) -> None:
     deadline = await clock.now() + 10_000
     claimed = await given.run(execution_deadline_at=deadline)
     await suspended(engine, claimed.handle, on_all("a", "b", "c"))
@@ -68,7 +65,7 @@ async def test_a_deadline_ends_a_suspended_execution(
 
 
 async def test_a_deadline_by_name_ends_a_suspended_execution(
-    engine: Engine, given: Given, rows: Rows, clock: StandingClock
+    engine: Engine, given: Given, rows: Rows, clock: Clock
 ) -> None:
     claimed = await given.run(execution_deadline_at=await clock.now() + 1000)
     await suspended(engine, claimed.handle, on_all("a", "b", "c"))
@@ -79,7 +76,7 @@ async def test_a_deadline_by_name_ends_a_suspended_execution(
 
 
 async def test_the_attempt_timeout_is_paused_while_suspended(
-    engine: Engine, given: Given, rows: Rows, clock: StandingClock
+    engine: Engine, given: Given, rows: Rows, clock: Clock
 ) -> None:
     claimed = await given.run(policy={"timeout_policy": {"attempt_timeout_ms": 5000}})
     await clock.advance(seconds=1)
@@ -92,7 +89,7 @@ async def test_the_attempt_timeout_is_paused_while_suspended(
 
 
 async def test_an_end_closes_only_the_suspension_of_its_own_execution(
-    engine: Engine, given: Given, rows: Rows, clock: StandingClock
+    engine: Engine, given: Given, rows: Rows, clock: Clock
 ) -> None:
     handles = [await given.claimed() for _ in range(3)]
     for handle in handles:
@@ -108,7 +105,7 @@ async def test_an_end_closes_only_the_suspension_of_its_own_execution(
 
 
 async def test_many_suspended_executions_end_in_one_sweep(
-    engine: Engine, given: Given, rows: Rows, clock: StandingClock
+    engine: Engine, given: Given, rows: Rows, clock: Clock
 ) -> None:
     deadline = await clock.now() + 1000
     handles = [await given.claimed(execution_deadline_at=deadline) for _ in range(5)]
@@ -122,7 +119,7 @@ async def test_many_suspended_executions_end_in_one_sweep(
 
 
 async def test_a_closed_waitpoint_keeps_why_it_was_closed(
-    engine: Engine, given: Given, rows: Rows, clock: StandingClock
+    engine: Engine, given: Given, rows: Rows, clock: Clock
 ) -> None:
     handle = await given.claimed()
     outcome = await suspended(engine, handle, on_all("a", "b"))

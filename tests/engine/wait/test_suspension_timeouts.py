@@ -7,11 +7,10 @@ from typing import Any
 import asyncpg
 import pytest
 
-from conftest import Engines, Given, Rows
-from engine.conftest import StandingClock
 from engine.sending import Waiting, signals, waiting
 from engine.state import CANCELLED, FAILED, RESUMABLE, attempts, claim, event_texts, lease_left, refused, vector
 from engine.waits import EXPIRED, on_all, suspension, waitpoints
+from fixtures import Clock, Engines, Given, Rows
 from flowfabric.engine.core.quarantine import Quarantine
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.parts import parts_of
@@ -29,7 +28,7 @@ MINUTE = 60_000
 LIMIT = 10
 
 
-async def timed(engine: Engine, given: Given, clock: StandingClock, behavior: str | None, **overrides: Any) -> Waiting:
+async def timed(engine: Engine, given: Given, clock: Clock, behavior: str | None, **overrides: Any) -> Waiting:
     """An execution suspended on two waitpoints with a timeout of a minute."""
     asked = on_all("a", "b", timeout_at=await clock.now() + MINUTE, timeout_behavior=behavior)
     return await waiting(engine, given, asked, **overrides)
@@ -45,7 +44,7 @@ ENDS: list[tuple[str | None, str, str, str]] = [
 
 
 async def test_a_timeout_ends_the_execution_as_its_behavior_says(
-    engine: Engine, given: Given, rows: Rows, clock: StandingClock, subtests: pytest.Subtests
+    engine: Engine, given: Given, rows: Rows, clock: Clock, subtests: pytest.Subtests
 ) -> None:
     for behavior, left, attempt, outcome in ENDS:
         with subtests.test(f"{behavior}"):
@@ -56,7 +55,7 @@ async def check_end(
     engine: Engine,
     given: Given,
     rows: Rows,
-    clock: StandingClock,
+    clock: Clock,
     behavior: str | None,
     left: str,
     attempt: str,
@@ -95,14 +94,14 @@ async def check_end(
 
 
 async def test_a_timeout_may_resume_with_a_timeout_signal(
-    engine: Engine, given: Given, rows: Rows, clock: StandingClock, subtests: pytest.Subtests
+    engine: Engine, given: Given, rows: Rows, clock: Clock, subtests: pytest.Subtests
 ) -> None:
     for behavior in ("auto_resume", "auto_resume_with_timeout_signal"):
         with subtests.test(behavior):
             await check_auto_resume(engine, given, rows, clock, behavior)
 
 
-async def check_auto_resume(engine: Engine, given: Given, rows: Rows, clock: StandingClock, behavior: str) -> None:
+async def check_auto_resume(engine: Engine, given: Given, rows: Rows, clock: Clock, behavior: str) -> None:
     """Assert what a timeout that resumes leaves behind."""
     policy = {"max_signals_per_execution": 1}
     wait = await timed(engine, given, clock, behavior, policy=policy)
@@ -136,7 +135,7 @@ async def check_auto_resume(engine: Engine, given: Given, rows: Rows, clock: Sta
 
 
 async def test_a_timeout_may_escalate_to_an_operator_once(
-    engine: Engine, given: Given, rows: Rows, clock: StandingClock
+    engine: Engine, given: Given, rows: Rows, clock: Clock
 ) -> None:
     wait = await timed(engine, given, clock, "escalate")
     timeout_at = await clock.now() + MINUTE
@@ -181,7 +180,7 @@ async def test_a_timeout_may_escalate_to_an_operator_once(
 
 
 async def test_a_suspension_that_is_not_due_is_not_changed_and_the_reason_is_returned(
-    engine: Engine, given: Given, rows: Rows, clock: StandingClock, connection: asyncpg.Connection
+    engine: Engine, given: Given, rows: Rows, clock: Clock, connection: asyncpg.Connection
 ) -> None:
     soon, never = await timed(engine, given, clock, "fail"), await waiting(engine, given)
     over, gone = await timed(engine, given, clock, "fail"), await timed(engine, given, clock, "fail")
@@ -201,7 +200,7 @@ async def test_a_suspension_that_is_not_due_is_not_changed_and_the_reason_is_ret
 
 
 async def test_a_stale_timer_does_nothing(
-    engine: Engine, given: Given, rows: Rows, clock: StandingClock, connection: asyncpg.Connection
+    engine: Engine, given: Given, rows: Rows, clock: Clock, connection: asyncpg.Connection
 ) -> None:
     resumed, escalated = await timed(engine, given, clock, "fail"), await timed(engine, given, clock, "escalate")
     await engine.resume_execution(execution_id=resumed.execution_id)
@@ -217,7 +216,7 @@ async def test_a_stale_timer_does_nothing(
 
 
 async def test_the_default_timeout_of_the_policy_is_applied(
-    engine: Engine, given: Given, rows: Rows, clock: StandingClock
+    engine: Engine, given: Given, rows: Rows, clock: Clock
 ) -> None:
     policy = {"suspension_policy": {"default_timeout_ms": MINUTE, "timeout_behavior": "expire"}}
     wait = await waiting(engine, given, policy=policy)
@@ -230,7 +229,7 @@ async def test_the_default_timeout_of_the_policy_is_applied(
 
 
 async def test_the_sweep_applies_every_due_timeout_and_no_other(
-    engine: Engine, given: Given, rows: Rows, clock: StandingClock
+    engine: Engine, given: Given, rows: Rows, clock: Clock
 ) -> None:
     waits = {each.value: await timed(engine, given, clock, each.value) for each in TimeoutBehavior}
     later = await waiting(engine, given, timeout_at=await clock.now() + 2 * MINUTE)
@@ -253,7 +252,7 @@ async def test_the_sweep_applies_every_due_timeout_and_no_other(
 
 
 async def test_a_timeout_in_the_past_is_applied_by_the_next_sweep(
-    engine: Engine, given: Given, rows: Rows, clock: StandingClock
+    engine: Engine, given: Given, rows: Rows, clock: Clock
 ) -> None:
     await read_due(parts_of(engine).store, [])
     await clock.advance(seconds=3600)
@@ -272,7 +271,7 @@ def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("small_batches")
 async def test_a_sweep_processes_one_batch_and_leaves_the_rest_for_the_next(
-    engine: Engine, given: Given, rows: Rows, clock: StandingClock
+    engine: Engine, given: Given, rows: Rows, clock: Clock
 ) -> None:
     for _ in range(LIMIT + 3):
         await timed(engine, given, clock, "auto_resume")
@@ -282,7 +281,7 @@ async def test_a_sweep_processes_one_batch_and_leaves_the_rest_for_the_next(
 
 
 async def test_a_locked_execution_does_not_delay_the_sweep(
-    engine: Engine, given: Given, rows: Rows, clock: StandingClock, connection: asyncpg.Connection
+    engine: Engine, given: Given, rows: Rows, clock: Clock, connection: asyncpg.Connection
 ) -> None:
     held, free = await timed(engine, given, clock, "fail"), await timed(engine, given, clock, "fail")
     await clock.advance(ms=MINUTE)
@@ -297,7 +296,7 @@ async def test_a_timeout_that_cannot_be_read_or_stored_does_not_delay_the_others
     engine: Engine,
     given: Given,
     rows: Rows,
-    clock: StandingClock,
+    clock: Clock,
     connection: asyncpg.Connection,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -342,7 +341,7 @@ async def test_more_failing_timeouts_than_a_batch_do_not_block_the_others(
     engines: Engines,
     given: Given,
     rows: Rows,
-    clock: StandingClock,
+    clock: Clock,
     connection: asyncpg.Connection,
     subtests: pytest.Subtests,
 ) -> None:
@@ -365,7 +364,7 @@ async def test_more_failing_timeouts_than_a_batch_do_not_block_the_others(
 
 
 async def test_a_failed_timeout_is_retried_after_its_pause(
-    engine: Engine, given: Given, rows: Rows, clock: StandingClock, connection: asyncpg.Connection
+    engine: Engine, given: Given, rows: Rows, clock: Clock, connection: asyncpg.Connection
 ) -> None:
     now = 0.0
     parts_of(engine).suspension_timeouts.quarantine = Quarantine(2.0, clock=lambda: now)
@@ -384,7 +383,7 @@ async def test_failing_timeouts_do_not_hide_other_due_work(
     engines: Engines,
     given: Given,
     rows: Rows,
-    clock: StandingClock,
+    clock: Clock,
     connection: asyncpg.Connection,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -401,7 +400,7 @@ async def test_failing_timeouts_do_not_hide_other_due_work(
     assert (await rows.execution(lost.execution_id))["ownership_state"] == "lease_expired_reclaimable"
 
 
-async def test_a_resume_by_timeout_wakes_a_waiting_claim(engine: Engine, given: Given, clock: StandingClock) -> None:
+async def test_a_resume_by_timeout_wakes_a_waiting_claim(engine: Engine, given: Given, clock: Clock) -> None:
     wait = await timed(engine, given, clock, "auto_resume")
     await clock.advance(ms=MINUTE)
     claiming = asyncio.create_task(

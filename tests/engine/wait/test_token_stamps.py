@@ -7,11 +7,10 @@ from uuid import uuid4
 import asyncpg
 import pytest
 
-from conftest import Given, Rows
-from engine.conftest import StandingClock
 from engine.sending import Waiting, signals, stamps_written, waiting
 from engine.state import claim, refused
 from engine.waits import on_all
+from fixtures import Clock, Given, Rows
 from flowfabric.db.database import Transaction
 from flowfabric.db.statements import Statement
 from flowfabric.engine.engine import Engine
@@ -35,7 +34,7 @@ async def hold(connection: asyncpg.Connection, wait: Waiting) -> None:
 
 @pytest.mark.usefixtures("patient_with_locks")
 async def test_a_bad_token_is_refused_at_once_while_the_execution_is_locked(
-    engine: Engine, given: Given, rows: Rows, clock: StandingClock, connection: asyncpg.Connection, eventually: Any
+    engine: Engine, given: Given, rows: Rows, clock: Clock, connection: asyncpg.Connection, eventually: Any
 ) -> None:
     wait = await waiting(engine, given)
     now: int = await clock.advance(seconds=1)
@@ -110,7 +109,7 @@ async def test_nothing_is_written_before_the_reply(
 
 
 async def test_the_time_of_the_latest_refusal_is_recorded(
-    engine: Engine, given: Given, rows: Rows, clock: StandingClock
+    engine: Engine, given: Given, rows: Rows, clock: Clock
 ) -> None:
     wait = await waiting(engine, given, on_all("a", "b"))
     for key in ("a", "b", "a"):

@@ -3,11 +3,10 @@
 import asyncpg
 import pytest
 
-from conftest import Given, Rows
-from engine.conftest import StandingClock
 from engine.sending import running, signal_keys, waiting
 from engine.state import refused
 from engine.waits import args, suspend_keys, suspended, using, waitpoints
+from fixtures import Clock, Given, Rows
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.parts import parts_of
 from flowfabric.model.signal import Accepted
@@ -20,7 +19,7 @@ MINUTE = 60_000
 
 
 async def test_an_unused_pending_waitpoint_is_closed_when_it_expires(
-    engine: Engine, given: Given, rows: Rows, clock: StandingClock
+    engine: Engine, given: Given, rows: Rows, clock: Clock
 ) -> None:
     expiring, lasting = await running(engine, given, expires_in_ms=1_000), await running(engine, given)
     used = await given.claimed()
@@ -42,7 +41,7 @@ async def test_an_unused_pending_waitpoint_is_closed_when_it_expires(
 
 @pytest.mark.usefixtures("small_batches")
 async def test_waitpoints_are_closed_in_batches_that_skip_locked_executions(
-    engine: Engine, given: Given, rows: Rows, clock: StandingClock, connection: asyncpg.Connection
+    engine: Engine, given: Given, rows: Rows, clock: Clock, connection: asyncpg.Connection
 ) -> None:
     handle, held = await given.claimed(), await running(engine, given, expires_in_ms=1)
     for _ in range(LIMIT + 1):
@@ -59,7 +58,7 @@ async def test_waitpoints_are_closed_in_batches_that_skip_locked_executions(
 
 
 async def test_a_waitpoint_without_its_execution_is_closed_too(
-    engine: Engine, given: Given, rows: Rows, clock: StandingClock, connection: asyncpg.Connection
+    engine: Engine, given: Given, rows: Rows, clock: Clock, connection: asyncpg.Connection
 ) -> None:
     await running(engine, given, expires_in_ms=1)
     # No operation deletes an execution without its waitpoints.
@@ -69,7 +68,7 @@ async def test_a_waitpoint_without_its_execution_is_closed_too(
 
 
 async def test_expired_idempotency_keys_of_suspends_and_signals_are_deleted(
-    engine: Engine, given: Given, rows: Rows, clock: StandingClock
+    engine: Engine, given: Given, rows: Rows, clock: Clock
 ) -> None:
     wait = await waiting(engine, given, args(idempotency_key="s", timeout_at=await clock.now() + MINUTE))
     await wait.send("other", idempotency_key="k", dedup_ttl_ms=MINUTE)
@@ -89,7 +88,7 @@ async def test_expired_idempotency_keys_of_suspends_and_signals_are_deleted(
 
 @pytest.mark.usefixtures("small_batches")
 async def test_expired_waitpoints_of_another_version_do_not_block_pending_ones(
-    engine: Engine, given: Given, rows: Rows, clock: StandingClock, connection: asyncpg.Connection
+    engine: Engine, given: Given, rows: Rows, clock: Clock, connection: asyncpg.Connection
 ) -> None:
     first = await running(engine, given, expires_in_ms=1_000)
     for _ in range(LIMIT):

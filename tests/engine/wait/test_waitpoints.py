@@ -9,10 +9,9 @@ import asyncpg
 import msgspec
 import pytest
 
-from conftest import Given, Rows
-from engine.conftest import StandingClock
 from engine.state import ACTIVE, EXPIRED_LEASE, event_texts, refused, revoke, vector
 from engine.waits import SUSPENDED, on_all, suspended, suspension, token_of, waitpoint, waitpoints
+from fixtures import Clock, Given, Rows
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.wait import waitpoint as family
 from flowfabric.model.errors import EngineError
@@ -29,7 +28,7 @@ SOON = 60_000
 
 
 async def test_a_new_waitpoint_is_pending_and_the_lease_is_kept(
-    engine: Engine, given: Given, rows: Rows, clock: StandingClock
+    engine: Engine, given: Given, rows: Rows, clock: Clock
 ) -> None:
     handle = await given.claimed()
     execution = await rows.execution(handle.execution_id)
@@ -65,7 +64,7 @@ async def test_a_new_waitpoint_is_pending_and_the_lease_is_kept(
 
 
 async def test_waitpoints_may_share_a_key_and_expire_at_once_or_at_the_end_of_time(
-    engine: Engine, given: Given, rows: Rows, clock: StandingClock
+    engine: Engine, given: Given, rows: Rows, clock: Clock
 ) -> None:
     handle = await given.claimed()
     one, other = [await engine.create_waitpoint(handle, waitpoint_key="k", expires_in_ms=SOON) for _ in range(2)]
@@ -161,7 +160,7 @@ async def test_a_repeat_with_the_same_id_returns_the_same_waitpoint(engine: Engi
 # Closing.
 
 
-async def test_a_pending_waitpoint_is_closed(engine: Engine, given: Given, rows: Rows, clock: StandingClock) -> None:
+async def test_a_pending_waitpoint_is_closed(engine: Engine, given: Given, rows: Rows, clock: Clock) -> None:
     handle = await given.claimed()
     made = await engine.create_waitpoint(handle, waitpoint_key="k", expires_in_ms=SOON)
     execution = await rows.execution(handle.execution_id)
@@ -261,7 +260,7 @@ async def test_the_token_of_an_open_waitpoint_is_read(
 
 
 async def test_open_waitpoints_are_listed_without_their_tokens(
-    engine: Engine, given: Given, rows: Rows, clock: StandingClock
+    engine: Engine, given: Given, rows: Rows, clock: Clock
 ) -> None:
     began = await clock.now()
     handle = await given.claimed()
@@ -343,12 +342,12 @@ async def test_an_execution_without_waitpoints_has_an_empty_list_and_an_unknown_
     await refused(engine.list_pending_waitpoints(execution_id="x"), "invalid_input")
 
 
-async def _expired(engine: Engine, handle: Handle, clock: StandingClock) -> object:
+async def _expired(engine: Engine, handle: Handle, clock: Clock) -> object:
     await clock.advance(seconds=5)
     return await engine.expire_execution(execution_id=handle.execution_id, phase="execution_deadline")
 
 
-async def _timed_out(engine: Engine, handle: Handle, clock: StandingClock) -> object:
+async def _timed_out(engine: Engine, handle: Handle, clock: Clock) -> object:
     now = await clock.advance(seconds=1)
     await suspended(engine, handle, on_all("a", "b", timeout_at=now))
     return await engine.expire_suspension(handle.execution_id)
@@ -368,7 +367,7 @@ ENDINGS: dict[str, Callable[[Engine, Handle, Any], Awaitable[object]]] = {
 
 
 async def test_an_ended_execution_lists_no_waitpoint_and_returns_no_token(
-    engine: Engine, given: Given, clock: StandingClock, subtests: pytest.Subtests
+    engine: Engine, given: Given, clock: Clock, subtests: pytest.Subtests
 ) -> None:
     for ending, end in ENDINGS.items():
         with subtests.test(ending):
