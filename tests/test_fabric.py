@@ -164,7 +164,7 @@ async def test_the_same_key_with_other_arguments_is_a_conflict(url: str) -> None
         assert refusal.value.code == "idempotency_conflict"
         assert str(refusal.value) == (
             f"idempotency_conflict: task 'pay': idempotency_key 'invoice-7' belongs to run {first.id}, which was "
-            "submitted with other arguments; submit the same again, or use another key"
+            "submitted with other arguments; repeat the same call, or use another key"
         )
         assert str(pickle.loads(pickle.dumps(refusal.value))) == str(refusal.value)
         with pytest.raises(ConflictError, match=r"with other arguments and options \(retries, backoff, ") as refusal:
@@ -305,7 +305,7 @@ async def test_a_fabric_can_be_opened_again(url: str) -> None:
     for _ in range(2):
         async with fabric:
             await fabric.engine.ping()
-            with pytest.raises(RuntimeError, match="connected already"):
+            with pytest.raises(RuntimeError, match="already connected"):
                 await fabric.__aenter__()
     with pytest.raises(RuntimeError, match="not connected"):
         _ = fabric.engine
@@ -330,7 +330,7 @@ async def test_names_are_unique() -> None:
     @fabric.task
     async def job() -> None: ...
 
-    with pytest.raises(ValueError, match="a task named 'job' exists already"):
+    with pytest.raises(ValueError, match="a task named 'job' already exists"):
 
         @fabric.task(name="job")
         async def another() -> None: ...
@@ -339,8 +339,8 @@ async def test_names_are_unique() -> None:
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"capabilities": "gpu"}, "invalid_input: capabilities: several values are wanted, got 'gpu'"),
-        ({"capabilities": 5}, "invalid_input: capabilities: several values are wanted"),
+        ({"capabilities": "gpu"}, "invalid_input: capabilities: [^,]*, got 'gpu'"),
+        ({"capabilities": 5}, "invalid_input: capabilities: "),
         ({"timeout": "5"}, "invalid_input: timeout: expected seconds or a timedelta, got '5'"),
         ({"deadline": float("nan")}, "invalid_input: deadline: expected seconds or a timedelta"),
         ({"backoff": True, "retries": 1}, "invalid_input: backoff: expected seconds or a timedelta"),
@@ -355,17 +355,17 @@ async def test_names_are_unique() -> None:
         ({"timeout": timedelta(0)}, "invalid_policy_json: timeout: must be at least 0.001 seconds"),
         ({"timeout": -5}, "invalid_policy_json: timeout: must be at least 0.001 seconds; .*, got -5"),
         ({"delay": -5}, "invalid_input: delay: must be 0 seconds or more, got -5"),
-        ({"lane": 5}, "invalid_input: lane: must be a text of 1 to 64 printable ASCII characters, got 5"),
+        ({"lane": 5}, "invalid_input: lane: must be a string of 1 to 64 printable ASCII characters, got 5"),
         ({"lane": ""}, "invalid_input: lane: .*, got ''"),
         ({"lane": "a b/é"}, "invalid_input: lane: .*, got 'a b/é'"),
         (
             {"tags": {"a": "b"}},
-            "invalid_tag_key: tags: key 'a' must be namespaced, such as 'app.a': lower-case letters",
+            "invalid_tag_key: tags: key 'a' must be namespaced, such as 'app.a': a lower-case letter",
         ),
         ({"tags": {"A b": "b"}}, "invalid_tag_key: tags: key 'A b' must be namespaced, such as 'app.name'"),
         ({"tags": {"a": 1}}, "invalid_tag_key: tags: key 'a'"),
         ({"tags": {"app.a": 1}}, "invalid_input: tags: the value of 'app.a': must be text, got 1"),
-        ({"tags": [("app.a", "b")]}, "invalid_input: tags: must map text to text, got "),
+        ({"tags": [("app.a", "b")]}, "invalid_input: tags: must be a dict of strings, such as .*, got "),
         ({"name": 5}, "invalid_input: name: must be text"),
     ],
     ids=str,

@@ -95,11 +95,11 @@ CARRIED: list[tuple[Any, Any]] = [
 REFUSED_VALUES: list[tuple[Any, Any, str]] = [
     (int, "x", "expected int, got 'x' (str): Expected `int`, got `str`"),
     (int, True, "expected int, got True (bool)"),
-    (float, NAN, "nan (float) cannot be carried as JSON: JSON has neither NaN nor infinity"),
-    (list[float], [1.0, -INFINITY], "[1.0, -inf] (list) cannot be carried as JSON: JSON has neither NaN nor infinity"),
-    (float | None, NAN, "JSON has neither NaN nor infinity; pass None or a text instead"),
-    (Decimal, Decimal("NaN"), "a NaN equals nothing, itself included; pass None instead"),
-    (Any, b"\xff", r"b'\xff' (bytes) cannot be carried as JSON: annotate it as bytes"),
+    (float, NAN, "nan (float) cannot be stored as JSON: JSON has neither NaN nor infinity"),
+    (list[float], [1.0, -INFINITY], "[1.0, -inf] (list) cannot be stored as JSON: JSON has neither NaN nor infinity"),
+    (float | None, NAN, "JSON has neither NaN nor infinity; pass None or a string instead"),
+    (Decimal, Decimal("NaN"), "NaN is not equal to itself; pass None instead"),
+    (Any, b"\xff", r"b'\xff' (bytes) cannot be stored as JSON: annotate it as bytes"),
     (Any, [{"a": b"x"}], "annotate it as bytes"),
     (
         Any,
@@ -118,13 +118,13 @@ REFUSED_VALUES: list[tuple[Any, Any, str]] = [
     (Blob, Blob(data=b"\xff"), "set model_config = ConfigDict(ser_json_bytes='base64', val_json_bytes='base64')"),
     (Cat | Twin, Twin(), "which would come back as Cat(kind='cat', lives=9) (Cat); pass a Cat"),
     (Silent, Silent(1), "give Silent an __eq__ that compares its values"),
-    (dict[tuple[int, int], int], {(1, 2): 3}, "the keys of a dict must be texts, numbers or dates"),
+    (dict[tuple[int, int], int], {(1, 2): 3}, "the keys of a dict must be strings, numbers or dates"),
 ]
 
 REFUSED_TYPES: list[tuple[Any, str]] = [
     (Login, "a SecretStr is a secret, and a secret is never stored; pass the name it can be looked up by"),
-    (Opaque, "Opaque cannot be carried as JSON"),
-    (Struct | Cat, "Struct | annotations.Cat cannot be carried as JSON"),
+    (Opaque, "Opaque cannot be stored as JSON"),
+    (Struct | Cat, "Struct | annotations.Cat cannot be stored as JSON"),
     (list[Opaque], "use JSON's own types, a dataclass, a msgspec Struct or a Pydantic model"),
 ]
 
@@ -265,7 +265,9 @@ async def test_a_result_of_another_version_is_unreadable(url: str) -> None:
                 await reader.run(run.id).result(timeout=60)
             assert unreadable.value.execution_id == run.id
             assert unreadable.value.code == "corruption"
-            assert str(unreadable.value).startswith(f"corruption: {run.id}: task '{name}': the stored result is no ")
+            assert str(unreadable.value).startswith(
+                f"corruption: {run.id}: task '{name}': the stored result cannot be read as "
+            )
 
 
 async def test_an_annotation_may_be_defined_after_the_task(url: str) -> None:

@@ -181,7 +181,7 @@ async def test_a_run_of_another_task_is_refused_with_the_name_of_its_own(url: st
 
     async with fabric:
         run = await a.submit()
-        with pytest.raises(InvalidInputError, match=r"is a run of task 'a', not of 'b'; .* or from fabric\.run\(id\)"):
+        with pytest.raises(InvalidInputError, match=r"is a run of task 'a', not of 'b'; .*, or fabric\.run\(id\)"):
             await b.run(run.id).status()
         await run.cancel()
         with pytest.raises(InvalidInputError, match="is a run of task 'a'"):
@@ -227,7 +227,7 @@ async def test_a_signal_is_delivered_as_soon_as_the_run_waits_for_it(url: str) -
         await run.signal("approval", "yes", by="ada")
         await run.signal("approval", "go", by="grace")
         assert await run.result(timeout=60) == ["v42", "yes", "go", "grace"]
-        with pytest.raises(StateError, match="is completed and takes no more signals"):
+        with pytest.raises(StateError, match="is completed and accepts no more signals"):
             await run.signal("approval", "late")
 
 

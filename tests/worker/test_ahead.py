@@ -13,9 +13,10 @@ from flowfabric.model.ids import ExecutionId
 from flowfabric.model.states import TerminalOutcome
 from flowfabric.settings import Settings
 from flowfabric.worker.ahead import Ahead
-from flowfabric.worker.context import Context, Running
-from flowfabric.worker.faults import Contact
+from flowfabric.worker.context import Context
+from flowfabric.worker.faults import StoreHealth
 from flowfabric.worker.heartbeat import Heartbeat
+from flowfabric.worker.running import Running
 from flowfabric.worker.slots import Slots
 from flowfabric.worker.worker import Worker
 
@@ -146,7 +147,7 @@ def waiting(eventually: Any, held: Any) -> Any:
 
     async def waiting(worker: Worker, job: Job) -> set[ExecutionId]:
         def is_settled() -> bool:
-            is_full = len(worker._slots._waiting) > max(1, worker._slots.ahead.size // 2)
+            is_full = len(worker._runs.slots._waiting) > max(1, worker._runs.slots.ahead.size // 2)
             return len(job.blocked) == worker.running == SLOTS and is_full
 
         await eventually(is_settled)
@@ -171,7 +172,7 @@ async def test_no_more_handlers_run_than_there_are_slots(engine: Engine, start_w
     async def watch() -> None:
         nonlocal ahead
         while len(job.runs) < len(runs):
-            ahead = max(ahead, len(worker._slots._waiting))
+            ahead = max(ahead, len(worker._runs.slots._waiting))
             await asyncio.sleep(0)
 
     watching = asyncio.create_task(watch())
@@ -241,7 +242,7 @@ async def test_what_waits_too_long_for_a_slot_is_handed_back(
     job, other = Job(), Job(fast=ALL)
     worker = await start_worker({"job": job}, concurrency=SLOTS, lease_ttl=LONG_TTL_MS / 1000)
     ahead = await waiting(worker, job)
-    await eventually(lambda: worker.running == SLOTS and not worker._slots._waiting)
+    await eventually(lambda: worker.running == SLOTS and not worker._runs.slots._waiting)
     async with Worker(await engines(), lanes=["default"], handlers={"job": other}, lease_ttl=LONG_TTL_MS / 1000):
         await all_succeed(engine, ahead)
     assert ahead <= other.started
@@ -252,7 +253,7 @@ async def test_what_waits_too_long_for_a_slot_is_handed_back(
 
 async def test_nothing_is_claimed_in_the_place_of_what_was_handed_back(given: Any) -> None:
     begun: list[Running] = []
-    slots = Slots(1, begun.append, Contact())
+    slots = Slots(1, begun.append, StoreHealth())
     slots.ahead.size = 4
     first, second = Running(await given.run(), 0.0), Running(await given.run(), 0.0)
     for running in (first, second):
@@ -261,7 +262,7 @@ async def test_nothing_is_claimed_in_the_place_of_what_was_handed_back(given: An
     assert (begun, slots.started) == ([first], 1)
     slots.hand_back_waiting()
     assert (begun, slots.ahead.size) == ([first, second], 0)
-    assert (first.is_given_back, second.is_given_back) == (False, True)
+    assert (first.is_handed_back, second.is_handed_back) == (False, True)
     slots.close()
 
 
@@ -276,7 +277,7 @@ async def test_a_lease_that_is_lost_before_a_slot_is_free_is_not_run(
     lost = sorted(ahead)[:2]
     for run in lost:
         await engine.cancel_execution(execution_id=run, reason="not wanted")
-    await eventually(lambda: not {one.execution_id for one in worker._slots.held} & set(lost))
+    await eventually(lambda: not {one.execution_id for one in worker._runs.slots.held} & set(lost))
     job.open()
     await all_succeed(engine, runs, but=lost)
     assert not set(lost) & job.started
@@ -300,7 +301,7 @@ async def test_a_lease_that_expires_unnoticed_before_a_slot_is_free_is_not_run(
     job = Job()
     worker = await start_worker({"job": job}, concurrency=SLOTS, lease_ttl=2, reconcile=False)
     ahead = await waiting(worker, job)
-    await eventually(lambda: all(one.is_lease_over for one in worker._slots.held))
+    await eventually(lambda: all(one.is_lease_expired for one in worker._runs.slots.held))
     job.open()
     await all_succeed(engine, runs)
     assert {epoch for run, epoch in job.runs if run in ahead} == {2}
@@ -321,13 +322,13 @@ async def test_nothing_that_waits_for_a_slot_is_begun_while_the_store_does_not_a
             proxy.cut()
             first, second = list(job.blocked.values())
             first.set()
-            await eventually(lambda: worker._contact.is_silent and len(job.blocked) == SLOTS)
+            await eventually(lambda: worker._health.is_silent and len(job.blocked) == SLOTS)
             begun = job.started & ahead
             assert len(begun) == 1
             second.set()
             await eventually(lambda: len(job.blocked) == 1)
             assert job.started & ahead == begun
-            assert not worker._slots._waiting
+            assert not worker._runs.slots._waiting
             proxy.refuses = False
             job.open()
             await all_succeed(engine, runs)

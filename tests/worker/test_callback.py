@@ -29,7 +29,8 @@ from flowfabric.worker.callback import (
     UnknownWaitpoint,
     verify_and_deliver,
 )
-from flowfabric.worker.context import Context, Running
+from flowfabric.worker.context import Context
+from flowfabric.worker.running import Running
 
 READY: Any = {"signal_name": "ready"}
 

@@ -20,10 +20,12 @@ from flowfabric.model.errors import TransportError, error
 from flowfabric.model.ids import ExecutionId
 from flowfabric.model.states import TerminalOutcome
 from flowfabric.settings import Settings
-from flowfabric.worker.context import Context, Running
-from flowfabric.worker.faults import FAULT_SECONDS, Contact, is_about_values, is_passing
+from flowfabric.worker.claiming import LISTENING_POLL_SECONDS
+from flowfabric.worker.context import Context
+from flowfabric.worker.faults import RETRY_SECONDS, StoreHealth, is_bad_input, is_store_fault
 from flowfabric.worker.options import WorkerOptions
-from flowfabric.worker.worker import CANCEL_SECONDS, LISTENING_POLL_SECONDS, Worker
+from flowfabric.worker.running import Running
+from flowfabric.worker.worker import CANCEL_SECONDS, Worker
 
 STOP_SECONDS = 15.0
 """What stopping may take beyond the drain and the clean-up, whatever the network does."""
@@ -81,8 +83,8 @@ class Gate:
     ids=str,
 )
 def test_only_faults_of_the_store_pass(fault: Exception, passes: bool) -> None:  # noqa: FBT001
-    assert is_passing(fault) == passes
-    assert not (passes and is_about_values(fault))
+    assert is_store_fault(fault) == passes
+    assert not (passes and is_bad_input(fault))
 
 
 async def test_a_store_that_is_read_only_for_a_while_fails_no_run(
@@ -244,41 +246,41 @@ async def test_a_worker_starts_when_the_store_can_take_its_registration(
 
 
 def test_contact_is_lost_when_calls_fail_and_none_is_answered() -> None:
-    contact = Contact()
+    health = StoreHealth()
     now = time.monotonic()
-    assert not contact.unanswered_for(0)
-    contact.failed(TransportError("timeout"), now - 10)
-    contact.failed(TransportError("transport"), now - 1)
-    assert contact.unanswered_for(9)
-    assert not contact.unanswered_for(11)
-    contact.failed(TransportError("busy_loading"), now)
-    assert not contact.unanswered_for(0)
-    contact.failed(TransportError("timeout"), now - 10)
-    contact.answered()
-    assert not contact.unanswered_for(0)
+    assert not health.unanswered_for(0)
+    health.failed(TransportError("timeout"), now - 10)
+    health.failed(TransportError("transport"), now - 1)
+    assert health.unanswered_for(9)
+    assert not health.unanswered_for(11)
+    health.failed(TransportError("busy_loading"), now)
+    assert not health.unanswered_for(0)
+    health.failed(TransportError("timeout"), now - 10)
+    health.answered()
+    assert not health.unanswered_for(0)
 
 
 def test_an_outage_is_logged_when_it_begins_and_when_it_ends(caplog: pytest.LogCaptureFixture) -> None:
-    contact = Contact()
+    health = StoreHealth()
     now = time.monotonic()
-    contact.answered()
+    health.answered()
     for kind in ("transport", "timeout", "busy_loading"):
-        contact.failed(TransportError(kind, "gone"), now - 10)
-        contact.reconciled(TransportError(kind, "gone"), now)
-    contact.forget_silence()
+        health.failed(TransportError(kind, "gone"), now - 10)
+        health.reconciled(TransportError(kind, "gone"), now)
+    health.forget_silence()
     # What the reconciler reads does not show that the store takes writes again.
-    contact.reconciled(None, now)
+    health.reconciled(None, now)
     assert [record.getMessage() for record in caplog.records] == [
         f"the store is unavailable, calls are retried: {TransportError('transport', 'gone')}"
     ]
     caplog.clear()
-    contact.answered()
-    contact.answered()
-    contact.failed(error("lease_conflict"), now)
+    health.answered()
+    health.answered()
+    health.failed(error("lease_conflict"), now)
     (told,) = [record.getMessage() for record in caplog.records]
     assert told.startswith("the store is available again after 10.")
-    contact.reconciled(TransportError(), now)
-    contact.reconciled(None, now)
+    health.reconciled(TransportError(), now)
+    health.reconciled(None, now)
     assert len(caplog.records) == 3
 
 
@@ -349,9 +351,9 @@ async def test_a_worker_whose_claims_are_stuck_lets_its_leases_expire(
             await asyncio.wait_for(stopped.wait(), 60)
             leased = await rows.of("claim")
             # Long enough for two more renewals.
-            await eventually(lambda: worker._contact.unanswered_for(6))
+            await eventually(lambda: worker._health.unanswered_for(6))
             assert await rows.of("claim") == leased != []
-        await eventually(lambda: not worker._contact.unanswered_for(3))
+        await eventually(lambda: not worker._health.unanswered_for(3))
 
         async def is_renewed_again() -> bool:
             row = await rows.execution(run)
@@ -429,7 +431,7 @@ async def test_a_worker_is_back_at_work_soon_after_its_connections_fell_silent(
     # The longest pause before the next claim, its answer that does not come, and the pause before it is repeated.
     answer_seconds = Limits(statement_ms=Settings(database_url=url).statement_timeout_ms).answer_seconds
     assert answer_seconds is not None
-    assert LISTENING_POLL_SECONDS + answer_seconds + FAULT_SECONDS[0] <= BACK_SECONDS - 1
+    assert LISTENING_POLL_SECONDS + answer_seconds + RETRY_SECONDS[0] <= BACK_SECONDS - 1
     async with (
         Proxy(url) as proxy,
         Engine.connect(settings=Settings(database_url=proxy.url)) as silenced,
@@ -450,5 +452,5 @@ async def test_a_lease_is_over_when_its_time_has_passed_since_the_last_renewal()
             lease_ttl_ms = 1000
 
     claimed: Any = Claimed
-    assert Running(claimed, time.monotonic() - 1.1).is_lease_over
-    assert not Running(claimed, time.monotonic() - 0.5).is_lease_over
+    assert Running(claimed, time.monotonic() - 1.1).is_lease_expired
+    assert not Running(claimed, time.monotonic() - 0.5).is_lease_expired

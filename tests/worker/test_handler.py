@@ -192,7 +192,7 @@ def test_only_what_returns_can_be_a_handler() -> None:
         yield 1
 
     for generator in (numbers, later):
-        with pytest.raises(TypeError, match=f"task '{generator.__name__}' is a generator; return the result"):
+        with pytest.raises(TypeError, match=f"task '{generator.__name__}' is a generator; return its result"):
             Handler(generator)
         with pytest.raises(TypeError, match="task 'named' is a generator"):
             Handler(generator, task="named")

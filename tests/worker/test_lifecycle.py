@@ -255,7 +255,7 @@ async def test_results_of_the_last_moment_are_written(engine: Engine, submit: An
 async def test_an_idle_worker_stops_at_once(
     engine: Engine, eventually: Any, caplog: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("flowfabric.worker.worker.LISTENING_POLL_SECONDS", 600.0)
+    monkeypatch.setattr("flowfabric.worker.claiming.LISTENING_POLL_SECONDS", 600.0)
     async with asyncio.timeout(60), Worker(engine, lanes=["default"], handlers={"job": print}):
         await eventually(lambda: parts_of(engine).wakeups._waiting.get("default"))
     # Its wait for work ends by itself; otherwise it is cancelled after CLAIM_SECONDS, with this warning.

@@ -15,9 +15,10 @@ from flowfabric.engine.engine import Engine
 from flowfabric.engine.parts import parts_of
 from flowfabric.model.errors import EngineError
 from flowfabric.model.ids import ExecutionId
-from flowfabric.worker.context import Context, Running
+from flowfabric.worker.context import Context
 from flowfabric.worker.logs import add_fields_to_records, current_run
 from flowfabric.worker.reports import Reports
+from flowfabric.worker.running import Running
 from flowfabric.worker.worker import Worker
 
 from .test_callback import wait_with

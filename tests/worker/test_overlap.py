@@ -17,7 +17,7 @@ from flowfabric.worker.worker import Worker
 
 from .waiting import LONG_TTL_MS, RETRIED, Waiting
 
-LONG_PUT_OFF_MS = 60_000
+LONG_POSTPONE_MS = 60_000
 """A delay that lasts until the earlier run has left, however slow the machine is."""
 
 
@@ -163,7 +163,7 @@ async def test_retries_are_not_used_up_while_an_earlier_run_does_not_return(
     caplog: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("flowfabric.worker.worker.PUT_OFF_MS", LONG_PUT_OFF_MS)
+    monkeypatch.setattr("flowfabric.worker.runs.POSTPONE_MS", LONG_POSTPONE_MS)
     gate, overlap, wait = waiting_in_a_thread()
     run = await submit(policy={"timeout_policy": {"attempt_timeout_ms": 2000}, **RETRIED})
     worker = await start_worker({"job": wait}, lease_ttl=LONG_TTL_MS / 1000, reconcile=False, poll_interval=0.05)
@@ -179,7 +179,7 @@ async def test_retries_are_not_used_up_while_an_earlier_run_does_not_return(
         await eventually(lambda: put_off() == ["WARNING"])
         await eventually(is_delayed)
         # Any worker may claim it then; where this one does, it does not wait again.
-        await clock.advance(ms=LONG_PUT_OFF_MS)
+        await clock.advance(ms=LONG_POSTPONE_MS)
         await eventually(lambda: put_off() == ["WARNING", "INFO"])
         await eventually(is_delayed)
     # It begins when the earlier run has left, however long it was put off for.
@@ -201,7 +201,7 @@ async def test_a_run_that_was_put_off_is_given_to_another_worker_when_the_earlie
     caplog: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("flowfabric.worker.worker.PUT_OFF_MS", LONG_PUT_OFF_MS)
+    monkeypatch.setattr("flowfabric.worker.runs.POSTPONE_MS", LONG_POSTPONE_MS)
     gate, overlap, wait = waiting_in_a_thread()
     run = await submit(policy={"timeout_policy": {"attempt_timeout_ms": 1000}, **RETRIED})
     first = await start_worker({"job": wait}, lease_ttl=LONG_TTL_MS / 1000, reconcile=False, poll_interval=0.05)

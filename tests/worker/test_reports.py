@@ -7,9 +7,9 @@ import pytest
 
 from flowfabric.engine.engine import Engine
 from flowfabric.model.attempt import FailureReason
-from flowfabric.worker.context import Running
 from flowfabric.worker.outcome import Failure
 from flowfabric.worker.reports import Reports
+from flowfabric.worker.running import Running
 
 
 class Slots:

@@ -118,7 +118,7 @@ async def test_threads_that_a_handler_has_started_do_not_hold_a_process_that_sto
         f"{run.id} (block_threads) is handed back: any worker can claim it now [task=block_threads attempt=1]",
         "worker w-1 has stopped: 0 finished, 1 handed back",
     ]
-    assert last.startswith("threads of the event loop do not return, this process ends without them: asyncio_")
+    assert last.startswith("the process ends without waiting for threads that do not return: asyncio_")
 
 
 def test_a_signal_before_the_worker_starts_ends_the_process_cleanly(url: str) -> None:

@@ -82,9 +82,9 @@ async def test_a_timeout_is_asked_for_until_the_store_answers_and_it_is_due(
             proxy.refuses = True
             proxy.cut()
             await asyncio.wait_for(waiting.is_cancelled.wait(), 60)
-            await eventually(lambda: worker._contact.unanswered_for(1))
+            await eventually(lambda: worker._health.unanswered_for(1))
             proxy.refuses = False
-            await eventually(lambda: not worker._contact.unanswered_for(0))
+            await eventually(lambda: not worker._health.unanswered_for(0))
             # The clock of the store stands still: by it, the time is not up.
             assert await engine.read_execution_state(run) == "active"
             await clock.advance(ms=1001)

@@ -68,7 +68,7 @@ async def test_a_wait_that_is_not_answered_in_time_raises_or_gives_the_default(u
 
     async with fabric, fabric.worker():
         runs = [await strict.submit(), await lenient.submit()]
-        assert await runs[0].result(timeout=60) == "no signal 'answer' came within 0.05 seconds"
+        assert await runs[0].result(timeout=60) == "no signal 'answer' arrived within 0.05 seconds"
         assert await runs[1].result(timeout=60) is None
 
 
@@ -141,5 +141,5 @@ async def test_a_payload_of_another_type_fails_the_attempt_with_the_sender_named
     async with fabric, fabric.worker():
         run = await ask.submit()
         await run.signal("count", "many", by="ada")
-        with pytest.raises(RunFailed, match="signal 'count' from 'ada': its payload is no int"):
+        with pytest.raises(RunFailed, match="signal 'count' from 'ada': the payload is not of type int"):
             await run.result(timeout=60)

@@ -34,7 +34,7 @@ async def test_work_of_other_lanes_wakes_nobody(engine: Engine, eventually: Any)
 async def test_an_idle_worker_hears_of_work_from_another_process(
     engine: Engine, engines: Any, start_worker: Any, eventually: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("flowfabric.worker.worker.LISTENING_POLL_SECONDS", 600.0)
+    monkeypatch.setattr("flowfabric.worker.claiming.LISTENING_POLL_SECONDS", 600.0)
 
     async def job() -> None: ...
 

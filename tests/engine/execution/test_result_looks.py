@@ -35,8 +35,8 @@ def statements(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 def hints_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody polls: results and work are found by a hint alone."""
     monkeypatch.setattr(Results, "POLL_SECONDS", (600.0, 600.0))
-    monkeypatch.setattr("flowfabric.worker.worker.LISTENING_POLL_SECONDS", 600.0)
-    monkeypatch.setattr("flowfabric.worker.worker.IDLE_SECONDS", 600.0)
+    monkeypatch.setattr("flowfabric.worker.claiming.LISTENING_POLL_SECONDS", 600.0)
+    monkeypatch.setattr("flowfabric.worker.claiming.IDLE_SECONDS", 600.0)
 
 
 async def listening(engine: Engine, eventually: Any) -> None:
