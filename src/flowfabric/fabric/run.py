@@ -284,7 +284,7 @@ class Run(Generic[Kept]):
             await asyncio.sleep(pause)
 
     async def cancel(self, reason: str = "cancelled by its submitter") -> None:
-        """Cancel the run, in whatever state it is; its handler is cancelled too."""
+        """Cancel the run, whether it waits, runs or is suspended; a running handler is cancelled too."""
         await self._fabric.engine.cancel_execution(execution_id=self.id, reason=reason)
 
     async def _waitpoint(self, name: str) -> WaitpointInfo | None:

@@ -178,8 +178,8 @@ class Handler:
         return self._without_raw(values) if self.shape.raw else values
 
     def _canonical(self, values: Sequence[object], payload: bytes) -> bytes:
-        """The canonical payload of decoded arguments, or the one given where their order has a meaning."""
-        # What was decoded has the types of the parameters: 1 and 1.0 for a float are one.
+        """Return the canonical payload of decoded arguments, or the original one if sorting changes their value."""
+        # Decoded values have the types of the parameters: 1 and 1.0 for a float are the same.
         typed = {n: value for n, value in zip(self.shape.names, values, strict=True) if value is not msgspec.UNSET}
         ordered = canonical(typed, encode(self._with_raw(typed)))
         return ordered if self._values(ordered) == values else payload
