@@ -139,8 +139,10 @@ async def test_the_lease_of_a_suspended_run_is_neither_renewed_nor_missed(
 
     monkeypatch.setattr(Engine, "renew_many", recording)
     leaving, may_leave, is_over = (asyncio.Event() for _ in range(3))
+    contexts: list[Context] = []
 
     async def slow_to_leave(ctx: Context) -> str:
+        contexts.append(ctx)
         if not ctx.resumed_signals():
             try:
                 await ctx.suspend(condition=READY)
@@ -158,6 +160,7 @@ async def test_the_lease_of_a_suspended_run_is_neither_renewed_nor_missed(
     before = len(renewed) + 1
     await eventually(lambda: len(renewed) >= before + 4)
     assert set().union(*renewed[before:]) == {steady}
+    assert contexts[0]._running.lost is None
     may_leave.set()
     await signal(engine, run)
     assert (await engine.wait_for_ending(run, timeout=60)).outcome is TerminalOutcome.SUCCESS
