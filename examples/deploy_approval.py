@@ -1,4 +1,4 @@
-"""A deploy that two people must approve: the same person twice does not do."""
+"""A deploy that two different people must approve."""
 
 import asyncio
 
@@ -13,7 +13,7 @@ TWO_APPROVERS = Count(n=2, count_kind=CountKind.DISTINCT_SOURCES, matcher=ByName
 
 @fabric.task
 async def deploy(ctx: Context, version: str) -> str:
-    """Wait for two approvals; the second run of this function has them."""
+    """Wait for two approvals; the function then runs again and has them."""
     if not ctx.is_resumed:
         await ctx.suspend(condition=TWO_APPROVERS, reason_code="waiting_for_approval")
     approvers = [signal.source_identity for signal in ctx.resumed_signals() if signal.satisfier]
@@ -21,7 +21,7 @@ async def deploy(ctx: Context, version: str) -> str:
 
 
 async def say(run: Run[str], person: str, word: str) -> None:
-    """What the approval page does when somebody presses a button; being trusted, it may read the token."""
+    """What an approval page does when somebody presses a button; your own server may read the token."""
     engine = fabric.engine
     (waitpoint,) = (await engine.list_pending_waitpoints(execution_id=run.id)).entries
     token = await engine.read_waitpoint_token(execution_id=run.id, waitpoint_id=waitpoint.waitpoint_id)
@@ -38,7 +38,7 @@ async def say(run: Run[str], person: str, word: str) -> None:
 
 
 async def until_it_waits(run: Run[str]) -> None:
-    """Give the worker the moment it needs to come to the wait."""
+    """Wait until the run is suspended."""
     while True:
         if (await run.status()).state == "suspended":
             return
@@ -46,7 +46,7 @@ async def until_it_waits(run: Run[str]) -> None:
 
 
 async def main() -> None:
-    """Deploy with the consent of Ada and Grace."""
+    """Deploy with the approvals of Ada and Grace."""
     async with fabric, fabric.worker():
         run = await deploy.submit("v42")
         await until_it_waits(run)

@@ -1,4 +1,4 @@
-"""A payment provider calls back: a wait that costs no worker, a signed token, and a forger who gets nowhere."""
+"""A payment provider calls back: a wait that holds no worker, and a signed token that a forger does not have."""
 
 import asyncio
 
@@ -8,12 +8,12 @@ from flowfabric.outcomes import Accepted
 
 fabric = Fabric(lane="shop")
 outbox: "asyncio.Queue[Callback]" = asyncio.Queue()
-"""What the payment provider is sent; in real life this is a request to its API."""
+"""Stands for requests to the API of the payment provider."""
 
 
 @fabric.task
 async def take_payment(ctx: Context, order: str) -> str:
-    """Ask the provider to call back, and wait; the second run of this function finds what it said."""
+    """Ask the provider to call back, and wait; the function then runs again and reads the answer."""
     if not ctx.is_resumed:
         waitpoint = await ctx.create_waitpoint("payment", expires_in=60)
         await outbox.put(ctx.callback(waitpoint, base_url="https://shop.example/callbacks"))
@@ -25,7 +25,7 @@ async def take_payment(ctx: Context, order: str) -> str:
 
 
 async def receive(engine: Engine, callback: Callback, presented: str, body: bytes) -> str:
-    """What the shop's web server does with a call to that address; the token comes in a header."""
+    """What the web server of the shop does with a call to the callback URL; the token comes in a header."""
     try:
         answer = await verify_and_deliver(
             engine,
@@ -40,7 +40,7 @@ async def receive(engine: Engine, callback: Callback, presented: str, body: byte
 
 
 async def until_it_waits(run: Run[str]) -> None:
-    """Give the worker the moment it needs to come to the wait."""
+    """Wait until the run is suspended."""
     while True:
         if (await run.status()).state == "suspended":
             return
@@ -48,7 +48,7 @@ async def until_it_waits(run: Run[str]) -> None:
 
 
 async def main() -> None:
-    """Sell something, be attacked, and be paid."""
+    """Sell something, refuse a forged callback, and get paid."""
     async with fabric, fabric.worker():
         run = await take_payment.submit("A-7")
         callback = await outbox.get()

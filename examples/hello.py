@@ -1,4 +1,4 @@
-"""Submit work, have it done, and read the result: all in one process, on an embedded Postgres."""
+"""Submit a call, run it and read its result: all in one process, on an embedded Postgres."""
 
 import asyncio
 

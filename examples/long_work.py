@@ -1,4 +1,4 @@
-"""Long work: a plain function in a thread, with progress, a fence and a look at its lease."""
+"""Long work: a plain function in a thread that reports progress and checks its lease."""
 
 import asyncio
 import time
@@ -11,7 +11,7 @@ fabric = Fabric()
 
 @dataclass
 class Report:
-    """What is left of the work when it is done."""
+    """The result of the work."""
 
     pages: int
     fence: int
@@ -19,7 +19,7 @@ class Report:
 
 @fabric.task(timeout=60)
 def print_report(ctx: Context, pages: int) -> Report:
-    """Work without the event loop: the lease is renewed by a thread of the worker's own."""
+    """Work in a thread; the worker renews the lease in another thread meanwhile."""
     for page in range(1, pages + 1):
         if not ctx.is_lease_healthy():
             raise RuntimeError("another worker may have taken over")

@@ -1,4 +1,4 @@
-"""Failures: tried again after a pause, given up at once, or submitted only once."""
+"""Retries after a pause, failures without a retry, and calls that are submitted only once."""
 
 import asyncio
 
@@ -9,7 +9,7 @@ fabric = Fabric(lane="payments")
 
 @fabric.task(retries=3, backoff=0.1)
 async def charge(ctx: Context, amount: int) -> str:
-    """Succeed at the third attempt; refuse nonsense for good."""
+    """Succeed at the third attempt; fail for good if the amount is wrong."""
     if amount <= 0:
         raise NoRetry(f"{amount} is not an amount")
     if ctx.retry_count < 2:
@@ -18,7 +18,7 @@ async def charge(ctx: Context, amount: int) -> str:
 
 
 async def main() -> None:
-    """Charge, charge nonsense, and charge twice under one key."""
+    """Charge an amount, charge a wrong amount, and charge twice with one idempotency key."""
     async with fabric, fabric.worker():
         print(await (await charge.submit(10)).result())
         try:

@@ -1,4 +1,4 @@
-"""A worker process of its own: `python service.py worker` works until SIGTERM, `python service.py` asks it to."""
+"""A worker in its own process: run `python service.py worker`, then submit to it with `python service.py`."""
 
 import asyncio
 import sys
@@ -10,12 +10,12 @@ fabric = Fabric(lane="service")
 
 @fabric.task(retries=2)
 async def shout(text: str) -> str:
-    """Say it louder."""
+    """Return the text in capital letters."""
     return text.upper()
 
 
 async def submit() -> None:
-    """Submit from another process, and wait there."""
+    """Submit a call from this process and wait for its result."""
     async with fabric:
         print(await (await shout.submit("hello")).result(timeout=30))
 

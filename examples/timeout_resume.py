@@ -1,4 +1,4 @@
-"""Nobody answers: the wait ends by itself, and the handler goes on with what it knows."""
+"""A wait with a timeout: if nobody answers, the handler continues with a default."""
 
 import asyncio
 
@@ -9,7 +9,7 @@ fabric = Fabric(lane="questions")
 
 @fabric.task
 async def ask(ctx: Context, question: str) -> str:
-    """Ask, and answer with a default when no answer comes within half a second."""
+    """Ask, and return a default if no answer arrives within half a second."""
     if not ctx.is_resumed:
         print(f"run 1 asks: {question}")
         await ctx.suspend(keys=["answer"], timeout=0.5, timeout_behavior="auto_resume_with_timeout_signal")
@@ -22,7 +22,7 @@ async def ask(ctx: Context, question: str) -> str:
 
 
 async def main() -> None:
-    """Ask, and wait for the default."""
+    """Ask a question that nobody answers."""
     async with fabric, fabric.worker():
         run = await ask.submit("which colour?")
         print(await run.result(timeout=30))

@@ -1,4 +1,4 @@
-"""Types and values that a task may name, for tests of what is carried."""
+"""Types and values for the tests of payloads."""
 
 import dataclasses
 import enum
@@ -36,7 +36,7 @@ class Mode(enum.Enum):
 
 
 class Odd(enum.Enum):
-    """Values of a kind that JSON changes."""
+    """Its values change when they are stored as JSON."""
 
     PAIR = (1, 2)
     FRACTION = 0.5
@@ -55,7 +55,7 @@ class Point:
 
 @dataclasses.dataclass
 class Silent:
-    """Equal to nothing but itself."""
+    """A class without equality: a decoded copy is never equal."""
 
     x: int
     __eq__ = object.__eq__
@@ -68,7 +68,7 @@ class Struct(msgspec.Struct, rename="camel"):
 
 
 class Row(TypedDict):
-    """Pydantic takes no TypedDict of `typing` before Python 3.12."""
+    """From typing_extensions: Pydantic refuses the TypedDict of `typing` before Python 3.12."""
 
     key: str
     value: int
@@ -85,7 +85,7 @@ class Aliased(pydantic.BaseModel):
 
 
 class Swapped(pydantic.BaseModel):
-    """Each field has the other's name for alias."""
+    """The alias of each field is the name of the other."""
 
     model_config = pydantic.ConfigDict(validate_by_name=True)
     a: int = pydantic.Field(alias="b")
@@ -207,7 +207,7 @@ class Revealing(pydantic.BaseModel):
 
 
 class Opaque:
-    """A class that nobody can carry."""
+    """A class that cannot be stored as JSON."""
 
 
 SECRETS: list[Any] = [
@@ -223,7 +223,7 @@ SECRETS: list[Any] = [
 ]
 
 Typed = tuple[Any, SearchStrategy[Any]]
-"""A type, and values of it."""
+"""A type and a strategy for its values."""
 
 _finite = st.floats(allow_nan=False, allow_infinity=False)
 _cats = st.builds(Cat, lives=st.integers(0, 9))
@@ -256,7 +256,7 @@ PLAIN: list[Typed] = [
     (Pair, st.builds(Pair, left=st.integers(), right=st.text(max_size=4))),
     (Annotated[int, msgspec.Meta(gt=0)], st.integers(1, 9)),
 ]
-"""Types that both libraries know."""
+"""Types that both msgspec and Pydantic know."""
 
 STRUCTS: list[Typed] = [
     *PLAIN,
@@ -326,7 +326,7 @@ DOUBTFUL: list[Typed] = [
     (Struct | Cat, _cats),
     *((kind, st.builds(Opaque)) for kind in SECRETS),
 ]
-"""Types that are refused, and values that do not come back equal, among others."""
+"""Types and values of which some are refused, because they would not decode to an equal value."""
 
 
 def _with_hidden(hidden: int) -> Private:
@@ -336,7 +336,7 @@ def _with_hidden(hidden: int) -> Private:
 
 
 def typed(leaves: list[Typed]) -> SearchStrategy[tuple[Any, Any]]:
-    """A type built of others, and a value of it."""
+    """Draw a type that is composed of others, and a value of it."""
     return st.recursive(st.sampled_from(leaves), _composed, max_leaves=4).flatmap(
         lambda pair: st.tuples(st.just(pair[0]), pair[1])
     )
@@ -385,7 +385,7 @@ def _dataclass_of(kind: Any, values: SearchStrategy[Any]) -> Typed:
 
 
 def _model_of(kind: Any, values: SearchStrategy[Any]) -> Typed:
-    # A struct cannot be a field of a model: what is made here has no values unless Pydantic knows the type.
+    # A struct cannot be a field of a model.
     try:
         made = pydantic.create_model("Made", __config__=BASE64, a=(kind, pydantic.Field(alias="b")))
     except (pydantic.PydanticUserError, NameError):

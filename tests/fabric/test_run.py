@@ -1,6 +1,7 @@
-"""Runs: what their status says, how they end, and where one can be taken up again."""
+"""Runs: their status, their results and errors, and signals to them."""
 
 import asyncio
+import re
 import traceback
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -11,6 +12,7 @@ import pytest
 from flowfabric import Context, Fabric, InvalidInputError, PublicState, RunCancelled, RunError, RunExpired, RunFailed
 from flowfabric.errors import NotFoundError, StateError
 from flowfabric.ids import plain_id
+from flowfabric.outcomes import TerminalOutcome
 
 UNKNOWN = "{fp:0}:00000000-0000-7000-8000-000000000000"
 
@@ -23,7 +25,7 @@ class Report:
 class CardDeclined(Exception): ...
 
 
-async def test_the_status_of_a_run_that_waits_has_neither_result_nor_error(url: str) -> None:
+async def test_the_status_of_a_waiting_run_has_neither_result_nor_error(url: str) -> None:
     fabric = Fabric(url)
 
     @fabric.task
@@ -70,9 +72,9 @@ async def test_the_status_follows_a_run_from_its_progress_to_its_result(url: str
 async def test_a_failed_run_keeps_the_type_message_and_traceback_of_its_exception(url: str) -> None:
     fabric = Fabric(url)
 
-    @fabric.task
-    async def charge(card: str) -> None:
-        raise CardDeclined(f"card {card}")
+    @fabric.task(retries=1, backoff=0.001)
+    async def charge(ctx: Context, card: str) -> None:
+        raise CardDeclined(f"card {card}, attempt {ctx.attempt}")
 
     async with fabric, fabric.worker():
         run = await charge.submit("4242")
@@ -80,19 +82,20 @@ async def test_a_failed_run_keeps_the_type_message_and_traceback_of_its_exceptio
             await run.result(timeout=60)
         status = await run.status()
     error = failed.value
-    assert str(error) == f"{run.id} failed: CardDeclined: card 4242"
-    assert (error.execution_id, error.reason) == (run.id, "CardDeclined: card 4242")
+    assert str(error) == f"{run.id} failed: CardDeclined: card 4242, attempt 2"
+    assert (error.execution_id, error.reason) == (run.id, "CardDeclined: card 4242, attempt 2")
+    assert error.outcome is TerminalOutcome.FAILED
     assert error.error_type is not None
     assert error.error_type.endswith("CardDeclined")
     shown = "".join(traceback.format_exception(error))
-    assert 'raise CardDeclined(f"card {card}")' in shown
+    assert 'raise CardDeclined(f"card {card}, attempt {ctx.attempt}")' in shown
     assert isinstance(status.error, RunFailed)
     assert (str(status.error), status.error.traceback) == (str(error), error.traceback)
     assert status.last_failure is not None
-    assert (status.state, status.last_failure.message) == ("failed", "CardDeclined: card 4242")
+    assert (status.state, status.last_failure.message) == ("failed", "CardDeclined: card 4242, attempt 2")
 
 
-async def test_the_status_shows_the_failure_of_an_attempt_whose_retry_is_due(url: str, eventually: Any) -> None:
+async def test_the_status_shows_the_last_failure_while_the_retry_is_due(url: str, eventually: Any) -> None:
     fabric = Fabric(url)
 
     @fabric.task(retries=1, backoff=timedelta(hours=1))
@@ -131,12 +134,13 @@ async def test_a_run_that_did_not_succeed_says_how_it_ended(url: str, clock: Any
         with pytest.raises(RunExpired, match="expired") as second:
             await expired.result(timeout=60)
         statuses = [await run.status() for run in (cancelled, expired)]
+    assert [status.state for status in statuses] == ["cancelled", "expired"]
     assert [type(status.error) for status in statuses] == [RunCancelled, RunExpired]
     assert [str(status.error) for status in statuses] == [str(first.value), str(second.value)]
     assert all(isinstance(each.value, RunError) for each in (first, second))
 
 
-async def test_any_run_can_be_taken_up_by_its_id_in_either_form(url: str) -> None:
+async def test_any_run_can_be_found_by_its_id_in_either_form(url: str) -> None:
     fabric, other = Fabric(url), Fabric(url)
 
     @fabric.task
@@ -146,7 +150,7 @@ async def test_any_run_can_be_taken_up_by_its_id_in_either_form(url: str) -> Non
     async with fabric, other, fabric.worker():
         run = await write.submit()
         assert await write.run(run.id).result(timeout=60) == Report(pages=3)
-        # A process that has the task reads its type, another one what the JSON says.
+        # A fabric that has the task returns its type, another one plain JSON.
         assert await fabric.run(run.id).result(timeout=60) == Report(pages=3)
         assert await other.run(run.plain_id).result(timeout=60) == {"pages": 3}
         assert (await other.run(run.plain_id).status()).result == {"pages": 3}
@@ -154,7 +158,7 @@ async def test_any_run_can_be_taken_up_by_its_id_in_either_form(url: str) -> Non
     assert "{" not in run.plain_id
 
 
-async def test_a_result_that_is_no_json_is_given_as_bytes_where_its_task_is_not_known(url: str) -> None:
+async def test_a_result_of_an_unknown_task_that_is_not_json_is_returned_as_bytes(url: str) -> None:
     fabric, other = Fabric(url), Fabric(url)
 
     @fabric.task
@@ -170,7 +174,7 @@ async def test_a_result_that_is_no_json_is_given_as_bytes_where_its_task_is_not_
     assert results == [b"\xff\xd8", None]
 
 
-async def test_a_run_of_another_task_is_refused_with_the_name_of_its_own(url: str) -> None:
+async def test_a_run_of_another_task_is_refused_with_the_name_of_its_task(url: str) -> None:
     fabric = Fabric(url)
 
     @fabric.task
@@ -181,25 +185,29 @@ async def test_a_run_of_another_task_is_refused_with_the_name_of_its_own(url: st
 
     async with fabric:
         run = await a.submit()
-        with pytest.raises(InvalidInputError, match=r"is a run of task 'a', not of 'b'; .* or from fabric\.run\(id\)"):
+        with pytest.raises(InvalidInputError, match=r"is a run of task 'a', not of 'b'; .*, or fabric\.run\(id\)"):
             await b.run(run.id).status()
         await run.cancel()
         with pytest.raises(InvalidInputError, match="is a run of task 'a'"):
             await b.run(run.id).result(timeout=60)
 
 
-async def test_a_run_nobody_submitted_is_not_found(url: str) -> None:
+async def test_a_run_that_does_not_exist_is_not_found(url: str) -> None:
     fabric = Fabric(url)
     async with fabric:
         run = fabric.run(UNKNOWN)
         for ask in (run.status, run.explain, run.result, lambda: run.signal("x")):
-            with pytest.raises(NotFoundError, match="execution"):
+            with pytest.raises(NotFoundError) as missing:
                 await ask()
-    with pytest.raises(InvalidInputError, match="'x' is not an execution id"):
+            assert missing.value.code == "execution_not_found"
+        for ask in (run.status, run.explain, run.result):
+            with pytest.raises(NotFoundError, match=re.escape(f"not found: execution {run.id}")):
+                await ask()
+    with pytest.raises(InvalidInputError, match=r"'x' is not an execution id; write \{fp:<number>\}:<uuid> or "):
         fabric.run("x")
 
 
-async def test_a_wait_for_a_result_that_takes_too_long_names_the_state(url: str) -> None:
+async def test_a_wait_for_a_result_that_times_out_names_the_state(url: str) -> None:
     fabric = Fabric(url)
 
     @fabric.task
@@ -207,10 +215,13 @@ async def test_a_wait_for_a_result_that_takes_too_long_names_the_state(url: str)
 
     async with fabric:
         run = await job.submit()
-        with pytest.raises(TimeoutError, match=r"has not ended within 0\.01 s: it is waiting; .*explain"):
+        with pytest.raises(TimeoutError) as late:
             await run.result(timeout=timedelta(milliseconds=10))
+        explanation = await run.explain()
         with pytest.raises(InvalidInputError, match="timeout: expected seconds or a timedelta, got 'soon'"):
             await run.result(timeout="soon")  # type: ignore[arg-type]
+    assert str(late.value) == f"{run.id} has not ended within 0.01 s: it is waiting; `await run.explain()` says why"
+    assert (explanation.execution_id, explanation.public_state) == (run.id, PublicState.WAITING)
 
 
 async def test_a_signal_is_delivered_as_soon_as_the_run_waits_for_it(url: str) -> None:
@@ -227,11 +238,11 @@ async def test_a_signal_is_delivered_as_soon_as_the_run_waits_for_it(url: str) -
         await run.signal("approval", "yes", by="ada")
         await run.signal("approval", "go", by="grace")
         assert await run.result(timeout=60) == ["v42", "yes", "go", "grace"]
-        with pytest.raises(StateError, match="is completed and takes no more signals"):
+        with pytest.raises(StateError, match="is completed and accepts no more signals"):
             await run.signal("approval", "late")
 
 
-async def test_a_signal_nobody_waits_for_is_refused_in_time(url: str) -> None:
+async def test_a_signal_that_the_run_does_not_wait_for_times_out(url: str) -> None:
     fabric = Fabric(url)
 
     @fabric.task

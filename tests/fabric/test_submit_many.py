@@ -6,7 +6,7 @@ from flowfabric import Fabric, InvalidInputError
 from flowfabric.errors import ConflictError, NotAllSubmitted
 
 
-async def test_many_calls_become_runs_in_their_order(url: str) -> None:
+async def test_submit_many_returns_the_runs_in_the_order_of_the_calls(url: str) -> None:
     fabric = Fabric(url)
 
     @fabric.task
@@ -14,7 +14,7 @@ async def test_many_calls_become_runs_in_their_order(url: str) -> None:
         return n * times
 
     async with fabric, fabric.worker(concurrency=200):
-        # More than one statement takes.
+        # More than fit into one statement.
         runs = await double.submit_many(double.bind(n) for n in range(1001))
         assert len({run.id for run in runs}) == 1001
         assert [await runs[n].result(timeout=60) for n in (0, 7, 1000)] == [0, 14, 2000]
@@ -35,7 +35,7 @@ async def test_each_call_has_the_options_it_was_bound_with(url: str) -> None:
         assert await fabric.engine.get_execution_tag(runs[1].id, "app.kind") == "urgent"
 
 
-async def test_a_repeated_key_gives_the_first_run_also_within_one_call(url: str) -> None:
+async def test_a_repeated_key_returns_the_first_run_also_within_one_batch(url: str) -> None:
     fabric = Fabric(url)
 
     @fabric.task
@@ -48,7 +48,7 @@ async def test_a_repeated_key_gives_the_first_run_also_within_one_call(url: str)
     assert (again.id, again.is_duplicate, new.is_duplicate, repeat.id) == (first.id, True, False, first.id)
 
 
-async def test_a_refused_call_leaves_99_submitted(url: str) -> None:
+async def test_one_refused_call_leaves_the_others_submitted(url: str) -> None:
     fabric = Fabric(url)
 
     @fabric.task
@@ -57,17 +57,17 @@ async def test_a_refused_call_leaves_99_submitted(url: str) -> None:
     async with fabric:
         keyed = job.options(idempotency_key="k")
         await keyed.submit(0)
-        calls = [job.bind(n) for n in range(50)] + [keyed.bind(1)] + [job.bind(n) for n in range(49)]
-        with pytest.raises(NotAllSubmitted, match=r"1 of 100 calls were not submitted.*idempotency_key 'k'") as some:
+        calls = [*(job.bind(n) for n in range(5)), keyed.bind(1), *(job.bind(n) for n in range(4))]
+        with pytest.raises(NotAllSubmitted, match=r"1 of 10 calls were not submitted.*idempotency_key 'k'") as some:
             await job.submit_many(calls)
         refused = [each for each in some.value.answers if isinstance(each, ConflictError)]
         runs = [each for each in some.value.answers if not isinstance(each, Exception)]
-        assert (len(refused), len(runs), some.value.answers.index(refused[0])) == (1, 99, 50)
+        assert (len(refused), len(runs), some.value.answers.index(refused[0])) == (1, 9, 5)
         states = [await fabric.engine.read_execution_state(run.id) for run in runs]
-        assert states == ["waiting"] * 99
+        assert states == ["waiting"] * 9
 
 
-async def test_a_wrong_argument_is_refused_when_it_is_bound_and_nothing_is_submitted(url: str) -> None:
+async def test_a_wrong_argument_is_refused_by_bind_and_nothing_is_submitted(url: str) -> None:
     fabric = Fabric(url)
 
     @fabric.task

@@ -1,7 +1,7 @@
-"""What type checkers infer of the engine's operations, which are methods of its rooms.
+"""What type checkers infer about the operations of the engine.
 
-Checked by mypy and by pyright, strict, and never run. A comment that ignores an error is itself an error where there is
-none, so every such line states what must be refused.
+Checked by mypy and pyright in strict mode, and never run. An ignore comment on a line without an error is itself an
+error, so every such line states what must be refused.
 """
 
 from typing import assert_type
@@ -11,7 +11,7 @@ from flowfabric.outcomes import ClaimedExecution, Created, Duplicate, Handle
 
 
 async def inferred(engine: Engine) -> None:
-    """The answers of operations, called on an engine and on its class."""
+    """The return types of operations, called on an engine and on its class."""
     claimed = await engine.claim_many(lanes=["default"], worker_id="w", worker_instance_id="w-1", limit=10)
     assert_type(claimed, list[ClaimedExecution])
     assert_type(await engine.claim(lane_id="default", worker_id="w", worker_instance_id="w-1"), Handle | None)
@@ -23,7 +23,7 @@ async def inferred(engine: Engine) -> None:
 
 
 async def refused(engine: Engine, handle: Handle) -> None:
-    """Calls that do not fit."""
+    """Calls with wrong arguments."""
     await engine.complete(1)  # type: ignore[arg-type]  # pyright: ignore
     await engine.complete(handle, b"1", b"2")  # type: ignore[call-arg]  # pyright: ignore
     await engine.claim(lane="default")  # type: ignore[call-arg]  # pyright: ignore

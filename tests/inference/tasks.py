@@ -1,7 +1,7 @@
-"""What type checkers infer of tasks and their runs.
+"""What type checkers infer about tasks and their runs.
 
-Checked by mypy and by pyright, strict, and never run. A comment that ignores an error is itself an error where there is
-none, so every such line states what must be refused.
+Checked by mypy and pyright in strict mode, and never run. An ignore comment on a line without an error is itself an
+error, so every such line states what must be refused.
 """
 
 from collections.abc import Coroutine
@@ -18,7 +18,7 @@ fabric = Fabric()
 
 
 class Order(pydantic.BaseModel):
-    """A model to pass around."""
+    """A model to pass."""
 
     number: int
 
@@ -55,13 +55,13 @@ def note(ctx: Context, text: str) -> None:
 
 @fabric.task
 async def unpack(box: Box[Order]) -> list[Box[int]]:
-    """Of generic types."""
+    """With generic types."""
     return [Box(item=box.item.number)]
 
 
 @fabric.task
 def later(a: int) -> Coroutine[Any, Any, str]:
-    """Plain, and returns what is awaited."""
+    """Plain, and returns a coroutine."""
 
     async def wait() -> str:
         return str(a)
@@ -77,25 +77,25 @@ async def numbers(*each: int, **named: float) -> tuple[int, ...]:
 
 @fabric.task
 async def echo(value: object, times: int = 1) -> list[str]:
-    """Of anything, which is no context."""
+    """With a first parameter of type object, which is not a context."""
     return [str(value)] * times
 
 
 @fabric.task
 def keep(value: Any) -> str:
-    """Of anything, unchecked."""
+    """With a first parameter of type Any."""
     return str(value)
 
 
 @fabric.task
 def tick() -> int:
-    """Of nothing."""
+    """Without parameters."""
     return 1
 
 
 @fabric.task
 async def alone(ctx: Context) -> str:
-    """Of nothing but its context."""
+    """With only a context."""
     return ctx.lane_id
 
 
@@ -120,7 +120,7 @@ async def results() -> None:
 
 
 async def wider(run: Run[int]) -> Run[int | None]:
-    """A run of a narrower result is a run of a wider one."""
+    """A run is covariant in its result."""
     return run
 
 

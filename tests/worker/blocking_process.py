@@ -7,6 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from flowfabric import Fabric
+from flowfabric.worker import start, worker
 
 LEASE_TTL_MS = 120_000
 THREADS = 40
@@ -15,22 +16,22 @@ THREADS = 40
 fabric = Fabric(sys.argv[1] if __name__ == "__main__" else None)
 
 
-def say_started(file: str) -> None:
-    """Say in a file that a run has started."""
+def report_start(file: str) -> None:
+    """Create a file to show that a run has started."""
     Path(file).touch()
 
 
 @fabric.task
 def block(file: str) -> None:
-    """Say in a file that this run has started, and do not return in the time of a test."""
-    say_started(file)
+    """Block a thread for longer than any test."""
+    report_start(file)
     time.sleep(600)
 
 
 @fabric.task
 async def ignore_cancellation(file: str) -> None:
-    """Say in a file that this run has started, and go on whatever happens."""
-    say_started(file)
+    """Ignore every cancellation."""
+    report_start(file)
     while True:
         with suppress(asyncio.CancelledError):
             await asyncio.sleep(600)
@@ -38,10 +39,11 @@ async def ignore_cancellation(file: str) -> None:
 
 @fabric.task
 async def block_threads(file: str) -> None:
-    """Say in a file that this run has started, and block every thread that `asyncio.to_thread` has."""
-    say_started(file)
+    """Block every thread that `asyncio.to_thread` has."""
+    report_start(file)
     await asyncio.gather(*(asyncio.to_thread(time.sleep, 600) for _ in range(THREADS)))
 
 
 if __name__ == "__main__":
+    worker.CANCEL_SECONDS = worker.CLAIM_SECONDS = start.LEFT_SECONDS = 0.5
     fabric.run_worker(worker_instance_id="w-1", lease_ttl=LEASE_TTL_MS / 1000, drain=float(sys.argv[2]))

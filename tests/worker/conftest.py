@@ -1,4 +1,4 @@
-"""Workers of a test, and executions for them."""
+"""Fixtures that start workers and submit executions for them."""
 
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack
@@ -10,13 +10,16 @@ import pytest
 from fixtures import Attempts, Eventually, Given, IsSuspended, Rows, StartWorker, Submit
 from flowfabric.engine.engine import Engine
 from flowfabric.model.errors import TransportError
+from flowfabric.model.handle import Handle
 from flowfabric.model.ids import ExecutionId
+from flowfabric.model.suspend_outcome import SuspendOutcome
+from flowfabric.model.suspension import SuspendArgs
 from flowfabric.worker.worker import Worker
 
 
 @pytest.fixture
 async def start_worker(engine: Engine) -> AsyncIterator[StartWorker]:
-    """Start a worker for handlers by kind, `await start_worker({"job": job}, concurrency=2)`; it ends with the test."""
+    """Start a worker that stops with the test: `await start_worker({"job": job}, concurrency=2)`."""
     async with AsyncExitStack() as stack:
 
         async def start(handlers: dict[str, Callable[..., Any]], **options: Any) -> Worker:
@@ -28,7 +31,7 @@ async def start_worker(engine: Engine) -> AsyncIterator[StartWorker]:
 
 @pytest.fixture
 def submit(given: Given) -> Submit:
-    """Create an execution of kind `job` from arguments by name: `await submit(a=1)`."""
+    """Submit an execution of kind `job` with arguments by name: `await submit(a=1)`."""
 
     async def submit(*, policy: Any = None, kind: str = "job", **arguments: Any) -> ExecutionId:
         return await given.created(execution_kind=kind, input_payload=msgspec.json.encode(arguments), policy=policy)
@@ -38,7 +41,7 @@ def submit(given: Given) -> Submit:
 
 @pytest.fixture
 def attempts(rows: Rows) -> Attempts:
-    """The attempts of an execution in their order."""
+    """Read the attempts of an execution in their order."""
 
     async def attempts(execution_id: ExecutionId) -> list[dict[str, Any]]:
         found = await rows.of("attempt_all", execution_id=execution_id[-36:])
@@ -61,16 +64,17 @@ def is_suspended(engine: Engine, eventually: Eventually) -> IsSuspended:
 
 
 @pytest.fixture
-def lose_an_answer(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The connection breaks once, after a suspend was committed and before it is answered."""
-    suspend, faults = engine.suspend, iter([TransportError()])
+def lose_answers(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The connection breaks once for each execution, after its first suspend is committed and before the answer."""
+    suspend, lost = engine.suspend, set[ExecutionId]()
 
-    async def suspend_and_lose(*arguments: Any) -> Any:
-        answer = await suspend(*arguments)
-        if fault := next(faults, None):
-            raise fault
-        return answer
+    async def suspend_and_lose(handle: Handle, args: SuspendArgs) -> SuspendOutcome:
+        outcome = await suspend(handle, args)
+        if handle.execution_id not in lost:
+            lost.add(handle.execution_id)
+            raise TransportError
+        return outcome
 
     monkeypatch.setattr(engine, "suspend", suspend_and_lose)
     yield
-    assert next(faults, None) is None, "an answer was lost"
+    assert lost, "no answer was lost"

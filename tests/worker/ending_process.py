@@ -1,15 +1,16 @@
-"""A process whose work ends while a thread of it does not return: `python ending_process.py <text of a StartError>`."""
+"""A process that ends while one of its threads does not: `python ending_process.py <seconds> [<text of an error>]`."""
 
 import asyncio
 import signal
 import sys
 import time
 
+from flowfabric.worker import start
 from flowfabric.worker.start import MISUSED, StartError, reporting_on_stderr, run_to_end
 
 
-async def say_cancelled() -> None:
-    """Say on stdout that the tasks that were left are cancelled."""
+async def report_cancelled() -> None:
+    """Print a line when the remaining tasks are cancelled."""
     try:
         await asyncio.Event().wait()
     finally:
@@ -18,17 +19,18 @@ async def say_cancelled() -> None:
 
 
 async def work() -> None:
-    """Leave a thread and a task behind, and end, with an error where a text is given."""
+    """Leave a thread and a task behind; fail if an error text is given."""
     asyncio.get_running_loop().run_in_executor(None, time.sleep, 600)
-    left = asyncio.create_task(say_cancelled())
+    left = asyncio.create_task(report_cancelled())
     await asyncio.sleep(0)
     assert not left.done()
-    if len(sys.argv) > 1:
-        raise StartError(sys.argv[1], exit_code=MISUSED)
+    if len(sys.argv) > 2:
+        raise StartError(sys.argv[2], exit_code=MISUSED)
 
 
 if __name__ == "__main__":
-    # A process that is started in the background may ignore it.
+    # A process that was started in the background may ignore SIGINT.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    start.LEFT_SECONDS = float(sys.argv[1])
     with reporting_on_stderr():
         run_to_end(work())

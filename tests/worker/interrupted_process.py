@@ -1,4 +1,4 @@
-"""A worker process that gets SIGTERM after it has connected and before its worker starts: `... <database url>`."""
+"""A worker process that gets SIGTERM after it connects and before its worker starts: `... <database url>`."""
 
 import os
 import signal
@@ -9,7 +9,7 @@ from flowfabric import Fabric
 
 
 def lanes() -> Iterator[str]:
-    """The lanes of the worker, which reads them when it is made."""
+    """Yield the lanes of the worker, which reads them when it is created."""
     os.kill(os.getpid(), signal.SIGTERM)
     yield "default"
 

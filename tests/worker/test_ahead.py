@@ -1,4 +1,4 @@
-"""Executions claimed ahead of free slots: how many, and what becomes of those that wait for a slot."""
+"""Executions claimed ahead of free slots: how many, and what happens to those that wait for a slot."""
 
 import asyncio
 from collections import Counter
@@ -13,9 +13,10 @@ from flowfabric.model.ids import ExecutionId
 from flowfabric.model.states import TerminalOutcome
 from flowfabric.settings import Settings
 from flowfabric.worker.ahead import Ahead
-from flowfabric.worker.context import Context, Running
-from flowfabric.worker.faults import Contact
+from flowfabric.worker.context import Context
+from flowfabric.worker.faults import StoreHealth
 from flowfabric.worker.heartbeat import Heartbeat
+from flowfabric.worker.running import Running
 from flowfabric.worker.slots import Slots
 from flowfabric.worker.worker import Worker
 
@@ -23,8 +24,8 @@ from .waiting import LONG_TTL_MS
 
 SLOTS = 2
 FAST = 8
-"""Runs that return at once, before the others block their slots."""
-ALL = 40
+"""How many runs return at once, before the others block their slots."""
+ALL = 24
 
 
 class Clock:
@@ -37,11 +38,11 @@ class Clock:
         return self.now
 
 
-# How many.
+# How many are claimed ahead.
 
 
 def sizes(returned: int, seconds: float, *, concurrency: int = 64, windows: int = 8) -> list[int]:
-    """What may be held beyond the slots after each of some windows in which so many handlers returned."""
+    """How many executions may be held beyond the slots after each window, if this many handlers return per window."""
     clock = Clock()
     ahead = Ahead(concurrency, 500, clock=clock)
     found = []
@@ -53,7 +54,7 @@ def sizes(returned: int, seconds: float, *, concurrency: int = 64, windows: int 
     return found
 
 
-def test_as_many_as_start_within_a_tenth_of_a_second_are_claimed_ahead_at_most_one_batch() -> None:
+def test_the_number_claimed_ahead_starts_within_a_tenth_of_a_second_and_is_at_most_one_batch() -> None:
     assert sizes(200, 0.1)[-1] == 200
     assert sizes(200, 0.02)[-1] == 500
 
@@ -62,9 +63,9 @@ def test_the_number_at_most_doubles_from_one_window_to_the_next() -> None:
     assert sizes(1000, 0.1, windows=4) == [128, 256, 500, 500]
 
 
-@pytest.mark.parametrize(("returned", "seconds"), [(64, 0.2), (64, 10.0), (6, 0.1), (0, 1.0)])
-def test_nothing_is_claimed_ahead_of_slots_that_take_longer_to_turn_over(returned: int, seconds: float) -> None:
-    assert set(sizes(returned, seconds)) == {0}
+def test_nothing_is_claimed_ahead_of_slow_handlers() -> None:
+    for returned, seconds in ((64, 0.2), (64, 10.0), (6, 0.1), (0, 1.0)):
+        assert (returned, seconds, set(sizes(returned, seconds))) == (returned, seconds, {0})
 
 
 def test_nothing_is_claimed_ahead_without_a_backlog() -> None:
@@ -78,30 +79,30 @@ def test_nothing_is_claimed_ahead_without_a_backlog() -> None:
     assert ahead.size == 0
 
 
-def test_a_moment_is_too_short_to_measure_a_rate() -> None:
+def test_no_rate_is_measured_over_a_very_short_window() -> None:
     assert set(sizes(2, Ahead.WINDOW_SECONDS / 10, windows=9)) == {0}
 
 
-# What becomes of those that wait.
+# What happens to those that wait for a slot.
 
 
 @pytest.fixture
 def eager(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every handler counts as fast, and what waits for a slot may wait as long as a test takes."""
+    """Every handler counts as fast, and an execution may wait for a slot as long as a test takes."""
     monkeypatch.setattr(Ahead, "SECONDS", 1e9)
     monkeypatch.setattr(Ahead, "WINDOW_SECONDS", 0.0)
     monkeypatch.setattr(Ahead, "STALE_SECONDS", 3600.0)
 
 
 class Job:
-    """A handler whose first runs return at once; each later one waits until it or everything is let go."""
+    """A handler whose first runs return at once; each later one waits until the test releases it."""
 
     def __init__(self, *, fast: int = FAST) -> None:
         self.fast = fast
         self.now = 0
         self.most = 0
         self.runs: list[tuple[ExecutionId, int]] = []
-        """Execution and lease epoch of every run, in the order they began."""
+        """The execution and the lease epoch of every run, in the order they started."""
         self.blocked: dict[ExecutionId, asyncio.Event] = {}
         self.is_open = False
 
@@ -130,7 +131,7 @@ class Job:
 
 @pytest.fixture
 def held(rows: Any) -> Any:
-    """The executions that are leased and not among those that have begun."""
+    """Read the executions that are leased and have not started."""
 
     async def held(job: Job) -> set[ExecutionId]:
         leased = await rows.of("execution", ownership_state="leased")
@@ -142,11 +143,11 @@ def held(rows: Any) -> Any:
 
 @pytest.fixture
 def waiting(eventually: Any, held: Any) -> Any:
-    """Wait until every slot is blocked, some executions wait for one and no claim is under way; give those."""
+    """Wait until every slot is blocked and no claim is under way; return the executions that wait for a slot."""
 
     async def waiting(worker: Worker, job: Job) -> set[ExecutionId]:
         def is_settled() -> bool:
-            is_full = len(worker._slots._waiting) > max(1, worker._slots.ahead.size // 2)
+            is_full = len(worker._runs.slots._waiting) > max(1, worker._runs.slots.ahead.size // 2)
             return len(job.blocked) == worker.running == SLOTS and is_full
 
         await eventually(is_settled)
@@ -163,7 +164,7 @@ async def all_succeed(engine: Engine, runs: Any, *, but: Any = ()) -> None:
 
 @pytest.mark.usefixtures("eager")
 async def test_no_more_handlers_run_than_there_are_slots(engine: Engine, start_worker: Any, submit: Any) -> None:
-    runs = [await submit() for _ in range(300)]
+    runs = [await submit() for _ in range(100)]
     job = Job(fast=1000)
     worker = await start_worker({"job": job}, concurrency=4)
     ahead = 0
@@ -171,7 +172,7 @@ async def test_no_more_handlers_run_than_there_are_slots(engine: Engine, start_w
     async def watch() -> None:
         nonlocal ahead
         while len(job.runs) < len(runs):
-            ahead = max(ahead, len(worker._slots._waiting))
+            ahead = max(ahead, len(worker._runs.slots._waiting))
             await asyncio.sleep(0)
 
     watching = asyncio.create_task(watch())
@@ -189,13 +190,13 @@ async def test_a_worker_may_have_more_slots_than_a_claim_takes(engine: Engine, s
 
 
 @pytest.mark.usefixtures("eager")
-async def test_what_waits_for_a_slot_is_renewed(
+async def test_the_lease_of_an_execution_that_waits_for_a_slot_is_renewed(
     engine: Engine, start_worker: Any, submit: Any, waiting: Any, rows: Any, clock: Any, eventually: Any
 ) -> None:
     await clock.stop()
     runs = [await submit() for _ in range(ALL)]
     job = Job()
-    worker = await start_worker({"job": job}, concurrency=SLOTS, lease_ttl=3)
+    worker = await start_worker({"job": job}, concurrency=SLOTS, lease_ttl=1.5, reconcile=False)
     ahead = await waiting(worker, job)
 
     async def are_renewed() -> bool:
@@ -208,7 +209,7 @@ async def test_what_waits_for_a_slot_is_renewed(
 
 
 @pytest.mark.usefixtures("eager")
-async def test_what_waits_for_a_slot_is_handed_back_by_a_worker_that_stops_and_runs_elsewhere_at_once(
+async def test_an_execution_that_waits_for_a_slot_is_handed_back_when_the_worker_stops(
     engine: Engine, engines: Any, start_worker: Any, submit: Any, waiting: Any, attempts: Any, eventually: Any
 ) -> None:
     runs = [await submit() for _ in range(ALL)]
@@ -227,7 +228,7 @@ async def test_what_waits_for_a_slot_is_handed_back_by_a_worker_that_stops_and_r
 
 
 @pytest.mark.usefixtures("eager")
-async def test_what_waits_too_long_for_a_slot_is_handed_back(
+async def test_an_execution_that_waits_too_long_for_a_slot_is_handed_back(
     engine: Engine,
     engines: Any,
     start_worker: Any,
@@ -236,12 +237,12 @@ async def test_what_waits_too_long_for_a_slot_is_handed_back(
     eventually: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(Ahead, "STALE_SECONDS", 3.0)
+    monkeypatch.setattr(Ahead, "STALE_SECONDS", 1.5)
     runs = [await submit() for _ in range(ALL)]
     job, other = Job(), Job(fast=ALL)
     worker = await start_worker({"job": job}, concurrency=SLOTS, lease_ttl=LONG_TTL_MS / 1000)
     ahead = await waiting(worker, job)
-    await eventually(lambda: worker.running == SLOTS and not worker._slots._waiting)
+    await eventually(lambda: worker.running == SLOTS and not worker._runs.slots._waiting)
     async with Worker(await engines(), lanes=["default"], handlers={"job": other}, lease_ttl=LONG_TTL_MS / 1000):
         await all_succeed(engine, ahead)
     assert ahead <= other.started
@@ -250,9 +251,9 @@ async def test_what_waits_too_long_for_a_slot_is_handed_back(
     await all_succeed(engine, runs)
 
 
-async def test_nothing_is_claimed_in_the_place_of_what_was_handed_back(given: Any) -> None:
+async def test_nothing_is_claimed_in_place_of_what_was_handed_back(given: Any) -> None:
     begun: list[Running] = []
-    slots = Slots(1, begun.append, Contact())
+    slots = Slots(1, begun.append, StoreHealth())
     slots.ahead.size = 4
     first, second = Running(await given.run(), 0.0), Running(await given.run(), 0.0)
     for running in (first, second):
@@ -261,12 +262,12 @@ async def test_nothing_is_claimed_in_the_place_of_what_was_handed_back(given: An
     assert (begun, slots.started) == ([first], 1)
     slots.hand_back_waiting()
     assert (begun, slots.ahead.size) == ([first, second], 0)
-    assert (first.is_given_back, second.is_given_back) == (False, True)
+    assert (first.is_handed_back, second.is_handed_back) == (False, True)
     slots.close()
 
 
 @pytest.mark.usefixtures("eager")
-async def test_a_lease_that_is_lost_before_a_slot_is_free_is_not_run(
+async def test_an_execution_that_loses_its_lease_before_a_slot_is_free_is_not_run(
     engine: Engine, start_worker: Any, submit: Any, waiting: Any, eventually: Any
 ) -> None:
     runs = [await submit() for _ in range(ALL)]
@@ -276,7 +277,7 @@ async def test_a_lease_that_is_lost_before_a_slot_is_free_is_not_run(
     lost = sorted(ahead)[:2]
     for run in lost:
         await engine.cancel_execution(execution_id=run, reason="not wanted")
-    await eventually(lambda: not {one.execution_id for one in worker._slots.held} & set(lost))
+    await eventually(lambda: not {one.execution_id for one in worker._runs.slots.held} & set(lost))
     job.open()
     await all_succeed(engine, runs, but=lost)
     assert not set(lost) & job.started
@@ -284,7 +285,7 @@ async def test_a_lease_that_is_lost_before_a_slot_is_free_is_not_run(
 
 
 @pytest.mark.usefixtures("eager")
-async def test_a_lease_that_expires_unnoticed_before_a_slot_is_free_is_not_run(
+async def test_an_execution_whose_lease_expires_before_a_slot_is_free_is_not_run(
     engine: Engine,
     start_worker: Any,
     submit: Any,
@@ -298,9 +299,9 @@ async def test_a_lease_that_expires_unnoticed_before_a_slot_is_free_is_not_run(
     monkeypatch.setattr(Heartbeat, "_beat", beat)
     runs = [await submit() for _ in range(ALL)]
     job = Job()
-    worker = await start_worker({"job": job}, concurrency=SLOTS, lease_ttl=2, reconcile=False)
+    worker = await start_worker({"job": job}, concurrency=SLOTS, lease_ttl=1.5, reconcile=False)
     ahead = await waiting(worker, job)
-    await eventually(lambda: all(one.is_lease_over for one in worker._slots.held))
+    await eventually(lambda: all(one.is_lease_expired for one in worker._runs.slots.held))
     job.open()
     await all_succeed(engine, runs)
     assert {epoch for run, epoch in job.runs if run in ahead} == {2}
@@ -308,7 +309,7 @@ async def test_a_lease_that_expires_unnoticed_before_a_slot_is_free_is_not_run(
 
 
 @pytest.mark.usefixtures("eager")
-async def test_nothing_that_waits_for_a_slot_is_begun_while_the_store_does_not_answer(
+async def test_an_execution_that_waits_for_a_slot_does_not_start_while_the_store_does_not_answer(
     engine: Engine, url: str, submit: Any, waiting: Any, eventually: Any
 ) -> None:
     runs = [await submit() for _ in range(ALL)]
@@ -321,13 +322,13 @@ async def test_nothing_that_waits_for_a_slot_is_begun_while_the_store_does_not_a
             proxy.cut()
             first, second = list(job.blocked.values())
             first.set()
-            await eventually(lambda: worker._contact.is_silent and len(job.blocked) == SLOTS)
+            await eventually(lambda: worker._health.is_silent and len(job.blocked) == SLOTS)
             begun = job.started & ahead
             assert len(begun) == 1
             second.set()
             await eventually(lambda: len(job.blocked) == 1)
             assert job.started & ahead == begun
-            assert not worker._slots._waiting
+            assert not worker._runs.slots._waiting
             proxy.refuses = False
             job.open()
             await all_succeed(engine, runs)
@@ -342,7 +343,7 @@ async def test_slow_handlers_leave_the_backlog_to_others(
     held: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # However fast the machine is, no handler counts as fast.
+    # No handler counts as fast, even on a fast machine.
     monkeypatch.setattr(Ahead, "SECONDS", 1e-9)
     monkeypatch.setattr(Ahead, "WINDOW_SECONDS", 0.0)
     runs = [await submit() for _ in range(ALL)]
@@ -358,11 +359,11 @@ async def test_slow_handlers_leave_the_backlog_to_others(
     await all_succeed(engine, runs)
 
 
-# The time of an attempt runs from its claim on.
+# The timeout of an attempt counts from its claim.
 
 
 @pytest.mark.usefixtures("eager")
-async def test_what_has_little_time_does_not_wait_for_a_slot(
+async def test_an_execution_with_a_short_timeout_is_not_claimed_ahead(
     engine: Engine, engines: Any, start_worker: Any, submit: Any, eventually: Any, held: Any, attempts: Any
 ) -> None:
     short = {"timeout_policy": {"attempt_timeout_ms": 4000}}
@@ -385,7 +386,7 @@ async def test_what_has_little_time_does_not_wait_for_a_slot(
 
 
 @pytest.mark.usefixtures("eager")
-async def test_an_attempt_whose_time_is_up_before_a_slot_is_free_is_timed_out_and_not_run(
+async def test_an_attempt_whose_timeout_passes_before_a_slot_is_free_is_not_run(
     engine: Engine,
     start_worker: Any,
     submit: Any,
@@ -394,7 +395,7 @@ async def test_an_attempt_whose_time_is_up_before_a_slot_is_free_is_timed_out_an
 ) -> None:
     monkeypatch.setattr(claim, "LEAST_AHEAD_MS", 0)
     fast = [await submit() for _ in range(FAST + SLOTS)]
-    short = {"timeout_policy": {"attempt_timeout_ms": 2000}}
+    short = {"timeout_policy": {"attempt_timeout_ms": 1500}}
     late = [await submit(policy=short) for _ in range(SLOTS)]
     job = Job()
     worker = await start_worker({"job": job}, concurrency=SLOTS, lease_ttl=LONG_TTL_MS / 1000, reconcile=False)

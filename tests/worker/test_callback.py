@@ -1,15 +1,13 @@
-"""Callbacks: an address and a token for an outsider, and the check of what comes back."""
+"""Callbacks: the URL and token for an outsider, and the check of a call to that URL."""
 
-import asyncio
-from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
 import asyncpg
 import pytest
 
+from faults.proxy import Proxy
 from flowfabric.db import session as sessions
-from flowfabric.db.embedded import Embedded
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.wait.deliver import Signals
 from flowfabric.model.condition import Single
@@ -29,13 +27,14 @@ from flowfabric.worker.callback import (
     UnknownWaitpoint,
     verify_and_deliver,
 )
-from flowfabric.worker.context import Context, Running
+from flowfabric.worker.context import Context
+from flowfabric.worker.running import Running
 
 READY: Any = {"signal_name": "ready"}
 
 
 async def wait(engine: Engine, given: Any) -> tuple[str, WaitpointId, WaitpointToken]:
-    """A suspended execution, its waitpoint and that waitpoint's token."""
+    """A suspended execution, its waitpoint, and the token of that waitpoint."""
     return await wait_with(engine, await given.claimed())
 
 
@@ -69,7 +68,7 @@ async def test_the_right_token_delivers(engine: Engine, given: Any) -> None:
         assert answer.effect == "resume_condition_satisfied"
 
 
-async def test_what_the_signal_carries_of_ids_and_token_is_overruled(engine: Engine, given: Any) -> None:
+async def test_ids_and_token_in_the_signal_are_ignored(engine: Engine, given: Any) -> None:
     run, point, token = await wait(engine, given)
     other, elsewhere, _ = await wait(engine, given)
     carried: Any = {**READY, "execution_id": other, "waitpoint_id": elsewhere, "waitpoint_token": "k1:" + "0" * 64}
@@ -78,7 +77,7 @@ async def test_what_the_signal_carries_of_ids_and_token_is_overruled(engine: Eng
     assert await engine.read_execution_state(other) == "suspended"
 
 
-async def test_outside_a_wrong_token_and_an_unknown_waitpoint_are_the_same(
+async def test_a_caller_cannot_tell_a_wrong_token_from_an_unknown_waitpoint(
     engine: Engine, given: Any, rows: Any
 ) -> None:
     run, point, token = await wait(engine, given)
@@ -86,7 +85,7 @@ async def test_outside_a_wrong_token_and_an_unknown_waitpoint_are_the_same(
     await verify_and_deliver(engine, over, closed, spent, READY)
     other = f"{{fp:3}}:{uuid4()}"
     large: Any = {**READY, "payload": b"x" * 65_537}
-    told = [
+    errors = [
         await refused(TokenMismatch, engine, run, point, token.reveal()[:-1] + "x", READY),
         await refused(TokenMismatch, engine, run, point, spent, READY),
         await refused(TokenMismatch, engine, run, point, spent, large),
@@ -95,35 +94,37 @@ async def test_outside_a_wrong_token_and_an_unknown_waitpoint_are_the_same(
     ]
     await engine._rooms[Signals].drain()
     async with rows.unchanged():
-        told += [
+        errors += [
             await refused(UnknownWaitpoint, engine, run, uuid4(), token, READY),
             await refused(UnknownWaitpoint, engine, run, uuid4(), token, large),
             await refused(UnknownWaitpoint, engine, other, point, token, READY),
             await refused(UnknownWaitpoint, engine, "nonsense", point, token, READY),
             await refused(UnknownWaitpoint, engine, run, "nonsense", token, READY),
         ]
-    told.append(await refused(UnknownWaitpoint, engine, over, closed, token, READY))
-    assert {(error.code, error.http_status) for error in told} == {("invalid_token", 401)}
-    assert all(token.reveal() not in f"{error} {error!r}" for error in told)
+    errors.append(await refused(UnknownWaitpoint, engine, over, closed, token, READY))
+    assert {(error.code, error.http_status) for error in errors} == {("invalid_token", 401)}
+    assert all(token.reveal() not in f"{error} {error!r}" for error in errors)
 
 
-@pytest.mark.parametrize("field", ["signal_name", "source_identity", "correlation_id"])
-async def test_a_text_that_is_too_long_is_refused_to_who_holds_the_token_alone(
-    engine: Engine, given: Any, rows: Any, field: str
+async def test_a_text_that_is_too_long_is_reported_only_to_a_caller_with_the_token(
+    engine: Engine, given: Any, rows: Any
 ) -> None:
-    run, point, token = await wait(engine, given)
-    long: Any = {**READY, field: "x" * 1025}
-    async with rows.unchanged():
-        told = await refused(BackendError, engine, run, point, token, long)
-        assert (told.code, told.http_status) == ("invalid_input", 400)
-        assert f"{field}: must be at most 1024 characters long, got 1025" in str(told)
-        await refused(TokenMismatch, engine, run, point, "k1:" + "0" * 64, long)
-        await refused(UnknownWaitpoint, engine, run, uuid4(), token, long)
-    allowed: Any = {**READY, field: "x" * 1024}
-    assert isinstance(await verify_and_deliver(engine, run, point, token, allowed), Accepted)
+    fields = ("signal_name", "source_identity", "correlation_id")
+    waits = [await wait(engine, given) for _ in fields]
+    for field, (run, point, token) in zip(fields, waits, strict=True):
+        long: Any = {**READY, field: "x" * 1025}
+        async with rows.unchanged():
+            error = await refused(BackendError, engine, run, point, token, long)
+            assert (error.code, error.http_status) == ("invalid_input", 400)
+            assert f"{field}: " in str(error)
+            assert "1025" in str(error)
+            await refused(TokenMismatch, engine, run, point, "k1:" + "0" * 64, long)
+            await refused(UnknownWaitpoint, engine, run, uuid4(), token, long)
+        allowed: Any = {**READY, field: "x" * 1024}
+        assert isinstance(await verify_and_deliver(engine, run, point, token, allowed), Accepted)
 
 
-async def test_a_forgery_at_the_bridge_is_noted_on_the_execution(
+async def test_a_wrong_token_is_recorded_on_the_execution(
     engine: Engine, given: Any, rows: Any, eventually: Any
 ) -> None:
     run, point, token = await wait(engine, given)
@@ -136,7 +137,7 @@ async def test_a_forgery_at_the_bridge_is_noted_on_the_execution(
     await verify_and_deliver(engine, run, point, token, READY)
 
 
-async def test_a_new_signal_for_a_waitpoint_that_is_over_finds_none(engine: Engine, given: Any, rows: Any) -> None:
+async def test_a_new_signal_for_a_closed_waitpoint_is_refused(engine: Engine, given: Any, rows: Any) -> None:
     run, point, token = await wait(engine, given)
     await verify_and_deliver(engine, run, point, token, READY)
     async with rows.unchanged():
@@ -155,68 +156,41 @@ async def test_a_repeat_of_the_signal_that_closed_the_waitpoint_is_a_duplicate(
         assert again == SignalDuplicate(existing_signal_id=first.signal_id)
         named: Any = {**READY, "signal_id": first.signal_id}
         assert await verify_and_deliver(engine, run, point, token, named) == again
-    # Whoever does not hold the token learns nothing by repeating it.
+    # A caller without the token learns nothing by repeating it.
     await refused(UnknownWaitpoint, engine, run, point, "k1:" + "0" * 64, keyed)
 
 
-async def test_what_the_engine_refuses_is_told_as_such(engine: Engine, given: Any, rows: Any) -> None:
+async def test_a_caller_at_fault_gets_a_4xx_status_and_the_text_says_why(engine: Engine, given: Any, rows: Any) -> None:
     run, point, token = await wait(engine, given)
-    async with rows.unchanged():
-        error = await refused(BackendError, engine, run, point, token, {**READY, "payload": b"x" * 65_537})
-    assert isinstance(error, BackendError)
-    assert (error.code, error.error.code) == ("payload_too_large", "payload_too_large")
-    assert error.__cause__ is error.error
-
-
-@pytest.mark.parametrize(
-    ("fields", "status", "told"),
-    [
+    cases: list[tuple[dict[str, Any], int, str]] = [
         ({"payload": b"x" * 65_537}, 413, "payload_too_large"),
         ({"signal_name": ""}, 400, "invalid_input: signal_name: "),
         ({"source_type": 5}, 400, "invalid_input: source_type: "),
-    ],
-    ids=["large", "no name", "wrong type"],
-)
-async def test_a_caller_at_fault_is_told_so_and_the_log_why(
-    engine: Engine, given: Any, rows: Any, fields: dict[str, Any], status: int, told: str
-) -> None:
-    run, point, token = await wait(engine, given)
+    ]
     async with rows.unchanged():
-        error = await refused(BackendError, engine, run, point, token, {**READY, **fields})
-    assert error.http_status == status
-    assert str(error).startswith(told)
-    assert str(error).endswith(f" at {run} {point}")
-    assert token.reveal().partition(":")[2] not in f"{error} {error!r}"
-
-
-async def test_a_callback_that_meets_no_store_is_asked_to_come_again(tmp_path: Path) -> None:
-    server = await asyncio.to_thread(Embedded.start, tmp_path / "home")
-    try:
-        settings = Settings(database_url=server.url, migrate_on_start=True)
-        async with Engine.connect(settings=settings) as engine:
-            await engine.create_execution(
-                namespace="tests",
-                lane_id="default",
-                execution_kind="job",
-                input_payload=b"",
-                priority=0,
-                creator_identity="test",
-            )
-            handle = await engine.claim(worker_id="w", worker_instance_id="w-1", lane_id="default")
-            assert handle is not None
-            run, point, token = await wait_with(engine, handle)
-            await asyncio.to_thread(server.release)
-            error = await refused(BackendError, engine, run, point, token, READY)
+        for fields, status, text in cases:
+            error = await refused(BackendError, engine, run, point, token, {**READY, **fields})
             assert isinstance(error, BackendError)
-            assert isinstance(error.error, TransportError)
-            assert error.http_status == 503
-            assert str(error.error) in str(error)
-    finally:
-        server = await asyncio.to_thread(Embedded.start, tmp_path / "home")
-        await asyncio.to_thread(lambda: server.release(discard=True))
+            assert (error.http_status, error.code) == (status, error.error.code)
+            assert str(error).startswith(text)
+            assert str(error).endswith(f" at {run} {point}")
+            assert error.__cause__ is error.error
+            assert token.reveal().partition(":")[2] not in f"{error} {error!r}"
 
 
-async def test_a_repeat_that_meets_a_held_execution_is_asked_to_come_again(
+async def test_a_caller_is_asked_to_retry_while_the_store_is_unavailable(engine: Engine, url: str, given: Any) -> None:
+    run, point, token = await wait(engine, given)
+    async with Proxy(url) as proxy, Engine.connect(settings=Settings(database_url=proxy.url)) as cut:
+        proxy.refuses = True
+        proxy.cut()
+        error = await refused(BackendError, cut, run, point, token, READY)
+    assert isinstance(error, BackendError)
+    assert isinstance(error.error, TransportError)
+    assert error.http_status == 503
+    assert str(error.error) in str(error)
+
+
+async def test_a_repeat_that_meets_a_locked_execution_is_asked_to_retry(
     engines: Any, given: Any, connection: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sessions._SESSION, "lock_timeout", "60ms")
@@ -227,30 +201,27 @@ async def test_a_repeat_that_meets_a_held_execution_is_asked_to_come_again(
     assert isinstance(first, Accepted)
     async with connection.transaction():
         await connection.execute("select from execution where execution_id = $1 for update", run[-36:])
-        # Not told that there is no such waitpoint: the signal may be the very one that closed it.
-        told = await refused(BackendError, engine, run, point, token, keyed)
-    assert (told.code, told.http_status) == ("retry_exhausted", 503)
+        # Not "no such waitpoint": the signal may be the one that closed it.
+        errors = await refused(BackendError, engine, run, point, token, keyed)
+    assert (errors.code, errors.http_status) == ("retry_exhausted", 503)
     again = await verify_and_deliver(engine, run, point, token, keyed)
     assert again == SignalDuplicate(existing_signal_id=first.signal_id)
 
 
-@pytest.mark.parametrize(
-    ("code", "status"),
-    [
-        ("retry_exhausted", 503),
-        ("resource_exhausted", 503),
-        ("hmac_secret_not_initialized", 503),
-        ("corruption", 500),
-        ("internal", 500),
-        ("token_expired", 400),
-        ("signal_limit_exceeded", 400),
-    ],
-)
-def test_what_is_not_the_callers_fault_is_worth_another_call(code: str, status: int) -> None:
-    assert BackendError("run", "point", error(code)).http_status == status
+def test_only_an_error_that_may_go_away_asks_the_caller_to_retry() -> None:
+    statuses = {
+        "retry_exhausted": 503,
+        "resource_exhausted": 503,
+        "hmac_secret_not_initialized": 503,
+        "corruption": 500,
+        "internal": 500,
+        "token_expired": 400,
+        "signal_limit_exceeded": 400,
+    }
+    assert {code: BackendError("run", "point", error(code)).http_status for code in statuses} == statuses
 
 
-async def test_a_callback_is_an_address_and_a_token_that_does_not_show(engines: Any, given: Any) -> None:
+async def test_a_callback_prints_without_its_token(engines: Any, given: Any) -> None:
     engine = await engines(callback_url="https://app.example/callbacks/")
     run = await given.run()
     ctx = Context(Running(run, 0.0), engine)
@@ -267,18 +238,13 @@ async def test_a_callback_is_an_address_and_a_token_that_does_not_show(engines: 
     assert ctx.callback(point, base_url="http://other").url.startswith("http://other/%7B")
 
 
-async def test_a_callback_needs_an_address(engine: Engine, given: Any) -> None:
+async def test_a_callback_needs_a_waitpoint_and_a_base_url(engine: Engine, given: Any) -> None:
     ctx = Context(Running(await given.run(), 0.0), engine)
     point = await ctx.create_waitpoint("wp", expires_in=1)
-    with pytest.raises(ValueError, match="FF_CALLBACK_URL"):
+    with pytest.raises(ValueError, match="pass base_url='https://…' or set FF_CALLBACK_URL"):
         ctx.callback(point)
     with pytest.raises(ValueError, match="FF_CALLBACK_URL"):
         Callback.of(None, ctx.execution_id, point.waitpoint_id, point.hmac_token)
-
-
-async def test_a_callback_is_of_a_waitpoint_and_an_address(engine: Engine, given: Any) -> None:
-    ctx = Context(Running(await given.run(), 0.0), engine)
-    point = await ctx.create_waitpoint("wp", expires_in=1)
     wrong: list[tuple[Any, Any]] = [("wp", "https://app.example"), (point, 5), (point.waitpoint_id, None)]
     for waitpoint, base_url in wrong:
         with pytest.raises(InvalidInputError, match=r"invalid_input: (waitpoint|base_url): "):

@@ -1,4 +1,4 @@
-"""The payload of a call under an idempotency key: equal arguments, equal bytes."""
+"""The canonical payload of a call with an idempotency key: equal arguments have equal bytes."""
 
 import os
 import subprocess
@@ -11,7 +11,6 @@ from typing import Any
 
 import msgspec
 import pydantic
-import pytest
 
 from flowfabric.worker.handler import Handler
 
@@ -85,40 +84,40 @@ def print_payloads() -> None:
 
 
 def test_the_payload_does_not_depend_on_the_process() -> None:
-    printed = [
-        subprocess.run(
-            [sys.executable, "-c", "import test_canonical; test_canonical.print_payloads()"],
-            env={
-                **os.environ,
-                "PYTHONHASHSEED": seed,
-                "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path]),
-            },
-            check=True,
-            capture_output=True,
-            text=True,
-        ).stdout.splitlines()
-        for seed in ("1", "2", "3")
-    ]
-    for at, (kind, _) in enumerate(VALUES):
-        assert (kind, len({lines[at] for lines in printed})) == (kind, 1)
+    # Another hash seed changes the order of the members of sets.
+    printed = subprocess.run(
+        [sys.executable, "-c", "import test_canonical; test_canonical.print_payloads()"],
+        env={
+            **os.environ,
+            "PYTHONHASHSEED": "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1",
+            "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path]),
+        },
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout.splitlines()
+    here = [payload_of(kind, value).decode() for kind, value in VALUES]
+    assert [pair for pair in zip(printed, here, strict=True) if pair[0] != pair[1]] == []
 
 
-@pytest.mark.parametrize(("kind", "value"), VALUES, ids=[str(kind) for kind, _ in VALUES])
-def test_the_arguments_arrive_equal(kind: Any, value: Any) -> None:
-    args, _ = handler_of(kind).bind(payload_of(kind, value), CONTEXT)
-    assert tuple(args) == (value, value)
-    # A set equals a frozenset of the same elements.
-    assert [type(arg) for arg in args] == [type(value)] * 2
+def test_the_arguments_decode_to_equal_ones() -> None:
+    wrong = []
+    for kind, value in VALUES:
+        args, _ = handler_of(kind).bind(payload_of(kind, value), CONTEXT)
+        # The types are compared because a set equals a frozenset of the same elements.
+        if (tuple(args), [type(arg) for arg in args]) != ((value, value), [type(value)] * 2):
+            wrong.append((kind, args))
+    assert wrong == []
 
 
-def test_dicts_are_sorted_where_their_order_has_no_meaning() -> None:
+def test_dicts_are_sorted_unless_their_type_is_ordered() -> None:
     assert payload_of(dict[str, int], {"y": 1, "x": 2}) == payload_of(dict[str, int], {"x": 2, "y": 1})
     assert payload_of(Any, {"y": {"b": 1, "a": 1}}) == payload_of(Any, {"y": {"a": 1, "b": 1}})
     ordered = OrderedDict[str, int]
     assert payload_of(ordered, ordered(y=1, x=2)) != payload_of(ordered, ordered(x=2, y=1))
 
 
-def test_defaults_are_written_out_where_they_can_be_carried() -> None:
+def test_defaults_are_written_out_if_they_can_be_stored() -> None:
     missing = object()
 
     def job(a: int, b: float = 1, *rest: int, c: Any = missing, d: set[str] | None = None, **more: int) -> None: ...

@@ -1,4 +1,4 @@
-"""How a worker registers, drains and leaves."""
+"""How a worker registers, drains and deregisters."""
 
 import asyncio
 import logging
@@ -19,52 +19,48 @@ from flowfabric.worker.context import Context
 from flowfabric.worker.worker import Worker
 
 
-async def test_a_worker_is_registered_while_it_works(engine: Engine, rows: Any) -> None:
-    worker = Worker(
-        engine,
-        lanes=["b", "a"],
-        handlers={},
-        worker_id="pool",
-        worker_instance_id="pool-1",
-        capabilities=["gpu"],
-        namespace="tests",
-        lease_ttl=5,
-    )
-    async with worker:
-        (entry,) = await rows.of("worker")
-        assert (entry["worker_id"], entry["worker_instance_id"], entry["namespace"]) == ("pool", "pool-1", "tests")
-        assert (entry["lanes"], entry["capabilities"], entry["liveness_ttl_ms"]) == (["a", "b"], ["gpu"], 10_000)
-    assert await rows.of("worker") == []
-    (left,) = await rows.of("worker_event", kind="marked_dead")
-    assert left["reason"] == "stopped"
+async def test_a_worker_is_registered_while_it_works_and_can_restart_at_once_under_the_same_name(
+    engine: Engine, rows: Any
+) -> None:
+    for _ in range(2):
+        worker = Worker(
+            engine,
+            lanes=["b", "a"],
+            handlers={},
+            worker_id="pool",
+            worker_instance_id="pool-1",
+            capabilities=["gpu"],
+            namespace="tests",
+            lease_ttl=5,
+        )
+        async with worker:
+            (entry,) = await rows.of("worker")
+            assert (entry["worker_id"], entry["worker_instance_id"], entry["namespace"]) == ("pool", "pool-1", "tests")
+            assert (entry["lanes"], entry["capabilities"], entry["liveness_ttl_ms"]) == (["a", "b"], ["gpu"], 10_000)
+        assert await rows.of("worker") == []
+    assert [event["reason"] for event in await rows.of("worker_event", kind="marked_dead")] == ["stopped"] * 2
 
 
-async def test_a_worker_whose_registration_lapsed_registers_again(
+async def test_a_worker_whose_registration_expired_registers_again(
     engine: Engine, start_worker: Any, rows: Any, clock: Any, eventually: Any
 ) -> None:
     await clock.stop()
     await start_worker({}, worker_instance_id="pool-1", lease_ttl=0.3)
     await clock.advance(seconds=3600)
 
-    async def swept_and_back() -> bool:
+    async def is_registered_again() -> bool:
         return bool(len(await rows.of("worker_event", kind="registered")) == 2 and await rows.of("worker"))
 
     await parts_of(engine).workers.sweep_expired()
-    await eventually(swept_and_back)
+    await eventually(is_registered_again)
 
 
-async def test_an_instance_of_another_worker_is_refused(engine: Engine, given: Any) -> None:
+async def test_an_instance_id_of_another_worker_is_refused(engine: Engine, given: Any) -> None:
     await given.registered(worker_instance_id="pool-1")
     with pytest.raises(InvalidInputError, match="reassigned"):
         async with Worker(
             engine, lanes=["default"], handlers={}, worker_id="other", worker_instance_id="pool-1", namespace="tests"
         ):
-            pass
-
-
-async def test_a_quick_restart_under_the_same_name_succeeds(engine: Engine) -> None:
-    for _ in range(2):
-        async with Worker(engine, lanes=["default"], handlers={}, worker_id="pool", worker_instance_id="pool-1"):
             pass
 
 
@@ -81,7 +77,7 @@ async def test_stopping_waits_for_running_handlers(engine: Engine, submit: Any, 
     try:
         await eventually(lambda: worker.running == 1)
         worker.stop()
-        # A claim that was under way may still take what comes before its answer.
+        # A claim that was under way may still claim what is submitted before its answer.
         await eventually(lambda: worker._claiming is not None and worker._claiming.done())
         late = await submit()
     finally:
@@ -124,7 +120,7 @@ async def test_a_handler_that_does_not_end_in_time_is_handed_back_at_once(
 async def test_work_that_waits_for_a_thread_is_handed_back(
     engine: Engine, submit: Any, eventually: Any, rows: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("flowfabric.worker.worker.CANCEL_SECONDS", 0.5)
+    monkeypatch.setattr("flowfabric.worker.worker.CANCEL_SECONDS", 0.3)
     gate = threading.Event()
     called = []
 
@@ -138,13 +134,13 @@ async def test_work_that_waits_for_a_thread_is_handed_back(
         await eventually(lambda: worker.running == 3 and called)
     assert called == [0]
     states = [await engine.read_execution_state(run) for run in runs]
-    # The code of the first may still run: its lease is left to expire.
+    # The first handler may still run: its lease is left to expire.
     assert states == ["active", "resumable", "resumable"]
     gate.set()
     await eventually(lambda: worker.running == 0)
 
 
-async def test_what_a_claim_under_way_brings_to_a_stopping_worker_is_handed_back(
+async def test_executions_claimed_while_the_worker_stops_are_handed_back(
     engine: Engine, url: str, submit: Any, rows: Any, eventually: Any
 ) -> None:
     called = 0
@@ -159,7 +155,7 @@ async def test_what_a_claim_under_way_brings_to_a_stopping_worker_is_handed_back
     ):
         worker = Worker(slow, lanes=["default"], handlers={"job": job}, reconcile=False)
         async with worker:
-            # After this the next claim is one message: nothing is asked before it, and its statement is prepared.
+            # After this the next claim is a single message: its statement is prepared.
             await engine.wait_for_ending(await submit(), timeout=60)
             await eventually(lambda: parts_of(slow).wakeups._waiting.get("default"))
             proxy.silence(sides=[Side.SERVER])
@@ -175,33 +171,15 @@ async def test_what_a_claim_under_way_brings_to_a_stopping_worker_is_handed_back
     assert (await engine.read_execution_state(run), called) == ("resumable", 1)
 
 
-async def test_a_thread_that_does_not_end_in_time_does_not_hold_the_worker(
+async def test_handlers_that_do_not_stop_are_left_behind_with_a_warning_and_their_leases(
     engine: Engine, submit: Any, eventually: Any, caplog: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caplog.set_level(logging.INFO, "flowfabric")
     monkeypatch.setattr("flowfabric.worker.worker.CANCEL_SECONDS", 0.05)
-    gate = threading.Event()
+    thread_gate, gate = threading.Event(), asyncio.Event()
 
-    def wait() -> None:
-        gate.wait(timeout=60)
-
-    run = await submit()
-    worker = Worker(engine, lanes=["default"], handlers={"job": wait}, drain=0.05)
-    async with worker:
-        await eventually(lambda: worker.running == 1)
-    assert worker.running == 1
-    assert await engine.read_execution_state(run) == "active"
-    gate.set()
-    await eventually(lambda: worker.running == 0)
-    assert await engine.read_execution_state(run) == "active"
-    assert "is handed back" not in caplog.text
-
-
-async def test_a_handler_that_ignores_its_cancellation_is_left_behind(
-    engine: Engine, submit: Any, eventually: Any, caplog: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("flowfabric.worker.worker.CANCEL_SECONDS", 0.05)
-    gate = asyncio.Event()
+    def block() -> None:
+        thread_gate.wait(timeout=60)
 
     async def ignore() -> str:
         while not gate.is_set():
@@ -209,16 +187,23 @@ async def test_a_handler_that_ignores_its_cancellation_is_left_behind(
                 await gate.wait()
         return "late"
 
-    run = await submit()
-    worker = Worker(engine, lanes=["default"], handlers={"job": ignore}, drain=0.05)
+    runs = {kind: await submit(kind=kind) for kind in ("block", "ignore")}
+    worker = Worker(engine, lanes=["default"], handlers={"block": block, "ignore": ignore}, drain=0.05)
     async with asyncio.timeout(60), worker:
-        await eventually(lambda: worker.running == 1)
-    told = f"{run} (job) does not stop: it is left to another worker when its lease expires, within 30 s"
-    assert [record.getMessage() for record in caplog.records].count(told) == 1
+        await eventually(lambda: worker.running == 2)
+    assert worker.running == 2
+    for kind, run in runs.items():
+        text = f"{run} ({kind}) does not stop: it is left to another worker when its lease expires, within 30 s"
+        (record,) = [record for record in caplog.records if run in record.getMessage()]
+        assert (record.levelname, record.getMessage()) == ("WARNING", text)
+        assert (record.ff_execution_id, record.ff_attempt, record.ff_task) == (run, 1, kind)
+    assert caplog.messages[-1].endswith(": 0 finished, 0 handed back, 2 left until their leases expire")
     gate.set()
+    thread_gate.set()
     await eventually(lambda: worker.running == 0)
-    # What it returns after all is not written.
-    assert await engine.read_execution_state(run) == "active"
+    # Their results are not stored, and nothing is handed back.
+    assert [await engine.read_execution_state(run) for run in runs.values()] == ["active", "active"]
+    assert "is handed back" not in caplog.text
 
 
 async def test_a_worker_stops_while_its_handlers_block_every_thread_of_the_event_loop(
@@ -238,11 +223,11 @@ async def test_a_worker_stops_while_its_handlers_block_every_thread_of_the_event
         gate.set()
 
 
-async def test_results_of_the_last_moment_are_written(engine: Engine, submit: Any, rows: Any) -> None:
+async def test_results_of_handlers_that_return_during_a_stop_are_stored(engine: Engine, submit: Any, rows: Any) -> None:
     async def job() -> None: ...
 
-    runs = [await submit() for _ in range(200)]
-    worker = Worker(engine, lanes=["default"], handlers={"job": job}, concurrency=50)
+    runs = [await submit() for _ in range(60)]
+    worker = Worker(engine, lanes=["default"], handlers={"job": job}, concurrency=20)
     async with worker:
         await engine.wait_for_ending(runs[0], timeout=60)
     left = await rows.of("execution", ownership_state="leased")
@@ -255,5 +240,5 @@ async def test_an_idle_worker_stops_at_once(
     monkeypatch.setattr("flowfabric.worker.claiming.LISTENING_POLL_SECONDS", 600.0)
     async with asyncio.timeout(60), Worker(engine, lanes=["default"], handlers={"job": print}):
         await eventually(lambda: parts_of(engine).wakeups._waiting.get("default"))
-    # Its wait for work ends by itself; otherwise it is cancelled after CLAIM_SECONDS, with this warning.
+    # A wait for work that did not end would be cancelled after CLAIM_SECONDS, with this warning.
     assert "a claim was not answered" not in caplog.text

@@ -1,4 +1,4 @@
-"""What a worker logs, and the fields that say which run a line is about."""
+"""What a worker logs, and the log fields that name the run a line is about."""
 
 import asyncio
 import contextvars
@@ -15,9 +15,10 @@ from flowfabric.engine.engine import Engine
 from flowfabric.engine.parts import parts_of
 from flowfabric.model.errors import EngineError
 from flowfabric.model.ids import ExecutionId
-from flowfabric.worker.context import Context, Running
-from flowfabric.worker.logs import add_fields_to_records, current_run
+from flowfabric.worker.context import Context
+from flowfabric.worker.logs import LogFields, add_fields_to_records, current_run
 from flowfabric.worker.reports import Reports
+from flowfabric.worker.running import Running
 from flowfabric.worker.worker import Worker
 
 from .test_callback import wait_with
@@ -33,8 +34,8 @@ def fields(record: logging.LogRecord) -> tuple[Any, Any, Any]:
     return given.ff_execution_id, given.ff_attempt, given.ff_task
 
 
-def told(caplog: pytest.LogCaptureFixture, level: int = logging.INFO) -> list[tuple[str, str]]:
-    """The lines of the worker from a level on."""
+def logged(caplog: pytest.LogCaptureFixture, level: int = logging.INFO) -> list[tuple[str, str]]:
+    """The lines that workers logged, from a level on."""
     return [
         (record.levelname, record.getMessage())
         for record in caplog.records
@@ -46,7 +47,7 @@ def told(caplog: pytest.LogCaptureFixture, level: int = logging.INFO) -> list[tu
 
 @pytest.fixture
 def factory() -> Iterator[Callable[..., logging.LogRecord]]:
-    """The record factory of Python itself; what a test sets in its place ends with the test."""
+    """Python's own record factory, restored at the end of the test."""
     before = logging.getLogRecordFactory()
     logging.setLogRecordFactory(logging.LogRecord)
     yield logging.LogRecord
@@ -56,7 +57,7 @@ def factory() -> Iterator[Callable[..., logging.LogRecord]]:
 # The lines of a worker.
 
 
-async def test_a_worker_tells_its_start_and_its_stop_and_nothing_of_a_success(
+async def test_a_worker_logs_its_start_and_its_stop_but_not_each_success(
     engine: Engine, submit: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def job() -> None: ...
@@ -67,24 +68,19 @@ async def test_a_worker_tells_its_start_and_its_stop_and_nothing_of_a_success(
     options: dict[str, Any] = {"concurrency": 7, "worker_instance_id": "w-1", "namespace": "tests"}
     async with Worker(engine, lanes=["default", "slow"], handlers=handlers, **options):
         await engine.wait_for_ending(run, timeout=60)
-    begin, stops, stopped = told(caplog)
+    begin, stops, stopped = logged(caplog)
     assert begin == ("INFO", "worker w-1 started: lanes default, slow; tasks job, mail; concurrency 7; namespace tests")
     assert stops == ("INFO", "worker w-1 stops: no handlers running")
     level, text = stopped
     assert (level, text.partition(" s: ")[2]) == ("INFO", "0 finished, 0 handed back")
-
-
-async def test_a_worker_of_many_tasks_and_every_namespace_tells_so_in_a_line(
-    engine: Engine, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO)
+    caplog.clear()
     async with Worker(engine, lanes=["default"], handlers={f"task{n:02}": print for n in range(25)}):
         pass
-    _, text = told(caplog)[0]
+    _, text = logged(caplog)[0]
     assert text.endswith("task18, task19 and 5 more; concurrency 64; every namespace")
 
 
-async def test_the_begin_and_the_end_of_each_run_are_told_at_debug(
+async def test_the_start_and_the_end_of_each_run_are_logged_at_debug(
     engine: Engine, start_worker: Any, submit: Any, is_suspended: Any, eventually: Any, caplog: Any
 ) -> None:
     async def job() -> None: ...
@@ -162,27 +158,29 @@ async def test_a_retry_is_a_warning_with_its_time_and_a_failure_for_good_an_erro
         assert (record.name, record.funcName) == ("flowfabric.worker.reports", "_log_failure")
 
 
-@pytest.mark.parametrize("retries", [1, 0])
-async def test_what_follows_on_a_timeout_is_told(
-    engine: Engine, start_worker: Any, submit: Any, eventually: Any, caplog: pytest.LogCaptureFixture, retries: int
+async def test_the_log_says_whether_a_timed_out_attempt_is_retried(
+    engine: Engine, start_worker: Any, submit: Any, eventually: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    waiting = Waiting()
-    retry = {"retry_policy": {"max_retries": retries, "backoff": {"type": "fixed", "delay_ms": 1}}}
-    run = await submit(policy={"timeout_policy": {"attempt_timeout_ms": 200}, **(retry if retries else {})})
-    worker = await start_worker({"job": waiting}, lease_ttl=LONG_TTL_MS / 1000, reconcile=False)
-    await engine.wait_for_ending(run, timeout=60)
+    retry = {"retry_policy": {"max_retries": 1, "backoff": {"type": "fixed", "delay_ms": 1}}}
+    timeout = {"timeout_policy": {"attempt_timeout_ms": 200}}
+    retried, expired = await submit(kind="retried", policy={**timeout, **retry}), await submit(policy=timeout)
+    handlers = {"retried": Waiting(), "job": Waiting()}
+    worker = await start_worker(handlers, lease_ttl=LONG_TTL_MS / 1000, reconcile=False, poll_interval=0.05)
+    for run in (retried, expired):
+        await engine.wait_for_ending(run, timeout=60)
     await eventually(lambda: worker.running == 0)
-    stopped, follows = [record for record in caplog.records if fields(record) == (run, 1, "job")]
-    assert (stopped.levelname, stopped.getMessage()) == (
-        "WARNING",
-        f"{run} (job) is stopped: its attempt timeout of 200 ms has passed",
-    )
-    if retries:
-        assert follows.levelname == "INFO"
-        assert follows.getMessage().startswith(f"{run} (job) is retried at 2")
-    else:
-        assert (follows.levelname, follows.getMessage()) == ("ERROR", f"{run} (job) has expired for good")
+    for run, kind, level, text in (
+        (retried, "retried", "INFO", "is retried at 2"),
+        (expired, "job", "ERROR", "has expired for good"),
+    ):
+        stopped, follows = [record for record in caplog.records if fields(record) == (run, 1, kind)]
+        assert (stopped.levelname, stopped.getMessage()) == (
+            "WARNING",
+            f"{run} ({kind}) is stopped: its attempt timeout of 200 ms has passed",
+        )
+        assert follows.levelname == level
+        assert follows.getMessage().startswith(f"{run} ({kind}) {text}")
 
 
 async def test_a_lost_lease_is_a_warning_that_says_why(
@@ -201,7 +199,7 @@ async def test_a_lost_lease_is_a_warning_that_says_why(
     assert fields(record) == (run, 1, "job")
 
 
-async def test_a_drain_tells_how_many_handlers_run_and_what_has_become_of_them(
+async def test_a_drain_logs_how_many_handlers_run_and_how_they_end(
     engine: Engine, submit: Any, eventually: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -219,14 +217,14 @@ async def test_a_drain_tells_how_many_handlers_run_and_what_has_become_of_them(
     for kind in ("quick", "quick", "fail"):
         await submit(kind=kind)
     handlers: dict[str, Any] = {"job": waiting, "quick": quick, "fail": fail}
-    worker = Worker(engine, lanes=["default"], handlers=handlers, drain=1, worker_instance_id="w-1")
+    worker = Worker(engine, lanes=["default"], handlers=handlers, drain=0.5, worker_instance_id="w-1")
     async with worker:
         await eventually(lambda: worker.running == 4)
         asyncio.get_running_loop().call_later(0.05, gate.set)
-    _, *lines, stopped = [line for line in told(caplog) if "no luck" not in line[1]]
+    _, *lines, stopped = [line for line in logged(caplog) if "no luck" not in line[1]]
     assert lines == [
-        ("INFO", "worker w-1 stops: 4 handlers running, waiting up to 1 s"),
-        ("INFO", "worker w-1 has waited 1 s: cancelling 1 handler"),
+        ("INFO", "worker w-1 stops: 4 handlers running, waiting up to 0.5 s"),
+        ("INFO", "worker w-1 has waited 0.5 s: cancelling 1 handler"),
         ("INFO", f"{run} (job) is handed back: any worker can claim it now"),
     ]
     level, text = stopped
@@ -235,31 +233,14 @@ async def test_a_drain_tells_how_many_handlers_run_and_what_has_become_of_them(
     assert fields(handed_back) == (run, 1, "job")
 
 
-async def test_what_a_worker_leaves_behind_is_a_warning_and_is_counted(
-    engine: Engine, submit: Any, eventually: Any, caplog: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("flowfabric.worker.worker.CANCEL_SECONDS", 0.05)
-    caplog.set_level(logging.INFO)
-    gate = threading.Event()
-    run = await submit()
-    worker = Worker(engine, lanes=["default"], handlers={"job": lambda: gate.wait(60)}, drain=0.05)
-    async with worker:
-        await eventually(lambda: worker.running == 1)
-    gate.set()
-    (left,) = [record for record in caplog.records if run in record.getMessage()]
-    text = f"{run} (job) does not stop: it is left to another worker when its lease expires, within 30 s"
-    assert (left.levelname, left.getMessage(), fields(left)) == ("WARNING", text, (run, 1, "job"))
-    assert told(caplog)[-1][1].endswith(": 0 finished, 0 handed back, 1 left until their leases expire")
-    await eventually(lambda: worker.running == 0)
-
-
-async def test_a_line_about_one_run_that_another_writes_has_the_fields_of_the_first(
+async def test_a_line_has_the_fields_of_the_run_it_is_about_whichever_run_writes_it(
     engine: Engine, given: Any, eventually: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     writer, cancelled = await given.run(), await given.run()
     await engine.cancel_execution(execution_id=cancelled.execution_id, reason="not wanted")
     released: list[Running] = []
     reports = Reports(engine, released.append)
+    add_fields_to_records()
     caplog.set_level(logging.INFO)
     before = current_run.set(writer)
     try:
@@ -275,10 +256,11 @@ async def test_a_line_about_one_run_that_another_writes_has_the_fields_of_the_fi
 # The fields of a user's own lines.
 
 
-async def test_the_lines_of_a_handler_name_its_run_wherever_its_code_runs(
+async def test_the_log_lines_of_a_handler_name_its_run_wherever_its_code_runs(
     engine: Engine, start_worker: Any, submit: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "app")
+    fields_of_run: list[LogFields] = []
 
     async def child() -> None:
         logger.info("in a child task")
@@ -286,40 +268,48 @@ async def test_the_lines_of_a_handler_name_its_run_wherever_its_code_runs(
     async def job() -> None:
         logger.info("in a handler")
         await asyncio.gather(child(), asyncio.to_thread(logger.info, "in a thread of asyncio"))
+        # Fields of a user are never refused.
+        logger.info("with an extra", extra={"execution_id": "mine", "attempt": "mine", "task": "mine"})
 
     def plain(ctx: Context) -> None:
         logger.info("in a plain function")
+        fields_of_run.append(log_fields())
         ctx.from_thread(child())
 
     run, in_thread = await submit(), await submit(kind="plain")
-    await start_worker({"job": job, "plain": plain})
+    await start_worker({"job": job, "plain": plain}, reconcile=False)
     for each in (run, in_thread):
-        await engine.wait_for_ending(each, timeout=60)
+        assert (await engine.wait_for_ending(each, timeout=60)).outcome == "success"
     logger.info("outside")
-    named = {(record.getMessage(), fields(record)) for record in caplog.records if record.name == "app.orders"}
-    assert named == {
+    records = [record for record in caplog.records if record.name == "app.orders"]
+    assert {(record.getMessage(), fields(record)) for record in records} == {
         ("in a handler", (run, 1, "job")),
         ("in a child task", (run, 1, "job")),
         ("in a thread of asyncio", (run, 1, "job")),
+        ("with an extra", (run, 1, "job")),
         ("in a plain function", (in_thread, 1, "plain")),
         ("in a child task", (in_thread, 1, "plain")),
         ("outside", NO_RUN),
     }
+    (extra,) = [record.__dict__ for record in records if record.getMessage() == "with an extra"]
+    assert [extra[name] for name in ("execution_id", "attempt", "task")] == ["mine"] * 3
+    assert fields_of_run == [{"ff_execution_id": in_thread, "ff_attempt": 1, "ff_task": "plain"}]
+    assert set(log_fields().values()) == {None}
 
 
-async def test_lines_of_handlers_that_run_at_the_same_time_do_not_mix(
+async def test_the_log_lines_of_concurrent_handlers_do_not_mix(
     engine: Engine, start_worker: Any, submit: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "app")
-    barrier = asyncio.Barrier(20)
+    barrier = asyncio.Barrier(8)
 
     async def job(ctx: Context) -> None:
         for _ in range(3):
             await barrier.wait()
             logger.info("%s", ctx.execution_id)
 
-    runs = [await submit() for _ in range(20)]
-    await start_worker({"job": job}, concurrency=20)
+    runs = [await submit() for _ in range(8)]
+    await start_worker({"job": job}, concurrency=8, reconcile=False)
     for run in runs:
         await engine.wait_for_ending(run, timeout=60)
     lines = [record for record in caplog.records if record.name == "app.orders"]
@@ -338,46 +328,15 @@ async def test_context_variables_of_one_run_are_not_seen_by_the_next(
         seen.add(bound.get())
         bound.set("of a run")
 
-    # A backlog of quick work: what ends makes room for what was claimed ahead.
-    runs = [await submit() for _ in range(200)]
+    # A backlog of quick work: a run that ends starts the next one that was claimed ahead.
+    runs = [await submit() for _ in range(100)]
     await start_worker({"job": job}, concurrency=1)
     for run in runs:
         await engine.wait_for_ending(run, timeout=60)
     assert seen == {"of the application"}
 
 
-@pytest.mark.parametrize("name", ["execution_id", "attempt", "task"])
-async def test_an_extra_of_a_handler_is_never_refused(
-    engine: Engine, start_worker: Any, submit: Any, caplog: pytest.LogCaptureFixture, name: str
-) -> None:
-    caplog.set_level(logging.INFO, "app")
-
-    async def job() -> None:
-        logger.info("with an extra", extra={name: "mine"})
-
-    run = await submit()
-    await start_worker({"job": job})
-    assert (await engine.wait_for_ending(run, timeout=60)).outcome == "success"
-    (record,) = [record for record in caplog.records if record.name == "app.orders"]
-    assert (getattr(record, name), fields(record)) == ("mine", (run, 1, "job"))
-
-
-async def test_the_fields_can_be_asked_for_by_loggers_of_another_kind(
-    engine: Engine, start_worker: Any, submit: Any
-) -> None:
-    asked: list[Any] = []
-
-    def job() -> None:
-        asked.append(log_fields())
-
-    run = await submit()
-    await start_worker({"job": job})
-    await engine.wait_for_ending(run, timeout=60)
-    assert asked == [{"ff_execution_id": run, "ff_attempt": 1, "ff_task": "job"}]
-    assert set(log_fields().values()) == {None}
-
-
-async def test_what_many_callers_share_does_not_log_under_the_run_of_the_first(
+async def test_work_that_is_shared_between_runs_logs_without_a_run(
     engine: Engine,
     given: Any,
     start_worker: Any,
@@ -416,7 +375,7 @@ def test_a_format_that_names_the_fields_works_on_every_line(factory: Any, caplog
     assert formatter.format(caplog.records[-1]) == "None None None outside"
 
 
-def test_a_factory_that_was_there_before_is_kept(factory: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_earlier_record_factory_is_kept(factory: Any, caplog: pytest.LogCaptureFixture) -> None:
     def traced(*args: Any, **kwargs: Any) -> logging.LogRecord:
         record = logging.LogRecord(*args, **kwargs)
         record.__dict__["trace"] = "t-1"
@@ -428,7 +387,7 @@ def test_a_factory_that_was_there_before_is_kept(factory: Any, caplog: pytest.Lo
     assert (caplog.records[-1].__dict__["trace"], fields(caplog.records[-1])) == ("t-1", NO_RUN)
 
 
-def test_fields_are_added_once_however_many_workers_start_at_a_time(factory: Any) -> None:
+def test_fields_are_added_once_if_several_workers_start_at_the_same_time(factory: Any) -> None:
     made = 0
 
     def counted(*args: Any, **kwargs: Any) -> logging.LogRecord:
@@ -456,7 +415,7 @@ def test_fields_are_added_once_however_many_workers_start_at_a_time(factory: Any
     assert made == 1
 
 
-async def test_a_worker_adds_the_fields_to_a_factory_set_after_an_earlier_worker(
+async def test_a_worker_adds_the_fields_to_a_factory_that_was_set_later(
     factory: Any, engine: Engine, start_worker: Any, submit: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def job() -> None:

@@ -1,4 +1,4 @@
-"""Runs of one execution never overlap in a process: the next begins when the earlier has left."""
+"""Runs of one execution never overlap in a process: the next one starts when the earlier has returned."""
 
 import asyncio
 import logging
@@ -17,12 +17,12 @@ from flowfabric.worker.worker import Worker
 
 from .waiting import LONG_TTL_MS, RETRIED, Waiting
 
-LONG_PUT_OFF_MS = 60_000
-"""A delay that lasts until the earlier run has left, however slow the machine is."""
+LONG_POSTPONE_MS = 60_000
+"""A delay that lasts until the earlier run has returned, even on a slow machine."""
 
 
 class Overlap:
-    """Counts the runs of a handler that are in their code at the same time."""
+    """Counts the runs of a handler that are inside it at the same time."""
 
     def __init__(self) -> None:
         self.now = 0
@@ -39,7 +39,7 @@ class Overlap:
 
 
 def waiting_in_a_thread() -> tuple[threading.Event, Overlap, Callable[[Context], int]]:
-    """A gate, a count of runs, and a handler that is counted and waits in its thread until the gate opens."""
+    """A gate, a count of runs, and a handler that waits in a thread until the gate opens."""
     gate, overlap = threading.Event(), Overlap()
 
     def wait(ctx: Context) -> int:
@@ -50,30 +50,21 @@ def waiting_in_a_thread() -> tuple[threading.Event, Overlap, Callable[[Context],
     return gate, overlap, wait
 
 
-@pytest.mark.parametrize("handler", ["thread", "async"])
-@pytest.mark.parametrize("workers", [1, 2])
-async def test_the_next_run_of_an_execution_waits_until_the_earlier_has_left(
-    engine: Engine,
-    start_worker: Any,
-    submit: Any,
-    clock: Any,
-    eventually: Any,
-    rows: Any,
-    handler: str,
-    workers: int,
+async def test_the_next_run_of_an_execution_waits_until_the_earlier_has_returned(
+    engine: Engine, start_worker: Any, submit: Any, clock: Any, eventually: Any, rows: Any
 ) -> None:
     await clock.stop()
     thread_gate, gate = threading.Event(), asyncio.Event()
-    overlap = Overlap()
+    in_thread, in_coroutine = Overlap(), Overlap()
 
-    def in_thread(ctx: Context) -> int:
-        with overlap:
+    def thread(ctx: Context) -> int:
+        with in_thread:
             if ctx.attempt_index == 0:
                 thread_gate.wait(timeout=60)
             return ctx.attempt_index
 
-    async def slow_to_clean_up(ctx: Context) -> int:
-        with overlap:
+    async def coroutine(ctx: Context) -> int:
+        with in_coroutine:
             if ctx.attempt_index == 0:
                 try:
                     await asyncio.Event().wait()
@@ -81,29 +72,31 @@ async def test_the_next_run_of_an_execution_waits_until_the_earlier_has_left(
                     await gate.wait()
             return ctx.attempt_index
 
-    run = await submit()
-    handlers = {"job": in_thread if handler == "thread" else slow_to_clean_up}
-    first = await start_worker(handlers, concurrency=2 if workers == 1 else 1, lease_ttl=3)
-    await eventually(lambda: overlap.started == 1)
-    second = first if workers == 1 else await start_worker(handlers, lease_ttl=3)
-    await clock.advance(ms=3001)
-    await parts_of(engine).lease_expiry.mark_expired([run])
-    await eventually(lambda: (first.running, second.running) == ((2, 2) if workers == 1 else (1, 1)))
+    async def are_renewed() -> bool:
+        found = [await rows.execution(run) for run in runs]
+        return all(row["lease_epoch"] == 2 and row["lease_renewed_at"] is not None for row in found)
 
-    async def is_renewed() -> bool:
-        row = await rows.execution(run)
-        return bool(row["lease_epoch"] == 2 and row["lease_renewed_at"] is not None)
-
-    await eventually(is_renewed)
-    assert (overlap.started, overlap.now) == (1, 1)
+    # The run in the thread is claimed again by the same worker, the other one by another worker of the process.
+    runs = [await submit(kind="thread"), await submit(kind="coroutine")]
+    options: dict[str, Any] = {"lease_ttl": 2, "reconcile": False}
+    first = await start_worker({"thread": thread}, concurrency=2, **options)
+    second = await start_worker({"coroutine": coroutine}, concurrency=1, **options)
+    await eventually(lambda: (in_thread.started, in_coroutine.started) == (1, 1))
+    third = await start_worker({"coroutine": coroutine}, **options)
+    await clock.advance(ms=2001)
+    await parts_of(engine).lease_expiry.mark_expired(runs)
+    await eventually(lambda: (first.running, second.running, third.running) == (2, 1, 1))
+    await eventually(are_renewed)
+    assert [(one.started, one.now) for one in (in_thread, in_coroutine)] == [(1, 1), (1, 1)]
     thread_gate.set()
     gate.set()
-    ended = await engine.wait_for_ending(run, timeout=60)
-    assert (ended.outcome, ended.result) == (TerminalOutcome.SUCCESS, b"1")
-    assert (overlap.started, overlap.most) == (2, 1)
+    for run in runs:
+        ended = await engine.wait_for_ending(run, timeout=60)
+        assert (ended.outcome, ended.result) == (TerminalOutcome.SUCCESS, b"1")
+    assert [(one.started, one.most) for one in (in_thread, in_coroutine)] == [(2, 1), (2, 1)]
 
 
-async def test_a_run_that_is_stopped_while_it_waits_for_an_earlier_one_lets_no_third_overtake(
+async def test_a_third_run_waits_for_the_first_even_if_the_second_was_stopped(
     engine: Engine, start_worker: Any, submit: Any, clock: Any, eventually: Any
 ) -> None:
     await clock.stop()
@@ -134,7 +127,7 @@ async def test_a_run_that_is_stopped_while_it_waits_for_an_earlier_one_lets_no_t
     assert (overlap.started, overlap.most) == (2, 1)
 
 
-async def test_a_run_that_waits_for_an_earlier_one_is_handed_back_by_a_worker_that_stops(
+async def test_a_run_that_waits_for_an_earlier_one_is_handed_back_when_its_worker_stops(
     engine: Engine, start_worker: Any, submit: Any, clock: Any, eventually: Any
 ) -> None:
     await clock.stop()
@@ -163,26 +156,26 @@ async def test_retries_are_not_used_up_while_an_earlier_run_does_not_return(
     caplog: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("flowfabric.worker.worker.PUT_OFF_MS", LONG_PUT_OFF_MS)
+    monkeypatch.setattr("flowfabric.worker.runs.POSTPONE_MS", LONG_POSTPONE_MS)
     gate, overlap, wait = waiting_in_a_thread()
-    run = await submit(policy={"timeout_policy": {"attempt_timeout_ms": 2000}, **RETRIED})
+    run = await submit(policy={"timeout_policy": {"attempt_timeout_ms": 1200}, **RETRIED})
     worker = await start_worker({"job": wait}, lease_ttl=LONG_TTL_MS / 1000, reconcile=False, poll_interval=0.05)
 
-    def put_off() -> list[str]:
-        told = f"{run} (job) is delayed by 60 s: an earlier run of it in this process does not return"
-        return [record.levelname for record in caplog.records if record.getMessage() == told]
+    def postponed() -> list[str]:
+        text = f"{run} (job) is delayed by 60 s: an earlier run of it in this process does not return"
+        return [record.levelname for record in caplog.records if record.getMessage() == text]
 
     async def is_delayed() -> bool:
         return await engine.read_execution_state(run) == "delayed" and worker.running == 1
 
     with caplog.at_level(logging.INFO, "flowfabric"):
-        await eventually(lambda: put_off() == ["WARNING"])
+        await eventually(lambda: postponed() == ["WARNING"])
         await eventually(is_delayed)
-        # Any worker may claim it then; where this one does, it does not wait again.
-        await clock.advance(ms=LONG_PUT_OFF_MS)
-        await eventually(lambda: put_off() == ["WARNING", "INFO"])
+        # Any worker may claim it then; if this one does, it does not wait again.
+        await clock.advance(ms=LONG_POSTPONE_MS)
+        await eventually(lambda: postponed() == ["WARNING", "INFO"])
         await eventually(is_delayed)
-    # It begins when the earlier run has left, however long it was put off for.
+    # It starts when the earlier run has returned, however long it was postponed.
     await clock.stop()
     gate.set()
     ended = await engine.wait_for_ending(run, timeout=60)
@@ -191,7 +184,7 @@ async def test_retries_are_not_used_up_while_an_earlier_run_does_not_return(
     assert (overlap.started, overlap.most) == (2, 1)
 
 
-async def test_a_run_that_was_put_off_is_given_to_another_worker_when_the_earlier_has_left(
+async def test_a_postponed_run_can_be_claimed_by_another_worker_when_the_earlier_has_returned(
     engine: Engine,
     engines: Any,
     start_worker: Any,
@@ -201,7 +194,7 @@ async def test_a_run_that_was_put_off_is_given_to_another_worker_when_the_earlie
     caplog: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("flowfabric.worker.worker.PUT_OFF_MS", LONG_PUT_OFF_MS)
+    monkeypatch.setattr("flowfabric.worker.runs.POSTPONE_MS", LONG_POSTPONE_MS)
     gate, overlap, wait = waiting_in_a_thread()
     run = await submit(policy={"timeout_policy": {"attempt_timeout_ms": 1000}, **RETRIED})
     first = await start_worker({"job": wait}, lease_ttl=LONG_TTL_MS / 1000, reconcile=False, poll_interval=0.05)
@@ -221,7 +214,7 @@ async def test_a_run_that_was_put_off_is_given_to_another_worker_when_the_earlie
     assert (overlap.started, overlap.most) == (2, 1)
 
 
-async def test_a_claim_since_is_not_disturbed_by_the_end_of_a_put_off(
+async def test_the_end_of_a_postponement_does_not_touch_a_later_claim(
     engine: Engine, given: Any, clock: Any, rows: Any
 ) -> None:
     handle = await given.claimed()

@@ -1,4 +1,4 @@
-"""How the ends of runs reach the store."""
+"""How the end of a run is written to the store."""
 
 import asyncio
 from typing import Any
@@ -7,13 +7,13 @@ import pytest
 
 from flowfabric.engine.engine import Engine
 from flowfabric.model.attempt import FailureReason
-from flowfabric.worker.context import Running
 from flowfabric.worker.outcome import Failure
 from flowfabric.worker.reports import Reports
+from flowfabric.worker.running import Running
 
 
 class Slots:
-    """Remembers whose slot was given up, and calls back for it."""
+    """Records which runs were released, and calls back for each."""
 
     def __init__(self) -> None:
         self.released: asyncio.Queue[Running] = asyncio.Queue()
@@ -28,7 +28,7 @@ class Slots:
         return await asyncio.wait_for(self.released.get(), 60)
 
 
-async def test_a_result_that_comes_as_the_last_one_is_written_is_not_left_behind(
+async def test_a_result_that_arrives_while_the_last_batch_is_written_is_written_too(
     engine: Engine, given: Any, rows: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Reports, "STREAMS", 1)
@@ -46,7 +46,7 @@ async def test_a_result_that_comes_as_the_last_one_is_written_is_not_left_behind
     assert [(await engine.wait_for_ending(one.execution_id)).result for one in (first, second)] == [b"1", b"2"]
 
 
-async def test_a_slot_is_free_when_the_ending_is_committed(engine: Engine, given: Any, rows: Any) -> None:
+async def test_a_slot_becomes_free_when_the_end_of_its_run_is_committed(engine: Engine, given: Any, rows: Any) -> None:
     running = Running(await given.run(), 0.0)
     slots = Slots()
     Reports(engine, slots.release).complete(running, None)
@@ -55,7 +55,7 @@ async def test_a_slot_is_free_when_the_ending_is_committed(engine: Engine, given
     assert (await rows.execution(running.execution_id))["terminal_outcome"] == "success"
 
 
-async def test_a_result_under_a_lost_lease_is_dropped_and_spares_the_others(
+async def test_a_result_under_a_lost_lease_is_dropped_and_the_others_are_stored(
     engine: Engine, given: Any, rows: Any
 ) -> None:
     runs = [Running(await given.run(), 0.0) for _ in range(3)]
@@ -69,7 +69,7 @@ async def test_a_result_under_a_lost_lease_is_dropped_and_spares_the_others(
     assert outcomes == ["success", "cancelled", "success"]
 
 
-async def test_a_result_the_store_refuses_fails_its_run_alone(
+async def test_a_result_that_the_store_refuses_fails_only_its_own_run(
     engine: Engine, given: Any, rows: Any, attempts: Any
 ) -> None:
     wrong: Any = "no bytes"

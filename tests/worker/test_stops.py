@@ -1,8 +1,9 @@
-"""How a run is stopped in its process when its lease ends without it."""
+"""How a handler is stopped when its lease ends."""
 
 import asyncio
+import contextlib
 import logging
-import threading
+import time
 from typing import Any
 
 import pytest
@@ -59,27 +60,31 @@ WAYS: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("place", ["this engine", "another"])
-@pytest.mark.parametrize("way", WAYS)
-async def test_a_handler_is_stopped_at_once_when_its_lease_ends(
-    engine: Engine, engines: Any, start_worker: Any, given: Any, clock: Any, eventually: Any, way: str, place: str
+async def test_a_handler_is_cancelled_at_once_when_its_lease_ends(
+    engine: Engine, engines: Any, start_worker: Any, given: Any, clock: Any, eventually: Any
 ) -> None:
     await clock.stop()
-    end, options = WAYS[way]
-    if deadline := options.get("execution_deadline_ms"):
-        options = {"execution_deadline_at": await clock.now() + deadline}
-    waiting = Waiting()
-    run = await given.created(**options)
-    worker = await start_worker({"job": waiting}, lease_ttl=LONG_TTL_MS / 1000, reconcile=False, concurrency=1)
-    await eventually(lambda: waiting.contexts)
+    other = await engines()
+    cases = {f"{way} by {place}": (way, place) for way in WAYS for place in ("this engine", "another engine")}
+    handlers = {case: Waiting() for case in cases}
+    await start_worker(handlers, lease_ttl=LONG_TTL_MS / 1000, reconcile=False)
     await eventually(lambda: parts_of(engine).wakeups.hints.is_listening)
-    await end(engine if place == "this engine" else await engines(), run, clock)
-    await asyncio.wait_for(waiting.is_cancelled.wait(), 60)
-    await asyncio.wait_for(waiting.contexts[0].lease_lost, 60)
-    await eventually(lambda: worker.running == 0 or len(waiting.contexts) == 2)
+    for case, (way, place) in cases.items():
+        end, options = WAYS[way]
+        if deadline := options.get("execution_deadline_ms"):
+            options = {"execution_deadline_at": await clock.now() + deadline}
+        run = await given.created(execution_kind=case, **options)
+        waiting = handlers[case]
+        await eventually(lambda waiting=waiting: waiting.contexts)
+        await end(engine if place == "this engine" else other, run, clock)
+        try:
+            await asyncio.wait_for(waiting.is_cancelled.wait(), 60)
+            await asyncio.wait_for(waiting.contexts[0].lease_lost, 60)
+        except TimeoutError:
+            pytest.fail(f"{case}: the handler was not cancelled")
 
 
-async def test_a_hint_about_an_earlier_lease_stops_nothing(
+async def test_a_notification_about_another_lease_stops_nothing(
     engine: Engine, start_worker: Any, submit: Any, eventually: Any
 ) -> None:
     gate = asyncio.Event()
@@ -100,7 +105,7 @@ async def test_a_hint_about_an_earlier_lease_stops_nothing(
     assert (await engine.wait_for_ending(run, timeout=60)).result == b'"done"'
 
 
-async def test_a_hint_with_a_reason_of_another_version_stops_the_run(
+async def test_a_notification_with_an_unknown_reason_stops_the_run(
     engine: Engine, start_worker: Any, submit: Any, connection: Any, eventually: Any
 ) -> None:
     waiting = Waiting()
@@ -113,64 +118,68 @@ async def test_a_hint_with_a_reason_of_another_version_stops_the_run(
     await asyncio.wait_for(waiting.is_cancelled.wait(), 60)
 
 
-@pytest.mark.parametrize("is_beating", [True, False], ids=["with a heartbeat", "while the heartbeat is not connected"])
-async def test_a_worker_checks_its_leases_after_a_gap_in_the_hints(
-    engine: Engine, url: str, submit: Any, eventually: Any, caplog: pytest.LogCaptureFixture, *, is_beating: bool
+async def test_a_worker_checks_its_leases_after_a_gap_in_the_notifications(
+    engine: Engine, url: str, submit: Any, eventually: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    waiting = Waiting()
-    run = await submit()
     async with Proxy(url) as proxy, Engine.connect(settings=Settings(database_url=proxy.url)) as cut:
-        parts_of(cut).wakeups.hints.start_listening()
-        await eventually(lambda: parts_of(cut).wakeups.hints.is_listening)
-        proxy.refuses = not is_beating
-        async with Worker(
-            cut, lanes=["default"], handlers={"job": waiting}, lease_ttl=LONG_TTL_MS / 1000, reconcile=False
-        ):
-            await eventually(lambda: waiting.contexts)
-            await eventually(lambda: is_beating or "the heartbeat reconnects" in caplog.text)
-            proxy.refuses = True
-            proxy.cut()
-            await eventually(lambda: not parts_of(cut).wakeups.hints.is_listening)
-            await engine.cancel_execution(execution_id=run, reason="not wanted")
-            assert not waiting.is_cancelled.is_set()
-            proxy.refuses = False
-            await asyncio.wait_for(waiting.is_cancelled.wait(), 60)
+        for is_beating in (True, False):
+            waiting = Waiting()
+            run = await submit()
+            parts_of(cut).wakeups.hints.start_listening()
+            await eventually(lambda: parts_of(cut).wakeups.hints.is_listening)
+            caplog.clear()
+            proxy.refuses = not is_beating
+            async with Worker(
+                cut, lanes=["default"], handlers={"job": waiting}, lease_ttl=LONG_TTL_MS / 1000, reconcile=False
+            ):
+                await eventually(lambda waiting=waiting: waiting.contexts)
+                # The second time, the heartbeat is not connected when the gap begins.
+                await eventually(lambda beats=is_beating: beats or "the heartbeat reconnects" in caplog.text)
+                proxy.refuses = True
+                proxy.cut()
+                await eventually(lambda: not parts_of(cut).wakeups.hints.is_listening)
+                await engine.cancel_execution(execution_id=run, reason="not wanted")
+                assert not waiting.is_cancelled.is_set()
+                proxy.refuses = False
+                await asyncio.wait_for(waiting.is_cancelled.wait(), 60)
 
 
-async def test_a_cancel_by_a_user_is_no_warning(
-    engine: Engine, start_worker: Any, submit: Any, eventually: Any, caplog: pytest.LogCaptureFixture
+async def test_the_result_of_a_cancelled_run_is_discarded_without_a_warning(
+    engine: Engine, start_worker: Any, submit: Any, eventually: Any, rows: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    waiting = Waiting()
-    run = await submit()
-    worker = await start_worker({"job": waiting})
-    await eventually(lambda: waiting.contexts)
-    with caplog.at_level(logging.INFO, "flowfabric"):
-        await engine.cancel_execution(execution_id=run, reason="not wanted")
-        await eventually(lambda: worker.running == 0)
-    about_it = [record for record in caplog.records if run in record.getMessage()]
-    assert [(record.levelname, record.getMessage()) for record in about_it] == [
-        ("INFO", f"{run} (job) is stopped: it was cancelled")
-    ]
+    contexts: dict[str, Context] = {}
+    has_seen_the_loss: list[bool] = []
 
+    async def swallow(ctx: Context) -> str:
+        contexts["swallow"] = ctx
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.Event().wait()
+        return "swallowed"
 
-async def test_what_a_thread_returns_after_a_cancel_is_void(
-    engine: Engine, start_worker: Any, submit: Any, eventually: Any, rows: Any
-) -> None:
-    gate, started = threading.Event(), threading.Event()
-    contexts: list[Context] = []
-
-    def wait(ctx: Context) -> str:
-        contexts.append(ctx)
-        started.set()
-        gate.wait(timeout=60)
+    def watch(ctx: Context) -> str:
+        contexts["watch"] = ctx
+        until = time.monotonic() + 60
+        while ctx.is_lease_healthy() and time.monotonic() < until:
+            time.sleep(0.001)
+        has_seen_the_loss.append(not ctx.is_lease_healthy())
         return "late"
 
-    run = await submit()
-    worker = await start_worker({"job": wait}, lease_ttl=LONG_TTL_MS / 1000)
-    await eventually(started.is_set)
-    await engine.cancel_execution(execution_id=run, reason="not wanted")
-    assert not contexts[0].is_lease_healthy()
-    assert worker.running == 1
-    gate.set()
-    await eventually(lambda: worker.running == 0)
-    assert (await rows.execution(run))["terminal_outcome"] == "cancelled"
+    runs = [await submit(kind=kind) for kind in ("swallow", "watch")]
+    worker = await start_worker({"swallow": swallow, "watch": watch}, lease_ttl=LONG_TTL_MS / 1000, reconcile=False)
+    await eventually(lambda: len(contexts) == 2)
+    assert all(ctx.is_lease_healthy() for ctx in contexts.values())
+    lost = contexts["swallow"].lease_lost
+    with caplog.at_level(logging.INFO, "flowfabric"):
+        for run in runs:
+            await engine.cancel_execution(execution_id=run, reason="not wanted")
+        await eventually(lambda: worker.running == 0)
+    await asyncio.wait_for(lost, 60)
+    await asyncio.wait_for(contexts["swallow"].lease_lost, 60)
+    assert has_seen_the_loss == [True]
+    assert not contexts["swallow"].is_lease_healthy()
+    assert [(await rows.execution(run))["terminal_outcome"] for run in runs] == ["cancelled", "cancelled"]
+    about_them = [(record.levelname, record.getMessage()) for record in caplog.records if "{fp:" in record.getMessage()]
+    assert sorted(about_them) == sorted(
+        ("INFO", f"{run} ({kind}) is stopped: it was cancelled")
+        for run, kind in zip(runs, ("swallow", "watch"), strict=True)
+    )

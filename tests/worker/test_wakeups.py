@@ -14,7 +14,7 @@ from flowfabric.worker.worker import Worker
 LANES = ("default",)
 
 
-async def test_work_that_comes_during_a_look_is_not_missed(engine: Engine) -> None:
+async def test_work_that_arrives_during_a_claim_is_not_missed(engine: Engine) -> None:
     wakeups = parts_of(engine).wakeups
     await wakeups.hints.listen()
     wakes = wakeups.wakes(LANES)
@@ -22,7 +22,7 @@ async def test_work_that_comes_during_a_look_is_not_missed(engine: Engine) -> No
     assert await asyncio.wait_for(wakeups.wait_for_work(LANES, 60, since=wakes), 30)
 
 
-async def test_work_of_other_lanes_wakes_nobody(engine: Engine, eventually: Any) -> None:
+async def test_work_of_another_lane_does_not_wake_a_worker(engine: Engine, eventually: Any) -> None:
     wakeups = parts_of(engine).wakeups
     await wakeups.hints.listen()
     await eventually(lambda: wakeups.hints.is_listening)
@@ -31,7 +31,7 @@ async def test_work_of_other_lanes_wakes_nobody(engine: Engine, eventually: Any)
     assert not await wakeups.wait_for_work(LANES, 0.1, since=wakes)
 
 
-async def test_an_idle_worker_hears_of_work_from_another_process(
+async def test_an_idle_worker_is_notified_of_work_from_another_process(
     engine: Engine, engines: Any, start_worker: Any, eventually: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("flowfabric.worker.claiming.LISTENING_POLL_SECONDS", 600.0)
@@ -41,7 +41,7 @@ async def test_an_idle_worker_hears_of_work_from_another_process(
     await start_worker({"job": job}, poll_interval=60)
     await eventually(lambda: parts_of(engine).wakeups.hints.is_listening)
     other = await engines()
-    for _ in range(10):
+    for _ in range(3):
         made = await other.create_execution(
             namespace="tests",
             lane_id="default",
@@ -50,7 +50,7 @@ async def test_an_idle_worker_hears_of_work_from_another_process(
             priority=0,
             creator_identity="test",
         )
-        # Well below the pause between two looks of a worker that hears nothing.
+        # Much less than the pause between two claims without a notification.
         ended = await other.wait_for_ending(made.execution_id, timeout=30)
         assert ended.outcome is TerminalOutcome.SUCCESS
 
@@ -60,6 +60,6 @@ async def test_a_worker_that_cannot_listen_polls(engines: Any, submit: Any) -> N
 
     deaf = await engines(listen=False)
     async with Worker(deaf, lanes=["default"], handlers={"job": job}, poll_interval=0.05):
-        for _ in range(3):
+        for _ in range(2):
             run = await submit()
             assert (await deaf.wait_for_ending(run, timeout=60)).outcome is TerminalOutcome.SUCCESS

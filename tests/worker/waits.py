@@ -1,4 +1,4 @@
-"""What tests of handlers that wait say."""
+"""Signals for the handlers of tests."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from flowfabric.model.ids import ExecutionId
 
 
 async def signal(engine: Engine, run: ExecutionId, name: str = "ready", **overrides: Any) -> Any:
-    """Signal the one open waitpoint of an execution."""
+    """Signal the only open waitpoint of an execution."""
     (point,) = (await engine.list_pending_waitpoints(execution_id=run)).entries
     token = await engine.read_waitpoint_token(execution_id=run, waitpoint_id=point.waitpoint_id)
     return await engine.deliver_signal(

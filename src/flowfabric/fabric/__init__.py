@@ -1,1 +1,1 @@
-"""What users hold: a fabric, its tasks, and the runs of what was submitted."""
+"""The API for applications: a fabric, its tasks, and the runs of submitted calls."""

@@ -1,4 +1,4 @@
-"""Fabric: tasks, and the Postgres they live on."""
+"""Fabric: the tasks of an application and their Postgres database."""
 
 import asyncio
 import os
@@ -31,9 +31,23 @@ from flowfabric.worker.worker import Worker
 
 
 class Fabric:
-    """Tasks and the Postgres they live on: the named one, the configured one, or one embedded under `.flowfabric`.
+    """The tasks of an application and the Postgres database that runs them.
 
-    `async with fabric:` connects it. Any number of fabrics may exist side by side.
+    Declare tasks with `@fabric.task`, connect with `async with fabric:`, then submit calls and run workers:
+
+        fabric = Fabric()
+
+        @fabric.task(retries=3)
+        async def add(a: int, b: int) -> int:
+            return a + b
+
+        async with fabric, fabric.worker():
+            run = await add.submit(1, 2)
+            print(await run.result())
+
+    The database is `url`, or that of `settings`, or the one in `FF_DATABASE_URL`. If none of these is set, a Postgres
+    server embedded under `.flowfabric` is started. `namespace` and `lane` are the defaults of the tasks. A process may
+    have any number of fabrics.
     """
 
     def __init__(
@@ -45,7 +59,7 @@ class Fabric:
         lane: str = "default",
     ) -> None:
         if not isinstance(settings, Settings | None):
-            raise error("invalid_input", f"settings: must be Settings, got {shown(settings)}")
+            raise error("invalid_input", f"settings: must be Settings(...), got {shown(settings)}")
         self._url = url
         self._settings = settings
         self.namespace = check_short(namespace, "namespace")
@@ -57,38 +71,44 @@ class Fabric:
 
     @property
     def task(self) -> TaskDecorator:
-        """Make a function a task: `@fabric.task`, or with options, `@fabric.task(retries=3)`."""
+        """The decorator that declares a task: `@fabric.task`, or with options `@fabric.task(retries=3)`."""
         return TaskDecorator(self, {})
 
     @property
     def engine(self) -> Engine:
-        """The engine below, with every operation there is."""
+        """The engine of this fabric, which has every operation; available while the fabric is connected."""
         if self._engine is None:
-            raise RuntimeError("the fabric is not connected: use it inside `async with fabric:`")
+            raise RuntimeError("the fabric is not connected; use it inside `async with fabric:`")
         return self._engine
 
     async def __aenter__(self) -> Self:
-        """Connect."""
+        """Connect to the database."""
         if self._engine is not None:
-            raise RuntimeError("the fabric is connected already")
+            raise RuntimeError(
+                "the fabric is already connected; enter `async with fabric:` once, around all of its users"
+            )
         self._engine = await self._open.enter_async_context(Engine.connect(self._url, settings=self._settings))
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Disconnect."""
+        """Disconnect from the database."""
         self._engine = None
         await self._open.aclose()
 
     def run(self, execution_id: str) -> Run[Any]:
-        """The run of any execution, submitted by any process; of `task.run(id)` the result has a type."""
+        """Return the run of any execution by its id, whichever process submitted it.
+
+        The result is decoded with the task of that execution if this fabric has it, else as plain JSON. Use
+        `task.run(id)` for a result with a static type.
+        """
         return Run(self, parse_execution_id(execution_id), None)
 
     def _add(self, task: Task[Called, Params, Returned]) -> Task[Called, Params, Returned]:
-        """Let the workers of this fabric run a task."""
+        """Add a task to those that the workers of this fabric run."""
         if task.name in self.tasks:
-            raise ValueError(f"a task named {task.name!r} exists already; give this one another name=")
+            raise ValueError(f"a task named {task.name!r} already exists; give this one another name with name=")
         self.tasks[task.name] = task
         return task
 
@@ -97,27 +117,29 @@ class Fabric:
         return None if task is None else task._handler
 
     def worker(self, **options: Unpack[WorkerOptions]) -> Worker:
-        """A worker for the tasks of this fabric, on their lanes: `async with` it, or `await worker.run()`.
+        """Return a worker that runs the tasks of this fabric: `async with fabric.worker(): ...`.
 
-        It serves the fabric's namespace; with `namespace=None` it serves every one.
+        By default it claims from the lanes of the tasks and from the namespace of the fabric; with `namespace=None` it
+        claims from every namespace. The options are those of `WorkerOptions`.
         """
         options.setdefault("lanes", sorted({task.lane for task in self.tasks.values()}) or [self.lane])
         options.setdefault("namespace", self.namespace)
         return Worker(self.engine, handlers={name: task._handler for name, task in self.tasks.items()}, **options)
 
     def run_worker(self, **options: Unpack[WorkerOptions]) -> None:
-        """Connect and work until SIGTERM or SIGINT: the main function of a worker process.
+        """Connect and run a worker until SIGTERM or SIGINT: the main function of a worker process.
 
-        Where the program has not set up logging, lines from INFO on go to stderr.
+        The first signal drains the worker, the second ends the process at once. If the program has not set up logging,
+        lines from INFO on go to stderr.
 
-        A server that is not there yet is waited for. A start that fails otherwise is told on stderr, and the process
-        ends with exit code 1, or 2 where a setting or an option is wrong. Handlers that ignore their cancellation and
-        threads of `asyncio.to_thread` that do not return are not waited for: the process ends without them.
+        It waits for a server that is not up yet. Any other failure to start is reported in one line on stderr, with
+        exit code 2 for a wrong setting or option and 1 otherwise. When it stops, the process does not wait for handlers
+        that ignore their cancellation, nor for threads of `asyncio.to_thread` that do not return.
         """
 
         async def work() -> None:
             interrupted = asyncio.Event()
-            # Over the whole time, so that a signal between two steps ends the process cleanly too.
+            # From the first step on: a signal during the start also ends the process cleanly.
             with calling_on_interrupts(interrupted.set):
                 try:
                     if await connect_when_available(self.__aenter__, interrupted):

@@ -1,4 +1,4 @@
-"""The options of a task as its users write them: refusals name the option and the value."""
+"""Checks of the options of a task; errors name the option and its value."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -21,22 +21,24 @@ from flowfabric.model.text import check_text, shown
 
 
 def checked_lane(lane: object) -> LaneId:
-    """The lane."""
+    """Return the lane if it is valid."""
     try:
         return check_lane_id(lane)
     except EngineError:
         raise error(
             "invalid_input",
-            f"lane: must be a text of 1 to {MAX_LANE_BYTES} printable ASCII characters, got {shown(lane)}",
+            f"lane: must be a string of 1 to {MAX_LANE_BYTES} printable ASCII characters, got {shown(lane)}",
         ) from None
 
 
 def checked_tags(tags: object) -> dict[str, str] | None:
-    """A copy of the tags."""
+    """Return a copy of the tags if they are valid."""
     if tags is None:
         return None
     if not isinstance(tags, Mapping):
-        raise error("invalid_input", f"tags: must map text to text, got {shown(tags)}")
+        raise error(
+            "invalid_input", f"tags: must be a dict of strings, such as {{'app.customer': '42'}}, got {shown(tags)}"
+        )
     checked: dict[str, str] = {}
     for key, value in tags.items():
         try:
@@ -45,8 +47,8 @@ def checked_tags(tags: object) -> dict[str, str] | None:
             example = f"app.{key}" if isinstance(key, str) and re.fullmatch("[a-z0-9_]{1,64}", key) else "app.name"
             raise error(
                 "invalid_tag_key",
-                f"tags: key {shown(key)} must be namespaced, such as {example!r}: lower-case letters, digits and _ "
-                "that begin with a letter, a dot, then lower-case letters, digits, _ and dots",
+                f"tags: key {shown(key)} must be namespaced, such as {example!r}: a lower-case letter, then lower-case "
+                "letters, digits or _, then a dot, then lower-case letters, digits, _ or dots",
             ) from None
         checked[name] = check_text(value, f"tags: the value of {name!r}")
     return checked
@@ -60,7 +62,7 @@ def policy_of(
     deadline: object,
     capabilities: Iterable[str] | None,
 ) -> ExecutionPolicy | None:
-    """The policy that options amount to; none where they leave everything to the engine."""
+    """Return the policy for these options, or None if all of them are left out."""
     most = 0 if retries is None else _checked_retries(retries)
     pause = _backoff_of(backoff)
     required = tuple(capabilities or ())

@@ -1,4 +1,4 @@
-"""Runs: submitted executions to watch, wait for, signal and cancel, from any process."""
+"""Runs: handles of submitted executions, to watch, await, signal and cancel from any process."""
 
 import asyncio
 import time
@@ -26,15 +26,15 @@ from flowfabric.worker.handler import Handler
 Kept = TypeVar("Kept", covariant=True)
 
 STATE_SECONDS = 1.0
-"""How long a timed out wait asks for the state it reports."""
+"""How long a wait that timed out tries to read the state for its message."""
 SIGNAL_PAUSE_SECONDS = (0.02, 0.5)
-"""The first and the longest pause between two looks for the wait that a signal is for."""
+"""The first and the longest pause between two checks whether the run waits for a signal."""
 
 
 class RunError(Exception):
-    """A run ended without a result: `RunFailed`, `RunCancelled`, `RunExpired` or `RunSkipped` says how.
+    """A run ended without a result; the subclass says how: RunFailed, RunCancelled, RunExpired or RunSkipped.
 
-    `reason` says why; of a failure `error_type` and `traceback` are those of the exception in the last attempt.
+    `reason` says why. After a failure, `error_type` and `traceback` describe the exception of the last attempt.
     """
 
     outcome: ClassVar[TerminalOutcome]
@@ -57,7 +57,7 @@ class RunError(Exception):
             self.add_note(f"In the worker:\n{traceback.rstrip()}")
 
     def __str__(self) -> str:
-        """Read `<execution id> <failed>: <reason>`."""
+        """Return `<execution id> failed: <reason>`."""
         return f"{self.execution_id} {self.verb}" + (f": {self.reason}" if self.reason else "")
 
 
@@ -76,14 +76,14 @@ class RunCancelled(RunError):
 
 
 class RunExpired(RunError):
-    """A run did not end before its deadline."""
+    """A run exceeded its deadline, or the timeout of its last attempt."""
 
     outcome = TerminalOutcome.EXPIRED
     verb = "expired"
 
 
 class RunSkipped(RunError):
-    """A run was skipped: what it depends on did not succeed."""
+    """A run was skipped because a run it depends on did not succeed."""
 
     outcome = TerminalOutcome.SKIPPED
     verb = "was skipped"
@@ -95,7 +95,7 @@ _ERRORS: Mapping[TerminalOutcome, type[RunError]] = {
 
 
 class UnreadableResult(InvalidInputError):
-    """A run succeeded, but its stored result does not have the type its task returns now."""
+    """A run succeeded, but its stored result does not fit the return type that its task has now."""
 
     def __init__(self, execution_id: ExecutionId, unreadable: InvalidInputError) -> None:
         super().__init__(unreadable.code, unreadable.detail)
@@ -103,35 +103,40 @@ class UnreadableResult(InvalidInputError):
         self.args = (execution_id, unreadable)
 
     def __str__(self) -> str:
-        """Read `<code>: <execution id>: <detail>`."""
+        """Return `<code>: <execution id>: <detail>`."""
         return f"{self.code}: {self.execution_id}: {self.detail}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunStatus(Generic[Kept]):
-    """A run at one moment."""
+    """A snapshot of a run, from `await run.status()`."""
 
     id: ExecutionId
+    """The id of the execution."""
     task: str
     """The name of its task."""
     state: PublicState
+    """Where the run stands, such as `waiting`, `active`, `suspended` or `completed`."""
     attempt: int
-    """Which attempt it is at, from 1; 0 before the first has started."""
+    """The number of the current or last attempt, from 1; 0 before the first has started."""
     progress: int | None
-    """How far it says it is, in percent."""
+    """The progress in percent that the task reported last with `ctx.progress`."""
     message: str | None
-    """What it says about that."""
+    """The message of that progress report."""
     result: Kept | None
-    """The result of a run that has succeeded."""
+    """The result of a run that succeeded; None before, and for a task that returns None."""
     error: RunError | None
-    """What `result()` raises of a run that has ended without a result."""
+    """The error that `run.result()` raises; None unless the run has ended without a result."""
     last_failure: Failure | None
-    """The failure of the latest attempt that failed, also while the next is due or runs."""
+    """The failure of the latest failed attempt, also while a retry is due or runs."""
     retry_at: datetime | None
-    """When a run that is delayed, or waits for its next attempt, can be claimed."""
+    """When a delayed run, or the retry of a failed attempt, becomes claimable."""
     created_at: datetime
+    """When the run was submitted."""
     started_at: datetime | None
+    """When its first attempt started; None before that."""
     ended_at: datetime | None
+    """When it ended; None before that."""
 
     @property
     def has_ended(self) -> bool:
@@ -140,18 +145,21 @@ class RunStatus(Generic[Kept]):
 
 
 class Home(Protocol):
-    """What a run needs of the fabric it belongs to."""
+    """What a run needs from its fabric."""
 
     @property
     def engine(self) -> Engine: ...
 
     def _handler_of(self, kind: str) -> Handler | None:
-        """The handler of a task by its name, where this process has that task."""
+        """Return the handler of a task by its name, if this process has that task."""
         ...
 
 
 class Run(Generic[Kept]):
-    """A submitted execution, to be watched, waited for, signalled and cancelled from any process."""
+    """A handle of a submitted execution: watch it, await its result, signal it or cancel it, from any process.
+
+    `task.submit(...)` returns one. `task.run(id)` and `fabric.run(id)` find a run that was submitted earlier.
+    """
 
     def __init__(
         self,
@@ -164,24 +172,25 @@ class Run(Generic[Kept]):
     ) -> None:
         self._fabric = fabric
         self._handler = handler
-        """Reads the result; where there is none, that of the task the execution turns out to be of."""
+        """Decodes the result; None if the task is not known before the execution is read."""
         self._is_checked = is_checked
-        """Whether the execution is known to be of the handler's task: an id may come from anywhere."""
+        """Whether the execution is known to belong to the task of the handler."""
         self.id = execution_id
+        """The id of the execution."""
         self.is_duplicate = is_duplicate
-        """Whether the execution had been submitted before, under the same idempotency key."""
+        """Whether an earlier submit with the same idempotency key had created the execution."""
 
     def __repr__(self) -> str:
-        """Read `Run(<execution id>)`."""
+        """Return `Run(<execution id>)`."""
         return f"Run({self.id})"
 
     @property
     def plain_id(self) -> str:
-        """The id without braces and colons, for addresses, file names and shells; accepted wherever an id is."""
+        """The id without braces and colons, for URLs, file names and shells; accepted wherever an id is."""
         return plain_id(self.id)
 
     async def status(self) -> "RunStatus[Kept]":
-        """State, progress, attempt, and the result or the error, in one read."""
+        """Read the state, the progress, the attempt, and the result or the error of the run."""
         status = await self._fabric.engine.read_execution_status(self.id)
         if status is None:
             raise error("execution_not_found", self.id)
@@ -204,18 +213,18 @@ class Run(Generic[Kept]):
         )
 
     async def explain(self) -> Explanation:
-        """Why it is where it is: `summary` says it in a sentence, `reasons` name everything that holds it."""
+        """Explain why the run is where it is: `summary` is a sentence, `reasons` lists everything that blocks it."""
         try:
             return await self._fabric.engine.explain(self.id)
         except NotFoundError:
             raise error("execution_not_found", self.id) from None
 
     async def result(self, timeout: Duration | None = None) -> Kept:
-        """The result as soon as it is there.
+        """Wait until the run has ended and return its result: `await run.result(timeout=30)`.
 
-        Raises RunFailed, RunCancelled, RunExpired or RunSkipped when the run ends without one, TimeoutError when it
-        takes longer, UnreadableResult when what is stored does not have the type the task returns now, and
-        `invalid_input` when it is a run of another task.
+        Raises RunFailed, RunCancelled, RunExpired or RunSkipped if the run ends without a result, TimeoutError if it
+        does not end in time, UnreadableResult if the stored result does not fit the return type of the task, and
+        InvalidInputError if the run belongs to another task.
         """
         seconds = None if timeout is None else milliseconds(timeout, "timeout") / 1000
         try:
@@ -245,10 +254,11 @@ class Run(Generic[Kept]):
         id: str | None = None,
         timeout: Duration = 30,
     ) -> None:
-        """Deliver a signal to the run's wait of that name, as soon as the run waits there.
+        """Send a signal as soon as the run waits for that name: `await run.signal("approval", "yes", by="ada")`.
 
-        The payload is sent as JSON, `by` says who sends it, and a repeat under the same `id` is ignored. TimeoutError
-        when the run does not wait for it in time; `target_not_signalable` when it has ended.
+        The payload is sent as JSON, `by` names the sender, and a repeat with the same `id` is ignored. Raises
+        TimeoutError if the run does not wait for the signal in time, and StateError (`target_not_signalable`) if it
+        has ended.
         """
         engine, deadline = self._fabric.engine, time.monotonic() + milliseconds(timeout, "timeout") / 1000
         data = encode(payload)
@@ -268,17 +278,17 @@ class Run(Generic[Kept]):
                     )
                     return
             elif (info := await engine.read_execution_info(self.id)) is not None and info.public_state in ENDED_STATES:
-                raise error("target_not_signalable", f"{self.id} is {info.public_state} and takes no more signals")
+                raise error("target_not_signalable", f"{self.id} is {info.public_state} and accepts no more signals")
             if time.monotonic() + pause >= deadline:
                 raise TimeoutError(f"{self.id} did not wait for signal {name!r} in time{await self._state_text()}")
             await asyncio.sleep(pause)
 
     async def cancel(self, reason: str = "cancelled by its submitter") -> None:
-        """End it as cancelled, whatever it does."""
+        """Cancel the run, whether it waits, runs or is suspended; a running handler is cancelled too."""
         await self._fabric.engine.cancel_execution(execution_id=self.id, reason=reason)
 
     async def _waitpoint(self, name: str) -> WaitpointInfo | None:
-        """The open waitpoint of a name."""
+        """Return the open waitpoint with this name, if any."""
         after = None
         while True:
             page = await self._fabric.engine.list_pending_waitpoints(execution_id=self.id, after=after)
@@ -290,7 +300,7 @@ class Run(Generic[Kept]):
             after = page.next_cursor
 
     async def _state_text(self) -> str:
-        """The state for a message, and how to learn more; empty when the store does not answer at once."""
+        """Return the state for a message and how to learn more; empty if the store does not answer at once."""
         try:
             async with asyncio.timeout(STATE_SECONDS):
                 info = await self._fabric.engine.read_execution_info(self.id)
@@ -304,8 +314,8 @@ class Run(Generic[Kept]):
         if self._handler is not None and kind != self._handler.name:
             raise error(
                 "invalid_input",
-                f"{self.id} is a run of task {shown(kind)}, not of {shown(self._handler.name)}; get it from the task "
-                "it belongs to, or from fabric.run(id)",
+                f"{self.id} is a run of task {shown(kind)}, not of {shown(self._handler.name)}; use the run() of that "
+                "task, or fabric.run(id)",
             )
         self._is_checked = True
 
@@ -320,7 +330,7 @@ class Run(Generic[Kept]):
 
 
 def _plain_result(payload: bytes | None) -> object:
-    """The result of a task this process does not have: what its JSON says, or the bytes where it is none."""
+    """Return the result of a task that this process does not have: decoded JSON, or bytes if it is not JSON."""
     if payload is None:
         return None
     try:

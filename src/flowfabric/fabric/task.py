@@ -1,4 +1,4 @@
-"""Tasks: functions that can be submitted, and how they are declared and submitted."""
+"""Tasks: functions that workers run, and how to declare and submit them."""
 
 import functools
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
@@ -19,17 +19,17 @@ from flowfabric.worker.context import Context
 from flowfabric.worker.handler import Handler
 
 Called = ParamSpec("Called")
-"""What a function takes."""
+"""The parameters of the function."""
 Params = ParamSpec("Params")
-"""What a submission takes: the same without the context."""
+"""The parameters of a submission: those of the function without the context."""
 Returned = TypeVar("Returned", covariant=True)
-"""What a call gives: a coroutine or a result."""
+"""What a call of the function returns: a coroutine or a result."""
 Result = TypeVar("Result")
 Kept = TypeVar("Kept", covariant=True)
 
 
 class _KeyConflict(ConflictError):
-    """An idempotency key belongs to a run that was submitted otherwise; `detail` is that of the engine."""
+    """An idempotency key belongs to a run with other arguments or options; `detail` is that of the engine."""
 
     def __init__(self, detail: Detail, task: str, key: str) -> None:
         super().__init__("idempotency_conflict", detail)
@@ -38,70 +38,78 @@ class _KeyConflict(ConflictError):
         self._key = key
 
     def __str__(self) -> str:
-        """Read `<code>: task <name>: <sentence>`."""
+        """Return `<code>: task <name>: <sentence>`."""
         found = self.detail if isinstance(self.detail, Mapping) else {}
         words = {"payload": "arguments", "policy": "options (retries, backoff, timeout, deadline or capabilities)"}
         differs = " and ".join(words.get(part, part) for part in str(found.get("differs", "")).split(" and "))
         return (
             f"{self.code}: task {self._task!r}: idempotency_key {shown(self._key)} belongs to run "
-            f"{found.get('execution_id')}, which was submitted with other {differs}; submit the same again, or use "
+            f"{found.get('execution_id')}, which was submitted with other {differs}; repeat the same call, or use "
             "another key"
         )
 
 
 class SubmitOptions(TypedDict, total=False):
-    """How a task is submitted and run; what is absent is left to the fabric and the engine."""
+    """How a task is submitted and run, for `@fabric.task(...)` and `task.options(...)`; all options are optional.
+
+    Durations are seconds or a `timedelta`.
+    """
 
     lane: str
+    """The lane to submit to; by default that of the fabric."""
     priority: int
+    """Executions with a higher priority are claimed first; by default 0."""
     retries: int
-    """How often a failed attempt is tried again."""
+    """How many times a failed attempt is retried; by default 0."""
     backoff: Backoff | Duration
-    """The pause before a retry; one that doubles from a second to a minute when absent."""
+    """The pause before a retry; by default it doubles from one second to one minute."""
     timeout: Duration
-    """How long one attempt may take, above 0."""
+    """How long one attempt may take; by default without limit."""
     deadline: Duration
-    """How long the execution may take, from its submission to its end."""
+    """How long the run may take from its submission to its end, retries included; by default without limit."""
     delay: Duration
-    """How long it waits before it may be claimed."""
+    """How long to wait before the run may be claimed; by default not at all."""
     capabilities: Iterable[str]
-    """What a worker must offer."""
+    """The capabilities that a worker must offer to run it; by default none."""
     idempotency_key: str
-    """A repeat under the same key gives the run of the first; with other arguments it is a conflict.
+    """Submit once: a repeat with the same key returns the first run; with other arguments it is a conflict.
 
-    Under a key the defaults of parameters are stored with the arguments, and sets and dicts in sorted order. A key
-    counts for its task, lane and namespace.
+    The key is scoped to the task, the lane and the namespace. With a key, the arguments are stored in a canonical
+    form: with the defaults of parameters, and with sets and dicts sorted.
     """
     tags: Mapping[str, str]
-    """Labels by namespaced keys, such as `app.customer`."""
+    """Labels with namespaced keys, such as `{"app.customer": "42"}`."""
 
 
 class TaskOptions(SubmitOptions, total=False):
-    """How a task is declared."""
+    """The options of `@fabric.task(...)`."""
 
     name: str
-    """The kind of its executions: the function's name when absent. Queued work knows its task by this."""
+    """The name of the task, which is the kind of its executions; by default the name of the function.
+
+    Queued executions find their task by this name: keep it when you rename the function.
+    """
 
 
 Options = TypeVar("Options", bound=SubmitOptions)
 
 
 class TaskHome(Home, Protocol):
-    """What a task needs of the fabric it belongs to."""
+    """What a task needs from its fabric."""
 
     namespace: str
     lane: str
     _identity: str
 
     def _add(self, task: "Task[Called, Params, Returned]") -> "Task[Called, Params, Returned]":
-        """Let the workers of the fabric run a task."""
+        """Add a task to those that the workers of the fabric run."""
         ...
 
 
 class NotAllSubmitted(Exception):
-    """Some calls of a `submit_many` were refused; the others are submitted.
+    """Some calls of `submit_many` were refused; the others are submitted.
 
-    `answers` holds, in the order of the calls, the run of each that was submitted and the error of each that was not.
+    `answers` holds, in the order of the calls, the run of each submitted call and the error of each refused one.
     """
 
     def __init__(self, answers: "Sequence[Run[Any] | EngineError]") -> None:
@@ -109,16 +117,16 @@ class NotAllSubmitted(Exception):
         self.answers = answers
 
     def __str__(self) -> str:
-        """Read how many were refused, and the first error."""
+        """Return how many calls were refused, and the first error."""
         refused = [answer for answer in self.answers if isinstance(answer, EngineError)]
         return (
-            f"{len(refused)} of {len(self.answers)} calls were not submitted, the first because of: {refused[0]}; "
-            "`answers` has a run or an error for each call"
+            f"{len(refused)} of {len(self.answers)} calls were not submitted; the first error is: {refused[0]}; "
+            "`answers` holds a run or an error for each call"
         )
 
 
 class Call(Generic[Kept]):
-    """A call of a task with checked arguments, to be submitted together with others."""
+    """A call of a task with checked arguments, made by `task.bind(...)` for `task.submit_many`."""
 
     __slots__ = ("_key", "_new", "_task")
 
@@ -128,24 +136,28 @@ class Call(Generic[Kept]):
         self._key = key
 
     def __repr__(self) -> str:
-        """Read `Call(<task>)`."""
+        """Return `Call(<task>)`."""
         return f"Call({self._task.name})"
 
     def _run(self, made: Created | Duplicate) -> Run[Kept]:
-        """The run of this call, once it is submitted."""
+        """Return the run of this call after it was submitted."""
         is_duplicate = isinstance(made, Duplicate)
         task = self._task
         return Run(task._fabric, made.execution_id, task._handler, is_duplicate=is_duplicate, is_checked=True)
 
     def _refusal(self, refused: EngineError) -> EngineError:
-        """The error of this call, in the words of a task."""
+        """Return the error of this call, with the name of the task and the key as the user wrote it."""
         if refused.code == "idempotency_conflict" and self._key is not None:
             return _KeyConflict(refused.detail, self._task.name, self._key)
         return refused
 
 
 class Task(Generic[Called, Params, Returned]):
-    """A function that can also be submitted; called, it is the plain function."""
+    """A function that workers run: `run = await add.submit(1, 2)`. Called directly, it is the plain function.
+
+    Arguments and results are stored as JSON and keep their types. Both are checked: a value of a wrong type is refused
+    where it is passed or returned.
+    """
 
     __name__: str
     __wrapped__: Callable[Called, Returned]
@@ -168,22 +180,23 @@ class Task(Generic[Called, Params, Returned]):
             checked_lane(options["lane"])
         self._handler = handler
         self.name = name
+        """The name of the task, which is the kind of its executions."""
 
     def __call__(self, *args: Called.args, **kwargs: Called.kwargs) -> Returned:
-        """Call the function here and now."""
+        """Call the function directly, in this process, without the database."""
         return cast(Returned, self._handler.function(*args, **kwargs))
 
     def __repr__(self) -> str:
-        """Read `Task(<name>)`."""
+        """Return `Task(<name>)`."""
         return f"Task({self.name})"
 
     @property
     def lane(self) -> str:
-        """The lane it is submitted to."""
+        """The lane that the task is submitted to."""
         return self._options.get("lane", self._fabric.lane)
 
     def options(self, **options: Unpack[SubmitOptions]) -> Self:
-        """The same task with these options instead of its own: `await add.options(priority=5).submit(1, 2)`."""
+        """Return the same task with some options changed: `await add.options(priority=5).submit(1, 2)`."""
         given = _checked(options, SubmitOptions)
         return type(self)(self._fabric, self.name, self._handler, {**self._options, **given})
 
@@ -194,7 +207,11 @@ class Task(Generic[Called, Params, Returned]):
     @overload
     async def submit(self, *args: Params.args, **kwargs: Params.kwargs) -> Run[Returned]: ...
     async def submit(self, *args: Any, **kwargs: Any) -> Run[Any]:
-        """Have a worker call the function; the execution is durable when this returns."""
+        """Submit a call for a worker to run, and return its run; the call is durable when this returns.
+
+        Raises InvalidInputError for an argument of a wrong type, TypeError for a call that does not fit the function,
+        and ConflictError if the idempotency key belongs to a run with other arguments or options.
+        """
         call = self._bound(args, kwargs)
         try:
             made = await self._fabric.engine.create_execution(**msgspec.structs.asdict(call._new))
@@ -209,7 +226,7 @@ class Task(Generic[Called, Params, Returned]):
     @overload
     def bind(self, *args: Params.args, **kwargs: Params.kwargs) -> Call[Returned]: ...
     def bind(self, *args: Any, **kwargs: Any) -> Call[Any]:
-        """A call with these arguments, checked now and submitted later, by `submit_many`."""
+        """Return a call with these arguments for `submit_many`; the arguments are checked now."""
         return self._bound(args, kwargs)
 
     @overload
@@ -219,9 +236,10 @@ class Task(Generic[Called, Params, Returned]):
     @overload
     async def submit_many(self, calls: Iterable[Call[Returned]]) -> list[Run[Returned]]: ...
     async def submit_many(self, calls: Iterable[Call[Any]]) -> list[Run[Any]]:
-        """Submit any number of calls of this task, a thousand a statement: `submit_many(add.bind(n, 1) for n in ...)`.
+        """Submit many calls of this task at once: `await add.submit_many(add.bind(n, 1) for n in range(500))`.
 
-        Their runs come in the order of the calls. NotAllSubmitted when some are refused; the others are submitted.
+        Returns the runs in the order of the calls. A thousand calls share one statement. Raises NotAllSubmitted if some
+        calls are refused; the others are submitted.
         """
         bound = [self._checked_call(call) for call in calls]
         answers: list[Run[Any] | EngineError] = []
@@ -241,7 +259,7 @@ class Task(Generic[Called, Params, Returned]):
         try:
             return await self._fabric.engine.create_many([call._new for call in batch])
         except EngineError as refused:
-            # All of them: what was submitted before stays so, and the caller learns which.
+            # The batch was refused as a whole; earlier batches stay submitted, and the caller learns which.
             return [refused.copy() for _ in batch]
 
     def _checked_call(self, call: object) -> "Call[Any]":
@@ -275,13 +293,13 @@ class Task(Generic[Called, Params, Returned]):
         return Call(self, new, self._options.get("idempotency_key"))
 
     def _key(self) -> str | None:
-        """The idempotency key as the engine gets it: tasks of one lane do not share keys."""
+        """Return the key for the engine, with the name of the task: tasks of one lane do not share keys."""
         given = self._options.get("idempotency_key")
         if given is None:
             return None
         if given == "":
             raise error("invalid_input", "idempotency_key: must not be empty; leave it out to submit without a key")
-        # A quoted name holds no slash, so that the first one ends it.
+        # A quoted name contains no slash, so the first slash ends it.
         key = f"{quote(self.name, safe='')}/{check_text(given, 'idempotency_key')}"
         if (size := len(key.encode())) > MAX_KEY_BYTES:
             raise error(
@@ -296,16 +314,16 @@ class Task(Generic[Called, Params, Returned]):
     @overload
     def run(self, execution_id: str) -> Run[Returned]: ...
     def run(self, execution_id: str) -> Run[Any]:
-        """The run of an execution of this task that was submitted before, by whichever process."""
+        """Return the run of an execution of this task by its id, whichever process submitted it."""
         return Run(self._fabric, parse_execution_id(execution_id), self._handler)
 
 
 class _Anything:
-    """To a type checker, what only a first parameter that takes anything takes: it is an argument, not the context."""
+    """For type checkers only: accepted only by a first parameter that accepts anything, which is not a context."""
 
 
 class TaskDecorator:
-    """What makes a function a task: `@fabric.task`, or `@fabric.task(retries=3)`."""
+    """Declares a function as a task: `@fabric.task`, or `@fabric.task(retries=3)`."""
 
     def __init__(self, fabric: TaskHome, options: TaskOptions) -> None:
         self._fabric = fabric
@@ -324,13 +342,14 @@ class TaskDecorator:
     @overload
     def __call__(self, **options: Unpack[TaskOptions]) -> "TaskDecorator": ...
     def __call__(self, *functions: Callable[..., Any], **options: Any) -> Any:
-        """Declare a function as a task, or give the decorator that does so with more options."""
+        """Declare a function as a task, or return a decorator with these options."""
         if not functions:
             return TaskDecorator(self._fabric, cast(TaskOptions, {**self._options, **options}))
         (function,) = functions
         if not callable(function):
             raise TypeError(
-                f"@fabric.task: expected a function, got {shown(function)}; name the options: @fabric.task(retries=3)"
+                f"@fabric.task: expected a function, got {shown(function)}; name the options, such as "
+                "@fabric.task(retries=3)"
             )
         submit_options = self._options.copy()
         name = check_text(submit_options.pop("name", function.__name__), "name")
@@ -338,7 +357,7 @@ class TaskDecorator:
 
 
 def _checked(options: Options, known: type[Options]) -> Options:
-    """The options, all of them known, with a collection that may be read again."""
+    """Return the options if all of them are known, with capabilities that can be read more than once."""
     if unknown := options.keys() - known.__annotations__.keys():
         raise TypeError(
             f"no such option: {', '.join(sorted(unknown))}; the options are: {', '.join(sorted(known.__annotations__))}"

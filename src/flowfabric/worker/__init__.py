@@ -1,1 +1,1 @@
-
+"""The worker: claims executions, runs their handlers and reports the results."""

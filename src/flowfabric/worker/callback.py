@@ -1,4 +1,4 @@
-"""Callbacks: where and with what an outsider signals a waitpoint, and the check of what comes back."""
+"""Callbacks: the URL and token with which an outsider signals a waitpoint, and the check of a call to that URL."""
 
 from dataclasses import dataclass
 from typing import Any, Required, TypedDict
@@ -15,28 +15,29 @@ from flowfabric.model.token import WaitpointToken
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Callback:
-    """What an outsider is given to signal a waitpoint; it prints with its token redacted."""
+    """The URL and token with which an outsider signals a waitpoint; the token is redacted when printed."""
 
     execution_id: ExecutionId
     waitpoint_id: WaitpointId
     url: str
-    """Where to send the signal; the token is not part of it, as addresses end up in logs."""
+    """Where to send the signal. It does not contain the token, because URLs end up in logs."""
     token: WaitpointToken
+    """The proof that the sender may signal; send it in a header, for example."""
 
     @classmethod
     def of(
         cls, base_url: str | None, execution_id: ExecutionId, waitpoint_id: WaitpointId, token: WaitpointToken
     ) -> "Callback":
-        """The callback of a waitpoint below a base address."""
+        """Return the callback of a waitpoint, with a URL that begins with `base_url`."""
         if not base_url:
-            raise ValueError("callback: name a base_url, or set FF_CALLBACK_URL")
+            raise ValueError("callback: has no base URL; pass base_url='https://…' or set FF_CALLBACK_URL")
         check_text(base_url, "base_url")
         url = f"{base_url.rstrip('/')}/{quote(execution_id, safe='')}/{waitpoint_id}"
         return cls(execution_id=execution_id, waitpoint_id=waitpoint_id, url=url, token=token)
 
 
 class SignalFields(TypedDict, total=False):
-    """What a signal says, as `Engine.deliver_signal` takes it; ids and token a bridge adds by itself."""
+    """The fields of a signal, as in `Engine.deliver_signal`, without the ids and the token."""
 
     signal_name: Required[str]
     signal_category: str
@@ -56,11 +57,14 @@ class SignalFields(TypedDict, total=False):
 
 
 class CallbackError(Exception):
-    """A callback was not delivered: the class and the text are for the log of the bridge, the rest for the caller."""
+    """A callback was not delivered.
+
+    `code` and `http_status` are safe to send to the caller. The class and the text are for your own log.
+    """
 
     code = "invalid_token"
     http_status = 401
-    """What the bridge answers; a caller that is told 500 or more does well to call again."""
+    """The status to answer with; from 500 on, the caller should try again."""
 
     def __init__(self, execution_id: str, waitpoint_id: str) -> None:
         super().__init__(execution_id, waitpoint_id)
@@ -68,20 +72,20 @@ class CallbackError(Exception):
         self.waitpoint_id = waitpoint_id
 
     def __str__(self) -> str:
-        """Read `<code> at <execution id> <waitpoint id>`."""
+        """Return `<code> at <execution id> <waitpoint id>`."""
         return f"{self.code} at {self.execution_id} {self.waitpoint_id}"
 
 
 class UnknownWaitpoint(CallbackError):
-    """No such waitpoint is open; the caller is told the same as of a wrong token."""
+    """No such waitpoint is open; the caller gets the same answer as for a wrong token."""
 
 
 class TokenMismatch(CallbackError):
-    """The token is not the waitpoint's."""
+    """The token does not belong to the waitpoint."""
 
 
 class BackendError(CallbackError):
-    """The engine refused the signal or could not be asked; `error` says why."""
+    """The engine refused the signal or was unavailable; `error` says why."""
 
     def __init__(self, execution_id: str, waitpoint_id: str, error: EngineError) -> None:
         super().__init__(execution_id, waitpoint_id)
@@ -90,12 +94,12 @@ class BackendError(CallbackError):
         self.http_status = _status_of(error)
 
     def __str__(self) -> str:
-        """Read `<code>: <detail> at <execution id> <waitpoint id>`."""
+        """Return `<code>: <detail> at <execution id> <waitpoint id>`."""
         return f"{self.error} at {self.execution_id} {self.waitpoint_id}"
 
 
 def _status_of(error: EngineError) -> int:
-    """What an outsider is told of an error: 503 where the call may succeed later, 400 where it is at fault itself."""
+    """Return 503 for an error that may go away, 400 or 413 if the caller is at fault, and 500 otherwise."""
     if _may_succeed_later(error):
         return 503
     if error.code == "payload_too_large":
@@ -104,7 +108,7 @@ def _status_of(error: EngineError) -> int:
 
 
 def _may_succeed_later(error: EngineError) -> bool:
-    # A store that cannot be asked says the same of every waitpoint, so that it may be told.
+    # Safe to disclose: an unavailable store says the same about every waitpoint.
     return error.retryable or isinstance(error, TransportError | UnavailableError)
 
 
@@ -115,16 +119,16 @@ async def verify_and_deliver(
     presented: WaitpointToken | str | None,
     signal: SignalFields,
 ) -> Accepted | SignalDuplicate:
-    """Deliver a signal an outsider sent to a bridge, where the token it presented is the waitpoint's own.
+    """Deliver a signal that an outsider sent to your server, if the token it presented belongs to the waitpoint.
 
-    Whatever ids and token the signal itself carries are overruled. The engine verifies the token: it notes a wrong one,
-    and knows a repeat of the very signal that closed the waitpoint. What the refusal is called is for the bridge.
+    Ids and token in `signal` itself are ignored. The engine verifies the token, records a wrong one on the execution,
+    and recognises a repeat of the signal that closed the waitpoint. Raises a `CallbackError` if it is not delivered.
     """
-    told = str(execution_id), str(waitpoint_id)
+    ids = str(execution_id), str(waitpoint_id)
     try:
         execution_id, waitpoint_id = parse_execution_id(execution_id), parse_uuid(waitpoint_id, "waitpoint_id")
     except EngineError:
-        raise UnknownWaitpoint(*told) from None
+        raise UnknownWaitpoint(*ids) from None
     if not isinstance(presented, WaitpointToken):
         presented = WaitpointToken(presented if isinstance(presented, str) else "")
     fields: dict[str, Any] = {
@@ -137,14 +141,14 @@ async def verify_and_deliver(
         return await engine.deliver_signal(**fields)
     except EngineError as refused:
         if _may_succeed_later(refused):
-            raise BackendError(*told, refused) from refused
+            raise BackendError(*ids, refused) from refused
         fault = refused
     try:
         stored = await engine.read_waitpoint_token(execution_id=execution_id, waitpoint_id=waitpoint_id)
     except EngineError as refused:
-        raise BackendError(*told, refused) from refused
+        raise BackendError(*ids, refused) from refused
     if stored is None:
-        raise UnknownWaitpoint(*told)
+        raise UnknownWaitpoint(*ids)
     if presented != stored:
-        raise TokenMismatch(*told)
-    raise BackendError(*told, fault) from fault
+        raise TokenMismatch(*ids)
+    raise BackendError(*ids, fault) from fault

@@ -1,4 +1,4 @@
-"""One JSON text for equal values, whatever the order of their sets and dicts."""
+"""Canonical JSON: equal values have the same text, whatever the order of their sets and dicts."""
 
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Set as AbstractSet
@@ -12,16 +12,16 @@ _decode = msgspec.json.decode
 
 
 def canonical(value: object, payload: bytes) -> bytes:
-    """The JSON of a value with the members of its sets and the keys of its objects sorted.
+    """Return the JSON of a value with the members of its sets and the keys of its objects sorted.
 
-    `payload` is the JSON of this very value as it was encoded: the value tells the sets of the JSON from its lists, and
-    gives their members in the same order.
+    `payload` is the JSON of the same object: the value tells which of its arrays are sets, and has their members in
+    the same order.
     """
     return _encode(_sorted(value, _decode(payload)))
 
 
 def _sorted(value: Any, plain: Any) -> Any:
-    """The JSON of a value with its sets sorted; what does not match the value in shape is left as it is."""
+    """Return decoded JSON with its sets sorted; parts that do not match the value in shape are left as they are."""
     if isinstance(value, pydantic.RootModel):
         return _sorted(value.root, plain)
     if isinstance(plain, list):
@@ -43,14 +43,14 @@ def _sorted(value: Any, plain: Any) -> Any:
 
 def _members(value: Any) -> list[Any]:
     if isinstance(value, msgspec.Struct):
-        # A struct that is written as an array begins with its tag, where it has one.
+        # The array of a tagged struct begins with its tag.
         tag = [] if value.__struct_config__.tag is None else [None]
         return [*tag, *msgspec.structs.astuple(value)]
     return list(value) if isinstance(value, Iterable) and not isinstance(value, str | bytes) else []
 
 
 def _attributes(value: Any) -> Callable[[str], str]:
-    """What names the attribute a key of an object is written from."""
+    """Return the function from a key of the JSON object to the attribute of the value."""
     if not isinstance(value, msgspec.Struct):
         return str
     names = {field.encode_name: field.name for field in msgspec.structs.fields(value)}

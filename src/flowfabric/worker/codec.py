@@ -1,7 +1,7 @@
-"""How arguments and results become JSON and come back equal.
+"""Encodes arguments and results as JSON so that they decode to equal values.
 
-msgspec carries what it knows by itself; Pydantic carries its own models, unions with them, and the types msgspec does
-not know. A value that would not come back equal is refused.
+msgspec encodes the types it knows; Pydantic encodes its models, unions with them, and types that msgspec does not
+know. A value that would not decode to an equal one is refused.
 """
 
 import dataclasses
@@ -27,11 +27,11 @@ _BYTES_ADVICE = "; set model_config = ConfigDict(ser_json_bytes='base64', val_js
 
 
 class NotSerializable(Exception):
-    """A type or a value that JSON cannot carry so that it comes back equal; the text says why and what to do."""
+    """A type or value that cannot be encoded as JSON and decoded to an equal one; the text says why and what to do."""
 
 
 class Codec:
-    """Carries the values of one annotation as JSON."""
+    """Encodes and decodes the values of one annotation."""
 
     __slots__ = ("annotation", "decode", "encode", "field")
 
@@ -40,19 +40,19 @@ class Codec:
     ) -> None:
         self.annotation = annotation
         self.field = field
-        """What the value is decoded to as a field of a msgspec struct: the annotation, or JSON to be decoded here."""
+        """The type of a msgspec field for such values: the annotation, or raw JSON that `decode` takes."""
         self.encode = encode
-        """The JSON of a value; any exception means that there is none."""
+        """Return the JSON of a value; raises any exception if there is none."""
         self.decode = decode
-        """The value of a JSON text; any exception means that it does not fit."""
+        """Return the value of a JSON text; raises any exception if it does not fit."""
 
     @property
     def is_raw(self) -> bool:
-        """Whether a field of a struct holds JSON that is still to be decoded."""
+        """Whether a field of a struct holds raw JSON for `decode`."""
         return self.field is msgspec.Raw
 
     def checked(self, value: object, *, verb: str = "pass") -> bytes:
-        """The JSON of a value that comes back equal; NotSerializable otherwise, with what to pass or return instead."""
+        """Return the JSON of a value; raise NotSerializable if it would not decode to an equal value."""
         try:
             payload = self.encode(value)
             if self.decode(payload) == value:
@@ -62,9 +62,9 @@ class Codec:
         raise self.refusal(value, verb=verb)
 
     def refusal(self, value: object, *, verb: str = "pass") -> NotSerializable:
-        """Why a value is not carried, and what to write instead."""
+        """Return the error of a value that cannot be encoded: why, and what to pass or return instead."""
         if advice := _advice(value, self.annotation, verb):
-            return NotSerializable(f"{_described(value)} cannot be carried as JSON: {advice}")
+            return NotSerializable(f"{_described(value)} cannot be stored as JSON: {advice}")
         expected = f"expected {name_of(self.annotation)}, got {_described(value)}"
         try:
             payload = self.encode(value)
@@ -87,11 +87,11 @@ class Codec:
             return cure + union if isinstance(value, pydantic.BaseModel) else cure
         if shown(value) == shown(back):
             return f"the two are not equal: give {type(value).__name__} an __eq__ that compares its values"
-        return "annotate what it holds with types that JSON keeps"
+        return "annotate its contents with types that JSON can represent"
 
 
 def codec_of(annotation: Any) -> Codec:
-    """The codec of an annotation; NotSerializable when there is none, NameError when a name is not defined yet."""
+    """Return the codec of an annotation; NotSerializable if there is none, NameError if a name is not defined yet."""
     _refuse_secrets(_mentioned(annotation))
     decoder: msgspec.json.Decoder[Any] | None = None
     foreign: tuple[Any, ...] = ()
@@ -113,7 +113,7 @@ def codec_of(annotation: Any) -> Codec:
     except Exception as error:
         fault = error
     if decoder is not None and foreign:
-        # Structs that hold models: msgspec carries the structs, the hooks carry the models.
+        # Structs that hold models: msgspec encodes the structs, its hooks encode the models.
         try:
             for kind in foreign:
                 _hooked_loads(kind)
@@ -123,13 +123,13 @@ def codec_of(annotation: Any) -> Codec:
         except Exception as error:
             fault = error
     raise NotSerializable(
-        f"{name_of(annotation)} cannot be carried as JSON ({reason(fault)}); use JSON's own types, a dataclass, "
-        "a msgspec Struct or a Pydantic model, and no structs and models in one union"
+        f"{name_of(annotation)} cannot be stored as JSON ({reason(fault)}); use JSON's own types, a dataclass, "
+        "a msgspec Struct or a Pydantic model, and do not mix structs and models in one union"
     )
 
 
 def decoder_of(kind: Any) -> msgspec.json.Decoder[Any]:
-    """A decoder of JSON to a type that msgspec knows, with models and the like within it."""
+    """Return a JSON decoder for a type that msgspec knows and that may contain models."""
     return msgspec.json.Decoder(kind, dec_hook=_from_plain)
 
 
@@ -137,8 +137,8 @@ def _to_plain(value: Any) -> object:
     if isinstance(value, _SECRETS):
         raise NotSerializable("a secret is never stored; pass the name it can be looked up by")
     if isinstance(value, msgspec.Raw):
-        # What this hook returned for the key of a dict.
-        raise NotSerializable("the keys of a dict must be texts, numbers or dates")
+        # The hook is called again with its own answer for a key of a dict.
+        raise NotSerializable("the keys of a dict must be strings, numbers or dates")
     return msgspec.Raw(to_json(value, by_alias=False, round_trip=True))
 
 
@@ -147,7 +147,7 @@ def _from_plain(kind: Any, value: object) -> object:
 
 
 encode = msgspec.json.Encoder(enc_hook=_to_plain).encode
-"""The JSON of a value that msgspec knows, with models and the like within it."""
+"""Return the JSON of a value that msgspec knows and that may contain models."""
 
 
 def _adapter(kind: Any) -> "pydantic.TypeAdapter[Any]":
@@ -166,12 +166,12 @@ def _adapter(kind: Any) -> "pydantic.TypeAdapter[Any]":
 
 
 def _dumps(adapter: "pydantic.TypeAdapter[Any]") -> Callable[[Any], bytes]:
-    # No warnings: what is not of the type does not come back equal.
+    # No warnings: a value of another type is refused because it does not decode to an equal one.
     return partial(adapter.serializer.to_json, by_alias=False, round_trip=True, warnings=False)
 
 
 def _loads(adapter: "pydantic.TypeAdapter[Any]") -> Callable[[bytes], Any]:
-    # Written by field name; a payload of another writer may use the aliases.
+    # We write field names; payloads written by others may use aliases.
     return partial(adapter.validator.validate_json, by_alias=True, by_name=True)
 
 
@@ -189,7 +189,7 @@ def _refuse_secrets(types: Iterable[Any]) -> None:
 
 
 def _mentioned(annotation: Any) -> Iterator[Any]:
-    """The types an annotation is written with."""
+    """Yield every type that an annotation names."""
     yield annotation
     yield get_origin(annotation)
     for part in get_args(annotation):
@@ -206,7 +206,7 @@ def _has_foreign_metadata(annotation: Any) -> bool:
 
 
 def _foreign_types(annotation: Any) -> Iterator[Any]:
-    """The types within an annotation that are Pydantic's, or that msgspec leaves to its hooks."""
+    """Yield the types in an annotation that belong to Pydantic or that msgspec leaves to its hooks."""
     seen: dict[int, Any] = {}
     pending: list[Any] = [type_info(annotation)]
     while pending:
@@ -236,7 +236,7 @@ def _leaves(schema: Any) -> Iterator[Any]:
 
 
 def name_of(annotation: Any) -> str:
-    """An annotation as a message shows it."""
+    """Return an annotation as it is shown in messages."""
     if annotation is None:
         return "None"
     if isinstance(annotation, type) and not get_args(annotation):
@@ -245,7 +245,7 @@ def name_of(annotation: Any) -> str:
 
 
 def reason(error: BaseException) -> str:
-    """What a library says is wrong, on one line."""
+    """Return the message of a library error, on one line."""
     if isinstance(error, pydantic.ValidationError):
         faults = [(".".join(map(str, fault["loc"])), fault["msg"]) for fault in error.errors(include_url=False)]
         return shorten("; ".join(f"{at}: {message}" if at else message for at, message in faults))
@@ -254,8 +254,8 @@ def reason(error: BaseException) -> str:
 
 
 def _encoding_fault(error: Exception) -> str:
-    told = f": {reason(error)}"
-    return told + _BYTES_ADVICE if "invalid utf-8" in told else told
+    text = f": {reason(error)}"
+    return text + _BYTES_ADVICE if "invalid utf-8" in text else text
 
 
 def _described(value: object) -> str:
@@ -263,21 +263,21 @@ def _described(value: object) -> str:
 
 
 def _advice(value: object, annotation: Any, verb: str) -> str | None:
-    """What to write instead of a value that contains something JSON has no form for."""
+    """Return what to write instead of a value that contains something JSON cannot represent."""
     for part in _parts(value):
         if isinstance(part, float) and not math.isfinite(part):
-            return f"JSON has neither NaN nor infinity; {verb} None or a text instead"
+            return f"JSON has neither NaN nor infinity; {verb} None or a string instead"
         if isinstance(part, Decimal) and part.is_nan():
-            return f"a NaN equals nothing, itself included; {verb} None instead"
+            return f"NaN is not equal to itself; {verb} None instead"
         if isinstance(part, _SECRETS):
             return f"a {type(part).__name__} is never stored; {verb} the name the secret can be looked up by"
         if isinstance(part, bytes | bytearray) and annotation in (Any, object):
-            return f"annotate it as bytes, or {verb} text"
+            return f"annotate it as bytes, or {verb} a string"
     return None
 
 
 def _parts(value: object) -> Iterator[object]:
-    """A value and what it holds."""
+    """Yield a value and everything it contains."""
     seen: dict[int, object] = {}
     pending = [value]
     while pending:

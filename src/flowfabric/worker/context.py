@@ -1,21 +1,17 @@
-"""What a worker holds of an execution while it runs it, and what a handler sees of that."""
+"""What a handler knows about its run, and what it can do with it."""
 
 import asyncio
 import contextlib
-import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from concurrent.futures import Future
 from typing import Any, TypeVar, Unpack, overload
 from uuid import uuid5
 
-from flowfabric.engine.core.wakeups import LostReason
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.parts import parts_of
 from flowfabric.model.duration import Duration, milliseconds
-from flowfabric.model.errors import EngineError, error
+from flowfabric.model.errors import error
 from flowfabric.model.handle import Fence, Handle
 from flowfabric.model.ids import ExecutionId, SuspensionId, WaitpointId, uuid7
-from flowfabric.model.lease import ClaimedExecution
 from flowfabric.model.signal import ResumeSignal
 from flowfabric.model.states import AttemptType, TimeoutBehavior
 from flowfabric.model.suspend_outcome import SuspendOutcome
@@ -24,18 +20,19 @@ from flowfabric.model.text import shown
 from flowfabric.model.waitpoint import PendingWaitpoint
 from flowfabric.worker.callback import Callback
 from flowfabric.worker.codec import codec_of, name_of, reason
+from flowfabric.worker.running import Running
 from flowfabric.worker.waits import (
     HandlerSuspended,
     NoSignal,
     SuspendOptions,
     WaitTimeout,
-    answer_of,
-    check_has_deadline,
+    check_has_timeout,
     is_timeout,
-    repeatable,
-    signals_of,
+    read_signals,
+    retry_suspend,
+    retry_while_leased,
     suspend_args,
-    while_leased,
+    with_retry_key,
 )
 
 Answer = TypeVar("Answer")
@@ -45,129 +42,26 @@ Default = TypeVar("Default")
 _NO_DEFAULT: Any = object()
 
 UNHEALTHY_FAILURES = 3
-"""Renewals that fail in a row before a lease counts as unhealthy."""
-
-
-class Running:
-    """One claimed execution, from its claim to the commit of its ending."""
-
-    __slots__ = (
-        "claimed",
-        "claimed_at",
-        "earlier",
-        "ended_at",
-        "expiry",
-        "failures",
-        "has_ended",
-        "has_left",
-        "has_slot",
-        "has_started",
-        "is_dropped",
-        "is_given_back",
-        "is_stuck",
-        "is_suspended",
-        "is_suspending",
-        "left",
-        "loop",
-        "lost",
-        "on_stop",
-        "renewed_at",
-        "signals",
-        "task",
-        "timer",
-        "waiter",
-        "waits",
-    )
-
-    def __init__(self, claimed: ClaimedExecution, at: float, loop: asyncio.AbstractEventLoop | None = None) -> None:
-        self.claimed = claimed
-        self.claimed_at = at
-        """When the claim was asked for, by the monotonic clock."""
-        self.renewed_at = at
-        """When the lease was last asked for, by the monotonic clock."""
-        self.failures = 0
-        self.has_slot = False
-        """Whether its handler takes up a slot."""
-        self.has_started = False
-        """Whether its handler may have been called."""
-        self.has_ended = False
-        """Whether its handler has returned; the run goes on until that is committed."""
-        self.ended_at = 0.0
-        """When its handler returned, by the monotonic clock."""
-        self.has_left = False
-        """Whether nothing of it is left in this process."""
-        self.earlier: Running | None = None
-        """The run of the same execution that was in this process when this one was claimed."""
-        self.left: Future[None] | None = None
-        """Done when this run has left this process; there is one when the next run of the execution waits for it."""
-        self.is_dropped = False
-        """Whether its result is of no more use: it waits, its lease is lost, or the worker stops without it."""
-        self.is_given_back = False
-        """Whether its lease is handed back once its handler has returned."""
-        self.is_stuck = False
-        """Whether a later run of the same execution has waited in vain for this one to leave."""
-        self.is_suspending = False
-        """Whether it asks to be suspended, or was. Lease errors are ignored meanwhile: suspending ends the lease."""
-        self.is_suspended = False
-        self.signals: tuple[ResumeSignal, ...] = ()
-        """The signals of the wait it was resumed from."""
-        self.lost: EngineError | LostReason | None = None
-        """Why its lease is no longer held, where that is known."""
-        self.on_stop: Callable[[Running], None] | None = None
-        """Called when it is stopped while it waits for a slot."""
-        self.loop = loop or asyncio.get_running_loop()
-        """The event loop of its worker."""
-        self.task: asyncio.Task[None] | None = None
-        self.timer: asyncio.TimerHandle | None = None
-        """Stops the run when the time of its attempt or of its execution is up."""
-        self.expiry: asyncio.Task[None] | None = None
-        """Ends the attempt or the execution in the store after that."""
-        self.waiter: asyncio.Future[None] | None = None
-        self.waits: dict[str, int] = {}
-        """How often its handler has waited for a signal of each name."""
-
-    def __str__(self) -> str:
-        """Read `<execution id> (<kind>)`."""
-        return f"{self.claimed.execution_id} ({self.claimed.execution_kind})"
-
-    @property
-    def execution_id(self) -> ExecutionId:
-        """The execution that runs."""
-        return self.claimed.execution_id
-
-    @property
-    def attempt(self) -> int:
-        """Which attempt this is, from 1."""
-        return self.claimed.attempt_index + 1
-
-    @property
-    def is_lease_over(self) -> bool:
-        """Whether the lease has run out, by this process's clock, since it was last renewed."""
-        return time.monotonic() - self.renewed_at >= self.claimed.handle.lease_ttl_ms / 1000
-
-    def stop(self) -> None:
-        """Make the result void and cancel the handler; one that has not been called never is."""
-        self.is_dropped = True
-        if self.on_stop is not None:
-            self.on_stop(self)
-        if self.waiter is not None and not self.waiter.done():
-            self.waiter.set_result(None)
-        if self.task is not None and self.has_started and not self.has_ended:
-            self.task.cancel()
+"""Consecutive failed renewals after which a lease counts as unhealthy."""
 
 
 def _is_suspended(outcome: SuspendOutcome, handle: Handle) -> bool:
-    """Whether an outcome suspends this run; one kept under its idempotency key may be of an earlier run of the attempt.
-
-    What an earlier attempt has waited for is nothing this one could be told.
-    """
+    """Whether an outcome suspends this run; a stored one may belong to an earlier run or an earlier attempt."""
     if outcome.details.attempt_index != handle.attempt_index:
-        raise error("invalid_input", "idempotency_key: an earlier attempt has waited under it")
+        raise error(
+            "invalid_input",
+            "idempotency_key: an earlier attempt has waited under it; make it different in each attempt, such as "
+            "f'{ctx.attempt}:approval'",
+        )
     return isinstance(outcome, Suspended) and outcome.handle.lease_id == handle.lease_id
 
 
 class Context:
-    """What a handler knows of its run and can do with it: a parameter of this type is given one."""
+    """What a handler knows about its run and can do with it.
+
+    Annotate a parameter of the task with `Context` to get one: `async def deploy(ctx: Context, version: str)`. It is
+    not part of the arguments that callers submit.
+    """
 
     __slots__ = ("_engine", "_loop", "_running")
 
@@ -178,12 +72,12 @@ class Context:
 
     @property
     def execution_id(self) -> ExecutionId:
-        """The execution that runs."""
+        """The id of the execution."""
         return self._running.claimed.execution_id
 
     @property
     def execution_kind(self) -> str:
-        """The name it was submitted under."""
+        """The kind of the execution, which is the name of its task."""
         return self._running.claimed.execution_kind
 
     @property
@@ -193,62 +87,62 @@ class Context:
 
     @property
     def attempt(self) -> int:
-        """Which attempt this is, from 1."""
+        """The number of this attempt, from 1."""
         return self._running.attempt
 
     @property
     def attempt_index(self) -> int:
-        """Which attempt this is, from 0: the number the engine knows it by."""
+        """The number of this attempt as the engine stores it, from 0."""
         return self._running.claimed.attempt_index
 
     @property
     def attempt_type(self) -> AttemptType:
-        """Why this attempt was made."""
+        """Why this attempt was made: `initial`, `retry`, `reclaim`, `replay` or `fallback`."""
         return self._running.claimed.attempt_type
 
     @property
     def retry_count(self) -> int:
-        """How many attempts failed before this one; those of a lost lease do not count."""
+        """How many attempts failed before this one; attempts that lost their lease do not count."""
         return self._running.claimed.retry_count
 
     @property
     def priority(self) -> int:
-        """The priority it was claimed with."""
+        """The priority of the execution when it was claimed."""
         return self._running.claimed.priority
 
     @property
     def tags(self) -> Mapping[str, str]:
-        """The tags it was submitted with."""
+        """The tags that the execution was submitted with."""
         return self._running.claimed.tags
 
     @property
     def input_payload(self) -> bytes:
-        """The payload as it was submitted."""
+        """The payload as it was submitted, not decoded."""
         return self._running.claimed.input_payload
 
     @property
     def lease_epoch(self) -> int:
-        """A number that rises with every claim of this execution: the token to fence writes of one's own with."""
+        """A fencing token for writes to other systems: it grows with every claim of this execution."""
         return self._running.claimed.lease_epoch
 
     @property
     def fence(self) -> Fence:
-        """What proves that this attempt holds the lease."""
+        """The proof that this run holds the lease, for calls of the engine."""
         return self._running.claimed.handle.fence
 
     @property
     def worker_instance_id(self) -> str:
-        """The worker process that runs it."""
+        """The id of the worker process that runs this handler."""
         return self._running.claimed.handle.worker_instance_id
 
     @property
     def consecutive_renewal_failures(self) -> int:
-        """How many renewals of the lease failed since the last that did not."""
+        """How many renewals of the lease have failed since the latest successful one."""
         return self._running.failures
 
     @property
     def lease_lost(self) -> "asyncio.Future[None]":
-        """Done when the lease is known to be lost; the handler is cancelled at the same moment."""
+        """A future that is done when the lease is lost; the handler is cancelled at the same time."""
         running = self._running
         if running.waiter is None:
             running.waiter = self._loop.create_future()
@@ -257,33 +151,37 @@ class Context:
         return asyncio.shield(running.waiter)
 
     def is_lease_healthy(self) -> bool:
-        """Whether the lease is not known to be lost and its renewals get through; safe from any thread."""
+        """Return whether the lease is held and its renewals succeed; safe to call from any thread."""
         running = self._running
         return running.lost is None and not running.is_dropped and running.failures < UNHEALTHY_FAILURES
 
     async def progress(self, percent: int | None = None, message: str | None = None) -> None:
-        """Overwrite what the run reports of itself; what is absent keeps its value."""
+        """Report progress, shown by `run.status()`; a value that is left out stays as it was."""
         handle = self._running.claimed.handle
         await self._answer(lambda: self._engine.progress(handle, percent=percent, message=message))
 
     @property
     def is_resumed(self) -> bool:
-        """Whether a wait of this attempt is over: its handler runs again, from its start, after a `suspend`."""
+        """Whether this attempt has suspended before: the handler runs again, from its start."""
         return self._running.claimed.has_waited
 
     def resumed_signals(self) -> tuple[ResumeSignal, ...]:
-        """The signals of the wait that is over, in the order they were accepted; none before the first wait.
+        """Return the signals of the wait that is over, in the order they were accepted.
 
-        Where `suspend` has returned, they are those of the wait it was called for.
+        They are empty before the first wait and after an operator resumed the execution. If `suspend` has returned,
+        they are the signals of that wait.
         """
         return self._running.signals
 
     async def observe_signals(self) -> list[ResumeSignal]:
-        """Every signal of this attempt's latest wait, read now."""
+        """Read every signal of the latest wait of this attempt from the store."""
         return await self._answer(lambda: self._engine.observe_signals(self._running.claimed.handle))
 
     async def create_waitpoint(self, waitpoint_key: str, expires_in: Duration) -> PendingWaitpoint:
-        """A waitpoint that takes signals from now on, to be waited for later; its token may be given away at once."""
+        """Create a waitpoint that accepts signals from now on; pass it to `suspend` to wait for it later.
+
+        Its token can be given to an outsider at once, for example with `callback`.
+        """
         handle, waitpoint_id = self._running.claimed.handle, WaitpointId(uuid7())
         expires_in_ms = milliseconds(expires_in, "expires_in")
         return await self._answer(
@@ -293,10 +191,14 @@ class Context:
         )
 
     def callback(self, waitpoint: PendingWaitpoint, *, base_url: str | None = None) -> Callback:
-        """Where and with what an outsider signals a waitpoint of this run; `FF_CALLBACK_URL` is the usual base."""
+        """Return the URL and the token with which an outsider signals a waitpoint of this run.
+
+        The URL begins with `base_url`, or with the setting `FF_CALLBACK_URL` if that is left out.
+        """
         if not isinstance(waitpoint, PendingWaitpoint):
             raise error(
-                "invalid_input", f"waitpoint: expected what ctx.create_waitpoint returned, got {shown(waitpoint)}"
+                "invalid_input",
+                f"waitpoint: expected the waitpoint that ctx.create_waitpoint returned, got {shown(waitpoint)}",
             )
         return Callback.of(
             base_url or self._engine.settings.callback_url,
@@ -306,27 +208,30 @@ class Context:
         )
 
     async def suspend(self, args: SuspendArgs | None = None, **options: Unpack[SuspendOptions]) -> SuspendDetails:
-        """Wait for signals without a worker: the handler ends here, and runs again from its start when they came.
+        """Wait for signals without holding a worker: `await ctx.suspend(keys=["approval"], timeout=3600)`.
 
-        It returns only where there is nothing to wait for: signals that came before have met the condition already,
-        or this is a repeat, under its idempotency key, of a wait that is over.
+        The handler ends here and runs again, from its start, when the wait is over; `is_resumed` and
+        `resumed_signals()` tell the second run. The call returns only if there is nothing to wait for: signals that
+        arrived earlier already meet the condition, or a wait under the same idempotency key is over.
         """
         if args is None:
             args = suspend_args(self.attempt_index, options)
         elif options or not isinstance(args, SuspendArgs):
-            raise TypeError("suspend: give either the options one by one, or all of them as SuspendArgs")
-        check_has_deadline(args, self._running.claimed.policy)
-        running, given = self._running, repeatable(args)
+            raise TypeError(
+                "suspend: pass either keyword options, such as keys=['approval'], or one SuspendArgs, not both"
+            )
+        check_has_timeout(args, self._running.claimed.policy)
+        running, given = self._running, with_retry_key(args)
         handle = running.claimed.handle
         running.is_suspending = True
         try:
-            outcome = await answer_of(lambda: self._engine.suspend(handle, given), running)
+            outcome = await retry_suspend(lambda: self._engine.suspend(handle, given), running)
             running.is_suspended = outcome is None or _is_suspended(outcome, handle)
         finally:
             running.is_suspending = running.is_suspended
         if outcome is not None and not running.is_suspended:
             details = outcome.details
-            running.signals = await signals_of(self._engine, running, details.suspension_id)
+            running.signals = await read_signals(self._engine, running, details.suspension_id)
             return details
         running.is_dropped = True
         raise HandlerSuspended
@@ -342,12 +247,12 @@ class Context:
     async def wait_for_signal(
         self, name: str, kind: Any = Any, *, timeout: Duration | None = None, default: Any = _NO_DEFAULT
     ) -> Any:
-        """The payload of a signal, of the type named: `answer = await ctx.wait_for_signal("approval", str)`.
+        """Return the payload of a signal, decoded to a type: `answer = await ctx.wait_for_signal("approval", str)`.
 
-        The first time, the handler ends here and holds no worker while it waits. When the signal has come the handler
-        runs again from its start, and this call returns. The n-th wait for a name gets the n-th signal. `WaitTimeout`
-        when none comes in time, `NoSignal` when an operator ends the wait without one; with a default, that instead.
-        A failed attempt forgets its waits: the next one waits anew.
+        The first time, the handler ends here and holds no worker while it waits. When the signal arrives, the handler
+        runs again from its start and this call returns. The n-th wait for a name gets the n-th signal of that name.
+        Raises `WaitTimeout` if no signal arrives in time and `NoSignal` if an operator ends the wait without one;
+        with `default`, returns that instead. A new attempt after a failure waits again.
         """
         codec = codec_of(kind)
         waits = self._running.waits
@@ -358,21 +263,21 @@ class Context:
             if default is not _NO_DEFAULT:
                 return default
             if any(map(is_timeout, signals)):
-                raise WaitTimeout(f"no signal {name!r} came within {timeout} seconds")
+                raise WaitTimeout(f"no signal {name!r} arrived within {timeout} seconds")
             raise NoSignal(f"the wait for signal {name!r} was ended without one; pass default= to go on with a value")
         try:
             return codec.decode(b"null" if received.payload is None else received.payload)
         except Exception as refused:
             raise error(
                 "invalid_input",
-                f"signal {name!r} from {shown(received.source_identity)}: its payload is no {name_of(kind)}: "
+                f"signal {name!r} from {shown(received.source_identity)}: the payload is not of type {name_of(kind)}: "
                 f"{reason(refused)}",
             ) from None
 
     async def _signals_of(
         self, suspension_id: SuspensionId, key: str, timeout: Duration | None
     ) -> Sequence[ResumeSignal]:
-        """The signals of a wait that is over; a wait that has not begun begins, and the handler ends."""
+        """Return the signals of a wait that is over, or begin the wait and end the handler."""
         if self.is_resumed:
             handle, past = self._running.claimed.handle, parts_of(self._engine).signals
             signals = await self._answer(lambda: past.signals_of_past_wait(handle, suspension_id))
@@ -387,10 +292,10 @@ class Context:
         return self._running.signals
 
     async def _answer(self, call: Callable[[], Awaitable[Answer]]) -> Answer:
-        return await while_leased(call, self._running)
+        return await retry_while_leased(call, self._running)
 
     def from_thread(self, awaitable: Coroutine[Any, Any, Answer]) -> Answer:
-        """The answer of an asynchronous call, for a handler in a thread: `ctx.from_thread(ctx.progress(50))`."""
+        """Wait for an asynchronous call from a `def` handler: `ctx.from_thread(ctx.progress(50))`."""
         with contextlib.suppress(RuntimeError):
             asyncio.get_running_loop()
             awaitable.close()

@@ -1,30 +1,30 @@
-"""What is kept of the exception that ends an attempt: the name of its class and its traceback."""
+"""What an attempt stores of the exception that ended it: the name of its class and its traceback."""
 
 import traceback
 from types import TracebackType
 
 MAX_FRAMES = 1000
-"""Frames of one traceback that are shown; of more, the first half and the last half."""
+"""The most frames shown of one traceback; of a longer one, the first and the last frames are shown."""
 MAX_OF_GROUP = 15
-"""Exceptions of one group that are shown."""
+"""The most exceptions shown of one group."""
 
 _WORKER = __name__.rpartition(".")[0]
 _UNNAMED_MODULES = ("builtins", "__main__")
 
 
 def error_type_of(error: BaseException) -> str:
-    """The qualified name of an exception's class, as a traceback shows it: `ValueError`, `app.errors.CardDeclined`."""
+    """Return the class name of an exception as a traceback shows it: `ValueError`, `app.errors.CardDeclined`."""
     kind = type(error)
     return kind.__qualname__ if kind.__module__ in _UNNAMED_MODULES else f"{kind.__module__}.{kind.__qualname__}"
 
 
 def traceback_of(error: BaseException) -> str | None:
-    """An exception with its causes and its group, as `traceback.format_exception` prints them, from the handler on.
+    """Return the traceback as `traceback.format_exception` prints it, with causes and groups, from the handler on.
 
-    None where the exception itself keeps it from being printed.
+    Return None if the exception itself cannot be printed.
     """
     try:
-        # Without frames: those of each exception are filled in below.
+        # Without frames, which are filled in below.
         printed = traceback.TracebackException(
             type(error), error, error.__traceback__, limit=0, compact=True, max_group_width=MAX_OF_GROUP
         )
@@ -44,7 +44,7 @@ def traceback_of(error: BaseException) -> str | None:
 
 
 class _Ends(traceback.StackSummary):
-    """The first and the last frames of a traceback that has too many."""
+    """The first and the last frames of a traceback that is too long."""
 
     left_out: int
     last: traceback.StackSummary
@@ -58,7 +58,7 @@ class _Ends(traceback.StackSummary):
 
 
 def _stack_of(trace: TracebackType | None) -> traceback.StackSummary:
-    """The frames of a traceback without those of the worker that come before the handler's."""
+    """Return the frames of a traceback without the leading frames of the worker itself."""
     while trace is not None and _is_worker_code(trace):
         trace = trace.tb_next
     depth = sum(1 for _ in traceback.walk_tb(trace))
@@ -76,5 +76,5 @@ def _is_worker_code(trace: TracebackType) -> bool:
 
 
 def _summary(trace: TracebackType | None, limit: int | None) -> traceback.StackSummary:
-    # Of any exception: `StackSummary.extract` does not know the columns that the lines are marked at.
+    # From a dummy exception: `StackSummary.extract` loses the column positions.
     return traceback.TracebackException(Exception, Exception(), trace, limit=limit).stack

@@ -1,4 +1,4 @@
-"""What an error of the engine means for a worker's call: repeat it, give the run up, or fail the run."""
+"""What an engine error means for a worker: retry the call, give up the run, or fail the run."""
 
 import logging
 import time
@@ -21,10 +21,10 @@ LEASE_IS_LOST = frozenset(
         "execution_not_found",
     }
 )
-"""The errors that say that a lease is no longer held: repeating the call cannot help."""
+"""Error codes that mean that the lease is no longer held: a retry cannot succeed."""
 
-FAULT_SECONDS = (0.05, 1.0)
-"""The first and the longest pause before a call that met a fault of the store is repeated."""
+RETRY_SECONDS = (0.05, 1.0)
+"""The first and the longest pause before a call is retried after a fault of the store."""
 
 _LOSSES: Final = {
     LostReason.COMPLETED: "another caller has completed it",
@@ -48,50 +48,50 @@ _FAULTS: Final = frozenset({"resource_exhausted", "bug"})
 _UNANSWERED: Final = frozenset({TransportKind.TRANSPORT, TransportKind.TIMEOUT})
 
 
-def is_passing(error: Exception) -> bool:
-    """Whether the store was at fault or in contention, so that the same call may succeed later.
+def is_store_fault(error: Exception) -> bool:
+    """Whether the store was unavailable or busy, so that the same call may succeed later.
 
-    That an error is retryable does not say so: a waitpoint that is not found does not come by waiting.
+    This is narrower than `retryable`: a missing waitpoint does not appear by waiting.
     """
     if isinstance(error, TransportError):
         return error.kind is not TransportKind.OTHER
     return isinstance(error, EngineError) and (error.category in _FAULTS or error.code == "retry_exhausted")
 
 
-def is_about_values(error: Exception) -> bool:
-    """Whether the error judges what the call was given: the same call will be refused again."""
+def is_bad_input(error: Exception) -> bool:
+    """Whether the error is about the arguments: the same call would be refused again."""
     if isinstance(error, TransportError):
         return error.kind is TransportKind.OTHER
     return isinstance(error, EngineError) and error.category == "validation"
 
 
-def is_of_lost_lease(error: Exception) -> bool:
-    """Whether the error says that the lease of the call is no longer held."""
+def is_lease_lost(error: Exception) -> bool:
+    """Whether the error means that the lease is no longer held."""
     return isinstance(error, EngineError) and error.code in LEASE_IS_LOST
 
 
 def is_cancel(reason: Exception | LostReason) -> bool:
-    """Whether a lease is lost because its execution was cancelled, which is no surprise to anybody."""
+    """Whether a lease is lost because its execution was cancelled."""
     if isinstance(reason, LostReason):
         return reason is LostReason.CANCELLED
     detail = reason.detail if isinstance(reason, EngineError) else None
     return isinstance(detail, Mapping) and detail.get("terminal_outcome") == TerminalOutcome.CANCELLED
 
 
-def level_of_loss(reason: Exception | LostReason) -> int:
-    """The level to log the loss of a lease at: what a caller has asked for is no warning."""
+def loss_log_level(reason: Exception | LostReason) -> int:
+    """Return the log level for a lost lease: INFO if a caller ended the run on purpose, else WARNING."""
     return logging.INFO if is_cancel(reason) or reason in _ASKED_FOR else logging.WARNING
 
 
 def loss_text(reason: Exception | LostReason) -> str:
-    """Why a lease is lost, for the log."""
+    """Return why a lease is lost, for the log."""
     if is_cancel(reason):
         return _LOSSES[LostReason.CANCELLED]
     return _LOSSES[reason] if isinstance(reason, LostReason) else str(reason)
 
 
-def level_of_retry(error: Exception) -> int:
-    """The level to log a retry at: `Contact` has logged an unavailable store once for all calls."""
+def retry_log_level(error: Exception) -> int:
+    """Return the log level for a retry: DEBUG during an outage, which `StoreHealth` logs once for all calls."""
     return logging.DEBUG if _is_outage(error) else logging.WARNING
 
 
@@ -99,25 +99,28 @@ def _is_outage(error: Exception) -> bool:
     return isinstance(error, TransportError) and error.kind is not TransportKind.OTHER
 
 
-class Contact:
-    """Whether the store answers the calls of a worker's main connections; logs when an outage begins and ends."""
+class StoreHealth:
+    """Tracks whether the store answers a worker; logs when an outage begins and when it ends.
+
+    The heartbeat has a connection of its own and is not tracked here.
+    """
 
     def __init__(self) -> None:
         self._silent_since: float | None = None
-        """When the first call of those that were not answered since the last answer was made."""
+        """When the first unanswered call since the last answer was sent."""
         self._outage_since: float | None = None
-        """When the first call was made that found the store unavailable."""
+        """When the call that first found the store unavailable was sent."""
         self._is_unreachable = False
-        """Whether the latest call of the outage found no connection: any answer shows that the outage is over."""
+        """Whether the latest call of the outage could not connect: then any answer means that the outage is over."""
 
     def answered(self) -> None:
-        """The store has carried out a call, or refused it for what it asks."""
+        """Record that the store has answered a call, also by refusing it."""
         self._silent_since = None
         if self._outage_since is not None:
             self._end_outage(self._outage_since)
 
     def failed(self, error: Exception, asked_at: float) -> None:
-        """A call has failed; a refusal of the store is an answer too."""
+        """Record that a call has failed."""
         if not isinstance(error, TransportError) or error.kind not in _UNANSWERED:
             self._silent_since = None
         elif self._silent_since is None:
@@ -126,15 +129,15 @@ class Contact:
             self._note_outage(error, asked_at)
 
     def forget_silence(self) -> None:
-        """Count the silence of the store from the next call on."""
+        """Measure the silence of the store from the next call on."""
         self._silent_since = None
 
     def reconciled(self, error: Exception | None, asked_at: float) -> None:
-        """The reconciler has made its calls; they do not count for the leases."""
+        """Record a tick of the reconciler; its calls do not count for the renewal of leases."""
         if error is not None:
             self._note_outage(error, asked_at)
         elif self._outage_since is not None and self._is_unreachable:
-            # Its calls may only read: they do not show that a store that refused to write takes writes again.
+            # Its calls may only read, which does not show that a read-only store accepts writes again.
             self._end_outage(self._outage_since)
 
     def _note_outage(self, error: Exception, asked_at: float) -> None:
@@ -149,7 +152,7 @@ class Contact:
 
     @property
     def is_silent(self) -> bool:
-        """Whether the latest calls were not answered."""
+        """Whether the latest call was not answered."""
         return self._silent_since is not None
 
     def unanswered_for(self, seconds: float) -> bool:

@@ -1,4 +1,4 @@
-"""A function as a worker calls it: its arguments come from a payload, its result goes to one."""
+"""Handlers: functions that a worker calls with the arguments of a payload."""
 
 import inspect
 from collections import OrderedDict
@@ -23,50 +23,52 @@ _NO_ARGUMENTS: tuple[Sequence[Any], Mapping[str, Any]] = ((), {})
 
 
 class _Shape(NamedTuple):
-    """What a signature asks for."""
+    """What a handler needs to know about the signature of its function."""
 
     signature: inspect.Signature
     call: inspect.Signature
-    """The signature as a caller sees it: without the context."""
+    """The signature without the context, as submitters see it."""
     names: tuple[str, ...]
     required: frozenset[str]
     by_position: int
-    """How many arguments a caller may pass by position; -1 where only the signature can tell what goes where."""
+    """How many arguments may be passed by position; -1 if only `Signature.bind` can tell."""
     context: str | None
     context_at: int
     is_plain: bool
-    """Whether the values of a payload, in order, are the positional arguments."""
+    """Whether the values of a payload, in order, are exactly the positional arguments."""
     codecs: tuple[Codec, ...]
     raw: tuple[int, ...]
-    """The parameters whose JSON is decoded by their own codec."""
+    """The indices of parameters that are decoded by their own codec."""
     decode: Callable[[bytes], Any]
     result: Codec
     exact: Any
-    """The type of the result where each of its values that can be encoded comes back equal."""
+    """The type of the result, if every value of it decodes to an equal one and needs no check."""
     allows_none: bool
-    """Whether None is a result of the annotated type."""
+    """Whether None is a value of the annotated type of the result."""
     keeps_bytes: bool
-    """Whether bytes are stored as they are."""
+    """Whether a result of bytes is stored as it is, without JSON."""
 
 
 class UnresolvedAnnotation(InvalidInputError):
-    """An annotation names what is not defined."""
+    """An annotation uses a name that is not defined."""
 
 
 class Handler:
-    """Calls one function with what a payload and its context hold.
+    """A function whose arguments come from a payload and whose result is stored.
 
-    A payload is a JSON object of arguments by name. A parameter annotated `Context` is given the context instead; a
-    function without any other parameter is called whatever the payload is. Types that cannot be carried are refused
-    here, or at the first use where an annotation names what is not defined yet.
+    A payload is a JSON object of arguments by name. A parameter annotated with `Context` gets the context instead. A
+    function without other parameters accepts any payload. Types that cannot be stored as JSON are refused when the
+    handler is created, or at its first use if an annotation names something that is not defined yet.
     """
 
     def __init__(self, function: Callable[..., Any], *, task: str | None = None) -> None:
-        """Wrap a function; with a task's name its results are read back by type, so that bytes need an annotation."""
+        """Wrap a function; results of a task are decoded to the annotated type, so a task must annotate bytes."""
         self.function = function
         self.name = str(getattr(function, "__name__", None) or type(function).__name__) if task is None else task
         if inspect.isasyncgenfunction(function) or inspect.isgeneratorfunction(function):
-            raise TypeError(f"task {self.name!r} is a generator; return the result, such as a list, and yield nothing")
+            raise TypeError(
+                f"task {self.name!r} is a generator; return its result, for example as a list, instead of yielding"
+            )
         self._is_task = task is not None
         kind: Any = type(function)
         self.is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(kind.__call__)
@@ -75,7 +77,7 @@ class Handler:
 
     @cached_property
     def shape(self) -> _Shape:
-        """What the function's signature asks for; its annotations must be resolvable by the first use."""
+        """The signature of the function; its annotations must be defined when this is first used."""
         try:
             return self._shape()
         except (NameError, AttributeError) as error:
@@ -131,11 +133,11 @@ class Handler:
 
     @cached_property
     def _defaults(self) -> Mapping[str, object]:
-        """The defaults that can be carried, by the names of their parameters."""
+        """The defaults that can be stored as JSON, by the names of their parameters."""
         defaults: dict[str, object] = {}
         has_gap = False
         for each, codec in zip(self.shape.call.parameters.values(), self.shape.codecs, strict=True):
-            # After one that is left out, the next cannot be passed by position.
+            # After a gap, a positional-only argument cannot be passed.
             if each.default is Parameter.empty or (has_gap and each.kind is Parameter.POSITIONAL_ONLY):
                 continue
             try:
@@ -146,10 +148,11 @@ class Handler:
         return defaults
 
     def encode(self, args: Sequence[object], kwargs: Mapping[str, object], *, is_canonical: bool = False) -> bytes:
-        """The payload of a call; TypeError for a call the function would refuse, `invalid_input` for a wrong value.
+        """Return the payload of a call.
 
-        The canonical payload is the same for every call with equal arguments: defaults are written out, and sets and
-        the keys of dicts are sorted.
+        Raises TypeError if the function does not accept these arguments, and `invalid_input` for a value of a wrong
+        type. The canonical payload is the same for all calls with equal arguments: defaults are written out, and sets
+        and keys of dicts are sorted.
         """
         shape = self.shape
         if is_canonical:
@@ -175,19 +178,19 @@ class Handler:
         return self._without_raw(values) if self.shape.raw else values
 
     def _canonical(self, values: Sequence[object], payload: bytes) -> bytes:
-        """The canonical payload of decoded arguments, or the one given where their order has a meaning."""
-        # What was decoded has the types of the parameters: 1 and 1.0 for a float are one.
+        """Return the canonical payload of decoded arguments, or the original one if sorting changes their value."""
+        # Decoded values have the types of the parameters: 1 and 1.0 for a float are the same.
         typed = {n: value for n, value in zip(self.shape.names, values, strict=True) if value is not msgspec.UNSET}
         ordered = canonical(typed, encode(self._with_raw(typed)))
         return ordered if self._values(ordered) == values else payload
 
     def _given(self, args: Sequence[object], kwargs: Mapping[str, object]) -> Mapping[str, object]:
-        """The arguments by name, in the order of the parameters, without those left to their defaults."""
+        """Return the passed arguments by name, in the order of the parameters."""
         shape = self.shape
         if len(args) <= shape.by_position:
             given = {**dict(zip(shape.names, args, strict=False)), **kwargs}
             ordered = {name: given[name] for name in shape.names if name in given}
-            # As many names as arguments: none is given twice, and none is unknown.
+            # As many names as arguments: none was passed twice, and none is unknown.
             if len(ordered) == len(args) + len(kwargs) and shape.required <= ordered.keys():
                 return ordered
         parameters = shape.call.parameters
@@ -215,7 +218,7 @@ class Handler:
                     codec.checked(given[name])
             except NotSerializable as refused:
                 return self._invalid(f"parameter {name!r}", refused)
-        return self._invalid("arguments", f"{shown(dict(given))} cannot be carried as JSON")
+        return self._invalid("arguments", f"{shown(dict(given))} cannot be stored as JSON")
 
     def _without_raw(self, values: Sequence[Any]) -> tuple[Any, ...]:
         decoded = list(values)
@@ -228,7 +231,7 @@ class Handler:
         return tuple(decoded)
 
     def bind(self, payload: bytes, context: Context | None) -> tuple[Sequence[Any], Mapping[str, Any]]:
-        """The arguments of a call; `invalid_input` for a payload that does not fit."""
+        """Return the arguments of a call; raise `invalid_input` for a payload that does not fit."""
         shape = self.shape
         try:
             values = msgspec.structs.astuple(shape.decode(payload)) if shape.names else ()
@@ -252,9 +255,9 @@ class Handler:
         return bound.args, bound.kwargs
 
     def encode_result(self, result: object) -> bytes | None:
-        """What an execution stores of a result: nothing of None, bytes as they are, JSON of anything else.
+        """Return what to store of a result: None for None, bytes as they are, and JSON for anything else.
 
-        `invalid_input` for a result that is not of the annotated type, or would not come back equal.
+        Raises `invalid_input` for a result that is not of the annotated type or would not decode to an equal value.
         """
         shape = self.shape
         if result is None and shape.allows_none:
@@ -273,7 +276,7 @@ class Handler:
             raise self._invalid("result", shape.result.refusal(result, verb="return")) from None
 
     def decode_result(self, payload: bytes | None) -> Any:
-        """The function's result, of the type it names; `corruption` where what is stored does not fit that type."""
+        """Return the stored result in the annotated type; raise `corruption` if it does not fit that type."""
         shape = self.shape
         if payload is None and shape.allows_none:
             return None
@@ -284,8 +287,8 @@ class Handler:
         except Exception as error:
             raise InvalidInputError(
                 "corruption",
-                f"task {self.name!r}: the stored result is no {name_of(shape.result.annotation)}: {reason(error)}; "
-                "it may be from another version of the task",
+                f"task {self.name!r}: the stored result cannot be read as {name_of(shape.result.annotation)}: "
+                f"{reason(error)}; it may have been stored by another version of the task",
             ) from None
 
 
@@ -294,7 +297,7 @@ def _is_required(parameter: Parameter) -> bool:
 
 
 def _field_type(parameter: Parameter) -> Any:
-    """The type of what a payload holds for a parameter."""
+    """Return the type of the payload's value for a parameter."""
     kind = Any if parameter.annotation is Parameter.empty else parameter.annotation
     is_unpacked = get_origin(kind) is Unpack
     match parameter.kind:
@@ -307,7 +310,7 @@ def _field_type(parameter: Parameter) -> Any:
 
 
 def _returned(annotation: Any) -> Any:
-    """The type of a function's result, once awaited where the function returns an awaitable."""
+    """Return the type of a function's result, after awaiting it if it is an awaitable."""
     if annotation is inspect.Signature.empty:
         return Any
     if annotation in (NoReturn, Never):

@@ -1,4 +1,4 @@
-"""The heartbeat: a thread with a loop and a connection of its own that keeps a worker's leases and its registration."""
+"""The heartbeat: a thread with its own connection that renews the leases and the registration of a worker."""
 
 import asyncio
 import contextlib
@@ -19,20 +19,20 @@ from flowfabric.model.lease import Renewed
 from flowfabric.model.text import MAX_BATCH
 from flowfabric.model.worker import NotRegistered
 from flowfabric.pauses import is_done_before, is_set_within
-from flowfabric.worker.context import Running
-from flowfabric.worker.faults import LEASE_IS_LOST, Contact
+from flowfabric.worker.faults import LEASE_IS_LOST, StoreHealth
+from flowfabric.worker.running import Running
 
 logger = logging.getLogger(__name__)
 
 Answer = TypeVar("Answer")
 
 LEAVE_SECONDS = 1.5
-"""How long a worker that stops tries to leave the registry."""
+"""How long a stopping worker tries to deregister."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Registration:
-    """What a worker process says of itself in the registry."""
+    """The entry of a worker in the registry."""
 
     worker_id: str
     worker_instance_id: str
@@ -44,7 +44,7 @@ class Registration:
     serves_all_namespaces: bool
 
     async def enter(self, engine: Engine) -> None:
-        """Enter the registry, or renew the entry."""
+        """Register the worker, or renew its entry."""
         await engine.register_worker(
             worker_id=self.worker_id,
             worker_instance_id=self.worker_instance_id,
@@ -57,13 +57,13 @@ class Registration:
         )
 
     async def keep(self, engine: Engine) -> None:
-        """Stay alive in the registry, entering it again after a lapse."""
+        """Keep the entry alive; register again if it has expired."""
         kept = await engine.heartbeat_worker(worker_instance_id=self.worker_instance_id, namespace=self.namespace)
         if isinstance(kept, NotRegistered):
             await self.enter(engine)
 
     async def leave(self, engine: Engine) -> None:
-        """Be dead at once, or after the time to live where the store does not answer soon."""
+        """Deregister; if the store does not answer soon, the entry expires by itself."""
         try:
             async with asyncio.timeout(LEAVE_SECONDS):
                 await engine.mark_worker_dead(
@@ -76,17 +76,17 @@ class Registration:
 
 
 class Heartbeat:
-    """Renews every lease that a third of its time has passed on, whatever the handlers do to the main loop.
+    """Renews every lease after a third of its time, even while handlers block the main event loop.
 
-    It looks every sixth, so that a renewal is tried three times before the lease can run out. It renews nothing while
-    the main connections of the worker have had no answer for longer than a lease, and no run whose ending could not be
-    written for as long, so that another worker takes over. A run whose lease has run out is lost.
+    It checks every sixth of that time, so that a renewal is tried several times before the lease can expire. It stops
+    renewing, so that another worker takes over, while the other connections of the worker have had no answer for the
+    time of a lease, and for a run whose end could not be written for that long. A run whose lease expires is stopped.
     """
 
     STOP_SECONDS = 2.0
-    """How long stopping waits for the connection to close; a silent one is left behind."""
+    """How long a stop waits for the connection to close."""
     CHECK_SECONDS = 1.0
-    """The shortest pause between two checks of every lease."""
+    """The shortest pause between two checks of all leases."""
 
     def __init__(
         self,
@@ -96,13 +96,13 @@ class Heartbeat:
         registration: Registration,
         running: Callable[[], list[Running]],
         lose: Callable[[Running], None],
-        contact: Contact,
+        health: StoreHealth,
     ) -> None:
         self._engine = engine
         self._registration = registration
         self._running = running
         self._lose = lose
-        self._contact = contact
+        self._health = health
         self._is_holding_back = False
         self._has_warned = False
         self._checks_wanted = 0
@@ -117,20 +117,20 @@ class Heartbeat:
         self._thread = threading.Thread(target=self._run, name="flowfabric-heartbeat", daemon=True)
 
     async def start(self) -> None:
-        """Begin to beat."""
+        """Start the thread."""
         self._thread.start()
         await asyncio.wrap_future(self._started)
 
     async def stop(self) -> None:
-        """Beat no more."""
+        """Stop the thread, or leave it behind after STOP_SECONDS."""
         loop, stopping, woken = self._started.result()
         loop.call_soon_threadsafe(stopping.set)
         loop.call_soon_threadsafe(woken.set)
-        # Not joined in a thread of the event loop's executor: handlers may block all of those.
+        # Not joined in a thread of the event loop's executor: handlers may occupy all of them.
         await asyncio.wait((asyncio.wrap_future(self._ended),), timeout=self.STOP_SECONDS)
 
     def check_all(self) -> None:
-        """Find out soon which leases are still held, by renewing every one."""
+        """Find out soon which leases are still held, by renewing all of them."""
         loop, _, woken = self._started.result()
         self._checks_wanted += 1
         with contextlib.suppress(RuntimeError):
@@ -155,11 +155,11 @@ class Heartbeat:
                         break
                     if await is_set_within(woken, self._pause):
                         woken.clear()
-            except _Stuck as silence:
+            except _NoAnswer as silence:
                 self._warn("the heartbeat reconnects: %s", silence)
                 self._stop_expired(self._running())
             except Exception as error:
-                # Whatever it is: a worker whose leases nobody renews does its work twice.
+                # Any error: without a heartbeat, other workers would repeat the work of this one.
                 if isinstance(error, EngineError):
                     self._warn("the heartbeat reconnects: %s", error)
                 else:
@@ -167,7 +167,7 @@ class Heartbeat:
                 self._stop_expired(self._running())
                 if await is_set_within(woken, self._pause):
                     woken.clear()
-            # Not waited for: the connection to a silent server takes its time to close.
+            # In the background: a connection to a silent server closes slowly.
             closing = asyncio.create_task(connected.aclose())
             closings.add(closing)
             closing.add_done_callback(closings.discard)
@@ -175,7 +175,7 @@ class Heartbeat:
 
     @property
     def _pause(self) -> float:
-        """How long to wait before the next beat: not long while leases are to be checked."""
+        """The pause before the next beat, which is short while a check is requested."""
         return min(self._tick, self.CHECK_SECONDS) if self._checks_done < self._checks_wanted else self._tick
 
     async def _beat(self, engine: Engine) -> None:
@@ -208,18 +208,18 @@ class Heartbeat:
         return not running.has_ended or time.monotonic() - running.ended_at <= self._ttl
 
     def _holds_back(self) -> bool:
-        """Whether no lease is renewed, because the worker's own calls have been without an answer for too long."""
-        is_stuck = self._contact.unanswered_for(self._ttl)
+        """Whether renewals are suspended because the calls of the worker itself get no answer."""
+        is_stuck = self._health.unanswered_for(self._ttl)
         if is_stuck and not self._is_holding_back:
-            text = "leases are not renewed until the store answers: it has not for %g s, and others take over"
+            text = "leases are not renewed, so that other workers take over: the store has not answered for %g s"
             logger.warning(text, self._ttl)
         self._is_holding_back = is_stuck
         return is_stuck
 
     def _stop_expired(self, unrenewed: Iterable[Running]) -> None:
-        """Stop those of some runs whose leases have expired since their last renewal."""
+        """Stop the runs among these whose leases have expired."""
         for running in unrenewed:
-            if running.is_lease_over and running.lost is None and not running.is_suspended and not running.has_ended:
+            if running.is_lease_expired and running.lost is None and not running.is_suspended and not running.has_ended:
                 running.lost = LostReason.NOT_RENEWED
                 self._main.call_soon_threadsafe(self._lose, running)
 
@@ -231,7 +231,7 @@ class Heartbeat:
         except EngineError as error:
             self._warn("%d leases were not renewed, which is retried in %.2g s: %s", len(due), self._tick, error)
             verdicts = [error] * len(due)
-        except _Stuck:
+        except _NoAnswer:
             for running in due:
                 running.failures += 1
             raise
@@ -246,23 +246,23 @@ class Heartbeat:
                 running.failures += 1
 
     async def _answer(self, asked: Coroutine[Any, Any, Answer]) -> Answer:
-        """What the store answers; a connection that stays silent is given up while there is time for another."""
+        """Return the answer of the store; raise early enough to try another connection if there is none."""
         task = asyncio.create_task(asked)
         task.add_done_callback(lambda task: task.cancelled() or task.exception())
         answered, _ = await asyncio.wait((task,), timeout=self._ttl / 3)
         if not answered:
-            # Not awaited: a silent server answers the cancellation no more than the statement.
+            # Not awaited: a silent server does not answer a cancellation either.
             task.cancel()
-            raise _Stuck("the store does not answer")
+            raise _NoAnswer("the store does not answer")
         answer = task.result()
         self._has_warned = False
         return answer
 
     def _warn(self, text: str, *values: object) -> None:
-        """Log a fault of the store: the first since its last answer as a warning."""
+        """Log a fault of the store: as a warning if it is the first since the last answer, else at DEBUG."""
         logger.log(logging.DEBUG if self._has_warned else logging.WARNING, text, *values)
         self._has_warned = True
 
 
-class _Stuck(Exception):
-    """The store stays silent."""
+class _NoAnswer(Exception):
+    """The store does not answer."""

@@ -1,4 +1,4 @@
-"""Signals that ask a process to end."""
+"""SIGTERM and SIGINT: the first asks the process to stop, the second ends it."""
 
 import asyncio
 import contextlib
@@ -13,9 +13,9 @@ logger = logging.getLogger(__name__)
 
 @contextlib.contextmanager
 def calling_on_interrupts(stop: Callable[[], None]) -> Iterator[None]:
-    """Call on the first SIGTERM or SIGINT, and end the process at once on the second, with exit code 143 or 130.
+    """Call `stop` on the first SIGTERM or SIGINT; on the second, end the process at once with exit code 143 or 130.
 
-    Outside the main thread, where no signal arrives, this does nothing.
+    Outside the main thread, which receives no signals, this does nothing.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -38,6 +38,6 @@ def calling_on_interrupts(stop: Callable[[], None]) -> Iterator[None]:
 
 
 def _end_at_once(number: int, _: object) -> None:
-    # An exit by an exception waits for threads, and a handler that blocks the event loop never lets it through.
+    # Not an exception: it would wait for threads, and could not get through a handler that blocks the event loop.
     logger.warning("%s again: this process ends at once", signal.Signals(number).name)
     os._exit(128 + number)

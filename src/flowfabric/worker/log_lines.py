@@ -1,22 +1,22 @@
-"""The lines a worker logs of its start, of the beginning of runs, and of its stop."""
+"""The log lines about the start of a worker, the start of runs, and the drain."""
 
 import logging
 import time
 from collections.abc import Collection, Sequence
 
 from flowfabric.model.states import AttemptType
-from flowfabric.worker.context import Running
 from flowfabric.worker.heartbeat import Registration
 from flowfabric.worker.logs import log_about
+from flowfabric.worker.running import Running
 
 logger = logging.getLogger("flowfabric.worker")
 
 MOST_LISTED = 20
-"""Lanes or tasks that one line lists."""
+"""How many lanes or tasks one line lists."""
 
 
-def log_start(worker: Registration, concurrency: int) -> None:
-    """Log which worker has started and what it serves."""
+def log_worker_start(worker: Registration, concurrency: int) -> None:
+    """Log that a worker has started, and what it serves."""
     logger.info(
         "worker %s started: lanes %s; tasks %s; concurrency %d; %s",
         worker.worker_instance_id,
@@ -27,9 +27,9 @@ def log_start(worker: Registration, concurrency: int) -> None:
     )
 
 
-def log_begin(running: Running) -> None:
-    """Log that a run begins: a warning where it takes over from an attempt that lost its lease."""
-    # After a wait, the attempt itself goes on.
+def log_run_start(running: Running) -> None:
+    """Log that a run begins; as a warning if it takes over from an attempt that lost its lease."""
+    # After a wait, the same attempt continues.
     if running.claimed.attempt_type is AttemptType.RECLAIM and not running.claimed.has_waited:
         logger.warning(
             "%s is taken over as attempt %d: attempt %d lost its lease", running, running.attempt, running.attempt - 1
@@ -39,7 +39,7 @@ def log_begin(running: Running) -> None:
 
 
 class Drain:
-    """Logs a drain when it begins, when its time is up and when it ends."""
+    """Logs the begin of a drain, its timeout, and its end."""
 
     def __init__(self, worker_instance_id: str, held: Collection[Running]) -> None:
         self.began = time.monotonic()
@@ -48,7 +48,7 @@ class Drain:
         self._begun = list(held)
 
     def begin(self, seconds: float, *, is_by_signal: bool) -> None:
-        """Log how many handlers run and how long they are waited for."""
+        """Log how many handlers run and how long the drain waits for them."""
         count = sum(running.has_slot for running in self._begun)
         waits = ""
         if count:
@@ -57,15 +57,15 @@ class Drain:
                 waits += "; a second signal ends at once"
         logger.info("worker %s stops: %s running%s", self._worker, _handlers(count), waits)
 
-    def time_is_up(self, seconds: float) -> None:
+    def log_time_up(self, seconds: float) -> None:
         """Log how many handlers are cancelled, if any."""
         if count := sum(not running.has_ended and not running.is_dropped for running in self._held):
             logger.info("worker %s has waited %g s: cancelling %s", self._worker, seconds, _handlers(count))
 
     def end(self, *, handed_back: int) -> None:
-        """Log how many runs have finished, how many were handed back, and which are left to other workers."""
+        """Log how many runs finished, how many were handed back, and which ones other workers must take over."""
         for running in self._held:
-            what = "its ending is not stored" if running.has_ended else "does not stop"
+            what = "has ended, which could not be stored" if running.has_ended else "does not stop"
             seconds = running.claimed.handle.lease_ttl_ms / 1000
             log_about(
                 running.claimed,

@@ -1,4 +1,4 @@
-"""Which run a log line is about, as fields of its record, and a log on stderr for processes that set up none."""
+"""Log fields that name the run a line is about, and a default log on stderr."""
 
 import contextvars
 import logging
@@ -13,9 +13,10 @@ STDERR_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 class LogFields(TypedDict):
-    """The fields of a log record that name its run; all are None outside of runs.
+    """The fields of a log record that name its run; all of them are None outside of runs.
 
-    They have a prefix because logging refuses an `extra` that names a field of the record: `task` is left to users.
+    They have a prefix because logging refuses an `extra` with the name of an existing field, and users have their own
+    `task`.
     """
 
     ff_execution_id: str | None
@@ -32,7 +33,7 @@ current_run: contextvars.ContextVar[ClaimedExecution | None] = contextvars.Conte
 
 
 def log_fields() -> LogFields:
-    """The fields of the run whose handler calls, for loggers that do not go through `logging`."""
+    """Return the fields that name the current run, for loggers that do not use the `logging` module."""
     claimed = current_run.get()
     if claimed is None:
         return _NO_RUN.copy()
@@ -51,7 +52,7 @@ def log_about(
     *values: object,
     error: BaseException | None = None,
 ) -> None:
-    """Log a line with the fields of an execution, whatever context it is written in."""
+    """Log a line with the fields of this execution, in whatever context it is written."""
     if not logger.isEnabledFor(level):
         return
     before = current_run.set(claimed)
@@ -62,7 +63,7 @@ def log_about(
 
 
 class _RecordFactory:
-    """Makes the records of another factory and adds the fields of the run."""
+    """Wraps another record factory and adds the fields of the run."""
 
     def __init__(self, make: Callable[..., logging.LogRecord]) -> None:
         self._make = make
@@ -77,9 +78,9 @@ _installing = threading.Lock()
 
 
 def add_fields_to_records() -> None:
-    """Have every log record of this process name its run, on top of what a factory set before adds.
+    """Add the fields of the run to every log record of this process.
 
-    Does nothing where this is done; one that was replaced since is put on top of its replacement.
+    This wraps the current record factory. It does nothing if that is already wrapped.
     """
     with _installing:
         factory = logging.getLogRecordFactory()
@@ -88,7 +89,7 @@ def add_fields_to_records() -> None:
 
 
 class _Formatter(logging.Formatter):
-    """Ends the line of a run with its task, its attempt, and its id where the text does not name it."""
+    """Appends the task, the attempt and, unless the text has it, the execution id to the lines of a run."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         line = super().formatMessage(record)
@@ -100,11 +101,11 @@ class _Formatter(logging.Formatter):
 
 
 def log_to_stderr_if_unconfigured() -> None:
-    """Log from INFO on to stderr, unless a logger of this process has a handler already."""
+    """Log to stderr from INFO on, unless a logger of this process already has a handler."""
     root = logging.getLogger()
     known = (root, *list(logging.Logger.manager.loggerDict.values()))
     handlers = [each for logger in known if isinstance(logger, logging.Logger) for each in logger.handlers]
-    # Libraries give their loggers a handler that does nothing.
+    # Libraries add a NullHandler to their loggers.
     if all(isinstance(handler, logging.NullHandler) for handler in handlers):
         handler = logging.StreamHandler(sys.stderr)
         handler.setFormatter(_Formatter(STDERR_FORMAT))

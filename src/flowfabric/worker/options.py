@@ -1,4 +1,4 @@
-"""The options of a worker, and the checks of their values."""
+"""The options of a worker and the checks of their values."""
 
 from collections.abc import Iterable
 from typing import TypedDict
@@ -10,38 +10,38 @@ from flowfabric.worker.handler import Handler
 
 
 class WorkerOptions(TypedDict, total=False):
-    """How a worker works, as `Worker` takes it."""
+    """The keyword options of `fabric.worker()`, `fabric.run_worker()` and `Worker`."""
 
     lanes: Iterable[str]
-    """The lanes it claims from."""
+    """The lanes to claim from; for a fabric, by default the lanes of its tasks."""
     concurrency: int
-    """How many handlers run at a time."""
+    """How many handlers run at a time; by default 64."""
     worker_id: str
-    """The name of the group of workers it belongs to; the host's name when absent."""
+    """The name that workers of one group share; by default the host name."""
     worker_instance_id: str
-    """Its own name, unlike that of any other; made from the group's when absent."""
+    """The unique name of this worker; by default made of `worker_id`, the process id and a random suffix."""
     capabilities: Iterable[str]
-    """What it offers to executions that require capabilities."""
+    """The capabilities that this worker offers; executions that require others are not claimed."""
     lease_ttl: Duration
-    """How long a lease lasts between two renewals."""
+    """How long a lease lasts without a renewal before another worker may take over; by default 30 seconds."""
     namespace: str | None
-    """The namespace it serves; None for every one."""
+    """The namespace to claim from, or None for every namespace."""
     poll_interval: Duration
-    """The longest pause between two looks for work while no hints arrive."""
+    """The longest pause between two claims while no notifications arrive; by default 1 second."""
     drain: Duration
-    """How long a stop waits for running handlers before it cancels them."""
+    """How long a stop waits for running handlers before it cancels them; by default 30 seconds."""
     threads: int
-    """How many `def` handlers run at a time."""
+    """How many `def` handlers run at a time, each in a thread; by default `concurrency`, and at most 32."""
     reconcile: bool
-    """Whether it also runs the sweeps: expired leases, due retries, timeouts, retention."""
+    """Whether it also runs the sweeps for expired leases, due retries, timeouts and retention; by default True."""
 
 
 def is_handler(value: object) -> bool:
-    """Whether a worker can call a value."""
+    """Whether a worker can call this value."""
     return isinstance(value, Handler) or callable(value)
 
 
 def check_count(name: str, value: object) -> None:
-    """Refuse what is no whole number from 1 on."""
+    """Refuse a value that is not a whole number of at least 1."""
     if type(value) is not int or value < 1:
         raise error("invalid_input", f"{name}: must be a whole number of at least 1, got {shown(value)}")

@@ -1,4 +1,4 @@
-"""What a handler's run comes to, and the words it fails with."""
+"""The outcome of running a handler, and the text of a failure."""
 
 import asyncio
 import inspect
@@ -9,11 +9,12 @@ import msgspec
 from flowfabric.engine.engine import Engine
 from flowfabric.model.attempt import FailureClass, FailureReason
 from flowfabric.model.errors import InvalidInputError
-from flowfabric.worker.context import Context, Running
+from flowfabric.worker.context import Context
 from flowfabric.worker.errors import error_type_of, traceback_of
 from flowfabric.worker.handler import Handler
+from flowfabric.worker.running import Running
 from flowfabric.worker.threads import Threads
-from flowfabric.worker.waits import signals_of
+from flowfabric.worker.waits import read_signals
 
 PAYLOAD_DECODE = "extractor_payload_decode"
 HANDLER_ERROR = "handler_error"
@@ -21,7 +22,7 @@ HANDLER_PANIC = "handler_panic"
 
 
 class NoRetry(Exception):
-    """Raised by a handler whose failure no retry can mend."""
+    """Raise this in a task to fail for good, without the retries that are left."""
 
 
 class Success(msgspec.Struct, frozen=True, gc=False):
@@ -36,22 +37,22 @@ class Failure(msgspec.Struct, frozen=True):
     reason: FailureReason
     classification: FailureClass = FailureClass.TRANSIENT
     error: BaseException | None = None
-    """What the handler raised, for the log."""
+    """The exception to log with its traceback, if any."""
 
 
 class Dropped(msgspec.Struct, frozen=True):
-    """The run is no longer this worker's to end: nothing is written."""
+    """The run does not end here: it is suspended, stopped or handed back, and no result is written."""
 
 
-class PutOff(msgspec.Struct, frozen=True):
-    """The handler was not called, because an earlier run does not return: the attempt goes on later."""
+class Postponed(msgspec.Struct, frozen=True):
+    """The handler was not called because an earlier run does not return; the attempt continues later."""
 
 
-Outcome = Success | Failure | Dropped | PutOff
+Outcome = Success | Failure | Dropped | Postponed
 
 
 async def outcome_of(running: Running, handler: Handler, engine: Engine, threads: Threads) -> Outcome:
-    """Run the handler of an execution and say what came of it; only an interrupt of the process is raised."""
+    """Run the handler of an execution and return the outcome; only KeyboardInterrupt is raised."""
     claimed = running.claimed
     try:
         context = None if handler.shape.context is None else Context(running, engine)
@@ -60,7 +61,7 @@ async def outcome_of(running: Running, handler: Handler, engine: Engine, threads
         return _failure(_chain(error), PAYLOAD_DECODE, error, is_logged=False)
     try:
         if claimed.has_waited and context is not None:
-            running.signals = await signals_of(engine, running)
+            running.signals = await read_signals(engine, running)
         if handler.is_async:
             result = await handler.function(*args, **kwargs)
         else:
@@ -70,20 +71,20 @@ async def outcome_of(running: Running, handler: Handler, engine: Engine, threads
     except KeyboardInterrupt:
         raise
     except BaseException as error:
-        return _failed(running, error)
+        return _outcome_of_error(running, error)
     if running.is_dropped:
         return Dropped()
     try:
         return Success(handler.encode_result(result))
     except Exception as error:
-        # No retry: the same code would return the same type again.
+        # Permanent: the same code would return the same type again.
         reason = str(error.detail) if isinstance(error, InvalidInputError) else _chain(error)
         return _failure(reason, None, error, FailureClass.PERMANENT, is_logged=False)
 
 
-def _failed(running: Running, error: BaseException) -> Outcome:
+def _outcome_of_error(running: Running, error: BaseException) -> Outcome:
     task = running.task
-    # Cancelled from outside; a handler that lets the cancellation of something else through has failed.
+    # Cancelled by the worker. A CancelledError from something that the handler awaited is a failure.
     if running.is_dropped or (isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling()):
         return Dropped()
     match error:
@@ -108,7 +109,7 @@ def _failure(
 
 
 def _is_permanent(error: BaseException) -> bool:
-    """Whether an error is permanent, or one of its group at any depth: `subgroup` gives up on deep ones."""
+    """Whether an error is NoRetry or a group that holds one; `subgroup` fails on deeply nested groups."""
     found = [error]
     while found:
         one = found.pop()
@@ -121,13 +122,13 @@ def _is_permanent(error: BaseException) -> bool:
 
 def _chain(error: BaseException) -> str:
     try:
-        return ": ".join(_words(link) for link in _links(error))
+        return ": ".join(_text_of(link) for link in _links(error))
     except RecursionError:
-        # A group within groups, too deep to be told whole.
+        # Groups nested too deeply.
         return type(error).__name__
 
 
-def _words(error: BaseException) -> str:
+def _text_of(error: BaseException) -> str:
     name = type(error).__name__
     if isinstance(error, BaseExceptionGroup):
         return f"{name}: {error.message}: {'; '.join(_chain(one) for one in error.exceptions)}"
@@ -138,7 +139,7 @@ def _words(error: BaseException) -> str:
 
 
 def _links(error: BaseException) -> Iterator[BaseException]:
-    """An error and what it came from, as a traceback shows it."""
+    """Yield an error and its causes, as a traceback shows them."""
     seen: set[int] = set()
     link: BaseException | None = error
     while link is not None and id(link) not in seen:

@@ -1,4 +1,4 @@
-"""Which executions have code running in this process, whichever worker runs them."""
+"""The executions whose handlers run in this process, across all of its workers."""
 
 import asyncio
 import contextlib
@@ -6,26 +6,26 @@ from concurrent.futures import Future, InvalidStateError
 
 from flowfabric.engine.lifecycle import StoreKey
 from flowfabric.model.ids import ExecutionId
-from flowfabric.worker.context import Running
+from flowfabric.worker.running import Running
 
 _LATEST: dict[tuple[StoreKey, ExecutionId], Running] = {}
-"""The latest run of each execution of a store that has not left this process."""
+"""By store and execution, the latest run that has not left this process."""
 
 
 def enter(store: StoreKey, running: Running) -> Running | None:
-    """Note that a run is in this process; answer the earlier run of its execution that has not left, if any."""
+    """Record a run; return the earlier run of its execution that has not left this process, if any."""
     earlier = _LATEST.get((store, running.execution_id))
     _LATEST[store, running.execution_id] = running
     return earlier
 
 
 def latest(store: StoreKey, execution_id: ExecutionId) -> Running | None:
-    """The latest run of an execution in this process."""
+    """Return the latest run of an execution in this process."""
     return _LATEST.get((store, execution_id))
 
 
 def leave(store: StoreKey, running: Running) -> None:
-    """Note that the code of a run has left this process, and let the next run of its execution begin."""
+    """Record that a run has left this process, and let the next run of its execution start."""
     key = (store, running.execution_id)
     if _LATEST.get(key) is running:
         earlier = running.earlier
@@ -34,23 +34,23 @@ def leave(store: StoreKey, running: Running) -> None:
         if earlier is None:
             del _LATEST[key]
         else:
-            # It was stopped while it waited: whoever comes next waits for the same run.
+            # This run was stopped while it waited: the next one waits for the same earlier run.
             _LATEST[key] = earlier
     running.has_left = True
     if running.left is not None:
-        # Cancelled where the run that waited for it was stopped.
+        # Cancelled already if the run that waited for it was stopped.
         with contextlib.suppress(InvalidStateError):
             running.left.set_result(None)
 
 
-async def earlier_has_left(running: Running) -> None:
-    """Wait until no earlier run of the same execution is in this process."""
+async def wait_for_earlier(running: Running) -> None:
+    """Wait until every earlier run of the same execution has left this process."""
     while (earlier := running.earlier) is not None:
         if not earlier.has_left:
             left: Future[None] = Future()
-            # Only the next run waits for a run, and it looks again after it has said so: runs may be of other threads.
+            # Set before the second check: the earlier run may leave in another thread. Only one run waits for it.
             earlier.left = left
             if not earlier.has_left:
                 await asyncio.wrap_future(left)
-        # One that was stopped while it waited itself leaves its own predecessor to its successor.
+        # If the earlier run was stopped while it waited too, continue with the run that it waited for.
         running.earlier = earlier.earlier

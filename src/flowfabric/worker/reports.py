@@ -1,4 +1,4 @@
-"""Bringing the ends of runs into the store: the completions of one moment share a statement."""
+"""Reports how runs ended to the store; completions that arrive together share one statement."""
 
 import asyncio
 import logging
@@ -15,17 +15,17 @@ from flowfabric.model.attempt import FailureReason
 from flowfabric.model.lease import AlreadyTerminal, Completed, Expired, NotYetDue, RetryScheduled, TerminalFailed
 from flowfabric.pauses import pauses
 from flowfabric.tasks import create_shared_task
-from flowfabric.worker.context import Running
 from flowfabric.worker.faults import (
-    FAULT_SECONDS,
-    Contact,
-    is_about_values,
+    RETRY_SECONDS,
+    StoreHealth,
+    is_bad_input,
     is_cancel,
-    is_of_lost_lease,
-    level_of_retry,
+    is_lease_lost,
+    retry_log_level,
 )
 from flowfabric.worker.logs import log_about
 from flowfabric.worker.outcome import Failure
+from flowfabric.worker.running import Running
 
 logger = logging.getLogger(__name__)
 
@@ -36,42 +36,42 @@ _Completion = tuple[Running, bytes | None]
 
 
 class Reports:
-    """Writes how runs ended and gives up their slots once that is committed.
+    """Writes how runs ended, and releases each run once that is committed.
 
-    Only an answer about the result fails a run. Any other error is a fault of the store: the call is repeated, which is
-    harmless, until it is answered or the lease has run out.
+    A run fails only if the store refuses its result. After any other error the write is retried, which is safe, until
+    it is answered or the lease has expired.
     """
 
     SIZE = 300
-    """Completions in one statement."""
+    """The most completions in one statement."""
     STREAMS = 2
-    """Statements under way at the same time."""
+    """How many statements run at the same time."""
     GATHER_SECONDS = 0.005
-    """How long a statement waits at most for more completions that keep coming."""
+    """How long a statement waits for more completions while they keep arriving."""
 
-    def __init__(self, engine: Engine, release: Callable[[Running], None], contact: Contact | None = None) -> None:
+    def __init__(self, engine: Engine, release: Callable[[Running], None], health: StoreHealth | None = None) -> None:
         self._engine = engine
         self._release = release
-        self._contact = contact or Contact()
+        self._health = health or StoreHealth()
         self._completed: deque[_Completion] = deque()
         self._streams = 0
-        """Streams that will still look; a task counts as running for a moment longer."""
+        """The number of streams that will still look for completions."""
         self._is_gathering = False
-        """Whether a stream waits for more completions; one that begins meanwhile would only split them."""
+        """Whether a stream is gathering completions; a second one would only split them."""
         self._tasks: set[asyncio.Task[None]] = set()
-        self._pauses = pauses(*FAULT_SECONDS)
+        self._pauses = pauses(*RETRY_SECONDS)
         self._is_closed = False
         self.handed_back = 0
-        """Executions that were handed back so far."""
+        """How many executions were handed back so far."""
 
     def complete(self, running: Running, payload: bytes | None) -> None:
-        """End a run in success, soon."""
+        """Queue the success of a run to be written with the next batch."""
         self._completed.append((running, payload))
         if not self._is_gathering:
             self._begin_stream()
 
     async def fail(self, running: Running, failure: Failure) -> None:
-        """End a run's attempt in failure, and log what follows."""
+        """Write that an attempt failed, and log whether it is retried."""
         claimed = running.claimed
         answer: RetryScheduled | TerminalFailed | None = None
 
@@ -83,35 +83,35 @@ class Reports:
             return True
 
         try:
-            await self._repeat(running, write, "failure")
+            await self._write(running, write, "failure")
         finally:
             _log_failure(running, failure, answer)
             self._release(running)
 
     async def hand_back(self, running: Running) -> None:
-        """Return up the lease of a run that was stopped, so that any worker can claim it at once.
+        """Release the lease of a stopped run, so that any worker can claim the execution at once.
 
-        Nothing is handed back after `close()`: the code of a run that is left then may still run in a thread.
+        After `close()` nothing is handed back: the handlers of the remaining runs may still run in threads.
         """
 
         async def write() -> bool:
             await self._engine.hand_back(running.claimed.handle, was_started=running.has_started)
             return True
 
-        if await self._repeat(running, write, "hand-back"):
+        if await self._write(running, write, "hand-back"):
             self.handed_back += 1
-            # What was claimed ahead and has not begun may be hundreds of executions.
+            # Executions that were claimed ahead and have not started can be hundreds.
             level = logging.INFO if running.has_started else logging.DEBUG
             log_about(running.claimed, logger, level, "%s is handed back: any worker can claim it now", running)
 
-    async def put_off(self, running: Running, milliseconds: int) -> bool:
-        """Return up the lease of a run that cannot begin; any worker can claim it after that time."""
+    async def postpone(self, running: Running, milliseconds: int) -> bool:
+        """Release the lease of a run that cannot start; any worker can claim it after the delay."""
 
         async def write() -> bool:
             await self._engine.delay(running.claimed.handle, delay_ms=milliseconds)
             return True
 
-        return await self._repeat(running, write, "delay")
+        return await self._write(running, write, "delay")
 
     async def bring_forward(self, running: Running) -> None:
         """Make a delayed execution claimable now."""
@@ -120,33 +120,33 @@ class Reports:
             await parts_of(self._engine).delays.bring_forward(running.claimed.handle)
             return True
 
-        await self._repeat(running, write, "end of the delay")
+        await self._write(running, write, "end of the delay")
 
     async def expire(self, running: Running, phase: ExpiryPhase) -> None:
-        """End the attempt of a run that was stopped because its time is up, or its execution; log what follows."""
+        """End the attempt or the execution of a run that exceeded its time, and log what follows."""
         answer: Expired | RetryScheduled | AlreadyTerminal | NotYetDue | None = None
 
         async def write() -> bool:
-            # The store's clock decides, and it may be behind this process's.
+            # The clock of the store decides, and it may be behind the clock of this process.
             nonlocal answer
             answer = await self._engine.expire_execution(running.execution_id, phase)
             return running.lost is not None or not isinstance(answer, NotYetDue)
 
         is_deadline = phase is ExpiryPhase.EXECUTION_DEADLINE
-        if await self._repeat(running, write, "expiry" if is_deadline else "timeout"):
+        if await self._write(running, write, "expiry" if is_deadline else "timeout"):
             _log_expiry(running, answer)
         running.lost = running.lost or (LostReason.DEADLINE_EXPIRED if is_deadline else LostReason.ATTEMPT_TIMEOUT)
 
     def close(self) -> None:
-        """Return up on what could not be written; from now on nothing is written or retried."""
+        """Give up on what is not written yet; from now on nothing is written or retried."""
         self._is_closed = True
         for task in self._tasks:
             task.cancel()
 
-    async def _repeat(self, running: Running, write: Callable[[], Awaitable[bool]], what: str) -> bool:
-        """Write until that is done or refused for good, or the lease has run out; whether it is done."""
+    async def _write(self, running: Running, write: Callable[[], Awaitable[bool]], what: str) -> bool:
+        """Write, with retries until it is done or refused or the lease has expired; return whether it is done."""
         has_failed = False
-        for pause in pauses(*FAULT_SECONDS):
+        for pause in pauses(*RETRY_SECONDS):
             if self._is_closed:
                 break
             asked_at = time.monotonic()
@@ -154,20 +154,20 @@ class Reports:
             try:
                 is_done = await write()
             except Exception as error:
-                if is_of_lost_lease(error) or is_about_values(error):
-                    self._contact.answered()
-                    # A call before may have been carried out without an answer: it has ended the lease then.
-                    is_expected = is_cancel(error) or (has_failed and is_of_lost_lease(error))
+                if is_lease_lost(error) or is_bad_input(error):
+                    self._health.answered()
+                    # An earlier try may have taken effect without an answer, which ended the lease.
+                    is_expected = is_cancel(error) or (has_failed and is_lease_lost(error))
                     level = logging.INFO if is_expected else logging.WARNING
                     log_about(running.claimed, logger, level, "%s: the %s was refused: %s", running, what, error)
                     return False
-                self._contact.failed(error, asked_at)
+                self._health.failed(error, asked_at)
                 has_failed, why = True, error
             else:
-                self._contact.answered()
+                self._health.answered()
                 if is_done:
                     return True
-            if running.is_lease_over:
+            if running.is_lease_expired:
                 log_about(running.claimed, logger, logging.WARNING, NOT_STORED, running, what, why)
                 return False
             log_about(running.claimed, logger, logging.DEBUG, "%s: the %s is retried: %s", running, what, why)
@@ -187,14 +187,14 @@ class Reports:
             while batch := await self._gather():
                 if self._completed:
                     self._begin_stream()
-                await self._settle(batch)
+                await self._write_batch(batch)
                 if self._is_gathering:
                     break
         finally:
             self._streams -= 1
 
     async def _gather(self) -> list[_Completion]:
-        """The next completions: those that end in this moment join, as long as each turn of the loop brings some."""
+        """Return the next batch; wait for more completions while every turn of the event loop brings some."""
         self._is_gathering = True
         seen, until = 0, time.monotonic() + self.GATHER_SECONDS
         while seen < len(self._completed) < self.SIZE and time.monotonic() < until:
@@ -203,7 +203,7 @@ class Reports:
         self._is_gathering = False
         return [self._completed.popleft() for _ in range(min(self.SIZE, len(self._completed)))]
 
-    async def _settle(self, batch: list[_Completion]) -> None:
+    async def _write_batch(self, batch: list[_Completion]) -> None:
         asked_at = time.monotonic()
         verdicts: Sequence[Completed | Exception]
         try:
@@ -211,15 +211,15 @@ class Reports:
                 [(running.claimed.handle, payload) for running, payload in batch]
             )
         except Exception as error:
-            if len(batch) > 1 and is_about_values(error):
-                # Each is told alone: only one of them is meant.
+            if len(batch) > 1 and is_bad_input(error):
+                # One of them is at fault: write each alone.
                 for one in batch:
-                    await self._settle([one])
+                    await self._write_batch([one])
                 return
-            self._contact.failed(error, asked_at)
+            self._health.failed(error, asked_at)
             verdicts = [error] * len(batch)
         else:
-            self._contact.answered()
+            self._health.answered()
         again: list[_Completion] = []
         is_debug = logger.isEnabledFor(logging.DEBUG)
         for one, verdict in zip(batch, verdicts, strict=True):
@@ -227,38 +227,38 @@ class Reports:
                 if is_debug:
                     _log_success(one[0])
                 self._release(one[0])
-            elif await self._is_to_be_repeated(one[0], verdict):
+            elif await self._should_retry(one[0], verdict):
                 again.append(one)
         if again:
             asyncio.get_running_loop().call_later(next(self._pauses), self._complete_again, again)
         else:
-            self._pauses = pauses(*FAULT_SECONDS)
+            self._pauses = pauses(*RETRY_SECONDS)
 
     def _complete_again(self, batch: list[_Completion]) -> None:
         if not self._is_closed:
             for running, payload in batch:
                 self.complete(running, payload)
 
-    async def _is_to_be_repeated(self, running: Running, error: Exception) -> bool:
-        """Whether a completion may still succeed; else the run is dealt with."""
-        if is_of_lost_lease(error):
+    async def _should_retry(self, running: Running, error: Exception) -> bool:
+        """Return whether to retry a completion; if not, fail or release its run."""
+        if is_lease_lost(error):
             level = logging.INFO if is_cancel(error) else logging.WARNING
             log_about(running.claimed, logger, level, "%s: the result was refused: %s", running, error)
-        elif is_about_values(error):
+        elif is_bad_input(error):
             await self.fail(running, Failure(FailureReason(f"the result was refused: {error}", detail=RESULT_REFUSED)))
             return False
-        elif running.is_lease_over:
+        elif running.is_lease_expired:
             log_about(running.claimed, logger, logging.WARNING, NOT_STORED, running, "result", error)
         else:
             text = "%s: storing the result failed and is retried: %s"
-            log_about(running.claimed, logger, level_of_retry(error), text, running, error)
+            log_about(running.claimed, logger, retry_log_level(error), text, running, error)
             return True
         self._release(running)
         return False
 
 
 def _log_failure(running: Running, failure: Failure, answer: RetryScheduled | TerminalFailed | None) -> None:
-    """Log a failed attempt with what the store has answered, if it has."""
+    """Log a failed attempt and what the store has answered, if anything."""
     level = logging.WARNING
     match answer:
         case RetryScheduled(delay_until=delay_until):
@@ -282,7 +282,7 @@ def _log_failure(running: Running, failure: Failure, answer: RetryScheduled | Te
 
 
 def _log_expiry(running: Running, answer: Expired | RetryScheduled | AlreadyTerminal | NotYetDue | None) -> None:
-    """Log what follows on a run whose time was up, which is logged by then."""
+    """Log what follows for a run that was stopped because its time was up."""
     match answer:
         case RetryScheduled(delay_until=delay_until):
             retry_at = _shown_time(delay_until)

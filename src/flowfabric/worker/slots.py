@@ -1,4 +1,4 @@
-"""The slots of a worker: the executions it holds, those that run in a slot, and those that wait for one."""
+"""The slots of a worker: how many executions it holds, which of them run, and which wait for a slot."""
 
 import asyncio
 import contextlib
@@ -8,38 +8,39 @@ from collections import deque
 from collections.abc import Callable
 
 from flowfabric.worker.ahead import Ahead
-from flowfabric.worker.context import Running
-from flowfabric.worker.faults import Contact
+from flowfabric.worker.faults import StoreHealth
 from flowfabric.worker.logs import log_about
+from flowfabric.worker.running import Running
 
 logger = logging.getLogger(__name__)
 
 CLAIM_SIZE = 500
-"""Executions in one claim: while some of a worker's slots are claimed into, others run and yet others are ended."""
-ENDING = 2
-"""Endings that may wait for their commit, as a multiple of the executions claimed ahead.
+"""The largest claim. Smaller than a large worker, so that claiming, running and committing overlap."""
+UNCOMMITTED_PER_AHEAD = 2
+"""How many ended executions may wait for their commit, as a multiple of those claimed ahead.
 
-Where nothing is claimed ahead, an execution keeps its slot until its ending is committed.
+If nothing is claimed ahead, an execution keeps its slot until its end is committed.
 """
 GATHER_SECONDS = 0.002
-"""How long a few free slots wait for more to be claimed into with them."""
+"""How long a claim for a few free slots waits for more slots to become free."""
 
 
 class Slots:
-    """At most `concurrency` handlers at a time, and a few executions claimed ahead that start as handlers return.
+    """Limits a worker to `concurrency` handlers at a time and holds executions claimed ahead for the next free slot.
 
-    Whatever is held is under lease, whether it runs, waits for a slot or waits for its ending to be committed. What
-    waits for a slot is handed back when the worker stops, when the store does not answer, and when it waits too long.
+    Every execution in `held` is under lease: it runs, waits for a slot, or waits for its end to be committed. An
+    execution that waits for a slot is handed back when the worker stops, the store does not answer, or it waits too
+    long.
     """
 
-    def __init__(self, concurrency: int, begin: Callable[[Running], None], contact: Contact) -> None:
+    def __init__(self, concurrency: int, begin: Callable[[Running], None], health: StoreHealth) -> None:
         self.held: set[Running] = set()
         self.ahead = Ahead(concurrency, CLAIM_SIZE)
         self.concurrency = concurrency
         self._begin = begin
-        self._contact = contact
+        self._health = health
         self._active = 0
-        """Handlers that have not returned."""
+        """The number of handlers that have not returned."""
         self._waiting: deque[Running] = deque()
         self._changed = asyncio.Event()
         self._stale_timer: asyncio.TimerHandle | None = None
@@ -47,16 +48,16 @@ class Slots:
 
     @property
     def free(self) -> int:
-        """How many executions could begin now."""
+        """How many executions could start now."""
         return max(0, self.concurrency - self._active)
 
     @property
     def started(self) -> int:
-        """How many executions have begun whose endings are not committed."""
+        """How many executions have started and are not committed yet."""
         return len(self.held) - len(self._waiting)
 
     async def room(self) -> int:
-        """How many executions to claim, as soon as a claim pays; nothing once the slots are closed."""
+        """Wait until a claim is worthwhile and return how many executions to claim; 0 once the slots are closed."""
         while not self._is_closed:
             room, worth = self._room, max(1, min((self.concurrency + self.ahead.size) // 4, CLAIM_SIZE))
             if self._waiting:
@@ -72,13 +73,13 @@ class Slots:
 
     @property
     def _room(self) -> int:
-        """How many executions fit into the slots and ahead of them."""
+        """How many more executions may be held, in the slots and ahead of them."""
         ahead = self.ahead.size
         free = self.concurrency + ahead - self._active - len(self._waiting)
-        return min(free, self.concurrency + (1 + ENDING) * ahead - len(self.held), CLAIM_SIZE)
+        return min(free, self.concurrency + (1 + UNCOMMITTED_PER_AHEAD) * ahead - len(self.held), CLAIM_SIZE)
 
     def enter(self, running: Running) -> None:
-        """Begin a run that was just claimed, or let it wait for a slot; one that is dropped already needs none."""
+        """Start a run that was just claimed, or let it wait for a slot; a dropped run needs no slot."""
         if running.is_dropped:
             self._begin(running)
         elif self._active < self.concurrency:
@@ -90,19 +91,19 @@ class Slots:
                 self._watch_waiting(Ahead.STALE_SECONDS)
 
     def returned(self, running: Running) -> None:
-        """Free the slot of a run whose handler has returned, for the next one that waits."""
+        """Free the slot of a run whose handler has returned, and start the next run that waits."""
         if not running.has_slot:
             return
         running.has_slot = False
         self._active -= 1
         self.ahead.returned += 1
         while self._waiting and self._active < self.concurrency:
-            if self._contact.is_silent:
+            if self._health.is_silent:
                 self.hand_back_waiting()
                 break
             following = self._waiting.popleft()
             following.on_stop = None
-            if following.is_lease_over:
+            if following.is_lease_expired:
                 text = "%s is not started: its lease expired before a slot was free"
                 log_about(following.claimed, logger, logging.WARNING, text, following)
                 following.is_dropped = True
@@ -113,12 +114,12 @@ class Slots:
             self._changed.set()
 
     def release(self, running: Running) -> None:
-        """Forget a run whose ending is committed or left to others."""
+        """Forget a run whose end is committed or given up."""
         self.held.discard(running)
         self._changed.set()
 
     def close(self) -> None:
-        """Return no more room for claims, and hand back what waits."""
+        """Allow no more claims, and hand back the runs that wait for a slot."""
         self._is_closed = True
         self._changed.set()
         if self._stale_timer is not None:
@@ -126,16 +127,16 @@ class Slots:
         self.hand_back_waiting()
 
     def hand_back_waiting(self, *, claimed_before: float = float("inf")) -> None:
-        """Hand back the executions that wait for a slot, those that were claimed before a time."""
+        """Hand back the runs that wait for a slot, or only those claimed before a monotonic time."""
         while self._waiting and self._waiting[0].claimed_at < claimed_before:
-            # Nothing is claimed in their place before the rate is measured again.
+            # Claim nothing in their place before the rate is measured again.
             self.ahead.size = 0
             running = self._waiting.popleft()
             running.on_stop = None
             self._skip(running)
 
     async def until_empty(self, seconds: float) -> None:
-        """Wait until nothing is held, so many seconds at most."""
+        """Wait until nothing is held, or until the time is up."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 while self.held:
@@ -149,7 +150,7 @@ class Slots:
 
     def _skip(self, running: Running) -> None:
         """Hand back a run without calling its handler."""
-        running.is_dropped = running.is_given_back = True
+        running.is_dropped = running.is_handed_back = True
         self._begin(running)
 
     def _stopped(self, running: Running) -> None:

@@ -1,6 +1,6 @@
 """The start and the end of a worker process.
 
-It waits for a server that is not there yet, fails in a line to act on, and ends in a bounded time.
+It waits for a server that is not up yet, reports a failed start in one line, and ends within a bounded time.
 """
 
 import asyncio
@@ -24,15 +24,15 @@ FAILED = 1
 MISUSED = 2
 INTERRUPTED = 130
 WAIT_SECONDS = (0.2, 5.0)
-"""The first and the longest pause between two tries to reach the server."""
+"""The first and the longest pause between two attempts to connect."""
 LEFT_SECONDS = 2.0
-"""How long to wait for remaining tasks, and then for remaining threads."""
+"""How long to wait for remaining asyncio tasks, and then for remaining threads."""
 CLOSE_SECONDS = 15.0
 """How long disconnecting may take."""
 
 
 class StartError(Exception):
-    """A process cannot start; the text says why and what to do."""
+    """The process cannot start; the text says why and what to do."""
 
     def __init__(self, text: str, *, exit_code: int) -> None:
         super().__init__(text)
@@ -40,9 +40,9 @@ class StartError(Exception):
 
 
 async def connect_when_available(connect: Callable[[], Awaitable[object]], interrupted: asyncio.Event) -> bool:
-    """Connect as soon as the server answers; False when a signal came meanwhile, connected or not.
+    """Connect as soon as the server answers; return False if a signal arrived meanwhile, connected or not.
 
-    Only a server that may answer later by itself is waited for; anything else is a StartError.
+    Errors that may go away by themselves are retried; any other error is a StartError.
     """
     is_waiting, began = False, time.monotonic()
     for pause in pauses(*WAIT_SECONDS):
@@ -69,9 +69,9 @@ async def connect_when_available(connect: Callable[[], Awaitable[object]], inter
 
 
 def run_to_end(work: Coroutine[Any, Any, None]) -> None:
-    """Run a coroutine as `asyncio.run` does, and end the process where tasks or threads of it do not stop soon.
+    """Run a coroutine as `asyncio.run` does, but end the process if its tasks or threads do not stop soon.
 
-    Such a process ends without the clean-up of an ordinary exit, which would wait for them.
+    The process then ends without the clean-up of a normal exit, which would wait for them.
     """
     failure: BaseException | None = None
     runner = asyncio.Runner()
@@ -99,12 +99,12 @@ async def _shut_down() -> bool:
         _, left = await asyncio.wait(tasks, timeout=LEFT_SECONDS)
         if left:
             return False
-    # Not cancelled where it takes too long: it would wait for the threads then.
+    # Not wait_for: a cancelled shutdown would wait for the threads.
     ending = asyncio.create_task(asyncio.get_running_loop().shutdown_default_executor())
     ended, _ = await asyncio.wait((ending,), timeout=LEFT_SECONDS)
     if not ended:
         names = sorted(thread.name for thread in threading.enumerate() if thread.name.startswith("asyncio_"))
-        logger.warning("threads of the event loop do not return, this process ends without them: %s", ", ".join(names))
+        logger.warning("the process ends without waiting for threads that do not return: %s", ", ".join(names))
     return bool(ended)
 
 
@@ -114,8 +114,8 @@ def _end_process(failure: BaseException | None) -> NoReturn:
         with reporting_on_stderr():
             if failure is not None:
                 raise failure
-    except SystemExit as told:
-        exit_code = told.code
+    except SystemExit as leaving:
+        exit_code = leaving.code
     except BaseException as error:
         exit_code = FAILED
         traceback.print_exception(error)
@@ -127,23 +127,23 @@ def _end_process(failure: BaseException | None) -> NoReturn:
 
 
 async def close_within_limit(close: Coroutine[Any, Any, None]) -> None:
-    """Disconnect, for a bounded time."""
+    """Disconnect, but give up after CLOSE_SECONDS."""
     closing = asyncio.create_task(close)
     ended, _ = await asyncio.wait((closing,), timeout=CLOSE_SECONDS)
     if ended:
         closing.result()
     else:
-        logger.warning("disconnecting takes longer than %g s and is given up", CLOSE_SECONDS)
+        logger.warning("disconnecting took longer than %g s: the process ends without it", CLOSE_SECONDS)
 
 
 @contextlib.contextmanager
 def reporting_on_stderr() -> Iterator[None]:
-    """Turn a start that fails into a line on stderr and an exit code, and an interrupt into an exit code."""
+    """Report a StartError as one line on stderr and an exit code; turn an interrupt into an exit code."""
     try:
         yield
     except StartError as failed:
         sys.stderr.write(f"flowfabric: {' '.join(str(failed).split())}\n")
         raise SystemExit(failed.exit_code) from None
     except KeyboardInterrupt:
-        # SIGINT before or after the time in which the worker handles signals.
+        # SIGINT outside of the time in which the worker handles signals.
         raise SystemExit(INTERRUPTED) from None

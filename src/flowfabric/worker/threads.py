@@ -1,4 +1,4 @@
-"""Threads for handlers that are plain functions."""
+"""Threads for handlers that are plain `def` functions."""
 
 import asyncio
 import contextvars
@@ -15,7 +15,7 @@ _Job = tuple[Future[Any], Callable[[], Any]]
 class Threads:
     """Runs plain functions off the event loop, at most `size` at a time.
 
-    The threads are daemons: a function that does not return does not keep its process from ending.
+    The threads are daemons: a function that never returns does not keep the process alive.
     """
 
     def __init__(self, size: int) -> None:
@@ -25,7 +25,7 @@ class Threads:
         self._started = 0
 
     async def run(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """The function's result; a caller that is cancelled returns only when the function has, or will not begin."""
+        """Run a function and return its result; if cancelled, wait until the function returns if it has started."""
         running: Future[Any] = Future()
         self._jobs.put((running, partial(contextvars.copy_context().run, _call, function, args, kwargs)))
         if not self._idle.acquire(blocking=False) and self._started < self._size:
@@ -35,7 +35,7 @@ class Threads:
         try:
             return await asyncio.wrap_future(running)
         except asyncio.CancelledError:
-            # A thread cannot be stopped, and its slot is not free before it ends.
+            # A thread cannot be stopped, and its slot is occupied until it returns.
             if not running.done():
                 ended = asyncio.wrap_future(running)
                 await asyncio.wait((ended,))
@@ -43,7 +43,7 @@ class Threads:
             raise
 
     def close(self) -> None:
-        """Start no function any more; those that run are left to end by themselves."""
+        """Start no more functions; running ones end by themselves."""
         try:
             while (job := self._jobs.get_nowait()) is not None:
                 job[0].cancel()
@@ -77,5 +77,5 @@ def _call(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str
     try:
         return function(*args, **kwargs)
     except StopIteration as error:
-        # A future cannot hold it: whoever waits for the future would wait for ever.
+        # A future cannot hold StopIteration: the caller would wait forever.
         raise RuntimeError("the handler raised StopIteration") from error

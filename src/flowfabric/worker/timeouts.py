@@ -1,4 +1,4 @@
-"""Stopping runs whose time is up, by timers of this process."""
+"""Timers that stop runs at their attempt timeout or execution deadline."""
 
 import asyncio
 import logging
@@ -6,27 +6,27 @@ import math
 
 from flowfabric.engine.lease.expire import ExpiryPhase
 from flowfabric.model.lease import ClaimedExecution
-from flowfabric.worker.context import Running
 from flowfabric.worker.logs import log_about
 from flowfabric.worker.reports import Reports
+from flowfabric.worker.running import Running
 
 logger = logging.getLogger(__name__)
 
-AGAIN_SECONDS = 0.1
-"""The pause before a timeout that met a run about to suspend is looked at again."""
+RECHECK_SECONDS = 0.1
+"""How long a timeout is put off while its run is suspending."""
 
 
 class TimeLimits:
-    """Stops a run when the time of its attempt or of its execution is up, whichever is first.
+    """Stops a run at its attempt timeout or its execution deadline, whichever comes first.
 
-    The store decides by its own clock how the attempt or the execution ends then.
+    The store then decides, by its own clock, how the attempt or the execution ends.
     """
 
     def __init__(self, reports: Reports) -> None:
         self._reports = reports
 
     def begin(self, running: Running) -> None:
-        """Arm the timer of a run that was just claimed; one that comes too late is stopped before it begins."""
+        """Start the timer of a run that was just claimed; a run that is already late is stopped before it starts."""
         seconds, phase = _time_limit(running.claimed)
         if seconds > 0:
             running.timer = asyncio.get_running_loop().call_later(seconds, self._stop, running, phase)
@@ -37,8 +37,8 @@ class TimeLimits:
         if running.has_ended or running.is_dropped:
             return
         if running.is_suspending:
-            # Answered in a moment: a run that is suspended keeps what is left of its time.
-            running.timer = asyncio.get_running_loop().call_later(AGAIN_SECONDS, self._stop, running, phase)
+            # The answer is near, and a suspended run keeps the rest of its time.
+            running.timer = asyncio.get_running_loop().call_later(RECHECK_SECONDS, self._stop, running, phase)
             return
         limit = "execution deadline"
         if phase is ExpiryPhase.ATTEMPT_TIMEOUT:
@@ -49,14 +49,14 @@ class TimeLimits:
 
 
 def seconds_left(claimed: ClaimedExecution) -> float:
-    """How many seconds after its claim a run must be stopped; infinity where it has no limit."""
+    """Return how many seconds after its claim a run must be stopped; infinity if it has no limit."""
     if claimed.attempt_timeout_ms is None and claimed.execution_deadline_at is None:
         return math.inf
     return _time_limit(claimed)[0]
 
 
 def _time_limit(claimed: ClaimedExecution) -> tuple[float, ExpiryPhase]:
-    """How many seconds after its claim a run must be stopped, and why."""
+    """Return how many seconds after its claim a run must be stopped, and why."""
     attempt_ms: float = math.inf if claimed.attempt_timeout_ms is None else claimed.attempt_timeout_ms
     deadline_ms: float = math.inf
     if claimed.execution_deadline_at is not None:

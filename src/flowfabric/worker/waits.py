@@ -1,4 +1,4 @@
-"""How a handler waits for signals: what it asks the engine for, and how its run ends while it waits."""
+"""How a handler waits for signals: the options of a wait, and its calls while the store is at fault."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping
@@ -19,48 +19,51 @@ from flowfabric.model.suspension import SuspendArgs, SuspensionReason
 from flowfabric.model.text import check_items, check_text
 from flowfabric.model.waitpoint import Binding, Fresh, PendingWaitpoint, UsePending, default_binding, parse_binding
 from flowfabric.pauses import pauses
-from flowfabric.worker.faults import FAULT_SECONDS, LEASE_IS_LOST, is_passing
+from flowfabric.worker.faults import LEASE_IS_LOST, RETRY_SECONDS, is_store_fault
 
 Answer = TypeVar("Answer")
 
 Waitpoint = Binding | PendingWaitpoint | Mapping[str, object]
-"""A waitpoint to wait on: one that the wait makes, or one made before."""
+"""A waitpoint to wait on: one to create with the wait, or one created before."""
 
 
 class HandlerSuspended(BaseException):
-    """Ends a handler whose run is suspended; no `Exception`, so that no handler catches it by the way."""
+    """Ends a handler whose run is suspended; not an `Exception`, so that `except Exception` does not catch it."""
 
 
 class WaitTimeout(TimeoutError):
-    """A wait was not answered in time."""
+    """No signal arrived before the timeout of a wait."""
 
 
 class NoSignal(Exception):
-    """A wait for a signal was ended by an operator who sent none."""
+    """An operator ended a wait for a signal without sending one."""
 
 
 class SuspendOptions(TypedDict, total=False):
-    """What a handler waits for, as `Context.suspend` takes it; what is absent is left to the engine."""
+    """The keyword options of `Context.suspend`."""
 
     condition: Condition | Mapping[str, object] | str
-    """What meets the wait; without it, any signal on each of the keys does."""
+    """When the wait is over; by default, when each of the keys has a signal."""
     keys: Iterable[str]
+    """The names of the waitpoints to wait for, instead of a condition."""
     reason_code: SuspensionReason | str
-    """Why it waits, as operators see it: `waiting_for_signal` when absent."""
+    """Why it waits, shown to operators; by default `waiting_for_signal`."""
     waitpoints: Iterable[Waitpoint]
-    """Waitpoints made before; without them, one is made for each key of the condition."""
+    """Waitpoints created before; by default, one is created for each key of the condition."""
     timeout: Duration
-    """How long it waits at most; the policy's time when absent, and without that for ever."""
+    """How long to wait at most; by default as the policy says, or without limit."""
     timeout_behavior: TimeoutBehavior | str
-    """What happens then: the execution fails when absent."""
+    """What happens when the timeout passes; by default the execution fails."""
     resume_policy: ResumePolicy | Mapping[str, object]
+    """What happens to the waitpoints and signals when the wait is over, and how long the resume is delayed."""
     continuation_metadata_pointer: str
+    """A reference to state that the handler keeps elsewhere; stored and shown, not used."""
     idempotency_key: str
-    """What a repeat within this attempt is known by."""
+    """Identifies the wait within its attempt: a repeat under the same key does not wait again."""
 
 
 def suspend_args(attempt_index: int, options: SuspendOptions, suspension_id: SuspensionId | None = None) -> SuspendArgs:
-    """The arguments of a suspend from what a handler says; the id of the suspension is minted where none is given."""
+    """Return the arguments of a suspend for the options of a handler; a suspension id is generated if none is given."""
     wait: dict[str, Any] = {name: given for name, given in options.items() if given is not None}
     if unknown := wait.keys() - SuspendOptions.__annotations__.keys():
         raise TypeError(
@@ -70,7 +73,7 @@ def suspend_args(attempt_index: int, options: SuspendOptions, suspension_id: Sus
     if "timeout" in wait:
         wait["timeout_ms"] = milliseconds(wait.pop("timeout"), "timeout")
     if wait.get("idempotency_key"):
-        # A wait that is over is over for its attempt: the next attempt waits anew.
+        # Scoped to the attempt: the next attempt waits again.
         wait["idempotency_key"] = f"{attempt_index}:{check_text(wait['idempotency_key'], 'idempotency_key')}"
     condition = _condition(wait.pop("condition", None), wait.pop("keys", ()))
     bindings = _bindings(wait.pop("waitpoints", ()), condition)
@@ -84,27 +87,30 @@ def _condition(given: Any, keys: Any) -> Condition:
     keys = check_items(keys, "keys")
     if given is not None:
         if keys:
-            raise TypeError("suspend: give condition= or keys=, not both; a condition names its keys itself")
+            raise TypeError("suspend: pass condition= or keys=, not both; a condition names its own keys")
         return parse_condition(given)
     if not keys:
-        raise TypeError("suspend: nothing to wait for; give condition= or keys=, such as keys=['approval']")
+        raise TypeError("suspend: nothing to wait for; pass condition= or keys=, such as keys=['approval']")
     return Single(waitpoint_key=keys[0]) if len(keys) == 1 else all_of_waitpoints(keys)
 
 
-def check_has_deadline(args: SuspendArgs, policy: ExecutionPolicy | None) -> None:
-    """Refuse a wait that says what a timeout is to do while nothing sets one: it would never come."""
+def check_has_timeout(args: SuspendArgs, policy: ExecutionPolicy | None) -> None:
+    """Refuse a wait with a `timeout_behavior` and no timeout, neither its own nor that of the policy."""
     if args.timeout_behavior is None or args.has_timeout:
         return
     default = None if policy is None else policy.suspension_policy
     if default is None or default.default_timeout_ms is None:
         raise error(
             "invalid_input",
-            "timeout_behavior: has no effect without a timeout; add timeout=, or a default timeout of the policy",
+            "timeout_behavior: has no effect without a timeout; add timeout=, or default_timeout_ms to the policy",
         )
 
 
-def repeatable(args: SuspendArgs) -> SuspendArgs:
-    """The same wait, with a key of its own where a repeat of the call would find its waitpoint used up by the call."""
+def with_retry_key(args: SuspendArgs) -> SuspendArgs:
+    """Return the wait with an idempotency key if it uses a waitpoint created before.
+
+    A retry of the call would otherwise find that waitpoint used by the first try.
+    """
     if args.idempotency_key or not any(isinstance(each, UsePending) for each in args.waitpoints):
         return args
     return replace(args, idempotency_key=f"call:{uuid7()}")
@@ -124,10 +130,10 @@ def _bindings(given: Any, condition: Condition) -> tuple[Binding, ...]:
 
 
 class Leased(Protocol):
-    """What is known of the lease that a call is made under."""
+    """The lease that a call is made under."""
 
     @property
-    def is_lease_over(self) -> bool: ...
+    def is_lease_expired(self) -> bool: ...
 
 
 class LeasedRun(Leased, Protocol):
@@ -137,49 +143,46 @@ class LeasedRun(Leased, Protocol):
     def claimed(self) -> ClaimedExecution: ...
 
 
-async def while_leased(call: Callable[[], Awaitable[Answer]], lease: Leased) -> Answer:
-    """The answer of a call that may be repeated, which it is while the store is at fault and the lease lasts."""
-    pause = pauses(*FAULT_SECONDS)
+async def retry_while_leased(call: Callable[[], Awaitable[Answer]], lease: Leased) -> Answer:
+    """Return the answer of an idempotent call; retry it while the store is at fault and the lease lasts."""
+    pause = pauses(*RETRY_SECONDS)
     while True:
         try:
             return await call()
         except EngineError as error:
-            if not is_passing(error) or lease.is_lease_over:
+            if not is_store_fault(error) or lease.is_lease_expired:
                 raise
         await asyncio.sleep(next(pause))
 
 
-async def answer_of(call: Callable[[], Awaitable[Answer]], lease: Leased) -> Answer | None:
-    """The answer of a call that gives up a lease, repeated while the store is at fault and the lease lasts.
+async def retry_suspend(call: Callable[[], Awaitable[Answer]], lease: Leased) -> Answer | None:
+    """Return the answer of a call that ends the lease; retry it while the store is at fault and the lease lasts.
 
-    None when a repeat finds the lease gone: the call before was carried out and its answer lost, or the lease was.
+    Return None if a retry finds the lease gone: an earlier try took effect and its answer was lost, or the lease was.
     """
-    has_failed, pause = False, pauses(*FAULT_SECONDS)
+    has_failed, pause = False, pauses(*RETRY_SECONDS)
     while True:
         try:
             return await call()
         except EngineError as error:
             if has_failed and error.code in LEASE_IS_LOST:
                 return None
-            if not is_passing(error) or lease.is_lease_over:
+            if not is_store_fault(error) or lease.is_lease_expired:
                 raise
             has_failed = True
         await asyncio.sleep(next(pause))
 
 
-async def signals_of(
+async def read_signals(
     engine: Engine, run: LeasedRun, suspension_id: SuspensionId | None = None
 ) -> tuple[ResumeSignal, ...]:
-    """What came to a wait of a run, the latest unless named.
-
-    A handler that did not know would wait again, or fail after its wait is over.
-    """
+    """Return the signals of a wait of a run, by default the latest; retry while the lease lasts."""
     handle = run.claimed.handle
-    return tuple(await while_leased(lambda: engine.observe_signals(handle, suspension_id=suspension_id), run))
+    return tuple(await retry_while_leased(lambda: engine.observe_signals(handle, suspension_id=suspension_id), run))
 
 
 def is_timeout(signal: ResumeSignal) -> bool:
-    """Whether a signal is the engine's own, which tells that the wait timed out."""
+    """Whether a signal is the one that the engine sends when a wait times out."""
     return (signal.signal_category, signal.source_type) == (
         TimeoutSignal().signal_category,
         TimeoutSignal().source_type,
