@@ -8,10 +8,10 @@ import runpy
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from fixtures import Eventually
 from flowfabric import Fabric
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -87,7 +87,7 @@ def test_the_service_example_works_between_processes(monkeypatch: pytest.MonkeyP
 
 
 async def test_an_example_that_an_operator_resumes_continues_without_a_signal(
-    eventually: Any,
+    eventually: Eventually,
 ) -> None:
     example = runpy.run_path(str(EXAMPLES / "external_callback.py"))
     fabric: Fabric = example["fabric"]

@@ -36,6 +36,7 @@ from annotations import (
     Tree,
     Twin,
 )
+from fixtures import Rows
 from flowfabric import Fabric, RunFailed, UnreadableResult
 from flowfabric.model.errors import InvalidInputError
 
@@ -154,7 +155,7 @@ async def test_an_argument_and_a_result_decode_to_equal_values(url: str) -> None
             assert (task.name, arrived[task.name]) == (task.name, value)
 
 
-async def test_an_argument_that_would_not_decode_to_an_equal_value_is_refused_at_submit(url: str, rows: Any) -> None:
+async def test_an_argument_that_would_not_decode_to_an_equal_value_is_refused_at_submit(url: str, rows: Rows) -> None:
     fabric = Fabric(url)
 
     def declared(at: int, kind: Any) -> Any:
@@ -295,7 +296,7 @@ async def test_an_annotation_may_be_defined_after_the_task(url: str) -> None:
             del globals()["DefinedLater"]
 
 
-async def test_equal_calls_have_the_same_payload_however_they_are_written(url: str, rows: Any) -> None:
+async def test_equal_calls_have_the_same_payload_however_they_are_written(url: str, rows: Rows) -> None:
     fabric = Fabric(url)
 
     @fabric.task

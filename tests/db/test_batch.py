@@ -8,6 +8,7 @@ from typing import Any
 import asyncpg
 import pytest
 
+from fixtures import Eventually
 from flowfabric.db.batch import LOCKED, Batch, Locked
 from flowfabric.db.database import Database, Transaction
 from flowfabric.db.faults import StoreFault
@@ -138,7 +139,7 @@ async def test_a_locked_row_does_not_delay_other_callers(shelf: Shelf, other: as
 
 
 async def test_later_callers_do_not_wait_for_a_locked_row(
-    shelf: Shelf, other: asyncpg.Connection, eventually: Any
+    shelf: Shelf, other: asyncpg.Connection, eventually: Eventually
 ) -> None:
     async with other.transaction():
         await other.execute("select 1 from shelf where id <= 4 for update")
@@ -151,7 +152,7 @@ async def test_later_callers_do_not_wait_for_a_locked_row(
 
 
 async def test_a_call_waits_for_a_locked_row_after_its_other_items(
-    shelf: Shelf, other: asyncpg.Connection, eventually: Any
+    shelf: Shelf, other: asyncpg.Connection, eventually: Eventually
 ) -> None:
     async with other.transaction():
         await other.execute("select 1 from shelf where id = 1 for update")

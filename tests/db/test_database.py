@@ -10,6 +10,7 @@ from urllib.parse import urlsplit, urlunsplit
 import asyncpg
 import pytest
 
+from fixtures import Eventually
 from flowfabric.db.database import ATTEMPTS, Database, Transaction
 from flowfabric.db.faults import StoreFault, fault_of
 from flowfabric.db.session import Limits
@@ -203,7 +204,7 @@ async def test_an_error_of_the_statement_itself_is_not_retried(database: Databas
 
 
 async def test_a_connection_lost_during_a_statement_is_a_transport_fault_and_the_next_call_works(
-    database: Database, other: asyncpg.Connection, eventually: Any
+    database: Database, other: asyncpg.Connection, eventually: Eventually
 ) -> None:
     sleeping = asyncio.create_task(database.fetch(SLEEP, {"seconds": 60}))
     query = OWN_SESSIONS + " and query like '/* sleep */%' and state = 'active'"
@@ -216,7 +217,7 @@ async def test_a_connection_lost_during_a_statement_is_a_transport_fault_and_the
 
 
 async def test_lost_idle_connections_are_replaced(
-    database: Database, other: asyncpg.Connection, eventually: Any
+    database: Database, other: asyncpg.Connection, eventually: Eventually
 ) -> None:
     await asyncio.gather(*(database.fetch(SLEEP, {"seconds": 0.01}) for _ in range(3)))
     await other.fetch(END_SESSIONS)
@@ -249,7 +250,7 @@ async def test_a_connection_lost_in_a_transaction_rolls_it_back(database: Databa
 
 
 async def test_a_cancelled_caller_leaves_a_usable_connection(
-    url: str, other: asyncpg.Connection, eventually: Any
+    url: str, other: asyncpg.Connection, eventually: Eventually
 ) -> None:
     async def has_one_session() -> bool:
         return bool(await other.fetchval(OWN_SESSIONS) <= 1)
@@ -316,7 +317,7 @@ async def test_callers_wait_if_all_connections_are_in_use(database: Database, ot
 
 @pytest.mark.usefixtures("patient_with_locks")
 async def test_closing_waits_for_running_calls(
-    url: str, other: asyncpg.Connection, eventually: Any, monkeypatch: pytest.MonkeyPatch
+    url: str, other: asyncpg.Connection, eventually: Eventually, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("flowfabric.db.database.DRAIN_SECONDS", 60)
     database = await Database.open(url, schema="flowfabric")

@@ -3,11 +3,11 @@
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
-from typing import Any
 
 import asyncpg
 import pytest
 
+from fixtures import Eventually
 from flowfabric.db.database import Database
 from flowfabric.db.migrate import check_schema_name
 from flowfabric.db.notify import EVERYTHING, Hints
@@ -63,7 +63,7 @@ class Heard:
         self.hints.clear()
 
 
-async def test_a_hint_reaches_the_other_engines_but_not_its_sender(hints: Open, eventually: Any) -> None:
+async def test_a_hint_reaches_the_other_engines_but_not_its_sender(hints: Open, eventually: Eventually) -> None:
     sender, one, two = await hints(), await hints(), await hints()
     heard = {process: Heard(process, "work") for process in (sender, one, two)}
     for process in heard:
@@ -78,7 +78,7 @@ async def test_a_hint_reaches_the_other_engines_but_not_its_sender(hints: Open, 
 
 
 async def test_a_hint_without_a_sender_reaches_every_engine(
-    hints: Open, other: asyncpg.Connection, eventually: Any
+    hints: Open, other: asyncpg.Connection, eventually: Eventually
 ) -> None:
     processes = [await hints(), await hints()]
     heard = [Heard(process, "work") for process in processes]
@@ -89,7 +89,7 @@ async def test_a_hint_without_a_sender_reaches_every_engine(
 
 
 @fork_is_intended
-def test_a_hint_of_a_forked_process_reaches_its_parent(url: str, eventually: Any) -> None:
+def test_a_hint_of_a_forked_process_reaches_its_parent(url: str, eventually: Eventually) -> None:
     # Made before the fork, so that parent and child have the same token.
     hints = Hints(Database(url, "flowfabric", 1))
     heard = Heard(hints, "work")
@@ -116,7 +116,7 @@ def test_a_hint_of_a_forked_process_reaches_its_parent(url: str, eventually: Any
         child.kill()
 
 
-async def test_a_hint_is_received_only_on_its_channel_and_in_its_schema(hints: Open, eventually: Any) -> None:
+async def test_a_hint_is_received_only_on_its_channel_and_in_its_schema(hints: Open, eventually: Eventually) -> None:
     sender, here, there = await hints(), await hints(), await hints(schema="elsewhere")
     ended, others = Heard(here, "ended"), [Heard(here, "work"), Heard(there, "ended")]
     await here.listen()
@@ -127,7 +127,7 @@ async def test_a_hint_is_received_only_on_its_channel_and_in_its_schema(hints: O
     assert [other.words for other in others] == [[], []]
 
 
-async def test_concurrent_hints_are_sent_in_one_batch(hints: Open, eventually: Any) -> None:
+async def test_concurrent_hints_are_sent_in_one_batch(hints: Open, eventually: Eventually) -> None:
     sender, listener = await hints(), await hints()
     heard = Heard(listener, "work")
     await listener.listen()
@@ -139,7 +139,7 @@ async def test_concurrent_hints_are_sent_in_one_batch(hints: Open, eventually: A
     await eventually(lambda: heard.hints[1:] == [[f"lane{n}" for n in range(10)]])
 
 
-async def test_hints_work_in_a_schema_with_the_longest_name(hints: Open, eventually: Any) -> None:
+async def test_hints_work_in_a_schema_with_the_longest_name(hints: Open, eventually: Eventually) -> None:
     schema = check_schema_name("s" * 57)
     sender, listener = await hints(schema=schema), await hints(schema=schema)
     heard = {channel: Heard(listener, channel) for channel in ("work", "ended")}
@@ -149,7 +149,7 @@ async def test_hints_work_in_a_schema_with_the_longest_name(hints: Open, eventua
     await eventually(lambda: all(ear.words == ["a"] for ear in heard.values()))
 
 
-async def test_more_words_than_fit_into_a_hint_become_everything(hints: Open, eventually: Any) -> None:
+async def test_more_words_than_fit_into_a_hint_become_everything(hints: Open, eventually: Eventually) -> None:
     sender, listener = await hints(), await hints()
     heard = Heard(listener, "work")
     await listener.listen()
@@ -161,7 +161,7 @@ async def test_more_words_than_fit_into_a_hint_become_everything(hints: Open, ev
 
 
 async def test_a_lost_listener_reconnects_and_reports_the_gap(
-    hints: Open, other: asyncpg.Connection, eventually: Any
+    hints: Open, other: asyncpg.Connection, eventually: Eventually
 ) -> None:
     sender, listener = await hints(), await hints()
     heard = Heard(listener, "work")
@@ -180,7 +180,7 @@ async def test_a_lost_listener_reconnects_and_reports_the_gap(
     await eventually(is_the_only_one)
 
 
-async def test_a_lost_sender_reconnects(hints: Open, other: asyncpg.Connection, eventually: Any) -> None:
+async def test_a_lost_sender_reconnects(hints: Open, other: asyncpg.Connection, eventually: Eventually) -> None:
     sender, listener = await hints(), await hints()
     heard = Heard(listener, "work")
     await listener.listen()
@@ -204,7 +204,7 @@ async def test_listening_twice_opens_one_connection(hints: Open, other: asyncpg.
 
 
 async def test_an_engine_that_only_polls_sends_hints_but_does_not_listen(
-    hints: Open, other: asyncpg.Connection, eventually: Any
+    hints: Open, other: asyncpg.Connection, eventually: Eventually
 ) -> None:
     polling, listener = await hints(polls_only=True), await hints()
     silent, heard = Heard(polling, "work"), Heard(listener, "work")
@@ -217,7 +217,9 @@ async def test_an_engine_that_only_polls_sends_hints_but_does_not_listen(
     assert await other.fetchval(LISTENERS) == 1
 
 
-async def test_closing_sends_pending_hints(hints: Open, eventually: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_closing_sends_pending_hints(
+    hints: Open, eventually: Eventually, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(Hints, "CLOSE_SECONDS", 60.0)
     sender, listener = await hints(), await hints()
     heard = Heard(listener, "work")
@@ -228,7 +230,7 @@ async def test_closing_sends_pending_hints(hints: Open, eventually: Any, monkeyp
     await eventually(lambda: heard.words == ["last", "words"])
 
 
-async def test_closing_ends_the_connections(hints: Open, other: asyncpg.Connection, eventually: Any) -> None:
+async def test_closing_ends_the_connections(hints: Open, other: asyncpg.Connection, eventually: Eventually) -> None:
     process = await hints()
     Heard(process, "work")
     await process.listen()
@@ -250,7 +252,7 @@ async def test_hints_that_were_never_used_can_be_closed_twice(hints: Open) -> No
 
 
 async def test_the_first_hints_after_an_idle_time_are_sent_at_once_and_later_ones_after_a_pause(
-    hints: Open, eventually: Any, monkeypatch: pytest.MonkeyPatch
+    hints: Open, eventually: Eventually, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Hints, "PAUSE", 3600.0)
     sender, listener = await hints(), await hints()

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from fixtures import Given
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.parts import parts_of
 from flowfabric.model.grant import Granted
@@ -53,7 +54,7 @@ async def reclaim(engine: Engine, execution_id: str, name: str = "pool", **overr
     return await engine.reclaim_execution(execution_id=execution_id, **worker(name, **overrides))
 
 
-async def resumable(given: Any, **overrides: Any) -> str:
+async def resumable(given: Given, **overrides: Any) -> str:
     """An execution whose attempt is parked and can be claimed at once."""
     handle = await given.claimed(**overrides)
     await given.engine.wait_children(handle)

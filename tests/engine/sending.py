@@ -3,6 +3,7 @@
 from typing import Any
 from uuid import UUID
 
+from fixtures import Given, Rows
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.wait.deliver import Signals
 from flowfabric.model.handle import Handle
@@ -57,27 +58,27 @@ class Waiting:
         return " ".join(dict.fromkeys((answer.effect, answer.disposition)))
 
 
-async def waiting(engine: Engine, given: Any, asked: SuspendArgs | None = None, **overrides: Any) -> Waiting:
+async def waiting(engine: Engine, given: Given, asked: SuspendArgs | None = None, **overrides: Any) -> Waiting:
     """A suspended execution; overrides that are not of the create are of the suspend."""
     run = {name: overrides.pop(name) for name in ("policy", "lane_id", "execution_deadline_at") if name in overrides}
     outcome = await suspended(engine, await given.claimed(**run), asked, **overrides)
     return Waiting(engine, outcome.handle).on(outcome.details)
 
 
-async def running(engine: Engine, given: Any, *, expires_in_ms: int = 60_000, **overrides: Any) -> Waiting:
+async def running(engine: Engine, given: Given, *, expires_in_ms: int = 60_000, **overrides: Any) -> Waiting:
     """A running execution that has created the waitpoint `wait` in advance."""
     handle = await given.claimed(**overrides)
     pending = await engine.create_waitpoint(handle, waitpoint_key="wait", expires_in_ms=expires_in_ms)
     return Waiting(engine, handle).ahead("wait", pending)
 
 
-async def signals(rows: Any, execution_id: str) -> list[dict[str, Any]]:
+async def signals(rows: Rows, execution_id: str) -> list[dict[str, Any]]:
     """The stored signals of an execution in order of acceptance."""
     found = await rows.of("signal", execution_id=execution_id[-36:])
     return sorted(found, key=lambda row: int(row["sequence"]))
 
 
-async def signal_keys(rows: Any, **where: Any) -> list[dict[str, Any]]:
+async def signal_keys(rows: Rows, **where: Any) -> list[dict[str, Any]]:
     """The idempotency keys of signals."""
     return [dict(row) for row in await rows.of("idempotency_key", operation="signal", **where)]
 

@@ -5,8 +5,10 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+import asyncpg
 import pytest
 
+from fixtures import Rows
 from flowfabric.engine.engine import Engine
 from flowfabric.model.errors import EngineError
 from flowfabric.model.event import CompletionOutcome
@@ -61,7 +63,7 @@ def lease_left(row: dict[str, Any]) -> dict[str, Any]:
     return {name: row[name] for name in _LEASE if row[name] is not None}
 
 
-async def event_texts(rows: Any, execution_id: str) -> list[str]:
+async def event_texts(rows: Rows, execution_id: str) -> list[str]:
     """The events of an execution in order, as `kind reason>outcome` without the absent parts."""
     return [_event(row) for row in await rows.events(execution_id)]
 
@@ -72,7 +74,7 @@ def _event(row: dict[str, Any]) -> str:
     return f"{row['kind']}{reason}{outcome}"
 
 
-async def attempts(rows: Any, execution_id: str) -> list[dict[str, Any]]:
+async def attempts(rows: Rows, execution_id: str) -> list[dict[str, Any]]:
     """The attempts of an execution in order."""
     found = await rows.of("attempt_all", execution_id=execution_id[-36:])
     return sorted(found, key=lambda row: int(row["attempt_index"]))
@@ -85,7 +87,7 @@ async def pending(engine: Engine, execution_id: str) -> dict[str, str]:
     return {name: value for name in names if (value := fields[f"pending_{name}"]) is not None}
 
 
-async def kept_until(rows: Any, execution_id: str) -> int | None:
+async def kept_until(rows: Rows, execution_id: str) -> int | None:
     """When an ended execution is deleted; None if it is not scheduled."""
     row = await rows.execution(execution_id)
     batches = await rows.of("retained", partition_key=row["partition_key"], ended_at=row["completed_at"])
@@ -94,7 +96,7 @@ async def kept_until(rows: Any, execution_id: str) -> int | None:
     return times[0] if times else None
 
 
-async def claim_rows(rows: Any, execution_ids: Iterable[str] | None = None) -> dict[int, dict[str, Any]]:
+async def claim_rows(rows: Rows, execution_ids: Iterable[str] | None = None) -> dict[int, dict[str, Any]]:
     """The claims by number, each with its execution ids as text: those of the given executions, or all."""
     found = {}
     for row in await rows.of("claim"):
@@ -205,7 +207,7 @@ def all_cases() -> Iterator[Case]:
     assert not failures, "\n".join(failures)
 
 
-async def revoke(connection: Any, execution_id: str) -> None:
+async def revoke(connection: asyncpg.Connection, execution_id: str) -> None:
     """Revoke a lease as an operator would; no operation of this version does."""
     await connection.execute(
         """with revoked as (
@@ -225,7 +227,7 @@ async def revoke(connection: Any, execution_id: str) -> None:
     )
 
 
-async def block(connection: Any, execution_id: str, eligibility: str, reason: str) -> None:
+async def block(connection: asyncpg.Connection, execution_id: str, eligibility: str, reason: str) -> None:
     """Block a waiting execution for another reason; no operation of this version does."""
     await connection.execute(
         """with blocked as (

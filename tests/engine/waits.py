@@ -8,6 +8,7 @@ from uuid import UUID, uuid4
 import asyncpg
 import pytest
 
+from fixtures import Rows
 from flowfabric.engine.engine import Engine
 from flowfabric.model.condition import ByName, Single, all_of_waitpoints
 from flowfabric.model.handle import Handle
@@ -96,25 +97,25 @@ async def rewriting(connection: asyncpg.Connection, table: str, execution_id: st
         yield
 
 
-async def suspension(rows: Any, execution_id: str) -> dict[str, Any]:
+async def suspension(rows: Rows, execution_id: str) -> dict[str, Any]:
     """The latest suspension of an execution."""
     latest = (await rows.execution(execution_id))["suspension_id"]
     (row,) = await rows.of("suspension", execution_id=execution_id[-36:], suspension_id=latest)
     return dict(row)
 
 
-async def suspend_keys(rows: Any) -> list[dict[str, Any]]:
+async def suspend_keys(rows: Rows) -> list[dict[str, Any]]:
     """The idempotency keys of suspends."""
     return [dict(row) for row in await rows.of("idempotency_key", operation="suspend")]
 
 
-async def waitpoint(rows: Any, waitpoint_id: UUID) -> dict[str, Any]:
+async def waitpoint(rows: Rows, waitpoint_id: UUID) -> dict[str, Any]:
     """The one row of a waitpoint."""
     (row,) = await rows.of("waitpoint", waitpoint_id=waitpoint_id)
     return dict(row)
 
 
-async def waitpoints(rows: Any, execution_id: str) -> list[dict[str, Any]]:
+async def waitpoints(rows: Rows, execution_id: str) -> list[dict[str, Any]]:
     """The waitpoints of an execution by key."""
     found = await rows.of("waitpoint", execution_id=execution_id[-36:])
     return sorted(found, key=lambda row: str(row["waitpoint_key"]))

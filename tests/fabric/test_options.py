@@ -4,6 +4,7 @@ import re
 from datetime import timedelta
 from typing import Any
 
+from fixtures import Rows
 from flowfabric import Fabric, FixedBackoff, PublicState
 from flowfabric.model.errors import InvalidInputError
 
@@ -57,7 +58,7 @@ async def test_options_change_one_submission_and_not_the_task(url: str) -> None:
         assert (await later.status()).state is PublicState.DELAYED
 
 
-async def test_options_become_a_policy(url: str, rows: Any) -> None:
+async def test_options_become_a_policy(url: str, rows: Rows) -> None:
     fabric = Fabric(url)
 
     @fabric.task(

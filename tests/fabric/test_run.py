@@ -5,10 +5,10 @@ import re
 import traceback
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from typing import Any
 
 import pytest
 
+from fixtures import Clock, Eventually
 from flowfabric import Context, Fabric, InvalidInputError, PublicState, RunCancelled, RunError, RunExpired, RunFailed
 from flowfabric.errors import NotFoundError, StateError
 from flowfabric.ids import plain_id
@@ -42,7 +42,7 @@ async def test_the_status_of_a_waiting_run_has_neither_result_nor_error(url: str
     assert (status.started_at, status.ended_at) == (None, None)
 
 
-async def test_the_status_follows_a_run_from_its_progress_to_its_result(url: str, eventually: Any) -> None:
+async def test_the_status_follows_a_run_from_its_progress_to_its_result(url: str, eventually: Eventually) -> None:
     fabric, gate = Fabric(url), asyncio.Event()
 
     @fabric.task
@@ -95,7 +95,7 @@ async def test_a_failed_run_keeps_the_type_message_and_traceback_of_its_exceptio
     assert (status.state, status.last_failure.message) == ("failed", "CardDeclined: card 4242, attempt 2")
 
 
-async def test_the_status_shows_the_last_failure_while_the_retry_is_due(url: str, eventually: Any) -> None:
+async def test_the_status_shows_the_last_failure_while_the_retry_is_due(url: str, eventually: Eventually) -> None:
     fabric = Fabric(url)
 
     @fabric.task(retries=1, backoff=timedelta(hours=1))
@@ -117,7 +117,7 @@ async def test_the_status_shows_the_last_failure_while_the_retry_is_due(url: str
     assert timedelta(minutes=50) < status.retry_at - datetime.now(UTC) < timedelta(minutes=70)
 
 
-async def test_a_run_that_did_not_succeed_says_how_it_ended(url: str, clock: Any) -> None:
+async def test_a_run_that_did_not_succeed_says_how_it_ended(url: str, clock: Clock) -> None:
     fabric = Fabric(url)
 
     @fabric.task
@@ -254,7 +254,7 @@ async def test_a_signal_that_the_run_does_not_wait_for_times_out(url: str) -> No
             await run.signal("approval", timeout=0.05)
 
 
-async def test_a_signal_under_the_same_id_counts_once(url: str, eventually: Any) -> None:
+async def test_a_signal_under_the_same_id_counts_once(url: str, eventually: Eventually) -> None:
     fabric = Fabric(url)
 
     @fabric.task

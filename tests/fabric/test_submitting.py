@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from fixtures import Rows
 from flowfabric import Fabric, PublicState
 from flowfabric.model.errors import ConflictError, InvalidInputError
 
@@ -64,7 +65,7 @@ async def test_the_same_key_with_other_arguments_is_a_conflict(url: str) -> None
         assert (again.id, again.is_duplicate) == (first.id, True)
 
 
-async def test_a_key_repeats_for_equal_arguments_however_they_are_written(url: str, rows: Any) -> None:
+async def test_a_key_repeats_for_equal_arguments_however_they_are_written(url: str, rows: Rows) -> None:
     fabric = Fabric(url)
 
     @fabric.task

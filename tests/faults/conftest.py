@@ -3,10 +3,11 @@
 import os
 import random
 from dataclasses import dataclass
-from typing import Any
 
 import asyncpg
 import pytest
+
+from fixtures import Clock, Engines
 
 from .scene import Scene
 
@@ -38,7 +39,7 @@ def sweep() -> Sweep:
 
 
 @pytest.fixture
-async def scene(engines: Any, clock: Any, connection: asyncpg.Connection) -> Scene:
+async def scene(engines: Engines, clock: Clock, connection: asyncpg.Connection) -> Scene:
     """The store of a sweep; its clock moves by the test's word alone."""
     await clock.stop()
     return Scene(await engines(database_pool_size=2), clock, connection)

@@ -9,6 +9,7 @@ from uuid import uuid4
 
 import asyncpg
 
+from fixtures import Clock
 from flowfabric.engine.engine import Engine
 from flowfabric.model.errors import EngineError
 from flowfabric.model.execution import Created, NewExecution
@@ -82,7 +83,9 @@ select coalesce(string_agg(state || ': ' || left(query, 80), ' | '), '') from pg
 class Subject:
     """What one call is about: a lane, the time the preparation began, and what the preparation left."""
 
-    def __init__(self, engine: Engine, clock: Any, connection: asyncpg.Connection, *, lane_id: str, began: int) -> None:
+    def __init__(
+        self, engine: Engine, clock: Clock, connection: asyncpg.Connection, *, lane_id: str, began: int
+    ) -> None:
         self.engine = engine
         """The engine that prepares; the call itself is made on another."""
         self.clock = clock
@@ -136,7 +139,7 @@ class Subject:
 class Scene:
     """The store of a sweep as another engine and another connection see it."""
 
-    def __init__(self, side: Engine, clock: Any, connection: asyncpg.Connection) -> None:
+    def __init__(self, side: Engine, clock: Clock, connection: asyncpg.Connection) -> None:
         self.side = side
         self._clock = clock
         self._connection = connection

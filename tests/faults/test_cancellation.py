@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from fixtures import Engines
 from flowfabric.engine.engine import Engine
 from flowfabric.model.errors import EngineError
 
@@ -155,7 +156,7 @@ async def _swept(cancelling: Cancelling, sweep: Sweep, operation: Operation) -> 
 
 @pytest.mark.parametrize("group", GROUPS)
 async def test_a_cancelled_call_is_done_or_not_and_takes_nothing_else_with_it(
-    engines: Any, scene: Scene, sweep: Sweep, group: str
+    engines: Engines, scene: Scene, sweep: Sweep, group: str
 ) -> None:
     engine = await engines(database_pool_size=2)
     wrong: list[str] = []
@@ -166,7 +167,7 @@ async def test_a_cancelled_call_is_done_or_not_and_takes_nothing_else_with_it(
 
 
 async def test_a_cancelled_report_of_progress_takes_nothing_with_it_whenever_it_is_cancelled(
-    engines: Any, scene: Scene
+    engines: Engines, scene: Scene
 ) -> None:
     """The smallest transaction there is, at every turn."""
     cancelling = Cancelling(scene, await engines(database_pool_size=2), OPERATIONS["progress"])

@@ -1,6 +1,7 @@
 """The checker of histories finds every kind of lie."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -173,7 +174,7 @@ def test_a_violation_shows_the_lines_of_its_execution() -> None:
     assert "completed" in str(violation.lines[-1]) or "tagged" in str(violation.lines[-1])
 
 
-def test_histories_are_read_in_the_order_of_time(tmp_path: Any) -> None:
+def test_histories_are_read_in_the_order_of_time(tmp_path: Path) -> None:
     first, second = History(tmp_path / "a", "first"), History(tmp_path / "b", "second")
     first.tell("created", execution_id=ONE, key=None)
     second.tell("start", execution_id=ONE)

@@ -6,6 +6,7 @@ from typing import Any
 import asyncpg
 import pytest
 
+from fixtures import Clock, Engines, Eventually, Given, Rows
 from flowfabric.engine.core.watermark import TimerWatermark, WalkWatermarks
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.parts import parts_of
@@ -69,7 +70,7 @@ def delay_the_next_answer(proxy: Proxy) -> None:
 
 
 async def test_a_claim_whose_answer_arrived_late_does_not_make_the_next_one_late(
-    polling: Engine, engine: Engine, given: Any, proxy: Proxy
+    polling: Engine, engine: Engine, given: Given, proxy: Proxy
 ) -> None:
     assert await claim(polling) == []
     execution_id = await given.created(policy=AGAIN_AT_ONCE)
@@ -82,7 +83,7 @@ async def test_a_claim_whose_answer_arrived_late_does_not_make_the_next_one_late
 
 
 async def test_a_grant_whose_answer_arrived_late_does_not_make_the_next_one_late(
-    polling: Engine, given: Any, proxy: Proxy, clock: Any
+    polling: Engine, given: Given, proxy: Proxy, clock: Clock
 ) -> None:
     assert await grant(polling) == NoWork()
     execution_id = await given.created()
@@ -97,7 +98,7 @@ async def test_a_grant_whose_answer_arrived_late_does_not_make_the_next_one_late
 
 @pytest.mark.parametrize("take", [claim, grant])
 async def test_a_walk_that_was_slow_on_the_server_is_not_repeated_at_once(
-    engines: Any, engine: Engine, given: Any, clock: Any, connection: asyncpg.Connection, take: Take
+    engines: Engines, engine: Engine, given: Given, clock: Clock, connection: asyncpg.Connection, take: Take
 ) -> None:
     # The walk reads the clock where it meets a grant.
     await given.created()
@@ -115,9 +116,9 @@ async def test_a_walk_that_was_slow_on_the_server_is_not_repeated_at_once(
 async def test_after_a_gap_in_the_hints_the_queues_are_walked_whole(
     listening: Engine,
     engine: Engine,
-    given: Any,
+    given: Given,
     proxy: Proxy,
-    eventually: Any,
+    eventually: Eventually,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # Long enough that the marks do not end by themselves meanwhile.
@@ -140,7 +141,7 @@ async def test_after_a_gap_in_the_hints_the_queues_are_walked_whole(
 
 
 async def test_a_look_whose_answer_arrived_late_does_not_put_off_the_next_whole_one(
-    polling: Engine, engine: Engine, given: Any, rows: Any, proxy: Proxy, clock: Any
+    polling: Engine, engine: Engine, given: Given, rows: Rows, proxy: Proxy, clock: Clock
 ) -> None:
     """A lease that is committed late ends before the time up to which timers were seen."""
     seconds = 1000.0
@@ -182,7 +183,7 @@ async def test_a_whole_look_that_the_server_gave_up_is_not_repeated_at_once(
 
 
 async def test_what_a_client_has_locked_that_fell_silent_in_a_statement_is_freed(
-    url: str, given: Any, proxy: Proxy, eventually: Any
+    url: str, given: Given, proxy: Proxy, eventually: Eventually
 ) -> None:
     """The statement was executed and its end never arrives, over a proxy that keeps the server's side open."""
     limits: dict[str, Any] = {"statement_timeout_ms": 300, "listen": False}

@@ -2,11 +2,11 @@
 
 import base64
 import re
-from typing import Any
 
 import msgspec
 import pytest
 
+from fixtures import Engines
 from flowfabric import Fabric
 from flowfabric.engine.engine import Engine
 from flowfabric.model.grant import ResumeGrant, ResumeToken
@@ -35,7 +35,9 @@ async def rows_of(scene: Scene, engine: Engine, operation: Operation, *, is_plai
 
 
 @pytest.mark.parametrize("title", OPERATIONS)
-async def test_an_operation_does_the_same_by_the_plain_form_of_an_id(scene: Scene, engines: Any, title: str) -> None:
+async def test_an_operation_does_the_same_by_the_plain_form_of_an_id(
+    scene: Scene, engines: Engines, title: str
+) -> None:
     operation = OPERATIONS[title]
     # One that ends an engine or empties the store of keys is the last on its engine.
     answer, rows = await rows_of(scene, await engines(), operation, is_plain=False)
@@ -46,7 +48,7 @@ async def test_an_operation_does_the_same_by_the_plain_form_of_an_id(scene: Scen
 
 
 async def test_a_handle_whose_stored_bytes_hold_the_plain_form_is_read_with_the_canonical_one(
-    scene: Scene, engines: Any
+    scene: Scene, engines: Engines
 ) -> None:
     engine: Engine = await engines()
     subject = await scene.subject(lane_id="plain")
@@ -57,7 +59,7 @@ async def test_a_handle_whose_stored_bytes_hold_the_plain_form_is_read_with_the_
     await engine.complete(type(handle).from_json(stored), b"x")
 
 
-async def test_a_resume_grant_may_name_its_execution_in_the_plain_form(scene: Scene, engines: Any) -> None:
+async def test_a_resume_grant_may_name_its_execution_in_the_plain_form(scene: Scene, engines: Engines) -> None:
     engine: Engine = await engines()
     subject = await scene.subject(lane_id="plain")
     await resume_granted(subject)
@@ -74,7 +76,7 @@ async def test_a_resume_grant_may_name_its_execution_in_the_plain_form(scene: Sc
     assert claimed.execution_id == subject.execution_id
 
 
-async def test_a_page_may_follow_the_plain_form_of_an_id(scene: Scene, engines: Any) -> None:
+async def test_a_page_may_follow_the_plain_form_of_an_id(scene: Scene, engines: Engines) -> None:
     engine: Engine = await engines()
     for _ in range(3):
         await OPERATIONS["mark_lease_expired_if_due"].prepare(await scene.subject(lane_id="plain"))
@@ -85,7 +87,7 @@ async def test_a_page_may_follow_the_plain_form_of_an_id(scene: Scene, engines: 
     assert (await engine.list_expired_leases(after=plain)).entries == whole[1:]
 
 
-async def test_a_list_cursor_that_holds_the_plain_form_leads_to_the_same_page(scene: Scene, engines: Any) -> None:
+async def test_a_list_cursor_that_holds_the_plain_form_leads_to_the_same_page(scene: Scene, engines: Engines) -> None:
     engine: Engine = await engines()
     for _ in range(3):
         await OPERATIONS["list_suspended"].prepare(await scene.subject(lane_id="plain"))
@@ -111,7 +113,7 @@ async def test_a_run_is_found_by_the_plain_form_of_its_id(url: str) -> None:
         assert (found.id, await found.result(timeout=60)) == (submitted.id, "done")
 
 
-async def test_a_callback_may_name_its_execution_in_the_plain_form(scene: Scene, engines: Any) -> None:
+async def test_a_callback_may_name_its_execution_in_the_plain_form(scene: Scene, engines: Engines) -> None:
     engine: Engine = await engines()
     subject = await scene.subject(lane_id="plain")
     await suspended(subject)

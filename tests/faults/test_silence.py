@@ -2,11 +2,11 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from typing import Any
 
 import asyncpg
 import pytest
 
+from fixtures import Eventually
 from flowfabric.db.database import Database
 from flowfabric.db.faults import StoreFault
 from flowfabric.db.notify import Hints
@@ -58,7 +58,7 @@ async def test_a_caller_waits_for_a_free_connection_no_longer_than_for_an_answer
 
 
 async def test_the_place_of_a_cancelled_call_is_free_when_its_connection_is_closed(
-    url: str, proxy: Proxy, eventually: Any, monkeypatch: pytest.MonkeyPatch
+    url: str, proxy: Proxy, eventually: Eventually, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else a storm of cancelled calls would open more connections than the pool may have."""
     monkeypatch.setattr("flowfabric.db.database.CLOSE_SECONDS", 60)
@@ -83,7 +83,7 @@ async def test_the_place_of_a_cancelled_call_is_free_when_its_connection_is_clos
 
 
 async def test_the_place_of_a_call_cancelled_on_a_silent_connection_is_free_after_the_time_to_close_it(
-    url: str, proxy: Proxy, eventually: Any, monkeypatch: pytest.MonkeyPatch
+    url: str, proxy: Proxy, eventually: Eventually, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("flowfabric.db.database.CLOSE_SECONDS", 0.2)
     database = await Database.open(proxy.url, schema="flowfabric", pool_size=1, limits=Limits(statement_ms=60_000))
@@ -104,7 +104,7 @@ async def test_the_place_of_a_call_cancelled_on_a_silent_connection_is_free_afte
 
 
 async def test_a_silent_listener_is_replaced(
-    database: Database, proxy: Proxy, eventually: Any, monkeypatch: Any
+    database: Database, proxy: Proxy, eventually: Eventually, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing is lost by the kernel's word: the proxy keeps the sockets open."""
     monkeypatch.setattr(Hints, "PROBE_SECONDS", 0.1)
@@ -126,7 +126,11 @@ async def test_a_silent_listener_is_replaced(
 
 
 async def test_a_deaf_listener_does_not_count_as_listening(
-    database: Database, proxy: Proxy, eventually: Any, monkeypatch: Any, caplog: pytest.LogCaptureFixture
+    database: Database,
+    proxy: Proxy,
+    eventually: Eventually,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Behind a pooler in transaction mode statements are answered and notifications go elsewhere."""
     monkeypatch.setattr(Hints, "PROBE_SECONDS", 0.1)
@@ -146,7 +150,7 @@ async def test_a_deaf_listener_does_not_count_as_listening(
 
 
 async def test_hints_close_in_time_while_one_is_sent_on_a_silent_connection(
-    proxy: Proxy, eventually: Any, monkeypatch: pytest.MonkeyPatch
+    proxy: Proxy, eventually: Eventually, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Hints, "CLOSE_SECONDS", 0.2)
     database = await Database.open(proxy.url, schema="flowfabric", pool_size=1, limits=Limits(statement_ms=60_000))

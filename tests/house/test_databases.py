@@ -1,12 +1,11 @@
 """What tests get from each other: nothing but open sessions that know their statements."""
 
-from typing import Any
-
 import pytest
 
 import databases as module
 from creates import new
 from databases import Databases
+from fixtures import Rows
 from flowfabric.engine.engine import Engine
 from flowfabric.settings import Settings
 from sessions import PARKED, SESSIONS, session
@@ -15,7 +14,7 @@ _SEQUENCES = "select sequencename::text, last_value from pg_sequences where sche
 _SESSIONS = "select pid, application_name from pg_stat_activity where datname = current_database()"
 
 
-async def contents(url: str, rows: Any) -> tuple[object, object, object]:
+async def contents(url: str, rows: Rows) -> tuple[object, object, object]:
     """Every row, every sequence and the clock of a database."""
     connection = await session(url, "test contents")
     try:
@@ -39,7 +38,7 @@ async def used(url: str) -> None:
 
 @pytest.mark.parametrize("large", [module._LARGE, 0], ids=["row by row", "truncated"])
 async def test_a_database_that_was_used_is_as_a_new_one(
-    databases: Databases, rows: Any, monkeypatch: pytest.MonkeyPatch, large: int
+    databases: Databases, rows: Rows, monkeypatch: pytest.MonkeyPatch, large: int
 ) -> None:
     monkeypatch.setattr(module, "_LOOK", module._LOOK.replace(f"> {module._LARGE}", f"> {large}"))
     async with databases.new() as url:

@@ -16,6 +16,7 @@ import pytest
 
 from creates import new
 from databases import Databases
+from fixtures import Clock
 from flowfabric.engine.core.payload import INLINE_PAYLOAD_BYTES
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.lease.expire import CLAIM_LIMIT, SWEEP_LIMIT
@@ -101,7 +102,7 @@ async def test_operations_on_few_executions_touch_few_rows(full: Engine, touched
 
 
 async def test_the_error_of_a_failure_is_written_and_read_only_where_there_is_one(
-    full: Engine, touched: Touched, clock: Any
+    full: Engine, touched: Touched, clock: Clock
 ) -> None:
     raised = FailureReason("no luck", error_type="ValueError", traceback="Traceback")
     await full.create_many([new(lane_id="raised", policy={"retry_policy": {"max_retries": 1}}) for _ in range(40)])
@@ -134,7 +135,7 @@ async def test_the_error_of_a_failure_is_written_and_read_only_where_there_is_on
 
 
 async def test_an_input_is_looked_for_apart_from_its_row_only_where_it_is_large(
-    full: Engine, touched: Touched, clock: Any
+    full: Engine, touched: Touched, clock: Clock
 ) -> None:
     for lane, size, found in (("small", INLINE_PAYLOAD_BYTES, 0), ("large", INLINE_PAYLOAD_BYTES + 1, 10)):
         touched.clear()
@@ -157,7 +158,7 @@ async def test_an_input_is_looked_for_apart_from_its_row_only_where_it_is_large(
 
 
 async def test_a_result_is_looked_for_apart_from_its_row_only_where_it_is_not_on_it(
-    full: Engine, touched: Touched, clock: Any
+    full: Engine, touched: Touched, clock: Clock
 ) -> None:
     ended = {}
     for lane, size, found in (("small", INLINE_PAYLOAD_BYTES, 0), ("large", INLINE_PAYLOAD_BYTES + 1, 1)):
@@ -191,7 +192,7 @@ async def test_a_result_is_looked_for_apart_from_its_row_only_where_it_is_not_on
 
 
 async def test_ends_of_what_has_timers_entries_and_lists_touch_few_rows(
-    full: Engine, touched: Touched, clock: Any
+    full: Engine, touched: Touched, clock: Clock
 ) -> None:
     soon = await clock.now() + HOUR
     retry = {"retry_policy": {"max_retries": 3, "backoff": {"type": "fixed", "delay_ms": 1000}}}
@@ -303,7 +304,7 @@ def signal(wait: Any) -> dict[str, Any]:
 
 
 async def test_sweeps_touch_what_is_due_and_of_that_a_batch(
-    full: Engine, touched: Touched, clock: Any, connection: asyncpg.Connection
+    full: Engine, touched: Touched, clock: Clock, connection: asyncpg.Connection
 ) -> None:
     due = await read_due(parts_of(full).store, ())
     assert (due.expired_claims, due.elapsed_delays, due.expiries) == (0, 0, 0)
@@ -340,7 +341,7 @@ async def test_sweeps_touch_what_is_due_and_of_that_a_batch(
 
 
 async def test_a_look_at_what_is_due_costs_the_same_however_many_timers_run(
-    full: Engine, touched: Touched, clock: Any, connection: asyncpg.Connection
+    full: Engine, touched: Touched, clock: Clock, connection: asyncpg.Connection
 ) -> None:
     await connection.execute(
         """insert into timer (partition_key, execution_id, kind, due_at)

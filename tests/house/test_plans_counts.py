@@ -8,6 +8,7 @@ import pytest
 
 from creates import new
 from engine.waits import args
+from fixtures import Clock, Engines
 from flowfabric.db.session import connect
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.parts import parts_of
@@ -34,7 +35,9 @@ async def run(engine: Engine, count: int, *, lease_ttl_ms: int = 1000) -> list[A
 
 
 @pytest.fixture(params=["no statistics", "statistics"])
-async def full(request: pytest.FixtureRequest, engines: Any, clock: Any, connection: asyncpg.Connection) -> Engine:
+async def full(
+    request: pytest.FixtureRequest, engines: Engines, clock: Clock, connection: asyncpg.Connection
+) -> Engine:
     """An engine that has planned its count on empty tables, which hold much now."""
     engine: Engine = await engines(database_pool_size=1, listen=False)
     assert await engine.count_executions() == []

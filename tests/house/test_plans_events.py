@@ -6,6 +6,7 @@ from typing import Any
 import asyncpg
 import pytest
 
+from fixtures import Clock, Given, Rows
 from flowfabric.db.session import session_settings
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.parts import parts_of
@@ -29,7 +30,7 @@ def indexes(plan: dict[str, Any]) -> set[str]:
 
 
 async def test_the_rare_events_of_an_execution_are_found_by_their_own_index(
-    engine: Engine, given: Any, clock: Any, url: str, rows: Any, connection: asyncpg.Connection
+    engine: Engine, given: Given, clock: Clock, url: str, rows: Rows, connection: asyncpg.Connection
 ) -> None:
     handle = await given.claimed(lease_ttl_ms=1000)
     await clock.advance(seconds=2)

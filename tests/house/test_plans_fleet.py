@@ -1,11 +1,10 @@
 """The retention of worker identities reads each lease once, however many identities are old."""
 
-from typing import Any
-
 import asyncpg
 import pytest
 
 from creates import new
+from fixtures import Clock, Rows
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.fleet.identities import PURGE_LIMIT
 from flowfabric.engine.parts import parts_of
@@ -19,7 +18,7 @@ LOST = 1_000
 
 @pytest.mark.parametrize("has_statistics", ["no statistics", "statistics"])
 async def test_old_identities_cost_one_look_at_each_lease(
-    engine: Engine, connection: asyncpg.Connection, clock: Any, rows: Any, touched: Touched, has_statistics: str
+    engine: Engine, connection: asyncpg.Connection, clock: Clock, rows: Rows, touched: Touched, has_statistics: str
 ) -> None:
     await clock.stop()
     await engine.create_many([new() for _ in range(LOST)])

@@ -8,6 +8,7 @@ import pytest
 
 from creates import new
 from engine.reach import DAY, one_of
+from fixtures import Clock, Given
 from flowfabric.db.database import Database
 from flowfabric.db.statements import Statement
 from flowfabric.engine.engine import Engine
@@ -54,8 +55,8 @@ async def backlog(engine: Engine, **overrides: Any) -> None:
 @pytest.mark.parametrize("state", PublicState)
 async def test_a_page_of_a_state_is_found_behind_many_executions_of_another(
     engine: Engine,
-    given: Any,
-    clock: Any,
+    given: Given,
+    clock: Clock,
     connection: asyncpg.Connection,
     touched: dict[str, int],
     state: PublicState,

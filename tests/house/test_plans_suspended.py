@@ -9,6 +9,7 @@ import asyncpg
 import pytest
 
 from databases import Databases
+from fixtures import Clock
 from flowfabric.db.database import Database, Transaction
 from flowfabric.db.statements import Statement
 from flowfabric.engine.engine import Engine
@@ -47,7 +48,7 @@ def touched(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     """The most rows each statement has touched at once, while operations run."""
     seen: dict[str, int] = {}
 
-    async def count(connection: Any, statement: Statement, arguments: list[object]) -> Any:
+    async def count(connection: asyncpg.Connection, statement: Statement, arguments: list[object]) -> Any:
         before = await connection.fetchval(_TOUCHED)
         found = await connection.fetch(statement.sql, *arguments)
         seen[statement.name] = max(seen.get(statement.name, 0), await connection.fetchval(_TOUCHED) - before)
@@ -131,7 +132,7 @@ def full(original: str, engine: Engine) -> Engine:
     return engine
 
 
-async def test_one_wait_touches_its_own_rows_alone(full: Engine, touched: dict[str, int], clock: Any) -> None:
+async def test_one_wait_touches_its_own_rows_alone(full: Engine, touched: dict[str, int], clock: Clock) -> None:
     (one, two) = await waits(full, 2)
     (ahead,) = await claimed(full, 1)
     pending = await full.create_waitpoint(ahead, waitpoint_key="a", expires_in_ms=WEEK)
@@ -167,7 +168,7 @@ async def test_a_hundred_that_suspend_together_touch_their_own_rows(full: Engine
 
 
 async def test_a_hundred_that_are_resumed_together_touch_their_own_rows(
-    full: Engine, touched: dict[str, int], clock: Any
+    full: Engine, touched: dict[str, int], clock: Clock
 ) -> None:
     outcomes = await waits(full, 100)
     touched.clear()
@@ -178,7 +179,7 @@ async def test_a_hundred_that_are_resumed_together_touch_their_own_rows(
 
 @pytest.mark.parametrize("behavior", TimeoutBehavior)
 async def test_a_hundred_timeouts_touch_their_own_rows(
-    full: Engine, touched: dict[str, int], clock: Any, behavior: TimeoutBehavior
+    full: Engine, touched: dict[str, int], clock: Clock, behavior: TimeoutBehavior
 ) -> None:
     due_at = await clock.now() + 1
     asked = [on_all(timeout_at=due_at, timeout_behavior=behavior) for _ in range(100)]

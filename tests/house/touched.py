@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import asyncpg
 import pytest
 
 from flowfabric.db.database import Database, Transaction
@@ -69,7 +70,7 @@ class Touched:
         """Begin anew."""
         self.rows.clear()
 
-    async def count(self, connection: Any, statement: Statement, arguments: list[object]) -> Any:
+    async def count(self, connection: asyncpg.Connection, statement: Statement, arguments: list[object]) -> Any:
         """Run a statement and ask the server what it did."""
         before = {row[0]: row for row in await connection.fetch(_TOUCHED, TABLES)}
         found = await connection.fetch(statement.sql, *arguments)

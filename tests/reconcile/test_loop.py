@@ -8,7 +8,7 @@ from typing import Any
 import asyncpg
 import pytest
 
-from fixtures import Clock, Engines, Given, Rows
+from fixtures import Clock, Engines, Eventually, Given, Rows
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.parts import Parts, parts_of
 from flowfabric.model.errors import TransportError
@@ -41,7 +41,7 @@ def counting(run: Callable[[int], int], *, every_ms: int = 20, is_woken_by_timer
 
 
 async def test_due_work_is_processed_in_the_background(
-    engines: Engines, given: Given, clock: Clock, eventually: Any
+    engines: Engines, given: Given, clock: Clock, eventually: Eventually
 ) -> None:
     engine = await engines(**OFTEN)
     lost = await given.claimed(lease_ttl_ms=30_000)
@@ -111,7 +111,7 @@ async def test_claims_skip_their_catch_up_while_the_loop_runs(engine: Engine) ->
 
 
 async def test_two_loops_process_everything_once(
-    engines: Engines, given: Given, clock: Clock, rows: Rows, eventually: Any
+    engines: Engines, given: Given, clock: Clock, rows: Rows, eventually: Eventually
 ) -> None:
     engine, other = await engines(**OFTEN), await engines(**OFTEN)
     lost = [await given.claimed() for _ in range(8)]
@@ -136,7 +136,7 @@ async def test_two_loops_process_everything_once(
     assert len(await rows.of("execution", public_state="waiting")) == len(delayed)
 
 
-async def test_a_full_batch_is_followed_by_the_next_without_a_pause(engine: Engine, eventually: Any) -> None:
+async def test_a_full_batch_is_followed_by_the_next_without_a_pause(engine: Engine, eventually: Eventually) -> None:
     sweep = counting(lambda call: 10 if call <= 5 else 0, every_ms=60_000, is_woken_by_timers=False)
     async with Reconciler(engine, sweeps=[sweep]) as reconciler:
         await eventually(lambda: reconciler.stats["counting"].cycles == 6)
@@ -144,7 +144,7 @@ async def test_a_full_batch_is_followed_by_the_next_without_a_pause(engine: Engi
 
 
 async def test_a_failing_sweep_is_counted_and_does_not_stop_the_others(
-    engines: Engines, given: Given, clock: Clock, eventually: Any
+    engines: Engines, given: Given, clock: Clock, eventually: Eventually
 ) -> None:
     def fail(_: int) -> int:
         raise ValueError("cannot")
@@ -162,7 +162,7 @@ async def test_a_failing_sweep_is_counted_and_does_not_stop_the_others(
 
 
 async def test_a_sweep_recovers_after_failures(
-    engine: Engine, eventually: Any, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, eventually: Eventually, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Reconciler, "IDLE_SECONDS", 0.05)
 
@@ -179,7 +179,7 @@ async def test_a_sweep_recovers_after_failures(
 
 
 async def test_an_unreachable_store_is_retried(
-    engine: Engine, eventually: Any, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, eventually: Eventually, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Reconciler, "FAULT_SECONDS", (0.02, 0.05))
 
@@ -194,7 +194,7 @@ async def test_an_unreachable_store_is_retried(
 
 
 async def test_the_loop_survives_the_loss_of_its_connections(
-    engines: Engines, given: Given, clock: Clock, connection: asyncpg.Connection, eventually: Any
+    engines: Engines, given: Given, clock: Clock, connection: asyncpg.Connection, eventually: Eventually
 ) -> None:
     engine = await engines(**OFTEN)
     await given.delayed(seconds=30)
@@ -208,7 +208,7 @@ async def test_the_loop_survives_the_loss_of_its_connections(
 
 
 async def test_a_loop_that_fails_restarts(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch, eventually: Any, caplog: pytest.LogCaptureFixture
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, eventually: Eventually, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(Reconciler, "RESTART_SECONDS", 0.05)
     calls = 0

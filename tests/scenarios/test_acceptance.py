@@ -5,6 +5,7 @@ from uuid import UUID, uuid4
 
 import pytest
 
+from fixtures import Clock, Given, Rows
 from flowfabric import Engine
 from flowfabric.conditions import (
     AllOf,
@@ -65,7 +66,7 @@ def tampered(text: str) -> str:
 
 
 async def test_1_the_signal_that_is_waited_for_lets_the_same_attempt_go_on(
-    engine: Engine, given: Any, rows: Any
+    engine: Engine, given: Given, rows: Rows
 ) -> None:
     run = await given.run()
     wait = await suspended(engine, run.handle, READY)
@@ -84,7 +85,7 @@ async def test_1_the_signal_that_is_waited_for_lets_the_same_attempt_go_on(
 # 2
 
 
-async def test_2_a_repeated_suspend_is_answered_as_the_first_was(engine: Engine, given: Any, rows: Any) -> None:
+async def test_2_a_repeated_suspend_is_answered_as_the_first_was(engine: Engine, given: Given, rows: Rows) -> None:
     handle = await given.claimed()
     both = all_of_waitpoints(["a", "b"])
     first = await engine.suspend(handle, args(both, keys=("a", "b"), idempotency_key="once"))
@@ -100,7 +101,7 @@ async def test_2_a_repeated_suspend_is_answered_as_the_first_was(engine: Engine,
     ]
 
 
-async def test_2_an_idempotency_key_belongs_to_one_execution(engine: Engine, given: Any) -> None:
+async def test_2_an_idempotency_key_belongs_to_one_execution(engine: Engine, given: Given) -> None:
     handles = [await given.claimed(), await given.claimed()]
     assert len({handle.execution_id.partition("}")[0] for handle in handles}) == 1, "one partition"
     first, second = [await suspended(engine, handle, READY, idempotency_key="once") for handle in handles]
@@ -111,7 +112,9 @@ async def test_2_an_idempotency_key_belongs_to_one_execution(engine: Engine, giv
 # 3
 
 
-async def test_3_a_stale_fence_is_a_lease_conflict_and_changes_nothing(engine: Engine, given: Any, rows: Any) -> None:
+async def test_3_a_stale_fence_is_a_lease_conflict_and_changes_nothing(
+    engine: Engine, given: Given, rows: Rows
+) -> None:
     stale = await given.reclaimable()
     await given.claim(worker="other")
     async with rows.unchanged():
@@ -122,7 +125,7 @@ async def test_3_a_stale_fence_is_a_lease_conflict_and_changes_nothing(engine: E
 # 4
 
 
-async def test_4_distinct_sources_are_counted_once_each(engine: Engine, given: Any) -> None:
+async def test_4_distinct_sources_are_counted_once_each(engine: Engine, given: Given) -> None:
     two = Count(n=2, count_kind=CountKind.DISTINCT_SOURCES, waitpoints=("wp",))
     wait = await suspended(engine, await given.claimed(), two)
     assert await wait.said("go", source_identity="ada") == (APPENDED, APPENDED)
@@ -130,14 +133,14 @@ async def test_4_distinct_sources_are_counted_once_each(engine: Engine, given: A
     assert await wait.said("go", source_identity="grace") == (SATISFIED, SATISFIED)
 
 
-async def test_4_distinct_signals_may_have_one_source(engine: Engine, given: Any) -> None:
+async def test_4_distinct_signals_may_have_one_source(engine: Engine, given: Given) -> None:
     two = Count(n=2, count_kind=CountKind.DISTINCT_SIGNALS, waitpoints=("wp",))
     wait = await suspended(engine, await given.claimed(), two)
     assert await wait.said("go", source_identity="ada") == (APPENDED, APPENDED)
     assert await wait.said("go", source_identity="ada") == (SATISFIED, SATISFIED)
 
 
-async def test_4_a_count_takes_only_what_its_matcher_passes(engine: Engine, given: Any) -> None:
+async def test_4_a_count_takes_only_what_its_matcher_passes(engine: Engine, given: Given) -> None:
     one = Count(n=1, count_kind=CountKind.DISTINCT_SOURCES, matcher=ByName("approve"), waitpoints=("wp",))
     wait = await suspended(engine, await given.claimed(), one)
     assert await wait.said("reject") == (APPENDED, "signal_ignored_matcher_failed")
@@ -147,12 +150,12 @@ async def test_4_a_count_takes_only_what_its_matcher_passes(engine: Engine, give
 # 5
 
 
-async def three(engine: Engine, given: Any, **overrides: Any) -> Waiting:
+async def three(engine: Engine, given: Given, **overrides: Any) -> Waiting:
     return await suspended(engine, await given.claimed(), all_of_waitpoints(THREE), keys=THREE, **overrides)
 
 
 async def test_5_each_of_three_waitpoints_has_a_token_of_its_own_and_all_are_needed(
-    engine: Engine, given: Any, rows: Any
+    engine: Engine, given: Given, rows: Rows
 ) -> None:
     wait = await three(engine, given)
     assert len({token.reveal() for _, token in wait.points.values()}) == 3
@@ -165,7 +168,7 @@ async def test_5_each_of_three_waitpoints_has_a_token_of_its_own_and_all_are_nee
     await refused(wait.signal("x", "a"), "target_not_signalable")
 
 
-async def test_5_a_cancel_closes_all_three(engine: Engine, given: Any, rows: Any) -> None:
+async def test_5_a_cancel_closes_all_three(engine: Engine, given: Given, rows: Rows) -> None:
     wait = await three(engine, given)
     await engine.cancel_execution(execution_id=wait.execution_id, reason="not wanted")
     assert await closed(rows, wait) == [("closed", "cancelled")] * 3
@@ -174,7 +177,7 @@ async def test_5_a_cancel_closes_all_three(engine: Engine, given: Any, rows: Any
     await refused(wait.signal("x", "a"), "target_not_signalable")
 
 
-async def test_5_a_timeout_closes_all_three(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
+async def test_5_a_timeout_closes_all_three(engine: Engine, given: Given, rows: Rows, clock: Clock) -> None:
     wait = await three(engine, given, timeout_at=await clock.now() + 1000)
     await clock.advance(seconds=2)
     await engine.expire_suspension(wait.execution_id)
@@ -191,7 +194,7 @@ def nested(depth: int) -> Any:
     return condition
 
 
-async def test_6_a_condition_may_be_four_deep_and_no_deeper(engine: Engine, given: Any, rows: Any) -> None:
+async def test_6_a_condition_may_be_four_deep_and_no_deeper(engine: Engine, given: Given, rows: Rows) -> None:
     handle = await given.claimed()
     async with rows.unchanged():
         path = ".".join(["members[0]"] * 4)
@@ -241,7 +244,7 @@ REFUSALS: dict[str, SuspendArgs] = {
 
 @pytest.mark.parametrize("detail", REFUSALS)
 async def test_6_arguments_that_do_not_go_together_are_refused(
-    engine: Engine, given: Any, rows: Any, detail: str
+    engine: Engine, given: Given, rows: Rows, detail: str
 ) -> None:
     handle = await given.claimed()
     async with rows.unchanged():
@@ -250,7 +253,7 @@ async def test_6_arguments_that_do_not_go_together_are_refused(
     assert await engine.renew(handle)
 
 
-async def test_6_an_empty_name_is_refused_anywhere_in_the_tree(engine: Engine, given: Any, rows: Any) -> None:
+async def test_6_an_empty_name_is_refused_anywhere_in_the_tree(engine: Engine, given: Given, rows: Rows) -> None:
     handle = await given.claimed()
     async with rows.unchanged():
         for condition in (AllOf((ANY, Single(waitpoint_key="wp", matcher=ByName("")))), count(1, "wp", name="")):
@@ -258,7 +261,7 @@ async def test_6_an_empty_name_is_refused_anywhere_in_the_tree(engine: Engine, g
 
 
 async def test_6_a_suspended_handle_is_refused_before_its_key_is_looked_up(
-    engine: Engine, given: Any, rows: Any
+    engine: Engine, given: Given, rows: Rows
 ) -> None:
     wait = await suspended(engine, await given.claimed(), READY, idempotency_key="once")
     assert wait.handle is not None
@@ -270,7 +273,7 @@ async def test_6_a_suspended_handle_is_refused_before_its_key_is_looked_up(
 
 
 async def test_7_signals_before_the_wait_are_kept_and_may_meet_it_at_once(
-    engine: Engine, given: Any, rows: Any
+    engine: Engine, given: Given, rows: Rows
 ) -> None:
     run = await given.run()
     pending = await engine.create_waitpoint(run.handle, waitpoint_key="wp", expires_in_ms=HOUR_MS)
@@ -292,7 +295,7 @@ async def test_7_signals_before_the_wait_are_kept_and_may_meet_it_at_once(
     assert await completions(rows, run.execution_id) == [CompletionOutcome.SUCCESS]
 
 
-async def test_7_a_token_given_out_early_counts_for_the_wait_after_a_rotation(engine: Engine, given: Any) -> None:
+async def test_7_a_token_given_out_early_counts_for_the_wait_after_a_rotation(engine: Engine, given: Given) -> None:
     run = await given.run()
     pending = await engine.create_waitpoint(run.handle, waitpoint_key="wp", expires_in_ms=HOUR_MS)
     await rotate(engine, "b", B)
@@ -301,7 +304,7 @@ async def test_7_a_token_given_out_early_counts_for_the_wait_after_a_rotation(en
     assert await wait.said("ready", waitpoint_token=pending.hmac_token) == (SATISFIED, SATISFIED)
 
 
-async def test_7_signals_before_the_wait_count_towards_it(engine: Engine, given: Any) -> None:
+async def test_7_signals_before_the_wait_count_towards_it(engine: Engine, given: Given) -> None:
     run = await given.run()
     pending = await engine.create_waitpoint(run.handle, waitpoint_key="wp", expires_in_ms=HOUR_MS)
     early = Waiting(engine, run.handle, _details(pending))
@@ -325,7 +328,7 @@ def _details(pending: Any) -> Any:
 # 8
 
 
-async def test_8_whoever_has_no_token_learns_nothing(engine: Engine, given: Any, rows: Any) -> None:
+async def test_8_whoever_has_no_token_learns_nothing(engine: Engine, given: Given, rows: Rows) -> None:
     wait = await suspended(engine, await given.claimed(), READY)
     other = await suspended(engine, await given.claimed(), READY)
     over = await suspended(engine, await given.claimed(), READY)
@@ -356,7 +359,7 @@ async def test_8_whoever_has_no_token_learns_nothing(engine: Engine, given: Any,
 # 9
 
 
-async def test_9_every_key_verifies_until_its_own_grace_is_over(engine: Engine, given: Any, clock: Any) -> None:
+async def test_9_every_key_verifies_until_its_own_grace_is_over(engine: Engine, given: Given, clock: Clock) -> None:
     first = await suspended(engine, await given.claimed(), READY)
     second = await suspended(engine, await given.claimed(), READY)
     await rotate(engine, "b", B, grace_ms=10_000)
@@ -392,7 +395,7 @@ async def test_9_every_key_verifies_until_its_own_grace_is_over(engine: Engine, 
     ],
 )
 async def test_9_tokens_are_signed_as_the_vectors_say(
-    engine: Engine, given: Any, secret: str, kid: str, execution_id: str, waitpoint_id: str, token: str
+    engine: Engine, given: Given, secret: str, kid: str, execution_id: str, waitpoint_id: str, token: str
 ) -> None:
     await rotate(engine, kid, secret)
     handle = await given.claimed(execution_id=execution_id)

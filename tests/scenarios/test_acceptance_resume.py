@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from fixtures import Clock, Engines, Given, Rows
 from flowfabric import Engine
 from flowfabric.conditions import OperatorOnly, all_of_waitpoints
 from flowfabric.model.event import CompletionOutcome
@@ -38,7 +39,7 @@ async def engine(keyless: Engine) -> Engine:
 # 10
 
 
-async def test_10_one_idempotency_key_is_one_signal(engine: Engine, engines: Any, given: Any, rows: Any) -> None:
+async def test_10_one_idempotency_key_is_one_signal(engine: Engine, engines: Engines, given: Given, rows: Rows) -> None:
     other = await engines()
     for nth in range(20):
         wait = await suspended(engine, await given.claimed(), READY)
@@ -59,7 +60,7 @@ async def test_10_one_idempotency_key_is_one_signal(engine: Engine, engines: Any
 # 11
 
 
-async def test_11_a_limit_of_three_refuses_the_fourth(engine: Engine, given: Any, rows: Any) -> None:
+async def test_11_a_limit_of_three_refuses_the_fourth(engine: Engine, given: Given, rows: Rows) -> None:
     wait = await suspended(engine, await given.claimed(), READY)
     for _ in range(3):
         await wait.signal("other", max_signals_per_execution=3)
@@ -67,14 +68,14 @@ async def test_11_a_limit_of_three_refuses_the_fourth(engine: Engine, given: Any
         await refused(wait.signal("other", max_signals_per_execution=3), "signal_limit_exceeded")
 
 
-async def test_11_the_policy_of_the_execution_may_set_the_limit(engine: Engine, given: Any) -> None:
+async def test_11_the_policy_of_the_execution_may_set_the_limit(engine: Engine, given: Given) -> None:
     wait = await suspended(engine, await given.claimed(policy={"max_signals_per_execution": 3}), READY)
     for _ in range(3):
         await wait.signal("other")
     await refused(wait.signal("other", max_signals_per_execution=10), "signal_limit_exceeded")
 
 
-async def test_11_a_payload_has_a_limit_and_comes_back_as_it_went(engine: Engine, given: Any, rows: Any) -> None:
+async def test_11_a_payload_has_a_limit_and_comes_back_as_it_went(engine: Engine, given: Given, rows: Rows) -> None:
     wait = await suspended(engine, await given.claimed(), READY)
     async with rows.unchanged():
         await refused(wait.signal("other", payload=b"x" * 65_537), "payload_too_large")
@@ -89,7 +90,7 @@ async def test_11_a_payload_has_a_limit_and_comes_back_as_it_went(engine: Engine
 
 
 async def test_12_a_resume_may_be_put_off_by_the_signal_or_the_policy(
-    engine: Engine, given: Any, rows: Any, clock: Any
+    engine: Engine, given: Given, rows: Rows, clock: Clock
 ) -> None:
     by_signal = await suspended(engine, await given.claimed(), READY)
     await by_signal.signal("ready", resume_delay_ms=30_000)
@@ -110,7 +111,7 @@ async def test_12_a_resume_may_be_put_off_by_the_signal_or_the_policy(
         assert (await wait.claim()).attempt_index == 0
 
 
-async def test_12_an_operators_resume_may_be_put_off(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
+async def test_12_an_operators_resume_may_be_put_off(engine: Engine, given: Given, rows: Rows, clock: Clock) -> None:
     wait = await suspended(engine, await given.claimed(), OperatorOnly())
     (key,) = wait.points
     assert await wait.said("ready", key) == (APPENDED, "no_op")
@@ -150,7 +151,7 @@ def terminal(outcome: str) -> tuple[str, ...]:
     ],
 )
 async def test_13_a_timeout_ends_the_execution(
-    engine: Engine, given: Any, rows: Any, clock: Any, behaviour: str, outcome: str, attempt: str, told: int
+    engine: Engine, given: Given, rows: Rows, clock: Clock, behaviour: str, outcome: str, attempt: str, told: int
 ) -> None:
     retrying = {"retry_policy": {"max_retries": 3, "backoff": {"type": "fixed", "delay_ms": 1}}}
     wait = await suspended(
@@ -182,7 +183,7 @@ async def test_13_a_timeout_ends_the_execution(
 
 @pytest.mark.parametrize("word", ["auto_resume_with_timeout_signal", "auto_resume"])
 async def test_13_a_timeout_may_resume_with_a_signal_of_its_own(
-    engine: Engine, given: Any, rows: Any, clock: Any, word: str
+    engine: Engine, given: Given, rows: Rows, clock: Clock, word: str
 ) -> None:
     wait = await suspended(
         engine, await given.claimed(), READY, timeout_at=await clock.now() + 60_000, timeout_behavior=word
@@ -202,7 +203,7 @@ async def test_13_a_timeout_may_resume_with_a_signal_of_its_own(
     assert (last.source_identity, last.payload, last.satisfier) == ("suspension_timeout", None, True)
 
 
-async def test_13_a_timeout_may_call_an_operator_once(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
+async def test_13_a_timeout_may_call_an_operator_once(engine: Engine, given: Given, rows: Rows, clock: Clock) -> None:
     at = await clock.now() + 60_000
     wait = await suspended(engine, await given.claimed(), READY, timeout_at=at, timeout_behavior="escalate")
     await clock.advance(seconds=61)
@@ -219,7 +220,7 @@ async def test_13_a_timeout_may_call_an_operator_once(engine: Engine, given: Any
 
 
 async def test_13_of_a_timeout_and_a_satisfying_signal_exactly_one_wins(
-    engine: Engine, engines: Any, given: Any, rows: Any, clock: Any
+    engine: Engine, engines: Engines, given: Given, rows: Rows, clock: Clock
 ) -> None:
     other = await engines()
     waits = [
@@ -244,7 +245,7 @@ async def test_13_of_a_timeout_and_a_satisfying_signal_exactly_one_wins(
 
 
 async def test_14_what_is_left_of_the_attempts_time_is_given_back_at_the_resume(
-    engine: Engine, given: Any, rows: Any, clock: Any
+    engine: Engine, given: Given, rows: Rows, clock: Clock
 ) -> None:
     await clock.stop()
     run = await given.run(policy={"timeout_policy": {"attempt_timeout_ms": 10_000}}, lease_ttl_ms=60_000)
@@ -263,7 +264,7 @@ async def test_14_what_is_left_of_the_attempts_time_is_given_back_at_the_resume(
 
 
 async def test_14_the_deadline_of_the_execution_does_not_pause(
-    engine: Engine, given: Any, rows: Any, clock: Any
+    engine: Engine, given: Given, rows: Rows, clock: Clock
 ) -> None:
     handle = await given.claimed(execution_deadline_at=await clock.now() + 10_000)
     wait = await suspended(engine, handle, all_of_waitpoints(THREE), keys=THREE)

@@ -12,6 +12,7 @@ import msgspec
 import pytest
 
 from creates import new
+from fixtures import Engines, Eventually, Rows
 from flowfabric.db import session as sessions
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.execution import create as creation
@@ -135,7 +136,7 @@ async def held(connection: asyncpg.Connection, execution_id: str) -> AsyncIterat
 async def test_a_key_locked_for_too_long_is_refused_alone(
     engine: Engine,
     create: Batched,
-    rows: Any,
+    rows: Rows,
     connection: asyncpg.Connection,
     own_id: str | None,
     monkeypatch: pytest.MonkeyPatch,
@@ -157,7 +158,7 @@ async def test_a_key_locked_for_too_long_is_refused_alone(
 
 
 @creates
-async def test_a_duplicate_among_creates(engine: Engine, create: Batched, rows: Any) -> None:
+async def test_a_duplicate_among_creates(engine: Engine, create: Batched, rows: Rows) -> None:
     named = "{fp:86}:11111111-2222-3333-4444-555555555555"
     keyed, _ = await create(engine, [new(idempotency_key="k"), new(execution_id=named)])
     items = [new(input_payload=b"%d" % at) for at in range(GOOD)]
@@ -169,7 +170,7 @@ async def test_a_duplicate_among_creates(engine: Engine, create: Batched, rows: 
     await check_created(rows, items, answers)
 
 
-async def check_created(rows: Any, items: Sequence[NewExecution], answers: Sequence[Any]) -> None:
+async def check_created(rows: Rows, items: Sequence[NewExecution], answers: Sequence[Any]) -> None:
     """Each created execution is the one its caller described."""
     stored = {str(row["execution_id"]): row["input_payload"] for row in await rows.of("execution")}
     for item, answer in zip(items, answers, strict=True):
@@ -178,7 +179,7 @@ async def check_created(rows: Any, items: Sequence[NewExecution], answers: Seque
 
 
 @creates
-async def test_creates_that_name_each_other(engine: Engine, create: Batched, rows: Any) -> None:
+async def test_creates_that_name_each_other(engine: Engine, create: Batched, rows: Rows) -> None:
     items = [new() for _ in range(GOOD)]
     items += [new(idempotency_key="k") for _ in range(10)]
     items += [new(execution_id="{fp:86}:11111111-2222-3333-4444-555555555555") for _ in range(10)]
@@ -192,7 +193,7 @@ async def test_creates_that_name_each_other(engine: Engine, create: Batched, row
 
 
 @creates
-async def test_a_poisoned_create(engine: Engine, create: Batched, rows: Any) -> None:
+async def test_a_poisoned_create(engine: Engine, create: Batched, rows: Rows) -> None:
     poisons: list[dict[str, Any]] = [
         {"execution_kind": "nul \0"},
         {"creator_identity": "half \ud800"},
@@ -216,7 +217,7 @@ async def test_a_poisoned_create(engine: Engine, create: Batched, rows: Any) -> 
 
 @creates
 async def test_a_create_the_store_chokes_on(
-    engine: Engine, create: Batched, rows: Any, connection: asyncpg.Connection
+    engine: Engine, create: Batched, rows: Rows, connection: asyncpg.Connection
 ) -> None:
     await connection.execute("alter table execution add check (creator_identity <> 'poison')")
     items = [new(input_payload=b"%d" % at) for at in range(GOOD)]
@@ -254,7 +255,7 @@ async def test_one_held_key_does_not_hold_the_other_callers(engine: Engine, conn
     assert await tasks[GOOD] == [Duplicate(execution_id=taken.execution_id)]  # type: ignore[union-attr]
 
 
-async def test_creates_of_a_cancelled_caller(engine: Engine, rows: Any, eventually: Any) -> None:
+async def test_creates_of_a_cancelled_caller(engine: Engine, rows: Rows, eventually: Eventually) -> None:
     await engine.create_many([new()])
     given = {name: getattr(new(), name) for name in NewExecution.__struct_fields__}
     tasks = [asyncio.create_task(engine.create_execution(**given)) for _ in range(GOOD + 1)]
@@ -273,7 +274,9 @@ async def test_creates_of_a_cancelled_caller(engine: Engine, rows: Any, eventual
 
 
 @under_lease
-async def test_bad_handles_among_good_ones(engine: Engine, rows: Any, connection: Any, operation: str) -> None:
+async def test_bad_handles_among_good_ones(
+    engine: Engine, rows: Rows, connection: asyncpg.Connection, operation: str
+) -> None:
     handles = await claimed(engine, GOOD + 3)
     lapsed, other, third = handles[GOOD:]
     await connection.execute("update test_clock set offset_ms = offset_ms + 20000")
@@ -301,7 +304,7 @@ async def test_bad_handles_among_good_ones(engine: Engine, rows: Any, connection
     await check_done(engine, rows, handles[:GOOD], operation)
 
 
-async def check_done(engine: Engine, rows: Any, handles: Sequence[Handle], operation: str) -> None:
+async def check_done(engine: Engine, rows: Rows, handles: Sequence[Handle], operation: str) -> None:
     """What was answered as done is done, each with its own result and told once."""
     told = Counter(str(event["execution_id"]) for event in await rows.of("event_each") if event["outcome"] is not None)
     for handle in handles:
@@ -323,7 +326,9 @@ CHOKES = {
 
 
 @under_lease
-async def test_a_run_the_store_chokes_on(engine: Engine, rows: Any, connection: Any, operation: str) -> None:
+async def test_a_run_the_store_chokes_on(
+    engine: Engine, rows: Rows, connection: asyncpg.Connection, operation: str
+) -> None:
     handles = await claimed(engine, GOOD + 1)
     await connection.execute(CHOKES[operation.split()[0]].format(id=handles[50].execution_id[-36:]))
     answers = await UNDER_LEASE[operation](engine, handles)
@@ -336,7 +341,7 @@ async def test_a_run_the_store_chokes_on(engine: Engine, rows: Any, connection: 
 
 
 @under_lease
-async def test_a_run_named_twice_is_answered_in_order(engine: Engine, rows: Any, operation: str) -> None:
+async def test_a_run_named_twice_is_answered_in_order(engine: Engine, rows: Rows, operation: str) -> None:
     handles = await claimed(engine, GOOD)
     items = [*handles, handles[0], handles[50], handles[0]]
     answers = await UNDER_LEASE[operation](engine, items)
@@ -347,7 +352,7 @@ async def test_a_run_named_twice_is_answered_in_order(engine: Engine, rows: Any,
 @pytest.mark.usefixtures("patient_with_locks")
 @pytest.mark.parametrize("operation", ["renew each", "complete each", "fail each"])
 async def test_one_locked_row_does_not_hold_the_other_callers(
-    engine: Engine, rows: Any, connection: asyncpg.Connection, operation: str
+    engine: Engine, rows: Rows, connection: asyncpg.Connection, operation: str
 ) -> None:
     handles = await claimed(engine, GOOD + 1)
     async with held(connection, handles[50].execution_id):
@@ -362,7 +367,7 @@ async def test_one_locked_row_does_not_hold_the_other_callers(
 @pytest.mark.usefixtures("patient_with_locks")
 @pytest.mark.parametrize("operation", ["renew many", "complete many"])
 async def test_a_batch_waits_for_its_locked_row_and_answers_all(
-    engine: Engine, rows: Any, connection: asyncpg.Connection, operation: str
+    engine: Engine, rows: Rows, connection: asyncpg.Connection, operation: str
 ) -> None:
     handles = await claimed(engine, GOOD + 1)
     async with held(connection, handles[50].execution_id):
@@ -376,7 +381,7 @@ async def test_a_batch_waits_for_its_locked_row_and_answers_all(
 
 @under_lease
 async def test_a_row_locked_for_too_long_is_refused_alone(
-    engines: Any, rows: Any, connection: asyncpg.Connection, operation: str, monkeypatch: pytest.MonkeyPatch
+    engines: Engines, rows: Rows, connection: asyncpg.Connection, operation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sessions._SESSION, "lock_timeout", "60ms")
     engine = await engines()
@@ -394,7 +399,7 @@ async def test_a_row_locked_for_too_long_is_refused_alone(
 
 @pytest.mark.parametrize("operation", ["renew each", "complete each", "fail each"])
 async def test_a_cancelled_caller_takes_nobody_with_it(
-    engine: Engine, rows: Any, operation: str, eventually: Any
+    engine: Engine, rows: Rows, operation: str, eventually: Eventually
 ) -> None:
     handles = await claimed(engine, GOOD + 1)
     tasks = [asyncio.create_task(UNDER_LEASE[operation](engine, [handle])) for handle in handles]
@@ -411,7 +416,7 @@ async def test_a_cancelled_caller_takes_nobody_with_it(
     assert is_good(operation, again)
 
 
-async def test_failures_with_and_without_a_retry_share_a_statement(engine: Engine, rows: Any) -> None:
+async def test_failures_with_and_without_a_retry_share_a_statement(engine: Engine, rows: Rows) -> None:
     retried = await claimed(engine, 50, policy=RETRIED)
     ended = await claimed(engine, 50)
     mixed = [handle for pair in zip(retried, ended, strict=True) for handle in pair]
@@ -421,7 +426,7 @@ async def test_failures_with_and_without_a_retry_share_a_statement(engine: Engin
     assert states == {"delayed": 50, "failed": 50}
 
 
-async def test_endings_of_every_kind_share_a_statement(engine: Engine, rows: Any) -> None:
+async def test_endings_of_every_kind_share_a_statement(engine: Engine, rows: Rows) -> None:
     completed, failed, cancelled = await claimed(engine, 40), await claimed(engine, 40), await claimed(engine, 40)
     calls: list[Coroutine[Any, Any, Any]] = []
     for one, two, three in zip(completed, failed, cancelled, strict=True):

@@ -8,6 +8,7 @@ from typing import Any
 import asyncpg
 import pytest
 
+from fixtures import Clock, Eventually, Given, Rows
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.parts import parts_of
 from flowfabric.model.errors import EngineError
@@ -22,7 +23,7 @@ DAY = 86_400
 class Gate:
     """Stops one call where it reads the clock, until what happens meanwhile has happened."""
 
-    def __init__(self, connection: asyncpg.Connection, eventually: Any) -> None:
+    def __init__(self, connection: asyncpg.Connection, eventually: Eventually) -> None:
         self._connection = connection
         self._eventually = eventually
 
@@ -43,7 +44,7 @@ class Gate:
 
 
 @pytest.fixture
-async def gate(url: str, eventually: Any, patient_with_locks: None) -> AsyncIterator[Gate]:
+async def gate(url: str, eventually: Eventually, patient_with_locks: None) -> AsyncIterator[Gate]:
     """The gate; what reads the clock passes through it."""
     connection = await session(url, "test gate")
     clock: str = await connection.fetchval("select pg_get_functiondef('ff_now'::regproc)")
@@ -69,7 +70,7 @@ async def touch(connection: asyncpg.Connection, execution_id: str) -> None:
 
 
 async def test_an_execution_that_changes_under_a_claim_is_claimed_then_or_later(
-    gate: Gate, engine: Engine, given: Any, clock: Any, connection: asyncpg.Connection
+    gate: Gate, engine: Engine, given: Given, clock: Clock, connection: asyncpg.Connection
 ) -> None:
     await given.claimed()
     execution_id = await given.created()
@@ -86,7 +87,7 @@ async def test_an_execution_that_changes_under_a_claim_is_claimed_then_or_later(
 
 
 async def test_a_claim_passes_over_what_another_has_taken_without_locking_it(
-    gate: Gate, engine: Engine, given: Any, clock: Any, connection: asyncpg.Connection
+    gate: Gate, engine: Engine, given: Given, clock: Clock, connection: asyncpg.Connection
 ) -> None:
     await given.claimed()
     granted = await given.created()
@@ -104,7 +105,7 @@ async def test_a_claim_passes_over_what_another_has_taken_without_locking_it(
 
 
 async def test_a_lease_that_is_said_to_be_renewed_is(
-    gate: Gate, engine: Engine, given: Any, rows: Any, connection: asyncpg.Connection
+    gate: Gate, engine: Engine, given: Given, rows: Rows, connection: asyncpg.Connection
 ) -> None:
     await given.created()
     await given.created()
@@ -120,7 +121,7 @@ async def test_a_lease_that_is_said_to_be_renewed_is(
 
 
 async def test_a_lease_that_expires_while_its_renewal_waits_is_not_renewed(
-    gate: Gate, engine: Engine, given: Any, clock: Any, connection: asyncpg.Connection, eventually: Any
+    gate: Gate, engine: Engine, given: Given, clock: Clock, connection: asyncpg.Connection, eventually: Eventually
 ) -> None:
     handle = await given.claimed(lease_ttl_ms=30_000)
     async with connection.transaction():
@@ -134,7 +135,7 @@ async def test_a_lease_that_expires_while_its_renewal_waits_is_not_renewed(
 
 
 async def test_an_execution_that_is_tagged_under_a_trim_is_left_for_the_next(
-    gate: Gate, engine: Engine, given: Any, clock: Any, rows: Any
+    gate: Gate, engine: Engine, given: Given, clock: Clock, rows: Rows
 ) -> None:
     tagged, _ = await given.completed(), await given.completed()
     await clock.advance(seconds=DAY + 1)

@@ -16,6 +16,7 @@ from typing import Any
 import asyncpg
 import pytest
 
+from fixtures import Eventually
 from flowfabric import Fabric, Run, Settings
 from flowfabric.db.embedded import Embedded
 from flowfabric.engine.engine import Engine, engine_beside
@@ -92,7 +93,7 @@ async def ended(run: Run[Any]) -> bool:
 
 
 async def test_a_killed_server_is_started_again_under_a_worker_and_nothing_is_lost(
-    home: Path, eventually: Any, caplog: pytest.LogCaptureFixture
+    home: Path, eventually: Eventually, caplog: pytest.LogCaptureFixture
 ) -> None:
     fabric = Fabric(settings=Settings(home=home, database_url=None))
 
@@ -121,7 +122,7 @@ async def test_a_killed_server_is_started_again_under_a_worker_and_nothing_is_lo
 
 
 async def test_calls_that_find_the_server_dead_at_once_start_one(
-    engine: Engine, home: Path, caplog: pytest.LogCaptureFixture, eventually: Any
+    engine: Engine, home: Path, caplog: pytest.LogCaptureFixture, eventually: Eventually
 ) -> None:
     acknowledged = [(await engine.create_execution(**NEW)).execution_id for _ in range(20)]
     # A session that is idle keeps the memory of the dead server for a moment.
@@ -138,7 +139,11 @@ async def test_calls_that_find_the_server_dead_at_once_start_one(
 
 
 async def test_of_two_processes_one_starts_the_server_again(
-    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, eventually: Any, caplog: pytest.LogCaptureFixture
+    home: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    eventually: Eventually,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setenv("FF_HOME", str(home))
     monkeypatch.delenv("FF_DATABASE_URL", raising=False)
@@ -161,7 +166,7 @@ async def test_of_two_processes_one_starts_the_server_again(
 
 
 async def test_of_many_holders_that_find_the_server_dead_at_once_one_starts_it(
-    home: Path, caplog: pytest.LogCaptureFixture, eventually: Any
+    home: Path, caplog: pytest.LogCaptureFixture, eventually: Eventually
 ) -> None:
     holders = [await asyncio.to_thread(Embedded.start, home) for _ in range(6)]
     try:
@@ -201,7 +206,7 @@ async def test_the_server_is_stopped_while_handlers_block_every_thread_of_the_ev
 
 
 async def test_a_server_whose_data_was_deleted_is_not_made_anew(
-    home: Path, caplog: pytest.LogCaptureFixture, eventually: Any
+    home: Path, caplog: pytest.LogCaptureFixture, eventually: Eventually
 ) -> None:
     async with Engine.connect(settings=Settings(home=home, database_url=None, submit_patience_ms=0)) as engine:
         await engine.ping()

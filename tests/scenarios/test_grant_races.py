@@ -3,8 +3,10 @@
 from collections import Counter
 from typing import Any
 
+import asyncpg
 import pytest
 
+from fixtures import Clock, Rows
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.parts import parts_of
 from flowfabric.model.execution import NewExecution
@@ -29,7 +31,7 @@ async def created(engine: Engine) -> str:
     return str(made.execution_id)
 
 
-async def lost(engine: Engine, clock: Any) -> str:
+async def lost(engine: Engine, clock: Clock) -> str:
     """An execution whose lease has lapsed and is marked."""
     await engine.create_execution(**new())
     (held,) = await claim(engine, lease_ttl_ms=1)
@@ -55,12 +57,12 @@ def kinds(answers: list[Any]) -> list[str]:
     return sorted(answer if isinstance(answer, str) else type(answer).__name__ for answer in answers)
 
 
-async def leases(rows: Any, execution_id: str) -> int:
+async def leases(rows: Rows, execution_id: str) -> int:
     """How often an execution was leased."""
     return sum(event["kind"] in ("acquired", "reclaimed") for event in await rows.events(execution_id))
 
 
-async def test_of_two_claims_with_one_grant_one_wins(rivals: Rivals, rows: Any) -> None:
+async def test_of_two_claims_with_one_grant_one_wins(rivals: Rivals, rows: Rows) -> None:
     engines = await rivals(3)
     for _ in range(ROUNDS):
         execution_id = await created(engines[0])
@@ -76,7 +78,7 @@ async def test_of_two_claims_with_one_grant_one_wins(rivals: Rivals, rows: Any) 
     assert await rows.of("claim_grant") == []
 
 
-async def test_of_two_grants_one_is_issued(rivals: Rivals, rows: Any) -> None:
+async def test_of_two_grants_one_is_issued(rivals: Rivals, rows: Rows) -> None:
     engines = await rivals(3)
     for _ in range(ROUNDS):
         execution_id = await created(engines[0])
@@ -93,7 +95,7 @@ async def test_of_two_grants_one_is_issued(rivals: Rivals, rows: Any) -> None:
         await engines[winner].claim_execution(execution_id=execution_id, **worker(f"pool{winner}"))
 
 
-async def test_a_search_for_a_grant_and_a_claim_never_take_the_same(rivals: Rivals, rows: Any) -> None:
+async def test_a_search_for_a_grant_and_a_claim_never_take_the_same(rivals: Rivals, rows: Rows) -> None:
     one, other = await rivals(2)
     for _ in range(ROUNDS):
         execution_id = await created(one)
@@ -134,7 +136,7 @@ async def test_searches_grant_every_execution_once(rivals: Rivals) -> None:
         assert found == Counter(one.execution_id for one in made if not isinstance(one, Exception))
 
 
-async def test_a_lost_lease_goes_to_one(rivals: Rivals, rows: Any, clock: Any) -> None:
+async def test_a_lost_lease_goes_to_one(rivals: Rivals, rows: Rows, clock: Clock) -> None:
     one, other, third = await rivals(3)
     for _ in range(ROUNDS):
         execution_id = await lost(one, clock)
@@ -154,7 +156,7 @@ async def test_a_lost_lease_goes_to_one(rivals: Rivals, rows: Any, clock: Any) -
         await ended(one, execution_id)
 
 
-async def test_of_two_reclaims_with_one_grant_one_wins(rivals: Rivals, rows: Any, clock: Any) -> None:
+async def test_of_two_reclaims_with_one_grant_one_wins(rivals: Rivals, rows: Rows, clock: Clock) -> None:
     engines = await rivals(2)
     for _ in range(ROUNDS):
         execution_id = await lost(engines[0], clock)
@@ -170,7 +172,7 @@ async def test_of_two_reclaims_with_one_grant_one_wins(rivals: Rivals, rows: Any
         await ended(engines[0], execution_id)
 
 
-async def test_of_all_who_would_go_on_with_an_attempt_one_does(rivals: Rivals, rows: Any) -> None:
+async def test_of_all_who_would_go_on_with_an_attempt_one_does(rivals: Rivals, rows: Rows) -> None:
     one, other, third = await rivals(3)
     for _ in range(ROUNDS):
         execution_id = await resumable(one)
@@ -188,7 +190,7 @@ async def test_of_all_who_would_go_on_with_an_attempt_one_does(rivals: Rivals, r
         await ended(one, execution_id)
 
 
-async def test_a_grant_at_its_end_leases_once_or_lets_go(rivals: Rivals, rows: Any) -> None:
+async def test_a_grant_at_its_end_leases_once_or_lets_go(rivals: Rivals, rows: Rows) -> None:
     one, other = await rivals(2)
     told: Counter[str] = Counter()
     for _ in range(ROUNDS):
@@ -203,7 +205,7 @@ async def test_a_grant_at_its_end_leases_once_or_lets_go(rivals: Rivals, rows: A
         assert await leases(rows, execution_id) == isinstance(named, ClaimedExecution) + len(claimed)
 
 
-async def test_a_cancel_and_a_claim_by_grant_leave_one_story(rivals: Rivals, rows: Any) -> None:
+async def test_a_cancel_and_a_claim_by_grant_leave_one_story(rivals: Rivals, rows: Rows) -> None:
     one, other = await rivals(2)
     for _ in range(ROUNDS):
         execution_id = await created(one)
@@ -221,7 +223,7 @@ async def test_a_cancel_and_a_claim_by_grant_leave_one_story(rivals: Rivals, row
 # Keys.
 
 
-async def test_of_two_seeds_one_installs(rivals: Rivals, connection: Any) -> None:
+async def test_of_two_seeds_one_installs(rivals: Rivals, connection: asyncpg.Connection) -> None:
     engines = await rivals(3)
     for at in range(ROUNDS):
         # No operation leaves a store without a key.
@@ -235,7 +237,7 @@ async def test_of_two_seeds_one_installs(rivals: Rivals, connection: Any) -> Non
 
 
 @pytest.mark.parametrize("kid", ["one", "each its own"])
-async def test_rotations_come_one_after_the_other(rivals: Rivals, rows: Any, kid: str) -> None:
+async def test_rotations_come_one_after_the_other(rivals: Rivals, rows: Rows, kid: str) -> None:
     engines = await rivals(3)
     current: str | None = "k1"
     for at in range(ROUNDS):
@@ -269,7 +271,7 @@ async def test_rotations_come_one_after_the_other(rivals: Rivals, rows: Any, kid
 # Workers and leases.
 
 
-async def test_a_lapsing_lease_is_renewed_or_granted_to_another(rivals: Rivals, rows: Any, clock: Any) -> None:
+async def test_a_lapsing_lease_is_renewed_or_granted_to_another(rivals: Rivals, rows: Rows, clock: Clock) -> None:
     one, other = await rivals(2)
 
     async def hand_over(handle: Handle) -> Any:
@@ -305,7 +307,7 @@ async def test_a_lapsing_lease_is_renewed_or_granted_to_another(rivals: Rivals, 
     assert await rows.of("claim_grant") == []
 
 
-async def test_a_new_worker_that_claims_twice_at_once_is_one(rivals: Rivals, rows: Any) -> None:
+async def test_a_new_worker_that_claims_twice_at_once_is_one(rivals: Rivals, rows: Rows) -> None:
     engines = await rivals(2)
     for at in range(ROUNDS // 5):
         names = [await created(engine) for engine in engines]

@@ -6,6 +6,7 @@ from typing import Any
 import asyncpg
 import pytest
 
+from fixtures import Engines, Given, Rows
 from flowfabric.db import session as sessions
 from flowfabric.engine.engine import Engine
 from flowfabric.model.condition import ByName, Single
@@ -69,9 +70,9 @@ CALLS: dict[str, Call] = {
 
 @pytest.mark.parametrize("operation", CALLS)
 async def test_a_refusal_over_a_locked_row_names_its_execution_and_says_what_to_do(
-    engines: Any,
-    given: Any,
-    rows: Any,
+    engines: Engines,
+    given: Given,
+    rows: Rows,
     connection: asyncpg.Connection,
     operation: str,
     monkeypatch: pytest.MonkeyPatch,

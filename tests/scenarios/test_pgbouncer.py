@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from creates import new
+from fixtures import Eventually
 from flowfabric import Fabric
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.parts import parts_of
@@ -94,7 +95,7 @@ async def test_a_worker_that_polls_runs_and_cancels_what_another_process_says(ur
 
 @pytest.mark.parametrize("mode", WORKING)
 async def test_a_worker_with_a_connection_of_its_own_hears_of_submissions_through_a_pooler(
-    url: str, mode: str, monkeypatch: pytest.MonkeyPatch, eventually: Any
+    url: str, mode: str, monkeypatch: pytest.MonkeyPatch, eventually: Eventually
 ) -> None:
     monkeypatch.setattr(worker, "LISTENING_POLL_SECONDS", 600)
     async with pgbouncer(url, **WORKING[mode]) as address:

@@ -14,6 +14,7 @@ import asyncpg
 import pytest
 
 from databases import at_database, execute
+from fixtures import Eventually
 from flowfabric.db.embedded import Embedded
 from flowfabric.engine.engine import Engine
 from flowfabric.model.errors import EngineError, TransportError
@@ -203,7 +204,7 @@ async def check(url: str, load: Load) -> None:
     assert codes <= {"transport", "busy_loading"}
 
 
-async def test_a_killed_server_loses_nothing_that_was_acknowledged(server: Server, eventually: Any) -> None:
+async def test_a_killed_server_loses_nothing_that_was_acknowledged(server: Server, eventually: Eventually) -> None:
     settings = Settings(database_url=server.url, migrate_on_start=True)
     async with Engine.connect(settings=settings) as engine:
         async with Load(engine) as load:
@@ -218,7 +219,9 @@ async def test_a_killed_server_loses_nothing_that_was_acknowledged(server: Serve
         await engine.ping()
 
 
-async def test_a_killed_session_takes_the_others_down_and_nothing_with_it(server: Server, eventually: Any) -> None:
+async def test_a_killed_session_takes_the_others_down_and_nothing_with_it(
+    server: Server, eventually: Eventually
+) -> None:
     settings = Settings(database_url=server.url, migrate_on_start=True)
     async with Engine.connect(settings=settings) as engine:
         async with Load(engine) as load:
@@ -312,7 +315,7 @@ async def repeat_id(engine: Engine) -> Callable[[], Awaitable[object]]:
 
 @pytest.mark.parametrize("prepare", [repeat_completion, repeat_cancel, repeat_key, repeat_id])
 async def test_a_repeat_is_answered_when_the_synchronous_standby_has_what_it_repeats(
-    server: Server, eventually: Any, prepare: Callable[[Engine], Awaitable[Callable[[], Awaitable[object]]]]
+    server: Server, eventually: Eventually, prepare: Callable[[Engine], Awaitable[Callable[[], Awaitable[object]]]]
 ) -> None:
     """A primary that restarts shows commits that its standby never confirmed; a failover would lose them."""
     connection = await asyncpg.connect(server.url)

@@ -14,6 +14,7 @@ from typing import Any
 import asyncpg
 import pytest
 
+from fixtures import Clock, Eventually, Rows
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.parts import parts_of
 from flowfabric.model.errors import EngineError
@@ -31,7 +32,7 @@ Rivals = Callable[[int], Awaitable[list[Engine]]]
 
 
 @pytest.fixture
-async def rivals(url: str, connection: asyncpg.Connection, eventually: Any) -> AsyncIterator[Rivals]:
+async def rivals(url: str, connection: asyncpg.Connection, eventually: Eventually) -> AsyncIterator[Rivals]:
     """Engines with connections of their own; when they are gone, the server must have met no deadlock."""
     async with AsyncExitStack() as stack:
 
@@ -120,12 +121,12 @@ def given_id(number: int) -> str:
     return f"{{fp:{number % 256}}}:11111111-2222-3333-4444-{number:012}"
 
 
-async def endings(rows: Any) -> Counter[str]:
+async def endings(rows: Rows) -> Counter[str]:
     """How many endings were told of each execution."""
     return Counter(str(event["execution_id"]) for event in await rows.of("event_each") if event["outcome"] is not None)
 
 
-async def test_of_two_creates_with_one_id_one_creates(rivals: Rivals, rows: Any) -> None:
+async def test_of_two_creates_with_one_id_one_creates(rivals: Rivals, rows: Rows) -> None:
     one, other = await rivals(2)
     won: Counter[int] = Counter()
     for at in range(ROUNDS):
@@ -137,7 +138,7 @@ async def test_of_two_creates_with_one_id_one_creates(rivals: Rivals, rows: Any)
 
 
 @pytest.mark.parametrize("ids", ["minted", "given", "one of each"])
-async def test_of_two_creates_with_one_key_and_different_ids_one_creates(rivals: Rivals, rows: Any, ids: str) -> None:
+async def test_of_two_creates_with_one_key_and_different_ids_one_creates(rivals: Rivals, rows: Rows, ids: str) -> None:
     one, other = await rivals(2)
     won: Counter[int] = Counter()
     for at in range(ROUNDS):
@@ -155,7 +156,7 @@ async def test_of_two_creates_with_one_key_and_different_ids_one_creates(rivals:
 
 
 async def test_of_two_creates_with_one_id_and_different_keys_one_creates_and_keeps_its_key(
-    rivals: Rivals, rows: Any
+    rivals: Rivals, rows: Rows
 ) -> None:
     one, other = await rivals(2)
     won: Counter[int] = Counter()
@@ -171,7 +172,7 @@ async def test_of_two_creates_with_one_id_and_different_keys_one_creates_and_kee
     check_both_won(won)
 
 
-async def test_batches_that_share_ids_and_keys_in_opposite_order_create_each_once(rivals: Rivals, rows: Any) -> None:
+async def test_batches_that_share_ids_and_keys_in_opposite_order_create_each_once(rivals: Rivals, rows: Rows) -> None:
     several = await rivals(3)
     created: Counter[str] = Counter()
     for at in range(ROUNDS):
@@ -189,7 +190,7 @@ async def test_batches_that_share_ids_and_keys_in_opposite_order_create_each_onc
     assert len(created) == len(await rows.of("execution")) == ROUNDS * 12
 
 
-async def test_of_two_claims_of_one_row_one_gets_it(rivals: Rivals, rows: Any) -> None:
+async def test_of_two_claims_of_one_row_one_gets_it(rivals: Rivals, rows: Rows) -> None:
     one, other = await rivals(2)
     won: Counter[bool] = Counter()
     for _ in range(ROUNDS):
@@ -205,7 +206,7 @@ async def test_of_two_claims_of_one_row_one_gets_it(rivals: Rivals, rows: Any) -
     assert Counter(event["kind"] for event in await rows.of("event_each")) == {"acquired": ROUNDS}
 
 
-async def test_claims_from_four_processes_lease_nothing_twice(rivals: Rivals, rows: Any) -> None:
+async def test_claims_from_four_processes_lease_nothing_twice(rivals: Rivals, rows: Rows) -> None:
     several = await rivals(4)
     for _ in range(4):
         await several[0].create_many([NewExecution(**new(priority=at % 3)) for at in range(1000)])
@@ -229,7 +230,7 @@ async def test_claims_from_four_processes_lease_nothing_twice(rivals: Rivals, ro
     assert set((await endings(rows)).values()) == {1}
 
 
-async def test_a_completion_and_the_expiry_of_its_lease_agree(rivals: Rivals, rows: Any, clock: Any) -> None:
+async def test_a_completion_and_the_expiry_of_its_lease_agree(rivals: Rivals, rows: Rows, clock: Clock) -> None:
     one, other = await rivals(2)
 
     async def take_over() -> list[Any]:
@@ -256,7 +257,7 @@ async def test_a_completion_and_the_expiry_of_its_lease_agree(rivals: Rivals, ro
     assert len(await rows.of("execution", public_state="completed")) == ROUNDS
 
 
-async def test_a_renewal_and_the_mark_of_an_expired_lease_agree(rivals: Rivals, rows: Any, clock: Any) -> None:
+async def test_a_renewal_and_the_mark_of_an_expired_lease_agree(rivals: Rivals, rows: Rows, clock: Clock) -> None:
     one, other = await rivals(2)
 
     async def mark(handle: Handle) -> int:
@@ -282,7 +283,7 @@ async def test_a_renewal_and_the_mark_of_an_expired_lease_agree(rivals: Rivals, 
     check_both_won(seen)
 
 
-async def test_of_a_cancel_and_a_completion_one_wins(rivals: Rivals, rows: Any) -> None:
+async def test_of_a_cancel_and_a_completion_one_wins(rivals: Rivals, rows: Rows) -> None:
     one, other = await rivals(2)
     handles = await claimed(one, count=ROUNDS, lease_ttl_ms=HOUR_MS)
     won: Counter[str] = Counter()
@@ -302,7 +303,7 @@ async def test_of_a_cancel_and_a_completion_one_wins(rivals: Rivals, rows: Any) 
     assert len(await rows.of("attempt_all")) == ROUNDS
 
 
-async def test_endings_of_every_kind_at_once_leave_one(rivals: Rivals, rows: Any) -> None:
+async def test_endings_of_every_kind_at_once_leave_one(rivals: Rivals, rows: Rows) -> None:
     several = await rivals(4)
     await several[0].create_many([NewExecution(**new()) for _ in range(ROUNDS)])
     runs = await claim(several[0], limit=ROUNDS, lease_ttl_ms=HOUR_MS)
@@ -349,7 +350,7 @@ async def test_endings_of_every_kind_at_once_leave_one(rivals: Rivals, rows: Any
 
 
 async def test_batches_of_endings_and_renewals_in_opposite_order_do_not_wait_in_a_circle(
-    rivals: Rivals, rows: Any
+    rivals: Rivals, rows: Rows
 ) -> None:
     one, other = await rivals(2)
     for _ in range(ROUNDS // 20):
@@ -368,7 +369,9 @@ async def test_batches_of_endings_and_renewals_in_opposite_order_do_not_wait_in_
     assert set((await endings(rows)).values()) == {1}
 
 
-async def test_trims_at_once_and_tags_leave_nothing_of_what_they_delete(rivals: Rivals, rows: Any, clock: Any) -> None:
+async def test_trims_at_once_and_tags_leave_nothing_of_what_they_delete(
+    rivals: Rivals, rows: Rows, clock: Clock
+) -> None:
     one, other, tagging = await rivals(3)
     trimmed = 0
     for _ in range(ROUNDS):

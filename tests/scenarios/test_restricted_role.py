@@ -1,13 +1,13 @@
 """A role that may read and write rows and nothing else runs everything but the daily partitions."""
 
 from collections.abc import AsyncIterator
-from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 from uuid import uuid4
 
 import asyncpg
 import pytest
 
+from fixtures import Clock, Eventually, Given, Rows
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.parts import parts_of
 from flowfabric.reconcile.loop import Reconciler
@@ -37,10 +37,10 @@ async def restricted(url: str, connection: asyncpg.Connection) -> AsyncIterator[
 
 async def test_a_restricted_role_does_without_partitions(
     restricted: Engine,
-    given: Any,
-    rows: Any,
-    clock: Any,
-    eventually: Any,
+    given: Given,
+    rows: Rows,
+    clock: Clock,
+    eventually: Eventually,
     connection: asyncpg.Connection,
     caplog: pytest.LogCaptureFixture,
 ) -> None:

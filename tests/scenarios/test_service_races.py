@@ -6,8 +6,10 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import asyncpg
 import pytest
 
+from fixtures import Clock, Eventually, Rows
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.parts import parts_of
 from flowfabric.model.execution import Cancelled
@@ -47,7 +49,7 @@ async def at_once(*calls: Awaitable[Any]) -> list[Any]:
     return [answers[order.index(at)] for at in range(len(calls))]
 
 
-async def endings(rows: Any, handle: Handle) -> list[str]:
+async def endings(rows: Rows, handle: Handle) -> list[str]:
     """Why each lease of an execution ended."""
     return [
         row["reason"] or "marked"
@@ -56,7 +58,7 @@ async def endings(rows: Any, handle: Handle) -> list[str]:
     ]
 
 
-async def test_a_run_is_put_aside_or_its_lease_is_marked(rivals: Any, rows: Any, clock: Any) -> None:  # noqa: F811
+async def test_a_run_is_put_aside_or_its_lease_is_marked(rivals: Any, rows: Rows, clock: Clock) -> None:  # noqa: F811
     worker, other, third = await rivals(3)
     seen: Counter[str] = Counter()
 
@@ -94,7 +96,7 @@ async def test_a_run_is_put_aside_or_its_lease_is_marked(rivals: Any, rows: Any,
     assert seen.total() == WAVES * TOGETHER
 
 
-async def test_a_service_and_a_worker_complete_once(rivals: Any, rows: Any) -> None:  # noqa: F811
+async def test_a_service_and_a_worker_complete_once(rivals: Any, rows: Rows) -> None:  # noqa: F811
     worker, first, second = await rivals(3)
     won: Counter[str] = Counter()
     for _ in range(WAVES):
@@ -125,7 +127,7 @@ async def test_a_service_and_a_worker_complete_once(rivals: Any, rows: Any) -> N
     assert won.total() == WAVES * TOGETHER
 
 
-async def test_a_delay_is_promoted_once(rivals: Any, rows: Any, clock: Any) -> None:  # noqa: F811
+async def test_a_delay_is_promoted_once(rivals: Any, rows: Rows, clock: Clock) -> None:  # noqa: F811
     engines: list[Engine] = await rivals(3)
     for _ in range(WAVES):
         until = await clock.now() + 60_000
@@ -150,7 +152,7 @@ async def test_a_delay_is_promoted_once(rivals: Any, rows: Any, clock: Any) -> N
             await engines[0].cancel_execution(execution_id=execution_id, reason="next wave")
 
 
-async def test_a_failure_and_a_cancel_meet(rivals: Any, rows: Any) -> None:  # noqa: F811
+async def test_a_failure_and_a_cancel_meet(rivals: Any, rows: Rows) -> None:  # noqa: F811
     worker, first, second = await rivals(3)
     for wave in range(WAVES):
         policy = RETRYING if wave % 2 else None
@@ -184,7 +186,7 @@ async def test_a_failure_and_a_cancel_meet(rivals: Any, rows: Any) -> None:  # n
                 assert not (isinstance(failed, RetryScheduled) and len(ended) == 1)
 
 
-async def test_a_run_leaves_its_lease_in_one_way(rivals: Any, rows: Any) -> None:  # noqa: F811
+async def test_a_run_leaves_its_lease_in_one_way(rivals: Any, rows: Rows) -> None:  # noqa: F811
     engines: list[Engine] = await rivals(4)
     seen: Counter[str] = Counter()
     for _ in range(WAVES):
@@ -215,7 +217,7 @@ async def test_a_run_leaves_its_lease_in_one_way(rivals: Any, rows: Any) -> None
     assert seen.total() == WAVES * TOGETHER
 
 
-async def test_an_attempt_that_times_out_ends_once(rivals: Any, rows: Any, clock: Any) -> None:  # noqa: F811
+async def test_an_attempt_that_times_out_ends_once(rivals: Any, rows: Rows, clock: Clock) -> None:  # noqa: F811
     worker, first, second = await rivals(3)
     policy = {"timeout_policy": {"attempt_timeout_ms": 60_000}}
     seen: Counter[str] = Counter()
@@ -249,7 +251,7 @@ async def test_an_attempt_that_times_out_ends_once(rivals: Any, rows: Any, clock
     assert seen.total() == WAVES * TOGETHER
 
 
-async def test_a_run_that_is_put_aside_again_and_again_stays_one_attempt(rivals: Any, rows: Any) -> None:  # noqa: F811
+async def test_a_run_that_is_put_aside_again_and_again_stays_one_attempt(rivals: Any, rows: Rows) -> None:  # noqa: F811
     engines: list[Engine] = await rivals(3)
     made = (await engines[0].create_execution(**new())).execution_id
     turns = 0
@@ -302,7 +304,7 @@ LATE: dict[str, tuple[Callable[[Engine, Handle], Awaitable[Any]], Any]] = {
 @pytest.mark.usefixtures("patient_with_locks")
 @pytest.mark.parametrize("operation", LATE)
 async def test_each_waits_for_a_row_held_elsewhere_and_judges_what_it_finds(
-    engine: Engine, connection: Any, eventually: Any, operation: str
+    engine: Engine, connection: asyncpg.Connection, eventually: Eventually, operation: str
 ) -> None:
     async def is_waited_for() -> bool:
         waiting = (

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from fixtures import Clock, Rows
 from flowfabric import Engine
 from flowfabric.conditions import TimeoutBehavior
 from flowfabric.engine.parts import parts_of
@@ -74,7 +75,7 @@ class Left:
         self._tables = tables
 
     @classmethod
-    async def read(cls, rows: Any) -> "Left":
+    async def read(cls, rows: Rows) -> "Left":
         tables: dict[str, dict[str, list[dict[str, Any]]]] = {}
         for name in ("execution", "suspension", "waitpoint", "signal", "event_each"):
             tables[name] = defaultdict(list)
@@ -100,7 +101,7 @@ class Left:
         return Counter(row["outcome"] for row in self.of("event_each", execution_id) if row["outcome"] is not None)
 
 
-async def settled(engine: Engine, rows: Any) -> Left:
+async def settled(engine: Engine, rows: Rows) -> Left:
     """What is left once all rounds are run."""
     assert await engine.find_inconsistencies() == []
     return await Left.read(rows)
@@ -113,7 +114,7 @@ def check_won(won: Counter[str], *rivals_of: str) -> None:
 
 
 @pytest.mark.parametrize("key", [None, "once"], ids=["two signals", "one signal twice"])
-async def test_of_two_signals_that_meet_the_condition_one_resumes(rivals: Any, rows: Any, key: str | None) -> None:
+async def test_of_two_signals_that_meet_the_condition_one_resumes(rivals: Any, rows: Rows, key: str | None) -> None:
     one, other = await rivals(2)
 
     async def race(wait: Waiting) -> tuple[Waiting, list[Any]]:
@@ -145,7 +146,7 @@ _LEFT: dict[TimeoutBehavior, tuple[str, str, dict[int, int]]] = {
 """What the timeouts that end a wait leave."""
 
 
-async def test_of_a_signal_and_the_timeout_one_ends_the_wait(rivals: Any, rows: Any, clock: Any) -> None:
+async def test_of_a_signal_and_the_timeout_one_ends_the_wait(rivals: Any, rows: Rows, clock: Clock) -> None:
     one, other, third = await rivals(3)
 
     async def race(wait: Waiting) -> tuple[Waiting, list[Any]]:
@@ -182,7 +183,7 @@ async def test_of_a_signal_and_the_timeout_one_ends_the_wait(rivals: Any, rows: 
     check_won(won, "signal", *_LEFT)
 
 
-async def test_of_a_signal_and_a_cancel_one_comes_first(rivals: Any, rows: Any) -> None:
+async def test_of_a_signal_and_a_cancel_one_comes_first(rivals: Any, rows: Rows) -> None:
     one, other = await rivals(2)
 
     async def race(wait: Waiting) -> tuple[Waiting, list[Any]]:
@@ -210,7 +211,7 @@ async def test_of_a_signal_and_a_cancel_one_comes_first(rivals: Any, rows: Any) 
 
 
 async def test_a_signal_during_a_rotation_is_judged_by_the_keys_before_or_after_it(
-    rivals: Any, rows: Any, clock: Any
+    rivals: Any, rows: Rows, clock: Clock
 ) -> None:
     one, other = await rivals(2)
 
@@ -256,7 +257,7 @@ async def test_a_signal_during_a_rotation_is_judged_by_the_keys_before_or_after_
     check_won(won, "accepted", "expired")
 
 
-async def test_of_two_suspends_with_one_key_one_suspends_and_both_are_told_the_same(rivals: Any, rows: Any) -> None:
+async def test_of_two_suspends_with_one_key_one_suspends_and_both_are_told_the_same(rivals: Any, rows: Rows) -> None:
     one, other = await rivals(2)
 
     async def race(handle: Handle) -> tuple[Handle, list[Any], list[Any]]:
@@ -282,7 +283,7 @@ async def test_of_two_suspends_with_one_key_one_suspends_and_both_are_told_the_s
     check_won(won, "0", "1")
 
 
-async def test_a_wait_that_everybody_ends_at_once_ends_once(rivals: Any, rows: Any, clock: Any) -> None:
+async def test_a_wait_that_everybody_ends_at_once_ends_once(rivals: Any, rows: Rows, clock: Clock) -> None:
     one, other, third = await rivals(3)
     body = {"kind": "Count", "n": 2, "count_kind": "DistinctWaitpoints", "waitpoints": ["a", "b", "c"]}
 

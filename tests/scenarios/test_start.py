@@ -18,6 +18,7 @@ import pytest
 
 from databases import at_database, execute
 from faults.proxy import Proxy
+from fixtures import Eventually, Rows
 from flowfabric import EngineError, Fabric
 from flowfabric.db import session
 from flowfabric.db.embedded import Embedded
@@ -288,14 +289,14 @@ async def test_a_worker_whose_embedded_server_cannot_start_says_why(worker: Work
 # What `ff migrate --check` says before a process is started.
 
 
-async def test_check_succeeds_where_a_process_could_start(url: str, rows: Any) -> None:
+async def test_check_succeeds_where_a_process_could_start(url: str, rows: Rows) -> None:
     async with rows.unchanged():
         code, out, err = await migrate(url, "--check", FF_WAITPOINT_HMAC_SECRET="ab" * 32)
     assert (code, err) == (0, "")
     assert out.endswith("up to date\n")
 
 
-async def test_check_fails_where_no_signing_key_is_stored_or_given(url: str, rows: Any) -> None:
+async def test_check_fails_where_no_signing_key_is_stored_or_given(url: str, rows: Rows) -> None:
     async with rows.unchanged():
         code, out, err = await migrate(url, "--check")
     assert (code, out) == (1, "")
@@ -454,7 +455,9 @@ async def submitted(url: str) -> AsyncIterator[Any]:
         yield await pause.submit(0)
 
 
-async def test_a_worker_waits_for_a_server_that_is_not_there_yet(url: str, worker: Worker, eventually: Any) -> None:
+async def test_a_worker_waits_for_a_server_that_is_not_there_yet(
+    url: str, worker: Worker, eventually: Eventually
+) -> None:
     port = free_port()
     proxy = Proxy(url, port=port)
     address = f"postgresql://postgres:{PASSWORD}@127.0.0.1:{port}{urlsplit(url).path}"

@@ -9,6 +9,7 @@ from typing import Any, cast
 import pytest
 
 from faults.proxy import Proxy
+from fixtures import Rows
 from flowfabric import Fabric
 from flowfabric.engine.engine import Engine
 from flowfabric.model.errors import TransportError
@@ -67,7 +68,7 @@ def own_id() -> ExecutionId:
     return mint_solo("default", Partitions(flow=256, budget=32, quota=32))
 
 
-async def count(rows: Any, execution_id: str) -> int:
+async def count(rows: Rows, execution_id: str) -> int:
     return len(await rows.of("execution", execution_id=execution_id[-36:]))
 
 
@@ -126,7 +127,7 @@ async def test_submissions_wait_out_a_restart_and_each_exists_once(mortal: Serve
     ],
 )
 async def test_an_answer_lost_after_the_commit_is_created_once(
-    url: str, rows: Any, more: dict[str, Any], state: PublicState
+    url: str, rows: Rows, more: dict[str, Any], state: PublicState
 ) -> None:
     async with lossy(url) as (engine, proxy):
         if "policy" in more:
@@ -145,7 +146,7 @@ async def test_an_answer_lost_after_the_commit_is_created_once(
             assert len(await rows.of("idempotency_key", key=key)) == 1
 
 
-async def test_a_task_with_a_delay_is_submitted_once_though_an_answer_is_lost(url: str, rows: Any) -> None:
+async def test_a_task_with_a_delay_is_submitted_once_though_an_answer_is_lost(url: str, rows: Rows) -> None:
     async with Proxy(url) as proxy:
         fabric = Fabric(settings=Settings(database_url=proxy.url, database_pool_size=1, listen=False))
 
@@ -160,7 +161,7 @@ async def test_a_task_with_a_delay_is_submitted_once_though_an_answer_is_lost(ur
         assert len(await rows.of("execution")) == 2
 
 
-async def test_a_batch_whose_answer_was_lost_is_created_once(url: str, rows: Any) -> None:
+async def test_a_batch_whose_answer_was_lost_is_created_once(url: str, rows: Rows) -> None:
     async with lossy(url) as (engine, proxy):
         before = len(await rows.of("execution"))
         lose_answer(proxy)
@@ -184,7 +185,7 @@ async def test_a_batch_whose_answer_was_lost_is_created_once(url: str, rows: Any
         assert len(await rows.of("execution")) == before + 5
 
 
-async def test_an_id_of_the_callers_own_whose_answer_was_lost_is_a_duplicate(url: str, rows: Any) -> None:
+async def test_an_id_of_the_callers_own_whose_answer_was_lost_is_a_duplicate(url: str, rows: Rows) -> None:
     async with lossy(url) as (engine, proxy):
         lose_answer(proxy)
         execution_id = own_id()
@@ -197,7 +198,7 @@ async def test_an_id_of_the_callers_own_whose_answer_was_lost_is_a_duplicate(url
 @pytest.mark.parametrize("is_sent", [False, True], ids=["never sent", "answer lost"])
 async def test_patience_that_is_over_raises_the_fault_and_what_is_unknown_stays_unknown(
     url: str,
-    rows: Any,
+    rows: Rows,
     is_batch: bool,  # noqa: FBT001
     is_sent: bool,  # noqa: FBT001
 ) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import asyncpg
 import pytest
 
+from fixtures import Clock, Engines, Eventually, Given, Rows
 from flowfabric.db.migrate import FOLDER, load_migrations, migrate
 from flowfabric.engine.engine import Engine
 from flowfabric.model.errors import UnavailableError
@@ -60,7 +61,7 @@ def new(**overrides: Any) -> dict[str, Any]:
 
 
 async def test_an_engine_finishes_what_it_holds_on_a_newer_compatible_schema(
-    engine: Engine, given: Any, clock: Any, release: Release
+    engine: Engine, given: Given, clock: Clock, release: Release
 ) -> None:
     retried = {"retry_policy": {"backoff": {"type": "fixed", "delay_ms": 1000}}}
     completed, batched, failed, cancelled, lost = [await given.claimed(policy=retried) for _ in range(5)]
@@ -91,7 +92,7 @@ async def test_an_engine_finishes_what_it_holds_on_a_newer_compatible_schema(
 
 
 async def test_work_under_way_does_not_notice_a_compatible_migration(
-    engines: Any, release: Release, eventually: Any
+    engines: Engines, release: Release, eventually: Eventually
 ) -> None:
     done: Counter[str] = Counter()
     is_over = asyncio.Event()
@@ -119,7 +120,7 @@ async def test_work_under_way_does_not_notice_a_compatible_migration(
 async def test_a_process_starts_on_a_newer_compatible_schema(
     url: str,
     release: Release,
-    rows: Any,
+    rows: Rows,
     migrates: bool | None,  # noqa: FBT001
 ) -> None:
     await release("yes")
@@ -133,7 +134,7 @@ async def test_a_process_starts_on_a_newer_compatible_schema(
 async def test_a_process_refuses_to_start_on_a_newer_breaking_schema(
     url: str,
     release: Release,
-    rows: Any,
+    rows: Rows,
     migrates: bool | None,  # noqa: FBT001
 ) -> None:
     await release("no")

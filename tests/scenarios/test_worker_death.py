@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from fixtures import Clock, Eventually, Rows
 from flowfabric import Fabric, Run
 
 from . import worker_process
@@ -52,7 +53,7 @@ def started(tmp_path: Path, name: str) -> int:
 
 
 async def test_the_runs_of_a_killed_worker_come_back_by_themselves(
-    fabric: Fabric, start: Callable[[str], Process], tmp_path: Path, eventually: Any, rows: Any, clock: Any
+    fabric: Fabric, start: Callable[[str], Process], tmp_path: Path, eventually: Eventually, rows: Rows, clock: Clock
 ) -> None:
     await clock.stop()
     runs = await submit_waiting(tmp_path, 5)
@@ -69,7 +70,7 @@ async def test_the_runs_of_a_killed_worker_come_back_by_themselves(
 
 
 async def test_a_worker_that_froze_past_its_lease_cannot_complete(
-    fabric: Fabric, start: Callable[[str], Process], tmp_path: Path, eventually: Any, rows: Any, clock: Any
+    fabric: Fabric, start: Callable[[str], Process], tmp_path: Path, eventually: Eventually, rows: Rows, clock: Clock
 ) -> None:
     await clock.stop()
     (run,) = await submit_waiting(tmp_path, 1)
@@ -99,9 +100,9 @@ async def test_a_worker_that_is_told_to_go_finishes_what_it_runs(
     fabric: Fabric,
     start: Callable[[str], Process],
     tmp_path: Path,
-    eventually: Any,
-    rows: Any,
-    clock: Any,
+    eventually: Eventually,
+    rows: Rows,
+    clock: Clock,
     number: signal.Signals,
 ) -> None:
     await clock.stop()
@@ -116,7 +117,7 @@ async def test_a_worker_that_is_told_to_go_finishes_what_it_runs(
 
 
 async def test_nothing_is_lost_or_ended_twice_when_a_busy_worker_is_killed(
-    fabric: Fabric, start: Callable[[str], Process], eventually: Any, rows: Any
+    fabric: Fabric, start: Callable[[str], Process], eventually: Eventually, rows: Rows
 ) -> None:
     runs = [await worker_process.pause.submit(0.02) for _ in range(200)]
     workers = [start("first"), start("second")]

@@ -6,6 +6,7 @@ from uuid import UUID, uuid4
 
 import pytest
 
+from fixtures import Rows
 from flowfabric import Engine, EngineError
 from flowfabric.conditions import ByName, Fresh, Single, SuspendArgs
 from flowfabric.outcomes import Handle, SuspendDetails, Suspended, WaitpointToken
@@ -114,23 +115,23 @@ async def refused(call: Awaitable[Any], code: str, detail: str = "") -> EngineEr
     return caught.value
 
 
-async def vector(rows: Any, execution_id: Any) -> tuple[str, ...]:
+async def vector(rows: Rows, execution_id: Any) -> tuple[str, ...]:
     """The seven dimensions of an execution."""
     row = await rows.execution(execution_id)
     return tuple(row[name] for name in VECTOR)
 
 
-async def waitpoint_rows(rows: Any, execution_id: str) -> list[dict[str, Any]]:
+async def waitpoint_rows(rows: Rows, execution_id: str) -> list[dict[str, Any]]:
     """The waitpoints of an execution as they are stored."""
     found = await rows.of("waitpoint", execution_id=execution_id[-36:])
     return sorted(found, key=lambda row: (row["created_at"], str(row["waitpoint_key"])))
 
 
-async def completions(rows: Any, execution_id: Any) -> list[int]:
+async def completions(rows: Rows, execution_id: Any) -> list[int]:
     """The outcomes the completion feed tells of an execution, as they are stored."""
     return [row["outcome"] for row in await rows.events(execution_id) if row["outcome"] is not None]
 
 
-async def closed(rows: Any, wait: Waiting) -> list[tuple[str, str | None]]:
+async def closed(rows: Rows, wait: Waiting) -> list[tuple[str, str | None]]:
     """How the waitpoints of a wait stand, and why."""
     return [(row["state"], row["close_reason"]) for row in await waitpoint_rows(rows, wait.execution_id)]

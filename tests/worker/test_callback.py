@@ -7,6 +7,7 @@ import asyncpg
 import pytest
 
 from faults.proxy import Proxy
+from fixtures import Engines, Eventually, Given, Rows
 from flowfabric.db import session as sessions
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.wait.deliver import Signals
@@ -33,7 +34,7 @@ from flowfabric.worker.running import Running
 READY: Any = {"signal_name": "ready"}
 
 
-async def wait(engine: Engine, given: Any) -> tuple[str, WaitpointId, WaitpointToken]:
+async def wait(engine: Engine, given: Given) -> tuple[str, WaitpointId, WaitpointToken]:
     """A suspended execution, its waitpoint, and the token of that waitpoint."""
     return await wait_with(engine, await given.claimed())
 
@@ -59,7 +60,7 @@ async def refused(kind: type[CallbackError], *arguments: Any) -> CallbackError:
     return caught.value
 
 
-async def test_the_right_token_delivers(engine: Engine, given: Any) -> None:
+async def test_the_right_token_delivers(engine: Engine, given: Given) -> None:
     waits = [await wait(engine, given), await wait(engine, given)]
     for (run, point, token), is_text in zip(waits, (True, False), strict=True):
         presented = token.reveal() if is_text else token
@@ -68,7 +69,7 @@ async def test_the_right_token_delivers(engine: Engine, given: Any) -> None:
         assert answer.effect == "resume_condition_satisfied"
 
 
-async def test_ids_and_token_in_the_signal_are_ignored(engine: Engine, given: Any) -> None:
+async def test_ids_and_token_in_the_signal_are_ignored(engine: Engine, given: Given) -> None:
     run, point, token = await wait(engine, given)
     other, elsewhere, _ = await wait(engine, given)
     carried: Any = {**READY, "execution_id": other, "waitpoint_id": elsewhere, "waitpoint_token": "k1:" + "0" * 64}
@@ -78,7 +79,7 @@ async def test_ids_and_token_in_the_signal_are_ignored(engine: Engine, given: An
 
 
 async def test_a_caller_cannot_tell_a_wrong_token_from_an_unknown_waitpoint(
-    engine: Engine, given: Any, rows: Any
+    engine: Engine, given: Given, rows: Rows
 ) -> None:
     run, point, token = await wait(engine, given)
     over, closed, spent = await wait(engine, given)
@@ -107,7 +108,7 @@ async def test_a_caller_cannot_tell_a_wrong_token_from_an_unknown_waitpoint(
 
 
 async def test_a_text_that_is_too_long_is_reported_only_to_a_caller_with_the_token(
-    engine: Engine, given: Any, rows: Any
+    engine: Engine, given: Given, rows: Rows
 ) -> None:
     fields = ("signal_name", "source_identity", "correlation_id")
     waits = [await wait(engine, given) for _ in fields]
@@ -125,7 +126,7 @@ async def test_a_text_that_is_too_long_is_reported_only_to_a_caller_with_the_tok
 
 
 async def test_a_wrong_token_is_recorded_on_the_execution(
-    engine: Engine, given: Any, rows: Any, eventually: Any
+    engine: Engine, given: Given, rows: Rows, eventually: Eventually
 ) -> None:
     run, point, token = await wait(engine, given)
     await refused(TokenMismatch, engine, run, point, "k1:" + "0" * 64, READY)
@@ -137,7 +138,7 @@ async def test_a_wrong_token_is_recorded_on_the_execution(
     await verify_and_deliver(engine, run, point, token, READY)
 
 
-async def test_a_new_signal_for_a_closed_waitpoint_is_refused(engine: Engine, given: Any, rows: Any) -> None:
+async def test_a_new_signal_for_a_closed_waitpoint_is_refused(engine: Engine, given: Given, rows: Rows) -> None:
     run, point, token = await wait(engine, given)
     await verify_and_deliver(engine, run, point, token, READY)
     async with rows.unchanged():
@@ -145,7 +146,7 @@ async def test_a_new_signal_for_a_closed_waitpoint_is_refused(engine: Engine, gi
 
 
 async def test_a_repeat_of_the_signal_that_closed_the_waitpoint_is_a_duplicate(
-    engine: Engine, given: Any, rows: Any
+    engine: Engine, given: Given, rows: Rows
 ) -> None:
     run, point, token = await wait(engine, given)
     keyed: Any = {**READY, "idempotency_key": "delivery-1"}
@@ -160,7 +161,9 @@ async def test_a_repeat_of_the_signal_that_closed_the_waitpoint_is_a_duplicate(
     await refused(UnknownWaitpoint, engine, run, point, "k1:" + "0" * 64, keyed)
 
 
-async def test_a_caller_at_fault_gets_a_4xx_status_and_the_text_says_why(engine: Engine, given: Any, rows: Any) -> None:
+async def test_a_caller_at_fault_gets_a_4xx_status_and_the_text_says_why(
+    engine: Engine, given: Given, rows: Rows
+) -> None:
     run, point, token = await wait(engine, given)
     cases: list[tuple[dict[str, Any], int, str]] = [
         ({"payload": b"x" * 65_537}, 413, "payload_too_large"),
@@ -178,7 +181,9 @@ async def test_a_caller_at_fault_gets_a_4xx_status_and_the_text_says_why(engine:
             assert token.reveal().partition(":")[2] not in f"{error} {error!r}"
 
 
-async def test_a_caller_is_asked_to_retry_while_the_store_is_unavailable(engine: Engine, url: str, given: Any) -> None:
+async def test_a_caller_is_asked_to_retry_while_the_store_is_unavailable(
+    engine: Engine, url: str, given: Given
+) -> None:
     run, point, token = await wait(engine, given)
     async with Proxy(url) as proxy, Engine.connect(settings=Settings(database_url=proxy.url)) as cut:
         proxy.refuses = True
@@ -191,7 +196,7 @@ async def test_a_caller_is_asked_to_retry_while_the_store_is_unavailable(engine:
 
 
 async def test_a_repeat_that_meets_a_locked_execution_is_asked_to_retry(
-    engines: Any, given: Any, connection: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
+    engines: Engines, given: Given, connection: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sessions._SESSION, "lock_timeout", "60ms")
     engine = await engines()
@@ -221,7 +226,7 @@ def test_only_an_error_that_may_go_away_asks_the_caller_to_retry() -> None:
     assert {code: BackendError("run", "point", error(code)).http_status for code in statuses} == statuses
 
 
-async def test_a_callback_prints_without_its_token(engines: Any, given: Any) -> None:
+async def test_a_callback_prints_without_its_token(engines: Engines, given: Given) -> None:
     engine = await engines(callback_url="https://app.example/callbacks/")
     run = await given.run()
     ctx = Context(Running(run, 0.0), engine)
@@ -238,7 +243,7 @@ async def test_a_callback_prints_without_its_token(engines: Any, given: Any) -> 
     assert ctx.callback(point, base_url="http://other").url.startswith("http://other/%7B")
 
 
-async def test_a_callback_needs_a_waitpoint_and_a_base_url(engine: Engine, given: Any) -> None:
+async def test_a_callback_needs_a_waitpoint_and_a_base_url(engine: Engine, given: Given) -> None:
     ctx = Context(Running(await given.run(), 0.0), engine)
     point = await ctx.create_waitpoint("wp", expires_in=1)
     with pytest.raises(ValueError, match="pass base_url='https://…' or set FF_CALLBACK_URL"):

@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 
 import pytest
 
+from fixtures import StartWorker, Submit
 from flowfabric.engine.engine import Engine
 from flowfabric.model.attempt import MAX_TRACEBACK_BYTES, Attempt
 from flowfabric.worker.context import Context
@@ -21,7 +22,7 @@ Failed = Callable[[Mapping[str, Callable[..., Any]]], Awaitable[dict[str, Attemp
 
 
 @pytest.fixture
-def failed(engine: Engine, start_worker: Any, submit: Any) -> Failed:
+def failed(engine: Engine, start_worker: StartWorker, submit: Submit) -> Failed:
     """Run handlers that fail, and return the attempt of each by its name."""
 
     async def failed(handlers: Mapping[str, Callable[..., Any]]) -> dict[str, Attempt]:
@@ -148,7 +149,9 @@ async def test_an_attempt_stores_the_traceback_that_python_prints_of_its_handler
     assert [name for name in in_coroutines if "flowfabric" in (attempts[name].traceback or "")] == []
 
 
-async def test_every_attempt_stores_its_own_exception(engine: Engine, start_worker: Any, submit: Any) -> None:
+async def test_every_attempt_stores_its_own_exception(
+    engine: Engine, start_worker: StartWorker, submit: Submit
+) -> None:
     async def handler(ctx: Context) -> None:
         if ctx.attempt_index == 0:
             raise ValueError("first")

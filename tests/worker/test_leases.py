@@ -5,8 +5,10 @@ import threading
 import time
 from typing import Any
 
+import asyncpg
 import pytest
 
+from fixtures import Attempts, Clock, Eventually, Given, Rows, StartWorker, Submit
 from flowfabric.engine.engine import Engine, engine_beside
 from flowfabric.engine.parts import parts_of
 from flowfabric.model.event import EventKind
@@ -31,18 +33,18 @@ async def burn(ctx: Context) -> bool:
     return ctx._running.renewed_at > before
 
 
-async def renewals(rows: Any, run: ExecutionId) -> int:
+async def renewals(rows: Rows, run: ExecutionId) -> int:
     """How many times the lease of a run was renewed."""
     return sum(event["kind"] == EventKind.RENEWED for event in await rows.events(run))
 
 
 async def test_a_handler_that_blocks_the_event_loop_keeps_its_lease_even_after_failed_heartbeats(
     engine: Engine,
-    start_worker: Any,
-    submit: Any,
-    attempts: Any,
-    rows: Any,
-    clock: Any,
+    start_worker: StartWorker,
+    submit: Submit,
+    attempts: Attempts,
+    rows: Rows,
+    clock: Clock,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     await clock.stop()
@@ -64,7 +66,7 @@ async def test_a_handler_that_blocks_the_event_loop_keeps_its_lease_even_after_f
 
 
 async def test_a_plain_function_that_takes_long_keeps_its_lease(
-    engine: Engine, start_worker: Any, submit: Any, rows: Any, clock: Any, eventually: Any
+    engine: Engine, start_worker: StartWorker, submit: Submit, rows: Rows, clock: Clock, eventually: Eventually
 ) -> None:
     await clock.stop()
     gate = threading.Event()
@@ -85,7 +87,12 @@ async def test_a_plain_function_that_takes_long_keeps_its_lease(
 
 
 async def test_a_short_run_is_not_renewed(
-    engine: Engine, start_worker: Any, submit: Any, rows: Any, eventually: Any, monkeypatch: pytest.MonkeyPatch
+    engine: Engine,
+    start_worker: StartWorker,
+    submit: Submit,
+    rows: Rows,
+    eventually: Eventually,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     beat, looks = Heartbeat._beat, 0
 
@@ -112,7 +119,7 @@ async def test_a_short_run_is_not_renewed(
 
 
 async def test_a_result_under_an_expired_lease_is_not_stored(
-    engine: Engine, start_worker: Any, submit: Any, clock: Any, eventually: Any
+    engine: Engine, start_worker: StartWorker, submit: Submit, clock: Clock, eventually: Eventually
 ) -> None:
     gate = asyncio.Event()
     contexts: list[Context] = []
@@ -138,7 +145,12 @@ async def test_a_result_under_an_expired_lease_is_not_stored(
 
 @pytest.mark.usefixtures("patient_with_locks")
 async def test_a_renewal_that_hangs_is_abandoned_and_retried(
-    engine: Engine, start_worker: Any, submit: Any, connection: Any, clock: Any, eventually: Any
+    engine: Engine,
+    start_worker: StartWorker,
+    submit: Submit,
+    connection: asyncpg.Connection,
+    clock: Clock,
+    eventually: Eventually,
 ) -> None:
     await clock.stop()
     gate = asyncio.Event()
@@ -163,7 +175,7 @@ async def test_a_renewal_that_hangs_is_abandoned_and_retried(
 
 
 async def test_results_are_stored_after_the_store_has_closed_every_connection(
-    engine: Engine, start_worker: Any, submit: Any, connection: Any, eventually: Any
+    engine: Engine, start_worker: StartWorker, submit: Submit, connection: asyncpg.Connection, eventually: Eventually
 ) -> None:
     gate = asyncio.Event()
 
@@ -188,7 +200,7 @@ async def test_results_are_stored_after_the_store_has_closed_every_connection(
 
 
 async def test_delayed_work_is_claimed_when_it_is_due_with_and_without_a_reconciler(
-    engine: Engine, given: Any, attempts: Any, clock: Any
+    engine: Engine, given: Given, attempts: Attempts, clock: Clock
 ) -> None:
     async def job() -> None: ...
 

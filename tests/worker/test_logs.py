@@ -8,8 +8,10 @@ from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from typing import Any
 
+import asyncpg
 import pytest
 
+from fixtures import Clock, Eventually, Given, IsSuspended, StartWorker, Submit
 from flowfabric import log_fields
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.parts import parts_of
@@ -58,7 +60,7 @@ def factory() -> Iterator[Callable[..., logging.LogRecord]]:
 
 
 async def test_a_worker_logs_its_start_and_its_stop_but_not_each_success(
-    engine: Engine, submit: Any, caplog: pytest.LogCaptureFixture
+    engine: Engine, submit: Submit, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def job() -> None: ...
 
@@ -81,7 +83,12 @@ async def test_a_worker_logs_its_start_and_its_stop_but_not_each_success(
 
 
 async def test_the_start_and_the_end_of_each_run_are_logged_at_debug(
-    engine: Engine, start_worker: Any, submit: Any, is_suspended: Any, eventually: Any, caplog: Any
+    engine: Engine,
+    start_worker: StartWorker,
+    submit: Submit,
+    is_suspended: IsSuspended,
+    eventually: Eventually,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     async def job() -> None: ...
 
@@ -108,7 +115,7 @@ async def test_the_start_and_the_end_of_each_run_are_logged_at_debug(
 
 
 async def test_a_takeover_is_a_warning_that_names_both_attempts(
-    engine: Engine, start_worker: Any, given: Any, clock: Any, caplog: pytest.LogCaptureFixture
+    engine: Engine, start_worker: StartWorker, given: Given, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def job(a: int) -> int:
         return a
@@ -124,7 +131,12 @@ async def test_a_takeover_is_a_warning_that_names_both_attempts(
 
 
 async def test_a_retry_is_a_warning_with_its_time_and_a_failure_for_good_an_error(
-    engine: Engine, start_worker: Any, submit: Any, clock: Any, eventually: Any, caplog: pytest.LogCaptureFixture
+    engine: Engine,
+    start_worker: StartWorker,
+    submit: Submit,
+    clock: Clock,
+    eventually: Eventually,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     await clock.stop()
     retry_at = datetime.fromtimestamp(await clock.now() / 1000 + 60, UTC).isoformat(" ", "milliseconds")
@@ -159,7 +171,7 @@ async def test_a_retry_is_a_warning_with_its_time_and_a_failure_for_good_an_erro
 
 
 async def test_the_log_says_whether_a_timed_out_attempt_is_retried(
-    engine: Engine, start_worker: Any, submit: Any, eventually: Any, caplog: pytest.LogCaptureFixture
+    engine: Engine, start_worker: StartWorker, submit: Submit, eventually: Eventually, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
     retry = {"retry_policy": {"max_retries": 1, "backoff": {"type": "fixed", "delay_ms": 1}}}
@@ -184,7 +196,12 @@ async def test_the_log_says_whether_a_timed_out_attempt_is_retried(
 
 
 async def test_a_lost_lease_is_a_warning_that_says_why(
-    engine: Engine, start_worker: Any, submit: Any, clock: Any, eventually: Any, caplog: pytest.LogCaptureFixture
+    engine: Engine,
+    start_worker: StartWorker,
+    submit: Submit,
+    clock: Clock,
+    eventually: Eventually,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     await clock.stop()
     waiting = Waiting()
@@ -200,7 +217,7 @@ async def test_a_lost_lease_is_a_warning_that_says_why(
 
 
 async def test_a_drain_logs_how_many_handlers_run_and_how_they_end(
-    engine: Engine, submit: Any, eventually: Any, caplog: pytest.LogCaptureFixture
+    engine: Engine, submit: Submit, eventually: Eventually, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
     gate = asyncio.Event()
@@ -234,7 +251,7 @@ async def test_a_drain_logs_how_many_handlers_run_and_how_they_end(
 
 
 async def test_a_line_has_the_fields_of_the_run_it_is_about_whichever_run_writes_it(
-    engine: Engine, given: Any, eventually: Any, caplog: pytest.LogCaptureFixture
+    engine: Engine, given: Given, eventually: Eventually, caplog: pytest.LogCaptureFixture
 ) -> None:
     writer, cancelled = await given.run(), await given.run()
     await engine.cancel_execution(execution_id=cancelled.execution_id, reason="not wanted")
@@ -257,7 +274,7 @@ async def test_a_line_has_the_fields_of_the_run_it_is_about_whichever_run_writes
 
 
 async def test_the_log_lines_of_a_handler_name_its_run_wherever_its_code_runs(
-    engine: Engine, start_worker: Any, submit: Any, caplog: pytest.LogCaptureFixture
+    engine: Engine, start_worker: StartWorker, submit: Submit, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "app")
     fields_of_run: list[LogFields] = []
@@ -298,7 +315,7 @@ async def test_the_log_lines_of_a_handler_name_its_run_wherever_its_code_runs(
 
 
 async def test_the_log_lines_of_concurrent_handlers_do_not_mix(
-    engine: Engine, start_worker: Any, submit: Any, caplog: pytest.LogCaptureFixture
+    engine: Engine, start_worker: StartWorker, submit: Submit, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "app")
     barrier = asyncio.Barrier(8)
@@ -318,7 +335,7 @@ async def test_the_log_lines_of_concurrent_handlers_do_not_mix(
 
 
 async def test_context_variables_of_one_run_are_not_seen_by_the_next(
-    engine: Engine, start_worker: Any, submit: Any
+    engine: Engine, start_worker: StartWorker, submit: Submit
 ) -> None:
     bound = contextvars.ContextVar("bound", default="nothing")
     bound.set("of the application")
@@ -338,11 +355,11 @@ async def test_context_variables_of_one_run_are_not_seen_by_the_next(
 
 async def test_work_that_is_shared_between_runs_logs_without_a_run(
     engine: Engine,
-    given: Any,
-    start_worker: Any,
-    submit: Any,
-    connection: Any,
-    eventually: Any,
+    given: Given,
+    start_worker: StartWorker,
+    submit: Submit,
+    connection: asyncpg.Connection,
+    eventually: Eventually,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     waiting, point, _ = await wait_with(engine, await given.claimed())
@@ -416,7 +433,7 @@ def test_fields_are_added_once_if_several_workers_start_at_the_same_time(factory
 
 
 async def test_a_worker_adds_the_fields_to_a_factory_that_was_set_later(
-    factory: Any, engine: Engine, start_worker: Any, submit: Any, caplog: pytest.LogCaptureFixture
+    factory: Any, engine: Engine, start_worker: StartWorker, submit: Submit, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def job() -> None:
         logger.warning("in a handler")

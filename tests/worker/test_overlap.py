@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from databases import Databases
+from fixtures import Attempts, Clock, Engines, Eventually, Given, Rows, StartWorker, Submit
 from flowfabric.engine.engine import Engine, engine_beside
 from flowfabric.engine.parts import parts_of
 from flowfabric.model.states import TerminalOutcome
@@ -51,7 +53,7 @@ def waiting_in_a_thread() -> tuple[threading.Event, Overlap, Callable[[Context],
 
 
 async def test_the_next_run_of_an_execution_waits_until_the_earlier_has_returned(
-    engine: Engine, start_worker: Any, submit: Any, clock: Any, eventually: Any, rows: Any
+    engine: Engine, start_worker: StartWorker, submit: Submit, clock: Clock, eventually: Eventually, rows: Rows
 ) -> None:
     await clock.stop()
     thread_gate, gate = threading.Event(), asyncio.Event()
@@ -97,7 +99,7 @@ async def test_the_next_run_of_an_execution_waits_until_the_earlier_has_returned
 
 
 async def test_a_third_run_waits_for_the_first_even_if_the_second_was_stopped(
-    engine: Engine, start_worker: Any, submit: Any, clock: Any, eventually: Any
+    engine: Engine, start_worker: StartWorker, submit: Submit, clock: Clock, eventually: Eventually
 ) -> None:
     await clock.stop()
     gate = threading.Event()
@@ -128,7 +130,7 @@ async def test_a_third_run_waits_for_the_first_even_if_the_second_was_stopped(
 
 
 async def test_a_run_that_waits_for_an_earlier_one_is_handed_back_when_its_worker_stops(
-    engine: Engine, start_worker: Any, submit: Any, clock: Any, eventually: Any
+    engine: Engine, start_worker: StartWorker, submit: Submit, clock: Clock, eventually: Eventually
 ) -> None:
     await clock.stop()
     gate, overlap, wait = waiting_in_a_thread()
@@ -148,12 +150,12 @@ async def test_a_run_that_waits_for_an_earlier_one_is_handed_back_when_its_worke
 
 async def test_retries_are_not_used_up_while_an_earlier_run_does_not_return(
     engine: Engine,
-    start_worker: Any,
-    submit: Any,
-    clock: Any,
-    eventually: Any,
-    attempts: Any,
-    caplog: Any,
+    start_worker: StartWorker,
+    submit: Submit,
+    clock: Clock,
+    eventually: Eventually,
+    attempts: Attempts,
+    caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("flowfabric.worker.runs.POSTPONE_MS", LONG_POSTPONE_MS)
@@ -186,12 +188,12 @@ async def test_retries_are_not_used_up_while_an_earlier_run_does_not_return(
 
 async def test_a_postponed_run_can_be_claimed_by_another_worker_when_the_earlier_has_returned(
     engine: Engine,
-    engines: Any,
-    start_worker: Any,
-    submit: Any,
-    clock: Any,
-    eventually: Any,
-    caplog: Any,
+    engines: Engines,
+    start_worker: StartWorker,
+    submit: Submit,
+    clock: Clock,
+    eventually: Eventually,
+    caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("flowfabric.worker.runs.POSTPONE_MS", LONG_POSTPONE_MS)
@@ -215,7 +217,7 @@ async def test_a_postponed_run_can_be_claimed_by_another_worker_when_the_earlier
 
 
 async def test_the_end_of_a_postponement_does_not_touch_a_later_claim(
-    engine: Engine, given: Any, clock: Any, rows: Any
+    engine: Engine, given: Given, clock: Clock, rows: Rows
 ) -> None:
     handle = await given.claimed()
     await engine.delay(handle, await clock.now() + 5000)
@@ -230,7 +232,12 @@ async def test_the_end_of_a_postponement_does_not_touch_a_later_claim(
 
 
 async def test_executions_of_two_stores_may_have_the_same_id(
-    engine: Engine, start_worker: Any, submit: Any, given: Any, databases: Any, eventually: Any
+    engine: Engine,
+    start_worker: StartWorker,
+    submit: Submit,
+    given: Given,
+    databases: Databases,
+    eventually: Eventually,
 ) -> None:
     waiting = Waiting()
     run = await submit()

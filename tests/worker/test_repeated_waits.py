@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from fixtures import IsSuspended, StartWorker, Submit
 from flowfabric.engine.engine import Engine
 from flowfabric.model.condition import Single
 from flowfabric.model.errors import TransportError
@@ -14,7 +15,11 @@ from .waits import signal
 
 
 async def test_a_repeated_wait_returns_the_signals_of_its_own_wait(
-    engine: Engine, start_worker: Any, submit: Any, is_suspended: Any, monkeypatch: pytest.MonkeyPatch
+    engine: Engine,
+    start_worker: StartWorker,
+    submit: Submit,
+    is_suspended: IsSuspended,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     observe, faults = engine.observe_signals, iter([TransportError()])
 
@@ -54,7 +59,7 @@ async def test_a_repeated_wait_returns_the_signals_of_its_own_wait(
 
 
 async def test_a_wait_on_a_waitpoint_created_before_survives_a_lost_answer(
-    engine: Engine, start_worker: Any, submit: Any, is_suspended: Any, lose_answers: None
+    engine: Engine, start_worker: StartWorker, submit: Submit, is_suspended: IsSuspended, lose_answers: None
 ) -> None:
     async def signalled_before(ctx: Context, key: str | None) -> list[str]:
         seen = []

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from fixtures import Attempts, Given, Rows
 from flowfabric.engine.engine import Engine
 from flowfabric.model.attempt import FailureReason
 from flowfabric.worker.outcome import Failure
@@ -29,7 +30,7 @@ class Slots:
 
 
 async def test_a_result_that_arrives_while_the_last_batch_is_written_is_written_too(
-    engine: Engine, given: Any, rows: Any, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, given: Given, rows: Rows, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Reports, "STREAMS", 1)
     first, second = Running(await given.run(), 0.0), Running(await given.run(), 0.0)
@@ -46,7 +47,9 @@ async def test_a_result_that_arrives_while_the_last_batch_is_written_is_written_
     assert [(await engine.wait_for_ending(one.execution_id)).result for one in (first, second)] == [b"1", b"2"]
 
 
-async def test_a_slot_becomes_free_when_the_end_of_its_run_is_committed(engine: Engine, given: Any, rows: Any) -> None:
+async def test_a_slot_becomes_free_when_the_end_of_its_run_is_committed(
+    engine: Engine, given: Given, rows: Rows
+) -> None:
     running = Running(await given.run(), 0.0)
     slots = Slots()
     Reports(engine, slots.release).complete(running, None)
@@ -56,7 +59,7 @@ async def test_a_slot_becomes_free_when_the_end_of_its_run_is_committed(engine: 
 
 
 async def test_a_result_under_a_lost_lease_is_dropped_and_the_others_are_stored(
-    engine: Engine, given: Any, rows: Any
+    engine: Engine, given: Given, rows: Rows
 ) -> None:
     runs = [Running(await given.run(), 0.0) for _ in range(3)]
     await engine.cancel_execution(execution_id=runs[1].execution_id, reason="not wanted")
@@ -70,7 +73,7 @@ async def test_a_result_under_a_lost_lease_is_dropped_and_the_others_are_stored(
 
 
 async def test_a_result_that_the_store_refuses_fails_only_its_own_run(
-    engine: Engine, given: Any, rows: Any, attempts: Any
+    engine: Engine, given: Given, rows: Rows, attempts: Attempts
 ) -> None:
     wrong: Any = "no bytes"
     runs = [Running(await given.run(), 0.0) for _ in range(3)]
@@ -85,7 +88,7 @@ async def test_a_result_that_the_store_refuses_fails_only_its_own_run(
     assert attempt["failure_category"] == "result_refused"
 
 
-async def test_a_failure_under_a_lost_lease_is_dropped(engine: Engine, given: Any, rows: Any) -> None:
+async def test_a_failure_under_a_lost_lease_is_dropped(engine: Engine, given: Given, rows: Rows) -> None:
     running = Running(await given.run(), 0.0)
     await engine.cancel_execution(execution_id=running.execution_id, reason="not wanted")
     slots = Slots()

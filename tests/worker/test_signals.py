@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from fixtures import Eventually
 from flowfabric import Fabric
 from flowfabric.worker.interrupts import calling_on_interrupts
 
@@ -70,7 +71,7 @@ def logged(log: Path) -> Callable[[], list[str]]:
 
 
 async def test_threads_that_do_not_return_do_not_delay_the_end_of_a_process(
-    fabric: Fabric, start: Callable[[float], Process], logged: Any, tmp_path: Path, eventually: Any
+    fabric: Fabric, start: Callable[[float], Process], logged: Any, tmp_path: Path, eventually: Eventually
 ) -> None:
     run = await blocking_process.block.submit(str(tmp_path / "started"))
     of_asyncio = await blocking_process.block_threads.submit(str(tmp_path / "started too"))
@@ -90,7 +91,7 @@ async def test_threads_that_do_not_return_do_not_delay_the_end_of_a_process(
 
 
 async def test_a_handler_that_ignores_its_cancellation_does_not_delay_the_end_of_a_process(
-    fabric: Fabric, start: Callable[[float], Process], logged: Any, tmp_path: Path, eventually: Any
+    fabric: Fabric, start: Callable[[float], Process], logged: Any, tmp_path: Path, eventually: Eventually
 ) -> None:
     run = await blocking_process.ignore_cancellation.submit(str(tmp_path / "started"))
     process = start(DRAIN_SECONDS)
@@ -107,7 +108,7 @@ async def test_a_handler_that_ignores_its_cancellation_does_not_delay_the_end_of
 
 
 async def test_a_second_signal_ends_the_process_at_once(
-    fabric: Fabric, start: Callable[[float], Process], logged: Any, tmp_path: Path, eventually: Any
+    fabric: Fabric, start: Callable[[float], Process], logged: Any, tmp_path: Path, eventually: Eventually
 ) -> None:
     await blocking_process.block.submit(str(tmp_path / "started"))
     process = start(600)

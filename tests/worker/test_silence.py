@@ -5,9 +5,11 @@ import logging
 import time
 from typing import Any
 
+import asyncpg
 import pytest
 
 from faults.proxy import Proxy
+from fixtures import Attempts, Engines, Eventually, Rows, Submit
 from flowfabric.db import database, notify
 from flowfabric.db import session as sessions
 from flowfabric.db.session import Limits
@@ -86,7 +88,7 @@ async def test_a_lease_expires_when_its_time_has_passed_since_the_last_renewal()
 
 
 async def test_an_outage_is_one_warning_for_all_calls_of_a_worker(
-    engine: Engine, url: str, submit: Any, eventually: Any, caplog: pytest.LogCaptureFixture
+    engine: Engine, url: str, submit: Submit, eventually: Eventually, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG, "flowfabric")
     gate = Gate()
@@ -127,7 +129,12 @@ async def test_an_outage_is_one_warning_for_all_calls_of_a_worker(
 
 
 async def test_a_worker_whose_claims_are_stuck_lets_its_leases_expire(
-    engines: Any, submit: Any, connection: Any, eventually: Any, rows: Any, caplog: Any
+    engines: Engines,
+    submit: Submit,
+    connection: asyncpg.Connection,
+    eventually: Eventually,
+    rows: Rows,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     # The claims of this engine are given up before their wait for a lock is.
     stuck = await engines(statement_timeout_ms=200)
@@ -156,7 +163,12 @@ async def test_a_worker_whose_claims_are_stuck_lets_its_leases_expire(
 
 
 async def test_a_claim_that_failed_before_a_stop_does_not_end_the_leases_of_draining_runs(
-    engine: Engine, url: str, submit: Any, eventually: Any, attempts: Any, caplog: Any
+    engine: Engine,
+    url: str,
+    submit: Submit,
+    eventually: Eventually,
+    attempts: Attempts,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.DEBUG, "flowfabric")
     ttl, stopped_at = 1.5, float("inf")
@@ -211,7 +223,7 @@ def test_the_default_limits_of_a_stop_add_up_to_a_bound() -> None:
 
 @pytest.mark.usefixtures("short_limits")
 async def test_a_worker_stops_in_bounded_time_when_the_store_falls_silent(
-    url: str, submit: Any, eventually: Any, rows: Any
+    url: str, submit: Submit, eventually: Eventually, rows: Rows
 ) -> None:
     async def stop_in_silence(gate: Gate, *, is_busy: bool) -> float:
         async with Proxy(url) as proxy:
@@ -241,7 +253,7 @@ async def test_a_worker_stops_in_bounded_time_when_the_store_falls_silent(
 
 
 async def test_a_worker_is_back_at_work_soon_after_its_connections_fell_silent(
-    url: str, submit: Any, engine: Engine, eventually: Any, monkeypatch: pytest.MonkeyPatch
+    url: str, submit: Submit, engine: Engine, eventually: Eventually, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The longest pause before the next claim, its missing answer, and the pause before it is retried.
     answer_seconds = Limits(statement_ms=Settings(database_url=url).statement_timeout_ms).answer_seconds

@@ -6,9 +6,11 @@ import logging
 import time
 from typing import Any
 
+import asyncpg
 import pytest
 
 from faults.proxy import Proxy
+from fixtures import Clock, Engines, Eventually, Given, Rows, StartWorker, Submit
 from flowfabric.engine.core.wakeups import LostLease, LostReason
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.parts import parts_of
@@ -20,33 +22,33 @@ from flowfabric.worker.worker import Worker
 from .waiting import LONG_TTL_MS, Waiting
 
 
-async def cancel(engine: Engine, run: ExecutionId, clock: Any) -> None:
+async def cancel(engine: Engine, run: ExecutionId, clock: Clock) -> None:
     await engine.cancel_execution(execution_id=run, reason="not wanted")
 
 
-async def pass_the_deadline(engine: Engine, run: ExecutionId, clock: Any) -> None:
+async def pass_the_deadline(engine: Engine, run: ExecutionId, clock: Clock) -> None:
     await clock.advance(seconds=300)
     assert await parts_of(engine).timeouts.expire_due() == 1
 
 
-async def pass_the_attempt_timeout(engine: Engine, run: ExecutionId, clock: Any) -> None:
+async def pass_the_attempt_timeout(engine: Engine, run: ExecutionId, clock: Clock) -> None:
     await clock.advance(seconds=200)
     assert await parts_of(engine).timeouts.expire_due() == 1
 
 
-async def expire_the_lease(engine: Engine, run: ExecutionId, clock: Any) -> None:
+async def expire_the_lease(engine: Engine, run: ExecutionId, clock: Clock) -> None:
     await clock.advance(ms=LONG_TTL_MS + 1)
     assert await parts_of(engine).lease_expiry.mark_expired([run]) == 1
 
 
-async def reclaim(engine: Engine, run: ExecutionId, clock: Any) -> None:
+async def reclaim(engine: Engine, run: ExecutionId, clock: Clock) -> None:
     await clock.advance(ms=LONG_TTL_MS + 1)
     await engine.issue_reclaim_grant(
         execution_id=run, worker_id="other", worker_instance_id="other-1", lane_id="default"
     )
 
 
-async def override(engine: Engine, run: ExecutionId, clock: Any) -> None:
+async def override(engine: Engine, run: ExecutionId, clock: Clock) -> None:
     await engine.complete_execution(execution_id=run, payload=b"1", source="operator_override")
 
 
@@ -61,7 +63,7 @@ WAYS: dict[str, tuple[Any, dict[str, Any]]] = {
 
 
 async def test_a_handler_is_cancelled_at_once_when_its_lease_ends(
-    engine: Engine, engines: Any, start_worker: Any, given: Any, clock: Any, eventually: Any
+    engine: Engine, engines: Engines, start_worker: StartWorker, given: Given, clock: Clock, eventually: Eventually
 ) -> None:
     await clock.stop()
     other = await engines()
@@ -85,7 +87,7 @@ async def test_a_handler_is_cancelled_at_once_when_its_lease_ends(
 
 
 async def test_a_notification_about_another_lease_stops_nothing(
-    engine: Engine, start_worker: Any, submit: Any, eventually: Any
+    engine: Engine, start_worker: StartWorker, submit: Submit, eventually: Eventually
 ) -> None:
     gate = asyncio.Event()
     contexts: list[Context] = []
@@ -106,7 +108,7 @@ async def test_a_notification_about_another_lease_stops_nothing(
 
 
 async def test_a_notification_with_an_unknown_reason_stops_the_run(
-    engine: Engine, start_worker: Any, submit: Any, connection: Any, eventually: Any
+    engine: Engine, start_worker: StartWorker, submit: Submit, connection: asyncpg.Connection, eventually: Eventually
 ) -> None:
     waiting = Waiting()
     run = await submit()
@@ -119,7 +121,7 @@ async def test_a_notification_with_an_unknown_reason_stops_the_run(
 
 
 async def test_a_worker_checks_its_leases_after_a_gap_in_the_notifications(
-    engine: Engine, url: str, submit: Any, eventually: Any, caplog: pytest.LogCaptureFixture
+    engine: Engine, url: str, submit: Submit, eventually: Eventually, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with Proxy(url) as proxy, Engine.connect(settings=Settings(database_url=proxy.url)) as cut:
         for is_beating in (True, False):
@@ -145,7 +147,12 @@ async def test_a_worker_checks_its_leases_after_a_gap_in_the_notifications(
 
 
 async def test_the_result_of_a_cancelled_run_is_discarded_without_a_warning(
-    engine: Engine, start_worker: Any, submit: Any, eventually: Any, rows: Any, caplog: pytest.LogCaptureFixture
+    engine: Engine,
+    start_worker: StartWorker,
+    submit: Submit,
+    eventually: Eventually,
+    rows: Rows,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     contexts: dict[str, Context] = {}
     has_seen_the_loss: list[bool] = []

@@ -9,8 +9,10 @@ from collections.abc import Sequence
 from typing import Any
 from uuid import uuid4
 
+import asyncpg
 import pytest
 
+from fixtures import Attempts, Clock, Eventually, IsSuspended, Rows, StartWorker, Submit
 from flowfabric.engine.engine import Engine
 from flowfabric.model.condition import ByName, Single, all_of_waitpoints
 from flowfabric.model.errors import InvalidInputError, TransportError
@@ -91,12 +93,12 @@ RESUMED: dict[Any, Any] = {
 
 async def test_a_suspended_handler_holds_nothing_and_runs_again_with_its_signals(
     engine: Engine,
-    start_worker: Any,
-    submit: Any,
-    attempts: Any,
-    rows: Any,
-    is_suspended: Any,
-    eventually: Any,
+    start_worker: StartWorker,
+    submit: Submit,
+    attempts: Attempts,
+    rows: Rows,
+    is_suspended: IsSuspended,
+    eventually: Eventually,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     # One slot: a handler that held it while it waits would keep the others from their start.
@@ -122,10 +124,10 @@ async def test_a_suspended_handler_holds_nothing_and_runs_again_with_its_signals
 
 async def test_the_lease_of_a_suspended_run_is_neither_renewed_nor_missed(
     engine: Engine,
-    start_worker: Any,
-    submit: Any,
-    clock: Any,
-    eventually: Any,
+    start_worker: StartWorker,
+    submit: Submit,
+    clock: Clock,
+    eventually: Eventually,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -182,7 +184,7 @@ async def deliver(engine: Engine, ctx: Context, point: PendingWaitpoint, payload
 
 
 async def test_a_wait_returns_at_once_if_its_signal_came_before_and_a_refused_wait_keeps_the_lease(
-    engine: Engine, start_worker: Any, submit: Any
+    engine: Engine, start_worker: StartWorker, submit: Submit
 ) -> None:
     deep: Any = "OperatorOnly"
     for _ in range(5_000):
@@ -246,7 +248,7 @@ def raw_args(binding: Binding) -> SuspendArgs:
 
 
 async def test_a_new_attempt_waits_again_and_does_not_get_the_signals_of_an_earlier_one(
-    engine: Engine, start_worker: Any, submit: Any, is_suspended: Any
+    engine: Engine, start_worker: StartWorker, submit: Submit, is_suspended: IsSuspended
 ) -> None:
     returned: list[int] = []
 
@@ -285,10 +287,10 @@ async def test_a_new_attempt_waits_again_and_does_not_get_the_signals_of_an_earl
 
 async def test_a_lost_answer_to_a_suspend_and_unread_signals_do_not_fail_the_run(
     engine: Engine,
-    start_worker: Any,
-    submit: Any,
-    is_suspended: Any,
-    eventually: Any,
+    start_worker: StartWorker,
+    submit: Submit,
+    is_suspended: IsSuspended,
+    eventually: Eventually,
     lose_answers: None,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
@@ -313,7 +315,7 @@ async def test_a_lost_answer_to_a_suspend_and_unread_signals_do_not_fail_the_run
 
 
 async def test_a_store_without_a_signing_key_fails_the_handler(
-    engine: Engine, start_worker: Any, submit: Any, connection: Any
+    engine: Engine, start_worker: StartWorker, submit: Submit, connection: asyncpg.Connection
 ) -> None:
     # No operation removes a key: this is a store that never had one.
     await connection.execute("delete from signing_key")
@@ -323,7 +325,7 @@ async def test_a_store_without_a_signing_key_fails_the_handler(
     assert "hmac_secret_not_initialized" in (ended.reason or "")
 
 
-async def test_another_worker_continues_the_attempt(engine: Engine, submit: Any, is_suspended: Any) -> None:
+async def test_another_worker_continues_the_attempt(engine: Engine, submit: Submit, is_suspended: IsSuspended) -> None:
     def worker(name: str) -> Worker:
         return Worker(
             engine, lanes=["default"], namespace="tests", handlers={"job": wait_for_answer}, worker_instance_id=name
@@ -340,7 +342,9 @@ async def test_another_worker_continues_the_attempt(engine: Engine, submit: Any,
     assert (attempt.worker_instance_id, attempt.attempt_index) == ("second", 0)
 
 
-async def test_many_waits_end_each_with_its_own_signal(engine: Engine, start_worker: Any, submit: Any) -> None:
+async def test_many_waits_end_each_with_its_own_signal(
+    engine: Engine, start_worker: StartWorker, submit: Submit
+) -> None:
     waiting: asyncio.Queue[tuple[Context, PendingWaitpoint]] = asyncio.Queue()
 
     async def ask(ctx: Context, nth: int) -> list[Any]:

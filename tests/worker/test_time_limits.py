@@ -5,7 +5,10 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
 from faults.proxy import Proxy
+from fixtures import Attempts, Clock, Eventually, Given, StartWorker, Submit
 from flowfabric.engine.engine import Engine
 from flowfabric.model.states import TerminalOutcome
 from flowfabric.settings import Settings
@@ -24,7 +27,14 @@ def in_thread_until(gate: threading.Event) -> Callable[[], str]:
 
 
 async def test_a_run_past_its_timeout_or_deadline_is_stopped_by_its_own_worker(
-    engine: Engine, start_worker: Any, given: Any, submit: Any, attempts: Any, clock: Any, eventually: Any, caplog: Any
+    engine: Engine,
+    start_worker: StartWorker,
+    given: Given,
+    submit: Submit,
+    attempts: Attempts,
+    clock: Clock,
+    eventually: Eventually,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     gate = threading.Event()
     finished: list[Context] = []
@@ -81,7 +91,7 @@ async def test_a_run_past_its_timeout_or_deadline_is_stopped_by_its_own_worker(
 
 
 async def test_a_resumed_attempt_has_the_time_it_had_left(
-    engine: Engine, start_worker: Any, given: Any, clock: Any
+    engine: Engine, start_worker: StartWorker, given: Given, clock: Clock
 ) -> None:
     handle = await given.claimed(policy={"timeout_policy": {"attempt_timeout_ms": 60_000}}, lease_ttl_ms=LONG_TTL_MS)
     await clock.advance(ms=59_800)
@@ -92,7 +102,7 @@ async def test_a_resumed_attempt_has_the_time_it_had_left(
 
 
 async def test_a_timeout_is_retried_until_the_store_answers_and_it_is_due_by_the_clock_of_the_store(
-    engine: Engine, url: str, submit: Any, clock: Any, eventually: Any
+    engine: Engine, url: str, submit: Submit, clock: Clock, eventually: Eventually
 ) -> None:
     await clock.stop()
     waiting = Waiting()
@@ -116,7 +126,12 @@ async def test_a_timeout_is_retried_until_the_store_answers_and_it_is_due_by_the
 
 
 async def test_a_timeout_is_not_retried_after_the_lease_has_expired(
-    engine: Engine, start_worker: Any, submit: Any, clock: Any, eventually: Any, caplog: Any
+    engine: Engine,
+    start_worker: StartWorker,
+    submit: Submit,
+    clock: Clock,
+    eventually: Eventually,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     # The clock of the store is stopped: by it, the time is never up.
     await clock.stop()
@@ -129,7 +144,7 @@ async def test_a_timeout_is_not_retried_after_the_lease_has_expired(
 
 
 async def test_a_deadline_is_retried_until_it_is_due_by_the_clock_of_the_store(
-    engine: Engine, start_worker: Any, given: Any, clock: Any, eventually: Any
+    engine: Engine, start_worker: StartWorker, given: Given, clock: Clock, eventually: Eventually
 ) -> None:
     await clock.stop()
     waiting = Waiting()

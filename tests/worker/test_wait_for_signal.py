@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from fixtures import Clock, Eventually
 from flowfabric import Context, Fabric, Run, RunFailed, WaitTimeout
 from flowfabric.errors import NoSignal
 
@@ -15,7 +16,7 @@ class Verdict:
 
 
 @pytest.fixture
-def is_waiting(eventually: Any) -> Any:
+def is_waiting(eventually: Eventually) -> Any:
     """Wait until a run is suspended."""
 
     async def is_waiting(run: Run[Any]) -> None:
@@ -103,7 +104,7 @@ async def test_a_wait_without_a_signal_raises_or_returns_the_default(url: str, i
         assert await run.result(timeout=60) == "resumed"
 
 
-async def test_a_signal_may_arrive_after_a_month(url: str, clock: Any, is_waiting: Any) -> None:
+async def test_a_signal_may_arrive_after_a_month(url: str, clock: Clock, is_waiting: Any) -> None:
     fabric = Fabric(url)
 
     @fabric.task

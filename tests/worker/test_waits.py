@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from fixtures import Given, Rows
 from flowfabric.engine.engine import Engine
 from flowfabric.model.condition import Single
 from flowfabric.model.errors import InvalidInputError
@@ -28,7 +29,7 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
 ]
 
 
-async def test_a_wrong_wait_is_refused_and_changes_nothing(engine: Engine, given: Any, rows: Any) -> None:
+async def test_a_wrong_wait_is_refused_and_changes_nothing(engine: Engine, given: Given, rows: Rows) -> None:
     ctx = Context(Running(await given.run(policy={"suspension_policy": {"timeout_behavior": "cancel"}}), 0.0), engine)
     wrong = []
     async with rows.unchanged():
@@ -41,7 +42,7 @@ async def test_a_wrong_wait_is_refused_and_changes_nothing(engine: Engine, given
 
 
 async def test_a_timeout_behavior_needs_a_timeout_of_the_call_or_of_the_policy(
-    engine: Engine, given: Any, rows: Any
+    engine: Engine, given: Given, rows: Rows
 ) -> None:
     default = {"suspension_policy": {"default_timeout_ms": 5000}}
     cases: list[tuple[Any, Any]] = [(None, {"timeout": 5}), (default, {})]

@@ -1,10 +1,10 @@
 """What wakes a worker that waits for work."""
 
 import asyncio
-from typing import Any
 
 import pytest
 
+from fixtures import Engines, Eventually, StartWorker, Submit
 from flowfabric.engine.core.wakeups import Work
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.parts import parts_of
@@ -22,7 +22,7 @@ async def test_work_that_arrives_during_a_claim_is_not_missed(engine: Engine) ->
     assert await asyncio.wait_for(wakeups.wait_for_work(LANES, 60, since=wakes), 30)
 
 
-async def test_work_of_another_lane_does_not_wake_a_worker(engine: Engine, eventually: Any) -> None:
+async def test_work_of_another_lane_does_not_wake_a_worker(engine: Engine, eventually: Eventually) -> None:
     wakeups = parts_of(engine).wakeups
     await wakeups.hints.listen()
     await eventually(lambda: wakeups.hints.is_listening)
@@ -32,7 +32,7 @@ async def test_work_of_another_lane_does_not_wake_a_worker(engine: Engine, event
 
 
 async def test_an_idle_worker_is_notified_of_work_from_another_process(
-    engine: Engine, engines: Any, start_worker: Any, eventually: Any, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, engines: Engines, start_worker: StartWorker, eventually: Eventually, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("flowfabric.worker.claiming.LISTENING_POLL_SECONDS", 600.0)
 
@@ -55,7 +55,7 @@ async def test_an_idle_worker_is_notified_of_work_from_another_process(
         assert ended.outcome is TerminalOutcome.SUCCESS
 
 
-async def test_a_worker_that_cannot_listen_polls(engines: Any, submit: Any) -> None:
+async def test_a_worker_that_cannot_listen_polls(engines: Engines, submit: Submit) -> None:
     async def job() -> None: ...
 
     deaf = await engines(listen=False)

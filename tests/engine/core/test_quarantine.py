@@ -1,11 +1,12 @@
 """Quarantine: how long a sweep skips items that failed, and that it processes the others."""
 
 from collections.abc import Sequence
-from typing import Any
 from uuid import UUID
 
+import asyncpg
 import pytest
 
+from fixtures import Clock, Engines, Given, Rows
 from flowfabric.engine.core import quarantine as module
 from flowfabric.engine.core.quarantine import INTERVALS_LEFT_OUT, Quarantine, pause_after
 from flowfabric.engine.parts import parts_of
@@ -156,7 +157,7 @@ async def test_a_connection_fault_between_two_halves_is_no_failure_of_an_item(qu
 
 
 async def test_an_unreadable_policy_does_not_block_other_timeouts(
-    engines: Any, given: Any, rows: Any, clock: Any, connection: Any
+    engines: Engines, given: Given, rows: Rows, clock: Clock, connection: asyncpg.Connection
 ) -> None:
     engine = await engines(attempt_timeout_interval_s=3600)
     policy = {"timeout_policy": {"attempt_timeout_ms": 1000}}

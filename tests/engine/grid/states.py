@@ -7,6 +7,7 @@ from uuid import uuid4
 
 import asyncpg
 
+from fixtures import Clock
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.parts import parts_of
 from flowfabric.model.handle import Handle
@@ -47,7 +48,7 @@ OTHER: dict[str, Any] = {"worker_id": "other", "worker_instance_id": "other-1"}
 class Subject:
     """One execution on its own lane, with its last lease and its last grant."""
 
-    def __init__(self, engine: Engine, clock: Any, connection: asyncpg.Connection) -> None:
+    def __init__(self, engine: Engine, clock: Clock, connection: asyncpg.Connection) -> None:
         self.engine = engine
         self.clock = clock
         self.connection = connection

@@ -7,6 +7,7 @@ import asyncpg
 import pytest
 
 from engine.cases import Emptied
+from fixtures import Clock, Rows
 from flowfabric.engine.engine import Engine
 from flowfabric.model.errors import EngineError
 from flowfabric.model.event import CompletionOutcome
@@ -79,7 +80,7 @@ def test_the_groups_hold_every_state_once() -> None:
 
 @pytest.mark.parametrize("group", GROUPS)
 async def test_an_operation_does_in_every_state_what_the_table_says(
-    engine: Engine, clock: Any, connection: asyncpg.Connection, rows: Any, emptied: Emptied, group: str
+    engine: Engine, clock: Clock, connection: asyncpg.Connection, rows: Rows, emptied: Emptied, group: str
 ) -> None:
     grid = Grid(engine, clock, connection, rows, emptied)
     for name in GROUPS[group]:
@@ -90,7 +91,9 @@ async def test_an_operation_does_in_every_state_what_the_table_says(
 class Grid:
     """Compares operations with the table and collects every difference."""
 
-    def __init__(self, engine: Engine, clock: Any, connection: asyncpg.Connection, rows: Any, emptied: Emptied) -> None:
+    def __init__(
+        self, engine: Engine, clock: Clock, connection: asyncpg.Connection, rows: Rows, emptied: Emptied
+    ) -> None:
         self._engine = engine
         self._clock = clock
         self._connection = connection

@@ -9,6 +9,7 @@ import pytest
 
 from engine.cases import SWEEPS_WHOLE, Cases, in_turn
 from engine.state import ACTIVE, attempts, claim, claim_rows, event_texts, ids, new, refused, vector
+from fixtures import Clock, Engines, Eventually, Given, Rows
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.lease import claim as claim_family
 from flowfabric.engine.parts import parts_of
@@ -17,7 +18,7 @@ from flowfabric.model.states import AttemptType, HandleKind, PublicState
 from flowfabric.settings import Settings
 
 
-async def test_a_first_claim_leases_the_execution(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
+async def test_a_first_claim_leases_the_execution(engine: Engine, given: Given, rows: Rows, clock: Clock) -> None:
     execution_id = await given.created()
     now = await clock.advance(seconds=1)
     (claimed,) = await claim(engine, worker_id="pool", worker_instance_id="pool-7", lease_ttl_ms=5000)
@@ -39,7 +40,7 @@ async def test_a_first_claim_leases_the_execution(engine: Engine, given: Any, ro
     assert (worker["worker_id"], worker["worker_instance_id"]) == ("pool", "pool-7")
 
 
-async def test_a_claim_returns_all_that_a_worker_needs(engine: Engine, given: Any, clock: Any) -> None:
+async def test_a_claim_returns_all_that_a_worker_needs(engine: Engine, given: Given, clock: Clock) -> None:
     execution_id = await given.created(
         execution_kind="resize", input_payload=b"\x00\x01", payload_encoding="raw", tags={"app.a": "b"}, priority=7
     )
@@ -62,7 +63,9 @@ async def test_a_claim_returns_all_that_a_worker_needs(engine: Engine, given: An
     assert (handle.lease_ttl_ms, handle.lane_id, handle.worker_instance_id) == (5000, "default", "worker-1")
 
 
-async def test_claim_returns_the_handle_of_the_best_execution_or_nothing(engine: Engine, given: Any, rows: Any) -> None:
+async def test_claim_returns_the_handle_of_the_best_execution_or_nothing(
+    engine: Engine, given: Given, rows: Rows
+) -> None:
     asked: dict[str, Any] = {"lane_id": "default", "worker_id": "w", "worker_instance_id": "w-1"}
     async with rows.unchanged(without=["worker_identity"]):
         assert await engine.claim(**asked) is None
@@ -76,7 +79,7 @@ async def test_claim_returns_the_handle_of_the_best_execution_or_nothing(engine:
     assert await engine.get_execution_result(handle.execution_id) == b"x"
 
 
-async def test_a_claim_writes_one_acquired_event(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
+async def test_a_claim_writes_one_acquired_event(engine: Engine, given: Given, rows: Rows, clock: Clock) -> None:
     claimed = await given.run(tags={"ff.instance_id": "i-1"}, namespace="tenant")
     assert await event_texts(rows, claimed.execution_id) == ["acquired"]
     (event,) = await rows.events(claimed.execution_id)
@@ -96,7 +99,7 @@ async def test_a_claim_writes_one_acquired_event(engine: Engine, given: Any, row
 
 
 async def test_a_retry_is_a_new_attempt_of_the_same_execution(
-    engine: Engine, given: Any, rows: Any, clock: Any
+    engine: Engine, given: Given, rows: Rows, clock: Clock
 ) -> None:
     began = await clock.now()
     failed = await given.backing_off(delay_ms=1000)
@@ -126,7 +129,7 @@ async def test_a_retry_is_a_new_attempt_of_the_same_execution(
 
 
 async def test_a_claim_sets_the_attempt_timeout_of_the_policy(
-    engine: Engine, given: Any, rows: Any, clock: Any
+    engine: Engine, given: Given, rows: Rows, clock: Clock
 ) -> None:
     now = await clock.now()
     for timeout, armed in ((700, now + 700), (0, None), (None, None)):
@@ -135,7 +138,7 @@ async def test_a_claim_sets_the_attempt_timeout_of_the_policy(
         assert await rows.timers(claimed.execution_id) == ({} if armed is None else {"attempt_timeout": armed})
 
 
-async def test_a_claim_returns_the_deadline_of_its_execution(engine: Engine, given: Any, clock: Any) -> None:
+async def test_a_claim_returns_the_deadline_of_its_execution(engine: Engine, given: Given, clock: Clock) -> None:
     now = await clock.now()
     assert (await given.run()).execution_deadline_at is None
     by_policy = await given.run(policy={"timeout_policy": {"execution_deadline_ms": 90_000}})
@@ -147,7 +150,7 @@ async def test_a_claim_returns_the_deadline_of_its_execution(engine: Engine, giv
     assert (resumed.execution_id, resumed.execution_deadline_at) == (given_at.execution_id, now + 80_000)
 
 
-async def test_only_claimable_executions_are_claimed(engine: Engine, given: Any, rows: Any) -> None:
+async def test_only_claimable_executions_are_claimed(engine: Engine, given: Given, rows: Rows) -> None:
     await given.claimed()
     await given.completed()
     await given.failed()
@@ -159,7 +162,7 @@ async def test_only_claimable_executions_are_claimed(engine: Engine, given: Any,
 
 
 async def test_a_claim_on_a_busy_lane_processes_due_work_when_no_reconciler_runs(
-    engine: Engine, given: Any, clock: Any, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, given: Given, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lost = await given.claimed(lease_ttl_ms=1000)
     delayed = await given.delayed(seconds=1, priority=1)
@@ -201,7 +204,9 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
 ]
 
 
-async def test_wrong_arguments_are_refused_and_the_longest_are_accepted(engine: Engine, given: Any, rows: Any) -> None:
+async def test_wrong_arguments_are_refused_and_the_longest_are_accepted(
+    engine: Engine, given: Given, rows: Rows
+) -> None:
     await given.created()
     with Cases() as cases:
         async with rows.unchanged():
@@ -230,7 +235,7 @@ async def test_a_claim_that_finds_nothing_returns_after_its_wait(engine: Engine)
 
 @pytest.mark.usefixtures("hints_only")
 @in_turn("submitters", ["same process", "other process"])
-async def test_a_submit_at_any_time_wakes_a_waiting_claim(engines: Any, engine: Engine, submitters: str) -> None:
+async def test_a_submit_at_any_time_wakes_a_waiting_claim(engines: Engines, engine: Engine, submitters: str) -> None:
     submitter = engine if submitters == "same process" else await engines()
     for at in range(0, 60, 1 if SWEEPS_WHOLE else 4):
         waiting = asyncio.create_task(claim(engine, max_wait_ms=60_000))
@@ -243,7 +248,9 @@ async def test_a_submit_at_any_time_wakes_a_waiting_claim(engines: Any, engine: 
 
 
 @pytest.mark.usefixtures("hints_only")
-async def test_opening_a_lane_wakes_a_waiting_claim(engines: Any, engine: Engine, given: Any, eventually: Any) -> None:
+async def test_opening_a_lane_wakes_a_waiting_claim(
+    engines: Engines, engine: Engine, given: Given, eventually: Eventually
+) -> None:
     waiting_row = await given.created()
     await engine.set_lane_state("default", "paused")
     other = await engines()
@@ -254,7 +261,7 @@ async def test_opening_a_lane_wakes_a_waiting_claim(engines: Any, engine: Engine
         assert ids(await waiting) == [waiting_row]
 
 
-async def test_an_engine_that_does_not_listen_polls(engines: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_engine_that_does_not_listen_polls(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(claim_family, "POLL_SECONDS", 0.02)
     deaf, submitter = await engines(listen=False), await engines(listen=False)
     waiting = asyncio.create_task(claim(deaf, max_wait_ms=60_000))
@@ -264,7 +271,7 @@ async def test_an_engine_that_does_not_listen_polls(engines: Any, monkeypatch: p
 
 @pytest.mark.usefixtures("hints_only")
 async def test_one_of_several_waiting_claims_gets_a_new_execution(
-    engines: Any, engine: Engine, eventually: Any
+    engines: Engines, engine: Engine, eventually: Eventually
 ) -> None:
     several = [engine, await engines(), await engines()]
     waiting = [asyncio.create_task(claim(one, max_wait_ms=60_000)) for one in several]
@@ -279,7 +286,7 @@ async def test_one_of_several_waiting_claims_gets_a_new_execution(
     assert [await other for other in others] == [[], []]
 
 
-async def test_a_waiting_claim_ends_when_its_engine_closes(url: str, eventually: Any) -> None:
+async def test_a_waiting_claim_ends_when_its_engine_closes(url: str, eventually: Eventually) -> None:
     async with Engine.connect(settings=Settings(database_url=url)) as closing:
         waiting = asyncio.create_task(claim(closing, max_wait_ms=60_000))
         await eventually(lambda: parts_of(closing).wakeups.hints.is_listening)
@@ -288,7 +295,7 @@ async def test_a_waiting_claim_ends_when_its_engine_closes(url: str, eventually:
         await refused(closing.ping(), "transport", "closed")
 
 
-async def test_a_cancelled_claim_leaves_the_engine_usable(engine: Engine, given: Any, eventually: Any) -> None:
+async def test_a_cancelled_claim_leaves_the_engine_usable(engine: Engine, given: Given, eventually: Eventually) -> None:
     waiting = asyncio.create_task(claim(engine, max_wait_ms=60_000))
     await eventually(lambda: parts_of(engine).wakeups.hints.is_listening)
     waiting.cancel()
@@ -298,7 +305,7 @@ async def test_a_cancelled_claim_leaves_the_engine_usable(engine: Engine, given:
 
 
 @pytest.mark.usefixtures("hints_only")
-async def test_wait_children_wakes_a_waiting_claim(engine: Engine, given: Any, eventually: Any) -> None:
+async def test_wait_children_wakes_a_waiting_claim(engine: Engine, given: Given, eventually: Eventually) -> None:
     handle = await given.claimed(lane_id="busy")
     waiting = asyncio.create_task(claim(engine, "busy", max_wait_ms=60_000, limit=1))
     await eventually(lambda: parts_of(engine).wakeups._waiting.get("busy"))

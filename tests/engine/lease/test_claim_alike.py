@@ -7,6 +7,7 @@ import pytest
 from engine.cases import in_turn
 from engine.grants import claim_named, claim_resumed, known, worker
 from engine.state import attempts, claim, claim_rows, ids, revoke
+from fixtures import Clock, Given, Rows
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.parts import parts_of
 from flowfabric.model.grant import Granted
@@ -25,7 +26,7 @@ _OWN = {
 }
 
 
-async def _fresh(given: Any, lane: str) -> str:
+async def _fresh(given: Given, lane: str) -> str:
     return str(
         await given.created(
             lane_id=lane,
@@ -35,14 +36,14 @@ async def _fresh(given: Any, lane: str) -> str:
     )
 
 
-async def _retry(given: Any, lane: str) -> str:
+async def _retry(given: Given, lane: str) -> str:
     handle = await given.backing_off(lane_id=lane, delay_ms=1)
     await given.clock.advance(ms=1)
     await parts_of(given.engine).delays.promote_due()
     return str(handle.execution_id)
 
 
-async def _resumed(given: Any, lane: str) -> str:
+async def _resumed(given: Given, lane: str) -> str:
     policy = {"timeout_policy": {"attempt_timeout_ms": 4000}}
     handle = await given.claimed(lane_id=lane, policy=policy)
     await given.clock.advance(ms=1000)
@@ -50,12 +51,12 @@ async def _resumed(given: Any, lane: str) -> str:
     return str(handle.execution_id)
 
 
-async def _expired(given: Any, lane: str) -> str:
+async def _expired(given: Given, lane: str) -> str:
     handle = await given.reclaimable(lane_id=lane, policy={"timeout_policy": {"attempt_timeout_ms": 10**6}})
     return str(handle.execution_id)
 
 
-async def _expired_retry(given: Any, lane: str) -> str:
+async def _expired_retry(given: Given, lane: str) -> str:
     await _retry(given, lane)
     handle = (await given.claim(lane_id=lane)).handle
     await given.clock.advance(seconds=31)
@@ -63,7 +64,7 @@ async def _expired_retry(given: Any, lane: str) -> str:
     return str(handle.execution_id)
 
 
-async def _expired_resumed(given: Any, lane: str) -> str:
+async def _expired_resumed(given: Given, lane: str) -> str:
     await _resumed(given, lane)
     handle = (await given.claim(lane_id=lane, lease_ttl_ms=10)).handle
     await given.clock.advance(ms=11)
@@ -71,7 +72,7 @@ async def _expired_resumed(given: Any, lane: str) -> str:
     return str(handle.execution_id)
 
 
-async def _revoked(given: Any, lane: str) -> str:
+async def _revoked(given: Given, lane: str) -> str:
     handle = await given.claimed(lane_id=lane)
     await revoke(given.clock._connection, handle.execution_id)
     return str(handle.execution_id)
@@ -79,7 +80,7 @@ async def _revoked(given: Any, lane: str) -> str:
 
 @in_turn("state", [_fresh, _retry, _resumed, _expired, _expired_retry, _expired_resumed, _revoked])
 async def test_a_named_claim_writes_the_same_rows_as_a_search(
-    engine: Engine, given: Any, rows: Any, clock: Any, state: Any
+    engine: Engine, given: Given, rows: Rows, clock: Clock, state: Any
 ) -> None:
     # Both run at the same times of a stopped clock.
     began = await clock.now()

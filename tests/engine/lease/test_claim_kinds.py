@@ -4,11 +4,12 @@ from typing import Any
 
 from engine.cases import Cases
 from engine.state import claim, ids, made, new, refused
+from fixtures import Clock, Given, Rows
 from flowfabric.engine.engine import Engine
 from flowfabric.model.grant import Granted, NoWork
 
 
-async def test_a_claim_takes_only_the_kinds_it_names(engine: Engine, rows: Any) -> None:
+async def test_a_claim_takes_only_the_kinds_it_names(engine: Engine, rows: Rows) -> None:
     first, second, third, fourth = await made(engine, *(new(execution_kind=kind) for kind in ("a", "b", "c", "a")))
     assert ids(await claim(engine, kinds=["a", "nowhere"])) == [first, fourth]
     async with rows.unchanged():
@@ -31,7 +32,7 @@ async def test_a_claim_orders_several_kinds_by_priority_then_age(engine: Engine)
     assert ids(await claim(engine, kinds=["a", "b", "c"])) == expected[4:]
 
 
-async def test_a_claim_takes_only_the_namespace_it_names(engine: Engine, rows: Any) -> None:
+async def test_a_claim_takes_only_the_namespace_it_names(engine: Engine, rows: Rows) -> None:
     ours, theirs = await made(engine, new(), new(namespace="others"))
     assert ids(await claim(engine, namespace="others")) == [theirs]
     assert ids(await claim(engine, namespace="nobody's")) == []
@@ -58,14 +59,14 @@ async def test_a_claim_must_match_lane_kind_namespace_and_capabilities(engine: E
     assert ids(await claim(engine, "a", "b", capabilities=["gpu"])) == rest[:3]
 
 
-async def test_executions_of_another_kind_do_not_hide_those_behind_them(engine: Engine, rows: Any) -> None:
+async def test_executions_of_another_kind_do_not_hide_those_behind_them(engine: Engine, rows: Rows) -> None:
     await made(engine, *[new(execution_kind="rare", priority=9000)] * 100)
     (behind,) = await made(engine, new())
     assert ids(await claim(engine, limit=1, kinds=["job"])) == [behind]
     assert len(await rows.of("execution", public_state="waiting", attempt_count=0)) == 100
 
 
-async def test_a_claim_by_kind_finds_lost_leases_and_retries(engine: Engine, given: Any, clock: Any) -> None:
+async def test_a_claim_by_kind_finds_lost_leases_and_retries(engine: Engine, given: Given, clock: Clock) -> None:
     lost = await given.reclaimable(execution_kind="a")
     retried = await given.backing_off(delay_ms=1000, execution_kind="b", lane_id="other")
     await clock.advance(seconds=1)
@@ -113,7 +114,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-async def test_wrong_kinds_and_namespaces_are_refused(engine: Engine, rows: Any) -> None:
+async def test_wrong_kinds_and_namespaces_are_refused(engine: Engine, rows: Rows) -> None:
     worker: dict[str, Any] = {"lane_id": "default", "worker_id": "w", "worker_instance_id": "w-1"}
     with Cases() as cases:
         async with rows.unchanged():

@@ -6,10 +6,12 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
+import asyncpg
 import pytest
 
 from engine.cases import SWEEPS_WHOLE, in_turn
 from engine.state import claim, ids, made, new
+from fixtures import Engines
 from flowfabric.db.database import Database
 from flowfabric.db.statements import Statement
 from flowfabric.engine.engine import Engine
@@ -88,7 +90,9 @@ async def test_one_statement_claims_everything_from_the_only_queue_with_executio
     assert searches == {"claim_by_route": 2}
 
 
-async def test_locked_rows_do_not_hide_other_queues(engine: Engine, connection: Any, searches: Counter[str]) -> None:
+async def test_locked_rows_do_not_hide_other_queues(
+    engine: Engine, connection: asyncpg.Connection, searches: Counter[str]
+) -> None:
     created = await made(engine, *(new(execution_kind=f"k{at % 10}") for at in range(100)))
     held = created[:40]
     async with connection.transaction():
@@ -102,7 +106,7 @@ async def test_locked_rows_do_not_hide_other_queues(engine: Engine, connection: 
     assert ids(await claim(engine, limit=100)) == held
 
 
-async def test_concurrent_claims_over_many_queues_take_each_row_once(engines: Any) -> None:
+async def test_concurrent_claims_over_many_queues_take_each_row_once(engines: Engines) -> None:
     rivals = [await engines() for _ in range(3)]
     count = 900 if SWEEPS_WHOLE else 300
     created = await made(rivals[0], *(new(execution_kind=f"k{at % 70}", priority=at % 3) for at in range(count)))

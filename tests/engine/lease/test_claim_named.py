@@ -4,11 +4,13 @@ import json
 from typing import Any
 from uuid import UUID
 
+import asyncpg
 import pytest
 
 from engine.cases import Cases, in_turn
 from engine.grants import claim_named, grant, granted, known, resumable, worker
 from engine.state import ACTIVE, attempts, event_texts, refused, vector
+from fixtures import Clock, Engines, Given, Rows
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.execution.retention import GRANT_MEMORY_MS
 from flowfabric.engine.parts import parts_of
@@ -34,7 +36,7 @@ async def engine(engine: Engine) -> Engine:
 # By a grant.
 
 
-async def test_a_claim_turns_a_grant_into_a_lease(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
+async def test_a_claim_turns_a_grant_into_a_lease(engine: Engine, given: Given, rows: Rows, clock: Clock) -> None:
     waiting = await given.created(tags={"a.b": "c"}, payload_encoding="json", priority=7)
     await grant(engine, waiting)
     now = await clock.advance(seconds=1)
@@ -75,7 +77,7 @@ async def test_a_claim_turns_a_grant_into_a_lease(engine: Engine, given: Any, ro
 
 
 async def test_omitted_arguments_are_minted_or_come_from_the_policy(
-    engine: Engine, given: Any, rows: Any, clock: Any
+    engine: Engine, given: Given, rows: Rows, clock: Clock
 ) -> None:
     now = await clock.now()
     policy = {"timeout_policy": {"attempt_timeout_ms": 4000, "execution_deadline_ms": 50_000}}
@@ -94,7 +96,7 @@ async def test_omitted_arguments_are_minted_or_come_from_the_policy(
     assert (await rows.execution(waiting))["attempt_timeout_at"] is None, "0 means no timeout"
 
 
-async def test_executions_may_share_ids_that_the_caller_chose(engine: Engine, given: Any) -> None:
+async def test_executions_may_share_ids_that_the_caller_chose(engine: Engine, given: Given) -> None:
     handles = []
     for _ in range(3):
         waiting = await given.created()
@@ -105,7 +107,7 @@ async def test_executions_may_share_ids_that_the_caller_chose(engine: Engine, gi
     assert [type(one) for one in completed] == [Completed] * 3
 
 
-async def test_a_retry_claimed_by_grant_is_a_retry(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
+async def test_a_retry_claimed_by_grant_is_a_retry(engine: Engine, given: Given, rows: Rows, clock: Clock) -> None:
     failed = await given.backing_off(delay_ms=10)
     await clock.advance(ms=10)
     await parts_of(engine).delays.promote_due()
@@ -121,7 +123,7 @@ async def test_a_retry_claimed_by_grant_is_a_retry(engine: Engine, given: Any, r
     [('{"of": "failure"}', '{"of": "claim"}', "claim"), ('{"of": "failure"}', None, "failure"), (None, None, None)],
 )
 async def test_the_attempt_policy_is_that_of_the_claim_else_that_of_the_failure_before(
-    engine: Engine, given: Any, rows: Any, clock: Any, stored: str | None, argument: str | None, kept: str | None
+    engine: Engine, given: Given, rows: Rows, clock: Clock, stored: str | None, argument: str | None, kept: str | None
 ) -> None:
     handle = await given.claimed(policy={"retry_policy": {"backoff": {"type": "fixed", "delay_ms": 10}}})
     await engine.fail_execution(
@@ -141,7 +143,7 @@ async def test_the_attempt_policy_is_that_of_the_claim_else_that_of_the_failure_
     assert [policy and json.loads(policy) for policy in policies] == [None, kept and {"of": kept}]
 
 
-async def test_a_grant_for_a_lost_lease_becomes_a_reclaimed_lease(engine: Engine, given: Any, rows: Any) -> None:
+async def test_a_grant_for_a_lost_lease_becomes_a_reclaimed_lease(engine: Engine, given: Given, rows: Rows) -> None:
     lost = await given.reclaimable()
     await granted(engine)
     claimed = await claim_named(engine, lost.execution_id, lease_id=LEASE, attempt_id=ATTEMPT)
@@ -154,7 +156,7 @@ async def test_a_grant_for_a_lost_lease_becomes_a_reclaimed_lease(engine: Engine
     assert await rows.of("claim_grant") == []
 
 
-async def test_an_execution_that_is_not_claimable_is_not_leaseable(engine: Engine, given: Any, rows: Any) -> None:
+async def test_an_execution_that_is_not_claimable_is_not_leaseable(engine: Engine, given: Given, rows: Rows) -> None:
     states = ("reclaimable", "delayed", "backing_off", "claimed", "completed", "cancelled")
     made = {state: await getattr(given, state)(lane_id=state) for state in states}
     with Cases() as cases:
@@ -165,7 +167,9 @@ async def test_an_execution_that_is_not_claimable_is_not_leaseable(engine: Engin
                     await refused(call, "execution_not_leaseable")
 
 
-async def test_an_interrupted_attempt_must_use_claim_resumed_execution(engine: Engine, given: Any, rows: Any) -> None:
+async def test_an_interrupted_attempt_must_use_claim_resumed_execution(
+    engine: Engine, given: Given, rows: Rows
+) -> None:
     parked = await resumable(given)
     await grant(engine, parked)
     async with rows.unchanged():
@@ -174,7 +178,7 @@ async def test_an_interrupted_attempt_must_use_claim_resumed_execution(engine: E
 
 
 async def test_only_the_worker_with_the_grant_may_claim_from_any_of_its_processes(
-    engine: Engine, given: Any, rows: Any
+    engine: Engine, given: Given, rows: Rows
 ) -> None:
     waiting = await given.created()
     async with rows.unchanged():
@@ -187,7 +191,7 @@ async def test_only_the_worker_with_the_grant_may_claim_from_any_of_its_processe
 
 
 async def test_only_the_granted_worker_learns_that_its_grant_expired_until_the_grant_is_purged(
-    engine: Engine, given: Any, rows: Any, clock: Any
+    engine: Engine, given: Given, rows: Rows, clock: Clock
 ) -> None:
     waiting, ungranted = await given.created(), await given.created()
     await grant(engine, waiting)
@@ -212,7 +216,7 @@ async def test_only_the_granted_worker_learns_that_its_grant_expired_until_the_g
         await refused(claim_named(engine, waiting), "invalid_claim_grant")
 
 
-async def test_a_refused_claim_does_not_register_its_worker(engine: Engine, given: Any, rows: Any) -> None:
+async def test_a_refused_claim_does_not_register_its_worker(engine: Engine, given: Given, rows: Rows) -> None:
     waiting, running = await given.created(lane_id="quiet"), await given.claimed()
     before = await rows.of("worker_identity")
     granted_to_another: Any = (await grant(engine, await resumable(given), "worker")).grant
@@ -231,7 +235,7 @@ async def test_a_refused_claim_does_not_register_its_worker(engine: Engine, give
 
 
 async def test_a_worker_has_one_number_however_often_it_claims(
-    engines: Any, engine: Engine, given: Any, rows: Any
+    engines: Engines, engine: Engine, given: Given, rows: Rows
 ) -> None:
     other = await engines()
     numbers = set()
@@ -244,7 +248,7 @@ async def test_a_worker_has_one_number_however_often_it_claims(
     assert numbers == {identity["worker_no"]}
 
 
-async def test_a_grant_is_used_once(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
+async def test_a_grant_is_used_once(engine: Engine, given: Given, rows: Rows, clock: Clock) -> None:
     waiting = await given.created(policy={"retry_policy": {"backoff": {"type": "fixed", "delay_ms": 1}}})
     await grant(engine, waiting, grant_ttl_ms=60_000)
     claimed = await claim_named(engine, waiting)
@@ -256,7 +260,7 @@ async def test_a_grant_is_used_once(engine: Engine, given: Any, rows: Any, clock
 
 
 async def test_a_reclaim_grant_of_another_worker_or_an_expired_one_does_not_count(
-    engine: Engine, given: Any, rows: Any, clock: Any
+    engine: Engine, given: Given, rows: Rows, clock: Clock
 ) -> None:
     lost = await given.reclaimable()
     await granted(engine, "other")
@@ -289,7 +293,7 @@ MALFORMED: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-async def test_malformed_arguments_of_a_claim_are_refused(engine: Engine, given: Any, rows: Any) -> None:
+async def test_malformed_arguments_of_a_claim_are_refused(engine: Engine, given: Given, rows: Rows) -> None:
     waiting = await given.created()
     await grant(engine, waiting)
     with Cases() as cases:
@@ -302,7 +306,7 @@ async def test_malformed_arguments_of_a_claim_are_refused(engine: Engine, given:
 
 @pytest.mark.usefixtures("altered_rows")
 async def test_a_running_attempt_on_a_row_that_waits_is_a_bug(
-    engine: Engine, given: Any, connection: Any, rows: Any
+    engine: Engine, given: Given, connection: asyncpg.Connection, rows: Rows
 ) -> None:
     waiting = await given.created()
     await connection.execute("update execution set attempt_state = 'running_attempt'")
@@ -325,7 +329,7 @@ async def operator_claim(engine: Engine, execution_id: str, **overrides: Any) ->
     )
 
 
-async def test_an_operator_leases_a_waiting_execution(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
+async def test_an_operator_leases_a_waiting_execution(engine: Engine, given: Given, rows: Rows, clock: Clock) -> None:
     now = await clock.now()
     waiting = await given.created(policy={"routing_requirements": {"required_capabilities": ["gpu"]}})
     answer = await operator_claim(engine, waiting)
@@ -338,7 +342,7 @@ async def test_an_operator_leases_a_waiting_execution(engine: Engine, given: Any
     assert await rows.of("claim_grant") == []
 
 
-async def test_an_operator_resumes_an_interrupted_attempt(engine: Engine, given: Any, rows: Any) -> None:
+async def test_an_operator_resumes_an_interrupted_attempt(engine: Engine, given: Given, rows: Rows) -> None:
     parked = await resumable(given)
     answer = await operator_claim(engine, parked)
     row = await rows.execution(parked)
@@ -346,12 +350,14 @@ async def test_an_operator_resumes_an_interrupted_attempt(engine: Engine, given:
     assert (await event_texts(rows, parked))[-1] == "acquired issue_grant_and_claim_resumed"
 
 
-async def test_an_operator_needs_no_signing_key(engine: Engine, given: Any, connection: Any) -> None:
+async def test_an_operator_needs_no_signing_key(engine: Engine, given: Given, connection: asyncpg.Connection) -> None:
     await connection.execute("delete from signing_key")
     assert await operator_claim(engine, await given.created())
 
 
-async def test_an_operator_leases_only_claimable_executions(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
+async def test_an_operator_leases_only_claimable_executions(
+    engine: Engine, given: Given, rows: Rows, clock: Clock
+) -> None:
     expected = {
         "reclaimable": "execution_not_eligible",
         "delayed": "execution_not_in_eligible_set",
@@ -371,7 +377,7 @@ async def test_an_operator_leases_only_claimable_executions(engine: Engine, give
                     await refused(operator_claim(engine, execution_id, lane_id=state), code)
 
 
-async def test_an_operator_respects_grants_and_lanes(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
+async def test_an_operator_respects_grants_and_lanes(engine: Engine, given: Given, rows: Rows, clock: Clock) -> None:
     parked = await resumable(given)
     waiting = await given.created()
     await engine.set_lane_state("default", "paused")

@@ -2,7 +2,10 @@
 
 from typing import Any
 
+import asyncpg
+
 from engine.state import claim, ids, made, new
+from fixtures import Clock, Engines, Given, Rows
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.parts import parts_of
 from flowfabric.model.states import AttemptType, HandleKind
@@ -23,7 +26,9 @@ async def test_the_highest_priority_comes_first_then_the_oldest(engine: Engine) 
     assert ids(await claim(engine)) == expected[3:]
 
 
-async def test_age_is_the_order_of_creation_across_calls_processes_and_partitions(engines: Any, engine: Engine) -> None:
+async def test_age_is_the_order_of_creation_across_calls_processes_and_partitions(
+    engines: Engines, engine: Engine
+) -> None:
     other = await engines()
     created: list[str] = []
     for at in range(10):
@@ -41,7 +46,7 @@ async def test_a_claim_orders_several_lanes_by_priority_then_age(engine: Engine)
     assert ids(await claim(engine, "a", "b", "c", limit=5)) == in_order[5:]
 
 
-async def test_a_claim_takes_nothing_from_lanes_it_does_not_name(engine: Engine, rows: Any) -> None:
+async def test_a_claim_takes_nothing_from_lanes_it_does_not_name(engine: Engine, rows: Rows) -> None:
     await made(engine, new(lane_id="a"), new(lane_id="b"))
     assert len(await claim(engine, "a")) == 1
     async with rows.unchanged():
@@ -68,7 +73,7 @@ async def test_a_worker_claims_only_what_its_capabilities_cover(engine: Engine) 
     assert ids(await claim(engine, capabilities=("GPU",))) == [upper]
 
 
-async def test_executions_that_no_worker_can_run_do_not_hide_those_behind_them(engine: Engine, rows: Any) -> None:
+async def test_executions_that_no_worker_can_run_do_not_hide_those_behind_them(engine: Engine, rows: Rows) -> None:
     for at in range(3):
         await made(engine, *[requiring(f"rare-{at}", priority=9000)] * 50)
     (behind,) = await made(engine, new())
@@ -80,7 +85,9 @@ async def test_executions_that_no_worker_can_run_do_not_hide_those_behind_them(e
     assert len(waiting) == 150
 
 
-async def test_a_locked_row_does_not_hide_those_behind_it(engine: Engine, connection: Any, rows: Any) -> None:
+async def test_a_locked_row_does_not_hide_those_behind_it(
+    engine: Engine, connection: asyncpg.Connection, rows: Rows
+) -> None:
     held, behind = await made(engine, new(priority=5), new())
     async with connection.transaction():
         await connection.execute("select from execution where execution_id = $1 for update", held[-36:])
@@ -102,7 +109,7 @@ async def test_a_claim_takes_64_lanes_and_counts_duplicates_once(engine: Engine)
     assert ids(await claim(engine, *reversed(lanes), "lane-0", limit=64)) == created
 
 
-async def test_retries_and_lost_leases_keep_their_place(engine: Engine, given: Any, clock: Any) -> None:
+async def test_retries_and_lost_leases_keep_their_place(engine: Engine, given: Given, clock: Clock) -> None:
     failed = await given.backing_off(delay_ms=1000, lane_id="retry")
     behind = await given.created(lane_id="retry")
     await clock.advance(seconds=1)
@@ -118,7 +125,7 @@ async def test_retries_and_lost_leases_keep_their_place(engine: Engine, given: A
 
 
 async def test_an_execution_that_becomes_claimable_again_is_found_by_every_process(
-    engines: Any, engine: Engine, clock: Any
+    engines: Engines, engine: Engine, clock: Clock
 ) -> None:
     """Each process caches where its queues begin; an execution that returns below that point must be found again."""
     other = await engines()

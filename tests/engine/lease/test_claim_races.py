@@ -4,10 +4,12 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
+import asyncpg
 import pytest
 
 from engine.cases import SWEEPS_WHOLE, in_turn
 from engine.state import attempts, claim, ids, made, new
+from fixtures import Clock, Engines, Eventually, Given, Rows
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.parts import parts_of
 from flowfabric.model.states import HandleKind
@@ -37,7 +39,7 @@ _IS_WAITING = "select count(*) > 0 from pg_locks where locktype = 'advisory' and
     ],
 )
 async def test_a_locked_row_does_not_hide_those_of_other_queues(
-    engine: Engine, connection: Any, held: Any, free: Any, search: Callable[[Engine], Any]
+    engine: Engine, connection: asyncpg.Connection, held: Any, free: Any, search: Callable[[Engine], Any]
 ) -> None:
     held_id, free_id = await made(engine, new(**held), new(**free))
     async with connection.transaction():
@@ -46,7 +48,7 @@ async def test_a_locked_row_does_not_hide_those_of_other_queues(
     assert ids(await search(engine)) == [held_id]
 
 
-async def test_concurrent_claims_for_as_many_rows_each_get_one(engines: Any) -> None:
+async def test_concurrent_claims_for_as_many_rows_each_get_one(engines: Engines) -> None:
     rivals = [await engines() for _ in range(3)]
     lanes = ("a", "b", "c")
     for _ in range(100 if SWEEPS_WHOLE else 30):
@@ -55,7 +57,9 @@ async def test_concurrent_claims_for_as_many_rows_each_get_one(engines: Any) -> 
         assert sorted(ids([one for some in taken for one in some])) == sorted(created)
 
 
-async def slow_claim(slow: Engine, connection: Any, eventually: Any, **wanted: Any) -> asyncio.Task[list[Any]]:
+async def slow_claim(
+    slow: Engine, connection: asyncpg.Connection, eventually: Eventually, **wanted: Any
+) -> asyncio.Task[list[Any]]:
     """Start a claim that stops after its snapshot and before it reads rows, until the advisory lock is released."""
     await claim(slow, "nothing")
     await connection.execute(_SLOW_CHOICE)
@@ -69,7 +73,7 @@ async def slow_claim(slow: Engine, connection: Any, eventually: Any, **wanted: A
 
 @pytest.mark.usefixtures("patient_with_locks")
 async def test_a_claim_with_an_old_snapshot_does_not_damage_a_row_that_was_claimed_and_lost(
-    engines: Any, connection: Any, given: Any, rows: Any, clock: Any, eventually: Any
+    engines: Engines, connection: asyncpg.Connection, given: Given, rows: Rows, clock: Clock, eventually: Eventually
 ) -> None:
     slow, quick = await engines(), await engines()
     execution_id = await given.created()
@@ -102,7 +106,14 @@ CHANGES: dict[str, Callable[[Engine, str], Any]] = {
 @pytest.mark.usefixtures("patient_with_locks")
 @pytest.mark.parametrize("change", CHANGES)
 async def test_an_execution_that_changes_during_a_claim_can_still_be_claimed(
-    engines: Any, engine: Engine, connection: Any, given: Any, rows: Any, clock: Any, eventually: Any, change: str
+    engines: Engines,
+    engine: Engine,
+    connection: asyncpg.Connection,
+    given: Given,
+    rows: Rows,
+    clock: Clock,
+    eventually: Eventually,
+    change: str,
 ) -> None:
     slow = await engines()
     changed, other = await given.created(), await given.created()
@@ -120,7 +131,7 @@ async def test_an_execution_that_changes_during_a_claim_can_still_be_claimed(
 
 @pytest.mark.usefixtures("patient_with_locks")
 async def test_an_execution_queued_again_during_a_claim_is_leased_once(
-    engines: Any, engine: Engine, connection: Any, given: Any, rows: Any, eventually: Any
+    engines: Engines, engine: Engine, connection: asyncpg.Connection, given: Given, rows: Rows, eventually: Eventually
 ) -> None:
     slow = await engines()
     requeued = await given.created()

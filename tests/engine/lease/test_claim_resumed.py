@@ -2,11 +2,13 @@
 
 from typing import Any
 
+import asyncpg
 import pytest
 
 from engine.cases import Cases, in_turn
 from engine.grants import claim_resumed, grant, known, resumable
 from engine.state import ACTIVE, event_texts, refused, vector
+from fixtures import Clock, Given, Rows
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.execution.retention import GRANT_MEMORY_MS
 from flowfabric.engine.parts import parts_of
@@ -24,7 +26,7 @@ async def engine(engine: Engine) -> Engine:
 
 
 async def test_an_interrupted_attempt_is_resumed_without_a_grant(
-    engine: Engine, given: Any, rows: Any, clock: Any
+    engine: Engine, given: Given, rows: Rows, clock: Clock
 ) -> None:
     began = await clock.now()
     first = await given.run(policy={"timeout_policy": {"attempt_timeout_ms": 10_000}})
@@ -53,7 +55,7 @@ async def test_an_interrupted_attempt_is_resumed_without_a_grant(
 
 @in_turn("given_ms, left", [(0, None), (2500, 2500), (None, 6000)])
 async def test_a_resumed_attempt_gets_the_timeout_of_the_caller_else_the_saved_one(
-    engine: Engine, given: Any, rows: Any, clock: Any, given_ms: int | None, left: int | None
+    engine: Engine, given: Given, rows: Rows, clock: Clock, given_ms: int | None, left: int | None
 ) -> None:
     handle = await given.claimed(policy={"timeout_policy": {"attempt_timeout_ms": 10_000}})
     now = await clock.advance(ms=4000)
@@ -63,7 +65,7 @@ async def test_a_resumed_attempt_gets_the_timeout_of_the_caller_else_the_saved_o
     assert row["attempt_timeout_at"] == (None if left is None else now + left)
 
 
-async def test_a_delayed_run_is_resumed_once_it_is_due(engine: Engine, given: Any, clock: Any, rows: Any) -> None:
+async def test_a_delayed_run_is_resumed_once_it_is_due(engine: Engine, given: Given, clock: Clock, rows: Rows) -> None:
     handle = await given.claimed()
     await engine.delay(handle, await clock.now() + 1000)
     async with rows.unchanged():
@@ -73,7 +75,7 @@ async def test_a_delayed_run_is_resumed_once_it_is_due(engine: Engine, given: An
     assert (await claim_resumed(engine, handle.execution_id)).attempt_id == handle.attempt_id
 
 
-async def test_only_an_interrupted_attempt_can_be_resumed(engine: Engine, given: Any, rows: Any) -> None:
+async def test_only_an_interrupted_attempt_can_be_resumed(engine: Engine, given: Given, rows: Rows) -> None:
     states = ("reclaimable", "delayed", "backing_off", "claimed", "completed", "created")
     made = {state: await getattr(given, state)(lane_id=state) for state in states}
     with Cases() as cases:
@@ -86,7 +88,9 @@ async def test_only_an_interrupted_attempt_can_be_resumed(engine: Engine, given:
 
 
 @pytest.mark.usefixtures("altered_rows")
-async def test_a_suspended_execution_is_not_resumed(engine: Engine, given: Any, rows: Any, connection: Any) -> None:
+async def test_a_suspended_execution_is_not_resumed(
+    engine: Engine, given: Given, rows: Rows, connection: asyncpg.Connection
+) -> None:
     parked = await resumable(given)
     await connection.execute(
         """update execution set lifecycle_phase = 'suspended', eligibility_state = 'not_applicable',
@@ -97,7 +101,7 @@ async def test_a_suspended_execution_is_not_resumed(engine: Engine, given: Any, 
 
 
 async def test_a_grant_of_another_worker_blocks_the_claim_until_it_expires(
-    engine: Engine, given: Any, rows: Any, clock: Any
+    engine: Engine, given: Given, rows: Rows, clock: Clock
 ) -> None:
     parked = await resumable(given)
     await grant(engine, parked, "other")
@@ -109,7 +113,7 @@ async def test_a_grant_of_another_worker_blocks_the_claim_until_it_expires(
 
 
 async def test_a_resumed_claim_checks_its_arguments_and_consumes_a_matching_grant(
-    engine: Engine, given: Any, rows: Any
+    engine: Engine, given: Given, rows: Rows
 ) -> None:
     parked = await resumable(given)
     await grant(engine, parked)
@@ -139,7 +143,7 @@ def token(answer: Granted, name: str = "pool", **overrides: Any) -> ResumeToken:
 
 
 async def test_a_resume_grant_returns_the_handle_of_the_attempt(
-    engine: Engine, given: Any, rows: Any, clock: Any
+    engine: Engine, given: Given, rows: Rows, clock: Clock
 ) -> None:
     parked = await resumable(given)
     answer = await grant(engine, parked)
@@ -155,7 +159,7 @@ async def test_a_resume_grant_returns_the_handle_of_the_attempt(
     assert await rows.of("claim_grant") == []
 
 
-async def test_an_invalid_resume_grant_is_refused(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
+async def test_an_invalid_resume_grant_is_refused(engine: Engine, given: Given, rows: Rows, clock: Clock) -> None:
     parked = await resumable(given)
     answer = await grant(engine, parked)
     other = await grant(engine, await resumable(given))
@@ -179,7 +183,7 @@ async def test_an_invalid_resume_grant_is_refused(engine: Engine, given: Any, ro
 
 
 async def test_a_purged_resume_grant_is_reported_as_expired_until_the_next_is_issued(
-    engine: Engine, given: Any, rows: Any, clock: Any
+    engine: Engine, given: Given, rows: Rows, clock: Clock
 ) -> None:
     parked = await resumable(given)
     first = await grant(engine, parked, grant_ttl_ms=1000)
@@ -198,7 +202,7 @@ async def test_a_purged_resume_grant_is_reported_as_expired_until_the_next_is_is
 
 
 async def test_a_resume_grant_counts_only_while_its_key_verifies(
-    engine: Engine, given: Any, rows: Any, clock: Any
+    engine: Engine, given: Given, rows: Rows, clock: Clock
 ) -> None:
     answer = await grant(engine, await resumable(given))
     await engine.rotate_waitpoint_hmac_secret_all(new_kid="k2", new_secret_hex="cd" * 32, grace_ms=1000)
@@ -207,7 +211,9 @@ async def test_a_resume_grant_counts_only_while_its_key_verifies(
         await refused(engine.claim_from_resume_grant(token(answer)), "invalid_claim_grant", "UnknownKid")
 
 
-async def test_a_signature_of_another_secret_is_refused(engine: Engine, given: Any, rows: Any, connection: Any) -> None:
+async def test_a_signature_of_another_secret_is_refused(
+    engine: Engine, given: Given, rows: Rows, connection: asyncpg.Connection
+) -> None:
     answer = await grant(engine, await resumable(given))
     await connection.execute("update signing_key set secret = sha256('another'), installed_at = installed_at + 1")
     async with rows.unchanged():
@@ -216,7 +222,7 @@ async def test_a_signature_of_another_secret_is_refused(engine: Engine, given: A
 
 @in_turn("after", ["claimed", "cancelled", "completed", "waiting"])
 async def test_a_resume_grant_returns_nothing_once_the_attempt_cannot_be_resumed(
-    engine: Engine, given: Any, rows: Any, after: str
+    engine: Engine, given: Given, rows: Rows, after: str
 ) -> None:
     parked = await resumable(given)
     answer = await grant(engine, parked)
@@ -232,7 +238,7 @@ async def test_a_resume_grant_returns_nothing_once_the_attempt_cannot_be_resumed
         assert await engine.claim_from_resume_grant(token(answer)) is None
 
 
-async def test_a_claim_returns_the_attempt_timeout(engine: Engine, given: Any) -> None:
+async def test_a_claim_returns_the_attempt_timeout(engine: Engine, given: Given) -> None:
     assert (await given.run(policy={"timeout_policy": {"attempt_timeout_ms": 10_000}})).attempt_timeout_ms == 10_000
     assert (await given.run()).attempt_timeout_ms is None
     assert (await given.run(policy={"timeout_policy": {"attempt_timeout_ms": 0}})).attempt_timeout_ms is None

@@ -6,10 +6,12 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
+import asyncpg
 import pytest
 
 from engine.cases import SWEEPS_WHOLE, in_turn
 from engine.state import claim, ids, made, new
+from fixtures import Clock, Engines, Rows
 from flowfabric.db.database import Database
 from flowfabric.db.statements import Statement
 from flowfabric.engine.engine import Engine
@@ -51,7 +53,7 @@ def searches(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return counted
 
 
-async def population(engine: Engine, draw: random.Random, clock: Any) -> dict[str, dict[str, Any]]:
+async def population(engine: Engine, draw: random.Random, clock: Clock) -> dict[str, dict[str, Any]]:
     """Create executions of every sort on many lanes, some with a lost lease; return their arguments by id."""
     arguments = [
         new(
@@ -76,7 +78,7 @@ async def population(engine: Engine, draw: random.Random, clock: Any) -> dict[st
 
 @in_turn("asked", WANTED)
 async def test_claims_by_route_and_by_queue_take_the_same_in_the_same_order(
-    engine: Engine, rows: Any, clock: Any, searches: Counter[str], way: str, asked: str
+    engine: Engine, rows: Rows, clock: Clock, searches: Counter[str], way: str, asked: str
 ) -> None:
     draw = random.Random(asked)
     given = await population(engine, draw, clock)
@@ -106,7 +108,7 @@ async def test_claims_by_route_and_by_queue_take_the_same_in_the_same_order(
 
 
 async def test_more_executions_at_their_limit_than_spans_per_statement_do_not_stop_a_claim(
-    engine: Engine, clock: Any, searches: Counter[str], way: str
+    engine: Engine, clock: Clock, searches: Counter[str], way: str
 ) -> None:
     await made(engine, new(execution_kind="other", priority=9000))
     policy = {"max_reclaim_count": 0}
@@ -122,7 +124,7 @@ async def test_more_executions_at_their_limit_than_spans_per_statement_do_not_st
 
 @in_turn("passed_over", ["of other kinds", "granted", "held"])
 async def test_skipped_entries_at_the_head_of_many_routes_do_not_stop_a_claim(
-    engine: Engine, connection: Any, clock: Any, monkeypatch: pytest.MonkeyPatch, passed_over: str
+    engine: Engine, connection: asyncpg.Connection, clock: Clock, monkeypatch: pytest.MonkeyPatch, passed_over: str
 ) -> None:
     monkeypatch.setattr(Walks, "MOST_QUEUES", 0)
     heads = await made(engine, *(new(lane_id=lane, execution_kind="other", priority=9) for lane in LANES * 2))
@@ -163,7 +165,7 @@ async def test_claim_for_worker_finds_executions_behind_the_heads_of_many_routes
     assert getattr(answer, "execution_id", None) == (behind if is_there else None)
 
 
-async def test_the_order_does_not_depend_on_table_statistics(engines: Any, connection: Any) -> None:
+async def test_the_order_does_not_depend_on_table_statistics(engines: Engines, connection: asyncpg.Connection) -> None:
     draw = random.Random(7)
     first, second = await engines(), await engines()
     for count in (5, 200):
@@ -178,7 +180,7 @@ async def test_the_order_does_not_depend_on_table_statistics(engines: Any, conne
 
 
 async def test_executions_with_a_lower_sequence_that_commit_late_are_claimed_at_once(
-    engine: Engine, connection: Any
+    engine: Engine, connection: asyncpg.Connection
 ) -> None:
     mixed = [new(priority=priority) for priority in (0, 0, 5, 5)]
     await made(engine, *mixed)

@@ -4,6 +4,7 @@ from typing import Any
 
 from engine.cases import in_turn
 from engine.state import COMPLETED, attempts, claim, event_texts, kept_until, lease_left, refused, vector
+from fixtures import Clock, Engines, Given, Rows
 from flowfabric.engine.engine import Engine
 from flowfabric.model.handle import Handle
 from flowfabric.model.lease import Completed
@@ -28,7 +29,7 @@ both = in_turn("complete", [complete_one, complete_in_many])
 
 @both
 async def test_a_completed_run_ends_its_execution(
-    engine: Engine, given: Any, rows: Any, clock: Any, complete: Any
+    engine: Engine, given: Given, rows: Rows, clock: Clock, complete: Any
 ) -> None:
     began = await clock.now()
     policy = {"timeout_policy": {"attempt_timeout_ms": 5000}}
@@ -59,7 +60,7 @@ async def test_a_completed_run_ends_its_execution(
 
 
 @both
-async def test_a_result_of_two_megabytes_is_returned_unchanged(engine: Engine, given: Any, complete: Any) -> None:
+async def test_a_result_of_two_megabytes_is_returned_unchanged(engine: Engine, given: Given, complete: Any) -> None:
     handle = await given.claimed()
     await complete(engine, handle, b"\xff" * 2_000_000)
     assert await engine.get_execution_result(handle.execution_id) == b"\xff" * 2_000_000
@@ -67,7 +68,7 @@ async def test_a_result_of_two_megabytes_is_returned_unchanged(engine: Engine, g
 
 @both
 async def test_the_policy_or_the_settings_decide_the_retention(
-    engines: Any, given: Any, rows: Any, clock: Any, complete: Any
+    engines: Engines, given: Given, rows: Rows, clock: Clock, complete: Any
 ) -> None:
     now = await clock.now()
     brief = await engines(retention_ms=1000)
@@ -77,7 +78,7 @@ async def test_the_policy_or_the_settings_decide_the_retention(
         assert await kept_until(rows, handle.execution_id) == now + kept_ms
 
 
-async def test_a_completion_does_not_repeat_another_ending(engine: Engine, given: Any, rows: Any) -> None:
+async def test_a_completion_does_not_repeat_another_ending(engine: Engine, given: Given, rows: Rows) -> None:
     failed, cancelled = await given.claimed(), await given.claimed()
     await engine.fail(failed, reason="no", classification="permanent")
     await engine.cancel_execution(execution_id=cancelled.execution_id, reason="no")
@@ -89,7 +90,9 @@ async def test_a_completion_does_not_repeat_another_ending(engine: Engine, given
             assert getattr(verdict, "code", None) == "execution_not_active"
 
 
-async def test_a_stale_attempt_cannot_repeat_the_completion_of_another(engine: Engine, given: Any, rows: Any) -> None:
+async def test_a_stale_attempt_cannot_repeat_the_completion_of_another(
+    engine: Engine, given: Given, rows: Rows
+) -> None:
     stale = await given.reclaimable()
     (taken,) = await claim(engine)
     await engine.complete(taken.handle, b"mine")
@@ -98,7 +101,7 @@ async def test_a_stale_attempt_cannot_repeat_the_completion_of_another(engine: E
     assert await engine.get_execution_result(stale.execution_id) == b"mine"
 
 
-async def test_complete_many_answers_in_order(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
+async def test_complete_many_answers_in_order(engine: Engine, given: Given, rows: Rows, clock: Clock) -> None:
     good = [await given.claimed() for _ in range(3)]
     done = await given.claimed()
     await engine.complete(done, b"before")
@@ -122,7 +125,7 @@ async def test_complete_many_answers_in_order(engine: Engine, given: Any, rows: 
         assert await event_texts(rows, handle.execution_id) == ["acquired", "released completed>success"]
 
 
-async def test_wrong_results_and_batch_sizes_are_refused(engine: Engine, given: Any, rows: Any) -> None:
+async def test_wrong_results_and_batch_sizes_are_refused(engine: Engine, given: Given, rows: Rows) -> None:
     handle = await given.claimed()
     wrong: tuple[Any, ...] = ("text", 5, {"a": 1}, [1])
     async with rows.unchanged():

@@ -22,6 +22,7 @@ from engine.state import (
     refused,
     vector,
 )
+from fixtures import Clock, Given, Rows
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.parts import parts_of
 from flowfabric.model.handle import Handle
@@ -52,7 +53,7 @@ async def resumed(engine: Engine, handle: Handle, marker: str = "worker_delay") 
 
 
 async def test_a_delay_gives_up_the_lease_and_keeps_the_attempt(
-    engine: Engine, given: Any, rows: Any, clock: Any
+    engine: Engine, given: Given, rows: Rows, clock: Clock
 ) -> None:
     began = await clock.now()
     claimed = await given.run(tags={"ff.instance_id": "i-1"}, execution_deadline_at=began + 3_600_000)
@@ -81,7 +82,7 @@ async def test_a_delay_gives_up_the_lease_and_keeps_the_attempt(
 
 
 async def test_wait_children_without_children_is_resumable_at_once(
-    engine: Engine, given: Any, rows: Any, clock: Any
+    engine: Engine, given: Given, rows: Rows, clock: Clock
 ) -> None:
     claimed = await given.run()
     now = await clock.advance(seconds=1)
@@ -101,7 +102,7 @@ async def test_wait_children_without_children_is_resumable_at_once(
     assert await engine.read_execution_state(claimed.execution_id) == PublicState.RESUMABLE
 
 
-async def test_a_run_handed_back_is_claimable_at_once(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
+async def test_a_run_handed_back_is_claimable_at_once(engine: Engine, given: Given, rows: Rows, clock: Clock) -> None:
     claimed = await given.run(policy={**RETRYING, **TIMED})
     now = await clock.advance(seconds=1)
     await engine.hand_back(claimed.handle)
@@ -122,7 +123,7 @@ async def test_a_run_handed_back_is_claimable_at_once(engine: Engine, given: Any
     ]
 
 
-async def test_a_delay_ends_exactly_at_its_time(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
+async def test_a_delay_ends_exactly_at_its_time(engine: Engine, given: Given, rows: Rows, clock: Clock) -> None:
     now = await clock.now()
     handle = await given.claimed(execution_deadline_at=now + 60_000)
     await engine.delay(handle, now + 1000)
@@ -136,7 +137,7 @@ async def test_a_delay_ends_exactly_at_its_time(engine: Engine, given: Any, rows
     assert (row["last_transition_at"], row["deadline_at"]) == (now, now + 59_000)
 
 
-async def test_a_delay_into_the_past_is_due_at_once(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
+async def test_a_delay_into_the_past_is_due_at_once(engine: Engine, given: Given, rows: Rows, clock: Clock) -> None:
     for ago_ms in (0, 1, 86_400_000):
         handle = await given.claimed(lane_id=f"lane-{ago_ms}")
         now = await clock.now()
@@ -159,7 +160,7 @@ async def test_a_delay_into_the_past_is_due_at_once(engine: Engine, given: Any, 
 
 @each_interruption
 async def test_the_next_claim_resumes_the_same_attempt(
-    engine: Engine, given: Any, rows: Any, clock: Any, marker: str
+    engine: Engine, given: Given, rows: Rows, clock: Clock, marker: str
 ) -> None:
     began = await clock.now()
     first = await given.run(policy=RETRYING)
@@ -185,7 +186,7 @@ async def test_the_next_claim_resumes_the_same_attempt(
 
 @each_interruption
 async def test_the_remaining_timeout_is_kept_while_an_attempt_waits(
-    engine: Engine, given: Any, rows: Any, clock: Any, marker: str
+    engine: Engine, given: Given, rows: Rows, clock: Clock, marker: str
 ) -> None:
     handle = await given.claimed(policy=TIMED)
     await clock.advance(ms=2_500)
@@ -204,7 +205,7 @@ async def test_the_remaining_timeout_is_kept_while_an_attempt_waits(
 
 @each_interruption
 async def test_an_attempt_past_its_timeout_is_resumed_with_one_millisecond_left(
-    engine: Engine, given: Any, rows: Any, clock: Any, marker: str
+    engine: Engine, given: Given, rows: Rows, clock: Clock, marker: str
 ) -> None:
     handle = await given.claimed(policy=TIMED)
     await clock.advance(seconds=11)
@@ -218,7 +219,7 @@ async def test_an_attempt_past_its_timeout_is_resumed_with_one_millisecond_left(
 
 @each_interruption
 async def test_a_run_interrupted_twice_has_one_attempt(
-    engine: Engine, given: Any, rows: Any, clock: Any, marker: str
+    engine: Engine, given: Given, rows: Rows, clock: Clock, marker: str
 ) -> None:
     began = await clock.now()
     first = await given.run()
@@ -239,7 +240,7 @@ async def test_a_run_interrupted_twice_has_one_attempt(
     assert (row["attempt_id"], row["attempt_count"], row["lease_epoch"]) == (first.attempt_id, 1, 2)
 
 
-async def test_a_resumed_retry_keeps_its_retry_reason(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
+async def test_a_resumed_retry_keeps_its_retry_reason(engine: Engine, given: Given, rows: Rows, clock: Clock) -> None:
     failed = await given.backing_off(delay_ms=1000)
     await clock.advance(seconds=1)
     (retry,) = await claim(engine)
@@ -254,7 +255,7 @@ async def test_a_resumed_retry_keeps_its_retry_reason(engine: Engine, given: Any
 
 
 @each_interruption
-async def test_a_resumed_run_completes(engine: Engine, given: Any, rows: Any, clock: Any, marker: str) -> None:
+async def test_a_resumed_run_completes(engine: Engine, given: Given, rows: Rows, clock: Clock, marker: str) -> None:
     began = await clock.now()
     handle = await given.claimed()
     again = await resumed(engine, handle, marker)
@@ -283,7 +284,7 @@ async def test_a_resumed_run_completes(engine: Engine, given: Any, rows: Any, cl
 
 
 @each_interruption
-async def test_a_resumed_run_fails(engine: Engine, given: Any, rows: Any, clock: Any, marker: str) -> None:
+async def test_a_resumed_run_fails(engine: Engine, given: Given, rows: Rows, clock: Clock, marker: str) -> None:
     handle = await given.claimed(policy=RETRYING)
     again = await resumed(engine, handle, marker)
     now = await clock.advance(seconds=1)
@@ -311,7 +312,7 @@ async def test_a_resumed_run_fails(engine: Engine, given: Any, rows: Any, clock:
 
 
 @each_interruption
-async def test_a_resumed_run_is_cancelled(engine: Engine, given: Any, rows: Any, clock: Any, marker: str) -> None:
+async def test_a_resumed_run_is_cancelled(engine: Engine, given: Given, rows: Rows, clock: Clock, marker: str) -> None:
     by_holder, by_operator = await given.claimed(), await given.claimed()
     for handle in (by_holder, by_operator):
         again = await resumed(engine, handle, marker)
@@ -329,7 +330,9 @@ async def test_a_resumed_run_is_cancelled(engine: Engine, given: Any, rows: Any,
 
 
 @each_interruption
-async def test_an_interrupted_run_is_cancelled(engine: Engine, given: Any, rows: Any, clock: Any, marker: str) -> None:
+async def test_an_interrupted_run_is_cancelled(
+    engine: Engine, given: Given, rows: Rows, clock: Clock, marker: str
+) -> None:
     began = await clock.now()
     claimed = await given.run()
     await clock.advance(seconds=1)
@@ -349,7 +352,7 @@ async def test_an_interrupted_run_is_cancelled(engine: Engine, given: Any, rows:
 
 @each_interruption
 async def test_an_interrupted_run_expires_at_its_deadline(
-    engine: Engine, given: Any, rows: Any, clock: Any, marker: str
+    engine: Engine, given: Given, rows: Rows, clock: Clock, marker: str
 ) -> None:
     deadline = await clock.now() + 5_000
     handle = await given.claimed(execution_deadline_at=deadline)
@@ -367,7 +370,7 @@ async def test_an_interrupted_run_expires_at_its_deadline(
 @each_interruption
 @in_turn("policy", [TIMED, TIMED | RETRYING])
 async def test_a_resumed_run_times_out(
-    engine: Engine, given: Any, rows: Any, clock: Any, marker: str, policy: Any
+    engine: Engine, given: Given, rows: Rows, clock: Clock, marker: str, policy: Any
 ) -> None:
     handle = await given.claimed(policy=policy)
     await resumed(engine, handle, marker)
@@ -388,7 +391,7 @@ async def test_a_resumed_run_times_out(
 
 @each_interruption
 async def test_a_resumed_run_that_loses_its_lease_is_reclaimed_as_a_new_attempt(
-    engine: Engine, given: Any, rows: Any, clock: Any, marker: str
+    engine: Engine, given: Given, rows: Rows, clock: Clock, marker: str
 ) -> None:
     handle = await given.claimed(policy=TIMED)
     again = await resumed(engine, handle, marker)
@@ -423,7 +426,7 @@ async def test_a_resumed_run_that_loses_its_lease_is_reclaimed_as_a_new_attempt(
     assert len(await attempts(rows, handle.execution_id)) == 2
 
 
-async def test_a_resumed_run_ends_at_its_reclaim_limit(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
+async def test_a_resumed_run_ends_at_its_reclaim_limit(engine: Engine, given: Given, rows: Rows, clock: Clock) -> None:
     handle = await given.claimed(policy={"max_reclaim_count": 0})
     await resumed(engine, handle)
     await clock.advance(seconds=31)
@@ -435,7 +438,7 @@ async def test_a_resumed_run_ends_at_its_reclaim_limit(engine: Engine, given: An
 
 
 @each_interruption
-async def test_an_interrupted_run_has_no_lease(engine: Engine, given: Any, rows: Any, marker: str) -> None:
+async def test_an_interrupted_run_has_no_lease(engine: Engine, given: Given, rows: Rows, marker: str) -> None:
     claimed = await given.run()
     await INTERRUPTIONS[marker](engine, claimed.handle)
     async with rows.unchanged():
@@ -453,7 +456,7 @@ async def test_an_interrupted_run_has_no_lease(engine: Engine, given: Any, rows:
 
 
 async def test_runs_interrupted_and_ended_concurrently_each_reach_their_state(
-    engine: Engine, given: Any, rows: Any
+    engine: Engine, given: Given, rows: Rows
 ) -> None:
     runs = [await given.claimed() for _ in range(8)]
     again = [await resumed(engine, handle) for handle in runs[:4]]
@@ -472,7 +475,7 @@ async def test_runs_interrupted_and_ended_concurrently_each_reach_their_state(
     assert found == [COMPLETED, PARKED, RESUMABLE, FAILED, COMPLETED, PARKED, RESUMABLE, CANCELLED]
 
 
-async def test_a_delay_sets_the_next_timer_of_this_process(engine: Engine, given: Any, clock: Any) -> None:
+async def test_a_delay_sets_the_next_timer_of_this_process(engine: Engine, given: Given, clock: Clock) -> None:
     handle = await given.claimed()
     parts_of(engine).wakeups.next_timer = float("inf")
     before = time.monotonic()

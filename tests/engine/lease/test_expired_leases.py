@@ -3,8 +3,11 @@
 from typing import Any
 from uuid import uuid4
 
+import asyncpg
+
 from engine.cases import in_turn
 from engine.state import claim, refused, revoke
+from fixtures import Clock, Given, Rows
 from flowfabric.engine.engine import Engine
 from flowfabric.model.ids import ExecutionId
 from flowfabric.model.lease import ExpiredLease, ExpiredLeaseCursor, ExpiredLeases
@@ -15,7 +18,7 @@ async def listed(engine: Engine, **arguments: Any) -> list[str]:
     return [entry.execution_id for entry in (await engine.list_expired_leases(**arguments)).entries]
 
 
-async def test_an_expired_lease_is_listed_marked_or_not(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
+async def test_an_expired_lease_is_listed_marked_or_not(engine: Engine, given: Given, rows: Rows, clock: Clock) -> None:
     # Timers that are due earlier must not hide the lease.
     handle = await given.claimed(
         worker="w",
@@ -43,7 +46,7 @@ async def test_an_expired_lease_is_listed_marked_or_not(engine: Engine, given: A
 
 
 async def test_executions_without_an_expired_lease_are_not_listed(
-    engine: Engine, given: Any, connection: Any, clock: Any
+    engine: Engine, given: Given, connection: asyncpg.Connection, clock: Clock
 ) -> None:
     revoked = await given.claimed(lease_ttl_ms=1000)
     await revoke(connection, revoked.execution_id)
@@ -61,7 +64,7 @@ async def test_executions_without_an_expired_lease_are_not_listed(
     assert await listed(engine) == []
 
 
-async def test_a_lease_that_was_taken_over_is_not_listed(engine: Engine, given: Any, clock: Any) -> None:
+async def test_a_lease_that_was_taken_over_is_not_listed(engine: Engine, given: Given, clock: Clock) -> None:
     handle = await given.reclaimable(lease_ttl_ms=1000)
     assert await listed(engine) == [handle.execution_id]
     await claim(engine)
@@ -71,7 +74,7 @@ async def test_a_lease_that_was_taken_over_is_not_listed(engine: Engine, given: 
     assert (entry.lease_epoch, entry.attempt_index, entry.worker_instance_id) == (2, 1, "worker-1")
 
 
-async def test_as_of_decides_which_leases_are_expired(engine: Engine, given: Any, clock: Any) -> None:
+async def test_as_of_decides_which_leases_are_expired(engine: Engine, given: Given, clock: Clock) -> None:
     now = await clock.now()
     first, second = await given.claimed(lease_ttl_ms=1000), await given.claimed(lease_ttl_ms=2000)
     assert await listed(engine, as_of=now + 999) == []
@@ -86,7 +89,7 @@ async def test_as_of_decides_which_leases_are_expired(engine: Engine, given: Any
 
 @in_turn("marked", ["none", "some", "all"])
 async def test_leases_are_ordered_by_expiry_then_by_id_as_text(
-    engine: Engine, given: Any, clock: Any, marked: str
+    engine: Engine, given: Given, clock: Clock, marked: str
 ) -> None:
     made = []
     # As text, partition 10 sorts before partition 200, and both before 9.
@@ -118,7 +121,7 @@ async def test_leases_are_ordered_by_expiry_then_by_id_as_text(
         assert pages == 8 // limit + 1
 
 
-async def test_a_cursor_works_after_its_row_is_gone(engine: Engine, given: Any, clock: Any) -> None:
+async def test_a_cursor_works_after_its_row_is_gone(engine: Engine, given: Given, clock: Clock) -> None:
     handles = [await given.claimed(lease_ttl_ms=1000 + nth) for nth in range(3)]
     await clock.advance(seconds=2)
     page = await engine.list_expired_leases(limit=1)
@@ -130,7 +133,7 @@ async def test_a_cursor_works_after_its_row_is_gone(engine: Engine, given: Any, 
     assert await listed(engine, after=tuple(page.cursor)) == rest
 
 
-async def test_a_namespace_and_a_limit_restrict_the_list(engine: Engine, given: Any, clock: Any) -> None:
+async def test_a_namespace_and_a_limit_restrict_the_list(engine: Engine, given: Given, clock: Clock) -> None:
     mine = await given.claimed(namespace="mine", lease_ttl_ms=1000)
     yours = await given.claimed(namespace="yours", lease_ttl_ms=1000)
     await clock.advance(seconds=1)
@@ -142,7 +145,7 @@ async def test_a_namespace_and_a_limit_restrict_the_list(engine: Engine, given: 
     assert await engine.list_expired_leases(limit=0) == ExpiredLeases(entries=(), cursor=None)
 
 
-async def test_wrong_arguments_are_refused(engine: Engine, rows: Any) -> None:
+async def test_wrong_arguments_are_refused(engine: Engine, rows: Rows) -> None:
     wrong: list[dict[str, Any]] = [
         {"limit": -1},
         {"limit": "1"},

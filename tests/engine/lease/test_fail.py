@@ -14,6 +14,7 @@ from engine.state import (
     refused,
     vector,
 )
+from fixtures import Clock, Given, Rows
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.parts import parts_of
 from flowfabric.model.attempt import FailureClass, FailureReason
@@ -27,7 +28,7 @@ def retrying(max_retries: int = 3, **backoff: Any) -> dict[str, Any]:
 
 
 async def test_a_failure_with_no_retry_left_ends_the_execution(
-    engine: Engine, given: Any, rows: Any, clock: Any
+    engine: Engine, given: Given, rows: Rows, clock: Clock
 ) -> None:
     began = await clock.now()
     claimed = await given.run(tags={"ff.instance_id": "i-1"})
@@ -54,7 +55,7 @@ async def test_a_failure_with_no_retry_left_ends_the_execution(
 
 
 async def test_a_failure_with_a_retry_left_waits_for_its_backoff(
-    engine: Engine, given: Any, rows: Any, clock: Any
+    engine: Engine, given: Given, rows: Rows, clock: Clock
 ) -> None:
     claimed = await given.run(policy=retrying())
     now = await clock.advance(seconds=1)
@@ -74,7 +75,7 @@ async def test_a_failure_with_a_retry_left_waits_for_its_backoff(
     assert await engine.get_execution_result(claimed.execution_id) is None
 
 
-async def test_a_backoff_ends_exactly_at_its_time(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
+async def test_a_backoff_ends_exactly_at_its_time(engine: Engine, given: Given, rows: Rows, clock: Clock) -> None:
     failed = await given.backing_off(delay_ms=1000)
     await clock.advance(ms=999)
     assert await claim(engine) == []
@@ -86,7 +87,7 @@ async def test_a_backoff_ends_exactly_at_its_time(engine: Engine, given: Any, ro
     assert len(await claim(engine)) == 1
 
 
-async def test_an_execution_is_retried_as_often_as_its_policy_says(engine: Engine, given: Any, clock: Any) -> None:
+async def test_an_execution_is_retried_as_often_as_its_policy_says(engine: Engine, given: Given, clock: Clock) -> None:
     for most in (0, 1, 3):
         handle = await given.claimed(policy=retrying(most))
         for _ in range(most):
@@ -102,7 +103,7 @@ async def test_an_execution_is_retried_as_often_as_its_policy_says(engine: Engin
 
 
 async def test_an_empty_retry_policy_retries_three_times_from_a_second_on(
-    engine: Engine, given: Any, clock: Any
+    engine: Engine, given: Given, clock: Clock
 ) -> None:
     handle = await given.claimed(policy={"retry_policy": {}})
     for delay_ms in (1000, 2000, 4000):
@@ -135,7 +136,7 @@ CATEGORIES: list[tuple[str, Any, list[str], bool]] = [
 ]
 
 
-async def test_the_category_decides_whether_a_failure_is_retried(engine: Engine, given: Any, rows: Any) -> None:
+async def test_the_category_decides_whether_a_failure_is_retried(engine: Engine, given: Given, rows: Rows) -> None:
     for word, detail, retryable, is_retried in CATEGORIES:
         policy = retrying()
         policy["retry_policy"]["retryable_categories"] = retryable
@@ -160,7 +161,7 @@ BACKOFFS: list[tuple[dict[str, Any], list[int]]] = [
 ]
 
 
-async def test_each_retry_waits_for_its_backoff(engine: Engine, given: Any, clock: Any) -> None:
+async def test_each_retry_waits_for_its_backoff(engine: Engine, given: Given, clock: Clock) -> None:
     for backoff, delays in BACKOFFS:
         handle = await given.claimed(policy=retrying(len(delays), **backoff))
         for delay_ms in delays:
@@ -172,7 +173,7 @@ async def test_each_retry_waits_for_its_backoff(engine: Engine, given: Any, cloc
         await engine.complete(handle)
 
 
-async def test_jitter_draws_from_the_upper_half_of_the_delay(engine: Engine, given: Any, clock: Any) -> None:
+async def test_jitter_draws_from_the_upper_half_of_the_delay(engine: Engine, given: Given, clock: Clock) -> None:
     numbers = {"initial_delay_ms": 1000, "max_delay_ms": 9000, "multiplier": 2, "jitter": True}
     now = await clock.now()
     drawn = set()
@@ -186,7 +187,7 @@ async def test_jitter_draws_from_the_upper_half_of_the_delay(engine: Engine, giv
     assert max(drawn) - min(drawn) > 250
 
 
-async def test_a_failure_is_never_refused_for_its_message(engine: Engine, given: Any, rows: Any) -> None:
+async def test_a_failure_is_never_refused_for_its_message(engine: Engine, given: Given, rows: Rows) -> None:
     replaced = "\N{REPLACEMENT CHARACTER}"
     messages = [
         ("nul \0 byte", f"nul {replaced} byte"),
@@ -207,7 +208,7 @@ async def test_a_failure_is_never_refused_for_its_message(engine: Engine, given:
 
 
 async def test_passing_the_claim_saves_reading_the_policy_and_decides_the_same(
-    engine: Engine, given: Any, clock: Any
+    engine: Engine, given: Given, clock: Clock
 ) -> None:
     claimed = await given.run(policy=retrying(1))
     now = await clock.now()
@@ -219,7 +220,7 @@ async def test_passing_the_claim_saves_reading_the_policy_and_decides_the_same(
 
 
 async def test_a_repeated_failure_gets_the_first_answer_and_writes_nothing(
-    engine: Engine, given: Any, rows: Any, clock: Any
+    engine: Engine, given: Given, rows: Rows, clock: Clock
 ) -> None:
     ended, retried = await given.claimed(), await given.claimed(policy=retrying())
     assert await engine.fail(ended, reason="x") == TerminalFailed()
@@ -231,7 +232,9 @@ async def test_a_repeated_failure_gets_the_first_answer_and_writes_nothing(
         assert await engine.fail(retried, reason="y", classification="permanent") == first
 
 
-async def test_a_failure_may_be_repeated_after_its_backoff(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
+async def test_a_failure_may_be_repeated_after_its_backoff(
+    engine: Engine, given: Given, rows: Rows, clock: Clock
+) -> None:
     handle = await given.backing_off(delay_ms=1000)
     now = await clock.advance(seconds=2)
     await parts_of(engine).delays.promote_due()
@@ -242,7 +245,7 @@ async def test_a_failure_may_be_repeated_after_its_backoff(engine: Engine, given
 
 
 async def test_a_failure_cannot_be_repeated_once_the_retry_was_claimed(
-    engine: Engine, given: Any, rows: Any, clock: Any
+    engine: Engine, given: Given, rows: Rows, clock: Clock
 ) -> None:
     handle = await given.backing_off(delay_ms=1000)
     await clock.advance(seconds=1)
@@ -254,7 +257,7 @@ async def test_a_failure_cannot_be_repeated_once_the_retry_was_claimed(
         await refused(engine.fail(handle, reason="x"), "lease_conflict")
 
 
-async def test_a_failure_does_not_repeat_another_ending(engine: Engine, given: Any, rows: Any) -> None:
+async def test_a_failure_does_not_repeat_another_ending(engine: Engine, given: Given, rows: Rows) -> None:
     completed, cancelled, retried = [await given.claimed() for _ in range(3)]
     await engine.complete(completed)
     await engine.cancel(cancelled, "x")

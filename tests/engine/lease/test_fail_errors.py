@@ -12,6 +12,7 @@ from creates import new
 from engine.cases import in_turn
 from engine.state import claim
 from engine.waits import suspended, triple
+from fixtures import Clock, Given, Rows
 from flowfabric.db.database import Database
 from flowfabric.db.statements import Statement
 from flowfabric.engine.engine import Engine
@@ -56,7 +57,7 @@ def statements(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 
 async def test_every_failed_attempt_stores_its_exception(
-    engine: Engine, given: Any, clock: Any, statements: Counter[str]
+    engine: Engine, given: Given, clock: Clock, statements: Counter[str]
 ) -> None:
     run = await given.run(policy=RETRIED)
     statements.clear()
@@ -76,7 +77,7 @@ async def test_every_failed_attempt_stores_its_exception(
 
 
 async def test_a_failure_without_an_exception_stores_what_it_was_given(
-    engine: Engine, given: Any, clock: Any, rows: Any
+    engine: Engine, given: Given, clock: Clock, rows: Rows
 ) -> None:
     handle = await given.claimed(policy=RETRIED)
     await engine.fail(handle, reason="busy")
@@ -94,7 +95,7 @@ async def test_a_failure_without_an_exception_stores_what_it_was_given(
         assert await errors(engine, handle.execution_id) == [shown(reason)]
 
 
-async def test_fail_execution_stores_the_exception(engine: Engine, given: Any, clock: Any) -> None:
+async def test_fail_execution_stores_the_exception(engine: Engine, given: Given, clock: Clock) -> None:
     handle = await given.claimed(policy=RETRIED)
     await engine.fail_execution(
         **triple(handle), failure_reason="Declined: no 0", error_type="app.Declined", traceback=raised(0).traceback
@@ -107,7 +108,7 @@ async def test_fail_execution_stores_the_exception(engine: Engine, given: Any, c
     assert await errors(engine, handle.execution_id) == [shown(raised(0)), shown(cut)]
 
 
-async def test_an_expired_execution_has_no_exception(engine: Engine, given: Any, clock: Any) -> None:
+async def test_an_expired_execution_has_no_exception(engine: Engine, given: Given, clock: Clock) -> None:
     handle = await given.claimed(policy=RETRIED, execution_deadline_at=await clock.now() + 60_000)
     await engine.fail(handle, reason=raised())
     await clock.advance(seconds=60)
@@ -118,7 +119,7 @@ async def test_an_expired_execution_has_no_exception(engine: Engine, given: Any,
 
 
 async def test_a_reclaim_and_a_success_keep_the_exceptions_of_earlier_attempts(
-    engine: Engine, given: Any, clock: Any
+    engine: Engine, given: Given, clock: Clock
 ) -> None:
     handle = await given.claimed(policy=RETRIED)
     await engine.fail(handle, reason=raised())
@@ -136,7 +137,7 @@ async def test_a_reclaim_and_a_success_keep_the_exceptions_of_earlier_attempts(
 
 @in_turn("policy", [None, RETRIED])
 async def test_a_resumed_attempt_stores_its_exception_and_keeps_its_history(
-    engine: Engine, given: Any, policy: Any
+    engine: Engine, given: Given, policy: Any
 ) -> None:
     handle = await given.claimed(policy=policy)
     await suspended(engine, handle)
@@ -152,7 +153,7 @@ async def test_a_resumed_attempt_stores_its_exception_and_keeps_its_history(
     assert await engine.find_inconsistencies() == []
 
 
-async def test_a_repeated_failure_does_not_replace_the_exception(engine: Engine, given: Any, rows: Any) -> None:
+async def test_a_repeated_failure_does_not_replace_the_exception(engine: Engine, given: Given, rows: Rows) -> None:
     for policy in (None, RETRIED):
         handle = await given.claimed(policy=policy)
         await engine.fail(handle, reason=raised(0))
@@ -161,7 +162,7 @@ async def test_a_repeated_failure_does_not_replace_the_exception(engine: Engine,
 
 
 async def test_retention_deletes_the_exception_with_its_execution(
-    engine: Engine, given: Any, clock: Any, rows: Any
+    engine: Engine, given: Given, clock: Clock, rows: Rows
 ) -> None:
     handle = await given.claimed(policy={**RETRIED, "stream_policy": {"retention_ttl_ms": 1000}})
     await engine.fail(handle, reason=raised(0))
@@ -182,7 +183,7 @@ BOUNDS = {
 
 @in_turn("field", BOUNDS)
 @in_turn("policy", [None, RETRIED])
-async def test_a_long_failure_is_cut_and_not_refused(engine: Engine, given: Any, policy: Any, field: str) -> None:
+async def test_a_long_failure_is_cut_and_not_refused(engine: Engine, given: Given, policy: Any, field: str) -> None:
     for size in (BOUNDS[field], BOUNDS[field] + 1, 1_000_000):
         handle = await given.claimed(policy=policy)
         reason: Any = {"message": "m", "error_type": "t", "traceback": "t", field: "x" * size}
@@ -217,7 +218,7 @@ async def test_an_unstorable_traceback_is_sanitized_and_shares_a_statement_with_
 
 
 async def test_a_traceback_that_postgres_refuses_does_not_affect_99_others(
-    engine: Engine, connection: asyncpg.Connection, rows: Any
+    engine: Engine, connection: asyncpg.Connection, rows: Rows
 ) -> None:
     await connection.execute("alter table attempt add constraint no_poison check (traceback not like '%poison%')")
     await engine.create_many([new(policy=RETRIED if nth % 2 else None) for nth in range(100)])

@@ -1,13 +1,14 @@
 """Edge cases of grants and named claims: closed lanes, past deadlines, locked rows, unusual JSON."""
 
 import asyncio
-from typing import Any
 
+import asyncpg
 import pytest
 
 from engine.cases import Cases, in_turn
 from engine.grants import claim_named, claim_resumed, grant, granted, known, reclaim, reclaim_grant, resumable, worker
 from engine.state import claim, ids, made, new, refused
+from fixtures import Clock, Given, Rows
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.parts import parts_of
 from flowfabric.model.errors import EngineError
@@ -19,7 +20,9 @@ GPU = {"routing_requirements": {"required_capabilities": ["gpu"]}}
 
 
 @in_turn("state", ["paused", "disabled"])
-async def test_a_closed_lane_stops_named_claims(engine: Engine, given: Any, rows: Any, clock: Any, state: str) -> None:
+async def test_a_closed_lane_stops_named_claims(
+    engine: Engine, given: Given, rows: Rows, clock: Clock, state: str
+) -> None:
     await known(engine)
     lost = await given.claimed(lease_ttl_ms=1000)
     put_aside = await resumable(given)
@@ -34,7 +37,7 @@ async def test_a_closed_lane_stops_named_claims(engine: Engine, given: Any, rows
 
 
 async def test_a_deadline_given_with_a_claim_counts_even_if_it_is_past(
-    engine: Engine, given: Any, rows: Any, clock: Any
+    engine: Engine, given: Given, rows: Rows, clock: Clock
 ) -> None:
     execution_id = await given.created()
     await grant(engine, execution_id)
@@ -46,7 +49,9 @@ async def test_a_deadline_given_with_a_claim_counts_even_if_it_is_past(
     assert await engine.read_execution_state(execution_id) is PublicState.EXPIRED
 
 
-async def test_a_locked_row_does_not_change_the_order_of_the_others(engine: Engine, connection: Any) -> None:
+async def test_a_locked_row_does_not_change_the_order_of_the_others(
+    engine: Engine, connection: asyncpg.Connection
+) -> None:
     held, worse, better = await made(
         engine, new(priority=9000, policy=GPU), new(priority=0, policy=GPU), new(priority=5000)
     )
@@ -58,7 +63,7 @@ async def test_a_locked_row_does_not_change_the_order_of_the_others(engine: Engi
     assert (await granted(engine, worker_capabilities=("gpu",))).execution_id == held
 
 
-async def test_only_json_that_postgres_can_store_is_accepted(engine: Engine, given: Any, rows: Any) -> None:
+async def test_only_json_that_postgres_can_store_is_accepted(engine: Engine, given: Given, rows: Rows) -> None:
     await known(engine)
     execution_id, granted_id = await given.created(), await given.created()
     await grant(engine, granted_id)
@@ -77,7 +82,7 @@ async def test_only_json_that_postgres_can_store_is_accepted(engine: Engine, giv
 
 @pytest.mark.usefixtures("hints_only")
 async def test_a_refused_reclaim_grant_marks_the_expired_lease_and_wakes_waiting_claims(
-    engine: Engine, given: Any, rows: Any, clock: Any
+    engine: Engine, given: Given, rows: Rows, clock: Clock
 ) -> None:
     lost = await given.claimed(lease_ttl_ms=1000, policy=GPU, capabilities=("gpu",), lane_id="quiet")
     now = await clock.advance(seconds=2)
@@ -96,7 +101,7 @@ async def test_a_refused_reclaim_grant_marks_the_expired_lease_and_wakes_waiting
     assert ids(await asyncio.wait_for(waiting, 30)) == [lost.execution_id]
 
 
-async def test_a_retired_key_verifies_until_the_end_of_its_grace(engine: Engine, clock: Any) -> None:
+async def test_a_retired_key_verifies_until_the_end_of_its_grace(engine: Engine, clock: Clock) -> None:
     await engine.rotate_waitpoint_hmac_secret_all(new_kid="k2", new_secret_hex="cd" * 32, grace_ms=500)
     ends_at = await clock.advance(ms=500)
     kids = HmacKids(current_kid="k2", verifying=(VerifyingKid(kid="k1", expires_at_ms=ends_at),))
@@ -106,7 +111,7 @@ async def test_a_retired_key_verifies_until_the_end_of_its_grace(engine: Engine,
 
 
 async def test_executions_of_one_uuid_in_several_partitions_expire_together(
-    engine: Engine, rows: Any, clock: Any
+    engine: Engine, rows: Rows, clock: Clock
 ) -> None:
     uuid = "11111111-2222-4333-8444-555555555555"
     now = await clock.now()
@@ -119,7 +124,7 @@ async def test_executions_of_one_uuid_in_several_partitions_expire_together(
 
 
 async def test_a_rolled_back_claim_does_not_cache_the_number_of_its_worker(
-    engine: Engine, given: Any, connection: Any
+    engine: Engine, given: Given, connection: asyncpg.Connection
 ) -> None:
     waiting = await given.created()
     await grant(engine, waiting, "newcomer")

@@ -22,6 +22,7 @@ from engine.grants import (
     worker,
 )
 from engine.state import ACTIVE, FAILED, WAITING, claim, ids, refused, vector
+from fixtures import Clock, Engines, Given, Rows
 from flowfabric.engine.core.watermark import WalkWatermarks
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.execution.retention import GRANT_MEMORY_MS
@@ -54,7 +55,7 @@ def expected_key(execution_id: str, expires_at: int, name: str = "pool", *, recl
 
 
 async def test_a_grant_is_signed_and_stored_and_keeps_the_state(
-    engine: Engine, given: Any, rows: Any, clock: Any
+    engine: Engine, given: Given, rows: Rows, clock: Clock
 ) -> None:
     waiting = await given.created()
     before = await rows.execution(waiting)
@@ -100,7 +101,7 @@ async def test_a_grant_is_signed_and_stored_and_keeps_the_state(
 
 
 async def test_a_grant_lives_one_millisecond_to_a_minute_by_default_five_seconds(
-    engine: Engine, given: Any, rows: Any, clock: Any
+    engine: Engine, given: Given, rows: Rows, clock: Clock
 ) -> None:
     lost = await given.reclaimable(lane_id="lost")
     waiting = await given.created()
@@ -139,7 +140,7 @@ MALFORMED: list[dict[str, Any]] = [
 MALFORMED_CAPABILITIES: list[Any] = [["a,b"], [""], ["a b"], [7], "gpu", ["y" * 5000], None, 7]
 
 
-async def test_malformed_arguments_are_refused(engine: Engine, given: Any, rows: Any) -> None:
+async def test_malformed_arguments_are_refused(engine: Engine, given: Given, rows: Rows) -> None:
     lost = await given.reclaimable(lane_id="lost")
     waiting = await given.created()
     with Cases() as cases:
@@ -159,7 +160,7 @@ async def test_malformed_arguments_are_refused(engine: Engine, given: Any, rows:
     assert await grant(engine, waiting)
 
 
-async def test_an_unknown_execution_is_not_found(engine: Engine, rows: Any) -> None:
+async def test_an_unknown_execution_is_not_found(engine: Engine, rows: Rows) -> None:
     absent = f"{{fp:86}}:{mint_uuid_texts(1)[0]}"
     async with rows.unchanged():
         await refused(grant(engine, absent), "execution_not_found")
@@ -167,7 +168,7 @@ async def test_an_unknown_execution_is_not_found(engine: Engine, rows: Any) -> N
         await refused(claim_resumed(engine, absent), "execution_not_found")
 
 
-async def test_only_claimable_executions_are_granted(engine: Engine, given: Any, rows: Any) -> None:
+async def test_only_claimable_executions_are_granted(engine: Engine, given: Given, rows: Rows) -> None:
     states = ("reclaimable", "delayed", "backing_off", "claimed", "completed", "cancelled")
     made = {state: await getattr(given, state)(lane_id=state) for state in states}
     with Cases() as cases:
@@ -179,7 +180,7 @@ async def test_only_claimable_executions_are_granted(engine: Engine, given: Any,
     assert await grant(engine, await resumable(given))
 
 
-async def test_a_live_grant_keeps_all_others_out(engine: Engine, given: Any, rows: Any) -> None:
+async def test_a_live_grant_keeps_all_others_out(engine: Engine, given: Given, rows: Rows) -> None:
     waiting = await given.created()
     await grant(engine, waiting)
     async with rows.unchanged():
@@ -191,7 +192,7 @@ async def test_a_live_grant_keeps_all_others_out(engine: Engine, given: Any, row
 
 
 @in_turn("state", ["paused", "disabled"])
-async def test_a_paused_or_disabled_lane_grants_nothing(engine: Engine, given: Any, rows: Any, state: str) -> None:
+async def test_a_paused_or_disabled_lane_grants_nothing(engine: Engine, given: Given, rows: Rows, state: str) -> None:
     waiting = await given.created()
     await engine.set_lane_state("default", state)
     async with rows.unchanged():
@@ -202,7 +203,9 @@ async def test_a_paused_or_disabled_lane_grants_nothing(engine: Engine, given: A
     assert await grant(engine, waiting)
 
 
-async def test_a_missing_capability_is_named_and_recorded(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
+async def test_a_missing_capability_is_named_and_recorded(
+    engine: Engine, given: Given, rows: Rows, clock: Clock
+) -> None:
     waiting = await given.created(policy=GPU)
     before = await rows.execution(waiting)
     now = await clock.advance(seconds=1)
@@ -217,7 +220,7 @@ async def test_a_missing_capability_is_named_and_recorded(engine: Engine, given:
     assert await grant(engine, waiting, worker_capabilities=["gpu", "cuda", "disk"])
 
 
-async def test_refusals_have_a_fixed_order(engine: Engine, given: Any, rows: Any) -> None:
+async def test_refusals_have_a_fixed_order(engine: Engine, given: Given, rows: Rows) -> None:
     waiting = await given.created(policy=GPU)
     bad: dict[str, Any] = {"worker_capabilities": ["a b"]}
     await engine.set_lane_state("default", "paused")
@@ -234,7 +237,7 @@ async def test_refusals_have_a_fixed_order(engine: Engine, given: Any, rows: Any
 
 
 async def test_without_a_signing_key_there_are_no_grants(
-    engine: Engine, keyless: Engine, given: Any, rows: Any
+    engine: Engine, keyless: Engine, given: Given, rows: Rows
 ) -> None:
     waiting = await given.created()
     lost = await given.reclaimable(lane_id="lost")
@@ -245,7 +248,9 @@ async def test_without_a_signing_key_there_are_no_grants(
             await refused(reclaim_grant(one, lost.execution_id, lane_id="lost"), "hmac_secret_not_initialized")
 
 
-async def test_the_next_grant_uses_a_key_rotated_by_another_process(engine: Engine, engines: Any, given: Any) -> None:
+async def test_the_next_grant_uses_a_key_rotated_by_another_process(
+    engine: Engine, engines: Engines, given: Given
+) -> None:
     other = await engines()
     await grant(engine, await given.created())
     await other.rotate_waitpoint_hmac_secret_all(new_kid="k2", new_secret_hex="cd" * 32, grace_ms=0)
@@ -253,7 +258,7 @@ async def test_the_next_grant_uses_a_key_rotated_by_another_process(engine: Engi
     assert key.split(":")[-2] == "k2"
 
 
-async def test_a_pool_of_one_connection_is_enough(engine: Engine, engines: Any, given: Any, clock: Any) -> None:
+async def test_a_pool_of_one_connection_is_enough(engine: Engine, engines: Engines, given: Given, clock: Clock) -> None:
     small = await engines(database_pool_size=1)
     waiting = await given.created()
     await grant(small, waiting, "new")
@@ -268,7 +273,9 @@ async def test_a_pool_of_one_connection_is_enough(engine: Engine, engines: Any, 
 # Ending.
 
 
-async def test_an_expired_grant_no_longer_keeps_others_out(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
+async def test_an_expired_grant_no_longer_keeps_others_out(
+    engine: Engine, given: Given, rows: Rows, clock: Clock
+) -> None:
     waiting = await given.created()
     await grant(engine, waiting, grant_ttl_ms=1000)
     await clock.advance(ms=999)
@@ -285,7 +292,9 @@ async def test_an_expired_grant_no_longer_keeps_others_out(engine: Engine, given
     assert (await granted(engine, "other")).execution_id == waiting
 
 
-async def test_an_expired_grant_is_overwritten_by_the_next(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
+async def test_an_expired_grant_is_overwritten_by_the_next(
+    engine: Engine, given: Given, rows: Rows, clock: Clock
+) -> None:
     waiting = await given.created()
     await grant(engine, waiting, capability_hash="old", route_snapshot_json="1")
     now = await clock.advance(ms=5000)
@@ -297,7 +306,7 @@ async def test_an_expired_grant_is_overwritten_by_the_next(engine: Engine, given
 
 
 async def test_a_sweep_deletes_only_grants_that_expired_long_ago(
-    engine: Engine, given: Any, rows: Any, clock: Any
+    engine: Engine, given: Given, rows: Rows, clock: Clock
 ) -> None:
     await grant(engine, await given.created(), grant_ttl_ms=1000)
     live = await given.created()
@@ -312,7 +321,7 @@ async def test_a_sweep_deletes_only_grants_that_expired_long_ago(
 
 
 async def test_a_search_skips_executions_beyond_the_capabilities_of_the_worker_and_leaves_them_unchanged(
-    engine: Engine, given: Any, rows: Any
+    engine: Engine, given: Given, rows: Rows
 ) -> None:
     needy = await given.created(policy=GPU, priority=9)
     before = await rows.execution(needy)
@@ -323,7 +332,7 @@ async def test_a_search_skips_executions_beyond_the_capabilities_of_the_worker_a
     assert (await granted(engine, worker_capabilities=["cuda", "gpu"])).execution_id == needy
 
 
-async def test_a_search_grants_the_best_of_several_queues(engine: Engine, given: Any) -> None:
+async def test_a_search_grants_the_best_of_several_queues(engine: Engine, given: Given) -> None:
     low, _, high = [await given.created(lane_id="one", priority=priority) for priority in (1, 0, 9)]
     assert [(await granted(engine, lane_id="one")).execution_id for _ in range(2)] == [high, low]
     made = [
@@ -334,7 +343,7 @@ async def test_a_search_grants_the_best_of_several_queues(engine: Engine, given:
     assert await engine.claim_for_worker(**worker(), worker_capabilities=["cuda", "gpu"]) == NoWork()
 
 
-async def test_a_search_skips_locked_rows(engine: Engine, given: Any, connection: Any) -> None:
+async def test_a_search_skips_locked_rows(engine: Engine, given: Given, connection: asyncpg.Connection) -> None:
     first, second = await given.created(priority=2), await given.created(priority=1)
     third = await given.created(policy=GPU)
     async with connection.transaction():
@@ -346,7 +355,7 @@ async def test_a_search_skips_locked_rows(engine: Engine, given: Any, connection
 
 
 async def test_the_next_search_starts_after_the_last_grant(
-    engine: Engine, given: Any, rows: Any, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, given: Given, rows: Rows, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(WalkWatermarks, "LIFE_SECONDS", 600.0)
     for _ in range(3):
@@ -359,7 +368,7 @@ async def test_the_next_search_starts_after_the_last_grant(
     assert (routes[-1], firsts[-1], lasts[-1]) == (queue["route_no"], row["place"] + 1, 2**63 - 1)
 
 
-async def test_a_search_grants_nothing_on_other_lanes(engine: Engine, given: Any, rows: Any) -> None:
+async def test_a_search_grants_nothing_on_other_lanes(engine: Engine, given: Given, rows: Rows) -> None:
     await given.created(lane_id="mail")
     async with rows.unchanged():
         assert await engine.claim_for_worker(**worker()) == NoWork()
@@ -367,7 +376,7 @@ async def test_a_search_grants_nothing_on_other_lanes(engine: Engine, given: Any
 
 
 async def test_a_search_grants_a_lost_lease_as_a_reclaim_grant(
-    engine: Engine, given: Any, rows: Any, clock: Any
+    engine: Engine, given: Given, rows: Rows, clock: Clock
 ) -> None:
     lost = await given.expired_lease(lease_ttl_ms=1000)
     now = await clock.now()
@@ -391,7 +400,7 @@ async def test_a_search_grants_a_lost_lease_as_a_reclaim_grant(
 
 
 async def test_a_search_ends_executions_at_their_reclaim_limit_and_continues(
-    engine: Engine, given: Any, rows: Any, clock: Any
+    engine: Engine, given: Given, rows: Rows, clock: Clock
 ) -> None:
     capped = [await given.claimed(policy={"max_reclaim_count": 0}, priority=5) for _ in range(3)]
     await clock.advance(seconds=31)
@@ -404,7 +413,7 @@ async def test_a_search_ends_executions_at_their_reclaim_limit_and_continues(
 
 
 async def test_a_search_grants_resumable_and_elapsed_executions(
-    engine: Engine, given: Any, rows: Any, clock: Any
+    engine: Engine, given: Given, rows: Rows, clock: Clock
 ) -> None:
     parked = await resumable(given)
     assert (await granted(engine)).execution_id == parked
@@ -419,7 +428,7 @@ async def test_a_search_grants_resumable_and_elapsed_executions(
 # Scanning.
 
 
-async def test_a_scan_lists_claimable_executions_in_claim_order(engine: Engine, given: Any, rows: Any) -> None:
+async def test_a_scan_lists_claimable_executions_in_claim_order(engine: Engine, given: Given, rows: Rows) -> None:
     await given.reclaimable()
     parked = await resumable(given, priority=9)
     made = [await given.created(priority=priority, policy=GPU if priority else None) for priority in (0, 2, 1)]
@@ -434,7 +443,7 @@ async def test_a_scan_lists_claimable_executions_in_claim_order(engine: Engine, 
 
 
 async def test_a_scan_takes_no_lock_and_cuts_its_limit(
-    engine: Engine, given: Any, connection: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, given: Given, connection: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wrong: tuple[Any, ...] = (-1, None, "5")
     for limit in wrong:

@@ -6,6 +6,7 @@ import pytest
 
 from engine.cases import in_turn
 from engine.waits import args
+from fixtures import Clock, Given, Rows
 from flowfabric.engine.engine import Engine
 from flowfabric.model.errors import EngineError
 from flowfabric.model.lease import ClaimedExecution
@@ -23,7 +24,7 @@ async def claim(engine: Engine, limit: int = 100, **options: Any) -> list[Claime
 
 @in_turn("was_started, left_ms", [(True, 57_000), (False, 60_000)])
 async def test_a_run_handed_back_has_not_waited_and_loses_time_only_if_it_was_started(
-    engine: Engine, given: Any, clock: Any, *, was_started: bool, left_ms: int
+    engine: Engine, given: Given, clock: Clock, *, was_started: bool, left_ms: int
 ) -> None:
     handle = await given.claimed(policy=LONG)
     await clock.advance(seconds=3)
@@ -34,7 +35,7 @@ async def test_a_run_handed_back_has_not_waited_and_loses_time_only_if_it_was_st
     assert run.attempt_timeout_ms == left_ms
 
 
-async def test_an_attempt_that_has_waited_still_has_after_a_hand_back(engine: Engine, given: Any) -> None:
+async def test_an_attempt_that_has_waited_still_has_after_a_hand_back(engine: Engine, given: Given) -> None:
     handle = await given.claimed()
     await engine.suspend(handle, args())
     await engine.resume_execution(execution_id=handle.execution_id)
@@ -45,7 +46,7 @@ async def test_an_attempt_that_has_waited_still_has_after_a_hand_back(engine: En
     assert run.has_waited
 
 
-async def test_the_next_attempt_has_not_waited(engine: Engine, given: Any, clock: Any) -> None:
+async def test_the_next_attempt_has_not_waited(engine: Engine, given: Given, clock: Clock) -> None:
     handle = await given.claimed(policy={"retry_policy": {"max_retries": 1}})
     await engine.suspend(handle, args())
     await engine.resume_execution(execution_id=handle.execution_id)
@@ -60,7 +61,7 @@ async def test_the_next_attempt_has_not_waited(engine: Engine, given: Any, clock
 
 
 async def test_an_attempt_with_a_short_timeout_is_not_claimed_before_a_slot_is_free(
-    engine: Engine, given: Any, rows: Any, lasting_watermarks: None
+    engine: Engine, given: Given, rows: Rows, lasting_watermarks: None
 ) -> None:
     wrong: tuple[Any, ...] = (-1, 2**31, True, "1")
     for slots in wrong:

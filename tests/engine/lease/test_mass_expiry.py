@@ -1,10 +1,10 @@
 """Many leases that expire at once are marked by statements of limited size, each in its own transaction."""
 
-from typing import Any
-
+import asyncpg
 import pytest
 
 from engine.state import claim, items, new
+from fixtures import Clock, Rows
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.lease import expire
 from flowfabric.engine.parts import parts_of
@@ -19,14 +19,14 @@ def small_statements(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(expire, "MARK_LIMIT", 40)
 
 
-async def leased(engine: Engine, clock: Any, count: int) -> None:
+async def leased(engine: Engine, clock: Clock, count: int) -> None:
     """Let the leases of one claim for `count` executions expire."""
     await engine.create_many(items(*[new()] * count))
     assert len(await claim(engine, limit=count, lease_ttl_ms=TTL_MS)) == count
     await clock.advance(ms=TTL_MS + 1)
 
 
-async def test_a_sweep_marks_up_to_its_limit_and_reports_more(engine: Engine, clock: Any) -> None:
+async def test_a_sweep_marks_up_to_its_limit_and_reports_more(engine: Engine, clock: Clock) -> None:
     await leased(engine, clock, 95)
     swept = [await parts_of(engine).lease_expiry.sweep_batch() for _ in range(3)]
     assert [(each.done, each.is_full) for each in swept] == [(40, True), (40, True), (15, False)]
@@ -34,7 +34,7 @@ async def test_a_sweep_marks_up_to_its_limit_and_reports_more(engine: Engine, cl
 
 
 async def test_leases_stay_marked_when_a_later_statement_is_cancelled(
-    engine: Engine, clock: Any, connection: Any, rows: Any
+    engine: Engine, clock: Clock, connection: asyncpg.Connection, rows: Rows
 ) -> None:
     await leased(engine, clock, 40)
     slow = [row["execution_id"] for row in await rows.of("execution")][25]

@@ -6,6 +6,7 @@ from typing import Any
 from engine.cases import Cases, in_turn
 from engine.state import refused
 from engine.waits import triple
+from fixtures import Given, Rows
 from flowfabric.engine.engine import Engine
 from flowfabric.model.attempt import FailureReason
 from flowfabric.model.handle import Handle
@@ -32,7 +33,7 @@ CALLS: dict[str, tuple[str, Saying]] = {
 NO_TEXTS = (None, 3, 1.5, True, b"bytes", ["text"], {"a": 1}, ValueError("as it came"), object)
 
 
-async def test_a_reason_must_be_text(engine: Engine, given: Any, rows: Any) -> None:
+async def test_a_reason_must_be_text(engine: Engine, given: Given, rows: Rows) -> None:
     handles = {call: await given.claimed(policy={"retry_policy": {"max_retries": 1}}) for call in CALLS}
     with Cases() as cases:
         async with rows.unchanged():
@@ -47,7 +48,9 @@ async def test_a_reason_must_be_text(engine: Engine, given: Any, rows: Any) -> N
                 await say(engine, handles[call], "a text")
 
 
-async def test_the_category_and_the_exception_of_a_failure_must_be_text(engine: Engine, given: Any, rows: Any) -> None:
+async def test_the_category_and_the_exception_of_a_failure_must_be_text(
+    engine: Engine, given: Given, rows: Rows
+) -> None:
     handle = await given.claimed()
     wrong: Any
     with Cases() as cases:
@@ -69,7 +72,7 @@ async def test_the_category_and_the_exception_of_a_failure_must_be_text(engine: 
 
 
 @in_turn("call", ["cancel", "cancel_execution"])
-async def test_the_reason_of_a_cancel_must_be_storable(engine: Engine, given: Any, rows: Any, call: str) -> None:
+async def test_the_reason_of_a_cancel_must_be_storable(engine: Engine, given: Given, rows: Rows, call: str) -> None:
     handle = await given.claimed()
     _, say = CALLS[call]
     async with rows.unchanged():

@@ -4,6 +4,7 @@ import asyncio
 import logging
 from typing import Any
 
+import asyncpg
 import pytest
 
 from engine.cases import in_turn
@@ -21,6 +22,7 @@ from engine.state import (
     revoke,
     vector,
 )
+from fixtures import Clock, Given, Rows
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.lease.finish import Finish
 from flowfabric.engine.parts import parts_of
@@ -29,7 +31,9 @@ from flowfabric.model.grant import Granted, NoWork, ReclaimCapExceeded
 from flowfabric.model.states import AttemptType, HandleKind
 
 
-async def test_marking_an_expired_lease_keeps_its_fields(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
+async def test_marking_an_expired_lease_keeps_its_fields(
+    engine: Engine, given: Given, rows: Rows, clock: Clock
+) -> None:
     lost = await given.claimed(lease_ttl_ms=1000)
     before = await rows.execution(lost.execution_id)
     now = await clock.advance(ms=1000)
@@ -57,7 +61,7 @@ async def test_marking_an_expired_lease_keeps_its_fields(engine: Engine, given: 
 
 
 async def test_a_lease_is_marked_at_its_expiry_and_not_before(
-    engine: Engine, given: Any, rows: Any, clock: Any
+    engine: Engine, given: Given, rows: Rows, clock: Clock
 ) -> None:
     await given.claimed(lease_ttl_ms=1000)
     await clock.advance(ms=999)
@@ -72,9 +76,9 @@ async def test_a_lease_is_marked_at_its_expiry_and_not_before(
 @in_turn("is_marked", [True, False])
 async def test_the_next_claim_takes_over_an_expired_lease_as_a_new_attempt(
     engine: Engine,
-    given: Any,
-    rows: Any,
-    clock: Any,
+    given: Given,
+    rows: Rows,
+    clock: Clock,
     is_marked: bool,  # noqa: FBT001
 ) -> None:
     began = await clock.now()
@@ -117,7 +121,7 @@ async def test_the_next_claim_takes_over_an_expired_lease_as_a_new_attempt(
     assert event["worker_no"] == row["worker_no"]
 
 
-async def test_a_reclaimed_run_completes(engine: Engine, given: Any, rows: Any) -> None:
+async def test_a_reclaimed_run_completes(engine: Engine, given: Given, rows: Rows) -> None:
     policy = {"routing_requirements": {"required_capabilities": ["gpu"]}}
     lost = await given.reclaimable(policy=policy, capabilities=("gpu",))
     async with rows.unchanged(without=["claim"]):
@@ -133,7 +137,7 @@ async def test_a_reclaimed_run_completes(engine: Engine, given: Any, rows: Any) 
 
 
 async def test_the_next_claim_takes_over_a_revoked_lease(
-    engine: Engine, given: Any, rows: Any, connection: Any
+    engine: Engine, given: Given, rows: Rows, connection: asyncpg.Connection
 ) -> None:
     lost = await given.claimed()
     await revoke(connection, lost.execution_id)
@@ -145,7 +149,7 @@ async def test_the_next_claim_takes_over_a_revoked_lease(
     assert (await attempts(rows, lost.execution_id))[0]["failure_reason"] == "lease_lease_revoked"
 
 
-async def test_the_epoch_rises_with_every_retry_and_reclaim(engine: Engine, given: Any, clock: Any) -> None:
+async def test_the_epoch_rises_with_every_retry_and_reclaim(engine: Engine, given: Given, clock: Clock) -> None:
     handle = await given.backing_off(delay_ms=1, max_retries=9)
     for epoch in range(2, 9):
         await clock.advance(seconds=40)
@@ -156,7 +160,7 @@ async def test_the_epoch_rises_with_every_retry_and_reclaim(engine: Engine, give
     await refused(engine.renew(handle), "lease_conflict")
 
 
-async def test_a_reclaimed_retry_keeps_its_retry_count(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
+async def test_a_reclaimed_retry_keeps_its_retry_count(engine: Engine, given: Given, rows: Rows, clock: Clock) -> None:
     failed = await given.backing_off(delay_ms=1)
     await clock.advance(seconds=1)
     (retried,) = await claim(engine)
@@ -171,7 +175,7 @@ async def test_a_reclaimed_retry_keeps_its_retry_count(engine: Engine, given: An
 
 @in_turn("cap", [0, 1, 3])
 async def test_an_execution_at_its_reclaim_limit_fails(
-    engine: Engine, given: Any, rows: Any, clock: Any, cap: int, caplog: pytest.LogCaptureFixture
+    engine: Engine, given: Given, rows: Rows, clock: Clock, cap: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     first = await given.claimed(policy={"max_reclaim_count": cap})
     last = first
@@ -204,7 +208,7 @@ async def test_an_execution_at_its_reclaim_limit_fails(
 @pytest.mark.usefixtures("altered_rows")
 @in_turn("policy, cap", [(None, 1000), ({}, 100)])
 async def test_the_default_reclaim_limit_is_1000_without_a_policy_and_100_with_one(
-    engine: Engine, given: Any, connection: Any, policy: dict[str, Any] | None, cap: int
+    engine: Engine, given: Given, connection: asyncpg.Connection, policy: dict[str, Any] | None, cap: int
 ) -> None:
     below, at, granted = [await given.reclaimable(policy=policy, lane_id=lane) for lane in ("below", "at", "granted")]
     # Losing a real lease this often would take minutes.
@@ -219,7 +223,7 @@ async def test_the_default_reclaim_limit_is_1000_without_a_policy_and_100_with_o
     assert refusal == ReclaimCapExceeded(execution_id=granted.execution_id, reclaim_count=cap)
 
 
-async def test_a_claim_continues_past_executions_at_their_reclaim_limit(engine: Engine, given: Any) -> None:
+async def test_a_claim_continues_past_executions_at_their_reclaim_limit(engine: Engine, given: Given) -> None:
     capped = [await given.expired_lease(policy={"max_reclaim_count": 0}, priority=5) for _ in range(3)]
     await parts_of(engine).lease_expiry.sweep()
     behind = await given.created()
@@ -229,7 +233,7 @@ async def test_a_claim_continues_past_executions_at_their_reclaim_limit(engine: 
 
 
 async def test_the_limit_of_the_policy_counts_and_not_that_of_its_timeout_policy(
-    engine: Engine, given: Any, clock: Any
+    engine: Engine, given: Given, clock: Clock
 ) -> None:
     lost = await given.claimed(policy={"max_reclaim_count": 1, "timeout_policy": {"max_reclaim_count": 0}})
     await clock.advance(seconds=31)
@@ -258,7 +262,7 @@ WORKER: dict[str, Any] = {"lane_id": "default", "worker_id": "worker", "worker_i
 @in_turn("limit", [1, 10])
 @in_turn("kind", STAYS)
 async def test_an_execution_at_its_limit_that_cannot_be_ended_blocks_no_claim(
-    engine: Engine, given: Any, rows: Any, connection: Any, kind: str, limit: int
+    engine: Engine, given: Given, rows: Rows, connection: asyncpg.Connection, kind: str, limit: int
 ) -> None:
     stuck = [await given.expired_lease(policy={"max_reclaim_count": 0}, priority=5) for _ in range(2)]
     await parts_of(engine).lease_expiry.sweep()
@@ -281,7 +285,7 @@ async def test_an_execution_at_its_limit_that_cannot_be_ended_blocks_no_claim(
 
 
 async def test_a_claim_returns_its_leases_even_if_the_search_for_more_fails(
-    engine: Engine, given: Any, connection: Any
+    engine: Engine, given: Given, connection: asyncpg.Connection
 ) -> None:
     await given.expired_lease(policy={"max_reclaim_count": 0}, priority=5)
     await parts_of(engine).lease_expiry.sweep()
@@ -295,7 +299,7 @@ async def test_a_claim_returns_its_leases_even_if_the_search_for_more_fails(
 
 
 async def test_an_execution_that_cannot_be_ended_at_its_limit_does_not_block_the_others(
-    engine: Engine, given: Any, connection: Any
+    engine: Engine, given: Given, connection: asyncpg.Connection
 ) -> None:
     capped = [await given.expired_lease(policy={"max_reclaim_count": 0}) for _ in range(3)]
     await parts_of(engine).lease_expiry.sweep()
@@ -307,7 +311,7 @@ async def test_an_execution_that_cannot_be_ended_at_its_limit_does_not_block_the
 
 
 async def test_an_execution_is_not_ended_for_a_lease_that_was_taken_over_since(
-    engine: Engine, given: Any, rows: Any, clock: Any
+    engine: Engine, given: Given, rows: Rows, clock: Clock
 ) -> None:
     lost = await given.reclaimable(policy={"max_reclaim_count": 1})
     await claim(engine)

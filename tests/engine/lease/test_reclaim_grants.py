@@ -23,6 +23,7 @@ from engine.state import (
     revoke,
     vector,
 )
+from fixtures import Clock, Given, Rows
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.parts import parts_of
 from flowfabric.model.grant import Granted, GrantNotFound, NotReclaimable, ReclaimCapExceeded, ReclaimGrant
@@ -45,7 +46,9 @@ async def engine(engine: Engine) -> Engine:
 # Issuing.
 
 
-async def test_a_reclaim_grant_is_stored_and_keeps_the_state(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
+async def test_a_reclaim_grant_is_stored_and_keeps_the_state(
+    engine: Engine, given: Given, rows: Rows, clock: Clock
+) -> None:
     lost = await given.reclaimable()
     before = await rows.execution(lost.execution_id)
     now = await clock.advance(ms=10)
@@ -71,7 +74,7 @@ async def test_a_reclaim_grant_is_stored_and_keeps_the_state(engine: Engine, giv
 
 
 async def test_an_unmarked_or_revoked_lease_is_granted(
-    engine: Engine, given: Any, rows: Any, clock: Any, connection: asyncpg.Connection
+    engine: Engine, given: Given, rows: Rows, clock: Clock, connection: asyncpg.Connection
 ) -> None:
     revoked = await given.claimed(lane_id="revoked")
     await revoke(connection, revoked.execution_id)
@@ -87,7 +90,7 @@ async def test_an_unmarked_or_revoked_lease_is_granted(
     assert await event_texts(rows, lost.execution_id) == ["acquired", "expired"]
 
 
-async def test_an_execution_that_lost_no_lease_is_not_reclaimable(engine: Engine, given: Any, rows: Any) -> None:
+async def test_an_execution_that_lost_no_lease_is_not_reclaimable(engine: Engine, given: Given, rows: Rows) -> None:
     states = ("created", "delayed", "backing_off", "claimed", "completed", "cancelled")
     made = {state: await getattr(given, state)(lane_id=state) for state in states}
     absent = f"{{fp:86}}:{mint_uuid_texts(1)[0]}"
@@ -105,7 +108,7 @@ async def test_an_execution_that_lost_no_lease_is_not_reclaimable(engine: Engine
 
 
 async def test_a_live_reclaim_grant_keeps_others_out_until_it_expires(
-    engine: Engine, given: Any, rows: Any, clock: Any
+    engine: Engine, given: Given, rows: Rows, clock: Clock
 ) -> None:
     lost = await given.reclaimable()
     await reclaim_grant(engine, lost.execution_id)
@@ -119,7 +122,9 @@ async def test_a_live_reclaim_grant_keeps_others_out_until_it_expires(
     assert ids(await claim(engine)) == [lost.execution_id]
 
 
-async def test_a_missing_capability_is_named_and_recorded(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
+async def test_a_missing_capability_is_named_and_recorded(
+    engine: Engine, given: Given, rows: Rows, clock: Clock
+) -> None:
     lost = await given.reclaimable(policy=GPU, capabilities=("gpu", "cuda"))
     before = await rows.execution(lost.execution_id)
     now = await clock.advance(ms=10)
@@ -132,7 +137,7 @@ async def test_a_missing_capability_is_named_and_recorded(engine: Engine, given:
 
 
 async def test_a_request_at_the_reclaim_limit_ends_the_execution(
-    engine: Engine, given: Any, rows: Any, clock: Any, caplog: pytest.LogCaptureFixture
+    engine: Engine, given: Given, rows: Rows, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
     lost = await given.expired_lease(policy={"max_reclaim_count": 0, **GPU}, capabilities=("gpu", "cuda"))
     now = await clock.now()
@@ -155,7 +160,7 @@ async def test_a_request_at_the_reclaim_limit_ends_the_execution(
         assert isinstance(await reclaim_grant(engine, lost.execution_id), NotReclaimable)
 
 
-async def test_malformed_requests_are_refused(engine: Engine, given: Any, rows: Any) -> None:
+async def test_malformed_requests_are_refused(engine: Engine, given: Given, rows: Rows) -> None:
     lost = await given.expired_lease()
     malformed: list[dict[str, Any]] = [
         {"execution_id": "x"},
@@ -178,7 +183,7 @@ async def test_malformed_requests_are_refused(engine: Engine, given: Any, rows: 
 # Taking.
 
 
-async def test_a_reclaim_grant_becomes_a_new_attempt(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
+async def test_a_reclaim_grant_becomes_a_new_attempt(engine: Engine, given: Given, rows: Rows, clock: Clock) -> None:
     lost = await given.reclaimable(policy={"timeout_policy": {"attempt_timeout_ms": 10**6}})
     await reclaim_grant(engine, lost.execution_id)
     now = await clock.advance(ms=10)
@@ -219,7 +224,9 @@ async def test_a_reclaim_grant_becomes_a_new_attempt(engine: Engine, given: Any,
     await engine.complete(claimed.handle, b"done")
 
 
-async def test_reclaim_execution_needs_a_live_reclaim_grant(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
+async def test_reclaim_execution_needs_a_live_reclaim_grant(
+    engine: Engine, given: Given, rows: Rows, clock: Clock
+) -> None:
     lost = await given.reclaimable()
     gone = GrantNotFound(execution_id=lost.execution_id)
     async with rows.unchanged():
@@ -236,7 +243,7 @@ async def test_reclaim_execution_needs_a_live_reclaim_grant(engine: Engine, give
         assert await reclaim(engine, lost.execution_id, "other") == gone
 
 
-async def test_a_grant_is_used_once(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
+async def test_a_grant_is_used_once(engine: Engine, given: Given, rows: Rows, clock: Clock) -> None:
     lost = await given.reclaimable()
     await reclaim_grant(engine, lost.execution_id, grant_ttl_ms=60_000)
     await reclaim(engine, lost.execution_id, lease_ttl_ms=1000)
@@ -249,7 +256,7 @@ async def test_a_grant_is_used_once(engine: Engine, given: Any, rows: Any, clock
 
 
 async def test_reclaim_execution_takes_the_reclaim_grant_of_a_search_but_no_claim_grant(
-    engine: Engine, given: Any, rows: Any
+    engine: Engine, given: Given, rows: Rows
 ) -> None:
     lost = await given.reclaimable()
     await engine.claim_for_worker(**worker())
@@ -265,7 +272,7 @@ async def test_reclaim_execution_takes_the_reclaim_grant_of_a_search_but_no_clai
     [(None, 0, 0), (None, None, None), ({}, 0, None), ({"max_reclaim_count": 7}, 0, None)],
 )
 async def test_max_reclaim_count_counts_only_without_a_policy(
-    engine: Engine, given: Any, rows: Any, policy: Any, argument: int | None, cap: int | None
+    engine: Engine, given: Given, rows: Rows, policy: Any, argument: int | None, cap: int | None
 ) -> None:
     lost = await given.reclaimable(policy=policy)
     await reclaim_grant(engine, lost.execution_id)
@@ -286,7 +293,7 @@ async def test_max_reclaim_count_counts_only_without_a_policy(
 
 @pytest.mark.usefixtures("altered_rows")
 async def test_every_hundredth_reclaim_logs_a_warning(
-    engine: Engine, given: Any, clock: Any, connection: Any, caplog: pytest.LogCaptureFixture
+    engine: Engine, given: Given, clock: Clock, connection: asyncpg.Connection, caplog: pytest.LogCaptureFixture
 ) -> None:
     lost = await given.reclaimable()
     await connection.execute("update execution set reclaim_count = 98")

@@ -3,13 +3,14 @@
 from typing import Any
 
 from engine.state import ACTIVE, claim, event_texts, refused, vector
+from fixtures import Clock, Engines, Given, Rows
 from flowfabric.engine.engine import Engine
 from flowfabric.model.ids import mint_uuid_texts
 from flowfabric.model.lease import Renewed
 
 
 async def test_a_renewal_extends_the_lease_by_its_ttl_from_now(
-    engine: Engine, given: Any, rows: Any, clock: Any
+    engine: Engine, given: Given, rows: Rows, clock: Clock
 ) -> None:
     handle = await given.claimed(lease_ttl_ms=1000)
     before = await rows.execution(handle.execution_id)
@@ -21,7 +22,7 @@ async def test_a_renewal_extends_the_lease_by_its_ttl_from_now(
     assert vector(row) == ACTIVE
 
 
-async def test_a_lease_can_be_renewed_again_and_again(engine: Engine, given: Any, clock: Any) -> None:
+async def test_a_lease_can_be_renewed_again_and_again(engine: Engine, given: Given, clock: Clock) -> None:
     handle = await given.claimed(lease_ttl_ms=1000)
     for _ in range(3):
         await clock.advance(ms=900)
@@ -33,7 +34,7 @@ async def test_a_lease_can_be_renewed_again_and_again(engine: Engine, given: Any
 
 
 async def test_each_renewal_writes_an_event_unless_the_settings_say_otherwise(
-    engines: Any, engine: Engine, given: Any, rows: Any, clock: Any
+    engines: Engines, engine: Engine, given: Given, rows: Rows, clock: Clock
 ) -> None:
     handle = await given.claimed()
     await engine.renew(handle)
@@ -54,7 +55,7 @@ async def test_each_renewal_writes_an_event_unless_the_settings_say_otherwise(
 
 
 async def test_renew_many_renews_each_by_its_own_ttl_and_answers_in_order(
-    engine: Engine, given: Any, clock: Any
+    engine: Engine, given: Given, clock: Clock
 ) -> None:
     handles = [await given.claimed(lease_ttl_ms=ttl) for ttl in (5000, 1000, 3000)]
     now = await clock.advance(ms=10)
@@ -64,7 +65,7 @@ async def test_renew_many_renews_each_by_its_own_ttl_and_answers_in_order(
 
 
 async def test_progress_stores_what_is_given_and_keeps_the_rest(
-    engine: Engine, given: Any, rows: Any, clock: Any
+    engine: Engine, given: Given, rows: Rows, clock: Clock
 ) -> None:
     handle = await given.claimed()
     before = await rows.execution(handle.execution_id)
@@ -85,7 +86,7 @@ async def test_progress_stores_what_is_given_and_keeps_the_rest(
     assert await event_texts(rows, handle.execution_id) == ["acquired"]
 
 
-async def test_wrong_arguments_of_renewals_and_progress_are_refused(engine: Engine, given: Any, rows: Any) -> None:
+async def test_wrong_arguments_of_renewals_and_progress_are_refused(engine: Engine, given: Given, rows: Rows) -> None:
     handle = await given.claimed()
     async with rows.unchanged():
         await refused(engine.renew_many([]), "invalid_input", "must have 1 to 1000 items, got 0")
@@ -98,7 +99,7 @@ async def test_wrong_arguments_of_renewals_and_progress_are_refused(engine: Engi
 
 
 async def test_a_renewal_after_the_expiry_is_refused_and_marks_the_lease(
-    engine: Engine, given: Any, rows: Any, clock: Any
+    engine: Engine, given: Given, rows: Rows, clock: Clock
 ) -> None:
     one, many = await given.claimed(lease_ttl_ms=1000), await given.claimed(lease_ttl_ms=1000)
     await clock.advance(ms=999)
@@ -112,7 +113,7 @@ async def test_a_renewal_after_the_expiry_is_refused_and_marks_the_lease(
         assert await event_texts(rows, handle.execution_id) == ["acquired", "expired"]
 
 
-async def test_every_event_of_a_lease_names_its_attempt(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
+async def test_every_event_of_a_lease_names_its_attempt(engine: Engine, given: Given, rows: Rows, clock: Clock) -> None:
     first = await given.run(lease_ttl_ms=1000)
     await engine.renew(first.handle)
     await engine.delay(first.handle, 0)
@@ -143,7 +144,7 @@ async def test_every_event_of_a_lease_names_its_attempt(engine: Engine, given: A
     ]
 
 
-async def test_events_hold_the_ids_that_the_claim_chose(engine: Engine, given: Any, rows: Any) -> None:
+async def test_events_hold_the_ids_that_the_claim_chose(engine: Engine, given: Given, rows: Rows) -> None:
     waiting = await given.created()
     lease_id, attempt_id = mint_uuid_texts(2)
     await engine.issue_claim_grant(

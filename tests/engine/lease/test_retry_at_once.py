@@ -9,6 +9,7 @@ import pytest
 from engine.cases import in_turn
 from engine.state import RETRYABLE, attempts, claim, event_texts, lease_left, pending, vector
 from engine.waits import triple
+from fixtures import Clock, Engines, Eventually, Given, Rows
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.parts import parts_of
 from flowfabric.model.handle import Handle
@@ -54,7 +55,7 @@ FAILING: dict[str, Callable[[Engine, Handle], Awaitable[object]]] = {
 
 @in_turn("how", FAILING)
 async def test_a_retry_without_a_pause_is_claimable_at_once(
-    engine: Engine, given: Any, rows: Any, clock: Any, how: str
+    engine: Engine, given: Given, rows: Rows, clock: Clock, how: str
 ) -> None:
     handle = await given.claimed(policy=at_once(timeout_policy={"attempt_timeout_ms": 1000}))
     now = await clock.advance(seconds=1)
@@ -78,7 +79,7 @@ async def test_a_retry_without_a_pause_is_claimable_at_once(
     assert (claimed.execution_id, claimed.attempt_index, claimed.attempt_type) == (handle.execution_id, 1, "retry")
 
 
-async def test_every_backoff_of_zero_means_no_pause(engine: Engine, given: Any, rows: Any) -> None:
+async def test_every_backoff_of_zero_means_no_pause(engine: Engine, given: Given, rows: Rows) -> None:
     handles = {name: await given.claimed(policy=at_once(backoff)) for name, backoff in BACKOFFS.items()}
     for name, handle in handles.items():
         await engine.fail(handle, reason="no luck")
@@ -86,7 +87,7 @@ async def test_every_backoff_of_zero_means_no_pause(engine: Engine, given: Any, 
 
 
 async def test_a_repeated_failure_gets_the_same_answer_and_needs_no_promotion(
-    engine: Engine, given: Any, rows: Any, clock: Any
+    engine: Engine, given: Given, rows: Rows, clock: Clock
 ) -> None:
     handle = await given.claimed(policy=at_once())
     first = await engine.fail(handle, reason="no luck")
@@ -98,7 +99,7 @@ async def test_a_repeated_failure_gets_the_same_answer_and_needs_no_promotion(
     assert not any(reason.kind == "delayed" for reason in explained.reasons)
 
 
-async def test_retries_without_a_pause_end_after_max_retries(engine: Engine, given: Any, rows: Any) -> None:
+async def test_retries_without_a_pause_end_after_max_retries(engine: Engine, given: Given, rows: Rows) -> None:
     execution_id = await given.created(policy=at_once())
     for _ in range(4):
         (claimed,) = await claim(engine)
@@ -110,7 +111,7 @@ async def test_retries_without_a_pause_end_after_max_retries(engine: Engine, giv
 @pytest.mark.usefixtures("hints_only")
 @in_turn("how", FAILING)
 async def test_the_retry_wakes_a_waiting_claim(
-    engine: Engine, engines: Any, given: Any, clock: Any, eventually: Any, how: str
+    engine: Engine, engines: Engines, given: Given, clock: Clock, eventually: Eventually, how: str
 ) -> None:
     other = await engines()
     for waiter in (engine, other):
@@ -126,7 +127,7 @@ async def test_the_retry_wakes_a_waiting_claim(
         await engine.complete(claimed.handle)
 
 
-async def test_failures_of_one_batch_each_wait_for_their_own_backoff(engine: Engine, given: Any, rows: Any) -> None:
+async def test_failures_of_one_batch_each_wait_for_their_own_backoff(engine: Engine, given: Given, rows: Rows) -> None:
     paused = [await given.claimed(policy=at_once({"type": "fixed", "delay_ms": 1000})) for _ in range(3)]
     soon = [await given.claimed(policy=at_once()) for _ in range(3)]
     last = [await given.claimed() for _ in range(3)]
@@ -137,7 +138,7 @@ async def test_failures_of_one_batch_each_wait_for_their_own_backoff(engine: Eng
     assert {one.execution_id for one in await claim(engine)} == {handle.execution_id for handle in soon}
 
 
-async def test_a_resumed_attempt_is_retried_at_once(engine: Engine, given: Any, rows: Any) -> None:
+async def test_a_resumed_attempt_is_retried_at_once(engine: Engine, given: Given, rows: Rows) -> None:
     handle = await given.claimed(policy=at_once())
     await engine.wait_children(handle)
     (resumed,) = await claim(engine)
@@ -146,7 +147,7 @@ async def test_a_resumed_attempt_is_retried_at_once(engine: Engine, given: Any, 
     assert await engine.find_inconsistencies() == []
 
 
-async def test_the_next_attempt_keeps_the_policy_given_for_it(engine: Engine, given: Any, rows: Any) -> None:
+async def test_the_next_attempt_keeps_the_policy_given_for_it(engine: Engine, given: Given, rows: Rows) -> None:
     handle = await given.claimed(policy=at_once())
     outcome = await engine.fail_execution(
         **triple(handle), failure_reason="no luck", next_attempt_policy_json='{"a": 1}'

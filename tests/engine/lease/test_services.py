@@ -4,6 +4,8 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 from uuid import UUID, uuid4
 
+import asyncpg
+
 from engine.cases import Cases, in_turn
 from engine.state import (
     ACTIVE,
@@ -19,6 +21,7 @@ from engine.state import (
     revoke,
     vector,
 )
+from fixtures import Clock, Given, Rows
 from flowfabric.engine.engine import Engine
 from flowfabric.model.errors import ContentionError, InvalidInputError, NotFoundError, StateError
 from flowfabric.model.handle import Handle
@@ -54,7 +57,9 @@ def fence(handle: Handle, **changes: Any) -> dict[str, Any]:
 # With a valid fence.
 
 
-async def test_complete_execution_ends_a_run_like_complete(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
+async def test_complete_execution_ends_a_run_like_complete(
+    engine: Engine, given: Given, rows: Rows, clock: Clock
+) -> None:
     began = await clock.now()
     claimed = await given.run(tags={"ff.instance_id": "i-1"})
     now = await clock.advance(seconds=1)
@@ -80,7 +85,7 @@ async def test_complete_execution_ends_a_run_like_complete(engine: Engine, given
 
 
 async def test_fail_execution_ends_an_execution_without_a_retry_left(
-    engine: Engine, given: Any, rows: Any, clock: Any
+    engine: Engine, given: Given, rows: Rows, clock: Clock
 ) -> None:
     handle = await given.claimed()
     now = await clock.advance(seconds=1)
@@ -100,7 +105,7 @@ async def test_fail_execution_ends_an_execution_without_a_retry_left(
 
 
 async def test_fail_execution_schedules_a_retry_and_returns_its_attempt_index(
-    engine: Engine, given: Any, rows: Any, clock: Any
+    engine: Engine, given: Given, rows: Rows, clock: Clock
 ) -> None:
     handle = await given.claimed(policy=RETRYING)
     now = await clock.now()
@@ -118,7 +123,9 @@ async def test_fail_execution_schedules_a_retry_and_returns_its_attempt_index(
     assert await engine.fail_execution(**fence(again.handle), failure_reason="busy") == TerminalFailed()
 
 
-async def test_the_retry_policy_of_the_call_overrides_the_stored_one(engine: Engine, given: Any, clock: Any) -> None:
+async def test_the_retry_policy_of_the_call_overrides_the_stored_one(
+    engine: Engine, given: Given, clock: Clock
+) -> None:
     now = await clock.now()
     for category in ("permanent", "cancelled"):
         handle = await given.claimed(policy=RETRYING)
@@ -146,7 +153,7 @@ async def test_the_retry_policy_of_the_call_overrides_the_stored_one(engine: Eng
 
 @in_turn("policy", ['{"a": "é", "b": [1]}', b'{"a": "\xc3\xa9", "b": [1]}', {"a": "é", "b": [1]}])
 async def test_the_next_attempt_has_the_policy_given_for_it(
-    engine: Engine, given: Any, rows: Any, clock: Any, policy: Any
+    engine: Engine, given: Given, rows: Rows, clock: Clock, policy: Any
 ) -> None:
     handle = await given.claimed(policy=RETRYING)
     await engine.fail_execution(**fence(handle), failure_reason="x", next_attempt_policy_json=policy)
@@ -168,7 +175,7 @@ async def test_the_next_attempt_has_the_policy_given_for_it(
 
 
 async def test_the_policy_of_an_attempt_does_not_apply_to_later_ones(
-    engine: Engine, given: Any, rows: Any, clock: Any
+    engine: Engine, given: Given, rows: Rows, clock: Clock
 ) -> None:
     policy = {"retry_policy": {"max_retries": 5, "backoff": {"type": "fixed", "delay_ms": 1000}}}
     handle = await given.claimed(policy=policy)
@@ -185,7 +192,9 @@ async def test_the_policy_of_an_attempt_does_not_apply_to_later_ones(
     assert policies == [None, '{"max_replay_count": 3}', None]
 
 
-async def test_a_policy_for_the_next_attempt_is_dropped_if_there_is_none(engine: Engine, given: Any, rows: Any) -> None:
+async def test_a_policy_for_the_next_attempt_is_dropped_if_there_is_none(
+    engine: Engine, given: Given, rows: Rows
+) -> None:
     handle = await given.claimed()
     await engine.fail_execution(**fence(handle), failure_reason="x", next_attempt_policy_json='{"a": 1}')
     assert await rows.of("attempt") == []
@@ -193,7 +202,7 @@ async def test_a_policy_for_the_next_attempt_is_dropped_if_there_is_none(engine:
     assert (attempt.attempt_state, attempt.policy) == ("ended_failure", None)
 
 
-async def test_a_failure_is_never_refused_for_its_message(engine: Engine, given: Any, rows: Any) -> None:
+async def test_a_failure_is_never_refused_for_its_message(engine: Engine, given: Given, rows: Rows) -> None:
     for text, stored in (("", ""), ("a\0b", "a\N{REPLACEMENT CHARACTER}b"), ("\ud800", "?")):
         handle = await given.claimed()
         await engine.fail_execution(**fence(handle), failure_reason=text, failure_category=text)
@@ -202,7 +211,7 @@ async def test_a_failure_is_never_refused_for_its_message(engine: Engine, given:
 
 
 async def test_renew_lease_extends_a_lease_by_the_given_duration(
-    engine: Engine, given: Any, rows: Any, clock: Any
+    engine: Engine, given: Given, rows: Rows, clock: Clock
 ) -> None:
     handle = await given.claimed(lease_ttl_ms=1000)
     before = await rows.execution(handle.execution_id)
@@ -222,7 +231,7 @@ async def test_renew_lease_extends_a_lease_by_the_given_duration(
     await engine.complete(handle)
 
 
-async def test_a_resumed_run_needs_the_fence_of_its_new_lease(engine: Engine, given: Any, rows: Any) -> None:
+async def test_a_resumed_run_needs_the_fence_of_its_new_lease(engine: Engine, given: Given, rows: Rows) -> None:
     for operation in SERVICES:
         handle = await given.claimed()
         await engine.delay(handle, 0)
@@ -246,7 +255,7 @@ PARTS = [
 ]
 
 
-async def test_a_complete_fence_is_required(engine: Engine, given: Any, rows: Any) -> None:
+async def test_a_complete_fence_is_required(engine: Engine, given: Given, rows: Rows) -> None:
     handle = await given.claimed()
     with Cases() as cases:
         async with rows.unchanged():
@@ -271,7 +280,7 @@ async def test_a_complete_fence_is_required(engine: Engine, given: Any, rows: An
 
 @each_ending
 async def test_an_operator_needs_no_fence_but_a_given_fence_must_match(
-    engine: Engine, given: Any, rows: Any, operation: str
+    engine: Engine, given: Given, rows: Rows, operation: str
 ) -> None:
     for index in ({}, {"attempt_index": 0}):
         handle = await given.claimed()
@@ -290,7 +299,7 @@ async def test_an_operator_needs_no_fence_but_a_given_fence_must_match(
 
 @each_ending
 async def test_an_operator_cannot_end_an_inactive_revoked_or_expired_run(
-    engine: Engine, given: Any, rows: Any, connection: Any, clock: Any, operation: str
+    engine: Engine, given: Given, rows: Rows, connection: asyncpg.Connection, clock: Clock, operation: str
 ) -> None:
     waiting = await given.created(lane_id="elsewhere")
     ended = await given.completed()
@@ -322,7 +331,7 @@ async def test_an_operator_cannot_end_an_inactive_revoked_or_expired_run(
 # With a fence that does not match, in the order of the checks.
 
 
-async def test_each_part_of_the_fence_must_match(engine: Engine, given: Any, rows: Any) -> None:
+async def test_each_part_of_the_fence_must_match(engine: Engine, given: Given, rows: Rows) -> None:
     handle = await given.claimed()
     wrong: list[dict[str, Any]] = [
         {"lease_epoch": 0},
@@ -349,7 +358,7 @@ async def test_each_part_of_the_fence_must_match(engine: Engine, given: Any, row
 
 
 async def test_the_epoch_is_checked_before_the_phase_and_the_phase_before_the_ids(
-    engine: Engine, given: Any, rows: Any
+    engine: Engine, given: Given, rows: Rows
 ) -> None:
     handle = await given.claimed()
     await engine.complete(handle)
@@ -372,7 +381,7 @@ async def test_the_epoch_is_checked_before_the_phase_and_the_phase_before_the_id
 
 @each_service
 async def test_revocation_is_checked_before_expiry_and_expiry_before_the_ids(
-    engine: Engine, given: Any, rows: Any, connection: Any, clock: Any, operation: str
+    engine: Engine, given: Given, rows: Rows, connection: asyncpg.Connection, clock: Clock, operation: str
 ) -> None:
     revoked, expired = await given.claimed(lease_ttl_ms=1000), await given.claimed(lease_ttl_ms=1000)
     await revoke(connection, revoked.execution_id)
@@ -390,7 +399,9 @@ async def test_revocation_is_checked_before_expiry_and_expiry_before_the_ids(
 
 
 @each_service
-async def test_a_lease_expires_exactly_at_its_expiry(engine: Engine, given: Any, clock: Any, operation: str) -> None:
+async def test_a_lease_expires_exactly_at_its_expiry(
+    engine: Engine, given: Given, clock: Clock, operation: str
+) -> None:
     kept, lost = await given.claimed(lease_ttl_ms=1000), await given.claimed(lease_ttl_ms=1000)
     await clock.advance(ms=999)
     await SERVICES[operation](engine, **fence(kept))
@@ -398,7 +409,7 @@ async def test_a_lease_expires_exactly_at_its_expiry(engine: Engine, given: Any,
     await refused(SERVICES[operation](engine, **fence(lost)), "lease_expired")
 
 
-async def test_arguments_out_of_range_are_refused(engine: Engine, given: Any, rows: Any) -> None:
+async def test_arguments_out_of_range_are_refused(engine: Engine, given: Given, rows: Rows) -> None:
     handle = await given.claimed()
     beyond = f"{{fp:32768}}:{handle.execution_id[-36:]}"
     wrong: list[dict[str, Any]] = [
@@ -433,7 +444,7 @@ async def test_arguments_out_of_range_are_refused(engine: Engine, given: Any, ro
                         await refused(call(engine, **fence(handle, **changes)), "invalid_input")
 
 
-async def test_unreadable_policies_are_refused(engine: Engine, given: Any, rows: Any) -> None:
+async def test_unreadable_policies_are_refused(engine: Engine, given: Given, rows: Rows) -> None:
     handle = await given.claimed(policy=RETRYING)
     wrong: list[tuple[dict[str, Any], str, str]] = [
         ({"retry_policy_json": "{"}, "invalid_policy_json", "malformed"),
@@ -454,7 +465,7 @@ async def test_unreadable_policies_are_refused(engine: Engine, given: Any, rows:
 # Repeated.
 
 
-async def test_a_repeated_call_is_refused_with_the_state_it_found(engine: Engine, given: Any, rows: Any) -> None:
+async def test_a_repeated_call_is_refused_with_the_state_it_found(engine: Engine, given: Given, rows: Rows) -> None:
     completed, failed, retried = await given.claimed(), await given.claimed(), await given.claimed(policy=RETRYING)
     await engine.complete_execution(**fence(completed))
     await engine.fail_execution(**fence(failed), failure_reason="x")

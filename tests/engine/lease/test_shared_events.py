@@ -1,10 +1,10 @@
 """An event of many executions is stored as one row and read as one event for each of them."""
 
 from collections import Counter
-from typing import Any
 
 from creates import new
 from engine.cases import in_turn
+from fixtures import Given, Rows
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.parts import parts_of
 from flowfabric.model.lease import ClaimedExecution
@@ -16,12 +16,12 @@ async def claim(engine: Engine, limit: int = 100) -> list[ClaimedExecution]:
     return await engine.claim_many(lanes=("default",), worker_id="worker", worker_instance_id="worker-1", limit=limit)
 
 
-async def written(rows: Any, kind: str) -> int:
+async def written(rows: Rows, kind: str) -> int:
     return len(await rows.of("event", kind=kind))
 
 
 async def test_executions_claimed_renewed_and_completed_together_share_one_row_per_event(
-    engine: Engine, given: Any, rows: Any
+    engine: Engine, given: Given, rows: Rows
 ) -> None:
     ids = [await given.created() for _ in range(MANY)]
     runs = await claim(engine)
@@ -38,7 +38,7 @@ async def test_executions_claimed_renewed_and_completed_together_share_one_row_p
 
 
 @in_turn("difference", ["namespace", "instance_tag", "attempt"])
-async def test_an_event_that_differs_has_its_own_row(engine: Engine, given: Any, rows: Any, difference: str) -> None:
+async def test_an_event_that_differs_has_its_own_row(engine: Engine, given: Given, rows: Rows, difference: str) -> None:
     if difference == "attempt":
         await engine.fail(await given.claimed(policy={"retry_policy": {"max_retries": 1}}), reason="once")
         await given.clock.advance(seconds=60)
@@ -68,7 +68,7 @@ async def test_an_event_that_differs_has_its_own_row(engine: Engine, given: Any,
             assert event["instance_tag"] == (await rows.execution(run.execution_id))["instance_tag"]
 
 
-async def test_a_row_of_150_executions_is_read_whole_and_in_order(engine: Engine, given: Any, rows: Any) -> None:
+async def test_a_row_of_150_executions_is_read_whole_and_in_order(engine: Engine, given: Given, rows: Rows) -> None:
     """Postgres compresses or moves a row of many ids; it is read whole and in order."""
     ids = [one.execution_id for one in await engine.create_many([new() for _ in range(150)])]  # type: ignore[union-attr]
     runs = await claim(engine, 150)

@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 from uuid import uuid4
 
+import asyncpg
 import pytest
 
 from engine.cases import Cases, in_turn
@@ -23,6 +24,7 @@ from engine.state import (
     revoke,
     vector,
 )
+from fixtures import Clock, Given, Rows
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.lease.finish import WARN_EVERY_RECLAIMS
 from flowfabric.engine.parts import parts_of
@@ -55,7 +57,7 @@ NAMED: dict[str, Callable[[Engine, Any], Awaitable[object]]] = {
 }
 
 
-async def test_an_invalid_execution_id_is_refused(engine: Engine, rows: Any) -> None:
+async def test_an_invalid_execution_id_is_refused(engine: Engine, rows: Rows) -> None:
     with Cases() as cases:
         async with rows.unchanged():
             for operation, call in NAMED.items():
@@ -64,7 +66,7 @@ async def test_an_invalid_execution_id_is_refused(engine: Engine, rows: Any) -> 
                         await refused(call(engine, wrong), "invalid_input")
 
 
-async def alike(rows: Any, first: str, second: str) -> None:
+async def alike(rows: Rows, first: str, second: str) -> None:
     """Fail unless two executions that were moved in different ways have equal rows."""
     own = {"execution_id", "place", "lease_id", "attempt_id", "event_id", "xid", "claim_no"}
 
@@ -82,7 +84,7 @@ async def alike(rows: Any, first: str, second: str) -> None:
 # Promotion.
 
 
-async def test_promote_delayed_returns_why_nothing_was_promoted(engine: Engine, given: Any, rows: Any) -> None:
+async def test_promote_delayed_returns_why_nothing_was_promoted(engine: Engine, given: Given, rows: Rows) -> None:
     waiting = await given.created(lane_id="elsewhere")
     delayed = await given.delayed(seconds=1)
     ended = await given.completed()
@@ -100,7 +102,7 @@ async def test_promote_delayed_returns_why_nothing_was_promoted(engine: Engine, 
 
 
 async def test_promote_delayed_promotes_exactly_at_the_due_time(
-    engine: Engine, given: Any, rows: Any, clock: Any
+    engine: Engine, given: Given, rows: Rows, clock: Clock
 ) -> None:
     delayed = await given.delayed(seconds=1)
     await clock.advance(ms=999)
@@ -116,7 +118,9 @@ async def test_promote_delayed_promotes_exactly_at_the_due_time(
         assert await engine.promote_delayed(delayed) == AlreadySatisfied(reason="not_delayed")
 
 
-async def test_promotion_keeps_the_kind_of_the_next_claim(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
+async def test_promotion_keeps_the_kind_of_the_next_claim(
+    engine: Engine, given: Given, rows: Rows, clock: Clock
+) -> None:
     failed = await given.backing_off(delay_ms=1000)
     parked = await given.claimed()
     await engine.delay(parked, await clock.now() + 1000)
@@ -128,7 +132,7 @@ async def test_promotion_keeps_the_kind_of_the_next_claim(engine: Engine, given:
 
 
 @pytest.mark.usefixtures("hints_only")
-async def test_promotion_wakes_a_waiting_claim(engine: Engine, given: Any, clock: Any) -> None:
+async def test_promotion_wakes_a_waiting_claim(engine: Engine, given: Given, clock: Clock) -> None:
     delayed = await given.delayed(seconds=1, lane_id="busy")
     waiting = asyncio.create_task(claim(engine, "busy", max_wait_ms=60_000))
     async with asyncio.timeout(30):
@@ -144,7 +148,7 @@ async def test_promotion_wakes_a_waiting_claim(engine: Engine, given: Any, clock
 
 
 async def test_expire_execution_returns_why_nothing_was_expired(
-    engine: Engine, given: Any, rows: Any, clock: Any
+    engine: Engine, given: Given, rows: Rows, clock: Clock
 ) -> None:
     now = await clock.now()
     untimed, timed = await given.claimed(), await given.claimed(policy=TIMED, execution_deadline_at=now + 60_000)
@@ -161,7 +165,7 @@ async def test_expire_execution_returns_why_nothing_was_expired(
 
 
 async def test_an_attempt_without_a_retry_left_expires_at_its_timeout(
-    engine: Engine, given: Any, rows: Any, clock: Any
+    engine: Engine, given: Given, rows: Rows, clock: Clock
 ) -> None:
     handle = await given.claimed(policy=TIMED)
     await clock.advance(ms=9_999)
@@ -185,7 +189,7 @@ async def test_an_attempt_without_a_retry_left_expires_at_its_timeout(
 
 
 async def test_an_attempt_with_a_retry_left_is_retried_after_its_timeout(
-    engine: Engine, given: Any, rows: Any, clock: Any
+    engine: Engine, given: Given, rows: Rows, clock: Clock
 ) -> None:
     claimed = await given.run(policy=RETRIED)
     now = await clock.advance(seconds=10)
@@ -223,7 +227,7 @@ async def test_an_attempt_with_a_retry_left_is_retried_after_its_timeout(
 
 
 async def test_an_attempt_times_out_with_an_expired_or_revoked_lease(
-    engine: Engine, given: Any, rows: Any, connection: Any, clock: Any
+    engine: Engine, given: Given, rows: Rows, connection: asyncpg.Connection, clock: Clock
 ) -> None:
     unmarked, marked, revoked = [await given.claimed(policy=TIMED, lease_ttl_ms=1000) for _ in range(3)]
     await revoke(connection, revoked.execution_id)
@@ -242,7 +246,9 @@ async def test_an_attempt_times_out_with_an_expired_or_revoked_lease(
     assert await event_texts(rows, revoked.execution_id) == ["acquired", "ended expired:attempt_timeout>expired"]
 
 
-async def test_a_deadline_ends_an_execution_in_any_phase(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
+async def test_a_deadline_ends_an_execution_in_any_phase(
+    engine: Engine, given: Given, rows: Rows, clock: Clock
+) -> None:
     deadline = await clock.now() + 60_000
     running = await given.claimed(execution_deadline_at=deadline, policy=RETRIED, lease_ttl_ms=600_000)
     parked = await given.claimed(execution_deadline_at=deadline)
@@ -272,7 +278,7 @@ async def test_a_deadline_ends_an_execution_in_any_phase(engine: Engine, given: 
 
 
 async def test_named_operations_and_sweeps_write_the_same_rows(
-    engine: Engine, given: Any, rows: Any, clock: Any
+    engine: Engine, given: Given, rows: Rows, clock: Clock
 ) -> None:
     named, swept = await given.delayed(seconds=1), await given.delayed(seconds=1)
     await clock.advance(seconds=2)
@@ -299,7 +305,7 @@ async def test_named_operations_and_sweeps_write_the_same_rows(
 
 
 async def test_a_retry_after_a_timeout_sets_the_next_timer_of_this_process(
-    engine: Engine, given: Any, clock: Any
+    engine: Engine, given: Given, clock: Clock
 ) -> None:
     handle = await given.claimed(policy=RETRIED)
     await clock.advance(seconds=10)
@@ -312,7 +318,7 @@ async def test_a_retry_after_a_timeout_sets_the_next_timer_of_this_process(
 
 
 async def test_mark_lease_expired_returns_why_nothing_was_marked(
-    engine: Engine, given: Any, rows: Any, connection: Any, clock: Any
+    engine: Engine, given: Given, rows: Rows, connection: asyncpg.Connection, clock: Clock
 ) -> None:
     waiting = await given.created(lane_id="elsewhere")
     ended = await given.completed()
@@ -345,7 +351,7 @@ async def test_mark_lease_expired_returns_why_nothing_was_marked(
 
 @pytest.mark.usefixtures("altered_rows")
 async def test_an_active_execution_without_an_owner_has_no_lease_to_mark(
-    engine: Engine, given: Any, rows: Any, connection: Any, clock: Any
+    engine: Engine, given: Given, rows: Rows, connection: asyncpg.Connection, clock: Clock
 ) -> None:
     handle = await given.claimed(lease_ttl_ms=1000)
     await connection.execute("update execution set ownership_state = 'unowned'")
@@ -356,7 +362,7 @@ async def test_an_active_execution_without_an_owner_has_no_lease_to_mark(
 
 @pytest.mark.usefixtures("altered_rows")
 async def test_every_hundredth_reclaim_logs_a_warning(
-    engine: Engine, given: Any, connection: Any, clock: Any, caplog: pytest.LogCaptureFixture
+    engine: Engine, given: Given, connection: asyncpg.Connection, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
     handle = await given.claimed(policy={"max_reclaim_count": 1000})
     other = await given.claimed(policy={"max_reclaim_count": 1000})
@@ -379,7 +385,7 @@ async def test_every_hundredth_reclaim_logs_a_warning(
 
 @in_turn("ending", ["cancel", "expire"])
 async def test_a_grant_is_deleted_with_its_execution(
-    engine: Engine, given: Any, rows: Any, clock: Any, ending: str
+    engine: Engine, given: Given, rows: Rows, clock: Clock, ending: str
 ) -> None:
     deadline = await clock.now() + 1000
     waiting, other = [await given.created(execution_deadline_at=deadline) for _ in range(2)]

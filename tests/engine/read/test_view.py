@@ -5,7 +5,7 @@ from typing import Any
 from uuid import uuid4
 
 from engine.state import claim, refused
-from fixtures import Clock, Engines, Given, Rows
+from fixtures import Clock, Engines, Eventually, Given, Rows
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.parts import parts_of
 from flowfabric.model.execution import ExecutionInfo
@@ -141,7 +141,7 @@ async def test_a_ping_succeeds_and_the_backend_label_is_postgres(engine: Engine)
 
 
 async def test_wait_for_ending_returns_the_outcome(
-    engines: Engines, engine: Engine, given: Given, eventually: Any
+    engines: Engines, engine: Engine, given: Given, eventually: Eventually
 ) -> None:
     other = await engines()
     completed, failed, cancelled = [await given.claimed() for _ in range(3)]

@@ -11,7 +11,7 @@ import pytest
 from engine.sending import Waiting, waiting
 from engine.state import claim
 from engine.waits import on_all, rewriting, suspension, waitpoint, waitpoints
-from fixtures import Clock, Given, Rows
+from fixtures import Clock, Eventually, Given, Rows
 from flowfabric.engine.engine import Engine
 from flowfabric.model.condition import Count, CountKind
 
@@ -22,7 +22,7 @@ TABLES = ["execution", "suspension", "waitpoint"]
 
 
 @pytest.fixture
-def meanwhile(connection: asyncpg.Connection, eventually: Any) -> Any:
+def meanwhile(connection: asyncpg.Connection, eventually: Eventually) -> Any:
     """The outcome of an operation that meets a row written by another session, which commits once it is waited for."""
 
     async def is_waited_for() -> bool:

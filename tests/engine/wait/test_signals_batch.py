@@ -13,7 +13,7 @@ import pytest
 from engine.sending import Waiting, signals, stamps_written, waiting
 from engine.state import claim, refused
 from engine.waits import args, rewriting, suspended, suspension, waitpoint, waitpoints
-from fixtures import Clock, Engines, Given, Rows
+from fixtures import Clock, Engines, Eventually, Given, Rows
 from flowfabric.db import session as sessions
 from flowfabric.engine.engine import Engine
 from flowfabric.model.condition import Count, CountKind, OperatorOnly
@@ -152,7 +152,7 @@ async def test_a_row_locked_for_too_long_fails_only_its_own_callers(
 
 
 async def test_a_cancelled_caller_does_not_cancel_the_others(
-    engine: Engine, given: Given, rows: Rows, eventually: Any
+    engine: Engine, given: Given, rows: Rows, eventually: Eventually
 ) -> None:
     waits = await many(engine, given)
     shared = await waiting(engine, given, resume_condition=OperatorOnly())

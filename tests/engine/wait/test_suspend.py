@@ -319,7 +319,9 @@ async def test_a_run_that_was_delayed_before_can_suspend(
     assert await engine.find_inconsistencies() == []
 
 
-async def test_tokens_appear_in_no_output_or_log(engine: Engine, given: Given, rows: Rows, caplog: Any) -> None:
+async def test_tokens_appear_in_no_output_or_log(
+    engine: Engine, given: Given, rows: Rows, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level("DEBUG")
     handle = await given.claimed()
     outcome = await suspended(engine, handle, on_all("a", "b", idempotency_key="once"))

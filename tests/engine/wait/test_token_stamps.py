@@ -10,7 +10,7 @@ import pytest
 from engine.sending import Waiting, signals, stamps_written, waiting
 from engine.state import claim, refused
 from engine.waits import on_all
-from fixtures import Clock, Given, Rows
+from fixtures import Clock, Eventually, Given, Rows
 from flowfabric.db.database import Transaction
 from flowfabric.db.statements import Statement
 from flowfabric.engine.engine import Engine
@@ -34,7 +34,7 @@ async def hold(connection: asyncpg.Connection, wait: Waiting) -> None:
 
 @pytest.mark.usefixtures("patient_with_locks")
 async def test_a_bad_token_is_refused_at_once_while_the_execution_is_locked(
-    engine: Engine, given: Given, rows: Rows, clock: Clock, connection: asyncpg.Connection, eventually: Any
+    engine: Engine, given: Given, rows: Rows, clock: Clock, connection: asyncpg.Connection, eventually: Eventually
 ) -> None:
     wait = await waiting(engine, given)
     now: int = await clock.advance(seconds=1)

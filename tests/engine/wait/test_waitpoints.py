@@ -385,7 +385,7 @@ async def test_an_ended_execution_lists_no_waitpoint_and_returns_no_token(
 
 
 async def test_a_waitpoint_without_a_token_is_omitted_and_logged(
-    engine: Engine, given: Given, connection: asyncpg.Connection, caplog: Any
+    engine: Engine, given: Given, connection: asyncpg.Connection, caplog: pytest.LogCaptureFixture
 ) -> None:
     handle = await given.claimed()
     first, second = sorted(
