@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from flowfabric.db.cluster import (
-    DATABASE,
     TIMEOUT_S,
     Postmaster,
     check_version,
@@ -27,7 +26,7 @@ from flowfabric.db.cluster import (
 from flowfabric.db.filelock import Busy, locked, try_lock, unlock
 from flowfabric.db.site import EmbeddedError, Site, cluster_folder, prepare
 
-__all__ = ["DATABASE", "Embedded", "EmbeddedError"]
+__all__ = ["Embedded", "EmbeddedError"]
 
 logger = logging.getLogger(__name__)
 
