@@ -9,6 +9,21 @@ from engine.waits import args
 from flowfabric.engine.engine import Engine
 
 
+async def test_entries_that_count_wrongly_are_found(engine: Engine, given: Any, connection: asyncpg.Connection) -> None:
+    one, two = [await given.claimed(execution_kind=kind) for kind in ("k1", "k2")]
+    await engine.complete_many([(one, b"x"), (two, b"x")])
+    assert await engine.find_inconsistencies() == []
+    await connection.execute("update retained set queue_nos = array[queue_nos[2], queue_nos[1]]")
+    problem = "retained: the entry of its ending is of another queue or outcome"
+    assert {(each.execution_id, each.problem) for each in await engine.find_inconsistencies()} == {
+        (one.execution_id, problem),
+        (two.execution_id, problem),
+    }
+    # What an older version writes says nothing of queues.
+    await connection.execute("update retained set queue_nos = null")
+    assert await engine.find_inconsistencies() == []
+
+
 async def test_orphans_are_found(engine: Engine, given: Any, clock: Any, connection: asyncpg.Connection) -> None:
     waiting = await given.created(tags={"a.b": "1"}, execution_deadline_at=await clock.now() + 60_000)
     large = await given.created(input_payload=b"x" * 300)

@@ -46,7 +46,9 @@ subject as materialized (
 -- are looked up in a hash, where joins would be loops; the limit, which is never reached, tells the planner that it fits.
 kept as materialized (
   select distinct k.partition_key, k.execution_id, k.ended_at, k.queue_no, k.terminal_outcome
-    from (select r.partition_key, unnest(r.execution_ids) as execution_id, r.ended_at, r.queue_no, r.terminal_outcome
+    from (select r.partition_key, unnest(r.execution_ids) as execution_id, r.ended_at, r.terminal_outcome,
+                 unnest(case when r.queue_no is not null then array_fill(r.queue_no, array[cardinality(r.execution_ids)])
+                             when cardinality(r.queue_nos) = cardinality(r.execution_ids) then r.queue_nos end) as queue_no
             from retained r
            where ((r.partition_key, r.ended_at) in (select partition_key, last_transition_at from subject where is_terminal)) is true
           offset 0) k
@@ -299,10 +301,12 @@ union all
   where k.operation = 'suspend'
     and not exists (select from execution e where e.partition_key = k.subject_partition and e.execution_id = k.subject_id) limit :limit)
 union all
--- An entry that names a queue counts for every id in it.
+-- An entry that names the queue of each of its ids counts for all of them.
 (select distinct r.partition_key, r.execution_id, case when e.execution_id is null then 'retained: without its execution'
                                                        else 'retained: counts an execution that did not end then' end
-   from (select partition_key, unnest(execution_ids) as execution_id, ended_at, queue_no is not null as counts from retained offset 0) r
+   from (select partition_key, unnest(execution_ids) as execution_id, ended_at,
+                queue_no is not null or cardinality(queue_nos) is not distinct from cardinality(execution_ids) as counts
+           from retained offset 0) r
    left join lateral (
         select e.execution_id, e.lifecycle_phase = 'terminal' and e.last_transition_at = r.ended_at as ended_then
           from execution e where e.partition_key = r.partition_key and e.execution_id = r.execution_id limit 1) e on true
