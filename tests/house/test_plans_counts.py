@@ -90,7 +90,7 @@ async def test_a_count_looks_up_only_what_is_delayed_suspended_or_claimed(full: 
     assert touched.whole(STATEMENT) <= {"retained", "claim"}
 
 
-INDEXES = {"timer_due", "suspension_list", "listed_state", "execution_pkey", "ready_queue", "retained_uncounted"}
+INDEXES = {"timer_due", "suspension_list", "listed_state", "execution_pkey", "ready_queue", "retained_mixed"}
 
 
 @pytest.mark.parametrize("upkeep", ["vacuum", "vacuum analyze"])

@@ -76,7 +76,7 @@ SMALL = {
 """Global tables that every process caches or seldom reads; each distributed node would hold a copy."""
 WITHOUT_KEY = {
     "ready": ["ready_queue", "ready_route"],
-    "retained": ["retained_due", "retained_uncounted"],
+    "retained": ["retained_due", "retained_mixed"],
     "event": ["event_feed", "event_rare_execution", "event_rare_feed"],
 }
 """Tables that are only walked in the order of an index; their rows name their partition."""

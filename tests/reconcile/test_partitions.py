@@ -109,9 +109,8 @@ async def test_a_day_with_events_in_the_default_partition_gets_no_partition(
     assert await parts_of(engine).event_partitions.keep_partitions() == 2
     assert await parts_of(engine).event_partitions.keep_partitions() == 0
     logged = [record.getMessage() for record in caplog.records if record.name == "flowfabric.engine.event.partitions"]
-    assert logged == [
-        f"{partitions.name_of(await clock.now())} is not made: the default partition holds events of that day"
-    ]
+    name = partitions.name_of(await clock.now())
+    assert logged == [f"event partition {name} is not created: the default partition holds events of that day"]
     assert partitions.name_of(await clock.now()) not in await names(connection)
 
 

@@ -331,6 +331,7 @@ create table retained (
   partition_key smallint not null,
   execution_ids uuid[] storage e not null,
   queue_no integer,
+  queue_nos integer[],
   terminal_outcome terminal_outcome);
 
 create table route (
@@ -496,7 +497,7 @@ CREATE INDEX ready_route ON ready USING btree (route_no, place);
 
 CREATE INDEX retained_due ON retained USING btree (retain_until);
 
-CREATE INDEX retained_uncounted ON retained USING btree (partition_key) WHERE queue_no IS NULL;
+CREATE INDEX retained_mixed ON retained USING btree (partition_key) WHERE queue_no IS NULL;
 
 CREATE INDEX signal_of_waitpoint ON signal USING btree (waitpoint_id, sequence);
 

@@ -271,3 +271,18 @@ async def test_rows_without_their_execution_are_found(
         found
     )
     assert {(retried.execution_id, "attempt"), (retried.execution_id, "timer")} <= set(found)
+
+
+async def test_a_retained_entry_with_wrong_queues_is_reported(
+    engine: Engine, given: Given, connection: asyncpg.Connection
+) -> None:
+    one, two = [await given.claimed(execution_kind=kind) for kind in ("k1", "k2")]
+    await engine.complete_many([(one, b"x"), (two, b"x")])
+    assert await engine.find_inconsistencies() == []
+    await connection.execute("update retained set queue_nos = array[queue_nos[2], queue_nos[1]]")
+    found = await engine.find_inconsistencies()
+    assert {each.execution_id for each in found} == {one.execution_id, two.execution_id}
+    assert all(each.problem.startswith("retained: ") for each in found)
+    # An older version writes no queues.
+    await connection.execute("update retained set queue_nos = null")
+    assert await engine.find_inconsistencies() == []

@@ -274,7 +274,9 @@ async def test_a_replayed_execution_is_counted_in_its_current_state(
     # No operation replays yet; it will leave its old entry without a queue.
     await given.completed()
     execution_id = await given.cancelled()
-    await connection.execute("update retained set queue_no = null where $1 = any(execution_ids)", execution_id[-36:])
+    await connection.execute(
+        "update retained set queue_no = null, queue_nos = null where $1 = any(execution_ids)", execution_id[-36:]
+    )
     await connection.execute(
         """with replayed as (
              update execution
@@ -294,19 +296,48 @@ async def test_a_replayed_execution_is_counted_in_its_current_state(
     assert await engine.find_inconsistencies() == []
 
 
-async def test_the_rest_of_a_partly_trimmed_entry_is_counted(
-    engine: Engine, clock: Clock, connection: asyncpg.Connection
-) -> None:
-    await engine.create_many(items(*[new() for _ in range(6)]))
+async def of_kinds(engine: Engine, kinds: int) -> list[Any]:
+    """Six runs of as many kinds that were completed in one statement."""
+    await engine.create_many(items(*[new(execution_kind=f"k{at % kinds}") for at in range(6)]))
     runs = await claim(engine)
     await engine.complete_many([(run.handle, b"x") for run in runs])
+    return runs
+
+
+@pytest.mark.parametrize("kinds", [1, 2, 6])
+async def test_what_a_trim_leaves_of_an_entry_is_counted(
+    engine: Engine, clock: Clock, connection: asyncpg.Connection, rows: Rows, consistent_rows: None, kinds: int
+) -> None:
+    runs = await of_kinds(engine, kinds)
+    assert len(await rows.of("retained")) == 1
     await clock.advance(seconds=DAY + 1)
-    held = [run.execution_id[-36:] for run in runs[:2]]
-    async with connection.transaction():
-        await connection.execute("select from execution where execution_id = any($1::uuid[]) for update", held)
-        assert await parts_of(engine).retention.trim() == 4
-        assert await counted(engine) == {"completed": 2}
+    for held in (4, 2, 1, 0):
+        ids = [run.execution_id[-36:] for run in runs[:held]]
+        async with connection.transaction():
+            await connection.execute("select from execution where execution_id = any($1::uuid[]) for update", ids)
+            await parts_of(engine).retention.trim()
+            assert await miscounts(engine, connection) == []
+            assert await counted(engine) == ({"completed": held} if held else {})
+        # The ids that are left may be in another order than the queues were.
+        assert [row["queue_nos"] for row in await rows.of("retained")] == [None] * bool(held)
+
+
+@pytest.mark.parametrize("kinds", [1, 2, 6])
+@pytest.mark.parametrize("left", [1, 2, 5])
+async def test_what_a_trim_of_an_older_version_leaves_of_an_entry_is_counted(
+    engine: Engine, connection: asyncpg.Connection, kinds: int, left: int
+) -> None:
+    await of_kinds(engine, kinds)
+    # It knows of no queues.
+    await connection.execute(
+        """with gone as (
+             delete from execution where execution_id in (select unnest(execution_ids[1 : $1]) from retained))
+           update retained set execution_ids = execution_ids[$1 + 1 :]""",
+        6 - left,
+    )
+    assert await counted(engine) == {"completed": left}
     assert await miscounts(engine, connection) == []
+    assert await engine.find_inconsistencies() == []
 
 
 async def test_the_recount_of_the_tests_agrees_with_group_by(engine: Engine, connection: asyncpg.Connection) -> None:

@@ -30,7 +30,7 @@ async def test_a_timeout_only_wait_may_have_a_relative_timeout(engine: Engine, g
 
 
 def test_a_timeout_is_either_a_time_or_a_duration() -> None:
-    with pytest.raises(InvalidInputError, match="timeout_ms: give it or timeout_at, not both"):
+    with pytest.raises(InvalidInputError, match="timeout_ms: give timeout_ms or timeout_at, not both"):
         args(timeout_ms=1, timeout_at=1)
     with pytest.raises(InvalidInputError, match=r"timeout_ms: .*, got -1"):
         args(timeout_ms=-1)

@@ -244,10 +244,11 @@ unlisted as (
      and i.partition_key = any(array[h.partition_key]) and i.execution_id = h.execution_id
 ),
 kept as (
-  insert into retained (retain_until, ended_at, partition_key, execution_ids, queue_no, terminal_outcome)
-  select min(now) + coalesce(retention_ms, :retention_ms::bigint), min(now), partition_key, array_agg(execution_id), queue_no,
-         to_outcome
-    from judged where verdict = 'ok' and ends group by partition_key, retention_ms, queue_no, to_outcome
+  insert into retained (retain_until, ended_at, partition_key, execution_ids, queue_no, queue_nos, terminal_outcome)
+  select min(now) + coalesce(retention_ms, :retention_ms::bigint), min(now), partition_key, array_agg(execution_id),
+         case when min(queue_no) = max(queue_no) then min(queue_no) end,
+         case when min(queue_no) < max(queue_no) then array_agg(queue_no) end, to_outcome
+    from judged where verdict = 'ok' and ends group by partition_key, retention_ms, to_outcome
 ),
 events as (
   insert into event (at, execution_id, partition_key, kind, namespace_no, attempt_index, worker_no, lease_epoch, lease_id,
@@ -323,10 +324,11 @@ untimed as (
      and t.partition_key = any(array[m.partition_key]) and t.execution_id = m.execution_id
 ),
 kept as (
-  insert into retained (retain_until, ended_at, partition_key, execution_ids, queue_no, terminal_outcome)
-  select min(now) + coalesce(retention_ms, :retention_ms::bigint), min(now), partition_key, array_agg(execution_id), queue_no,
-         :to_outcome
-    from moved group by partition_key, retention_ms, queue_no
+  insert into retained (retain_until, ended_at, partition_key, execution_ids, queue_no, queue_nos, terminal_outcome)
+  select min(now) + coalesce(retention_ms, :retention_ms::bigint), min(now), partition_key, array_agg(execution_id),
+         case when min(queue_no) = max(queue_no) then min(queue_no) end,
+         case when min(queue_no) < max(queue_no) then array_agg(queue_no) end, :to_outcome
+    from moved group by partition_key, retention_ms
 ),
 -- Completions that differ only in their ids share one event row.
 events as (

@@ -49,8 +49,9 @@ kept as materialized (
 spent as (
   delete from retained where ctid = any(array(select tid from batch except select batch_tid from kept))
 ),
+-- The ids that are left may come in another order than the queues.
 left_over as (
-  update retained r set execution_ids = k.execution_ids
+  update retained r set execution_ids = k.execution_ids, queue_nos = null
     from (select batch_tid, array_agg(execution_id) as execution_ids from kept group by batch_tid) k
    where r.ctid = k.batch_tid
 ),

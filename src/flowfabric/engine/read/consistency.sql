@@ -46,7 +46,9 @@ subject as materialized (
 -- makes the planner use a hashed subplan instead of a nested loop; the limit, never reached, tells it that the hash is small.
 kept as materialized (
   select distinct k.partition_key, k.execution_id, k.ended_at, k.queue_no, k.terminal_outcome
-    from (select r.partition_key, unnest(r.execution_ids) as execution_id, r.ended_at, r.queue_no, r.terminal_outcome
+    from (select r.partition_key, unnest(r.execution_ids) as execution_id, r.ended_at, r.terminal_outcome,
+                 unnest(case when r.queue_no is not null then array_fill(r.queue_no, array[cardinality(r.execution_ids)])
+                             when cardinality(r.queue_nos) = cardinality(r.execution_ids) then r.queue_nos end) as queue_no
             from retained r
            where ((r.partition_key, r.ended_at) in (select partition_key, last_transition_at from subject where is_terminal)) is true
           offset 0) k
@@ -299,10 +301,12 @@ union all
   where k.operation = 'suspend'
     and not exists (select from execution e where e.partition_key = k.subject_partition and e.execution_id = k.subject_id) limit :limit)
 union all
--- count_executions adds up entries that name a queue, so every id in them must have ended then.
+-- count_executions adds up entries that name the queue of each of their ids, so every id in them must have ended then.
 (select distinct r.partition_key, r.execution_id, case when e.execution_id is null then 'retained: its execution does not exist'
                                                        else 'retained: counts an execution that did not end then' end
-   from (select partition_key, unnest(execution_ids) as execution_id, ended_at, queue_no is not null as counts from retained offset 0) r
+   from (select partition_key, unnest(execution_ids) as execution_id, ended_at,
+                queue_no is not null or cardinality(queue_nos) is not distinct from cardinality(execution_ids) as counts
+           from retained offset 0) r
    left join lateral (
         select e.execution_id, e.lifecycle_phase = 'terminal' and e.last_transition_at = r.ended_at as ended_then
           from execution e where e.partition_key = r.partition_key and e.execution_id = r.execution_id limit 1) e on true

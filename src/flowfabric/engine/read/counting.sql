@@ -25,10 +25,11 @@ batch as (
   -- A claim keeps the ids of executions that are no longer leased under it until it is removed.
   select partition_key, execution_ids, claim_no, null from claim where 'active' = any(:states)
   union all
-  -- Entries without a queue were written by an older version and may contain executions that were replayed.
+  -- An entry that does not name the queue of each id was written by an older version, or shortened by a trim.
   select partition_key, execution_ids, null, ended_at
     from retained
-   where queue_no is null and :states && '{completed,failed,cancelled,expired,skipped}'
+   where queue_no is null and cardinality(queue_nos) is distinct from cardinality(execution_ids)
+     and :states && '{completed,failed,cancelled,expired,skipped}'
 ),
 tally as (
   select r.queue_no, case r.terminal_outcome when 'success' then 'completed' else r.terminal_outcome::text end::public_state as public_state,
@@ -36,7 +37,15 @@ tally as (
     from (select queue_no, terminal_outcome, sum(cardinality(execution_ids)) as executions
             from retained
            where queue_no is not null and :states && '{completed,failed,cancelled,expired,skipped}'
-           group by queue_no, terminal_outcome offset 0) r
+           group by queue_no, terminal_outcome
+          union all
+          select each.queue_no, each.terminal_outcome, count(*)
+            from (select unnest(queue_nos) as queue_no, terminal_outcome
+                    from retained
+                   where queue_no is null and cardinality(queue_nos) = cardinality(execution_ids)
+                     and :states && '{completed,failed,cancelled,expired,skipped}') each
+           group by each.queue_no, each.terminal_outcome
+          offset 0) r
   union all
   select w.queue_no, 'waiting', r.executions
     from wanted w
