@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from fixtures import Clock, Explain, Rows
+from flowfabric.engine.core.watermark import WalkWatermarks
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.lease import claim as claim_family
 from flowfabric.model.explanation import Explanation
@@ -50,3 +51,9 @@ async def consistent_rows(engine: Engine) -> AsyncIterator[None]:
 @pytest.fixture
 def altered_rows() -> None:
     """Mark a test that leaves rows that no operation writes."""
+
+
+@pytest.fixture
+def walks_are_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A claim that finds nothing walks everything again, however slow the machine is."""
+    monkeypatch.setattr(WalkWatermarks, "FREE_SECONDS", 600.0)

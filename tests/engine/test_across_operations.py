@@ -5,6 +5,7 @@ from typing import Any
 from uuid import uuid4
 
 import asyncpg
+import pytest
 
 from fixtures import Clock, Engines, Given, Rows
 from flowfabric.engine.engine import Engine
@@ -146,6 +147,7 @@ async def test_of_two_concurrent_creates_of_one_id_one_is_a_duplicate(engines: E
         assert sorted(type(answer).__name__ for answer in answers) == [Created.__name__, Duplicate.__name__]
 
 
+@pytest.mark.usefixtures("fresh_database")
 async def test_concurrent_operations_on_one_execution_do_not_deadlock(
     engines: Engines, given: Given, connection: asyncpg.Connection
 ) -> None:

@@ -198,6 +198,7 @@ async def test_a_waitpoint_whose_answer_is_lost_is_created_once(
     assert ended.result == json.dumps(made, separators=(",", ":")).encode()
 
 
+@pytest.mark.usefixtures("fresh_database")
 async def test_a_worker_retries_its_registration_until_the_store_accepts_writes(
     engine: Engine, start_worker: Any, submit: Any, connection: Any, caplog: Any, eventually: Any
 ) -> None:

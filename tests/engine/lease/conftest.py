@@ -4,7 +4,6 @@ import asyncpg
 import pytest
 
 from engine.cases import Emptied
-from flowfabric.engine.core.watermark import WalkWatermarks
 from flowfabric.engine.engine import Engine
 
 
@@ -21,6 +20,4 @@ def emptied(request: pytest.FixtureRequest, engine: Engine, connection: asyncpg.
 
 
 @pytest.fixture(autouse=True)
-def _walks_are_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A claim that finds nothing walks everything again, however slow the machine is."""
-    monkeypatch.setattr(WalkWatermarks, "FREE_SECONDS", 600.0)
+def _walks_are_free(walks_are_free: None) -> None: ...
