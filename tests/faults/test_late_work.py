@@ -19,10 +19,17 @@ from flowfabric.settings import Settings
 
 from .proxy import Action, Proxy, Side, Strike
 
-SLOW = WalkWatermarks.FREE_SECONDS + 0.2
+FREE = 0.3
+"""How long a walk of these tests may take and be repeated at once: longer than one takes on a busy machine."""
+SLOW = FREE + 0.1
 """How long an answer takes to arrive: a walk that took so long would be too expensive to repeat at once."""
 LANE = "default"
 Take = Callable[[Engine], Awaitable[object]]
+
+
+@pytest.fixture(autouse=True)
+def _walks_are_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(WalkWatermarks, "FREE_SECONDS", FREE)
 
 
 @pytest.fixture
