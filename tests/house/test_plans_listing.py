@@ -33,7 +33,7 @@ RARE = (
     # After the others: it can be claimed.
     PublicState.RESUMABLE,
 )
-"""The states that are looked for in a store where most executions are waiting, in the order of their creation."""
+"""The states to search for behind many waiting executions, in the order in which the executions are created."""
 
 
 async def backlog(engine: Engine, **overrides: Any) -> None:
