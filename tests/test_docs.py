@@ -207,7 +207,7 @@ def test_code_is_marked_by_a_known_word_and_is_python() -> None:
 
 
 def write_shown_code(folder: Path) -> list[str]:
-    """Write the code of the pages to files, except the sessions of the engine's pages, which pass arguments as dicts."""
+    """Write the code of the pages to files, except the engine's sessions, which pass arguments as dicts."""
     for nth, program in enumerate([*PROGRAMS, *TEST_FILES]):
         (folder / f"program_{nth}.py").write_text(program.code, encoding="utf-8")
     for page in SESSIONS:
