@@ -126,9 +126,7 @@ class KillableServer:
 
     async def _pg_ctl(self, command: str, *options: str) -> None:
         tools = self._site
-        code, output = await asyncio.to_thread(
-            tools.run, "pg_ctl", command, "-w", "-D", str(tools.data), *options
-        )
+        code, output = await asyncio.to_thread(tools.run, "pg_ctl", command, "-w", "-D", str(tools.data), *options)
         assert code == 0, output
 
 

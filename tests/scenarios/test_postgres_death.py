@@ -251,7 +251,9 @@ class Replication:
     async def _waiting_commit(self) -> asyncio.Future[object]:
         # Commits wait only after the checkpointer has read the setting, which sessions may see before.
         while True:
-            commit = asyncio.ensure_future(self._probe.execute("select pg_logical_emit_message(true, 'probe', '')"))
+            commit: asyncio.Future[object] = asyncio.ensure_future(
+                self._probe.execute("select pg_logical_emit_message(true, 'probe', '')")
+            )
 
             async def has_waited(commit: asyncio.Future[object] = commit) -> bool:
                 return commit.done() or await self.waiting() == 1

@@ -53,9 +53,7 @@ def started(tmp_path: Path, name: str) -> int:
 
 async def end_events(rows: Rows) -> Counter[Any]:
     """The number of end events of each execution."""
-    return Counter(
-        event["execution_id"] for event in await rows.of("event_each") if event["outcome"] is not None
-    )
+    return Counter(event["execution_id"] for event in await rows.of("event_each") if event["outcome"] is not None)
 
 
 async def test_the_runs_of_a_killed_worker_are_reclaimed(
