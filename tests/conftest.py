@@ -22,7 +22,7 @@ import pytest
 from databases import Databases
 from fixtures import Clock, Engines, Eventually, Given, Rows
 from flowfabric.db import session as sessions
-from flowfabric.engine.core.watermark import WalkWatermarks
+from flowfabric.engine.core.watermark import ScanWatermarks
 from flowfabric.engine.engine import Engine
 from flowfabric.settings import Settings
 from servers import served
@@ -161,7 +161,7 @@ def patient_with_locks(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def lasting_watermarks(monkeypatch: pytest.MonkeyPatch) -> None:
     """The marks of queues last as long as a test; where they end, a claim walks the entries of claimed rows again."""
-    monkeypatch.setattr(WalkWatermarks, "LIFE_SECONDS", 3600)
+    monkeypatch.setattr(ScanWatermarks, "LIFE_SECONDS", 3600)
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from fixtures import Clock, Explain, Rows
-from flowfabric.engine.core.watermark import WalkWatermarks
+from flowfabric.engine.core.watermark import ScanWatermarks
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.lease import claim as claim_family
 from flowfabric.model.explanation import Explanation
@@ -54,6 +54,6 @@ def altered_rows() -> None:
 
 
 @pytest.fixture
-def walks_are_free(monkeypatch: pytest.MonkeyPatch) -> None:
+def scans_are_free(monkeypatch: pytest.MonkeyPatch) -> None:
     """A claim that finds nothing walks everything again, however slow the machine is."""
-    monkeypatch.setattr(WalkWatermarks, "FREE_SECONDS", 600.0)
+    monkeypatch.setattr(ScanWatermarks, "FREE_SECONDS", 600.0)

@@ -85,4 +85,4 @@ async def signal_keys(rows: Rows, **where: Any) -> list[dict[str, Any]]:
 
 async def stamps_written(engine: Engine) -> None:
     """Write the pending records of refused tokens, as closing the engine does."""
-    await engine._rooms[Signals].drain()
+    await engine._services[Signals].drain()

@@ -27,7 +27,7 @@ def test_an_operation_has_the_signature_and_docstring_of_its_method() -> None:
 
 async def test_an_operation_of_an_engine_is_the_bound_method_of_its_room(engine: Engine) -> None:
     assert inspect.signature(engine.complete) == inspect.signature(Finish(None, None).complete)  # type: ignore[arg-type]
-    assert engine.complete.__self__ is engine._rooms[Finish]  # type: ignore[attr-defined]
+    assert engine.complete.__self__ is engine._services[Finish]  # type: ignore[attr-defined]
     assert engine.complete.__doc__ == Finish.complete.__doc__
 
 

@@ -19,7 +19,7 @@ import pytest
 from fixtures import Eventually
 from flowfabric import Fabric, Run, Settings
 from flowfabric.db.embedded import Embedded
-from flowfabric.engine.engine import Engine, engine_beside
+from flowfabric.engine.engine import Engine, second_engine
 from flowfabric.model.errors import EngineError, TransportError
 from flowfabric.model.execution import Created
 
@@ -126,7 +126,7 @@ async def test_calls_that_find_the_server_dead_at_once_start_one(
 ) -> None:
     acknowledged = [(await engine.create_execution(**NEW)).execution_id for _ in range(20)]
     # A session that is idle keeps the memory of the dead server for a moment.
-    async with engine_beside(engine, pool_size=5) as other:
+    async with second_engine(engine, pool_size=5) as other:
         await asyncio.gather(*(other.ping() for _ in range(5)))
         os.kill(postmaster(home), signal.SIGKILL)
         made = await asyncio.gather(*(engine.create_execution(**NEW) for _ in range(20)))

@@ -91,7 +91,7 @@ class Database:
         try:
             return await connect(self.url, schema=self.schema, limits=self.limits, **settings)
         except Unreachable as refused:
-            url = await self._revive() if self._revive is not None and refused.may_pass else None
+            url = await self._revive() if self._revive is not None and refused.is_temporary else None
             if url is None:
                 raise
             self.url = url

@@ -20,7 +20,7 @@ class Unreachable(StoreFault):
     """No connection to the server; the message names the server and the database, the reason, and what to do."""
 
     @property
-    def may_pass(self) -> bool:
+    def is_temporary(self) -> bool:
         """Whether a later attempt may succeed without any change."""
         return self.kind in ("transport", "timeout", "busy_loading")
 

@@ -205,7 +205,7 @@ class DeliveryTarget:
                 source_identity=signal.source_identity,
             )
         )
-        if disposition.is_adding:
+        if disposition.is_satisfier:
             wait.satisfiers.append(signal.id)
         is_met = disposition is SignalDisposition.RESUME_CONDITION_SATISFIED
         if is_met and self.phase is LifecyclePhase.SUSPENDED:

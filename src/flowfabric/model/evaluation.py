@@ -66,7 +66,7 @@ def evaluate(condition: Condition, signals: Iterable[SignalFacts]) -> Evaluation
         dispositions.append(disposition)
         if disposition is SignalDisposition.RESUME_CONDITION_SATISFIED:
             closer = signal.signal_id
-        if disposition.is_adding:
+        if disposition.is_satisfier:
             satisfiers.append(signal.signal_id)
     return Evaluation(
         satisfied=tally.is_met,

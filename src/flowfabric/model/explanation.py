@@ -19,7 +19,7 @@ from flowfabric.model.ids import (
 from flowfabric.model.states import BlockingReason, LaneState, PublicState, StateVector, TerminalOutcome
 from flowfabric.model.text import shorten
 
-MOST_AHEAD = 1000
+MAX_AHEAD = 1000
 """The number up to which the executions ahead of one are counted."""
 
 _MAX_LISTED = 3
@@ -239,7 +239,7 @@ _TAKES_NO_CLAIMS = frozenset({LaneState.PAUSED, LaneState.DISABLED})
 def _phrase(reason: Reason) -> str:
     match reason:
         case QueuedReason():
-            ahead = f"{reason.ahead} ahead of it" if reason.ahead < MOST_AHEAD else f"{MOST_AHEAD} or more ahead of it"
+            ahead = f"{reason.ahead} ahead of it" if reason.ahead < MAX_AHEAD else f"{MAX_AHEAD} or more ahead of it"
             stopped = f", which is {reason.lane_state}" if reason.lane_state in _TAKES_NO_CLAIMS else ""
             return f"{ahead} on lane {_quoted(reason.lane_id)}{stopped}"
         case GrantedReason():

@@ -103,7 +103,7 @@ def format_execution_id(partition: int, uuid: uuid.UUID | str) -> ExecutionId:
     return ExecutionId(ID_FORMAT % (partition, uuid))
 
 
-def id_head(partition: int) -> str:
+def id_prefix(partition: int) -> str:
     """Return the part of an execution id before the UUID."""
     return ID_FORMAT % (partition, "")
 

@@ -119,7 +119,7 @@ SWEEPS = (
         lambda parts: parts.retention.purge_keys(),
         every=lambda _: _seconds(60),
         batch=retention.PURGE_LIMIT,
-        is_due=lambda due: due.has_spent_keys,
+        is_due=lambda due: due.has_expired_keys,
         is_gentle=True,
     ),
     Sweep(
@@ -127,7 +127,7 @@ SWEEPS = (
         lambda parts: parts.retention.purge_grants(),
         every=lambda _: _seconds(1),
         batch=retention.PURGE_LIMIT,
-        is_due=lambda due: due.has_spent_grants,
+        is_due=lambda due: due.has_old_grants,
     ),
     Sweep(
         "worker_registry_ttl_sweep",

@@ -11,7 +11,7 @@ from flowfabric.worker.running import Running
 
 logger = logging.getLogger("flowfabric.worker")
 
-MOST_LISTED = 20
+MAX_LISTED = 20
 """How many lanes or tasks one line lists."""
 
 
@@ -93,8 +93,8 @@ class Drain:
 
 
 def _listed(names: Sequence[str]) -> str:
-    more = len(names) - MOST_LISTED
-    return (", ".join(names) if more <= 0 else f"{', '.join(names[:MOST_LISTED])} and {more} more") or "none"
+    more = len(names) - MAX_LISTED
+    return (", ".join(names) if more <= 0 else f"{', '.join(names[:MAX_LISTED])} and {more} more") or "none"
 
 
 def _handlers(count: int) -> str:

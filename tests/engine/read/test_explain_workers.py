@@ -169,7 +169,7 @@ async def test_a_revoked_lease_that_no_worker_can_reclaim_lacks_a_worker(
     assert others == [queued(), NoCapableWorkerReason(missing=("gpu",), workers_seen=1)]
 
 
-@pytest.mark.usefixtures("walks_are_free")
+@pytest.mark.usefixtures("scans_are_free")
 async def test_a_live_grant_is_explained_with_its_worker_and_end(
     engine: Engine, explain: Any, given: Given, clock: Clock
 ) -> None:

@@ -88,7 +88,7 @@ async def test_an_execution_in_several_sources_is_listed_once(
     await block(connection, blocked, "blocked_by_budget", "waiting_for_budget")
     expected.append(blocked)
     # The walk ends after the first execution, so that the collections are used.
-    monkeypatch.setattr(listing, "FIRST_WALK", 1)
+    monkeypatch.setattr(listing, "FIRST_SCAN", 1)
     monkeypatch.setattr(listing, "MIN_DEPTH", 1)
     states = ["active", "delayed", "waiting", "rate_limited"]
     page = await engine.list_executions(public_state=states)
@@ -327,7 +327,7 @@ async def test_walks_and_collections_agree_with_a_sorted_model(
         await add(25)
     await move(40)
     for turn in range(60):
-        monkeypatch.setattr(listing, "FIRST_WALK", dice.choice((1, 30, 1000)))
+        monkeypatch.setattr(listing, "FIRST_SCAN", dice.choice((1, 30, 1000)))
         monkeypatch.setattr(listing, "FIRST_CAP", dice.choice((1, 20, 1000)))
         monkeypatch.setattr(listing, "FIRST_FAN_OUT", dice.choice((1, 2, 64)))
         monkeypatch.setattr(listing, "MIN_DEPTH", dice.choice((1, 8)))

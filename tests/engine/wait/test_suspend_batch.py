@@ -12,7 +12,7 @@ from engine.state import ACTIVE, EXPIRED_LEASE, vector
 from engine.waits import SUSPENDED, args, on_all, suspend_keys, suspended, suspension, token_of, waitpoints
 from fixtures import Clock, Engines, Given, Rows
 from flowfabric.db.database import Database
-from flowfabric.engine.engine import Engine, engine_beside
+from flowfabric.engine.engine import Engine, second_engine
 from flowfabric.model.errors import EngineError
 from flowfabric.model.ids import WaitpointId
 from flowfabric.model.suspension import Suspended
@@ -136,7 +136,7 @@ async def test_a_locked_row_does_not_delay_the_other_suspends(
 
 async def test_a_closing_engine_finishes_running_suspends(engines: Engines, engine: Engine, given: Given) -> None:
     handle = await given.claimed()
-    async with engine_beside(engine) as other:
+    async with second_engine(engine) as other:
         asked = asyncio.ensure_future(other.suspend(handle, args()))
         await asyncio.sleep(0)
     assert isinstance(await asked, Suspended)

@@ -212,7 +212,7 @@ async def test_a_stale_timer_does_nothing(
     )
     async with rows.unchanged():
         assert await parts_of(engine).suspension_timeouts.expire_due() == 0
-    assert parts_of(engine).suspension_timeouts.quarantine.left_out() == []
+    assert parts_of(engine).suspension_timeouts.quarantine.skipped() == []
 
 
 async def test_the_default_timeout_of_the_policy_is_applied(
@@ -358,7 +358,7 @@ async def test_more_failing_timeouts_than_a_batch_do_not_block_the_others(
             await clock.advance(ms=MINUTE)
             assert await parts_of(engine).suspension_timeouts.expire_due() == 1
             assert vector(await rows.execution(good.execution_id)) == FAILED
-            assert len(parts_of(engine).suspension_timeouts.quarantine.left_out()) == failed
+            assert len(parts_of(engine).suspension_timeouts.quarantine.skipped()) == failed
             async with rows.unchanged():
                 assert await parts_of(engine).suspension_timeouts.expire_due() == 0
 

@@ -31,7 +31,7 @@ SQL = statements_beside(__file__)
 logger = logging.getLogger(__name__)
 
 FIRST_KID = "k1"
-_MOST_CACHED = 100
+_MAX_CACHED = 100
 
 
 class Keys:
@@ -80,7 +80,7 @@ class Keys:
                 if self._is_of(stored[new_kid], secret):
                     return AlreadyRotated(kid=new_kid)
                 return error("rotation_conflict", new_kid)
-            spent = await transaction.fetch(SQL.take_spent_signing_keys, now=now)
+            spent = await transaction.fetch(SQL.take_expired_signing_keys, now=now)
             previous = _current(stored)
             if previous is not None:
                 await transaction.fetch(SQL.retire_key, kid=previous, expires_at=now + grace_ms)
@@ -187,7 +187,7 @@ class Keys:
         known = self.known.get(at)
         if known is None:
             key = SigningKey(kid=row["kid"], secret=self._seals.open(row["kid"], row["secret"]))
-            if len(self.known) >= _MOST_CACHED:
+            if len(self.known) >= _MAX_CACHED:
                 self.known.clear()
             known = self.known[at] = key
         return known

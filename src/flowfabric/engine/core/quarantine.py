@@ -9,8 +9,8 @@ from flowfabric.model.errors import EngineError, TransportError
 from flowfabric.model.ids import ExecutionId, split_execution_id
 
 FAILURES_IN_A_ROW = 3
-INTERVALS_LEFT_OUT = 10
-MOST_LEFT_OUT = 10_000
+SKIPPED_INTERVALS = 10
+MAX_SKIPPED = 10_000
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ Some = Callable[[Sequence[ExecutionId]], Awaitable[int]]
 
 def pause_after(failures: int, every: float) -> float:
     """The seconds until the next try after this many failures in a row, for a sweep that runs `every` seconds."""
-    return every * (INTERVALS_LEFT_OUT if failures % FAILURES_IN_A_ROW == 0 else 1)
+    return every * (SKIPPED_INTERVALS if failures % FAILURES_IN_A_ROW == 0 else 1)
 
 
 class Quarantine:
@@ -40,11 +40,11 @@ class Quarantine:
         self._failures: dict[ExecutionId, tuple[int, float]] = {}
         """The number of failures in a row, and the time until which the execution is skipped."""
 
-    def left_out(self) -> list[UUID]:
+    def skipped(self) -> list[UUID]:
         """The executions to skip now."""
         now = self._clock()
         # An execution that has not failed again for that long was processed, or is gone.
-        forgotten = self._every * INTERVALS_LEFT_OUT
+        forgotten = self._every * SKIPPED_INTERVALS
         for execution_id in [each for each, (_, until) in self._failures.items() if until + forgotten < now]:
             del self._failures[execution_id]
         return [UUID(split_execution_id(each)[1]) for each, (_, until) in self._failures.items() if until > now]
@@ -53,7 +53,7 @@ class Quarantine:
         """Record that an execution could not be processed, and log the problem."""
         failures = self._failures.pop(execution_id, (0, 0.0))[0] + 1
         pause = pause_after(failures, self._every)
-        while len(self._failures) >= MOST_LEFT_OUT:
+        while len(self._failures) >= MAX_SKIPPED:
             del self._failures[next(iter(self._failures))]
         self._failures[execution_id] = failures, self._clock() + pause
         logger.warning("%s failed %d times, skipping it for %g s: %s", execution_id, failures, pause, problem)
@@ -72,12 +72,12 @@ class Quarantine:
     async def sweep_by_halves(self, batch: Batch, list_due: ListDue, some: Some, *, limit: int) -> int:
         """Process one batch as `sweep` does, but split a failing batch in halves until only failing items are left."""
 
-        async def together(left_out: Sequence[UUID], found: list[ExecutionId]) -> int:
+        async def together(skipped: Sequence[UUID], found: list[ExecutionId]) -> int:
             try:
-                return await batch(left_out)
+                return await batch(skipped)
             except EngineError as fault:
                 if not is_connection_fault(fault):
-                    found += await list_due(left_out)
+                    found += await list_due(skipped)
                 raise
 
         async def halve(found: Sequence[ExecutionId]) -> int:
@@ -95,10 +95,10 @@ class Quarantine:
         return await self._sweep(together, halve, limit)
 
     async def _sweep(self, together: Together, apart: Some, limit: int) -> int:
-        for _ in range(1 + MOST_LEFT_OUT // limit):
+        for _ in range(1 + MAX_SKIPPED // limit):
             found: list[ExecutionId] = []
             try:
-                done = await together(self.left_out(), found)
+                done = await together(self.skipped(), found)
             except Exception as fault:
                 if not found or is_connection_fault(fault):
                     raise

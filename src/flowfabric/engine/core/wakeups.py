@@ -65,7 +65,7 @@ OnLost = Callable[[Sequence[LostLease] | None], None]
 class Wakeups:
     """Wakes the waiters of this process directly and those of other processes by a hint."""
 
-    MOST_PLACES = 20
+    MAX_PLACES = 20
     """The most places in one hint; other processes find the rest when their watermarks expire."""
 
     def __init__(self, hints: Hints) -> None:
@@ -94,7 +94,7 @@ class Wakeups:
                 self.watermarks.lower(route_no, queue_no, place)
             self._wake(lane_id)
             named = [f"{route_no}.{queue_no}.{place}" for (route_no, queue_no, _), place in places.items()]
-            self.hints.send(_WORK, ",".join([lane_id.encode().hex(), *named[: self.MOST_PLACES]]))
+            self.hints.send(_WORK, ",".join([lane_id.encode().hex(), *named[: self.MAX_PLACES]]))
 
     def lane(self, lane_id: str) -> None:
         """Wake the claims of a lane whose state has changed."""

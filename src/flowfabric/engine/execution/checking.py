@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from flowfabric.engine.store import QueueNames, Store
 from flowfabric.model.errors import EngineError, error
 from flowfabric.model.execution import NewExecution
-from flowfabric.model.ids import ExecutionId, check_lane_id, check_partition, id_head, parse_execution_id, row_key
+from flowfabric.model.ids import ExecutionId, check_lane_id, check_partition, id_prefix, parse_execution_id, row_key
 from flowfabric.model.policy import ExecutionPolicy, dedup_window_ms, parse_policy, policy_json
 from flowfabric.model.policy_checks import MAX_MS
 from flowfabric.model.tag import check_tags
@@ -23,7 +23,7 @@ class Shape:
     """What many submissions share, checked once, with the ids of its names in the store."""
 
     partition: int
-    id_head: str
+    id_prefix: str
     """The prefix of every generated id of this partition."""
     lane_id: str
     namespace: str
@@ -186,7 +186,7 @@ class Submissions:
             except EngineError:
                 return None
         if is_minted := execution_id is None:
-            execution_id = ExecutionId(shape.id_head + uuid)
+            execution_id = ExecutionId(shape.id_prefix + uuid)
         else:
             _, uuid = row_key(execution_id)
         return Submission(
@@ -280,7 +280,7 @@ class Submissions:
         partition = store.rules.partitions.of_lane(lane_id)
         return Shape(
             partition=partition,
-            id_head=id_head(partition),
+            id_prefix=id_prefix(partition),
             lane_id=lane_id,
             namespace=namespace,
             columns={

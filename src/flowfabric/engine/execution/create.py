@@ -271,7 +271,7 @@ class Create:
         firsts = [(MAX_PRIORITY - priority) << BAND_BITS | number for priority in set(items.priorities)]
         route_no, queue_no = shape.columns["route_no"], shape.columns["queue_no"]
         self._store.wakeups.work(Work(shape.lane_id, route_no, queue_no, first) for first in firsts)
-        head = shape.id_head
+        head = shape.id_prefix
         return [*Created.each(cast("list[ExecutionId]", [head + uuid for uuid in uuids]), PublicState.WAITING)]
 
     async def _insert_alone(self, item: Submission) -> Submitted:

@@ -28,9 +28,9 @@ class Results:
 
     AT_ONCE = 2
     """Hinted queries without a pause after a quiet time: one for a new waiter, one for its result."""
-    REST_SECONDS = (0.001, 0.02)
+    PAUSE_SECONDS = (0.001, 0.02)
     """The first and the longest pause after a hinted query that found nothing; each pause is twice the one before."""
-    REST_SHARE = 2
+    PAUSE_SHARE = 2
     """A hinted query is followed by a pause of at least this many times its duration."""
     POLL_SECONDS = (0.02, 1.0)
     """The first and the longest pause between two polls."""
@@ -87,7 +87,7 @@ class Results:
     async def _query_loop(self) -> None:
         wakeups = self._store.wakeups
         await wakeups.hints.listen()
-        shortest_rest, longest_rest = self.REST_SECONDS
+        shortest_rest, longest_rest = self.PAUSE_SECONDS
         shortest_poll, longest_poll = self.POLL_SECONDS
         rest, poll, at_once = shortest_rest, shortest_poll, self.AT_ONCE
         while self._waiting:
@@ -104,7 +104,7 @@ class Results:
             cost = time.monotonic() - began
             if self._waiting and at_once < 0:
                 rest = shortest_rest if has_answered else min(rest * 2, longest_rest)
-                await asyncio.sleep(min(max(rest, cost * self.REST_SHARE), longest_poll))
+                await asyncio.sleep(min(max(rest, cost * self.PAUSE_SHARE), longest_poll))
 
     async def _query(self, wanted: list[ExecutionId]) -> bool:
         """Query once, and answer the waiters whose execution has ended or is absent; whether there were any."""

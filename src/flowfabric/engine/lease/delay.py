@@ -106,14 +106,14 @@ class Delays:
             work.extend(Work(row["lane_id"], row["route_no"], row["queue_no"], row["place"]) for row in rows)
             return len(rows)
 
-        def due(left_out: Sequence[UUID]) -> dict[str, object]:
-            return {"since": since, "left_out": left_out, "limit": SWEEP_LIMIT}
+        def due(skipped: Sequence[UUID]) -> dict[str, object]:
+            return {"since": since, "skipped": skipped, "limit": SWEEP_LIMIT}
 
-        async def batch(left_out: Sequence[UUID]) -> int:
-            return await promote({"partition_keys": [], "execution_ids": None, **due(left_out)})
+        async def batch(skipped: Sequence[UUID]) -> int:
+            return await promote({"partition_keys": [], "execution_ids": None, **due(skipped)})
 
-        async def list_due(left_out: Sequence[UUID]) -> list[ExecutionId]:
-            rows = await self._store.fetch(SQL.list_delayed, **due(left_out))
+        async def list_due(skipped: Sequence[UUID]) -> list[ExecutionId]:
+            rows = await self._store.fetch(SQL.list_delayed, **due(skipped))
             return [format_execution_id(row["partition_key"], row["execution_id"]) for row in rows]
 
         async def some(execution_ids: Sequence[ExecutionId]) -> int:
@@ -137,7 +137,7 @@ def _named(execution_ids: Sequence[ExecutionId]) -> dict[str, object]:
         "partition_keys": [partition for partition, _ in pairs],
         "execution_ids": [uuid for _, uuid in pairs],
         "since": 0,
-        "left_out": [],
+        "skipped": [],
         "limit": len(pairs),
     }
 

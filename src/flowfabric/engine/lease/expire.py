@@ -91,7 +91,7 @@ class LeaseExpiry:
 
     async def _take_spent(self, since: int) -> list[Record]:
         return await self._store.fetch(
-            SQL.take_spent_claims, since=since, left_out=self.quarantine.left_out(), limit=CLAIM_LIMIT
+            SQL.take_spent_claims, since=since, skipped=self.quarantine.skipped(), limit=CLAIM_LIMIT
         )
 
     async def _mark(self, expired: Sequence[ExecutionId]) -> list[Work]:
@@ -187,11 +187,11 @@ class Timeouts:
         """Expire executions past their attempt timeout or deadline, the oldest first; return how many."""
         return await self.quarantine.sweep(self._expire_together, self._expire_alone, limit=SWEEP_LIMIT)
 
-    async def _expire_together(self, left_out: Sequence[UUID], found: list[ExecutionId]) -> int:
+    async def _expire_together(self, skipped: Sequence[UUID], found: list[ExecutionId]) -> int:
         since = self._store.due_watermark.since
 
         async def expire(transaction: Transaction) -> tuple[list[LeaseEnd], list[Verdict | Locked]]:
-            rows = await transaction.fetch(SQL.lock_expired, since=since, left_out=left_out, limit=SWEEP_LIMIT)
+            rows = await transaction.fetch(SQL.lock_expired, since=since, skipped=skipped, limit=SWEEP_LIMIT)
             found[:] = [format_execution_id(row["partition_key"], row["execution_id"]) for row in rows]
             lease_ends = [
                 _expiry(row, ExpiryPhase.EXECUTION_DEADLINE if row["past_deadline"] else ExpiryPhase.ATTEMPT_TIMEOUT)

@@ -12,7 +12,7 @@ from flowfabric.engine.core.stored import literal, required, vector
 from flowfabric.engine.store import Store
 from flowfabric.model.errors import error
 from flowfabric.model.explanation import (
-    MOST_AHEAD,
+    MAX_AHEAD,
     BudgetReason,
     DelayedReason,
     DependenciesReason,
@@ -74,7 +74,7 @@ class Explain:
         """Explain the state of an execution: every reason that holds it, and a one-sentence summary."""
         parsed = parse_execution_id(execution_id)
         partition, uuid = row_key(parsed)
-        rows = await self._store.fetch(SQL.read_reasons, partition_key=partition, execution_id=uuid, most=MOST_AHEAD)
+        rows = await self._store.fetch(SQL.read_reasons, partition_key=partition, execution_id=uuid, most=MAX_AHEAD)
         if not rows:
             raise error("execution_not_found")
         row = rows[0]

@@ -34,7 +34,7 @@ from flowfabric.model.ids import (
 from flowfabric.model.policy import read_stored_policy
 from flowfabric.model.resume import resume_policy_json
 from flowfabric.model.states import HandleKind, TimeoutBehavior, WaitpointState
-from flowfabric.model.suspend_outcome import SuspendOutcome, need_not_wait, outcome_json, read_stored_outcome
+from flowfabric.model.suspend_outcome import SuspendOutcome, already_met, outcome_json, read_stored_outcome
 from flowfabric.model.suspension import (
     AlreadyMet,
     SuspendArgs,
@@ -231,7 +231,7 @@ class Suspend:
             args=request.args,
             kid=key.kid,
             details=details,
-            outcome=need_not_wait(details)
+            outcome=already_met(details)
             if evaluation.satisfied
             else Suspended(details=details, handle=msgspec.structs.replace(handle, kind=HandleKind.SUSPENDED)),
             timeout_at=timeout_at,
