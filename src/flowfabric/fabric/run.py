@@ -24,9 +24,10 @@ from flowfabric.worker.codec import encode
 from flowfabric.worker.handler import Handler
 
 Value = TypeVar("Value", covariant=True)
+"""The type of the result of a run."""
 
 STATE_SECONDS = 1.0
-"""How long a wait that timed out tries to read the state for its message."""
+"""How long a wait that timed out may take to read the state for its message."""
 SIGNAL_PAUSE_SECONDS = (0.02, 0.5)
 """The first and the longest pause between two checks whether the run waits for a signal."""
 

@@ -7,13 +7,14 @@ from urllib.parse import quote
 
 import msgspec
 
-from flowfabric.fabric.options import checked_lane, checked_tags, policy_of
+from flowfabric.fabric.options import policy_of
 from flowfabric.fabric.run import Run, RunFabric
 from flowfabric.model.duration import Duration, milliseconds
 from flowfabric.model.errors import ConflictError, Detail, EngineError, error
 from flowfabric.model.execution import Created, Duplicate, NewExecution
-from flowfabric.model.ids import parse_execution_id
+from flowfabric.model.ids import check_lane_id, parse_execution_id
 from flowfabric.model.policy import Backoff
+from flowfabric.model.tag import check_tags
 from flowfabric.model.text import MAX_BATCH, MAX_KEY_BYTES, check_items, check_text, shorten, shown
 from flowfabric.worker.context import Context
 from flowfabric.worker.handler import Handler
@@ -173,11 +174,11 @@ class Task(Generic[Called, Params, Returned]):
             deadline=options.get("deadline"),
             capabilities=options.get("capabilities"),
         )
-        self._tags = checked_tags(options.get("tags"))
+        self._tags = check_tags(options.get("tags")) or None
         delay = options.get("delay")
         self._delay_ms = None if delay is None else milliseconds(delay, "delay")
         if "lane" in options:
-            checked_lane(options["lane"])
+            check_lane_id(options["lane"], "lane")
         self._handler = handler
         self.name = name
         """The name of the task, which is the kind of its executions."""
