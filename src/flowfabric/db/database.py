@@ -18,7 +18,7 @@ Record: TypeAlias = asyncpg.Record
 Connection: TypeAlias = Any
 Answer = TypeVar("Answer")
 Revive: TypeAlias = Callable[[], Awaitable[str | None]]
-"""Restarts an embedded server that has died; returns its address if connecting again may help, else None."""
+"""Restart an embedded server that has died; return its address if connecting again may help, else None."""
 
 ATTEMPTS = 3
 """How often a transaction runs at most if Postgres asks for a retry."""

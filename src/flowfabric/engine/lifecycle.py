@@ -1,4 +1,4 @@
-"""Open a store, prepare its schema and keys, and close it after the calls in progress."""
+"""The lifecycle of an engine: connect, prepare the schema and the keys, and close after the calls in progress."""
 
 import asyncio
 import contextlib
@@ -95,7 +95,7 @@ class Lifecycle:
 
     @classmethod
     async def check(cls, settings: Settings) -> Readiness:
-        """Check whether a process with these settings could start; changes nothing."""
+        """Check whether a process with these settings could start; change nothing."""
         lifecycle = await cls._opened(settings, None, None)
         try:
             return await lifecycle.store.answer(lifecycle._readiness())

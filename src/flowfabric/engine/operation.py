@@ -1,4 +1,4 @@
-"""Expose the methods of the services as operations of the engine, without copying their signatures."""
+"""Services: the objects whose methods are the operations of an engine, exposed without copying their signatures."""
 
 import functools
 import sys
@@ -26,7 +26,7 @@ class Services:
 
 
 class HasServices(Protocol):
-    """An object that has services, such as an engine."""
+    """An object that has services: an engine."""
 
     @property
     def _services(self) -> Services: ...

@@ -1,4 +1,4 @@
-"""The parts of an engine: its services, built once per engine, and how the upper floors reach them."""
+"""The parts of an engine: its services, built once per engine, and how the worker and the reconciler reach them."""
 
 from collections.abc import Mapping
 from typing import Protocol
@@ -116,5 +116,5 @@ class HasParts(Protocol):
 
 
 def parts_of(engine: HasParts) -> Parts:
-    """Return the parts of an engine, for the upper floors; not public API."""
+    """Return the parts of an engine, for the layers above it; not public API."""
     return engine._parts

@@ -94,7 +94,7 @@ class Store:
             raise error_of(fault) from fault
 
     async def answers(self, pending: Awaitable[Sequence[Answer | Exception]]) -> list[Answer | EngineError]:
-        """The verdicts on one caller's items; raises if all of them failed by a fault of the connection."""
+        """The verdicts on one caller's items; raise if all of them failed by a fault of the connection."""
         found = await pending
         if not any(isinstance(verdict, Exception) for verdict in found):
             return cast("list[Answer | EngineError]", found)

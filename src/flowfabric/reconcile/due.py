@@ -1,4 +1,4 @@
-"""Find out with one statement which sweeps have work."""
+"""The one statement that finds out which sweeps have work."""
 
 import time
 from collections.abc import Sequence
@@ -58,7 +58,7 @@ async def read_due(store: Store, quarantines: Sequence[Quarantine]) -> Due:
         )
     except TransportError as fault:
         if fault.kind is TransportKind.TIMEOUT and not fault.outcome_unknown:
-            # The statement timed out: record how long it took, so that the next look starts from the watermark.
+            # The statement timed out: record how long it took, so that the next scan starts from the watermark.
             record(time.monotonic() - began)
         raise
     record(row["took_ms"] / 1000)
@@ -66,7 +66,7 @@ async def read_due(store: Store, quarantines: Sequence[Quarantine]) -> Due:
     if not row["has_retained"]:
         store.retained_watermark.move_to(row["now"])
     elif retained_since == 0:
-        # A look at everything may have found entries before the watermark: trim from the start.
+        # A full scan may have found entries before the watermark: trim from the start.
         store.retained_watermark.move_to(0)
     return Due(
         expired_claims=row["expired_claims"],

@@ -71,7 +71,7 @@ class Reconciler:
     """The pause when nothing is due. `read_due` sees timers at least this far ahead."""
     MIN_PAUSE_SECONDS = 0.02
     READ_SHARE = 10
-    """The minimum time between two looks while batches are full, as a multiple of the duration of a look."""
+    """The minimum time between two calls of `read_due` while batches are full, as a multiple of the call's duration."""
     GENTLE_SECONDS = 10.0
     """How long a gentle sweep pauses between full batches before it stops pausing."""
     FAULT_SECONDS = (0.2, 5.0)

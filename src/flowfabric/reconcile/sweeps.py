@@ -21,7 +21,7 @@ class Sweep:
 
     name: str
     run: Callable[[Parts], Awaitable[int | SweepResult]]
-    """Processes one batch and returns the number of items; rows locked by another session are left for the next one."""
+    """Process one batch and return the number of items; rows locked by another session are left for the next batch."""
     _: KW_ONLY
     every: Callable[[Settings], timedelta]
     """The pause between two passes.

@@ -114,7 +114,7 @@ async def test_a_start_encrypts_plain_secrets_and_running_processes_go_on(
 async def test_prepare_returns_what_it_did_with_the_keys(engines: Engines, connection: asyncpg.Connection) -> None:
     engine = await engines(secret_key=ONE, waitpoint_hmac_secret=SecretStr(A))
     await connection.execute("update signing_key set secret = $1", bytes.fromhex(A))
-    assert await engine.prepare() == Applied(description="signing key k1 sealed")
+    assert await engine.prepare() == Applied(description="signing key k1 encrypted")
     await connection.execute("delete from signing_key")
     assert await engine.prepare() == Applied(description="signing key k1")
     assert await engine.prepare() == NothingToPrepare()

@@ -14,15 +14,15 @@ MAX_SKIPPED = 10_000
 
 logger = logging.getLogger(__name__)
 
-Together = Callable[[Sequence[UUID], list[ExecutionId]], Awaitable[int]]
-"""Process a batch of due items except these ids, collecting the ids found; return how many succeeded."""
-Alone = Callable[[ExecutionId], Awaitable[bool]]
-"""Process one item; whether that succeeded."""
-Batch = Callable[[Sequence[UUID]], Awaitable[int]]
+ProcessFound = Callable[[Sequence[UUID], list[ExecutionId]], Awaitable[int]]
+"""Process a batch of due items except these ids, and add the ids found to the list; return how many succeeded."""
+ProcessOne = Callable[[ExecutionId], Awaitable[bool]]
+"""Process one item; return whether that succeeded."""
+ProcessBatch = Callable[[Sequence[UUID]], Awaitable[int]]
 """Process a batch of due items except these ids, all or none of them; return how many there were."""
 ListDue = Callable[[Sequence[UUID]], Awaitable[Sequence[ExecutionId]]]
-"""The items of the batch that `Batch` would process."""
-Some = Callable[[Sequence[ExecutionId]], Awaitable[int]]
+"""List the items that `ProcessBatch` would process."""
+ProcessItems = Callable[[Sequence[ExecutionId]], Awaitable[int]]
 """Process these items, all or none of them; return how many were still due."""
 
 
@@ -44,8 +44,8 @@ class Quarantine:
         """The executions to skip now."""
         now = self._clock()
         # An execution that has not failed again for that long was processed, or is gone.
-        forgotten = self._every * SKIPPED_INTERVALS
-        for execution_id in [each for each, (_, until) in self._failures.items() if until + forgotten < now]:
+        memory = self._every * SKIPPED_INTERVALS
+        for execution_id in [each for each, (_, until) in self._failures.items() if until + memory < now]:
             del self._failures[execution_id]
         return [UUID(split_execution_id(each)[1]) for each, (_, until) in self._failures.items() if until > now]
 
@@ -58,7 +58,7 @@ class Quarantine:
         self._failures[execution_id] = failures, self._clock() + pause
         logger.warning("%s failed %d times, skipping it for %g s: %s", execution_id, failures, pause, problem)
 
-    async def sweep(self, together: Together, alone: Alone, *, limit: int) -> int:
+    async def sweep(self, together: ProcessFound, alone: ProcessOne, *, limit: int) -> int:
         """Process one batch, item by item if it fails as a whole; return how many items succeeded.
 
         If every item of a full batch fails, process the next batch, so that failing items never block the others.
@@ -69,7 +69,7 @@ class Quarantine:
 
         return await self._sweep(together, each, limit)
 
-    async def sweep_by_halves(self, batch: Batch, list_due: ListDue, some: Some, *, limit: int) -> int:
+    async def sweep_by_halves(self, batch: ProcessBatch, list_due: ListDue, items: ProcessItems, *, limit: int) -> int:
         """Process one batch as `sweep` does, but split a failing batch in halves until only failing items are left."""
 
         async def together(skipped: Sequence[UUID], found: list[ExecutionId]) -> int:
@@ -82,7 +82,7 @@ class Quarantine:
 
         async def halve(found: Sequence[ExecutionId]) -> int:
             try:
-                return await some(found)
+                return await items(found)
             except EngineError as fault:
                 if is_connection_fault(fault):
                     raise
@@ -94,7 +94,7 @@ class Quarantine:
 
         return await self._sweep(together, halve, limit)
 
-    async def _sweep(self, together: Together, apart: Some, limit: int) -> int:
+    async def _sweep(self, together: ProcessFound, separately: ProcessItems, limit: int) -> int:
         for _ in range(1 + MAX_SKIPPED // limit):
             found: list[ExecutionId] = []
             try:
@@ -102,12 +102,12 @@ class Quarantine:
             except Exception as fault:
                 if not found or is_connection_fault(fault):
                     raise
-                done = await apart(found)
+                done = await separately(found)
             if done or len(found) < limit:
                 return done
         return 0
 
-    async def _try(self, execution_id: ExecutionId, alone: Alone) -> bool:
+    async def _try(self, execution_id: ExecutionId, alone: ProcessOne) -> bool:
         try:
             if is_done := await alone(execution_id):
                 return is_done

@@ -79,7 +79,7 @@ class Move(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Transition:
-    """What a move writes: the state of the execution and of its attempt, and the reason stored with the events.
+    """What a move writes: the new state of the execution and of its attempt, and the reason stored with the events.
 
     An attempt left as `started` can still be reclaimed. An attempt left as `suspended` is parked: it keeps its id and
     index, and the next claim continues it. If the move ends a suspended execution, its reason closes the suspension

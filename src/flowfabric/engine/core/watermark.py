@@ -13,7 +13,10 @@ _END = 2**63 - 1
 
 
 class ScanWatermarks:
-    """The first place not yet taken, for each priority of each route or queue that one kind of claim scans."""
+    """The first place not yet claimed, for each priority of each route or queue that one kind of claim scans.
+
+    Routes and queues are named by their numbers.
+    """
 
     LIFE_SECONDS = 1.0
     """How long watermarks are valid; then an entry that reappeared below one without a hint is found."""
@@ -54,7 +57,7 @@ class ScanWatermarks:
         return numbers, firsts, lasts
 
     def raise_to(self, number: int, place: int) -> None:
-        """Record that every entry of this place's priority up to it is taken, or locked by others."""
+        """Record that every entry of this place's priority up to it is claimed, or locked by others."""
         bands = self._bands.setdefault(number, {})
         band = place >> BAND_BITS
         if bands.get(band, 0) <= place:
@@ -96,12 +99,12 @@ class ScanWatermarks:
         self._valid_until = 0.0
 
     def clear(self) -> None:
-        """Scan everything until something is taken."""
+        """Scan everything until something is claimed."""
         self._bands.clear()
 
 
 class Watermarks:
-    """The watermarks of this process, separate for each kind of claim: one may skip what another takes."""
+    """The watermarks of this process, separate for each kind of claim: one may skip what another claims."""
 
     MAX_KINDS = 256
     """The most kinds of claims with watermarks; the oldest is dropped."""
@@ -127,7 +130,7 @@ class Watermarks:
             watermarks.lower(queue_no, place)
 
     def clear(self) -> None:
-        """Scan everything until something is taken."""
+        """Scan everything until something is claimed."""
         for watermarks in (*self._by_route.values(), *self._by_queue.values()):
             watermarks.clear()
 
@@ -162,7 +165,7 @@ class TimerWatermark:
 
     @property
     def since(self) -> int:
-        """The time from which a sweep scans."""
+        """The time from which a sweep scans: the watermark less the margin."""
         return max(self._reached - self._margin_ms, 0)
 
     def scan_start(self) -> int:
@@ -176,5 +179,5 @@ class TimerWatermark:
             self._full_scan_at = self._clock() + max(self._full_scan_seconds, pause)
 
     def move_to(self, at_ms: int) -> None:
-        """Record that no live timer is older than this."""
+        """Set the watermark: no live timer is older than this."""
         self._reached = at_ms

@@ -1,4 +1,4 @@
-"""Delete ended executions past their retention, expired idempotency keys and old grants."""
+"""Retention: ended executions, expired idempotency keys and old grants are deleted."""
 
 from collections.abc import Sequence
 from uuid import UUID
@@ -46,12 +46,12 @@ class Retention:
             rows = await self._store.fetch(SQL.list_retained, since=since, skipped=skipped, limit=limit)
             return [format_execution_id(row["partition_key"], row["execution_id"]) for row in rows]
 
-        async def some(execution_ids: Sequence[ExecutionId]) -> int:
+        async def trim_items(execution_ids: Sequence[ExecutionId]) -> int:
             row = await take(only=[split_execution_id(each)[1] for each in execution_ids], skipped=())
             trimmed: int = row["trimmed"]
             return trimmed
 
-        return await self.quarantine.sweep_by_halves(batch, list_due, some, limit=limit)
+        return await self.quarantine.sweep_by_halves(batch, list_due, trim_items, limit=limit)
 
     async def purge_keys(self) -> int:
         """Delete expired idempotency keys of submissions, suspends and signals; return how many."""

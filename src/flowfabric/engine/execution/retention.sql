@@ -49,7 +49,7 @@ kept as materialized (
 spent as (
   delete from retained where ctid = any(array(select tid from batch except select batch_tid from kept))
 ),
--- The ids that are left may come in another order than the queues.
+-- queue_nos is removed: the remaining ids may be in another order than their queues.
 left_over as (
   update retained r set execution_ids = k.execution_ids, queue_nos = null
     from (select batch_tid, array_agg(execution_id) as execution_ids from kept group by batch_tid) k
@@ -105,21 +105,21 @@ select r.partition_key, m.execution_id
 
 -- name: take_expired_keys
 -- Deletes expired idempotency keys; returns how many.
-with spent as (
+with expired as (
   delete from idempotency_key
    where ctid = any(array(
          select ctid from idempotency_key
           where expires_at <= (select ff_now()) order by expires_at limit :limit for update skip locked))
   returning 1)
-select count(*) as purged from spent;
+select count(*) as purged from expired;
 
 -- name: take_old_grants
 -- Deletes grants that expired more than :grant_memory_ms ago; returns how many.
-with spent as (
+with expired as (
   delete from claim_grant
    where ctid = any(array(
          select ctid from claim_grant
           where expires_at <= (select ff_now()) - :grant_memory_ms::bigint
           order by expires_at limit :limit for update skip locked))
   returning 1)
-select count(*) as purged from spent;
+select count(*) as purged from expired;

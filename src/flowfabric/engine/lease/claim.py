@@ -1,4 +1,4 @@
-"""Claim the best claimable executions of a worker's lanes, leased in one statement."""
+"""Claims by lane: lease the best claimable executions of a worker's lanes in one statement."""
 
 import asyncio
 import time
@@ -54,7 +54,7 @@ RECLAIM_LIMITS = {"reclaim_limit": DEFAULT_RECLAIM_CAP, "policy_reclaim_limit": 
 _KINDS = {
     "fresh": HandleKind.FRESH,
     "resumed": HandleKind.RESUMED,
-    "put_aside": HandleKind.RESUMED,
+    "parked": HandleKind.RESUMED,
     "reclaimed": HandleKind.RECLAIMED,
 }
 _TYPES = {str(attempt_type): attempt_type for attempt_type in AttemptType}
@@ -93,7 +93,7 @@ class Scan(NamedTuple):
 
     @property
     def where(self) -> dict[str, object]:
-        """The parameters of the next statement: what to claim and where to start reading."""
+        """The parameters of the next statement: what to claim and which spans of places to read."""
         sources, firsts, lasts = self.watermarks.spans()
         return {**self.parameters, "span_sources": sources, "span_firsts": firsts, "span_lasts": lasts, "scanned_to": 0}
 
@@ -116,7 +116,7 @@ class Scans:
         self._coverage: dict[Wanted, tuple[bool, float]] = {}
 
     async def of(self, wanted: Wanted) -> Scan:
-        """Return how a claim searches."""
+        """Return the scan for a claim."""
         store, watermarks = self._store, self._store.wakeups.watermarks
         is_filtered = wanted.kinds is not None or wanted.namespace is not None
         parameters: dict[str, object] = {
@@ -251,10 +251,10 @@ class Claim:
                 if self.closing:
                     break
                 claimed = await self._scan_once(wanted, worker_no, instance, lease_ttl_ms, limit, slots)
-            left = deadline - time.monotonic()
-            if claimed or left <= 0 or self._refuses_waits:
+            seconds = deadline - time.monotonic()
+            if claimed or seconds <= 0 or self._refuses_waits:
                 return claimed
-            await wakeups.wait_for_work(wanted.lanes, min(left, POLL_SECONDS), since=wakes)
+            await wakeups.wait_for_work(wanted.lanes, min(seconds, POLL_SECONDS), since=wakes)
         return []
 
     def refuse_waits(self) -> None:
@@ -267,7 +267,7 @@ class Claim:
         await self._is_idle.wait()
 
     async def drain(self) -> None:
-        """Wait for the running claims; claims still in line return nothing."""
+        """Wait for the running claims; claims that wait for their turn return nothing."""
         self.closing = True
         self._store.wakeups.wake_all()
         for _ in range(MAX_AT_ONCE):
@@ -284,7 +284,7 @@ class Claim:
         limit: int,
         slots: int | None,
     ) -> list[ClaimedExecution]:
-        """Search from the watermarks; if that finds nothing, search everything, then process due work and retry."""
+        """Scan from the watermarks; if that finds nothing, scan everything, then process due work and retry."""
         await self._catch_up.run(wanted.lanes, within_seconds=CATCH_UP_SECONDS)
         scan = await self._scans.of(wanted)
         statement = SQL.claim_by_queue if scan.is_by_queue else SQL.claim_by_route
@@ -295,7 +295,7 @@ class Claim:
         scanned_to = 0
         where: dict[str, object] = {}
         while len(claimed) < limit:
-            # A walk that was cut short continues in the same spans: new ones would restart a walk of everything.
+            # A scan that was cut short continues in the same spans: new ones would start a full scan again.
             where = {**where, "scanned_to": scanned_to} if scanned_to else scan.where
             left = limit - len(claimed)
             try:
@@ -320,7 +320,7 @@ class Claim:
                 break
             note, scanned_to = None, 0
             if rows and rows[-1][_PLACE] is None:
-                # A note reuses the two columns that hold the time limits of a lease.
+                # A note uses the two columns that hold the time limits of a lease.
                 note, scan_us, cut_at = (last := rows.pop())[0], last["timeout_ms"], last["deadline_at"]
                 # Entries before this place are of other kinds, granted or locked.
                 scanned_to = cut_at or 0
@@ -330,11 +330,11 @@ class Claim:
                     watermarks.record_full_scan(scan_us / 1_000_000, up_to=furthest if is_cut else None)
             at_reclaim_limit: list[tuple[ExecutionId, int]] = []
             reclaimed: list[ExecutionId] = []
-            is_left = False
+            is_passed_over = False
             for row in rows:
                 watermarks.raise_to(row[source_at], row[_PLACE])
                 if row[0] == "left":
-                    is_left = True
+                    is_passed_over = True
                 elif row[0] == "reclaim_limit":
                     # If it cannot be ended, the next statement must not find it again.
                     refused.append(row["execution_id"])
@@ -344,8 +344,8 @@ class Claim:
                     claimed.append(claimed_of(row, instance, lease_ttl_ms, self._queues))
                     if row[0] == "reclaimed":
                         reclaimed.append(claimed[-1].execution_id)
-            if is_left:
-                # The execution that was left is below the watermarks.
+            if is_passed_over:
+                # An execution that was not leased is below the watermarks.
                 watermarks.end()
             if reclaimed:
                 await self._finish.warn_of_reclaims(reclaimed)
@@ -354,7 +354,7 @@ class Claim:
                 continue
             if note == "more":
                 continue
-            if claimed or is_left:
+            if claimed or is_passed_over:
                 break
             if where["span_sources"] and watermarks.may_scan_all:
                 watermarks.end()

@@ -33,9 +33,9 @@ entry as not materialized (select r.*, r.queue_no as source_no, r.ctid as tid fr
 wanted as materialized (select source_no as queue_no from serving where :is_filtered::boolean)
 
 -- fragment: scan
--- The entries of the served routes or queues, best first. A span is the part of one to read: the whole, or what the caller's
--- watermarks leave of it. The given spans are sorted by route or queue number.
--- Up to eight spans are read, each by an ordered index scan, and merged lazily: an entry that is not taken is not read. If there
+-- The entries of the served routes or queues (the sources of the scan), best first. A span is the range of places to read of
+-- one source: all of it, or what the caller's watermarks leave of it. The given spans are sorted by source number.
+-- Up to eight spans are read, each by an ordered index scan, and merged lazily: entries beyond the limit are not read. If there
 -- are more spans, the eight with the best heads are read, up to the head of the ninth.
 span as materialized (
   select s.source_no, greatest(w.first_place, :scanned_to::bigint) as first_place, w.last_place
@@ -84,7 +84,7 @@ scan as not materialized (
 )
 
 -- fragment: picked
--- Locks the best claimable executions of a walk; returns for each the branch it takes and how long its attempt may run. The
+-- Locks the best claimable executions of a scan; returns for each how it is leased (branch) and how long its attempt may run. The
 -- entry is locked before the execution: an entry that another claim removed since the statement began is skipped there,
 -- without a recheck and without a lock on the execution, which would block the worker that completes it.
 picked as materialized (
@@ -119,10 +119,10 @@ picked as materialized (
 )
 
 -- fragment: notes
--- Executions at their reclaim limit, executions left because their timeout is too short to wait for a slot, and at most one
--- note as the last row. The note is 'more' if the walk was cut short: its deadline_at is the place where the next statement
--- continues. After a walk of everything there is always a note, 'more' or 'whole': its timeout_ms is the time the walk took on
--- the server in microseconds, without the commit and the network.
+-- Executions at their reclaim limit, executions not leased because their timeout is too short to wait for a slot ('left'), and
+-- at most one note as the last row. The note is 'more' if the scan was cut short: its deadline_at is the place where the next
+-- statement continues. After a full scan there is always a note, 'more' or 'whole': its timeout_ms is the time the scan took
+-- on the server in microseconds, without the commit and the network.
 select case branch when 'reclaim_limit' then branch else 'left' end, partition_key, execution_id, route_no, queue_no, place, null, null,
        null, lease_epoch, null, null, null, null, null, null, null, null, null, null::bigint, null::bigint
   from picked where branch = 'reclaim_limit' or (nth > :slots and timeout_ms < :least_ahead_ms)
@@ -243,12 +243,12 @@ events as (
 
 -- fragment: answer
 -- What a worker gets for each lease; lane and kind are null for queues that it has cached. A resumed attempt that had no
--- suspension is marked 'put_aside'. The comparison of attempt_index finds out: "exists" would hash the whole table.
+-- suspension is marked 'parked'. Found by comparing attempt_index: "exists" would hash the whole table.
 select case when branch = 'resumed' and (
               select s.attempt_index from suspension s
                where s.partition_key = l.partition_key and s.execution_id = l.execution_id and s.suspension_id = l.suspension_id
               ) is distinct from l.attempt_count - 1
-         then 'put_aside' else branch end as branch, partition_key, execution_id, route_no, queue_no, place,
+         then 'parked' else branch end as branch, partition_key, execution_id, route_no, queue_no, place,
        case when queue_no <> all(:known_queues::int[]) then (
          select a.lane_id from queue q join lane a using (lane_no) where q.queue_no = l.queue_no) end as lane_id, retry_count,
        lease_id, lease_epoch, attempt_id, attempt_type, attempt_count - 1 as attempt_index, (select now from clock) as now,
@@ -263,8 +263,8 @@ select case when branch = 'resumed' and (
   from leased l
 
 -- fragment: best
--- The picked execution, or one row of nulls, with the place at which the walk was cut short and, after a walk of everything,
--- the microseconds it took on the server.
+-- The picked execution, or one row of nulls, with the place at which the scan was cut short and, after a full scan, the
+-- microseconds it took on the server.
 select p.partition_key, p.execution_id, p.route_no, p.queue_no, p.place,
        case when cardinality(:span_sources) = 0
          then (extract(epoch from clock_timestamp() - statement_timestamp()) * 1000000)::bigint end as scan_us,

@@ -1,4 +1,4 @@
-"""Delay a run: give up its lease now and continue the same attempt under a later one."""
+"""Delays: a run gives up its lease now and continues the same attempt under a later one."""
 
 from collections.abc import Mapping, Sequence
 from uuid import UUID
@@ -48,7 +48,7 @@ class Delays:
     async def wait_children(self, handle: Handle) -> None:
         """Release a run until its children have ended; the next claim after that continues its attempt."""
         handle = usable(handle)
-        await self._release(LeaseEnd(handle.execution_id, _move_of_waiting(), fence=handle))
+        await self._release(LeaseEnd(handle.execution_id, _waiting_move(), fence=handle))
 
     async def hand_back(self, handle: Handle, *, was_started: bool = True) -> None:
         """Give up the lease of a run that cannot continue here; any worker may claim the same attempt at once.
@@ -116,11 +116,11 @@ class Delays:
             rows = await self._store.fetch(SQL.list_delayed, **due(skipped))
             return [format_execution_id(row["partition_key"], row["execution_id"]) for row in rows]
 
-        async def some(execution_ids: Sequence[ExecutionId]) -> int:
+        async def promote_items(execution_ids: Sequence[ExecutionId]) -> int:
             return await promote(_named(execution_ids))
 
         try:
-            done = await self.quarantine.sweep_by_halves(batch, list_due, some, limit=SWEEP_LIMIT)
+            done = await self.quarantine.sweep_by_halves(batch, list_due, promote_items, limit=SWEEP_LIMIT)
         finally:
             self._store.wakeups.work(work)
         return SweepResult(done, done >= SWEEP_LIMIT, work)
@@ -142,6 +142,6 @@ def _named(execution_ids: Sequence[ExecutionId]) -> dict[str, object]:
     }
 
 
-def _move_of_waiting() -> Move:
+def _waiting_move() -> Move:
     """The move of wait_children: only members of flows have children, and there are no flows yet."""
     return Move.CHILDREN_DONE

@@ -1,4 +1,4 @@
-"""Expire leases, attempts past their timeout, and executions past their deadline."""
+"""Expiry of leases, of attempts past their timeout, and of executions past their deadline."""
 
 from collections.abc import Sequence
 from enum import StrEnum
@@ -52,7 +52,7 @@ LATEST_TIME = 2**62 - 1
 
 
 class LeaseExpiry:
-    """Marks expired leases, so that the next claim takes them over, and lists them."""
+    """Marks expired leases, so that the next claim reclaims them, and lists them."""
 
     def __init__(self, store: Store, lease_ends: LeaseEnds, quarantine: Quarantine) -> None:
         self.quarantine = quarantine
@@ -112,7 +112,7 @@ class LeaseExpiry:
         return work
 
     async def mark_lease_expired_if_due(self, execution_id: ExecutionId | str) -> Marked | AlreadySatisfied:
-        """Mark the lease of an execution as expired if it is due, so that the next claim takes it over."""
+        """Mark the lease of an execution as expired if it is due, so that the next claim reclaims it."""
         parsed = parse_execution_id(execution_id)
         row_key(parsed)
         end = LeaseEnd(parsed, Move.LEASE_EXPIRED)

@@ -109,7 +109,7 @@ class Grants:
         scanned_to = 0
         where: dict[str, object] = {}
         while True:
-            # A walk that was cut short continues in the same spans: new ones would restart a walk of everything.
+            # A scan that was cut short continues in the same spans: new ones would start a full scan again.
             where = {**where, "scanned_to": scanned_to} if scanned_to else scan.where
             found = await self._search(grantee, scan, where, refused)
             if isinstance(found, Granted):
@@ -155,8 +155,8 @@ class Grants:
     async def scan_eligible_executions(self, *, lane_id: str, limit: int = 100) -> list[ExecutionId]:
         """List the claimable executions of a lane without a live grant, in claim order."""
         lane = check_lane_id(lane_id)
-        most = check_limit(limit, MAX_SCAN)
-        rows = await self._store.fetch(SQL.list_eligible, lane_id=lane, limit=most)
+        limit = check_limit(limit, MAX_SCAN)
+        rows = await self._store.fetch(SQL.list_eligible, lane_id=lane, limit=limit)
         return [format_execution_id(row["partition_key"], row["execution_id"]) for row in rows]
 
     async def issue_claim_grant(

@@ -1,4 +1,4 @@
-"""Explain why an execution does not progress, from one snapshot of the store."""
+"""Explanation of why an execution does not progress, from one snapshot of the store."""
 
 from collections.abc import Iterator
 from typing import Literal
@@ -155,8 +155,8 @@ def _unserved(row: Record, context: str) -> NoWorkerReason:
 
 def _lease(row: Record, state: StateVector) -> RunningReason | LeaseLostReason:
     expires_at = row["lease_expires_at"]
-    is_kept = state.ownership_state is OwnershipState.LEASED and expires_at is not None and expires_at > row["now"]
-    kind = RunningReason if is_kept else LeaseLostReason
+    is_held = state.ownership_state is OwnershipState.LEASED and expires_at is not None and expires_at > row["now"]
+    kind = RunningReason if is_held else LeaseLostReason
     return kind(
         worker_id=None if row["worker_id"] is None else WorkerId(row["worker_id"]),
         worker_instance_id=None if row["worker_instance_id"] is None else WorkerInstanceId(row["worker_instance_id"]),

@@ -1,4 +1,4 @@
-"""List executions page by page with any combination of filters.
+"""Lists of executions, page by page, with any combination of filters.
 
 There are two ways to find a page. A scan reads executions in creation order and keeps those that match: fast if many
 match. A collection reads candidates from small tables, such as the timers, and sorts them: fast if few match. Both are
@@ -193,7 +193,7 @@ class Listing:
         limit: int = 50,
     ) -> ExecutionPage:
         """A page of the executions that match every filter, in creation order."""
-        most = check_limit(limit, MAX_LIMIT)
+        limit = check_limit(limit, MAX_LIMIT)
         created_from, created_to = _time_range("created", created_after, created_before)
         completed_from, completed_to = _time_range("completed", completed_after, completed_before)
         wants_ended = completed_after is not None or completed_before is not None
@@ -215,13 +215,13 @@ class Listing:
             order=direction,
             after=None if cursor is None else _read_cursor(cursor, direction),
         )
-        if most == 0 or query.matches_nothing:
+        if limit == 0 or query.matches_nothing:
             return ExecutionPage(executions=[], next_cursor=None)
-        rows = await self._find(query, most + 1)
-        executions = [_summary(row) for row in rows[:most]]
+        rows = await self._find(query, limit + 1)
+        executions = [_summary(row) for row in rows[:limit]]
         return ExecutionPage(
             executions=executions,
-            next_cursor=_write_cursor(direction, executions[-1]) if len(rows) > most else None,
+            next_cursor=_write_cursor(direction, executions[-1]) if len(rows) > limit else None,
         )
 
     async def _find(self, query: _Query, wanted: int) -> list[Record]:
@@ -311,7 +311,7 @@ class _Scan:
         return self.query.order is ListOrder.NEWEST
 
     @property
-    def is_over(self) -> bool:
+    def is_exhausted(self) -> bool:
         """Whether the whole time range has been read."""
         return self.created_from > self.created_to
 
@@ -320,12 +320,12 @@ class _Scan:
         if self.pairs is None:
             self.pairs = await self._read_pairs()
             self._widen(self.pairs)
-        while budget > 0 and self.pairs and not self.is_over:
+        while budget > 0 and self.pairs and not self.is_exhausted:
             budget -= await self._step(self.pairs[: self.fan_out], min(budget, LONGEST_SCAN))
             if len(self.found) >= self.wanted:
                 return True
             self._widen(self.pairs)
-        return self.is_over or not self.pairs
+        return self.is_exhausted or not self.pairs
 
     async def _read_pairs(self) -> list[tuple[int, int, int]]:
         rows = await self.store.fetch(

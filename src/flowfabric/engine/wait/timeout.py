@@ -1,4 +1,4 @@
-"""Apply suspension timeouts, and close pending waitpoints that expired unused."""
+"""Suspension timeouts, and the expiry of pending waitpoints that no suspend used."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -151,10 +151,12 @@ class SuspensionTimeouts:
             rows = await self._store.fetch(SQL.list_pending_waitpoints, skipped=skipped, limit=WAITPOINT_LIMIT)
             return list(dict.fromkeys(format_execution_id(row["partition_key"], row["execution_id"]) for row in rows))
 
-        async def close_of(execution_ids: Sequence[ExecutionId]) -> int:
+        async def close_items(execution_ids: Sequence[ExecutionId]) -> int:
             return await close(only=[split_execution_id(each)[1] for each in execution_ids], skipped=())
 
-        return await self.waitpoint_quarantine.sweep_by_halves(close_batch, list_due, close_of, limit=WAITPOINT_LIMIT)
+        return await self.waitpoint_quarantine.sweep_by_halves(
+            close_batch, list_due, close_items, limit=WAITPOINT_LIMIT
+        )
 
     @staticmethod
     async def _suspensions(transaction: Transaction, execution_ids: Sequence[ExecutionId]) -> list[Record]:

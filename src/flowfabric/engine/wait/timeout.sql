@@ -56,7 +56,7 @@ held as materialized (
    where s.closed_at is null
 ),
 -- Every writer locks waitpoints in ascending order.
-lasting as materialized (
+active_waitpoint as materialized (
   select h.partition_key, w.waitpoint_id
     from held h
    cross join lateral (select waitpoint_id from unnest(h.waitpoint_ids) as i(waitpoint_id) order by 1) i
@@ -67,7 +67,7 @@ lasting as materialized (
 ),
 extended as (
   update waitpoint w set expires_at = null
-    from lasting l
+    from active_waitpoint l
    where w.partition_key = any(array[l.partition_key]) and w.waitpoint_id = l.waitpoint_id
 ),
 moved as (
