@@ -13,7 +13,7 @@ from flowfabric.model.explanation import Explanation
 
 @pytest.fixture
 async def clock(clock: Clock) -> Clock:
-    """A clock that stands still: `await clock.advance(seconds=31)`."""
+    """A stopped clock, which only the test moves: `await clock.advance(seconds=31)`."""
     await clock.stop()
     return clock
 
@@ -55,5 +55,5 @@ def altered_rows() -> None:
 
 @pytest.fixture
 def scans_are_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A claim that finds nothing walks everything again, however slow the machine is."""
+    """Let a claim that finds nothing do a full scan again, however slow the machine is."""
     monkeypatch.setattr(ScanWatermarks, "FREE_SECONDS", 600.0)

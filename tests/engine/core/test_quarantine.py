@@ -17,7 +17,7 @@ IDS = [ExecutionId(f"{{fp:{nth}}}:11111111-1111-4111-8111-{nth:012d}") for nth i
 
 
 class Time:
-    """A clock that stands still."""
+    """A clock that only the test moves."""
 
     now = 0.0
 

@@ -177,7 +177,7 @@ async def test_a_corrupt_condition_is_never_satisfied(
     await stamped_only(
         engine, rows, clock, wait.send(waitpoint_token="k1:" + "0" * 64), "invalid_token", wait.execution_id
     )
-    assert await wait.said() == "appended_to_waitpoint no_op"
+    assert await wait.accepted() == "appended_to_waitpoint no_op"
 
 
 async def test_an_unknown_execution_or_a_foreign_waitpoint_changes_nothing(
