@@ -167,7 +167,7 @@ async def test_an_unreachable_store_is_a_transport_error(tmp_path: Path) -> None
     assert (refusal.value.code, refusal.value.retryable) == ("transport", True)
 
 
-async def test_an_engine_beside_another_uses_the_same_store(engine: Engine) -> None:
+async def test_a_second_engine_uses_the_same_store(engine: Engine) -> None:
     async with second_engine(engine) as other:
         made = await other.create_execution(**new())
     assert await engine.read_execution_state(made.execution_id) == "waiting"

@@ -79,7 +79,7 @@ async def test_a_malformed_stored_secret_fails_only_the_calls_that_sign_with_it(
         await other.complete(handle)
 
 
-async def test_an_engine_beside_another_does_not_seed_or_warn_again(url: str, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_second_engine_does_not_seed_or_warn_again(url: str, caplog: pytest.LogCaptureFixture) -> None:
     async with Engine.connect(settings=Settings(database_url=url, waitpoint_hmac_secret=SecretStr(A))) as engine:
         await rotate(engine, "k2", B, grace_ms=0)
         with caplog.at_level(logging.WARNING):

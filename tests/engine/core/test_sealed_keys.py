@@ -120,7 +120,7 @@ async def test_prepare_returns_what_it_did_with_the_keys(engines: Engines, conne
     assert await engine.prepare() == NothingToPrepare()
 
 
-async def test_an_engine_beside_another_uses_its_cached_keys(
+async def test_a_second_engine_uses_its_cached_keys(
     engine: Engine, engines: Engines, given: Given, connection: asyncpg.Connection
 ) -> None:
     await engines(secret_key=ONE)

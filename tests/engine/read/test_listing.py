@@ -87,7 +87,7 @@ async def test_an_execution_in_several_sources_is_listed_once(
     blocked = await given.created(lane_id="blocked", **later)
     await block(connection, blocked, "blocked_by_budget", "waiting_for_budget")
     expected.append(blocked)
-    # The walk ends after the first execution, so that the collections are used.
+    # The scan ends after the first execution, so that the collections are used.
     monkeypatch.setattr(listing, "FIRST_SCAN", 1)
     monkeypatch.setattr(listing, "MIN_DEPTH", 1)
     states = ["active", "delayed", "waiting", "rate_limited"]
@@ -269,7 +269,7 @@ async def test_a_missing_name_is_corruption(engine: Engine, given: Given, connec
         await refused(engine.list_executions(), "corruption", f"list_executions: {field}: is missing")
 
 
-async def test_walks_and_collections_agree_with_a_sorted_model(
+async def test_scans_and_collections_agree_with_a_sorted_model(
     engine: Engine, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Small steps make every list use several statements; rows are added and changed between the pages of a list."""

@@ -77,12 +77,12 @@ async def test_a_refused_suspend_does_not_affect_the_others(
     engine: Engine, given: Given, rows: Rows, clock: Clock
 ) -> None:
     good, stale, mended = [await given.claimed() for _ in range(3)]
-    lapsed = await given.claimed(lease_ttl_ms=1000)
+    expired = await given.claimed(lease_ttl_ms=1000)
     await clock.advance(seconds=1)
     absent = msgspec.structs.replace(good, execution_id=good.execution_id[:-36] + str(uuid4()))
     other = msgspec.structs.replace(stale, lease_epoch=9)
     answers = await at_once(
-        engine, (lapsed, args()), (good, args()), (other, args()), (absent, args()), (mended, args(timeout_at=0))
+        engine, (expired, args()), (good, args()), (other, args()), (absent, args()), (mended, args(timeout_at=0))
     )
     assert codes(answers) == [
         "lease_expired",
@@ -91,7 +91,7 @@ async def test_a_refused_suspend_does_not_affect_the_others(
         "execution_not_found",
         "invalid_input",
     ]
-    states = [vector(await rows.execution(each.execution_id)) for each in (lapsed, good, stale, mended)]
+    states = [vector(await rows.execution(each.execution_id)) for each in (expired, good, stale, mended)]
     assert states == [EXPIRED_LEASE, SUSPENDED, ACTIVE, ACTIVE]
     assert len(await rows.of("suspension")) == len(await rows.of("waitpoint")) == 1
 
