@@ -20,7 +20,7 @@ async def contents(url: str, rows: Rows) -> tuple[object, object, object]:
     try:
         seen = await type(rows)(connection).snapshot()
         sequences = dict(await connection.fetch(_SEQUENCES))
-        return seen, sequences, await connection.fetch("select offset_ms, stands from test_clock")
+        return seen, sequences, await connection.fetch("select offset_ms, is_stopped from test_clock")
     finally:
         await connection.close()
 
@@ -32,7 +32,7 @@ async def used(url: str) -> None:
         (run,) = await engine.claim_many(lanes=["default"], worker_id="w", worker_instance_id="w-1", limit=1)
         await engine.complete(run.handle, b"x" * 1000)
     connection = await session(url, "test clock")
-    await connection.execute("update test_clock set offset_ms = 5, stands = true")
+    await connection.execute("update test_clock set offset_ms = 5, is_stopped = true")
     await connection.close()
 
 
@@ -40,7 +40,7 @@ async def used(url: str) -> None:
 async def test_a_database_that_was_used_is_as_a_new_one(
     databases: Databases, rows: Rows, monkeypatch: pytest.MonkeyPatch, large: int
 ) -> None:
-    monkeypatch.setattr(module, "_LOOK", module._LOOK.replace(f"> {module._LARGE}", f"> {large}"))
+    monkeypatch.setattr(module, "_STATE", module._STATE.replace(f"> {module._LARGE}", f"> {large}"))
     async with databases.new() as url:
         as_new = await contents(url, rows)
     async with databases.one() as url:
@@ -62,10 +62,10 @@ async def test_a_database_whose_schema_or_statistics_changed_is_given_to_nobody_
             assert another != url, change
 
 
-async def test_a_session_that_is_left_open_is_told_and_not_given_to_the_next_test(
+async def test_a_session_left_open_is_reported_and_not_reused(
     databases: Databases, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_PATIENCE_SECONDS", 0)
+    monkeypatch.setattr(module, "_TIMEOUT_SECONDS", 0)
     one = databases.one()
     url = await one.__aenter__()
     connection = await session(url, "forgotten")

@@ -8,7 +8,7 @@ import pytest
 
 from creates import new
 from databases import Databases
-from flowfabric.engine.core.watermark import WalkWatermarks
+from flowfabric.engine.core.watermark import ScanWatermarks
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.parts import parts_of
 from flowfabric.model.grant import Granted
@@ -122,9 +122,9 @@ async def test_a_claim_that_finds_nothing_does_not_walk_from_the_head_each_time(
     pinned: Engine, touched: Touched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # However fast the machine is, a walk of everything is worth avoiding for longer than this test takes.
-    monkeypatch.setattr(WalkWatermarks, "FREE_SECONDS", 0.0)
-    monkeypatch.setattr(WalkWatermarks, "SHARE", 1_000_000)
-    monkeypatch.setattr(WalkWatermarks, "LONGEST_SECONDS", 3600.0)
+    monkeypatch.setattr(ScanWatermarks, "FREE_SECONDS", 0.0)
+    monkeypatch.setattr(ScanWatermarks, "SHARE", 1_000_000)
+    monkeypatch.setattr(ScanWatermarks, "LONGEST_SECONDS", 3600.0)
     entries = []
     for _ in range(20):
         touched.clear()
@@ -156,7 +156,7 @@ async def test_an_empty_lane_is_not_walked_from_its_head_while_another_has_work(
 async def test_an_engine_without_watermarks_would_walk_from_the_head(
     pinned: Engine, touched: Touched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(WalkWatermarks, "raise_to", lambda *_: None)
+    monkeypatch.setattr(ScanWatermarks, "raise_to", lambda *_: None)
     parts_of(pinned).wakeups.watermarks.clear()
     await pinned.create_many([new()])
     assert len(await claim(pinned, 1)) == 1

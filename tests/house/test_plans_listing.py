@@ -12,7 +12,7 @@ from fixtures import Clock, Given
 from flowfabric.db.database import Database
 from flowfabric.db.statements import Statement
 from flowfabric.engine.engine import Engine
-from flowfabric.engine.read.listing import FIRST_WALK
+from flowfabric.engine.read.listing import FIRST_SCAN
 from flowfabric.model.states import PublicState
 
 BACKLOG = 8_000
@@ -74,7 +74,7 @@ async def test_a_page_of_a_state_is_found_behind_many_executions_of_another(
         assert {line.execution_id for line in page.executions} == wanted
         assert page.next_cursor is None
         # Where there has been a walk along the order of creation, it has given up; a narrow table led to all there is.
-        assert touched.get("list_newest", 0) <= 8 * FIRST_WALK
+        assert touched.get("list_newest", 0) <= 8 * FIRST_SCAN
         assert touched["list_candidates"] <= 40
 
 
@@ -102,7 +102,7 @@ async def test_a_page_of_many_namespaces_reads_of_those_that_come_first(
         page = await engine.list_executions(order=order, cursor=cursor, limit=20)
         assert len(page.executions) == 20
         assert touched["list_pairs"] <= 3 * spaces
-        assert touched[f"list_{order}"] <= 4 * FIRST_WALK
+        assert touched[f"list_{order}"] <= 4 * FIRST_SCAN
         found += [line.execution_id for line in page.executions]
         cursor = page.next_cursor
     whole = await engine.list_executions(order=order, limit=60)

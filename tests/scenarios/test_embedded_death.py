@@ -17,7 +17,7 @@ from engine.state import new, rounds
 from fixtures import Eventually
 from flowfabric import Run, Settings
 from flowfabric.db.embedded import Embedded
-from flowfabric.engine.engine import Engine, engine_beside
+from flowfabric.engine.engine import Engine, second_engine
 from flowfabric.model.errors import EngineError, TransportError
 from flowfabric.model.execution import Created
 
@@ -140,7 +140,7 @@ async def test_concurrent_calls_that_find_the_server_dead_start_it_once(
 ) -> None:
     settings = Settings(home=home, database_url=None)
     # An idle session keeps the memory of the dead server until it notices.
-    async with Engine.connect(settings=settings) as engine, engine_beside(engine, pool_size=5) as other:
+    async with Engine.connect(settings=settings) as engine, second_engine(engine, pool_size=5) as other:
         acknowledged = [(await engine.create_execution(**NEW)).execution_id for _ in range(20)]
         await asyncio.gather(*(other.ping() for _ in range(5)))
         os.kill(postmaster(home), signal.SIGKILL)

@@ -68,13 +68,13 @@ ENGINE = "flowfabric.engine"
 TABLE = {
     "watermark": Without(
         does="a claim begins where this process has claimed up to, not at the head of the queue",
-        replaces={f"{ENGINE}.core.watermark:WalkWatermarks.raise_to": giving(None)},
+        replaces={f"{ENGINE}.core.watermark:ScanWatermarks.raise_to": giving(None)},
         subject="dead_rows",
         figures=("pinned_backlog_last",),
     ),
     "timer_watermark": Without(
         does="a look for due timers begins where live ones can be, not at the head of the index",
-        replaces={f"{ENGINE}.core.watermark:TimerWatermark.reach": giving(None)},
+        replaces={f"{ENGINE}.core.watermark:TimerWatermark.move_to": giving(None)},
         subject="dead_rows",
         figures=("pinned_timer_look",),
     ),
@@ -107,13 +107,13 @@ TABLE = {
     ),
     "known_queues": Without(
         does="a claim does not answer the lane and the kind of queues that the process has claimed from before",
-        replaces={f"{ENGINE}.lease.claim:Queues.MOST_KNOWN": value(0)},
+        replaces={f"{ENGINE}.lease.claim:Queues.MAX_KNOWN": value(0)},
         subject="work",
         figures=("engine_claim_finish",),
     ),
     "queue_walk": Without(
         does="a claim that wants few of a lane's queues walks those, and not the whole route",
-        replaces={f"{ENGINE}.lease.claim:Walks.MOST_QUEUES": value(-1)},
+        replaces={f"{ENGINE}.lease.claim:Scans.MAX_QUEUES": value(-1)},
         subject="backlog",
         figures=("claim_behind_300k_of_other_kinds",),
     ),

@@ -202,9 +202,8 @@ async def _apply(connection: asyncpg.Connection, schema: str, migration: Migrati
         await connection.execute(migration.sql)
         await connection.execute(_record(migration))
     except asyncpg.InsufficientPrivilegeError as refused:
-        said = refused.args[0]
         raise MigrationError(
-            f"user {user} may not apply {migration.file} to schema {schema} of database {database} ({said}):"
+            f"user {user} may not apply {migration.file} to schema {schema} of database {database} ({refused.args[0]}):"
             " run `ff migrate` as the owner of the schema and its tables, or, while it is empty, as its owner run"
             f" `alter schema {schema} owner to {user}`"
         ) from refused
@@ -249,21 +248,21 @@ def judge(
     pending = tuple(known[len(ledger) :])
     newer = tuple(applied for applied in ledger if applied.number > newest)
     breaking = [f"{applied.number:04}_{applied.name}" for applied in newer if not applied.compatible]
-    has = f"schema {schema} is at migration {ledger[-1].number}" if ledger else f"schema {schema} is empty"
+    position = f"schema {schema} is at migration {ledger[-1].number}" if ledger else f"schema {schema} is empty"
     program = f"flowfabric {__version__}"
     if damage := _find_damage(known, ledger):
         verdict, text = Verdict.DAMAGED, f"schema {schema} cannot be used: {damage}"
         if folder is not None:
             text += f", or stop its processes and delete {folder}, which deletes all stored data"
     elif pending:
-        verdict, text = Verdict.BEHIND, f"{has}, {program} needs migration {newest}: run `ff migrate`"
+        verdict, text = Verdict.BEHIND, f"{position}, {program} needs migration {newest}: run `ff migrate`"
     elif breaking:
         verdict = Verdict.BREAKING
-        text = f"{has}, {program} knows {newest}: {', '.join(breaking)} broke compatibility, upgrade flowfabric"
+        text = f"{position}, {program} knows {newest}: {', '.join(breaking)} broke compatibility, upgrade flowfabric"
     elif newer:
-        verdict, text = Verdict.AHEAD, f"{has}, {program} knows {newest}: the newer migrations are compatible"
+        verdict, text = Verdict.AHEAD, f"{position}, {program} knows {newest}: the newer migrations are compatible"
     else:
-        verdict, text = Verdict.CURRENT, f"{has}: up to date"
+        verdict, text = Verdict.CURRENT, f"{position}: up to date"
     return SchemaStatus(verdict=verdict, text=text, pending=pending, newer=newer)
 
 

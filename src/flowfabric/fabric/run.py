@@ -23,10 +23,11 @@ from flowfabric.pauses import pauses
 from flowfabric.worker.codec import encode
 from flowfabric.worker.handler import Handler
 
-Kept = TypeVar("Kept", covariant=True)
+Value = TypeVar("Value", covariant=True)
+"""The type of the result of a run."""
 
 STATE_SECONDS = 1.0
-"""How long a wait that timed out tries to read the state for its message."""
+"""How long a wait that timed out may take to read the state for its message."""
 SIGNAL_PAUSE_SECONDS = (0.02, 0.5)
 """The first and the longest pause between two checks whether the run waits for a signal."""
 
@@ -108,7 +109,7 @@ class UnreadableResult(InvalidInputError):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RunStatus(Generic[Kept]):
+class RunStatus(Generic[Value]):
     """A snapshot of a run, from `await run.status()`."""
 
     id: ExecutionId
@@ -123,7 +124,7 @@ class RunStatus(Generic[Kept]):
     """The progress in percent that the task reported last with `ctx.progress`."""
     message: str | None
     """The message of that progress report."""
-    result: Kept | None
+    result: Value | None
     """The result of a run that succeeded; None before, and for a task that returns None."""
     error: RunError | None
     """The error that `run.result()` raises; None unless the run has ended without a result."""
@@ -144,7 +145,7 @@ class RunStatus(Generic[Kept]):
         return self.state in ENDED_STATES
 
 
-class Home(Protocol):
+class RunFabric(Protocol):
     """What a run needs from its fabric."""
 
     @property
@@ -155,7 +156,7 @@ class Home(Protocol):
         ...
 
 
-class Run(Generic[Kept]):
+class Run(Generic[Value]):
     """A handle of a submitted execution: watch it, await its result, signal it or cancel it, from any process.
 
     `task.submit(...)` returns one. `task.run(id)` and `fabric.run(id)` find a run that was submitted earlier.
@@ -163,7 +164,7 @@ class Run(Generic[Kept]):
 
     def __init__(
         self,
-        fabric: Home,
+        fabric: RunFabric,
         execution_id: ExecutionId,
         handler: Handler | None,
         *,
@@ -189,7 +190,7 @@ class Run(Generic[Kept]):
         """The id without braces and colons, for URLs, file names and shells; accepted wherever an id is."""
         return plain_id(self.id)
 
-    async def status(self) -> "RunStatus[Kept]":
+    async def status(self) -> "RunStatus[Value]":
         """Read the state, the progress, the attempt, and the result or the error of the run."""
         status = await self._fabric.engine.read_execution_status(self.id)
         if status is None:
@@ -219,7 +220,7 @@ class Run(Generic[Kept]):
         except NotFoundError:
             raise error("execution_not_found", self.id) from None
 
-    async def result(self, timeout: Duration | None = None) -> Kept:
+    async def result(self, timeout: Duration | None = None) -> Value:
         """Wait until the run has ended and return its result: `await run.result(timeout=30)`.
 
         Raises RunFailed, RunCancelled, RunExpired or RunSkipped if the run ends without a result, TimeoutError if it
@@ -319,12 +320,12 @@ class Run(Generic[Kept]):
             )
         self._is_checked = True
 
-    def _read_result(self, kind: str, payload: bytes | None) -> Kept:
+    def _read_result(self, kind: str, payload: bytes | None) -> Value:
         handler = self._handler or self._fabric._handler_of(kind)
         if handler is None:
-            return cast(Kept, _plain_result(payload))
+            return cast(Value, _plain_result(payload))
         try:
-            return cast(Kept, handler.decode_result(payload))
+            return cast(Value, handler.decode_result(payload))
         except InvalidInputError as unreadable:
             raise UnreadableResult(self.id, unreadable) from None
 
