@@ -18,6 +18,8 @@ FOLDER = Path(__file__).parent / "migrations"
 
 _FILE = re.compile(r"(\d{4})_([a-z0-9_]+)\.sql")
 _HEADER = re.compile(r"-- compatible: (yes|no)")
+# The checksum that databases have of a migration whose comments were edited after its release.
+_RELEASED = re.compile(r"^-- checksum: ([0-9a-f]{64})$", re.MULTILINE)
 _CREATED = re.compile(r"^create (?:table|sequence) (?:if not exists )?(\w+)", re.MULTILINE)
 # Postgres limits names to 63 bytes; the longest name derived from a schema's is the channel `<schema>_ended`.
 _SCHEMA_NAME = re.compile(r"[a-z_][a-z0-9_]{0,56}")
@@ -127,12 +129,13 @@ def _load(path: Path) -> Migration:
     first = description.partition("\n")[0]
     if not first.startswith("-- "):
         raise MigrationError(f"{path.name}: the second line must be '-- ' and a description of the migration")
+    released = _RELEASED.search(sql)
     return Migration(
         number=int(name[1]),
         name=name[2],
         description=first.removeprefix("-- ").strip(),
         sql=sql,
-        checksum=hashlib.sha256(sql.encode()).hexdigest(),
+        checksum=hashlib.sha256(sql.encode()).hexdigest() if released is None else released[1],
         compatible=compatibility[1] == "yes",
     )
 

@@ -1,5 +1,6 @@
 -- compatible: no
 -- The core: lanes, queues, executions, attempts, events, grants and the worker registry.
+-- checksum: 0882f9bfcb1d3aaee3f25a12d83dd365d3acdac6bfd7330ea19994a3aa16a21e
 
 create function ff_now() returns bigint language sql volatile parallel safe
   return (date_part('epoch', clock_timestamp()) * 1000)::bigint;

@@ -1,5 +1,6 @@
 -- compatible: yes
 -- Suspensions, their waitpoints and the signals that resume them.
+-- checksum: 6800dd20721828c954da119cea009aa0f48cc35a3c13915a2b93fe345a12060c
 
 create type waitpoint_state as enum ('pending', 'active', 'closed', 'expired');
 
