@@ -67,6 +67,7 @@ class Fabric:
         self.tasks: dict[str, Task[Any, Any, Any]] = {}
         self._engine: Engine | None = None
         self._open = AsyncExitStack()
+        self._unserved_again_at = 0.0
 
     @property
     def task(self) -> TaskDecorator:

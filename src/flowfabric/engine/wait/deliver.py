@@ -51,7 +51,7 @@ from flowfabric.model.signal import (
     SignalDuplicate,
     approval_key,
 )
-from flowfabric.model.states import LifecyclePhase
+from flowfabric.model.states import LifecyclePhase, PublicState
 from flowfabric.model.text import check_length, check_range
 from flowfabric.model.token import WaitpointToken
 
@@ -65,6 +65,20 @@ STREAMS = 3
 
 class _LockedElsewhere(Exception):
     """Another session locked a row of a wait without its execution; retrying the whole batch would meet it again."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SignalTarget:
+    """Where a signal for a wait would go, as far as its execution has come."""
+
+    state: PublicState
+    is_repeat: bool
+    """Whether the execution already has the signal."""
+    waitpoint_id: WaitpointId | None
+    """The open waitpoint of the wait, if any."""
+    token: WaitpointToken | None
+    open_keys: tuple[str, ...]
+    """If there is none, the keys of other open waitpoints, at most ten."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -202,6 +216,29 @@ class Signals:
                 max_signals_per_execution=max_signals_per_execution,
                 signal_maxlen=DEFAULT_MAXLEN if maxlen is None else maxlen,
             )
+        )
+
+    async def read_target(
+        self, execution_id: ExecutionId, waitpoint_key: str, signal_id: SignalId | None
+    ) -> SignalTarget | None:
+        """Return where a signal for the wait of this key would go now; None if the execution does not exist."""
+        partition, uuid = row_key(execution_id)
+        rows = await self._store.fetch(
+            SQL.read_signal_target,
+            partition_key=partition,
+            execution_id=uuid,
+            waitpoint_key=waitpoint_key,
+            signal_id=signal_id,
+        )
+        if not rows:
+            return None
+        state, is_repeat, waitpoint_id, token, open_keys = rows[0]
+        return SignalTarget(
+            state=PublicState(state),
+            is_repeat=is_repeat,
+            waitpoint_id=waitpoint_id and WaitpointId(waitpoint_id),
+            token=token and WaitpointToken(token),
+            open_keys=tuple(open_keys or ()),
         )
 
     async def observe_signals(self, handle: Handle, *, suspension_id: UUID | str | None = None) -> list[ResumeSignal]:

@@ -163,6 +163,26 @@ select l.lane_id, w.token
         where w.partition_key = e.partition_key and w.waitpoint_id = :waitpoint_id and w.execution_id = e.execution_id limit 1) w on true
  where e.partition_key = :partition_key and e.execution_id = :execution_id;
 
+-- name: read_signal_target
+-- Where a signal for the wait of this name would go: the state of the execution, whether it already has the signal, and the
+-- open waitpoint with its token. If there is none, open_keys has the names of other open waits, at most ten.
+select e.public_state,
+       exists (select from signal g
+                where g.partition_key = e.partition_key and g.execution_id = e.execution_id and g.signal_id = :signal_id::uuid) as is_repeat,
+       w.waitpoint_id, w.token, o.open_keys
+  from execution e
+  left join lateral (
+       select w.waitpoint_id, w.token from waitpoint w
+        where e.lifecycle_phase <> 'terminal' and w.partition_key = e.partition_key and w.execution_id = e.execution_id
+          and w.state in ('pending', 'active') and w.waitpoint_key = :waitpoint_key
+        order by w.waitpoint_id limit 1) w on true
+  left join lateral (
+       select array_agg(distinct k.waitpoint_key) as open_keys
+         from (select k.waitpoint_key from waitpoint k
+                where e.lifecycle_phase <> 'terminal' and k.partition_key = e.partition_key and k.execution_id = e.execution_id
+                  and k.state in ('pending', 'active') limit 10) k) o on w.waitpoint_id is null
+ where e.partition_key = :partition_key and e.execution_id = :execution_id;
+
 -- name: list_observed
 -- The signals of a suspension, open or closed, in the order of acceptance; a row of nulls if there are none, no row if the
 -- execution does not exist. Without an id, the latest suspension of the execution is used, if it belongs to the attempt. The
