@@ -1,7 +1,7 @@
-"""What `mkdocs` needs to build a site from pages that are written for GitHub.
+"""Hooks of `mkdocs`: build the site from pages that are written for GitHub.
 
 The README, the changelog and other files outside `docs` become pages, and links between files of the repository become
-links between pages. A link to a file that is not on the site is left as it is, and a strict build fails on it.
+links between pages. A link to a file that is not on the site is not changed, so that a strict build fails on it.
 """
 
 import ast
@@ -15,7 +15,7 @@ from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[1]
 
-ELSEWHERE = {
+OUTSIDE_FILES = {
     "README.md": "index.md",
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
@@ -24,11 +24,11 @@ ELSEWHERE = {
     "src/flowfabric/db/schema.sql": "schema.sql",
     "LICENSE": "LICENSE.txt",
 }
-"""The files outside `docs` that are on the site: path in the repository to path on the site."""
+"""The files outside `docs` that are on the site: their paths in the repository and on the site."""
 EXAMPLES = "examples"
 EXAMPLES_PAGE = "examples.md"
 
-_SOURCES = {uri: path for path, uri in ELSEWHERE.items()}
+_SOURCES = {uri: path for path, uri in OUTSIDE_FILES.items()}
 _FENCED = re.compile(
     r"^(?P<start>[ \t]*(?P<fence>`{3,})\w*)[^\n`]*(?P<code>\n.*?^[ \t]*(?P=fence))[ \t]*$", re.MULTILINE | re.DOTALL
 )
@@ -37,22 +37,22 @@ _LINK = re.compile(r"(?<=\]\()(?![a-z]+:)(?P<path>[^)\s#]+)(?P<anchor>#[^)\s]+)?
 
 def on_files(files: Files, *, config: MkDocsConfig) -> Files:
     """Add the pages and files that are kept outside `docs`."""
-    for path, uri in ELSEWHERE.items():
+    for path, uri in OUTSIDE_FILES.items():
         files.append(File.generated(config, uri, abs_src_path=str(ROOT / path)))
     files.append(File.generated(config, EXAMPLES_PAGE, content=examples_page()))
     return files
 
 
 def on_page_markdown(markdown: str, *, page: Page, **_: object) -> str:
-    """Turn a page that is written for GitHub into one of the site."""
+    """Convert a page that is written for GitHub."""
     return for_site(markdown, page.file.src_uri)
 
 
 def for_site(markdown: str, uri: str) -> str:
-    """The text of a page, with links between pages and with code fences that name only their language."""
+    """Return the text of a page with links between pages, and with code fences that name only their language."""
     parts, at = [], 0
     for fenced in _FENCED.finditer(markdown):
-        # The extension that highlights code does not read a fence with a second word, such as `python program`.
+        # The highlighting extension does not understand a fence with a second word, such as `python program`.
         parts += [_with_links(markdown[at : fenced.start()], uri), fenced["start"], fenced["code"]]
         at = fenced.end()
     return "".join([*parts, _with_links(markdown[at:], uri)])
@@ -71,7 +71,7 @@ def _with_links(text: str, uri: str) -> str:
 
 
 def _target(path: str) -> tuple[str | None, str]:
-    """The page or file of the site that shows a file of the repository, and the anchor of the part that does."""
+    """Return the page or file of the site that shows a file of the repository, and the anchor within it."""
     folder, name = posixpath.split(path)
     if path == EXAMPLES:
         return EXAMPLES_PAGE, ""
@@ -79,12 +79,12 @@ def _target(path: str) -> tuple[str | None, str]:
         return EXAMPLES_PAGE, f"#{name.replace('.', '')}"
     if path.startswith("docs/"):
         return path.removeprefix("docs/"), ""
-    return ELSEWHERE.get(path), ""
+    return OUTSIDE_FILES.get(path), ""
 
 
 def examples_page() -> str:
-    """A page with the programs in `examples`, each below what its docstring says."""
-    parts = ["# Examples", "Small programs to start from, kept in `examples`. The tests run each of them."]
+    """Return a page with the programs in `examples`, each with its docstring as introduction."""
+    parts = ["# Examples", "Small programs to start from, in the folder `examples`. The tests run all of them."]
     for path in sorted((ROOT / EXAMPLES).glob("*.py")):
         text = path.read_text(encoding="utf-8")
         module = ast.parse(text)

@@ -13,7 +13,7 @@ TWO_APPROVERS = Count(n=2, count_kind=CountKind.DISTINCT_SOURCES, matcher=ByName
 
 @fabric.task
 async def deploy(ctx: Context, version: str) -> str:
-    """Wait for two approvals; the function then runs again and has them."""
+    """Wait for two approvals; then the function runs again and reads them."""
     if not ctx.is_resumed:
         await ctx.suspend(condition=TWO_APPROVERS, reason_code="waiting_for_approval")
     approvers = [signal.source_identity for signal in ctx.resumed_signals() if signal.satisfier]
@@ -21,7 +21,7 @@ async def deploy(ctx: Context, version: str) -> str:
 
 
 async def say(run: Run[str], person: str, word: str) -> None:
-    """What an approval page does when somebody presses a button; your own server may read the token."""
+    """Do what an approval page does when somebody presses a button; trusted code may read the token."""
     engine = fabric.engine
     (waitpoint,) = (await engine.list_pending_waitpoints(execution_id=run.id)).entries
     token = await engine.read_waitpoint_token(execution_id=run.id, waitpoint_id=waitpoint.waitpoint_id)

@@ -1,4 +1,4 @@
-"""A payment provider calls back: a wait that holds no worker, and a signed token that a forger does not have."""
+"""A payment provider calls back: the run waits without a worker, and a signed token keeps forgers out."""
 
 import asyncio
 
@@ -8,12 +8,12 @@ from flowfabric.outcomes import Accepted
 
 fabric = Fabric(lane="shop")
 outbox: "asyncio.Queue[Callback]" = asyncio.Queue()
-"""Stands for requests to the API of the payment provider."""
+"""Stands for the requests to the API of the payment provider."""
 
 
 @fabric.task
 async def take_payment(ctx: Context, order: str) -> str:
-    """Ask the provider to call back, and wait; the function then runs again and reads the answer."""
+    """Ask the provider to call back, and wait; then the function runs again and reads the answer."""
     if not ctx.is_resumed:
         waitpoint = await ctx.create_waitpoint("payment", expires_in=60)
         await outbox.put(ctx.callback(waitpoint, base_url="https://shop.example/callbacks"))
@@ -25,7 +25,7 @@ async def take_payment(ctx: Context, order: str) -> str:
 
 
 async def receive(engine: Engine, callback: Callback, presented: str, body: bytes) -> str:
-    """What the web server of the shop does with a call to the callback URL; the token comes in a header."""
+    """Handle a call to the callback URL, as the web server of the shop does; the token comes in a header."""
     try:
         answer = await verify_and_deliver(
             engine,

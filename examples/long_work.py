@@ -19,7 +19,7 @@ class Report:
 
 @fabric.task(timeout=60)
 def print_report(ctx: Context, pages: int) -> Report:
-    """Work in a thread; the worker renews the lease in another thread meanwhile."""
+    """Work in a thread, while the worker renews the lease in another thread."""
     for page in range(1, pages + 1):
         if not ctx.is_lease_healthy():
             raise RuntimeError("another worker may have taken over")

@@ -1,7 +1,7 @@
-"""Real Postgres for every test: a server, a migrated database of the test's own, and a clock that can be moved.
+"""Real Postgres for every test: a server, a migrated database for the test alone, and a clock that can be moved.
 
 `FF_TEST_POSTGRES` chooses the server: 18 (embedded, the default), 16 (embedded) or 15 (as Debian installs it).
-`FF_TEST_DATABASE_URL` names a server that runs already; databases are created on it and dropped again.
+`FF_TEST_DATABASE_URL` is the URL of a running server; databases are created on it and dropped again.
 `FF_TEST_SWEEP=whole` runs every case of the sweeps in `tests/faults` and every round of the races; `FF_TEST_SEED`
 chooses the samples otherwise.
 `FF_TEST_PGBOUNCER` names a PgBouncer other than the installed one.
@@ -22,13 +22,13 @@ import pytest
 from databases import Databases
 from fixtures import Clock, Engines, Eventually, Given, Rows
 from flowfabric.db import session as sessions
-from flowfabric.engine.core.watermark import WalkWatermarks
+from flowfabric.engine.core.watermark import ScanWatermarks
 from flowfabric.engine.engine import Engine
 from flowfabric.settings import Settings
 from servers import served
 from sessions import SESSIONS, session
 
-# A store that is not embedded starts with the first signing key only where it is told one; processes inherit it.
+# A store that is not embedded needs a configured signing key; processes that tests start inherit it.
 os.environ["FF_WAITPOINT_HMAC_SECRET"] = "ab" * 32
 
 
@@ -45,7 +45,7 @@ def server() -> Iterator[str]:
         yield url
 
 
-# What every test leaves behind: nothing.
+# No test may leave tasks or sessions behind.
 
 
 @pytest.fixture(autouse=True)
@@ -59,7 +59,7 @@ def _leaves_nothing(request: pytest.FixtureRequest) -> None:
 async def _leaves_no_task() -> AsyncIterator[None]:
     before = asyncio.all_tasks()
     yield
-    # A task that was told to end may need a turn of the loop to do so.
+    # A cancelled task may need one more turn of the event loop to end.
     await asyncio.sleep(0)
     left = asyncio.all_tasks() - before - {asyncio.current_task()}
     for task in left:
@@ -70,18 +70,18 @@ async def _leaves_no_task() -> AsyncIterator[None]:
 
 @pytest.fixture
 async def one_thread() -> AsyncIterator[ThreadPoolExecutor]:
-    """The only thread that the event loop has for calls that block, until the test ends."""
+    """The only thread of the event loop's executor until the test ends."""
     loop: Any = asyncio.get_running_loop()
-    usual = loop._default_executor
+    previous = loop._default_executor
     with ThreadPoolExecutor(1) as threads:
         loop.set_default_executor(threads)
         yield threads
-    loop._default_executor = usual
+    loop._default_executor = previous
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown() -> Iterator[None]:
-    """Keep for the next test what this one closes."""
+    """Keep the sessions that the fixtures of this test close, for the next test."""
     SESSIONS.parks = True
     try:
         yield
@@ -98,37 +98,37 @@ async def databases(server: str) -> AsyncIterator[Databases]:
 
 @pytest.fixture
 def alteration() -> str:
-    """What the database of the test is altered by; a module whose tests all need the same overrides it."""
+    """SQL that alters the database of the test; a module overrides it if all of its tests need the same alteration."""
     return ""
 
 
 @pytest.fixture
 def fresh_database() -> None:
-    """No test before has used the database of this one: its tables have held no rows, and no session has a plan yet."""
+    """Mark a test whose database no test has used before: its tables never held rows, and no session has plans."""
 
 
 @pytest.fixture
 async def url(
     request: pytest.FixtureRequest, _leaves_no_task: None, databases: Databases, alteration: str
 ) -> AsyncIterator[str]:
-    """The address of a migrated database of the test's own; no session may be left on it."""
+    """The address of a migrated database for this test alone; the test may leave no session open on it."""
     async with databases.one(alteration=alteration, fresh="fresh_database" in request.fixturenames) as url:
         yield url
 
 
 @pytest.fixture
 async def empty_url(_leaves_no_task: None, databases: Databases) -> AsyncIterator[str]:
-    """The address of an empty database of the test's own; no session may be left on it."""
+    """The address of an empty database for this test alone; the test may leave no session open on it."""
     async with databases.new(migrated=False) as url:
         yield url
 
 
-# What a test works with.
+# The fixtures of tests.
 
 
 @pytest.fixture
 async def connection(url: str) -> AsyncIterator[asyncpg.Connection]:
-    """A session of the test's own on its database."""
+    """A session on the test's database."""
     connection = await session(url, "test")
     yield connection
     await connection.close()
@@ -136,7 +136,7 @@ async def connection(url: str) -> AsyncIterator[asyncpg.Connection]:
 
 @pytest.fixture
 async def engines(url: str) -> AsyncIterator[Engines]:
-    """Open any number of engines on the test's database: `await engines(retention_ms=1000)`; they close with it."""
+    """Open engines on the test's database: `await engines(retention_ms=1000)`; they are closed after the test."""
     async with AsyncExitStack() as stack:
 
         async def open_engine(**settings: Any) -> Engine:
@@ -153,20 +153,20 @@ async def engine(engines: Engines) -> Engine:
 
 @pytest.fixture
 def patient_with_locks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is opened from now on waits for a row held elsewhere as long as a test holds it."""
+    """Let sessions opened from now on wait for a locked row as long as a test locks it."""
     monkeypatch.setitem(sessions._SESSION, "lock_timeout", "100s")
     monkeypatch.setenv("FF_STATEMENT_TIMEOUT_MS", "100000")
 
 
 @pytest.fixture
 def lasting_watermarks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The marks of queues last as long as a test; where they end, a claim walks the entries of claimed rows again."""
-    monkeypatch.setattr(WalkWatermarks, "LIFE_SECONDS", 3600)
+    """Let the watermarks of queues last as long as a test; otherwise claims would scan dead entries again."""
+    monkeypatch.setattr(ScanWatermarks, "LIFE_SECONDS", 3600)
 
 
 @pytest.fixture
 async def keyless(engines: Engines, connection: asyncpg.Connection) -> Engine:
-    """An engine whose store has no signing key; no operation leaves it so."""
+    """An engine whose store has no signing key, which no operation can bring about."""
     engine = await engines()
     await connection.execute("delete from signing_key")
     return engine
@@ -182,7 +182,7 @@ async def clock(url: str) -> AsyncIterator[Clock]:
 
 @pytest.fixture
 async def rows(url: str) -> AsyncIterator[Rows]:
-    """Look into the tables: `async with rows.unchanged(): ...`, `await rows.of("event_each", kind=3)`."""
+    """Read the tables: `async with rows.unchanged(): ...`, `await rows.of("event_each", kind=3)`."""
     connection = await session(url, "test rows")
     yield Rows(connection)
     await connection.close()
@@ -196,7 +196,7 @@ async def given(engine: Engine, clock: Clock) -> Given:
 
 @pytest.fixture
 def eventually() -> Eventually:
-    """Wait for what happens by itself: `await eventually(lambda: stats.processed == 1)`."""
+    """Wait until a condition holds: `await eventually(lambda: stats.processed == 1)`."""
 
     async def eventually(holds: Callable[[], Any], *, timeout: float = 60) -> Any:
         deadline = time.monotonic() + timeout

@@ -1,4 +1,4 @@
-"""Creates for tests that care about little of what they create."""
+"""Submissions with default arguments."""
 
 from typing import Any
 
@@ -6,8 +6,8 @@ from flowfabric.model.execution import NewExecution
 
 
 def new(**overrides: Any) -> NewExecution:
-    """A create with what is not said at its default."""
-    given: dict[str, Any] = {
+    """A submission; arguments that are not given have defaults."""
+    defaults: dict[str, Any] = {
         "namespace": "tests",
         "lane_id": "default",
         "execution_kind": "job",
@@ -15,4 +15,4 @@ def new(**overrides: Any) -> NewExecution:
         "priority": 0,
         "creator_identity": "test",
     }
-    return NewExecution(**{**given, **overrides})
+    return NewExecution(**{**defaults, **overrides})

@@ -14,26 +14,26 @@ from asyncpg.connection import connect
 from flowfabric.db.migrate import migrate
 from sessions import COPY, PARKED, SCHEMA, SESSIONS
 
-_PATIENCE_SECONDS = 30
+_TIMEOUT_SECONDS = 30
 _OWN_TABLES = "array['test_clock', 'test_change', 'schema_migration']"
 _LARGE = 64 * 1024
-"""The size from which on a table is truncated, so that a test does not walk over the dead rows of others."""
+"""A table larger than this is truncated, so that a test does not scan the dead rows of earlier tests."""
 
-# A clock that can be moved or stopped, and a note of every change to what a database consists of.
+# A clock that can be moved or stopped, and a record of every change to the schema.
 _FOR_TESTS = """
-create table test_clock (offset_ms bigint not null, stands boolean not null);
+create table test_clock (offset_ms bigint not null, is_stopped boolean not null);
 insert into test_clock values (0, false);
 create or replace function ff_now() returns bigint language sql volatile parallel safe
-  return (select offset_ms + case when stands then 0 else (extract(epoch from clock_timestamp()) * 1000)::bigint end
+  return (select offset_ms + case when is_stopped then 0 else (extract(epoch from clock_timestamp()) * 1000)::bigint end
             from test_clock);
 create table test_change (tag text);
-create function test_note_change() returns event_trigger language plpgsql security definer
+create function test_record_change() returns event_trigger language plpgsql security definer
   as $$ begin insert into flowfabric.test_change values (tg_tag); end $$;
-create event trigger test_change on ddl_command_end execute function test_note_change();
+create event trigger test_change on ddl_command_end execute function test_record_change();
 """
 
-# Makes the function that empties this database: small tables row by row, because after a truncate every session plans
-# its statements anew.
+# Creates the function that empties this database. It deletes row by row: after a truncate every session would plan its
+# statements again.
 _MAKE_EMPTY = f"""
 do $make$
 declare steps text;
@@ -48,14 +48,14 @@ begin
    where relnamespace = current_schema::regnamespace and relkind in ('r', 'S') and relname <> all({_OWN_TABLES});
   execute format('create or replace function test_empty() returns void language plpgsql
                     set session_replication_role = replica as %L',
-                 'begin update test_clock set offset_ms = 0, stands = false where offset_ms <> 0 or stands; '
+                 'begin update test_clock set offset_ms = 0, is_stopped = false where offset_ms <> 0 or is_stopped; '
                  || steps || ' end');
   delete from test_change;
 end $make$;
 """
 
-# The tables that hold rows or have held some, and empty ones that a vacuum has counted, which the planner takes for
-# smaller than a table that nobody has looked at.
+# The tables that have or had rows, and empty ones that were vacuumed: the planner estimates those to be smaller than a
+# table without statistics.
 _USED = f"""
 select string_agg(quote_ident(relname), ', ') from pg_class
  where relnamespace = current_schema::regnamespace and relkind = 'r' and relname <> all({_OWN_TABLES})
@@ -70,9 +70,9 @@ union all
 select concat('prepared transaction ', gid) from pg_prepared_xacts where database = $1
 """
 
-# The sessions left on a database, those that are parked, whether it is as it was made but for its rows (what it
-# consists of, its ledger, and what the planner knows), and the tables that are too large to be emptied row by row.
-_LOOK = f"""
+# The sessions left open on a database, the parked ones, whether everything except its rows is unchanged (the schema,
+# the migration ledger and the statistics of the planner), and the tables that are too large to be emptied row by row.
+_STATE = f"""
 with others as materialized (
   select pid, application_name, state, query from pg_stat_activity
    where datname = current_database() and pid <> pg_backend_pid() and backend_type = 'client backend')
@@ -94,7 +94,7 @@ def at_database(url: str, name: str) -> str:
 
 
 async def execute(url: str, *commands: str) -> None:
-    """Run commands in a session of their own."""
+    """Run commands in a new session."""
     connection = await asyncpg.connect(url)
     try:
         for command in commands:
@@ -104,10 +104,10 @@ async def execute(url: str, *commands: str) -> None:
 
 
 class Copy:
-    """A database that goes from test to test, with a session that stays and knows its tables."""
+    """A database that tests use one after the other, with a session that stays open."""
 
     RENEWED_AFTER = 50
-    """Deleted rows leave entries in the indexes; after so many tests the tables are truncated."""
+    """After this many tests the tables are truncated, because deleted rows leave entries in the indexes."""
 
     def __init__(self, name: str, keeper: asyncpg.Connection) -> None:
         self.name = name
@@ -115,20 +115,20 @@ class Copy:
         self._uses = 0
 
     async def alter(self, alteration: str) -> None:
-        """Change what the database consists of, for all of its tests."""
+        """Change the schema for all tests of this database."""
         await self.keeper.execute(alteration)
         await self.keeper.execute(_MAKE_EMPTY)
 
     async def empty(self, ledger: str) -> tuple[list[str], bool]:
-        """Delete all rows; answers the sessions that the test has left open, and whether the next test may have it."""
-        deadline = time.monotonic() + _PATIENCE_SECONDS
+        """Delete all rows; return the sessions that the test left open, and whether the database can be used again."""
+        deadline = time.monotonic() + _TIMEOUT_SECONDS
         while True:
-            left, parked, is_as_made, large = await self.keeper.fetchrow(_LOOK, ledger)
-            # A closed session takes a moment to leave the server's list.
+            left, parked, is_unchanged, large = await self.keeper.fetchrow(_STATE, ledger)
+            # The server lists a closed session for a short time.
             if not left or time.monotonic() > deadline:
                 break
             await asyncio.sleep(0.002)
-        if left or not is_as_made:
+        if left or not is_unchanged:
             return left, False
         SESSIONS.forget_ended(self.name, parked)
         self._uses += 1
@@ -140,7 +140,7 @@ class Copy:
         return left, True
 
     async def renew(self) -> None:
-        """Truncate every table that was used, and have the server forget what it has counted."""
+        """Truncate every table that was used, and reset the statistics of the server."""
         self._uses = 0
         used = await self.keeper.fetchval(_USED)
         if used is not None:
@@ -161,7 +161,7 @@ class Databases:
     @classmethod
     @asynccontextmanager
     async def on(cls, server: str) -> AsyncIterator["Databases"]:
-        """The databases of this process on a server; while the block runs, sessions with them are kept."""
+        """The databases of this process on a server; sessions on them are kept until the block ends."""
         databases = cls(server, await asyncpg.connect(server))
         async with databases.new(migrated=False) as url:
             databases._template = urlsplit(url).path[1:]
@@ -180,7 +180,7 @@ class Databases:
 
     @asynccontextmanager
     async def one(self, *, alteration: str = "", fresh: bool = False) -> AsyncIterator[str]:
-        """The address of a database whose tables are empty; `fresh` where no test may have used them before."""
+        """The address of a database with empty tables; with `fresh`, tables that no test has used before."""
         copy = await self._take(alteration)
         if fresh:
             await SESSIONS.leave(copy.name)
@@ -195,10 +195,10 @@ class Databases:
 
     @asynccontextmanager
     async def new(self, *, migrated: bool = True, template: str = "") -> AsyncIterator[str]:
-        """The address of a database that ends with the block: an empty one, a migrated one, or a copy of another."""
+        """The address of a database that is dropped after the block: empty, migrated, or a copy of another one."""
         name = f"{COPY if migrated else 'ff_empty_'}{uuid4().hex}"
         if template:
-            # The server copies no database that a session is still on.
+            # Postgres does not copy a database that has sessions.
             await self._left_on(urlsplit(template).path[1:])
             await self._create(name, urlsplit(template).path[1:])
         else:
@@ -216,7 +216,7 @@ class Databases:
         await self._connection.execute(f"create database {name} template {template} strategy file_copy")
 
     async def _left_on(self, name: str) -> list[str]:
-        deadline = time.monotonic() + _PATIENCE_SECONDS
+        deadline = time.monotonic() + _TIMEOUT_SECONDS
         while True:
             left = [row[0] for row in await self._connection.fetch(_LEFT, name)]
             if not left or time.monotonic() > deadline:
@@ -238,7 +238,7 @@ class Databases:
         return copy
 
     async def _give_back(self, copy: Copy, alteration: str) -> list[str]:
-        """The sessions a test has left on its database, which is kept when there are none and it is as it was made."""
+        """Keep the database for another test unless sessions are left open or it has changed; return those sessions."""
         left: list[str] = []
         if not copy.keeper.is_closed():
             left, is_reusable = await copy.empty(self._ledger)

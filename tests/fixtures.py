@@ -1,4 +1,4 @@
-"""What the fixtures give, for the signatures of tests: `given: Given, clock: Clock, rows: Rows`."""
+"""The types of the fixtures, for the signatures of tests: `given: Given, clock: Clock, rows: Rows`."""
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
@@ -17,52 +17,52 @@ from flowfabric.worker.worker import Worker
 from sessions import SCHEMA
 
 Engines: TypeAlias = Callable[..., Awaitable[Engine]]
-"""Opens another engine with these settings."""
+"""Open another engine with these settings."""
 Eventually: TypeAlias = Callable[..., Awaitable[Any]]
-"""Waits until this holds."""
+"""Wait until a condition holds, and return its value."""
 StartWorker: TypeAlias = Callable[..., Awaitable[Worker]]
-"""Starts a worker for these handlers."""
+"""Start a worker with these handlers."""
 Submit: TypeAlias = Callable[..., Awaitable[ExecutionId]]
-"""Creates an execution of kind `job` from arguments by name."""
+"""Create an execution of kind `job`; the keyword arguments are its payload."""
 Attempts: TypeAlias = Callable[[ExecutionId], Awaitable[list[dict[str, Any]]]]
-"""The attempts of an execution in their order."""
+"""The attempts of an execution in order."""
 IsSuspended: TypeAlias = Callable[[ExecutionId], Awaitable[None]]
-"""Waits until an execution is suspended."""
+"""Wait until an execution is suspended."""
 Explain: TypeAlias = Callable[[str], Awaitable[Explanation]]
 """The explanation of an execution, checked against its rows."""
 
 
 class Clock:
-    """The clock of the test's database: it goes on by itself, and further where a test says so."""
+    """The clock of the test's database; a test can advance, stop and set it."""
 
     def __init__(self, connection: asyncpg.Connection) -> None:
         self._connection = connection
 
     async def advance(self, *, seconds: float = 0, ms: int = 0) -> int:
-        """Move the clock on and give the new time in milliseconds."""
+        """Advance the clock and return the new time in milliseconds."""
         now: int = await self._connection.fetchval(
             """update test_clock set offset_ms = offset_ms + $1 returning offset_ms
-                 + case when stands then 0 else (extract(epoch from clock_timestamp()) * 1000)::bigint end""",
+                 + case when is_stopped then 0 else (extract(epoch from clock_timestamp()) * 1000)::bigint end""",
             round(seconds * 1000) + ms,
         )
         return now
 
     async def stop(self) -> None:
-        """Let the clock stand still from now on: nothing lapses but by a test's word, however slow the machine is."""
-        await self._connection.execute("update test_clock set offset_ms = ff_now(), stands = true")
+        """Stop the clock: from now on only the test moves it, so nothing expires because the machine is slow."""
+        await self._connection.execute("update test_clock set offset_ms = ff_now(), is_stopped = true")
 
     async def set(self, now: int) -> None:
-        """Let the clock stand still at a time."""
-        await self._connection.execute("update test_clock set offset_ms = $1, stands = true", now)
+        """Stop the clock at a time."""
+        await self._connection.execute("update test_clock set offset_ms = $1, is_stopped = true", now)
 
     async def now(self) -> int:
-        """The time in milliseconds."""
+        """The current time in milliseconds."""
         now: int = await self._connection.fetchval("select ff_now()")
         return now
 
 
 class Rows:
-    """What the tables of the test's database hold."""
+    """The rows of the test's database."""
 
     def __init__(self, connection: asyncpg.Connection) -> None:
         self._connection = connection
@@ -74,23 +74,23 @@ class Rows:
         return [dict(row) for row in await self._connection.fetch(query, *where.values())]
 
     async def execution(self, execution_id: str) -> dict[str, Any]:
-        """An execution, with what its row leaves to be derived."""
+        """The row of an execution, with its derived columns."""
         (row,) = await self.of("execution_detail", execution_id=execution_id[-36:])
         return row
 
     async def timers(self, execution_id: str) -> dict[str, int]:
-        """The timers of an execution that run, and when each is due."""
+        """The times at which the timers of an execution are due, by kind."""
         found = await self.of("timer", execution_id=execution_id[-36:])
         return {row["kind"]: row["due_at"] for row in found}
 
     async def events(self, execution_id: str) -> list[dict[str, Any]]:
-        """The events of an execution in their order."""
+        """The events of an execution in order."""
         found = await self.of("event_each", execution_id=execution_id[-36:])
         return sorted(found, key=lambda row: int(row["event_id"]))
 
     async def snapshot(self, *, without: Iterable[str] = ()) -> dict[str, list[str]]:
         """Every row of every table as text, sorted."""
-        every = await self._connection.fetchval(
+        query = await self._connection.fetchval(
             """select string_agg(format('select %1$L, array(select t::text from %1$I t order by 1)', relname),
                                  ' union all ')
                  from pg_class where relnamespace = $1::text::regnamespace and relkind in ('r', 'p')
@@ -98,18 +98,18 @@ class Rows:
             SCHEMA,
             ["test_clock", "test_change", *without],
         )
-        return dict(await self._connection.fetch(every))
+        return dict(await self._connection.fetch(query))
 
     @asynccontextmanager
     async def unchanged(self, *, without: Iterable[str] = ()) -> AsyncIterator[None]:
-        """Fail when any row of any table has changed at the end of the block."""
+        """Fail if any row of any table has changed at the end of the block."""
         before = await self.snapshot(without=without)
         yield
         assert await self.snapshot(without=without) == before
 
 
 class Given:
-    """Reaches the starting point of a test through real operations; what is not said has a default."""
+    """Creates the starting point of a test through real operations; arguments that are not given have defaults."""
 
     def __init__(self, engine: Engine, clock: Clock) -> None:
         self.engine = engine
@@ -117,7 +117,7 @@ class Given:
 
     async def created(self, **overrides: Any) -> ExecutionId:
         """A new execution on the lane `default`; the overrides are arguments of create_execution."""
-        made = await self.engine.create_execution(
+        answer = await self.engine.create_execution(
             **{
                 "namespace": "tests",
                 "lane_id": "default",
@@ -128,8 +128,8 @@ class Given:
                 **overrides,
             }
         )
-        assert isinstance(made, Created), made
-        return made.execution_id
+        assert isinstance(answer, Created), answer
+        return answer.execution_id
 
     async def run(
         self, *, worker: str = "worker", lease_ttl_ms: int = 30_000, capabilities: Iterable[str] = (), **overrides: Any
@@ -142,7 +142,7 @@ class Given:
             capabilities=capabilities,
             lane_id=overrides.get("lane_id", "default"),
         )
-        assert claimed.execution_id == execution_id, "the lane held work that is claimed before the new execution"
+        assert claimed.execution_id == execution_id, "an older execution of the lane was claimed instead of the new one"
         return claimed
 
     async def claim(
@@ -169,7 +169,7 @@ class Given:
         return (await self.run(**overrides)).handle
 
     async def completed(self, *, result: bytes | None = b"done", **overrides: Any) -> ExecutionId:
-        """An execution that ended in success."""
+        """An execution that succeeded."""
         handle = await self.claimed(**overrides)
         await self.engine.complete(handle, result)
         return handle.execution_id
@@ -181,13 +181,13 @@ class Given:
         return handle.execution_id
 
     async def cancelled(self, **overrides: Any) -> ExecutionId:
-        """An execution that was cancelled before anybody claimed it."""
+        """An execution that was cancelled before its first claim."""
         execution_id = await self.created(**overrides)
         await self.engine.cancel_execution(execution_id=execution_id, reason="not wanted")
         return execution_id
 
     async def delayed(self, *, seconds: float = 60, **overrides: Any) -> ExecutionId:
-        """An execution that becomes claimable so much later."""
+        """An execution that becomes claimable after this many seconds."""
         return await self.created(delay_until=await self.clock.now() + round(seconds * 1000), **overrides)
 
     async def backing_off(self, *, delay_ms: int = 60_000, max_retries: int = 3, **overrides: Any) -> Handle:
@@ -199,13 +199,13 @@ class Given:
         return handle
 
     async def expired_lease(self, *, lease_ttl_ms: int = 30_000, **overrides: Any) -> Handle:
-        """A handle whose lease has run out and is not marked yet."""
+        """A handle whose lease has expired and is not marked as expired yet."""
         handle = await self.claimed(lease_ttl_ms=lease_ttl_ms, **overrides)
         await self.clock.advance(ms=lease_ttl_ms + 1)
         return handle
 
     async def reclaimable(self, **overrides: Any) -> Handle:
-        """A handle whose lease has run out and is marked: the next claim takes its execution."""
+        """A handle whose lease is marked as expired: the next claim reclaims its execution."""
         handle = await self.expired_lease(**overrides)
         assert await parts_of(self.engine).lease_expiry.mark_expired([handle.execution_id]) == 1
         return handle

@@ -1,4 +1,4 @@
-"""The server of the tests: one for each process of a run, with its data in memory where the system offers that."""
+"""The server of the tests: one for each process of a run, with its data in memory if possible."""
 
 import contextlib
 import os
@@ -20,7 +20,7 @@ DEBIAN_15 = Path("/usr/lib/postgresql/15/bin")
 MEMORY = Path("/dev/shm")
 _PREFIX = "ff-tests-"
 
-# Nothing of a test outlives it, so nothing is worth a flush; a crash test has a server of its own.
+# The data need not survive a crash, so nothing is flushed; crash tests start their own server.
 _SETTINGS = {
     "fsync": "off",
     "synchronous_commit": "off",
@@ -38,29 +38,29 @@ _SETTINGS = {
 
 @contextmanager
 def served(version: int) -> Iterator[str]:
-    """The address of a new server, which ends with the block."""
-    # A socket has a short path, and lies beside the data.
+    """The address of a new server, which is stopped after the block."""
+    # The socket is next to the data, and its path must be short.
     folder = MEMORY if os.access(MEMORY, os.W_OK) else Path("/tmp")
     _remove_orphans(folder)
-    place = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=folder))
+    data_folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=folder))
     try:
-        tools = _tools(place, version)
+        tools = _tools(data_folder, version)
         options = ("--username", "postgres", "--auth", "trust", "--encoding", "UTF8", "--no-locale", "--no-sync")
         _run(tools, "initdb", *options, "--pgdata", str(tools.data))
         with (tools.data / "postgresql.conf").open("a") as file:
-            for name, value in {**_SETTINGS, "unix_socket_directories": place}.items():
+            for name, value in {**_SETTINGS, "unix_socket_directories": data_folder}.items():
                 file.write(f"{name} = '{value}'\n")
         _run(tools, "pg_ctl", "start", "-w", "-D", str(tools.data), "-l", str(tools.log))
         try:
-            yield f"postgresql://postgres@/postgres?host={place}"
+            yield f"postgresql://postgres@/postgres?host={data_folder}"
         finally:
             _run(tools, "pg_ctl", "stop", "-m", "immediate", "-w", "-D", str(tools.data))
     finally:
-        shutil.rmtree(place)
+        shutil.rmtree(data_folder)
 
 
-def _tools(place: Path, version: int) -> Site:
-    """What runs the programs of Postgres, as a user who is not root, to whom the place is given."""
+def _tools(data_folder: Path, version: int) -> Site:
+    """The binaries of Postgres and the user that runs them: not root, and the owner of the folder."""
     if version == 15:
         if not DEBIAN_15.exists():
             pytest.exit(f"FF_TEST_POSTGRES=15 needs {DEBIAN_15}: install the package postgresql-15", 2)
@@ -68,12 +68,12 @@ def _tools(place: Path, version: int) -> Site:
         if os.geteuid() == 0:
             entry = pwd.getpwnam("postgres")
             account = Account(uid=entry.pw_uid, gid=entry.pw_gid)
-        tools = Site(folder=place, version=version, binaries=DEBIAN_15, account=account)
+        tools = Site(folder=data_folder, version=version, binaries=DEBIAN_15, account=account)
     else:
-        made = site.prepare(place / "home", version=version)
-        if made.folder != place / "home":
-            shutil.rmtree(made.folder)
-        tools = replace(made, folder=place)
+        prepared = site.prepare(data_folder / "home", version=version)
+        if prepared.folder != data_folder / "home":
+            shutil.rmtree(prepared.folder)
+        tools = replace(prepared, folder=data_folder)
     tools.make_folder()
     return tools
 
@@ -84,14 +84,14 @@ def _run(tools: Site, tool: str, *arguments: str) -> None:
 
 
 def _remove_orphans(folder: Path) -> None:
-    """Delete what processes left behind that were killed, and end their servers."""
-    for place in folder.glob(f"{_PREFIX}*"):
-        owner = place.name.removeprefix(_PREFIX).partition("-")[0]
+    """Delete the folders of processes that were killed, and stop their servers."""
+    for data_folder in folder.glob(f"{_PREFIX}*"):
+        owner = data_folder.name.removeprefix(_PREFIX).partition("-")[0]
         if Path(f"/proc/{owner}").exists() or not Path("/proc/self").exists():
             continue
-        for pid_file in place.glob("postgres-*/postmaster.pid"):
+        for pid_file in data_folder.glob("postgres-*/postmaster.pid"):
             with contextlib.suppress(OSError, ValueError):
                 pid = int(pid_file.read_text().splitlines()[0])
                 if os.fsencode(pid_file.parent) in Path(f"/proc/{pid}/cmdline").read_bytes():
                     os.kill(pid, signal.SIGQUIT)
-        shutil.rmtree(place, ignore_errors=True)
+        shutil.rmtree(data_folder, ignore_errors=True)

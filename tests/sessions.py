@@ -1,6 +1,6 @@
 """Sessions that stay open between tests, with the statements they have prepared.
 
-A new session parses and plans the statements of the engine again, which costs more than most tests.
+A new session has to parse and plan the statements of the engine again, which takes longer than most tests.
 """
 
 import asyncio
@@ -14,12 +14,12 @@ import pytest
 
 SCHEMA = "flowfabric"
 COPY = "ff_copy_"
-"""What the names of the databases begin with that go from test to test."""
+"""The prefix of the names of databases that tests use one after the other."""
 PARKED = "parked between tests"
-MOST_PARKED = 8
-"""How many sessions that are alike are kept."""
+MAX_PARKED = 8
+"""How many sessions with the same options are kept."""
 _FIRST_OID = 16384
-"""The least of what one database has and another need not have."""
+"""The lowest oid of objects that users create: below it, all databases have the same types."""
 _PARK = f"select pg_advisory_unlock_all(); close all; unlisten *; reset all; set application_name = '{PARKED}'"
 
 
@@ -29,17 +29,18 @@ async def session(url: str, name: str) -> asyncpg.Connection:
 
 
 class Sessions:
-    """The sessions with the databases that go from test to test.
+    """The sessions on the databases that tests use one after the other.
 
-    Whatever is closed after a test is kept and given to the next one that asks for a session with the same options.
-    Meanwhile it bears another name, so that a test finds its own sessions only. What is closed within a test is closed.
+    A session that is closed after a test is kept (parked) and reused by the next test that opens one with the same
+    options. A parked session has another application name, so that a test finds only its own sessions. A session that
+    is closed during a test is really closed.
     """
 
     def __init__(self) -> None:
         self.parks = False
         """Whether a session that is closed now is kept."""
         self._connect: Any = asyncpg.connect
-        self._ask_types: Any = asyncpg.Connection._introspect_types
+        self._introspect: Any = asyncpg.Connection._introspect_types
         self._loop: asyncio.AbstractEventLoop | None = None
         self._server = urlsplit("")
         self._parked: dict[str, dict[str, list[Any]]] = {}
@@ -48,7 +49,7 @@ class Sessions:
         self._types: dict[frozenset[int], Any] = {}
 
     def begin(self, patch: pytest.MonkeyPatch, server: str, *, newest_type: int) -> None:
-        """Keep the sessions that the running loop opens with a server, as that superuser and through nothing else."""
+        """Keep the sessions that the running loop opens to exactly this address, except for the database name."""
         self._loop = asyncio.get_running_loop()
         self._server = urlsplit(server)
         self._newest_type = newest_type
@@ -74,7 +75,7 @@ class Sessions:
         return connection
 
     def _kind(self, given: Any) -> Any:
-        """The kind of a connection that is kept where it is closed; `end` closes it for good."""
+        """The class of connections that are parked instead of closed; `end` really closes one."""
         if given not in self._kinds:
             park = self._park
 
@@ -87,14 +88,14 @@ class Sessions:
         return self._kinds[given]
 
     async def _park(self, connection: Any) -> bool:
-        """Whether a session was kept: one that can be made as it was when it was opened."""
+        """Park a session if it can be reset to its initial state; return whether it was parked."""
         if not self.parks or connection.is_closed() or connection.is_in_transaction():
             return False
         if connection._termination_listeners or connection._query_loggers or connection._cancellations:
             return False
         database, key = connection.belongs_to
         parked = self._parked.setdefault(database, {}).setdefault(key, [])
-        if len(parked) >= MOST_PARKED:
+        if len(parked) >= MAX_PARKED:
             return False
         connection._listeners.clear()
         connection._log_listeners.clear()
@@ -107,13 +108,13 @@ class Sessions:
         return True
 
     async def leave(self, database: str) -> None:
-        """Close the sessions with a database."""
+        """Close the parked sessions on a database."""
         for parked in self._parked.pop(database, {}).values():
             for connection in parked:
                 await connection.end()
 
     def forget_ended(self, database: str, pids: Iterable[int]) -> None:
-        """Let go of the sessions that the server has ended: all but these."""
+        """Forget the parked sessions that the server has ended: all except these pids."""
         alive = set(pids)
         for parked in self._parked.get(database, {}).values():
             for connection in [each for each in parked if each.get_server_pid() not in alive]:
@@ -121,19 +122,19 @@ class Sessions:
                 connection.terminate()
 
     def _remembered_types(self) -> Any:
-        """Answers what the driver asks every new session about types, which copies of the template have in common."""
+        """The driver's query of types with cached answers: copies of the template have the same types."""
 
         async def introspect(connection: Any, oids: Any, timeout: Any) -> Any:
             wanted = frozenset(oids)
             newest = self._newest_type if connection._params.database.startswith(COPY) else _FIRST_OID - 1
             if max(wanted) > newest:
-                return await self._ask_types(connection, oids, timeout)
+                return await self._introspect(connection, oids, timeout)
             if wanted not in self._types:
-                self._types[wanted] = (await self._ask_types(connection, oids, timeout))[0]
+                self._types[wanted] = (await self._introspect(connection, oids, timeout))[0]
             return self._types[wanted], SimpleNamespace(name="remembered")
 
         return introspect
 
 
 SESSIONS = Sessions()
-"""Those of this process."""
+"""The sessions of this process."""

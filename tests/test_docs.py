@@ -61,6 +61,8 @@ README = ROOT / "README.md"
 PAGES = sorted((*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), ROOT / "bench" / "README.md"))
 
 ENGINE_PAGE = ROOT / "docs" / "engine.md"
+ENGINE_PAGES = sorted(ROOT.glob("docs/engine*.md"))
+"""The pages of the operations; the first one has the contents of all."""
 SOURCE = ROOT / "src" / "flowfabric"
 
 MODULES = (
@@ -205,11 +207,11 @@ def test_code_is_marked_by_a_known_word_and_is_python() -> None:
 
 
 def write_shown_code(folder: Path) -> list[str]:
-    """The files of what the pages show; sessions of a page that hand arguments around in dicts are left out."""
+    """Write the code of the pages to files, except the engine's sessions, which pass arguments as dicts."""
     for nth, program in enumerate([*PROGRAMS, *TEST_FILES]):
         (folder / f"program_{nth}.py").write_text(program.code, encoding="utf-8")
     for page in SESSIONS:
-        if page.name != "engine.md":
+        if page not in ENGINE_PAGES:
             code = "".join(block.code for block in blocks(page) if block.mark == "python session")
             head = "from flowfabric import Engine\n\n\nasync def session(engine: Engine) -> None:\n"
             (folder / f"session_{page.stem}.py").write_text(head + indent(code, "    "), encoding="utf-8")
@@ -259,7 +261,7 @@ def broken(page: Path, links: Sequence[str]) -> Iterator[str]:
 
 
 def test_a_broken_link_would_be_found() -> None:
-    assert list(broken(README, ["nowhere.md", "docs/engine.md#no-such-heading", "docs/engine.md#handles"])) == [
+    assert list(broken(README, ["nowhere.md", "docs/engine.md#no-such-heading", "docs/engine.md#errors"])) == [
         "nowhere.md",
         "docs/engine.md#no-such-heading",
     ]
@@ -296,18 +298,31 @@ def test_every_variable_a_page_names_is_a_setting() -> None:
     assert {page: names - known for page, names in named.items() if names - known} == {}
 
 
+def engine_text() -> str:
+    """The text of all pages of the operations."""
+    return "\n".join(page.read_text(encoding="utf-8") for page in ENGINE_PAGES)
+
+
+def engine_contents() -> str:
+    return ENGINE_PAGE.read_text(encoding="utf-8").partition("\n## ")[0]
+
+
 def test_every_operation_is_described_and_stands_in_the_contents() -> None:
-    contents, _, described = ENGINE_PAGE.read_text(encoding="utf-8").partition("\n## ")
+    contents = engine_contents()
+    described = engine_text().replace(contents, "")
     operations = [name for name in vars(Engine) if not name.startswith("_") and callable(getattr(Engine, name))]
     assert len(operations) > 20
     assert [name for name in operations if not re.search(rf"`(?:[Ee]ngine\.)?{name}\b", described)] == []
     assert [name for name in operations if f"`{name}`" not in contents] == []
 
 
-def test_the_contents_of_the_engines_page_are_its_headings_in_their_order() -> None:
-    text = without_code(ENGINE_PAGE)
-    contents = text.partition("\n## ")[0]
-    assert re.findall(r"^- \[(.*?)\]", contents, re.MULTILINE) == re.findall(r"^## (.*)$", text, re.MULTILINE)
+def test_the_contents_of_the_engines_pages_are_their_headings_in_their_order() -> None:
+    listed: dict[str, list[str]] = {page.name: [] for page in ENGINE_PAGES}
+    for title, page in re.findall(r"^- \[(.*?)\]\((.*?)#", engine_contents(), re.MULTILINE):
+        listed[page or ENGINE_PAGE.name].append(title)
+    headings = {page.name: re.findall(r"^## (.*)$", without_code(page), re.MULTILINE) for page in ENGINE_PAGES}
+    assert len(headings) > 1
+    assert listed == headings
 
 
 def test_the_table_of_codes_holds_those_the_engine_raises_each_in_its_category() -> None:
@@ -336,9 +351,8 @@ def raised() -> set[str]:
     return (words & set(CODES)) - {"terminal"}
 
 
-def test_the_names_of_the_engines_page_are_public() -> None:
-    text = ENGINE_PAGE.read_text(encoding="utf-8")
-    named = set(re.findall(r"`([A-Z][a-z]\w+)[`(]", text))
+def test_the_names_of_the_engines_pages_are_public() -> None:
+    named = set(re.findall(r"`([A-Z][a-z]\w+)[`(]", engine_text()))
     ours = {name for name in named for module in MODULES if isinstance(getattr(module, name, None), type)}
     assert len(ours) > 20
     assert ours - {name for module in PUBLIC for name in module.__all__} == set()

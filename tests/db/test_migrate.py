@@ -1,6 +1,8 @@
 """Migrations: applied once, recorded, checked, printed, and refused if code and schema do not match."""
 
 import asyncio
+import hashlib
+import re
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -278,6 +280,31 @@ def test_line_endings_do_not_change_the_checksum(tmp_path: Path) -> None:
     unix = load_migrations(tmp_path)
     (tmp_path / "0001_step.sql").write_bytes(FIRST.replace("\n", "\r\n").encode())
     assert load_migrations(tmp_path) == unix
+
+
+def test_a_migration_whose_comments_changed_keeps_its_released_checksum(tmp_path: Path) -> None:
+    header, description, *statements = FIRST.splitlines()
+    released = "-- checksum: " + "ab" * 32
+    (tmp_path / "0001_step.sql").write_text("\n".join([header, description, released, "-- New words.", *statements]))
+    (migration,) = load_migrations(tmp_path)
+    assert migration.checksum == "ab" * 32
+
+
+STATEMENTS = {
+    1: "7e599504845d5b83bdfe8b79b2e4ce5f863b549001ee947e45f602c73f5c65d7",
+    2: "2b83365168c0d4bc8418f3a41240e848e08d3690f7f13d615fee784648e2d58f",
+}
+"""The SHA-256 of the statements, without comments, of released migrations with edited comments."""
+
+
+def test_the_statements_of_released_migrations_never_change() -> None:
+    found = {}
+    for migration in load_migrations():
+        if "\n-- checksum: " in migration.sql:
+            lines = (re.sub(r"\s*--.*", "", line) for line in migration.sql.split("\n"))
+            statements = "\n".join(line for line in lines if line.strip())
+            found[migration.number] = hashlib.sha256(statements.encode()).hexdigest()
+    assert found == STATEMENTS
 
 
 def test_a_file_states_whether_it_is_compatible_and_what_it_does(write: Write) -> None:

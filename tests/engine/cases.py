@@ -1,4 +1,4 @@
-"""Run the cases of a test one after the other on one database."""
+"""Cases of a test that run one after the other on one database."""
 
 import functools
 import inspect

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from fixtures import Clock, Explain, Rows
-from flowfabric.engine.core.watermark import WalkWatermarks
+from flowfabric.engine.core.watermark import ScanWatermarks
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.lease import claim as claim_family
 from flowfabric.model.explanation import Explanation
@@ -13,7 +13,7 @@ from flowfabric.model.explanation import Explanation
 
 @pytest.fixture
 async def clock(clock: Clock) -> Clock:
-    """A clock that stands still: `await clock.advance(seconds=31)`."""
+    """A stopped clock, which only the test moves: `await clock.advance(seconds=31)`."""
     await clock.stop()
     return clock
 
@@ -54,6 +54,6 @@ def altered_rows() -> None:
 
 
 @pytest.fixture
-def walks_are_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A claim that finds nothing walks everything again, however slow the machine is."""
-    monkeypatch.setattr(WalkWatermarks, "FREE_SECONDS", 600.0)
+def scans_are_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a claim that finds nothing do a full scan again, however slow the machine is."""
+    monkeypatch.setattr(ScanWatermarks, "FREE_SECONDS", 600.0)

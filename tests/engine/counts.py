@@ -1,4 +1,4 @@
-"""Count executions row by row, to compare with count_executions."""
+"""Counts of executions row by row, to compare with count_executions."""
 
 from collections.abc import Mapping
 from typing import Any

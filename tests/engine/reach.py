@@ -1,11 +1,10 @@
-"""Create executions in each public state, in every way that leads to it."""
-
-from typing import Any
+"""Executions in each public state, one for each way that leads to it."""
 
 import asyncpg
 
 from engine.state import block
 from engine.waits import args
+from fixtures import Clock, Given
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.parts import parts_of
 from flowfabric.model.states import PublicState
@@ -18,7 +17,7 @@ _BLOCKS = {
 }
 
 
-async def one_of(state: PublicState, given: Any, clock: Any, connection: asyncpg.Connection) -> set[str]:
+async def one_of(state: PublicState, given: Given, clock: Clock, connection: asyncpg.Connection) -> set[str]:
     """Create executions in a state, one for each way that leads to it."""
     engine: Engine = given.engine
     match state:
@@ -35,8 +34,8 @@ async def one_of(state: PublicState, given: Any, clock: Any, connection: asyncpg
             return {execution_id}
         case PublicState.ACTIVE:
             lost = await given.reclaimable(lane_id="lost")
-            held = await given.claimed(lane_id="rare", lease_ttl_ms=2 * DAY)
-            return {lost.execution_id, held.execution_id}
+            running = await given.claimed(lane_id="rare", lease_ttl_ms=2 * DAY)
+            return {lost.execution_id, running.execution_id}
         case PublicState.SUSPENDED:
             handle = await given.claimed(lane_id="rare")
             await engine.suspend(handle, args())

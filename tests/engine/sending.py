@@ -31,7 +31,7 @@ class Waiting:
             self.points[each.waitpoint_key] = each.waitpoint_id, each.waitpoint_token
         return self
 
-    def ahead(self, key: str, pending: PendingWaitpoint) -> "Waiting":
+    def with_pending(self, key: str, pending: PendingWaitpoint) -> "Waiting":
         """Add a waitpoint that was created in advance; return self."""
         self.points[key] = pending.waitpoint_id, pending.hmac_token
         return self
@@ -51,17 +51,17 @@ class Waiting:
         """Deliver a signal and return the answer."""
         return await self.engine.deliver_signal(**self.signal(name, key, **overrides))
 
-    async def said(self, name: str = "ready", key: str = "wait", **overrides: Any) -> str:
+    async def accepted(self, name: str = "ready", key: str = "wait", **overrides: Any) -> str:
         """Deliver a signal that is accepted; return its effect, and its disposition if that differs."""
         answer = await self.send(name, key, **overrides)
         assert isinstance(answer, Accepted), answer
         return " ".join(dict.fromkeys((answer.effect, answer.disposition)))
 
 
-async def waiting(engine: Engine, given: Given, asked: SuspendArgs | None = None, **overrides: Any) -> Waiting:
-    """A suspended execution; overrides that are not of the create are of the suspend."""
+async def waiting(engine: Engine, given: Given, suspend: SuspendArgs | None = None, **overrides: Any) -> Waiting:
+    """A suspended execution; overrides that `create_execution` does not accept are arguments of the suspend."""
     run = {name: overrides.pop(name) for name in ("policy", "lane_id", "execution_deadline_at") if name in overrides}
-    outcome = await suspended(engine, await given.claimed(**run), asked, **overrides)
+    outcome = await suspended(engine, await given.claimed(**run), suspend, **overrides)
     return Waiting(engine, outcome.handle).on(outcome.details)
 
 
@@ -69,7 +69,7 @@ async def running(engine: Engine, given: Given, *, expires_in_ms: int = 60_000, 
     """A running execution that has created the waitpoint `wait` in advance."""
     handle = await given.claimed(**overrides)
     pending = await engine.create_waitpoint(handle, waitpoint_key="wait", expires_in_ms=expires_in_ms)
-    return Waiting(engine, handle).ahead("wait", pending)
+    return Waiting(engine, handle).with_pending("wait", pending)
 
 
 async def signals(rows: Rows, execution_id: str) -> list[dict[str, Any]]:
@@ -85,4 +85,4 @@ async def signal_keys(rows: Rows, **where: Any) -> list[dict[str, Any]]:
 
 async def stamps_written(engine: Engine) -> None:
     """Write the pending records of refused tokens, as closing the engine does."""
-    await engine._rooms[Signals].drain()
+    await engine._services[Signals].drain()

@@ -12,7 +12,7 @@ from databases import execute
 from fixtures import Eventually, Rows
 from flowfabric.db.embedded import Embedded
 from flowfabric.db.migrate import load_migrations
-from flowfabric.engine.engine import Engine, engine_beside
+from flowfabric.engine.engine import Engine, second_engine
 from flowfabric.model.errors import TransportError, UnavailableError
 from flowfabric.model.support import Applied, NothingToPrepare
 from flowfabric.settings import Settings
@@ -167,7 +167,7 @@ async def test_an_unreachable_store_is_a_transport_error(tmp_path: Path) -> None
     assert (refusal.value.code, refusal.value.retryable) == ("transport", True)
 
 
-async def test_an_engine_beside_another_uses_the_same_store(engine: Engine) -> None:
-    async with engine_beside(engine) as other:
+async def test_a_second_engine_uses_the_same_store(engine: Engine) -> None:
+    async with second_engine(engine) as other:
         made = await other.create_execution(**new())
     assert await engine.read_execution_state(made.execution_id) == "waiting"

@@ -1,4 +1,4 @@
-"""Each operation of the engine is a method of a room, with its signature and docstring."""
+"""Each operation of the engine is a method of a service, with its signature and docstring."""
 
 import inspect
 
@@ -25,9 +25,9 @@ def test_an_operation_has_the_signature_and_docstring_of_its_method() -> None:
         assert all(parameter.annotation is not parameter.empty for parameter in parameters), name
 
 
-async def test_an_operation_of_an_engine_is_the_bound_method_of_its_room(engine: Engine) -> None:
+async def test_an_operation_of_an_engine_is_the_bound_method_of_its_service(engine: Engine) -> None:
     assert inspect.signature(engine.complete) == inspect.signature(Finish(None, None).complete)  # type: ignore[arg-type]
-    assert engine.complete.__self__ is engine._rooms[Finish]  # type: ignore[attr-defined]
+    assert engine.complete.__self__ is engine._services[Finish]  # type: ignore[attr-defined]
     assert engine.complete.__doc__ == Finish.complete.__doc__
 
 

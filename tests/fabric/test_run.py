@@ -1,16 +1,27 @@
 """Runs: their status, their results and errors, and signals to them."""
 
 import asyncio
-import re
 import traceback
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 
 import pytest
 
 from fixtures import Clock, Eventually
-from flowfabric import Context, Fabric, InvalidInputError, PublicState, RunCancelled, RunError, RunExpired, RunFailed
-from flowfabric.errors import NotFoundError, StateError
+from flowfabric import (
+    Context,
+    Fabric,
+    InvalidInputError,
+    PublicState,
+    Run,
+    RunCancelled,
+    RunError,
+    RunExpired,
+    RunFailed,
+)
+from flowfabric.errors import ContentionError, NotFoundError, StateError, UnreadableResult
+from flowfabric.fabric import run as runs
 from flowfabric.ids import plain_id
 from flowfabric.outcomes import TerminalOutcome
 
@@ -196,13 +207,11 @@ async def test_a_run_that_does_not_exist_is_not_found(url: str) -> None:
     fabric = Fabric(url)
     async with fabric:
         run = fabric.run(UNKNOWN)
-        for ask in (run.status, run.explain, run.result, lambda: run.signal("x")):
+        text = f"not found: execution {run.id}: it was not submitted to this store, or its retention is over"
+        for ask in (run.status, run.explain, run.result, run.cancel, lambda: run.signal("x")):
             with pytest.raises(NotFoundError) as missing:
                 await ask()
-            assert missing.value.code == "execution_not_found"
-        for ask in (run.status, run.explain, run.result):
-            with pytest.raises(NotFoundError, match=re.escape(f"not found: execution {run.id}")):
-                await ask()
+            assert (missing.value.code, str(missing.value)) == ("execution_not_found", text)
     with pytest.raises(InvalidInputError, match=r"'x' is not an execution id; write \{fp:<number>\}:<uuid> or "):
         fabric.run("x")
 
@@ -224,6 +233,26 @@ async def test_a_wait_for_a_result_that_times_out_names_the_state(url: str) -> N
     assert (explanation.execution_id, explanation.public_state) == (run.id, PublicState.WAITING)
 
 
+async def test_a_wait_for_a_run_that_no_worker_can_run_logs_a_warning(
+    url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(runs, "UNSERVED_SECONDS", 0.05)
+    fabric = Fabric(url)
+
+    @fabric.task
+    async def job() -> None: ...
+
+    async with fabric:
+        run = await job.submit()
+        with pytest.raises(TimeoutError, match=r"has not ended within 0\.15 s: it is waiting"):
+            await run.result(timeout=0.15)
+        async with fabric.worker():
+            await run.result()
+    (warning,) = (each.message for each in caplog.records if each.name == runs.__name__)
+    waiting = "waiting: 0 ahead of it on lane 'default'; no live worker serves lane 'default'"
+    assert warning == f"{run.id} has not started: {waiting}"
+
+
 async def test_a_signal_is_delivered_as_soon_as_the_run_waits_for_it(url: str) -> None:
     fabric = Fabric(url)
 
@@ -242,27 +271,103 @@ async def test_a_signal_is_delivered_as_soon_as_the_run_waits_for_it(url: str) -
             await run.signal("approval", "late")
 
 
-async def test_a_signal_that_the_run_does_not_wait_for_times_out(url: str) -> None:
+async def test_a_signal_that_the_run_does_not_wait_for_times_out(url: str, eventually: Eventually) -> None:
+    fabric = Fabric(url)
+
+    @fabric.task
+    async def job(ctx: Context) -> None:
+        await ctx.wait_for_signal("go")
+
+    async with fabric:
+        run = await job.submit()
+        with pytest.raises(TimeoutError, match=r"did not wait for signal 'stop' within 0\.05 s: it is waiting; "):
+            await run.signal("stop", timeout=0.05)
+        async with fabric.worker():
+
+            async def is_suspended() -> bool:
+                return (await run.status()).state is PublicState.SUSPENDED
+
+            await eventually(is_suspended)
+        with pytest.raises(TimeoutError, match=r"did not wait for signal 'stop' within 0\.05 s: it waits for 'go'$"):
+            await run.signal("stop", timeout=0.05)
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda run: run.signal(""), "name: must not be empty"),
+        (lambda run: run.signal(5), "name: must be text, got 5"),
+        (lambda run: run.signal("go", by=5), "by: must be text, got 5"),
+        (lambda run: run.signal("go", id=""), "id: must not be empty; leave it out"),
+        (
+            lambda run: run.signal("go", object()),
+            r"signal 'go': the payload <object object.*> cannot be sent as JSON: ",
+        ),
+    ],
+)
+async def test_a_signal_with_a_wrong_argument_is_refused_at_once(
+    url: str, call: Callable[[Run[object]], Awaitable[None]], text: str
+) -> None:
+    fabric = Fabric(url)
+    async with fabric:
+        with pytest.raises(InvalidInputError, match=text):
+            await call(fabric.run(UNKNOWN))
+
+
+async def test_a_signal_under_the_same_id_counts_once_in_a_run(url: str) -> None:
+    fabric = Fabric(url)
+
+    @fabric.task
+    async def pair(ctx: Context) -> list[int]:
+        return [await ctx.wait_for_signal("n", int), await ctx.wait_for_signal("n", int)]
+
+    async with fabric, fabric.worker():
+        run, other = await pair.submit(), await pair.submit()
+        # At the same wait, while the next one is awaited, and after the end.
+        await asyncio.gather(*(run.signal("n", 1, id="first") for _ in range(5)))
+        await run.signal("n", 1, id="first")
+        await run.signal("n", 2, id="second")
+        assert await run.result(timeout=60) == [1, 2]
+        await run.signal("n", 1, id="first")
+        await other.signal("n", 7, id="first")
+        await other.signal("n", 8, id="second")
+        assert await other.result(timeout=60) == [7, 8]
+
+
+async def test_a_run_that_has_ended_cannot_be_cancelled(url: str) -> None:
     fabric = Fabric(url)
 
     @fabric.task
     async def job() -> None: ...
 
-    async with fabric:
-        run = await job.submit()
-        with pytest.raises(TimeoutError, match="did not wait for signal 'approval' in time: it is waiting"):
-            await run.signal("approval", timeout=0.05)
-
-
-async def test_a_signal_under_the_same_id_counts_once(url: str, eventually: Eventually) -> None:
-    fabric = Fabric(url)
-
-    @fabric.task
-    async def pair(ctx: Context) -> list[int]:
-        return [await ctx.wait_for_signal("n", int), await ctx.wait_for_signal("m", int)]
-
     async with fabric, fabric.worker():
-        run = await pair.submit()
-        await run.signal("n", 1, id="first")
-        await run.signal("m", 2, id="second")
-        assert await run.result(timeout=60) == [1, 2]
+        run = await job.submit()
+        await run.result(timeout=60)
+        with pytest.raises(ContentionError) as refused:
+            await run.cancel()
+    assert str(refused.value) == f"execution_not_active: {run.id} has already ended with outcome success"
+
+
+async def test_a_status_shows_a_result_that_no_longer_fits_as_an_error(url: str) -> None:
+    fabric, changed = Fabric(url), Fabric(url)
+
+    @fabric.task(name="job")
+    async def old() -> str:
+        return "text"
+
+    @changed.task(name="job")
+    async def new() -> int:
+        return 1
+
+    async with fabric, changed, fabric.worker():
+        run = await old.submit()
+        assert await run.result(timeout=60) == "text"
+        status = await new.run(run.id).status()
+    assert (status.state, status.result) == (PublicState.COMPLETED, None)
+    assert isinstance(status.error, UnreadableResult)
+
+
+async def test_two_handles_of_one_execution_are_equal(url: str) -> None:
+    fabric = Fabric(url)
+    one, same, other = fabric.run(UNKNOWN), fabric.run(plain_id(UNKNOWN)), fabric.run(UNKNOWN[:-1] + "1")
+    assert (one == same, one == other, one == UNKNOWN, {one, same, other}) == (True, False, False, {one, other})

@@ -7,7 +7,7 @@ import asyncpg
 import pytest
 
 from fixtures import Clock, Engines, Eventually, Given, Rows
-from flowfabric.engine.core.watermark import TimerWatermark, WalkWatermarks
+from flowfabric.engine.core.watermark import ScanWatermarks, TimerWatermark
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.parts import parts_of
 from flowfabric.model.errors import TransportError
@@ -28,8 +28,8 @@ Take = Callable[[Engine], Awaitable[object]]
 
 
 @pytest.fixture(autouse=True)
-def _walks_are_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(WalkWatermarks, "FREE_SECONDS", FREE)
+def _scans_are_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ScanWatermarks, "FREE_SECONDS", FREE)
 
 
 @pytest.fixture
@@ -66,7 +66,7 @@ async def grant(engine: Engine) -> Granted | NoWork:
     )
 
 
-def watermarks(engine: Engine) -> WalkWatermarks:
+def watermarks(engine: Engine) -> ScanWatermarks:
     """The watermarks of the one kind of claim that an engine has made."""
     (of_claims,) = parts_of(engine).wakeups.watermarks._by_route.values()
     return of_claims
@@ -117,7 +117,7 @@ async def test_a_walk_that_was_slow_on_the_server_is_not_repeated_at_once(
     )
     other = await engines()
     await take(other)
-    assert not watermarks(other).may_walk_whole
+    assert not watermarks(other).may_scan_all
 
 
 async def test_after_a_gap_in_the_hints_the_queues_are_walked_whole(
@@ -129,20 +129,20 @@ async def test_after_a_gap_in_the_hints_the_queues_are_walked_whole(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # Long enough that the marks do not end by themselves meanwhile.
-    monkeypatch.setattr(WalkWatermarks, "LONGEST_SECONDS", 600.0)
+    monkeypatch.setattr(ScanWatermarks, "LONGEST_SECONDS", 600.0)
     execution_id = await given.created(policy=AGAIN_AT_ONCE)
     await parts_of(listening).wakeups.hints.listen()
     (claimed,) = await claim(listening)
     marks = watermarks(listening)
     # As behind a long transaction, where the marks last longest.
-    marks.walked_whole(60)
+    marks.record_full_scan(60)
     proxy.refuses = True
     proxy.cut()
     await eventually(lambda: not parts_of(listening).wakeups.hints.is_listening)
     assert isinstance(await engine.fail(claimed.handle, reason="no luck"), RetryScheduled)
     proxy.refuses = False
     await eventually(lambda: parts_of(listening).wakeups.hints.is_listening)
-    assert not marks.may_walk_whole
+    assert not marks.may_scan_all
     (again,) = await claim(listening)
     assert again.execution_id == execution_id
 
@@ -177,16 +177,16 @@ async def test_a_whole_look_that_the_server_gave_up_is_not_repeated_at_once(
         due._clock = lambda: seconds
         await read_due(parts_of(engine).store, [])
         seconds += TimerWatermark.LONGEST_SECONDS
-        assert due.look() == 0
+        assert due.scan_start() == 0
         await connection.execute(
             """alter function ff_now() rename to ff_time;
                create function ff_now() returns bigint language sql as $$ select ff_time() from pg_sleep(60) $$"""
         )
         with pytest.raises(TransportError, match="statement timeout"):
             await read_due(parts_of(engine).store, [])
-        assert due.look() == due.since > 0
+        assert due.scan_start() == due.since > 0
         seconds += TimerWatermark.LONGEST_SECONDS
-        assert due.look() == 0
+        assert due.scan_start() == 0
 
 
 async def test_what_a_client_has_locked_that_fell_silent_in_a_statement_is_freed(

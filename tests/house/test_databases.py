@@ -20,7 +20,7 @@ async def contents(url: str, rows: Rows) -> tuple[object, object, object]:
     try:
         seen = await type(rows)(connection).snapshot()
         sequences = dict(await connection.fetch(_SEQUENCES))
-        return seen, sequences, await connection.fetch("select offset_ms, stands from test_clock")
+        return seen, sequences, await connection.fetch("select offset_ms, is_stopped from test_clock")
     finally:
         await connection.close()
 
@@ -32,7 +32,7 @@ async def use(url: str) -> None:
         (run,) = await engine.claim_many(lanes=["default"], worker_id="w", worker_instance_id="w-1", limit=1)
         await engine.complete(run.handle, b"x" * 1000)
     connection = await session(url, "test clock")
-    await connection.execute("update test_clock set offset_ms = 5, stands = true")
+    await connection.execute("update test_clock set offset_ms = 5, is_stopped = true")
     await connection.close()
 
 
@@ -40,7 +40,7 @@ async def use(url: str) -> None:
 async def test_a_database_is_emptied_before_the_next_test(
     databases: Databases, rows: Rows, monkeypatch: pytest.MonkeyPatch, large: int
 ) -> None:
-    monkeypatch.setattr(module, "_LOOK", module._LOOK.replace(f"> {module._LARGE}", f"> {large}"))
+    monkeypatch.setattr(module, "_STATE", module._STATE.replace(f"> {module._LARGE}", f"> {large}"))
     async with databases.new() as url:
         untouched = await contents(url, rows)
     async with databases.one() as url:
@@ -65,7 +65,7 @@ async def test_a_database_with_a_changed_schema_or_statistics_is_not_used_again(
 async def test_a_session_left_open_fails_the_test_and_its_database_is_not_used_again(
     databases: Databases, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_PATIENCE_SECONDS", 0)
+    monkeypatch.setattr(module, "_TIMEOUT_SECONDS", 0)
     one = databases.one()
     url = await one.__aenter__()
     connection = await session(url, "forgotten")

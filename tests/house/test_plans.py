@@ -370,7 +370,7 @@ async def test_a_page_of_a_list_touches_few_rows_with_any_filter(full: Engine, t
             assert (await full.list_executions(order=order, **rare)).executions == []
             assert f"list_{order}" not in touched
             assert touched["list_candidates"] <= 10
-        # Tagged executions are found by the tag, without a walk.
+        # Tagged executions are found by the tag, without a scan in creation order.
         touched.clear()
         assert (await full.list_executions(order=order, tag=("a.b", "c"))).executions == []
         assert touched["list_candidates"] <= 10

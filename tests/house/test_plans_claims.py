@@ -8,7 +8,7 @@ import pytest
 
 from creates import new
 from databases import Databases
-from flowfabric.engine.core.watermark import WalkWatermarks
+from flowfabric.engine.core.watermark import ScanWatermarks
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.parts import parts_of
 from flowfabric.model.grant import Granted
@@ -110,7 +110,7 @@ async def pinned(
 ) -> AsyncIterator[Engine]:
     """An engine that has completed many executions while another session holds an older snapshot."""
     # The full scan of the first claim here does not postpone the next one.
-    monkeypatch.setattr(WalkWatermarks, "FREE_SECONDS", 3600.0)
+    monkeypatch.setattr(ScanWatermarks, "FREE_SECONDS", 3600.0)
     other = await asyncpg.connect(url)
     await other.execute("begin isolation level repeatable read; select 1 from flowfabric.ready")
     for _ in range(FINISHED // 1000):
@@ -135,9 +135,9 @@ async def test_a_claim_starts_at_its_watermark_while_dead_entries_cannot_be_remo
 
 def make_full_scans_rare(monkeypatch: pytest.MonkeyPatch) -> None:
     """Repeat no full scan during the test, however fast it was."""
-    monkeypatch.setattr(WalkWatermarks, "FREE_SECONDS", 0.0)
-    monkeypatch.setattr(WalkWatermarks, "SHARE", 1_000_000)
-    monkeypatch.setattr(WalkWatermarks, "LONGEST_SECONDS", 3600.0)
+    monkeypatch.setattr(ScanWatermarks, "FREE_SECONDS", 0.0)
+    monkeypatch.setattr(ScanWatermarks, "SHARE", 1_000_000)
+    monkeypatch.setattr(ScanWatermarks, "LONGEST_SECONDS", 3600.0)
 
 
 async def test_repeated_claims_that_find_nothing_do_one_full_scan(
@@ -176,7 +176,7 @@ async def test_an_empty_lane_gets_no_full_scan_while_another_lane_has_work(
 async def test_a_claim_without_watermarks_does_a_full_scan(
     pinned: Engine, touched: Touched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(WalkWatermarks, "raise_to", lambda *_: None)
+    monkeypatch.setattr(ScanWatermarks, "raise_to", lambda *_: None)
     parts_of(pinned).wakeups.watermarks.clear()
     await pinned.create_many([new()])
     assert len(await claim(pinned, 1)) == 1

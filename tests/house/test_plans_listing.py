@@ -10,7 +10,7 @@ from engine.reach import DAY, one_of
 from engine.state import all_cases
 from fixtures import Clock, Given
 from flowfabric.engine.engine import Engine
-from flowfabric.engine.read.listing import FIRST_WALK
+from flowfabric.engine.read.listing import FIRST_SCAN
 from flowfabric.model.states import PublicState
 from house.touched import Touched, touched
 
@@ -68,8 +68,8 @@ async def test_a_page_of_a_state_is_found_behind_many_executions_of_another(
                     page = await engine.list_executions(public_state=state, namespace=namespace)
                     assert {line.execution_id for line in page.executions} == wanted[state]
                     assert page.next_cursor is None
-                    # A walk in creation order gives up, and a small table contains every match.
-                    assert touched.sum("list_newest") <= 8 * FIRST_WALK
+                    # A scan in creation order gives up, and a small table contains every match.
+                    assert touched.sum("list_newest") <= 8 * FIRST_SCAN
                     assert 0 < touched.sum("list_candidates") <= 40
 
 
@@ -97,7 +97,7 @@ async def test_a_page_of_many_namespaces_reads_few_executions(engine: Engine, to
             page = await engine.list_executions(order=order, cursor=cursor, limit=20)
             assert len(page.executions) == 20
             assert 0 < touched.sum("list_pairs") <= 3 * spaces
-            assert 0 < touched.sum(f"list_{order}") <= 4 * FIRST_WALK
+            assert 0 < touched.sum(f"list_{order}") <= 4 * FIRST_SCAN
             found += [line.execution_id for line in page.executions]
             cursor = page.next_cursor
         whole = await engine.list_executions(order=order, limit=60)

@@ -60,7 +60,7 @@ def test_a_text_at_the_limit_is_kept_and_a_longer_one_is_cut(field: str, letter:
 @for_each("size", [20_000, 200_000])
 def test_a_cut_text_names_the_number_of_characters_left_out(field: str, size: int) -> None:
     text = "".join(f"{n:6}✓\n" for n in range(size // 8))
-    found = re.fullmatch(r"(.*?)(\s\.\.\. (\d+) characters left out \.\.\.\s)(.*)", bounded(field, text), re.DOTALL)
+    found = re.fullmatch(r"(.*?)(\s\.\.\. (\d+) characters omitted \.\.\.\s)(.*)", bounded(field, text), re.DOTALL)
     assert found is not None
     head, gap, left_out, tail = found.groups()
     assert text.startswith(head)

@@ -171,8 +171,8 @@ def test_a_null_matcher_is_read_as_none() -> None:
 
 @for_each("plain", NOT_UNDERSTOOD)
 def test_an_unknown_condition_is_rejected_and_never_met_when_stored(plain: object) -> None:
-    beside = {"Composite": {"kind": "AllOf", "members": [{"Composite": COUNT}, plain]}}
-    for value in (plain, beside):
+    mixed = {"Composite": {"kind": "AllOf", "members": [{"Composite": COUNT}, plain]}}
+    for value in (plain, mixed):
         with pytest.raises(InvalidInputError, match="invalid_input: "):
             parse_condition(value)
         stored = read_stored_condition(json.dumps(value))
@@ -180,7 +180,7 @@ def test_an_unknown_condition_is_rejected_and_never_met_when_stored(plain: objec
         assert not evaluate(stored, [signal("a"), signal("b")]).satisfied
         with pytest.raises(InvalidInputError, match="invalid_input: "):
             parse_condition(stored)
-    assert dispositions(read_stored_condition(json.dumps(beside)), signal("a")) == ["appended_to_waitpoint"]
+    assert dispositions(read_stored_condition(json.dumps(mixed)), signal("a")) == ["appended_to_waitpoint"]
 
 
 json_values = st.recursive(
@@ -326,8 +326,8 @@ def test_one_signal_of_the_name_meets_a_single_condition() -> None:
 @for_each("condition", [OperatorOnly(), TimeoutOnly()])
 def test_no_signal_meets_operator_only_and_timeout_only(condition: Condition) -> None:
     assert dispositions(condition, signal(), signal(name=OPERATOR_ONLY_NAME)) == ["no_op", "no_op"]
-    beside = AllOf((Single(waitpoint_key="a"), condition))
-    assert dispositions(beside, signal(), signal()) == ["appended_to_waitpoint", "appended_to_waitpoint_duplicate"]
+    mixed = AllOf((Single(waitpoint_key="a"), condition))
+    assert dispositions(mixed, signal(), signal()) == ["appended_to_waitpoint", "appended_to_waitpoint_duplicate"]
 
 
 @for_each("name", sorted(RESERVED_NAMES))

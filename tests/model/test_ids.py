@@ -33,7 +33,7 @@ V7 = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-7[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f
 def test_a_canonical_execution_id_is_returned_as_it_is() -> None:
     text = f"{{fp:42}}:{UUID}"
     assert ids.partition_text(ExecutionId(text)) == "{fp:42}"
-    assert ids.id_head(42) + UUID == ids.format_execution_id(42, UUID) == text
+    assert ids.id_prefix(42) + UUID == ids.format_execution_id(42, UUID) == text
     assert ids.parse_execution_id(text) is text
 
 

@@ -15,7 +15,7 @@ from flowfabric.model.ids import (
     WorkerInstanceId,
 )
 from flowfabric.model.states import HandleKind
-from flowfabric.model.suspend_outcome import SuspendOutcome, need_not_wait, outcome_json, read_stored_outcome
+from flowfabric.model.suspend_outcome import SuspendOutcome, already_met, outcome_json, read_stored_outcome
 from flowfabric.model.suspension import SuspendDetails, Suspended
 from flowfabric.model.token import WaitpointToken
 from flowfabric.model.waitpoint import AdditionalWaitpoint
@@ -48,7 +48,7 @@ DETAILS = SuspendDetails(
 )
 OUTCOMES: dict[str, SuspendOutcome] = {
     "Suspended": Suspended(details=DETAILS, handle=HANDLE),
-    "AlreadySatisfied": need_not_wait(DETAILS),
+    "AlreadySatisfied": already_met(DETAILS),
 }
 
 

@@ -199,7 +199,7 @@ async def test_looks_between_full_batches_take_only_a_share_of_the_time(
         await reconciler._tick()
     # After a look of a tenth of a second there is none for a second, that is, for ten batches.
     assert reconciler.stats["sweep"].cycles == 100
-    assert looks() == pytest.approx(100 / Reconciler.LOOK_SHARE, abs=1)
+    assert looks() == pytest.approx(100 / Reconciler.READ_SHARE, abs=1)
 
 
 async def test_a_due_timer_causes_a_look_between_full_batches(

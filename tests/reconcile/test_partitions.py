@@ -122,7 +122,7 @@ async def test_every_day_with_events_in_the_default_partition_is_skipped(
     await given.completed()
     now = await clock.now()
     kept = await partitions.ensure(connection, schema=SCHEMA, now_ms=now - DAY_MS, ahead_days=2)
-    assert kept.made == (partitions.name_of(now + DAY_MS),)
+    assert kept.created == (partitions.name_of(now + DAY_MS),)
     assert set(kept.skipped) == {partitions.name_of(now - DAY_MS), partitions.name_of(now)}
 
 
@@ -156,7 +156,7 @@ async def test_concurrent_processes_create_each_partition_once(url: str, engine:
             await connection.close()
 
     kept = await asyncio.gather(*(ensure() for _ in range(4)))
-    made = [name for one in kept for name in one.made]
+    made = [name for one in kept for name in one.created]
     assert len(made) == len(set(made))
     assert await parts_of(engine).event_partitions.keep_partitions() == 0
 

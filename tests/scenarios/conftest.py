@@ -1,8 +1,29 @@
-"""What runs here depends on one program that does not come with the project's dependencies."""
+"""Fixtures of the scenarios, and which of them need a program that may be missing."""
 
+import asyncio
 import shutil
+from collections.abc import AsyncIterator
 
+import pytest
+
+from .killable import KillableServer, embedded_home
 from .pgbouncer import BINARY
 
-# PgBouncer is a package of the system: its tests are part of the run where it is installed.
+# PgBouncer is a system package, not a dependency of the project.
 collect_ignore = [] if shutil.which(BINARY) else ["test_pgbouncer.py"]
+
+
+@pytest.fixture(scope="session")
+async def killable(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[KillableServer]:
+    """A server that tests may kill if they start it again."""
+    with embedded_home(tmp_path_factory.mktemp("killable")) as home:
+        server = KillableServer(home)
+        await server.start()
+        yield server
+        await asyncio.to_thread(server.stop)
+
+
+@pytest.fixture
+def strict(killable: KillableServer) -> str:
+    """The address of a server that asks the user `app` for a password."""
+    return killable.url

@@ -1,19 +1,21 @@
-"""A worker on the embedded server of FF_HOME, in a process of its own: `python embedded_process.py <instance id>`."""
+"""A worker on the embedded server of FF_HOME, for a process of its own."""
 
 import logging
-import sys
 
 from flowfabric import Context, Fabric
+
+LEASE_TTL_S = 1
 
 fabric = Fabric()
 
 
 @fabric.task
-async def tell(ctx: Context, number: int) -> str:
-    """Say who ran it."""
+async def worker_of(ctx: Context, number: int) -> str:
+    """Return the number and the worker that ran this."""
     return f"{number} by {ctx.worker_instance_id}"
 
 
-if __name__ == "__main__":
+def run(name: str) -> None:
+    """Run a worker until it is told to stop."""
     logging.basicConfig(level=logging.INFO)
-    fabric.run_worker(worker_id="pool", worker_instance_id=sys.argv[1], lease_ttl=2)
+    fabric.run_worker(worker_id="pool", worker_instance_id=name, lease_ttl=LEASE_TTL_S)

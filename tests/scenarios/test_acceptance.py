@@ -349,7 +349,7 @@ async def test_8_whoever_has_no_token_learns_nothing(engine: Engine, given: Give
             )
         ]
     assert len({(type(answer), answer.code, str(answer)) for answer in answers}) == 1
-    await engine._rooms[Signals].drain()
+    await engine._services[Signals].drain()
     for stamped in (wait, over):
         assert (await rows.execution(stamped.execution_id))["last_hmac_validation_failed_at"] is not None
     assert (await rows.execution(other.execution_id))["last_hmac_validation_failed_at"] is None

@@ -28,7 +28,7 @@ if keeps_statements():
 
 
 @pytest.mark.parametrize("mode", WORKING)
-async def test_a_pooler_that_keeps_statements_passes_and_works(url: str, mode: str) -> None:
+async def test_a_pooler_that_keeps_prepared_statements_passes_the_check_and_works(url: str, mode: str) -> None:
     async with pgbouncer(url, **WORKING[mode]) as address:
         code, out, err = await migrate(address, "--check", FF_WAITPOINT_HMAC_SECRET="ab" * 32)
         assert (code, err) == (0, "")
@@ -40,7 +40,7 @@ async def test_a_pooler_that_keeps_statements_passes_and_works(url: str, mode: s
         assert {type(each) for answers in made for each in answers} == {Created}
 
 
-async def test_a_pooler_that_loses_statements_fails_the_check(url: str) -> None:
+async def test_a_pooler_that_loses_prepared_statements_fails_the_check(url: str) -> None:
     async with pgbouncer(url, pool_mode="transaction", **NOT_KEPT) as address:
         code, out, err = await migrate(address, "--check", FF_WAITPOINT_HMAC_SECRET="ab" * 32)
     assert (code, out) == (1, "")
@@ -51,7 +51,7 @@ async def test_a_pooler_that_loses_statements_fails_the_check(url: str) -> None:
 
 
 @pytest.mark.parametrize("connections", [1, 2])
-async def test_a_pooler_with_too_few_connections_fails_the_check_in_session_mode(url: str, connections: int) -> None:
+async def test_a_pooler_in_session_mode_with_too_few_connections_fails_the_check(url: str, connections: int) -> None:
     async with pgbouncer(url, pool_mode="session", default_pool_size=connections) as address:
         code, out, err = await migrate(address, "--check", FF_WAITPOINT_HMAC_SECRET="ab" * 32)
     assert (code, out) == (1, "")
@@ -59,7 +59,7 @@ async def test_a_pooler_with_too_few_connections_fails_the_check_in_session_mode
 
 
 class Side:
-    """One process of two, with the same tasks."""
+    """A fabric with two tasks, which stands for one of two processes."""
 
     def __init__(self, url: str, *, listen: bool) -> None:
         self.fabric = Fabric(settings=Settings(database_url=url, listen=listen))
@@ -81,7 +81,7 @@ class Side:
 
 
 @pytest.mark.parametrize("mode", WORKING)
-async def test_a_worker_that_polls_runs_and_cancels_what_another_process_says(url: str, mode: str) -> None:
+async def test_a_polling_worker_runs_and_cancels_the_runs_of_another_process(url: str, mode: str) -> None:
     async with pgbouncer(url, **WORKING[mode]) as address:
         here, there = Side(address, listen=False), Side(address, listen=False)
         async with here.fabric, there.fabric, here.fabric.worker(lease_ttl=6):
@@ -94,7 +94,7 @@ async def test_a_worker_that_polls_runs_and_cancels_what_another_process_says(ur
 
 
 @pytest.mark.parametrize("mode", WORKING)
-async def test_a_worker_with_a_connection_of_its_own_hears_of_submissions_through_a_pooler(
+async def test_a_worker_with_a_direct_connection_receives_hints_of_submissions_through_a_pooler(
     url: str, mode: str, monkeypatch: pytest.MonkeyPatch, eventually: Eventually
 ) -> None:
     monkeypatch.setattr(worker, "LISTENING_POLL_SECONDS", 600)

@@ -1,96 +1,35 @@
-"""Postgres is killed under load: what was acknowledged is there, and the engine goes on once its store is back."""
+"""When Postgres is killed under load, everything acknowledged is kept, and the engine works again once it is back."""
 
 import asyncio
-import contextlib
 import os
 import signal
-from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
-from pathlib import Path
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 from uuid import uuid4
 
 import asyncpg
 import pytest
 
-from databases import at_database, execute
+from engine.state import all_cases, new, rounds
 from fixtures import Eventually
-from flowfabric.db.embedded import Embedded
 from flowfabric.engine.engine import Engine
 from flowfabric.model.errors import EngineError, TransportError
 from flowfabric.model.execution import Created
-from flowfabric.model.lease import Completed
+from flowfabric.model.lease import ClaimedExecution, Completed
 from flowfabric.settings import Settings
 
-
-class Server:
-    """A server of these tests' own that can be killed and started again."""
-
-    def __init__(self, home: Path) -> None:
-        self._home = home
-        self._holds = [Embedded.start(home)]
-        self._database = ""
-
-    async def make_database(self) -> None:
-        """Have a new database for a test."""
-        self._database = f"ff_test_{uuid4().hex}"
-        await execute(self._holds[-1].url, f"create database {self._database}")
-
-    @property
-    def url(self) -> str:
-        """The address of the test's database on the running server."""
-        return at_database(self._holds[-1].url, self._database)
-
-    def kill(self) -> None:
-        """End the server and every session with no chance to clean up."""
-        postmaster = self._holds[-1].pid
-        family = [postmaster, *_children(postmaster)]
-        for pid in family:
-            # A child that sees its parent die may end first.
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-
-    async def start_again(self) -> None:
-        """Bring the server back on what it had on disk."""
-        url = self.url
-        self._holds.append(await asyncio.to_thread(Embedded.start, self._home))
-        assert self.url == url
-
-    def discard(self) -> None:
-        """End the server for good."""
-        for hold in self._holds:
-            hold.release(discard=True)
-
-
-def _children(parent: int) -> list[int]:
-    children = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = stat.read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-        if int(fields[1]) == parent:
-            children.append(int(stat.parent.name))
-    return children
-
-
-@pytest.fixture(scope="module")
-def mortal(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server that every test leaves running."""
-    server = Server(tmp_path_factory.mktemp("server") / "home")
-    yield server
-    server.discard()
+from .killable import KillableServer, stored
 
 
 @pytest.fixture
-async def server(mortal: Server) -> Server:
-    """A server with a database of the test's own."""
-    await mortal.make_database()
-    return mortal
+async def store(killable: KillableServer) -> str:
+    """The address of a migrated database of the test's own on the server that can be killed."""
+    return await killable.new_database()
 
 
 class Load:
-    """Submits and completions without end, with a record of what was acknowledged and what went wrong."""
+    """Concurrent submits and completions, with a record of what was acknowledged and which calls failed."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -101,8 +40,8 @@ class Load:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def __aenter__(self) -> "Load":
-        work = [self._submit] * 6 + [self._finish_one_by_one] * 2 + [self._finish_together] * 2
-        self._tasks = [asyncio.create_task(self._go_on(step, at)) for at, step in enumerate(work)]
+        work = [self._submit] * 6 + [self._complete_one_by_one] * 2 + [self._complete_together] * 2
+        self._tasks = [asyncio.create_task(self._repeat(step, at)) for at, step in enumerate(work)]
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -110,28 +49,22 @@ class Load:
         async with asyncio.timeout(30):
             await asyncio.gather(*self._tasks)
 
-    async def _go_on(self, step: Any, at: int) -> None:
+    async def _repeat(self, step: Callable[[int], Awaitable[None]], at: int) -> None:
         while not self._is_over:
             try:
                 await step(at)
-            except EngineError as refused:
-                self.errors.append(refused)
+            except EngineError as failed:
+                self.errors.append(failed)
                 await asyncio.sleep(0.01)
 
     async def _submit(self, at: int) -> None:
         made = await self._engine.create_execution(
-            namespace="tests",
-            lane_id="default",
-            execution_kind="job",
-            input_payload=b"{}",
-            priority=0,
-            creator_identity="test",
-            idempotency_key=f"{at} {len(self.created)}" if at % 2 else None,
+            **new(idempotency_key=f"{at} {len(self.created)}" if at % 2 else None)
         )
         if isinstance(made, Created):
             self.created.add(made.execution_id)
 
-    async def _claim(self, at: int) -> list[Any]:
+    async def _claim(self, at: int) -> list[ClaimedExecution]:
         name = f"worker-{at}"
         return list(
             await self._engine.claim_many(
@@ -139,7 +72,7 @@ class Load:
             )
         )
 
-    async def _finish_one_by_one(self, at: int) -> None:
+    async def _complete_one_by_one(self, at: int) -> None:
         claimed = await self._claim(at)
         answers = await asyncio.gather(
             *(self._engine.complete(one.handle, one.execution_id.encode()) for one in claimed), return_exceptions=True
@@ -152,7 +85,7 @@ class Load:
             else:
                 raise answer
 
-    async def _finish_together(self, at: int) -> None:
+    async def _complete_together(self, at: int) -> None:
         claimed = await self._claim(at)
         if claimed:
             items = [(one.handle, one.execution_id.encode()) for one in claimed]
@@ -162,40 +95,20 @@ class Load:
                 else:
                     self.errors.append(answer)
 
-    def has_done(self, count: int) -> Any:
-        """Whether so many more of both have been acknowledged, from now on."""
+    def has_done(self, count: int) -> Callable[[], bool]:
+        """Whether this many more submits, and as many completions, have been acknowledged from now on."""
         created, completed = len(self.created) + count, len(self.completed) + count
         return lambda: len(self.created) >= created and len(self.completed) >= completed
 
 
-async def kept(url: str) -> tuple[dict[str, str], dict[str, bytes], Counter[str]]:
-    """The states, the results and the number of endings told, of every execution in the store."""
-    connection = await asyncpg.connect(url, server_settings={"search_path": "flowfabric"})
-    try:
-        states = "select '{fp:' || partition_key || '}:' || execution_id as id, public_state as state from execution"
-        results = (
-            "select '{fp:' || partition_key || '}:' || execution_id as id, result_payload as result from execution"
-        )
-        endings = (
-            "select '{fp:' || partition_key || '}:' || execution_id as id from event_each where outcome is not null"
-        )
-        return (
-            {row["id"]: row["state"] for row in await connection.fetch(states)},
-            {row["id"]: row["result"] for row in await connection.fetch(results)},
-            Counter(row["id"] for row in await connection.fetch(endings)),
-        )
-    finally:
-        await connection.close()
-
-
-async def check(url: str, load: Load) -> None:
-    """What was acknowledged is there, and nothing went wrong but the connection."""
-    states, results, endings = await kept(url)
+async def check_load(url: str, load: Load) -> None:
+    """Check that everything acknowledged is stored and that calls failed only with errors of the connection."""
+    states, results, ends = await stored(url)
     assert load.created - states.keys() == set()
     assert {execution_id for execution_id in load.completed if states[execution_id] != "completed"} == set()
     assert all(results[execution_id] == execution_id.encode() for execution_id in load.completed)
-    # A completion whose answer was lost is there too; each is told once.
-    assert endings == {execution_id: 1 for execution_id, state in states.items() if state == "completed"}
+    # A completion whose answer was lost is stored too; each has one end event.
+    assert ends == {execution_id: 1 for execution_id, state in states.items() if state == "completed"}
     wrong = [error for error in load.errors if not isinstance(error, TransportError) or not error.retryable]
     assert wrong == []
     codes = {error.code for error in load.errors}
@@ -204,140 +117,171 @@ async def check(url: str, load: Load) -> None:
     assert codes <= {"transport", "busy_loading"}
 
 
-async def test_a_killed_server_loses_nothing_that_was_acknowledged(server: Server, eventually: Eventually) -> None:
-    settings = Settings(database_url=server.url, migrate_on_start=True)
-    async with Engine.connect(settings=settings) as engine:
-        async with Load(engine) as load:
-            for _ in range(3):
-                await eventually(load.has_done(150))
-                failed = len(load.errors)
-                server.kill()
-                await eventually(lambda failed=failed: len(load.errors) > failed)
-                await server.start_again()
-            await eventually(load.has_done(150))
-        await check(server.url, load)
-        await engine.ping()
-
-
-async def test_a_killed_session_takes_the_others_down_and_nothing_with_it(
-    server: Server, eventually: Eventually
+async def test_everything_acknowledged_survives_a_killed_server_and_a_killed_session(
+    killable: KillableServer, store: str, eventually: Eventually
 ) -> None:
-    settings = Settings(database_url=server.url, migrate_on_start=True)
-    async with Engine.connect(settings=settings) as engine:
+    async with Engine.connect(settings=Settings(database_url=store)) as engine:
         async with Load(engine) as load:
-            for _ in range(3):
-                await eventually(load.has_done(150))
+            for _ in rounds(2, whole=6):
+                await eventually(load.has_done(100))
                 failed = len(load.errors)
-                # The server ends every session when one dies, recovers, and comes back by itself.
-                connection = await asyncpg.connect(server.url)
-                query = "select pid from pg_stat_activity where application_name = 'flowfabric' limit 1"
-                os.kill(await connection.fetchval(query), signal.SIGKILL)
-                connection.terminate()
+                killable.kill()
                 await eventually(lambda failed=failed: len(load.errors) > failed)
-            await eventually(load.has_done(150))
-        await check(server.url, load)
+                await killable.start_again()
+                await eventually(load.has_done(100))
+                failed = len(load.errors)
+                # When one session dies, the server ends all others, recovers, and accepts connections again.
+                await kill_session(store)
+                await eventually(lambda failed=failed: len(load.errors) > failed)
+            await eventually(load.has_done(100))
+        await check_load(store, load)
         await engine.ping()
 
 
-async def test_a_store_that_is_gone_is_a_retryable_error_of_every_call(server: Server) -> None:
-    settings = Settings(database_url=server.url, migrate_on_start=True, submit_patience_ms=100)
-    new: dict[str, Any] = {"namespace": "tests", "lane_id": "default", "execution_kind": "job", "priority": 0}
-    new |= {"input_payload": b"", "creator_identity": "test"}
+async def kill_session(url: str) -> None:
+    """Kill the server process of one session of an engine."""
+    connection = await asyncpg.connect(url)
+    query = """select pid from pg_stat_activity
+                where application_name = 'flowfabric' and datname = current_database() limit 1"""
+    os.kill(await connection.fetchval(query), signal.SIGKILL)
+    connection.terminate()
+
+
+async def test_every_call_fails_with_a_retryable_error_while_the_server_is_dead(
+    killable: KillableServer, store: str
+) -> None:
     claim: dict[str, Any] = {"lane_id": "default", "worker_id": "w", "worker_instance_id": "w-1"}
-    async with Engine.connect(settings=settings) as engine:
+    async with Engine.connect(settings=Settings(database_url=store, submit_patience_ms=50)) as engine:
         for _ in range(3):
-            made = await engine.create_execution(**new)
+            made = await engine.create_execution(**new())
         handle = await engine.claim(**claim, lease_ttl_ms=600_000)
         assert handle is not None
-        server.kill()
-        calls: list[Callable[[], Awaitable[object]]] = [
-            lambda: engine.create_execution(**new),
-            lambda: engine.create_execution(**new, idempotency_key="k", execution_id=made.execution_id),
-            lambda: engine.claim(**claim),
-            lambda: engine.claim(**claim, max_wait_ms=1000),
-            lambda: engine.renew(handle),
-            lambda: engine.renew_many([handle]),
-            lambda: engine.progress(handle, percent=1),
-            lambda: engine.complete(handle),
-            lambda: engine.complete_many([(handle, None)]),
-            lambda: engine.fail(handle, reason="x"),
-            lambda: engine.cancel(handle, "x"),
-            lambda: engine.cancel_execution(execution_id=made.execution_id, reason="x"),
-            lambda: engine.read_execution_state(made.execution_id),
-            lambda: engine.heartbeat_worker(worker_instance_id="w-1", namespace="tests"),
-            lambda: engine.ping(),
-        ]
-        for call in calls * 2:
-            with pytest.raises(TransportError) as caught:
-                await call()
-            assert (caught.value.code, caught.value.retryable) == ("transport", True)
-        await server.start_again()
+        killable.kill()
+        calls: dict[str, Callable[[], Awaitable[object]]] = {
+            "create": lambda: engine.create_execution(**new()),
+            "create with ids": lambda: engine.create_execution(
+                **new(idempotency_key="k", execution_id=made.execution_id)
+            ),
+            "claim": lambda: engine.claim(**claim),
+            "waiting claim": lambda: engine.claim(**claim, max_wait_ms=1000),
+            "renew": lambda: engine.renew(handle),
+            "renew_many": lambda: engine.renew_many([handle]),
+            "progress": lambda: engine.progress(handle, percent=1),
+            "complete": lambda: engine.complete(handle),
+            "complete_many": lambda: engine.complete_many([(handle, None)]),
+            "fail": lambda: engine.fail(handle, reason="x"),
+            "cancel": lambda: engine.cancel(handle, "x"),
+            "cancel_execution": lambda: engine.cancel_execution(execution_id=made.execution_id, reason="x"),
+            "read_execution_state": lambda: engine.read_execution_state(made.execution_id),
+            "heartbeat_worker": lambda: engine.heartbeat_worker(worker_instance_id="w-1", namespace="tests"),
+            "ping": engine.ping,
+        }
+        with all_cases() as case:
+            # The first calls find dead connections in the pool, the later ones cannot connect.
+            for time in ("first", "second"):
+                for name, call in calls.items():
+                    with case(f"{time} {name}"):
+                        with pytest.raises(TransportError) as caught:
+                            await call()
+                        assert (caught.value.code, caught.value.retryable) == ("transport", True)
+            await killable.start_again()
         await engine.complete(handle, b"after all")
         assert await engine.get_execution_result(handle.execution_id) == b"after all"
         assert await engine.claim(**claim) is not None
 
 
-JOB: dict[str, Any] = {
-    "namespace": "default",
-    "lane_id": "default",
-    "execution_kind": "work",
-    "input_payload": b"{}",
-    "priority": 0,
-    "creator_identity": "test",
-}
+Repeat = Callable[[], Awaitable[object]]
 
 
-async def repeat_completion(engine: Engine) -> Callable[[], Awaitable[object]]:
-    await engine.create_execution(**JOB)
+async def repeated_completion(engine: Engine) -> Repeat:
+    await engine.create_execution(**new())
     handle = await engine.claim(lane_id="default", worker_id="w", worker_instance_id="w1")
     assert handle is not None
     await engine.complete(handle, b"done")
     return lambda: engine.complete(handle, b"done")
 
 
-async def repeat_cancel(engine: Engine) -> Callable[[], Awaitable[object]]:
-    made = await engine.create_execution(**JOB)
+async def repeated_cancellation(engine: Engine) -> Repeat:
+    made = await engine.create_execution(**new())
     cancel: dict[str, Any] = {"execution_id": made.execution_id, "reason": "enough"}
     await engine.cancel_execution(**cancel)
     return lambda: engine.cancel_execution(**cancel)
 
 
-async def repeat_key(engine: Engine) -> Callable[[], Awaitable[object]]:
-    await engine.create_execution(**JOB, idempotency_key="once")
-    return lambda: engine.create_execution(**JOB, idempotency_key="once")
+async def repeated_key(engine: Engine) -> Repeat:
+    await engine.create_execution(**new(idempotency_key="once"))
+    return lambda: engine.create_execution(**new(idempotency_key="once"))
 
 
-async def repeat_id(engine: Engine) -> Callable[[], Awaitable[object]]:
-    own = f"{{fp:7}}:{uuid4()}"
-    await engine.create_execution(**JOB, execution_id=own)
-    return lambda: engine.create_execution(**JOB, execution_id=own)
+async def repeated_id(engine: Engine) -> Repeat:
+    execution_id = f"{{fp:7}}:{uuid4()}"
+    await engine.create_execution(**new(execution_id=execution_id))
+    return lambda: engine.create_execution(**new(execution_id=execution_id))
 
 
-@pytest.mark.parametrize("prepare", [repeat_completion, repeat_cancel, repeat_key, repeat_id])
-async def test_a_repeat_is_answered_when_the_synchronous_standby_has_what_it_repeats(
-    server: Server, eventually: Eventually, prepare: Callable[[Engine], Awaitable[Callable[[], Awaitable[object]]]]
-) -> None:
-    """A primary that restarts shows commits that its standby never confirmed; a failover would lose them."""
-    connection = await asyncpg.connect(server.url)
+class Replication:
+    """Makes commits wait for a synchronous standby that does not exist."""
 
-    async def require(standbys: str) -> None:
-        await connection.execute(f"alter system set synchronous_standby_names = '{standbys}'")
-        await connection.execute("select pg_reload_conf()")
+    def __init__(self, connection: asyncpg.Connection, probe: asyncpg.Connection, eventually: Eventually) -> None:
+        self._connection = connection
+        self._probe = probe
+        self._eventually = eventually
 
-        async def is_read() -> bool:
-            return bool(await connection.fetchval("show synchronous_standby_names") == standbys)
+    async def waiting(self) -> int:
+        """How many sessions on this database wait for the standby."""
+        query = "select count(*) from pg_stat_activity where wait_event = 'SyncRep' and datname = current_database()"
+        count: int = await self._connection.fetchval(query)
+        return count
 
-        await eventually(is_read)
-
-    waiting = "select count(*) from pg_stat_activity where wait_event = 'SyncRep' and datname = current_database()"
-    async with Engine.connect(settings=Settings(database_url=server.url, migrate_on_start=True)) as engine:
-        repeat = await prepare(engine)
-        await require("nobody")
+    @asynccontextmanager
+    async def without_standby(self) -> AsyncIterator[None]:
+        """Let every commit wait during the block; one of a session of its own waits when the block starts."""
+        await self._require("nobody")
         try:
-            again = asyncio.ensure_future(repeat())
-            await eventually(lambda: connection.fetchval(waiting))
-            assert not again.done()
+            probing = await self._waiting_commit()
+            yield
         finally:
-            await require("")
-        await again
+            await self._require("")
+        await probing
+
+    async def _require(self, standbys: str) -> None:
+        await self._connection.execute(f"alter system set synchronous_standby_names = '{standbys}'")
+        await self._connection.execute("select pg_reload_conf()")
+
+    async def _waiting_commit(self) -> asyncio.Future[object]:
+        # Commits wait only after the checkpointer has read the setting, which sessions may see before.
+        while True:
+            commit: asyncio.Future[object] = asyncio.ensure_future(
+                self._probe.execute("select pg_logical_emit_message(true, 'probe', '')")
+            )
+
+            async def has_waited(commit: asyncio.Future[object] = commit) -> bool:
+                return commit.done() or await self.waiting() == 1
+
+            await self._eventually(has_waited)
+            if not commit.done():
+                return commit
+
+
+async def test_a_repeated_call_returns_only_when_the_synchronous_standby_has_the_first_one(
+    store: str, eventually: Eventually
+) -> None:
+    """A restarted primary shows commits that its standby never confirmed; a failover would lose them."""
+    connection, probe = await asyncpg.connect(store), await asyncpg.connect(store)
+    replication = Replication(connection, probe, eventually)
+
+    async def both_wait() -> bool:
+        return await replication.waiting() == 2
+
+    async with Engine.connect(settings=Settings(database_url=store)) as engine:
+        with all_cases() as case:
+            for prepare in (repeated_completion, repeated_cancellation, repeated_key, repeated_id):
+                with case(prepare.__name__):
+                    repeat = await prepare(engine)
+                    async with replication.without_standby():
+                        again = asyncio.ensure_future(repeat())
+                        await eventually(both_wait, timeout=20)
+                        assert not again.done()
+                    await again
     await connection.close()
+    await probe.close()

@@ -1,4 +1,4 @@
-"""A role that may read and write rows and nothing else runs everything but the daily partitions."""
+"""A role that may only read and write rows can do everything except create daily partitions."""
 
 from collections.abc import AsyncIterator
 from urllib.parse import urlsplit, urlunsplit
@@ -18,7 +18,7 @@ DAY = 86_400
 
 @pytest.fixture
 async def restricted(url: str, connection: asyncpg.Connection) -> AsyncIterator[Engine]:
-    """An engine of a role with the rights that the operating page names."""
+    """An engine of a role with the privileges that docs/operating.md names."""
     role = f"ff_restricted_{uuid4().hex}"
     await connection.execute(
         f"""create role {role} login;
@@ -35,7 +35,7 @@ async def restricted(url: str, connection: asyncpg.Connection) -> AsyncIterator[
         await connection.execute(f"drop owned by {role}; drop role {role}")
 
 
-async def test_a_restricted_role_does_without_partitions(
+async def test_a_role_that_does_not_own_the_tables_works_without_daily_partitions(
     restricted: Engine,
     given: Given,
     rows: Rows,
@@ -63,8 +63,8 @@ async def test_a_restricted_role_does_without_partitions(
     )
     assert record.exc_info is None
     assert await restricted.get_execution_result(ended) == b"done"
-    told = await rows.of("event_each")
-    assert len(told) == len(await rows.of("event_default")) > 0
+    events = await rows.of("event_each")
+    assert len(events) == len(await rows.of("event_default")) > 0
     await clock.advance(seconds=DAY + 1)
-    assert await parts_of(restricted).event_partitions.trim_events() == len(told)
+    assert await parts_of(restricted).event_partitions.trim_events() == len(events)
     assert await parts_of(restricted).retention.trim() == 1

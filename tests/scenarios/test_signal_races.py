@@ -239,7 +239,7 @@ async def test_a_signal_during_a_rotation_is_judged_by_the_keys_before_or_after_
         _, *answered = await asyncio.gather(rotate(number, grace_ms), *(race(wait, grace_ms) for wait in wave))
         rounds += answered
     for engine in (one, other):
-        await engine._rooms[Signals].drain()
+        await engine._services[Signals].drain()
     left = await settled(one, rows)
     won: Counter[str] = Counter()
     for wait, grace_ms, answer in rounds:

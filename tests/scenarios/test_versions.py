@@ -1,15 +1,15 @@
-"""Two versions side by side: an engine on a schema that is newer than itself."""
+"""An engine on a schema that is newer than itself, as during a deploy."""
 
 import asyncio
 import shutil
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
 
 import asyncpg
 import pytest
 
+from engine.state import all_cases, new
 from fixtures import Clock, Engines, Eventually, Given, Rows
 from flowfabric.db.migrate import FOLDER, load_migrations, migrate
 from flowfabric.engine.engine import Engine
@@ -28,12 +28,13 @@ create table region (region text primary key);
 create index execution_region on execution (region);
 """
 
-Release = Callable[[str], Any]
+Release = Callable[[str], Awaitable[None]]
+"""Migrates the test's database to the next release: `await release("yes")` to a compatible one."""
 
 
 @pytest.fixture
 def release(tmp_path: Path, connection: asyncpg.Connection) -> Release:
-    """Migrate the test's database to the next release: `await release("yes")` to a compatible one."""
+    """Migrate the test's database to the next release, compatible with this one or not."""
     folder = tmp_path / "migrations"
     shutil.copytree(FOLDER, folder)
 
@@ -47,20 +48,7 @@ def release(tmp_path: Path, connection: asyncpg.Connection) -> Release:
     return release
 
 
-def new(**overrides: Any) -> dict[str, Any]:
-    """The arguments of a create."""
-    return {
-        "namespace": "tests",
-        "lane_id": "default",
-        "execution_kind": "job",
-        "input_payload": b"{}",
-        "priority": 0,
-        "creator_identity": "test",
-        **overrides,
-    }
-
-
-async def test_an_engine_finishes_what_it_holds_on_a_newer_compatible_schema(
+async def test_an_engine_finishes_its_work_on_a_newer_compatible_schema(
     engine: Engine, given: Given, clock: Clock, release: Release
 ) -> None:
     retried = {"retry_policy": {"backoff": {"type": "fixed", "delay_ms": 1000}}}
@@ -91,7 +79,7 @@ async def test_an_engine_finishes_what_it_holds_on_a_newer_compatible_schema(
     assert await engine.prepare() == NothingToPrepare()
 
 
-async def test_work_under_way_does_not_notice_a_compatible_migration(
+async def test_running_work_goes_on_during_a_compatible_migration(
     engines: Engines, release: Release, eventually: Eventually
 ) -> None:
     done: Counter[str] = Counter()
@@ -116,31 +104,24 @@ async def test_work_under_way_does_not_notice_a_compatible_migration(
     await asyncio.gather(*working)
 
 
-@pytest.mark.parametrize("migrates", [None, True, False])
-async def test_a_process_starts_on_a_newer_compatible_schema(
-    url: str,
-    release: Release,
-    rows: Rows,
-    migrates: bool | None,  # noqa: FBT001
-) -> None:
+async def test_a_process_starts_on_a_newer_compatible_schema(url: str, release: Release, rows: Rows) -> None:
     await release("yes")
-    async with Engine.connect(settings=Settings(database_url=url, migrate_on_start=migrates)) as engine:
-        assert isinstance(await engine.create_execution(**new()), Created)
-        assert await engine.claim(lane_id="default", worker_id="w", worker_instance_id="w-1") is not None
-    assert len(await rows.of("region")) == 0
+    with all_cases() as case:
+        for migrates in (None, True, False):
+            with case(f"migrate_on_start={migrates}"):
+                async with Engine.connect(settings=Settings(database_url=url, migrate_on_start=migrates)) as engine:
+                    assert isinstance(await engine.create_execution(**new()), Created)
+                    assert await engine.claim(lane_id="default", worker_id="w", worker_instance_id="w-1") is not None
+                assert len(await rows.of("region")) == 0
 
 
-@pytest.mark.parametrize("migrates", [None, True, False])
-async def test_a_process_refuses_to_start_on_a_newer_breaking_schema(
-    url: str,
-    release: Release,
-    rows: Rows,
-    migrates: bool | None,  # noqa: FBT001
-) -> None:
+async def test_a_process_does_not_start_on_a_newer_breaking_schema(url: str, release: Release, rows: Rows) -> None:
     await release("no")
-    async with rows.unchanged():
-        with pytest.raises(UnavailableError, match="broke compatibility, upgrade flowfabric") as refusal:
-            async with Engine.connect(settings=Settings(database_url=url, migrate_on_start=migrates)):
-                pytest.fail("it started")
-    assert refusal.value.code == "unavailable"
-    assert not refusal.value.retryable
+    with all_cases() as case:
+        for migrates in (None, True, False):
+            with case(f"migrate_on_start={migrates}"):
+                async with rows.unchanged():
+                    with pytest.raises(UnavailableError, match="broke compatibility, upgrade flowfabric") as refusal:
+                        async with Engine.connect(settings=Settings(database_url=url, migrate_on_start=migrates)):
+                            pytest.fail("it started")
+                assert (refusal.value.code, refusal.value.retryable) == ("unavailable", False)

@@ -1,9 +1,7 @@
-"""Workers that die, freeze or are told to go: no work is lost, and none is ended twice."""
+"""When workers die, freeze or are told to stop, no work is lost and none ends twice."""
 
-import os
 import signal
-import subprocess
-import sys
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,37 +12,38 @@ from fixtures import Clock, Eventually, Rows
 from flowfabric import Fabric, Run
 
 from . import worker_process
-from .worker_process import Told
+from .processes import Process, environment_for
+from .worker_process import LEASE_TTL_MS, RunInfo
 
-Process = subprocess.Popen[bytes]
+StartWorker = Callable[[str], Process]
+"""Starts a worker process under a name."""
 
 
 @pytest.fixture
 async def fabric(url: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Fabric]:
     """The fabric of the worker processes, connected to the test's database."""
-    monkeypatch.setattr(worker_process.fabric, "_url", url)
+    monkeypatch.setenv("FF_DATABASE_URL", url)
     async with worker_process.fabric as fabric:
         yield fabric
 
 
 @pytest.fixture
-def start(url: str, tmp_path: Path) -> Iterator[Callable[[str], Process]]:
-    """Start a worker process under a name; what is left of them is killed with the test."""
+def start_worker(url: str, tmp_path: Path) -> Iterator[StartWorker]:
+    """Start worker processes; those that still run are killed after the test."""
     processes: list[Process] = []
+    environment = environment_for(FF_DATABASE_URL=url)
 
     def start(name: str) -> Process:
-        with (tmp_path / f"{name}.log").open("wb") as log:
-            command = [sys.executable, str(Path(worker_process.__file__)), url, name]
-            processes.append(subprocess.Popen(command, stderr=log))
+        log = tmp_path / f"{name}.log"
+        processes.append(Process(worker_process.run, name, log=log, environment=environment))
         return processes[-1]
 
     yield start
     for process in processes:
         process.kill()
-        process.wait(timeout=60)
 
 
-async def submit_waiting(tmp_path: Path, count: int) -> list[Run[Told]]:
+async def submit_waiting(tmp_path: Path, count: int) -> list[Run[RunInfo]]:
     return [await worker_process.wait_for_gate.submit(str(tmp_path)) for _ in range(count)]
 
 
@@ -52,53 +51,58 @@ def started(tmp_path: Path, name: str) -> int:
     return len(list(tmp_path.glob(f"{name} *")))
 
 
-async def test_the_runs_of_a_killed_worker_come_back_by_themselves(
-    fabric: Fabric, start: Callable[[str], Process], tmp_path: Path, eventually: Eventually, rows: Rows, clock: Clock
+async def end_events(rows: Rows) -> Counter[Any]:
+    """The number of end events of each execution."""
+    return Counter(event["execution_id"] for event in await rows.of("event_each") if event["outcome"] is not None)
+
+
+async def test_the_runs_of_a_killed_worker_are_reclaimed(
+    fabric: Fabric, start_worker: StartWorker, tmp_path: Path, eventually: Eventually, rows: Rows, clock: Clock
 ) -> None:
     await clock.stop()
     runs = await submit_waiting(tmp_path, 5)
-    first = start("first")
+    first = start_worker("first")
     await eventually(lambda: started(tmp_path, "first") == 5)
     first.kill()
-    await clock.advance(ms=worker_process.LEASE_TTL_MS + 1)
-    start("second")
+    await clock.advance(ms=LEASE_TTL_MS + 1)
+    start_worker("second")
     await eventually(lambda: started(tmp_path, "second") == 5)
     (tmp_path / "gate").touch()
     for run in runs:
         assert await run.result(timeout=60) == {"worker": "second", "attempt_index": 1, "attempt_type": "reclaim"}
-        assert len([event for event in await rows.events(run.id) if event["outcome"] is not None]) == 1
+    ends = await end_events(rows)
+    assert (len(ends), set(ends.values())) == (5, {1})
 
 
 async def test_a_worker_that_froze_past_its_lease_cannot_complete(
-    fabric: Fabric, start: Callable[[str], Process], tmp_path: Path, eventually: Eventually, rows: Rows, clock: Clock
+    fabric: Fabric, start_worker: StartWorker, tmp_path: Path, eventually: Eventually, rows: Rows, clock: Clock
 ) -> None:
     await clock.stop()
     (run,) = await submit_waiting(tmp_path, 1)
-    frozen = start("frozen")
+    frozen = start_worker("frozen")
     await eventually(lambda: started(tmp_path, "frozen") == 1)
     frozen.send_signal(signal.SIGSTOP)
-    await clock.advance(ms=worker_process.LEASE_TTL_MS + 1)
-    other = start("other")
+    await clock.advance(ms=LEASE_TTL_MS + 1)
+    other = start_worker("other")
     await eventually(lambda: started(tmp_path, "other") == 1)
     (tmp_path / "gate").touch()
-    told = await run.result(timeout=60)
-    assert told == {"worker": "other", "attempt_index": 1, "attempt_type": "reclaim"}
-    other.terminate()
-    assert other.wait(timeout=60) == 0
+    result = await run.result(timeout=60)
+    assert result == {"worker": "other", "attempt_index": 1, "attempt_type": "reclaim"}
+    other.send_signal(signal.SIGTERM)
+    assert await other.exit_code() == 0
     frozen.send_signal(signal.SIGCONT)
-    # It goes on with other work, and what it had in hand has changed nothing.
+    # It runs other work, and the run it had lost has changed nothing.
     after = await worker_process.pause.submit(0)
     assert (await after.result(timeout=60))["worker"] == "frozen"
-    log = tmp_path / "frozen.log"
-    await eventually(lambda: any(words in log.read_text() for words in ("is stopped", "was refused")))
-    assert await run.result(timeout=60) == told
+    await eventually(lambda: any(text in frozen.log for text in ("is stopped", "was refused")))
+    assert await run.result(timeout=60) == result
     assert len([event for event in await rows.events(run.id) if event["outcome"] is not None]) == 1
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-async def test_a_worker_that_is_told_to_go_finishes_what_it_runs(
+async def test_a_worker_that_is_told_to_stop_finishes_its_runs(
     fabric: Fabric,
-    start: Callable[[str], Process],
+    start_worker: StartWorker,
     tmp_path: Path,
     eventually: Eventually,
     rows: Rows,
@@ -107,34 +111,30 @@ async def test_a_worker_that_is_told_to_go_finishes_what_it_runs(
 ) -> None:
     await clock.stop()
     runs = await submit_waiting(tmp_path, 3)
-    worker = start("worker")
+    worker = start_worker("worker")
     await eventually(lambda: started(tmp_path, "worker") == 3)
     worker.send_signal(number)
     (tmp_path / "gate").touch()
     assert [(await run.result(timeout=60))["attempt_index"] for run in runs] == [0, 0, 0]
-    assert worker.wait(timeout=60) == 0
+    assert await worker.exit_code() == 0
     assert await rows.of("worker") == []
 
 
-async def test_nothing_is_lost_or_ended_twice_when_a_busy_worker_is_killed(
-    fabric: Fabric, start: Callable[[str], Process], eventually: Eventually, rows: Rows
+async def test_nothing_is_lost_or_ends_twice_when_a_busy_worker_is_killed(
+    fabric: Fabric, start_worker: StartWorker, eventually: Eventually, rows: Rows, clock: Clock
 ) -> None:
     runs = [await worker_process.pause.submit(0.02) for _ in range(200)]
-    workers = [start("first"), start("second")]
-
-    async def endings() -> dict[Any, int]:
-        counted: dict[Any, int] = {}
-        for event in await rows.of("event_each"):
-            if event["outcome"] is not None:
-                counted[event["execution_id"]] = counted.get(event["execution_id"], 0) + 1
-        return counted
+    first = start_worker("first")
+    start_worker("second")
 
     async def a_quarter_has_ended() -> bool:
-        return len(await endings()) >= 50
+        return len(await end_events(rows)) >= 50
 
     await eventually(a_quarter_has_ended)
-    os.kill(workers[0].pid, signal.SIGKILL)
-    told = [await run.result(timeout=30) for run in runs]
-    assert len(told) == 200
-    counted = await endings()
-    assert (len(counted), set(counted.values())) == (200, {1})
+    first.kill()
+    # The leases of the other worker expire too: what it runs is reclaimed while it runs.
+    await clock.advance(ms=LEASE_TTL_MS + 1)
+    for run in runs:
+        await run.result(timeout=60)
+    ends = await end_events(rows)
+    assert (len(ends), set(ends.values())) == (200, {1})

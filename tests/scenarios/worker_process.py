@@ -1,4 +1,4 @@
-"""A worker in a process of its own: `python worker_process.py <database url> <worker instance id>`."""
+"""A worker in a process of its own, on the database of FF_DATABASE_URL: `python worker_process.py <instance id>`."""
 
 import asyncio
 import sys
@@ -6,40 +6,41 @@ from pathlib import Path
 from typing import TypedDict
 
 from flowfabric import Context, Fabric
+from flowfabric.worker import start
 
 LEASE_TTL_MS = 1000
 
 
-class Told(TypedDict):
-    """What a run tells of itself."""
+class RunInfo(TypedDict):
+    """Which worker ran an attempt, and which attempt it was."""
 
     worker: str
     attempt_index: int
     attempt_type: str
 
 
-fabric = Fabric(sys.argv[1] if __name__ == "__main__" else None)
+fabric = Fabric()
 
 
 @fabric.task
-async def wait_for_gate(ctx: Context, folder: str) -> Told:
-    """Say in a folder that this run has started, and end when there is a file named `gate`."""
+async def wait_for_gate(ctx: Context, folder: str) -> RunInfo:
+    """Create a file named after this run in a folder, and return when a file named `gate` is there."""
     place = Path(folder)
     (place / f"{ctx.worker_instance_id} {ctx.execution_id[-36:]}").touch()
     while not (place / "gate").exists():  # noqa: ASYNC110
         await asyncio.sleep(0.02)
-    return told(ctx)
+    return info(ctx)
 
 
 @fabric.task
-async def pause(ctx: Context, seconds: float) -> Told:
-    """Take a little time."""
+async def pause(ctx: Context, seconds: float) -> RunInfo:
+    """Sleep for some seconds."""
     await asyncio.sleep(seconds)
-    return told(ctx)
+    return info(ctx)
 
 
-def told(ctx: Context) -> Told:
-    """What a run knows of itself."""
+def info(ctx: Context) -> RunInfo:
+    """Describe the run of a context."""
     return {
         "worker": ctx.worker_instance_id,
         "attempt_index": ctx.attempt_index,
@@ -47,7 +48,13 @@ def told(ctx: Context) -> Told:
     }
 
 
-if __name__ == "__main__":
+def run(name: str) -> None:
+    """Run a worker until it is told to stop; it tries again soon if the server does not answer."""
+    start.WAIT_SECONDS = (0.02, 0.2)
     fabric.run_worker(
-        worker_id="pool", worker_instance_id=sys.argv[2], lease_ttl=LEASE_TTL_MS / 1000, concurrency=10, drain=20
+        worker_id="pool", worker_instance_id=name, lease_ttl=LEASE_TTL_MS / 1000, concurrency=10, drain=20
     )
+
+
+if __name__ == "__main__":
+    run(sys.argv[1])

@@ -93,7 +93,7 @@ async def test_a_caller_cannot_tell_a_wrong_token_from_an_unknown_waitpoint(
         await refused(TokenMismatch, engine, run, point, "", READY),
         await refused(TokenMismatch, engine, run, point, None, READY),
     ]
-    await engine._rooms[Signals].drain()
+    await engine._services[Signals].drain()
     async with rows.unchanged():
         errors += [
             await refused(UnknownWaitpoint, engine, run, uuid4(), token, READY),

@@ -286,7 +286,7 @@ async def test_any_exception_is_stored_in_a_form_that_can_be_read(
         leave: ("SystemExit", "handler panicked: SystemExit: enough", ("SystemExit: enough\n",)),
         with_a_parameter: (invalid, "InvalidInputError: invalid_input: task ", (f"{invalid}: invalid_input: task ",)),
         wrong_result: (invalid, "task 'wrong_result', result: ", (f"{invalid}: invalid_input: task ",)),
-        deep: ("ValueError", "ValueError: no luck", (" characters left out ...\n", "ValueError: no luck\n")),
+        deep: ("ValueError", "ValueError: no luck", (" characters omitted ...\n", "ValueError: no luck\n")),
         with_a_local_secret: ("ValueError", "ValueError: 14", ("len(local)", "ValueError: 14\n")),
     }
     handlers: dict[str, Callable[..., Any]] = {function.__name__: function for function in (*cases, unprintable)}
@@ -333,6 +333,6 @@ def test_a_traceback_with_too_many_frames_shows_the_first_and_the_last() -> None
     assert text is not None
     # Besides them, the frame of this test and that of `fall`.
     assert text.count("in ping") + text.count("in pong") == MAX_FRAMES - 2
-    assert f"  ... {5002 + 2 - MAX_FRAMES} frames left out ...\n" in text
+    assert f"  ... {5002 + 2 - MAX_FRAMES} frames omitted ...\n" in text
     assert text.startswith("Traceback (most recent call last):\n")
     assert text.endswith("ValueError: no luck\n")

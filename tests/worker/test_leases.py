@@ -9,7 +9,7 @@ import asyncpg
 import pytest
 
 from fixtures import Attempts, Clock, Eventually, Given, Rows, StartWorker, Submit
-from flowfabric.engine.engine import Engine, engine_beside
+from flowfabric.engine.engine import Engine, second_engine
 from flowfabric.engine.parts import parts_of
 from flowfabric.model.event import EventKind
 from flowfabric.model.ids import ExecutionId
@@ -53,9 +53,9 @@ async def test_a_handler_that_blocks_the_event_loop_keeps_its_lease_even_after_f
     def fails_at_first(engine: Engine, **options: Any) -> Any:
         if fault := next(faults, None):
             raise fault
-        return engine_beside(engine, **options)
+        return second_engine(engine, **options)
 
-    monkeypatch.setattr(heartbeat, "engine_beside", fails_at_first)
+    monkeypatch.setattr(heartbeat, "second_engine", fails_at_first)
     await start_worker({"job": burn}, lease_ttl=LONG_TTL_MS / 1000, reconcile=False)
     run = await submit()
     ended = await engine.wait_for_ending(run, timeout=120)

@@ -193,7 +193,7 @@ async def test_handlers_that_do_not_stop_are_left_behind_with_a_warning_and_thei
         await eventually(lambda: worker.running == 2)
     assert worker.running == 2
     for kind, run in runs.items():
-        text = f"{run} ({kind}) does not stop: it is left to another worker when its lease expires, within 30 s"
+        text = f"{run} ({kind}) does not stop: another worker can claim it when its lease expires, within 30 s"
         (record,) = [record for record in caplog.records if run in record.getMessage()]
         assert (record.levelname, record.getMessage()) == ("WARNING", text)
         assert (record.ff_execution_id, record.ff_attempt, record.ff_task) == (run, 1, kind)

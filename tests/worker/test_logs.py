@@ -124,8 +124,8 @@ async def test_a_takeover_is_a_warning_that_names_both_attempts(
     await clock.advance(ms=1001)
     await start_worker({"job": job}, lease_ttl=LONG_TTL_MS / 1000)
     await engine.wait_for_ending(lost.execution_id, timeout=60)
-    (record,) = [record for record in caplog.records if "taken over" in record.getMessage()]
-    text = f"{lost.execution_id} (job) is taken over as attempt 2: attempt 1 lost its lease"
+    (record,) = [record for record in caplog.records if "is reclaimed" in record.getMessage()]
+    text = f"{lost.execution_id} (job) is reclaimed as attempt 2: attempt 1 lost its lease"
     assert (record.levelname, record.getMessage()) == ("WARNING", text)
     assert fields(record) == (lost.execution_id, 2, "job")
 
@@ -377,8 +377,8 @@ async def test_work_that_is_shared_between_runs_logs_without_a_run(
     run = await submit()
     await start_worker({"job": job})
     assert (await engine.wait_for_ending(run, timeout=60)).result == b'"invalid_token"'
-    await eventually(lambda: "1 refused tokens are not noted" in caplog.text)
-    (record,) = [record for record in caplog.records if "not noted" in record.getMessage()]
+    await eventually(lambda: "1 refused tokens could not be recorded" in caplog.text)
+    (record,) = [record for record in caplog.records if "could not be recorded" in record.getMessage()]
     assert fields(record) == NO_RUN
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from databases import Databases
 from fixtures import Attempts, Clock, Engines, Eventually, Given, Rows, StartWorker, Submit
-from flowfabric.engine.engine import Engine, engine_beside
+from flowfabric.engine.engine import Engine, second_engine
 from flowfabric.engine.parts import parts_of
 from flowfabric.model.states import TerminalOutcome
 from flowfabric.settings import Settings
@@ -248,7 +248,7 @@ async def test_executions_of_two_stores_may_have_the_same_id(
         return "elsewhere"
 
     async with (
-        engine_beside(engine) as beside,
+        second_engine(engine) as beside,
         databases.one() as url,
         Engine.connect(settings=Settings(database_url=url)) as other,
     ):

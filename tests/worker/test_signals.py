@@ -21,7 +21,7 @@ from . import blocking_process, ending_process, interrupted_process
 Process = subprocess.Popen[bytes]
 
 DRAIN_SECONDS = 0.2
-LEFT = "it is left to another worker when its lease expires, within 120 s"
+LEFT = "another worker can claim it when its lease expires, within 120 s"
 STOP_SECONDS = 30.0
 """Much more than a stop takes on a busy machine, and much less than the handlers and their leases."""
 

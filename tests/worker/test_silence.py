@@ -240,7 +240,7 @@ async def test_a_worker_stops_in_bounded_time_when_the_store_falls_silent(
                 gate.opened.set()
                 parts_of(engine).wakeups.wake_all()
                 # The claim is sent before the worker is stopped, and is not answered.
-                await eventually(lambda: engine._rooms[Claim]._under_way == 1)
+                await eventually(lambda: engine._services[Claim]._under_way == 1)
                 began = time.monotonic()
             return time.monotonic() - began
 

@@ -255,7 +255,7 @@ async def test_a_kind_without_a_handler_stays_queued_for_a_worker_that_has_one(
 
     newer = await submit(kind="newer")
     idle = await start_worker({}, reconcile=False)
-    logged = f"worker {idle.worker_instance_id} has no handlers and takes no work"
+    logged = f"worker {idle.worker_instance_id} has no handlers and claims nothing"
     await eventually(lambda: logged in caplog.messages)
     assert (await engine.list_workers()).entries[0].kinds == ()
     await start_worker({"job": job})

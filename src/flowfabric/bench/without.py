@@ -67,13 +67,13 @@ ENGINE = "flowfabric.engine"
 TABLE = {
     "watermark": Without(
         does="a claim starts after the entries that this process has claimed, not at the head of the queue",
-        replaces={f"{ENGINE}.core.watermark:WalkWatermarks.raise_to": returning(None)},
+        replaces={f"{ENGINE}.core.watermark:ScanWatermarks.raise_to": returning(None)},
         subject="dead_rows",
         figures=("pinned_backlog_last",),
     ),
     "timer_watermark": Without(
         does="a check for due timers starts at the first possible live timer, not at the head of the index",
-        replaces={f"{ENGINE}.core.watermark:TimerWatermark.reach": returning(None)},
+        replaces={f"{ENGINE}.core.watermark:TimerWatermark.move_to": returning(None)},
         subject="dead_rows",
         figures=("pinned_timer_look",),
     ),
@@ -106,13 +106,13 @@ TABLE = {
     ),
     "known_queues": Without(
         does="a claim does not return the lane and kind of queues that the process has claimed from before",
-        replaces={f"{ENGINE}.lease.claim:Queues.MOST_KNOWN": value(0)},
+        replaces={f"{ENGINE}.lease.claim:Queues.MAX_KNOWN": value(0)},
         subject="work",
         figures=("engine_claim_finish",),
     ),
     "queue_walk": Without(
         does="a claim of few queues of a lane scans those queues, not the whole route",
-        replaces={f"{ENGINE}.lease.claim:Walks.MOST_QUEUES": value(-1)},
+        replaces={f"{ENGINE}.lease.claim:Scans.MAX_QUEUES": value(-1)},
         subject="backlog",
         figures=("claim_behind_300k_of_other_kinds",),
     ),

@@ -73,12 +73,12 @@ class Batch(Generic[Item, Answer]):
     async def run(self, items: Sequence[Item]) -> list[Answer | Exception]:
         """Return the answers of one caller's items in order, from one statement; a repeated key takes another one."""
         answers: list[Answer | Locked | Exception] = [LOCKED] * len(items)
-        rest = list(range(len(items)))
-        while rest:
+        remaining = list(range(len(items)))
+        while remaining:
             seen: set[Hashable] = set()
             now: list[int] = []
             later: list[int] = []
-            for at in rest:
+            for at in remaining:
                 keys = self._keys(items[at])
                 (later if keys and not seen.isdisjoint(keys) else now).append(at)
                 # Includes the keys of deferred items: an item that shares one must come after it.
@@ -91,7 +91,7 @@ class Batch(Generic[Item, Answer]):
                     break
             for at, answer in zip(now, await asyncio.gather(*(self._one(items[at]) for at in now)), strict=True):
                 answers[at] = answer
-            rest = later
+            remaining = later
         return [answer for answer in answers if not isinstance(answer, Locked)]
 
     async def drain(self) -> None:
@@ -109,7 +109,7 @@ class Batch(Generic[Item, Answer]):
             # One turn of the event loop lets concurrent callers join the first statement.
             await asyncio.sleep(0)
             while entries := self._take():
-                self._settle(entries, await self._try([entry.item for entry in entries]))
+                self._answer(entries, await self._try([entry.item for entry in entries]))
         finally:
             # Not the number of tasks: a task that waits for a lock must not keep a new stream from starting.
             self._running -= 1
@@ -147,7 +147,7 @@ class Batch(Generic[Item, Answer]):
             except Exception as error:
                 return error
 
-    def _settle(self, entries: list[_Entry[Item, Answer]], answers: Sequence[Answer | Locked | Exception]) -> None:
+    def _answer(self, entries: list[_Entry[Item, Answer]], answers: Sequence[Answer | Locked | Exception]) -> None:
         in_flight = self._in_flight
         for entry, answer in zip(entries, answers, strict=True):
             if isinstance(answer, Locked):
@@ -157,7 +157,7 @@ class Batch(Generic[Item, Answer]):
                     self._waiting.appendleft(entry)
                 else:
                     # Wait for the lock in a separate task, so that the stream continues with other items.
-                    self._spawn(self._settle_alone(entry))
+                    self._spawn(self._answer_alone(entry))
                 continue
             in_flight.difference_update(entry.keys)
             future = entry.answer
@@ -168,8 +168,8 @@ class Batch(Generic[Item, Answer]):
             else:
                 future.set_result(answer)
 
-    async def _settle_alone(self, entry: _Entry[Item, Answer]) -> None:
-        self._settle([entry], [await self._one(entry.item)])
+    async def _answer_alone(self, entry: _Entry[Item, Answer]) -> None:
+        self._answer([entry], [await self._one(entry.item)])
         # Items with the same keys may have waited for this one.
         while entries := self._take():
-            self._settle(entries, await self._try([entry.item for entry in entries]))
+            self._answer(entries, await self._try([entry.item for entry in entries]))

@@ -18,7 +18,7 @@ Record: TypeAlias = asyncpg.Record
 Connection: TypeAlias = Any
 Answer = TypeVar("Answer")
 Revive: TypeAlias = Callable[[], Awaitable[str | None]]
-"""Restarts an embedded server that has died; returns its address if connecting again may help, else None."""
+"""Restart an embedded server that has died; return its address if connecting again may help, else None."""
 
 ATTEMPTS = 3
 """How often a transaction runs at most if Postgres asks for a retry."""
@@ -91,7 +91,7 @@ class Database:
         try:
             return await connect(self.url, schema=self.schema, limits=self.limits, **settings)
         except Unreachable as refused:
-            url = await self._revive() if self._revive is not None and refused.may_pass else None
+            url = await self._revive() if self._revive is not None and refused.is_temporary else None
             if url is None:
                 raise
             self.url = url

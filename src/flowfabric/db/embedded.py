@@ -65,7 +65,7 @@ class Embedded:
 
     @staticmethod
     def data_of(home: Path, *, version: int = 18) -> Path:
-        """The data folder of a home, whether it exists or not; creates nothing."""
+        """The data folder of a home, whether it exists or not; create nothing."""
         return cluster_folder(home) / f"postgres-{version}"
 
     @property

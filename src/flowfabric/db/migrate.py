@@ -18,6 +18,8 @@ FOLDER = Path(__file__).parent / "migrations"
 
 _FILE = re.compile(r"(\d{4})_([a-z0-9_]+)\.sql")
 _HEADER = re.compile(r"-- compatible: (yes|no)")
+# The checksum that databases have of a migration whose comments were edited after its release.
+_RELEASED = re.compile(r"^-- checksum: ([0-9a-f]{64})$", re.MULTILINE)
 _CREATED = re.compile(r"^create (?:table|sequence) (?:if not exists )?(\w+)", re.MULTILINE)
 # Postgres limits names to 63 bytes; the longest name derived from a schema's is the channel `<schema>_ended`.
 _SCHEMA_NAME = re.compile(r"[a-z_][a-z0-9_]{0,56}")
@@ -127,12 +129,13 @@ def _load(path: Path) -> Migration:
     first = description.partition("\n")[0]
     if not first.startswith("-- "):
         raise MigrationError(f"{path.name}: the second line must be '-- ' and a description of the migration")
+    released = _RELEASED.search(sql)
     return Migration(
         number=int(name[1]),
         name=name[2],
         description=first.removeprefix("-- ").strip(),
         sql=sql,
-        checksum=hashlib.sha256(sql.encode()).hexdigest(),
+        checksum=hashlib.sha256(sql.encode()).hexdigest() if released is None else released[1],
         compatible=compatibility[1] == "yes",
     )
 
@@ -202,9 +205,8 @@ async def _apply(connection: asyncpg.Connection, schema: str, migration: Migrati
         await connection.execute(migration.sql)
         await connection.execute(_record(migration))
     except asyncpg.InsufficientPrivilegeError as refused:
-        said = refused.args[0]
         raise MigrationError(
-            f"user {user} may not apply {migration.file} to schema {schema} of database {database} ({said}):"
+            f"user {user} may not apply {migration.file} to schema {schema} of database {database} ({refused.args[0]}):"
             " run `ff migrate` as the owner of the schema and its tables, or, while it is empty, as its owner run"
             f" `alter schema {schema} owner to {user}`"
         ) from refused
@@ -249,21 +251,21 @@ def judge(
     pending = tuple(known[len(ledger) :])
     newer = tuple(applied for applied in ledger if applied.number > newest)
     breaking = [f"{applied.number:04}_{applied.name}" for applied in newer if not applied.compatible]
-    has = f"schema {schema} is at migration {ledger[-1].number}" if ledger else f"schema {schema} is empty"
+    position = f"schema {schema} is at migration {ledger[-1].number}" if ledger else f"schema {schema} is empty"
     program = f"flowfabric {__version__}"
     if damage := _find_damage(known, ledger):
         verdict, text = Verdict.DAMAGED, f"schema {schema} cannot be used: {damage}"
         if folder is not None:
             text += f", or stop its processes and delete {folder}, which deletes all stored data"
     elif pending:
-        verdict, text = Verdict.BEHIND, f"{has}, {program} needs migration {newest}: run `ff migrate`"
+        verdict, text = Verdict.BEHIND, f"{position}, {program} needs migration {newest}: run `ff migrate`"
     elif breaking:
         verdict = Verdict.BREAKING
-        text = f"{has}, {program} knows {newest}: {', '.join(breaking)} broke compatibility, upgrade flowfabric"
+        text = f"{position}, {program} knows {newest}: {', '.join(breaking)} broke compatibility, upgrade flowfabric"
     elif newer:
-        verdict, text = Verdict.AHEAD, f"{has}, {program} knows {newest}: the newer migrations are compatible"
+        verdict, text = Verdict.AHEAD, f"{position}, {program} knows {newest}: the newer migrations are compatible"
     else:
-        verdict, text = Verdict.CURRENT, f"{has}: up to date"
+        verdict, text = Verdict.CURRENT, f"{position}: up to date"
     return SchemaStatus(verdict=verdict, text=text, pending=pending, newer=newer)
 
 

@@ -39,9 +39,9 @@ select quote_ident(current_user), quote_ident(pg_get_userbyid(relowner))
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EnsuredPartitions:
-    """The partitions that were created, and the days that got none, each with the reason."""
+    """The partitions that were created, and those that were not, each with the reason."""
 
-    made: tuple[str, ...]
+    created: tuple[str, ...]
     skipped: dict[str, str]
 
 
@@ -66,22 +66,22 @@ async def ensure(connection: Connection, *, schema: str, now_ms: int, ahead_days
     """
     check_schema_name(schema)
     wanted = [name_of(now_ms + day * DAY_MS) for day in range(ahead_days + 1)]
-    there = {row["name"] for row in await connection.fetch(_LIST, schema) if row["is_attached"]}
-    made: list[str] = []
+    existing = {row["name"] for row in await connection.fetch(_LIST, schema) if row["is_attached"]}
+    created: list[str] = []
     skipped: dict[str, str] = {}
     for name in wanted:
-        if name in there:
+        if name in existing:
             continue
         try:
             if await _create(connection, schema, name):
-                made.append(name)
+                created.append(name)
         except asyncpg.CheckViolationError:
             skipped[name] = _IN_DEFAULT
         except _Skipped as reason:
             skipped[name] = str(reason)
         except asyncpg.LockNotAvailableError:
             logger.debug("%s: the event table is locked, trying again later", name)
-    return EnsuredPartitions(made=tuple(made), skipped=skipped)
+    return EnsuredPartitions(created=tuple(created), skipped=skipped)
 
 
 async def drop_older(connection: Connection, *, schema: str, before_ms: int) -> list[str]:

@@ -1,4 +1,4 @@
-"""Restarts of an embedded server that has died, for the connections of an event loop."""
+"""Restarts of an embedded server that has died, shared by the connections of an event loop."""
 
 import asyncio
 import logging

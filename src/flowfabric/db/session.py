@@ -53,9 +53,9 @@ _SESSION = {
 _NOT_COMPARED = frozenset(name for name in _SESSION if name.startswith("tcp_")) | {"application_name"}
 # set_config returns the value in the same form as current_setting.
 _IGNORED = """
-select name from (select name, value, current_setting(name) as had
-                    from unnest($1::text[], $2::text[]) as asked(name, value) offset 0) s
- where had <> set_config(name, value, true)
+select name from (select name, value, current_setting(name) as current
+                    from unnest($1::text[], $2::text[]) as requested(name, value) offset 0) s
+ where current <> set_config(name, value, true)
  order by name
 """
 
@@ -131,8 +131,8 @@ async def close(connection: Any, *, seconds: float) -> None:
 async def ignored_settings(connection: Any, schema: str, limits: Limits) -> tuple[str, ...]:
     """The requested session settings that are not in effect, because a pooler ignores them."""
     # TCP settings have no effect on a Unix socket, and behind a pooler they apply to its connection.
-    asked = {name: value for name, value in session_settings(schema, limits).items() if name not in _NOT_COMPARED}
-    rows = await connection.fetch(_IGNORED, list(asked), list(asked.values()))
+    requested = {name: value for name, value in session_settings(schema, limits).items() if name not in _NOT_COMPARED}
+    rows = await connection.fetch(_IGNORED, list(requested), list(requested.values()))
     return tuple(row["name"] for row in rows)
 
 

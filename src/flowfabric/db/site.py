@@ -76,7 +76,7 @@ class Site:
 
     def run(self, tool: str, *arguments: str, stdin: str = "") -> tuple[int, str]:
         """Run a Postgres tool as the account of this site; return its exit code and output."""
-        environment = {k: v for k, v in os.environ.items() if not k.startswith(("PG", "LC_", "LANG"))}
+        environment = {name: value for name, value in os.environ.items() if not name.startswith(("PG", "LC_", "LANG"))}
         environment["LC_ALL"] = "C"
         account = self.account
         # Files, not pipes: the server inherits them from pg_ctl and would keep a pipe open until it stops.
@@ -230,7 +230,7 @@ def _readable_copy(installation: Path) -> Path:
     if not target.exists():
         with tempfile.TemporaryDirectory(dir=SYSTEM_FOLDER, prefix=".copy-") as name:
             copy = Path(name) / "copy"
-            # The binaries look for their libraries in a folder beside the package.
+            # The binaries look for their libraries in a folder next to the package.
             libraries = installation.parents[1] / f"{_WHEEL}.libs"
             shutil.copytree(installation, copy / _WHEEL / installation.name, ignore=shutil.ignore_patterns("include"))
             if libraries.exists():

@@ -35,7 +35,7 @@ class Statement:
         self.parameters = tuple(order)
 
     def arguments(self, values: Mapping[str, object]) -> list[object]:
-        """The values in the order of the statement's positions; raises KeyError for a missing or unknown name."""
+        """The values in the order of the statement's positions; raise KeyError for a missing or unknown name."""
         if len(values) != len(self.parameters):
             raise KeyError(f"statement {self.name} takes {self.parameters}, got {tuple(values)}")
         return [values[name] for name in self.parameters]

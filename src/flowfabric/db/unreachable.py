@@ -1,4 +1,4 @@
-"""The error messages of a failed connection: which server, what it said, and what to do."""
+"""The error messages of a failed connection: which server, the reason, and what to do."""
 
 import os
 import socket
@@ -20,7 +20,7 @@ class Unreachable(StoreFault):
     """No connection to the server; the message names the server and the database, the reason, and what to do."""
 
     @property
-    def may_pass(self) -> bool:
+    def is_temporary(self) -> bool:
         """Whether a later attempt may succeed without any change."""
         return self.kind in ("transport", "timeout", "busy_loading")
 
@@ -89,29 +89,29 @@ def _closed_during_login(where: str) -> str:
 
 def _explain_answer(error: asyncpg.PostgresError, fault: StoreFault, url: str) -> tuple[str, str]:
     server, database = server_of(url), database_of(url)
-    said = str(error.args[0]) if error.args else type(error).__name__
+    reason = str(error.args[0]) if error.args else type(error).__name__
     match error:
         case asyncpg.InvalidAuthorizationSpecificationError():
             return "auth", (
-                f"{server} refuses user {user_of(url)} for database {database}: {said};"
+                f"{server} refuses user {user_of(url)} for database {database}: {reason};"
                 " correct the user or the password in the database URL (FF_DATABASE_URL)"
             )
         case asyncpg.InvalidCatalogNameError():
             return "protocol", f"there is no database {database} at {server}: create it, or {CORRECT}"
         case asyncpg.CannotConnectNowError():
-            return fault.kind, f"{server} does not accept connections yet: {said}; try again later"
+            return fault.kind, f"{server} does not accept connections yet: {reason}; try again later"
         case asyncpg.TooManyConnectionsError():
             return fault.kind, (
-                f"{server} has no connection left: {said}; raise max_connections there, or lower"
+                f"{server} has no connection left: {reason}; raise max_connections there, or lower"
                 " FF_DATABASE_POOL_SIZE of the processes"
             )
         case _ if error.sqlstate in _REJECTED_SETTING:
             return "protocol", (
-                f"{server} rejects a session setting that every process sends: {said};"
+                f"{server} rejects a session setting that every process sends: {reason};"
                 " configure the pooler to accept it, see docs/pgbouncer.md"
             )
         case _:
-            return fault.kind, f"{server} (database {database}) refuses the connection: {said} ({error.sqlstate})"
+            return fault.kind, f"{server} (database {database}) refuses the connection: {reason} ({error.sqlstate})"
 
 
 def _without_password(text: str, url: str) -> str:

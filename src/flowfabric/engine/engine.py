@@ -140,7 +140,7 @@ class Engine:
     def __init__(self, parts: Parts) -> None:
         self.settings = parts.lifecycle.settings
         self._parts = parts
-        self._rooms = parts.rooms
+        self._services = parts.services
 
     if not TYPE_CHECKING:
         # Type checkers see only implemented operations. At run time every operation of the specification is callable.
@@ -189,9 +189,9 @@ class Engine:
 
 
 @asynccontextmanager
-async def engine_beside(engine: Engine, *, pool_size: int = 1) -> AsyncIterator[Engine]:
+async def second_engine(engine: Engine, *, pool_size: int = 1) -> AsyncIterator[Engine]:
     """Open a second engine on the same store with its own connections, for a thread with its own event loop."""
     lifecycle = engine._parts.lifecycle
     settings = lifecycle.address.model_copy(update={"database_pool_size": pool_size})
-    async with Engine._on(await Lifecycle.open(settings, beside=lifecycle)) as other:
+    async with Engine._on(await Lifecycle.open(settings, first=lifecycle)) as other:
         yield other

@@ -1,4 +1,4 @@
-"""Open a store, prepare its schema and keys, and close it after the calls in progress."""
+"""The lifecycle of an engine: connect, prepare the schema and the keys, and close after the calls in progress."""
 
 import asyncio
 import contextlib
@@ -58,17 +58,15 @@ class Lifecycle:
         database: Database,
         embedded: Embedded | None,
         revival: Revival | None,
-        beside: "Lifecycle | None" = None,
+        first: "Lifecycle | None" = None,
     ) -> None:
         self.settings = settings
-        self._is_beside = beside is not None
+        self._is_second = first is not None
         self._database = database
         self._embedded = embedded
         self._revival = revival
         self.store_key: StoreKey = (
-            (server_of(database.url), database_of(database.url), database.schema)
-            if beside is None
-            else beside.store_key
+            (server_of(database.url), database_of(database.url), database.schema) if first is None else first.store_key
         )
         """Identifies the store: equal for every engine of this process on the same store."""
         self.hints = Hints(database, polls_only=not settings.listen)
@@ -85,36 +83,36 @@ class Lifecycle:
                 feed_retention_ms=settings.feed_retention_ms,
             ),
         )
-        self.keys: Keys = Keys(self.store, Seals(settings.secret_keys), {} if beside is None else beside.keys.known)
+        self.keys: Keys = Keys(self.store, Seals(settings.secret_keys), {} if first is None else first.keys.known)
 
     @classmethod
-    async def open(cls, settings: Settings, *, beside: "Lifecycle | None" = None) -> "Lifecycle":
+    async def open(cls, settings: Settings, *, first: "Lifecycle | None" = None) -> "Lifecycle":
         """Connect, starting the embedded server if no address is configured, and prepare the schema.
 
-        With `beside`, reuse the signing keys and the embedded server of another engine of this process.
+        With `first`, share the signing keys and the embedded server of that engine of this process.
         """
-        return await cls._opened(settings, beside, cls.prepare)
+        return await cls._opened(settings, first, cls.prepare)
 
     @classmethod
     async def check(cls, settings: Settings) -> Readiness:
-        """Check whether a process with these settings could start; changes nothing."""
-        boot = await cls._opened(settings, None, None)
+        """Check whether a process with these settings could start; change nothing."""
+        lifecycle = await cls._opened(settings, None, None)
         try:
-            return await boot.store.answer(boot._readiness())
+            return await lifecycle.store.answer(lifecycle._readiness())
         finally:
-            await boot.close()
+            await lifecycle.close()
 
     @classmethod
     async def _opened(
-        cls, settings: Settings, beside: "Lifecycle | None", prepare: "Callable[[Lifecycle], Awaitable[object]] | None"
+        cls, settings: Settings, first: "Lifecycle | None", prepare: "Callable[[Lifecycle], Awaitable[object]] | None"
     ) -> "Lifecycle":
-        held: Embedded | None = None
+        started: Embedded | None = None
         url = settings.database_url
         try:
             if url is None:
-                held = await off_loop(lambda: Embedded.start(settings.home))
-                url = held.url
-            embedded = held if beside is None else beside._embedded
+                started = await off_loop(lambda: Embedded.start(settings.home))
+                url = started.url
+            embedded = started if first is None else first._embedded
             revival = None if embedded is None else Revival(embedded)
             database = await Database.open(
                 url,
@@ -126,16 +124,16 @@ class Lifecycle:
                 ),
                 revive=revival,
             )
-            boot = cls(settings, database, embedded, revival, beside)
+            lifecycle = cls(settings, database, embedded, revival, first)
             try:
                 if prepare is not None:
-                    await prepare(boot)
+                    await prepare(lifecycle)
             except BaseException:
                 await database.close()
                 raise
         except BaseException as failed:
-            if held is not None:
-                await off_loop(held.release)
+            if started is not None:
+                await off_loop(started.release)
             match failed:
                 case EmbeddedError():
                     raise error("unavailable", str(failed)) from None
@@ -146,7 +144,7 @@ class Lifecycle:
                     raise error_of(failed) from failed
                 case _:
                     raise
-        return boot
+        return lifecycle
 
     @property
     def address(self) -> Settings:
@@ -158,7 +156,7 @@ class Lifecycle:
 
         Idempotent, and safe to call from any number of processes at the same time.
         """
-        rights = None if self._is_beside else await self.store.answer(self._rights())
+        rights = None if self._is_second else await self.store.answer(self._rights())
         if rights is not None:
             self._check_writable(rights)
         done = await self.store.answer(self._prepare_schema())
@@ -173,7 +171,7 @@ class Lifecycle:
         self._check_counts(rows[0])
         for lane in self.settings.lanes:
             await self.store.lane_no(LaneId(lane), registered_by="configuration")
-        if not self._is_beside:
+        if not self._is_second:
             done += await self.keys.prepare(self._secret, may_generate=self._embedded is not None)
         return Applied(description=", ".join(done)) if done else NothingToPrepare()
 
@@ -279,7 +277,7 @@ class Lifecycle:
         await self._database.close()
         if self._revival is not None:
             await self._revival.close()
-        if self._embedded is not None and not self._is_beside:
+        if self._embedded is not None and not self._is_second:
             await off_loop(self._embedded.release)
 
 

@@ -1,4 +1,4 @@
-"""The parts of an engine: its rooms, built once per engine, and how the upper floors reach them."""
+"""The parts of an engine: its services, built once per engine, and how the worker and the reconciler reach them."""
 
 from collections.abc import Mapping
 from typing import Protocol
@@ -26,7 +26,7 @@ from flowfabric.engine.lease.grant import Grants, take_grants
 from flowfabric.engine.lease.reclaim import Reclaim
 from flowfabric.engine.lease.renew import Renewals
 from flowfabric.engine.lifecycle import Lifecycle, Shutdown
-from flowfabric.engine.operation import Rooms
+from flowfabric.engine.operation import Services
 from flowfabric.engine.read.consistency import Consistency
 from flowfabric.engine.read.counting import Counting
 from flowfabric.engine.read.explain import Explain
@@ -48,41 +48,41 @@ CONSEQUENCES: Mapping[Attachment, Consequence] = {
 
 
 class Parts:
-    """The rooms of one engine, including those that only the worker and the reconciler use."""
+    """The services of one engine, including those that only the worker and the reconciler use."""
 
     def __init__(self, lifecycle: Lifecycle) -> None:
         settings, store = lifecycle.settings, lifecycle.store
         self.lifecycle = lifecycle
         self.store_key = lifecycle.store_key
         self.wakeups = store.wakeups
-        self.rooms = rooms = Rooms()
-        rooms.add(lifecycle)
-        keys = rooms.add(lifecycle.keys)
+        self.services = services = Services()
+        services.add(lifecycle)
+        keys = services.add(lifecycle.keys)
 
-        lease_ends = rooms.add(LeaseEnds(store, CONSEQUENCES))
+        lease_ends = services.add(LeaseEnds(store, CONSEQUENCES))
         expiry_quarantine = Quarantine(settings.lease_expiry_interval_ms / 1000)
-        self.lease_expiry = rooms.add(LeaseExpiry(store, lease_ends, expiry_quarantine))
+        self.lease_expiry = services.add(LeaseExpiry(store, lease_ends, expiry_quarantine))
 
-        submit = rooms.add(Submit(Create(store), store, patience_ms=settings.submit_patience_ms))
-        rooms.add(Cancel(store, lease_ends))
-        rooms.add(Tags(store))
-        results = rooms.add(Results(store))
+        submit = services.add(Submit(Create(store), store, patience_ms=settings.submit_patience_ms))
+        services.add(Cancel(store, lease_ends))
+        services.add(Tags(store))
+        results = services.add(Results(store))
 
-        renewals = rooms.add(Renewals(store, self.lease_expiry))
-        finish = rooms.add(Finish(store, lease_ends))
-        self.delays = rooms.add(Delays(store, lease_ends, Quarantine(settings.delayed_promoter_interval_ms / 1000)))
-        self.timeouts = rooms.add(Timeouts(store, lease_ends, Quarantine(settings.attempt_timeout_interval_s)))
-        self.catch_up = rooms.add(CatchUp(self.lease_expiry, self.delays))
-        claims = rooms.add(Claim(store, self.catch_up, finish))
-        grants = rooms.add(Grants(store, keys, self.catch_up, finish))
-        named_claims = rooms.add(NamedClaims(store, keys))
-        rooms.add(Reclaim(store, grants, named_claims, lease_ends))
+        renewals = services.add(Renewals(store, self.lease_expiry))
+        finish = services.add(Finish(store, lease_ends))
+        self.delays = services.add(Delays(store, lease_ends, Quarantine(settings.delayed_promoter_interval_ms / 1000)))
+        self.timeouts = services.add(Timeouts(store, lease_ends, Quarantine(settings.attempt_timeout_interval_s)))
+        self.catch_up = services.add(CatchUp(self.lease_expiry, self.delays))
+        claims = services.add(Claim(store, self.catch_up, finish))
+        grants = services.add(Grants(store, keys, self.catch_up, finish))
+        named_claims = services.add(NamedClaims(store, keys))
+        services.add(Reclaim(store, grants, named_claims, lease_ends))
 
-        rooms.add(Waitpoints(store, keys, self.lease_expiry))
-        suspend = rooms.add(Suspend(store, keys, lease_ends, self.lease_expiry))
-        resumes = rooms.add(Resumes(store))
-        self.signals = rooms.add(Signals(store, keys, resumes))
-        self.suspension_timeouts = rooms.add(
+        services.add(Waitpoints(store, keys, self.lease_expiry))
+        suspend = services.add(Suspend(store, keys, lease_ends, self.lease_expiry))
+        resumes = services.add(Resumes(store))
+        self.signals = services.add(Signals(store, keys, resumes))
+        self.suspension_timeouts = services.add(
             SuspensionTimeouts(
                 store,
                 lease_ends,
@@ -91,16 +91,16 @@ class Parts:
                 Quarantine(settings.pending_wp_expiry_interval_s),
             )
         )
-        self.retention = rooms.add(Retention(store, Quarantine(settings.retention_trimmer_interval_s)))
+        self.retention = services.add(Retention(store, Quarantine(settings.retention_trimmer_interval_s)))
 
-        self.event_partitions = rooms.add(EventPartitions(store))
-        self.sessions = rooms.add(Sessions(store))
-        self.workers = rooms.add(Workers(store))
-        self.identities = rooms.add(Identities(store))
+        self.event_partitions = services.add(EventPartitions(store))
+        self.sessions = services.add(Sessions(store))
+        self.workers = services.add(Workers(store))
+        self.identities = services.add(Identities(store))
         for kind in (Lanes, View, Explain, Listing, Counting, Consistency):
-            rooms.add(kind(store))
+            services.add(kind(store))
         drained = (submit, self.signals, suspend, lease_ends, renewals)
-        self.shutdown = rooms.add(Shutdown(claims, results, [room.drain for room in drained]))
+        self.shutdown = services.add(Shutdown(claims, results, [service.drain for service in drained]))
 
     @property
     def store(self) -> Store:
@@ -116,5 +116,5 @@ class HasParts(Protocol):
 
 
 def parts_of(engine: HasParts) -> Parts:
-    """Return the parts of an engine, for the upper floors; not public API."""
+    """Return the parts of an engine, for the layers above it; not public API."""
     return engine._parts

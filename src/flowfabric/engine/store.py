@@ -59,8 +59,8 @@ class Store:
         self.database = database
         self.rules = rules
         self.wakeups = Wakeups(hints)
-        self.due_watermark = TimerWatermark(whole_every_seconds=10, margin_ms=1_000)
-        self.retained_watermark = TimerWatermark(whole_every_seconds=600, margin_ms=100)
+        self.due_watermark = TimerWatermark(full_scan_seconds=10, margin_ms=1_000)
+        self.retained_watermark = TimerWatermark(full_scan_seconds=600, margin_ms=100)
         self._numbers: dict[tuple[str, ...], int] = {}
         self._lanes: dict[int, str] = {}
         self._workers: dict[tuple[str, str], tuple[int, float]] = {}
@@ -94,7 +94,7 @@ class Store:
             raise error_of(fault) from fault
 
     async def answers(self, pending: Awaitable[Sequence[Answer | Exception]]) -> list[Answer | EngineError]:
-        """The verdicts on one caller's items; raises if all of them failed by a fault of the connection."""
+        """The verdicts on one caller's items; raise if all of them failed by a fault of the connection."""
         found = await pending
         if not any(isinstance(verdict, Exception) for verdict in found):
             return cast("list[Answer | EngineError]", found)

@@ -8,11 +8,10 @@ from types import TracebackType
 from typing import Any, Self, Unpack
 
 from flowfabric.engine.engine import Engine
-from flowfabric.fabric.options import checked_lane
 from flowfabric.fabric.run import Run
 from flowfabric.fabric.task import Called, Params, Returned, Task, TaskDecorator
 from flowfabric.model.errors import EngineError, error, reason_of
-from flowfabric.model.ids import parse_execution_id
+from flowfabric.model.ids import check_lane_id, parse_execution_id
 from flowfabric.model.text import check_short, shown
 from flowfabric.settings import Settings
 from flowfabric.worker.handler import Handler
@@ -63,11 +62,12 @@ class Fabric:
         self._url = url
         self._settings = settings
         self.namespace = check_short(namespace, "namespace")
-        self.lane: str = checked_lane(lane)
+        self.lane: str = check_lane_id(lane, "lane")
         self._identity = f"{socket.gethostname()}-{os.getpid()}"
         self.tasks: dict[str, Task[Any, Any, Any]] = {}
         self._engine: Engine | None = None
         self._open = AsyncExitStack()
+        self._unserved_again_at = 0.0
 
     @property
     def task(self) -> TaskDecorator:

@@ -1,11 +1,9 @@
-"""Checks of the options of a task; errors name the option and its value."""
+"""The policy that the options of a task describe; errors name the option and its value."""
 
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 from flowfabric.model.duration import milliseconds
-from flowfabric.model.errors import EngineError, error
-from flowfabric.model.ids import MAX_LANE_BYTES, LaneId, check_lane_id
+from flowfabric.model.errors import error
 from flowfabric.model.policy import (
     Backoff,
     ExecutionPolicy,
@@ -16,42 +14,7 @@ from flowfabric.model.policy import (
     TimeoutPolicy,
 )
 from flowfabric.model.policy_checks import INT32
-from flowfabric.model.tag import check_tag_key
-from flowfabric.model.text import check_text, shown
-
-
-def checked_lane(lane: object) -> LaneId:
-    """Return the lane if it is valid."""
-    try:
-        return check_lane_id(lane)
-    except EngineError:
-        raise error(
-            "invalid_input",
-            f"lane: must be a string of 1 to {MAX_LANE_BYTES} printable ASCII characters, got {shown(lane)}",
-        ) from None
-
-
-def checked_tags(tags: object) -> dict[str, str] | None:
-    """Return a copy of the tags if they are valid."""
-    if tags is None:
-        return None
-    if not isinstance(tags, Mapping):
-        raise error(
-            "invalid_input", f"tags: must be a dict of strings, such as {{'app.customer': '42'}}, got {shown(tags)}"
-        )
-    checked: dict[str, str] = {}
-    for key, value in tags.items():
-        try:
-            name = check_tag_key(key)
-        except EngineError:
-            example = f"app.{key}" if isinstance(key, str) and re.fullmatch("[a-z0-9_]{1,64}", key) else "app.name"
-            raise error(
-                "invalid_tag_key",
-                f"tags: key {shown(key)} must be namespaced, such as {example!r}: a lower-case letter, then lower-case "
-                "letters, digits or _, then a dot, then lower-case letters, digits, _ or dots",
-            ) from None
-        checked[name] = check_text(value, f"tags: the value of {name!r}")
-    return checked
+from flowfabric.model.text import shown
 
 
 def policy_of(
@@ -62,13 +25,13 @@ def policy_of(
     deadline: object,
     capabilities: Iterable[str] | None,
 ) -> ExecutionPolicy | None:
-    """Return the policy for these options, or None if all of them are left out."""
-    most = 0 if retries is None else _checked_retries(retries)
-    pause = _backoff_of(backoff)
+    """Return the policy for these options, or None if none of them is given."""
+    max_retries = 0 if retries is None else _checked_retries(retries)
+    checked_backoff = _backoff_of(backoff)
     required = tuple(capabilities or ())
     code = "invalid_policy_json"
     policy = ExecutionPolicy(
-        retry_policy=RetryPolicy(max_retries=most, backoff=pause) if most else None,
+        retry_policy=RetryPolicy(max_retries=max_retries, backoff=checked_backoff) if max_retries else None,
         timeout_policy=None
         if timeout is None and deadline is None
         else TimeoutPolicy(

@@ -1,32 +1,48 @@
 """Runs: handles of submitted executions, to watch, await, signal and cancel from any process."""
 
 import asyncio
+import contextlib
+import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import ClassVar, Generic, Protocol, TypeVar, cast
+from uuid import UUID, uuid5
 
 import msgspec
 
 from flowfabric.engine.engine import Engine
+from flowfabric.engine.parts import parts_of
 from flowfabric.model.attempt import Failure
 from flowfabric.model.duration import Duration, milliseconds
-from flowfabric.model.errors import EngineError, InvalidInputError, NotFoundError, OperationTimeoutError, error
-from flowfabric.model.execution import ExecutionStatus
-from flowfabric.model.explanation import Explanation
-from flowfabric.model.ids import ExecutionId, plain_id
+from flowfabric.model.errors import (
+    ContentionError,
+    EngineError,
+    InvalidInputError,
+    NotFoundError,
+    OperationTimeoutError,
+    error,
+)
+from flowfabric.model.execution import Ended, ExecutionStatus
+from flowfabric.model.explanation import Explanation, NoCapableWorkerReason, NoWorkerReason
+from flowfabric.model.ids import ExecutionId, SignalId, plain_id, row_key
+from flowfabric.model.signal import MAX_TEXT
 from flowfabric.model.states import ENDED_STATES, PublicState, TerminalOutcome
-from flowfabric.model.text import shown
-from flowfabric.model.waitpoint import WaitpointInfo
+from flowfabric.model.text import check_length, check_short, shown
 from flowfabric.pauses import pauses
-from flowfabric.worker.codec import encode
+from flowfabric.worker.codec import encode, reason
 from flowfabric.worker.handler import Handler
 
-Kept = TypeVar("Kept", covariant=True)
+Value = TypeVar("Value", covariant=True)
+"""The type of the result of a run."""
 
+logger = logging.getLogger(__name__)
+
+UNSERVED_SECONDS = 10.0
+"""How long a wait for a result lasts before it checks whether any worker can run the execution."""
 STATE_SECONDS = 1.0
-"""How long a wait that timed out tries to read the state for its message."""
+"""How long a wait that timed out may take to read the state for its message."""
 SIGNAL_PAUSE_SECONDS = (0.02, 0.5)
 """The first and the longest pause between two checks whether the run waits for a signal."""
 
@@ -81,6 +97,14 @@ class RunExpired(RunError):
     outcome = TerminalOutcome.EXPIRED
     verb = "expired"
 
+    def __str__(self) -> str:
+        """Return `<execution id> expired: <what took too long>`."""
+        texts = {
+            "attempt_timeout": "its last attempt took longer than its timeout",
+            "execution_deadline": "it did not end before its deadline",
+        }
+        return f"{self.execution_id} {self.verb}: {texts.get(self.reason or '', self.reason)}"
+
 
 class RunSkipped(RunError):
     """A run was skipped because a run it depends on did not succeed."""
@@ -108,7 +132,7 @@ class UnreadableResult(InvalidInputError):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RunStatus(Generic[Kept]):
+class RunStatus(Generic[Value]):
     """A snapshot of a run, from `await run.status()`."""
 
     id: ExecutionId
@@ -123,10 +147,10 @@ class RunStatus(Generic[Kept]):
     """The progress in percent that the task reported last with `ctx.progress`."""
     message: str | None
     """The message of that progress report."""
-    result: Kept | None
+    result: Value | None
     """The result of a run that succeeded; None before, and for a task that returns None."""
-    error: RunError | None
-    """The error that `run.result()` raises; None unless the run has ended without a result."""
+    error: RunError | UnreadableResult | None
+    """The error that `run.result()` raises; None unless the run has ended without a result that can be read."""
     last_failure: Failure | None
     """The failure of the latest failed attempt, also while a retry is due or runs."""
     retry_at: datetime | None
@@ -144,8 +168,11 @@ class RunStatus(Generic[Kept]):
         return self.state in ENDED_STATES
 
 
-class Home(Protocol):
+class RunFabric(Protocol):
     """What a run needs from its fabric."""
+
+    _unserved_again_at: float
+    """When, by the monotonic clock, a waiting caller checks again whether any worker can run its execution."""
 
     @property
     def engine(self) -> Engine: ...
@@ -155,7 +182,7 @@ class Home(Protocol):
         ...
 
 
-class Run(Generic[Kept]):
+class Run(Generic[Value]):
     """A handle of a submitted execution: watch it, await its result, signal it or cancel it, from any process.
 
     `task.submit(...)` returns one. `task.run(id)` and `fabric.run(id)` find a run that was submitted earlier.
@@ -163,7 +190,7 @@ class Run(Generic[Kept]):
 
     def __init__(
         self,
-        fabric: Home,
+        fabric: RunFabric,
         execution_id: ExecutionId,
         handler: Handler | None,
         *,
@@ -184,18 +211,31 @@ class Run(Generic[Kept]):
         """Return `Run(<execution id>)`."""
         return f"Run({self.id})"
 
+    def __eq__(self, other: object) -> bool:
+        """Return whether both are handles of the same execution."""
+        return self.id == other.id if isinstance(other, Run) else NotImplemented
+
+    def __hash__(self) -> int:
+        """Return a hash of the id."""
+        return hash(self.id)
+
     @property
     def plain_id(self) -> str:
         """The id without braces and colons, for URLs, file names and shells; accepted wherever an id is."""
         return plain_id(self.id)
 
-    async def status(self) -> "RunStatus[Kept]":
+    async def status(self) -> "RunStatus[Value]":
         """Read the state, the progress, the attempt, and the result or the error of the run."""
         status = await self._fabric.engine.read_execution_status(self.id)
         if status is None:
-            raise error("execution_not_found", self.id)
+            raise self._not_found()
         self._check_task(status.execution_kind)
-        has_succeeded = status.public_state is PublicState.COMPLETED
+        result, unreadable = None, None
+        if status.public_state is PublicState.COMPLETED:
+            try:
+                result = self._read_result(status.execution_kind, status.result)
+            except UnreadableResult as refused:
+                unreadable = refused
         return RunStatus(
             id=self.id,
             task=status.execution_kind,
@@ -203,8 +243,8 @@ class Run(Generic[Kept]):
             attempt=status.attempt_count,
             progress=status.progress_percent,
             message=status.progress_message,
-            result=self._read_result(status.execution_kind, status.result) if has_succeeded else None,
-            error=_error_of(status),
+            result=result,
+            error=unreadable or _error_of(status),
             last_failure=status.failure,
             retry_at=_time(status.delay_until),
             created_at=datetime.fromtimestamp(status.created_at / 1000, UTC),
@@ -217,9 +257,9 @@ class Run(Generic[Kept]):
         try:
             return await self._fabric.engine.explain(self.id)
         except NotFoundError:
-            raise error("execution_not_found", self.id) from None
+            raise self._not_found() from None
 
-    async def result(self, timeout: Duration | None = None) -> Kept:
+    async def result(self, timeout: Duration | None = None) -> Value:
         """Wait until the run has ended and return its result: `await run.result(timeout=30)`.
 
         Raises RunFailed, RunCancelled, RunExpired or RunSkipped if the run ends without a result, TimeoutError if it
@@ -228,15 +268,15 @@ class Run(Generic[Kept]):
         """
         seconds = None if timeout is None else milliseconds(timeout, "timeout") / 1000
         try:
-            ended = await self._fabric.engine.wait_for_ending(self.id, timeout=seconds)
+            ended = await self._wait_for_ending(seconds)
         except OperationTimeoutError:
-            raise TimeoutError(f"{self.id} has not ended within {seconds:g} s{await self._state_text()}") from None
+            raise TimeoutError(f"{self.id} has not ended within {seconds:g} s{await self._read_state_text()}") from None
         except NotFoundError:
-            raise error("execution_not_found", self.id) from None
+            raise self._not_found() from None
         if self._handler is None or not self._is_checked:
             status = await self._fabric.engine.read_execution_info(self.id)
             if status is None:
-                raise error("execution_not_found", self.id)
+                raise self._not_found()
             kind = status.execution_kind
             self._check_task(kind)
         else:
@@ -244,6 +284,27 @@ class Run(Generic[Kept]):
         if ended.outcome is not TerminalOutcome.SUCCESS:
             raise _ERRORS[ended.outcome](self.id, ended.reason, error_type=ended.error_type, traceback=ended.traceback)
         return self._read_result(kind, ended.result)
+
+    async def _wait_for_ending(self, seconds: float | None) -> Ended:
+        engine, first = self._fabric.engine, UNSERVED_SECONDS
+        if seconds is not None and seconds <= first:
+            return await engine.wait_for_ending(self.id, timeout=seconds)
+        try:
+            return await engine.wait_for_ending(self.id, timeout=first)
+        except OperationTimeoutError:
+            await self._warn_if_unserved()
+        return await engine.wait_for_ending(self.id, timeout=None if seconds is None else seconds - first)
+
+    async def _warn_if_unserved(self) -> None:
+        """Log a warning if no worker can run this; a program that forgot its worker waits in silence otherwise."""
+        # One of many waiting callers is enough.
+        if time.monotonic() < self._fabric._unserved_again_at:
+            return
+        self._fabric._unserved_again_at = time.monotonic() + UNSERVED_SECONDS
+        with contextlib.suppress(EngineError):
+            explanation = await self._fabric.engine.explain(self.id)
+            if any(isinstance(each, NoWorkerReason | NoCapableWorkerReason) for each in explanation.reasons):
+                logger.warning("%s has not started: %s", self.id, explanation.summary)
 
     async def signal(
         self,
@@ -256,59 +317,69 @@ class Run(Generic[Kept]):
     ) -> None:
         """Send a signal as soon as the run waits for that name: `await run.signal("approval", "yes", by="ada")`.
 
-        The payload is sent as JSON, `by` names the sender, and a repeat with the same `id` is ignored. Raises
-        TimeoutError if the run does not wait for the signal in time, and StateError (`target_not_signalable`) if it
-        has ended.
+        The payload is sent as JSON, and `by` names the sender. A repeat with the same `id` is ignored, whatever the run
+        does by then. Raises TimeoutError if the run does not wait for the signal in time, and StateError
+        (`target_not_signalable`) if it has ended.
         """
-        engine, deadline = self._fabric.engine, time.monotonic() + milliseconds(timeout, "timeout") / 1000
-        data = encode(payload)
+        check_short(name, "name")
+        data = _signal_payload(name, payload)
+        check_length(by, "by", MAX_TEXT)
+        if id == "":
+            raise error("invalid_input", "id: must not be empty; leave it out if repeats need not be recognised")
+        # The execution has a signal id once, at whichever of its waits the signal arrived.
+        signal_id = None if id is None else SignalId(uuid5(UUID(row_key(self.id)[1]), check_length(id, "id", MAX_TEXT)))
+        engine, seconds = self._fabric.engine, milliseconds(timeout, "timeout") / 1000
+        deadline = time.monotonic() + seconds
         for pause in pauses(*SIGNAL_PAUSE_SECONDS):
-            waitpoint = await self._waitpoint(name)
-            if waitpoint is not None:
-                token = await engine.read_waitpoint_token(execution_id=self.id, waitpoint_id=waitpoint.waitpoint_id)
-                if token is not None:
-                    await engine.deliver_signal(
-                        execution_id=self.id,
-                        waitpoint_id=waitpoint.waitpoint_id,
-                        waitpoint_token=token,
-                        signal_name=name,
-                        source_identity=by,
-                        payload=data,
-                        idempotency_key=id,
-                    )
-                    return
-            elif (info := await engine.read_execution_info(self.id)) is not None and info.public_state in ENDED_STATES:
-                raise error("target_not_signalable", f"{self.id} is {info.public_state} and accepts no more signals")
-            if time.monotonic() + pause >= deadline:
-                raise TimeoutError(f"{self.id} did not wait for signal {name!r} in time{await self._state_text()}")
-            await asyncio.sleep(pause)
+            left = deadline - time.monotonic()
+            target = await parts_of(engine).signals.read_target(self.id, name, signal_id)
+            if target is None:
+                raise self._not_found()
+            if target.is_repeat:
+                return
+            if target.waitpoint_id is not None:
+                await engine.deliver_signal(
+                    execution_id=self.id,
+                    waitpoint_id=target.waitpoint_id,
+                    waitpoint_token=target.token,
+                    signal_name=name,
+                    source_identity=by,
+                    signal_id=signal_id,
+                    payload=data,
+                    idempotency_key=id,
+                )
+                return
+            if target.state in ENDED_STATES:
+                raise error("target_not_signalable", f"{self.id} is {target.state} and accepts no more signals")
+            if left <= 0:
+                waits = ", ".join(map(repr, target.open_keys))
+                why = f": it waits for {waits}" if waits else _state_text(target.state)
+                raise TimeoutError(f"{self.id} did not wait for signal {name!r} within {seconds:g} s{why}")
+            await asyncio.sleep(min(pause, left))
 
     async def cancel(self, reason: str = "cancelled by its submitter") -> None:
         """Cancel the run, whether it waits, runs or is suspended; a running handler is cancelled too."""
-        await self._fabric.engine.cancel_execution(execution_id=self.id, reason=reason)
+        try:
+            await self._fabric.engine.cancel_execution(execution_id=self.id, reason=reason)
+        except NotFoundError:
+            raise self._not_found() from None
+        except ContentionError as refused:
+            outcome = refused.detail.get("terminal_outcome") if isinstance(refused.detail, Mapping) else None
+            if refused.code != "execution_not_active" or outcome is None:
+                raise
+            raise error(refused.code, f"{self.id} has already ended with outcome {outcome}") from None
 
-    async def _waitpoint(self, name: str) -> WaitpointInfo | None:
-        """Return the open waitpoint with this name, if any."""
-        after = None
-        while True:
-            page = await self._fabric.engine.list_pending_waitpoints(execution_id=self.id, after=after)
-            for each in page.entries:
-                if each.waitpoint_key == name:
-                    return each
-            if page.next_cursor is None:
-                return None
-            after = page.next_cursor
+    def _not_found(self) -> EngineError:
+        return error("execution_not_found", f"{self.id}: it was not submitted to this store, or its retention is over")
 
-    async def _state_text(self) -> str:
-        """Return the state for a message and how to learn more; empty if the store does not answer at once."""
+    async def _read_state_text(self) -> str:
+        """Return the state for a message and how to learn more, or that the store does not answer."""
         try:
             async with asyncio.timeout(STATE_SECONDS):
                 info = await self._fabric.engine.read_execution_info(self.id)
         except (EngineError, TimeoutError):
-            return ""
-        if info is None:
-            return ""
-        return f": it is {info.public_state.value.replace('_', ' ')}; `await run.explain()` says why"
+            return ", and the database does not answer now"
+        return "" if info is None else _state_text(info.public_state)
 
     def _check_task(self, kind: str) -> None:
         if self._handler is not None and kind != self._handler.name:
@@ -319,14 +390,28 @@ class Run(Generic[Kept]):
             )
         self._is_checked = True
 
-    def _read_result(self, kind: str, payload: bytes | None) -> Kept:
+    def _read_result(self, kind: str, payload: bytes | None) -> Value:
         handler = self._handler or self._fabric._handler_of(kind)
         if handler is None:
-            return cast(Kept, _plain_result(payload))
+            return cast(Value, _plain_result(payload))
         try:
-            return cast(Kept, handler.decode_result(payload))
+            return cast(Value, handler.decode_result(payload))
         except InvalidInputError as unreadable:
             raise UnreadableResult(self.id, unreadable) from None
+
+
+def _state_text(state: PublicState) -> str:
+    return f": it is {state.value.replace('_', ' ')}; `await run.explain()` says why"
+
+
+def _signal_payload(name: str, payload: object) -> bytes:
+    try:
+        return encode(payload)
+    except Exception as refused:
+        raise error(
+            "invalid_input",
+            f"signal {shown(name)}: the payload {shown(payload)} cannot be sent as JSON: {reason(refused)}",
+        ) from None
 
 
 def _plain_result(payload: bytes | None) -> object:

@@ -7,13 +7,14 @@ from urllib.parse import quote
 
 import msgspec
 
-from flowfabric.fabric.options import checked_lane, checked_tags, policy_of
-from flowfabric.fabric.run import Home, Run
+from flowfabric.fabric.options import policy_of
+from flowfabric.fabric.run import Run, RunFabric
 from flowfabric.model.duration import Duration, milliseconds
 from flowfabric.model.errors import ConflictError, Detail, EngineError, error
 from flowfabric.model.execution import Created, Duplicate, NewExecution
-from flowfabric.model.ids import parse_execution_id
+from flowfabric.model.ids import check_lane_id, parse_execution_id
 from flowfabric.model.policy import Backoff
+from flowfabric.model.tag import check_tags
 from flowfabric.model.text import MAX_BATCH, MAX_KEY_BYTES, check_items, check_text, shorten, shown
 from flowfabric.worker.context import Context
 from flowfabric.worker.handler import Handler
@@ -25,7 +26,7 @@ Params = ParamSpec("Params")
 Returned = TypeVar("Returned", covariant=True)
 """What a call of the function returns: a coroutine or a result."""
 Result = TypeVar("Result")
-Kept = TypeVar("Kept", covariant=True)
+Value = TypeVar("Value", covariant=True)
 
 
 class _KeyConflict(ConflictError):
@@ -94,7 +95,7 @@ class TaskOptions(SubmitOptions, total=False):
 Options = TypeVar("Options", bound=SubmitOptions)
 
 
-class TaskHome(Home, Protocol):
+class TaskFabric(RunFabric, Protocol):
     """What a task needs from its fabric."""
 
     namespace: str
@@ -125,7 +126,7 @@ class NotAllSubmitted(Exception):
         )
 
 
-class Call(Generic[Kept]):
+class Call(Generic[Value]):
     """A call of a task with checked arguments, made by `task.bind(...)` for `task.submit_many`."""
 
     __slots__ = ("_key", "_new", "_task")
@@ -139,7 +140,7 @@ class Call(Generic[Kept]):
         """Return `Call(<task>)`."""
         return f"Call({self._task.name})"
 
-    def _run(self, made: Created | Duplicate) -> Run[Kept]:
+    def _run(self, made: Created | Duplicate) -> Run[Value]:
         """Return the run of this call after it was submitted."""
         is_duplicate = isinstance(made, Duplicate)
         task = self._task
@@ -162,7 +163,7 @@ class Task(Generic[Called, Params, Returned]):
     __name__: str
     __wrapped__: Callable[Called, Returned]
 
-    def __init__(self, fabric: TaskHome, name: str, handler: Handler, options: SubmitOptions) -> None:
+    def __init__(self, fabric: TaskFabric, name: str, handler: Handler, options: SubmitOptions) -> None:
         functools.update_wrapper(self, handler.function)
         self._fabric = fabric
         self._options = options
@@ -173,11 +174,11 @@ class Task(Generic[Called, Params, Returned]):
             deadline=options.get("deadline"),
             capabilities=options.get("capabilities"),
         )
-        self._tags = checked_tags(options.get("tags"))
+        self._tags = check_tags(options.get("tags")) or None
         delay = options.get("delay")
         self._delay_ms = None if delay is None else milliseconds(delay, "delay")
         if "lane" in options:
-            checked_lane(options["lane"])
+            check_lane_id(options["lane"], "lane")
         self._handler = handler
         self.name = name
         """The name of the task, which is the kind of its executions."""
@@ -325,7 +326,7 @@ class _Anything:
 class TaskDecorator:
     """Declares a function as a task: `@fabric.task`, or `@fabric.task(retries=3)`."""
 
-    def __init__(self, fabric: TaskHome, options: TaskOptions) -> None:
+    def __init__(self, fabric: TaskFabric, options: TaskOptions) -> None:
         self._fabric = fabric
         self._options = _checked(options, TaskOptions)
 

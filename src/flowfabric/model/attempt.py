@@ -85,8 +85,8 @@ class FailureReason:
         if error_type is not None:
             error_type = storable(error_type[:MAX_ERROR_TYPE_CHARACTERS])
         if traceback is not None:
-            traceback = cut_middle(traceback, MAX_TRACEBACK_BYTES, "\n... {} characters left out ...\n")
-        message = cut_middle(self.message, MAX_MESSAGE_BYTES, " ... {} characters left out ... ")
+            traceback = cut_middle(traceback, MAX_TRACEBACK_BYTES, "\n... {} characters omitted ...\n")
+        message = cut_middle(self.message, MAX_MESSAGE_BYTES, " ... {} characters omitted ... ")
         return replace(self, message=message, error_type=error_type, traceback=traceback)
 
 

@@ -248,21 +248,21 @@ def _are_equal(one: Condition, other: Condition) -> bool:
 
 
 def check_depth(condition: Condition, cap: int = MAX_DEPTH) -> None:
-    """Reject a tree of more than `cap` levels; the error names the first path below level 4."""
+    """Reject a tree of more than `cap` levels; the error names the first path that is too deep, cut after level 4."""
     waiting: list[tuple[Condition, tuple[int, ...]]] = [(condition, ())]
     # A group used in several places of one level is visited once.
     seen: set[tuple[int, int]] = set()
     while waiting:
-        node, place = waiting.pop()
-        if isinstance(node, Composite) and len(place) >= cap:
-            raise _too_deep(place)
-        if isinstance(node, AllOf) and (id(node), len(place)) not in seen:
-            seen.add((id(node), len(place)))
-            waiting.extend((member, (*place, at)) for at, member in reversed(list(enumerate(node.members))))
+        node, indexes = waiting.pop()
+        if isinstance(node, Composite) and len(indexes) >= cap:
+            raise _too_deep(indexes)
+        if isinstance(node, AllOf) and (id(node), len(indexes)) not in seen:
+            seen.add((id(node), len(indexes)))
+            waiting.extend((member, (*indexes, at)) for at, member in reversed(list(enumerate(node.members))))
 
 
-def _too_deep(place: Sequence[int]) -> EngineError:
-    path = ".".join(f"members[{at}]" for at in place[:MAX_DEPTH])
+def _too_deep(indexes: Sequence[int]) -> EngineError:
+    path = ".".join(f"members[{at}]" for at in indexes[:MAX_DEPTH])
     return _fault(f"depth {MAX_DEPTH + 1} exceeds cap {MAX_DEPTH}", path, _NEST_LESS)
 
 
@@ -458,7 +458,7 @@ def _by_name(matcher: object) -> str:
 
 
 def _described(plain: object) -> str:
-    # Not a whole object: its repr repeats a shared part in every place, which may be without end.
+    # Not the repr of an object: it repeats a shared part wherever that is used, which may never end.
     if isinstance(plain, Mapping):
         return f"an object with the fields {shorten(', '.join(map(str, plain)))}" if plain else "an empty object"
     return "a list" if isinstance(plain, list | tuple) else shown(plain)

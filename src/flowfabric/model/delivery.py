@@ -84,7 +84,7 @@ class Recorded:
 
 @dataclass(kw_only=True, slots=True)
 class DeliveryTarget:
-    """An execution as the locked rows of a delivery show it; signals are taken one after the other."""
+    """An execution as the locked rows of a delivery show it; signals are accepted one after the other."""
 
     execution_id: ExecutionId
     phase: LifecyclePhase
@@ -96,7 +96,7 @@ class DeliveryTarget:
     wait: Wait | None = None
     recorded: list[Recorded] = field(default_factory=list)
     counts: dict[WaitpointId, tuple[int, int]] = field(default_factory=dict)
-    """For each waitpoint how many signals it took in this delivery, and how many of them matched the condition."""
+    """For each waitpoint how many signals it accepted in this delivery, and how many of them matched the condition."""
     closer: NewSignal | None = None
     """The signal that met the condition of a suspended execution."""
     delay_ms: int = 0
@@ -123,10 +123,10 @@ class DeliveryTarget:
         assert waitpoint is not None, "a token verifies only against a stored one"
         return waitpoint
 
-    def take(
+    def accept(
         self, signal: NewSignal, waitpoint: Waitpoint, earlier: SignalId | None
     ) -> Accepted | SignalDuplicate | EngineError:
-        """Take the next authenticated signal; `earlier` is the stored signal that it duplicates, if any."""
+        """Accept the next authenticated signal, or return why not; `earlier` is a stored signal that it duplicates."""
         earlier = earlier or self._repeated(signal)
         if earlier is not None:
             return SignalDuplicate(existing_signal_id=earlier)
@@ -137,8 +137,8 @@ class DeliveryTarget:
         self.count += 1
         waitpoint.signal_count += 1
         self.recorded.append(Recorded(signal, waitpoint, disposition))
-        taken, matched = self.counts.get(signal.waitpoint_id, (0, 0))
-        self.counts[signal.waitpoint_id] = taken + 1, matched + disposition.is_matched
+        accepted, matched = self.counts.get(signal.waitpoint_id, (0, 0))
+        self.counts[signal.waitpoint_id] = accepted + 1, matched + disposition.is_matched
         return Accepted(signal_id=signal.id, effect=disposition.effect, disposition=disposition)
 
     def _accepted(self, signal: NewSignal, waitpoint: Waitpoint) -> SignalDisposition:
@@ -147,7 +147,8 @@ class DeliveryTarget:
         if limit is not None and self.count >= limit:
             raise error(
                 "signal_limit_exceeded",
-                f"the execution has taken {self.count} signals, its limit is {limit}; raise max_signals_per_execution",
+                f"the execution has accepted {self.count} signals, its limit is {limit};"
+                " raise max_signals_per_execution",
             )
         return self._disposition(signal, waitpoint)
 
@@ -175,17 +176,19 @@ class DeliveryTarget:
 
     def _check_open(self, waitpoint: Waitpoint) -> None:
         if self.phase is LifecyclePhase.TERMINAL:
-            raise error("target_not_signalable", f"execution {self.execution_id} has ended and takes no signals")
+            raise error("target_not_signalable", f"execution {self.execution_id} has ended and accepts no signals")
         match waitpoint.state:
             case WaitpointState.ACTIVE:
                 return
             case WaitpointState.PENDING if waitpoint.expires_at is None or waitpoint.expires_at > self.now:
                 return
             case WaitpointState.PENDING:
-                raise error("waitpoint_closed", f"waitpoint {waitpoint.waitpoint_id} has expired and takes no signals")
+                raise error(
+                    "waitpoint_closed", f"waitpoint {waitpoint.waitpoint_id} has expired and accepts no signals"
+                )
         # waitpoint_closed if no wait ever used the waitpoint, target_not_signalable if its wait is over.
         if self.phase is LifecyclePhase.SUSPENDED or waitpoint.activated_at is None:
-            raise error("waitpoint_closed", f"waitpoint {waitpoint.waitpoint_id} is closed and takes no signals")
+            raise error("waitpoint_closed", f"waitpoint {waitpoint.waitpoint_id} is closed and accepts no signals")
         raise error("target_not_signalable", f"the wait on waitpoint {waitpoint.waitpoint_id} is over")
 
     def _disposition(self, signal: NewSignal, waitpoint: Waitpoint) -> SignalDisposition:
@@ -196,7 +199,7 @@ class DeliveryTarget:
             return SignalDisposition.NO_OP
         # Read before anything is counted: an unreadable policy rejects the signal.
         policy = wait.resume_policy
-        disposition = wait.tally.take(
+        disposition = wait.tally.count(
             SignalFacts(
                 signal_id=signal.id,
                 signal_name=signal.signal_name,
@@ -205,7 +208,7 @@ class DeliveryTarget:
                 source_identity=signal.source_identity,
             )
         )
-        if disposition.is_adding:
+        if disposition.is_satisfier:
             wait.satisfiers.append(signal.id)
         is_met = disposition is SignalDisposition.RESUME_CONDITION_SATISFIED
         if is_met and self.phase is LifecyclePhase.SUSPENDED:

@@ -54,7 +54,7 @@ class Evaluation:
 def evaluate(condition: Condition, signals: Iterable[SignalFacts]) -> Evaluation:
     """Evaluate a condition over the signals of its suspension, in acceptance order.
 
-    Earlier signals that are not satisfiers may be left out: the earlier satisfiers and the newest signal lead to the
+    Earlier signals that are not satisfiers may be omitted: the earlier satisfiers and the newest signal lead to the
     same result as all signals.
     """
     tally = Tally(Outline(condition))
@@ -62,11 +62,11 @@ def evaluate(condition: Condition, signals: Iterable[SignalFacts]) -> Evaluation
     closer: SignalId | None = None
     dispositions: list[SignalDisposition] = []
     for signal in signals:
-        disposition = tally.take(signal)
+        disposition = tally.count(signal)
         dispositions.append(disposition)
         if disposition is SignalDisposition.RESUME_CONDITION_SATISFIED:
             closer = signal.signal_id
-        if disposition.is_adding:
+        if disposition.is_satisfier:
             satisfiers.append(signal.signal_id)
     return Evaluation(
         satisfied=tally.is_met,
@@ -80,24 +80,24 @@ def evaluate(condition: Condition, signals: Iterable[SignalFacts]) -> Evaluation
 class _Leaf:
     """A node that names waitpoints; each leaf counts on its own."""
 
-    asks: Single | Count
-    place: int
-    needs: int
+    node: Single | Count
+    position: int
+    needed: int
 
-    def passes(self, name: str) -> bool:
+    def matches(self, name: str) -> bool:
         """Whether the matcher accepts a signal of this name."""
-        matcher = self.asks.matcher
+        matcher = self.node.matcher
         return not isinstance(matcher, ByName) or matcher.name == name
 
 
 class Outline:
     """The leaves of a condition by waitpoint key; shared by all waits for that condition."""
 
-    __slots__ = ("can_be_met", "is_composite", "is_count_of_signals", "leaves", "naming")
+    __slots__ = ("can_be_met", "is_composite", "is_count_of_signals", "leaves", "leaves_by_key")
 
     def __init__(self, condition: Condition) -> None:
         """Collect the leaves; every group needs all of its members, so only the leaves count."""
-        naming: defaultdict[str, list[_Leaf]] = defaultdict(list)
+        by_key: defaultdict[str, list[_Leaf]] = defaultdict(list)
         leaves: list[_Leaf] = []
         self.can_be_met = True
         """Whether signals can meet every node."""
@@ -106,14 +106,14 @@ class Outline:
                 leaf = _Leaf(node, len(leaves), node.n if isinstance(node, Count) else 1)
                 leaves.append(leaf)
                 for key in dict.fromkeys(keys_of(node)):
-                    naming[key].append(leaf)
+                    by_key[key].append(leaf)
             elif not isinstance(node, AllOf) or not node.members:
                 self.can_be_met = False
         self.leaves = tuple(leaves)
-        self.naming: Mapping[str, Sequence[_Leaf]] = dict(naming)
+        self.leaves_by_key: Mapping[str, Sequence[_Leaf]] = dict(by_key)
         self.is_composite = isinstance(condition, Composite)
         self.is_count_of_signals = isinstance(condition, Count) and condition.count_kind is CountKind.DISTINCT_SIGNALS
-        """Whether the number of earlier satisfiers is enough to go on counting: recorded signals are distinct."""
+        """Whether the number of earlier satisfiers is enough to continue the count: recorded signals are distinct."""
 
 
 @lru_cache(maxsize=1024)
@@ -134,18 +134,18 @@ class Tally:
         self._counted: dict[int, set[Hashable]] = {}
         self.is_met = before > 0 and self._is_all_met()
 
-    def take(self, signal: SignalFacts) -> SignalDisposition:
+    def count(self, signal: SignalFacts) -> SignalDisposition:
         """Count the next signal and return its disposition."""
-        naming = self._outline.naming.get(signal.waitpoint_key, ())
+        leaves = self._outline.leaves_by_key.get(signal.waitpoint_key, ())
         name = signal.signal_name
-        is_passed = is_new = False
+        is_matched = is_new = False
         if name not in RESERVED_NAMES:
-            for leaf in naming:
-                if leaf.passes(name):
-                    is_passed = True
+            for leaf in leaves:
+                if leaf.matches(name):
+                    is_matched = True
                     is_new |= not self.is_met and self._add(leaf, signal)
-        if not is_passed:
-            return self._ignored(is_named=bool(naming))
+        if not is_matched:
+            return self._ignored(is_key_named=bool(leaves))
         if not is_new:
             return SignalDisposition.APPENDED_TO_WAITPOINT_DUPLICATE
         self.is_met = self._is_all_met()
@@ -155,29 +155,30 @@ class Tally:
 
     def _add(self, leaf: _Leaf, signal: SignalFacts) -> bool:
         """Count a signal for a leaf; return whether it was new for it."""
-        counted = self._counted.setdefault(leaf.place, set())
+        counted = self._counted.setdefault(leaf.position, set())
         before = len(counted)
-        counted.add(_counts_as(leaf.asks, signal))
+        counted.add(_counted_value(leaf.node, signal))
         return len(counted) > before
 
     def _is_all_met(self) -> bool:
         outline = self._outline
         return outline.can_be_met and all(
-            0 < leaf.needs <= self._before + len(self._counted.get(leaf.place, ())) for leaf in outline.leaves
+            0 < leaf.needed <= self._before + len(self._counted.get(leaf.position, ())) for leaf in outline.leaves
         )
 
-    def _ignored(self, *, is_named: bool) -> SignalDisposition:
+    def _ignored(self, *, is_key_named: bool) -> SignalDisposition:
         if not self._outline.is_composite:
             return SignalDisposition.NO_OP
-        if is_named:
+        if is_key_named:
             return SignalDisposition.SIGNAL_IGNORED_MATCHER_FAILED
         return SignalDisposition.SIGNAL_IGNORED_NOT_IN_CONDITION
 
 
-def _counts_as(asks: Single | Count, signal: SignalFacts) -> Hashable:
-    if isinstance(asks, Single):
+def _counted_value(node: Single | Count, signal: SignalFacts) -> Hashable:
+    """The value whose distinct occurrences a node counts."""
+    if isinstance(node, Single):
         return None
-    match asks.count_kind:
+    match node.count_kind:
         case CountKind.DISTINCT_WAITPOINTS:
             return signal.waitpoint_key
         case CountKind.DISTINCT_SIGNALS:

@@ -39,7 +39,7 @@ class ReleaseReason(StrEnum):
 
 
 class AcquireReason(StrEnum):
-    """How a lease was taken, if not by an ordinary claim."""
+    """How a lease was acquired, if not by an ordinary claim."""
 
     CLAIM_RESUMED = "claim_resumed"
     ISSUE_GRANT_AND_CLAIM = "issue_grant_and_claim"

@@ -43,10 +43,10 @@ class Created:
     @classmethod
     def each(cls, execution_ids: Sequence[ExecutionId], public_state: PublicState) -> "list[Created]":
         """Return one for each id; bypasses the constructor, which is slow for a thousand frozen instances."""
-        made = [object.__new__(cls) for _ in execution_ids]
-        deque(map(cls.__dict__["execution_id"].__set__, made, execution_ids), maxlen=0)
-        deque(map(cls.__dict__["public_state"].__set__, made, repeat(public_state)), maxlen=0)
-        return made
+        instances = [object.__new__(cls) for _ in execution_ids]
+        deque(map(cls.__dict__["execution_id"].__set__, instances, execution_ids), maxlen=0)
+        deque(map(cls.__dict__["public_state"].__set__, instances, repeat(public_state)), maxlen=0)
+        return instances
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -19,7 +19,7 @@ from flowfabric.model.ids import (
 from flowfabric.model.states import BlockingReason, LaneState, PublicState, StateVector, TerminalOutcome
 from flowfabric.model.text import shorten
 
-MOST_AHEAD = 1000
+MAX_AHEAD = 1000
 """The number up to which the executions ahead of one are counted."""
 
 _MAX_LISTED = 3
@@ -27,7 +27,7 @@ _MAX_LISTED = 3
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class QueuedReason:
-    """It waits for its turn on its lane, and for the lane to be resumed if that takes no claims."""
+    """It waits for its turn on its lane, and if the lane allows no claims, for the lane to be activated."""
 
     lane_id: LaneId
     lane_state: LaneState
@@ -132,7 +132,7 @@ class DependenciesReason:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OpenWaitpoint:
-    """A waitpoint that takes signals, and the signal names it waits for; empty means any name."""
+    """A waitpoint that accepts signals, and the signal names it waits for; empty means any name."""
 
     waitpoint_id: WaitpointId
     waitpoint_key: str
@@ -233,14 +233,14 @@ def summarise(public_state: PublicState, reasons: Sequence[Reason]) -> str:
 
 # Reasons that follow the state without a colon: "delayed until ...".
 _INLINE = frozenset({"delayed", "signals", "running", "ended"})
-_TAKES_NO_CLAIMS = frozenset({LaneState.PAUSED, LaneState.DISABLED})
+_ALLOWS_NO_CLAIMS = frozenset({LaneState.PAUSED, LaneState.DISABLED})
 
 
 def _phrase(reason: Reason) -> str:
     match reason:
         case QueuedReason():
-            ahead = f"{reason.ahead} ahead of it" if reason.ahead < MOST_AHEAD else f"{MOST_AHEAD} or more ahead of it"
-            stopped = f", which is {reason.lane_state}" if reason.lane_state in _TAKES_NO_CLAIMS else ""
+            ahead = f"{reason.ahead} ahead of it" if reason.ahead < MAX_AHEAD else f"{MAX_AHEAD} or more ahead of it"
+            stopped = f", which is {reason.lane_state}" if reason.lane_state in _ALLOWS_NO_CLAIMS else ""
             return f"{ahead} on lane {_quoted(reason.lane_id)}{stopped}"
         case GrantedReason():
             who = "a worker" if reason.worker_instance_id is None else f"worker {_quoted(reason.worker_instance_id)}"
@@ -292,10 +292,10 @@ def _awaited(waitpoints: Sequence[OpenWaitpoint]) -> str:
         return "an operator resumes it"
     if names == {TIMEOUT_ONLY_NAME}:
         return "its timeout"
-    return _listed([_reach(each) for each in waitpoints], ", ")
+    return _listed([_signal_phrase(each) for each in waitpoints], ", ")
 
 
-def _reach(waitpoint: OpenWaitpoint) -> str:
+def _signal_phrase(waitpoint: OpenWaitpoint) -> str:
     names = [_quoted(name) for name in waitpoint.required_signal_names]
     signal = f"a signal {_listed(names, ' or ')}" if names else "a signal"
     return f"{signal} reaches waitpoint {_quoted(waitpoint.waitpoint_key)}"

@@ -60,7 +60,7 @@ class ClaimGrant:
     expires_at_ms: int
 
     def for_resume(self, lane_id: str) -> "ResumeGrant":
-        """Return this grant in the form that claim_from_resume_grant takes."""
+        """Return this grant in the form that claim_from_resume_grant accepts."""
         return ResumeGrant(
             execution_id=self.execution_id,
             partition_key=self.partition_key,
@@ -117,7 +117,7 @@ class NoWork:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GrantedClaim:
-    """The lease that issue_grant_and_claim took."""
+    """The lease that issue_grant_and_claim acquired."""
 
     lease_id: LeaseId
     lease_epoch: int
@@ -212,5 +212,5 @@ def _message(
     kind: GrantKind, execution_id: ExecutionId, worker_id: str, worker_instance_id: str, expires_at_ms: int
 ) -> str:
     _, uuid = split_execution_id(execution_id)
-    ending = "|reclaim" if kind is GrantKind.RECLAIM else ""
-    return f"{partition_text(execution_id)}|{uuid}|{worker_id}|{worker_instance_id}|{expires_at_ms}{ending}"
+    suffix = "|reclaim" if kind is GrantKind.RECLAIM else ""
+    return f"{partition_text(execution_id)}|{uuid}|{worker_id}|{worker_instance_id}|{expires_at_ms}{suffix}"

@@ -1,4 +1,4 @@
-"""Handles: what a worker holds while it owns an attempt, with an opaque, versioned byte form."""
+"""Handles: a worker's proof that it owns an attempt, with an opaque, versioned byte form."""
 
 import struct
 import uuid

@@ -103,7 +103,7 @@ def format_execution_id(partition: int, uuid: uuid.UUID | str) -> ExecutionId:
     return ExecutionId(ID_FORMAT % (partition, uuid))
 
 
-def id_head(partition: int) -> str:
+def id_prefix(partition: int) -> str:
     """Return the part of an execution id before the UUID."""
     return ID_FORMAT % (partition, "")
 
@@ -303,30 +303,30 @@ def uuid7() -> uuid.UUID:
     return uuid.UUID(int=(tick >> 12) << 80 | 7 << 76 | (tick & 0xFFF) << 64 | 8 << 60 | random)
 
 
-def check_lane_id(value: object) -> LaneId:
+def check_lane_id(value: object, field: str = "lane_id") -> LaneId:
     """Return the value if it is a lane id: 1 to 64 printable ASCII characters."""
     if not isinstance(value, str):
-        raise error("invalid_input", f"lane_id: must be text, got {shown(value)}")
-    return _check_lane_text(value)
+        raise error("invalid_input", f"{field}: must be text, got {shown(value)}")
+    return _check_lane_text(value, field)
 
 
 @lru_cache(maxsize=4096)
-def _check_lane_text(value: str) -> LaneId:
+def _check_lane_text(value: str, field: str) -> LaneId:
     data = value.encode("utf-8", "surrogatepass")
     if not data:
-        raise _invalid_lane("Empty", value)
+        raise _invalid_lane(field, "Empty", value)
     if len(data) > MAX_LANE_BYTES:
-        raise _invalid_lane(f"TooLong({len(data)})", value)
+        raise _invalid_lane(field, f"TooLong({len(data)})", value)
     for index, byte in enumerate(data):
         if not 0x20 <= byte <= 0x7E:
-            raise _invalid_lane(f"NonPrintable({index})", value)
+            raise _invalid_lane(field, f"NonPrintable({index})", value)
     return LaneId(value)
 
 
-def _invalid_lane(reason: str, value: str) -> EngineError:
+def _invalid_lane(field: str, reason: str, value: str) -> EngineError:
     return error(
         "invalid_input",
-        f"lane_id: {reason}: must be 1 to {MAX_LANE_BYTES} printable ASCII characters, got {shown(value)}",
+        f"{field}: {reason}: must be 1 to {MAX_LANE_BYTES} printable ASCII characters, got {shown(value)}",
     )
 
 

@@ -42,11 +42,11 @@ class Seals:
                 return secret
         raise unusable(kid)
 
-    def is_settled(self, kid: str, stored: bytes) -> bool:
-        """Whether stored bytes need no new sealing: they are sealed under the first key, or there is no key."""
+    def needs_sealing(self, kid: str, stored: bytes) -> bool:
+        """Whether there is a key to seal with and stored bytes are in plain or sealed under another key."""
         if not self._ciphers:
-            return True
-        return is_sealed(stored) and _opened(self._ciphers[0], kid, stored) is not None
+            return False
+        return not is_sealed(stored) or _opened(self._ciphers[0], kid, stored) is None
 
     @property
     def has_key(self) -> bool:

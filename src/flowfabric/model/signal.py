@@ -62,10 +62,10 @@ class SignalDisposition(StrEnum):
     @property
     def is_matched(self) -> bool:
         """Whether the signal matched the condition."""
-        return self.is_adding or self is SignalDisposition.APPENDED_TO_WAITPOINT_DUPLICATE
+        return self.is_satisfier or self is SignalDisposition.APPENDED_TO_WAITPOINT_DUPLICATE
 
     @property
-    def is_adding(self) -> bool:
+    def is_satisfier(self) -> bool:
         """Whether the signal is a satisfier: it counted towards the condition or met it."""
         return self is SignalDisposition.RESUME_CONDITION_SATISFIED or self is SignalDisposition.APPENDED_TO_WAITPOINT
 

@@ -177,7 +177,7 @@ class TimeoutBehavior(StrEnum):
 
 
 class WaitpointState(StrEnum):
-    """Whether a waitpoint takes signals: `pending` buffers them, `active` evaluates them, the others reject them."""
+    """Whether a waitpoint accepts signals: `pending` buffers them, `active` evaluates them, the others reject them."""
 
     PENDING = "pending"
     ACTIVE = "active"

@@ -42,7 +42,7 @@ class _Record(msgspec.Struct):
 _decode = msgspec.json.Decoder(_Record).decode
 
 
-def need_not_wait(details: SuspendDetails) -> AlreadyMet:
+def already_met(details: SuspendDetails) -> AlreadyMet:
     """Return the outcome of a suspend whose condition is already met by earlier signals."""
     return AlreadyMet(reason=SignalEffect.RESUME_CONDITION_SATISFIED, details=details)
 
@@ -94,7 +94,7 @@ def _outcome(record: _Record, attempt_index: int) -> SuspendOutcome | None:
         ),
     )
     if record.variant == _MET:
-        return need_not_wait(details)
+        return already_met(details)
     if record.variant == Suspended.__name__ and record.handle_opaque_hex is not None:
         handle = Handle.decode(bytes.fromhex(record.handle_opaque_hex), HandleKind.SUSPENDED)
         return Suspended(details=details, handle=handle)

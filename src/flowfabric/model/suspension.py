@@ -228,7 +228,7 @@ def _check_keys(condition: Condition, keys: Iterable[str | UUID]) -> None:
 
 
 def _bound_key(binding: Binding) -> str | UUID:
-    # Only the database knows the key of a pending waitpoint; its id stands in, which no condition names.
+    # Only the database knows the key of a pending waitpoint; its id, which no condition names, is used instead.
     return binding.waitpoint_key if isinstance(binding, Fresh) else binding.waitpoint_id
 
 

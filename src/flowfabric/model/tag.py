@@ -42,7 +42,10 @@ def check_tags(tags: Mapping[str, str] | None) -> dict[str, str]:
     if tags is None:
         return {}
     if type(tags) is not dict and not isinstance(tags, Mapping):
-        raise error("invalid_input", f"tags: must map text to text, got {shown(tags)}")
+        raise error(
+            "invalid_input",
+            f"tags: must be a mapping of text to text, e.g. {{'app.customer': '42'}}, got {shown(tags)}",
+        )
     # Most values are plain ASCII; only the others pay for the field name of an error.
     return {
         check_tag_key(key): value

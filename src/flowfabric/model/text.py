@@ -97,11 +97,11 @@ def cut_middle(text: str, most: int, gap: str) -> str:
     """
     if len(text) <= most and len((whole := storable(text)).encode()) <= most:
         return whole
-    room = most - len(gap.format(len(text)))
-    first, last = storable(text[:room]).encode(), storable(text[-room:]).encode()
+    kept = most - len(gap.format(len(text)))
+    first, last = storable(text[:kept]).encode(), storable(text[-kept:]).encode()
     # errors="ignore" drops a character that the cut splits.
-    head = first[: room - room // 2].decode(errors="ignore")
-    tail = last[len(last) - room // 2 :].decode(errors="ignore")
+    head = first[: kept - kept // 2].decode(errors="ignore")
+    tail = last[len(last) - kept // 2 :].decode(errors="ignore")
     return f"{head}{gap.format(len(text) - len(head) - len(tail))}{tail}"
 
 

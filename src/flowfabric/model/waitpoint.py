@@ -99,7 +99,7 @@ class PendingWaitpoint:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Closed:
-    """The waitpoint was closed and takes no more signals."""
+    """The waitpoint was closed and accepts no more signals."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,7 +109,7 @@ class AlreadyClosed:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WaitpointInfo:
-    """A waitpoint that takes signals, with the fingerprint of its token instead of the token."""
+    """A waitpoint that accepts signals, with the fingerprint of its token instead of the token."""
 
     waitpoint_id: WaitpointId
     waitpoint_key: str

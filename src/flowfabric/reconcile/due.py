@@ -1,4 +1,4 @@
-"""Find out with one statement which sweeps have work."""
+"""The one statement that finds out which sweeps have work."""
 
 import time
 from collections.abc import Sequence
@@ -27,8 +27,8 @@ class Due:
     expiries: int
     suspension_timeouts: int
     has_retained: bool
-    has_spent_keys: bool
-    has_spent_grants: bool
+    has_expired_keys: bool
+    has_old_grants: bool
     has_expired_workers: bool
     has_old_identities: bool
     has_silent_sessions: bool
@@ -38,11 +38,11 @@ class Due:
 
 async def read_due(store: Store, quarantines: Sequence[Quarantine]) -> Due:
     """Read what is due. The sample grows by the quarantined ids, so that they cannot hide other work."""
-    due_since, retained_since = store.due_watermark.look(), store.retained_watermark.look()
+    due_since, retained_since = store.due_watermark.scan_start(), store.retained_watermark.scan_start()
 
-    def looked(seconds: float) -> None:
-        store.due_watermark.looked(due_since, seconds)
-        store.retained_watermark.looked(retained_since, seconds)
+    def record(seconds: float) -> None:
+        store.due_watermark.record_scan(due_since, seconds)
+        store.retained_watermark.record_scan(retained_since, seconds)
 
     began = time.monotonic()
     try:
@@ -54,28 +54,28 @@ async def read_due(store: Store, quarantines: Sequence[Quarantine]) -> Due:
             grant_memory_ms=GRANT_MEMORY_MS,
             identity_memory_ms=memory_ms(store.rules),
             silent_ms=store.database.limits.silent_ms,
-            sample=SAMPLE + sum(len(each.left_out()) for each in quarantines),
+            sample=SAMPLE + sum(len(each.skipped()) for each in quarantines),
         )
     except TransportError as fault:
         if fault.kind is TransportKind.TIMEOUT and not fault.outcome_unknown:
-            # The statement timed out: record how long it took, so that the next look starts from the watermark.
-            looked(time.monotonic() - began)
+            # The statement timed out: record how long it took, so that the next scan starts from the watermark.
+            record(time.monotonic() - began)
         raise
-    looked(row["took_ms"] / 1000)
-    store.due_watermark.reach(row["oldest_due_at"])
+    record(row["took_ms"] / 1000)
+    store.due_watermark.move_to(row["oldest_due_at"])
     if not row["has_retained"]:
-        store.retained_watermark.reach(row["now"])
+        store.retained_watermark.move_to(row["now"])
     elif retained_since == 0:
-        # A look at everything may have found entries before the watermark: trim from the start.
-        store.retained_watermark.reach(0)
+        # A full scan may have found entries before the watermark: trim from the start.
+        store.retained_watermark.move_to(0)
     return Due(
         expired_claims=row["expired_claims"],
         elapsed_delays=row["elapsed_delays"],
         expiries=row["expiries"],
         suspension_timeouts=row["suspension_timeouts"],
         has_retained=row["has_retained"],
-        has_spent_keys=row["has_spent_keys"],
-        has_spent_grants=row["has_spent_grants"],
+        has_expired_keys=row["has_expired_keys"],
+        has_old_grants=row["has_old_grants"],
         has_expired_workers=row["has_expired_workers"],
         has_old_identities=row["has_old_identities"],
         has_silent_sessions=row["has_silent_sessions"],

@@ -25,11 +25,11 @@ select (select count(*) from claims) as expired_claims,
        count(*) filter (where d.kind = 'suspension_timeout') as suspension_timeouts,
        exists (select from retained
                 where retain_until > :retained_since and retain_until <= (select now from clock)) as has_retained,
-       exists (select from idempotency_key where expires_at <= (select now from clock)) as has_spent_keys,
+       exists (select from idempotency_key where expires_at <= (select now from clock)) as has_expired_keys,
        exists (select from waitpoint
                 where activated_at is null and closed_at is null and expires_at <= (select now from clock)) as has_expired_waitpoints,
        exists (select from claim_grant
-                where expires_at <= (select now from clock) - :grant_memory_ms::bigint) as has_spent_grants,
+                where expires_at <= (select now from clock) - :grant_memory_ms::bigint) as has_old_grants,
        exists (select from worker where lapses_at < (select now from clock)) as has_expired_workers,
        exists (select from worker_identity
                 where seen_at < (select now from clock) - :identity_memory_ms::bigint) as has_old_identities,

@@ -70,8 +70,8 @@ class Reconciler:
     IDLE_SECONDS = 2.0
     """The pause when nothing is due. `read_due` sees timers at least this far ahead."""
     MIN_PAUSE_SECONDS = 0.02
-    LOOK_SHARE = 10
-    """The minimum time between two looks while batches are full, as a multiple of the duration of a look."""
+    READ_SHARE = 10
+    """The minimum time between two calls of `read_due` while batches are full, as a multiple of the call's duration."""
     GENTLE_SECONDS = 10.0
     """How long a gentle sweep pauses between full batches before it stops pausing."""
     FAULT_SECONDS = (0.2, 5.0)
@@ -85,7 +85,7 @@ class Reconciler:
         self._sweeps = [_ScheduledSweep(sweep, sweep.every(engine.settings).total_seconds()) for sweep in sweeps]
         timed = [scheduled.every for scheduled in self._sweeps if scheduled.sweep.is_woken_by_timers]
         self._shortest = min([self.IDLE_SECONDS, *timed])
-        self._look_at = 0.0
+        self._next_read_at = 0.0
         self._is_stopping = False
         self._task: asyncio.Task[None] | None = None
 
@@ -181,14 +181,14 @@ class Reconciler:
         wakeups = self._parts.wakeups
         now = time.monotonic()
         behind = [scheduled for scheduled in self._sweeps if scheduled.is_behind and now >= scheduled.not_before]
-        if behind and now < min(self._look_at, wakeups.next_timer):
+        if behind and now < min(self._next_read_at, wakeups.next_timer):
             return self._pause(sum([await self._run_safely(scheduled) for scheduled in behind]), None)
         # The read below sees timers set before this point; timers set after it shorten the pause.
         wakeups.next_timer = float("inf")
         wakeups.timer_event.clear()
         due = await self._read_due()
         ended = time.monotonic()
-        self._look_at = ended + min(self._shortest, self.LOOK_SHARE * (ended - now))
+        self._next_read_at = ended + min(self._shortest, self.READ_SHARE * (ended - now))
         processed = 0
         for scheduled in self._sweeps:
             if not scheduled.sweep.is_due(due):
@@ -209,7 +209,9 @@ class Reconciler:
         if next_due_in_ms is not None:
             pause = min(self._shortest, next_due_in_ms / 1000)
         now = time.monotonic()
-        return max(self.MIN_PAUSE_SECONDS, min([pause, *(d.not_before - now for d in self._sweeps if d.is_behind)]))
+        return max(
+            self.MIN_PAUSE_SECONDS, min([pause, *(each.not_before - now for each in self._sweeps if each.is_behind)])
+        )
 
     async def _run_safely(self, scheduled: _ScheduledSweep) -> int:
         """Run one batch and count an error; raise it only if the store is unreachable."""
@@ -240,8 +242,8 @@ class Reconciler:
         scheduled.failures = 0
         if is_full:
             scheduled.behind_since = began if scheduled.behind_since is None else scheduled.behind_since
-            rests = scheduled.sweep.is_gentle and ended - scheduled.behind_since < self.GENTLE_SECONDS
-            scheduled.not_before = ended + (ended - began if rests else 0.0)
+            is_pausing = scheduled.sweep.is_gentle and ended - scheduled.behind_since < self.GENTLE_SECONDS
+            scheduled.not_before = ended + (ended - began if is_pausing else 0.0)
         else:
             scheduled.behind_since = None
             stats.due_since = None

@@ -21,7 +21,7 @@ class Sweep:
 
     name: str
     run: Callable[[Parts], Awaitable[int | SweepResult]]
-    """Processes one batch and returns the number of items; rows locked by another session are left for the next one."""
+    """Process one batch and return the number of items; rows locked by another session are left for the next batch."""
     _: KW_ONLY
     every: Callable[[Settings], timedelta]
     """The pause between two passes.
@@ -119,7 +119,7 @@ SWEEPS = (
         lambda parts: parts.retention.purge_keys(),
         every=lambda _: _seconds(60),
         batch=retention.PURGE_LIMIT,
-        is_due=lambda due: due.has_spent_keys,
+        is_due=lambda due: due.has_expired_keys,
         is_gentle=True,
     ),
     Sweep(
@@ -127,7 +127,7 @@ SWEEPS = (
         lambda parts: parts.retention.purge_grants(),
         every=lambda _: _seconds(1),
         batch=retention.PURGE_LIMIT,
-        is_due=lambda due: due.has_spent_grants,
+        is_due=lambda due: due.has_old_grants,
     ),
     Sweep(
         "worker_registry_ttl_sweep",

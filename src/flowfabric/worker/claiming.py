@@ -18,9 +18,9 @@ from flowfabric.worker.slots import Slots
 logger = logging.getLogger(__name__)
 
 LISTENING_POLL_SECONDS = 5.0
-"""The longest pause between two claims while notifications arrive and due work is announced."""
+"""The longest pause between two claims while hints arrive and due work is announced by a hint."""
 IDLE_SECONDS = 0.05
-"""The first pause between two claims while no notifications arrive; each further pause is longer."""
+"""The first pause between two claims while no hints arrive; each further pause is longer."""
 
 
 class ClaimLoop:
@@ -39,7 +39,7 @@ class ClaimLoop:
         stopping: asyncio.Event,
         start: Callable[[Sequence[ClaimedExecution], float], None],
     ) -> None:
-        """Pass what is claimed to `start`, with the monotonic time at which it was asked for."""
+        """Prepare a loop that passes what it claims to `start`, with the monotonic time at which the claim was sent."""
         self._engine = engine
         self._wakeups = parts_of(engine).wakeups
         self._worker = worker
@@ -55,13 +55,13 @@ class ClaimLoop:
     async def run(self) -> None:
         """Claim until the worker stops."""
         if not self._worker.kinds:
-            logger.warning("worker %s has no handlers and takes no work", self._worker.worker_instance_id)
+            logger.warning("worker %s has no handlers and claims nothing", self._worker.worker_instance_id)
             await self._stopping.wait()
             return
         lanes = self._worker.lanes
         idle_pauses = pauses(IDLE_SECONDS, self._poll_seconds)
         while True:
-            wanted = await self._slots.room()
+            wanted = await self._slots.wait_for_capacity()
             if self._stopping.is_set():
                 return
             wakes = self._wakeups.wakes(lanes)

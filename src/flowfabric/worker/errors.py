@@ -46,13 +46,13 @@ def traceback_of(error: BaseException) -> str | None:
 class _Ends(traceback.StackSummary):
     """The first and the last frames of a traceback that is too long."""
 
-    left_out: int
+    omitted: int
     last: traceback.StackSummary
 
     def format(self, **options: bool) -> list[str]:
         return [
             *super().format(**options),
-            f"  ... {self.left_out} frames left out ...\n",
+            f"  ... {self.omitted} frames omitted ...\n",
             *self.last.format(**options),
         ]
 
@@ -66,7 +66,7 @@ def _stack_of(trace: TracebackType | None) -> traceback.StackSummary:
         return _summary(trace, None)
     ends = _Ends(_summary(trace, MAX_FRAMES // 2))
     ends.last = _summary(trace, -(MAX_FRAMES // 2))
-    ends.left_out = depth - len(ends) - len(ends.last)
+    ends.omitted = depth - len(ends) - len(ends.last)
     return ends
 
 

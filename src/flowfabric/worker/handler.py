@@ -122,14 +122,14 @@ class Handler:
             keeps_bytes=keeps_bytes,
         )
 
-    def _codec(self, annotation: Any, place: str) -> Codec:
+    def _codec(self, annotation: Any, part: str) -> Codec:
         try:
             return codec_of(annotation)
         except NotSerializable as refused:
-            raise self._invalid(place, refused) from None
+            raise self._invalid(part, refused) from None
 
-    def _invalid(self, place: str, refused: object) -> InvalidInputError:
-        return InvalidInputError("invalid_input", f"task {self.name!r}, {place}: {refused}")
+    def _invalid(self, part: str, refused: object) -> InvalidInputError:
+        return InvalidInputError("invalid_input", f"task {self.name!r}, {part}: {refused}")
 
     @cached_property
     def _defaults(self) -> Mapping[str, object]:
@@ -180,7 +180,9 @@ class Handler:
     def _canonical(self, values: Sequence[object], payload: bytes) -> bytes:
         """Return the canonical payload of decoded arguments, or the original one if sorting changes their value."""
         # Decoded values have the types of the parameters: 1 and 1.0 for a float are the same.
-        typed = {n: value for n, value in zip(self.shape.names, values, strict=True) if value is not msgspec.UNSET}
+        typed = {
+            name: value for name, value in zip(self.shape.names, values, strict=True) if value is not msgspec.UNSET
+        }
         ordered = canonical(typed, encode(self._with_raw(typed)))
         return ordered if self._values(ordered) == values else payload
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from flowfabric.engine.core.wakeups import LostReason
-from flowfabric.engine.engine import Engine, engine_beside
+from flowfabric.engine.engine import Engine, second_engine
 from flowfabric.model.errors import EngineError
 from flowfabric.model.lease import Renewed
 from flowfabric.model.text import MAX_BATCH
@@ -149,7 +149,7 @@ class Heartbeat:
         while not stopping.is_set():
             connected = AsyncExitStack()
             try:
-                engine = await connected.enter_async_context(engine_beside(self._engine, pool_size=1))
+                engine = await connected.enter_async_context(second_engine(self._engine, pool_size=1))
                 while not stopping.is_set():
                     if not await is_done_before(stopping, self._beat(engine)):
                         break

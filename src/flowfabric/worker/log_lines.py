@@ -11,8 +11,8 @@ from flowfabric.worker.running import Running
 
 logger = logging.getLogger("flowfabric.worker")
 
-MOST_LISTED = 20
-"""How many lanes or tasks one line lists."""
+MAX_LISTED = 20
+"""How many lanes or tasks one line lists at most."""
 
 
 def log_worker_start(worker: Registration, concurrency: int) -> None:
@@ -28,18 +28,18 @@ def log_worker_start(worker: Registration, concurrency: int) -> None:
 
 
 def log_run_start(running: Running) -> None:
-    """Log that a run begins; as a warning if it takes over from an attempt that lost its lease."""
+    """Log that a run begins; as a warning if its last attempt lost its lease."""
     # After a wait, the same attempt continues.
     if running.claimed.attempt_type is AttemptType.RECLAIM and not running.claimed.has_waited:
         logger.warning(
-            "%s is taken over as attempt %d: attempt %d lost its lease", running, running.attempt, running.attempt - 1
+            "%s is reclaimed as attempt %d: attempt %d lost its lease", running, running.attempt, running.attempt - 1
         )
     else:
         logger.debug("%s begins, attempt %d", running, running.attempt)
 
 
 class Drain:
-    """Logs the begin of a drain, its timeout, and its end."""
+    """Logs the start of a drain, its timeout, and its end."""
 
     def __init__(self, worker_instance_id: str, held: Collection[Running]) -> None:
         self.began = time.monotonic()
@@ -63,7 +63,7 @@ class Drain:
             logger.info("worker %s has waited %g s: cancelling %s", self._worker, seconds, _handlers(count))
 
     def end(self, *, handed_back: int) -> None:
-        """Log how many runs finished, how many were handed back, and which ones other workers must take over."""
+        """Log how many runs finished, how many were handed back, and which ones keep their lease until it expires."""
         for running in self._held:
             what = "has ended, which could not be stored" if running.has_ended else "does not stop"
             seconds = running.claimed.handle.lease_ttl_ms / 1000
@@ -71,7 +71,7 @@ class Drain:
                 running.claimed,
                 logger,
                 logging.WARNING,
-                "%s %s: it is left to another worker when its lease expires, within %g s",
+                "%s %s: another worker can claim it when its lease expires, within %g s",
                 running,
                 what,
                 seconds,
@@ -93,8 +93,8 @@ class Drain:
 
 
 def _listed(names: Sequence[str]) -> str:
-    more = len(names) - MOST_LISTED
-    return (", ".join(names) if more <= 0 else f"{', '.join(names[:MOST_LISTED])} and {more} more") or "none"
+    more = len(names) - MAX_LISTED
+    return (", ".join(names) if more <= 0 else f"{', '.join(names[:MAX_LISTED])} and {more} more") or "none"
 
 
 def _handlers(count: int) -> str:

@@ -1,4 +1,4 @@
-"""Reports how runs ended to the store; completions that arrive together share one statement."""
+"""Reports to the store of how runs ended; completions that arrive together share one statement."""
 
 import asyncio
 import logging
@@ -55,7 +55,7 @@ class Reports:
         self._health = health or StoreHealth()
         self._completed: deque[_Completion] = deque()
         self._streams = 0
-        """The number of streams that will still look for completions."""
+        """The number of streams that will still write completions."""
         self._is_gathering = False
         """Whether a stream is gathering completions; a second one would only split them."""
         self._tasks: set[asyncio.Task[None]] = set()
@@ -220,7 +220,7 @@ class Reports:
             verdicts = [error] * len(batch)
         else:
             self._health.answered()
-        again: list[_Completion] = []
+        retried: list[_Completion] = []
         is_debug = logger.isEnabledFor(logging.DEBUG)
         for one, verdict in zip(batch, verdicts, strict=True):
             if not isinstance(verdict, Exception):
@@ -228,9 +228,9 @@ class Reports:
                     _log_success(one[0])
                 self._release(one[0])
             elif await self._should_retry(one[0], verdict):
-                again.append(one)
-        if again:
-            asyncio.get_running_loop().call_later(next(self._pauses), self._complete_again, again)
+                retried.append(one)
+        if retried:
+            asyncio.get_running_loop().call_later(next(self._pauses), self._complete_again, retried)
         else:
             self._pauses = pauses(*RETRY_SECONDS)
 

@@ -56,23 +56,23 @@ class Slots:
         """How many executions have started and are not committed yet."""
         return len(self.held) - len(self._waiting)
 
-    async def room(self) -> int:
+    async def wait_for_capacity(self) -> int:
         """Wait until a claim is worthwhile and return how many executions to claim; 0 once the slots are closed."""
         while not self._is_closed:
-            room, worth = self._room, max(1, min((self.concurrency + self.ahead.size) // 4, CLAIM_SIZE))
+            capacity, worthwhile = self._capacity, max(1, min((self.concurrency + self.ahead.size) // 4, CLAIM_SIZE))
             if self._waiting:
-                if room >= worth and len(self._waiting) <= self.ahead.size // 2:
-                    return room
-            elif room > 0:
-                if self.held and room < worth:
+                if capacity >= worthwhile and len(self._waiting) <= self.ahead.size // 2:
+                    return capacity
+            elif capacity > 0:
+                if self.held and capacity < worthwhile:
                     await asyncio.sleep(GATHER_SECONDS)
-                return self._room
+                return self._capacity
             self._changed.clear()
             await self._changed.wait()
         return 0
 
     @property
-    def _room(self) -> int:
+    def _capacity(self) -> int:
         """How many more executions may be held, in the slots and ahead of them."""
         ahead = self.ahead.size
         free = self.concurrency + ahead - self._active - len(self._waiting)

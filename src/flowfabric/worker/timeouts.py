@@ -13,7 +13,7 @@ from flowfabric.worker.running import Running
 logger = logging.getLogger(__name__)
 
 RECHECK_SECONDS = 0.1
-"""How long a timeout is put off while its run is suspending."""
+"""How long a timeout is postponed while its run is suspending."""
 
 
 class TimeLimits:

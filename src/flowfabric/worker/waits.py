@@ -1,4 +1,4 @@
-"""How a handler waits for signals: the options of a wait, and its calls while the store is at fault."""
+"""Waits of handlers for signals: the options of a wait, and calls that are retried while the store is at fault."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping

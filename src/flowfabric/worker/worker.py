@@ -43,7 +43,7 @@ DEFAULT_NAMESPACE = "default"
 CANCEL_SECONDS = 5.0
 """How long cancelled handlers may take to clean up."""
 CLAIM_SECONDS = 3.0
-"""The shortest time, from the begin of the drain, that a stop waits for the answer to a claim."""
+"""The shortest time, from the start of the drain, that a stop waits for the answer to a claim."""
 HAND_BACK_SECONDS = 1.0
 """How long handing back the executions of that claim may take."""
 
@@ -256,7 +256,7 @@ class Worker:
         self._runs.start(claimed, asked_at, hands_back=self._stopping.is_set())
 
     def _on_lost(self, leases: Sequence[LostLease] | None) -> None:
-        """Stop the runs whose leases a notification names; if notifications may be missing, check every lease."""
+        """Stop the runs whose leases a hint names; if hints may have been missed, check every lease."""
         if leases is not None:
             self._runs.lose_leases(leases)
         elif self._heartbeat is not None:

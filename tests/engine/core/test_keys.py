@@ -48,7 +48,7 @@ async def rotate(engine: Engine, kid: str, secret_hex: str, *, grace_ms: int = 6
 
 async def verifying(engine: Engine, kid: str) -> SigningKey | None:
     """The key that the engine would verify with."""
-    keys = engine._rooms[Keys]
+    keys = engine._services[Keys]
     return await parts_of(engine).lifecycle.store.transact(lambda transaction: keys.verifying(transaction, kid))
 
 
@@ -178,8 +178,8 @@ async def test_no_answer_and_no_log_contains_a_secret(engine: Engine, caplog: py
             await rotate(engine, "v2", C),
             await engine.list_waitpoint_hmac_kids(),
             await verifying(engine, "v2"),
-            engine._rooms[Keys],
-            vars(engine._rooms[Keys]),
+            engine._services[Keys],
+            vars(engine._services[Keys]),
         ]
     shown = f"{answers!r}{caplog.text}"
     for secret in (A, B, C):

@@ -10,7 +10,7 @@ from pydantic import SecretStr
 from engine.core.test_keys import A, B, rotate
 from engine.state import refused, rounds
 from fixtures import Given, Rows
-from flowfabric.engine.engine import Engine, engine_beside
+from flowfabric.engine.engine import Engine, second_engine
 from flowfabric.model.errors import UnavailableError
 from flowfabric.model.key import HmacKids
 from flowfabric.settings import Settings, SettingsError
@@ -79,11 +79,11 @@ async def test_a_malformed_stored_secret_fails_only_the_calls_that_sign_with_it(
         await other.complete(handle)
 
 
-async def test_an_engine_beside_another_does_not_seed_or_warn_again(url: str, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_second_engine_does_not_seed_or_warn_again(url: str, caplog: pytest.LogCaptureFixture) -> None:
     async with Engine.connect(settings=Settings(database_url=url, waitpoint_hmac_secret=SecretStr(A))) as engine:
         await rotate(engine, "k2", B, grace_ms=0)
         with caplog.at_level(logging.WARNING):
-            async with engine_beside(engine) as other:
+            async with second_engine(engine) as other:
                 assert (await other.list_waitpoint_hmac_kids()).current_kid == "k2"
     assert caplog.text == ""
 

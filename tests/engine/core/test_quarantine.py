@@ -8,7 +8,7 @@ import pytest
 
 from fixtures import Clock, Engines, Given, Rows
 from flowfabric.engine.core import quarantine as module
-from flowfabric.engine.core.quarantine import INTERVALS_LEFT_OUT, Quarantine, pause_after
+from flowfabric.engine.core.quarantine import SKIPPED_INTERVALS, Quarantine, pause_after
 from flowfabric.engine.parts import parts_of
 from flowfabric.model.errors import TransportError, error
 from flowfabric.model.ids import ExecutionId
@@ -17,7 +17,7 @@ IDS = [ExecutionId(f"{{fp:{nth}}}:11111111-1111-4111-8111-{nth:012d}") for nth i
 
 
 class Time:
-    """A clock that stands still."""
+    """A clock that only the test moves."""
 
     now = 0.0
 
@@ -47,28 +47,28 @@ def test_an_item_that_failed_is_skipped_until_its_pause_is_over(quarantine: Quar
     for pause in (2.0, 2.0, 20.0):
         quarantine.failed(IDS[0], "no luck")
         time.now += pause - 0.1
-        assert quarantine.left_out() == uuids(IDS[0])
+        assert quarantine.skipped() == uuids(IDS[0])
         time.now += 0.1
-        assert quarantine.left_out() == []
+        assert quarantine.skipped() == []
 
 
 def test_an_item_that_no_longer_fails_is_forgotten(quarantine: Quarantine, time: Time) -> None:
     for _ in range(2):
         quarantine.failed(IDS[0], "no luck")
-    time.now += 2.1 + 2.0 * INTERVALS_LEFT_OUT
-    assert quarantine.left_out() == []
+    time.now += 2.1 + 2.0 * SKIPPED_INTERVALS
+    assert quarantine.skipped() == []
     quarantine.failed(IDS[0], "no luck")
     time.now += 2.0
-    assert quarantine.left_out() == []
+    assert quarantine.skipped() == []
 
 
 def test_the_oldest_failures_are_forgotten_beyond_the_limit(
     quarantine: Quarantine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "MOST_LEFT_OUT", 3)
+    monkeypatch.setattr(module, "MAX_SKIPPED", 3)
     for execution_id in IDS[:5]:
         quarantine.failed(execution_id, "no luck")
-    assert quarantine.left_out() == uuids(*IDS[2:5])
+    assert quarantine.skipped() == uuids(*IDS[2:5])
 
 
 async def test_a_failing_batch_is_processed_item_by_item_and_the_next_skips_the_failures(
@@ -76,8 +76,8 @@ async def test_a_failing_batch_is_processed_item_by_item_and_the_next_skips_the_
 ) -> None:
     bad, tried, done = IDS[:6], [], []
 
-    async def together(left_out: Sequence[UUID], found: list[ExecutionId]) -> int:
-        found[:] = [each for each in IDS if each not in done and UUID(each[-36:]) not in left_out][:3]
+    async def together(skipped: Sequence[UUID], found: list[ExecutionId]) -> int:
+        found[:] = [each for each in IDS if each not in done and UUID(each[-36:]) not in skipped][:3]
         if set(found) & set(bad):
             raise error("corruption")
         done.extend(found)
@@ -91,12 +91,12 @@ async def test_a_failing_batch_is_processed_item_by_item_and_the_next_skips_the_
 
     assert await quarantine.sweep(together, alone, limit=3) == 3
     assert (tried, done) == (bad, IDS[6:9])
-    assert quarantine.left_out() == uuids(*bad)
+    assert quarantine.skipped() == uuids(*bad)
     assert await quarantine.sweep(together, alone, limit=3) == 1
 
 
 async def test_a_connection_fault_is_no_failure_of_an_item(quarantine: Quarantine) -> None:
-    async def together(left_out: Sequence[UUID], found: list[ExecutionId]) -> int:
+    async def together(skipped: Sequence[UUID], found: list[ExecutionId]) -> int:
         found[:] = IDS[:2]
         raise TransportError("transport", "gone")
 
@@ -105,11 +105,11 @@ async def test_a_connection_fault_is_no_failure_of_an_item(quarantine: Quarantin
 
     with pytest.raises(TransportError):
         await quarantine.sweep(together, alone, limit=3)
-    assert quarantine.left_out() == []
+    assert quarantine.skipped() == []
 
 
 async def test_a_fault_before_any_item_is_found_is_one_of_the_sweep(quarantine: Quarantine) -> None:
-    async def together(left_out: Sequence[UUID], found: list[ExecutionId]) -> int:
+    async def together(skipped: Sequence[UUID], found: list[ExecutionId]) -> int:
         raise error("corruption")
 
     async def alone(execution_id: ExecutionId) -> bool:
@@ -122,10 +122,10 @@ async def test_a_fault_before_any_item_is_found_is_one_of_the_sweep(quarantine: 
 async def test_a_failing_batch_is_halved_until_only_failing_items_are_left(quarantine: Quarantine) -> None:
     bad, tried = {IDS[2], IDS[7]}, []
 
-    async def batch(left_out: Sequence[UUID]) -> int:
+    async def batch(skipped: Sequence[UUID]) -> int:
         raise error("corruption")
 
-    async def list_due(left_out: Sequence[UUID]) -> list[ExecutionId]:
+    async def list_due(skipped: Sequence[UUID]) -> list[ExecutionId]:
         return IDS[:8]
 
     async def some(execution_ids: Sequence[ExecutionId]) -> int:
@@ -136,14 +136,14 @@ async def test_a_failing_batch_is_halved_until_only_failing_items_are_left(quara
 
     assert await quarantine.sweep_by_halves(batch, list_due, some, limit=9) == 6
     assert sorted(tried, reverse=True) == [8, 4, 4, 2, 2, 2, 2, 1, 1, 1, 1]
-    assert quarantine.left_out() == uuids(IDS[2], IDS[7])
+    assert quarantine.skipped() == uuids(IDS[2], IDS[7])
 
 
 async def test_a_connection_fault_between_two_halves_is_no_failure_of_an_item(quarantine: Quarantine) -> None:
-    async def batch(left_out: Sequence[UUID]) -> int:
+    async def batch(skipped: Sequence[UUID]) -> int:
         raise error("corruption")
 
-    async def list_due(left_out: Sequence[UUID]) -> list[ExecutionId]:
+    async def list_due(skipped: Sequence[UUID]) -> list[ExecutionId]:
         return IDS[:2]
 
     async def some(execution_ids: Sequence[ExecutionId]) -> int:
@@ -153,7 +153,7 @@ async def test_a_connection_fault_between_two_halves_is_no_failure_of_an_item(qu
 
     with pytest.raises(TransportError):
         await quarantine.sweep_by_halves(batch, list_due, some, limit=3)
-    assert quarantine.left_out() == []
+    assert quarantine.skipped() == []
 
 
 async def test_an_unreadable_policy_does_not_block_other_timeouts(
@@ -172,4 +172,4 @@ async def test_an_unreadable_policy_does_not_block_other_timeouts(
     assert await parts_of(engine).timeouts.expire_due() == 2
     states = [(await rows.execution(each.execution_id))["public_state"] for each in (bad, good, late)]
     assert states == ["active", "expired", "expired"]
-    assert parts_of(engine).timeouts.quarantine.left_out() == uuids(bad.execution_id)
+    assert parts_of(engine).timeouts.quarantine.skipped() == uuids(bad.execution_id)

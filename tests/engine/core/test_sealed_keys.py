@@ -12,7 +12,7 @@ from engine.grants import claim_named, grant
 from engine.sending import waiting
 from engine.state import refused, rounds
 from fixtures import Engines, Eventually, Given, Rows
-from flowfabric.engine.engine import Engine, engine_beside
+from flowfabric.engine.engine import Engine, second_engine
 from flowfabric.model.errors import UnavailableError
 from flowfabric.model.key import AlreadyRotated, AlreadySeeded, HmacKids, Rotated
 from flowfabric.model.seal import Seals
@@ -114,21 +114,21 @@ async def test_a_start_encrypts_plain_secrets_and_running_processes_go_on(
 async def test_prepare_returns_what_it_did_with_the_keys(engines: Engines, connection: asyncpg.Connection) -> None:
     engine = await engines(secret_key=ONE, waitpoint_hmac_secret=SecretStr(A))
     await connection.execute("update signing_key set secret = $1", bytes.fromhex(A))
-    assert await engine.prepare() == Applied(description="signing key k1 sealed")
+    assert await engine.prepare() == Applied(description="signing key k1 encrypted")
     await connection.execute("delete from signing_key")
     assert await engine.prepare() == Applied(description="signing key k1")
     assert await engine.prepare() == NothingToPrepare()
 
 
-async def test_an_engine_beside_another_uses_its_cached_keys(
+async def test_a_second_engine_uses_its_cached_keys(
     engine: Engine, engines: Engines, given: Given, connection: asyncpg.Connection
 ) -> None:
     await engines(secret_key=ONE)
-    async with engine_beside(engine) as other:
+    async with second_engine(engine) as other:
         await waiting(other, given)
     # The heartbeat of a worker connects even if no key is stored.
     await connection.execute("delete from signing_key")
-    async with engine_beside(engine) as other:
+    async with second_engine(engine) as other:
         await refused(waiting(other, given), "hmac_secret_not_initialized")
 
 

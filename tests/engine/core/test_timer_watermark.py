@@ -16,43 +16,43 @@ def clock() -> HandClock:
 @pytest.fixture
 def watermark(clock: HandClock) -> TimerWatermark:
     """A watermark after its first full scan."""
-    watermark = TimerWatermark(whole_every_seconds=EVERY, margin_ms=MARGIN, clock=clock)
-    assert watermark.look() == 0
-    watermark.looked(0, 0)
+    watermark = TimerWatermark(full_scan_seconds=EVERY, margin_ms=MARGIN, clock=clock)
+    assert watermark.scan_start() == 0
+    watermark.record_scan(0, 0)
     return watermark
 
 
 def test_a_scan_starts_a_margin_before_the_oldest_live_timer(watermark: TimerWatermark) -> None:
-    watermark.reach(50_000)
-    assert watermark.look() == watermark.since == 50_000 - MARGIN
+    watermark.move_to(50_000)
+    assert watermark.scan_start() == watermark.since == 50_000 - MARGIN
 
 
 def test_a_watermark_is_not_negative(watermark: TimerWatermark) -> None:
-    watermark.reach(MARGIN // 2)
-    assert watermark.look() == 0
+    watermark.move_to(MARGIN // 2)
+    assert watermark.scan_start() == 0
 
 
 def test_a_watermark_moves_in_both_directions(watermark: TimerWatermark) -> None:
-    watermark.reach(50_000)
-    watermark.reach(20_000)
+    watermark.move_to(50_000)
+    watermark.move_to(20_000)
     assert watermark.since == 20_000 - MARGIN
 
 
 def test_a_full_scan_is_due_at_intervals(watermark: TimerWatermark, clock: HandClock) -> None:
-    watermark.reach(50_000)
+    watermark.move_to(50_000)
     clock.now += EVERY - 0.01
-    assert watermark.look() == 49_000
+    assert watermark.scan_start() == 49_000
     clock.now += 0.02
-    assert watermark.look() == 0
-    watermark.looked(0, 0)
-    watermark.reach(60_000)
-    assert watermark.look() == 59_000
+    assert watermark.scan_start() == 0
+    watermark.record_scan(0, 0)
+    watermark.move_to(60_000)
+    assert watermark.scan_start() == 59_000
 
 
 def test_a_full_scan_without_an_answer_is_due_again(watermark: TimerWatermark, clock: HandClock) -> None:
-    watermark.reach(50_000)
+    watermark.move_to(50_000)
     clock.now += EVERY
-    assert watermark.look() == watermark.look() == 0
+    assert watermark.scan_start() == watermark.scan_start() == 0
     assert watermark.since == 49_000
 
 
@@ -67,10 +67,10 @@ def test_a_full_scan_without_an_answer_is_due_again(watermark: TimerWatermark, c
 def test_the_slower_a_full_scan_the_later_the_next(
     watermark: TimerWatermark, clock: HandClock, seconds: float, pause: float
 ) -> None:
-    watermark.reach(50_000)
+    watermark.move_to(50_000)
     clock.now += EVERY
-    watermark.looked(watermark.look(), seconds)
+    watermark.record_scan(watermark.scan_start(), seconds)
     clock.now += pause - 0.01
-    assert watermark.look() == 49_000
+    assert watermark.scan_start() == 49_000
     clock.now += 0.02
-    assert watermark.look() == 0
+    assert watermark.scan_start() == 0

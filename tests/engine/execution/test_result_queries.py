@@ -55,7 +55,7 @@ async def test_a_hint_leads_to_the_result_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # A pause after the query for a new waiter would outlast the test.
-    monkeypatch.setattr(Results, "REST_SECONDS", (600.0, 600.0))
+    monkeypatch.setattr(Results, "PAUSE_SECONDS", (600.0, 600.0))
     await listening(engine, eventually)
     for nth, completing in enumerate((engine, await engines(), engine, engine)):
         run = await given.claimed()
@@ -96,7 +96,7 @@ async def test_thousands_of_waiters_cause_a_bounded_number_of_queries(
 async def test_a_slow_query_is_followed_by_a_longer_pause(
     engine: Engine, given: Given, eventually: Eventually, statements: Counter[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Results, "REST_SHARE", 1_000_000)
+    monkeypatch.setattr(Results, "PAUSE_SHARE", 1_000_000)
     monkeypatch.setattr(Results, "POLL_SECONDS", (600.0, 600.0))
     await listening(engine, eventually)
     run = await given.claimed()
@@ -115,7 +115,7 @@ async def test_a_slow_query_is_followed_by_a_longer_pause(
 async def test_hints_without_results_are_followed_by_longer_pauses(
     engine: Engine, given: Given, eventually: Eventually, statements: Counter[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Results, "REST_SECONDS", (600.0, 600.0))
+    monkeypatch.setattr(Results, "PAUSE_SECONDS", (600.0, 600.0))
     await listening(engine, eventually)
     run = await given.claimed()
     waiting = asyncio.create_task(engine.wait_for_ending(run.execution_id))

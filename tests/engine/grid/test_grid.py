@@ -56,7 +56,7 @@ class Seen:
         return cls(row and dict(row), [one["attempt_state"] for one in attempts], events, grants)
 
     @property
-    def told(self) -> list[str]:
+    def event_texts(self) -> list[str]:
         """The events as `kind reason>outcome`."""
         return [_told(event) for event in self.events]
 
@@ -184,7 +184,7 @@ async def _check_move(subject: Subject, before: Seen, move: Moved) -> None:
         assert vector(row) == vector(old)
     else:
         assert vector(row) == move.to
-    assert tuple(after.told[len(before.told) :]) == move.events
+    assert tuple(after.event_texts[len(before.event_texts) :]) == move.events
     assert all(event["at"] == now for event in after.events[len(before.events) :])
     attempts = list(before.attempts)
     if move.last is not None:

@@ -136,9 +136,9 @@ async def test_watermarks_move_past_what_was_claimed(
     watermarks = parts_of(engine).wakeups.watermarks
     for at in range(0, len(expected), 40):
         assert ids(await claim(engine, limit=40, kinds=few)) == expected[at : at + 40]
-        walks, firsts, lasts = (watermarks.of_routes(wanted) if few is None else watermarks.of_queues(wanted)).spans()
-        assert walks == sorted(walks)
+        sources, firsts, lasts = (watermarks.of_routes(wanted) if few is None else watermarks.of_queues(wanted)).spans()
+        assert sources == sorted(sources)
         assert all(first <= last for first, last in zip(firsts, lasts, strict=True))
-    assert len(set(walks)) == (1 if few is None else 8)
+    assert len(set(sources)) == (1 if few is None else 8)
     late = await made(engine, new(execution_kind="k3", priority=1), new(execution_kind="new"))
     assert ids(await claim(engine, kinds=few)) == (late if few is None else late[:1])

@@ -142,7 +142,7 @@ async def test_a_delay_into_the_past_is_due_at_once(engine: Engine, given: Given
         handle = await given.claimed(lane_id=f"lane-{ago_ms}")
         now = await clock.now()
         # The sweeps have processed all timers up to now and do not look back.
-        parts_of(engine).lifecycle.store.due_watermark.reach(now)
+        parts_of(engine).lifecycle.store.due_watermark.move_to(now)
         await engine.delay(handle, now - ago_ms)
         row = await rows.execution(handle.execution_id)
         assert (vector(row), row["delay_until"]) == (PARKED, now - ago_ms)

@@ -23,7 +23,7 @@ from engine.grants import (
 )
 from engine.state import ACTIVE, FAILED, WAITING, claim, ids, refused, vector
 from fixtures import Clock, Engines, Given, Rows
-from flowfabric.engine.core.watermark import WalkWatermarks
+from flowfabric.engine.core.watermark import ScanWatermarks
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.execution.retention import GRANT_MEMORY_MS
 from flowfabric.engine.lease import grant as grant_family
@@ -357,7 +357,7 @@ async def test_a_search_skips_locked_rows(engine: Engine, given: Given, connecti
 async def test_the_next_search_starts_after_the_last_grant(
     engine: Engine, given: Given, rows: Rows, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(WalkWatermarks, "LIFE_SECONDS", 600.0)
+    monkeypatch.setattr(ScanWatermarks, "LIFE_SECONDS", 600.0)
     for _ in range(3):
         await given.created()
     last = [(await granted(engine)).execution_id for _ in range(2)][-1]

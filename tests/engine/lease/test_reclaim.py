@@ -319,6 +319,6 @@ async def test_an_execution_is_not_ended_for_a_lease_that_was_taken_over_since(
     await parts_of(engine).lease_expiry.sweep()
     # A search saw the first lease at the limit; since then a claim took it over and lost its lease too.
     async with rows.unchanged():
-        await engine._rooms[Finish].end_at_reclaim_limit([(lost.execution_id, lost.lease_epoch)])
-    await engine._rooms[Finish].end_at_reclaim_limit([(lost.execution_id, lost.lease_epoch + 1)])
+        await engine._services[Finish].end_at_reclaim_limit([(lost.execution_id, lost.lease_epoch)])
+    await engine._services[Finish].end_at_reclaim_limit([(lost.execution_id, lost.lease_epoch + 1)])
     assert await engine.read_execution_state(lost.execution_id) == "failed"

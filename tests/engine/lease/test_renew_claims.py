@@ -3,6 +3,7 @@
 import asyncio
 from typing import Any
 
+import asyncpg
 import pytest
 
 from engine.cases import Cases, in_turn
@@ -19,6 +20,7 @@ from engine.state import (
     vector,
 )
 from engine.waits import suspended
+from fixtures import Clock, Engines, Eventually, Given, Rows
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.lease import expire
 from flowfabric.engine.parts import parts_of
@@ -39,7 +41,7 @@ async def claimed(engine: Engine, count: int, *, lease_ttl_ms: int = TTL_MS, **o
     return [one.handle for one in found]
 
 
-async def versions(connection: Any, table: str) -> list[Any]:
+async def versions(connection: asyncpg.Connection, table: str) -> list[Any]:
     """The version of each row of a table; any write changes it."""
     return [tuple(row) for row in await connection.fetch(f"select ctid, xmin, xmax from {table} order by 1")]
 
@@ -52,7 +54,9 @@ def named(handles: list[Handle]) -> list[str]:
 # Renewing.
 
 
-async def test_renewing_a_whole_claim_writes_one_row(engine: Engine, rows: Any, connection: Any, clock: Any) -> None:
+async def test_renewing_a_whole_claim_writes_one_row(
+    engine: Engine, rows: Rows, connection: asyncpg.Connection, clock: Clock
+) -> None:
     handles = await claimed(engine, 50)
     (before,) = (await claim_rows(rows)).values()
     untouched = await versions(connection, "execution")
@@ -70,7 +74,7 @@ async def test_renewing_a_whole_claim_writes_one_row(engine: Engine, rows: Any, 
 
 
 async def test_leases_renewed_without_the_rest_of_their_claim_get_a_new_claim(
-    engine: Engine, rows: Any, clock: Any
+    engine: Engine, rows: Rows, clock: Clock
 ) -> None:
     handles = await claimed(engine, 5)
     began = await clock.now()
@@ -93,7 +97,9 @@ async def test_leases_renewed_without_the_rest_of_their_claim_get_a_new_claim(
         await engine.complete(handle, b"x")
 
 
-async def test_a_renewal_merges_many_small_claims(engine: Engine, rows: Any, connection: Any, clock: Any) -> None:
+async def test_a_renewal_merges_many_small_claims(
+    engine: Engine, rows: Rows, connection: asyncpg.Connection, clock: Clock
+) -> None:
     handles = [handle for _ in range(6) for handle in await claimed(engine, 1)]
     small = await claim_rows(rows)
     assert len(small) == 6
@@ -114,7 +120,7 @@ async def test_a_renewal_merges_many_small_claims(engine: Engine, rows: Any, con
 
 
 async def test_leases_of_one_claim_renewed_for_different_durations_each_expire_in_time(
-    engine: Engine, rows: Any, clock: Any
+    engine: Engine, rows: Rows, clock: Clock
 ) -> None:
     handles = await claimed(engine, 4)
     # Another process renews two of them for longer.
@@ -141,7 +147,7 @@ def with_ttl(handle: Handle, lease_ttl_ms: int) -> Handle:
     return Handle(**given, lease_ttl_ms=lease_ttl_ms)
 
 
-async def test_a_lease_may_be_renewed_to_expire_sooner(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
+async def test_a_lease_may_be_renewed_to_expire_sooner(engine: Engine, given: Given, rows: Rows, clock: Clock) -> None:
     handle = await given.claimed(lease_ttl_ms=TTL_MS)
     now = await clock.advance(ms=1)
     short = with_ttl(handle, 1000)
@@ -154,7 +160,7 @@ async def test_a_lease_may_be_renewed_to_expire_sooner(engine: Engine, given: An
 
 @in_turn("ended", ["absent", "asked for"])
 async def test_a_finished_execution_does_not_split_its_claim(
-    engine: Engine, rows: Any, connection: Any, clock: Any, ended: str
+    engine: Engine, rows: Rows, connection: asyncpg.Connection, clock: Clock, ended: str
 ) -> None:
     handles = await claimed(engine, 4)
     await engine.complete(handles[0])
@@ -173,7 +179,9 @@ async def test_a_finished_execution_does_not_split_its_claim(
     assert (held["expires_at"], held["execution_ids"]) == (now + TTL_MS, named(handles[2:]))
 
 
-async def test_a_run_claimed_again_is_not_renewed_with_its_first_claim(engine: Engine, rows: Any, clock: Any) -> None:
+async def test_a_run_claimed_again_is_not_renewed_with_its_first_claim(
+    engine: Engine, rows: Rows, clock: Clock
+) -> None:
     first, other = await claimed(engine, 2)
     await engine.hand_back(first)
     (again,) = await claim(engine, lease_ttl_ms=TTL_MS)
@@ -186,7 +194,7 @@ async def test_a_run_claimed_again_is_not_renewed_with_its_first_claim(engine: E
     assert (await rows.execution(other.execution_id))["lease_expires_at"] == now + TTL_MS
 
 
-async def test_every_operation_is_allowed_under_a_renewed_lease(engine: Engine, clock: Any) -> None:
+async def test_every_operation_is_allowed_under_a_renewed_lease(engine: Engine, clock: Clock) -> None:
     pairs = {
         (operation, is_whole): await claimed(engine, 2, lane_id=f"{operation}-{is_whole}")
         for operation in (*FENCED, "suspend")
@@ -216,7 +224,7 @@ async def test_every_operation_is_allowed_under_a_renewed_lease(engine: Engine, 
 
 @pytest.mark.usefixtures("patient_with_locks")
 async def test_a_renewal_that_waits_past_the_expiry_is_refused(
-    engines: Any, given: Any, rows: Any, connection: Any, clock: Any, eventually: Any
+    engines: Engines, given: Given, rows: Rows, connection: asyncpg.Connection, clock: Clock, eventually: Eventually
 ) -> None:
     slow = await engines()
     handle = await given.claimed(lease_ttl_ms=TTL_MS)
@@ -233,7 +241,13 @@ async def test_a_renewal_that_waits_past_the_expiry_is_refused(
 
 @pytest.mark.usefixtures("patient_with_locks")
 async def test_a_concurrent_renewal_prevents_marking_the_lease(
-    engines: Any, engine: Engine, given: Any, rows: Any, connection: Any, clock: Any, eventually: Any
+    engines: Engines,
+    engine: Engine,
+    given: Given,
+    rows: Rows,
+    connection: asyncpg.Connection,
+    clock: Clock,
+    eventually: Eventually,
 ) -> None:
     handle = await given.claimed(lease_ttl_ms=TTL_MS)
     now = await clock.advance(ms=TTL_MS)
@@ -249,7 +263,7 @@ async def test_a_concurrent_renewal_prevents_marking_the_lease(
     assert await event_texts(rows, handle.execution_id) == ["acquired", "released completed>success"]
 
 
-async def waits_for_lock(connection: Any) -> bool:
+async def waits_for_lock(connection: asyncpg.Connection) -> bool:
     """Whether a session of an engine waits for a lock."""
     found: bool = await connection.fetchval(
         "select exists (select from pg_stat_activity where datname = current_database()"
@@ -260,7 +274,7 @@ async def waits_for_lock(connection: Any) -> bool:
 
 @pytest.mark.usefixtures("patient_with_locks")
 async def test_a_run_that_changes_during_its_renewal_is_still_renewed(
-    engines: Any, engine: Engine, rows: Any, connection: Any, clock: Any, eventually: Any
+    engines: Engines, engine: Engine, rows: Rows, connection: asyncpg.Connection, clock: Clock, eventually: Eventually
 ) -> None:
     slow = await engines()
     handle, _ = await claimed(engine, 2)
@@ -279,7 +293,7 @@ async def test_a_run_that_changes_during_its_renewal_is_still_renewed(
 
 
 async def test_a_locked_row_is_renewed_with_its_claim_and_waited_for_alone(
-    engine: Engine, rows: Any, connection: Any, clock: Any, eventually: Any
+    engine: Engine, rows: Rows, connection: asyncpg.Connection, clock: Clock, eventually: Eventually
 ) -> None:
     handle, other = await claimed(engine, 2)
     now = await clock.advance(ms=1)
@@ -293,14 +307,16 @@ async def test_a_locked_row_is_renewed_with_its_claim_and_waited_for_alone(
 
 
 async def test_processes_that_renew_parts_of_one_claim_all_keep_their_leases(
-    engines: Any, engine: Engine, rows: Any, clock: Any
+    engines: Engines, engine: Engine, rows: Rows, clock: Clock
 ) -> None:
     rivals = [await engines() for _ in range(3)]
     handles = await claimed(engine, 60)
     now = await clock.advance(ms=TTL_MS - 1)
     parts = [handles[at::3] for at in range(3)] + [handles[:30], handles[30:], handles]
     answers = await asyncio.gather(*(rivals[at % 3].renew_many(part) for at, part in enumerate(parts)))
-    assert {answer.expires_at_ms for some in answers for answer in some} == {now + TTL_MS}
+    renewed = [answer for given in answers for answer in given if isinstance(answer, Renewed)]
+    assert len(renewed) == sum(map(len, parts))
+    assert {answer.expires_at_ms for answer in renewed} == {now + TTL_MS}
     await clock.advance(ms=TTL_MS - 1)
     await parts_of(engine).lease_expiry.sweep()
     states = {(await rows.execution(handle.execution_id))["ownership_state"] for handle in handles}
@@ -313,7 +329,7 @@ async def test_processes_that_renew_parts_of_one_claim_all_keep_their_leases(
 # Expiring.
 
 
-async def test_a_spent_claim_is_deleted_at_its_expiry(engine: Engine, rows: Any, clock: Any) -> None:
+async def test_a_spent_claim_is_deleted_at_its_expiry(engine: Engine, rows: Rows, clock: Clock) -> None:
     handles = await claimed(engine, 3)
     await engine.complete_many([(handle, None) for handle in handles])
     await clock.advance(ms=TTL_MS - 1)
@@ -326,7 +342,7 @@ async def test_a_spent_claim_is_deleted_at_its_expiry(engine: Engine, rows: Any,
 
 
 async def test_a_sweep_continues_after_a_full_batch_of_spent_claims(
-    engine: Engine, rows: Any, clock: Any, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, rows: Rows, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(expire, "CLAIM_LIMIT", 2)
     for _ in range(5):
@@ -339,7 +355,7 @@ async def test_a_sweep_continues_after_a_full_batch_of_spent_claims(
     assert await rows.of("claim") == []
 
 
-async def test_only_executions_still_leased_under_a_claim_are_marked(engine: Engine, rows: Any, clock: Any) -> None:
+async def test_only_executions_still_leased_under_a_claim_are_marked(engine: Engine, rows: Rows, clock: Clock) -> None:
     done, parked, lost, cancelled = await claimed(engine, 4)
     await engine.complete(done)
     await engine.wait_children(parked)
@@ -353,7 +369,7 @@ async def test_only_executions_still_leased_under_a_claim_are_marked(engine: Eng
     assert await rows.of("claim") == []
 
 
-async def test_an_expired_lease_shows_its_renewed_expiry(engine: Engine, rows: Any, clock: Any) -> None:
+async def test_an_expired_lease_shows_its_renewed_expiry(engine: Engine, rows: Rows, clock: Clock) -> None:
     handles = await claimed(engine, 2)
     renewed_at = await clock.advance(ms=TTL_MS - 1)
     await engine.renew_many(handles)
@@ -373,7 +389,7 @@ async def test_an_expired_lease_shows_its_renewed_expiry(engine: Engine, rows: A
 
 
 async def test_a_lease_with_a_locked_row_is_marked_by_a_later_sweep(
-    engine: Engine, rows: Any, connection: Any, clock: Any
+    engine: Engine, rows: Rows, connection: asyncpg.Connection, clock: Clock
 ) -> None:
     handles = await claimed(engine, 3)
     await clock.advance(ms=TTL_MS - 1)
@@ -392,7 +408,7 @@ async def test_a_lease_with_a_locked_row_is_marked_by_a_later_sweep(
 
 
 async def test_claims_with_locked_rows_do_not_block_the_sweep(
-    engine: Engine, rows: Any, connection: Any, clock: Any, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, rows: Rows, connection: asyncpg.Connection, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(expire, "CLAIM_LIMIT", 2)
     held = []
@@ -412,7 +428,7 @@ async def test_claims_with_locked_rows_do_not_block_the_sweep(
 
 
 async def test_leases_that_cannot_be_marked_do_not_block_the_sweep(
-    engine: Engine, rows: Any, connection: Any, clock: Any, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, rows: Rows, connection: asyncpg.Connection, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(expire, "CLAIM_LIMIT", 2)
     stuck = [handle for _ in range(5) for handle in await claimed(engine, 1, priority=1)]
@@ -436,7 +452,7 @@ async def test_leases_that_cannot_be_marked_do_not_block_the_sweep(
 
 
 async def test_expired_claims_of_other_lanes_do_not_hide_those_of_the_claimed_lane(
-    engine: Engine, clock: Any, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(expire, "CLAIM_LIMIT", 2)
     for _ in range(7):

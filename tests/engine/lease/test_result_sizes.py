@@ -10,16 +10,18 @@ import msgspec
 
 from engine.cases import in_turn
 from engine.state import claim, items, new, refused
+from fixtures import Clock, Engines, Given, Rows
 from flowfabric import Fabric
 from flowfabric.engine.core.payload import INLINE_PAYLOAD_BYTES
 from flowfabric.engine.engine import Engine
 from flowfabric.engine.parts import parts_of
 from flowfabric.model.errors import EngineError
 from flowfabric.model.handle import Handle
+from flowfabric.model.ids import ExecutionId
 from flowfabric.model.lease import Completed
 
 SIZES = (None, 0, 1, 256, 257, 1_500, 100_000)
-SHORT = {"policy": {"stream_policy": {"retention_ttl_ms": 1000}}}
+SHORT: dict[str, Any] = {"policy": {"stream_policy": {"retention_ttl_ms": 1000}}}
 
 
 def content(size: int | None, seed: int = 0) -> bytes | None:
@@ -53,7 +55,7 @@ async def complete_by_override(engine: Engine, handle: Handle, payload: bytes | 
 WAYS = (complete_one, complete_in_many, complete_for_holder, complete_by_override)
 
 
-async def check_results(engine: Engine, rows: Any, expected: Mapping[str, bytes | None]) -> None:
+async def check_results(engine: Engine, rows: Rows, expected: Mapping[ExecutionId, bytes | None]) -> None:
     """Check that every reader returns each result, and that it is stored once, in the place for its size."""
     on_row = {str(row["execution_id"]): row["result_payload"] for row in await rows.of("execution")}
     apart = {str(row["execution_id"]): row["result_payload"] for row in await rows.of("execution_result")}
@@ -79,7 +81,7 @@ def test_the_sizes_are_those_around_the_limit() -> None:
     assert {INLINE_PAYLOAD_BYTES, INLINE_PAYLOAD_BYTES + 1} <= set(SIZES)
 
 
-async def test_a_result_is_returned_unchanged(engine: Engine, given: Any, rows: Any) -> None:
+async def test_a_result_is_returned_unchanged(engine: Engine, given: Given, rows: Rows) -> None:
     expected = {}
     forms: tuple[Any, ...] = (bytes, bytearray, memoryview)
     for complete in WAYS:
@@ -92,7 +94,7 @@ async def test_a_result_is_returned_unchanged(engine: Engine, given: Any, rows: 
     await check_results(engine, rows, expected)
 
 
-async def test_results_of_a_batch_belong_to_their_executions(engine: Engine, rows: Any) -> None:
+async def test_results_of_a_batch_belong_to_their_executions(engine: Engine, rows: Rows) -> None:
     given = [content(size, seed) for seed in range(3) for size in SIZES]
     # Some results of the batch are equal.
     given += [content(size) for size in SIZES for _ in range(2)]
@@ -103,7 +105,7 @@ async def test_results_of_a_batch_belong_to_their_executions(engine: Engine, row
     await check_results(engine, rows, {one.execution_id: each for one, each in zip(handles, given, strict=True)})
 
 
-async def test_completions_and_failures_share_a_batch(engine: Engine, rows: Any) -> None:
+async def test_completions_and_failures_share_a_batch(engine: Engine, rows: Rows) -> None:
     handles = await leased(engine, 10)
     ends = [
         engine.fail(handle, reason="no luck") if at % 2 else engine.complete(handle, content(1_500, at))
@@ -116,7 +118,7 @@ async def test_completions_and_failures_share_a_batch(engine: Engine, rows: Any)
     await check_results(engine, rows, {key: result for key, result in expected.items() if result is not None})
 
 
-async def test_waiters_get_results_of_every_size(engine: Engine, rows: Any) -> None:
+async def test_waiters_get_results_of_every_size(engine: Engine, rows: Rows) -> None:
     handles = await leased(engine, len(SIZES))
     waits = [asyncio.create_task(engine.wait_for_ending(handle.execution_id, timeout=60)) for handle in handles]
     for handle, size in zip(handles, SIZES, strict=True):
@@ -124,7 +126,7 @@ async def test_waiters_get_results_of_every_size(engine: Engine, rows: Any) -> N
     assert [(await wait).result for wait in waits] == [content(size) for size in SIZES]
 
 
-async def test_a_task_returns_a_result_of_any_size(url: str, rows: Any) -> None:
+async def test_a_task_returns_a_result_of_any_size(url: str, rows: Rows) -> None:
     fabric = Fabric(url)
 
     @fabric.task
@@ -152,7 +154,7 @@ async def test_a_task_returns_a_result_of_any_size(url: str, rows: Any) -> None:
 
 
 @in_turn("at", [0, 5, 9])
-async def test_a_stale_fence_in_a_batch_stores_no_result(engine: Engine, rows: Any, at: int) -> None:
+async def test_a_stale_fence_in_a_batch_stores_no_result(engine: Engine, rows: Rows, at: int) -> None:
     handles = await leased(engine, 10)
     batch = [(handle, content(1_500, nth)) for nth, handle in enumerate(handles)]
     batch[at] = (msgspec.structs.replace(handles[at], lease_epoch=handles[at].lease_epoch + 1), batch[at][1])
@@ -163,7 +165,7 @@ async def test_a_stale_fence_in_a_batch_stores_no_result(engine: Engine, rows: A
     await check_results(engine, rows, {handle.execution_id: payload for handle, payload in batch})
 
 
-async def test_a_stale_fence_stores_no_result(engine: Engine, given: Any, rows: Any, clock: Any) -> None:
+async def test_a_stale_fence_stores_no_result(engine: Engine, given: Given, rows: Rows, clock: Clock) -> None:
     handle = await given.claimed(lease_ttl_ms=1000)
     await clock.advance(ms=1000)
     await given.claim()
@@ -173,7 +175,7 @@ async def test_a_stale_fence_stores_no_result(engine: Engine, given: Any, rows: 
 
 
 async def test_a_repeated_completion_keeps_the_first_result(
-    engine: Engine, engines: Any, given: Any, rows: Any, clock: Any
+    engine: Engine, engines: Engines, given: Given, rows: Rows, clock: Clock
 ) -> None:
     expected = {}
     other = await engines()
@@ -196,7 +198,7 @@ async def test_a_repeated_completion_keeps_the_first_result(
 
 
 async def test_a_result_replaces_a_leftover_one(
-    engine: Engine, given: Any, rows: Any, connection: asyncpg.Connection
+    engine: Engine, given: Given, rows: Rows, connection: asyncpg.Connection
 ) -> None:
     handles = [await given.claimed() for _ in WAYS]
     await connection.execute("insert into execution_result select partition_key, execution_id, '' from execution")
@@ -206,7 +208,7 @@ async def test_a_result_replaces_a_leftover_one(
 
 
 async def test_a_result_that_postgres_refuses_does_not_affect_the_rest_of_its_batch(
-    engine: Engine, rows: Any, connection: asyncpg.Connection
+    engine: Engine, rows: Rows, connection: asyncpg.Connection
 ) -> None:
     await connection.execute("alter table execution_result add check (result_payload <> repeat('p', 300)::bytea)")
     handles = await leased(engine, 10)
@@ -220,7 +222,7 @@ async def test_a_result_that_postgres_refuses_does_not_affect_the_rest_of_its_ba
 
 
 async def test_retention_deletes_the_result_with_its_execution(
-    engine: Engine, given: Any, clock: Any, rows: Any
+    engine: Engine, given: Given, clock: Clock, rows: Rows
 ) -> None:
     for size in SIZES:
         await given.completed(result=content(size), **SHORT)

@@ -12,7 +12,7 @@ import pytest
 from creates import new
 from engine.state import block, refused
 from engine.waits import args, fresh, on_all, suspended
-from fixtures import Clock, Given, Rows
+from fixtures import Clock, Explain, Given, Rows
 from flowfabric.db.database import Database, Transaction
 from flowfabric.db.statements import Statement
 from flowfabric.engine.engine import Engine
@@ -23,6 +23,7 @@ from flowfabric.model.explanation import (
     DelayedReason,
     DependenciesReason,
     EndedReason,
+    Explanation,
     HeldReason,
     LastFailure,
     LeaseLostReason,
@@ -48,6 +49,20 @@ async def _served(given: Given) -> None:
 
 def requiring(*tokens: str) -> dict[str, Any]:
     return {"policy": {"routing_requirements": {"required_capabilities": list(tokens)}}}
+
+
+def ahead(found: Explanation) -> int:
+    """How many executions are ahead of one that only waits for its turn."""
+    (reason,) = found.reasons
+    assert isinstance(reason, QueuedReason)
+    return reason.ahead
+
+
+def signals_reason(found: Explanation) -> SignalsReason:
+    """The reason of an execution that only waits for signals."""
+    (reason,) = found.reasons
+    assert isinstance(reason, SignalsReason)
+    return reason
 
 
 def shown(ms: int) -> str:
@@ -96,25 +111,25 @@ async def test_an_explanation_waits_for_no_lock(engine: Engine, given: Given, co
 # Waiting in the queue.
 
 
-async def test_executions_that_are_claimed_first_are_counted_as_ahead(explain: Any, given: Given) -> None:
+async def test_executions_that_are_claimed_first_are_counted_as_ahead(explain: Explain, given: Given) -> None:
     first, second = await given.created(), await given.created()
     assert (await explain(first)).reasons == (NEXT,)
     found = await explain(second)
-    assert [reason.ahead for reason in found.reasons] == [1]
+    assert ahead(found) == 1
     assert found.summary == "waiting: 1 ahead of it on lane 'default'"
     await given.created(priority=5)
-    assert [reason.ahead for reason in (await explain(second)).reasons] == [2]
+    assert ahead(await explain(second)) == 2
     await given.created(lane_id="other", priority=9)
     await given.delayed(priority=9)
     await given.claim()
-    assert [reason.ahead for reason in (await explain(second)).reasons] == [1]
+    assert ahead(await explain(second)) == 1
 
 
-async def test_executions_with_other_capabilities_are_counted_as_ahead(explain: Any, given: Given) -> None:
+async def test_executions_with_other_capabilities_are_counted_as_ahead(explain: Explain, given: Given) -> None:
     await given.registered(capabilities=("gpu",))
     await given.created(**requiring("gpu"))
     plain = await given.created()
-    assert [reason.ahead for reason in (await explain(plain)).reasons] == [1]
+    assert ahead(await explain(plain)) == 1
 
 
 async def test_at_most_a_thousand_are_counted_as_ahead(engine: Engine, given: Given) -> None:
@@ -126,7 +141,7 @@ async def test_at_most_a_thousand_are_counted_as_ahead(engine: Engine, given: Gi
         assert found.summary.startswith("waiting: 999 ahead" if ahead < 1000 else "waiting: 1000 or more ahead")
 
 
-async def test_a_stopped_lane_is_named_in_the_summary(engine: Engine, explain: Any, given: Given) -> None:
+async def test_a_stopped_lane_is_named_in_the_summary(engine: Engine, explain: Explain, given: Given) -> None:
     execution_id = await given.created()
     for state in LaneState:
         await engine.set_lane_state("default", state)
@@ -136,7 +151,7 @@ async def test_a_stopped_lane_is_named_in_the_summary(engine: Engine, explain: A
         assert found.summary == f"waiting: 0 ahead of it on lane 'default'{stopped}"
 
 
-async def test_a_resumable_execution_is_queued_like_the_others(engine: Engine, explain: Any, given: Given) -> None:
+async def test_a_resumable_execution_is_queued_like_the_others(engine: Engine, explain: Explain, given: Given) -> None:
     handle = await given.claimed()
     await engine.wait_children(handle)
     found = await explain(handle.execution_id)
@@ -147,7 +162,7 @@ async def test_a_resumable_execution_is_queued_like_the_others(engine: Engine, e
 # Delayed.
 
 
-async def test_a_delay_is_explained_with_its_end(explain: Any, given: Given, clock: Clock) -> None:
+async def test_a_delay_is_explained_with_its_end(explain: Explain, given: Given, clock: Clock) -> None:
     until = await clock.now() + MINUTE
     found = await explain(await given.delayed(seconds=60))
     assert found.reasons == (DelayedReason(until=until, cause="delay", last_failure=None),)
@@ -157,7 +172,7 @@ async def test_a_delay_is_explained_with_its_end(explain: Any, given: Given, clo
     assert found.summary == f"delayed until {2**53 - 1} ms"
 
 
-async def test_a_retry_is_explained_with_the_failure_before_it(explain: Any, given: Given, clock: Clock) -> None:
+async def test_a_retry_is_explained_with_the_failure_before_it(explain: Explain, given: Given, clock: Clock) -> None:
     until = await clock.now() + MINUTE
     handle = await given.backing_off(delay_ms=MINUTE)
     found = await explain(handle.execution_id)
@@ -168,7 +183,7 @@ async def test_a_retry_is_explained_with_the_failure_before_it(explain: Any, giv
 
 
 async def test_a_delayed_run_is_explained_with_the_failure_of_an_earlier_attempt(
-    engine: Engine, explain: Any, given: Given, clock: Clock
+    engine: Engine, explain: Explain, given: Given, clock: Clock
 ) -> None:
     handle = await given.backing_off(delay_ms=1)
     await clock.advance(ms=1)
@@ -181,7 +196,7 @@ async def test_a_delayed_run_is_explained_with_the_failure_of_an_earlier_attempt
     assert reason == DelayedReason(until=until, cause="delay", last_failure=failure)
 
 
-async def test_a_delayed_resume_is_not_a_retry(engine: Engine, explain: Any, given: Given, clock: Clock) -> None:
+async def test_a_delayed_resume_is_not_a_retry(engine: Engine, explain: Explain, given: Given, clock: Clock) -> None:
     handle = await given.claimed()
     wait = await suspended(engine, handle, resume_policy=ResumePolicy(resume_delay_ms=MINUTE))
     await engine.deliver_signal(
@@ -200,7 +215,7 @@ async def test_a_delayed_resume_is_not_a_retry(engine: Engine, explain: Any, giv
 
 
 async def test_a_suspension_is_explained_with_its_waitpoint_names_and_timeout(
-    engine: Engine, explain: Any, given: Given, clock: Clock
+    engine: Engine, explain: Explain, given: Given, clock: Clock
 ) -> None:
     handle = await given.claimed()
     timeout_at = await clock.now() + MINUTE
@@ -223,42 +238,42 @@ async def test_a_suspension_is_explained_with_its_waitpoint_names_and_timeout(
 
 
 async def test_several_waitpoints_are_listed_in_the_order_of_their_bindings(
-    engine: Engine, explain: Any, given: Given
+    engine: Engine, explain: Explain, given: Given
 ) -> None:
     handle = await given.claimed()
     keys = ("e", "a", "d", "b", "c")
     await suspended(engine, handle, on_all(*keys))
     found = await explain(handle.execution_id)
-    (reason,) = found.reasons
-    assert [(each.waitpoint_key, each.required_signal_names) for each in reason.waitpoints] == [(k, ()) for k in keys]
+    waitpoints = signals_reason(found).waitpoints
+    assert [(each.waitpoint_key, each.required_signal_names) for each in waitpoints] == [(key, ()) for key in keys]
     reaches = ", ".join(f"a signal reaches waitpoint '{key}'" for key in keys[:3])
     assert found.summary == f"suspended until {reaches}, 2 more"
 
 
-async def test_a_closed_waitpoint_is_not_listed(engine: Engine, explain: Any, given: Given) -> None:
+async def test_a_closed_waitpoint_is_not_listed(engine: Engine, explain: Explain, given: Given) -> None:
     handle = await given.claimed()
     wait = await suspended(engine, handle, on_all("a", "b"))
     await engine.close_waitpoint(execution_id=handle.execution_id, waitpoint_id=wait.details.waitpoint_id)
     await engine.create_waitpoint(await given.claimed(), waitpoint_key="another", expires_in_ms=MINUTE)
-    (reason,) = (await explain(handle.execution_id)).reasons
-    assert [each.waitpoint_key for each in reason.waitpoints] == ["b"]
+    waitpoints = signals_reason(await explain(handle.execution_id)).waitpoints
+    assert [each.waitpoint_key for each in waitpoints] == ["b"]
 
 
 async def test_a_count_requires_its_signal_name_at_each_of_its_waitpoints(
-    engine: Engine, explain: Any, given: Given
+    engine: Engine, explain: Explain, given: Given
 ) -> None:
     handle = await given.claimed()
     count = Count(n=2, count_kind=CountKind.DISTINCT_WAITPOINTS, matcher=ByName("vote"), waitpoints=("a", "b"))
     await suspended(engine, handle, args(waitpoints=(fresh("a"), fresh("b")), resume_condition=count))
-    (reason,) = (await explain(handle.execution_id)).reasons
-    assert [(each.waitpoint_key, each.required_signal_names) for each in reason.waitpoints] == [
+    waitpoints = signals_reason(await explain(handle.execution_id)).waitpoints
+    assert [(each.waitpoint_key, each.required_signal_names) for each in waitpoints] == [
         ("a", ("vote",)),
         ("b", ("vote",)),
     ]
 
 
 async def test_a_wait_for_an_operator_or_a_timeout_only_is_explained_as_such(
-    engine: Engine, explain: Any, given: Given, clock: Clock
+    engine: Engine, explain: Explain, given: Given, clock: Clock
 ) -> None:
     for condition, name, ends in (
         (OperatorOnly(), "__operator_only__", "an operator resumes it"),
@@ -268,26 +283,28 @@ async def test_a_wait_for_an_operator_or_a_timeout_only_is_explained_as_such(
         timeout_at = await clock.now() + MINUTE
         await suspended(engine, handle, resume_condition=condition, timeout_at=timeout_at)
         found = await explain(handle.execution_id)
-        assert [each.required_signal_names for each in found.reasons[0].waitpoints] == [(name,)]
+        assert [each.required_signal_names for each in signals_reason(found).waitpoints] == [(name,)]
         assert found.summary == f"suspended until {ends}; times out at {shown(timeout_at)}"
 
 
-async def test_a_manual_pause_has_the_reasons_signals_and_held(engine: Engine, explain: Any, given: Given) -> None:
+async def test_a_manual_pause_has_the_reasons_signals_and_held(engine: Engine, explain: Explain, given: Given) -> None:
     handle = await given.claimed()
     await suspended(engine, handle, reason_code="manual_pause")
     found = await explain(handle.execution_id)
-    assert [reason.kind for reason in found.reasons] == ["signals", "held"]
-    assert found.reasons[1].blocking_reason == "paused_by_operator"
+    signals, held = found.reasons
+    assert isinstance(signals, SignalsReason)
+    assert isinstance(held, HeldReason)
+    assert held.blocking_reason == "paused_by_operator"
 
 
 async def test_a_suspension_of_a_newer_version_is_explained_as_far_as_it_is_understood(
-    engine: Engine, explain: Any, given: Given, connection: asyncpg.Connection
+    engine: Engine, explain: Explain, given: Given, connection: asyncpg.Connection
 ) -> None:
     handle = await given.claimed(policy={"max_reclaim_count": 7})
     await suspended(engine, handle)
     await connection.execute("""update suspension set reason_code = 'waiting_for_rain', condition = '{"Rain": {}}'""")
     await connection.execute("""update execution set policy = policy || '{"wipers": true}'""")
-    (reason,) = (await explain(handle.execution_id)).reasons
+    reason = signals_reason(await explain(handle.execution_id))
     assert (reason.reason_code, len(reason.waitpoints)) == ("waiting_for_rain", 1)
 
 
@@ -309,7 +326,7 @@ def lease(kind: Any, expires_at: int, **overrides: Any) -> Any:
 
 
 async def test_a_running_execution_is_explained_with_its_worker_and_lease(
-    explain: Any, given: Given, clock: Clock
+    explain: Explain, given: Given, clock: Clock
 ) -> None:
     expires_at = await clock.now() + 30_000
     found = await explain((await given.claimed()).execution_id)
@@ -320,7 +337,7 @@ async def test_a_running_execution_is_explained_with_its_worker_and_lease(
 
 
 async def test_an_expired_lease_is_lost_and_is_queued_once_it_is_marked(
-    engine: Engine, explain: Any, given: Given, clock: Clock
+    engine: Engine, explain: Explain, given: Given, clock: Clock
 ) -> None:
     handle = await given.expired_lease()
     expires_at = await clock.now() - 1
@@ -332,11 +349,12 @@ async def test_an_expired_lease_is_lost_and_is_queued_once_it_is_marked(
     assert found.summary == f"active: {lost}; 0 ahead of it on lane 'default'"
     again = await given.claim(worker="other")
     (reason,) = (await explain(again.execution_id)).reasons
-    assert (reason.kind, reason.worker_id, reason.attempt_index, reason.reclaim_count) == ("running", "other", 1, 1)
+    assert isinstance(reason, RunningReason)
+    assert (reason.worker_id, reason.attempt_index, reason.reclaim_count) == ("other", 1, 1)
 
 
 async def test_a_renewed_lease_is_explained_with_its_new_end_even_when_it_is_lost(
-    engine: Engine, explain: Any, given: Given, clock: Clock
+    engine: Engine, explain: Explain, given: Given, clock: Clock
 ) -> None:
     handle = await given.claimed()
     await clock.advance(seconds=10)
@@ -351,7 +369,7 @@ async def test_a_renewed_lease_is_explained_with_its_new_end_even_when_it_is_los
 
 
 async def test_an_ended_execution_is_explained_with_its_outcome_and_reason(
-    engine: Engine, explain: Any, given: Given, clock: Clock
+    engine: Engine, explain: Explain, given: Given, clock: Clock
 ) -> None:
     now = await clock.now()
     late = await given.created(execution_deadline_at=now + 1)
@@ -366,6 +384,7 @@ async def test_an_ended_execution_is_explained_with_its_outcome_and_reason(
     await clock.advance(ms=1)
     await engine.expire_execution(late, "execution_deadline")
     (ended,) = (await explain(late)).reasons
+    assert isinstance(ended, EndedReason)
     assert (ended.outcome, ended.reason) == ("expired", "execution_deadline")
 
 
@@ -408,7 +427,7 @@ BLOCKED: dict[str, tuple[str, str, Any, str]] = {
 
 
 async def test_a_block_is_explained_together_with_a_delay(
-    explain: Any, given: Given, clock: Clock, connection: asyncpg.Connection, subtests: pytest.Subtests
+    explain: Explain, given: Given, clock: Clock, connection: asyncpg.Connection, subtests: pytest.Subtests
 ) -> None:
     for case, (eligibility, blocking, reason, summary) in BLOCKED.items():
         with subtests.test(case):

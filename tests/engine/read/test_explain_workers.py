@@ -6,7 +6,7 @@ import asyncpg
 import pytest
 
 from engine.state import claim, revoke
-from fixtures import Clock, Given
+from fixtures import Clock, Explain, Given
 from flowfabric.engine.engine import Engine
 from flowfabric.model.explanation import (
     GrantedReason,
@@ -60,7 +60,7 @@ UNSERVED: dict[str, tuple[list[dict[str, Any]], Unserved, int, str]] = {
 
 
 async def test_a_lane_namespace_or_kind_that_no_live_worker_serves_is_named(
-    explain: Any, given: Given, clock: Clock, subtests: pytest.Subtests
+    explain: Explain, given: Given, clock: Clock, subtests: pytest.Subtests
 ) -> None:
     for lane, (workers, unserved, seen, text) in UNSERVED.items():
         with subtests.test(lane):
@@ -72,7 +72,7 @@ async def test_a_lane_namespace_or_kind_that_no_live_worker_serves_is_named(
             assert found.summary == f"waiting: 0 ahead of it on lane '{lane}'; {text.format(lane=lane)}"
 
 
-async def test_the_workers_that_could_run_it_are_counted(explain: Any, given: Given) -> None:
+async def test_the_workers_that_could_run_it_are_counted(explain: Explain, given: Given) -> None:
     execution_id = await given.created(**requiring("gpu"))
     workers: list[dict[str, Any]] = [
         {"capabilities": ALL},
@@ -103,7 +103,7 @@ OFFERS: dict[str, tuple[list[dict[str, Any]], tuple[str, ...], int]] = {
 
 
 async def test_capabilities_that_no_live_worker_offers_are_named(
-    explain: Any, given: Given, subtests: pytest.Subtests
+    explain: Explain, given: Given, subtests: pytest.Subtests
 ) -> None:
     for lane, (workers, missing, seen) in OFFERS.items():
         with subtests.test(lane):
@@ -131,7 +131,7 @@ OTHERS: dict[str, tuple[dict[str, Any], str, int]] = {
 
 
 async def test_a_capability_that_only_unsuitable_workers_offer_is_missing(
-    explain: Any, given: Given, subtests: pytest.Subtests
+    explain: Explain, given: Given, subtests: pytest.Subtests
 ) -> None:
     for lane, (other, text, on_lane) in OTHERS.items():
         with subtests.test(lane):
@@ -141,7 +141,9 @@ async def test_a_capability_that_only_unsuitable_workers_offer_is_missing(
             )
             found = await explain(execution_id)
             assert found.summary == f"waiting: 0 ahead of it on lane '{lane}'; {text}; {NONE_OFFERS} gpu"
-            assert found.reasons[1].workers_seen == on_lane
+            unserved = found.reasons[1]
+            assert isinstance(unserved, NoWorkerReason)
+            assert unserved.workers_seen == on_lane
             assert found.reasons[2] == NoCapableWorkerReason(missing=("gpu",), workers_seen=0)
             # A worker that only lacks the capability is counted.
             await given.registered(worker_instance_id=f"poor-{lane}", lanes=(lane,))
@@ -151,7 +153,7 @@ async def test_a_capability_that_only_unsuitable_workers_offer_is_missing(
             assert found.summary == f"waiting: 0 ahead of it on lane '{lane}'; {NONE_OFFERS} gpu"
 
 
-async def test_one_worker_that_offers_all_is_enough(explain: Any, given: Given) -> None:
+async def test_one_worker_that_offers_all_is_enough(explain: Explain, given: Given) -> None:
     execution_id = await given.created(**requiring("gpu", "ssd"))
     await given.registered(worker_instance_id="poor")
     await given.registered(worker_instance_id="rich", capabilities=("gpu", "more", "ssd"), lanes=("a", "default"))
@@ -159,7 +161,7 @@ async def test_one_worker_that_offers_all_is_enough(explain: Any, given: Given) 
 
 
 async def test_a_revoked_lease_that_no_worker_can_reclaim_lacks_a_worker(
-    explain: Any, given: Given, connection: asyncpg.Connection
+    explain: Explain, given: Given, connection: asyncpg.Connection
 ) -> None:
     handle = await given.claimed(**requiring("gpu"), capabilities=["gpu"])
     await given.registered()
@@ -169,9 +171,9 @@ async def test_a_revoked_lease_that_no_worker_can_reclaim_lacks_a_worker(
     assert others == [queued(), NoCapableWorkerReason(missing=("gpu",), workers_seen=1)]
 
 
-@pytest.mark.usefixtures("walks_are_free")
+@pytest.mark.usefixtures("scans_are_free")
 async def test_a_live_grant_is_explained_with_its_worker_and_end(
-    engine: Engine, explain: Any, given: Given, clock: Clock
+    engine: Engine, explain: Explain, given: Given, clock: Clock
 ) -> None:
     execution_id = await given.created()
     until = await clock.now() + 5_000
@@ -187,18 +189,22 @@ async def test_a_live_grant_is_explained_with_its_worker_and_end(
     assert [reason.kind for reason in (await explain(execution_id)).reasons] == ["running"]
 
 
-async def test_a_grant_on_a_lost_lease_is_explained(engine: Engine, explain: Any, given: Given, clock: Clock) -> None:
+async def test_a_grant_on_a_lost_lease_is_explained(
+    engine: Engine, explain: Explain, given: Given, clock: Clock
+) -> None:
     handle = await given.reclaimable()
     await engine.claim_for_worker(lane_id="default", worker_id="w", worker_instance_id="w-1")
     assert [reason.kind for reason in (await explain(handle.execution_id)).reasons] == ["lease_lost", "granted"]
 
 
 async def test_a_grant_without_its_row_names_no_worker(
-    engine: Engine, explain: Any, given: Given, connection: asyncpg.Connection
+    engine: Engine, explain: Explain, given: Given, connection: asyncpg.Connection
 ) -> None:
     execution_id = await given.created()
     await engine.claim_for_worker(lane_id="default", worker_id="w", worker_instance_id="w-1")
     await connection.execute("delete from claim_grant")
     found = await explain(execution_id)
-    assert [(reason.kind, reason.worker_id) for reason in found.reasons] == [("granted", None)]
+    (reason,) = found.reasons
+    assert isinstance(reason, GrantedReason)
+    assert reason.worker_id is None
     assert found.summary.startswith("waiting: reserved for a worker until ")

@@ -87,8 +87,8 @@ async def test_an_execution_in_several_sources_is_listed_once(
     blocked = await given.created(lane_id="blocked", **later)
     await block(connection, blocked, "blocked_by_budget", "waiting_for_budget")
     expected.append(blocked)
-    # The walk ends after the first execution, so that the collections are used.
-    monkeypatch.setattr(listing, "FIRST_WALK", 1)
+    # The scan ends after the first execution, so that the collections are used.
+    monkeypatch.setattr(listing, "FIRST_SCAN", 1)
     monkeypatch.setattr(listing, "MIN_DEPTH", 1)
     states = ["active", "delayed", "waiting", "rate_limited"]
     page = await engine.list_executions(public_state=states)
@@ -269,7 +269,7 @@ async def test_a_missing_name_is_corruption(engine: Engine, given: Given, connec
         await refused(engine.list_executions(), "corruption", f"list_executions: {field}: is missing")
 
 
-async def test_walks_and_collections_agree_with_a_sorted_model(
+async def test_scans_and_collections_agree_with_a_sorted_model(
     engine: Engine, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Small steps make every list use several statements; rows are added and changed between the pages of a list."""
@@ -327,7 +327,7 @@ async def test_walks_and_collections_agree_with_a_sorted_model(
         await add(25)
     await move(40)
     for turn in range(60):
-        monkeypatch.setattr(listing, "FIRST_WALK", dice.choice((1, 30, 1000)))
+        monkeypatch.setattr(listing, "FIRST_SCAN", dice.choice((1, 30, 1000)))
         monkeypatch.setattr(listing, "FIRST_CAP", dice.choice((1, 20, 1000)))
         monkeypatch.setattr(listing, "FIRST_FAN_OUT", dice.choice((1, 2, 64)))
         monkeypatch.setattr(listing, "MIN_DEPTH", dice.choice((1, 8)))

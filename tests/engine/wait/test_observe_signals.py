@@ -43,12 +43,12 @@ async def test_a_suspend_whose_signal_was_buffered_is_already_satisfied(
 async def test_buffered_signals_count_together_with_later_ones(engine: Engine, given: Given) -> None:
     handle = await given.claimed()
     pending = await engine.create_waitpoint(handle, waitpoint_key="wait", expires_in_ms=60_000)
-    wait = Waiting(engine, handle).ahead("wait", pending)
+    wait = Waiting(engine, handle).with_pending("wait", pending)
     await wait.send("x", source_identity="ana")
     condition = Count(n=2, count_kind=CountKind.DISTINCT_SOURCES, waitpoints=("wait",))
     outcome = await suspended(engine, handle, using(pending, resume_condition=condition))
-    assert await wait.said("x", source_identity="ana") == f"{APPENDED} appended_to_waitpoint_duplicate"
-    assert await wait.said("x", source_identity="bob") == SATISFIED
+    assert await wait.accepted("x", source_identity="ana") == f"{APPENDED} appended_to_waitpoint_duplicate"
+    assert await wait.accepted("x", source_identity="bob") == SATISFIED
     seen = await engine.observe_signals(outcome.handle)
     assert [(one.source_identity, one.satisfier) for one in seen] == [("ana", True), ("ana", False), ("bob", True)]
 
@@ -59,7 +59,7 @@ async def test_a_suspended_execution_buffers_signals_for_a_pending_waitpoint(
     wait = await running(engine, given)
     outcome = await suspended(engine, wait.handle, on_all("a", "b"))
     wait.on(outcome.details)
-    assert await wait.said("ready") == BUFFERED
+    assert await wait.accepted("ready") == BUFFERED
     assert vector(await rows.execution(wait.execution_id)) == SUSPENDED
     assert await engine.observe_signals(outcome.handle) == []
 
@@ -97,9 +97,9 @@ async def test_signals_of_one_suspension_do_not_count_for_the_next(engine: Engin
     again = await suspended(engine, resumed.handle, on_all("a", "b"))
     assert await engine.observe_signals(again.handle) == []
     second = Waiting(engine, again.handle).on(again.details)
-    assert await second.said("x", "a") == APPENDED
+    assert await second.accepted("x", "a") == APPENDED
     await refused(wait.send("x", "b"), "waitpoint_closed")
-    assert await second.said("x", "b") == SATISFIED
+    assert await second.accepted("x", "b") == SATISFIED
 
 
 async def test_an_attempt_that_never_suspended_reads_no_signal(engine: Engine, given: Given) -> None:

@@ -19,7 +19,7 @@ from flowfabric.model.states import PublicState
 from flowfabric.reconcile.loop import Reconciler
 
 RESUME_DELAYED = "runnable/unowned/not_eligible_until_time/waiting_for_resume_delay/none/attempt_interrupted/delayed"
-NOBODY = "{fp:3}:11111111-1111-4111-8111-111111111111"
+ABSENT = "{fp:3}:11111111-1111-4111-8111-111111111111"
 
 
 async def test_a_resume_closes_the_suspension_and_all_waitpoints(
@@ -132,7 +132,7 @@ async def test_only_a_suspended_execution_can_be_resumed_and_only_with_valid_arg
     async with rows.unchanged():
         for execution_id in others:
             await refused(engine.resume_execution(execution_id=execution_id), "execution_not_suspended")
-        await refused(engine.resume_execution(execution_id=NOBODY), "execution_not_found")
+        await refused(engine.resume_execution(execution_id=ABSENT), "execution_not_found")
     suspended = await waiting(engine, given, lane_id="other")
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"execution_id": "x"}, "MissingTag"),

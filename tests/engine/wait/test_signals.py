@@ -35,7 +35,7 @@ async def test_a_signal_that_satisfies_the_condition_makes_the_execution_claimab
 ) -> None:
     wait = await waiting(engine, given, timeout_at=await clock.now() + 60_000)
     now = await clock.advance(seconds=1)
-    assert await wait.said("other") == f"{APPENDED} no_op"
+    assert await wait.accepted("other") == f"{APPENDED} no_op"
     answer = await wait.send("ready")
     assert isinstance(answer, Accepted)
     assert (answer.effect, answer.disposition) == (SATISFIED, SATISFIED)
@@ -127,27 +127,27 @@ async def test_no_signal_satisfies_a_wait_for_an_operator_or_a_timeout_only(
     for condition in (OperatorOnly(), TimeoutOnly()):
         wait = await waiting(engine, given, resume_condition=condition, timeout_at=await clock.now() + 60_000)
         for name in ("ready", OPERATOR_ONLY_NAME, "__timeout_only__"):
-            assert await wait.said(name) == f"{APPENDED} no_op"
+            assert await wait.accepted(name) == f"{APPENDED} no_op"
         assert await claim(engine) == []
 
 
 async def test_a_wildcard_does_not_match_reserved_names(engine: Engine, given: Given) -> None:
     wait = await waiting(engine, given, resume_condition=Single(waitpoint_key="wait", matcher=Wildcard()))
-    assert await wait.said(OPERATOR_ONLY_NAME) == f"{APPENDED} no_op"
-    assert await wait.said("x") == SATISFIED
+    assert await wait.accepted(OPERATOR_ONLY_NAME) == f"{APPENDED} no_op"
+    assert await wait.accepted("x") == SATISFIED
 
 
 async def test_all_of_requires_a_signal_at_every_waitpoint_and_closes_them_together(
     engine: Engine, given: Given, rows: Rows
 ) -> None:
     wait = await waiting(engine, given, on_all("a", "b", "c"))
-    assert await wait.said("x", "a") == APPENDED
-    assert await wait.said("x", "a") == f"{APPENDED} appended_to_waitpoint_duplicate"
-    assert await wait.said("x", "b") == APPENDED
+    assert await wait.accepted("x", "a") == APPENDED
+    assert await wait.accepted("x", "a") == f"{APPENDED} appended_to_waitpoint_duplicate"
+    assert await wait.accepted("x", "b") == APPENDED
     open_one = await suspension(rows, wait.execution_id)
     assert len(open_one["satisfier_ids"]) == 2
     assert (open_one["closed_at"], open_one["satisfied_at"]) == (None, None)
-    assert await wait.said("x", "c") == SATISFIED
+    assert await wait.accepted("x", "c") == SATISFIED
     found = await waitpoints(rows, wait.execution_id)
     assert [(row["state"], row["close_reason"], row["signal_count"]) for row in found] == [
         ("closed", "resumed", 2),
@@ -165,16 +165,18 @@ async def test_distinct_sources_are_counted_once_each(engine: Engine, given: Giv
     )
     asked = args(waitpoints=(fresh("wait"), fresh("other")), resume_condition=condition)
     wait = await waiting(engine, given, asked)
-    assert await wait.said("approve", source_identity="ana") == APPENDED
-    assert await wait.said("approve", "other", source_identity="ana") == f"{APPENDED} appended_to_waitpoint_duplicate"
-    assert await wait.said("reject", source_identity="bob") == f"{APPENDED} signal_ignored_matcher_failed"
-    assert await wait.said("approve", source_identity="bob") == SATISFIED
+    assert await wait.accepted("approve", source_identity="ana") == APPENDED
+    assert (
+        await wait.accepted("approve", "other", source_identity="ana") == f"{APPENDED} appended_to_waitpoint_duplicate"
+    )
+    assert await wait.accepted("reject", source_identity="bob") == f"{APPENDED} signal_ignored_matcher_failed"
+    assert await wait.accepted("approve", source_identity="bob") == SATISFIED
 
 
 async def test_distinct_signals_of_one_source_are_counted(engine: Engine, given: Given) -> None:
     condition = Count(n=2, count_kind=CountKind.DISTINCT_SIGNALS, waitpoints=("wait",))
     wait = await waiting(engine, given, resume_condition=condition)
-    assert [await wait.said("x"), await wait.said("x")] == [APPENDED, SATISFIED]
+    assert [await wait.accepted("x"), await wait.accepted("x")] == [APPENDED, SATISFIED]
 
 
 async def test_a_signal_to_a_waitpoint_that_the_condition_does_not_name_is_ignored(
@@ -186,8 +188,8 @@ async def test_a_signal_to_a_waitpoint_that_the_condition_does_not_name_is_ignor
         "update suspension set condition = $1",
         '{"Composite": {"kind": "AllOf", "members": [{"Single": {"waitpoint_key": "a", "matcher": "Wildcard"}}]}}',
     )
-    assert await wait.said("x", "b") == f"{APPENDED} signal_ignored_not_in_condition"
-    assert await wait.said("x", "a") == SATISFIED
+    assert await wait.accepted("x", "b") == f"{APPENDED} signal_ignored_not_in_condition"
+    assert await wait.accepted("x", "a") == SATISFIED
 
 
 async def test_a_condition_of_a_newer_version_is_never_satisfied(
@@ -195,7 +197,7 @@ async def test_a_condition_of_a_newer_version_is_never_satisfied(
 ) -> None:
     wait = await waiting(engine, given)
     await connection.execute("update suspension set condition = $1", '{"Sometime": {}}')
-    assert await wait.said("ready") == f"{APPENDED} no_op"
+    assert await wait.accepted("ready") == f"{APPENDED} no_op"
 
 
 async def test_a_signal_to_an_execution_that_is_not_suspended_does_not_resume_it(
@@ -208,7 +210,7 @@ async def test_a_signal_to_an_execution_that_is_not_suspended_does_not_resume_it
                   blocking_reason = 'waiting_for_worker'"""
     )
     async with rows.unchanged(without=["signal", "waitpoint", "suspension"]):
-        assert await wait.said("ready") == SATISFIED
+        assert await wait.accepted("ready") == SATISFIED
     left = await suspension(rows, wait.execution_id)
     assert (left["closed_at"], len(left["satisfier_ids"])) == (None, 1)
     assert (await waitpoint(rows, wait.points["wait"][0]))["state"] == "active"
@@ -284,7 +286,7 @@ async def test_the_log_of_a_waitpoint_keeps_the_newest_and_the_counted_signals(
     assert len(await signals(rows, wait.execution_id)) == 3 + 5
     assert (await waitpoint(rows, wait.points["wait"][0]))["signal_count"] == 6
     await wait.send("approve", source_identity="bob", signal_maxlen=1)
-    assert await wait.said("approve", source_identity="cid", signal_maxlen=1) == SATISFIED
+    assert await wait.accepted("approve", source_identity="cid", signal_maxlen=1) == SATISFIED
     seen = [(one.signal_name, one.satisfier) for one in await engine.observe_signals(wait.handle)]
     assert [one for one in seen if not one[0].startswith("apart")] == [("approve", True)] * 3
 
@@ -294,7 +296,7 @@ async def test_the_resume_delay_of_a_signal_delays_the_resume(
 ) -> None:
     wait = await waiting(engine, given, resume_policy=ResumePolicy(resume_delay_ms=60_000))
     now = await clock.advance(seconds=1)
-    assert await wait.said("ready", resume_delay_ms=5_000) == SATISFIED
+    assert await wait.accepted("ready", resume_delay_ms=5_000) == SATISFIED
     row = await rows.execution(wait.execution_id)
     assert vector(row) == RESUME_DELAYED
     assert row["delay_until"] == now + 5_000
@@ -329,7 +331,7 @@ async def test_a_pending_waitpoint_buffers_signals_without_evaluating_them(
     wait = await running(engine, given)
     now = await clock.advance(seconds=1)
     async with rows.unchanged(without=["signal", "waitpoint"]):
-        assert await wait.said("ready", payload=b"early") == BUFFERED
+        assert await wait.accepted("ready", payload=b"early") == BUFFERED
     (row,) = await signals(rows, wait.execution_id)
     assert (row["suspension_id"], row["effect"], row["disposition"]) == (None, BUFFERED, BUFFERED)
     point = await waitpoint(rows, wait.points["wait"][0])

@@ -57,18 +57,18 @@ def own(wait: Waiting, **overrides: Any) -> dict[str, Any]:
     return wait.signal(**{"payload": wait.execution_id.encode(), **overrides})
 
 
-async def test_bad_signals_do_not_affect_the_good_ones_beside_them(engine: Engine, given: Given, rows: Rows) -> None:
+async def test_bad_signals_do_not_affect_the_good_ones_of_a_batch(engine: Engine, given: Given, rows: Rows) -> None:
     waits = await many(engine, given, GOOD + 4)
     wrong, repeated, spent, over = waits[GOOD:]
     await repeated.send("other", idempotency_key="k")
     await spent.send("ready")
     await engine.cancel_execution(execution_id=over.execution_id, reason="not wanted")
-    nobody = f"{{fp:1}}:{uuid4()}"
+    absent = f"{{fp:1}}:{uuid4()}"
     bad = {
         1: (own(wrong, waitpoint_token="k1:" + "0" * 64), "invalid_token"),
         2: (own(wrong, waitpoint_id=uuid4()), "invalid_token"),
         4: (own(wrong, payload=b"x" * 65_537), "payload_too_large"),
-        5: (own(wrong, execution_id=nobody), "execution_not_found"),
+        5: (own(wrong, execution_id=absent), "execution_not_found"),
         7: (own(spent), "target_not_signalable"),
         8: (own(over), "target_not_signalable"),
         10: (own(wrong, signal_name="nul \0"), "invalid_input"),

@@ -112,7 +112,7 @@ async def test_a_condition_that_needs_its_satisfiers_reads_them_and_sends_none(
             second, _ = await cost.of(wait.send("noise", source_identity="s10"))
             assert {**sent, "insert_deliveries": 0} == {**second, "insert_deliveries": 0}
             assert "take_overflow" not in sent
-            assert await wait.said("vote", source_identity="s2") == SATISFIED
+            assert await wait.accepted("vote", source_identity="s2") == SATISFIED
             await claim(engine)
 
 
@@ -176,7 +176,7 @@ async def test_a_full_log_keeps_buffered_signals_that_were_counted(engine: Engin
         await wait.send(f"late{at}", signal_maxlen=2)
     names = [row["signal_name"] for row in await signals(rows, wait.execution_id)]
     assert names == ["vote", "vote", "vote", "late4", "late5"]
-    assert [await wait.said("vote"), await wait.said("vote")] == ["appended_to_waitpoint", SATISFIED]
+    assert [await wait.accepted("vote"), await wait.accepted("vote")] == ["appended_to_waitpoint", SATISFIED]
     seen = await engine.observe_signals(outcome.handle)
     assert [one.signal_name for one in seen if one.satisfier] == ["vote"] * 5
 

@@ -19,7 +19,7 @@ from flowfabric.model.signal import MAX_PAYLOAD_BYTES, Accepted, NewSignal, Sign
 from flowfabric.model.token import WaitpointToken
 
 OTHER_SECRET = "cd" * 32
-NOBODY = "{fp:3}:11111111-1111-4111-8111-111111111111"
+ABSENT = "{fp:3}:11111111-1111-4111-8111-111111111111"
 
 
 async def stamp(rows: Rows, execution_id: ExecutionId) -> int | None:
@@ -177,7 +177,7 @@ async def test_a_corrupt_condition_is_never_satisfied(
     await stamped_only(
         engine, rows, clock, wait.send(waitpoint_token="k1:" + "0" * 64), "invalid_token", wait.execution_id
     )
-    assert await wait.said() == "appended_to_waitpoint no_op"
+    assert await wait.accepted() == "appended_to_waitpoint no_op"
 
 
 async def test_an_unknown_execution_or_a_foreign_waitpoint_changes_nothing(
@@ -185,8 +185,8 @@ async def test_an_unknown_execution_or_a_foreign_waitpoint_changes_nothing(
 ) -> None:
     wait, other = await waiting(engine, given), await waiting(engine, given)
     async with rows.unchanged():
-        await refused(wait.send(execution_id=NOBODY), "execution_not_found")
-        await refused(wait.send(execution_id=NOBODY, waitpoint_token=""), "execution_not_found")
+        await refused(wait.send(execution_id=ABSENT), "execution_not_found")
+        await refused(wait.send(execution_id=ABSENT, waitpoint_token=""), "execution_not_found")
         await refused(wait.send(waitpoint_id=uuid4()), "invalid_token")
         await refused(wait.send(waitpoint_id=other.points["wait"][0]), "invalid_token")
         await stamps_written(engine)
@@ -390,7 +390,7 @@ async def test_an_approval_needs_a_matching_lane_and_a_waitpoint_of_the_executio
     wait, other = await waiting(engine, given), await waiting(engine, given)
     detail = "lane_mismatch: args.lane_id=elsewhere exec_core.lane_id=default"
     async with rows.unchanged():
-        await refused(approve(wait, execution_id=NOBODY), "execution_not_found")
+        await refused(approve(wait, execution_id=ABSENT), "execution_not_found")
         await refused(approve(wait, lane_id="elsewhere"), "invalid_input", detail)
         await refused(approve(wait, waitpoint_id=uuid4()), "waitpoint_not_found")
         await refused(approve(wait, waitpoint_id=other.points["wait"][0]), "waitpoint_not_found")
@@ -438,7 +438,7 @@ async def test_signals_are_read_only_with_a_handle_of_a_stored_execution(
 
 def test_a_new_signal_shows_no_token() -> None:
     signal = NewSignal.of(
-        execution_id=NOBODY, waitpoint_id=uuid4(), waitpoint_token="k1:" + "ab" * 32, signal_name="x", payload=b"secret"
+        execution_id=ABSENT, waitpoint_id=uuid4(), waitpoint_token="k1:" + "ab" * 32, signal_name="x", payload=b"secret"
     )
     assert isinstance(signal.waitpoint_token, WaitpointToken)
     assert "abab" not in repr(signal)

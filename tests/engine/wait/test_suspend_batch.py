@@ -12,7 +12,7 @@ from engine.state import ACTIVE, EXPIRED_LEASE, vector
 from engine.waits import SUSPENDED, args, on_all, suspend_keys, suspended, suspension, token_of, waitpoints
 from fixtures import Clock, Engines, Given, Rows
 from flowfabric.db.database import Database
-from flowfabric.engine.engine import Engine, engine_beside
+from flowfabric.engine.engine import Engine, second_engine
 from flowfabric.model.errors import EngineError
 from flowfabric.model.ids import WaitpointId
 from flowfabric.model.suspension import Suspended
@@ -77,12 +77,12 @@ async def test_a_refused_suspend_does_not_affect_the_others(
     engine: Engine, given: Given, rows: Rows, clock: Clock
 ) -> None:
     good, stale, mended = [await given.claimed() for _ in range(3)]
-    lapsed = await given.claimed(lease_ttl_ms=1000)
+    expired = await given.claimed(lease_ttl_ms=1000)
     await clock.advance(seconds=1)
     absent = msgspec.structs.replace(good, execution_id=good.execution_id[:-36] + str(uuid4()))
     other = msgspec.structs.replace(stale, lease_epoch=9)
     answers = await at_once(
-        engine, (lapsed, args()), (good, args()), (other, args()), (absent, args()), (mended, args(timeout_at=0))
+        engine, (expired, args()), (good, args()), (other, args()), (absent, args()), (mended, args(timeout_at=0))
     )
     assert codes(answers) == [
         "lease_expired",
@@ -91,7 +91,7 @@ async def test_a_refused_suspend_does_not_affect_the_others(
         "execution_not_found",
         "invalid_input",
     ]
-    states = [vector(await rows.execution(each.execution_id)) for each in (lapsed, good, stale, mended)]
+    states = [vector(await rows.execution(each.execution_id)) for each in (expired, good, stale, mended)]
     assert states == [EXPIRED_LEASE, SUSPENDED, ACTIVE, ACTIVE]
     assert len(await rows.of("suspension")) == len(await rows.of("waitpoint")) == 1
 
@@ -136,7 +136,7 @@ async def test_a_locked_row_does_not_delay_the_other_suspends(
 
 async def test_a_closing_engine_finishes_running_suspends(engines: Engines, engine: Engine, given: Given) -> None:
     handle = await given.claimed()
-    async with engine_beside(engine) as other:
+    async with second_engine(engine) as other:
         asked = asyncio.ensure_future(other.suspend(handle, args()))
         await asyncio.sleep(0)
     assert isinstance(await asked, Suspended)

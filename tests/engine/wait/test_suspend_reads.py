@@ -166,7 +166,7 @@ async def test_the_fields_of_a_suspension_are_read_by_name(engine: Engine, given
 async def test_a_few_suspended_executions_among_many_are_listed_by_state(
     engine: Engine, given: Given, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(listing, "FIRST_WALK", 1)
+    monkeypatch.setattr(listing, "FIRST_SCAN", 1)
     ids = [await waiting(engine, given, namespace=f"n{at % 2}") for at in range(4)]
     for _ in range(10):
         await given.created(lane_id="other")

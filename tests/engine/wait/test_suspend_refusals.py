@@ -185,10 +185,12 @@ async def test_a_suspended_handle_is_refused_first_then_the_first_wrong_argument
 
 
 async def test_the_timeout_is_checked_before_the_execution(engine: Engine, rows: Rows) -> None:
-    nobody: dict[str, Any] = {"execution_id": f"{{fp:0}}:{uuid4()}"}
+    absent_execution: dict[str, Any] = {"execution_id": f"{{fp:0}}:{uuid4()}"}
     async with rows.unchanged():
-        await refused(engine.suspend_by_triple(**nobody, args=args(timeout_at=0)), "invalid_input", "timeout_at")
-        await refused(engine.suspend_by_triple(**nobody, args=args()), "execution_not_found")
+        await refused(
+            engine.suspend_by_triple(**absent_execution, args=args(timeout_at=0)), "invalid_input", "timeout_at"
+        )
+        await refused(engine.suspend_by_triple(**absent_execution, args=args()), "execution_not_found")
         await refused(engine.suspend_by_triple(execution_id="x", args=args()), "invalid_input", "MissingTag")
 
 

@@ -23,7 +23,7 @@ from flowfabric.reconcile.due import read_due
 from flowfabric.reconcile.loop import Reconciler
 
 ESCALATED = "suspended/unowned/not_applicable/paused_by_operator/none/attempt_interrupted/suspended"
-NOBODY = "{fp:3}:11111111-1111-4111-8111-111111111111"
+ABSENT = "{fp:3}:11111111-1111-4111-8111-111111111111"
 MINUTE = 60_000
 LIMIT = 10
 
@@ -190,7 +190,7 @@ async def test_a_suspension_that_is_not_due_is_not_changed_and_the_reason_is_ret
     await clock.advance(ms=MINUTE - 1)
     async with rows.unchanged():
         answers = [await engine.expire_suspension(one.execution_id) for one in (soon, never, over, gone)]
-        answers.append(await engine.expire_suspension(NOBODY))
+        answers.append(await engine.expire_suspension(ABSENT))
         await parts_of(engine).suspension_timeouts.expire_due()
     reasons = "not_yet_due not_yet_due not_suspended_cleaned no_active_suspension_cleaned not_found_cleaned"
     assert answers == [AlreadySatisfied(reason=reason) for reason in reasons.split()]
@@ -212,7 +212,7 @@ async def test_a_stale_timer_does_nothing(
     )
     async with rows.unchanged():
         assert await parts_of(engine).suspension_timeouts.expire_due() == 0
-    assert parts_of(engine).suspension_timeouts.quarantine.left_out() == []
+    assert parts_of(engine).suspension_timeouts.quarantine.skipped() == []
 
 
 async def test_the_default_timeout_of_the_policy_is_applied(
@@ -358,7 +358,7 @@ async def test_more_failing_timeouts_than_a_batch_do_not_block_the_others(
             await clock.advance(ms=MINUTE)
             assert await parts_of(engine).suspension_timeouts.expire_due() == 1
             assert vector(await rows.execution(good.execution_id)) == FAILED
-            assert len(parts_of(engine).suspension_timeouts.quarantine.left_out()) == failed
+            assert len(parts_of(engine).suspension_timeouts.quarantine.skipped()) == failed
             async with rows.unchanged():
                 assert await parts_of(engine).suspension_timeouts.expire_due() == 0
 

@@ -157,5 +157,5 @@ async def test_a_stamp_that_the_store_rejects_is_logged_and_dropped(
     await connection.execute("alter table execution add check (last_hmac_validation_failed_at is null)")
     await refused(wait.send(waitpoint_token=WRONG), "invalid_token")
     await stamps_written(engine)
-    assert "1 refused tokens are not noted on their executions" in caplog.text
+    assert "1 refused tokens could not be recorded on their executions" in caplog.text
     assert isinstance(await wait.send(), Accepted)

@@ -77,7 +77,7 @@ async def test_expired_idempotency_keys_of_suspends_and_signals_are_deleted(
     await reconciler.catch_up()
     assert (len(await suspend_keys(rows)), len(await signal_keys(rows))) == (1, 2)
     await clock.advance(ms=MINUTE)
-    assert (await read_due(parts_of(engine).store, [])).has_spent_keys
+    assert (await read_due(parts_of(engine).store, [])).has_expired_keys
     await reconciler.catch_up()
     assert (len(await suspend_keys(rows)), len(await signal_keys(rows))) == (1, 1)
     await clock.advance(ms=MINUTE)

@@ -1,18 +1,19 @@
 -- compatible: no
 -- The core: lanes, queues, executions, attempts, events, grants and the worker registry.
+-- checksum: 0882f9bfcb1d3aaee3f25a12d83dd365d3acdac6bfd7330ea19994a3aa16a21e
 
 create function ff_now() returns bigint language sql volatile parallel safe
   return (date_part('epoch', clock_timestamp()) * 1000)::bigint;
 
--- For a statement whose answer rests on rows it has only read: with a synchronous standby, its commit then waits until the
--- standby has them. A primary that restarts shows rows whose commit the standby has not confirmed, and a failover would
--- lose what a caller was told.
+-- For statements whose answer depends on rows they only read: with a synchronous standby, the commit of such a statement waits
+-- until the standby has these rows. Otherwise a restarted primary could report rows whose commit the standby has not
+-- confirmed, and a failover would lose them after the caller got the answer.
 create function ff_confirm() returns boolean language sql volatile
   return case when current_setting('synchronous_standby_names') = '' then true
               else pg_logical_emit_message(true, 'flowfabric', '') is not null end;
 
--- Sessions of this user that have been waiting for their clients for so many milliseconds in the middle of a statement.
--- None of null milliseconds.
+-- The sessions of this user that have waited for their client for at least this many milliseconds in the middle of a
+-- statement; none if the argument is null.
 create function ff_silent_sessions(bigint) returns setof int language sql volatile
 begin atomic
   select pid from pg_stat_activity
@@ -43,14 +44,14 @@ create type event_kind as enum ('ended', 'acquired', 'renewed', 'released', 'exp
 create type keyed_operation as enum ('submit', 'suspend', 'signal');
 create type lane_state as enum ('active', 'paused', 'draining', 'disabled');
 
--- Written once at the first start; a process configured otherwise refuses to run.
+-- Written once, at the first start; a process with other settings refuses to run.
 create table configuration (
   only_row boolean primary key default true constraint configuration_has_one_row check (only_row),
   flow_partitions int not null,
   budget_partitions int not null,
   quota_partitions int not null);
 
--- Small global tables, cached in every process: long texts never sit on hot rows.
+-- Small global tables, cached in every process: the rows of executions hold numbers instead of long texts.
 create table namespace (
   namespace_no int generated always as identity primary key,
   namespace text not null constraint namespace_name unique);
@@ -63,30 +64,30 @@ create table lane (
 create table capability_set (
   capability_set_no int generated always as identity primary key,
   required text[] not null,
-  -- Of the sorted tokens joined by commas: a long set would not fit an index entry.
+  -- The hash of the sorted tokens joined by commas: a long set would not fit an index entry.
   digest bytea not null constraint capability_set_digest unique);
 create table kind (
   kind_no int generated always as identity primary key,
   execution_kind text not null,
-  -- A long kind would not fit an index entry.
+  -- The hash of the kind: a long kind would not fit an index entry.
   digest bytea not null constraint kind_digest unique);
 create table worker_identity (
   worker_no int generated always as identity primary key,
   worker_id text not null,
   worker_instance_id text not null,
-  -- Told from time to time while the process lives; long after the last time the identity is deleted.
+  -- Updated from time to time while the process runs; the identity is deleted a long time after the last update.
   seen_at bigint not null,
   constraint worker_identity_name unique (worker_id, worker_instance_id));
 create index worker_identity_age on worker_identity (seen_at);
 
--- A route is lane × capability set: what any worker of the lane that has the capabilities may run.
+-- A route is a lane and a capability set: every worker of the lane with these capabilities may claim from it.
 create table route (
   route_no int generated always as identity primary key,
   lane_no int not null constraint route_has_lane references lane,
   capability_set_no int not null constraint route_has_capability_set references capability_set,
   constraint route_of_lane unique (lane_no, capability_set_no));
--- A queue is the part of a route that has one kind, one namespace and one admission key (0 = none). Claims walk routes or
--- queues in order, they never filter a backlog.
+-- A queue is the part of a route with one kind, one namespace and one admission key (0 = none). Claims scan routes or queues
+-- in order; they never filter a backlog.
 create table queue (
   queue_no int generated always as identity primary key,
   route_no int not null constraint queue_has_route references route,
@@ -97,16 +98,16 @@ create table queue (
   -- A claim that names kinds finds its queues by the first two columns.
   constraint queue_of_lane unique (lane_no, kind_no, namespace_no, route_no, admission_key_no));
 
--- Creation order; one number a draw, so that it holds across connections.
+-- The order of creation. Not cached: numbers increase across connections.
 create sequence execution_sequence as bigint;
 create sequence claim_sequence as bigint;
 
--- The hot row stays put: no index names a column that a claim or an ending changes, so both are heap-only updates within
--- the row's page, for which the fillfactor leaves room. What does change stands together, as only the span from the first
--- changed column to the last is logged. Waiting work, timers, claims and lists stand in narrow tables of their own.
+-- No index contains a column that changes when an execution is claimed or ends, so both are heap-only updates within the
+-- page of the row; the fillfactor leaves space for them. The columns that change are next to each other, because Postgres logs
+-- the bytes from the first changed column to the last. Waiting work, timers, claims and lists are in separate narrow tables.
 create table execution (
   execution_id uuid not null,
-  -- Order of claiming within a route: (9000 - priority) in the bits above 48, creation order below.
+  -- The order of claiming within a route: (9000 - priority) << 48, plus a number in the order of creation.
   place bigint not null,
   created_at bigint not null,
   queue_no int not null,
@@ -117,17 +118,18 @@ create table execution (
   retry_count int not null default 0,
   reclaim_count int not null default 0,
   replay_count int not null default 0,
-  -- One bit for each kind of thing that hangs on the execution and must be seen to when its lease or it ends.
+  -- One bit for each kind of attachment (1: grant, 2: suspension), which is cleaned up when the lease or the execution ends.
   attached smallint not null default 0,
   attempt_count int not null default 0,
   lease_epoch bigint not null default 0,
-  -- The latest lease. Its columns stay after its end until the next one, except that lease_id shows that there is none.
+  -- The latest lease. Its columns keep their values until the next one, except lease_id: it is null while an execution that
+  -- has not ended has no lease.
   claim_no bigint,
   claimed_at bigint,
-  -- As of the claim; its row in claim knows of renewals since.
+  -- The expiry at the time of the claim; later renewals are stored in the row of claim.
   lease_expires_at bigint,
   lease_id uuid,
-  -- Null while it is the id of the lease: the lease that begins an attempt gives the attempt its id.
+  -- Null if it equals lease_id: the first lease of an attempt gives the attempt its id.
   attempt_id uuid,
   worker_no int,
   attempt_type attempt_type,
@@ -158,23 +160,23 @@ create table execution (
             case when attempt_state = 'attempt_interrupted' then 'resumable'::public_state else 'waiting' end
           else 'waiting' end
       else 'waiting' end) stored,
-  -- Of a terminal execution, when it ended.
+  -- For a terminal execution, the time it ended.
   last_transition_at bigint not null,
-  -- Of the latest attempt, as failure_reason and failure_category are.
-  -- Null where it is in execution_result, where there is none, and before the success.
+  -- Null before the execution succeeds, without a result, and if the result is in execution_result.
   result_payload bytea,
-  -- From here to input_payload null on the hot path.
-  -- Where it is later than last_transition_at.
+  -- The columns from here to input_payload are null for most executions.
+  -- Only set if it is later than last_transition_at.
   last_mutation_at bigint,
-  -- Where it is not claimed_at: when the first attempt began.
+  -- When the first attempt began; null if that is claimed_at.
   started_at bigint,
   result_encoding text,
+  -- The failure of the latest attempt.
   failure_reason text,
   failure_category text,
   granted_until bigint,
   delay_until bigint,
   deadline_at bigint,
-  -- While it is active.
+  -- Valid while the execution is active.
   attempt_timeout_at bigint,
   suspension_timeout_at bigint,
   suspension_id uuid,
@@ -185,7 +187,7 @@ create table execution (
   blocking_detail text,
   cancellation_reason text,
   cancelled_by text,
-  -- Of a lost lease, whose claim is gone.
+  -- Of a lost lease, whose claim may be deleted.
   lease_renewed_at bigint,
   lease_expired_at bigint,
   lease_revoked_at bigint,
@@ -196,7 +198,7 @@ create table execution (
   progress_message text,
   progress_updated_at bigint,
   creator_identity text not null,
-  -- Null where it is in execution_input.
+  -- Null if it is in execution_input.
   input_payload bytea,
   payload_encoding text,
   policy jsonb,
@@ -207,13 +209,13 @@ create table execution (
   constraint execution_eligibility_is_of_runnable check ((eligibility_state <> 'not_applicable') = (lifecycle_phase = 'runnable'))
 ) with (fillfactor = 30, toast_tuple_target = 1024, autovacuum_vacuum_scale_factor = 0.02,
         autovacuum_vacuum_insert_scale_factor = 0.1, autovacuum_analyze_scale_factor = 0.05);
--- Payloads are stored as they are: compressing them costs more than the page they save.
+-- Payloads are not compressed: that costs more than the pages it saves.
 alter table execution alter input_payload set storage external, alter result_payload set storage external;
--- Lists merge the few pairs of a namespace and a lane; ids of one millisecond are sorted as texts when read.
+-- Lists merge the scans of all pairs of namespace and lane; executions of the same millisecond are sorted by id when read.
 create index execution_list on execution (namespace_no, lane_no, created_at);
 
--- Inputs of more than 256 bytes. On the execution's row one of 1,500 bytes would leave room for no other row on its page,
--- because of the fillfactor. Written with the execution and deleted with it, never updated.
+-- Inputs of more than 256 bytes. With an input of 1,500 bytes on its row, an execution would need a page for itself, because
+-- of the fillfactor. Written and deleted together with the execution, never updated.
 create table execution_input (
   partition_key smallint not null,
   execution_id uuid not null,
@@ -221,8 +223,8 @@ create table execution_input (
   primary key (partition_key, execution_id));
 alter table execution_input alter input_payload set storage external;
 
--- Results of more than 256 bytes, for the same reason: the update that ends the execution stays in its page. Written with
--- the success and deleted with the execution. What moves an execution out of success clears result_payload and deletes this.
+-- Results of more than 256 bytes, so that the update that ends the execution stays within its page. Written when the execution
+-- succeeds and deleted with it. A statement that moves an execution out of success must clear result_payload and delete this row.
 create table execution_result (
   partition_key smallint not null,
   execution_id uuid not null,
@@ -230,8 +232,8 @@ create table execution_result (
   primary key (partition_key, execution_id));
 alter table execution_result alter result_payload set storage external;
 
--- What a claim may take: an entry for each execution that waits for a worker or has lost its lease. Whoever adds or removes
--- one holds the execution.
+-- The claimable executions: one entry for each execution that waits for a worker or has lost its lease. A transaction locks the
+-- execution before it inserts or deletes the entry.
 create table ready (
   place bigint not null,
   route_no int not null,
@@ -243,18 +245,18 @@ create table ready (
 create unique index ready_queue on ready (queue_no, place);
 create index ready_route on ready (route_no, place);
 
--- Every timer of live executions, each as long as it runs.
+-- The timers of executions that have not ended. A timer is deleted when it has fired or no longer applies.
 create table timer (
   partition_key smallint not null,
   execution_id uuid not null,
   kind timer_kind not null,
-  -- What is set into the past is due from when it was set: sweeps need not look for it further back.
+  -- A timer set to a past time is stored with the current time, so that sweeps need not scan further back.
   due_at bigint not null,
   primary key (partition_key, execution_id, kind));
 create index timer_due on timer (kind, due_at);
 
--- The leases that one claim has given, which end together and are renewed together. An execution whose row names another
--- claim, or that is not leased, is not under it any more.
+-- The leases of one claim, which expire and are renewed together. An execution belongs to the claim only while it is leased and
+-- its row has this claim_no.
 create table claim (
   partition_key smallint not null,
   claim_no bigint not null,
@@ -267,8 +269,8 @@ create table claim (
 alter table claim alter execution_ids set storage external;
 create index claim_due on claim (expires_at);
 
--- Executions that ended together and may be deleted together. One whose end is later, because it was
--- replayed, is skipped.
+-- Executions that ended at the same time and may be deleted together. An execution that was replayed ended at a later time and
+-- is skipped.
 create table retained (
   retain_until bigint not null,
   ended_at bigint not null,
@@ -277,18 +279,18 @@ create table retained (
 alter table retained alter execution_ids set storage external;
 create index retained_due on retained (retain_until);
 
--- What lists and operators look for and the hot path does not pass: what may be resumed, is blocked by anything but its
--- time, has lost its lease (active) or has ended otherwise than in success.
+-- The executions in rarer states, for lists and operators: resumable ones, those blocked by anything except a delay, those that
+-- have lost their lease (active), and those that ended without success.
 create table listed (
   partition_key smallint not null,
   execution_id uuid not null,
   public_state public_state not null,
-  -- When it came to that; of a lost lease, when it ended.
+  -- When the execution entered the state; for a lost lease, when the lease expired.
   at bigint not null,
   primary key (partition_key, execution_id));
 create index listed_state on listed (public_state, at);
 
--- An execution with what its row leaves to be derived; the lease is shown while there is one.
+-- An execution with the values that are derived from its row; the columns of the lease are null while there is none.
 create view execution_detail as
   select e.partition_key, e.execution_id, e.place, (9000 - (e.place >> 48))::smallint as priority, e.queue_no, e.namespace_no,
          e.lane_no, k.execution_kind, e.lifecycle_phase, e.ownership_state, e.eligibility_state, e.blocking_reason,
@@ -332,13 +334,13 @@ create table execution_tag (
   primary key (partition_key, execution_id, key));
 create index execution_tag_find on execution_tag (key, left(value, 128));
 
--- What was done under an idempotency key, for as long as a repeat is to be told of it. A key counts within its scope: the
--- namespace and lane of a submission, the execution of a suspend, the waitpoint of a signal. The entry of a submission
--- outlives its execution, so it holds what a repeat is compared with: the kind, the encoding, and the first 16 bytes of
--- the SHA-256 of the payload and of the policy's JSON (empty for the default policy). The outcome of a suspend holds
--- tokens: guard it like waitpoints.
+-- The calls made under an idempotency key, kept until the key expires, so that a repeated call gets the same answer. A key is
+-- unique within its scope: the namespace and lane of a submission, the execution of a suspend, the waitpoint of a signal. The
+-- row of a submission may outlive its execution, so it holds the values that a repeat is compared with: the kind, the encoding,
+-- and the first 16 bytes of the SHA-256 of the payload and of the policy's JSON (empty for the default policy). The outcome of
+-- a suspend contains tokens: protect it like the table waitpoint.
 create table idempotency_key (
-  -- Of a submission that of its lane; a caller's own id may put the execution into another partition.
+  -- For a submission, the partition of its lane; an id given by the caller may place the execution in another one.
   partition_key smallint not null,
   operation keyed_operation not null,
   scope uuid not null,
@@ -359,9 +361,9 @@ create index idempotency_key_due on idempotency_key (expires_at);
 create function ff_scope(int, int) returns uuid language sql immutable parallel safe
   return (lpad(to_hex($1), 16, '0') || lpad(to_hex($2), 16, '0'))::uuid;
 
--- Attempts that another has followed, with how they ended; the lineage of those that followed one, from when it is known;
--- and what an attempt that was parked has been through. The latest attempt is the execution row (view attempt_all shows
--- all of them).
+-- Attempts that were followed by another one, with their outcome; the reason and the predecessor of an attempt that follows
+-- another, as soon as it is scheduled; and the times of an attempt that was parked. The latest attempt is on the row of the
+-- execution; the view attempt_all shows all attempts.
 create table attempt (
   partition_key smallint not null,
   execution_id uuid not null,
@@ -397,7 +399,7 @@ create view attempt_all as
     from attempt
    where ended_at is not null
   union all
-  -- The latest, unless it has ended and its execution waits for another, or ended while it did.
+  -- The latest attempt, unless its row in attempt has ended: then the execution waits, or ended waiting, for the next attempt.
   select e.partition_key, e.execution_id, e.attempt_count - 1, coalesce(e.attempt_id, e.lease_id), e.attempt_type,
          case
            when e.lifecycle_phase = 'active' then 'started'
@@ -422,19 +424,19 @@ create view attempt_all as
                        and a.attempt_index = e.attempt_count - 1
    where coalesce(e.attempt_id, e.lease_id) is not null and a.ended_at is null;
 
--- Every feed is this one table. An ending alone has the kind ended; a released lease and the ending it brings share one row.
--- What happens to many executions at once, and differs in nothing but their ids and those of their leases, is one row.
+-- The events of all feeds. The end of an execution without a lease has the kind ended; the release of a lease that also ends
+-- the execution is one row. Events of several executions that differ only in the ids of executions and leases share one row.
 create table event (
   event_id bigint generated always as identity,
   xid xid8 not null default pg_current_xact_id(),
   at bigint not null,
   lease_epoch bigint,
-  -- Of one execution, or else of many.
+  -- Either execution_id and lease_id of one execution, or the arrays of several.
   execution_id uuid,
   lease_id uuid,
   execution_ids uuid[],
   lease_ids uuid[],
-  -- Of the attempt, where it is not that of the lease.
+  -- Null if it equals the lease id.
   attempt_id uuid,
   kind event_kind not null,
   namespace_no int not null,
@@ -447,17 +449,17 @@ create table event (
   instance_tag text,
   details jsonb,
   constraint event_is_of_one_or_many check ((execution_id is null) <> (execution_ids is null)),
-  -- What is rare is found by its execution.
+  -- Rare events must be found by their execution, so they are not shared.
   constraint event_of_many_is_common check (execution_ids is null or kind in ('acquired', 'renewed', 'released'))
 ) partition by range (at);
 alter table event alter execution_ids set storage external, alter lease_ids set storage external;
 create table event_default partition of event default;
 create index event_feed on event (xid, event_id);
--- What is rare is found by its kind, and by its execution: with the attempts it is the execution's timeline.
+-- Rare events are found by their kind, and by their execution: together with its attempts they are its timeline.
 create index event_rare_feed on event (kind, xid, event_id) where kind not in ('acquired', 'renewed', 'released', 'ended');
 create index event_rare_execution on event (execution_id, event_id) where kind not in ('acquired', 'renewed', 'released', 'ended');
 
--- Each event as a row of its own, in the order (xid, event_id, nth).
+-- One row for each event of each execution, in the order (xid, event_id, nth).
 create view event_each as
   select e.event_id, m.nth, e.xid, e.at, e.kind, e.partition_key, coalesce(e.execution_id, m.execution_id) as execution_id,
          e.namespace_no, e.attempt_index, coalesce(e.lease_id, m.lease_id) as lease_id, e.lease_epoch,
@@ -466,7 +468,7 @@ create view event_each as
     from event e
     left join lateral unnest(e.execution_ids, e.lease_ids) with ordinality as m(execution_id, lease_id, nth) on true;
 
--- The keys that sign grants and waitpoint tokens: one signs, older ones verify until their grace ends.
+-- The keys that sign grants and waitpoint tokens: one signs, older ones verify until their grace period ends.
 create table signing_key (
   kid text primary key,
   secret bytea not null,
@@ -500,12 +502,13 @@ create table worker (
   worker_id text not null,
   lanes text[] not null,
   capabilities text[] not null,
-  -- Null: any.
+  -- Null means any kind.
   kinds text[],
-  -- Whether it takes the work of every namespace, or only that of its own.
+  -- Whether it runs executions of every namespace, or only those of its own.
   serves_all_namespaces boolean not null,
   last_heartbeat_at bigint not null,
   liveness_ttl_ms bigint not null,
+  -- When the registration expires unless a heartbeat renews it.
   lapses_at bigint not null generated always as (last_heartbeat_at + liveness_ttl_ms) stored,
   registered_at bigint not null,
   primary key (partition_key, namespace, worker_instance_id));

@@ -1,5 +1,6 @@
 -- compatible: yes
 -- Suspensions, their waitpoints and the signals that resume them.
+-- checksum: 6800dd20721828c954da119cea009aa0f48cc35a3c13915a2b93fe345a12060c
 
 create type waitpoint_state as enum ('pending', 'active', 'closed', 'expired');
 
@@ -9,7 +10,7 @@ create table suspension (
   execution_id uuid not null,
   suspension_id uuid not null,
   attempt_index int not null,
-  -- In the order of the bindings; the first is the one the execution shows.
+  -- In the order of the bindings; reads of the execution show the first one.
   waitpoint_ids uuid[] not null,
   namespace_no int not null,
   lane_no int not null,
@@ -21,7 +22,7 @@ create table suspension (
   condition jsonb not null,
   resume_policy jsonb not null,
   continuation_metadata_pointer text,
-  -- Signals that added to the condition, in the order they were accepted; the last one closed it.
+  -- The signals that counted for the condition, in the order they were accepted; the last one satisfied it.
   satisfier_ids uuid[] not null default '{}',
   satisfied_at bigint,
   closed_at bigint,
@@ -29,9 +30,9 @@ create table suspension (
   last_signal_at bigint,
   primary key (partition_key, execution_id, suspension_id),
   constraint suspension_closed_has_reason check ((closed_at is null) = (close_reason is null)));
--- Many share a millisecond only by chance: what does is sorted by id when it is read.
--- What serves lists and sweeps must not fit the statements that know a key: while a table is empty, the planner takes
--- any index that fits for as good as the primary key, and a plan lives on. So these name other columns than those do.
+-- Suspensions of the same millisecond are few and are sorted by id when they are read.
+-- Indexes for lists and sweeps must not match the conditions of statements that look up a key: while a table is empty, the
+-- planner considers any matching index as good as the primary key, and the plan is used later. So they have other columns.
 create index suspension_list on suspension (suspended_at) where close_reason is null;
 
 create table waitpoint (
@@ -56,7 +57,7 @@ create table waitpoint (
   last_signal_at bigint,
   primary key (partition_key, waitpoint_id));
 create index waitpoint_of_execution on waitpoint (execution_id);
--- Of the pending ones.
+-- The pending waitpoints.
 create index waitpoint_due on waitpoint (expires_at) where activated_at is null and closed_at is null;
 
 create table signal (

@@ -1,8 +1,8 @@
 -- compatible: yes
 -- The exception that a failed attempt ended with: its type and its traceback.
 
--- Of the latest attempt of a failed execution they stand on a row in the state created, as its lineage does: the rest of it
--- is the execution row.
+-- The error of the latest attempt of a failed execution is on a row of attempt in the state created; the other fields of that
+-- attempt are on the row of the execution.
 alter table attempt add column error_type text, add column traceback text;
 
 create or replace view attempt_all as
@@ -13,7 +13,7 @@ create or replace view attempt_all as
     from attempt
    where ended_at is not null
   union all
-  -- The latest, unless it has ended and its execution waits for another, or ended while it did.
+  -- The latest attempt, unless its row in attempt has ended: then the execution waits, or ended waiting, for the next attempt.
   select e.partition_key, e.execution_id, e.attempt_count - 1, coalesce(e.attempt_id, e.lease_id), e.attempt_type,
          case
            when e.lifecycle_phase = 'active' then 'started'

@@ -1,1 +1,1 @@
-"""Code that several rooms share: state transitions, row locks, lease ends, wakeups, watermarks, signing keys."""
+"""Shared code of the engine: state transitions, row locks, lease ends, wakeups, watermarks, signing keys."""

@@ -76,7 +76,7 @@ class EndedLease:
 
 
 Consequence = Callable[[Transaction, Sequence[EndedLease]], Awaitable[None]]
-"""Cleans up one kind of attachment in the transaction that ended the leases or executions."""
+"""Clean up one kind of attachment in the transaction that ended the leases or executions."""
 
 
 class LeaseEnd:
@@ -231,8 +231,8 @@ class LeaseEnds:
         if len(completed) == len(ends):
             return [DONE] * len(ends)
         done = {nth - 1 for nth in completed}
-        left = iter(await self._end_each([end for at, end in enumerate(ends) if at not in done]))
-        return [DONE if at in done else next(left) for at in range(len(ends))]
+        others = iter(await self._end_each([end for at, end in enumerate(ends) if at not in done]))
+        return [DONE if at in done else next(others) for at in range(len(ends))]
 
     async def _complete(self, ends: Sequence[LeaseEnd]) -> Sequence[int]:
         """Complete the runs whose fence is current by a cheaper statement; return their positions, counted from 1."""
@@ -256,18 +256,18 @@ class LeaseEnds:
         columns = self._columns(ends, is_thorough=False)
         verdicts = self._judge(ends, await self._store.database.fetch(SQL.end_leases, columns))
         # A lease whose renewal is in progress still shows its old expiry, so it is checked again under a lock.
-        again = [
+        unclear = [
             at
             for at, verdict in enumerate(verdicts)
             if isinstance(verdict, Verdict) and verdict.code in ("attached", "lease_expired")
         ]
-        if again:
-            again_ends = [ends[at] for at in again]
+        if unclear:
+            unclear_ends = [ends[at] for at in unclear]
 
             async def end(transaction: Transaction) -> list[Verdict | Locked]:
-                return await self.within(transaction, again_ends)
+                return await self.within(transaction, unclear_ends)
 
-            for at, verdict in zip(again, await self._store.database.transact(end), strict=True):
+            for at, verdict in zip(unclear, await self._store.database.transact(end), strict=True):
                 verdicts[at] = verdict
         await self.after_commit(ends, verdicts)
         return verdicts

@@ -151,7 +151,7 @@ large as (
    where :has_large_results::boolean and verdict = 'ok' and octet_length(payload) > :inline_payload_bytes
   on conflict (partition_key, execution_id) do update set result_payload = excluded.result_payload
 ),
--- An attempt that is parked or followed by another, and the row of the attempt that follows it.
+-- Attempts that are parked or followed by another attempt, and the row of the attempt that follows.
 attempts as (
   insert into attempt as a (partition_key, execution_id, attempt_index, attempt_state, attempt_id, attempt_type, started_at,
                             suspended_at, suspension_marker, ended_at, lease_id, lease_epoch, worker_no, failure_reason,
@@ -273,7 +273,7 @@ select nth, verdict, 0, to_delay_until,
        case when verdict = 'execution_not_active' then jsonb_build_object(
          'terminal_outcome', terminal_outcome, 'lifecycle_phase', lifecycle_phase, 'attempt_state', attempt_state,
          'lease_epoch', lease_epoch, 'attempt_id', own_attempt_id, 'attempt_count', attempt_count,
-         -- For a retry that is already claimable: the time since when.
+         -- A retry that is already claimable has no delay: the time since which it is.
          'delay_until', coalesce(delay_until, last_transition_at)) end
   from judged h
   left join lateral (

@@ -31,7 +31,7 @@ SQL = statements_beside(__file__)
 logger = logging.getLogger(__name__)
 
 FIRST_KID = "k1"
-_MOST_CACHED = 100
+_MAX_CACHED = 100
 
 
 class Keys:
@@ -54,7 +54,7 @@ class Keys:
         async def install(transaction: Transaction) -> Seeded | AlreadySeeded:
             stored, now = await self._locked(transaction)
             if kid in stored:
-                return AlreadySeeded(kid=kid, same_secret=self._is_of(stored[kid], secret))
+                return AlreadySeeded(kid=kid, same_secret=self._has_secret(stored[kid], secret))
             if current := _current(stored):
                 raise error(
                     "invalid_input",
@@ -77,15 +77,15 @@ class Keys:
         async def rotate(transaction: Transaction) -> Rotated | AlreadyRotated | EngineError:
             stored, now = await self._locked(transaction)
             if new_kid in stored:
-                if self._is_of(stored[new_kid], secret):
+                if self._has_secret(stored[new_kid], secret):
                     return AlreadyRotated(kid=new_kid)
                 return error("rotation_conflict", new_kid)
-            spent = await transaction.fetch(SQL.take_spent_signing_keys, now=now)
+            expired = await transaction.fetch(SQL.take_expired_signing_keys, now=now)
             previous = _current(stored)
             if previous is not None:
                 await transaction.fetch(SQL.retire_key, kid=previous, expires_at=now + grace_ms)
             await self._install(transaction, stored, new_kid, secret, now)
-            return Rotated(previous_kid=previous, new_kid=new_kid, gc_count=len(spent))
+            return Rotated(previous_kid=previous, new_kid=new_kid, gc_count=len(expired))
 
         return [RotationEntry(partition=0, result=await self._store.transact(rotate))]
 
@@ -100,7 +100,7 @@ class Keys:
         )
 
     async def prepare(self, secret_hex: str | None, *, may_generate: bool) -> list[str]:
-        """Check at a start that a key signs and that stored secrets decrypt, encrypt plain ones; return what it did.
+        """Check at a start that a key signs and stored secrets decrypt; encrypt plain ones; return what was done.
 
         If no key signs, install the configured one, or a generated one if `may_generate`. A stored key is never
         replaced: other processes and existing signatures depend on it.
@@ -142,7 +142,7 @@ class Keys:
         done: list[str] = []
         for key in self._keys_to_encrypt(stored):
             await transaction.fetch(SQL.set_secret, kid=key.kid, secret=self._seals.seal(key.kid, key.secret))
-            done.append(f"signing key {key.kid} sealed")
+            done.append(f"signing key {key.kid} encrypted")
         if _check_given(stored, secret_hex, may_generate=may_generate):
             secret = check_secret(secret_hex or secrets.token_hex(SECRET_BYTES), "invalid_input")
             await self._install(transaction, stored, FIRST_KID, secret, now)
@@ -162,7 +162,7 @@ class Keys:
         return known
 
     def ring(self, rows: Sequence[Record]) -> dict[str, RingKey]:
-        """The keys of stored rows by name, with what decides whether their signatures are still valid."""
+        """The keys of stored rows by name, each with its expiry and whether it is the current one."""
         return {
             kid: RingKey(key=self._opened_or_empty(row), is_current=row["is_current"], expires_at=row["expires_at"])
             for kid, row in _by_kid(rows).items()
@@ -183,13 +183,13 @@ class Keys:
         await transaction.fetch(SQL.insert_key, kid=kid, secret=self._seals.seal(kid, secret), now=now)
 
     def _opened(self, row: Record) -> SigningKey:
-        at = row["kid"], row["installed_at"]
-        known = self.known.get(at)
+        cache_key = row["kid"], row["installed_at"]
+        known = self.known.get(cache_key)
         if known is None:
             key = SigningKey(kid=row["kid"], secret=self._seals.open(row["kid"], row["secret"]))
-            if len(self.known) >= _MOST_CACHED:
+            if len(self.known) >= _MAX_CACHED:
                 self.known.clear()
-            known = self.known[at] = key
+            known = self.known[cache_key] = key
         return known
 
     def _opened_or_empty(self, row: Record) -> SigningKey:
@@ -198,12 +198,12 @@ class Keys:
         except EngineError:
             return SigningKey(kid=row["kid"], secret=b"")
 
-    def _is_of(self, row: Record, secret: bytes) -> bool:
+    def _has_secret(self, row: Record, secret: bytes) -> bool:
         return hmac.compare_digest(self._opened(row).secret, secret)
 
     def _keys_to_encrypt(self, stored: Mapping[str, Record]) -> list[SigningKey]:
         """The keys still to be encrypted, except retired ones that cannot be decrypted."""
-        rows = [row for kid, row in stored.items() if not self._seals.is_settled(kid, row["secret"])]
+        rows = [row for kid, row in stored.items() if self._seals.needs_sealing(kid, row["secret"])]
         return [key for row in rows if (key := self._opened_or_empty(row)).secret]
 
     async def _usable(self) -> dict[str, Record]:
@@ -238,7 +238,7 @@ class Keys:
 
 
 def _check_given(stored: Mapping[str, Record], secret_hex: str | None, *, may_generate: bool) -> bool:
-    """Whether the first key has to be installed; raises if there is none to install."""
+    """Whether the first key has to be installed; raise if there is none to install."""
     is_missing = _current(stored) is None and FIRST_KID not in stored
     if is_missing and secret_hex is None and not may_generate:
         raise error(

@@ -27,7 +27,7 @@ update signing_key set secret = :secret where kid = :kid;
 -- Retires a key: it no longer signs, and verifies until :expires_at.
 update signing_key set is_current = false, expires_at = :expires_at where kid = :kid;
 
--- name: take_spent_signing_keys
+-- name: take_expired_signing_keys
 -- Deletes the keys that no longer verify; returns their names.
 delete from signing_key
  where not is_current and (expires_at is null or expires_at <= 0 or expires_at < :now)

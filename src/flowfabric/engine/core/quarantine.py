@@ -9,26 +9,26 @@ from flowfabric.model.errors import EngineError, TransportError
 from flowfabric.model.ids import ExecutionId, split_execution_id
 
 FAILURES_IN_A_ROW = 3
-INTERVALS_LEFT_OUT = 10
-MOST_LEFT_OUT = 10_000
+SKIPPED_INTERVALS = 10
+MAX_SKIPPED = 10_000
 
 logger = logging.getLogger(__name__)
 
-Together = Callable[[Sequence[UUID], list[ExecutionId]], Awaitable[int]]
-"""Process a batch of due items except these ids, collecting the ids found; return how many succeeded."""
-Alone = Callable[[ExecutionId], Awaitable[bool]]
-"""Process one item; whether that succeeded."""
-Batch = Callable[[Sequence[UUID]], Awaitable[int]]
+ProcessFound = Callable[[Sequence[UUID], list[ExecutionId]], Awaitable[int]]
+"""Process a batch of due items except these ids, and add the ids found to the list; return how many succeeded."""
+ProcessOne = Callable[[ExecutionId], Awaitable[bool]]
+"""Process one item; return whether that succeeded."""
+ProcessBatch = Callable[[Sequence[UUID]], Awaitable[int]]
 """Process a batch of due items except these ids, all or none of them; return how many there were."""
 ListDue = Callable[[Sequence[UUID]], Awaitable[Sequence[ExecutionId]]]
-"""The items of the batch that `Batch` would process."""
-Some = Callable[[Sequence[ExecutionId]], Awaitable[int]]
+"""List the items that `ProcessBatch` would process."""
+ProcessItems = Callable[[Sequence[ExecutionId]], Awaitable[int]]
 """Process these items, all or none of them; return how many were still due."""
 
 
 def pause_after(failures: int, every: float) -> float:
     """The seconds until the next try after this many failures in a row, for a sweep that runs `every` seconds."""
-    return every * (INTERVALS_LEFT_OUT if failures % FAILURES_IN_A_ROW == 0 else 1)
+    return every * (SKIPPED_INTERVALS if failures % FAILURES_IN_A_ROW == 0 else 1)
 
 
 class Quarantine:
@@ -40,12 +40,12 @@ class Quarantine:
         self._failures: dict[ExecutionId, tuple[int, float]] = {}
         """The number of failures in a row, and the time until which the execution is skipped."""
 
-    def left_out(self) -> list[UUID]:
+    def skipped(self) -> list[UUID]:
         """The executions to skip now."""
         now = self._clock()
         # An execution that has not failed again for that long was processed, or is gone.
-        forgotten = self._every * INTERVALS_LEFT_OUT
-        for execution_id in [each for each, (_, until) in self._failures.items() if until + forgotten < now]:
+        memory = self._every * SKIPPED_INTERVALS
+        for execution_id in [each for each, (_, until) in self._failures.items() if until + memory < now]:
             del self._failures[execution_id]
         return [UUID(split_execution_id(each)[1]) for each, (_, until) in self._failures.items() if until > now]
 
@@ -53,12 +53,12 @@ class Quarantine:
         """Record that an execution could not be processed, and log the problem."""
         failures = self._failures.pop(execution_id, (0, 0.0))[0] + 1
         pause = pause_after(failures, self._every)
-        while len(self._failures) >= MOST_LEFT_OUT:
+        while len(self._failures) >= MAX_SKIPPED:
             del self._failures[next(iter(self._failures))]
         self._failures[execution_id] = failures, self._clock() + pause
         logger.warning("%s failed %d times, skipping it for %g s: %s", execution_id, failures, pause, problem)
 
-    async def sweep(self, together: Together, alone: Alone, *, limit: int) -> int:
+    async def sweep(self, together: ProcessFound, alone: ProcessOne, *, limit: int) -> int:
         """Process one batch, item by item if it fails as a whole; return how many items succeeded.
 
         If every item of a full batch fails, process the next batch, so that failing items never block the others.
@@ -69,20 +69,20 @@ class Quarantine:
 
         return await self._sweep(together, each, limit)
 
-    async def sweep_by_halves(self, batch: Batch, list_due: ListDue, some: Some, *, limit: int) -> int:
+    async def sweep_by_halves(self, batch: ProcessBatch, list_due: ListDue, items: ProcessItems, *, limit: int) -> int:
         """Process one batch as `sweep` does, but split a failing batch in halves until only failing items are left."""
 
-        async def together(left_out: Sequence[UUID], found: list[ExecutionId]) -> int:
+        async def together(skipped: Sequence[UUID], found: list[ExecutionId]) -> int:
             try:
-                return await batch(left_out)
+                return await batch(skipped)
             except EngineError as fault:
                 if not is_connection_fault(fault):
-                    found += await list_due(left_out)
+                    found += await list_due(skipped)
                 raise
 
         async def halve(found: Sequence[ExecutionId]) -> int:
             try:
-                return await some(found)
+                return await items(found)
             except EngineError as fault:
                 if is_connection_fault(fault):
                     raise
@@ -94,20 +94,20 @@ class Quarantine:
 
         return await self._sweep(together, halve, limit)
 
-    async def _sweep(self, together: Together, apart: Some, limit: int) -> int:
-        for _ in range(1 + MOST_LEFT_OUT // limit):
+    async def _sweep(self, together: ProcessFound, separately: ProcessItems, limit: int) -> int:
+        for _ in range(1 + MAX_SKIPPED // limit):
             found: list[ExecutionId] = []
             try:
-                done = await together(self.left_out(), found)
+                done = await together(self.skipped(), found)
             except Exception as fault:
                 if not found or is_connection_fault(fault):
                     raise
-                done = await apart(found)
+                done = await separately(found)
             if done or len(found) < limit:
                 return done
         return 0
 
-    async def _try(self, execution_id: ExecutionId, alone: Alone) -> bool:
+    async def _try(self, execution_id: ExecutionId, alone: ProcessOne) -> bool:
         try:
             if is_done := await alone(execution_id):
                 return is_done

@@ -88,7 +88,7 @@ def verdict_of(row: Record) -> Verdict:
 def not_active(found: Found) -> EngineError:
     """The error for an execution that is not active.
 
-    Its detail tells a caller that lost a reply whether its own call ended the execution.
+    Its detail shows a caller that lost a reply whether its own call ended the execution.
     """
     return error(
         "execution_not_active",

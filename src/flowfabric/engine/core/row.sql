@@ -16,7 +16,7 @@ select e.partition_key, e.execution_id, e.lifecycle_phase, e.ownership_state, e.
  where e.partition_key = i.partition_key and e.execution_id = i.execution_id
 
 -- fragment: claim
--- The expiry stored by its claim.
+-- The expiry that the execution's claim stores.
 left join lateral (
      select r.expires_at from claim r
       where r.partition_key = e.partition_key and r.claim_no = e.claim_no limit 1) r on true

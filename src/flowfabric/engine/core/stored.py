@@ -1,4 +1,4 @@
-"""Read stored fields: a missing or unknown value is reported as corruption, never replaced by a default."""
+"""Reading of stored fields: a missing or unknown value is reported as corruption, never replaced by a default."""
 
 from enum import StrEnum
 from typing import TypeVar

@@ -78,8 +78,8 @@ class Move(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Effect:
-    """What a move writes: the state of the execution and of its attempt, and the reason stored with the events.
+class Transition:
+    """What a move writes: the new state of the execution and of its attempt, and the reason stored with the events.
 
     An attempt left as `started` can still be reclaimed. An attempt left as `suspended` is parked: it keeps its id and
     index, and the next claim continues it. If the move ends a suspended execution, its reason closes the suspension
@@ -91,9 +91,9 @@ class Effect:
     reason: ReleaseReason | CloseReason | None
 
 
-def _ended(outcome: TerminalOutcome, attempt: AttemptLifecycle, reason: ReleaseReason | CloseReason) -> Effect:
+def _ended(outcome: TerminalOutcome, attempt: AttemptLifecycle, reason: ReleaseReason | CloseReason) -> Transition:
     target = Target(phase=LifecyclePhase.TERMINAL, outcome=outcome, attempt=AttemptState.ATTEMPT_TERMINAL)
-    return Effect(target=target, attempt=attempt, reason=reason)
+    return Transition(target=target, attempt=attempt, reason=reason)
 
 
 _BACKOFF = Target(
@@ -106,24 +106,26 @@ _RETRYABLE = replace(_BACKOFF, eligibility=EligibilityState.ELIGIBLE_NOW, blocki
 _FAILURE = AttemptLifecycle.ENDED_FAILURE
 
 
-def _parked(eligibility: EligibilityState, blocking: BlockingReason, reason: ReleaseReason) -> Effect:
+def _parked(eligibility: EligibilityState, blocking: BlockingReason, reason: ReleaseReason) -> Transition:
     target = Target(
         phase=LifecyclePhase.RUNNABLE,
         eligibility=eligibility,
         blocking=blocking,
         attempt=AttemptState.ATTEMPT_INTERRUPTED,
     )
-    return Effect(target=target, attempt=AttemptLifecycle.SUSPENDED, reason=reason)
+    return Transition(target=target, attempt=AttemptLifecycle.SUSPENDED, reason=reason)
 
 
-MOVES: Mapping[Move, Effect] = {
+MOVES: Mapping[Move, Transition] = {
     Move.COMPLETED: _ended(TerminalOutcome.SUCCESS, AttemptLifecycle.ENDED_SUCCESS, ReleaseReason.COMPLETED),
     Move.FAILED: _ended(TerminalOutcome.FAILED, _FAILURE, ReleaseReason.FAILED_TERMINAL),
-    Move.RETRY: Effect(target=_BACKOFF, attempt=_FAILURE, reason=ReleaseReason.FAILED_RETRY_SCHEDULED),
-    Move.RETRY_NOW: Effect(target=_RETRYABLE, attempt=_FAILURE, reason=ReleaseReason.FAILED_RETRY_SCHEDULED),
+    Move.RETRY: Transition(target=_BACKOFF, attempt=_FAILURE, reason=ReleaseReason.FAILED_RETRY_SCHEDULED),
+    Move.RETRY_NOW: Transition(target=_RETRYABLE, attempt=_FAILURE, reason=ReleaseReason.FAILED_RETRY_SCHEDULED),
     Move.CANCELLED: _ended(TerminalOutcome.CANCELLED, AttemptLifecycle.ENDED_CANCELLED, ReleaseReason.CANCELLED),
-    Move.TIMEOUT_RETRY: Effect(target=_BACKOFF, attempt=_FAILURE, reason=ReleaseReason.EXPIRED_ATTEMPT_TIMEOUT),
-    Move.TIMEOUT_RETRY_NOW: Effect(target=_RETRYABLE, attempt=_FAILURE, reason=ReleaseReason.EXPIRED_ATTEMPT_TIMEOUT),
+    Move.TIMEOUT_RETRY: Transition(target=_BACKOFF, attempt=_FAILURE, reason=ReleaseReason.EXPIRED_ATTEMPT_TIMEOUT),
+    Move.TIMEOUT_RETRY_NOW: Transition(
+        target=_RETRYABLE, attempt=_FAILURE, reason=ReleaseReason.EXPIRED_ATTEMPT_TIMEOUT
+    ),
     Move.TIMEOUT_EXPIRED: _ended(TerminalOutcome.EXPIRED, _FAILURE, ReleaseReason.EXPIRED_ATTEMPT_TIMEOUT),
     Move.DEADLINE_EXPIRED: _ended(TerminalOutcome.EXPIRED, _FAILURE, ReleaseReason.EXPIRED_EXECUTION_DEADLINE),
     Move.RECLAIM_LIMIT: _ended(
@@ -142,7 +144,7 @@ MOVES: Mapping[Move, Effect] = {
         EligibilityState.ELIGIBLE_NOW, BlockingReason.WAITING_FOR_WORKER, ReleaseReason.HANDED_BACK
     ),
     # The arguments of a suspension override the blocking reason.
-    Move.SUSPENDED: Effect(
+    Move.SUSPENDED: Transition(
         target=Target(
             phase=LifecyclePhase.SUSPENDED,
             blocking=BlockingReason.WAITING_FOR_SIGNAL,
@@ -156,7 +158,7 @@ MOVES: Mapping[Move, Effect] = {
         TerminalOutcome.CANCELLED, AttemptLifecycle.ENDED_CANCELLED, CloseReason.TIMED_OUT_CANCEL
     ),
     Move.SUSPENSION_EXPIRED: _ended(TerminalOutcome.EXPIRED, _FAILURE, CloseReason.TIMED_OUT_EXPIRE),
-    Move.LEASE_EXPIRED: Effect(target=LEASE_EXPIRED, attempt=AttemptLifecycle.STARTED, reason=None),
+    Move.LEASE_EXPIRED: Transition(target=LEASE_EXPIRED, attempt=AttemptLifecycle.STARTED, reason=None),
 }
 
 
@@ -211,28 +213,32 @@ CLAIM_PARAMETERS: Mapping[str, str] = {
 @lru_cache
 def release_parameters(moves: frozenset[Move]) -> Mapping[str, list[str] | list[str | None] | list[int | None]]:
     """The rows of the table for these moves, as the array parameters of end_leases."""
-    effects = {move: MOVES[move] for move in sorted(moves)}
+    transitions = {move: MOVES[move] for move in sorted(moves)}
     return {
-        "move_names": [move.value for move in effects],
-        "to_phases": [effect.target.phase.value for effect in effects.values()],
-        "to_ownerships": [effect.target.ownership.value for effect in effects.values()],
-        "to_eligibilities": [effect.target.eligibility.value for effect in effects.values()],
-        "to_blockings": [effect.target.blocking.value for effect in effects.values()],
-        "to_outcomes": [effect.target.outcome.value for effect in effects.values()],
-        "to_attempts": [effect.target.attempt.value for effect in effects.values()],
-        "attempt_lifecycles": [effect.attempt.value for effect in effects.values()],
-        "release_reasons": [None if effect.reason is None else effect.reason.value for effect in effects.values()],
+        "move_names": [move.value for move in transitions],
+        "to_phases": [transition.target.phase.value for transition in transitions.values()],
+        "to_ownerships": [transition.target.ownership.value for transition in transitions.values()],
+        "to_eligibilities": [transition.target.eligibility.value for transition in transitions.values()],
+        "to_blockings": [transition.target.blocking.value for transition in transitions.values()],
+        "to_outcomes": [transition.target.outcome.value for transition in transitions.values()],
+        "to_attempts": [transition.target.attempt.value for transition in transitions.values()],
+        "attempt_lifecycles": [transition.attempt.value for transition in transitions.values()],
+        "release_reasons": [
+            None if transition.reason is None else transition.reason.value for transition in transitions.values()
+        ],
         "completions": [
-            None if effect.target.outcome is TerminalOutcome.NONE else CompletionOutcome.of(effect.target.outcome).value
-            for effect in effects.values()
+            None
+            if transition.target.outcome is TerminalOutcome.NONE
+            else CompletionOutcome.of(transition.target.outcome).value
+            for transition in transitions.values()
         ],
     }
 
 
 def completion_parameters() -> Mapping[str, object]:
     """The row of the table for a completion, as the parameters of complete_leases."""
-    effect = MOVES[Move.COMPLETED]
-    target = effect.target
+    transition = MOVES[Move.COMPLETED]
+    target = transition.target
     return {
         "to_phase": target.phase.value,
         "to_ownership": target.ownership.value,
@@ -240,6 +246,6 @@ def completion_parameters() -> Mapping[str, object]:
         "to_blocking": target.blocking.value,
         "to_outcome": target.outcome.value,
         "to_attempt": target.attempt.value,
-        "release_reason": effect.reason,
+        "release_reason": transition.reason,
         "completion": CompletionOutcome.of(target.outcome).value,
     }

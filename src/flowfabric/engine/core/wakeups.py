@@ -1,4 +1,4 @@
-"""Wake the waiters for work, results, timers and lost leases, in this process and by hints in others."""
+"""Wakeups of the waiters for work, results, timers and lost leases: directly in this process, by hints in others."""
 
 import asyncio
 import time
@@ -65,7 +65,7 @@ OnLost = Callable[[Sequence[LostLease] | None], None]
 class Wakeups:
     """Wakes the waiters of this process directly and those of other processes by a hint."""
 
-    MOST_PLACES = 20
+    MAX_PLACES = 20
     """The most places in one hint; other processes find the rest when their watermarks expire."""
 
     def __init__(self, hints: Hints) -> None:
@@ -93,8 +93,8 @@ class Wakeups:
             for (route_no, queue_no, _), place in places.items():
                 self.watermarks.lower(route_no, queue_no, place)
             self._wake(lane_id)
-            named = [f"{route_no}.{queue_no}.{place}" for (route_no, queue_no, _), place in places.items()]
-            self.hints.send(_WORK, ",".join([lane_id.encode().hex(), *named[: self.MOST_PLACES]]))
+            texts = [f"{route_no}.{queue_no}.{place}" for (route_no, queue_no, _), place in places.items()]
+            self.hints.send(_WORK, ",".join([lane_id.encode().hex(), *texts[: self.MAX_PLACES]]))
 
     def lane(self, lane_id: str) -> None:
         """Wake the claims of a lane whose state has changed."""
@@ -169,9 +169,9 @@ class Wakeups:
         if EVERYTHING in words:
             self._call_on_lost(None)
             return
-        named = (word.split(",") for word in words)
+        parts = (word.split(",") for word in words)
         self._call_on_lost(
-            [LostLease(ExecutionId(each), int(epoch), LostReason(reason)) for each, epoch, reason in named]
+            [LostLease(ExecutionId(each), int(epoch), LostReason(reason)) for each, epoch, reason in parts]
         )
 
     def _work_heard(self, words: list[str]) -> None:
@@ -180,7 +180,7 @@ class Wakeups:
             self.wake_all()
             return
         for word in words:
-            lane, *named = word.split(",")
-            for place in named:
+            lane, *places = word.split(",")
+            for place in places:
                 self.watermarks.lower(*map(int, place.split(".")))
             self._wake(bytes.fromhex(lane).decode())

@@ -12,8 +12,11 @@ BAND_BITS = 48
 _END = 2**63 - 1
 
 
-class WalkWatermarks:
-    """The first place not yet taken, for each priority of each route or queue that one kind of claim scans."""
+class ScanWatermarks:
+    """The first place not yet claimed, for each priority of each route or queue that one kind of claim scans.
+
+    Routes and queues are named by their numbers.
+    """
 
     LIFE_SECONDS = 1.0
     """How long watermarks are valid; then an entry that reappeared below one without a hint is found."""
@@ -27,48 +30,48 @@ class WalkWatermarks:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._bands: dict[int, dict[int, int]] = {}
-        self._ends_at = 0.0
-        self._whole_again_at = 0.0
+        self._valid_until = 0.0
+        self._next_full_scan_at = 0.0
 
     def spans(self) -> tuple[list[int], list[int], list[int]]:
         """What to scan, as sorted columns of route or queue, first place and last place; any other is scanned whole."""
         now = self._clock()
-        if now >= self._ends_at:
+        if now >= self._valid_until:
             # A full scan; what it finds decides which watermarks remain valid.
-            self._ends_at = now + self.LIFE_SECONDS
+            self._valid_until = now + self.LIFE_SECONDS
             return [], [], []
-        walks: list[int] = []
+        numbers: list[int] = []
         firsts: list[int] = []
         lasts: list[int] = []
-        for walk_no, bands in sorted(self._bands.items()):
+        for number, bands in sorted(self._bands.items()):
             first = 0
             for band in sorted(bands):
                 if first < band << BAND_BITS:
-                    walks.append(walk_no)
+                    numbers.append(number)
                     firsts.append(first)
                     lasts.append((band << BAND_BITS) - 1)
                 first = bands[band]
-            walks.append(walk_no)
+            numbers.append(number)
             firsts.append(first)
             lasts.append(_END)
-        return walks, firsts, lasts
+        return numbers, firsts, lasts
 
-    def raise_to(self, walk_no: int, place: int) -> None:
-        """Record that every entry of this place's priority up to it is taken, or locked by others."""
-        bands = self._bands.setdefault(walk_no, {})
+    def raise_to(self, number: int, place: int) -> None:
+        """Record that every entry of this place's priority up to it is claimed, or locked by others."""
+        bands = self._bands.setdefault(number, {})
         band = place >> BAND_BITS
         if bands.get(band, 0) <= place:
             bands[band] = place + 1
 
-    def lower(self, walk_no: int, place: int) -> None:
+    def lower(self, number: int, place: int) -> None:
         """Record that an entry has appeared at this place, possibly below the watermark."""
-        bands = self._bands.get(walk_no)
+        bands = self._bands.get(number)
         if bands is not None:
             band = place >> BAND_BITS
             if bands.get(band, 0) > place:
                 bands[band] = place
 
-    def walked_whole(self, seconds: float, *, up_to: int | None = None) -> None:
+    def record_full_scan(self, seconds: float, *, up_to: int | None = None) -> None:
         """Record the duration of a full scan, which stopped at `up_to` if given: the slower, the later the next one.
 
         The duration is the server's: a slow network or commit does not make a scan more expensive. Watermarks up to
@@ -83,39 +86,39 @@ class WalkWatermarks:
                     bands[last] = min(bands[last], up_to + 1)
         now = self._clock()
         share = min(self.SHARE * seconds, self.LONGEST_SECONDS)
-        self._ends_at = now + max(self.LIFE_SECONDS, share)
-        self._whole_again_at = now if seconds <= self.FREE_SECONDS else now + share
+        self._valid_until = now + max(self.LIFE_SECONDS, share)
+        self._next_full_scan_at = now if seconds <= self.FREE_SECONDS else now + share
 
     @property
-    def may_walk_whole(self) -> bool:
+    def may_scan_all(self) -> bool:
         """Whether a claim that found nothing above the watermarks should do a full scan now."""
-        return self._clock() >= self._whole_again_at
+        return self._clock() >= self._next_full_scan_at
 
     def end(self) -> None:
         """Scan everything once, and then continue from the watermarks that are still valid."""
-        self._ends_at = 0.0
+        self._valid_until = 0.0
 
     def clear(self) -> None:
-        """Scan everything until something is taken."""
+        """Scan everything until something is claimed."""
         self._bands.clear()
 
 
 class Watermarks:
-    """The watermarks of this process, separate for each kind of claim: one may skip what another takes."""
+    """The watermarks of this process, separate for each kind of claim: one may skip what another claims."""
 
-    MOST_KINDS = 256
+    MAX_KINDS = 256
     """The most kinds of claims with watermarks; the oldest is dropped."""
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._by_route: dict[Hashable, WalkWatermarks] = {}
-        self._by_queue: dict[Hashable, WalkWatermarks] = {}
+        self._by_route: dict[Hashable, ScanWatermarks] = {}
+        self._by_queue: dict[Hashable, ScanWatermarks] = {}
 
-    def of_routes(self, claim: Hashable) -> WalkWatermarks:
+    def of_routes(self, claim: Hashable) -> ScanWatermarks:
         """The watermarks of one kind of claim that scans routes."""
         return self._of(self._by_route, claim)
 
-    def of_queues(self, claim: Hashable) -> WalkWatermarks:
+    def of_queues(self, claim: Hashable) -> ScanWatermarks:
         """The watermarks of one kind of claim that scans queues."""
         return self._of(self._by_queue, claim)
 
@@ -127,15 +130,15 @@ class Watermarks:
             watermarks.lower(queue_no, place)
 
     def clear(self) -> None:
-        """Scan everything until something is taken."""
+        """Scan everything until something is claimed."""
         for watermarks in (*self._by_route.values(), *self._by_queue.values()):
             watermarks.clear()
 
-    def _of(self, known: dict[Hashable, WalkWatermarks], claim: Hashable) -> WalkWatermarks:
+    def _of(self, known: dict[Hashable, ScanWatermarks], claim: Hashable) -> ScanWatermarks:
         if (watermarks := known.get(claim)) is None:
-            while len(known) >= self.MOST_KINDS:
+            while len(known) >= self.MAX_KINDS:
                 del known[next(iter(known))]
-            watermarks = known[claim] = WalkWatermarks(self._clock)
+            watermarks = known[claim] = ScanWatermarks(self._clock)
         return watermarks
 
 
@@ -152,29 +155,29 @@ class TimerWatermark:
     """A full scan is repeated after this time at the latest, however slow it is."""
 
     def __init__(
-        self, *, whole_every_seconds: float, margin_ms: int, clock: Callable[[], float] = time.monotonic
+        self, *, full_scan_seconds: float, margin_ms: int, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._clock = clock
-        self._whole_every = whole_every_seconds
+        self._full_scan_seconds = full_scan_seconds
         self._margin_ms = margin_ms
-        self._whole_at = 0.0
+        self._full_scan_at = 0.0
         self._reached = 0
 
     @property
     def since(self) -> int:
-        """The time from which a sweep scans."""
+        """The time from which a sweep scans: the watermark less the margin."""
         return max(self._reached - self._margin_ms, 0)
 
-    def look(self) -> int:
+    def scan_start(self) -> int:
         """The time from which the next scan starts: the watermark, or 0 when a full scan is due."""
-        return 0 if self._clock() >= self._whole_at else self.since
+        return 0 if self._clock() >= self._full_scan_at else self.since
 
-    def looked(self, since: int, seconds: float) -> None:
+    def record_scan(self, since: int, seconds: float) -> None:
         """Record the server's duration of a scan from `since`: the slower a full scan, the later the next one."""
         if since == 0:
-            rationed = min(self.SHARE * seconds, self.LONGEST_SECONDS)
-            self._whole_at = self._clock() + max(self._whole_every, rationed)
+            pause = min(self.SHARE * seconds, self.LONGEST_SECONDS)
+            self._full_scan_at = self._clock() + max(self._full_scan_seconds, pause)
 
-    def reach(self, at_ms: int) -> None:
-        """Record that no live timer is older than this."""
+    def move_to(self, at_ms: int) -> None:
+        """Set the watermark: no live timer is older than this."""
         self._reached = at_ms

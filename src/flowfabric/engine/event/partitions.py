@@ -1,4 +1,4 @@
-"""Storage of events: create daily partitions in advance, and delete events past the feed's retention."""
+"""Storage of events: daily partitions created in advance, and deletion of events past the feed's retention."""
 
 import logging
 
@@ -20,7 +20,7 @@ class EventPartitions:
     def __init__(self, store: Store) -> None:
         self._store = store
         self._skipped: set[str] = set()
-        self._has_warned_of_owner = False
+        self._has_warned = False
 
     async def keep_partitions(self) -> int:
         """Create the partitions of the next days and drop those past the feed's retention; return how many.
@@ -31,20 +31,20 @@ class EventPartitions:
         (clock,) = await self._store.fetch(SQL.read_feed_clock, retention_ms=self._store.rules.feed_retention_ms)
         try:
             async with self._store.database.acquire() as connection:
-                kept = await partitions.ensure(connection, schema=schema, now_ms=clock["now"])
+                ensured = await partitions.ensure(connection, schema=schema, now_ms=clock["now"])
                 dropped = await partitions.drop_older(connection, schema=schema, before_ms=clock["oldest"])
         except StoreFault as fault:
             raise error_of(fault) from fault
         except partitions.NotOwner as refused:
-            if not self._has_warned_of_owner:
-                self._has_warned_of_owner = True
+            if not self._has_warned:
+                self._has_warned = True
                 logger.warning("cannot create daily event partitions: %s", refused)
             return 0
-        for name, reason in kept.skipped.items():
+        for name, reason in ensured.skipped.items():
             if name not in self._skipped:
                 self._skipped.add(name)
                 logger.info("event partition %s is not created: %s", name, reason)
-        return len(kept.made) + len(dropped)
+        return len(ensured.created) + len(dropped)
 
     async def trim_events(self) -> int:
         """Delete events past the feed's retention that are in no daily partition; return how many."""

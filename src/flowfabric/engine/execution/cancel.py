@@ -1,4 +1,4 @@
-"""Cancel executions: by the lease holder, or by a source that may override the lease."""
+"""Cancellation of executions: by the lease holder, or by a source that may override the lease."""
 
 from uuid import UUID
 
@@ -87,13 +87,13 @@ class Cancel:
             if held.terminal_outcome == "cancelled":
                 return [], []
             check(held)
-            is_anothers = held.lifecycle_phase == "active" and source != CancelSource.LEASE_HOLDER
+            is_lease_lost = held.lifecycle_phase == "active" and source != CancelSource.LEASE_HOLDER
             lease_end = LeaseEnd(
                 parsed,
                 Move.CANCELLED,
                 reason=reason,
                 source=source,
-                lost_epoch=held.lease_epoch if is_anothers else None,
+                lost_epoch=held.lease_epoch if is_lease_lost else None,
             )
             return [lease_end], await self._lease_ends.within(transaction, [lease_end])
 

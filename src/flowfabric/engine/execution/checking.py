@@ -1,4 +1,4 @@
-"""Check submissions: each on its own, and what many of them share only once."""
+"""Checks of submissions: of each one, and only once of what many of them share."""
 
 import hashlib
 from collections.abc import Hashable, Mapping, Sequence
@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from flowfabric.engine.store import QueueNames, Store
 from flowfabric.model.errors import EngineError, error
 from flowfabric.model.execution import NewExecution
-from flowfabric.model.ids import ExecutionId, check_lane_id, check_partition, id_head, parse_execution_id, row_key
+from flowfabric.model.ids import ExecutionId, check_lane_id, check_partition, id_prefix, parse_execution_id, row_key
 from flowfabric.model.policy import ExecutionPolicy, dedup_window_ms, parse_policy, policy_json
 from flowfabric.model.policy_checks import MAX_MS
 from flowfabric.model.tag import check_tags
@@ -23,7 +23,7 @@ class Shape:
     """What many submissions share, checked once, with the ids of its names in the store."""
 
     partition: int
-    id_head: str
+    id_prefix: str
     """The prefix of every generated id of this partition."""
     lane_id: str
     namespace: str
@@ -66,7 +66,7 @@ class Submission:
         return self.shape.partition if self.is_minted else row_key(self.execution_id)[0]
 
     def possible_duplicate(self) -> "PossibleDuplicate":
-        """The question to the store when the item was not created: what is it a duplicate of?"""
+        """The values by which the store finds the execution that this submission duplicates."""
         shape, columns = self.shape, self.shape.columns
         return PossibleDuplicate(
             self.execution_id,
@@ -113,7 +113,7 @@ class PossibleDuplicate(NamedTuple):
         if encoding != self.payload_encoding:
             differs.append("encoding")
             encodings = {"stored_encoding": shown(encoding), "given_encoding": shown(self.payload_encoding)}
-        if self.policy is None or policy_digest != _digest(_policy_compared(self.policy)):
+        if self.policy is None or policy_digest != _digest(_comparable_policy(self.policy)):
             differs.append("policy")
         if not differs:
             return None
@@ -149,7 +149,7 @@ class Submissions:
         self._shapes: dict[tuple[Any, ...], Shape] = {}
 
     def check(self, new: NewExecution, uuid: str) -> Submission | None:
-        """The checked item, or None if the store has to be asked first."""
+        """The checked item, or None if it can only be checked with a query of the store."""
         if not isinstance(new, NewExecution):
             raise error("invalid_input", f"items: expected a NewExecution, got {shown(new)}")
         execution_id = None
@@ -186,7 +186,7 @@ class Submissions:
             except EngineError:
                 return None
         if is_minted := execution_id is None:
-            execution_id = ExecutionId(shape.id_head + uuid)
+            execution_id = ExecutionId(shape.id_prefix + uuid)
         else:
             _, uuid = row_key(execution_id)
         return Submission(
@@ -280,7 +280,7 @@ class Submissions:
         partition = store.rules.partitions.of_lane(lane_id)
         return Shape(
             partition=partition,
-            id_head=id_head(partition),
+            id_prefix=id_prefix(partition),
             lane_id=lane_id,
             namespace=namespace,
             columns={
@@ -304,8 +304,8 @@ def _digest(content: bytes) -> bytes:
     return hashlib.sha256(content).digest()[:16]
 
 
-def _policy_compared(policy: str) -> bytes:
-    """The compared form of a policy's JSON: a policy of defaults equals none."""
+def _comparable_policy(policy: str) -> bytes:
+    """The form in which a policy's JSON is compared: a policy of defaults equals no policy."""
     return b"" if policy == "{}" else policy.encode()
 
 

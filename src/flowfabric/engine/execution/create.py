@@ -125,10 +125,10 @@ class Create:
         if is_repeat:
             for item in good:
                 item.is_minted = False
-        made: Iterator[Submitted | EngineError] = iter(await self._store.answers(self._batch.run(good)))
+        inserted: Iterator[Submitted | EngineError] = iter(await self._store.answers(self._batch.run(good)))
         if len(good) == len(items):
-            return list(made)
-        answers = [next(made) if isinstance(item, Submission) else item for item in checked]
+            return list(inserted)
+        answers = [next(inserted) if isinstance(item, Submission) else item for item in checked]
         for at, new in enumerate(items):
             if not isinstance(checked[at], EngineError) or not isinstance(new, NewExecution):
                 continue
@@ -148,7 +148,7 @@ class Create:
         await self._batch.drain()
 
     async def _check(self, new: NewExecution, uuid: str) -> Submission | Duplicate:
-        """The checked item; asks the store if its shape is new or its tags or policy are invalid."""
+        """The checked item; query the store if its shape is new or its tags or policy are invalid."""
         if (known := self._submissions.check(new, uuid)) is not None:
             return known
         store = self._store
@@ -173,7 +173,7 @@ class Create:
         return submission
 
     def _possible_duplicate(self, new: NewExecution, uuid: str) -> PossibleDuplicate:
-        """The question to the store about an item that may be a duplicate."""
+        """The values by which the store finds the execution that an item duplicates."""
         lane_partition = self._store.rules.partitions.of_lane(check_lane_id(new.lane_id))
         policy: str | None = None
         with contextlib.suppress(EngineError):
@@ -228,19 +228,19 @@ class Create:
                 )
             )
         # An item with both its own id and a key may have to roll back its key, so it needs its own transaction.
-        taken_at = [at for at, item in enumerate(items) if item.key is None or item.is_minted]
-        taken = [items[at] for at in taken_at]
+        shared_at = [at for at, item in enumerate(items) if item.key is None or item.is_minted]
+        shared = [items[at] for at in shared_at]
         answers: list[Submitted | Locked | Exception] = [LOCKED] * len(items)
-        if taken:
+        if shared:
             try:
                 rows = await self._store.database.fetch(
-                    SQL.insert_executions, {**self._columns(taken), "patience": PATIENCE_SHARED}, attempts=1
+                    SQL.insert_executions, {**self._columns(shared), "patience": PATIENCE_SHARED}, attempts=1
                 )
             except StoreFault as fault:
                 if fault.kind != "contention":
                     raise
                 return answers
-            for at, answer in zip(taken_at, await self._judge(taken, rows), strict=True):
+            for at, answer in zip(shared_at, await self._judge(shared, rows), strict=True):
                 answers[at] = answer
         return answers
 
@@ -271,7 +271,7 @@ class Create:
         firsts = [(MAX_PRIORITY - priority) << BAND_BITS | number for priority in set(items.priorities)]
         route_no, queue_no = shape.columns["route_no"], shape.columns["queue_no"]
         self._store.wakeups.work(Work(shape.lane_id, route_no, queue_no, first) for first in firsts)
-        head = shape.id_head
+        head = shape.id_prefix
         return [*Created.each(cast("list[ExecutionId]", [head + uuid for uuid in uuids]), PublicState.WAITING)]
 
     async def _insert_alone(self, item: Submission) -> Submitted:
@@ -326,7 +326,7 @@ class Create:
             found = await self._find_duplicates([item.possible_duplicate() for item in items])
         except EngineError as failed:
             return [failed] * len(items)
-        return [one or LOCKED for one in found]
+        return [duplicate or LOCKED for duplicate in found]
 
     async def _judge(self, items: Sequence[Submission], rows: Sequence[Record]) -> list[Submitted | Locked | Exception]:
         """Wake the waiters for the new work, and return the answers of a committed statement."""
@@ -336,7 +336,7 @@ class Create:
         wakeups = self._store.wakeups
         judged = 0
         work: list[Work] = []
-        open_at: list[int] = []
+        undecided: list[int] = []
         for nth, lane_no, route_no, queue_no, place, created, is_new, lane_accepts, due_in_ms in rows:
             if nth == 0:
                 judged += created
@@ -350,14 +350,14 @@ class Create:
             elif lane_accepts and item.key is None:
                 answers[nth - 1] = Duplicate(execution_id=item.execution_id)
             else:
-                open_at.append(nth - 1)
+                undecided.append(nth - 1)
                 if not lane_accepts:
                     answers[nth - 1] = _refusal(item.shape)
         if judged != len(items):
             raise error("internal", f"insert_executions: {len(items)} items given, {judged} verdicts returned")
         wakeups.work(work)
-        if open_at:
-            for at, found in zip(open_at, await self._duplicates([items[at] for at in open_at]), strict=True):
+        if undecided:
+            for at, found in zip(undecided, await self._duplicates([items[at] for at in undecided]), strict=True):
                 # A duplicate takes precedence over the refusal of the lane.
                 if not (isinstance(found, Locked) and isinstance(answers[at], EngineError)):
                     answers[at] = found

@@ -1,4 +1,4 @@
-"""Wait for the results of executions."""
+"""Waits for the results of executions."""
 
 import asyncio
 import math
@@ -28,9 +28,9 @@ class Results:
 
     AT_ONCE = 2
     """Hinted queries without a pause after a quiet time: one for a new waiter, one for its result."""
-    REST_SECONDS = (0.001, 0.02)
+    PAUSE_SECONDS = (0.001, 0.02)
     """The first and the longest pause after a hinted query that found nothing; each pause is twice the one before."""
-    REST_SHARE = 2
+    PAUSE_SHARE = 2
     """A hinted query is followed by a pause of at least this many times its duration."""
     POLL_SECONDS = (0.02, 1.0)
     """The first and the longest pause between two polls."""
@@ -87,27 +87,27 @@ class Results:
     async def _query_loop(self) -> None:
         wakeups = self._store.wakeups
         await wakeups.hints.listen()
-        shortest_rest, longest_rest = self.REST_SECONDS
+        shortest_pause, longest_pause = self.PAUSE_SECONDS
         shortest_poll, longest_poll = self.POLL_SECONDS
-        rest, poll, at_once = shortest_rest, shortest_poll, self.AT_ONCE
+        pause, poll, at_once = shortest_pause, shortest_poll, self.AT_ONCE
         while self._waiting:
             is_hinted = await is_set_within(wakeups.ended_event, poll)
             wakeups.ended_event.clear()
             poll, at_once = (shortest_poll, at_once - 1) if is_hinted else (min(poll * 2, longest_poll), self.AT_ONCE)
             # Remove cancelled waiters.
-            for execution_id in [key for key, futures in self._waiting.items() if all(f.done() for f in futures)]:
+            for execution_id in [each for each, waiters in self._waiting.items() if all(one.done() for one in waiters)]:
                 del self._waiting[execution_id]
             if not self._waiting:
                 return
             began = time.monotonic()
             has_answered = await self._query(list(self._waiting))
-            cost = time.monotonic() - began
+            duration = time.monotonic() - began
             if self._waiting and at_once < 0:
-                rest = shortest_rest if has_answered else min(rest * 2, longest_rest)
-                await asyncio.sleep(min(max(rest, cost * self.REST_SHARE), longest_poll))
+                pause = shortest_pause if has_answered else min(pause * 2, longest_pause)
+                await asyncio.sleep(min(max(pause, duration * self.PAUSE_SHARE), longest_poll))
 
     async def _query(self, wanted: list[ExecutionId]) -> bool:
-        """Query once, and answer the waiters whose execution has ended or is absent; whether there were any."""
+        """Query once, and answer the waiters whose execution has ended or is absent; return whether there were any."""
         pairs = [split_execution_id(execution_id) for execution_id in wanted]
         try:
             rows = await self._store.fetch(

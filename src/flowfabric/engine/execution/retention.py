@@ -1,4 +1,4 @@
-"""Delete ended executions past their retention, expired idempotency keys and old grants."""
+"""Retention: ended executions, expired idempotency keys and old grants are deleted."""
 
 from collections.abc import Sequence
 from uuid import UUID
@@ -30,37 +30,37 @@ class Retention:
         watermark = self._store.retained_watermark
         since = watermark.since
 
-        async def take(*, only: Sequence[UUID | str] | None, left_out: Sequence[UUID]) -> Record:
-            (row,) = await self._store.fetch(SQL.take_retained, since=since, only=only, left_out=left_out, limit=limit)
+        async def take(*, only: Sequence[UUID | str] | None, skipped: Sequence[UUID]) -> Record:
+            (row,) = await self._store.fetch(SQL.take_retained, since=since, only=only, skipped=skipped, limit=limit)
             return row
 
-        async def batch(left_out: Sequence[UUID]) -> int:
-            row = await take(only=None, left_out=left_out)
-            if not left_out:
+        async def batch(skipped: Sequence[UUID]) -> int:
+            row = await take(only=None, skipped=skipped)
+            if not skipped:
                 # Not raised above skipped items: it would hide them when their pause is over.
-                watermark.reach(row["reached"])
+                watermark.move_to(row["reached"])
             trimmed: int = row["trimmed"]
             return trimmed
 
-        async def list_due(left_out: Sequence[UUID]) -> list[ExecutionId]:
-            rows = await self._store.fetch(SQL.list_retained, since=since, left_out=left_out, limit=limit)
+        async def list_due(skipped: Sequence[UUID]) -> list[ExecutionId]:
+            rows = await self._store.fetch(SQL.list_retained, since=since, skipped=skipped, limit=limit)
             return [format_execution_id(row["partition_key"], row["execution_id"]) for row in rows]
 
-        async def some(execution_ids: Sequence[ExecutionId]) -> int:
-            row = await take(only=[split_execution_id(each)[1] for each in execution_ids], left_out=())
+        async def trim_items(execution_ids: Sequence[ExecutionId]) -> int:
+            row = await take(only=[split_execution_id(each)[1] for each in execution_ids], skipped=())
             trimmed: int = row["trimmed"]
             return trimmed
 
-        return await self.quarantine.sweep_by_halves(batch, list_due, some, limit=limit)
+        return await self.quarantine.sweep_by_halves(batch, list_due, trim_items, limit=limit)
 
     async def purge_keys(self) -> int:
         """Delete expired idempotency keys of submissions, suspends and signals; return how many."""
-        (row,) = await self._store.fetch(SQL.take_spent_keys, limit=PURGE_LIMIT)
+        (row,) = await self._store.fetch(SQL.take_expired_keys, limit=PURGE_LIMIT)
         purged: int = row["purged"]
         return purged
 
     async def purge_grants(self) -> int:
         """Delete grants that expired long ago; return how many."""
-        rows = await self._store.fetch(SQL.take_spent_grants, limit=PURGE_LIMIT, grant_memory_ms=GRANT_MEMORY_MS)
+        rows = await self._store.fetch(SQL.take_old_grants, limit=PURGE_LIMIT, grant_memory_ms=GRANT_MEMORY_MS)
         purged: int = rows[0]["purged"]
         return purged

@@ -1,6 +1,6 @@
 -- name: take_retained
 -- Deletes ended executions past their retention and all their rows, the oldest after :since first: only those in :only
--- unless that is null, and none of :left_out. Returns how many, and the time up to which none is left except locked and
+-- unless that is null, and none of :skipped. Returns how many, and the time up to which none is left except locked and
 -- skipped ones. Joins by `any` of a one-element array, as an equality lets the planner scan a whole index.
 with clock as materialized (select ff_now() as now),
 -- Whole rows of retained until :limit executions are reached, each locked as it is read; later rows are not locked.
@@ -12,7 +12,7 @@ batch as materialized (
                    cross join lateral (
                          select r.ctid, r.* from retained r
                           where r.retain_until > :since and r.retain_until <= c.now
-                            and not r.execution_ids <@ :left_out::uuid[] and (:only::uuid[] is null or r.execution_ids && :only)
+                            and not r.execution_ids <@ :skipped::uuid[] and (:only::uuid[] is null or r.execution_ids && :only)
                           order by r.retain_until offset 0) r) r
            cross join lateral (select from retained l where l.ctid = r.tid for update skip locked) l
            cross join lateral generate_series(1, cardinality(r.execution_ids)) as m(nth)
@@ -27,7 +27,7 @@ member as materialized (
          select e.ctid as tid from execution e
           where e.partition_key = b.partition_key and e.execution_id = m.execution_id and e.lifecycle_phase = 'terminal'
             and e.last_transition_at = b.ended_at
-            and m.execution_id <> all(:left_out) and (:only is null or m.execution_id = any(:only))
+            and m.execution_id <> all(:skipped) and (:only is null or m.execution_id = any(:only))
             for update skip locked) h on true
 ),
 -- By ctid: a row that has changed since the statement began is kept, for example one with a tag this snapshot lacks.
@@ -49,7 +49,7 @@ kept as materialized (
 spent as (
   delete from retained where ctid = any(array(select tid from batch except select batch_tid from kept))
 ),
--- The ids that are left may come in another order than the queues.
+-- queue_nos is removed: the remaining ids may be in another order than their queues.
 left_over as (
   update retained r set execution_ids = k.execution_ids, queue_nos = null
     from (select batch_tid, array_agg(execution_id) as execution_ids from kept group by batch_tid) k
@@ -94,32 +94,32 @@ outcomes as (
 select (select count(*) from gone) as trimmed, coalesce((select max(retain_until) from batch), (select now from clock)) as reached;
 
 -- name: list_retained
--- The ended executions past their retention except :left_out, the oldest after :since first.
+-- The ended executions past their retention except :skipped, the oldest after :since first.
 select r.partition_key, m.execution_id
   from (select r.retain_until, r.partition_key, r.execution_ids from retained r
-         where r.retain_until > :since and r.retain_until <= (select ff_now()) and not r.execution_ids <@ :left_out::uuid[]
+         where r.retain_until > :since and r.retain_until <= (select ff_now()) and not r.execution_ids <@ :skipped::uuid[]
          order by r.retain_until limit :limit) r
  cross join lateral unnest(r.execution_ids) as m(execution_id)
- where m.execution_id <> all(:left_out)
+ where m.execution_id <> all(:skipped)
  order by r.retain_until limit :limit;
 
--- name: take_spent_keys
+-- name: take_expired_keys
 -- Deletes expired idempotency keys; returns how many.
-with spent as (
+with expired as (
   delete from idempotency_key
    where ctid = any(array(
          select ctid from idempotency_key
           where expires_at <= (select ff_now()) order by expires_at limit :limit for update skip locked))
   returning 1)
-select count(*) as purged from spent;
+select count(*) as purged from expired;
 
--- name: take_spent_grants
+-- name: take_old_grants
 -- Deletes grants that expired more than :grant_memory_ms ago; returns how many.
-with spent as (
+with expired as (
   delete from claim_grant
    where ctid = any(array(
          select ctid from claim_grant
           where expires_at <= (select ff_now()) - :grant_memory_ms::bigint
           order by expires_at limit :limit for update skip locked))
   returning 1)
-select count(*) as purged from spent;
+select count(*) as purged from expired;

@@ -1,4 +1,4 @@
-"""Submit executions, with retries while the store is unreachable; a retry uses the ids of the first try."""
+"""Submission of executions, with retries while the store is unreachable; a retry uses the ids of the first try."""
 
 import asyncio
 import time
@@ -105,19 +105,19 @@ class Submit:
         """Retry the answers that are faults of the store until none is left or the time is up; return all answers."""
         answers = [*answers]
         async for _ in self._until_deadline():
-            rest = [at for at, answer in enumerate(answers) if _is_transient(answer)]
-            if not rest:
+            failed = [at for at, answer in enumerate(answers) if _is_transient(answer)]
+            if not failed:
                 break
-            again: Sequence[Answer]
+            retried: Sequence[Answer]
             try:
-                again = await self._retry_once([items[at] for at in rest], [minted[at] for at in rest])
-                again = [
+                retried = await self._retry_once([items[at] for at in failed], [minted[at] for at in failed])
+                retried = [
                     await self._created_if_ours(items[at], minted[at], answer)
-                    for at, answer in zip(rest, again, strict=True)
+                    for at, answer in zip(failed, retried, strict=True)
                 ]
             except TransportError as fault:
-                again = [fault.copy() for _ in rest]
-            for at, answer in zip(rest, again, strict=True):
+                retried = [fault.copy() for _ in failed]
+            for at, answer in zip(failed, retried, strict=True):
                 answers[at] = _after_retry(answers[at], answer)
         return answers
 

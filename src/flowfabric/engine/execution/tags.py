@@ -1,4 +1,4 @@
-"""Set and read the tags of executions, in any state."""
+"""The tags of executions, which can be set and read in any state."""
 
 from collections.abc import Mapping
 

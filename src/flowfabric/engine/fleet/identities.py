@@ -1,4 +1,4 @@
-"""Delete old identities of worker processes; one is kept while a lease refers to it."""
+"""Identities of worker processes: old ones are deleted unless a lease refers to them."""
 
 from flowfabric.db.statements import statements_beside
 from flowfabric.engine.store import Rules, Store

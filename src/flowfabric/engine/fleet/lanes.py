@@ -1,4 +1,4 @@
-"""List lanes, and change what each accepts."""
+"""Lanes: list them, and change what each accepts."""
 
 from flowfabric.db.statements import statements_beside
 from flowfabric.engine.core.stored import corruption, literal
@@ -34,11 +34,11 @@ class Lanes:
 
     async def list_lanes(self, *, cursor: str | None = None, limit: int = 100) -> LanePage:
         """A page of the lanes ordered by name, after the lane that the cursor names."""
-        most = check_limit(limit, MAX_LIMIT)
+        limit = check_limit(limit, MAX_LIMIT)
         after = None if cursor is None else _check_cursor(cursor)
-        if most == 0:
+        if limit == 0:
             return LanePage(lanes=[], next_cursor=None)
-        rows = await self._store.fetch(SQL.list_lanes, after=after, limit=most + 1)
+        rows = await self._store.fetch(SQL.list_lanes, after=after, limit=limit + 1)
         lanes = [
             Lane(
                 lane_id=_stored_name(row["lane_id"]),
@@ -46,9 +46,9 @@ class Lanes:
                 registered_at=row["registered_at"],
                 registered_by=row["registered_by"],
             )
-            for row in rows[:most]
+            for row in rows[:limit]
         ]
-        return LanePage(lanes=lanes, next_cursor=lanes[-1].lane_id if len(rows) > most else None)
+        return LanePage(lanes=lanes, next_cursor=lanes[-1].lane_id if len(rows) > limit else None)
 
 
 def _check_cursor(cursor: object) -> LaneId:

@@ -1,4 +1,4 @@
-"""End database sessions whose client went silent in the middle of a statement."""
+"""Database sessions whose client went silent in the middle of a statement: they are ended."""
 
 import logging
 

@@ -48,8 +48,8 @@ class Workers:
         serves_all_namespaces: bool = False,
     ) -> Registered | Refreshed:
         """Register a worker process, or refresh its registration; without `kinds` it runs every kind."""
-        named = sorted({check_lane_id(lane) for lane in check_items(lanes, "lanes")})
-        if not named:
+        lane_ids = sorted({check_lane_id(lane) for lane in check_items(lanes, "lanes")})
+        if not lane_ids:
             raise error("invalid_input", "lanes: must contain at least one lane id, e.g. ['default']")
         check_range(liveness_ttl_ms, "liveness_ttl_ms", 1, MAX_TTL_MS)
         if type(serves_all_namespaces) is not bool:
@@ -60,7 +60,7 @@ class Workers:
         entry: dict[str, object] = {
             **key,
             "worker_id": check_worker_id(worker_id, "worker_id"),
-            "lanes": named,
+            "lanes": lane_ids,
             "capabilities": check_capabilities(capabilities),
             "kinds": None if kinds is None else check_kinds(kinds, least=0),
             "serves_all_namespaces": serves_all_namespaces,
@@ -107,22 +107,22 @@ class Workers:
         self, *, namespace: str | None = None, after: WorkerCursor | str | None = None, limit: int = 1000
     ) -> WorkerPage:
         """A page of the live workers ordered by namespace and instance, after the cursor."""
-        most = check_limit(limit, MAX_LIMIT)
+        limit = check_limit(limit, MAX_LIMIT)
         if namespace is not None:
             check_text(namespace, "namespace")
-        place = _place(after, namespace)
-        if most == 0:
+        position = _position(after, namespace)
+        if limit == 0:
             return WorkerPage(entries=[], cursor=None)
         rows = await self._store.fetch(
             SQL.list_live_workers,
             namespace=namespace,
-            after_namespace=place.namespace,
-            after_instance=place.worker_instance_id,
-            limit=most + 1,
+            after_namespace=position.namespace,
+            after_instance=position.worker_instance_id,
+            limit=limit + 1,
         )
-        entries = [_entry(row) for row in rows[:most]]
+        entries = [_entry(row) for row in rows[:limit]]
         cursor = None
-        if len(rows) > most:
+        if len(rows) > limit:
             last = entries[-1]
             cursor = WorkerCursor(namespace=last.namespace, worker_instance_id=last.worker_instance_id)
         return WorkerPage(entries=entries, cursor=cursor)
@@ -143,7 +143,7 @@ class Workers:
         }
 
 
-def _place(after: WorkerCursor | str | None, namespace: str | None) -> WorkerCursor:
+def _position(after: WorkerCursor | str | None, namespace: str | None) -> WorkerCursor:
     """The position after which a page starts; within one namespace an instance id suffices."""
     match after:
         case None:
@@ -157,7 +157,8 @@ def _place(after: WorkerCursor | str | None, namespace: str | None) -> WorkerCur
         case _:
             raise error(
                 "invalid_input",
-                f"after: must be the cursor of a page of this list, or with namespace an instance, got {shown(after)}",
+                "after: must be the cursor of an earlier page, or a worker_instance_id if namespace is given,"
+                f" got {shown(after)}",
             )
 
 

@@ -1,5 +1,5 @@
 -- name: lock_worker
--- Locks a registration, expired or live.
+-- Locks a registration, expired or live. It expires at lapses_at.
 select worker_id, lapses_at > (select ff_now()) as is_live from worker
  where partition_key = :partition_key and namespace = :namespace and worker_instance_id = :worker_instance_id
    for update;

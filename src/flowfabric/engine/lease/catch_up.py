@@ -1,4 +1,4 @@
-"""Expire leases and promote delayed executions before a claim when this process runs no reconciler."""
+"""Due work that a claim does itself when no reconciler runs in this process: expire leases, promote delays."""
 
 import logging
 import math
@@ -71,7 +71,7 @@ class CatchUp:
 
     @staticmethod
     async def _process(due: _DueWork, lanes: Sequence[str]) -> bool:
-        # Full batches of work for other lanes may come before the due work of these.
+        # Full batches of work for other lanes may be due before the work of these lanes.
         for _ in range(MAX_BATCHES):
             batch = await due.run(0)
             if any(each.lane_id in lanes for each in batch.work):

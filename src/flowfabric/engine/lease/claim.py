@@ -1,4 +1,4 @@
-"""Claim the best claimable executions of a worker's lanes, leased in one statement."""
+"""Claims by lane: lease the best claimable executions of a worker's lanes in one statement."""
 
 import asyncio
 import time
@@ -11,7 +11,7 @@ import msgspec
 from flowfabric.db.database import Record
 from flowfabric.db.statements import statements_beside
 from flowfabric.engine.core.transition import CLAIM_PARAMETERS
-from flowfabric.engine.core.watermark import BAND_BITS, WalkWatermarks
+from flowfabric.engine.core.watermark import BAND_BITS, ScanWatermarks
 from flowfabric.engine.execution.checking import MAX_PRIORITY
 from flowfabric.engine.lease.catch_up import CatchUp
 from flowfabric.engine.lease.finish import Finish
@@ -54,7 +54,7 @@ RECLAIM_LIMITS = {"reclaim_limit": DEFAULT_RECLAIM_CAP, "policy_reclaim_limit": 
 _KINDS = {
     "fresh": HandleKind.FRESH,
     "resumed": HandleKind.RESUMED,
-    "put_aside": HandleKind.RESUMED,
+    "parked": HandleKind.RESUMED,
     "reclaimed": HandleKind.RECLAIMED,
 }
 _TYPES = {str(attempt_type): attempt_type for attempt_type in AttemptType}
@@ -84,28 +84,28 @@ class Wanted(NamedTuple):
         )
 
 
-class Walk(NamedTuple):
+class Scan(NamedTuple):
     """How a claim searches: by route, or by queue when it wants few of many queues."""
 
     is_by_queue: bool
-    watermarks: WalkWatermarks
+    watermarks: ScanWatermarks
     parameters: dict[str, object]
 
     @property
     def where(self) -> dict[str, object]:
-        """The parameters of the next statement: what to claim and where to start reading."""
-        walks, firsts, lasts = self.watermarks.spans()
-        return {**self.parameters, "span_walks": walks, "span_firsts": firsts, "span_lasts": lasts, "walked_to": 0}
+        """The parameters of the next statement: what to claim and which spans of places to read."""
+        sources, firsts, lasts = self.watermarks.spans()
+        return {**self.parameters, "span_sources": sources, "span_firsts": firsts, "span_lasts": lasts, "scanned_to": 0}
 
 
-class Walks:
+class Scans:
     """Chooses how a claim searches.
 
     A route lists everything a worker may run, in order, so a claim reads only what it takes. A claim for certain kinds
     would read past all others there; when it wants few of the queues, it reads those queues instead.
     """
 
-    MOST_QUEUES = 8
+    MAX_QUEUES = 8
     """The number of queues that one statement can merge."""
     COVERAGE_SECONDS = 30.0
     """How long the number of wanted queues is cached; an old number costs time, never correctness."""
@@ -115,8 +115,8 @@ class Walks:
         self._store = store
         self._coverage: dict[Wanted, tuple[bool, float]] = {}
 
-    async def of(self, wanted: Wanted) -> Walk:
-        """Return how a claim searches."""
+    async def of(self, wanted: Wanted) -> Scan:
+        """Return the scan for a claim."""
         store, watermarks = self._store, self._store.wakeups.watermarks
         is_filtered = wanted.kinds is not None or wanted.namespace is not None
         parameters: dict[str, object] = {
@@ -126,7 +126,7 @@ class Walks:
             "namespace_no": None if wanted.namespace is None else await store.namespace_no(wanted.namespace),
         }
         is_by_queue = is_filtered and await self._wants_few(wanted, parameters)
-        return Walk(
+        return Scan(
             is_by_queue,
             watermarks.of_queues(wanted) if is_by_queue else watermarks.of_routes(wanted),
             {**parameters, "is_filtered": is_filtered},
@@ -139,7 +139,7 @@ class Walks:
             (row,) = await self._store.fetch(SQL.read_coverage, **parameters)
             if len(self._coverage) >= self.MAX_CACHED:
                 self._coverage.clear()
-            wants_few = row["wanted"] < row["queues"] and row["wanted"] <= self.MOST_QUEUES
+            wants_few = row["wanted"] < row["queues"] and row["wanted"] <= self.MAX_QUEUES
             known = self._coverage[wanted] = wants_few, now + self.COVERAGE_SECONDS
         return known[0]
 
@@ -151,7 +151,7 @@ class Claim:
         self._store = store
         self._catch_up = catch_up
         self._finish = finish
-        self._walks = Walks(store)
+        self._scans = Scans(store)
         self._queues = Queues()
         # Concurrent claims compete for the head of a queue. Two at once raise throughput, more do not.
         self._turn = asyncio.Semaphore(MAX_AT_ONCE)
@@ -250,11 +250,11 @@ class Claim:
             async with self._turn:
                 if self.closing:
                     break
-                claimed = await self._look(wanted, worker_no, instance, lease_ttl_ms, limit, slots)
-            left = deadline - time.monotonic()
-            if claimed or left <= 0 or self._refuses_waits:
+                claimed = await self._scan_once(wanted, worker_no, instance, lease_ttl_ms, limit, slots)
+            seconds = deadline - time.monotonic()
+            if claimed or seconds <= 0 or self._refuses_waits:
                 return claimed
-            await wakeups.wait_for_work(wanted.lanes, min(left, POLL_SECONDS), since=wakes)
+            await wakeups.wait_for_work(wanted.lanes, min(seconds, POLL_SECONDS), since=wakes)
         return []
 
     def refuse_waits(self) -> None:
@@ -267,7 +267,7 @@ class Claim:
         await self._is_idle.wait()
 
     async def drain(self) -> None:
-        """Wait for the running claims; claims still in line return nothing."""
+        """Wait for the running claims; claims that wait for their turn return nothing."""
         self.closing = True
         self._store.wakeups.wake_all()
         for _ in range(MAX_AT_ONCE):
@@ -275,7 +275,7 @@ class Claim:
         for _ in range(MAX_AT_ONCE):
             self._turn.release()
 
-    async def _look(
+    async def _scan_once(
         self,
         wanted: Wanted,
         worker_no: int,
@@ -284,19 +284,19 @@ class Claim:
         limit: int,
         slots: int | None,
     ) -> list[ClaimedExecution]:
-        """Search from the watermarks; if that finds nothing, search everything, then process due work and retry."""
+        """Scan from the watermarks; if that finds nothing, scan everything, then process due work and retry."""
         await self._catch_up.run(wanted.lanes, within_seconds=CATCH_UP_SECONDS)
-        walk = await self._walks.of(wanted)
-        statement = SQL.claim_by_queue if walk.is_by_queue else SQL.claim_by_route
-        watermarks = walk.watermarks
-        walk_at = _QUEUE_NO if walk.is_by_queue else _ROUTE_NO
+        scan = await self._scans.of(wanted)
+        statement = SQL.claim_by_queue if scan.is_by_queue else SQL.claim_by_route
+        watermarks = scan.watermarks
+        source_at = _QUEUE_NO if scan.is_by_queue else _ROUTE_NO
         claimed: list[ClaimedExecution] = []
         refused: list[UUID] = []
-        walked_to = 0
+        scanned_to = 0
         where: dict[str, object] = {}
         while len(claimed) < limit:
-            # A walk that was cut short continues in the same spans: new ones would restart a walk of everything.
-            where = {**where, "walked_to": walked_to} if walked_to else walk.where
+            # A scan that was cut short continues in the same spans: new ones would start a full scan again.
+            where = {**where, "scanned_to": scanned_to} if scanned_to else scan.where
             left = limit - len(claimed)
             try:
                 rows = await self._store.fetch(
@@ -307,7 +307,7 @@ class Claim:
                     limit=left,
                     slots=left if slots is None else max(0, slots - len(claimed)),
                     least_ahead_ms=LEAST_AHEAD_MS,
-                    left_out=refused,
+                    skipped=refused,
                     known_queues=self._queues.known,
                     lease_ids=mint_uuid_texts(left),
                     **RECLAIM_LIMITS,
@@ -318,23 +318,23 @@ class Claim:
                     raise
                 # The caller must get the leases of the earlier statements.
                 break
-            note, walked_to = None, 0
+            note, scanned_to = None, 0
             if rows and rows[-1][_PLACE] is None:
-                # A note reuses the two columns that hold the time limits of a lease.
-                note, walk_us, cut_at = (last := rows.pop())[0], last["timeout_ms"], last["deadline_at"]
+                # A note uses the two columns that hold the time limits of a lease.
+                note, scan_us, cut_at = (last := rows.pop())[0], last["timeout_ms"], last["deadline_at"]
                 # Entries before this place are of other kinds, granted or locked.
-                walked_to = cut_at or 0
-                if walk_us is not None:
+                scanned_to = cut_at or 0
+                if scan_us is not None:
                     is_cut = note == "more" or len(rows) == left
                     furthest = max((row[_PLACE] for row in rows), default=0)
-                    watermarks.walked_whole(walk_us / 1_000_000, up_to=furthest if is_cut else None)
+                    watermarks.record_full_scan(scan_us / 1_000_000, up_to=furthest if is_cut else None)
             at_reclaim_limit: list[tuple[ExecutionId, int]] = []
             reclaimed: list[ExecutionId] = []
-            is_left = False
+            is_passed_over = False
             for row in rows:
-                watermarks.raise_to(row[walk_at], row[_PLACE])
+                watermarks.raise_to(row[source_at], row[_PLACE])
                 if row[0] == "left":
-                    is_left = True
+                    is_passed_over = True
                 elif row[0] == "reclaim_limit":
                     # If it cannot be ended, the next statement must not find it again.
                     refused.append(row["execution_id"])
@@ -344,8 +344,8 @@ class Claim:
                     claimed.append(claimed_of(row, instance, lease_ttl_ms, self._queues))
                     if row[0] == "reclaimed":
                         reclaimed.append(claimed[-1].execution_id)
-            if is_left:
-                # The execution that was left is below the watermarks.
+            if is_passed_over:
+                # An execution that was not leased is below the watermarks.
                 watermarks.end()
             if reclaimed:
                 await self._finish.warn_of_reclaims(reclaimed)
@@ -354,9 +354,9 @@ class Claim:
                 continue
             if note == "more":
                 continue
-            if claimed or is_left:
+            if claimed or is_passed_over:
                 break
-            if where["span_walks"] and watermarks.may_walk_whole:
+            if where["span_sources"] and watermarks.may_scan_all:
                 watermarks.end()
             elif not await self._catch_up.run(wanted.lanes, within_seconds=0):
                 break
@@ -366,7 +366,7 @@ class Claim:
 class Queues:
     """A cache of the lane and kind of each queue this process claimed from; neither ever changes."""
 
-    MOST_KNOWN = 256
+    MAX_KNOWN = 256
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[LaneId, str]] = {}
@@ -381,7 +381,7 @@ class Queues:
         if lane_id is None or execution_kind is None:
             return self._known[queue_no]
         found = LaneId(lane_id), execution_kind
-        if len(self._known) < self.MOST_KNOWN:
+        if len(self._known) < self.MAX_KNOWN:
             self._known[queue_no] = found
         return found
 

@@ -2,17 +2,17 @@
 -- The routes that this worker may serve, the entries of ready by route, and the queues that the claim is restricted to by kind
 -- or namespace.
 serving as materialized (
-  select r.route_no as walk_no
+  select r.route_no as source_no
     from lane l join route r using (lane_no) join capability_set c using (capability_set_no)
    where l.lane_id = any(:lanes::text[]) and l.state in ('active', 'draining') and c.required <@ :capabilities::text[]
 ),
-entry as not materialized (select r.*, r.route_no as walk_no, r.ctid as tid from ready r),
+entry as not materialized (select r.*, r.route_no as source_no, r.ctid as tid from ready r),
 wanted as materialized (
   select q.queue_no
     from serving s
    cross join lateral (
          select q.queue_no, q.namespace_no, q.route_no from queue q join route r using (route_no)
-          where :is_filtered and r.route_no = s.walk_no and q.lane_no = r.lane_no
+          where :is_filtered and r.route_no = s.source_no and q.lane_no = r.lane_no
             and (:kind_nos::int[] is null or q.kind_no in (select unnest(:kind_nos)))) q
    where :namespace_no::int is null or q.namespace_no = :namespace_no
 )
@@ -20,7 +20,7 @@ wanted as materialized (
 -- fragment: queues
 -- The queues that this worker may serve and the claim wants, and the entries of ready by queue.
 serving as materialized (
-  select q.queue_no as walk_no
+  select q.queue_no as source_no
     from lane l
     join route r using (lane_no)
     join capability_set c using (capability_set_no)
@@ -29,67 +29,67 @@ serving as materialized (
      and (:kind_nos::int[] is null or q.kind_no in (select unnest(:kind_nos)))
      and (:namespace_no::int is null or q.namespace_no = :namespace_no)
 ),
-entry as not materialized (select r.*, r.queue_no as walk_no, r.ctid as tid from ready r),
-wanted as materialized (select walk_no as queue_no from serving where :is_filtered::boolean)
+entry as not materialized (select r.*, r.queue_no as source_no, r.ctid as tid from ready r),
+wanted as materialized (select source_no as queue_no from serving where :is_filtered::boolean)
 
--- fragment: walk
--- The entries of the served routes or queues, best first. A span is the part of one to read: the whole, or what the caller's
--- watermarks leave of it. The given spans are sorted by route or queue number.
--- Up to eight spans are read, each by an ordered index scan, and merged lazily: an entry that is not taken is not read. If there
+-- fragment: scan
+-- The entries of the served routes or queues (the sources of the scan), best first. A span is the range of places to read of
+-- one source: all of it, or what the caller's watermarks leave of it. The given spans are sorted by source number.
+-- Up to eight spans are read, each by an ordered index scan, and merged lazily: entries beyond the limit are not read. If there
 -- are more spans, the eight with the best heads are read, up to the head of the ninth.
 span as materialized (
-  select s.walk_no, greatest(w.first_place, :walked_to::bigint) as first_place, w.last_place
-    from (select walk_no, width_bucket(walk_no - 1, :span_walks::int[]) as low, width_bucket(walk_no, :span_walks) as high from serving) s
+  select s.source_no, greatest(w.first_place, :scanned_to::bigint) as first_place, w.last_place
+    from (select source_no, width_bucket(source_no - 1, :span_sources::int[]) as low, width_bucket(source_no, :span_sources) as high from serving) s
    cross join lateral unnest(
          case when s.low < s.high then (:span_firsts::bigint[])[s.low + 1 : s.high] else '{0}' end,
          case when s.low < s.high then (:span_lasts::bigint[])[s.low + 1 : s.high] else '{9223372036854775807}' end)
          as w(first_place, last_place)
-   where w.last_place >= :walked_to
+   where w.last_place >= :scanned_to
 ),
 chosen as materialized (
-  select s.walk_no, s.first_place, s.last_place, null::bigint as ninth from span s where (select count(*) from span) <= 8
+  select s.source_no, s.first_place, s.last_place, null::bigint as ninth from span s where (select count(*) from span) <= 8
   union all
-  (select h.walk_no, h.first_place, least(h.last_place, h.ninth - 1), h.ninth
-     from (select s.walk_no, r.place as first_place, s.last_place,
+  (select h.source_no, h.first_place, least(h.last_place, h.ninth - 1), h.ninth
+     from (select s.source_no, r.place as first_place, s.last_place,
                   nth_value(r.place, 9) over (order by r.place rows between unbounded preceding and unbounded following) as ninth
              from span s
             cross join lateral (
                   select r.place from entry r
-                   where r.walk_no = s.walk_no and r.place between s.first_place and s.last_place
+                   where r.source_no = s.source_no and r.place between s.first_place and s.last_place
                    order by r.place limit 1) r
             where (select count(*) from span) > 8) h
     order by h.first_place limit 8)
 ),
-walk as not materialized (
+scan as not materialized (
   select r.*
-    from (select array_agg(walk_no) as nos, array_agg(first_place) as firsts, array_agg(last_place) as lasts from chosen) w
+    from (select array_agg(source_no) as nos, array_agg(first_place) as firsts, array_agg(last_place) as lasts from chosen) w
    cross join lateral (
          select * from (
-             (select * from entry where walk_no = w.nos[1] and place between w.firsts[1] and w.lasts[1] order by place offset 0)
+             (select * from entry where source_no = w.nos[1] and place between w.firsts[1] and w.lasts[1] order by place offset 0)
              union all
-             (select * from entry where walk_no = w.nos[2] and place between w.firsts[2] and w.lasts[2] order by place offset 0)
+             (select * from entry where source_no = w.nos[2] and place between w.firsts[2] and w.lasts[2] order by place offset 0)
              union all
-             (select * from entry where walk_no = w.nos[3] and place between w.firsts[3] and w.lasts[3] order by place offset 0)
+             (select * from entry where source_no = w.nos[3] and place between w.firsts[3] and w.lasts[3] order by place offset 0)
              union all
-             (select * from entry where walk_no = w.nos[4] and place between w.firsts[4] and w.lasts[4] order by place offset 0)
+             (select * from entry where source_no = w.nos[4] and place between w.firsts[4] and w.lasts[4] order by place offset 0)
              union all
-             (select * from entry where walk_no = w.nos[5] and place between w.firsts[5] and w.lasts[5] order by place offset 0)
+             (select * from entry where source_no = w.nos[5] and place between w.firsts[5] and w.lasts[5] order by place offset 0)
              union all
-             (select * from entry where walk_no = w.nos[6] and place between w.firsts[6] and w.lasts[6] order by place offset 0)
+             (select * from entry where source_no = w.nos[6] and place between w.firsts[6] and w.lasts[6] order by place offset 0)
              union all
-             (select * from entry where walk_no = w.nos[7] and place between w.firsts[7] and w.lasts[7] order by place offset 0)
+             (select * from entry where source_no = w.nos[7] and place between w.firsts[7] and w.lasts[7] order by place offset 0)
              union all
-             (select * from entry where walk_no = w.nos[8] and place between w.firsts[8] and w.lasts[8] order by place offset 0)
+             (select * from entry where source_no = w.nos[8] and place between w.firsts[8] and w.lasts[8] order by place offset 0)
          ) spans order by place) r
 )
 
 -- fragment: picked
--- Locks the best claimable executions of a walk; returns for each the branch it takes and how long its attempt may run. The
+-- Locks the best claimable executions of a scan; returns for each how it is leased (branch) and how long its attempt may run. The
 -- entry is locked before the execution: an entry that another claim removed since the statement began is skipped there,
 -- without a recheck and without a lock on the execution, which would block the worker that completes it.
 picked as materialized (
   select r.route_no, r.tid as ready_tid, e.*, row_number() over () as nth
-    from walk r
+    from scan r
    cross join lateral (select from ready l where l.ctid = r.tid for update skip locked) l
    cross join lateral (
          select e.ctid as tid, e.partition_key, e.execution_id, e.queue_no, e.place, e.lease_epoch,
@@ -114,26 +114,26 @@ picked as materialized (
             for update skip locked) e
    where (r.granted_until is null or r.granted_until <= (select now from clock))
      and (not :is_filtered::boolean or r.queue_no in (select queue_no from wanted))
-     and r.execution_id <> all(:left_out::uuid[])
+     and r.execution_id <> all(:skipped::uuid[])
    limit :limit
 )
 
 -- fragment: notes
--- Executions at their reclaim limit, executions left because their timeout is too short to wait for a slot, and at most one
--- note as the last row. The note is 'more' if the walk was cut short: its deadline_at is the place where the next statement
--- continues. After a walk of everything there is always a note, 'more' or 'whole': its timeout_ms is the time the walk took on
--- the server in microseconds, without the commit and the network.
+-- Executions at their reclaim limit, executions not leased because their timeout is too short to wait for a slot ('left'), and
+-- at most one note as the last row. The note is 'more' if the scan was cut short: its deadline_at is the place where the next
+-- statement continues. After a full scan there is always a note, 'more' or 'whole': its timeout_ms is the time the scan took
+-- on the server in microseconds, without the commit and the network.
 select case branch when 'reclaim_limit' then branch else 'left' end, partition_key, execution_id, route_no, queue_no, place, null, null,
        null, lease_epoch, null, null, null, null, null, null, null, null, null, null::bigint, null::bigint
   from picked where branch = 'reclaim_limit' or (nth > :slots and timeout_ms < :least_ahead_ms)
 union all
 select case when is_more then 'more' else 'whole' end, null, null, null, null, null, null, null, null, null, null, null, null, null,
        null, null, null, null, null,
-       case when cardinality(:span_walks) = 0
+       case when cardinality(:span_sources) = 0
          then (extract(epoch from clock_timestamp() - statement_timestamp()) * 1000000)::bigint end, case when is_more then ninth end
   from (select c.ninth, c.ninth is not null and (select count(*) from picked) < :limit as is_more
           from (select max(ninth) as ninth from chosen) c) s
- where is_more or cardinality(:span_walks) = 0
+ where is_more or cardinality(:span_sources) = 0
 
 -- fragment: leased
 -- Leases the picked executions: begins or resumes the attempt, deletes the ready entry, and writes the claim, the attempt that
@@ -243,12 +243,12 @@ events as (
 
 -- fragment: answer
 -- What a worker gets for each lease; lane and kind are null for queues that it has cached. A resumed attempt that had no
--- suspension is marked 'put_aside'. The comparison of attempt_index finds out: "exists" would hash the whole table.
+-- suspension is marked 'parked'. Found by comparing attempt_index: "exists" would hash the whole table.
 select case when branch = 'resumed' and (
               select s.attempt_index from suspension s
                where s.partition_key = l.partition_key and s.execution_id = l.execution_id and s.suspension_id = l.suspension_id
               ) is distinct from l.attempt_count - 1
-         then 'put_aside' else branch end as branch, partition_key, execution_id, route_no, queue_no, place,
+         then 'parked' else branch end as branch, partition_key, execution_id, route_no, queue_no, place,
        case when queue_no <> all(:known_queues::int[]) then (
          select a.lane_id from queue q join lane a using (lane_no) where q.queue_no = l.queue_no) end as lane_id, retry_count,
        lease_id, lease_epoch, attempt_id, attempt_type, attempt_count - 1 as attempt_index, (select now from clock) as now,
@@ -263,11 +263,11 @@ select case when branch = 'resumed' and (
   from leased l
 
 -- fragment: best
--- The picked execution, or one row of nulls, with the place at which the walk was cut short and, after a walk of everything,
--- the microseconds it took on the server.
+-- The picked execution, or one row of nulls, with the place at which the scan was cut short and, after a full scan, the
+-- microseconds it took on the server.
 select p.partition_key, p.execution_id, p.route_no, p.queue_no, p.place,
-       case when cardinality(:span_walks) = 0
-         then (extract(epoch from clock_timestamp() - statement_timestamp()) * 1000000)::bigint end as walk_us,
+       case when cardinality(:span_sources) = 0
+         then (extract(epoch from clock_timestamp() - statement_timestamp()) * 1000000)::bigint end as scan_us,
        (select max(ninth) from chosen) as cut_at
   from (values (true)) as one_row left join picked p on true
 
@@ -276,7 +276,7 @@ select p.partition_key, p.execution_id, p.route_no, p.queue_no, p.place,
 with clock as materialized (select ff_now() as now, nextval('claim_sequence') as claim_no),
 -- include: routes
 ,
--- include: walk
+-- include: scan
 ,
 -- include: picked
 ,
@@ -291,7 +291,7 @@ union all
 with clock as materialized (select ff_now() as now, nextval('claim_sequence') as claim_no),
 -- include: queues
 ,
--- include: walk
+-- include: scan
 ,
 -- include: picked
 ,
@@ -326,7 +326,7 @@ picked as materialized (
 with clock as materialized (select ff_now() as now),
 -- include: routes
 ,
--- include: walk
+-- include: scan
 ,
 -- include: picked
 -- include: best
@@ -337,7 +337,7 @@ with clock as materialized (select ff_now() as now),
 with clock as materialized (select ff_now() as now),
 -- include: queues
 ,
--- include: walk
+-- include: scan
 ,
 -- include: picked
 -- include: best

@@ -1,4 +1,4 @@
-"""Claim a named execution: lock the row, check it, lease it."""
+"""Claims of a named execution: lock the row, check it, lease it."""
 
 import logging
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Delay a run: give up its lease now and continue the same attempt under a later one."""
+"""Delays: a run gives up its lease now and continues the same attempt under a later one."""
 
 from collections.abc import Mapping, Sequence
 from uuid import UUID
@@ -48,7 +48,7 @@ class Delays:
     async def wait_children(self, handle: Handle) -> None:
         """Release a run until its children have ended; the next claim after that continues its attempt."""
         handle = usable(handle)
-        await self._release(LeaseEnd(handle.execution_id, _move_of_waiting(), fence=handle))
+        await self._release(LeaseEnd(handle.execution_id, _waiting_move(), fence=handle))
 
     async def hand_back(self, handle: Handle, *, was_started: bool = True) -> None:
         """Give up the lease of a run that cannot continue here; any worker may claim the same attempt at once.
@@ -106,21 +106,21 @@ class Delays:
             work.extend(Work(row["lane_id"], row["route_no"], row["queue_no"], row["place"]) for row in rows)
             return len(rows)
 
-        def due(left_out: Sequence[UUID]) -> dict[str, object]:
-            return {"since": since, "left_out": left_out, "limit": SWEEP_LIMIT}
+        def due(skipped: Sequence[UUID]) -> dict[str, object]:
+            return {"since": since, "skipped": skipped, "limit": SWEEP_LIMIT}
 
-        async def batch(left_out: Sequence[UUID]) -> int:
-            return await promote({"partition_keys": [], "execution_ids": None, **due(left_out)})
+        async def batch(skipped: Sequence[UUID]) -> int:
+            return await promote({"partition_keys": [], "execution_ids": None, **due(skipped)})
 
-        async def list_due(left_out: Sequence[UUID]) -> list[ExecutionId]:
-            rows = await self._store.fetch(SQL.list_delayed, **due(left_out))
+        async def list_due(skipped: Sequence[UUID]) -> list[ExecutionId]:
+            rows = await self._store.fetch(SQL.list_delayed, **due(skipped))
             return [format_execution_id(row["partition_key"], row["execution_id"]) for row in rows]
 
-        async def some(execution_ids: Sequence[ExecutionId]) -> int:
+        async def promote_items(execution_ids: Sequence[ExecutionId]) -> int:
             return await promote(_named(execution_ids))
 
         try:
-            done = await self.quarantine.sweep_by_halves(batch, list_due, some, limit=SWEEP_LIMIT)
+            done = await self.quarantine.sweep_by_halves(batch, list_due, promote_items, limit=SWEEP_LIMIT)
         finally:
             self._store.wakeups.work(work)
         return SweepResult(done, done >= SWEEP_LIMIT, work)
@@ -137,11 +137,11 @@ def _named(execution_ids: Sequence[ExecutionId]) -> dict[str, object]:
         "partition_keys": [partition for partition, _ in pairs],
         "execution_ids": [uuid for _, uuid in pairs],
         "since": 0,
-        "left_out": [],
+        "skipped": [],
         "limit": len(pairs),
     }
 
 
-def _move_of_waiting() -> Move:
+def _waiting_move() -> Move:
     """The move of wait_children: only members of flows have children, and there are no flows yet."""
     return Move.CHILDREN_DONE

@@ -1,5 +1,5 @@
 -- name: promote_delayed
--- Makes due delayed executions claimable: the named ones, or without names the oldest after :since except :left_out.
+-- Makes due delayed executions claimable: the named ones, or without names the oldest after :since except :skipped.
 -- The attempt state decides whether the next claim resumes or retries. A named execution that was delayed under the lease of
 -- :lease_epoch need not be due.
 with clock as materialized (select ff_now() as now),
@@ -9,7 +9,7 @@ named as materialized (
    cross join lateral (
          select t.partition_key, t.execution_id from timer t
           where :execution_ids::uuid[] is null and t.kind = 'delay' and t.due_at > :since and t.due_at <= c.now
-            and t.execution_id <> all(:left_out::uuid[])
+            and t.execution_id <> all(:skipped::uuid[])
           order by t.due_at limit :limit) t
   union all
   select i.partition_key, i.execution_id
@@ -53,8 +53,8 @@ select l.lane_id, p.route_no, p.queue_no, p.place, p.public_state
   from promoted p join lane l using (lane_no);
 
 -- name: list_delayed
--- The due delayed executions, the oldest after :since first, except :left_out.
+-- The due delayed executions, the oldest after :since first, except :skipped.
 select t.partition_key, t.execution_id
   from timer t
- where t.kind = 'delay' and t.due_at > :since and t.due_at <= (select ff_now()) and t.execution_id <> all(:left_out::uuid[])
+ where t.kind = 'delay' and t.due_at > :since and t.due_at <= (select ff_now()) and t.execution_id <> all(:skipped::uuid[])
  order by t.due_at limit :limit;

@@ -1,4 +1,4 @@
-"""Expire leases, attempts past their timeout, and executions past their deadline."""
+"""Expiry of leases, of attempts past their timeout, and of executions past their deadline."""
 
 from collections.abc import Sequence
 from enum import StrEnum
@@ -52,7 +52,7 @@ LATEST_TIME = 2**62 - 1
 
 
 class LeaseExpiry:
-    """Marks expired leases, so that the next claim takes them over, and lists them."""
+    """Marks expired leases, so that the next claim reclaims them, and lists them."""
 
     def __init__(self, store: Store, lease_ends: LeaseEnds, quarantine: Quarantine) -> None:
         self.quarantine = quarantine
@@ -91,7 +91,7 @@ class LeaseExpiry:
 
     async def _take_spent(self, since: int) -> list[Record]:
         return await self._store.fetch(
-            SQL.take_spent_claims, since=since, left_out=self.quarantine.left_out(), limit=CLAIM_LIMIT
+            SQL.take_spent_claims, since=since, skipped=self.quarantine.skipped(), limit=CLAIM_LIMIT
         )
 
     async def _mark(self, expired: Sequence[ExecutionId]) -> list[Work]:
@@ -112,7 +112,7 @@ class LeaseExpiry:
         return work
 
     async def mark_lease_expired_if_due(self, execution_id: ExecutionId | str) -> Marked | AlreadySatisfied:
-        """Mark the lease of an execution as expired if it is due, so that the next claim takes it over."""
+        """Mark the lease of an execution as expired if it is due, so that the next claim reclaims it."""
         parsed = parse_execution_id(execution_id)
         row_key(parsed)
         end = LeaseEnd(parsed, Move.LEASE_EXPIRED)
@@ -187,11 +187,11 @@ class Timeouts:
         """Expire executions past their attempt timeout or deadline, the oldest first; return how many."""
         return await self.quarantine.sweep(self._expire_together, self._expire_alone, limit=SWEEP_LIMIT)
 
-    async def _expire_together(self, left_out: Sequence[UUID], found: list[ExecutionId]) -> int:
+    async def _expire_together(self, skipped: Sequence[UUID], found: list[ExecutionId]) -> int:
         since = self._store.due_watermark.since
 
         async def expire(transaction: Transaction) -> tuple[list[LeaseEnd], list[Verdict | Locked]]:
-            rows = await transaction.fetch(SQL.lock_expired, since=since, left_out=left_out, limit=SWEEP_LIMIT)
+            rows = await transaction.fetch(SQL.lock_expired, since=since, skipped=skipped, limit=SWEEP_LIMIT)
             found[:] = [format_execution_id(row["partition_key"], row["execution_id"]) for row in rows]
             lease_ends = [
                 _expiry(row, ExpiryPhase.EXECUTION_DEADLINE if row["past_deadline"] else ExpiryPhase.ATTEMPT_TIMEOUT)

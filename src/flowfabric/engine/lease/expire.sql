@@ -10,12 +10,12 @@ due as materialized (
          select r.ctid as tid, r.partition_key, r.claim_no, r.expires_at, r.execution_ids from claim r
           where r.expires_at > :since and r.expires_at <= c.now
             -- A claim with no members except quarantined ones must not use up the limit.
-            and (not r.execution_ids && :left_out::uuid[] or exists (
+            and (not r.execution_ids && :skipped::uuid[] or exists (
                 select from unnest(r.execution_ids) as m(execution_id)
                  cross join lateral (
                        select e.claim_no, e.ownership_state from execution e
                         where e.partition_key = r.partition_key and e.execution_id = m.execution_id limit 1) e
-                 where m.execution_id <> all(:left_out) and e.claim_no = r.claim_no and e.ownership_state = 'leased'))
+                 where m.execution_id <> all(:skipped) and e.claim_no = r.claim_no and e.ownership_state = 'leased'))
           order by r.expires_at limit :limit
             for update skip locked) r
 ),
@@ -35,7 +35,7 @@ select null::smallint as partition_key, null::uuid as execution_id, count(*) as 
        max(expires_at) as reached
   from due
 union all
-select partition_key, execution_id, 0, 0, null from member where execution_id <> all(:left_out);
+select partition_key, execution_id, 0, 0, null from member where execution_id <> all(:skipped);
 
 -- name: list_expired_leases
 -- Leases of active executions that expire by :as_of, marked or not, ordered by expiry, then id.
@@ -74,7 +74,7 @@ select f.id, f.lease_id, f.lease_epoch, w.worker_instance_id, f.lease_expires_at
  order by f.lease_expires_at, f.id;
 
 -- name: lock_expired
--- Locks executions whose attempt timeout or deadline has passed, the oldest after :since first, except :left_out; returns
+-- Locks executions whose attempt timeout or deadline has passed, the oldest after :since first, except :skipped; returns
 -- what the decision to retry needs.
 with clock as materialized (select ff_now() as now),
 due as materialized (
@@ -83,7 +83,7 @@ due as materialized (
    cross join unnest('{attempt_timeout,deadline}'::timer_kind[]) as k(kind)
    cross join lateral (
          select t.partition_key, t.execution_id from timer t
-          where t.kind = k.kind and t.due_at > :since and t.due_at <= c.now and t.execution_id <> all(:left_out::uuid[])
+          where t.kind = k.kind and t.due_at > :since and t.due_at <= c.now and t.execution_id <> all(:skipped::uuid[])
           order by t.due_at limit :limit) t
 )
 select e.partition_key, e.execution_id, e.retry_count, e.lease_epoch, e.lifecycle_phase, e.policy,

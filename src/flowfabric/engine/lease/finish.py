@@ -1,4 +1,4 @@
-"""Complete and fail runs; a repeated call gets the answer of the first."""
+"""Completion and failure of runs; a repeated call gets the answer of the first."""
 
 import contextlib
 import logging

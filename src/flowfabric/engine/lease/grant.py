@@ -11,7 +11,7 @@ from flowfabric.engine.core.consequence import EndedLease
 from flowfabric.engine.core.keys import Keys
 from flowfabric.engine.core.row import HeldWithGrant, check_named, hold_with_grant, read_with_grant
 from flowfabric.engine.lease.catch_up import CatchUp
-from flowfabric.engine.lease.claim import CATCH_UP_SECONDS, RECLAIM_LIMITS, Walk, Walks, Wanted
+from flowfabric.engine.lease.claim import CATCH_UP_SECONDS, RECLAIM_LIMITS, Scan, Scans, Wanted
 from flowfabric.engine.lease.claim import SQL as CLAIM_SQL
 from flowfabric.engine.lease.finish import Finish
 from flowfabric.engine.store import Store
@@ -86,7 +86,7 @@ class Grants:
         self._keys = keys
         self._catch_up = catch_up
         self._finish = finish
-        self._walks = Walks(store)
+        self._scans = Scans(store)
 
     async def claim_for_worker(
         self,
@@ -104,46 +104,46 @@ class Grants:
         lane = check_lane_id(lane_id)
         wanted = Wanted.of((lane,), worker_capabilities, kinds, namespace)
         await self._catch_up.run((lane,), within_seconds=CATCH_UP_SECONDS)
-        walk = await self._walks.of(wanted)
+        scan = await self._scans.of(wanted)
         refused: list[UUID] = []
-        walked_to = 0
+        scanned_to = 0
         where: dict[str, object] = {}
         while True:
-            # A walk that was cut short continues in the same spans: new ones would restart a walk of everything.
-            where = {**where, "walked_to": walked_to} if walked_to else walk.where
-            found = await self._search(grantee, walk, where, refused)
+            # A scan that was cut short continues in the same spans: new ones would start a full scan again.
+            where = {**where, "scanned_to": scanned_to} if scanned_to else scan.where
+            found = await self._search(grantee, scan, where, refused)
             if isinstance(found, Granted):
                 return found
-            walked_to = found if isinstance(found, int) else 0
-            if walked_to:
+            scanned_to = found if isinstance(found, int) else 0
+            if scanned_to:
                 continue
             if isinstance(found, HeldWithGrant):
                 # If it cannot be ended, the next statement must not find it again.
                 refused.append(found.execution_id)
                 await self._finish.end_at_reclaim_limit([(found.id, found.lease_epoch)])
-            elif where["span_walks"] and walk.watermarks.may_walk_whole:
-                walk.watermarks.end()
+            elif where["span_sources"] and scan.watermarks.may_scan_all:
+                scan.watermarks.end()
             elif not await self._catch_up.run((lane,), within_seconds=0):
                 return NoWork()
 
     async def _search(
-        self, grantee: Grantee, walk: Walk, where: Mapping[str, object], left_out: Sequence[UUID]
+        self, grantee: Grantee, scan: Scan, where: Mapping[str, object], skipped: Sequence[UUID]
     ) -> Granted | HeldWithGrant | int | None:
         """Grant the best execution that one statement finds; None if there is none.
 
         Returns an execution at its reclaim limit as its row, and for a search that was cut short the place to continue.
         """
-        statement = CLAIM_SQL.lock_best_of_queues if walk.is_by_queue else CLAIM_SQL.lock_best_of_routes
+        statement = CLAIM_SQL.lock_best_of_queues if scan.is_by_queue else CLAIM_SQL.lock_best_of_routes
         offered = cast("tuple[str, ...]", where["capabilities"])
 
         async def search(transaction: Transaction) -> Granted | HeldWithGrant | int | None:
-            (row,) = await transaction.fetch(statement, **where, **RECLAIM_LIMITS, left_out=left_out, limit=1)
-            if row["walk_us"] is not None:
-                walk.watermarks.walked_whole(row["walk_us"] / 1_000_000, up_to=row["place"])
+            (row,) = await transaction.fetch(statement, **where, **RECLAIM_LIMITS, skipped=skipped, limit=1)
+            if row["scan_us"] is not None:
+                scan.watermarks.record_full_scan(row["scan_us"] / 1_000_000, up_to=row["place"])
             if row["execution_id"] is None:
                 cut_at: int | None = row["cut_at"]
                 return cut_at
-            walk.watermarks.raise_to(row["queue_no" if walk.is_by_queue else "route_no"], row["place"])
+            scan.watermarks.raise_to(row["queue_no" if scan.is_by_queue else "route_no"], row["place"])
             held = await read_with_grant(transaction, row["partition_key"], row["execution_id"])
             if held.is_lost and held.reclaim_count >= reclaim_cap(held.execution_policy):
                 return held
@@ -155,8 +155,8 @@ class Grants:
     async def scan_eligible_executions(self, *, lane_id: str, limit: int = 100) -> list[ExecutionId]:
         """List the claimable executions of a lane without a live grant, in claim order."""
         lane = check_lane_id(lane_id)
-        most = check_limit(limit, MAX_SCAN)
-        rows = await self._store.fetch(SQL.list_eligible, lane_id=lane, limit=most)
+        limit = check_limit(limit, MAX_SCAN)
+        rows = await self._store.fetch(SQL.list_eligible, lane_id=lane, limit=limit)
         return [format_execution_id(row["partition_key"], row["execution_id"]) for row in rows]
 
     async def issue_claim_grant(

@@ -37,7 +37,7 @@ Ended = tuple[LeaseEnd, list[Verdict | Locked]]
 
 
 class Reclaim:
-    """The operations of supervised reclaim; ordinary claims take over lost leases without them."""
+    """The operations of supervised reclaim; ordinary claims reclaim lost leases without them."""
 
     def __init__(self, store: Store, grants: Grants, claims: NamedClaims, lease_ends: LeaseEnds) -> None:
         self._store = store
@@ -115,7 +115,7 @@ class Reclaim:
         old_worker_instance_id: str | None = None,
         current_attempt_index: int | None = None,
     ) -> ClaimedExecution | NotReclaimable | GrantNotFound | ReclaimCapExceeded:
-        """Take over a lost lease with the worker's reclaim grant, as a new attempt.
+        """Reclaim a lost lease with the worker's reclaim grant, as a new attempt.
 
         `capability_hash`, `old_worker_instance_id` and `current_attempt_index` are accepted but not compared: the
         stored row decides.
@@ -135,12 +135,12 @@ class Reclaim:
         if max_reclaim_count is not None:
             check_range(max_reclaim_count, "max_reclaim_count", 0, MAX_CAP)
 
-        taken: list[HeldWithGrant] = []
+        reclaimed: list[HeldWithGrant] = []
 
         async def reclaim(
             transaction: Transaction,
         ) -> ClaimedExecution | NotReclaimable | GrantNotFound | tuple[int, Ended]:
-            taken.clear()
+            reclaimed.clear()
             held = await hold_with_grant(transaction, parsed, lane)
             if not held.is_lost and not held.has_expired:
                 return NotReclaimable(execution_id=parsed, detail=_state_of(held))
@@ -153,11 +153,11 @@ class Reclaim:
             cap = reclaim_cap(held.execution_policy, max_reclaim_count)
             if held.reclaim_count >= cap:
                 return cap, await self._end(transaction, held)
-            taken.append(held)
+            reclaimed.append(held)
             return await self._claims.take(transaction, held, "reclaimed", lease)
 
         answer = await self._store.transact(reclaim, execution_id=parsed)
-        self._store.wakeups.lost([_lost(held) for held in taken])
+        self._store.wakeups.lost([_lost(held) for held in reclaimed])
         return await self._at_reclaim_limit(*answer) if isinstance(answer, tuple) else answer
 
     async def _end(self, transaction: Transaction, held: HeldWithGrant) -> Ended:

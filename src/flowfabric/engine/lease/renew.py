@@ -1,4 +1,4 @@
-"""Renew leases and report progress under them."""
+"""Renewal of leases, and progress reported under them."""
 
 from collections.abc import Sequence
 from uuid import UUID
@@ -121,7 +121,7 @@ class Renewals:
             raise verdict.refusal()
 
     async def drain(self) -> None:
-        """Wait for the running renewals."""
+        """Wait until every renewal in progress is answered."""
         await self._batch.drain()
 
     async def _renew_together(self, handles: Sequence[Handle]) -> Sequence[Renewed | Locked | Exception]:

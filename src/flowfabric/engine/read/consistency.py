@@ -1,4 +1,4 @@
-"""Find stored rows that no operation can have written."""
+"""The consistency check: finds stored rows that no operation can have written."""
 
 from collections.abc import Iterable, Mapping
 from enum import StrEnum
@@ -46,7 +46,7 @@ class Consistency:
         self._store = store
 
     async def find_inconsistencies(self, *, limit: int = 1000) -> list[Inconsistency]:
-        """Return up to limit inconsistencies of stored rows, ordered by execution. Reads every row."""
+        """Return up to `limit` inconsistencies of stored rows, ordered by execution; this reads every row."""
         limit = check_limit(limit, MAX_LIMIT)
         found: list[Inconsistency] = []
         after: tuple[int, object] = _START

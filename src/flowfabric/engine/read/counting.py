@@ -1,4 +1,4 @@
-"""Count executions by lane, state, namespace and kind, without reading every row."""
+"""Counts of executions by lane, state, namespace and kind, without reading every row."""
 
 from collections.abc import Iterable
 from enum import StrEnum

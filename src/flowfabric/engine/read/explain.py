@@ -1,4 +1,4 @@
-"""Explain why an execution does not progress, from one snapshot of the store."""
+"""Explanation of why an execution does not progress, from one snapshot of the store."""
 
 from collections.abc import Iterator
 from typing import Literal
@@ -12,7 +12,7 @@ from flowfabric.engine.core.stored import literal, required, vector
 from flowfabric.engine.store import Store
 from flowfabric.model.errors import error
 from flowfabric.model.explanation import (
-    MOST_AHEAD,
+    MAX_AHEAD,
     BudgetReason,
     DelayedReason,
     DependenciesReason,
@@ -74,7 +74,7 @@ class Explain:
         """Explain the state of an execution: every reason that holds it, and a one-sentence summary."""
         parsed = parse_execution_id(execution_id)
         partition, uuid = row_key(parsed)
-        rows = await self._store.fetch(SQL.read_reasons, partition_key=partition, execution_id=uuid, most=MOST_AHEAD)
+        rows = await self._store.fetch(SQL.read_reasons, partition_key=partition, execution_id=uuid, most=MAX_AHEAD)
         if not rows:
             raise error("execution_not_found")
         row = rows[0]
@@ -155,8 +155,8 @@ def _unserved(row: Record, context: str) -> NoWorkerReason:
 
 def _lease(row: Record, state: StateVector) -> RunningReason | LeaseLostReason:
     expires_at = row["lease_expires_at"]
-    is_kept = state.ownership_state is OwnershipState.LEASED and expires_at is not None and expires_at > row["now"]
-    kind = RunningReason if is_kept else LeaseLostReason
+    is_held = state.ownership_state is OwnershipState.LEASED and expires_at is not None and expires_at > row["now"]
+    kind = RunningReason if is_held else LeaseLostReason
     return kind(
         worker_id=None if row["worker_id"] is None else WorkerId(row["worker_id"]),
         worker_instance_id=None if row["worker_instance_id"] is None else WorkerInstanceId(row["worker_instance_id"]),

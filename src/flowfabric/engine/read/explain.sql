@@ -20,18 +20,18 @@ subject as materialized (
 ),
 -- The live workers of its lane, and which of them serve its namespace, its kind and its required capabilities.
 live as materialized (
-  select w.capabilities, n.takes_namespace, n.takes_namespace and k.takes_kind as takes_kind,
-         n.takes_namespace and k.takes_kind and w.capabilities @> coalesce(s.required, '{}') as takes_it
+  select w.capabilities, n.serves_namespace, n.serves_namespace and k.serves_kind as serves_kind,
+         n.serves_namespace and k.serves_kind and w.capabilities @> coalesce(s.required, '{}') as can_run
     from subject s
    cross join clock c
     join worker w on s.lane_id = any(w.lanes) and w.lapses_at > c.now
-   cross join lateral (select w.serves_all_namespaces or w.namespace = s.namespace as takes_namespace) n
-   cross join lateral (select w.kinds is null or s.execution_kind = any(w.kinds) as takes_kind) k
+   cross join lateral (select w.serves_all_namespaces or w.namespace = s.namespace as serves_namespace) n
+   cross join lateral (select w.kinds is null or s.execution_kind = any(w.kinds) as serves_kind) k
    where s.is_claimable or s.eligibility_state = 'blocked_by_route'
 ),
 serving as materialized (
-  select count(*) as on_lane, count(*) filter (where takes_namespace) as of_namespace,
-         count(*) filter (where takes_kind) as of_kind, count(*) filter (where takes_it) as workers
+  select count(*) as on_lane, count(*) filter (where serves_namespace) as of_namespace,
+         count(*) filter (where serves_kind) as of_kind, count(*) filter (where can_run) as workers
     from live
 )
 select s.lifecycle_phase, s.ownership_state, s.eligibility_state, s.blocking_reason, s.terminal_outcome, s.attempt_state,
@@ -48,7 +48,7 @@ select s.lifecycle_phase, s.ownership_state, s.eligibility_state, s.blocking_rea
                   where t.lane_no = s.lane_no
                   limit :most) b) end as ahead,
        s.required, s.namespace, s.execution_kind, v.on_lane, v.of_namespace, v.of_kind, v.workers,
-       array(select unnest(s.required) except select unnest(w.capabilities) from live w where w.takes_kind) as unoffered,
+       array(select unnest(s.required) except select unnest(w.capabilities) from live w where w.serves_kind) as unoffered,
        case when s.granted_until > c.now then s.granted_until end as granted_until,
        g.worker_id as granted_worker_id, g.worker_instance_id as granted_worker_instance_id,
        p.suspension_id, p.reason_code, p.timeout_at, p.waitpoints,

@@ -1,4 +1,4 @@
-"""Check the filters of lists and counts: each accepts one value, several, or None for any."""
+"""Checks of the filters of lists and counts: each accepts one value, several, or None for any."""
 
 from collections.abc import Sequence
 

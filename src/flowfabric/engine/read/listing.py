@@ -1,6 +1,6 @@
-"""List executions page by page with any combination of filters.
+"""Lists of executions, page by page, with any combination of filters.
 
-There are two ways to find a page. A walk reads executions in creation order and keeps those that match: fast if many
+There are two ways to find a page. A scan reads executions in creation order and keeps those that match: fast if many
 match. A collection reads candidates from small tables, such as the timers, and sorts them: fast if few match. Both are
 tried in turn with budgets that grow fourfold, so a page costs a small multiple of the cheaper way.
 """
@@ -38,12 +38,12 @@ SQL = statements_beside(__file__)
 
 MAX_LIMIT = 1000
 MAX_TIME = 2**63 - 1
-FIRST_WALK, LONGEST_WALK = 1_000, 16_000
-"""Executions that the first statement of a walk reads, and the most that any statement reads."""
+FIRST_SCAN, LONGEST_SCAN = 1_000, 16_000
+"""Executions that the first statement of a scan reads, and the most that any statement reads."""
 FIRST_CAP = 2_000
 """Candidates that the first collection reads from each source."""
 FIRST_FAN_OUT = 64
-"""Pairs of namespace and lane that the first step of a walk reads."""
+"""Pairs of namespace and lane that the first step of a scan reads."""
 GROWTH = 4
 MIN_DEPTH = 8
 
@@ -193,7 +193,7 @@ class Listing:
         limit: int = 50,
     ) -> ExecutionPage:
         """A page of the executions that match every filter, in creation order."""
-        most = check_limit(limit, MAX_LIMIT)
+        limit = check_limit(limit, MAX_LIMIT)
         created_from, created_to = _time_range("created", created_after, created_before)
         completed_from, completed_to = _time_range("completed", completed_after, completed_before)
         wants_ended = completed_after is not None or completed_before is not None
@@ -215,31 +215,31 @@ class Listing:
             order=direction,
             after=None if cursor is None else _read_cursor(cursor, direction),
         )
-        if most == 0 or query.matches_nothing:
+        if limit == 0 or query.matches_nothing:
             return ExecutionPage(executions=[], next_cursor=None)
-        rows = await self._find(query, most + 1)
-        executions = [_summary(row) for row in rows[:most]]
+        rows = await self._find(query, limit + 1)
+        executions = [_summary(row) for row in rows[:limit]]
         return ExecutionPage(
             executions=executions,
-            next_cursor=_write_cursor(direction, executions[-1]) if len(rows) > most else None,
+            next_cursor=_write_cursor(direction, executions[-1]) if len(rows) > limit else None,
         )
 
     async def _find(self, query: _Query, wanted: int) -> list[Record]:
         numbers = await self._numbers(query)
         if numbers.matches_nothing:
             return []
-        walk = _Walk(self._store, query, numbers, wanted)
+        scan = _Scan(self._store, query, numbers, wanted)
         collections = query.collections()
-        budget, cap = FIRST_WALK, FIRST_CAP
+        budget, cap = FIRST_SCAN, FIRST_CAP
         starts_with_collection = query.is_rare
-        while starts_with_collection or not await walk.advance(budget):
+        while starts_with_collection or not await scan.advance(budget):
             starts_with_collection = False
             for collection in collections:
                 found = await self._collect(query, numbers, collection, cap, wanted)
                 if found is not None:
                     return found
             budget, cap = budget * GROWTH, cap * GROWTH
-        return walk.found
+        return scan.found
 
     async def _numbers(self, query: _Query) -> _Numbers:
         """Look up the numbers of the names in the filters."""
@@ -277,10 +277,10 @@ class Listing:
 
 
 @dataclass(slots=True)
-class _Walk:
-    """A walk in creation order, and how far it has got.
+class _Scan:
+    """A scan in creation order, and how far it has got.
 
-    Each pair of namespace and lane has its own index range. The walk reads the pairs whose first execution comes first,
+    Each pair of namespace and lane has its own index range. The scan reads the pairs whose first execution comes first,
     up to the time at which the next pair starts.
     """
 
@@ -311,7 +311,7 @@ class _Walk:
         return self.query.order is ListOrder.NEWEST
 
     @property
-    def is_over(self) -> bool:
+    def is_exhausted(self) -> bool:
         """Whether the whole time range has been read."""
         return self.created_from > self.created_to
 
@@ -320,12 +320,12 @@ class _Walk:
         if self.pairs is None:
             self.pairs = await self._read_pairs()
             self._widen(self.pairs)
-        while budget > 0 and self.pairs and not self.is_over:
-            budget -= await self._step(self.pairs[: self.fan_out], min(budget, LONGEST_WALK))
+        while budget > 0 and self.pairs and not self.is_exhausted:
+            budget -= await self._step(self.pairs[: self.fan_out], min(budget, LONGEST_SCAN))
             if len(self.found) >= self.wanted:
                 return True
             self._widen(self.pairs)
-        return self.is_over or not self.pairs
+        return self.is_exhausted or not self.pairs
 
     async def _read_pairs(self) -> list[tuple[int, int, int]]:
         rows = await self.store.fetch(

@@ -1,4 +1,4 @@
-"""Read single executions: state, details, attempts, result."""
+"""Reads of single executions: state, details, attempts, result."""
 
 from collections.abc import Iterable, Mapping
 

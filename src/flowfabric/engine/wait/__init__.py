@@ -1,1 +1,1 @@
-"""Suspend, signal, resume and time out executions."""
+"""Waits: suspending, signalling, resuming and timing out executions."""

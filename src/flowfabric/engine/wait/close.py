@@ -1,4 +1,4 @@
-"""Close the suspension and the waitpoints of executions that end."""
+"""Closing of the suspension and the waitpoints of executions that end."""
 
 from collections.abc import Sequence
 

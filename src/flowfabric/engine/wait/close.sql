@@ -15,7 +15,7 @@ with item as materialized (
    where s.closed_at is null
 ),
 -- Every writer locks waitpoints in ascending order.
-shut as materialized (
+open_waitpoint as materialized (
   select i.partition_key, w.waitpoint_id, i.close_reason, i.at
     from item i
    cross join lateral (select waitpoint_id from unnest(i.waitpoint_ids) as p(waitpoint_id) order by 1) p
@@ -26,7 +26,7 @@ shut as materialized (
 ),
 closed_waitpoints as (
   update waitpoint w set state = 'closed', closed_at = s.at, close_reason = s.close_reason
-    from shut s
+    from open_waitpoint s
    where w.partition_key = any(array[s.partition_key]) and w.waitpoint_id = s.waitpoint_id
 )
 update suspension s set closed_at = i.at, close_reason = i.close_reason

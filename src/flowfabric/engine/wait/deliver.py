@@ -1,4 +1,4 @@
-"""Deliver signals to waitpoints, many callers in one transaction, and read delivered signals."""
+"""Delivery of signals to waitpoints, many callers in one transaction, and reads of delivered signals."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -51,7 +51,7 @@ from flowfabric.model.signal import (
     SignalDuplicate,
     approval_key,
 )
-from flowfabric.model.states import LifecyclePhase
+from flowfabric.model.states import LifecyclePhase, PublicState
 from flowfabric.model.text import check_length, check_range
 from flowfabric.model.token import WaitpointToken
 
@@ -63,8 +63,22 @@ STREAMS = 3
 """Concurrent transactions: a signal costs about as much time in Python as in Postgres."""
 
 
-class _HeldElsewhere(Exception):
+class _LockedElsewhere(Exception):
     """Another session locked a row of a wait without its execution; retrying the whole batch would meet it again."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SignalTarget:
+    """Where a signal for a wait would go, as far as its execution has come."""
+
+    state: PublicState
+    is_repeat: bool
+    """Whether the execution already has the signal."""
+    waitpoint_id: WaitpointId | None
+    """The open waitpoint of the wait, if any."""
+    token: WaitpointToken | None
+    open_keys: tuple[str, ...]
+    """If there is none, the keys of other open waitpoints, at most ten."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -204,6 +218,29 @@ class Signals:
             )
         )
 
+    async def read_target(
+        self, execution_id: ExecutionId, waitpoint_key: str, signal_id: SignalId | None
+    ) -> SignalTarget | None:
+        """Return where a signal for the wait of this key would go now; None if the execution does not exist."""
+        partition, uuid = row_key(execution_id)
+        rows = await self._store.fetch(
+            SQL.read_signal_target,
+            partition_key=partition,
+            execution_id=uuid,
+            waitpoint_key=waitpoint_key,
+            signal_id=signal_id,
+        )
+        if not rows:
+            return None
+        state, is_repeat, waitpoint_id, token, open_keys = rows[0]
+        return SignalTarget(
+            state=PublicState(state),
+            is_repeat=is_repeat,
+            waitpoint_id=waitpoint_id and WaitpointId(waitpoint_id),
+            token=token and WaitpointToken(token),
+            open_keys=tuple(open_keys or ()),
+        )
+
     async def observe_signals(self, handle: Handle, *, suspension_id: UUID | str | None = None) -> list[ResumeSignal]:
         """The signals of a suspension, by default the current one of the attempt, in the order of acceptance."""
         handle = check_handle(handle)
@@ -213,7 +250,7 @@ class Signals:
     async def signals_of_past_wait(self, handle: Handle, suspension_id: SuspensionId) -> list[ResumeSignal] | None:
         """The signals of a closed suspension in the order of acceptance; None if there is no such closed suspension."""
         rows = await self._observed(check_handle(handle), suspension_id)
-        return _resume_signals(rows) if rows[0]["is_over"] else None
+        return _resume_signals(rows) if rows[0]["is_closed"] else None
 
     async def _observed(self, handle: Handle, suspension_id: UUID | None) -> list[Record]:
         partition, uuid = row_key(handle.execution_id)
@@ -237,7 +274,7 @@ class Signals:
         self, batches: Sequence[SignalBatch]
     ) -> Sequence[list[Delivered | EngineError] | Locked | Exception]:
         for batch in batches:
-            self._seal(batch)
+            self._close(batch)
         answers: list[list[Delivered | EngineError] | Locked | Exception] = []
 
         async def deliver(transaction: Transaction) -> _Outcome:
@@ -246,7 +283,7 @@ class Signals:
             except Exception as fault:
                 if (known := fault_of(fault)) is None or known.kind != "contention":
                     raise
-                raise _HeldElsewhere from fault
+                raise _LockedElsewhere from fault
 
         async def deliver_held(transaction: Transaction) -> _Outcome:
             found = await transaction.fetch(
@@ -258,12 +295,12 @@ class Signals:
                 (batch, row["phase"]) for batch, row in zip(batches, found, strict=True) if row["phase"] is not None
             ]
             outcome = await self._deliver(transaction, held) if held else _Outcome()
-            mine = iter(outcome.answers)
+            delivered = iter(outcome.answers)
             answers[:] = [
-                next(mine)
+                next(delivered)
                 if row["phase"] is not None
                 else LOCKED
-                if row["is_there"]
+                if row["exists"]
                 else [error("execution_not_found") for _ in batch.signals]
                 for batch, row in zip(batches, found, strict=True)
             ]
@@ -271,7 +308,7 @@ class Signals:
 
         try:
             self._after_commit(await self._store.database.transact(deliver))
-        except _HeldElsewhere:
+        except _LockedElsewhere:
             # The batch then tries each execution alone, so only the blocked one waits.
             answers = [LOCKED] * len(batches)
         locked = [batch for batch, answer in zip(batches, answers, strict=True) if answer is LOCKED]
@@ -293,19 +330,19 @@ class Signals:
         refused: list[RefusedToken] = []
         at = 0
         for batch in batches:
-            mine = rows[at : at + len(batch.signals)]
+            batch_rows = rows[at : at + len(batch.signals)]
             at += len(batch.signals)
-            if mine[0]["signals_taken"] is None:
+            if batch_rows[0]["signals_accepted"] is None:
                 # The execution does not exist; the delivery reports it.
                 continue
-            target = target_of(batch, LifecyclePhase.SUSPENDED, mine)
+            target = target_of(batch, LifecyclePhase.SUSPENDED, batch_rows)
             authenticated = [target.authenticate(signal, keys) for signal in batch.signals]
             refused += target.refused
             batch.refuse({nth: each for nth, each in enumerate(authenticated) if isinstance(each, EngineError)})
         self._stamps.note(refused)
 
     async def _deliver_alone(self, batch: SignalBatch) -> list[Delivered | EngineError]:
-        self._seal(batch)
+        self._close(batch)
 
         async def deliver(transaction: Transaction) -> _Outcome:
             held = await hold(transaction, batch.execution_id)
@@ -326,7 +363,8 @@ class Signals:
         self._resumes.after_commit(outcome.resumed)
         self._stamps.note(outcome.refused)
 
-    def _seal(self, batch: SignalBatch) -> None:
+    def _close(self, batch: SignalBatch) -> None:
+        """Add no more signals to a batch: a transaction now delivers it."""
         if self._open.get(batch.execution_id) is batch:
             del self._open[batch.execution_id]
 
@@ -337,19 +375,19 @@ class Signals:
         targets: list[DeliveryTarget] = []
         found: list[tuple[Record, Waitpoint | EngineError]] = []
         for batch, phase in held:
-            mine = rows[len(found) : len(found) + len(batch.signals)]
-            target = target_of(batch, phase, mine)
+            batch_rows = rows[len(found) : len(found) + len(batch.signals)]
+            target = target_of(batch, phase, batch_rows)
             authenticated = [target.authenticate(signal, keys) for signal in batch.signals]
             # Only an authenticated sender makes the engine parse the stored wait.
             if any(isinstance(each, Waitpoint) for each in authenticated):
-                target.wait = wait_of(mine[0])
+                target.wait = wait_of(batch_rows[0])
             targets.append(target)
-            found += zip(mine, authenticated, strict=True)
+            found += zip(batch_rows, authenticated, strict=True)
         await self._load_counted(transaction, targets)
         next_found = iter(found)
         answers: list[list[Delivered | EngineError]] = [
             [
-                target.take(signal, waitpoint, row["earlier_id"]) if isinstance(waitpoint, Waitpoint) else waitpoint
+                target.accept(signal, waitpoint, row["earlier_id"]) if isinstance(waitpoint, Waitpoint) else waitpoint
                 for signal, (row, waitpoint) in zip(batch.signals, next_found, strict=False)
             ]
             for target, (batch, _) in zip(targets, held, strict=True)
@@ -375,7 +413,7 @@ class Signals:
         for row in await transaction.fetch(
             SQL.list_satisfiers, **full_columns(("partition_keys", "execution_ids", "suspension_ids"), given)
         ):
-            waits[row["nth"] - 1][1].tally.take(facts_of(row))
+            waits[row["nth"] - 1][1].tally.count(facts_of(row))
 
 
 def _resume_signals(rows: Sequence[Record]) -> list[ResumeSignal]:

@@ -1,16 +1,16 @@
 -- name: lock_targets
 -- Locks the target executions of signals and returns their phases. The phase is null if the execution does not exist or is
 -- locked by another session. The short lock_timeout bounds the wait for a row that another transaction locked out of order.
-with patience as materialized (select set_config('lock_timeout', '50ms', true))
-select e.phase, x.is_there
-  from patience
+with lock_timeout as materialized (select set_config('lock_timeout', '50ms', true))
+select e.phase, x."exists"
+  from lock_timeout
  cross join unnest(:partition_keys::smallint[], :execution_ids::uuid[]) with ordinality as i(partition_key, execution_id, nth)
   left join lateral (
        select e.lifecycle_phase::text as phase from execution e
         where e.partition_key = i.partition_key and e.execution_id = i.execution_id
           for update skip locked) e on true
   left join lateral (
-       select true as is_there from execution x
+       select true as "exists" from execution x
         where e.phase is null and x.partition_key = i.partition_key and x.execution_id = i.execution_id limit 1) x on true
  order by i.nth;
 
@@ -49,7 +49,7 @@ select c.now, w.*, coalesce(case when k.expires_at > c.now then k.subject_id end
   left join lateral (
        select e.policy ->> 'max_signals_per_execution' as signal_limit,
               (select coalesce(sum(o.signal_count), 0)::bigint from waitpoint o
-                where o.partition_key = e.partition_key and o.execution_id = e.execution_id) as signals_taken,
+                where o.partition_key = e.partition_key and o.execution_id = e.execution_id) as signals_accepted,
               s.suspension_id, s.waitpoint_ids, s.condition, s.resume_policy, s.satisfied_before
          from execution e
          left join lateral (
@@ -163,12 +163,32 @@ select l.lane_id, w.token
         where w.partition_key = e.partition_key and w.waitpoint_id = :waitpoint_id and w.execution_id = e.execution_id limit 1) w on true
  where e.partition_key = :partition_key and e.execution_id = :execution_id;
 
+-- name: read_signal_target
+-- Where a signal for the wait of this name would go: the state of the execution, whether it already has the signal, and the
+-- open waitpoint with its token. If there is none, open_keys has the names of other open waits, at most ten.
+select e.public_state,
+       exists (select from signal g
+                where g.partition_key = e.partition_key and g.execution_id = e.execution_id and g.signal_id = :signal_id::uuid) as is_repeat,
+       w.waitpoint_id, w.token, o.open_keys
+  from execution e
+  left join lateral (
+       select w.waitpoint_id, w.token from waitpoint w
+        where e.lifecycle_phase <> 'terminal' and w.partition_key = e.partition_key and w.execution_id = e.execution_id
+          and w.state in ('pending', 'active') and w.waitpoint_key = :waitpoint_key
+        order by w.waitpoint_id limit 1) w on true
+  left join lateral (
+       select array_agg(distinct k.waitpoint_key) as open_keys
+         from (select k.waitpoint_key from waitpoint k
+                where e.lifecycle_phase <> 'terminal' and k.partition_key = e.partition_key and k.execution_id = e.execution_id
+                  and k.state in ('pending', 'active') limit 10) k) o on w.waitpoint_id is null
+ where e.partition_key = :partition_key and e.execution_id = :execution_id;
+
 -- name: list_observed
 -- The signals of a suspension, open or closed, in the order of acceptance; a row of nulls if there are none, no row if the
 -- execution does not exist. Without an id, the latest suspension of the execution is used, if it belongs to the attempt. The
 -- last satisfier of a suspension that timed out is the timeout signal, which has no waitpoint.
 select g.signal_id, g.signal_name, g.signal_category, g.source_type, g.source_identity, g.correlation_id, g.accepted_at,
-       g.payload, g.disposition, coalesce(g.signal_id = any(s.satisfier_ids), false) as satisfier, s.closed_at is not null as is_over
+       g.payload, g.disposition, coalesce(g.signal_id = any(s.satisfier_ids), false) as satisfier, s.closed_at is not null as is_closed
   from execution e
   left join lateral (
        select s.* from suspension s

@@ -1,4 +1,4 @@
-"""Resume suspended executions: make them runnable and close their suspensions."""
+"""Resumption of suspended executions: they become runnable and their suspensions are closed."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -64,7 +64,7 @@ queued as (
    cross join lateral (select q.route_no from queue q where q.queue_no = h.queue_no limit 1) q
    where h.is_ready
 ),
-shown as (
+listings as (
   insert into listed (partition_key, execution_id, public_state, at)
   select partition_key, execution_id, 'resumable', now from held where is_ready
   on conflict (partition_key, execution_id) do update set public_state = excluded.public_state, at = excluded.at
@@ -95,7 +95,7 @@ closing as materialized (
     from held h
    cross join lateral unnest(h.waitpoint_ids) as i(waitpoint_id)
 ),
-shut as (
+closed_waitpoints as (
   update waitpoint w
      set state = 'closed', closed_at = c.now, close_reason = :close_reason,
          satisfied_at = case when :is_satisfied then c.now end, signal_count = w.signal_count + c.accepted,

@@ -1,4 +1,4 @@
-"""Signals of one execution that are delivered together, and the parameters and rows of their statements."""
+"""Batches of signals of one execution, and the parameters and rows of the statements that deliver them."""
 
 import asyncio
 from collections.abc import Iterable, Mapping, Sequence
@@ -133,7 +133,7 @@ def target_of(batch: SignalBatch, phase: str, rows: Sequence[Record]) -> Deliver
         execution_id=batch.execution_id,
         phase=_PHASES[phase],
         stored_limit=first["signal_limit"],
-        count=first["signals_taken"],
+        count=first["signals_accepted"],
         waitpoints=waitpoints,
         now=first["now"],
     )
@@ -224,7 +224,7 @@ def write_columns(targets: Sequence[DeliveryTarget]) -> Mapping[str, object]:
 def overflow_columns(targets: Sequence[DeliveryTarget]) -> Mapping[str, object] | None:
     """The parameters of `take_overflow`: waitpoints with more signals than their maxlen; None if there are none.
 
-    Signals that a condition has counted are never trimmed, so a waitpoint without others is left out.
+    Signals that a condition has counted are never trimmed, so a waitpoint that has no others is omitted.
     """
     trimmed: dict[tuple[int, WaitpointId], tuple[str, SuspensionId | None, int]] = {}
     for target in targets:
@@ -232,11 +232,11 @@ def overflow_columns(targets: Sequence[DeliveryTarget]) -> Mapping[str, object] 
         for record in target.recorded:
             waitpoint = record.waitpoint
             if waitpoint.signal_count > max(record.signal.signal_maxlen, _counted(waitpoint, target.wait)):
-                kept = uuid, waitpoint.suspension_id, record.signal.signal_maxlen
-                trimmed[partition, waitpoint.waitpoint_id] = kept
+                values = uuid, waitpoint.suspension_id, record.signal.signal_maxlen
+                trimmed[partition, waitpoint.waitpoint_id] = values
     if not trimmed:
         return None
-    rows = [(*key, *kept) for key, kept in trimmed.items()]
+    rows = [(*key, *values) for key, values in trimmed.items()]
     return full_columns(("partition_keys", "waitpoint_ids", "execution_ids", "suspension_ids", "maxlens"), rows)
 
 

@@ -1,4 +1,4 @@
-"""Suspend executions: release the lease and wait until the resume condition is satisfied."""
+"""Suspension of executions: release the lease and wait until the resume condition is satisfied."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -34,7 +34,7 @@ from flowfabric.model.ids import (
 from flowfabric.model.policy import read_stored_policy
 from flowfabric.model.resume import resume_policy_json
 from flowfabric.model.states import HandleKind, TimeoutBehavior, WaitpointState
-from flowfabric.model.suspend_outcome import SuspendOutcome, need_not_wait, outcome_json, read_stored_outcome
+from flowfabric.model.suspend_outcome import SuspendOutcome, already_met, outcome_json, read_stored_outcome
 from flowfabric.model.suspension import (
     AlreadyMet,
     SuspendArgs,
@@ -126,7 +126,7 @@ class Suspend:
         return await self._suspend(_Request(parse_execution_id(execution_id), triple, args))
 
     async def drain(self) -> None:
-        """Wait until running suspends are done."""
+        """Wait until every suspend in progress is answered."""
         await self._batch.drain()
 
     async def _suspend(self, request: _Request) -> SuspendOutcome:
@@ -141,8 +141,8 @@ class Suspend:
             began, rows = await hold_all(transaction, [request.execution_id for request in requests], waits=False)
             held = [request for request, row in zip(requests, rows, strict=True) if row is not None]
             given, released = await self._suspend_held(transaction, held, began)
-            mine = iter(given)
-            return [LOCKED if row is None else next(mine) for row in rows], released
+            answers = iter(given)
+            return [LOCKED if row is None else next(answers) for row in rows], released
 
         # Bypasses the store, which would translate faults: the batch handles them by trying each request alone.
         answers, released = await self._store.database.transact(suspend)
@@ -231,7 +231,7 @@ class Suspend:
             args=request.args,
             kid=key.kid,
             details=details,
-            outcome=need_not_wait(details)
+            outcome=already_met(details)
             if evaluation.satisfied
             else Suspended(details=details, handle=msgspec.structs.replace(handle, kind=HandleKind.SUSPENDED)),
             timeout_at=timeout_at,
@@ -320,12 +320,19 @@ _FRESH_COLUMNS = (
     "fresh_names",
     "fresh_timeouts_at",
 )
-_KEPT_COLUMNS = ("kept_partitions", "kept_executions", "kept_keys", "kept_attempts", "kept_outcomes", "kept_until")
+_OUTCOME_COLUMNS = (
+    "outcome_partitions",
+    "outcome_executions",
+    "outcome_keys",
+    "outcome_attempts",
+    "outcomes",
+    "outcome_expiries",
+)
 
 
 async def _insert(transaction: Transaction, waits: Sequence[_Wait]) -> None:
     fresh = [row for wait in waits for row in _waitpoint_rows(wait)]
-    kept = [
+    outcomes = [
         (
             wait.held.partition_key,
             wait.held.execution_id,
@@ -342,9 +349,9 @@ async def _insert(transaction: Transaction, waits: Sequence[_Wait]) -> None:
         now=waits[0].held.now,
         **full_columns(_SUSPENSION_COLUMNS, [_suspension_row(wait) for wait in waits]),
         **full_columns(_FRESH_COLUMNS, fresh),
-        **full_columns(_KEPT_COLUMNS, kept),
+        **full_columns(_OUTCOME_COLUMNS, outcomes),
     )
-    if stored["made"] != len(fresh):
+    if stored["inserted"] != len(fresh):
         raise error("waitpoint_already_exists")
     for wait in waits:
         if wait.pending is not None:

@@ -33,7 +33,7 @@ with stored as (
          satisfied_at = excluded.satisfied_at, closed_at = excluded.closed_at, close_reason = excluded.close_reason,
          last_signal_at = excluded.last_signal_at
 ),
-made as (
+inserted as (
   insert into waitpoint (partition_key, waitpoint_id, execution_id, attempt_index, suspension_id, waitpoint_key, token_kid,
                               token, state, required_signal_names, created_at, activated_at, expires_at)
   select i.partition_key, i.waitpoint_id, i.execution_id, i.attempt_index, i.suspension_id, i.waitpoint_key, i.token_kid,
@@ -47,18 +47,18 @@ made as (
   on conflict (partition_key, waitpoint_id) do nothing
   returning 1
 ),
-kept as (
+outcomes as (
   insert into idempotency_key (partition_key, operation, scope, key, expires_at, subject_partition, subject_id,
                                attempt_index, outcome)
   select i.partition_key, 'suspend', i.execution_id, i.key, i.expires_at, i.partition_key, i.execution_id, i.attempt_index,
          i.outcome
-    from unnest(:kept_partitions::smallint[], :kept_executions::uuid[], :kept_keys::text[], :kept_attempts::int[],
-                :kept_outcomes::jsonb[], :kept_until::bigint[])
+    from unnest(:outcome_partitions::smallint[], :outcome_executions::uuid[], :outcome_keys::text[], :outcome_attempts::int[],
+                :outcomes::jsonb[], :outcome_expiries::bigint[])
          as i(partition_key, execution_id, key, attempt_index, outcome, expires_at)
   on conflict (partition_key, operation, scope, key) do update
      set attempt_index = excluded.attempt_index, outcome = excluded.outcome, expires_at = excluded.expires_at
 )
-select count(*) as made from made;
+select count(*) as inserted from inserted;
 
 -- name: set_activated
 -- Binds a pending waitpoint and its stored signals to a suspension. If the signals satisfy the condition already, the
@@ -74,11 +74,11 @@ with bound as (
    where partition_key = :partition_key and waitpoint_id = :waitpoint_id and state = 'pending'
   returning waitpoint_id
 ),
-named as (
+latest as (
   update execution set suspension_id = :suspension_id
    where :satisfied_at is not null and partition_key = :partition_key and execution_id = :execution_id
 ),
-taken as (
+bound_signals as (
   update signal set suspension_id = :suspension_id
    where partition_key = :partition_key and waitpoint_id = :waitpoint_id and suspension_id is null
 )

@@ -1,4 +1,4 @@
-"""Apply suspension timeouts, and close pending waitpoints that expired unused."""
+"""Suspension timeouts, and the expiry of pending waitpoints that no suspend used."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -104,12 +104,12 @@ class SuspensionTimeouts:
 
         return await self.quarantine.sweep(self._expire_batch, expire_one, limit=TIMEOUT_LIMIT)
 
-    async def _expire_batch(self, left_out: Sequence[UUID], found: list[ExecutionId]) -> int:
+    async def _expire_batch(self, skipped: Sequence[UUID], found: list[ExecutionId]) -> int:
         since = self._store.due_watermark.since
         unusable: dict[ExecutionId, object] = {}
 
         async def expire(transaction: Transaction) -> _Applied:
-            rows = await transaction.fetch(SQL.lock_timed_out, since=since, left_out=left_out, limit=TIMEOUT_LIMIT)
+            rows = await transaction.fetch(SQL.lock_timed_out, since=since, skipped=skipped, limit=TIMEOUT_LIMIT)
             found[:] = [format_execution_id(row["partition_key"], row["execution_id"]) for row in rows]
             unusable.clear()
             unusable.update(dict.fromkeys(found, "it has no due suspension"))
@@ -133,28 +133,30 @@ class SuspensionTimeouts:
     async def close_pending(self) -> int:
         """Close pending waitpoints that expired before a suspend used them, the oldest first; return how many."""
 
-        async def close(*, only: Sequence[str] | None, left_out: Sequence[UUID]) -> int:
+        async def close(*, only: Sequence[str] | None, skipped: Sequence[UUID]) -> int:
             (row,) = await self._store.fetch(
                 SQL.expire_pending_waitpoints,
                 only=only,
-                left_out=left_out,
+                skipped=skipped,
                 limit=WAITPOINT_LIMIT,
                 close_reason=CloseReason.NEVER_COMMITTED,
             )
             closed: int = row["closed"]
             return closed
 
-        async def close_batch(left_out: Sequence[UUID]) -> int:
-            return await close(only=None, left_out=left_out)
+        async def close_batch(skipped: Sequence[UUID]) -> int:
+            return await close(only=None, skipped=skipped)
 
-        async def list_due(left_out: Sequence[UUID]) -> list[ExecutionId]:
-            rows = await self._store.fetch(SQL.list_pending_waitpoints, left_out=left_out, limit=WAITPOINT_LIMIT)
+        async def list_due(skipped: Sequence[UUID]) -> list[ExecutionId]:
+            rows = await self._store.fetch(SQL.list_pending_waitpoints, skipped=skipped, limit=WAITPOINT_LIMIT)
             return list(dict.fromkeys(format_execution_id(row["partition_key"], row["execution_id"]) for row in rows))
 
-        async def close_of(execution_ids: Sequence[ExecutionId]) -> int:
-            return await close(only=[split_execution_id(each)[1] for each in execution_ids], left_out=())
+        async def close_items(execution_ids: Sequence[ExecutionId]) -> int:
+            return await close(only=[split_execution_id(each)[1] for each in execution_ids], skipped=())
 
-        return await self.waitpoint_quarantine.sweep_by_halves(close_batch, list_due, close_of, limit=WAITPOINT_LIMIT)
+        return await self.waitpoint_quarantine.sweep_by_halves(
+            close_batch, list_due, close_items, limit=WAITPOINT_LIMIT
+        )
 
     @staticmethod
     async def _suspensions(transaction: Transaction, execution_ids: Sequence[ExecutionId]) -> list[Record]:

@@ -1,12 +1,12 @@
 -- name: lock_timed_out
--- Locks suspended executions whose suspension has timed out, the oldest after :since first, except :left_out.
+-- Locks suspended executions whose suspension has timed out, the oldest after :since first, except :skipped.
 -- The timers are sorted before the executions are locked: only returned executions are locked.
 select e.partition_key, e.execution_id
   from (select ff_now() as now) c
  cross join lateral (
        select t.partition_key, t.execution_id from timer t
         where t.kind = 'suspension_timeout' and t.due_at > :since and t.due_at <= c.now
-          and t.execution_id <> all(:left_out::uuid[])
+          and t.execution_id <> all(:skipped::uuid[])
         order by t.due_at offset 0) t
  cross join lateral (
        select e.partition_key, e.execution_id from execution e
@@ -56,7 +56,7 @@ held as materialized (
    where s.closed_at is null
 ),
 -- Every writer locks waitpoints in ascending order.
-lasting as materialized (
+active_waitpoint as materialized (
   select h.partition_key, w.waitpoint_id
     from held h
    cross join lateral (select waitpoint_id from unnest(h.waitpoint_ids) as i(waitpoint_id) order by 1) i
@@ -67,7 +67,7 @@ lasting as materialized (
 ),
 extended as (
   update waitpoint w set expires_at = null
-    from lasting l
+    from active_waitpoint l
    where w.partition_key = any(array[l.partition_key]) and w.waitpoint_id = l.waitpoint_id
 ),
 moved as (
@@ -89,7 +89,7 @@ update suspension s set reason_code = :reason_code, timeout_at = null, timeout_b
 
 -- name: expire_pending_waitpoints
 -- Closes pending waitpoints that expired before a suspend used them, the oldest first, and returns how many. :only limits them
--- to some executions unless it is null; those of :left_out are skipped. Their executions are locked first, unless they no
+-- to some executions unless it is null; those of :skipped are skipped. Their executions are locked first, unless they no
 -- longer exist; rows locked by another session are left for the next call.
 with clock as materialized (select ff_now() as now),
 due as materialized (
@@ -98,7 +98,7 @@ due as materialized (
    cross join lateral (
          select w.partition_key, w.execution_id, w.waitpoint_id, c.now from waitpoint w
           where w.activated_at is null and w.closed_at is null and w.expires_at <= c.now and w.state = 'pending'
-            and w.execution_id <> all(:left_out::uuid[]) and (:only::uuid[] is null or w.execution_id = any(:only))
+            and w.execution_id <> all(:skipped::uuid[]) and (:only::uuid[] is null or w.execution_id = any(:only))
           order by w.expires_at limit :limit) w
     left join lateral (
          select true as is_held from execution e
@@ -124,9 +124,9 @@ closed as (
 select count(*) as closed from closed;
 
 -- name: list_pending_waitpoints
--- The executions of pending waitpoints that expired before a suspend used them, the oldest first, except :left_out.
+-- The executions of pending waitpoints that expired before a suspend used them, the oldest first, except :skipped.
 select w.partition_key, w.execution_id
   from waitpoint w
  where w.activated_at is null and w.closed_at is null and w.expires_at <= (select ff_now()) and w.state = 'pending'
-   and w.execution_id <> all(:left_out::uuid[])
+   and w.execution_id <> all(:skipped::uuid[])
  order by w.expires_at limit :limit;

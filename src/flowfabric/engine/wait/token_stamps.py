@@ -1,4 +1,4 @@
-"""Record refused tokens after the reply, so that the response time does not reveal which waitpoints exist."""
+"""Stamps of refused tokens, written after the reply: the response time must not reveal which waitpoints exist."""
 
 import asyncio
 import logging
@@ -77,7 +77,7 @@ class TokenStamps:
         try:
             skipped = await self._store.fetch(SQL.stamp_refused_tokens, **full_columns(_COLUMNS, rows))
         except EngineError as problem:
-            logger.warning("%d refused tokens are not noted on their executions: %s", len(keys), problem)
+            logger.warning("%d refused tokens could not be recorded on their executions: %s", len(keys), problem)
             return {}
         locked = (keys[row["nth"] - 1] for row in skipped)
         return {key: stamps[key] for key in locked}

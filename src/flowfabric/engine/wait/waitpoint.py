@@ -1,4 +1,4 @@
-"""Create, close and list waitpoints, and list suspended executions."""
+"""Waitpoints: create, close and list them; and the list of suspended executions."""
 
 import base64
 import binascii
@@ -140,7 +140,7 @@ class Waitpoints:
     async def read_waitpoint_token(self, *, execution_id: str, waitpoint_id: UUID | str) -> WaitpointToken | None:
         """The token of a waitpoint, or None if the waitpoint accepts no signals.
 
-        Whoever holds the token can signal the waitpoint: return it to trusted callers only.
+        Anyone with the token can signal the waitpoint: pass it to trusted callers only.
         """
         partition, uuid = row_key(parse_execution_id(execution_id))
         rows = await self._store.fetch(

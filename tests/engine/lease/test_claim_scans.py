@@ -15,7 +15,7 @@ from fixtures import Clock, Engines, Rows
 from flowfabric.db.database import Database
 from flowfabric.db.statements import Statement
 from flowfabric.engine.engine import Engine
-from flowfabric.engine.lease.claim import Walks
+from flowfabric.engine.lease.claim import Scans
 from flowfabric.engine.parts import parts_of
 
 LANES = [f"lane-{nth:02}" for nth in range(12)]
@@ -34,7 +34,7 @@ WANTED: dict[str, dict[str, Any]] = {
 @pytest.fixture(params=["claim_by_route", "claim_by_queue"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """The statement that restricted claims use."""
-    monkeypatch.setattr(Walks, "MOST_QUEUES", 10**6 if request.param == "claim_by_queue" else 0)
+    monkeypatch.setattr(Scans, "MAX_QUEUES", 10**6 if request.param == "claim_by_queue" else 0)
     return str(request.param)
 
 
@@ -126,7 +126,7 @@ async def test_more_executions_at_their_limit_than_spans_per_statement_do_not_st
 async def test_skipped_entries_at_the_head_of_many_routes_do_not_stop_a_claim(
     engine: Engine, connection: asyncpg.Connection, clock: Clock, monkeypatch: pytest.MonkeyPatch, passed_over: str
 ) -> None:
-    monkeypatch.setattr(Walks, "MOST_QUEUES", 0)
+    monkeypatch.setattr(Scans, "MAX_QUEUES", 0)
     heads = await made(engine, *(new(lane_id=lane, execution_kind="other", priority=9) for lane in LANES * 2))
     behind = await made(engine, *(new(lane_id=lane) for lane in LANES))
     wanted: dict[str, Any] = {}
@@ -152,7 +152,7 @@ async def test_claim_for_worker_finds_executions_behind_the_heads_of_many_routes
     monkeypatch: pytest.MonkeyPatch,
     is_there: bool,  # noqa: FBT001
 ) -> None:
-    monkeypatch.setattr(Walks, "MOST_QUEUES", 0)
+    monkeypatch.setattr(Scans, "MAX_QUEUES", 0)
     tokens = [f"t{nth}" for nth in range(12)]
     for token in tokens:
         policy = {"routing_requirements": {"required_capabilities": [token]}}
@@ -194,7 +194,7 @@ async def test_executions_with_a_lower_sequence_that_commit_late_are_claimed_at_
 async def test_a_claim_that_finds_nothing_on_many_routes_returns(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Walks, "MOST_QUEUES", 0)
+    monkeypatch.setattr(Scans, "MAX_QUEUES", 0)
     worker: dict[str, Any] = {"worker_id": "worker", "worker_instance_id": "worker-1"}
     tokens = [f"t{nth}" for nth in range(12)]
     policies = [{"routing_requirements": {"required_capabilities": [token]}} for token in tokens]
