@@ -1,4 +1,4 @@
-"""What tests get from each other: nothing but open sessions that know their statements."""
+"""A test inherits nothing from earlier tests except open sessions with prepared statements."""
 
 import pytest
 
@@ -15,7 +15,7 @@ _SESSIONS = "select pid, application_name from pg_stat_activity where datname = 
 
 
 async def contents(url: str, rows: Rows) -> tuple[object, object, object]:
-    """Every row, every sequence and the clock of a database."""
+    """Every row, the value of every sequence and the clock of a database."""
     connection = await session(url, "test contents")
     try:
         seen = await type(rows)(connection).snapshot()
@@ -25,8 +25,8 @@ async def contents(url: str, rows: Rows) -> tuple[object, object, object]:
         await connection.close()
 
 
-async def used(url: str) -> None:
-    """Leave rows in most tables, and move the clock."""
+async def use(url: str) -> None:
+    """Create rows in most tables and move the clock."""
     async with Engine.connect(settings=Settings(database_url=url)) as engine:
         await engine.create_many([new(idempotency_key="key", tags={"app.a": "b"}, delay_until=2**40), new()])
         (run,) = await engine.claim_many(lanes=["default"], worker_id="w", worker_instance_id="w-1", limit=1)
@@ -36,25 +36,25 @@ async def used(url: str) -> None:
     await connection.close()
 
 
-@pytest.mark.parametrize("large", [module._LARGE, 0], ids=["row by row", "truncated"])
-async def test_a_database_that_was_used_is_as_a_new_one(
+@pytest.mark.parametrize("large", [module._LARGE, 0], ids=["deleted rows", "truncated tables"])
+async def test_a_database_is_emptied_before_the_next_test(
     databases: Databases, rows: Rows, monkeypatch: pytest.MonkeyPatch, large: int
 ) -> None:
     monkeypatch.setattr(module, "_STATE", module._STATE.replace(f"> {module._LARGE}", f"> {large}"))
     async with databases.new() as url:
-        as_new = await contents(url, rows)
+        untouched = await contents(url, rows)
     async with databases.one() as url:
-        await used(url)
-        assert await contents(url, rows) != as_new
+        await use(url)
+        assert await contents(url, rows) != untouched
     async with databases.one() as again:
         assert again == url
-        assert await contents(again, rows) == as_new
+        assert await contents(again, rows) == untouched
 
 
-async def test_a_database_whose_schema_or_statistics_changed_is_given_to_nobody_else(databases: Databases) -> None:
+async def test_a_database_with_a_changed_schema_or_statistics_is_not_used_again(databases: Databases) -> None:
     for change in ("create table another (id int)", "analyze", "delete from schema_migration where number = 1"):
         async with databases.one() as url:
-            await used(url)
+            await use(url)
             connection = await session(url, "test")
             await connection.execute(change)
             await connection.close()
@@ -62,7 +62,7 @@ async def test_a_database_whose_schema_or_statistics_changed_is_given_to_nobody_
             assert another != url, change
 
 
-async def test_a_session_left_open_is_reported_and_not_reused(
+async def test_a_session_left_open_fails_the_test_and_its_database_is_not_used_again(
     databases: Databases, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "_TIMEOUT_SECONDS", 0)
@@ -76,7 +76,7 @@ async def test_a_session_left_open_is_reported_and_not_reused(
         assert another != url
 
 
-async def test_only_sessions_that_are_closed_after_a_test_are_kept_under_another_name_and_as_they_were(
+async def test_only_a_session_closed_after_a_test_is_kept_and_it_is_reset(
     databases: Databases, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with databases.new() as url:
@@ -100,7 +100,7 @@ async def test_only_sessions_that_are_closed_after_a_test_are_kept_under_another
         )
         assert await again.fetch("select * from pg_listening_channels()") == []
         assert await watching.fetchval("select pg_try_advisory_lock(1)")
-        # Other settings are another session.
+        # A different application name needs a different session.
         other = await session(url, "other")
         assert other.get_server_pid() != pid
         for connection in (watching, again, other):

@@ -1,4 +1,4 @@
-"""An upper floor imports the floors below it, never sideways or up."""
+"""A layer imports only the layers below it."""
 
 import sys
 from pathlib import Path
@@ -10,8 +10,8 @@ from importlinter.configuration import configure
 ROOT = Path(__file__).parents[2]
 
 
-def test_the_floors_hold(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_import_breaks_the_layers(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", list(sys.path))
     configure()
-    holds = lint_imports(config_filename=str(ROOT / "pyproject.toml"), cache_dir=None)
-    assert holds, capsys.readouterr().out
+    is_kept = lint_imports(config_filename=str(ROOT / "pyproject.toml"), cache_dir=None)
+    assert is_kept, capsys.readouterr().out

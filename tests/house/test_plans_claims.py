@@ -1,4 +1,4 @@
-"""A claim reads what it takes, along however many queues and behind whatever was claimed before."""
+"""A claim reads only the entries it takes, however many queues there are and however much was claimed before."""
 
 from collections.abc import AsyncIterator
 from typing import Any
@@ -13,13 +13,13 @@ from flowfabric.engine.engine import Engine
 from flowfabric.engine.parts import parts_of
 from flowfabric.model.grant import Granted
 from flowfabric.settings import Settings
-from house.filled import filled
+from house.filled import STATISTICS, copied, filled
 from house.touched import VACUUM, Touched, touched
 
 __all__ = ["touched"]
 
 SPANS = 8
-"""Walks that a claim merges: it reads one entry of each ahead."""
+"""The index scans that a claim merges; it reads one entry ahead of each."""
 WORKER: dict[str, Any] = {"worker_id": "w", "worker_instance_id": "w-1"}
 
 
@@ -28,27 +28,34 @@ async def claim(engine: Engine, limit: int, *lanes: str, **overrides: Any) -> li
 
 
 async def fill(engine: Engine) -> None:
-    """Leave 4,000 executions of 200 kinds on one lane, and 500 on each of four others."""
+    """Create 4,000 executions of 200 kinds in one lane, and 500 in each of four other lanes."""
     for nth in range(0, 4000, 1000):
         await engine.create_many([new(execution_kind=f"kind{n % 200}") for n in range(nth, nth + 1000)])
     for lane in range(4):
         await engine.create_many([new(lane_id=f"lane{lane}") for _ in range(500)])
 
 
-@pytest.fixture(scope="module", params=["no statistics", "statistics"])
-async def original(request: pytest.FixtureRequest, databases: Databases) -> AsyncIterator[str]:
+@pytest.fixture(scope="module")
+async def store(databases: Databases) -> AsyncIterator[str]:
     """The address of a database with a backlog."""
-    async with filled(databases, fill, *(["vacuum analyze"] if request.param == "statistics" else [])) as url:
+    async with filled(databases, fill) as url:
+        yield url
+
+
+@pytest.fixture(scope="module", params=STATISTICS)
+async def original(request: pytest.FixtureRequest, store: str, databases: Databases) -> AsyncIterator[str]:
+    """The address of a database with a backlog, with and without statistics."""
+    async with copied(databases, store, *(["vacuum analyze"] if request.param == "statistics" else [])) as url:
         yield url
 
 
 @pytest.fixture
 def backlog(original: str, lasting_watermarks: None, engine: Engine) -> Engine:
-    """An engine with 4,000 executions of 200 kinds on one lane, and 500 on each of four others."""
+    """An engine on a store with 4,000 executions of 200 kinds in one lane, and 500 in each of four other lanes."""
     return engine
 
 
-async def test_a_claim_reads_what_it_takes_and_one_entry_a_span(backlog: Engine, touched: Touched) -> None:
+async def test_a_claim_reads_what_it_takes_and_one_entry_of_each_span(backlog: Engine, touched: Touched) -> None:
     for limit in (1, 10, 100, 500):
         touched.clear()
         assert len(await claim(backlog, limit)) == limit
@@ -57,47 +64,53 @@ async def test_a_claim_reads_what_it_takes_and_one_entry_a_span(backlog: Engine,
         assert touched["claim_by_route"] <= 2 * limit + SPANS
 
 
-async def test_a_claim_over_lanes_reads_what_it_takes_and_one_entry_a_span(backlog: Engine, touched: Touched) -> None:
+async def test_a_claim_from_several_lanes_reads_what_it_takes_and_one_entry_of_each_span(
+    backlog: Engine, touched: Touched
+) -> None:
     lanes = ("default", "lane0", "lane1", "lane2", "lane3")
     for limit in (1, 10, 100, 500):
         touched.clear()
         assert len(await claim(backlog, limit, *lanes)) == limit
-        # Past eight spans the head of each is read, too.
+        # With more than eight spans, the first entry of each is read as well.
         assert touched.of("claim_by_route", "ready") <= limit + SPANS + 2 * len(lanes)
         assert touched.of("claim_by_route", "execution") == limit
 
 
-async def test_a_claim_of_few_kinds_walks_their_queues(backlog: Engine, touched: Touched) -> None:
+async def test_a_claim_of_few_kinds_scans_their_queues(backlog: Engine, touched: Touched) -> None:
     assert len(await claim(backlog, 10, kinds=["kind7"])) == 10
     assert touched.of("claim_by_queue", "ready") <= 10 + SPANS
     touched.clear()
     assert len(await claim(backlog, 40, kinds=["kind1", "kind2", "kind3"])) == 40
     assert touched.of("claim_by_queue", "ready") <= 40 + SPANS
     assert touched.of("claim_by_queue", "execution") == 40
-    assert "claim_by_route" not in touched.rows
+    assert "claim_by_route" not in touched
 
 
-async def test_a_claim_of_many_kinds_passes_over_the_others_of_its_route(backlog: Engine, touched: Touched) -> None:
-    # One in ten of the route: an entry that is not wanted is read, its execution is not.
+async def test_a_claim_of_many_kinds_reads_no_execution_of_another_kind(backlog: Engine, touched: Touched) -> None:
+    # The worker names one kind in ten: of the others the entry is read, but not the execution.
     assert len(await claim(backlog, 100, kinds=[f"kind{n * 10}" for n in range(20)])) == 100
     assert touched.of("claim_by_route", "ready") <= 10 * 100 + SPANS
     assert touched.of("claim_by_route", "execution") == 100
 
 
-async def test_a_grant_reads_one_entry_a_span(backlog: Engine, touched: Touched) -> None:
+async def test_a_grant_reads_one_entry_of_each_span(backlog: Engine, touched: Touched) -> None:
     for _ in range(5):
         assert isinstance(await backlog.claim_for_worker(lane_id="default", **WORKER), Granted)
-    # Those that are granted already stand at the head.
+    # The executions granted before are still at the head of the queue.
     assert touched.of("lock_best_of_routes", "ready") <= 5 + SPANS
     assert touched.of("lock_best_of_routes", "execution") == 1
 
 
-FINISHED = 20_000
+FINISHED = 2_000
 
 
 @pytest.fixture
-async def pinned(lasting_watermarks: None, engine: Engine, url: str, touched: Touched) -> AsyncIterator[Engine]:
-    """An engine that has claimed and finished much while another session holds a snapshot from before."""
+async def pinned(
+    lasting_watermarks: None, engine: Engine, url: str, touched: Touched, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[Engine]:
+    """An engine that has completed many executions while another session holds an older snapshot."""
+    # The full scan of the first claim here does not postpone the next one.
+    monkeypatch.setattr(ScanWatermarks, "FREE_SECONDS", 3600.0)
     other = await asyncpg.connect(url)
     await other.execute("begin isolation level repeatable read; select 1 from flowfabric.ready")
     for _ in range(FINISHED // 1000):
@@ -110,7 +123,9 @@ async def pinned(lasting_watermarks: None, engine: Engine, url: str, touched: To
     await other.close()
 
 
-async def test_a_claim_behind_a_pinned_transaction_begins_at_its_watermark(pinned: Engine, touched: Touched) -> None:
+async def test_a_claim_starts_at_its_watermark_while_dead_entries_cannot_be_removed(
+    pinned: Engine, touched: Touched
+) -> None:
     for limit in (1, 10, 100):
         await pinned.create_many([new() for _ in range(limit)])
         touched.clear()
@@ -118,13 +133,17 @@ async def test_a_claim_behind_a_pinned_transaction_begins_at_its_watermark(pinne
         assert touched.of("claim_by_route", "ready") <= limit + SPANS
 
 
-async def test_a_claim_that_finds_nothing_does_not_walk_from_the_head_each_time(
-    pinned: Engine, touched: Touched, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # However fast the machine is, a walk of everything is worth avoiding for longer than this test takes.
+def make_full_scans_rare(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Repeat no full scan during the test, however fast it was."""
     monkeypatch.setattr(ScanWatermarks, "FREE_SECONDS", 0.0)
     monkeypatch.setattr(ScanWatermarks, "SHARE", 1_000_000)
     monkeypatch.setattr(ScanWatermarks, "LONGEST_SECONDS", 3600.0)
+
+
+async def test_repeated_claims_that_find_nothing_do_one_full_scan(
+    pinned: Engine, touched: Touched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_full_scans_rare(monkeypatch)
     entries = []
     for _ in range(20):
         touched.clear()
@@ -134,14 +153,15 @@ async def test_a_claim_that_finds_nothing_does_not_walk_from_the_head_each_time(
     assert max(entries[1:]) <= SPANS
 
 
-async def test_an_empty_lane_is_not_walked_from_its_head_while_another_has_work(
-    pinned: Engine, touched: Touched
+async def test_an_empty_lane_gets_no_full_scan_while_another_lane_has_work(
+    pinned: Engine, touched: Touched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    make_full_scans_rare(monkeypatch)
     lanes = ("default", "other")
     await pinned.create_many([new()])
     assert len(await claim(pinned, 1, *lanes)) == 1
     await pinned.create_many([new(lane_id="other") for _ in range(100)])
-    # The watermarks end, and everything is walked once.
+    # The watermarks expire, so the next claim does one full scan.
     for watermarks in parts_of(pinned).wakeups.watermarks._by_route.values():
         watermarks.end()
     touched.clear()
@@ -153,7 +173,7 @@ async def test_an_empty_lane_is_not_walked_from_its_head_while_another_has_work(
         assert touched.of("claim_by_route", "ready") <= 2 + SPANS
 
 
-async def test_an_engine_without_watermarks_would_walk_from_the_head(
+async def test_a_claim_without_watermarks_does_a_full_scan(
     pinned: Engine, touched: Touched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ScanWatermarks, "raise_to", lambda *_: None)
@@ -170,7 +190,7 @@ select n_tup_upd, n_tup_hot_upd from pg_stat_user_tables
 
 
 @pytest.mark.parametrize("result", [b"done", b"x" * 1_500], ids=["small", "large"])
-async def test_claims_and_ends_leave_the_row_in_its_page(
+async def test_most_updates_of_a_claimed_and_completed_execution_are_hot(
     url: str, connection: asyncpg.Connection, result: bytes
 ) -> None:
     async with Engine.connect(settings=Settings(database_url=url)) as engine:
@@ -179,14 +199,14 @@ async def test_claims_and_ends_leave_the_row_in_its_page(
         for _ in range(20):
             runs = await claim(engine, 100)
             await engine.complete_many([(run.handle, result) for run in runs])
-    # Closing the engine has sent what its sessions counted.
+    # Closing the engine has flushed the statistics of its sessions.
     await connection.execute("select pg_stat_clear_snapshot()")
     updates, hot = await connection.fetchrow(_UPDATES)
     assert updates == 4000
     assert hot / updates > 0.9
 
 
-async def test_a_vacuum_removes_the_entries_of_what_was_claimed(
+async def test_a_vacuum_removes_the_entries_of_claimed_executions(
     backlog: Engine, touched: Touched, connection: asyncpg.Connection
 ) -> None:
     await claim(backlog, 1000)

@@ -1,4 +1,4 @@
-"""The rare events of one execution are found by it, however many events there are."""
+"""The rare events of an execution are found by its id, however many events there are."""
 
 import json
 from typing import Any
@@ -23,7 +23,7 @@ select ff_now(), 0, 'expired', 1, gen_random_uuid() from generate_series(1, 2000
 
 
 def indexes(plan: dict[str, Any]) -> set[str]:
-    """The indexes a plan walks, by the name that all partitions share."""
+    """The indexes that a plan scans; a sequential scan fails the test."""
     found = {plan["Index Name"]} if "Index Name" in plan else set()
     assert plan["Node Type"] != "Seq Scan"
     return found.union(*(indexes(child) for child in plan.get("Plans", ())))
@@ -47,7 +47,7 @@ async def test_the_rare_events_of_an_execution_are_found_by_their_own_index(
     await reader.close()
 
 
-async def test_what_is_rare_is_never_told_of_many(connection: asyncpg.Connection) -> None:
+async def test_a_rare_event_cannot_name_several_executions(connection: asyncpg.Connection) -> None:
     with pytest.raises(asyncpg.CheckViolationError, match="event_of_many_is_common"):
         await connection.execute(
             """insert into event (at, partition_key, kind, namespace_no, execution_ids)

@@ -1,8 +1,7 @@
-"""Statements find rows by their keys, in plans that are made before there are any and live on.
+"""Statements find rows by their keys, even in plans that were made on empty tables.
 
-The session asks for generic plans. What the planner knows of a table when it makes one says nothing about what the
-table holds later: an index that fits half as well looks as good on an empty table, and so does a walk over all of one
-index with the few rows that are given as the inner side of the join.
+Sessions use generic plans, which are kept while the tables grow. On an empty table a worse index can look as cheap as
+the right one, and so can a scan of a whole index that is then joined with the few given rows.
 """
 
 import asyncio
@@ -35,7 +34,7 @@ KEYS: dict[str, tuple[tuple[str, ...], ...]] = {
     "execution": (EXECUTION,),
     "execution_input": (EXECUTION,),
     "execution_result": (EXECUTION,),
-    # Places are drawn from one sequence.
+    # A place is unique: places are drawn from one sequence.
     "ready": (("queue_no", "place"), ("route_no", "place")),
     "timer": (EXECUTION,),
     "claim": (("partition_key", "claim_no"),),
@@ -51,9 +50,9 @@ KEYS: dict[str, tuple[tuple[str, ...], ...]] = {
     "worker": (("partition_key", "namespace", "worker_instance_id"),),
     "worker_event": (("partition_key", "namespace", "worker_instance_id"),),
 }
-"""The tables that grow, and the columns that lead to one row, or to the few of one execution or waitpoint."""
+"""The tables that grow, and the columns that identify one row, or the few rows of one execution or waitpoint."""
 
-WALKS: dict[str, set[str]] = {
+ORDERED: dict[str, set[str]] = {
     "claim_by_route": {"ready_route"},
     "claim_by_queue": {"ready_queue"},
     "lock_best_of_routes": {"ready_route"},
@@ -83,7 +82,7 @@ WALKS: dict[str, set[str]] = {
         "worker_due",
     },
 }
-"""The indexes that a statement walks in order; it says where to begin or where to end, and how many to read."""
+"""The indexes that a statement scans in order, with a start or an end and a limit."""
 
 READERS = {
     "list_newest",
@@ -101,7 +100,7 @@ READERS = {
     "list_orphans",
     "take_old_identities",
 }
-"""Statements that go through a table: for lists and counts, for what cannot be, or through the few claims there are."""
+"""Statements that scan a table: lists, counts, consistency checks, and scans of the few claims."""
 
 _SCAN = re.compile(r"(?:-> +)?(.*Scan.*) on (\w+)(?: \w+)?$")
 _USING = re.compile(r"using (\w+)")
@@ -117,13 +116,13 @@ async def plan(connection: asyncpg.Connection, statement: Statement) -> list[str
 
 
 def scans(lines: list[str]) -> list[tuple[str, str, str]]:
-    """The scans of tables that grow: how, of what, and by which condition."""
+    """The scans of tables that grow: scan type, table and condition."""
     found = []
     for at, line in enumerate(lines):
         scan = _SCAN.match(line)
         if scan is None or scan[2] not in KEYS:
             continue
-        # Asked only whether there is a row at all.
+        # An `exists` without a condition reads at most one row.
         if lines[at - 1].startswith("InitPlan") and not lines[at + 1].startswith(("Index Cond", "Filter")):
             continue
         condition = next((each for each in lines[at + 1 : at + 3] if " Cond: " in each), "")
@@ -132,28 +131,28 @@ def scans(lines: list[str]) -> list[tuple[str, str, str]]:
 
 
 def is_by_key(table: str, condition: str) -> bool:
-    """Whether a condition leads to the rows of one key."""
+    """Whether a condition names all columns of a key."""
     if condition.startswith("TID Cond"):
         return True
     return any(all(re.search(rf"\b{column} = ", condition) for column in key) for key in KEYS[table])
 
 
-@pytest.fixture(scope="module", params=["nothing", "that the tables are empty", "what they hold"])
-async def known(request: pytest.FixtureRequest, databases: Databases) -> AsyncIterator[asyncpg.Connection]:
-    """A session like those of the engine, whose planner knows this."""
+@pytest.fixture(scope="module", params=["no statistics", "statistics of empty tables", "statistics of full tables"])
+async def planner(request: pytest.FixtureRequest, databases: Databases) -> AsyncIterator[asyncpg.Connection]:
+    """A session with the settings of the engine, with each state of the planner's statistics."""
     async with databases.new() as url:
-        if request.param == "what they hold":
+        if request.param == "statistics of full tables":
             async with Engine.connect(settings=Settings(database_url=url)) as engine:
                 await fill(engine, round(time.time() * 1000))
         connection = await asyncpg.connect(url, server_settings=session_settings("flowfabric"))
-        if request.param != "nothing":
+        if request.param != "no statistics":
             await connection.execute("vacuum analyze")
         yield connection
         await connection.close()
 
 
 async def fill(engine: Engine, now: int) -> None:
-    """Leave executions in every state that has a table of its own."""
+    """Create executions with rows in every table that grows."""
     for _ in range(3):
         await engine.create_many([new(execution_deadline_at=now + 3_600_000, tags={"app.a": "b"}) for _ in range(1000)])
     await engine.create_many([new(input_payload=b"x" * 300) for _ in range(1000)])
@@ -166,29 +165,29 @@ async def fill(engine: Engine, now: int) -> None:
         await asyncio.gather(*(engine.fail(run.handle, reason="no luck") for run in runs[failed : failed + 10]))
 
 
-async def test_rows_are_found_by_their_keys_whatever_the_planner_knows(known: asyncpg.Connection) -> None:
+async def test_rows_are_found_by_their_keys_whatever_the_planner_knows(planner: asyncpg.Connection) -> None:
     wrong: list[str] = []
-    walked: defaultdict[str, set[str]] = defaultdict(set)
-    looked_at = 0
+    ordered: defaultdict[str, set[str]] = defaultdict(set)
+    count = 0
     for name in sorted(set(ALL) - READERS - {"lock_keys"}):
-        for how, table, condition in scans(await plan(known, ALL[name])):
-            looked_at += 1
+        for how, table, condition in scans(await plan(planner, ALL[name])):
+            count += 1
             if is_by_key(table, condition):
                 continue
             using = _USING.search(how)
-            # A walk has a beginning or an end.
-            if using is None or using[1] not in WALKS.get(name, ()) or not re.search(r" (<|<=|>|>=) | = ", condition):
+            # An ordered scan has a start or an end.
+            if using is None or using[1] not in ORDERED.get(name, ()) or not re.search(r" (<|<=|>|>=) | = ", condition):
                 wrong.append(f"{name}: {how} on {table} {condition}")
             else:
-                walked[name].add(using[1])
+                ordered[name].add(using[1])
     assert wrong == []
-    assert walked == WALKS
-    assert looked_at > 150
+    assert ordered == ORDERED
+    assert count > 150
 
 
 @pytest.mark.parametrize("name", ["insert_alike", "insert_executions"])
-async def test_a_create_of_small_inputs_does_not_look_for_large_ones(known: asyncpg.Connection, name: str) -> None:
-    lines = await plan(known, ALL[name])
+async def test_a_create_of_small_inputs_skips_the_table_of_large_ones(planner: asyncpg.Connection, name: str) -> None:
+    lines = await plan(planner, ALL[name])
     at = lines.index("->  Insert on execution_input")
     switch = f"${ALL[name].parameters.index('has_large_inputs') + 1}"
     filters = [line for line in lines[at : at + 6] if line.startswith("One-Time Filter: ")]
@@ -197,8 +196,10 @@ async def test_a_create_of_small_inputs_does_not_look_for_large_ones(known: asyn
 
 
 @pytest.mark.parametrize("name", ["complete_leases", "end_leases"])
-async def test_an_ending_with_a_small_result_does_not_look_for_large_ones(known: asyncpg.Connection, name: str) -> None:
-    lines = await plan(known, ALL[name])
+async def test_an_ending_with_a_small_result_skips_the_table_of_large_ones(
+    planner: asyncpg.Connection, name: str
+) -> None:
+    lines = await plan(planner, ALL[name])
     at = lines.index("->  Insert on execution_result")
     switch = f"${ALL[name].parameters.index('has_large_results') + 1}"
     assert f"One-Time Filter: {switch}" in lines[at : at + 6]
@@ -213,32 +214,32 @@ async def test_an_ending_with_a_small_result_does_not_look_for_large_ones(known:
         ("listed", "is_listed"),
     ],
 )
-async def test_retention_looks_for_nothing_that_the_row_rules_out(
-    known: asyncpg.Connection, table: str, condition: str
+async def test_retention_skips_a_table_in_which_the_execution_has_no_rows(
+    planner: asyncpg.Connection, table: str, condition: str
 ) -> None:
-    lines = await plan(known, ALL["take_retained"])
+    lines = await plan(planner, ALL["take_retained"])
     at = next(at for at, line in enumerate(lines) if f"Delete on {table} " in line)
     assert lines[at + 2].startswith("->  CTE Scan on gone d")
     assert lines[at + 3] == f"Filter: {condition}"
 
 
 @pytest.mark.parametrize("name", ["claim_by_route", "claim_by_queue"])
-async def test_a_claim_merges_walks_that_are_in_order(known: asyncpg.Connection, name: str) -> None:
-    lines = await plan(known, ALL[name])
+async def test_a_claim_merges_ordered_index_scans(planner: asyncpg.Connection, name: str) -> None:
+    lines = await plan(planner, ALL[name])
     first = next(at for at, line in enumerate(lines) if line.endswith("Merge Append"))
     index = "ready_route" if name == "claim_by_route" else "ready_queue"
     merged = [line for line in lines[first:] if f"Index Scan using {index} on ready" in line]
     assert len(merged) == 8
-    # What is sorted are the heads of more spans than those, of which no entry but the first is read.
+    # Only the spans beyond those eight are sorted, and only the first entry of each is read.
     sorts = [at for at, line in enumerate(lines) if re.search(r"\bSort$", line)]
     assert [lines[at + 1] for at in sorts if not re.match(r"Sort Key: r_\d\.place$", lines[at + 1])] == []
     assert all(at < first for at in sorts)
-    # What is leased is found where it was locked, and so is its entry.
+    # The claimed execution and its entry are updated by ctid, without a second index lookup.
     by_ctid = {found[1] for line in lines if (found := re.search(r"Tid Scan on (\w+)", line))}
     assert by_ctid == {"execution", "ready"}
 
 
-def test_a_walk_in_place_of_a_key_would_be_found() -> None:
+def test_a_scan_without_a_key_is_detected() -> None:
     lines = [
         "Delete on timer",
         "->  Nested Loop",
@@ -251,5 +252,5 @@ def test_a_walk_in_place_of_a_key_would_be_found() -> None:
     assert is_by_key("timer", "Index Cond: ((partition_key = ANY (ARRAY[m.p])) AND (execution_id = m.execution_id))")
 
 
-def test_the_names_of_walks_are_those_of_statements() -> None:
-    assert set(WALKS) | READERS <= set(ALL)
+def test_every_exception_names_a_statement() -> None:
+    assert set(ORDERED) | READERS <= set(ALL)

@@ -1,4 +1,4 @@
-"""The schema in Postgres, in its dump and in Python say the same."""
+"""The schema in Postgres agrees with its dump and with the enumerations in Python."""
 
 from enum import StrEnum
 
@@ -39,23 +39,23 @@ ONLY_IN_SQL = {
     "timer_kind": ["delay", "attempt_timeout", "deadline", "suspension_timeout"],
     "keyed_operation": ["submit", "suspend", "signal"],
 }
-"""Enumerations that Python never reads: statements write and compare their words."""
+"""Enumerations that only statements use, with their labels."""
 
 
 @pytest.fixture
-async def words(connection: asyncpg.Connection) -> dict[str, list[str]]:
-    """The enumerations of the migrated schema, with their words in order."""
+async def labels(connection: asyncpg.Connection) -> dict[str, list[str]]:
+    """The enumerations of the migrated schema, with their labels in order."""
     query = """select t.typname, array_agg(e.enumlabel::text order by e.enumsortorder)
                  from pg_enum e join pg_type t on t.oid = e.enumtypid
                 where t.typnamespace = 'flowfabric'::regnamespace group by 1"""
     return dict(await connection.fetch(query))
 
 
-async def test_every_enumeration_has_the_same_words_in_python_and_in_postgres(words: dict[str, list[str]]) -> None:
-    assert words == {name: [member.value for member in enum] for name, enum in ENUMS.items()} | ONLY_IN_SQL
+async def test_every_enumeration_has_the_same_labels_in_python_and_in_postgres(labels: dict[str, list[str]]) -> None:
+    assert labels == {name: [member.value for member in enum] for name, enum in ENUMS.items()} | ONLY_IN_SQL
 
 
-async def test_the_dump_is_what_the_migrations_lead_to(empty_url: str) -> None:
+async def test_the_schema_dump_is_up_to_date(empty_url: str) -> None:
     assert await dump_migrations(empty_url) == SCHEMA_FILE.read_text(encoding="utf-8"), (
         "run python -m flowfabric.db.dump"
     )
@@ -73,15 +73,15 @@ SMALL = {
     "signing_key",
     "schema_migration",
 }
-"""Global tables that every process caches or seldom reads; each distributed node would hold a copy."""
+"""Global tables that every process caches or seldom reads; each node of a distributed Postgres would have a copy."""
 WITHOUT_KEY = {
     "ready": ["ready_queue", "ready_route"],
     "retained": ["retained_due", "retained_mixed"],
     "event": ["event_feed", "event_rare_execution", "event_rare_feed"],
 }
-"""Tables that are only walked in the order of an index; their rows name their partition."""
+"""Tables without a primary key, read only by ordered index scans, and their indexes."""
 
-_OURS = """
+_CONSTRAINTS = """
 select c.relname as on_table, n.conname as name, n.contype::text as type
   from pg_constraint n join pg_class c on c.oid = n.conrelid
  where c.relnamespace = 'flowfabric'::regnamespace and not c.relispartition and c.relname not like 'test_%'
@@ -103,40 +103,40 @@ select c.relname, array_agg(a.attname::text)
 """
 
 
-async def test_every_constraint_has_a_name_of_ours(connection: asyncpg.Connection) -> None:
+async def test_every_constraint_was_named_by_a_migration(connection: asyncpg.Connection) -> None:
     wrong = []
-    for on_table, name, kind in await connection.fetch(_OURS):
+    for on_table, name, kind in await connection.fetch(_CONSTRAINTS):
         match kind:
             case "p":
-                is_ours = name == f"{on_table}_pkey"
+                is_named = name == f"{on_table}_pkey"
             case "n":
-                # Postgres 18 names what is not null.
-                is_ours = True
+                # Postgres 18 names not-null constraints itself.
+                is_named = True
             case _:
-                # What Postgres makes up ends like this, or is the table's name and the columns'.
-                is_ours = name.startswith(on_table) and not name.endswith(("_check", "_key", "_fkey", "_excl"))
-                is_ours = is_ours and not name[-1].isdigit()
-        if not is_ours:
+                # A name made up by Postgres has one of these endings.
+                is_named = name.startswith(on_table) and not name.endswith(("_check", "_key", "_fkey", "_excl"))
+                is_named = is_named and not name[-1].isdigit()
+        if not is_named:
             wrong.append(f"{on_table}: {name}")
     assert wrong == []
 
 
-async def test_every_key_begins_with_the_partition(connection: asyncpg.Connection) -> None:
+async def test_every_unique_key_starts_with_the_partition(connection: asyncpg.Connection) -> None:
     keys = [row for row in await connection.fetch(_INDEXES) if row["is_unique"] and row["on_table"] not in SMALL]
     wrong = [row["name"] for row in keys if row["columns"][0] != "partition_key" and row["on_table"] not in WITHOUT_KEY]
     assert wrong == []
-    # `place` draws from one sequence, so no partition can break the one unique index that does not name it.
+    # This unique index does without the partition: `place` is drawn from one sequence for all partitions.
     assert [row["name"] for row in keys if row["on_table"] in WITHOUT_KEY] == ["ready_queue"]
 
 
-async def test_every_row_that_is_not_of_a_small_table_names_its_partition(connection: asyncpg.Connection) -> None:
+async def test_every_table_except_the_small_ones_has_a_partition_column(connection: asyncpg.Connection) -> None:
     columns = dict(await connection.fetch(_COLUMNS))
     assert set(columns) >= SMALL | set(WITHOUT_KEY)
     assert [table for table in columns if table not in SMALL and "partition_key" not in columns[table]] == []
     assert [table for table in SMALL if "partition_key" in columns[table]] == []
 
 
-async def test_a_table_without_a_key_is_only_walked(connection: asyncpg.Connection) -> None:
+async def test_only_the_listed_tables_have_no_primary_key(connection: asyncpg.Connection) -> None:
     indexes = await connection.fetch(_INDEXES)
     found = {table: sorted(row["name"] for row in indexes if row["on_table"] == table) for table in WITHOUT_KEY}
     assert found == WITHOUT_KEY
@@ -147,8 +147,8 @@ async def test_a_table_without_a_key_is_only_walked(connection: asyncpg.Connecti
 NEVER_CHANGED = {"partition_key", "execution_id", "namespace_no", "lane_no", "created_at"}
 
 
-async def test_no_index_of_executions_names_a_column_that_changes(connection: asyncpg.Connection) -> None:
-    # One that did would make every claim and every end write to all indexes of the table.
+async def test_no_index_of_execution_contains_a_column_that_changes(connection: asyncpg.Connection) -> None:
+    # Otherwise every claim and every ending would write to all indexes of the table.
     indexes = [row for row in await connection.fetch(_INDEXES) if row["on_table"] == "execution"]
     assert {column for row in indexes for column in row["columns"]} == NEVER_CHANGED
     assert [row["name"] for row in indexes if row["predicate"] is not None] == []

@@ -1,4 +1,4 @@
-"""Every statement is sound, used, and one of few that move an execution."""
+"""Every statement is valid and used, and only the listed ones change the state of an execution."""
 
 import re
 from collections import Counter
@@ -50,7 +50,7 @@ _INSERT = re.compile(r"\binsert into execution\b(?: as \w+)?\s*\((.*?)\)", re.DO
 
 
 def assignments(statement: Statement) -> Iterator[tuple[str, str]]:
-    """What a statement assigns to the state of an execution: column and expression."""
+    """The state columns of `execution` that a statement sets, each with its expression."""
     for found in _UPDATE.finditer(statement.sql):
         for part in split(found[1]):
             column, _, expression = part.partition("=")
@@ -59,7 +59,7 @@ def assignments(statement: Statement) -> Iterator[tuple[str, str]]:
 
 
 def split(clause: str) -> list[str]:
-    """The parts of a SET clause, which commas separate outside of parentheses."""
+    """The parts of a clause, split at commas outside parentheses."""
     parts, depth = [""], 0
     for letter in clause:
         depth += (letter in "([") - (letter in ")]")
@@ -77,27 +77,28 @@ def python() -> str:
     return "\n".join(path.read_text(encoding="utf-8") for folder in folders for path in folder.rglob("*.py"))
 
 
-def test_names_are_given_once() -> None:
+def test_every_statement_name_is_unique() -> None:
     counted = Counter(statement.name for path in FILES for statement in Statements(path))
     assert [name for name, count in counted.items() if count > 1] == []
 
 
 def heads(path: Path, kind: str) -> dict[str, str]:
-    """The lines below the names of statements or fragments, where it says what they are."""
+    """The line below the name of each statement or fragment, which describes it."""
     return dict(re.findall(rf"^-- {kind}: (\w+)\n(.*)$", path.read_text(encoding="utf-8"), re.MULTILINE))
 
 
-def says_nothing(heads: dict[str, str]) -> list[str]:
+def undescribed(heads: dict[str, str]) -> list[str]:
+    """The names whose next line is not a comment."""
     return [name for name, line in heads.items() if not re.fullmatch(r"-- [A-Z].*", line)]
 
 
-def test_every_statement_is_in_the_file_of_its_family_and_says_what_it_answers() -> None:
+def test_every_sql_file_has_a_module_and_every_statement_a_description() -> None:
     assert [path.name for path in FILES if not path.with_suffix(".py").exists()] == []
     assert [path.name for path in FILES if len(heads(path, "name")) != len(list(Statements(path)))] == []
-    assert [name for path in FILES for name in says_nothing(heads(path, "name"))] == []
+    assert [name for path in FILES for name in undescribed(heads(path, "name"))] == []
 
 
-async def test_every_statement_fits_the_schema(url: str) -> None:
+async def test_every_statement_can_be_prepared(url: str) -> None:
     connection = await asyncpg.connect(url, server_settings=session_settings("flowfabric"))
     refused = []
     try:
@@ -111,7 +112,7 @@ async def test_every_statement_fits_the_schema(url: str) -> None:
     assert refused == []
 
 
-async def test_every_statement_stays_prepared(url: str) -> None:
+async def test_a_session_keeps_every_statement_prepared(url: str) -> None:
     explained = [statement for statement in ALL.values() if "lock table" not in statement.sql]
     connection = await connect(url, schema="flowfabric")
     try:
@@ -126,49 +127,50 @@ async def test_every_statement_stays_prepared(url: str) -> None:
         await connection.close()
 
 
-def test_every_fragment_is_included() -> None:
+def test_every_fragment_is_used() -> None:
     unused = [f"{path.name}: {name}" for path in FILES for name in unused_fragments(Statements(path))]
     assert unused == []
 
 
 def unused_fragments(statements: Statements) -> list[str]:
+    """The fragments that no statement of the file includes."""
     return [name for name in statements.fragments if name not in statements.included]
 
 
-def test_a_fragment_that_nobody_includes_would_be_found(tmp_path: Path) -> None:
+def test_an_unused_fragment_is_detected(tmp_path: Path) -> None:
     path = tmp_path / "family.sql"
     path.write_text("-- fragment: a\nselect 1\n\n-- fragment: b\nselect 2\n\n-- name: find_it\n-- include: a\n;\n")
     assert unused_fragments(Statements(path)) == ["b"]
 
 
-def test_every_fragment_says_what_it_is() -> None:
+def test_every_fragment_has_a_description() -> None:
     assert [path.name for path in FILES if len(heads(path, "fragment")) != len(Statements(path).fragments)] == []
-    assert [name for path in FILES for name in says_nothing(heads(path, "fragment"))] == []
+    assert [name for path in FILES for name in undescribed(heads(path, "fragment"))] == []
 
 
 def test_every_statement_is_used(python: str) -> None:
     assert [name for name in ALL if not re.search(rf"SQL\.{name}\b", python)] == []
 
 
-def test_creations_write_words_the_enumerations_know() -> None:
-    words = {"execution_sequence"} | {
+def test_creates_write_known_labels() -> None:
+    labels = {"execution_sequence"} | {
         member.value for enum in (LifecyclePhase, EligibilityState, BlockingReason, AttemptState) for member in enum
     }
     for name in CREATES:
         for literal in re.findall(
             r"'([a-z_]+)'", ALL[name].sql.partition("insert into execution (")[2].partition("from")[0]
         ):
-            assert literal in words, (name, literal)
+            assert literal in labels, (name, literal)
 
 
-def test_few_statements_write_the_state_of_an_execution() -> None:
+def test_only_the_listed_statements_write_the_state_of_an_execution() -> None:
     creates = {name for name, statement in ALL.items() if _INSERT.search(statement.sql)}
     moves = {name for name, statement in ALL.items() if any(assignments(statement))}
     assert (creates, moves) == (CREATES, MOVES)
 
 
-def test_a_move_takes_its_target_from_the_table_of_moves() -> None:
-    # A word may stand in a condition, never as what is written.
+def test_a_transition_writes_no_literal_state() -> None:
+    # A literal is allowed in a condition, but not as the value that is written.
     written = re.compile(r"^'|\b(then|else)\s+'")
     assert [
         (name, column, expression)
@@ -189,21 +191,21 @@ def test_a_move_takes_its_target_from_the_table_of_moves() -> None:
         ("escalate_held", ESCALATED),
     ],
 )
-def test_a_statement_takes_the_whole_target_of_its_move(name: str, parameters: dict[str, object]) -> None:
+def test_a_transition_takes_every_target_column_as_a_parameter(name: str, parameters: dict[str, object]) -> None:
     given = {parameter for parameter in parameters if parameter.startswith("to_")}
     taken = {parameter for parameter in ALL[name].parameters if parameter.startswith("to_")}
     assert taken == given
     assert len(list(assignments(ALL[name]))) == len(given)
 
 
-WAITS = {"complete_leases", "renew_leases"}
-"""Statements that find each row by its key and may wait for it: the clock is read after the wait."""
+CLOCK_IN_CONDITION = {"complete_leases", "renew_leases"}
+"""Statements that find each row by its key and may wait for its lock: they read the clock after the wait."""
 
 
-def test_the_clock_is_read_once_a_statement_unless_it_waits_for_rows() -> None:
-    # A volatile call in a condition is made for every row and keeps an index from being used.
+def test_a_statement_reads_the_clock_once_unless_it_waits_for_locks() -> None:
+    # A volatile call in a condition is evaluated for every row and prevents the use of an index.
     bare = re.compile(r"(<|>|=|between|and)\s*ff_now\(\)")
-    assert {name for name, statement in ALL.items() if bare.search(statement.sql)} == WAITS
+    assert {name for name, statement in ALL.items() if bare.search(statement.sql)} == CLOCK_IN_CONDITION
 
 
 KINDS = {
@@ -214,43 +216,42 @@ KINDS = {
     "complete_leases": {EventKind.RELEASED},
     "end_leases": {EventKind.RELEASED, EventKind.ENDED, EventKind.EXPIRED},
 }
-"""The events that the hot statements write."""
+"""The kinds of events that the hot statements write."""
 
 _EVENT = re.compile(r"\binsert into (event|worker_event) \(([^)]*)\)\s+(select\s.*?)\n\)", re.DOTALL)
 _SELECTED = re.compile(r"\bselect\s(.*?)\s+from\s", re.DOTALL)
 
 
 def written(statement: Statement, table: str, column: str) -> Iterator[str]:
-    """What a statement writes to a column of an event table."""
+    """The expressions that a statement writes to a column of an event table, without the conditions in them."""
     for found in _EVENT.finditer(statement.sql.replace("(select now from clock)", "now")):
         for selected in _SELECTED.findall(found[3]) if found[1] == table else ():
             named = dict(zip((name.strip() for name in split(found[2])), split(selected), strict=True))
             if column in named:
-                # What a condition compares with is not what is written.
                 yield re.sub(r"\bcase\b.*?\bthen\b|\bwhen\b.*?\bthen\b", " ", named[column], flags=re.DOTALL)
 
 
-def words(statement: Statement, column: str) -> set[str]:
-    """The words a statement itself writes to a column of the events."""
-    return {word for text in written(statement, "event", column) for word in re.findall(r"'(\w+)'", text)}
+def literals(statement: Statement, column: str) -> set[str]:
+    """The literals that a statement writes to a column of `event`."""
+    return {found for text in written(statement, "event", column) for found in re.findall(r"'(\w+)'", text)}
 
 
-def test_the_events_of_statements_are_of_known_kinds() -> None:
-    assert {name: words(ALL[name], "kind") for name in KINDS} == KINDS
+def test_statements_write_events_of_known_kinds() -> None:
+    assert {name: literals(ALL[name], "kind") for name in KINDS} == KINDS
     for name, statement in ALL.items():
-        assert words(statement, "kind") <= set(EventKind), name
+        assert literals(statement, "kind") <= set(EventKind), name
 
 
-def test_the_events_of_workers_are_of_known_kinds() -> None:
-    told = [text for statement in ALL.values() for text in written(statement, "worker_event", "kind")]
-    assert {word for text in told for word in re.findall(r"'(\w+)'", text)} == set(WorkerEvent)
+def test_statements_write_worker_events_of_every_kind() -> None:
+    kinds = [text for statement in ALL.values() for text in written(statement, "worker_event", "kind")]
+    assert {found for text in kinds for found in re.findall(r"'(\w+)'", text)} == set(WorkerEvent)
 
 
 INDEXED = {"partition_key", "execution_id", "namespace_no", "lane_no", "created_at"}
-"""The columns of `execution` that indexes name."""
+"""The columns of `execution` that are in an index."""
 
 
-def test_no_statement_changes_an_indexed_column_of_executions() -> None:
+def test_no_statement_changes_an_indexed_column_of_execution() -> None:
     changed = {
         (name, column.split("=")[0].strip())
         for name, statement in ALL.items()

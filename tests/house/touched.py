@@ -1,4 +1,4 @@
-"""Counts the rows and index entries that statements read, while real operations run on the plans they really use."""
+"""Count the rows and index entries that statements read while real operations run on the plans they really use."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -28,10 +28,10 @@ TABLES = (
     "waitpoint",
     "signal",
 )
-"""The tables that grow with the work."""
+"""The tables that grow with the load."""
 
-# Rows that scans of a table gave, entries that scans of its indexes gave, and how often it was scanned whole, in this
-# transaction so far. A row that is found by its ctid counts as none.
+# The rows returned by scans of each table, plus the entries returned by scans of its indexes, and the number of
+# sequential scans, in this transaction so far. A row found by its ctid is not counted.
 _TOUCHED = """
 select c.relname::text, sum(pg_stat_get_xact_tuples_returned(r.oid))::int, pg_stat_get_xact_numscans(c.oid)::int
   from unnest($1::text[]) as t(name)
@@ -41,50 +41,76 @@ select c.relname::text, sum(pg_stat_get_xact_tuples_returned(r.oid))::int, pg_st
 """
 
 VACUUM = "vacuum (index_cleanup on)"
-"""Removes the index entries of rows that have left an index: a scan counts them until a later one has marked them dead,
-which a transaction of any database of the server prevents while it is open."""
+"""Removes the index entries of deleted rows. Without it scans count them until a later scan has marked them as dead,
+which an open transaction in any database of the server prevents."""
 
 
 @dataclass
 class Touched:
-    """What each statement has touched of each table, the most of all its calls since the last `clear`."""
+    """The rows and index entries that each call of each statement has touched, by table."""
 
-    rows: dict[str, Counter[str]] = field(default_factory=dict)
-    scans: dict[str, Counter[str]] = field(default_factory=dict)
+    calls: dict[str, list[Counter[str]]] = field(default_factory=dict)
+    scanned: dict[str, set[str]] = field(default_factory=dict)
+    """The tables that each statement has scanned sequentially; `clear` keeps them."""
+
+    def __contains__(self, name: str) -> bool:
+        """Whether the statement was called."""
+        return name in self.calls
 
     def __getitem__(self, name: str) -> int:
-        """The rows and entries of all tables."""
-        assert not self.whole(name), f"{name} scanned a table whole"
-        return self.rows[name].total()
+        """The sum of `by_table`; a sequential scan fails the test."""
+        self._assert_no_sequential_scan(name)
+        return self.by_table(name).total()
 
     def of(self, name: str, table: str) -> int:
-        """The rows and entries of one table."""
-        assert not self.whole(name), f"{name} scanned a table whole"
-        return self.rows[name][table]
+        """The most that one call touched in one table; a sequential scan fails the test."""
+        self._assert_no_sequential_scan(name)
+        return self.by_table(name)[table]
 
-    def whole(self, name: str) -> set[str]:
-        """The tables that were scanned whole."""
-        return {table for table, scans in self.scans[name].items() if scans}
+    def by_table(self, name: str) -> Counter[str]:
+        """The most that one call touched in each table."""
+        most: Counter[str] = Counter()
+        for call in self.calls[name]:
+            most |= call
+        return most
+
+    def sum(self, name: str) -> int:
+        """What all calls touched in all tables together."""
+        return sum(call.total() for call in self.calls.get(name, ()))
+
+    def above(self, limit: int) -> dict[str, int]:
+        """The statements that touched more than the limit in one call, with the most that one call touched."""
+        most = {name: max(call.total() for call in calls) for name, calls in self.calls.items()}
+        return {name: count for name, count in most.items() if count > limit}
+
+    def readers_of(self, table: str) -> set[str]:
+        """The statements that touched a table."""
+        return {name for name in self.calls if self.by_table(name)[table]}
 
     def clear(self) -> None:
-        """Begin anew."""
-        self.rows.clear()
+        """Forget the calls so far."""
+        self.calls.clear()
 
     async def count(self, connection: asyncpg.Connection, statement: Statement, arguments: list[object]) -> Any:
-        """Run a statement and ask the server what it did."""
+        """Run a statement and ask the server what it touched."""
         before = {row[0]: row for row in await connection.fetch(_TOUCHED, TABLES)}
         found = await connection.fetch(statement.sql, *arguments)
-        seen = self.rows.setdefault(statement.name, Counter())
-        scanned = self.scans.setdefault(statement.name, Counter())
+        call: Counter[str] = Counter()
+        scanned = self.scanned.setdefault(statement.name, set())
         for table, rows, scans in await connection.fetch(_TOUCHED, TABLES):
-            seen[table] = max(seen[table], rows - before[table][1])
-            scanned[table] += scans - before[table][2]
+            call[table] = rows - before[table][1]
+            if scans > before[table][2]:
+                scanned.add(table)
+        self.calls.setdefault(statement.name, []).append(call)
         return found
+
+    def _assert_no_sequential_scan(self, name: str) -> None:
+        assert not self.scanned[name], f"{name} scanned {sorted(self.scanned[name])} sequentially"
 
 
 @pytest.fixture
 def touched(monkeypatch: pytest.MonkeyPatch) -> Touched:
-    """Count while operations run, each statement in a transaction of its own."""
+    """Count what statements touch from now on; each runs in a transaction of its own unless it is in one already."""
     seen = Touched()
 
     async def fetch(database: Database, statement: Statement, values: Mapping[str, object], **_: object) -> Any:

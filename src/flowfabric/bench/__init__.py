@@ -1,1 +1,1 @@
-"""The benchmark: FlowFabric beside the raw limit and its peers."""
+"""The benchmark: FlowFabric compared with plain Postgres and with other task queues."""

@@ -1,4 +1,4 @@
-"""The benchmark against the raw limit and the peers: `python -m flowfabric.bench`."""
+"""Measure FlowFabric, plain Postgres and other task queues: `python -m flowfabric.bench`."""
 
 import argparse
 import asyncio
@@ -28,41 +28,47 @@ from flowfabric.bench.suite import (
 from flowfabric.bench.without import TABLE
 
 ALL = "all"
-SINGLE = tuple(subject for subject in SUBJECTS if subject != SOAK)
-LONGEST_S = 6 * 3600
-"""How long a run may take whose rounds or subjects were chosen."""
+CHOICES = [subject for subject in SUBJECTS if subject != SOAK]
+CHOSEN_RUN_S = 6 * 3600
+"""The time limit of a run with chosen rounds, subjects or variants."""
 
 
 def main() -> None:
-    """Measure, then write the results; a quick run prints them only."""
+    """Measure and write the results; a quick run only prints them."""
     parser = argparse.ArgumentParser(prog="python -m flowfabric.bench", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="one round at a smaller load, in under a minute")
-    parser.add_argument("--soak", action="store_true", help="full rate for ten minutes on a store with a past, instead")
-    parser.add_argument("--json", action="store_true", help="print the results as JSON, and nothing else, on stdout")
-    parser.add_argument("--url", help="a Postgres server to use instead of an embedded one")
-    parser.add_argument("--output", type=Path, default=Path("bench"), help="where results.json and results.png go")
-    parser.add_argument("--beside", type=Path, help="another checkout of this project, to compare with in one run")
+    parser.add_argument("--quick", action="store_true", help="one round at a fifth of the load, in under a minute")
     parser.add_argument(
-        "--only", nargs="+", choices=[each for each in SUBJECTS if each != SOAK], default=(), help="only these subjects"
+        "--soak",
+        action="store_true",
+        help="run for ten minutes at full rate on a store with many ended executions instead",
     )
+    parser.add_argument("--json", action="store_true", help="print only the results, as JSON, on stdout")
+    parser.add_argument("--url", help="the Postgres server to use instead of an embedded one")
+    parser.add_argument(
+        "--output", type=Path, default=Path("bench"), help="the folder for results.json and results.png"
+    )
+    parser.add_argument("--beside", type=Path, help="another checkout of this project to compare with in the same run")
+    parser.add_argument("--only", nargs="+", choices=CHOICES, default=(), help="measure only these subjects")
     parser.add_argument(
         "--without",
         nargs="+",
         choices=[*TABLE, ALL],
         metavar="NAME",
-        help=f"measure what an optimisation is worth, instead: {', '.join(TABLE)}, or {ALL}",
+        help=f"measure with and without an optimisation instead: {', '.join(TABLE)}, or {ALL}",
     )
-    parser.add_argument("--rounds", type=int, help="how often each subject is measured")
+    parser.add_argument("--rounds", type=int, help="how many times each subject is measured")
     options = parser.parse_args()
     if options.soak and options.beside:
-        parser.error("--beside does not go with --soak")
+        parser.error("--beside cannot be combined with --soak")
     if options.beside and (others := set(options.only) - set(OURS)):
-        parser.error(f"--beside measures subjects of ours only, not {', '.join(sorted(others))}")
+        parser.error(
+            f"--beside measures only FlowFabric, not {', '.join(sorted(others))}; choose --only from {', '.join(OURS)}"
+        )
     if options.without and (options.soak or options.beside or options.only):
-        parser.error("--without goes with neither --soak nor --beside nor --only")
+        parser.error("--without cannot be combined with --soak, --beside or --only")
     plan = QUICK if options.quick else FULL
     if options.rounds is not None or options.only or options.beside or options.without:
-        plan = replace(plan, rounds=options.rounds or plan.rounds, seconds=LONGEST_S)
+        plan = replace(plan, rounds=options.rounds or plan.rounds, seconds=CHOSEN_RUN_S)
     if options.soak:
         results = asyncio.run(soak(options.url, SHORT_SOAK if options.quick else LONG_SOAK))
     else:
@@ -81,13 +87,13 @@ def main() -> None:
 
 
 def write(results: Results, path: Path) -> None:
-    """Leave the results in a file."""
+    """Write the results to a file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(results.as_json() + "\n")
 
 
 async def soak(url: str | None, plan: Plan) -> Results:
-    """The results of a soak."""
+    """Run the soak and return its results."""
     async with serve(url) as server:
         return await measure_soak(server, plan)
 
@@ -95,19 +101,19 @@ async def soak(url: str | None, plan: Plan) -> Results:
 async def measure(
     url: str | None, plan: Plan, beside: Path | None, only: Sequence[str], without: Sequence[str]
 ) -> Results:
-    """The results of a whole run, its progress told on stderr."""
+    """Run the measurements, report progress on stderr and return the results."""
     console = Console(stderr=True)
     with console.status("starting Postgres") as status:
 
-        def tell(text: str) -> None:
+        def report(text: str) -> None:
             status.update(text)
             if not console.is_terminal:
                 console.print(text, highlight=False)
 
         async with serve(url) as server:
             if without:
-                return await measure_without(server, plan, list(dict.fromkeys(without)), tell=tell)
-            return await measure_all(server, plan, tell=tell, beside=beside, only=only)
+                return await measure_without(server, plan, list(dict.fromkeys(without)), report=report)
+            return await measure_all(server, plan, report=report, beside=beside, only=only)
 
 
 if __name__ == "__main__":

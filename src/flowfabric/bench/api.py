@@ -1,7 +1,7 @@
-"""What the benchmark uses of the package, in one place.
+"""Everything that the benchmark imports from the package.
 
-With `--beside` this benchmark runs on the package of another checkout, so it keeps to names that both have; where a
-name has moved between the two, this module imports it from either.
+With `--beside` the benchmark runs on the package of another checkout, so it uses only names that both checkouts have.
+If a name has moved, this module imports it from either place.
 """
 
 import inspect
@@ -50,5 +50,5 @@ __all__ = [
 
 
 def drain_option(seconds: float) -> dict[str, Any]:
-    """How long a worker drains, as an option of `Worker`."""
+    """The option of `Worker` that limits its drain to these seconds."""
     return {"drain" if "drain" in inspect.signature(Worker).parameters else "drain_seconds": seconds}

@@ -1,4 +1,4 @@
-"""What work costs the server: bytes of write-ahead log and processor time."""
+"""Measure the cost of work on the server: bytes of write-ahead log and CPU time."""
 
 import os
 from collections.abc import Iterator
@@ -9,20 +9,20 @@ from flowfabric.bench.observer import SQL, Observer
 from flowfabric.bench.subject import Figure, Figures
 
 PROC = Path("/proc")
-_PARENT, _USER, _SYSTEM, _USER_OF_DEAD, _SYSTEM_OF_DEAD = 1, 11, 12, 13, 14
-"""Fields of /proc/<pid>/stat, counted from the one after the name."""
+_PARENT, _USER, _SYSTEM, _USER_OF_CHILDREN, _SYSTEM_OF_CHILDREN = 1, 11, 12, 13, 14
+"""Fields of /proc/<pid>/stat, counted from the field after the process name."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """Where the log and the clocks of the server stand."""
+    """The log position and the CPU seconds of the server at one time."""
 
     log: int
     cpu: float | None
 
 
 class Meter:
-    """Reads what the server has used; processor time only where it runs on this machine, under Linux."""
+    """Reads the log position and, if the server runs on this machine under Linux, its CPU time."""
 
     def __init__(self, observer: Observer, postmaster: int | None) -> None:
         self._observer = observer
@@ -30,17 +30,17 @@ class Meter:
 
     @classmethod
     async def of(cls, observer: Observer) -> "Meter":
-        """A meter for the server this observer is connected to."""
+        """A meter for the server of this observer."""
         (backend,) = await observer.read(SQL.read_backend)
         return cls(observer, postmaster_of(backend))
 
     async def read(self) -> Reading:
-        """What was used so far."""
+        """The current reading."""
         (log,) = await self._observer.read(SQL.read_position)
         return Reading(log=log, cpu=None if self._postmaster is None else cpu_seconds(self._postmaster))
 
     async def since(self, before: Reading, *, count: int, name: str, suffix: str = "") -> Figures:
-        """What each of `count` executions has cost since then: `wal_<name>` and `cpu_<name>`, before the suffix."""
+        """The cost per execution since a reading, as the figures `wal_<name><suffix>` and `cpu_<name><suffix>`."""
         now = await self.read()
         figures = {f"wal_{name}{suffix}": Figure(value=(now.log - before.log) / count, unit="bytes")}
         if now.cpu is not None and before.cpu is not None:
@@ -49,7 +49,7 @@ class Meter:
 
 
 def postmaster_of(backend: int) -> int | None:
-    """The parent of a server process, where it is a process of this machine."""
+    """The parent of a server process, or None if the process is not a Postgres on this machine."""
     try:
         if b"postgres" not in (PROC / str(backend) / "cmdline").read_bytes():
             return None
@@ -59,26 +59,26 @@ def postmaster_of(backend: int) -> int | None:
 
 
 def cpu_seconds(postmaster: int) -> float:
-    """The processor time of a server: of its processes, and of those that have ended."""
+    """The CPU time of a server: of its running processes and of those that have exited."""
     ticks = 0
     for process, fields in processes():
         if process == postmaster:
-            ticks += sum(int(fields[at]) for at in (_USER, _SYSTEM, _USER_OF_DEAD, _SYSTEM_OF_DEAD))
+            ticks += sum(int(fields[at]) for at in (_USER, _SYSTEM, _USER_OF_CHILDREN, _SYSTEM_OF_CHILDREN))
         elif int(fields[_PARENT]) == postmaster:
             ticks += int(fields[_USER]) + int(fields[_SYSTEM])
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def processes() -> Iterator[tuple[int, list[str]]]:
-    """The processes of this machine with the fields of each."""
+    """The processes of this machine, each with the fields of its stat file."""
     for folder in PROC.glob("[0-9]*"):
         try:
             yield int(folder.name), fields_of(folder)
         except OSError:
-            # It has ended since the folder was listed.
+            # The process exited after the folder was listed.
             continue
 
 
 def fields_of(folder: Path) -> list[str]:
-    """The fields after the name, which may hold spaces and brackets of its own."""
+    """The fields of a stat file after the process name, which may contain spaces and parentheses."""
     return (folder / "stat").read_text(errors="replace").rpartition(")")[2].split()

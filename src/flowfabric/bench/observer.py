@@ -1,4 +1,4 @@
-"""What the benchmark does beside a subject: takes statistics for the planner, and asks what the store holds."""
+"""A connection beside the measured subject: it analyzes tables and reads statistics."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -13,46 +13,46 @@ SQL = statements_beside(__file__)
 
 
 class Observer:
-    """A connection of the benchmark to the database a subject works in."""
+    """A connection of the benchmark to the database of a subject."""
 
     def __init__(self, connection: Any) -> None:
         self._connection = connection
 
     async def execute(self, sql: str) -> None:
-        """Run a script, such as the schema of a peer."""
+        """Run SQL without parameters, such as the schema of a peer."""
         await self._connection.execute(sql)
 
     async def analyze(self) -> None:
-        """Let the planner know the backlog, as it would after a while."""
+        """Update the planner statistics, as autovacuum would."""
         await self._connection.execute(SQL.analyze.sql)
 
     async def vacuum(self) -> None:
-        """Let index scans do without the rows of what is old, as they would after a while."""
+        """Vacuum and analyze, as autovacuum would, so that index-only scans need not read the table."""
         await self._connection.execute(SQL.vacuum.sql)
 
-    async def ask(self, question: Statement) -> bool:
-        """The answer to a question of yes or no."""
-        return bool(await self._connection.fetchval(question.sql))
+    async def ask(self, statement: Statement) -> bool:
+        """The boolean result of a statement."""
+        return bool(await self._connection.fetchval(statement.sql))
 
     async def checkpoint(self) -> None:
-        """Write every changed page, so that the next change of each logs it whole."""
+        """Run a checkpoint, so that the next change of each page logs the full page."""
         await self._connection.execute(SQL.checkpoint.sql)
 
     async def until_alone(self) -> None:
-        """Wait until no other session is left but a pinned one: what they counted is in the statistics then."""
+        """Wait until every other session except a pinned one has ended, and so has reported its statistics."""
         while True:
             if await self.ask(SQL.is_alone):
                 return
             await asyncio.sleep(0.01)
 
-    async def read(self, question: Statement) -> tuple[int, ...]:
-        """The numbers in the one row of an answer."""
-        return tuple(await self._connection.fetchrow(question.sql))
+    async def read(self, statement: Statement) -> tuple[int, ...]:
+        """The single row that a statement returns."""
+        return tuple(await self._connection.fetchrow(statement.sql))
 
 
 @asynccontextmanager
 async def observing(url: str) -> AsyncIterator[Observer]:
-    """An observer for as long as the block runs."""
+    """Connect an observer for the duration of the block."""
     connection = await asyncpg.connect(url)
     try:
         yield Observer(connection)
@@ -62,7 +62,7 @@ async def observing(url: str) -> AsyncIterator[Observer]:
 
 @asynccontextmanager
 async def pinned(url: str) -> AsyncIterator[None]:
-    """A transaction that is open for as long as the block runs and holds back the removal of dead rows."""
+    """Keep a transaction open for the duration of the block, which prevents the removal of dead rows."""
     connection = await asyncpg.connect(url)
     try:
         async with connection.transaction(isolation="repeatable_read"):

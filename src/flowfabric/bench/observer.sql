@@ -1,9 +1,9 @@
 -- name: analyze
--- Statistics, as autovacuum would have taken them.
+-- Updates the planner statistics, as autovacuum would.
 analyze;
 
 -- name: vacuum
--- What autovacuum would have done.
+-- Vacuums and analyzes, as autovacuum would.
 vacuum analyze;
 
 -- name: pgqueuer_is_drained
@@ -23,35 +23,35 @@ select not exists (select from absurd.t_bench where state <> 'completed');
 select not exists (select from dbos.workflow_status where status in ('ENQUEUED', 'PENDING'));
 
 -- name: see_executions
--- A first read, from which on a transaction that repeats its reads holds back every dead row.
+-- A read that takes the snapshot of a repeatable-read transaction, which keeps dead rows from being removed.
 select exists (select from flowfabric.execution);
 
 -- name: checkpoint
--- A checkpoint, at once.
+-- Runs a checkpoint immediately.
 checkpoint;
 
 -- name: is_alone
--- Whether no other session is connected to this database but for those that hold a transaction open.
+-- Whether no other session is connected to this database, except sessions idle in a transaction.
 select not exists (select from pg_stat_activity
                     where datname = current_database() and pid <> pg_backend_pid()
                       and backend_type = 'client backend' and state is distinct from 'idle in transaction');
 
 -- name: read_backend
--- The process that serves this session.
+-- The process id of the backend of this session.
 select pg_backend_pid();
 
 -- name: read_position
--- How many bytes of log the server has written.
+-- The number of bytes of write-ahead log that the server has written.
 select pg_wal_lsn_diff(pg_current_wal_insert_lsn(), '0/0')::bigint;
 
 -- name: read_writes
--- How many rows of all tables were inserted, updated and deleted so far.
+-- The number of rows inserted, updated and deleted in all tables so far.
 select coalesce(sum(n_tup_ins + n_tup_upd + n_tup_del), 0)::bigint from pg_stat_user_tables;
 
 -- name: read_updates
--- How many rows of executions were updated so far, and how many of them without a new index entry.
+-- The number of updates of `execution` so far, and how many of them were HOT updates.
 select n_tup_upd, n_tup_hot_upd from pg_stat_user_tables where relname = 'execution';
 
 -- name: read_index_entries
--- How many index entries were read so far.
+-- The number of index entries read so far.
 select coalesce(sum(idx_tup_read), 0)::bigint from pg_stat_user_indexes;

@@ -1,4 +1,4 @@
-"""What every measurement of FlowFabric shares: an engine on the given database, and work to put into it."""
+"""Shared by the subjects that measure FlowFabric: engines and executions to submit."""
 
 from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import asynccontextmanager
@@ -21,7 +21,7 @@ _numbers = count()
 
 
 def settings_on(url: str, **overrides: Any) -> Settings:
-    """The default settings but for these, for this database, which is prepared on connecting."""
+    """The default settings with these overrides; the engine migrates the database when it connects."""
     return Settings(
         database_url=url,
         schema_name=SCHEMA,
@@ -33,7 +33,7 @@ def settings_on(url: str, **overrides: Any) -> Settings:
 
 @asynccontextmanager
 async def engine_on(url: str, **overrides: Any) -> AsyncIterator[Engine]:
-    """An engine on this database, which it prepares, with the default settings but for these."""
+    """Connect an engine with the default settings and these overrides, and migrate its database."""
     async with Engine.connect(settings=settings_on(url, **overrides)) as engine:
         yield engine
 
@@ -47,7 +47,7 @@ def noop(
     tags: dict[str, str] | None = None,
     policy: ExecutionPolicy | None = None,
 ) -> NewExecution:
-    """An execution that does nothing; its payload is another than that of the one before, unless it is given."""
+    """A no-op execution; without a given payload, consecutive ones have different payloads."""
     return NewExecution(
         namespace="bench",
         lane_id=lane,
@@ -61,13 +61,13 @@ def noop(
 
 
 def noops(*, lane: str = LANE) -> Iterator[NewExecution]:
-    """Any number of executions that do nothing."""
+    """An endless supply of no-op executions."""
     while True:
         yield noop(lane=lane)
 
 
 async def fill(engine: Engine, items: Iterable[NewExecution], count: int) -> None:
-    """Create a backlog from the first so many items."""
+    """Create at least `count` executions from the items, LARGEST_BATCH in each call."""
     source = iter(items)
 
     async def create() -> None:
@@ -78,7 +78,7 @@ async def fill(engine: Engine, items: Iterable[NewExecution], count: int) -> Non
 
 
 def check(verdicts: Iterable[object]) -> None:
-    """Refuse to go on with a batch of which any member was refused."""
+    """Raise the first error among the results of a batch."""
     for verdict in verdicts:
         if isinstance(verdict, EngineError):
             raise verdict

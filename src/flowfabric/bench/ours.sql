@@ -3,20 +3,20 @@
 select not exists (select from flowfabric.execution where lifecycle_phase <> 'terminal');
 
 -- name: list_activity
--- The last statement of each client of a database, by the moment it began.
+-- When each client of a database began its latest statement.
 select pid, query_start from pg_stat_activity
  where datname = :name and query_start is not null and backend_type = 'client backend';
 
 -- name: read_sizes
--- The bytes of all tables and of all their indexes.
+-- The size in bytes of all tables and of all indexes.
 select sum(pg_table_size(oid))::bigint as tables, sum(pg_indexes_size(oid))::bigint as indexes
   from pg_class
  where relnamespace = 'flowfabric'::regnamespace and relkind = 'r';
 
 -- name: group_executions
--- The executions of each lane and state, counted row by row.
+-- The number of executions of each lane and state, by a scan of all rows.
 select lane_no, public_state, count(*) from flowfabric.execution group by 1, 2;
 
 -- name: count_retained
--- How many ended executions are kept.
+-- The number of ended executions in the store.
 select count(*) from flowfabric.execution where lifecycle_phase = 'terminal';

@@ -1,4 +1,4 @@
-"""FlowFabric, claiming from backlogs: what a claim of a hundred costs, whatever waits beside and behind it."""
+"""FlowFabric: the time of a claim of a hundred from backlogs of different sizes and mixtures."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -16,7 +16,7 @@ CAPABILITIES = ("gpu", "eu", "large")
 
 
 async def measure(task: Task) -> Figures:
-    """Claim from a small backlog and again when it has grown large, and behind work that nobody here may do."""
+    """Claim from a small and from a large backlog, and behind executions that the worker cannot take."""
     large, unmatched = (1_000_000, 300_000) if task.scale >= 1 else (100_000, 30_000)
     figures: Figures = {}
     async with engine_on(task.url) as engine, observing(task.url) as observer:
@@ -39,14 +39,14 @@ async def measure(task: Task) -> Figures:
 
 
 def mixed(lane: str) -> Iterator[NewExecution]:
-    """Work of every priority, in turn, that needs no capability, one of them or all."""
+    """Executions of every priority in turn, which require no capability, one of them or all."""
     needs = [requiring(), *map(requiring, CAPABILITIES), requiring(*CAPABILITIES)]
     for number in count():
         yield noop(lane=lane, priority=number % PRIORITIES, policy=needs[number // PRIORITIES % len(needs)])
 
 
 def unmatchable_first(lane: str, unmatched: int) -> Iterator[NewExecution]:
-    """Urgent work that needs what no worker has, then plain work."""
+    """Executions of high priority that require a capability no worker has, then plain ones."""
     needs = requiring("quantum")
     for _ in range(unmatched):
         yield noop(lane=lane, priority=PRIORITIES, policy=needs)
@@ -54,14 +54,14 @@ def unmatchable_first(lane: str, unmatched: int) -> Iterator[NewExecution]:
 
 
 def of_another_kind_first(lane: str, others: int) -> Iterator[NewExecution]:
-    """Urgent work of another kind, then plain work."""
+    """Executions of high priority and another kind, then plain ones."""
     for _ in range(others):
         yield noop(lane=lane, kind="other", priority=PRIORITIES)
     yield from noops(lane=lane)
 
 
 def requiring(*capabilities: str) -> ExecutionPolicy | None:
-    """A policy that asks for a worker with these capabilities."""
+    """A policy that requires these capabilities, or None without any."""
     if not capabilities:
         return None
     return ExecutionPolicy(routing_requirements=RoutingRequirements(required_capabilities=capabilities))
@@ -70,7 +70,7 @@ def requiring(*capabilities: str) -> ExecutionPolicy | None:
 async def claim_cost(
     engine: Engine, lane: str, capabilities: tuple[str, ...], *, kinds: Sequence[str] | None = None
 ) -> Figure:
-    """The median duration of a claim of a hundred from this lane."""
+    """The median duration of a claim of a hundred from a lane."""
     durations = []
     for _ in range(CLAIMS):
         started = time.perf_counter()
@@ -85,10 +85,10 @@ async def claim_cost(
         )
         durations.append(time.perf_counter() - started)
         if len(claimed) != BATCH:
-            raise RuntimeError(f"a claim of {BATCH} from {lane} gave {len(claimed)}")
+            raise RuntimeError(f"a claim of {BATCH} from lane {lane!r} returned {len(claimed)} executions")
     return median_ms(durations)
 
 
 def short(number: int) -> str:
-    """A round number as people write it."""
+    """A round number with the suffix k or m."""
     return f"{number // 1_000_000}m" if number >= 1_000_000 else f"{number // 1_000}k"

@@ -1,4 +1,4 @@
-"""FlowFabric, what an execution costs the server: log, processor time, and how many updates leave the indexes alone."""
+"""FlowFabric: the cost of an execution on the server in write-ahead log, CPU time and HOT updates."""
 
 from collections.abc import Awaitable, Callable
 
@@ -16,8 +16,8 @@ Work = Callable[[Engine, Observer, int], Awaitable[object]]
 
 
 async def measure(task: Task) -> Figures:
-    """Submit, claim and finish, and work with a worker: each right after a checkpoint, and long after one."""
-    # Backlogs are filled a thousand at a time.
+    """Submit, claim and finish, and run a worker, each right after a checkpoint and long after one."""
+    # `fill` creates whole batches.
     count = max(LARGEST_BATCH, task.count(COUNT) // LARGEST_BATCH * LARGEST_BATCH)
     figures: Figures = {}
     async with observing(task.url) as observer:
@@ -25,7 +25,7 @@ async def measure(task: Task) -> Figures:
         await observer.checkpoint()
         for suffix in (NO_FPI, ""):
             for name, work in (("claim_finish", claim_finish), ("worker", by_worker)):
-                # Without checkpoints the pages of these executions are new since the last one: none is logged whole.
+                # Without a checkpoint the pages of these executions are new since the last one and not logged in full.
                 if not suffix:
                     await observer.checkpoint()
                 figures |= await submitting(task.url, observer, count, suffix)
@@ -40,17 +40,17 @@ async def measure(task: Task) -> Figures:
 
 
 async def claim_finish(engine: Engine, _: Observer, count: int) -> None:
-    """Work off a backlog without a worker."""
+    """Process a backlog without a worker."""
     await claim_and_finish(engine, count, LARGE_BATCH)
 
 
 async def by_worker(engine: Engine, observer: Observer, count: int) -> None:
-    """Work off a backlog with a worker."""
+    """Process a backlog with a worker."""
     await work_off(engine, observer, count, concurrency=CONCURRENCY)
 
 
 async def warm_up(url: str, observer: Observer) -> None:
-    """Let the planner know tables with some rows, and the catalogs have their statistics."""
+    """Process some executions and analyze, so that the planner knows tables with rows."""
     async with engine_on(url) as engine:
         await fill(engine, noops(), 2 * LARGE_BATCH)
         await claim_and_finish(engine, 2 * LARGE_BATCH, LARGE_BATCH)
@@ -58,7 +58,7 @@ async def warm_up(url: str, observer: Observer) -> None:
 
 
 async def submitting(url: str, observer: Observer, count: int, suffix: str = "") -> Figures:
-    """What it costs to submit so many, a thousand a call."""
+    """The cost of submitting `count` executions, a thousand per call."""
     meter = await Meter.of(observer)
     async with engine_on(url) as engine:
         before = await meter.read()
@@ -67,7 +67,7 @@ async def submitting(url: str, observer: Observer, count: int, suffix: str = "")
 
 
 async def working(url: str, observer: Observer, count: int, name: str, work: Work, suffix: str = "") -> Figures:
-    """What it costs to work off so many, and which share of the updates of executions was HOT."""
+    """The cost of processing `count` executions, and the share of HOT updates of `execution`."""
     meter = await Meter.of(observer)
     await observer.until_alone()
     updates_before, hot_before = await observer.read(SQL.read_updates)

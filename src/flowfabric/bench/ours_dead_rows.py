@@ -1,4 +1,4 @@
-"""FlowFabric behind a transaction that stays open: claims, and looks for timers, past dead rows that stay."""
+"""FlowFabric with an open transaction: claims and checks for due timers, past dead rows that cannot be removed."""
 
 import asyncio
 from itertools import repeat
@@ -11,12 +11,14 @@ from flowfabric.bench.subject import BATCH, Figures, Task, median_ms, rate, time
 
 BACKLOG = 40_000
 LEASE_MS = 10_000
-LOOKS = 30
+MARGIN_S = 0.5
+"""Added to the lease time, after which the timeouts have certainly passed."""
+CHECKS = 30
 TIMED = ExecutionPolicy(timeout_policy=TimeoutPolicy(attempt_timeout_ms=LEASE_MS))
 
 
 async def measure(task: Task) -> Figures:
-    """Work off a backlog, then one with timeouts, and look for due timers when those have passed."""
+    """Process a backlog, then one with timeouts, and check for due timers after these have passed."""
     tenth = task.count(BACKLOG // 10)
     async with observing(task.url) as observer, engine_on(task.url) as engine, pinned(task.url):
         await fill(engine, noops(), 10 * tenth)
@@ -24,11 +26,11 @@ async def measure(task: Task) -> Figures:
         tenths = [await rate(tenth, claim_and_finish(engine, tenth, BATCH, lease_ttl_ms=LEASE_MS)) for _ in range(10)]
         await fill(engine, repeat(noop(policy=TIMED)), 10 * tenth)
         await claim_and_finish(engine, 10 * tenth, BATCH, lease_ttl_ms=LEASE_MS)
-        await asyncio.sleep(LEASE_MS / 1000 + 0.5)
+        await asyncio.sleep(LEASE_MS / 1000 + MARGIN_S)
         reconciler = Reconciler(engine)
-        looks = [await timed(reconciler.catch_up()) for _ in range(LOOKS)]
+        checks = [await timed(reconciler.catch_up()) for _ in range(CHECKS)]
     return {
         "pinned_backlog_first": tenths[0],
         "pinned_backlog_last": tenths[-1],
-        "pinned_timer_look": median_ms(looks),
+        "pinned_timer_look": median_ms(checks),
     }

@@ -1,4 +1,4 @@
-"""FlowFabric, idle: how soon new work starts, and what a process without work asks of the store."""
+"""FlowFabric, idle: how soon a new execution starts, and how many statements idle processes send."""
 
 import asyncio
 import time
@@ -15,11 +15,11 @@ from flowfabric.bench.subject import Figure, Figures, Task, milliseconds
 
 SUBMITS = 200
 WINDOW_S = 20
-MOMENT = timedelta(milliseconds=5)
+SAME_STATEMENT = timedelta(milliseconds=5)
 
 
 async def measure(task: Task) -> Figures:
-    """Time from a submit to the start of its handler, the worker's engine apart as in another process; then silence."""
+    """Time submits up to the start of the handler, with an own engine for the worker; then count idle statements."""
     async with engine_on(task.url) as engine, engine_on(task.url) as other:
         started = asyncio.Event()
 
@@ -38,26 +38,26 @@ async def measure(task: Task) -> Figures:
 
 
 async def submit_to_start(engine: Engine, started: asyncio.Event) -> float:
-    """The seconds between the call that submits and the start of the handler."""
+    """The seconds from the call that submits to the start of the handler."""
     started.clear()
     submitted = time.perf_counter()
     await create_one(engine)
     await started.wait()
     seconds = time.perf_counter() - submitted
-    # The worker ends this one and is idle again before the next.
+    # The worker completes this execution and is idle again before the next.
     await asyncio.sleep(0.01)
     return seconds
 
 
 async def idle_statements(url: str, seconds: float) -> Figure:
-    """The statements a second of everything connected to this database, watched from another one."""
+    """The statements per second of all clients of a database, watched from another database."""
     name = urlsplit(url).path[1:]
     connection = await asyncpg.connect(url, database="postgres")
     try:
         before = {(row[0], row[1]) for row in await connection.fetch(SQL.list_activity.sql, name)}
         seen = set(before)
         started = time.perf_counter()
-        # A statement is missed only where the same connection begins another one within this pause.
+        # A statement is missed only if the same connection starts another one within this pause.
         while time.perf_counter() - started < seconds:
             seen.update((row[0], row[1]) for row in await connection.fetch(SQL.list_activity.sql, name))
             await asyncio.sleep(0.005)
@@ -67,9 +67,9 @@ async def idle_statements(url: str, seconds: float) -> Figure:
 
 
 def count_statements(starts: Iterable[tuple[int, datetime]]) -> int:
-    """How many statements these starts are: binding and executing one are told as two, a moment apart."""
+    """The number of statements among these start times: the bind and the execute of one have times close together."""
     ordered = sorted(starts)
     return sum(
-        index == 0 or pid != ordered[index - 1][0] or at - ordered[index - 1][1] > MOMENT
+        index == 0 or pid != ordered[index - 1][0] or at - ordered[index - 1][1] > SAME_STATEMENT
         for index, (pid, at) in enumerate(ordered)
     )

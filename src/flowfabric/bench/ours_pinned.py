@@ -1,4 +1,4 @@
-"""FlowFabric behind a transaction that stays open: what claims cost while dead rows cannot be removed."""
+"""FlowFabric with an open transaction: the time of claims while dead rows cannot be removed."""
 
 import asyncio
 import time
@@ -16,11 +16,11 @@ TICK_S = 0.005
 PROBE_S = 0.05
 TENTH = 0.1
 WATCHED = 0.25
-"""The share of the time, at its end, over which index entries are counted."""
+"""The share of the run, at its end, in which index entries are counted."""
 
 
 async def measure(task: Task) -> Figures:
-    """Submit and work at a steady rate; compare the claims and starts of the first and the last tenth."""
+    """Submit and process at a steady rate; compare the claims and starts of the first and the last tenth."""
     seconds = SECONDS * task.scale
     async with observing(task.url) as observer, engine_on(task.url) as engine, pinned(task.url):
         load = Steady(engine)
@@ -37,14 +37,14 @@ async def measure(task: Task) -> Figures:
 
 
 class Durations:
-    """Durations with the time at which each ended, both in seconds."""
+    """Durations, each with the time at which it ended, in seconds."""
 
     def __init__(self) -> None:
         self._began = time.perf_counter()
         self._all: list[tuple[float, float]] = []
 
     def add(self, since: float) -> None:
-        """What began then has ended now."""
+        """Add a duration from `since` to now."""
         now = time.perf_counter()
         self._all.append((now - self._began, now - since))
 
@@ -53,12 +53,12 @@ class Durations:
         return median_ms(seconds for at, seconds in self._all if first <= at <= last)
 
     def count(self, first: float, last: float) -> int:
-        """How many ended between these times."""
+        """The number of those that ended between these times."""
         return sum(first <= at <= last for at, _ in self._all)
 
 
 class Steady:
-    """Submissions at a fixed rate, a worker that keeps up with them, and claims beside it that mostly find nothing."""
+    """Submissions at a fixed rate, a worker that processes them, and claims beside it that mostly find nothing."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -67,7 +67,7 @@ class Steady:
         self.probes = Durations()
 
     async def run(self, seconds: float, observer: Observer) -> Figure:
-        """The index entries read a second at the end of this time."""
+        """Run for this time and return the index entries read per second at its end."""
         async with Worker(self._engine, lanes=[LANE], handlers={KIND: self._start}, **drain_option(5)):
             self.starts, self.probes = Durations(), Durations()
             tasks = [asyncio.create_task(self._submit()), asyncio.create_task(self._probe())]
@@ -86,7 +86,7 @@ class Steady:
         return Figure(value=(after - before) / (seconds * WATCHED), unit="entries/s")
 
     async def _start(self) -> None:
-        # The oldest submission: claims take them in their order.
+        # The oldest submission: executions are claimed in the order of their submission.
         if self._waiting:
             self.starts.add(self._waiting.popleft())
 

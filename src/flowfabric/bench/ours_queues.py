@@ -1,4 +1,4 @@
-"""FlowFabric, claiming from many queues: what a claim costs where a lane has a thousand of them."""
+"""FlowFabric: the time of a claim from a lane with one queue and with a thousand queues."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -17,7 +17,7 @@ SIZES = (1, 64, 500)
 
 @dataclass(frozen=True, kw_only=True)
 class Claimer:
-    """One way to claim, and how long each of its claims took, by size."""
+    """One way to claim, and the durations of its claims by size."""
 
     name: str
     lane: str
@@ -25,7 +25,7 @@ class Claimer:
     seconds: dict[int, list[float]] = field(default_factory=lambda: {size: [] for size in SIZES})
 
     async def claim(self, engine: Engine, size: int) -> None:
-        """Claim so many, which are there."""
+        """Claim `size` executions; the lane has that many."""
         started = time.perf_counter()
         claimed = await engine.claim_many(
             lanes=[self.lane],
@@ -37,11 +37,11 @@ class Claimer:
         )
         self.seconds[size].append(time.perf_counter() - started)
         if len(claimed) != size:
-            raise RuntimeError(f"a claim of {size} from {self.lane} gave {len(claimed)}")
+            raise RuntimeError(f"a claim of {size} from lane {self.lane!r} returned {len(claimed)} executions")
 
 
 async def measure(task: Task) -> Figures:
-    """Claim from one queue and from a thousand on one lane, which hold the same number of executions."""
+    """Claim from a lane with one queue and from a lane with a thousand, which have the same number of executions."""
     kinds = [f"noop-{number}" for number in range(QUEUES)]
     claimers = (
         Claimer(name="queues_1", lane="one", kinds=None),
@@ -49,14 +49,14 @@ async def measure(task: Task) -> Figures:
         Claimer(name="queues_1000", lane="many", kinds=tuple(kinds)),
     )
     claims = max(3, round(CLAIMS * task.scale))
-    # Two of them share a lane, each makes one claim more, and a third is left over, so that no queue runs dry.
+    # Two claimers share a lane and each makes one extra claim; the factor 3 leaves a third over, so no queue runs dry.
     backlog = -(-3 * (claims + 1) * sum(SIZES) // LARGEST_BATCH) * LARGEST_BATCH
     async with engine_on(task.url) as engine, observing(task.url) as observer:
         await fill(engine, of_kinds("one", kinds[:1]), backlog)
         await fill(engine, of_kinds("many", kinds), backlog)
         await observer.analyze()
         for size in SIZES:
-            # The first claims plan their statements.
+            # The first claim, which plans the statement, is not counted.
             for _ in range(claims + 1):
                 for claimer in claimers:
                     await claimer.claim(engine, size)
@@ -68,5 +68,5 @@ async def measure(task: Task) -> Figures:
 
 
 def of_kinds(lane: str, kinds: Sequence[str]) -> Iterator[NewExecution]:
-    """Any number of executions that do nothing, of each kind in turn."""
+    """An endless supply of no-op executions, of each kind in turn."""
     return (noop(lane=lane, kind=kind) for kind in cycle(kinds))

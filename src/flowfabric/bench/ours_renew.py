@@ -1,4 +1,4 @@
-"""FlowFabric, renewing: what the heartbeats of ten thousand running executions cost."""
+"""FlowFabric: the cost of renewing the leases of ten thousand running executions."""
 
 import statistics
 
@@ -13,7 +13,7 @@ SMALL_CLAIM = 10
 
 
 async def measure(task: Task) -> Figures:
-    """Renew ten thousand leases, a thousand a call, of executions that were claimed in large and in small batches."""
+    """Renew ten thousand leases, a thousand per call, of executions claimed in large and in small batches."""
     figures: Figures = {}
     async with observing(task.url) as observer:
         for suffix, claim in (("", LARGEST_BATCH), (f"_claims_of_{SMALL_CLAIM}", SMALL_CLAIM)):
@@ -24,7 +24,7 @@ async def measure(task: Task) -> Figures:
 
 
 async def renewals(url: str, observer: Observer, *, running: int, claim: int) -> tuple[float, float]:
-    """The median seconds of a round of renewals, and the rows that a round writes."""
+    """The median seconds of a round of renewals, and the rows written per round."""
     handles = await run_many(url, observer, running=running, claim=claim)
     (before,) = await observer.read(SQL.read_writes)
     async with engine_on(url) as engine:
@@ -40,7 +40,7 @@ async def renewals(url: str, observer: Observer, *, running: int, claim: int) ->
 
 
 async def run_many(url: str, observer: Observer, *, running: int, claim: int) -> list[Handle]:
-    """Lease so many executions, `claim` a call; what was counted meanwhile is in the statistics afterwards."""
+    """Claim `running` executions, `claim` per call, and wait until the sessions have reported their statistics."""
     handles: list[Handle] = []
     async with engine_on(url) as engine:
 

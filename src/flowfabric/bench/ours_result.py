@@ -1,4 +1,4 @@
-"""FlowFabric, awaiting results: from a submission to its result, with a worker here and with one in another process."""
+"""FlowFabric: the time from a submission to its result, with a worker in this process and in another."""
 
 import argparse
 import asyncio
@@ -19,10 +19,12 @@ SUBMITS = 200
 MANY = 3_000
 BURSTS = 3
 FIRST_RESULT_S = 30
+IDLE_S = 0.03
+"""The pause after each result, in which the worker becomes idle again."""
 
 
 async def measure(task: Given) -> Figures:
-    """Await results one after the other, the worker idle before each, then thousands at once."""
+    """Await results one at a time, with an idle worker, and thousands at once."""
     count = max(10, round(SUBMITS * task.scale))
     fabric, noop = app(task.url)
     async with fabric:
@@ -40,7 +42,7 @@ async def measure(task: Given) -> Figures:
 
 
 def app(url: str) -> tuple[Fabric, Task[[], [], Any]]:
-    """A fabric with one task that does nothing; the same in every process."""
+    """A fabric with one no-op task; every process creates the same."""
     fabric = Fabric(settings=settings_on(url))
 
     @fabric.task
@@ -51,14 +53,13 @@ def app(url: str) -> tuple[Fabric, Task[[], [], Any]]:
 
 
 async def result_when_idle(noop: Task[[], [], Any]) -> float:
-    """The seconds from the call that submits to the result."""
+    """The seconds from the call that submits to the result, and then a pause."""
 
     async def submit_and_await() -> None:
         await (await noop.submit()).result()
 
     seconds = await timed(submit_and_await())
-    # The worker and the loop that looks for results are idle again before the next.
-    await asyncio.sleep(0.03)
+    await asyncio.sleep(IDLE_S)
     return seconds
 
 
@@ -73,7 +74,7 @@ async def many_results(noop: Task[[], [], Any]) -> None:
 
 @asynccontextmanager
 async def worker_process(url: str) -> AsyncIterator[None]:
-    """A worker in another process for as long as the block runs."""
+    """Run a worker in another process for the duration of the block."""
     process = await asyncio.create_subprocess_exec(sys.executable, "-m", __name__, "--url", url)
     try:
         yield
@@ -84,7 +85,7 @@ async def worker_process(url: str) -> AsyncIterator[None]:
 
 
 async def work(url: str) -> None:
-    """Work until SIGTERM."""
+    """Run a worker until SIGTERM."""
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
     fabric, _ = app(url)
@@ -93,7 +94,7 @@ async def work(url: str) -> None:
 
 
 def main() -> None:
-    """Be the worker of another process."""
+    """Run the worker process."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--url", required=True)
     on_loop(work(parser.parse_args().url))

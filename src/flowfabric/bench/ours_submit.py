@@ -1,4 +1,4 @@
-"""FlowFabric, submitting: one by one, from many callers at once, and in batches."""
+"""FlowFabric: the rate of submissions, one by one, from concurrent callers and in batches."""
 
 from flowfabric.bench.api import Engine
 from flowfabric.bench.ours import check, engine_on, noop
@@ -10,7 +10,7 @@ TAGS = tuple({"bench.customer": f"customer-{number}"} for number in range(LARGE_
 
 
 async def measure(task: Task) -> Figures:
-    """Create executions, each acknowledged after its commit."""
+    """Create executions; each call returns after its commit."""
     few, some, many, large = task.count(1_000), task.count(20_000), task.count(60_000), task.count(40_000)
     async with engine_on(task.url) as engine:
 
@@ -27,7 +27,7 @@ async def measure(task: Task) -> Figures:
             pairs = zip(LARGE_PAYLOADS, TAGS, strict=True)
             check(await engine.create_many([noop(payload=payload, tags=tags) for payload, tags in pairs]))
 
-        # Connections are open and statements prepared, as they are for the raw limit.
+        # Open the connections and prepare the statements, as for the raw limit.
         await spread(2 * CONNECTIONS, *[create_hundred] * CONNECTIONS)
         return {
             "submit_1_caller": await rate(few, spread(few, create)),
@@ -42,7 +42,7 @@ async def measure(task: Task) -> Figures:
 
 
 async def create_one(engine: Engine) -> None:
-    """Create one execution by a call of its own."""
+    """Create one execution."""
     item = noop()
     await engine.create_execution(
         namespace=item.namespace,

@@ -1,6 +1,6 @@
-"""FlowFabric, waiting: how soon a signal brings a suspended run to its end, and how many signals resume at once.
+"""FlowFabric: how soon a signal resumes a suspended execution, and the rate of many concurrent signals.
 
-Next to a burst of signals stands a burst of completions, called alike: one call each, all at once.
+For comparison, as many executions are completed, also by concurrent calls.
 """
 
 import asyncio
@@ -37,7 +37,7 @@ CONDITION = Single(waitpoint_key=KEY)
 
 
 async def measure(task: Task) -> Figures:
-    """Round trips one after the other with a worker that is idle but for them, then bursts without a worker."""
+    """Measure round trips one at a time with an otherwise idle worker, then bursts without a worker."""
     async with engine_on(task.url) as engine:
         async with engine_on(task.url) as other:
             trips = await round_trips(engine, other, task.count(WAITS))
@@ -52,18 +52,18 @@ async def measure(task: Task) -> Figures:
                 completions.append(await rate(len(leased), complete_all(engine, leased)))
     return {
         "suspend_resume_round_trip": milliseconds(statistics.median(trips)),
-        "signal_resume_burst": middle(resumes),
-        "complete_burst": middle(completions),
+        "signal_resume_burst": median_rate(resumes),
+        "complete_burst": median_rate(completions),
     }
 
 
-def middle(rates: list[Figure]) -> Figure:
-    """The median."""
+def median_rate(rates: list[Figure]) -> Figure:
+    """The median of an odd number of rates."""
     return sorted(rates, key=lambda each: each.value)[len(rates) // 2]
 
 
 async def round_trips(engine: Engine, other: Engine, count: int) -> list[float]:
-    """The seconds from a handler's call of suspend, past its signal and its second run, to its committed ending."""
+    """The seconds from a handler's call of suspend, through its signal and second run, to its committed completion."""
     began = 0.0
     suspended: asyncio.Queue[tuple[Context, PendingWaitpoint]] = asyncio.Queue()
     resumed = asyncio.Event()
@@ -78,7 +78,7 @@ async def round_trips(engine: Engine, other: Engine, count: int) -> list[float]:
         try:
             await ctx.suspend(condition=CONDITION, waitpoints=[waitpoint])
         finally:
-            # The handler ends once its suspension is committed.
+            # `suspend` ends the handler after its commit.
             suspended.put_nowait((ctx, waitpoint))
 
     async def trip(worker: Worker) -> float:
@@ -100,7 +100,7 @@ async def round_trips(engine: Engine, other: Engine, count: int) -> list[float]:
 
 
 async def until_idle(worker: Worker) -> None:
-    """Until the worker has ended all it ran: a slot is free once the ending is committed."""
+    """Wait until the worker runs nothing: a slot is freed after the completion is committed."""
     while True:
         if not worker.running:
             return
@@ -108,13 +108,13 @@ async def until_idle(worker: Worker) -> None:
 
 
 async def suspend_many(engine: Engine, count: int) -> list[Suspended]:
-    """So many suspended executions."""
+    """Create and suspend `count` executions."""
     await fill(engine, noops(), count)
     return await asyncio.gather(*(suspend(engine, each) for each in await claim_many(engine, count)))
 
 
 async def suspend(engine: Engine, handle: Handle) -> Suspended:
-    """Suspend a run on a waitpoint of its own."""
+    """Suspend an execution on a new waitpoint."""
     outcome = await engine.suspend(
         handle,
         SuspendArgs(
@@ -129,7 +129,7 @@ async def suspend(engine: Engine, handle: Handle) -> Suspended:
 
 
 async def resume_all(engine: Engine, waiting: list[Suspended]) -> None:
-    """Signal all of them at once, one call each."""
+    """Signal all of them concurrently, one call each."""
     answers = await asyncio.gather(
         *(
             engine.deliver_signal(
@@ -145,12 +145,12 @@ async def resume_all(engine: Engine, waiting: list[Suspended]) -> None:
 
 
 async def complete_all(engine: Engine, handles: list[Handle]) -> None:
-    """Complete all of them at once, one call each."""
+    """Complete all of them concurrently, one call each."""
     await asyncio.gather(*(engine.complete(handle, b"{}") for handle in handles))
 
 
 async def claim_many(engine: Engine, count: int) -> list[Handle]:
-    """Lease so many executions, which are there."""
+    """Claim `count` executions; the lane has that many."""
     handles: list[Handle] = []
     while len(handles) < count:
         claimed = await engine.claim_many(

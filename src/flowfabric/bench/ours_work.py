@@ -1,4 +1,4 @@
-"""FlowFabric, working: the engine's claim and finish alone, and a worker from claim to committed ending."""
+"""FlowFabric: the rate of claiming and completing, by the engine alone and by a worker."""
 
 from typing import Any
 
@@ -12,10 +12,10 @@ LARGE_BATCH = 500
 
 
 async def measure(task: Task) -> Figures:
-    """Work off backlogs, without a worker and with one."""
+    """Process backlogs, without a worker and with one."""
     count = task.count(40_000)
     async with engine_on(task.url) as engine, observing(task.url) as observer:
-        # Connections are open and statements prepared, as they are for the raw limit.
+        # Open the connections and prepare the statements, as for the raw limit.
         await fill(engine, noops(), 10 * LARGE_BATCH)
         await claim_and_finish(engine, 10 * LARGE_BATCH, LARGE_BATCH)
         await fill(engine, noops(), count)
@@ -36,7 +36,7 @@ async def measure(task: Task) -> Figures:
 
 
 async def work_off(engine: Engine, observer: Observer, count: int, **options: Any) -> Figure:
-    """The rate of a worker with these options that works off a backlog."""
+    """The rate at which a worker with these options processes a backlog."""
     drain = Drain(count)
 
     async def handle() -> None:
@@ -47,7 +47,7 @@ async def work_off(engine: Engine, observer: Observer, count: int, **options: An
 
 
 async def claim_and_finish(engine: Engine, count: int, batch: int, *, lease_ttl_ms: int = 60_000) -> None:
-    """Claim and complete a backlog, so many a call."""
+    """Claim and complete a backlog, `batch` per call."""
 
     async def work() -> None:
         claimed = await engine.claim_many(

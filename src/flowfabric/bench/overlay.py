@@ -1,4 +1,4 @@
-"""This benchmark on the package of another checkout: figures that are new here have a counterpart there."""
+"""Run this version of the benchmark on the package of another checkout, so that both have the same figures."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,10 +10,13 @@ _OWN = "bench"
 
 @contextmanager
 def overlaid(checkout: Path) -> Iterator[Path]:
-    """A folder for PYTHONPATH that holds the package of `checkout` with this benchmark in place of its own."""
+    """A folder for PYTHONPATH with the package of `checkout`, in which this benchmark replaces its own."""
     package = checkout.resolve() / "src" / "flowfabric"
     if not (package / "__init__.py").is_file():
-        raise ValueError(f"no checkout of this project at {checkout}: {package / '__init__.py'} does not exist")
+        raise ValueError(
+            f"{checkout} is not a checkout of this project: {package / '__init__.py'} does not exist; "
+            "give the root folder of a checkout"
+        )
     with TemporaryDirectory(prefix="flowfabric-beside-") as folder:
         overlay = Path(folder) / "flowfabric"
         overlay.mkdir()

@@ -1,4 +1,4 @@
-"""Absurd: four async workers in one process, each with a connection of its own and a hundred tasks a claim."""
+"""Absurd: four async workers in one process, each with its own connection and a hundred tasks per claim."""
 
 import asyncio
 import importlib
@@ -14,7 +14,7 @@ CONCURRENCY = 25
 
 
 async def measure(task: Task) -> Figures:
-    """Spawn one by one, which is the only way there is, then work off what was spawned."""
+    """Spawn tasks one by one, since it has no batches, then process them."""
     many = task.count(2_000)
     drain = Drain(many)
 
@@ -23,7 +23,7 @@ async def measure(task: Task) -> Figures:
 
     async with observing(task.url) as observer:
         await observer.execute(importlib.import_module("absurdctl").BUNDLED_SCHEMA_SQL)
-        # A client holds one connection and its tasks take turns on it.
+        # A client has one connection, which its tasks share.
         clients = [AsyncAbsurd(task.url, queue_name="bench") for _ in range(CONNECTIONS)]
         await clients[0].create_queue()
         for client in clients:
@@ -44,5 +44,5 @@ async def measure(task: Task) -> Figures:
 
 
 def spawner(client: AsyncAbsurd) -> Callable[[], Awaitable[object]]:
-    """A call that spawns one task through this client."""
+    """A function that spawns one task through this client."""
     return lambda: client.spawn("noop", {"payload": PAYLOAD.decode()})

@@ -1,4 +1,4 @@
-"""awa: COPY into its queue storage, and the worker of its Rust core with Python handlers."""
+"""awa: submissions by COPY, and the worker of its Rust core with Python handlers."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -19,11 +19,11 @@ class Noop:
 
 
 async def measure(task: Task) -> Figures:
-    """Insert one by one and by COPY, then work off what was copied."""
+    """Insert jobs one by one and by COPY, then process those inserted by COPY."""
     few, many = task.count(400), task.count(10_000)
     drain = Drain(many)
     job = Noop(payload=PAYLOAD.decode())
-    # Its driver wants a host in the address even where a socket is named.
+    # Its driver requires a host in the address, even for a socket.
     client = awa.AsyncClient(task.url.replace("@/", "@localhost/", 1), max_connections=20)
     await client.migrate()
     await client.install_queue_storage(schema="awa")
@@ -39,7 +39,7 @@ async def measure(task: Task) -> Figures:
         await client.enqueue_many_copy([job] * BATCH, queue="bench")
 
     async def stop() -> bool:
-        # Its own count of a queue takes minutes; a stop waits for every ending to be committed.
+        # Its own count of a queue takes minutes; shutdown waits until every job is committed.
         await client.shutdown(timeout_ms=60_000)
         return True
 

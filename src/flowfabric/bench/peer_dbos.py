@@ -1,4 +1,4 @@
-"""DBOS: plain workflows on a queue without limits, run by its pool of threads."""
+"""DBOS: plain workflows on a queue without limits, run by its thread pool."""
 
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +12,7 @@ THREADS = 16
 
 
 async def measure(task: Task) -> Figures:
-    """Enqueue one by one, which is the only way there is, then work off the queue."""
+    """Enqueue workflows one by one, since it has no batches, then process the queue."""
     many = task.count(400)
     drain = Drain(many)
     DBOS(
@@ -39,7 +39,7 @@ async def measure(task: Task) -> Figures:
         submit = await rate(many, spread(many, *[enqueue] * CONNECTIONS))
     async with observing(task.url) as observer:
         await observer.analyze()
-        # The queue is polled from its registration on, so that all of the backlog is there before.
+        # Polling starts with the registration, so register the queue after the backlog is complete.
         await asyncio.to_thread(lambda: DBOS.register_queue("bench", polling_interval_sec=0.05))
         end_to_end = await drain.rate(lambda: observer.ask(SQL.dbos_is_drained))
     await asyncio.to_thread(DBOS.destroy)

@@ -1,4 +1,4 @@
-"""PgQueuer: a hundred jobs an enqueue, and a worker that dequeues in batches and ends them through its buffer."""
+"""PgQueuer: a hundred jobs per enqueue, and a worker that dequeues in batches and completes through its buffer."""
 
 import asyncio
 
@@ -12,9 +12,9 @@ BATCHES = (50, 100, 200, 500, 1_000)
 
 
 async def measure(task: Task) -> Figures:
-    """Enqueue one by one and in batches, then work off the batches a hundred at a time and at its best size."""
+    """Enqueue jobs one by one and in batches, then process them a hundred at a time and at its best batch size."""
     few, some, many = task.count(2_000), task.count(5_000), task.count(20_000)
-    # One connection more than callers: the worker keeps one to listen.
+    # One connection more than callers: the worker uses one to listen.
     size = CONNECTIONS + 1
     async with asyncpg.create_pool(task.url, min_size=size, max_size=size) as pool, observing(task.url) as observer:
         queries = Queries(AsyncpgPoolDriver(pool))
@@ -52,7 +52,7 @@ async def measure(task: Task) -> Figures:
 
 
 async def drained(pool: asyncpg.Pool, observer: Observer, count: int, batch_size: int) -> Figure:
-    """The rate of a worker that dequeues so many jobs at a time."""
+    """The rate of a worker that dequeues `batch_size` jobs at a time."""
     worker = PgQueuer(AsyncpgPoolDriver(pool))
     drain = Drain(count)
 

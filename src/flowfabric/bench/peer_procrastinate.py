@@ -1,4 +1,4 @@
-"""Procrastinate: four async workers in one process, a hundred jobs at once between them."""
+"""Procrastinate: four async workers in one process, with a hundred slots in total."""
 
 import asyncio
 
@@ -13,7 +13,7 @@ CONCURRENCY = 25
 
 
 async def measure(task: Task) -> Figures:
-    """Defer one by one and in batches, then work off the batches."""
+    """Defer jobs one by one and in batches, then process all of them."""
     few, many = task.count(600), task.count(1_000)
     connector = PsycopgConnector(conninfo=task.url, min_size=10, max_size=10)
     app = App(connector=connector)
@@ -37,7 +37,7 @@ async def measure(task: Task) -> Figures:
         submit = await rate(few, spread(few, *[defer] * CONNECTIONS))
         submit_batch = await rate(many, spread(many // BATCH, *[defer_batch] * CONNECTIONS))
         await observer.analyze()
-        # A worker fetches one job a statement: several fetch side by side.
+        # A worker fetches one job per statement, so several workers fetch concurrently.
         workers = [
             asyncio.create_task(app.run_worker_async(concurrency=CONCURRENCY, install_signal_handlers=False))
             for _ in range(WORKERS)

@@ -1,4 +1,4 @@
-"""The results as a picture: every throughput a bar, on one logarithmic scale."""
+"""Draw the throughputs as bars on a logarithmic scale."""
 
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ COLOURS = {"raw limit": "#8c959f", "FlowFabric": "#0969da", "peer": "#d4a72c"}
 
 
 def draw(results: Results, path: Path) -> None:
-    """Write the picture: work done in the upper half, work submitted in the lower."""
+    """Write the chart: executions completed in the upper half, submitted in the lower half."""
     import matplotlib
 
     matplotlib.use("agg")
@@ -32,15 +32,15 @@ def draw(results: Results, path: Path) -> None:
         height_ratios=(len(done), len(submitted)),
         layout="constrained",
     )
-    panel(upper, done, title="claimed and ended, a second")
-    panel(lower, submitted, title="submitted, a second")
+    panel(upper, done, title="claimed and completed per second")
+    panel(lower, submitted, title="submitted per second")
     lower.set_xlim(100, 2.5 * max(each.value for each in rates.values()))
-    lower.set_xlabel("a second, each acknowledged after its commit; logarithmic")
+    lower.set_xlabel("per second, each acknowledged after its commit; logarithmic scale")
     handles = [patches.Patch(color=colour, label=name) for name, colour in COLOURS.items()]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(COLOURS), frameon=False)
-    where = results.environment
+    env = results.environment
     figure.suptitle(
-        f"One process, no-op work, {where['cores']} cores, Postgres {where['postgres']}, fsync {where['fsync']}",
+        f"One process, no-op work, {env['cores']} cores, Postgres {env['postgres']}, fsync {env['fsync']}",
         fontsize="medium",
     )
     figure.savefig(path, dpi=150)
@@ -48,7 +48,7 @@ def draw(results: Results, path: Path) -> None:
 
 
 def panel(axes: Any, rates: dict[str, Figure], *, title: str) -> None:
-    """Draw bars, the longest on top, each with its number."""
+    """Draw bars with their values, the longest on top."""
     ordered = sorted(rates.items(), key=lambda item: item[1].value)
     names = [name.replace("_", " ") for name, _ in ordered]
     bars = axes.barh(names, [each.value for _, each in ordered], color=[COLOURS[kind(name)] for name, _ in ordered])
@@ -63,7 +63,7 @@ def panel(axes: Any, rates: dict[str, Figure], *, title: str) -> None:
 
 
 def kind(name: str) -> str:
-    """Whose figure this is."""
+    """The group of a figure: the raw limit, FlowFabric or a peer."""
     if name.startswith("raw_"):
         return "raw limit"
     return "peer" if name.startswith(tuple(f"{peer}_" for peer in PEERS)) else "FlowFabric"

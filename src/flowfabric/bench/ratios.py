@@ -1,4 +1,4 @@
-"""What is made of the figures of a run: medians over its rounds, and ratios within each round."""
+"""Medians over the rounds of a run, and ratios within each round."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -7,12 +7,12 @@ from flowfabric.bench.subject import Figure, Figures
 
 PEERS = ("pgqueuer", "awa", "absurd", "procrastinate", "dbos")
 BEFORE = "before:"
-"""The prefix of figures of another checkout."""
+"""The prefix of the figures of the other checkout."""
 
 RATIOS = {
     **{f"worker_end_to_end/{peer}": ("worker_end_to_end", f"{peer}_worker_end_to_end") for peer in PEERS},
     **{f"submit_batch/{peer}": ("submit_batch", f"{peer}_submit_batch") for peer in PEERS},
-    # At the size of batch it is fastest with.
+    # At its fastest batch size.
     "worker_end_to_end/pgqueuer": ("worker_end_to_end", "pgqueuer_worker_end_to_end_best"),
     "worker_end_to_end/raw_claim100_complete100": ("worker_end_to_end", "raw_claim100_complete100"),
     "worker_default_slots/worker_end_to_end": ("worker_default_slots", "worker_end_to_end"),
@@ -43,7 +43,7 @@ RATIOS = {
 
 
 def medians(rounds: Sequence[Figures]) -> Figures:
-    """The median of each figure over the rounds that have it."""
+    """The median of each figure over the rounds that contain it."""
     names = dict.fromkeys(name for figures in rounds for name in figures)
     found = {name: [figures[name] for figures in rounds if name in figures] for name in names}
     return {
@@ -53,9 +53,9 @@ def medians(rounds: Sequence[Figures]) -> Figures:
 
 
 def ratios(rounds: Sequence[Figures], wanted: Mapping[str, tuple[str, str]] = RATIOS) -> dict[str, float]:
-    """The median of each ratio over the rounds that have both its figures: a round is compared with itself.
+    """The median of each ratio over the rounds that contain both figures.
 
-    A round whose lower figure is 0 has no ratio.
+    Both figures of a ratio are from the same round. A round in which the second figure is 0 is left out.
     """
     found: dict[str, float] = {}
     for name, (above, below) in wanted.items():
@@ -70,13 +70,13 @@ def ratios(rounds: Sequence[Figures], wanted: Mapping[str, tuple[str, str]] = RA
 
 
 def ratios_of_versions(rounds: Sequence[Figures]) -> dict[str, tuple[str, str]]:
-    """Every figure over that of the other version, and the usual ratios of each version."""
+    """The ratio of every figure to the figure of the other version, and the usual ratios of each version."""
     names = dict.fromkeys(name for figures in rounds for name in figures)
     return {
         **{f"{name}/before": (name, f"{BEFORE}{name}") for name in names if f"{BEFORE}{name}" in names},
         **{
-            f"{mark}{ratio}": (f"{mark}{above}", f"{mark}{below}")
-            for mark in ("", BEFORE)
+            f"{prefix}{ratio}": (f"{prefix}{above}", f"{prefix}{below}")
+            for prefix in ("", BEFORE)
             for ratio, (above, below) in RATIOS.items()
         },
     }

@@ -1,4 +1,4 @@
-"""The raw limit: what asyncpg and Postgres do with the least a queue needs, and no engine in between."""
+"""The raw limit: the throughput of asyncpg on a minimal queue table, without an engine."""
 
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
@@ -26,7 +26,7 @@ FILL = 5_000
 
 
 async def measure(task: Task) -> Figures:
-    """Claim and complete, and insert, one row and a hundred rows a statement on several connections at once."""
+    """Claim and complete, and insert, one row and a hundred rows per statement on several connections."""
     async with AsyncExitStack() as stack:
         connections = []
         for _ in range(CONNECTIONS):
@@ -46,13 +46,13 @@ async def measure(task: Task) -> Figures:
 
 
 class Raw:
-    """One table and the connections that use it together."""
+    """One table and the connections that share it."""
 
     def __init__(self, connections: list[Any]) -> None:
         self._connections = connections
 
     async def claim_and_complete(self, claim: Statement, complete: Statement, count: int) -> Figure:
-        """The rate at which a backlog is claimed and completed, each statement committed."""
+        """The rate at which a backlog is claimed and completed; each statement is a transaction."""
         first = self._connections[0]
         await first.execute(SQL.empty_queue.sql)
         for at in range(0, count, FILL):
@@ -70,7 +70,7 @@ class Raw:
         return await rate(count, spread(count // batch, *calls))
 
     async def insert(self, statement: Statement, payloads: Sequence[bytes], *, count: int, batch: int) -> Figure:
-        """The rate at which rows are inserted, so many a committed statement, each with an id of the caller's."""
+        """The rate at which rows are inserted with ids of the caller, `batch` per statement and transaction."""
         await self._connections[0].execute(SQL.empty_queue.sql)
         prepared = [await each.prepare(statement.sql) for each in self._connections]
 

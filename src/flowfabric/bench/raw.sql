@@ -1,5 +1,5 @@
 -- name: create_queue
--- The least a queue needs whose callers name their work: an id, what is ready, in which order, with which payload.
+-- A minimal queue whose callers choose the ids: an id, an order, a state, a priority and a payload.
 create table queue (
        id       uuid primary key,
        sequence bigint generated always as identity,
@@ -9,23 +9,23 @@ create table queue (
 create index queue_ready on queue (priority desc, sequence) where state = 0;
 
 -- name: empty_queue
--- The queue as it was created.
+-- Deletes all rows.
 truncate queue;
 
 -- name: analyze_queue
--- Statistics, as autovacuum would have taken them.
+-- Updates the planner statistics, as autovacuum would.
 analyze queue;
 
 -- name: insert_one
--- One ready row.
+-- Inserts one ready row.
 insert into queue (id, payload) values (:id, :payload);
 
 -- name: insert_many
--- A ready row for each id.
+-- Inserts a ready row for each id.
 insert into queue (id, payload) select i, p from unnest(:ids::uuid[], :payloads::bytea[]) as q(i, p);
 
 -- name: claim_1
--- The best ready row, now running. The limit is a literal: a generic plan for a parameter would scan the table.
+-- Claims the first ready row. The limit is a literal: a generic plan for a parameter would scan the table.
 update queue set state = 1
  where id in (select id from queue
                where state = 0
@@ -35,7 +35,7 @@ update queue set state = 1
 returning id, payload;
 
 -- name: claim_100
--- The best hundred ready rows, now running.
+-- Claims the first hundred ready rows.
 update queue set state = 1
  where id in (select id from queue
                where state = 0
@@ -45,9 +45,9 @@ update queue set state = 1
 returning id, payload;
 
 -- name: complete_one
--- A running row, now ended.
+-- Completes a claimed row.
 update queue set state = 2 where id = :id and state = 1;
 
 -- name: complete_many
--- Running rows, now ended.
+-- Completes claimed rows.
 update queue set state = 2 where id = any(:ids::uuid[]) and state = 1;

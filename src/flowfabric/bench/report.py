@@ -1,4 +1,4 @@
-"""The results for people: tables on the terminal."""
+"""Print the results as tables on the terminal."""
 
 from rich.console import Console
 from rich.table import Table
@@ -9,12 +9,12 @@ from flowfabric.bench.suite import Results
 
 def show(results: Results, console: Console) -> None:
     """Print figures, ratios and errors."""
-    where = results.environment
-    title = f"Postgres {where['postgres']}, fsync {where['fsync']}, {where['cores']} cores, Python {where['python']}"
+    env = results.environment
+    title = f"Postgres {env['postgres']}, fsync {env['fsync']}, {env['cores']} cores, Python {env['python']}"
     table = Table("figure", "", "unit", title=title, title_justify="left")
     table.columns[1].justify = "right"
     for name, figure in results.figures.items():
-        table.add_row(name, written(figure), figure.unit)
+        table.add_row(name, formatted(figure), figure.unit)
     console.print(table)
     if results.ratios:
         table = Table("ratio", "")
@@ -26,6 +26,6 @@ def show(results: Results, console: Console) -> None:
         console.print(f"[red]{subject} was not measured:[/red] {error}", highlight=False)
 
 
-def written(figure: Figure) -> str:
-    """A number with the digits it deserves."""
+def formatted(figure: Figure) -> str:
+    """The value of a figure: without decimals from 100 on, else with two."""
     return f"{figure.value:,.0f}" if figure.value >= 100 else f"{figure.value:,.2f}"

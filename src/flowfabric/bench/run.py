@@ -1,4 +1,4 @@
-"""One subject, alone in this process: `python -m flowfabric.bench.run <subject> --url …` prints its figures."""
+"""Measure one subject in this process: `python -m flowfabric.bench.run <subject> --url …` prints its figures."""
 
 import argparse
 import asyncio
@@ -41,7 +41,7 @@ SUBJECTS = {
 
 
 def main() -> None:
-    """Print the figures of the subject, or the reason why there are none, as the only text on stdout."""
+    """Print the figures of the subject, or the error, as JSON; nothing else goes to stdout."""
     parser = argparse.ArgumentParser(prog="python -m flowfabric.bench.run")
     parser.add_argument("subject", choices=SUBJECTS)
     parser.add_argument("--url", required=True)
@@ -49,14 +49,14 @@ def main() -> None:
     parser.add_argument("--without", choices=TABLE)
     options = parser.parse_args()
     with os.fdopen(os.dup(1), "w") as answer:
-        # A peer that prints, prints elsewhere.
+        # What a peer prints goes to stderr.
         os.dup2(2, 1)
         logging.disable(logging.ERROR)
         try:
             if options.without is not None:
                 switch_off(options.without)
             measure: Measure = importlib.import_module(SUBJECTS[options.subject]).measure
-            # What the imports left is not walked through again while a subject is measured.
+            # The garbage collector skips the objects of the imports during the measurement.
             gc.collect()
             gc.freeze()
             figures = on_loop(measure(Task(url=options.url, scale=options.scale)))
@@ -68,7 +68,7 @@ def main() -> None:
 
 
 def on_loop(work: Coroutine[Any, Any, Answer]) -> Answer:
-    """Run the work on uvloop where it is installed: the same loop for every subject."""
+    """Run a coroutine on uvloop if it is installed, so that every subject uses the same event loop."""
     try:
         from uvloop import new_event_loop
     except ImportError:

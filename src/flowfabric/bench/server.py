@@ -1,4 +1,4 @@
-"""The server of a run: one fresh embedded Postgres, and an empty database for each subject."""
+"""The Postgres server of a run, with an empty database for each subject."""
 
 import asyncio
 import tempfile
@@ -13,7 +13,7 @@ from flowfabric.db.embedded import Embedded
 
 
 class Server:
-    """A Postgres server on which databases come and go."""
+    """A Postgres server that creates and drops databases."""
 
     def __init__(self, url: str) -> None:
         self._url = url
@@ -23,7 +23,7 @@ class Server:
 
     @asynccontextmanager
     async def database(self, name: str) -> AsyncIterator[str]:
-        """An empty database for as long as the block runs, after a checkpoint that leaves nothing of the last one."""
+        """Create an empty database for the duration of the block, and run a checkpoint before it."""
         connection = await asyncpg.connect(self._address("postgres"))
         try:
             await connection.execute(f'drop database if exists "{name}" with (force)')
@@ -37,7 +37,7 @@ class Server:
             await connection.close()
 
     async def settings(self) -> dict[str, str]:
-        """The settings a figure depends on."""
+        """The server settings that affect the figures."""
         connection = await asyncpg.connect(self._address("postgres"))
         try:
             names = ("server_version", "fsync", "synchronous_commit", "shared_buffers", "max_wal_size")
@@ -48,7 +48,7 @@ class Server:
 
 @asynccontextmanager
 async def serve(url: str | None) -> AsyncIterator[Server]:
-    """The server at this address, or an embedded one that is deleted afterwards."""
+    """The server at this address, or without one a new embedded server, which is deleted afterwards."""
     if url is not None:
         yield Server(url)
         return

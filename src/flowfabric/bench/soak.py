@@ -1,4 +1,4 @@
-"""The soak: full rate for ten minutes beside a million ended executions and a transaction that never ends."""
+"""The soak: full rate for ten minutes, with a million ended executions in the store and an open transaction."""
 
 import asyncio
 import sys
@@ -19,7 +19,7 @@ RETENTION = {"retention_ms": 10_000, "retention_trimmer_interval_s": 1}
 
 
 async def measure(task: Task) -> Figures:
-    """Submit and work at full rate in one process while ended work is trimmed; compare the first and the last tenth."""
+    """Submit and process at full rate in one process while retention deletes; compare the first and last tenth."""
     retained = task.count(RETAINED)
     async with engine_on(task.url) as engine:
         await retain(engine, retained)
@@ -49,7 +49,7 @@ async def measure(task: Task) -> Figures:
 
 
 async def retain(engine: Engine, count: int) -> None:
-    """Bring so many executions to their end, to be kept for longer than this run."""
+    """Complete `count` executions, which are retained for longer than the run."""
     step = BACKLOG
     for done in range(0, count, step):
         size = min(step, count - done)
@@ -58,7 +58,7 @@ async def retain(engine: Engine, count: int) -> None:
 
 
 class Load:
-    """A worker and, beside it, callers that keep a backlog before it."""
+    """A worker and callers that keep its backlog filled."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -66,7 +66,7 @@ class Load:
         self.ended = 0
 
     async def run(self, seconds: float) -> list[Figure]:
-        """The throughput of each tenth of this time."""
+        """Run for this time and return the throughput of each tenth."""
         rates: list[Figure] = []
         callers = [asyncio.create_task(self._submit()) for _ in range(CONNECTIONS)]
         try:

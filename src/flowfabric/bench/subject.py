@@ -1,4 +1,4 @@
-"""What a subject of the benchmark is given, how it takes time, and what it reports."""
+"""Shared by all subjects: the task, timing, and figures."""
 
 import asyncio
 import itertools
@@ -11,7 +11,7 @@ from typing import Any
 BATCH = 100
 CONNECTIONS = 4
 PAYLOADS = tuple(b"%0100d" % number for number in range(1000))
-"""A hundred bytes each, and no two alike: a batch of equal ones could be sent as one."""
+"""A hundred bytes each, all different: equal payloads of a batch could be sent as one."""
 LARGE_PAYLOADS = tuple(b"%01500d" % number for number in range(1000))
 PAYLOAD = PAYLOADS[-1]
 
@@ -29,13 +29,13 @@ Figures = dict[str, Figure]
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """The empty database a subject works in, and how much of the full load it takes."""
+    """The empty database of a subject, and its share of the full load."""
 
     url: str
     scale: float
 
     def count(self, full: int) -> int:
-        """A number of items at this scale, in whole batches."""
+        """The number of items at this scale, rounded to whole batches."""
         return max(1, round(full * self.scale / BATCH)) * BATCH
 
 
@@ -53,26 +53,26 @@ def milliseconds(seconds: float) -> Figure:
 
 
 def median_ms(durations: Iterable[float]) -> Figure:
-    """The median of durations that are given in seconds."""
+    """The median of durations in seconds, as milliseconds."""
     return milliseconds(statistics.median(durations))
 
 
 async def timed(work: Awaitable[object]) -> float:
-    """The seconds that work takes."""
+    """The seconds until the work is done."""
     started = time.perf_counter()
     await work
     return time.perf_counter() - started
 
 
 async def rate(count: int, work: Awaitable[object]) -> Figure:
-    """The throughput of work that handles `count` items."""
+    """The throughput of work on `count` items."""
     started = time.perf_counter()
     await work
     return per_second(count, time.perf_counter() - started)
 
 
 async def spread(times: int, *calls: Callable[[], Awaitable[object]]) -> None:
-    """Make so many calls, each of `calls` again and again beside the others."""
+    """Make `times` calls in total; each of `calls` is a concurrent loop that takes the next one."""
     tickets = iter(range(times))
 
     async def repeat(call: Callable[[], Awaitable[object]]) -> None:
@@ -85,7 +85,7 @@ async def spread(times: int, *calls: Callable[[], Awaitable[object]]) -> None:
 
 
 class Drain:
-    """A backlog of no-ops, timed from the start of the first to the committed ending of the last."""
+    """Times a backlog of no-ops from the start of the first to the committed completion of the last."""
 
     def __init__(self, count: int) -> None:
         self._count = count
@@ -95,7 +95,7 @@ class Drain:
         self._all_started = asyncio.Event()
 
     def start(self) -> None:
-        """What a no-op does; safe in any thread."""
+        """Record the start of a no-op; safe in any thread."""
         number = next(self._numbers)
         if number == 1:
             self._first = time.perf_counter()
@@ -103,7 +103,7 @@ class Drain:
             self._loop.call_soon_threadsafe(self._all_started.set)
 
     async def rate(self, is_drained: Callable[[], Awaitable[bool]]) -> Figure:
-        """The throughput of the whole backlog, once the store says that nothing of it is left."""
+        """Wait until the store says that the backlog is empty, and return the throughput."""
         await self._all_started.wait()
         while True:
             if await is_drained():

@@ -1,4 +1,4 @@
-"""The run: every subject in turn, round after round, each in a process and a database of its own."""
+"""Measure every subject in every round, each in its own process and database."""
 
 import asyncio
 import json
@@ -23,19 +23,19 @@ from flowfabric.bench.subject import Figure, Figures
 from flowfabric.bench.without import TABLE
 from flowfabric.version import __version__
 
-PATIENCE_S = 300
+SUBJECT_TIMEOUT_S = 300
 SOAK = "soak"
 ONCE = frozenset({"idle", "backlog", "counts"})
-"""Subjects that take medians of their own, and need no further round."""
+"""Subjects that report medians of many samples: one round is enough."""
 THOROUGH = frozenset({"result", "cost", "renew", "queues", "counts", "pinned", "dead_rows"})
-"""Subjects that a quick run measures only where they are named."""
+"""Subjects that a quick run measures only if they are named."""
 OURS = ("submit", "work", "suspend", "idle", "backlog", "result", "cost", "renew", "queues", "pinned", "dead_rows")
 DISTRIBUTIONS = ("asyncpg", "uvloop", "pgqueuer", "awa-pg", "absurd-sdk", "procrastinate", "dbos")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """How often each subject is measured, at which share of its full load, and how long all of it may take."""
+    """The number of rounds, the share of the full load, and the time limit of the whole run in seconds."""
 
     rounds: int
     scale: float
@@ -51,7 +51,7 @@ SHORT_SOAK = Plan(rounds=1, scale=0.1, seconds=600, is_quick=True)
 
 @dataclass(frozen=True, kw_only=True)
 class Results:
-    """What a run found: the median of every figure and ratio, and why a subject has none."""
+    """The median of every figure and ratio, and the errors of subjects without figures."""
 
     environment: dict[str, Any]
     figures: Figures
@@ -59,7 +59,7 @@ class Results:
     errors: dict[str, str] = field(default_factory=dict)
 
     def as_json(self) -> str:
-        """The results as written to disk and printed."""
+        """The results as JSON text."""
         return json.dumps(
             {
                 "environment": self.environment,
@@ -74,66 +74,70 @@ class Results:
 
 
 async def measure_soak(server: Server, plan: Plan) -> Results:
-    """Measure the soak alone; it tells its progress on stderr by itself."""
-    surroundings = await environment(server, plan)
+    """Measure the soak alone; its process reports progress on stderr."""
+    conditions = await environment(server, plan)
     figures: Figures = {}
     errors: dict[str, str] = {}
     try:
-        figures = await measure_one(server, Piece(subject=SOAK), scale=plan.scale, patience=plan.seconds, is_heard=True)
+        figures = await measure_one(
+            server, Variant(subject=SOAK), scale=plan.scale, timeout_s=plan.seconds, shows_stderr=True
+        )
     except SubjectError as error:
         errors[SOAK] = str(error)
-    return Results(environment=surroundings, figures=figures, ratios=ratios([figures]), errors=errors)
+    return Results(environment=conditions, figures=figures, ratios=ratios([figures]), errors=errors)
 
 
 async def measure_all(
     server: Server,
     plan: Plan,
     *,
-    tell: Callable[[str], None],
+    report: Callable[[str], None],
     beside: Path | None = None,
     only: Sequence[str] = (),
 ) -> Results:
-    """Measure every subject in every round: what disturbs the machine for a while disturbs all of them.
+    """Measure every subject in every round, so that a temporary disturbance of the machine affects all of them.
 
-    Beside another checkout of this project the peers are left out, and each subject of ours is measured twice in a row,
+    With another checkout in `beside`, the peers are left out and each subject of FlowFabric is measured twice in a row,
     on the package of this checkout and on that of the other.
     """
-    surroundings = await environment(server, plan)
+    conditions = await environment(server, plan)
     subjects = only or [
         subject
         for subject in (SUBJECTS if beside is None else OURS)
         if subject != SOAK and not (plan.is_quick and subject in THOROUGH)
     ]
     if beside is None:
-        pieces = [Piece(subject=subject) for subject in subjects]
-        rounds, errors = await measure_rounds(server, plan, pieces, tell=tell, once=ONCE)
+        variants = [Variant(subject=subject) for subject in subjects]
+        rounds, errors = await measure_rounds(server, plan, variants, report=report, once=ONCE)
         wanted: Mapping[str, tuple[str, str]] = RATIOS
     else:
-        surroundings["beside"] = checkout(beside / "src" / "flowfabric" / "version.py")
+        conditions["beside"] = checkout(beside / "src" / "flowfabric" / "version.py")
         with overlaid(beside) as source:
-            pieces = [
-                piece
+            variants = [
+                variant
                 for subject in subjects
-                for piece in (Piece(subject=subject), Piece(subject=subject, prefix=BEFORE, source=source))
+                for variant in (Variant(subject=subject), Variant(subject=subject, prefix=BEFORE, source=source))
             ]
-            rounds, errors = await measure_rounds(server, plan, pieces, tell=tell)
+            rounds, errors = await measure_rounds(server, plan, variants, report=report)
         wanted = ratios_of_versions(rounds)
-    return Results(environment=surroundings, figures=medians(rounds), ratios=ratios(rounds, wanted), errors=errors)
+    return Results(environment=conditions, figures=medians(rounds), ratios=ratios(rounds, wanted), errors=errors)
 
 
-async def measure_without(server: Server, plan: Plan, names: Sequence[str], *, tell: Callable[[str], None]) -> Results:
-    """Measure what each of these optimisations is worth: its subject with it and without it, in the same round."""
-    surroundings = await environment(server, plan)
+async def measure_without(
+    server: Server, plan: Plan, names: Sequence[str], *, report: Callable[[str], None]
+) -> Results:
+    """Measure the subject of each optimisation with and without it, in the same rounds."""
+    conditions = await environment(server, plan)
     entries = {name: TABLE[name] for name in names}
-    pieces: list[Piece] = []
+    variants: list[Variant] = []
     for subject in dict.fromkeys(entry.subject for entry in entries.values()):
-        pieces.append(Piece(subject=subject))
-        pieces += [
-            Piece(subject=subject, prefix=f"without_{name}:", without=name)
+        variants.append(Variant(subject=subject))
+        variants += [
+            Variant(subject=subject, prefix=f"without_{name}:", without=name)
             for name, entry in entries.items()
             if entry.subject == subject
         ]
-    rounds, errors = await measure_rounds(server, plan, pieces, tell=tell)
+    rounds, errors = await measure_rounds(server, plan, variants, report=report)
     pairs = {
         f"{figure}/without_{name}": (figure, f"without_{name}:{figure}")
         for name, entry in entries.items()
@@ -141,53 +145,54 @@ async def measure_without(server: Server, plan: Plan, names: Sequence[str], *, t
     }
     shown = {figure for pair in pairs.values() for figure in pair}
     figures = {name: figure for name, figure in medians(rounds).items() if name in shown}
-    return Results(environment=surroundings, figures=figures, ratios=ratios(rounds, pairs), errors=errors)
+    return Results(environment=conditions, figures=figures, ratios=ratios(rounds, pairs), errors=errors)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Piece:
-    """One subject as it is measured in every round: on which package, and without which optimisation."""
+class Variant:
+    """A subject measured on one package and perhaps without an optimisation."""
 
     subject: str
     prefix: str = ""
-    """What the names of its figures begin with."""
+    """The prefix of the names of its figures."""
     source: Path | None = None
     """The folder of another package to put on PYTHONPATH."""
     without: str | None = None
 
     @property
     def name(self) -> str:
-        """How messages name it."""
+        """The name in messages."""
         return f"{self.prefix}{self.subject}"
 
 
 async def measure_rounds(
     server: Server,
     plan: Plan,
-    pieces: Sequence[Piece],
+    variants: Sequence[Variant],
     *,
-    tell: Callable[[str], None],
+    report: Callable[[str], None],
     once: Container[str] = (),
 ) -> tuple[list[Figures], dict[str, str]]:
-    """The figures of each round, and why pieces have none; subjects of `once` are measured in the first round only."""
+    """The figures of each round, and the errors; subjects in `once` are measured only in the first round."""
     rounds: list[Figures] = []
     errors: dict[str, str] = {}
     ends_at = time.monotonic() + plan.seconds
     for number in range(plan.rounds):
         figures: Figures = {}
-        # Of two versions, neither is always measured first.
-        for piece in pieces if number % 2 == 0 else reversed(pieces):
-            if number and piece.subject in once:
+        # Every other round is reversed, so that neither of two versions is always measured first.
+        for variant in variants if number % 2 == 0 else reversed(variants):
+            if number and variant.subject in once:
                 continue
-            tell(f"round {number + 1} of {plan.rounds}: {piece.name}")
+            report(f"round {number + 1} of {plan.rounds}: {variant.name}")
             started = time.monotonic()
             try:
-                found = await measure_one(server, piece, scale=plan.scale, patience=min(PATIENCE_S, ends_at - started))
-                figures |= {f"{piece.prefix}{name}": figure for name, figure in found.items()}
-                tell(f"{piece.name} took {time.monotonic() - started:.1f} s")
+                timeout_s = min(SUBJECT_TIMEOUT_S, ends_at - started)
+                found = await measure_one(server, variant, scale=plan.scale, timeout_s=timeout_s)
+                figures |= {f"{variant.prefix}{name}": figure for name, figure in found.items()}
+                report(f"{variant.name} took {time.monotonic() - started:.1f} s")
             except SubjectError as error:
-                errors[piece.name] = str(error)
-                tell(f"{piece.name}: {error}")
+                errors[variant.name] = str(error)
+                report(f"{variant.name}: {error}")
         rounds.append(figures)
     return rounds, errors
 
@@ -197,26 +202,26 @@ class SubjectError(Exception):
 
 
 async def measure_one(
-    server: Server, piece: Piece, *, scale: float, patience: float, is_heard: bool = False
+    server: Server, variant: Variant, *, scale: float, timeout_s: float, shows_stderr: bool = False
 ) -> Figures:
-    """The figures of one subject from a process and a database that exist for it alone."""
-    if patience < 1:
-        raise SubjectError("no time is left for it")
-    async with server.database(f"bench_{piece.subject}") as url:
-        command = [sys.executable, "-m", "flowfabric.bench.run", piece.subject, "--url", url, "--scale", str(scale)]
-        if piece.without is not None:
-            command += ["--without", piece.without]
+    """Measure one subject in a new process and a new database, and return its figures."""
+    if timeout_s < 1:
+        raise SubjectError("the time limit of the run was reached before it started")
+    async with server.database(f"bench_{variant.subject}") as url:
+        command = [sys.executable, "-m", "flowfabric.bench.run", variant.subject, "--url", url, "--scale", str(scale)]
+        if variant.without is not None:
+            command += ["--without", variant.without]
         process = await asyncio.create_subprocess_exec(
             *command,
             stdout=asyncio.subprocess.PIPE,
-            stderr=None if is_heard else asyncio.subprocess.PIPE,
+            stderr=None if shows_stderr else asyncio.subprocess.PIPE,
             start_new_session=True,
-            env=None if piece.source is None else {**os.environ, "PYTHONPATH": str(piece.source)},
+            env=None if variant.source is None else {**os.environ, "PYTHONPATH": str(variant.source)},
         )
         try:
-            out, noise = await asyncio.wait_for(process.communicate(), patience)
+            out, errors = await asyncio.wait_for(process.communicate(), timeout_s)
         except TimeoutError:
-            raise SubjectError(f"no answer within {patience:.0f} s") from None
+            raise SubjectError(f"no result within {timeout_s:.0f} s") from None
         finally:
             if process.returncode is None:
                 os.killpg(process.pid, signal.SIGKILL)
@@ -224,19 +229,19 @@ async def measure_one(
     try:
         answer = json.loads(out)
     except ValueError:
-        raise SubjectError(f"exit {process.returncode}: {last_line(noise or b'')}") from None
+        raise SubjectError(f"exit {process.returncode}: {last_line(errors or b'')}") from None
     if "error" in answer:
         raise SubjectError(answer["error"])
     return {name: Figure(**figure) for name, figure in answer["figures"].items()}
 
 
-def last_line(noise: bytes) -> str:
-    """The end of what a process said on stderr."""
-    return (noise.decode(errors="replace").strip().splitlines() or ["it said nothing"])[-1]
+def last_line(output: bytes) -> str:
+    """The last line that a process wrote to stderr."""
+    return (output.decode(errors="replace").strip().splitlines() or ["nothing on stderr"])[-1]
 
 
 async def environment(server: Server, plan: Plan) -> dict[str, Any]:
-    """What the figures depend on."""
+    """The versions, the machine and the settings that affect the figures."""
     settings = await server.settings()
     return {
         "version": __version__,
@@ -254,7 +259,7 @@ async def environment(server: Server, plan: Plan) -> dict[str, Any]:
 
 
 def checkout(module: Path) -> dict[str, Any]:
-    """The commit a module is from, and whether anything was changed since; nothing where it is not from a checkout."""
+    """The commit of a module and whether the checkout has changes; both None if it is not in a checkout."""
 
     def git(*arguments: str) -> str:
         command = ("git", "-C", str(module.parent), *arguments)
@@ -268,7 +273,7 @@ def checkout(module: Path) -> dict[str, Any]:
 
 
 def installed(distribution: str) -> str | None:
-    """The installed version of a distribution."""
+    """The installed version of a distribution, or None."""
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:

@@ -1,7 +1,6 @@
-"""Optimisations switched off one at a time, to show that each is worth its lines.
+"""Switch off one optimisation at a time, to measure whether it is worth its code.
 
-The package has no switches: an entry of the table names what is replaced, and the replacement is set in the process of
-the subject before the subject runs.
+The package has no switches: an entry of the table names what is replaced, in the process of the subject before it runs.
 """
 
 import asyncio
@@ -12,12 +11,12 @@ from types import ModuleType
 from typing import Any
 
 Substitute = Callable[[Any], Any]
-"""Given what is there, what is put in its place."""
+"""Returns the replacement of the given value."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Without:
-    """One optimisation: what it does, how it is switched off, and which figures of which subject show its worth."""
+    """One optimisation: what it does, how it is switched off, and the subject and figures that show its effect."""
 
     does: str
     replaces: dict[str, Substitute]
@@ -27,17 +26,17 @@ class Without:
 
 
 def value(instead: object) -> Substitute:
-    """Replace a value."""
+    """Replace by this value."""
     return lambda _: instead
 
 
-def giving(answer: object) -> Substitute:
-    """Replace a function by one that does nothing and gives this answer."""
+def returning(answer: object) -> Substitute:
+    """Replace by a function that only returns this answer."""
     return lambda _: lambda *_args, **_options: answer
 
 
-def giving_soon(answer: object) -> Substitute:
-    """Replace an async function by one that does nothing and gives this answer."""
+def returning_async(answer: object) -> Substitute:
+    """Replace by an async function that only returns this answer."""
 
     async def nothing(*_args: object, **_options: object) -> object:
         return answer
@@ -46,7 +45,7 @@ def giving_soon(answer: object) -> Substitute:
 
 
 def _put_alone(_: object) -> Callable[[Any, Any], "asyncio.Future[Any]"]:
-    """`Batch.put` with a statement for each item, all of them at once."""
+    """`Batch.put` that runs a statement for each item, concurrently."""
 
     def put(batch: Any, item: Any) -> "asyncio.Future[Any]":
         async def alone() -> Any:
@@ -67,28 +66,28 @@ ENGINE = "flowfabric.engine"
 
 TABLE = {
     "watermark": Without(
-        does="a claim begins where this process has claimed up to, not at the head of the queue",
-        replaces={f"{ENGINE}.core.watermark:ScanWatermarks.raise_to": giving(None)},
+        does="a claim starts after the entries that this process has claimed, not at the head of the queue",
+        replaces={f"{ENGINE}.core.watermark:ScanWatermarks.raise_to": returning(None)},
         subject="dead_rows",
         figures=("pinned_backlog_last",),
     ),
     "timer_watermark": Without(
-        does="a look for due timers begins where live ones can be, not at the head of the index",
-        replaces={f"{ENGINE}.core.watermark:TimerWatermark.move_to": giving(None)},
+        does="a check for due timers starts at the first possible live timer, not at the head of the index",
+        replaces={f"{ENGINE}.core.watermark:TimerWatermark.move_to": returning(None)},
         subject="dead_rows",
         figures=("pinned_timer_look",),
     ),
     "completion": Without(
-        does="a batch of completions whose fences hold has a statement of its own",
-        replaces={f"{ENGINE}.core.consequence:LeaseEnds._complete": giving_soon(())},
+        does="completions whose fences match have their own statement",
+        replaces={f"{ENGINE}.core.consequence:LeaseEnds._complete": returning_async(())},
         subject="work",
         figures=("engine_claim_finish", "worker_end_to_end"),
     ),
     "insert_alike": Without(
-        does="submissions that differ in id, priority, payload and tags only have a statement of their own",
+        does="submissions that differ only in id, priority, payload and tags have their own statement",
         replaces={
-            f"{ENGINE}.execution.checking:Submissions.uniform_batch": giving(None),
-            f"{ENGINE}.execution.checking:Submission.is_plain": giving(False),
+            f"{ENGINE}.execution.checking:Submissions.uniform_batch": returning(None),
+            f"{ENGINE}.execution.checking:Submission.is_plain": returning(False),
         },
         subject="submit",
         figures=("submit_batch", "submit_100_callers"),
@@ -100,25 +99,25 @@ TABLE = {
         figures=("submit_100_callers",),
     ),
     "claim_ahead": Without(
-        does="a worker claims ahead of its free slots while fast handlers work off a backlog",
-        replaces={"flowfabric.worker.ahead:Ahead.claimed": giving(None)},
+        does="a worker claims more than its free slots while fast handlers process a backlog",
+        replaces={"flowfabric.worker.ahead:Ahead.claimed": returning(None)},
         subject="work",
         figures=("worker_default_slots",),
     ),
     "known_queues": Without(
-        does="a claim does not answer the lane and the kind of queues that the process has claimed from before",
+        does="a claim does not return the lane and kind of queues that the process has claimed from before",
         replaces={f"{ENGINE}.lease.claim:Queues.MAX_KNOWN": value(0)},
         subject="work",
         figures=("engine_claim_finish",),
     ),
     "queue_walk": Without(
-        does="a claim that wants few of a lane's queues walks those, and not the whole route",
+        does="a claim of few queues of a lane scans those queues, not the whole route",
         replaces={f"{ENGINE}.lease.claim:Scans.MAX_QUEUES": value(-1)},
         subject="backlog",
         figures=("claim_behind_300k_of_other_kinds",),
     ),
     "two_claims": Without(
-        does="a process makes two claims at once",
+        does="a process makes two claims concurrently",
         replaces={f"{ENGINE}.lease.claim:MAX_AT_ONCE": value(1)},
         subject="work",
         figures=("engine_claim_finish",),
@@ -127,14 +126,14 @@ TABLE = {
 
 
 def switch_off(name: str, put: Callable[[Any, str, Any], None] = setattr) -> None:
-    """Replace what makes up this optimisation, in this process and for good."""
+    """Switch off an optimisation in this process, permanently."""
     for target, substitute in TABLE[name].replaces.items():
         owner, attribute = resolve(target)
         put(owner, attribute, substitute(vars(owner)[attribute]))
 
 
 def resolve(target: str) -> tuple[ModuleType | type, str]:
-    """The module or class that defines a target, and the name it has there; LookupError where it is gone."""
+    """The module or class that defines a target, and its name there; LookupError if it does not exist."""
     module_name, _, path = target.partition(":")
     *outer, attribute = path.split(".")
     try:
