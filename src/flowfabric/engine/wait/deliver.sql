@@ -172,9 +172,10 @@ select e.public_state,
        w.waitpoint_id, w.token, o.open_keys
   from execution e
   left join lateral (
-       select w.waitpoint_id, w.token from waitpoint w
-        where e.lifecycle_phase <> 'terminal' and w.partition_key = e.partition_key and w.execution_id = e.execution_id
-          and w.state in ('pending', 'active') and w.waitpoint_key = :waitpoint_key
+       select w.waitpoint_id, w.token from (
+              select w.waitpoint_id, w.token from waitpoint w
+               where e.lifecycle_phase <> 'terminal' and w.partition_key = e.partition_key and w.execution_id = e.execution_id
+                 and w.state in ('pending', 'active') and w.waitpoint_key = :waitpoint_key offset 0) w
         order by w.waitpoint_id limit 1) w on true
   left join lateral (
        select array_agg(distinct k.waitpoint_key) as open_keys
