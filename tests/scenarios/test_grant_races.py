@@ -1,4 +1,4 @@
-"""Several engines compete for grants, named claims, signing keys and worker numbers: one wins, the losers are refused."""
+"""Several engines compete for grants, named claims, signing keys and worker numbers: one wins, the others lose."""
 
 from collections import Counter
 from typing import Any
