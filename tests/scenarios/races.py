@@ -6,7 +6,7 @@
 import asyncio
 import random
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -21,6 +21,8 @@ from flowfabric.model.handle import Handle
 from flowfabric.settings import Settings
 
 ROUNDS = 500 if IS_WHOLE else 30
+TOGETHER = 20
+"""How many races of a wave run at the same time."""
 HOUR_MS = 3_600_000
 """A lease time that is longer than any test."""
 HEAD_STARTS = (0, 0, 1, 3, 7, 15, 31, 63, 127, None)
@@ -28,6 +30,8 @@ HEAD_STARTS = (0, 0, 1, 3, 7, 15, 31, 63, 127, None)
 
 Rivals = Callable[[int], Awaitable[list[Engine]]]
 """Opens a number of engines that compete with each other."""
+Raced = list[tuple[Any, list[Any]]]
+"""The subject of each race and the outcomes of its calls."""
 
 
 @pytest.fixture
@@ -82,6 +86,12 @@ async def race(nth: int, *calls: Awaitable[Any]) -> list[Any]:
     answers = await asyncio.gather(leader, *(follow(calls[at]) for at in others))
     by_call = dict(zip([first, *others], answers, strict=True))
     return [by_call[at] for at in range(len(calls))]
+
+
+async def race_all(wave: int, calls: Callable[[Any], Sequence[Awaitable[Any]]], subjects: Sequence[Any]) -> Raced:
+    """Run a race for each subject of a wave, all at the same time."""
+    races = [race(wave * TOGETHER + at, *calls(subject)) for at, subject in enumerate(subjects)]
+    return list(zip(subjects, await asyncio.gather(*races), strict=True))
 
 
 def check_winners(won: Counter[Any], *expected: Any, rounds: int = ROUNDS) -> None:

@@ -1,4 +1,4 @@
-"""While another session holds a row lock, every operation fails in bounded time, names the execution and says what to do."""
+"""While another session locks a row, every operation fails in bounded time, names the execution and says what to do."""
 
 from collections.abc import Callable, Coroutine
 from typing import Any

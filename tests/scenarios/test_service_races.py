@@ -3,7 +3,7 @@
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import asyncpg
@@ -28,12 +28,12 @@ from flowfabric.model.lease import (
     TerminalFailed,
 )
 
-from .races import Rivals, cancel_all, check_winners, claim, claimed, outcome, race, rivals
+from .races import TOGETHER, Rivals, cancel_all, check_winners, claim, claimed, outcome, race_all, rivals
 
 __all__ = ["rivals"]
 
-WAVES, TOGETHER = 12 if IS_WHOLE else 3, 20
-"""How many waves of concurrent races a test runs, and how many races are in a wave."""
+WAVES = 12 if IS_WHOLE else 3
+"""How many waves of concurrent races a test runs."""
 RETRYING = {"retry_policy": {"max_retries": 9, "backoff": {"type": "fixed", "delay_ms": 60_000}}}
 
 
@@ -56,12 +56,6 @@ async def lease_ends(rows: Rows, handle: Handle) -> list[str]:
     ]
 
 
-async def wave_of(wave: int, calls: Callable[[Any], Sequence[Awaitable[Any]]], subjects: Sequence[Any]) -> list[Any]:
-    """The outcomes of races that run at the same time, one for each subject."""
-    races = [race(wave * TOGETHER + at, *calls(subject)) for at, subject in enumerate(subjects)]
-    return await asyncio.gather(*races)
-
-
 async def test_a_run_is_delayed_or_its_lease_is_marked_as_expired(rivals: Rivals, rows: Rows, clock: Clock) -> None:
     worker, other, third = await rivals(3)
     seen: Counter[str] = Counter()
@@ -81,9 +75,11 @@ async def test_a_run_is_delayed_or_its_lease_is_marked_as_expired(rivals: Rivals
     for wave in range(WAVES):
         handles = await claimed(worker, count=TOGETHER, lease_ttl_ms=60_000)
         raced, _, _ = await asyncio.gather(
-            wave_of(wave, calls, handles), expire_leases_after_pings(wave % 4 * 3), parts_of(third).lease_expiry.sweep()
+            race_all(wave, calls, handles),
+            expire_leases_after_pings(wave % 4 * 3),
+            parts_of(third).lease_expiry.sweep(),
         )
-        for handle, (delay, *marks) in zip(handles, raced, strict=True):
+        for handle, (delay, *marks) in raced:
             row = await rows.execution(handle.execution_id)
             assert marks.count(Marked()) <= 1
             if delay is None:
@@ -113,7 +109,7 @@ async def test_of_a_worker_and_two_control_planes_one_completes(rivals: Rivals, 
 
     for wave in range(WAVES):
         handles = await claimed(worker, count=TOGETHER)
-        for handle, answers in zip(handles, await wave_of(wave, calls, handles), strict=True):
+        for handle, answers in await race_all(wave, calls, handles):
             # For the worker, a run that somebody else has completed counts as completed.
             assert answers[0] is None
             result = await worker.get_execution_result(handle.execution_id)
@@ -138,12 +134,12 @@ async def test_a_delayed_execution_is_promoted_once(rivals: Rivals, rows: Rows, 
         execution_ids = await made(engines[0], *[new(delay_until=until)] * TOGETHER)
         await clock.advance(seconds=61)
         raced, swept = await asyncio.gather(
-            wave_of(wave, calls, execution_ids), parts_of(engines[1]).delays.promote_due()
+            race_all(wave, calls, execution_ids), parts_of(engines[1]).delays.promote_due()
         )
-        promoted = [sum(isinstance(answer, Promoted) for answer in answers) for answers in raced]
+        promoted = [sum(isinstance(answer, Promoted) for answer in answers) for _, answers in raced]
         assert max(promoted) <= 1
         assert sum(promoted) + swept == TOGETHER
-        others = [answer for answers in raced for answer in answers if not isinstance(answer, Promoted)]
+        others = [answer for _, answers in raced for answer in answers if not isinstance(answer, Promoted)]
         assert set(others) == {AlreadySatisfied(reason="not_delayed")}
         for execution_id in execution_ids:
             assert (await rows.execution(execution_id))["public_state"] == "waiting"
@@ -163,8 +159,7 @@ async def test_of_two_failures_and_a_cancel_one_ends_the_run(rivals: Rivals, row
     for wave in range(WAVES):
         policy = RETRYING if wave % 2 else None
         handles = await claimed(worker, count=TOGETHER, policy=policy)
-        raced = await wave_of(wave, calls, handles)
-        for handle, (failed, cancelled, repeated) in zip(handles, raced, strict=True):
+        for handle, (failed, cancelled, repeated) in await race_all(wave, calls, handles):
             row = await rows.execution(handle.execution_id)
             ends = await lease_ends(rows, handle)
             assert len(await rows.of("attempt_all", execution_id=handle.execution_id[-36:])) == 1
@@ -205,7 +200,7 @@ async def test_of_a_delay_a_wait_a_completion_and_a_failure_one_ends_the_lease(r
     }
     for wave in range(WAVES):
         handles = await claimed(engines[0], count=TOGETHER)
-        for handle, answers in zip(handles, await wave_of(wave, calls, handles), strict=True):
+        for handle, answers in await race_all(wave, calls, handles):
             (winner,) = [at for at, answer in enumerate(answers[:4]) if answer != "execution_not_active"]
             (reason,) = await lease_ends(rows, handle)
             (attempt,) = await rows.of("attempt_all", execution_id=handle.execution_id[-36:])
@@ -236,9 +231,9 @@ async def test_an_attempt_is_completed_or_times_out_once(rivals: Rivals, rows: R
         retry = RETRYING if wave % 2 else {}
         handles = await claimed(worker, count=TOGETHER, lease_ttl_ms=600_000, policy={**policy, **retry})
         await clock.advance(seconds=61)
-        raced, swept = await asyncio.gather(wave_of(wave, calls, handles), sweep_after_pings(9 - wave % 4 * 3))
+        raced, swept = await asyncio.gather(race_all(wave, calls, handles), sweep_after_pings(9 - wave % 4 * 3))
         timed_out_by_sweep = 0
-        for handle, (completed, *expired) in zip(handles, raced, strict=True):
+        for handle, (completed, *expired) in raced:
             timed_out = [answer for answer in expired if isinstance(answer, Expired | RetryScheduled)]
             late = AlreadyTerminal() if not retry or completed is None else NotYetDue()
             assert all(answer == late for answer in expired if answer not in timed_out)

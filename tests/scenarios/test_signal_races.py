@@ -3,7 +3,7 @@
 import asyncio
 import random
 from collections import Counter, defaultdict
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Iterator
 from typing import Any
 
 import pytest
@@ -25,22 +25,17 @@ from flowfabric.outcomes import (
     SuspensionExpired,
 )
 
-from .races import HOUR_MS, Rivals, check_winners, claimed, outcome, race, rivals
+from .races import HOUR_MS, TOGETHER, Raced, Rivals, check_winners, claimed, outcome, race_all, rivals
 from .waiting import Waiting, args, suspended
 
 __all__ = ["rivals"]
 
-TOGETHER = 20
-"""How many races run at the same time."""
 ROUNDS = 1000 if IS_WHOLE else 120
 
 RESUMABLE = 6
 """The outcome in the completion feed of a wait that a signal has ended."""
 OVER = "target_not_signalable"
 """The code that refuses a signal after the end of the wait."""
-
-Raced = list[tuple[Any, list[Any]]]
-"""What each race was about, and the outcomes of its calls."""
 
 
 async def waves(engine: Engine) -> list[list[Handle]]:
@@ -52,12 +47,6 @@ async def waves(engine: Engine) -> list[list[Handle]]:
 async def waits(engine: Engine, handles: list[Handle], **overrides: Any) -> list[Waiting]:
     """Suspend a wave of executions."""
     return list(await asyncio.gather(*(suspended(engine, handle, **overrides) for handle in handles)))
-
-
-async def race_all(wave: int, calls: Callable[[Any], Sequence[Awaitable[Any]]], subjects: Sequence[Any]) -> Raced:
-    """Run a race for each subject, all at the same time."""
-    races = [race(wave * TOGETHER + at, *calls(subject)) for at, subject in enumerate(subjects)]
-    return list(zip(subjects, await asyncio.gather(*races), strict=True))
 
 
 def signal(engine: Engine, wait: Waiting, key: str = "wp", **overrides: Any) -> Awaitable[Any]:
