@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from engine.counts import miscounts
+from engine.state import IS_WHOLE
 from flowfabric.engine.engine import Engine
 from flowfabric.model.errors import EngineError
 from flowfabric.model.handle import Handle
@@ -49,8 +50,8 @@ from .model_values import (
 CALLS = ("once", "twice")
 """A worker that has lost the answer of a call repeats it."""
 
-COUNTS_EVERY = 4
-"""Counts are compared after every fourth step."""
+COUNTS_EVERY = 1 if IS_WHOLE else 4
+"""How many steps lie between two comparisons of the counts."""
 
 
 class Step(NamedTuple):
