@@ -14,7 +14,7 @@ from flowfabric.model.support import Applied, NothingToPrepare
 
 
 def keyed(key: str, window_ms: int, **overrides: Any) -> dict[str, Any]:
-    """The arguments of a create whose idempotency key expires after so many milliseconds."""
+    """The arguments of a create whose idempotency key expires after window_ms."""
     return new(idempotency_key=key, policy={"dedup_window_ms": window_ms}, **overrides)
 
 
