@@ -1,7 +1,7 @@
-"""The engine as a few plain objects: what every operation should do, without a database, a process or a race.
+"""A model of the engine in plain objects: what every operation should do, without a database or concurrency.
 
-Nothing of the engine is used here. A lease is known by the epoch it was issued in; time is a number that the caller
-moves. Operations answer in words or raise `Refusal` with the code a caller would see.
+It uses no code of the engine. A lease is identified by its epoch; time is a number that the caller moves. Operations
+return tuples or raise `Refusal` with the error code of the engine.
 """
 
 from collections.abc import Iterable, Sequence
@@ -16,7 +16,7 @@ Kinds = Sequence[str] | None
 
 
 class Model:
-    """All executions, and the time."""
+    """All executions and the time."""
 
     def __init__(self, now: int) -> None:
         self.now = now
@@ -78,7 +78,7 @@ class Model:
     # Claiming.
 
     def search(self, lanes: Lanes, offered: Iterable[str], kinds: Kinds) -> list[Execution]:
-        """What a search may offer to a worker, the best first; what is at its cap of reclaims ends on the way."""
+        """The claimable executions for a worker, the best first."""
         found = [
             one
             for one in self.executions.values()
@@ -95,20 +95,20 @@ class Model:
         for one in self.search(lanes, offered, kinds):
             if len(claimed) == limit:
                 break
-            if one.ownership in LOST and one.reclaims >= one.reclaim_cap:
-                self.end_at_cap(one)
+            if one.ownership in LOST and one.reclaims >= one.reclaim_limit:
+                self.end_at_reclaim_limit(one)
             elif one.ownership in LOST:
                 claimed.append(self.reclaim(one, ttl_ms))
             elif one.attempt_state == "attempt_interrupted":
                 claimed.append(self.resume(one, ttl_ms, "claim_resumed"))
             else:
-                claimed.append(self.begin(one, ttl_ms, None))
+                claimed.append(self.start_attempt(one, ttl_ms, None))
         return claimed
 
     def claim_for_worker(self, lane: str, worker: str, offered: Iterable[str], kinds: Kinds, ttl_ms: int) -> Answer:
         for one in self.search((lane,), offered, kinds):
-            if one.ownership in LOST and one.reclaims >= one.reclaim_cap:
-                self.end_at_cap(one)
+            if one.ownership in LOST and one.reclaims >= one.reclaim_limit:
+                self.end_at_reclaim_limit(one)
                 continue
             kind = "reclaim" if one.ownership in LOST else "claim"
             return self._grant(one, kind, worker, ttl_ms)
@@ -135,19 +135,19 @@ class Model:
             and (grant.kind, grant.worker) == ("reclaim", worker)
         ):
             one.grant = None
-            if one.reclaims >= one.reclaim_cap:
-                self.end_at_cap(one)
+            if one.reclaims >= one.reclaim_limit:
+                self.end_at_reclaim_limit(one)
                 return "ReclaimCapExceeded", name
             return self.reclaim(one, ttl_ms)
         if one.phase != "runnable" or one.eligibility != "eligible_now":
             raise Refusal("execution_not_leaseable")
         if one.attempt_state == "attempt_interrupted":
             raise Refusal("use_claim_resumed_execution")
-        if grant is None or grant.is_swept or grant.worker != worker:
+        if grant is None or grant.is_purged or grant.worker != worker:
             raise Refusal("invalid_claim_grant")
         if grant.expires_at <= self.now:
             raise Refusal("claim_grant_expired")
-        return self.begin(one, ttl_ms, None)
+        return self.start_attempt(one, ttl_ms, None)
 
     def claim_resumed_execution(self, name: str, worker: str, ttl_ms: int) -> Answer:
         one = self.find(name)
@@ -170,15 +170,15 @@ class Model:
             raise Refusal("execution_not_eligible or execution_not_in_eligible_set")
         if one.attempt_state == "attempt_interrupted":
             return self.resume(one, ttl_ms, "issue_grant_and_claim_resumed")
-        return self.begin(one, ttl_ms, "issue_grant_and_claim")
+        return self.start_attempt(one, ttl_ms, "issue_grant_and_claim")
 
     def issue_reclaim_grant(self, name: str, worker: str, offered: Iterable[str], ttl_ms: int) -> Answer:
         one = self.find(name)
-        self.mark(one)
+        self.mark_if_expired(one)
         if one.ownership not in LOST:
             return "NotReclaimable", name
-        if one.reclaims >= one.reclaim_cap:
-            self.end_at_cap(one)
+        if one.reclaims >= one.reclaim_limit:
+            self.end_at_reclaim_limit(one)
             return "ReclaimCapExceeded", name
         if self.live_grant(one):
             raise Refusal("grant_already_exists")
@@ -189,8 +189,8 @@ class Model:
 
     def reclaim_execution(self, name: str, worker: str, ttl_ms: int) -> Answer:
         one = self.find(name)
-        has_lapsed = one.ownership == "leased" and (one.lease_expires_at or 0) <= self.now
-        if one.ownership not in LOST and not has_lapsed:
+        is_expired = one.ownership == "leased" and (one.lease_expires_at or 0) <= self.now
+        if one.ownership not in LOST and not is_expired:
             return "NotReclaimable", name
         grant = self.live_grant(one)
         if grant is None:
@@ -198,8 +198,8 @@ class Model:
         if grant.worker != worker:
             raise Refusal("invalid_claim_grant")
         one.grant = None
-        if one.reclaims >= one.reclaim_cap:
-            self.end_at_cap(one)
+        if one.reclaims >= one.reclaim_limit:
+            self.end_at_reclaim_limit(one)
             return "ReclaimCapExceeded", name
         return self.reclaim(one, ttl_ms)
 
@@ -207,7 +207,7 @@ class Model:
         one.grant, one.mutation_at = Grant(kind, worker, self.now + ttl_ms), self.now
         return "Granted", one.name
 
-    def begin(self, one: Execution, ttl_ms: int, reason: str | None) -> Answer:
+    def start_attempt(self, one: Execution, ttl_ms: int, reason: str | None) -> Answer:
         """Lease an execution for a new attempt."""
         is_retry = one.attempt_state == "pending_retry_attempt"
         attempt = Attempt("retry" if is_retry else "initial", "started", self.now)
@@ -217,12 +217,12 @@ class Model:
         return self._lease(one, "Fresh", ttl_ms, f"acquired {reason}" if reason else "acquired")
 
     def resume(self, one: Execution, ttl_ms: int, reason: str) -> Answer:
-        """Lease an execution for the attempt it has."""
+        """Lease an execution to continue its attempt."""
         one.attempts[-1].state = "started"
         return self._lease(one, "Resumed", ttl_ms, f"acquired {reason}")
 
     def reclaim(self, one: Execution, ttl_ms: int) -> Answer:
-        """Lease an execution whose lease was lost: the attempt ends, another begins."""
+        """Lease an execution whose lease was lost: its attempt ends and a new one starts."""
         self._end_attempt(one, "interrupted_reclaimed", f"lease_{one.ownership}", None)
         one.attempts.append(Attempt("reclaim", "started", self.now, previous=len(one.attempts) - 1))
         one.reclaims += 1
@@ -240,31 +240,31 @@ class Model:
         if one.started_at is None:
             one.started_at = self.now
         self._move(one, "active", "leased", "not_applicable", "none", "none", "running_attempt")
-        one.tell(event)
+        one.add_event(event)
         return kind, one.name, one.epoch, len(one.attempts) - 1, one.attempts[-1].type, self.now + ttl_ms
 
     # Under a lease.
 
     def check(self, lease: Lease, stale: str) -> Execution:
-        """The execution a lease still holds."""
+        """The execution of a lease that is still valid."""
         one = self.find(lease.execution)
         if one.epoch != lease.epoch:
             raise Refusal(stale)
         return self.check_live(one)
 
     def check_live(self, one: Execution) -> Execution:
-        """The execution itself, where somebody holds a lease on it."""
+        """The execution itself, if it is leased."""
         if one.phase != "active":
             raise Refusal("execution_not_active")
         if one.ownership == "lease_revoked":
             raise Refusal("lease_revoked")
-        self.mark(one)
+        self.mark_if_expired(one)
         if one.ownership != "leased":
             raise Refusal("lease_expired")
         return one
 
-    def was_last(self, lease: Lease) -> Execution | None:
-        """The execution whose last run was the one under this lease."""
+    def find_if_latest(self, lease: Lease) -> Execution | None:
+        """The execution of a lease if no other attempt has started since."""
         one = self.find(lease.execution)
         is_last = one.epoch == lease.epoch and one.holds_attempt and lease.attempt == len(one.attempts) - 1
         return one if is_last else None
@@ -273,7 +273,7 @@ class Model:
         one = self.check(lease, stale)
         one.lease_expires_at = self.now + (lease.ttl_ms if ttl_ms is None else ttl_ms)
         one.mutation_at = self.now
-        one.tell("renewed")
+        one.add_event("renewed")
         return "Renewed", one.lease_expires_at, one.epoch
 
     def report(self, lease: Lease, percent: int) -> Answer:
@@ -285,7 +285,7 @@ class Model:
         try:
             self._complete(self.check(lease, "lease_conflict"))
         except Refusal as refusal:
-            one = self.was_last(lease)
+            one = self.find_if_latest(lease)
             if refusal.code != "execution_not_active" or one is None or one.outcome != "success":
                 raise
         return ("done",)
@@ -305,7 +305,7 @@ class Model:
         except Refusal as refusal:
             if refusal.code != "execution_not_active":
                 raise
-            last = self.was_last(lease)
+            last = self.find_if_latest(lease)
             if last is not None and last.outcome == "failed":
                 return ("TerminalFailed",)
             one = self.find(lease.execution)
@@ -318,28 +318,28 @@ class Model:
         return self._fail(one, reason, category)
 
     def _fail(self, one: Execution, reason: str, category: str) -> Answer:
-        pause = one.policy.pause(one.retries, category) if one.policy else None
+        backoff = one.policy.backoff_ms(one.retries, category) if one.policy else None
         self._end_attempt(one, "ended_failure", reason, category)
-        if pause is None:
+        if backoff is None:
             self._end(one, "failed", reason, "failed_terminal")
             return ("TerminalFailed",)
-        return self._retry(one, pause, "failed_retry_scheduled")
+        return self._retry(one, backoff, "failed_retry_scheduled")
 
-    def _retry(self, one: Execution, pause: int, event: str) -> Answer:
-        is_held = one.ownership == "leased"
+    def _retry(self, one: Execution, backoff: int, event: str) -> Answer:
+        was_leased = one.ownership == "leased"
         one.retries, one.holds_attempt = one.retries + 1, False
-        self._let_go(one)
-        one.delay_until = self.now + pause if pause else None
+        self._clear_lease(one)
+        one.delay_until = self.now + backoff if backoff else None
         later = ("not_eligible_until_time", "waiting_for_retry_backoff", "none", "pending_retry_attempt")
         soon = ("eligible_now", "waiting_for_worker", "none", "pending_retry_attempt")
-        self._move(one, "runnable", "unowned", *(later if pause else soon))
-        if is_held:
-            one.tell(f"released {event}")
-        return "RetryScheduled", self.now + pause
+        self._move(one, "runnable", "unowned", *(later if backoff else soon))
+        if was_leased:
+            one.add_event(f"released {event}")
+        return "RetryScheduled", self.now + backoff
 
     def delay(self, lease: Lease, until: int) -> Answer:
         one = self.check(lease, "lease_conflict")
-        self._park(one, "worker_delay")
+        self._release(one, "worker_delay")
         one.delay_until = until
         later = ("not_eligible_until_time", "waiting_for_delay", "none", "attempt_interrupted")
         self._move(one, "runnable", "unowned", *later)
@@ -347,16 +347,16 @@ class Model:
 
     def wait_children(self, lease: Lease, event: str = "waiting_children") -> Answer:
         one = self.check(lease, "lease_conflict")
-        self._park(one, event)
+        self._release(one, event)
         self._move(one, "runnable", "unowned", "eligible_now", "waiting_for_worker", "none", "attempt_interrupted")
         return ("done",)
 
-    def _park(self, one: Execution, event: str) -> None:
+    def _release(self, one: Execution, event: str) -> None:
         remaining = None if one.timeout_at is None else max(one.timeout_at - self.now, 1)
-        self._let_go(one)
+        self._clear_lease(one)
         one.remaining_ms = remaining
         one.attempts[-1].state = "suspended"
-        one.tell(f"released {event}")
+        one.add_event(f"released {event}")
 
     # Cancelling.
 
@@ -364,7 +364,7 @@ class Model:
         try:
             self._cancel(self.check(lease, "lease_conflict"), reason, "lease_holder")
         except Refusal as refusal:
-            one = self.was_last(lease)
+            one = self.find_if_latest(lease)
             if refusal.code != "execution_not_active" or one is None or one.outcome != "cancelled":
                 raise
         return ("done",)
@@ -392,28 +392,28 @@ class Model:
 
     # Time.
 
-    def mark(self, one: Execution) -> bool:
-        """Mark a lease that has run out."""
+    def mark_if_expired(self, one: Execution) -> bool:
+        """Mark the lease as expired if it is; return whether it was."""
         if one.ownership != "leased" or (one.lease_expires_at or 0) > self.now:
             return False
         one.ownership, one.blocking = "lease_expired_reclaimable", "waiting_for_worker"
         one.attempt_state, one.mutation_at = "attempt_interrupted", self.now
-        one.tell("expired")
+        one.add_event("expired")
         return True
 
     def mark_lease_expired_if_due(self, name: str) -> Answer:
         if name not in self.executions:
             return "AlreadySatisfied", "execution_not_found"
         one = self.executions[name]
-        if self.mark(one):
+        if self.mark_if_expired(one):
             return ("Marked",)
         if one.phase != "active":
             return "AlreadySatisfied", "not_active"
         reasons = {"lease_revoked": "already_revoked", "leased": "not_yet_expired"}
         return "AlreadySatisfied", reasons.get(one.ownership, "already_expired")
 
-    def promote(self, one: Execution) -> bool:
-        """Make an execution claimable whose delay is over."""
+    def promote_if_due(self, one: Execution) -> bool:
+        """Make a delayed execution claimable if its delay is over; return whether it was."""
         if one.eligibility != "not_eligible_until_time" or (one.delay_until or 0) > self.now:
             return False
         one.delay_until = None
@@ -426,10 +426,10 @@ class Model:
         one = self.executions[name]
         if one.eligibility != "not_eligible_until_time":
             return "AlreadySatisfied", "not_delayed"
-        return ("Promoted", one.public) if self.promote(one) else ("AlreadySatisfied", "not_yet_due")
+        return ("Promoted", one.public) if self.promote_if_due(one) else ("AlreadySatisfied", "not_yet_due")
 
     def expire(self, one: Execution, phase: str) -> Answer:
-        """Expire an execution whose attempt or whose whole life has taken too long."""
+        """Expire an execution whose attempt timeout or deadline has passed."""
         if one.phase == "terminal":
             return ("AlreadyTerminal",)
         if phase == "execution_deadline":
@@ -439,9 +439,9 @@ class Model:
             return ("NotYetDue",)
         self._end_attempt(one, "ended_failure", phase, "timeout")
         if phase == "attempt_timeout":
-            pause = one.policy.pause(one.retries, "timeout") if one.policy else None
-            if pause is not None:
-                return self._retry(one, pause, f"expired:{phase}")
+            backoff = one.policy.backoff_ms(one.retries, "timeout") if one.policy else None
+            if backoff is not None:
+                return self._retry(one, backoff, f"expired:{phase}")
         self._end(one, "expired", phase, f"expired:{phase}")
         return "Expired", one.name
 
@@ -449,37 +449,37 @@ class Model:
         return self.expire(self.find(name), phase)
 
     def sweep(self, what: str) -> int:
-        """Do everything that is due of one kind; answers how many."""
+        """Run one sweep; return how many executions it has changed."""
         every = self.executions.values()
         if what == "leases":
-            return sum(self.mark(one) for one in every)
+            return sum(self.mark_if_expired(one) for one in every)
         if what == "delays":
-            return sum(self.promote(one) for one in every)
+            return sum(self.promote_if_due(one) for one in every)
         for grant in filter(None, [one.grant for one in every]):
-            grant.is_swept = grant.expires_at + GRANT_MEMORY_MS <= self.now
+            grant.is_purged = grant.expires_at + GRANT_MEMORY_MS <= self.now
         done = ("Expired", "RetryScheduled")
         return sum(
             self.expire(one, "execution_deadline")[0] in done or self.expire(one, "attempt_timeout")[0] in done
             for one in every
         )
 
-    # What moves have in common.
+    # Shared by the operations.
 
-    def end_at_cap(self, one: Execution) -> None:
-        """End an execution whose lease was lost once too often."""
+    def end_at_reclaim_limit(self, one: Execution) -> None:
+        """Fail an execution that was reclaimed too often."""
         reason = "max_reclaims_exceeded"
         self._end_attempt(one, "interrupted_reclaimed", reason, None)
         self._end(one, "failed", reason, None)
         one.events[-1] = f"released {reason}>failed in {one.epoch}"
 
     def _end(self, one: Execution, outcome: str, reason: str | None, event: str | None) -> None:
-        is_held = one.ownership == "leased"
-        self._let_go(one)
+        was_leased = one.ownership == "leased"
+        self._clear_lease(one)
         one.delay_until = None
         one.completed_at, one.reason = self.now, reason
         attempt_state = "attempt_terminal" if one.attempts else one.attempt_state
         self._move(one, "terminal", "unowned", "not_applicable", "none", outcome, attempt_state)
-        one.tell(f"released {event}>{outcome}" if is_held and event else f"ended>{outcome}")
+        one.add_event(f"released {event}>{outcome}" if was_leased and event else f"ended>{outcome}")
 
     def _end_attempt(self, one: Execution, state: str, reason: str | None, category: str | None) -> None:
         if one.attempt_state in ("running_attempt", "attempt_interrupted"):
@@ -488,7 +488,7 @@ class Model:
             attempt.reason, attempt.category = reason, category
 
     @staticmethod
-    def _let_go(one: Execution) -> None:
+    def _clear_lease(one: Execution) -> None:
         one.lease_expires_at = one.timeout_at = one.remaining_ms = None
         one.grant = None
 

@@ -1,25 +1,33 @@
-"""The machine that does everything twice, on the engine and on the model, and compares the two after every step."""
+"""A state machine that runs every operation on the engine and on the model and compares them after every step."""
 
 import asyncio
 import copy
 import random
 from collections.abc import Awaitable, Callable
-from contextlib import AsyncExitStack, suppress
+from contextlib import suppress
 from typing import Any, NamedTuple, TypeVar
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from engine.counts import miscounts
+from engine.state import IS_WHOLE
 from flowfabric.engine.engine import Engine
-from flowfabric.engine.parts import parts_of
 from flowfabric.model.errors import EngineError
 from flowfabric.model.handle import Handle
 from flowfabric.model.ids import uuid7
-from flowfabric.settings import Settings
 
 from .model import Answer, Model
-from .model_rows import Stage, agree, attempted, counted, differences, observe, seen, spoken
+from .model_rows import (
+    Store,
+    agree,
+    differences,
+    engine_answer,
+    model_answer,
+    model_state,
+    stored_state,
+    sweep_answer,
+)
 from .model_values import (
     CLASSES,
     GRANT_MEMORY_MS,
@@ -36,78 +44,65 @@ from .model_values import (
     Execution,
     Lease,
     Policy,
-    Refusal,
     identity,
 )
 
 CALLS = ("once", "twice")
-"""A worker that lost the reply of a call sends it again."""
+"""A worker that has lost the answer of a call repeats it."""
 
-_EMPTY = """
-truncate execution, execution_input, execution_result, ready, timer, claim, retained, listed, execution_tag, attempt,
-         event, idempotency_key, claim_grant
-"""
+COUNTS_EVERY = 1 if IS_WHOLE else 4
+"""How many steps lie between two comparisons of the counts."""
 
 
-class Deed(NamedTuple):
-    """A step of the machine as a walk takes it: how often, and between which arguments it chooses."""
+class Step(NamedTuple):
+    """A step for random walks: how often it is taken, and the values of its arguments."""
 
     name: str
     weight: int
-    of_lease: bool
+    needs_lease: bool
     choices: dict[str, tuple[Any, ...]]
 
 
-DEEDS: list[Deed] = []
+STEPS: list[Step] = []
 Function = TypeVar("Function", bound=Callable[..., None])
 
 
-def does(*, weight: int = 1, of_lease: bool = False, **choices: tuple[Any, ...]) -> Callable[[Function], Any]:
-    """Make a method a step, for Hypothesis and for walks alike."""
+def step(*, weight: int = 1, needs_lease: bool = False, **choices: tuple[Any, ...]) -> Callable[[Function], Any]:
+    """Make a method a step of Hypothesis and of random walks."""
 
     def register(function: Function) -> Any:
-        DEEDS.append(Deed(function.__name__, weight, of_lease, choices))
+        STEPS.append(Step(function.__name__, weight, needs_lease, choices))
         strategies: dict[str, Any] = {name: st.sampled_from(values) for name, values in choices.items()}
         decorate: Any = rule(**strategies)
-        needs_lease: Any = precondition(lambda machine: bool(machine.leases))
-        return needs_lease(decorate(function)) if of_lease else decorate(function)
+        has_lease: Any = precondition(lambda machine: bool(machine.leases))
+        return has_lease(decorate(function)) if needs_lease else decorate(function)
 
     return register
 
 
 class EngineAgainstModel(RuleBasedStateMachine):
-    """Does everything twice: on the engine and on the model."""
+    """Runs every operation on the engine and on the model."""
 
-    stage: Stage
+    store: Store
 
     def __init__(self) -> None:
         super().__init__()
         self.model = Model(START)
         self.leases: list[tuple[Lease, Handle]] = []
         self.names: list[str] = []
-        self.run = self.stage.run
-        self.run(self.stage.connection.execute(_EMPTY))
-        self._set_clock()
-        self._open()
+        self.taken: list[str] = []
+        self.checks = 0
+        self.run = self.store.run
+        self.store.begin(START)
 
-    def _open(self) -> None:
-        self.stack = AsyncExitStack()
-        connecting = Engine.connect(settings=Settings(database_url=self.stage.url, database_pool_size=2, listen=False))
-        self.engine: Engine = self.run(self.stack.enter_async_context(connecting))
-        # The machine does what is due, so that a claim finds what the model says and no more.
-        self.parts = parts_of(self.engine)
-        self.parts.catch_up.is_swept = True
+    @property
+    def engine(self) -> Engine:
+        return self.store.engine
 
-    def _set_clock(self) -> None:
-        self.run(self.stage.connection.execute("update test_clock set offset_ms = $1", self.model.now))
-
-    def teardown(self) -> None:
-        self.run(self.stack.aclose())
-
-    # What is at hand.
+    # Choosing executions and leases.
 
     def name(self, which: int, wanted: Callable[[Execution], object] = lambda one: one.phase != "terminal") -> str:
-        """The name of an execution, those that are wanted first, or one that nobody has."""
+        """The name of an execution, the wanted ones first, or one that does not exist."""
         if which < 0 or not self.names:
             return f"{{fp:3}}:{uuid7()}"
         ordered = sorted(self.names, key=lambda name: not wanted(self.model.executions[name]))
@@ -118,7 +113,7 @@ class EngineAgainstModel(RuleBasedStateMachine):
         return found.lane if found else "north"
 
     def lease(self, which: int) -> tuple[Lease, Handle]:
-        """A lease that somebody remembers, those that still hold first."""
+        """A lease that a worker remembers, the valid ones first."""
 
         def is_over(held: tuple[Lease, Handle]) -> bool:
             one = self.model.executions[held[0].execution]
@@ -133,22 +128,19 @@ class EngineAgainstModel(RuleBasedStateMachine):
     def both(
         self, on_model: Callable[[], Answer], on_engine: Callable[[], Awaitable[Any]], *, how: str = "once"
     ) -> tuple[Answer, Any]:
-        """Do one thing on both sides; the answers must agree. Twice, where a worker has lost the first reply."""
+        """Call the model and the engine, whose answers must agree; twice if a worker has lost the first answer."""
         for _ in range(2 if how == "twice" else 1):
-            try:
-                expected = on_model()
-            except Refusal as refusal:
-                expected = ("refused", refusal.code)
+            expected = model_answer(on_model)
             try:
                 answer = self.run(on_engine())
-                got = spoken(answer)
+                got = engine_answer(answer)
             except EngineError as refusal:
                 answer, got = None, ("refused", refusal.code)
             assert agree(expected, got), f"the model says {expected}, the engine {got}"
         return expected, answer
 
     def hold(self, claimed: Any, ttl_ms: int) -> None:
-        """Remember a lease as its worker does."""
+        """Remember the lease of a claim."""
         handle = claimed.handle
         self.leases.append((Lease(handle.execution_id, handle.lease_epoch, handle.attempt_index, ttl_ms), handle))
 
@@ -160,7 +152,7 @@ class EngineAgainstModel(RuleBasedStateMachine):
             self.create("north", 0, policy, (), None, None, None)
         self.claim_many("ann", LANES, (), 3, 30_000)
 
-    @does(
+    @step(
         weight=6,
         lane=LANES,
         priority=(0, 0, 5, 9_999),
@@ -188,7 +180,7 @@ class EngineAgainstModel(RuleBasedStateMachine):
         now = self.model.now
         delay_until = None if delay_ms is None else now + delay_ms
         deadline_at = None if deadline_ms is None else now + deadline_ms
-        written = None if policy is None else policy.written()
+        written = None if policy is None else policy.as_json()
         if written is not None and required:
             written["routing_requirements"] = {"required_capabilities": list(required)}
         required = required if written is not None else ()
@@ -221,7 +213,7 @@ class EngineAgainstModel(RuleBasedStateMachine):
         if answer[0] == "Created":
             self.names.append(name)
 
-    @does(weight=2, worker=WORKERS, lanes=LANE_SETS, offered=OFFERS, limit=(1, 3), ttl_ms=TTLS, kinds=KINDS)
+    @step(weight=2, worker=WORKERS, lanes=LANE_SETS, offered=OFFERS, limit=(1, 3), ttl_ms=TTLS, kinds=KINDS)
     def claim_many(
         self,
         worker: str,
@@ -240,7 +232,7 @@ class EngineAgainstModel(RuleBasedStateMachine):
         for one in claimed or ():
             self.hold(one, ttl_ms)
 
-    @does(weight=3, worker=WORKERS, lane=LANES, offered=OFFERS, kinds=KINDS)
+    @step(weight=3, worker=WORKERS, lane=LANES, offered=OFFERS, kinds=KINDS)
     def claim_for_worker(self, worker: str, lane: str, offered: tuple[str, ...], kinds: tuple[str, ...] | None) -> None:
         self.both(
             lambda: self.model.claim_for_worker(lane, worker, offered, kinds, 5_000),
@@ -249,7 +241,7 @@ class EngineAgainstModel(RuleBasedStateMachine):
             ),
         )
 
-    @does(weight=5, which=NAMES, worker=WORKERS, offered=OFFERS, kind=("claim", "reclaim"))
+    @step(weight=5, which=NAMES, worker=WORKERS, offered=OFFERS, kind=("claim", "reclaim"))
     def grant(self, which: int, worker: str, offered: tuple[str, ...], kind: str) -> None:
         name = self.name(which, lambda one: one.is_claimable and (one.ownership != "unowned") == (kind == "reclaim"))
         on_model = self.model.issue_claim_grant if kind == "claim" else self.model.issue_reclaim_grant
@@ -261,7 +253,7 @@ class EngineAgainstModel(RuleBasedStateMachine):
             ),
         )
 
-    @does(
+    @step(
         weight=6,
         which=NAMES,
         worker=("grantee", "grantee", *WORKERS),
@@ -269,7 +261,7 @@ class EngineAgainstModel(RuleBasedStateMachine):
         operation=(None, None, None, "claim_execution", "claim_resumed_execution", "reclaim_execution"),
     )
     def claim_named(self, which: int, worker: str, ttl_ms: int, operation: str | None) -> None:
-        """Claim by name: as the state asks for, where no operation is given."""
+        """Claim by name, with the operation that fits the state unless one is given."""
         name = self.name(which, lambda one: one.public == "resumable" or one.grant)
         if operation is None and (one := self.model.executions.get(name)):
             by_grant = "reclaim_execution" if one.phase == "active" and ttl_ms == TTLS[0] else "claim_execution"
@@ -285,7 +277,7 @@ class EngineAgainstModel(RuleBasedStateMachine):
         if hasattr(claimed, "handle"):
             self.hold(claimed, ttl_ms)
 
-    @does(which=NAMES, ttl_ms=TTLS)
+    @step(which=NAMES, ttl_ms=TTLS)
     def issue_grant_and_claim(self, which: int, ttl_ms: int) -> None:
         name = self.name(which, lambda one: one.eligibility == "eligible_now")
         self.both(
@@ -297,31 +289,31 @@ class EngineAgainstModel(RuleBasedStateMachine):
 
     # Under a lease.
 
-    @does(weight=2, of_lease=True, which=NTH, how=CALLS, operation=("renew", "progress"))
-    def keep(self, which: int, how: str, operation: str) -> None:
+    @step(weight=2, needs_lease=True, which=NTH, how=CALLS, operation=("renew", "progress"))
+    def renew_or_report(self, which: int, how: str, operation: str) -> None:
         lease, handle = self.lease(which)
         if operation == "renew":
             self.both(lambda: self.model.renew(lease), lambda: self.engine.renew(handle), how=how)
         else:
             self.both(lambda: self.model.report(lease, 50), lambda: self.engine.progress(handle, percent=50), how=how)
 
-    @does(weight=2, of_lease=True, which=NTH, how=CALLS, operation=("complete", "cancel"))
-    def end(self, which: int, how: str, operation: str) -> None:
+    @step(weight=2, needs_lease=True, which=NTH, how=CALLS, operation=("complete", "cancel"))
+    def complete_or_cancel(self, which: int, how: str, operation: str) -> None:
         lease, handle = self.lease(which)
         if operation == "complete":
             self.both(lambda: self.model.complete(lease), lambda: self.engine.complete(handle, b"x"), how=how)
         else:
             self.both(lambda: self.model.cancel(lease, "no"), lambda: self.engine.cancel(handle, "no"), how=how)
 
-    @does(of_lease=True, first=NTH, second=NTH)
+    @step(needs_lease=True, first=NTH, second=NTH)
     def complete_many(self, first: int, second: int) -> None:
         held = [self.lease(first), self.lease(second)]
         self.both(
-            lambda: tuple(attempted(self.model.complete, lease) for lease, _ in held),
+            lambda: tuple(model_answer(self.model.complete, lease) for lease, _ in held),
             lambda: self.engine.complete_many([(handle, b"x") for _, handle in held]),
         )
 
-    @does(weight=3, of_lease=True, which=NTH, classification=CLASSES, how=CALLS)
+    @step(weight=3, needs_lease=True, which=NTH, classification=CLASSES, how=CALLS)
     def fail(self, which: int, classification: str, how: str) -> None:
         lease, handle = self.lease(which)
         self.both(
@@ -330,8 +322,8 @@ class EngineAgainstModel(RuleBasedStateMachine):
             how=how,
         )
 
-    @does(weight=3, of_lease=True, which=NTH, delay_ms=(None, "back", -10, 0, 1_000, 25_000), how=CALLS)
-    def park(self, which: int, delay_ms: int | str | None, how: str) -> None:
+    @step(weight=3, needs_lease=True, which=NTH, delay_ms=(None, "back", -10, 0, 1_000, 25_000), how=CALLS)
+    def delay_or_release(self, which: int, delay_ms: int | str | None, how: str) -> None:
         lease, handle = self.lease(which)
         if isinstance(delay_ms, str):
             self.both(
@@ -343,15 +335,15 @@ class EngineAgainstModel(RuleBasedStateMachine):
             until = self.model.now + delay_ms
             self.both(lambda: self.model.delay(lease, until), lambda: self.engine.delay(handle, until), how=how)
 
-    # By a control plane.
+    # From a control plane.
 
-    @does(
-        of_lease=True,
+    @step(
+        needs_lease=True,
         which=NTH,
         operation=("renew_lease", "complete_execution", "fail_execution"),
         is_operator=(True, False),
     )
-    def serve(self, which: int, operation: str, is_operator: bool) -> None:  # noqa: FBT001
+    def call_from_control_plane(self, which: int, operation: str, is_operator: bool) -> None:  # noqa: FBT001
         lease, handle = self.lease(which)
         fence: dict[str, Any] = {
             "lease_id": handle.lease_id,
@@ -377,7 +369,7 @@ class EngineAgainstModel(RuleBasedStateMachine):
                 lambda: self.engine.fail_execution(**named, failure_reason="broken", failure_category="transient"),
             )
 
-    @does(which=NAMES, how=CALLS, source=("operator_override", "lease_holder"))
+    @step(which=NAMES, how=CALLS, source=("operator_override", "lease_holder"))
     def cancel_execution(self, which: int, how: str, source: str) -> None:
         name = self.name(which)
         held = [(lease, handle) for lease, handle in self.leases if lease.execution == name]
@@ -393,16 +385,14 @@ class EngineAgainstModel(RuleBasedStateMachine):
 
     # Time.
 
-    @does(ms=(1, 999, 1_000))
+    @step(ms=(1, 999, 1_000))
     def wait(self, ms: int) -> None:
         self.model.now += ms
-        self._set_clock()
-        # Watermarks end with the time of the machine, which the moved clock does not touch.
-        self.parts.wakeups.watermarks.clear()
+        self.store.set_clock(self.model.now)
 
-    @does(weight=5, ms=(1_000, 5_000, 20_000, 30_000), worker=WORKERS, limit=(0, 1, 2))
-    def go_on(self, ms: int, worker: str, limit: int) -> None:
-        """Time passes, what is due is done, and a worker looks for work."""
+    @step(weight=5, ms=(1_000, 5_000, 20_000, 30_000), worker=WORKERS, limit=(0, 1, 2))
+    def wait_sweep_and_claim(self, ms: int, worker: str, limit: int) -> None:
+        """Advance the clock, run the sweeps and claim."""
         self.wait(ms)
         self.sweep_leases()
         self.sweep_delays()
@@ -410,59 +400,59 @@ class EngineAgainstModel(RuleBasedStateMachine):
         if limit:
             self.claim_many(worker, LANES, ("gpu",), limit, 30_000)
 
-    @does(weight=2, ms=(5_000, 20_000, 30_000, GRANT_MEMORY_MS))
+    @step(weight=2, ms=(5_000, 20_000, 30_000, GRANT_MEMORY_MS))
     def wait_longer(self, ms: int) -> None:
         self.wait(ms)
 
-    @does(which=NAMES, phase=("attempt_timeout", "execution_deadline"))
+    @step(which=NAMES, phase=("attempt_timeout", "execution_deadline"))
     def expire_execution(self, which: int, phase: str) -> None:
         name = self.name(which, lambda one: one.timeout_at if phase == "attempt_timeout" else one.deadline_at)
         self.both(lambda: self.model.expire_execution(name, phase), lambda: self.engine.expire_execution(name, phase))
 
-    @does(which=NAMES, operation=("promote_delayed", "mark_lease_expired_if_due"))
-    def look_at(self, which: int, operation: str) -> None:
+    @step(which=NAMES, operation=("promote_delayed", "mark_lease_expired_if_due"))
+    def promote_or_mark(self, which: int, operation: str) -> None:
         is_promotion = operation == "promote_delayed"
         name = self.name(which, lambda one: one.delay_until if is_promotion else one.ownership == "leased")
         self.both(lambda: getattr(self.model, operation)(name), lambda: getattr(self.engine, operation)(name))
 
-    @does()
+    @step()
     def sweep_leases(self) -> None:
-        # The engine counts claims and the model leases: the rows tell whether they agree.
+        # The engine returns the number of claims, the model that of leases: only the rows are compared.
         self.model.sweep("leases")
-        self.run(self.parts.lease_expiry.sweep())
+        self.run(self.store.parts.lease_expiry.sweep())
 
-    @does(weight=2)
+    @step(weight=2)
     def sweep_delays(self) -> None:
-        self._sweep("delays", self.parts.delays.promote_due)
+        self._sweep("delays", self.store.parts.delays.promote_due)
 
-    @does()
+    @step()
     def sweep_expiries(self) -> None:
-        self.run(self.parts.retention.purge_grants())
-        self._sweep("expiries", self.parts.timeouts.expire_due)
+        self.run(self.store.parts.retention.purge_grants())
+        self._sweep("expiries", self.store.parts.timeouts.expire_due)
 
     def _sweep(self, what: str, sweep: Callable[[], Awaitable[int]]) -> None:
-        self.both(lambda: ("count", self.model.sweep(what)), lambda: counted(sweep()))
+        self.both(lambda: ("count", self.model.sweep(what)), lambda: sweep_answer(sweep()))
 
     # Crashes.
 
-    @does(who=(*WORKERS, "the engine"))
+    @step(who=(*WORKERS, "the engine"))
     def crash(self, who: str) -> None:
-        """A worker forgets its leases, or the engine all it has in memory."""
+        """A worker loses its leases, or the engine loses its memory."""
         self.leases = [(lease, handle) for lease, handle in self.leases if handle.worker_instance_id != who]
         if who == "the engine":
-            self.run(self.stack.aclose())
-            self._open()
+            self.run(self.store.close_engine())
+            self.run(self.store.open_engine())
 
-    @does(of_lease=True, which=NTH, what=("complete", "fail"))
-    def the_engine_dies_within_a_call(self, which: int, what: str) -> None:
-        """Nobody hears the answer: the call was done whole, or not at all."""
+    @step(needs_lease=True, which=NTH, what=("complete", "fail"))
+    def kill_engine_within_call(self, which: int, what: str) -> None:
+        """Close the engine within a call, which must have taken effect completely or not at all."""
         lease, handle = self.lease(which)
         done = copy.deepcopy(self.model)
         if what == "complete":
-            attempted(done.complete, lease)
+            model_answer(done.complete, lease)
             calling: Awaitable[object] = self.engine.complete(handle, b"x")
         else:
-            attempted(done.fail, lease, "no luck", "transient")
+            model_answer(done.fail, lease, "no luck", "transient")
             calling = self.engine.fail(handle, reason="no luck")
 
         async def die() -> None:
@@ -471,30 +461,31 @@ class EngineAgainstModel(RuleBasedStateMachine):
             task.cancel()
             with suppress(asyncio.CancelledError, EngineError):
                 await task
-            await self.stack.aclose()
+            await self.store.close_engine()
+            await self.store.open_engine()
 
         self.run(die())
-        self._open()
-        if self.run(observe(self.stage.connection)) != seen(self.model):
+        if self.run(stored_state(self.store.connection)) != model_state(self.model):
             self.model = done
 
     @invariant()
     def the_rows_are_those_of_the_model(self) -> None:
-        found = differences(self.run(observe(self.stage.connection)), seen(self.model))
-        found += self.run(miscounts(self.engine, self.stage.connection))
+        found = differences(self.run(stored_state(self.store.connection)), model_state(self.model))
+        self.checks += 1
+        if self.checks % COUNTS_EVERY == 0:
+            found += self.run(miscounts(self.engine, self.store.connection))
         assert not found, found
 
-    def walk(self, chance: random.Random, steps: int) -> None:
-        """Take steps at random; each is noted in `taken` before it is taken."""
-        self.taken: list[str] = []
-        self.begin(policies=chance.choices(POLICIES, k=3))
-        weights = [deed.weight for deed in DEEDS]
-        for _ in range(steps):
-            (deed,) = chance.choices(DEEDS, weights)
-            if deed.of_lease and not self.leases:
+    def walk(self, rng: random.Random, length: int) -> None:
+        """Take random steps; `taken` lists them, the last one included if it fails."""
+        self.begin(policies=rng.choices(POLICIES, k=3))
+        weights = [each.weight for each in STEPS]
+        for _ in range(length):
+            (chosen,) = rng.choices(STEPS, weights)
+            if chosen.needs_lease and not self.leases:
                 continue
-            arguments = {name: chance.choice(values) for name, values in deed.choices.items()}
-            self.taken.append(f"{deed.name}({', '.join(f'{name}={value!r}' for name, value in arguments.items())})")
-            getattr(self, deed.name)(**arguments)
+            arguments = {name: rng.choice(values) for name, values in chosen.choices.items()}
+            self.taken.append(f"{chosen.name}({', '.join(f'{name}={value!r}' for name, value in arguments.items())})")
+            getattr(self, chosen.name)(**arguments)
             self.the_rows_are_those_of_the_model()
         assert self.run(self.engine.find_inconsistencies()) == []

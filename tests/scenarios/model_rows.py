@@ -1,19 +1,23 @@
-"""The engine's answers and rows in the words of the model, so that both can be compared."""
+"""The store under test, and its answers and rows in the form of the model, so that both can be compared."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
 from typing import Any
 
 import asyncpg
 
+from flowfabric.engine.engine import Engine
+from flowfabric.engine.parts import parts_of
 from flowfabric.model.errors import EngineError
 from flowfabric.model.event import CompletionOutcome
+from flowfabric.settings import Settings
 
 from .model import Answer, Model
 from .model_values import Execution, Refusal
 
-Seen = dict[str, dict[str, Any]]
-"""What is known of every execution, by its UUID."""
+State = dict[str, dict[str, Any]]
+"""The fields of every execution, by its UUID."""
 
 _CLOCK = """
 create or replace function ff_now() returns bigint language sql volatile parallel safe
@@ -43,46 +47,76 @@ select g.execution_id::text as id, g.kind, g.worker_id, g.expires_at
 """
 
 
-class Stage:
-    """The database of the test and a loop to talk to it."""
+_DELETE_ALL = """
+truncate execution, execution_input, execution_result, ready, timer, claim, retained, listed, execution_tag, attempt,
+         event, idempotency_key, claim_grant
+"""
+
+
+class Store:
+    """The database of the test, an engine on it, and the event loop that runs both."""
 
     def __init__(self, url: str) -> None:
         self.url = url
         self.loop = asyncio.new_event_loop()
         self.connection = self.run(asyncpg.connect(url, server_settings={"search_path": "flowfabric"}))
         self.run(self.connection.execute(_CLOCK))
+        self.run(self.open_engine())
 
     def run(self, work: Awaitable[Any]) -> Any:
-        """What async work comes to."""
+        """Run a coroutine and return its result."""
         return self.loop.run_until_complete(work)
 
+    async def open_engine(self) -> None:
+        """Open an engine that has nothing in memory."""
+        self._stack = AsyncExitStack()
+        settings = Settings(database_url=self.url, database_pool_size=2, listen=False)
+        self.engine = await self._stack.enter_async_context(Engine.connect(settings=settings))
+        self.parts = parts_of(self.engine)
+        # The machine runs the sweeps itself, so that a claim finds what the model finds.
+        self.parts.catch_up.is_swept = True
+
+    async def close_engine(self) -> None:
+        await self._stack.aclose()
+
+    def begin(self, now: int) -> None:
+        """Delete all executions and set the clock."""
+        self.run(self.connection.execute(_DELETE_ALL))
+        self.set_clock(now)
+
+    def set_clock(self, now: int) -> None:
+        self.run(self.connection.execute("update test_clock set offset_ms = $1", now))
+        # Watermarks expire by the time of the machine, which this clock does not change.
+        self.parts.wakeups.watermarks.clear()
+
     def close(self) -> None:
+        self.run(self.close_engine())
         self.run(self.connection.close())
         self.loop.close()
 
 
-async def counted(work: Awaitable[int]) -> Answer:
-    """The number of things a sweep did."""
+async def sweep_answer(work: Awaitable[int]) -> Answer:
+    """The answer of a sweep in the form of the model."""
     return "count", await work
 
 
-def attempted(call: Callable[..., Answer], *arguments: object) -> Answer:
-    """What a call on the model comes to, a refusal in words."""
+def model_answer(call: Callable[..., Answer], *arguments: object) -> Answer:
+    """The answer of a call on the model; a refusal is returned, not raised."""
     try:
         return call(*arguments)
     except Refusal as refusal:
         return "refused", refusal.code
 
 
-def spoken(answer: Any) -> Answer:
-    """An answer of the engine in the words of the model."""
+def engine_answer(answer: Any) -> Answer:
+    """An answer of the engine in the form of the model."""
     match answer:
         case tuple():
             return answer
         case None:
             return ("done",)
         case list():
-            return tuple(spoken(one) for one in answer)
+            return tuple(engine_answer(one) for one in answer)
         case EngineError(code=code):
             return "refused", code
     kind = type(answer).__name__
@@ -115,7 +149,7 @@ def spoken(answer: Any) -> Answer:
 
 
 def agree(expected: Any, got: Any) -> bool:
-    """Whether two answers are the same; where the model leaves something open, any is."""
+    """Whether two answers are the same, except for what the model leaves open."""
     match expected, got:
         case (("RetryScheduled", None), ("RetryScheduled", _)):
             return True
@@ -130,12 +164,12 @@ def agree(expected: Any, got: Any) -> bool:
     return bool(expected == got)
 
 
-def seen(model: Model) -> Seen:
-    """Every execution of the model, as `observe` gives it."""
-    return {one.name[-36:]: _seen(model, one) for one in model.executions.values()}
+def model_state(model: Model) -> State:
+    """Every execution of the model, as `stored_state` returns it."""
+    return {one.name[-36:]: _fields(model, one) for one in model.executions.values()}
 
 
-def _seen(model: Model, one: Execution) -> dict[str, Any]:
+def _fields(model: Model, one: Execution) -> dict[str, Any]:
     grant = model.live_grant(one)
     is_active = one.phase == "active"
     return {
@@ -163,15 +197,15 @@ def _seen(model: Model, one: Execution) -> dict[str, Any]:
     }
 
 
-async def observe(connection: asyncpg.Connection) -> Seen:
+async def stored_state(connection: asyncpg.Connection) -> State:
     """Every execution of the database."""
-    found: Seen = {
+    found: State = {
         row["id"]: {**row, "attempts": [], "events": [], "grant": None} for row in await connection.fetch(_ROWS)
     }
     for row in await connection.fetch(_ATTEMPTS):
         found[row["id"]]["attempts"].append(tuple(row)[1:])
     for row in await connection.fetch(_EVENTS):
-        found[row["id"]]["events"].append(_told(row))
+        found[row["id"]]["events"].append(_event_text(row))
     for row in await connection.fetch(_GRANTS):
         found[row["id"]]["grant"] = tuple(row)[1:]
     for row in found.values():
@@ -179,7 +213,7 @@ async def observe(connection: asyncpg.Connection) -> Seen:
     return found
 
 
-def _told(event: Any) -> str:
+def _event_text(event: Any) -> str:
     outcome = "" if event["outcome"] is None else f">{CompletionOutcome(event['outcome']).literal}"
     if event["kind"] == "ended":
         return f"ended{outcome} in {event['lease_epoch']}"
@@ -187,8 +221,8 @@ def _told(event: Any) -> str:
     return f"{event['kind']}{reason}{outcome} in {event['lease_epoch']}"
 
 
-def differences(rows: Seen, expected: Seen) -> list[str]:
-    """What of the rows is not as the model has it."""
+def differences(rows: State, expected: State) -> list[str]:
+    """The differences between the rows and the model."""
     return [
         f"{name}.{field}: {rows.get(name, {}).get(field)!r}, the model has {value!r}"
         for name, fields in expected.items()

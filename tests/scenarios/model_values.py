@@ -1,4 +1,4 @@
-"""What the model is made of: executions, their attempts, leases and grants, and what a policy asks for."""
+"""The values of the model: executions, attempts, leases, grants and policies, and what steps choose from."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,11 +9,11 @@ LOST = ("lease_expired_reclaimable", "lease_revoked")
 
 # What a step chooses from.
 NTH = (0, 0, 1, 2, 3, 4, 5)
-"""Which of the things at hand; those that most can be done with come first."""
+"""The place of a lease or execution among those known; the ones with the most possible operations come first."""
 NAMES = (*NTH, -1)
-"""Which of the executions; -1 is one that nobody has created."""
+"""The place of an execution; -1 is one that does not exist."""
 START = 1_800_000_000_000
-"""When a history begins."""
+"""The time at which every run of the machine begins."""
 LANES = ("north", "south")
 LANE_SETS = (("north",), ("south",), LANES)
 WORKERS = ("ann", "bob", "cyd")
@@ -24,7 +24,7 @@ CLASSES = ("transient", "transient", "timeout", "infra_crash", "permanent", "can
 
 
 class Refusal(Exception):
-    """An operation is refused with this code."""
+    """A refusal of an operation with this code."""
 
     def __init__(self, code: str) -> None:
         super().__init__(code)
@@ -33,17 +33,17 @@ class Refusal(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:
-    """What an execution asks for; None where a field is left out."""
+    """The policy of an execution; None for a field that is omitted."""
 
     max_retries: int | None = None
     delay_ms: int | None = None
-    """A fixed pause; without one it doubles from a second up to a minute."""
+    """A fixed backoff; None: it doubles from a second up to a minute."""
     categories: tuple[str, ...] = ()
     timeout_ms: int | None = None
     max_reclaims: int | None = None
 
-    def written(self) -> dict[str, object]:
-        """The policy as a caller writes it."""
+    def as_json(self) -> dict[str, object]:
+        """The policy as the argument of a create."""
         found: dict[str, object] = {}
         if self.max_retries is not None:
             retry: dict[str, object] = {"max_retries": self.max_retries, "retryable_categories": list(self.categories)}
@@ -56,8 +56,8 @@ class Policy:
             found["max_reclaim_count"] = self.max_reclaims
         return found
 
-    def pause(self, retries: int, category: str) -> int | None:
-        """The milliseconds before the next attempt; None when there is none."""
+    def backoff_ms(self, retries: int, category: str) -> int | None:
+        """The milliseconds before the next attempt; None if there is no further attempt."""
         if self.max_retries is None or retries >= self.max_retries or category in ("permanent", "cancelled"):
             return None
         if self.categories and category not in self.categories:
@@ -67,7 +67,7 @@ class Policy:
 
 @dataclass(frozen=True)
 class Lease:
-    """A hold on an execution, as a worker remembers it."""
+    """A lease as its worker remembers it."""
 
     execution: str
     epoch: int
@@ -77,7 +77,7 @@ class Lease:
 
 @dataclass
 class Attempt:
-    """One run of an execution."""
+    """An attempt of an execution."""
 
     type: str
     state: str
@@ -95,13 +95,12 @@ class Grant:
     kind: str
     worker: str
     expires_at: int
-    is_swept: bool = False
-    """It is forgotten then."""
+    is_purged: bool = False
 
 
 @dataclass
 class Execution:
-    """One execution and everything that happened to it."""
+    """An execution with its attempts and events."""
 
     name: str
     lane: str
@@ -133,14 +132,14 @@ class Execution:
     cancelled_by: str | None = None
     progress: int | None = None
     holds_attempt: bool = False
-    """Whether the row still names the latest attempt: a retry that was scheduled has forgotten it."""
+    """Whether the row still names the latest attempt; a scheduled retry clears it."""
     grant: Grant | None = None
     attempts: list[Attempt] = field(default_factory=list)
     events: list[str] = field(default_factory=list)
 
     @property
     def public(self) -> str:
-        """The one word for the state."""
+        """The public state."""
         if self.phase == "terminal":
             return {"success": "completed"}.get(self.outcome, self.outcome)
         if self.phase == "active":
@@ -151,24 +150,24 @@ class Execution:
 
     @property
     def vector(self) -> str:
-        """The seven dimensions."""
+        """The seven state dimensions."""
         stored = (self.phase, self.ownership, self.eligibility, self.blocking, self.outcome, self.attempt_state)
         return "/".join((*stored, self.public))
 
     @property
     def is_claimable(self) -> bool:
-        """Whether a search may offer it."""
+        """Whether a search can find it."""
         return self.eligibility == "eligible_now" or self.ownership in LOST
 
     @property
-    def reclaim_cap(self) -> int:
-        """How often its lease may be lost."""
+    def reclaim_limit(self) -> int:
+        """How often it can be reclaimed."""
         if self.policy is None:
             return 1000
         return 100 if self.policy.max_reclaims is None else self.policy.max_reclaims
 
-    def tell(self, event: str) -> None:
-        """Write an event, with the epoch it belongs to."""
+    def add_event(self, event: str) -> None:
+        """Add an event with the current epoch."""
         self.events.append(f"{event} in {self.epoch}")
 
 

@@ -1,10 +1,11 @@
-"""Suspend, signal and resume from end to end: the acceptance checks 1 to 9, as the specification numbers them."""
+"""The acceptance checks 1 to 9 of the specification: suspend, signal and resume from end to end."""
 
 from typing import Any
 from uuid import UUID, uuid4
 
 import pytest
 
+from engine.state import all_cases
 from fixtures import Clock, Given, Rows
 from flowfabric import Engine
 from flowfabric.conditions import (
@@ -37,12 +38,12 @@ from .waiting import (
     C,
     Waiting,
     args,
-    closed,
     completions,
     refused,
     suspended,
     vector,
     waitpoint_rows,
+    waitpoint_states,
 )
 
 
@@ -65,14 +66,14 @@ def tampered(text: str) -> str:
 # 1
 
 
-async def test_1_the_signal_that_is_waited_for_lets_the_same_attempt_go_on(
+async def test_1_only_the_expected_signal_resumes_and_the_attempt_continues(
     engine: Engine, given: Given, rows: Rows
 ) -> None:
     run = await given.run()
     wait = await suspended(engine, run.handle, READY)
-    assert await wait.said("other") == (APPENDED, "no_op")
+    assert await wait.effect("other") == (APPENDED, "no_op")
     assert await engine.read_execution_state(run.execution_id) == "suspended"
-    assert await wait.said("ready") == (SATISFIED, SATISFIED)
+    assert await wait.effect("ready") == (SATISFIED, SATISFIED)
     assert await vector(rows, run.execution_id) == RESUMABLE
     claimed = await wait.claim()
     assert (claimed.attempt_id, claimed.attempt_index) == (run.attempt_id, run.attempt_index)
@@ -85,7 +86,7 @@ async def test_1_the_signal_that_is_waited_for_lets_the_same_attempt_go_on(
 # 2
 
 
-async def test_2_a_repeated_suspend_is_answered_as_the_first_was(engine: Engine, given: Given, rows: Rows) -> None:
+async def test_2_a_repeated_suspend_returns_the_first_outcome(engine: Engine, given: Given, rows: Rows) -> None:
     handle = await given.claimed()
     both = all_of_waitpoints(["a", "b"])
     first = await engine.suspend(handle, args(both, keys=("a", "b"), idempotency_key="once"))
@@ -125,26 +126,26 @@ async def test_3_a_stale_fence_is_a_lease_conflict_and_changes_nothing(
 # 4
 
 
-async def test_4_distinct_sources_are_counted_once_each(engine: Engine, given: Given) -> None:
+async def test_4_each_distinct_source_counts_once(engine: Engine, given: Given) -> None:
     two = Count(n=2, count_kind=CountKind.DISTINCT_SOURCES, waitpoints=("wp",))
     wait = await suspended(engine, await given.claimed(), two)
-    assert await wait.said("go", source_identity="ada") == (APPENDED, APPENDED)
-    assert await wait.said("go", source_identity="ada") == (APPENDED, "appended_to_waitpoint_duplicate")
-    assert await wait.said("go", source_identity="grace") == (SATISFIED, SATISFIED)
+    assert await wait.effect("go", source_identity="ada") == (APPENDED, APPENDED)
+    assert await wait.effect("go", source_identity="ada") == (APPENDED, "appended_to_waitpoint_duplicate")
+    assert await wait.effect("go", source_identity="grace") == (SATISFIED, SATISFIED)
 
 
-async def test_4_distinct_signals_may_have_one_source(engine: Engine, given: Given) -> None:
+async def test_4_distinct_signals_may_come_from_one_source(engine: Engine, given: Given) -> None:
     two = Count(n=2, count_kind=CountKind.DISTINCT_SIGNALS, waitpoints=("wp",))
     wait = await suspended(engine, await given.claimed(), two)
-    assert await wait.said("go", source_identity="ada") == (APPENDED, APPENDED)
-    assert await wait.said("go", source_identity="ada") == (SATISFIED, SATISFIED)
+    assert await wait.effect("go", source_identity="ada") == (APPENDED, APPENDED)
+    assert await wait.effect("go", source_identity="ada") == (SATISFIED, SATISFIED)
 
 
-async def test_4_a_count_takes_only_what_its_matcher_passes(engine: Engine, given: Given) -> None:
+async def test_4_only_signals_that_match_are_counted(engine: Engine, given: Given) -> None:
     one = Count(n=1, count_kind=CountKind.DISTINCT_SOURCES, matcher=ByName("approve"), waitpoints=("wp",))
     wait = await suspended(engine, await given.claimed(), one)
-    assert await wait.said("reject") == (APPENDED, "signal_ignored_matcher_failed")
-    assert await wait.said("approve") == (SATISFIED, SATISFIED)
+    assert await wait.effect("reject") == (APPENDED, "signal_ignored_matcher_failed")
+    assert await wait.effect("approve") == (SATISFIED, SATISFIED)
 
 
 # 5
@@ -154,34 +155,34 @@ async def three(engine: Engine, given: Given, **overrides: Any) -> Waiting:
     return await suspended(engine, await given.claimed(), all_of_waitpoints(THREE), keys=THREE, **overrides)
 
 
-async def test_5_each_of_three_waitpoints_has_a_token_of_its_own_and_all_are_needed(
+async def test_5_each_of_three_waitpoints_has_its_own_token_and_all_are_needed(
     engine: Engine, given: Given, rows: Rows
 ) -> None:
     wait = await three(engine, given)
     assert len({token.reveal() for _, token in wait.points.values()}) == 3
     for key, other in (("a", "b"), ("b", "c"), ("c", "a")):
         await refused(wait.signal("x", key, waitpoint_token=wait.points[other][1]), "invalid_token")
-    assert await wait.said("x", "c") == (APPENDED, APPENDED)
-    assert await wait.said("x", "a") == (APPENDED, APPENDED)
-    assert await wait.said("x", "b") == (SATISFIED, SATISFIED)
-    assert await closed(rows, wait) == [("closed", "resumed")] * 3
+    assert await wait.effect("x", "c") == (APPENDED, APPENDED)
+    assert await wait.effect("x", "a") == (APPENDED, APPENDED)
+    assert await wait.effect("x", "b") == (SATISFIED, SATISFIED)
+    assert await waitpoint_states(rows, wait) == [("closed", "resumed")] * 3
     await refused(wait.signal("x", "a"), "target_not_signalable")
 
 
-async def test_5_a_cancel_closes_all_three(engine: Engine, given: Given, rows: Rows) -> None:
+async def test_5_a_cancel_closes_all_three_waitpoints(engine: Engine, given: Given, rows: Rows) -> None:
     wait = await three(engine, given)
     await engine.cancel_execution(execution_id=wait.execution_id, reason="not wanted")
-    assert await closed(rows, wait) == [("closed", "cancelled")] * 3
+    assert await waitpoint_states(rows, wait) == [("closed", "cancelled")] * 3
     (row,) = await rows.of("suspension")
     assert (row["close_reason"], row["closed_at"] is None) == ("cancelled", False)
     await refused(wait.signal("x", "a"), "target_not_signalable")
 
 
-async def test_5_a_timeout_closes_all_three(engine: Engine, given: Given, rows: Rows, clock: Clock) -> None:
+async def test_5_a_timeout_closes_all_three_waitpoints(engine: Engine, given: Given, rows: Rows, clock: Clock) -> None:
     wait = await three(engine, given, timeout_at=await clock.now() + 1000)
     await clock.advance(seconds=2)
     await engine.expire_suspension(wait.execution_id)
-    assert await closed(rows, wait) == [("closed", "timed_out_fail")] * 3
+    assert await waitpoint_states(rows, wait) == [("closed", "timed_out_fail")] * 3
 
 
 # 6
@@ -194,13 +195,13 @@ def nested(depth: int) -> Any:
     return condition
 
 
-async def test_6_a_condition_may_be_four_deep_and_no_deeper(engine: Engine, given: Given, rows: Rows) -> None:
+async def test_6_a_condition_is_at_most_four_levels_deep(engine: Engine, given: Given, rows: Rows) -> None:
     handle = await given.claimed()
     async with rows.unchanged():
         path = ".".join(["members[0]"] * 4)
         await refused(engine.suspend(handle, args(nested(5))), "invalid_input", f"depth 5 exceeds cap 4 at path {path}")
     wait = await suspended(engine, handle, nested(4))
-    assert await wait.said("ready") == (SATISFIED, SATISFIED)
+    assert await wait.effect("ready") == (SATISFIED, SATISFIED)
 
 
 def fresh(key: str = "wp", waitpoint_id: UUID | None = None) -> Fresh:
@@ -242,18 +243,20 @@ REFUSALS: dict[str, SuspendArgs] = {
 }
 
 
-@pytest.mark.parametrize("detail", REFUSALS)
-async def test_6_arguments_that_do_not_go_together_are_refused(
-    engine: Engine, given: Given, rows: Rows, detail: str
-) -> None:
+async def test_6_inconsistent_arguments_are_refused(engine: Engine, given: Given, rows: Rows) -> None:
     handle = await given.claimed()
-    async with rows.unchanged():
-        refusal = await refused(engine.suspend(handle, REFUSALS[detail]), "invalid_input", detail)
-        assert refusal.category == "validation"
+    with all_cases() as case:
+        for detail, wrong in REFUSALS.items():
+            with case(detail):
+                async with rows.unchanged():
+                    refusal = await refused(engine.suspend(handle, wrong), "invalid_input", detail)
+                assert refusal.category == "validation"
     assert await engine.renew(handle)
 
 
-async def test_6_an_empty_name_is_refused_anywhere_in_the_tree(engine: Engine, given: Given, rows: Rows) -> None:
+async def test_6_an_empty_signal_name_is_refused_anywhere_in_the_condition(
+    engine: Engine, given: Given, rows: Rows
+) -> None:
     handle = await given.claimed()
     async with rows.unchanged():
         for condition in (AllOf((ANY, Single(waitpoint_key="wp", matcher=ByName("")))), count(1, "wp", name="")):
@@ -272,14 +275,14 @@ async def test_6_a_suspended_handle_is_refused_before_its_key_is_looked_up(
 # 7
 
 
-async def test_7_signals_before_the_wait_are_kept_and_may_meet_it_at_once(
+async def test_7_a_signal_buffered_before_the_suspend_satisfies_it_at_once(
     engine: Engine, given: Given, rows: Rows
 ) -> None:
     run = await given.run()
     pending = await engine.create_waitpoint(run.handle, waitpoint_key="wp", expires_in_ms=HOUR_MS)
     await rotate(engine, "b", B)
     early = Waiting(engine, run.handle, _details(pending))
-    assert await early.said("ready", payload=b"early") == (BUFFERED, BUFFERED)
+    assert await early.effect("ready", payload=b"early") == (BUFFERED, BUFFERED)
     assert await engine.read_execution_state(run.execution_id) == "active"
     outcome = await engine.suspend(run.handle, args(READY, waitpoints=[UsePending(waitpoint_id=pending.waitpoint_id)]))
     assert isinstance(outcome, AlreadySatisfied)
@@ -295,24 +298,24 @@ async def test_7_signals_before_the_wait_are_kept_and_may_meet_it_at_once(
     assert await completions(rows, run.execution_id) == [CompletionOutcome.SUCCESS]
 
 
-async def test_7_a_token_given_out_early_counts_for_the_wait_after_a_rotation(engine: Engine, given: Given) -> None:
+async def test_7_the_token_of_a_pending_waitpoint_stays_valid_after_a_rotation(engine: Engine, given: Given) -> None:
     run = await given.run()
     pending = await engine.create_waitpoint(run.handle, waitpoint_key="wp", expires_in_ms=HOUR_MS)
     await rotate(engine, "b", B)
     wait = await suspended(engine, run.handle, READY, waitpoints=[UsePending(waitpoint_id=pending.waitpoint_id)])
     assert wait.points["wp"] == (pending.waitpoint_id, pending.hmac_token)
-    assert await wait.said("ready", waitpoint_token=pending.hmac_token) == (SATISFIED, SATISFIED)
+    assert await wait.effect("ready", waitpoint_token=pending.hmac_token) == (SATISFIED, SATISFIED)
 
 
-async def test_7_signals_before_the_wait_count_towards_it(engine: Engine, given: Given) -> None:
+async def test_7_signals_buffered_before_the_suspend_are_counted(engine: Engine, given: Given) -> None:
     run = await given.run()
     pending = await engine.create_waitpoint(run.handle, waitpoint_key="wp", expires_in_ms=HOUR_MS)
     early = Waiting(engine, run.handle, _details(pending))
-    assert await early.said("go", source_identity="ada") == (BUFFERED, BUFFERED)
+    assert await early.effect("go", source_identity="ada") == (BUFFERED, BUFFERED)
     two = Count(n=2, count_kind=CountKind.DISTINCT_SOURCES, waitpoints=("wp",))
     wait = await suspended(engine, run.handle, two, waitpoints=[UsePending(waitpoint_id=pending.waitpoint_id)])
-    assert await wait.said("go", source_identity="ada") == (APPENDED, "appended_to_waitpoint_duplicate")
-    assert await wait.said("go", source_identity="grace") == (SATISFIED, SATISFIED)
+    assert await wait.effect("go", source_identity="ada") == (APPENDED, "appended_to_waitpoint_duplicate")
+    assert await wait.effect("go", source_identity="grace") == (SATISFIED, SATISFIED)
 
 
 def _details(pending: Any) -> Any:
@@ -328,7 +331,7 @@ def _details(pending: Any) -> Any:
 # 8
 
 
-async def test_8_whoever_has_no_token_learns_nothing(engine: Engine, given: Given, rows: Rows) -> None:
+async def test_8_every_wrong_token_gets_the_same_refusal(engine: Engine, given: Given, rows: Rows) -> None:
     wait = await suspended(engine, await given.claimed(), READY)
     other = await suspended(engine, await given.claimed(), READY)
     over = await suspended(engine, await given.claimed(), READY)
@@ -359,13 +362,13 @@ async def test_8_whoever_has_no_token_learns_nothing(engine: Engine, given: Give
 # 9
 
 
-async def test_9_every_key_verifies_until_its_own_grace_is_over(engine: Engine, given: Given, clock: Clock) -> None:
+async def test_9_every_key_verifies_until_its_grace_period_ends(engine: Engine, given: Given, clock: Clock) -> None:
     first = await suspended(engine, await given.claimed(), READY)
     second = await suspended(engine, await given.claimed(), READY)
     await rotate(engine, "b", B, grace_ms=10_000)
     await rotate(engine, "c", C, grace_ms=HOUR_MS)
-    assert await first.said("other") == (APPENDED, "no_op")
-    assert await second.said("ready") == (SATISFIED, SATISFIED)
+    assert await first.effect("other") == (APPENDED, "no_op")
+    assert await second.effect("ready") == (SATISFIED, SATISFIED)
     await clock.advance(seconds=11)
     await refused(first.signal("ready"), "token_expired")
     digest = first.points["wp"][1].reveal().partition(":")[2]
@@ -394,7 +397,7 @@ async def test_9_every_key_verifies_until_its_own_grace_is_over(engine: Engine, 
         ),
     ],
 )
-async def test_9_tokens_are_signed_as_the_vectors_say(
+async def test_9_tokens_match_the_test_vectors(
     engine: Engine, given: Given, secret: str, kid: str, execution_id: str, waitpoint_id: str, token: str
 ) -> None:
     await rotate(engine, kid, secret)

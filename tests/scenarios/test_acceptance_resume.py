@@ -1,4 +1,4 @@
-"""Suspend, signal and resume from end to end: the acceptance checks 10 to 14, as the specification numbers them."""
+"""The acceptance checks 10 to 14 of the specification: suspend, signal and resume from end to end."""
 
 import asyncio
 from collections import Counter
@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from engine.state import rounds
 from fixtures import Clock, Engines, Given, Rows
 from flowfabric import Engine
 from flowfabric.conditions import OperatorOnly, all_of_waitpoints
@@ -21,11 +22,11 @@ from .waiting import (
     THREE,
     A,
     Waiting,
-    closed,
     completions,
     refused,
     suspended,
     vector,
+    waitpoint_states,
 )
 
 
@@ -39,19 +40,21 @@ async def engine(keyless: Engine) -> Engine:
 # 10
 
 
-async def test_10_one_idempotency_key_is_one_signal(engine: Engine, engines: Engines, given: Given, rows: Rows) -> None:
+async def test_10_two_deliveries_with_one_idempotency_key_are_one_signal(
+    engine: Engine, engines: Engines, given: Given, rows: Rows
+) -> None:
     other = await engines()
-    for nth in range(20):
+    for nth in rounds(5, whole=20):
         wait = await suspended(engine, await given.claimed(), READY)
         rival = Waiting(other, wait.held, wait.details)
         answers = await asyncio.gather(
             wait.signal("ready", idempotency_key="once"), rival.signal("ready", idempotency_key="once")
         )
-        told = Counter(type(answer).__name__ for answer in answers)
-        assert told == {"Accepted": 1, "SignalDuplicate": 1}, nth
+        kinds = Counter(type(answer).__name__ for answer in answers)
+        assert kinds == {"Accepted": 1, "SignalDuplicate": 1}, nth
         (accepted,) = [answer.signal_id for answer in answers if hasattr(answer, "effect")]
-        (known,) = [answer.existing_signal_id for answer in answers if not hasattr(answer, "effect")]
-        assert known == accepted
+        (existing,) = [answer.existing_signal_id for answer in answers if not hasattr(answer, "effect")]
+        assert existing == accepted
         assert len(await rows.of("signal", execution_id=wait.execution_id[-36:])) == 1
         assert await completions(rows, wait.execution_id) == [CompletionOutcome.RESUMABLE]
         await engine.complete((await wait.claim()).handle, None)
@@ -60,7 +63,7 @@ async def test_10_one_idempotency_key_is_one_signal(engine: Engine, engines: Eng
 # 11
 
 
-async def test_11_a_limit_of_three_refuses_the_fourth(engine: Engine, given: Given, rows: Rows) -> None:
+async def test_11_the_fourth_signal_exceeds_a_limit_of_three(engine: Engine, given: Given, rows: Rows) -> None:
     wait = await suspended(engine, await given.claimed(), READY)
     for _ in range(3):
         await wait.signal("other", max_signals_per_execution=3)
@@ -68,14 +71,16 @@ async def test_11_a_limit_of_three_refuses_the_fourth(engine: Engine, given: Giv
         await refused(wait.signal("other", max_signals_per_execution=3), "signal_limit_exceeded")
 
 
-async def test_11_the_policy_of_the_execution_may_set_the_limit(engine: Engine, given: Given) -> None:
+async def test_11_the_policy_of_the_execution_can_set_the_limit(engine: Engine, given: Given) -> None:
     wait = await suspended(engine, await given.claimed(policy={"max_signals_per_execution": 3}), READY)
     for _ in range(3):
         await wait.signal("other")
     await refused(wait.signal("other", max_signals_per_execution=10), "signal_limit_exceeded")
 
 
-async def test_11_a_payload_has_a_limit_and_comes_back_as_it_went(engine: Engine, given: Given, rows: Rows) -> None:
+async def test_11_payloads_have_a_maximum_size_and_are_returned_unchanged(
+    engine: Engine, given: Given, rows: Rows
+) -> None:
     wait = await suspended(engine, await given.claimed(), READY)
     async with rows.unchanged():
         await refused(wait.signal("other", payload=b"x" * 65_537), "payload_too_large")
@@ -89,7 +94,7 @@ async def test_11_a_payload_has_a_limit_and_comes_back_as_it_went(engine: Engine
 # 12
 
 
-async def test_12_a_resume_may_be_put_off_by_the_signal_or_the_policy(
+async def test_12_the_signal_or_the_policy_can_delay_the_resume(
     engine: Engine, given: Given, rows: Rows, clock: Clock
 ) -> None:
     by_signal = await suspended(engine, await given.claimed(), READY)
@@ -111,10 +116,10 @@ async def test_12_a_resume_may_be_put_off_by_the_signal_or_the_policy(
         assert (await wait.claim()).attempt_index == 0
 
 
-async def test_12_an_operators_resume_may_be_put_off(engine: Engine, given: Given, rows: Rows, clock: Clock) -> None:
+async def test_12_an_operator_can_delay_the_resume(engine: Engine, given: Given, rows: Rows, clock: Clock) -> None:
     wait = await suspended(engine, await given.claimed(), OperatorOnly())
     (key,) = wait.points
-    assert await wait.said("ready", key) == (APPENDED, "no_op")
+    assert await wait.effect("ready", key) == (APPENDED, "no_op")
     resumed = await engine.resume_execution(
         execution_id=wait.execution_id, trigger_type="operator", resume_delay_ms=30_000
     )
@@ -133,7 +138,7 @@ async def test_12_an_operators_resume_may_be_put_off(engine: Engine, given: Give
 
 
 async def time_out(engine: Engine, wait: Waiting) -> str:
-    """What the timeout of a wait did, or why it did nothing."""
+    """Expire a wait; return the behaviour that was applied, or why none was."""
     outcome = await engine.expire_suspension(wait.execution_id)
     return outcome.reason if isinstance(outcome, AlreadySatisfied) else outcome.behavior_applied
 
@@ -143,7 +148,7 @@ def terminal(outcome: str) -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize(
-    ("behaviour", "outcome", "attempt", "told"),
+    ("behaviour", "outcome", "attempt", "completion"),
     [
         ("fail", "failed", "ended_failure", CompletionOutcome.FAILED),
         ("cancel", "cancelled", "ended_cancelled", CompletionOutcome.CANCELLED),
@@ -151,7 +156,7 @@ def terminal(outcome: str) -> tuple[str, ...]:
     ],
 )
 async def test_13_a_timeout_ends_the_execution(
-    engine: Engine, given: Given, rows: Rows, clock: Clock, behaviour: str, outcome: str, attempt: str, told: int
+    engine: Engine, given: Given, rows: Rows, clock: Clock, behaviour: str, outcome: str, attempt: str, completion: int
 ) -> None:
     retrying = {"retry_policy": {"max_retries": 3, "backoff": {"type": "fixed", "delay_ms": 1}}}
     wait = await suspended(
@@ -173,20 +178,20 @@ async def test_13_a_timeout_ends_the_execution(
     assert tried.attempt_state == attempt
     (suspension,) = await rows.of("suspension")
     assert suspension["close_reason"] == f"timed_out_{behaviour}"
-    assert await closed(rows, wait) == [("closed", f"timed_out_{behaviour}")]
-    assert await completions(rows, wait.execution_id) == [told]
+    assert await waitpoint_states(rows, wait) == [("closed", f"timed_out_{behaviour}")]
+    assert await completions(rows, wait.execution_id) == [completion]
     async with rows.unchanged():
         assert await time_out(engine, wait) == "not_suspended_cleaned"
         await refused(wait.signal("ready"), "target_not_signalable")
     assert await engine.find_inconsistencies() == []
 
 
-@pytest.mark.parametrize("word", ["auto_resume_with_timeout_signal", "auto_resume"])
-async def test_13_a_timeout_may_resume_with_a_signal_of_its_own(
-    engine: Engine, given: Given, rows: Rows, clock: Clock, word: str
+@pytest.mark.parametrize("behaviour", ["auto_resume_with_timeout_signal", "auto_resume"])
+async def test_13_a_timeout_can_resume_with_a_timeout_signal(
+    engine: Engine, given: Given, rows: Rows, clock: Clock, behaviour: str
 ) -> None:
     wait = await suspended(
-        engine, await given.claimed(), READY, timeout_at=await clock.now() + 60_000, timeout_behavior=word
+        engine, await given.claimed(), READY, timeout_at=await clock.now() + 60_000, timeout_behavior=behaviour
     )
     await wait.signal("other", max_signals_per_execution=1)
     await clock.advance(seconds=61)
@@ -194,7 +199,7 @@ async def test_13_a_timeout_may_resume_with_a_signal_of_its_own(
     assert await vector(rows, wait.execution_id) == RESUMABLE
     (suspension,) = await rows.of("suspension")
     assert suspension["close_reason"] == "timed_out_auto_resume"
-    assert await closed(rows, wait) == [("closed", "timed_out_auto_resume")]
+    assert await waitpoint_states(rows, wait) == [("closed", "timed_out_auto_resume")]
     assert await completions(rows, wait.execution_id) == []
     claimed = await wait.claim()
     other, last = await engine.observe_signals(claimed.handle)
@@ -203,7 +208,9 @@ async def test_13_a_timeout_may_resume_with_a_signal_of_its_own(
     assert (last.source_identity, last.payload, last.satisfier) == ("suspension_timeout", None, True)
 
 
-async def test_13_a_timeout_may_call_an_operator_once(engine: Engine, given: Given, rows: Rows, clock: Clock) -> None:
+async def test_13_a_timeout_can_escalate_to_an_operator_once(
+    engine: Engine, given: Given, rows: Rows, clock: Clock
+) -> None:
     at = await clock.now() + 60_000
     wait = await suspended(engine, await given.claimed(), READY, timeout_at=at, timeout_behavior="escalate")
     await clock.advance(seconds=61)
@@ -216,7 +223,7 @@ async def test_13_a_timeout_may_call_an_operator_once(engine: Engine, given: Giv
     assert (suspension["timeout_behavior"], suspension["closed_at"]) == (None, None)
     async with rows.unchanged():
         assert await time_out(engine, wait) == "not_yet_due"
-    assert await wait.said("ready") == (SATISFIED, SATISFIED)
+    assert await wait.effect("ready") == (SATISFIED, SATISFIED)
 
 
 async def test_13_of_a_timeout_and_a_satisfying_signal_exactly_one_wins(
@@ -225,16 +232,18 @@ async def test_13_of_a_timeout_and_a_satisfying_signal_exactly_one_wins(
     other = await engines()
     waits = [
         await suspended(engine, await given.claimed(), READY, timeout_at=await clock.now() + HOUR_MS)
-        for _ in range(100)
+        for _ in rounds(30, whole=100)
     ]
     await clock.advance(ms=HOUR_MS + 1)
 
-    async def contest(wait: Waiting) -> tuple[bool, bool]:
-        timing_out: Any = other.expire_suspension(wait.execution_id)
-        answers = await asyncio.gather(wait.signal("ready"), timing_out, return_exceptions=True)
+    async def signal_and_expire(wait: Waiting) -> tuple[bool, bool]:
+        expiry: Any = other.expire_suspension(wait.execution_id)
+        answers = await asyncio.gather(wait.signal("ready"), expiry, return_exceptions=True)
         return hasattr(answers[0], "effect"), hasattr(answers[1], "behavior_applied")
 
-    for wait, (has_signalled, has_timed_out) in zip(waits, await asyncio.gather(*map(contest, waits)), strict=True):
+    for wait, (has_signalled, has_timed_out) in zip(
+        waits, await asyncio.gather(*map(signal_and_expire, waits)), strict=True
+    ):
         assert has_signalled != has_timed_out
         expected = CompletionOutcome.RESUMABLE if has_signalled else CompletionOutcome.FAILED
         assert await completions(rows, wait.execution_id) == [expected]
@@ -244,7 +253,7 @@ async def test_13_of_a_timeout_and_a_satisfying_signal_exactly_one_wins(
 # 14
 
 
-async def test_14_what_is_left_of_the_attempts_time_is_given_back_at_the_resume(
+async def test_14_a_resumed_attempt_keeps_its_remaining_timeout(
     engine: Engine, given: Given, rows: Rows, clock: Clock
 ) -> None:
     await clock.stop()
@@ -256,14 +265,14 @@ async def test_14_what_is_left_of_the_attempts_time_is_given_back_at_the_resume(
     await wait.signal("ready")
     claimed = await wait.claim()
     row = await rows.execution(wait.execution_id)
-    left = row["attempt_timeout_at"] - row["claimed_at"]
-    assert left == 5000
-    await clock.advance(ms=left)
+    remaining_ms = row["attempt_timeout_at"] - row["claimed_at"]
+    assert remaining_ms == 5000
+    await clock.advance(ms=remaining_ms)
     await engine.expire_execution(wait.execution_id, "attempt_timeout")
     await refused(engine.complete(claimed.handle, b"late"), "execution_not_active")
 
 
-async def test_14_the_deadline_of_the_execution_does_not_pause(
+async def test_14_the_execution_deadline_passes_while_suspended(
     engine: Engine, given: Given, rows: Rows, clock: Clock
 ) -> None:
     handle = await given.claimed(execution_deadline_at=await clock.now() + 10_000)
@@ -273,7 +282,7 @@ async def test_14_the_deadline_of_the_execution_does_not_pause(
     assert await vector(rows, wait.execution_id) == terminal("expired")
     (suspension,) = await rows.of("suspension")
     assert suspension["close_reason"] == "expired:execution_deadline"
-    assert await closed(rows, wait) == [("closed", "expired:execution_deadline")] * 3
+    assert await waitpoint_states(rows, wait) == [("closed", "expired:execution_deadline")] * 3
     (tried,) = await engine.list_attempts(wait.execution_id)
     assert tried.attempt_state == "ended_failure"
     assert await completions(rows, wait.execution_id) == [CompletionOutcome.EXPIRED]

@@ -1,4 +1,4 @@
-"""A row that another session changes after a statement began and before the statement locks it."""
+"""A row changes after a statement has read it and before the statement locks it."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -21,7 +21,7 @@ DAY = 86_400
 
 
 class Gate:
-    """Stops one call where it reads the clock, until what happens meanwhile has happened."""
+    """Stops one call where it reads the clock, so that a test can change rows meanwhile."""
 
     def __init__(self, connection: asyncpg.Connection, eventually: Eventually) -> None:
         self._connection = connection
@@ -29,7 +29,7 @@ class Gate:
 
     @asynccontextmanager
     async def closed(self, call: Any) -> AsyncIterator[asyncio.Task[Any]]:
-        """Begin a call, which stands at the gate as the block begins and goes on when it ends; other calls pass."""
+        """Start a call that stops at the gate until the block ends; other calls pass."""
         await self._connection.execute("select pg_advisory_lock($1)", GATE)
         await self._connection.execute("update gate set is_closed = true")
         task = asyncio.create_task(call)
@@ -45,7 +45,7 @@ class Gate:
 
 @pytest.fixture
 async def gate(url: str, eventually: Eventually, patient_with_locks: None) -> AsyncIterator[Gate]:
-    """The gate; what reads the clock passes through it."""
+    """A gate in the function that reads the clock."""
     connection = await session(url, "test gate")
     clock: str = await connection.fetchval("select pg_get_functiondef('ff_now'::regproc)")
     await connection.execute(clock.replace("ff_now()", "ff_ungated_now()"))
@@ -64,17 +64,17 @@ async def gate(url: str, eventually: Eventually, patient_with_locks: None) -> As
 
 
 async def touch(connection: asyncpg.Connection, execution_id: str) -> None:
-    """Change a row as a tag or a report of progress does."""
+    """Update a row as a tag or a progress report does."""
     changed = "update execution set last_mutation_at = ff_now() where execution_id = $1"
     assert await connection.execute(changed, execution_id[-36:]) == "UPDATE 1"
 
 
-async def test_an_execution_that_changes_under_a_claim_is_claimed_then_or_later(
+async def test_an_execution_that_changes_during_a_claim_is_claimed_by_it_or_the_next(
     gate: Gate, engine: Engine, given: Given, clock: Clock, connection: asyncpg.Connection
 ) -> None:
     await given.claimed()
     execution_id = await given.created()
-    # A claim reads the clock before it locks what had a grant.
+    # A claim reads the clock before it locks an execution that had a grant.
     await engine.issue_claim_grant(execution_id=execution_id, lane_id="default", **WORKER, grant_ttl_ms=1000)
     await clock.advance(seconds=2)
 
@@ -86,7 +86,7 @@ async def test_an_execution_that_changes_under_a_claim_is_claimed_then_or_later(
     assert await engine.find_inconsistencies() == []
 
 
-async def test_a_claim_passes_over_what_another_has_taken_without_locking_it(
+async def test_a_claim_does_not_lock_executions_that_another_claim_has_taken(
     gate: Gate, engine: Engine, given: Given, clock: Clock, connection: asyncpg.Connection
 ) -> None:
     await given.claimed()
@@ -100,11 +100,11 @@ async def test_a_claim_passes_over_what_another_has_taken_without_locking_it(
 
     assert {one.execution_id for one in first} == taken
     assert await late == []
-    # A row version that only its own transaction has locked bears that transaction in both.
+    # Without a later lock, xmax is 0 or the transaction that wrote the row.
     assert await connection.fetchval("select count(*) from execution where xmax not in (xmin, 0::text::xid)") == 0
 
 
-async def test_a_lease_that_is_said_to_be_renewed_is(
+async def test_a_renewal_of_a_row_that_changes_meanwhile_is_stored(
     gate: Gate, engine: Engine, given: Given, rows: Rows, connection: asyncpg.Connection
 ) -> None:
     await given.created()
@@ -134,7 +134,7 @@ async def test_a_lease_that_expires_while_its_renewal_waits_is_not_renewed(
         await renewal
 
 
-async def test_an_execution_that_is_tagged_under_a_trim_is_left_for_the_next(
+async def test_an_execution_that_is_tagged_during_a_trim_is_deleted_by_the_next_trim(
     gate: Gate, engine: Engine, given: Given, clock: Clock, rows: Rows
 ) -> None:
     tagged, _ = await given.completed(), await given.completed()

@@ -1,4 +1,4 @@
-"""A row that another session keeps locked: every operation gives up in bounded time, names it and says what to do."""
+"""While another session locks a row, every operation fails in bounded time, names the execution and says what to do."""
 
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -6,6 +6,7 @@ from typing import Any
 import asyncpg
 import pytest
 
+from engine.state import all_cases
 from fixtures import Engines, Given, Rows
 from flowfabric.db import session as sessions
 from flowfabric.engine.engine import Engine
@@ -17,7 +18,8 @@ from flowfabric.model.suspension import SuspendArgs
 from flowfabric.model.waitpoint import Fresh
 
 
-def waiting() -> SuspendArgs:
+def suspend_args() -> SuspendArgs:
+    """A wait for one signal."""
     return SuspendArgs(
         suspension_id=SuspensionId(uuid7()),
         waitpoints=(Fresh(waitpoint_id=WaitpointId(uuid7()), waitpoint_key="wait"),),
@@ -27,6 +29,7 @@ def waiting() -> SuspendArgs:
 
 
 def fence(handle: Handle) -> dict[str, Any]:
+    """The arguments that name the execution and the lease of a handle."""
     return {
         "execution_id": handle.execution_id,
         "lease_id": handle.lease_id,
@@ -44,7 +47,7 @@ CALLS: dict[str, Call] = {
     "cancel": lambda e, h: e.cancel(h, "not wanted"),
     "renew": lambda e, h: e.renew(h),
     "progress": lambda e, h: e.progress(h, percent=1),
-    "suspend": lambda e, h: e.suspend(h, waiting()),
+    "suspend": lambda e, h: e.suspend(h, suspend_args()),
     "create_waitpoint": lambda e, h: e.create_waitpoint(h, waitpoint_key="w", expires_in_ms=1000),
     "close_waitpoint": lambda e, h: e.close_waitpoint(execution_id=h.execution_id, waitpoint_id=uuid7()),
     "cancel_execution": lambda e, h: e.cancel_execution(execution_id=h.execution_id, reason="not wanted"),
@@ -68,27 +71,25 @@ CALLS: dict[str, Call] = {
 }
 
 
-@pytest.mark.parametrize("operation", CALLS)
-async def test_a_refusal_over_a_locked_row_names_its_execution_and_says_what_to_do(
-    engines: Engines,
-    given: Given,
-    rows: Rows,
-    connection: asyncpg.Connection,
-    operation: str,
-    monkeypatch: pytest.MonkeyPatch,
+async def test_an_operation_on_a_locked_row_is_refused_names_the_execution_and_writes_nothing(
+    engines: Engines, given: Given, rows: Rows, connection: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sessions._SESSION, "lock_timeout", "60ms")
+    monkeypatch.setitem(sessions._SESSION, "lock_timeout", "10ms")
     engine = await engines()
     handle = await given.claimed()
-    async with connection.transaction():
-        await connection.execute("select from execution where execution_id = $1 for update", handle.execution_id[-36:])
-        # All that a renewal writes.
-        await connection.execute("select from claim for update")
-        async with rows.unchanged():
-            with pytest.raises(ContentionError) as refusal:
-                await CALLS[operation](engine, handle)
-    assert str(refusal.value) == (
+    text = (
         f"retry_exhausted: execution {handle.execution_id} is locked by another session: 3 tries failed "
         "(canceling statement due to lock timeout); nothing was written, repeat the call"
     )
-    assert refusal.value.retryable
+    async with connection.transaction():
+        await connection.execute("select from execution where execution_id = $1 for update", handle.execution_id[-36:])
+        # A renewal writes only this row.
+        await connection.execute("select from claim for update")
+        with all_cases() as case:
+            for operation, call in CALLS.items():
+                with case(operation):
+                    async with rows.unchanged():
+                        with pytest.raises(ContentionError) as refusal:
+                            await call(engine, handle)
+                    assert str(refusal.value) == text
+                    assert refusal.value.retryable

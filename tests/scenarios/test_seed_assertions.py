@@ -1,4 +1,4 @@
-"""What the documents this engine was made from assert of keys, waits, signals and resumes, each as a test."""
+"""The seed assertions of the specification about keys, suspensions, signals and resumes, by number."""
 
 import asyncio
 import logging
@@ -8,6 +8,8 @@ from uuid import uuid4
 import asyncpg
 import pytest
 
+from engine.state import all_cases
+from fixtures import Engines, Eventually, Given, Rows
 from flowfabric import Engine
 from flowfabric.conditions import AllOf, Count, CountKind, Single
 from flowfabric.db.database import ATTEMPTS
@@ -54,7 +56,7 @@ async def test_2_a_repeated_rotation_does_nothing_and_another_secret_is_a_confli
     assert entry.result.code == "rotation_conflict"
 
 
-async def test_3_a_seed_installs_once(keyless: Engine, rows: Any) -> None:
+async def test_3_a_seed_installs_once(keyless: Engine, rows: Rows) -> None:
     seed = keyless.seed_waitpoint_hmac_secret
     assert await seed(kid="v1", secret_hex=A) == Seeded(kid="v1")
     async with rows.unchanged():
@@ -65,7 +67,7 @@ async def test_3_a_seed_installs_once(keyless: Engine, rows: Any) -> None:
             assert (await refused(seed(kid="v1", secret_hex=secret), "invalid_input")).category == "validation"
 
 
-async def test_4_a_token_outlives_a_rotation_and_counts_for_its_own_waitpoint_only(keyed: Engine, given: Any) -> None:
+async def test_4_a_token_stays_valid_after_a_rotation_for_its_own_waitpoint_only(keyed: Engine, given: Given) -> None:
     first = await suspended(keyed, await given.claimed(), READY)
     second = await suspended(keyed, await given.claimed(), READY)
     await rotate(keyed, "v2", B)
@@ -75,35 +77,35 @@ async def test_4_a_token_outlives_a_rotation_and_counts_for_its_own_waitpoint_on
     tampered = text[:-1] + ("0" if text[-1] != "0" else "1")
     for wrong in (tampered, other, text.replace("v1:", "v2:")):
         await refused(first.signal("ready", waitpoint_token=wrong), "invalid_token")
-    assert (await first.said("ready"))[0] == SATISFIED
+    assert (await first.effect("ready"))[0] == SATISFIED
 
 
-async def test_5_only_the_signal_that_is_waited_for_resumes(keyed: Engine, given: Any, rows: Any) -> None:
+async def test_5_only_the_expected_signal_resumes(keyed: Engine, given: Given, rows: Rows) -> None:
     wait = await suspended(keyed, await given.claimed(), READY)
-    assert (await wait.said("other"))[0] == APPENDED
+    assert (await wait.effect("other"))[0] == APPENDED
     assert await keyed.read_execution_state(wait.execution_id) == "suspended"
-    assert (await wait.said("ready"))[0] == SATISFIED
+    assert (await wait.effect("ready"))[0] == SATISFIED
     assert await completions(rows, wait.execution_id) == [CompletionOutcome.RESUMABLE]
 
 
-async def test_6_two_distinct_sources_are_needed(keyed: Engine, given: Any) -> None:
+async def test_6_two_distinct_sources_are_needed(keyed: Engine, given: Given) -> None:
     two = Count(n=2, count_kind=CountKind.DISTINCT_SOURCES, waitpoints=("wp",))
     wait = await suspended(keyed, await given.claimed(), two)
     by = {"source_type": "user"}
-    assert (await wait.said("go", source_identity="ada", **by))[0] == APPENDED
-    assert (await wait.said("go", source_identity="ada", **by))[0] == APPENDED
-    assert (await wait.said("go", source_identity="grace", **by))[0] == SATISFIED
+    assert (await wait.effect("go", source_identity="ada", **by))[0] == APPENDED
+    assert (await wait.effect("go", source_identity="ada", **by))[0] == APPENDED
+    assert (await wait.effect("go", source_identity="grace", **by))[0] == SATISFIED
 
 
-async def test_7_each_of_two_waitpoints_has_a_token_and_both_are_needed(keyed: Engine, given: Any) -> None:
+async def test_7_each_of_two_waitpoints_has_its_own_token_and_both_are_needed(keyed: Engine, given: Given) -> None:
     both = AllOf((Single(waitpoint_key="a"), Single(waitpoint_key="b")))
     wait = await suspended(keyed, await given.claimed(), both, keys=("a", "b"))
     assert wait.points["a"][1] != wait.points["b"][1]
-    assert (await wait.said("x", "a"))[0] == APPENDED
-    assert (await wait.said("x", "b"))[0] == SATISFIED
+    assert (await wait.effect("x", "a"))[0] == APPENDED
+    assert (await wait.effect("x", "b"))[0] == SATISFIED
 
 
-async def test_8_one_idempotency_key_makes_one_suspension(keyed: Engine, given: Any, rows: Any) -> None:
+async def test_8_one_idempotency_key_makes_one_suspension(keyed: Engine, given: Given, rows: Rows) -> None:
     handle = await given.claimed()
     first = await keyed.suspend(handle, args(READY, idempotency_key="once"))
     assert isinstance(first, Suspended)
@@ -115,7 +117,7 @@ async def test_8_one_idempotency_key_makes_one_suspension(keyed: Engine, given: 
     assert len(await rows.of("waitpoint")) == 1
 
 
-async def test_9_a_resumed_claim_needs_the_satisfaction_and_raises_the_epoch(keyed: Engine, given: Any) -> None:
+async def test_9_a_resumed_claim_needs_the_satisfaction_and_raises_the_epoch(keyed: Engine, given: Given) -> None:
     run = await given.run()
     wait = await suspended(keyed, run.handle, READY)
     await refused(wait.claim(), "not_a_resumed_execution")
@@ -125,7 +127,7 @@ async def test_9_a_resumed_claim_needs_the_satisfaction_and_raises_the_epoch(key
     assert claimed.lease_epoch > run.lease_epoch
 
 
-async def test_10_every_signal_is_seen_before_and_after_the_resume(keyed: Engine, given: Any) -> None:
+async def test_10_every_signal_is_observed_before_and_after_the_resume(keyed: Engine, given: Given) -> None:
     wait = await suspended(keyed, await given.claimed(), READY)
     for name in ("a", "b", "ready"):
         await wait.signal(name)
@@ -138,22 +140,28 @@ async def test_10_every_signal_is_seen_before_and_after_the_resume(keyed: Engine
 
 
 @pytest.mark.usefixtures("patient_with_locks")
-@pytest.mark.parametrize("table", ["suspension", "execution", "waitpoint"])
-async def test_11_a_signal_waits_for_another_writer(
-    keyed: Engine, given: Any, rows: Any, connection: asyncpg.Connection, table: str
+async def test_11_a_signal_waits_for_a_row_that_another_session_locks(
+    keyed: Engine, given: Given, rows: Rows, connection: asyncpg.Connection, eventually: Eventually
 ) -> None:
-    wait = await suspended(keyed, await given.claimed(), READY)
-    async with connection.transaction():
-        await connection.execute(
-            f"update {table} set partition_key = partition_key where execution_id = $1", wait.execution_id[-36:]
-        )
-        delivering = asyncio.create_task(wait.signal("ready"))
-        assert await asyncio.wait((delivering,), timeout=0.2) == (set(), {delivering})
-        assert await keyed.read_execution_state(wait.execution_id) == "suspended"
-    answer = await asyncio.wait_for(delivering, 30)
-    assert answer.effect == SATISFIED
-    assert len(await rows.of("signal")) == 1
-    assert await completions(rows, wait.execution_id) == [CompletionOutcome.RESUMABLE]
+    waiting = "select count(*) from pg_stat_activity where datname = current_database() and wait_event_type = 'Lock'"
+    with all_cases() as case:
+        for table in ("suspension", "execution", "waitpoint"):
+            with case(table):
+                wait = await suspended(keyed, await given.claimed(), READY)
+                named = wait.execution_id[-36:]
+                async with connection.transaction():
+                    update = f"update {table} set partition_key = partition_key where execution_id = $1"
+                    await connection.execute(update, named)
+                    delivering = asyncio.create_task(wait.signal("ready"))
+                    await eventually(lambda: connection.fetchval(waiting))
+                    assert await keyed.read_execution_state(wait.execution_id) == "suspended"
+                    assert not delivering.done()
+                answer = await asyncio.wait_for(delivering, 30)
+                assert answer.effect == SATISFIED
+                assert len(await rows.of("signal", execution_id=named)) == 1
+                assert await completions(rows, wait.execution_id) == [CompletionOutcome.RESUMABLE]
+                # The next case claims its own execution.
+                await keyed.complete((await wait.claim()).handle)
     assert await keyed.find_inconsistencies() == []
 
 
@@ -161,9 +169,9 @@ def test_11_a_transaction_is_tried_three_times() -> None:
     assert ATTEMPTS == 3
 
 
-async def test_12_a_fence_suspends_without_a_handle_and_only_once(keyed: Engine, given: Any, rows: Any) -> None:
+async def test_12_a_fence_suspends_without_a_handle_and_only_once(keyed: Engine, given: Given, rows: Rows) -> None:
     run = await given.run()
-    fence = {
+    fence: dict[str, Any] = {
         "execution_id": run.execution_id,
         "lease_id": run.lease_id,
         "lease_epoch": run.lease_epoch,
@@ -176,11 +184,11 @@ async def test_12_a_fence_suspends_without_a_handle_and_only_once(keyed: Engine,
     async with rows.unchanged():
         await refused(keyed.suspend_by_triple(**fence, args=args(READY)), "lease_conflict")
     wait = Waiting(keyed, run.handle, outcome.details, outcome.handle)
-    assert (await wait.said("ready"))[0] == SATISFIED
+    assert (await wait.effect("ready"))[0] == SATISFIED
 
 
-async def test_13_few_locks_a_transaction_are_enough_and_not_warned_of(
-    engines: Any, connection: asyncpg.Connection, caplog: pytest.LogCaptureFixture
+async def test_13_a_low_max_locks_per_transaction_is_enough_and_causes_no_warning(
+    engines: Engines, connection: asyncpg.Connection, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert int(await connection.fetchval("show max_locks_per_transaction")) < 256
     with caplog.at_level(logging.WARNING):
@@ -189,7 +197,7 @@ async def test_13_few_locks_a_transaction_are_enough_and_not_warned_of(
     assert caplog.records == []
 
 
-async def test_13_a_partition_index_beyond_sixteen_bits_is_refused(engine: Engine, rows: Any) -> None:
+async def test_13_a_partition_index_beyond_sixteen_bits_is_refused(engine: Engine, rows: Rows) -> None:
     beyond = f"{{fp:32768}}:{uuid4()}"
     async with rows.unchanged():
         for call in (

@@ -1,68 +1,66 @@
-"""Submissions that meet at the end of an idempotency window, and processes that start on a new store at once."""
+"""Creates that meet at the end of an idempotency window, and engines that prepare a new store at the same time."""
 
 import asyncio
 from typing import Any
 
-import pytest
+import asyncpg
 
+from engine.state import all_cases, new, rounds
+from fixtures import Engines
+from flowfabric import Engine
+from flowfabric.model.errors import EngineError
 from flowfabric.model.execution import Created, Duplicate, NewExecution
 from flowfabric.model.support import Applied, NothingToPrepare
 
-ROUNDS = 100
+
+def keyed(key: str, window_ms: int, **overrides: Any) -> dict[str, Any]:
+    """The arguments of a create whose idempotency key expires after window_ms."""
+    return new(idempotency_key=key, policy={"dedup_window_ms": window_ms}, **overrides)
 
 
-def submission(key: str, window_ms: int, **more: Any) -> dict[str, Any]:
-    return {
-        "namespace": "default",
-        "lane_id": "default",
-        "execution_kind": "job",
-        "input_payload": b"{}",
-        "priority": 0,
-        "creator_identity": "test",
-        "idempotency_key": key,
-        "policy": {"dedup_window_ms": window_ms},
-        **more,
-    }
-
-
-@pytest.mark.parametrize("window_ms", [1, 2, 5])
-@pytest.mark.parametrize("is_given", [True, False], ids=["given ids", "minted ids"])
-async def test_a_key_that_runs_out_meanwhile_neither_refuses_nor_names_what_does_not_exist(
-    engines: Any,
-    window_ms: int,
-    is_given: bool,  # noqa: FBT001
+async def test_a_key_that_expires_between_two_creates_causes_neither_an_error_nor_an_unknown_id(
+    engines: Engines,
 ) -> None:
     rivals = [await engines(), await engines()]
-    for number in range(ROUNDS):
-        ids = [f"{{fp:86}}:{rival}1111111-2222-4333-8444-{number:012d}" for rival in "ab"]
-        answers = await asyncio.gather(
-            *(
-                rival.create_execution(
-                    **submission(f"key-{number}", window_ms, **({"execution_id": own} if is_given else {}))
-                )
-                for rival, own in zip(rivals, ids, strict=True)
-            )
+    with all_cases() as case:
+        for window_ms in (1, 2, 5):
+            for ids in ("given", "minted"):
+                with case(f"{ids} ids, window of {window_ms} ms"):
+                    for nth in rounds(30, whole=100):
+                        await create_twice(rivals, f"{window_ms}{nth:03}", window_ms, is_given=ids == "given")
+
+
+async def create_twice(rivals: list[Engine], number: str, window_ms: int, *, is_given: bool) -> None:
+    """Create with one key through both engines; both answers must name executions that exist."""
+    ids = [f"{{fp:86}}:{rival}1111111-2222-4333-8444-{number:>012}" if is_given else None for rival in "ab"]
+    answers = await asyncio.gather(
+        *(
+            rival.create_execution(**keyed(f"key-{is_given}-{number}", window_ms, execution_id=own))
+            for rival, own in zip(rivals, ids, strict=True)
         )
-        assert any(isinstance(answer, Created) for answer in answers)
-        for answer in answers:
-            assert isinstance(answer, Created | Duplicate)
-            assert await rivals[0].read_execution_state(answer.execution_id) is not None
+    )
+    assert any(isinstance(answer, Created) for answer in answers)
+    for answer in answers:
+        assert isinstance(answer, Created | Duplicate)
+        assert await rivals[0].read_execution_state(answer.execution_id) is not None
 
 
-async def test_processes_that_start_on_a_new_store_at_once_agree(engines: Any, connection: Any) -> None:
+async def test_engines_that_prepare_a_new_store_at_once_all_succeed(
+    engines: Engines, connection: asyncpg.Connection
+) -> None:
     starting = [await engines() for _ in range(4)]
-    for _ in range(ROUNDS):
+    for _ in rounds(30, whole=100):
         await connection.execute("delete from configuration")
         prepared = await asyncio.gather(*(engine.prepare() for engine in starting))
         assert all(isinstance(answer, NothingToPrepare | Applied) for answer in prepared)
 
 
-async def test_an_item_repeats_one_before_it_whatever_else_is_wrong_with_it(engines: Any) -> None:
-    engine = await engines()
-    first = NewExecution(**submission("same", 60_000))
-    second = NewExecution(**submission("same", 60_000, tags={"Wrong": "x"}))
-    third = NewExecution(**submission("other", 60_000, tags={"Wrong": "x"}))
+async def test_an_item_that_repeats_an_earlier_one_is_a_duplicate_even_if_it_is_invalid(engine: Engine) -> None:
+    first = NewExecution(**keyed("same", 60_000))
+    second = NewExecution(**keyed("same", 60_000, tags={"Wrong": "x"}))
+    third = NewExecution(**keyed("other", 60_000, tags={"Wrong": "x"}))
     made, repeated, wrong = await engine.create_many([first, second, third])
     assert isinstance(made, Created)
     assert repeated == Duplicate(execution_id=made.execution_id)
+    assert isinstance(wrong, EngineError)
     assert wrong.code == "invalid_tag_key"

@@ -1,4 +1,4 @@
-"""Executions that wait for signals, and what tests of them say."""
+"""Support for tests of suspended executions: suspend, signal, resume, and the rows and answers to expect."""
 
 from collections.abc import Awaitable, Sequence
 from typing import Any
@@ -12,7 +12,7 @@ from flowfabric.conditions import ByName, Fresh, Single, SuspendArgs
 from flowfabric.outcomes import Handle, SuspendDetails, Suspended, WaitpointToken
 
 A, B, C = "aa" * 32, "bb" * 32, "cc" * 32
-"""Secrets."""
+"""Secrets of signing keys."""
 
 READY = Single(waitpoint_key="wp", matcher=ByName("ready"))
 APPENDED = "appended_to_waitpoint"
@@ -35,7 +35,7 @@ VECTOR = (
 
 
 def args(condition: Any = None, *, keys: Sequence[str] = ("wp",), **overrides: Any) -> SuspendArgs:
-    """What is asked for: any signal on one waitpoint, and nothing else, unless said."""
+    """The arguments of a suspend, by default one waitpoint that any signal satisfies."""
     return SuspendArgs(
         **{
             "suspension_id": uuid4(),
@@ -48,14 +48,14 @@ def args(condition: Any = None, *, keys: Sequence[str] = ("wp",), **overrides: A
 
 
 class Waiting:
-    """A suspended execution and the tokens of its waitpoints by key."""
+    """A suspended execution, with the tokens of its waitpoints by key."""
 
     def __init__(self, engine: Engine, held: Handle, details: SuspendDetails, handle: Handle | None = None) -> None:
         self.engine = engine
         self.held = held
-        """The handle the run was suspended with."""
+        """The handle under which the run was suspended."""
         self.handle = handle
-        """The handle the suspend answered with."""
+        """The handle that the suspend returned."""
         self.details = details
         self.execution_id = held.execution_id
         bound: list[Any] = [details, *details.additional_waitpoints]
@@ -64,7 +64,7 @@ class Waiting:
         }
 
     async def signal(self, name: str = "ready", key: str = "wp", **overrides: Any) -> Any:
-        """What a signal on a waitpoint came to."""
+        """Send a signal to a waitpoint and return the answer."""
         waitpoint_id, token = self.points[key]
         return await self.engine.deliver_signal(
             **{
@@ -76,25 +76,25 @@ class Waiting:
             }
         )
 
-    async def said(self, name: str = "ready", key: str = "wp", **overrides: Any) -> tuple[str, str]:
-        """The effect of a signal, and why."""
+    async def effect(self, name: str = "ready", key: str = "wp", **overrides: Any) -> tuple[str, str]:
+        """Send a signal and return its effect and disposition."""
         answer = await self.signal(name, key, **overrides)
         return str(answer.effect), str(answer.disposition)
 
     async def claim(self, **overrides: Any) -> Any:
-        """The claim by name that goes on with it."""
+        """Claim the resumed execution by name."""
         return await claim_resumed(self.engine, self.execution_id, **overrides)
 
 
 async def suspended(engine: Engine, handle: Handle, condition: Any = None, **overrides: Any) -> Waiting:
-    """Suspend a run."""
+    """Suspend a run and return it as a suspended execution."""
     outcome = await engine.suspend(handle, args(condition, **overrides))
     assert isinstance(outcome, Suspended), outcome
     return Waiting(engine, handle, outcome.details, outcome.handle)
 
 
 async def claim_resumed(engine: Engine, execution_id: str, **overrides: Any) -> Any:
-    """Claim an execution whose attempt may go on."""
+    """Claim an execution whose attempt can be resumed."""
     return await engine.claim_resumed_execution(
         **{
             "execution_id": execution_id,
@@ -107,7 +107,7 @@ async def claim_resumed(engine: Engine, execution_id: str, **overrides: Any) -> 
 
 
 async def refused(call: Awaitable[Any], code: str, detail: str = "") -> EngineError:
-    """The error a call must end in."""
+    """Return the error of a call that must be refused with this code."""
     with pytest.raises(EngineError) as caught:
         await call
     assert caught.value.code == code, caught.value
@@ -116,22 +116,22 @@ async def refused(call: Awaitable[Any], code: str, detail: str = "") -> EngineEr
 
 
 async def vector(rows: Rows, execution_id: Any) -> tuple[str, ...]:
-    """The seven dimensions of an execution."""
+    """The seven state dimensions of an execution."""
     row = await rows.execution(execution_id)
     return tuple(row[name] for name in VECTOR)
 
 
 async def waitpoint_rows(rows: Rows, execution_id: str) -> list[dict[str, Any]]:
-    """The waitpoints of an execution as they are stored."""
+    """The stored waitpoints of an execution."""
     found = await rows.of("waitpoint", execution_id=execution_id[-36:])
     return sorted(found, key=lambda row: (row["created_at"], str(row["waitpoint_key"])))
 
 
 async def completions(rows: Rows, execution_id: Any) -> list[int]:
-    """The outcomes the completion feed tells of an execution, as they are stored."""
+    """The outcomes of an execution in the completion feed."""
     return [row["outcome"] for row in await rows.events(execution_id) if row["outcome"] is not None]
 
 
-async def closed(rows: Rows, wait: Waiting) -> list[tuple[str, str | None]]:
-    """How the waitpoints of a wait stand, and why."""
+async def waitpoint_states(rows: Rows, wait: Waiting) -> list[tuple[str, str | None]]:
+    """The states and close reasons of the waitpoints of a wait."""
     return [(row["state"], row["close_reason"]) for row in await waitpoint_rows(rows, wait.execution_id)]
