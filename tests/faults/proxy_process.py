@@ -38,7 +38,7 @@ class Control:
                 return len(links)
             case "refuse":
                 self._proxy.refuses = command["on"]
-            case "lead":
+            case "redirect":
                 self._proxy.upstream = Upstream.of(command["url"])
         return len(self._proxy.links)
 
