@@ -10,7 +10,7 @@ from flowfabric.model.execution import Created, Duplicate, NewExecution
 
 from .actor import MANUAL, NAMESPACE, WORK, Actor
 
-KINDS = {"quick": 8, "slow": 2, "threaded": 3, "flaky": 3, "waiter": 3, "manual": 4}
+KINDS = {"quick": 8, "slow": 2, "threaded": 3, "flaky": 3, "waiter": 3, "manual": 10}
 """The kinds of executions, with their weights."""
 RETRY = {"retry_policy": {"max_retries": 5, "backoff": {"type": "fixed", "delay_ms": 100}}}
 TASKS = 3
@@ -104,4 +104,4 @@ async def submit(actor: Actor) -> None:
     """Submit with several tasks on one engine, which waits during an outage or fails at once."""
     async with actor.engine(submit_patience_ms=actor.rng.choice((0, 2_000))) as engine:
         submitter = Submitter(actor, engine)
-        await asyncio.gather(*(actor.repeat(submitter.step, 0.06) for _ in range(TASKS)))
+        await asyncio.gather(*(actor.repeat(submitter.step, 0.03) for _ in range(TASKS)))
